@@ -2,7 +2,8 @@
 
 Chooses the concrete classes of the planner; all other modules are given what they need. Options are
 checked first (``resolve``), before anything is loaded or started. One rank's part is put together
-in ``build_rank``, several ranks are started in ``tensor_parallel``.
+in ``build_rank``, several ranks are started in ``tensor_parallel``, several replicas in
+``replicas.start``.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Final
 
 from minisgl_backend.build_rank import build_rank
-from minisgl_backend.cache.kv import KVCache, NaiveCache, RadixCache
+from minisgl_backend.cache.kv import KVCache, NaiveCache, RadixCache, TreeWatch
 from minisgl_backend.cache.snapshots import SnapshotCache
 from minisgl_backend.config import EngineOptions
 from minisgl_backend.errors import ConfigError, InvalidRequest
@@ -24,9 +25,10 @@ from minisgl_backend.parallel.group import OneRank
 from minisgl_backend.parallel.place import Place
 from minisgl_backend.parts import STANDARD, Parts
 from minisgl_backend.precheck import adapter_paths, adapter_tasks
+from minisgl_backend.replicas.start import start_replicas
 from minisgl_backend.resolve import resolve
 from minisgl_backend.runtime.adapters import Adapters
-from minisgl_backend.runtime.engine import Engine, EngineInfo
+from minisgl_backend.runtime.engine import Door, Engine, EngineInfo
 from minisgl_backend.runtime.ports import Executor, Scheduler
 from minisgl_backend.scheduling.scheduler import SchedulerConfig
 from minisgl_backend.tensor_parallel import lead
@@ -35,14 +37,28 @@ from minisgl_backend.text.tokenizer import load_definition
 logger = logging.getLogger(__name__)
 
 _OVERTAKEN_BY_LPM: Final = 64
-_OVERTAKEN_ON_CPU: Final = 256
+_OVERTAKEN_BY_PREFIX: Final = 256
+_GROUP_COST_ON_CPU: Final = 64
+_GROUP_COST_ON_GPU: Final = 128
 _READ_AT_ONCE: Final = 32_000
 """Tokens up to which a tokenizer is read for grammars when the first one comes: it takes a moment.
 """
 
 
-def build_engine(options: EngineOptions, parts: Parts = STANDARD) -> Engine:
-    """Load the model and start the engine. ``ConfigError`` says what the operator can correct."""
+def build_engine(options: EngineOptions, parts: Parts = STANDARD) -> Door:
+    """Load the model and start the engine, or the replicas of it that ``options`` ask for.
+
+    ``ConfigError`` says what the operator can correct.
+    """
+    if options.data_parallel_size > 1:
+        return start_replicas(options, parts.replica)
+    return build_engine_alone(options, parts)
+
+
+def build_engine_alone(
+    options: EngineOptions, parts: Parts = STANDARD, *, watch: TreeWatch | None = None
+) -> Engine:
+    """One engine, whatever ``options`` say of replicas; ``watch`` is told of its prefix cache."""
     info, executor, store = _build_executor(options, parts)
     logger.info("engine: %s", info)
     num_positions = info.num_pages * info.page_size
@@ -52,7 +68,7 @@ def build_engine(options: EngineOptions, parts: Parts = STANDARD) -> Engine:
             num_positions,
             info.max_sequence_length,
         )
-    scheduler = build_scheduler(options, info, parts)
+    scheduler = build_scheduler(options, info, parts, watch=watch)
     grammars = build_grammars(options, info)
     try:
         adapters = build_adapters(options, store)
@@ -89,26 +105,33 @@ def _build_executor(
     return rank.info, rank.executor, rank.adapters
 
 
-def build_scheduler(options: EngineOptions, info: EngineInfo, parts: Parts = STANDARD) -> Scheduler:
+def build_scheduler(
+    options: EngineOptions,
+    info: EngineInfo,
+    parts: Parts = STANDARD,
+    *,
+    watch: TreeWatch | None = None,
+) -> Scheduler:
     """The planner for an engine with this model and this number of pages."""
     cache: KVCache
     if options.cache == "naive":
         cache = NaiveCache(info.num_pages, info.page_size)
     elif info.num_snapshots is None:
-        cache = RadixCache(info.num_pages, info.page_size)
+        cache = RadixCache(info.num_pages, info.page_size, watch=watch)
     else:
-        cache = SnapshotCache(info.num_pages, info.page_size, info.num_snapshots)
+        cache = SnapshotCache(info.num_pages, info.page_size, info.num_snapshots, watch=watch)
     on_cpu = info.device == "cpu"
     max_overtaken = options.max_overtaken
     if max_overtaken is None:
-        by_prefix = _OVERTAKEN_ON_CPU if on_cpu else 0
+        by_prefix = _OVERTAKEN_BY_PREFIX if on_cpu or info.reads_groups else 0
         max_overtaken = _OVERTAKEN_BY_LPM if options.schedule_policy == "lpm" else by_prefix
     config = SchedulerConfig(
         max_running_requests=options.max_running_requests,
         max_prefill_tokens=options.max_prefill_tokens,
         policy=options.schedule_policy,
         max_overtaken=max_overtaken,
-        names_groups=on_cpu and options.group_attention is not False,
+        names_groups=info.reads_groups,
+        group_cost_tokens=_GROUP_COST_ON_CPU if on_cpu else _GROUP_COST_ON_GPU,
         has_states=info.num_snapshots is not None,
         num_adapter_slots=options.max_loras if options.enable_lora else 0,
     )

@@ -27,7 +27,13 @@ from minisgl_backend.execution.states import StateStorage, bytes_per_slot
 from minisgl_backend.execution.storage import KVStorage, bytes_per_page, choose_num_pages
 from minisgl_backend.kernels.sampling_table import SamplingTable
 from minisgl_backend.models.adapter_slots import AdapterSlots
-from minisgl_backend.models.build import build_model, use_invariant_kernels, use_tensor_cores
+from minisgl_backend.models.build import (
+    build_model,
+    has_expert_kernels,
+    has_hopper_kernels,
+    use_invariant_kernels,
+    use_tensor_cores,
+)
 from minisgl_backend.models.decoder import Decoder
 from minisgl_backend.models.kv_scales import read_kv_scales
 from minisgl_backend.packages import slower_without
@@ -36,6 +42,7 @@ from minisgl_backend.parts import STANDARD, Parts
 from minisgl_backend.progress import Progress, shown, unseen
 from minisgl_backend.resolve import Resolved
 from minisgl_backend.runtime.engine import EngineInfo
+from minisgl_backend.weight_format import WeightFormat
 
 logger = logging.getLogger(__name__)
 
@@ -113,7 +120,7 @@ def build_rank(
         progress=progress,
     )
     meet()
-    info = _info(facts, attention.name, sizes)
+    info = _info(facts, attention, sizes)
     return Rank(info, parts.executor(executor), group, store)
 
 
@@ -129,7 +136,7 @@ def _warn_if_slower(device: CudaDevice) -> None:
         logger.warning(line)
 
 
-def _info(facts: Resolved, attention: str, sizes: _CacheSizes) -> EngineInfo:
+def _info(facts: Resolved, attention: PagedAttention, sizes: _CacheSizes) -> EngineInfo:
     options, spec = facts.options, facts.spec
     return EngineInfo(
         model=options.model,
@@ -138,7 +145,7 @@ def _info(facts: Resolved, attention: str, sizes: _CacheSizes) -> EngineInfo:
         device=str(facts.device.torch_device),
         dtype=str(facts.dtype).removeprefix("torch."),
         weights="plain" if spec.weights is None else str(spec.weights),
-        attention_backend=attention,
+        attention_backend=attention.name,
         vocab_size=spec.vocab_size,
         eos_token_ids=tuple(sorted(spec.eos_token_ids)),
         max_sequence_length=facts.context,
@@ -150,10 +157,22 @@ def _info(facts: Resolved, attention: str, sizes: _CacheSizes) -> EngineInfo:
         max_queued_tokens=options.max_queued_tokens,
         max_queue_time_s=options.max_queue_time_s,
         generates=spec.generates,
+        reads_groups=attention.reads_groups,
     )
 
 
 def _model(facts: Resolved, group: Group, progress: Progress) -> Decoder:
+    options, on_gpu = facts.options, not facts.device.is_host
+    fused_experts = on_gpu and options.moe_backend != "torch"
+    parts = 1 if options.expert_parallel else group.size
+
+    def keeps_experts(form: WeightFormat) -> bool:
+        return (
+            fused_experts
+            and has_expert_kernels(form, facts.spec, parts)
+            and has_hopper_kernels(facts.device.torch_device, facts.dtype)
+        )
+
     try:
         model = build_model(
             facts.spec,
@@ -161,11 +180,13 @@ def _model(facts: Resolved, group: Group, progress: Progress) -> Decoder:
             dtype=facts.dtype,
             device=facts.device.torch_device,
             group=group,
-            load_format=facts.options.load_format,
+            load_format=options.load_format,
             max_sequence_length=facts.context,
-            seed=facts.options.seed or 0,
-            fused_experts=not facts.device.is_host and facts.options.moe_backend != "torch",
-            whole_experts=facts.options.expert_parallel,
+            seed=options.seed or 0,
+            fused_experts=fused_experts,
+            whole_experts=options.expert_parallel,
+            keep_quantized=not facts.device.is_host,
+            keeps_experts=keeps_experts,
             progress=progress,
         )
         model.pack()
@@ -248,8 +269,8 @@ def _storage(facts: Resolved, num_pages: int) -> KVStorage:
 
 
 def _attention(facts: Resolved, max_captured_batch_size: int) -> PagedAttention:
-    options = facts.options
-    return choose_attention(
+    options, wanted = facts.options, facts.options.group_attention
+    attention = choose_attention(
         options.attention_backend,
         AttentionSetting(
             shape=facts.shape,
@@ -261,8 +282,16 @@ def _attention(facts: Resolved, max_captured_batch_size: int) -> PagedAttention:
             max_captured_batch_size=max_captured_batch_size,
             device=facts.device.torch_device,
             batch_invariant=options.batch_invariant,
+            grouped=(facts.device.is_host if wanted is None else wanted)
+            and options.cache != "naive",
         ),
     )
+    if wanted and not attention.reads_groups:
+        raise ConfigError(
+            f"group_attention=true does not go with attention_backend {attention.name}: on a GPU "
+            "it needs cuda for decoding"
+        )
+    return attention
 
 
 def max_captured_batch_size(options: EngineOptions, total_memory: int) -> int:
@@ -358,8 +387,9 @@ def _cache_sizes(facts: Resolved, group: Group) -> _CacheSizes:
     device, options = facts.device, facts.options
     free_bytes, cap_bytes = least_free_memory(group, device.free_memory()), device.kv_bytes_cap
     if cap_bytes is not None:  # a CPU's memory, which the ranks of a host share
-        free_bytes //= facts.place.local_size
-        cap_bytes //= facts.place.local_size
+        num_sharing = facts.place.local_size * options.data_parallel_size
+        free_bytes //= num_sharing
+        cap_bytes //= num_sharing
     rows = options.max_running_requests + 1
     reserved_bytes = SamplingTable.num_bytes(rows, facts.spec.vocab_size)
     num_snapshots = None

@@ -100,14 +100,14 @@ class EngineOptions:
     max_overtaken: int | None = option(
         None,
         "most later requests that a waiting one lets pass, so that requests with a common prefix "
-        "compute it once and run together; 0: none; auto: 64 with lpm, else 256 on a CPU, 0 on a "
-        "GPU",
+        "compute it once and run together; 0: none; auto: 64 with lpm, else 256 on a CPU or with "
+        "group_attention, 0 on a GPU without",
         minimum=0,
     )
     group_attention: bool | None = option(
         None,
-        "decoding requests that share pages read them together; auto: on a CPU, the only device "
-        "that can",
+        "decoding requests that share pages read them together if that pays; on a GPU it needs "
+        "attention_backend cuda; auto: on a CPU only",
     )
     cache: str = option(
         "radix",
@@ -166,6 +166,25 @@ class EngineOptions:
     )
     tensor_parallel_size: int = option(
         1, "ranks of the engine, each on a GPU of its own, or all on a CPU", minimum=1
+    )
+    data_parallel_size: int = option(
+        1,
+        "replicas of the engine, each a process with weights, pages and tensor_parallel_size ranks "
+        "of its own; requests go to the one that has most of their prompt cached",
+        minimum=1,
+        maximum=64,
+    )
+    routing_ratio: float | None = option(
+        None,
+        "a replica whose load is above this multiple of the mean, plus routing_slack, gets no "
+        "requests for what it has cached; auto: 1.2",
+        minimum=1,
+    )
+    routing_slack: float | None = option(
+        None,
+        "share of what a replica can hold: see routing_ratio; auto: 0.03",
+        minimum=0,
+        maximum=1,
     )
     expert_parallel: bool = option(
         False, "ranks share out whole experts; else each holds a slice of every expert"

@@ -8,6 +8,7 @@
       - Recovering         because a part of the server died
     - Cancelled            CANCELLED: the caller gave the request up
     - EngineFailure        INTERNAL: the engine failed; its log tells why
+      - EngineLost         it has ended, and all that was in it with it
     - ConfigError          the operator: an option or a model file is wrong, and the load fails
     - InvariantError       the engine's own bookkeeping is broken
 
@@ -61,6 +62,10 @@ class Cancelled(MiniSGLError):
 
 class EngineFailure(MiniSGLError):
     """The engine could not finish an accepted request."""
+
+
+class EngineLost(EngineFailure):
+    """The engine has ended. What it had not begun to answer, another one may."""
 
 
 class ConfigError(MiniSGLError):

@@ -80,7 +80,9 @@ class ExpertsSpec:
     """The experts of a layer, gated MLPs of ``intermediate_size``.
 
     ``gate``: the function that gates them, None for SiLU. ``biases``: their projections and the
-    router have them. ``router`` is the router's name in the checkpoint.
+    router have them. ``router`` is the router's name in the checkpoint. ``in_turn``: the checkpoint
+    has one tensor for all experts, with gates and ups in turn, as gpt-oss has them; in plain ones
+    inputs come before outputs.
     """
 
     routing: RoutingRule
@@ -89,6 +91,7 @@ class ExpertsSpec:
     gate: ClampedGate | None = None
     biases: bool = False
     router: str = "gate"
+    in_turn: bool = False
 
     @property
     def num_experts(self) -> int:

@@ -47,7 +47,8 @@ class Parts:
 
     ``executor`` gets this rank's executor, with its model loaded, and returns the one that runs the
     steps. ``watch_logits`` gets the logits of each step that is not captured, before they are
-    sampled. ``follower`` is the module that the processes of the other ranks run.
+    sampled. ``follower`` is the module that the processes of the other ranks run, ``replica`` the
+    one of the processes of replicas, to which the other parts here do not reach.
     """
 
     engine: MakeEngine = Engine
@@ -55,6 +56,7 @@ class Parts:
     executor: Callable[[RankExecutor], RankExecutor] = _unchanged
     watch_logits: WatchLogits | None = None
     follower: str = "minisgl_backend.tensor_parallel"
+    replica: str = "minisgl_backend.replica"
 
 
 STANDARD: Final = Parts()

@@ -58,6 +58,24 @@ def check_options(options: EngineOptions, device: str | None) -> None:
         for name in ("comm", "distributed_address", "expert_parallel"):
             if getattr(options, name):
                 raise ConfigError(f"option {name} is for tensor_parallel_size of 2 and more")
+    if options.group_attention and options.cache == "naive":
+        raise ConfigError("option group_attention=true needs cache=radix")
+    if options.data_parallel_size == 1:
+        for name in ("routing_ratio", "routing_slack"):
+            if getattr(options, name) is not None:
+                raise ConfigError(f"option {name} is for data_parallel_size of 2 and more")
+    elif options.distributed_address is not None:
+        raise ConfigError(
+            "option distributed_address does not go with data_parallel_size of 2 and more: the "
+            "ranks of each replica meet at a port of their own"
+        )
+    elif options.enable_lora:
+        raise ConfigError("option enable_lora does not go with data_parallel_size of 2 and more")
+    elif options.cache == "naive":
+        raise ConfigError(
+            "option cache=naive does not go with data_parallel_size of 2 and more: requests are "
+            "routed by what the replicas have cached"
+        )
     if not options.enable_lora:
         for name in (
             "lora_modules",
@@ -78,8 +96,6 @@ def check_options(options: EngineOptions, device: str | None) -> None:
     if options.batch_invariant:
         _check_batch_invariant(options)
     if device == "cuda":
-        if options.group_attention:
-            raise ConfigError("option group_attention=true is for CPUs")
         if options.dtype == "float64":
             raise ConfigError("option dtype=float64 is for CPUs")
         # computing experts one by one waits for the device, which cannot be captured
@@ -125,6 +141,7 @@ def check_invariant_spec(spec: ModelSpec) -> None:
         "recurrent layers": spec.delta_net is not None,
         "layers that differ in their heads": bool(spec.kv_heads),
         "layers with inputs of their own": spec.layer_inputs is not None or spec.scaled_layers,
+        "attention sinks": spec.sinks,
         "gated attention": spec.gated_attention,
         "norms of the outputs of a layer's parts": spec.norms != "before",
         "norms over all heads of a token": spec.qk_norm == "token",
@@ -221,18 +238,21 @@ def context_of(options: EngineOptions, spec: ModelSpec) -> int:
 def _check_memory(options: EngineOptions, spec: ModelSpec) -> None:
     """Raise ``ConfigError`` if weights, pages and tables exceed the memory of the machine.
 
-    Compares with all memory, not with what is free now. On a CPU all ranks share it.
+    Compares with all memory, not with what is free now. On a CPU all ranks and replicas share it.
     """
-    context, num_ranks = context_of(options, spec), options.tensor_parallel_size
+    replicas = options.data_parallel_size
+    context, num_ranks = context_of(options, spec), options.tensor_parallel_size * replicas
     item_bytes = _ITEM_BYTES[options.dtype or default_dtype(spec.dtype, spec.num_parameters)]
     page_size, num_pages = options.page_size, options.num_pages or 1
     kv_bytes = 2 * spec.attention_shape().numbers_per_position * item_bytes
     table_entries = options.max_running_requests * -(-context // page_size)
     needs = {
         f"the weights, as config.json has them ({spec.num_parameters:,} numbers),": (
-            spec.num_parameters * item_bytes
+            replicas * spec.num_parameters * item_bytes
         ),
-        f"num_pages={num_pages} of {page_size} positions": num_pages * page_size * kv_bytes,
+        f"num_pages={num_pages} of {page_size} positions": (
+            replicas * num_pages * page_size * kv_bytes
+        ),
         f"max_sequence_length={context}, for tables of positions and pages,": num_ranks
         * (4 * spec.head_dim * context + 8 * table_entries),
     }

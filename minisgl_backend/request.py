@@ -63,13 +63,15 @@ class Grammar:
 
     The output is free up to the token ``begins_after``, that token included, if it is not None: it
     ends a section in which the model thinks. If ``opened_by`` is not None, there is such a section
-    only if the output begins with that token.
+    only if the output begins with that token. With ``channels`` the output is messages in channels,
+    of which the last has the form (``grammar.channels``).
     """
 
     kind: GrammarKind
     source: str
     begins_after: TokenId | None = None
     opened_by: TokenId | None = None
+    channels: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

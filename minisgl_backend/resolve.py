@@ -55,7 +55,7 @@ def resolve(options: EngineOptions, place: Place) -> Resolved:
 
     Raises ``ConfigError``.
     """
-    kind = _device_kind(options, place)
+    kind = device_kind(options, place.local_size)
     check_options(options, kind)
     folder = resolve_model(options.model, options.model_source)
     spec = checked_spec(options, folder, kind)
@@ -82,17 +82,17 @@ def resolve(options: EngineOptions, place: Place) -> Resolved:
     )
 
 
-def _device_kind(options: EngineOptions, place: Place) -> str:
-    """``cuda`` or ``cpu``, as asked for. By default a GPU, if there is one and Triton to compile
-    kernels."""
+def device_kind(options: EngineOptions, num_ranks: int) -> str:
+    """``cuda`` or ``cpu``, as asked for, for that many ranks on this host. By default a GPU, if
+    there is one and Triton to compile kernels. Raises ``ConfigError``."""
     can_cuda = torch.cuda.is_available() and has_triton()
     if options.device == "cuda" and not can_cuda:
         missing = "Triton (pip install triton)" if torch.cuda.is_available() else "an NVIDIA GPU"
         raise ConfigError(f"device cuda needs {missing}")
     if can_cuda and options.device != "cpu":
         num_gpus = torch.cuda.device_count()
-        if place.local_size > num_gpus:
-            raise ConfigError(f"{place.local_size} ranks need a GPU each, and there are {num_gpus}")
+        if num_ranks > num_gpus:
+            raise ConfigError(f"{num_ranks} ranks need a GPU each, and there are {num_gpus}")
         return "cuda"
     return "cpu"
 

@@ -134,6 +134,8 @@ class State(IntEnum):
     SERVING = 0
     ENDING = 1
     BROKEN = 2
+    LOADING = 3
+    """It serves nothing, and will again: its replicas are being loaded."""
 
 
 @dataclass(frozen=True, slots=True)

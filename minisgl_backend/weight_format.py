@@ -106,6 +106,8 @@ class WeightFormats:
 
     def of(self, name: str) -> WeightFormat | None:
         """The format of the projection ``name``, such as ``model.layers.0.mlp.down_proj``."""
+        if name.endswith("embed_tokens"):
+            return None
         for rule in self.rules:
             if rule.pattern.fullmatch(name):
                 return rule.format

@@ -110,7 +110,7 @@ class Result:
 class ChatFormat:
     """What the model's chat template shows of the answer to a chat."""
 
-    tool_dialect: Literal["hermes", "llama3_json", "mistral"] | None
+    tool_dialect: Literal["hermes", "llama3_json", "mistral", "harmony"] | None
     """How the template writes calls of tools; None if it knows no tools, or another way."""
     tool_marks: frozenset[str]
     """Which of the dialect's marks it writes: a template of Mistral's that has ``[ARGS]`` among

@@ -1,6 +1,6 @@
 """LoRA adapters: to callers, models of their own; to the operator, what is loaded and unloaded.
 
-Knows the engine through ``AsyncClient`` only. The list of adapters is asked for again after some
+Knows the engine through ``Engine`` only. The list of adapters is asked for again after some
 seconds, and when a caller names a model that is not in it.
 """
 
@@ -13,7 +13,6 @@ from typing import Final
 
 from fastapi import Request
 from minisgl_client.answer import LoraAdapter
-from minisgl_client.client import AsyncClient
 from minisgl_client.errors import MinisglError
 from pydantic import Field
 from starlette.responses import PlainTextResponse, Response
@@ -22,6 +21,7 @@ from minisgl_gateway.body import received
 from minisgl_gateway.errors import ApiError, api_error, shown
 from minisgl_gateway.gateway_options import GatewayOptions
 from minisgl_gateway.keys import Keys
+from minisgl_gateway.servers import Engine
 from minisgl_gateway.strict_schema import Body
 
 _ANSWER_S: Final = 2.0
@@ -47,7 +47,7 @@ class UnloadAdapterRequest(Body):
 class Adapters:
     """The adapters behind one gateway."""
 
-    def __init__(self, options: GatewayOptions, engine: AsyncClient) -> None:
+    def __init__(self, options: GatewayOptions, engine: Engine) -> None:
         self._base = options.model_name
         self._engine = engine
         self._operators = Keys(options.admin_keys) if options.admin_keys else None

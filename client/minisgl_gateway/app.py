@@ -47,6 +47,7 @@ from minisgl_gateway.schema import (
     RerankRequest,
     TokenizeRequest,
 )
+from minisgl_gateway.servers import Engine, Servers
 from minisgl_gateway.service import Service
 from minisgl_gateway.telemetry import CONTENT_TYPE, Telemetry
 
@@ -68,7 +69,11 @@ _RESPONSES: Final[dict[int | str, dict[str, Any]]] = {
 
 def create_app(options: GatewayOptions, telemetry: Telemetry) -> ASGIApp:
     """A gateway as an ASGI application; it connects to Triton when it is first asked."""
-    engine = AsyncClient(options.triton, protocol="grpc", model=options.model, retries=0)
+    engine: Engine = (
+        Servers(options.servers, options.model)
+        if options.servers
+        else AsyncClient(options.triton, protocol="grpc", model=options.model, retries=0)
+    )
     adapters = Adapters(options, engine)
     lookups = Lookups(options, engine, adapters)
     service = Service(options, engine, lookups, adapters, telemetry)

@@ -106,7 +106,7 @@ def _follow_mistral() -> Following:
         raise NotACall
     written: list[str] = []
     yield from _value(char, written)
-    return CalledTool(name, _sendable("".join(written)))
+    return CalledTool(name, sendable("".join(written)))
 
 
 HERMES: Final = Syntax(("<tool_call>",), _follow_hermes, closing="</tool_call>")
@@ -123,7 +123,7 @@ def _called(members: Mapping[str, str]) -> CalledTool:
     arguments = members.get("arguments", members.get("parameters", "{}"))
     if not name or name != _without_surrogates(name):
         raise NotACall
-    return CalledTool(name, _sendable(arguments))
+    return CalledTool(name, sendable(arguments))
 
 
 _ESCAPE: Final = re.compile(
@@ -131,7 +131,7 @@ _ESCAPE: Final = re.compile(
 )
 
 
-def _sendable(arguments: str) -> str:
+def sendable(arguments: str) -> str:
     """JSON without halves of surrogate pairs: strings that hold one cannot be encoded."""
     return _ESCAPE.sub(lambda found: r"\ufffd" if found["lone"] else found[0], arguments)
 

@@ -18,6 +18,7 @@ import hashlib
 import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any, Final, NamedTuple, cast
 
 from minisgl_client.answer import ChatFormat
@@ -25,6 +26,7 @@ from minisgl_client.parameters import Parameters, StructuredOutputs
 
 from minisgl_gateway import errors
 from minisgl_gateway.errors import invalid
+from minisgl_gateway.harmony import HarmonyReader
 from minisgl_gateway.parts import AnswerReader
 from minisgl_gateway.thinking import ThinkingReader
 from minisgl_gateway.tool_dialects import (
@@ -149,8 +151,11 @@ class Chat:
         caller names."""
         known = _known(chat_format)
         variables: dict[str, Any] = {}
-        if self.effort is not None and "reasoning_effort" in known:
-            variables["reasoning_effort"] = self.effort
+        effort = self.effort
+        if _has_channels(chat_format):
+            effort = _HARMONY_EFFORTS.get(effort or "")
+        if effort is not None and "reasoning_effort" in known:
+            variables["reasoning_effort"] = effort
         if (thinks := self._thinks) is not None:
             variables |= {name: thinks for name in _THINKS if name in known}
         return {**variables, **self.variables}
@@ -163,7 +168,10 @@ class Chat:
         names = []
         if self.thinks is not None and not decides and self.thinks is not thinks_anyway:
             names.append("enable_thinking")
-        if self.effort is not None and not decides and "reasoning_effort" not in known:
+        is_told = "reasoning_effort" in known
+        if _has_channels(chat_format):
+            is_told = is_told and self.effort in _HARMONY_EFFORTS
+        if self.effort is not None and not decides and not is_told:
             names.append("reasoning_effort")
         return names
 
@@ -175,6 +183,13 @@ class Chat:
 
     def reader(self, template: Template, own_stop: str | None = None) -> AnswerReader:
         """A reader for one choice."""
+        if template.dialect.has_channels:
+            channels = HarmonyReader(
+                has_calls=self.offers_tools,
+                calls_alone=self.offers_tools and self.calls.required,
+                separates_thoughts=self.separates_thoughts,
+            )
+            return AnswerReader(reader=channels)
         calls = None
         if self.offers_tools:
             calls = template.dialect.reader(calls_alone=self.calls.required)
@@ -214,7 +229,7 @@ class Chat:
             parameters["return_stop_reason"] = self.tells_stop or own_stop is not None
         messages, tools, of_template = self.rendering(template)
         parameters.update(of_template)
-        keeps_marks = self.offers_tools and dialect.keeps_special_tokens
+        keeps_marks = dialect.keeps_special_tokens and (self.offers_tools or dialect.has_channels)
         if keeps_marks or (self.separates_thoughts and template.thinking is not None):
             parameters["skip_special_tokens"] = False
         if self.n > 1:
@@ -282,6 +297,21 @@ class Chat:
             raise invalid(f"{self.form_param} must be valid JSON", self.form_param) from None
 
 
+def _has_channels(chat_format: ChatFormat | None) -> bool:
+    return chat_format is not None and chat_format.tool_dialect == "harmony"
+
+
+_HARMONY_EFFORTS: Final = MappingProxyType(
+    {
+        "minimal": "low",
+        "low": "low",
+        "medium": "medium",
+        "high": "high",
+        "xhigh": "high",
+        "max": "high",
+    }
+)
+"""The efforts that models with channels know, by what callers wish; they always think."""
 _THINKS: Final = ("enable_thinking", "thinking")
 """What templates call the variable which decides whether the model thinks."""
 

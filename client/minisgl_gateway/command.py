@@ -47,6 +47,13 @@ _SECONDS: Final = _Seconds(min=0.1, max=86_400)
 
 @click.command()
 @click.option("--triton", default=_DEFAULTS.triton, show_default=True, help="gRPC address")
+@click.option(
+    "--server",
+    "servers",
+    multiple=True,
+    metavar="HOST:PORT",
+    help="gRPC address of one of several servers, repeated for each, in place of --triton",
+)
 @click.option("--host", default="127.0.0.1", show_default=True, help="address to listen on")
 @click.option(
     "--port",
@@ -158,6 +165,7 @@ _SECONDS: Final = _Seconds(min=0.1, max=86_400)
 )
 def gateway(
     triton: str,
+    servers: tuple[str, ...],
     host: str,
     port: int,
     model: str,
@@ -184,8 +192,10 @@ def gateway(
     if not keys and not _is_loopback(host):
         raise click.UsageError(f"listening on {host} needs an API key: see --api-key-file")
     _check_origins(cors_origins, has_keys=bool(keys))
+    _check_servers(servers, triton)
     options = GatewayOptions(
         triton=triton,
+        servers=servers,
         model=model,
         model_name=model_name or model,
         api_keys=keys,
@@ -210,7 +220,7 @@ def gateway(
     try:
         server = make_server(options)
     except InvalidArgument as error:
-        raise click.UsageError(f"--triton: {error}") from error
+        raise click.UsageError(f"{'--server' if servers else '--triton'}: {error}") from error
     try:
         listener = _listen(host, port)
     except OSError as error:
@@ -263,6 +273,13 @@ def _check_origins(origins: Sequence[str], *, has_keys: bool) -> None:
                 raise click.UsageError("--cors-origin '*' needs an API key: see --api-key-file")
         elif not _ORIGIN.fullmatch(origin):
             raise click.UsageError(f"--cors-origin {origin!r} is not as https://chat.example.org")
+
+
+def _check_servers(servers: Sequence[str], triton: str) -> None:
+    if servers and triton != _DEFAULTS.triton:
+        raise click.UsageError("--triton does not go with --server: name each server by --server")
+    if len(set(servers)) < len(servers):
+        raise click.UsageError("--server names one server twice")
 
 
 _ORIGIN: Final = re.compile(r"[a-z][a-z0-9+.-]*://([a-z0-9_.-]+|\[[0-9a-f:.]+\])(:[0-9]{1,5})?")

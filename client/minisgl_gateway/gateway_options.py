@@ -10,7 +10,8 @@ from minisgl_gateway.tool_dialects import DialectName
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatewayOptions:
     """``model`` is the ensemble in Triton, ``model_name`` what callers call it. Limits are those of
-    one gateway; a request counts once for each of its answers. ``admin_keys`` are API keys, too,
+    one gateway; a request counts once for each of its answers. With ``servers``, requests are
+    spread over these gRPC addresses, and ``triton`` is not used. ``admin_keys`` are API keys, too,
     and only they may load and unload LoRA adapters.
 
     With ``shorten_max_tokens`` a ``max_tokens`` that the context has no room for is lowered instead
@@ -28,6 +29,7 @@ class GatewayOptions:
     """
 
     triton: str = "localhost:8001"
+    servers: tuple[str, ...] = ()
     model: str = "minisgl"
     model_name: str = "minisgl"
     api_keys: tuple[str, ...] = ()

@@ -1,6 +1,6 @@
 """What callers look up without an answer being made: the model, tokens, the text of tokens.
 
-Knows the engine through ``AsyncClient`` only, and of it only the tokenizer: no queue, no key's
+Knows the engine through ``Engine`` only, and of it only the tokenizer: no queue, no key's
 places and no step of the engine are touched.
 """
 
@@ -16,7 +16,6 @@ from typing import Any, Final
 
 from fastapi import Request
 from minisgl_client.answer import ChatFormat, Tokens
-from minisgl_client.client import AsyncClient
 from minisgl_client.errors import InvalidArgument, MinisglError
 
 from minisgl_gateway import answer_schema as schema
@@ -28,6 +27,7 @@ from minisgl_gateway.conversion import lookup_of
 from minisgl_gateway.errors import api_error, deadline_passed
 from minisgl_gateway.gateway_options import GatewayOptions
 from minisgl_gateway.schema import DetokenizeRequest, TokenizeRequest
+from minisgl_gateway.servers import Engine
 
 _ANSWER_S: Final = 2.0
 """How long the list of models waits for the engine."""
@@ -49,7 +49,7 @@ class _Format:
 class Lookups:
     """The lookups of one gateway."""
 
-    def __init__(self, options: GatewayOptions, engine: AsyncClient, adapters: Adapters) -> None:
+    def __init__(self, options: GatewayOptions, engine: Engine, adapters: Adapters) -> None:
         self._options = options
         self._adapters = adapters
         self._engine = engine

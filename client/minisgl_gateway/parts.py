@@ -10,14 +10,15 @@ the other, are the same however the answer was cut.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Literal, Protocol, TypeAlias
 
 from minisgl_client.answer import Delta, Result
 
 from minisgl_gateway.call_syntax import CalledTool
 from minisgl_gateway.errors import api_error_of_finish
-from minisgl_gateway.thinking import ThinkingReader, Thought
+from minisgl_gateway.thinking import Thought
 from minisgl_gateway.tool_calls import CallReader
 
 Part: TypeAlias = "Thought | str | CalledTool"
@@ -67,21 +68,33 @@ class Piece:
         return [part for part in self.parts if isinstance(part, CalledTool)]
 
 
+class TextReader(Protocol):
+    """Tells the parts of an answer's text apart, however it is cut."""
+
+    def push(self, text: str) -> Sequence[Part]:
+        """The parts that are certain with this piece."""
+
+    def finish(self) -> Sequence[Part]:
+        """What is left at the end of the answer."""
+
+
 class AnswerReader:
     """The state between two pieces of one choice; without readers all of it is one text.
 
-    ``own_stop`` is the stop string that ends an answer with its first call.
+    ``reader`` takes the text first; what it leaves as text goes through ``calls``. ``own_stop`` is
+    the stop string that ends an answer with its first call.
     """
 
     def __init__(
         self,
         calls: CallReader | None = None,
-        thoughts: ThinkingReader | None = None,
+        reader: TextReader | None = None,
         own_stop: str | None = None,
     ) -> None:
         self._calls = calls
-        self._thoughts = thoughts
+        self._reader = reader
         self._own_stop = own_stop
+        self._num_calls = 0
         self._num_tokens = 0
         """Those whose text has not come yet."""
 
@@ -95,19 +108,20 @@ class AnswerReader:
             ending = Ending(_reason(source.finish_reason), stop)
         parts: list[Part] = [source.text] if source.text else []
         num_thought_tokens = 0
-        if self._thoughts is not None:
-            parts = [*self._thoughts.push(source.text)]
+        if self._reader is not None:
+            parts = [*self._reader.push(source.text)]
             if ending is not None:
-                parts += self._thoughts.finish()
+                parts += self._reader.finish()
             num_thought_tokens = self._counted(source, parts)
-        if self._calls is None:
-            return Piece(source, parts, 0, ending, num_thought_tokens)
-        found: list[Part] = []
-        for part in parts:
-            found += self._calls.push(part) if isinstance(part, str) else [part]
-        if ending is not None:
-            found += self._calls.finish(closed=closed)
-        return Piece(source, found, self._calls.num_calls, ending, num_thought_tokens)
+        if self._calls is not None:
+            found: list[Part] = []
+            for part in parts:
+                found += self._calls.push(part) if isinstance(part, str) else [part]
+            if ending is not None:
+                found += self._calls.finish(closed=closed)
+            parts = found
+        self._num_calls += sum(isinstance(part, CalledTool) for part in parts)
+        return Piece(source, parts, self._num_calls, ending, num_thought_tokens)
 
     def _counted(self, source: Delta | Result, parts: list[Part]) -> int:
         """The tokens of the thoughts among parts, which beside them are texts."""
@@ -116,6 +130,7 @@ class AnswerReader:
             return 0
         num_tokens, self._num_tokens = self._num_tokens, 0
         num_chars = sum(len(part) for part in parts if isinstance(part, str))
+        num_chars += sum(len(part.arguments) for part in parts if isinstance(part, CalledTool))
         num_thought_chars = sum(len(part.text) for part in parts if isinstance(part, Thought))
         return round(num_tokens * num_thought_chars / max(1, num_chars + num_thought_chars))
 

@@ -1,6 +1,6 @@
 """What the routes do: a checked request, its generations in the engine, and the answer.
 
-Knows the engine through ``AsyncClient`` only. Whatever way a request ends, its generations have
+Knows the engine through ``Engine`` only. Whatever way a request ends, its generations have
 ended in the engine too, and its place is free again.
 """
 
@@ -17,7 +17,6 @@ from functools import partial
 from typing import Any, Final, TypeVar
 
 from minisgl_client.answer import Result
-from minisgl_client.client import AsyncClient
 from minisgl_client.errors import MinisglError
 from starlette.requests import Request
 from starlette.responses import Response
@@ -44,6 +43,7 @@ from minisgl_gateway.lookups import Lookups
 from minisgl_gateway.parts import AnswerReader
 from minisgl_gateway.renderers import ChatRenderer, CompletionRenderer, Renderer
 from minisgl_gateway.schema import ChatCompletionRequest, CompletionRequest
+from minisgl_gateway.servers import Engine
 from minisgl_gateway.strict_schema import Body
 from minisgl_gateway.telemetry import Telemetry
 
@@ -107,12 +107,12 @@ class _Probe:
 
 
 class Service:
-    """One gateway in front of one engine."""
+    """One gateway in front of one engine, or of several servers."""
 
     def __init__(
         self,
         options: GatewayOptions,
-        engine: AsyncClient,
+        engine: Engine,
         lookups: Lookups,
         adapters: Adapters,
         telemetry: Telemetry,

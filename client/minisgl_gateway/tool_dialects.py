@@ -12,7 +12,7 @@ import json
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Final, Literal, TypeAlias
 
 from minisgl_client.answer import ChatFormat
@@ -20,9 +20,10 @@ from minisgl_client.answer import ChatFormat
 from minisgl_gateway import call_syntax
 from minisgl_gateway.call_syntax import Syntax
 from minisgl_gateway.errors import invalid, shown
+from minisgl_gateway.harmony import FUNCTIONS
 from minisgl_gateway.tool_calls import CallReader
 
-DialectName: TypeAlias = Literal["hermes", "llama3_json", "mistral", "plain"]
+DialectName: TypeAlias = Literal["hermes", "llama3_json", "mistral", "harmony", "plain"]
 Message: TypeAlias = Mapping[str, Any]
 Schema: TypeAlias = dict[str, Any]
 Structure: TypeAlias = dict[str, Any]
@@ -93,22 +94,30 @@ class Dialect(ABC):
     """One way to call tools.
 
     With ``keeps_special_tokens`` special tokens mark the calls: the answer's text must have them.
-    ``is_of_template`` says whether the chat template takes tools, calls and their results.
+    ``is_of_template`` says whether the chat template takes tools, calls and their results. With
+    ``has_channels`` each answer is messages in channels (``harmony``), with tools or without.
     """
 
     name: ClassVar[DialectName]
     syntax: ClassVar[Syntax]
     keeps_special_tokens: ClassVar[bool] = False
     is_of_template: ClassVar[bool] = True
+    has_channels: ClassVar[bool] = False
 
     def reader(self, *, calls_alone: bool = False) -> CallReader:
-        """A reader of one answer; with ``calls_alone`` of one that is constrained to calls."""
+        """A reader of one answer without channels; with ``calls_alone`` of one that is constrained
+        to calls."""
         return CallReader(self.syntax, calls_alone=calls_alone)
 
     @property
     def stop(self) -> str | None:
         """The stop string that ends an answer with its first call, if there is one."""
         return self.syntax.closing or None
+
+    @property
+    def _triggers(self) -> Iterable[str]:
+        """How calls begin in free text."""
+        return self.syntax.openings
 
     def messages(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[Message]:
         """The chat as the template is given it; ``tools`` are those that the model may call."""
@@ -133,7 +142,7 @@ class Dialect(ABC):
         }
         if required:
             return {**tag, "at_least_one": True, "separator": self._separator}
-        return {**tag, "triggers": list(self.syntax.openings)}
+        return {**tag, "triggers": list(self._triggers)}
 
     def complaint(self, message: str, tools: Sequence[Tool], calls: Calls) -> str | None:
         """An error of the engine about the constraint, with its places in the schemas of tools, as
@@ -359,6 +368,70 @@ class _Mistral(Dialect):
         return self._is_spelled and all(map(call_syntax.is_plain_name, names))
 
 
+_HEADERS: Final[Mapping[str, str]] = {
+    f"<|channel|>commentary to={FUNCTIONS}": " <|constrain|>json<|message|>",
+    f" to={FUNCTIONS}": "<|channel|>commentary <|constrain|>json<|message|>",
+}
+"""What stands before the name of a function that a message calls, and behind it."""
+
+
+class _Harmony(Dialect):
+    """gpt-oss: answers in channels, whose last message may be a call, one at most. It ends with an
+    end token, so that no stop string is needed.
+
+    Templates take one call a message, thoughts as ``thinking``, and either those or a text beside a
+    call, which they tell as thoughts.
+    """
+
+    name = "harmony"
+    keeps_special_tokens = True
+    has_channels = True
+    stop = None
+    _triggers = _HEADERS
+
+    def messages(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[Message]:
+        told: list[Message] = []
+        results = {
+            message["tool_call_id"]: message
+            for message in messages
+            if message["role"] == "tool" and "tool_call_id" in message
+        }
+        placed: set[str] = set()
+        for message in messages:
+            if message["role"] == "tool" and message.get("tool_call_id") in placed:
+                continue
+            thoughts = message.get("reasoning_content")
+            plain = {key: message[key] for key in message if key != "reasoning_content"}
+            if not (calls := message.get("tool_calls")):
+                told.append({**plain, "thinking": thoughts} if thoughts else plain)
+                continue
+            said = "\n\n".join(filter(None, [thoughts, _text(message.get("content"))]))
+            for call in calls:
+                told.append({**plain, "content": "", "tool_calls": [call]})
+                if said:
+                    told[-1] = {**told[-1], "thinking": said}
+                    said = ""
+                if len(calls) > 1 and (result := results.get(call.get("id"))) is not None:
+                    told.append(result)
+                    placed.add(call["id"])
+        return told
+
+    def constraint(self, tools: Sequence[Tool], calls: Calls) -> dict[str, Any] | None:
+        """The structures are messages of their own: the engine knows that such a one ends the
+        answer, and that thoughts may come before it."""
+        tag = super().constraint(tools, replace(calls, parallel=True))
+        return None if tag is None else {**tag, "stop_after_first": True}
+
+    def _structures(
+        self, arguments: Mapping[str, _Arguments], required: bool, parallel: bool
+    ) -> list[Structure]:
+        return [
+            of_tool.between(f"{header}{name}{rest}")
+            for header, rest in _HEADERS.items()
+            for name, of_tool in arguments.items()
+        ]
+
+
 def dialect_of(chat_format: ChatFormat | None, option: DialectName | None = None) -> Dialect:
     """The dialect of a chat template, as it shows it, or the one that the operator chose."""
     name = option or (chat_format and chat_format.tool_dialect)
@@ -370,7 +443,7 @@ def dialect_of(chat_format: ChatFormat | None, option: DialectName | None = None
 
 
 _DIALECTS: Final[Mapping[str, Dialect]] = {
-    dialect.name: dialect for dialect in (_Hermes(), _Llama(), _Plain())
+    dialect.name: dialect for dialect in (_Hermes(), _Llama(), _Harmony(), _Plain())
 }
 
 

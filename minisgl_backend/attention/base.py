@@ -36,14 +36,16 @@ class KVHeads:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionShape:
     """Heads of one rank. ``windows`` has an entry a layer: the number of positions that a token
-    sees, its own included; None for all up to its own. ``scale`` multiplies the scores, q k^T.
-    ``by_layer`` has an entry a layer if not all have ``num_kv_heads`` of ``head_dim``."""
+    sees, its own included; None for all up to its own. ``scale`` multiplies the scores, q k^T. With
+    ``sinks`` each layer has some (``PagedKV``). ``by_layer`` has an entry a layer if not all have
+    ``num_kv_heads`` of ``head_dim``."""
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
     scale: float
     windows: tuple[int | None, ...]
+    sinks: bool = False
     by_layer: tuple[KVHeads, ...] = ()
 
     @property
@@ -92,7 +94,8 @@ class AttentionSetting:
 
     ``dtype`` is that of queries and results, ``kv_dtype`` that of pages: the same, or float8_e4m3.
     Batches of more than ``max_captured_batch_size`` rows are not captured in a graph. With
-    ``batch_invariant`` a token's result depends on nothing but its own row.
+    ``batch_invariant`` a token's result depends on nothing but its own row. ``grouped``: steps may
+    have groups.
     """
 
     shape: AttentionShape
@@ -104,6 +107,7 @@ class AttentionSetting:
     max_captured_batch_size: int
     device: torch.device
     batch_invariant: bool = False
+    grouped: bool = False
 
     @property
     def max_pages(self) -> int:
@@ -122,6 +126,10 @@ class PagedKV:
 
     If they are float8, ``k_scale`` and ``v_scale`` (float32 [1]) multiply them; ``scale`` holds
     the same two numbers on the host. Positions beyond a row's end are finite.
+
+    ``sinks`` [num_heads], in the type of the queries, are one more score of each query of a head,
+    behind which there is no value (arXiv 2309.17453): it takes its part of the softmax and adds
+    nothing. So attention to the keys alone is multiplied by sigmoid(log-sum-exp - sink).
     """
 
     keys: Tensor
@@ -129,6 +137,7 @@ class PagedKV:
     k_scale: Tensor | None = None
     v_scale: Tensor | None = None
     scale: KVScale = field(default_factory=KVScale)
+    sinks: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -162,7 +171,8 @@ class DecodeRows:
     ``rows`` [batch_size] of ``page_table`` [num_rows, max_pages]; ``lengths`` [batch_size], the new
     token's position included; ``host_lengths`` are the same, and None in a step to be captured.
     ``groups``, on the host, have indices of these rows as members; a backend may leave them alone.
-    ``pdl``: kernels may be launched before their predecessors end.
+    ``grouped``, in a step to be captured: those of its groups that ``GroupedDecode.take_groups``
+    took last. ``pdl``: kernels may be launched before their predecessors end.
     """
 
     rows: Tensor
@@ -170,6 +180,7 @@ class DecodeRows:
     page_table: Tensor
     host_lengths: IntArray | None = None
     groups: Groups = NO_GROUPS
+    grouped: bool = False
     pdl: bool = False
 
 
@@ -216,6 +227,19 @@ class ScheduledDecode(DecodeAttention, Protocol):
         """
 
 
+@runtime_checkable
+class GroupedDecode(DecodeAttention, Protocol):
+    """Decode attention whose captured steps can read the pages of groups once for all rows."""
+
+    def take_groups(self, groups: Groups) -> bool:
+        """Let captured steps with ``DecodeRows.grouped`` take these groups from now on.
+
+        Returns False, and has done nothing, if they do not pay: then the other steps are quicker.
+        Members are indices of the step's rows. Called on the stream of the step, before each
+        replay; costs little while the groups stay the same.
+        """
+
+
 @dataclass(frozen=True, slots=True)
 class AttentionByLayer:
     """``PrefillAttention`` and ``DecodeAttention`` of layers whose heads differ: of each layer
@@ -243,7 +267,7 @@ class PagedAttention:
     """A backend: ``name`` is the option that chooses it.
 
     ``can_capture``: decode steps can be captured in CUDA graphs; ``captures_chunks``: so can steps
-    with prompt chunks.
+    with prompt chunks. ``reads_groups``: it makes use of groups.
     """
 
     name: str
@@ -251,6 +275,7 @@ class PagedAttention:
     decode: DecodeAttention
     can_capture: bool = True
     captures_chunks: bool = True
+    reads_groups: bool = False
 
     def plan(self, decodes: DecodeRows | None, chunks: Chunks | None) -> Attend:
         """Prepare a step: the decoding rows, whose tokens come first, then the chunks.

@@ -22,6 +22,7 @@ from minisgl_backend.attention.base import (
     AttentionByLayer,
     AttentionSetting,
     DecodeAttention,
+    GroupedDecode,
     PagedAttention,
     PrefillAttention,
     ScheduledDecode,
@@ -85,7 +86,16 @@ def choose_attention(option: str | None, setting: AttentionSetting) -> PagedAtte
     # the schedule of a captured step is for decoding rows alone
     has_schedule = isinstance(decode, ScheduledDecode)
     captures_chunks = can_capture and not of_prefill.needs_host and not has_schedule
-    return PagedAttention(name, prefill, decode, can_capture, captures_chunks)
+    # on a CPU there is one backend, which does
+    can_group = setting.device.type == "cpu" or isinstance(decode, GroupedDecode)
+    return PagedAttention(
+        name,
+        prefill,
+        decode,
+        can_capture,
+        captures_chunks,
+        reads_groups=setting.grouped and can_group,
+    )
 
 
 def _by_layer(option: str | None, setting: AttentionSetting) -> PagedAttention:
@@ -182,6 +192,8 @@ def _why_not_cuda(setting: AttentionSetting) -> str | None:
 def _why_not_flash_attn(setting: AttentionSetting) -> str | None:
     if setting.kv_dtype not in (torch.bfloat16, torch.float16):
         return f"needs KV pages of bfloat16 or float16, not {_name(setting.kv_dtype)}"
+    if setting.shape.sinks and setting.dtype != torch.bfloat16:
+        return f"needs dtype bfloat16 for attention sinks, not {_name(setting.dtype)}"
     return _why_not_gpu(setting, (9,)) or _why_not_import(
         "sgl_kernel.flash_attn", packages.FLASH_ATTN
     )

@@ -1,7 +1,7 @@
 """The backend ``fa``: FlashAttention-3 (arXiv 2407.08608) from the package sgl_kernel.
 
-Needs a Hopper GPU and bf16 or fp16. Page table and lengths are read on the GPU. For decode the
-kernels' schedule is computed once a step, inside the graph, and not once a layer.
+Needs a Hopper GPU and bf16 or fp16, with sinks bf16. Page table and lengths are read on the GPU.
+For decode the kernels' schedule is computed once a step, inside the graph, and not once a layer.
 """
 
 from __future__ import annotations
@@ -82,5 +82,6 @@ class FlashAttention:
             causal=True,
             window_size=(-1, -1) if window is None else (window - 1, 0),
             scheduler_metadata=call.schedule,
+            sinks=kv.sinks,
             out=out,
         )

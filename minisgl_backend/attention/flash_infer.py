@@ -16,6 +16,7 @@ a replay the host writes only the schedule.
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
 import shutil
 from dataclasses import dataclass
@@ -62,8 +63,8 @@ class Wrapper(Protocol):
     def plan(self, *arguments: object, **options: object) -> None:
         """Write the schedule of a step."""
 
-    def run(self, q: Tensor, pages: tuple[Tensor, Tensor], **options: object) -> Tensor:
-        """Attention of one layer."""
+    def run(self, q: Tensor, pages: tuple[Tensor, Tensor], **options: object) -> object:
+        """Attention of one layer, which fills ``out`` and, if it is asked for, ``lse``."""
 
     def reset_workspace_buffer(self, partial_results: Tensor, schedule: Tensor) -> None:
         """Use this memory from now on."""
@@ -272,6 +273,7 @@ class TrtllmDecode:
             bmm1_scale=self._setting.shape.scale * kv.scale.k,
             bmm2_scale=kv.scale.v,
             window_left=-1 if window is None else window - 1,
+            sinks=None if kv.sinks is None else kv.sinks.float(),
             out=out,
             kv_layout=_LAYOUT,
             enable_pdl=rows.pdl,
@@ -336,7 +338,13 @@ def _options(setting: AttentionSetting, window: int | None) -> dict[str, object]
 
 def _run(wrapper: Wrapper, out: Tensor, q: Tensor, kv: PagedKV, *, enable_pdl: bool) -> None:
     pages, scale = (kv.keys, kv.values), kv.scale
-    wrapper.run(q, pages, out=out, k_scale=scale.k, v_scale=scale.v, enable_pdl=enable_pdl)
+    options = {"k_scale": scale.k, "v_scale": scale.v, "enable_pdl": enable_pdl}
+    if kv.sinks is None:
+        wrapper.run(q, pages, out=out, **options)
+        return
+    logarithms = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)  # to base 2
+    wrapper.run(q, pages, out=out, lse=logarithms, return_lse=True, **options)
+    out.mul_((logarithms * math.log(2) - kv.sinks).sigmoid_()[..., None])
 
 
 def _workspace(setting: AttentionSetting) -> Tensor:

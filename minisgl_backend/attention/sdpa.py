@@ -200,9 +200,18 @@ class SdpaAttention:
             keys = _gather(kv.keys, segment.pages, segment.num_blocks, q.dtype, kv.k_scale)
             values = _gather(kv.values, segment.pages, segment.num_blocks, q.dtype, kv.v_scale)
             queries = self._fold(q[segment.tokens], segment.num_blocks)
-            attended = F.scaled_dot_product_attention(
-                queries, keys, values, attn_mask=segment.masks[window], scale=scale
-            )
+            mask = segment.masks[window]
+            if kv.sinks is None:
+                attended = F.scaled_dot_product_attention(
+                    queries, keys, values, attn_mask=mask, scale=scale
+                )
+            else:
+                attended, logarithms = self._with_logarithms(queries, keys, values, mask)
+                # [num_kv_heads, G * L], as queries are folded
+                sinks = kv.sinks.view(self._shape.num_kv_heads, -1).repeat_interleave(
+                    queries.shape[2] // self._heads_per_kv, dim=1
+                )
+                attended = _beside_sinks(attended, logarithms, sinks)
             # Padding repeats a real query, so it writes that query's own result once more.
             out[segment.tokens] = self._unfold(attended)  # [B * L, num_heads, head_dim]
 
@@ -246,18 +255,26 @@ class SdpaAttention:
             )
             found.merge(part.tokens, _Partial(out_of_part, logarithms))
         index = self._upload(grouped)
-        out[index] = found.values[index].flatten(1, 2).to(out.dtype)
+        attended = found.values[index]
+        if kv.sinks is not None:
+            of_heads = kv.sinks.view(self._shape.num_kv_heads, -1)
+            attended = _beside_sinks(attended, found.logarithms[index], of_heads)
+        out[index] = attended.flatten(1, 2).to(out.dtype)
 
     def _with_logarithms(
         self, q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """What ``scaled_dot_product_attention`` computes on a CPU, [B, heads, L, head_dim], and the
-        logarithms of the sums of weights, [B, heads, L], which that function does not return."""
+        """What ``scaled_dot_product_attention`` computes, [B, heads, L, head_dim], and what that
+        function does not return, the logarithms of the sums of weights, [B, heads, L]."""
+        scale = self._shape.scale
+        if self._device.type != "cpu":
+            scores = (q @ keys.mT).float() * scale  # [B, heads, L, T]
+            scores = scores if mask is None else scores + mask
+            attended = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, scale=scale)
+            return attended, scores.logsumexp(dim=-1)
         attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         out: Tensor
-        out, logarithms = attend(
-            q, keys, values, 0.0, False, attn_mask=mask, scale=self._shape.scale
-        )
+        out, logarithms = attend(q, keys, values, 0.0, False, attn_mask=mask, scale=scale)
         return out, logarithms
 
     def _fold(self, q: Tensor, num_blocks: int) -> Tensor:
@@ -333,6 +350,14 @@ def _gather(
         bits = flat.view(torch.uint8).index_select(0, wanted)
         found = (bits.view(pages.dtype).float() * scale).to(dtype)
     return found.view(num_blocks, -1, *pages.shape[2:]).transpose(1, 2)
+
+
+def _beside_sinks(attended: Tensor, logarithms: Tensor, sinks: Tensor) -> Tensor:
+    """Attention to keys alone, [..., head_dim], with the sinks in its softmax, too.
+
+    ``logarithms`` [...] are those of the sums of weights; ``sinks`` are broadcast to them.
+    """
+    return attended * (logarithms - sinks).sigmoid()[..., None].to(attended.dtype)
 
 
 def _members_and_ends(groups: Groups) -> Iterator[tuple[IntArray, int]]:

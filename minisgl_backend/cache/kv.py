@@ -31,7 +31,7 @@ Rules for the caller, which nothing here can verify:
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
@@ -179,6 +179,19 @@ class KVCache(Protocol):
         """Raise ``InvariantError`` unless each page is either free, cached or leased. Slow."""
 
 
+class TreeWatch(Protocol):
+    """Is told, in order, what enters and leaves the tree of a cache."""
+
+    def published(self, tokens: IntArray, salt: str, pages: IntArray) -> None:
+        """``pages`` are in the tree from now on: the last full ones of ``tokens``."""
+
+    def left(self, pages: IntArray) -> None:
+        """``pages`` are not in the tree any more."""
+
+    def emptied(self) -> None:
+        """An empty cache takes the place of the one that was watched."""
+
+
 class NaiveCache:
     """Shares nothing: every sequence computes all its tokens itself."""
 
@@ -321,9 +334,8 @@ class RadixCache(NaiveCache):
         page_size: int,
         *,
         is_clean: bool = True,
-        watch: Callable[[IntArray], None] | None = None,
+        watch: TreeWatch | None = None,
     ) -> None:
-        """``watch`` gets the pages that leave the tree, int32[num_pages], whenever some do."""
         super().__init__(num_pages, page_size, is_clean=is_clean)
         self._tree = RadixTree(page_size)
         self._promises = RadixTree(page_size)  # its pages are indices only
@@ -388,6 +400,10 @@ class RadixCache(NaiveCache):
             self._keep_promise(lease)
         lease.pages[start : start + len(known)] = array("i", known.tobytes())
         self._pool.free(own[: len(known)])
+        if self._watch is not None and start + len(known) < stop:
+            self._watch.published(
+                tokens[: stop * self.page_size], salt_of(lease.salt), own[len(known) :]
+            )
         return range(start, start + len(known))
 
     def groups(self, leases: Sequence[Lease], cost_tokens: int) -> Groups:
@@ -413,6 +429,8 @@ class RadixCache(NaiveCache):
         self._free_dropped(dropped)
 
     def emptied(self) -> KVCache:
+        if self._watch is not None:
+            self._watch.emptied()
         return RadixCache(self.num_pages, self.page_size, is_clean=False, watch=self._watch)
 
     def _end(self, lease: Lease, *, is_suspect: bool = False) -> None:
@@ -460,7 +478,7 @@ class RadixCache(NaiveCache):
         """Free pages that have left the tree."""
         self._pool.free(pages)
         if self._watch is not None and len(pages):
-            self._watch(pages)
+            self._watch.left(pages)
 
 
 def _as_array(pages: array[int]) -> IntArray:
@@ -470,3 +488,8 @@ def _as_array(pages: array[int]) -> IntArray:
 def salt_key(salt: str) -> bytes:
     """The salt as the tree has it in its keys."""
     return salt.encode("utf-8", "surrogatepass")
+
+
+def salt_of(key: bytes) -> str:
+    """The salt of which ``salt_key`` made ``key``."""
+    return key.decode("utf-8", "surrogatepass")

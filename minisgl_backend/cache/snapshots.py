@@ -14,7 +14,7 @@ and not given back yet.
 
 from __future__ import annotations
 
-from minisgl_backend.cache.kv import Lease, RadixCache, salt_key
+from minisgl_backend.cache.kv import Lease, RadixCache, TreeWatch, salt_key
 from minisgl_backend.cache.radix import RadixTree
 from minisgl_backend.errors import InvariantError
 from minisgl_backend.request import IntArray
@@ -27,9 +27,15 @@ class SnapshotCache(RadixCache):
     """
 
     def __init__(
-        self, num_pages: int, page_size: int, num_snapshots: int, *, is_clean: bool = True
+        self,
+        num_pages: int,
+        page_size: int,
+        num_snapshots: int,
+        *,
+        is_clean: bool = True,
+        watch: TreeWatch | None = None,
     ) -> None:
-        super().__init__(num_pages, page_size, is_clean=is_clean)
+        super().__init__(num_pages, page_size, is_clean=is_clean, watch=watch)
         self.num_snapshots = num_snapshots
         self._tree = RadixTree(page_size, needs_snapshots=True)
         self._free_snapshots = list(range(num_snapshots - 1, -1, -1))
@@ -68,7 +74,15 @@ class SnapshotCache(RadixCache):
         self._reclaim()
 
     def emptied(self) -> SnapshotCache:
-        return type(self)(self.num_pages, self.page_size, self.num_snapshots, is_clean=False)
+        if self._watch is not None:
+            self._watch.emptied()
+        return type(self)(
+            self.num_pages,
+            self.page_size,
+            self.num_snapshots,
+            is_clean=False,
+            watch=self._watch,
+        )
 
     def check(self) -> None:
         super().check()

@@ -55,7 +55,8 @@ class AdapterStore:
         return shape.rank, shape.targets
 
     def _open(self, folder: Path) -> AdapterFile:
-        return open_adapter(folder, self._slots.projections, max_rank=self._slots.max_rank)
+        slots = self._slots
+        return open_adapter(folder, slots.projections, slots.names, max_rank=slots.max_rank)
 
     def drop(self, adapter_id: int) -> None:
         """Forget an adapter; ignored if there is none."""

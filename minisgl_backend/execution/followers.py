@@ -139,7 +139,7 @@ class Followers:
         with self.channel.inherited(place.rank) as descriptors:
             process = subprocess.Popen(
                 [*command, *map(str, descriptors), str(os.getpid())],
-                env={**os.environ, **place.environment(), **_import_path()},
+                env={**os.environ, **place.environment(), **import_path()},
                 stdin=subprocess.DEVNULL,
                 pass_fds=descriptors,
             )
@@ -167,7 +167,7 @@ class Followers:
                 os.close(descriptor)
 
 
-def _import_path() -> dict[str, str]:
+def import_path() -> dict[str, str]:
     """Variables with which a child imports the same modules as this process, in any folder."""
     folders = map(os.path.abspath, sys.path)
     return {"PYTHONPATH": os.pathsep.join(folders), "PYTHONSAFEPATH": "1"}

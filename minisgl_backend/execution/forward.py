@@ -2,7 +2,8 @@
 
 ``over_batch``: any step, from arrays on the host. ``over_chunks``: the same to be captured, from
 inputs on the device. ``over_decodes``: a decode step to be captured, from the state of its rows.
-All return the same residual stream for the same tokens. Knows the model's forward pass, the row
+All return the same residual stream for the same tokens. Steps to be captured may be ``grouped``
+(``attention.base.GroupedDecode``). Knows the model's forward pass, the row
 table and attention. Must not know plans, graphs or sampling.
 """
 
@@ -80,12 +81,12 @@ class ForwardPass:
         attend = self._attention.plan(decodes, chunks)
         recurrent = None
         if self._states is not None:
-            recurrent = self._states.of_batch(batch, token_rows[:num_decodes])
+            recurrent = self._states.of_batch(batch, token_rows[:num_decodes], self._device)
         adapted = None if self._adapters is None else self._adapters.of_tokens(batch.rows)
         hidden: Tensor = self._model(tokens, positions, slots, attend, recurrent, adapted)
         return hidden
 
-    def over_chunks(self, inputs: ChunkInputs) -> Tensor:
+    def over_chunks(self, inputs: ChunkInputs, *, grouped: bool = False) -> Tensor:
         """The same for the tokens of ``inputs``, padding included. Not with recurrent layers."""
         table, rows, positions = self._rows.table, inputs.rows.long(), inputs.positions
         tokens = torch.where(inputs.tokens == LAST_TOKEN, table.tokens[rows], inputs.tokens)
@@ -101,19 +102,23 @@ class ForwardPass:
             max_end=table.pages.shape[1] * page_size,
         )
         decodes = DecodeRows(
-            rows=inputs.decode_rows, lengths=inputs.decode_lengths, page_table=table.pages
+            rows=inputs.decode_rows,
+            lengths=inputs.decode_lengths,
+            page_table=table.pages,
+            grouped=grouped,
         )
         hidden: Tensor = self._model(
             tokens, positions, slots, self._attention.plan(decodes, chunks)
         )
         return hidden
 
-    def over_decodes(self, inputs: DecodeInputs) -> Tensor:
+    def over_decodes(self, inputs: DecodeInputs, *, grouped: bool = False) -> Tensor:
         """The residual stream of decoding rows, [batch_size, hidden_size]."""
         decodes = DecodeRows(
             rows=inputs.rows,
             lengths=inputs.lengths,
             page_table=self._rows.table.pages,
+            grouped=grouped,
             pdl=self._model.attention_starts_early(len(inputs.rows)),
         )
         attend = self._attention.plan(decodes, None)

@@ -14,9 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from minisgl_backend.device.base import Device
 from minisgl_backend.execution.flat_batch import FlatBatch
+from minisgl_backend.kernels.gated_delta import Run, Runs
 from minisgl_backend.models.spec import DeltaSpec
-from minisgl_backend.models.token_mixing import LayerStates, RecurrentRows, Segment
+from minisgl_backend.models.token_mixing import LayerStates, RecurrentRows
 from minisgl_backend.plan import NO_SNAPSHOT
 
 
@@ -46,27 +48,25 @@ class StateStorage:
             for _ in shape.layers
         ]
 
-    def of_batch(self, batch: FlatBatch, decode_rows: Tensor) -> RecurrentRows:
+    def of_batch(self, batch: FlatBatch, decode_rows: Tensor, device: Device) -> RecurrentRows:
         """Which tokens of ``batch`` are whose; ``decode_rows`` int32 or int64 [num_decodes]."""
-        segments = []
+        if not len(batch.chunk_rows):
+            return RecurrentRows(decode_rows.long())
+        runs = []
         for chunk, row in enumerate(batch.chunk_rows.tolist()):
-            begin, end = batch.chunk_offsets[chunk : chunk + 2].tolist()
-            to_flat = end - int(batch.chunk_ends[chunk])  # from positions of the row
-            snapshot = int(batch.begun_from[chunk])
-            before: int | None = row
-            if snapshot != NO_SNAPSHOT:
-                before = self._first_snapshot + snapshot
-            elif begin == to_flat:  # position 0
-                before = None
-            # of the chunk: up to each position whose states are kept, then the rest
-            for entry in np.flatnonzero(batch.saved_chunks == chunk).tolist():
-                saved = self._first_snapshot + int(batch.saved_snapshots[entry])
-                border = to_flat + int(batch.saved_positions[entry])
-                segments.append(Segment(begin, border, before, (row, saved)))
-                begin, before = border, row
-            if begin < end:
-                segments.append(Segment(begin, end, before, (row,)))
-        return RecurrentRows(decode_rows.long(), tuple(segments))
+            begin, end = (batch.chunk_offsets[chunk : chunk + 2] - batch.num_decodes).tolist()
+            to_index = end - int(batch.chunk_ends[chunk])  # from positions of the row
+            saved = np.flatnonzero(batch.saved_chunks == chunk)
+            borders = (batch.saved_positions[saved] + to_index).tolist()
+            slots = (batch.saved_snapshots[saved] + self._first_snapshot).tolist()
+            kept = tuple(zip(borders, slots, strict=True))
+            runs.append(Run(begin, end, row, begin == to_index, kept))
+        begun = None
+        resumes = batch.begun_from != NO_SNAPSHOT
+        if resumes.any():
+            rows, numbers = batch.chunk_rows[resumes], batch.begun_from[resumes]
+            begun = device.upload(np.array([rows, numbers + self._first_snapshot], np.int64))
+        return RecurrentRows(decode_rows.long(), Runs.of(runs, device.upload), begun)
 
 
 def bytes_per_slot(shape: DeltaSpec, dtype: torch.dtype) -> int:

@@ -48,12 +48,12 @@ MOST_WAITING: Final = 128 * NUM_WORKERS
 MOST_LONG: Final = 8 * NUM_WORKERS
 """Grammars that may wait in the long lane, the last for 2 s."""
 
-_Key: TypeAlias = tuple[GrammarKind, str]
+_Key: TypeAlias = tuple[GrammarKind, str, bool]
 
 
 def _key(grammar: Grammar) -> _Key:
     """Grammars with the same key are compiled once."""
-    return grammar.kind, grammar.source
+    return grammar.kind, grammar.source, grammar.channels
 
 
 class _Job:

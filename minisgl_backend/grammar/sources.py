@@ -9,6 +9,8 @@
     grammar         Lark, as llguidance has it, or the EBNF of llama.cpp (GBNF)
     structural_tag  free text that holds structures (``structural_tags``)
 
+If the answer is in ``channels``, that is the form of its last message.
+
 Errors are ``InvalidRequest``, with the place if there is one. Whether llguidance accepts the result
 is not known here (``vetting``).
 """
@@ -18,13 +20,14 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, Final
 
 from llguidance import LLMatcher, grammar_from
 
 from minisgl_backend.errors import InvalidRequest
-from minisgl_backend.grammar import structural_tags
+from minisgl_backend.grammar import channels, structural_tags
 from minisgl_backend.grammar.structural_tags import quoted, spaced
 from minisgl_backend.request import Grammar, GrammarKind, TokenId
 
@@ -70,6 +73,13 @@ def check_source(grammar: Grammar) -> None:
 def to_llguidance(grammar: Grammar, special_tokens: Mapping[str, TokenId]) -> str:
     """The grammar in llguidance's own form; ``special_tokens`` are those that have no text."""
     kind, source = grammar.kind, grammar.source
+    if grammar.channels:
+        if kind is GrammarKind.STRUCTURAL_TAG:
+            tag = structural_tags.read(_parsed(source, "a structural tag"))
+            if channels.are_messages(tag):
+                return LLMatcher.grammar_from_lark(channels.lark_of_messages(tag, special_tokens))
+        form = to_llguidance(replace(grammar, channels=False), special_tokens)
+        return channels.around(form, special_tokens)
     if kind is GrammarKind.JSON_OBJECT:
         return LLMatcher.grammar_from_json_schema(spaced({"type": "object"}))
     if kind is GrammarKind.JSON_SCHEMA:
@@ -83,7 +93,7 @@ def to_llguidance(grammar: Grammar, special_tokens: Mapping[str, TokenId]) -> st
         return LLMatcher.grammar_from_lark("start: " + " | ".join(map(quoted, _choices(source))))
     if kind is GrammarKind.STRUCTURAL_TAG:
         return LLMatcher.grammar_from_lark(
-            structural_tags.lark_of(_parsed(source, "a structural tag"), special_tokens)
+            structural_tags.read(_parsed(source, "a structural tag")).lark(special_tokens)
         )
     try:
         return grammar_from("grammar", source)
@@ -93,7 +103,8 @@ def to_llguidance(grammar: Grammar, special_tokens: Mapping[str, TokenId]) -> st
 
 def complaint(error: str, grammar: Grammar) -> str:
     """An error of llguidance in one line, with the places in a schema of what it names."""
-    if grammar.kind is GrammarKind.STRUCTURAL_TAG:  # the Lark around it is not the client's
+    if grammar.kind is GrammarKind.STRUCTURAL_TAG or grammar.channels:
+        # the Lark around it is not the client's
         error = _LARK_AROUND.sub("", error)
     line = one_line(error)
     if "recursion limit exceeded" in line:

@@ -26,19 +26,18 @@ from typing import Any, Final
 from minisgl_backend.errors import InvalidRequest, Unsupported
 from minisgl_backend.request import TokenId
 
-_TEXT: Final = r"TEXT: /(.|\n)*/"
+TEXT: Final = r"TEXT: /(.|\n)*/"
 _WHITESPACE: Final = r"[ ]?|\n[ ]{0,40}"
 """Between the tokens of JSON: as on one line, or on lines that are indented. Without a bound, small
 models write white space until ``max_tokens``."""
 
 
-def lark_of(given: Any, special_tokens: Mapping[str, TokenId]) -> str:
-    """The structural tag, as parsed from JSON, in Lark. Raises ``InvalidRequest`` with the place of
-    what is wrong, and ``Unsupported``."""
+def read(given: Any) -> StructuralTag:
+    """The structural tag as parsed from JSON. Raises ``InvalidRequest`` with the place of what is
+    wrong, and ``Unsupported``."""
     _check(isinstance(given, dict), "a structural tag", "an object")
     _check(given.get("type", "structural_tag") == "structural_tag", "type", "structural_tag")
-    tag = _of_format(given) if "format" in given else _of_structures(given)
-    return "\n".join(["%llguidance {}", *tag.rules(special_tokens)])
+    return _of_format(given) if "format" in given else _of_structures(given)
 
 
 def quoted(text: str) -> str:
@@ -72,7 +71,9 @@ def spaced(schema: dict[str, Any] | bool, *, is_lenient: bool = False) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class _Structure:
+class Structure:
+    """A text, a value of a schema, and a text."""
+
     begin: str
     schema: dict[str, Any] | bool
     end: str
@@ -80,30 +81,33 @@ class _Structure:
 
     def after(self, beginning: str, special_tokens: Mapping[str, TokenId]) -> str:
         """What is left after the beginning of its ``begin``, in Lark."""
-        rest = _spelled(self.begin.removeprefix(beginning), special_tokens)
-        end = _spelled(self.end, special_tokens)
+        rest = spelled(self.begin.removeprefix(beginning), special_tokens)
+        end = spelled(self.end, special_tokens)
         schema = spaced(self.schema, is_lenient=self.is_lenient)
         return " ".join(filter(None, [rest, f"%json {schema}", end]))
 
 
 @dataclass(frozen=True, slots=True)
-class _Tag:
-    """Without ``triggers`` there is no free text."""
+class StructuralTag:
+    """Structures, and where they may stand: without ``triggers`` there is no free text."""
 
-    structures: list[_Structure]
+    structures: list[Structure]
     triggers: list[str]
     separator: str
     at_least_one: bool
     stop_after_first: bool
     otherwise: dict[str, Any] | bool | None
 
-    def rules(self, special_tokens: Mapping[str, TokenId]) -> Iterator[str]:
-        """Lines of Lark."""
+    def lark(self, special_tokens: Mapping[str, TokenId]) -> str:
+        """The same in Lark. Raises ``InvalidRequest`` and ``Unsupported`` for its schemas."""
+        return "\n".join(["%llguidance {}", *self._rules(special_tokens)])
+
+    def _rules(self, special_tokens: Mapping[str, TokenId]) -> Iterator[str]:
         if self.triggers:
             yield from self._rules_of_text(special_tokens)
             return
-        yield f"one: {_any_of(s.after('', special_tokens) for s in self.structures)}"
-        more = " ".join(filter(None, [_spelled(self.separator, special_tokens), "one"]))
+        yield f"one: {any_of(s.after('', special_tokens) for s in self.structures)}"
+        more = " ".join(filter(None, [spelled(self.separator, special_tokens), "one"]))
         all_of_them = "one" if self.stop_after_first else f"one ({more})*"
         if self.otherwise is not None:
             yield f"other: %json {spaced(self.otherwise)}"
@@ -113,16 +117,16 @@ class _Tag:
 
     def _rules_of_text(self, special_tokens: Mapping[str, TokenId]) -> Iterator[str]:
         """A trigger ends the text before it lazily: as soon as it is there."""
-        yield _TEXT
+        yield TEXT
         names = []
         for index, trigger in enumerate(self.triggers):
             fitting = [s for s in self.structures if s.begin.startswith(trigger)]
             name = f"tag_{index}"
             names.append(name)
-            body = _any_of(s.after(trigger, special_tokens) for s in fitting)
+            body = any_of(s.after(trigger, special_tokens) for s in fitting)
             special = [token for token in special_tokens if trigger.startswith(token)]
             if special:
-                yield f"{name}: TEXT {_spelled(trigger, special_tokens)} ({body})"
+                yield f"{name}: TEXT {spelled(trigger, special_tokens)} ({body})"
             else:
                 yield f"{name}_text[lazy]: TEXT {quoted(trigger)}"
                 yield f"{name}: {name}_text ({body})"
@@ -130,7 +134,7 @@ class _Tag:
         yield f"start: TEXT | {tags}" if self.stop_after_first else f"start: ({tags})* TEXT"
 
 
-def _of_structures(given: Mapping[str, Any]) -> _Tag:
+def _of_structures(given: Mapping[str, Any]) -> StructuralTag:
     _check_keys(given, "", ("type", "structures", "triggers", "separator", "otherwise", *_FLAGS))
     structures = [
         _structure(item, f"structures[{index}]") for index, item in _items(given, "structures", "")
@@ -142,7 +146,7 @@ def _of_structures(given: Mapping[str, Any]) -> _Tag:
     return _checked(structures, "structures", triggers, given, "")
 
 
-def _of_format(given: Mapping[str, Any]) -> _Tag:
+def _of_format(given: Mapping[str, Any]) -> StructuralTag:
     _check_keys(given, "", ("type", "format"))
     form = given["format"]
     _check(isinstance(form, dict), "format", "an object")
@@ -161,12 +165,12 @@ def _of_format(given: Mapping[str, Any]) -> _Tag:
 
 
 def _checked(
-    structures: list[_Structure],
+    structures: list[Structure],
     place: str,
     triggers: list[Any],
     given: Mapping[str, Any],
     prefix: str,
-) -> _Tag:
+) -> StructuralTag:
     for index, trigger in enumerate(triggers):
         at = f"{prefix}triggers[{index}]"
         _check(isinstance(trigger, str) and trigger, at, "a string, not empty")
@@ -183,7 +187,7 @@ def _checked(
     if otherwise is not None:
         _check(isinstance(otherwise, dict | bool), "otherwise", "a JSON schema")
         _check(at_least_one, "otherwise", "given with at_least_one")
-    return _Tag(
+    return StructuralTag(
         structures,
         [] if at_least_one else triggers,
         separator,
@@ -196,13 +200,13 @@ def _checked(
 _FLAGS: Final = ("at_least_one", "stop_after_first")
 
 
-def _structure(item: Any, place: str) -> _Structure:
+def _structure(item: Any, place: str) -> Structure:
     _check(isinstance(item, dict), place, "an object")
     _check_keys(item, f"{place}.", ("begin", "schema", "end", "lenient"))
     return _structure_of(item, place, item, "schema")
 
 
-def _tag_of_format(item: Any, place: str) -> _Structure:
+def _tag_of_format(item: Any, place: str) -> Structure:
     """The same in the newer form."""
     _check(isinstance(item, dict), place, "an object")
     content = item.get("content")
@@ -216,20 +220,21 @@ def _tag_of_format(item: Any, place: str) -> _Structure:
     return _structure_of(item, place, content, "json_schema")
 
 
-def _structure_of(item: Any, place: str, holder: Any, key: str) -> _Structure:
+def _structure_of(item: Any, place: str, holder: Any, key: str) -> Structure:
     """``holder`` has the schema, by ``key``."""
     begin, end, schema = item.get("begin"), item.get("end", ""), holder.get(key, True)
     _check(isinstance(begin, str), f"{place}.begin", "a string")
     _check(isinstance(end, str), f"{place}.end", "a string")
     _check(isinstance(schema, dict | bool), f"{place}.{key}", "a JSON schema")
-    return _Structure(begin, schema, end, _flag(item, "lenient", f"{place}."))
+    return Structure(begin, schema, end, _flag(item, "lenient", f"{place}."))
 
 
-def _any_of(bodies: Iterable[str]) -> str:
+def any_of(bodies: Iterable[str]) -> str:
+    """Alternatives in Lark."""
     return " | ".join(f"({body})" for body in bodies)
 
 
-def _spelled(text: str, special_tokens: Mapping[str, TokenId]) -> str:
+def spelled(text: str, special_tokens: Mapping[str, TokenId]) -> str:
     """A text in Lark; special tokens in it by their ids, since they have no text."""
     parts: list[str] = []
     while text:

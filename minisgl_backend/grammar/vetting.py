@@ -163,7 +163,12 @@ class Vetting:
         if channel is None:
             workers.put(None)
             raise Overloaded("the server is shutting down")
-        message = {"kind": grammar.kind.value, "source": grammar.source, "budget": asdict(budget)}
+        message = {
+            "kind": grammar.kind.value,
+            "source": grammar.source,
+            "channels": grammar.channels,
+            "budget": asdict(budget),
+        }
         try:
             answer = _asked(channel, message)
         except (OSError, ValueError):
@@ -264,7 +269,8 @@ def _work(
         os.setpriority(os.PRIO_PROCESS, 0, budget.niceness)  # of this thread
         signal.setitimer(signal.ITIMER_PROF, budget.seconds)  # its default action ends the process
         signal.setitimer(signal.ITIMER_REAL, budget.wall_seconds)
-        asked = Grammar(GrammarKind(fields["kind"]), fields["source"])
+        kind, channels = GrammarKind(fields["kind"]), fields["channels"]
+        asked = Grammar(kind, fields["source"], channels=channels)
         answer = _tried(asked, tokenizer, facts)
         signal.setitimer(signal.ITIMER_PROF, 0)
         signal.setitimer(signal.ITIMER_REAL, 0)

@@ -10,8 +10,8 @@ a workspace.
 Twins compute in float32, or in float64 if their input is float64, and round once; they convert no
 weights.
 
-Imports go one way: functions, then ``triton_kernels``, then what both know (tables, workspaces, the
-rule of sampling, noise).
+Imports go one way: ``cuda``, functions, ``triton_kernels``, then what all know (tables, workspaces,
+the rule of sampling, noise).
 
 Must not know layers, models, requests or plans. Invariants: nothing on the Triton path waits for
 the device, reads a value back or allocates by value, so it may be captured in a CUDA graph; tensors
@@ -21,5 +21,7 @@ With ``pdl=True`` a kernel may start before its predecessor on the stream has fi
 for it itself (programmatic dependent launch). All kernels wait, so each sees all earlier writes.
 Before its wait a kernel may read weights; decode attention of ``kernels.cuda`` also reads its runs,
 the page table and the pages, except each row's newest position. So the launch right before it must
-write none of these, and must let it start only when all earlier launches have ended.
+write none of these, and must let it start only when all earlier launches have ended. Likewise the
+second GEMM of experts reads which rows are whose before its wait, and their sum the residual stream
+and the weights of choices, all of them written before the launch right before.
 """

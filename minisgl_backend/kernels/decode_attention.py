@@ -59,6 +59,7 @@ def decode_attention(
     window: int | None = None,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    sinks: Tensor | None = None,
     out: Tensor | None = None,
     pdl: bool = False,
 ) -> Tensor:
@@ -69,7 +70,8 @@ def decode_attention(
     ``page_table`` int32 [num_rows, max_pages]; ``lengths`` int32 [batch_size], the new token's
     position included, at least 1; ``rows`` int [batch_size]: which row of the page table belongs to
     each query, by default its own index. With ``window`` only the last ``window`` positions are
-    attended to. ``k_scale``, ``v_scale`` float32 [1] multiply what an fp8 cache holds.
+    attended to. ``k_scale``, ``v_scale`` float32 [1] multiply what an fp8 cache holds. ``sinks``
+    [num_heads] are one more score a head, without a value.
     Returns [batch_size, num_heads, head_dim] in the dtype of ``q``, in ``out`` if that is given.
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
@@ -87,6 +89,7 @@ def decode_attention(
             window=window,
             k_scale=k_scale,
             v_scale=v_scale,
+            sinks=sinks,
         )
         return out.copy_(attended)
     from minisgl_backend.kernels.triton_kernels.decode_attention_kernel import (
@@ -106,6 +109,7 @@ def decode_attention(
         window=window,
         k_scale=k_scale,
         v_scale=v_scale,
+        sinks=sinks,
         splits=num_splits(
             len(q),
             k_cache.shape[2],
@@ -129,6 +133,7 @@ def decode_attention_reference(
     window: int | None = None,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """The twin of ``decode_attention``: one gather of all positions and a dense softmax."""
     scale = q.shape[-1] ** -0.5 if scale is None else scale
@@ -151,7 +156,11 @@ def decode_attention_reference(
     scores = scores.masked_fill(~seen[:, None, None], -math.inf)
     # positions that are not seen may hold anything, NaN included
     v = v.masked_fill(~seen[:, :, None, None], 0.0)
-    out = torch.einsum("bhgn,bnhd->bhgd", scores.softmax(dim=-1), v)
+    weights = scores.softmax(dim=-1)
+    if sinks is not None:
+        of_heads = at_least_float32(sinks).view(num_kv_heads, -1)
+        weights = weights * (scores.logsumexp(dim=-1) - of_heads).sigmoid()[..., None]
+    out = torch.einsum("bhgn,bnhd->bhgd", weights, v)
     return out.flatten(1, 2).to(q.dtype)
 
 

@@ -15,7 +15,11 @@ BATCHES: Final = (8, 16, 32, 64, 96, 128, 192, 256)
 MAX_TOKENS: Final = BATCHES[-1]
 ANY_BATCH: Final = 2**31 - 1
 BLOCK: Final = 64
-"""in_features in a stage of the ring."""
+CODES_BLOCK: Final = 128
+"""in_features in a stage of the ring, of a plain and of a quantized weight; of 4 bits and more than
+``FEW_TOKENS`` of a tile twice as many if they can be."""
+FEW_TOKENS: Final = 16
+"""Up to here each warp multiplies codes by itself."""
 
 _MOST_BLOCKS: Final = 132
 _FEW_BLOCKS: Final = 66
@@ -25,8 +29,8 @@ _MOST_SMALL: Final = 8 * 2**20
 """Elements of a weight up to which its GEMM takes half of the multiprocessors."""
 
 _LEAST_EVEN: Final = 40
-"""From this many steps a multiprocessor on, all thread blocks take even parts. A step is a tile's
-multiply-adds over 64 in_features."""
+"""From this many times 64 in_features of a tile a multiprocessor on, all thread blocks take even
+parts."""
 
 _MOST_OF_LAYER: Final = 32 * 2**20
 _MOST_MULTIPLICATIONS: Final = 20 * 2**30
@@ -41,12 +45,37 @@ _SHARED_BYTES: Final = 227 * 1024
 _MOST_SPLITS: Final = 8
 
 
+_MOST_TOKENS_BEFORE_FLOAT8: Final = 64
+
+_MOST_TOKENS_OF_CODES: Final = 96
+"""A tile of a quantized weight has sums in twice the registers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Numbers:
+    """How a weight is stored: ``bits`` of a number, and of a stage of the ring its in_features
+    (``block``) and as many ``scales`` of 64 rows. 16 bits are plain numbers, fewer are codes."""
+
+    bits: int = 16
+    block: int = BLOCK
+    scales: int = 0
+
+    def of_tile(self, tokens: int) -> Numbers:
+        """These, in stages that a tile of so many tokens can have."""
+        if self.bits == 16 or tokens > FEW_TOKENS:
+            return self
+        return replace(self, block=CODES_BLOCK, scales=self.scales * CODES_BLOCK // self.block)
+
+
+PLAIN: Final = Numbers()
+
+
 @dataclass(frozen=True, slots=True)
 class Cut:
     """A tile of ``features`` of the weight by ``tokens``, and the number of ``stages`` of the ring.
 
     ``splits`` thread blocks share a tile along in_features; if ``even``, there is one thread block
-    a multiprocessor, and all take equal parts of all tiles.
+    a multiprocessor, and all take equal parts of all tiles. ``numbers`` are those of the weight.
     """
 
     features: int
@@ -54,19 +83,27 @@ class Cut:
     stages: int
     splits: int = 1
     even: bool = False
+    numbers: Numbers = PLAIN
 
     def num_steps(self, height: int, in_features: int) -> int:
-        """Steps of all tiles of a weight [height, in_features]; one takes ``BLOCK`` in_features."""
-        return height // self.features * (in_features // BLOCK)
+        """Steps of all tiles of a weight [height, in_features]; one takes a block of it."""
+        return height // self.features * (in_features // self.numbers.block)
 
     @property
     def stage_bytes(self) -> int:
-        return 2 * BLOCK * (self.features + self.tokens)
+        """Of a stage of the ring, without scales."""
+        block = self.numbers.block
+        return block * (self.features * self.numbers.bits // 8 + 2 * self.tokens)
+
+    @property
+    def in_stage_bytes(self) -> int:
+        """Of a stage with its scales and its two barriers."""
+        return self.stage_bytes + self.features // 64 * 4 * self.numbers.scales + 16
 
     @property
     def shared_bytes(self) -> int:
-        """The ring, two barriers a stage, a float32 a token and, if ``even``, a slice of a tile."""
-        ring = self.stages * (self.stage_bytes + 16) + 4 * self.tokens
+        """The ring, a float32 a token and, if ``even``, a slice of a tile."""
+        ring = self.stages * self.in_stage_bytes + 4 * self.tokens
         return ring + (self._slice_bytes if self.even else 0)
 
     @property
@@ -92,43 +129,67 @@ def _halved(tokens: int, most: int) -> int:
     return _halved(tokens // 2, most) if tokens > most else tokens
 
 
-def cut_of(batch: int, height: int, in_features: int, *, head_dim: int | None = None) -> Cut:
+def cut_of(
+    batch: int,
+    height: int,
+    in_features: int,
+    *,
+    head_dim: int | None = None,
+    numbers: Numbers = PLAIN,
+) -> Cut:
     """How to multiply by a weight [height, in_features]; with ``head_dim`` a tile is a head.
 
     For small weights a tile has up to 64 tokens, or more if there would be too many tiles; if there
     are few, each is split. Large weights are read once: a tile has as many tokens as it can.
     """
+    numbers = numbers.of_tile(batch)
     if height * in_features > _MOST_SMALL:
-        return _cut_of_large(batch, height, in_features, head_dim or 128)
+        return _cut_of_large(batch, height, in_features, head_dim or 128, numbers)
     features = head_dim or (64 if batch <= 8 else 128)
     tokens = min(batch, 64)
-    while 64 <= tokens < 128 and height // features * -(-batch // tokens) > _MOST_BLOCKS:
+    while (
+        64 <= tokens < (128 if numbers == PLAIN else _MOST_TOKENS_OF_CODES)
+        and height // features * -(-batch // tokens) > _MOST_BLOCKS
+    ):
         tokens += 32
-    return _whole_or_split(batch, height, in_features, Cut(features, tokens, stages=1), _FEW_BLOCKS)
+    tile = Cut(features, tokens, stages=1, numbers=numbers)
+    return _whole_or_split(batch, height, in_features, tile, _FEW_BLOCKS)
 
 
-def _cut_of_large(batch: int, height: int, in_features: int, features: int) -> Cut:
-    even = Cut(features, min(batch, _MOST_TOKENS_OF_LARGE), stages=1, even=True)
-    if even.num_steps(height, in_features) >= _LEAST_EVEN * _MOST_BLOCKS:
+def _cut_of_large(
+    batch: int, height: int, in_features: int, features: int, numbers: Numbers
+) -> Cut:
+    tokens = _tokens_of(batch, _MOST_TOKENS_OF_LARGE, numbers)
+    even = Cut(features, tokens, stages=1, even=True, numbers=numbers)
+    steps = even.num_steps(height, in_features) * numbers.block // BLOCK
+    if steps >= _LEAST_EVEN * _MOST_BLOCKS:
         free = _SHARED_BYTES - even.shared_bytes
-        return replace(even, stages=min(1 + free // (even.stage_bytes + 16), _MOST_STAGES))
-    tile = Cut(features, min(batch, 128), stages=1)
+        return replace(even, stages=min(1 + free // even.in_stage_bytes, _MOST_STAGES))
+    tile = Cut(features, _tokens_of(batch, 128, numbers), stages=1, numbers=numbers)
     return _whole_or_split(batch, height, in_features, tile, _MOST_BLOCKS)
+
+
+def _tokens_of(batch: int, most: int, numbers: Numbers) -> int:
+    """Tokens of a tile of a large weight. Of codes, a larger batch than a tile can have is cut into
+    equal ones."""
+    if numbers == PLAIN:
+        return min(batch, most)
+    return batch if batch <= _MOST_TOKENS_OF_CODES else 96 if batch % 96 == 0 else 64
 
 
 def _whole_or_split(batch: int, height: int, in_features: int, tile: Cut, most_blocks: int) -> Cut:
     """``tile`` with its stages; split, if tiles are few, into up to ``most_blocks`` in all."""
     blocks = height // tile.features * -(-batch // tile.tokens)
-    splits = 1
+    splits, block = 1, tile.numbers.block
     while (
         2 * splits * blocks <= most_blocks
         and splits < _MOST_SPLITS
-        and in_features % (2 * splits * BLOCK) == 0
+        and in_features % (2 * splits * block) == 0
         and max(tile.tokens // (2 * splits), 8) % 8 == 0  # each split finishes tokens 8 at a time
     ):
         splits *= 2
     cut = replace(tile, splits=splits)
-    steps = in_features // splits // BLOCK
+    steps = in_features // splits // block
     stages = min(steps, _RING_BYTES // cut.stage_bytes, _MOST_STAGES)
     return replace(cut, stages=max(stages, -(-cut.finished_bytes // cut.stage_bytes)))
 
@@ -157,12 +218,15 @@ def invariant_cuts(height: int, in_features: int) -> dict[int, Cut]:
     return cuts
 
 
-def largest_batch(elements: int) -> int:
+def largest_batch(elements: int, *, of_codes: bool = False, float8: bool = False) -> int:
     """The largest batch for which these GEMMs are faster than the library; 0 for none.
 
-    ``elements`` counts all weights of a layer.
+    ``elements`` counts all weights of a layer; ``of_codes``: they are quantized; ``float8``: and
+    the library multiplies tokens in 8 bits by all of them.
     """
-    if elements <= _MOST_OF_LAYER:
+    if float8:
+        return _MOST_TOKENS_BEFORE_FLOAT8
+    if of_codes or elements <= _MOST_OF_LAYER:
         return MAX_TOKENS
     most = min(_MOST_MULTIPLICATIONS // elements, _MOST_TOKENS_OF_LARGE)
     return max((batch for batch in BATCHES if batch <= most), default=0)

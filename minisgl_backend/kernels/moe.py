@@ -2,8 +2,9 @@
 
 Tokens are sorted by expert into blocks of equal size (a block never mixes experts), so that one
 kernel multiplies every block by its own expert's weight: first gate and up with the gate applied at
-the end, then down, scaled by the routing weight. The sum over the top_k experts comes last. The
-scheme is that of block-aligned fused MoE kernels (MegaBlocks, arXiv 2211.15841; vLLM's fused_moe).
+the end, then down. The weighted sum over the top_k experts comes last. The scheme is that of
+block-aligned fused MoE kernels (MegaBlocks, arXiv 2211.15841; vLLM's fused_moe). On Hopper
+``cuda.experts`` has kernels for all but the sum.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from minisgl_backend.experts_spec import ClampedGate, RoutingRule
 from minisgl_backend.kernels.activation import silu_mul_reference
 from minisgl_backend.kernels.dispatch import at_least_float32, use_triton
 from minisgl_backend.kernels.quantized import QuantizedWeight, dequantized
+from minisgl_backend.kernels.rms_norm import fused_add_rms_norm_reference
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -37,7 +39,18 @@ class ExpertWeights:
 
     @property
     def num_experts(self) -> int:
-        return len(self.down if isinstance(self.down, Tensor) else self.down.codes)
+        return self.shapes[1][0]
+
+    @property
+    def shapes(self) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
+        """Of ``gate_up`` and ``down``."""
+        gate_up, down = (
+            (*weight.codes.shape[:2], weight.in_features)
+            if isinstance(weight, QuantizedWeight)
+            else weight.shape
+            for weight in (self.gate_up, self.down)
+        )
+        return (gate_up[0], gate_up[1], gate_up[2]), (down[0], down[1], down[2])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -51,6 +64,11 @@ class Choices:
     ids: Tensor
     weights: Tensor
     elsewhere: bool = False
+
+    @property
+    def elsewhere_ids(self) -> Tensor | None:
+        """``ids`` if some of them may be -1."""
+        return self.ids if self.elsewhere else None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -130,13 +148,31 @@ def fused_experts(
     [num_tokens, hidden_size] and of that shape.
 
     If ``invariant``, all sums of a token are in an order that does not depend on the others.
-    Weights that are quantized have no kernel, only the twin, which waits for the device.
+    Weights that are quantized have no kernel here, only the twin, which waits for the device.
     """
-    gate_up, down = experts.gate_up, experts.down
-    if not (use_triton(x) and isinstance(gate_up, Tensor) and isinstance(down, Tensor)):
+    if not has_kernel(x, experts):
         return fused_experts_reference(x, experts, choices)
+    return sum_outputs(expert_outputs(x, experts, choices, invariant=invariant), choices)
+
+
+def has_kernel(x: Tensor, experts: ExpertWeights) -> bool:
+    """Whether there are kernels for ``expert_outputs``."""
+    gate_up, down = experts.gate_up, experts.down
+    return use_triton(x) and isinstance(gate_up, Tensor) and isinstance(down, Tensor)
+
+
+def expert_outputs(
+    x: Tensor, experts: ExpertWeights, choices: Choices, *, invariant: bool = False
+) -> Tensor:
+    """What each of a token's experts makes of it, [num_tokens, top_k, hidden_size]; rows of experts
+    of other ranks are not written. ``x`` [num_tokens, hidden_size]; only if ``has_kernel``.
+
+    If ``invariant``, a token's sums are in an order that does not depend on the others.
+    """
     from minisgl_backend.kernels.triton_kernels.grouped_linear import launch_grouped_linear
 
+    gate_up, down = experts.gate_up, experts.down
+    assert isinstance(gate_up, Tensor) and isinstance(down, Tensor)
     num_tokens, hidden_size = x.shape
     num_experts, top_k = experts.num_experts, choices.ids.shape[1]
     # small blocks waste less if experts see few tokens
@@ -151,35 +187,68 @@ def fused_experts(
         gate_up,
         pairs,
         held,
-        None,
         bias=experts.gate_up_bias,
         block=block,
         top_k=top_k,
         gated=True,
         gate=experts.gate,
     )
-    # no kernel writes what experts of other ranks would
-    new = torch.zeros if choices.elsewhere else torch.empty
-    outer = new((num_tokens * top_k, hidden_size), dtype=x.dtype, device=x.device)
+    outer = torch.empty((num_tokens * top_k, hidden_size), dtype=x.dtype, device=x.device)
     launch_grouped_linear(
         outer,
         inner,
         down,
         pairs,
         held,
-        choices.weights.flatten(),
         bias=experts.down_bias,
         block=block,
         top_k=1,
         gated=False,
     )
-    outer = outer.view(num_tokens, top_k, hidden_size)
-    if not invariant:
-        return outer.sum(dim=1)
-    from minisgl_backend.kernels.triton_kernels.grouped_linear import launch_sum_in_order
+    return outer.view(num_tokens, top_k, hidden_size)
 
-    out = torch.empty_like(x)
-    launch_sum_in_order(out, outer)
+
+def sum_outputs(
+    outputs: Tensor, choices: Choices, shared: Tensor | None = None, *, pdl: bool = False
+) -> Tensor:
+    """Each token's weighted sum of its ``outputs`` [num_tokens, top_k, hidden_size], plus
+    ``shared``, [num_tokens, hidden_size]."""
+    if not use_triton(outputs):
+        return sum_outputs_reference(outputs, choices, shared)
+    from minisgl_backend.kernels.triton_kernels.expert_rows import launch_sum_outputs
+
+    out = torch.empty((len(outputs), outputs.shape[2]), dtype=outputs.dtype, device=outputs.device)
+    launch_sum_outputs(out, outputs, choices.weights, choices.elsewhere_ids, shared, pdl=pdl)
+    return out
+
+
+def sum_outputs_reference(outputs: Tensor, choices: Choices, shared: Tensor | None) -> Tensor:
+    """The twin of ``sum_outputs``, in float32 or float64."""
+    wide = at_least_float32(outputs)
+    weighted = torch.where(choices.ids[:, :, None] < 0, 0, wide * choices.weights[:, :, None])
+    total = weighted.sum(dim=1)
+    return (total if shared is None else total + shared).to(outputs.dtype)
+
+
+def add_outputs(
+    outputs: Tensor,
+    choices: Choices,
+    shared: Tensor | None,
+    residual: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    *,
+    pdl: bool = False,
+) -> Tensor:
+    """residual += ``sum_outputs``, in place; its RMSNorm, [num_tokens, hidden_size]."""
+    if not use_triton(outputs):
+        summed = sum_outputs_reference(outputs, choices, shared)
+        return fused_add_rms_norm_reference(summed, residual, norm_weight, eps)
+    from minisgl_backend.kernels.triton_kernels.expert_rows import launch_sum_outputs
+
+    out = torch.empty_like(residual)
+    ids, added = choices.elsewhere_ids, (residual, norm_weight, eps)
+    launch_sum_outputs(out, outputs, choices.weights, ids, shared, added=added, pdl=pdl)
     return out
 
 

@@ -29,6 +29,7 @@ def prefill_attention(
     window: int | None = None,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    sinks: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of chunks, each the last positions before its end.
@@ -40,8 +41,8 @@ def prefill_attention(
     tokens, ``ends`` [num_chunks]: positions of the row up to the chunk's last, which is included; a
     chunk may be empty. ``max_length`` is the most tokens of a chunk. With ``window`` a query
     attends to that number of positions, its own included; ``k_scale``, ``v_scale`` float32 [1]
-    multiply what an fp8 cache holds. Returns [num_tokens, num_heads, head_dim], in ``out`` if that
-    is given.
+    multiply what an fp8 cache holds. ``sinks`` [num_heads] are one more score a head, without a
+    value. Returns [num_tokens, num_heads, head_dim], in ``out`` if that is given.
     """
     if out is None:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -59,6 +60,7 @@ def prefill_attention(
             window=window,
             k_scale=k_scale,
             v_scale=v_scale,
+            sinks=sinks,
         )
         return out
     from minisgl_backend.kernels.triton_kernels.prefill_attention_kernel import (
@@ -79,6 +81,7 @@ def prefill_attention(
         window=window,
         k_scale=k_scale,
         v_scale=v_scale,
+        sinks=sinks,
     )
     return out
 
@@ -97,6 +100,7 @@ def prefill_attention_reference(
     window: int | None = None,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> None:
     """The twin of ``prefill_attention``, chunk after chunk with a dense softmax; fills ``out``."""
     page_size, num_kv_heads = k_cache.shape[1:3]
@@ -117,5 +121,9 @@ def prefill_attention_reference(
         hidden = key > query
         if window is not None:
             hidden |= key <= query - window
-        weights = scores.masked_fill(hidden, -math.inf).softmax(dim=-1)
+        scores = scores.masked_fill(hidden, -math.inf)
+        weights = scores.softmax(dim=-1)
+        if sinks is not None:
+            of_heads = at_least_float32(sinks).view(num_kv_heads, group, 1)
+            weights = weights * (scores.logsumexp(dim=-1) - of_heads).sigmoid()[..., None]
         out[tokens] = torch.einsum("hgtn,nhd->thgd", weights, v).flatten(1, 2).to(out.dtype)

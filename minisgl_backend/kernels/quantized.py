@@ -79,7 +79,7 @@ def dequantize(weight: QuantizedWeight, out: Tensor) -> Tensor:
             numbers -= _spread(weight, weight.zeros.float(), rows)
         elif weight.encoding in (Encoding.INT4, Encoding.INT8):
             numbers -= 1 << (weight.encoding.bits - 1)
-        out[rows] = numbers.mul_(_spread(weight, _factors(weight), rows))
+        out[rows] = numbers.mul_(_spread(weight, factors_of(weight), rows))
     return out
 
 
@@ -120,7 +120,7 @@ def quantize(
         if encoding is Encoding.E2M1:
             exponents = largest.clamp_min(2.0**-120).frexp().exponent - 3  # the largest is >= 4
             scales[lines] = (exponents + 127).to(torch.uint8)
-            scaled = numbers / _spread(found, _factors(found), part)
+            scaled = numbers / _spread(found, factors_of(found), part)
             index = torch.bucketize(scaled.abs(), scaled.new_tensor(_E2M1_BETWEEN), right=True)
             codes[part] = joined(index.to(torch.uint8) + 8 * scaled.signbit().to(torch.uint8))
             continue
@@ -173,7 +173,7 @@ def joined(halves: Tensor) -> Tensor:
     return halves[:, ::2] | (halves[:, 1::2] << 4)
 
 
-def _factors(weight: QuantizedWeight) -> Tensor:
+def factors_of(weight: QuantizedWeight) -> Tensor:
     """The scales as float32 numbers."""
     if weight.encoding is Encoding.E2M1:
         return weight.scales.view(torch.float8_e8m0fnu).float()

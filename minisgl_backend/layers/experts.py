@@ -6,22 +6,30 @@ Knows which experts a rank holds and where a checkpoint's tensors go; what is co
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from minisgl_backend.errors import ConfigError
 from minisgl_backend.experts_spec import ExpertsSpec
+from minisgl_backend.kernels import expert_cut
 from minisgl_backend.kernels.adapters import AdaptedTokens
+from minisgl_backend.kernels.linear_cut import BLOCK
 from minisgl_backend.kernels.moe import (
     Choices,
     ExpertWeights,
+    add_outputs,
     choose,
+    expert_outputs,
     fused_experts,
     fused_experts_reference,
+    has_kernel,
+    sum_outputs,
 )
 from minisgl_backend.layers.feed_forward import GatedMLP
 from minisgl_backend.layers.norm import Normed, RMSNorm, add_sum
@@ -42,7 +50,9 @@ from minisgl_backend.parallel.group import Group
 from minisgl_backend.weight_format import Layout, WeightFormat
 
 if TYPE_CHECKING:  # needs the CUDA driver's bindings, which only installations for GPUs have
+    from minisgl_backend.kernels.cuda.experts import ExpertsKernels, HopperExperts
     from minisgl_backend.kernels.cuda.invariant_linear import InvariantKernels, InvariantLinear
+    from minisgl_backend.kernels.cuda.linear import LinearKernel, TensorCores
 
 
 class Router(nn.Module):
@@ -63,11 +73,12 @@ class Router(nn.Module):
         self.weight = _parameter(num_experts, hidden_size)
         self.bias = _parameter(num_experts) if spec.biases else None
         self.correction = _parameter(num_experts) if spec.routing.corrected else None
-        self._kernel: InvariantLinear | None = None
+        self._kernel: LinearKernel | None = None
+        self._invariant: InvariantLinear | None = None
 
     def use_invariant_kernels(self, kernels: InvariantKernels) -> None:
         """Compute logits by ``kernels``; they have no bias."""
-        self._kernel = kernels.linear(tuple(self.weight.shape))
+        self._invariant = kernels.linear(tuple(self.weight.shape))
 
     def cast(self, dtype: torch.dtype) -> None:
         wide = torch.promote_types(dtype, torch.float32)
@@ -75,12 +86,33 @@ class Router(nn.Module):
         if self.correction is not None:
             self.correction.data = self.correction.data.to(wide)
 
+    @property
+    def fits_tensor_cores(self) -> bool:
+        """Whether such kernels can compute its logits, of norms that are half done as well."""
+        num_experts, hidden_size = self.weight.shape
+        return (
+            self.weight.dtype == torch.bfloat16
+            and self.bias is None
+            and num_experts % 128 == 0
+            and hidden_size % BLOCK == 0
+        )
+
+    def use_tensor_cores(self, kernels: TensorCores) -> None:
+        """Compute steps that fit them by ``kernels``; if it ``fits_tensor_cores``."""
+        self._kernel = kernels.linear(self.weight.shape, gated=False, codes=None)
+
+    def logits(self, x: Tensor, *, pdl: bool = False) -> Tensor:
+        """[num_tokens, num_experts], for ``x`` [num_tokens, hidden_size]."""
+        if self._invariant is not None:
+            return self._invariant(x, self.weight)
+        kernel = self._kernel
+        if kernel is not None and len(x) <= kernel.most_tokens:
+            return kernel(x, self.weight, squares=None, eps=0.0, bias=self.bias, pdl=pdl)
+        return F.linear(x.to(self.weight.dtype), self.weight, self.bias)
+
     def forward(self, x: Tensor) -> Choices:
         """Of all experts, for ``x`` [num_tokens, hidden_size]."""
-        if self._kernel is not None:
-            return choose(self._kernel(x, self.weight), self.rule, self.correction)
-        logits = F.linear(x.to(self.weight.dtype), self.weight, self.bias)
-        return choose(logits, self.rule, self.correction)
+        return choose(self.logits(x), self.rule, self.correction)
 
     def places(self) -> Iterator[tuple[str, Place]]:
         num_experts, hidden_size = self.weight.shape
@@ -130,15 +162,19 @@ class ExpertsMLP(nn.Module):
             for expert in range(self.held.start, self.held.end)
             for part in ("gate_proj", "up_proj", "down_proj")
         }
+        if spec.in_turn:
+            _check_in_turn(self._formats.values())
         self.router = Router(f"{name}.{spec.router}", hidden_size, spec, matrices)
         of_down = [form for (_, part), form in self._formats.items() if part == "down_proj"]
         of_gate_up = [form for (_, part), form in self._formats.items() if part != "down_proj"]
+        kept = _are_kept(matrices, [*of_gate_up, *of_down])
         width = 2 * self.inner.size
         both = [(0, self.inner), (self.inner.size, self.inner)]
-        self.gate_up = _memory_of(matrices, of_gate_up, both, self.outer, width)
-        self.down = _memory_of(matrices, of_down, [(0, self.outer)], self.inner, hidden_size)
+        self.gate_up = _memory_of(kept, of_gate_up, both, self.outer, width)
+        self.down = _memory_of(kept, of_down, [(0, self.outer)], self.inner, hidden_size)
         self.gate_up_bias = _parameter(self.held.size, width) if spec.biases else None
         self.down_bias = _parameter(self.held.size, hidden_size) if spec.biases else None
+        self._kernels: ExpertsKernels | None = None
         self.shared: GatedMLP | None = None
         self.shared_gate: nn.Parameter | None = None
         if (shared := spec.shared) is not None:
@@ -160,6 +196,30 @@ class ExpertsMLP(nn.Module):
         self.router.use_invariant_kernels(kernels)
         self._is_invariant = True
 
+    def use_kernels(self, make: HopperExperts) -> None:
+        """Compute all steps by kernels for Hopper, if there are any for these weights, which must
+        be bfloat16 or kept in a format that fits (``kernels.expert_cut``)."""
+        bits = 8 if isinstance(self.down, StoredWeight) else 16
+        sizes = self.outer.size, self.inner.size
+        if expert_cut.knows(self.spec) and expert_cut.fits(*sizes, bits):
+            held = self.held.start, self.held.end
+            wide = self.router.weight.dtype == torch.float32
+            shapes = self.weights.shapes
+            self._kernels = make.kernels(self.spec.routing, held, *shapes, bits=bits, wide=wide)
+
+    @property
+    def has_half_norms(self) -> bool:
+        """Whether it can take an input whose norm is half done (``Normed``)."""
+        router, shared_gate = self.router, self.shared_gate
+        return self._kernels is not None and router.fits_tensor_cores and shared_gate is None
+
+    def use_tensor_cores(self, kernels: TensorCores) -> None:
+        """Compute what all tokens take, of steps that fit them, by ``kernels``. Only if it
+        ``has_half_norms``."""
+        self.router.use_tensor_cores(kernels)
+        if self.shared is not None:
+            self.shared.use_tensor_cores(kernels)
+
     def forward(
         self,
         residual: Tensor,
@@ -169,22 +229,63 @@ class ExpertsMLP(nn.Module):
         pdl: bool,
         adapted: AdaptedTokens | None = None,
     ) -> tuple[Tensor, Normed]:
-        part = self.part(x.normalized(pdl=pdl), pdl=pdl, adapted=adapted)
-        return residual, add_sum(residual, part, norm, self.group, pdl=pdl)
+        if self._is_invariant or not self._has_kernel(x.x) or self.group.size > 1:
+            part = self.part(x, pdl=pdl, adapted=adapted)
+            return residual, add_sum(residual, part, norm, self.group, pdl=pdl)
+        outputs, choices, shared = self._outputs(x, pdl, adapted)
+        weight, eps = norm.weight, norm.eps
+        return residual, Normed(
+            add_outputs(outputs, choices, shared, residual, weight, eps, pdl=pdl)
+        )
 
-    def part(self, x: Tensor, *, pdl: bool, adapted: AdaptedTokens | None = None) -> Tensor:
+    def part(self, x: Normed, *, pdl: bool, adapted: AdaptedTokens | None = None) -> Tensor:
         """This rank's part of the sum over the ranks, [num_tokens, hidden_size]. Of adapters, only
         the MLP that all tokens take has any."""
-        choices = self._held(self.router(x))
-        if self.fused:
-            part = fused_experts(x, self.weights, choices, invariant=self._is_invariant)
-        else:
-            part = fused_experts_reference(x, self.weights, choices)
-        if self.shared is not None:
-            of_shared = self.shared.part(Normed(x), pdl=pdl, adapted=adapted)
-            if self.shared_gate is not None:
-                of_shared = of_shared * F.linear(x, self.shared_gate).sigmoid()
-            part = part + of_shared
+        if self._is_invariant:
+            rows = x.normalized(pdl=pdl)
+            return fused_experts(rows, self.weights, self._held(self.router(rows)), invariant=True)
+        if self._has_kernel(x.x):
+            return sum_outputs(*self._outputs(x, pdl, adapted), pdl=pdl)
+        rows = x.normalized(pdl=pdl)
+        part = fused_experts_reference(rows, self.weights, self._held(self.router(rows)))
+        shared = self._of_shared(Normed(rows), pdl, adapted)
+        return part if shared is None else part + shared
+
+    def _has_kernel(self, x: Tensor) -> bool:
+        return self._kernels is not None or (self.fused and has_kernel(x, self.weights))
+
+    def _outputs(
+        self, x: Normed, pdl: bool, adapted: AdaptedTokens | None
+    ) -> tuple[Tensor, Choices, Tensor | None]:
+        """The outputs of each token's experts, which these are, and that of the shared one."""
+        kernels = self._kernels
+        if kernels is None:
+            x = Normed(x.normalized(pdl=pdl))
+            shared = self._of_shared(x, pdl, adapted)
+            choices = self._held(self.router(x.x))
+            return expert_outputs(x.x, self.weights, choices), choices, shared
+        rows, squares = x.unscaled(pdl=pdl)
+        ready = Normed(rows, x.norm if squares is not None else None, squares)
+        shared = self._of_shared(ready, pdl, adapted)
+        outputs, choices = kernels(
+            rows,
+            self.router.weight,
+            partial(self.router.logits, rows, pdl=pdl),
+            self.weights,
+            correction=self.router.correction,
+            squares=squares,
+            eps=x.eps,
+            pdl=pdl,
+        )
+        return outputs, choices, shared
+
+    def _of_shared(self, x: Normed, pdl: bool, adapted: AdaptedTokens | None) -> Tensor | None:
+        """This rank's part of what all tokens take, [num_tokens, hidden_size], if there is any."""
+        if self.shared is None:
+            return None
+        part = self.shared.part(x, pdl=pdl, adapted=adapted)
+        if self.shared_gate is not None:
+            part = part * F.linear(x.normalized(pdl=pdl), self.shared_gate).sigmoid()
         return part
 
     @property
@@ -231,8 +332,11 @@ class ExpertsMLP(nn.Module):
                     f"{spec.shared.name}_gate.weight",
                     place_in(gate, slice(None), self._shared_gate_format, one, self.outer),
                 )
-        yield from self._places_of_biases()
         inner, outer, experts = self.inner, self.outer, self.held
+        if self.gate_up_bias is not None and self.down_bias is not None:
+            both_biases, down_bias = self.gate_up_bias.data, self.down_bias.data
+            yield "experts.gate_up_proj_bias", InTurn(both_biases, experts, inner, num_parts=2)
+            yield "experts.down_proj_bias", InTurn(down_bias, experts, outer, num_parts=1)
         gate_up, down = _memory(self.gate_up), _memory(self.down)
         first = self._formats[experts.start, "down_proj"]
         if first is not None and first.layout is Layout.MX_STACKED:
@@ -243,6 +347,11 @@ class ExpertsMLP(nn.Module):
                 stacked_place(down, first, experts, outer, inner, pairs=False),
             )
             return
+        if spec.in_turn:
+            assert isinstance(gate_up, Tensor) and isinstance(down, Tensor)  # plain, as checked
+            yield "experts.gate_up_proj", InTurn(gate_up, experts, inner, ins=outer, num_parts=2)
+            yield "experts.down_proj", InTurn(down, experts, outer, ins=inner, num_parts=1)
+            return
         rows = {"gate_proj": slice(0, inner.size), "up_proj": slice(inner.size, 2 * inner.size)}
         for (expert, part), form in self._formats.items():
             name, at = f"experts.{expert}.{part}.weight", expert - experts.start
@@ -251,29 +360,28 @@ class ExpertsMLP(nn.Module):
             else:
                 yield name, place_in(gate_up, rows[part], form, inner, outer, expert=at)
 
-    def _places_of_biases(self) -> Iterator[tuple[str, Place]]:
-        """As gpt-oss has them: of all experts in one tensor, those of gates and ups in turn."""
-        inner, experts = self.inner, self.held
-        if self.gate_up_bias is not None and self.down_bias is not None:
-            both, down = self.gate_up_bias.data, self.down_bias.data
-            yield "experts.gate_up_proj_bias", StackedBias(both, experts, inner, num_parts=2)
-            yield "experts.down_proj_bias", StackedBias(down, experts, self.outer, num_parts=1)
-
 
 @dataclass(frozen=True, slots=True, eq=False)
-class StackedBias:
-    """The place of the biases of all experts (``Place``), those of several parts in turn, as
-    gpt-oss has them; ``target`` [experts.size, num_parts * outs.size] has one part after another.
+class InTurn:
+    """The place of the plain weights of one projection of all experts, or of its biases, in the
+    layout of gpt-oss (``Place``):
+
+        weights [experts, ins, outs * num_parts]        biases [experts, outs * num_parts]
+
+    The outputs of several parts come in turn. ``target`` [experts.size, num_parts * outs.size,
+    ins.size] has one part after another; without ``ins`` these are biases.
     """
 
     target: Tensor
     experts: Share
     outs: Share
     num_parts: int
+    ins: Share | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return self.experts.total, self.num_parts * self.outs.total
+        inputs = () if self.ins is None else (self.ins.total,)
+        return self.experts.total, *inputs, self.num_parts * self.outs.total
 
     @property
     def device(self) -> torch.device:
@@ -281,27 +389,45 @@ class StackedBias:
 
     def tensors(self, name: str) -> Mapping[str, StoredTensor]:
         own = name.rpartition(".")[2]
-        return {"bias": StoredTensor(names=(own,), shapes=(self.shape,), region=self._region)}
+        return {"weight": StoredTensor(names=(own,), shapes=(self.shape,), region=self._region)}
 
     def fill(self, found: Mapping[str, ReadTensor]) -> None:
-        self._store(found["bias"].values)
+        self._store(found["weight"].values)
 
     def draw(self, whole: Tensor) -> None:
         self._store(whole[self._region])
 
     def _store(self, in_turn: Tensor) -> None:
-        """``in_turn`` [experts.size, outs.size * num_parts]."""
-        apart = in_turn.reshape(self.experts.size, self.outs.size, self.num_parts)
-        self.target.copy_(apart.mT.flatten(1))
+        """``in_turn`` [experts.size, ins.size, outs.size * num_parts]."""
+        for target, given in zip(self.target, in_turn, strict=True):  # one expert at a time
+            apart = given.unflatten(-1, (self.outs.size, self.num_parts))
+            target.copy_(apart.permute(*reversed(range(apart.dim()))).flatten(0, 1))
 
     @property
-    def _region(self) -> tuple[slice, slice]:
+    def _region(self) -> tuple[slice, ...]:
         count, outs = self.num_parts, self.outs
-        return held(self.experts), slice(count * outs.start, count * outs.end)
+        inputs = () if self.ins is None else (held(self.ins),)
+        return held(self.experts), *inputs, slice(count * outs.start, count * outs.end)
+
+
+def _check_in_turn(formats: Iterable[WeightFormat | None]) -> None:
+    """Raise ``ConfigError`` for formats that tensors of all experts in turn cannot have."""
+    for form in formats:
+        if form is not None and form.layout is not Layout.MX_STACKED:
+            raise ConfigError(
+                f"experts in {form} are not supported in this architecture, only plain ones and "
+                "those of quant_method mxfp4"
+            )
+
+
+def _are_kept(matrices: Matrices, formats: list[WeightFormat | None]) -> bool:
+    """Whether weights of these formats, those of all experts, stay as they are."""
+    stored = [form for form in formats if form is not None]
+    return len(stored) == len(formats) and matrices.experts_kept(stored)
 
 
 def _memory_of(
-    matrices: Matrices,
+    kept: bool,
     formats: list[WeightFormat | None],
     parts: list[tuple[int, Share]],
     ins: Share,
@@ -311,11 +437,10 @@ def _memory_of(
 
     ``formats`` are those of all experts and ``parts``, pairs of a part's first row and its share.
     """
-    shape = len(formats) // len(parts), out_features, ins.size
-    stored = [form for form in formats if form is not None]
-    if len(stored) < len(formats) or not matrices.kept(stored):
+    shape, first = (len(formats) // len(parts), out_features, ins.size), formats[0]
+    if not kept or first is None:
         return _parameter(*shape)
-    return StoredWeight(stored[0], block_of(stored[0], parts, ins), shape, num_inputs=ins.total)
+    return StoredWeight(first, block_of(first, parts, ins), shape, num_inputs=ins.total)
 
 
 def _memory(weight: nn.Parameter | StoredWeight) -> Tensor | StoredWeight:

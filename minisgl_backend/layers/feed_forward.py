@@ -69,7 +69,7 @@ class GatedMLP(nn.Module):
         )
 
     def use_tensor_cores(self, kernels: TensorCores) -> None:
-        """Compute steps that fit them by ``kernels``. Only with dense weights, and silu."""
+        """Compute steps that fit them by ``kernels``, which the weights fit. Only with silu."""
         self.gate_up_proj.use_tensor_cores(kernels)
         self.down_proj.use_tensor_cores(kernels)
 

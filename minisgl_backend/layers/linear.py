@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from minisgl_backend.kernels.activation import silu_mul
 from minisgl_backend.kernels.adapters import AdaptedTokens, add_adapter_delta
-from minisgl_backend.layers.matrix import DenseMatrix
 from minisgl_backend.layers.norm import Normed, RMSNorm, add_sum
 from minisgl_backend.layers.quantized_matrix import Matrices
 from minisgl_backend.layers.weight_place import Place, Share, WeightPlace, even_share
@@ -70,8 +69,7 @@ class MergedColumnLinear(nn.Module):
         self.bias = nn.Parameter(torch.empty(size), requires_grad=False) if bias else None
 
     def use_tensor_cores(self, kernels: TensorCores) -> None:
-        """Compute steps that fit them by ``kernels``. Only with a dense weight."""
-        assert isinstance(self.matrix, DenseMatrix)
+        """Compute steps that fit them by ``kernels``, which the weight fits."""
         self.matrix.use_tensor_cores(kernels, gated=self.gated)
 
     def forward(self, x: Normed, *, pdl: bool, adapted: AdaptedTokens | None = None) -> Tensor:
@@ -117,8 +115,7 @@ class RowLinear(nn.Module):
         self.bias = nn.Parameter(torch.empty(out_features), requires_grad=False) if bias else None
 
     def use_tensor_cores(self, kernels: TensorCores) -> None:
-        """Compute steps that fit them by ``kernels``. Only with a dense weight."""
-        assert isinstance(self.matrix, DenseMatrix)
+        """Compute steps that fit them by ``kernels``, which the weight fits."""
         self.matrix.use_tensor_cores(kernels, adds=self.group.size == 1)
 
     def add_to(

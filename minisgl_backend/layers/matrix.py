@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from minisgl_backend.kernels import small_batch, wide_linear
+from minisgl_backend.kernels import linear_cut, small_batch, wide_linear
 from minisgl_backend.kernels.activation import silu_mul
 from minisgl_backend.kernels.packing import is_packable, packed, packed_linear
 from minisgl_backend.layers.norm import Normed, RMSNorm, add_sum, is_sum_fused
@@ -32,6 +32,7 @@ from minisgl_backend.weight_format import WeightFormat
 if TYPE_CHECKING:  # needs the CUDA driver's bindings, which only installations for GPUs have
     from minisgl_backend.kernels.cuda.invariant_linear import InvariantKernels, InvariantLinear
     from minisgl_backend.kernels.cuda.linear import LinearKernel, ResidualKernel, TensorCores
+    from minisgl_backend.kernels.packed_weight import CodesKind, PackedWeight
 
 
 class Matrix(nn.Module, ABC):
@@ -39,9 +40,10 @@ class Matrix(nn.Module, ABC):
 
     It holds ``parts``, this rank's share of the outputs of one or several projections by their
     names in the checkpoint, one below the other, for the inputs ``ins``. (Rows beyond the last part
-    are never read.) A subclass defines ``gemm`` and ``place``, and may override ``add_gemm`` if it
-    has a kernel that fuses the add. Which kernel computes a GEMM may depend on the number of
-    tokens. ``pdl``: kernels may start before their predecessors have ended (``kernels``).
+    are never read.) A subclass defines ``operand``, ``place`` and what ``gemm`` and ``add_gemm`` do
+    with more tokens than kernels on tensor cores take: which kernel computes a GEMM may depend on
+    the number of tokens. ``pdl``: kernels may start before their predecessors have ended
+    (``kernels``).
     """
 
     def __init__(self, parts: Mapping[str, Share], ins: Share, out_features: int):
@@ -54,8 +56,33 @@ class Matrix(nn.Module, ABC):
         for name, share in parts.items():
             self.rows[name] = slice(begin, begin + share.size)
             begin += share.size
+        self._gemm_kernel: LinearKernel | None = None
+        self._add_kernel: ResidualKernel | None = None
 
+    @property
     @abstractmethod
+    def operand(self) -> Tensor | PackedWeight:
+        """What kernels on tensor cores multiply by, after ``arrange``."""
+
+    def arrange(self, *, gated: bool = False) -> CodesKind | None:
+        """Arrange the loaded weight for kernels on tensor cores; the kind of its codes, if it has
+        any."""
+        return None
+
+    def fits_tensor_cores(self, *, gated: bool = False) -> bool:
+        """Whether there are such kernels for this weight. It may be arranged by this."""
+        return linear_cut.why_not(self.out_features, self.in_features) is None
+
+    def use_tensor_cores(
+        self, kernels: TensorCores, *, gated: bool = False, adds: bool = False
+    ) -> None:
+        """Compute ``gemm``, or ``add_gemm`` of one rank if it ``adds``, by ``kernels``."""
+        shape, codes = (self.out_features, self.in_features), self.arrange(gated=gated)
+        if adds:
+            self._add_kernel = kernels.residual(shape, codes=codes)
+        else:
+            self._gemm_kernel = kernels.linear(shape, gated=gated, codes=codes)
+
     def gemm(
         self,
         x: Normed,
@@ -70,11 +97,22 @@ class Matrix(nn.Module, ABC):
 
         ``out``, of the result's shape, takes it if that saves memory; not with a bias or a gate.
         """
+        kernel = self._gemm_kernel
+        if kernel is None or len(x.x) > kernel.most_tokens:
+            return self._gemm(x, bias=bias, gated=gated, out=out, pdl=pdl)
+        rows, squares = x.unscaled(pdl=pdl)
+        return kernel(rows, self.operand, squares=squares, eps=x.eps, bias=bias, pdl=pdl)
+
+    @abstractmethod
+    def _gemm(
+        self, x: Normed, *, bias: Tensor | None, gated: bool, out: Tensor | None, pdl: bool
+    ) -> Tensor:
+        """``gemm`` without tensor-core kernels of this package."""
 
     def plain_gemm(self, x: Tensor, *, bias: Tensor | None) -> Tensor:
         """x W^T + bias with nothing fused, [num_tokens, out_features], for layers that add to it;
         ``x`` [num_tokens, in_features] is normalized."""
-        return self.gemm(Normed(x), bias=bias)
+        return self._gemm(Normed(x), bias=bias, gated=False, out=None, pdl=False)
 
     @abstractmethod
     def place(self, part: str) -> Place:
@@ -106,9 +144,30 @@ class Matrix(nn.Module, ABC):
 
         ``residual`` [num_tokens, out_features] may be overwritten; ``x`` [num_tokens, in_features].
         """
+        add, gemm = self._add_kernel, self._gemm_kernel
+        if add is not None and len(x) <= add.most_tokens:
+            scaled, squares = add(x, self.operand, residual, norm.weight, bias=bias, pdl=pdl)
+            return residual, Normed(scaled, norm, squares)
+        if gemm is None or len(x) > gemm.most_tokens:
+            added = self._add_gemm(residual, x, norm, bias=bias, group=group, pdl=pdl)
+            if added is not None:
+                return added
         own_bias = bias if group.rank == 0 else None  # to be in the sum over the ranks once
         part = self.gemm(Normed(x), bias=own_bias, pdl=pdl)
         return residual, add_sum(residual, part, norm, group, pdl=pdl)
+
+    def _add_gemm(
+        self,
+        residual: Tensor,
+        x: Tensor,
+        norm: RMSNorm,
+        *,
+        bias: Tensor | None,
+        group: Group,
+        pdl: bool,
+    ) -> tuple[Tensor, Normed] | None:
+        """``add_gemm`` by other kernels that fuse the add, if there are any."""
+        return None
 
 
 class DenseMatrix(Matrix):
@@ -144,22 +203,15 @@ class DenseMatrix(Matrix):
         self._formats = dict(formats)
         self._fused = fused
         self._packed: Tensor | None = None
-        self._gemm_kernel: LinearKernel | None = None
-        self._add_kernel: ResidualKernel | None = None
         self._invariant: InvariantLinear | None = None
 
     def use_invariant_kernels(self, kernels: InvariantKernels) -> None:
         """Compute every number of tokens by ``kernels``, whose results do not depend on it."""
         self._invariant = kernels.linear(tuple(self.weight.shape))
 
-    def use_tensor_cores(
-        self, kernels: TensorCores, *, gated: bool = False, adds: bool = False
-    ) -> None:
-        """Compute ``gemm``, or ``add_gemm`` of one rank if it ``adds``, by ``kernels``."""
-        if adds:
-            self._add_kernel = kernels.residual(self.weight.shape)
-        else:
-            self._gemm_kernel = kernels.linear(self.weight.shape, gated=gated)
+    @property
+    def operand(self) -> Tensor:
+        return self.weight
 
     def lay_out(self, device: torch.device) -> None:
         """On a CPU store the weight with its inputs outermost in memory; its shape stays the same.
@@ -176,23 +228,13 @@ class DenseMatrix(Matrix):
             if not keep:
                 self.weight = nn.Parameter(self._packed, requires_grad=False)
 
-    def gemm(
-        self,
-        x: Normed,
-        *,
-        bias: Tensor | None = None,
-        gated: bool = False,
-        out: Tensor | None = None,
-        pdl: bool = False,
+    def _gemm(
+        self, x: Normed, *, bias: Tensor | None, gated: bool, out: Tensor | None, pdl: bool
     ) -> Tensor:
         weight, num_tokens = self.weight, x.x.shape[0]
         if self._invariant is not None:
             y = self._invariant(x.normalized(pdl=pdl), weight, bias=bias, out=out, pdl=pdl)
             return silu_mul(y, pdl=pdl) if gated else y
-        kernel = self._gemm_kernel
-        if kernel is not None and num_tokens <= kernel.most_tokens:
-            rows, squares = x.unscaled(pdl=pdl)
-            return kernel(rows, weight, squares=squares, eps=x.eps, bias=bias, pdl=pdl)
         if self._fused and small_batch.is_faster(num_tokens, self.in_features, gated=gated):
             return small_batch.small_batch_linear(
                 x.x,
@@ -222,7 +264,7 @@ class DenseMatrix(Matrix):
             return F.linear(x, self.weight, bias)
         return packed_linear(x, self._packed, bias)
 
-    def add_gemm(
+    def _add_gemm(
         self,
         residual: Tensor,
         x: Tensor,
@@ -231,16 +273,10 @@ class DenseMatrix(Matrix):
         bias: Tensor | None,
         group: Group,
         pdl: bool,
-    ) -> tuple[Tensor, Normed]:
+    ) -> tuple[Tensor, Normed] | None:
         if self._invariant is not None:
-            return super().add_gemm(residual, x, norm, bias=bias, group=group, pdl=pdl)
+            return None
         weight, num_tokens = self.weight, x.shape[0]
-        add, gemm = self._add_kernel, self._gemm_kernel
-        if add is not None and num_tokens <= add.most_tokens:
-            scaled, squares = add(x, weight, residual, norm.weight, bias=bias, pdl=pdl)
-            return residual, Normed(scaled, norm, squares)
-        if gemm is not None and num_tokens <= gemm.most_tokens:
-            return super().add_gemm(residual, x, norm, bias=bias, group=group, pdl=pdl)
         if self._is_small(num_tokens) and not is_sum_fused(
             group, num_tokens, self.out_features, x.dtype
         ):
@@ -265,7 +301,7 @@ class DenseMatrix(Matrix):
                 parts, residual, norm.weight, norm.eps, bias=bias, pdl=pdl
             )
             return residual, Normed(normalized)
-        return super().add_gemm(residual, x, norm, bias=bias, group=group, pdl=pdl)
+        return None
 
     def _is_small(self, num_tokens: int) -> bool:
         return self._fused and num_tokens <= small_batch.MAX_BATCH_SIZE

@@ -15,7 +15,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minisgl_backend.kernels.activation import silu_mul
-from minisgl_backend.kernels.quantized import dequantized
+from minisgl_backend.kernels.packed_weight import (
+    CodesKind,
+    PackedWeight,
+    dequantize_weight,
+    pack,
+)
+from minisgl_backend.kernels.quantized_linear import (
+    MAX_ROWS,
+    Float8Weight,
+    float8_linear,
+    quantized_linear,
+)
 from minisgl_backend.layers.matrix import DenseMatrix, Matrix
 from minisgl_backend.layers.norm import Normed
 from minisgl_backend.layers.quantized_place import place_in
@@ -31,8 +42,14 @@ class QuantizedMatrix(Matrix):
 
     All parts have formats of one encoding. Kernels take ``weight``, with ``QuantizedWeight.block``
     as ``block_of`` finds it for the parts: that of the format unless a part begins inside a block.
-    ``gemm`` here is their twin: it dequantizes the whole weight for each GEMM, for any number of
-    tokens.
+    The number of tokens decides what computes a GEMM:
+
+        tensor cores   as many as the kernels take, if ``use_tensor_cores`` was called
+        float8         more, on tensor cores: tokens in 8 bits, if the weight's scales allow it
+        codes          up to 64, of weights that tensor cores do not take
+        library        all else: the whole weight is dequantized for the GEMM
+
+    On a CPU, and unless ``fused``, it is the last one.
     """
 
     def __init__(
@@ -42,32 +59,58 @@ class QuantizedMatrix(Matrix):
         out_features: int,
         *,
         formats: Mapping[str, WeightFormat],
+        fused: bool,
     ):
         super().__init__(parts, ins, out_features)
         self._formats = dict(formats)
+        self._fused = fused
         first = next(iter(formats.values()))
         begins = [(self.rows[name].start, outs) for name, outs in parts.items()]
         self.storage = StoredWeight(
             first, block_of(first, begins, ins), (out_features, ins.size), num_inputs=ins.total
         )
+        self._packed: PackedWeight | None = None
+        self._float8: Float8Weight | None = None
+
+    @property
+    def operand(self) -> PackedWeight:
+        assert self._packed is not None
+        return self._packed
+
+    @property
+    def takes_float8(self) -> bool:
+        """Whether many tokens are rounded to 8 bits; known once it is arranged."""
+        return self._float8 is not None
+
+    def fits_tensor_cores(self, *, gated: bool = False) -> bool:
+        return super().fits_tensor_cores() and self.arrange(gated=gated) is not None
+
+    def arrange(self, *, gated: bool = False) -> CodesKind | None:
+        if self._packed is None:
+            self._packed = pack(self.storage.weight, gated=gated)
+            if self._packed is not None and self._fused:
+                self._float8 = Float8Weight.of(self._packed)
+        return None if self._packed is None else self._packed.kind
 
     def cast(self, dtype: torch.dtype) -> None:
         self.storage.cast(dtype)
 
-    def gemm(
-        self,
-        x: Normed,
-        *,
-        bias: Tensor | None = None,
-        gated: bool = False,
-        out: Tensor | None = None,
-        pdl: bool = False,
+    def _gemm(
+        self, x: Normed, *, bias: Tensor | None, gated: bool, out: Tensor | None, pdl: bool
     ) -> Tensor:
-        rows = x.normalized(pdl=pdl)
-        weight = dequantized(self.storage.weight, rows.dtype)  # [out_features, in_features]
-        if out is not None:
-            return torch.mm(rows, weight.t(), out=out)
-        y = F.linear(rows, weight, bias)
+        rows, packed = x.normalized(pdl=pdl), self._packed
+        if packed is not None:
+            rows = packed.ordered(rows)
+        weight = self.storage.weight if packed is None else packed.weight
+        if self._float8 is not None:
+            y = float8_linear(rows, self._float8, bias, pdl=pdl)
+        elif self._fused and packed is None and len(rows) <= MAX_ROWS:
+            y = quantized_linear(rows, weight, bias)
+        else:
+            numbers = dequantize_weight(weight, rows.dtype, packed=packed is not None)
+            if out is not None:
+                return torch.mm(rows, numbers.t(), out=out)
+            y = F.linear(rows, numbers, bias)
         return silu_mul(y, pdl=pdl) if gated else y
 
     def place(self, part: str) -> Place:
@@ -80,12 +123,14 @@ class Matrices:
     """Makes the matrices of a model.
 
     ``format_of`` says how a projection is stored, by its name in the checkpoint; None stands for
-    plain numbers. ``keeps`` says whether the device has kernels for weights of a format. ``fused``:
-    dense matrices use this package's kernels.
+    plain numbers. ``keeps`` says whether the device has kernels for weights of a format, and
+    ``keeps_experts`` whether it has for those of experts. ``fused``: matrices use this package's
+    kernels.
     """
 
     format_of: Callable[[str], WeightFormat | None]
     keeps: Callable[[WeightFormat], bool]
+    keeps_experts: Callable[[WeightFormat], bool]
     fused: bool
 
     def make(
@@ -96,13 +141,19 @@ class Matrices:
         num_rows = sum(share.size for share in parts.values())
         out_features = num_rows if out_features is None else out_features
         formats = {name: form for name in parts if (form := self.format_of(name)) is not None}
-        if len(formats) == len(parts) and self.kept(list(formats.values())):
-            return QuantizedMatrix(parts, ins, out_features, formats=formats)
+        if len(formats) == len(parts) and _is_kept(list(formats.values()), self.keeps):
+            return QuantizedMatrix(parts, ins, out_features, formats=formats, fused=self.fused)
         return DenseMatrix(parts, ins, out_features, formats=formats, fused=self.fused)
 
-    def kept(self, formats: Sequence[WeightFormat]) -> bool:
-        """Whether one storage holds weights of these formats, for kernels to compute with. Not if
-        there are several that may each order their inputs in another way."""
-        first = formats[0]
-        alike = all(form.stored_as == first.stored_as for form in formats)
-        return alike and not (first.reorders and len(formats) > 1) and self.keeps(first)
+    def experts_kept(self, formats: Sequence[WeightFormat]) -> bool:
+        """Whether one storage holds experts' weights of these formats, for kernels to compute
+        with."""
+        return _is_kept(formats, self.keeps_experts)
+
+
+def _is_kept(formats: Sequence[WeightFormat], keeps: Callable[[WeightFormat], bool]) -> bool:
+    """Whether the formats are one, and kept. Not if there are several that may each order their
+    inputs in another way."""
+    first = formats[0]
+    alike = all(form.stored_as == first.stored_as for form in formats)
+    return alike and not (first.reorders and len(formats) > 1) and keeps(first)

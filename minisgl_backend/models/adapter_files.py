@@ -23,6 +23,7 @@ from minisgl_backend.errors import ConfigError
 from minisgl_backend.layers.weight_place import FLOATS
 from minisgl_backend.models.checkpoint import TensorHeader, read_header
 from minisgl_backend.models.config_json import read_json
+from minisgl_backend.models.tensor_names import TensorNames
 from minisgl_backend.models.weights import open_tensors
 
 _CONFIG: Final = "adapter_config.json"
@@ -59,10 +60,12 @@ class Projection:
 
 @dataclass(frozen=True, slots=True)
 class Factors:
-    """Where one projection's factors are in the file: tensor names, rank and scaling."""
+    """Where one projection's factors are in the file: tensor names, the rows of B (all, unless the
+    tensor is for several projections), rank and scaling."""
 
     a: str
     b: str
+    rows: slice
     rank: int
     scaling: float
 
@@ -88,13 +91,14 @@ class AdapterFile:
                 for key, values in ((factors.a, a), (factors.b, b)):
                     if not torch.isfinite(values).all():
                         raise ConfigError(f"{key} of the adapter has numbers that are not finite")
-                yield name, a, b * factors.scaling
+                yield name, a, b[factors.rows] * factors.scaling
 
 
 def open_adapter(
-    folder: Path, projections: Mapping[str, Projection], *, max_rank: int
+    folder: Path, projections: Mapping[str, Projection], names: TensorNames, *, max_rank: int
 ) -> AdapterFile:
-    """The adapter in ``folder``, if it fits a model with these projections, by their names.
+    """The adapter in ``folder``, if it fits a model with these projections, by the decoder's names;
+    ``names`` are those of the checkpoint's tensors, which the adapter may have, too.
 
     Reads the config and the header of the weights. Raises ``ConfigError`` with the name of the
     field or tensor that does not fit.
@@ -106,50 +110,73 @@ def open_adapter(
     if not path.exists() and (folder / "adapter_model.bin").exists():
         raise ConfigError(f"{folder} holds pickled weights only; only safetensors are read")
     headers = read_header(path)
-    pairs = _pairs(headers, projections)
-    factors = {}
-    for name, (a, b) in pairs.items():
-        if not config.targets(name):
+    factors: dict[str, Factors] = {}
+    for module, (a, b) in _pairs(headers).items():
+        if not config.targets(module):
             raise ConfigError(f"{a} of the adapter is of no module that {_CONFIG} targets")
-        rank, projection = config.rank_of(name), projections[name]
+        num_rows = headers[b].shape[0] if headers[b].shape else 0
+        parts = _parts(module, num_rows, names)
+        if not parts or not parts.keys() <= projections.keys():
+            raise ConfigError(
+                f"{a} of the adapter is not supported: the model takes adapters only for "
+                f"{', '.join(_kinds(projections))} of its layers"
+            )
+        rank, first = config.rank_of(module), projections[next(iter(parts))]
         if rank > max_rank:
             raise ConfigError(
                 f"{a} of the adapter has the rank {rank}, and max_lora_rank={max_rank}"
             )
-        _check_header(a, headers[a], (rank, projection.in_features))
-        _check_header(b, headers[b], (projection.out_features, rank))
-        factors[name] = Factors(a, b, rank, config.scaling_of(name))
-    missing = [name for name in projections if name not in factors and config.targets(name)]
-    if missing:
-        raise ConfigError(f"the adapter lacks {_PREFIX}{missing[0]}.lora_A.weight")
+        num_outs = sum(projections[part].out_features for part in parts)
+        _check_header(a, headers[a], (rank, first.in_features))
+        _check_header(b, headers[b], (num_outs, rank))
+        scaling = config.scaling_of(module)
+        for part, rows in parts.items():
+            factors[part] = Factors(a, b, rows, rank, scaling)
+    for name in projections:
+        module = _merged_module(name, names)
+        if name not in factors and config.targets(module):
+            raise ConfigError(f"the adapter lacks {_PREFIX}{module}.lora_A.weight")
     if not factors:
         raise ConfigError(f"{path} adds to no projection of the model")
     return AdapterFile(path, MappingProxyType(factors), max(f.rank for f in factors.values()))
 
 
-def _pairs(
-    headers: Mapping[str, TensorHeader], projections: Mapping[str, Projection]
-) -> dict[str, tuple[str, str]]:
-    """The names of both factors of each projection that has any."""
+def _pairs(headers: Iterable[str]) -> dict[str, tuple[str, str]]:
+    """The names of both factors of each module that has any, by its name in the file."""
     found: dict[str, dict[str, str]] = {}
     for name in headers:
         match = _TENSOR.fullmatch(name.removeprefix(_PREFIX))
         if match is None or not name.startswith(_PREFIX):
             raise ConfigError(f"{name} of the adapter is not supported{_why_not(name)}")
         module, factor = match.groups()
-        if module not in projections:
-            raise ConfigError(
-                f"{name} of the adapter is not supported: the model takes adapters only for "
-                f"{', '.join(_kinds(projections))} of its layers"
-            )
         found.setdefault(module, {})[factor] = name
     pairs = {}
-    for module, names in found.items():
+    for module, named in found.items():
         for factor in "AB":
-            if factor not in names:
+            if factor not in named:
                 raise ConfigError(f"the adapter lacks {_PREFIX}{module}.lora_{factor}.weight")
-        pairs[module] = names["A"], names["B"]
+        pairs[module] = named["A"], named["B"]
     return pairs
+
+
+def _parts(module: str, num_rows: int, names: TensorNames) -> dict[str, slice]:
+    """The projections of a module that the file names, each with its part of the outputs."""
+    parts = {}
+    for weight, stored in names.weights(f"{module}.weight", (num_rows, 1)):
+        (rows,) = stored.region or (slice(None),)
+        assert isinstance(rows, slice)  # a linear module is no stack of experts
+        parts[weight.removesuffix(".weight")] = rows
+    return parts
+
+
+def _merged_module(name: str, names: TensorNames) -> str:
+    """The module of a checkpoint that a projection is part of, mostly itself."""
+    around, _, part = name.rpartition(".")
+    for end, parts in names.merged.items():
+        module = f"{around}.{end.rpartition('.')[2]}"
+        if part in parts and module.endswith(end):
+            return module
+    return name
 
 
 def _why_not(name: str) -> str:

@@ -62,6 +62,7 @@ class AdapterSlots:
         """Allocates the memory, and gives it to the model's layers."""
         self.num_slots = num_slots
         self.max_rank = max_rank
+        self.names = model.spec.names
         self._dtype, self._device = model.dtype, device
         self._stacks: list[Tensor] = []
         self._targets: list[_Target] = []

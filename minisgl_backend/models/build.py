@@ -5,10 +5,11 @@ Modules are first made on the meta device, so that nothing is allocated or initi
 
 from __future__ import annotations
 
+import functools
 import importlib
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -16,12 +17,11 @@ import torch
 from torch import nn
 
 from minisgl_backend.errors import ConfigError
-from minisgl_backend.kernels import linear_cut
+from minisgl_backend.kernels import expert_cut, linear_cut
 from minisgl_backend.layers.experts import ExpertsMLP, Router
-from minisgl_backend.layers.feed_forward import GatedMLP
 from minisgl_backend.layers.linear import MergedColumnLinear, RowLinear
-from minisgl_backend.layers.matrix import DenseMatrix, Matrix
-from minisgl_backend.layers.quantized_matrix import Matrices
+from minisgl_backend.layers.matrix import Matrix
+from minisgl_backend.layers.quantized_matrix import Matrices, QuantizedMatrix
 from minisgl_backend.layers.stored_weight import StoredWeight
 from minisgl_backend.layers.weight_place import FLOATS, collect_places
 from minisgl_backend.models.checkpoint import WeightHeader, weight_files
@@ -55,6 +55,7 @@ def build_model(
     fused_experts: bool | None = None,
     whole_experts: bool = False,
     keep_quantized: bool = False,
+    keeps_experts: Callable[[WeightFormat], bool] | None = None,
     progress: Progress = unseen,
 ) -> Decoder:
     """This rank's part of the model in ``folder``.
@@ -63,13 +64,16 @@ def build_model(
     reads none. ``max_sequence_length`` bounds the positions, by default to the model's context.
     ``fused`` and ``fused_experts``: computed by this package's kernels, by default on a GPU.
     ``whole_experts``: ranks share out the experts of a layer, rather than slices of each.
-    ``keep_quantized``: quantized weights stay as they are, and are dequantized for each use; else
-    while they are loaded. Raises ``ConfigError`` if the checkpoint does not fit the spec.
+    ``keep_quantized``: quantized weights stay as they are, for this package's kernels on a GPU and
+    to be dequantized for each use on a CPU; else they are dequantized while they are loaded.
+    ``keeps_experts`` says in which formats those of experts do, by default the same. Raises
+    ``ConfigError`` if the checkpoint does not fit the spec.
     """
     on_gpu = device.type == "cuda"
     matrices = Matrices(
         _format_of(spec, folder, load_format),
         keeps=lambda form: keep_quantized,
+        keeps_experts=keeps_experts or (lambda form: keep_quantized),
         fused=on_gpu if fused is None else fused,
     )
     with torch.device("meta"):
@@ -112,10 +116,11 @@ def build_model(
         raise ConfigError(f"load_format must be auto or dummy, got {load_format!r}")
     if spec.weights is not None:
         num_bytes = sum(parameter.nbytes for parameter in model.parameters())
+        is_any_kept = any(isinstance(module, StoredWeight) for module in model.modules())
         logger.info(
             "weights: %s, %s %s, take %.2f GiB",
             spec.weights,
-            "kept, or dequantized to" if keep_quantized else "dequantized while loading to",
+            "kept, or dequantized to" if is_any_kept else "dequantized while loading to",
             str(dtype).removeprefix("torch."),
             num_bytes / 2**30,
         )
@@ -169,33 +174,84 @@ def use_tensor_cores(model: Decoder, device: torch.device) -> None:
     kernels for all of them and these are faster. Which models they know is
     decided by ``has_fused_layers`` and here only. Compiles those that are not in the cache.
 
-    A layer is then four GEMMs and attention (``kernels.cuda.linear``): norms, rotation, storing of
-    keys and values, activations and residual adds happen inside the GEMMs. With several ranks the
-    sums over the ranks are launched as well, and include the residual adds and norms that follow
-    them. Pages must be bound.
+    Weights may be plain or quantized. A layer is then four GEMMs and attention
+    (``kernels.cuda.linear``): norms, rotation, storing of keys and values, activations and residual
+    adds happen inside the GEMMs. With several ranks the sums over the ranks are launched as well,
+    and include the residual adds and norms that follow them. Pages must be bound. If some layers do
+    not fit, quantized weights still take the kernels, each for itself.
+
+    Experts have kernels of their own (``kernels.cuda.experts``), for any number of tokens, which
+    serve if they fit, whatever the rest of a layer takes.
     """
-    if torch.cuda.get_device_capability(device) != (9, 0) or import_error("cuda.bindings"):
+    if not has_hopper_kernels(device, model.dtype):
         return
-    if model.dtype != torch.bfloat16 or model.spec.head_dim not in (64, 128):
-        return
-    if not has_fused_layers(model.spec):
-        return
+    # these modules import the CUDA driver's bindings, which only installations for GPUs have
+    experts = importlib.import_module("minisgl_backend.kernels.cuda.experts").HopperExperts(device)
     for layer in model.layers:
-        if not isinstance(layer.mixer, SelfAttention) or not isinstance(layer.mlp, GatedMLP):
-            return
-        matrices = [module for module in layer.modules() if isinstance(module, Matrix)]
-        if not all(
-            isinstance(matrix, DenseMatrix)
-            and linear_cut.why_not(matrix.out_features, matrix.in_features) is None
-            for matrix in matrices
-        ):
-            return
-    num_weights = sum(matrix.out_features * matrix.in_features for matrix in matrices)
-    most_tokens = linear_cut.largest_batch(num_weights)  # a layer's
-    if most_tokens:
-        # imports the CUDA driver's bindings, which only installations for GPUs have
-        module = importlib.import_module("minisgl_backend.kernels.cuda.linear")
-        model.use_tensor_cores(module.TensorCores(device, most_tokens))
+        if isinstance(layer.mlp, ExpertsMLP) and layer.mlp.fused:
+            layer.mlp.use_kernels(experts)
+    if model.spec.head_dim not in (64, 128):
+        return
+    make = importlib.import_module("minisgl_backend.kernels.cuda.linear").TensorCores
+    in_layers = list(_matrices(model.model.layers))
+    are_whole = (
+        has_fused_layers(model.spec)
+        and all(
+            isinstance(layer.mixer, SelfAttention)
+            and (not isinstance(layer.mlp, ExpertsMLP) or layer.mlp.has_half_norms)
+            for layer in model.layers
+        )
+        and all(matrix.fits_tensor_cores(gated=gated) for matrix, gated in in_layers)
+    )
+    if are_whole:
+        of_layer = [matrix for matrix, _ in _matrices(model.layers[0])]
+        most_tokens = _largest_batch(of_layer)
+        if most_tokens:
+            model.use_tensor_cores(make(device, most_tokens))
+        return
+    kernels_for = functools.cache(functools.partial(make, device))
+    for matrix, gated in in_layers:
+        if isinstance(matrix, QuantizedMatrix) and matrix.fits_tensor_cores(gated=gated):
+            matrix.use_tensor_cores(kernels_for(_largest_batch([matrix])), gated=gated)
+
+
+def _largest_batch(matrices: Sequence[Matrix]) -> int:
+    """Up to which batch kernels on tensor cores are the fastest for all of them together."""
+    quantized = [matrix for matrix in matrices if isinstance(matrix, QuantizedMatrix)]
+    return linear_cut.largest_batch(
+        sum(matrix.out_features * matrix.in_features for matrix in matrices),
+        of_codes=bool(quantized),
+        float8=bool(quantized) and all(matrix.takes_float8 for matrix in quantized),
+    )
+
+
+def _matrices(module: nn.Module) -> Iterator[tuple[Matrix, bool]]:
+    """The matrices of the linear layers in ``module``, and whether they are gated."""
+    for child in module.modules():
+        if isinstance(child, MergedColumnLinear):
+            yield child.matrix, child.gated
+        elif isinstance(child, RowLinear):
+            yield child.matrix, False
+
+
+def has_hopper_kernels(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether the CUDA C++ kernels for Hopper can be compiled for this GPU, and take this dtype."""
+    if torch.cuda.get_device_capability(device) != (9, 0) or import_error("cuda.bindings"):
+        return False
+    return dtype == torch.bfloat16
+
+
+def has_expert_kernels(form: WeightFormat, spec: ModelSpec, parts: int) -> bool:
+    """Whether these kernels take experts' weights in this format, each cut into so many parts."""
+    if spec.moe is None:
+        return False
+    experts, bits = spec.moe.experts, expert_cut.bits_of(form)
+    size = experts.intermediate_size // parts
+    return (
+        bits is not None
+        and expert_cut.knows(experts)
+        and expert_cut.fits(spec.hidden_size, size, bits)
+    )
 
 
 def use_invariant_kernels(model: Decoder, device: torch.device) -> None:
@@ -236,14 +292,13 @@ def has_fused_layers(spec: ModelSpec) -> bool:
     """Whether the kernels for whole layers (``use_tensor_cores``) know all that the layers of such
     a model compute; sizes and weight formats, on which they also depend, aside.
 
-    They do not know experts, layers without attention, gates of its output, norms of the outputs
+    They do not know layers without attention, gates of its output, norms of the outputs
     of a layer's parts or over all heads of a token, another gate than SiLU, nor heads of which a
     part rotates. Heads that do not rotate at all are no exception to them.
     """
     ropes = [spec.rope_of(layer) for layer in range(spec.num_layers)]
     return (
-        spec.moe is None
-        and spec.delta_net is None
+        spec.delta_net is None
         and not spec.gated_attention
         and spec.norms == "before"
         and not spec.gelu

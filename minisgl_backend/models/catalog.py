@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from minisgl_backend.attention.base import KVHeads
 from minisgl_backend.errors import ConfigError
-from minisgl_backend.experts_spec import ExpertsSpec, RoutingRule, SharedExpert
+from minisgl_backend.experts_spec import ClampedGate, ExpertsSpec, RoutingRule, SharedExpert
 from minisgl_backend.models.checkpoint import has_head, is_headless
 from minisgl_backend.models.config_json import ConfigReader, common_fields, read_json, read_rope
 from minisgl_backend.models.quantization import modelopt_file, read_quantization
@@ -526,12 +526,92 @@ def read_smollm3(config: ConfigReader) -> ModelSpec:
     )
 
 
+def read_gpt_oss(config: ConfigReader) -> ModelSpec:
+    """``GptOssForCausalLM``: attention with sinks, and with windows on every other layer; experts
+    with biases and a gate of their own. config.json names no dtype: tensors that are not quantized
+    are bfloat16."""
+    config = config.with_defaults(
+        torch_dtype="bfloat16",
+        rms_norm_eps=1e-5,
+        head_dim=64,
+        max_position_embeddings=2**17,
+        rope_theta=150_000.0,
+    )
+    if not config.table("rope_scaling") and not config.table("rope_parameters"):
+        config = config.with_defaults(rope_scaling=dict(_GPT_OSS_ROPE))
+    fields = common_fields(config)
+    num_layers, bias = fields["num_layers"], config.flag("attention_bias", True)
+    kinds = config.layer_kinds("layer_types", _ATTENTION_KINDS, num_layers) or [
+        "full_attention" if layer % 2 else "sliding_attention" for layer in range(num_layers)
+    ]
+    fields["windows"] = _windows_by_kind(kinds, config.integer_or_null("sliding_window", 128))
+    gate = ClampedGate(config.number("swiglu_alpha", 1.702), config.number("swiglu_limit", 7.0))
+    experts = ExpertsSpec(
+        routing=_routing(config, 128, 4, normalize=True),
+        intermediate_size=fields["intermediate_size"],
+        gate=gate,
+        biases=True,
+        router="router",
+        in_turn=True,
+    )
+    return ModelSpec(
+        architecture="GptOssForCausalLM",
+        qkv_bias=bias,
+        output_bias=bias,
+        sinks=True,
+        moe=MoeSpec(experts=experts, layers=frozenset(range(num_layers))),
+        names=TensorNames(keeps_stacks=True),
+        **fields,
+    )
+
+
+_GPT_OSS_ROPE: Final = MappingProxyType(
+    {
+        "rope_type": "yarn",
+        "factor": 32.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        "original_max_position_embeddings": 4096,
+    }
+)
+
+
 def read_qwen3_5(config: ConfigReader) -> ModelSpec:
     """``Qwen3_5ForCausalLM``: three of four layers are Gated DeltaNet, the others attention whose
     output is gated and of whose heads a quarter rotates."""
-    config = config.with_defaults(
-        num_key_value_heads=4, head_dim=256, partial_rotary_factor=0.25, hidden_size=4096
+    config = config.with_defaults(num_key_value_heads=4, hidden_size=4096)
+    fields, delta = _hybrid_fields(config)
+    channels = {"q": delta.key_size, "k": delta.key_size, "v": delta.value_size}
+    merged = {
+        f".linear_attn.{module}": {f"{part}_{name}": size for name, size in channels.items()}
+        for module, part in (("in_proj_qkv", "in_proj"), ("conv1d", "conv"))
+    }
+    names = TensorNames(merged=merged, left_out=("mtp.",))
+    return ModelSpec(architecture="Qwen3_5ForCausalLM", names=names, **fields)
+
+
+def read_qwen3_next(config: ConfigReader) -> ModelSpec:
+    """``Qwen3NextForCausalLM``: the same, with experts on every ``decoder_sparse_step``-th layer
+    and projections that are ordered by key heads."""
+    config = config.with_defaults(num_key_value_heads=2, hidden_size=2048, intermediate_size=5632)
+    fields, delta = _hybrid_fields(config, by_key_head=True)
+    channels = {"q": delta.key_size, "k": delta.key_size, "v": delta.value_size}
+    convolution = {f"conv_{name}": size for name, size in channels.items()}
+    moe = MoeSpec(
+        experts=_experts_beside_one(config, 512, 10, normalize=config.flag("norm_topk_prob", True)),
+        layers=_qwen_expert_layers(config, fields["num_layers"]),
     )
+    names = TensorNames(merged={".linear_attn.conv1d": convolution}, left_out=("mtp.",))
+    return ModelSpec(architecture="Qwen3NextForCausalLM", moe=moe, names=names, **fields)
+
+
+def _hybrid_fields(
+    config: ConfigReader, *, by_key_head: bool = False
+) -> tuple[dict[str, Any], DeltaSpec]:
+    """Gated DeltaNet by the defaults of Qwen3-Next and later, and gated attention between; and the
+    shape of the first, even if no layer has it."""
+    config = config.with_defaults(head_dim=256, partial_rotary_factor=0.25)
     fields = common_fields(config, partial=True)
     num_layers, bias = fields["num_layers"], config.flag("attention_bias")
     every = config.integer("full_attention_interval", 4)
@@ -547,6 +627,7 @@ def read_qwen3_5(config: ConfigReader) -> ModelSpec:
         value_dim=config.integer("linear_value_head_dim", 128, maximum=MOST_HEADS),
         conv_width=config.integer("linear_conv_kernel_dim", 4, minimum=2, maximum=MOST_HEADS),
         layers=linear,
+        by_key_head=by_key_head,
     )
     if delta.num_heads % delta.num_key_heads:
         raise config.error(
@@ -554,21 +635,26 @@ def read_qwen3_5(config: ConfigReader) -> ModelSpec:
             f"a multiple of linear_num_key_heads ({delta.num_key_heads})",
             delta.num_heads,
         )
-    channels = {"q": delta.key_size, "k": delta.key_size, "v": delta.value_size}
-    merged = {
-        f".linear_attn.{module}": {f"{part}_{name}": size for name, size in channels.items()}
-        for module, part in (("in_proj_qkv", "in_proj"), ("conv1d", "conv"))
+    more = {
+        "qk_norm": "head",
+        "qkv_bias": bias,
+        "output_bias": bias,
+        "gated_attention": True,
+        "norm_offset": 1.0,
+        "delta_net": delta if linear else None,
     }
-    return ModelSpec(
-        architecture="Qwen3_5ForCausalLM",
-        qk_norm="head",
-        qkv_bias=bias,
-        output_bias=bias,
-        gated_attention=True,
-        norm_offset=1.0,
-        delta_net=delta if linear else None,
-        names=TensorNames(merged=merged, left_out=("mtp.",)),
-        **fields,
+    return fields | more, delta
+
+
+def _experts_beside_one(
+    config: ConfigReader, num_experts: int, top_k: int, *, normalize: bool
+) -> ExpertsSpec:
+    """Experts of Qwen3-Next and later, beside one for all tokens, which is gated."""
+    shared = config.integer("shared_expert_intermediate_size", 512, maximum=MOST_WIDTH)
+    return ExpertsSpec(
+        routing=_routing(config, num_experts, top_k, normalize=normalize),
+        intermediate_size=config.integer("moe_intermediate_size", 512, maximum=MOST_WIDTH),
+        shared=SharedExpert(name="shared_expert", intermediate_size=shared, gated=True),
     )
 
 
@@ -582,15 +668,13 @@ def read_qwen3_5_multimodal(config: ConfigReader) -> ModelSpec:
 def read_qwen3_5_moe(config: ConfigReader) -> ModelSpec:
     """``Qwen3_5MoeForCausalLM``: the same with experts in every layer, beside one for all tokens,
     which is gated."""
-    inner = config.integer("moe_intermediate_size", 512, maximum=MOST_WIDTH)
-    shared = config.integer("shared_expert_intermediate_size", 512, maximum=MOST_WIDTH)
-    experts = ExpertsSpec(
-        routing=_routing(config, 256, 8, normalize=True),
-        intermediate_size=inner,
-        shared=SharedExpert(name="shared_expert", intermediate_size=shared, gated=True),
-    )
+    experts = _experts_beside_one(config, 256, 8, normalize=True)
     # no layer has a block of that width, so config.json does not name one
-    defaults = {"intermediate_size": inner, "hidden_size": 2048, "num_key_value_heads": 2}
+    defaults = {
+        "intermediate_size": experts.intermediate_size,
+        "hidden_size": 2048,
+        "num_key_value_heads": 2,
+    }
     spec = read_qwen3_5(config.with_defaults(**defaults))
     moe = MoeSpec(experts=experts, layers=frozenset(range(spec.num_layers)))
     return replace(spec, architecture="Qwen3_5MoeForCausalLM", moe=moe)
@@ -701,6 +785,7 @@ ARCHITECTURES: Final[Mapping[str, Callable[[ConfigReader], ModelSpec]]] = Mappin
         "Qwen3MoeForCausalLM": read_qwen3_moe,
         "Glm4MoeForCausalLM": read_glm4_moe,
         "Dots1ForCausalLM": read_dots1,
+        "Qwen3NextForCausalLM": read_qwen3_next,
         "Qwen3_5ForCausalLM": read_qwen3_5,
         "Qwen3_5ForConditionalGeneration": read_qwen3_5_multimodal,
         "Qwen3_5MoeForCausalLM": read_qwen3_5_moe,
@@ -718,6 +803,7 @@ ARCHITECTURES: Final[Mapping[str, Callable[[ConfigReader], ModelSpec]]] = Mappin
         "Gemma4ForConditionalGeneration": read_gemma4,
         "GraniteForCausalLM": read_granite,
         "SmolLM3ForCausalLM": read_smollm3,
+        "GptOssForCausalLM": read_gpt_oss,
     }
 )
 """By the names of config.json."""

@@ -259,10 +259,12 @@ class Decoder(nn.Module):
             mixer.bind(of_layer)
 
     def use_tensor_cores(self, kernels: TensorCores) -> None:
-        """Compute steps that fit them by ``kernels``. Only a ``DecoderLayer`` of dense weights, all
-        of the same shapes, each ``SelfAttention`` and ``GatedMLP``; pages must be bound."""
+        """Compute steps that fit them by ``kernels``. Only a ``DecoderLayer`` whose weights fit
+        them, all of the same shapes, each ``SelfAttention`` and ``GatedMLP``, or ``ExpertsMLP``
+        that ``has_half_norms``; pages must be bound."""
         for layer in self.layers:
-            assert isinstance(layer.mixer, SelfAttention) and isinstance(layer.mlp, GatedMLP)
+            assert isinstance(layer.mixer, SelfAttention)
+            assert isinstance(layer.mlp, (GatedMLP, ExpertsMLP))
             layer.mixer.use_tensor_cores(kernels)
             layer.mlp.use_tensor_cores(kernels)
         self._most_tensor_core_tokens = kernels.most_tokens

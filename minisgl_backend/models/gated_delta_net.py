@@ -12,14 +12,15 @@ from dataclasses import astuple
 from itertools import accumulate
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minisgl_backend.kernels.gated_delta import (
-    causal_conv,
+    DeltaInputs,
+    DeltaWeights,
+    causal_conv_runs,
     causal_conv_step,
-    delta_rule,
-    delta_rule_step,
+    delta_runs,
+    delta_step,
 )
 from minisgl_backend.layers.linear import MergedColumnLinear, RowLinear
 from minisgl_backend.layers.norm import Normed, RMSNorm
@@ -97,36 +98,29 @@ class GatedDeltaNet(nn.Module):
         """[num_tokens, num_heads * value_dim]"""
         x = Normed(x.normalized(pdl=step.pdl))
         channels, z = self._inputs(self.in_proj(x, pdl=step.pdl))
-        decay, rate = self._rates(self.rates_proj(x, pdl=step.pdl))
+        b, a = self._rates(self.rates_proj(x, pdl=step.pdl))
         rows, states = step.recurrent, self.states
         assert rows is not None
-        mixed = torch.empty_like(z)  # [num_tokens, num_heads, value_dim]
-        if num_decodes := len(rows.decode_slots):
-            one = slice(num_decodes)
-            heads = self._split(
-                causal_conv_step(channels[one], states.conv, rows.decode_slots, self.conv)
-            )
-            mixed[one] = delta_rule_step(
-                *heads, decay[one], rate[one], states.matrices, rows.decode_slots
-            )
-        for segment in rows.segments:
-            many = slice(segment.begin, segment.end)
-            conv, matrices = self._before(segment.before)
-            convolved, conv = causal_conv(channels[many], conv, self.conv)
-            heads = self._split(convolved)
-            mixed[many], matrices = delta_rule(*heads, decay[many], rate[many], matrices)
-            for slot in segment.after:
-                states.conv[slot], states.matrices[slot] = conv, matrices
-        wide = F.rms_norm(mixed.float(), (mixed.shape[-1],), None, self.eps).to(mixed.dtype)
-        gated = (self.norm_weight * wide) * F.silu(z.float())
-        return gated.to(mixed.dtype).flatten(1)
-
-    def _before(self, slot: int | None) -> tuple[Tensor, Tensor]:
-        """The states in a slot, or those before the first token."""
-        states = self.states
-        if slot is None:
-            return torch.zeros_like(states.conv[0]), torch.zeros_like(states.matrices[0])
-        return states.conv[slot], states.matrices[slot]
+        if rows.begun is not None:
+            to, saved = rows.begun
+            for each in (states.conv, states.matrices):
+                each[to] = each[saved]
+        weights = DeltaWeights(
+            self.local.num_key_heads, self.log_decay, self.decay_bias, self.norm_weight, self.eps
+        )
+        mixed = torch.empty(z.shape, dtype=z.dtype, device=z.device)
+        num_decodes = len(rows.decode_slots)
+        if num_decodes:
+            slots, one = rows.decode_slots, slice(num_decodes)
+            convolved = causal_conv_step(channels[one], states.conv, slots, self.conv)
+            inputs = DeltaInputs(convolved, z[one], a[one], b[one])
+            delta_step(mixed[one], inputs, weights, states.matrices, slots)
+        if rows.runs is not None:
+            many = slice(num_decodes, None)
+            convolved = causal_conv_runs(channels[many], states.conv, rows.runs, self.conv)
+            inputs = DeltaInputs(convolved, z[many], a[many], b[many])
+            delta_runs(mixed[many], inputs, weights, states.matrices, rows.runs)
+        return mixed.flatten(1)
 
     def _inputs(self, projected: Tensor) -> tuple[Tensor, Tensor]:
         """The channels of queries, keys and values, one after another [num_tokens, num_channels],
@@ -144,26 +138,14 @@ class GatedDeltaNet(nn.Module):
         return channels, z.reshape(len(z), shape.num_heads, shape.value_dim)
 
     def _rates(self, projected: Tensor) -> tuple[Tensor, Tensor]:
-        """The log of each head's decay, float32, and the rate at which it learns:
-        [num_tokens, num_heads] both."""
+        """b, which each head's rate follows from, and a of its decay, [num_tokens, num_heads]."""
         shape = self.local
         if shape.by_key_head:
             by_head = projected.view(len(projected), shape.num_key_heads, 2, -1)
-            b, a = (part.flatten(1) for part in by_head.unbind(2))
+            b, a = (part.flatten(1).contiguous() for part in by_head.unbind(2))
         else:
             b, a = projected.chunk(2, dim=1)
-        decay = -self.log_decay.float().exp() * F.softplus(a.float() + self.decay_bias)
-        return decay, b.sigmoid()
-
-    def _split(self, channels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values, [num_tokens, their heads, their size]."""
-        shape = self.local
-        q, k, v = channels.tensor_split([shape.key_size, 2 * shape.key_size], dim=1)
-        return (
-            q.reshape(len(q), shape.num_key_heads, shape.key_dim),
-            k.reshape(len(k), shape.num_key_heads, shape.key_dim),
-            v.reshape(len(v), shape.num_heads, shape.value_dim),
-        )
+        return b, a
 
     def places(self) -> Iterator[tuple[str, Place]]:
         # [0, num_channels) of the convolution: this rank's queries, keys and values

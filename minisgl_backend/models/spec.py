@@ -145,7 +145,8 @@ class ModelSpec:
     ``attention_scale`` multiplies the scores, by default head_dim to the power of -1/2.
     ``embedding_scale`` multiplies the embeddings, ``branch_scale`` what each part of a layer adds
     to the residual stream, ``logit_scale`` the logits. ``gated_attention``: attention's output is
-    multiplied by a gate of its input. ``delta_net`` describes the layers without attention.
+    multiplied by a gate of its input. ``sinks``: the softmax of each head has one more score, which
+    is learned. ``delta_net`` describes the layers without attention.
 
     ``kv_heads`` has an entry a layer if not all have ``num_kv_heads`` of ``head_dim``, and
     ``intermediate_sizes`` if not all feed-forward blocks have one width. The last layers may have
@@ -182,6 +183,7 @@ class ModelSpec:
     branch_scale: float = 1.0
     logit_scale: float = 1.0
     gated_attention: bool = False
+    sinks: bool = False
     delta_net: DeltaSpec | None = None
     kv_heads: tuple[KVHeads, ...] = ()
     intermediate_sizes: tuple[int, ...] = ()
@@ -319,5 +321,6 @@ class ModelSpec:
             head_dim=self.head_dim,
             scale=self.attention_scale or self.head_dim**-0.5,
             windows=tuple(self.windows[layer] for layer in self.attention_layers),
+            sinks=self.sinks,
             by_layer=by_layer if len(set(by_layer)) > 1 else (),
         )

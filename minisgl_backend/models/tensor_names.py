@@ -66,12 +66,14 @@ class TensorNames:
     and their numbers of rows. A checkpoint of the layers alone, as embedding models have it, leaves
     out the first part of all names, ``model.``. If the checkpoint is ``multimodal``, tensors of
     what sees and hears are left out, and always those whose names begin with one of ``left_out``.
+    With ``keeps_stacks`` a tensor of all experts is one weight, not several of one expert each.
     """
 
     renamed: tuple[tuple[str, str], ...] = ()
     merged: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     multimodal: bool = False
     left_out: tuple[str, ...] = ()
+    keeps_stacks: bool = False
 
     def weights(self, name: str, shape: tuple[int, ...]) -> Iterator[tuple[str, StoredAs]]:
         """The decoder's weights that the tensor ``name`` of a file holds, none if it is left out.
@@ -86,7 +88,7 @@ class TensorNames:
                 own = own.replace(theirs, ours, 1)
         if own.startswith(BODY):
             own = f"model.{own}"
-        stacked = _STACKED.fullmatch(own)
+        stacked = None if self.keeps_stacks else _STACKED.fullmatch(own)
         if stacked is not None and len(shape) == (1 if stacked["scale"] == _OF_INPUTS else 3):
             yield from _of_experts(stacked, name, shape)
             return

@@ -7,7 +7,8 @@ tokens come in ``StepContext``.
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass
+from collections.abc import Iterator
+from dataclasses import astuple, dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -16,12 +17,19 @@ from torch import Tensor, nn
 
 from minisgl_backend.attention.base import Attend, PagedKV
 from minisgl_backend.kernels.adapters import AdaptedTokens
+from minisgl_backend.kernels.gated_delta import Runs
 from minisgl_backend.kernels.rope_store import TokenPlaces, qk_norm_rope_store, rotated_queries
 from minisgl_backend.layers.linear import MergedColumnLinear, RowLinear
-from minisgl_backend.layers.matrix import DenseMatrix
 from minisgl_backend.layers.norm import HeadNorm, Normed, RMSNorm, TokenNorm
 from minisgl_backend.layers.quantized_matrix import Matrices
-from minisgl_backend.layers.weight_place import Share, even_share, kv_head_share
+from minisgl_backend.layers.weight_place import (
+    Place,
+    Share,
+    WeightPlace,
+    collect_places,
+    even_share,
+    kv_head_share,
+)
 from minisgl_backend.models.spec import ModelSpec
 from minisgl_backend.parallel.group import Group
 
@@ -41,30 +49,18 @@ class LayerStates:
     matrices: Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """The tokens of one row from flat index ``begin`` up to ``end``, which follow each other.
-
-    ``before`` is the slot of the states behind the token before them, None at the start of a
-    sequence; ``after`` are the slots that keep the states behind the last of them.
-    """
-
-    begin: int
-    end: int
-    before: int | None
-    after: tuple[int, ...]
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class RecurrentRows:
     """Which tokens of a step are whose, for layers with recurrent states.
 
     ``decode_slots`` int64 [num_decodes]: the slots of the decoding rows, whose tokens come first.
-    ``segments`` cover the other tokens, those of a row in the order of their positions.
+    ``runs`` are the other tokens. ``begun`` int64 [2, num_begun]: slots of rows that get, before
+    anything else, the states in other slots, those of snapshots.
     """
 
     decode_slots: Tensor
-    segments: tuple[Segment, ...] = ()
+    runs: Runs | None = None
+    begun: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -145,15 +141,26 @@ class SelfAttention(nn.Module):
             )
         elif spec.qk_norm == "token":
             self.qk_norm = TokenNorm(queries, keys, spec.norm_eps, group)
+        self._heads = even_share(spec.num_heads, group, "attention heads")
+        self.sinks: nn.Parameter | None = None
+        if spec.sinks:
+            self.sinks = nn.Parameter(torch.empty(self.num_heads), requires_grad=False)
         self._heads_kernel: HeadsKernel | None = None
 
     def bind(self, kv: PagedKV) -> None:
         """Keep keys and values of the layer's tokens in these pages from now on."""
-        self.kv = kv
+        self.kv = kv if self.sinks is None else replace(kv, sinks=self.sinks.data)
+
+    def places(self) -> Iterator[tuple[str, Place]]:
+        for name, child in self.named_children():
+            yield from collect_places(child, name).items()
+        if self.sinks is not None:
+            heads = self._heads
+            yield "sinks", WeightPlace(self.sinks.data, (heads.total,), 0, heads.start)
 
     def use_tensor_cores(self, kernels: TensorCores) -> None:
-        """Compute steps that fit them by ``kernels``. Dense weights only, heads that rotate in full
-        and have no ``TokenNorm``; pages must be bound."""
+        """Compute steps that fit them by ``kernels``, which the weights fit. Only heads that rotate
+        in full and have no ``TokenNorm``; pages must be bound."""
         self._heads_kernel = kernels.heads(
             self.num_heads,
             self.num_kv_heads,
@@ -161,6 +168,7 @@ class SelfAttention(nn.Module):
             self.qkv_proj.matrix.in_features,
             page_size=self.kv.keys.shape[1],
             fp8=self.kv.k_scale is not None,
+            codes=self.qkv_proj.matrix.arrange(),
         )
         self.o_proj.use_tensor_cores(kernels)
 
@@ -200,11 +208,10 @@ class SelfAttention(nn.Module):
         places = step.places
         if kernel is not None and step.adapted is None and len(x.x) <= kernel.most_tokens:
             # GEMM, head norms, rotation and store in one kernel
-            assert isinstance(self.qkv_proj.matrix, DenseMatrix)
             rows, squares = x.unscaled(pdl=step.pdl)
             q = kernel(
                 rows,
-                self.qkv_proj.matrix.weight,
+                self.qkv_proj.matrix.operand,
                 places.positions,
                 places.slots,
                 places.cos_sin,

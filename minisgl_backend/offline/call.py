@@ -34,7 +34,7 @@ from minisgl_backend.request import (
     TokenId,
     TokenLogprobs,
 )
-from minisgl_backend.runtime.engine import Engine
+from minisgl_backend.runtime.engine import Door
 from minisgl_backend.text.answer_stream import AnswerStream
 from minisgl_backend.text.vocabulary import Vocabulary
 from minisgl_backend.wire.answer import Answer
@@ -274,7 +274,7 @@ class Call:
     """The requests of one call."""
 
     def __init__(
-        self, engine: Engine, room: Room, vocabulary: Vocabulary, asked: Sequence[Asked]
+        self, engine: Door, room: Room, vocabulary: Vocabulary, asked: Sequence[Asked]
     ) -> None:
         self._engine = engine
         self._room = room

@@ -26,7 +26,7 @@ from minisgl_backend.offline.room import Room
 from minisgl_backend.precheck import context_of
 from minisgl_backend.progress import shown, unseen
 from minisgl_backend.request import FloatArray, IntArray, Request, SamplingParams, samples_of
-from minisgl_backend.runtime.engine import Engine, EngineInfo
+from minisgl_backend.runtime.engine import Door, EngineInfo
 from minisgl_backend.runtime.recorder import EngineStats
 from minisgl_backend.text.tokenizer import PromptEncoder
 from minisgl_backend.wire.generation import Generation
@@ -50,7 +50,7 @@ class LLM:
         self._engine = build_engine(self._options)
         info = self._engine.info
         self._room = Room(
-            most_requests=info.max_running_requests + info.max_queued_requests,
+            most_requests=info.most_open,
             most_waiting_tokens=info.max_queued_tokens,
         )
         self._tokenizers = ThreadPoolExecutor(
@@ -251,7 +251,7 @@ def _load_encoder(options: EngineOptions, limits: Limits) -> PromptEncoder:
     return encoder
 
 
-def _end(engine: Engine, room: Room, tokenizers: ThreadPoolExecutor) -> None:
+def _end(engine: Door, room: Room, tokenizers: ThreadPoolExecutor) -> None:
     room.close()
     tokenizers.shutdown(cancel_futures=True)
     engine.close(drain_s=0)

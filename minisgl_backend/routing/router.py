@@ -4,7 +4,9 @@ The rule: of the replicas that are in balance, the one that has the longest pref
 its cache; of several, the one with the least load. A replica's load has three measures: rows,
 prompt tokens that wait to be computed, and pages, each as a share of what it can hold. It is *in
 balance* if each measure is at most ``Balance.ratio`` times the mean of all replicas, plus
-``Balance.slack``.
+``Balance.slack``: for a prefix that is at least as long as those of other requests are on average.
+A shorter one pulls in proportion less, down to nothing: for it, a replica must not be above the
+mean. So what leaves a busy replica is what costs the least to compute again.
 
 A conversation thus goes where its past is cached; a prefix that many requests share spreads to
 other replicas as soon as those that have it are busier than the mean, and no faster.
@@ -16,7 +18,7 @@ and a request ends. Must not know tokens beyond the prompt, or how replicas are 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -25,14 +27,18 @@ from minisgl_backend.errors import InvariantError
 from minisgl_backend.request import IntArray
 from minisgl_backend.routing.shadow import CacheShadow, Keys, PrefixKeys, Replicas
 
+_FOLLOWS: Final = 0.02
+"""How much a request moves the average length of prefixes."""
+
 _Load: TypeAlias = tuple[int, int, int]
 """Rows, waiting tokens, pages."""
 
 
 @dataclass(frozen=True, slots=True)
 class Balance:
-    """How far a replica's load may be above the mean before requests with a cached prefix there go
-    elsewhere: ``ratio`` times the mean, at least 1, plus ``slack``, a share of the capacity."""
+    """How far a replica's load may be above the mean before requests with a long cached prefix
+    there go elsewhere: ``ratio`` times the mean, at least 1, plus ``slack``, a share of the
+    capacity."""
 
     ratio: float = 1.2
     slack: float = 0.03
@@ -56,14 +62,15 @@ class Placement:
     """A request at its replica.
 
     ``num_cached`` tokens of its prompt are cached there, or expected. ``keys`` are those of its
-    prompt; it has made the replica expect those from ``first_expected`` on. ``waiting_tokens`` and
-    ``pages`` are its part of the replica's load.
+    prompt; it has made the replica expect those from ``first_expected`` on. ``num_rows``,
+    ``waiting_tokens`` and ``pages`` are its part of the replica's load.
     """
 
     replica: int
     keys: Keys
     num_cached: int
     first_expected: int
+    num_rows: int
     waiting_tokens: int
     pages: int
     has_ended: bool = False
@@ -92,6 +99,7 @@ class Router:
         self._total: _Load = (0, 0, 0)
         self._busiest = [0.0] * shadow.num_replicas  # the largest measure of each, as a share
         self._up: Replicas = (1 << shadow.num_replicas) - 1
+        self._usual = 0.0  # pages of the longest prefix that a request finds, on average
 
     @property
     def load(self) -> npt.NDArray[np.float64]:
@@ -100,8 +108,9 @@ class Router:
         shares: npt.NDArray[np.float64] = np.array(self._loads, np.float64) / self._capacity
         return shares.T
 
-    def route(self, prompt: IntArray, salt: str = "") -> Placement | None:
-        """Choose a replica for the prompt, int32 [num_tokens], and count the request there.
+    def route(self, prompt: IntArray, salt: str = "", *, num_rows: int = 1) -> Placement | None:
+        """Choose a replica for the prompt, int32 [num_tokens], and count its ``num_rows`` samples
+        there.
 
         None if no replica is up.
         """
@@ -116,25 +125,23 @@ class Router:
             keys=keys,
             num_cached=num_cached,
             first_expected=num_held,
+            num_rows=num_rows,
             waiting_tokens=len(prompt) - num_cached,
             pages=-(-len(prompt) // self._page_size) - num_held,
         )
         self.shadow.expect(replica, keys[num_held:])
-        self._add(replica, (1, placement.waiting_tokens, placement.pages))
+        self._add(replica, (num_rows, placement.waiting_tokens, placement.pages))
         self.num_routed[replica] += 1
         return placement
 
     def choose(self, keys: Keys) -> tuple[int, int]:
         """The replica that the rule names, of those that are up, and the number of pages that it
         has of the prefix. At least one is up."""
-        left, num_up = self._up, self._up.bit_count()
-        ratio, slack = self._balance.ratio, self._balance.slack
-        rows, tokens, pages = (
-            ratio * total / num_up + slack * most
-            for total, most in zip(self._total, self._capacity, strict=True)
-        )
+        longest, holders = self.shadow.longest(keys, self._up)
+        self._usual += _FOLLOWS * (longest - self._usual)
+        left, num_held = self._up, longest
         while left:  # from the longest prefix that any of those left has to shorter ones
-            num_held, holders = self.shadow.longest(keys, left)
+            rows, tokens, pages = self._limits(num_held)
             left &= ~holders
             in_balance = [
                 replica
@@ -145,8 +152,20 @@ class Router:
             ]
             if in_balance:
                 return self._least_loaded(in_balance), num_held
-        num_held, holders = self.shadow.longest(keys, self._up)  # none is in balance
-        return self._least_loaded(self._members(holders)), num_held
+            num_held, holders = self.shadow.longest(keys, left)
+        longest, holders = self.shadow.longest(keys, self._up)  # none is in balance
+        return self._least_loaded(self._members(holders)), longest
+
+    def _limits(self, num_held: int) -> tuple[float, float, float]:
+        """The largest load in balance, for a prefix of ``num_held`` pages."""
+        pull = min(1.0, num_held / self._usual) if self._usual else 0.0
+        num_up = self._up.bit_count()
+        ratio, slack = 1 + pull * (self._balance.ratio - 1), pull * self._balance.slack
+        rows, tokens, pages = (
+            ratio * total / num_up + slack * most
+            for total, most in zip(self._total, self._capacity, strict=True)
+        )
+        return rows, tokens, pages
 
     def least_loaded(self) -> int:
         """Of all that are up."""
@@ -175,7 +194,7 @@ class Router:
             raise InvariantError("a placement ends twice")
         self.computed(placement)
         placement.has_ended = True
-        self._add(placement.replica, (-1, 0, -placement.pages))
+        self._add(placement.replica, (-placement.num_rows, 0, -placement.pages))
 
     def leave(self, replica: int) -> None:
         """Send no more requests to a replica: it drains, or is gone. Idempotent."""

@@ -20,7 +20,8 @@ pages from the ends of its leaves.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Final, TypeAlias
 
 import numpy as np
@@ -66,6 +67,32 @@ class PrefixKeys:
         return keys
 
 
+class TreeReports:
+    """Watches a replica's cache (``TreeWatch`` of ``cache.kv``), and says what its shadow has to
+    know: in the same order, and in the shadow's terms.
+
+    ``publish`` gets keys and pages, ``evict`` pages, and ``forget`` is called if all are gone: what
+    the functions of ``CacheShadow`` take for one replica.
+    """
+
+    def __init__(
+        self,
+        page_size: int,
+        *,
+        publish: Callable[[Keys, IntArray], None],
+        evict: Callable[[IntArray], None],
+        forget: Callable[[], None],
+    ) -> None:
+        self._keys = PrefixKeys(page_size)
+        self._publish = publish
+        self.left = evict
+        self.emptied = forget
+
+    def published(self, tokens: IntArray, salt: str, pages: IntArray) -> None:
+        """``pages``, int32, are the last full ones of ``tokens``, int32."""
+        self._publish(self._keys.of(tokens, salt)[-len(pages) :], pages)
+
+
 class CacheShadow:
     """The prefixes that each of ``num_replicas`` has in its cache of ``num_pages``, by their keys.
 
@@ -109,6 +136,15 @@ class CacheShadow:
         held[pages] = 0
         _take(self._cached, keys[keys != 0].tolist(), replica)
 
+    def reports(self, replica: int, page_size: int) -> TreeReports:
+        """What is to watch a replica's cache, if that is in this process."""
+        return TreeReports(
+            page_size,
+            publish=partial(self.publish, replica),
+            evict=partial(self.evict, replica),
+            forget=partial(self.forget_cached, replica),
+        )
+
     def expect(self, replica: int, keys: Keys) -> None:
         """A request that will publish these prefixes goes to the replica."""
         bit = 1 << replica
@@ -119,9 +155,13 @@ class CacheShadow:
         """Expect these prefixes no longer."""
         _take(self._expected, keys.tolist(), replica)
 
+    def forget_cached(self, replica: int) -> None:
+        """The replica has lost its cache, and goes on with its requests."""
+        self.evict(replica, np.flatnonzero(self._keys[replica]).astype(np.int32))
+
     def forget(self, replica: int) -> None:
         """The replica has lost its cache, and what was expected of it."""
-        self.evict(replica, np.flatnonzero(self._keys[replica]).astype(np.int32))
+        self.forget_cached(replica)
         _take(self._expected, list(self._expected), replica)
 
     def longest(

@@ -1,7 +1,7 @@
 """The engine as its callers see it: submit, abort, stats, health and close, from any thread.
 
-Knows the limits at the door (context, vocabulary, queue) and the thread that runs the loop. Must
-not know Triton or text.
+Knows the limits at the door (context, vocabulary, queue: ``Door``) and the thread that runs the
+loop (``Engine``). The door of several replicas is in ``replicas``. Must not know Triton or text.
 
 A request that cannot be served is refused at once: ``submit`` raises. A request that is accepted
 gets exactly one terminal event through its sink.
@@ -14,12 +14,19 @@ import itertools
 import logging
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from minisgl_backend.errors import EngineFailure, InvalidRequest, Overloaded, Unsupported
+from minisgl_backend.errors import (
+    EngineFailure,
+    EngineLost,
+    InvalidRequest,
+    Overloaded,
+    Unsupported,
+)
 from minisgl_backend.grammar.matchers import Grammars
 from minisgl_backend.request import (
     Adapter,
@@ -46,7 +53,9 @@ logger = logging.getLogger(__name__)
 class EngineInfo:
     """What is fixed once the model is loaded. Lengths and sizes are in tokens. ``weights`` says how
     the checkpoint stores them. Unless it ``generates``, the model has no output head, and embeds
-    prompts only. ``num_snapshots``, of recurrent states, is None if the model has none."""
+    prompts only. ``num_snapshots``, of recurrent states, is None if the model has none. If it
+    ``reads_groups``, attention reads pages that decoding rows share together. Of several replicas,
+    the limits of the queue are those of all together; all else is of each."""
 
     model: str
     folder: str
@@ -66,6 +75,18 @@ class EngineInfo:
     max_queue_time_s: float | None = None
     num_snapshots: int | None = None
     generates: bool = True
+    reads_groups: bool = False
+    num_replicas: int = 1
+
+    @property
+    def most_running(self) -> int:
+        """Requests that run at the same time, on all replicas together."""
+        return self.max_running_requests * self.num_replicas
+
+    @property
+    def most_open(self) -> int:
+        """Requests that run or wait."""
+        return self.most_running + self.max_queued_requests
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,20 +102,24 @@ class Health:
         return self.state is State.SERVING
 
 
-class Engine:
-    """Runs the loop on a thread of its own, and decides at the door which requests enter it."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaStats:
+    """One of several replicas: ``stats`` are of those of its processes that there were so far, and
+    ``pid`` is None while none serves. ``num_starts`` counts processes."""
 
-    def __init__(
-        self,
-        info: EngineInfo,
-        scheduler: Scheduler,
-        executor: Executor,
-        *,
-        overlap: bool,
-        grammars: Grammars | None = None,
-        adapters: Adapters | None = None,
-    ) -> None:
-        """``grammars`` is None if requests may bring none, ``adapters`` if they may name none."""
+    is_up: bool
+    pid: int | None
+    num_starts: int
+    num_routed: int
+    """Requests that it was sent."""
+    stats: EngineStats
+
+
+class Door(ABC):
+    """Decides which requests are taken, for whoever serves them behind it."""
+
+    def __init__(self, info: EngineInfo, adapters: Adapters | None = None) -> None:
+        """``adapters`` is None if requests may name none."""
         self.info = info
         self._adapters = adapters
         self._capacity = Capacity(
@@ -109,19 +134,46 @@ class Engine:
         self._num_open = 0
         self._num_waiting_tokens = 0
         self._is_told_to_stop = False
-        self._loop = Loop(
-            scheduler,
-            executor,
-            overlap=overlap,
-            recorder=self._recorder,
-            on_admitted=self._forget_waiting,
-            on_ended=self._forget,
-            max_queue_time_s=info.max_queue_time_s,
-            grammars=grammars,
-            adapters=adapters,
-        )
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
-        self._thread.start()
+
+    @abstractmethod
+    def _enter(self, entries: Sequence[OpenRequest]) -> None:
+        """Take the samples of a prompt, which are accepted; the lock of ``_changed`` is held."""
+
+    @abstractmethod
+    def abort(
+        self, request_id: RequestId, why: FinishReason | EngineFailure = FinishReason.CANCELLED
+    ) -> None:
+        """End a request: its sink gets ``Finished(why)``, or ``Failed(why)`` if it is an error.
+
+        Ids of requests that are not open are ignored.
+        """
+
+    @abstractmethod
+    def stats(self) -> EngineStats:
+        """Counts at this moment, in constant time."""
+
+    @abstractmethod
+    def take_samples(self) -> Samples:
+        """The observations for histograms since the last call."""
+
+    @abstractmethod
+    def health(self) -> Health:
+        """Whether requests are served, in constant time and without waiting."""
+
+    @abstractmethod
+    def close(self, *, drain_s: float, patience_s: float | None = None) -> bool:
+        """Refuse new requests, give the open ones ``drain_s`` to finish, and stop.
+
+        Requests that are still open then fail. When this returns True, every request has had its
+        terminal event, and no device holds anything any more. Idempotent; later calls do not drain.
+
+        A step that runs cannot be ended. With ``patience_s``, returns False if it still runs that
+        long after the drain; the engine then ends with the step.
+        """
+
+    def replicas(self) -> Sequence[ReplicaStats]:
+        """The counts of each replica; none if there is one engine only."""
+        return ()
 
     def new_id(self) -> RequestId:
         """A number that no other request of this engine has."""
@@ -156,11 +208,12 @@ class Engine:
             self._num_open += len(samples)
             self._num_waiting_tokens += num_tokens
             now_s = time.monotonic()
+            entries = []
             for request, sink in zip(samples, sinks, strict=True):
                 sampling = self._with_eos(request.sampling)
                 accepted = dataclasses.replace(request, sampling=sampling)
-                # inside the lock: the loop's end takes it, too, and then empties the inbox
-                self._loop.inbox.put(OpenRequest(accepted, sink, now_s))
+                entries.append(OpenRequest(accepted, sink, now_s))
+            self._enter(entries)
 
     def check(self, request: Request, num_samples: int = 1) -> None:
         """Raise ``InvalidRequest`` if that many samples of the request can never be served, as
@@ -182,10 +235,10 @@ class Engine:
             raise InvalidRequest(
                 "max_tokens must be >= 1 without num_prompt_logprobs or embed, got 0"
             )
-        if num_samples > self._most_open:
+        if num_samples > info.most_open:
             raise InvalidRequest(
-                f"at most {self._most_open} samples fit the engine, "
-                f"{info.max_running_requests} running and {info.max_queued_requests} queued, "
+                f"at most {info.most_open} samples fit the engine, "
+                f"{info.most_running} running and {info.max_queued_requests} queued, "
                 f"got {num_samples}"
             )
         self._capacity.check(num_prompt_tokens=len(prompt), max_tokens=sampling.max_tokens)
@@ -218,46 +271,6 @@ class Engine:
         """Count a request that its caller cancelled before it came to ``submit``."""
         self._recorder.request_cancelled()
 
-    def abort(
-        self, request_id: RequestId, why: FinishReason | EngineFailure = FinishReason.CANCELLED
-    ) -> None:
-        """End a request: its sink gets ``Finished(why)``, or ``Failed(why)`` if it is an error.
-
-        Ids of requests that are not open are ignored.
-        """
-        event = Finished(why) if isinstance(why, FinishReason) else Failed(why)
-        self._loop.inbox.put(Abort(request_id, event))
-
-    def fail(self, error: EngineFailure) -> None:
-        """End the engine because its executor is lost; ``error``, the cause, is logged.
-
-        Every open request fails with an ``EngineFailure`` that says only that the engine stopped.
-        """
-        self._loop.inbox.put(Fail(error))
-
-    def stats(self) -> EngineStats:
-        """Counts at this moment, in constant time."""
-        scheduler = self._loop.scheduler_stats
-        stats = self._recorder.snapshot(scheduler, self._num_open)
-        if self._adapters is None:
-            return stats
-        asked_for, running = self._adapters.asked_for(), scheduler.running_adapters
-        return dataclasses.replace(
-            stats,
-            running_adapters=tuple(asked_for[one] for one in running if one in asked_for),
-            waiting_adapters=tuple(n for one, n in asked_for.items() if one not in running),
-        )
-
-    def take_samples(self) -> Samples:
-        """The observations for histograms since the last call."""
-        return self._recorder.take_samples()
-
-    def health(self) -> Health:
-        """Whether the engine serves, in constant time and without waiting for the loop."""
-        pulse = self._loop.pulse
-        age_s = 0.0 if pulse.is_waiting else max(0.0, time.monotonic() - pulse.tick_s)
-        return Health(self._state, age_s)
-
     def fitted(self, sampling: SamplingParams, *, num_prompt_tokens: int) -> SamplingParams:
         """``sampling`` with ``max_tokens`` lowered to the room that the prompt leaves, if need be.
 
@@ -271,15 +284,10 @@ class Engine:
         """Whether ``submit`` would refuse a request now: a hint to refuse it before other work."""
         return self._queue_complaint(num_tokens=1, num_samples=1) is not None
 
-    def close(self, *, drain_s: float, patience_s: float | None = None) -> bool:
-        """Stop the engine: refuse new requests, and give the open ones ``drain_s`` to finish.
+    # --- what those behind the door need -----------------------------------------------------
 
-        Requests that are still open then fail. When this returns True, every request has had its
-        terminal event, and the device holds nothing any more. Idempotent; later calls do not drain.
-
-        A step that runs cannot be ended. With ``patience_s``, returns False if it still runs that
-        long after the drain; the engine then ends with the step.
-        """
+    def _drain(self, drain_s: float) -> None:
+        """Refuse new requests, and wait at most ``drain_s`` until none is open."""
         with self._changed:
             if self._state is State.SERVING:
                 self._state = State.ENDING
@@ -288,11 +296,23 @@ class Engine:
                 timeout=drain_s,
             )
             self._is_told_to_stop = True
-        self._loop.inbox.put(Stop(shutting_down()))
-        self._thread.join(patience_s)
-        return not self._thread.is_alive()
 
-    # --- the door ----------------------------------------------------------------------------
+    def _forget_waiting(self, request: Request) -> None:
+        """A request that waited has a row."""
+        if request.leader is None:
+            with self._changed:
+                self._num_waiting_tokens -= len(request.prompt)
+
+    def _forget(self, request: Request, admitted: bool) -> None:
+        """A request has ended; ``admitted`` if it does not count as waiting any more."""
+        with self._changed:
+            self._num_open -= 1
+            if not admitted and request.leader is None:
+                self._num_waiting_tokens -= len(request.prompt)
+            if not self._num_open:
+                self._changed.notify_all()
+
+    # --- the limits --------------------------------------------------------------------------
 
     def _check_open(self) -> None:
         if self._state is State.SERVING:
@@ -303,18 +323,14 @@ class Engine:
         self._recorder.request_rejected("down")
         raise Overloaded("the engine is down")
 
-    @property
-    def _most_open(self) -> int:
-        return self.info.max_running_requests + self.info.max_queued_requests
-
     def _queue_complaint(self, num_tokens: int, num_samples: int) -> str | None:
         """Why that many samples of a prompt of ``num_tokens`` may not be queued now; None if they
         may."""
         info = self.info
-        if self._num_open + num_samples > self._most_open:
+        if self._num_open + num_samples > info.most_open:
             return (
-                f"queue full: {self._num_open} requests open of at most {self._most_open} "
-                f"({info.max_running_requests} running, {info.max_queued_requests} queued)"
+                f"queue full: {self._num_open} requests open of at most {info.most_open} "
+                f"({info.most_running} running, {info.max_queued_requests} queued)"
             )
         waiting = self._num_waiting_tokens
         if waiting and waiting + num_tokens > info.max_queued_tokens:
@@ -330,6 +346,80 @@ class Engine:
         ids = dict.fromkeys((*sampling.stop_token_ids, *self.info.eos_token_ids))
         return dataclasses.replace(sampling, stop_token_ids=tuple(ids))
 
+
+class Engine(Door):
+    """Runs the loop on a thread of its own."""
+
+    def __init__(
+        self,
+        info: EngineInfo,
+        scheduler: Scheduler,
+        executor: Executor,
+        *,
+        overlap: bool,
+        grammars: Grammars | None = None,
+        adapters: Adapters | None = None,
+    ) -> None:
+        """``grammars`` is None if requests may bring none, ``adapters`` if they may name none."""
+        super().__init__(info, adapters)
+        self._loop = Loop(
+            scheduler,
+            executor,
+            overlap=overlap,
+            recorder=self._recorder,
+            on_admitted=self._forget_waiting,
+            on_ended=self._forget,
+            max_queue_time_s=info.max_queue_time_s,
+            grammars=grammars,
+            adapters=adapters,
+        )
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+
+    def _enter(self, entries: Sequence[OpenRequest]) -> None:
+        for entry in entries:
+            # inside the lock: the loop's end takes it, too, and then empties the inbox
+            self._loop.inbox.put(entry)
+
+    def abort(
+        self, request_id: RequestId, why: FinishReason | EngineFailure = FinishReason.CANCELLED
+    ) -> None:
+        event = Finished(why) if isinstance(why, FinishReason) else Failed(why)
+        self._loop.inbox.put(Abort(request_id, event))
+
+    def fail(self, error: EngineFailure) -> None:
+        """End the engine because its executor is lost; ``error``, the cause, is logged.
+
+        Every open request fails with an ``EngineFailure`` that says only that the engine stopped.
+        """
+        self._loop.inbox.put(Fail(error))
+
+    def stats(self) -> EngineStats:
+        scheduler = self._loop.scheduler_stats
+        stats = self._recorder.snapshot(scheduler, self._num_open)
+        if self._adapters is None:
+            return stats
+        asked_for, running = self._adapters.asked_for(), scheduler.running_adapters
+        return dataclasses.replace(
+            stats,
+            running_adapters=tuple(asked_for[one] for one in running if one in asked_for),
+            waiting_adapters=tuple(n for one, n in asked_for.items() if one not in running),
+        )
+
+    def take_samples(self) -> Samples:
+        return self._recorder.take_samples()
+
+    def health(self) -> Health:
+        pulse = self._loop.pulse
+        age_s = 0.0 if pulse.is_waiting else max(0.0, time.monotonic() - pulse.tick_s)
+        return Health(self._state, age_s)
+
+    def close(self, *, drain_s: float, patience_s: float | None = None) -> bool:
+        self._drain(drain_s)
+        self._loop.inbox.put(Stop(shutting_down()))
+        self._thread.join(patience_s)
+        return not self._thread.is_alive()
+
     # --- the engine's thread -----------------------------------------------------------------
 
     def _run(self) -> None:
@@ -342,22 +432,9 @@ class Engine:
         finally:
             with self._changed:
                 self._state = state
-                self._loop.refuse_rest(EngineFailure("the engine is down"))
+                self._loop.refuse_rest(EngineLost("the engine is down"))
                 self._changed.notify_all()
             self._loop.close()
-
-    def _forget_waiting(self, request: Request) -> None:
-        if request.leader is None:
-            with self._changed:
-                self._num_waiting_tokens -= len(request.prompt)
-
-    def _forget(self, request: Request, admitted: bool) -> None:
-        with self._changed:
-            self._num_open -= 1
-            if not admitted and request.leader is None:
-                self._num_waiting_tokens -= len(request.prompt)
-            if not self._num_open:
-                self._changed.notify_all()
 
 
 def shutting_down() -> Overloaded:

@@ -35,7 +35,7 @@ from typing import Final, TypeAlias
 
 import numpy as np
 
-from minisgl_backend.errors import EngineFailure, InvariantError, MiniSGLError
+from minisgl_backend.errors import EngineFailure, EngineLost, InvariantError, MiniSGLError
 from minisgl_backend.grammar.matchers import Grammars
 from minisgl_backend.plan import Pending, StepPlan
 from minisgl_backend.request import Event, Failed, Finished, FinishReason, Request, RequestId
@@ -143,7 +143,7 @@ class Loop:
 
     def run(self) -> None:
         """Serve until a ``Stop`` message, then fail open requests. Raises what broke the loop."""
-        error: MiniSGLError = EngineFailure("the engine stopped after an internal error")
+        error: MiniSGLError = EngineLost("the engine stopped after an internal error")
         try:
             while self._stop is None:
                 try:

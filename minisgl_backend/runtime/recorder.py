@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, deque
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Final, Literal, TypeAlias, get_args
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Final, Literal, TypeAlias, TypeVar, get_args
 
 from minisgl_backend.scheduling.report import SchedulerStats
 
@@ -19,6 +19,8 @@ StepKind: TypeAlias = Literal["prefill", "decode", "mixed"]
 Refusal: TypeAlias = Literal["invalid", "unsupported", "queue_full", "draining", "down"]
 """Why a request was refused at the door."""
 REFUSALS: Final[tuple[Refusal, ...]] = get_args(Refusal)
+
+_Key = TypeVar("_Key", bound=str)
 
 MAX_SAMPLES: Final = 4096
 """Samples kept between two readings; older ones are dropped."""
@@ -44,6 +46,27 @@ class EngineStats:
     waiting_adapters: tuple[str, ...] = ()
     """The names of the LoRA adapters of open requests: those that rows have, and the others."""
 
+    @classmethod
+    def sum(cls, parts: Sequence[EngineStats]) -> EngineStats:
+        """The counts of several engines together; of none, all are 0."""
+
+        def total(mappings: Sequence[Mapping[_Key, int]]) -> dict[_Key, int]:
+            return {
+                name: sum(mapping.get(name, 0) for mapping in mappings)
+                for name in dict.fromkeys(name for mapping in mappings for name in mapping)
+            }
+
+        return cls(
+            scheduler=SchedulerStats.sum([part.scheduler for part in parts]),
+            num_open=sum(part.num_open for part in parts),
+            num_prompt_tokens=sum(part.num_prompt_tokens for part in parts),
+            num_generated_tokens=sum(part.num_generated_tokens for part in parts),
+            num_cancelled=sum(part.num_cancelled for part in parts),
+            rejected=total([part.rejected for part in parts]),
+            failed=total([part.failed for part in parts]),
+            num_steps=sum(part.num_steps for part in parts),
+        )
+
 
 @dataclass(slots=True)
 class Samples:
@@ -56,6 +79,11 @@ class Samples:
     generation_tokens: deque[int] = field(default_factory=lambda: deque(maxlen=MAX_SAMPLES))
     step_s: deque[tuple[StepKind, float]] = field(default_factory=lambda: deque(maxlen=MAX_SAMPLES))
     batch_size: deque[int] = field(default_factory=lambda: deque(maxlen=MAX_SAMPLES))
+
+    def extend(self, newer: Samples) -> None:
+        """Add the observations of another reading, or of another engine."""
+        for spec in fields(self):
+            getattr(self, spec.name).extend(getattr(newer, spec.name))
 
 
 class Recorder:
@@ -129,6 +157,11 @@ class Recorder:
                 failed=dict(self._failed),
                 num_steps=self._num_steps,
             )
+
+    def add_samples(self, samples: Samples) -> None:
+        """Add the observations of an engine that has a recorder of its own."""
+        with self._lock:
+            self._samples.extend(samples)
 
     def take_samples(self) -> Samples:
         """The observations since the last call."""

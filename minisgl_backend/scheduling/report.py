@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
 
 from minisgl_backend.request import (
     Failed,
@@ -53,6 +54,12 @@ class SchedulerStats:
     """Number of these that were found."""
     running_adapters: tuple[int, ...] = ()
     """The ids of the LoRA adapters that rows have."""
+
+    @classmethod
+    def sum(cls, parts: Sequence[SchedulerStats]) -> SchedulerStats:
+        """The counts of several planners without adapters together; of none, all are 0."""
+        names = [spec.name for spec in fields(cls) if spec.name != "running_adapters"]
+        return cls(**{name: sum(getattr(part, name) for part in parts) for name in names})
 
     @property
     def used_pages(self) -> int:

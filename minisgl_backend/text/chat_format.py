@@ -13,13 +13,16 @@ from typing import Final, Literal, TypeAlias
 
 from jinja2 import meta, nodes
 
-ToolDialect: TypeAlias = Literal["hermes", "llama3_json", "mistral"]
+ToolDialect: TypeAlias = Literal["hermes", "llama3_json", "mistral", "harmony"]
 
 _THINKING: Final = (("[THINK]", "[/THINK]"), ("<think>", "</think>"))
+_ANALYSIS: Final = ("<|channel|>analysis<|message|>", "<|end|>")
+"""Around the thoughts of an answer in channels."""
 _MARKS: Final[dict[ToolDialect, tuple[str, ...]]] = {
     "mistral": ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"),
     "hermes": ("<tool_call>", "</tool_call>"),
     "llama3_json": ("<|python_tag|>",),
+    "harmony": ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>"),
 }
 _OTHERS: Final = ("<function=", "<arg_key>", "<TOOLCALL>")
 """Marks of dialects that look like these but are none: calls in XML, or lists of them."""
@@ -31,6 +34,7 @@ class ChatFormat:
 
     ``thinking`` are the marks of a section of thoughts, None if the answer has none; with
     ``begins_thinking`` it begins inside one, else with the first mark if it has such a section.
+    With the dialect ``harmony`` the answer is in channels, if the prompt has begun it.
     """
 
     tool_dialect: ToolDialect | None
@@ -42,6 +46,11 @@ class ChatFormat:
     variables: frozenset[str]
     """What the template reads, such as ``messages`` and ``enable_thinking``; names that it sets for
     itself in one of several branches may be among them."""
+
+    @property
+    def has_channels(self) -> bool:
+        """Whether the answer is messages in channels, behind the beginning of the first."""
+        return self.tool_dialect == "harmony" and self.thinking is not None
 
     def to_json(self) -> str:
         """The same for clients of the tokenizer."""
@@ -72,10 +81,11 @@ class TemplateFacts:
         text = "\n".join(_texts(program))
         dialect = _dialect(text) if "tools" in variables else None
         marks = _MARKS[dialect] if dialect is not None else ()
+        thinking = next((marks for marks in _THINKING if marks[1] in text), None)
         return cls(
             tool_dialect=dialect,
             tool_marks=frozenset(mark for mark in marks if mark in text),
-            thinking=next((marks for marks in _THINKING if marks[1] in text), None),
+            thinking=_ANALYSIS if dialect == "harmony" else thinking,
             variables=variables,
         )
 
@@ -105,6 +115,8 @@ def _texts(program: nodes.Template) -> list[str]:
 
 
 def _dialect(text: str) -> ToolDialect | None:
+    if all(mark in text for mark in ("<|channel|>commentary", "<|channel|>final<|message|>")):
+        return "harmony"
     if "[TOOL_CALLS]" in text:
         return "mistral"
     if any(mark in text for mark in _OTHERS):

@@ -210,7 +210,8 @@ class PromptEncoder:
         return RenderedChat(text, template.facts.of_prompt(text, tools=of_tools.facts))
 
     def after_thinking(self, sampling: SamplingParams, prompt: RenderedPrompt) -> SamplingParams:
-        """The same, with a grammar that begins after a chat's section of thoughts, if there is one.
+        """The same, with a grammar that begins after a chat's section of thoughts, if there is one,
+        or that is the form of the last message of an answer in channels.
 
         The grammar holds from the first token if a mark of an optional section is no token: then
         the answer has none. Raises ``Unsupported`` if the prompt has begun a section whose end is
@@ -222,6 +223,8 @@ class PromptEncoder:
         thinking = prompt.format.thinking
         if thinking is None:
             return sampling
+        if prompt.format.has_channels:
+            return replace(sampling, grammar=replace(grammar, channels=True))
         begin, end = map(self._with_control.token_to_id, thinking)
         if prompt.format.begins_thinking:
             if end is None:

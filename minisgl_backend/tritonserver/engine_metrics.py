@@ -24,7 +24,7 @@ from typing import Any, Final, Protocol
 import triton_python_backend_utils as pb_utils
 
 from minisgl_backend.config import EngineOptions
-from minisgl_backend.runtime.engine import EngineInfo
+from minisgl_backend.runtime.engine import EngineInfo, ReplicaStats
 from minisgl_backend.runtime.recorder import REFUSALS, EngineStats, Samples
 from minisgl_backend.tritonserver.metrics import (
     BucketCounts,
@@ -56,6 +56,9 @@ class Engine(Protocol):
 
     def take_samples(self) -> Samples:
         """Observations since the last call."""
+
+    def replicas(self) -> Sequence[ReplicaStats]:
+        """Counts of each replica; none if there is one engine only."""
 
 
 class EngineMetrics:
@@ -125,6 +128,7 @@ class ReportedEngine:
             ("INTERNAL", "UNAVAILABLE", "INVALID_ARG"),
         )
         self._histograms = self._make_histograms()
+        self._replicas = self._make_replicas()
         self._counted = [
             (self._packet_tokens, self._bucket_metrics("minisgl:chunk_tokens", _TOKEN_BUCKETS)),
             (self._batch_size, self._bucket_metrics("minisgl:batch_size", _BATCH_BUCKETS)),
@@ -152,6 +156,7 @@ class ReportedEngine:
         for code, value in stats.failed.items():
             self._failed[code].raise_to(value)
         self._report_levels(stats)
+        self._report_replicas()
         self._report_adapters(stats)
         self._observe_samples()
         for counts, children in self._counted:
@@ -170,6 +175,7 @@ class ReportedEngine:
         self._rejected.clear()
         self._failed.clear()
         self._histograms.clear()
+        self._replicas.clear()
         self._counted.clear()
         self._families.clear()
 
@@ -193,7 +199,7 @@ class ReportedEngine:
                     "waiting": waiting,
                     "scheduled": running,
                     "active": running,
-                    "max": info.max_running_requests,
+                    "max": info.most_running,
                 },
             ),
             (
@@ -210,6 +216,25 @@ class ReportedEngine:
         for metrics, values in levels:
             for name, value in values.items():
                 metrics[name].set(value)
+
+    def _report_replicas(self) -> None:
+        for metrics, replica in zip(self._replicas, self._engine.replicas(), strict=True):
+            scheduler = replica.stats.scheduler
+            for name, level in (
+                ("up", replica.is_up),
+                ("requests_running", scheduler.num_running),
+                ("requests_waiting", scheduler.num_waiting),
+                ("kv_cache_usage", scheduler.used_pages / max(1, scheduler.total_pages)),
+            ):
+                metrics[name].set(level)
+            for name, count in (
+                ("starts_total", replica.num_starts),
+                ("requests_total", replica.num_routed),
+                ("generation_tokens_total", replica.stats.num_generated_tokens),
+                ("prefix_queries_total", scheduler.prefix_queries),
+                ("prefix_hits_total", scheduler.prefix_hits),
+            ):
+                metrics[name].raise_to(count)
 
     def _report_adapters(self, stats: EngineStats) -> None:
         """Which adapters run and wait, as labels of a gauge whose value is the time, as in vLLM:
@@ -314,8 +339,8 @@ class ReportedEngine:
         )
         labels = {
             "block_size": info.page_size,
-            "num_gpu_blocks": info.num_pages,
-            "kv_cache_size_tokens": info.num_pages * info.page_size,
+            "num_gpu_blocks": info.num_pages * info.num_replicas,
+            "kv_cache_size_tokens": info.num_pages * info.num_replicas * info.page_size,
             "cache_dtype": options.kv_cache_dtype or "auto",
             "enable_prefix_caching": options.cache == "radix",
             "gpu_memory_utilization": options.memory_ratio,
@@ -339,6 +364,44 @@ class ReportedEngine:
             )
             for name, (text, buckets) in descriptions.items()
         }
+
+    def _make_replicas(self) -> list[dict[str, ReportedMetric]]:
+        """The metrics of each replica; all others are of the replicas together."""
+        replicas = self._engine.replicas()
+        if not replicas:
+            return []
+        families = {
+            name: self._family(f"minisgl:replica_{name}", text, kind)
+            for kind, descriptions in (
+                (
+                    pb_utils.MetricFamily.GAUGE,
+                    {
+                        "up": "Whether the replica serves",
+                        "requests_running": "Requests that hold a row of the replica",
+                        "requests_waiting": "Requests in the queue of the replica",
+                        "kv_cache_usage": "Share of its pages that are neither free nor evictable",
+                    },
+                ),
+                (
+                    pb_utils.MetricFamily.COUNTER,
+                    {
+                        "starts_total": "Processes of the replica that were started",
+                        "requests_total": "Requests that the replica was sent",
+                        "generation_tokens_total": "Tokens that the replica has sampled",
+                        "prefix_queries_total": "Prompt tokens looked up in its prefix cache",
+                        "prefix_hits_total": "Prompt tokens found in its prefix cache",
+                    },
+                ),
+            )
+            for name, text in descriptions.items()
+        }
+        return [
+            {
+                name: ReportedMetric(family.Metric(labels={**self._labels, "replica": str(number)}))
+                for name, family in families.items()
+            }
+            for number in range(len(replicas))
+        ]
 
     def _by_label(
         self, family: Any, label: str, values: Sequence[str]

@@ -26,7 +26,7 @@ from typing import Any, Final
 from minisgl_backend.config import EngineOptions, Limits
 from minisgl_backend.errors import InvalidRequest, Overloaded, Unsupported
 from minisgl_backend.request import Event, Failed, Finished, FinishReason
-from minisgl_backend.runtime.engine import Engine, shutting_down
+from minisgl_backend.runtime.engine import Door, shutting_down
 from minisgl_backend.runtime_files import QueueMarker, State
 from minisgl_backend.tritonserver.dispatch import Dispatcher
 from minisgl_backend.tritonserver.engine_metrics import EngineMetrics
@@ -66,7 +66,7 @@ class TritonPythonModel:
     """What Triton's Python backend loads, calls and unloads."""
 
     @staticmethod
-    def make_engine(options: EngineOptions) -> Engine:
+    def make_engine(options: EngineOptions) -> Door:
         """The engine of these options."""
         from minisgl_backend.build import build_engine  # brings torch
 
@@ -231,6 +231,7 @@ class TritonPythonModel:
             "num_lost_streams": self._dispatcher.num_lost,
             "num_detokenizers": self._dispatcher.channel.num_peers,
             "info": asdict(self._engine.info),
+            "replicas": [asdict(replica) for replica in self._engine.replicas()],
         }
 
     def _get_status(self) -> Status:

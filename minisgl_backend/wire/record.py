@@ -1,12 +1,13 @@
 """tokenizer -> llm_engine: the validated request as versioned JSON, beside its token ids.
 
     {"v": 1, "arrival": ns since 1970, "given": {name: value}, "prompt": text, "stopped": true,
-     "thinking": [begins_after, opened_by]}
+     "thinking": [begins_after, opened_by], "channels": true}
 
 ``given`` holds the values that differ from the table's defaults, under its names, so the engine
 checks what it reads by the same rules that the tokenizer used: a client that writes a record by
 hand gains nothing. ``prompt`` is there if the answer starts with it, ``stopped`` if the request was
-ended in the tokenizer, ``thinking`` if its grammar begins after a section of thoughts.
+ended in the tokenizer, ``thinking`` if its grammar begins after a section of thoughts, ``channels``
+if it is that of an answer in channels.
 """
 
 from __future__ import annotations
@@ -43,6 +44,8 @@ def encode_record(request: Generation | StopRequest | Stopped) -> str:
         grammar = request.sampling.grammar
         if grammar is not None and grammar.begins_after is not None:
             record["thinking"] = (grammar.begins_after, grammar.opened_by)
+        if grammar is not None and grammar.channels:
+            record["channels"] = True
     elif isinstance(request, Stopped):
         record["stopped"] = True
     return json.dumps(record, separators=(",", ":"))
@@ -84,6 +87,11 @@ def decode_record(
     if isinstance(request, StopRequest):
         return request
     sampling = _after_thinking(request.sampling, record.get("thinking"))
+    channels = record.get("channels", False)
+    if type(channels) is not bool:
+        raise InvalidRequest("request must hold true or false as channels")
+    if channels and sampling.grammar is not None:
+        sampling = replace(sampling, grammar=replace(sampling.grammar, channels=True))
     return replace(request, prompt_text=prompt_text, sampling=sampling)
 
 

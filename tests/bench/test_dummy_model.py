@@ -12,7 +12,7 @@ from minisgl_backend.models.catalog import load_spec
 from minisgl_backend.text.detokenizer import TextStream
 from minisgl_backend.text.tokenizer import PromptEncoder, load_vocabulary
 from minisgl_backend.wire.generation import TextPrompt
-from minisgl_bench.dummy_model import SHAPES, write_dummy_model
+from minisgl_bench.dummy_model import FORMATS, SHAPES, write_dummy_model
 
 
 @pytest.mark.parametrize("shape", sorted(SHAPES))
@@ -20,9 +20,36 @@ def test_every_id_of_the_model_is_one_of_the_tokenizer(shape: str, tmp_path: Pat
     result = CliRunner().invoke(main, ["bench", "dummy-model", shape, str(tmp_path / "model")])
     assert result.exit_code == 0, result.output
     spec = load_spec(tmp_path / "model")
-    assert spec.vocab_size == 151_936
-    assert (spec.moe is not None) == (shape == "qwen3-30b-a3b")
+    vocab_sizes = {"gpt-oss": 201_088, "qwen3.6": 248_320}
+    family = shape.rpartition("-")[0] if "oss" in shape else shape.partition("-")[0]
+    assert spec.vocab_size == vocab_sizes.get(family, 151_936)
+    assert (spec.moe is not None) == (shape.endswith("-a3b") or family == "gpt-oss")
+    assert (spec.delta_net is not None) == (family == "qwen3.6")
     assert len(load_vocabulary(tmp_path / "model")) == spec.vocab_size
+
+
+@pytest.mark.parametrize(
+    ("weights", "expected"),
+    [
+        ("fp8-blocks", "fp8 in blocks of 128 x 128 (fp8)"),
+        ("fp8-channel", "fp8 per channel (compressed-tensors)"),
+        ("int8-gptq", "int8 in groups of 128 (gptq)"),
+        ("int4-gptq", "int4 in groups of 128 (gptq)"),
+        ("int4-awq", "int4 in groups of 128 (zero points) (awq)"),
+    ],
+)
+def test_weights_are_quantized_but_for_the_output_head(
+    weights: str, expected: str, tmp_path: Path
+) -> None:
+    assert weights in FORMATS
+    folder = str(tmp_path / "model")
+    options = ["--weights", weights]
+    result = CliRunner().invoke(main, ["bench", "dummy-model", "qwen3-14b", folder, *options])
+    assert result.exit_code == 0, result.output
+    spec = load_spec(tmp_path / "model")
+    assert spec.weights is not None and str(spec.weights) == expected
+    assert spec.weights.of("lm_head") is None
+    assert spec.weights.of("model.layers.0.mlp.down_proj") is not None
 
 
 def test_text_becomes_tokens_that_become_it_again(tmp_path: Path) -> None:

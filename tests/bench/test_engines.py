@@ -41,6 +41,10 @@ def test_prompts_are_those_that_others_publish_figures_for() -> None:
             "prefixes --groups 2 --each 2 --shared 40 --own 4 --output-length 4".split(),
             {"tokens_per_s", "cached_share"},
         ),
+        (
+            "conversations --conversations 2 --turns 2 --said 40 --answered 4".split(),
+            {"ttft_p50_ms", "last_turn_p50_ms", "cached_share"},
+        ),
     ],
 )
 def test_commands_report_what_they_measured(

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 
@@ -27,3 +28,21 @@ def merged(model: Any, folder: Path) -> Any:
                 module.weight += delta.to(module.weight.dtype)
     assert not tensors
     return copied
+
+
+def write_adapter_of(model: Any, folder: Path, *, rank: int, targets: Sequence[str]) -> Path:
+    """An adapter of random numbers in the names that the modules have in transformers."""
+    generator = torch.Generator().manual_seed(rank)
+    tensors = {}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and name.rpartition(".")[2] in targets:
+            outs, ins = module.weight.shape
+            a = torch.randn(rank, ins, generator=generator) * ins**-0.5
+            b = torch.randn(outs, rank, generator=generator) * (rank**-0.5 / 2)
+            tensors[f"base_model.model.{name}.lora_A.weight"] = a
+            tensors[f"base_model.model.{name}.lora_B.weight"] = b
+    folder.mkdir()
+    save_file(tensors, folder / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": list(targets)}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return folder

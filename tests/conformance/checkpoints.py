@@ -25,6 +25,8 @@ from transformers import (
     Gemma4TextConfig,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
     GraniteConfig,
     GraniteForCausalLM,
     LlamaConfig,
@@ -62,6 +64,8 @@ from transformers import (
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
     SmolLM3Config,
     SmolLM3ForCausalLM,
 )
@@ -242,6 +246,33 @@ def _gemma3_seeing() -> PreTrainedModel:
     return Gemma3ForConditionalGeneration(config)
 
 
+_GPT_OSS_ROPE: Final = MappingProxyType(
+    {
+        "rope_type": "yarn",
+        "rope_theta": 150_000.0,
+        "factor": 4.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        "original_max_position_embeddings": 64,
+    }
+)
+
+
+def _gpt_oss(**changes: Any) -> PreTrainedModel:
+    experts = {"num_local_experts": 8, "num_experts_per_tok": 3}
+    values = {
+        **_SHAPE,
+        "head_dim": 32,
+        "num_hidden_layers": 4,
+        "sliding_window": 20,
+        "rope_parameters": dict(_GPT_OSS_ROPE),
+        **experts,
+        **changes,
+    }
+    return GptOssForCausalLM(GptOssConfig(**values))
+
+
 _GEMMA_4: Final = MappingProxyType(
     {
         "num_hidden_layers": 4,
@@ -355,6 +386,12 @@ def _qwen3_5_moe() -> PreTrainedModel:
 def _qwen3_5_moe_multimodal() -> PreTrainedModel:
     config = Qwen3_5MoeConfig(text_config=_qwen3_5_moe_text(), vision_config=dict(_SIGHT))
     return Qwen3_5MoeForConditionalGeneration(config)
+
+
+def _qwen3_next(**changes: Any) -> PreTrainedModel:
+    experts = {"moe_intermediate_size": 48, "num_experts": 8, "num_experts_per_tok": 3}
+    values = {**_SHAPE, **_DELTA, **experts, "shared_expert_intermediate_size": 80, **changes}
+    return Qwen3NextForCausalLM(Qwen3NextConfig(**values))
 
 
 CASES: Final[Mapping[str, Callable[[], PreTrainedModel]]] = MappingProxyType(
@@ -473,11 +510,29 @@ CASES: Final[Mapping[str, Callable[[], PreTrainedModel]]] = MappingProxyType(
         "dots1-window": lambda: _dots1(
             sliding_window=20, max_window_layers=1, n_group=2, topk_group=1, attention_bias=True
         ),
+        "gpt-oss": _gpt_oss,
+        "gpt-oss-listed": lambda: _gpt_oss(
+            num_hidden_layers=3,
+            layer_types=["full_attention", *["sliding_attention"] * 2],
+            num_key_value_heads=1,
+            attention_bias=False,
+            tie_word_embeddings=True,
+            swiglu_limit=0.8,
+            rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
+        ),
+        "qwen3-next": _qwen3_next,
+        "qwen3-next-sparse": lambda: _qwen3_next(
+            decoder_sparse_step=2,
+            mlp_only_layers=[3],
+            norm_topk_prob=False,
+            tie_word_embeddings=True,
+            linear_num_key_heads=4,
+        ),
     }
 )
 
 
-_SEEDS: Final = MappingProxyType({"dots1": 1001, "glm4-moe-groups": 1002})
+_SEEDS: Final = MappingProxyType({"dots1": 1001, "glm4-moe-groups": 1002, "gpt-oss": 1004})
 """Of checkpoints that come near a tie with the seed of their place in ``CASES``."""
 
 
@@ -490,14 +545,16 @@ def write_checkpoint(case: str, folder: Path, *, shard_size: str = "5GB") -> Any
     return model
 
 
-def write_broad_checkpoint(folder: Path) -> Any:
-    """A Qwen3 whose matrices are large enough for kernels that leave small ones to a library."""
+def write_broad_checkpoint(folder: Path, **changes: Any) -> Any:
+    """A Qwen3 whose matrices are large enough for kernels that leave small ones to a library;
+    ``changes`` are of its config."""
     model: Any = _qwen3(
         hidden_size=512,
         intermediate_size=512,
         num_attention_heads=8,
         num_key_value_heads=4,
         head_dim=64,
+        **changes,
     )
     _draw(model, seed=99, spread=0.06)
     model.eval()
@@ -505,8 +562,46 @@ def write_broad_checkpoint(folder: Path) -> Any:
     return model
 
 
+def write_broad_experts_checkpoint(folder: Path) -> Any:
+    """A Qwen3-MoE of sizes that Hopper's kernels take; routers are sure of their choices."""
+    model: Any = _qwen3_moe(
+        hidden_size=512,
+        moe_intermediate_size=256,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=64,
+        num_experts=128,
+        num_experts_per_tok=8,
+    )
+    _draw(model, seed=98, spread=0.06)
+    for layer in model.model.layers:
+        layer.mlp.gate.weight.data *= 4  # in 16 bits others are the last choices, of little weight
+    model.eval()
+    model.save_pretrained(folder)
+    return model
+
+
+def write_broad_hybrid_checkpoint(folder: Path) -> Any:
+    """A Qwen3.5 with the sizes of heads that the publisher's models have."""
+    model: Any = _qwen3_5(
+        hidden_size=512,
+        intermediate_size=512,
+        num_attention_heads=4,
+        num_key_value_heads=1,
+        head_dim=256,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=128,
+        linear_value_head_dim=128,
+    )
+    _draw(model, seed=98, spread=0.06)
+    model.eval()
+    model.save_pretrained(folder)
+    return model
+
+
 def write_model(name: str, folder: Path) -> None:
-    """A model to be quantized, ``quantized-dense`` or ``quantized-moe``: wide enough for several
+    """A model to be quantized, ``quantized-`` and its kind: wide enough for several
     blocks and groups of 128 numbers, of which the last is not full, and of which two ranks cut
     some."""
     sizes = {"hidden_size": 192, "intermediate_size": 320, "tie_word_embeddings": False}
@@ -514,6 +609,9 @@ def write_model(name: str, folder: Path) -> None:
         "quantized-dense": lambda: _qwen3(**sizes),
         "quantized-moe": lambda: _qwen3_moe(
             **sizes, moe_intermediate_size=192, num_experts=4, decoder_sparse_step=2
+        ),
+        "quantized-gpt-oss": lambda: _gpt_oss(
+            **{**sizes, "intermediate_size": 160}, num_hidden_layers=2, num_local_experts=4
         ),
     }
     model: Any = made[name]()
@@ -529,5 +627,5 @@ def _draw(model: PreTrainedModel, seed: int, spread: float = 0.25) -> None:
             if "norm" in name:
                 parameter.uniform_(0.5, 1.5, generator=generator)
             else:
-                std = 0.5 if name.endswith("bias") else spread
+                std = 0.5 if name.endswith("bias") else 2.0 if name.endswith("sinks") else spread
                 parameter.normal_(std=std, generator=generator)

@@ -307,12 +307,30 @@ CASES: Final[Mapping[str, Case]] = MappingProxyType(
             },
             model="quantized-moe",
         ),
+        "mxfp4-gpt-oss": Case(
+            mx_packed,
+            {
+                "quant_method": "mxfp4",
+                "modules_to_not_convert": [
+                    "model.layers.*.self_attn",
+                    "model.layers.*.mlp.router",
+                    "model.embed_tokens",
+                    "lm_head",
+                ],
+            },
+            model="quantized-gpt-oss",
+        ),
     }
 )
 """``config`` is None if ModelOpt's own file says it."""
 _PROJECTION: Final = r"model\.layers\..*_proj\.weight"
+_IN_TURN: Final = r".*\.experts\.(gate_up|down)_proj"
 _PLAIN_IN: Final = MappingProxyType(
-    {"ct-mxfp4-moe": "self_attn", "mxfp4-stacked-moe": r"self_attn|layers\.0\.mlp"}
+    {
+        "ct-mxfp4-moe": "self_attn",
+        "mxfp4-stacked-moe": r"self_attn|layers\.0\.mlp",
+        "mxfp4-gpt-oss": "self_attn",
+    }
 )
 
 
@@ -361,6 +379,17 @@ def stack_experts(path: Path, *, in_turn: bool) -> None:
     save_file(tensors, path)
 
 
+def pack_experts(pack: Pack, weights: Tensor) -> Packed:
+    """Of [experts, inputs, outputs], in MXFP4 as gpt-oss has it: outputs before inputs."""
+    found = [pack(weight.T.contiguous()) for weight in weights]
+    codes = torch.stack([parts["weight_packed"] for parts, _ in found])
+    tensors = {
+        "_blocks": codes.view(*codes.shape[:2], -1, 16),
+        "_scales": torch.stack([parts["weight_scale"] for parts, _ in found]),
+    }
+    return tensors, torch.stack([numbers.T for _, numbers in found])
+
+
 def write_with(
     pack: Pack,
     folder: Path,
@@ -381,6 +410,9 @@ def write_with(
             parts, numbers[name] = pack(tensor)
             module = name.removesuffix("weight")
             tensors |= {f"{module}{part}": values for part, values in parts.items()}
+        elif re.fullmatch(_IN_TURN, name):
+            parts, numbers[name] = pack_experts(pack, tensor)
+            tensors |= {f"{name}{part}": values for part, values in parts.items()}
         else:
             tensors[name] = tensor
     save_file(tensors, folder / "model.safetensors")

@@ -16,7 +16,7 @@ from minisgl_backend.models.catalog import load_spec
 from minisgl_backend.models.decoder import Decoder
 from minisgl_backend.request import Adapter, IntArray
 from minisgl_kit.adapters import ATTENTION, write_adapter
-from tests.conformance.adapter_folders import merged
+from tests.conformance.adapter_folders import merged, write_adapter_of
 from tests.conformance.checkpoints import CONTEXT, VOCAB_SIZE, write_checkpoint
 from tests.conformance.engines import TinyEngine, load_model, prompts_with_shared_prefixes
 from tests.conformance.quantized_checkpoints import write_quantized
@@ -146,6 +146,32 @@ def test_adapters_over_quantized_weights(case: str, tmp_path: Path) -> None:
         ) as engine:
             outcome = engine.run(reference.prompts, [GREEDY] * len(chosen), chosen)
         assert outcome.tokens == reference.tokens
+
+
+@pytest.mark.parametrize(
+    ("case", "targets"),
+    [
+        ("phi3", ("qkv_proj", "gate_up_proj", "o_proj", "down_proj")),
+        ("qwen3.5-multimodal", ("q_proj", "v_proj", "o_proj", "up_proj")),
+    ],
+)
+def test_adapters_may_have_the_names_of_the_checkpoint(
+    case: str, targets: tuple[str, ...], tmp_path: Path
+) -> None:
+    """Of which one may be for several projections, or for the text part of a larger model."""
+    theirs = write_checkpoint(case, tmp_path)
+    path = write_adapter_of(theirs, tmp_path / "adapter", rank=6, targets=targets)
+    model = load_model(tmp_path, context=CONTEXT)
+    slots = AdapterSlots(model, 1, 8, torch.device("cpu"))
+    store = AdapterStore(slots, pinned=False)
+    adapter = Adapter(1, "adapter", str(path), *store.read(1, path))
+    prompts = prompts_with_shared_prefixes(vocab_size=VOCAB_SIZE, longest=60, seed=7)
+    with TinyEngine(
+        model, page_size=16, context=CONTEXT, adapter_slots=slots, adapter_store=store
+    ) as engine:
+        outcome = engine.run(prompts, [GREEDY] * len(prompts), [adapter] * len(prompts))
+    adapted = merged(theirs, path)
+    assert outcome.tokens == [generate(adapted, prompt) for prompt in prompts]
 
 
 def test_an_adapter_of_zeros_changes_nothing(reference: Reference) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
 from typing import Final
@@ -78,6 +78,7 @@ class World:
         head_dim: int = 64,
         windows: tuple[int | None, ...] = (None,),
         dtype: torch.dtype = torch.float32,
+        sinks: bool = False,
     ):
         self.shape = AttentionShape(
             num_heads=num_heads,
@@ -85,8 +86,11 @@ class World:
             head_dim=head_dim,
             scale=head_dim**-0.5,
             windows=windows,
+            sinks=sinks,
         )
         self.page_size, self.dtype = page_size, dtype
+        # of some heads they take hardly anything, of others nearly all
+        self.sinks = torch.linspace(-3, 9, num_heads).to(dtype) if sinks else None
         self.setting = AttentionSetting(
             shape=self.shape,
             page_size=page_size,
@@ -207,7 +211,7 @@ class World:
 
     def _check(self, attend: LayerAttention, q: Tensor, layer: int, expected: list[Tensor]) -> None:
         out = torch.full_like(q, torch.nan)
-        attend(out, q, self.kv.layers[layer], layer)
+        attend(out, q, replace(self.kv.layers[layer], sinks=self.sinks), layer)
         tolerance = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 0.03}[self.dtype]
         torch.testing.assert_close(
             out.double(), torch.cat(expected), atol=tolerance, rtol=tolerance
@@ -224,6 +228,10 @@ class World:
         if window is not None:
             hidden |= key <= query - window
         products = products.masked_fill(hidden, float("-inf"))
+        if self.sinks is not None:  # one more position, whose value is 0
+            of_sinks = self.sinks.double()[:, None, None].expand(-1, len(q), 1)
+            products = torch.cat([products, of_sinks], dim=2)
+            values = torch.cat([values, torch.zeros_like(values[:1])])
         return torch.einsum("hqk,khd->qhd", products.softmax(dim=-1), values)
 
 
@@ -284,6 +292,23 @@ def test_dtypes(backend: str, dtype: torch.dtype) -> None:
     world.step([(first, 1), (second, 1)])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(4, 2), (8, 1)])
+def test_sinks(backend: str, dtype: torch.dtype, num_heads: int, num_kv_heads: int) -> None:
+    world = World(
+        backend,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        windows=(None, 20),
+        dtype=dtype,
+        sinks=True,
+    )
+    long, short = world.add(120), world.add(30)
+    world.step([(long, 50), (short, 10)])
+    world.step([(long, 60), (short, 1)])
+    world.step([(long, 1), (short, 1)])
+
+
 def test_a_long_prompt_at_once(backend: str) -> None:
     world = World(backend, num_heads=4, num_kv_heads=1, head_dim=64)
     index = world.add(2000)
@@ -338,6 +363,12 @@ def test_shared_pages(backend: str, pattern: str, page_size: int) -> None:
 @pytest.mark.parametrize("window", [1, 40, 90])
 def test_shared_pages_behind_a_window(backend: str, pattern: str, window: int) -> None:
     attend_together(World(backend, windows=(window, None)), pattern)
+
+
+@every_pattern
+@pytest.mark.usefixtures("together")
+def test_shared_pages_beside_sinks(backend: str, pattern: str) -> None:
+    attend_together(World(backend, windows=(None, 40), sinks=True), pattern)
 
 
 @pytest.mark.usefixtures("together")

@@ -12,11 +12,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from minisgl_backend.errors import ConfigError
 from minisgl_backend.models.decoder import Decoder
 from minisgl_backend.models.kv_scales import read_kv_scales
 from minisgl_backend.parallel.group import OneRank
 from minisgl_backend.request import IntArray
-from tests.conformance.checkpoints import CONTEXT, VOCAB_SIZE
+from tests.conformance.checkpoints import CONTEXT, VOCAB_SIZE, write_checkpoint
 from tests.conformance.engines import TinyEngine, load_model, prompts_with_shared_prefixes
 from tests.conformance.quantized_checkpoints import CASES, plain, write_quantized, write_with
 from tests.conformance.test_ranks import logits_of_prompt
@@ -81,6 +82,12 @@ def test_weights_are_converted_while_they_load(model: str, tmp_path: Path) -> No
         torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
     exact = logits_of_prompt(tmp_path, OneRank())
     assert (found[0] - exact).abs().max() > 1e-2
+
+
+def test_experts_in_turn_are_not_converted(tmp_path: Path) -> None:
+    write_checkpoint("gpt-oss", tmp_path)
+    with pytest.raises(ConfigError, match=r"experts in fp8 in blocks .* are not supported"):
+        logits_of_prompt(tmp_path, OneRank(), "fp8")
 
 
 def test_quantized_weights_go_with_fp8_pages_and_their_scales(tmp_path: Path) -> None:

@@ -16,8 +16,9 @@ from minisgl_backend.attention.choose import choose_attention
 from minisgl_backend.config import EngineOptions
 from minisgl_backend.execution.states import StateStorage
 from minisgl_backend.execution.storage import KVStorage
+from minisgl_backend.kernels.gated_delta import Run, Runs
 from minisgl_backend.models.build import build_model
-from minisgl_backend.models.token_mixing import RecurrentRows, Segment
+from minisgl_backend.models.token_mixing import RecurrentRows
 from minisgl_backend.parallel.group import Group, OneRank
 from minisgl_backend.precheck import checked_spec
 from tests.conformance.checkpoints import CASES, write_checkpoint
@@ -47,6 +48,7 @@ PAGE_SIZE = 16
         "qwen2-moe",
         "glm4-moe-groups",
         "qwen3.5-tied",
+        "gpt-oss",
     ],
 )
 def test_logits_are_equal(case: str, size: int, tmp_path: Path) -> None:
@@ -65,7 +67,8 @@ def test_logits_are_equal(case: str, size: int, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize(
-    "case", ["qwen2-moe", "glm4-moe-groups", "awq-64-moe", "mxfp4-stacked-moe"]
+    "case",
+    ["qwen2-moe", "glm4-moe-groups", "awq-64-moe", "mxfp4-stacked-moe", "gpt-oss", "mxfp4-gpt-oss"],
 )
 def test_logits_of_whole_experts_are_equal(case: str, size: int, tmp_path: Path) -> None:
     """Other ranks' experts are not read, in files of one tensor an expert and of one for all."""
@@ -121,8 +124,8 @@ def logits_of_prompt(
             delta.of_rank(group.size), num_rows=1, num_snapshots=0, dtype=torch.float32, device=CPU
         )
         model.bind_states(states.layers)
-        segments = (Segment(0, 15, None, (0,)), Segment(15, length, 0, (0,)))
-        recurrent = RecurrentRows(torch.empty(0, dtype=torch.int64), segments)
+        runs = Runs.of([Run(0, length, 0, is_fresh=True)], torch.from_numpy)
+        recurrent = RecurrentRows(torch.empty(0, dtype=torch.int64), runs)
     offsets, ends = np.array([0, length], np.int32), np.array([length], np.int32)
     attend_chunks = choose_attention(None, setting).prefill.plan_chunks(
         Chunks(

@@ -227,3 +227,61 @@ HERMES_3_TOOL_USE = """{%- macro type_of(property) -%}
     {{- '<|im_end|>\\n' }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
+
+GPT_OSS = """{%- set effort = reasoning_effort if reasoning_effort is defined else 'medium' %}
+{{- '<|start|>system<|message|>Knowledge cutoff: 2024-06\\n\\nReasoning: ' + effort }}
+{{- '\\n\\n# Valid channels: analysis, commentary, final.' }}
+{%- if tools %}
+    {{- "\\nCalls to these tools must go to the commentary channel: 'functions'." }}
+{%- endif %}
+{{- '<|end|>' }}
+{%- set told = messages[0].role in ('system', 'developer') %}
+{%- if told or tools %}
+    {{- '<|start|>developer<|message|>' }}
+    {%- if told %}{{- '# Instructions\\n\\n' + messages[0].content + '\\n\\n' }}{%- endif %}
+    {%- if tools %}
+        {{- '# Tools\\n\\nnamespace functions {\\n' }}
+        {%- for tool in tools %}
+            {{- 'type ' + tool.function.name + ' = (_: ' }}
+            {{- tool.function.parameters | tojson }}{{- ') => any;\\n' }}
+        {%- endfor %}
+        {{- '}' }}
+    {%- endif %}
+    {{- '<|end|>' }}
+{%- endif %}
+{%- set last = namespace(call=none) %}
+{%- for message in (messages[1:] if told else messages) %}
+    {%- if message.role == 'user' %}
+        {{- '<|start|>user<|message|>' + message.content + '<|end|>' }}
+    {%- elif message.role == 'tool' %}
+        {%- if last.call is none %}{{- raise_exception('a result without a call') }}{%- endif %}
+        {{- '<|start|>functions.' + last.call + ' to=assistant<|channel|>commentary<|message|>' }}
+        {{- message.content | tojson }}{{- '<|end|>' }}
+    {%- elif message.tool_calls %}
+        {%- if message.content and message.thinking %}
+            {{- raise_exception('content and thinking beside a call') }}
+        {%- endif %}
+        {%- if message.content or message.thinking %}
+            {{- '<|start|>assistant<|channel|>analysis<|message|>' }}
+            {{- (message.content or message.thinking) + '<|end|>' }}
+        {%- endif %}
+        {%- set last.call = message.tool_calls[0].function.name %}
+        {{- '<|start|>assistant to=functions.' + last.call + '<|channel|>commentary json' }}
+        {{- '<|message|>' }}{{- message.tool_calls[0].function.arguments | tojson }}
+        {{- '<|call|>' }}
+    {%- else %}
+        {%- set last.call = none %}
+        {{- '<|start|>assistant<|channel|>final<|message|>' + message.content + '<|end|>' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|start|>assistant' }}{%- endif %}"""
+GPT_OSS_MARKS = (
+    "<|start|>",
+    "<|channel|>",
+    "<|message|>",
+    "<|end|>",
+    "<|constrain|>",
+    "<|call|>",
+    "<|return|>",
+)
+"""Its tokens."""

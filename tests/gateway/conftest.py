@@ -8,7 +8,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,9 +82,16 @@ class Gateway:
 
 
 @contextmanager
-def gateway_of(triton: str, log: Path, *options: str, **environment: str) -> Iterator[Gateway]:
-    """A gateway that listens; it must end cleanly, with nothing in its log that is a bug."""
-    command = [*COMMAND, "--triton", triton, "--port", "0"]
+def gateway_of(
+    triton: str | Sequence[str], log: Path, *options: str, **environment: str
+) -> Iterator[Gateway]:
+    """A gateway in front of one server, or of several, that listens; it must end cleanly, with
+    nothing in its log that is a bug."""
+    if isinstance(triton, str):
+        command = [*COMMAND, "--triton", triton, "--port", "0"]
+    else:
+        servers = [word for address in triton for word in ("--server", address)]
+        command = [*COMMAND, *servers, "--port", "0"]
     with log.open("w") as stderr:
         process = subprocess.Popen(
             [*command, *options],

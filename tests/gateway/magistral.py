@@ -27,25 +27,33 @@ _END: Final = "<|im_end|>"
 _SAID: Final = f"[THINK]\n{THOUGHT}\n[/THINK]\n\n{WORDS}[TOOL_CALLS]weather[ARGS]{ARGUMENTS}{_END}"
 
 
-class TritonPythonModel(llm_engine.TritonPythonModel):
-    """What Triton loads in place of the shipped `llm_engine`."""
+def scripted_model(said: str, *, end: str) -> type[llm_engine.TritonPythonModel]:
+    """What Triton loads in place of the shipped `llm_engine`: it says this to any prompt, up to the
+    token ``end``."""
 
-    @staticmethod
-    def make_engine(options: EngineOptions) -> Engine:
-        end = PromptEncoder.load(options.model).encode(TextPrompt(_END, parse_special_tokens=True))
+    class ScriptedModel(llm_engine.TritonPythonModel):
+        @staticmethod
+        def make_engine(options: EngineOptions) -> Engine:
+            prompt = TextPrompt(end, parse_special_tokens=True)
+            ends = tuple(PromptEncoder.load(options.model).encode(prompt).tolist())
 
-        def engine(
-            info: EngineInfo,
-            scheduler: ports.Scheduler,
-            executor: ports.Executor,
-            *,
-            overlap: bool,
-            grammars: Grammars | None = None,
-            adapters: Adapters | None = None,
-        ) -> Engine:
-            info = replace(info, eos_token_ids=tuple(end.tolist()))
-            return Engine(
-                info, scheduler, executor, overlap=overlap, grammars=grammars, adapters=adapters
-            )
+            def engine(
+                info: EngineInfo,
+                scheduler: ports.Scheduler,
+                executor: ports.Executor,
+                *,
+                overlap: bool,
+                grammars: Grammars | None = None,
+                adapters: Adapters | None = None,
+            ) -> Engine:
+                info = replace(info, eos_token_ids=ends)
+                return Engine(
+                    info, scheduler, executor, overlap=overlap, grammars=grammars, adapters=adapters
+                )
 
-        return paced_engine(options, step_s=0.002, text=_SAID, parts=Parts(engine=engine))
+            return paced_engine(options, step_s=0.002, text=said, parts=Parts(engine=engine))
+
+    return ScriptedModel
+
+
+TritonPythonModel = scripted_model(_SAID, end=_END)

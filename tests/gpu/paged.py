@@ -41,10 +41,12 @@ class Case:
     head_dim: int
     window: int | None = None
     fp8: bool = False
+    sinks: bool = False
 
     def __str__(self) -> str:
         words = [f"page{self.page_size}", f"group{self.group}", f"dim{self.head_dim}"]
-        words += [f"window{self.window}"] * (self.window is not None) + ["fp8"] * self.fp8
+        words += [f"window{self.window}"] * (self.window is not None)
+        words += ["fp8"] * self.fp8 + ["sinks"] * self.sinks
         return "-".join(words)
 
     @property
@@ -58,6 +60,7 @@ class Case:
             head_dim=self.head_dim,
             scale=self.head_dim**-0.5,
             windows=(self.window,),
+            sinks=self.sinks,
         )
         return AttentionSetting(
             shape=shape,
@@ -103,7 +106,16 @@ class Paged:
         keys, values = (cache.to(setting.kv_dtype) for cache in caches)
         on_device = torch.tensor([[scale.k], [scale.v]], device=device) if is_fp8 else (None, None)
         k_scale, v_scale = on_device
-        kv = PagedKV(keys=keys, values=values, k_scale=k_scale, v_scale=v_scale, scale=scale)
+        # some take hardly anything, others nearly all
+        sinks = torch.linspace(-3, 9, shape.num_heads, device=device).to(setting.dtype)
+        kv = PagedKV(
+            keys=keys,
+            values=values,
+            k_scale=k_scale,
+            v_scale=v_scale,
+            scale=scale,
+            sinks=sinks if shape.sinks else None,
+        )
         return cls(setting, kv, table.int(), *in_order)
 
     def queries(self, num_tokens: int) -> Tensor:
@@ -125,11 +137,17 @@ class Paged:
         window = shape.windows[0]
         if window is not None:
             seen &= position > query - window
+        keys, values = self.keys[row][:end], self.values[row][:end]
+        mask = torch.zeros(seen.shape, device=q.device).masked_fill(~seen, float("-inf"))[None]
+        if (sinks := self.kv.sinks) is not None:  # one more position, which holds only zeros
+            keys, values = (F.pad(x, (0, 0, 0, 0, 1, 0)) for x in (keys, values))
+            of_sinks = sinks.float()[:, None, None].expand(-1, len(q), 1)
+            mask = torch.cat([of_sinks, mask.expand(len(sinks), -1, -1)], dim=2)
         out = F.scaled_dot_product_attention(
             q.float().transpose(0, 1),
-            self.keys[row][:end].transpose(0, 1),
-            self.values[row][:end].transpose(0, 1),
-            attn_mask=seen,
+            keys.transpose(0, 1),
+            values.transpose(0, 1),
+            attn_mask=mask,
             scale=shape.scale,
             enable_gqa=True,
         )

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from minisgl_backend.build import build_engine
 from minisgl_backend.config import EngineOptions
@@ -35,22 +36,33 @@ def prompts() -> list[IntArray]:
     return prompts_with_shared_prefixes(vocab_size=VOCAB_SIZE, longest=110, seed=7, count=40)
 
 
-@pytest.mark.parametrize("case", ["broad", "llama-biases", "qwen3-moe"])
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    [("broad", "bfloat16"), ("llama-biases", "float32"), ("qwen3-moe", "float32")],
+)
 @pytest.mark.parametrize(
     "options", [{}, {"cuda_graph_max_batch_size": 0}, {"max_loras": 2, "max_running_requests": 16}]
 )
 def test_tokens_of_mixed_batches(
-    case: str, options: dict[str, Any], prompts: list[IntArray], tmp_path: Path
+    case: str, dtype: str, options: dict[str, Any], prompts: list[IntArray], tmp_path: Path
 ) -> None:
-    """Rows of several adapters and of none: in graphs, outside of them, and with too few slots."""
+    """Rows of several adapters and of none: in graphs, outside of them, and with too few slots.
+
+    In fp32 rounding moves no token that does not tie; in bf16, to which the weights and adapters
+    of the reference are rounded, too, it moves some.
+    """
     write = write_broad_checkpoint if case == "broad" else lambda path: write_checkpoint(case, path)
-    reference = write(tmp_path / "model").bfloat16().float()
+    reference = write(tmp_path / "model")
+    if dtype == "bfloat16":
+        reference = reference.bfloat16()
+    reference = reference.float()
     spec = load_spec(tmp_path / "model")
     chosen = {"num_pages": 4096, "max_prefill_tokens": 64, "max_running_requests": 64, **options}
     engine = build_engine(
         EngineOptions(
             model=str(tmp_path / "model"),
             device="cuda",
+            dtype=dtype,
             max_sequence_length=CONTEXT,
             enable_lora=True,
             max_lora_rank=64,
@@ -63,7 +75,12 @@ def test_tokens_of_mixed_batches(
         for rank in RANKS:
             targets = ATTENTION if rank == 16 or case == "qwen3-moe" else None
             path = write_adapter(
-                tmp_path / f"rank-{rank}", spec, rank=rank, targets=targets, seed=rank
+                tmp_path / f"rank-{rank}",
+                spec,
+                rank=rank,
+                targets=targets,
+                seed=rank,
+                dtype=torch.bfloat16,
             )
             adapters.append(engine.adapters.load(f"rank-{rank}", str(path)))
             models.append(merged(reference, path))
@@ -81,5 +98,6 @@ def test_tokens_of_mixed_batches(
         chosen_prompts = [p for p, pick in zip(prompts, picks, strict=True) if pick == which]
         tokens = [s.tokens for s, pick in zip(sinks, picks, strict=True) if pick == which]
         below = np.array(shortfalls(model, chosen_prompts, tokens))
-        assert np.mean(below > 0) < 0.1
-        assert below.max() < 0.2
+        most, worst = (0.02, 0.05) if dtype == "float32" else (0.1, 0.2)
+        assert np.mean(below > 0) < most
+        assert below.max() < worst

@@ -50,16 +50,22 @@ FEWEST = [
 ]
 FP8 = [Case(*of, 128, fp8=True) for of in product((1, 16, 64), (2, 8))]
 FEWEST_FP8 = [Case(16, 2, 128, fp8=True), Case(64, 8, 128, fp8=True)]
+SINKS = [
+    Case(16, 8, 64, sinks=True),
+    Case(16, 8, 64, window=50, sinks=True),
+    Case(64, 2, 128, sinks=True),
+]
+FP8_SINKS = [Case(16, 8, 64, window=50, fp8=True, sinks=True)]
 
-IN_TILES = [case for case in [*WHOLE, *FP8] if case.page_size % 16 == 0]
+IN_TILES = [case for case in [*WHOLE, *FP8, *SINKS, *FP8_SINKS] if case.page_size % 16 == 0]
 
 BACKENDS = {
     "cuda": IN_TILES,
-    "triton": [*WHOLE, *UNEVEN, *FP8],
-    "fa": WHOLE,
-    "fi": [*FEWER, *FP8],
-    "trtllm": [*FEWEST, *FEWEST_FP8],
-    "sdpa": [*WHOLE, *UNEVEN, *FP8],
+    "triton": [*WHOLE, *UNEVEN, *FP8, *SINKS, *FP8_SINKS],
+    "fa": [*WHOLE, *SINKS],
+    "fi": [*FEWER, *FP8, *SINKS, *FP8_SINKS],
+    "trtllm": [*FEWEST, *FEWEST_FP8, *SINKS],
+    "sdpa": [*WHOLE, *UNEVEN, *FP8, *SINKS, *FP8_SINKS],
     "fa,triton": FEWEST,
     "fa,fi": FEWEST,
     "invariant": [*FEWER, *UNEVEN, *FP8],

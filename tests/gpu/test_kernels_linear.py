@@ -11,6 +11,7 @@ from torch import Tensor
 
 from minisgl_backend.kernels.dispatch import is_interpreted
 from minisgl_backend.kernels.linear_cut import Cut
+from minisgl_backend.kernels.packed_weight import PackedWeight
 from minisgl_backend.kernels.rope_store import TokenPlaces, qk_norm_rope_store_reference
 from tests.gpu.compare import assert_close
 
@@ -135,7 +136,12 @@ def test_gated_gemms_in_equal_parts(device: torch.device, cut: Cut, batch: int) 
 
 
 def check_residual(
-    kernel: Any, x: Tensor, weight: Tensor, residual: Tensor, norm: Tensor, expected: Tensor
+    kernel: Any,
+    x: Tensor,
+    weight: Tensor | PackedWeight,
+    residual: Tensor,
+    norm: Tensor,
+    expected: Tensor,
 ) -> None:
     scaled, squares = kernel(x, weight, residual, norm)
     assert_close(residual, expected)

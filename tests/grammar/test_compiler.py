@@ -124,7 +124,7 @@ def test_what_is_taken_back_is_not_compiled(compiler: Compiler) -> None:
         assert asked[0].cancel() and asked[1].cancel()
     made(asked[2])
     made(compiler.ask(choice("the last")))
-    kept = [source for _, source in compiler._kept]
+    kept = [source for _, source, _ in compiler._kept]
     assert first.source in kept and alone.source not in kept
 
 

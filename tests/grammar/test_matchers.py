@@ -50,8 +50,10 @@ def compiled(grammars: Grammars, kind: str, source: Any, **more: Any) -> Matcher
         found.append(outcome)
         ready.set()
 
-    section = [more.pop(name, None) for name in ("begins_after", "opened_by")]
-    grammar = Grammar(GrammarKind(kind), text, *section)
+    section = {
+        name: more.pop(name) for name in ("begins_after", "opened_by", "channels") if name in more
+    }
+    grammar = Grammar(GrammarKind(kind), text, **section)
     grammars.compile(SamplingParams(grammar=grammar, **more), done)
     assert ready.wait(60)
     if isinstance(found[0], MiniSGLError):

@@ -14,6 +14,7 @@ from minisgl_backend.config import DEMO_MODEL, EngineOptions
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.models.adapter_files import Projection, open_adapter
 from minisgl_backend.models.catalog import load_spec
+from minisgl_backend.models.tensor_names import MULTIMODAL
 from minisgl_backend.precheck import adapter_paths, adapter_tasks, check_options
 from minisgl_kit.adapters import write_adapter
 
@@ -40,7 +41,7 @@ def written(folder: Path, **fields: Any) -> Path:
 
 def refusal(folder: Path, *, max_rank: int = 16) -> str:
     with pytest.raises(ConfigError) as error:
-        open_adapter(folder, projections(), max_rank=max_rank)
+        open_adapter(folder, projections(), SPEC.names, max_rank=max_rank)
     return str(error.value)
 
 
@@ -57,7 +58,7 @@ def changed(folder: Path, **tensors: torch.Tensor | None) -> Path:
 
 
 def test_factors_come_with_the_scaling(tmp_path: Path) -> None:
-    file = open_adapter(written(tmp_path, lora_alpha=6), projections(), max_rank=4)
+    file = open_adapter(written(tmp_path, lora_alpha=6), projections(), SPEC.names, max_rank=4)
     held = load_file(tmp_path / "adapter_model.safetensors")
     assert file.rank == 4
     for name, a, b in file.tensors():
@@ -77,7 +78,7 @@ def test_ranks_and_alphas_by_pattern(tmp_path: Path) -> None:
     for name in [name for name in held if ".v_proj." in name]:
         held[name] = held[name][:2] if "lora_A" in name else held[name][:, :2].contiguous()
     save_file(held, folder / "adapter_model.safetensors")
-    factors = open_adapter(folder, projections(), max_rank=4).factors
+    factors = open_adapter(folder, projections(), SPEC.names, max_rank=4).factors
     assert factors["model.layers.0.self_attn.q_proj"].scaling == 40 / 4**0.5
     assert factors["model.layers.1.self_attn.q_proj"].scaling == 8 / 4**0.5
     assert factors["model.layers.0.self_attn.v_proj"].rank == 2
@@ -90,7 +91,7 @@ def test_ranks_and_alphas_by_pattern(tmp_path: Path) -> None:
 def test_targets_by_pattern_name_or_all(target_modules: Any, tmp_path: Path) -> None:
     known = {name: value for name, value in projections().items() if "down" not in name}
     folder = written(tmp_path, target_modules=target_modules)
-    assert open_adapter(folder, known, max_rank=4).factors.keys() == known.keys()
+    assert open_adapter(folder, known, SPEC.names, max_rank=4).factors.keys() == known.keys()
 
 
 def test_some_layers_only(tmp_path: Path) -> None:
@@ -100,7 +101,7 @@ def test_some_layers_only(tmp_path: Path) -> None:
     assert refusal(folder).startswith(f"{first} of the adapter is of no module")
     held = {name: tensor for name, tensor in load_file(path).items() if ".layers.1." in name}
     save_file(held, path)
-    assert len(open_adapter(folder, projections(), max_rank=4).factors) == 2
+    assert len(open_adapter(folder, projections(), SPEC.names, max_rank=4).factors) == 2
 
 
 @pytest.mark.parametrize(
@@ -137,7 +138,10 @@ def test_tensors_that_do_not_fit_are_refused_by_name(tmp_path: Path) -> None:
         ({b: torch.zeros(QUERIES, 5)}, f"{b} of the adapter has the shape"),
         ({a: torch.zeros(4, HIDDEN, dtype=torch.int32)}, f"{a} of the adapter has the type I32"),
         (
-            {"base_model.model.lm_head.lora_A.weight": torch.zeros(4, HIDDEN)},
+            {
+                "base_model.model.lm_head.lora_A.weight": torch.zeros(4, HIDDEN),
+                "base_model.model.lm_head.lora_B.weight": torch.zeros(9, 4),
+            },
             "base_model.model.lm_head.lora_A.weight",
         ),
         (
@@ -158,9 +162,21 @@ def test_tensors_that_do_not_fit_are_refused_by_name(tmp_path: Path) -> None:
 def test_numbers_that_are_not_finite_are_refused_when_read(tmp_path: Path) -> None:
     name = f"{LAYER}.v_proj.lora_B.weight"
     folder = changed(written(tmp_path), **{name: torch.full((KEYS, 4), float("nan"))})
-    file = open_adapter(folder, projections(), max_rank=4)
+    file = open_adapter(folder, projections(), SPEC.names, max_rank=4)
     with pytest.raises(ConfigError, match=f"{name} of the adapter has numbers"):
         list(file.tensors())
+
+
+def test_parts_that_the_model_leaves_out_are_refused(tmp_path: Path) -> None:
+    """A larger model's adapter may also be for what sees."""
+    seen = "base_model.model.model.visual.blocks.0.attn.q_proj"
+    tensors = {
+        f"{seen}.lora_A.weight": torch.zeros(4, 8),
+        f"{seen}.lora_B.weight": torch.zeros(8, 4),
+    }
+    folder = changed(written(tmp_path), **tensors)
+    with pytest.raises(ConfigError, match=f"{seen}.lora_A.weight of the adapter is not supported"):
+        open_adapter(folder, projections(), MULTIMODAL, max_rank=4)
 
 
 def test_files_that_are_not_there_are_named(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from minisgl_backend.config import EngineOptions
 from minisgl_backend.errors import Cancelled, InvalidRequest, Overloaded, Recovering, Unsupported
-from minisgl_backend.runtime.engine import EngineInfo
+from minisgl_backend.runtime.engine import EngineInfo, ReplicaStats
 from minisgl_backend.runtime.recorder import EngineStats, Recorder, Samples
 from minisgl_backend.scheduling.report import SchedulerStats
 from minisgl_backend.tritonserver.engine_metrics import EngineMetrics
@@ -66,6 +66,9 @@ class Engine:
 
     def take_samples(self) -> Samples:
         return self.recorder.take_samples()
+
+    def replicas(self) -> list[ReplicaStats]:
+        return []
 
 
 @pytest.fixture

@@ -7,10 +7,17 @@ import torch
 from transformers.models.qwen3_5 import modeling_qwen3_5 as theirs
 
 from minisgl_backend.kernels.gated_delta import (
+    DeltaInputs,
+    DeltaWeights,
+    Run,
+    Runs,
     causal_conv,
+    causal_conv_runs,
     causal_conv_step,
     delta_rule,
     delta_rule_step,
+    delta_runs,
+    delta_step,
 )
 
 HEADS, KEY_HEADS, KEY_DIM, VALUE_DIM = 4, 2, 8, 16
@@ -77,3 +84,37 @@ def test_the_convolution_goes_on_where_it_was_cut() -> None:
     torch.testing.assert_close(torch.cat([first, *steps]), expected)
     torch.testing.assert_close(states[1], last)
     assert not states[0].any()
+
+
+def test_runs_give_what_steps_give() -> None:
+    """Of two rows, one of which goes on from a state; snapshots are kept within and at the end."""
+    draw = torch.Generator().manual_seed(4)
+    width = 2 * KEY_HEADS * KEY_DIM + HEADS * VALUE_DIM
+    x, weight = torch.randn(80, width, generator=draw), torch.randn(width, 4, generator=draw)
+    z = torch.randn(80, HEADS, VALUE_DIM, generator=draw)
+    a, b, rates = (torch.randn(80, HEADS, generator=draw) for _ in range(3))
+    norm = torch.rand(VALUE_DIM, generator=draw)
+    weights = DeltaWeights(KEY_HEADS, rates[0], rates[1], norm, 1e-6)
+    conv = torch.randn(6, width, 3, generator=draw)
+    states = torch.randn(6, HEADS, KEY_DIM, VALUE_DIM, generator=draw)
+    runs = (Run(0, 2, 3, False, ((1, 5),)), Run(2, 80, 1, True, ((66, 0), (80, 4))))
+    convs, matrices = conv.clone(), states.clone()
+    many = Runs.of(runs, torch.from_numpy)
+    found = torch.empty_like(z)
+    inputs = DeltaInputs(causal_conv_runs(x, convs, many, weight), z, a, b)
+    delta_runs(found, inputs, weights, matrices, many)
+    conv[1], states[1] = 0.0, 0.0
+    for run in runs:
+        slot = torch.tensor([run.slot])
+        for token in range(run.begin, run.end):
+            one = slice(token, token + 1)
+            channels, expected = causal_conv_step(x[one], conv, slot, weight), z[one].clone()
+            delta_step(
+                expected, DeltaInputs(channels, z[one], a[one], b[one]), weights, states, slot
+            )
+            torch.testing.assert_close(found[one], expected, rtol=1e-4, atol=1e-5)
+            for end, kept in run.kept:
+                if end == token + 1:
+                    conv[kept], states[kept] = conv[run.slot], states[run.slot]
+    torch.testing.assert_close(convs, conv)
+    torch.testing.assert_close(matrices, states, rtol=1e-4, atol=1e-5)

@@ -10,6 +10,7 @@ from minisgl_backend.kernels.linear_cut import (
     BATCHES,
     BLOCK,
     Cut,
+    Numbers,
     cut_of,
     invariant_cuts,
     largest_batch,
@@ -47,6 +48,40 @@ def test_all_can_be_compiled(
     assert cut.shared_bytes <= SHARED_BYTES
 
 
+@given(
+    batch=st.sampled_from(BATCHES),
+    height=st.integers(1, 256).map(lambda n: 256 * n),
+    blocks=st.integers(1, 256),
+    head_dim=st.sampled_from([None, 64, 128]),
+    numbers=st.sampled_from(
+        [
+            *(Numbers(8, 128, scales) for scales in (0, 8, 256)),
+            *(Numbers(4, 128, scales) for scales in (0, 64, 256)),
+            *(Numbers(4, 256, scales) for scales in (0, 128, 512)),
+        ]
+    ),
+)
+def test_all_of_codes_can_be_compiled(
+    batch: int, height: int, blocks: int, head_dim: int | None, numbers: Numbers
+) -> None:
+    """A tile has at most 96 tokens: sums of a group and of all take registers."""
+    in_features = blocks * numbers.block
+    cut = cut_of(batch, height, in_features, head_dim=head_dim, numbers=numbers)
+    assert cut.numbers == numbers.of_tile(cut.tokens) and cut.features == (head_dim or cut.features)
+    assert cut.tokens in (8, 16, 32, 64, 96) and height % cut.features == 0
+    assert in_features % (cut.splits * cut.numbers.block) == 0 and cut.splits <= 8
+    own_tokens = max(cut.tokens // cut.splits, 8)
+    assert own_tokens % 8 == 0 and cut.tokens % own_tokens == 0
+    if cut.even:
+        assert cut.splits == 1 and cut.num_steps(height, in_features) >= PROCESSORS
+    else:
+        assert cut.finished_bytes <= cut.stages * cut.stage_bytes
+    assert cut.shared_bytes <= SHARED_BYTES
+    codes = cut.features * cut.numbers.block * numbers.bits // 8
+    assert cut.stage_bytes == codes + 2 * cut.numbers.block * cut.tokens
+    assert cut.stage_bytes % 1024 == 0  # the swizzle of the stage after it counts from there
+
+
 def test_what_was_measured() -> None:
     """GEMMs of Qwen3-0.6B, and the largest one of 14B."""
     assert cut_of(8, 1024, 2048) == Cut(64, 8, stages=8, splits=4)
@@ -62,6 +97,8 @@ def test_what_was_measured() -> None:
 def test_the_larger_a_layer_the_smaller_the_batches(elements: int, expected: int) -> None:
     """Qwen3-0.6B's, the largest that takes all, those of 1.7B and 14B, and one too large."""
     assert largest_batch(elements) == expected
+    assert largest_batch(elements, of_codes=True) == 256
+    assert largest_batch(elements, of_codes=True, float8=True) == 64
 
 
 @pytest.mark.parametrize(("height", "in_features"), [(4100, 1024), (1024, 1000)])

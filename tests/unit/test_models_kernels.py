@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,19 +19,26 @@ from minisgl_backend.attention.base import Chunks, DecodeRows, PagedKV
 from minisgl_backend.attention.own_kernels import TritonDecode, TritonPrefill
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.execution.decode_graphs import batch_sizes
-from minisgl_backend.kernels import wide_linear
+from minisgl_backend.experts_spec import RoutingRule
+from minisgl_backend.kernels import moe, wide_linear
 from minisgl_backend.kernels.activation import silu_mul_reference
+from minisgl_backend.kernels.packed_weight import CodesKind, PackedWeight, dequantize_weight
+from minisgl_backend.kernels.quantized import dequantized, quantize
 from minisgl_backend.kernels.rope_store import TokenPlaces, qk_norm_rope_store_reference
 from minisgl_backend.kernels.rows import RowTable, StepInputs, begin_decode, keep_sampled
 from minisgl_backend.kernels.sampling_table import ONCE
+from minisgl_backend.layers.experts import ExpertsMLP
 from minisgl_backend.models.build import build_model
 from minisgl_backend.models.catalog import load_spec
 from minisgl_backend.models.decoder import Decoder
+from minisgl_backend.models.spec import ModelSpec
 from minisgl_backend.parallel.group import Group, OneRank
+from minisgl_backend.weight_format import Encoding, Layout, Rule, WeightFormat, WeightFormats
 from tests.conformance.checkpoints import (
     CONTEXT,
     VOCAB_SIZE,
     write_broad_checkpoint,
+    write_broad_experts_checkpoint,
     write_checkpoint,
 )
 from tests.parallel.threads import on_ranks
@@ -39,10 +48,17 @@ PAGE_SIZE = 4
 NUM_PAGES = 32
 
 
-def load(folder: Path, group: Group, *, fused: bool) -> Decoder:
-    """Over pages of its own."""
+def load(
+    folder: Path,
+    group: Group,
+    *,
+    fused: bool,
+    spec: ModelSpec | None = None,
+    whole_experts: bool = False,
+) -> Decoder:
+    """Over pages of its own; with a ``spec`` of quantized weights, which are kept."""
     model = build_model(
-        load_spec(folder),
+        spec or load_spec(folder),
         folder,
         dtype=torch.float32,
         device=CPU,
@@ -50,6 +66,8 @@ def load(folder: Path, group: Group, *, fused: bool) -> Decoder:
         max_sequence_length=CONTEXT,
         fused=fused,
         fused_experts=fused,
+        whole_experts=whole_experts,
+        keep_quantized=spec is not None,
     )
     model.bind_pages(pages_of(model))
     return model
@@ -102,10 +120,10 @@ class TwinCores:
 
     most_tokens = 20
 
-    def linear(self, shape: Sequence[int], *, gated: bool) -> Any:
+    def linear(self, shape: Sequence[int], *, gated: bool, codes: CodesKind | None) -> Any:
         def gemm(
             x: Tensor,
-            weight: Tensor,
+            weight: Tensor | PackedWeight,
             *,
             squares: Tensor | None,
             eps: float,
@@ -113,15 +131,16 @@ class TwinCores:
             pdl: bool,
         ) -> Tensor:
             assert weight.shape == shape and not pdl  # a CPU starts nothing early
+            assert (codes is not None) == isinstance(weight, PackedWeight)
             y = self._linear(x, weight, squares, eps, bias)
             return silu_mul_reference(y) if gated else y
 
         return self._kernel(gemm)
 
-    def residual(self, shape: Sequence[int]) -> Any:
+    def residual(self, shape: Sequence[int], *, codes: CodesKind | None) -> Any:
         def add(
             x: Tensor,
-            weight: Tensor,
+            weight: Tensor | PackedWeight,
             residual: Tensor,
             norm_weight: Tensor,
             *,
@@ -129,7 +148,7 @@ class TwinCores:
             pdl: bool,
         ) -> tuple[Tensor, Tensor]:
             assert weight.shape == shape
-            residual.add_(F.linear(x, weight, bias))
+            residual.add_(self._linear(x, weight, None, 0.0, bias))
             squares = torch.stack([half.square().sum(1) for half in residual.chunk(2, 1)])
             return residual * norm_weight, squares
 
@@ -144,10 +163,11 @@ class TwinCores:
         *,
         page_size: int,
         fp8: bool,
+        codes: CodesKind | None,
     ) -> Any:
         def heads(
             x: Tensor,
-            weight: Tensor,
+            weight: Tensor | PackedWeight,
             positions: Tensor,
             slots: Tensor,
             cos_sin: Tensor,
@@ -185,13 +205,15 @@ class TwinCores:
     def _linear(
         self,
         x: Tensor,
-        weight: Tensor,
+        weight: Tensor | PackedWeight,
         squares: Tensor | None,
         eps: float,
         bias: Tensor | None,
     ) -> Tensor:
         if squares is not None:
             x = x * (squares.sum(0)[:, None] / x.shape[1] + eps).rsqrt()
+        if isinstance(weight, PackedWeight):
+            x, weight = weight.ordered(x), dequantize_weight(weight.weight, x.dtype, packed=True)
         return F.linear(x, weight, bias)
 
     def _kernel(self, compute: Any) -> Any:
@@ -211,6 +233,113 @@ def test_a_prompt_then_a_token_on_tensor_cores(
     def check(group: Group) -> None:
         model = load(tmp_path, group, fused=True)
         cores: Any = TwinCores()
+        model.use_tensor_cores(cores)
+        check_prompt_then_token(model, *prompt)
+
+    if size == 1:
+        check(OneRank())
+    else:
+        on_ranks(size, check)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize(
+    ("encoding", "block", "symmetric", "length"),
+    [
+        (Encoding.E4M3, (128, 128), True, 15),
+        (Encoding.INT8, (1, None), True, 40),
+        (Encoding.INT4, (1, 64), False, 40),
+        (Encoding.E2M1, (1, 32), True, 40),
+    ],
+)
+def test_packed_weights_are_computed_by_kernels(
+    encoding: Encoding,
+    block: tuple[int, int | None],
+    symmetric: bool,
+    length: int,
+    size: int,
+    tmp_path: Path,
+) -> None:
+    """On tensor cores, and of 40 tokens dequantized."""
+    form = WeightFormat(
+        layout=Layout.CONVERTED, encoding=encoding, block=block, symmetric=symmetric
+    )
+    theirs = write_broad_checkpoint(tmp_path)
+    for name, weight in theirs.named_parameters():
+        if "_proj" in name:
+            cells = block[0], block[1] or weight.shape[1]
+            found = quantize(weight.data, encoding, cells, symmetric=symmetric)
+            weight.data.copy_(dequantized(found, torch.float32))
+    prompt = a_prompt(theirs, length)
+    weights = WeightFormats("test", (Rule(re.compile(r".*_proj"), form),))
+    spec = replace(load_spec(tmp_path), weights=weights)
+
+    def check(group: Group) -> None:
+        model = load(tmp_path, group, fused=True, spec=spec)
+        cores: Any = TwinCores()
+        model.use_tensor_cores(cores)
+        check_prompt_then_token(model, *prompt)
+
+    if size == 1:
+        check(OneRank())
+    else:
+        on_ranks(size, check)
+
+
+class TwinExperts:
+    """Stands in for ``HopperExperts``: makes twins of its kernels."""
+
+    def kernels(
+        self, rule: RoutingRule, held: tuple[int, int], *shapes: object, bits: int, wide: bool
+    ) -> Any:
+        begin, end = held
+        assert bits == 16 and wide  # of weights in float32
+
+        def compute(
+            x: Tensor,
+            router: Tensor,
+            logits: Callable[[], Tensor],
+            experts: moe.ExpertWeights,
+            *,
+            correction: Tensor | None,
+            squares: Tensor | None,
+            eps: float,
+            pdl: bool,
+        ) -> tuple[Tensor, moe.Choices]:
+            assert experts.shapes == shapes and not pdl
+            scale = torch.ones(len(x), 1)
+            if squares is not None:
+                scale = (squares.sum(0)[:, None] / x.shape[1] + eps).rsqrt()
+            chosen = moe.choose(scale * logits(), rule, correction)
+            is_here = (chosen.ids >= begin) & (chosen.ids < end)
+            ids = torch.where(is_here, chosen.ids - begin, -1)
+            outputs = [
+                moe.fused_experts_reference(
+                    scale * x, experts, moe.Choices(of_all[:, None], torch.ones(len(x), 1))
+                )
+                for of_all in ids.unbind(1)
+            ]
+            return torch.stack(outputs, 1), moe.Choices(ids, chosen.weights, elsewhere=True)
+
+        return compute
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("length", [5, 40])
+@pytest.mark.parametrize("whole_experts", [False, True])
+def test_experts_behind_tensor_cores(
+    length: int, size: int, whole_experts: bool, tmp_path: Path
+) -> None:
+    """Norms that are half done come to experts, of up to 20 tokens and on one rank."""
+    prompt = a_prompt(write_broad_experts_checkpoint(tmp_path), length)
+
+    def check(group: Group) -> None:
+        model = load(tmp_path, group, fused=True, whole_experts=whole_experts)
+        cores: Any = TwinCores()
+        make: Any = TwinExperts()
+        for layer in model.layers:
+            assert isinstance(layer.mlp, ExpertsMLP)
+            layer.mlp.use_kernels(make)
         model.use_tensor_cores(cores)
         check_prompt_then_token(model, *prompt)
 

@@ -16,6 +16,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBl
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.experts_spec import ClampedGate, ExpertsSpec, RoutingRule, SharedExpert
 from minisgl_backend.layers.experts import ExpertsMLP
+from minisgl_backend.layers.norm import Normed
 from minisgl_backend.layers.quantized_matrix import Matrices
 from minisgl_backend.layers.weight_place import collect_places
 from minisgl_backend.parallel.group import Group, OneRank
@@ -40,7 +41,7 @@ def block(
         fused=fused,
         whole_experts=whole_experts,
         group=group,
-        matrices=Matrices(lambda name: None, lambda form: False, fused=fused),
+        matrices=Matrices(lambda name: None, lambda form: False, lambda form: False, fused=fused),
     )
 
 
@@ -82,13 +83,13 @@ def check(theirs: Any, spec: ExpertsSpec, x: Tensor, *, fused: bool = False) -> 
         expected = (expected[0] if isinstance(expected, tuple) else expected).reshape(x.shape)
         ours = block(spec, OneRank(), fused=fused)
         fill(ours, theirs)
-        torch.testing.assert_close(ours.part(x, pdl=False), expected, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(ours.part(Normed(x), pdl=False), expected, atol=1e-5, rtol=1e-5)
         for whole_experts in (False, True):
             total = torch.zeros_like(x)
             for rank in range(4):
                 part = block(spec, RankAlone(rank, 4), fused=fused, whole_experts=whole_experts)
                 fill(part, theirs)
-                total += part.part(x, pdl=False)
+                total += part.part(Normed(x), pdl=False)
             torch.testing.assert_close(total, expected, atol=1e-5, rtol=1e-5)
 
 

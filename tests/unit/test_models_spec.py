@@ -12,10 +12,11 @@ import pytest
 
 from minisgl_backend.attention.base import KVHeads
 from minisgl_backend.errors import ConfigError
-from minisgl_backend.experts_spec import ExpertsSpec, RoutingRule, SharedExpert
+from minisgl_backend.experts_spec import ClampedGate, ExpertsSpec, RoutingRule, SharedExpert
 from minisgl_backend.models.catalog import ARCHITECTURES, load_spec, parse_spec
 from minisgl_backend.models.config_json import ConfigReader, read_json
 from minisgl_backend.models.spec import LayerInputs, MoeSpec
+from minisgl_bench.dummy_model import SHAPES
 
 # As published: the parts of each config.json that matter.
 LLAMA_3_1_8B: Final[dict[str, Any]] = {
@@ -535,6 +536,7 @@ OLMO_3_7B: Final[dict[str, Any]] = {
     "sliding_window": 4096,
     "vocab_size": 100278,
 }
+GPT_OSS_20B: Final = SHAPES["gpt-oss-20b"]
 SMOLLM_3B: Final[dict[str, Any]] = {
     "architectures": ["SmolLM3ForCausalLM"],
     "hidden_size": 2048,
@@ -853,6 +855,23 @@ def test_experts_of_qwen3_5() -> None:
         assert found.architecture == outer and found.moe == parse_spec(text).moe
 
 
+def test_experts_and_projections_of_qwen3_next() -> None:
+    """Of its 80B-A3B, whose config.json has the defaults of its class but for the context."""
+    text = {"architectures": ["Qwen3NextForCausalLM"], "decoder_sparse_step": 1}
+    sizes = {"vocab_size": 151936, "num_hidden_layers": 48, "num_attention_heads": 16}
+    spec = parse_spec({**text, **sizes, "rope_theta": 10000000})
+    rule = RoutingRule(num_experts=512, top_k=10, normalize=True)
+    shared = SharedExpert(name="shared_expert", intermediate_size=512, gated=True)
+    experts = ExpertsSpec(routing=rule, intermediate_size=512, shared=shared)
+    assert spec.moe == MoeSpec(experts=experts, layers=frozenset(range(48)))
+    assert spec.delta_net is not None and spec.delta_net.by_key_head
+    assert spec.delta_net.layers == frozenset(range(48)) - frozenset(range(3, 48, 4))
+    assert (spec.head_dim, spec.num_kv_heads, spec.rope.rotated) == (256, 2, 0.25)
+    assert 79 < spec.num_parameters / 1e9 < 80.5
+    some = parse_spec({**text, **sizes, "decoder_sparse_step": 2, "mlp_only_layers": [1]})
+    assert some.moe is not None and some.moe.layers == frozenset(range(3, 48, 2))
+
+
 def test_router_and_first_layer_of_glm() -> None:
     spec = parse_spec(GLM_4_5_AIR)
     rule = RoutingRule(num_experts=128, top_k=8, normalize=True, sigmoid=True, corrected=True)
@@ -878,6 +897,30 @@ def test_router_and_windows_of_dots() -> None:
         parse_spec({**DOTS_LLM1, "n_group": 3, "topk_group": 2})
 
 
+def test_experts_windows_and_sinks_of_gpt_oss() -> None:
+    spec = parse_spec(GPT_OSS_20B)
+    rule = RoutingRule(num_experts=32, top_k=4, normalize=True)
+    assert spec.moe is not None and spec.moe.layers == frozenset(range(24))
+    assert spec.moe.experts == ExpertsSpec(
+        routing=rule,
+        intermediate_size=2880,
+        gate=ClampedGate(alpha=1.702, limit=7.0),
+        biases=True,
+        router="router",
+        in_turn=True,
+    )
+    assert spec.windows == (128, None) * 12 and spec.dtype == "bfloat16"
+    assert spec.qkv_bias and spec.output_bias and spec.attention_shape(2).sinks
+    assert (spec.rope.scaling, spec.rope.truncate, spec.context) == ("yarn", False, 131072)
+    assert 20 < spec.num_parameters / 1e9 < 22
+    left_out = ("layer_types", "rope_scaling", "swiglu_limit", "rms_norm_eps", "head_dim")
+    assert parse_spec({k: v for k, v in GPT_OSS_20B.items() if k not in left_out}) == spec
+    plain = {**GPT_OSS_20B, "quantization_config": None, "swiglu_limit": 5.0, "dtype": "float32"}
+    changed = parse_spec(plain)
+    assert changed.moe is not None and changed.moe.experts.gate == ClampedGate(1.702, 5.0)
+    assert changed.weights is None and changed.dtype == "float32"
+
+
 def test_every_architecture_is_tested() -> None:
     configs = (
         *(LLAMA_3_1_8B, MISTRAL_7B, QWEN_2_5_7B, QWEN_3_0_6B, QWEN_3_30B_A3B, MISTRAL_SMALL_3_1),
@@ -892,8 +935,9 @@ def test_every_architecture_is_tested() -> None:
             QWEN_1_5_MOE,
             GLM_4_5_AIR,
             DOTS_LLM1,
+            GPT_OSS_20B,
         ),
     )
     found = {parse_spec(config).architecture for config in configs}
-    hybrid = {name for name in ARCHITECTURES if name.startswith("Qwen3_5")}
-    assert found | hybrid == set(ARCHITECTURES)  # see ``test_experts_of_qwen3_5``
+    hybrid = {name for name in ARCHITECTURES if name.startswith(("Qwen3_5", "Qwen3Next"))}
+    assert found | hybrid == set(ARCHITECTURES)  # see ``test_experts_of_qwen3_5`` and the next

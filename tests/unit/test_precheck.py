@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from minisgl_backend.attention.base import KVHeads
 from minisgl_backend.config import DEMO_MODEL, EngineOptions
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.experts_spec import ExpertsSpec, RoutingRule, SharedExpert
@@ -57,7 +58,11 @@ def test_the_device_is_known_where_it_is_named() -> None:
         ({"cuda_graph_batch_sizes": "1,2"}, "cpu", "cuda_graph_batch_sizes=1,2 needs a GPU"),
         ({"cuda_graph_max_tokens": 8}, "cpu", "cuda_graph_max_tokens=8 needs a GPU"),
         ({"dtype": "float64"}, "cuda", "dtype=float64 is for CPUs"),
-        ({"group_attention": True}, "cuda", "group_attention=true is for CPUs"),
+        (
+            {"group_attention": True, "cache": "naive"},
+            None,
+            "group_attention=true needs cache=radix",
+        ),
         ({"moe_backend": "torch"}, "cuda", "moe_backend=torch on a GPU needs cuda_graph"),
         ({"batch_invariant": True}, "cpu", "batch_invariant=True needs a GPU"),
         *(
@@ -67,6 +72,7 @@ def test_the_device_is_known_where_it_is_named() -> None:
                 ({"quantization": "fp8"}, "quantization=fp8"),
                 ({"tensor_parallel_size": 2}, "tensor_parallel_size=2"),
                 ({"attention_backend": "triton"}, "attention_backend=triton"),
+                ({"group_attention": True}, "group_attention=True"),
                 ({"enable_lora": True}, "enable_lora=True"),
                 (
                     {"moe_backend": "torch", "cuda_graph_max_batch_size": 0},
@@ -142,6 +148,9 @@ def test_options_that_do_not_go_with_the_model(given: dict[str, Any], message: s
         ({"gelu": True}, "gates by GELU"),
         ({"norms": "around"}, "norms of the outputs"),
         ({"qk_norm": "token"}, "norms over all heads"),
+        ({"sinks": True}, "attention sinks"),
+        ({"kv_heads": (KVHeads(2, 64),)}, "layers that differ in their heads"),
+        ({"scaled_layers": True}, "layers with inputs of their own"),
         ({"gated_attention": True}, "gated attention"),
         ({"weights": CONVERT_TO_FP8}, "quantized weights"),
         ({"moe": {"routing": {"sigmoid": True}}}, "routers by sigmoids"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,13 @@ def shown(source: str, **variables: Any) -> ChatFormat:
         ("MAGISTRAL_FIRST", "mistral", {"[TOOL_CALLS]", "[ARGS]"}, THINK, False),
         ("HERMES_3", None, set(), None, False),
         ("HERMES_3_TOOL_USE", "hermes", {"<tool_call>", "</tool_call>"}, None, False),
+        (
+            "GPT_OSS",
+            "harmony",
+            {"<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>"},
+            ("<|channel|>analysis<|message|>", "<|end|>"),
+            False,
+        ),
     ],
 )
 def test_families_of_models(
@@ -81,6 +89,7 @@ def test_a_section_that_the_prompt_has_closed() -> None:
     [
         ("QWEN3", {"enable_thinking"}),
         ("QWEN2_5", set()),
+        ("GPT_OSS", {"reasoning_effort"}),
         ("MISTRAL_WITH_EFFORT", {"reasoning_effort"}),
         ("LLAMA_3_2", {"custom_tools", "tools_in_user_message", "date_string"}),
     ],
@@ -181,6 +190,14 @@ def test_a_grammar_begins_after_thoughts(
     assert grammar.begins_after == (None if begins_after is None else names.index(begins_after))
     assert grammar.opened_by == (None if opened_by is None else names.index(opened_by))
     assert encoder.after_thinking(SamplingParams(), prompt) == SamplingParams()
+
+
+def test_a_grammar_of_an_answer_in_channels(tmp_path: Path) -> None:
+    encoder = encoder_of(tmp_path, chat_templates.GPT_OSS)
+    prompt = encoder.rendered(chat())
+    assert encoder.after_thinking(SAMPLING, prompt).grammar == replace(GRAMMAR, channels=True)
+    finished = encoder.rendered(chat(add_generation_prompt=False))
+    assert encoder.after_thinking(SAMPLING, finished) == SAMPLING
 
 
 def test_only_chats_have_thoughts(tmp_path: Path) -> None:

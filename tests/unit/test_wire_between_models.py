@@ -81,6 +81,7 @@ FULL = Generation(
 GRAMMARS = [
     Grammar(GrammarKind.JSON_SCHEMA, '{"type": "object"}', begins_after=7),
     Grammar(GrammarKind.JSON_OBJECT, "", begins_after=0, opened_by=2**31 - 1),
+    Grammar(GrammarKind.REGEX, "a", channels=True),
     Grammar(GrammarKind.REGEX, "日+"),
     Grammar(GrammarKind.CHOICE, '["a", "\\u65e5"]'),
     Grammar(GrammarKind.GRAMMAR, 'start: "a"'),
@@ -183,6 +184,7 @@ def test_a_stopped_request_has_a_record_too() -> None:
             f"{thinking}}}"
             for thinking in ("5", "[]", "[null, 5]", "[5, true]", "[5, 6, 7]", "[-1, null]")
         ),
+        '{"v": 1, "arrival": 5, "given": {}, "channels": 1}',
     ],
 )
 def test_a_forged_record_is_refused(record: str) -> None:

@@ -36,6 +36,36 @@ _QWEN3: Final = {
     "use_sliding_window": False,
     "vocab_size": 151936,
 }
+_QWEN3_5: Final = {
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": None,
+    "eos_token_id": 2,
+    "full_attention_interval": 4,
+    "head_dim": 256,
+    "hidden_act": "silu",
+    "initializer_range": 0.02,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_value_head_dim": 128,
+    "mamba_ssm_dtype": "float32",
+    "max_position_embeddings": 262144,
+    "pad_token_id": 0,
+    "partial_rotary_factor": 0.25,
+    "rms_norm_eps": 1e-6,
+    "rope_parameters": {
+        "partial_rotary_factor": 0.25,
+        "rope_theta": 10000000,
+        "rope_type": "default",
+    },
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+    "vocab_size": 248320,
+}
+"""The text part of Qwen3.5 and Qwen3.6."""
+
 SHAPES: Final[dict[str, dict[str, Any]]] = {
     "qwen3-0.6b": {
         **_QWEN3,
@@ -76,17 +106,121 @@ SHAPES: Final[dict[str, dict[str, Any]]] = {
         "num_experts": 128,
         "num_experts_per_tok": 8,
     },
+    "gpt-oss-20b": {
+        "architectures": ["GptOssForCausalLM"],
+        "model_type": "gpt_oss",
+        "attention_bias": True,
+        "attention_dropout": 0.0,
+        "eos_token_id": 2,  # the demo model's tokenizer says so
+        "head_dim": 64,
+        "hidden_act": "silu",
+        "hidden_size": 2880,
+        "initializer_range": 0.02,
+        "intermediate_size": 2880,
+        "layer_types": ["sliding_attention", "full_attention"] * 12,
+        "max_position_embeddings": 131072,
+        "num_attention_heads": 64,
+        "num_experts_per_tok": 4,
+        "num_hidden_layers": 24,
+        "num_key_value_heads": 8,
+        "num_local_experts": 32,
+        "pad_token_id": 0,
+        "quantization_config": {
+            "quant_method": "mxfp4",
+            "modules_to_not_convert": [
+                "model.layers.*.self_attn",
+                "model.layers.*.mlp.router",
+                "model.embed_tokens",
+                "lm_head",
+            ],
+        },
+        "rms_norm_eps": 1e-5,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "original_max_position_embeddings": 4096,
+            "truncate": False,
+        },
+        "rope_theta": 150000,
+        "sliding_window": 128,
+        "swiglu_limit": 7.0,
+        "tie_word_embeddings": False,
+        "use_cache": True,
+        "vocab_size": 201088,
+    },
+    "qwen3.6-27b": {
+        **_QWEN3_5,
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "model_type": "qwen3_5_text",
+        "hidden_size": 5120,
+        "intermediate_size": 17408,
+        "linear_num_value_heads": 48,
+        "num_attention_heads": 24,
+        "num_hidden_layers": 64,
+        "num_key_value_heads": 4,
+    },
+    "qwen3.6-35b-a3b": {
+        **_QWEN3_5,
+        "architectures": ["Qwen3_5MoeForCausalLM"],
+        "model_type": "qwen3_5_moe_text",
+        "hidden_size": 2048,
+        "linear_num_value_heads": 32,
+        "moe_intermediate_size": 512,
+        "num_attention_heads": 16,
+        "num_experts": 256,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 40,
+        "num_key_value_heads": 2,
+        "shared_expert_intermediate_size": 512,
+    },
 }
 """config.json of each model."""
+
+_PLAIN: Final = ["lm_head"]
+FORMATS: Final[dict[str, dict[str, Any]]] = {
+    "fp8-blocks": {
+        "quant_method": "fp8",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [128, 128],
+        "modules_to_not_convert": _PLAIN,
+    },
+    "fp8-channel": {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "ignore": _PLAIN,
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": {"type": "float", "num_bits": 8, "strategy": "channel"},
+            }
+        },
+    },
+    "int8-gptq": {"quant_method": "gptq", "bits": 8, "group_size": 128, "sym": True},
+    "int4-gptq": {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True},
+    "int4-awq": {
+        "quant_method": "awq",
+        "bits": 4,
+        "group_size": 128,
+        "zero_point": True,
+        "version": "gemm",
+        "modules_to_not_convert": _PLAIN,
+    },
+}
+"""The ``quantization_config`` of checkpoints in the formats that are published most."""
 
 _WORD_LENGTHS: Final = (2, 8)
 _COPIED: Final = ("tokenizer_config.json", "generation_config.json")
 
 
-def write_dummy_model(shape: str, folder: Path) -> None:
-    """Write the files of ``shape``, one of ``SHAPES``, into ``folder``, which is made."""
+def write_dummy_model(shape: str, folder: Path, weights: str | None = None) -> None:
+    """Write the files of ``shape``, one of ``SHAPES``, into ``folder``, which is made; ``weights``
+    is one of ``FORMATS``, or None for plain ones."""
     folder.mkdir(parents=True, exist_ok=True)
-    config, demo = SHAPES[shape], Path(DEMO_MODEL)
+    config, demo = dict(SHAPES[shape]), Path(DEMO_MODEL)
+    if weights is not None:
+        config["quantization_config"] = FORMATS[weights]
     for name in _COPIED:
         (folder / name).write_bytes((demo / name).read_bytes())
     tokenizer = json.loads((demo / "tokenizer.json").read_bytes())
@@ -110,10 +244,13 @@ def _write_json(path: Path, content: Any) -> None:
 @click.command("dummy-model")
 @click.argument("shape", type=click.Choice(sorted(SHAPES)))
 @click.argument("folder", type=click.Path(file_okay=False, path_type=Path))
-def dummy_model(shape: str, folder: Path) -> None:
+@click.option(
+    "--weights", type=click.Choice(sorted(FORMATS)), help="quantized so  [default: plain]"
+)
+def dummy_model(shape: str, folder: Path, weights: str | None) -> None:
     """Write all but the weights of a model of SHAPE into FOLDER, for --load-format dummy."""
     try:
-        write_dummy_model(shape, folder)
+        write_dummy_model(shape, folder, weights)
     except OSError as error:
         raise click.ClickException(f"cannot write {folder}: {error.strerror}") from None
     click.echo(f"wrote {folder}: serve it with --model {folder} --load-format dummy")

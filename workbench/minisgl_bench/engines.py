@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from minisgl_backend.cli.serve import options_as_text
 from minisgl_backend.config import EngineOptions
-from minisgl_backend.errors import MiniSGLError
+from minisgl_backend.errors import ConfigError, MiniSGLError
 from minisgl_backend.execution.ranks import RankExecutor
 from minisgl_backend.request import (
     Adapter,
@@ -33,7 +33,7 @@ from minisgl_backend.request import (
     SamplingParams,
     TokenLogprobs,
 )
-from minisgl_backend.runtime.engine import Engine, EngineInfo
+from minisgl_backend.runtime.engine import Door, Engine, EngineInfo
 from minisgl_bench.profiling import marked, nvtx_range
 
 if TYPE_CHECKING:
@@ -46,13 +46,16 @@ def running_engine(
 ) -> Iterator[tuple[Engine, RankExecutor]]:
     """An engine and the executor of its rank 0, closed when the block ends.
 
-    ``parts`` by default are the standard ones; ``nvtx`` marks their phases instead.
+    ``parts`` by default are the standard ones; ``nvtx`` marks their phases instead. Raises
+    ``ConfigError`` if ``options`` ask for several replicas.
     """
     import torch
 
-    from minisgl_backend.build import build_engine
+    from minisgl_backend.build import build_engine_alone
     from minisgl_backend.parts import STANDARD
 
+    if options.data_parallel_size > 1:
+        raise ConfigError("option data_parallel_size: this looks into one engine")
     if torch.cuda.is_available():  # free the memory of an engine before this one
         gc.collect()
         torch.cuda.empty_cache()
@@ -63,11 +66,27 @@ def running_engine(
         built.append(of_rank)
         return made.executor(of_rank)
 
-    engine = build_engine(options, replace(made, executor=executor))
+    engine = build_engine_alone(options, replace(made, executor=executor))
     try:
         yield engine, built[0]
     finally:
         engine.close(drain_s=0)
+
+
+@contextmanager
+def running_door(options: EngineOptions, *, nvtx: bool = False) -> Iterator[Door]:
+    """What takes requests, for one engine or several replicas; closed when the block ends."""
+    from minisgl_backend.build import build_engine
+
+    if options.data_parallel_size == 1 or nvtx:
+        with running_engine(options, nvtx=nvtx) as (engine, _):
+            yield engine
+        return
+    door = build_engine(options)
+    try:
+        yield door
+    finally:
+        door.close(drain_s=0)
 
 
 @dataclass(slots=True)
@@ -106,7 +125,7 @@ class Collector:
 
 
 def submitted(
-    engine: Engine, prompt: IntArray, sampling: SamplingParams, adapter: Adapter | None = None
+    engine: Door, prompt: IntArray, sampling: SamplingParams, adapter: Adapter | None = None
 ) -> Collector:
     """Submit a request; returns its sink."""
     sink = Collector()

@@ -76,9 +76,9 @@ def fp8_pages(model: Path, prompts: int, length: int, json_path: Path | None) ->
 def logits_of(model: Decoder, ids: Tensor) -> Tensor:
     """[len(ids), vocab_size] of a prompt that takes the model's pages from the first one on."""
     attention, length = TritonPrefill(model.spec.attention_shape(1)), len(ids)
-    positions = torch.arange(length, device=ids.device)
+    positions = torch.arange(length, dtype=torch.int32, device=ids.device)
     chunks = Chunks(
-        rows=positions[:1].int(),
+        rows=positions[:1],
         offsets=torch.tensor([0, length], dtype=torch.int32, device=ids.device),
         ends=torch.tensor([length], dtype=torch.int32, device=ids.device),
         page_table=torch.arange(-(-length // PAGE_SIZE), device=ids.device)[None].int(),

@@ -7,6 +7,7 @@ attention and a whole layer. Must not know how calls are timed.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -15,9 +16,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from minisgl_backend.experts_spec import RoutingRule
 from minisgl_backend.kernels.activation import silu_mul, silu_mul_reference
 from minisgl_backend.kernels.embedding import embedding, embedding_reference
-from minisgl_backend.kernels.moe import Choices, ExpertWeights, fused_experts
+from minisgl_backend.kernels.linear_cut import MAX_TOKENS
+from minisgl_backend.kernels.moe import ExpertWeights, choose, fused_experts, sum_outputs
+from minisgl_backend.kernels.packed_weight import PackedWeight, pack
+from minisgl_backend.kernels.quantized import quantize
+from minisgl_backend.kernels.quantized_linear import Float8Weight, float8_linear
 from minisgl_backend.kernels.rms_norm import (
     fused_add_rms_norm,
     fused_add_rms_norm_reference,
@@ -34,6 +40,8 @@ from minisgl_backend.kernels.small_batch import (
     small_batch_linear,
     small_batch_linear_reference,
 )
+from minisgl_backend.packages import import_error
+from minisgl_backend.weight_format import Encoding
 
 Call: TypeAlias = Callable[[], object]
 
@@ -115,6 +123,53 @@ def linear_cases(shape: Shape, batch_size: int) -> Iterator[Case]:
         ours = each(small_batch_linear, weights, **fused) if batch_size <= MAX_BATCH_SIZE else []
         twin = each(small_batch_linear_reference, weights[:2], **fused)
         yield Case(name, num_bytes, ours, twin, each(F.linear, weights))
+
+
+def quantized_cases(shape: Shape, batch_size: int) -> Iterator[Case]:
+    """A layer's GEMMs with quantized weights: of ours the kernel on tensor cores if there is one,
+    else that with tokens in 8 bits; the library's with plain weights."""
+    sizes = {
+        "qkv": (shape.qkv, shape.hidden),
+        "o": (shape.hidden, shape.num_heads * shape.head_dim),
+        "gate/up": (2 * shape.intermediate, shape.hidden),
+        "down": (shape.hidden, shape.intermediate),
+    }
+    formats = {
+        "fp8": (Encoding.E4M3, (128, 128), True),
+        "int8": (Encoding.INT8, (1, 128), True),
+        "int4": (Encoding.INT4, (1, 128), False),
+    }
+    for (name, (height, width)), (form, how) in itertools.product(sizes.items(), formats.items()):
+        encoding, block, symmetric = how
+        num_bytes = height * width * encoding.bits // 8
+        plain = normal(height, width, scale=width**-0.5)
+        x, found = normal(batch_size, width), []
+        for _ in copies(num_bytes):
+            packed = pack(quantize(plain, encoding, block, symmetric=symmetric))
+            assert packed is not None
+            found.append(packed)
+        ours: list[Call] = []
+        if batch_size <= MAX_TOKENS and has_linear_kernels():
+            ours = each(_linear_kernel(found[0]), [(x, packed) for packed in found])
+        in_8_bits = [weight for packed in found if (weight := Float8Weight.of(packed)) is not None]
+        library = each(F.linear, [(x, plain.clone()) for _ in copies(2 * height * width)])
+        yield Case(f"{form} {name}", num_bytes, ours, (), library)
+        if in_8_bits:
+            calls = each(float8_linear, [(x, weight) for weight in in_8_bits])
+            yield Case(f"{form} {name}, tokens in 8 bits", num_bytes, calls, (), library)
+
+
+def has_linear_kernels() -> bool:
+    """Whether this GPU and installation can run ``cuda/linear.cu``."""
+    return torch.cuda.get_device_capability() == (9, 0) and not import_error("cuda.bindings")
+
+
+def _linear_kernel(packed: PackedWeight) -> Callable[[Tensor, PackedWeight], Tensor]:
+    # needs the CUDA driver's bindings, which only installations for GPUs have
+    from minisgl_backend.kernels.cuda.linear import LinearKernel
+
+    kernel = LinearKernel(packed.shape, torch.device("cuda"), codes=packed.kind)
+    return functools.partial(kernel, pdl=True)  # as in a layer
 
 
 def elementwise_cases(shape: Shape, batch_size: int) -> Iterator[Case]:
@@ -206,12 +261,25 @@ def sampling_cases(shape: Shape, batch_size: int) -> Iterator[Case]:
 
 
 def expert_cases(batch_size: int) -> Iterator[Case]:
-    """Qwen3-30B-A3B: 128 experts, 8 a token."""
-    experts, top_k, hidden, inner = 128, 8, 2048, 768
-    gate_up = normal(experts, 2 * inner, hidden, scale=hidden**-0.5)
-    down = normal(experts, hidden, inner, scale=inner**-0.5)
-    scores = torch.rand(batch_size, experts, device="cuda")
-    weights, ids = scores.topk(top_k, dim=-1)
-    used = len(set(ids.flatten().tolist()))
-    inputs = [(normal(batch_size, hidden), ExpertWeights(gate_up, down), Choices(ids, weights))]
-    yield Case("experts, 128 x 8", used * 6 * hidden * inner, each(fused_experts, inputs * 4))
+    """Qwen3-30B-A3B: 128 experts, 8 a token. The kernels for Hopper with the router before them."""
+    rule = RoutingRule(num_experts=128, top_k=8, normalize=True)
+    hidden, inner = 2048, 768
+    gate_up = normal(rule.num_experts, 2 * inner, hidden, scale=hidden**-0.5)
+    down = normal(rule.num_experts, hidden, inner, scale=inner**-0.5)
+    router = normal(rule.num_experts, hidden, scale=hidden**-0.5)
+    x, experts = normal(batch_size, hidden), ExpertWeights(gate_up, down)
+    choices = choose(F.linear(x, router), rule)
+    num_bytes = len(set(choices.ids.flatten().tolist())) * 6 * hidden * inner
+    yield Case("experts, 128 x 8", num_bytes, each(fused_experts, [(x, experts, choices)] * 4))
+    if torch.cuda.get_device_capability() != (9, 0):
+        return
+    from minisgl_backend.kernels.cuda.experts import HopperExperts
+
+    make, held = HopperExperts(x.device), (0, rule.num_experts)
+    kernels = make.kernels(rule, held, *experts.shapes, bits=16, wide=False)
+
+    def routed(x: Tensor) -> Tensor:
+        logits = functools.partial(F.linear, x, router)
+        return sum_outputs(*kernels(x, router, logits, experts))
+
+    yield Case("experts, 128 x 8, routed", num_bytes, each(routed, [(x,)] * 4))

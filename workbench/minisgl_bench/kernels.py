@@ -29,6 +29,7 @@ from minisgl_bench.kernel_cases import (
     elementwise_cases,
     expert_cases,
     linear_cases,
+    quantized_cases,
     sampling_cases,
 )
 from minisgl_kit.report import Report, json_option
@@ -77,6 +78,7 @@ def copy_bandwidth() -> float:
 def cases(shape: Shape, batch_size: int, context: int) -> Iterator[Case]:
     """All lines of one model and batch size."""
     yield from linear_cases(shape, batch_size)
+    yield from quantized_cases(shape, batch_size)
     yield from elementwise_cases(shape, batch_size)
     yield from attention_cases(shape, batch_size, context)
     if batch_size <= MAX_BATCH_SIZE:

@@ -20,9 +20,9 @@ import numpy as np
 from minisgl_backend.cli.options import engine_options
 from minisgl_backend.config import EngineOptions
 from minisgl_backend.request import MAX_SAMPLES, Request, SamplingParams, samples_of
-from minisgl_backend.runtime.engine import Engine
+from minisgl_backend.runtime.engine import Door
 from minisgl_bench.comparison import compare_option, measure_both
-from minisgl_bench.engines import Collector, engine_facts, running_engine
+from minisgl_bench.engines import Collector, engine_facts, running_door
 from minisgl_bench.profiling import nvtx_option, profile_option, profiled
 from minisgl_bench.prompts import Prompt, RandomRequests, request_options
 from minisgl_kit.report import Report, json_option
@@ -32,7 +32,7 @@ _REQUESTS: Final = "requests"
 
 
 def run_engine(
-    engine: Engine,
+    engine: Door,
     prompts: Sequence[Prompt],
     sampling: SamplingParams,
     *,
@@ -232,7 +232,7 @@ def offline(
     def measure(options: EngineOptions, trace: Path | None) -> Report:
         from minisgl_backend.models.hub import resolve_model
 
-        with running_engine(options, nvtx=nvtx) as (engine, _):
+        with running_door(options, nvtx=nvtx) as engine:
             vocab_size = engine.info.vocab_size
             prompts, warm_up = requests.prompts(vocab_size), requests.warm_up(vocab_size)
             run_engine(engine, warm_up, sampling, n=n)

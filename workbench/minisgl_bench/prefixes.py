@@ -20,7 +20,7 @@ from minisgl_backend.cli.options import POSITIVE_INT, TEMPERATURE, engine_option
 from minisgl_backend.config import EngineOptions
 from minisgl_backend.request import SamplingParams
 from minisgl_bench.comparison import compare_option, measure_both
-from minisgl_bench.engines import engine_facts, running_engine
+from minisgl_bench.engines import engine_facts, running_door
 from minisgl_bench.offline import figures_of, run_engine
 from minisgl_bench.profiling import profile_option, profiled
 from minisgl_bench.prompts import Prompt
@@ -114,7 +114,7 @@ def prefixes(
     sampling = SamplingParams(temperature=temperature)
 
     def measure(options: EngineOptions, trace: Path | None) -> Report:
-        with running_engine(options) as (engine, _):
+        with running_door(options) as engine:
             facts = engine_facts(engine.info, options)
             facts["prompt_seed"] = requests.prompt_seed
             facts["temperature"] = temperature

@@ -212,7 +212,7 @@ class Simulation:
         )
         self._engines = [
             _Engine(
-                RadixCache(num_pages, _PAGE_SIZE, watch=partial(self._shadow.evict, replica)),
+                RadixCache(num_pages, _PAGE_SIZE, watch=self._shadow.reports(replica, _PAGE_SIZE)),
                 _NUM_ROWS * scale,
                 _PREFILL_RATE * scale,
             )
@@ -311,9 +311,6 @@ class Simulation:
         lease = request.lease
         assert lease is not None
         engine.cache.publish(lease, tokens, verified=Verified.ALL)
-        keys = self._router.keys.of(tokens)
-        pages = np.array(lease.pages[: len(keys)], np.int32)
-        self._shadow.publish(request.placement.replica, keys, pages)
 
 
 @click.command()

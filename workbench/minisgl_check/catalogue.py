@@ -17,6 +17,7 @@ from minisgl_check import (
     model_files,
     no_room,
     ranks,
+    replicas,
     stops,
 )
 from minisgl_check.fault import Scene, nowhere, stage
@@ -32,6 +33,7 @@ SCENES: Final[tuple[Scene[Any], ...]] = (
     Scene(breaks.impatient_stage, breaks.IMPATIENT_FAULTS),
     Scene(breaks.small_stage, breaks.SMALL_FAULTS),
     Scene(ranks.two_ranks, ranks.FAULTS),
+    Scene(replicas.two_replicas, replicas.FAULTS),
     Scene(nowhere, stops.FAULTS + model_files.FAULTS + no_room.FAULTS),
 )
 """Each with a server of its own, or with several."""

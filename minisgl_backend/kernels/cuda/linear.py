@@ -8,6 +8,8 @@ The input ``x`` [num_rows, in_features] is after RMSNorm or half-way. Without ``
 has been applied. With them only its weight has, and the GEMM divides each row by its root mean
 square: ``squares``, float32 [tiles, num_rows], holds each tile's part of the row's sum of squares,
 from the preceding GEMM.
+
+A weight is plain bfloat16, or a ``PackedWeight`` if the kernels were made for its ``kind``.
 """
 
 from __future__ import annotations
@@ -24,9 +26,16 @@ from torch import Tensor
 
 from minisgl_backend.kernels.cuda.module import CudaKernel, CudaModule, address, checked
 from minisgl_backend.kernels.dispatch import num_processors
-from minisgl_backend.kernels.linear_cut import BATCHES, BLOCK, MAX_TOKENS, Cut, cut_of
+from minisgl_backend.kernels.linear_cut import BATCHES, BLOCK, MAX_TOKENS, PLAIN, Cut, cut_of
+from minisgl_backend.kernels.packed_weight import CodesKind, PackedWeight
+from minisgl_backend.weight_format import Encoding
 
 _ITEM: Final = 2
+_CODES: Final = {Encoding.E4M3: 1, Encoding.INT8: 2, Encoding.INT4: 3, Encoding.E2M1: 4}
+"""``CODE`` of the source."""
+_TWO_OF_CODES: Final = 1024
+"""Up to this many sums in a tile, registers are left for two thread blocks that make numbers of
+codes."""
 _RESERVED_BYTES: Final = 1024
 """Shared memory that CUDA takes for itself in each thread block."""
 
@@ -76,7 +85,7 @@ class _Arguments(ctypes.Structure):
         ("features", ctypes.c_int),
         ("eps", ctypes.c_float),
         ("heads", _Heads),
-        ("padding", ctypes.c_uint8 * 8),  # to the alignment of the maps
+        ("scales", ctypes.c_void_p),
     )
 
 
@@ -95,26 +104,30 @@ class _Linear:
         cuts: Mapping[int, Cut] | None,
         head_dim: int | None = None,
         pairs: int | None = None,
+        codes: CodesKind | None = None,
         **kind: int,
     ) -> None:
         """``cuts`` are keyed by the largest batch that each is for; by default those of ``cut_of``.
 
-        ``pairs``: how many rows apart two rows of the weight are that belong together.
+        ``pairs``: how many rows apart two rows of the weight are that belong together. ``codes``:
+        of packed weights.
         ``kind`` are the macros of ``linear.cu`` that say what becomes of the results.
         """
         height, in_features = shape
         self.most_tokens = most_tokens
         self._height, self._in_features = height, in_features
-        self._pairs = pairs
+        self._pairs, self._codes = pairs, codes
+        numbers = PLAIN if codes is None else codes.numbers(in_features)
         if cuts is None:
             cuts = {
-                batch: cut_of(batch, height, in_features, head_dim=head_dim)
+                batch: cut_of(batch, height, in_features, head_dim=head_dim, numbers=numbers)
                 for batch in BATCHES
                 if batch <= most_tokens
             }
 
         def compiled(cut: Cut) -> tuple[Cut, CudaKernel]:
-            return cut, _kernel(cut, {"SIZE": in_features, **_PLAIN, **kind}, device)
+            constants = {"SIZE": in_features, **_PLAIN, **_macros(codes), **kind}
+            return cut, _kernel(cut, constants, device)
 
         with ThreadPoolExecutor() as pool:
             kernels = list(pool.map(compiled, cuts.values()))
@@ -126,7 +139,7 @@ class _Linear:
         elements = max((cut.features * cut.tokens for cut in even), default=0)
         self._parts = torch.empty((self._num_processors, elements), device=device)
         self._are_there = torch.zeros(self._num_processors, dtype=torch.int32, device=device)
-        self._maps: dict[tuple[int, int], _Map] = {}
+        self._maps: dict[tuple[int, int, int], _Map] = {}
 
     def _kernel_for(self, num_rows: int) -> tuple[Cut, CudaKernel]:
         return self._kernels[min(batch for batch in self._kernels if num_rows <= batch)]
@@ -134,7 +147,7 @@ class _Linear:
     def _launch(
         self,
         x: Tensor,
-        weight: Tensor,
+        weight: Tensor | PackedWeight,
         pdl: bool,
         *,
         bias: Tensor | None,
@@ -142,11 +155,17 @@ class _Linear:
         **values: Any,
     ) -> None:
         num_rows = len(x)
+        scales = None
+        if isinstance(weight, PackedWeight):
+            assert weight.kind == self._codes
+            x, scales = weight.ordered(x), weight.scales
+            weight = weight.weight.codes
         assert x.stride(1) == 1 and weight.is_contiguous() and num_rows <= max(self._kernels)
         cut, kernel = self._kernel_for(num_rows)
         tiles = self._height // cut.features
         arguments = _Arguments(
-            weight=self._weight_map(weight, cut.features),
+            weight=self._weight_map(weight, cut.features, cut.numbers.block),
+            scales=address(scales),
             x=_map(x, (x.shape[1], num_rows), (x.stride(0),), (BLOCK, cut.tokens)),
             squares=address(squares),
             square_tiles=0 if squares is None else len(squares),
@@ -164,16 +183,20 @@ class _Linear:
         cluster = 1, 1, cut.splits
         kernel.launch(grid, 2 * cut.features + 64, arguments, cluster=cluster, pdl=pdl)
 
-    def _weight_map(self, weight: Tensor, features: int) -> _Map:
-        """The tensor map of a weight; cached, since weights do not move while the model lives."""
-        key = weight.data_ptr(), features
+    def _weight_map(self, weight: Tensor, features: int, block: int) -> _Map:
+        """The tensor map of a weight, or of its codes in bytes; cached, since weights do not move
+        while the model lives."""
+        key = weight.data_ptr(), features, block
         if key not in self._maps:
-            size, pairs = self._in_features, self._pairs
+            size, pairs = weight.shape[1], self._pairs  # of codes in bytes
+            width = block
+            if self._codes is not None:
+                width = width * self._codes.encoding.bits // 8
             if pairs is None:
-                made = _map(weight, (size, self._height), (size,), (BLOCK, features))
+                made = _map(weight, (size, self._height), (size,), (width, features))
             else:
                 shape, strides = (size, 8, 2, pairs // 8), (size, pairs * size, 8 * size)
-                made = _map(weight, shape, strides, (BLOCK, 8, 2, features // 16))
+                made = _map(weight, shape, strides, (width, 8, 2, features // 16))
             self._maps[key] = made
         return self._maps[key]
 
@@ -189,18 +212,19 @@ class LinearKernel(_Linear):
         gated: bool = False,
         most_tokens: int = MAX_TOKENS,
         cuts: Mapping[int, Cut] | None = None,
+        codes: CodesKind | None = None,
     ) -> None:
         """``shape`` is the weight's."""
         self._out_features = shape[0] // 2 if gated else shape[0]
         pairs = self._out_features if gated else None
         super().__init__(
-            shape, device, most_tokens=most_tokens, cuts=cuts, pairs=pairs, GATED=gated
+            shape, device, most_tokens=most_tokens, cuts=cuts, pairs=pairs, codes=codes, GATED=gated
         )
 
     def __call__(
         self,
         x: Tensor,
-        weight: Tensor,
+        weight: Tensor | PackedWeight,
         *,
         squares: Tensor | None = None,
         eps: float = 0.0,
@@ -229,13 +253,16 @@ class ResidualKernel(_Linear):
         *,
         most_tokens: int = MAX_TOKENS,
         cuts: Mapping[int, Cut] | None = None,
+        codes: CodesKind | None = None,
     ) -> None:
-        super().__init__(shape, device, most_tokens=most_tokens, cuts=cuts, RESIDUAL=True)
+        super().__init__(
+            shape, device, most_tokens=most_tokens, cuts=cuts, codes=codes, RESIDUAL=True
+        )
 
     def __call__(
         self,
         x: Tensor,
-        weight: Tensor,
+        weight: Tensor | PackedWeight,
         residual: Tensor,
         norm_weight: Tensor,
         *,
@@ -277,19 +304,26 @@ class HeadsKernel(_Linear):
         fp8: bool,
         most_tokens: int = MAX_TOKENS,
         cuts: Mapping[int, Cut] | None = None,
+        codes: CodesKind | None = None,
     ) -> None:
         """``fp8``: the pages' type is float8_e4m3fn."""
         shape = (num_heads + 2 * num_kv_heads) * head_dim, in_features
         constants = {"HEADS": 1, "PAGE_SIZE": page_size, "FP8": fp8}
         super().__init__(
-            shape, device, most_tokens=most_tokens, cuts=cuts, head_dim=head_dim, **constants
+            shape,
+            device,
+            most_tokens=most_tokens,
+            cuts=cuts,
+            head_dim=head_dim,
+            codes=codes,
+            **constants,
         )
         self._num_heads, self._num_kv_heads, self._head_dim = num_heads, num_kv_heads, head_dim
 
     def __call__(
         self,
         x: Tensor,
-        weight: Tensor,
+        weight: Tensor | PackedWeight,
         positions: Tensor,
         slots: Tensor,
         cos_sin: Tensor,
@@ -360,17 +394,32 @@ class TensorCores:
 _PLAIN: Final = {"GATED": 0, "RESIDUAL": 0, "HEADS": 0, "FP8": 0, "PAGE_SIZE": 1}
 
 
+def _macros(codes: CodesKind | None) -> dict[str, int]:
+    if codes is None:
+        return {"CODE": 0, "GROUP": 0, "SHARED_BY": 1, "ZEROS": 0}
+    return {
+        "CODE": _CODES[codes.encoding],
+        "GROUP": codes.group,
+        "SHARED_BY": codes.shared_by,
+        "ZEROS": codes.zeros,
+    }
+
+
 def _kernel(cut: Cut, constants: dict[str, int], device: torch.device) -> CudaKernel:
     memory = torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor
+    two = 2 * (cut.shared_bytes + _RESERVED_BYTES) <= memory
+    if cut.numbers != PLAIN:
+        two = two and cut.tokens * cut.features <= _TWO_OF_CODES
     constants = {
         **constants,
+        "BLOCK": cut.numbers.block,
         "FEATURES": cut.features,
         "TOKENS": cut.tokens,
         "STAGES": cut.stages,
         "SPLITS": cut.splits,
         "EVEN": cut.even,
         "SHARED_BYTES": cut.shared_bytes,
-        "PER_PROCESSOR": 2 if 2 * (cut.shared_bytes + _RESERVED_BYTES) <= memory else 1,
+        "PER_PROCESSOR": 2 if two else 1,
     }
     module = CudaModule("linear.cu", constants, device)
     return module.kernel("linear", shared_bytes=cut.shared_bytes)
@@ -379,8 +428,12 @@ def _kernel(cut: Cut, constants: dict[str, int], device: torch.device) -> CudaKe
 def _map(tensor: Tensor, shape: Sequence[int], strides: Sequence[int], box: Sequence[int]) -> _Map:
     """The TMA's tensor map: dimensions from the innermost one, strides of the others.
 
-    Elements outside are read as zeros. Rows of 128 bytes are swizzled for the tensor cores.
+    Elements outside are read as zeros. Rows of a box, of 128 bytes or 64, are swizzled for the
+    tensor cores, and for `ldmatrix`.
     """
+    item = tensor.element_size()
+    plain = item == _ITEM
+    kinds, swizzles = driver.CUtensorMapDataType, driver.CUtensorMapSwizzle
 
     def longs(values: Sequence[int]) -> list[Any]:
         return [driver.cuuint64_t(value) for value in values]
@@ -390,15 +443,19 @@ def _map(tensor: Tensor, shape: Sequence[int], strides: Sequence[int], box: Sequ
 
     encoded = checked(
         driver.cuTensorMapEncodeTiled(
-            driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+            kinds.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+            if plain
+            else kinds.CU_TENSOR_MAP_DATA_TYPE_UINT8,
             len(shape),
             tensor.data_ptr(),
             longs(shape),
-            longs([_ITEM * stride for stride in strides]),
+            longs([item * stride for stride in strides]),
             ints(box),
             ints([1] * len(shape)),
             driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-            driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+            swizzles.CU_TENSOR_MAP_SWIZZLE_128B
+            if box[0] * item == 128
+            else swizzles.CU_TENSOR_MAP_SWIZZLE_64B,
             driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
             driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
         )

@@ -6,6 +6,8 @@ from torch import Tensor
 
 from minisgl_backend.kernels.triton_kernels.pdl import allow_next, launch_options, wait_previous
 
+_LOG2E = tl.constexpr(1.4426950408889634)
+
 
 @triton.jit(
     do_not_specialize_on_alignment=[
@@ -14,6 +16,7 @@ from minisgl_backend.kernels.triton_kernels.pdl import allow_next, launch_option
         "rows_ptr",
         "k_scale_ptr",
         "v_scale_ptr",
+        "sinks_ptr",
     ]
 )
 def _decode_attention(
@@ -26,6 +29,7 @@ def _decode_attention(
     rows_ptr,
     k_scale_ptr,
     v_scale_ptr,
+    sinks_ptr,
     partial_ptr,
     lse_ptr,
     counter_ptr,
@@ -46,6 +50,7 @@ def _decode_attention(
     WINDOW: tl.constexpr,
     FP8: tl.constexpr,
     ROWS: tl.constexpr,
+    SINKS: tl.constexpr,
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -101,6 +106,11 @@ def _decode_attention(
         v = tl.load(v_head_ptr[None, :] + slot[:, None], mask=seen[:, None], other=0.0)
         acc = acc * shrink[:, None] + tl.dot(p.to(q.dtype), v.to(q.dtype))
         best = new_best
+    lse = best + tl.log2(total)
+    if SINKS:
+        sinks = tl.load(sinks_ptr + heads, mask=in_group, other=0.0).to(tl.float32) * _LOG2E
+        if active == 1:
+            total += tl.exp2(sinks - best)
     acc = acc / total[:, None]
     if FP8:
         acc = acc * tl.load(v_scale_ptr)
@@ -113,7 +123,6 @@ def _decode_attention(
     if active == 1:
         tl.store(out_at, acc.to(out_ptr.dtype.element_ty), mask=in_group[:, None])
         return
-    lse = best + tl.log2(total)
     part = out_heads * partial_splits + split
     tl.store(partial_ptr + part[:, None] * HEAD_DIM + d[None, :], acc, mask=in_group[:, None])
     tl.store(lse_ptr + part, lse, mask=in_group)
@@ -144,6 +153,8 @@ def _decode_attention(
         acc = acc * shrink[:, None] + value * weight[:, None]
         total = total * shrink + weight
         best = new_best
+    if SINKS:
+        total += tl.exp2(sinks - best)
     acc = acc / total[:, None]
     tl.store(out_at, acc.to(out_ptr.dtype.element_ty), mask=in_group[:, None])
 
@@ -162,6 +173,7 @@ def launch_decode_attention(
     window: int | None,
     k_scale: Tensor | None,
     v_scale: Tensor | None,
+    sinks: Tensor | None,
     splits: int,
     pdl: bool,
 ) -> None:
@@ -195,6 +207,7 @@ def launch_decode_attention(
         rows,
         k_scale,
         v_scale,
+        sinks,
         *partial,
         q.stride(0),
         page_table.stride(0),
@@ -202,7 +215,7 @@ def launch_decode_attention(
         k_cache.stride(1),
         k_cache.stride(2),
         partial[0].shape[2],
-        scale * 1.4426950408889634,  # exp2 instead of exp
+        scale * _LOG2E.value,  # exp2 instead of exp
         PAGE_SIZE=page_size,
         NUM_KV_HEADS=num_kv_heads,
         GROUP=group,
@@ -213,6 +226,7 @@ def launch_decode_attention(
         WINDOW=window or 0,
         FP8=fp8,
         ROWS=rows is not None,
+        SINKS=sinks is not None,
         STAGES=stages,
         PDL=pdl,
         num_warps=num_warps,

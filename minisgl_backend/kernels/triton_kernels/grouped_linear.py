@@ -14,7 +14,6 @@ def _grouped_linear(
     weight_ptr,
     pairs_ptr,
     experts_ptr,
-    scales_ptr,
     bias_ptr,
     num_pairs,
     out_features,
@@ -24,7 +23,6 @@ def _grouped_linear(
     COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr,
     GATED: tl.constexpr,
-    SCALED: tl.constexpr,
     BIAS: tl.constexpr,
     ALPHA: tl.constexpr,  # of a clamped gate
     LIMIT: tl.constexpr,  # of a clamped gate; None for SiLU
@@ -69,8 +67,6 @@ def _grouped_linear(
             acc = tl.minimum(acc, LIMIT)
             acc_up = tl.minimum(tl.maximum(acc_up, -LIMIT), LIMIT)
             y = (acc_up + 1) * acc * tl.sigmoid(ALPHA * acc)
-    if SCALED:
-        y = y * tl.load(scales_ptr + pair, mask=held, other=0.0).to(tl.float32)[:, None]
     to = out_ptr + pair.to(tl.int64)[:, None] * out_features + column[None, :]
     tl.store(to, y.to(out_ptr.dtype.element_ty), mask=held[:, None] & in_columns[None, :])
 
@@ -81,7 +77,6 @@ def launch_grouped_linear(
     weight: Tensor,
     pairs: Tensor,
     experts: Tensor,
-    scales: Tensor | None,
     *,
     bias: Tensor | None = None,
     block: int,
@@ -92,8 +87,8 @@ def launch_grouped_linear(
     """``out`` [num_pairs, out_features]: row p is x[p // top_k] through the expert of pair p.
 
     ``weight`` [num_experts, height, in_features]; ``pairs`` and ``experts`` are a
-    ``kernels.moe.Alignment`` in blocks of ``block``; ``scales`` [num_pairs] multiply the rows,
-    after ``bias`` [num_experts, height] is added. ``gate``: of ``gated`` weights, None for SiLU.
+    ``kernels.moe.Alignment`` in blocks of ``block``; ``bias`` [num_experts, height]. ``gate``: of
+    ``gated`` weights, None for SiLU.
     """
     num_pairs, out_features = out.shape
     if num_pairs == 0:
@@ -106,7 +101,6 @@ def launch_grouped_linear(
         weight,
         pairs,
         experts,
-        scales,
         bias,
         num_pairs,
         out_features,
@@ -116,33 +110,9 @@ def launch_grouped_linear(
         COLUMNS=columns,
         BLOCK=64 if block >= 64 else 128,
         GATED=gated,
-        SCALED=scales is not None,
         BIAS=bias is not None,
         ALPHA=None if gate is None else gate.alpha,
         LIMIT=None if gate is None else gate.limit,
         STAGES=4 if block >= 64 else 3,
         num_warps=4,
     )
-
-
-@triton.jit
-def _sum_in_order(out_ptr, parts_ptr, SIZE: tl.constexpr, COUNT: tl.constexpr, BLOCK: tl.constexpr):
-    token = tl.program_id(0).to(tl.int64)
-    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mask = i < SIZE
-    total = tl.zeros([BLOCK], tl.float32)
-    for part in tl.static_range(COUNT):
-        at = parts_ptr + (token * COUNT + part) * SIZE + i
-        total += tl.load(at, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out_ptr + token * SIZE + i, total.to(out_ptr.dtype.element_ty), mask=mask)
-
-
-def launch_sum_in_order(out: Tensor, parts: Tensor) -> None:
-    """``out`` [num_tokens, size]: the sum of ``parts`` [num_tokens, count, size], in float32."""
-    num_tokens, count, size = parts.shape
-    if num_tokens == 0:
-        return
-    assert out.is_contiguous() and parts.is_contiguous()
-    block = min(triton.next_power_of_2(size), 1024)
-    grid = (num_tokens, triton.cdiv(size, block))
-    _sum_in_order[grid](out, parts, SIZE=size, COUNT=count, BLOCK=block, num_warps=4)

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+_LOG2E = tl.constexpr(1.4426950408889634)
 _CHUNKS = tl.constexpr(128)  # of an iteration of the search for a program's chunk
 
 
@@ -19,6 +20,7 @@ _CHUNKS = tl.constexpr(128)  # of an iteration of the search for a program's chu
         "ends_ptr",
         "k_scale_ptr",
         "v_scale_ptr",
+        "sinks_ptr",
     ],
 )
 def _prefill_attention(
@@ -32,6 +34,7 @@ def _prefill_attention(
     ends_ptr,
     k_scale_ptr,
     v_scale_ptr,
+    sinks_ptr,
     num_chunks,
     q_stride,
     table_stride,
@@ -48,6 +51,7 @@ def _prefill_attention(
     BLOCK: tl.constexpr,  # keys of an iteration
     WINDOW: tl.constexpr,
     FP8: tl.constexpr,
+    SINKS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     kv_head = tl.program_id(1)
@@ -117,6 +121,9 @@ def _prefill_attention(
         v = tl.load(v_head_ptr[None, :] + slot[:, None], mask=held[:, None], other=0.0)
         acc = acc * shrink[:, None] + tl.dot(p.to(q.dtype), v.to(q.dtype))
         best = new_best
+    if SINKS:
+        sinks = tl.load(sinks_ptr + head, mask=inside, other=0.0).to(tl.float32) * _LOG2E
+        total += tl.exp2(sinks - best)
     acc = acc / tl.where(total == 0, 1.0, total)[:, None]  # 0 in padding behind a window
     if FP8:
         acc = acc * tl.load(v_scale_ptr)
@@ -139,6 +146,7 @@ def launch_prefill_attention(
     window: int | None,
     k_scale: Tensor | None,
     v_scale: Tensor | None,
+    sinks: Tensor | None,
 ) -> None:
     """See ``minisgl_backend.kernels.prefill_attention.prefill_attention``."""
     num_tokens, num_heads, head_dim = q.shape
@@ -161,13 +169,14 @@ def launch_prefill_attention(
         ends,
         k_scale,
         v_scale,
+        sinks,
         len(rows),
         q.stride(0),
         page_table.stride(0),
         k_cache.stride(0),
         k_cache.stride(1),
         k_cache.stride(2),
-        scale * 1.4426950408889634,  # exp2 instead of exp
+        scale * _LOG2E.value,  # exp2 instead of exp
         PAGE_SIZE=page_size,
         NUM_KV_HEADS=num_kv_heads,
         GROUP=group,
@@ -177,6 +186,7 @@ def launch_prefill_attention(
         BLOCK=64,
         WINDOW=window or 0,
         FP8=k_scale is not None,
+        SINKS=sinks is not None,
         STAGES=2,
         num_warps=8 if queries * block_group >= 128 else 4,
     )

@@ -1,0 +1,145 @@
+"""Answers in channels, as gpt-oss writes them (OpenAI's harmony format).
+
+The prompt ends with ``<|start|>assistant``. The answer is messages, each a header and a text:
+
+    <|channel|>analysis<|message|>What it thinks.<|end|>
+    <|start|>assistant<|channel|>final<|message|>What it says.<|return|>
+
+or in place of the last one a call:
+
+    <|start|>assistant<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{}<|call|>
+
+The receiver may also stand before the channel. A call and a final message end the answer; their
+last mark is its end token, which has no text. Must not know the engine or any API's JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Final
+
+from minisgl_gateway.call_syntax import CalledTool, sendable
+from minisgl_gateway.thinking import Thought
+
+FUNCTIONS: Final = "functions."
+"""How the names of receivers begin that are tools of the caller."""
+_START: Final = "<|start|>"
+_CHANNEL: Final = "<|channel|>"
+_MESSAGE: Final = "<|message|>"
+_ENDS: Final = ("<|end|>", "<|call|>", "<|return|>")
+_MARK: Final = re.compile("|".join(map(re.escape, (_START, _MESSAGE, *_ENDS))))
+_LONGEST: Final = max(map(len, (_START, _MESSAGE, *_ENDS)))
+_RECEIVER: Final = re.compile(r"(?:^|\s)to=(.+?)(?:\s+(?:json|code))?\s*(?:<\||$)", re.DOTALL)
+_CHANNEL_NAME: Final = re.compile(re.escape(_CHANNEL) + r"\s*(\w+)")
+
+
+class HarmonyReader:
+    """The state between two pieces of one answer.
+
+    Analysis is ``Thought``; final messages, and commentary that nothing receives, are text. A
+    message to a function is a call, told as a whole when it ends. Its text stays text if it is no
+    JSON object, if the receiver is no function, or if the answer ``has_calls`` none to read;
+    with ``calls_alone`` it is dropped, since the engine keeps the answer to calls: such a one was
+    cut. Unless ``separates_thoughts``, analysis is text, its marks included.
+    """
+
+    def __init__(
+        self, *, has_calls: bool, calls_alone: bool = False, separates_thoughts: bool = True
+    ) -> None:
+        self._has_calls = has_calls
+        self._calls_alone = calls_alone
+        self._separates_thoughts = separates_thoughts
+        self._header: list[str] | None = []
+        """Of the message that begins; None inside of a message."""
+        self._is_thought = False
+        self._function: str | None = None
+        """Who receives the message, if that is a function."""
+        self._arguments: list[str] = []
+        self._partial = ""
+        """What may be the beginning of a mark."""
+
+    def push(self, text: str) -> list[Thought | str | CalledTool]:
+        """What is certain with this piece."""
+        found: list[Thought | str | CalledTool] = []
+        text, self._partial = self._partial + text, ""
+        while (mark := _MARK.search(text)) is not None:
+            self._take(text[: mark.start()], found)
+            self._meet(mark[0], found)
+            text = text[mark.end() :]
+        marks = (_START, _MESSAGE, *_ENDS)
+        partial = next(
+            at
+            for at in range(max(0, len(text) - _LONGEST + 1), len(text) + 1)
+            if any(one.startswith(text[at:]) for one in marks)
+        )
+        self._take(text[:partial], found)
+        self._partial = text[partial:]
+        return found
+
+    def finish(self) -> list[Thought | str | CalledTool]:
+        """What is left at the end of the answer."""
+        found: list[Thought | str | CalledTool] = []
+        rest, self._partial = self._partial, ""
+        self._take(rest, found)
+        self._end(found)
+        return found
+
+    def _take(self, text: str, found: list[Thought | str | CalledTool]) -> None:
+        """Text between two marks."""
+        if not text:
+            return
+        if self._header is not None:
+            self._header.append(text)
+        elif self._function is not None:
+            self._arguments.append(text)
+        elif self._is_thought and self._separates_thoughts:
+            found.append(Thought(text))
+        else:
+            found.append(text)
+
+    def _meet(self, mark: str, found: list[Thought | str | CalledTool]) -> None:
+        if mark == _MESSAGE and self._header is not None:
+            self._begin("".join(self._header), found)
+        elif mark == _START:
+            self._end(found)
+        elif mark in _ENDS:
+            if self._is_thought and not self._separates_thoughts and self._header is None:
+                found.append(mark)
+            self._end(found)
+        else:  # a mark inside of a message
+            self._take(mark, found)
+
+    def _begin(self, header: str, found: list[Thought | str | CalledTool]) -> None:
+        """A message of this header begins."""
+        channel = _CHANNEL_NAME.search(header)
+        receiver = _RECEIVER.search(header)
+        self._header = None
+        self._is_thought = channel is not None and channel[1] == "analysis" and receiver is None
+        self._function = None
+        if receiver is not None and receiver[1].startswith(FUNCTIONS) and self._has_calls:
+            self._function = receiver[1].removeprefix(FUNCTIONS)
+        if self._is_thought and not self._separates_thoughts:
+            found.append(f"{_CHANNEL}analysis{_MESSAGE}")
+
+    def _end(self, found: list[Thought | str | CalledTool]) -> None:
+        """The message ends; what follows is a header. One that none has followed is text if it is
+        none after all."""
+        header = "".join(self._header or ())
+        if header and _CHANNEL not in header and not header.lstrip().startswith("assistant"):
+            found.append(header)
+        if self._function is not None:
+            arguments = "".join(self._arguments)
+            if self._function and _is_object(arguments):
+                found.append(CalledTool(self._function, sendable(arguments.strip())))
+            elif arguments and not self._calls_alone:
+                found.append(arguments)
+        self._arguments.clear()
+        self._function, self._is_thought, self._header = None, False, []
+
+
+def _is_object(text: str) -> bool:
+    try:
+        return isinstance(json.loads(text), dict)
+    except (ValueError, RecursionError):
+        return False

@@ -1,0 +1,206 @@
+"""Several servers of one model, asked as if they were one: the calls of ``AsyncClient``, balanced.
+
+Requests with the same beginning go to the same server, whose prefix cache then has it. A request
+that a server refuses or loses before its first token goes to another one, once. Knows which errors
+speak against a server; ``balance`` knows what follows from them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import Any, Final, TypeAlias, TypeVar
+
+from minisgl_client.answer import Delta, LoraAdapter, Result, Tokens
+from minisgl_client.client import AsyncClient
+from minisgl_client.errors import (
+    ConnectionFailed,
+    ConnectionLost,
+    MinisglError,
+    ServerError,
+    Unavailable,
+    Unsupported,
+)
+
+from minisgl_gateway.balance import Balance
+
+_Answer = TypeVar("_Answer")
+
+logger = logging.getLogger(__name__)
+
+_BEGINNING: Final = 4096
+"""Most characters of a prompt that decide where it goes."""
+_FIRST_TOKENS: Final = 512
+_PROBE_S: Final = 5.0
+_PASSING: Final = (Unavailable, ConnectionFailed, ConnectionLost)
+"""Errors after which another server may answer."""
+_QUEUE_FULL: Final = "queue full"
+
+
+class Servers:
+    """An ``Engine`` of several servers. Belongs to one event loop."""
+
+    def __init__(self, addresses: Sequence[str], model: str) -> None:
+        """Raises ``InvalidArgument`` if one of the ``addresses`` is none."""
+        self._addresses = list(addresses)
+        self._clients = [
+            AsyncClient(address, protocol="grpc", model=model, retries=0) for address in addresses
+        ]
+        self._balance = Balance(self._addresses)
+        self._probes: set[asyncio.Task[None]] = set()
+
+    async def generate(self, /, **call: Any) -> Result:
+        """The whole answer; raises ``MinisglError``."""
+
+        async def ask(client: AsyncClient) -> Result:
+            return await client.generate(**call)
+
+        return await self._asked(ask, beginning(call))
+
+    @asynccontextmanager
+    async def stream(self, /, **call: Any) -> AsyncIterator[AsyncIterator[Delta]]:
+        """The answer as it comes; leaving the block cancels it."""
+        key, tried = beginning(call), list[int]()
+        while True:
+            server = self._chosen(key, tried)
+            try:
+                async with self._clients[server].stream(**call) as deltas:
+                    try:
+                        first = await anext(deltas, None)
+                        self._balance.worked(server)
+                    except MinisglError as error:
+                        self._note(server, error)
+                        if tried or not isinstance(error, _PASSING):
+                            raise
+                        tried.append(server)
+                        continue
+                    yield self._rest(server, first, deltas)
+                    return
+            finally:
+                self._balance.ended(server)
+
+    async def tokenize(self, /, *prompt: str, **call: Any) -> Tokens:
+        """The prompt's tokens; raises ``MinisglError``."""
+
+        async def ask(client: AsyncClient) -> Tokens:
+            return await client.tokenize(*prompt, **call)
+
+        return await self._asked(ask, beginning({"prompt": "".join(prompt), **call}))
+
+    async def cancel(self, request_id: str) -> None:
+        """Cancel all requests of that id, at all servers; raises ``MinisglError`` if none can be
+        reached."""
+        calls = (client.cancel(request_id) for client in self._clients)
+        errors = await asyncio.gather(*calls, return_exceptions=True)
+        if all(errors):
+            raise next(error for error in errors if error is not None)
+
+    async def adapters(self) -> Sequence[LoraAdapter]:
+        """The LoRA adapters, which all servers should have; raises ``MinisglError``."""
+
+        async def ask(client: AsyncClient) -> Sequence[LoraAdapter]:
+            return await client.adapters()
+
+        return await self._asked(ask, b"adapters")
+
+    async def load_adapter(self, name: str, path: str) -> Sequence[LoraAdapter]:
+        """Not offered: raises ``Unsupported``."""
+        raise Unsupported(f"{name} has to be loaded at each of the servers, not through --server")
+
+    async def unload_adapter(self, name: str) -> Sequence[LoraAdapter]:
+        """Not offered: raises ``Unsupported``."""
+        raise Unsupported(f"{name} has to be unloaded at each of the servers, not through --server")
+
+    async def aclose(self) -> None:
+        """Close all connections."""
+        for probe in self._probes:
+            probe.cancel()
+        await asyncio.gather(*self._probes, return_exceptions=True)
+        for client in self._clients:
+            await client.aclose()
+
+    async def _asked(self, ask: Callable[[AsyncClient], Awaitable[_Answer]], key: bytes) -> _Answer:
+        tried: list[int] = []
+        while True:
+            server = self._chosen(key, tried)
+            try:
+                answer = await ask(self._clients[server])
+                self._balance.worked(server)
+                return answer
+            except MinisglError as error:
+                self._note(server, error)
+                if tried or not isinstance(error, _PASSING):
+                    raise
+                tried.append(server)
+            finally:
+                self._balance.ended(server)
+
+    async def _rest(
+        self, server: int, first: Delta | None, deltas: AsyncIterator[Delta]
+    ) -> AsyncIterator[Delta]:
+        if first is None:
+            return
+        yield first
+        try:
+            async for delta in deltas:
+                yield delta
+        except MinisglError as error:
+            self._note(server, error)
+            raise
+
+    # --- health ------------------------------------------------------------------------------
+
+    def _chosen(self, key: bytes, tried: Sequence[int]) -> int:
+        for server in self._balance.due_probes(time.monotonic()):
+            probe = asyncio.ensure_future(self._probe(server))
+            self._probes.add(probe)
+            probe.add_done_callback(self._probes.discard)
+        return self._balance.choose(key, tried)
+
+    async def _probe(self, server: int) -> None:
+        """Ask an ejected server whether it takes requests again."""
+        asked = self._clients[server].cancel(f"probe-{uuid.uuid4().hex}")
+        try:
+            await asyncio.wait_for(asked, _PROBE_S)
+        except (MinisglError, asyncio.TimeoutError):
+            self._balance.failed(server, time.monotonic())
+        else:
+            self._balance.worked(server)
+            logger.info("%s takes requests again", self._addresses[server])
+
+    def _note(self, server: int, error: MinisglError) -> None:
+        """Count an error, if it speaks against the server."""
+        is_ending = isinstance(error, Unavailable)
+        if is_ending and _QUEUE_FULL in str(error):
+            return
+        if not isinstance(error, (*_PASSING, ServerError)):
+            self._balance.worked(server)
+            return
+        was_ejected = self._balance.is_ejected(server)
+        self._balance.failed(server, time.monotonic(), is_ending=is_ending)
+        if self._balance.is_ejected(server) and not was_ejected:
+            logger.warning("%s gets no requests for now: %s", self._addresses[server], error)
+
+
+Engine: TypeAlias = AsyncClient | Servers
+"""What answers requests."""
+
+
+def beginning(call: Mapping[str, Any]) -> bytes:
+    """What decides where a request goes: its salt, and a prompt's beginning, which stays the same
+    in later turns of a conversation."""
+    found: list[Any] = [call.get("cache_salt")]
+    if messages := call.get("messages"):
+        roles = [message.get("role") for message in messages]
+        end = roles.index("user") + 1 if "user" in roles else len(roles)
+        found += messages[:end]
+    elif (ids := call.get("input_ids")) is not None:
+        found += ids[:_FIRST_TOKENS]
+    else:
+        found.append(call.get("prompt"))
+    return json.dumps(found, sort_keys=True, default=str)[:_BEGINNING].encode()

@@ -1,0 +1,71 @@
+"""Answers in channels, as gpt-oss writes them (OpenAI's harmony format).
+
+A prompt ends with ``<|start|>assistant``. The answer to it is messages, of which the last ends it:
+
+    <|channel|>analysis<|message|>TEXT<|end|><|start|>assistant      thoughts
+    <|channel|>commentary<|message|>TEXT<|end|><|start|>assistant    what is said before a call
+    <|channel|>final<|message|>TEXT
+
+In place of the final message there may be one to a tool, whose header names that, and whose text is
+its arguments. A request's form is that of the final message. But structures of a structural tag
+that all begin with such a header are messages themselves: one of them ends the answer, and the
+final message is free text, ``otherwise`` of the tag, or with ``at_least_one`` not there.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+from minisgl_backend.errors import Unsupported
+from minisgl_backend.grammar.structural_tags import TEXT, StructuralTag, any_of, spaced, spelled
+from minisgl_backend.request import TokenId
+
+_MARKS: Final = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>")
+_NEXT: Final = "<|end|><|start|>assistant"
+
+
+def around(form: str, special_tokens: Mapping[str, TokenId]) -> str:
+    """An answer whose final message has this form, in llguidance's own language.
+
+    Raises ``Unsupported`` if a mark of the format is no token.
+    """
+    inner: dict[str, Any] = {"lark_grammar": form}
+    if form.lstrip().startswith("{"):
+        (inner,) = json.loads(form)["grammars"]
+    lines = [*_rules(special_tokens), "start: thought* final form", "form: @form"]
+    outer = {"name": "answer", "lark_grammar": "\n".join(lines)}
+    return json.dumps({"grammars": [outer, {**inner, "name": "form"}]})
+
+
+def are_messages(tag: StructuralTag) -> bool:
+    """Whether all structures of a tag are messages of their own."""
+    return all("<|message|>" in structure.begin for structure in tag.structures)
+
+
+def lark_of_messages(tag: StructuralTag, special_tokens: Mapping[str, TokenId]) -> str:
+    """An answer with such structures, in Lark. Raises ``Unsupported`` as ``around`` does."""
+    lines = list(_rules(special_tokens))
+    lines.append(f"call: {any_of(s.after('', special_tokens) for s in tag.structures)}")
+    if not tag.at_least_one:
+        commentary = spelled("<|channel|>commentary<|message|>", special_tokens)
+        lines.append(f"preamble: {commentary} TEXT {spelled(_NEXT, special_tokens)}")
+        lines.append("start: (thought | preamble)* (call | final TEXT)")
+    elif tag.otherwise is not None:
+        lines.append(f"other: %json {spaced(tag.otherwise)}")
+        lines.append("start: thought* (call | final other)")
+    else:
+        lines.append("start: thought* call")
+    return "\n".join(["%llguidance {}", *lines])
+
+
+def _rules(special_tokens: Mapping[str, TokenId]) -> Iterator[str]:
+    """Of what precedes the last message, and of the header of a final one."""
+    for mark in _MARKS:
+        if mark not in special_tokens:
+            raise Unsupported(f"a form of an answer in channels needs {mark} to be a token")
+    yield TEXT
+    analysis = spelled("<|channel|>analysis<|message|>", special_tokens)
+    yield f"thought: {analysis} TEXT {spelled(_NEXT, special_tokens)}"
+    yield f"final: {spelled('<|channel|>final<|message|>', special_tokens)}"

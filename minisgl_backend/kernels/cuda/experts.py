@@ -1,0 +1,457 @@
+"""Launches ``experts.cu`` and ``routing.cu``: a mixture of experts on the tensor cores of Hopper.
+
+Kernels are for one shape of weights. Launches share memory, so they must be in the order of one
+stream.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any, Final
+
+import torch
+from cuda.bindings import driver
+from torch import Tensor
+
+from minisgl_backend.experts_spec import RoutingRule
+from minisgl_backend.kernels import expert_cut
+from minisgl_backend.kernels.cuda.module import CudaKernel, CudaModule, address, checked
+from minisgl_backend.kernels.dispatch import num_processors
+from minisgl_backend.kernels.expert_cut import ExpertCut
+from minisgl_backend.kernels.moe import Alignment, Choices, ExpertWeights
+from minisgl_backend.kernels.quantized import QuantizedWeight
+from minisgl_backend.kernels.triton_kernels.expert_rows import launch_expert_rows
+
+_ROW_BYTES: Final = 128
+_ROUTED_TOKENS: Final = 8
+"""Of a thread block: ``TOKENS`` of ``routing.cu``."""
+_ROUTER_STEP: Final = 256
+"""in_features that a warp of its router takes at a time."""
+
+
+class _Map(ctypes.Structure):
+    _fields_ = (("words", ctypes.c_uint64 * 16),)
+
+
+class _Arguments(ctypes.Structure):
+    """``Arguments`` of ``experts.cu``."""
+
+    _fields_ = (
+        ("weight", _Map),
+        ("x", ctypes.c_void_p),
+        ("out", ctypes.c_void_p),
+        ("pairs", ctypes.c_void_p),
+        ("experts", ctypes.c_void_p),
+        ("factors", ctypes.c_void_p),
+        ("scales", ctypes.c_void_p),
+        ("num_pairs", ctypes.c_int),
+        ("num_blocks", ctypes.c_int),
+        ("top_k", ctypes.c_int),
+        ("lines", ctypes.c_int),
+        ("columns", ctypes.c_int),
+        ("block_outs", ctypes.c_int),
+        ("block_ins", ctypes.c_int),
+        ("early", ctypes.c_int),
+        ("padding", ctypes.c_uint8 * 48),  # to the alignment of the map
+    )
+
+
+class _RoutingArguments(ctypes.Structure):
+    """``Arguments`` of ``routing.cu``."""
+
+    _fields_ = (
+        ("x", ctypes.c_void_p),
+        ("router", ctypes.c_void_p),
+        ("logits", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("squares", ctypes.c_void_p),
+        ("factors", ctypes.c_void_p),
+        ("ids", ctypes.c_void_p),
+        ("weights", ctypes.c_void_p),
+        ("pairs", ctypes.c_void_p),
+        ("experts", ctypes.c_void_p),
+        ("done", ctypes.c_void_p),
+        ("num_tokens", ctypes.c_int),
+        ("num_blocks", ctypes.c_int),
+        ("square_tiles", ctypes.c_int),
+        ("eps", ctypes.c_float),
+        ("scale", ctypes.c_float),
+        ("first", ctypes.c_int),
+        ("held", ctypes.c_int),
+    )
+
+
+class GroupedKernel:
+    """x W^T of blocks of rows, each with the W of its expert; or silu(x G^T) * (x U^T) for a
+    ``gated`` weight, which holds G and then U."""
+
+    def __init__(
+        self,
+        shape: Sequence[int],
+        device: torch.device,
+        *,
+        bits: int,
+        gated: bool,
+        cuts: Sequence[ExpertCut],
+    ) -> None:
+        """``shape``: [num_experts, height, in_features]; ``bits`` of a weight: 16 or 8."""
+        _, self._height, self._in_features = shape
+        self._gated, self._bits = gated, bits
+        self.out_features = self._height // 2 if gated else self._height
+
+        def compiled(cut: ExpertCut) -> CudaKernel:
+            shared = cut.shared_bytes(bits)
+            constants = {
+                "FEATURES": cut.features,
+                "TOKENS": cut.tokens,
+                "HEIGHT": self._height,
+                "SIZE": self._in_features,
+                "STAGES": cut.stages,
+                "BITS": bits,
+                "GATED": gated,
+                "SHARED_BYTES": shared,
+                "PER_PROCESSOR": cut.per_processor,
+            }
+            return CudaModule("experts.cu", constants, device).kernel(
+                "experts", shared_bytes=shared
+            )
+
+        with ThreadPoolExecutor() as pool:
+            kernels = pool.map(compiled, cuts)
+        self._kernels = dict(zip(cuts, kernels, strict=True))
+        self._num_processors = num_processors(device)
+        self._maps: dict[tuple[int, int], _Map] = {}
+
+    def __call__(
+        self,
+        x: Tensor,
+        weight: Tensor | QuantizedWeight,
+        pairs: Tensor,
+        experts: Tensor,
+        num_pairs: int,
+        *,
+        cut: ExpertCut,
+        top_k: int,
+        factors: Tensor | None = None,
+        early: bool = False,
+        pdl: bool = False,
+    ) -> Tensor:
+        """[num_pairs, out_features]: row p is x[p // top_k] through the expert of pair p, which
+        ``pairs`` and ``experts`` tell in blocks of ``cut.tokens`` (``kernels.moe.Alignment``).
+
+        ``factors`` [num_pairs / top_k] multiply the rows of x. ``early``: the kernel before this
+        one wrote none of these but x.
+        """
+        out = torch.empty((num_pairs, self.out_features), dtype=x.dtype, device=x.device)
+        kernel = self._kernels[cut]
+        numbers = weight.codes if isinstance(weight, QuantizedWeight) else weight
+        scales = weight.scales if isinstance(weight, QuantizedWeight) else None
+        outs, ins = weight.block if isinstance(weight, QuantizedWeight) else (1, 1)
+        arguments = _Arguments(
+            weight=self._weight_map(numbers, cut.features),
+            x=address(x),
+            out=address(out),
+            pairs=address(pairs),
+            experts=address(experts),
+            factors=address(factors),
+            scales=address(scales),
+            num_pairs=num_pairs,
+            num_blocks=len(experts),
+            top_k=top_k,
+            lines=0 if scales is None else scales.shape[1],
+            columns=0 if scales is None else scales.shape[2],
+            block_outs=outs,
+            block_ins=ins,
+            early=early,
+        )
+        tiles = len(experts) * (self._height // cut.features)
+        grid = min(tiles, self._num_processors * cut.resident), 1, 1
+        movers = 2 if cut.tokens > 32 else 1
+        kernel.launch(grid, 2 * cut.features + 32 * (1 + movers), arguments, pdl=pdl)
+        return out
+
+    def _weight_map(self, weight: Tensor, features: int) -> _Map:
+        """The tensor map of a weight; cached, since weights do not move while the model lives."""
+        key = weight.data_ptr(), features
+        if key not in self._maps:
+            assert weight.is_contiguous()
+            num_experts, height, size = weight.shape
+            item, box = weight.itemsize, _ROW_BYTES // weight.itemsize
+            if self._gated:
+                outs = height // 2
+                shape = [size, 8, 2, outs // 8, num_experts]
+                strides = [size, outs * size, 8 * size, height * size]
+                boxes = [box, 8, 2, features // 16, 1]
+            else:
+                shape, strides, boxes = [size, num_experts * height], [size], [box, features]
+            self._maps[key] = _map(weight, shape, [item * stride for stride in strides], boxes)
+        return self._maps[key]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Routed:
+    """``choices``, their pairs sorted by expert unless not asked for, and float32 [num_tokens] that
+    complete a norm that was half done."""
+
+    choices: Choices
+    alignment: Alignment | None
+    factors: Tensor | None
+
+
+class RoutingKernel:
+    """Top-k of a router's logits, and the pairs sorted by expert."""
+
+    def __init__(
+        self,
+        rule: RoutingRule,
+        held: tuple[int, int],
+        hidden_size: int,
+        device: torch.device,
+        *,
+        wide: bool,
+        blocks: Sequence[int],
+    ) -> None:
+        """``held``: the first expert of this rank, and the end. ``wide``: logits are float32, else
+        bfloat16. ``blocks``: sizes of blocks that are asked for, 0 for no sorting."""
+        constants = {
+            "EXPERTS": rule.num_experts,
+            "TOP_K": rule.top_k,
+            "SIGMOID": rule.sigmoid,
+            "NORMALIZE": rule.normalize,
+            "SIZE": hidden_size,
+            "WIDE": wide,
+        }
+        self._rule, self._held, self.top_k = rule, held, rule.top_k
+
+        def compiled(block: int) -> CudaKernel:
+            module = CudaModule("routing.cu", {**constants, "BLOCK": block}, device)
+            return module.kernel("routing", shared_bytes=0)
+
+        with ThreadPoolExecutor() as pool:
+            self._kernels = dict(zip(blocks, pool.map(compiled, blocks), strict=True))
+        self._router: CudaKernel | None = None
+        if hidden_size % _ROUTER_STEP == 0:
+            module = CudaModule("routing.cu", {**constants, "WIDE": True, "BLOCK": 0}, device)
+            self._router = module.kernel("router", shared_bytes=0)
+        self._done = torch.zeros(1, dtype=torch.int32, device=device)
+
+    def __call__(
+        self,
+        logits: Tensor,
+        *,
+        block: int,
+        correction: Tensor | None = None,
+        squares: Tensor | None = None,
+        eps: float = 0.0,
+        pdl: bool = False,
+    ) -> Routed:
+        """``logits`` [num_tokens, num_experts]; with ``squares``, those of hidden states that they
+        complete (``cuda.linear``)."""
+        arguments, routed = self._arguments(len(logits), logits, block, correction, squares, eps)
+        grid = -(-len(logits) // _ROUTED_TOKENS), 1, 1
+        self._kernels[block].launch(grid, 1024, arguments, pdl=pdl)
+        return routed
+
+    def takes_rows(self, num_tokens: int, weight: Tensor) -> bool:
+        """Whether there is a kernel for the router's GEMM as well, with this weight."""
+        few = num_tokens <= _ROUTED_TOKENS
+        return few and self._router is not None and weight.dtype == torch.bfloat16
+
+    def of_rows(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        *,
+        correction: Tensor | None = None,
+        squares: Tensor | None = None,
+        eps: float = 0.0,
+        pdl: bool = False,
+    ) -> Routed:
+        """As for the logits x W^T, which are not rounded; no sorting."""
+        assert self._router is not None and x.is_contiguous() and weight.is_contiguous()
+        num_experts = self._rule.num_experts
+        logits = torch.empty((len(x), num_experts), dtype=torch.float32, device=x.device)
+        arguments, routed = self._arguments(len(x), logits, 0, correction, squares, eps)
+        arguments.x, arguments.router = address(x), address(weight)
+        grid = -(-num_experts // _ROUTED_TOKENS), 1, 1
+        self._router.launch(grid, 32 * _ROUTED_TOKENS, arguments, pdl=pdl)
+        return routed
+
+    def _arguments(
+        self,
+        num_tokens: int,
+        logits: Tensor,
+        block: int,
+        correction: Tensor | None,
+        squares: Tensor | None,
+        eps: float,
+    ) -> tuple[_RoutingArguments, Routed]:
+        """Those of a launch, with memory for what it writes."""
+        (first, end), rule, device = self._held, self._rule, logits.device
+        num_pairs = num_tokens * rule.top_k
+        ids = torch.empty((num_tokens, rule.top_k), dtype=torch.int32, device=device)
+        weights = torch.empty((num_tokens, rule.top_k), dtype=torch.float32, device=device)
+        num_blocks = min(num_pairs, -(-num_pairs // block) + end - first) if block else 0
+        pairs = torch.empty(num_blocks * block, dtype=torch.int32, device=device)
+        experts = torch.empty(num_blocks, dtype=torch.int32, device=device)
+        factors = None
+        if squares is not None:
+            factors = torch.empty(num_tokens, dtype=torch.float32, device=device)
+        arguments = _RoutingArguments(
+            logits=address(logits),
+            bias=address(correction),
+            squares=address(squares),
+            factors=address(factors),
+            ids=address(ids),
+            weights=address(weights),
+            pairs=address(pairs),
+            experts=address(experts),
+            done=address(self._done),
+            num_tokens=num_tokens,
+            num_blocks=num_blocks,
+            square_tiles=0 if squares is None else len(squares),
+            eps=eps,
+            scale=rule.scale,
+            first=first,
+            held=end - first,
+        )
+        choices = Choices(ids, weights, elsewhere=end - first < rule.num_experts)
+        return arguments, Routed(
+            choices, Alignment(pairs, experts, block) if block else None, factors
+        )
+
+
+class ExpertsKernels:
+    """Routing, gates and ups, and downs of layers of experts of one shape."""
+
+    def __init__(
+        self,
+        rule: RoutingRule,
+        held: tuple[int, int],
+        gate_up: Sequence[int],
+        down: Sequence[int],
+        device: torch.device,
+        *,
+        bits: int,
+        wide: bool,
+    ) -> None:
+        """``gate_up`` and ``down`` are the shapes of all held experts' weights, of ``bits`` each.
+        ``held`` and ``wide``: see ``RoutingKernel``."""
+        self._bits, self._num_experts = bits, rule.num_experts
+        all_cuts = expert_cut.cuts(bits)
+        blocks = [0, *(cut.tokens for cut in all_cuts)]
+        self._route = RoutingKernel(rule, held, gate_up[2], device, wide=wide, blocks=blocks)
+        self._gate_up = GroupedKernel(gate_up, device, bits=bits, gated=True, cuts=all_cuts)
+        self._down = GroupedKernel(down, device, bits=bits, gated=False, cuts=all_cuts)
+
+    def __call__(
+        self,
+        x: Tensor,
+        router: Tensor,
+        logits: Callable[[], Tensor],
+        experts: ExpertWeights,
+        *,
+        correction: Tensor | None = None,
+        squares: Tensor | None = None,
+        eps: float = 0.0,
+        pdl: bool = False,
+    ) -> tuple[Tensor, Choices]:
+        """What each of a token's experts makes of it, [num_tokens, top_k, hidden_size], and its
+        experts. The rows of those that other ranks hold are not written.
+
+        ``x`` [num_tokens, hidden_size] is under a norm; with ``squares``, one that is half done
+        (``cuda.linear``). ``router`` is the router's weight; ``logits`` computes the logits
+        [num_tokens, num_experts], if no kernel here does.
+        """
+        num_tokens, top_k = len(x), self._route.top_k
+        num_pairs = num_tokens * top_k
+        gate_up, down = experts.gate_up, experts.down
+        one_by_one = num_tokens <= expert_cut.MOST_ROWS and self._bits == 16
+        cut = expert_cut.cut_of(num_pairs, self._num_experts, self._bits)
+        rest: dict[str, Any] = {
+            "correction": correction,
+            "squares": squares,
+            "eps": eps,
+            "pdl": pdl,
+        }
+        if one_by_one and self._route.takes_rows(num_tokens, router):
+            routed = self._route.of_rows(x, router, **rest)
+        else:
+            routed = self._route(logits(), block=0 if one_by_one else cut.tokens, **rest)
+        ids = routed.choices.ids.flatten()
+        if one_by_one:
+            assert isinstance(gate_up, Tensor) and isinstance(down, Tensor)
+            inner = x.new_empty((num_pairs, down.shape[2]))
+            outer = x.new_empty((num_pairs, down.shape[1]))
+            launch_expert_rows(
+                inner, x, gate_up, ids, top_k=top_k, gated=True, factors=routed.factors, pdl=pdl
+            )
+            launch_expert_rows(outer, inner, down, ids, top_k=1, gated=False, early=pdl, pdl=pdl)
+        else:
+            aligned = routed.alignment
+            assert aligned is not None
+            inner = self._gate_up(
+                x,
+                gate_up,
+                aligned.pairs,
+                aligned.experts,
+                num_pairs,
+                cut=cut,
+                top_k=top_k,
+                factors=routed.factors,
+                pdl=pdl,
+            )
+            outer = self._down(
+                inner,
+                down,
+                aligned.pairs,
+                aligned.experts,
+                num_pairs,
+                cut=cut,
+                top_k=1,
+                early=pdl,
+                pdl=pdl,
+            )
+        return outer.view(num_tokens, top_k, -1), routed.choices
+
+
+class HopperExperts:
+    """Makes the kernels of a model's experts. Those for layers of the same shape are one, whose
+    memory the layers share: ``kernels`` makes ``ExpertsKernels``."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.kernels = cache(partial(ExpertsKernels, device=device))
+
+
+def _map(tensor: Tensor, shape: Sequence[int], strides: Sequence[int], box: Sequence[int]) -> _Map:
+    """The TMA's tensor map: dimensions from the innermost one, strides of the others in bytes."""
+
+    def longs(values: Sequence[int]) -> list[Any]:
+        return [driver.cuuint64_t(value) for value in values]
+
+    def ints(values: Sequence[int]) -> list[Any]:
+        return [driver.cuuint32_t(value) for value in values]
+
+    types = driver.CUtensorMapDataType
+    encoded = checked(
+        driver.cuTensorMapEncodeTiled(
+            types.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+            if tensor.itemsize == 2
+            else types.CU_TENSOR_MAP_DATA_TYPE_UINT8,
+            len(shape),
+            tensor.data_ptr(),
+            longs(shape),
+            longs(strides),
+            ints(box),
+            ints([1] * len(shape)),
+            driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+            driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+            driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+            driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+        )
+    )
+    return _Map((ctypes.c_uint64 * 16)(*(int(word) for word in encoded.opaque)))

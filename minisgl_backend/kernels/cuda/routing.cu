@@ -1,0 +1,224 @@
+// The choice of experts: from the router's logits to weights, and to rows sorted by expert.
+//
+// A warp takes a token, and few warps of a thread block have one. The thread block that is done last sorts all (token, choice) pairs into blocks of
+// BLOCK pairs of one expert, in shared memory; within an expert their order is any.
+//
+// Compiled with: EXPERTS (up to 1024), TOP_K, BLOCK (0: sort nothing), SIGMOID (scores are sigmoids of logits;
+// else their softmax), NORMALIZE (the chosen ones' weights sum to 1), SIZE (of the hidden states), and WIDE
+// (logits are float32; else bfloat16).
+
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef unsigned short u16;
+
+constexpr int THREADS = 1024;
+constexpr int WARPS = THREADS / 32;
+constexpr int TOKENS = 8;       // of a thread block
+constexpr int OF_LANE = (EXPERTS + 31) / 32;
+constexpr u32 ALL = 0xffffffffu;
+
+static_assert(EXPERTS <= THREADS && TOP_K <= 32 && TOP_K <= EXPERTS, "");
+
+struct Arguments {
+    const u16* x;           // [num_tokens, SIZE], for `router`
+    const u16* router;      // [EXPERTS, SIZE]
+    void* logits;           // [num_tokens, EXPERTS]; of `router` float32, to be written
+    const float* bias;      // [EXPERTS], added to scores where they are compared; or null
+    const float* squares;   // [square_tiles, num_tokens] of hidden states whose norm is half done; or null
+    float* factors;         // [num_tokens]: what completes the norm, if there are squares
+    int* ids;               // [num_tokens, TOP_K], of those held; -1 for others
+    float* weights;         // [num_tokens, TOP_K]
+    int* pairs;             // [num_blocks, BLOCK]: token * TOP_K + choice; num_tokens * TOP_K for none
+    int* experts;           // [num_blocks], -1 behind the last one
+    u32* done;              // thread blocks; 0 before and after a launch
+    int num_tokens;
+    int num_blocks;
+    int square_tiles;
+    float eps;
+    float scale;            // of the weights
+    int first;              // expert that this rank holds,
+    int held;               // number of them
+};
+
+__device__ __forceinline__ void allow_next() { asm volatile("griddepcontrol.launch_dependents;"); }
+__device__ __forceinline__ void wait_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
+__device__ __forceinline__ float to_float(u16 x) { return __int_as_float((u32)x << 16); }
+
+__device__ __forceinline__ float logit(const Arguments& args, int token, int expert) {
+    const u64 at = (u64)token * EXPERTS + expert;
+    if (WIDE) return __ldcg(static_cast<const float*>(args.logits) + at);
+    return to_float(static_cast<const u16*>(args.logits)[at]);
+}
+
+// Of two numbers each.
+__device__ __forceinline__ float product(u32 a, u32 b) {
+    return __uint_as_float(a << 16) * __uint_as_float(b << 16)
+        + __uint_as_float(a & 0xffff0000) * __uint_as_float(b & 0xffff0000);
+}
+
+__device__ __forceinline__ float sum(float x) {
+#pragma unroll
+    for (int lanes = 16; lanes; lanes /= 2) x += __shfl_xor_sync(ALL, x, lanes);
+    return x;
+}
+
+__device__ __forceinline__ float largest(float x) {
+#pragma unroll
+    for (int lanes = 16; lanes; lanes /= 2) x = fmaxf(x, __shfl_xor_sync(ALL, x, lanes));
+    return x;
+}
+
+// An integer > 0 in the order of the floats.
+__device__ __forceinline__ u32 ordered(float x) {
+    const u32 bits = __float_as_uint(x);
+    return bits & 0x80000000 ? ~bits : bits | 0x80000000;
+}
+
+__device__ __forceinline__ void choose(const Arguments& args, int token) {
+    const int lane = threadIdx.x % 32;
+    float factor = 1;
+    if (args.squares) {
+        float square = 0;
+        for (int tile = lane; tile < args.square_tiles; tile += 32)
+            square += args.squares[(u64)tile * args.num_tokens + token];
+        factor = rsqrtf(sum(square) / SIZE + args.eps);
+        if (lane == 0) args.factors[token] = factor;
+    }
+    float scores[OF_LANE];
+    u32 keys[OF_LANE];
+    float most = -__int_as_float(0x7f800000), total = 0;
+#pragma unroll
+    for (int i = 0; i < OF_LANE; ++i) {
+        const int expert = 32 * i + lane;
+        scores[i] = expert < EXPERTS ? factor * logit(args, token, expert) : -__int_as_float(0x7f800000);
+        most = fmaxf(most, scores[i]);
+    }
+    if (!SIGMOID) most = largest(most);
+#pragma unroll
+    for (int i = 0; i < OF_LANE; ++i) {
+        scores[i] = SIGMOID ? 1 / (1 + __expf(-scores[i])) : __expf(scores[i] - most);
+        total += scores[i];
+    }
+    const float inverse = SIGMOID ? 1 : 1 / sum(total);
+#pragma unroll
+    for (int i = 0; i < OF_LANE; ++i) {
+        const int expert = 32 * i + lane;
+        scores[i] *= inverse;
+        const float compared = args.bias && expert < EXPERTS ? scores[i] + args.bias[expert] : scores[i];
+        keys[i] = expert < EXPERTS ? ordered(compared) : 0;
+    }
+    int id = 0;          // of this lane's choice
+    float weight = 0;
+    for (int choice = 0; choice < TOP_K; ++choice) {
+        u32 key = 0;
+        int at = 0;
+        float score = 0;
+#pragma unroll
+        for (int i = 0; i < OF_LANE; ++i)
+            if (keys[i] > key) key = keys[i], at = 32 * i + lane, score = scores[i];
+        const u32 best = __reduce_max_sync(ALL, key);
+        const u32 first = __reduce_min_sync(ALL, key == best ? at : EXPERTS);   // of equal ones
+        score = __shfl_sync(ALL, score, first % 32);
+#pragma unroll
+        for (int i = 0; i < OF_LANE; ++i)
+            if (32 * i + lane == first) keys[i] = 0;
+        if (lane == choice) id = first, weight = score;
+    }
+    const float by = NORMALIZE ? args.scale / (sum(weight) + (SIGMOID ? 1e-20f : 0)) : args.scale;
+    if (lane < TOP_K) {
+        id -= args.first;
+        args.ids[token * TOP_K + lane] = id >= 0 && id < args.held ? id : -1;
+        args.weights[token * TOP_K + lane] = weight * by;
+    }
+}
+
+// The sum of `x` over the threads up to this one.
+__device__ __forceinline__ int running_sum(int x, int* of_warps) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+#pragma unroll
+    for (int lanes = 1; lanes < 32; lanes *= 2) {
+        const int before = __shfl_up_sync(ALL, x, lanes);
+        if (lane >= lanes) x += before;
+    }
+    if (lane == 31) of_warps[warp] = x;
+    __syncthreads();
+    for (int i = 0; i < warp; ++i) x += of_warps[i];
+    return x;
+}
+
+__device__ __forceinline__ void sort(const Arguments& args) {
+    constexpr int WIDTH = BLOCK ? BLOCK : 1;
+    __shared__ int counts[EXPERTS], of_warps[WARPS], num_used;
+    const int thread = threadIdx.x, num_pairs = args.num_tokens * TOP_K;
+    if (thread < EXPERTS) counts[thread] = 0;
+    __syncthreads();
+    for (int pair = thread; pair < num_pairs; pair += THREADS) {
+        const int expert = __ldcg(args.ids + pair);
+        if (expert >= 0) atomicAdd(&counts[expert], 1);
+    }
+    __syncthreads();
+    const int blocks = thread < EXPERTS ? (counts[thread] + WIDTH - 1) / WIDTH : 0;
+    const int end = running_sum(blocks, of_warps);
+    for (int block = end - blocks; block < end; ++block) args.experts[block] = thread;
+    if (thread < EXPERTS) counts[thread] = (end - blocks) * WIDTH;   // from here on, the expert's next place
+    if (thread == THREADS - 1) num_used = end;
+    __syncthreads();
+    for (int block = num_used + thread; block < args.num_blocks; block += THREADS) args.experts[block] = -1;
+    for (int at = thread; at < num_used * WIDTH; at += THREADS) args.pairs[at] = num_pairs;
+    __syncthreads();
+    for (int pair = thread; pair < num_pairs; pair += THREADS) {
+        const int expert = __ldcg(args.ids + pair);
+        if (expert >= 0) args.pairs[atomicAdd(&counts[expert], 1)] = pair;
+    }
+}
+
+// Whether all other thread blocks are done; what they wrote is visible then.
+__device__ __forceinline__ bool is_last_block(const Arguments& args) {
+    __shared__ bool is_last;
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x == 0) is_last = atomicAdd(args.done, 1) == gridDim.x - 1;
+    __syncthreads();
+    if (!is_last) return false;
+    __threadfence();
+    if (threadIdx.x == 0) *args.done = 0;
+    return true;
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) routing(const __grid_constant__ Arguments args) {
+    allow_next();
+    wait_previous();
+    const int warp = threadIdx.x / 32, token = blockIdx.x * TOKENS + warp;
+    if (warp < TOKENS && token < args.num_tokens) choose(args, token);
+    if (BLOCK == 0 || !is_last_block(args)) return;
+    sort(args);
+}
+
+#if WIDE && SIZE % 256 == 0
+// The same for few tokens, which are not sorted, with the router's GEMM before it: a warp takes an expert, and
+// the thread block that is done last chooses.
+extern "C" __global__ void __launch_bounds__(32 * TOKENS, 1) router(const __grid_constant__ Arguments args) {
+    constexpr int CHUNKS = SIZE / 256;   // of 8 numbers that a lane has of a row
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, expert = blockIdx.x * TOKENS + warp;
+    const uint4* const row = reinterpret_cast<const uint4*>(args.router + (u64)min(expert, EXPERTS - 1) * SIZE);
+    uint4 weight[CHUNKS];
+#pragma unroll
+    for (int i = 0; i < CHUNKS; ++i) weight[i] = row[32 * i + lane];
+    allow_next();
+    wait_previous();
+    for (int token = 0; token < args.num_tokens; ++token) {
+        const uint4* const x = reinterpret_cast<const uint4*>(args.x + (u64)token * SIZE);
+        float total = 0;
+#pragma unroll
+        for (int i = 0; i < CHUNKS; ++i) {
+            const uint4 eight = x[32 * i + lane];
+            total += product(weight[i].x, eight.x) + product(weight[i].y, eight.y);
+            total += product(weight[i].z, eight.z) + product(weight[i].w, eight.w);
+        }
+        total = sum(total);
+        if (lane == 0 && expert < EXPERTS) static_cast<float*>(args.logits)[token * EXPERTS + expert] = total;
+    }
+    if (is_last_block(args) && warp < args.num_tokens) choose(args, warp);
+}
+#endif

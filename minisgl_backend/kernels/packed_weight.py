@@ -1,0 +1,191 @@
+"""Quantized weights in the order in which ``cuda/linear.cu`` and the kernels beside it read them.
+
+A ``PackedWeight`` is a ``QuantizedWeight`` whose inputs are permuted, within 16 of them (codes of 8
+bits) or 32 (of 4 bits): a word of 4 bytes then has the codes that one thread multiplies. If the
+checkpoint reorders inputs, they are first sorted by group, and so must be the columns of x. Scales
+lie as the kernel's ring takes them, beside those of the quantized weight, which other kernels take.
+
+Must not know layers. Nothing here waits for the device but ``pack`` of a weight that reorders.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from minisgl_backend.kernels.dispatch import use_triton
+from minisgl_backend.kernels.linear_cut import CODES_BLOCK, Numbers
+from minisgl_backend.kernels.quantized import QuantizedWeight, dequantize, factors_of, joined
+from minisgl_backend.weight_format import Encoding
+
+_GROUPS: Final = (128, 64, 32)
+"""in_features that may share a scale within a stage of the ring."""
+
+_UNIT: Final = 64
+"""Rows of a warpgroup."""
+
+_QUAD: Final = (0, 1, 2, 3)
+PLACES_OF_BYTES: Final = tuple(
+    k for quad in _QUAD for k in (8 + 2 * quad, 2 * quad, 9 + 2 * quad, 2 * quad + 1)
+)
+"""Of 16 inputs with codes of 8 bits: the one at each place."""
+
+_OF_NIBBLES: Final = tuple(
+    first + 2 * quad + odd for quad in _QUAD for odd in (0, 1) for first in (0, 8, 16, 24)
+)
+"""Of 32 inputs with codes of 4 bits: the one at each place, the lower half of a byte first."""
+
+
+@dataclass(frozen=True, slots=True)
+class CodesKind:
+    """What a kernel for packed weights is compiled for.
+
+    ``group``: in_features that share a scale, at most those of a stage of the ring; 0 if all do.
+    ``shared_by``: as many rows share a scale, 1 or 8. ``zeros``: the low 8 bits of a scale are a
+    zero point.
+    """
+
+    encoding: Encoding
+    group: int
+    shared_by: int
+    zeros: bool
+
+    def numbers(self, in_features: int) -> Numbers:
+        """What the cut of a GEMM depends on."""
+        bits, block = self.encoding.bits, CODES_BLOCK
+        if bits == 4 and in_features % (2 * block) == 0:
+            block *= 2
+        scales = block // self.group * _UNIT // self.shared_by if self.group else 0
+        return Numbers(bits, block, scales)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedWeight:
+    """A weight [out_features, in_features] for the GEMMs of ``cuda/linear.cu``.
+
+    weight   its codes are permuted; it has no groups
+    scales   kind.group > 0: float32 [out_features / 64, in_features / 128, 128 / group,
+             64 / shared_by], the rows as tiles have them: if it is gated, 8 of the gate and the
+             8 that they open follow each other. Else float32 [out_features]
+    order    int64 [in_features]: the columns of x, if they must be sorted
+    """
+
+    kind: CodesKind
+    weight: QuantizedWeight
+    scales: Tensor
+    order: Tensor | None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return len(self.weight.codes), self.weight.in_features
+
+    def ordered(self, x: Tensor) -> Tensor:
+        """The columns of ``x`` [num_rows, in_features] as the weight has them."""
+        return x if self.order is None else x.index_select(1, self.order)
+
+
+def pack(weight: QuantizedWeight, *, gated: bool = False) -> PackedWeight | None:
+    """The weight as kernels take it; None if they cannot. Its codes are permuted where they are,
+    and must not be used otherwise any more.
+
+    ``gated``: its first half of rows are gates. Kernels need a multiple of 64 rows (128 if gated)
+    and of 128 in_features, and groups of a multiple of 32.
+    """
+    out_features, in_features = len(weight.codes), weight.in_features
+    if out_features % (2 * _UNIT if gated else _UNIT) or in_features % CODES_BLOCK:
+        return None
+    order = None
+    if weight.groups is not None:
+        groups = weight.groups.long()
+        order = groups.argsort(stable=True)
+        counts = groups.bincount()
+        used = counts.nonzero()[:, 0]  # a rank has inputs of some groups
+        size = in_features // len(used)
+        if size % _GROUPS[-1] or bool((counts[used] != size).any()):
+            return None
+        zeros = None if weight.zeros is None else weight.zeros[:, used]
+        weight = replace(
+            weight,
+            block=(weight.block[0], size),
+            scales=weight.scales[:, used],
+            zeros=zeros,
+            groups=None,
+        )
+    rows, columns = weight.block
+    whole = columns >= in_features
+    if whole and weight.zeros is None:
+        group = 0
+    else:
+        group = next((size for size in _GROUPS if whole or columns % size == 0), -1)
+    if group < 0:
+        return None
+    kind = CodesKind(weight.encoding, group, 1 if rows % 8 else 8, weight.zeros is not None)
+    packed = PackedWeight(kind, weight, _scales(weight, kind, gated=gated), order)
+    _permute(weight, order)
+    return packed
+
+
+def _scales(weight: QuantizedWeight, kind: CodesKind, *, gated: bool) -> Tensor:
+    out_features, in_features = len(weight.codes), weight.in_features
+    factors = factors_of(weight)  # [lines, columns], float32
+    lines = torch.arange(out_features, device=factors.device)
+    if kind.group == 0:
+        return factors[lines // weight.block[0], 0].contiguous()
+    if gated:
+        lines = lines.view(2, -1, 8).transpose(0, 1).flatten()
+    lines = lines[:: kind.shared_by] // weight.block[0]
+    firsts = torch.arange(0, in_features, kind.group, device=factors.device)
+    words = factors.view(torch.int32)
+    if weight.zeros is not None:
+        words = (words + 0x80 & ~0xFF) | weight.zeros.int()
+    words = words[lines][:, firsts // weight.block[1]]  # [out_features / shared_by, groups]
+    shape = out_features // _UNIT, _UNIT // kind.shared_by, -1, CODES_BLOCK // kind.group
+    return words.view(shape).permute(0, 2, 3, 1).contiguous().view(torch.float32)
+
+
+def _permute(weight: QuantizedWeight, order: Tensor | None) -> None:
+    """Sort and permute the inputs of the codes, some rows at a time."""
+    four, device = weight.encoding.bits == 4, weight.codes.device
+    places = torch.tensor(_OF_NIBBLES if four else PLACES_OF_BYTES, device=device)
+    at_once = max(1, 2**22 // weight.in_features)
+    for start in range(0, len(weight.codes), at_once):
+        codes = weight.codes.view(torch.uint8)[start : start + at_once]
+        numbers = codes
+        if four:
+            numbers = torch.stack([codes & 15, codes >> 4], dim=-1).flatten(-2)
+        if order is not None:
+            numbers = numbers[:, order]
+        numbers = _rearranged(numbers, places)
+        codes.copy_(joined(numbers) if four else numbers)
+
+
+def _rearranged(numbers: Tensor, places: Tensor) -> Tensor:
+    """Each ``len(places)`` columns in this order."""
+    return numbers.view(len(numbers), -1, len(places))[:, :, places].flatten(1)
+
+
+def dequantize_weight(weight: QuantizedWeight, dtype: torch.dtype, *, packed: bool) -> Tensor:
+    """The numbers, [out_features, in_features]; ``packed``: its codes are permuted."""
+    shape = len(weight.codes), weight.in_features
+    out = torch.empty(shape, dtype=dtype, device=weight.codes.device)
+    if not use_triton(weight.codes):
+        return dequantize_weight_reference(weight, out, packed=packed)
+    from minisgl_backend.kernels.triton_kernels.quantized_kernels import launch_dequantize
+
+    launch_dequantize(out, weight, packed=packed)
+    return out
+
+
+def dequantize_weight_reference(weight: QuantizedWeight, out: Tensor, *, packed: bool) -> Tensor:
+    """The twin of ``dequantize_weight``; ``out`` is of its shape."""
+    if not packed:
+        return dequantize(weight, out)
+    four, codes = weight.encoding.bits == 4, weight.codes.view(torch.uint8)
+    places = torch.tensor(_OF_NIBBLES if four else PLACES_OF_BYTES, device=codes.device).argsort()
+    numbers = torch.stack([codes & 15, codes >> 4], dim=-1).flatten(-2) if four else codes
+    numbers = _rearranged(numbers, places)
+    plain = joined(numbers) if four else numbers.view(weight.codes.dtype)
+    return dequantize(replace(weight, codes=plain), out)

@@ -1,0 +1,205 @@
+"""Experts for few rows, and the weighted sum over a token's experts.
+
+``_rows`` streams an expert's weight for one row of x, without tensor cores: a program takes some
+output features of one (token, choice) pair.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from minisgl_backend.kernels.triton_kernels.pdl import allow_next, launch_options, wait_previous
+
+
+@triton.jit
+def _rows(
+    out_ptr,
+    x_ptr,
+    weight_ptr,
+    experts_ptr,
+    factors_ptr,
+    out_features,
+    TOP_K: tl.constexpr,  # rows of the output for each row of x
+    SIZE: tl.constexpr,  # in_features
+    ROWS: tl.constexpr,  # output features of a program
+    BLOCK: tl.constexpr,
+    GATED: tl.constexpr,
+    FACTORS: tl.constexpr,
+    EARLY: tl.constexpr,  # experts_ptr was written before the preceding kernel
+    PDL: tl.constexpr,
+):
+    pair = tl.program_id(1)
+    r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    k = tl.arange(0, BLOCK)
+    in_rows = r[:, None] < out_features
+    if PDL and not EARLY:
+        wait_previous()
+    expert = tl.load(experts_ptr + pair).to(tl.int64)
+    if expert < 0:
+        return
+    height = out_features * 2 if GATED else out_features
+    at = weight_ptr + (expert * height + r[:, None]) * SIZE + k[None, :]
+    up_offset = out_features.to(tl.int64) * SIZE
+    inside = in_rows & (k[None, :] < SIZE)
+    w = tl.load(at, mask=inside, other=0.0, eviction_policy="evict_first")
+    if GATED:
+        u = tl.load(at + up_offset, mask=inside, other=0.0, eviction_policy="evict_first")
+    if PDL:
+        if EARLY:
+            wait_previous()
+        allow_next()
+    x_at = x_ptr + (pair // TOP_K).to(tl.int64) * SIZE + k
+    acc = tl.zeros([ROWS, BLOCK], tl.float32)
+    acc_up = tl.zeros([ROWS, BLOCK], tl.float32)
+    for start in tl.static_range(0, SIZE, BLOCK):
+        x = tl.load(x_at + start, mask=start + k < SIZE, other=0.0).to(tl.float32)
+        if start > 0:
+            inside = in_rows & (start + k[None, :] < SIZE)
+            w = tl.load(at + start, mask=inside, other=0.0, eviction_policy="evict_first")
+            if GATED:
+                u = tl.load(
+                    at + up_offset + start, mask=inside, other=0.0, eviction_policy="evict_first"
+                )
+        acc += w.to(tl.float32) * x[None, :]
+        if GATED:
+            acc_up += u.to(tl.float32) * x[None, :]
+    y = tl.sum(acc, axis=1)  # [ROWS]
+    factor = 1.0
+    if FACTORS:
+        factor = tl.load(factors_ptr + pair // TOP_K)
+        y *= factor
+    if GATED:
+        y = y * tl.sigmoid(y) * (tl.sum(acc_up, axis=1) * factor)
+    to = out_ptr + pair.to(tl.int64) * out_features + r
+    tl.store(to, y.to(out_ptr.dtype.element_ty), mask=r < out_features)
+
+
+@triton.jit
+def _sum_outputs(
+    out_ptr,
+    parts_ptr,
+    weights_ptr,
+    ids_ptr,
+    shared_ptr,
+    residual_ptr,
+    norm_ptr,
+    eps,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TOP_K: tl.constexpr,
+    CHOICES: tl.constexpr,  # at least as many, a power of two
+    ELSEWHERE: tl.constexpr,  # some ids may be -1, of rows that are not written
+    SHARED: tl.constexpr,
+    NORM: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    # All but the outputs and ``shared`` was written before the kernel before this one began, which
+    # has waited, or comes after one that has waited, for what wrote it.
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, BLOCK)
+    mask = i < SIZE
+    choice = tl.arange(0, CHOICES)
+    chosen = choice < TOP_K
+    if ELSEWHERE:
+        chosen = chosen & (tl.load(ids_ptr + row * TOP_K + choice, mask=chosen, other=-1) >= 0)
+    weight = tl.load(weights_ptr + row * TOP_K + choice, mask=chosen, other=0.0)
+    if NORM:
+        norm = tl.load(norm_ptr + i, mask=mask, other=0.0).to(tl.float32)
+        total = tl.load(residual_ptr + row * SIZE + i, mask=mask, other=0.0).to(tl.float32)
+    if PDL:
+        wait_previous()
+        allow_next()  # afterwards: the sum over the ranks reads the residual stream before it waits
+    at = parts_ptr + (row * TOP_K + choice[:, None]) * SIZE + i[None, :]
+    part = tl.load(at, mask=chosen[:, None] & mask[None, :], other=0.0).to(tl.float32)
+    x = tl.sum(weight[:, None] * part, axis=0)  # [BLOCK]
+    if SHARED:
+        x += tl.load(shared_ptr + row * SIZE + i, mask=mask, other=0.0).to(tl.float32)
+    if NORM:
+        kept = (total + x).to(residual_ptr.dtype.element_ty)
+        tl.store(residual_ptr + row * SIZE + i, kept, mask=mask)
+        x = kept.to(tl.float32)
+        x = x * tl.rsqrt(tl.sum(x * x, axis=0) / SIZE + eps) * norm
+    tl.store(out_ptr + row * SIZE + i, x.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def launch_expert_rows(
+    out: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    experts: Tensor,
+    *,
+    top_k: int,
+    gated: bool,
+    factors: Tensor | None = None,
+    early: bool = False,
+    pdl: bool = False,
+    rows: int | None = None,
+    block: int | None = None,
+    num_warps: int = 4,
+) -> None:
+    """``out`` [num_pairs, out_features]: row p is x[p // top_k] through ``experts[p]``; not written
+    if that is -1. ``early``: the kernel before this one did not write ``experts``.
+
+    ``rows`` output features of a program and ``block`` in_features of an iteration are by default
+    the fastest on an H200 for the shapes of Qwen3-30B-A3B.
+    """
+    rows = rows or (2 if gated else 4)
+    block = block or (2048 if gated else 256)
+    num_pairs, out_features = out.shape
+    _rows[(triton.cdiv(out_features, rows), num_pairs)](
+        out,
+        x,
+        weight,
+        experts,
+        factors,
+        out_features,
+        TOP_K=top_k,
+        SIZE=x.shape[1],
+        ROWS=rows,
+        BLOCK=block,
+        GATED=gated,
+        FACTORS=factors is not None,
+        EARLY=early,
+        PDL=pdl,
+        num_warps=num_warps,
+        **launch_options(pdl),
+    )
+
+
+def launch_sum_outputs(
+    out: Tensor,
+    outputs: Tensor,
+    weights: Tensor,
+    ids: Tensor | None,
+    shared: Tensor | None,
+    *,
+    added: tuple[Tensor, Tensor, float] | None = None,
+    pdl: bool,
+) -> None:
+    """``out`` [num_tokens, size] = each token's sum of its ``outputs`` [num_tokens, top_k, size],
+    weighted, plus ``shared``; outputs whose ``ids`` are -1 do not count. With ``added``, residual,
+    norm and eps, that is added to the residual in place, and ``out`` is the RMSNorm of it."""
+    num_tokens, top_k, size = outputs.shape
+    assert outputs.is_contiguous() and weights.is_contiguous()
+    residual, norm, eps = (None, None, 0.0) if added is None else added
+    block = triton.next_power_of_2(size)
+    _sum_outputs[(num_tokens,)](
+        out,
+        outputs,
+        weights,
+        ids,
+        shared,
+        residual,
+        norm,
+        eps,
+        SIZE=size,
+        BLOCK=block,
+        TOP_K=top_k,
+        CHOICES=triton.next_power_of_2(top_k),
+        ELSEWHERE=ids is not None,
+        SHARED=shared is not None,
+        NORM=norm is not None,
+        PDL=pdl,
+        num_warps=min(max(block // 512, 1), 8),
+        **launch_options(pdl),
+    )

@@ -1,0 +1,314 @@
+"""GEMMs with quantized weights, the numbers that these stand for, and tokens in float8.
+
+A code is decoded with integer operations, so that any GPU can do it. Weights are as their
+checkpoint has them, or permuted (``kernels.packed_weight``).
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from minisgl_backend.kernels.quantized import FP8_MAX, QuantizedWeight
+from minisgl_backend.kernels.triton_kernels.pdl import allow_next, launch_options, wait_previous
+from minisgl_backend.weight_format import Encoding
+
+_KINDS = {Encoding.E4M3: 1, Encoding.INT8: 2, Encoding.INT4: 3, Encoding.E2M1: 4}
+"""``KIND`` below."""
+
+
+@triton.jit
+def _place_of_8_bits(k):
+    """Where the code of input k is in a permuted row, in bytes."""
+    quad = k % 8 // 2
+    return k // 16 * 16 + 4 * quad + 2 * (k % 2) + 1 - k % 16 // 8
+
+
+@triton.jit
+def _place_of_4_bits(k):
+    """The same, in halves of bytes."""
+    quad = k % 8 // 2
+    return k // 32 * 32 + 8 * quad + 4 * (k % 2) + k % 32 // 8
+
+
+@triton.jit
+def _numbers(codes, KIND: tl.constexpr):
+    """Codes, uint8 or halves of it, as float32."""
+    codes = codes.to(tl.int32)
+    if KIND == 1:
+        magnitude = codes & 127
+        normal = ((magnitude << 20) + (120 << 23)).to(tl.float32, bitcast=True)
+        small = magnitude.to(tl.float32) * 0.001953125  # 2^-9
+        number = tl.where(magnitude < 8, small, normal)
+        return tl.where(codes > 127, -number, number)
+    elif KIND == 4:
+        magnitude = codes & 7
+        number = ((2 + magnitude % 2) << (magnitude // 2)).to(tl.float32) * 0.25
+        number = tl.where(magnitude < 2, magnitude.to(tl.float32) * 0.5, number)
+        return tl.where(codes > 7, -number, number)
+    else:
+        return codes.to(tl.float32)
+
+
+@triton.jit
+def _load_numbers(
+    codes_ptr,
+    scales_ptr,
+    zeros_ptr,
+    groups_ptr,
+    n,
+    k,
+    mask,
+    width,  # bytes of a row of codes
+    columns,  # of scales
+    ROWS_OF_BLOCK,
+    COLUMNS_OF_BLOCK,
+    KIND: tl.constexpr,
+    PERMUTED: tl.constexpr,
+    ZEROS: tl.constexpr,
+    GROUPS: tl.constexpr,
+):
+    """The numbers of outputs ``n`` and inputs ``k``, which broadcast, as float32."""
+    row = n.to(tl.int64) * width
+    if KIND <= 2:
+        place = k
+        if PERMUTED:
+            place = _place_of_8_bits(k)
+        codes = tl.load(codes_ptr + row + place, mask=mask, other=0)
+    else:
+        place = k
+        if PERMUTED:
+            place = _place_of_4_bits(k)
+        both = tl.load(codes_ptr + row + place // 2, mask=mask, other=0).to(tl.int32)
+        codes = (both >> (place % 2 * 4)) & 15
+    if GROUPS:
+        column = tl.load(groups_ptr + k, mask=mask & (k >= 0), other=0)
+    else:
+        column = k // COLUMNS_OF_BLOCK
+    at = n // ROWS_OF_BLOCK * columns + column
+    if KIND == 4:
+        exponents = tl.load(scales_ptr + at, mask=mask, other=127).to(tl.int32)
+        scale = tl.exp2((exponents - 127).to(tl.float32))
+    else:
+        scale = tl.load(scales_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    numbers = _numbers(codes, KIND)
+    if ZEROS:
+        numbers -= tl.load(zeros_ptr + at, mask=mask, other=0).to(tl.float32)
+    elif KIND == 2:
+        numbers -= 128
+    elif KIND == 3:
+        numbers -= 8
+    return numbers * scale
+
+
+@triton.jit
+def _dequantize(
+    out_ptr,
+    codes_ptr,
+    scales_ptr,
+    zeros_ptr,
+    groups_ptr,
+    size,
+    width,
+    columns,
+    ROWS_OF_BLOCK,
+    COLUMNS_OF_BLOCK,
+    KIND: tl.constexpr,
+    PERMUTED: tl.constexpr,
+    ZEROS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    n = tl.program_id(0)
+    k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = k < size
+    numbers = _load_numbers(
+        codes_ptr,
+        scales_ptr,
+        zeros_ptr,
+        groups_ptr,
+        n,
+        k,
+        mask,
+        width,
+        columns,
+        ROWS_OF_BLOCK,
+        COLUMNS_OF_BLOCK,
+        KIND,
+        PERMUTED,
+        ZEROS,
+        GROUPS,
+    )
+    to = out_ptr + n.to(tl.int64) * size + k
+    tl.store(to, numbers.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _quantized_linear(
+    out_ptr,
+    x_ptr,
+    codes_ptr,
+    scales_ptr,
+    zeros_ptr,
+    groups_ptr,
+    bias_ptr,
+    x_stride,
+    num_rows,
+    out_features,
+    size,
+    width,
+    columns,
+    ROWS_OF_BLOCK,
+    COLUMNS_OF_BLOCK,
+    KIND: tl.constexpr,
+    ZEROS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    BIAS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    n = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    m = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    x_at = x_ptr + m[:, None].to(tl.int64) * x_stride
+    acc = tl.zeros([COLUMNS, ROWS], tl.float32)
+    for start in range(0, size, BLOCK):
+        k = start + tl.arange(0, BLOCK)
+        weight = _load_numbers(
+            codes_ptr,
+            scales_ptr,
+            zeros_ptr,
+            groups_ptr,
+            n[:, None],
+            k[None, :],
+            (n < out_features)[:, None] & (k < size)[None, :],
+            width,
+            columns,
+            ROWS_OF_BLOCK,
+            COLUMNS_OF_BLOCK,
+            KIND,
+            False,
+            ZEROS,
+            GROUPS,
+        )  # [COLUMNS, BLOCK]
+        x = tl.load(
+            x_at + k[None, :], mask=(m < num_rows)[:, None] & (k < size)[None, :], other=0.0
+        )
+        acc = tl.dot(weight.to(x.dtype), tl.trans(x), acc, input_precision="ieee")
+    if BIAS:
+        acc += tl.load(bias_ptr + n, mask=n < out_features, other=0.0).to(tl.float32)[:, None]
+    to = out_ptr + m[None, :].to(tl.int64) * out_features + n[:, None]
+    mask = (m < num_rows)[None, :] & (n < out_features)[:, None]
+    tl.store(to, acc.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["scales_stride"])
+def _float8_rows(
+    out_ptr,
+    scales_ptr,
+    x_ptr,
+    x_stride,
+    scales_stride,  # of a group
+    SIZE: tl.constexpr,
+    GROUP: tl.constexpr,  # of values that share a scale
+    BLOCK: tl.constexpr,  # of values of a program, whole groups
+    MOST: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    group = tl.program_id(1) * (BLOCK // GROUP) + tl.arange(0, BLOCK // GROUP)
+    # of each 16 inputs the first and the last 8, which take turns in memory (``_place_of_8_bits``)
+    unit = group[:, None] * (GROUP // 16) + tl.arange(0, GROUP // 16)[None, :]
+    k = unit[:, :, None] * 16 + tl.arange(0, 8)[None, None, :]
+    mask = k < SIZE
+    if PDL:
+        allow_next()
+        wait_previous()
+    at = x_ptr + row * x_stride + k
+    first = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    last = tl.load(at + 8, mask=mask, other=0.0).to(tl.float32)
+    largest = tl.max(tl.max(tl.maximum(tl.abs(first), tl.abs(last)), axis=2), axis=1)
+    scale = tl.maximum(largest, 1e-12) / MOST
+    numbers = tl.join(last, first) / scale[:, None, None, None]  # [groups, GROUP / 16, 8, 2]
+    numbers = tl.reshape(
+        tl.minimum(tl.maximum(numbers, -MOST), MOST), [BLOCK // GROUP, GROUP // 16, 16]
+    )
+    place = unit[:, :, None] * 16 + tl.arange(0, 16)[None, None, :]
+    to = out_ptr + row * SIZE + place
+    tl.store(to, numbers.to(out_ptr.dtype.element_ty), mask=place < SIZE)
+    tl.store(scales_ptr + group * scales_stride + row, scale, mask=group * GROUP < SIZE)
+
+
+def launch_dequantize(out: Tensor, weight: QuantizedWeight, *, packed: bool) -> None:
+    """See ``minisgl_backend.kernels.packed_weight.dequantize_weight``."""
+    (out_features, size), block = out.shape, 1024
+    _dequantize[(out_features, triton.cdiv(size, block))](
+        out,
+        weight.codes.view(torch.uint8),
+        weight.scales,
+        weight.zeros,
+        weight.groups,
+        size,
+        weight.codes.shape[1],
+        weight.scales.shape[1],
+        *weight.block,
+        KIND=_KINDS[weight.encoding],
+        PERMUTED=packed,
+        ZEROS=weight.zeros is not None,
+        GROUPS=weight.groups is not None,
+        BLOCK=block,
+    )
+
+
+def launch_quantized_linear(
+    out: Tensor, x: Tensor, weight: QuantizedWeight, bias: Tensor | None
+) -> None:
+    """See ``minisgl_backend.kernels.quantized_linear.quantized_linear``."""
+    num_rows, out_features = out.shape
+    rows = 16 if num_rows <= 16 else 32 if num_rows <= 32 else 64
+    columns = 32
+    _quantized_linear[(triton.cdiv(out_features, columns), triton.cdiv(num_rows, rows))](
+        out,
+        x,
+        weight.codes.view(torch.uint8),
+        weight.scales,
+        weight.zeros,
+        weight.groups,
+        bias,
+        x.stride(0),
+        num_rows,
+        out_features,
+        x.shape[1],
+        weight.codes.shape[1],
+        weight.scales.shape[1],
+        *weight.block,
+        KIND=_KINDS[weight.encoding],
+        ZEROS=weight.zeros is not None,
+        GROUPS=weight.groups is not None,
+        BIAS=bias is not None,
+        ROWS=rows,
+        COLUMNS=columns,
+        BLOCK=128,
+        num_warps=4,
+    )
+
+
+def launch_float8_rows(out: Tensor, scales: Tensor, x: Tensor, group: int, *, pdl: bool) -> None:
+    """See ``minisgl_backend.kernels.quantized_linear.float8_rows``."""
+    num_rows, size = x.shape
+    group = group if group < size else triton.next_power_of_2(size)
+    block = max(group, 2048)
+    _float8_rows[(num_rows, triton.cdiv(size, block))](
+        out,
+        scales,
+        x,
+        x.stride(0),
+        scales.shape[1],
+        SIZE=size,
+        GROUP=group,
+        BLOCK=block,
+        MOST=FP8_MAX,
+        PDL=pdl,
+        num_warps=min(block // 512, 16),
+        **launch_options(pdl),
+    )

@@ -1,0 +1,155 @@
+"""A replica of the engine: a process that the door of several started (``replicas``).
+
+As a program, ``python -m minisgl_backend.replica``. It gets three numbers: its own, the descriptor
+of its socket to the door, and the id of the door's process. It reads options, loads the engine, and
+then takes requests and sends what becomes of them, in the messages of ``replicas.messages``.
+
+A token's way: the engine's thread puts it into a queue; a thread that sends takes all that is there
+by now, as a rule the tokens of a whole step, as one message. So the engine never waits for the
+door. The process ends when the door closes its end, or when the engine breaks: then another process
+follows it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from typing import Final, NoReturn
+
+from minisgl_backend.build import build_engine_alone
+from minisgl_backend.config import EngineOptions
+from minisgl_backend.death_signal import end_with
+from minisgl_backend.errors import EngineFailure, EngineLost, MiniSGLError
+from minisgl_backend.parts import STANDARD, Parts
+from minisgl_backend.replicas.messages import (
+    Incoming,
+    Message,
+    News,
+    decode_other_event,
+    decode_request,
+    encode_event,
+    encode_info,
+    encode_samples,
+    encode_stats,
+    send,
+)
+from minisgl_backend.request import Event, Failed, Finished, RequestId, samples_of
+from minisgl_backend.routing.shadow import TreeReports
+from minisgl_backend.runtime.engine import Door
+from minisgl_backend.runtime_files import State
+
+logger = logging.getLogger(__name__)
+
+_PULSE_EVERY_S: Final = 0.25
+_MOST_AT_ONCE: Final = 4096
+"""Pieces of news in a message."""
+
+
+def serve(connection: socket.socket, parts: Parts = STANDARD) -> int:
+    """Be a replica until the door closes its end; the exit code."""
+    incoming = Incoming(connection)
+    first = incoming.receive()
+    if first is None:
+        return 1
+    news: queue.SimpleQueue[News] = queue.SimpleQueue()
+    try:
+        options = EngineOptions.from_mapping(first["options"])
+        watch = TreeReports(
+            options.page_size,
+            publish=lambda keys, pages: news.put(["+", keys.tolist(), pages.tolist()]),
+            evict=lambda pages: news.put(["-", pages.tolist()]),
+            forget=lambda: news.put(["0"]),
+        )
+        engine = build_engine_alone(options, parts, watch=watch)
+    except Exception as error:
+        if not isinstance(error, MiniSGLError):
+            logger.exception("this replica cannot start")
+        send(connection, {"error": str(error)})
+        return 1
+    stats = encode_stats(engine.stats())
+    send(connection, {"info": encode_info(engine.info), "stats": stats})
+    sender = threading.Thread(
+        target=_send_news, args=(connection, engine, news), name="news", daemon=True
+    )
+    sender.start()
+    while (message := incoming.receive()) is not None:
+        _take(message, engine, news.put)
+    engine.close(drain_s=0)
+    return 0
+
+
+def _take(message: Message, engine: Door, put: Callable[[News], None]) -> None:
+    """Submit or abort a request."""
+
+    def sink(request_id: RequestId, event: Event) -> None:
+        put(encode_event(request_id, event))
+
+    if "abort" in message:
+        end = decode_other_event(message["abort"])
+        request_id = RequestId(message["abort"][1])
+        if isinstance(end, Failed):
+            assert isinstance(end.error, EngineFailure)
+            engine.abort(request_id, end.error)
+        else:
+            assert isinstance(end, Finished)
+            engine.abort(request_id, end.reason)
+        return
+    request, ids = decode_request(message)
+    try:
+        engine.submit_samples(samples_of(request, ids), [partial(sink, each) for each in ids])
+    except MiniSGLError as error:  # it breaks just now: the door has checked the request itself
+        for each in ids:
+            sink(each, Failed(EngineLost(str(error))))
+
+
+def _send_news(connection: socket.socket, engine: Door, news: queue.SimpleQueue[News]) -> None:
+    """Send news as they come, and signs of life; end the process when the engine has broken."""
+    with suppress(OSError):  # the door is gone, and this process will be
+        while True:
+            is_broken = engine.health().state is State.BROKEN
+            gathered = _gathered(news)
+            stats = encode_stats(engine.stats())
+            if gathered:
+                send(connection, {"news": gathered, "stats": stats})
+                continue
+            if is_broken:
+                logger.error("the engine has broken: this process ends")
+                logging.shutdown()
+                os._exit(1)
+            samples = encode_samples(engine.take_samples())
+            age_s = engine.health().tick_age_s
+            send(connection, {"pulse": age_s, "samples": samples, "stats": stats})
+
+
+def _gathered(news: queue.SimpleQueue[News]) -> list[News]:
+    """All news that there are, after a while at the latest."""
+    found: list[News] = []
+    with suppress(queue.Empty):
+        found.append(news.get(timeout=_PULSE_EVERY_S))
+        while len(found) < _MOST_AT_ONCE:
+            found.append(news.get_nowait())
+    return found
+
+
+def main(parts: Parts = STANDARD) -> NoReturn:
+    """Be the replica that the process's arguments name, then end the process."""
+    number, descriptor, parent = map(int, sys.argv[1:])
+    end_with(parent)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is for the door, which ends this
+    logging.basicConfig(level=logging.WARNING, format=f"replica {number}: %(name)s: %(message)s")
+    logging.getLogger("minisgl_backend").setLevel(logging.INFO)
+    code = serve(socket.socket(fileno=descriptor), parts)
+    logging.shutdown()
+    os._exit(code)  # threads of a library must not hold the process up
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Several engines, each in a process of its own, behind one door."""

@@ -1,0 +1,377 @@
+"""The door of several replicas: one engine to its callers, and each request at one replica.
+
+Knows what the replicas have cached and how busy they are, from their news (``routing``), and all
+open requests. Must not know processes, tensors or Triton.
+
+A request is routed when it is accepted, and waits at its replica. If that ends, the samples of a
+request that has told its caller nothing yet go to another replica, once; those of others fail. So
+what breaks a replica breaks two at most.
+
+Invariants: every accepted request gets exactly one terminal event. Events of a request are
+delivered in order, by the thread of the replica that has it. The lock of ``_changed`` guards the
+router, the shadow and the open requests; no sink is called while it is held.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Final, Protocol
+
+import numpy as np
+
+from minisgl_backend.config import EngineOptions
+from minisgl_backend.errors import EngineFailure, EngineLost, Recovering
+from minisgl_backend.replicas.messages import (
+    Message,
+    News,
+    decode_other_event,
+    decode_samples,
+    decode_stats,
+    decode_token,
+    encode_event,
+    encode_request,
+)
+from minisgl_backend.request import (
+    Admitted,
+    Event,
+    Failed,
+    Finished,
+    FinishReason,
+    Request,
+    RequestId,
+    Sink,
+)
+from minisgl_backend.routing.router import Balance, Capacity, Placement, Router
+from minisgl_backend.routing.shadow import CacheShadow
+from minisgl_backend.runtime.engine import Door, EngineInfo, Health, ReplicaStats, shutting_down
+from minisgl_backend.runtime.open_requests import OpenRequest
+from minisgl_backend.runtime.recorder import EngineStats, Samples
+from minisgl_backend.runtime_files import State
+from minisgl_backend.scheduling.report import SchedulerStats
+
+logger = logging.getLogger(__name__)
+
+_MOST_MOVES: Final = 1
+_NO_STATS: Final = EngineStats.sum([])
+
+
+class Replica(Protocol):
+    """A replica as the door reaches it: ``ReplicaProcess`` documents the members in full."""
+
+    number: int
+    pid: int | None
+    num_starts: int
+
+    def send(self, message: Message) -> None: ...
+
+    def kill(self) -> None: ...
+
+    def stop(self) -> None: ...
+
+    def close(self, patience_s: float | None = None) -> None: ...
+
+
+@dataclass(slots=True, eq=False)
+class _Prompt:
+    """The samples of a prompt that have not ended; all are at one replica.
+
+    ``has_told``: the caller knows more than that it was admitted.
+    """
+
+    request: Request
+    placement: Placement
+    samples: dict[RequestId, _Sample] = field(default_factory=dict)
+    has_told: bool = False
+    num_moves: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class _Sample:
+    """``num_positions`` counts the prompt's tokens and its own; ``end`` is the event with which it
+    was aborted, if it was."""
+
+    entry: OpenRequest
+    prompt: _Prompt
+    num_positions: int
+    end: Finished | Failed | None = None
+
+
+@dataclass(slots=True)
+class _Counts:
+    """Of one replica: ``past`` sums up the processes that have ended, ``now`` is the last report of
+    the one that serves."""
+
+    past: EngineStats = _NO_STATS
+    now: EngineStats = _NO_STATS
+
+    def end(self) -> None:
+        """The process has ended: what it counted stays, what it held is gone."""
+        gone = SchedulerStats(
+            **{
+                **asdict(_NO_STATS.scheduler),
+                "num_retractions": self.now.scheduler.num_retractions,
+                "prefix_queries": self.now.scheduler.prefix_queries,
+                "prefix_hits": self.now.scheduler.prefix_hits,
+            }
+        )
+        self.past = EngineStats.sum([self.past, replace(self.now, scheduler=gone, num_open=0)])
+        self.now = _NO_STATS
+
+    def total(self) -> EngineStats:
+        return EngineStats.sum([self.past, self.now])
+
+
+class ReplicatedEngine(Door):
+    """Routes requests to replicas of one model, which are added once they are loaded."""
+
+    def __init__(
+        self, infos: Sequence[EngineInfo], replicas: Sequence[Replica], options: EngineOptions
+    ) -> None:
+        """``infos`` are those of the ``replicas``, all of which serve; ``options`` those of the
+        whole."""
+        num_pages = [info.num_pages for info in infos]
+        first = infos[0]
+        super().__init__(
+            replace(
+                first,
+                num_pages=min(num_pages),
+                num_replicas=len(infos),
+                max_queued_requests=options.max_queued_requests,
+                max_queued_tokens=options.max_queued_tokens,
+            )
+        )
+        balance = Balance()
+        if options.routing_ratio is not None:
+            balance = replace(balance, ratio=options.routing_ratio)
+        if options.routing_slack is not None:
+            balance = replace(balance, slack=options.routing_slack)
+        self._shadow = CacheShadow(len(infos), max(num_pages))
+        self._router = Router(
+            self._shadow,
+            page_size=first.page_size,
+            capacity=Capacity(
+                first.max_running_requests, options.max_prefill_tokens, min(num_pages)
+            ),
+            balance=balance,
+        )
+        self._replicas = replicas
+        self._counts = [_Counts() for _ in infos]
+        self._is_up = [True] * len(infos)
+        self._is_gone = [False] * len(infos)
+        self._open: dict[RequestId, _Sample] = {}
+
+    # --- callers -----------------------------------------------------------------------------
+
+    def abort(
+        self, request_id: RequestId, why: FinishReason | EngineFailure = FinishReason.CANCELLED
+    ) -> None:
+        with self._changed:
+            sample = self._open.get(request_id)
+            if sample is not None and sample.end is None:
+                sample.end = Finished(why) if isinstance(why, FinishReason) else Failed(why)
+                self._send_abort(sample)
+
+    def stats(self) -> EngineStats:
+        with self._changed:
+            of_all = EngineStats.sum([counts.total() for counts in self._counts])
+            own = self._recorder.snapshot(of_all.scheduler, self._num_open)
+        # how requests end is counted here: one that goes elsewhere has not ended
+        return replace(
+            of_all,
+            num_open=own.num_open,
+            num_cancelled=own.num_cancelled,
+            rejected=own.rejected,
+            failed=own.failed,
+        )
+
+    def replicas(self) -> Sequence[ReplicaStats]:
+        with self._changed:
+            return [
+                ReplicaStats(
+                    is_up=is_up,
+                    pid=replica.pid,
+                    num_starts=replica.num_starts,
+                    num_routed=num_routed,
+                    stats=counts.total(),
+                )
+                for replica, is_up, num_routed, counts in zip(
+                    self._replicas, self._is_up, self._router.num_routed, self._counts, strict=True
+                )
+            ]
+
+    def take_samples(self) -> Samples:
+        return self._recorder.take_samples()
+
+    def health(self) -> Health:
+        state = self._state
+        if state is State.SERVING and not any(self._is_up):
+            state = State.BROKEN if all(self._is_gone) else State.LOADING
+        return Health(state, 0.0)
+
+    def close(self, *, drain_s: float, patience_s: float | None = None) -> bool:
+        self._drain(drain_s)
+        for replica in self._replicas:
+            replica.stop()
+        for replica in self._replicas:
+            replica.close(patience_s)
+        with self._changed:
+            ends = [self._end(sample, Failed(shutting_down())) for sample in [*self._open.values()]]
+        self._deliver(ends)
+        return True
+
+    def _check_open(self) -> None:
+        super()._check_open()
+        if not any(self._is_up):
+            self._recorder.request_rejected("down")
+            raise Recovering("the replicas of the engine are being loaded again")
+
+    def _enter(self, entries: Sequence[OpenRequest]) -> None:
+        request = entries[0].request
+        prompt = _Prompt(request, self._place(request, len(entries)))
+        for entry in entries:
+            sample = _Sample(entry, prompt, len(request.prompt))
+            self._open[entry.request.id] = prompt.samples[entry.request.id] = sample
+        self._send(prompt)
+
+    # --- the threads of the replicas ---------------------------------------------------------
+
+    def joined(self, replica: int) -> None:
+        """A replica serves from now on."""
+        with self._changed:
+            self._is_up[replica] = True
+            self._router.join(replica)
+
+    def take(self, replica: int, message: Message) -> None:
+        """Take news and counts of a replica."""
+        events: list[tuple[Sink, Event]] = []
+        with self._changed:
+            if "stats" in message:
+                self._counts[replica].now = decode_stats(message["stats"])
+            for news in message.get("news", ()):
+                self._take_news(replica, news, events)
+        if "samples" in message:
+            self._recorder.add_samples(decode_samples(message["samples"]))
+        self._deliver(events)
+
+    def lost(self, replica: int, *, is_last: bool) -> None:
+        """A replica has ended, and all that it had with it."""
+        with self._changed:
+            self._leave(replica)
+            self._is_gone[replica] = is_last
+            self._counts[replica].end()
+            prompts = dict.fromkeys(sample.prompt for sample in self._open.values())
+            orphans = [prompt for prompt in prompts if prompt.placement.replica == replica]
+            for prompt in orphans:
+                self._router.end(prompt.placement)
+            self._shadow.forget(replica)
+            if self._is_told_to_stop:
+                return  # ``close`` ends them
+            ends = [end for prompt in orphans for end in self._move(prompt)]
+        self._deliver(ends)
+
+    def _take_news(self, replica: int, news: News, events: list[tuple[Sink, Event]]) -> None:
+        head = news[0]
+        if isinstance(head, int):
+            sample = self._open.get(RequestId(head))
+            if sample is not None:
+                self._take_token(sample)
+                events.append((sample.entry.sink, decode_token(news)))
+        elif head == "+":
+            keys, pages = np.array(news[1], np.uint64), np.array(news[2], np.int32)
+            self._shadow.publish(replica, keys, pages)
+        elif head == "-":
+            self._shadow.evict(replica, np.array(news[1], np.int32))
+        elif head == "0":
+            self._shadow.forget_cached(replica)
+        else:
+            sample = self._open.get(RequestId(news[1]))
+            if sample is not None:
+                events.extend(self._take_event(replica, sample, decode_other_event(news)))
+
+    def _take_token(self, sample: _Sample) -> None:
+        prompt = sample.prompt
+        if not prompt.has_told:
+            prompt.has_told = True
+            self._router.computed(prompt.placement)
+        if sample.num_positions % self.info.page_size == 0:
+            self._router.grow(prompt.placement, 1)
+        sample.num_positions += 1
+
+    def _take_event(
+        self, replica: int, sample: _Sample, event: Event
+    ) -> Sequence[tuple[Sink, Event]]:
+        entry = sample.entry
+        if isinstance(event, Admitted):
+            if entry.admitted:  # it has moved
+                return ()
+            entry.admitted = True
+            self._forget_waiting(entry.request)
+        elif isinstance(event, Failed) and isinstance(event.error, EngineLost):
+            self._leave(replica)  # its process is about to end, and then this request goes on
+            return ()
+        else:
+            sample.prompt.has_told = True
+            if isinstance(event, Finished | Failed):
+                return [self._end(sample, event)]
+        return [(entry.sink, event)]
+
+    # --- while the lock is held --------------------------------------------------------------
+
+    def _place(self, request: Request, num_samples: int) -> Placement:
+        """Choose a replica; one is up."""
+        placement = self._router.route(request.prompt, request.cache_salt, num_rows=num_samples)
+        assert placement is not None
+        return placement
+
+    def _send(self, prompt: _Prompt) -> None:
+        message = encode_request(prompt.request, list(prompt.samples))
+        self._replicas[prompt.placement.replica].send(message)
+
+    def _send_abort(self, sample: _Sample) -> None:
+        assert sample.end is not None
+        news = encode_event(sample.entry.request.id, sample.end)
+        self._replicas[sample.prompt.placement.replica].send({"abort": news})
+
+    def _leave(self, replica: int) -> None:
+        self._is_up[replica] = False
+        self._router.leave(replica)
+
+    def _move(self, prompt: _Prompt) -> list[tuple[Sink, Event]]:
+        """Send a request of a lost replica to another one; else returns how its samples end."""
+        samples = list(prompt.samples.values())
+        if not (prompt.has_told or prompt.num_moves == _MOST_MOVES) and any(self._is_up):
+            prompt.num_moves += 1
+            prompt.placement = self._place(prompt.request, len(samples))
+            self._send(prompt)
+            for sample in samples:
+                if sample.end is not None:
+                    self._send_abort(sample)
+            return []
+        error = Failed(EngineFailure("the replica that served the request has ended"))
+        return [self._end(sample, sample.end or error, is_placed=False) for sample in samples]
+
+    def _end(
+        self, sample: _Sample, event: Finished | Failed, *, is_placed: bool = True
+    ) -> tuple[Sink, Event]:
+        """Forget a request, and count it; returns the delivery that is due."""
+        entry, prompt = sample.entry, sample.prompt
+        del self._open[entry.request.id], prompt.samples[entry.request.id]
+        if is_placed and not prompt.samples:
+            self._router.end(prompt.placement)
+        if isinstance(event, Failed):
+            self._recorder.request_failed(event.error.code)
+        elif event.reason is FinishReason.CANCELLED:
+            self._recorder.request_cancelled()
+        # before the event, so that its receiver finds the request's place in the queue free
+        self._forget(entry.request, entry.admitted)
+        return entry.sink, event
+
+    def _deliver(self, events: Sequence[tuple[Sink, Event]]) -> None:
+        """Call sinks; the lock is not held."""
+        for sink, event in events:
+            try:
+                sink(event)
+            except Exception:  # it belongs to one request, and must not reach the others
+                logger.exception("a sink failed on %s", type(event).__name__)

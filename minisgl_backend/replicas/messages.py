@@ -1,0 +1,285 @@
+"""What the door and a replica tell each other: JSON objects, each behind its length.
+
+From the door:
+
+    {"options": {...}}                     at the start
+    {"p": prompt, "s": sampling, ...}      a request, with the ids of all its samples
+    {"abort": id, "f" or "e": ...}         end a request with this event
+
+From the replica:
+
+    {"info": {...}, "stats": {...}} or {"error": text}   whether it has started
+    {"news": [...], "stats": {...}}        what has happened, in order
+    {"pulse": age, "samples": {...}, "stats": {...}}   a sign of life, a few times a second
+
+News are lists, since most are tokens, and those are to be small:
+
+    [id, token]  [id, token, 1]            a token; the request's last one
+    [id, token, last, logprobs]            with its log-probabilities
+    ["a", id, cached]  ["p", id, ...]  ["v", id, ...]  ["f", id, ...]  ["e", id, ...]
+                                           the other events: ``Admitted``, ``PromptLogprobs``,
+                                           ``Embedded``, ``Finished``, ``Failed``
+    ["+", keys, pages]  ["-", pages]  ["0"]   the replica's cache: ``TreeReports``
+
+Arrays are base64 of their bytes, but for keys and pages. Both sides are of one release and one
+machine, and trust each other: decoding checks nothing. Knows no sockets but for how a message is
+framed; must not know who sends what, or when.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import select
+import socket
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, fields
+from types import MappingProxyType
+from typing import Any, Final, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from minisgl_backend import errors
+from minisgl_backend.errors import EngineFailure, MiniSGLError
+from minisgl_backend.request import (
+    Admitted,
+    Embedded,
+    Event,
+    Failed,
+    Finished,
+    FinishReason,
+    Generated,
+    Grammar,
+    GrammarKind,
+    PromptLogprobs,
+    Request,
+    RequestId,
+    SamplingParams,
+    TokenLogprobs,
+)
+from minisgl_backend.runtime.engine import EngineInfo
+from minisgl_backend.runtime.recorder import EngineStats, Samples
+from minisgl_backend.scheduling.report import SchedulerStats
+
+Message: TypeAlias = Mapping[str, Any]
+News: TypeAlias = list[Any]
+
+_LENGTH: Final = struct.Struct("<Q")
+_AT_ONCE: Final = 2**20
+"""Most bytes that are read at a time."""
+_encode: Final = json.JSONEncoder(separators=(",", ":")).encode
+_ERRORS: Final[Mapping[str, type[MiniSGLError]]] = MappingProxyType(
+    {
+        error.__name__: error
+        for error in vars(errors).values()
+        if isinstance(error, type) and issubclass(error, MiniSGLError)
+    }
+)
+_PROMPT_LOGPROBS: Final = (np.int32, np.float32, np.int32, np.int32, np.float32)
+"""The types of the fields of ``PromptLogprobs``."""
+
+
+def send(connection: socket.socket, message: Message) -> None:
+    """Send a message. Raises ``OSError`` if the other side is gone."""
+    content = _encode(message).encode()
+    connection.sendall(_LENGTH.pack(len(content)) + content)
+
+
+class Incoming:
+    """The messages that come from the other side of a connection, which must be blocking."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._poll = select.poll()
+        self._poll.register(connection, select.POLLIN)
+        self._bytes = bytearray()
+
+    def receive(self, timeout_s: float | None = None) -> Message | None:
+        """The next message; None if the other side is gone.
+
+        Raises ``TimeoutError`` if nothing comes for ``timeout_s``.
+        """
+        while (message := self._taken()) is None:
+            if not self._poll.poll(None if timeout_s is None else timeout_s * 1000):
+                raise TimeoutError
+            try:
+                received = self._connection.recv(_AT_ONCE)
+            except OSError:
+                return None
+            if not received:
+                return None
+            self._bytes += received
+        return message
+
+    def _taken(self) -> Message | None:
+        if len(self._bytes) < _LENGTH.size:
+            return None
+        (length,) = _LENGTH.unpack_from(self._bytes)
+        end = _LENGTH.size + length
+        if len(self._bytes) < end:
+            return None
+        message: Message = json.loads(self._bytes[_LENGTH.size : end])
+        del self._bytes[:end]
+        return message
+
+
+# --- requests --------------------------------------------------------------------------------
+
+
+def encode_request(request: Request, ids: Sequence[RequestId]) -> Message:
+    """A request, and the ids of all its samples, its own first."""
+    return {
+        "ids": list(ids),
+        "p": _bytes(request.prompt),
+        "s": asdict(request.sampling),
+        "priority": request.priority,
+        "deadline_s": request.deadline_s,
+        "salt": request.cache_salt,
+        "label": request.label,
+    }
+
+
+def decode_request(message: Message) -> tuple[Request, list[RequestId]]:
+    """What ``encode_request`` was given."""
+    sampling = dict(message["s"])
+    grammar = sampling.pop("grammar")
+    if grammar is not None:
+        grammar = Grammar(**{**grammar, "kind": GrammarKind(grammar["kind"])})
+    biases = tuple((token, bias) for token, bias in sampling.pop("logit_bias"))
+    stops = tuple(sampling.pop("stop_token_ids"))
+    request = Request(
+        id=message["ids"][0],
+        prompt=_array(message["p"], np.int32),
+        sampling=SamplingParams(
+            **sampling, grammar=grammar, logit_bias=biases, stop_token_ids=stops
+        ),
+        priority=message["priority"],
+        deadline_s=message["deadline_s"],
+        cache_salt=message["salt"],
+        label=message["label"],
+    )
+    return request, list(map(RequestId, message["ids"]))
+
+
+# --- events ----------------------------------------------------------------------------------
+
+
+def encode_event(request_id: RequestId, event: Event) -> News:
+    """One piece of news."""
+    if isinstance(event, Generated):
+        if event.logprobs is not None:
+            one = event.logprobs
+            logprobs = [one.logprob, one.rank, one.alternatives]
+            return [request_id, event.token_id, event.is_last, logprobs]
+        if event.is_last:
+            return [request_id, event.token_id, 1]
+        return [request_id, event.token_id]
+    if isinstance(event, Admitted):
+        return ["a", request_id, event.num_cached_tokens]
+    if isinstance(event, PromptLogprobs):
+        arrays = [_bytes(getattr(event, spec.name)) for spec in fields(event)]
+        return ["p", request_id, event.alternatives.shape[1], arrays]
+    if isinstance(event, Embedded):
+        return ["v", request_id, _bytes(event.vector)]
+    if isinstance(event, Finished):
+        return ["f", request_id, event.reason.value, event.stop_token_id]
+    return ["e", request_id, type(event.error).__name__, str(event.error)]
+
+
+def decode_token(news: News) -> Generated:
+    """The token of a piece of news that begins with an id."""
+    if len(news) == 2:
+        return Generated(news[1])
+    if len(news) == 3:
+        return Generated(news[1], is_last=True)
+    logprob, rank, alternatives = news[3]
+    found = TokenLogprobs(logprob, rank, tuple((token, value) for token, value in alternatives))
+    return Generated(news[1], found, bool(news[2]))
+
+
+def decode_other_event(news: News) -> Event:
+    """The event of a piece of news that begins with one of the letters a, p, v, f and e."""
+    return _EVENTS[news[0]](*news[2:])
+
+
+def _decode_prompt_logprobs(num_alternatives: int, arrays: Sequence[str]) -> PromptLogprobs:
+    token_ids, logprobs, ranks, alternative_ids, alternatives = (
+        _array(text, kind) for text, kind in zip(arrays, _PROMPT_LOGPROBS, strict=True)
+    )
+    shape = len(token_ids), num_alternatives
+    return PromptLogprobs(
+        token_ids, logprobs, ranks, alternative_ids.reshape(shape), alternatives.reshape(shape)
+    )
+
+
+def _decode_finished(reason: str, stop_token_id: int | None) -> Finished:
+    return Finished(FinishReason(reason), stop_token_id)
+
+
+def _decode_failed(kind: str, text: str) -> Failed:
+    return Failed(_ERRORS.get(kind, EngineFailure)(text))
+
+
+_EVENTS: Final[Mapping[str, Callable[..., Event]]] = MappingProxyType(
+    {
+        "a": Admitted,
+        "p": _decode_prompt_logprobs,
+        "v": lambda text: Embedded(_array(text, np.float32)),
+        "f": _decode_finished,
+        "e": _decode_failed,
+    }
+)
+
+
+# --- how the replica is ----------------------------------------------------------------------
+
+
+def encode_info(info: EngineInfo) -> Message:
+    """To be decoded by ``decode_info``."""
+    return asdict(info)
+
+
+def decode_info(message: Message) -> EngineInfo:
+    """What ``encode_info`` was given."""
+    return EngineInfo(**{**message, "eos_token_ids": tuple(message["eos_token_ids"])})
+
+
+def encode_stats(stats: EngineStats) -> Message:
+    """To be decoded by ``decode_stats``."""
+    return {**_shallow(stats), "scheduler": _shallow(stats.scheduler)}
+
+
+def decode_stats(message: Message) -> EngineStats:
+    """What ``encode_stats`` was given."""
+    return EngineStats(**{**message, "scheduler": SchedulerStats(**message["scheduler"])})
+
+
+def encode_samples(samples: Samples) -> Message:
+    """To be decoded by ``decode_samples``."""
+    return {spec.name: list(getattr(samples, spec.name)) for spec in fields(samples)}
+
+
+def decode_samples(message: Message) -> Samples:
+    """What ``encode_samples`` was given."""
+    samples = Samples()
+    for spec in fields(samples):
+        values = message[spec.name]
+        getattr(samples, spec.name).extend(
+            tuple(value) if isinstance(value, list) else value for value in values
+        )
+    return samples
+
+
+def _shallow(value: EngineStats | SchedulerStats) -> dict[str, Any]:
+    """As ``asdict``, but each step needs it: without copies."""
+    return {spec.name: getattr(value, spec.name) for spec in fields(value)}
+
+
+def _bytes(array: npt.NDArray[Any]) -> str:
+    return base64.b64encode(np.ascontiguousarray(array).tobytes()).decode()
+
+
+def _array(text: str, kind: npt.DTypeLike) -> npt.NDArray[Any]:
+    return np.frombuffer(base64.b64decode(text), kind)

@@ -1,0 +1,268 @@
+"""The process of one replica: started, watched, ended, and started again if it ends by itself.
+
+Knows processes and sockets, and passes messages on. Must not know requests or what a replica has
+cached. A thread for each replica owns its processes, since Linux kills such a child when the thread
+that started it ends; it also reads what they send. Another one writes, so that whoever sends a
+message never waits for a replica that does not read.
+
+Invariants: a replica never outlives this process, however that ends. Of each process, ``joined`` is
+told before any message of it, and ``lost`` after the last.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+from minisgl_backend.errors import ConfigError
+from minisgl_backend.execution.followers import import_path
+from minisgl_backend.replicas.messages import Incoming, Message, decode_info, send
+from minisgl_backend.runtime.engine import EngineInfo
+
+logger = logging.getLogger(__name__)
+
+_START_S: Final = 1800.0
+"""How long a replica may load its model."""
+_HANG_AFTER_S: Final = 7.0
+"""A replica gives a sign of life several times a second; it hangs if it is silent for longer."""
+_LOOK_EVERY_S: Final = 0.5
+_END_S: Final = 10.0
+"""How long a replica has to end by itself at a stop."""
+_MOST_FAILURES: Final = 5
+"""A replica that could not be started again that many times in a row stays down."""
+_WINDOW_S: Final = 600.0
+_MOST_PAUSE_S: Final = 30.0
+
+
+class Owner(Protocol):
+    """Who is told of a replica, on the replica's thread."""
+
+    def joined(self, replica: int) -> None:
+        """A process serves from now on."""
+
+    def take(self, replica: int, message: Message) -> None:
+        """A message that the replica has sent."""
+
+    def lost(self, replica: int, *, is_last: bool) -> None:
+        """The process has ended, or could not start; ``is_last`` if no other one follows."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where a replica runs: ``environment`` are variables of its process beside those of this one,
+    ``cores`` the processor cores that it may use, all if there are none."""
+
+    environment: Mapping[str, str]
+    cores: frozenset[int] = frozenset()
+
+
+class ReplicaProcess:
+    """One replica, in one process after another."""
+
+    def __init__(
+        self,
+        number: int,
+        command: Sequence[str],
+        place: Place,
+        options: Mapping[str, object],
+        *,
+        first_pause_s: float = 1.0,
+    ) -> None:
+        """``command`` gets three more arguments: the number, the descriptor of its socket and the
+        id of this process. ``first_pause_s`` is the pause before the second restart within ten
+        minutes; it doubles from one to the next, up to half a minute, and the first has none."""
+        self.number = number
+        self.pid: int | None = None
+        """Of the process that serves now."""
+        self.num_starts = 0
+        self.started: Future[EngineInfo] = Future()
+        """What the first process serves; a ``ConfigError`` if it cannot."""
+        self._command = command
+        self._place = place
+        self._options = options
+        self._owner: Owner | None = None
+        self._is_owned = threading.Event()
+        self._first_pause_s = first_pause_s
+        self._process: subprocess.Popen[bytes] | None = None
+        self._outgoing: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=f"replica {number}", daemon=True)
+
+    def start(self) -> None:
+        """Begin; the result is that of ``started``."""
+        self._thread.start()
+
+    def serve(self, owner: Owner) -> None:
+        """Tell ``owner`` of all that happens from now on. The first process waits for this."""
+        self._owner = owner
+        self._is_owned.set()
+
+    def send(self, message: Message) -> None:
+        """Send a message to the process that serves now, without waiting."""
+        self._outgoing.put(message)
+
+    def kill(self) -> None:
+        """End the process that runs now, which another one follows unless ``close`` was called."""
+        process = self._process
+        if process is not None:
+            process.kill()
+
+    def stop(self) -> None:
+        """Let the process end by itself; no other one follows. Does not wait; idempotent."""
+        self._closing.set()
+        self._is_owned.set()
+        self._outgoing.put(None)
+
+    def close(self, patience_s: float | None = None) -> None:
+        """End for good, within ``patience_s`` as a rule."""
+        self.stop()
+        self._thread.join(_END_S if patience_s is None else patience_s)
+        self.kill()
+        self._thread.join()
+
+    # --- the thread that owns the processes --------------------------------------------------
+
+    def _run(self) -> None:
+        ended_s: list[float] = []
+        num_failures = 0
+        while not self._closing.wait(self._pause_s(ended_s)):
+            has_served = False
+            try:
+                has_served = self._serve()
+            except Exception as error:
+                if not self._closing.is_set():
+                    logger.error("replica %d cannot start: %s", self.number, error)
+                if not self.started.done():
+                    self.started.set_exception(error)
+                    return
+            ended_s.append(time.monotonic())
+            num_failures = 0 if has_served else num_failures + 1
+            is_last = self._closing.is_set() or num_failures == _MOST_FAILURES
+            if self._owner is not None:
+                self._owner.lost(self.number, is_last=is_last)
+            if is_last:
+                if not self._closing.is_set():
+                    logger.critical("replica %d could not be started again", self.number)
+                return
+
+    def _pause_s(self, ended_s: Sequence[float]) -> float:
+        """Before the next start: none before the first one within a while."""
+        num_ended = sum(time.monotonic() - at_s < _WINDOW_S for at_s in ended_s)
+        return (
+            min(_MOST_PAUSE_S, self._first_pause_s * 2 ** (num_ended - 2)) if num_ended > 1 else 0
+        )
+
+    def _serve(self) -> bool:
+        """Run one process to its end. Raises ``ConfigError`` if it cannot serve."""
+        self._outgoing = queue.SimpleQueue()  # what was sent to the process before is void
+        ours, theirs = socket.socketpair()
+        with ours:
+            with theirs:
+                process = self._popen(theirs)
+            self.num_starts += 1
+            self._process = process
+            writer = threading.Thread(
+                target=self._write, args=(ours, self._outgoing), name="to replica", daemon=True
+            )
+            has_served = False
+            try:
+                send(ours, {"options": self._options})
+                incoming = Incoming(ours)
+                first = self._first(incoming)
+                info = decode_info(first["info"])
+                self._options = {**self._options, "num_pages": info.num_pages}
+                if not self.started.done():
+                    self.started.set_result(info)
+                self._is_owned.wait()
+                writer.start()
+                has_served = True
+                if self._owner is not None:
+                    self.pid = process.pid
+                    self._owner.joined(self.number)
+                    self._owner.take(self.number, first)
+                    self._read(incoming, self._owner)
+            finally:
+                self.pid = None
+                if not (has_served and self._closing.is_set()):
+                    process.kill()
+                with suppress(OSError):
+                    ours.shutdown(socket.SHUT_RDWR)
+                self._wait(process)
+                self._process = None
+                self._outgoing.put(None)
+                if has_served:
+                    writer.join()
+        level = logging.INFO if self._closing.is_set() else logging.ERROR
+        text = "replica %d (process %d) ended with code %d"
+        logger.log(level, text, self.number, process.pid, process.returncode)
+        return True
+
+    def _popen(self, theirs: socket.socket) -> subprocess.Popen[bytes]:
+        own_cores = os.sched_getaffinity(0)  # of this thread; a child inherits them
+        try:
+            if self._place.cores:
+                os.sched_setaffinity(0, self._place.cores)
+            return subprocess.Popen(
+                [*self._command, *map(str, (self.number, theirs.fileno(), os.getpid()))],
+                env={**os.environ, **import_path(), **self._place.environment},
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+            )
+        finally:
+            os.sched_setaffinity(0, own_cores)
+
+    def _first(self, incoming: Incoming) -> Message:
+        """Wait until the process serves. Raises ``ConfigError`` if it cannot."""
+        deadline_s = time.monotonic() + _START_S
+        while time.monotonic() < deadline_s:
+            if self._closing.is_set():
+                raise ConfigError("it was stopped while it loaded")
+            try:
+                message = incoming.receive(_LOOK_EVERY_S)
+            except TimeoutError:
+                continue
+            if message is None:
+                raise ConfigError("its process ended")
+            if "error" in message:
+                raise ConfigError(message["error"])
+            return message
+        raise ConfigError(f"it did not load within {_START_S:g} s")
+
+    def _read(self, incoming: Incoming, owner: Owner) -> None:
+        """Pass on messages until the process ends or hangs."""
+        silent_s = 0.0  # adds up looks, not time: a pause of the whole machine is no silence
+        while silent_s < _HANG_AFTER_S:
+            try:
+                message = incoming.receive(_LOOK_EVERY_S)
+            except TimeoutError:
+                silent_s += _LOOK_EVERY_S
+                continue
+            if message is None:
+                return
+            silent_s = message.get("pulse", 0.0)
+            owner.take(self.number, message)
+        logger.error("replica %d hangs, and is ended", self.number)
+        self.kill()
+
+    def _write(self, ours: socket.socket, outgoing: queue.SimpleQueue[Message | None]) -> None:
+        with suppress(OSError):
+            while (message := outgoing.get()) is not None:
+                send(ours, message)
+            ours.shutdown(socket.SHUT_WR)  # at this the process ends by itself
+
+    def _wait(self, process: subprocess.Popen[bytes]) -> None:
+        try:
+            process.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()

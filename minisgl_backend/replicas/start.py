@@ -1,0 +1,91 @@
+"""The start of several replicas: which GPUs or processor cores each gets, and their processes."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from typing import Final
+
+from minisgl_backend.config import EngineOptions
+from minisgl_backend.errors import ConfigError
+from minisgl_backend.models.hub import resolve_model
+from minisgl_backend.precheck import check_options, checked_spec
+from minisgl_backend.replicas.door import ReplicatedEngine
+from minisgl_backend.replicas.process import Place, ReplicaProcess
+from minisgl_backend.resolve import device_kind
+
+_GPUS: Final = "CUDA_VISIBLE_DEVICES"
+
+
+def start_replicas(options: EngineOptions, module: str) -> ReplicatedEngine:
+    """Load ``options.data_parallel_size`` replicas, all at the same time, as processes of
+    ``module``. Raises ``ConfigError`` if one cannot start, with its cause."""
+    number, ranks = options.data_parallel_size, options.tensor_parallel_size
+    device = device_kind(options, number * ranks)
+    check_options(options, device)
+    folder = resolve_model(options.model, options.model_source)
+    checked_spec(options, folder, device)
+    told = asdict(
+        replace(
+            options,
+            # the replicas take the folder and the device that were chosen here
+            model=str(folder),
+            device=device,
+            # the door keeps the limits of the queue, whichever replica a request waits at
+            max_queued_requests=(number - 1) * options.max_running_requests
+            + options.max_queued_requests,
+            max_queued_tokens=sys.maxsize,
+        )
+    )
+    places = (
+        gpu_places(number, ranks, os.environ)
+        if device == "cuda"
+        else cpu_places(number, sorted(os.sched_getaffinity(0)))
+    )
+    command = (sys.executable, "-m", module)
+    replicas = [ReplicaProcess(index, command, place, told) for index, place in enumerate(places)]
+    try:
+        for replica in replicas:
+            replica.start()
+        infos = []
+        for replica in replicas:
+            try:
+                infos.append(replica.started.result())
+            except ConfigError as error:
+                raise ConfigError(f"replica {replica.number}: {error}") from None
+    except BaseException:
+        for replica in replicas:
+            replica.stop()
+            replica.kill()
+        for replica in replicas:
+            replica.close()
+        raise
+    engine = ReplicatedEngine(infos, replicas, options)
+    for replica in replicas:
+        replica.serve(engine)
+    return engine
+
+
+def gpu_places(number: int, ranks: int, environment: Mapping[str, str]) -> list[Place]:
+    """A GPU for each rank of each replica, in the order of those that this process sees."""
+    seen = environment.get(_GPUS, "").split(",")
+    names = seen if seen != [""] else [str(index) for index in range(number * ranks)]
+    return [
+        Place(environment={_GPUS: ",".join(names[index * ranks : (index + 1) * ranks])})
+        for index in range(number)
+    ]
+
+
+def cpu_places(number: int, cores: Sequence[int]) -> list[Place]:
+    """Cores of the processor for each replica, neighbours together; fewer cores than replicas are
+    shared."""
+    share = max(1, len(cores) // number)
+    return [
+        Place(
+            environment={},
+            cores=frozenset(cores[(index * share + i) % len(cores)] for i in range(share)),
+        )
+        for index in range(number)
+    ]

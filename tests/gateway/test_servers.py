@@ -1,0 +1,139 @@
+"""A gateway in front of two real servers: where requests go, and what becomes of them when a server
+drains or is killed."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+from minisgl_gateway.servers import beginning
+
+from minisgl_backend.server.process import TritonServer
+from minisgl_kit.repositories import repository_with
+from tests.gateway.conftest import COMMAND, Gateway, gateway_of
+from tests.server.client import Metrics, wait_for
+from tests.server.conftest import running
+
+_PACED = """\
+from minisgl_bench.paced import paced_model
+
+TritonPythonModel = paced_model(step_s=0.01, text="again and again ")
+"""
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> Iterator[tuple[list[TritonServer], Gateway]]:
+    repository = repository_with({"llm_engine": _PACED}, tmp_path)
+    with ExitStack() as stack:
+        servers = []
+        for _ in range(2):
+            servers.append(
+                stack.enter_context(
+                    running(repository, options={"drain_timeout_s": "20"}, exit_code=None)
+                )
+            )
+        addresses = [f"127.0.0.1:{server.grpc_port}" for server in servers]
+        yield servers, stack.enter_context(gateway_of(addresses, tmp_path / "log"))
+
+
+def num_asked(server: TritonServer) -> float:
+    return Metrics(server)["vllm:request_prompt_tokens_count"]
+
+
+def home_of(servers: list[TritonServer], gateway: Gateway, content: str) -> int:
+    """The server that gets a conversation."""
+    before = [num_asked(server) for server in servers]
+    assert gateway.chat(content, max_tokens=1).status_code == 200
+    changed = list[int]()
+
+    def has_changed() -> bool:
+        changed[:] = [
+            index for index, server in enumerate(servers) if num_asked(server) > before[index]
+        ]
+        return bool(changed)
+
+    wait_for(has_changed, "the request in the metrics")
+    return changed[0]
+
+
+def test_conversations_stay_and_outlive_their_server(
+    pair: tuple[list[TritonServer], Gateway],
+) -> None:
+    servers, gateway = pair
+    homes = {f"talk {number}": home_of(servers, gateway, f"talk {number}") for number in range(12)}
+    assert set(homes.values()) == {0, 1}
+    content = next(content for content, home in homes.items() if home == 1)
+    later = [
+        {"role": "user", "content": content},
+        {"role": "assistant", "content": "again"},
+        {"role": "user", "content": "and then?"},
+    ]
+    before = [num_asked(server) for server in servers]
+    body = {"model": "minisgl", "messages": later, "max_tokens": 1}
+    assert gateway.post("/v1/chat/completions", body).status_code == 200
+    wait_for(lambda: num_asked(servers[1]) == before[1] + 1, "the next turn where the first was")
+    assert num_asked(servers[0]) == before[0]
+
+    # a drain: what runs there ends well, and nobody notices
+    with ThreadPoolExecutor(8) as pool:
+        long = pool.submit(gateway.chat, content, max_tokens=300)
+        running_there = "vllm:num_requests_running"
+        wait_for(lambda: Metrics(servers[1])[running_there] == 1, "a request at the second server")
+        stopped = pool.submit(servers[1].stop)
+        while not stopped.done():
+            for answer in pool.map(lambda content: gateway.chat(content, max_tokens=2), homes):
+                assert answer.status_code == 200, answer.text
+        answer = long.result()
+        assert answer.status_code == 200
+        assert answer.json()["usage"]["completion_tokens"] == 300
+    assert gateway.get("/health").status_code == 200
+    assert "gets no requests for now" in gateway.log.read_text()
+
+
+def test_a_killed_server_costs_no_request_that_had_not_begun(
+    pair: tuple[list[TritonServer], Gateway],
+) -> None:
+    servers, gateway = pair
+    with ThreadPoolExecutor(8) as pool:
+        first = list(pool.map(lambda n: gateway.chat(f"talk {n}", max_tokens=2), range(8)))
+        assert all(answer.status_code == 200 for answer in first)
+        servers[0].signal(signal.SIGKILL)
+        later = list(pool.map(lambda n: gateway.chat(f"talk {n}", max_tokens=2), range(24)))
+    assert [answer.status_code for answer in later] == [200] * 24
+    assert gateway.get("/health").status_code == 200
+    servers[1].signal(signal.SIGKILL)
+    assert gateway.chat("talk 1", max_tokens=2).status_code == 503
+    wait_for(lambda: gateway.get("/health").status_code == 503, "an honest answer")
+
+
+def test_what_decides_where_a_chat_goes_does_not_grow() -> None:
+    def chat(*contents: str) -> dict[str, Any]:
+        roles = ("system", "user", "assistant", "user")
+        return {"messages": [dict(role=r, content=c) for r, c in zip(roles, contents)]}  # noqa: B905
+
+    first = beginning(chat("be brief", "hello"))
+    assert first == beginning(chat("be brief", "hello", "hi", "and now?"))
+    assert first != beginning(chat("be brief", "bye"))
+    assert first != beginning({**chat("be brief", "hello"), "cache_salt": "key"})
+    assert beginning({"input_ids": list(range(600))}) == beginning({"input_ids": list(range(700))})
+    assert beginning({"prompt": "a"}) != beginning({"prompt": "b"})
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--server", "127.0.0.1:1", "--server", "127.0.0.1:1"),
+        ("--server", "127.0.0.1:1", "--triton", "127.0.0.1:2"),
+        ("--server", "http://127.0.0.1:1"),
+    ],
+)
+def test_wrong_servers_are_refused(options: tuple[str, ...]) -> None:
+    ended = subprocess.run([*COMMAND, *options], capture_output=True, text=True, check=False)
+    assert ended.returncode == 2
+    assert "--server" in ended.stderr

@@ -1,0 +1,172 @@
+"""Models with recurrent layers on a GPU: as ``test_executor``, and the states of rows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from minisgl_backend.build import build_engine
+from minisgl_backend.config import EngineOptions
+from minisgl_backend.kernels.dispatch import is_interpreted
+from minisgl_backend.request import IntArray, SamplingParams
+from minisgl_bench.engines import submitted
+from tests.conformance.checkpoints import (
+    CONTEXT,
+    VOCAB_SIZE,
+    write_broad_hybrid_checkpoint,
+    write_checkpoint,
+)
+from tests.conformance.engines import prompts_with_shared_prefixes
+from tests.gpu.test_executor import GREEDY, POISON, equal_prompts, serve, shortfalls, tokens_of
+
+pytestmark = pytest.mark.skipif(is_interpreted(), reason="needs a CUDA device")
+
+BROAD: dict[str, Any] = {"attention_backend": "triton"}
+"""Other backends may lack kernels for heads of 256 dimensions."""
+DENSE = ["qwen3.5", "qwen3.5-tied", "qwen3.5-multimodal"]
+EXPERTS = ["qwen3.5-experts", "qwen3.5-experts-multimodal", "qwen3-next", "qwen3-next-sparse"]
+
+
+def written(case: str, folder: Path) -> Any:
+    """The checkpoint of ``case``, or of "broad"."""
+    if case == "broad":
+        return write_broad_hybrid_checkpoint(folder)
+    return write_checkpoint(case, folder)
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[IntArray]:
+    return prompts_with_shared_prefixes(vocab_size=VOCAB_SIZE, longest=110, seed=7)
+
+
+@pytest.mark.parametrize("case", [*DENSE, *EXPERTS])
+def test_tokens_in_fp32(case: str, prompts: list[IntArray], tmp_path: Path) -> None:
+    """In fp32 (attention's GEMMs in tf32), in which rounding moves no token that does not tie."""
+    reference = write_checkpoint(case, tmp_path).float()
+    sinks = serve(tmp_path, prompts, max_sequence_length=CONTEXT, dtype="float32")
+    below = np.array(shortfalls(reference, prompts, tokens_of(sinks)))
+    assert np.mean(below > 0) < 0.02
+    assert below.max() < 0.05
+
+
+@pytest.mark.parametrize(
+    ("case", "options"),
+    [
+        ("qwen3.5", {}),
+        ("qwen3.5-tied", {"page_size": 64}),
+        ("qwen3.5-multimodal", {"cache": "naive"}),
+        ("broad", BROAD),
+        ("broad", {**BROAD, "cache": "naive"}),
+    ],
+)
+def test_tokens_in_bf16(
+    case: str, options: dict[str, Any], prompts: list[IntArray], tmp_path: Path
+) -> None:
+    """Chunks of 64 tokens come beside rows that decode; snapshots are restored.
+
+    The norm of what a head reads enlarges the rounding of small states, on a CPU, too: a few tokens
+    may be off by more than those of ``test_executor``.
+    """
+    reference = written(case, tmp_path).bfloat16().float()
+    sinks = serve(tmp_path, prompts, max_sequence_length=CONTEXT, **options)
+    assert [len(sink.tokens) for sink in sinks] == [24] * len(prompts)
+    below = np.array(shortfalls(reference, prompts, tokens_of(sinks)))
+    assert np.mean(below > 0) < 0.15
+    assert below.mean() < 0.02
+
+
+@pytest.mark.parametrize("count", [1, 8])
+def test_graphs_give_what_launches_give(count: int, tmp_path: Path) -> None:
+    """The same kernels over the same batch sizes, so the tokens are equal, drawn ones too."""
+    write_broad_hybrid_checkpoint(tmp_path)
+    sampling = [
+        SamplingParams(max_tokens=40, temperature=index % 2, seed=index, ignore_eos=True)
+        for index in range(count)
+    ]
+    results = [
+        tokens_of(
+            serve(
+                tmp_path,
+                equal_prompts(count),
+                sampling,
+                max_sequence_length=CONTEXT,
+                max_prefill_tokens=1024,
+                **BROAD,
+                **options,
+            )
+        )
+        for options in (
+            {},
+            {"overlap": False},
+            {"cuda_graph_max_batch_size": 0},
+            {"cuda_graph_batch_sizes": f"{count}"},
+        )
+    ]
+    assert results[0] == results[1] == results[2] == results[3]
+
+
+def test_conversations_go_on_from_snapshots(tmp_path: Path) -> None:
+    """Turn by turn, each with the whole conversation as its prompt."""
+    reference = write_broad_hybrid_checkpoint(tmp_path).bfloat16().float()
+    options = EngineOptions(
+        model=str(tmp_path),
+        device="cuda",
+        max_sequence_length=CONTEXT,
+        num_pages=256,
+        attention_backend=BROAD["attention_backend"],
+    )
+    engine = build_engine(options)
+    rng, history = np.random.default_rng(5), np.empty(0, np.int32)
+    cached, prompts, answers = [], [], []
+    try:
+        for _ in range(5):
+            said = rng.integers(0, VOCAB_SIZE, 21).astype(np.int32)
+            prompt = np.concatenate([history, said])
+            sink = submitted(engine, prompt, GREEDY)
+            sink.wait()
+            assert sink.error is None
+            cached.append(sink.num_cached_tokens)
+            prompts.append(prompt)
+            answers.append(sink.tokens)
+            history = np.concatenate([prompt, np.array(sink.tokens, np.int32)])
+    finally:
+        engine.close(drain_s=0)
+    assert cached[0] == 0 and all(cached[1:])
+    below = np.array(shortfalls(reference, prompts, answers))
+    assert np.mean(below > 0) < 0.15
+    assert below.mean() < 0.02
+
+
+def test_states_of_a_failed_request_touch_no_other(tmp_path: Path) -> None:
+    """A token whose embedding is NaN leaves NaN in its row's states, and perhaps in snapshots."""
+    reference = write_checkpoint("qwen3.5", tmp_path).bfloat16().float()
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    tensors["model.embed_tokens.weight"][POISON] = torch.nan
+    save_file(tensors, path)
+    options = EngineOptions(
+        model=str(tmp_path),
+        device="cuda",
+        max_sequence_length=CONTEXT,
+        max_running_requests=1,
+        num_pages=64,
+    )
+    engine = build_engine(options)
+    healthy = np.arange(10, 90, dtype=np.int32)
+    try:
+        for poisoned in (np.full(100, POISON, np.int32), np.append(healthy, POISON)):
+            failed = submitted(engine, poisoned.astype(np.int32), GREEDY)
+            assert failed.done.wait(120)
+            assert failed.error is not None
+            sink = submitted(engine, healthy, GREEDY)
+            sink.wait()
+            below = np.array(shortfalls(reference, [healthy], [sink.tokens]))
+            assert np.mean(below > 0) < 0.15
+            assert below.mean() < 0.02
+    finally:
+        engine.close(drain_s=0)

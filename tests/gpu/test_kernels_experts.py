@@ -1,0 +1,314 @@
+"""Grouped GEMMs and routing on Hopper, and the kernels for few rows, against plain torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from minisgl_backend.experts_spec import RoutingRule
+from minisgl_backend.kernels import expert_cut, moe
+from minisgl_backend.kernels.dispatch import is_interpreted
+from minisgl_backend.kernels.expert_cut import ExpertCut
+from minisgl_backend.kernels.quantized import QuantizedWeight, dequantized, quantize
+from minisgl_backend.weight_format import Encoding
+from tests.gpu.compare import assert_close
+
+NUM_EXPERTS, TOP_K, HIDDEN_SIZE, INNER_SIZE = 16, 4, 512, 384
+needs_hopper = pytest.mark.skipif(is_interpreted(), reason="CUDA C++ needs a GPU")
+
+
+def chosen(num_tokens: int, device: torch.device, *, all_to_one: bool = False) -> Tensor:
+    scores = torch.randn(num_tokens, NUM_EXPERTS, device=device)
+    if all_to_one:
+        scores[:, :TOP_K] += 100
+    return scores.topk(TOP_K, dim=-1).indices.int()
+
+
+def expected_rows(x: Tensor, weight: Tensor, ids: Tensor, top_k: int, *, gated: bool) -> Tensor:
+    """Row p is x[p // top_k] through the expert of pair p, in float32."""
+    height = weight.shape[1]
+    out = torch.empty(ids.numel(), height // 2 if gated else height, device=x.device)
+    for pair, expert in enumerate(ids.flatten().tolist()):
+        y = weight[expert].float() @ x[pair // top_k].float()
+        if gated:
+            gate, up = y.chunk(2)
+            y = F.silu(gate) * up
+        out[pair] = y
+    return out.to(x.dtype)
+
+
+def weights(
+    bits: int, block: tuple[int, int], device: torch.device
+) -> list[tuple[Tensor | QuantizedWeight, Tensor]]:
+    """Gate and up, then down: as kernels take them, and in plain numbers."""
+    found: list[tuple[Tensor | QuantizedWeight, Tensor]] = []
+    for shape in ((2 * INNER_SIZE, HIDDEN_SIZE), (HIDDEN_SIZE, INNER_SIZE)):
+        plain = torch.randn(NUM_EXPERTS, *shape, device=device) * shape[1] ** -0.5
+        if bits == 16:
+            found.append((plain.bfloat16(), plain.bfloat16()))
+            continue
+        size = min(block[0], shape[0]), min(block[1], shape[1])
+        parts = [quantize(one, Encoding.E4M3, size) for one in plain]
+        whole = QuantizedWeight(
+            Encoding.E4M3,
+            size,
+            torch.stack([part.codes for part in parts]),
+            torch.stack([part.scales for part in parts]),
+        )
+        found.append((whole, dequantized(whole, torch.float32)))
+    return found
+
+
+@needs_hopper
+@pytest.mark.parametrize("bits_and_block", [(16, (1, 1)), (8, (128, 128)), (8, (1, 10**6))])
+@pytest.mark.parametrize(
+    "tile", [(64, 8, 10), (64, 16, 8), (64, 32, 4), (128, 32, 6), (64, 64, 4), (128, 128, 4)]
+)
+@pytest.mark.parametrize("num_tokens", [1, 7, 64, 300])
+def test_grouped_gemms(
+    device: torch.device,
+    bits_and_block: tuple[int, tuple[int, int]],
+    tile: tuple[int, int, int],
+    num_tokens: int,
+) -> None:
+    """In a row, the second starting early; also with all tokens at the same experts."""
+    from minisgl_backend.kernels.cuda.experts import GroupedKernel
+
+    bits, block = bits_and_block
+    features, tokens, stages = tile
+    if bits == 8 and tokens == 128:
+        pytest.skip("too many registers")
+    made = weights(bits, block, device)
+    cut = ExpertCut(features, tokens, stages)
+    kernels = [
+        GroupedKernel(plain.shape, device, bits=bits, gated=index == 0, cuts=[cut])
+        for index, (_, plain) in enumerate(made)
+    ]
+    for all_to_one in (False, True):
+        ids = chosen(num_tokens, device, all_to_one=all_to_one)
+        x = torch.randn(num_tokens, HIDDEN_SIZE, device=device).bfloat16()
+        aligned = moe.align(ids, NUM_EXPERTS, tokens)
+        fixed: dict[str, Any] = {"num_pairs": ids.numel(), "cut": cut}
+        for pdl in (False, True):
+            inner = kernels[0](
+                x, made[0][0], aligned.pairs, aligned.experts, top_k=TOP_K, pdl=pdl, **fixed
+            )
+            outer = kernels[1](
+                inner,
+                made[1][0],
+                aligned.pairs,
+                aligned.experts,
+                top_k=1,
+                early=pdl,
+                pdl=pdl,
+                **fixed,
+            )
+            assert_close(inner, expected_rows(x, made[0][1], ids, TOP_K, gated=True))
+            assert_close(outer, expected_rows(inner, made[1][1], ids, 1, gated=False))
+
+
+@needs_hopper
+def test_grouped_gemms_of_rows_whose_norm_is_half_done(device: torch.device) -> None:
+    from minisgl_backend.kernels.cuda.experts import GroupedKernel
+
+    (gate_up, plain), _ = weights(16, (1, 1), device)
+    cut = ExpertCut(64, 8, 8)
+    kernel = GroupedKernel(plain.shape, device, bits=16, gated=True, cuts=[cut])
+    ids, x = chosen(9, device), torch.randn(9, HIDDEN_SIZE, device=device).bfloat16()
+    factors = torch.rand(9, device=device)
+    aligned = moe.align(ids, NUM_EXPERTS, 8)
+    actual = kernel(
+        x,
+        gate_up,
+        aligned.pairs,
+        aligned.experts,
+        ids.numel(),
+        cut=cut,
+        top_k=TOP_K,
+        factors=factors,
+    )
+    expected = expected_rows(x.float() * factors[:, None], plain, ids, TOP_K, gated=True)
+    assert_close(actual, expected.bfloat16())
+
+
+@needs_hopper
+@pytest.mark.parametrize("num_tokens", [1, 3, 32, 33, 256, 1000])
+@pytest.mark.parametrize(("sigmoid", "normalize"), [(False, True), (True, True), (False, False)])
+@pytest.mark.parametrize("block", [0, 8, 64])
+@pytest.mark.parametrize("half_done", [False, True])
+@pytest.mark.parametrize("held", [(0, 128), (32, 64)])
+def test_routing(
+    device: torch.device,
+    num_tokens: int,
+    sigmoid: bool,
+    normalize: bool,
+    block: int,
+    half_done: bool,
+    held: tuple[int, int],
+) -> None:
+    from minisgl_backend.kernels.cuda.experts import RoutingKernel
+
+    num_experts, top_k, size = 128, 8, 2048
+    rule = RoutingRule(
+        num_experts=num_experts,
+        top_k=top_k,
+        normalize=normalize,
+        sigmoid=sigmoid,
+        corrected=sigmoid,
+        scale=1.5,
+    )
+    kernel = RoutingKernel(rule, held, size, device, wide=sigmoid, blocks=[block])
+    logits = torch.randn(num_tokens, num_experts, device=device)
+    logits = logits if sigmoid else logits.bfloat16()
+    bias = torch.randn(num_experts, device=device) / 10 if sigmoid else None
+    squares = torch.rand(16, num_tokens, device=device) * size / 8 if half_done else None
+    for _ in range(2):  # the second launch finds the counter as the first one left it
+        routed = kernel(logits, block=block, correction=bias, squares=squares, eps=1e-6)
+    scores = logits.float()
+    if squares is not None:
+        assert routed.factors is not None
+        expected = (squares.sum(0) / size + 1e-6).rsqrt()
+        assert_close(routed.factors, expected)
+        scores = scores * expected[:, None]
+    scores = scores.sigmoid() if sigmoid else scores.softmax(dim=-1)
+    compared = scores if bias is None else scores + bias
+    best, of_best = compared.topk(top_k, dim=-1)
+    begin, end = held
+    ids, is_held = routed.choices.ids, (of_best >= begin) & (of_best < end)
+    assert routed.choices.elsewhere == (held != (0, num_experts))
+    assert ((ids >= 0) == is_held).all() or (ids >= 0).sum() == is_held.sum()  # two may tie
+    found = torch.where(ids >= 0, ids.long() + begin, 0)
+    here = ids >= 0
+    assert torch.equal(compared.gather(1, found)[here], best[here])
+    weight = scores.gather(1, of_best)
+    weight = 1.5 * (weight / weight.sum(-1, keepdim=True) if normalize else weight)
+    assert_close(routed.choices.weights, weight)
+    if not block:
+        assert routed.alignment is None
+        return
+    aligned = routed.alignment
+    assert aligned is not None
+    used = int((aligned.experts >= 0).sum())
+    assert (aligned.experts[:used] >= 0).all()
+    pairs = aligned.pairs.view(-1, block)[:used]
+    is_pair = pairs < num_tokens * top_k
+    assert sorted(pairs[is_pair].tolist()) == here.flatten().nonzero().flatten().tolist()
+    owner = aligned.experts[:used, None].expand(-1, block)[is_pair]
+    assert torch.equal(ids.flatten()[pairs[is_pair].long()], owner)
+
+
+@needs_hopper
+@pytest.mark.parametrize("num_tokens", [1, 4, 5, 64, 257, 1100, 3000])
+@pytest.mark.parametrize("bits_and_block", [(16, (1, 1)), (8, (128, 128)), (8, (1, 10**6))])
+@pytest.mark.parametrize("held", [(0, NUM_EXPERTS), (4, 8)])
+def test_whole_layers(
+    device: torch.device,
+    num_tokens: int,
+    bits_and_block: tuple[int, tuple[int, int]],
+    held: tuple[int, int],
+) -> None:
+    """At the cut of every number of tokens, also of one rank of several."""
+    from minisgl_backend.kernels.cuda.experts import HopperExperts
+
+    bits, block = bits_and_block
+    begin, end = held
+    (gate_up, plain_up), (down, plain_down) = (
+        (_slice(weight, begin, end), plain[begin:end].float())
+        for weight, plain in weights(bits, block, device)
+    )
+    rule = RoutingRule(num_experts=NUM_EXPERTS, top_k=TOP_K, normalize=True)
+    experts, make = moe.ExpertWeights(gate_up, down), HopperExperts(device)
+    kernels = make.kernels(rule, held, *experts.shapes, bits=bits, wide=False)
+    x = torch.randn(num_tokens, HIDDEN_SIZE, device=device).bfloat16()
+    router = torch.randn(NUM_EXPERTS, HIDDEN_SIZE, device=device).bfloat16() / 16
+    logits = F.linear(x.float(), router.float())
+    if bits == 8 or num_tokens > expert_cut.MOST_ROWS:
+        logits = logits.bfloat16().float()  # as they are given; the kernel for rows rounds none
+    norm = torch.randn(HIDDEN_SIZE, device=device).bfloat16()
+    residual = torch.randn_like(x)
+    plain = moe.ExpertWeights(plain_up, plain_down)
+    choices = moe.choose(logits, rule)
+    is_here = (choices.ids >= begin) & (choices.ids < end)
+    here = moe.Choices(torch.where(is_here, choices.ids - begin, -1), choices.weights)
+    expected = residual.float() + moe.fused_experts_reference(x.float(), plain, here)
+    for pdl in (False, True):
+        outputs, found = kernels(x, router, logits.bfloat16, experts, pdl=pdl)
+        summed = moe.sum_outputs(outputs, found, pdl=pdl)
+        assert_close(residual.float() + summed.float(), expected, tolerance=1e-2)
+        total = residual.clone()
+        normed = moe.add_outputs(outputs, found, None, total, norm, 1e-6, pdl=pdl)
+        assert_close(total.float(), expected, tolerance=1e-2)
+        wide = total.float()
+        scale = (wide.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
+        assert_close(normed, (wide * scale * norm.float()).bfloat16())
+
+
+def _slice(weight: Tensor | QuantizedWeight, begin: int, end: int) -> Tensor | QuantizedWeight:
+    if isinstance(weight, Tensor):
+        return weight[begin:end]
+    return QuantizedWeight(
+        weight.encoding, weight.block, weight.codes[begin:end], weight.scales[begin:end]
+    )
+
+
+@needs_hopper
+@pytest.mark.parametrize("num_tokens", [1, 4, 8])
+@pytest.mark.parametrize("half_done", [False, True])
+@pytest.mark.parametrize("num_experts", [12, 128])
+def test_routing_with_the_routers_gemm(
+    device: torch.device, num_tokens: int, half_done: bool, num_experts: int
+) -> None:
+    from minisgl_backend.kernels.cuda.experts import RoutingKernel
+
+    rule = RoutingRule(num_experts=num_experts, top_k=6, normalize=True)
+    kernel = RoutingKernel(rule, (0, num_experts), 512, device, wide=False, blocks=[0])
+    x = torch.randn(num_tokens, 512, device=device).bfloat16()
+    weight = torch.randn(num_experts, 512, device=device).bfloat16() / 16
+    squares = torch.rand(16, num_tokens, device=device) * 64 if half_done else None
+    assert kernel.takes_rows(num_tokens, weight)
+    logits = F.linear(x.float(), weight.float())
+    if squares is not None:
+        logits *= (squares.sum(0) / 512 + 1e-6).rsqrt()[:, None]
+    expected = moe.choose(logits, rule)
+    for _ in range(2):
+        found = kernel.of_rows(x, weight, squares=squares, eps=1e-6).choices
+        assert torch.equal(found.ids.long(), expected.ids)
+        assert_close(found.weights, expected.weights)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 4])
+def test_rows_one_by_one(device: torch.device, dtype: torch.dtype, num_tokens: int) -> None:
+    """Sizes of which no block is a divisor."""
+    from minisgl_backend.kernels.triton_kernels.expert_rows import launch_expert_rows
+
+    x = torch.randn(num_tokens, 96, device=device).to(dtype)
+    gate_up = (torch.randn(NUM_EXPERTS, 84, 96, device=device) / 10).to(dtype)
+    ids = chosen(num_tokens, device)
+    out = torch.empty(ids.numel(), 42, device=device, dtype=dtype)
+    launch_expert_rows(out, x, gate_up, ids.flatten(), top_k=TOP_K, gated=True, block=64)
+    assert_close(out, expected_rows(x, gate_up, ids, TOP_K, gated=True))
+
+
+@pytest.mark.parametrize("has_shared", [False, True])
+def test_sums_with_the_norm(device: torch.device, dtype: torch.dtype, has_shared: bool) -> None:
+    parts = torch.randn(3, TOP_K, 96, device=device).to(dtype)
+    weight, norm = torch.rand(3, TOP_K, device=device), torch.randn(96, device=device).to(dtype)
+    choices = moe.Choices(chosen(3, device), weight, elsewhere=True)
+    choices.ids[1, 2] = -1
+    shared = torch.randn(3, 96, device=device).to(dtype) if has_shared else None
+    residual = torch.randn(3, 96, device=device).to(dtype)
+    held = torch.where(choices.ids >= 0, weight, 0)
+    added = (parts.float() * held[:, :, None]).sum(1)
+    added = added if shared is None else added + shared.float()
+    total = residual.float() + added
+    parts[1, 2] = torch.nan  # what no kernel has written may be anything
+    assert_close(moe.sum_outputs(parts, choices, shared), added.to(dtype))
+    out = moe.add_outputs(parts, choices, shared, residual, norm, 1e-6)
+    assert_close(residual, total.to(dtype))
+    kept = residual.float()
+    expected = kept * (kept.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * norm.float()
+    assert_close(out, expected.to(dtype))

@@ -1,0 +1,153 @@
+"""Gated DeltaNet for one token a row, and for runs of tokens, against the twins."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from minisgl_backend.kernels import gated_delta
+from minisgl_backend.kernels.dispatch import is_interpreted
+from minisgl_backend.kernels.gated_delta import DeltaInputs, DeltaWeights, Run, Runs
+from tests.gpu.compare import TOLERANCE, assert_close, relative_error
+
+TINY = (2, 4, 16, 24)
+"""Key heads, heads, dimensions of a key and of a value."""
+SHAPES = (
+    [TINY, (2, 2, 64, 32)] if is_interpreted() else [TINY, (4, 12, 128, 128), (16, 32, 128, 128)]
+)
+
+
+def made_weights(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> DeltaWeights:
+    key_heads, heads, _, value_dim = shape
+    rates, biases = torch.randn(2, heads, device=device).to(dtype)
+    norm = (1 + 0.1 * torch.randn(value_dim, device=device)).to(dtype)
+    return DeltaWeights(key_heads, rates, biases, norm, 1e-6)
+
+
+def made_inputs(
+    shape: tuple[int, ...], num_tokens: int, device: torch.device, dtype: torch.dtype
+) -> DeltaInputs:
+    """As a layer has them: z, a and b are parts of wider rows."""
+    key_heads, heads, key_dim, value_dim = shape
+    width = 2 * key_heads * key_dim + heads * value_dim
+    channels = torch.randn(num_tokens, width, device=device).to(dtype)
+    z = torch.randn(num_tokens, 8 + heads * value_dim, device=device).to(dtype)[:, 8:]
+    b, a = torch.randn(num_tokens, 2 * heads, device=device).to(dtype).chunk(2, dim=1)
+    return DeltaInputs(channels, z.unflatten(1, (heads, value_dim)), a, b)
+
+
+def made_states(shape: tuple[int, ...], slots: int, device: torch.device) -> Tensor:
+    _, heads, key_dim, value_dim = shape
+    return torch.randn(slots, heads, key_dim, value_dim, device=device)
+
+
+def runs_on(device: torch.device, runs: Sequence[Run]) -> Runs:
+    return Runs.of(runs, lambda array: torch.from_numpy(array).to(device))
+
+
+def assert_states_close(actual: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
+    """``states`` are float32, but made of GEMMs of ``dtype``."""
+    for slot in range(len(expected)):
+        assert relative_error(actual[slot], expected[slot]) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("width", [2, 4])
+@pytest.mark.parametrize("channels", [6, 300])
+def test_conv_step(device: torch.device, dtype: torch.dtype, channels: int, width: int) -> None:
+    x = torch.randn(3, channels + 8, device=device).to(dtype)[:, :channels]
+    weight = torch.randn(channels, width, device=device).to(dtype)
+    states = torch.randn(6, channels, width - 1, device=device).to(dtype)
+    slots, before = torch.tensor([4, 0, 2], device=device), states.clone()
+    expected = gated_delta.causal_conv_step_reference(x, before, slots, weight)
+    assert_close(gated_delta.causal_conv_step(x, states, slots, weight), expected)
+    assert torch.equal(states, before)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_delta_step(device: torch.device, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    inputs, weights = made_inputs(shape, 3, device, dtype), made_weights(shape, device, dtype)
+    states, slots = made_states(shape, 6, device), torch.tensor([4, 0, 2], device=device)
+    before = states.clone()
+    out, expected = (torch.empty_like(inputs.z).contiguous() for _ in range(2))
+    gated_delta.delta_step_reference(expected, inputs, weights, before, slots)
+    gated_delta.delta_step(out, inputs, weights, states, slots)
+    assert_close(out, expected)
+    assert_states_close(states, before, torch.float32)
+    assert torch.equal(states[[1, 3, 5]], before[[1, 3, 5]])
+
+
+RUNS = [
+    (Run(0, 1, 3, True),),
+    (Run(0, 2, 3, False, ((1, 5),)), Run(2, 4, 1, True, ((3, 6), (4, 7)))),
+    (Run(0, 64, 2, False), Run(64, 129, 0, True), Run(129, 131, 1, False)),
+    (Run(0, 200, 1, False, ((16, 4), (80, 5), (200, 6))), Run(200, 263, 0, True, ((248, 7),))),
+]
+
+
+@pytest.mark.parametrize("width", [2, 4])
+@pytest.mark.parametrize("runs", RUNS)
+def test_conv_runs(
+    device: torch.device, dtype: torch.dtype, runs: tuple[Run, ...], width: int
+) -> None:
+    channels, many = 150, runs_on(device, runs)
+    x = torch.randn(runs[-1].end, channels + 2, device=device).to(dtype)[:, :channels]
+    weight = torch.randn(channels, width, device=device).to(dtype)
+    states = torch.randn(8, channels, width - 1, device=device).to(dtype)
+    before = states.clone()
+    expected = gated_delta.causal_conv_runs_reference(x, before, many, weight)
+    assert_close(gated_delta.causal_conv_runs(x, states, many, weight), expected)
+    assert torch.equal(states, before)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("runs", RUNS)
+def test_delta_runs(
+    device: torch.device, dtype: torch.dtype, shape: tuple[int, ...], runs: tuple[Run, ...]
+) -> None:
+    num_tokens, many = runs[-1].end, runs_on(device, runs)
+    inputs = made_inputs(shape, num_tokens, device, dtype)
+    weights = made_weights(shape, device, dtype)
+    states = made_states(shape, 8, device)
+    states[[run.slot for run in runs if run.is_fresh]] = torch.nan  # left by another request
+    before = states.clone()
+    out, expected = (torch.empty_like(inputs.z).contiguous() for _ in range(2))
+    gated_delta.delta_runs_reference(expected, inputs, weights, before, many)
+    gated_delta.delta_runs(out, inputs, weights, states, many)
+    tolerance = 5e-5 if dtype == torch.float32 else 2 * TOLERANCE[dtype]
+    assert relative_error(out, expected) < tolerance
+    for slot in range(len(states)):
+        assert relative_error(states[slot], before[slot]) < tolerance
+
+
+def test_equal_keys_stay_finite(device: torch.device, dtype: torch.dtype) -> None:
+    """A prompt that repeats one token: the powers of the system's matrix grow beyond float32."""
+    weights = made_weights(TINY, device, dtype)
+    weights.log_rates.fill_(-20.0)  # nothing decays
+    runs, one = runs_on(device, [Run(0, 200, 0, True)]), made_inputs(TINY, 1, device, dtype)
+    every = torch.zeros(200, dtype=torch.int64, device=device)
+    inputs = DeltaInputs(one.channels[every], one.z[every], one.a[every], one.b[every] + 20)
+    states = made_states(TINY, 1, device)
+    before = states.clone()
+    out, expected = (torch.empty_like(inputs.z).contiguous() for _ in range(2))
+    gated_delta.delta_runs_reference(expected, inputs, weights, before, runs)
+    gated_delta.delta_runs(out, inputs, weights, states, runs)
+    tolerance = 1e-3 if dtype == torch.float32 else 0.05
+    assert relative_error(out, expected) < tolerance
+    assert relative_error(states, before) < tolerance
+
+
+def test_runs_are_cut_into_blocks() -> None:
+    runs = Runs.of([Run(0, 70, 2, False, ((66, 9),)), Run(70, 71, 1, True)], torch.from_numpy)
+    assert runs.blocks.tolist() == [
+        [0, 64, -1, 0],
+        [64, 66, 9, 0],
+        [66, 70, -1, 0],
+        [70, 71, -1, 1],
+    ]
+    assert runs.lines.tolist() == [[0, 3, 2, 0], [3, 4, 1, 1]]
+    assert runs.blocks.dtype == torch.int32 and isinstance(runs.runs[0], Run)
+    assert np.diff(runs.lines[:, :2].numpy()).sum() == len(runs.blocks)

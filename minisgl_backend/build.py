@@ -37,9 +37,7 @@ from minisgl_backend.text.tokenizer import load_definition
 logger = logging.getLogger(__name__)
 
 _OVERTAKEN_BY_LPM: Final = 64
-_OVERTAKEN_BY_PREFIX: Final = 256
-_GROUP_COST_ON_CPU: Final = 64
-_GROUP_COST_ON_GPU: Final = 128
+_OVERTAKEN_ON_CPU: Final = 256
 _READ_AT_ONCE: Final = 32_000
 """Tokens up to which a tokenizer is read for grammars when the first one comes: it takes a moment.
 """
@@ -123,15 +121,14 @@ def build_scheduler(
     on_cpu = info.device == "cpu"
     max_overtaken = options.max_overtaken
     if max_overtaken is None:
-        by_prefix = _OVERTAKEN_BY_PREFIX if on_cpu or info.reads_groups else 0
+        by_prefix = _OVERTAKEN_ON_CPU if on_cpu else 0
         max_overtaken = _OVERTAKEN_BY_LPM if options.schedule_policy == "lpm" else by_prefix
     config = SchedulerConfig(
         max_running_requests=options.max_running_requests,
         max_prefill_tokens=options.max_prefill_tokens,
         policy=options.schedule_policy,
         max_overtaken=max_overtaken,
-        names_groups=info.reads_groups,
-        group_cost_tokens=_GROUP_COST_ON_CPU if on_cpu else _GROUP_COST_ON_GPU,
+        names_groups=on_cpu and options.group_attention is not False,
         has_states=info.num_snapshots is not None,
         num_adapter_slots=options.max_loras if options.enable_lora else 0,
     )

@@ -120,7 +120,7 @@ def build_rank(
         progress=progress,
     )
     meet()
-    info = _info(facts, attention, sizes)
+    info = _info(facts, attention.name, sizes)
     return Rank(info, parts.executor(executor), group, store)
 
 
@@ -136,7 +136,7 @@ def _warn_if_slower(device: CudaDevice) -> None:
         logger.warning(line)
 
 
-def _info(facts: Resolved, attention: PagedAttention, sizes: _CacheSizes) -> EngineInfo:
+def _info(facts: Resolved, attention: str, sizes: _CacheSizes) -> EngineInfo:
     options, spec = facts.options, facts.spec
     return EngineInfo(
         model=options.model,
@@ -145,7 +145,7 @@ def _info(facts: Resolved, attention: PagedAttention, sizes: _CacheSizes) -> Eng
         device=str(facts.device.torch_device),
         dtype=str(facts.dtype).removeprefix("torch."),
         weights="plain" if spec.weights is None else str(spec.weights),
-        attention_backend=attention.name,
+        attention_backend=attention,
         vocab_size=spec.vocab_size,
         eos_token_ids=tuple(sorted(spec.eos_token_ids)),
         max_sequence_length=facts.context,
@@ -157,7 +157,6 @@ def _info(facts: Resolved, attention: PagedAttention, sizes: _CacheSizes) -> Eng
         max_queued_tokens=options.max_queued_tokens,
         max_queue_time_s=options.max_queue_time_s,
         generates=spec.generates,
-        reads_groups=attention.reads_groups,
     )
 
 
@@ -269,8 +268,8 @@ def _storage(facts: Resolved, num_pages: int) -> KVStorage:
 
 
 def _attention(facts: Resolved, max_captured_batch_size: int) -> PagedAttention:
-    options, wanted = facts.options, facts.options.group_attention
-    attention = choose_attention(
+    options = facts.options
+    return choose_attention(
         options.attention_backend,
         AttentionSetting(
             shape=facts.shape,
@@ -282,16 +281,8 @@ def _attention(facts: Resolved, max_captured_batch_size: int) -> PagedAttention:
             max_captured_batch_size=max_captured_batch_size,
             device=facts.device.torch_device,
             batch_invariant=options.batch_invariant,
-            grouped=(facts.device.is_host if wanted is None else wanted)
-            and options.cache != "naive",
         ),
     )
-    if wanted and not attention.reads_groups:
-        raise ConfigError(
-            f"group_attention=true does not go with attention_backend {attention.name}: on a GPU "
-            "it needs cuda for decoding"
-        )
-    return attention
 
 
 def max_captured_batch_size(options: EngineOptions, total_memory: int) -> int:

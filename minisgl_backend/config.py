@@ -100,14 +100,14 @@ class EngineOptions:
     max_overtaken: int | None = option(
         None,
         "most later requests that a waiting one lets pass, so that requests with a common prefix "
-        "compute it once and run together; 0: none; auto: 64 with lpm, else 256 on a CPU or with "
-        "group_attention, 0 on a GPU without",
+        "compute it once and run together; 0: none; auto: 64 with lpm, else 256 on a CPU, 0 on a "
+        "GPU",
         minimum=0,
     )
     group_attention: bool | None = option(
         None,
-        "decoding requests that share pages read them together if that pays; on a GPU it needs "
-        "attention_backend cuda; auto: on a CPU only",
+        "decoding requests that share pages read them together; auto: on a CPU, the only device "
+        "that can",
     )
     cache: str = option(
         "radix",

@@ -163,14 +163,6 @@ class StepPlan:
         return np.concatenate([last_chunks, self.decode_rows])
 
     @property
-    def groups(self) -> Groups:
-        """The groups, with indices of ``decode_rows`` as members."""
-        if not len(self.group_sizes):
-            return NO_GROUPS
-        members = np.searchsorted(self.decode_rows, self.group_rows).astype(np.int32)
-        return Groups(self.group_sizes, self.group_begins, self.group_ends, members)
-
-    @property
     def num_tokens(self) -> int:
         """Number of token positions that this step computes."""
         return len(self.prefill_tokens) + len(self.decode_rows)

@@ -58,8 +58,6 @@ def check_options(options: EngineOptions, device: str | None) -> None:
         for name in ("comm", "distributed_address", "expert_parallel"):
             if getattr(options, name):
                 raise ConfigError(f"option {name} is for tensor_parallel_size of 2 and more")
-    if options.group_attention and options.cache == "naive":
-        raise ConfigError("option group_attention=true needs cache=radix")
     if options.data_parallel_size == 1:
         for name in ("routing_ratio", "routing_slack"):
             if getattr(options, name) is not None:
@@ -96,6 +94,8 @@ def check_options(options: EngineOptions, device: str | None) -> None:
     if options.batch_invariant:
         _check_batch_invariant(options)
     if device == "cuda":
+        if options.group_attention:
+            raise ConfigError("option group_attention=true is for CPUs")
         if options.dtype == "float64":
             raise ConfigError("option dtype=float64 is for CPUs")
         # computing experts one by one waits for the device, which cannot be captured

@@ -94,8 +94,7 @@ class AttentionSetting:
 
     ``dtype`` is that of queries and results, ``kv_dtype`` that of pages: the same, or float8_e4m3.
     Batches of more than ``max_captured_batch_size`` rows are not captured in a graph. With
-    ``batch_invariant`` a token's result depends on nothing but its own row. ``grouped``: steps may
-    have groups.
+    ``batch_invariant`` a token's result depends on nothing but its own row.
     """
 
     shape: AttentionShape
@@ -107,7 +106,6 @@ class AttentionSetting:
     max_captured_batch_size: int
     device: torch.device
     batch_invariant: bool = False
-    grouped: bool = False
 
     @property
     def max_pages(self) -> int:
@@ -171,8 +169,7 @@ class DecodeRows:
     ``rows`` [batch_size] of ``page_table`` [num_rows, max_pages]; ``lengths`` [batch_size], the new
     token's position included; ``host_lengths`` are the same, and None in a step to be captured.
     ``groups``, on the host, have indices of these rows as members; a backend may leave them alone.
-    ``grouped``, in a step to be captured: those of its groups that ``GroupedDecode.take_groups``
-    took last. ``pdl``: kernels may be launched before their predecessors end.
+    ``pdl``: kernels may be launched before their predecessors end.
     """
 
     rows: Tensor
@@ -180,7 +177,6 @@ class DecodeRows:
     page_table: Tensor
     host_lengths: IntArray | None = None
     groups: Groups = NO_GROUPS
-    grouped: bool = False
     pdl: bool = False
 
 
@@ -227,19 +223,6 @@ class ScheduledDecode(DecodeAttention, Protocol):
         """
 
 
-@runtime_checkable
-class GroupedDecode(DecodeAttention, Protocol):
-    """Decode attention whose captured steps can read the pages of groups once for all rows."""
-
-    def take_groups(self, groups: Groups) -> bool:
-        """Let captured steps with ``DecodeRows.grouped`` take these groups from now on.
-
-        Returns False, and has done nothing, if they do not pay: then the other steps are quicker.
-        Members are indices of the step's rows. Called on the stream of the step, before each
-        replay; costs little while the groups stay the same.
-        """
-
-
 @dataclass(frozen=True, slots=True)
 class AttentionByLayer:
     """``PrefillAttention`` and ``DecodeAttention`` of layers whose heads differ: of each layer
@@ -267,7 +250,7 @@ class PagedAttention:
     """A backend: ``name`` is the option that chooses it.
 
     ``can_capture``: decode steps can be captured in CUDA graphs; ``captures_chunks``: so can steps
-    with prompt chunks. ``reads_groups``: it makes use of groups.
+    with prompt chunks.
     """
 
     name: str
@@ -275,7 +258,6 @@ class PagedAttention:
     decode: DecodeAttention
     can_capture: bool = True
     captures_chunks: bool = True
-    reads_groups: bool = False
 
     def plan(self, decodes: DecodeRows | None, chunks: Chunks | None) -> Attend:
         """Prepare a step: the decoding rows, whose tokens come first, then the chunks.

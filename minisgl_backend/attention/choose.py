@@ -22,7 +22,6 @@ from minisgl_backend.attention.base import (
     AttentionByLayer,
     AttentionSetting,
     DecodeAttention,
-    GroupedDecode,
     PagedAttention,
     PrefillAttention,
     ScheduledDecode,
@@ -86,16 +85,7 @@ def choose_attention(option: str | None, setting: AttentionSetting) -> PagedAtte
     # the schedule of a captured step is for decoding rows alone
     has_schedule = isinstance(decode, ScheduledDecode)
     captures_chunks = can_capture and not of_prefill.needs_host and not has_schedule
-    # on a CPU there is one backend, which does
-    can_group = setting.device.type == "cpu" or isinstance(decode, GroupedDecode)
-    return PagedAttention(
-        name,
-        prefill,
-        decode,
-        can_capture,
-        captures_chunks,
-        reads_groups=setting.grouped and can_group,
-    )
+    return PagedAttention(name, prefill, decode, can_capture, captures_chunks)
 
 
 def _by_layer(option: str | None, setting: AttentionSetting) -> PagedAttention:

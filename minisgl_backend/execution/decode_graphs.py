@@ -3,9 +3,7 @@
 A graph is made for one batch size: look up the rows, run the layers, sample, write tokens and
 lengths back (``kernels.rows``). Between two replays the host writes the step's inputs, and only if
 rows changed or pages were granted. For steps that wait for masks there are two more graphs of each
-size, the first up to the logits and the second for the rest. If the attention kernels can read
-pages that rows share together, there is one more of each larger size, for steps in which that pays
-(``attention.base.GroupedDecode``); steps that wait for masks do without.
+size, the first up to the logits and the second for the rest.
 
 Batches are padded to the next captured size with the dummy row. If the attention kernels need a
 schedule from the host (``attention.base.ScheduledDecode``), it is written before each replay.
@@ -15,7 +13,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Callable, Sequence
-from typing import Final, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
@@ -24,14 +22,10 @@ from minisgl_backend.errors import ConfigError
 from minisgl_backend.execution.capture import Captured, capture
 from minisgl_backend.execution.sampling import StepLogits, StepOutput
 from minisgl_backend.kernels.rows import RowTable, StepInputs
-from minisgl_backend.plan import NO_GROUPS, Groups
 from minisgl_backend.progress import Progress
 from minisgl_backend.request import IntArray
 
 T = TypeVar("T")
-
-_LEAST_GROUPED: Final = 8
-"""Rows of the smallest step whose groups are worth a graph."""
 
 
 def batch_sizes(most: int, chosen: str | None) -> list[int]:
@@ -67,19 +61,17 @@ class DecodeGraphs:
         self,
         device: Device,
         table: RowTable,
-        forward: Callable[[StepInputs, int, bool], StepLogits],
+        forward: Callable[[StepInputs, int], StepLogits],
         sample: Callable[[StepLogits], StepOutput],
         sizes: Sequence[int],
         schedule: Callable[[IntArray], None] | None,
         progress: Progress,
         *,
         takes_masks: bool,
-        take_groups: Callable[[Groups], bool] | None = None,
     ):
-        """``forward`` enqueues a decode step of the given number of first rows of its inputs,
-        grouped or not, up to the logits, from which ``sample`` goes on. ``schedule`` gets the rows'
-        lengths, int32 [batch_size], before such a step is enqueued; ``take_groups`` its groups, and
-        says whether it is to be a grouped one."""
+        """``forward`` enqueues a decode step of the given number of first rows of its inputs, up to
+        the logits, from which ``sample`` goes on; ``schedule`` gets the rows' lengths, int32
+        [batch_size], before such a step is enqueued."""
         self._device = device
         self._table = table
         most = max(sizes)
@@ -90,30 +82,18 @@ class DecodeGraphs:
         self._schedule = schedule
 
         def captured(
-            what: str,
-            work: Callable[[int], T],
-            prepare: Callable[[int], None],
-            sizes: Sequence[int] = self._sizes,
+            what: str, work: Callable[[int], T], prepare: Callable[[int], None]
         ) -> Captured[T]:
             option = "cuda_graph_max_batch_size"
             return capture(
-                device, what, sizes, work, prepare=prepare, option=option, progress=progress
+                device, what, self._sizes, work, prepare=prepare, option=option, progress=progress
             )
 
         def begin(size: int) -> StepLogits:  # of dummy rows
-            return forward(self._inputs, size, False)
+            return forward(self._inputs, size)
 
         whole = captured("batch size", lambda size: sample(begin(size)), self._schedule_padding)
         self.captured = whole
-        self._grouped: dict[int, Graph[StepOutput]] = {}
-        self._take_groups = take_groups or (lambda groups: False)
-        if take_groups is not None:
-            self._grouped = captured(
-                "batch size, grouped",
-                lambda size: sample(forward(self._inputs, size, True)),
-                self._schedule_padding,
-                [size for size in self._sizes if size >= _LEAST_GROUPED],
-            ).graphs
         self._forwards: dict[int, Graph[StepLogits]] = {}
         self._samplings: dict[int, Graph[StepOutput]] = {}
         if takes_masks:
@@ -129,21 +109,13 @@ class DecodeGraphs:
         """Whether a step of these numbers of rows and grants can be replayed."""
         return num_rows <= self._sizes[-1] and num_grants <= self._inputs.max_grants
 
-    def replay(
-        self,
-        rows: IntArray,
-        positions: IntArray,
-        grants: IntArray,
-        groups: Groups = NO_GROUPS,
-    ) -> StepOutput:
+    def replay(self, rows: IntArray, positions: IntArray, grants: IntArray) -> StepOutput:
         """Enqueue a decode step of ``rows`` at ``positions``, int32 [num_rows] both, after grants
-        int32 [3, num_grants]. Members of ``groups`` are indices of ``rows``.
+        int32 [3, num_grants].
 
         The output's first num_rows entries are those of the rows.
         """
-        size = self._prepare(rows, positions, grants)
-        is_grouped = size in self._grouped and self._take_groups(groups)
-        graph = (self._grouped if is_grouped else self.captured.graphs)[size]
+        graph = self.captured.graphs[self._prepare(rows, positions, grants)]
         graph.replay()
         return graph.output
 
@@ -187,7 +159,7 @@ class DecodeGraphs:
 
     def close(self) -> None:
         """Destroy the graphs, which hold the addresses of everything they use."""
-        for graphs in (self.captured.graphs, self._grouped, self._samplings, self._forwards):
+        for graphs in (self.captured.graphs, self._samplings, self._forwards):
             graphs.clear()
 
     def _schedule_padding(self, size: int) -> None:

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minisgl_backend.attention.base import GroupedDecode, PagedAttention, ScheduledDecode
+from minisgl_backend.attention.base import PagedAttention, ScheduledDecode
 from minisgl_backend.config import Limits
 from minisgl_backend.device.base import Device, HostArray, Submission
 from minisgl_backend.errors import ConfigError, InvariantError
@@ -229,7 +229,7 @@ class ModelExecutor:
             inputs = (plan.decode_rows, plan.decode_positions, np.stack(grants))
             if len(plan.masked_rows):
                 return partial(self._finish, plan, graphs.begin(*inputs))
-            return partial(self._finish, plan, partial(graphs.replay, *inputs, plan.groups))
+            return partial(self._finish, plan, partial(graphs.replay, *inputs))
         self.rows.grant(*grants)
         batch = FlatBatch.of(plan)
         hidden = self._layers(batch, plan.prefill_tokens)
@@ -264,10 +264,10 @@ class ModelExecutor:
         """Whether any of these rows has an adapter. Such steps are not captured."""
         return self._adapters is not None and self._adapters.have_any(rows)
 
-    def _decode_forward(self, inputs: StepInputs, batch_size: int, grouped: bool) -> StepLogits:
+    def _decode_forward(self, inputs: StepInputs, batch_size: int) -> StepLogits:
         """A decode step of the first ``batch_size`` rows of ``inputs``, to be captured."""
         step = begin_decode(self.rows.table, inputs, batch_size, self.rows.page_size)
-        hidden = self._forward.over_decodes(step, grouped=grouped)  # [batch_size, hidden_size]
+        hidden = self._forward.over_decodes(step)  # [batch_size, hidden_size]
         logits = self._model.logits(hidden, out=self._logits[:batch_size])
         return StepLogits(logits, step.rows, step.lengths)
 
@@ -307,11 +307,8 @@ class ModelExecutor:
         for length in (min(self._longest_chunk, 64), 1):
             self._warm_up([length], 0)
         self._warm_up([], 1)
-        decode = self._attention.decode
-        take_groups = None
-        if self._attention.reads_groups and isinstance(decode, GroupedDecode):
-            take_groups = decode.take_groups
         if limits.graph_sizes:
+            decode = self._attention.decode
             self.graphs = DecodeGraphs(
                 device,
                 self.rows.table,
@@ -321,16 +318,14 @@ class ModelExecutor:
                 decode.schedule_rows if isinstance(decode, ScheduledDecode) else None,
                 progress,
                 takes_masks=limits.takes_masks,
-                take_groups=take_groups,
             )
         if limits.chunk_graph_sizes:
             self.chunk_graphs = ChunkGraphs(
                 device,
-                lambda inputs, grouped: self._forward.over_chunks(inputs, grouped=grouped),
+                self._forward.over_chunks,
                 limits.chunk_graph_sizes,
                 max_rows=limits.max_rows,
                 progress=progress,
-                take_groups=take_groups,
             )
         if self.graphs or self.chunk_graphs:
             self._warm_up_largest()  # again: it has to fit beside the graphs

@@ -50,7 +50,8 @@ class FlatBatch:
 
     @classmethod
     def of(cls, plan: StepPlan) -> FlatBatch:
-        groups = plan.groups
+        members = np.searchsorted(plan.decode_rows, plan.group_rows).astype(np.int32)
+        groups = Groups(plan.group_sizes, plan.group_begins, plan.group_ends, members)
         if not len(plan.prefill_rows):
             return replace(cls.of_decodes(plan.decode_rows, plan.decode_positions), groups=groups)
         lengths = plan.prefill_lengths.astype(np.int64)  # [num_chunks]

@@ -2,8 +2,7 @@
 
 ``over_batch``: any step, from arrays on the host. ``over_chunks``: the same to be captured, from
 inputs on the device. ``over_decodes``: a decode step to be captured, from the state of its rows.
-All return the same residual stream for the same tokens. Steps to be captured may be ``grouped``
-(``attention.base.GroupedDecode``). Knows the model's forward pass, the row
+All return the same residual stream for the same tokens. Knows the model's forward pass, the row
 table and attention. Must not know plans, graphs or sampling.
 """
 
@@ -86,7 +85,7 @@ class ForwardPass:
         hidden: Tensor = self._model(tokens, positions, slots, attend, recurrent, adapted)
         return hidden
 
-    def over_chunks(self, inputs: ChunkInputs, *, grouped: bool = False) -> Tensor:
+    def over_chunks(self, inputs: ChunkInputs) -> Tensor:
         """The same for the tokens of ``inputs``, padding included. Not with recurrent layers."""
         table, rows, positions = self._rows.table, inputs.rows.long(), inputs.positions
         tokens = torch.where(inputs.tokens == LAST_TOKEN, table.tokens[rows], inputs.tokens)
@@ -102,23 +101,19 @@ class ForwardPass:
             max_end=table.pages.shape[1] * page_size,
         )
         decodes = DecodeRows(
-            rows=inputs.decode_rows,
-            lengths=inputs.decode_lengths,
-            page_table=table.pages,
-            grouped=grouped,
+            rows=inputs.decode_rows, lengths=inputs.decode_lengths, page_table=table.pages
         )
         hidden: Tensor = self._model(
             tokens, positions, slots, self._attention.plan(decodes, chunks)
         )
         return hidden
 
-    def over_decodes(self, inputs: DecodeInputs, *, grouped: bool = False) -> Tensor:
+    def over_decodes(self, inputs: DecodeInputs) -> Tensor:
         """The residual stream of decoding rows, [batch_size, hidden_size]."""
         decodes = DecodeRows(
             rows=inputs.rows,
             lengths=inputs.lengths,
             page_table=self._rows.table.pages,
-            grouped=grouped,
             pdl=self._model.attention_starts_early(len(inputs.rows)),
         )
         attend = self._attention.plan(decodes, None)

@@ -53,9 +53,8 @@ logger = logging.getLogger(__name__)
 class EngineInfo:
     """What is fixed once the model is loaded. Lengths and sizes are in tokens. ``weights`` says how
     the checkpoint stores them. Unless it ``generates``, the model has no output head, and embeds
-    prompts only. ``num_snapshots``, of recurrent states, is None if the model has none. If it
-    ``reads_groups``, attention reads pages that decoding rows share together. Of several replicas,
-    the limits of the queue are those of all together; all else is of each."""
+    prompts only. ``num_snapshots``, of recurrent states, is None if the model has none. Of several
+    replicas, the limits of the queue are those of all together; all else is of each."""
 
     model: str
     folder: str
@@ -75,7 +74,6 @@ class EngineInfo:
     max_queue_time_s: float | None = None
     num_snapshots: int | None = None
     generates: bool = True
-    reads_groups: bool = False
     num_replicas: int = 1
 
     @property

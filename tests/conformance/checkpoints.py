@@ -545,16 +545,14 @@ def write_checkpoint(case: str, folder: Path, *, shard_size: str = "5GB") -> Any
     return model
 
 
-def write_broad_checkpoint(folder: Path, **changes: Any) -> Any:
-    """A Qwen3 whose matrices are large enough for kernels that leave small ones to a library;
-    ``changes`` are of its config."""
+def write_broad_checkpoint(folder: Path) -> Any:
+    """A Qwen3 whose matrices are large enough for kernels that leave small ones to a library."""
     model: Any = _qwen3(
         hidden_size=512,
         intermediate_size=512,
         num_attention_heads=8,
         num_key_value_heads=4,
         head_dim=64,
-        **changes,
     )
     _draw(model, seed=99, spread=0.06)
     model.eval()

@@ -189,7 +189,8 @@ def test_broad_layers_in_large_batches(tmp_path: Path) -> None:
 @pytest.mark.parametrize("quantization", [None, "fp8"])
 def test_broad_experts_in_large_batches(quantization: str | None, tmp_path: Path) -> None:
     """Batches that shrink from 100 rows take the experts' kernels of every size, whose weights may
-    be kept in 8 bits. In 16 bits rounding may choose other experts, of little weight."""
+    be kept in 8 bits. In 16 bits rounding may choose other experts, of little weight; above 64 rows
+    attention's GEMMs round tokens to 8 bits if its weights have as many."""
     reference = write_broad_experts_checkpoint(tmp_path).bfloat16().float()
     if quantization is not None:
         reference = rounded(reference)
@@ -212,10 +213,11 @@ def test_broad_experts_in_large_batches(quantization: str | None, tmp_path: Path
         )
         for most in (128, 0)
     ]
+    most_moved, most_below = (0.12, 0.01) if quantization is None else (0.4, 0.05)
     for found in answers:
         below = np.array(shortfalls(reference, prompts[::5], found[::5]))
-        assert np.mean(below > 0) < 0.12
-        assert np.mean(below) < 0.01
+        assert np.mean(below > 0) < most_moved
+        assert np.mean(below) < most_below
 
 
 def rounded(model: Any) -> Any:

@@ -80,7 +80,8 @@ def test_kept_weights_give_the_logits_of_dequantized_ones(
         assert all(matrix.arrange() is not None for matrix in packed)
         with torch.inference_mode():
             logits.append(logits_of(model, torch.arange(num_tokens, device=device) * 7))
-    tolerance = 0.08 if "fp8" in weights and num_tokens > linear_cut.MAX_TOKENS else 0.03
+    # a number with a mantissa of 3 bits is off by 2.5 % (rms): eight GEMMs of such inputs add up
+    tolerance = 0.12 if "fp8" in weights and num_tokens > linear_cut.MAX_TOKENS else 0.03
     assert relative_error(logits[1], logits[0]) < tolerance
 
 

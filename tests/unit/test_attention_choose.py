@@ -16,7 +16,6 @@ from minisgl_backend.attention import choose, flash_infer
 from minisgl_backend.attention.base import (
     AttentionSetting,
     AttentionShape,
-    GroupedDecode,
     KVHeads,
     PagedAttention,
 )
@@ -68,13 +67,12 @@ def test_each_kind_of_heads_has_a_backend_of_its_own() -> None:
     assert choice("sdpa", shape=shape).name == "sdpa"
 
 
-def test_batch_invariance_has_one_backend_which_reads_no_groups() -> None:
-    attention = choice(None, batch_invariant=True, grouped=True)
+def test_batch_invariance_has_one_backend() -> None:
+    attention = choice(None, batch_invariant=True)
     assert attention.name == "invariant"
     assert isinstance(attention.prefill, InvariantAttention)
     assert attention.prefill is attention.decode
-    assert not attention.reads_groups
-    assert not isinstance(attention.decode, GroupedDecode)
+    assert attention.can_capture and attention.captures_chunks
 
 
 def test_a_cpu_takes_the_reference() -> None:

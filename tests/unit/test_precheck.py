@@ -58,11 +58,7 @@ def test_the_device_is_known_where_it_is_named() -> None:
         ({"cuda_graph_batch_sizes": "1,2"}, "cpu", "cuda_graph_batch_sizes=1,2 needs a GPU"),
         ({"cuda_graph_max_tokens": 8}, "cpu", "cuda_graph_max_tokens=8 needs a GPU"),
         ({"dtype": "float64"}, "cuda", "dtype=float64 is for CPUs"),
-        (
-            {"group_attention": True, "cache": "naive"},
-            None,
-            "group_attention=true needs cache=radix",
-        ),
+        ({"group_attention": True}, "cuda", "group_attention=true is for CPUs"),
         ({"moe_backend": "torch"}, "cuda", "moe_backend=torch on a GPU needs cuda_graph"),
         ({"batch_invariant": True}, "cpu", "batch_invariant=True needs a GPU"),
         *(

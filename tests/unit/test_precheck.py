@@ -83,6 +83,10 @@ def test_options(given: dict[str, Any], device: str | None, message: str) -> Non
         check_options(EngineOptions(**given), device)
 
 
+def test_each_replica_may_be_batch_invariant() -> None:
+    check_options(EngineOptions(batch_invariant=True, data_parallel_size=2), "cuda")
+
+
 @pytest.mark.parametrize(
     ("address", "message"),
     [

@@ -146,7 +146,7 @@ def test_the_catalogue_has_every_fault() -> None:
     result = CliRunner().invoke(main, ["check", "--list"])
     assert result.exit_code == 0
     lines = result.output.splitlines()
-    numbers = {f"F{number}" for number in range(1, 28)}
+    numbers = {f"F{number}" for number in range(1, 29)}
     assert {line.split()[0] for line in lines} == numbers
     assert len({line.split(maxsplit=2)[2] for line in lines}) == len(lines)
     assert {line.split()[1] for line in lines} == {"short", "figures", "full"}

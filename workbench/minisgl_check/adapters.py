@@ -37,6 +37,17 @@ _MOST_GROWN_MB: Final = 50.0
 class AdapterTraffic(Asker):
     """The load for one server of the demo model that takes orders about adapters."""
 
+    def warm(self) -> None:
+        """Load an adapter, use it and unload it: threads are started for the first one."""
+        with tempfile.TemporaryDirectory() as folder:
+            asyncio.run(self._use_one(str(_good(Path(folder))[0])))
+
+    async def _use_one(self, path: str) -> None:
+        async with AsyncClient(self._target.grpc_address) as client:
+            await client.load_adapter("check-warm", path)
+            await client.generate(input_ids=self._prompt(), max_tokens=2, lora_name="check-warm")
+            await client.unload_adapter("check-warm")
+
     def come_and_go(self) -> Case:
         """Load and unload all the time, while requests name what is there."""
         case = Case("adapters come and go")

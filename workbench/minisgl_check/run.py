@@ -69,6 +69,10 @@ def run_cases(
         rates, mixes = Rates(target, extent, rng), Mixes(target, extent, rng)
         send_largest(target)
         warm_grammars(target)
+        traffic: AdapterTraffic | None = None
+        if isinstance(target, OwnServer):
+            traffic = AdapterTraffic(target, extent, rng)
+            traffic.warm()
         rates.steady()  # libraries start their threads when they are first used
         invariants = Invariants(target)
         footprints = records.Footprints(target)
@@ -87,9 +91,9 @@ def run_cases(
             "slow readers": lambda: [leavers.slow_readers(rates)],
             "poisoned": lambda: [mixes.poisoned(rates.capacity)],
         }
-        if isinstance(target, OwnServer):
-            traffic = AdapterTraffic(target, extent, rng)
-            loads["adapters"] = lambda: [traffic.come_and_go()]
+        if traffic is not None:
+            come_and_go = traffic.come_and_go
+            loads["adapters"] = lambda: [come_and_go()]
         if extent.is_long:
             loads["all at once"] = lambda: [_all_at_once(rates, leavers)]
         if with_gateway:

@@ -31,6 +31,7 @@ from minisgl_backend.models.build import (
     build_model,
     has_expert_kernels,
     has_hopper_kernels,
+    use_invariant_kernels,
     use_tensor_cores,
 )
 from minisgl_backend.models.decoder import Decoder
@@ -101,7 +102,10 @@ def build_rank(
         max_captured = max_captured_batch_size(facts.options, facts.device.total_memory)
     attention = _attention(facts, max_captured)
     if isinstance(facts.device, CudaDevice):
-        use_tensor_cores(model, facts.device.torch_device)
+        if facts.options.batch_invariant:
+            use_invariant_kernels(model, facts.device.torch_device)
+        else:
+            use_tensor_cores(model, facts.device.torch_device)
         facts.device.catch_up()  # wait for the weights, the pages and what kernels keep
     executor = ModelExecutor(
         model,
@@ -276,6 +280,7 @@ def _attention(facts: Resolved, max_captured_batch_size: int) -> PagedAttention:
             max_batch_size=options.max_running_requests,
             max_captured_batch_size=max_captured_batch_size,
             device=facts.device.torch_device,
+            batch_invariant=options.batch_invariant,
         ),
     )
 

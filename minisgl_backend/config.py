@@ -125,6 +125,11 @@ class EngineOptions:
         None,
         "on a CPU sdpa; on a GPU cuda, triton, fa, fi, trtllm or sdpa, or a pair PREFILL,DECODE",
     )
+    batch_invariant: bool = option(
+        False,
+        "on a GPU, a request gets the same tokens in any company, whatever is cached; some steps "
+        "take longer",
+    )
     structured_outputs: bool = option(
         True, "let requests ask for output that follows a schema, a regular expression or a grammar"
     )

@@ -91,6 +91,8 @@ def check_options(options: EngineOptions, device: str | None) -> None:
     adapter_tasks(options)
     if device is not None:
         check_comm(options.comm, device)
+    if options.batch_invariant:
+        _check_batch_invariant(options)
     if device == "cuda":
         if options.group_attention:
             raise ConfigError("option group_attention=true is for CPUs")
@@ -103,6 +105,7 @@ def check_options(options: EngineOptions, device: str | None) -> None:
         for_gpus = {
             "attention_backend": options.attention_backend not in (None, "sdpa", "sdpa,sdpa"),
             "moe_backend": options.moe_backend not in (None, "torch"),
+            "batch_invariant": options.batch_invariant,
             "cuda_graph_max_batch_size": bool(options.cuda_graph_max_batch_size),
             "cuda_graph_batch_sizes": options.cuda_graph_batch_sizes is not None,
             "cuda_graph_max_tokens": bool(options.cuda_graph_max_tokens),
@@ -110,6 +113,46 @@ def check_options(options: EngineOptions, device: str | None) -> None:
         for name, is_given in for_gpus.items():
             if is_given:
                 raise ConfigError(f"option {name}={getattr(options, name)} needs a GPU")
+
+
+def _check_batch_invariant(options: EngineOptions) -> None:
+    """Raise ``ConfigError`` if an option asks for kernels whose sums depend on the batch, or for
+    some that have not been shown not to."""
+    asked = {
+        "dtype": options.dtype not in (None, "bfloat16"),
+        "quantization": options.quantization is not None,
+        "tensor_parallel_size": options.tensor_parallel_size > 1,
+        "attention_backend": options.attention_backend is not None,
+        "moe_backend": options.moe_backend == "torch",
+        "group_attention": bool(options.group_attention),
+        "enable_lora": options.enable_lora,
+    }
+    for name, is_given in asked.items():
+        if is_given:
+            value = getattr(options, name)
+            raise ConfigError(f"option batch_invariant does not go with {name}={value}")
+
+
+def check_invariant_spec(spec: ModelSpec) -> None:
+    """Raise ``ConfigError`` if layers compute what no kernel of ``batch_invariant`` knows."""
+    experts = None if spec.moe is None else spec.moe.experts
+    unknown = {
+        "quantized weights": spec.weights is not None,
+        "recurrent layers": spec.delta_net is not None,
+        "layers that differ in their heads": bool(spec.kv_heads),
+        "layers with inputs of their own": spec.layer_inputs is not None or spec.scaled_layers,
+        "attention sinks": spec.sinks,
+        "gated attention": spec.gated_attention,
+        "norms of the outputs of a layer's parts": spec.norms != "before",
+        "norms over all heads of a token": spec.qk_norm == "token",
+        "gates by GELU": spec.gelu,
+        "routers by sigmoids": experts is not None and experts.routing.sigmoid,
+        "routers with biases": experts is not None and experts.biases,
+        "experts that all tokens take": experts is not None and experts.shared is not None,
+    }
+    for what, is_there in unknown.items():
+        if is_there:
+            raise ConfigError(f"option batch_invariant: there are no kernels for {what}")
 
 
 def adapter_paths(options: EngineOptions) -> dict[str, str]:
@@ -160,6 +203,8 @@ def checked_spec(options: EngineOptions, folder: Path, device: str | None) -> Mo
         spec = replace(spec, weights=CONVERT_TO_FP8)
     spec.attention_shape(options.tensor_parallel_size)
     _check_experts(options, spec)
+    if options.batch_invariant:
+        check_invariant_spec(spec)
     context_of(options, spec)
     if options.load_format == "auto":
         check_weights(spec, weight_files(folder, spec.names))

@@ -93,7 +93,8 @@ class AttentionSetting:
     """The model, pages, batches and device that a backend is made for.
 
     ``dtype`` is that of queries and results, ``kv_dtype`` that of pages: the same, or float8_e4m3.
-    Batches of more than ``max_captured_batch_size`` rows are not captured in a graph.
+    Batches of more than ``max_captured_batch_size`` rows are not captured in a graph. With
+    ``batch_invariant`` a token's result depends on nothing but its own row.
     """
 
     shape: AttentionShape
@@ -104,6 +105,7 @@ class AttentionSetting:
     max_batch_size: int
     max_captured_batch_size: int
     device: torch.device
+    batch_invariant: bool = False
 
     @property
     def max_pages(self) -> int:

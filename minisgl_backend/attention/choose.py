@@ -33,7 +33,12 @@ from minisgl_backend.attention.flash_infer import (
     FlashInferPrefill,
     TrtllmDecode,
 )
-from minisgl_backend.attention.own_kernels import CudaDecode, TritonDecode, TritonPrefill
+from minisgl_backend.attention.own_kernels import (
+    CudaDecode,
+    InvariantAttention,
+    TritonDecode,
+    TritonPrefill,
+)
 from minisgl_backend.attention.sdpa import SdpaAttention
 from minisgl_backend.config import did_you_mean
 from minisgl_backend.errors import ConfigError
@@ -64,8 +69,11 @@ def choose_attention(option: str | None, setting: AttentionSetting) -> PagedAtte
     ``fa`` and ``fi``, and nothing is planned on the host. For prefill it is ``fa`` on Hopper over
     16-bit pages if sgl_kernel is installed, since its kernels use the tensor cores better, and else
     ``triton``. ``fi`` and ``trtllm`` compile their kernels for minutes at first use, so ``auto``
-    never takes them.
+    never takes them. With ``batch_invariant`` there is one backend, which no option names.
     """
+    if setting.batch_invariant:
+        attention = InvariantAttention(setting)
+        return PagedAttention("invariant", attention, attention)
     if setting.shape.by_layer:
         return _by_layer(option, setting)
     prefill_name, decode_name = _auto(setting) if option is None else _parse(option, setting)

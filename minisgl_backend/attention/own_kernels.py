@@ -1,4 +1,4 @@
-"""The backends ``triton`` and ``cuda``: this package's own kernels.
+"""This package's own kernels: the backends ``triton`` and ``cuda``, and that of batch invariance.
 
 Those in Triton take every page size, window and KV dtype; those in CUDA C++ only decode.
 """
@@ -19,6 +19,11 @@ from minisgl_backend.attention.base import (
     PagedKV,
 )
 from minisgl_backend.kernels.decode_attention import DecodeWorkspace, decode_attention
+from minisgl_backend.kernels.invariant_attention import (
+    invariant_decode_attention,
+    invariant_prefill_attention,
+    split_size,
+)
 from minisgl_backend.kernels.prefill_attention import prefill_attention
 
 
@@ -136,6 +141,63 @@ class CudaDecode:
             k_scale=kv.k_scale,
             v_scale=kv.v_scale,
             sinks=kv.sinks,
+            out=out,
+            pdl=rows.pdl,
+        )
+
+
+class InvariantAttention:
+    """``PrefillAttention`` and ``DecodeAttention`` by ``kernels.invariant_attention``."""
+
+    def __init__(self, setting: AttentionSetting):
+        shape = setting.shape
+        self._shape = shape
+        self._split = split_size(setting.max_sequence_length)
+        self._workspace = DecodeWorkspace(
+            setting.max_batch_size, shape.num_heads, shape.head_dim, setting.device
+        )
+
+    def plan_chunks(self, chunks: Chunks) -> LayerAttention:
+        return partial(self._attend_chunks, chunks)
+
+    def plan_rows(self, rows: DecodeRows) -> LayerAttention:
+        return partial(self._attend_rows, rows)
+
+    def _attend_chunks(
+        self, chunks: Chunks, out: Tensor, q: Tensor, kv: PagedKV, layer: int
+    ) -> None:
+        invariant_prefill_attention(
+            q,
+            kv.keys,
+            kv.values,
+            chunks.page_table,
+            rows=chunks.rows,
+            offsets=chunks.offsets,
+            ends=chunks.ends,
+            split=self._split,
+            scale=self._shape.scale,
+            window=self._shape.windows[layer],
+            k_scale=kv.k_scale,
+            v_scale=kv.v_scale,
+            out=out,
+        )
+
+    def _attend_rows(
+        self, rows: DecodeRows, out: Tensor, q: Tensor, kv: PagedKV, layer: int
+    ) -> None:
+        invariant_decode_attention(
+            q,
+            kv.keys,
+            kv.values,
+            rows.page_table,
+            rows.lengths,
+            self._workspace,
+            rows=rows.rows,
+            split=self._split,
+            scale=self._shape.scale,
+            window=self._shape.windows[layer],
+            k_scale=kv.k_scale,
+            v_scale=kv.v_scale,
             out=out,
             pdl=rows.pdl,
         )

@@ -13,6 +13,7 @@ BATCHES: Final = (8, 16, 32, 64, 96, 128, 192, 256)
 """The kernels' largest batches: a batch is taken by the first kernel that it fits."""
 
 MAX_TOKENS: Final = BATCHES[-1]
+ANY_BATCH: Final = 2**31 - 1
 BLOCK: Final = 64
 CODES_BLOCK: Final = 128
 """in_features in a stage of the ring, of a plain and of a quantized weight; of 4 bits and more than
@@ -193,6 +194,30 @@ def _whole_or_split(batch: int, height: int, in_features: int, tile: Cut, most_b
     return replace(cut, stages=max(stages, -(-cut.finished_bytes // cut.stage_bytes)))
 
 
+def invariant_cuts(height: int, in_features: int) -> dict[int, Cut]:
+    """How to multiply any number of tokens, keyed by the largest batch that each cut is for, so
+    that an element has the same bits in all of them: nothing is split, and no parts are even.
+
+    A tile is the smallest of which there are no more than multiprocessors, or the largest.
+    """
+    cuts = {}
+    for batch in (*BATCHES, ANY_BATCH):
+        few, many = min(batch, 64), min(batch, 128)
+        tiles = [(64, few), (128, few), (128, many)]
+        tiles = [tile for tile in tiles if height % tile[0] == 0]
+        fitting = (
+            (features, tokens)
+            for features, tokens in tiles
+            if height // features * -(-batch // tokens) <= _MOST_BLOCKS
+        )
+        features, tokens = next(fitting, tiles[-1])
+        cut = Cut(features, tokens, stages=1)
+        stages = min(in_features // BLOCK, _RING_BYTES // cut.stage_bytes, _MOST_STAGES)
+        least = -(-cut.finished_bytes // cut.stage_bytes)
+        cuts[batch] = replace(cut, stages=max(stages, least))
+    return cuts
+
+
 def largest_batch(elements: int, *, of_codes: bool = False, float8: bool = False) -> int:
     """The largest batch for which these GEMMs are faster than the library; 0 for none.
 
@@ -211,6 +236,15 @@ def why_not(height: int, in_features: int) -> str | None:
     """Why no kernel can take a weight of these sizes; None if one can."""
     if height % 256:
         return f"needs a multiple of 256 features, not {height}"
+    if in_features % BLOCK:
+        return f"needs a multiple of {BLOCK} in_features, not {in_features}"
+    return None
+
+
+def why_not_invariant(height: int, in_features: int) -> str | None:
+    """Why no kernel with ``invariant_cuts`` can take a weight of these sizes; None if one can."""
+    if height % 64:
+        return f"needs a multiple of 64 features, not {height}"
     if in_features % BLOCK:
         return f"needs a multiple of {BLOCK} in_features, not {in_features}"
     return None

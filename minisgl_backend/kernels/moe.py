@@ -141,15 +141,18 @@ def align(expert_ids: Tensor, num_experts: int, block: int) -> Alignment:
     return Alignment(pairs[:-1], experts, block)
 
 
-def fused_experts(x: Tensor, experts: ExpertWeights, choices: Choices) -> Tensor:
+def fused_experts(
+    x: Tensor, experts: ExpertWeights, choices: Choices, *, invariant: bool = False
+) -> Tensor:
     """Sum over a token's experts e of weight_e * down_e(silu(gate_e x) * up_e x), for ``x``
     [num_tokens, hidden_size] and of that shape.
 
+    If ``invariant``, all sums of a token are in an order that does not depend on the others.
     Weights that are quantized have no kernel here, only the twin, which waits for the device.
     """
     if not has_kernel(x, experts):
         return fused_experts_reference(x, experts, choices)
-    return sum_outputs(expert_outputs(x, experts, choices), choices)
+    return sum_outputs(expert_outputs(x, experts, choices, invariant=invariant), choices)
 
 
 def has_kernel(x: Tensor, experts: ExpertWeights) -> bool:
@@ -158,9 +161,14 @@ def has_kernel(x: Tensor, experts: ExpertWeights) -> bool:
     return use_triton(x) and isinstance(gate_up, Tensor) and isinstance(down, Tensor)
 
 
-def expert_outputs(x: Tensor, experts: ExpertWeights, choices: Choices) -> Tensor:
+def expert_outputs(
+    x: Tensor, experts: ExpertWeights, choices: Choices, *, invariant: bool = False
+) -> Tensor:
     """What each of a token's experts makes of it, [num_tokens, top_k, hidden_size]; rows of experts
-    of other ranks are not written. ``x`` [num_tokens, hidden_size]; only if ``has_kernel``."""
+    of other ranks are not written. ``x`` [num_tokens, hidden_size]; only if ``has_kernel``.
+
+    If ``invariant``, a token's sums are in an order that does not depend on the others.
+    """
     from minisgl_backend.kernels.triton_kernels.grouped_linear import launch_grouped_linear
 
     gate_up, down = experts.gate_up, experts.down
@@ -168,7 +176,8 @@ def expert_outputs(x: Tensor, experts: ExpertWeights, choices: Choices) -> Tenso
     num_tokens, hidden_size = x.shape
     num_experts, top_k = experts.num_experts, choices.ids.shape[1]
     # small blocks waste less if experts see few tokens
-    block = 16 if num_tokens * top_k <= 16 * num_experts else 64
+    is_small = num_tokens * top_k <= 16 * num_experts and not invariant
+    block = 16 if is_small else 64
     alignment = align(choices.ids, num_experts, block)
     inner = torch.empty((num_tokens * top_k, down.shape[2]), dtype=x.dtype, device=x.device)
     pairs, held = alignment.pairs, alignment.experts

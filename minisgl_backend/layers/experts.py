@@ -26,6 +26,7 @@ from minisgl_backend.kernels.moe import (
     add_outputs,
     choose,
     expert_outputs,
+    fused_experts,
     fused_experts_reference,
     has_kernel,
     sum_outputs,
@@ -50,6 +51,7 @@ from minisgl_backend.weight_format import Layout, WeightFormat
 
 if TYPE_CHECKING:  # needs the CUDA driver's bindings, which only installations for GPUs have
     from minisgl_backend.kernels.cuda.experts import ExpertsKernels, HopperExperts
+    from minisgl_backend.kernels.cuda.invariant_linear import InvariantKernels, InvariantLinear
     from minisgl_backend.kernels.cuda.linear import LinearKernel, TensorCores
 
 
@@ -72,6 +74,11 @@ class Router(nn.Module):
         self.bias = _parameter(num_experts) if spec.biases else None
         self.correction = _parameter(num_experts) if spec.routing.corrected else None
         self._kernel: LinearKernel | None = None
+        self._invariant: InvariantLinear | None = None
+
+    def use_invariant_kernels(self, kernels: InvariantKernels) -> None:
+        """Compute logits by ``kernels``; they have no bias."""
+        self._invariant = kernels.linear(tuple(self.weight.shape))
 
     def cast(self, dtype: torch.dtype) -> None:
         wide = torch.promote_types(dtype, torch.float32)
@@ -96,6 +103,8 @@ class Router(nn.Module):
 
     def logits(self, x: Tensor, *, pdl: bool = False) -> Tensor:
         """[num_tokens, num_experts], for ``x`` [num_tokens, hidden_size]."""
+        if self._invariant is not None:
+            return self._invariant(x, self.weight)
         kernel = self._kernel
         if kernel is not None and len(x) <= kernel.most_tokens:
             return kernel(x, self.weight, squares=None, eps=0.0, bias=self.bias, pdl=pdl)
@@ -139,6 +148,7 @@ class ExpertsMLP(nn.Module):
         their features, cannot be split over the ranks."""
         super().__init__()
         self._name, self.group, self.fused, self.spec = name, group, fused, spec
+        self._is_invariant = False
         num_experts, inner_size = spec.num_experts, spec.intermediate_size
         if whole_experts:
             self.held = even_share(num_experts, group, "the number of experts")
@@ -179,6 +189,13 @@ class ExpertsMLP(nn.Module):
             self._shared_gate_format = matrices.format_of(f"{name}.{shared.name}_gate")
             self.shared_gate = _parameter(1, hidden_size) if shared.gated else None
 
+    def use_invariant_kernels(self, kernels: InvariantKernels) -> None:
+        """Compute each token in an order that does not depend on the others, the router by
+        ``kernels``. Not with shared experts or biases of the router."""
+        assert self.fused and self.shared is None and self.router.bias is None
+        self.router.use_invariant_kernels(kernels)
+        self._is_invariant = True
+
     def use_kernels(self, make: HopperExperts) -> None:
         """Compute all steps by kernels for Hopper, if there are any for these weights, which must
         be bfloat16 or kept in a format that fits (``kernels.expert_cut``)."""
@@ -212,7 +229,7 @@ class ExpertsMLP(nn.Module):
         pdl: bool,
         adapted: AdaptedTokens | None = None,
     ) -> tuple[Tensor, Normed]:
-        if not self._has_kernel(x.x) or self.group.size > 1:
+        if self._is_invariant or not self._has_kernel(x.x) or self.group.size > 1:
             part = self.part(x, pdl=pdl, adapted=adapted)
             return residual, add_sum(residual, part, norm, self.group, pdl=pdl)
         outputs, choices, shared = self._outputs(x, pdl, adapted)
@@ -224,6 +241,9 @@ class ExpertsMLP(nn.Module):
     def part(self, x: Normed, *, pdl: bool, adapted: AdaptedTokens | None = None) -> Tensor:
         """This rank's part of the sum over the ranks, [num_tokens, hidden_size]. Of adapters, only
         the MLP that all tokens take has any."""
+        if self._is_invariant:
+            rows = x.normalized(pdl=pdl)
+            return fused_experts(rows, self.weights, self._held(self.router(rows)), invariant=True)
         if self._has_kernel(x.x):
             return sum_outputs(*self._outputs(x, pdl, adapted), pdl=pdl)
         rows = x.normalized(pdl=pdl)

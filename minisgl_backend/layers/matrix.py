@@ -30,6 +30,7 @@ from minisgl_backend.parallel.group import Group
 from minisgl_backend.weight_format import WeightFormat
 
 if TYPE_CHECKING:  # needs the CUDA driver's bindings, which only installations for GPUs have
+    from minisgl_backend.kernels.cuda.invariant_linear import InvariantKernels, InvariantLinear
     from minisgl_backend.kernels.cuda.linear import LinearKernel, ResidualKernel, TensorCores
     from minisgl_backend.kernels.packed_weight import CodesKind, PackedWeight
 
@@ -183,6 +184,8 @@ class DenseMatrix(Matrix):
         wide           up to a few hundred, for weights of a few million elements: the norm is in
                        one kernel with the residual add before it
         library        all else
+
+    After ``use_invariant_kernels`` it does not: then nothing is fused but a bias.
     """
 
     def __init__(
@@ -200,6 +203,11 @@ class DenseMatrix(Matrix):
         self._formats = dict(formats)
         self._fused = fused
         self._packed: Tensor | None = None
+        self._invariant: InvariantLinear | None = None
+
+    def use_invariant_kernels(self, kernels: InvariantKernels) -> None:
+        """Compute every number of tokens by ``kernels``, whose results do not depend on it."""
+        self._invariant = kernels.linear(tuple(self.weight.shape))
 
     @property
     def operand(self) -> Tensor:
@@ -224,6 +232,9 @@ class DenseMatrix(Matrix):
         self, x: Normed, *, bias: Tensor | None, gated: bool, out: Tensor | None, pdl: bool
     ) -> Tensor:
         weight, num_tokens = self.weight, x.x.shape[0]
+        if self._invariant is not None:
+            y = self._invariant(x.normalized(pdl=pdl), weight, bias=bias, out=out, pdl=pdl)
+            return silu_mul(y, pdl=pdl) if gated else y
         if self._fused and small_batch.is_faster(num_tokens, self.in_features, gated=gated):
             return small_batch.small_batch_linear(
                 x.x,
@@ -263,6 +274,8 @@ class DenseMatrix(Matrix):
         group: Group,
         pdl: bool,
     ) -> tuple[Tensor, Normed] | None:
+        if self._invariant is not None:
+            return None
         weight, num_tokens = self.weight, x.shape[0]
         if self._is_small(num_tokens) and not is_sum_fused(
             group, num_tokens, self.out_features, x.dtype

@@ -31,7 +31,7 @@ from minisgl_backend.models.spec import ModelSpec
 from minisgl_backend.models.tensor_names import StoredAs
 from minisgl_backend.models.token_mixing import SelfAttention
 from minisgl_backend.models.weights import fill_random, load_weights
-from minisgl_backend.packages import import_error
+from minisgl_backend.packages import CUDA_BINDINGS, import_error
 from minisgl_backend.parallel.group import Group
 from minisgl_backend.progress import Progress, unseen
 from minisgl_backend.weight_format import Layout, WeightFormat
@@ -252,6 +252,40 @@ def has_expert_kernels(form: WeightFormat, spec: ModelSpec, parts: int) -> bool:
         and expert_cut.knows(experts)
         and expert_cut.fits(spec.hidden_size, size, bits)
     )
+
+
+def use_invariant_kernels(model: Decoder, device: torch.device) -> None:
+    """Compute every step so that a token's values do not depend on its other tokens (the option
+    ``batch_invariant``). Compiles kernels that are not in the cache.
+
+    Raises ``ConfigError`` if there are no such kernels for a weight, the dtype or the device; what
+    layers may consist of is checked by ``precheck``.
+    """
+    if torch.cuda.get_device_capability(device) != (9, 0):
+        raise ConfigError("option batch_invariant needs a GPU of compute capability 9.0 (Hopper)")
+    error = import_error("cuda.bindings")
+    if error is not None:
+        raise ConfigError(f"option batch_invariant needs cuda.bindings ({error}): {CUDA_BINDINGS}")
+    if model.dtype != torch.bfloat16:
+        name = str(model.dtype).removeprefix("torch.")
+        raise ConfigError(f"option batch_invariant needs dtype bfloat16, not {name}")
+    if model.spec.head_dim not in (64, 128):
+        raise ConfigError(
+            f"option batch_invariant needs heads of 64 or 128 elements, not {model.spec.head_dim}"
+        )
+    modules = [module for layer in model.layers for module in layer.modules()]
+    matrices = [module for module in modules if isinstance(module, Matrix)] + [model.head.matrix]
+    sizes = [(matrix.out_features, matrix.in_features) for matrix in matrices]
+    sizes += [(len(of.weight), of.weight.shape[1]) for of in modules if isinstance(of, Router)]
+    for height, in_features in sizes:
+        reason = linear_cut.why_not_invariant(height, in_features)
+        if reason is not None:
+            raise ConfigError(
+                f"option batch_invariant: a weight of {height} x {in_features} {reason}"
+            )
+    # imports the CUDA driver's bindings, which only installations for GPUs have
+    module = importlib.import_module("minisgl_backend.kernels.cuda.invariant_linear")
+    model.use_invariant_kernels(module.InvariantKernels(device))
 
 
 def has_fused_layers(spec: ModelSpec) -> bool:

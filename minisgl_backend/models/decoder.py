@@ -23,12 +23,13 @@ from minisgl_backend.attention.base import Attend, PagedKV
 from minisgl_backend.experts_spec import ExpertsSpec
 from minisgl_backend.kernels.adapters import AdaptedTokens
 from minisgl_backend.kernels.dispatch import can_start_early
+from minisgl_backend.kernels.linear_cut import MAX_TOKENS
 from minisgl_backend.kernels.rope_store import TokenPlaces
 from minisgl_backend.kernels.small_batch import MAX_BATCH_SIZE
 from minisgl_backend.layers.embedding import OutputHead, VocabEmbedding
 from minisgl_backend.layers.experts import ExpertsMLP
 from minisgl_backend.layers.feed_forward import FeedForward, GatedMLP
-from minisgl_backend.layers.matrix import Matrix
+from minisgl_backend.layers.matrix import DenseMatrix, Matrix
 from minisgl_backend.layers.norm import Normed, RMSNorm, add_normed, is_sum_fused
 from minisgl_backend.layers.quantized_matrix import Matrices
 from minisgl_backend.models.gated_delta_net import GatedDeltaNet
@@ -45,6 +46,7 @@ from minisgl_backend.models.token_mixing import (
 from minisgl_backend.parallel.group import Group
 
 if TYPE_CHECKING:
+    from minisgl_backend.kernels.cuda.invariant_linear import InvariantKernels
     from minisgl_backend.kernels.cuda.linear import TensorCores
 
 _PDL_HIDDEN_SIZE: Final = 2048
@@ -266,6 +268,17 @@ class Decoder(nn.Module):
             layer.mixer.use_tensor_cores(kernels)
             layer.mlp.use_tensor_cores(kernels)
         self._most_tensor_core_tokens = kernels.most_tokens
+
+    def use_invariant_kernels(self, kernels: InvariantKernels) -> None:
+        """Compute each token in an order that does not depend on the others. Only what
+        ``models.build.use_invariant_kernels`` knows, with dense weights."""
+        for layer in self.layers:
+            for module in layer.modules():
+                if isinstance(module, (DenseMatrix, ExpertsMLP)):
+                    module.use_invariant_kernels(kernels)
+        assert isinstance(self.head.matrix, DenseMatrix)
+        self.head.matrix.use_invariant_kernels(kernels)
+        self._most_tensor_core_tokens = MAX_TOKENS
 
     def forward(
         self,

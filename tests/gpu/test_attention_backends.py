@@ -6,6 +6,7 @@ libraries that compile a kernel for each shape are tried with fewer of them.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -67,7 +68,9 @@ BACKENDS = {
     "sdpa": [*WHOLE, *UNEVEN, *FP8, *SINKS, *FP8_SINKS],
     "fa,triton": FEWEST,
     "fa,fi": FEWEST,
+    "invariant": [*FEWER, *UNEVEN, *FP8],
 }
+"""``invariant`` is that of the option ``batch_invariant``."""
 
 CASES = [
     pytest.param(name, case, id=f"{name}-{case}")
@@ -78,8 +81,11 @@ every_backend = pytest.mark.parametrize(("name", "case"), CASES)
 
 
 def make_backend(name: str, case: Case, dtype: torch.dtype, device: torch.device) -> PagedAttention:
+    setting = case.setting(dtype, device)
+    if name == "invariant":
+        return choose_attention(None, replace(setting, batch_invariant=True))
     try:
-        return choose_attention(name, case.setting(dtype, device))
+        return choose_attention(name, setting)
     except ConfigError as error:
         pytest.skip(str(error))
 

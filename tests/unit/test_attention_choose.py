@@ -13,8 +13,13 @@ import torch
 
 from minisgl_backend import packages
 from minisgl_backend.attention import choose, flash_infer
-from minisgl_backend.attention.base import AttentionSetting, AttentionShape, KVHeads, PagedAttention
-from minisgl_backend.attention.own_kernels import TritonDecode, TritonPrefill
+from minisgl_backend.attention.base import (
+    AttentionSetting,
+    AttentionShape,
+    KVHeads,
+    PagedAttention,
+)
+from minisgl_backend.attention.own_kernels import InvariantAttention, TritonDecode, TritonPrefill
 from minisgl_backend.attention.sdpa import SdpaAttention
 from minisgl_backend.errors import ConfigError
 
@@ -60,6 +65,14 @@ def test_each_kind_of_heads_has_a_backend_of_its_own() -> None:
     assert attention.name == "triton+sdpa"  # heads of 512 are too large for the kernels
     assert not attention.can_capture and not attention.captures_chunks
     assert choice("sdpa", shape=shape).name == "sdpa"
+
+
+def test_batch_invariance_has_one_backend() -> None:
+    attention = choice(None, batch_invariant=True)
+    assert attention.name == "invariant"
+    assert isinstance(attention.prefill, InvariantAttention)
+    assert attention.prefill is attention.decode
+    assert attention.can_capture and attention.captures_chunks
 
 
 def test_a_cpu_takes_the_reference() -> None:

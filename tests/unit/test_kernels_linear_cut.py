@@ -12,8 +12,10 @@ from minisgl_backend.kernels.linear_cut import (
     Cut,
     Numbers,
     cut_of,
+    invariant_cuts,
     largest_batch,
     why_not,
+    why_not_invariant,
 )
 
 PROCESSORS = 132
@@ -102,3 +104,35 @@ def test_the_larger_a_layer_the_smaller_the_batches(elements: int, expected: int
 @pytest.mark.parametrize(("height", "in_features"), [(4100, 1024), (1024, 1000)])
 def test_what_cannot_be_taken(height: int, in_features: int) -> None:
     assert "multiple" in str(why_not(height, in_features))
+
+
+@given(
+    height=st.integers(1, 512).map(lambda n: 64 * n),
+    in_features=st.integers(1, 512).map(lambda n: BLOCK * n),
+)
+def test_invariant_cuts_add_up_in_one_part(height: int, in_features: int) -> None:
+    """And are among what can be compiled."""
+    assert why_not_invariant(height, in_features) is None
+    cuts = invariant_cuts(height, in_features)
+    assert set(cuts) > set(BATCHES)
+    for cut in cuts.values():
+        assert cut.splits == 1 and not cut.even
+        assert cut.features in (64, 128) and height % cut.features == 0
+        assert cut.tokens in (8, 16, 32, 64, 96, 128, 192)
+        assert cut.finished_bytes <= cut.stages * cut.stage_bytes
+        assert cut.shared_bytes <= SHARED_BYTES
+
+
+def test_what_was_measured_of_invariant_cuts() -> None:
+    """GEMMs of Qwen3-0.6B and 14B."""
+    cuts = invariant_cuts(4096, 1024)
+    assert (cuts[64].features, cuts[64].tokens) == (64, 64)
+    assert (cuts[256].features, cuts[256].tokens) == (128, 64)
+    cuts = invariant_cuts(34816, 5120)
+    assert (cuts[64].features, cuts[64].tokens) == (128, 64)
+    assert (cuts[256].features, cuts[256].tokens) == (128, 128)
+
+
+@pytest.mark.parametrize(("height", "in_features"), [(1000, 1024), (1024, 1000)])
+def test_what_no_invariant_cut_takes(height: int, in_features: int) -> None:
+    assert "multiple" in str(why_not_invariant(height, in_features))

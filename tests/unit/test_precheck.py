@@ -13,11 +13,21 @@ from typing import Any
 
 import pytest
 
+from minisgl_backend.attention.base import KVHeads
 from minisgl_backend.config import DEMO_MODEL, EngineOptions
 from minisgl_backend.errors import ConfigError
+from minisgl_backend.experts_spec import ExpertsSpec, RoutingRule, SharedExpert
 from minisgl_backend.models.catalog import load_spec
 from minisgl_backend.models.checkpoint import tensor_files
-from minisgl_backend.precheck import check_meeting_point, check_options, checked_spec, device_type
+from minisgl_backend.models.spec import MoeSpec
+from minisgl_backend.precheck import (
+    check_invariant_spec,
+    check_meeting_point,
+    check_options,
+    checked_spec,
+    device_type,
+)
+from minisgl_backend.weight_format import CONVERT_TO_FP8
 
 
 @pytest.fixture
@@ -50,11 +60,31 @@ def test_the_device_is_known_where_it_is_named() -> None:
         ({"dtype": "float64"}, "cuda", "dtype=float64 is for CPUs"),
         ({"group_attention": True}, "cuda", "group_attention=true is for CPUs"),
         ({"moe_backend": "torch"}, "cuda", "moe_backend=torch on a GPU needs cuda_graph"),
+        ({"batch_invariant": True}, "cpu", "batch_invariant=True needs a GPU"),
+        *(
+            ({"batch_invariant": True, **other}, "cuda", f"batch_invariant does not go with {name}")
+            for other, name in (
+                ({"dtype": "float16"}, "dtype=float16"),
+                ({"quantization": "fp8"}, "quantization=fp8"),
+                ({"tensor_parallel_size": 2}, "tensor_parallel_size=2"),
+                ({"attention_backend": "triton"}, "attention_backend=triton"),
+                ({"group_attention": True}, "group_attention=True"),
+                ({"enable_lora": True}, "enable_lora=True"),
+                (
+                    {"moe_backend": "torch", "cuda_graph_max_batch_size": 0},
+                    "moe_backend=torch",
+                ),
+            )
+        ),
     ],
 )
 def test_options(given: dict[str, Any], device: str | None, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         check_options(EngineOptions(**given), device)
+
+
+def test_each_replica_may_be_batch_invariant() -> None:
+    check_options(EngineOptions(batch_invariant=True, data_parallel_size=2), "cuda")
 
 
 @pytest.mark.parametrize(
@@ -110,6 +140,36 @@ def test_options_that_do_not_go_with_the_model(given: dict[str, Any], message: s
         checked_spec(EngineOptions(**given), Path(DEMO_MODEL), "cpu")
     if "num_pages" in given:  # what a GPU holds is not known here
         checked_spec(EngineOptions(**given), Path(DEMO_MODEL), "cuda")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"gelu": True}, "gates by GELU"),
+        ({"norms": "around"}, "norms of the outputs"),
+        ({"qk_norm": "token"}, "norms over all heads"),
+        ({"sinks": True}, "attention sinks"),
+        ({"kv_heads": (KVHeads(2, 64),)}, "layers that differ in their heads"),
+        ({"scaled_layers": True}, "layers with inputs of their own"),
+        ({"gated_attention": True}, "gated attention"),
+        ({"weights": CONVERT_TO_FP8}, "quantized weights"),
+        ({"moe": {"routing": {"sigmoid": True}}}, "routers by sigmoids"),
+        ({"moe": {"biases": True}}, "routers with biases"),
+        (
+            {"moe": {"shared": SharedExpert(name="shared", intermediate_size=64)}},
+            "experts that all tokens take",
+        ),
+    ],
+)
+def test_layers_whose_sums_would_depend_on_the_batch(changes: dict[str, Any], message: str) -> None:
+    spec = load_spec(Path(DEMO_MODEL))
+    check_invariant_spec(spec)
+    if (of_experts := changes.get("moe")) is not None:
+        routing = {"num_experts": 8, "top_k": 2, "normalize": True, **of_experts.pop("routing", {})}
+        experts = ExpertsSpec(routing=RoutingRule(**routing), intermediate_size=64, **of_experts)
+        changes = {"moe": MoeSpec(experts=experts, layers=frozenset({0}))}
+    with pytest.raises(ConfigError, match=f"batch_invariant: there are no kernels for {message}"):
+        check_invariant_spec(replace(spec, **changes))
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ bench = LazyGroup(
         "offline": "minisgl_bench.offline:offline",
         "prefixes": "minisgl_bench.prefixes:prefixes",
         "conversations": "minisgl_bench.conversations:conversations",
+        "invariance": "minisgl_bench.invariance:invariance",
         "structured": "minisgl_bench.structured:structured",
         "server-share": "minisgl_bench.server_share:server_share",
         "scaling": "minisgl_bench.scaling:scaling",

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from minisgl_backend.cli.serve import options_as_text
 from minisgl_backend.config import EngineOptions
@@ -36,14 +36,18 @@ from minisgl_backend.request import (
 from minisgl_backend.runtime.engine import Door, Engine, EngineInfo
 from minisgl_bench.profiling import marked, nvtx_range
 
+if TYPE_CHECKING:
+    from minisgl_backend.parts import Parts
+
 
 @contextmanager
 def running_engine(
-    options: EngineOptions, *, nvtx: bool = False
+    options: EngineOptions, *, nvtx: bool = False, parts: Parts | None = None
 ) -> Iterator[tuple[Engine, RankExecutor]]:
     """An engine and the executor of its rank 0, closed when the block ends.
 
-    ``nvtx`` marks its phases. Raises ``ConfigError`` if ``options`` ask for several replicas.
+    ``parts`` by default are the standard ones; ``nvtx`` marks their phases instead. Raises
+    ``ConfigError`` if ``options`` ask for several replicas.
     """
     import torch
 
@@ -55,14 +59,14 @@ def running_engine(
     if torch.cuda.is_available():  # free the memory of an engine before this one
         gc.collect()
         torch.cuda.empty_cache()
-    parts = marked(nvtx_range()) if nvtx else STANDARD
+    made = marked(nvtx_range()) if nvtx else parts or STANDARD
     built: list[RankExecutor] = []
 
     def executor(of_rank: RankExecutor) -> RankExecutor:
         built.append(of_rank)
-        return parts.executor(of_rank)
+        return made.executor(of_rank)
 
-    engine = build_engine_alone(options, replace(parts, executor=executor))
+    engine = build_engine_alone(options, replace(made, executor=executor))
     try:
         yield engine, built[0]
     finally:

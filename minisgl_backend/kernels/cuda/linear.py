@@ -229,10 +229,13 @@ class LinearKernel(_Linear):
         squares: Tensor | None = None,
         eps: float = 0.0,
         bias: Tensor | None = None,
+        out: Tensor | None = None,
         pdl: bool = False,
     ) -> Tensor:
-        """[num_rows, out_features]; ``eps`` is that of the norm."""
-        out = torch.empty((len(x), self._out_features), dtype=x.dtype, device=x.device)
+        """[num_rows, out_features], in ``out`` if that is given; ``eps`` is that of the norm."""
+        if out is None:
+            out = torch.empty((len(x), self._out_features), dtype=x.dtype, device=x.device)
+        assert out.is_contiguous()
         features = self._out_features
         self._launch(
             x, weight, pdl, bias=bias, squares=squares, eps=eps, out=address(out), features=features

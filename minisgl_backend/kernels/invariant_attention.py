@@ -1,0 +1,172 @@
+"""Attention over pages that gives a token the same bits in any batch.
+
+A token may be attended as one of a prompt's chunk, however the prompt was cut, or as a decoding row
+beside any others. Here both take one kernel, whose order of additions depends on nothing but the
+token's position: splits of ``split_size`` positions, from the first position on, each with an
+online softmax over blocks of keys, merged one after another. How the splits are shared among
+programs changes when they are computed, not what is added to what.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from minisgl_backend.kernels.decode_attention import (
+    MAX_SPLITS,
+    DecodeWorkspace,
+    decode_attention_reference,
+)
+from minisgl_backend.kernels.dispatch import num_processors, use_triton
+from minisgl_backend.kernels.prefill_attention import prefill_attention_reference
+
+_LEAST_SPLIT: Final = 512
+_BLOCK: Final = 128
+
+
+def split_size(max_length: int) -> int:
+    """Positions of a split if no row is longer than ``max_length``: the workspace holds
+    ``MAX_SPLITS`` of a row."""
+    size = _LEAST_SPLIT
+    while size * MAX_SPLITS < max_length:
+        size *= 2
+    return size
+
+
+def invariant_prefill_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor,
+    *,
+    rows: Tensor,
+    offsets: Tensor,
+    ends: Tensor,
+    split: int,
+    scale: float,
+    window: int | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """``kernels.prefill_attention.prefill_attention``, with the bits that
+    ``invariant_decode_attention`` gives the same positions; ``split`` positions are a split."""
+    if out is None:
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    if not use_triton(q):
+        prefill_attention_reference(
+            out,
+            q,
+            k_cache,
+            v_cache,
+            page_table,
+            rows=rows,
+            offsets=offsets,
+            ends=ends,
+            scale=scale,
+            window=window,
+            k_scale=k_scale,
+            v_scale=v_scale,
+        )
+        return out
+    from minisgl_backend.kernels.triton_kernels.invariant_attention_kernel import (
+        launch_invariant_attention,
+    )
+
+    launch_invariant_attention(
+        out,
+        q,
+        k_cache,
+        v_cache,
+        page_table,
+        None,
+        rows=rows,
+        offsets=offsets,
+        ends=ends,
+        scale=scale,
+        window=window,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        tile=128,
+        block=_BLOCK,
+        split=split,
+        programs=1,
+        stages=2,
+        num_warps=8,
+        pdl=False,
+    )
+    return out
+
+
+def invariant_decode_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor,
+    lengths: Tensor,
+    workspace: DecodeWorkspace,
+    *,
+    rows: Tensor,
+    split: int,
+    scale: float,
+    window: int | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    out: Tensor | None = None,
+    pdl: bool = False,
+) -> Tensor:
+    """``kernels.decode_attention.decode_attention`` of rows of at most ``MAX_SPLITS`` splits, with
+    bits that depend on a row alone; ``split`` positions are a split."""
+    if out is None:
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    if not use_triton(q):
+        attended = decode_attention_reference(
+            q,
+            k_cache,
+            v_cache,
+            page_table,
+            lengths,
+            rows=rows,
+            scale=scale,
+            window=window,
+            k_scale=k_scale,
+            v_scale=v_scale,
+        )
+        return out.copy_(attended)
+    from minisgl_backend.kernels.triton_kernels.invariant_attention_kernel import (
+        launch_invariant_attention,
+    )
+
+    launch_invariant_attention(
+        out,
+        q,
+        k_cache,
+        v_cache,
+        page_table,
+        (workspace.outputs, workspace.lses, workspace.counters),
+        rows=rows,
+        offsets=None,
+        ends=lengths,
+        scale=scale,
+        window=window,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        tile=16,
+        block=_BLOCK,
+        split=split,
+        programs=_num_programs(len(q) * k_cache.shape[2], num_processors(q.device)),
+        stages=3,
+        num_warps=4,
+        pdl=pdl,
+    )
+    return out
+
+
+def _num_programs(tiles: int, processors: int) -> int:
+    """How many programs share the splits of a row and KV head, a power of two."""
+    programs = 1
+    while programs < MAX_SPLITS and 2 * programs * tiles <= 8 * processors:
+        programs *= 2
+    return programs

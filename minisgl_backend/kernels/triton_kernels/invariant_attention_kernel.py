@@ -1,0 +1,328 @@
+"""Attention over pages whose result for a query depends on that query's row alone.
+
+One kernel attends prompt chunks and decoding rows. The positions of a row are cut into splits of a
+fixed size, from position 0 on, and a split into blocks; a query goes over the blocks of each split
+with an online softmax, and its splits are merged in their order, by their log-sum-exp. Neither
+depends on the chunk's length, the number of rows, or how many programs share a row's splits. Blocks
+that a query does not see change nothing, bit by bit: they add zeros and multiply by one.
+
+Sums of products and factors are written as ``tl.fma``, since a compiler may else round them in two
+ways.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from minisgl_backend.kernels.triton_kernels.pdl import allow_next, launch_options, wait_previous
+
+_CHUNKS = tl.constexpr(128)  # of an iteration of the search for a program's chunk
+
+
+@triton.jit
+def _find_chunk(offsets_ptr, num_chunks, QUERIES: tl.constexpr):
+    """The chunk of a program and its block of queries: (chunk, first token, length, block)."""
+    # a chunk's last blocks see the most keys, so they begin first
+    program = tl.num_programs(0) - 1 - tl.program_id(0)
+    # chunk i has the programs from (offsets[i] - offsets[0]) // QUERIES + i on: as many as it can
+    # need, wherever it begins
+    origin = tl.load(offsets_ptr)
+    chunk = -1
+    for start in tl.range(0, num_chunks, _CHUNKS):
+        i = start + tl.arange(0, _CHUNKS)
+        offset = tl.load(offsets_ptr + i, mask=i < num_chunks, other=0) - origin
+        begun = (i < num_chunks) & (offset // QUERIES + i <= program)
+        chunk += tl.sum(begun.to(tl.int32), axis=0)
+    first_token = tl.load(offsets_ptr + chunk)
+    length = tl.load(offsets_ptr + chunk + 1) - first_token
+    block = program - ((first_token - origin) // QUERIES + chunk)
+    return chunk, first_token, length, block
+
+
+@triton.jit
+def _attend_split(
+    q,
+    position,
+    k_head_ptr,
+    v_head_ptr,
+    page_ptr,
+    begin,
+    end,
+    page_stride,
+    slot_stride,
+    scale_log2,
+    PAGE_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WINDOW: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Values [TILE, HEAD_DIM] and log-sum-exps [TILE] over the positions [begin, end) of a split;
+    -inf for a query that sees none of them."""
+    n = tl.arange(0, BLOCK)
+    best = tl.full([TILE], float("-inf"), tl.float32)
+    # weights are added up by the tensor cores, in the order of positions: a plain sum's order would
+    # depend on how the tile lies in the warps
+    ones = tl.full([BLOCK, 16], 1.0, q.dtype)
+    totals = tl.zeros([TILE, 16], tl.float32)  # of equal columns
+    acc = tl.zeros([TILE, HEAD_DIM], tl.float32)
+    for start in tl.range(begin, end, BLOCK, num_stages=STAGES):
+        at = start + n
+        held = at < end
+        page = tl.load(page_ptr + at // PAGE_SIZE, mask=held, other=0).to(tl.int64)
+        slot = page * page_stride + at % PAGE_SIZE * slot_stride  # [BLOCK]
+        k = tl.load(k_head_ptr[None, :] + slot[:, None], mask=held[:, None], other=0.0)
+        scores = tl.dot(q, tl.trans(k.to(q.dtype)))  # [TILE, BLOCK]
+        seen = at[None, :] <= position[:, None]
+        if WINDOW:
+            seen &= at[None, :] > position[:, None] - WINDOW
+        scores = tl.where(seen, scores, float("-inf"))
+        new_best = tl.maximum(best, tl.max(scores, axis=1) * scale_log2)
+        base = tl.where(new_best == float("-inf"), 0.0, new_best)
+        shrink = tl.exp2(best - base)
+        p = tl.exp2(tl.fma(scores, scale_log2, -base[:, None]))
+        p = p.to(q.dtype)
+        totals = tl.dot(p, ones, totals * shrink[:, None])
+        v = tl.load(v_head_ptr[None, :] + slot[:, None], mask=held[:, None], other=0.0)
+        acc = tl.dot(p, v.to(q.dtype), acc * shrink[:, None])
+        best = new_best
+    total = tl.max(totals, axis=1)
+    total = tl.where(total == 0, 1.0, total)
+    return acc / total[:, None], best + tl.log2(total)
+
+
+@triton.jit
+def _merged(best, total, acc, lse, value):
+    """What earlier splits have left, with one more."""
+    new_best = tl.maximum(best, lse)
+    base = tl.where(new_best == float("-inf"), 0.0, new_best)
+    shrink = tl.exp2(best - base)
+    weight = tl.exp2(lse - base)
+    acc = tl.fma(acc, shrink[:, None], value * weight[:, None])
+    return new_best, tl.fma(total, shrink, weight), acc
+
+
+@triton.jit(
+    do_not_specialize=["num_chunks"],
+    do_not_specialize_on_alignment=[
+        "table_ptr",
+        "rows_ptr",
+        "offsets_ptr",
+        "ends_ptr",
+        "k_scale_ptr",
+        "v_scale_ptr",
+    ],
+)
+def _invariant_attention(
+    out_ptr,
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    table_ptr,
+    rows_ptr,
+    offsets_ptr,
+    ends_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
+    partial_ptr,
+    lse_ptr,
+    counter_ptr,
+    num_chunks,
+    q_stride,
+    table_stride,
+    page_stride,
+    slot_stride,
+    head_stride,
+    partial_splits,
+    scale_log2,
+    PAGE_SIZE: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,  # query heads of a KV head
+    BLOCK_GROUP: tl.constexpr,  # GROUP as a power of two
+    HEAD_DIM: tl.constexpr,
+    TILE: tl.constexpr,  # rows of a tile of queries, BLOCK_GROUP for each token
+    BLOCK: tl.constexpr,  # keys of an iteration
+    SPLIT: tl.constexpr,  # positions of a split
+    PROGRAMS: tl.constexpr,  # that share the splits of a tile; more than one only for DECODE
+    DECODE: tl.constexpr,  # chunk i is token i
+    WINDOW: tl.constexpr,
+    FP8: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    kv_head = tl.program_id(1)
+    QUERIES: tl.constexpr = TILE // BLOCK_GROUP
+    if PDL:
+        allow_next()
+        wait_previous()
+    if DECODE:
+        chunk = tl.program_id(0)
+        first_token = chunk
+        length = 1
+        block = 0
+    else:
+        chunk, first_token, length, block = _find_chunk(offsets_ptr, num_chunks, QUERIES)
+        if block * QUERIES >= length:
+            return
+    end = tl.load(ends_ptr + chunk)
+    row = tl.load(rows_ptr + chunk).to(tl.int64)
+    first_position = end - length + block * QUERIES
+    last = tl.minimum(first_position + QUERIES, end)
+    begin = 0
+    if WINDOW:
+        begin = tl.maximum(first_position - WINDOW + 1, 0) // BLOCK * BLOCK
+    first_split = begin // SPLIT
+    num_splits = tl.cdiv(last, SPLIT) - first_split
+    program = tl.program_id(2)
+    if PROGRAMS > 1:  # noqa: SIM102  (known when compiled)
+        if program >= num_splits:
+            return
+
+    m = tl.arange(0, TILE)
+    d = tl.arange(0, HEAD_DIM)
+    query = block * QUERIES + m // BLOCK_GROUP  # within the chunk
+    in_group = m % BLOCK_GROUP
+    inside = (query < length) & (in_group < GROUP)
+    head = kv_head * GROUP + in_group
+    token = (first_token + query).to(tl.int64)
+    position = end - length + query
+    q_at = q_ptr + (token * q_stride + head * HEAD_DIM)[:, None] + d[None, :]
+    q = tl.load(q_at, mask=inside[:, None], other=0.0)  # [TILE, HEAD_DIM]
+    if FP8:
+        # one instruction converts two float8 to float16; to bfloat16 it takes several
+        q = q.to(tl.float16)
+        scale_log2 = scale_log2 * tl.load(k_scale_ptr)
+    k_head_ptr = k_ptr + kv_head * head_stride + d
+    v_head_ptr = v_ptr + kv_head * head_stride + d
+    page_ptr = table_ptr + row * table_stride
+    out_heads = token * (NUM_KV_HEADS * GROUP) + head
+    best = tl.full([TILE], float("-inf"), tl.float32)
+    total = tl.zeros([TILE], tl.float32)
+    acc = tl.zeros([TILE, HEAD_DIM], tl.float32)
+    for split in tl.range(program, num_splits, PROGRAMS):
+        split_begin = (first_split + split) * SPLIT
+        value, lse = _attend_split(
+            q,
+            position,
+            k_head_ptr,
+            v_head_ptr,
+            page_ptr,
+            tl.maximum(split_begin, begin),
+            tl.minimum(split_begin + SPLIT, last),
+            page_stride,
+            slot_stride,
+            scale_log2,
+            PAGE_SIZE,
+            HEAD_DIM,
+            TILE,
+            BLOCK,
+            WINDOW,
+            STAGES,
+        )
+        if PROGRAMS == 1:  # noqa: SIM114  (known when compiled)
+            best, total, acc = _merged(best, total, acc, lse, value)
+        elif num_splits == 1:
+            best, total, acc = _merged(best, total, acc, lse, value)
+        else:
+            part = out_heads * partial_splits + split
+            part_at = partial_ptr + part[:, None] * HEAD_DIM + d[None, :]
+            tl.store(part_at, value, mask=inside[:, None])
+            tl.store(lse_ptr + part, lse, mask=inside)
+    if PROGRAMS > 1:  # noqa: SIM102  (known when compiled)
+        if num_splits > 1:
+            # Every thread's stores come before the barrier, the barrier before the release, and
+            # the loads below bypass the first-level cache: the last program sees all that others
+            # wrote.
+            tl.debug_barrier()
+            counter = counter_ptr + chunk * NUM_KV_HEADS + kv_head
+            finished = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
+            if finished != tl.minimum(num_splits, PROGRAMS) - 1:
+                return
+            tl.store(counter, 0)
+            tl.debug_barrier()
+            for split in tl.range(0, num_splits):
+                part = out_heads * partial_splits + split
+                part_at = partial_ptr + part[:, None] * HEAD_DIM + d[None, :]
+                value = tl.load(part_at, mask=inside[:, None], other=0.0, cache_modifier=".cg")
+                lse = tl.load(lse_ptr + part, mask=inside, other=0.0, cache_modifier=".cg")
+                best, total, acc = _merged(best, total, acc, lse, value)
+    acc = acc / tl.where(total == 0, 1.0, total)[:, None]  # 0 in padding behind a window
+    if FP8:
+        acc = acc * tl.load(v_scale_ptr)
+    out_at = out_ptr + out_heads[:, None] * HEAD_DIM + d[None, :]
+    tl.store(out_at, acc.to(out_ptr.dtype.element_ty), mask=inside[:, None])
+
+
+def launch_invariant_attention(
+    out: Tensor,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor,
+    partial: tuple[Tensor, Tensor, Tensor] | None,
+    *,
+    rows: Tensor,
+    offsets: Tensor | None,
+    ends: Tensor,
+    scale: float,
+    window: int | None,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    tile: int,
+    block: int,
+    split: int,
+    programs: int,
+    stages: int,
+    num_warps: int,
+    pdl: bool,
+) -> None:
+    """See ``minisgl_backend.kernels.invariant_attention``; ``offsets`` None for decoding rows."""
+    num_tokens, num_heads, head_dim = q.shape
+    _, page_size, num_kv_heads, _ = k_cache.shape
+    assert k_cache.stride() == v_cache.stride() and k_cache.stride(3) == 1
+    assert q.stride(1) == head_dim and q.stride(2) == 1
+    group = num_heads // num_kv_heads
+    block_group = triton.next_power_of_2(group)
+    tile = max(tile, block_group)
+    tiles = len(rows) if offsets is None else num_tokens // (tile // block_group) + len(rows)
+    outputs, lses, counters = (None, None, None) if partial is None else partial
+    _invariant_attention[(tiles, num_kv_heads, programs)](
+        out,
+        q,
+        k_cache,
+        v_cache,
+        page_table,
+        rows,
+        offsets,
+        ends,
+        k_scale,
+        v_scale,
+        outputs,
+        lses,
+        counters,
+        len(rows),
+        q.stride(0),
+        page_table.stride(0),
+        k_cache.stride(0),
+        k_cache.stride(1),
+        k_cache.stride(2),
+        0 if outputs is None else outputs.shape[2],
+        scale * 1.4426950408889634,  # exp2 instead of exp
+        PAGE_SIZE=page_size,
+        NUM_KV_HEADS=num_kv_heads,
+        GROUP=group,
+        BLOCK_GROUP=block_group,
+        HEAD_DIM=head_dim,
+        TILE=tile,
+        BLOCK=block,
+        SPLIT=split,
+        PROGRAMS=programs,
+        DECODE=offsets is None,
+        WINDOW=window or 0,
+        FP8=k_scale is not None,
+        STAGES=stages,
+        PDL=pdl,
+        num_warps=num_warps,
+        **launch_options(pdl),
+    )

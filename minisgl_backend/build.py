@@ -70,7 +70,7 @@ def build_engine_alone(
     grammars = build_grammars(options, info)
     try:
         adapters = build_adapters(options, store)
-    except ConfigError:
+    except BaseException:
         executor.close()
         raise
     engine = parts.engine(

@@ -19,10 +19,11 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from typing import Final, NoReturn
+from typing import Any, Final, NoReturn
 
 from minisgl_backend.build import build_engine_alone
 from minisgl_backend.config import EngineOptions
@@ -112,21 +113,24 @@ def _take(message: Message, engine: Door, put: Callable[[News], None]) -> None:
 
 def _send_news(connection: socket.socket, engine: Door, news: queue.SimpleQueue[News]) -> None:
     """Send news as they come, and signs of life; end the process when the engine has broken."""
+    samples_due_s = 0.0
     with suppress(OSError):  # the door is gone, and this process will be
         while True:
             is_broken = engine.health().state is State.BROKEN
             gathered = _gathered(news)
-            stats = encode_stats(engine.stats())
-            if gathered:
-                send(connection, {"news": gathered, "stats": stats})
-                continue
-            if is_broken:
+            if is_broken and not gathered:
                 logger.error("the engine has broken: this process ends")
                 logging.shutdown()
                 os._exit(1)
-            samples = encode_samples(engine.take_samples())
-            age_s = engine.health().tick_age_s
-            send(connection, {"pulse": age_s, "samples": samples, "stats": stats})
+            message: dict[str, Any] = {"stats": encode_stats(engine.stats())}
+            if gathered:
+                message["news"] = gathered
+            else:
+                message["pulse"] = engine.health().tick_age_s
+            if time.monotonic() >= samples_due_s:
+                message["samples"] = encode_samples(engine.take_samples())
+                samples_due_s = time.monotonic() + _PULSE_EVERY_S
+            send(connection, message)
 
 
 def _gathered(news: queue.SimpleQueue[News]) -> list[News]:

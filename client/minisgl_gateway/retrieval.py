@@ -174,11 +174,14 @@ class RetrievalRoutes:
 
     def _shared(self, http: Request, request: RetrievalRequest) -> dict[str, Any]:
         policy = self._service.policy(http)
-        return {
+        shared: dict[str, Any] = {
             "cache_salt": common_salt(policy.salt, request.cache_salt),
             "timeout_ms": max(1, round(policy.timeout_s * 1000)),
             "priority_level": -request.priority,
         }
+        if policy.adapter is not None:
+            shared["lora_name"] = policy.adapter
+        return shared
 
 
 _FIELDS: Final = frozenset({"input", "query", "documents", "model", "cache_salt", "priority"})

@@ -19,10 +19,12 @@ from typing import Any, Final, TypeAlias, TypeVar
 from minisgl_client.answer import Delta, LoraAdapter, Result, Tokens
 from minisgl_client.client import AsyncClient
 from minisgl_client.errors import (
+    Cancelled,
     ConnectionFailed,
     ConnectionLost,
     MinisglError,
     ServerError,
+    Timeout,
     Unavailable,
     Unsupported,
 )
@@ -39,7 +41,8 @@ _FIRST_TOKENS: Final = 512
 _PROBE_S: Final = 5.0
 _PASSING: Final = (Unavailable, ConnectionFailed, ConnectionLost)
 """Errors after which another server may answer."""
-_QUEUE_FULL: Final = "queue full"
+_FULL: Final = ("queue full", "too many grammars")
+"""What a server says that is well, but has enough to do."""
 
 
 class Servers:
@@ -167,7 +170,7 @@ class Servers:
         asked = self._clients[server].cancel(f"probe-{uuid.uuid4().hex}")
         try:
             await asyncio.wait_for(asked, _PROBE_S)
-        except (MinisglError, asyncio.TimeoutError):
+        except Exception:  # whatever it was, the probe has ended
             self._balance.failed(server, time.monotonic())
         else:
             self._balance.worked(server)
@@ -175,8 +178,10 @@ class Servers:
 
     def _note(self, server: int, error: MinisglError) -> None:
         """Count an error, if it speaks against the server."""
+        if isinstance(error, (Cancelled, Timeout)):
+            return  # of the caller's doing, or of its deadline
         is_ending = isinstance(error, Unavailable)
-        if is_ending and _QUEUE_FULL in str(error):
+        if is_ending and any(reason in str(error) for reason in _FULL):
             return
         if not isinstance(error, (*_PASSING, ServerError)):
             self._balance.worked(server)

@@ -154,7 +154,16 @@ def _made(kind: _Kind[T_co], name: str, setting: AttentionSetting) -> T_co:
 
 
 def _why_not_triton(setting: AttentionSetting) -> str | None:
-    return None if has_triton() else "needs Triton: pip install triton"
+    return _why_not_head_dim(setting) or (
+        None if has_triton() else "needs Triton: pip install triton"
+    )
+
+
+def _why_not_head_dim(setting: AttentionSetting) -> str | None:
+    head_dim = setting.shape.head_dim
+    if head_dim <= _MOST_HEAD_DIM:
+        return None
+    return f"needs heads of at most {_MOST_HEAD_DIM} elements, not {head_dim}: take sdpa"
 
 
 def _why_not_cuda(setting: AttentionSetting) -> str | None:
@@ -184,8 +193,10 @@ def _why_not_flash_attn(setting: AttentionSetting) -> str | None:
         return f"needs KV pages of bfloat16 or float16, not {_name(setting.kv_dtype)}"
     if setting.shape.sinks and setting.dtype != torch.bfloat16:
         return f"needs dtype bfloat16 for attention sinks, not {_name(setting.dtype)}"
-    return _why_not_gpu(setting, (9,)) or _why_not_import(
-        "sgl_kernel.flash_attn", packages.FLASH_ATTN
+    return (
+        _why_not_head_dim(setting)
+        or _why_not_gpu(setting, (9,))
+        or _why_not_import("sgl_kernel.flash_attn", packages.FLASH_ATTN)
     )
 
 

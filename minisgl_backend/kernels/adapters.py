@@ -35,8 +35,8 @@ class AdapterRun:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AdaptedTokens:
-    """The tokens of a step that have adapters, each adapter's together: ``order`` holds their flat
-    indices, int64 [num_tokens with an adapter]."""
+    """The tokens of a step by adapter: ``order`` holds the flat indices of all, those without an
+    adapter first, int64 [num_tokens]; ``runs`` are those that have one."""
 
     order: Tensor
     runs: tuple[AdapterRun, ...]

@@ -61,7 +61,7 @@ class Numbers:
     scales: int = 0
 
     def of_tile(self, tokens: int) -> Numbers:
-        """These, in stages that a tile of so many tokens can have."""
+        """These, in stages that a tile of ``tokens`` can have."""
         if self.bits == 16 or tokens > FEW_TOKENS:
             return self
         return replace(self, block=CODES_BLOCK, scales=self.scales * CODES_BLOCK // self.block)

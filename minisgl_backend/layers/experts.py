@@ -167,7 +167,7 @@ class ExpertsMLP(nn.Module):
         self.router = Router(f"{name}.{spec.router}", hidden_size, spec, matrices)
         of_down = [form for (_, part), form in self._formats.items() if part == "down_proj"]
         of_gate_up = [form for (_, part), form in self._formats.items() if part != "down_proj"]
-        kept = _are_kept(matrices, [*of_gate_up, *of_down])
+        kept = matrices.experts_kept([*of_gate_up, *of_down])
         width = 2 * self.inner.size
         both = [(0, self.inner), (self.inner.size, self.inner)]
         self.gate_up = _memory_of(kept, of_gate_up, both, self.outer, width)
@@ -418,12 +418,6 @@ def _check_in_turn(formats: Iterable[WeightFormat | None]) -> None:
                 f"experts in {form} are not supported in this architecture, only plain ones and "
                 "those of quant_method mxfp4"
             )
-
-
-def _are_kept(matrices: Matrices, formats: list[WeightFormat | None]) -> bool:
-    """Whether weights of these formats, those of all experts, stay as they are."""
-    stored = [form for form in formats if form is not None]
-    return len(stored) == len(formats) and matrices.experts_kept(stored)
 
 
 def _memory_of(

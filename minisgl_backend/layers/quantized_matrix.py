@@ -145,10 +145,11 @@ class Matrices:
             return QuantizedMatrix(parts, ins, out_features, formats=formats, fused=self.fused)
         return DenseMatrix(parts, ins, out_features, formats=formats, fused=self.fused)
 
-    def experts_kept(self, formats: Sequence[WeightFormat]) -> bool:
-        """Whether one storage holds experts' weights of these formats, for kernels to compute
-        with."""
-        return _is_kept(formats, self.keeps_experts)
+    def experts_kept(self, formats: Sequence[WeightFormat | None]) -> bool:
+        """Whether one storage holds the weights of all experts, in these formats, for kernels to
+        compute with."""
+        stored = [form for form in formats if form is not None]
+        return len(stored) == len(formats) and _is_kept(stored, self.keeps_experts)
 
 
 def _is_kept(formats: Sequence[WeightFormat], keeps: Callable[[WeightFormat], bool]) -> bool:

@@ -238,13 +238,13 @@ class _Config:
 
     def targets(self, module: str) -> bool:
         """Whether the module of this name is adapted."""
-        if self._excluded is not None and _matches(self._excluded, module):
+        if self._excluded is not None and _matches("exclude_modules", self._excluded, module):
             return False
         if self._targets == _ALL_LINEAR:
             is_pattern = False
         else:
             assert self._targets is not None
-            if not _matches(self._targets, module):
+            if not _matches("target_modules", self._targets, module):
                 return False
             is_pattern = isinstance(self._targets, str)
         if not self._layers or is_pattern:
@@ -253,23 +253,23 @@ class _Config:
         return any(match is not None and int(match[1]) in self._layers for match in found)
 
     def rank_of(self, module: str) -> int:
-        return int(_by_pattern(self._ranks, module, self._rank))
+        return int(_by_pattern("rank_pattern", self._ranks, module, self._rank))
 
     def scaling_of(self, module: str) -> float:
         rank = self.rank_of(module)
-        alpha = _by_pattern(self._alphas, module, self._alpha)
+        alpha = _by_pattern("alpha_pattern", self._alphas, module, self._alpha)
         return float(alpha / (rank**0.5 if self._rslora else rank))
 
 
-def _matches(modules: str | list[str], module: str) -> bool:
+def _matches(name: str, modules: str | list[str], module: str) -> bool:
     if isinstance(modules, str):
-        return _compiled("target_modules", modules).fullmatch(module) is not None
-    return any(module == name or module.endswith(f".{name}") for name in modules)
+        return _compiled(name, modules).fullmatch(module) is not None
+    return any(module == end or module.endswith(f".{end}") for end in modules)
 
 
-def _by_pattern(patterns: Mapping[str, float], module: str, default: float) -> float:
+def _by_pattern(name: str, patterns: Mapping[str, float], module: str, default: float) -> float:
     for pattern, value in patterns.items():
-        if _compiled("rank_pattern", rf"(.*\.)?({pattern})$").match(module):
+        if _compiled(name, rf"(.*\.)?({pattern})$").match(module):
             return value
     return default
 

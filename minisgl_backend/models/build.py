@@ -171,8 +171,8 @@ def _check_blocks(form: WeightFormat, stored: StoredAs) -> None:
 
 def use_tensor_cores(model: Decoder, device: torch.device) -> None:
     """Let the layers compute steps of up to 256 tokens on Hopper's tensor cores, if there are
-    kernels for all of them and these are faster. Which models they know is
-    decided by ``has_fused_layers`` and here only. Compiles those that are not in the cache.
+    kernels for all of them and these are faster. Which models they know is decided by
+    ``has_fused_layers`` and here only. Compiles those that are not in the cache.
 
     Weights may be plain or quantized. A layer is then four GEMMs and attention
     (``kernels.cuda.linear``): norms, rotation, storing of keys and values, activations and residual
@@ -242,7 +242,7 @@ def has_hopper_kernels(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def has_expert_kernels(form: WeightFormat, spec: ModelSpec, parts: int) -> bool:
-    """Whether these kernels take experts' weights in this format, each cut into so many parts."""
+    """Whether these kernels take experts' weights in this format, each cut into ``parts``."""
     if spec.moe is None:
         return False
     experts, bits = spec.moe.experts, expert_cut.bits_of(form)

@@ -15,6 +15,7 @@ router, the shadow and the open requests; no sink is called while it is held.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Final, Protocol
@@ -60,13 +61,10 @@ _NO_STATS: Final = EngineStats.sum([])
 class Replica(Protocol):
     """A replica as the door reaches it: ``ReplicaProcess`` documents the members in full."""
 
-    number: int
     pid: int | None
     num_starts: int
 
     def send(self, message: Message) -> None: ...
-
-    def kill(self) -> None: ...
 
     def stop(self) -> None: ...
 
@@ -214,8 +212,9 @@ class ReplicatedEngine(Door):
         self._drain(drain_s)
         for replica in self._replicas:
             replica.stop()
+        end_s = None if patience_s is None else time.monotonic() + patience_s
         for replica in self._replicas:
-            replica.close(patience_s)
+            replica.close(None if end_s is None else max(0.0, end_s - time.monotonic()))
         with self._changed:
             ends = [self._end(sample, Failed(shutting_down())) for sample in [*self._open.values()]]
         self._deliver(ends)

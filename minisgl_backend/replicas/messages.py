@@ -10,7 +10,9 @@ From the replica:
 
     {"info": {...}, "stats": {...}} or {"error": text}   whether it has started
     {"news": [...], "stats": {...}}        what has happened, in order
-    {"pulse": age, "samples": {...}, "stats": {...}}   a sign of life, a few times a second
+    {"pulse": age, "stats": {...}}         a sign of life, a few times a second without news
+
+Either has "samples", what histograms are made of, a few times a second.
 
 News are lists, since most are tokens, and those are to be small:
 

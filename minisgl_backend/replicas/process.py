@@ -39,7 +39,7 @@ _LOOK_EVERY_S: Final = 0.5
 _END_S: Final = 10.0
 """How long a replica has to end by itself at a stop."""
 _MOST_FAILURES: Final = 5
-"""A replica that could not be started again that many times in a row stays down."""
+"""A replica whose start failed this many times in a row stays down."""
 _WINDOW_S: Final = 600.0
 _MOST_PAUSE_S: Final = 30.0
 
@@ -176,7 +176,8 @@ class ReplicaProcess:
             )
             has_served = False
             try:
-                send(ours, {"options": self._options})
+                with suppress(OSError):  # it has ended: then nothing comes from it, either
+                    send(ours, {"options": self._options})
                 incoming = Incoming(ours)
                 first = self._first(incoming)
                 info = decode_info(first["info"])

@@ -213,8 +213,8 @@ class Loop:
     def _drain_inbox(self, *, block: bool) -> bool:
         """Take all messages; with ``block``, wait for the first, or for a while if a request may
         get late whose adapter is read or whose grammar is compiled. False if one is a stop."""
-        are_late = self._constraints.are_compiling or self._fetching
-        patience_s = _PATIENCE_S if are_late else None
+        may_get_late = self._constraints.are_compiling or self._fetching
+        patience_s = _PATIENCE_S if may_get_late else None
         self.pulse.tick_s = time.monotonic()
         self.pulse.is_waiting = block
         try:

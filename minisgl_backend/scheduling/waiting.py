@@ -56,7 +56,8 @@ def by_precedence(sequence: Sequence) -> Precedence:
 class WaitingQueue:
     """The waiting sequences, in order of precedence; ``policy`` is fcfs or lpm.
 
-    With a ``max_overtaken`` of 0 that is the order of service. Fewer than ``worthwhile_tokens`` in
+    With a ``max_overtaken`` of 0 that is the order of service of those that find slots for their
+    adapters. Fewer than ``worthwhile_tokens`` in
     common change nothing. ``places`` are the slots of adapters.
     """
 

@@ -43,13 +43,13 @@ class Meter:
         self._num_chars = 0
 
     def __call__(self, num_chars: int) -> None:
-        """Count one turn of a loop or call of a macro whose body holds so much text."""
+        """Count one turn of a loop or call of a macro whose body holds ``num_chars``."""
         if self._clock() > self._end_s:
             raise OutOfBounds(f"runs longer than {self._max_seconds:g} s")
         self.wrote(num_chars)
 
     def wrote(self, num_chars: int) -> None:
-        """So many characters were written, to the output or into a variable."""
+        """Count characters that were written to the output or into a variable."""
         self._num_chars += num_chars
         if self._num_chars > self._max_chars:
             raise OutOfBounds(f"makes more than {self._max_chars} characters")

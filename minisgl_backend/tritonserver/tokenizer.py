@@ -122,7 +122,8 @@ class TritonPythonModel:
         )
         self._encoder.vocabulary.check_fits(spec.vocab_size)
         self._markers = MarkerReader(runtime_directory())
-        self._max_jobs = options.max_running_requests + options.max_queued_requests
+        most_running = options.data_parallel_size * options.max_running_requests
+        self._max_jobs = most_running + options.max_queued_requests
         self._max_bytes = 8 * self._limits.prompt_bytes
         self._rejections = Rejections(model=options.model, version=args["model_version"])
         self._lock = threading.Lock()

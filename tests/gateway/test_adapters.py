@@ -214,6 +214,8 @@ def test_adapters_are_models_of_openais_api(gated: Gateway, expected: dict[str, 
         for model in listed
     }
     assert chats["minisgl"] == "Paris" and len(set(chats.values())) == 3
+    embedded = [client.embeddings.create(model=model, input=PROMPT).data[0] for model in listed]
+    assert len({tuple(each.embedding) for each in embedded}) == 3
     refused = gated.post("/v1/completions", {"model": "cow", "prompt": PROMPT})
     assert refused.status_code == 404 and refused.json()["error"]["code"] == "model_not_found"
 

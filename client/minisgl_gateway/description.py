@@ -15,6 +15,7 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 
+from minisgl_gateway.adapters import LoadAdapterRequest, UnloadAdapterRequest
 from minisgl_gateway.messages.schema import CountTokensRequest, MessagesRequest
 from minisgl_gateway.responses.schema import ResponsesRequest
 from minisgl_gateway.schema import (
@@ -36,6 +37,8 @@ _BODIES: Final = (
     RerankRequest,
     TokenizeRequest,
     DetokenizeRequest,
+    LoadAdapterRequest,
+    UnloadAdapterRequest,
 )
 _REFERENCE = "#/components/schemas/{model}"
 

@@ -197,20 +197,19 @@ class Door(ABC):
         except InvalidRequest:
             self._recorder.request_rejected("invalid")
             raise
-        num_tokens = len(first.prompt)
+        num_tokens, now_s = len(first.prompt), time.monotonic()
+        entries = []
+        for request, sink in zip(samples, sinks, strict=True):
+            accepted = dataclasses.replace(request, sampling=self._with_eos(request.sampling))
+            entries.append(OpenRequest(accepted, sink, now_s))
         with self._changed:
             self._check_open()
             if complaint := self._queue_complaint(num_tokens, len(samples)):
                 self._recorder.request_rejected("queue_full")
                 raise Overloaded(complaint)
+            # one right after the other: a Ctrl-C between them would leave a count for good
             self._num_open += len(samples)
             self._num_waiting_tokens += num_tokens
-            now_s = time.monotonic()
-            entries = []
-            for request, sink in zip(samples, sinks, strict=True):
-                sampling = self._with_eos(request.sampling)
-                accepted = dataclasses.replace(request, sampling=sampling)
-                entries.append(OpenRequest(accepted, sink, now_s))
             self._enter(entries)
 
     def check(self, request: Request, num_samples: int = 1) -> None:

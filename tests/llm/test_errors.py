@@ -177,7 +177,7 @@ def test_ctrl_c_ends_a_script_and_its_requests(tmp_path: Path) -> None:
 
             with LLM(num_pages=512) as llm:
                 def tell():
-                    while not llm.stats().num_open:
+                    while not llm.stats().num_generated_tokens:
                         pass
                     print("begun", flush=True)
 

@@ -14,12 +14,17 @@ from functools import cache, partial
 from typing import Any, Final
 
 import torch
-from cuda.bindings import driver
 from torch import Tensor
 
 from minisgl_backend.experts_spec import RoutingRule
 from minisgl_backend.kernels import expert_cut
-from minisgl_backend.kernels.cuda.module import CudaKernel, CudaModule, address, checked
+from minisgl_backend.kernels.cuda.module import (
+    CudaKernel,
+    CudaModule,
+    TensorMap,
+    address,
+    tensor_map,
+)
 from minisgl_backend.kernels.dispatch import num_processors
 from minisgl_backend.kernels.expert_cut import ExpertCut
 from minisgl_backend.kernels.moe import Alignment, Choices, ExpertWeights
@@ -33,15 +38,11 @@ _ROUTER_STEP: Final = 256
 """in_features that a warp of its router takes at a time."""
 
 
-class _Map(ctypes.Structure):
-    _fields_ = (("words", ctypes.c_uint64 * 16),)
-
-
 class _Arguments(ctypes.Structure):
     """``Arguments`` of ``experts.cu``."""
 
     _fields_ = (
-        ("weight", _Map),
+        ("weight", TensorMap),
         ("x", ctypes.c_void_p),
         ("out", ctypes.c_void_p),
         ("pairs", ctypes.c_void_p),
@@ -124,7 +125,7 @@ class GroupedKernel:
             kernels = pool.map(compiled, cuts)
         self._kernels = dict(zip(cuts, kernels, strict=True))
         self._num_processors = num_processors(device)
-        self._maps: dict[tuple[int, int], _Map] = {}
+        self._maps: dict[tuple[int, int], TensorMap] = {}
 
     def __call__(
         self,
@@ -174,13 +175,13 @@ class GroupedKernel:
         kernel.launch(grid, 2 * cut.features + 32 * (1 + movers), arguments, pdl=pdl)
         return out
 
-    def _weight_map(self, weight: Tensor, features: int) -> _Map:
+    def _weight_map(self, weight: Tensor, features: int) -> TensorMap:
         """The tensor map of a weight; cached, since weights do not move while the model lives."""
         key = weight.data_ptr(), features
         if key not in self._maps:
             assert weight.is_contiguous()
             num_experts, height, size = weight.shape
-            item, box = weight.itemsize, _ROW_BYTES // weight.itemsize
+            box = _ROW_BYTES // weight.itemsize
             if self._gated:
                 outs = height // 2
                 shape = [size, 8, 2, outs // 8, num_experts]
@@ -188,7 +189,7 @@ class GroupedKernel:
                 boxes = [box, 8, 2, features // 16, 1]
             else:
                 shape, strides, boxes = [size, num_experts * height], [size], [box, features]
-            self._maps[key] = _map(weight, shape, [item * stride for stride in strides], boxes)
+            self._maps[key] = tensor_map(weight, shape, strides, boxes)
         return self._maps[key]
 
 
@@ -425,33 +426,3 @@ class HopperExperts:
 
     def __init__(self, device: torch.device) -> None:
         self.kernels = cache(partial(ExpertsKernels, device=device))
-
-
-def _map(tensor: Tensor, shape: Sequence[int], strides: Sequence[int], box: Sequence[int]) -> _Map:
-    """The TMA's tensor map: dimensions from the innermost one, strides of the others in bytes."""
-
-    def longs(values: Sequence[int]) -> list[Any]:
-        return [driver.cuuint64_t(value) for value in values]
-
-    def ints(values: Sequence[int]) -> list[Any]:
-        return [driver.cuuint32_t(value) for value in values]
-
-    types = driver.CUtensorMapDataType
-    encoded = checked(
-        driver.cuTensorMapEncodeTiled(
-            types.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
-            if tensor.itemsize == 2
-            else types.CU_TENSOR_MAP_DATA_TYPE_UINT8,
-            len(shape),
-            tensor.data_ptr(),
-            longs(shape),
-            longs(strides),
-            ints(box),
-            ints([1] * len(shape)),
-            driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-            driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
-            driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-            driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
-        )
-    )
-    return _Map((ctypes.c_uint64 * 16)(*(int(word) for word in encoded.opaque)))

@@ -21,16 +21,20 @@ from functools import cache, partial
 from typing import Any, Final
 
 import torch
-from cuda.bindings import driver
 from torch import Tensor
 
-from minisgl_backend.kernels.cuda.module import CudaKernel, CudaModule, address, checked
+from minisgl_backend.kernels.cuda.module import (
+    CudaKernel,
+    CudaModule,
+    TensorMap,
+    address,
+    tensor_map,
+)
 from minisgl_backend.kernels.dispatch import num_processors
 from minisgl_backend.kernels.linear_cut import BATCHES, BLOCK, MAX_TOKENS, PLAIN, Cut, cut_of
 from minisgl_backend.kernels.packed_weight import CodesKind, PackedWeight
 from minisgl_backend.weight_format import Encoding
 
-_ITEM: Final = 2
 _CODES: Final = {Encoding.E4M3: 1, Encoding.INT8: 2, Encoding.INT4: 3, Encoding.E2M1: 4}
 """``CODE`` of the source."""
 _TWO_OF_CODES: Final = 1024
@@ -38,10 +42,6 @@ _TWO_OF_CODES: Final = 1024
 codes."""
 _RESERVED_BYTES: Final = 1024
 """Shared memory that CUDA takes for itself in each thread block."""
-
-
-class _Map(ctypes.Structure):
-    _fields_ = (("words", ctypes.c_uint64 * 16),)
 
 
 class _Heads(ctypes.Structure):
@@ -69,8 +69,8 @@ class _Arguments(ctypes.Structure):
     """``Arguments`` of the source."""
 
     _fields_ = (
-        ("weight", _Map),
-        ("x", _Map),
+        ("weight", TensorMap),
+        ("x", TensorMap),
         ("out", ctypes.c_void_p),
         ("scaled", ctypes.c_void_p),
         ("norm_weight", ctypes.c_void_p),
@@ -139,7 +139,7 @@ class _Linear:
         elements = max((cut.features * cut.tokens for cut in even), default=0)
         self._parts = torch.empty((self._num_processors, elements), device=device)
         self._are_there = torch.zeros(self._num_processors, dtype=torch.int32, device=device)
-        self._maps: dict[tuple[int, int, int], _Map] = {}
+        self._maps: dict[tuple[int, int, int], TensorMap] = {}
 
     def _kernel_for(self, num_rows: int) -> tuple[Cut, CudaKernel]:
         return self._kernels[min(batch for batch in self._kernels if num_rows <= batch)]
@@ -166,7 +166,7 @@ class _Linear:
         arguments = _Arguments(
             weight=self._weight_map(weight, cut.features, cut.numbers.block),
             scales=address(scales),
-            x=_map(x, (x.shape[1], num_rows), (x.stride(0),), (BLOCK, cut.tokens)),
+            x=tensor_map(x, (x.shape[1], num_rows), (x.stride(0),), (BLOCK, cut.tokens)),
             squares=address(squares),
             square_tiles=0 if squares is None else len(squares),
             num_rows=num_rows,
@@ -183,7 +183,7 @@ class _Linear:
         cluster = 1, 1, cut.splits
         kernel.launch(grid, 2 * cut.features + 64, arguments, cluster=cluster, pdl=pdl)
 
-    def _weight_map(self, weight: Tensor, features: int, block: int) -> _Map:
+    def _weight_map(self, weight: Tensor, features: int, block: int) -> TensorMap:
         """The tensor map of a weight, or of its codes in bytes; cached, since weights do not move
         while the model lives."""
         key = weight.data_ptr(), features, block
@@ -193,10 +193,10 @@ class _Linear:
             if self._codes is not None:
                 width = width * self._codes.encoding.bits // 8
             if pairs is None:
-                made = _map(weight, (size, self._height), (size,), (width, features))
+                made = tensor_map(weight, (size, self._height), (size,), (width, features))
             else:
                 shape, strides = (size, 8, 2, pairs // 8), (size, pairs * size, 8 * size)
-                made = _map(weight, shape, strides, (width, 8, 2, features // 16))
+                made = tensor_map(weight, shape, strides, (width, 8, 2, features // 16))
             self._maps[key] = made
         return self._maps[key]
 
@@ -423,41 +423,3 @@ def _kernel(cut: Cut, constants: dict[str, int], device: torch.device) -> CudaKe
     }
     module = CudaModule("linear.cu", constants, device)
     return module.kernel("linear", shared_bytes=cut.shared_bytes)
-
-
-def _map(tensor: Tensor, shape: Sequence[int], strides: Sequence[int], box: Sequence[int]) -> _Map:
-    """The TMA's tensor map: dimensions from the innermost one, strides of the others.
-
-    Elements outside are read as zeros. Rows of a box, of 128 bytes or 64, are swizzled for the
-    tensor cores, and for `ldmatrix`.
-    """
-    item = tensor.element_size()
-    plain = item == _ITEM
-    kinds, swizzles = driver.CUtensorMapDataType, driver.CUtensorMapSwizzle
-
-    def longs(values: Sequence[int]) -> list[Any]:
-        return [driver.cuuint64_t(value) for value in values]
-
-    def ints(values: Sequence[int]) -> list[Any]:
-        return [driver.cuuint32_t(value) for value in values]
-
-    encoded = checked(
-        driver.cuTensorMapEncodeTiled(
-            kinds.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
-            if plain
-            else kinds.CU_TENSOR_MAP_DATA_TYPE_UINT8,
-            len(shape),
-            tensor.data_ptr(),
-            longs(shape),
-            longs([item * stride for stride in strides]),
-            ints(box),
-            ints([1] * len(shape)),
-            driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-            swizzles.CU_TENSOR_MAP_SWIZZLE_128B
-            if box[0] * item == 128
-            else swizzles.CU_TENSOR_MAP_SWIZZLE_64B,
-            driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-            driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
-        )
-    )
-    return _Map((ctypes.c_uint64 * 16)(*(int(word) for word in encoded.opaque)))

@@ -13,7 +13,7 @@ import hashlib
 import logging
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -149,3 +149,49 @@ def checked(returned: tuple[Any, ...]) -> Any:
 def address(tensor: Tensor | None) -> int | None:
     """A tensor's address as a kernel argument; None is the null pointer."""
     return None if tensor is None else tensor.data_ptr()
+
+
+class TensorMap(ctypes.Structure):
+    """The TMA's description of a tensor, as a kernel takes it (``tensor_map``)."""
+
+    _fields_ = (("words", ctypes.c_uint64 * 16),)
+
+
+def tensor_map(
+    tensor: Tensor, shape: Sequence[int], strides: Sequence[int], box: Sequence[int]
+) -> TensorMap:
+    """The TMA's map of a tensor of bfloat16 or of bytes: dimensions from the innermost one, strides
+    of the others, both in elements.
+
+    Elements outside are read as zeros. Rows of a box, of 128 bytes or 64, are swizzled for the
+    tensor cores, and for `ldmatrix`.
+    """
+    item = tensor.element_size()
+    kinds, swizzles = driver.CUtensorMapDataType, driver.CUtensorMapSwizzle
+
+    def longs(values: Sequence[int]) -> list[Any]:
+        return [driver.cuuint64_t(value) for value in values]
+
+    def ints(values: Sequence[int]) -> list[Any]:
+        return [driver.cuuint32_t(value) for value in values]
+
+    encoded = checked(
+        driver.cuTensorMapEncodeTiled(
+            kinds.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+            if item == 2
+            else kinds.CU_TENSOR_MAP_DATA_TYPE_UINT8,
+            len(shape),
+            tensor.data_ptr(),
+            longs(shape),
+            longs([item * stride for stride in strides]),
+            ints(box),
+            ints([1] * len(shape)),
+            driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+            swizzles.CU_TENSOR_MAP_SWIZZLE_128B
+            if box[0] * item == 128
+            else swizzles.CU_TENSOR_MAP_SWIZZLE_64B,
+            driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+            driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+        )
+    )
+    return TensorMap((ctypes.c_uint64 * 16)(*(int(word) for word in encoded.opaque)))

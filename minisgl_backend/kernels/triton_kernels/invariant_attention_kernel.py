@@ -15,28 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from minisgl_backend.kernels.triton_kernels.pdl import allow_next, launch_options, wait_previous
-
-_CHUNKS = tl.constexpr(128)  # of an iteration of the search for a program's chunk
-
-
-@triton.jit
-def _find_chunk(offsets_ptr, num_chunks, QUERIES: tl.constexpr):
-    """The chunk of a program and its block of queries: (chunk, first token, length, block)."""
-    # a chunk's last blocks see the most keys, so they begin first
-    program = tl.num_programs(0) - 1 - tl.program_id(0)
-    # chunk i has the programs from (offsets[i] - offsets[0]) // QUERIES + i on: as many as it can
-    # need, wherever it begins
-    origin = tl.load(offsets_ptr)
-    chunk = -1
-    for start in tl.range(0, num_chunks, _CHUNKS):
-        i = start + tl.arange(0, _CHUNKS)
-        offset = tl.load(offsets_ptr + i, mask=i < num_chunks, other=0) - origin
-        begun = (i < num_chunks) & (offset // QUERIES + i <= program)
-        chunk += tl.sum(begun.to(tl.int32), axis=0)
-    first_token = tl.load(offsets_ptr + chunk)
-    length = tl.load(offsets_ptr + chunk + 1) - first_token
-    block = program - ((first_token - origin) // QUERIES + chunk)
-    return chunk, first_token, length, block
+from minisgl_backend.kernels.triton_kernels.prefill_attention_kernel import find_chunk
 
 
 @triton.jit
@@ -162,7 +141,7 @@ def _invariant_attention(
         length = 1
         block = 0
     else:
-        chunk, first_token, length, block = _find_chunk(offsets_ptr, num_chunks, QUERIES)
+        chunk, first_token, length, block = find_chunk(offsets_ptr, num_chunks, QUERIES)
         if block * QUERIES >= length:
             return
     end = tl.load(ends_ptr + chunk)

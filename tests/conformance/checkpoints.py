@@ -540,9 +540,7 @@ def write_checkpoint(case: str, folder: Path, *, shard_size: str = "5GB") -> Any
     """Make the model of ``case`` from a fixed seed and save it; returns it for reference."""
     model: Any = CASES[case]()
     _draw(model, seed=_SEEDS.get(case, list(CASES).index(case)))
-    model.eval()
-    model.save_pretrained(folder, max_shard_size=shard_size)
-    return model
+    return _saved(model, folder, shard_size)
 
 
 def write_broad_checkpoint(folder: Path) -> Any:
@@ -555,9 +553,7 @@ def write_broad_checkpoint(folder: Path) -> Any:
         head_dim=64,
     )
     _draw(model, seed=99, spread=0.06)
-    model.eval()
-    model.save_pretrained(folder)
-    return model
+    return _saved(model, folder)
 
 
 def write_broad_experts_checkpoint(folder: Path) -> Any:
@@ -574,9 +570,7 @@ def write_broad_experts_checkpoint(folder: Path) -> Any:
     _draw(model, seed=98, spread=0.06)
     for layer in model.model.layers:
         layer.mlp.gate.weight.data *= 4  # in 16 bits others are the last choices, of little weight
-    model.eval()
-    model.save_pretrained(folder)
-    return model
+    return _saved(model, folder)
 
 
 def write_broad_hybrid_checkpoint(folder: Path) -> Any:
@@ -593,8 +587,13 @@ def write_broad_hybrid_checkpoint(folder: Path) -> Any:
         linear_value_head_dim=128,
     )
     _draw(model, seed=98, spread=0.06)
+    return _saved(model, folder)
+
+
+def _saved(model: Any, folder: Path, shard_size: str = "5GB") -> Any:
+    """The model itself, ready to be the reference."""
     model.eval()
-    model.save_pretrained(folder)
+    model.save_pretrained(folder, max_shard_size=shard_size)
     return model
 
 

@@ -3,7 +3,8 @@
 Chooses the concrete classes of the planner; all other modules are given what they need. Options are
 checked first (``resolve``), before anything is loaded or started. One rank's part is put together
 in ``build_rank``, several ranks are started in ``tensor_parallel``, several replicas in
-``replicas.start``.
+``replicas.start``. Must not know tensors, nor who submits requests: Triton's models and ``LLM``
+build the same engine.
 """
 
 from __future__ import annotations
@@ -14,17 +15,19 @@ from pathlib import Path
 from typing import Final
 
 from minisgl_backend.build_rank import build_rank
-from minisgl_backend.cache.kv import KVCache, NaiveCache, RadixCache, TreeWatch
+from minisgl_backend.cache.kv import KVCache
+from minisgl_backend.cache.naive_cache import NaiveCache
+from minisgl_backend.cache.radix_cache import RadixCache, TreeWatch
 from minisgl_backend.cache.snapshots import SnapshotCache
+from minisgl_backend.cache.windows import WindowPages
 from minisgl_backend.config import EngineOptions
 from minisgl_backend.errors import ConfigError, InvalidRequest
 from minisgl_backend.execution.adapters import AdapterStore
 from minisgl_backend.execution.ranks import LeadingExecutor
 from minisgl_backend.grammar.matchers import Grammars
 from minisgl_backend.parallel.group import OneRank
-from minisgl_backend.parallel.place import Place
 from minisgl_backend.parts import STANDARD, Parts
-from minisgl_backend.precheck import adapter_paths, adapter_tasks
+from minisgl_backend.precheck import adapter_paths, adapter_tasks, first_place
 from minisgl_backend.replicas.start import start_replicas
 from minisgl_backend.resolve import resolve
 from minisgl_backend.runtime.adapters import Adapters
@@ -38,6 +41,9 @@ logger = logging.getLogger(__name__)
 
 _OVERTAKEN_BY_LPM: Final = 64
 _OVERTAKEN_ON_CPU: Final = 256
+_OVERTAKEN_ON_GPU: Final = 1024
+_GROUP_COST_ON_CPU: Final = 64
+_GROUP_COST_ON_GPU: Final = 128
 _READ_AT_ONCE: Final = 32_000
 """Tokens up to which a tokenizer is read for grammars when the first one comes: it takes a moment.
 """
@@ -95,7 +101,12 @@ def _build_executor(
     options: EngineOptions, parts: Parts
 ) -> tuple[EngineInfo, Executor, AdapterStore | None]:
     """The same, and the main memory for adapters, if requests may name any."""
-    place = Place.first(options.tensor_parallel_size, options.distributed_address)
+    if options.node_rank:
+        raise ConfigError(
+            f"option node_rank={options.node_rank}: this machine follows node 0, which has the "
+            "engine; minisgl serve starts its ranks"
+        )
+    place = first_place(options)
     facts = resolve(options, place)
     if place.size > 1:
         return lead(facts, parts)
@@ -112,23 +123,33 @@ def build_scheduler(
 ) -> Scheduler:
     """The planner for an engine with this model and this number of pages."""
     cache: KVCache
+    windows = None
+    if info.num_window_pages is not None and info.window is not None:
+        windows = WindowPages(
+            info.num_window_pages,
+            num_pages=info.num_pages,
+            page_size=info.page_size,
+            window=info.window,
+        )
     if options.cache == "naive":
-        cache = NaiveCache(info.num_pages, info.page_size)
+        cache = NaiveCache(info.num_pages, info.page_size, windows=windows)
     elif info.num_snapshots is None:
-        cache = RadixCache(info.num_pages, info.page_size, watch=watch)
+        cache = RadixCache(info.num_pages, info.page_size, watch=watch, windows=windows)
     else:
         cache = SnapshotCache(info.num_pages, info.page_size, info.num_snapshots, watch=watch)
     on_cpu = info.device == "cpu"
     max_overtaken = options.max_overtaken
     if max_overtaken is None:
-        by_prefix = _OVERTAKEN_ON_CPU if on_cpu else 0
+        on_gpu = _OVERTAKEN_ON_GPU if info.reads_groups else 0
+        by_prefix = _OVERTAKEN_ON_CPU if on_cpu else on_gpu
         max_overtaken = _OVERTAKEN_BY_LPM if options.schedule_policy == "lpm" else by_prefix
     config = SchedulerConfig(
         max_running_requests=options.max_running_requests,
         max_prefill_tokens=options.max_prefill_tokens,
         policy=options.schedule_policy,
         max_overtaken=max_overtaken,
-        names_groups=on_cpu and options.group_attention is not False,
+        names_groups=info.reads_groups,
+        group_cost_tokens=_GROUP_COST_ON_CPU if on_cpu else _GROUP_COST_ON_GPU,
         has_states=info.num_snapshots is not None,
         num_adapter_slots=options.max_loras if options.enable_lora else 0,
     )

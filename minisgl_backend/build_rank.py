@@ -1,6 +1,7 @@
 """One rank's part of an engine: its part of the model, its pages and its executor.
 
-Names the concrete classes of the executor's side, as ``build`` does for the rest.
+Names the concrete classes of the executor's side, as ``build`` does for the rest. Must not know the
+planner, or which requests there will be.
 """
 
 from __future__ import annotations
@@ -24,7 +25,12 @@ from minisgl_backend.execution.executor import ExecutorLimits, ModelExecutor
 from minisgl_backend.execution.prompt_logprobs import rows_at_once
 from minisgl_backend.execution.ranks import RankExecutor
 from minisgl_backend.execution.states import StateStorage, bytes_per_slot
-from minisgl_backend.execution.storage import KVStorage, bytes_per_page, choose_num_pages
+from minisgl_backend.execution.storage import (
+    KVStorage,
+    WindowRule,
+    bytes_per_page,
+    choose_num_pages,
+)
 from minisgl_backend.kernels.sampling_table import SamplingTable
 from minisgl_backend.models.adapter_slots import AdapterSlots
 from minisgl_backend.models.build import (
@@ -90,7 +96,7 @@ def build_rank(
     meet()
     sizes = _cache_sizes(facts, group)
     states = _states(facts, sizes)
-    storage = _storage(facts, sizes.num_pages)
+    storage = _storage(facts, sizes)
     _log_free_memory(facts, f"after making {storage.num_pages} KV pages")
     model.bind_pages(storage.layers)
     if states is not None:
@@ -120,7 +126,7 @@ def build_rank(
         progress=progress,
     )
     meet()
-    info = _info(facts, attention.name, sizes)
+    info = _info(facts, attention, sizes)
     return Rank(info, parts.executor(executor), group, store)
 
 
@@ -136,7 +142,7 @@ def _warn_if_slower(device: CudaDevice) -> None:
         logger.warning(line)
 
 
-def _info(facts: Resolved, attention: str, sizes: _CacheSizes) -> EngineInfo:
+def _info(facts: Resolved, attention: PagedAttention, sizes: _CacheSizes) -> EngineInfo:
     options, spec = facts.options, facts.spec
     return EngineInfo(
         model=options.model,
@@ -145,18 +151,21 @@ def _info(facts: Resolved, attention: str, sizes: _CacheSizes) -> EngineInfo:
         device=str(facts.device.torch_device),
         dtype=str(facts.dtype).removeprefix("torch."),
         weights="plain" if spec.weights is None else str(spec.weights),
-        attention_backend=attention,
+        attention_backend=attention.name,
         vocab_size=spec.vocab_size,
         eos_token_ids=tuple(sorted(spec.eos_token_ids)),
         max_sequence_length=facts.context,
         page_size=options.page_size,
         num_pages=sizes.num_pages,
         num_snapshots=sizes.num_snapshots,
+        num_window_pages=sizes.num_window_pages,
+        window=None if sizes.num_window_pages is None else facts.shape.window,
         max_running_requests=options.max_running_requests,
         max_queued_requests=options.max_queued_requests,
         max_queued_tokens=options.max_queued_tokens,
         max_queue_time_s=options.max_queue_time_s,
         generates=spec.generates,
+        reads_groups=attention.reads_groups,
     )
 
 
@@ -246,8 +255,8 @@ def _states(facts: Resolved, sizes: _CacheSizes) -> StateStorage | None:
         ) from error
 
 
-def _storage(facts: Resolved, num_pages: int) -> KVStorage:
-    options, gpu = facts.options, facts.device.torch_device
+def _storage(facts: Resolved, sizes: _CacheSizes) -> KVStorage:
+    options, gpu, num_pages = facts.options, facts.device.torch_device, sizes.num_pages
     try:
         return KVStorage(
             facts.shape,
@@ -256,20 +265,25 @@ def _storage(facts: Resolved, num_pages: int) -> KVStorage:
             dtype=facts.kv_dtype,
             device=gpu,
             scales=_kv_scales(facts),
+            num_window_pages=sizes.num_window_pages,
         )
     except torch.OutOfMemoryError as error:
-        page_bytes = bytes_per_page(facts.shape, options.page_size, facts.kv_dtype)
+        num_bytes = (num_pages + 1) * bytes_per_page(facts.shape, options.page_size, facts.kv_dtype)
+        if sizes.num_window_pages is not None:
+            num_bytes += (sizes.num_window_pages + 1) * bytes_per_page(
+                facts.shape, options.page_size, facts.kv_dtype, window_pages=True
+            )
         raise ConfigError(
             f"{num_pages} KV pages of {options.page_size} positions would take "
-            f"{(num_pages + 1) * page_bytes:,} bytes of {gpu}, which has "
+            f"{num_bytes:,} bytes of {gpu}, which has "
             f"{facts.device.free_memory():,} free: lower "
             + ("memory_ratio" if options.num_pages is None else "num_pages")
         ) from error
 
 
 def _attention(facts: Resolved, max_captured_batch_size: int) -> PagedAttention:
-    options = facts.options
-    return choose_attention(
+    options, wanted = facts.options, facts.options.group_attention
+    attention = choose_attention(
         options.attention_backend,
         AttentionSetting(
             shape=facts.shape,
@@ -280,9 +294,17 @@ def _attention(facts: Resolved, max_captured_batch_size: int) -> PagedAttention:
             max_batch_size=options.max_running_requests,
             max_captured_batch_size=max_captured_batch_size,
             device=facts.device.torch_device,
+            grouped=(facts.device.is_host if wanted is None else wanted)
+            and options.cache != "naive",
             batch_invariant=options.batch_invariant,
         ),
     )
+    if wanted and not attention.reads_groups:
+        raise ConfigError(
+            f"group_attention=true does not go with attention_backend {attention.name}: on a GPU "
+            "it needs cuda for decoding, and dtype bfloat16"
+        )
+    return attention
 
 
 def max_captured_batch_size(options: EngineOptions, total_memory: int) -> int:
@@ -363,10 +385,12 @@ def _kv_scales(facts: Resolved) -> tuple[KVScale, ...] | None:
 
 @dataclass(frozen=True, slots=True)
 class _CacheSizes:
-    """``num_snapshots`` is None if the model has no recurrent layers."""
+    """``num_snapshots`` is None if the model has no recurrent layers, ``num_window_pages`` if none
+    have pages of their own."""
 
     num_pages: int
-    num_snapshots: int | None
+    num_snapshots: int | None = None
+    num_window_pages: int | None = None
 
 
 def _cache_sizes(facts: Resolved, group: Group) -> _CacheSizes:
@@ -376,7 +400,10 @@ def _cache_sizes(facts: Resolved, group: Group) -> _CacheSizes:
     A collective: all ranks call it.
     """
     device, options = facts.device, facts.options
-    free_bytes, cap_bytes = least_free_memory(group, device.free_memory()), device.kv_bytes_cap
+    cap_bytes = device.kv_bytes_cap
+    # the main memories of several hosts need not be alike
+    may_differ = device.is_host and not facts.place.is_one_host
+    free_bytes = least_free_memory(group, device.free_memory(), may_differ=may_differ)
     if cap_bytes is not None:  # a CPU's memory, which the ranks of a host share
         num_sharing = facts.place.local_size * options.data_parallel_size
         free_bytes //= num_sharing
@@ -391,8 +418,14 @@ def _cache_sizes(facts: Resolved, group: Group) -> _CacheSizes:
             options, slot_bytes, free_bytes - reserved_bytes, cap_bytes
         )
         reserved_bytes += num_snapshots * slot_bytes
+    windows = _window_rule(facts)
+
+    def sizes(num_pages: int) -> _CacheSizes:
+        of_windows = None if windows is None else windows.num_pages(num_pages)
+        return _CacheSizes(num_pages, num_snapshots, of_windows)
+
     if options.num_pages is not None:
-        return _CacheSizes(options.num_pages, num_snapshots)
+        return sizes(options.num_pages)
     num_pages = choose_num_pages(
         page_bytes=bytes_per_page(facts.shape, options.page_size, facts.kv_dtype),
         page_size=options.page_size,
@@ -401,8 +434,24 @@ def _cache_sizes(facts: Resolved, group: Group) -> _CacheSizes:
         memory_ratio=options.memory_ratio,
         cap_bytes=cap_bytes,
         max_rows=options.max_running_requests,
+        windows=windows,
     )
-    return _CacheSizes(num_pages, num_snapshots)
+    return sizes(num_pages)
+
+
+def _window_rule(facts: Resolved) -> WindowRule | None:
+    """None if no layers have window pages."""
+    options, shape = facts.options, facts.shape
+    if not shape.window_pages:
+        return None
+    assert shape.window is not None
+    return WindowRule(
+        window=shape.window,
+        page_size=options.page_size,
+        max_rows=options.max_running_requests,
+        max_prefill_tokens=options.max_prefill_tokens,
+        page_bytes=bytes_per_page(shape, options.page_size, facts.kv_dtype, window_pages=True),
+    )
 
 
 def choose_num_snapshots(

@@ -100,14 +100,14 @@ class EngineOptions:
     max_overtaken: int | None = option(
         None,
         "most later requests that a waiting one lets pass, so that requests with a common prefix "
-        "compute it once and run together; 0: none; auto: 64 with lpm, else 256 on a CPU, 0 on a "
-        "GPU",
+        "compute it once and run together; 0: none; auto: 64 with lpm, else 256 on a CPU, 1024 on "
+        "a GPU with group_attention, 0 without",
         minimum=0,
     )
     group_attention: bool | None = option(
         None,
-        "decoding requests that share pages read them together; auto: on a CPU, the only device "
-        "that can",
+        "decoding requests that share pages read them together if that pays; on a GPU it needs "
+        "attention_backend cuda and bfloat16; auto: on a CPU only",
     )
     cache: str = option(
         "radix",
@@ -194,11 +194,31 @@ class EngineOptions:
         "library by which ranks communicate",
         choices=("nccl", "pynccl", "flashinfer", "gloo"),
     )
-    distributed_address: str | None = option(
-        None, "where ranks meet at the start, HOST:PORT of this machine"
-    )
     distributed_timeout_s: float = option(
         60.0, "a rank that is silent for longer than this is lost", minimum=1, maximum=_WEEK_S
+    )
+    nnodes: int | None = option(
+        None,
+        "machines over which the ranks are spread evenly; auto: for minisgl serve what the "
+        "environment says, else 1",
+        minimum=1,
+        maximum=1024,
+    )
+    node_rank: int | None = option(
+        None,
+        "which of the machines this is; 0 leads; auto: for minisgl serve what the environment "
+        "says, else 0",
+        minimum=0,
+    )
+    rendezvous: str | None = option(
+        None,
+        "where ranks meet at the start, HOST:PORT of node 0; auto: a free port of this machine, "
+        "with several nodes what the environment says",
+    )
+    node_secret_file: str | None = option(
+        None,
+        "file with the secret that all nodes share; auto: the variable MINISGL_NODE_SECRET. "
+        "Needed unless rendezvous is a loopback address",
     )
     cancel_grace_ms: int = option(
         300,

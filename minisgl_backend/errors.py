@@ -65,7 +65,7 @@ class EngineFailure(MiniSGLError):
 
 
 class EngineLost(EngineFailure):
-    """The engine has ended. What it had not begun to answer, another one may."""
+    """The engine has ended; another one may serve the requests that it had not begun to answer."""
 
 
 class ConfigError(MiniSGLError):

@@ -1,6 +1,6 @@
 """A mixture of experts as config.json describes it: plain facts, without tensors.
 
-``models.catalog`` reads an ``ExpertsSpec``; the layer (``layers.experts``) and its kernels
+``models.families`` reads an ``ExpertsSpec``; the layer (``layers.experts``) and its kernels
 (``kernels.moe``) compute by it. Must not know these, nor how architectures spell config.json.
 """
 
@@ -20,8 +20,8 @@ class RoutingRule:
     learned number of the expert, which evens out their loads (arXiv 2408.15664). If not all groups
     of neighbouring experts count, those ``top_groups`` do whose two best experts have the highest
     sum. A weight is the expert's score, without that number; with ``normalize`` divided by the sum
-    over the token's experts; times ``scale``. Raises ``ConfigError`` if the numbers do not go
-    together.
+    over the token's experts; times ``scale``; if ``scaled``, times another learned number of the
+    expert. Raises ``ConfigError`` if the numbers do not go together.
     """
 
     num_experts: int
@@ -32,6 +32,7 @@ class RoutingRule:
     scale: float = 1.0
     num_groups: int = 1
     top_groups: int = 1
+    scaled: bool = False
 
     def __post_init__(self) -> None:
         most, of_group = self.num_experts, self.num_experts // self.num_groups
@@ -75,6 +76,11 @@ class ClampedGate:
     limit: float
 
 
+@dataclass(frozen=True, slots=True)
+class GeluGate:
+    """Gemma 4's gate: gelu(gate) * up, with GELU as tanh approximates it."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertsSpec:
     """The experts of a layer, gated MLPs of ``intermediate_size``.
@@ -88,7 +94,7 @@ class ExpertsSpec:
     routing: RoutingRule
     intermediate_size: int
     shared: SharedExpert | None = None
-    gate: ClampedGate | None = None
+    gate: ClampedGate | GeluGate | None = None
     biases: bool = False
     router: str = "gate"
     in_turn: bool = False

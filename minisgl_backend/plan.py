@@ -39,6 +39,9 @@ NO_TOKEN: Final = -1
 NO_SNAPSHOT: Final = -1
 """In place of the number of a snapshot: there is none."""
 
+NO_PAGE: Final = -1
+"""In place of a window page: the row has none there, as no position sees it any more."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Admission:
@@ -79,7 +82,7 @@ NO_GROUPS: Final = Groups(EMPTY, EMPTY, EMPTY, EMPTY)
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StepPlan:
     """One forward pass with P prefill chunks, S of them scored, D decoding rows, G grants and C
-    copies, which keeps V snapshots.
+    copies, which keeps V snapshots of chunks and K of decoding rows.
 
     All arrays are int32.
 
@@ -102,6 +105,9 @@ class StepPlan:
     are zero at position 0.
     ``saved_chunks`` [V]: chunks, by index, in which the states behind the first ``saved_positions``
     [V] tokens of the row are kept as ``saved_snapshots`` [V]. Ascending by chunk and position.
+    ``kept_rows``, ``kept_snapshots`` [K]: before the step computes anything, the states that these
+    decoding rows have by then, behind the tokens before ``decode_positions``, are copied to these
+    snapshots. None of them is among ``begun_from``.
     ``score_chunks`` [S]: chunks, by index, of which the positions from ``score_starts`` up to
     ``score_starts`` + ``score_lengths`` [S] are scored: the log-probability is wanted of the token
     behind each, given all tokens up to it. ``score_tokens`` [sum of score_lengths] has the tokens
@@ -117,6 +123,9 @@ class StepPlan:
     (``request.Adapter``). No row of a step in flight has what the slot held.
     ``adapter_rows``, ``adapter_slots`` [A]: after that, these rows have the adapters in these
     slots; 0 is none. Each row that is admitted is among them, if there are slots.
+    ``window_rows``, ``window_indices``, ``window_pages`` [W]: window_table[row, index] = page, or
+    ``NO_PAGE``, for layers with windows that have pages of their own; no entry twice.
+    ``broken_window_pages``: of these pages, as ``broken_pages``.
     """
 
     step: int
@@ -149,18 +158,32 @@ class StepPlan:
     score_starts: IntArray
     score_lengths: IntArray
     score_tokens: IntArray
+    kept_rows: IntArray = field(default_factory=lambda: EMPTY)
+    kept_snapshots: IntArray = field(default_factory=lambda: EMPTY)
     load_slots: IntArray = field(default_factory=lambda: EMPTY)
     load_adapters: IntArray = field(default_factory=lambda: EMPTY)
     load_ranks: IntArray = field(default_factory=lambda: EMPTY)
     load_targets: IntArray = field(default_factory=lambda: EMPTY)
     adapter_rows: IntArray = field(default_factory=lambda: EMPTY)
     adapter_slots: IntArray = field(default_factory=lambda: EMPTY)
+    window_rows: IntArray = field(default_factory=lambda: EMPTY)
+    window_indices: IntArray = field(default_factory=lambda: EMPTY)
+    window_pages: IntArray = field(default_factory=lambda: EMPTY)
+    broken_window_pages: IntArray = field(default_factory=lambda: EMPTY)
 
     @property
     def sample_rows(self) -> IntArray:
         """The rows that get a token from this step, in the order of ``SampledTokens``."""
         last_chunks = self.prefill_rows[self.prefill_samples != 0]
         return np.concatenate([last_chunks, self.decode_rows])
+
+    @property
+    def groups(self) -> Groups:
+        """The groups, with indices of ``decode_rows`` as members."""
+        if not len(self.group_sizes):
+            return NO_GROUPS
+        members = np.searchsorted(self.decode_rows, self.group_rows).astype(np.int32)
+        return Groups(self.group_sizes, self.group_begins, self.group_ends, members)
 
     @property
     def num_tokens(self) -> int:

@@ -1,8 +1,8 @@
 """Checks before anything starts: options, a model's files, memory.
 
-Knows options, the files of a checkpoint and the size of this machine. Needs no torch, so a command
-can report at once what the engine would find half a minute later. The engine makes the same checks
-(``resolve``), and then those that need the device.
+Knows options, the files of a checkpoint and the size of this machine. Must not import torch, so
+that a command can report at once what the engine would find half a minute later. The engine makes
+the same checks (``resolve``), and then those that need the device.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from minisgl_backend.models.catalog import load_spec
 from minisgl_backend.models.checkpoint import check_weights, weight_files
 from minisgl_backend.models.config_json import read_json
 from minisgl_backend.models.spec import ModelSpec
-from minisgl_backend.parallel.place import Place, check_address, check_comm
+from minisgl_backend.parallel.nodes import check_nodes
+from minisgl_backend.parallel.place import Place, check_comm, listen_at
 from minisgl_backend.weight_format import CONVERT_TO_FP8
 
 _ITEM_BYTES: Final[Mapping[str, int]] = MappingProxyType(
@@ -46,34 +47,61 @@ def device_type(options: EngineOptions) -> str | None:
 
 
 def check_meeting_point(options: EngineOptions) -> None:
-    """Raise ``ConfigError`` if the ranks could not meet at ``distributed_address`` now."""
-    if options.distributed_address is not None:
-        check_address(Place.first(options.tensor_parallel_size, options.distributed_address))
+    """Raise ``ConfigError`` if the ranks could not meet at ``rendezvous`` now."""
+    if options.rendezvous is not None:
+        listen_at(first_place(options)).close()
+
+
+def first_place(options: EngineOptions) -> Place:
+    """The place of rank 0. Raises ``ConfigError``."""
+    return Place.first(options.tensor_parallel_size, options.rendezvous, options.nnodes or 1)
 
 
 def check_options(options: EngineOptions, device: str | None) -> None:
     """Raise ``ConfigError`` if options contradict each other or do not work on the device."""
-    Place.first(options.tensor_parallel_size, options.distributed_address)
+    check_nodes(options)
+    if options.tensor_parallel_size % (options.nnodes or 1):
+        raise ConfigError(
+            f"tensor_parallel_size={options.tensor_parallel_size} must be a multiple of "
+            f"nnodes={options.nnodes}: each node has as many ranks"
+        )
+    place = first_place(options)
     if options.tensor_parallel_size == 1:
-        for name in ("comm", "distributed_address", "expert_parallel"):
+        for name in ("comm", "rendezvous", "expert_parallel"):
             if getattr(options, name):
                 raise ConfigError(f"option {name} is for tensor_parallel_size of 2 and more")
+    if options.group_attention and options.cache == "naive":
+        raise ConfigError("option group_attention=true needs cache=radix")
+    _check_replicas(options)
+    _check_adapters(options)
+    if device is not None:
+        check_comm(options.comm, device, place)
+    if options.batch_invariant:
+        _check_batch_invariant(options)
+    if device == "cuda":
+        _check_on_gpu(options)
+    if device == "cpu":
+        _check_on_cpu(options)
+
+
+def _check_replicas(options: EngineOptions) -> None:
     if options.data_parallel_size == 1:
         for name in ("routing_ratio", "routing_slack"):
             if getattr(options, name) is not None:
                 raise ConfigError(f"option {name} is for data_parallel_size of 2 and more")
-    elif options.distributed_address is not None:
+    elif options.rendezvous is not None:
         raise ConfigError(
-            "option distributed_address does not go with data_parallel_size of 2 and more: the "
+            "option rendezvous does not go with data_parallel_size of 2 and more: the "
             "ranks of each replica meet at a port of their own"
         )
-    elif options.enable_lora:
-        raise ConfigError("option enable_lora does not go with data_parallel_size of 2 and more")
     elif options.cache == "naive":
         raise ConfigError(
             "option cache=naive does not go with data_parallel_size of 2 and more: requests are "
             "routed by what the replicas have cached"
         )
+
+
+def _check_adapters(options: EngineOptions) -> None:
     if not options.enable_lora:
         for name in (
             "lora_modules",
@@ -89,30 +117,28 @@ def check_options(options: EngineOptions, device: str | None) -> None:
         raise ConfigError(f"max_cpu_loras {most} must be at least max_loras {options.max_loras}")
     adapter_paths(options)
     adapter_tasks(options)
-    if device is not None:
-        check_comm(options.comm, device)
-    if options.batch_invariant:
-        _check_batch_invariant(options)
-    if device == "cuda":
-        if options.group_attention:
-            raise ConfigError("option group_attention=true is for CPUs")
-        if options.dtype == "float64":
-            raise ConfigError("option dtype=float64 is for CPUs")
-        # computing experts one by one waits for the device, which cannot be captured
-        if options.moe_backend == "torch" and options.cuda_graph_max_batch_size != 0:
-            raise ConfigError("option moe_backend=torch on a GPU needs cuda_graph_max_batch_size=0")
-    if device == "cpu":
-        for_gpus = {
-            "attention_backend": options.attention_backend not in (None, "sdpa", "sdpa,sdpa"),
-            "moe_backend": options.moe_backend not in (None, "torch"),
-            "batch_invariant": options.batch_invariant,
-            "cuda_graph_max_batch_size": bool(options.cuda_graph_max_batch_size),
-            "cuda_graph_batch_sizes": options.cuda_graph_batch_sizes is not None,
-            "cuda_graph_max_tokens": bool(options.cuda_graph_max_tokens),
-        }
-        for name, is_given in for_gpus.items():
-            if is_given:
-                raise ConfigError(f"option {name}={getattr(options, name)} needs a GPU")
+
+
+def _check_on_gpu(options: EngineOptions) -> None:
+    if options.dtype == "float64":
+        raise ConfigError("option dtype=float64 is for CPUs")
+    # computing experts one by one waits for the device, which cannot be captured
+    if options.moe_backend == "torch" and options.cuda_graph_max_batch_size != 0:
+        raise ConfigError("option moe_backend=torch on a GPU needs cuda_graph_max_batch_size=0")
+
+
+def _check_on_cpu(options: EngineOptions) -> None:
+    for_gpus = {
+        "attention_backend": options.attention_backend not in (None, "sdpa", "sdpa,sdpa"),
+        "moe_backend": options.moe_backend not in (None, "torch"),
+        "batch_invariant": options.batch_invariant,
+        "cuda_graph_max_batch_size": bool(options.cuda_graph_max_batch_size),
+        "cuda_graph_batch_sizes": options.cuda_graph_batch_sizes is not None,
+        "cuda_graph_max_tokens": bool(options.cuda_graph_max_tokens),
+    }
+    for name, is_given in for_gpus.items():
+        if is_given:
+            raise ConfigError(f"option {name}={getattr(options, name)} needs a GPU")
 
 
 def _check_batch_invariant(options: EngineOptions) -> None:
@@ -238,20 +264,23 @@ def context_of(options: EngineOptions, spec: ModelSpec) -> int:
 def _check_memory(options: EngineOptions, spec: ModelSpec) -> None:
     """Raise ``ConfigError`` if weights, pages and tables exceed the memory of the machine.
 
-    Compares with all memory, not with what is free now. On a CPU all ranks and replicas share it.
+    Compares with all memory, not with what is free now. On a CPU all ranks of this machine and
+    replicas share it.
     """
-    replicas = options.data_parallel_size
-    context, num_ranks = context_of(options, spec), options.tensor_parallel_size * replicas
+    replicas, num_nodes = options.data_parallel_size, options.nnodes or 1
+    context = context_of(options, spec)
+    num_ranks = options.tensor_parallel_size * replicas // num_nodes
     item_bytes = _ITEM_BYTES[options.dtype or default_dtype(spec.dtype, spec.num_parameters)]
     page_size, num_pages = options.page_size, options.num_pages or 1
-    kv_bytes = 2 * spec.attention_shape().numbers_per_position * item_bytes
+    shape = spec.attention_shape().for_context(context_of(options, spec))
+    kv_bytes = 2 * shape.numbers_per_position(window_pages=False) * item_bytes
     table_entries = options.max_running_requests * -(-context // page_size)
     needs = {
         f"the weights, as config.json has them ({spec.num_parameters:,} numbers),": (
-            replicas * spec.num_parameters * item_bytes
+            replicas * spec.num_parameters * item_bytes // num_nodes
         ),
         f"num_pages={num_pages} of {page_size} positions": (
-            replicas * num_pages * page_size * kv_bytes
+            replicas * num_pages * page_size * kv_bytes // num_nodes
         ),
         f"max_sequence_length={context}, for tables of positions and pages,": num_ranks
         * (4 * spec.head_dim * context + 8 * table_entries),

@@ -7,7 +7,7 @@ then takes requests and sends what becomes of them, in the messages of ``replica
 A token's way: the engine's thread puts it into a queue; a thread that sends takes all that is there
 by now, as a rule the tokens of a whole step, as one message. So the engine never waits for the
 door. The process ends when the door closes its end, or when the engine breaks: then another process
-follows it.
+follows it. Must not know Triton, the other replicas, or why a request comes to this one.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from typing import Any, Final, NoReturn
@@ -28,7 +29,7 @@ from typing import Any, Final, NoReturn
 from minisgl_backend.build import build_engine_alone
 from minisgl_backend.config import EngineOptions
 from minisgl_backend.death_signal import end_with
-from minisgl_backend.errors import EngineFailure, EngineLost, MiniSGLError
+from minisgl_backend.errors import EngineFailure, EngineLost, InvalidRequest, MiniSGLError
 from minisgl_backend.parts import STANDARD, Parts
 from minisgl_backend.replicas.messages import (
     Incoming,
@@ -44,7 +45,7 @@ from minisgl_backend.replicas.messages import (
 )
 from minisgl_backend.request import Event, Failed, Finished, RequestId, samples_of
 from minisgl_backend.routing.shadow import TreeReports
-from minisgl_backend.runtime.engine import Door
+from minisgl_backend.runtime.engine import Engine
 from minisgl_backend.runtime_files import State
 
 logger = logging.getLogger(__name__)
@@ -81,18 +82,29 @@ def serve(connection: socket.socket, parts: Parts = STANDARD) -> int:
         target=_send_news, args=(connection, engine, news), name="news", daemon=True
     )
     sender.start()
-    while (message := incoming.receive()) is not None:
-        _take(message, engine, news.put)
+    with ThreadPoolExecutor(1, thread_name_prefix="adapter orders") as orders:
+        while (message := incoming.receive()) is not None:
+            _take(message, engine, news.put, orders)
+        orders.shutdown(cancel_futures=True)
     engine.close(drain_s=0)
     return 0
 
 
-def _take(message: Message, engine: Door, put: Callable[[News], None]) -> None:
-    """Submit or abort a request."""
+def _take(
+    message: Message, engine: Engine, put: Callable[[News], None], orders: ThreadPoolExecutor
+) -> None:
+    """Submit or abort a request; load or unload an adapter, in order, on the thread of
+    ``orders``."""
 
     def sink(request_id: RequestId, event: Event) -> None:
         put(encode_event(request_id, event))
 
+    if "load" in message:
+        orders.submit(_load, message["load"], engine, put)
+        return
+    if "unload" in message:
+        orders.submit(_unload, message["unload"], engine)
+        return
     if "abort" in message:
         end = decode_other_event(message["abort"])
         request_id = RequestId(message["abort"][1])
@@ -111,7 +123,27 @@ def _take(message: Message, engine: Door, put: Callable[[News], None]) -> None:
             sink(each, Failed(EngineLost(str(error))))
 
 
-def _send_news(connection: socket.socket, engine: Door, news: queue.SimpleQueue[News]) -> None:
+def _load(order: tuple[int, str, str], engine: Engine, put: Callable[[News], None]) -> None:
+    adapter_id, name, path = order
+    assert engine.pool is not None
+    try:
+        adapter = engine.pool.load(name, path, adapter_id=adapter_id)
+    except InvalidRequest as error:
+        put(["l", adapter_id, str(error)])
+    except Exception as error:
+        logger.exception("adapter %r cannot be loaded", name)
+        put(["l", adapter_id, f"adapter {name!r} cannot be loaded: {error}"])
+    else:
+        put(["l", adapter_id, adapter.rank, adapter.targets])
+
+
+def _unload(name: str, engine: Engine) -> None:
+    assert engine.pool is not None
+    with suppress(InvalidRequest):  # it could not be loaded here
+        engine.pool.unload(name)
+
+
+def _send_news(connection: socket.socket, engine: Engine, news: queue.SimpleQueue[News]) -> None:
     """Send news as they come, and signs of life; end the process when the engine has broken."""
     samples_due_s = 0.0
     with suppress(OSError):  # the door is gone, and this process will be

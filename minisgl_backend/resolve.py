@@ -2,7 +2,8 @@
 
 Loads nothing and starts no process, so mistakes are found at once: an option that the device or the
 model does not allow raises a ``ConfigError`` that names it. ``precheck`` makes the checks that need
-no torch; the rest are here.
+no torch; the rest are here. Must not know what depends on a loaded model, such as the number of
+pages (``build_rank``).
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def resolve(options: EngineOptions, place: Place) -> Resolved:
         if kind == "cuda"
         else CpuDevice(num_cpu_threads(place, spec.num_parameters))
     )
-    comm = choose_comm(options.comm, device.torch_device, place.size)
+    comm = choose_comm(options.comm, device.torch_device, place)
     dtype = _dtype(options, device, spec)
     if device.is_host and place.rank == 0:
         _warn_of_slow_dtype(dtype)
@@ -75,7 +76,7 @@ def resolve(options: EngineOptions, place: Place) -> Resolved:
         comm=comm,
         folder=folder,
         spec=spec,
-        shape=spec.attention_shape(place.size),
+        shape=spec.attention_shape(place.size).for_context(context_of(options, spec)),
         context=context_of(options, spec),
         dtype=dtype,
         kv_dtype=torch.float8_e4m3fn if options.kv_cache_dtype == "fp8_e4m3" else dtype,

@@ -1,32 +1,38 @@
 """The start of an engine of several ranks: rank 0's side (``lead``) and the others' (``follow``).
 
-Rank 0 starts a process for each other rank, its follower, and both sides build their part of the
-engine at the same time, step by step:
+Rank 0 starts a process for each other rank of its host, its follower; on other nodes
+``server.node`` does. All sides build their part of the engine at the same time, step by step:
 
     rank 0, ``lead``                                a follower, ``follow``
     opens the store in which the ranks connect
-    starts the followers, sends them the options    reads the options, checks them, opens the store
+    starts the followers, waits for other nodes
+    sends all of them the options                   reads the options, checks them, opens the store
     ``build_rank``: meets the others, connects, loads its part of the model
     ``LeadingExecutor``: sends plans                ``Follower``: runs plans until rank 0 sends none
 
 A rank that fails on the way says why on the ``rank_channel``, or its process ends; either ends the
 start of all. What happens after the start is in ``execution.ranks``.
 
-As a program, ``python -m minisgl_backend.tensor_parallel``, this module is a follower. Rank 0 gives
-it three numbers: the two descriptors of its end of the channel, and its own process id. The rank's
-place is in the environment, in torchrun's variables.
+As a program, ``python -m minisgl_backend.tensor_parallel``, this module is a follower. Its starter
+gives it the id of its own process, and on rank 0's host the two descriptors of its end of the
+channel. On another node it gets the descriptor of its connection, one of a pipe into which it
+writes a byte once it serves, and what this node was told of options. The rank's place is in the
+environment, in torchrun's variables.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
 import signal
 import socket
 import sys
-from dataclasses import asdict, replace
-from typing import NoReturn
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+from typing import Final, NoReturn
 
 from torch._C._distributed_c10d import Store
 
@@ -35,17 +41,31 @@ from minisgl_backend.config import EngineOptions
 from minisgl_backend.death_signal import end_with
 from minisgl_backend.errors import ConfigError, MiniSGLError
 from minisgl_backend.execution.adapters import AdapterStore
-from minisgl_backend.execution.followers import Followers
-from minisgl_backend.execution.rank_channel import FollowerEnd
+from minisgl_backend.execution.followers import CANNOT_START, Followers
+from minisgl_backend.execution.node_channel import SILENCE_S, NodeFollowerEnd, OtherNodes
+from minisgl_backend.execution.rank_channel import FollowerEnd, HostFollowerEnd
 from minisgl_backend.execution.ranks import Follower, LeadingExecutor
 from minisgl_backend.parallel.connect import connect, open_store
 from minisgl_backend.parallel.group import Group
+from minisgl_backend.parallel.nodes import read_secret
 from minisgl_backend.parallel.place import Place
 from minisgl_backend.parts import STANDARD, Parts
 from minisgl_backend.resolve import Resolved, resolve
 from minisgl_backend.runtime.engine import EngineInfo
 
 logger = logging.getLogger(__name__)
+
+_OF_EACH_NODE: Final = (
+    "model",
+    "model_source",
+    "tokenizer",
+    "node_rank",
+    "rendezvous",
+    "node_secret_file",
+)
+"""Options that nodes have of their own."""
+_OF_NODE_0: Final = ("multi_lora", "lora_modules")
+"""Options that other nodes need not know: rank 0 reads adapters and sends them."""
 
 
 def lead(facts: Resolved, parts: Parts) -> tuple[EngineInfo, LeadingExecutor, AdapterStore | None]:
@@ -55,8 +75,19 @@ def lead(facts: Resolved, parts: Parts) -> tuple[EngineInfo, LeadingExecutor, Ad
     Raises ``ConfigError`` if a rank cannot start, with its cause.
     """
     options, timeout_s = facts.options, facts.options.distributed_timeout_s
-    place, store = open_store(facts.place, timeout_s)
-    followers = Followers(place, (sys.executable, "-m", parts.follower))
+    others = None
+    if not facts.place.is_one_host:
+        secret = read_secret(options, os.environ)
+        others = OtherNodes(facts.place, secret, silence_s=min(SILENCE_S, timeout_s))
+    try:
+        # the nodes meet at the port of the place, the store has one of its own
+        own_place = facts.place if others is None else replace(facts.place, port=0)
+        place, store = open_store(own_place, timeout_s)
+        followers = Followers(place, (sys.executable, "-m", parts.follower), others)
+    except BaseException:
+        if others is not None:
+            others.close()
+        raise
     channel = followers.channel
     groups: list[Group] = []
 
@@ -68,8 +99,9 @@ def lead(facts: Resolved, parts: Parts) -> tuple[EngineInfo, LeadingExecutor, Ad
 
     try:
         # the other ranks take the folder that this rank has fetched, and the library it has chosen
-        told = replace(options, model=str(facts.folder), comm=facts.comm)
-        channel.greet(json.dumps(asdict(told)).encode())
+        told = asdict(replace(options, model=str(facts.folder), comm=facts.comm))
+        greeting = {"options": told, "config": _digest(facts.folder)}
+        channel.greet(json.dumps(greeting).encode())
         rank = build_rank(facts, join, channel.meet, parts)
         leader = LeadingExecutor(
             rank.executor,
@@ -87,29 +119,72 @@ def lead(facts: Resolved, parts: Parts) -> tuple[EngineInfo, LeadingExecutor, Ad
         if report is not None and not isinstance(error, ConfigError):
             raise ConfigError(report) from error
         raise
-    logger.info("%d tensor-parallel ranks, processes %s", place.size, followers.pids)
+    logger.info("%d tensor-parallel ranks, processes here %s", place.size, followers.pids)
     return rank.info, leader, rank.adapters
 
 
-def follow(channel: FollowerEnd, parts: Parts = STANDARD) -> int:
-    """Load this rank's part of the model and follow rank 0; the exit code."""
+def follow(
+    channel: FollowerEnd,
+    place: Place,
+    parts: Parts = STANDARD,
+    *,
+    own: EngineOptions | None = None,
+    on_ready: Callable[[], object] = lambda: None,
+) -> int:
+    """Load this rank's part of the model and follow rank 0; the exit code.
+
+    ``own`` are the options that its node was given, if that is another one than rank 0's.
+    """
+    fits = False
     try:
-        options = EngineOptions.from_mapping(json.loads(channel.options()))
-        facts = resolve(options, Place.from_environment(os.environ))
+        greeting = json.loads(channel.options())
+        options = EngineOptions.from_mapping(greeting["options"])
+        if own is not None:
+            options = with_own(options, own)
+        facts = resolve(options, place)
+        if _digest(facts.folder) != greeting["config"]:
+            raise ConfigError(f"the config.json in {facts.folder} is not that of node 0's model")
+        fits = True  # from here on it may be another rank that fails
         # before the ranks meet, since it may take seconds
         _, store = open_store(facts.place, options.distributed_timeout_s)
         rank = build_rank(facts, lambda: _connect(facts, store), channel.meet, parts)
     except Exception as error:
         if not isinstance(error, MiniSGLError):
             logger.exception("this rank cannot start")
+        elif own is not None:  # rank 0 is on another machine
+            logger.error("this rank cannot start: %s", error)
         channel.report(error)
-        return 1
+        return 1 if fits or not isinstance(error, ConfigError) else CANNOT_START
+    on_ready()
     try:
         Follower(rank.executor).follow(channel)
     except Exception:
         logger.exception("the ranks are lost")
         return 1
     return 0
+
+
+def with_own(told: EngineOptions, own: EngineOptions) -> EngineOptions:
+    """The options that node 0 has told, with those that this node has of its own.
+
+    Raises ``ConfigError`` for another one that this node was given with another value.
+    """
+    for spec in fields(own):
+        given, theirs = getattr(own, spec.name), getattr(told, spec.name)
+        is_compared = spec.name not in (*_OF_EACH_NODE, *_OF_NODE_0)
+        if is_compared and given not in (spec.default, theirs):
+            shown = "auto" if theirs is None else theirs
+            raise ConfigError(
+                f"option {spec.name} is {given} on node {own.node_rank}, and {shown} on node 0: "
+                "leave it out, or give it on all nodes"
+            )
+    others = {name: getattr(own, name) for name in _OF_EACH_NODE}
+    return replace(told, **others | dict.fromkeys(_OF_NODE_0))
+
+
+def _digest(folder: Path) -> str:
+    """What a model is compared by over several machines."""
+    return hashlib.sha256((folder / "config.json").read_bytes()).hexdigest()
 
 
 def _connect(facts: Resolved, store: Store) -> Group:
@@ -120,16 +195,41 @@ def _connect(facts: Resolved, store: Store) -> Group:
 
 def main(parts: Parts = STANDARD) -> NoReturn:
     """Be the follower that the process's arguments name, then end the process."""
-    connection, memory, parent = map(int, sys.argv[1:])
+    connection, second, parent = map(int, sys.argv[1:4])
     end_with(parent)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is for rank 0, which ends this process
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is for the starter, which ends this
     logging.basicConfig(
         level=logging.INFO, format=f"rank {os.environ['RANK']}: %(name)s: %(message)s"
     )
-    code = follow(FollowerEnd(socket.socket(fileno=connection), memory), parts)
+    place = Place.from_environment(os.environ)
+    joined = socket.socket(fileno=connection)
+    if len(sys.argv) == 4:
+        code = follow(HostFollowerEnd(joined, second), place, parts)
+    else:
+        code = _follow_from_afar(joined, second, place, json.loads(sys.argv[4]), parts)
     logging.shutdown()
     # not by sys.exit: threads of a broken collective could block the interpreter's end
     os._exit(code)
+
+
+def _follow_from_afar(
+    connection: socket.socket, ready: int, place: Place, given: Mapping[str, str], parts: Parts
+) -> int:
+    channel = NodeFollowerEnd(connection)
+
+    def lost() -> None:  # this rank may wait in a collective
+        logger.error("node 0 is gone, or does not answer")
+        logging.shutdown()
+        os._exit(1)
+
+    channel.give_signs_of_life(lost)
+    return follow(
+        channel,
+        replace(place, own_address=channel.own_address),
+        parts,
+        own=EngineOptions.from_mapping(given),
+        on_ready=lambda: os.write(ready, b"serves"),
+    )
 
 
 if __name__ == "__main__":

@@ -12,7 +12,8 @@
 
 A client keeps its connection, and carries any number of requests at a time over it. A request gives
 one of ``prompt`` (text as it is), ``messages`` (a chat, to which the model's template is applied,
-with ``tools``) and ``input_ids``. Errors are those of ``errors``.
+with ``tools``) and ``input_ids``. Errors are those of ``errors``. Must not know the engine, nor
+defaults and ranges of parameters, which the server checks.
 """
 
 from __future__ import annotations

@@ -93,6 +93,7 @@ _OF_TRITON: Final[tuple[tuple[str, type[MinisglError]], ...]] = (
     ("is not found", InvalidArgument),  # another model's name
     ("has no available versions", Unavailable),  # while the models are loaded again
     ("is not healthy", Unavailable),  # the same, a moment earlier
+    ("Server is stopping", Unavailable),  # tritonserver itself got SIGTERM
 )
 """Sentences of Triton itself, which have no code."""
 

@@ -1,7 +1,8 @@
 """The server's responses -> ``Delta``, one for each sample: tensors of gRPC, JSON events of HTTP.
 
 Both become lists of values by output name first. On the path of every response: gRPC's messages are
-read in place. Raises the error that a response holds.
+read in place. Raises the error that a response holds. Must not know connections, or what a caller
+does with an answer.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """One answer as it comes: ``Stream`` for threads, ``AsyncStream`` for asyncio.
 
 What they share is ``_Answer``: it keeps the deltas, the clock and whether the answer has ended.
+Must not know a protocol: a ``Transport`` sends and receives.
 
 Invariants: the request is sent when the first delta is asked for; it is sent again only as long as
 no delta has come; ``close`` cancels what has not ended, in the server too.

@@ -1,4 +1,7 @@
-"""How many answers may be under way: in all, and for one key."""
+"""How many answers may be under way: in all, and for one key.
+
+Must not know requests, or what an answer is made of.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
 """Results of the engine -> whole answers as OpenAI's clients read them, and what streams share with
 them.
+
+Must not know how the engine is asked, or how an answer is sent.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What is asked of a chat, whichever API it is asked in, and the generation that it takes.
+"""A chat request, whichever API it came by, and the generation that answers it.
 
 Each API reads its own schema and makes a ``Chat`` of it; from there all go one way:
 
@@ -9,7 +9,8 @@ from ``strict_schema.Body``, a translation makes the ``Chat``, and ``Service.ans
 at once or as a stream, with an ``AnswerReader`` for each choice (``parts``) and the API's own
 ``Renderer`` (``renderers``). It looks up what has to be known of the model's chat template, and
 deals with errors before and in a stream, clients that leave, places and deadlines. Errors are
-``ApiError``; those of the engine get the names of the API (``Renderer.names``).
+``ApiError``; those of the engine get the names of the API (``Renderer.names``). Must not know any
+API's JSON, or how a server is reached.
 """
 
 from __future__ import annotations

@@ -221,6 +221,11 @@ def gateway(
         server = make_server(options)
     except InvalidArgument as error:
         raise click.UsageError(f"{'--server' if servers else '--triton'}: {error}") from error
+    _serve(server, host, port)
+
+
+def _serve(server: uvicorn.Server, host: str, port: int) -> None:
+    """Listen and answer until a signal ends it."""
     try:
         listener = _listen(host, port)
     except OSError as error:

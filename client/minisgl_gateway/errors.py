@@ -171,6 +171,8 @@ def api_error(
         return busy(503, "the engine does not have the model", "engine_unavailable")
     if _DEAD.search(str(error)):
         return busy(503, "a process of the engine has died", "engine_unavailable")
+    if _STOPPING in str(error):
+        return busy(503, "the server is shutting down", "engine_unavailable")
     if isinstance(error, (client.InvalidArgument, client.Unsupported)):
         make = invalid if isinstance(error, client.InvalidArgument) else unsupported
         if found := _FORM.match(str(error)):
@@ -223,6 +225,8 @@ _NO_MODEL: Final = re.compile(r"Request for unknown model: '.*' is not found$")
 """How Triton says that it has no such model."""
 _DEAD: Final = re.compile(r"Stub process '.*' is not healthy")
 """How Triton says that the process of a model has died."""
+_STOPPING: Final = "Server is stopping"
+"""How Triton refuses a request once it has got SIGTERM."""
 _TOO_LONG: Final = re.compile(
     r"(?:max_tokens (?P<max_tokens>\d+) with a )?prompt of (?P<length>(?:more than )?\d+ \w+) "
     r"(?:does not fit the context of|exceeds the context of|needs \d+ pages of) (?P<context>\d+)"

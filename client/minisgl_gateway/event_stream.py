@@ -2,7 +2,7 @@
 
 ``EventStream`` sends bytes as they are made, without a layer in between. Its status is decided when
 the first event, or an error instead of it, is there. While it runs it listens for the client's
-leaving.
+leaving. Must not know what an event says.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ async def _disconnect(receive: Receive) -> None:
 
 
 async def ended(*tasks: asyncio.Future[Any]) -> None:
-    """Cancel what still runs, and wait until it has come to its end."""
+    """Cancel the tasks that still run, and wait for their ends."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

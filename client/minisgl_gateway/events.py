@@ -1,7 +1,8 @@
 """Pieces of an answer -> the events of a stream as OpenAI's clients read them.
 
 ``ChatWriter`` and ``CompletionWriter`` are on the path of every chunk: what repeats is made once
-for a stream, and only the new text is encoded.
+for a stream, and only the new text is encoded. Must not know connections, or how the engine is
+asked.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """What every request passes before it reaches a route: counting, the size of its head, the key, and
 the size of its body. On the way back an answer gets the headers that tell of its request.
 
-Pure ASGI, so that nothing stands between a route and the socket while an answer streams.
+Pure ASGI, so that nothing stands between a route and the socket while an answer streams. Must not
+know what a route does, or what a body says.
 """
 
 from __future__ import annotations

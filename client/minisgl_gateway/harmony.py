@@ -57,10 +57,10 @@ class HarmonyReader:
         """Who receives the message, if that is a function."""
         self._arguments: list[str] = []
         self._partial = ""
-        """What may be the beginning of a mark."""
+        """Text that may be the beginning of a mark."""
 
     def push(self, text: str) -> list[Thought | str | CalledTool]:
-        """What is certain with this piece."""
+        """The parts that are certain with this piece."""
         found: list[Thought | str | CalledTool] = []
         text, self._partial = self._partial + text, ""
         while (mark := _MARK.search(text)) is not None:
@@ -78,7 +78,7 @@ class HarmonyReader:
         return found
 
     def finish(self) -> list[Thought | str | CalledTool]:
-        """What is left at the end of the answer."""
+        """The rest, at the end of the answer."""
         found: list[Thought | str | CalledTool] = []
         rest, self._partial = self._partial, ""
         self._take(rest, found)

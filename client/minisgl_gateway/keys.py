@@ -2,7 +2,8 @@
 
 Keys are compared by their digests, all of them each time, so that the time tells nothing. A key
 itself is neither logged nor sent on: its owner goes by a label, and prefixes by a salt, both of
-which are derived from it.
+which are derived from it. Must not know what a caller asks for, or how much of it a key allows
+(``admission``).
 """
 
 from __future__ import annotations

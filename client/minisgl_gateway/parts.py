@@ -75,7 +75,7 @@ class TextReader(Protocol):
         """The parts that are certain with this piece."""
 
     def finish(self) -> Sequence[Part]:
-        """What is left at the end of the answer."""
+        """The rest, at the end of the answer."""
 
 
 class AnswerReader:

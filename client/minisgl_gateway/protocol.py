@@ -1,5 +1,7 @@
 """HTTP as uvicorn speaks it, with bounds on how long clients may neither send nor read.
 
+Must not know routes, or what is sent.
+
 Invariants: while no route has a request, a timer runs: uvicorn's between requests, ours otherwise.
 While an answer waits for its client to read, another runs.
 """
@@ -61,7 +63,7 @@ class BoundedProtocol(HttpToolsProtocol):
     _in_head: bool = True
     """Whether the next bytes belong to a head; only the parser knows where a head ends."""
     _line: bytes = b""
-    """What has come of a line of the head."""
+    """The bytes so far of a line of the head."""
     _answered: RequestResponseCycle | None = None
     """The request answered last, or now; ``cycle`` is the one that came last, and may wait."""
 
@@ -127,7 +129,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self._answered.message_event.set()
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse what is no HTTP."""
+        """Refuse bytes that are not HTTP."""
         self._refuse(ApiError(400, msg, code="invalid_http"))
 
     def timeout_keep_alive_handler(self) -> None:

@@ -5,8 +5,8 @@ of its choices at once (``body``), or for each choice the pieces as they come (`
 behind them what concerns them all (``closing``, or ``failure`` instead).
 
 A writer's first piece tells the number of input tokens (``piece.source``, if ``Chat.tells_counts``
-is set), so that a stream can open with it. What must be remembered of an answer that is whole is
-remembered in ``body`` or ``closing``.
+is set), so that a stream can open with it. A renderer that keeps complete answers for later
+requests stores them in ``body`` or ``closing``.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from minisgl_gateway.service import Service
 
 
 class ResponsesRoutes:
-    """OpenAI's newer API: answers, and what is kept of them."""
+    """OpenAI's newer API: answers, and the stored ones."""
 
     def __init__(self, service: Service, memory: ResponseMemory) -> None:
         self._service = service

@@ -2,7 +2,7 @@
 
 Requests with the same beginning go to the same server, whose prefix cache then has it. A request
 that a server refuses or loses before its first token goes to another one, once. Knows which errors
-speak against a server; ``balance`` knows what follows from them.
+speak against a server; ``balance`` knows what follows from them. Must not know any API's JSON.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Servers:
     """An ``Engine`` of several servers. Belongs to one event loop."""
 
     def __init__(self, addresses: Sequence[str], model: str) -> None:
-        """Raises ``InvalidArgument`` if one of the ``addresses`` is none."""
+        """Raises ``InvalidArgument`` if one of the ``addresses`` is not valid."""
         self._addresses = list(addresses)
         self._clients = [
             AsyncClient(address, protocol="grpc", model=model, retries=0) for address in addresses

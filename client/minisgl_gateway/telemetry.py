@@ -1,4 +1,7 @@
-"""What the gateway counts, in Prometheus' text format; one registry a gateway."""
+"""What the gateway counts, in Prometheus' text format; one registry a gateway.
+
+Must not know when something is counted, or what a request asks for.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ _SECONDS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 
 
 
 class Telemetry:
-    """The metrics; routes are paths of the API, ``other`` for what is none or did not get there."""
+    """The metrics; routes are paths of the API, or ``other`` for requests that reached none."""
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()

@@ -2,7 +2,8 @@
 
 A thinking section stands at the beginning, between two markers such as ``<think>`` and
 ``</think>``; a model may leave it out. Later markers are text. Templates drop the line breaks
-around a thought and before the answer, and so does the reader.
+around a thought and before the answer, and so does the reader. Must not know tokens, or which model
+writes such marks.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class ThinkingReader:
         self._held: list[str] = []
         """Line breaks of a thought, or blanks before it, that may have to be dropped."""
         self._partial = ""
-        """What may be the beginning of a marker, behind what is held."""
+        """Text behind the held one that may be the beginning of a marker."""
 
     def push(self, text: str) -> list[Thought | str]:
         """Thoughts and texts that are certain with this piece."""
@@ -64,7 +65,7 @@ class ThinkingReader:
         return found
 
     def finish(self) -> list[Thought | str]:
-        """What is left at the end of the answer, which may be in the midst of a thought."""
+        """The rest, at the end of the answer, which may be in the midst of a thought."""
         rest = "".join([*self._held, self._partial])
         is_thought = self._place is _Place.THINKING or (
             self._place is _Place.BEFORE and self._begins_inside
@@ -94,7 +95,7 @@ class ThinkingReader:
         return body
 
     def _thinking(self, text: str, found: list[Thought | str]) -> str:
-        """Tell what is thought; returns what is behind the end marker."""
+        """Add the text of the thought to ``found``; returns the text behind the end marker."""
         thought, marker, rest = text.partition(self._end)
         if not marker:
             partial = next(

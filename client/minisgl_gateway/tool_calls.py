@@ -4,7 +4,8 @@ A ``CallReader`` takes the text piece by piece, however it is cut, and gives bac
 whole calls in order. How a model writes calls is its ``Syntax`` (``call_syntax``).
 
 What is not a call after all stays text: nothing is lost or invented, but for blanks around calls
-and what separates them. Each character is looked at a bounded number of times.
+and what separates them. Each character is looked at a bounded number of times. Must not know
+schemas of tools, or any API's JSON.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class CallReader:
         self._held: list[str] = []
         """Blanks, and a separator behind a call: both are dropped if a call follows."""
         self._partial = ""
-        """The beginning of what may be an opening, behind what is held."""
+        """Text behind the held one that may be the beginning of an opening."""
         self._is_behind_call = False
         self._following: Following | None = None
         self._followed: list[str] = []
@@ -48,7 +49,7 @@ class CallReader:
         return found
 
     def finish(self, *, closed: bool = False) -> list[str | CalledTool]:
-        """What is left at the end; ``closed`` if the closing of a call was the stop string."""
+        """The rest, at the end; ``closed`` if the closing of a call was the stop string."""
         found = self.push(self._syntax.closing if closed and self._following else "")
         rest = "".join([*self._held, self._partial, *self._followed])
         self._following, self._partial = None, ""

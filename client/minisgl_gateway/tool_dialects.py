@@ -2,7 +2,8 @@
 
 A ``Dialect`` knows how calls are read out of an answer (``tool_calls``), and the structural tag
 that keeps the engine to calls which follow their schemas. The tag's triggers are the openings that
-the reader knows, so no call that is read got around its schema.
+the reader knows, so no call that is read got around its schema. Must not know by which API
+a request came.
 """
 
 from __future__ import annotations

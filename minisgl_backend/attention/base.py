@@ -38,7 +38,8 @@ class AttentionShape:
     """Heads of one rank. ``windows`` has an entry a layer: the number of positions that a token
     sees, its own included; None for all up to its own. ``scale`` multiplies the scores, q k^T. With
     ``sinks`` each layer has some (``PagedKV``). ``by_layer`` has an entry a layer if not all have
-    ``num_kv_heads`` of ``head_dim``."""
+    ``num_kv_heads`` of ``head_dim``. ``window_pages``: layers with windows have pages of their own,
+    and a table of them (``cache.windows``)."""
 
     num_heads: int
     num_kv_heads: int
@@ -47,24 +48,40 @@ class AttentionShape:
     windows: tuple[int | None, ...]
     sinks: bool = False
     by_layer: tuple[KVHeads, ...] = ()
+    window_pages: bool = False
 
     @property
     def num_layers(self) -> int:
         return len(self.windows)
 
     @property
-    def numbers_per_position(self) -> int:
-        """Of the keys of all layers together, and as many of the values."""
-        return sum(len(own) * kind.num_kv_heads * kind.head_dim for kind, own in self.kinds)
+    def window(self) -> int | None:
+        """The largest window of a layer; None if all layers see all positions."""
+        return max((window for window in self.windows if window is not None), default=None)
+
+    def for_context(self, context: int) -> AttentionShape:
+        """With window pages, if sequences of ``context`` tokens are longer than the windows, and
+        not all layers have one."""
+        is_longer = self.window is not None and self.window < context
+        return replace(self, window_pages=is_longer and None in self.windows)
+
+    def numbers_per_position(self, *, window_pages: bool) -> int:
+        """Of the keys, and as many of the values, of all layers together that have window pages, or
+        of all that have not."""
+        return sum(
+            len(own) * kind.num_kv_heads * kind.head_dim
+            for kind, own in self.kinds
+            if kind.window_pages == window_pages
+        )
 
     @property
     def kinds(self) -> tuple[tuple[AttentionShape, tuple[int, ...]], ...]:
         """Shapes whose layers are all alike, each with the indices of its layers."""
-        if not self.by_layer:
-            return ((self, tuple(range(self.num_layers))),)
-        found: dict[KVHeads, list[int]] = {}
-        for layer, heads in enumerate(self.by_layer):
-            found.setdefault(heads, []).append(layer)
+        found: dict[tuple[KVHeads, bool], list[int]] = {}
+        same = KVHeads(self.num_kv_heads, self.head_dim)
+        for layer, heads in enumerate(self.by_layer or [same] * self.num_layers):
+            own_pages = self.window_pages and self.windows[layer] is not None
+            found.setdefault((heads, own_pages), []).append(layer)
         return tuple(
             (
                 replace(
@@ -73,10 +90,11 @@ class AttentionShape:
                     head_dim=heads.head_dim,
                     windows=tuple(self.windows[layer] for layer in layers),
                     by_layer=(),
+                    window_pages=own_pages,
                 ),
                 tuple(layers),
             )
-            for heads, layers in found.items()
+            for (heads, own_pages), layers in found.items()
         )
 
 
@@ -93,8 +111,9 @@ class AttentionSetting:
     """The model, pages, batches and device that a backend is made for.
 
     ``dtype`` is that of queries and results, ``kv_dtype`` that of pages: the same, or float8_e4m3.
-    Batches of more than ``max_captured_batch_size`` rows are not captured in a graph. With
-    ``batch_invariant`` a token's result depends on nothing but its own row.
+    Batches of more than ``max_captured_batch_size`` rows are not captured in a graph. ``grouped``:
+    steps may have groups. With ``batch_invariant`` a token's result depends on nothing but its own
+    row.
     """
 
     shape: AttentionShape
@@ -105,6 +124,7 @@ class AttentionSetting:
     max_batch_size: int
     max_captured_batch_size: int
     device: torch.device
+    grouped: bool = False
     batch_invariant: bool = False
 
     @property
@@ -149,7 +169,8 @@ class Chunks:
     ``rows`` [num_chunks] of ``page_table`` [num_rows, max_pages]; ``offsets`` [num_chunks + 1];
     ``ends`` [num_chunks]. The host knows the largest length, the largest end, and copies of offsets
     and ends, ``host_offsets`` and ``host_ends``. In a step to be captured these copies are None,
-    the two maxima are the largest possible ones, and chunks may be empty.
+    the two maxima are the largest possible ones, and chunks may be empty. ``window_table``: that of
+    layers with window pages, whose lines have the dummy page before the window.
     """
 
     rows: Tensor
@@ -160,6 +181,12 @@ class Chunks:
     max_end: int
     host_offsets: IntArray | None = None
     host_ends: IntArray | None = None
+    window_table: Tensor | None = None
+
+    def over_window_pages(self) -> Chunks:
+        """The same for layers that have them."""
+        assert self.window_table is not None
+        return replace(self, page_table=self.window_table)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -169,7 +196,9 @@ class DecodeRows:
     ``rows`` [batch_size] of ``page_table`` [num_rows, max_pages]; ``lengths`` [batch_size], the new
     token's position included; ``host_lengths`` are the same, and None in a step to be captured.
     ``groups``, on the host, have indices of these rows as members; a backend may leave them alone.
-    ``pdl``: kernels may be launched before their predecessors end.
+    ``grouped``, in a step to be captured: those of its groups that ``GroupedDecode.take_groups``
+    took last. ``pdl``: kernels may be launched before their predecessors end. ``window_table``: as
+    in ``Chunks``.
     """
 
     rows: Tensor
@@ -177,7 +206,14 @@ class DecodeRows:
     page_table: Tensor
     host_lengths: IntArray | None = None
     groups: Groups = NO_GROUPS
+    grouped: bool = False
     pdl: bool = False
+    window_table: Tensor | None = None
+
+    def over_window_pages(self) -> DecodeRows:
+        """The same for layers that have them; rows share none of these as they share pages."""
+        assert self.window_table is not None
+        return replace(self, page_table=self.window_table, groups=NO_GROUPS, grouped=False)
 
 
 Attend: TypeAlias = "Callable[[Tensor, PagedKV, int], Tensor]"
@@ -223,19 +259,44 @@ class ScheduledDecode(DecodeAttention, Protocol):
         """
 
 
+@runtime_checkable
+class GroupedDecode(DecodeAttention, Protocol):
+    """Decode attention whose captured steps can read the pages of groups once for all rows."""
+
+    def take_groups(self, groups: Groups) -> bool:
+        """Let captured steps with ``DecodeRows.grouped`` take these groups from now on.
+
+        Returns False, and has done nothing, if they do not pay: then the other steps are quicker.
+        Members are indices of the step's rows. Called on the stream of the step, before each
+        replay; costs little while the groups stay the same.
+        """
+
+
 @dataclass(frozen=True, slots=True)
 class AttentionByLayer:
-    """``PrefillAttention`` and ``DecodeAttention`` of layers whose heads differ: of each layer
-    the index of the backend that computes it, and its index among the layers of that one."""
+    """``PrefillAttention`` and ``DecodeAttention`` of layers whose heads or pages differ: of each
+    layer the index of the backend that computes it, and its index among the layers of that one.
+    ``window_pages``: which backends are for layers that have such."""
 
     backends: Sequence[PagedAttention]
     layers: Sequence[tuple[int, int]]
+    window_pages: Sequence[bool]
 
     def plan_chunks(self, chunks: Chunks) -> LayerAttention:
-        return self._by_layer([backend.prefill.plan_chunks(chunks) for backend in self.backends])
+        return self._by_layer(
+            [
+                backend.prefill.plan_chunks(chunks.over_window_pages() if in_window else chunks)
+                for backend, in_window in zip(self.backends, self.window_pages, strict=True)
+            ]
+        )
 
     def plan_rows(self, rows: DecodeRows) -> LayerAttention:
-        return self._by_layer([backend.decode.plan_rows(rows) for backend in self.backends])
+        return self._by_layer(
+            [
+                backend.decode.plan_rows(rows.over_window_pages() if in_window else rows)
+                for backend, in_window in zip(self.backends, self.window_pages, strict=True)
+            ]
+        )
 
     def _by_layer(self, planned: Sequence[LayerAttention]) -> LayerAttention:
         def attend(out: Tensor, q: Tensor, kv: PagedKV, layer: int) -> None:
@@ -245,12 +306,32 @@ class AttentionByLayer:
         return attend
 
 
+class ScheduledByLayer(AttentionByLayer):
+    """The same if some of the backends follow schedules (``ScheduledDecode``)."""
+
+    def schedule_rows(self, lengths: IntArray) -> None:
+        for backend in self.backends:
+            if isinstance(backend.decode, ScheduledDecode):
+                backend.decode.schedule_rows(lengths)
+
+
+class GroupedByLayer(AttentionByLayer):
+    """The same if groups share the pages of one of the backends, a ``GroupedDecode``."""
+
+    def take_groups(self, groups: Groups) -> bool:
+        return any(
+            isinstance(backend.decode, GroupedDecode) and backend.decode.take_groups(groups)
+            for backend, in_window in zip(self.backends, self.window_pages, strict=True)
+            if not in_window
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class PagedAttention:
     """A backend: ``name`` is the option that chooses it.
 
     ``can_capture``: decode steps can be captured in CUDA graphs; ``captures_chunks``: so can steps
-    with prompt chunks.
+    with prompt chunks. ``reads_groups``: it makes use of groups.
     """
 
     name: str
@@ -258,6 +339,7 @@ class PagedAttention:
     decode: DecodeAttention
     can_capture: bool = True
     captures_chunks: bool = True
+    reads_groups: bool = False
 
     def plan(self, decodes: DecodeRows | None, chunks: Chunks | None) -> Attend:
         """Prepare a step: the decoding rows, whose tokens come first, then the chunks.

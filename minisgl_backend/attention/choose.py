@@ -2,7 +2,8 @@
 
 One name stands for prefill and decode, two with a comma for one each. Names that are unknown or
 cannot run here raise a ``ConfigError`` that says what to do. ``cuda`` and ``trtllm`` only decode:
-given alone, each is paired with the prefill that ``auto`` takes.
+given alone, each is paired with the prefill that ``auto`` takes. Must not know models, plans or
+requests: what it needs of them is in ``AttentionSetting``.
 """
 
 from __future__ import annotations
@@ -22,8 +23,11 @@ from minisgl_backend.attention.base import (
     AttentionByLayer,
     AttentionSetting,
     DecodeAttention,
+    GroupedByLayer,
+    GroupedDecode,
     PagedAttention,
     PrefillAttention,
+    ScheduledByLayer,
     ScheduledDecode,
 )
 from minisgl_backend.attention.flash_attn import FlashAttention
@@ -71,11 +75,11 @@ def choose_attention(option: str | None, setting: AttentionSetting) -> PagedAtte
     ``triton``. ``fi`` and ``trtllm`` compile their kernels for minutes at first use, so ``auto``
     never takes them. With ``batch_invariant`` there is one backend, which no option names.
     """
+    if len(setting.shape.kinds) > 1:
+        return _by_layer(option, setting)
     if setting.batch_invariant:
         attention = InvariantAttention(setting)
         return PagedAttention("invariant", attention, attention)
-    if setting.shape.by_layer:
-        return _by_layer(option, setting)
     prefill_name, decode_name = _auto(setting) if option is None else _parse(option, setting)
     of_prefill, of_decode = _PREFILL[prefill_name], _DECODE[decode_name]
     prefill = _made(of_prefill, prefill_name, setting)
@@ -85,31 +89,61 @@ def choose_attention(option: str | None, setting: AttentionSetting) -> PagedAtte
     # the schedule of a captured step is for decoding rows alone
     has_schedule = isinstance(decode, ScheduledDecode)
     captures_chunks = can_capture and not of_prefill.needs_host and not has_schedule
-    return PagedAttention(name, prefill, decode, can_capture, captures_chunks)
+    # on a CPU there is one backend, which does; with float16 engines hung in tests on a GPU
+    can_group = setting.device.type == "cpu" or (
+        isinstance(decode, GroupedDecode) and setting.dtype == torch.bfloat16
+    )
+    return PagedAttention(
+        name,
+        prefill,
+        decode,
+        can_capture,
+        captures_chunks,
+        reads_groups=setting.grouped and can_group,
+    )
 
 
 def _by_layer(option: str | None, setting: AttentionSetting) -> PagedAttention:
-    """A backend for layers whose heads differ, made of one for each kind of them."""
+    """A backend for layers whose heads or pages differ, made of one for each kind of them."""
     kinds = setting.shape.kinds
-    backends = [choose_attention(option, replace(setting, shape=kind)) for kind, _ in kinds]
-    for backend in backends:
-        if isinstance(backend.decode, ScheduledDecode):
-            raise ConfigError(
-                f"attention_backend {backend.name} is not offered for models whose layers have "
-                "heads of different sizes"
-            )
+    backends = [
+        choose_attention(
+            option,
+            # rows of a group may see different parts of the windows of others
+            replace(setting, shape=kind, grouped=setting.grouped and not kind.window_pages),
+        )
+        for kind, _ in kinds
+    ]
+    has_schedule = any(isinstance(backend.decode, ScheduledDecode) for backend in backends)
+    if has_schedule and setting.shape.by_layer:
+        raise ConfigError(
+            f"attention_backend {backends[0].name} is not offered for models whose layers have "
+            "heads of different sizes"
+        )
     places = {
         layer: (kind, own_index)
         for kind, (_, layers) in enumerate(kinds)
         for own_index, layer in enumerate(layers)
     }
-    both = AttentionByLayer(backends, [places[layer] for layer in sorted(places)])
+    grouped = [isinstance(backend.decode, GroupedDecode) for backend in backends]
+    in_pages = [not kind.window_pages for kind, _ in kinds]
+    make = AttentionByLayer
+    if has_schedule:
+        make = ScheduledByLayer
+    elif sum(in_pages) == 1 and grouped[in_pages.index(True)]:
+        make = GroupedByLayer
+    both = make(
+        backends,
+        [places[layer] for layer in sorted(places)],
+        [kind.window_pages for kind, _ in kinds],
+    )
     return PagedAttention(
         "+".join(dict.fromkeys(backend.name for backend in backends)),
         both,
         both,
         can_capture=all(backend.can_capture for backend in backends),
         captures_chunks=all(backend.captures_chunks for backend in backends),
+        reads_groups=any(backend.reads_groups for backend in backends),
     )
 
 

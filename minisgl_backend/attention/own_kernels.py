@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,12 +20,15 @@ from minisgl_backend.attention.base import (
     PagedKV,
 )
 from minisgl_backend.kernels.decode_attention import DecodeWorkspace, decode_attention
+from minisgl_backend.kernels.dispatch import num_processors
 from minisgl_backend.kernels.invariant_attention import (
     invariant_decode_attention,
     invariant_prefill_attention,
     split_size,
 )
 from minisgl_backend.kernels.prefill_attention import prefill_attention
+from minisgl_backend.kernels.shared_attention import SharedAttention, SharedShape
+from minisgl_backend.plan import NO_GROUPS, Groups
 
 
 class TritonPrefill:
@@ -85,7 +89,7 @@ class TritonDecode:
 
 
 class CudaDecode:
-    """``DecodeAttention`` by ``kernels.cuda.decode_attention``, planned on the GPU once a step.
+    """``GroupedDecode`` by ``kernels.cuda.decode_attention``, planned on the GPU once a step.
 
     It streams keys and values at memory bandwidth, however ragged the rows are, fp8 pages included.
     """
@@ -97,6 +101,20 @@ class CudaDecode:
         shape = setting.shape
         self._shape = shape
         self._windows = setting.windows
+        self._shared: SharedAttention | None = None
+        self._asked = NO_GROUPS
+        self._pays = False
+        if setting.grouped:
+            of_groups = SharedShape(
+                max_batch=setting.max_batch_size,
+                page_size=setting.page_size,
+                num_heads=shape.num_heads,
+                num_kv_heads=shape.num_kv_heads,
+                head_dim=shape.head_dim,
+                processors=num_processors(setting.device),
+                is_fp8=setting.kv_dtype == torch.float8_e4m3fn,
+            )
+            self._shared = SharedAttention(of_groups, setting.device)
         self._kernel = DecodeAttentionKernel(
             num_heads=shape.num_heads,
             num_kv_heads=shape.num_kv_heads,
@@ -106,21 +124,42 @@ class CudaDecode:
             kv_dtype=setting.kv_dtype,
             max_batch_size=setting.max_batch_size,
             device=setting.device,
+            shared=self._shared,
         )
 
+    def take_groups(self, groups: Groups) -> bool:
+        if self._shared is None or not len(groups.sizes):
+            return False
+        if not _are_same(groups, self._asked):
+            table, cut = self._shared.table, (groups.sizes, groups.begins, groups.ends)
+            saved_us = {w: table.saved_us(*cut, window=w) for w in self._windows}
+            self._pays = sum(saved_us[window] for window in self._shape.windows) > 0
+            if self._pays:
+                self._shared.fill(table.content(*cut, groups.members))
+            self._asked = Groups(*(of.copy() for of in (*cut, groups.members)))
+        return self._pays
+
     def plan_rows(self, rows: DecodeRows) -> LayerAttention:
+        is_captured = rows.host_lengths is None
+        grouped = rows.grouped if is_captured else self.take_groups(rows.groups)
         runs = {
             window: self._kernel.plan(
-                rows.page_table, rows.lengths, rows=rows.rows, window=window, pdl=rows.pdl
+                rows.page_table,
+                rows.lengths,
+                rows=rows.rows,
+                window=window,
+                grouped=grouped,
+                pdl=rows.pdl,
             )
             for window in self._windows
         }
-        return partial(self._attend, rows, runs)
+        return partial(self._attend, rows, runs, grouped)
 
     def _attend(
         self,
         rows: DecodeRows,
         runs: dict[int | None, Tensor],
+        grouped: bool,
         out: Tensor,
         q: Tensor,
         kv: PagedKV,
@@ -142,6 +181,7 @@ class CudaDecode:
             v_scale=kv.v_scale,
             sinks=kv.sinks,
             out=out,
+            grouped=grouped,
             pdl=rows.pdl,
         )
 
@@ -201,3 +241,12 @@ class InvariantAttention:
             out=out,
             pdl=rows.pdl,
         )
+
+
+def _are_same(groups: Groups, others: Groups) -> bool:
+    return (
+        np.array_equal(groups.members, others.members)
+        and np.array_equal(groups.sizes, others.sizes)
+        and np.array_equal(groups.ends, others.ends)
+        and np.array_equal(groups.begins, others.begins)
+    )

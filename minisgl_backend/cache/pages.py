@@ -11,6 +11,8 @@ Invariants:
 
 from __future__ import annotations
 
+from array import array
+
 import numpy as np
 
 from minisgl_backend.errors import InvariantError
@@ -97,3 +99,8 @@ class PagePool:
             raise InvariantError("a free page is suspect and not about to be cleared")
         if np.count_nonzero(self._is_suspect) != self.num_suspect:
             raise InvariantError("the count of suspect pages is not that of their flags")
+
+
+def as_array(pages: array[int]) -> IntArray:
+    """A copy, int32[num_pages]."""
+    return np.array(pages, dtype=np.int32)

@@ -91,6 +91,11 @@ class RadixTree:
         """Number of pages of ``tokens`` that are cached, with a snapshot behind them or without."""
         return sum(num_pages for _, num_pages in self._path(self.root, tokens, salt))
 
+    def pages_along(self, tokens: IntArray, salt: bytes) -> IntArray:
+        """The pages of the longest cached prefix of ``tokens``. Changes nothing."""
+        path = self._path(self.root, tokens, salt)
+        return np.concatenate([EMPTY, *(node.pages[:num_pages] for node, num_pages in path)])
+
     def match(self, tokens: IntArray, salt: bytes) -> tuple[Node, IntArray]:
         """Pin the longest cached prefix of ``tokens`` that ends at a snapshot, if the tree needs
         them; return its last node and its pages."""

@@ -14,8 +14,9 @@ and not given back yet.
 
 from __future__ import annotations
 
-from minisgl_backend.cache.kv import Lease, RadixCache, TreeWatch, salt_key
+from minisgl_backend.cache.kv import Lease
 from minisgl_backend.cache.radix import RadixTree
+from minisgl_backend.cache.radix_cache import RadixCache, TreeWatch
 from minisgl_backend.errors import InvariantError
 from minisgl_backend.request import IntArray
 
@@ -41,15 +42,19 @@ class SnapshotCache(RadixCache):
         self._free_snapshots = list(range(num_snapshots - 1, -1, -1))
         self._num_taken = 0
 
-    def cached_length(self, tokens: IntArray, salt: str = "") -> int:
-        return self._tree.cached_length(tokens[:-1], salt_key(salt)) * self.page_size
+    @property
+    def num_taken_snapshots(self) -> int:
+        return self._num_taken
 
     def promised_length(self, tokens: IntArray, salt: str = "") -> int:
         """None: pages that will be published may have no snapshot behind them."""
         return 0
 
-    def take_snapshot(self) -> int | None:
-        """If none is free, the least recently used prefix loses its own."""
+    def take_snapshot(self, *, rolls: bool = False) -> int | None:
+        """If none is free, the least recently used prefix loses its own. Rows that decode take at
+        most half of all, so that prefixes, which are found, keep some."""
+        if rolls and self._num_taken >= self.num_snapshots // 2:
+            return None
         if not self._free_snapshots:
             self._tree.lose_oldest_snapshot()
             self._reclaim()

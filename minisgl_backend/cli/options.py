@@ -1,7 +1,7 @@
 """Options that several commands share, the engine's among them.
 
 The engine's are generated from ``EngineOptions``, under the same names with dashes, so that they
-are listed once.
+are listed once. Must not know any command, or what becomes of an option's value.
 """
 
 from __future__ import annotations

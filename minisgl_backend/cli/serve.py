@@ -1,13 +1,18 @@
-"""`minisgl serve`: one command from a checkpoint to a Triton endpoint that answers."""
+"""`minisgl serve`: one command from a checkpoint to a Triton endpoint that answers.
+
+With several nodes the same command runs on each; those other than node 0 only have ranks. Must not
+import torch, so that a wrong option is reported at once; the models' processes load it.
+"""
 
 from __future__ import annotations
 
 import logging
 import math
+import os
 import signal
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import fields, replace
 from pathlib import Path
@@ -17,7 +22,9 @@ import click
 from minisgl_backend.cli.options import Refused, engine_options, refusing, tritonserver_option
 from minisgl_backend.config import EngineOptions
 from minisgl_backend.errors import ConfigError, EngineFailure
+from minisgl_backend.models.catalog import load_spec
 from minisgl_backend.models.hub import resolve_model, resolve_tokenizer
+from minisgl_backend.parallel.nodes import check_nodes, read_secret, with_environment
 from minisgl_backend.precheck import (
     adapter_paths,
     check_meeting_point,
@@ -26,9 +33,10 @@ from minisgl_backend.precheck import (
     device_type,
 )
 from minisgl_backend.server.health import HealthServer
-from minisgl_backend.server.installation import find_installation
+from minisgl_backend.server.installation import Installation, find_installation
 from minisgl_backend.server.launch import ServerOptions, numeric, raise_descriptor_limit
 from minisgl_backend.server.log import Console, ConsoleHandler
+from minisgl_backend.server.node import FollowingNode
 from minisgl_backend.server.process import TritonServer
 from minisgl_backend.server.repository import shipped_repository
 from minisgl_backend.server.supervisor import Supervisor
@@ -83,7 +91,11 @@ def serve(
     tritonserver: str | None,
     log_verbose: int,
 ) -> None:
-    """Serve a checkpoint through tritonserver until Ctrl-C or SIGTERM."""
+    """Serve a checkpoint through tritonserver until Ctrl-C or SIGTERM.
+
+    With --nnodes, run this on each machine: node 0 serves, the others have a part of the model, and
+    use no options of the server but --host and --health-port.
+    """
     started = time.monotonic()
     console = Console(everything=log_verbose > 0)
     logging.basicConfig(
@@ -110,9 +122,28 @@ def serve(
             " that authenticates in front, or pass --allow-remote"
         )
     with refusing():
+        options = with_modules(with_environment(options, os.environ), lora_modules_more)
+        if options.node_rank:
+            _follow(options, HealthServer(address, health_port), console)
+            return
         installation = find_installation(tritonserver)
-        options = checked(with_modules(options, lora_modules_more))
+        options = checked(options)
         raise_descriptor_limit()
+        health = HealthServer(address, health_port)
+    _supervise(options, server_options, installation, health, console, started_s=started)
+
+
+def _supervise(
+    options: EngineOptions,
+    server_options: ServerOptions,
+    installation: Installation,
+    health: HealthServer,
+    console: Console,
+    *,
+    started_s: float,
+) -> None:
+    """Keep a server running until Ctrl-C or SIGTERM. ``started_s``: of the command, by the
+    monotonic clock."""
 
     def start(server_options: ServerOptions) -> TritonServer:
         return TritonServer(
@@ -124,21 +155,44 @@ def serve(
         )
 
     def welcome(server: TritonServer) -> None:
-        seconds = time.monotonic() - started
+        seconds = time.monotonic() - started_s
         with suppress(OSError):  # stdout is closed
             click.echo(_welcome(server, health.port, Path(options.model).name, seconds))
 
-    with refusing():
-        health = HealthServer(address, health_port)
     try:
         supervisors: list[Supervisor] = []
-        stopping = _stop_on_signals(supervisors, console)
+
+        def kill() -> None:
+            for supervisor in supervisors:
+                supervisor.server.signal(signal.SIGKILL)
+
+        stopping = _stop_on_signals(kill, console)
         with refusing():
             supervisors.append(supervisor := Supervisor(start, server_options))
         health.start(supervisor.health, supervisor.stats)
         supervisor.run(stopping, welcome)
     except EngineFailure as error:
         raise click.ClickException(str(error)) from None
+    finally:
+        health.close()
+
+
+def _follow(options: EngineOptions, health: HealthServer, console: Console) -> None:
+    """Be a node other than 0 until Ctrl-C or SIGTERM. Raises ``ConfigError``."""
+    try:
+        check_nodes(options)
+        secret = read_secret(options, os.environ)
+        options = located(options)
+        load_spec(Path(options.model))
+        assert options.rendezvous is not None and options.nnodes and options.node_rank
+        node = FollowingNode(
+            options.rendezvous, options.nnodes, options.node_rank, secret, options_as_text(options)
+        )
+        stopping = _stop_on_signals(node.kill, console)
+        health.start(node.health, node.stats)
+        where = f"http://{health.address}/ready"
+        console.say(f"node {options.node_rank} of {options.nnodes} has its health at {where}")
+        node.run(stopping, options.drain_timeout_s + _LAST_ANSWERS_S)
     finally:
         health.close()
 
@@ -157,6 +211,8 @@ def checked(options: EngineOptions) -> EngineOptions:
     """The options, ``located``; ``ConfigError`` if the engine could not start with them."""
     device = device_type(options)
     check_options(options, device)
+    if (options.nnodes or 1) > 1:
+        read_secret(options, os.environ)
     check_meeting_point(options)
     options = located(options)
     checked_spec(options, Path(options.model), device)
@@ -179,6 +235,7 @@ def located(options: EngineOptions) -> EngineOptions:
         tokenizer=tokenizer,
         lora_modules=",".join(f"{n}={Path(path).resolve()}" for n, path in modules.items()) or None,
         multi_lora=options.multi_lora and str(Path(options.multi_lora).resolve()),
+        node_secret_file=options.node_secret_file and str(Path(options.node_secret_file).resolve()),
     )
 
 
@@ -193,17 +250,13 @@ def options_as_text(options: EngineOptions) -> dict[str, str]:
     }
 
 
-def _stop_on_signals(supervisors: Sequence[Supervisor], console: Console) -> threading.Event:
-    """Handle SIGINT, SIGTERM and SIGHUP: the first drains requests, a second one kills the server.
-
-    ``supervisors`` is filled later, so that a start can be stopped too.
-    """
+def _stop_on_signals(kill: Callable[[], None], console: Console) -> threading.Event:
+    """Handle SIGINT, SIGTERM and SIGHUP: the first drains requests, a second one calls ``kill``."""
     stopping = threading.Event()
 
     def forward(number: int, _frame: object) -> None:
         if stopping.is_set():
-            for supervisor in supervisors:
-                supervisor.server.signal(signal.SIGKILL)
+            kill()
             return
         stopping.set()
         console.say("stopping; requests in flight may finish, and a second signal ends them")

@@ -76,7 +76,7 @@ class Device(Protocol):
         """Copy an array into a contiguous tensor of the device, in the order of the queue."""
 
     def download(self, tensor: Tensor) -> Tensor:
-        """Copy a tensor to the host. Its values are valid once the queue has come so far."""
+        """Copy a tensor to the host. Its values are valid once the queue has run the copy."""
 
     def close(self) -> None:
         """Wait for the queue and end it. Idempotent."""

@@ -1,4 +1,4 @@
-"""Facts about this machine's processor, read from Linux. Needs no torch."""
+"""Facts about this machine's processor, read from Linux. Must not import torch."""
 
 from __future__ import annotations
 

@@ -9,14 +9,21 @@ the steps. Must not know requests, files of adapters that no plan names, or why 
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from minisgl_backend.device.base import Device, HostArray
 from minisgl_backend.errors import InvariantError
-from minisgl_backend.kernels.adapters import AdaptedTokens, AdapterRun
+from minisgl_backend.kernels.adapters import (
+    AdaptedTokens,
+    arrange_tokens,
+    arranged_size,
+    block_tokens,
+)
 from minisgl_backend.models.adapter_files import AdapterFile, open_adapter
 from minisgl_backend.models.adapter_slots import AdapterShape, AdapterSlots
 from minisgl_backend.parallel.group import Group
@@ -89,7 +96,9 @@ class RowAdapters:
         self._group = group
         self._store = store
         self._of_rows = np.zeros(num_rows, np.int32)
-        self._ranks = np.zeros(slots.num_slots + 1, np.int32)  # of the adapters in the slots
+        self._ranks = np.zeros(slots.num_slots + 1, np.int32)  # as kernels compute them
+        self.version = 0
+        """Another number whenever a row or a slot has changed."""
 
     def held(self, plan: StepPlan) -> list[Tensor]:
         """The adapters that a plan loads, on rank 0, which may be dropped once this was called.
@@ -110,24 +119,69 @@ class RowAdapters:
             if self._group.size > 1:
                 flat = self._group.broadcast(flat)
             self._slots.write(slot, shape, flat)
-            self._ranks[slot] = rank
+            self._ranks[slot] = self._slots.padded_rank(rank)
         if len(plan.adapter_rows):
             self._of_rows[plan.adapter_rows] = plan.adapter_slots
+            self.version += 1
 
     def have_any(self, rows: IntArray | HostArray) -> bool:
         """Whether any of these rows has an adapter."""
         return bool(self._of_rows[rows].any())
 
-    def of_tokens(self, rows: HostArray) -> AdaptedTokens | None:
-        """The tokens of a step by adapter, ``rows`` [num_tokens] being theirs; None if no row has
-        one."""
-        slots = self._of_rows[rows]  # [num_tokens]
-        order = np.argsort(slots, kind="stable")
-        present, begins = np.unique(slots[order], return_index=True)
-        ends = [*begins[1:].tolist(), len(order)]
-        runs = tuple(
-            AdapterRun(slot, int(self._ranks[slot]), begin, end)
-            for slot, begin, end in zip(present.tolist(), begins.tolist(), ends, strict=True)
-            if slot
-        )
-        return AdaptedTokens(self._device.upload(order), runs) if runs else None
+    def of_tokens(self, rows: HostArray) -> AdaptedTokens:
+        """Those of a step that is not captured, ``rows`` [num_tokens] being its tokens'."""
+        num_tokens = len(rows)
+        # on the host there is no kernel to be given equal work
+        block = num_tokens if self._device.is_host else block_tokens(num_tokens)
+        content = self.arranged(rows, num_tokens, block=block)
+        return AdaptedTokens(self._device.upload(content), num_tokens, block)
+
+    def arranged(self, rows: IntArray | HostArray, num_tokens: int, *, block: int) -> IntArray:
+        """The content of ``AdaptedTokens`` for tokens of ``rows``; those behind them are padding,
+        up to ``num_tokens``."""
+        slots = np.zeros(num_tokens, np.int32)
+        slots[: len(rows)] = self._of_rows[rows]
+        size = self.arranged_size(num_tokens, block=block)
+        return arrange_tokens(slots, self._ranks, block=block, size=size)
+
+    def arranged_size(self, num_tokens: int, *, block: int) -> int:
+        """The length of that content."""
+        return arranged_size(num_tokens, self._slots.num_slots, block)
+
+    def trying_out(self, work: Callable[[], None]) -> None:
+        """Do ``work`` as if the dummy row had the largest adapter, to compile all kernels."""
+        self._of_rows[-1], self._ranks[1] = 1, self._slots.padded_rank(self._slots.max_rank)
+        try:
+            work()
+        finally:
+            self._of_rows[-1] = self._ranks[1] = 0
+
+
+class CapturedAdapters:
+    """The tokens of captured steps of several sizes by adapter, in one buffer, which is written
+    before each."""
+
+    def __init__(self, adapters: RowAdapters, device: Device, most_tokens: int):
+        """``most_tokens``: of the largest step."""
+        self._adapters = adapters
+        self._device = device
+        # blocks of more tokens are fewer: the largest step need not have the longest buffer
+        most = max(self._length(size) for size in range(1, most_tokens + 1))
+        self._buffer = torch.zeros(most, dtype=torch.int32, device=device.torch_device)
+        self._written: tuple[int, int, bytes] | None = None
+
+    def view(self, size: int) -> AdaptedTokens:
+        """Those of a step of ``size`` tokens."""
+        return AdaptedTokens(self._buffer[: self._length(size)], size, block_tokens(size))
+
+    def write(self, rows: IntArray | HostArray, size: int) -> None:
+        """Group the tokens of a step, which are of ``rows``, and then of padding."""
+        key = self._adapters.version, size, rows.tobytes()
+        if key == self._written:
+            return
+        content = self._adapters.arranged(rows, size, block=block_tokens(size))
+        self._device.overwrite(self._buffer[: len(content)], content)
+        self._written = key
+
+    def _length(self, size: int) -> int:
+        return self._adapters.arranged_size(size, block=block_tokens(size))

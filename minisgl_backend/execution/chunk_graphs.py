@@ -6,6 +6,9 @@ of tokens. A step takes the smallest graph that holds it; the dummy row fills th
 Head and sampling depend on how many tokens are sampled: they are launched while the layers run.
 All ranks have the same graphs and replay the same one, since the plan alone decides.
 
+If the attention kernels can read pages that decoding rows share together, steps in which that pays
+have graphs of their own (``attention.base.GroupedDecode``).
+
 Must not know models or attention: what is captured is a function of a ``ChunkInputs``.
 """
 
@@ -20,9 +23,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minisgl_backend.device.base import Device
-from minisgl_backend.execution.capture import capture
+from minisgl_backend.device.base import Device, Graph, HostArray
+from minisgl_backend.execution.capture import Captured, capture
 from minisgl_backend.execution.flat_batch import FlatBatch
+from minisgl_backend.plan import Groups
 from minisgl_backend.progress import Progress
 from minisgl_backend.request import EMPTY, IntArray
 
@@ -31,6 +35,9 @@ LAST_TOKEN = -1
 
 _TOKENS_A_CHUNK = 16
 """A graph has room for one chunk per 16 tokens; a step with more chunks needs a larger graph."""
+
+_LEAST_GROUPED = 256
+"""Tokens of the smallest step whose groups are worth a graph."""
 
 
 def token_counts(whole_step: int, most: int) -> list[int]:
@@ -128,28 +135,42 @@ class ChunkGraphs:
     def __init__(
         self,
         device: Device,
-        layers: Callable[[ChunkInputs], Tensor],
+        layers: Callable[[ChunkInputs, bool], Tensor],
         sizes: Sequence[int],
         *,
         max_rows: int,
         progress: Progress,
+        take_groups: Callable[[Groups], bool] | None = None,
+        take_rows: Callable[[HostArray, int], None] | None = None,
     ):
-        """``layers`` enqueues all layers over the tokens of its inputs, and returns the residual
-        stream [num_tokens, hidden_size]. ``sizes`` are numbers of tokens, ascending."""
+        """``layers`` enqueues all layers over the tokens of its inputs, grouped or not, and returns
+        the residual stream [num_tokens, hidden_size]. ``sizes`` are numbers of tokens, ascending.
+        ``take_groups`` gets the groups of a step, and says whether it is to be a grouped one;
+        ``take_rows`` gets the rows of its tokens, and the size."""
         self._device = device
+        self._take_rows = take_rows
         self._sizes = list(sizes)
         self._max_rows = max_rows
         most = sum(_lengths(self._sizes[-1], max_rows))
         self._buffer = torch.empty(most, dtype=torch.int32, device=device.torch_device)
-        self.captured = capture(
-            device,
-            "number of tokens",
-            self._sizes,
-            lambda size: layers(ChunkInputs.of(self._buffer, size, max_rows)),
-            prepare=lambda size: self._write(size, FlatBatch.of_decodes(EMPTY, EMPTY), EMPTY),
-            option="cuda_graph_max_tokens",
-            progress=progress,
-        )
+
+        def captured(what: str, sizes: Sequence[int], *, grouped: bool) -> Captured[Tensor]:
+            return capture(
+                device,
+                what,
+                sizes,
+                lambda size: layers(ChunkInputs.of(self._buffer, size, max_rows), grouped),
+                prepare=lambda size: self._write(size, FlatBatch.of_decodes(EMPTY, EMPTY), EMPTY),
+                option="cuda_graph_max_tokens",
+                progress=progress,
+            )
+
+        self.captured = captured("number of tokens", self._sizes, grouped=False)
+        self._grouped: dict[int, Graph[Tensor]] = {}
+        self._take_groups = take_groups or (lambda groups: False)
+        if take_groups is not None:
+            larger = [size for size in self._sizes if size >= _LEAST_GROUPED]
+            self._grouped = captured("number of tokens, grouped", larger, grouped=True).graphs
 
     def fits(self, batch: FlatBatch) -> bool:
         """Whether there is a graph for this step."""
@@ -161,14 +182,18 @@ class ChunkGraphs:
         size = fitting(self._sizes, batch)
         assert size is not None
         self._write(size, batch, prefill_tokens)
-        graph = self.captured.graphs[size]
+        is_grouped = size in self._grouped and self._take_groups(batch.groups)
+        graph = (self._grouped if is_grouped else self.captured.graphs)[size]
         graph.replay()
         return graph.output
 
     def close(self) -> None:
         """Destroy the graphs, which hold the addresses of everything they use."""
         self.captured.graphs.clear()
+        self._grouped.clear()
 
     def _write(self, size: int, batch: FlatBatch, prefill_tokens: IntArray) -> None:
         content = fill(size, self._max_rows, batch, prefill_tokens)
         self._device.overwrite(self._buffer[: len(content)], content)
+        if self._take_rows is not None:
+            self._take_rows(batch.rows, size)

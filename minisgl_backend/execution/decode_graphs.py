@@ -3,17 +3,21 @@
 A graph is made for one batch size: look up the rows, run the layers, sample, write tokens and
 lengths back (``kernels.rows``). Between two replays the host writes the step's inputs, and only if
 rows changed or pages were granted. For steps that wait for masks there are two more graphs of each
-size, the first up to the logits and the second for the rest.
+size, the first up to the logits and the second for the rest. If the attention kernels can read
+pages that rows share together, there is one more of each larger size, for steps in which that pays
+(``attention.base.GroupedDecode``); steps that wait for masks do without.
 
 Batches are padded to the next captured size with the dummy row. If the attention kernels need a
 schedule from the host (``attention.base.ScheduledDecode``), it is written before each replay.
+
+Must not know models or attention: what is captured are functions of a ``StepInputs``.
 """
 
 from __future__ import annotations
 
 import bisect
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Final, TypeVar
 
 import numpy as np
 
@@ -22,10 +26,14 @@ from minisgl_backend.errors import ConfigError
 from minisgl_backend.execution.capture import Captured, capture
 from minisgl_backend.execution.sampling import StepLogits, StepOutput
 from minisgl_backend.kernels.rows import RowTable, StepInputs
+from minisgl_backend.plan import NO_GROUPS, Groups
 from minisgl_backend.progress import Progress
-from minisgl_backend.request import IntArray
+from minisgl_backend.request import EMPTY, IntArray
 
 T = TypeVar("T")
+
+_LEAST_GROUPED: Final = 8
+"""Rows of the smallest step whose groups are worth a graph."""
 
 
 def batch_sizes(most: int, chosen: str | None) -> list[int]:
@@ -61,39 +69,57 @@ class DecodeGraphs:
         self,
         device: Device,
         table: RowTable,
-        forward: Callable[[StepInputs, int], StepLogits],
+        forward: Callable[[StepInputs, int, bool], StepLogits],
         sample: Callable[[StepLogits], StepOutput],
         sizes: Sequence[int],
         schedule: Callable[[IntArray], None] | None,
         progress: Progress,
         *,
         takes_masks: bool,
+        take_groups: Callable[[Groups], bool] | None = None,
+        take_rows: Callable[[IntArray, int], None] | None = None,
     ):
-        """``forward`` enqueues a decode step of the given number of first rows of its inputs, up to
-        the logits, from which ``sample`` goes on; ``schedule`` gets the rows' lengths, int32
-        [batch_size], before such a step is enqueued."""
+        """``forward`` enqueues a decode step of the given number of first rows of its inputs,
+        grouped or not, up to the logits, from which ``sample`` goes on. ``schedule`` gets the rows'
+        lengths, int32 [batch_size], before such a step is enqueued; ``take_groups`` its groups, and
+        says whether it is to be a grouped one; ``take_rows`` its rows and the batch size."""
         self._device = device
         self._table = table
         most = max(sizes)
         self._sizes = sorted(sizes)
-        self._inputs = StepInputs.empty(most, most, device.torch_device)
+        # a row that grows is granted a page, and a window page for one that it has passed
+        of_row = 1 if table.window_pages is None else 3
+        self._inputs = StepInputs.empty(most, of_row * most, device.torch_device)
         self._inputs.rows.fill_(table.dummy_row)
         self._rows: IntArray = np.full(most, table.dummy_row, np.int32)
         self._schedule = schedule
+        self._take_rows = take_rows
 
         def captured(
-            what: str, work: Callable[[int], T], prepare: Callable[[int], None]
+            what: str,
+            work: Callable[[int], T],
+            prepare: Callable[[int], None],
+            sizes: Sequence[int] = self._sizes,
         ) -> Captured[T]:
             option = "cuda_graph_max_batch_size"
             return capture(
-                device, what, self._sizes, work, prepare=prepare, option=option, progress=progress
+                device, what, sizes, work, prepare=prepare, option=option, progress=progress
             )
 
         def begin(size: int) -> StepLogits:  # of dummy rows
-            return forward(self._inputs, size)
+            return forward(self._inputs, size, False)
 
         whole = captured("batch size", lambda size: sample(begin(size)), self._schedule_padding)
         self.captured = whole
+        self._grouped: dict[int, Graph[StepOutput]] = {}
+        self._take_groups = take_groups or (lambda groups: False)
+        if take_groups is not None:
+            self._grouped = captured(
+                "batch size, grouped",
+                lambda size: sample(forward(self._inputs, size, True)),
+                self._schedule_padding,
+                [size for size in self._sizes if size >= _LEAST_GROUPED],
+            ).graphs
         self._forwards: dict[int, Graph[StepLogits]] = {}
         self._samplings: dict[int, Graph[StepOutput]] = {}
         if takes_masks:
@@ -105,17 +131,30 @@ class DecodeGraphs:
             )
             self._forwards, self._samplings = begun.graphs, rest.graphs
 
-    def fits(self, num_rows: int, num_grants: int) -> bool:
-        """Whether a step of these numbers of rows and grants can be replayed."""
-        return num_rows <= self._sizes[-1] and num_grants <= self._inputs.max_grants
+    @property
+    def max_grants(self) -> int:
+        """How many grants a step takes; more must be written before it."""
+        return self._inputs.max_grants
 
-    def replay(self, rows: IntArray, positions: IntArray, grants: IntArray) -> StepOutput:
+    def fits(self, num_rows: int) -> bool:
+        """Whether a step of this number of rows can be replayed."""
+        return num_rows <= self._sizes[-1]
+
+    def replay(
+        self,
+        rows: IntArray,
+        positions: IntArray,
+        grants: IntArray,
+        groups: Groups = NO_GROUPS,
+    ) -> StepOutput:
         """Enqueue a decode step of ``rows`` at ``positions``, int32 [num_rows] both, after grants
-        int32 [3, num_grants].
+        int32 [3, num_grants]. Members of ``groups`` are indices of ``rows``.
 
         The output's first num_rows entries are those of the rows.
         """
-        graph = self.captured.graphs[self._prepare(rows, positions, grants)]
+        size = self._prepare(rows, positions, grants)
+        is_grouped = size in self._grouped and self._take_groups(groups)
+        graph = (self._grouped if is_grouped else self.captured.graphs)[size]
         graph.replay()
         return graph.output
 
@@ -155,13 +194,17 @@ class DecodeGraphs:
             lengths = np.ones(size, np.int32)
             lengths[:num_rows] += positions
             self._schedule(lengths)
+        if self._take_rows is not None:
+            self._take_rows(rows, size)
         return size
 
     def close(self) -> None:
         """Destroy the graphs, which hold the addresses of everything they use."""
-        for graphs in (self.captured.graphs, self._samplings, self._forwards):
+        for graphs in (self.captured.graphs, self._grouped, self._samplings, self._forwards):
             graphs.clear()
 
     def _schedule_padding(self, size: int) -> None:
         if self._schedule is not None:
             self._schedule(np.ones(size, np.int32))
+        if self._take_rows is not None:
+            self._take_rows(EMPTY, size)

@@ -33,7 +33,7 @@ class Embeddings:
     found: Tensor
 
     def download(self, device: Device) -> Embeddings:
-        """The same on the host, valid once the queue has come so far."""
+        """The same on the host, valid once the queue has run the copy."""
         return replace(self, found=device.download(self.found))
 
     def by_sample(self) -> Mapping[int, FloatArray]:

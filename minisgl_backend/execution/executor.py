@@ -20,12 +20,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minisgl_backend.attention.base import PagedAttention, ScheduledDecode
+from minisgl_backend.attention.base import GroupedDecode, PagedAttention, ScheduledDecode
 from minisgl_backend.config import Limits
 from minisgl_backend.device.base import Device, HostArray, Submission
 from minisgl_backend.errors import ConfigError, InvariantError
-from minisgl_backend.execution.adapters import AdapterStore, RowAdapters
-from minisgl_backend.execution.chunk_graphs import ChunkGraphs
+from minisgl_backend.execution.adapters import AdapterStore, CapturedAdapters, RowAdapters
+from minisgl_backend.execution.chunk_graphs import ChunkGraphs, ChunkInputs
 from minisgl_backend.execution.decode_graphs import DecodeGraphs
 from minisgl_backend.execution.embeddings import Embeddings, PromptEmbedder
 from minisgl_backend.execution.flat_batch import FlatBatch
@@ -37,10 +37,11 @@ from minisgl_backend.execution.rows import DeviceRows
 from minisgl_backend.execution.sampling import Sampler, StepLogits, StepOutput
 from minisgl_backend.execution.states import StateStorage
 from minisgl_backend.execution.storage import KVStorage
+from minisgl_backend.kernels.adapters import AdaptedTokens
 from minisgl_backend.kernels.rows import StepInputs, begin_decode
 from minisgl_backend.models.adapter_slots import AdapterSlots
 from minisgl_backend.models.decoder import Decoder
-from minisgl_backend.plan import NO_SNAPSHOT, Pending, StepPlan
+from minisgl_backend.plan import NO_SNAPSHOT, Groups, Pending, StepPlan
 from minisgl_backend.progress import Progress, unseen
 from minisgl_backend.request import IntArray
 
@@ -100,6 +101,8 @@ class ModelExecutor:
         self.device = device
         self.graphs: DecodeGraphs | None = None
         self.chunk_graphs: ChunkGraphs | None = None
+        self.adapter_graphs: DecodeGraphs | None = None
+        self.adapter_chunk_graphs: ChunkGraphs | None = None
         self._adapters: RowAdapters | None = None
         if adapter_slots is not None:
             self._adapters = RowAdapters(
@@ -145,7 +148,12 @@ class ModelExecutor:
     def close(self) -> None:
         """Wait for the steps in the queue, then destroy the graphs. Idempotent."""
         self.device.close()
-        for graphs in (self.graphs, self.chunk_graphs):
+        for graphs in (
+            self.graphs,
+            self.chunk_graphs,
+            self.adapter_graphs,
+            self.adapter_chunk_graphs,
+        ):
             if graphs is not None:
                 graphs.close()
 
@@ -166,6 +174,7 @@ class ModelExecutor:
             max_sequence_length=limits.max_sequence_length,
             page_size=storage.page_size,
             dummy_page=storage.dummy_page,
+            dummy_window_page=storage.dummy_window_page,
             vocab_size=model.spec.vocab_size,
         )
         self._forward = ForwardPass(
@@ -212,25 +221,32 @@ class ModelExecutor:
         """
         if len(plan.broken_pages):
             self._storage.clear(self.device.upload(plan.broken_pages.astype(np.int64)))
+        if len(plan.broken_window_pages):
+            broken = self.device.upload(plan.broken_window_pages.astype(np.int64))
+            self._storage.clear(broken, window_pages=True)
         if self._adapters is not None:
             self._adapters.take(plan, loaded)
         if len(plan.copy_sources):
             self._storage.copy(*self.device.upload(_copied_slots(plan, self._storage.page_size)))
+        if self._states is not None and len(plan.kept_rows):
+            self._states.keep(plan.kept_rows, plan.kept_snapshots)
         if plan.admissions:
             self.rows.admit(plan.admissions)
             self._sampler.admit(plan.admissions)
             self._scorer.admit(plan.admissions)
             self._embedder.admit(plan.admissions)
-        grants = plan.grant_rows, plan.grant_indices, plan.grant_pages
-        num_decodes, num_grants = len(plan.decode_rows), len(plan.grant_rows)
+        grants, num_decodes = self.rows.grants_of(plan), len(plan.decode_rows)
         is_decode = num_decodes > 0 and not len(plan.prefill_rows)
-        graphs = None if self._are_adapted(plan.decode_rows) else self.graphs
-        if is_decode and graphs and graphs.fits(num_decodes, num_grants):
-            inputs = (plan.decode_rows, plan.decode_positions, np.stack(grants))
+        graphs = self.adapter_graphs if self._are_adapted(plan.decode_rows) else self.graphs
+        if is_decode and graphs and graphs.fits(num_decodes):
+            if grants.shape[1] > graphs.max_grants:
+                self.rows.grant(grants)
+                grants = grants[:, :0]
+            inputs = (plan.decode_rows, plan.decode_positions, grants)
             if len(plan.masked_rows):
                 return partial(self._finish, plan, graphs.begin(*inputs))
-            return partial(self._finish, plan, partial(graphs.replay, *inputs))
-        self.rows.grant(*grants)
+            return partial(self._finish, plan, partial(graphs.replay, *inputs, plan.groups))
+        self.rows.grant(grants)
         batch = FlatBatch.of(plan)
         hidden = self._layers(batch, plan.prefill_tokens)
         sample = partial(self._sample, self._logits_of(batch, hidden))
@@ -261,20 +277,27 @@ class ModelExecutor:
         )
 
     def _are_adapted(self, rows: IntArray | HostArray) -> bool:
-        """Whether any of these rows has an adapter. Such steps are not captured."""
+        """Whether any of these rows has an adapter."""
         return self._adapters is not None and self._adapters.have_any(rows)
 
-    def _decode_forward(self, inputs: StepInputs, batch_size: int) -> StepLogits:
+    def _decode_forward(
+        self,
+        inputs: StepInputs,
+        batch_size: int,
+        grouped: bool,
+        adapted: AdaptedTokens | None = None,
+    ) -> StepLogits:
         """A decode step of the first ``batch_size`` rows of ``inputs``, to be captured."""
         step = begin_decode(self.rows.table, inputs, batch_size, self.rows.page_size)
-        hidden = self._forward.over_decodes(step)  # [batch_size, hidden_size]
+        # [batch_size, hidden_size]
+        hidden = self._forward.over_decodes(step, grouped=grouped, adapted=adapted)
         logits = self._model.logits(hidden, out=self._logits[:batch_size])
         return StepLogits(logits, step.rows, step.lengths)
 
     def _layers(self, batch: FlatBatch, prefill_tokens: IntArray) -> Tensor:
         """The residual stream after the layers, [num_tokens, hidden_size]; rows of padding may
         follow."""
-        graphs = None if self._are_adapted(batch.rows) else self.chunk_graphs
+        graphs = self.adapter_chunk_graphs if self._are_adapted(batch.rows) else self.chunk_graphs
         if graphs is not None and graphs.fits(batch):
             return graphs.replay(batch, prefill_tokens)
         return self._forward.over_batch(batch, prefill_tokens)
@@ -302,33 +325,81 @@ class ModelExecutor:
     def _compile_and_capture(self, progress: Progress) -> None:
         """Compile the kernels of steps of all kinds, check that the largest step fits, and capture
         graphs."""
-        limits, device = self._limits, self.device
+        limits, device, adapters = self._limits, self.device, self._adapters
+        self._warm_up_all()
+        if adapters is not None:
+            adapters.trying_out(self._warm_up_all)
+        if limits.graph_sizes:
+            self.graphs = self._decode_graphs(progress)
+        if limits.chunk_graph_sizes:
+            self.chunk_graphs = self._chunk_graphs(progress)
+        if adapters is not None:
+            if limits.graph_sizes:
+                captured = CapturedAdapters(adapters, device, limits.graph_sizes[-1])
+                self.adapter_graphs = self._decode_graphs(progress, captured)
+            if limits.chunk_graph_sizes:
+                captured = CapturedAdapters(adapters, device, limits.chunk_graph_sizes[-1])
+                self.adapter_chunk_graphs = self._chunk_graphs(progress, captured)
+        if self.graphs or self.chunk_graphs:
+            self._warm_up_largest()  # again: it has to fit beside the graphs
+
+    def _decode_graphs(
+        self, progress: Progress, captured: CapturedAdapters | None = None
+    ) -> DecodeGraphs:
+        """Those of steps with ``captured`` adapters, or of steps without any."""
+        decode = self._attention.decode
+
+        def forward(inputs: StepInputs, batch_size: int, grouped: bool) -> StepLogits:
+            of_tokens = None if captured is None else captured.view(batch_size)
+            return self._decode_forward(inputs, batch_size, grouped, of_tokens)
+
+        return DecodeGraphs(
+            self.device,
+            self.rows.table,
+            forward,
+            self._sampler.sample,
+            self._limits.graph_sizes,
+            decode.schedule_rows if isinstance(decode, ScheduledDecode) else None,
+            progress,
+            takes_masks=self._limits.takes_masks,
+            take_groups=self._take_groups if captured is None else None,
+            take_rows=None if captured is None else captured.write,
+        )
+
+    def _chunk_graphs(
+        self, progress: Progress, captured: CapturedAdapters | None = None
+    ) -> ChunkGraphs:
+        """Those of steps with ``captured`` adapters, or of steps without any."""
+
+        def layers(inputs: ChunkInputs, grouped: bool) -> Tensor:
+            of_tokens = None if captured is None else captured.view(len(inputs.tokens))
+            return self._forward.over_chunks(inputs, grouped=grouped, adapted=of_tokens)
+
+        return ChunkGraphs(
+            self.device,
+            layers,
+            self._limits.chunk_graph_sizes,
+            max_rows=self._limits.max_rows,
+            progress=progress,
+            take_groups=self._take_groups if captured is None else None,
+            take_rows=None if captured is None else captured.write,
+        )
+
+    @property
+    def _take_groups(self) -> Callable[[Groups], bool] | None:
+        """What captured steps without adapters give their groups to; None if they have no use for
+        them. Steps with adapters are not captured a third and a fourth time for groups."""
+        decode = self._attention.decode
+        if self._attention.reads_groups and isinstance(decode, GroupedDecode):
+            return decode.take_groups
+        return None
+
+    def _warm_up_all(self) -> None:
+        """Run steps of all kinds, the largest among them."""
         self._warm_up_largest()
         for length in (min(self._longest_chunk, 64), 1):
             self._warm_up([length], 0)
         self._warm_up([], 1)
-        if limits.graph_sizes:
-            decode = self._attention.decode
-            self.graphs = DecodeGraphs(
-                device,
-                self.rows.table,
-                self._decode_forward,
-                self._sampler.sample,
-                limits.graph_sizes,
-                decode.schedule_rows if isinstance(decode, ScheduledDecode) else None,
-                progress,
-                takes_masks=limits.takes_masks,
-            )
-        if limits.chunk_graph_sizes:
-            self.chunk_graphs = ChunkGraphs(
-                device,
-                self._forward.over_chunks,
-                limits.chunk_graph_sizes,
-                max_rows=limits.max_rows,
-                progress=progress,
-            )
-        if self.graphs or self.chunk_graphs:
-            self._warm_up_largest()  # again: it has to fit beside the graphs
 
     def _warm_up_largest(self) -> None:
         limits = self._limits

@@ -50,8 +50,7 @@ class FlatBatch:
 
     @classmethod
     def of(cls, plan: StepPlan) -> FlatBatch:
-        members = np.searchsorted(plan.decode_rows, plan.group_rows).astype(np.int32)
-        groups = Groups(plan.group_sizes, plan.group_begins, plan.group_ends, members)
+        groups = plan.groups
         if not len(plan.prefill_rows):
             return replace(cls.of_decodes(plan.decode_rows, plan.decode_positions), groups=groups)
         lengths = plan.prefill_lengths.astype(np.int64)  # [num_chunks]

@@ -1,7 +1,8 @@
-"""The processes of ranks 1 .. size - 1 on this host: started, watched and ended here only.
+"""The followers of rank 0: those on its host are started, watched and ended here only.
 
-Knows processes. Must not know models, or what is said on the ``rank_channel`` that each of them
-inherits.
+Those on other nodes come by themselves (``node_channel``), from processes that their own node
+starts and ends (``server.node``). Knows processes. Must not know models, or what is said on the
+``rank_channel``, of which each follower on this host inherits an end.
 
 Invariants: followers never outlive the process of rank 0, however it ends. A lost follower is not
 replaced: all others are ended, and the functions given to ``on_lost`` are called.
@@ -21,11 +22,14 @@ from concurrent.futures import Future
 from typing import Final
 
 from minisgl_backend.errors import EngineFailure
+from minisgl_backend.execution.node_channel import OtherNodes
 from minisgl_backend.execution.rank_channel import LeaderEnd
 from minisgl_backend.parallel.place import Place
 
 logger = logging.getLogger(__name__)
 
+CANNOT_START: Final = 2
+"""The exit code of a follower that could not start on its host whatever rank 0 does."""
 _START_S: Final = 1800.0
 """How long rank 0 waits for a rank that loads its part of the model."""
 _END_S: Final = 10.0
@@ -34,19 +38,21 @@ _LOOK_EVERY_S: Final = 0.5
 
 
 class Followers:
-    """The processes of ranks 1 .. size - 1, and rank 0's end of the channel to them.
+    """Ranks 1 .. size - 1, and rank 0's end of the channel to them.
 
     ``failure`` is set once they are lost or ended.
     """
 
-    def __init__(self, place: Place, command: Sequence[str]):
-        """Start each follower by ``command``; ``place`` is that of rank 0.
+    def __init__(self, place: Place, command: Sequence[str], other_nodes: OtherNodes | None = None):
+        """Start each follower of this host by ``command``, and wait for those of ``other_nodes``;
+        ``place`` is that of rank 0, with the port of the store.
 
         The command gets three more arguments: the two descriptors of its end of the channel, and
         the id of this process.
         """
-        self.channel = LeaderEnd(place.size - 1, start_s=_START_S)
+        self.channel = LeaderEnd(place.local_size - 1, start_s=_START_S)
         self.failure: EngineFailure | None = None
+        self._other_nodes = other_nodes
         self._processes: list[subprocess.Popen[bytes]] = []
         self._reports: list[Callable[[EngineFailure], None]] = []
         self._complaint: Callable[[], str | None] = lambda: None
@@ -61,13 +67,15 @@ class Followers:
         self._thread.start()
         try:
             started.result()
+            if other_nodes is not None:
+                self.channel.add(other_nodes.gather(place.port, _START_S, self.lose))
         except BaseException:
             self.close(patience_s=0)
             raise
 
     @property
     def pids(self) -> list[int]:
-        """The process ids of ranks 1, 2, ..."""
+        """The process ids of ranks 1, 2, ... of this host."""
         return [process.pid for process in self._processes]
 
     def on_lost(self, report: Callable[[EngineFailure], None]) -> None:
@@ -96,9 +104,17 @@ class Followers:
         logger.error("the engine is down: %s", cause)
         for process in self._processes:
             process.kill()
+        if self._other_nodes is not None:
+            self._other_nodes.end()
         for report in reports:
             report(failure)
         return failure
+
+    def start_steps(self, timeout_s: float) -> None:
+        """The start is over: a follower that is silent for this time is lost from now on."""
+        self.channel.start_steps(timeout_s)
+        if self._other_nodes is not None:
+            self._other_nodes.start_steps()
 
     def close(self, *, patience_s: float = _END_S) -> None:
         """Wait ``patience_s`` for the processes to end by themselves, then kill the others.
@@ -109,6 +125,8 @@ class Followers:
             if self.failure is None:
                 self.failure = EngineFailure("the ranks have been ended")
         self.channel.close()
+        if self._other_nodes is not None:
+            self._other_nodes.close()
         deadline = time.monotonic() + patience_s
         for process in self._processes:
             try:
@@ -127,7 +145,7 @@ class Followers:
 
     def _keep(self, place: Place, command: Sequence[str], started: Future[None]) -> None:
         try:
-            for rank in range(1, place.size):
+            for rank in range(1, place.local_size):
                 self._start(place.of(rank), command)
         except BaseException as error:
             started.set_exception(error)

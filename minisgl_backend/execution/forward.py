@@ -2,8 +2,9 @@
 
 ``over_batch``: any step, from arrays on the host. ``over_chunks``: the same to be captured, from
 inputs on the device. ``over_decodes``: a decode step to be captured, from the state of its rows.
-All return the same residual stream for the same tokens. Knows the model's forward pass, the row
-table and attention. Must not know plans, graphs or sampling.
+All return the same residual stream for the same tokens. Steps to be captured may be ``grouped``
+(``attention.base.GroupedDecode``). Knows the model's forward pass, the row table and attention.
+Must not know plans, graphs or sampling.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from minisgl_backend.execution.chunk_graphs import LAST_TOKEN, ChunkInputs
 from minisgl_backend.execution.flat_batch import FlatBatch
 from minisgl_backend.execution.rows import DeviceRows
 from minisgl_backend.execution.states import StateStorage
+from minisgl_backend.kernels.adapters import AdaptedTokens
 from minisgl_backend.kernels.rows import DecodeInputs
 from minisgl_backend.models.decoder import Decoder
 from minisgl_backend.models.token_mixing import RecurrentRows
@@ -54,6 +56,7 @@ class ForwardPass:
         # [num_tokens] each
         token_rows, positions, indices, offsets = upload(np.array(numbers, self._index_dtype))
         slots = rows.slots(token_rows, indices, offsets)  # [num_tokens]
+        window_slots = rows.window_slots(token_rows, indices, offsets)
         tokens = rows.table.tokens.index_select(0, token_rows[:num_decodes])  # int32 [num_decodes]
         chunks = decodes = None
         if len(batch.chunk_rows):
@@ -63,6 +66,7 @@ class ForwardPass:
                 offsets=upload(batch.chunk_offsets),
                 ends=upload(batch.chunk_ends),
                 page_table=rows.table.pages,
+                window_table=rows.table.window_pages,
                 max_length=int(np.diff(batch.chunk_offsets).max()),
                 max_end=int(batch.chunk_ends.max()),
                 host_offsets=batch.chunk_offsets,
@@ -74,6 +78,7 @@ class ForwardPass:
                 rows=upload(batch.rows[:num_decodes].astype(np.int32)),
                 lengths=upload(lengths),
                 page_table=rows.table.pages,
+                window_table=rows.table.window_pages,
                 host_lengths=lengths,
                 groups=batch.groups,
             )
@@ -81,44 +86,80 @@ class ForwardPass:
         recurrent = None
         if self._states is not None:
             recurrent = self._states.of_batch(batch, token_rows[:num_decodes], self._device)
-        adapted = None if self._adapters is None else self._adapters.of_tokens(batch.rows)
-        hidden: Tensor = self._model(tokens, positions, slots, attend, recurrent, adapted)
+        adapters, adapted = self._adapters, None
+        if adapters is not None and adapters.have_any(batch.rows):
+            adapted = adapters.of_tokens(batch.rows)
+        hidden: Tensor = self._model(
+            tokens, positions, slots, attend, recurrent, adapted, window_slots=window_slots
+        )
         return hidden
 
-    def over_chunks(self, inputs: ChunkInputs) -> Tensor:
-        """The same for the tokens of ``inputs``, padding included. Not with recurrent layers."""
+    def over_chunks(
+        self, inputs: ChunkInputs, *, grouped: bool = False, adapted: AdaptedTokens | None = None
+    ) -> Tensor:
+        """The same for the tokens of ``inputs``, padding included. Not with recurrent layers.
+        ``adapted``: the tokens by adapter, if any has one."""
         table, rows, positions = self._rows.table, inputs.rows.long(), inputs.positions
         tokens = torch.where(inputs.tokens == LAST_TOKEN, table.tokens[rows], inputs.tokens)
         page_size = self._rows.page_size
         indices = (positions // page_size).long()
         slots = self._rows.slots(rows, indices, positions % page_size)
+        window_slots = self._rows.window_slots(rows, indices, positions % page_size)
         chunks = Chunks(
             rows=inputs.chunk_rows,
             offsets=inputs.chunk_offsets,
             ends=inputs.chunk_ends,
             page_table=table.pages,
+            window_table=table.window_pages,
             max_length=len(tokens),
             max_end=table.pages.shape[1] * page_size,
         )
         decodes = DecodeRows(
-            rows=inputs.decode_rows, lengths=inputs.decode_lengths, page_table=table.pages
+            rows=inputs.decode_rows,
+            lengths=inputs.decode_lengths,
+            page_table=table.pages,
+            window_table=table.window_pages,
+            grouped=grouped,
         )
         hidden: Tensor = self._model(
-            tokens, positions, slots, self._attention.plan(decodes, chunks)
+            tokens,
+            positions,
+            slots,
+            self._attention.plan(decodes, chunks),
+            adapted=adapted,
+            window_slots=window_slots,
         )
         return hidden
 
-    def over_decodes(self, inputs: DecodeInputs) -> Tensor:
-        """The residual stream of decoding rows, [batch_size, hidden_size]."""
+    def over_decodes(
+        self, inputs: DecodeInputs, *, grouped: bool = False, adapted: AdaptedTokens | None = None
+    ) -> Tensor:
+        """The residual stream of decoding rows, [batch_size, hidden_size]; ``adapted``: them by
+        adapter, if any has one."""
         decodes = DecodeRows(
             rows=inputs.rows,
             lengths=inputs.lengths,
             page_table=self._rows.table.pages,
+            window_table=self._rows.table.window_pages,
+            grouped=grouped,
             pdl=self._model.attention_starts_early(len(inputs.rows)),
         )
         attend = self._attention.plan(decodes, None)
         recurrent = None if self._states is None else RecurrentRows(inputs.rows.long())
+        positions, page_size = inputs.positions, self._rows.page_size
+        window_slots = None
+        if self._rows.table.window_pages is not None:
+            indices = (positions // page_size).long()
+            window_slots = self._rows.window_slots(
+                inputs.rows.long(), indices, positions % page_size
+            )
         hidden: Tensor = self._model(
-            inputs.tokens, inputs.positions, inputs.slots, attend, recurrent
+            inputs.tokens,
+            positions,
+            inputs.slots,
+            attend,
+            recurrent,
+            adapted,
+            window_slots=window_slots,
         )
         return hidden

@@ -1,7 +1,7 @@
 """Steps in the queue of a device, until their tokens are read: what ``launch`` returns.
 
 A ``LaunchedStep`` is queued whole. A ``MaskedStep`` is queued up to its logits, and the rest once
-the masks of its rows are written.
+the masks of its rows are written. Must not know pages, or how a step computes its tokens.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class HostOutput:
     embedded: Embeddings | None
 
     def sampled(self) -> SampledTokens:
-        """To be asked once the device has come so far."""
+        """The step's outputs; valid once the device has run it and the copies."""
         token_ids = self.tokens.numpy()
         logprobs = self.logprobs.by_sample(token_ids) if self.logprobs else {}
         scored = self.scored.by_chunk() if self.scored else ()

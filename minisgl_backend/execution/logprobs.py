@@ -1,7 +1,7 @@
 """Log-probabilities of sampled tokens under the model's raw logits.
 
 Raw means before temperature, penalties and filters: what the model predicted, however the request
-is sampled.
+is sampled. Must not know how a token was chosen.
 """
 
 from __future__ import annotations

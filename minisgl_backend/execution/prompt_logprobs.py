@@ -53,7 +53,7 @@ class ScoredChunks:
     found: Likelihoods
 
     def download(self, device: Device) -> ScoredChunks:
-        """The same on the host, valid once the queue has come so far."""
+        """The same on the host, valid once the queue has run the copy."""
         return replace(self, found=self.found.each(device.download))
 
     def by_chunk(self) -> tuple[PromptLogprobs, ...]:

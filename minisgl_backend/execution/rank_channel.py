@@ -1,18 +1,19 @@
-"""The channel between rank 0 and the followers of its host: all that they tell each other.
+"""The channel between rank 0 and its followers: all that they tell each other.
 
 At the start rank 0 sends each follower its options. Then all ranks meet at a few barriers, so that
 no rank waits in a collective for another that is not there yet; a follower that cannot start says
 why instead. After that rank 0 sends plans: one a step, in a few dozen µs. A question asks a
 follower how many steps it has run.
 
-Each follower has a socket to rank 0. The words of a plan are written once, into a ring of cells in
-shared memory, and a short message tells each follower their place. It answers when it has copied
-the words. So a waiting rank sleeps in the kernel, each side sees the end of the other's process as
-the end of the stream, and a cell is reused only after every follower has copied it.
+Each follower has a socket to rank 0. For the followers of rank 0's host, the words of a plan are
+written once, into a ring of cells in shared memory, and a short message tells each follower their
+place. It answers when it has copied the words. So a waiting rank sleeps in the kernel, each side
+sees the end of the other's process as the end of the stream, and a cell is reused only after every
+follower has copied it. Followers on other hosts get the words themselves (``node_channel``).
 
 The memory has no name in any folder and is inherited together with the socket. So no other process
 can reach it, and nothing is left behind. Knows sockets and memory. Must not know processes, or what
-options and plans mean. Only this module and ``followers`` assume that the ranks share a host.
+options and plans mean.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ import os
 import select
 import socket
 import struct
-from collections.abc import Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -37,8 +38,8 @@ _NUM_CELLS: Final = 4
 """An overlapping loop has two steps in flight; two more cells are spare."""
 _CELL_WORDS: Final = 2**16
 _WORD_BYTES: Final = 4
-_MOST_BYTES: Final = 2**16
-"""The longest message: options, or why a follower cannot start."""
+MOST_BYTES: Final = 2**16
+"""The longest message but for plans: options, or why a follower cannot start."""
 _HERE: Final = b"here"
 _GO: Final = b"go"
 _WHERE: Final = struct.Struct("<QQQ")  # words per cell, number of the cell, words of the plan
@@ -75,24 +76,59 @@ class _Ring:
         return self._words[cell, :num_words].copy()
 
 
-@dataclass(slots=True)
-class _Peer:
+class Peer(ABC):
     """A follower, as seen by rank 0.
 
     ``num_untaken``: plans sent that it has not copied. ``num_unanswered``: questions that it has
     not answered. ``num_done``: its last answer, how many steps it had run.
     """
 
-    rank: int
-    socket: socket.socket
-    num_untaken: int = 0
-    num_unanswered: int = 0
-    num_done: int = 0
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.num_untaken = 0
+        self.num_unanswered = 0
+        self.num_done = 0
 
+    @abstractmethod
     def receive(self) -> bytes:
         """The rank's next message. Raises ``EngineFailure`` if it is gone or silent too long."""
+
+    @property
+    @abstractmethod
+    def has_spoken(self) -> bool:
+        """Whether ``receive`` would return or raise at once."""
+
+    @abstractmethod
+    def send(self, message: bytes | memoryview) -> None:
+        """Send a message. Raises ``EngineFailure`` if the rank is gone or does not receive."""
+
+    @abstractmethod
+    def start_steps(self, timeout_s: float) -> None:
+        """The start is over: the rank is gone or silent too long after this time from now on."""
+
+    def listen(self) -> None:
+        """Wait for the rank's next message about plans, and count it."""
+        message = self.receive()
+        if message == _TAKEN:
+            self.num_untaken -= 1
+        elif len(message) == _DONE.size:
+            (self.num_done,) = _DONE.unpack(message)
+            self.num_unanswered -= 1
+        else:
+            raise EngineFailure(f"rank {self.rank} says what is no answer")
+
+
+class _HostPeer(Peer):
+    """A follower on rank 0's host."""
+
+    def __init__(self, rank: int, connection: socket.socket, timeout_s: float) -> None:
+        super().__init__(rank)
+        self._connection = connection
+        connection.settimeout(timeout_s)
+
+    def receive(self) -> bytes:
         try:
-            message = self.socket.recv(_MOST_BYTES)
+            message = self._connection.recv(MOST_BYTES)
         except TimeoutError:
             raise EngineFailure(f"rank {self.rank} does not answer") from None
         except OSError:
@@ -103,28 +139,20 @@ class _Peer:
 
     @property
     def has_spoken(self) -> bool:
-        """Whether ``receive`` would return or raise at once."""
         poll = select.poll()
-        poll.register(self.socket, select.POLLIN)
+        poll.register(self._connection, select.POLLIN)
         return bool(poll.poll(0))
 
-    def listen(self) -> None:
-        """Wait for the rank's next message about plans, and count it."""
-        message = self.receive()
-        if message == _TAKEN:
-            self.num_untaken -= 1
-        else:
-            (self.num_done,) = _DONE.unpack(message)
-            self.num_unanswered -= 1
-
-    def send(self, message: bytes) -> None:
-        """Send a message. Raises ``EngineFailure`` if the rank is gone or does not receive."""
+    def send(self, message: bytes | memoryview) -> None:
         try:
-            self.socket.send(message)
+            self._connection.send(message)
         except TimeoutError:
             raise EngineFailure(f"rank {self.rank} does not answer") from None
         except OSError:
             raise EngineFailure(f"rank {self.rank} is gone") from None
+
+    def start_steps(self, timeout_s: float) -> None:
+        self._connection.settimeout(timeout_s)
 
 
 class LeaderEnd:
@@ -136,18 +164,28 @@ class LeaderEnd:
     """
 
     def __init__(self, num_followers: int, *, start_s: float):
+        """``num_followers`` counts those on this host, which are the first."""
         self._opened = contextlib.ExitStack()
         self._ring = _Ring.create()
         # the memory exists until the last process that has it mapped ends
         self._opened.callback(os.close, self._ring.descriptor)
-        self._peers: list[_Peer] = []
+        self._of_host: list[Peer] = []
+        self._of_nodes: list[Peer] = []
         self._theirs: list[socket.socket] = []
         self._count = 0
         for rank in range(1, num_followers + 1):
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            ours.settimeout(start_s)
-            self._peers.append(_Peer(rank, self._opened.enter_context(ours)))
+            self._opened.enter_context(ours)
+            self._of_host.append(_HostPeer(rank, ours, start_s))
             self._theirs.append(self._opened.enter_context(theirs))
+
+    def add(self, peers: Sequence[Peer]) -> None:
+        """The followers on other hosts, in their order; before anything is sent."""
+        self._of_nodes += peers
+
+    @property
+    def _peers(self) -> list[Peer]:
+        return self._of_host + self._of_nodes
 
     @contextmanager
     def inherited(self, rank: int) -> Iterator[tuple[int, int]]:
@@ -192,13 +230,20 @@ class LeaderEnd:
     def start_steps(self, timeout_s: float) -> None:
         """The start is over: what comes now are plans, with this timeout."""
         for peer in self._peers:
-            peer.socket.settimeout(timeout_s)
+            peer.start_steps(timeout_s)
 
     def send(self, words: IntArray) -> None:
         """Send an encoded plan, int32[num_words], to all followers.
 
-        Waits only for ranks that are ``_NUM_CELLS`` plans behind.
+        Waits only for ranks of this host that are ``_NUM_CELLS`` plans behind, and for connections
+        that hold no more.
         """
+        for peer in self._of_nodes:  # first, since they are farther away
+            peer.send(words.data.cast("B"))
+        if self._of_host:
+            self._send_here(words)
+
+    def _send_here(self, words: IntArray) -> None:
         if len(words) > self._ring.cell_words:
             self.wait_taken()
             self._ring = self._ring.grown(len(words))
@@ -207,18 +252,21 @@ class LeaderEnd:
         self._count += 1
         self._ring.write(cell, words)
         where = _WHERE.pack(self._ring.cell_words, cell, len(words))
-        for peer in self._peers:
+        for peer in self._of_host:
             peer.send(where)
             peer.num_untaken += 1
 
     def wait_taken(self) -> None:
-        """Wait until every rank has taken all plans."""
+        """Wait until every rank of this host has taken all plans."""
         self._wait_until_at_most(0)
 
     def ask(self) -> None:
         """Ask every rank how many steps it has run."""
-        for peer in self._peers:
+        for peer in self._of_host:
             peer.send(_WHERE.pack(self._ring.cell_words, 0, 0))
+        for peer in self._of_nodes:
+            peer.send(b"")
+        for peer in self._peers:
             peer.num_unanswered += 1
 
     def have_answered(self) -> bool:
@@ -236,7 +284,7 @@ class LeaderEnd:
         return [peer.num_done for peer in self._peers]
 
     def _wait_until_at_most(self, num_untaken: int) -> None:
-        for peer in self._peers:
+        for peer in self._of_host:
             while peer.num_untaken > num_untaken:
                 peer.listen()
 
@@ -245,22 +293,17 @@ class LeaderEnd:
         self._opened.close()
 
 
-class FollowerEnd:
+class FollowerEnd(ABC):
     """The end of a rank other than 0."""
-
-    def __init__(self, connection: socket.socket, memory: int):
-        """Both are of the descriptors that its process has inherited."""
-        self._connection = connection
-        self._ring = _Ring(memory, _CELL_WORDS)
 
     # --- the start ---------------------------------------------------------------------------
 
     def options(self) -> bytes:
         """What rank 0 has sent by ``greet``. Raises ``EngineFailure`` if it is gone."""
-        options = self._receive(_MOST_BYTES)
-        if not options:
+        options = self._receive()
+        if options is None:
             raise EngineFailure("rank 0 is gone")
-        return options
+        return bytes(options)
 
     def meet(self) -> None:
         """Tell rank 0 that this rank is here, and wait until all ranks are.
@@ -268,12 +311,12 @@ class FollowerEnd:
         Raises ``EngineFailure`` if rank 0 is gone.
         """
         self._send(_HERE)
-        if self._receive(len(_GO)) != _GO:
+        if self._receive() != _GO:
             raise EngineFailure("rank 0 is gone")
 
     def report(self, error: BaseException) -> None:
         """Tell rank 0 why this rank cannot start."""
-        self._send(f"{error}".encode()[:_MOST_BYTES] or b"failed")
+        self._send(f"{error}".encode()[:MOST_BYTES] or b"failed")
 
     # --- steps -------------------------------------------------------------------------------
 
@@ -282,15 +325,36 @@ class FollowerEnd:
 
         A plan without words is a question, to be answered by ``answer``.
         """
-        while where := self._receive(_WHERE.size):
-            yield self._take(where)
+        while (message := self._receive()) is not None:
+            yield self._words(message)
 
     def answer(self, num_done: int) -> None:
         """Tell rank 0 how many steps this rank has run."""
         self._send(_DONE.pack(num_done))
 
-    def _take(self, where: bytes) -> IntArray:
-        cell_words, cell, num_words = _WHERE.unpack(where)
+    @abstractmethod
+    def _receive(self) -> bytes | bytearray | None:
+        """The next message; None if rank 0 has closed its end, or has ended."""
+
+    @abstractmethod
+    def _send(self, message: bytes) -> None:
+        """Send a message; if rank 0 has ended, the next read will tell."""
+
+    @abstractmethod
+    def _words(self, message: bytes | bytearray) -> IntArray:
+        """The encoded plan, int32[num_words], that a message brings; empty if it is a question."""
+
+
+class HostFollowerEnd(FollowerEnd):
+    """The end of a rank on rank 0's host."""
+
+    def __init__(self, connection: socket.socket, memory: int):
+        """Both are of the descriptors that its process has inherited."""
+        self._connection = connection
+        self._ring = _Ring(memory, _CELL_WORDS)
+
+    def _words(self, message: bytes | bytearray) -> IntArray:
+        cell_words, cell, num_words = _WHERE.unpack(message)
         if num_words == 0:
             return np.empty(0, np.int32)
         if cell_words != self._ring.cell_words:
@@ -299,13 +363,12 @@ class FollowerEnd:
         self._send(_TAKEN)
         return words
 
-    def _receive(self, most_bytes: int) -> bytes:
-        """The next message; nothing if rank 0 has closed its end, or has ended."""
+    def _receive(self) -> bytes | None:
         try:
-            return self._connection.recv(most_bytes)
+            return self._connection.recv(MOST_BYTES) or None
         except ConnectionError:
-            return b""
+            return None
 
     def _send(self, message: bytes) -> None:
-        with contextlib.suppress(ConnectionError):  # rank 0 has ended; the next read will tell
+        with contextlib.suppress(ConnectionError):
             self._connection.send(message)

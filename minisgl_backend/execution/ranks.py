@@ -14,7 +14,8 @@ long. A rank cannot be replaced, so the followers are ended, and the leader's st
 
 While there are no steps, the answer to the same question is a follower's sign of life.
 
-How ranks start is in ``tensor_parallel``, how their processes end in ``followers``.
+How ranks start is in ``tensor_parallel``, how their processes end in ``followers``. Must not know
+layers or pages, or why a plan is as it is.
 """
 
 from __future__ import annotations
@@ -106,7 +107,7 @@ class LeadingExecutor:
         self._quiet_since_s = time.monotonic()
         self._asked_s: float | None = None
         self._is_closed = False
-        self._channel.start_steps(timeout_s)
+        followers.start_steps(timeout_s)
         followers.watch_for(self._complaint)
 
     def on_lost(self, report: Callable[[EngineFailure], None]) -> None:

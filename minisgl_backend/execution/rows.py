@@ -16,7 +16,7 @@ from torch import Tensor
 from minisgl_backend.device.base import Device, HostArray
 from minisgl_backend.kernels.rows import RowTable
 from minisgl_backend.kernels.sampling_table import COLUMNS, IN_PROMPT, IS_STOP, ONCE
-from minisgl_backend.plan import Admission
+from minisgl_backend.plan import NO_PAGE, Admission, StepPlan
 from minisgl_backend.request import FloatArray, IntArray, SamplingParams
 
 _LEAST_FACTOR: Final = 1e-30
@@ -36,8 +36,11 @@ class DeviceRows:
         page_size: int,
         dummy_page: int,
         vocab_size: int,
+        dummy_window_page: int | None = None,
     ):
+        """``dummy_window_page``, if layers have window pages."""
         self._device = device
+        self._dummy_window_page = dummy_window_page
         self.page_size = page_size
         self.table = RowTable.empty(
             max_rows,
@@ -45,6 +48,7 @@ class DeviceRows:
             dummy_page=dummy_page,
             vocab_size=vocab_size,
             device=device.torch_device,
+            dummy_window_page=dummy_window_page,
         )
 
     def admit(self, admissions: Sequence[Admission]) -> None:
@@ -79,12 +83,24 @@ class DeviceRows:
             to_tokens, bits = buffer[begin:end].view(part.shape)
             line.zero_()[to_tokens] = bits.int().view(line.dtype)
 
-    def grant(self, rows: IntArray, indices: IntArray, pages: IntArray) -> None:
-        """Write grants to the page table: pages[row, index] = page. Each is int32[num_grants]."""
-        if len(rows):
-            numbers = np.stack([rows, indices, pages]).astype(np.int64)
-            to_rows, at, granted = self._device.upload(numbers)
-            self.table.pages[to_rows, at] = granted.int()
+    def grants_of(self, plan: StepPlan) -> IntArray:
+        """What a plan writes to the page tables, int32[3, num_grants]: lines of the row table,
+        indices and pages."""
+        grants = np.stack([plan.grant_rows, plan.grant_indices, plan.grant_pages])
+        if not len(plan.window_rows):
+            return grants
+        assert self._dummy_window_page is not None
+        lines = plan.window_rows + len(self.table.tokens)
+        has_page = plan.window_pages != NO_PAGE
+        pages = np.where(has_page, plan.window_pages, self._dummy_window_page)
+        of_windows = np.stack([lines, plan.window_indices, pages])
+        return np.concatenate([grants, of_windows], axis=1, dtype=np.int32)
+
+    def grant(self, grants: IntArray) -> None:
+        """Write grants of ``grants_of``: lines[line, index] = page."""
+        if grants.shape[1]:
+            lines, at, granted = self._device.upload(grants.astype(np.int64))
+            self.table.lines[lines, at] = granted.int()
 
     def slots(self, rows: Tensor, indices: Tensor, offsets: Tensor) -> Tensor:
         """The slots of tokens, where their keys and values go: at ``offsets`` of the pages that
@@ -93,6 +109,13 @@ class DeviceRows:
         Arguments are int32 or int64 [num_tokens]; the result has the type of the offsets.
         """
         return torch.add(offsets, self.table.pages[rows, indices], alpha=self.page_size)
+
+    def window_slots(self, rows: Tensor, indices: Tensor, offsets: Tensor) -> Tensor | None:
+        """The same slots in window pages, if there are any."""
+        table = self.table.window_pages
+        if table is None:
+            return None
+        return torch.add(offsets, table[rows, indices], alpha=self.page_size)
 
 
 def marks_of(admission: Admission, vocab_size: int) -> tuple[HostArray, IntArray] | None:

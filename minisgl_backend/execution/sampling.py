@@ -111,7 +111,7 @@ class Sampler:
     def logprobs(self, output: StepOutput, rows: IntArray) -> RawLogprobs | None:
         """The log-probabilities of a step's first samples, whose ``rows`` are int32 [num_samples].
 
-        Their copies on the host are valid once the queue has come so far. None if no row asks for
+        Their copies on the host are valid once the queue has run them. None if no row asks for
         them, and on ranks other than 0.
         """
         if self._group.rank > 0:

@@ -20,6 +20,7 @@ from minisgl_backend.kernels.gated_delta import Run, Runs
 from minisgl_backend.models.spec import DeltaSpec
 from minisgl_backend.models.token_mixing import LayerStates, RecurrentRows
 from minisgl_backend.plan import NO_SNAPSHOT
+from minisgl_backend.request import IntArray
 
 
 class StateStorage:
@@ -38,15 +39,24 @@ class StateStorage:
         self.num_snapshots = num_snapshots
         self._first_snapshot = num_rows + 1
         num_slots = num_rows + 1 + num_snapshots
-        conv = (num_slots, shape.num_channels, shape.conv_width - 1)
-        matrices = (num_slots, shape.num_heads, shape.key_dim, shape.value_dim)
+        slots = (len(shape.layers), num_slots)
+        conv = (*slots, shape.num_channels, shape.conv_width - 1)
+        matrices = (*slots, shape.num_heads, shape.key_dim, shape.value_dim)
+        self._conv = torch.zeros(conv, dtype=dtype, device=device)
+        self._matrices = torch.zeros(matrices, dtype=torch.float32, device=device)
         self.layers = [
-            LayerStates(
-                conv=torch.zeros(conv, dtype=dtype, device=device),
-                matrices=torch.zeros(matrices, dtype=torch.float32, device=device),
-            )
-            for _ in shape.layers
+            LayerStates(*of_layer) for of_layer in zip(self._conv, self._matrices, strict=True)
         ]
+
+    def keep(self, rows: IntArray, snapshots: IntArray) -> None:
+        """Copy the states that rows have now to snapshots; int32[num_kept] both.
+
+        One copy for all layers of a row: few launches, and no memory beside the slots.
+        """
+        slots = (snapshots + self._first_snapshot).tolist()
+        for row, slot in zip(rows.tolist(), slots, strict=True):
+            for states in (self._conv, self._matrices):
+                states[:, slot].copy_(states[:, row])
 
     def of_batch(self, batch: FlatBatch, decode_rows: Tensor, device: Device) -> RecurrentRows:
         """Which tokens of ``batch`` are whose; ``decode_rows`` int32 or int64 [num_decodes]."""

@@ -7,7 +7,9 @@ the *dummy page*: padding is stored there, and no request reads it.
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -28,8 +30,9 @@ class KVStorage:
 
     ``pages`` has a tensor for the layers of each of the shape's ``kinds``, [num_layers, 2,
     num_pages + 1, page_size, num_kv_heads, head_dim]; the 2 are keys and values, and the last page
-    is the dummy page. All of it starts as zero: attention may multiply positions that were never
-    written by zero, so they must be finite. ``layers`` has the pages of each layer.
+    is the dummy page. Kinds with window pages have ``num_window_pages`` instead. All of it starts
+    as zero: attention may multiply positions that were never written by zero, so they must be
+    finite. ``layers`` has the pages of each layer.
     """
 
     def __init__(
@@ -41,48 +44,57 @@ class KVStorage:
         dtype: torch.dtype,
         device: torch.device,
         scales: Sequence[KVScale] | None = None,
+        num_window_pages: int | None = None,
     ):
         """``scales``, one for each layer, multiply what float8 pages hold; None: all are 1."""
         self.num_pages = num_pages
         self.page_size = page_size
         self.dummy_page = num_pages
+        self.dummy_window_page = num_window_pages
+        self._kinds = [kind for kind, _ in shape.kinds]
         scales = scales or [KVScale()] * shape.num_layers
         self.pages: list[Tensor] = []
         by_layer: dict[int, PagedKV] = {}
         for kind, layers in shape.kinds:
-            dims = (len(layers), 2, num_pages + 1, page_size, kind.num_kv_heads, kind.head_dim)
+            count = num_pages
+            if kind.window_pages:
+                assert num_window_pages is not None
+                count = num_window_pages
+            dims = (len(layers), 2, count + 1, page_size, kind.num_kv_heads, kind.head_dim)
             pages = _zeros(dims, dtype, device)
             self.pages.append(pages)
             for layer, of_layer in zip(layers, pages, strict=True):
                 by_layer[layer] = _layer(of_layer, scales[layer])
         self.layers = [by_layer[layer] for layer in range(shape.num_layers)]
 
-    def clear(self, pages: Tensor) -> None:
-        """Zero these pages, int64[n], in all layers.
+    def clear(self, pages: Tensor, *, window_pages: bool = False) -> None:
+        """Zero these pages, int64[n], in all layers that have them, or these window pages.
 
         Attention multiplies what lies behind a sequence's end by zero; a NaN left there by another
         sequence would survive that and spread.
         """
-        for raw in self._raw:
+        for raw in self._raw(window_pages=window_pages):
             raw.index_fill_(2, pages, 0)
 
     def copy(self, sources: Tensor, targets: Tensor) -> None:
-        """Copy keys and values from slot to slot, both int64[num_positions], in all layers.
+        """Copy keys and values from slot to slot, both int64[num_positions], in all layers. There
+        are no window pages.
 
         No slot is a target twice, or both. Some positions go at a time, since those of all pages
         would take as much memory again.
         """
-        for raw in self._raw:
+        for raw in self._raw(window_pages=False):
             slots = raw.flatten(2, 3)  # [num_layers, 2, num_slots, num_kv_heads, head_dim]
             for begin in range(0, len(sources), _COPIED_AT_ONCE):
                 part = slice(begin, begin + _COPIED_AT_ONCE)
                 slots.index_copy_(2, targets[part], slots.index_select(2, sources[part]))
 
-    @property
-    def _raw(self) -> Iterator[Tensor]:
-        """``pages``, as bytes if of float8, which can be neither filled nor indexed."""
-        for pages in self.pages:
-            yield pages.view(torch.uint8) if pages.itemsize == 1 else pages
+    def _raw(self, *, window_pages: bool) -> Iterator[Tensor]:
+        """``pages`` of these kinds, as bytes if of float8, which can be neither filled nor
+        indexed."""
+        for kind, pages in zip(self._kinds, self.pages, strict=True):
+            if kind.window_pages == window_pages:
+                yield pages.view(torch.uint8) if pages.itemsize == 1 else pages
 
 
 def _zeros(dims: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -107,9 +119,35 @@ def _layer(pages: Tensor, scale: KVScale) -> PagedKV:
     return PagedKV(keys=keys, values=values, k_scale=k_scale, v_scale=v_scale, scale=scale)
 
 
-def bytes_per_page(shape: AttentionShape, page_size: int, dtype: torch.dtype) -> int:
-    """How many bytes one page takes in all layers together, on one rank."""
-    return 2 * shape.numbers_per_position * page_size * dtype.itemsize
+def bytes_per_page(
+    shape: AttentionShape, page_size: int, dtype: torch.dtype, *, window_pages: bool = False
+) -> int:
+    """How many bytes one page, or one window page, takes in all layers together, on one rank."""
+    numbers = shape.numbers_per_position(window_pages=window_pages)
+    return 2 * numbers * page_size * dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WindowRule:
+    """How many window pages there are beside other pages.
+
+    Half as many, but not more than all running rows can hold at once beside the chunks of two
+    steps, and at least what a row alone needs. So requests much longer than the window find that
+    the other pages run out first, and with them memory; for shorter ones, window pages do.
+    """
+
+    window: int
+    page_size: int
+    max_rows: int
+    max_prefill_tokens: int
+    page_bytes: int
+
+    def num_pages(self, num_others: int) -> int:
+        """The number of window pages beside ``num_others`` pages."""
+        of_row = -(-(self.window - 1) // self.page_size) + 2
+        of_chunks = 2 * (-(-self.max_prefill_tokens // self.page_size) + 1)
+        most = self.max_rows * of_row + of_chunks
+        return min(num_others, most, max(of_row, num_others // 2))
 
 
 def choose_num_pages(
@@ -121,8 +159,10 @@ def choose_num_pages(
     memory_ratio: float,
     cap_bytes: int | None,
     max_rows: int,
+    windows: WindowRule | None = None,
 ) -> int:
-    """How many pages to make: as many as fit the budget beside the dummy page.
+    """How many pages to make: as many as fit the budget beside the dummy page, with the window
+    pages that ``windows`` adds. A page takes ``page_bytes`` in the layers without those.
 
     From ``free_bytes`` the ``reserved_bytes`` that rows take are subtracted; the budget is
     ``memory_ratio`` of the rest, and at most ``cap_bytes``. Raises ``ConfigError``, with the
@@ -131,7 +171,16 @@ def choose_num_pages(
     budget = int(max(free_bytes - reserved_bytes, 0) * memory_ratio)
     if cap_bytes is not None:
         budget = min(budget, cap_bytes)
-    num_pages = min(budget // page_bytes, _MOST_SLOTS // page_size) - 1
+
+    def num_bytes(num_pages: int) -> int:
+        """With the dummy pages."""
+        taken = (num_pages + 1) * page_bytes
+        if windows is not None:
+            taken += (windows.num_pages(num_pages) + 1) * windows.page_bytes
+        return taken
+
+    most = min(budget // page_bytes, _MOST_SLOTS // page_size) - 1
+    num_pages = bisect_right(range(1, most + 1), budget, key=num_bytes)
     if num_pages < 1:
         raise ConfigError(
             f"no memory for KV pages: one of {page_size} positions takes {page_bytes:,} bytes, but "

@@ -9,7 +9,8 @@ A prompt ends with ``<|start|>assistant``. The answer to it is messages, of whic
 In place of the final message there may be one to a tool, whose header names that, and whose text is
 its arguments. A request's form is that of the final message. But structures of a structural tag
 that all begin with such a header are messages themselves: one of them ends the answer, and the
-final message is free text, ``otherwise`` of the tag, or with ``at_least_one`` not there.
+final message is free text, ``otherwise`` of the tag, or with ``at_least_one`` not there. Must not
+know what becomes of an answer's messages.
 """
 
 from __future__ import annotations

@@ -9,9 +9,9 @@ they came, and a bounded number may wait; what finds no room is ``Overloaded``. 
 take long, on two idle cores, an everyday schema waits for a second, and behind the most that may
 wait for 4 s.
 
-Copies of a matcher share the states that its lexer has come to, so masks of a grammar that many
+Copies of a matcher share the states that its lexer has reached, so masks of a grammar that many
 answers follow are cheap. But these states are limited and never given up. So a grammar of which an
-answer has come to its limits is not kept (``Compiler.drop``): the next request begins with none.
+answer has reached its limits is not kept (``Compiler.drop``): the next request begins with none.
 """
 
 from __future__ import annotations
@@ -42,7 +42,10 @@ from minisgl_backend.request import Grammar, GrammarKind, TokenId
 logger = logging.getLogger(__name__)
 
 _MOST_KEPT: Final = 64
-"""Compiled grammars that are kept to be copied, the last used ones."""
+"""Compiled grammars that are kept to be copied, the last used ones. The states that answers add to
+one's lexer take 10 MB at most."""
+_MOST_KEPT_BYTES: Final = 2 * 2**20
+"""Of the sources of those that are kept. Compiled, a large one takes up to a hundred times that."""
 MOST_WAITING: Final = 128 * NUM_WORKERS
 """Grammars that may wait to be tried out."""
 MOST_LONG: Final = 8 * NUM_WORKERS
@@ -54,6 +57,11 @@ _Key: TypeAlias = tuple[GrammarKind, str, bool]
 def _key(grammar: Grammar) -> _Key:
     """Grammars with the same key are compiled once."""
     return grammar.kind, grammar.source, grammar.channels
+
+
+def _size(key: _Key) -> int:
+    """Bytes of a grammar's source."""
+    return len(key[1].encode())
 
 
 class _Job:
@@ -113,6 +121,7 @@ class Compiler:
         self._lock = threading.Lock()
         self._jobs: dict[_Key, _Job] = {}
         self._kept: OrderedDict[_Key, LLMatcher] = OrderedDict()
+        self._kept_bytes = 0
 
     def prepare(self) -> None:
         """Read the tokenizer and start the processes now, on another thread."""
@@ -143,9 +152,10 @@ class Compiler:
         return asked
 
     def drop(self, grammar: Grammar) -> None:
-        """Keep the grammar no more: one of its matchers has come to the limits that all share."""
+        """Keep the grammar no more: one of its matchers has reached the limits that all share."""
         with self._lock:
-            self._kept.pop(_key(grammar), None)
+            if self._kept.pop(key := _key(grammar), None) is not None:
+                self._kept_bytes -= _size(key)
 
     def close(self) -> None:
         """End threads and processes; what waits is cancelled. Idempotent."""
@@ -190,14 +200,20 @@ class Compiler:
         with self._lock:
             del self._jobs[key]
             if isinstance(made, LLMatcher):
-                self._kept[key] = made
-                if len(self._kept) > _MOST_KEPT:
-                    self._kept.popitem(last=False)
+                self._keep(key, made)
         for asked in job.asked:
             if not isinstance(made, MiniSGLError):
                 _copy(made, asked)
             elif asked.set_running_or_notify_cancel():
                 asked.set_exception(made)
+
+    def _keep(self, key: _Key, made: LLMatcher) -> None:
+        """Keep a grammar, and no more of the others than there is room for; with the lock held."""
+        self._kept[key] = made
+        self._kept_bytes += _size(key)
+        while len(self._kept) > _MOST_KEPT or self._kept_bytes > _MOST_KEPT_BYTES:
+            gone, _ = self._kept.popitem(last=False)
+            self._kept_bytes -= _size(gone)
 
     def _made(self, grammar: Grammar, budget: Budget) -> LLMatcher:
         """A new matcher. If the processes have ended, others try the grammar once more."""

@@ -3,7 +3,8 @@ come next.
 
 How a grammar is compiled is known elsewhere (``compiler``). All else is called by the engine's
 loop, for all rows of a step at once, and runs without Python's lock on several threads: tokens
-while the loop waits, masks while it goes on.
+while the loop waits, masks while it goes on. Must not know rows, devices or what a token means: a
+mask is a line of an array that the caller gives.
 """
 
 from __future__ import annotations
@@ -96,6 +97,11 @@ class Matcher:
         self.is_free = token_id != self.grammar.begins_after
         return False
 
+    @property
+    def has_own_rules(self) -> bool:
+        """Whether ``adjust`` may change a mask."""
+        return bool(self._held_back) or self.may_open is not None
+
     def adjust(self, mask: IntArray) -> None:
         """Change ``mask``, int32[num_words], as the grammar has written it: set the bit of the
         token that may begin a free section, and clear those of tokens that are held back now,
@@ -132,8 +138,8 @@ class Filling:
         self._compiler = compiler
 
     def result(self) -> dict[int, str]:
-        """Wait until all are written; the index of each matcher that has come to its limits, and
-        why."""
+        """Wait until all are written; returns the index of each matcher that has reached its
+        limits, and why."""
         if self._work is not None:
             self._work.result()
         failed = {}
@@ -142,7 +148,7 @@ class Filling:
                 why = one_line(matcher.inner.get_error())
                 failed[index] = f"the grammar is too complex: {why}"
                 self._compiler.drop(matcher.grammar)
-            else:
+            elif matcher.has_own_rules:  # few have: for each of hundreds this takes its time
                 matcher.adjust(self._masks[index])
         return failed
 

@@ -35,12 +35,15 @@ MAX_SOURCE_BYTES: Final = 256 * 1024
 """Of a grammar's source; the largest schemas of public collections have about 100 KiB."""
 TOO_DEEP: Final = "it is nested too deeply"
 _WITH_SCHEMAS: Final = (GrammarKind.JSON_SCHEMA, GrammarKind.STRUCTURAL_TAG)
-_MOST_CHARACTERS: Final = 250
+_MOST_CHARACTERS: Final = 230
 _MOST_PLACES: Final = 5
 _MOST_OF_PLACES: Final = 100
 _LARK_AROUND: Final = re.compile(r"^at \d+\(\d+\): |\n\s*\d+ \|.*", re.DOTALL)
 _NAMES: Final = ("properties", "patternProperties", "$defs", "definitions")
 """Keywords whose objects have names in place of keywords."""
+_SCHEMAS: Final = ("items", "schema", "json_schema")
+_LISTS: Final = ("allOf", "anyOf", "oneOf", "prefixItems")
+"""Keywords whose values are a schema, or lists of them; two are those of structural tags."""
 _DATA: Final = ("const", "enum", "default", "examples")
 _COMPLAINTS: Final[Mapping[re.Pattern[str], str]] = MappingProxyType(
     {
@@ -53,6 +56,7 @@ _COMPLAINTS: Final[Mapping[re.Pattern[str], str]] = MappingProxyType(
     }
 )
 """What llguidance says of a keyword's value, which it may name."""
+_UNSATISFIABLE: Final = re.compile(r".*?Unsatisfiable schema")
 _UNKNOWN_KEYS: Final = re.compile(r".*?Unimplemented keys: (\[[^\]]*\])")
 
 
@@ -113,7 +117,11 @@ def complaint(error: str, grammar: Grammar) -> str:
         return "it allows no answer"
     if grammar.kind not in _WITH_SCHEMAS:
         return line
-    keywords = list(_keywords(json.loads(grammar.source)))
+    schema = json.loads(grammar.source)
+    if _UNSATISFIABLE.match(line):
+        places = list(_false_schemas(schema))
+        return f"{line}, at {_shown(places)}" if places else line
+    keywords = list(_keywords(schema))
     if named := _UNKNOWN_KEYS.match(line):
         keys = json.loads(named[1])
         places = [place for place, key, _ in keywords if key in keys]
@@ -128,6 +136,17 @@ def complaint(error: str, grammar: Grammar) -> str:
             ]
             return f"{line}, at {_shown(places)}" if places else line
     return line
+
+
+def _false_schemas(schema: Any) -> Iterator[str]:
+    """The places of the schemas that no value follows, but for those that only forbid more."""
+    for place, key, value in _keywords(schema):
+        if key in _NAMES and isinstance(value, dict):
+            yield from (f"{place}/{_escaped(name)}" for name, one in value.items() if one is False)
+        elif key in _SCHEMAS and value is False:
+            yield place
+        elif key in _LISTS and isinstance(value, list):
+            yield from (f"{place}/{at}" for at, one in enumerate(value) if one is False)
 
 
 def _keywords(schema: Any) -> Iterator[tuple[str, str, Any]]:

@@ -13,7 +13,8 @@ them out.
 Read as the same is the newer form of XGrammar, which vLLM and SGLang take, as far as its contents
 are JSON schemas: ``{"type": "structural_tag", "format": {"type": "triggered_tags" or
 "tags_with_separator", "tags": [{"begin", "content": {"type": "json_schema", "json_schema"},
-"end"}], ...}}``. Tags with a separator have no triggers and no free text.
+"end"}], ...}}``. Tags with a separator have no triggers and no free text. Must not know how a model
+writes calls of tools, or which ids tokens have.
 """
 
 from __future__ import annotations
@@ -52,12 +53,14 @@ than the schema says."""
 
 
 def spaced(schema: dict[str, Any] | bool, *, is_lenient: bool = False) -> str:
-    """A schema as llguidance reads it, with bounded white space if it says nothing of that.
+    """A schema as llguidance reads it, with bounded white space if it says nothing of that. The
+    schema true is written as the empty object, which means the same.
 
     Raises ``InvalidRequest`` and ``Unsupported``.
     """
     if isinstance(schema, bool):
-        return json.dumps(schema)
+        _check(schema, "a JSON schema", "one that some value follows, got false")
+        schema = {}
     guidance = schema.get("x-guidance", {})
     _check(isinstance(guidance, dict), "x-guidance", "an object")
     for key in guidance:
@@ -185,7 +188,7 @@ def _checked(
     at_least_one = _flag(given, "at_least_one", prefix)
     otherwise = given.get("otherwise")
     if otherwise is not None:
-        _check(isinstance(otherwise, dict | bool), "otherwise", "a JSON schema")
+        _check_schema(otherwise, "otherwise")
         _check(at_least_one, "otherwise", "given with at_least_one")
     return StructuralTag(
         structures,
@@ -225,7 +228,7 @@ def _structure_of(item: Any, place: str, holder: Any, key: str) -> Structure:
     begin, end, schema = item.get("begin"), item.get("end", ""), holder.get(key, True)
     _check(isinstance(begin, str), f"{place}.begin", "a string")
     _check(isinstance(end, str), f"{place}.end", "a string")
-    _check(isinstance(schema, dict | bool), f"{place}.{key}", "a JSON schema")
+    _check_schema(schema, f"{place}.{key}")
     return Structure(begin, schema, end, _flag(item, "lenient", f"{place}."))
 
 
@@ -269,6 +272,11 @@ def _check_keys(given: Mapping[str, Any], prefix: str, known: tuple[str, ...]) -
     for key in given:
         if key not in known:
             raise Unsupported(f"{prefix}{key} of a structural tag is not supported")
+
+
+def _check_schema(schema: object, place: str) -> None:
+    _check(isinstance(schema, dict | bool), place, "a JSON schema")
+    _check(schema is not False, place, "a JSON schema that some value follows, got false")
 
 
 def _check(is_right: object, place: str, expected: str) -> None:

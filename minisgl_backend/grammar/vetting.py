@@ -13,7 +13,8 @@ an alarm ends the worker, and the keeper answers for it. All of them end with th
 closes the sockets.
 
 Each budget has workers of its own: a grammar with the large one never keeps one with the small one
-waiting, and its worker runs with a lower priority.
+waiting, and its worker runs with a lower priority. Must not know which request a grammar belongs
+to.
 """
 
 from __future__ import annotations

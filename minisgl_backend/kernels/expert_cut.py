@@ -7,10 +7,12 @@ tries on an H200, with the weights of Qwen3-30B-A3B, at 1 to 4,096 tokens.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import gcd
 from typing import Final
 
-from minisgl_backend.experts_spec import ExpertsSpec
-from minisgl_backend.weight_format import Encoding, WeightFormat
+from minisgl_backend.experts_spec import ClampedGate, ExpertsSpec
+from minisgl_backend.kernels.linear_cut import BLOCK, Numbers
+from minisgl_backend.weight_format import WeightFormat
 
 _MAX_EXPERTS: Final = 1024
 _MAX_CHOICES: Final = 32
@@ -19,7 +21,14 @@ _MAX_CHOICES: Final = 32
 MOST_ROWS: Final = 4
 """Tokens up to which each row of x is multiplied for itself, without tensor cores."""
 
-_ROW_BYTES: Final = 128
+_PLAIN_FEATURES: Final = 128
+"""A tile of plain weights has as many features, and its matrix a multiple of them."""
+
+_ALIGNED: Final = 16
+"""Rows of a matrix of codes, and bytes of a row, are a multiple of this."""
+
+_LEAST_GROUP: Final = 32
+"""in_features that may share a scale, or a multiple."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +36,8 @@ class ExpertCut:
     """A tile of ``features`` of a weight by ``tokens`` rows of x, and ``stages`` of the ring.
 
     ``per_processor`` thread blocks share a multiprocessor; ``resident`` of them are launched, and
-    the next kernel begins to fill its rings in the room of the others.
+    the next kernel begins to fill its rings in the room of the others. ``by_warp``: warps multiply
+    codes each for itself, which takes more registers; of up to 16 ``tokens``.
     """
 
     features: int
@@ -35,12 +45,13 @@ class ExpertCut:
     stages: int
     per_processor: int = 1
     resident: int = 1
+    by_warp: bool = False
 
-    def shared_bytes(self, bits: int) -> int:
+    def shared_bytes(self, numbers: Numbers) -> int:
         """The ring, scales, two barriers a stage, and 8 finished rows of each warp."""
-        rows = self.features + self.tokens * (16 // bits)
-        scales = 0 if bits == 16 else 4 * self.features
-        return self.stages * (_ROW_BYTES * rows + scales + 16) + 8 * 48 * (self.features // 16)
+        stage = numbers.block * (self.features * numbers.bits // 8 + 2 * self.tokens)
+        scales = self.features // 64 * 4 * numbers.scales
+        return self.stages * (stage + scales + 16) + 8 * 48 * (self.features // 16)
 
 
 _CUTS: Final = {
@@ -55,6 +66,12 @@ _CUTS: Final = {
         8: ExpertCut(128, 16, 5, 2, 2),
         16: ExpertCut(128, 32, 4, 2, 2),
         None: ExpertCut(128, 64, 6),
+    },
+    4: {
+        4: ExpertCut(128, 8, 5, 2, 2, by_warp=True),
+        8: ExpertCut(128, 16, 4, 2, 2),
+        16: ExpertCut(128, 32, 3, 2, 2),
+        None: ExpertCut(128, 64, 4),
     },
 }
 """By bits of a weight, and the largest mean number of rows of an expert that each is for."""
@@ -73,26 +90,27 @@ def cut_of(num_pairs: int, num_experts: int, bits: int) -> ExpertCut:
 
 
 def knows(spec: ExpertsSpec) -> bool:
-    """Whether the kernels know all that such experts compute: not biases, gates other than SiLU,
-    routers that limit groups, or that choose from, or choose, too many."""
+    """Whether the kernels know all that such experts compute: not gates other than SiLU and
+    gpt-oss's, routers that limit groups or multiply weights by a number of the expert, or that
+    choose from, or choose, too many."""
     rule = spec.routing
     few = rule.num_experts <= _MAX_EXPERTS and rule.top_k <= _MAX_CHOICES
-    return few and not rule.limits_groups and spec.gate is None and not spec.biases
+    is_known = not rule.limits_groups and not rule.scaled
+    return few and is_known and isinstance(spec.gate, ClampedGate | None)
 
 
-def fits(hidden_size: int, inner_size: int, bits: int) -> bool:
-    """Whether there are kernels for weights of these sizes, the second that of a rank's part."""
-    step = _ROW_BYTES * 8 // bits  # in_features of a stage of the ring
-    tile = max(cut.features for cut in cuts(bits))
+def fits(hidden_size: int, inner_size: int, form: WeightFormat | None) -> bool:
+    """Whether there are kernels for weights of these sizes, the second that of a rank's part, in a
+    format; None stands for bfloat16."""
+    matrices = (2 * inner_size, hidden_size), (hidden_size, inner_size)
+    if form is None:
+        return all(height % _PLAIN_FEATURES == 0 and size % BLOCK == 0 for height, size in matrices)
+    if form.reorders:
+        return False
+    unit, group = _ALIGNED * 8 // form.encoding.bits, form.block[1]
     return all(
-        height % tile == 0 and size % step == 0
-        for height, size in ((2 * inner_size, hidden_size), (hidden_size, inner_size))
+        height % _ALIGNED == 0
+        and size % unit == 0
+        and (group is None or gcd(group, size) % _LEAST_GROUP == 0)
+        for height, size in matrices
     )
-
-
-def bits_of(form: WeightFormat) -> int | None:
-    """Of a weight in a format that the kernels can take; None if they cannot."""
-    inputs = form.block[1]
-    if form.encoding is not Encoding.E4M3 or (inputs is not None and inputs % _ROW_BYTES):
-        return None
-    return form.encoding.bits

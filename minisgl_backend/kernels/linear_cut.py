@@ -16,8 +16,8 @@ MAX_TOKENS: Final = BATCHES[-1]
 ANY_BATCH: Final = 2**31 - 1
 BLOCK: Final = 64
 CODES_BLOCK: Final = 128
-"""in_features in a stage of the ring, of a plain and of a quantized weight; of 4 bits and more than
-``FEW_TOKENS`` of a tile twice as many if they can be."""
+"""in_features in a stage of the ring, of a plain and of a quantized weight; of 4 bits twice as many
+if they can be."""
 FEW_TOKENS: Final = 16
 """Up to here each warp multiplies codes by itself."""
 
@@ -59,12 +59,6 @@ class Numbers:
     bits: int = 16
     block: int = BLOCK
     scales: int = 0
-
-    def of_tile(self, tokens: int) -> Numbers:
-        """These, in stages that a tile of ``tokens`` can have."""
-        if self.bits == 16 or tokens > FEW_TOKENS:
-            return self
-        return replace(self, block=CODES_BLOCK, scales=self.scales * CODES_BLOCK // self.block)
 
 
 PLAIN: Final = Numbers()
@@ -142,7 +136,6 @@ def cut_of(
     For small weights a tile has up to 64 tokens, or more if there would be too many tiles; if there
     are few, each is split. Large weights are read once: a tile has as many tokens as it can.
     """
-    numbers = numbers.of_tile(batch)
     if height * in_features > _MOST_SMALL:
         return _cut_of_large(batch, height, in_features, head_dim or 128, numbers)
     features = head_dim or (64 if batch <= 8 else 128)

@@ -9,15 +9,21 @@ block-aligned fused MoE kernels (MegaBlocks, arXiv 2211.15841; vLLM's fused_moe)
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minisgl_backend.experts_spec import ClampedGate, RoutingRule
-from minisgl_backend.kernels.activation import silu_mul_reference
+from minisgl_backend.experts_spec import ClampedGate, GeluGate, RoutingRule
+from minisgl_backend.kernels.activation import gelu_mul_reference, silu_mul_reference
 from minisgl_backend.kernels.dispatch import at_least_float32, use_triton
+from minisgl_backend.kernels.packed_weight import (
+    CodesKind,
+    PackedWeight,
+    dequantize_weight,
+    pack_experts,
+)
 from minisgl_backend.kernels.quantized import QuantizedWeight, dequantized
 from minisgl_backend.kernels.rms_norm import fused_add_rms_norm_reference
 
@@ -28,14 +34,14 @@ class ExpertWeights:
 
     ``gate_up`` [num_experts, 2 * intermediate_size, hidden_size], gates first; ``down``
     [num_experts, hidden_size, intermediate_size]; their biases, without the last dimension.
-    ``gate`` None stands for SiLU.
+    ``gate`` None stands for SiLU. Weights are packed for the kernels of ``cuda.experts`` alone.
     """
 
-    gate_up: Tensor | QuantizedWeight
-    down: Tensor | QuantizedWeight
+    gate_up: Tensor | QuantizedWeight | PackedWeight
+    down: Tensor | QuantizedWeight | PackedWeight
     gate_up_bias: Tensor | None = None
     down_bias: Tensor | None = None
-    gate: ClampedGate | None = None
+    gate: ClampedGate | GeluGate | None = None
 
     @property
     def num_experts(self) -> int:
@@ -51,6 +57,23 @@ class ExpertWeights:
             for weight in (self.gate_up, self.down)
         )
         return (gate_up[0], gate_up[1], gate_up[2]), (down[0], down[1], down[2])
+
+    @property
+    def kinds(self) -> tuple[CodesKind, CodesKind] | None:
+        """Those of packed weights."""
+        if isinstance(self.gate_up, PackedWeight) and isinstance(self.down, PackedWeight):
+            return self.gate_up.kind, self.down.kind
+        return None
+
+    def packed(self) -> ExpertWeights:
+        """The same for ``cuda.experts``, if these are quantized; codes are permuted where they are
+        (``packed_weight.pack_experts``)."""
+        assert isinstance(self.gate_up, QuantizedWeight) and isinstance(self.down, QuantizedWeight)
+        return replace(
+            self,
+            gate_up=pack_experts(self.gate_up, gated=True),
+            down=pack_experts(self.down, gated=False),
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -84,11 +107,16 @@ class Alignment:
     block: int
 
 
-def choose(logits: Tensor, rule: RoutingRule, correction: Tensor | None = None) -> Choices:
+def choose(
+    logits: Tensor,
+    rule: RoutingRule,
+    correction: Tensor | None = None,
+    factors: Tensor | None = None,
+) -> Choices:
     """The experts that ``rule`` picks by a router's ``logits`` [num_tokens, num_experts].
 
     ``correction`` [num_experts] if the rule has one. Weights are rounded to the logits' type, as in
-    transformers.
+    transformers; but not if they are multiplied by ``factors`` [num_experts], which the rule says.
     """
     scores = at_least_float32(logits)
     scores = scores.sigmoid() if rule.sigmoid else scores.softmax(dim=-1)
@@ -104,6 +132,8 @@ def choose(logits: Tensor, rule: RoutingRule, correction: Tensor | None = None) 
     weights = scores.gather(1, ids)
     if rule.normalize:
         weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)  # sigmoids may all be 0
+    if factors is not None:
+        return Choices(ids, weights * rule.scale * factors[ids])
     return Choices(ids, at_least_float32((weights * rule.scale).to(logits.dtype)))
 
 
@@ -271,10 +301,12 @@ def fused_experts_reference(x: Tensor, experts: ExpertWeights, choices: Choices)
     return out.to(x.dtype)
 
 
-def _opened(both: Tensor, rule: ClampedGate | None) -> Tensor:
+def _opened(both: Tensor, rule: ClampedGate | GeluGate | None) -> Tensor:
     """The gated values of ``both`` [count, 2 * inner size], gates first."""
     if rule is None:
         return silu_mul_reference(both)
+    if isinstance(rule, GeluGate):
+        return gelu_mul_reference(both)
     gate, up = at_least_float32(both).chunk(2, dim=-1)
     gate, up = gate.clamp(max=rule.limit), up.clamp(-rule.limit, rule.limit)
     return ((up + 1) * gate * (rule.alpha * gate).sigmoid()).to(both.dtype)
@@ -284,8 +316,12 @@ def _bias(biases: Tensor | None, expert: int) -> Tensor | None:
     return None if biases is None else biases[expert]
 
 
-def _of(weights: Tensor | QuantizedWeight, expert: int, dtype: torch.dtype) -> Tensor:
+def _of(
+    weights: Tensor | QuantizedWeight | PackedWeight, expert: int, dtype: torch.dtype
+) -> Tensor:
     """One expert's weight in plain numbers."""
     if isinstance(weights, Tensor):
         return weights[expert]
+    if isinstance(weights, PackedWeight):
+        return dequantize_weight(weights.expert(expert).weight, dtype, packed=True)
     return dequantized(weights.expert(expert), dtype)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from minisgl_backend.kernels.dispatch import use_triton
@@ -23,6 +24,21 @@ from minisgl_backend.weight_format import Encoding
 
 _GROUPS: Final = (128, 64, 32)
 """in_features that may share a scale within a stage of the ring."""
+
+_GROUP_OF_E2M1: Final = 32
+_EXPONENTS: Final = 4
+"""Groups of E2M1 whose exponents are in one word."""
+
+_MOST_EXPONENT: Final = 192
+_EXPONENT_OFFSET: Final = 62
+"""A scale of E2M1, 2 to the power of e - 127, is kept as the exponent e + 62 of a bfloat16; none
+that is larger than 2 to the power of 65."""
+
+_CODES: Final = {Encoding.E4M3: 1, Encoding.INT8: 2, Encoding.INT4: 3, Encoding.E2M1: 4}
+"""``CODE`` of ``cuda/tile_gemm.cuh``."""
+
+PLAIN_MACROS: Final = {"CODE": 0, "GROUP": 0, "SHARED_BY": 1, "ZEROS": 0}
+"""The macros of weights in bfloat16."""
 
 _UNIT: Final = 64
 """Rows of a warpgroup."""
@@ -45,13 +61,23 @@ class CodesKind:
 
     ``group``: in_features that share a scale, at most those of a stage of the ring; 0 if all do.
     ``shared_by``: as many rows share a scale, 1 or 8. ``zeros``: the low 8 bits of a scale are a
-    zero point.
+    zero point. Of E2M1 the group is 128, whose scale has the exponents of 4 groups of 32.
     """
 
     encoding: Encoding
     group: int
     shared_by: int
     zeros: bool
+
+    @property
+    def macros(self) -> dict[str, int]:
+        """Those of ``cuda/tile_gemm.cuh``."""
+        return {
+            "CODE": _CODES[self.encoding],
+            "GROUP": self.group,
+            "SHARED_BY": self.shared_by,
+            "ZEROS": self.zeros,
+        }
 
     def numbers(self, in_features: int) -> Numbers:
         """What the cut of a GEMM depends on."""
@@ -64,10 +90,11 @@ class CodesKind:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedWeight:
-    """A weight [out_features, in_features] for the GEMMs of ``cuda/linear.cu``.
+    """A weight [out_features, in_features] for the GEMMs of ``cuda/linear.cu``; or, with a leading
+    dimension everywhere, such weights of all experts for those of ``cuda/experts.cu``.
 
     weight   its codes are permuted; it has no groups
-    scales   kind.group > 0: float32 [out_features / 64, in_features / 128, 128 / group,
+    scales   kind.group > 0: 4 bytes each, [out_features / 64, in_features / 128, 128 / group,
              64 / shared_by], the rows as tiles have them: if it is gated, 8 of the gate and the
              8 that they open follow each other. Else float32 [out_features]
     order    int64 [in_features]: the columns of x, if they must be sorted
@@ -79,8 +106,12 @@ class PackedWeight:
     order: Tensor | None
 
     @property
-    def shape(self) -> tuple[int, int]:
-        return len(self.weight.codes), self.weight.in_features
+    def shape(self) -> tuple[int, ...]:
+        return *self.weight.codes.shape[:-1], self.weight.in_features
+
+    def expert(self, index: int) -> PackedWeight:
+        """One of a stack of weights."""
+        return PackedWeight(self.kind, self.weight.expert(index), self.scales[index], None)
 
     def ordered(self, x: Tensor) -> Tensor:
         """The columns of ``x`` [num_rows, in_features] as the weight has them."""
@@ -114,36 +145,74 @@ def pack(weight: QuantizedWeight, *, gated: bool = False) -> PackedWeight | None
             zeros=zeros,
             groups=None,
         )
-    rows, columns = weight.block
-    whole = columns >= in_features
-    if whole and weight.zeros is None:
-        group = 0
-    else:
-        group = next((size for size in _GROUPS if whole or columns % size == 0), -1)
-    if group < 0:
+    kind = _kind_of(weight)
+    if kind is None:
         return None
-    kind = CodesKind(weight.encoding, group, 1 if rows % 8 else 8, weight.zeros is not None)
-    packed = PackedWeight(kind, weight, _scales(weight, kind, gated=gated), order)
+    scales = _scales(weight, kind, out_features, in_features, gated=gated)
+    packed = PackedWeight(kind, weight, scales, order)
     _permute(weight, order)
     return packed
 
 
-def _scales(weight: QuantizedWeight, kind: CodesKind, *, gated: bool) -> Tensor:
-    out_features, in_features = len(weight.codes), weight.in_features
-    factors = factors_of(weight)  # [lines, columns], float32
-    lines = torch.arange(out_features, device=factors.device)
+def pack_experts(weight: QuantizedWeight, *, gated: bool) -> PackedWeight:
+    """The same for the weights of all experts, [num_experts, out_features, in_features], of a
+    format that ``expert_cut.fits``; scales are those of each expert, if they are of groups then
+    for the next multiples of 128 rows (of which the last have none) and 256 in_features."""
+    _, out_features, _ = weight.codes.shape
+    kind = _kind_of(weight)
+    assert kind is not None and weight.groups is None
+    rows = -(-out_features // (2 * _UNIT)) * 2 * _UNIT
+    columns = -(-weight.in_features // (2 * CODES_BLOCK)) * 2 * CODES_BLOCK
+    packed = PackedWeight(kind, weight, _scales(weight, kind, rows, columns, gated=gated), None)
+    for expert in range(len(weight.codes)):
+        _permute(weight.expert(expert), None)
+    return packed
+
+
+def _kind_of(weight: QuantizedWeight) -> CodesKind | None:
+    """None if kernels do not know such blocks."""
+    rows, columns = weight.block
+    whole = columns >= weight.in_features
+    if weight.encoding is Encoding.E2M1:
+        known = whole or columns % _GROUP_OF_E2M1 == 0
+        return CodesKind(weight.encoding, CODES_BLOCK, 1, False) if known else None
+    group: int | None = 0
+    if not whole or weight.zeros is not None:
+        group = next((size for size in _GROUPS if whole or columns % size == 0), None)
+    if group is None:
+        return None
+    return CodesKind(weight.encoding, group, 1 if rows % 8 else 8, weight.zeros is not None)
+
+
+def _scales(
+    weight: QuantizedWeight, kind: CodesKind, out_features: int, in_features: int, *, gated: bool
+) -> Tensor:
+    """As a ``PackedWeight`` has them, also for a stack of weights; those of groups filled up with
+    zeros for the rows and columns behind the weight's own."""
+    num_rows, device = weight.codes.shape[-2], weight.scales.device
+    lines = torch.arange(num_rows, device=device)
     if kind.group == 0:
-        return factors[lines // weight.block[0], 0].contiguous()
+        return factors_of(weight)[..., lines // weight.block[0], 0].contiguous()
     if gated:
         lines = lines.view(2, -1, 8).transpose(0, 1).flatten()
     lines = lines[:: kind.shared_by] // weight.block[0]
-    firsts = torch.arange(0, in_features, kind.group, device=factors.device)
-    words = factors.view(torch.int32)
-    if weight.zeros is not None:
-        words = (words + 0x80 & ~0xFF) | weight.zeros.int()
-    words = words[lines][:, firsts // weight.block[1]]  # [out_features / shared_by, groups]
-    shape = out_features // _UNIT, _UNIT // kind.shared_by, -1, CODES_BLOCK // kind.group
-    return words.view(shape).permute(0, 2, 3, 1).contiguous().view(torch.float32)
+    is_e2m1 = weight.encoding is Encoding.E2M1
+    group = _GROUP_OF_E2M1 if is_e2m1 else kind.group
+    columns = torch.arange(0, weight.in_features, group, device=device) // weight.block[1]
+    if is_e2m1:
+        exponents = weight.scales.clamp(max=_MOST_EXPONENT) + _EXPONENT_OFFSET
+        exponents = exponents[..., lines, :][..., columns]
+        words = F.pad(exponents, (0, -len(columns) % _EXPONENTS)).view(torch.int32)
+    else:
+        words = factors_of(weight).view(torch.int32)
+        if weight.zeros is not None:
+            words = (words + 0x80 & ~0xFF) | weight.zeros.int()
+        words = words[..., lines, :][..., columns]
+    height, width = out_features // kind.shared_by, in_features // kind.group
+    words = F.pad(words, (0, width - words.shape[-1], 0, height - words.shape[-2]))
+    units, columns_of_unit = out_features // _UNIT, in_features // CODES_BLOCK
+    shape = *words.shape[:-2], units, _UNIT // kind.shared_by, columns_of_unit, -1
+    return words.view(shape).movedim(-3, -1).contiguous().view(torch.float32)
 
 
 def _permute(weight: QuantizedWeight, order: Tensor | None) -> None:

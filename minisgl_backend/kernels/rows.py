@@ -23,12 +23,15 @@ class RowTable:
     """The state of all rows; tensors [num_rows + 1], of which the last is the dummy row.
 
     ``tokens`` int32: sampled last, not computed yet. ``lengths`` int32: the position at which that
-    token stands. ``pages`` int32 [num_rows + 1, max_pages].
+    token stands. ``pages`` int32 [num_rows + 1, max_pages]; if layers have window pages, as many
+    lines of these follow in ``lines``, which has all that grants may write to.
     """
 
     tokens: Tensor
     lengths: Tensor
+    lines: Tensor
     pages: Tensor
+    window_pages: Tensor | None
     sampling: SamplingTable
 
     @classmethod
@@ -40,13 +43,22 @@ class RowTable:
         dummy_page: int,
         vocab_size: int,
         device: torch.device,
+        dummy_window_page: int | None = None,
     ) -> RowTable:
-        """Greedy rows of length 0 whose pages are all the dummy page."""
-        shape = (num_rows + 1, max_pages)
+        """Greedy rows of length 0 whose pages are all the dummy page; with ``dummy_window_page``
+        they have window pages."""
+        num_lines = (num_rows + 1) * (1 if dummy_window_page is None else 2)
+        shape = (num_lines, max_pages)
+        lines = torch.full(shape, dummy_page, dtype=torch.int32, device=device)
+        window_pages = None
+        if dummy_window_page is not None:
+            window_pages = lines[num_rows + 1 :].fill_(dummy_window_page)
         return cls(
             tokens=torch.zeros(num_rows + 1, dtype=torch.int32, device=device),
             lengths=torch.zeros(num_rows + 1, dtype=torch.int32, device=device),
-            pages=torch.full(shape, dummy_page, dtype=torch.int32, device=device),
+            lines=lines,
+            pages=lines[: num_rows + 1],
+            window_pages=window_pages,
             sampling=SamplingTable.empty(num_rows + 1, vocab_size, device),
         )
 
@@ -59,9 +71,9 @@ class RowTable:
 class StepInputs:
     """What the host tells a decode step, in one buffer: int32 [1 + max_batch + 3 * max_grants].
 
-        num_grants | rows that decode [max_batch] | (row, index, page) of each grant
+        num_grants | rows that decode [max_batch] | (line, index, page) of each grant
 
-    A grant means pages[row, index] = page.
+    A grant means lines[line, index] = page.
     """
 
     buffer: Tensor
@@ -111,7 +123,7 @@ def begin_decode(
         given.buffer,
         table.tokens,
         table.lengths,
-        table.pages,
+        table.lines,
         max_batch=given.max_batch,
         page_size=page_size,
     )
@@ -125,7 +137,7 @@ def begin_decode_reference(
     num_grants = int(given.buffer[0])
     if num_grants:
         grants = given.buffer[1 + given.max_batch :].view(-1, 3)[:num_grants]
-        table.pages[grants[:, 0], grants[:, 1]] = grants[:, 2]
+        table.lines[grants[:, 0], grants[:, 1]] = grants[:, 2]
         given.buffer[0] = 0
     torch.index_select(table.tokens, 0, inputs.rows, out=inputs.tokens)
     torch.index_select(table.lengths, 0, inputs.rows, out=inputs.positions)

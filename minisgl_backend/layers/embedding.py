@@ -1,4 +1,7 @@
-"""Token embedding and output head, whose vocabulary is split over the ranks."""
+"""Token embedding and output head, whose vocabulary is split over the ranks.
+
+Must not know sequences, or how a token is sampled.
+"""
 
 from __future__ import annotations
 

@@ -63,6 +63,7 @@ class Router(nn.Module):
     """
 
     correction: nn.Parameter | None
+    factors: nn.Parameter | None
 
     def __init__(self, name: str, hidden_size: int, spec: ExpertsSpec, matrices: Matrices):
         """``name`` is the router's in the checkpoint."""
@@ -73,6 +74,7 @@ class Router(nn.Module):
         self.weight = _parameter(num_experts, hidden_size)
         self.bias = _parameter(num_experts) if spec.biases else None
         self.correction = _parameter(num_experts) if spec.routing.corrected else None
+        self.factors = _parameter(num_experts) if spec.routing.scaled else None
         self._kernel: LinearKernel | None = None
         self._invariant: InvariantLinear | None = None
 
@@ -112,7 +114,7 @@ class Router(nn.Module):
 
     def forward(self, x: Tensor) -> Choices:
         """Of all experts, for ``x`` [num_tokens, hidden_size]."""
-        return choose(self.logits(x), self.rule, self.correction)
+        return choose(self.logits(x), self.rule, self.correction, self.factors)
 
     def places(self) -> Iterator[tuple[str, Place]]:
         num_experts, hidden_size = self.weight.shape
@@ -122,6 +124,8 @@ class Router(nn.Module):
             yield "bias", whole(self.bias)
         if self.correction is not None:
             yield "e_score_correction_bias", whole(self.correction)
+        if self.factors is not None:
+            yield "../per_expert_scale", whole(self.factors)
 
 
 class ExpertsMLP(nn.Module):
@@ -175,6 +179,7 @@ class ExpertsMLP(nn.Module):
         self.gate_up_bias = _parameter(self.held.size, width) if spec.biases else None
         self.down_bias = _parameter(self.held.size, hidden_size) if spec.biases else None
         self._kernels: ExpertsKernels | None = None
+        self._packed: ExpertWeights | None = None
         self.shared: GatedMLP | None = None
         self.shared_gate: nn.Parameter | None = None
         if (shared := spec.shared) is not None:
@@ -198,14 +203,23 @@ class ExpertsMLP(nn.Module):
 
     def use_kernels(self, make: HopperExperts) -> None:
         """Compute all steps by kernels for Hopper, if there are any for these weights, which must
-        be bfloat16 or kept in a format that fits (``kernels.expert_cut``)."""
-        bits = 8 if isinstance(self.down, StoredWeight) else 16
-        sizes = self.outer.size, self.inner.size
-        if expert_cut.knows(self.spec) and expert_cut.fits(*sizes, bits):
-            held = self.held.start, self.held.end
+        be bfloat16 or kept in a format that fits (``kernels.expert_cut``). Codes are then permuted
+        for them, once loaded."""
+        is_stored = isinstance(self.down, StoredWeight)
+        form = self._formats[self.held.start, "down_proj"] if is_stored else None
+        if expert_cut.knows(self.spec) and expert_cut.fits(self.outer.size, self.inner.size, form):
+            if is_stored:
+                self._packed = self.weights.packed()
+            held, weights = (self.held.start, self.held.end), self.weights
             wide = self.router.weight.dtype == torch.float32
-            shapes = self.weights.shapes
-            self._kernels = make.kernels(self.spec.routing, held, *shapes, bits=bits, wide=wide)
+            self._kernels = make.kernels(
+                self.spec.routing,
+                held,
+                *weights.shapes,
+                kinds=weights.kinds,
+                gate=weights.gate,
+                wide=wide,
+            )
 
     @property
     def has_half_norms(self) -> bool:
@@ -214,8 +228,8 @@ class ExpertsMLP(nn.Module):
         return self._kernels is not None and router.fits_tensor_cores and shared_gate is None
 
     def use_tensor_cores(self, kernels: TensorCores) -> None:
-        """Compute what all tokens take, of steps that fit them, by ``kernels``. Only if it
-        ``has_half_norms``."""
+        """Compute the router and the shared experts by ``kernels``, in steps that fit them. Only if
+        it ``has_half_norms``."""
         self.router.use_tensor_cores(kernels)
         if self.shared is not None:
             self.shared.use_tensor_cores(kernels)
@@ -237,6 +251,15 @@ class ExpertsMLP(nn.Module):
         return residual, Normed(
             add_outputs(outputs, choices, shared, residual, weight, eps, pdl=pdl)
         )
+
+    def part_of(self, rows: Tensor, routed: Tensor, *, pdl: bool) -> Tensor:
+        """This rank's part of the sum over the ranks, [num_tokens, hidden_size], of experts that
+        read ``rows`` and are chosen by ``routed``, both [num_tokens, hidden_size] and normalized.
+        Only without a shared expert."""
+        choices = self._held(self.router(routed))
+        if self.fused and has_kernel(rows, self.weights):
+            return sum_outputs(expert_outputs(rows, self.weights, choices), choices, pdl=pdl)
+        return fused_experts_reference(rows, self.weights, choices)
 
     def part(self, x: Normed, *, pdl: bool, adapted: AdaptedTokens | None = None) -> Tensor:
         """This rank's part of the sum over the ranks, [num_tokens, hidden_size]. Of adapters, only
@@ -292,6 +315,8 @@ class ExpertsMLP(nn.Module):
     def weights(self) -> ExpertWeights:
         """Those of the experts that this rank holds; biases of ``down`` on one of the ranks that
         share an expert only, to be in their sum once."""
+        if self._packed is not None:
+            return self._packed
         gate_up, down = (
             memory.weight if isinstance(memory, StoredWeight) else memory.data
             for memory in (self.gate_up, self.down)
@@ -323,7 +348,9 @@ class ExpertsMLP(nn.Module):
     def places(self) -> Iterator[tuple[str, Place]]:
         spec = self.spec
         for name, place in self.router.places():
-            yield f"{spec.router}.{name}", place
+            around = spec.router.rpartition(".")[0]
+            is_beside = name.startswith("../")
+            yield f"{around}.{name[3:]}" if is_beside else f"{spec.router}.{name}", place
         if self.shared is not None and spec.shared is not None:
             yield from collect_places(self.shared, spec.shared.name).items()
             if self.shared_gate is not None:

@@ -1,4 +1,7 @@
-"""The part of a decoder layer that computes each token for itself."""
+"""The part of a decoder layer that computes each token for itself.
+
+Must not know rows, pages, or which layer it is in.
+"""
 
 from __future__ import annotations
 

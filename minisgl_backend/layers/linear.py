@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from minisgl_backend.kernels.activation import silu_mul
-from minisgl_backend.kernels.adapters import AdaptedTokens, add_adapter_delta
+from minisgl_backend.kernels.adapters import AdaptedTokens, adapter_delta, add_adapter_delta
 from minisgl_backend.layers.norm import Normed, RMSNorm, add_sum
 from minisgl_backend.layers.quantized_matrix import Matrices
 from minisgl_backend.layers.weight_place import Place, Share, WeightPlace, even_share
@@ -34,10 +33,24 @@ class AdapterMemory:
     b: Tensor
     widths: tuple[int, ...]
 
-    def add_to(self, out: Tensor, x: Tensor, adapted: AdaptedTokens) -> None:
-        """Add to ``out`` [num_tokens, sum of widths] what the adapters make of ``x`` [num_tokens,
-        this rank's inputs]."""
-        add_adapter_delta(out, x, self.a, self.b, adapted, widths=self.widths)
+    def delta(self, x: Normed, adapted: AdaptedTokens, bias: Tensor | None, *, pdl: bool) -> Tensor:
+        """What the adapters add to the outputs, and ``bias``: [num_tokens, sum of widths]. Of
+        ``x`` the norm is applied, or all of it but its scale."""
+        return adapter_delta(
+            x.x,
+            self.a,
+            self.b,
+            adapted,
+            widths=self.widths,
+            bias=bias,
+            squares=x.squares,
+            eps=x.eps,
+            pdl=pdl,
+        )
+
+    def add_to(self, out: Tensor, x: Tensor, adapted: AdaptedTokens, *, pdl: bool) -> None:
+        """Add the same to ``out``, [num_tokens, sum of widths]."""
+        add_adapter_delta(out, x, self.a, self.b, adapted, widths=self.widths, pdl=pdl)
 
 
 class MergedColumnLinear(nn.Module):
@@ -70,18 +83,25 @@ class MergedColumnLinear(nn.Module):
 
     def use_tensor_cores(self, kernels: TensorCores) -> None:
         """Compute steps that fit them by ``kernels``, which the weight fits."""
-        self.matrix.use_tensor_cores(kernels, gated=self.gated)
+        self.matrix.use_tensor_cores(
+            kernels, gated=self.gated, takes_added=self.adapters is not None
+        )
 
     def forward(self, x: Normed, *, pdl: bool, adapted: AdaptedTokens | None = None) -> Tensor:
         """[num_tokens, in_features] -> [num_tokens, sum of the shares], in the order of the parts;
         if ``gated``, [num_tokens, share]. ``adapted``: the tokens by adapter, if any has one."""
         if adapted is None:
             return self.matrix.gemm(x, bias=self.bias, gated=self.gated, pdl=pdl)
+        x, added = self.deltas(x, adapted, pdl=pdl)
+        return self.matrix.gemm_added(x, added, gated=self.gated, pdl=pdl)
+
+    def deltas(self, x: Normed, adapted: AdaptedTokens, *, pdl: bool) -> tuple[Normed, Tensor]:
+        """The input as far as it is normalized, and what bias and adapters add to the projections
+        of it, [num_tokens, sum of the shares]."""
         assert self.adapters is not None
-        rows = x.normalized(pdl=pdl)
-        y = self.matrix.plain_gemm(rows, bias=self.bias)
-        self.adapters.add_to(y, rows, adapted)
-        return silu_mul(y, pdl=pdl) if self.gated else y
+        rows, squares = x.unscaled(pdl=pdl)
+        x = Normed(rows) if squares is None else x
+        return x, self.adapters.delta(x, adapted, self.bias, pdl=pdl)
 
     def places(self) -> Iterator[tuple[str, Place]]:
         for part, share in self.matrix.parts.items():
@@ -116,7 +136,9 @@ class RowLinear(nn.Module):
 
     def use_tensor_cores(self, kernels: TensorCores) -> None:
         """Compute steps that fit them by ``kernels``, which the weight fits."""
-        self.matrix.use_tensor_cores(kernels, adds=self.group.size == 1)
+        adds = self.group.size == 1
+        takes_added = adds and self.adapters is not None
+        self.matrix.use_tensor_cores(kernels, adds=adds, takes_added=takes_added)
 
     def add_to(
         self,
@@ -133,10 +155,21 @@ class RowLinear(nn.Module):
         ``x`` [num_tokens, this rank's share]; ``residual`` may be overwritten. ``adapted``: the
         tokens by adapter, if any has one.
         """
-        if adapted is not None:
+        if adapted is not None and self.group.size > 1:  # each rank has a part of the sum
             part = self.part(x, pdl=pdl, adapted=adapted)
             return residual, add_sum(residual, part, norm, self.group, pdl=pdl)
-        return self.matrix.add_gemm(residual, x, norm, bias=self.bias, group=self.group, pdl=pdl)
+        if adapted is not None:
+            assert self.adapters is not None
+            self.adapters.add_to(residual, x, adapted, pdl=pdl)
+        return self.matrix.add_gemm(
+            residual,
+            x,
+            norm,
+            bias=self.bias,
+            group=self.group,
+            pdl=pdl,
+            changes=adapted is not None,
+        )
 
     def forward(self, x: Tensor, *, pdl: bool, adapted: AdaptedTokens | None = None) -> Tensor:
         """The projection itself, summed over the ranks, [num_tokens, out_features]."""
@@ -148,8 +181,8 @@ class RowLinear(nn.Module):
         if adapted is None:
             return self.matrix.gemm(Normed(x), bias=bias, pdl=pdl)
         assert self.adapters is not None
-        part = self.matrix.plain_gemm(x, bias=bias)
-        self.adapters.add_to(part, x, adapted)
+        part = self.matrix.gemm(Normed(x), bias=bias)
+        self.adapters.add_to(part, x, adapted, pdl=False)
         return part
 
     def places(self) -> Iterator[tuple[str, Place]]:

@@ -74,14 +74,22 @@ class Matrix(nn.Module, ABC):
         return linear_cut.why_not(self.out_features, self.in_features) is None
 
     def use_tensor_cores(
-        self, kernels: TensorCores, *, gated: bool = False, adds: bool = False
+        self,
+        kernels: TensorCores,
+        *,
+        gated: bool = False,
+        adds: bool = False,
+        takes_added: bool = False,
     ) -> None:
-        """Compute ``gemm``, or ``add_gemm`` of one rank if it ``adds``, by ``kernels``."""
+        """Compute ``gemm``, or ``add_gemm`` of one rank if it ``adds``, by ``kernels``; with
+        ``takes_added`` also ``gemm_added``, or ``add_gemm`` to a stream that ``changes``."""
         shape, codes = (self.out_features, self.in_features), self.arrange(gated=gated)
         if adds:
-            self._add_kernel = kernels.residual(shape, codes=codes)
+            self._add_kernel = kernels.residual(shape, codes=codes, takes_added=takes_added)
         else:
-            self._gemm_kernel = kernels.linear(shape, gated=gated, codes=codes)
+            self._gemm_kernel = kernels.linear(
+                shape, gated=gated, codes=codes, takes_added=takes_added
+            )
 
     def gemm(
         self,
@@ -109,10 +117,24 @@ class Matrix(nn.Module, ABC):
     ) -> Tensor:
         """``gemm`` without tensor-core kernels of this package."""
 
-    def plain_gemm(self, x: Tensor, *, bias: Tensor | None) -> Tensor:
-        """x W^T + bias with nothing fused, [num_tokens, out_features], for layers that add to it;
-        ``x`` [num_tokens, in_features] is normalized."""
-        return self._gemm(Normed(x), bias=bias, gated=False, out=None, pdl=False)
+    def gemm_added(
+        self, x: Normed, added: Tensor, *, gated: bool = False, pdl: bool = False
+    ) -> Tensor:
+        """x W^T + added, as ``gemm`` but with a bias of each token's own, which may be overwritten:
+        ``added`` [num_tokens, out_features]. The kernel before this call writes it, and reads ``x``
+        as far as that is normalized."""
+        kernel = self._gemm_kernel
+        if kernel is None or len(added) > kernel.most_tokens:
+            y = self._add_product(added, x.normalized(pdl=pdl), pdl=pdl)
+            return silu_mul(y, pdl=pdl) if gated else y
+        rows, squares = x.unscaled(pdl=pdl)
+        return kernel(rows, self.operand, squares=squares, eps=x.eps, added=added, pdl=pdl)
+
+    def _add_product(self, added: Tensor, x: Tensor, *, pdl: bool) -> Tensor:
+        """``added`` + x W^T without tensor-core kernels of this package; ``added`` may be
+        overwritten, ``x`` is normalized."""
+        y = self._gemm(Normed(x), bias=None, gated=False, out=None, pdl=pdl)
+        return y.add_(added)
 
     @abstractmethod
     def place(self, part: str) -> Place:
@@ -139,14 +161,18 @@ class Matrix(nn.Module, ABC):
         bias: Tensor | None,
         group: Group,
         pdl: bool,
+        changes: bool = False,
     ) -> tuple[Tensor, Normed]:
         """The residual stream after adding every rank's x W^T and ``bias``, and its norm.
 
         ``residual`` [num_tokens, out_features] may be overwritten; ``x`` [num_tokens, in_features].
+        ``changes``: the kernel before this call writes to ``residual``, and reads ``x``.
         """
         add, gemm = self._add_kernel, self._gemm_kernel
         if add is not None and len(x) <= add.most_tokens:
-            scaled, squares = add(x, self.operand, residual, norm.weight, bias=bias, pdl=pdl)
+            scaled, squares = add(
+                x, self.operand, residual, norm.weight, bias=bias, changes=changes, pdl=pdl
+            )
             return residual, Normed(scaled, norm, squares)
         if gemm is None or len(x) > gemm.most_tokens:
             added = self._add_gemm(residual, x, norm, bias=bias, group=group, pdl=pdl)
@@ -259,10 +285,10 @@ class DenseMatrix(Matrix):
             y = packed_linear(rows, self._packed, bias)
         return silu_mul(y, pdl=pdl) if gated else y
 
-    def plain_gemm(self, x: Tensor, *, bias: Tensor | None) -> Tensor:
-        if self._packed is None:
-            return F.linear(x, self.weight, bias)
-        return packed_linear(x, self._packed, bias)
+    def _add_product(self, added: Tensor, x: Tensor, *, pdl: bool) -> Tensor:
+        if self._packed is not None:
+            return super()._add_product(added, x, pdl=pdl)
+        return torch.addmm(added, x, self.weight.t(), out=added)
 
     def _add_gemm(
         self,

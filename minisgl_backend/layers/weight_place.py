@@ -4,7 +4,8 @@ A checkpoint stores q_proj, k_proj and v_proj. A layer computes with one merged 
 tensor-parallel rank with a slice of it. A ``WeightPlace`` maps one to the other: it is a view into
 a parameter, and says which part of the checkpoint's tensor goes there. Layers list their places by
 the names of the checkpoint, so the loader needs to know neither merging nor ranks. A quantized
-weight consists of several tensors (``weight_layouts``): a ``Place`` is either.
+weight consists of several tensors (``weight_layouts``): a ``Place`` is either. Must not know files,
+or which layers a model has.
 
     checkpoint   q_proj [total, in_features]       k_proj            v_proj
                         start |--- size ---|             |--|              |--|

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from minisgl_backend.kernels.adapters import RANK_STEP
 from minisgl_backend.layers.experts import ExpertsMLP
 from minisgl_backend.layers.feed_forward import GatedMLP
 from minisgl_backend.layers.linear import AdapterMemory, MergedColumnLinear, RowLinear
@@ -62,6 +63,7 @@ class AdapterSlots:
         """Allocates the memory, and gives it to the model's layers."""
         self.num_slots = num_slots
         self.max_rank = max_rank
+        self._padded = padded = -(-max_rank // RANK_STEP) * RANK_STEP
         self.names = model.spec.names
         self._dtype, self._device = model.dtype, device
         self._stacks: list[Tensor] = []
@@ -69,9 +71,9 @@ class AdapterSlots:
         for linears in _alike(model):
             first, num_layers = linears[0].matrix, len(linears)
             widths = tuple(share.size for share in first.parts.values())
-            shape_a = num_layers, num_slots, len(widths) * max_rank, first.ins.size
+            shape_a = num_layers, num_slots, len(widths) * padded, first.ins.size
             a = torch.zeros(shape_a, dtype=model.dtype, device=device)
-            shape_b = num_layers, num_slots, sum(widths), max_rank
+            shape_b = num_layers, num_slots, sum(widths), padded
             b = torch.zeros(shape_b, dtype=model.dtype, device=device)
             self._stacks += [a, b]
             for layer, linear in enumerate(linears):
@@ -79,7 +81,7 @@ class AdapterSlots:
             for part, (name, outs) in enumerate(first.parts.items()):
                 names = tuple(list(linear.matrix.parts)[part] for linear in linears)
                 rows = first.rows[name]
-                of_part = slice(part * max_rank, (part + 1) * max_rank)
+                of_part = slice(part * padded, (part + 1) * padded)
                 target = _Target(names, first.ins, outs, a[:, :, of_part], b[:, :, rows])
                 self._targets.append(target)
 
@@ -96,6 +98,10 @@ class AdapterSlots:
             for target in self._targets
             for name in target.names
         }
+
+    def padded_rank(self, rank: int) -> int:
+        """The rank that kernels compute for an adapter of this one."""
+        return -(-rank // RANK_STEP) * RANK_STEP
 
     def shape_of(self, file: AdapterFile) -> AdapterShape:
         """The size of an adapter."""

@@ -1,6 +1,7 @@
 """A model, ready to compute, from its spec and its folder.
 
-Modules are first made on the meta device, so that nothing is allocated or initialized twice.
+Modules are first made on the meta device, so that nothing is allocated or initialized twice. Must
+not know config.json, pages or plans: of an architecture it knows the spec alone.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from minisgl_backend.models.weights import fill_random, load_weights
 from minisgl_backend.packages import CUDA_BINDINGS, import_error
 from minisgl_backend.parallel.group import Group
 from minisgl_backend.progress import Progress, unseen
-from minisgl_backend.weight_format import Layout, WeightFormat
+from minisgl_backend.weight_format import Layout, WeightFormat, WeightFormats
 
 logger = logging.getLogger(__name__)
 
@@ -92,40 +93,51 @@ def build_model(
     if load_format == "dummy":
         fill_random(collect_places(model), seed, dtype)
     elif load_format == "auto":
-        elsewhere = {
-            expert
-            for module in model.modules()
-            if isinstance(module, ExpertsMLP)
-            for expert in module.elsewhere()
-        }
-
-        def is_ignored(name: str) -> bool:
-            if is_kv_scale(name) or (spec.tie_embeddings and name.startswith("lm_head.")):
-                return True
-            expert = _EXPERT.match(name)
-            return expert is not None and expert[0] in elsewhere
-
         load_weights(
             collect_places(model),
             folder,
             names=spec.names,
-            is_ignored=is_ignored,
+            is_ignored=_has_no_place(model),
             progress=progress,
         )
     else:
         raise ConfigError(f"load_format must be auto or dummy, got {load_format!r}")
     if spec.weights is not None:
-        num_bytes = sum(parameter.nbytes for parameter in model.parameters())
-        is_any_kept = any(isinstance(module, StoredWeight) for module in model.modules())
-        logger.info(
-            "weights: %s, %s %s, take %.2f GiB",
-            spec.weights,
-            "kept, or dequantized to" if is_any_kept else "dequantized while loading to",
-            str(dtype).removeprefix("torch."),
-            num_bytes / 2**30,
-        )
+        _log_quantized(model, spec.weights, dtype)
     model.set_positions(max_sequence_length or spec.context, device)
     return model.eval()
+
+
+def _has_no_place(model: Decoder) -> Callable[[str], bool]:
+    """Whether a tensor of the checkpoint, by its name, rightly has no place in this rank's model:
+    scales of keys and values, which ``kv_scales`` reads; a head that is tied to the embedding; and
+    experts that other ranks hold."""
+    elsewhere = {
+        expert
+        for module in model.modules()
+        if isinstance(module, ExpertsMLP)
+        for expert in module.elsewhere()
+    }
+
+    def has_no_place(name: str) -> bool:
+        if is_kv_scale(name) or (model.spec.tie_embeddings and name.startswith("lm_head.")):
+            return True
+        expert = _EXPERT.match(name)
+        return expert is not None and expert[0] in elsewhere
+
+    return has_no_place
+
+
+def _log_quantized(model: Decoder, weights: WeightFormats, dtype: torch.dtype) -> None:
+    num_bytes = sum(parameter.nbytes for parameter in model.parameters())
+    is_any_kept = any(isinstance(module, StoredWeight) for module in model.modules())
+    logger.info(
+        "weights: %s, %s %s, take %.2f GiB",
+        weights,
+        "kept, or dequantized to" if is_any_kept else "dequantized while loading to",
+        str(dtype).removeprefix("torch."),
+        num_bytes / 2**30,
+    )
 
 
 def _format_of(
@@ -193,7 +205,7 @@ def use_tensor_cores(model: Decoder, device: torch.device) -> None:
     if model.spec.head_dim not in (64, 128):
         return
     make = importlib.import_module("minisgl_backend.kernels.cuda.linear").TensorCores
-    in_layers = list(_matrices(model.model.layers))
+    in_layers = list(_linears(model.model.layers))
     are_whole = (
         has_fused_layers(model.spec)
         and all(
@@ -201,18 +213,23 @@ def use_tensor_cores(model: Decoder, device: torch.device) -> None:
             and (not isinstance(layer.mlp, ExpertsMLP) or layer.mlp.has_half_norms)
             for layer in model.layers
         )
-        and all(matrix.fits_tensor_cores(gated=gated) for matrix, gated in in_layers)
+        and all(linear.matrix.fits_tensor_cores(gated=gated) for linear, gated in in_layers)
     )
     if are_whole:
-        of_layer = [matrix for matrix, _ in _matrices(model.layers[0])]
+        of_layer = [linear.matrix for linear, _ in _linears(model.layers[0])]
         most_tokens = _largest_batch(of_layer)
         if most_tokens:
             model.use_tensor_cores(make(device, most_tokens))
         return
     kernels_for = functools.cache(functools.partial(make, device))
-    for matrix, gated in in_layers:
+    for linear, gated in in_layers:
+        matrix = linear.matrix
         if isinstance(matrix, QuantizedMatrix) and matrix.fits_tensor_cores(gated=gated):
-            matrix.use_tensor_cores(kernels_for(_largest_batch([matrix])), gated=gated)
+            kernels = kernels_for(_largest_batch([matrix]))
+            if isinstance(linear, MergedColumnLinear):
+                linear.use_tensor_cores(kernels)
+            else:
+                matrix.use_tensor_cores(kernels)
 
 
 def _largest_batch(matrices: Sequence[Matrix]) -> int:
@@ -225,13 +242,13 @@ def _largest_batch(matrices: Sequence[Matrix]) -> int:
     )
 
 
-def _matrices(module: nn.Module) -> Iterator[tuple[Matrix, bool]]:
-    """The matrices of the linear layers in ``module``, and whether they are gated."""
+def _linears(module: nn.Module) -> Iterator[tuple[MergedColumnLinear | RowLinear, bool]]:
+    """The linear layers in ``module``, and whether they are gated."""
     for child in module.modules():
         if isinstance(child, MergedColumnLinear):
-            yield child.matrix, child.gated
+            yield child, child.gated
         elif isinstance(child, RowLinear):
-            yield child.matrix, False
+            yield child, False
 
 
 def has_hopper_kernels(device: torch.device, dtype: torch.dtype) -> bool:
@@ -245,13 +262,9 @@ def has_expert_kernels(form: WeightFormat, spec: ModelSpec, parts: int) -> bool:
     """Whether these kernels take experts' weights in this format, each cut into ``parts``."""
     if spec.moe is None:
         return False
-    experts, bits = spec.moe.experts, expert_cut.bits_of(form)
+    experts = spec.moe.experts
     size = experts.intermediate_size // parts
-    return (
-        bits is not None
-        and expert_cut.knows(experts)
-        and expert_cut.fits(spec.hidden_size, size, bits)
-    )
+    return expert_cut.knows(experts) and expert_cut.fits(spec.hidden_size, size, form)
 
 
 def use_invariant_kernels(model: Decoder, device: torch.device) -> None:
@@ -294,14 +307,15 @@ def has_fused_layers(spec: ModelSpec) -> bool:
 
     They do not know layers without attention, gates of its output, norms of the outputs of a
     layer's parts or over all heads of a token, another gate than SiLU, heads of which a part
-    rotates, nor experts that ``expert_cut`` does not know or beside which there is a gated one.
+    rotates, nor experts that ``expert_cut`` does not know, that have biases, as their router has
+    then, or beside which there is a gated one.
     Heads that do not rotate at all are no exception to them.
     """
     ropes = [spec.rope_of(layer) for layer in range(spec.num_layers)]
     experts = None if spec.moe is None else spec.moe.experts
     if experts is not None:
         is_gated = experts.shared is not None and experts.shared.gated
-        if is_gated or not expert_cut.knows(experts):
+        if is_gated or experts.biases or not expert_cut.knows(experts):
             return False
     return (
         spec.delta_net is None

@@ -207,12 +207,14 @@ def check_weights(spec: ModelSpec, files: WeightFiles) -> None:
             "hidden_size": spec.hidden_size,
             "linear_num_value_heads x linear_value_head_dim": delta.value_size,
         }
-    if spec.moe is None or 0 not in spec.moe.layers:
+    has_experts = spec.moe is not None and 0 in spec.moe.layers
+    if spec.moe is None or spec.moe.beside or not has_experts:
         expected[f"{mlp}.gate_proj"] = {"intermediate_size": spec.intermediate_size}
-    else:
+    if spec.moe is not None and has_experts:
         experts = spec.moe.experts
-        expected[f"{mlp}.{experts.router}"] = {"num_experts": experts.num_experts}
-        expected[f"{mlp}.experts.0.gate_proj"] = {
+        within = mlp.removesuffix(".mlp") if spec.moe.beside else mlp
+        expected[f"{within}.{experts.router}"] = {"num_experts": experts.num_experts}
+        expected[f"{within}.experts.0.gate_proj"] = {
             "moe_intermediate_size": experts.intermediate_size
         }
     for module, sizes in expected.items():

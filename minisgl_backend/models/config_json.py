@@ -227,45 +227,61 @@ def read_rope(
         "original_max_position_embeddings",
         rope.integer("original_max_position_embeddings", max_positions),
     )
+    common["original_max_positions"] = original
     if scaling == "llama3":
-        low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
-        if low >= high:
-            raise rope.error("low_freq_factor", f"below high_freq_factor ({high:g})", low)
-        return RopeSpec(
-            **common,
-            factor=rope.number("factor", maximum=MOST_POSITIONS),
-            original_max_positions=original,
-            low_freq_factor=low,
-            high_freq_factor=high,
-        )
+        return _llama3_rope(rope, common)
     if scaling == "yarn":
-        factor = rope.number("factor", max_positions / original, maximum=MOST_POSITIONS)
-        return RopeSpec(
-            **common,
-            factor=factor,
-            original_max_positions=original,
-            attention_factor=_yarn_attention_factor(rope, factor),
-            beta_fast=rope.number("beta_fast", 32.0),
-            beta_slow=rope.number("beta_slow", 1.0),
-            truncate=rope.flag("truncate", True),
-        )
+        return _yarn_rope(rope, common)
     if scaling == "longrope":
-        factor = rope.number("factor", max_positions / original, maximum=MOST_POSITIONS)
-        stretched = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
-        factors = rope.numbers("short_factor")
-        if not factors:
-            raise ConfigError(f"{rope.where}: short_factor is missing")
-        return RopeSpec(
-            **common,
-            factor=factor,
-            original_max_positions=original,
-            attention_factor=rope.number("attention_factor", stretched),
-            short_factors=factors,
-        )
+        return _longrope(rope, common)
     raise ConfigError(
         f"{config.where}: rope type {scaling!r} is not supported; supported are default, linear, "
         "dynamic, llama3, yarn, longrope and proportional"
     )
+
+
+def _llama3_rope(rope: ConfigReader, common: Mapping[str, Any]) -> RopeSpec:
+    low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
+    if low >= high:
+        raise rope.error("low_freq_factor", f"below high_freq_factor ({high:g})", low)
+    return RopeSpec(
+        **common,
+        factor=rope.number("factor", maximum=MOST_POSITIONS),
+        low_freq_factor=low,
+        high_freq_factor=high,
+    )
+
+
+def _yarn_rope(rope: ConfigReader, common: Mapping[str, Any]) -> RopeSpec:
+    factor = _stretch(rope, common)
+    return RopeSpec(
+        **common,
+        factor=factor,
+        attention_factor=_yarn_attention_factor(rope, factor),
+        beta_fast=rope.number("beta_fast", 32.0),
+        beta_slow=rope.number("beta_slow", 1.0),
+        truncate=rope.flag("truncate", True),
+    )
+
+
+def _longrope(rope: ConfigReader, common: Mapping[str, Any]) -> RopeSpec:
+    factor, original = _stretch(rope, common), common["original_max_positions"]
+    stretched = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+    factors = rope.numbers("short_factor")
+    if not factors:
+        raise ConfigError(f"{rope.where}: short_factor is missing")
+    return RopeSpec(
+        **common,
+        factor=factor,
+        attention_factor=rope.number("attention_factor", stretched),
+        short_factors=factors,
+    )
+
+
+def _stretch(rope: ConfigReader, common: Mapping[str, Any]) -> float:
+    """By how much the context is stretched: ``factor``, or what the numbers of positions tell."""
+    by_default = common["max_positions"] / common["original_max_positions"]
+    return rope.number("factor", by_default, maximum=MOST_POSITIONS)
 
 
 def _yarn_attention_factor(rope: ConfigReader, factor: float) -> float:

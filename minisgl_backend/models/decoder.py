@@ -5,8 +5,8 @@ mixing tells rows apart. Modules have the names of the checkpoint's tensors, fro
 finds their places. The residual stream is one tensor, updated in place if a kernel can.
 
 Each matrix chooses its kernel by the number of tokens (``layers.matrix``); all kernels give the
-same values within rounding. Nothing here waits for a GPU or depends on values there, so all of
-it may be captured in a CUDA graph.
+same values within rounding. Nothing here waits for a GPU or depends on values there, so all of it
+may be captured in a CUDA graph. Must not know requests, or who holds a page.
 """
 
 from __future__ import annotations
@@ -201,7 +201,8 @@ class Decoder(nn.Module):
                 "lm_head", spec.vocab_size, spec.hidden_size, group=group, matrices=matrices
             )
         self._rotary_tables: list[Tensor] = []  # each float32[num_positions, rotary dimensions]
-        self._rotation_of: list[int] = []  # which of them, of each layer
+        self._places: list[tuple[int, bool]] = []  # which of them, and whether in window pages
+        self._places_of: list[int] = []  # which of these, of each layer
         self._query_scales: Tensor | None = None  # float32[num_positions]
         self.mark: Callable[[str], AbstractContextManager[object]] | None = None
         """Put around each layer, for profilers."""
@@ -243,7 +244,12 @@ class Decoder(nn.Module):
         self._rotary_tables = [
             rotary_table(rope, head_dim, num_positions, device) for rope, head_dim in kinds
         ]
-        self._rotation_of = [kinds.index(rope) for rope in ropes]
+        of_layers = [
+            (kinds.index(rope), window is not None)
+            for rope, window in zip(ropes, spec.windows, strict=True)
+        ]
+        self._places = list(dict.fromkeys(of_layers))
+        self._places_of = [self._places.index(places) for places in of_layers]
         self._query_scales = query_scales(spec.rope, num_positions, device)
 
     def bind_pages(self, pages: Sequence[PagedKV]) -> None:
@@ -288,12 +294,15 @@ class Decoder(nn.Module):
         attend: Attend,
         recurrent: RecurrentRows | None = None,
         adapted: AdaptedTokens | None = None,
+        *,
+        window_slots: Tensor | None = None,
     ) -> Tensor:
         """The residual stream after the last layer, [num_tokens, hidden_size], not normalized.
 
         ``tokens``, ``positions`` and ``slots`` are int32 or int64 [num_tokens]. ``recurrent`` is
         needed if a layer has recurrent states. ``adapted``: the tokens by adapter, if any has one;
-        then there must be memory for adapters.
+        then there must be memory for adapters. ``window_slots`` are those of layers with windows,
+        if they have pages of their own.
         """
         spec = self.spec
         residual: Tensor = self.model.embed_tokens(tokens)  # [num_tokens, hidden_size]
@@ -302,13 +311,17 @@ class Decoder(nn.Module):
         layer_inputs: Tensor | None = None
         if self.model.layer_inputs is not None:
             layer_inputs = self.model.layer_inputs(tokens, residual)
-        layers, pdl = self.layers, adapted is None and self._starts_early(len(tokens))
+        layers, pdl = self.layers, self._starts_early(len(tokens))
         query_scale: Tensor | None = None
         if self._query_scales is not None:
             query_scale = self._query_scales[positions, None, None].to(residual.dtype)
         steps = [
             StepContext(
-                TokenPlaces(positions, slots, table),
+                TokenPlaces(
+                    positions,
+                    window_slots if in_window and window_slots is not None else slots,
+                    self._rotary_tables[table],
+                ),
                 attend,
                 pdl,
                 query_scale,
@@ -316,13 +329,13 @@ class Decoder(nn.Module):
                 adapted,
                 layer_inputs,
             )
-            for table in self._rotary_tables
+            for table, in_window in self._places
         ]
         x = Normed(residual, layers[0].first_norm)
         next_norms = [layer.first_norm for layer in layers[1:]] + [self.model.norm]
         for index, (layer, norm) in enumerate(zip(layers, next_norms, strict=True)):
             with nullcontext() if self.mark is None else self.mark(f"layer {index}"):
-                residual, x = layer(residual, x, norm, steps[self._rotation_of[index]])
+                residual, x = layer(residual, x, norm, steps[self._places_of[index]])
         return residual
 
     def normed(self, hidden: Tensor) -> Tensor:
@@ -372,7 +385,7 @@ def _layer(
     experts: Callable[[str, int, ExpertsSpec], ExpertsMLP],
 ) -> Layer:
     if spec.scaled_layers:
-        return Gemma4Layer(spec, layer, group, matrices)
+        return Gemma4Layer(spec, layer, group, matrices, experts)
     if spec.norms == "before":
         return DecoderLayer(spec, layer, group, matrices, experts)
     return PostNormLayer(spec, layer, group, matrices)

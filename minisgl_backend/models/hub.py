@@ -1,6 +1,7 @@
 """A model's folder: on this machine, or fetched from a hub.
 
-Only configs, safetensors and tokenizer files are fetched: never code, never pickled weights.
+Only configs, safetensors and tokenizer files are fetched: never code, never pickled weights. Must
+not know what the files say.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ They are tensors of one number, two a layer, beside the projections. Tools name 
     model.layers.N.self_attn.kv_scale             AutoFP8: one for both
 
 and v in place of k. A key is stored as k / scale and multiplied by scale when read; so are values.
+Must not know pages, or whether they are float8.
 """
 
 from __future__ import annotations

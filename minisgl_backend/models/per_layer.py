@@ -1,19 +1,23 @@
-"""Gemma 4's layer: that of Gemma 3 with a scale of its own, and perhaps an input of its own.
+"""Gemma 4's layer: that of Gemma 3 with a scale of its own, and perhaps an input or experts.
 
 Smaller models of this family have a second embedding, with a part for each layer. Together with a
 projection of the first embedding it makes the *layer inputs* of a token, which the layers read
-through a gate of the residual stream. Every rank computes all of that.
+through a gate of the residual stream. Every rank computes all of that. In another model of the
+family each layer has a mixture of experts beside its feed-forward block.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from minisgl_backend.experts_spec import ExpertsSpec
+from minisgl_backend.kernels.rms_norm import rms_norm
 from minisgl_backend.layers.embedding import VocabEmbedding
+from minisgl_backend.layers.experts import ExpertsMLP
 from minisgl_backend.layers.feed_forward import GatedMLP
 from minisgl_backend.layers.linear import MergedColumnLinear
 from minisgl_backend.layers.norm import Normed, RMSNorm, add_normed
@@ -28,7 +32,14 @@ class Gemma4Layer(nn.Module):
     """Attention and feed-forward, each between two norms; then, if the model has them, the layer's
     inputs; and the residual stream times a number of the layer."""
 
-    def __init__(self, spec: ModelSpec, layer: int, group: Group, matrices: Matrices):
+    def __init__(
+        self,
+        spec: ModelSpec,
+        layer: int,
+        group: Group,
+        matrices: Matrices,
+        experts: Callable[[str, int, ExpertsSpec], ExpertsMLP],
+    ):
         super().__init__()
 
         def norm() -> RMSNorm:
@@ -50,6 +61,9 @@ class Gemma4Layer(nn.Module):
             gelu=True,
         )
         self.post_feedforward_layernorm = norm()
+        self.experts: ExpertsBeside | None = None
+        if spec.moe is not None and layer in spec.moe.layers:
+            self.experts = ExpertsBeside(spec, experts(name, spec.hidden_size, spec.moe.experts))
         self.has_inputs = spec.layer_inputs is not None
         if spec.layer_inputs is not None:
             size = spec.layer_inputs.size
@@ -76,6 +90,8 @@ class Gemma4Layer(nn.Module):
         part, after = self.self_attn.output(x, step), self.post_attention_layernorm
         x = add_normed(residual, part, after, self.pre_feedforward_layernorm, pdl=step.pdl)
         part = self.mlp.output(x, pdl=step.pdl, adapted=step.adapted)
+        if self.experts is not None:
+            part = self.experts.add_to(part, residual, pdl=step.pdl)
         after = self.post_feedforward_layernorm
         add_normed(residual, part, after, None, pdl=step.pdl)
         if self.has_inputs:
@@ -86,6 +102,49 @@ class Gemma4Layer(nn.Module):
             add_normed(residual, part, self.post_per_layer_input_norm, None, pdl=step.pdl)
         residual.mul_(self.layer_scalar.value)
         return residual, Normed(residual, next_norm)
+
+
+class ExpertsBeside(nn.Module):
+    """Experts beside a feed-forward block: the outputs of both are normalized and added.
+
+    The experts read the residual stream under another norm than the block does, and their router
+    under one more. Its parts have their names in the checkpoint's layer.
+    """
+
+    def __init__(self, spec: ModelSpec, experts: ExpertsMLP):
+        super().__init__()
+
+        def norm(*, scale: float = 1.0) -> RMSNorm:
+            return RMSNorm(spec.hidden_size, spec.norm_eps, scale=scale)
+
+        self.experts = experts
+        self.before = norm()
+        self.router_norm = norm(scale=spec.hidden_size**-0.5)
+        self.after_block = norm()
+        self.after = norm()
+
+    def add_to(self, block: Tensor, residual: Tensor, *, pdl: bool) -> Tensor:
+        """norm(``block``) + norm(experts of ``residual``), all [num_tokens, hidden_size]; ``block``
+        is the output of the feed-forward block, summed over the ranks."""
+        eps = self.after.eps
+        rows = rms_norm(residual, self.before.weight, eps, pdl=pdl)
+        routed = rms_norm(residual, self.router_norm.weight, eps, pdl=pdl)
+        experts = self.experts
+        part = experts.group.all_reduce(experts.part_of(rows, routed, pdl=pdl))
+        normed = rms_norm(part, self.after.weight, eps, pdl=pdl)
+        return normed.add_(rms_norm(block, self.after_block.weight, eps, pdl=pdl))
+
+    def places(self) -> Iterator[tuple[str, Place]]:
+        for name, place in self.experts.places():
+            yield f"../{name}", place
+        names = {
+            "pre_feedforward_layernorm_2.weight": self.before,
+            "router.scale": self.router_norm,
+            "post_feedforward_layernorm_1.weight": self.after_block,
+            "post_feedforward_layernorm_2.weight": self.after,
+        }
+        for name, norm in names.items():
+            yield f"../{name}", whole(norm.weight, scale=norm.scale)
 
 
 class LayerInputsMaker(nn.Module):

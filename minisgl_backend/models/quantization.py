@@ -189,48 +189,56 @@ def _scheme(group: ConfigReader, layout: str) -> WeightFormat | None:
         _only(weights, "group_size", weights.integer("group_size", 32), 32)
         return WeightFormat(layout=Layout.MX_PACKED, encoding=Encoding.E2M1, block=(1, 32))
     if layout in ("float-quantized", "naive-quantized") and kind == ("float", 8):
-        shapes: dict[str, tuple[int | None, int | None] | None] = {
-            "tensor": (None, None),
-            "channel": (1, None),
-            "block": _block(weights, "block_structure"),
-        }
-        shape = shapes.get(strategy)
-        if shape is None:
-            raise weights.error("strategy", "tensor, channel or block", strategy)
-        _only(weights, "symmetric", weights.flag("symmetric", True), True)
-        return WeightFormat(
-            layout=Layout.FP8,
-            encoding=Encoding.E4M3,
-            block=shape,
-            static_inputs=bool(inputs.values)
-            and inputs.values.get("dynamic") is not True
-            and inputs.values.get("dynamic") != "local",
-        )
+        return _float8_format(weights, inputs, strategy)
     if layout == "pack-quantized" and kind in (("int", 4), ("int", 8)):
         if inputs.values:
             raise ConfigError(f"{inputs.where}: is not supported with {layout} weights")
-        symmetric = weights.flag("symmetric", True)
-        if strategy == "group":
-            block: tuple[int | None, int | None] = (1, weights.integer("group_size"))
-        elif strategy == "channel":
-            block = (1, None)
-        elif strategy == "tensor" and symmetric:
-            block = (None, None)
-        else:
-            raise weights.error("strategy", "group, channel or, if symmetric, tensor", strategy)
-        order = weights.values.get("actorder")
-        if order not in (None, False, True, "group", "weight", "static", "dynamic"):
-            raise weights.error("actorder", "group, weight, static, dynamic or null", order)
-        return WeightFormat(
-            layout=Layout.PACKED,
-            encoding=Encoding.INT4 if kind[1] == 4 else Encoding.INT8,
-            block=block,
-            symmetric=symmetric,
-            reorders=order in (True, "group", "dynamic") and strategy == "group",
-        )
+        return _packed_format(weights, strategy, Encoding.INT4 if kind[1] == 4 else Encoding.INT8)
     raise ConfigError(
         f"{group.where}: {layout} weights of {kind[1]} bits ({kind[0]}) are not supported; "
         "supported are float-quantized of 8 bits, pack-quantized of 4 and 8, mxfp4-pack-quantized"
+    )
+
+
+def _float8_format(weights: ConfigReader, inputs: ConfigReader, strategy: str) -> WeightFormat:
+    shapes: dict[str, tuple[int | None, int | None] | None] = {
+        "tensor": (None, None),
+        "channel": (1, None),
+        "block": _block(weights, "block_structure"),
+    }
+    shape = shapes.get(strategy)
+    if shape is None:
+        raise weights.error("strategy", "tensor, channel or block", strategy)
+    _only(weights, "symmetric", weights.flag("symmetric", True), True)
+    return WeightFormat(
+        layout=Layout.FP8,
+        encoding=Encoding.E4M3,
+        block=shape,
+        static_inputs=bool(inputs.values)
+        and inputs.values.get("dynamic") is not True
+        and inputs.values.get("dynamic") != "local",
+    )
+
+
+def _packed_format(weights: ConfigReader, strategy: str, encoding: Encoding) -> WeightFormat:
+    symmetric = weights.flag("symmetric", True)
+    if strategy == "group":
+        block: tuple[int | None, int | None] = (1, weights.integer("group_size"))
+    elif strategy == "channel":
+        block = (1, None)
+    elif strategy == "tensor" and symmetric:
+        block = (None, None)
+    else:
+        raise weights.error("strategy", "group, channel or, if symmetric, tensor", strategy)
+    order = weights.values.get("actorder")
+    if order not in (None, False, True, "group", "weight", "static", "dynamic"):
+        raise weights.error("actorder", "group, weight, static, dynamic or null", order)
+    return WeightFormat(
+        layout=Layout.PACKED,
+        encoding=encoding,
+        block=block,
+        symmetric=symmetric,
+        reorders=order in (True, "group", "dynamic") and strategy == "group",
     )
 
 

@@ -5,7 +5,8 @@ valid for every request that shares them. For this, ``dynamic`` scaling rotates 
 transformers does if p is the last position of the sequence.
 
 All frequencies are computed in float32, with the operations in the order of transformers, so that
-the tables are equal bit by bit.
+the tables are equal bit by bit. Must not know sequences, or how a rotation is applied
+(``kernels.rope_store``).
 """
 
 from __future__ import annotations

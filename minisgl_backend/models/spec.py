@@ -1,6 +1,6 @@
 """A model as the engine sees it: plain numbers, the same for every architecture.
 
-Must not know files, tensors or how an architecture spells its config.json (``catalog`` does).
+Must not know files, tensors or how an architecture spells its config.json (``families`` does).
 One decoder computes all of them: an architecture is a set of values here.
 """
 
@@ -69,10 +69,12 @@ class RopeSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoeSpec:
-    """Mixtures of experts; ``layers`` are those that have one in place of the plain MLP."""
+    """Mixtures of experts; ``layers`` are those that have one in place of the plain MLP, or
+    ``beside`` it."""
 
     experts: ExpertsSpec
     layers: frozenset[int]
+    beside: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -285,7 +287,7 @@ class ModelSpec:
             mixers += len(delta.layers) * width * self.hidden_size
         with_experts, experts = frozenset[int](), 0
         if self.moe is not None:
-            with_experts = self.moe.layers
+            with_experts = frozenset() if self.moe.beside else self.moe.layers
             experts = len(self.moe.layers) * self.moe.experts.num_rows * self.hidden_size
         widths = (
             self.intermediate_size_of(layer)

@@ -19,8 +19,15 @@ from minisgl_backend.errors import ConfigError
 Region = tuple[int | slice, ...]
 """Of a tensor: an index or a range for each of its first dimensions."""
 
-_SPLIT_BY_ROWS: Final = ("weight", "bias", "weight_scale", "weight_scale_inv")
-_FOR_ALL_PARTS: Final = ("input_scale",)
+_ROWS: Final = ("weight", "bias", "weight_scale", "weight_scale_inv", "weight_packed")
+_OUTPUTS_AT: Final = {
+    **dict.fromkeys((*_ROWS, "weight_zero_point"), 0),
+    **dict.fromkeys(("qweight", "qzeros", "scales"), 1),
+}
+"""The dimension of a tensor in which its module's outputs lie, or blocks or words of them."""
+_FOR_ALL_PARTS: Final = ("input_scale", "g_idx", "weight_g_idx")
+_NEEDLESS: Final = ("weight_shape",)
+"""Tells of a merged tensor what its other tensors tell as well."""
 _OF_INPUTS: Final = "activation_scale"
 _STACKED: Final = re.compile(
     r"(?P<experts>.+\.experts)\.(?P<part>gate_up_proj|down_proj)"
@@ -62,10 +69,11 @@ class TensorNames:
 
     ``renamed`` are pairs of a fragment of a name there and what it stands for in the decoder's; the
     first one that is found is replaced. ``merged`` lists the modules whose tensors hold several
-    projections, one below the other: by the end of the module's name, the names of the projections
-    and their numbers of rows. A checkpoint of the layers alone, as embedding models have it, leaves
-    out the first part of all names, ``model.``. If the checkpoint is ``multimodal``, tensors of
-    what sees and hears are left out, and always those whose names begin with one of ``left_out``.
+    projections, the outputs of one behind those of the other: by the end of the module's name, the
+    names of the projections and their numbers of outputs. A checkpoint of the layers alone, as
+    embedding models have it, leaves out the first part of all names, ``model.``. If the checkpoint
+    is ``multimodal``, tensors of what sees and hears are left out, and always those whose names
+    begin with one of ``left_out``.
     With ``keeps_stacks`` a tensor of all experts is one weight, not several of one expert each.
     """
 
@@ -99,12 +107,15 @@ class TensorNames:
             yield own, StoredAs(name, shape)
             return
         modules = {f"{around}.{part}.{kind}": size for part, size in parts.items()}
-        if kind in _FOR_ALL_PARTS or (kind in _SPLIT_BY_ROWS and shape in ((), (1,))):
+        if kind in _NEEDLESS:
+            return
+        if kind in _FOR_ALL_PARTS or (kind in _ROWS and shape in ((), (1,))):
             yield from ((part, StoredAs(name, shape)) for part in modules)
             return
-        if kind not in _SPLIT_BY_ROWS:
+        at = _OUTPUTS_AT.get(kind)
+        if at is None or len(shape) <= at:
             raise ConfigError(f"{name}: {last} merges {', '.join(parts)}, and no {kind} is known")
-        yield from _of_rows(modules, name, shape)
+        yield from _of_outputs(modules, name, shape, at)
 
     def in_checkpoint(self, name: str) -> str:
         """The name in the checkpoint for an unmerged weight ``name`` of the decoder, for errors."""
@@ -156,17 +167,21 @@ def _of_experts(
         yield weight, StoredAs(name, (half, *size[1:]), region)
 
 
-def _of_rows(
-    sizes: Mapping[str, int], name: str, shape: tuple[int, ...]
+def _of_outputs(
+    sizes: Mapping[str, int], name: str, shape: tuple[int, ...], at: int
 ) -> Iterator[tuple[str, StoredAs]]:
-    """Of a merged tensor: the rows of each part, or of the blocks of its rows."""
-    total, begin = sum(sizes.values()), 0
+    """Of a merged tensor: the outputs of each part, which lie in dimension ``at``, or of their
+    blocks or words."""
+    total, begin, count = sum(sizes.values()), 0, shape[at]
+    before = tuple(slice(0, size) for size in shape[:at])
     for part, size in sizes.items():
-        rows, rest = divmod(size * shape[0], total)
-        if rest or shape[0] > total:
+        own, rest = divmod(size * count, total)
+        if rest or count > total:
+            what = "columns" if at else "rows"
             raise ConfigError(
-                f"{name} has the shape {shape}, whose rows cannot be parts of "
+                f"{name} has the shape {shape}, whose {what} cannot be parts of "
                 + ", ".join(map(str, sizes.values()))
             )
-        yield part, StoredAs(name, (rows, *shape[1:]), (slice(begin, begin + rows),))
-        begin += rows
+        region = *before, slice(begin, begin + own)
+        yield part, StoredAs(name, (*shape[:at], own, *shape[at + 1 :]), region)
+        begin += own

@@ -2,7 +2,7 @@
 
 A ``TokenMixer`` is one kind of it. ``SelfAttention`` here keeps its state, keys and values, in
 pages; recurrent mixers (``gated_delta_net``) keep theirs in a slot of a row. The places of a step's
-tokens come in ``StepContext``.
+tokens come in ``StepContext``. Must not know requests, or which row has which pages and why.
 """
 
 from __future__ import annotations
@@ -169,6 +169,7 @@ class SelfAttention(nn.Module):
             page_size=self.kv.keys.shape[1],
             fp8=self.kv.k_scale is not None,
             codes=self.qkv_proj.matrix.arrange(),
+            takes_added=self.qkv_proj.adapters is not None,
         )
         self.o_proj.use_tensor_cores(kernels)
 
@@ -206,8 +207,11 @@ class SelfAttention(nn.Module):
         kv, norm, kernel = self.kv, self.qk_norm, self._heads_kernel
         head_norm = norm if isinstance(norm, HeadNorm) else None
         places = step.places
-        if kernel is not None and step.adapted is None and len(x.x) <= kernel.most_tokens:
+        if kernel is not None and len(x.x) <= kernel.most_tokens:
             # GEMM, head norms, rotation and store in one kernel
+            bias, added = self.qkv_proj.bias, None
+            if step.adapted is not None:
+                bias, (x, added) = None, self.qkv_proj.deltas(x, step.adapted, pdl=step.pdl)
             rows, squares = x.unscaled(pdl=step.pdl)
             q = kernel(
                 rows,
@@ -223,7 +227,8 @@ class SelfAttention(nn.Module):
                 k_weight=None if head_norm is None else head_norm.k,
                 k_scale=kv.k_scale,
                 v_scale=kv.v_scale,
-                bias=self.qkv_proj.bias,
+                bias=bias,
+                added=added,
                 pdl=step.pdl,
             )
             return q, None

@@ -14,12 +14,11 @@ import time
 from collections import deque
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from queue import SimpleQueue
 from typing import Final
 
-from minisgl_backend.errors import EngineFailure, MiniSGLError, Overloaded
-from minisgl_backend.offline.room import Room
+from minisgl_backend.errors import MiniSGLError
+from minisgl_backend.offline.porter import Porter, Visit
 from minisgl_backend.request import (
     Admitted,
     Embedded,
@@ -34,7 +33,6 @@ from minisgl_backend.request import (
     TokenId,
     TokenLogprobs,
 )
-from minisgl_backend.runtime.engine import Door
 from minisgl_backend.text.answer_stream import AnswerStream
 from minisgl_backend.text.vocabulary import Vocabulary
 from minisgl_backend.wire.answer import Answer
@@ -107,9 +105,9 @@ class Mailbox:
         "_num_cached_tokens",
         "_num_running",
         "_num_waiting_tokens",
+        "_porter",
         "_prompt_logprobs",
         "_ready",
-        "_room",
         "_scheduled_ns",
         "_told",
         "_wake_after",
@@ -122,8 +120,8 @@ class Mailbox:
         index: int,
         asked: Asked,
         vocabulary: Vocabulary,
-        ready: SimpleQueue[Mailbox],
-        room: Room,
+        ready: SimpleQueue[Mailbox | Exception],
+        porter: Porter,
     ) -> None:
         self.index = index
         self.samples = asked.samples
@@ -133,7 +131,7 @@ class Mailbox:
         self._num_running = len(asked.samples)  # on the engine's side
         self._answers = AnswerStream(vocabulary, asked.start)
         self._ready = ready
-        self._room = room
+        self._porter = porter
         self._num_waiting_tokens = len(asked.samples[0].prompt)
         self._wake_after = _tokens_per_wake(asked.start)
         self._events: deque[
@@ -155,7 +153,7 @@ class Mailbox:
             if not sample:
                 self._scheduled_ns = time.time_ns()
                 self._num_cached_tokens = event.num_cached_tokens
-                self._room.admitted(self._num_waiting_tokens)
+                self._porter.admitted(self._num_waiting_tokens)
                 self._num_waiting_tokens = 0
             return
         self._events.append((sample, event))
@@ -168,8 +166,9 @@ class Mailbox:
             if self._is_announced or len(self._events) < self._wake_after:
                 return
         else:
-            self._room.left(0 if sample else self._num_waiting_tokens)
             self._num_running -= 1
+            num_waiting_tokens = 0 if sample else self._num_waiting_tokens
+            self._porter.left(self, num_waiting_tokens, is_last=not self._num_running)
             if self._num_running and isinstance(event, Finished) and self._wake_after > 1:
                 return  # its answer waits for those of the others
         self._is_announced = True
@@ -273,11 +272,8 @@ class Mailbox:
 class Call:
     """The requests of one call."""
 
-    def __init__(
-        self, engine: Door, room: Room, vocabulary: Vocabulary, asked: Sequence[Asked]
-    ) -> None:
-        self._engine = engine
-        self._room = room
+    def __init__(self, porter: Porter, vocabulary: Vocabulary, asked: Sequence[Asked]) -> None:
+        self._porter = porter
         self._vocabulary = vocabulary
         self._asked = asked
 
@@ -285,47 +281,32 @@ class Call:
         return len(self._asked)
 
     def outputs(self) -> Generator[Output, None, None]:
-        """The outputs of all requests as they come; requests are submitted as there is room."""
-        waiting = deque(enumerate(self._asked))
-        open_: dict[int, Mailbox] = {}
-        ready: SimpleQueue[Mailbox] = SimpleQueue()
+        """The outputs of all requests as they come; requests enter as there is room."""
+        ready: SimpleQueue[Mailbox | Exception] = SimpleQueue()
+        boxes = (
+            Mailbox(index, asked, self._vocabulary, ready, self._porter)
+            for index, asked in enumerate(self._asked)
+        )
+        visit = Visit(boxes, on_refused=ready.put)
+        num_left = len(self._asked)
         try:
-            while waiting or open_:
-                while waiting and self._enter(waiting[0][1], wait=not open_):
-                    index, asked = waiting.popleft()
-                    box = Mailbox(index, asked, self._vocabulary, ready, self._room)
-                    open_[index] = box
-                    self._submit(box)
+            self._porter.enter(visit)
+            while num_left:
                 box = ready.get()
-                if box.index not in open_:  # ended by a stop string before; now the engine says so
-                    continue
-                outputs = box.read()
-                for request_id in box.superfluous():
-                    self._engine.abort(request_id)
-                if box.is_over:
-                    del open_[box.index]
-                yield from outputs
+                if isinstance(box, Exception):
+                    raise box
+                if not box.is_over:  # or ended by a stop string, and now the engine says so
+                    outputs = box.read()
+                    for request_id in box.superfluous():
+                        self._porter.abort(request_id)
+                    num_left -= box.is_over
+                    yield from outputs
         except MiniSGLError:
-            self._room.check_open()  # raises Cancelled if that is the cause
+            self._porter.check_open()  # raises Cancelled if that is the cause
             raise
         finally:
-            for box in open_.values():
-                for request in box.samples:
-                    self._engine.abort(request.id)
-
-    def _enter(self, asked: Asked, *, wait: bool) -> bool:
-        samples = asked.samples
-        return self._room.enter(len(samples[0].prompt), num_requests=len(samples), wait=wait)
-
-    def _submit(self, box: Mailbox) -> None:
-        samples = box.samples
-        try:
-            self._engine.submit_samples(
-                samples, [partial(box.put, sample) for sample in range(len(samples))]
-            )
-        except Overloaded as error:  # there is room for it, so the engine has broken down
-            self._room.left(len(samples[0].prompt), num_requests=len(samples))
-            raise EngineFailure(str(error)) from None
+            if num_left:
+                self._porter.leave(visit)
 
 
 def _tokens_per_wake(start: StreamStart) -> float:

@@ -1,18 +1,20 @@
 """``LLM``: the engine in this process, from prompts to text.
 
 Options, parameters, defaults and errors are those of the server; ``docs/offline.md`` has examples.
-An ``LLM`` may be used by several threads; each output iterator belongs to one of them.
+An ``LLM`` may be used by several threads; each output iterator belongs to one of them. Must not
+know Triton.
 """
 
 from __future__ import annotations
 
 import random
+import threading
 import time
 import weakref
-from collections.abc import Generator, Iterator, Sequence
-from concurrent.futures import CancelledError, ThreadPoolExecutor
+from collections.abc import Generator, Sequence
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 
@@ -21,12 +23,12 @@ from minisgl_backend.config import DEMO_MODEL, EngineOptions, Limits
 from minisgl_backend.models.catalog import load_spec
 from minisgl_backend.models.hub import resolve_model, resolve_tokenizer
 from minisgl_backend.offline.call import Asked, Call, Output
+from minisgl_backend.offline.porter import Porter
 from minisgl_backend.offline.prompts import Params, Prompt, naming, read_prompts
-from minisgl_backend.offline.room import Room
 from minisgl_backend.precheck import context_of
 from minisgl_backend.progress import shown, unseen
 from minisgl_backend.request import FloatArray, IntArray, Request, SamplingParams, samples_of
-from minisgl_backend.runtime.engine import Door, EngineInfo
+from minisgl_backend.runtime.engine import EngineInfo
 from minisgl_backend.runtime.recorder import EngineStats
 from minisgl_backend.text.tokenizer import PromptEncoder
 from minisgl_backend.wire.generation import Generation
@@ -48,21 +50,14 @@ class LLM:
         self._encoder = _load_encoder(self._options, self._limits)
         self._seeds = random.Random(self._options.seed)
         self._engine = build_engine(self._options)
-        info = self._engine.info
-        self._room = Room(
-            most_requests=info.most_open,
-            most_waiting_tokens=info.max_queued_tokens,
-        )
-        self._tokenizers = ThreadPoolExecutor(
-            self._options.num_tokenizers, thread_name_prefix="tokenizer"
-        )
-        # called by close, when this object is collected, or before the interpreter ends: a thread
-        # that is inside PyTorch then would abort the process
-        self._end = weakref.finalize(self, _end, self._engine, self._room, self._tokenizers)
+        self._porter = Porter(self._engine, num_tokenizers=self._options.num_tokenizers)
+        # called when this object is collected, or before the interpreter ends: a thread that is
+        # inside PyTorch then would abort the process
+        self._finalizer = weakref.finalize(self, _end, self._porter, threading.get_ident())
 
     @property
     def info(self) -> EngineInfo:
-        """What is fixed once the model is loaded: context, dtype, device, number of pages, ..."""
+        """Fixed facts of the loaded model: context, dtype, device, number of pages, ..."""
         return self._engine.info
 
     def stats(self) -> EngineStats:
@@ -143,9 +138,11 @@ class LLM:
     def close(self) -> None:
         """End all requests and the engine, and free its memory. Idempotent.
 
-        Calls of other threads raise ``Cancelled``.
+        Calls of other threads raise ``Cancelled``. Ctrl-C ends the waiting only.
         """
-        self._end()
+        self._porter.end()
+        self._porter.wait()
+        self._finalizer.detach()
 
     def __enter__(self) -> LLM:
         return self
@@ -171,7 +168,7 @@ class LLM:
     ) -> Call:
         """All requests of a call, checked before the first of them is submitted."""
         arrived_s, arrival_time_ns = time.monotonic(), time.time_ns()
-        self._room.check_open()
+        self._porter.check_open()
         generations = read_prompts(
             prompts,
             params,
@@ -183,32 +180,24 @@ class LLM:
         )
         asked = []
         several = len(generations) > 1
-        tokenized = self._tokenized(generations)
-        for index, generation in enumerate(generations):
-            with naming(index if several else None):
-                ids, sampling = next(tokenized)
-                generation = replace(generation, sampling=sampling)
-                asked.append(self._asked(generation, ids, arrived_s))
-        return Call(self._engine, self._room, self._encoder.vocabulary, asked)
+        with closing(self._tokenized(generations)) as tokenized:
+            for index, generation in enumerate(generations):
+                with naming(index if several else None):
+                    ids, sampling = next(tokenized)
+                    generation = replace(generation, sampling=sampling)
+                    asked.append(self._asked(generation, ids, arrived_s))
+        return Call(self._porter, self._encoder.vocabulary, asked)
 
     def _tokenized(
         self, generations: Sequence[Generation]
-    ) -> Iterator[tuple[IntArray, SamplingParams]]:
+    ) -> Generator[tuple[IntArray, SamplingParams], None, None]:
         """int32[num_prompt_tokens] of each prompt, and how its answer is sampled; several are
         tokenized at a time."""
         if len(generations) == 1:
-            yield self._encode(generations[0])
-            return
-        try:
-            yield from self._tokenizers.map(self._encode, generations)
-        except (RuntimeError, CancelledError):
-            self._room.check_open()  # raises Cancelled if close has ended the threads
-            raise
-
-    def _encode(self, generation: Generation) -> tuple[IntArray, SamplingParams]:
-        prompt = self._encoder.rendered(generation.prompt)
-        sampling = self._encoder.after_thinking(generation.sampling, prompt)
-        return self._encoder.encode(prompt), sampling
+            yield _encode(self._encoder, generations[0])
+        else:  # jobs that know nothing of this object, or a thread of the pool might end it
+            jobs = [partial(_encode, self._encoder, generation) for generation in generations]
+            yield from self._porter.spread(jobs)
 
     def _asked(self, generation: Generation, ids: IntArray, arrived_s: float) -> Asked:
         sampling = generation.sampling
@@ -251,7 +240,15 @@ def _load_encoder(options: EngineOptions, limits: Limits) -> PromptEncoder:
     return encoder
 
 
-def _end(engine: Door, room: Room, tokenizers: ThreadPoolExecutor) -> None:
-    room.close()
-    tokenizers.shutdown(cancel_futures=True)
-    engine.close(drain_s=0)
+def _encode(encoder: PromptEncoder, generation: Generation) -> tuple[IntArray, SamplingParams]:
+    prompt = encoder.rendered(generation.prompt)
+    sampling = encoder.after_thinking(generation.sampling, prompt)
+    return encoder.encode(prompt), sampling
+
+
+def _end(porter: Porter, maker: int) -> None:
+    """``maker`` is the thread that has made the ``LLM``."""
+    porter.end()
+    # any thread may collect an LLM that is in a circle, also those that the porter waits for
+    if threading.get_ident() in (maker, threading.main_thread().ident):
+        porter.wait()

@@ -1,6 +1,7 @@
 """From the option ``comm`` and a place to a group whose ranks are connected.
 
-The ranks find each other through a store, which rank 0 holds.
+The ranks find each other through a store, which rank 0 holds. Must not know models, or what the
+ranks tell each other.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch._C._distributed_c10d import Store, TCPStore
 from minisgl_backend.errors import ConfigError, EngineFailure
 from minisgl_backend.parallel.flashinfer_sum import FlashInferSum, is_built
 from minisgl_backend.parallel.group import Group
-from minisgl_backend.parallel.place import COMMS, Place, check_address, check_comm
+from minisgl_backend.parallel.place import COMMS, Place, check_comm, listen_at
 from minisgl_backend.parallel.pynccl import pynccl_group
 from minisgl_backend.parallel.torch_group import gloo_group, nccl_group
 
@@ -23,16 +24,17 @@ _LEAST_STORE_S: Final = 60.0
 """Least timeout: PyTorch looks up each address's name for its log, and a lost answer costs 5 s."""
 
 
-def choose_comm(option: str | None, device: torch.device, num_ranks: int) -> str:
+def choose_comm(option: str | None, device: torch.device, place: Place) -> str:
     """The library that ``option`` names, by default the fastest that is ready for use.
 
-    FlashInfer is the fastest with two and four ranks; with eight it has not been measured. Raises
-    ``ConfigError`` if the device cannot use the library.
+    FlashInfer is the fastest with two and four ranks of one host; with eight it has not been
+    measured. Raises ``ConfigError`` if the device or the hosts cannot use the library.
     """
-    check_comm(option, device.type)
+    check_comm(option, device.type, place)
     if option is not None:
         return option
-    if device.type == "cuda" and num_ranks in (2, 4) and is_built(num_ranks):
+    is_small = place.is_one_host and place.size in (2, 4)
+    if device.type == "cuda" and is_small and is_built(place.size):
         return "flashinfer"
     return COMMS[device.type][0]
 
@@ -42,20 +44,22 @@ def open_store(place: Place, timeout_s: float) -> tuple[Place, Store]:
 
     Raises ``ConfigError`` if the address is not one of this machine, or its port is taken.
     """
-    if place.rank == 0:
-        check_address(place)
+    listener = listen_at(place) if place.rank == 0 else None
+    if listener is not None:
+        place = replace(place, port=listener.getsockname()[1])
     try:
         store = TCPStore(
             place.host,
             place.port,
-            is_master=place.rank == 0,
+            is_master=listener is not None,
             timeout=timedelta(seconds=max(timeout_s, _LEAST_STORE_S)),
             wait_for_workers=False,
+            master_listen_fd=None if listener is None else listener.detach(),
         )
     except RuntimeError as error:  # torch's DistError and its kin
         cause = str(error).partition("\n")[0]  # frames of PyTorch's code follow
         raise ConfigError(f"the ranks cannot meet at {place.host}:{place.port}: {cause}") from error
-    return replace(place, port=store.port), store
+    return place, store
 
 
 def connect(
@@ -71,7 +75,7 @@ def connect(
         if comm == "gloo":
             return host
         if comm == "pynccl":
-            return pynccl_group(host, device)
+            return pynccl_group(host, device, is_one_host=place.is_one_host)
         group = nccl_group(place, store, host)
         if comm == "flashinfer":
             group.fused = FlashInferSum(host, device)

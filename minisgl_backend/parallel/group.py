@@ -104,14 +104,14 @@ def side_by_side(parts: Tensor, dim: int) -> Tensor:
     return parts.movedim(0, dim).flatten(dim, dim + 1)
 
 
-def least_free_memory(group: Group, free_bytes: int) -> int:
+def least_free_memory(group: Group, free_bytes: int, *, may_differ: bool = False) -> int:
     """The least of all ranks' free bytes, so that all ranks make the same number of pages.
 
-    Raises ``ConfigError`` if they are more than 2 GiB apart: the rank with the least would limit
-    all others, and most likely something else runs on its device.
+    Unless they ``may_differ``, raises ``ConfigError`` if they are more than 2 GiB apart: the rank
+    with the least would limit all others, and most likely something else runs on its device.
     """
     least, negated_most = group.least([free_bytes, -free_bytes])
-    if -negated_most - least > _MOST_UNEVEN:
+    if not may_differ and -negated_most - least > _MOST_UNEVEN:
         raise ConfigError(
             f"the ranks' free memory differs by more than {_MOST_UNEVEN / 2**30:g} GiB: from "
             f"{least / 2**30:.1f} to {-negated_most / 2**30:.1f} GiB, "

@@ -1,18 +1,20 @@
 """Where the ranks of one engine meet, in the words of PyTorch's launcher ``torchrun``.
 
-A rank reads its place from RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, set by rank 0 for the
-processes that it starts, or by a launcher on another host. Nothing here assumes that the ranks
-share one host.
+A rank reads its place from RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, set by what starts its
+process: rank 0 for the ranks of its host, ``server.node`` on another host. Nothing here assumes
+that the ranks share one host.
 
 By default rank 0 takes a free port of the loopback interface, so that two servers on one host never
-meet.
+meet. Must not import torch, since ``precheck`` reads places before anything is loaded.
 """
 
 from __future__ import annotations
 
 import errno
+import ipaddress
 import socket
 import threading
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -21,28 +23,35 @@ from typing import Any, Final
 from minisgl_backend.errors import ConfigError
 
 _LOOPBACK: Final = "127.0.0.1"
+_BACKLOG: Final = 128
 _LOOK_UP_S: Final = 5.0
 """How long the look-up of a host's name may take."""
+_NAMED_WITHIN_S: Final = 60.0
+_LOOK_UP_EVERY_S: Final = 0.5
 COMMS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
     {"cpu": ("gloo",), "cuda": ("nccl", "pynccl", "flashinfer")}
 )
 """The libraries by which ranks can communicate, by type of device; the default first."""
 
 
-def check_comm(option: str | None, device_type: str) -> None:
-    """Raise ``ConfigError`` if the device cannot use the library that the option ``comm`` names."""
+def check_comm(option: str | None, device_type: str, place: Place) -> None:
+    """Raise ``ConfigError`` if the device or ranks on several hosts cannot use the library that the
+    option ``comm`` names."""
     offered = COMMS[device_type]
     if option not in (None, *offered):
         raise ConfigError(
             f"option comm={option} does not work on {device_type}, which has {', '.join(offered)}"
         )
+    if option == "flashinfer" and not place.is_one_host:
+        raise ConfigError("option comm=flashinfer is for the GPUs of one machine: nnodes must be 1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
     """One rank's place among all. ``port`` 0 stands for a free one, which only rank 0 can take.
 
-    ``local_rank`` is the rank's number on its host, and the index of its GPU.
+    ``local_rank`` is the rank's number on its host, and the index of its GPU. ``own_address`` is
+    that of this host by which the others reach it; None if it is the one of ``host``.
     """
 
     rank: int
@@ -51,17 +60,17 @@ class Place:
     port: int = 0
     local_rank: int
     local_size: int
+    own_address: str | None = None
 
     @classmethod
-    def first(cls, size: int, address: str | None) -> Place:
-        """Rank 0's place if all ranks are on this host; ``address`` is HOST:PORT."""
-        place = cls(rank=0, size=size, local_rank=0, local_size=size)
+    def first(cls, size: int, address: str | None, num_nodes: int = 1) -> Place:
+        """Rank 0's place among as many ranks on each of ``num_nodes`` hosts; ``address`` is
+        HOST:PORT."""
+        place = cls(rank=0, size=size, local_rank=0, local_size=size // num_nodes)
         if address is None:
             return place
-        host, _, port = address.rpartition(":")
-        if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
-            raise ConfigError(f"distributed_address must be HOST:PORT, got {address!r}")
-        return replace(place, host=host.strip("[]"), port=int(port))
+        host, port = host_and_port(address)
+        return replace(place, host=host, port=port)
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> Place:
@@ -98,28 +107,47 @@ class Place:
         }
 
     @property
-    def is_loopback(self) -> bool:
-        """Whether the ranks can only be those of this host."""
-        return self.host in (_LOOPBACK, "localhost", "::1")
+    def is_one_host(self) -> bool:
+        """Whether all ranks are on this host."""
+        return self.local_size == self.size
 
 
-def check_address(place: Place) -> None:
-    """Raise ``ConfigError`` if rank 0 cannot listen at its place's host and port.
+def host_and_port(address: str) -> tuple[str, int]:
+    """The parts of a HOST:PORT, or of an [ADDRESS]:PORT. Raises ``ConfigError``."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
+        raise ConfigError(f"rendezvous must be HOST:PORT, got {address!r}")
+    return host.strip("[]"), int(port)
 
-    Returns or raises within seconds. PyTorch would look for a host that is not there for two
-    minutes, and then show the frames of its own code.
+
+def is_loopback(host: str) -> bool:
+    """Whether only processes of this machine can reach this host."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def listen_at(place: Place) -> socket.socket:
+    """A socket that listens at the place's host and port, and at no other address.
+
+    Returns or raises ``ConfigError`` within seconds, within a minute if there are several hosts.
+    PyTorch would look for a host that is not there for two minutes, and then show the frames of its
+    own code.
     """
-    where = f"distributed_address {place.host}:{place.port}"
+    where = f"rendezvous {place.host}:{place.port}"
     code = 0
     for family, address in _addresses(place):
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind(address)
-            except OSError as error:
-                code = error.errno or errno.EADDRNOTAVAIL
-            else:
-                return
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind(address)
+            listener.listen(_BACKLOG)
+        except OSError as error:
+            code = error.errno or errno.EADDRNOTAVAIL
+            listener.close()
+        else:
+            return listener
     if code == errno.EADDRINUSE:
         raise ConfigError(f"{where} cannot be used: the port is taken")
     if code == errno.EACCES:
@@ -130,22 +158,31 @@ def check_address(place: Place) -> None:
 
 
 def _addresses(place: Place) -> list[tuple[socket.AddressFamily, tuple[Any, ...]]]:
-    """The addresses that the place's host and port stand for."""
+    """The addresses that the place's host and port stand for.
+
+    Clusters give machines their names while these start already: with several hosts this waits for
+    a name that is not known yet.
+    """
     found: list[tuple[socket.AddressFamily, tuple[Any, ...]]] = []
-    cause = f"its name was not found within {_LOOK_UP_S:g} s"
+    patience_s = _LOOK_UP_S if place.is_one_host else _NAMED_WITHIN_S
+    until_s = time.monotonic() + patience_s
+    cause = f"its name was not found within {patience_s:g} s"
 
     def look_up() -> None:
         nonlocal cause
-        try:
-            entries = socket.getaddrinfo(place.host, place.port, type=socket.SOCK_STREAM)
-        except (OSError, UnicodeError):  # the latter if no host can have such a name
-            cause = "there is no host of this name"
-        else:
-            found.extend((family, address) for family, _, _, _, address in entries)
+        while not found:
+            try:
+                entries = socket.getaddrinfo(place.host, place.port, type=socket.SOCK_STREAM)
+                found.extend((family, address) for family, _, _, _, address in entries)
+            except (OSError, UnicodeError):  # the latter if no host can have such a name
+                cause = "there is no host of this name"
+                if place.is_one_host or time.monotonic() > until_s:
+                    return
+                time.sleep(_LOOK_UP_EVERY_S)
 
     thread = threading.Thread(target=look_up, name="look up", daemon=True)
     thread.start()
-    thread.join(_LOOK_UP_S)
+    thread.join(patience_s)
     if not found:
-        raise ConfigError(f"distributed_address {place.host}:{place.port} cannot be used: {cause}")
+        raise ConfigError(f"rendezvous {place.host}:{place.port} cannot be used: {cause}")
     return found

@@ -5,7 +5,8 @@ communicator's id through their group for tensors in main memory.
 
 Sums of a few MB go through a buffer that is registered with NCCL as symmetric memory: its kernels
 reach the other GPUs' buffers directly, which more than pays for a copy in and one out. The buffer
-is used only if NCCL_NVLS_ENABLE is 0, since NCCL would set up NVLink multicast for it.
+is used only by ranks of one host, and if NCCL_NVLS_ENABLE is 0, since NCCL would set up NVLink
+multicast for it.
 
 The communicator belongs to one GPU; all calls but ``leave`` come from the threads that launch on
 it. It is aborted, not destroyed, since destroying waits for other ranks.
@@ -190,13 +191,13 @@ class PyNcclGroup:
             raise EngineFailure(f"a rank is lost: {error}") from error
 
 
-def pynccl_group(host: Group, device: torch.device) -> PyNcclGroup:
+def pynccl_group(host: Group, device: torch.device, *, is_one_host: bool) -> PyNcclGroup:
     """The ranks of ``host``, for tensors on their GPUs. Raises ``ConfigError`` without libnccl."""
     keep_multicast_off()
     nccl = Nccl(load_nccl())
     with torch.cuda.device(device):
         group = PyNcclGroup(nccl, host, lambda: int(torch.cuda.current_stream(device).cuda_stream))
-        if os.environ["NCCL_NVLS_ENABLE"] == "0":
+        if is_one_host and os.environ["NCCL_NVLS_ENABLE"] == "0":
             group.register_buffer(
                 lambda size: torch.as_tensor(_Memory(nccl.allocate(size), size), device=device)
             )

@@ -2,13 +2,17 @@
 
 The backends are used as objects, not through ``init_process_group``: there is no global state, so
 two engines, or several ranks as threads, may share a process. Gloo ends a collective that waits
-longer than the group's timeout; NCCL's run on the GPU, where only ``leave`` ends them.
+longer than the group's timeout; NCCL's run on the GPU, where only ``leave`` ends them. Gloo cannot
+be aborted: with ranks on other hosts, ``leave`` closes its connections, as their end would.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+import socket
+import stat
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Final
 
@@ -29,7 +33,8 @@ from minisgl_backend.parallel.group import FusedSum, side_by_side
 from minisgl_backend.parallel.leaving import Leaving
 from minisgl_backend.parallel.place import Place
 
-_LOOPBACK_HOST: Final = "127.0.0.1"
+_INTERFACE: Final = "GLOO_SOCKET_IFNAME"
+"""PyTorch's variable for the network interface that gloo uses."""
 _NO_TIMEOUT: Final = timedelta(days=365)
 """PyTorch would end the whole process when a collective on a GPU takes longer than its timeout."""
 
@@ -42,10 +47,17 @@ class TorchGroup:
 
     fused: FusedSum | None = None
 
-    def __init__(self, backend: Any, host: TorchGroup | None = None):
+    def __init__(
+        self,
+        backend: Any,
+        host: TorchGroup | None = None,
+        connections: frozenset[int] | None = None,
+    ):
+        """``connections`` are gloo's, by inode; None if they end with the peers' processes."""
         self._backend = backend
         self._host = host
-        self._leaving = Leaving(lambda: self._backend.abort())
+        self._connections = connections
+        self._leaving = Leaving(self._abort)
         self.rank: int = backend.rank()
         self.size: int = backend.size()
 
@@ -73,8 +85,19 @@ class TorchGroup:
     def leave(self, *, patience_s: float = 0.0) -> None:
         if self.fused is not None:
             self.fused.let_go()
-        if self._host is not None:  # gloo's collectives end with a lost peer, or by their timeout
+        # else gloo's collectives end with a lost peer, whose process is ended, or by their timeout
+        if self._host is not None or self._connections is not None:
             self._leaving.begin(patience_s)
+
+    def _abort(self) -> None:
+        if self._host is not None:
+            self._host.leave()
+            self._backend.abort()
+        elif self._connections is not None:
+            for inode, connection in _tcp_connections():
+                if inode in self._connections:
+                    with suppress(OSError):  # the peer has closed it
+                        connection.shutdown(socket.SHUT_RDWR)
 
 
 def _in_line(options: Any) -> Any:
@@ -99,13 +122,31 @@ def gloo_group(place: Place, store: Store, timeout_s: float) -> TorchGroup:
     gloo: Any = dist.ProcessGroupGloo
     options = gloo._Options()
     options._timeout = timedelta(seconds=timeout_s)
-    device = (
-        gloo.create_device(hostname=_LOOPBACK_HOST)
-        if place.is_loopback
-        else gloo.create_default_device()  # the interface of this host's name
-    )
-    options._devices = [device]
-    return TorchGroup(gloo(PrefixStore("gloo", store), place.rank, place.size, options))
+    interface = os.environ.get(_INTERFACE)
+    options._devices = [
+        gloo.create_device(interface=interface)
+        if interface and not place.is_one_host
+        # not the address of this host's own name, which may be one of the loopback interface
+        else gloo.create_device(hostname=place.own_address or place.host)
+    ]
+    before = {inode for inode, _ in _tcp_connections()}
+    backend = gloo(PrefixStore("gloo", store), place.rank, place.size, options)
+    if place.is_one_host:
+        return TorchGroup(backend)
+    after = {inode for inode, _ in _tcp_connections()}
+    return TorchGroup(backend, connections=frozenset(after - before))
+
+
+def _tcp_connections() -> Iterator[tuple[int, socket.socket]]:
+    """The TCP connections of this process, each with its inode; to be used one by one."""
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError):  # it has been closed, or is not connected
+            if not stat.S_ISSOCK(os.stat(int(name)).st_mode):
+                continue
+            with socket.socket(fileno=os.dup(int(name))) as connection:
+                if connection.family in (socket.AF_INET, socket.AF_INET6):
+                    connection.getpeername()
+                    yield os.fstat(connection.fileno()).st_ino, connection
 
 
 def nccl_group(place: Place, store: Store, host: TorchGroup) -> TorchGroup:

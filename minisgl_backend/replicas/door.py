@@ -24,6 +24,8 @@ import numpy as np
 
 from minisgl_backend.config import EngineOptions
 from minisgl_backend.errors import EngineFailure, EngineLost, Recovering
+from minisgl_backend.precheck import adapter_tasks
+from minisgl_backend.replicas.adapters import ReplicatedAdapters
 from minisgl_backend.replicas.messages import (
     Message,
     News,
@@ -114,7 +116,10 @@ class _Counts:
                 "prefix_hits": self.now.scheduler.prefix_hits,
             }
         )
-        self.past = EngineStats.sum([self.past, replace(self.now, scheduler=gone, num_open=0)])
+        ended = replace(
+            self.now, scheduler=gone, num_open=0, running_adapters=(), waiting_adapters=()
+        )
+        self.past = EngineStats.sum([self.past, ended])
         self.now = _NO_STATS
 
     def total(self) -> EngineStats:
@@ -131,6 +136,9 @@ class ReplicatedEngine(Door):
         whole."""
         num_pages = [info.num_pages for info in infos]
         first = infos[0]
+        self._loaded: ReplicatedAdapters | None = None
+        if options.enable_lora:
+            self._loaded = ReplicatedAdapters(replicas, tasks=adapter_tasks(options))
         super().__init__(
             replace(
                 first,
@@ -138,7 +146,8 @@ class ReplicatedEngine(Door):
                 num_replicas=len(infos),
                 max_queued_requests=options.max_queued_requests,
                 max_queued_tokens=options.max_queued_tokens,
-            )
+            ),
+            self._loaded,
         )
         balance = Balance()
         if options.routing_ratio is not None:
@@ -153,6 +162,7 @@ class ReplicatedEngine(Door):
                 first.max_running_requests, options.max_prefill_tokens, min(num_pages)
             ),
             balance=balance,
+            num_adapter_slots=options.max_loras if options.enable_lora else 0,
         )
         self._replicas = replicas
         self._counts = [_Counts() for _ in infos]
@@ -172,7 +182,7 @@ class ReplicatedEngine(Door):
                 self._send_abort(sample)
 
     def stats(self) -> EngineStats:
-        with self._changed:
+        with self._lock:
             of_all = EngineStats.sum([counts.total() for counts in self._counts])
             own = self._recorder.snapshot(of_all.scheduler, self._num_open)
         # how requests end is counted here: one that goes elsewhere has not ended
@@ -185,7 +195,7 @@ class ReplicatedEngine(Door):
         )
 
     def replicas(self) -> Sequence[ReplicaStats]:
-        with self._changed:
+        with self._lock:
             return [
                 ReplicaStats(
                     is_up=is_up,
@@ -210,6 +220,8 @@ class ReplicatedEngine(Door):
 
     def close(self, *, drain_s: float, patience_s: float | None = None) -> bool:
         self._drain(drain_s)
+        if self._loaded is not None:
+            self._loaded.close()
         for replica in self._replicas:
             replica.stop()
         end_s = None if patience_s is None else time.monotonic() + patience_s
@@ -239,8 +251,8 @@ class ReplicatedEngine(Door):
     def joined(self, replica: int) -> None:
         """A replica serves from now on."""
         with self._changed:
-            self._is_up[replica] = True
-            self._router.join(replica)
+            if self._loaded is None or self._loaded.joined(replica):
+                self._join(replica)
 
     def take(self, replica: int, message: Message) -> None:
         """Take news and counts of a replica."""
@@ -284,6 +296,11 @@ class ReplicatedEngine(Door):
             self._shadow.evict(replica, np.array(news[1], np.int32))
         elif head == "0":
             self._shadow.forget_cached(replica)
+        elif head == "l":
+            assert self._loaded is not None
+            answer = news[2] if len(news) == 3 else (news[2], news[3])
+            if self._loaded.answered(replica, news[1], answer):
+                self._join(replica)
         else:
             sample = self._open.get(RequestId(news[1]))
             if sample is not None:
@@ -320,7 +337,12 @@ class ReplicatedEngine(Door):
 
     def _place(self, request: Request, num_samples: int) -> Placement:
         """Choose a replica; one is up."""
-        placement = self._router.route(request.prompt, request.cache_salt, num_rows=num_samples)
+        placement = self._router.route(
+            request.prompt,
+            request.cache_key,
+            num_rows=num_samples,
+            adapter_id=None if request.adapter is None else request.adapter.id,
+        )
         assert placement is not None
         return placement
 
@@ -333,9 +355,15 @@ class ReplicatedEngine(Door):
         news = encode_event(sample.entry.request.id, sample.end)
         self._replicas[sample.prompt.placement.replica].send({"abort": news})
 
+    def _join(self, replica: int) -> None:
+        self._is_up[replica] = True
+        self._router.join(replica)
+
     def _leave(self, replica: int) -> None:
         self._is_up[replica] = False
         self._router.leave(replica)
+        if self._loaded is not None:
+            self._loaded.lost(replica)
 
     def _move(self, prompt: _Prompt) -> list[tuple[Sink, Event]]:
         """Send a request of a lost replica to another one; else returns how its samples end."""

@@ -5,6 +5,8 @@ From the door:
     {"options": {...}}                     at the start
     {"p": prompt, "s": sampling, ...}      a request, with the ids of all its samples
     {"abort": id, "f" or "e": ...}         end a request with this event
+    {"load": [id, name, path]}             make an adapter known; the answer is a piece of news
+    {"unload": name}                       forget it
 
 From the replica:
 
@@ -22,6 +24,7 @@ News are lists, since most are tokens, and those are to be small:
                                            the other events: ``Admitted``, ``PromptLogprobs``,
                                            ``Embedded``, ``Finished``, ``Failed``
     ["+", keys, pages]  ["-", pages]  ["0"]   the replica's cache: ``TreeReports``
+    ["l", id, rank, targets]  ["l", id, error]   an adapter is loaded, or cannot be
 
 Arrays are base64 of their bytes, but for keys and pages. Both sides are of one release and one
 machine, and trust each other: decoding checks nothing. Knows no sockets but for how a message is
@@ -36,7 +39,7 @@ import select
 import socket
 import struct
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict, astuple, fields
 from types import MappingProxyType
 from typing import Any, Final, TypeAlias
 
@@ -46,6 +49,7 @@ import numpy.typing as npt
 from minisgl_backend import errors
 from minisgl_backend.errors import EngineFailure, MiniSGLError
 from minisgl_backend.request import (
+    Adapter,
     Admitted,
     Embedded,
     Event,
@@ -132,6 +136,7 @@ class Incoming:
 
 def encode_request(request: Request, ids: Sequence[RequestId]) -> Message:
     """A request, and the ids of all its samples, its own first."""
+    adapter = request.adapter
     return {
         "ids": list(ids),
         "p": _bytes(request.prompt),
@@ -140,6 +145,7 @@ def encode_request(request: Request, ids: Sequence[RequestId]) -> Message:
         "deadline_s": request.deadline_s,
         "salt": request.cache_salt,
         "label": request.label,
+        "adapter": None if adapter is None else astuple(adapter),
     }
 
 
@@ -151,6 +157,7 @@ def decode_request(message: Message) -> tuple[Request, list[RequestId]]:
         grammar = Grammar(**{**grammar, "kind": GrammarKind(grammar["kind"])})
     biases = tuple((token, bias) for token, bias in sampling.pop("logit_bias"))
     stops = tuple(sampling.pop("stop_token_ids"))
+    adapter = message["adapter"]
     request = Request(
         id=message["ids"][0],
         prompt=_array(message["p"], np.int32),
@@ -161,6 +168,7 @@ def decode_request(message: Message) -> tuple[Request, list[RequestId]]:
         deadline_s=message["deadline_s"],
         cache_salt=message["salt"],
         label=message["label"],
+        adapter=None if adapter is None else Adapter(*adapter),
     )
     return request, list(map(RequestId, message["ids"]))
 

@@ -2,7 +2,7 @@
 
 Knows processes and sockets, and passes messages on. Must not know requests or what a replica has
 cached. A thread for each replica owns its processes, since Linux kills such a child when the thread
-that started it ends; it also reads what they send. Another one writes, so that whoever sends a
+that started it ends; it also reads what they send. Another one writes, so that the sender of a
 message never waits for a replica that does not read.
 
 Invariants: a replica never outlives this process, however that ends. Of each process, ``joined`` is

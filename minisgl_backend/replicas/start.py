@@ -1,4 +1,7 @@
-"""The start of several replicas: which GPUs or processor cores each gets, and their processes."""
+"""The start of several replicas: which GPUs or processor cores each gets, and their processes.
+
+Must not know requests, or how one is routed.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,9 @@ from dataclasses import asdict, replace
 from typing import Final
 
 from minisgl_backend.config import EngineOptions
-from minisgl_backend.errors import ConfigError
+from minisgl_backend.errors import ConfigError, InvalidRequest, Recovering
 from minisgl_backend.models.hub import resolve_model
-from minisgl_backend.precheck import check_options, checked_spec
+from minisgl_backend.precheck import adapter_paths, check_options, checked_spec
 from minisgl_backend.replicas.door import ReplicatedEngine
 from minisgl_backend.replicas.process import Place, ReplicaProcess
 from minisgl_backend.resolve import device_kind
@@ -37,6 +40,9 @@ def start_replicas(options: EngineOptions, module: str) -> ReplicatedEngine:
             max_queued_requests=(number - 1) * options.max_running_requests
             + options.max_queued_requests,
             max_queued_tokens=sys.maxsize,
+            # the door tells them of adapters
+            multi_lora=None,
+            lora_modules=None,
         )
     )
     places = (
@@ -65,6 +71,12 @@ def start_replicas(options: EngineOptions, module: str) -> ReplicatedEngine:
     engine = ReplicatedEngine(infos, replicas, options)
     for replica in replicas:
         replica.serve(engine)
+    try:
+        for name, path in adapter_paths(options).items():
+            engine.adapters.load(name, path)
+    except (InvalidRequest, Recovering) as error:
+        engine.close(drain_s=0)
+        raise ConfigError(str(error)) from error
     return engine
 
 

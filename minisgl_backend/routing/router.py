@@ -8,6 +8,9 @@ balance* if each measure is at most ``Balance.ratio`` times the mean of all repl
 A shorter one pulls in proportion less, down to nothing: for it, a replica must not be above the
 mean. So what leaves a busy replica is what costs the least to compute again.
 
+An adapter that a replica has on its device pulls as a long prefix does, but after prefixes: of the
+replicas that have the same of the prompt, the ones with the adapter come first.
+
 A conversation thus goes where its past is cached; a prefix that many requests share spreads to
 other replicas as soon as those that have it are busier than the mean, and no faster.
 
@@ -17,6 +20,7 @@ and a request ends. Must not know tokens beyond the prompt, or how replicas are 
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
@@ -25,13 +29,24 @@ import numpy.typing as npt
 
 from minisgl_backend.errors import InvariantError
 from minisgl_backend.request import IntArray
-from minisgl_backend.routing.shadow import CacheShadow, Keys, PrefixKeys, Replicas
+from minisgl_backend.routing.shadow import (
+    AdapterShadow,
+    CacheShadow,
+    Keys,
+    PrefixKeys,
+    Replicas,
+)
 
 _FOLLOWS: Final = 0.02
 """How much a request moves the average length of prefixes."""
 
 _Load: TypeAlias = tuple[int, int, int]
 """Rows, waiting tokens, pages."""
+_Limits: TypeAlias = tuple[float, float, float]
+"""The largest load in balance."""
+_Rank: TypeAlias = tuple[float, int, Replicas]
+"""The largest measure of a replica's load, as a share of what it can hold; the number of requests
+that it was sent; and the replica."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +77,8 @@ class Placement:
     """A request at its replica.
 
     ``num_cached`` tokens of its prompt are cached there, or expected. ``keys`` are those of its
-    prompt; it has made the replica expect those from ``first_expected`` on. ``num_rows``,
-    ``waiting_tokens`` and ``pages`` are its part of the replica's load.
+    prompt; until it is computed, it makes the replica expect those from ``first_expected`` on.
+    ``num_rows``, ``waiting_tokens`` and ``pages`` are its part of the replica's load.
     """
 
     replica: int
@@ -86,8 +101,10 @@ class Router:
         page_size: int,
         capacity: Capacity,
         balance: Balance | None = None,
+        num_adapter_slots: int = 0,
     ) -> None:
         self.shadow = shadow
+        self.adapters = AdapterShadow(shadow.num_replicas, num_adapter_slots)
         self.keys = PrefixKeys(page_size)
         self.num_routed = [0] * shadow.num_replicas
         """Requests that each replica was sent."""
@@ -97,7 +114,9 @@ class Router:
         # rows, waiting tokens and pages, of each replica and of all that are up
         self._loads: list[_Load] = [(0, 0, 0)] * shadow.num_replicas
         self._total: _Load = (0, 0, 0)
-        self._busiest = [0.0] * shadow.num_replicas  # the largest measure of each, as a share
+        self._ranks: list[_Rank] = [(0.0, 0, 1 << number) for number in range(shadow.num_replicas)]
+        self._by_load = list(self._ranks)  # sorted
+        self._waiting: list[set[Placement]] = [set() for _ in self._loads]
         self._up: Replicas = (1 << shadow.num_replicas) - 1
         self._usual = 0.0  # pages of the longest prefix that a request finds, on average
 
@@ -108,7 +127,14 @@ class Router:
         shares: npt.NDArray[np.float64] = np.array(self._loads, np.float64) / self._capacity
         return shares.T
 
-    def route(self, prompt: IntArray, salt: str = "", *, num_rows: int = 1) -> Placement | None:
+    def route(
+        self,
+        prompt: IntArray,
+        salt: str = "",
+        *,
+        num_rows: int = 1,
+        adapter_id: int | None = None,
+    ) -> Placement | None:
         """Choose a replica for the prompt, int32 [num_tokens], and count its ``num_rows`` samples
         there.
 
@@ -118,7 +144,8 @@ class Router:
             return None
         # the last token is always computed, for its logits
         keys = self.keys.of(prompt[:-1], salt)
-        replica, num_held = self.choose(keys)
+        favoured = 0 if adapter_id is None else self.adapters.holders(adapter_id)
+        replica, num_held = self.choose(keys, favoured)
         num_cached = num_held * self._page_size
         placement = Placement(
             replica=replica,
@@ -130,55 +157,65 @@ class Router:
             pages=-(-len(prompt) // self._page_size) - num_held,
         )
         self.shadow.expect(replica, keys[num_held:])
-        self._add(replica, (num_rows, placement.waiting_tokens, placement.pages))
+        if adapter_id is not None:
+            self.adapters.expect(replica, adapter_id)
+        self._waiting[replica].add(placement)
         self.num_routed[replica] += 1
+        self._add(replica, (num_rows, placement.waiting_tokens, placement.pages))
         return placement
 
-    def choose(self, keys: Keys) -> tuple[int, int]:
+    def choose(self, keys: Keys, favoured: Replicas = 0) -> tuple[int, int]:
         """The replica that the rule names, of those that are up, and the number of pages that it
-        has of the prefix. At least one is up."""
+        has of the prefix. At least one is up. ``favoured`` are those that have the adapter."""
         longest, holders = self.shadow.longest(keys, self._up)
         self._usual += _FOLLOWS * (longest - self._usual)
-        left, num_held = self._up, longest
-        while left:  # from the longest prefix that any of those left has to shorter ones
-            rows, tokens, pages = self._limits(num_held)
-            left &= ~holders
-            in_balance = [
-                replica
-                for replica in self._members(holders)
-                if (load := self._loads[replica])[0] <= rows
-                and load[1] <= tokens
-                and load[2] <= pages
-            ]
-            if in_balance:
-                return self._least_loaded(in_balance), num_held
-            num_held, holders = self.shadow.longest(keys, left)
-        longest, holders = self.shadow.longest(keys, self._up)  # none is in balance
-        return self._least_loaded(self._members(holders)), longest
+        left, num_held, having = self._up & ~holders, longest, holders
+        while True:  # from the longest prefix that any of those left has to shorter ones
+            limits, replica = self._limits(self._pull(num_held)), None
+            if favoured:
+                replica = self._least_loaded(having & favoured, self._limits(pull=1.0))
+            if replica is None:
+                replica = self._least_loaded(having, limits)
+            if replica is not None:
+                return replica, num_held
+            if left and having != holders:  # a shorter prefix has tighter limits
+                left = self._in_balance(left, limits) | left & favoured
+            if not left:
+                break
+            num_held, having = self.shadow.longest(keys, left)
+            left &= ~having
+        replica = self._least_loaded(holders)  # none is in balance
+        assert replica is not None
+        return replica, longest
 
-    def _limits(self, num_held: int) -> tuple[float, float, float]:
-        """The largest load in balance, for a prefix of ``num_held`` pages."""
-        pull = min(1.0, num_held / self._usual) if self._usual else 0.0
+    def _pull(self, num_held: int) -> float:
+        """How much a prefix of ``num_held`` pages pulls."""
+        return min(1.0, num_held / self._usual) if self._usual else 0.0
+
+    def _limits(self, pull: float) -> _Limits:
+        """The largest load that counts as balanced, for a prefix with this pull."""
         num_up = self._up.bit_count()
         ratio, slack = 1 + pull * (self._balance.ratio - 1), pull * self._balance.slack
-        rows, tokens, pages = (
-            ratio * total / num_up + slack * most
-            for total, most in zip(self._total, self._capacity, strict=True)
+        (rows, tokens, pages), most = self._total, self._capacity
+        return (
+            ratio * rows / num_up + slack * most[0],
+            ratio * tokens / num_up + slack * most[1],
+            ratio * pages / num_up + slack * most[2],
         )
-        return rows, tokens, pages
 
     def least_loaded(self) -> int:
-        """Of all that are up."""
-        return self._least_loaded(self._members(self._up))
+        """Of all that are up; at least one is."""
+        replica = self._least_loaded(self._up)
+        assert replica is not None
+        return replica
 
     def computed(self, placement: Placement) -> None:
-        """The prompt is computed, and what is published of it reported. Idempotent."""
+        """The prompt is computed, and its published pages are reported. Idempotent."""
         if placement.has_ended:
             return
         self._add(placement.replica, (0, -placement.waiting_tokens, 0))
         placement.waiting_tokens = 0
-        self.shadow.withdraw(placement.replica, placement.keys[placement.first_expected :])
-        placement.first_expected = len(placement.keys)
+        self._withdraw(placement)
 
     def grow(self, placement: Placement, num_pages: int) -> None:
         """The sequence has taken ``num_pages`` more."""
@@ -199,6 +236,7 @@ class Router:
     def leave(self, replica: int) -> None:
         """Send no more requests to a replica: it drains, or is gone. Idempotent."""
         self._set_up(self._up & ~(1 << replica))
+        self.adapters.forget(replica)
 
     def join(self, replica: int) -> None:
         """Send requests to a replica, which was started or is to go on. Idempotent."""
@@ -206,29 +244,60 @@ class Router:
 
     def _set_up(self, replicas: Replicas) -> None:
         self._up = replicas
-        loads = [self._loads[replica] for replica in self._members(replicas)]
+        loads = [load for number, load in enumerate(self._loads) if replicas >> number & 1]
         rows, tokens, pages = map(sum, zip(*loads, strict=True)) if loads else (0, 0, 0)
         self._total = rows, tokens, pages
 
     def _add(self, replica: int, change: _Load) -> None:
-        """Count ``change`` in the load of a replica."""
-        load = self._loads[replica] = _sum(self._loads[replica], change)
-        self._busiest[replica] = max(
-            part / most for part, most in zip(load, self._capacity, strict=True)
-        )
+        """Count ``change`` in the load of a replica, and put it in its place by load."""
+        rows, tokens, pages = load = _sum(self._loads[replica], change)
+        self._loads[replica] = load
+        most = self._capacity
+        busiest = max(rows / most[0], tokens / most[1], pages / most[2])
+        del self._by_load[bisect_left(self._by_load, self._ranks[replica])]
+        rank = self._ranks[replica] = busiest, self.num_routed[replica], 1 << replica
+        insort(self._by_load, rank)
         if self._up >> replica & 1:
             self._total = _sum(self._total, change)
 
-    def _least_loaded(self, replicas: list[int]) -> int:
-        """Of equally loaded ones, the one that was sent the fewest requests."""
-        busiest, num_routed = self._busiest, self.num_routed
-        return min(replicas, key=lambda replica: (busiest[replica], num_routed[replica]))
+    def _withdraw(self, placement: Placement) -> None:
+        """Expect the placement's prefixes no longer, unless others wait that will compute them."""
+        replica, keys, first = placement.replica, placement.keys, placement.first_expected
+        waiting = self._waiting[replica]
+        waiting.discard(placement)
+        if first == len(keys):
+            return
+        self.shadow.withdraw(replica, keys[first:])
+        placement.first_expected = len(keys)
+        if self.shadow.has(replica, keys[-1]):
+            return
+        for other in waiting:
+            if len(other.keys) > first and other.keys[first] == keys[first]:
+                other.first_expected = min(first, other.first_expected)
+                self.shadow.expect(replica, other.keys[first:])
 
-    def _members(self, replicas: Replicas) -> list[int]:
-        """Ascending."""
-        if replicas & (replicas - 1) == 0:
-            return [replicas.bit_length() - 1] if replicas else []
-        return [replica for replica in range(len(self._loads)) if replicas >> replica & 1]
+    def _in_balance(self, replicas: Replicas, limits: _Limits) -> Replicas:
+        """Those of the replicas whose load is within the limits."""
+        most_rows, most_tokens, most_pages = limits
+        within = 0
+        for replica, (rows, tokens, pages) in enumerate(self._loads):
+            if rows <= most_rows and tokens <= most_tokens and pages <= most_pages:
+                within |= 1 << replica
+        return within & replicas
+
+    def _least_loaded(self, replicas: Replicas, limits: _Limits | None = None) -> int | None:
+        """The first by load of those whose load is within the limits, if any; of equally loaded
+        ones, the one that was sent the fewest requests."""
+        loads = self._loads
+        for _, _, bit in self._by_load:
+            if replicas & bit:
+                replica = bit.bit_length() - 1
+                if limits is None:
+                    return replica
+                rows, tokens, pages = loads[replica]
+                if rows <= limits[0] and tokens <= limits[1] and pages <= limits[2]:
+                    return replica
+        return None
 
 
 def _sum(a: _Load, b: _Load) -> _Load:

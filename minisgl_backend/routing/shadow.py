@@ -43,33 +43,35 @@ _SHIFTS: Final = np.uint64(30), np.uint64(27), np.uint64(31)
 class PrefixKeys:
     """Computes keys for pages of ``page_size`` tokens.
 
-    The key of a prefix is the sum, modulo 2^64, of a number for the salt and one for each page,
-    which depends on the page's tokens and its place.
+    The key of a prefix is the sum, modulo 2^64, of a number for the salt and one for each page: the
+    weighted sum of its tokens, times an odd number for the page's place. It is linear, so that it
+    costs few operations; all weights are fixed odd numbers of 64 random bits.
     """
 
     def __init__(self, page_size: int) -> None:
         self.page_size = page_size
-        self._factors = _mixed(_STEP * np.arange(1, page_size + 1, dtype=np.uint64)) | np.uint64(1)
-
+        weights = _odd_numbers(page_size + 1)
+        self._weights, self._start = weights[:-1], weights[-1]
         self._places = np.empty(0, np.uint64)
 
     def of(self, tokens: IntArray, salt: str = "") -> Keys:
         """uint64 [len(tokens) // page_size]; ``tokens`` int32 [num_tokens]."""
         num_pages = len(tokens) // self.page_size
         pages = tokens[: num_pages * self.page_size].reshape(num_pages, self.page_size)
-        contents = pages.astype(np.uint64) @ self._factors  # [num_pages], modulo 2^64
+        contents = pages.astype(np.uint64) @ self._weights  # [num_pages], modulo 2^64
+        contents += self._start  # so that no page counts nothing
         if num_pages > len(self._places):
-            self._places = _STEP * np.arange(1, 2 * num_pages + 1, dtype=np.uint64)
-        contents += self._places[:num_pages]
-        keys: Keys = _mixed(contents).cumsum()
+            self._places = _odd_numbers(self.page_size + 1 + 2 * num_pages)[self.page_size + 1 :]
+        contents *= self._places[:num_pages]
+        keys: Keys = contents.cumsum()
         if salt:
             keys += _of_salt(salt)
         return keys
 
 
 class TreeReports:
-    """Watches a replica's cache (``TreeWatch`` of ``cache.kv``), and says what its shadow has to
-    know: in the same order, and in the shadow's terms.
+    """Watches a replica's cache (``TreeWatch`` of ``cache.radix_cache``), and says what its shadow
+    has to know: in the same order, and in the shadow's terms.
 
     ``publish`` gets keys and pages, ``evict`` pages, and ``forget`` is called if all are gone: what
     the functions of ``CacheShadow`` take for one replica.
@@ -137,7 +139,7 @@ class CacheShadow:
         _take(self._cached, keys[keys != 0].tolist(), replica)
 
     def reports(self, replica: int, page_size: int) -> TreeReports:
-        """What is to watch a replica's cache, if that is in this process."""
+        """The observer of a replica's cache, for a cache in this process."""
         return TreeReports(
             page_size,
             publish=partial(self.publish, replica),
@@ -147,9 +149,12 @@ class CacheShadow:
 
     def expect(self, replica: int, keys: Keys) -> None:
         """A request that will publish these prefixes goes to the replica."""
-        bit = 1 << replica
+        bit, expected = 1 << replica, self._expected
         for key in keys.tolist():
-            self._expected[key] = self._expected.get(key, 0) | bit
+            if key in expected:
+                expected[key] |= bit
+            else:
+                expected[key] = bit
 
     def withdraw(self, replica: int, keys: Keys) -> None:
         """Expect these prefixes no longer."""
@@ -164,19 +169,23 @@ class CacheShadow:
         self.forget_cached(replica)
         _take(self._expected, list(self._expected), replica)
 
+    def has(self, replica: int, key: np.uint64) -> bool:
+        """Whether the replica has the prefix of this key in its cache."""
+        return bool(self._cached.get(key.item(), 0) >> replica & 1)
+
     def longest(
         self, keys: Keys, among: Replicas, *, expected: bool = True
     ) -> tuple[int, Replicas]:
         """Number of pages of the longest prefix that one of the replicas ``among`` has, and those
-        of them that have it: all, if it is 0. With ``expected``, as if what is expected was there.
+        of them that have it: all, if it is 0. With ``expected``, pages that are only expected
+        count, too.
         """
+        cached, waiting = self._cached, self._expected if expected else {}
         low, high, found = 0, len(keys), among
         while low < high:  # the first ``low`` pages are held by ``found``
             middle = (low + high + 1) // 2
-            key = int(keys[middle - 1])
-            holders = self._cached.get(key, 0) & among
-            if expected:
-                holders |= self._expected.get(key, 0) & among
+            key = keys.item(middle - 1)
+            holders = (cached.get(key, 0) | waiting.get(key, 0)) & among
             if holders:
                 low, found = middle, holders
             else:
@@ -202,13 +211,38 @@ def _take(holders: dict[int, Replicas], keys: Sequence[int], replica: int) -> No
             holders.pop(key, None)
 
 
-def _mixed(numbers: Keys) -> Keys:
-    """The finalizer of SplitMix64: a bijection of which each output bit depends on all of the
-    input (Steele, Lea and Flood, OOPSLA 2014)."""
-    x = (numbers ^ (numbers >> _SHIFTS[0])) * _FACTORS[0]
+def _odd_numbers(count: int) -> Keys:
+    """The first ``count`` numbers of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014), made odd."""
+    x = _STEP * np.arange(1, count + 1, dtype=np.uint64)
+    x = (x ^ (x >> _SHIFTS[0])) * _FACTORS[0]
     x = (x ^ (x >> _SHIFTS[1])) * _FACTORS[1]
-    mixed: Keys = x ^ (x >> _SHIFTS[2])
-    return mixed
+    odd: Keys = x ^ (x >> _SHIFTS[2]) | np.uint64(1)
+    return odd
+
+
+class AdapterShadow:
+    """Which adapters are in the slots of the replicas, as far as the requests that were sent there
+    tell: those of the last ones, ``num_slots`` at each."""
+
+    def __init__(self, num_replicas: int, num_slots: int) -> None:
+        self._num_slots = num_slots
+        self._held: list[dict[int, None]] = [{} for _ in range(num_replicas)]  # the oldest first
+
+    def expect(self, replica: int, adapter_id: int) -> None:
+        """A request with this adapter was sent to a replica."""
+        held = self._held[replica]
+        held.pop(adapter_id, None)
+        held[adapter_id] = None
+        if len(held) > self._num_slots:
+            del held[next(iter(held))]
+
+    def holders(self, adapter_id: int) -> Replicas:
+        """The replicas that have the adapter."""
+        return sum(1 << replica for replica, held in enumerate(self._held) if adapter_id in held)
+
+    def forget(self, replica: int) -> None:
+        """A replica has lost all."""
+        self._held[replica].clear()
 
 
 def _of_salt(salt: str) -> np.uint64:

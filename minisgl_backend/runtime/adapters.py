@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -50,7 +51,7 @@ class Reader(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """What became of the wait of a request for its adapter: what is wrong, if anything."""
+    """The outcome of a request's wait for its adapter: the error, if any."""
 
     request_id: RequestId
     error: MiniSGLError | None
@@ -66,26 +67,16 @@ class _Entry:
     is_there: bool = False
 
 
-class Adapters:
-    """All adapters of an engine; for any thread."""
+class AdapterNames(ABC):
+    """The names of adapters that requests may use; for any thread."""
 
-    def __init__(
-        self, reader: Reader, *, most_in_memory: int, tasks: Mapping[int, str] | None = None
-    ) -> None:
+    def __init__(self, tasks: Mapping[int, str] | None = None) -> None:
         """``tasks`` are the names by ``lora_task_id``."""
         self._tasks = tasks or {}
-        self._reader = reader
-        self._most = most_in_memory
         self._lock = threading.Lock()
         self._known: dict[str, Adapter] = {}
         self._loading: set[str] = set()
-        self._pool: dict[int, _Entry] = {}  # the one used least recently first
-        self._wanted: dict[int, _Entry] = {}  # that wait for a place in the pool, oldest first
         self._num_ids = 0
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="adapters")
-        self._is_closed = False
-
-    # --- names -------------------------------------------------------------------------------
 
     def known(self) -> Mapping[str, Adapter]:
         """All known adapters by name, in the order in which they were loaded."""
@@ -107,22 +98,60 @@ class Adapters:
             raise InvalidRequest(f"lora_task_id {task_id} is none of lora_task_ids")
         return self.find(self._tasks[task_id])
 
+    @abstractmethod
     def load(self, name: str, path: str) -> Adapter:
         """Make an adapter known. It is read, and stays in memory if the pool has room.
 
         Raises ``InvalidRequest`` with the name of the tensor or field that does not fit; then
         nothing is left of it.
         """
+
+    @abstractmethod
+    def unload(self, name: str) -> Adapter:
+        """Forget a name; requests that have the adapter go on. Raises ``InvalidRequest``."""
+
+    # --- with the lock held --------------------------------------------------------------------
+
+    def _begin(self, name: str) -> int:
+        """Reserve a name that is about to be loaded; the id of its adapter."""
         if not (0 < len(name) <= _NAME_CHARACTERS and name.isprintable()):
             raise InvalidRequest(
                 f"the name of an adapter must have 1..{_NAME_CHARACTERS} printable characters"
             )
+        if name in self._known or name in self._loading:
+            raise InvalidRequest(f"the adapter {name!r} is loaded already; unload it first")
+        self._loading.add(name)
+        self._num_ids += 1
+        return self._num_ids
+
+    def _forget(self, name: str) -> Adapter:
+        adapter = self._known.pop(name, None)
+        if adapter is None:
+            raise InvalidRequest(f"there is no adapter {name!r}")
+        return adapter
+
+
+class Adapters(AdapterNames):
+    """All adapters of an engine."""
+
+    def __init__(
+        self, reader: Reader, *, most_in_memory: int, tasks: Mapping[int, str] | None = None
+    ) -> None:
+        super().__init__(tasks)
+        self._reader = reader
+        self._most = most_in_memory
+        self._pool: dict[int, _Entry] = {}  # the one used least recently first
+        self._wanted: dict[int, _Entry] = {}  # that wait for a place in the pool, oldest first
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="adapters")
+        self._is_closed = False
+
+    # --- names -------------------------------------------------------------------------------
+
+    def load(self, name: str, path: str, *, adapter_id: int | None = None) -> Adapter:
+        """As above. All ids are from the caller, or none."""
         with self._lock:
-            if name in self._known or name in self._loading:
-                raise InvalidRequest(f"the adapter {name!r} is loaded already; unload it first")
-            self._loading.add(name)
-            self._num_ids += 1
-            adapter_id = self._num_ids
+            own_id = self._begin(name)
+            adapter_id = own_id if adapter_id is None else adapter_id
             is_read = self._make_room(num_more=len(self._loading))
         adapter = None
         try:
@@ -145,11 +174,8 @@ class Adapters:
         return adapter
 
     def unload(self, name: str) -> Adapter:
-        """Forget a name; requests that have the adapter go on. Raises ``InvalidRequest``."""
         with self._lock:
-            adapter = self._known.pop(name, None)
-            if adapter is None:
-                raise InvalidRequest(f"there is no adapter {name!r}")
+            adapter = self._forget(name)
             self._drop_unknown(adapter.id)
             self._read_next()
         logger.info("unloaded adapter %r", name)
@@ -228,7 +254,8 @@ class Adapters:
         entry = self._pool.get(adapter_id)
         if entry is None or not entry.is_there or entry.holders:
             return
-        if self._known.get(entry.adapter.name) is not entry.adapter:
+        known = self._known.get(entry.adapter.name)
+        if known is None or known.id != adapter_id:
             del self._pool[adapter_id]
             self._reader.drop(adapter_id)
 

@@ -1,6 +1,7 @@
 """Which requests can be served at all: checked once, at the engine's door.
 
-The planner relies on it: a request that fits the pool alone always makes progress.
+The planner relies on it: a request that fits the pool alone always makes progress. Must not know
+which rows and pages are free at the moment.
 """
 
 from __future__ import annotations

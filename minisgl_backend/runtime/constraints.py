@@ -42,7 +42,7 @@ _END_OF: Final[Mapping[State, Finished | Failed]] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """What became of a request's grammar: a matcher, or what is wrong."""
+    """The outcome of compiling a request's grammar: a matcher, or the error."""
 
     request_id: RequestId
     outcome: Matcher | MiniSGLError
@@ -57,7 +57,7 @@ class StepMasks:
     _filling: Filling | None
 
     def written(self) -> dict[RequestId, Failed]:
-        """Wait for them; the requests whose grammars have come to their limits."""
+        """Wait for them; returns the requests whose grammars have reached their limits."""
         complaints = {} if self._filling is None else self._filling.result()
         return {
             self._request_ids[index]: Failed(InvalidRequest(complaint))
@@ -97,7 +97,7 @@ class Constraints:
         )
 
     def compiled(self, message: Compiled) -> MiniSGLError | None:
-        """Take a matcher for an open request; what is wrong if there is none."""
+        """Take a matcher for an open request; returns the error if there is none."""
         self._compiling.pop(message.request_id, None)
         if isinstance(message.outcome, MiniSGLError):
             return message.outcome

@@ -38,7 +38,7 @@ from minisgl_backend.request import (
     SamplingParams,
     Sink,
 )
-from minisgl_backend.runtime.adapters import Adapters
+from minisgl_backend.runtime.adapters import AdapterNames, Adapters
 from minisgl_backend.runtime.capacity import Capacity
 from minisgl_backend.runtime.loop import Abort, Fail, Loop, Stop
 from minisgl_backend.runtime.open_requests import OpenRequest
@@ -51,9 +51,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineInfo:
-    """What is fixed once the model is loaded. Lengths and sizes are in tokens. ``weights`` says how
-    the checkpoint stores them. Unless it ``generates``, the model has no output head, and embeds
-    prompts only. ``num_snapshots``, of recurrent states, is None if the model has none. Of several
+    """Facts that are fixed once the model is loaded. Lengths and sizes are in tokens. ``weights``
+    says how the checkpoint stores them. Unless it ``generates``, the model has no output head, and
+    embeds prompts only. ``num_snapshots``, of recurrent states, is None if the model has none;
+    ``num_window_pages``, of layers whose largest window is ``window``, if none have pages of their
+    own. If it ``reads_groups``, attention reads pages that decoding rows share together. Of several
     replicas, the limits of the queue are those of all together; all else is of each."""
 
     model: str
@@ -73,7 +75,10 @@ class EngineInfo:
     max_queued_tokens: int
     max_queue_time_s: float | None = None
     num_snapshots: int | None = None
+    num_window_pages: int | None = None
+    window: int | None = None
     generates: bool = True
+    reads_groups: bool = False
     num_replicas: int = 1
 
     @property
@@ -114,9 +119,9 @@ class ReplicaStats:
 
 
 class Door(ABC):
-    """Decides which requests are taken, for whoever serves them behind it."""
+    """Accepts or refuses requests for the engine, or the engines, behind it."""
 
-    def __init__(self, info: EngineInfo, adapters: Adapters | None = None) -> None:
+    def __init__(self, info: EngineInfo, adapters: AdapterNames | None = None) -> None:
         """``adapters`` is None if requests may name none."""
         self.info = info
         self._adapters = adapters
@@ -127,7 +132,10 @@ class Door(ABC):
         )
         self._recorder = Recorder()
         self._ids = itertools.count(1)
-        self._changed = threading.Condition()
+        # for what a main thread may call: Ctrl-C cannot come between a lock and its ``with`` block,
+        # but between a condition and its own
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._state = State.SERVING
         self._num_open = 0
         self._num_waiting_tokens = 0
@@ -207,7 +215,6 @@ class Door(ABC):
             if complaint := self._queue_complaint(num_tokens, len(samples)):
                 self._recorder.request_rejected("queue_full")
                 raise Overloaded(complaint)
-            # one right after the other: a Ctrl-C between them would leave a count for good
             self._num_open += len(samples)
             self._num_waiting_tokens += num_tokens
             self._enter(entries)
@@ -245,7 +252,7 @@ class Door(ABC):
         self._recorder.request_rejected(reason)
 
     @property
-    def adapters(self) -> Adapters:
+    def adapters(self) -> AdapterNames:
         """The LoRA adapters that requests may name. Raises ``Unsupported`` if they may not."""
         if self._adapters is None:
             raise Unsupported("LoRA feature is not enabled.")
@@ -359,6 +366,8 @@ class Engine(Door):
     ) -> None:
         """``grammars`` is None if requests may bring none, ``adapters`` if they may name none."""
         super().__init__(info, adapters)
+        self.pool = adapters
+        """The adapters in main memory."""
         self._loop = Loop(
             scheduler,
             executor,
@@ -394,9 +403,9 @@ class Engine(Door):
     def stats(self) -> EngineStats:
         scheduler = self._loop.scheduler_stats
         stats = self._recorder.snapshot(scheduler, self._num_open)
-        if self._adapters is None:
+        if self.pool is None:
             return stats
-        asked_for, running = self._adapters.asked_for(), scheduler.running_adapters
+        asked_for, running = self.pool.asked_for(), scheduler.running_adapters
         return dataclasses.replace(
             stats,
             running_adapters=tuple(asked_for[one] for one in running if one in asked_for),

@@ -330,7 +330,7 @@ class Loop:
 
     def _mask_oldest(self) -> None:
         """Let the oldest step in flight sample, once its masks are written. Requests whose grammars
-        have come to their limits end."""
+        have reached their limits end."""
         flight = self._flights[0] if self._flights else None
         if flight is None or flight.masks is None:
             return

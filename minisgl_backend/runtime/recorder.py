@@ -1,6 +1,7 @@
 """What the engine reports about itself: counts that only grow, and samples for histograms.
 
-Knows numbers only. The engine's threads write them; metrics and health reports read them.
+Knows numbers only. The engine's threads write them; metrics and health reports read them. Must not
+know where its numbers are reported, or what they are compared with.
 """
 
 from __future__ import annotations
@@ -56,6 +57,7 @@ class EngineStats:
                 for name in dict.fromkeys(name for mapping in mappings for name in mapping)
             }
 
+        running = tuple(dict.fromkeys(name for part in parts for name in part.running_adapters))
         return cls(
             scheduler=SchedulerStats.sum([part.scheduler for part in parts]),
             num_open=sum(part.num_open for part in parts),
@@ -65,6 +67,12 @@ class EngineStats:
             rejected=total([part.rejected for part in parts]),
             failed=total([part.failed for part in parts]),
             num_steps=sum(part.num_steps for part in parts),
+            running_adapters=running,
+            waiting_adapters=tuple(
+                dict.fromkeys(
+                    name for part in parts for name in part.waiting_adapters if name not in running
+                )
+            ),
         )
 
 

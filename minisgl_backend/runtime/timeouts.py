@@ -1,7 +1,8 @@
 """Which requests have run out of time, by their own deadline or by the limit on waiting.
 
 Pure: times are arguments, readings of one clock in seconds. Memory grows with the number of open
-requests, not with the number of those that have ended.
+requests, not with the number of those that have ended. Must not know what becomes of a request that
+has run out.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from minisgl_backend.cache.pages import num_pages_for
-from minisgl_backend.scheduling.lifecycle import Lifecycle
+from minisgl_backend.scheduling.lifecycle import Lifecycle, Room
 from minisgl_backend.scheduling.sequence import Phase, Precedence, Sequence
 
 
@@ -27,7 +27,7 @@ class AdmissionControl:
         self._life = life
         self._page_size = life.cache.page_size
         self._reserve_tokens = reserve_tokens
-        self._blocked_cost = 0  # the pages that the last sequence that did not fit would take ...
+        self._blocked_cost = Room(0, 0)  # what the last sequence that did not fit would take ...
         self._blocked_at = -1  # ... when Lifecycle.changes had this value
 
     def admit(self, before: Precedence | None) -> Iterator[Sequence]:
@@ -37,7 +37,7 @@ class AdmissionControl:
         While no row is in use, the whole pool may be taken, and nothing is reserved.
         """
         life = self._life
-        reserved = self._reserved_pages()
+        reserved = self._reserved()
         while life.rows.num_free and not self._is_still_blocked(reserved):
             sequence = life.queue.choose()
             if sequence is None or (before is not None and sequence.precedence > before):
@@ -46,26 +46,38 @@ class AdmissionControl:
             num_tokens = max(known, min(sequence.limit - 1, known + self._reserve_tokens))
             needed = num_pages_for(num_tokens, self._page_size)
             is_alone = not life.rows.num_used
-            room = life.cache.num_pages if is_alone else life.num_available_pages - reserved
+            room = life.whole_room if is_alone else life.room.without(reserved)
             cost = life.start(sequence, needed, room)
             if sequence.phase is Phase.WAITING:
                 self._blocked_at, self._blocked_cost = life.changes, cost
                 return
-            reserved += needed - len(sequence.held().pages)
+            lease, more = sequence.held(), 0
+            if (windows := life.cache.windows) is not None:
+                more = min(windows.most_held, needed) - lease.window_end + lease.window_begin
+            reserved = Room(
+                reserved.pages + needed - len(lease.pages), reserved.window_pages + max(0, more)
+            )
             yield sequence
 
-    def _reserved_pages(self) -> int:
-        """Pages to keep free for the running rows, beyond those that they hold."""
-        rows = self._life.rows
+    def _reserved(self) -> Room:
+        """What to keep free for the running rows, beyond what they hold."""
+        rows, size, windows = self._life.rows, self._page_size, self._life.cache.windows
         running = np.flatnonzero(rows.accepting & ~rows.retiring)
         growth = np.minimum(rows.limit[running] - 1 - rows.capacity[running], self._reserve_tokens)
-        return int((-(-np.maximum(growth, 0) // self._page_size)).sum())
+        more = -(-np.maximum(growth, 0) // size)  # [num_running], pages
+        if windows is None:
+            return Room(int(more.sum()), 0)
+        will_hold = np.minimum(windows.most_held, rows.capacity[running] // size + more)
+        planned = rows.planned[running]
+        holds = -(-planned // size) - np.maximum(planned - windows.window + 1, 0) // size
+        return Room(int(more.sum()), int(np.maximum(will_hold - holds, 0).sum()))
 
-    def _is_still_blocked(self, reserved: int) -> bool:
+    def _is_still_blocked(self, reserved: Room) -> bool:
         """Whether the next sequence did not fit before, and nothing has changed since.
 
         It saves matching a waiting prompt against the cache in every step of the running ones.
         """
-        room = self._life.num_available_pages - reserved
+        room = self._life.room.without(reserved)
         is_unchanged = self._blocked_at == self._life.changes
-        return is_unchanged and self._life.rows.num_used > 0 and room < self._blocked_cost
+        is_used = self._life.rows.num_used > 0
+        return is_unchanged and is_used and not room.holds(self._blocked_cost)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from minisgl_backend.cache.windows import WindowPages
 from minisgl_backend.plan import NO_GROUPS, Admission, Groups, StepPlan
 from minisgl_backend.request import EMPTY, Adapter, IntArray
 from minisgl_backend.scheduling.running import Mask
@@ -26,6 +27,7 @@ class Draft:
         self._chunks: list[tuple[int, int, int, int, int]] = []
         self._tokens: list[IntArray] = []
         self._saved: list[tuple[int, int, int]] = []
+        self._kept: list[tuple[int, int]] = []
         self._scores: list[tuple[int, int, int]] = []
         self._score_tokens: list[IntArray] = []
         self._loads: list[tuple[int, int, int, int]] = []
@@ -74,6 +76,10 @@ class Draft:
         them, as ``snapshot``."""
         self._saved.append((len(self._chunks) - 1, position, snapshot))
 
+    def keep(self, row: int, snapshot: int) -> None:
+        """Keep the states with which a decoding row begins the step as ``snapshot``."""
+        self._kept.append((row, snapshot))
+
     def score(self, start: int, tokens: IntArray) -> None:
         """Score positions of the chunk added last, from ``start`` on; ``tokens`` stand behind
         them."""
@@ -88,15 +94,22 @@ class Draft:
         self.groups = groups
 
     def freeze(
-        self, step: int, *, released_rows: list[int], broken_pages: IntArray, masked: Mask
+        self,
+        step: int,
+        *,
+        released_rows: list[int],
+        broken_pages: IntArray,
+        masked: Mask,
+        windows: WindowPages | None = None,
     ) -> StepPlan:
         """The finished plan, which shares no memory with anything that will change.
 
-        ``masked``, bool[num_rows], says which rows have a grammar.
+        ``masked``, bool[num_rows], says which rows have a grammar. ``windows`` gives its news.
         """
         chunks = np.array(self._chunks, dtype=np.int32).reshape(-1, 5).T
         copies = np.array(self._copies, dtype=np.int32).reshape(-1, 3).T
         saved = np.array(self._saved, dtype=np.int32).reshape(-1, 3).T
+        kept = np.array(self._kept, dtype=np.int32).reshape(-1, 2).T
         scores = np.array(self._scores, dtype=np.int32).reshape(-1, 3).T
         loads = np.array(self._loads, dtype=np.int32).reshape(-1, 4).T
         adapted = np.array(self._adapted, dtype=np.int32).reshape(-1, 2).T
@@ -104,6 +117,9 @@ class Draft:
             (_join(column) for column in zip(*self._grants, strict=True))
             if self._grants
             else (EMPTY, EMPTY, EMPTY)
+        )
+        window_rows, window_indices, window_pages = (
+            (EMPTY, EMPTY, EMPTY) if windows is None else windows.take_grants()
         )
         sampled = np.concatenate([chunks[0][chunks[3] != 0], self.decode_rows])
         return StepPlan(
@@ -126,6 +142,8 @@ class Draft:
             saved_chunks=saved[0],
             saved_positions=saved[1],
             saved_snapshots=saved[2],
+            kept_rows=kept[0],
+            kept_snapshots=kept[1],
             decode_rows=self.decode_rows,
             decode_positions=self.decode_positions,
             group_sizes=self.groups.sizes,
@@ -143,6 +161,10 @@ class Draft:
             load_targets=loads[3],
             adapter_rows=adapted[0],
             adapter_slots=adapted[1],
+            window_rows=window_rows,
+            window_indices=window_indices,
+            window_pages=window_pages,
+            broken_window_pages=EMPTY if windows is None else windows.take_broken(),
         )
 
 

@@ -22,6 +22,7 @@ from __future__ import annotations
 from bisect import insort
 from collections import Counter
 from dataclasses import replace
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -35,6 +36,36 @@ from minisgl_backend.scheduling.draft import Draft
 from minisgl_backend.scheduling.running import RunningRows
 from minisgl_backend.scheduling.sequence import Phase, Sequence
 from minisgl_backend.scheduling.waiting import WaitingQueue, by_precedence, precedence_of
+
+_UNLIMITED: Final = 2**31
+
+_APART: Final = 16
+"""Snapshots behind each other on a path are at least 1 / _APART of the path apart: closer ones cost
+more copies and save little."""
+_MOST_APART: Final = 128
+"""In tokens; longer paths have snapshots that far apart."""
+
+
+class Room(NamedTuple):
+    """Pages, and window pages, of which there are always enough if layers have none of their own
+    (``cache.windows``)."""
+
+    pages: int
+    window_pages: int
+
+    @property
+    def most_rows(self) -> int:
+        """How many rows can be granted one more of each."""
+        return min(self)
+
+    def with_more(self, other: Room) -> Room:
+        return Room(self.pages + other.pages, self.window_pages + other.window_pages)
+
+    def without(self, other: Room) -> Room:
+        return Room(self.pages - other.pages, self.window_pages - other.window_pages)
+
+    def holds(self, cost: Room) -> bool:
+        return cost.pages <= self.pages and cost.window_pages <= self.window_pages
 
 
 class Lifecycle:
@@ -72,14 +103,32 @@ class Lifecycle:
         self._num_arrivals = 0
         self._remaps: list[tuple[Sequence, Lease, range]] = []
         self._followers: dict[RequestId, list[Sequence]] = {}  # by leader; they wait behind it
+        self._sliding: list[Sequence] = []  # with chunks of the last plan
         self._grouped_rows = EMPTY  # the rows of the last step, whose groups these were ...
         self._groups = NO_GROUPS
         self._are_groups_current = True  # ... unless a lease has got other shared pages since
 
     @property
-    def num_available_pages(self) -> int:
-        """Pages that can be granted now."""
-        return self.cache.num_free + self.cache.num_evictable
+    def room(self) -> Room:
+        """What can be granted now."""
+        windows = self.cache.windows
+        return Room(
+            self.cache.num_free + self.cache.num_evictable,
+            _UNLIMITED if windows is None else windows.num_available,
+        )
+
+    @property
+    def whole_room(self) -> Room:
+        """What can be granted if nothing is held."""
+        windows = self.cache.windows
+        most = _UNLIMITED if windows is None else windows.num_window_pages
+        return Room(self.cache.num_pages, most)
+
+    def gain(self, sequence: Sequence) -> Room:
+        """What can be granted to others when the sequence has ended."""
+        lease, windows = sequence.held(), self.cache.windows
+        alone = 0 if windows is None else windows.num_alone(lease)
+        return Room(lease.num_private, alone)
 
     @property
     def num_waiting(self) -> int:
@@ -103,22 +152,26 @@ class Lifecycle:
             self.queue.push(sequence)
             self.changes += 1
 
-    def start(self, sequence: Sequence, num_pages: int, room: int) -> int:
+    def start(self, sequence: Sequence, num_pages: int, room: Room) -> Room:
         """Give a waiting sequence a row, and pages for all its known tokens, if ``room`` allows.
 
-        ``num_pages`` hold its known tokens and its reserve. Returns how many of the available pages
-        that takes. The sequence is PREFILLING if it was started, and still WAITING if not.
+        ``num_pages`` hold its known tokens and its reserve. Returns how much of what is available
+        that takes. The sequence is PREFILLING if it was started, and still WAITING if not. Window
+        pages are granted chunk by chunk, and counted here as the row needs them while it decodes.
         """
-        cache, size = self.cache, self.cache.page_size
-        available = self.num_available_pages
+        cache, size, windows = self.cache, self.cache.page_size, self.cache.windows
+        available = self.room
         lease = cache.acquire(sequence.reusable, sequence.request.cache_key)
         # [0, num_shared)           cached: pinned from now on; those that no other lease pinned
         #                           before were available until now
         # [num_shared, known)       granted now, for the known tokens that are not cached
         # [known, num_pages)        the reserve: kept free, but not granted
-        pinned = available - self.num_available_pages
-        cost = pinned + num_pages - len(lease.pages)
-        if cost > room:
+        left = self.room
+        cost = Room(available.pages - left.pages + num_pages - len(lease.pages), 0)
+        if windows is not None:
+            more = min(windows.most_held, num_pages) - lease.window_end + lease.window_begin
+            cost = Room(cost.pages, available.window_pages - left.window_pages + max(0, more))
+        if not room.holds(cost):
             cache.release(lease)
             return cost
         if not cache.grow(lease, len(sequence.tokens)):
@@ -134,17 +187,46 @@ class Lifecycle:
         sequence.row = self.rows.take(
             sequence, num_cached_tokens=lease.num_shared * size, capacity=len(lease.pages) * size
         )
+        if windows is not None:
+            windows.seat(lease, sequence.row, self._windows_worth_keeping(sequence))
+        if self._has_states:
+            num_tokens = len(sequence.tokens)
+            self.rows.keeps_at[sequence.row] = self._keeps_at(
+                num_tokens, self._last_found(sequence)
+            )
         insort(self.prefilling, sequence, key=by_precedence)
         return cost
+
+    def slide(self) -> None:
+        """Let rows whose chunks were planned last give back what their windows have passed."""
+        windows = self.cache.windows
+        if windows is None:
+            return
+        for sequence in self._sliding:
+            if sequence.lease is not None and sequence.phase is not Phase.RETIRING:
+                windows.slide(sequence.lease, int(self.rows.planned[sequence.row]))
+        self._sliding.clear()
+
+    def cover(self, sequence: Sequence, start: int, end: int) -> int:
+        """Grant window pages for the chunk from ``start`` to ``end``, as far as there are any;
+        returns up to where the positions have them."""
+        windows, lease = self.cache.windows, sequence.held()
+        if windows is None:
+            return end
+        self._sliding.append(sequence)
+        most = lease.window_end + windows.num_available
+        windows.extend(lease, min(num_pages_for(end, windows.page_size), most))
+        return min(end, max(start, lease.window_end * windows.page_size))
 
     def copy_prompt(self, sequence: Sequence, draft: Draft) -> None:
         """Let a sequence that was just started copy from its leader what is not cached of the
         prompt, but for the last position, whose logits it needs.
 
         The leader runs, so its pages stay its own until the step of ``draft`` has copied them. With
-        recurrent states nothing is copied.
+        recurrent states nothing is copied, nor if window pages would have to be.
         """
-        leader = None if self._has_states else self._leader_of(sequence)
+        copies = not self._has_states and self.cache.windows is None
+        leader = None if not copies else self._leader_of(sequence)
         if leader is None or leader.lease is None or leader.phase is Phase.RETIRING:
             return
         pages, size = sequence.held().pages, self.cache.page_size
@@ -170,12 +252,47 @@ class Lifecycle:
         sequence.snapshots += taken
         return taken
 
+    def keep_states(self, rows: IntArray, positions: IntArray, draft: Draft) -> None:
+        """Keep the states of those of the decoding ``rows`` whose next ``positions`` are far enough
+        behind the last that were kept; int32[num_rows] both.
+
+        A row has one snapshot for that, which it overwrites until it ends, and no other request
+        finds it before. So states are kept only if all tokens before the position are known by now:
+        with one more step in flight they are, as it computes the last of these tokens. Without a
+        snapshot to take the row goes on, and asks again as far behind as if it had kept them.
+        """
+        if not self._has_states:
+            return
+        for index in np.flatnonzero(positions == self.rows.keeps_at[rows]).tolist():
+            row, position = int(rows[index]), int(positions[index])
+            sequence = self.rows.sequence(row)
+            self.rows.keeps_at[row] = self._keeps_at(position + 1, position)
+            if position > max(len(sequence.tokens), int(self.rows.computed[row]) + 1):
+                continue
+            number = (
+                self.cache.take_snapshot(rolls=True) if sequence.kept is None else sequence.kept[1]
+            )
+            if number is not None:
+                sequence.kept = position, number
+                draft.keep(row, number)
+
     def grow(self, rows: IntArray, draft: Draft) -> bool:
         """Grant one more page to each of the rows; False, and no page, if there are too few."""
         size, capacity = self.cache.page_size, self.rows.capacity
-        pages = self.cache.grow_each([self.rows.sequence(row).held() for row in rows.tolist()])
+        leases = [self.rows.sequence(row).held() for row in rows.tolist()]
+        windows = self.cache.windows
+        if windows is not None:
+            # a step of the row samples, so if one has computed a position, a token has verified it
+            for lease, computed in zip(leases, self.rows.computed[rows].tolist(), strict=True):
+                windows.slide(lease, computed, num_verified=computed)
+            if windows.num_available < len(leases):
+                return False
+        pages = self.cache.grow_each(leases)
         if pages is None:
             return False
+        if windows is not None:
+            for lease in leases:
+                windows.extend(lease, len(lease.pages))
         # [0, capacity / size)   the pages of the row so far
         # [capacity / size]      the new page, for the position that the next step computes
         draft.grant(rows, capacity[rows] // size, pages)
@@ -216,10 +333,15 @@ class Lifecycle:
         #                      returns, may find them
         # [computed, known)    not computed; the last token that was sampled never is
         known = np.concatenate([sequence.tokens, self.rows.output(row)])
+        kept, sequence.kept = sequence.kept, None
         if sequence.failed:
+            if kept is not None:
+                self.cache.return_snapshot(kept[1])
             self.cache.discard(sequence.held())
         else:
             self.publish(sequence, known)
+            if kept is not None:  # the row has sampled finite tokens behind it
+                self.cache.attach_snapshot(sequence.held(), *kept)
             self.cache.release(sequence.held())
         self.rows.give_back(row)
         self.places.give_back(sequence.request.adapter)
@@ -304,6 +426,11 @@ class Lifecycle:
             capacity = len(sequence.held().pages) * self.cache.page_size
             if capacity != self.rows.capacity[sequence.row]:
                 raise InvariantError(f"row {sequence.row} has another capacity than its lease")
+            if self.cache.windows is not None and sequence.held().line != sequence.row:
+                raise InvariantError(f"row {sequence.row} has the windows of another")
+        num_snapshots = sum(len(s.snapshots) + (s.kept is not None) for s in held)
+        if self.cache.num_taken_snapshots != num_snapshots:
+            raise InvariantError("not exactly the snapshots that rows will attach are taken")
         adapters = Counter(s.request.adapter.id for s in held if s.request.adapter is not None)
         self.places.check(adapters)
         live = [s for s in held if s.phase is not Phase.RETIRING or s.returns]
@@ -348,9 +475,29 @@ class Lifecycle:
         if not self._has_states:
             return ()
         parted = self.cache.cached_length(sequence.tokens, sequence.request.cache_key)
-        last = (len(sequence.tokens) - 1) // self.cache.page_size * self.cache.page_size
         begun = sequence.held().num_shared * self.cache.page_size
-        return tuple(sorted({position for position in (parted, last) if position > begun}))
+        worth = set()
+        if (last := self._last_found(sequence)) > begun:
+            worth.add(last)
+        if parted > begun + _apart(begun):  # else it would save little beside where this one begins
+            worth.add(parted)
+        return tuple(sorted(worth))
+
+    def _last_found(self, sequence: Sequence) -> int:
+        """The last position behind which the sequence would begin if it came again."""
+        return (len(sequence.tokens) - 1) // self.cache.page_size * self.cache.page_size
+
+    def _keeps_at(self, first: int, kept: int) -> int:
+        """The position, from ``first`` on, before which to keep states next, behind ``kept``."""
+        size = self.cache.page_size
+        return num_pages_for(max(first, kept + _apart(kept)), size) * size
+
+    def _windows_worth_keeping(self, sequence: Sequence) -> set[int]:
+        """The pages before which windows are worth keeping: where this sequence parts from others,
+        and the last place at which it would begin itself if it came again."""
+        parted = self.cache.cached_length(sequence.tokens, sequence.request.cache_key)
+        size = self.cache.page_size
+        return {parted // size, (len(sequence.tokens) - 1) // size}
 
     def _retire(self, sequence: Sequence) -> None:
         row = sequence.row
@@ -360,3 +507,8 @@ class Lifecycle:
         self.rows.retire(row, still_accepting=sequence.returns)
         if not self.rows.in_flight[row]:
             self.release(sequence)
+
+
+def _apart(position: int) -> int:
+    """How far behind a snapshot at ``position`` the next one is worth its cost."""
+    return min(position // _APART, _MOST_APART)

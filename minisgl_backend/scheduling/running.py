@@ -32,6 +32,7 @@ class RunningRows:
     - ``planned``: number of leading positions computed once all steps in flight are done;
     - ``capacity``: number of leading positions that have a page;
     - ``limit``: number of tokens with which the sequence ends;
+    - ``keeps_at``: position before which the row's recurrent states are kept next;
     - ``stop_from``: a stop token at this position or later ends the sequence (the sampler chooses
       none earlier: ``kernels.sampling_table``).
 
@@ -48,6 +49,7 @@ class RunningRows:
         self.capacity = np.zeros(num_rows, dtype=np.int32)
         self.limit = np.zeros(num_rows, dtype=np.int32)
         self.stop_from = np.zeros(num_rows, dtype=np.int32)
+        self.keeps_at = np.zeros(num_rows, dtype=np.int32)
         self.in_flight = np.zeros(num_rows, dtype=np.int32)
         self.decoding = np.zeros(num_rows, dtype=np.bool_)
         self.accepting = np.zeros(num_rows, dtype=np.bool_)

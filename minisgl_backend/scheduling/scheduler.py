@@ -50,7 +50,7 @@ from minisgl_backend.request import (
 from minisgl_backend.scheduling.adapter_places import AdapterPlaces
 from minisgl_backend.scheduling.admission import AdmissionControl
 from minisgl_backend.scheduling.draft import Draft
-from minisgl_backend.scheduling.lifecycle import Lifecycle
+from minisgl_backend.scheduling.lifecycle import Lifecycle, Room
 from minisgl_backend.scheduling.report import SchedulerStats, StepResult
 from minisgl_backend.scheduling.sequence import Phase, Precedence, Sequence
 from minisgl_backend.scheduling.waiting import WaitingQueue, by_precedence
@@ -142,6 +142,7 @@ class Scheduler:
     def plan(self) -> StepPlan | None:
         """The next step, or None if nothing can run now."""
         draft = Draft(self._config.max_prefill_tokens)
+        self._life.slide()
         under_pressure = self._plan_decodes(draft)
         self._plan_prefills(draft, admit=not under_pressure)
         if draft.is_empty:
@@ -152,6 +153,7 @@ class Scheduler:
             released_rows=self._life.released_rows,
             broken_pages=self._cache.take_broken(),
             masked=self._rows.masked,
+            windows=self._cache.windows,
         )
         self._life.released_rows.clear()
         self._next_step += 1
@@ -221,7 +223,9 @@ class Scheduler:
             self._grow_first(short, draft)
             ready = rows.ready_to_decode()
             ready = ready[rows.planned[ready] < rows.capacity[ready]]
-        draft.decode(ready, rows.plan_decode(ready), self._life.groups_of(ready))
+        positions = rows.plan_decode(ready)
+        draft.decode(ready, positions, self._life.groups_of(ready))
+        self._life.keep_states(ready, positions, draft)
         return under_pressure
 
     def _grow_first(self, short: IntArray, draft: Draft) -> None:
@@ -233,34 +237,56 @@ class Scheduler:
         running, retiring = self._rows.by_fate()
         running.sort(key=by_precedence)
         needy = sorted((self._rows.sequence(row) for row in short.tolist()), key=by_precedence)
-        coming = sum(sequence.held().num_private for sequence in retiring)
-        while len(needy) > self._life.num_available_pages + coming and len(running) > 1:
+        coming = Room(0, 0)
+        for sequence in retiring:
+            coming = coming.with_more(self._life.gain(sequence))
+        while len(needy) > self._life.room.with_more(coming).most_rows and len(running) > 1:
             victim = running.pop()
             if needy[-1] is victim:
                 needy.pop()
             self._counters.num_retractions += 1
             self._life.retract(victim)
             if victim.phase is Phase.RETIRING:
-                coming += victim.held().num_private
-        first = [sequence.row for sequence in needy[: self._life.num_available_pages]]
+                coming = coming.with_more(self._life.gain(victim))
+        first = [sequence.row for sequence in needy[: self._life.room.most_rows]]
         if first and not self._life.grow(np.array(first, dtype=np.int32), draft):
             raise InvariantError("the cache does not grant the pages that it counts as available")
 
     def _plan_prefills(self, draft: Draft, *, admit: bool) -> None:
-        """Prefill running and, with ``admit``, waiting sequences, all in order of precedence."""
+        """Prefill running and, with ``admit``, waiting sequences, all in order of precedence.
+
+        A sequence that finds no window pages keeps the later ones waiting.
+        """
         for sequence in list(self._life.prefilling):
             if admit:
                 self._admit(draft, before=sequence.precedence)
-            if draft.budget:
-                self._plan_chunk(sequence, draft)
+            if draft.budget and not self._plan_chunk(sequence, draft):
+                self._make_way(sequence, draft)
+                return
         if admit:
             self._admit(draft, before=None)
 
-    def _plan_chunk(self, sequence: Sequence, draft: Draft) -> None:
-        """Prefill as much of the sequence as the budget allows."""
+    def _make_way(self, sequence: Sequence, draft: Draft) -> None:
+        """Retract sequences behind this one, the last in precedence first, until a chunk of it
+        finds window pages; not if a step can run without, or pages are coming."""
+        while draft.is_empty:
+            running, retiring = self._rows.by_fate()
+            last = max(running, key=by_precedence)
+            if retiring or last is sequence:
+                return
+            self._counters.num_retractions += 1
+            self._life.retract(last)
+            self._plan_chunk(sequence, draft)
+
+    def _plan_chunk(self, sequence: Sequence, draft: Draft) -> bool:
+        """Prefill as much of the sequence as the budget allows; False if there are no window pages
+        for any of it."""
         start = int(self._rows.planned[sequence.row])
-        tokens = sequence.tokens[start : start + draft.budget]
-        end = start + len(tokens)
+        end = min(start + draft.budget, len(sequence.tokens))
+        end = self._life.cover(sequence, start, end)
+        if end == start:
+            return False
+        tokens = sequence.tokens[start:end]
         is_last = end == len(sequence.tokens)
         self._rows.plan_prefill(sequence.row, end)
         snapshot, sequence.begins_from = sequence.begins_from, NO_SNAPSHOT
@@ -274,6 +300,7 @@ class Scheduler:
             draft.score(first, sequence.tokens[first + 1 : last + 1])
         if is_last:
             self._life.planned(sequence)
+        return True
 
     def _admit(self, draft: Draft, *, before: Precedence | None) -> None:
         """Admit waiting sequences that fit, all or those ``before``, and begin to prefill them."""

@@ -65,7 +65,8 @@ class Sequence:
     Only with recurrent states: ``begins_from`` is the snapshot with which the next chunk begins, if
     it is the first behind a cached prefix; ``saves`` are the positions, ascending, behind which
     others may want to begin; ``snapshots`` pairs those that were planned with the snapshots kept
-    there, until these are known to be finite.
+    there, until these are known to be finite; ``kept`` is the position, with the snapshot, before
+    which the states were kept last while the row decoded.
     """
 
     request: Request
@@ -82,6 +83,7 @@ class Sequence:
     begins_from: int = NO_SNAPSHOT
     saves: tuple[int, ...] = ()
     snapshots: list[tuple[int, int]] = field(default_factory=list)
+    kept: tuple[int, int] | None = None
     _phase: Phase = Phase.WAITING
 
     @property

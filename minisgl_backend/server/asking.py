@@ -1,15 +1,15 @@
 """Asks a server for one token, end to end, as clients do, when it seems to answer no request.
 
 Triton may say that it is ready while no response leaves it, and its models' processes, which are
-well, do not know. What they show is that requests are inside one of them and none ends. That may be
-in order, as of long answers and long prompts, so then a process of its own asks for a token, over
-gRPC and over HTTP: only it needs gRPC's library, and it can be killed whatever it waits for. Any
-answer will do, also an error. There is one at the latest when the request's deadline is over and
-the models have come to it, and only time in which they do not keep it waiting is held against
-Triton.
+well, do not know. They only show that requests are inside one of them and none ends. Long answers
+and long prompts look the same, so a separate process then asks for a token, over gRPC and over
+HTTP: no other process needs gRPC's library, and this one can be killed whatever it waits for. Any
+answer will do, even an error. One comes at the latest when the request's deadline has passed and
+the models get to it, and time in which they keep it waiting is not held against Triton.
 
 Costs: one such process at a time, which computes for less than a second, and has two places in the
 engine's queue until the deadline. As long as answers come, the pauses between questions double.
+Must not know what becomes of a server that does not answer.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ from minisgl_backend.server.process import TritonServer
 logger = logging.getLogger(__name__)
 
 ASK_AFTER_S: Final = 15.0
-"""A token is asked for when requests are inside, and none has ended for so long."""
+"""A token is asked for if requests are inside and none of them has ended for this time."""
 _ASK_AT_LEAST_EVERY_S: Final = 120.0
 TIMEOUT_S: Final = 2.0
 """The deadline of the request: the engine answers it then, after a few steps, whatever it does."""
 OVERDUE_S: Final = 20.0
-"""An answer that has been due for so long does not come, as ``faults.TRITON_HANG_AFTER_S``."""
+"""An answer overdue by this much will not come; as long as ``faults.TRITON_HANG_AFTER_S``."""
 _FEW_STEPS: Final = 3
 """Steps of an engine in which it meets every deadline: one may run, and one be launched ahead."""
 _LOOK_EVERY_S: Final = 1.0
 _AT_WORK: Final = 0.02
-"""The share of a core with which a process of a busy machine still computes, and no idle one."""
+"""The share of a core that a process at work gets even on a busy machine, and no idle one uses."""
 _ASKED: Final = "asked"
 _WAYS: Final = ("gRPC", "HTTP")
 
@@ -167,7 +167,7 @@ class _Question:
         self._process.stdout.close()
 
     def _is_at_work(self, process: ModelProcess) -> bool:
-        """Whether the process may not have come to the token yet, and gets on with its work."""
+        """Whether the process may not have reached the token yet, and gets on with its work."""
         if process.model == OPTIONS_MODEL:
             counts = counts_of(self._directory, process)
             target = self._target.setdefault(process.pid, int(counts["num_steps"]) + _FEW_STEPS)

@@ -3,7 +3,8 @@
 Each directory is locked by the server's processes together: the starter, tritonserver and its
 models. So if a directory is not locked, none of them is left, whatever ended them; the next start
 removes the directory, and the shared memory that a file in it names. The lock is on the directory
-itself, since systemd-tmpfiles heeds such a lock, and otherwise removes files ten days old.
+itself, since systemd-tmpfiles heeds such a lock, and otherwise removes files ten days old. Must not
+know what its servers keep in there, but for that file.
 """
 
 from __future__ import annotations

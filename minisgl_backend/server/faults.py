@@ -1,4 +1,4 @@
-"""What is wrong with a server: processes of it that died, hang or say that they are broken.
+"""The faults of a server: processes of it that died, hang or say that they are broken.
 
 Knows the heartbeats of the models' processes. Asks tritonserver whether it is ready, how many
 requests failed, and for a token if no request ends (``asking``). Must not know what is done about a
@@ -25,6 +25,8 @@ TRITON_HANG_AFTER_S: Final = 20.0
 _PAUSED_S: Final = 3.0
 """If more time passes between two looks, this process was paused, as a whole machine may be. Then
 so were the others, and their silence in that time means nothing."""
+_ASKED_WITHIN_S: Final = 2.0
+"""Tritonserver, or an engine that hangs, may take that long to answer, or not to."""
 _ASK_EVERY_S: Final = 1.0
 """How often tritonserver itself is asked whether it is ready."""
 _TOLD_WITHIN_S: Final = 0.5
@@ -77,11 +79,13 @@ class FaultDetector:
         self._answered_s = time.monotonic()
 
     def look(self) -> Fault | None:
-        """Note how the server is; returns what is wrong with it, if that needs mending."""
-        self._note_pause()
+        """Note the state of the server; returns its fault, if there is one to recover from."""
+        self._note_pause(_PAUSED_S)
+        seen_s = time.monotonic()  # not later than the beats: this thread may be paused at any time
         self.seen = tuple(self.processes.look())
         self._ask_triton()
-        fault = self._find_fault()
+        self._note_pause(_PAUSED_S + _ASKED_WITHIN_S)
+        fault = self._find_fault(seen_s)
         serving = {process.model for process in self.seen if process.beat.state is State.SERVING}
         missing = [f"{m}: not loaded" for m in sorted(self._models - serving)]
         if fault is not None:
@@ -94,9 +98,9 @@ class FaultDetector:
 
     def triton_hangs(self) -> bool:
         """Whether tritonserver has been silent for too long; asks it, at most once a second."""
-        self._note_pause()
+        self._note_pause(_PAUSED_S)
         self._ask_triton()
-        self.looked_s = time.monotonic()
+        self._note_pause(_PAUSED_S + _ASKED_WITHIN_S)
         return self._silent_s() > TRITON_HANG_AFTER_S
 
     def are_callers_told(self) -> bool:
@@ -128,10 +132,12 @@ class FaultDetector:
         self._asker.close()
         self.processes.close()
 
-    def _note_pause(self) -> None:
+    def _note_pause(self, most_s: float) -> None:
+        """Note whether more than ``most_s`` have passed since this was last asked."""
         now_s = time.monotonic()
-        if now_s - self.looked_s > _PAUSED_S:
+        if now_s - self.looked_s > most_s:
             self._awake_since_s = now_s
+        self.looked_s = now_s
 
     def _silent_s(self) -> float:
         """How long tritonserver has not answered, pauses of the whole machine apart."""
@@ -181,15 +187,14 @@ class FaultDetector:
                 lost[process.pid] = int(counts["num_lost_streams"])
         return lost
 
-    def _find_fault(self) -> Fault | None:
+    def _find_fault(self, seen_s: float) -> Fault | None:
         code = self._server.poll()
         if code is not None:
             return Fault(f"tritonserver ended with code {code}")
         if not self._server.repository.exists():
             return Fault(f"the server's files were removed from {self._server.directory}")
-        now_s = time.monotonic()
-        awake_s = now_s - self._awake_since_s
-        wrong = {process: _wrong_with(process, now_s, awake_s) for process in self.seen}
+        awake_s = seen_s - self._awake_since_s
+        wrong = {process: _wrong_with(process, seen_s, awake_s) for process in self.seen}
         found = {process: what for process, what in wrong.items() if what is not None}
         patience_s = TRITON_HANG_AFTER_S
         # If tritonserver hangs, a process that calls into it blocks, and both fall silent together.

@@ -4,8 +4,9 @@
     GET /ready   200 while requests are served, else 503
     GET /stats   counts of all processes; callers on this machine only
 
-Triton 24.10 says that it is ready whatever became of its models' processes; this does not. Bodies
-are JSON; those of /live and /ready have the phase and the reasons.
+Triton 24.10 says that it is ready even if its models' processes have died; this endpoint does not.
+Bodies are JSON; those of /live and /ready have the phase and the reasons. Must not know processes:
+two functions tell it all that it reports.
 """
 
 from __future__ import annotations
@@ -54,6 +55,12 @@ class HealthServer:
             name="health",
             daemon=True,
         )
+
+    @property
+    def address(self) -> str:
+        """HOST:PORT, as URLs have it."""
+        host = str(self._server.server_address[0])
+        return f"[{host}]:{self.port}" if ":" in host else f"{host}:{self.port}"
 
     def start(self, health: Callable[[], Health], stats: Callable[[], Mapping[str, Any]]) -> None:
         """Answer from now on with what these two functions return."""

@@ -1,8 +1,9 @@
 """Where tritonserver is on this machine, and what its environment must look like.
 
-Two kinds are known: the one inside the nvidia-pytriton wheel, which needs its parts put together
-(a stub for each Python version lies beside the backend), and one that is complete, such as in
-NVIDIA's container, found on PATH or named by the operator, also in the environment.
+Two kinds are known: the one inside the nvidia-pytriton wheel, which needs its parts put together (a
+stub for each Python version lies beside the backend), and one that is complete, such as in NVIDIA's
+container, found on PATH or named by the operator, also in the environment. Must not know models or
+options, nor start anything.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from minisgl_backend.server.installation import Installation
 from minisgl_backend.server.repository import keep_no_bytecode
 
 ADMIN_KEY_HEADER: Final = "minisgl-admin-key"
-"""The HTTP header that opens what is restricted; its value is random, and kept in this process."""
+"""The HTTP header that opens restricted endpoints; its random value stays in this process."""
 
 _RESTRICTED: Final = "model-repository,shared-memory,trace,logging"
 """Endpoints that could unload models, map memory or fill the disk; not for clients."""
@@ -167,7 +167,7 @@ def with_ports(options: ServerOptions, held: contextlib.ExitStack) -> ServerOpti
         port = probe.getsockname()[1]
         if port in ports.values():
             raise ConfigError(f"{_option(name)} {port} is that of another endpoint, too")
-        # what is bound as above another server could bind, too, until one of them listens
+        # another server could bind the same port, as above, until one of the two listens
         claim = held.enter_context(socket.socket(socket.AF_UNIX))
         try:
             claim.bind(f"\0minisgl {options.host} {port}")

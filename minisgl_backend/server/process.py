@@ -42,6 +42,8 @@ from minisgl_backend.server.repository import copy_repository, with_plain_folder
 
 logger = logging.getLogger(__name__)
 
+START_S: Final = 1800.0
+"""How long a start may take, or a load that waits for other machines."""
 _FLUSH_S: Final = 0.5
 """Time for tritonserver to send what it has buffered, from when the engines have drained."""
 _KEPT_LOG_LINES: Final = 2000
@@ -70,6 +72,8 @@ class TritonServer:
         self.admin_key = secrets.token_urlsafe(24)
         self.log: deque[str] = deque(maxlen=_KEPT_LOG_LINES)
         self._on_log = on_log
+        self.waits_for_nodes = int(engine_options.get("nnodes") or 1) > 1
+        """Whether a load may have to wait for other machines, without doing anything."""
         self._was_ready = False
         self._stopped_with: int | None = None
         with contextlib.ExitStack() as undo:
@@ -103,7 +107,7 @@ class TritonServer:
                 url=self.url(),
                 lock=self._lock,
             )
-        except OSError as error:  # a full disk, or a program that is none
+        except OSError as error:  # a full disk, or a file that is no program
             raise ConfigError(f"tritonserver cannot be started: {error}") from None
 
     @property
@@ -146,7 +150,7 @@ class TritonServer:
         return f"http://{f'[{host}]' if ':' in host else host}:{port or self.http_port}{path}"
 
     def wait_ready(
-        self, timeout_s: float = 1800.0, *, give_up: Callable[[], bool] = lambda: False
+        self, timeout_s: float = START_S, *, give_up: Callable[[], bool] = lambda: False
     ) -> None:
         """Return when every model is ready.
 
@@ -165,7 +169,7 @@ class TritonServer:
                 raise (BrokenStart if code < 0 else ConfigError)(self.failure())
             if time.monotonic() > deadline:
                 raise ConfigError(f"tritonserver was not ready after {timeout_s:g} s")
-            if progress.stuck_s() > STUCK_AFTER_S:
+            if not self.waits_for_nodes and progress.stuck_s() > STUCK_AFTER_S:
                 raise BrokenStart(self._stuck())
             time.sleep(0.05)
         self._was_ready = True

@@ -14,9 +14,9 @@ others serve on. But all of tritonserver is ended and started again, on the same
   the waiting ones with an error, but only one a second, even when the model is back;
 - models were loaded again ``MAX_RELOADS`` times: under load tritonserver keeps threads of each.
 
-What goes wrong together is one recovery. One that fails is a fault like any other. Each one waits
-twice as long as the last; after ``MAX_RECOVERIES`` in ``WINDOW_S`` the server stays down, and says
-so, until the operator stops it.
+Faults that occur together take one recovery. A recovery that fails is a fault like any other. Each
+waits twice as long as the last; after ``MAX_RECOVERIES`` in ``WINDOW_S`` the server stays down, and
+says so, until the operator stops it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from minisgl_backend.runtime_files import DETOKENIZER, RECOVERING_MARKER
 from minisgl_backend.server.faults import HANG_AFTER_S, Fault, FaultDetector
 from minisgl_backend.server.launch import ServerOptions
 from minisgl_backend.server.model_processes import server_stats
-from minisgl_backend.server.process import BrokenStart, TritonServer
+from minisgl_backend.server.process import START_S, BrokenStart, TritonServer
 
 logger = logging.getLogger(__name__)
 
@@ -279,7 +279,8 @@ class Supervisor:
                 raise ConfigError(f"{model}: tritonserver hangs while it loads it")
 
         self._num_reloads += 1
-        self.server.reload(model, timeout_s=RELOAD_S + 2 * self._load_s, check=check)
+        patience_s = START_S if self.server.waits_for_nodes else RELOAD_S + 2 * self._load_s
+        self.server.reload(model, timeout_s=patience_s, check=check)
 
     def _restart(self, stopping: threading.Event) -> None:
         old = self.server

@@ -25,7 +25,7 @@ _MARKS: Final[dict[ToolDialect, tuple[str, ...]]] = {
     "harmony": ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>"),
 }
 _OTHERS: Final = ("<function=", "<arg_key>", "<TOOLCALL>")
-"""Marks of dialects that look like these but are none: calls in XML, or lists of them."""
+"""Marks of other dialects that look like these: calls in XML, or lists of them."""
 
 
 @dataclass(frozen=True, slots=True)

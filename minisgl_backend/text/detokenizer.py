@@ -5,7 +5,8 @@ Pure and single-threaded: one ``TextStream`` a stream. However the tokens are sp
 stop match. The cost of a call is proportional to its new tokens.
 
 A stop match counts only if the token that completes it has an index of at least ``min_tokens``. The
-match that is completed first wins, by character; of several that end together, the longest.
+match that is completed first wins, by character; of several that end together, the longest. Must
+not know requests, packets or who reads the text.
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ class TextStream:
                 return TextDelta(self._cut(), num_exempt + index + 1, self.stop)
         if not final:
             return TextDelta(self._release(matcher.held[self._state]), count)
-        # What is left of a broken character belongs to the last token.
+        # The rest of a broken character belongs to the last token.
         text = self._decoder.flush()
         if self._num_tokens <= self._min_tokens:
             self._held += text
@@ -115,7 +116,7 @@ class TextStream:
         return self._release(len(self.stop))
 
     def _release(self, keep: int) -> str:
-        """What is held, but for the last ``keep`` characters."""
+        """The held text, but for the last ``keep`` characters."""
         split = len(self._held) - keep
         released, self._held = self._held[:split], self._held[split:]
         return released

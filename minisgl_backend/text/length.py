@@ -3,7 +3,8 @@
 Tokenizing megabytes takes seconds, only to learn that there are hundreds of times too many tokens.
 Two lower bounds tell sooner, and never refuse a text that would fit: no token stands for more bytes
 than the longest one; and the tokens of a text's beginning are also tokens of the whole text, except
-in the last words of the beginning, where the following text matters.
+in the last words of the beginning, where the following text matters. Must not know chats, or how
+many tokens an answer may have.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The JSON of a chat -> checked messages, tools and variables, ready for a template.
 
 Knows the shape that OpenAI's chat schema and the templates of language models share. Raises
-``InvalidRequest``, or ``Unsupported`` for content that is not text, whatever comes in.
+``InvalidRequest``, or ``Unsupported`` for content that is not text, whatever comes in. Must not
+know tokens, or any model's template.
 """
 
 from __future__ import annotations

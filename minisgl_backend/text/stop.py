@@ -2,7 +2,7 @@
 
 Its state answers both questions of a stream at once: whether a stop string ends here, and how many
 of the last characters may still begin one and must be held back. Time is linear in the text,
-whatever the strings are.
+whatever the strings are. Must not know tokens.
 """
 
 from __future__ import annotations

@@ -5,7 +5,8 @@ they run in a ``Sandbox``, see plain data only, and are bounded in time and in s
 use beside Jinja follows transformers: ``raise_exception``, ``strftime_now``, ``tojson`` that does
 not escape HTML, loop controls, and the ``generation`` block, which only marks text for training.
 
-A ``ChatTemplate`` may render on several threads at once.
+A ``ChatTemplate`` may render on several threads at once. Must not know tokens, or which request a
+chat belongs to.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ transformers. A beginning-of-sequence token is added if the tokenizer's own file
 never twice.
 
 A ``PromptEncoder`` may be used by several threads at once, and releases the GIL while it tokenizes.
+Must not know Triton, or what becomes of the ids.
 """
 
 from __future__ import annotations

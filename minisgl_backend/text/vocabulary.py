@@ -6,9 +6,9 @@ converted for the tokenizers library (``Replace``, ``ByteFallback``, ``Fuse``, `
 what its tokens add, but for the very first characters; so it can be decoded piece by piece.
 
 For byte-level BPE the text equals that of the tokenizers library for any ids. With byte fallback it
-does wherever the bytes are UTF-8; in a run with broken bytes the library gives up all characters
-of the run, while here only the broken ones become U+FFFD, since that can be known without waiting
-for the end of the run.
+does wherever the bytes are UTF-8; in a run with broken bytes the library gives up all characters of
+the run, while here only the broken ones become U+FFFD, since that can be known without waiting for
+the end of the run. Must not know streams or stop strings (``detokenizer``).
 """
 
 from __future__ import annotations

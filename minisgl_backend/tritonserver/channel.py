@@ -72,7 +72,7 @@ class AckQueue:
         return encode_acks(itertools.islice(self._waiting.values(), MAX_ENTRIES))
 
     def written(self) -> None:
-        """The message was written; what it held does not wait any more."""
+        """The message was written: its contents wait no longer."""
         if len(self._waiting) <= MAX_ENTRIES:
             self._waiting.clear()
         else:
@@ -97,7 +97,7 @@ class ForgetQueue:
         return encode_keys(self._waiting[:MAX_ENTRIES])
 
     def written(self) -> None:
-        """The message was written; what it held does not wait any more."""
+        """The message was written: its contents wait no longer."""
         del self._waiting[:MAX_ENTRIES]
 
 

@@ -2,7 +2,8 @@
 
 Knows the open streams of all engines that send it packets. It has one instance, whose ``execute``
 takes one packet after another, so that a stream's packets stay in order; each is answered with new
-text, with nothing (the final flag alone), or with an error, and acknowledged to its engine.
+text, with nothing (the final flag alone), or with an error, and acknowledged to its engine. Must
+not know pages, steps or the queue of an engine.
 
 Invariants: every packet gets its final flag, and all but a stream's last an acknowledgement. After
 a stream's last answer, or once its client is gone, its packets are answered with nothing. What is

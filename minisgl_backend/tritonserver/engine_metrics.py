@@ -6,19 +6,20 @@ thread of their own. Histograms of requests are Triton's own, an observation a r
 steps and packets would take thousands of observations a second, so their buckets are counted here
 and reported as counters, which Prometheus reads the same way.
 
-Each engine has a label of its own. Two metrics with the same labels, as of two instances or of a
-model that is being reloaded, would be one object inside Triton, which goes with the first of the
-two: the next update of the other crashes tritonserver (measured with 24.10).
+Each engine has a label of its own (``series``), which it takes over from one that was killed: its
+counters go on, its gauges are set anew.
 
 The gauges of load and pages come under two sets of names: vLLM's, and those of the TensorRT-LLM
 backend. Routers read either: the endpoint picker of Kubernetes' Gateway API Inference Extension,
-and Triton's own HTTP frontend for its load reports.
+and Triton's own HTTP frontend for its load reports. Must not know requests: it reads what the
+engine has counted.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Final, Protocol
 
 import triton_python_backend_utils as pb_utils
@@ -33,6 +34,7 @@ from minisgl_backend.tritonserver.metrics import (
     engine_labels,
     refusals_family,
 )
+from minisgl_backend.tritonserver.series import SeriesLabel
 
 _LATENCY_BUCKETS: Final = (
     0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0,
@@ -65,10 +67,18 @@ class EngineMetrics:
     """The metrics of one engine, and the thread that reports them; ``packet_sent`` is for any."""
 
     def __init__(
-        self, engine: Engine, options: EngineOptions, *, version: str, every_s: float = 0.25
+        self,
+        engine: Engine,
+        options: EngineOptions,
+        *,
+        version: str,
+        directory: Path | None = None,
+        every_s: float = 0.25,
     ) -> None:
+        """``directory`` is of one tritonserver."""
         self._packet_tokens = BucketCounts(_TOKEN_BUCKETS)
-        labels = engine_labels(options.model, version)
+        self._series = SeriesLabel(directory, f"{Path(options.model).name}.{version}")
+        labels = engine_labels(options.model, version, self._series.value)
         self._thread = MetricsThread(
             lambda: ReportedEngine(engine, options, self._packet_tokens, labels), every_s=every_s
         )
@@ -78,9 +88,14 @@ class EngineMetrics:
         if num_tokens:
             self._packet_tokens.observe(num_tokens)
 
+    def stop(self) -> bool:
+        """Report what is left, and drop the metrics; whether that is done. Does not wait for it."""
+        return self._thread.stop()
+
     def close(self) -> None:
         """Report what is left, and drop the metrics."""
         self._thread.close()
+        self._series.release()
 
 
 class ReportedEngine:

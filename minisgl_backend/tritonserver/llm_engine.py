@@ -6,6 +6,7 @@ stream, and the ``Dispatcher`` sends them, as packets to the detokenizer or as t
 of this model alone. Beside that, this module says how the process is (heartbeat, counts, metrics,
 the marker of a full queue), and drains the engine when the model is to be unloaded: the
 ``UnloadWatcher`` notices it, since Triton calls ``finalize`` only when the last request has ended.
+Must not know text, pages or how a step is computed.
 
 Invariants: every Triton request gets its final flag, or the model could not be unloaded; nothing
 but Triton errors leaves this module towards Triton.
@@ -80,7 +81,9 @@ class TritonPythonModel:
         self._options = options
         self._limits = Limits()
         self._engine = self.make_engine(options)
-        self._metrics = EngineMetrics(self._engine, options, version=args["model_version"])
+        self._metrics = EngineMetrics(
+            self._engine, options, version=args["model_version"], directory=directory
+        )
         self._dispatcher = Dispatcher(
             self._engine,
             grace_s=options.cancel_grace_ms / 1000,
@@ -120,7 +123,7 @@ class TritonPythonModel:
         return self._engine.health().ready
 
     def finalize(self) -> None:
-        """End what is in flight, then all threads; nothing of this model is left."""
+        """End the requests in flight, then all threads; nothing of this model is left."""
         self._watcher.close()
         self._orders.shutdown()
         self._drain()
@@ -237,18 +240,24 @@ class TritonPythonModel:
     def _get_status(self) -> Status:
         health = self._engine.health()
         state = health.state
-        if state is State.BROKEN and not self._have_last_flags_gone():
-            state = State.ENDING  # a broken process is ended at once, and requests in it are lost
+        if state is State.BROKEN and not self._has_told_all():
+            state = State.ENDING
         return Status(health.tick_age_s, state)
 
-    def _have_last_flags_gone(self) -> bool:
-        """Whether every request of the broken engine has its error, or has had the time for it."""
+    def _has_told_all(self) -> bool:
+        """Whether the last responses and metrics of the broken engine are sent, or are overdue.
+
+        A broken process is killed at once. Requests in it would be lost, and tritonserver may abort
+        or hang if a metric is under way.
+        """
         now_s = time.monotonic()
         self._broken_since_s = self._broken_since_s or now_s
-        return not len(self._dispatcher) or now_s - self._broken_since_s > _LAST_FLAGS_S
+        if now_s - self._broken_since_s > _LAST_FLAGS_S:
+            return True
+        return not len(self._dispatcher) and self._metrics.stop()
 
     def _show_queue(self) -> None:
-        with self._marking:  # so that the marker shows what was looked up last
+        with self._marking:  # so that the marker shows the latest lookup
             self._marker.show(self._engine.is_queue_full())
 
     def _drain(self) -> None:

@@ -38,14 +38,14 @@ _REASONS: Final[Mapping[type[MiniSGLError], Refusal]] = {
 
 
 def refusal_of(error: BaseException) -> Refusal | None:
-    """For which reason an error refuses a request; None for what is no refusal."""
+    """The reason for which an error refuses a request; None if the error is no refusal."""
     found = (reason for kind, reason in _REASONS.items() if isinstance(error, kind))
     return next(found, None)
 
 
-def engine_labels(model: str, version: str) -> dict[str, str]:
-    """The labels of all metrics of one engine, or of one tokenizer; see ``engine_metrics``."""
-    return {"model": Path(model).name, "version": version, "engine": secrets.token_hex(4)}
+def engine_labels(model: str, version: str, series: str) -> dict[str, str]:
+    """The labels of all metrics of one engine, or of one tokenizer."""
+    return {"model": Path(model).name, "version": version, "engine": series}
 
 
 def refusals_family() -> Any:
@@ -63,6 +63,8 @@ class ReportedMetric:
 
     metric: Any
     value: float = 0.0
+    is_set: bool = False
+    """Whether a gauge was reported; until then Triton may have that of a killed engine."""
 
     def raise_to(self, value: float) -> None:
         """Report the value of a counter."""
@@ -72,9 +74,9 @@ class ReportedMetric:
 
     def set(self, value: float) -> None:
         """Report the value of a gauge."""
-        if value != self.value:
+        if value != self.value or not self.is_set:
             self.metric.set(value)
-            self.value = value
+            self.value, self.is_set = value, True
 
 
 class Reported(Protocol):
@@ -103,9 +105,14 @@ class MetricsThread:
         self._thread.start()
         self._made.result()
 
+    def stop(self) -> bool:
+        """Report what is left and drop the metrics; whether that is done. Does not wait for it."""
+        self._closing.set()
+        return not self._thread.is_alive()
+
     def close(self) -> None:
         """Report what is left, drop the metrics and end the thread."""
-        self._closing.set()
+        self.stop()
         self._thread.join()
 
     def _run(self, make: Callable[[], Reported]) -> None:
@@ -114,7 +121,7 @@ class MetricsThread:
         except Exception as error:
             self._made.set_exception(error)
             return
-        self._report(metrics)  # or what is fixed would be 0 until the next report
+        self._report(metrics)  # or constant gauges would be 0 until the next report
         self._made.set_result(None)
         while not self._closing.wait(self._every_s):
             self._report(metrics)
@@ -137,13 +144,14 @@ class Rejections:
     def __init__(self, *, model: str, version: str, every_s: float = 0.5) -> None:
         self._lock = threading.Lock()
         self._counts: Counter[Refusal] = Counter()
+        labels = engine_labels(model, version, secrets.token_hex(4))
         self._thread = MetricsThread(
-            lambda: _ReportedRejections(self._counts, engine_labels(model, version)),
+            lambda: _ReportedRejections(self._counts, labels),
             every_s=every_s,
         )
 
     def count(self, error: BaseException) -> None:
-        """A request was refused with this error; what is no refusal is not counted."""
+        """Count a request that was refused with this error; other errors are not counted."""
         if reason := refusal_of(error):
             with self._lock:
                 self._counts[reason] += 1

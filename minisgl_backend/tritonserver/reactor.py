@@ -31,7 +31,7 @@ class SendQueue(Protocol):
         """The next message, or None if nothing waits."""
 
     def written(self) -> None:
-        """The message was written; what it held does not wait any more."""
+        """The message was written: its contents wait no longer."""
 
 
 class Peer:

@@ -57,7 +57,7 @@ class Duty(Enum):
 
 
 class _Sample:
-    """What is to be sent of one sample. ``last`` is its last token until its end is known."""
+    """The unsent news of one sample. ``last`` is its last token until its end is known."""
 
     __slots__ = ("finish", "has_ended", "last", "logprobs", "token_ids")
 

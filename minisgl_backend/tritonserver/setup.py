@@ -1,7 +1,8 @@
 """What each of the three models does when it is loaded: read the options, send logs to Triton.
 
 The options stand in the config.pbtxt of ``llm_engine``, once. The text models find that file beside
-their own folder in the model repository.
+their own folder in the model repository. Must not know requests, or what a model does with its
+options.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Triton's requests and tensors <-> numpy arrays; nothing else."""
+"""Triton's requests and tensors <-> numpy arrays.
+
+Must not know what any value means.
+"""
 
 from __future__ import annotations
 

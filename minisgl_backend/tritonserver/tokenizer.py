@@ -8,7 +8,8 @@ Knows every parameter of the wire (through ``wire``) and turns a wrong one away 
 done for it: first if the engines' markers say that all queues are full, then by the size, the
 values, and the text itself. Tokenizing runs on a pool of threads, so that a long prompt does not
 hold up other requests; how many may be in the pool is bounded. A request without a prompt, such as
-a ``stop_request``, is handled at once however full the queues are: it makes room.
+a ``stop_request``, is handled at once however full the queues are: it makes room. Must not know
+pages or steps, and of an engine's queue only its marker.
 
 Invariants: every request gets exactly one response with the final flag. A ``stop_request`` never
 overtakes what it stops: requests of its id that are still in the pool end here.
@@ -102,7 +103,7 @@ class _Job:
         self.responder = responder
         self.stopped = False
         self.sending = threading.Lock()
-        """Held to send, and to set ``stopped``: so a stop never overtakes what it stops."""
+        """Held to send, and to set ``stopped``: so a stop never overtakes its request."""
 
 
 class TritonPythonModel:

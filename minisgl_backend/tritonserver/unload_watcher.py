@@ -9,7 +9,8 @@ model is to end, the engine drains.
 
 An engine that drains never comes back, and one answer proves nothing: newer servers ask the model
 before they answer, and if it was paused they say after some seconds that it is not ready. So it
-takes several answers in a row, and only prompt ones count.
+takes several answers in a row, and only prompt ones count. Must not know requests, or how an engine
+drains.
 """
 
 from __future__ import annotations
@@ -119,7 +120,7 @@ class UnloadWatcher:
         return False
 
     def _note(self, ready_url: str) -> None:
-        """Ask the server, and note what follows from its answer."""
+        """Ask the server, and note its answer."""
         began_s = time.monotonic()
         readiness = ask(ready_url)
         took_s = time.monotonic() - began_s

@@ -5,7 +5,8 @@ Pure: knows counts and times, which are arguments (readings of one monotonic clo
 At most one packet of a stream is unacknowledged, so tokens made meanwhile gather for the next one:
 at low load each token goes out alone, at high load packets grow to what the server carries, and no
 backlog builds up. Probes, which find out whether the client still listens, pass a closed window,
-too, and so does a stream's last packet, which is not acknowledged.
+too, and so does a stream's last packet, which is not acknowledged. Must not know what a packet
+holds, or how it is sent.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ class Window:
         return sent_s
 
     def probe_is_due(self, now_s: float) -> bool:
-        """Whether the stream was silent for so long that it should send a probe."""
+        """Whether the stream has been silent long enough to send a probe."""
         return now_s - self._last_sent_s >= self._probe_wait_s
 
     def is_overdue(self, now_s: float, newest_acknowledged_s: float, grace_s: float) -> bool:

@@ -1,7 +1,7 @@
 """What a client gets: ``Answer`` -> numpy arrays by output name.
 
-``text_output`` (or ``output_ids``, from ``llm_engine`` alone) is always there, the others only
-if the request asked for them.
+``text_output`` (or ``output_ids``, from ``llm_engine`` alone) is always there, the others only if
+the request asked for them. Must not know Triton's objects, or how an answer is sent.
 """
 
 from __future__ import annotations

@@ -73,7 +73,7 @@ class _Found:
         self._has_logprobs_flag = False
 
     def all(self) -> dict[str, Any]:
-        """The values, and what follows from how they are spelled."""
+        """The values, and those that follow from their spelling."""
         if self._has_logprobs_flag:
             self.by_key.setdefault("num_logprobs", 0)
         return self.by_key

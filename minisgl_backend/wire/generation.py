@@ -1,6 +1,7 @@
 """What a parsed request is: a ``Generation`` of a prompt, or a ``StopRequest`` that ends others.
 
-``Stopped`` is what a ``Generation`` becomes that was ended before it reached the engine.
+``Stopped`` is what a ``Generation`` becomes that was ended before it reached the engine. Must not
+know how clients spell any of it.
 """
 
 from __future__ import annotations

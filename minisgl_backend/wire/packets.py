@@ -25,7 +25,8 @@ call the detokenizer by itself, so decoding trusts nothing.
 Outside of "m", "o", "l" and "f" are those of the first sample.
 
 Back on a Unix socket (``channel``) go acknowledgements: binary, any number of them in a message. On
-the same socket the engine sends the keys of streams that end without a last packet.
+the same socket the engine sends the keys of streams that end without a last packet. Must not know
+when a packet is due, or what carries it.
 """
 
 from __future__ import annotations

@@ -4,7 +4,8 @@
 here, by ``build``. ``record`` carries the gathered values between the models, so that both sides go
 through the same checks.
 
-Raises nothing but ``InvalidRequest`` and ``Unsupported``, whatever comes in.
+Raises nothing but ``InvalidRequest`` and ``Unsupported``, whatever comes in. Must not know Triton's
+objects, nor the model.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ def parse_token_generation(
     timeout_us: int = 0,
     limits: Limits,
 ) -> Generation | StopRequest:
-    """A request to ``llm_engine`` alone, by token ids: what is about text is refused."""
+    """A request to ``llm_engine`` alone, by token ids: parameters about text are refused."""
     found = _gathered(inputs, parameters, limits)
     for name, value in found.items():
         if BY_NAME[name].text_only and value != DEFAULTS[name]:
@@ -124,7 +125,7 @@ def parse_adapter_order(text: str) -> AdapterOrder:
 def _gathered(
     inputs: Mapping[str, npt.NDArray[Any]], parameters: Mapping[str, Any], limits: Limits
 ) -> dict[str, Any]:
-    """What the request gives, and what follows from what it does not."""
+    """The values that the request gives, and those that follow from absent ones."""
     return _completed(gather(inputs, parameters, limits))
 
 
@@ -140,20 +141,7 @@ def build(
     given = {**DEFAULTS, **found}
     if given["embed"]:
         given["max_tokens"] = found.get("max_tokens", 0)
-    wanted = Wanted(
-        finish_reason=given["return_finish_reason"],
-        stop_reason=given["return_stop_reason"],
-        cumulative_logprob=given["return_cumulative_logprob"],
-        num_input_tokens=given["return_num_input_tokens"],
-        num_output_tokens=given["return_num_output_tokens"],
-        num_cached_tokens=given["return_num_cached_tokens"],
-        perf_metrics=given["return_perf_metrics"],
-        log_probs=given["return_log_probs"],
-        logprobs=given["return_logprobs"] and given["num_logprobs"] is not None,
-        null_logprobs=given["return_logprobs"] and given["num_logprobs"] is None,
-        prompt_logprobs=given["num_prompt_logprobs"] is not None,
-        embedding=given["embed"],
-    )
+    wanted = _wanted(given)
     prompts = [name for name in PROMPTS if given[name] is not None]
     if given["stop_request"]:
         if prompts:
@@ -169,12 +157,7 @@ def build(
         raise Unsupported("exclude_input_in_output must be true with messages")
     if given["lora_name"] is not None and given["lora_task_id"] is not None:
         raise InvalidRequest("give one of lora_name and lora_task_id")
-    n = given["n"]
-    best_of = n if given["best_of"] is None else given["best_of"]
-    if best_of < n:
-        raise InvalidRequest(f"best_of must be >= n {n}, got {best_of}")
-    if best_of > n and given["stream"]:
-        raise Unsupported(f"best_of must be n, {n}, with stream, got {best_of}")
+    n, best_of = _num_samples(given)
     return Generation(
         prompt=_prompt(given, limits),
         arrival_time_ns=arrival_time_ns,
@@ -195,6 +178,34 @@ def build(
         n=n,
         best_of=best_of,
     )
+
+
+def _wanted(given: Mapping[str, Any]) -> Wanted:
+    return Wanted(
+        finish_reason=given["return_finish_reason"],
+        stop_reason=given["return_stop_reason"],
+        cumulative_logprob=given["return_cumulative_logprob"],
+        num_input_tokens=given["return_num_input_tokens"],
+        num_output_tokens=given["return_num_output_tokens"],
+        num_cached_tokens=given["return_num_cached_tokens"],
+        perf_metrics=given["return_perf_metrics"],
+        log_probs=given["return_log_probs"],
+        logprobs=given["return_logprobs"] and given["num_logprobs"] is not None,
+        null_logprobs=given["return_logprobs"] and given["num_logprobs"] is None,
+        prompt_logprobs=given["num_prompt_logprobs"] is not None,
+        embedding=given["embed"],
+    )
+
+
+def _num_samples(given: Mapping[str, Any]) -> tuple[int, int]:
+    """How many samples are answered with, and of how many they are the best."""
+    n = given["n"]
+    best_of = n if given["best_of"] is None else given["best_of"]
+    if best_of < n:
+        raise InvalidRequest(f"best_of must be >= n {n}, got {best_of}")
+    if best_of > n and given["stream"]:
+        raise Unsupported(f"best_of must be n, {n}, with stream, got {best_of}")
+    return n, best_of
 
 
 def _timeout_us(parameters: Mapping[str, Any], timeout_us: int) -> int:

@@ -6,7 +6,8 @@ is due. Numbers are rounded to float32, so that a value given twice, once as a t
 An object of JSON may name each key once: which of two values counts differs from reader to reader,
 so neither does.
 
-Everything here raises ``InvalidRequest`` with one short sentence, whatever comes in.
+Everything here raises ``InvalidRequest`` with one short sentence, whatever comes in. Must not know
+rules that join two values, or what a value is used for.
 """
 
 from __future__ import annotations

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.figures import figures_of
 
 
-def test_the_command_writes_what_it_measured(tmp_path: Path) -> None:
-    rows = figures_of(["plan-broadcast", "--requests", "5", "--steps", "7"], tmp_path)["rows"]
+@pytest.mark.parametrize("way", [[], ["--tcp"]])
+def test_the_command_writes_what_it_measured(way: list[str], tmp_path: Path) -> None:
+    command = ["plan-broadcast", "--requests", "5", "--steps", "7", *way]
+    rows = figures_of(command, tmp_path)["rows"]
     assert [row["ranks"] for row in rows] == [2, 4, 8]
     for row in rows:
         assert 0 < row["rank_0_us_p50"] <= row["rank_0_us_p99"]

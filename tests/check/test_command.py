@@ -146,10 +146,17 @@ def test_the_catalogue_has_every_fault() -> None:
     result = CliRunner().invoke(main, ["check", "--list"])
     assert result.exit_code == 0
     lines = result.output.splitlines()
-    numbers = {f"F{number}" for number in range(1, 29)}
+    numbers = {f"F{number}" for number in range(1, 30)}
     assert {line.split()[0] for line in lines} == numbers
     assert len({line.split(maxsplit=2)[2] for line in lines}) == len(lines)
     assert {line.split()[1] for line in lines} == {"short", "figures", "full"}
+
+
+def test_single_faults_are_provoked_without_loads() -> None:
+    result = CliRunner().invoke(main, ["check", "--fault", "F18"])
+    assert result.exit_code == 0, result.output
+    cases = [line for line in result.output.splitlines() if line.startswith(("pass", "FAIL"))]
+    assert [line.split()[1] for line in cases] == ["F18"]
 
 
 def test_the_documentation_has_every_fault() -> None:
@@ -170,6 +177,7 @@ def test_the_documentation_has_every_fault() -> None:
             "http://127.0.0.1:1 does not answer as a health port does",
         ),
         (["--tritonserver", "/nowhere"], "there is no tritonserver at '/nowhere'"),
+        (["--fault", "F18", "--fault", "F99"], "there is no fault F99: see minisgl check --list"),
     ],
 )
 def test_what_is_not_there(arguments: list[str], message: str) -> None:
@@ -184,6 +192,8 @@ def test_what_is_not_there(arguments: list[str], message: str) -> None:
         (["--url", "grpc://127.0.0.1:1"], "--url, --http-url and --health-url go together"),
         (["--full", "--short"], "--short, --figures, --full and --hours exclude each other"),
         (["--hours", "1", "--full"], "--short, --figures, --full and --hours exclude each other"),
+        (["--fault", "F28", "--full"], "--fault goes with servers of the check's own"),
+        (["--requests", "5", "--fault", "F18"], "--requests is for F28"),
     ],
 )
 def test_wrong_usage_has_a_code_of_its_own(arguments: list[str], message: str) -> None:

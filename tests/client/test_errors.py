@@ -88,7 +88,7 @@ def test_neutral_values_of_what_is_not_offered_pass(server: TritonServer, way: W
         "length_penalty": 1.0,
         "bad_words": [],
     }
-    assert way.generate(server, prompt="x", max_tokens=1, **neutral).text
+    assert way.generate(server, prompt="x", max_tokens=1, temperature=0.0, **neutral).text
 
 
 @all_ways
@@ -276,6 +276,11 @@ def test_kinds_follow_the_codes(error: backend.MiniSGLError, kind: type[MinisglE
         ("Request for unknown model: 'minisgl' is not found", InvalidArgument),
         ("Request for unknown model: 'minisgl' has no available versions", Unavailable),
         ("in ensemble 'minisgl', Stub process 'llm_engine_0_0' is not healthy.", Unavailable),
+        (
+            "in ensemble 'minisgl', [request id: <id_unknown>] Server is stopping, scheduler for"
+            " model has stopped accepting new inference requests",
+            Unavailable,
+        ),
         ("in ensemble 'minisgl', SOMETHING: else", ServerError),
         ("", ServerError),
     ],

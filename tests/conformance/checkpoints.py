@@ -300,6 +300,11 @@ def _gemma4(**changes: Any) -> PreTrainedModel:
     return model
 
 
+def _gemma4_experts() -> PreTrainedModel:
+    experts = {"num_experts": 8, "top_k_experts": 3, "moe_intermediate_size": 48}
+    return _gemma4(enable_moe_block=True, attention_k_eq_v=True, **experts)
+
+
 def _gemma4_multimodal() -> PreTrainedModel:
     vision = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
     vision |= {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16}
@@ -468,6 +473,7 @@ CASES: Final[Mapping[str, Callable[[], PreTrainedModel]]] = MappingProxyType(
             attention_k_eq_v=True, num_global_key_value_heads=1, tie_word_embeddings=False
         ),
         "gemma4-per-layer": lambda: _gemma4(**_PER_LAYER),
+        "gemma4-experts": _gemma4_experts,
         "gemma4-multimodal": _gemma4_multimodal,
         "granite": _granite,
         "granite-tied": lambda: _granite(
@@ -543,14 +549,16 @@ def write_checkpoint(case: str, folder: Path, *, shard_size: str = "5GB") -> Any
     return _saved(model, folder, shard_size)
 
 
-def write_broad_checkpoint(folder: Path) -> Any:
-    """A Qwen3 whose matrices are large enough for kernels that leave small ones to a library."""
+def write_broad_checkpoint(folder: Path, **changes: Any) -> Any:
+    """A Qwen3 whose matrices are large enough for kernels that leave small ones to a library;
+    ``changes`` are of its config."""
     model: Any = _qwen3(
         hidden_size=512,
         intermediate_size=512,
         num_attention_heads=8,
         num_key_value_heads=4,
         head_dim=64,
+        **changes,
     )
     _draw(model, seed=99, spread=0.06)
     return _saved(model, folder)
@@ -607,6 +615,7 @@ def write_model(name: str, folder: Path) -> None:
         "quantized-moe": lambda: _qwen3_moe(
             **sizes, moe_intermediate_size=192, num_experts=4, decoder_sparse_step=2
         ),
+        "quantized-phi": lambda: _phi3(**sizes),
         "quantized-gpt-oss": lambda: _gpt_oss(
             **{**sizes, "intermediate_size": 160}, num_hidden_layers=2, num_local_experts=4
         ),

@@ -13,8 +13,11 @@ import torch
 
 from minisgl_backend.attention.base import AttentionSetting, KVScale
 from minisgl_backend.attention.choose import choose_attention
-from minisgl_backend.cache.kv import KVCache, NaiveCache, RadixCache
+from minisgl_backend.cache.kv import KVCache
+from minisgl_backend.cache.naive_cache import NaiveCache
+from minisgl_backend.cache.radix_cache import RadixCache
 from minisgl_backend.cache.snapshots import SnapshotCache
+from minisgl_backend.cache.windows import WindowPages
 from minisgl_backend.device.base import Device
 from minisgl_backend.device.cpu import CpuDevice
 from minisgl_backend.execution.adapters import AdapterStore
@@ -90,6 +93,7 @@ class TinyEngine(AbstractContextManager["TinyEngine"]):
         num_positions: int = 8192,
         chunk: int = 32,
         radix: bool = True,
+        num_snapshots: int = 6,
         overlap: bool = True,
         attention: str | None = None,
         device: Device | None = None,
@@ -102,11 +106,23 @@ class TinyEngine(AbstractContextManager["TinyEngine"]):
         adapter_slots: AdapterSlots | None = None,
         adapter_store: AdapterStore | None = None,
     ):
+        """``num_snapshots``, for recurrent layers, are fewer than prompts if not said otherwise, so
+        that some are evicted."""
         device = device or CpuDevice()
-        shape, dtype = model.spec.attention_shape(), model.dtype
+        shape, dtype = model.spec.attention_shape().for_context(context), model.dtype
         kv_dtype = kv_dtype or dtype
         num_pages = -(-num_positions // page_size)
         cpu = device.torch_device
+        windows = None
+        if shape.window_pages:
+            assert shape.window is not None
+            of_row = -(-shape.window // page_size) + 2
+            windows = WindowPages(  # too few for all rows
+                10 * of_row + -(-chunk // page_size),
+                num_pages=num_pages,
+                page_size=page_size,
+                window=shape.window,
+            )
         self.storage = KVStorage(
             shape,
             num_pages=num_pages,
@@ -114,16 +130,16 @@ class TinyEngine(AbstractContextManager["TinyEngine"]):
             dtype=kv_dtype,
             device=cpu,
             scales=scales,
+            num_window_pages=None if windows is None else windows.num_window_pages,
         )
         # What was never written must have no weight, whatever it is.
         unwritten = torch.full((), 1e4 if kv_dtype.itemsize > 1 else FP8_MAX).to(kv_dtype)
         for pages in self.storage.pages:
-            pages[:, :, :num_pages].copy_(unwritten)
+            pages[:, :, :-1].copy_(unwritten)
         model.bind_pages(self.storage.layers)
-        num_snapshots = 0
         states: StateStorage | None = None
         if model.spec.delta_net is not None:
-            num_snapshots = 6 if radix else 0  # fewer than prompts: some are evicted
+            num_snapshots = num_snapshots if radix else 0
             states = StateStorage(
                 model.spec.delta_net,
                 num_rows=MAX_ROWS,
@@ -169,11 +185,11 @@ class TinyEngine(AbstractContextManager["TinyEngine"]):
             num_adapter_slots=0 if adapter_slots is None else adapter_slots.num_slots,
             has_states=states is not None,
         )
-        cache: KVCache = NaiveCache(num_pages, page_size)
+        cache: KVCache = NaiveCache(num_pages, page_size, windows=windows)
         if radix and states is not None:
             cache = SnapshotCache(num_pages, page_size, num_snapshots)
         elif radix:
-            cache = RadixCache(num_pages, page_size)
+            cache = RadixCache(num_pages, page_size, windows=windows)
         self._scheduler = Scheduler(cache, config)
         self._overlap = overlap
 

@@ -250,6 +250,20 @@ CASES: Final[Mapping[str, Case]] = MappingProxyType(
             {**_AWQ, "group_size": 64, "modules_to_not_convert": ["gate"]},
             model="quantized-moe",
         ),
+        "awq-merged": Case(awq, _AWQ, model="quantized-phi"),
+        "gptq-merged": Case(gptq, _GPTQ, model="quantized-phi"),
+        "gptq-merged-reordered": Case(
+            lambda weight: gptq(weight, group=64, reorders=True),
+            {**_GPTQ, "group_size": 64, "desc_act": True},
+            model="quantized-phi",
+        ),
+        "ct-w4a16-merged": Case(
+            lambda weight: packed(weight, symmetric=False),
+            _compressed(
+                "pack-quantized", {**_group("group", 4, "int", group_size=128), "symmetric": False}
+            ),
+            model="quantized-phi",
+        ),
         "awq-channel": Case(lambda weight: awq(weight, group=-1), {**_AWQ, "group_size": -1}),
         "gptq-128": Case(gptq, _GPTQ),
         "gptq-32-asymmetric": Case(

@@ -128,7 +128,9 @@ def test_tokens_of_mixed_batches_are_equal(
             # the latest first, since few snapshots of recurrent states are kept
             again = engine.run(reference.prompts[::-1], sampling, chosen[::-1])
             assert again.tokens == reference.tokens[::-1]
-            assert again.num_cached_tokens > outcome.num_cached_tokens
+            # of few window pages, what later rows need may take those of a prefix
+            few = reference.model.spec.attention_shape().for_context(CONTEXT).window_pages
+            assert again.num_cached_tokens > (0 if few else outcome.num_cached_tokens)
 
 
 @pytest.mark.parametrize(

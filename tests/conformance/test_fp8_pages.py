@@ -51,10 +51,9 @@ def ask(
     float64 [2, num_pages + 1, page_size, num_kv_heads, head_dim]."""
     with TinyEngine(model, context=CONTEXT, **{"page_size": 16, **options}) as engine:
         outcome = engine.run(PROMPTS, [sampling] * len(PROMPTS))
-        layers = zip(engine.storage.pages[0], engine.storage.layers, strict=True)
         pages = [
-            stored.double() * torch.tensor([kv.scale.k, kv.scale.v]).double().view(2, 1, 1, 1, 1)
-            for stored, kv in layers
+            torch.stack([kv.keys.double() * kv.scale.k, kv.values.double() * kv.scale.v])
+            for kv in engine.storage.layers
         ]
     return outcome, pages
 

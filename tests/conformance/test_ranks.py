@@ -43,6 +43,7 @@ PAGE_SIZE = 16
         "gemma3-seeing",
         "gemma4-merged",
         "gemma4-per-layer",
+        "gemma4-experts",
         "granite-tied",
         "smollm3",
         "qwen2-moe",
@@ -68,7 +69,15 @@ def test_logits_are_equal(case: str, size: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize(
     "case",
-    ["qwen2-moe", "glm4-moe-groups", "awq-64-moe", "mxfp4-stacked-moe", "gpt-oss", "mxfp4-gpt-oss"],
+    [
+        "qwen2-moe",
+        "glm4-moe-groups",
+        "gemma4-experts",
+        "awq-64-moe",
+        "mxfp4-stacked-moe",
+        "gpt-oss",
+        "mxfp4-gpt-oss",
+    ],
 )
 def test_logits_of_whole_experts_are_equal(case: str, size: int, tmp_path: Path) -> None:
     """Other ranks' experts are not read, in files of one tensor an expert and of one for all."""

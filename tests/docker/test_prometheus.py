@@ -19,9 +19,21 @@ import yaml
 
 from minisgl_backend.server.process import TritonServer
 from tests.docker.conftest import DOCKER, ask_gateway, tool
+from tests.docker.manifests import one
 from tests.docker.promql import filled_in
 from tests.docker.test_dashboard import PANELS, RULES
 from tests.server.client import PATIENCE_S, wait_for
+
+POD = "minisgl-replicas-7d9f8-x2x4q"
+
+
+def scaling_queries() -> list[str]:
+    """What the autoscalers of the Kubernetes manifests ask, as of one of their pods."""
+    triggers = one("autoscaling", "ScaledObject")["spec"]["triggers"]
+    metrics = one("kserve", "InferenceService")["spec"]["predictor"]["autoScaling"]["metrics"]
+    queries = [trigger["metadata"]["query"] for trigger in triggers]
+    queries += [metric["external"]["metric"]["query"] for metric in metrics]
+    return [query.replace("minisgl-predictor", "minisgl-replicas") for query in queries]
 
 
 def test_promtool_accepts_the_configuration() -> None:
@@ -81,7 +93,9 @@ def prometheus(
         "gateway": gateway.removeprefix("http://"),
     }
     for job in config["scrape_configs"]:
-        job["static_configs"] = [{"targets": [targets.pop(job["job_name"])]}]
+        # in a cluster every series has the name of its pod
+        found = {"targets": [targets.pop(job["job_name"])], "labels": {"pod": POD}}
+        job["static_configs"] = [found]
         job.pop("authorization", None)  # a gateway on the loopback address asks for no key
     assert not targets
     (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
@@ -128,6 +142,13 @@ def test_every_panel_shows_numbers(gateway: str, prometheus: Prometheus) -> None
 def test_an_idle_server_raises_no_alert(rule: dict[str, Any], prometheus: Prometheus) -> None:
     wait_for(lambda: prometheus.query("up") == [1.0, 1.0], "two scrapes")
     wait_for(lambda: not prometheus.query(rule["expr"]), "silence")
+
+
+@pytest.mark.parametrize("query", scaling_queries())
+def test_autoscalers_get_one_number(query: str, prometheus: Prometheus) -> None:
+    """Of an idle server 0; none of other pods."""
+    wait_for(lambda: prometheus.query(query) == [0.0], "a scrape")
+    assert not prometheus.query(query.replace("minisgl-replicas", "minisgl-others"))
 
 
 def test_what_is_no_query_is_refused(prometheus: Prometheus) -> None:

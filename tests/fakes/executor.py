@@ -11,6 +11,10 @@ anywhere in a page that a row reads makes NaN of what is computed from it, also 
 were left by an earlier request and never written by this one. Only ``StepPlan.broken_pages`` clears
 it.
 
+Layers with windows may have pages of their own: the same numbers, kept in window pages and read
+back through their table as far as a window reaches. What is computed is wrong if they differ from
+those of the other layers, and NaN if any window page in the line of a row has NaN.
+
 Rows may have recurrent states, too: all KV so far, carried from step to step and not read through
 the page table. A token is wrong if the two differ.
 
@@ -168,7 +172,8 @@ class FakeExecutor:
     """Runs plans on numbers; an ``Executor`` of ``runtime.ports``.
 
     ``is_hit`` says whether a fault makes NaN of the position that is computed now, whatever its
-    tokens. ``num_cleared`` counts the broken pages of all plans, ``num_grouped`` their groups.
+    tokens. ``num_cleared`` counts the broken pages of all plans, ``num_grouped`` their groups,
+    ``num_kept`` the states kept of decoding rows.
     """
 
     num_pages: int
@@ -177,14 +182,20 @@ class FakeExecutor:
     model: Model = field(default_factory=Model)
     num_rows: int = 64
     has_states: bool = False
+    window: int | None = None
+    num_window_pages: int = 0
     is_hit: Callable[[], bool] = lambda: False
     num_cleared: int = 0
     num_grouped: int = 0
+    num_kept: int = 0
     _kv: npt.NDArray[np.uint64] = field(init=False)  # [num_pages, page_size]
     _is_nan: npt.NDArray[np.bool_] = field(init=False)  # [num_pages, page_size]
     _page_table: npt.NDArray[np.int64] = field(init=False)  # [num_rows, pages of a sequence]
     _read_at: npt.NDArray[np.int64] = field(init=False)  # the table of this step, by groups
     _weights: npt.NDArray[np.uint64] = field(init=False)  # [positions]
+    _window_kv: npt.NDArray[np.uint64] = field(init=False)  # [num_window_pages + 1, page_size]
+    _window_is_nan: npt.NDArray[np.bool_] = field(init=False)  # the last is the dummy page
+    _window_table: npt.NDArray[np.int64] = field(init=False)  # as _page_table
     _snapshots: dict[int, _State] = field(init=False, default_factory=dict)
     _rows: dict[int, _Row] = field(init=False, default_factory=dict)
     _queue: deque[FakePending] = field(init=False, default_factory=deque)
@@ -195,6 +206,10 @@ class FakeExecutor:
         self._is_nan = np.zeros((self.num_pages, self.page_size), dtype=np.bool_)
         self._page_table = np.full((self.num_rows, width), -1, dtype=np.int64)
         self._read_at = self._page_table.copy()
+        self._window_table = self._page_table.copy()
+        pages = self.num_window_pages + 1, self.page_size
+        self._window_kv = np.full(pages, _POISON, dtype=np.uint64)
+        self._window_is_nan = np.zeros(pages, dtype=np.bool_)
         weights = [_weight(position) for position in range(width * self.page_size)]
         self._weights = np.array(weights, dtype=np.uint64)
 
@@ -219,14 +234,20 @@ class FakeExecutor:
             self._page_table[row] = -1
         self._kv[plan.broken_pages] = _POISON
         self._is_nan[plan.broken_pages] = False
-        self.num_cleared += len(plan.broken_pages)
+        self._window_kv[plan.broken_window_pages] = _POISON
+        self._window_is_nan[plan.broken_window_pages] = False
+        self.num_cleared += len(plan.broken_pages) + len(plan.broken_window_pages)
         for admission in plan.admissions:
             assert admission.row not in self._rows, "a row is taken twice"
             self._rows[admission.row] = _Row(
                 admission, admission.history.tolist(), admission.num_cached_tokens
             )
         self._grant(plan)
+        places = list(zip(plan.window_rows.tolist(), plan.window_indices.tolist(), strict=True))
+        assert len(places) == len(set(places)), "an entry of the window table is written twice"
+        self._window_table[plan.window_rows, plan.window_indices] = plan.window_pages
         self._copy(plan)
+        self._keep_states(plan)
         self._read_together(plan)
         sampled, start = [], 0
         for chunk, (row, position, length, samples) in enumerate(
@@ -329,6 +350,17 @@ class FakeExecutor:
             self._read_at[members, begin:end] = self._page_table[members[0], begin:end]
         self.num_grouped += len(plan.group_sizes)
 
+    def _keep_states(self, plan: StepPlan) -> None:
+        """Keep the states of rows that are about to decode."""
+        numbers = plan.kept_snapshots.tolist()
+        assert len(numbers) == len(set(numbers)) and not set(numbers) & set(
+            plan.begun_from.tolist()
+        )
+        assert np.isin(plan.kept_rows, plan.decode_rows).all()
+        for row, number in zip(plan.kept_rows.tolist(), numbers, strict=True):
+            self._snapshots[number] = self._rows[row].state
+            self.num_kept += 1
+
     def _begin_state(self, row: int, position: int, snapshot: int) -> None:
         """Let the row's state be the one with which a chunk begins."""
         if snapshot != NO_SNAPSHOT:
@@ -345,6 +377,8 @@ class FakeExecutor:
         assert position == state.computed, "positions are computed in order, each once"
         assert tokens, "a chunk computes at least one token: there are no logits without"
         context = self._context(row, position)
+        if not self._has_window(row, position):
+            context += 1
         is_nan = self._reads_nan(row, position, position + len(tokens))
         for token in tokens:
             kv = self.model.kv(token, position, context)
@@ -353,6 +387,11 @@ class FakeExecutor:
             assert page >= 0, "a position is computed that has no page"
             self._kv[page, position % self.page_size] = kv
             self._is_nan[page, position % self.page_size] = is_nan
+            if self.window is not None:
+                page = self._window_table[row, position // self.page_size]
+                assert page >= 0, "a position is computed that has no window page"
+                self._window_kv[page, position % self.page_size] = kv
+                self._window_is_nan[page, position % self.page_size] = is_nan
             context = _add(context, kv, position)
             carried = _add(state.state.context, kv, position)
             state.state = _State(carried, state.state.has_nan or is_nan)
@@ -365,7 +404,18 @@ class FakeExecutor:
         """Whether there is NaN in the pages of a row up to ``end``, but for [start, end) itself."""
         pages = self._read_at[row, : -(-end // self.page_size)]
         is_nan = self._is_nan[pages].reshape(-1)
+        if self.window is not None:
+            is_nan = is_nan | self._window_is_nan[self._window_table[row, : len(pages)]].reshape(-1)
         return bool(is_nan[:start].any() or is_nan[end:].any())
+
+    def _has_window(self, row: int, num_tokens: int) -> bool:
+        """Whether the window pages have what the others have, as far as the token behind sees."""
+        if self.window is None:
+            return True
+        first, num_pages = max(0, num_tokens - self.window + 1), -(-num_tokens // self.page_size)
+        of_window = self._window_kv[self._window_table[row, :num_pages]].reshape(-1)
+        others = self._kv[self._read_at[row, :num_pages]].reshape(-1)
+        return np.array_equal(of_window[first:num_tokens], others[first:num_tokens])
 
     def _context(self, row: int, num_tokens: int) -> int:
         """All KV before a position, as the page table finds it."""
@@ -381,6 +431,8 @@ class FakeExecutor:
         token = self.model.sample(context, index, admission.sampling, tuple(state.history))
         if self.has_states and context != state.state.context:
             token = (token + 1) % self.model.vocabulary  # the state is of other tokens
+        if not self._has_window(row, state.computed):
+            token = (token + 1) % self.model.vocabulary
         has_nan = self.has_states and state.state.has_nan
         if has_nan or self._reads_nan(row, state.computed, state.computed):
             token = NO_TOKEN

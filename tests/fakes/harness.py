@@ -10,10 +10,13 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from minisgl_backend.cache.kv import KVCache, NaiveCache, RadixCache
+from minisgl_backend.cache.kv import KVCache
+from minisgl_backend.cache.naive_cache import NaiveCache
+from minisgl_backend.cache.radix_cache import RadixCache
 from minisgl_backend.cache.snapshots import SnapshotCache
+from minisgl_backend.cache.windows import WindowPages
 from minisgl_backend.plan import NO_TOKEN, StepPlan
 from minisgl_backend.request import (
     Failed,
@@ -34,11 +37,14 @@ from tests.fakes.executor import (
     tokens_of,
 )
 
+_MOST_TURNS = 20
+_FIRST_TURN = 1000  # the number of the first request that goes on from another
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
     """All that may differ between two runs of one workload. With ``num_snapshots`` rows have
-    recurrent states."""
+    recurrent states, and with ``window`` there are ``num_window_pages`` beside the others."""
 
     page_size: int
     num_pages: int
@@ -52,15 +58,25 @@ class Setup:
     reserve_tokens: int = 0
     cache: str = "radix"
     num_snapshots: int | None = None
+    window: int | None = None
+    num_window_pages: int = 0
     depth: int = 2
     model: Model = field(default_factory=Model)
 
     def make_cache(self) -> KVCache:
         """An empty cache."""
+        windows = None
+        if self.window is not None:
+            windows = WindowPages(
+                self.num_window_pages,
+                num_pages=self.num_pages,
+                page_size=self.page_size,
+                window=self.window,
+            )
         if self.cache == "naive":
-            return NaiveCache(self.num_pages, self.page_size)
+            return NaiveCache(self.num_pages, self.page_size, windows=windows)
         if self.num_snapshots is None:
-            return RadixCache(self.num_pages, self.page_size)
+            return RadixCache(self.num_pages, self.page_size, windows=windows)
         return SnapshotCache(self.num_pages, self.page_size, self.num_snapshots)
 
 
@@ -80,8 +96,9 @@ class Harness:
 
     def __init__(self, setup: Setup, make_cache: Callable[[], KVCache] | None = None) -> None:
         self.setup = setup
+        self.cache = (make_cache or setup.make_cache)()
         self.scheduler = Scheduler(
-            (make_cache or setup.make_cache)(),
+            self.cache,
             SchedulerConfig(
                 max_running_requests=setup.num_rows,
                 max_prefill_tokens=setup.max_prefill_tokens,
@@ -101,6 +118,8 @@ class Harness:
             setup.model,
             num_rows=setup.num_rows,
             has_states=setup.num_snapshots is not None,
+            window=setup.window,
+            num_window_pages=setup.num_window_pages,
         )
         self.records: dict[RequestId, Record] = {}
         self.num_steps = 0
@@ -205,6 +224,8 @@ class Harness:
         assert (stats.num_waiting, stats.num_running) == (0, 0)
         assert stats.evictable_pages == stats.cached_pages
         assert stats.free_pages + stats.cached_pages == stats.total_pages
+        if (windows := self.cache.windows) is not None:
+            assert windows.num_available == windows.num_window_pages
 
     def outputs(self) -> dict[RequestId, list[int]]:
         """The tokens of all requests."""
@@ -223,6 +244,11 @@ def random_setup(rng: random.Random) -> Setup:
     """Small enough that pages run out, rows run out, chunks are cut."""
     page_size = rng.choice([1, 1, 2, 4, 16])
     num_pages = rng.choice([8, 14, 30]) * (4 if page_size == 1 else 1)
+    num_snapshots = rng.choice([None, None, None, 6])
+    window = None if num_snapshots is not None else rng.choice([None, 2, 5, 16, 17])
+    num_window_pages = 0
+    if window is not None:
+        num_window_pages = -(-(window - 1) // page_size) + 2 + rng.choice([0, 3, 12])
     return Setup(
         page_size=page_size,
         num_pages=num_pages,
@@ -234,7 +260,9 @@ def random_setup(rng: random.Random) -> Setup:
         worthwhile_tokens=rng.choice([1, 8]),
         reserve_tokens=rng.choice([0, 0, 4]),
         cache="radix",
-        num_snapshots=rng.choice([None, None, 6]),
+        num_snapshots=num_snapshots,
+        window=window,
+        num_window_pages=num_window_pages,
         depth=rng.choice([1, 2, 3]),
         model=Model(
             vocabulary=rng.choice([6, 50]),
@@ -267,6 +295,19 @@ def random_request(rng: random.Random, setup: Setup, number: int) -> Request:
     )
 
 
+def next_turn(record: Record, number: int, said: list[int], longest: int) -> Request | None:
+    """The request that goes on from what another one got so far; None if it would not fit."""
+    before, sampling = record.request, record.request.sampling
+    prompt = [*before.prompt.tolist(), *record.tokens, *said]
+    if len(prompt) + max(1, sampling.max_tokens) > longest:
+        sampling = replace(sampling, max_tokens=1)
+    if len(prompt) >= longest:
+        return None
+    return replace(
+        before, id=RequestId(number), prompt=tokens_of(prompt), sampling=sampling, leader=None
+    )
+
+
 def random_requests(rng: random.Random, setup: Setup) -> list[list[Request]]:
     """Requests, each with its samples."""
     found: list[list[Request]] = []
@@ -279,12 +320,18 @@ def random_requests(rng: random.Random, setup: Setup) -> list[list[Request]]:
 
 
 def run_randomly(harness: Harness, rng: random.Random, *, check: bool) -> None:
-    """Requests that come, go, and are aborted at any moment; then ``verify``."""
-    todo = random_requests(rng, harness.setup)
+    """Requests that come, go, go on from others, and are aborted at any moment; then ``verify``."""
+    todo, num_turns = random_requests(rng, harness.setup), 0
     while todo or harness.scheduler.has_work() or harness.num_in_flight:
         if todo and rng.random() < 0.5:
             for request in todo.pop():
                 harness.add(request)
+        if harness.records and num_turns < _MOST_TURNS and rng.random() < 0.1:
+            record, said = rng.choice(list(harness.records.values())), [rng.randint(0, 2)]
+            number, longest = _FIRST_TURN + num_turns, harness.setup.max_sequence_length
+            if (turn := next_turn(record, number, said, longest)) is not None:
+                harness.add(turn)
+                num_turns += 1
         if harness.records and rng.random() < 0.05:
             harness.abort(rng.choice(list(harness.records)))
         if harness.num_in_flight and rng.random() < 0.2:

@@ -21,17 +21,26 @@ BACKEND = Path(__file__).parents[2] / "minisgl_backend"
     [
         *(f"{EngineFailure.code}: {text}" for text in sorted(_LOST)),
         "Stub process 'llm_engine_0_0' is not healthy.",
+        "[request id: <id_unknown>] Server is stopping, scheduler for model has stopped accepting"
+        " new inference requests",
     ],
 )
-def test_a_request_that_is_lost_with_a_process_may_come_again(sentence: str) -> None:
+def test_a_request_that_a_process_lost_or_refused_may_come_again(sentence: str) -> None:
     error = api_error(error_from(f"in ensemble 'minisgl', {sentence}"), ())
     assert (error.status, error.code) == (503, "engine_unavailable")
     assert error.headers == {"Retry-After": "1"}
 
 
-def test_callers_do_not_know_the_processes_of_triton() -> None:
-    told = "in ensemble 'minisgl', Stub process 'tokenizer_0_0' is not healthy."
-    assert api_error(error_from(told), ()).message == "a process of the engine has died"
+@pytest.mark.parametrize(
+    ("sentence", "message"),
+    [
+        ("Stub process 'tokenizer_0_0' is not healthy.", "a process of the engine has died"),
+        ("[request id: 1] Server is stopping, scheduler for model", "the server is shutting down"),
+    ],
+)
+def test_callers_do_not_know_the_processes_of_triton(sentence: str, message: str) -> None:
+    told = f"in ensemble 'minisgl', {sentence}"
+    assert api_error(error_from(told), ()).message == message
 
 
 def test_the_engine_speaks_so() -> None:

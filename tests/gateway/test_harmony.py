@@ -226,7 +226,7 @@ def test_thoughts_text_and_call_of_an_answer(speaking: OpenAI) -> None:
     chunks = list(speaking.chat.completions.create(**ASKED, tools=NOT_STRICT, stream=True))
     deltas = [chunk.choices[0].delta for chunk in chunks]
     thoughts = [getattr(delta, "reasoning_content", None) or "" for delta in deltas]
-    assert "".join(thoughts) == said.THOUGHT and len(list(filter(None, thoughts))) > 2
+    assert "".join(thoughts) == said.THOUGHT
     assert "".join(delta.content or "" for delta in deltas) == said.WORDS
     (streamed,) = (call for delta in deltas for call in delta.tool_calls or ())
     assert streamed.function is not None

@@ -96,6 +96,25 @@ def test_conversations_stay_and_outlive_their_server(
     assert "gets no requests for now" in gateway.log.read_text()
 
 
+def test_a_tritonserver_that_was_told_to_end_refuses_and_others_answer(
+    pair: tuple[list[TritonServer], Gateway],
+) -> None:
+    """By SIGTERM to its process alone; what runs there keeps it from its end."""
+    servers, gateway = pair
+    homes = {f"talk {number}": home_of(servers, gateway, f"talk {number}") for number in range(8)}
+    content = next(content for content, home in homes.items() if home == 1)
+    with ThreadPoolExecutor(8) as pool:
+        long = pool.submit(gateway.chat, content, max_tokens=3000)
+        running_there = "vllm:num_requests_running"
+        wait_for(lambda: Metrics(servers[1])[running_there] == 1, "a request at the second server")
+        servers[1].signal(signal.SIGTERM)
+        for _ in range(3):
+            for answer in pool.map(lambda content: gateway.chat(content, max_tokens=2), homes):
+                assert answer.status_code == 200, answer.text
+        servers[1].signal(signal.SIGKILL)
+        long.result()
+
+
 def test_a_killed_server_costs_no_request_that_had_not_begun(
     pair: tuple[list[TritonServer], Gateway],
 ) -> None:

@@ -63,6 +63,7 @@ OTHERS = [
     "gemma3",
     "gemma4-merged",
     "gemma4-per-layer",
+    "gemma4-experts",
     "granite-tied",
     "ministral3",
     "mistral3-tied",
@@ -77,7 +78,7 @@ OTHERS = [
     "gpt-oss",
 ]
 """Cases with parts that no case above has."""
-EXPERTS = [case for case in CASES + OTHERS if re.search("mixtral|moe|dots|oss", case)]
+EXPERTS = [case for case in CASES + OTHERS if re.search("mixtral|moe|dots|oss|experts", case)]
 """Rounding, even of attention's GEMMs alone, may choose other experts."""
 
 
@@ -213,7 +214,7 @@ def test_broad_experts_in_large_batches(quantization: str | None, tmp_path: Path
         )
         for most in (128, 0)
     ]
-    most_moved, most_below = (0.12, 0.01) if quantization is None else (0.4, 0.05)
+    most_moved, most_below = (0.12, 0.01) if quantization is None else (0.4, 0.12)
     for found in answers:
         below = np.array(shortfalls(reference, prompts[::5], found[::5]))
         assert np.mean(below > 0) < most_moved

@@ -111,7 +111,8 @@ def test_graphs_give_what_launches_give(count: int, tmp_path: Path) -> None:
 
 
 def test_conversations_go_on_from_snapshots(tmp_path: Path) -> None:
-    """Turn by turn, each with the whole conversation as its prompt."""
+    """Turn by turn, each with the whole conversation as its prompt. States are kept between replays
+    of captured decode steps."""
     reference = write_broad_hybrid_checkpoint(tmp_path).bfloat16().float()
     options = EngineOptions(
         model=str(tmp_path),
@@ -136,7 +137,10 @@ def test_conversations_go_on_from_snapshots(tmp_path: Path) -> None:
             history = np.concatenate([prompt, np.array(sink.tokens, np.int32)])
     finally:
         engine.close(drain_s=0)
-    assert cached[0] == 0 and all(cached[1:])
+    assert cached[0] == 0
+    for before, found in zip(prompts[:-1], cached[1:], strict=True):
+        # the last token of an answer is not computed, and its step keeps no states
+        assert found >= len(before) + len(answers[0]) - options.page_size - 1
     below = np.array(shortfalls(reference, prompts, answers))
     assert np.mean(below > 0) < 0.15
     assert below.mean() < 0.02

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,10 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minisgl_backend.experts_spec import RoutingRule
+from minisgl_backend.experts_spec import ClampedGate, RoutingRule
 from minisgl_backend.kernels import expert_cut, moe
 from minisgl_backend.kernels.dispatch import is_interpreted
 from minisgl_backend.kernels.expert_cut import ExpertCut
+from minisgl_backend.kernels.packed_weight import CodesKind, PackedWeight, pack_experts
 from minisgl_backend.kernels.quantized import QuantizedWeight, dequantized, quantize
 from minisgl_backend.weight_format import Encoding
 from tests.gpu.compare import assert_close
@@ -28,96 +30,164 @@ def chosen(num_tokens: int, device: torch.device, *, all_to_one: bool = False) -
     return scores.topk(TOP_K, dim=-1).indices.int()
 
 
-def expected_rows(x: Tensor, weight: Tensor, ids: Tensor, top_k: int, *, gated: bool) -> Tensor:
+def expected_rows(
+    x: Tensor,
+    weight: Tensor,
+    ids: Tensor,
+    top_k: int,
+    *,
+    gated: bool,
+    bias: Tensor | None = None,
+    gate: ClampedGate | None = None,
+) -> Tensor:
     """Row p is x[p // top_k] through the expert of pair p, in float32."""
     height = weight.shape[1]
     out = torch.empty(ids.numel(), height // 2 if gated else height, device=x.device)
     for pair, expert in enumerate(ids.flatten().tolist()):
         y = weight[expert].float() @ x[pair // top_k].float()
-        if gated:
-            gate, up = y.chunk(2)
-            y = F.silu(gate) * up
+        if bias is not None:
+            y += bias[expert].float()
+        if gated and gate is None:
+            one, up = y.chunk(2)
+            y = F.silu(one) * up
+        elif gate is not None:
+            one, up = y.chunk(2)
+            one, up = one.clamp(max=gate.limit), up.clamp(-gate.limit, gate.limit)
+            y = (up + 1) * one * (gate.alpha * one).sigmoid()
         out[pair] = y
     return out.to(x.dtype)
 
 
+Made = tuple[Tensor | PackedWeight, Tensor]
+"""A weight as kernels take it, and in plain numbers."""
+
+
 def weights(
-    bits: int, block: tuple[int, int], device: torch.device
-) -> list[tuple[Tensor | QuantizedWeight, Tensor]]:
-    """Gate and up, then down: as kernels take them, and in plain numbers."""
-    found: list[tuple[Tensor | QuantizedWeight, Tensor]] = []
-    for shape in ((2 * INNER_SIZE, HIDDEN_SIZE), (HIDDEN_SIZE, INNER_SIZE)):
+    form: str, device: torch.device, sizes: tuple[int, int] = (HIDDEN_SIZE, INNER_SIZE)
+) -> tuple[Made, Made]:
+    """Gate and up, then down, of one of ``FORMS``."""
+    hidden_size, inner_size = sizes
+    found: list[Made] = []
+    for shape in ((2 * inner_size, hidden_size), (hidden_size, inner_size)):
         plain = torch.randn(NUM_EXPERTS, *shape, device=device) * shape[1] ** -0.5
-        if bits == 16:
+        if form == "bf16":
             found.append((plain.bfloat16(), plain.bfloat16()))
             continue
+        encoding, block, symmetric = FORMS[form]
         size = min(block[0], shape[0]), min(block[1], shape[1])
-        parts = [quantize(one, Encoding.E4M3, size) for one in plain]
-        whole = QuantizedWeight(
-            Encoding.E4M3,
-            size,
-            torch.stack([part.codes for part in parts]),
-            torch.stack([part.scales for part in parts]),
+        parts = [quantize(one, encoding, size, symmetric=symmetric) for one in plain]
+        codes, scales = (
+            torch.stack([getattr(part, name) for part in parts]) for name in ("codes", "scales")
         )
-        found.append((whole, dequantized(whole, torch.float32)))
-    return found
+        zeros = None if symmetric else torch.stack([not_none(part.zeros) for part in parts])
+        whole = QuantizedWeight(encoding, size, codes, scales, zeros)
+        numbers = dequantized(whole, torch.float32)
+        found.append((pack_experts(whole, gated=not found), numbers))
+    return found[0], found[1]
+
+
+def not_none(tensor: Tensor | None) -> Tensor:
+    assert tensor is not None
+    return tensor
+
+
+def kind_of(weight: Tensor | PackedWeight) -> CodesKind | None:
+    return weight.kind if isinstance(weight, PackedWeight) else None
+
+
+FORMS: dict[str, tuple[Encoding, tuple[int, int], bool]] = {
+    "fp8": (Encoding.E4M3, (128, 128), True),
+    "fp8 rows": (Encoding.E4M3, (1, 10**6), True),
+    "int8": (Encoding.INT8, (1, 128), False),
+    "int4": (Encoding.INT4, (1, 128), False),
+    "int4 in 32": (Encoding.INT4, (1, 32), True),
+    "mxfp4": (Encoding.E2M1, (1, 32), True),
+}
 
 
 @needs_hopper
-@pytest.mark.parametrize("bits_and_block", [(16, (1, 1)), (8, (128, 128)), (8, (1, 10**6))])
+@pytest.mark.parametrize("form", ["bf16", *FORMS])
 @pytest.mark.parametrize(
-    "tile", [(64, 8, 10), (64, 16, 8), (64, 32, 4), (128, 32, 6), (64, 64, 4), (128, 128, 4)]
+    "cut",
+    [
+        ExpertCut(64, 8, 10),
+        ExpertCut(64, 8, 8, by_warp=True),
+        ExpertCut(64, 16, 8),
+        ExpertCut(128, 16, 6, by_warp=True),
+        ExpertCut(64, 32, 4),
+        ExpertCut(128, 32, 5),
+        ExpertCut(64, 64, 4),
+        ExpertCut(128, 128, 4),
+    ],
 )
-@pytest.mark.parametrize("num_tokens", [1, 7, 64, 300])
-def test_grouped_gemms(
-    device: torch.device,
-    bits_and_block: tuple[int, tuple[int, int]],
-    tile: tuple[int, int, int],
-    num_tokens: int,
-) -> None:
+@pytest.mark.parametrize("num_tokens", [1, 7, 300])
+def test_grouped_gemms(device: torch.device, form: str, cut: ExpertCut, num_tokens: int) -> None:
     """In a row, the second starting early; also with all tokens at the same experts."""
     from minisgl_backend.kernels.cuda.experts import GroupedKernel
 
-    bits, block = bits_and_block
-    features, tokens, stages = tile
-    if bits == 8 and tokens == 128:
+    if form != "bf16" and cut.tokens == 128:
         pytest.skip("too many registers")
-    made = weights(bits, block, device)
-    cut = ExpertCut(features, tokens, stages)
-    kernels = [
-        GroupedKernel(plain.shape, device, bits=bits, gated=index == 0, cuts=[cut])
-        for index, (_, plain) in enumerate(made)
-    ]
+    (gate_up, plain_up), (down, plain_down) = weights(form, device)
+    in_first = GroupedKernel(plain_up.shape, device, codes=kind_of(gate_up), gated=True, cuts=[cut])
+    in_second = GroupedKernel(
+        plain_down.shape, device, codes=kind_of(down), gated=False, cuts=[cut]
+    )
     for all_to_one in (False, True):
         ids = chosen(num_tokens, device, all_to_one=all_to_one)
         x = torch.randn(num_tokens, HIDDEN_SIZE, device=device).bfloat16()
-        aligned = moe.align(ids, NUM_EXPERTS, tokens)
-        fixed: dict[str, Any] = {"num_pairs": ids.numel(), "cut": cut}
+        aligned = moe.align(ids, NUM_EXPERTS, cut.tokens)
+        held, rest = (aligned.pairs, aligned.experts, ids.numel()), {"cut": cut}
         for pdl in (False, True):
-            inner = kernels[0](
-                x, made[0][0], aligned.pairs, aligned.experts, top_k=TOP_K, pdl=pdl, **fixed
-            )
-            outer = kernels[1](
-                inner,
-                made[1][0],
-                aligned.pairs,
-                aligned.experts,
-                top_k=1,
-                early=pdl,
-                pdl=pdl,
-                **fixed,
-            )
-            assert_close(inner, expected_rows(x, made[0][1], ids, TOP_K, gated=True))
-            assert_close(outer, expected_rows(inner, made[1][1], ids, 1, gated=False))
+            fixed: dict[str, Any] = {**rest, "pdl": pdl}
+            inner = in_first(x, gate_up, *held, top_k=TOP_K, **fixed)
+            outer = in_second(inner, down, *held, top_k=1, early=pdl, **fixed)
+            assert_close(inner, expected_rows(x, plain_up, ids, TOP_K, gated=True))
+            assert_close(outer, expected_rows(inner, plain_down, ids, 1, gated=False))
+
+
+@needs_hopper
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("sizes", [(288, 288), (64, 32), (2880, 1440)])
+@pytest.mark.parametrize("num_tokens", [9, 100])
+def test_sizes_that_no_tile_divides(
+    device: torch.device, form: str, sizes: tuple[int, int], num_tokens: int
+) -> None:
+    """With biases and gpt-oss's gate; beside the weights, and in x, lies what is no number."""
+    from minisgl_backend.kernels.cuda.experts import GroupedKernel
+
+    (gate_up, plain_up), (down, plain_down) = weights(form, device, sizes)
+    gate = ClampedGate(alpha=1.702, limit=1.5)
+    ids = chosen(num_tokens, device)
+    x = torch.randn(num_tokens, sizes[0], device=device).bfloat16()
+    biases = [
+        torch.randn(NUM_EXPERTS, plain.shape[1], device=device).bfloat16()
+        for plain in (plain_up, plain_down)
+    ]
+    for cut in expert_cut.cuts(8 if form.startswith(("fp8", "int8")) else 4):
+        in_first = GroupedKernel(
+            plain_up.shape, device, codes=kind_of(gate_up), gated=True, cuts=[cut], gate=gate
+        )
+        in_second = GroupedKernel(
+            plain_down.shape, device, codes=kind_of(down), gated=False, cuts=[cut]
+        )
+        aligned = moe.align(ids, NUM_EXPERTS, cut.tokens)
+        held = aligned.pairs, aligned.experts, ids.numel()
+        poisoned = torch.full((2, *x.shape), torch.nan, device=device, dtype=x.dtype)
+        poisoned[0] = x  # what follows its last row is no number
+        inner = in_first(poisoned[0], gate_up, *held, cut=cut, top_k=TOP_K, bias=biases[0])
+        outer = in_second(inner, down, *held, cut=cut, top_k=1, bias=biases[1])
+        expected = expected_rows(x, plain_up, ids, TOP_K, gated=True, bias=biases[0], gate=gate)
+        assert_close(inner, expected)
+        assert_close(outer, expected_rows(inner, plain_down, ids, 1, gated=False, bias=biases[1]))
 
 
 @needs_hopper
 def test_grouped_gemms_of_rows_whose_norm_is_half_done(device: torch.device) -> None:
     from minisgl_backend.kernels.cuda.experts import GroupedKernel
 
-    (gate_up, plain), _ = weights(16, (1, 1), device)
+    (gate_up, plain), _ = weights("bf16", device)
     cut = ExpertCut(64, 8, 8)
-    kernel = GroupedKernel(plain.shape, device, bits=16, gated=True, cuts=[cut])
+    kernel = GroupedKernel(plain.shape, device, codes=None, gated=True, cuts=[cut])
     ids, x = chosen(9, device), torch.randn(9, HIDDEN_SIZE, device=device).bfloat16()
     factors = torch.rand(9, device=device)
     aligned = moe.align(ids, NUM_EXPERTS, 8)
@@ -203,30 +273,26 @@ def test_routing(
 
 @needs_hopper
 @pytest.mark.parametrize("num_tokens", [1, 4, 5, 64, 257, 1100, 3000])
-@pytest.mark.parametrize("bits_and_block", [(16, (1, 1)), (8, (128, 128)), (8, (1, 10**6))])
+@pytest.mark.parametrize("form", ["bf16", "fp8", "fp8 rows", "int4", "mxfp4"])
 @pytest.mark.parametrize("held", [(0, NUM_EXPERTS), (4, 8)])
 def test_whole_layers(
-    device: torch.device,
-    num_tokens: int,
-    bits_and_block: tuple[int, tuple[int, int]],
-    held: tuple[int, int],
+    device: torch.device, num_tokens: int, form: str, held: tuple[int, int]
 ) -> None:
     """At the cut of every number of tokens, also of one rank of several."""
     from minisgl_backend.kernels.cuda.experts import HopperExperts
 
-    bits, block = bits_and_block
     begin, end = held
     (gate_up, plain_up), (down, plain_down) = (
         (_slice(weight, begin, end), plain[begin:end].float())
-        for weight, plain in weights(bits, block, device)
+        for weight, plain in weights(form, device)
     )
     rule = RoutingRule(num_experts=NUM_EXPERTS, top_k=TOP_K, normalize=True)
     experts, make = moe.ExpertWeights(gate_up, down), HopperExperts(device)
-    kernels = make.kernels(rule, held, *experts.shapes, bits=bits, wide=False)
+    kernels = make.kernels(rule, held, *experts.shapes, kinds=experts.kinds, gate=None, wide=False)
     x = torch.randn(num_tokens, HIDDEN_SIZE, device=device).bfloat16()
     router = torch.randn(NUM_EXPERTS, HIDDEN_SIZE, device=device).bfloat16() / 16
     logits = F.linear(x.float(), router.float())
-    if bits == 8 or num_tokens > expert_cut.MOST_ROWS:
+    if form != "bf16" or num_tokens > expert_cut.MOST_ROWS:
         logits = logits.bfloat16().float()  # as they are given; the kernel for rows rounds none
     norm = torch.randn(HIDDEN_SIZE, device=device).bfloat16()
     residual = torch.randn_like(x)
@@ -247,12 +313,11 @@ def test_whole_layers(
         assert_close(normed, (wide * scale * norm.float()).bfloat16())
 
 
-def _slice(weight: Tensor | QuantizedWeight, begin: int, end: int) -> Tensor | QuantizedWeight:
+def _slice(weight: Tensor | PackedWeight, begin: int, end: int) -> Tensor | PackedWeight:
     if isinstance(weight, Tensor):
         return weight[begin:end]
-    return QuantizedWeight(
-        weight.encoding, weight.block, weight.codes[begin:end], weight.scales[begin:end]
-    )
+    codes = replace(weight.weight, codes=weight.weight.codes[begin:end])
+    return replace(weight, weight=codes, scales=weight.scales[begin:end])
 
 
 @needs_hopper

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from minisgl_backend.experts_spec import ClampedGate
+from minisgl_backend.experts_spec import ClampedGate, GeluGate
 from minisgl_backend.kernels import moe
 from tests.gpu.compare import assert_close
 
@@ -54,6 +54,14 @@ def test_biases_and_a_clamped_gate(
         down_bias=torch.randn(8, HIDDEN_SIZE, device=device).to(dtype),
         gate=ClampedGate(alpha=1.702, limit=1.5),
     )
+    check(x, experts, choices_of(num_tokens, 8, 2, device))
+
+
+@pytest.mark.parametrize("num_tokens", [1, 40])
+def test_a_gate_of_gelu(device: torch.device, dtype: torch.dtype, num_tokens: int) -> None:
+    x = 3 * torch.randn(num_tokens, HIDDEN_SIZE, device=device).to(dtype)
+    plain = weights_of(8, device, dtype)
+    experts = moe.ExpertWeights(plain.gate_up, plain.down, gate=GeluGate())
     check(x, experts, choices_of(num_tokens, 8, 2, device))
 
 

@@ -123,7 +123,7 @@ def test_ways_to_cut_a_gemm(device: torch.device, form: str, cut: Cut) -> None:
     from minisgl_backend.kernels.cuda.linear import ResidualKernel
 
     packed, numbers = packed_of(made(form, 3072, 2048, device))
-    cut = replace(cut, numbers=packed.kind.numbers(2048).of_tile(cut.tokens))
+    cut = replace(cut, numbers=packed.kind.numbers(2048))
     if cut.shared_bytes > 227 * 1024:
         cut = replace(cut, stages=2)
     kernel = ResidualKernel((3072, 2048), device, cuts={256: cut}, codes=packed.kind)

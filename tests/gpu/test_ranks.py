@@ -22,6 +22,7 @@ from minisgl_backend.parallel.group import Group
 from minisgl_backend.parallel.place import Place
 from minisgl_backend.request import IntArray, SamplingParams
 from minisgl_bench.dummy_model import write_dummy_model
+from minisgl_check.machines import OtherNode, free_port
 from tests.conformance.checkpoints import (
     CONTEXT,
     VOCAB_SIZE,
@@ -214,6 +215,28 @@ def test_tokens_of_the_demo_model(size: int) -> None:
                 for tokens in (one, other)
             ]
             assert max(below) < 0.05
+
+
+def test_tokens_of_two_nodes(prompts: list[IntArray], tmp_path: Path) -> None:
+    """Each with one of the GPUs; they meet as machines do."""
+    reference = write_checkpoint("qwen3", tmp_path).float()
+    address = f"127.0.0.1:{free_port('127.0.0.1')}"
+    other = OtherNode(address, f"--model={tmp_path}", environment={"CUDA_VISIBLE_DEVICES": "1"})
+    try:
+        sinks = serve(
+            tmp_path,
+            prompts,
+            max_sequence_length=CONTEXT,
+            dtype="float32",
+            tensor_parallel_size=2,
+            nnodes=2,
+            rendezvous=address,
+        )
+    finally:
+        other.close()
+    below = np.array(shortfalls(reference, prompts, tokens_of(sinks)))
+    assert np.mean(below > 0) < 0.02
+    assert below.max() < 0.05
 
 
 def test_tokens_of_experts_one_by_one(prompts: list[IntArray], tmp_path: Path) -> None:

@@ -111,6 +111,20 @@ def test_only_so_many_grammars_may_wait(compiler: Compiler) -> None:
         assert not made(asked).is_error()
 
 
+def test_large_grammars_are_kept_as_far_as_their_bytes_allow(compiler: Compiler) -> None:
+    small = [choice(f"small {number}") for number in range(3)]
+    schemas = [{"const": number, "description": "x" * 200_000} for number in range(12)]
+    large = [Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema)) for schema in schemas]
+    for grammar in (*small[:2], *large[:5], small[2], *large[5:]):
+        made(compiler.ask(grammar))
+    kept = [source for _, source, _ in compiler._kept]
+    assert sum(map(len, kept)) == compiler._kept_bytes <= 2 * 2**20
+    assert small[2].source in kept and small[0].source not in kept
+    assert [one.source in kept for one in large] == [False] * 2 + [True] * 10
+    compiler.drop(large[-1])
+    assert compiler._kept_bytes == sum(len(source) for _, source, _ in compiler._kept)
+
+
 def test_a_kept_grammar_does_not_wait_for_others(compiler: Compiler) -> None:
     made(compiler.ask(choice("kept")))
     with held_up(compiler._quick, compiler._long):

@@ -298,6 +298,30 @@ def test_a_lenient_structure_leaves_out_what_cannot_be_enforced(grammars: Gramma
         assert follow(grammars, matcher, text) == is_right
 
 
+@pytest.mark.parametrize(
+    ("kind", "source", "around"),
+    [
+        ("json_schema", True, ("", "")),
+        ("structural_tag", {"structures": [{"begin": "<", "schema": True}]}, ("<", "")),
+        (
+            "structural_tag",
+            {"structures": [{"begin": "<", "schema": True, "end": ">"}]},
+            ("<", ">"),
+        ),
+        ("structural_tag", {"structures": [_CALL], "otherwise": True}, ("", "")),
+    ],
+)
+def test_the_schema_true_takes_any_value(
+    grammars: Grammars, kind: str, source: Any, around: tuple[str, str]
+) -> None:
+    if kind == "structural_tag":
+        source = {**source, "at_least_one": True, "stop_after_first": True}
+    before, after = around
+    for text, is_right in (('{"a": [1, null]}', True), ("true", True), ("[1,", False)):
+        matcher = compiled(grammars, kind, source)
+        assert follow(grammars, matcher, before + text + after) == is_right
+
+
 def test_a_trigger_may_be_a_special_token(grammars: Grammars) -> None:
     tag = {
         "structures": [{"begin": "<|im_start|>f", "schema": {"type": "null"}, "end": "<|im_end|>"}],
@@ -383,6 +407,43 @@ def test_a_section_of_tokens_that_there_are_not(grammars: Grammars, section: Any
         ("json_schema", {"items": {"oneOf": [{}, {"const": 1}]}}, "oneOf.*, at #/items/oneOf"),
         ("json_schema", {"$ref": "#"}, "allows no answer"),
         ("json_schema", '{"items":' * 200 + "{}" + "}" * 200, "nested too deeply"),
+        ("json_schema", False, "one that some value follows, got false"),
+        (
+            "json_schema",
+            {"type": "object", "properties": {"a": False, "b": False}, "required": ["a"]},
+            "'a' is unsatisfiable, at #/properties/a, #/properties/b$",
+        ),
+        ("json_schema", {"anyOf": [{"$ref": "#/$defs/a"}], "$defs": {"a": False}}, "at #/.defs/a"),
+        (
+            "json_schema",
+            {"type": "array", "prefixItems": [{}, False], "minItems": 2},
+            "at #/prefixItems/1",
+        ),
+        (
+            "json_schema",
+            {"type": "array", "items": {"allOf": [{}, False]}, "minItems": 1},
+            "at #/items/allOf/1",
+        ),
+        (
+            "structural_tag",
+            {"structures": [{"begin": "<", "schema": False}], "triggers": ["<"]},
+            r"structures\[0\].schema must be a JSON schema that some value follows, got false",
+        ),
+        (
+            "structural_tag",
+            {"structures": [_CALL], "at_least_one": True, "otherwise": False},
+            "otherwise must be a JSON schema that some value follows, got false",
+        ),
+        (
+            "structural_tag",
+            {
+                "structures": [
+                    {"begin": "<", "schema": {"type": "array", "items": False, "minItems": 1}}
+                ],
+                "triggers": ["<"],
+            },
+            "at #/structures/0/schema/items",
+        ),
         ("choice", '["\\ud800"]', "surrogate|utf-8"),
         ("regex", "\ud800", "surrogate|UTF-8"),
         ("json_schema", {"$ref": "https://example.org/schema"}, "example.org"),

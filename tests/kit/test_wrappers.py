@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from minisgl_backend.cache.kv import RadixCache
+from minisgl_backend.cache.radix_cache import RadixCache
 from minisgl_backend.request import EMPTY
 from minisgl_backend.scheduling.scheduler import Scheduler, SchedulerConfig
 from minisgl_kit.wrappers import CacheWrapper, SchedulerWrapper

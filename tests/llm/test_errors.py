@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import textwrap
 import threading
 from pathlib import Path
 from typing import Any
@@ -164,43 +163,6 @@ def test_ranks_and_what_happens_when_one_is_lost(llm: LLM) -> None:
         with pytest.raises(EngineFailure, match="the engine is down"):
             ranked.generate("one")
     assert follower not in children(os.getpid())
-
-
-def test_ctrl_c_ends_a_script_and_its_requests(tmp_path: Path) -> None:
-    """Without `if __name__ == "__main__"`; the engine is closed, and the exit code is Python's."""
-    script = tmp_path / "script.py"
-    script.write_text(
-        textwrap.dedent(
-            """
-            import threading
-            from minisgl_backend import LLM
-
-            with LLM(num_pages=512) as llm:
-                def tell():
-                    while not llm.stats().num_generated_tokens:
-                        pass
-                    print("begun", flush=True)
-
-                threading.Thread(target=tell).start()
-                try:
-                    llm.generate("one", {"max_tokens": 4000, "ignore_eos": True})
-                except KeyboardInterrupt:
-                    while llm.stats().num_open:
-                        pass
-                    print(llm.stats().num_cancelled, "cancelled", flush=True)
-                    raise
-            """
-        )
-    )
-    with subprocess.Popen(
-        [sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdout is not None and process.stderr is not None
-        assert process.stdout.readline() == "begun\n"
-        process.send_signal(signal.SIGINT)
-        assert process.stdout.read() == "1 cancelled\n"
-        assert process.stderr.read().rstrip().endswith("KeyboardInterrupt")
-        assert process.wait(60) == -signal.SIGINT
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])

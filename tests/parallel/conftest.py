@@ -13,6 +13,6 @@ from tests.conformance.checkpoints import write_checkpoint
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of checkpoints by case; all have four query heads and two key-value heads."""
     folder = tmp_path_factory.mktemp("checkpoints")
-    for case in ("llama", "qwen3", "qwen3-moe"):
+    for case in ("llama", "qwen3", "qwen3-moe", "gpt-oss"):
         write_checkpoint(case, folder / case)
     return folder

@@ -108,7 +108,7 @@ def test_a_place_as_torchrun_gives_it() -> None:
     }
     place = Place.from_environment(variables)
     assert (place.rank, place.size, place.local_rank, place.local_size) == (3, 8, 1, 2)
-    assert (place.host, place.port, place.is_loopback) == ("node-0.example", 29500, False)
+    assert (place.host, place.port) == ("node-0.example", 29500)
 
 
 @pytest.mark.parametrize("variable", ["RANK", "WORLD_SIZE", "MASTER_PORT"])
@@ -150,13 +150,14 @@ def test_a_rank_that_nobody_meets_says_so() -> None:
 
 def test_a_library_of_another_device_is_refused() -> None:
     cuda = torch.device("cuda")
-    assert choose_comm(None, CPU, 2) == "gloo"
-    assert choose_comm(None, cuda, 3) == "nccl"
-    assert choose_comm("pynccl", cuda, 2) == "pynccl"
+    two, three = (Place.first(size, None) for size in (2, 3))
+    assert choose_comm(None, CPU, two) == "gloo"
+    assert choose_comm(None, cuda, three) == "nccl"
+    assert choose_comm("pynccl", cuda, two) == "pynccl"
     with pytest.raises(ConfigError, match="comm=nccl does not work on cpu, which has gloo"):
-        choose_comm("nccl", CPU, 2)
+        choose_comm("nccl", CPU, two)
     with pytest.raises(ConfigError, match="gloo does not work on cuda, which has nccl, pynccl, fl"):
-        choose_comm("gloo", cuda, 2)
+        choose_comm("gloo", cuda, two)
 
 
 @pytest.mark.parametrize("is_built", [False, True])
@@ -164,5 +165,14 @@ def test_flashinfer_is_the_default_of_as_many_ranks_as_were_measured(
     is_built: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("minisgl_backend.parallel.connect.is_built", lambda num_ranks: is_built)
-    chosen = [choose_comm(None, torch.device("cuda"), num_ranks) for num_ranks in (2, 4, 8)]
+    cuda = torch.device("cuda")
+    chosen = [choose_comm(None, cuda, Place.first(size, None)) for size in (2, 4, 8)]
     assert chosen == (["flashinfer", "flashinfer", "nccl"] if is_built else ["nccl"] * 3)
+
+
+def test_the_kernel_of_one_host_is_not_for_several(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("minisgl_backend.parallel.connect.is_built", lambda num_ranks: True)
+    place = Place.first(4, "10.0.0.1:29500", num_nodes=2)
+    assert choose_comm(None, torch.device("cuda"), place) == "nccl"
+    with pytest.raises(ConfigError, match="comm=flashinfer is for the GPUs of one machine"):
+        choose_comm("flashinfer", torch.device("cuda"), place)

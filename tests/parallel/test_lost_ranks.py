@@ -72,7 +72,7 @@ def test_a_rank_that_dies_while_nothing_runs_is_noticed() -> None:
     """The ranks of this one meet where the operator says."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         address = f"127.0.0.1:{free.getsockname()[1]}"
-    with ranked_engine(2, distributed_address=address, **OPTIONS) as ranked:
+    with ranked_engine(2, rendezvous=address, **OPTIONS) as ranked:
         ranked.kill(1, signal.SIGKILL)
         check_all_failed(ranked, [])
 
@@ -174,8 +174,8 @@ def follower_of(script: str, *, size: int = 2) -> Followers:
     """Followers that are this script; ``rank0`` is their end of the channel."""
     prelude = """\
     import os, socket, sys
-    from minisgl_backend.execution.rank_channel import FollowerEnd
-    rank0 = FollowerEnd(socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2]))
+    from minisgl_backend.execution.rank_channel import HostFollowerEnd
+    rank0 = HostFollowerEnd(socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2]))
     """
     text = textwrap.dedent(prelude) + textwrap.dedent(script)
     place = Place.first(size, "127.0.0.1:1")  # no rank goes there
@@ -212,7 +212,8 @@ def test_options_that_only_a_follower_refuses_are_told(tmp_path: Path) -> None:
     """As where a model's files went since rank 0 saw them."""
     place = Place.first(2, "127.0.0.1:1")
     command = [sys.executable, "-m", "minisgl_backend.tensor_parallel"]
-    greeting = json.dumps({"tensor_parallel_size": 2, "device": "cpu", "model": str(tmp_path)})
+    options = {"tensor_parallel_size": 2, "device": "cpu", "model": str(tmp_path)}
+    greeting = json.dumps({"options": options, "config": ""})
     followers = Followers(place, command)
     try:
         followers.channel.greet(greeting.encode())
@@ -268,13 +269,13 @@ def test_a_command_that_cannot_be_run_is_an_error_at_once() -> None:
 def test_what_ranks_cannot_do_is_refused_before_any_process_starts() -> None:
     for wrong, message in (
         ({"tensor_parallel_size": 1, "comm": "gloo"}, "comm is for tensor_parallel_size of 2"),
-        ({"tensor_parallel_size": 1, "distributed_address": "a:1"}, "distributed_address is for"),
+        ({"tensor_parallel_size": 1, "rendezvous": "a:1"}, "rendezvous is for"),
         ({"tensor_parallel_size": 2, "comm": "nccl"}, "comm=nccl does not work on cpu"),
         ({"tensor_parallel_size": 3}, "cannot be split evenly over 3"),
-        ({"tensor_parallel_size": 2, "distributed_address": "nowhere"}, "must be HOST:PORT"),
+        ({"tensor_parallel_size": 2, "rendezvous": "nowhere"}, "must be HOST:PORT"),
         (
-            {"tensor_parallel_size": 2, "distributed_address": "192.0.2.1:5555"},
-            r"^distributed_address 192\.0\.2\.1:5555 is not an address of this machine",
+            {"tensor_parallel_size": 2, "rendezvous": "192.0.2.1:5555"},
+            r"^rendezvous 192\.0\.2\.1:5555 is not an address of this machine",
         ),
     ):
         options = EngineOptions.from_mapping({"device": "cpu", "num_pages": 8, **wrong})

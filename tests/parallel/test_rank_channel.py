@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from minisgl_backend.errors import EngineFailure
-from minisgl_backend.execution.rank_channel import FollowerEnd, LeaderEnd
+from minisgl_backend.execution.rank_channel import HostFollowerEnd, LeaderEnd
 from minisgl_backend.request import IntArray
 
 WAIT_S = 60.0
@@ -23,7 +23,7 @@ WAIT_S = 60.0
 @contextmanager
 def channel(
     num_ranks: int, *, timeout_s: float = WAIT_S
-) -> Iterator[tuple[LeaderEnd, list[FollowerEnd], list[socket.socket]]]:
+) -> Iterator[tuple[LeaderEnd, list[HostFollowerEnd], list[socket.socket]]]:
     """Rank 0's end, the ends of ranks 1, 2, ... and their sockets.
 
     Rank 0's end is closed when the block is left, the others' when everything is read.
@@ -37,7 +37,7 @@ def channel(
                 theirs, memory = map(os.dup, inherited)
             after.callback(os.close, memory)
             sockets.append(after.enter_context(socket.socket(fileno=theirs)))
-            followers.append(FollowerEnd(sockets[-1], memory))
+            followers.append(HostFollowerEnd(sockets[-1], memory))
         leader.start_steps(timeout_s)
         yield leader, followers, sockets
 

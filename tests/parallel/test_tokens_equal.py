@@ -71,6 +71,16 @@ def test_tokens_of_whole_experts(
         check_equal(serve(ranked), of_one_rank("qwen3-moe"))
 
 
+def test_tokens_of_layers_with_window_pages(
+    checkpoints: Path, of_one_rank: Callable[[str], list[Answer]]
+) -> None:
+    """There are too few window pages for all rows, too."""
+    with ranked_engine(2, checkpoints / "gpt-oss", **OPTIONS) as ranked:
+        info = ranked.engine.info
+        assert (info.window, info.num_window_pages) == (20, info.num_pages // 2)
+        check_equal(serve(ranked), of_one_rank("gpt-oss"))
+
+
 def test_tokens_of_steps_that_do_not_overlap(
     checkpoints: Path, of_one_rank: Callable[[str], list[Answer]]
 ) -> None:

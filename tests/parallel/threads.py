@@ -9,14 +9,16 @@ from typing import TypeVar
 import torch
 
 from minisgl_backend.parallel.connect import connect, open_store
-from minisgl_backend.parallel.group import Group
+from minisgl_backend.parallel.group import Group, OneRank
 from minisgl_backend.parallel.place import Place
 
 T = TypeVar("T")
 
 
 def on_ranks(size: int, work: Callable[[Group], T], *, timeout_s: float = 60.0) -> list[T]:
-    """What ``work`` gives on each of ``size`` connected ranks."""
+    """What ``work`` gives on each of ``size`` connected ranks; one alone is in this thread."""
+    if size == 1:
+        return [work(OneRank())]
     first, store = open_store(Place.first(size, None), timeout_s)
 
     def run(rank: int) -> T:

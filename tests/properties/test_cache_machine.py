@@ -14,7 +14,8 @@ from hypothesis.stateful import (
     rule,
 )
 
-from minisgl_backend.cache.kv import Lease, RadixCache, Verified
+from minisgl_backend.cache.kv import Lease, Verified
+from minisgl_backend.cache.radix_cache import RadixCache
 from minisgl_backend.plan import Groups
 from tests.fakes.executor import tokens_of
 from tests.properties.effort import examples

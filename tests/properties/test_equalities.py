@@ -58,7 +58,8 @@ def test_shared_equals_unshared(workload: tuple[Setup, list[Request]]) -> None:
 @given(workloads())
 def test_a_full_pool_equals_an_ample_one(workload: tuple[Setup, list[Request]]) -> None:
     setup, requests = workload
-    ample = served(replace(setup, num_pages=50 * setup.num_pages), requests)
+    num_pages = 50 * setup.num_pages
+    ample = served(replace(setup, num_pages=num_pages, num_window_pages=num_pages), requests)
     assert ample.scheduler.stats().num_retractions == 0
     assert tokens(setup, requests) == ample.outputs()
 

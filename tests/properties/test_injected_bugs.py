@@ -13,10 +13,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from minisgl_backend.cache.kv import Lease, NaiveCache, RadixCache
+from minisgl_backend.cache.kv import Lease
+from minisgl_backend.cache.naive_cache import NaiveCache
 from minisgl_backend.cache.pages import PagePool
 from minisgl_backend.cache.radix import Node, RadixTree
+from minisgl_backend.cache.radix_cache import RadixCache
 from minisgl_backend.cache.snapshots import SnapshotCache
+from minisgl_backend.cache.windows import WindowLease, WindowPages
 from minisgl_backend.errors import InvariantError
 from minisgl_backend.plan import Groups
 from minisgl_backend.request import EMPTY, IntArray
@@ -160,7 +163,7 @@ def misplaced_snapshot(patch: pytest.MonkeyPatch) -> None:
 def stale_snapshot(patch: pytest.MonkeyPatch) -> None:
     """A state is overwritten while a prefix still has it."""
 
-    def take_any(self: SnapshotCache) -> int | None:
+    def take_any(self: SnapshotCache, *, rolls: bool = False) -> int | None:
         return 0 if self.num_snapshots else None
 
     def keep_nothing(self: SnapshotCache, lease: Lease, num_tokens: int, snapshot: int) -> None:
@@ -171,6 +174,55 @@ def stale_snapshot(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(SnapshotCache, "take_snapshot", take_any)
     patch.setattr(SnapshotCache, "attach_snapshot", keep_nothing)
     patch.setattr(SnapshotCache, "return_snapshot", lambda self, snapshot: None)
+
+
+def kept_late(patch: pytest.MonkeyPatch) -> None:
+    """The state of a decoding row is kept one step after the position that is noted."""
+    keep_states = Lifecycle.keep_states
+
+    def of_step_before(self: Lifecycle, rows: IntArray, positions: IntArray, draft: Draft) -> None:
+        keep_states(self, rows, positions - 1, draft)
+
+    patch.setattr(Lifecycle, "keep_states", of_step_before)
+
+
+def kept_twice(patch: pytest.MonkeyPatch) -> None:
+    """A sequence that returns overwrites the state that others find by now."""
+    release = Lifecycle.release
+
+    def hold_on(self: Lifecycle, sequence: Sequence) -> None:
+        kept = sequence.kept
+        release(self, sequence)
+        if kept is not None and sequence.phase is Phase.WAITING:
+            sequence.kept = kept
+
+    patch.setattr(Lifecycle, "release", hold_on)
+
+
+def window_left_early(patch: pytest.MonkeyPatch) -> None:
+    """A window page is given back while one more position sees it."""
+    slide = WindowPages.slide
+
+    def further(
+        self: WindowPages, lease: WindowLease, position: int, *, num_verified: int = 0
+    ) -> None:
+        slide(self, lease, position + 1, num_verified=num_verified)
+
+    patch.setattr(WindowPages, "slide", further)
+
+
+def window_not_looked_for(patch: pytest.MonkeyPatch) -> None:
+    """A prefix is taken for cached although its window is not."""
+    patch.setattr(WindowPages, "usable", lambda self, pages: len(pages))
+
+
+def window_line_not_written(patch: pytest.MonkeyPatch) -> None:
+    """A row is not told of the window with which it begins."""
+
+    def seat_only(self: WindowPages, lease: WindowLease, line: int, keeps: Iterable[int]) -> None:
+        lease.line = line
+
+    patch.setattr(WindowPages, "seat", seat_only)
 
 
 def without_guards(patch: pytest.MonkeyPatch) -> None:
@@ -200,6 +252,11 @@ BUGS: list[Inject] = [
     grouped_with_others,
     misplaced_snapshot,
     stale_snapshot,
+    kept_late,
+    kept_twice,
+    window_left_early,
+    window_not_looked_for,
+    window_line_not_written,
 ]
 
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from minisgl_backend.request import RequestId
-from tests.fakes.harness import Harness, Setup
+from tests.fakes.harness import Harness, Setup, next_turn
 from tests.properties.effort import examples
 from tests.properties.workloads import samples, setups
 
@@ -24,6 +24,16 @@ class PlannerMachine(RuleBasedStateMachine):
         number = len(self.harness.records)
         for request in data.draw(samples(self.harness.setup, number)):
             self.harness.add(request)
+
+    @precondition(lambda self: self.harness.records)
+    @rule(data=st.data(), said=st.lists(st.integers(0, 1), min_size=1, max_size=3))
+    def go_on(self, data: st.DataObject, said: list[int]) -> None:
+        """The next turn of a conversation, which may come before the answer is complete."""
+        records, longest = self.harness.records, self.harness.setup.max_sequence_length
+        record = records[RequestId(data.draw(st.integers(0, len(records) - 1)))]
+        turn = next_turn(record, len(records), said, longest)
+        if turn is not None:
+            self.harness.add(turn)
 
     @precondition(lambda self: self.harness.records)
     @rule(data=st.data())

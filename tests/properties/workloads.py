@@ -14,6 +14,12 @@ def setups(draw: st.DrawFn) -> Setup:
     """A planner whose pages, rows and chunks are scarce."""
     page_size = draw(st.sampled_from([1, 16, 64]))
     num_pages = draw(st.integers(2, 6)) * (6 if page_size == 1 else 1)
+    num_snapshots = draw(st.sampled_from([None, None, None, 8, 2]))
+    window, num_window_pages = None, 0
+    if num_snapshots is None and draw(st.booleans()):
+        window = draw(st.sampled_from([2, page_size, page_size + 1, 2 * page_size]))
+        least = -(-(window - 1) // page_size) + 2
+        num_window_pages = least + draw(st.integers(0, 8))
     longest = page_size * min(num_pages, 30 if page_size == 1 else 4)
     return Setup(
         page_size=page_size,
@@ -27,7 +33,9 @@ def setups(draw: st.DrawFn) -> Setup:
         group_cost_tokens=draw(st.sampled_from([0, 1, 8])),
         reserve_tokens=draw(st.sampled_from([0, 0, 8])),
         cache=draw(st.sampled_from(["radix", "radix", "naive"])),
-        num_snapshots=draw(st.sampled_from([None, None, 8, 2])),
+        num_snapshots=num_snapshots,
+        window=window,
+        num_window_pages=num_window_pages,
         depth=draw(st.sampled_from([2, 1, 3])),
         model=Model(
             vocabulary=draw(st.sampled_from([50, 5])),

@@ -305,9 +305,9 @@ def test_what_does_not_go_with_replicas_is_refused_by_name() -> None:
             {
                 "data_parallel_size": 2,
                 "tensor_parallel_size": 2,
-                "distributed_address": "127.0.0.1:5",
+                "rendezvous": "127.0.0.1:5",
             },
-            "distributed_address does not go with data_parallel_size",
+            "rendezvous does not go with data_parallel_size",
         ),
     ):
         options = EngineOptions.from_mapping({"device": "cpu", "num_pages": 8, **wrong})

@@ -10,7 +10,7 @@ import pytest
 
 from minisgl_backend.server.installation import find_installation
 from minisgl_backend.server.launch import ServerOptions
-from minisgl_backend.server.process import TritonServer
+from minisgl_backend.server.process import BrokenStart, TritonServer
 from minisgl_backend.server.repository import shipped_repository
 from minisgl_kit.repositories import repository_with
 from tests.waiting import wait_until
@@ -43,15 +43,23 @@ def running(
 
     An ``exit_code`` of None stands for any; without ``is_ready`` the server has just been started.
     """
-    server = TritonServer(
-        find_installation(),
-        repository or shipped_repository(),
-        options or {},
-        ServerOptions(http_port=0, grpc_port=0, metrics_port=0, exit_timeout_s=exit_timeout_s),
-    )
+
+    def start() -> TritonServer:
+        ports = ServerOptions(
+            http_port=0, grpc_port=0, metrics_port=0, exit_timeout_s=exit_timeout_s
+        )
+        models = repository or shipped_repository()
+        return TritonServer(find_installation(), models, options or {}, ports)
+
+    server = start()
     try:
         if is_ready:
-            server.wait_ready(120)
+            try:
+                server.wait_ready()
+            except BrokenStart:  # 24.10 may hang when it forks; the supervisor starts again, too
+                server.kill()
+                server = start()
+                server.wait_ready()
             # 24.10 opens this port last, when it is ready already
             wait_until(lambda: server.num_failed(timeout_s=1.0) is not None)
         yield server

@@ -107,7 +107,7 @@ def test_unload_and_load_again(server: TritonServer) -> None:
             generate(server, model, input_ids=[1], max_tokens=1)
     for model in ("llm_engine", "minisgl", "minisgl_batched"):
         post(server, f"/v2/repository/models/{model}/load")
-    assert generate(server, input_ids=[1], max_tokens=3)["text_output"]
+    assert generate(server, input_ids=[1], max_tokens=3, temperature=0.0)["text_output"]
     wait_for(lambda: regions(server) == num_regions, "as much shared memory as before")
 
 
@@ -118,12 +118,12 @@ def test_reload_with_requests_in_flight(server: TritonServer) -> None:
     requests = InFlight(server)
     (server.repository / "llm_engine" / "1" / "model.py").touch()
     post(server, "/v2/repository/models/llm_engine/load")
-    assert generate(server, input_ids=[1], max_tokens=3)["text_output"]
+    assert generate(server, input_ids=[1], max_tokens=3, temperature=0.0)["text_output"]
     requests.check_short_finish_and_endless_fail("UNAVAILABLE: the server is shutting down")
     wait_for(lambda: not runs(old), "the end of the old process")
     wait_for(lambda: regions(server) == num_regions, "the end of its shared memory")
     assert len(list(server.directory.glob("minisgl-*"))) == 1
-    assert generate(server, input_ids=[1], max_tokens=3)["text_output"]
+    assert generate(server, input_ids=[1], max_tokens=3, temperature=0.0)["text_output"]
 
 
 @pytest.mark.parametrize("model", ["detokenizer", "tokenizer"])
@@ -135,7 +135,7 @@ def test_reload_of_a_text_model(server: TritonServer, model: str) -> None:
         (server.repository / model / "1" / "model.py").touch()
         post(server, f"/v2/repository/models/{model}/load")
         assert through.next() and direct.next()
-        assert generate(server, input_ids=[1], max_tokens=3)["text_output"]
+        assert generate(server, input_ids=[1], max_tokens=3, temperature=0.0)["text_output"]
         assert len(stubs(server, model)) == 2
     wait_for(lambda: not runs(old), "the end of the old process")
     wait_for(lambda: Metrics(server)["vllm:num_requests_running"] == 0, "an idle engine")

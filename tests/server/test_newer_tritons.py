@@ -30,6 +30,7 @@ from tests.server.client import Call, generate, wait_for
 from tests.server.conftest import paced_repository, running
 from tests.server.test_lifecycle import stubs
 from tests.server.test_supervision import ENDLESS, PATIENCE_S, Supervised, ending
+from tests.waiting import wait_until
 
 STUCK = """\
 import time
@@ -169,7 +170,7 @@ def test_another_tritonserver_is_run_if_the_environment_names_it(
     with running() as server:
         with urllib.request.urlopen(server.url("/v2"), timeout=PATIENCE_S) as response:
             assert json.load(response)["name"] == "another"
-        assert generate(server, input_ids=[1], max_tokens=2)["text_output"]
+        assert generate(server, input_ids=[1], max_tokens=2, temperature=0.0)["text_output"]
 
 
 class LateServer(ThreadingHTTPServer):
@@ -215,13 +216,16 @@ def test_an_engine_that_was_paused_serves_on(tmp_path: Path) -> None:
                 (front.pid,) = stubs(server, "llm_engine")
                 for _ in range(2):
                     os.kill(front.pid, signal.SIGSTOP)
+                    wait_until(front.is_stopped)
                     assert ask(url, timeout_s=PATIENCE_S) is Readiness.NOT_READY
                     os.kill(front.pid, signal.SIGCONT)
                     assert ask(url) is Readiness.READY
                     wait_for(lambda: bool(call.next()), "a token")
                     time.sleep(1.0)  # it would drain within that time
                     assert call.next()
-                    assert generate(server, input_ids=[1], max_tokens=2)["text_output"]
+                    assert generate(server, input_ids=[1], max_tokens=2, temperature=0.0)[
+                        "text_output"
+                    ]
         finally:
             front.shutdown()
             thread.join()

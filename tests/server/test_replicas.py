@@ -20,7 +20,7 @@ from tests.server.test_supervision import PATIENCE_S, Supervised
 from tests.waiting import wait_until
 
 OPTIONS = {"data_parallel_size": "2", "num_pages": "512", "drain_timeout_s": "1"}
-LONG: dict[str, Any] = {"max_tokens": 600, "ignore_eos": True, "stream": True}
+LONG: dict[str, Any] = {"max_tokens": 1200, "ignore_eos": True, "stream": True}
 LOST = "INTERNAL: the replica that served the request has ended"
 
 
@@ -41,6 +41,12 @@ def replicas_of(world: Supervised) -> list[dict[str, Any]]:
 
 def pids_of(world: Supervised) -> list[int]:
     return [replica["pid"] for replica in replicas_of(world) if replica["pid"] is not None]
+
+
+def keep_on_one_core(pid: int) -> None:
+    """Let this process run beside replicas, whose answers would be over before it has seen any."""
+    for thread in os.listdir(f"/proc/{pid}/task"):
+        os.sched_setaffinity(int(thread), {max(os.sched_getaffinity(0))})
 
 
 def text_of(world: Supervised, prompt: str) -> str:
@@ -85,10 +91,12 @@ def test_a_killed_replica_costs_only_its_own_streams(world: Supervised) -> None:
     before, server = world.num_recoveries(), world.server
     num_failed = world.stats("llm_engine")["failed"].get("INTERNAL", 0)
     prompts = [[number, 2, 3] for number in range(6)]
+    victim, other = pids = pids_of(world)
+    for pid in pids:
+        keep_on_one_core(pid)
     calls = [Call(world.server, "llm_engine", **LONG, input_ids=prompt) for prompt in prompts]
     for call in calls:
         assert call.next(PATIENCE_S) is not None
-    victim, other = pids_of(world)
     num_hit = replicas_of(world)[0]["stats"]["num_open"]
     os.kill(victim, signal.SIGKILL)
     with ThreadPoolExecutor(len(calls)) as pool:

@@ -101,7 +101,9 @@ class Supervised:
 
     def answers(self) -> bool:
         """Whether a new request is served."""
-        return bool(generate(self.server, input_ids=[1], max_tokens=3)["text_output"])
+        return bool(
+            generate(self.server, input_ids=[1], max_tokens=3, temperature=0.0)["text_output"]
+        )
 
     def close(self) -> None:
         # 24.10 cannot unload a model that was lost with requests

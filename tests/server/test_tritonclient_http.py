@@ -63,7 +63,7 @@ def test_statistics_count_requests(
         return successes
 
     before = count()
-    assert generate(server, text_input="Hello", max_tokens=2)["text_output"]
+    assert generate(server, text_input="Hello", max_tokens=2, temperature=0.0)["text_output"]
     wait_until(lambda: count() > before)
 
 

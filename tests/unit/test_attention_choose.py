@@ -8,20 +8,28 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from minisgl_backend import packages
 from minisgl_backend.attention import choose, flash_infer
 from minisgl_backend.attention.base import (
     AttentionSetting,
     AttentionShape,
+    DecodeRows,
+    GroupedDecode,
     KVHeads,
+    LayerAttention,
     PagedAttention,
+    ScheduledDecode,
 )
 from minisgl_backend.attention.own_kernels import InvariantAttention, TritonDecode, TritonPrefill
 from minisgl_backend.attention.sdpa import SdpaAttention
 from minisgl_backend.errors import ConfigError
+from minisgl_backend.plan import NO_GROUPS, Groups
+from minisgl_backend.request import IntArray
 
 PYPROJECT = Path(__file__).parents[2] / "pyproject.toml"
 SETTING = AttentionSetting(
@@ -65,6 +73,90 @@ def test_each_kind_of_heads_has_a_backend_of_its_own() -> None:
     assert attention.name == "triton+sdpa"  # heads of 512 are too large for the kernels
     assert not attention.can_capture and not attention.captures_chunks
     assert choice("sdpa", shape=shape).name == "sdpa"
+
+
+class Scheduled:
+    """Decode attention by a schedule, which notes what it is told."""
+
+    def __init__(self, setting: AttentionSetting) -> None:
+        self.lengths: list[int] = []
+        self.tables: list[Tensor] = []
+
+    def plan_rows(self, rows: DecodeRows) -> LayerAttention:
+        self.tables.append(rows.page_table)
+        return lambda out, q, kv, layer: None
+
+    def schedule_rows(self, lengths: IntArray) -> None:
+        self.lengths += lengths.tolist()
+
+
+def test_layers_with_window_pages_have_a_schedule_and_a_table_of_their_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: list[Scheduled] = []
+
+    def make(setting: AttentionSetting) -> Scheduled:
+        made.append(Scheduled(setting))
+        return made[-1]
+
+    kind = replace(choose._DECODE["triton"], make=make)
+    monkeypatch.setattr(choose, "_DECODE", {**choose._DECODE, "triton": kind})
+    shape = replace(SETTING.shape, windows=(None, 8, None)).for_context(100)
+    attention = choice("triton", shape=shape, device=ACCELERATOR)
+    assert attention.can_capture and not attention.captures_chunks
+    assert isinstance(attention.decode, ScheduledDecode)
+    attention.decode.schedule_rows(np.array([3, 4], np.int32))
+    assert [backend.lengths for backend in made] == [[3, 4], [3, 4]]
+    pages, window_pages = torch.zeros(2, 4), torch.ones(2, 4)
+    rows = DecodeRows(
+        rows=torch.arange(2),
+        lengths=torch.ones(2),
+        page_table=pages,
+        window_table=window_pages,
+    )
+    attention.decode.plan_rows(rows)
+    assert made[0].tables == [pages] and made[1].tables == [window_pages]
+    assert shape.kinds[1][1] == (1,) and shape.kinds[1][0].window_pages
+
+
+class TakesGroups:
+    """Decode attention that reads groups together."""
+
+    def __init__(self, setting: AttentionSetting) -> None:
+        self.setting = setting
+        self.planned: list[DecodeRows] = []
+
+    def plan_rows(self, rows: DecodeRows) -> LayerAttention:
+        self.planned.append(rows)
+        return lambda out, q, kv, layer: None
+
+    def take_groups(self, groups: Groups) -> bool:
+        return self.setting.grouped
+
+
+def test_groups_share_pages_and_no_window_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[TakesGroups] = []
+
+    def make(setting: AttentionSetting) -> TakesGroups:
+        made.append(TakesGroups(setting))
+        return made[-1]
+
+    kind = replace(choose._DECODE["triton"], make=make)
+    monkeypatch.setattr(choose, "_DECODE", {**choose._DECODE, "triton": kind})
+    shape = replace(SETTING.shape, windows=(8, None)).for_context(100)
+    attention = choice("triton", shape=shape, grouped=True, device=ACCELERATOR)
+    assert attention.reads_groups and isinstance(attention.decode, GroupedDecode)
+    assert [backend.setting.grouped for backend in made] == [False, True]
+    assert attention.decode.take_groups(NO_GROUPS)
+    rows = DecodeRows(
+        rows=torch.arange(2),
+        lengths=torch.ones(2),
+        page_table=torch.zeros(2, 4),
+        window_table=torch.ones(2, 4),
+        grouped=True,
+    )
+    attention.decode.plan_rows(rows)
+    assert [backend.planned[0].grouped for backend in made] == [False, True]
 
 
 def test_batch_invariance_has_one_backend() -> None:

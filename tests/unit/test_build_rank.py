@@ -1,9 +1,11 @@
-"""What a rank takes of a GPU: which steps are captured, and what does not fit or cannot be."""
+"""What a rank takes of a GPU: which steps are captured, and what does not fit or cannot be; and
+what its planner is told."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
@@ -14,7 +16,9 @@ import torch
 from minisgl_backend import build_rank
 from minisgl_backend.attention.base import AttentionSetting, AttentionShape, PagedAttention
 from minisgl_backend.attention.sdpa import SdpaAttention
+from minisgl_backend.build import build_scheduler
 from minisgl_backend.build_rank import graph_sizes, max_captured_batch_size
+from minisgl_backend.cache.kv import KVCache
 from minisgl_backend.config import DEMO_MODEL, EngineOptions
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.execution import capture
@@ -22,8 +26,11 @@ from minisgl_backend.execution.storage import bytes_per_page
 from minisgl_backend.models.catalog import load_spec
 from minisgl_backend.parallel.group import OneRank
 from minisgl_backend.parallel.place import Place
+from minisgl_backend.parts import STANDARD
 from minisgl_backend.progress import Progress, unseen
 from minisgl_backend.resolve import Resolved
+from minisgl_backend.runtime.engine import EngineInfo
+from minisgl_backend.scheduling.scheduler import Scheduler, SchedulerConfig
 
 SDPA = SdpaAttention(
     AttentionSetting(
@@ -296,3 +303,46 @@ def test_larger_batches_are_captured_on_large_gpus(
 ) -> None:
     chosen = EngineOptions(**{"max_running_requests": 512, **options})
     assert max_captured_batch_size(chosen, gib * 2**30) == most
+
+
+@pytest.mark.parametrize(
+    ("device", "reads_groups", "options", "bound"),
+    [
+        ("cuda", True, {}, 1024),
+        ("cuda", False, {}, 0),
+        ("cpu", True, {}, 256),
+        ("cpu", False, {}, 256),
+        ("cuda", True, {"schedule_policy": "lpm"}, 64),
+        ("cuda", True, {"max_overtaken": 5}, 5),
+    ],
+)
+def test_how_many_may_pass_a_waiting_request(
+    device: str, reads_groups: bool, options: dict[str, Any], bound: int
+) -> None:
+    info = EngineInfo(
+        model="m",
+        folder="/m",
+        architecture="A",
+        device=device,
+        dtype="bfloat16",
+        weights="plain",
+        attention_backend="a",
+        vocab_size=100,
+        eos_token_ids=(),
+        max_sequence_length=200,
+        page_size=16,
+        num_pages=50,
+        max_running_requests=2,
+        max_queued_requests=9,
+        max_queued_tokens=999,
+        reads_groups=reads_groups,
+    )
+    configs = []
+
+    def scheduler(cache: KVCache, config: SchedulerConfig) -> Scheduler:
+        configs.append(config)
+        return Scheduler(cache, config)
+
+    build_scheduler(EngineOptions(**options), info, replace(STANDARD, scheduler=scheduler))
+    assert configs[0].max_overtaken == bound
+    assert configs[0].names_groups == reads_groups

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from minisgl_backend.cache.kv import Lease, NaiveCache, RadixCache, Verified
+from minisgl_backend.cache.kv import Lease, Verified
+from minisgl_backend.cache.naive_cache import NaiveCache
+from minisgl_backend.cache.radix_cache import RadixCache
 from minisgl_backend.plan import Groups
 
 PAGE_SIZE = 4

@@ -7,7 +7,9 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from minisgl_backend.cache.kv import KVCache, Lease, NaiveCache, RadixCache, Verified
+from minisgl_backend.cache.kv import KVCache, Lease, Verified
+from minisgl_backend.cache.naive_cache import NaiveCache
+from minisgl_backend.cache.radix_cache import RadixCache
 from minisgl_backend.errors import InvariantError
 from minisgl_backend.request import IntArray
 

@@ -104,3 +104,12 @@ def test_serving_and_asking_need_no_benchmarks_or_checks(command: str) -> None:
         "assert not packages & {'minisgl_bench', 'minisgl_check', 'minisgl_kit', 'unittest'}"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_adapters_of_a_node_other_than_0_are_read_too() -> None:
+    """All nodes may be started by one command, so a node must know what node 0 was given."""
+    nodes = ["--nnodes", "2", "--node-rank", "1", "--rendezvous", "127.0.0.1:1"]
+    given = ["--model", "anything", *nodes, "--health-port", "0", "--lora-module", "chat"]
+    result = CliRunner().invoke(main, ["serve", *given])
+    assert result.exit_code == 2
+    assert "--lora-module must be NAME=PATH without commas, got 'chat'" in result.output

@@ -294,7 +294,7 @@ def test_logprobs_come_with_the_tokens(executor: ModelExecutor) -> None:
 def test_what_a_step_raises_is_raised_by_its_tokens(
     executor: ModelExecutor, model: Decoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(*inputs: object) -> Tensor:
+    def fail(*inputs: object, **named: object) -> Tensor:
         raise RuntimeError("the device is gone")
 
     monkeypatch.setattr(model, "forward", fail)

@@ -55,6 +55,9 @@ class Silence:
         self.wait("close")
 
     # the followers
+    def start_steps(self, timeout_s: float) -> None:
+        self.channel.start_steps(timeout_s)
+
     def watch_for(self, complaint: Callable[[], str | None]) -> None:
         self.complaint = complaint
 

@@ -9,7 +9,14 @@ import torch
 
 from minisgl_backend.attention.base import AttentionShape, KVHeads
 from minisgl_backend.errors import ConfigError
-from minisgl_backend.execution.storage import KVStorage, bytes_per_page, choose_num_pages
+from minisgl_backend.execution.storage import (
+    KVStorage,
+    WindowRule,
+    bytes_per_page,
+    choose_num_pages,
+)
+from minisgl_backend.models.catalog import parse_spec
+from minisgl_bench.dummy_model import SHAPES
 
 SHAPE = AttentionShape(
     num_heads=4, num_kv_heads=2, head_dim=8, scale=1.0, windows=(None, None, None)
@@ -81,6 +88,74 @@ def test_number_of_pages() -> None:
     assert _choose(100_000, reserved_bytes=20_000) == 39
     assert _choose(10**9) == 499_999  # however few positions all rows can take
     assert _choose(10**15) == 2**31 // 16 - 1  # kernels number positions by int32
+
+
+def test_layers_with_windows_have_pages_of_their_own() -> None:
+    shape = replace(SHAPE, windows=(5, None, 7)).for_context(100)
+    kv = KVStorage(
+        shape,
+        num_pages=6,
+        num_window_pages=3,
+        page_size=4,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+    )
+    assert [len(layer.keys) for layer in kv.layers] == [4, 7, 4]
+    assert (kv.dummy_page, kv.dummy_window_page) == (6, 3)
+    for pages in kv.pages:
+        pages.fill_(1)
+    kv.clear(torch.tensor([5]))
+    kv.clear(torch.tensor([0, 2]), window_pages=True)
+    zeros = [(layer.keys == 0).flatten(1).all(dim=1).nonzero().flatten() for layer in kv.layers]
+    assert [of_layer.tolist() for of_layer in zeros] == [[0, 2], [5], [0, 2]]
+    assert not SHAPE.for_context(100).window_pages, "no layer has a window"
+    assert not replace(SHAPE, windows=(5, 5, 5)).for_context(100).window_pages
+    assert not replace(SHAPE, windows=(5, None, 7)).for_context(7).window_pages
+
+
+@pytest.mark.parametrize(("max_rows", "gain"), [(256, 1.85), (16, 1.95)])
+def test_long_contexts_take_the_memory_of_layers_without_windows(
+    max_rows: int, gain: float
+) -> None:
+    """Tokens of context in 40 GiB: half of the layers of gpt-oss have a window of 128."""
+    shape = parse_spec(SHAPES["gpt-oss-20b"]).attention_shape()
+    sliding = shape.for_context(2**17)
+    rule = WindowRule(
+        window=128,
+        page_size=16,
+        max_rows=max_rows,
+        max_prefill_tokens=8192,
+        page_bytes=bytes_per_page(sliding, 16, torch.bfloat16, window_pages=True),
+    )
+    kept, released = (
+        choose_num_pages(
+            page_bytes=bytes_per_page(of, 16, torch.bfloat16),
+            page_size=16,
+            free_bytes=40 * 2**30,
+            reserved_bytes=0,
+            memory_ratio=1.0,
+            cap_bytes=None,
+            max_rows=max_rows,
+            windows=windows,
+        )
+        for of, windows in ((shape, None), (sliding, rule))
+    )
+    num_window_pages = rule.num_pages(released)
+    print(f"{16 * kept:,} tokens before, {16 * released:,} now, {num_window_pages} window pages")
+    assert gain < released / kept < 2
+    assert num_window_pages >= max_rows * 10
+    taken = (released + 1) * bytes_per_page(sliding, 16, torch.bfloat16)
+    taken += (num_window_pages + 1) * rule.page_bytes
+    page_bytes = bytes_per_page(shape, 16, torch.bfloat16)
+    assert 40 * 2**30 - page_bytes < taken <= 40 * 2**30
+
+
+def test_number_of_window_pages() -> None:
+    rule = WindowRule(window=1024, page_size=16, max_rows=8, max_prefill_tokens=512, page_bytes=1)
+    assert rule.num_pages(20) == 20  # as many as a sequence of that length takes
+    assert rule.num_pages(100) == 66  # a window, and two pages
+    assert rule.num_pages(1000) == 500
+    assert rule.num_pages(10_000) == 8 * 66 + 2 * 33
 
 
 def test_no_memory_for_a_page_is_an_error_with_numbers() -> None:

@@ -9,26 +9,33 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from minisgl_backend.experts_spec import ClampedGate, ExpertsSpec, RoutingRule
-from minisgl_backend.kernels.expert_cut import bits_of, cut_of, cuts, fits, knows
-from minisgl_backend.weight_format import CONVERTED_FP8, Encoding
+from minisgl_backend.kernels.expert_cut import cut_of, cuts, fits, knows
+from minisgl_backend.kernels.linear_cut import PLAIN, Numbers
+from minisgl_backend.weight_format import CONVERTED_FP8, Encoding, Layout, WeightFormat
 
 SHARED_BYTES = 227 * 1024
 """Of a multiprocessor on Hopper that one thread block has to itself; each needs 1 KiB more."""
 
 
-@pytest.mark.parametrize("bits", [16, 8])
+INT4 = WeightFormat(layout=Layout.AWQ, encoding=Encoding.INT4, block=(1, 128), symmetric=False)
+MXFP4 = WeightFormat(layout=Layout.MX_STACKED, encoding=Encoding.E2M1, block=(1, 32))
+NUMBERS = {16: PLAIN, 8: Numbers(8, 128, 64), 4: Numbers(4, 256, 2 * 64)}
+"""With a scale for 128 inputs; with more, fewer thread blocks may share a multiprocessor."""
+
+
+@pytest.mark.parametrize("bits", [16, 8, 4])
 def test_all_can_be_compiled(bits: int) -> None:
     for cut in cuts(bits):
         assert cut.features in (64, 128) and cut.tokens in (8, 16, 32, 64, 128)
         assert cut.stages >= 2 and 1 <= cut.resident <= cut.per_processor
-        assert cut.per_processor * (cut.shared_bytes(bits) + 1024) <= SHARED_BYTES + 1024
+        assert cut.per_processor * (cut.shared_bytes(NUMBERS[bits]) + 1024) <= SHARED_BYTES + 1024
 
 
 @given(
     num_tokens=st.integers(1, 8192),
     top_k=st.integers(1, 8),
     num_experts=st.integers(8, 512),
-    bits=st.sampled_from([16, 8]),
+    bits=st.sampled_from([16, 8, 4]),
 )
 def test_more_rows_take_tiles_of_more_rows(
     num_tokens: int, top_k: int, num_experts: int, bits: int
@@ -41,10 +48,17 @@ def test_more_rows_take_tiles_of_more_rows(
 
 
 def test_sizes() -> None:
-    """Those of the published 30B model, on 1 to 4 ranks."""
-    assert [fits(2048, 768 // ranks, 16) for ranks in (1, 2, 4)] == [True, True, True]
-    assert [fits(2048, 768 // ranks, 8) for ranks in (1, 2, 4)] == [True, True, False]
-    assert not fits(2048, 96, 16) and not fits(2048 + 64, 768, 16)
+    """Those of Qwen3-30B-A3B and gpt-oss-20b, on 1 to 8 ranks."""
+    for form, most in ((None, 4), (CONVERTED_FP8, 8), (INT4, 8)):
+        fitting = [ranks for ranks in (1, 2, 4, 8) if fits(2048, 768 // ranks, form)]
+        assert max(fitting) == most and len(fitting) == most.bit_length()
+    assert [fits(2880, 2880 // ranks, MXFP4) for ranks in (1, 2, 4)] == [True, True, False]
+    assert not fits(2880, 2880, None) and not fits(2048 + 64, 768, None)
+    assert not fits(2048, 768, replace(INT4, reorders=True))
+    assert not fits(2048, 768, replace(INT4, block=(1, 48)))
+    assert not fits(2048, 768 + 16, INT4) and not fits(2048 + 8, 768, INT4)
+    for block in ((1, None), (None, None), (1, 64)):
+        assert fits(2048, 768, replace(CONVERTED_FP8, block=block))
 
 
 def test_what_kernels_know() -> None:
@@ -52,16 +66,8 @@ def test_what_kernels_know() -> None:
     spec = ExpertsSpec(routing=rule, intermediate_size=768)
     assert knows(spec)
     assert knows(replace(spec, routing=replace(rule, sigmoid=True, corrected=True, scale=2.5)))
-    assert not knows(replace(spec, biases=True))
-    assert not knows(replace(spec, gate=ClampedGate(alpha=1.7, limit=7.0)))
+    assert knows(replace(spec, biases=True, gate=ClampedGate(alpha=1.7, limit=7.0)))
     assert not knows(replace(spec, routing=replace(rule, num_groups=8, top_groups=4)))
+    assert not knows(replace(spec, routing=replace(rule, scaled=True)))
     assert not knows(replace(spec, routing=replace(rule, num_experts=2048)))
     assert not knows(replace(spec, routing=replace(rule, top_k=64)))
-
-
-def test_formats() -> None:
-    assert bits_of(CONVERTED_FP8) == 8
-    assert bits_of(replace(CONVERTED_FP8, block=(1, None))) == 8
-    assert bits_of(replace(CONVERTED_FP8, block=(None, None))) == 8
-    assert bits_of(replace(CONVERTED_FP8, block=(1, 64))) is None
-    assert bits_of(replace(CONVERTED_FP8, encoding=Encoding.INT8)) is None

@@ -19,21 +19,26 @@ from minisgl_backend.attention.base import Chunks, DecodeRows, PagedKV
 from minisgl_backend.attention.own_kernels import TritonDecode, TritonPrefill
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.execution.decode_graphs import batch_sizes
-from minisgl_backend.experts_spec import RoutingRule
+from minisgl_backend.experts_spec import ClampedGate, RoutingRule
 from minisgl_backend.kernels import moe, wide_linear
 from minisgl_backend.kernels.activation import silu_mul_reference
+from minisgl_backend.kernels.adapters import AdaptedTokens, arrange_tokens, arranged_size
 from minisgl_backend.kernels.packed_weight import CodesKind, PackedWeight, dequantize_weight
 from minisgl_backend.kernels.quantized import dequantized, quantize
 from minisgl_backend.kernels.rope_store import TokenPlaces, qk_norm_rope_store_reference
 from minisgl_backend.kernels.rows import RowTable, StepInputs, begin_decode, keep_sampled
 from minisgl_backend.kernels.sampling_table import ONCE
 from minisgl_backend.layers.experts import ExpertsMLP
-from minisgl_backend.models.build import build_model
+from minisgl_backend.models.adapter_files import open_adapter
+from minisgl_backend.models.adapter_slots import AdapterSlots
+from minisgl_backend.models.build import build_model, has_expert_kernels
 from minisgl_backend.models.catalog import load_spec
 from minisgl_backend.models.decoder import Decoder
 from minisgl_backend.models.spec import ModelSpec
 from minisgl_backend.parallel.group import Group, OneRank
 from minisgl_backend.weight_format import Encoding, Layout, Rule, WeightFormat, WeightFormats
+from minisgl_kit.adapters import write_adapter
+from tests.conformance.adapter_folders import merged
 from tests.conformance.checkpoints import (
     CONTEXT,
     VOCAB_SIZE,
@@ -41,11 +46,13 @@ from tests.conformance.checkpoints import (
     write_broad_experts_checkpoint,
     write_checkpoint,
 )
+from tests.conformance.quantized_checkpoints import write_quantized
 from tests.parallel.threads import on_ranks
 
 CPU = torch.device("cpu")
 PAGE_SIZE = 4
 NUM_PAGES = 32
+MAX_RANK = 16
 
 
 def load(
@@ -55,6 +62,7 @@ def load(
     fused: bool,
     spec: ModelSpec | None = None,
     whole_experts: bool = False,
+    keeps_experts: Callable[[WeightFormat], bool] | None = None,
 ) -> Decoder:
     """Over pages of its own; with a ``spec`` of quantized weights, which are kept."""
     model = build_model(
@@ -68,6 +76,7 @@ def load(
         fused_experts=fused,
         whole_experts=whole_experts,
         keep_quantized=spec is not None,
+        keeps_experts=keeps_experts,
     )
     model.bind_pages(pages_of(model))
     return model
@@ -120,24 +129,36 @@ class TwinCores:
 
     most_tokens = 20
 
-    def linear(self, shape: Sequence[int], *, gated: bool, codes: CodesKind | None) -> Any:
+    def linear(
+        self,
+        shape: Sequence[int],
+        *,
+        gated: bool,
+        codes: CodesKind | None,
+        takes_added: bool = False,
+    ) -> Any:
         def gemm(
             x: Tensor,
             weight: Tensor | PackedWeight,
             *,
             squares: Tensor | None,
             eps: float,
-            bias: Tensor | None,
+            bias: Tensor | None = None,
+            added: Tensor | None = None,
             pdl: bool,
         ) -> Tensor:
             assert weight.shape == shape and not pdl  # a CPU starts nothing early
             assert (codes is not None) == isinstance(weight, PackedWeight)
+            assert added is None or takes_added
             y = self._linear(x, weight, squares, eps, bias)
+            y = y if added is None else y + added
             return silu_mul_reference(y) if gated else y
 
         return self._kernel(gemm)
 
-    def residual(self, shape: Sequence[int], *, codes: CodesKind | None) -> Any:
+    def residual(
+        self, shape: Sequence[int], *, codes: CodesKind | None, takes_added: bool = False
+    ) -> Any:
         def add(
             x: Tensor,
             weight: Tensor | PackedWeight,
@@ -145,9 +166,10 @@ class TwinCores:
             norm_weight: Tensor,
             *,
             bias: Tensor | None,
+            changes: bool,
             pdl: bool,
         ) -> tuple[Tensor, Tensor]:
-            assert weight.shape == shape
+            assert weight.shape == shape and (takes_added or not changes)
             residual.add_(self._linear(x, weight, None, 0.0, bias))
             squares = torch.stack([half.square().sum(1) for half in residual.chunk(2, 1)])
             return residual * norm_weight, squares
@@ -164,6 +186,7 @@ class TwinCores:
         page_size: int,
         fp8: bool,
         codes: CodesKind | None,
+        takes_added: bool = False,
     ) -> Any:
         def heads(
             x: Tensor,
@@ -179,12 +202,16 @@ class TwinCores:
             bias: Tensor | None,
             q_weight: Tensor | None,
             k_weight: Tensor | None,
+            added: Tensor | None,
             pdl: bool,
             **scales: Any,
         ) -> Tensor:
             assert weight.shape == ((num_heads + 2 * num_kv_heads) * head_dim, in_features)
             assert page_size == PAGE_SIZE and not fp8
             qkv = self._linear(x, weight, squares, eps, bias)
+            if added is not None:
+                assert takes_added
+                qkv = qkv + added
             places = TokenPlaces(positions, slots, cos_sin)
             head_weights = None
             if q_weight is not None and k_weight is not None:
@@ -236,10 +263,28 @@ def test_a_prompt_then_a_token_on_tensor_cores(
         model.use_tensor_cores(cores)
         check_prompt_then_token(model, *prompt)
 
-    if size == 1:
-        check(OneRank())
-    else:
-        on_ranks(size, check)
+    on_ranks(size, check)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("length", [5, 40])
+@pytest.mark.parametrize("case", ["llama-biases", "qwen3", "broad"])
+def test_an_adapter_on_tensor_cores(case: str, length: int, size: int, tmp_path: Path) -> None:
+    """What is added to a GEMM, or to the residual stream before one; of 40 tokens to others."""
+    theirs = write(case, tmp_path)
+    path = write_adapter(tmp_path / "adapter", load_spec(tmp_path), rank=12)
+    prompt = a_prompt(merged(theirs, path), length)
+
+    def check(group: Group) -> None:
+        model = load(tmp_path, group, fused=True)
+        slots = AdapterSlots(model, 2, MAX_RANK, CPU)
+        file = open_adapter(path, slots.projections, slots.names, max_rank=MAX_RANK)
+        slots.write(2, slots.shape_of(file), slots.pack(file))
+        cores: Any = TwinCores()
+        model.use_tensor_cores(cores)
+        check_prompt_then_token(model, *prompt, slot=2)
+
+    on_ranks(size, check)
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -280,20 +325,23 @@ def test_packed_weights_are_computed_by_kernels(
         model.use_tensor_cores(cores)
         check_prompt_then_token(model, *prompt)
 
-    if size == 1:
-        check(OneRank())
-    else:
-        on_ranks(size, check)
+    on_ranks(size, check)
 
 
 class TwinExperts:
     """Stands in for ``HopperExperts``: makes twins of its kernels."""
 
     def kernels(
-        self, rule: RoutingRule, held: tuple[int, int], *shapes: object, bits: int, wide: bool
+        self,
+        rule: RoutingRule,
+        held: tuple[int, int],
+        *shapes: object,
+        kinds: tuple[CodesKind, CodesKind] | None,
+        gate: ClampedGate | None,
+        wide: bool,
     ) -> Any:
         begin, end = held
-        assert bits == 16 and wide  # of weights in float32
+        assert wide  # of weights in float32
 
         def compute(
             x: Tensor,
@@ -306,7 +354,8 @@ class TwinExperts:
             eps: float,
             pdl: bool,
         ) -> tuple[Tensor, moe.Choices]:
-            assert experts.shapes == shapes and not pdl
+            assert experts.shapes == shapes and experts.kinds == kinds and not pdl
+            assert experts.gate == gate
             scale = torch.ones(len(x), 1)
             if squares is not None:
                 scale = (squares.sum(0)[:, None] / x.shape[1] + eps).rsqrt()
@@ -343,10 +392,31 @@ def test_experts_behind_tensor_cores(
         model.use_tensor_cores(cores)
         check_prompt_then_token(model, *prompt)
 
-    if size == 1:
-        check(OneRank())
-    else:
-        on_ranks(size, check)
+    on_ranks(size, check)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize(
+    "case", ["fp8-blocks-moe", "awq-64-moe", "gptq-8-bits-moe", "mxfp4-gpt-oss"]
+)
+def test_experts_in_codes_behind_kernels(case: str, size: int, tmp_path: Path) -> None:
+    """Packed for kernels, of which the ranks hold whole experts each."""
+    prompt = a_prompt(write_quantized(case, tmp_path), 12)
+    spec = load_spec(tmp_path)
+
+    def keeps(form: WeightFormat) -> bool:
+        return has_expert_kernels(form, spec, 1)
+
+    def check(group: Group) -> None:
+        model = load(tmp_path, group, fused=False, whole_experts=True, keeps_experts=keeps)
+        make: Any = TwinExperts()
+        experts = [layer.mlp for layer in model.layers if isinstance(layer.mlp, ExpertsMLP)]
+        for module in experts:
+            module.use_kernels(make)
+            assert module.weights.kinds is not None
+        check_prompt_then_token(model, *prompt)
+
+    on_ranks(size, check)
 
 
 def write(case: str, folder: Path) -> Any:
@@ -364,8 +434,19 @@ def a_prompt(theirs: Any, length: int) -> tuple[Tensor, Tensor, Tensor]:
     return ids, expected, torch.randperm(NUM_PAGES).int().view(2, -1)
 
 
-def check_prompt_then_token(ours: Decoder, ids: Tensor, expected: Tensor, table: Tensor) -> None:
-    """Prefill all but the last of ``ids``, then decode it."""
+def of_slot(num_tokens: int, slot: int) -> AdaptedTokens | None:
+    """All tokens with the adapter in a slot, of which 0 is none."""
+    size = arranged_size(num_tokens, slot, num_tokens)
+    slots = np.full(num_tokens, slot, np.int32)
+    ranks = np.full(slot + 1, MAX_RANK, np.int32)
+    content = arrange_tokens(slots, ranks, block=num_tokens, size=size)
+    return AdaptedTokens(torch.from_numpy(content), num_tokens, num_tokens) if slot else None
+
+
+def check_prompt_then_token(
+    ours: Decoder, ids: Tensor, expected: Tensor, table: Tensor, *, slot: int = 0
+) -> None:
+    """Prefill all but the last of ``ids``, then decode it, with the adapter in a slot."""
     shape = ours.spec.attention_shape(ours.group.size)
     length = len(ids) - 1
     with torch.inference_mode():
@@ -390,7 +471,7 @@ def check_prompt_then_token(ours: Decoder, ids: Tensor, expected: Tensor, table:
             attend_chunks(out, q, layer_kv, layer)
             return out
 
-        hidden = ours(ids[:-1], positions, slots, of_chunk)
+        hidden = ours(ids[:-1], positions, slots, of_chunk, adapted=of_slot(length, slot))
         torch.testing.assert_close(ours.logits(hidden), expected[:-1], atol=2e-3, rtol=2e-3)
 
         decode = TritonDecode(shape, max_batch_size=1, device=CPU)
@@ -402,14 +483,14 @@ def check_prompt_then_token(ours: Decoder, ids: Tensor, expected: Tensor, table:
             )
         )
         last = torch.tensor([length])
-        slot = table[1, last // PAGE_SIZE] * PAGE_SIZE + last % PAGE_SIZE
+        place = table[1, last // PAGE_SIZE] * PAGE_SIZE + last % PAGE_SIZE
 
         def of_row(q: Tensor, layer_kv: PagedKV, layer: int) -> Tensor:
             out = torch.empty(q.shape, dtype=q.dtype)
             attend_rows(out, q, layer_kv, layer)
             return out
 
-        hidden = ours(ids[-1:], last, slot, of_row)
+        hidden = ours(ids[-1:], last, place, of_row, adapted=of_slot(1, slot))
         torch.testing.assert_close(ours.logits(hidden), expected[-1:], atol=2e-3, rtol=2e-3)
 
 

@@ -12,7 +12,13 @@ import pytest
 
 from minisgl_backend.attention.base import KVHeads
 from minisgl_backend.errors import ConfigError
-from minisgl_backend.experts_spec import ClampedGate, ExpertsSpec, RoutingRule, SharedExpert
+from minisgl_backend.experts_spec import (
+    ClampedGate,
+    ExpertsSpec,
+    GeluGate,
+    RoutingRule,
+    SharedExpert,
+)
 from minisgl_backend.models.catalog import ARCHITECTURES, load_spec, parse_spec
 from minisgl_backend.models.config_json import ConfigReader, read_json
 from minisgl_backend.models.spec import LayerInputs, MoeSpec
@@ -705,7 +711,6 @@ def test_small_gemma_4_reads_keys_of_other_layers_and_inputs_of_each_layer() -> 
     assert spec.layer_inputs == LayerInputs(size=256, vocab_size=262_144)
     assert "model.layers.15.self_attn.k_proj." in spec.names.left_out
     refused: dict[str, Any] = {
-        "enable_moe_block": True,
         "num_kv_shared_layers": 33,
         "vocab_size_per_layer_input": 100,
         "use_bidirectional_attention": "all",
@@ -713,6 +718,40 @@ def test_small_gemma_4_reads_keys_of_other_layers_and_inputs_of_each_layer() -> 
     for key, value in refused.items():
         with pytest.raises(ConfigError, match=key):
             parse_spec({**GEMMA_4_E2B, key: value})
+
+
+def test_gemma_4_has_experts_beside_each_block() -> None:
+    text: dict[str, Any] = {
+        "attention_k_eq_v": True,
+        "enable_moe_block": True,
+        "global_head_dim": 512,
+        "hidden_size": 2816,
+        "hidden_size_per_layer_input": 0,
+        "intermediate_size": 2112,
+        "moe_intermediate_size": 704,
+        "num_attention_heads": 16,
+        "num_experts": 128,
+        "num_global_key_value_heads": 2,
+        "num_hidden_layers": 30,
+        "num_key_value_heads": 8,
+        "sliding_window": 1024,
+        "top_k_experts": 8,
+    }
+    config = {"architectures": ["Gemma4ForConditionalGeneration"], "text_config": text}
+    spec = parse_spec(config)
+    rule = RoutingRule(num_experts=128, top_k=8, normalize=True, scaled=True)
+    assert spec.moe == MoeSpec(
+        experts=ExpertsSpec(
+            routing=rule, intermediate_size=704, gate=GeluGate(), router="router.proj"
+        ),
+        layers=frozenset(range(30)),
+        beside=True,
+    )
+    assert 25e9 < spec.num_parameters < 26e9
+    for key in ("num_experts", "top_k_experts", "moe_intermediate_size"):
+        missing = {**text, key: None}
+        with pytest.raises(ConfigError, match=key):
+            parse_spec({**config, "text_config": missing})
 
 
 def test_the_smallest_gemma_3_has_text_only() -> None:

@@ -81,7 +81,8 @@ def test_merged_tensors_are_taken_apart(checkpoints: Path) -> None:
     [
         ("model__layers__0__self_attn__qkv_proj__weight", None, "lacks .*k_proj.weight"),
         ("model__layers__0__self_attn__qkv_proj__weight", torch.ones(127, 64), r"\(127, 64\)"),
-        ("model__layers__0__self_attn__qkv_proj__qweight", torch.ones(8, 128), "no qweight is"),
+        ("model__layers__0__self_attn__qkv_proj__lut", torch.ones(8, 128), "no lut is known"),
+        ("model__layers__0__self_attn__qkv_proj__qweight", torch.ones(8, 127), "whose columns"),
         ("model__layers__0__self_attn__q_proj__weight", torch.ones(64, 64), "both hold .*q_proj"),
         ("model__layers__0__self_attn__qkv_proj__bias", torch.ones(128), "no place for .*qkv_proj"),
     ],
@@ -108,6 +109,22 @@ def test_scales_of_merged_tensors_are_taken_apart() -> None:
     for kind in ("weight_scale", "input_scale"):
         assert {part.region for part in weights[kind].values()} == {()}
         assert list(weights[kind]) == [f"layer.{part}_proj.{kind}" for part in "qkv"]
+
+
+def test_codes_of_merged_tensors_are_taken_apart() -> None:
+    names = TensorNames(merged={".gate_up_proj": {"gate_proj": 256, "up_proj": 256}})
+    for kind, shape, own, region in (
+        ("qweight", (16, 64), (16, 32), (slice(0, 16), slice(32, 64))),  # words of 8 outputs
+        ("scales", (3, 512), (3, 256), (slice(0, 3), slice(256, 512))),
+        ("weight_packed", (512, 16), (256, 16), (slice(256, 512),)),
+        ("weight_zero_point", (64, 3), (32, 3), (slice(32, 64),)),
+        ("g_idx", (128,), (128,), ()),
+    ):
+        found = dict(names.weights(f"mlp.gate_up_proj.{kind}", shape))
+        up = found[f"mlp.up_proj.{kind}"]
+        assert list(found) == [f"mlp.{part}_proj.{kind}" for part in ("gate", "up")]
+        assert (up.shape, up.region) == (own, region)
+    assert not dict(names.weights("mlp.gate_up_proj.weight_shape", (2,)))
 
 
 def test_stacked_and_single_experts_are_the_same(checkpoints: Path, tmp_path: Path) -> None:

@@ -36,8 +36,8 @@ ADMISSION = st.builds(
 
 @st.composite
 def plans(draw: st.DrawFn) -> StepPlan:
-    sizes = (draw(st.integers(0, 4)) for _ in range(10))
-    releases, broken, grants, copies, chunks, tokens, saves, decodes, groups, scores = sizes
+    sizes = (draw(st.integers(0, 4)) for _ in range(11))
+    releases, broken, grants, copies, chunks, tokens, saves, decodes, groups, scores, kept = sizes
     return StepPlan(
         step=draw(st.integers(0, 2**63 - 1)),
         released_rows=draw(arrays(releases)),
@@ -69,6 +69,8 @@ def plans(draw: st.DrawFn) -> StepPlan:
         score_starts=draw(arrays(scores)),
         score_lengths=draw(arrays(scores)),
         score_tokens=draw(arrays(tokens)),
+        kept_rows=draw(arrays(kept)),
+        kept_snapshots=draw(arrays(kept)),
     )
 
 

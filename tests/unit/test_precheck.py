@@ -50,15 +50,19 @@ def test_the_device_is_known_where_it_is_named() -> None:
     [
         ({"comm": "gloo"}, None, "comm is for tensor_parallel_size of 2 and more"),
         ({"expert_parallel": True}, None, "expert_parallel is for tensor_parallel_size of 2"),
-        ({"distributed_address": "a:1"}, None, "distributed_address is for tensor_parallel_size"),
-        ({"tensor_parallel_size": 2, "distributed_address": "a"}, None, "must be HOST:PORT"),
+        ({"rendezvous": "a:1"}, None, "rendezvous is for tensor_parallel_size"),
+        ({"tensor_parallel_size": 2, "rendezvous": "a"}, None, "must be HOST:PORT"),
         ({"tensor_parallel_size": 2, "comm": "nccl"}, "cpu", "comm=nccl does not work on cpu"),
         ({"tensor_parallel_size": 2, "comm": "gloo"}, "cuda", "comm=gloo does not work on cuda"),
         ({"moe_backend": "fused"}, "cpu", "moe_backend=fused needs a GPU"),
         ({"cuda_graph_batch_sizes": "1,2"}, "cpu", "cuda_graph_batch_sizes=1,2 needs a GPU"),
         ({"cuda_graph_max_tokens": 8}, "cpu", "cuda_graph_max_tokens=8 needs a GPU"),
         ({"dtype": "float64"}, "cuda", "dtype=float64 is for CPUs"),
-        ({"group_attention": True}, "cuda", "group_attention=true is for CPUs"),
+        (
+            {"group_attention": True, "cache": "naive"},
+            None,
+            "group_attention=true needs cache=radix",
+        ),
         ({"moe_backend": "torch"}, "cuda", "moe_backend=torch on a GPU needs cuda_graph"),
         ({"batch_invariant": True}, "cpu", "batch_invariant=True needs a GPU"),
         *(
@@ -96,19 +100,19 @@ def test_each_replica_may_be_batch_invariant() -> None:
     ],
 )
 def test_ranks_meet_on_this_machine(address: str, message: str) -> None:
-    options = EngineOptions(tensor_parallel_size=2, distributed_address=address)
-    with pytest.raises(ConfigError, match=f"^distributed_address {address} {message}"):
+    options = EngineOptions(tensor_parallel_size=2, rendezvous=address)
+    with pytest.raises(ConfigError, match=f"^rendezvous {address} {message}"):
         check_meeting_point(options)
 
 
 def test_ranks_meet_at_a_port_that_is_free() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        options = EngineOptions(tensor_parallel_size=2, distributed_address=f"127.0.0.1:{port}")
+        options = EngineOptions(tensor_parallel_size=2, rendezvous=f"127.0.0.1:{port}")
         with pytest.raises(ConfigError, match="the port is taken"):
             check_meeting_point(options)
     check_meeting_point(options)
-    check_meeting_point(replace(options, distributed_address=f"localhost:{port}"))
+    check_meeting_point(replace(options, rendezvous=f"localhost:{port}"))
 
 
 @pytest.mark.parametrize(

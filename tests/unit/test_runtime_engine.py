@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from minisgl_backend.cache.kv import Lease, RadixCache
+from minisgl_backend.cache.kv import Lease
+from minisgl_backend.cache.radix_cache import RadixCache
 from minisgl_backend.errors import (
     EngineFailure,
     InvalidRequest,

@@ -8,7 +8,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from minisgl_backend.cache.kv import Lease, NaiveCache, RadixCache
+from minisgl_backend.cache.kv import Lease
+from minisgl_backend.cache.naive_cache import NaiveCache
+from minisgl_backend.cache.radix_cache import RadixCache
 from minisgl_backend.errors import EngineFailure, InvariantError
 from minisgl_backend.plan import NO_TOKEN, SampledTokens, StepPlan
 from minisgl_backend.request import (

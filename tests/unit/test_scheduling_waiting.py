@@ -7,7 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from minisgl_backend.cache.kv import RadixCache, Verified
+from minisgl_backend.cache.kv import Verified
+from minisgl_backend.cache.radix_cache import RadixCache
 from minisgl_backend.errors import InvariantError
 from minisgl_backend.request import IntArray, Request, RequestId
 from minisgl_backend.scheduling.adapter_places import AdapterPlaces

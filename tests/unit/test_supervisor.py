@@ -358,6 +358,35 @@ def test_a_pause_of_the_whole_machine_is_no_hang(
     now_s += 1.0
     fault = detector.look()
     assert fault is not None and fault.what.endswith("hangs: silent for 8.0 s")
+
+
+@pytest.mark.parametrize("answers", [True, None])
+def test_a_pause_while_tritonserver_is_asked_is_no_hang(
+    answers: bool | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Heartbeat(tmp_path, "tokenizer")  # of this process, and silent from now on
+    pause_s = 0.0
+    now_s = time.monotonic()
+    monkeypatch.setattr(faults, "time", SimpleNamespace(monotonic=lambda: now_s))
+
+    class Slow(Healthy):
+        def is_ready(self, *, timeout_s: float) -> bool | None:
+            nonlocal now_s
+            now_s += pause_s
+            return answers
+
+    detector = faults.FaultDetector(cast(TritonServer, Slow(tmp_path)))
+    detector.serves()
+    now_s += 2.0
+    pause_s = 30.0
+    assert detector.look() is None
+    pause_s = 0.0
+    now_s += 2.0
+    assert detector.look() is None
+    for _ in range(20):
+        now_s += 1.0
+        fault = detector.look()
+    assert fault is not None and "hangs: silent for" in fault.what
     detector.close()
 
 

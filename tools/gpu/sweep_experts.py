@@ -1,11 +1,12 @@
-"""``python3 -m tools.gpu.sweep_experts BITS SIZES``: layers of experts by number of tokens.
+"""``python3 -m tools.gpu.sweep_experts FORM SIZES``: layers of experts by number of tokens.
 
-For the GPU machine, in the repository's root, after ``source tools/gpu/activate.sh``. BITS of a
-weight are 16 or 8, SIZES such as 1,16,64. The shape is that of Qwen3-30B-A3B. Each cut of the
-grouped GEMMs is timed within whole layers, from the router's logits to the norm of the sum, in a
-captured graph over the weights of several layers, so that none is in the L2 cache; beside them the
-kernels for single rows and those in Triton. The table has microseconds a layer, and terabytes of
-weights a second. ``kernels.expert_cut`` has the fastest ones.
+For the GPU machine, in the repository's root, after ``source tools/gpu/activate.sh``. FORM is bf16,
+fp8 (blocks of 128 x 128) or int4 (groups of 128, zero points), with the shape of Qwen3-30B-A3B, or
+mxfp4, with that of gpt-oss-20b; SIZES such as 1,16,64. Each cut of the grouped GEMMs is timed
+within whole layers, from the router's logits to the norm of the sum, in a captured graph over the
+weights of several layers, so that none is in the L2 cache; beside them, for bf16, the kernels for
+single rows and those in Triton. The table has microseconds a layer, and terabytes of weights a
+second. ``kernels.expert_cut`` has the fastest ones.
 """
 
 from __future__ import annotations
@@ -14,34 +15,87 @@ import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-from minisgl_backend.experts_spec import RoutingRule
+from minisgl_backend.experts_spec import ClampedGate, RoutingRule
 from minisgl_backend.kernels import moe
 from minisgl_backend.kernels.cuda.experts import GroupedKernel, RoutingKernel
 from minisgl_backend.kernels.expert_cut import ExpertCut
+from minisgl_backend.kernels.linear_cut import PLAIN, Numbers
 from minisgl_backend.kernels.quantized import QuantizedWeight, quantize
 from minisgl_backend.kernels.triton_kernels.expert_rows import launch_expert_rows
 from minisgl_backend.weight_format import Encoding
 
-NUM_EXPERTS, TOP_K, HIDDEN, INNER = 128, 8, 2048, 768
-RULE: Final = RoutingRule(num_experts=NUM_EXPERTS, top_k=TOP_K, normalize=True)
+
+@dataclass(frozen=True)
+class Form:
+    """Of weights, and of layers that have them; quantized in blocks of ``encoding`` unless that is
+    None."""
+
+    num_experts: int
+    top_k: int
+    hidden: int
+    inner: int
+    encoding: Encoding | None = None
+    block: tuple[int, int] = (1, 1)
+    symmetric: bool = True
+    gate: ClampedGate | None = None
+
+    @property
+    def rule(self) -> RoutingRule:
+        return RoutingRule(num_experts=self.num_experts, top_k=self.top_k, normalize=True)
+
+    @property
+    def shapes(self) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
+        up, down = (2 * self.inner, self.hidden), (self.hidden, self.inner)
+        return (self.num_experts, *up), (self.num_experts, *down)
+
+    @property
+    def bits(self) -> int:
+        return 16 if self.encoding is None else self.encoding.bits
+
+    def made(self) -> moe.ExpertWeights:
+        """The weights of a layer."""
+        up, down = (normal(*shape) for shape in self.shapes)
+        if self.encoding is None:
+            return moe.ExpertWeights(up, down)
+        of_up, of_down = (normal(*shape[:2]) if self.gate else None for shape in self.shapes)
+        weights = self._quantized(up), self._quantized(down)
+        return moe.ExpertWeights(*weights, of_up, of_down, self.gate).packed()
+
+    def _quantized(self, weight: Tensor) -> QuantizedWeight:
+        assert self.encoding is not None
+        parts = [quantize(x, self.encoding, self.block, symmetric=self.symmetric) for x in weight]
+        codes, scales = (
+            torch.stack([getattr(p, name) for p in parts]) for name in ("codes", "scales")
+        )
+        zeros = [part.zeros for part in parts if part.zeros is not None]
+        stacked = torch.stack(zeros) if zeros else None
+        return QuantizedWeight(self.encoding, self.block, codes, scales, stacked)
+
+
+QWEN: Final = (128, 8, 2048, 768)
+FORMS: Final = {
+    "bf16": Form(*QWEN),
+    "fp8": Form(*QWEN, Encoding.E4M3, (128, 128)),
+    "int4": Form(*QWEN, Encoding.INT4, (1, 128), symmetric=False),
+    "mxfp4": Form(32, 4, 2880, 2880, Encoding.E2M1, (1, 32), gate=ClampedGate(1.702, 7.0)),
+}
 NUM_LAYERS: Final = 6
-SHAPES: Final = ((NUM_EXPERTS, 2 * INNER, HIDDEN), (NUM_EXPERTS, HIDDEN, INNER))
 KINDS: Final = (
     # features, KiB of shared memory, thread blocks that fit, thread blocks that are launched
     *((64, 112, 2, 1), (64, 112, 2, 2), (64, 74, 3, 3)),
-    *((128, 112, 2, 1), (128, 112, 2, 2), (128, 226, 1, 1)),
+    *((128, 112, 2, 1), (128, 112, 2, 2), (128, 226, 1, 1), (128, 74, 3, 3)),
 )
 WIDTHS: Final = {1: (8,), 64: (8, 16), 128: (8, 16, 32), 256: (16, 32, 64), 8192: (64, 128)}
 """Rows of a tile that are tried, by the largest number of tokens."""
 
-Form = tuple[int, int, int]
+Rows = tuple[int, int, int]
 """Of the kernel for single rows: output features, in_features of an iteration, warps."""
 
 
@@ -56,15 +110,20 @@ class Layer:
     weights: moe.ExpertWeights
 
 
-def cuts_for(num_tokens: int, bits: int) -> Iterator[ExpertCut]:
+def cuts_for(num_tokens: int, form: Form) -> Iterator[ExpertCut]:
     widths = next(of for most, of in WIDTHS.items() if num_tokens <= most)
+    numbers = (
+        PLAIN if form.encoding is None else Numbers(form.bits, 1024 // form.bits, 512 // form.bits)
+    )
     for tokens in widths:
         for features, kib, fit, launched in KINDS:
-            cuts = [ExpertCut(features, tokens, stages, fit, launched) for stages in range(2, 25)]
-            held = [cut for cut in cuts if cut.shared_bytes(bits) <= kib * 1024]
-            # a thread holds sums of half of its tile's tokens, twice with 8 bits
-            if held and tokens * fit * (16 // bits) <= 128:
+            cuts = [ExpertCut(features, tokens, stages, fit, launched) for stages in range(2, 17)]
+            held = [cut for cut in cuts if cut.shared_bytes(numbers) <= kib * 1024]
+            # a thread holds sums of half of its tile's tokens, twice of codes
+            if held and tokens * fit * (1 if form.encoding is None else 2) <= 128:
                 yield held[-1]
+                if form.encoding and tokens * features * fit <= 128 * 16:
+                    yield replace(held[-1], by_warp=True)
 
 
 def seconds(calls: Sequence[Callable[[], object]]) -> float:
@@ -89,23 +148,17 @@ def seconds(calls: Sequence[Callable[[], object]]) -> float:
     return statistics.median(times)
 
 
-def converted(weight: Tensor) -> QuantizedWeight:
-    parts = [quantize(one, Encoding.E4M3, (128, 128)) for one in weight]
-    codes, scales = (torch.stack([getattr(p, name) for p in parts]) for name in ("codes", "scales"))
-    return QuantizedWeight(Encoding.E4M3, (128, 128), codes, scales)
-
-
 def normal(*shape: int) -> Tensor:
     drawn = torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
     return drawn.mul_(shape[-1] ** -0.5)
 
 
-def named(form: Form) -> Any:
+def named(form: Rows) -> Any:
     return dict(zip(("rows", "block", "num_warps"), form, strict=True))
 
 
 def finish(layer: Layer, outputs: Tensor, choices: moe.Choices) -> None:
-    parts = outputs.view(*choices.ids.shape, HIDDEN)
+    parts = outputs.view(*choices.ids.shape, -1)
     moe.add_outputs(parts, choices, None, layer.residual, layer.norm, 1e-6, pdl=True)
 
 
@@ -114,14 +167,15 @@ def in_triton(layer: Layer, route: RoutingKernel) -> None:
     finish(layer, moe.expert_outputs(layer.x, layer.weights, choices), choices)
 
 
-def row_by_row(layer: Layer, route: RoutingKernel, up: Form, down: Form) -> None:
+def row_by_row(layer: Layer, route: RoutingKernel, up: Rows, down: Rows) -> None:
     choices = route(layer.logits, block=0, pdl=True).choices
     ids, num_pairs = choices.ids.flatten(), choices.ids.numel()
-    inner = layer.x.new_empty((num_pairs, INNER))
-    outer = layer.x.new_empty((num_pairs, HIDDEN))
     gate_up, of_down = layer.weights.gate_up, layer.weights.down
     assert isinstance(gate_up, Tensor) and isinstance(of_down, Tensor)
-    launch_expert_rows(inner, layer.x, gate_up, ids, top_k=TOP_K, gated=True, pdl=True, **named(up))
+    inner = layer.x.new_empty((num_pairs, of_down.shape[2]))
+    outer = layer.x.new_empty((num_pairs, of_down.shape[1]))
+    top_k = choices.ids.shape[1]
+    launch_expert_rows(inner, layer.x, gate_up, ids, top_k=top_k, gated=True, pdl=True, **named(up))
     launch_expert_rows(
         outer, inner, of_down, ids, top_k=1, gated=False, early=True, pdl=True, **named(down)
     )
@@ -138,56 +192,54 @@ def in_groups(
     routed = route(layer.logits, block=cut.tokens, pdl=True)
     aligned, choices, (up, down) = routed.alignment, routed.choices, kernels
     assert aligned is not None
-    held = aligned.pairs, aligned.experts, choices.ids.numel()
-    inner = up(layer.x, layer.weights.gate_up, *held, cut=cut, top_k=TOP_K, pdl=True)
-    outer = down(inner, layer.weights.down, *held, cut=cut, top_k=1, early=early, pdl=True)
+    held, top_k = (aligned.pairs, aligned.experts, choices.ids.numel()), choices.ids.shape[1]
+    of = layer.weights
+    fixed: dict[str, Any] = {"cut": cut, "pdl": True}
+    assert not isinstance(of.gate_up, QuantizedWeight) and not isinstance(of.down, QuantizedWeight)
+    inner = up(layer.x, of.gate_up, *held, top_k=top_k, bias=of.gate_up_bias, **fixed)
+    outer = down(inner, of.down, *held, top_k=1, bias=of.down_bias, early=early, **fixed)
     finish(layer, outer, choices)
 
 
-def sweep(bits: int, sizes: Sequence[int], device: torch.device) -> None:
-    blocks = [0, 8, 16, 32, 64, 128]
-    route = RoutingKernel(RULE, (0, NUM_EXPERTS), HIDDEN, device, wide=False, blocks=blocks)
+def sweep(form: Form, sizes: Sequence[int], device: torch.device) -> None:
+    blocks, held = [0, 8, 16, 32, 64, 128], (0, form.num_experts)
+    route = RoutingKernel(form.rule, held, form.hidden, device, wide=False, blocks=blocks)
+    experts = [form.made() for _ in range(NUM_LAYERS)]
+    kinds = experts[0].kinds or (None, None)
 
     def made(cut: ExpertCut) -> list[GroupedKernel]:
         return [
-            GroupedKernel(shape, device, bits=bits, gated=index == 0, cuts=[cut])
-            for index, shape in enumerate(SHAPES)
+            GroupedKernel(shape, device, codes=kind, gated=gated, cuts=[cut], gate=form.gate)
+            for shape, kind, gated in zip(form.shapes, kinds, (True, False), strict=True)
         ]
 
-    all_cuts = {cut for size in sizes for cut in cuts_for(size, bits)}
+    all_cuts = {cut for size in sizes for cut in cuts_for(size, form)}
     with ThreadPoolExecutor(12) as pool:
         kernels = dict(zip(all_cuts, pool.map(made, all_cuts), strict=True))
-    weights = [[normal(*shape) for shape in SHAPES] for _ in range(NUM_LAYERS)]
-    experts = [
-        moe.ExpertWeights(converted(up), converted(down))
-        if bits == 8
-        else moe.ExpertWeights(up, down)
-        for up, down in weights
-    ]
     for size in sizes:
-        sweep_size(size, bits, experts, route, kernels)
+        sweep_size(size, form, experts, route, kernels)
 
 
 def sweep_size(
     size: int,
-    bits: int,
+    form: Form,
     experts: Sequence[moe.ExpertWeights],
     route: RoutingKernel,
     kernels: dict[ExpertCut, list[GroupedKernel]],
 ) -> None:
     layers = [
         Layer(
-            normal(size, HIDDEN),
-            torch.randn(size, NUM_EXPERTS, device="cuda", dtype=torch.bfloat16),
-            normal(size, HIDDEN),
-            normal(HIDDEN),
+            normal(size, form.hidden),
+            torch.randn(size, form.num_experts, device="cuda", dtype=torch.bfloat16),
+            normal(size, form.hidden),
+            normal(form.hidden),
             of_layer,
         )
         for of_layer in experts
     ]
-    ids = [layer.logits.topk(TOP_K).indices.flatten().tolist() for layer in layers]
+    ids = [layer.logits.topk(form.top_k).indices.flatten().tolist() for layer in layers]
     used = statistics.mean(len(set(of_layer)) for of_layer in ids)
-    num_bytes = used * 3 * INNER * HIDDEN * bits / 8
+    num_bytes = used * 3 * form.inner * form.hidden * form.bits / 8
     repeated = layers * (4 if size <= 64 else 1)
 
     def show(name: str, call: Callable[[Layer], None]) -> None:
@@ -195,23 +247,24 @@ def sweep_size(
         speed = num_bytes / time / 1e12
         print(f"{size:5} {name:34} {time * 1e6:8.1f} us {speed:5.2f} TB/s", flush=True)
 
-    if bits == 16:
+    if form.encoding is None:
         show("Triton", partial(in_triton, route=route))
-    if bits == 16 and size <= 8:
+    if form.encoding is None and size <= 8:
         for up in ((8, 512, 4), (2, 2048, 4), (4, 1024, 4)):
             for down in ((8, 256, 4), (4, 256, 4), (8, 512, 4), (4, 1024, 4)):
                 show(f"rows {up} {down}", partial(row_by_row, route=route, up=up, down=down))
-    for cut in cuts_for(size, bits):
+    for cut in cuts_for(size, form):
         for early in (True, False) if cut.resident < cut.per_processor else (True,):
             name = f"{cut.features} x {cut.tokens}, {cut.stages} stages, "
             name += f"{cut.resident} of {cut.per_processor}{' early' if early else ''}"
+            name += " by warp" if cut.by_warp else ""
             fixed: dict[str, Any] = {"kernels": kernels[cut], "cut": cut, "early": early}
             show(name, partial(in_groups, route=route, **fixed))
 
 
 def main() -> None:
-    bits, sizes = sys.argv[1:]
-    sweep(int(bits), [int(size) for size in sizes.split(",")], torch.device("cuda"))
+    form, sizes = sys.argv[1:]
+    sweep(FORMS[form], [int(size) for size in sizes.split(",")], torch.device("cuda"))
 
 
 if __name__ == "__main__":

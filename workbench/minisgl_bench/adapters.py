@@ -80,13 +80,15 @@ def adapters(
             report = Report("LoRA adapters", info=engine_facts(engine.info, options))
             for size in sizes:
                 _add_mixes(report, engine, known[: options.max_loras], size, context, steps)
-            report.emit(json_path)
+            report.emit()
             arrivals = Report("first token of a request with an adapter")
             _add_arrivals(arrivals, engine, known, context)
-            arrivals.emit(None)
+            arrivals.emit()
             gaps = Report("streams beside requests that go through all adapters")
             _add_gaps(gaps, engine, known, context, steps)
-            gaps.emit(None)
+            gaps.emit()
+            report.beside = [arrivals, gaps]
+            report.write(json_path)
 
 
 def _add_mixes(

@@ -71,7 +71,7 @@ class Conversations:
 
 
 def figures_of(held: list[list[Collector]], seconds: float) -> dict[str, Any]:
-    """Times to the first token of all turns, and of the last ones, and what came of it."""
+    """Times to the first token of all turns and of the last ones, and the throughput."""
     sinks = [sink for turns in held for sink in turns]
     first_ms = sorted((sink.times_s[0] - sink.sent_s) * 1e3 for sink in sinks)
     last_ms = [(turns[-1].times_s[0] - turns[-1].sent_s) * 1e3 for turns in held]

@@ -91,7 +91,7 @@ class Decoding:
         if not isinstance(executor, ModelExecutor):
             return None
         graphs, table = executor.graphs, executor.rows.table
-        if graphs is None or not graphs.fits(batch_size, 0):
+        if graphs is None or not graphs.fits(batch_size):
             return None
         page_size, begin = executor.rows.page_size, self.context + _SETTLING
 
@@ -100,6 +100,10 @@ class Decoding:
             pages = torch.arange(batch_size * needed, device=table.pages.device)
             pages = (pages % int(table.pages[table.dummy_row, 0])).view(batch_size, needed)
             table.pages[:batch_size, : min(needed, table.pages.shape[1])] = pages.to(torch.int32)
+            if table.window_pages is not None:
+                of_windows = pages % int(table.window_pages[table.dummy_row, 0])
+                width = min(needed, table.pages.shape[1])
+                table.window_pages[:batch_size, :width] = of_windows[:, :width].to(torch.int32)
             table.lengths[:batch_size] = begin
             rows = np.arange(batch_size, dtype=np.int32)
             positions = np.full(batch_size, begin, np.int32)

@@ -7,41 +7,61 @@ rounding of pages.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final, TypeVar
 
 import click
 import numpy as np
 import torch
 from torch import Tensor
 
-from minisgl_backend.attention.base import Chunks, PagedKV
+from minisgl_backend.attention.base import Chunks, KVScale, PagedKV
 from minisgl_backend.attention.own_kernels import TritonPrefill
 from minisgl_backend.config import DEMO_MODEL
 from minisgl_backend.execution.storage import KVStorage
+from minisgl_backend.kernels.adapters import AdaptedTokens
 from minisgl_backend.models.build import build_model
 from minisgl_backend.models.catalog import load_spec
 from minisgl_backend.models.decoder import Decoder
 from minisgl_backend.models.kv_scales import read_kv_scales
+from minisgl_backend.models.spec import ModelSpec
 from minisgl_backend.parallel.group import OneRank
 from minisgl_kit.report import Report, json_option
 
 PAGE_SIZE: Final = 16
 
+_Command = TypeVar("_Command", bound=Callable[..., Any])
+
+
+def prompts_options(checkpoint: str) -> Callable[[_Command], _Command]:
+    """``--model``, ``--prompts`` and ``--length`` of a command that compares logits;
+    ``checkpoint`` says in its help which models it takes."""
+    options = (
+        click.option(
+            "--model",
+            type=click.Path(exists=True, file_okay=False, path_type=Path),
+            default=DEMO_MODEL,
+            help=f"folder of {checkpoint}  [default: the demo model]",
+        ),
+        click.option("--prompts", default=16, show_default=True, help="prompts of random tokens"),
+        click.option("--length", default=256, show_default=True, help="tokens of a prompt"),
+    )
+
+    def with_options(command: _Command) -> _Command:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return with_options
+
 
 @click.command("fp8-pages")
-@click.option(
-    "--model",
-    type=click.Path(exists=True, file_okay=False, path_type=Path),
-    default=DEMO_MODEL,
-    help="folder of a checkpoint  [default: the demo model]",
-)
-@click.option("--prompts", default=16, show_default=True, help="prompts of random tokens")
-@click.option("--length", default=256, show_default=True, help="tokens of a prompt")
+@prompts_options("a checkpoint")
 @json_option
 def fp8_pages(model: Path, prompts: int, length: int, json_path: Path | None) -> None:
     """Logits over fp8 pages beside those over 16-bit pages."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = first_device()
     spec = load_spec(model)
     decoder = build_model(
         spec,
@@ -52,29 +72,54 @@ def fp8_pages(model: Path, prompts: int, length: int, json_path: Path | None) ->
         max_sequence_length=length,
     )
     scales = read_kv_scales(model, spec.num_layers, spec.names)
-    ids = torch.from_numpy(np.random.default_rng(0).integers(0, spec.vocab_size, (prompts, length)))
-    shape, num_pages = spec.attention_shape(1), -(-length // PAGE_SIZE)
-    found = []
-    for dtype in (torch.bfloat16, torch.float8_e4m3fn):
-        storage = KVStorage(
-            shape,
-            num_pages=num_pages,
-            page_size=PAGE_SIZE,
-            dtype=dtype,
-            device=device,
-            scales=scales,
-        )
-        decoder.bind_pages(storage.layers)
-        found.append(torch.cat([logits_of(decoder, prompt.to(device)).float() for prompt in ids]))
-    info = {"model": model.name, "device": device.type, "torch": torch.__version__}
-    report = Report("logits over fp8 pages", info=info)
-    report.add(positions=len(found[0]), **differences(*found))
+    ids = random_prompts(spec, prompts, length)
+    expected, found = (
+        logits_over(decoder, ids.to(device), kv_dtype=dtype, scales=scales)
+        for dtype in (torch.bfloat16, torch.float8_e4m3fn)
+    )
+    report = logits_report("logits over fp8 pages", model, device)
+    report.add(positions=len(found), **differences(expected, found))
     report.emit(json_path)
 
 
+def first_device() -> torch.device:
+    """The first GPU, or else the CPU."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def random_prompts(spec: ModelSpec, num_prompts: int, length: int) -> Tensor:
+    """Token ids, int64 [num_prompts, length]: the same at every call."""
+    ids = np.random.default_rng(0).integers(0, spec.vocab_size, (num_prompts, length))
+    return torch.from_numpy(ids)
+
+
+def logits_report(title: str, model: Path, device: torch.device) -> Report:
+    """A report without rows yet."""
+    info = {"model": model.name, "device": device.type, "torch": torch.__version__}
+    return Report(title, info=info)
+
+
+def logits_over(
+    model: Decoder, ids: Tensor, *, kv_dtype: torch.dtype, scales: Sequence[KVScale] | None = None
+) -> Tensor:
+    """float32 [num_prompts * length, vocab_size], of prompts [num_prompts, length] on the model's
+    device, over pages of ``kv_dtype``, to which the model stays bound."""
+    storage = KVStorage(
+        model.spec.attention_shape(1),
+        num_pages=-(-ids.shape[1] // PAGE_SIZE),
+        page_size=PAGE_SIZE,
+        dtype=kv_dtype,
+        device=ids.device,
+        scales=scales,
+    )
+    model.bind_pages(storage.layers)
+    return torch.cat([logits_of(model, prompt).float() for prompt in ids])
+
+
 @torch.inference_mode()
-def logits_of(model: Decoder, ids: Tensor) -> Tensor:
-    """[len(ids), vocab_size] of a prompt that takes the model's pages from the first one on."""
+def logits_of(model: Decoder, ids: Tensor, adapted: AdaptedTokens | None = None) -> Tensor:
+    """[len(ids), vocab_size] of a prompt that takes the model's pages from the first one on.
+    ``adapted``: its tokens by adapter, if any has one."""
     attention, length = TritonPrefill(model.spec.attention_shape(1)), len(ids)
     positions = torch.arange(length, dtype=torch.int32, device=ids.device)
     chunks = Chunks(
@@ -95,7 +140,7 @@ def logits_of(model: Decoder, ids: Tensor) -> Tensor:
         attend_chunks(out, q, kv, layer)
         return out
 
-    hidden: Tensor = model(ids, positions, positions, attend)
+    hidden: Tensor = model(ids, positions, positions, attend, adapted=adapted)
     return model.logits(hidden)
 
 

@@ -32,7 +32,7 @@ from minisgl_bench.prompts import Prompt, RandomRequests, request_options
 from minisgl_kit.report import Report, json_option
 
 _FEW_PAGES: Final = 0.4
-"""Of what all requests need at their ends: the share that the second engine has."""
+"""The pages of the second engine, as a share of those that all requests need at their ends."""
 
 
 def _without_reserve(cache: KVCache, config: SchedulerConfig) -> SchedulerPort:

@@ -276,7 +276,7 @@ def expert_cases(batch_size: int) -> Iterator[Case]:
     from minisgl_backend.kernels.cuda.experts import HopperExperts
 
     make, held = HopperExperts(x.device), (0, rule.num_experts)
-    kernels = make.kernels(rule, held, *experts.shapes, bits=16, wide=False)
+    kernels = make.kernels(rule, held, *experts.shapes, kinds=None, gate=None, wide=False)
 
     def routed(x: Tensor) -> Tensor:
         logits = functools.partial(F.linear, x, router)

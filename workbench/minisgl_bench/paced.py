@@ -2,7 +2,8 @@
 
 Knows the real loop and planner, which it runs; only the executor is replaced. It is for measuring
 everything around a model: planning, the response path, clients. ``paced_model`` makes the class
-that a private model repository has in place of the shipped `llm_engine`.
+that a private model repository has in place of the shipped `llm_engine`. Must not know what is
+measured around it.
 """
 
 from __future__ import annotations

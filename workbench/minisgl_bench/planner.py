@@ -19,7 +19,8 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from minisgl_backend.cache.kv import RadixCache, Verified
+from minisgl_backend.cache.kv import Verified
+from minisgl_backend.cache.radix_cache import RadixCache
 from minisgl_backend.plan import SampledTokens, StepPlan, encode_plan
 from minisgl_backend.request import IntArray, Request, RequestId, SamplingParams
 from minisgl_backend.scheduling.scheduler import Scheduler, SchedulerConfig

@@ -14,13 +14,10 @@ from types import MappingProxyType
 from typing import Final
 
 import click
-import numpy as np
 import torch
 from torch import Tensor
 
-from minisgl_backend.config import DEMO_MODEL
 from minisgl_backend.errors import ConfigError
-from minisgl_backend.execution.storage import KVStorage
 from minisgl_backend.models.build import build_model
 from minisgl_backend.models.catalog import load_spec
 from minisgl_backend.models.spec import ModelSpec
@@ -33,8 +30,15 @@ from minisgl_backend.weight_format import (
     WeightFormat,
     WeightFormats,
 )
-from minisgl_bench.fp8_pages import PAGE_SIZE, differences, logits_of
-from minisgl_kit.report import Report, json_option
+from minisgl_bench.fp8_pages import (
+    differences,
+    first_device,
+    logits_over,
+    logits_report,
+    prompts_options,
+    random_prompts,
+)
+from minisgl_kit.report import json_option
 
 _FORMATS: Final[Mapping[str, tuple[Encoding, tuple[int | None, int | None], bool]]] = (
     MappingProxyType(
@@ -52,55 +56,41 @@ _FORMATS: Final[Mapping[str, tuple[Encoding, tuple[int | None, int | None], bool
 
 
 @click.command("quantized-weights")
-@click.option(
-    "--model",
-    type=click.Path(exists=True, file_okay=False, path_type=Path),
-    default=DEMO_MODEL,
-    help="folder of a checkpoint with plain weights  [default: the demo model]",
-)
-@click.option("--prompts", default=16, show_default=True, help="prompts of random tokens")
-@click.option("--length", default=256, show_default=True, help="tokens of a prompt")
+@prompts_options("a checkpoint with plain weights")
 @json_option
 def quantized_weights(model: Path, prompts: int, length: int, json_path: Path | None) -> None:
     """Logits with quantized weights beside those with plain ones."""
     spec = load_spec(model)
     if spec.weights is not None:
         raise ConfigError(f"the weights of {model} are quantized already: {spec.weights}")
-    ids = torch.from_numpy(np.random.default_rng(0).integers(0, spec.vocab_size, (prompts, length)))
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    exact = _logits(spec, model, ids, device)
-    info = {"model": model.name, "device": device.type, "torch": torch.__version__}
-    report = Report("logits with quantized weights", info=info)
+    device = first_device()
+    ids = random_prompts(spec, prompts, length).to(device)
+    exact = _logits(spec, model, ids)
+    report = logits_report("logits with quantized weights", model, device)
     for name, (encoding, block, symmetric) in _FORMATS.items():
         form = WeightFormat(
             layout=Layout.CONVERTED, encoding=encoding, block=block, symmetric=symmetric
         )
         rules = tuple(Rule(rule.pattern, form) for rule in CONVERT_TO_FP8.rules)
-        found = _logits(
-            replace(spec, weights=WeightFormats("benchmark", rules)), model, ids, device
-        )
+        found = _logits(replace(spec, weights=WeightFormats("benchmark", rules)), model, ids)
         report.add(
             format=name, positions=len(found), **differences(exact, found), **kl(exact, found)
         )
     report.emit(json_path)
 
 
-def _logits(spec: ModelSpec, folder: Path, ids: Tensor, device: torch.device) -> Tensor:
-    """float32 [prompts * length, vocab_size]. On a CPU all is computed in float32."""
-    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-    length = ids.shape[1]
+def _logits(spec: ModelSpec, folder: Path, ids: Tensor) -> Tensor:
+    """``logits_over`` pages of the model's own dtype. On a CPU all is computed in float32."""
+    dtype = torch.float32 if ids.device.type == "cpu" else torch.bfloat16
     model = build_model(
-        spec, folder, dtype=dtype, device=device, group=OneRank(), max_sequence_length=length
-    )
-    storage = KVStorage(
-        spec.attention_shape(1),
-        num_pages=-(-length // PAGE_SIZE),
-        page_size=PAGE_SIZE,
+        spec,
+        folder,
         dtype=dtype,
-        device=device,
+        device=ids.device,
+        group=OneRank(),
+        max_sequence_length=ids.shape[1],
     )
-    model.bind_pages(storage.layers)
-    return torch.cat([logits_of(model, prompt.to(device)).float() for prompt in ids])
+    return logits_over(model, ids, kv_dtype=dtype)
 
 
 def kl(expected: Tensor, found: Tensor) -> dict[str, float]:

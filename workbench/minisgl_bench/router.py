@@ -24,10 +24,11 @@ from typing import Final
 import click
 import numpy as np
 
-from minisgl_backend.cache.kv import Lease, RadixCache, Verified
+from minisgl_backend.cache.kv import Lease, Verified
+from minisgl_backend.cache.radix_cache import RadixCache
 from minisgl_backend.request import IntArray
 from minisgl_backend.routing.router import Balance, Capacity, Placement, Router
-from minisgl_backend.routing.shadow import CacheShadow, Keys
+from minisgl_backend.routing.shadow import CacheShadow, Keys, Replicas
 from minisgl_kit.report import Report, json_option
 
 _PAGE_SIZE: Final = 16
@@ -140,7 +141,7 @@ class Trace:
 class RoundRobin(Router):
     """One replica after the other."""
 
-    def choose(self, keys: Keys) -> tuple[int, int]:
+    def choose(self, keys: Keys, favoured: Replicas = 0) -> tuple[int, int]:
         replica = sum(self.num_routed) % self.shadow.num_replicas
         return replica, self.shadow.longest(keys, 1 << replica)[0]
 
@@ -148,7 +149,7 @@ class RoundRobin(Router):
 class LeastLoaded(Router):
     """The replica with the least load, whatever it has cached."""
 
-    def choose(self, keys: Keys) -> tuple[int, int]:
+    def choose(self, keys: Keys, favoured: Replicas = 0) -> tuple[int, int]:
         replica = self.least_loaded()
         return replica, self.shadow.longest(keys, 1 << replica)[0]
 

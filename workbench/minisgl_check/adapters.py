@@ -11,6 +11,7 @@ import asyncio
 import json
 import shutil
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
@@ -52,87 +53,111 @@ class AdapterTraffic(Asker):
         """Load and unload all the time, while requests name what is there."""
         case = Case("adapters come and go")
         with tempfile.TemporaryDirectory() as folder:
-            asyncio.run(self._come_and_go(case, _good(Path(folder)), _broken(Path(folder))))
+            good, broken = _good(Path(folder)), _broken(Path(folder))
+            grown_mb = asyncio.run(self._come_and_go(case, good, broken))
+        case.expect(grown_mb < _MOST_GROWN_MB, f"memory grew by {grown_mb:.0f} MB")
+        case.figures["adapters, MB grown"] = round(grown_mb, 1)
         told = ", ".join(f"{count} {how}" for how, count in sorted(case.ended.items()))
         case.what = f"{case.count} loads; {told}"
         return case
 
-    async def _come_and_go(self, case: Case, good: list[Path], broken: list[Path]) -> None:
-        num_loads, prompt = self._extent.num_loads, self._prompt()
+    async def _come_and_go(self, case: Case, good: list[Path], broken: list[Path]) -> float:
+        """By how many MB the server's memory grew in the last two thirds."""
         names = [f"check-{number}" for number in range(_NUM_LOADERS * _NAMES_OF_A_LOADER)]
         paths = {name: good[number % len(good)] for number, name in enumerate(names)}
-        loaded: dict[str, int] = {}  # the names that requests may take now, and which load it was
-        texts: dict[str | None, str] = {}  # of the adapters alone
         begin_mb = 0.0
-
-        async def answer(name: str | None) -> str:
-            told = await client.generate(
-                input_ids=prompt,
-                max_tokens=NUM_TOKENS,
-                temperature=0.0,
-                ignore_eos=True,
-                lora_name=name,
-            )
-            case.expect(told.num_output_tokens == NUM_TOKENS, "an answer is short")
-            return told.text
-
-        async def unload(name: str) -> None:
-            del loaded[name]
-            await client.unload_adapter(name)
 
         async def load(own: list[str]) -> None:
             nonlocal begin_mb
-            while case.count < num_loads:
+            while case.count < self._extent.num_loads:
                 case.count += 1
-                number, name = case.count, self._rng.choice(own)
-                if number == num_loads // 3:  # what is kept for good is there by now
+                number = case.count
+                if number == self._extent.num_loads // 3:  # what is kept for good is there
                     begin_mb = self._target.stats().resident_mb
-                if name in loaded:
-                    await unload(name)
+                name = self._rng.choice(own)
+                await served.unload(name)
                 if number % _BROKEN_EVERY:
-                    await client.load_adapter(name, str(paths[name]))
-                    loaded[name] = number
-                    continue
-                path = self._rng.choice(broken)
-                try:
-                    await client.load_adapter(name, str(path))
-                except InvalidArgument:
-                    case.ended["refused"] += 1
+                    await served.load(name, paths[name])
                 else:
-                    case.expect(False, f"{path.name} was taken")
-                    await client.unload_adapter(name)
+                    await served.refuse(name, self._rng.choice(broken))
             for name in own:
-                if name in loaded:
-                    await unload(name)
+                await served.unload(name)
 
         async def ask() -> None:
             while not loading.done():
-                name = self._rng.choice([None, *loaded])
-                number = None if name is None else loaded[name]
-                try:
-                    text = await answer(name)
-                except InvalidArgument:
-                    is_there = name is None or loaded.get(name) == number
-                    case.expect(not is_there, f"{name} was refused while it was loaded")
-                    case.ended["refused"] += 1
-                else:
-                    case.expect(text == texts[name], f"an answer of {name} is another's")
-                    case.ended["answered"] += 1
+                await served.ask(self._rng.choice([None, *served.loaded]))
 
         async with AsyncClient(self._target.grpc_address, retries=0) as client:
+            served = _Served(client, case, self._prompt())
             before = await client.adapters()
-            texts[None] = await answer(None)
-            for name, path in paths.items():
-                await client.load_adapter(name, str(path))
-                texts[name] = await answer(name)
-                await client.unload_adapter(name)
-            case.expect(len(set(texts.values())) == 1 + len(good), "adapters change nothing")
+            await served.learn(paths)
+            case.expect(len(set(served.texts.values())) == 1 + len(good), "adapters change nothing")
             loading = asyncio.gather(*(load(names[i::_NUM_LOADERS]) for i in range(_NUM_LOADERS)))
             await asyncio.gather(loading, *(ask() for _ in range(self._num_clients)))
             case.expect(await client.adapters() == before, "an adapter is left")
-        grown_mb = self._target.stats().resident_mb - begin_mb
-        case.expect(grown_mb < _MOST_GROWN_MB, f"memory grew by {grown_mb:.0f} MB")
-        case.figures["adapters, MB grown"] = round(grown_mb, 1)
+        return self._target.stats().resident_mb - begin_mb
+
+
+class _Served:
+    """The adapters that a server has at this moment, and what it says with each."""
+
+    def __init__(self, client: AsyncClient, case: Case, prompt: list[int]) -> None:
+        self._client = client
+        self._case = case
+        self._prompt = prompt
+        self._num_loads = 0
+        self.loaded: dict[str, int] = {}
+        """By name: which load it was."""
+        self.texts: dict[str | None, str] = {}
+        """By name: the answer of that adapter when it is alone; of the base model by None."""
+
+    async def learn(self, paths: Mapping[str, Path]) -> None:
+        self.texts[None] = await self._answer(None)
+        for name, path in paths.items():
+            await self.load(name, path)
+            self.texts[name] = await self._answer(name)
+            await self.unload(name)
+
+    async def load(self, name: str, path: Path) -> None:
+        await self._client.load_adapter(name, str(path))
+        self._num_loads += 1
+        self.loaded[name] = self._num_loads
+
+    async def unload(self, name: str) -> None:
+        if self.loaded.pop(name, None) is not None:
+            await self._client.unload_adapter(name)
+
+    async def refuse(self, name: str, broken: Path) -> None:
+        try:
+            await self._client.load_adapter(name, str(broken))
+        except InvalidArgument:
+            self._case.ended["refused"] += 1
+        else:
+            self._case.expect(False, f"{broken.name} was taken")
+            await self._client.unload_adapter(name)
+
+    async def ask(self, name: str | None) -> None:
+        number = None if name is None else self.loaded[name]
+        try:
+            text = await self._answer(name)
+        except InvalidArgument:
+            is_there = name is None or self.loaded.get(name) == number
+            self._case.expect(not is_there, f"{name} was refused while it was loaded")
+            self._case.ended["refused"] += 1
+        else:
+            self._case.expect(text == self.texts[name], f"an answer of {name} is another's")
+            self._case.ended["answered"] += 1
+
+    async def _answer(self, name: str | None) -> str:
+        told = await self._client.generate(
+            input_ids=self._prompt,
+            max_tokens=NUM_TOKENS,
+            temperature=0.0,
+            ignore_eos=True,
+            lora_name=name,
+        )
+        self._case.expect(told.num_output_tokens == NUM_TOKENS, "an answer is short")
+        return told.text
 
 
 def _good(folder: Path) -> list[Path]:

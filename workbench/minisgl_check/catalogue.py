@@ -5,10 +5,11 @@ Knows all modules with faults. Must not know the check's loads.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
+from minisgl_backend.errors import ConfigError
 from minisgl_check import (
     breaks,
     callers,
@@ -16,6 +17,7 @@ from minisgl_check import (
     kills,
     model_files,
     no_room,
+    nodes,
     ranks,
     replicas,
     stops,
@@ -34,9 +36,12 @@ SCENES: Final[tuple[Scene[Any], ...]] = (
     Scene(breaks.small_stage, breaks.SMALL_FAULTS),
     Scene(ranks.two_ranks, ranks.FAULTS),
     Scene(replicas.two_replicas, replicas.FAULTS),
+    Scene(nowhere, nodes.FAULTS),
     Scene(nowhere, stops.FAULTS + model_files.FAULTS + no_room.FAULTS),
 )
 """Each with a server of its own, or with several."""
+
+_ALL: Final[tuple[Scene[Any], ...]] = (Scene(stage, SHORT), *SCENES)
 
 MEASURED: Final = tuple(scene for scene in map(Scene.measured, SCENES) if scene.faults)
 
@@ -48,6 +53,14 @@ class Entry:
     number: str
     sentence: str
     extent: str
+
+
+def scenes_of(numbers: Collection[str]) -> list[Scene[Any]]:
+    """The scenes with the faults of these numbers. Raises ``ConfigError`` if there is no such."""
+    known = {entry.number for entry in entries()}
+    if unknown := sorted(set(numbers) - known):
+        raise ConfigError(f"there is no fault {', '.join(unknown)}: see minisgl check --list")
+    return [found for scene in _ALL if (found := scene.numbered(numbers)).faults]
 
 
 def entries() -> list[Entry]:

@@ -14,10 +14,11 @@ import random
 import secrets
 import subprocess
 import time
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from http.client import HTTPException
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import click
 
@@ -25,9 +26,9 @@ from minisgl_backend.cli.options import tritonserver_option
 from minisgl_backend.errors import ConfigError
 from minisgl_check.asking import Extent
 from minisgl_check.case import Case, Cases
-from minisgl_check.catalogue import MEASURED, SCENES, entries
-from minisgl_check.fault import Settings
-from minisgl_check.own_server import OwnServer, started
+from minisgl_check.catalogue import MEASURED, SCENES, entries, scenes_of
+from minisgl_check.fault import Scene, Settings
+from minisgl_check.own_server import started
 from minisgl_check.restarts import restarts
 from minisgl_check.run import run_cases
 from minisgl_check.target import Target
@@ -67,7 +68,20 @@ _NUM_RESTARTS: Final = 10
 @click.option("--short", is_flag=True, help="90 s (the default)")
 @click.option("--figures", is_flag=True, help="6 minutes, and times are judged too")
 @click.option("--full", is_flag=True, help="15 minutes, with all faults")
-@click.option("--hours", type=click.FloatRange(0), help="all loads again and again for so long")
+@click.option("--hours", type=click.FloatRange(0), help="repeat all loads for this many hours")
+@click.option(
+    "--fault",
+    "faults",
+    multiple=True,
+    metavar="NUMBER",
+    help="only this fault of the catalogue, and no loads; may be given again",
+)
+@click.option(
+    "--requests",
+    "num_requests",
+    type=click.IntRange(min=1),
+    help="of F28, in place of its own number; signals in proportion",
+)
 @click.option(
     "--gateway", "with_gateway", is_flag=True, help="bad inputs through a gateway in --short, too"
 )
@@ -84,6 +98,8 @@ def check(
     figures: bool,
     full: bool,
     hours: float | None,
+    faults: tuple[str, ...],
+    num_requests: int | None,
     with_gateway: bool,
     is_list: bool,
     seed: int | None,
@@ -94,48 +110,79 @@ def check(
     if is_list:
         _print_catalogue()
         return
-    if short + figures + full + (hours is not None) > 1:
+    addresses = [one for one in (url, http_url, health_url) if one]
+    flags = {"short": short, "figures": figures, "full": full}
+    extents = [name for name, is_given in flags.items() if is_given]
+    if hours is not None:
+        extents.append(f"{hours:g} hours")
+    if len(extents) > 1:
         raise click.UsageError("--short, --figures, --full and --hours exclude each other")
     if hours is not None and not math.isfinite(hours):
         raise click.UsageError(f"--hours must be finite, got {hours}")
-    addresses = [one for one in (url, http_url, health_url) if one]
     if len(addresses) not in (0, 3):
         raise click.UsageError("--url, --http-url and --health-url go together")
+    if faults and (addresses or extents or with_gateway):
+        raise click.UsageError("--fault goes with servers of the check's own, and with no loads")
+    if num_requests is not None and not ("F28" in faults or full or hours is not None):
+        raise click.UsageError("--requests is for F28: give --fault F28, --full or --hours")
+    size = SOAK if hours is not None else FIGURES if figures else FULL if full else SHORT
     seed = secrets.randbelow(2**31) if seed is None else seed
     rng = random.Random(seed)
-    until_s = time.monotonic() + (hours or 0.0) * 3600
-    extent = "figures" if figures else "full" if full else "short"
-    extents = {"short": SHORT, "figures": FIGURES, "full": FULL}
-    size = extents[extent] if hours is None else SOAK
     click.echo(f"seed {seed}")
-    report = Cases()
-    info = {"seed": str(seed), "extent": extent if hours is None else f"{hours:g} hours"}
+    info = {"seed": str(seed), "extent": ", ".join(faults or extents or ["short"])}
     if commit := _commit():
         info["commit"] = commit
-    try:
+    settings = Settings(
+        rng=rng, is_timed=size.is_timed, num_requests=num_requests, tritonserver=tritonserver
+    )
+
+    def cases() -> Iterator[Case]:
+        if faults:
+            yield from _cases_of(scenes_of(faults), settings)
+            return
         with ExitStack() as stack:
-            if url and http_url and health_url:
-                target = _running(url, http_url, health_url)
+            target: Target
+            metrics = metrics_url
+            if addresses:
+                target = _running(*addresses)
             else:
-                target = stack.enter_context(started(tritonserver=tritonserver))
-                metrics_url = f"http://127.0.0.1:{target.server.metrics_port}/metrics"
-            for case in run_cases(
+                target = own = stack.enter_context(started(tritonserver=tritonserver))
+                metrics = f"http://127.0.0.1:{own.server.metrics_port}/metrics"
+            yield from run_cases(
                 target,
                 size,
                 rng,
-                until_s=until_s,
+                until_s=time.monotonic() + (hours or 0.0) * 3600,
                 with_gateway=with_gateway or size is not SHORT,
-                metrics_url=metrics_url,
+                metrics_url=metrics,
                 say=click.echo,
-            ):
-                report.add(case)
-        if isinstance(target, OwnServer) and size is not SHORT:
-            settings = Settings(rng=rng, is_timed=size.is_timed, tritonserver=tritonserver)
-            for scene in MEASURED if size is FIGURES else SCENES:
-                for case in scene.cases(settings):
-                    report.add(case)
-            if size is not FIGURES:
-                report.add(restarts(_NUM_RESTARTS, tritonserver=tritonserver))
+            )
+        if not addresses and size is FIGURES:
+            yield from _cases_of(MEASURED, settings)
+        elif not addresses and size is not SHORT:
+            yield from _cases_of(SCENES, settings)
+            yield restarts(_NUM_RESTARTS, tritonserver=tritonserver)
+
+    report = _gather(cases(), info)
+    report.emit(info, json_path)
+    if report.has_failed:
+        raise click.exceptions.Exit(1)
+
+
+def _cases_of(scenes: Iterable[Scene[Any]], settings: Settings) -> Iterator[Case]:
+    for scene in scenes:
+        yield from scene.cases(settings)
+
+
+def _gather(cases: Iterator[Case], info: dict[str, str]) -> Cases:
+    """All cases up to the end, an interruption or an error; ``info`` is told of the former.
+
+    Raises ``ConfigError`` if a server cannot be started or reached.
+    """
+    report = Cases()
+    try:
+        for case in cases:
+            report.add(case)
     except KeyboardInterrupt:
         info["extent"] += ", interrupted"
     except ConfigError:
@@ -143,9 +190,7 @@ def check(
     except Exception as error:  # a broken server may give any answer
         told = f"stumbled over {type(error).__name__}: {error}"
         report.add(Case("the check itself", failures=[told]))
-    report.emit(info, json_path)
-    if report.has_failed:
-        raise click.exceptions.Exit(1)
+    return report
 
 
 def _commit() -> str | None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,10 +28,12 @@ from minisgl_check.target import wait_until
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """The settings of all faults; ``is_timed``: promised times are judged, too."""
+    """The settings of all faults; ``is_timed``: promised times are judged, too; ``num_requests``
+    run beside those faults that ask for a number of their own otherwise."""
 
     rng: random.Random
     is_timed: bool
+    num_requests: int | None = None
     tritonserver: str | None = None
     patience_s: float = PATIENCE_S
 
@@ -99,6 +101,12 @@ class Scene(Generic[Place]):
     def measured(self) -> Scene[Place]:
         """The same with the faults that have figures."""
         return replace(self, faults=tuple(fault for fault in self.faults if fault.has_figures))
+
+    def numbered(self, numbers: Collection[str]) -> Scene[Place]:
+        """The same with the faults of these numbers."""
+        return replace(
+            self, faults=tuple(fault for fault in self.faults if fault.number in numbers)
+        )
 
     def cases(self, settings: Settings) -> Iterator[Case]:
         """The cases of all faults as they end, or one that failed if there is no such place."""

@@ -192,12 +192,13 @@ def _dead(
         f"{case.name}: ready again after, s": recovered_s,
     }
     if stage.settings.is_timed:
-        late = recovered_s - max(0.0, noticed_within_s - NOTICED_WITHIN_S)
+        more_s = max(0.0, noticed_within_s - NOTICED_WITHIN_S)
         case.expect(noticed_s <= noticed_within_s, f"noticed after {noticed_s:.1f} s")
         if must_fail:
-            unheard = ended_s - max(0.0, noticed_within_s - NOTICED_WITHIN_S)
-            case.expect(unheard <= TOLD_WITHIN_S, f"streams ended after {ended_s:.1f} s")
-        case.expect(late <= RECOVERED_WITHIN_S, f"ready again after {recovered_s:.1f} s")
+            is_told = ended_s - more_s <= TOLD_WITHIN_S
+            case.expect(is_told, f"streams ended after {ended_s:.1f} s")
+        is_back = recovered_s - more_s <= RECOVERED_WITHIN_S
+        case.expect(is_back, f"ready again after {recovered_s:.1f} s")
 
 
 def _num_seen(stage: Stage) -> int:

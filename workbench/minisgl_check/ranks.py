@@ -26,7 +26,7 @@ from minisgl_check.processes import children_of, is_rank, runs
 from minisgl_check.target import wait_until
 
 _COLLECTIVE_S: Final = 5
-_NUM_STREAMS: Final = 4
+NUM_STREAMS: Final = 4
 _LONG: Final = 700
 _STARTED_S: Final = 60.0
 
@@ -46,8 +46,8 @@ def lost(number: int) -> Callable[[Stage, Case], None]:
 
     def provoke(stage: Stage, case: Case) -> None:
         server, rank = stage.own.server, _rank_1(stage)
-        ended = _struck(stage, case, lambda: os.kill(rank, number))
-        case.expect(ended == Counter(INTERNAL=_NUM_STREAMS), f"the streams ended so: {ended}")
+        ended = struck(stage, case, lambda: os.kill(rank, number))
+        case.expect(ended == Counter(INTERNAL=NUM_STREAMS), f"the streams ended so: {ended}")
         _expect_another(stage, case, server, rank)
         case.what = f"{case.ended['failed']} of {case.count} streams failed; a new group serves"
 
@@ -60,12 +60,12 @@ def forward_raises(defect: Defect) -> Callable[[Stage, Case], None]:
     def provoke(stage: Stage, case: Case) -> None:
         server, rank = stage.own.server, _rank_1(stage)
         with ExitStack() as stack:
-            ended = _struck(
+            ended = struck(
                 stage,
                 case,
                 lambda: stack.enter_context(stage.own.switch.on(defect)),
             )
-        case.expect(ended == Counter(INTERNAL=_NUM_STREAMS), f"the streams ended so: {ended}")
+        case.expect(ended == Counter(INTERNAL=NUM_STREAMS), f"the streams ended so: {ended}")
         _expect_another(stage, case, server, rank)
         case.what = f"{case.ended['failed']} of {case.count} streams failed; a new group serves"
 
@@ -84,7 +84,7 @@ FAULTS: Final = (
 )
 
 
-def _struck(stage: Stage, case: Case, strike: Callable[[], object]) -> Counter[str]:
+def struck(stage: Stage, case: Case, strike: Callable[[], object]) -> Counter[str]:
     """Strike while streams run, and wait for them; how many ended how."""
     own = stage.own
     ended: Counter[str] = Counter()
@@ -97,11 +97,11 @@ def _struck(stage: Stage, case: Case, strike: Callable[[], object]) -> Counter[s
             ended[error.code] += 1
 
     def all_run() -> bool:
-        return int(own.stats().engine["num_generated_tokens"]) >= before + _NUM_STREAMS
+        return int(own.stats().engine["num_generated_tokens"]) >= before + NUM_STREAMS
 
     async def go() -> None:
         async with AsyncClient(own.grpc_address, retries=0) as client:
-            streams = [asyncio.ensure_future(one(client, n)) for n in range(_NUM_STREAMS)]
+            streams = [asyncio.ensure_future(one(client, n)) for n in range(NUM_STREAMS)]
             begun = await asyncio.to_thread(wait_until, all_run, _STARTED_S)
             case.expect(begun, "the streams did not begin")
             strike()

@@ -72,7 +72,7 @@ class HttpCaller:
             fields = dict(headers or {})
             if not isinstance(body, bytes):
                 fields["Transfer-Encoding"] = "chunked"
-                # in one go: what is timed is the server, and a call for each chunk takes longer
+                # in one go: the server is timed, and a call for each chunk would take longer
                 chunks = (b"%x\r\n%b\r\n" % (len(piece), piece) for piece in body)
                 body = b"".join(chunks) + b"0\r\n\r\n"
             connection.request(method, path, body, fields)

@@ -47,23 +47,25 @@ def metrics(target: Target, metrics_url: str) -> Case:
     return case
 
 
-def _disagreements(stats: Stats, told: Mapping[str, float]) -> list[str]:
+def _disagreements(stats: Stats, told: Mapping[str, Mapping[str, float]]) -> list[str]:
     found = []
     for name, count in _COUNTED.items():
         expected = count(stats.engine)
-        if told.get(name) != expected:
-            found.append(f"{name} is {told.get(name)}, the engine says {expected}")
+        series = told.get(name, {})
+        if not series or sum(series.values()) != expected:
+            values = ", ".join(f"{value:g} {labels}" for labels, value in series.items())
+            found.append(f"{name} is {values or 'missing'}, the engine says {expected}")
     return found
 
 
-def _read(url: str) -> dict[str, float]:
-    """The sum over all labels of each metric."""
+def _read(url: str) -> dict[str, dict[str, float]]:
+    """The values of each metric by its labels."""
     with open_local(url, timeout_s=_ANSWER_S) as response:
         text = response.read().decode()
-    sums: dict[str, float] = {}
-    for name, value in re.findall(r"^([a-z_:]+)(?:\{[^}]*\})? (\S+)$", text, re.M):
-        sums[name] = sums.get(name, 0.0) + float(value)
-    return sums
+    found: dict[str, dict[str, float]] = {}
+    for name, labels, value in re.findall(r"^([a-z_:]+)(\{[^}]*\})? (\S+)$", text, re.M):
+        found.setdefault(name, {})[labels] = float(value)
+    return found
 
 
 def log(lines: Iterable[str]) -> Case:

@@ -40,10 +40,13 @@ def two_replicas(settings: Settings) -> AbstractContextManager[Stage]:
 
 
 def lost(number: int, *, num_strikes: int, num_requests: int) -> Callable[[Stage, Case], None]:
-    """The replicas get a signal in turns, each as soon as both are up, while requests run."""
+    """The replicas get a signal in turns, each as soon as both are up, while requests run: as many
+    signals for each request if the settings say another number of requests."""
 
     def provoke(stage: Stage, case: Case) -> None:
         own, patience_s = stage.own, stage.settings.patience_s
+        asked = stage.settings.num_requests or num_requests
+        most_strikes = max(1, num_strikes * asked // num_requests)
         server, before = own.server, own.stats().told["num_recoveries"]
         expected = asyncio.run(_answers(stage, _NUM_PROMPTS))
         wrong = [answer for answer in expected if isinstance(answer, MinisglError)]
@@ -52,7 +55,7 @@ def lost(number: int, *, num_strikes: int, num_requests: int) -> Callable[[Stage
         ended = threading.Event()
 
         def strike() -> None:
-            while len(struck) < num_strikes and not ended.is_set():
+            while len(struck) < most_strikes and not ended.is_set():
                 if wait_until(lambda: _all_up(stage) or ended.is_set(), patience_s):
                     pid = _replicas(stage)[len(struck) % 2]["pid"]
                     if pid is not None and not ended.is_set():
@@ -63,7 +66,7 @@ def lost(number: int, *, num_strikes: int, num_requests: int) -> Callable[[Stage
         striker = threading.Thread(target=strike, name="strike")
         striker.start()
         try:
-            answers = asyncio.run(_answers(stage, num_requests))
+            answers = asyncio.run(_answers(stage, asked))
         finally:
             ended.set()
             striker.join()
@@ -113,7 +116,7 @@ async def _answers(stage: Stage, number: int) -> list[str | MinisglError]:
 
     async with AsyncClient(stage.own.grpc_address, retries=0) as client:
         asked = asyncio.gather(*(one(client, index) for index in range(number)))
-        return await asyncio.wait_for(asked, stage.settings.patience_s)
+        return await asyncio.wait_for(asked, stage.settings.patience_s * max(1, number / 1000))
 
 
 def _replicas(stage: Stage) -> list[dict[str, Any]]:

@@ -76,21 +76,7 @@ def run_cases(
         rates.steady()  # libraries start their threads when they are first used
         invariants = Invariants(target)
         footprints = records.Footprints(target)
-        loads: dict[str, Job] = {
-            "bad inputs": lambda: bad_inputs(target, is_timed=extent.is_timed),
-            "hostile grammars": lambda: hostile_grammars(
-                target, extent.num_hostile, rng, is_timed=extent.is_timed
-            ),
-            "endings": lambda: [endings(target)],
-            "closed loop": lambda: [rates.steady()],
-            "burst": lambda: [rates.burst()],
-            "overload": lambda: [rates.overload()],
-            "cancel storm": lambda: [leavers.cancel_storm()],
-            "prefix churn": lambda: [mixes.churn()],
-            "small pool": lambda: [mixes.small_pool()],
-            "slow readers": lambda: [leavers.slow_readers(rates)],
-            "poisoned": lambda: [mixes.poisoned(rates.capacity)],
-        }
+        loads = _loads(target, extent, rng, rates=rates, mixes=mixes, leavers=leavers)
         if traffic is not None:
             come_and_go = traffic.come_and_go
             loads["adapters"] = lambda: [come_and_go()]
@@ -128,6 +114,33 @@ def run_cases(
                 yield fault.tried(stage)
     finally:
         canary.close()
+
+
+def _loads(
+    target: Target,
+    extent: Extent,
+    rng: random.Random,
+    *,
+    rates: Rates,
+    mixes: Mixes,
+    leavers: Leavers,
+) -> dict[str, Job]:
+    """The loads of every extent by their names, in their order."""
+    return {
+        "bad inputs": lambda: bad_inputs(target, is_timed=extent.is_timed),
+        "hostile grammars": lambda: hostile_grammars(
+            target, extent.num_hostile, rng, is_timed=extent.is_timed
+        ),
+        "endings": lambda: [endings(target)],
+        "closed loop": lambda: [rates.steady()],
+        "burst": lambda: [rates.burst()],
+        "overload": lambda: [rates.overload()],
+        "cancel storm": lambda: [leavers.cancel_storm()],
+        "prefix churn": lambda: [mixes.churn()],
+        "small pool": lambda: [mixes.small_pool()],
+        "slow readers": lambda: [leavers.slow_readers(rates)],
+        "poisoned": lambda: [mixes.poisoned(rates.capacity)],
+    }
 
 
 def _all_at_once(rates: Rates, leavers: Leavers) -> Case:

@@ -73,13 +73,15 @@ def shown(value: Any) -> str:
 
 
 class Report:
-    """Rows of figures under one title; ``compared`` holds those of another configuration."""
+    """Rows of figures under one title; ``compared`` holds those of another configuration, and
+    ``beside`` further tables of the same run."""
 
     def __init__(self, title: str, *, info: Mapping[str, Any] | None = None) -> None:
         self.title = title
         self.info = {**(info or {}), **machine_facts()}
         self.rows: list[dict[str, Any]] = []
         self.compared: Report | None = None
+        self.beside: list[Report] = []
 
     def add(self, **figures: Any) -> None:
         """One row; all rows of a report have the same names."""
@@ -116,6 +118,8 @@ class Report:
         """What goes into the file."""
         flat = self.rows[0] if len(self.rows) == 1 else {}
         content = {"title": self.title, "info": self.info, **flat, "rows": self.rows}
-        return (
-            content if self.compared is None else {**content, "compared": self.compared.content()}
-        )
+        if self.compared is not None:
+            content["compared"] = self.compared.content()
+        if self.beside:
+            content["beside"] = [report.content() for report in self.beside]
+        return content

@@ -1,7 +1,8 @@
 """Servers as a load generator sees them: a call goes in, chunks come out, or an error's code.
 
 ``TritonTarget`` speaks to the ensemble over gRPC or HTTP by way of `minisgl_client`;
-``OpenAITarget`` to any endpoint that is compatible with OpenAI's API, by server-sent events.
+``OpenAITarget`` to any endpoint that is compatible with OpenAI's API, by server-sent events. Must
+not know when calls are sent, or what is made of their times.
 """
 
 from __future__ import annotations

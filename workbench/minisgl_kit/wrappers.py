@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from minisgl_backend.cache.kv import KVCache, Lease, Verified
+from minisgl_backend.cache.windows import WindowPages
 from minisgl_backend.execution.ranks import RankExecutor
 from minisgl_backend.plan import Groups, Pending, SampledTokens, StepPlan
 from minisgl_backend.request import EMPTY, IntArray, Request, RequestId
@@ -92,11 +93,19 @@ class CacheWrapper:
     def groups(self, leases: Sequence[Lease], cost_tokens: int) -> Groups:
         return self.wrapped.groups(leases, cost_tokens)
 
+    @property
+    def windows(self) -> WindowPages | None:
+        return self.wrapped.windows
+
+    @property
+    def num_taken_snapshots(self) -> int:
+        return self.wrapped.num_taken_snapshots
+
     def cached_length(self, tokens: IntArray, salt: str = "") -> int:
         return self.wrapped.cached_length(tokens, salt)
 
-    def take_snapshot(self) -> int | None:
-        return self.wrapped.take_snapshot()
+    def take_snapshot(self, *, rolls: bool = False) -> int | None:
+        return self.wrapped.take_snapshot(rolls=rolls)
 
     def attach_snapshot(self, lease: Lease, num_tokens: int, snapshot: int) -> None:
         self.wrapped.attach_snapshot(lease, num_tokens, snapshot)

@@ -2,6 +2,7 @@
 
 Enter sends, Alt-Enter begins a new line, Ctrl-C stops the answer (what came of it is remembered) or
 clears the line, Ctrl-D ends. Lines that begin with a slash are commands; ``_COMMANDS`` lists them.
+Must not know a protocol, or what a parameter means.
 """
 
 from __future__ import annotations

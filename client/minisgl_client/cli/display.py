@@ -1,7 +1,8 @@
 """An answer on the terminal while it comes: Markdown, drawn anew as it grows.
 
 Blocks that are complete are printed for good, so that only the last one is drawn again, and long
-answers scroll. Control characters of the answer never reach the terminal.
+answers scroll. Control characters of the answer never reach the terminal. Must not know where the
+text comes from.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from minisgl_gateway.parts import Piece
 from minisgl_gateway.thinking import Thought
 
 SIGNATURE: Final = "unsigned"
-"""Of thoughts: clients do not send back what has none, and here any will do."""
+"""Of thoughts: clients do not send back thoughts without one, and here any will do."""
 _PING: Final = named_event("ping", {"type": "ping"})
 
 

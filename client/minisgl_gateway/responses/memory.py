@@ -1,7 +1,8 @@
 """The responses that the gateway keeps, so that a later request can go on from one by its id.
 
 Bounded in number and in bytes: what was used least recently goes first. Each response belongs to
-the API key that asked for it, and is found under no other. Nothing is written to a disk.
+the API key that asked for it, and is found under no other. Nothing is written to a disk. Must not
+know what a response says.
 """
 
 from __future__ import annotations

@@ -19,11 +19,16 @@
 // registers, on the way from shared memory; this needs no transposition, since the order of dimensions
 // inside a fragment is free.
 //
+// With SHARED, the first positions of some rows have been attended already, for several rows at once, by
+// `kernels.shared_attention`. Such a row's tiles begin behind them, and its last step is to merge the
+// partial results that it finds in `values` and `sums`.
+//
 // Compiled with: HEAD_DIM (64 or 128), GROUP (query heads of a KV head), KV_HEADS, PAGE_SIZE (a
 // multiple of 16), FP8, BFLOAT16 (q and out; else float16), WARPS (of a thread block; they divide
 // KV_HEADS), STAGES (of a ring), PER_PROCESSOR (thread blocks of a multiprocessor), LEAVING (what a
 // row costs beside its tiles, in tiles), LEAST (tiles of a run), PARTS (of 16 positions in a tile), COLUMNS
-// (pairs of a fragment's columns that hold query heads, rounded up to 1, 2 or 4).
+// (pairs of a fragment's columns that hold query heads, rounded up to 1, 2 or 4), SHARED, MOST_SLOTS
+// (partial results of a row).
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
@@ -62,6 +67,10 @@ struct Arguments {
     const float* v_scale;
     const u16* sinks;       // [KV_HEADS * GROUP]: one more score a head, without a value; or null
     float4* pieces;         // [grid, WARPS, QUADS, COLUMNS, 8], EMPTY between launches
+    const int2* starts;     // [batch], if SHARED: where a row's own part begins, its number of partials
+    const int* slots;       // [batch, MOST_SLOTS]: the indices of its partials
+    const float* partials;  // [.., KV_HEADS * GROUP, HEAD_DIM], not normalized
+    const float2* sums;     // [.., KV_HEADS * GROUP]: maximum and sum
     u64 page_stride;
     u32 slot_stride;
     u32 head_stride;
@@ -76,6 +85,7 @@ struct PlanArguments {
     const int* table;
     const int* lengths;
     const int* rows;
+    const int2* starts;
     int table_stride;
     int batch;
     int max_runs;           // thread blocks of the kernel that is planned
@@ -217,17 +227,26 @@ __device__ __forceinline__ int dimension(int step, int row) {
     return 16 * step + row;
 }
 
-// where the tiles of a row begin: at its window, rounded down to a tile
 __device__ __forceinline__ int first_seen(int length, int window) {
     return window ? max(length - window, 0) : 0;
 }
 
-__device__ __forceinline__ int tile_position(int length, int window, int tile) {
-    return (first_seen(length, window) & ~(TILE - 1)) + tile * TILE;
-}
+// where a query's tiles are: from its window on, rounded down to a tile, or behind the shared positions,
+// which end with a page
+struct Span {
+    int length, start;   // `start` is 0 unless SHARED
 
-__device__ __forceinline__ int num_tiles(int length, int window) {
-    return (length - tile_position(length, window, 0) + TILE - 1) / TILE;
+    __device__ int position(int window, int tile) const {
+        const int seen = first_seen(length, window) & ~(TILE - 1);
+        return (SHARED ? max(seen, start) : seen) + tile * TILE;
+    }
+    __device__ int num_tiles(int window) const {
+        return (length - position(window, 0) + TILE - 1) / TILE;
+    }
+};
+
+__device__ __forceinline__ Span span_of(const int* lengths, const int2* starts, int query) {
+    return Span{lengths[query], SHARED ? starts[query].x : 0};
 }
 
 // a position in the tile's last part that is not empty
@@ -265,7 +284,7 @@ extern "C" __global__ void __launch_bounds__(1024) plan_decode_attention(const P
     const int from = min((int)threadIdx.x * each, args.batch), to = min(from + each, args.batch);
     int sum = 0, longest = 0;
     for (int i = from; i < to; ++i) {
-        const int tiles = num_tiles(args.lengths[i], args.window);
+        const int tiles = span_of(args.lengths, args.starts, i).num_tiles(args.window);
         longest = max(longest, tiles);
         sum += tiles + LEAVING;
         ends[i] = sum;
@@ -311,9 +330,10 @@ extern "C" __global__ void __launch_bounds__(1024) plan_decode_attention(const P
     for (u32 run = threadIdx.x; run < num_runs; run += blockDim.x) {
         const Place at = seek(shares.begin(run));
         const u32 end = seek(shares.begin(run + 1)).index;
-        const int length = args.lengths[at.query];
+        const Span span = span_of(args.lengths, args.starts, at.query);
+        const int length = span.length;
         const int row = args.rows ? args.rows[at.query] : at.query;
-        const int position = tile_position(length, args.window, max(at.offset - LEAVING, 0));
+        const int position = span.position(args.window, max(at.offset - LEAVING, 0));
         const int* pages = args.table + (u64)row * args.table_stride;
         int4* out = args.runs + 1 + 2 * (num_runs - 1 - run);
         out[0] = make_int4(at.query, at.turn, at.offset, end - at.index);
@@ -345,11 +365,12 @@ decode_attention(const Arguments args) {
     // Where the run stands.
     struct Cursor {
         int query, turn, tile;
-        int tiles, length;   // of the query
+        int tiles;   // of the query
+        Span span;
         const int* pages;
 
         __device__ void enter(const Arguments& args, int row) {
-            tiles = num_tiles(length, args.window);
+            tiles = span.num_tiles(args.window);
             pages = args.table + (u64)row * args.table_stride;
         }
         // to the next tile; there must be one
@@ -359,23 +380,23 @@ decode_attention(const Arguments args) {
             if (++turn < TURNS) return;
             turn = 0;
             ++query;
-            length = args.lengths[query];
+            span = span_of(args.lengths, args.starts, query);
             enter(args, args.rows ? args.rows[query] : query);
         }
         __device__ int position(const Arguments& args) const {
-            return tile_position(length, args.window, tile);
+            return span.position(args.window, tile);
         }
         // of the tile's first and last part
         __device__ int2 pages_of_tile(const Arguments& args) const {
             const int at = position(args), page = pages[at / PAGE_SIZE];
-            return make_int2(page, PARTS == 1 ? page : pages[last_part(at, length) / PAGE_SIZE]);
+            return make_int2(page, PARTS == 1 ? page : pages[last_part(at, span.length) / PAGE_SIZE]);
         }
     };
     Cursor at;
     at.query = own.x;
     at.turn = own.y;
     at.tile = max(own.z - LEAVING, 0);
-    at.length = start.x;
+    at.span = Span{start.x, SHARED ? args.starts[own.x].x : 0};
     at.enter(args, start.y);
     u32 turn_begin = shares.begin(run) - own.z;   // in cost
 
@@ -387,8 +408,9 @@ decode_attention(const Arguments args) {
     const auto load_next = [&](int stage) {
         if (loaded < tiles_of_run) {
             const int position = ahead.position(args);
-            if (position + TILE >= ahead.length) wait_previous();
-            const int first = first_seen(ahead.length, args.window);
+            const int length = ahead.span.length;
+            if (position + TILE >= length) wait_previous();
+            const int first = first_seen(length, args.window);
             const int kv_head = ahead.turn * WARPS + warp;
             const u32 keys = ring + stage * STAGE_BYTES, values = keys + TILE_BYTES;
             const auto place = [&](int n) {   // of position n of the tile
@@ -400,7 +422,7 @@ decode_attention(const Arguments args) {
                 const int n = (i * 32 + lane) / CHUNKS, chunk = (i * 32 + lane) % CHUNKS;
                 const u64 from = place(n) + chunk * 16;
                 // zeros for what is not seen: it may hold anything
-                const bool seen = position + n >= first && position + n < ahead.length;
+                const bool seen = position + n >= first && position + n < length;
                 copy_16(keys + chunk_at(n, chunk), args.keys + from, seen);
                 copy_16(values + chunk_at(n, chunk), args.values + from, seen);
             }
@@ -473,13 +495,14 @@ decode_attention(const Arguments args) {
             }
             for (int i = 0; i < 4; ++i) s[part][i] = (even[i] + odd[i]) * scale;
         }
-        const int position = at.position(args), first = first_seen(at.length, args.window);
-        if (position < first || position + TILE > at.length) {
+        const int length = at.span.length;
+        const int position = at.position(args), first = first_seen(length, args.window);
+        if (position < first || position + TILE > length) {
 #pragma unroll
             for (int part = 0; part < PARTS; ++part)
                 for (int i = 0; i < 4; ++i) {
                     const int n = position + part * PART + g + i / 2 * 8;
-                    if (n < first || n >= at.length) s[part][i] = NOTHING;
+                    if (n < first || n >= length) s[part][i] = NOTHING;
                 }
         }
         const auto larger = [](float x, float y) { return fmaxf(x, y); };
@@ -567,9 +590,31 @@ decode_attention(const Arguments args) {
             leave(step, o[step][0], o[step][1], o[step][2], o[step][3]);
         leave(STEPS, best[0], best[1], total[0], total[1]);
     };
-    // Adds the pieces of the next runs. Lanes whose columns hold no heads take every SIDES-th piece; what
-    // they have is added at the end.
-    const auto take_pieces = [&](int num_pieces) {
+    // What `kernels.shared_attention` has left for the heads of `column`, in the form of a piece.
+    const auto load_partial = [&](float4 (&quads)[QUADS], int partial, int column) {
+        const u64 heads = ((u64)partial * KV_HEADS + at.turn * WARPS + warp) * GROUP;
+        float4 sums = make_float4(NOTHING, NOTHING, 0, 0);
+#pragma unroll
+        for (int step = 0; step < STEPS; ++step) quads[step] = make_float4(0, 0, 0, 0);
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            if (2 * column + h >= GROUP) continue;
+            const u64 head = heads + 2 * column + h;
+            const float* from = args.partials + head * HEAD_DIM;
+            const float2 of_head = __ldcg(args.sums + head);
+            (h ? sums.y : sums.x) = of_head.x;
+            (h ? sums.w : sums.z) = of_head.y;
+#pragma unroll
+            for (int step = 0; step < STEPS; ++step) {
+                (h ? quads[step].y : quads[step].x) = __ldcg(from + dimension(step, g));
+                (h ? quads[step].w : quads[step].z) = __ldcg(from + dimension(step, g + 8));
+            }
+        }
+        quads[STEPS] = sums;
+    };
+    // Adds the pieces of the next runs, and the partial results of shared positions. Lanes whose columns
+    // hold no heads take every SIDES-th of them; what they have is added at the end.
+    const auto take_pieces = [&](int num_pieces, int num_partials) {
         const int side = j / COLUMNS, column = j % COLUMNS;
         if (side > 0) {
             best[0] = best[1] = NOTHING;
@@ -598,7 +643,15 @@ decode_attention(const Arguments args) {
                 store_quad(place_of(block, i, column), make_float4(empty, empty, empty, empty));
             merge(quads);
         }
-        if (num_pieces == 1) return;
+        if constexpr (SHARED) {
+            const int* slots = args.slots + at.query * MOST_SLOTS;
+#pragma unroll 1
+            for (int n = side; n < num_partials; n += SIDES) {
+                load_partial(quads, slots[n], column);
+                merge(quads);
+            }
+        }
+        if (max(num_pieces, num_partials) == 1) return;   // side 0 has taken all
 #pragma unroll 1
         for (int away = COLUMNS; away < 4; away *= 2) {
             const auto other = [&](float x) { return __shfl_xor_sync(ALL, x, away); };
@@ -614,8 +667,10 @@ decode_attention(const Arguments args) {
         for (int h = 0; h < 2; ++h)
             total[h] = over_positions(total[h], [](float x, float y) { return x + y; });
         if (from > 0) return leave_piece();
-        if (at.tile + 1 < at.tiles)
-            take_pieces(shares.owner(turn_begin + LEAVING + at.tiles - 1) - run);
+        const int num_pieces
+            = at.tile + 1 < at.tiles ? shares.owner(turn_begin + LEAVING + at.tiles - 1) - run : 0;
+        const int num_partials = SHARED ? args.starts[at.query].y : 0;
+        if (num_pieces + num_partials > 0) take_pieces(num_pieces, num_partials);
         u16* out = args.out + (u64)(at.query * KV_HEADS + at.turn * WARPS + warp) * GROUP * HEAD_DIM;
 #pragma unroll
         for (int h = 0; h < 2; ++h) {

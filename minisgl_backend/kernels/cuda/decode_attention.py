@@ -10,8 +10,9 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from minisgl_backend.kernels.cuda.module import CudaModule, address
+from minisgl_backend.kernels.cuda.module import CudaKernel, CudaModule, address
 from minisgl_backend.kernels.dispatch import num_processors
+from minisgl_backend.kernels.shared_attention import MOST_SLOTS, SharedAttention
 
 _WARPS: Final = 4
 """Most warps of a thread block; with fewer KV heads there are fewer, and more thread blocks."""
@@ -61,6 +62,10 @@ class _Arguments(ctypes.Structure):
         ("v_scale", ctypes.c_void_p),
         ("sinks", ctypes.c_void_p),
         ("pieces", ctypes.c_void_p),
+        ("starts", ctypes.c_void_p),
+        ("slots", ctypes.c_void_p),
+        ("partials", ctypes.c_void_p),
+        ("sums", ctypes.c_void_p),
         ("page_stride", ctypes.c_uint64),
         ("slot_stride", ctypes.c_uint32),
         ("head_stride", ctypes.c_uint32),
@@ -79,11 +84,20 @@ class _PlanArguments(ctypes.Structure):
         ("table", ctypes.c_void_p),
         ("lengths", ctypes.c_void_p),
         ("rows", ctypes.c_void_p),
+        ("starts", ctypes.c_void_p),
         ("table_stride", ctypes.c_int),
         ("batch", ctypes.c_int),
         ("max_runs", ctypes.c_int),
         ("window", ctypes.c_int),
     )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Kernels:
+    """Those of grouped steps, or those of all others."""
+
+    plan: CudaKernel
+    attend: CudaKernel
 
 
 def why_not(
@@ -112,6 +126,10 @@ class DecodeAttentionKernel:
     Its workspace holds partial results that thread blocks exchange, so calls must not overlap. It
     must not get shapes for which ``why_not`` has a reason, lengths below 1, or other lengths than
     those that were planned: thread blocks would deadlock.
+
+    A step may be *grouped*: then ``shared`` has attended the first positions of rows, as its table
+    says, and this kernel does the rest. For grouped steps the source is compiled once more, so that
+    the others do without what that takes.
     """
 
     def __init__(
@@ -126,6 +144,7 @@ class DecodeAttentionKernel:
         max_batch_size: int,
         device: torch.device,
         cut: Tuning | None = None,
+        shared: SharedAttention | None = None,
     ) -> None:
         group = num_heads // num_kv_heads
         cut = cut or tuning(kv_dtype)
@@ -146,6 +165,7 @@ class DecodeAttentionKernel:
             "LEAST": cut.least,
             "PARTS": cut.parts,
             "COLUMNS": columns,
+            "MOST_SLOTS": MOST_SLOTS,
         }
         ring_bytes = (
             self._num_warps * cut.stages * 2 * cut.parts * _PART * head_dim * kv_dtype.itemsize
@@ -153,9 +173,17 @@ class DecodeAttentionKernel:
         # leaves no room for one more block: early launches would crowd some multiprocessors
         memory = torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor
         shared_bytes = max(ring_bytes, memory // (per_processor + 1))
-        module = CudaModule("decode_attention.cu", constants, device)
-        self._plan = module.kernel("plan_decode_attention", shared_bytes=4 * max_batch_size)
-        self._attend = module.kernel("decode_attention", shared_bytes=shared_bytes)
+
+        def kernels(*, grouped: bool) -> _Kernels:
+            module = CudaModule("decode_attention.cu", {**constants, "SHARED": grouped}, device)
+            return _Kernels(
+                module.kernel("plan_decode_attention", shared_bytes=4 * max_batch_size),
+                module.kernel("decode_attention", shared_bytes=shared_bytes),
+            )
+
+        self._shared = shared
+        self._single = kernels(grouped=False)
+        self._grouped = None if shared is None else kernels(grouped=True)
         self._grid = per_processor * num_processors(device)
         quads = head_dim // 16 + 1
         self._pieces = torch.full(
@@ -172,22 +200,25 @@ class DecodeAttentionKernel:
         *,
         rows: Tensor | None,
         window: int | None,
+        grouped: bool = False,
         pdl: bool,
     ) -> Tensor:
         """int32 [1 + 2 * num_blocks, 4]: the runs of the thread blocks, for all calls with these
         arguments."""
+        kernels, shared = self._of_step(grouped)
         runs = torch.empty((1 + 2 * self._grid, 4), dtype=torch.int32, device=lengths.device)
         arguments = _PlanArguments(
             runs=runs.data_ptr(),
             table=page_table.data_ptr(),
             lengths=lengths.data_ptr(),
             rows=address(rows),
+            starts=None if shared is None else shared.starts.data_ptr(),
             table_stride=page_table.stride(0),
             batch=len(lengths),
             max_runs=self._grid,
             window=window or 0,
         )
-        self._plan.launch((1, 1, 1), 1024, arguments, pdl=pdl)
+        kernels.plan.launch((1, 1, 1), 1024, arguments, pdl=pdl)
         return runs
 
     def __call__(
@@ -206,6 +237,7 @@ class DecodeAttentionKernel:
         v_scale: Tensor | None,
         sinks: Tensor | None = None,
         out: Tensor | None = None,
+        grouped: bool = False,
         pdl: bool,
     ) -> Tensor:
         """See ``minisgl_backend.kernels.decode_attention.decode_attention``; int32 tensors only.
@@ -218,6 +250,20 @@ class DecodeAttentionKernel:
         assert q.stride(1) == q.shape[2] and q.stride(2) == 1
         if out is None:
             out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        kernels, shared = self._of_step(grouped)
+        if shared is not None:
+            shared(
+                q,
+                keys,
+                values,
+                page_table,
+                lengths,
+                rows=rows,
+                scale=scale,
+                window=window,
+                k_scale=k_scale,
+                pdl=pdl,
+            )
         item = keys.element_size()
         arguments = _Arguments(
             out=out.data_ptr(),
@@ -232,6 +278,10 @@ class DecodeAttentionKernel:
             v_scale=address(v_scale),
             sinks=address(sinks),
             pieces=self._pieces.data_ptr(),
+            starts=None if shared is None else shared.starts.data_ptr(),
+            slots=None if shared is None else shared.slots.data_ptr(),
+            partials=None if shared is None else shared.values.data_ptr(),
+            sums=None if shared is None else shared.sums.data_ptr(),
             page_stride=keys.stride(0) * item,
             slot_stride=keys.stride(1) * item,
             head_stride=keys.stride(2) * item,
@@ -240,5 +290,11 @@ class DecodeAttentionKernel:
             window=window or 0,
             scale_log2=scale * 1.4426950408889634,  # exp2 instead of exp
         )
-        self._attend.launch((self._grid, 1, 1), 32 * self._num_warps, arguments, pdl=pdl)
+        kernels.attend.launch((self._grid, 1, 1), 32 * self._num_warps, arguments, pdl=pdl)
         return out
+
+    def _of_step(self, grouped: bool) -> tuple[_Kernels, SharedAttention | None]:
+        if not grouped:
+            return self._single, None
+        assert self._grouped is not None
+        return self._grouped, self._shared

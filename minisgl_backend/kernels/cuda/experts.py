@@ -16,7 +16,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from minisgl_backend.experts_spec import RoutingRule
+from minisgl_backend.experts_spec import ClampedGate, RoutingRule
 from minisgl_backend.kernels import expert_cut
 from minisgl_backend.kernels.cuda.module import (
     CudaKernel,
@@ -27,11 +27,12 @@ from minisgl_backend.kernels.cuda.module import (
 )
 from minisgl_backend.kernels.dispatch import num_processors
 from minisgl_backend.kernels.expert_cut import ExpertCut
+from minisgl_backend.kernels.linear_cut import CODES_BLOCK, PLAIN
 from minisgl_backend.kernels.moe import Alignment, Choices, ExpertWeights
+from minisgl_backend.kernels.packed_weight import PLAIN_MACROS, CodesKind, PackedWeight
 from minisgl_backend.kernels.quantized import QuantizedWeight
 from minisgl_backend.kernels.triton_kernels.expert_rows import launch_expert_rows
 
-_ROW_BYTES: Final = 128
 _ROUTED_TOKENS: Final = 8
 """Of a thread block: ``TOKENS`` of ``routing.cu``."""
 _ROUTER_STEP: Final = 256
@@ -49,14 +50,13 @@ class _Arguments(ctypes.Structure):
         ("experts", ctypes.c_void_p),
         ("factors", ctypes.c_void_p),
         ("scales", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
         ("num_pairs", ctypes.c_int),
         ("num_blocks", ctypes.c_int),
         ("top_k", ctypes.c_int),
-        ("lines", ctypes.c_int),
-        ("columns", ctypes.c_int),
-        ("block_outs", ctypes.c_int),
-        ("block_ins", ctypes.c_int),
         ("early", ctypes.c_int),
+        ("alpha", ctypes.c_float),
+        ("limit", ctypes.c_float),
         ("padding", ctypes.c_uint8 * 48),  # to the alignment of the map
     )
 
@@ -87,35 +87,41 @@ class _RoutingArguments(ctypes.Structure):
 
 
 class GroupedKernel:
-    """x W^T of blocks of rows, each with the W of its expert; or silu(x G^T) * (x U^T) for a
-    ``gated`` weight, which holds G and then U."""
+    """x W^T of blocks of rows, each with the W of its expert; or silu(x G^T) * (x U^T), or another
+    gate, for a ``gated`` weight, which holds G and then U."""
 
     def __init__(
         self,
         shape: Sequence[int],
         device: torch.device,
         *,
-        bits: int,
+        codes: CodesKind | None,
         gated: bool,
         cuts: Sequence[ExpertCut],
+        gate: ClampedGate | None = None,
     ) -> None:
-        """``shape``: [num_experts, height, in_features]; ``bits`` of a weight: 16 or 8."""
+        """``shape``: [num_experts, height, in_features]; ``codes``: of packed weights; ``gate``:
+        None for SiLU."""
         _, self._height, self._in_features = shape
-        self._gated, self._bits = gated, bits
+        self._gated, self._gate, self._codes = gated, gate, codes
+        self._numbers = PLAIN if codes is None else codes.numbers(2 * CODES_BLOCK)
         self.out_features = self._height // 2 if gated else self._height
 
         def compiled(cut: ExpertCut) -> CudaKernel:
-            shared = cut.shared_bytes(bits)
+            shared = cut.shared_bytes(self._numbers)
             constants = {
                 "FEATURES": cut.features,
                 "TOKENS": cut.tokens,
                 "HEIGHT": self._height,
                 "SIZE": self._in_features,
+                "BLOCK": self._numbers.block,
                 "STAGES": cut.stages,
-                "BITS": bits,
+                "BY_WARP": cut.by_warp,
                 "GATED": gated,
+                "CLAMPED": gated and gate is not None,
                 "SHARED_BYTES": shared,
                 "PER_PROCESSOR": cut.per_processor,
+                **(PLAIN_MACROS if codes is None else codes.macros),
             }
             return CudaModule("experts.cu", constants, device).kernel(
                 "experts", shared_bytes=shared
@@ -130,7 +136,7 @@ class GroupedKernel:
     def __call__(
         self,
         x: Tensor,
-        weight: Tensor | QuantizedWeight,
+        weight: Tensor | PackedWeight,
         pairs: Tensor,
         experts: Tensor,
         num_pairs: int,
@@ -138,20 +144,25 @@ class GroupedKernel:
         cut: ExpertCut,
         top_k: int,
         factors: Tensor | None = None,
+        bias: Tensor | None = None,
         early: bool = False,
         pdl: bool = False,
     ) -> Tensor:
         """[num_pairs, out_features]: row p is x[p // top_k] through the expert of pair p, which
         ``pairs`` and ``experts`` tell in blocks of ``cut.tokens`` (``kernels.moe.Alignment``).
 
-        ``factors`` [num_pairs / top_k] multiply the rows of x. ``early``: the kernel before this
-        one wrote none of these but x.
+        ``factors`` [num_pairs / top_k] multiply the rows of x; ``bias`` [num_experts, height] is
+        added, before a gate. ``early``: the kernel before this one wrote none of these but x.
         """
         out = torch.empty((num_pairs, self.out_features), dtype=x.dtype, device=x.device)
         kernel = self._kernels[cut]
-        numbers = weight.codes if isinstance(weight, QuantizedWeight) else weight
-        scales = weight.scales if isinstance(weight, QuantizedWeight) else None
-        outs, ins = weight.block if isinstance(weight, QuantizedWeight) else (1, 1)
+        scales = None
+        if isinstance(weight, PackedWeight):
+            assert weight.kind == self._codes
+            scales, numbers = weight.scales, weight.weight.codes
+        else:
+            numbers = weight
+        assert x.is_contiguous() and (bias is None or bias.is_contiguous())
         arguments = _Arguments(
             weight=self._weight_map(numbers, cut.features),
             x=address(x),
@@ -160,16 +171,15 @@ class GroupedKernel:
             experts=address(experts),
             factors=address(factors),
             scales=address(scales),
+            bias=address(bias),
             num_pairs=num_pairs,
             num_blocks=len(experts),
             top_k=top_k,
-            lines=0 if scales is None else scales.shape[1],
-            columns=0 if scales is None else scales.shape[2],
-            block_outs=outs,
-            block_ins=ins,
             early=early,
+            alpha=0 if self._gate is None else self._gate.alpha,
+            limit=0 if self._gate is None else self._gate.limit,
         )
-        tiles = len(experts) * (self._height // cut.features)
+        tiles = len(experts) * -(-self._height // cut.features)
         grid = min(tiles, self._num_processors * cut.resident), 1, 1
         movers = 2 if cut.tokens > 32 else 1
         kernel.launch(grid, 2 * cut.features + 32 * (1 + movers), arguments, pdl=pdl)
@@ -180,16 +190,18 @@ class GroupedKernel:
         key = weight.data_ptr(), features
         if key not in self._maps:
             assert weight.is_contiguous()
-            num_experts, height, size = weight.shape
-            box = _ROW_BYTES // weight.itemsize
+            codes = weight.view(torch.uint8) if self._codes is not None else weight
+            num_experts, height, size = codes.shape
+            box = self._numbers.block * self._numbers.bits // 8 // codes.itemsize
             if self._gated:
                 outs = height // 2
                 shape = [size, 8, 2, outs // 8, num_experts]
                 strides = [size, outs * size, 8 * size, height * size]
                 boxes = [box, 8, 2, features // 16, 1]
             else:
-                shape, strides, boxes = [size, num_experts * height], [size], [box, features]
-            self._maps[key] = tensor_map(weight, shape, strides, boxes)
+                shape, strides = [size, height, num_experts], [size, height * size]
+                boxes = [box, features, 1]
+            self._maps[key] = tensor_map(codes, shape, strides, boxes)
         return self._maps[key]
 
 
@@ -337,17 +349,21 @@ class ExpertsKernels:
         down: Sequence[int],
         device: torch.device,
         *,
-        bits: int,
+        kinds: tuple[CodesKind, CodesKind] | None,
+        gate: ClampedGate | None,
         wide: bool,
     ) -> None:
-        """``gate_up`` and ``down`` are the shapes of all held experts' weights, of ``bits`` each.
-        ``held`` and ``wide``: see ``RoutingKernel``."""
-        self._bits, self._num_experts = bits, rule.num_experts
-        all_cuts = expert_cut.cuts(bits)
+        """``gate_up`` and ``down`` are the shapes of all held experts' weights, and ``kinds`` those
+        of packed ones. ``held`` and ``wide``: see ``RoutingKernel``."""
+        of_gate_up, of_down = kinds or (None, None)
+        self._bits = 16 if of_down is None else of_down.encoding.bits
+        self._num_experts, all_cuts = rule.num_experts, expert_cut.cuts(self._bits)
         blocks = [0, *(cut.tokens for cut in all_cuts)]
         self._route = RoutingKernel(rule, held, gate_up[2], device, wide=wide, blocks=blocks)
-        self._gate_up = GroupedKernel(gate_up, device, bits=bits, gated=True, cuts=all_cuts)
-        self._down = GroupedKernel(down, device, bits=bits, gated=False, cuts=all_cuts)
+        self._gate_up = GroupedKernel(
+            gate_up, device, codes=of_gate_up, gated=True, cuts=all_cuts, gate=gate
+        )
+        self._down = GroupedKernel(down, device, codes=of_down, gated=False, cuts=all_cuts)
 
     def __call__(
         self,
@@ -371,7 +387,9 @@ class ExpertsKernels:
         num_tokens, top_k = len(x), self._route.top_k
         num_pairs = num_tokens * top_k
         gate_up, down = experts.gate_up, experts.down
-        one_by_one = num_tokens <= expert_cut.MOST_ROWS and self._bits == 16
+        assert not isinstance(gate_up, QuantizedWeight) and not isinstance(down, QuantizedWeight)
+        is_plain = experts.gate is None and experts.gate_up_bias is None
+        one_by_one = num_tokens <= expert_cut.MOST_ROWS and self._bits == 16 and is_plain
         cut = expert_cut.cut_of(num_pairs, self._num_experts, self._bits)
         rest: dict[str, Any] = {
             "correction": correction,
@@ -404,6 +422,7 @@ class ExpertsKernels:
                 cut=cut,
                 top_k=top_k,
                 factors=routed.factors,
+                bias=experts.gate_up_bias,
                 pdl=pdl,
             )
             outer = self._down(
@@ -414,6 +433,7 @@ class ExpertsKernels:
                 num_pairs,
                 cut=cut,
                 top_k=1,
+                bias=experts.down_bias,
                 early=pdl,
                 pdl=pdl,
             )

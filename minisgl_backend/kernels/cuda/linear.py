@@ -1,8 +1,12 @@
 """Launches ``linear.cu``: the linear layers of a decode step on the tensor cores of Hopper.
 
 A kernel is for one shape; it takes up to ``most_tokens`` rows of bfloat16. Each row of x W^T is
-multiplied by a factor, 1 or that of RMSNorm, and a bias is added; the classes differ in what
-follows.
+multiplied by a factor, 1 or that of RMSNorm, and a bias is added, one for all rows or ``added``,
+[num_rows, height], with one for each; the classes differ in what follows.
+
+What is ``added``, or the residual stream if it ``changes``, comes from the kernel right before, to
+which everything else was ready: a launch with ``pdl`` multiplies beside it. So that kernel must let
+the next one start only after it has waited for its own predecessor.
 
 The input ``x`` [num_rows, in_features] is after RMSNorm or half-way. Without ``squares`` the norm
 has been applied. With them only its weight has, and the GEMM divides each row by its root mean
@@ -31,12 +35,17 @@ from minisgl_backend.kernels.cuda.module import (
     tensor_map,
 )
 from minisgl_backend.kernels.dispatch import num_processors
-from minisgl_backend.kernels.linear_cut import BATCHES, BLOCK, MAX_TOKENS, PLAIN, Cut, cut_of
-from minisgl_backend.kernels.packed_weight import CodesKind, PackedWeight
-from minisgl_backend.weight_format import Encoding
+from minisgl_backend.kernels.linear_cut import (
+    BATCHES,
+    BLOCK,
+    FEW_TOKENS,
+    MAX_TOKENS,
+    PLAIN,
+    Cut,
+    cut_of,
+)
+from minisgl_backend.kernels.packed_weight import PLAIN_MACROS, CodesKind, PackedWeight
 
-_CODES: Final = {Encoding.E4M3: 1, Encoding.INT8: 2, Encoding.INT4: 3, Encoding.E2M1: 4}
-"""``CODE`` of the source."""
 _TWO_OF_CODES: Final = 1024
 """Up to this many sums in a tile, registers are left for two thread blocks that make numbers of
 codes."""
@@ -86,6 +95,7 @@ class _Arguments(ctypes.Structure):
         ("eps", ctypes.c_float),
         ("heads", _Heads),
         ("scales", ctypes.c_void_p),
+        ("added", ctypes.c_void_p),
     )
 
 
@@ -105,9 +115,11 @@ class _Linear:
         head_dim: int | None = None,
         pairs: int | None = None,
         codes: CodesKind | None = None,
+        takes_added: bool = False,
         **kind: int,
     ) -> None:
         """``cuts`` are keyed by the largest batch that each is for; by default those of ``cut_of``.
+        ``takes_added``: launches may be ``late``, for which there are kernels of their own.
 
         ``pairs``: how many rows apart two rows of the weight are that belong together. ``codes``:
         of packed weights.
@@ -125,13 +137,16 @@ class _Linear:
                 if batch <= most_tokens
             }
 
-        def compiled(cut: Cut) -> tuple[Cut, CudaKernel]:
-            constants = {"SIZE": in_features, **_PLAIN, **_macros(codes), **kind}
+        def compiled(cut: Cut, late: int) -> tuple[Cut, CudaKernel]:
+            macros = {**_PLAIN, **_macros(codes), **kind}
+            constants = {"SIZE": in_features, **macros, "ADDED": late}
             return cut, _kernel(cut, constants, device)
 
+        self._kernels: dict[bool, dict[int, tuple[Cut, CudaKernel]]] = {}
         with ThreadPoolExecutor() as pool:
-            kernels = list(pool.map(compiled, cuts.values()))
-        self._kernels = dict(zip(cuts, kernels, strict=True))
+            for late in (False, True) if takes_added else (False,):
+                kernels = list(pool.map(partial(compiled, late=late), cuts.values()))
+                self._kernels[late] = dict(zip(cuts, kernels, strict=True))
         self._num_processors = num_processors(device)
         even = [cut for cut in cuts.values() if cut.even]
         # a thread block without a step would write no partial result, and another would wait for it
@@ -141,8 +156,9 @@ class _Linear:
         self._are_there = torch.zeros(self._num_processors, dtype=torch.int32, device=device)
         self._maps: dict[tuple[int, int, int], TensorMap] = {}
 
-    def _kernel_for(self, num_rows: int) -> tuple[Cut, CudaKernel]:
-        return self._kernels[min(batch for batch in self._kernels if num_rows <= batch)]
+    def _kernel_for(self, num_rows: int, *, late: bool = False) -> tuple[Cut, CudaKernel]:
+        kernels = self._kernels[late]
+        return kernels[min(batch for batch in kernels if num_rows <= batch)]
 
     def _launch(
         self,
@@ -151,17 +167,23 @@ class _Linear:
         pdl: bool,
         *,
         bias: Tensor | None,
+        added: Tensor | None = None,
+        changes: bool = False,
         squares: Tensor | None = None,
         **values: Any,
     ) -> None:
-        num_rows = len(x)
+        num_rows, late = len(x), changes or added is not None
+        assert added is None or added.is_contiguous()
         scales = None
         if isinstance(weight, PackedWeight):
             assert weight.kind == self._codes
-            x, scales = weight.ordered(x), weight.scales
+            ordered, scales = weight.ordered(x), weight.scales
+            if late and ordered is not x:  # by another kernel, right before this one
+                pdl = False
+            x = ordered
             weight = weight.weight.codes
-        assert x.stride(1) == 1 and weight.is_contiguous() and num_rows <= max(self._kernels)
-        cut, kernel = self._kernel_for(num_rows)
+        assert x.stride(1) == 1 and weight.is_contiguous() and num_rows <= max(self._kernels[False])
+        cut, kernel = self._kernel_for(num_rows, late=late)
         tiles = self._height // cut.features
         arguments = _Arguments(
             weight=self._weight_map(weight, cut.features, cut.numbers.block),
@@ -171,6 +193,7 @@ class _Linear:
             square_tiles=0 if squares is None else len(squares),
             num_rows=num_rows,
             bias=address(bias),
+            added=address(added),
             parts=address(self._parts),
             are_there=address(self._are_there),
             tiles=tiles,
@@ -213,12 +236,20 @@ class LinearKernel(_Linear):
         most_tokens: int = MAX_TOKENS,
         cuts: Mapping[int, Cut] | None = None,
         codes: CodesKind | None = None,
+        takes_added: bool = False,
     ) -> None:
         """``shape`` is the weight's."""
         self._out_features = shape[0] // 2 if gated else shape[0]
         pairs = self._out_features if gated else None
         super().__init__(
-            shape, device, most_tokens=most_tokens, cuts=cuts, pairs=pairs, codes=codes, GATED=gated
+            shape,
+            device,
+            most_tokens=most_tokens,
+            cuts=cuts,
+            pairs=pairs,
+            codes=codes,
+            takes_added=takes_added,
+            GATED=gated,
         )
 
     def __call__(
@@ -229,6 +260,7 @@ class LinearKernel(_Linear):
         squares: Tensor | None = None,
         eps: float = 0.0,
         bias: Tensor | None = None,
+        added: Tensor | None = None,
         out: Tensor | None = None,
         pdl: bool = False,
     ) -> Tensor:
@@ -238,7 +270,15 @@ class LinearKernel(_Linear):
         assert out.is_contiguous()
         features = self._out_features
         self._launch(
-            x, weight, pdl, bias=bias, squares=squares, eps=eps, out=address(out), features=features
+            x,
+            weight,
+            pdl,
+            bias=bias,
+            added=added,
+            squares=squares,
+            eps=eps,
+            out=address(out),
+            features=features,
         )
         return out
 
@@ -254,9 +294,16 @@ class ResidualKernel(_Linear):
         most_tokens: int = MAX_TOKENS,
         cuts: Mapping[int, Cut] | None = None,
         codes: CodesKind | None = None,
+        takes_added: bool = False,
     ) -> None:
         super().__init__(
-            shape, device, most_tokens=most_tokens, cuts=cuts, codes=codes, RESIDUAL=True
+            shape,
+            device,
+            most_tokens=most_tokens,
+            cuts=cuts,
+            codes=codes,
+            takes_added=takes_added,
+            RESIDUAL=True,
         )
 
     def __call__(
@@ -267,6 +314,7 @@ class ResidualKernel(_Linear):
         norm_weight: Tensor,
         *,
         bias: Tensor | None = None,
+        changes: bool = False,
         pdl: bool = False,
     ) -> tuple[Tensor, Tensor]:
         """``residual`` [num_rows, out_features] += x W^T + bias, in place; ``x`` and ``squares``
@@ -280,6 +328,7 @@ class ResidualKernel(_Linear):
             weight,
             pdl,
             bias=bias,
+            changes=changes,
             out=address(residual),
             features=self._height,
             scaled=address(scaled),
@@ -305,6 +354,7 @@ class HeadsKernel(_Linear):
         most_tokens: int = MAX_TOKENS,
         cuts: Mapping[int, Cut] | None = None,
         codes: CodesKind | None = None,
+        takes_added: bool = False,
     ) -> None:
         """``fp8``: the pages' type is float8_e4m3fn."""
         shape = (num_heads + 2 * num_kv_heads) * head_dim, in_features
@@ -316,6 +366,7 @@ class HeadsKernel(_Linear):
             cuts=cuts,
             head_dim=head_dim,
             codes=codes,
+            takes_added=takes_added,
             **constants,
         )
         self._num_heads, self._num_kv_heads, self._head_dim = num_heads, num_kv_heads, head_dim
@@ -337,6 +388,7 @@ class HeadsKernel(_Linear):
         k_scale: Tensor | None = None,
         v_scale: Tensor | None = None,
         bias: Tensor | None = None,
+        added: Tensor | None = None,
         pdl: bool = False,
     ) -> Tensor:
         """The queries, [num_rows, num_heads, head_dim].
@@ -370,6 +422,7 @@ class HeadsKernel(_Linear):
             weight,
             pdl,
             bias=bias,
+            added=added,
             squares=squares,
             eps=eps,
             out=address(out),
@@ -391,18 +444,11 @@ class TensorCores:
         self.heads = cache(partial(HeadsKernel, device=device, most_tokens=most_tokens))
 
 
-_PLAIN: Final = {"GATED": 0, "RESIDUAL": 0, "HEADS": 0, "FP8": 0, "PAGE_SIZE": 1}
+_PLAIN: Final = {"GATED": 0, "RESIDUAL": 0, "HEADS": 0, "FP8": 0, "PAGE_SIZE": 1, "ADDED": 0}
 
 
 def _macros(codes: CodesKind | None) -> dict[str, int]:
-    if codes is None:
-        return {"CODE": 0, "GROUP": 0, "SHARED_BY": 1, "ZEROS": 0}
-    return {
-        "CODE": _CODES[codes.encoding],
-        "GROUP": codes.group,
-        "SHARED_BY": codes.shared_by,
-        "ZEROS": codes.zeros,
-    }
+    return PLAIN_MACROS if codes is None else codes.macros
 
 
 def _kernel(cut: Cut, constants: dict[str, int], device: torch.device) -> CudaKernel:
@@ -416,6 +462,7 @@ def _kernel(cut: Cut, constants: dict[str, int], device: torch.device) -> CudaKe
         "FEATURES": cut.features,
         "TOKENS": cut.tokens,
         "STAGES": cut.stages,
+        "BY_WARP": cut.numbers != PLAIN and cut.tokens <= FEW_TOKENS,
         "SPLITS": cut.splits,
         "EVEN": cut.even,
         "SHARED_BYTES": cut.shared_bytes,

@@ -29,8 +29,8 @@ logger = logging.getLogger(__name__)
 class CudaModule:
     """A source, compiled with constants for one GPU.
 
-    ``source`` names a file beside this one, ``constants`` are its macros. Raises ``ConfigError``
-    if it does not compile or load.
+    ``source`` names a file beside this one, which may include the headers (.cuh) there;
+    ``constants`` are its macros. Raises ``ConfigError`` if it does not compile or load.
     """
 
     def __init__(self, source: str, constants: Mapping[str, int], device: torch.device) -> None:
@@ -102,14 +102,15 @@ def _machine_code(source: Path, constants: Mapping[str, int], device: torch.devi
     options = [f"--gpu-architecture=sm_{major}{minor}a", "--std=c++17", "-default-device"]
     options += [f"-D{name}={int(value)}" for name, value in sorted(constants.items())]
     text = source.read_bytes()
+    headers = {path.name: path.read_bytes() for path in sorted(source.parent.glob("*.cuh"))}
     version = checked(nvrtc.nvrtcVersion())
-    key = hashlib.sha256(repr((text, options, version)).encode()).hexdigest()
+    key = hashlib.sha256(repr((text, headers, options, version)).encode()).hexdigest()
     cached = _cache_folder() / f"{source.stem}-{key[:32]}.cubin"
     try:
         return cached.read_bytes()
     except OSError:
         pass
-    binary = _compile(text, source.name, options)
+    binary = _compile(text, source.name, headers, options)
     try:
         cached.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=cached.parent, delete=False) as file:
@@ -124,8 +125,11 @@ def _cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "minisgl" / "kernels"
 
 
-def _compile(text: bytes, name: str, options: list[str]) -> bytes:
-    program = checked(nvrtc.nvrtcCreateProgram(text, name.encode(), 0, [], []))
+def _compile(text: bytes, name: str, headers: Mapping[str, bytes], options: list[str]) -> bytes:
+    names = [header.encode() for header in headers]
+    program = checked(
+        nvrtc.nvrtcCreateProgram(text, name.encode(), len(names), list(headers.values()), names)
+    )
     encoded = [option.encode() for option in options]
     result = nvrtc.nvrtcCompileProgram(program, len(encoded), encoded)[0]
     if result != nvrtc.nvrtcResult.NVRTC_SUCCESS:

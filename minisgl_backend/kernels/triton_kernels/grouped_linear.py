@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minisgl_backend.experts_spec import ClampedGate
+from minisgl_backend.experts_spec import ClampedGate, GeluGate
 
 
 @triton.jit
@@ -25,7 +25,8 @@ def _grouped_linear(
     GATED: tl.constexpr,
     BIAS: tl.constexpr,
     ALPHA: tl.constexpr,  # of a clamped gate
-    LIMIT: tl.constexpr,  # of a clamped gate; None for SiLU
+    LIMIT: tl.constexpr,  # of a clamped gate; None for SiLU and GELU
+    GELU: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     # neighbours in the grid share the expert's columns, so that these stay in the cache
@@ -61,7 +62,11 @@ def _grouped_linear(
             acc_up += b_up.to(tl.float32)[None, :]
     y = acc
     if GATED:
-        if LIMIT is None:
+        if GELU:
+            # (1 + tanh z) / 2 is sigmoid 2z
+            z = 0.7978845608028654 * (acc + 0.044715 * acc * acc * acc)
+            y = acc * tl.sigmoid(2 * z) * acc_up
+        elif LIMIT is None:
             y = acc * tl.sigmoid(acc) * acc_up
         else:
             acc = tl.minimum(acc, LIMIT)
@@ -82,7 +87,7 @@ def launch_grouped_linear(
     block: int,
     top_k: int,
     gated: bool,
-    gate: ClampedGate | None = None,
+    gate: ClampedGate | GeluGate | None = None,
 ) -> None:
     """``out`` [num_pairs, out_features]: row p is x[p // top_k] through the expert of pair p.
 
@@ -93,6 +98,7 @@ def launch_grouped_linear(
     num_pairs, out_features = out.shape
     if num_pairs == 0:
         return
+    clamped = gate if isinstance(gate, ClampedGate) else None
     assert weight.is_contiguous() and x.is_contiguous() and out.is_contiguous()
     columns = 64
     _grouped_linear[(len(experts), triton.cdiv(out_features, columns))](
@@ -111,8 +117,9 @@ def launch_grouped_linear(
         BLOCK=64 if block >= 64 else 128,
         GATED=gated,
         BIAS=bias is not None,
-        ALPHA=None if gate is None else gate.alpha,
-        LIMIT=None if gate is None else gate.limit,
+        ALPHA=None if clamped is None else clamped.alpha,
+        LIMIT=None if clamped is None else clamped.limit,
+        GELU=isinstance(gate, GeluGate),
         STAGES=4 if block >= 64 else 3,
         num_warps=4,
     )

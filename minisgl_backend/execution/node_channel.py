@@ -1,0 +1,521 @@
+"""The part of the channel that leads to ranks on other nodes: TCP connections to rank 0.
+
+A connection begins with a handshake, in which both sides prove that they know the secret of the
+group (HMAC-SHA256 over a challenge of the other side, with what the two tell each other). Nothing
+else is read from a connection before that, and no message may be longer than its kind can be. Then
+come messages, each behind its length in 4 bytes. A plan is one message: encoded once, and handed to
+the kernel by one call for each connection, which sends it at once (TCP_NODELAY).
+
+    node k                                  rank 0
+                                            challenge
+    hello: its challenge, place and proof
+                                            welcome: the size of the group, and proof; or a refusal
+    signs of life, messages                 messages
+
+The connections authenticate the two ends, and encrypt nothing. A follower gives signs of life,
+empty messages, several times a second, whatever its steps do; so rank 0 notices a cut cable and a
+process that stopped. A follower learns of a cut cable from the kernel, which finds its signs
+unacknowledged.
+
+Knows sockets and the secret. Must not know processes, or what options and plans mean.
+
+Invariants: rank 0 listens only until all ranks are there. What comes from a connection that has not
+proved itself changes nothing but the log.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import os
+import queue
+import secrets
+import select
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Final
+
+import numpy as np
+
+from minisgl_backend.errors import ConfigError, EngineFailure
+from minisgl_backend.execution.rank_channel import MOST_BYTES, FollowerEnd, Peer
+from minisgl_backend.parallel.place import Place, listen_at
+from minisgl_backend.request import IntArray
+
+logger = logging.getLogger(__name__)
+
+SILENCE_S: Final = 10.0
+"""A node that is silent for longer is lost; also if the timeout of the ranks is longer."""
+_START_SILENCE_S: Final = 120.0
+"""The same during the start, in which a rank's process may import for long."""
+_BEAT_EVERY_S: Final = 0.25
+"""The least timeout of ranks is a second."""
+_LOOK_EVERY_S: Final = 0.5
+_HANDSHAKE_S: Final = 5.0
+_MOST_HANDSHAKES: Final = 16
+"""At the same time; more callers wait in the kernel's queue."""
+_TELL_EVERY_S: Final = 15.0
+_MOST_PLAN_BYTES: Final = 2**28
+
+_MAGIC: Final = b"minisgl1"
+_NONCE_BYTES: Final = 32
+_PROOF_BYTES: Final = 32
+_CHALLENGE: Final = struct.Struct(f"<8s{_NONCE_BYTES}s")
+_PLACE: Final = struct.Struct("<III")  # number of nodes, node, number of the rank on its node
+_SIZES: Final = struct.Struct("<III")  # number of ranks, of those on each node, port of the store
+_LENGTH: Final = struct.Struct("<I")
+_LIFE: Final = b""
+_STRANGE: Final = "what listens there is not node 0 of this release"
+
+
+class Verdict(IntEnum):
+    """What rank 0 makes of a hello."""
+
+    WELCOME = 0
+    WRONG_SECRET = 1
+    WRONG_PLACE = 2
+    TAKEN = 3
+
+
+@dataclass(frozen=True, slots=True)
+class NodePlace:
+    """What a rank of another node says of itself: ``index`` is its number on its node."""
+
+    num_nodes: int
+    node: int
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome:
+    """What rank 0 tells it: numbers of ranks in all and on each node, and the port of the store."""
+
+    size: int
+    local_size: int
+    store_port: int
+
+
+class NotYet(Exception):
+    """Rank 0 does not take this rank now, but may later."""
+
+
+# --- handshake -------------------------------------------------------------------------------
+
+
+def knock(connection: socket.socket, secret: bytes, place: NodePlace) -> Welcome:
+    """The handshake of a node other than 0, on a fresh connection to rank 0.
+
+    Raises ``ConfigError`` if the two do not belong together, ``NotYet`` if rank 0 does not take
+    the rank now, ``OSError`` if the connection breaks.
+    """
+    deadline_s = time.monotonic() + _HANDSHAKE_S
+    magic, theirs = _CHALLENGE.unpack(_exactly(connection, _CHALLENGE.size, deadline_s))
+    if magic != _MAGIC:
+        raise ConfigError(_STRANGE)
+    ours, told = secrets.token_bytes(_NONCE_BYTES), _PLACE.pack(*_numbers(place))
+    proof = _proof(secret, b"follower", theirs, ours, told)
+    connection.sendall(_MAGIC + ours + told + proof)
+    (number,) = _exactly(connection, 1, deadline_s)
+    if number not in set(Verdict):
+        raise ConfigError(_STRANGE)
+    verdict = Verdict(number)
+    if verdict is Verdict.WRONG_SECRET:
+        raise ConfigError("node 0 has another secret")
+    if verdict is Verdict.WRONG_PLACE:
+        raise ConfigError(
+            f"node 0 has no place for node {place.node} of {place.num_nodes}: nnodes must be the "
+            "same on all nodes, and node_rank a number below it"
+        )
+    if verdict is Verdict.TAKEN:
+        raise NotYet(f"node 0 has a node {place.node} already")
+    sizes = _exactly(connection, _SIZES.size, deadline_s)
+    proof = _exactly(connection, _PROOF_BYTES, deadline_s)
+    if not hmac.compare_digest(proof, _proof(secret, b"leader", ours, theirs, sizes)):
+        raise ConfigError("what listens there does not know the secret")
+    _prepare(connection)
+    return Welcome(*_SIZES.unpack(sizes))
+
+
+def _answer(
+    connection: socket.socket, secret: bytes, judge: Callable[[NodePlace], Verdict | Welcome]
+) -> NodePlace | None:
+    """Rank 0's side; the place of the rank, None if it is refused. Raises ``OSError``."""
+    deadline_s = time.monotonic() + _HANDSHAKE_S
+    connection.settimeout(_HANDSHAKE_S)
+    ours = secrets.token_bytes(_NONCE_BYTES)
+    connection.sendall(_CHALLENGE.pack(_MAGIC, ours))
+    hello = _exactly(connection, _CHALLENGE.size + _PLACE.size + _PROOF_BYTES, deadline_s)
+    magic, theirs = _CHALLENGE.unpack(hello[: _CHALLENGE.size])
+    told = hello[_CHALLENGE.size : -_PROOF_BYTES]
+    proof = _proof(secret, b"follower", ours, theirs, told)
+    if magic != _MAGIC or not hmac.compare_digest(hello[-_PROOF_BYTES:], proof):
+        connection.sendall(bytes([Verdict.WRONG_SECRET]))
+        logger.warning("a caller that does not know the secret was refused")
+        return None
+    place = NodePlace(*_PLACE.unpack(told))
+    verdict = judge(place)
+    if not isinstance(verdict, Welcome):
+        connection.sendall(bytes([verdict]))
+        logger.warning("node %d of %d was refused: %s", place.node, place.num_nodes, verdict.name)
+        return None
+    sizes = _SIZES.pack(verdict.size, verdict.local_size, verdict.store_port)
+    proof = _proof(secret, b"leader", theirs, ours, sizes)
+    connection.sendall(bytes([Verdict.WELCOME]) + sizes + proof)
+    return place
+
+
+def _numbers(place: NodePlace) -> tuple[int, int, int]:
+    return place.num_nodes, place.node, place.index
+
+
+def _proof(secret: bytes, role: bytes, theirs: bytes, ours: bytes, told: bytes) -> bytes:
+    """That one who knows the secret, in this role, was challenged by ``theirs`` and tells this."""
+    return hmac.digest(secret, b"%b:%b%b%b" % (role, theirs, ours, told), "sha256")
+
+
+def _exactly(connection: socket.socket, num_bytes: int, deadline_s: float) -> bytes:
+    """The next bytes of a connection. Raises ``OSError`` if they have not come by the deadline."""
+    found = bytearray()
+    while len(found) < num_bytes:
+        left_s = deadline_s - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError("the handshake took too long")
+        connection.settimeout(left_s)
+        piece = connection.recv(num_bytes - len(found))
+        if not piece:
+            raise ConnectionResetError("the connection was closed in the handshake")
+        found += piece
+    return bytes(found)
+
+
+def _prepare(connection: socket.socket) -> None:
+    """Make a connection send at once, and break when the other side does not acknowledge."""
+    connection.settimeout(None)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    seconds = int(SILENCE_S)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, seconds // 2)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, seconds // 2)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * seconds)
+
+
+# --- rank 0 ----------------------------------------------------------------------------------
+
+
+class NodePeer(Peer):
+    """A follower on another node. Its messages are read by the thread of ``OtherNodes``."""
+
+    def __init__(self, rank: int, node: int, connection: socket.socket) -> None:
+        super().__init__(rank)
+        self.node = node
+        self.connection = connection
+        self.silent_s = 0.0
+        self.is_lost = False
+        self._inbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._partial = bytearray()
+        self._timeout_s: float | None = None
+
+    def receive(self) -> bytes:
+        try:
+            message = self._inbox.get(timeout=self._timeout_s)
+        except queue.Empty:
+            raise EngineFailure(f"rank {self.rank} does not answer") from None
+        if message is None:
+            self._inbox.put(None)
+            raise EngineFailure(f"rank {self.rank} is gone")
+        return message
+
+    @property
+    def has_spoken(self) -> bool:
+        return not self._inbox.empty()
+
+    def send(self, message: bytes | memoryview) -> None:
+        length, sent = _LENGTH.pack(len(message)), 0
+        try:
+            sent = self.connection.sendmsg([length, message])
+            if sent < len(length) + len(message):  # larger than the kernel's buffer
+                rest = memoryview(length + bytes(message))[sent:]
+                self.connection.sendall(rest)
+        except BlockingIOError:
+            raise EngineFailure(f"rank {self.rank} does not answer") from None
+        except OSError:
+            raise EngineFailure(f"rank {self.rank} is gone") from None
+
+    def start_steps(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        # not by settimeout, which asks the kernel twice for each message
+        whole, part = divmod(timeout_s, 1)
+        limit = struct.pack("@ll", int(whole), int(part * 1e6))
+        self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+
+    def take(self) -> bool:
+        """Read what has come, without waiting; False if the rank is gone, or sends nonsense."""
+        try:
+            piece = self.connection.recv(MOST_BYTES, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        if not piece:
+            return False
+        self.silent_s = 0.0
+        self._partial += piece
+        while len(self._partial) >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(self._partial)
+            if length > MOST_BYTES:
+                logger.error("rank %d sent a message that is too long", self.rank)
+                return False
+            end = _LENGTH.size + length
+            if len(self._partial) < end:
+                break
+            message = bytes(self._partial[_LENGTH.size : end])
+            del self._partial[:end]
+            if message != _LIFE:
+                self._inbox.put(message)
+        return True
+
+    def end(self) -> None:
+        """Let all that waits for the rank know that it is gone, on this side and on the other."""
+        self.is_lost = True
+        self._inbox.put(None)
+        with suppress(OSError):
+            self.connection.shutdown(socket.SHUT_RDWR)
+
+
+class OtherNodes:
+    """Gathers the ranks of all nodes but this one, and then watches over them, on a thread."""
+
+    def __init__(self, place: Place, secret: bytes, *, silence_s: float) -> None:
+        """``place`` is that of rank 0, at whose host and port the nodes meet. A rank that is silent
+        for ``silence_s`` is lost. Raises ``ConfigError`` if nothing can listen there."""
+        self._place = place
+        self._secret = secret
+        self._silence_s = silence_s
+        self._limit_s = _START_SILENCE_S
+        self._peers: dict[int, NodePeer] = {}
+        self._store_port = 0
+        self._changed = threading.Condition()
+        self._handshakes = threading.Semaphore(_MOST_HANDSHAKES)
+        self._report: Callable[[str], object] | None = None
+        self._is_closed = False
+        self._listener: socket.socket | None = listen_at(place)
+        self._listener.setblocking(False)  # a caller may be gone before it is accepted
+        self._wake, self._waker = os.pipe()
+        self._thread = threading.Thread(target=self._watch, name="other nodes", daemon=True)
+
+    def gather(
+        self, store_port: int, timeout_s: float, report: Callable[[str], object]
+    ) -> list[NodePeer]:
+        """Wait until all ranks of the other nodes are there; the ranks in their order.
+
+        From then on ``report`` is called, on another thread, with the cause when one is lost.
+        Raises ``ConfigError`` if they do not come in time.
+        """
+        self._store_port = store_port
+        self._thread.start()
+        deadline_s, told_s = time.monotonic() + timeout_s, float("-inf")
+        ranks = range(self._place.local_size, self._place.size)
+        where = f"{self._place.host}:{self._place.port}"
+        with self._changed:
+            while missing := sorted(
+                {rank // self._place.local_size for rank in ranks if rank not in self._peers}
+            ):
+                names = ", ".join(map(str, missing))
+                now_s = time.monotonic()
+                if now_s > deadline_s:
+                    raise ConfigError(f"node {names} did not come to {where} in {timeout_s:g} s")
+                if now_s - told_s > _TELL_EVERY_S:
+                    told_s = now_s
+                    logger.info("waiting at %s for node %s", where, names)
+                self._changed.wait(_LOOK_EVERY_S)
+            self._report = report
+            peers = [self._peers[rank] for rank in ranks]
+        os.write(self._waker, b"gathered")
+        logger.info("all nodes are there")
+        return peers
+
+    def start_steps(self) -> None:
+        """The start is over: from now on silence is judged by the shorter limit."""
+        for peer in self._peers.values():
+            peer.silent_s = 0.0
+        self._limit_s = self._silence_s
+
+    def end(self) -> None:
+        """Let the ranks go: at this the other nodes end their processes. Does not wait."""
+        with self._changed:
+            peers = list(self._peers.values())
+        for peer in peers:
+            peer.end()
+
+    def close(self) -> None:
+        """Let the ranks go, listen no more, and end the thread. Idempotent."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self.end()
+        os.write(self._waker, b"close")
+        if self._thread.ident is not None:
+            self._thread.join()
+        self._stop_listening()
+        for peer in self._peers.values():
+            peer.connection.close()
+        os.close(self._wake)
+        os.close(self._waker)
+
+    # --- the thread --------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        looked_s = time.monotonic()
+        while not self._is_closed:
+            with self._changed:
+                peers = {
+                    peer.connection.fileno(): peer
+                    for peer in self._peers.values()
+                    if not peer.is_lost
+                }
+                is_complete = self._report is not None
+            if is_complete:
+                self._stop_listening()
+            poll = select.poll()
+            listener = self._listener
+            listening = [] if listener is None else [listener.fileno()]
+            for descriptor in (self._wake, *peers, *listening):
+                poll.register(descriptor, select.POLLIN)
+            found = {descriptor for descriptor, _ in poll.poll(_LOOK_EVERY_S * 1000)}
+            if self._wake in found:
+                os.read(self._wake, MOST_BYTES)
+            if listener is not None and not found.isdisjoint(listening):
+                self._accept(listener)
+            # adds up looks, not time: a pause of this whole machine is no silence of the others
+            passed_s = min(time.monotonic() - looked_s, _LOOK_EVERY_S)
+            looked_s = time.monotonic()
+            for descriptor, peer in peers.items():
+                peer.silent_s += passed_s
+                if descriptor in found and not peer.take():
+                    self._lose(peer, "is gone")
+                elif peer.silent_s > self._limit_s:
+                    self._lose(peer, f"is silent for {self._limit_s:g} s")
+
+    def _lose(self, peer: NodePeer, how: str) -> None:
+        text = f"rank {peer.rank}, on node {peer.node}, {how}"
+        with self._changed:
+            report = self._report
+            if report is None:  # no other thread has it yet
+                del self._peers[peer.rank]
+        peer.end()
+        if report is None:
+            peer.connection.close()
+            logger.warning("%s: it may come again", text)
+        elif not self._is_closed:
+            report(text)
+
+    def _accept(self, listener: socket.socket) -> None:
+        with suppress(OSError):  # it has gone already
+            connection, address = listener.accept()
+            if not self._handshakes.acquire(timeout=_HANDSHAKE_S):
+                connection.close()
+                return
+            threading.Thread(
+                target=self._greet, args=(connection, address[0]), name="handshake", daemon=True
+            ).start()
+
+    def _greet(self, connection: socket.socket, host: str) -> None:
+        try:
+            place = _answer(connection, self._secret, self._judge)
+            if place is not None:
+                _prepare(connection)
+                self._enter(place, connection)
+                return
+        except OSError as error:
+            logger.warning("a caller from %s was sent away: %s", host, error)
+        finally:
+            self._handshakes.release()
+        connection.close()
+
+    def _judge(self, place: NodePlace) -> Verdict | Welcome:
+        local_size = self._place.local_size
+        num_nodes = self._place.size // local_size
+        fits = 0 < place.node < num_nodes and place.index < local_size
+        if place.num_nodes != num_nodes or not fits:
+            return Verdict.WRONG_PLACE
+        with self._changed:
+            if place.node * local_size + place.index in self._peers or self._report is not None:
+                return Verdict.TAKEN
+        return Welcome(self._place.size, local_size, self._store_port)
+
+    def _enter(self, place: NodePlace, connection: socket.socket) -> None:
+        peer = NodePeer(place.node * self._place.local_size + place.index, place.node, connection)
+        with self._changed:
+            is_late = self._report is not None or self._is_closed or peer.rank in self._peers
+            if not is_late:
+                self._peers[peer.rank] = peer
+                self._changed.notify_all()
+                os.write(self._waker, b"new")  # ``close`` takes the lock before it closes this
+        if is_late:
+            connection.close()
+        else:
+            logger.info("rank %d, of node %d, is there", peer.rank, peer.node)
+
+    def _stop_listening(self) -> None:
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None
+
+
+# --- followers -------------------------------------------------------------------------------
+
+
+class NodeFollowerEnd(FollowerEnd):
+    """The end of a rank on a node other than rank 0's."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        """``connection`` has had its handshake."""
+        self._connection = connection
+        self._incoming = connection.makefile("rb")
+        self._sending = threading.Lock()
+
+    @property
+    def own_address(self) -> str:
+        """The address of this host by which rank 0 reaches it."""
+        return str(self._connection.getsockname()[0])
+
+    def give_signs_of_life(self, on_lost: Callable[[], object]) -> None:
+        """Tell rank 0 again and again that this process lives, on another thread, which calls
+        ``on_lost`` when the connection has broken."""
+        threading.Thread(target=self._beat, args=(on_lost,), name="life", daemon=True).start()
+
+    def _beat(self, on_lost: Callable[[], object]) -> None:
+        try:
+            while True:
+                with self._sending:
+                    self._connection.sendall(_LENGTH.pack(0))
+                time.sleep(_BEAT_EVERY_S)
+        except OSError:
+            on_lost()
+
+    def _receive(self) -> bytearray | None:
+        try:
+            head = self._incoming.read(_LENGTH.size)
+            if len(head) < _LENGTH.size:
+                return None
+            (length,) = _LENGTH.unpack(head)
+            if length > _MOST_PLAN_BYTES:
+                raise EngineFailure("rank 0 sent a message that is too long")
+            message = bytearray(length)
+            return message if self._incoming.readinto(message) == length else None
+        except OSError:
+            return None
+
+    def _send(self, message: bytes) -> None:
+        with suppress(OSError), self._sending:
+            self._connection.sendall(_LENGTH.pack(len(message)) + message)
+
+    def _words(self, message: bytes | bytearray) -> IntArray:
+        return np.frombuffer(message, np.int32)

@@ -1,0 +1,546 @@
+// What GEMMs for few tokens on Hopper (sm_90a) have in common: tiles of a weight and of tokens in a ring in shared
+// memory, and the warpgroups that multiply them from there (wgmma).
+//
+// The weight is the long side of the GEMM: a tile is FEATURES rows of it by TOKENS tokens. The ring has STAGES, of BLOCK
+// in_features each; in memory its stages lie one after the other, weight before tokens, then their scales, then a
+// barrier a stage that it is full, then one that it is empty. Who includes this fills the ring.
+//
+// A quantized weight lies in the ring as codes, and is multiplied from registers: a thread takes its codes by
+// `ldmatrix` and makes bfloat16 of them, exactly. Its in_features are permuted in memory (`kernels.packed_weight`) so
+// that a word of the matrix holds just the codes that the thread needs. Scales are applied to sums: those of a GROUP
+// of in_features, which come along in the ring, to the sums over a group, in float32; those of rows at the end. Scales
+// of e2m1 are powers of 2, and multiply its numbers.
+//
+// Before it are defined: FEATURES (64 or 128), TOKENS (8, 16, 32, 64, 96, 128 or 192), BLOCK (64; of codes 128, of 4
+// bits also 256: the copy engine takes as long for a row of 64 bytes as for one of 128), STAGES; CODE (0: the weight is
+// bfloat16; else its codes are 1: e4m3, 2: 8-bit or 3: 4-bit integers, 4: e2m1), with that GROUP (in_features that
+// share a scale: 32, 64 or 128; 0: all), SHARED_BY (rows that share one: 1 or 8) and ZEROS (the low 8 bits of a scale
+// are a zero point; else it is the middle of the integers). Of e2m1 GROUP is 128: a scale has the exponents of 4 groups
+// of 32, and SHARED_BY is 1. BY_WARP: warps multiply codes each for itself, by up to 16 tokens, with more registers.
+
+#pragma once
+
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef unsigned short u16;
+typedef unsigned char u8;
+
+constexpr int BITS = CODE == 0 ? 16 : CODE <= 2 ? 8 : 4;    // of a number of the weight
+constexpr int GROUPS = FEATURES / 64;               // warpgroups that multiply
+constexpr int THREADS = GROUPS * 128;               // that multiply
+constexpr int WEIGHT_BYTES = FEATURES * BLOCK * BITS / 8;   // of a stage
+constexpr int TOKEN_BYTES = TOKENS * 128;           // of 64 in_features: rows of 128 bytes
+constexpr int STAGE_BYTES = WEIGHT_BYTES + BLOCK / 64 * TOKEN_BYTES;
+constexpr int GROUP_BYTES = GROUP ? BLOCK / GROUP * (64 / SHARED_BY) * 4 : 0;    // a warpgroup's scales in a stage
+constexpr int SCALE_BYTES = GROUPS * GROUP_BYTES;   // of a stage
+constexpr int RING_BYTES = STAGES * (STAGE_BYTES + SCALE_BYTES);
+constexpr int SUMMED = CODE == 4 ? 0 : GROUP;       // in_features whose sum is multiplied by a scale
+constexpr float OF_SUMS = CODE == 4 ? 0x1p64f : 1;  // by which sums are too small: see `Scales`
+
+static_assert(FEATURES == 64 || FEATURES == 128, "");
+static_assert(TOKENS % 8 == 0, "");
+static_assert(CODE ? TOKENS <= 128 : GROUP == 0, "");
+static_assert(CODE ? BLOCK == 128 || (BLOCK == 256 && BITS == 4) : BLOCK == 64, "");
+static_assert(GROUP == 0 || GROUP == 32 || GROUP == 64 || GROUP == 128, "");
+static_assert(CODE != 4 || (GROUP == 128 && SHARED_BY == 1 && !ZEROS), "");
+
+struct __align__(64) TensorMap { u64 words[16]; };
+
+// ---- instructions
+
+__device__ __forceinline__ u32 shared_address(const void* p) {
+    return (u32)__cvta_generic_to_shared(p);
+}
+
+__device__ __forceinline__ void init_barrier(u32 barrier, u32 arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(barrier), "r"(arrivals) : "memory");
+}
+
+__device__ __forceinline__ void expect_bytes(u32 barrier, u32 bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
+                 :: "r"(barrier), "r"(bytes) : "memory");
+}
+
+__device__ __forceinline__ void wait_barrier(u32 barrier, u32 parity) {
+    u32 done;
+    do {
+        asm volatile("{ .reg .pred p;\n"
+                     "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+                     "selp.b32 %0, 1, 0, p; }"
+                     : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
+    } while (!done);
+}
+
+__device__ __forceinline__ void arrive(u32 barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(barrier) : "memory");
+}
+
+__device__ __forceinline__ void load_bytes(u32 to, const void* from, u32 count, u32 barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+                 :: "r"(to), "l"(from), "r"(count), "r"(barrier) : "memory");
+}
+
+// of a tile with rows of 128 bytes, whose chunks of 16 bytes are permuted by the row ("128B swizzle")
+__device__ __forceinline__ u64 matrix(u32 address) {
+    return (u64)((address & 0x3ffff) >> 4) | 1ull << 16 | (u64)(1024 >> 4) << 32 | 1ull << 62;
+}
+
+#define TEN(tens) "%" #tens "0,%" #tens "1,%" #tens "2,%" #tens "3,%" #tens "4,%" #tens "5,%" \
+    #tens "6,%" #tens "7,%" #tens "8,%" #tens "9,"
+#define C4(i) "+f"(c[i]), "+f"(c[i + 1]), "+f"(c[i + 2]), "+f"(c[i + 3])
+#define C16(i) C4(i), C4(i + 4), C4(i + 8), C4(i + 12)
+
+// c (+)= 64 rows of a times TOKENS rows of b, over 16 in_features
+__device__ __forceinline__ void multiply(float (&c)[TOKENS / 2], u64 a, u64 b, u32 add) {
+#if TOKENS == 8
+    asm volatile("{ .reg .pred p; setp.ne.b32 p, %6, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {%0,%1,%2,%3}, "
+                 "%4, %5, p, 1, 1, 0, 0; }"
+                 : C4(0) : "l"(a), "l"(b), "r"(add));
+#elif TOKENS == 16
+    asm volatile("{ .reg .pred p; setp.ne.b32 p, %10, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 {%0,%1,%2,%3,%4,%5,%6,%7}, "
+                 "%8, %9, p, 1, 1, 0, 0; }"
+                 : C4(0), C4(4) : "l"(a), "l"(b), "r"(add));
+#elif TOKENS == 32
+    asm volatile("{ .reg .pred p; setp.ne.b32 p, %18, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {" TEN()
+                 "%10,%11,%12,%13,%14,%15}, %16, %17, p, 1, 1, 0, 0; }"
+                 : C16(0) : "l"(a), "l"(b), "r"(add));
+#elif TOKENS == 64
+    asm volatile("{ .reg .pred p; setp.ne.b32 p, %34, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" TEN() TEN(1) TEN(2) "%30,%31}, "
+                 "%32, %33, p, 1, 1, 0, 0; }"
+                 : C16(0), C16(16) : "l"(a), "l"(b), "r"(add));
+#elif TOKENS == 96
+    asm volatile("{ .reg .pred p; setp.ne.b32 p, %50, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n96k16.f32.bf16.bf16 {" TEN() TEN(1) TEN(2) TEN(3)
+                 "%40,%41,%42,%43,%44,%45,%46,%47}, %48, %49, p, 1, 1, 0, 0; }"
+                 : C16(0), C16(16), C16(32) : "l"(a), "l"(b), "r"(add));
+#elif TOKENS == 128
+    asm volatile("{ .reg .pred p; setp.ne.b32 p, %66, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" TEN() TEN(1) TEN(2) TEN(3) TEN(4)
+                 TEN(5) "%60,%61,%62,%63}, %64, %65, p, 1, 1, 0, 0; }"
+                 : C16(0), C16(16), C16(32), C16(48) : "l"(a), "l"(b), "r"(add));
+#else
+    asm volatile("{ .reg .pred p; setp.ne.b32 p, %98, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n192k16.f32.bf16.bf16 {" TEN() TEN(1) TEN(2) TEN(3) TEN(4)
+                 TEN(5) TEN(6) TEN(7) TEN(8) "%90,%91,%92,%93,%94,%95}, %96, %97, p, 1, 1, 0, 0; }"
+                 : C16(0), C16(16), C16(32), C16(48), C16(64), C16(80) : "l"(a), "l"(b), "r"(add));
+#endif
+}
+
+#if CODE
+// the same with 64 rows of a in registers: of rows r and r + 8 two numbers each of both halves of 16 in_features
+__device__ __forceinline__ void multiply(float (&c)[TOKENS / 2], const u32 (&a)[4], u64 b, u32 add) {
+#if TOKENS == 8
+    asm volatile("{ .reg .pred p; setp.ne.b32 p, %9, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 " "{%0,%1,%2,%3}, "
+                 "{%4,%5,%6,%7}, %8, p, 1, 1, 0; }"
+                 : C4(0) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
+#elif TOKENS == 16
+    asm volatile("{ .reg .pred p; setp.ne.b32 p, %13, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 " "{%0,%1,%2,%3,%4,%5,%6,%7}, "
+                 "{%8,%9,%10,%11}, %12, p, 1, 1, 0; }"
+                 : C4(0), C4(4) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
+#elif TOKENS == 32
+    asm volatile("{ .reg .pred p; setp.ne.b32 p, %21, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 " "{" TEN() "%10,%11,%12,%13,%14,%15}, "
+                 "{%16,%17,%18,%19}, %20, p, 1, 1, 0; }"
+                 : C16(0) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
+#elif TOKENS == 64
+    asm volatile("{ .reg .pred p; setp.ne.b32 p, %37, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 " "{" TEN() TEN(1) TEN(2) "%30,%31}, "
+                 "{%32,%33,%34,%35}, %36, p, 1, 1, 0; }"
+                 : C16(0), C16(16) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
+#elif TOKENS == 96
+    asm volatile("{ .reg .pred p; setp.ne.b32 p, %53, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n96k16.f32.bf16.bf16 " "{" TEN() TEN(1) TEN(2) TEN(3) "%40,%41,%42,%43,%44,%45,%46,%47}, "
+                 "{%48,%49,%50,%51}, %52, p, 1, 1, 0; }"
+                 : C16(0), C16(16), C16(32) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
+#else
+    asm volatile("{ .reg .pred p; setp.ne.b32 p, %69, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 " "{" TEN() TEN(1) TEN(2) TEN(3) TEN(4) TEN(5) "%60,%61,%62,%63}, "
+                 "{%64,%65,%66,%67}, %68, p, 1, 1, 0; }"
+                 : C16(0), C16(16), C16(32), C16(48) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
+#endif
+}
+#endif
+
+__device__ __forceinline__ void begin_mma() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+
+__device__ __forceinline__ void end_mma() {
+    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+
+template <int AFTER>
+__device__ __forceinline__ void wait_mma() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(AFTER) : "memory");
+}
+
+__device__ __forceinline__ u32 pack(float low, float high) {
+    u32 out;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(out) : "f"(high), "f"(low));
+    return out;
+}
+
+// Fragments of 8 features by 8 tokens go to rows of 8 features, one a token; a lane of 8 has a row's address.
+__device__ __forceinline__ void store_transposed(u32 to, u32 fragment) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x1.trans.shared.b16 [%0], {%1};"
+                 :: "r"(to), "r"(fragment) : "memory");
+}
+
+__device__ __forceinline__ void store_transposed(u32 to, u32 first, u32 second) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};"
+                 :: "r"(to), "r"(first), "r"(second) : "memory");
+}
+
+__device__ __forceinline__ float to_float(u16 x) { return __int_as_float((u32)x << 16); }
+
+// the two do nothing unless the launch is a dependent one
+__device__ __forceinline__ void allow_next() { asm volatile("griddepcontrol.launch_dependents;"); }
+
+__device__ __forceinline__ void wait_previous() {
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+}
+
+__device__ __forceinline__ void publish_barriers() {
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+// ---- the warps that multiply
+
+#if CODE == 0
+// c = `count` steps of a tile, which are in the ring from step `first` of the thread block on.
+__device__ __forceinline__ void multiply_steps(float (&c)[TOKENS / 2], u32 ring, int first, int count) {
+    const u32 full = ring + RING_BYTES, empty = full + 8 * STAGES;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const auto release = [&](int step) {
+        if (lane == 0) arrive(empty + 8 * (step % STAGES));
+    };
+    for (int i = 0; i < count; ++i) {
+        const int step = first + i;
+        const u32 stage = step % STAGES;
+        wait_barrier(full + 8 * stage, step / STAGES & 1);
+        const u32 weight = ring + stage * STAGE_BYTES;
+        const u64 a = matrix(weight + warp / 4 * 8192), b = matrix(weight + WEIGHT_BYTES);
+        begin_mma();
+#pragma unroll
+        for (int k = 0; k < BLOCK / 16; ++k) multiply(c, a + 2 * k, b + 2 * k, i + k > 0);
+        end_mma();
+        // one stage's MMAs run while the next ones are issued
+        wait_mma<1>();
+        if (i > 0) release(step - 1);
+    }
+    wait_mma<0>();
+    release(first + count - 1);
+}
+#else
+__device__ __forceinline__ u32 times(u32 x, u32 y) {   // of two bfloat16 each
+    u32 out;
+    asm("mul.bf16x2 %0, %1, %2;" : "=r"(out) : "r"(x), "r"(y));
+    return out;
+}
+
+__device__ __forceinline__ u32 minus(u32 x, u32 y) {
+    u32 out;
+    asm("sub.bf16x2 %0, %1, %2;" : "=r"(out) : "r"(x), "r"(y));
+    return out;
+}
+
+__device__ __forceinline__ u32 masked_or(u32 x, u32 mask, u32 y) {   // in one instruction
+    u32 out;
+    asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(out) : "r"(x), "r"(mask), "r"(y));
+    return out;
+}
+
+// Two numbers of a word of codes, as bfloat16, less `by`, two times; of e2m1 times `by`. Of 8 bits pair 0 is in bytes 1
+// and 3, pair 1 in bytes 0 and 2; of 4 bits a pair is in the same quarter of both halves.
+__device__ __forceinline__ u32 numbers(u32 codes, int pair, u32 by) {
+    if (CODE == 1) {   // exponent and mantissa move to the end of bfloat16's exponent: 2^120 too small
+        const u32 at = pair ? codes << 8 : codes;
+        return times(masked_or(at, 0x80008000, at >> 4 & 0x07f007f0), 0x7b807b80);
+    }
+    if (CODE == 2) {   // 128 + the low 7 bits, less 256, or 128 if the upper bit is set: code - 128
+        const u32 at = pair ? codes : codes >> 8;
+        const u32 number = minus(masked_or(at, 0x007f007f, 0x43004300), masked_or(~at, 0x00800080, 0x43004300));
+        return ZEROS ? minus(number, by) : number;
+    }
+    if (CODE == 3) return minus(masked_or(codes >> 4 * pair, 0x000f000f, 0x43004300), by);   // of 128 + code
+    const u32 at = codes << (12 - 4 * pair);   // as e4m3: 2^126 too small
+    return times(masked_or(at, 0x80008000, at >> 6 & 0x01c001c0), by);
+}
+
+// What `numbers` subtracts, from the word of a scale.
+__device__ __forceinline__ u32 zero_of(u32 word) {
+    const u32 zero = 0x43004300 | (word & 0x7f) * 0x10001;   // 128 + 7 bits
+    if (CODE == 3) return ZEROS ? zero : 0x43084308;
+    return minus(zero, (~word & 0x80) * 0x10001 | 0x43004300);
+}
+
+__device__ __forceinline__ float scale_of(u32 word) {
+    return __int_as_float(ZEROS ? word & 0xffffff00 : word);
+}
+
+__device__ __forceinline__ void load_matrices(u32 (&to)[4], u32 from) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "r"(from));
+}
+
+// Before this the compiler must not read what MMAs have written.
+__device__ __forceinline__ void now_written(float (&c)[TOKENS / 2]) {
+#pragma unroll
+    for (int i = 0; i < TOKENS / 2; ++i) asm volatile("" : "+f"(c[i]) :: "memory");
+}
+
+// of a row of a stage, and of 16 bytes of it, which are permuted by the row
+__device__ __forceinline__ u32 codes_at(u32 weight, int row, int chunk) {
+    constexpr int BYTES = BLOCK * BITS / 8;
+    return weight + row * BYTES + (chunk ^ (BYTES == 128 ? row % 8 : row / 2 % 4)) * 16;
+}
+
+// Of both rows of a thread, for 64 in_features. Those of e2m1 are the exponents, in bfloat16, of 2^62 times the scale;
+// with the exponent of its numbers, which is 126 too small, sums are too small by 2^64.
+constexpr int SCALES = GROUP == 32 ? 2 : 1;
+struct Scales {
+    u32 words[SCALES][2];
+
+    // `from`: of the stage and the warpgroup; from 64 * `part` in_features on
+    __device__ __forceinline__ void read(u32 from, int part_64) {
+        if (GROUP == 0) return;
+        const int row = threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
+#pragma unroll
+        for (int i = 0; i < SCALES; ++i)
+#pragma unroll
+            for (int row_8 = 0; row_8 < 2; ++row_8) {
+                const int group = (part_64 * 64 + i * 32) / (GROUP ? GROUP : 1);
+                const u32 at = from + (group * (64 / SHARED_BY) + (row + 8 * row_8) / SHARED_BY) * 4;
+                asm volatile("ld.shared.u32 %0, [%1];" : "=r"(words[i][row_8]) : "r"(at));
+                if (CODE == 4) words[i][row_8] >>= part_64 % 2 * 16;
+            }
+    }
+
+    // what `numbers` needs of them, for 16 in_features and one of the rows
+    __device__ __forceinline__ u32 by(int k, int part) const {
+        if (CODE == 4) return __byte_perm(words[0][part], 0, k / 2 % 2 ? 0x4141 : 0x4040) << 7;
+        return ZEROS || CODE == 3 ? zero_of(GROUP ? words[k / 2 % SCALES][part] : 0) : 0;
+    }
+
+    // c += the scaled sums of a group
+    __device__ __forceinline__ void add_scaled(float (&c)[TOKENS / 2], const float (&sums)[TOKENS / 2], int i) const {
+        const float low = scale_of(words[i][0]), high = scale_of(words[i][1]);
+#pragma unroll
+        for (int j = 0; j < TOKENS / 2; j += 4) {
+            c[j] += low * sums[j], c[j + 1] += low * sums[j + 1];
+            c[j + 2] += high * sums[j + 2], c[j + 3] += high * sums[j + 3];
+        }
+    }
+};
+
+// Of 64 in_features, a `part` of a stage: 4 times the registers of an MMA. `weight`: the warpgroup's rows of the stage.
+__device__ __forceinline__ void read_numbers(u32 (&a)[4][4], u32 weight, int part, const Scales& scales) {
+    const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+    // lanes 0 to 7 name rows 0 to 7 of the first matrix, the next ones rows 8 to 15 of the second, then again
+    // of the next chunk of 16 bytes
+    const int row = 16 * warp + lane % 16, chunk = lane / 16;
+    if (BITS == 8) {
+#pragma unroll
+        for (int k = 0; k < 4; k += 2) {
+            u32 codes[4];
+            load_matrices(codes, codes_at(weight, row, 4 * part + k + chunk));
+#pragma unroll
+            for (int i = 0; i < 2; ++i)
+#pragma unroll
+                for (int j = 0; j < 4; ++j)
+                    a[k + i][j] = numbers(codes[2 * i + j % 2], j / 2, scales.by(k + i, j % 2));
+        }
+    } else {
+        u32 codes[4];
+        load_matrices(codes, codes_at(weight, row, 2 * part + chunk));
+#pragma unroll
+        for (int k = 0; k < 4; ++k)
+#pragma unroll
+            for (int j = 0; j < 4; ++j)
+                a[k][j] = numbers(codes[k / 2 * 2 + j % 2], k % 2 * 2 + j / 2, scales.by(k, j % 2));
+    }
+}
+
+#if BY_WARP
+// Few tokens: each warp multiplies its 16 rows by itself (`mma`), which waits for no other warp. All that it needs of
+// 128 in_features is in registers before it multiplies those before them.
+static_assert(TOKENS <= 16, "");
+constexpr int HALVES = BLOCK / 128;   // of a stage
+
+struct Operands {
+    u32 codes[BITS / 2][4];
+    u32 x[TOKENS / 8][4][4];   // of each 8 tokens and 32 in_features
+    Scales scales[2];
+
+    __device__ __forceinline__ void read(u32 ring, u32 stage, int half) {
+        const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+        const u32 tokens = ring + stage * STAGE_BYTES + WEIGHT_BYTES + 2 * half * TOKEN_BYTES;
+        const u32 weight = ring + stage * STAGE_BYTES + warp / 4 * (64 * BLOCK * BITS / 8);
+        const int row = warp % 4 * 16 + lane % 16;
+#pragma unroll
+        for (int i = 0; i < BITS / 2; ++i)   // of 32 bytes a row
+            load_matrices(codes[i], codes_at(weight, row, half * BITS + 2 * i + lane / 16));
+#pragma unroll
+        for (int i = 0; i < TOKENS / 8; ++i)
+#pragma unroll
+            for (int j = 0; j < 4; ++j)
+                load_matrices(x[i][j], tokens + j / 2 * TOKEN_BYTES + (8 * i + lane % 8) * 128
+                                           + ((j % 2 * 4 + lane / 8) ^ lane % 8) * 16);
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+            scales[i].read(ring + STAGES * STAGE_BYTES + stage * SCALE_BYTES + warp / 4 * GROUP_BYTES, 2 * half + i);
+    }
+};
+
+// Integers of 4 bits are multiplied as 128 + code, and what that adds is subtracted from the sums of a group: it is the
+// sum of the tokens' in_features, which an MMA by ones gives.
+constexpr bool SUBTRACTS = CODE == 3 && GROUP && TOKENS == 8;
+
+__device__ __forceinline__ void multiply(float* c, const u32 (&a)[4], const u32* b) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : C4(0) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
+// Add 16 in_features to one of two `sums`, which no MMA waits for in turn.
+__device__ __forceinline__ void multiply(
+    float (&sums)[2][TOKENS / 2], float (&of_ones)[2][TOKENS / 2], const Operands& from, int k) {
+    u32 a[4];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+        const u32 codes = BITS == 8 ? from.codes[k / 2][k % 2 * 2 + j % 2] : from.codes[k / 4][k / 2 % 2 * 2 + j % 2];
+        const int pair = BITS == 8 ? j / 2 : k % 2 * 2 + j / 2;
+        a[j] = SUBTRACTS ? masked_or(codes >> 4 * pair, 0x000f000f, 0x43004300)
+                         : numbers(codes, pair, from.scales[k / 4].by(k % 4, j % 2));
+    }
+    const u32 ones[4] = {0x3f803f80, 0x3f803f80, 0x3f803f80, 0x3f803f80};
+#pragma unroll
+    for (int i = 0; i < TOKENS / 8; ++i) {
+        const u32* const b = from.x[i][k / 2] + k % 2 * 2;
+        multiply(sums[k % 2] + 4 * i, a, b);
+        if (SUBTRACTS) multiply(of_ones[k % 2] + 4 * i, ones, b);
+    }
+}
+
+// c += the scaled sums of a group, the one of in_features from 16 * `k` on
+__device__ __forceinline__ void add_group(
+    float (&c)[TOKENS / 2], const float (&sums)[2][TOKENS / 2], const float (&of_ones)[2][TOKENS / 2],
+    const Operands& from, int k) {
+    const Scales& scales = from.scales[k / 4];
+    float sum[TOKENS / 2];
+#pragma unroll
+    for (int i = 0; i < TOKENS / 2; ++i) {
+        sum[i] = sums[0][i] + sums[1][i];
+        if (SUBTRACTS) {   // 128 and the zero point
+            const u32 zero = ZEROS ? scales.words[k % 4 / 2 % SCALES][i % 4 / 2] & 0x7f : 8;
+            sum[i] -= __int_as_float(0x43000000 | zero << 16) * (of_ones[0][i] + of_ones[1][i]);
+        }
+    }
+    scales.add_scaled(c, sum, k % 4 / 2 % SCALES);
+}
+
+// c = `count` steps of a tile, which are in the ring from step `first` of the thread block on.
+__device__ __forceinline__ void multiply_steps(float (&c)[TOKENS / 2], u32 ring, int first, int count) {
+    const u32 full = ring + RING_BYTES, empty = full + 8 * STAGES;
+    constexpr int OF_GROUP = (SUMMED ? SUMMED : 128) / 16;   // times 16 in_features
+    const auto read = [&](Operands& to, int i) {
+        const int step = first + i / HALVES, half = i % HALVES;
+        const u32 stage = step % STAGES;
+        if (half == 0) wait_barrier(full + 8 * stage, step / STAGES & 1);
+        to.read(ring, stage, half);
+        __syncwarp();
+        if (half == HALVES - 1 && threadIdx.x % 32 == 0) arrive(empty + 8 * stage);
+    };
+    float sums[2][TOKENS / 2] = {}, of_ones[2][TOKENS / 2] = {};
+    Operands operands;
+    read(operands, 0);
+#pragma unroll
+    for (int i = 0; i < TOKENS / 2; ++i) c[i] = 0;
+#pragma unroll 2
+    for (int i = 0; i < HALVES * count; ++i) {
+        Operands next;
+        if (i + 1 < HALVES * count) read(next, i + 1);
+#pragma unroll
+        for (int k = 0; k < 8; ++k) {
+            if (SUMMED && k % OF_GROUP == 0)
+#pragma unroll
+                for (int j = 0; j < TOKENS / 2; ++j) sums[0][j] = sums[1][j] = of_ones[0][j] = of_ones[1][j] = 0;
+            multiply(sums, of_ones, operands, k);
+            if (SUMMED && k % OF_GROUP == OF_GROUP - 1) add_group(c, sums, of_ones, operands, k - k % OF_GROUP);
+        }
+        operands = next;
+    }
+#pragma unroll
+    for (int i = 0; i < TOKENS / 2; ++i)
+        if (!SUMMED) c[i] = sums[0][i] + sums[1][i];
+}
+#else
+// c = `count` steps of a tile, which are in the ring from step `first` of the thread block on. While the MMAs of 64
+// in_features run, the next 64 are converted.
+__device__ __forceinline__ void multiply_steps(float (&c)[TOKENS / 2], u32 ring, int first, int count) {
+    const u32 full = ring + RING_BYTES, empty = full + 8 * STAGES;
+    const int group = threadIdx.x / 128, lane = threadIdx.x % 32;
+    float of_group[TOKENS / 2];
+    float (&sums)[TOKENS / 2] = SUMMED ? of_group : c;
+    u32 a[2][4][4];
+    Scales scales[2] = {};
+    if (SUMMED)   // the first group adds the one before, too: nothing
+#pragma unroll
+        for (int i = 0; i < TOKENS / 2; ++i) c[i] = of_group[i] = 0;
+    const auto release = [&](int step) {
+        if (lane == 0) arrive(empty + 8 * (step % STAGES));
+    };
+#pragma unroll 1
+    for (int i = 0; i < count; ++i) {
+        const int step = first + i;
+        const u32 stage = step % STAGES;
+        wait_barrier(full + 8 * stage, step / STAGES & 1);
+        const u32 weight = ring + stage * STAGE_BYTES;
+        const u32 of_scales = ring + STAGES * STAGE_BYTES + stage * SCALE_BYTES + group * GROUP_BYTES;
+        const u64 b = matrix(weight + WEIGHT_BYTES);
+#pragma unroll
+        for (int part = 0; part < BLOCK / 64; ++part) {
+            const int half = part % 2;   // of 128 in_features
+            if (half == 0 && SUMMED != 32) wait_mma<1>();   // those have ended that read a[0]
+            Scales next;
+            next.read(of_scales, part);
+            read_numbers(a[half], weight + group * 64 * BLOCK * BITS / 8, part, next);
+            const bool adds = SUMMED ? SUMMED == 128 && half == 1 : i + part > 0;   // to the sums of the part before
+            if (SUMMED && SUMMED != 32 && !adds) {   // finish the group before
+                wait_mma<0>();
+                now_written(sums);
+                scales[SUMMED == 64 ? 1 - half : 0].add_scaled(c, sums, 0);
+                if (part == 0 && i > 0) release(step - 1);
+            }
+            scales[half] = next;
+            begin_mma();
+#pragma unroll
+            for (int k = 0; k < 4; ++k) {
+                multiply(sums, a[half][k], b + part * (TOKEN_BYTES >> 4) + 2 * k, SUMMED == 32 ? k % 2 : k > 0 || adds);
+                if (SUMMED == 32 && k % 2) {
+                    end_mma();
+                    wait_mma<0>();
+                    now_written(sums);
+                    next.add_scaled(c, sums, k / 2);
+                    if (k == 1) begin_mma();
+                }
+            }
+            if (SUMMED != 32) end_mma();
+            if (SUMMED == 0 && half == 0) {
+                wait_mma<1>();   // a[1] is free, and so is the stage before
+                if (part == 0 && i > 0) release(step - 1);
+            }
+        }
+        if (SUMMED == 32) release(step);
+    }
+    if (SUMMED == 32) return;
+    wait_mma<0>();
+    now_written(sums);
+    if (SUMMED) scales[SUMMED == 64].add_scaled(c, sums, 0);
+    release(first + count - 1);
+}
+#endif
+#endif

@@ -1,0 +1,331 @@
+"""``kernels.adapters`` in Triton: shrink, x A^T by blocks of tokens and parts of the inputs; and
+expand, the sum of these parts times B^T.
+
+Shrink lets the next kernels start when those before it have ended: a GEMM that takes what expand
+writes may run beside both (``kernels.cuda.linear``). Adapters, ``order`` and ``blocks`` were there
+before the step, so they are read before that.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from minisgl_backend.kernels.triton_kernels.pdl import allow_next, launch_options, wait_previous
+
+_STEP = 16
+"""``kernels.adapters.RANK_STEP``: a program of shrink computes as many columns."""
+_MOST_SPLITS = 16
+_SPLIT_SIZE = 512
+"""Inputs of a program of shrink, unless that makes more than ``_MOST_SPLITS`` of them."""
+_BLOCK_N = 128
+"""Outputs of a program of expand."""
+_STAGES = 2
+"""Of the pipeline of shrink, if its part of the inputs takes several iterations."""
+
+
+@triton.jit
+def _multiplied(
+    a,  # of the first inputs
+    x_ptrs,
+    a_ptrs,
+    within,
+    is_there,
+    length,
+    MOST: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STEP: tl.constexpr,
+    SLICES: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """x A^T over ``length`` inputs, at most ``MOST``, for ``STEP`` columns, [BLOCK, STEP]."""
+    mask = is_there[None, :, None] & (within < length)[:, None, :]
+    x = tl.load(x_ptrs, mask=mask, other=0.0)
+    total = tl.zeros((SLICES, BLOCK, STEP), dtype=tl.float32)
+    total = tl.dot(x, a, total, input_precision="ieee")
+    for start in tl.range(SLICES * BLOCK_K, MOST, SLICES * BLOCK_K, num_stages=STAGES):
+        inside = start + within < length
+        mask = is_there[None, :, None] & inside[:, None, :]
+        x = tl.load(x_ptrs + start, mask=mask, other=0.0)
+        a = tl.load(a_ptrs + start, mask=inside[:, :, None], other=0.0)
+        total = tl.dot(x, a, total, input_precision="ieee")
+    return tl.sum(total, axis=0)
+
+
+@triton.jit
+def _tile_of(
+    WIDTH_0: tl.constexpr, WIDTH_1: tl.constexpr, WIDTH_2: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    """Of which projection a program's outputs are, from where to where these lie, and their number
+    of its tiles: none reaches into the next projection."""
+    tile = tl.program_id(1)
+    TILES_0: tl.constexpr = (WIDTH_0 + BLOCK_N - 1) // BLOCK_N
+    TILES_1: tl.constexpr = (WIDTH_1 + BLOCK_N - 1) // BLOCK_N
+    part = (tile >= TILES_0).to(tl.int32) + (tile >= TILES_0 + TILES_1).to(tl.int32)
+    at = tile - tl.where(part > 0, TILES_0, 0) - tl.where(part > 1, TILES_1, 0)
+    begin = tl.where(part > 0, WIDTH_0, 0) + tl.where(part > 1, WIDTH_1, 0)
+    width = tl.where(part == 0, WIDTH_0, tl.where(part == 1, WIDTH_1, WIDTH_2))
+    return part, begin, begin + width, at
+
+
+@triton.jit
+def _scale_of(
+    squares_ptr,
+    token,
+    is_there,
+    num_tokens,
+    eps,
+    SIZE: tl.constexpr,
+    SQUARE_TILES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The norm's scale of each token, [BLOCK], or 1."""
+    scale = tl.full((BLOCK,), 1.0, tl.float32)
+    if SQUARE_TILES > 0:
+        tile = tl.arange(0, triton.next_power_of_2(SQUARE_TILES))[:, None]
+        at = squares_ptr + tile * num_tokens + token[None, :]
+        mask = (tile < SQUARE_TILES) & is_there[None, :]
+        scale = tl.rsqrt(tl.sum(tl.load(at, mask=mask, other=0.0), axis=0) / SIZE + eps)
+    return scale
+
+
+@triton.jit
+def _base_of(
+    out_ptrs, bias_ptr, column, is_there, is_in, HAS_BIAS: tl.constexpr, ADD: tl.constexpr
+):
+    """What is added to: the outputs that are there, or a bias; [BLOCK, BLOCK_N] or [1, BLOCK_N]."""
+    if ADD:
+        base = tl.load(out_ptrs, mask=is_there[:, None] & is_in[None, :], other=0.0)
+    elif HAS_BIAS:
+        base = tl.load(bias_ptr + column, mask=is_in, other=0.0)[None, :]
+    else:
+        base = tl.zeros_like(column)[None, :]
+    return base.to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _shrink(
+    inner_ptr,
+    x_ptr,
+    a_ptr,
+    order_ptr,
+    blocks_ptr,
+    x_stride,
+    slot_stride,
+    num_tokens,
+    SIZE: tl.constexpr,
+    SPLIT_SIZE: tl.constexpr,
+    MAX_RANK: tl.constexpr,
+    WIDTH: tl.constexpr,
+    STEP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SLICES: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    block_ptr = blocks_ptr + 4 * tl.program_id(0)
+    slot = tl.load(block_ptr).to(tl.int64)
+    rank = tl.load(block_ptr + 1)
+    begin = tl.load(block_ptr + 2)
+    end = tl.load(block_ptr + 3)
+    first = tl.program_id(1) * STEP
+    split = tl.program_id(2)
+    row = begin + tl.arange(0, BLOCK)
+    is_there = row < end
+    token = tl.load(order_ptr + row, mask=is_there, other=0).to(tl.int64)
+    column = first + tl.arange(0, STEP)
+    is_needed = (first % MAX_RANK < rank) & (begin < end)
+    length = tl.minimum(SPLIT_SIZE, SIZE - split * SPLIT_SIZE)
+    within = tl.arange(0, SLICES)[:, None] * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
+    a_ptrs = a_ptr + (slot - 1) * slot_stride + split * SPLIT_SIZE
+    a_ptrs = a_ptrs + column[None, None, :] * SIZE + within[:, :, None]
+    a = tl.load(a_ptrs, mask=is_needed & (within < length)[:, :, None], other=0.0)
+    if PDL:
+        wait_previous()
+        allow_next()
+    if is_needed:
+        x_ptrs = x_ptr + split * SPLIT_SIZE + token[None, :, None] * x_stride + within[:, None, :]
+        total = _multiplied(
+            a,
+            x_ptrs,
+            a_ptrs,
+            within,
+            is_there,
+            length,
+            SPLIT_SIZE,
+            BLOCK,
+            STEP,
+            SLICES,
+            BLOCK_K,
+            STAGES,
+        )
+        to = inner_ptr + (split.to(tl.int64) * num_tokens + row[:, None]) * WIDTH + column[None, :]
+        tl.store(to, total, mask=is_there[:, None])
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _expand(
+    out_ptr,
+    inner_ptr,
+    b_ptr,
+    bias_ptr,
+    squares_ptr,
+    order_ptr,
+    blocks_ptr,
+    out_stride,
+    slot_stride,
+    num_tokens,
+    eps,
+    SIZE: tl.constexpr,
+    WIDTH_0: tl.constexpr,
+    WIDTH_1: tl.constexpr,
+    WIDTH_2: tl.constexpr,
+    MAX_RANK: tl.constexpr,
+    WIDTH: tl.constexpr,
+    STEP: tl.constexpr,
+    SPLITS: tl.constexpr,
+    SQUARE_TILES: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    ADD: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    if PDL:
+        allow_next()
+    block_ptr = blocks_ptr + 4 * tl.program_id(0)
+    slot = tl.load(block_ptr).to(tl.int64)
+    rank = tl.load(block_ptr + 1)
+    begin = tl.load(block_ptr + 2)
+    end = tl.load(block_ptr + 3)
+    part, part_begin, part_end, at = _tile_of(WIDTH_0, WIDTH_1, WIDTH_2, BLOCK_N)
+    row = begin + tl.arange(0, BLOCK)
+    is_there = row < end
+    token = tl.load(order_ptr + row, mask=is_there, other=0).to(tl.int64)
+    column = part_begin + at * BLOCK_N + tl.arange(0, BLOCK_N)
+    is_in = column < part_end
+    i = tl.arange(0, STEP)
+    b_ptrs = b_ptr + (slot - 1) * slot_stride + column[:, None] * MAX_RANK + i[None, :]
+    b = tl.load(b_ptrs, mask=is_in[:, None] & (begin < end) & (rank > 0), other=0.0)
+    if PDL:
+        wait_previous()
+    if (begin < end) & ((rank > 0) | (not ADD)):
+        out_ptrs = out_ptr + token[:, None] * out_stride + column[None, :]
+        scale = _scale_of(squares_ptr, token, is_there, num_tokens, eps, SIZE, SQUARE_TILES, BLOCK)
+        base = _base_of(out_ptrs, bias_ptr, column, is_there, is_in, HAS_BIAS, ADD)
+        inner_ptrs = inner_ptr + row[:, None] * WIDTH + part * MAX_RANK + i[None, :]
+        total = tl.zeros((BLOCK, BLOCK_N), dtype=tl.float32)
+        if rank > 0:
+            inner = _summed(inner_ptrs, is_there, num_tokens, WIDTH, SPLITS, BLOCK, STEP)
+            total = tl.dot(inner.to(b.dtype), b.T, total, input_precision="ieee")
+            for done in tl.range(STEP, rank, STEP, num_stages=1):
+                b = tl.load(b_ptrs + done, mask=is_in[:, None], other=0.0)
+                inner = _summed(inner_ptrs + done, is_there, num_tokens, WIDTH, SPLITS, BLOCK, STEP)
+                total = tl.dot(inner.to(b.dtype), b.T, total, input_precision="ieee")
+        total = total * scale[:, None] + base
+        mask = is_there[:, None] & is_in[None, :]
+        tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _summed(
+    inner_ptrs,
+    is_there,
+    num_tokens,
+    WIDTH: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STEP: tl.constexpr,
+):
+    """The sum of the parts that shrink has made, [BLOCK, STEP]."""
+    inner = tl.zeros((BLOCK, STEP), dtype=tl.float32)
+    for split in tl.static_range(SPLITS):
+        part_ptrs = inner_ptrs + split * num_tokens.to(tl.int64) * WIDTH
+        inner += tl.load(part_ptrs, mask=is_there[:, None], other=0.0)
+    return inner
+
+
+def launch_adapters(
+    out: Tensor,
+    x: Tensor,
+    a: Tensor,
+    b: Tensor,
+    order: Tensor,
+    blocks: Tensor,
+    *,
+    block: int,
+    widths: Sequence[int],
+    bias: Tensor | None = None,
+    squares: Tensor | None = None,
+    eps: float = 0.0,
+    add: bool,
+    pdl: bool,
+) -> None:
+    """Write what the adapters add, and ``bias``, to ``out``; or ``add`` it to what is there."""
+    num_tokens, size = x.shape
+    if num_tokens == 0:
+        return
+    assert a.is_contiguous() and b[0].is_contiguous() and len(widths) <= 3
+    width, max_rank = a.shape[1], b.shape[2]
+    width_0, width_1, width_2 = (*widths, 0, 0)[:3]
+    slices = 4 if block <= 16 else 1
+    block_k = 128 if block <= 16 else 64
+    splits = min(max(size // _SPLIT_SIZE, 1), _MOST_SPLITS) if block <= 16 else 1
+    split_size = slices * block_k * triton.cdiv(triton.cdiv(size, splits), slices * block_k)
+    splits = triton.cdiv(size, split_size)
+    inner = torch.empty((splits, num_tokens, width), dtype=torch.float32, device=x.device)
+    _shrink[(len(blocks), width // _STEP, splits)](
+        inner,
+        x,
+        a,
+        order,
+        blocks,
+        x.stride(0),
+        a.stride(0),
+        num_tokens,
+        SIZE=size,
+        SPLIT_SIZE=split_size,
+        MAX_RANK=max_rank,
+        WIDTH=width,
+        STEP=_STEP,
+        BLOCK=block,
+        BLOCK_K=block_k,
+        SLICES=slices,
+        STAGES=_STAGES if block <= 16 else 3,
+        PDL=pdl,
+        num_warps=4,
+        **launch_options(pdl),
+    )
+    _expand[(len(blocks), sum(triton.cdiv(part, _BLOCK_N) for part in widths))](
+        out,
+        inner,
+        b,
+        bias,
+        squares,
+        order,
+        blocks,
+        out.stride(0),
+        b.stride(0),
+        num_tokens,
+        eps,
+        SIZE=size,
+        WIDTH_0=width_0,
+        WIDTH_1=width_1,
+        WIDTH_2=width_2,
+        MAX_RANK=max_rank,
+        WIDTH=width,
+        STEP=_STEP,
+        SPLITS=splits,
+        SQUARE_TILES=0 if squares is None else len(squares),
+        HAS_BIAS=bias is not None,
+        ADD=add,
+        BLOCK=block,
+        BLOCK_N=_BLOCK_N,
+        PDL=pdl,
+        num_warps=4,
+        **launch_options(pdl),
+    )

@@ -1,0 +1,72 @@
+"""GLM-4.5 and dots.llm1: attention of others, and experts by DeepSeek's router."""
+
+from __future__ import annotations
+
+from minisgl_backend.experts_spec import ExpertsSpec, RoutingRule, SharedExpert
+from minisgl_backend.models.config_json import ConfigReader, common_fields
+from minisgl_backend.models.families.fields import (
+    ATTENTION_KINDS,
+    qk_normed_fields,
+    read_window,
+    windows_by_kind,
+)
+from minisgl_backend.models.spec import MOST_EXPERTS, MOST_WIDTH, ModelSpec, MoeSpec
+from minisgl_backend.models.tensor_names import TensorNames
+
+
+def read_glm4_moe(config: ConfigReader) -> ModelSpec:
+    """``Glm4MoeForCausalLM``, GLM-4.5 and GLM-4.6: experts by DeepSeek's router above the first
+    layers, heads of which a half rotates, and perhaps norms of queries and keys."""
+    rotated = {"partial_rotary_factor": 0.5, "max_position_embeddings": 2**17}
+    config = config.with_defaults(rms_norm_eps=1e-5, **rotated)
+    fields = common_fields(config, partial=True)
+    num_layers = fields["num_layers"]
+    drafting = config.integer("num_nextn_predict_layers", 1, minimum=0)
+    left_out = tuple(f"model.layers.{num_layers + layer}." for layer in range(drafting))
+    return ModelSpec(
+        architecture="Glm4MoeForCausalLM",
+        qkv_bias=config.flag("attention_bias"),
+        qk_norm="head" if config.flag("use_qk_norm") else None,
+        moe=_deepseek_experts(config, num_layers, first=1),
+        names=TensorNames(left_out=left_out),
+        **fields,
+    )
+
+
+def read_dots1(config: ConfigReader) -> ModelSpec:
+    """``Dots1ForCausalLM``, dots.llm1: Qwen3's attention, and experts by DeepSeek's router."""
+    fields = qk_normed_fields(config)
+    num_layers = fields["num_layers"]
+    window = read_window(config)
+    first = config.integer("max_window_layers", 62, minimum=0)
+    kinds = config.layer_kinds("layer_types", ATTENTION_KINDS, num_layers) or [
+        "sliding_attention" if window and layer >= first else "full_attention"
+        for layer in range(num_layers)
+    ]
+    fields["windows"] = windows_by_kind(kinds, window)
+    moe = _deepseek_experts(config, num_layers, first=0)
+    return ModelSpec(architecture="Dots1ForCausalLM", moe=moe, **fields)
+
+
+def _deepseek_experts(config: ConfigReader, num_layers: int, *, first: int) -> MoeSpec:
+    """The experts of DeepSeek-V3 and of those that took its router over: sigmoids, corrected, in
+    groups; and experts for all tokens, which are one wide one. By default from layer ``first`` on.
+    """
+    inner = config.integer("moe_intermediate_size", 1408, maximum=MOST_WIDTH)
+    rule = RoutingRule(
+        num_experts=config.integer("n_routed_experts", 128, maximum=MOST_EXPERTS),
+        top_k=config.integer("num_experts_per_tok", 8),
+        normalize=config.flag("norm_topk_prob", True),
+        sigmoid=True,
+        corrected=True,
+        scale=config.number("routed_scaling_factor", 1.0),
+        num_groups=config.integer("n_group", 1, maximum=MOST_EXPERTS),
+        top_groups=config.integer("topk_group", 1, maximum=MOST_EXPERTS),
+    )
+    num_shared = config.integer("n_shared_experts", 1, maximum=MOST_EXPERTS)
+    shared = SharedExpert(name="shared_experts", intermediate_size=num_shared * inner)
+    dense = config.integer("first_k_dense_replace", first, minimum=0)
+    return MoeSpec(
+        experts=ExpertsSpec(routing=rule, intermediate_size=inner, shared=shared),
+        layers=frozenset(range(dense, num_layers)),
+    )

@@ -1,0 +1,90 @@
+"""Fields of a ``ModelSpec`` that several families read from config.json in the same way.
+
+What all of them share is in ``models.config_json``. Must not know any one architecture.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+from minisgl_backend.experts_spec import RoutingRule
+from minisgl_backend.models.config_json import ConfigReader, common_fields
+from minisgl_backend.models.spec import MOST_EXPERTS, RopeSpec
+
+ATTENTION_KINDS: Final = ("sliding_attention", "full_attention")
+
+
+def text_config(config: ConfigReader, *, tied: bool) -> ConfigReader:
+    """``text_config``, with what checkpoints of this kind say outside of it; ``tied`` is the
+    default of tie_word_embeddings."""
+    text = config.part("text_config")
+    outer: dict[str, Any] = {
+        key: config.values[key]
+        for key in ("dtype", "torch_dtype", "eos_token_id")
+        if key in config.values
+    }
+    tie = config.flag("tie_word_embeddings", tied)
+    nulls = dict.fromkeys(text.nulls)
+    values: dict[str, Any] = {**outer, **text.values, **nulls, "tie_word_embeddings": tie}
+    return ConfigReader(values, text.where)
+
+
+def qk_normed_fields(config: ConfigReader, *, head_dim: int | None = None) -> dict[str, Any]:
+    """What all share, with queries and keys normalized by head, and perhaps biases."""
+    bias = config.flag("attention_bias")
+    fields = common_fields(config, head_dim=head_dim)
+    return {**fields, "qk_norm": "head", "qkv_bias": bias, "output_bias": bias}
+
+
+def read_routing(
+    config: ConfigReader, num_experts: int, top_k: int, *, normalize: bool
+) -> RoutingRule:
+    """A softmax router; by default it takes ``top_k`` of ``num_experts`` experts."""
+    default = config.integer("num_local_experts", num_experts, maximum=MOST_EXPERTS)
+    return RoutingRule(
+        num_experts=config.integer("num_experts", default, maximum=MOST_EXPERTS),
+        top_k=config.integer("num_experts_per_tok", top_k),
+        normalize=normalize,
+    )
+
+
+def sparse_layers(config: ConfigReader, num_layers: int) -> frozenset[int]:
+    """The layers that have experts: every ``decoder_sparse_step``-th one."""
+    step, plain = config.integer("decoder_sparse_step", 1), config.integers("mlp_only_layers")
+    return frozenset(
+        layer for layer in range(num_layers) if (layer + 1) % step == 0 and layer not in plain
+    )
+
+
+def read_window(config: ConfigReader) -> int | None:
+    """The window of all layers, none by default."""
+    return config.integer("sliding_window") if "sliding_window" in config.values else None
+
+
+def windows_by_kind(kinds: Sequence[str], window: int | None) -> tuple[int | None, ...]:
+    """The window of each layer: ``window`` of those that slide, none of the others."""
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+def read_ropes_by_kind(
+    config: ConfigReader, read: Callable[[ConfigReader], dict[str, Any]]
+) -> tuple[Mapping[str, Any], dict[str, Any]]:
+    """The tables of ``rope_parameters`` by kinds of attention, if they are told apart, and what
+    ``read`` finds with that of layers without a window in their place."""
+    by_kind = {
+        kind: table
+        for kind, table in config.table("rope_parameters").items()
+        if kind in ATTENTION_KINDS
+    }
+    if not by_kind:
+        return by_kind, read(config)
+    values = {**config.values, "rope_parameters": by_kind.get("full_attention", {})}
+    return by_kind, read(ConfigReader(values, config.where))
+
+
+def set_kinds(fields: dict[str, Any], kinds: Sequence[str], window: int, local: RopeSpec) -> None:
+    """Give the layers that slide their window and the rotation ``local``."""
+    rope = fields["rope"]
+    fields["windows"] = windows_by_kind(kinds, window)
+    fields["ropes"] = tuple(local if kind == "sliding_attention" else rope for kind in kinds)

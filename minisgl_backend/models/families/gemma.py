@@ -1,0 +1,214 @@
+"""Gemma 3 and 4, text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from minisgl_backend.attention.base import KVHeads
+from minisgl_backend.errors import ConfigError
+from minisgl_backend.experts_spec import ExpertsSpec, GeluGate, RoutingRule
+from minisgl_backend.models.config_json import ConfigReader, common_fields, read_rope
+from minisgl_backend.models.families.fields import (
+    ATTENTION_KINDS,
+    read_ropes_by_kind,
+    set_kinds,
+    text_config,
+)
+from minisgl_backend.models.spec import (
+    MOST_EXPERTS,
+    MOST_HEADS,
+    MOST_WIDTH,
+    LayerInputs,
+    ModelSpec,
+    MoeSpec,
+)
+from minisgl_backend.models.tensor_names import MULTIMODAL, TensorNames
+
+
+def read_gemma3_text(config: ConfigReader) -> ModelSpec:
+    """``Gemma3ForCausalLM``, also the text part of Gemma 3: norms on both sides of attention and
+    feed-forward, windows on five of six layers, which have a rotation of their own."""
+    for key in ("attn_logit_softcapping", "final_logit_softcapping"):
+        if config.values.get(key):
+            raise ConfigError(f"{config.where}: {key} {config.values[key]!r} is not supported")
+    config = _gemma(config, vocab_size=262_208, num_hidden_layers=26, rope_theta=1e6)
+    by_kind, fields = read_ropes_by_kind(config, common_fields)
+    every, num_layers = config.integer("sliding_window_pattern", 6), fields["num_layers"]
+    kinds = config.layer_kinds("layer_types", ATTENTION_KINDS, num_layers) or [
+        "sliding_attention" if (layer + 1) % every else "full_attention"
+        for layer in range(num_layers)
+    ]
+    theta = config.number("rope_local_base_freq", 10_000.0)
+    given = {"rope_theta": theta, **by_kind.get("sliding_attention", {})}
+    local = read_rope(config, fields["rope"].max_positions, given=given)
+    if fields["rope"].scaling == "linear":
+        # here max_position_embeddings is the context after stretching
+        unstretched = int(fields["rope"].max_positions / fields["rope"].factor)
+        fields["rope"] = replace(fields["rope"], max_positions=unstretched)
+    set_kinds(fields, kinds, config.integer("sliding_window", 4096), local)
+    bias = config.flag("attention_bias")
+    return ModelSpec(
+        architecture="Gemma3ForCausalLM",
+        qkv_bias=bias,
+        output_bias=bias,
+        qk_norm="head",
+        norms="around",
+        norm_offset=1.0,
+        gelu=True,
+        attention_scale=config.number("query_pre_attn_scalar", 256) ** -0.5,
+        embedding_scale=fields["hidden_size"] ** 0.5,
+        **fields,
+    )
+
+
+def read_gemma3(config: ConfigReader) -> ModelSpec:
+    """``Gemma3ForConditionalGeneration``, the text part."""
+    spec = read_gemma3_text(text_config(config, tied=True))
+    return replace(spec, architecture="Gemma3ForConditionalGeneration", names=MULTIMODAL)
+
+
+def read_gemma4_text(config: ConfigReader) -> ModelSpec:
+    """``Gemma4ForCausalLM``, also the text part of Gemma 4: as Gemma 3, with wider heads in the
+    layers without a window, in smaller models layers that read the keys and values of others, and
+    inputs of each layer's own, and in another one experts beside each feed-forward block."""
+    config = _gemma(config, vocab_size=262_144, num_hidden_layers=30)
+    by_kind, fields = read_ropes_by_kind(config, common_fields)
+    num_layers = fields["num_layers"]
+    kinds = config.layer_kinds("layer_types", ATTENTION_KINDS, num_layers) or [
+        "sliding_attention" if (layer + 1) % 6 else "full_attention" for layer in range(num_layers)
+    ]
+    most, of_full = fields["rope"].max_positions, by_kind.get("full_attention")
+    wide = {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6}
+    fields["rope"] = read_rope(config, most, given=of_full or wide)
+    local = read_rope(config, most, given=by_kind.get("sliding_attention", {}))
+    set_kinds(fields, kinds, config.integer("sliding_window", 512), local)
+    are_keys = config.flag("attention_k_eq_v")
+    fields["kv_heads"] = _kv_heads_by_kind(config, fields, kinds, are_keys)
+    first_reader = num_layers - config.integer("num_kv_shared_layers", 0, minimum=0)
+    fields["kv_sources"] = _kv_sources(config, kinds, first_reader)
+    if config.flag("use_double_wide_mlp"):
+        inner = fields["intermediate_size"]
+        fields["intermediate_sizes"] = tuple(
+            inner if layer < first_reader else 2 * inner for layer in range(num_layers)
+        )
+    fields["layer_inputs"] = _layer_inputs(config, fields["vocab_size"])
+    if config.flag("enable_moe_block"):
+        fields["moe"] = _experts_beside(config, num_layers)
+    is_capped = "final_logit_softcapping" in config.values
+    full = frozenset(layer for layer, kind in enumerate(kinds) if kind == "full_attention")
+    bias = config.flag("attention_bias")
+    return ModelSpec(
+        architecture="Gemma4ForCausalLM",
+        qkv_bias=bias,
+        output_bias=bias,
+        qk_norm="head",
+        value_norm=True,
+        keys_are_values=full if are_keys else frozenset(),
+        norms="around",
+        gelu=True,
+        attention_scale=1.0,
+        embedding_scale=fields["hidden_size"] ** 0.5,
+        logit_cap=config.number("final_logit_softcapping") if is_capped else 0.0,
+        scaled_layers=True,
+        names=TensorNames(left_out=_unused_kv_names(range(first_reader, num_layers))),
+        **fields,
+    )
+
+
+def read_gemma4(config: ConfigReader) -> ModelSpec:
+    """``Gemma4ForConditionalGeneration``, the text part."""
+    spec = read_gemma4_text(text_config(config, tied=True))
+    names = replace(MULTIMODAL, left_out=spec.names.left_out)
+    return replace(spec, architecture="Gemma4ForConditionalGeneration", names=names)
+
+
+def _gemma(config: ConfigReader, **defaults: object) -> ConfigReader:
+    """With the defaults of Gemma 3 and 4, and without what neither text part has."""
+    if config.values.get("use_bidirectional_attention") not in (None, False, "vision"):
+        value = config.values["use_bidirectional_attention"]
+        raise ConfigError(f"{config.where}: use_bidirectional_attention {value!r} is not supported")
+    activation = config.word("hidden_activation", "gelu_pytorch_tanh")
+    if activation != "gelu_pytorch_tanh":
+        raise config.error("hidden_activation", "'gelu_pytorch_tanh'", activation)
+    shape = {"hidden_size": 2304, "intermediate_size": 9216, "head_dim": 256}
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 4}
+    others = {"max_position_embeddings": 2**17, "tie_word_embeddings": True, "eos_token_id": 1}
+    return config.with_defaults(**shape, **heads, **others, **defaults)
+
+
+def _layer_inputs(config: ConfigReader, vocab_size: int) -> LayerInputs | None:
+    size = config.integer("hidden_size_per_layer_input", 256, minimum=0)
+    if not size:
+        return None
+    own_vocab_size = config.integer("vocab_size_per_layer_input", 262_144)
+    if own_vocab_size < vocab_size:
+        least = f"at least vocab_size ({vocab_size})"
+        raise config.error("vocab_size_per_layer_input", least, own_vocab_size)
+    return LayerInputs(size=size, vocab_size=own_vocab_size)
+
+
+def _experts_beside(config: ConfigReader, num_layers: int) -> MoeSpec:
+    """Gemma 4's experts, beside the feed-forward block of every layer."""
+    routing = RoutingRule(
+        num_experts=config.integer("num_experts", maximum=MOST_EXPERTS),
+        top_k=config.integer("top_k_experts"),
+        normalize=True,
+        scaled=True,
+    )
+    experts = ExpertsSpec(
+        routing=routing,
+        intermediate_size=config.integer("moe_intermediate_size", maximum=MOST_WIDTH),
+        gate=GeluGate(),
+        router="router.proj",
+    )
+    return MoeSpec(experts=experts, layers=frozenset(range(num_layers)), beside=True)
+
+
+def _unused_kv_names(readers: Iterable[int]) -> tuple[str, ...]:
+    """The tensors for keys and values of layers that read those of others: some checkpoints have
+    them."""
+    return tuple(
+        f"model.{inside}layers.{layer}.self_attn.{name}"
+        for layer in readers
+        for name in ("k_proj.", "v_proj.", "k_norm.", "v_norm.")
+        for inside in ("", "language_model.")
+    )
+
+
+def _kv_heads_by_kind(
+    config: ConfigReader, fields: Mapping[str, Any], kinds: Sequence[str], are_keys: bool
+) -> tuple[KVHeads, ...]:
+    """The heads of each layer: those without a window have sizes of their own, in the publisher's
+    words or, by layer, in those of transformers."""
+    narrow = KVHeads(fields["num_kv_heads"], fields["head_dim"])
+    if listed := config.table("per_layer_config"):
+        found = [narrow] * len(kinds)
+        for layer in listed:
+            own = config.part("per_layer_config").part(layer)
+            found[int(layer)] = KVHeads(
+                own.integer("num_key_value_heads", narrow.num_kv_heads, maximum=MOST_HEADS),
+                own.integer("head_dim", narrow.head_dim, maximum=MOST_HEADS),
+            )
+        return tuple(found)
+    num_wide = narrow.num_kv_heads
+    if are_keys:
+        num_wide = config.integer("num_global_key_value_heads", num_wide, maximum=MOST_HEADS)
+    wide = KVHeads(num_wide, config.integer("global_head_dim", 512, maximum=MOST_HEADS))
+    return tuple(wide if kind == "full_attention" else narrow for kind in kinds)
+
+
+def _kv_sources(config: ConfigReader, kinds: Sequence[str], first_reader: int) -> tuple[int, ...]:
+    """From ``first_reader`` on layers read the keys and values of the last one of their kind before
+    it."""
+    sources = list(range(len(kinds)))
+    for layer in range(max(first_reader, 0), len(kinds)):
+        own = [source for source in range(first_reader) if kinds[source] == kinds[layer]]
+        if not own:
+            raise ConfigError(
+                f"{config.where}: num_kv_shared_layers leaves no layer of {kinds[layer]} with keys "
+                "and values of its own"
+            )
+        sources[layer] = own[-1]
+    return tuple(sources)

@@ -1,0 +1,67 @@
+"""Llama, and what adds little to it: Granite 3 and SmolLM3."""
+
+from __future__ import annotations
+
+from minisgl_backend.models.config_json import ConfigReader, common_fields
+from minisgl_backend.models.families.fields import ATTENTION_KINDS, read_window, windows_by_kind
+from minisgl_backend.models.spec import ModelSpec
+
+
+def read_llama(config: ConfigReader) -> ModelSpec:
+    """``LlamaForCausalLM``, Llama 2 and 3: biases are optional, and then on all projections."""
+    bias = config.flag("attention_bias")
+    return ModelSpec(
+        architecture="LlamaForCausalLM",
+        qkv_bias=bias,
+        output_bias=bias,
+        mlp_bias=config.flag("mlp_bias"),
+        **common_fields(config),
+    )
+
+
+def read_granite(config: ConfigReader) -> ModelSpec:
+    """``GraniteForCausalLM``, Granite 3: Llama with multipliers."""
+    bias = config.flag("attention_bias")
+    return ModelSpec(
+        architecture="GraniteForCausalLM",
+        qkv_bias=bias,
+        output_bias=bias,
+        mlp_bias=config.flag("mlp_bias"),
+        attention_scale=config.number("attention_multiplier", 1.0),
+        embedding_scale=config.number("embedding_multiplier", 1.0),
+        branch_scale=config.number("residual_multiplier", 1.0),
+        logit_scale=1 / config.number("logits_scaling", 1.0),
+        **common_fields(config),
+    )
+
+
+def read_smollm3(config: ConfigReader) -> ModelSpec:
+    """``SmolLM3ForCausalLM``: Llama, of whose layers every fourth does not rotate."""
+    config = config.with_defaults(
+        rope_theta=2e6,
+        num_key_value_heads=4,
+        max_position_embeddings=2**15,
+        tie_word_embeddings=True,
+    )
+    fields = common_fields(config)
+    num_layers, bias = fields["num_layers"], config.flag("attention_bias")
+    every = config.integer("no_rope_layer_interval", 4)
+    rotates = config.integers("no_rope_layers") or [
+        int((layer + 1) % every != 0) for layer in range(num_layers)
+    ]  # 1 for layers that do rotate
+    if len(rotates) < num_layers or not set(rotates) <= {0, 1}:
+        raise config.error("no_rope_layers", f"{num_layers} of 0 and 1", rotates)
+    fields["ropes"] = tuple(fields["rope"] if one else None for one in rotates[:num_layers])
+    if config.flag("use_sliding_window"):
+        window = read_window(config)
+        kinds = config.layer_kinds("layer_types", ATTENTION_KINDS, num_layers) or [
+            "full_attention" if one else "sliding_attention" for one in rotates[:num_layers]
+        ]
+        fields["windows"] = windows_by_kind(kinds, window)
+    return ModelSpec(
+        architecture="SmolLM3ForCausalLM",
+        qkv_bias=bias,
+        output_bias=bias,
+        mlp_bias=config.flag("mlp_bias"),
+        **fields,
+    )

@@ -1,0 +1,43 @@
+"""OLMo 2 and 3."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from minisgl_backend.models.config_json import ConfigReader, common_fields, read_rope
+from minisgl_backend.models.families.fields import ATTENTION_KINDS, read_ropes_by_kind, set_kinds
+from minisgl_backend.models.spec import ModelSpec
+
+
+def read_olmo2(config: ConfigReader) -> ModelSpec:
+    """``Olmo2ForCausalLM``: the outputs of attention and feed-forward are normalized, not their
+    inputs, and queries and keys over all heads together."""
+    return ModelSpec(architecture="Olmo2ForCausalLM", **_olmo_fields(config))
+
+
+def read_olmo3(config: ConfigReader) -> ModelSpec:
+    """``Olmo3ForCausalLM``: OLMo 2 with windows on three of four layers, whose rotation is not
+    stretched."""
+    config = config.with_defaults(rope_theta=5e5)
+    by_kind, fields = read_ropes_by_kind(config, _olmo_fields)
+    num_layers = fields["num_layers"]
+    kinds = config.layer_kinds("layer_types", ATTENTION_KINDS, num_layers) or [
+        "full_attention" if (layer + 1) % 4 == 0 else "sliding_attention"
+        for layer in range(num_layers)
+    ]
+    given = by_kind.get("sliding_attention", {})
+    local = read_rope(config, fields["rope"].max_positions, given=given)
+    set_kinds(fields, kinds, config.integer("sliding_window", 4096), local)
+    return ModelSpec(architecture="Olmo3ForCausalLM", **fields)
+
+
+def _olmo_fields(config: ConfigReader) -> dict[str, Any]:
+    config = config.with_defaults(rms_norm_eps=1e-5)
+    bias = config.flag("attention_bias")
+    return {
+        **common_fields(config),
+        "norms": "after",
+        "qk_norm": "token",
+        "qkv_bias": bias,
+        "output_bias": bias,
+    }

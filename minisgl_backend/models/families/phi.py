@@ -1,0 +1,38 @@
+"""Phi-3 and Phi-4."""
+
+from __future__ import annotations
+
+from minisgl_backend.models.config_json import ConfigReader, common_fields
+from minisgl_backend.models.families.fields import read_window
+from minisgl_backend.models.spec import ModelSpec
+from minisgl_backend.models.tensor_names import TensorNames
+
+
+def read_phi3(config: ConfigReader) -> ModelSpec:
+    """``Phi3ForCausalLM``, Phi-3 and Phi-4: merged projections in the file, and in Phi-4-mini heads
+    of which a part rotates."""
+    fields = common_fields(_longrope(config.with_defaults(rms_norm_eps=1e-5)), partial=True)
+    queries = fields["num_heads"] * fields["head_dim"]
+    keys = fields["num_kv_heads"] * fields["head_dim"]
+    inner = fields["intermediate_size"]
+    merged = {
+        ".self_attn.qkv_proj": {"q_proj": queries, "k_proj": keys, "v_proj": keys},
+        ".mlp.gate_up_proj": {"gate_proj": inner, "up_proj": inner},
+    }
+    fields["windows"] = (read_window(config),) * fields["num_layers"]
+    return ModelSpec(architecture="Phi3ForCausalLM", names=TensorNames(merged=merged), **fields)
+
+
+def _longrope(config: ConfigReader) -> ConfigReader:
+    """The same with the one name for what Phi-3's config.json calls ``su``, ``yarn`` or
+    ``longrope``."""
+    values = {**config.values, **dict.fromkeys(config.nulls)}
+    values.setdefault("original_max_position_embeddings", 4096)
+    for key in ("rope_scaling", "rope_parameters"):
+        table = dict(config.table(key))
+        for name in ("type", "rope_type"):
+            if table.get(name) in ("su", "yarn"):
+                table[name] = "longrope"
+        if table:
+            values[key] = table
+    return ConfigReader(values, config.where)

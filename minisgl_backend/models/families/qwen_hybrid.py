@@ -1,0 +1,124 @@
+"""Qwen3-Next and Qwen3.5 and later: Gated DeltaNet in three of four layers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, Final
+
+from minisgl_backend.experts_spec import ExpertsSpec, SharedExpert
+from minisgl_backend.models.config_json import ConfigReader, common_fields
+from minisgl_backend.models.families.fields import read_routing, sparse_layers, text_config
+from minisgl_backend.models.spec import MOST_HEADS, MOST_WIDTH, DeltaSpec, ModelSpec, MoeSpec
+from minisgl_backend.models.tensor_names import MULTIMODAL, TensorNames
+
+_HYBRID_KINDS: Final = ("linear_attention", "full_attention")
+
+
+def read_qwen3_next(config: ConfigReader) -> ModelSpec:
+    """``Qwen3NextForCausalLM``: the same, with experts on every ``decoder_sparse_step``-th layer
+    and projections that are ordered by key heads."""
+    config = config.with_defaults(num_key_value_heads=2, hidden_size=2048, intermediate_size=5632)
+    fields, delta = _hybrid_fields(config, by_key_head=True)
+    channels = {"q": delta.key_size, "k": delta.key_size, "v": delta.value_size}
+    convolution = {f"conv_{name}": size for name, size in channels.items()}
+    moe = MoeSpec(
+        experts=_experts_beside_one(config, 512, 10, normalize=config.flag("norm_topk_prob", True)),
+        layers=sparse_layers(config, fields["num_layers"]),
+    )
+    names = TensorNames(merged={".linear_attn.conv1d": convolution}, left_out=("mtp.",))
+    return ModelSpec(architecture="Qwen3NextForCausalLM", moe=moe, names=names, **fields)
+
+
+def read_qwen3_5(config: ConfigReader) -> ModelSpec:
+    """``Qwen3_5ForCausalLM``: three of four layers are Gated DeltaNet, the others attention whose
+    output is gated and of whose heads a quarter rotates."""
+    config = config.with_defaults(num_key_value_heads=4, hidden_size=4096)
+    fields, delta = _hybrid_fields(config)
+    channels = {"q": delta.key_size, "k": delta.key_size, "v": delta.value_size}
+    merged = {
+        f".linear_attn.{module}": {f"{part}_{name}": size for name, size in channels.items()}
+        for module, part in (("in_proj_qkv", "in_proj"), ("conv1d", "conv"))
+    }
+    names = TensorNames(merged=merged, left_out=("mtp.",))
+    return ModelSpec(architecture="Qwen3_5ForCausalLM", names=names, **fields)
+
+
+def read_qwen3_5_multimodal(config: ConfigReader) -> ModelSpec:
+    """``Qwen3_5ForConditionalGeneration``, the text part: Qwen3.5 and later as they are shipped."""
+    spec = read_qwen3_5(text_config(config, tied=False))
+    names = replace(MULTIMODAL, merged=spec.names.merged, left_out=spec.names.left_out)
+    return replace(spec, architecture="Qwen3_5ForConditionalGeneration", names=names)
+
+
+def read_qwen3_5_moe(config: ConfigReader) -> ModelSpec:
+    """``Qwen3_5MoeForCausalLM``: the same with experts in every layer, beside one for all tokens,
+    which is gated."""
+    experts = _experts_beside_one(config, 256, 8, normalize=True)
+    # no layer has a block of that width, so config.json does not name one
+    defaults = {
+        "intermediate_size": experts.intermediate_size,
+        "hidden_size": 2048,
+        "num_key_value_heads": 2,
+    }
+    spec = read_qwen3_5(config.with_defaults(**defaults))
+    moe = MoeSpec(experts=experts, layers=frozenset(range(spec.num_layers)))
+    return replace(spec, architecture="Qwen3_5MoeForCausalLM", moe=moe)
+
+
+def read_qwen3_5_moe_multimodal(config: ConfigReader) -> ModelSpec:
+    """``Qwen3_5MoeForConditionalGeneration``, the text part."""
+    spec = read_qwen3_5_moe(text_config(config, tied=False))
+    names = replace(MULTIMODAL, merged=spec.names.merged, left_out=spec.names.left_out)
+    return replace(spec, architecture="Qwen3_5MoeForConditionalGeneration", names=names)
+
+
+def _hybrid_fields(
+    config: ConfigReader, *, by_key_head: bool = False
+) -> tuple[dict[str, Any], DeltaSpec]:
+    """Gated DeltaNet by the defaults of Qwen3-Next and later, and gated attention between; and the
+    shape of the first, even if no layer has it."""
+    config = config.with_defaults(head_dim=256, partial_rotary_factor=0.25)
+    fields = common_fields(config, partial=True)
+    num_layers, bias = fields["num_layers"], config.flag("attention_bias")
+    every = config.integer("full_attention_interval", 4)
+    kinds = config.layer_kinds("layer_types", _HYBRID_KINDS, num_layers) or [
+        "full_attention" if (layer + 1) % every == 0 else "linear_attention"
+        for layer in range(num_layers)
+    ]
+    linear = frozenset(layer for layer, kind in enumerate(kinds) if kind == "linear_attention")
+    delta = DeltaSpec(
+        num_key_heads=config.integer("linear_num_key_heads", 16, maximum=MOST_HEADS),
+        num_heads=config.integer("linear_num_value_heads", 32, maximum=MOST_HEADS),
+        key_dim=config.integer("linear_key_head_dim", 128, maximum=MOST_HEADS),
+        value_dim=config.integer("linear_value_head_dim", 128, maximum=MOST_HEADS),
+        conv_width=config.integer("linear_conv_kernel_dim", 4, minimum=2, maximum=MOST_HEADS),
+        layers=linear,
+        by_key_head=by_key_head,
+    )
+    if delta.num_heads % delta.num_key_heads:
+        raise config.error(
+            "linear_num_value_heads",
+            f"a multiple of linear_num_key_heads ({delta.num_key_heads})",
+            delta.num_heads,
+        )
+    more = {
+        "qk_norm": "head",
+        "qkv_bias": bias,
+        "output_bias": bias,
+        "gated_attention": True,
+        "norm_offset": 1.0,
+        "delta_net": delta if linear else None,
+    }
+    return fields | more, delta
+
+
+def _experts_beside_one(
+    config: ConfigReader, num_experts: int, top_k: int, *, normalize: bool
+) -> ExpertsSpec:
+    """Experts of Qwen3-Next and later, beside one for all tokens, which is gated."""
+    shared = config.integer("shared_expert_intermediate_size", 512, maximum=MOST_WIDTH)
+    return ExpertsSpec(
+        routing=read_routing(config, num_experts, top_k, normalize=normalize),
+        intermediate_size=config.integer("moe_intermediate_size", 512, maximum=MOST_WIDTH),
+        shared=SharedExpert(name="shared_expert", intermediate_size=shared, gated=True),
+    )

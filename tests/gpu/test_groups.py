@@ -96,8 +96,8 @@ def serve_in_waves(folder: Path, prompts: list[IntArray], **options: Any) -> lis
     half = len(prompts) // 2
     try:
         for index, (prompt, sink) in enumerate(zip(prompts, sinks, strict=True)):
-            if index == half:
-                assert sinks[0].started.wait(120)
+            if index == half:  # so that groups decode beside the chunks of the others
+                assert all(before.started.wait(120) for before in sinks[:half])
             count = 20 + index % 24 + (300 if index < half else 0)
             sampling = SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True)
             engine.submit(Request(id=engine.new_id(), prompt=prompt, sampling=sampling), sink)

@@ -24,6 +24,7 @@ from minisgl_backend.layers.quantized_matrix import QuantizedMatrix
 from minisgl_backend.models.adapter_slots import AdapterShape, AdapterSlots
 from minisgl_backend.models.build import build_model, has_expert_kernels, use_tensor_cores
 from minisgl_backend.models.catalog import load_spec
+from minisgl_backend.models.spec import ModelSpec
 from minisgl_backend.parallel.group import OneRank
 from minisgl_backend.weight_format import Encoding, WeightFormat
 from minisgl_bench.dummy_model import FORMATS, write_dummy_model
@@ -33,6 +34,12 @@ from tests.gpu.compare import relative_error
 
 NUM_SLOTS = 3
 RANK = 16
+
+
+def spec_of_two_layers(folder: Path) -> ModelSpec:
+    """The spec of a checkpoint, of its first layers alone."""
+    spec = load_spec(folder)
+    return replace(spec, num_layers=2, windows=spec.windows[:2])
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -83,7 +90,7 @@ def test_kept_weights_give_the_logits_of_dequantized_ones(
         adapted = AdaptedTokens(torch.from_numpy(content).to(device), num_tokens, block)
     for keep_quantized in (False, True):
         model = build_model(
-            replace(load_spec(tmp_path), num_layers=2),
+            spec_of_two_layers(tmp_path),
             tmp_path,
             dtype=torch.bfloat16,
             device=device,
@@ -135,7 +142,7 @@ def test_kept_experts_give_the_logits_of_dequantized_ones(
     shape: str, weights: str | None, num_tokens: int, device: torch.device, tmp_path: Path
 ) -> None:
     write_dummy_model(shape, tmp_path, weights)
-    spec = replace(load_spec(tmp_path), num_layers=2)
+    spec = spec_of_two_layers(tmp_path)
     logits = []
 
     def keeps(form: WeightFormat) -> bool:

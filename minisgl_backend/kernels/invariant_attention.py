@@ -75,6 +75,10 @@ def invariant_prefill_attention(
         launch_invariant_attention,
     )
 
+    # Small tiles and large ones take different instructions of the tensor cores, and for the small
+    # Triton puts the products of float8 in another order. So with fp8 pages chunks have small
+    # tiles, as decoding rows have.
+    is_fp8 = k_scale is not None
     launch_invariant_attention(
         out,
         q,
@@ -89,12 +93,12 @@ def invariant_prefill_attention(
         window=window,
         k_scale=k_scale,
         v_scale=v_scale,
-        tile=128,
+        tile=32 if is_fp8 else 128,
         block=_BLOCK,
         split=split,
         programs=1,
         stages=2,
-        num_warps=8,
+        num_warps=4 if is_fp8 else 8,
         pdl=False,
     )
     return out

@@ -23,6 +23,7 @@ import xdist.remote
 from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadFileScheduling
 
+import minisgl_kit as minisgl_kit  # what it sets must come before gRPC
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.server.process import TritonServer
 from minisgl_bench.perf_analyzer_binary import find_perf_analyzer

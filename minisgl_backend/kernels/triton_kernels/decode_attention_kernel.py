@@ -97,14 +97,15 @@ def _decode_attention(
         page = tl.load(page_ptr + at // PAGE_SIZE, mask=seen, other=0).to(tl.int64)
         slot = page * page_stride + at % PAGE_SIZE * slot_stride  # [BLOCK]
         k = tl.load(k_head_ptr[None, :] + slot[:, None], mask=seen[:, None], other=0.0)
-        scores = tl.dot(q, tl.trans(k.to(q.dtype))) * scale_log2  # [BLOCK_GROUP, BLOCK]
+        # [BLOCK_GROUP, BLOCK]
+        scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee") * scale_log2
         scores = tl.where(seen[None, :], scores, float("-inf"))
         new_best = tl.maximum(best, tl.max(scores, axis=1))
         shrink = tl.exp2(best - new_best)
         p = tl.exp2(scores - new_best[:, None])
         total = total * shrink + tl.sum(p, axis=1)
         v = tl.load(v_head_ptr[None, :] + slot[:, None], mask=seen[:, None], other=0.0)
-        acc = acc * shrink[:, None] + tl.dot(p.to(q.dtype), v.to(q.dtype))
+        acc = acc * shrink[:, None] + tl.dot(p.to(q.dtype), v.to(q.dtype), input_precision="ieee")
         best = new_best
     lse = best + tl.log2(total)
     if SINKS:

@@ -48,12 +48,12 @@ def _grouped_linear(
         inside = start + k < SIZE
         x = tl.load(x_at + start, mask=held[:, None] & inside[None, :], other=0.0)
         w = tl.load(w_at + start, mask=inside[:, None] & in_columns[None, :], other=0.0)
-        acc = tl.dot(x, w, acc)
+        acc = tl.dot(x, w, acc, input_precision="ieee")
         if GATED:
             u = tl.load(
                 w_at + up_offset + start, mask=inside[:, None] & in_columns[None, :], other=0.0
             )
-            acc_up = tl.dot(x, u, acc_up)
+            acc_up = tl.dot(x, u, acc_up, input_precision="ieee")
     if BIAS:
         b_at = bias_ptr + expert * height + column
         acc += tl.load(b_at, mask=in_columns, other=0.0).to(tl.float32)[None, :]

@@ -114,7 +114,7 @@ def _prefill_attention(
         page = tl.load(page_ptr + at // PAGE_SIZE, mask=held, other=0).to(tl.int64)
         slot = page * page_stride + at % PAGE_SIZE * slot_stride  # [BLOCK]
         k = tl.load(k_head_ptr[None, :] + slot[:, None], mask=held[:, None], other=0.0)
-        scores = tl.dot(q, tl.trans(k.to(q.dtype))) * scale_log2
+        scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee") * scale_log2
         seen = at[None, :] <= position[:, None]
         if WINDOW:
             seen &= at[None, :] > position[:, None] - WINDOW
@@ -126,7 +126,7 @@ def _prefill_attention(
         p = tl.exp2(scores - base[:, None])
         total = total * shrink + tl.sum(p, axis=1)
         v = tl.load(v_head_ptr[None, :] + slot[:, None], mask=held[:, None], other=0.0)
-        acc = acc * shrink[:, None] + tl.dot(p.to(q.dtype), v.to(q.dtype))
+        acc = acc * shrink[:, None] + tl.dot(p.to(q.dtype), v.to(q.dtype), input_precision="ieee")
         best = new_best
     if SINKS:
         sinks = tl.load(sinks_ptr + head, mask=inside, other=0.0).to(tl.float32) * _LOG2E

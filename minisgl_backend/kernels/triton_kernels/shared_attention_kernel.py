@@ -100,7 +100,7 @@ def _shared_attention(
             page = tl.load(page_ptr + at // PAGE_SIZE, mask=held, other=0).to(tl.int64)
             slot = page * page_stride + at % PAGE_SIZE * slot_stride  # [BLOCK]
             k = tl.load(k_head_ptr[None, :] + slot[:, None], mask=held[:, None], other=0.0)
-            scores = tl.dot(q, tl.trans(k.to(q.dtype))) * scale_log2
+            scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee") * scale_log2
             seen = held[None, :]
             if WINDOW:
                 seen = seen & (at[None, :] >= first_seen[:, None])
@@ -113,7 +113,9 @@ def _shared_attention(
             p = tl.exp2(scores - base[:, None])
             total = total * shrink + tl.sum(p, axis=1)
             v = tl.load(v_head_ptr[None, :] + slot[:, None], mask=held[:, None], other=0.0)
-            acc = acc * shrink[:, None] + tl.dot(p.to(q.dtype), v.to(q.dtype))
+            acc = acc * shrink[:, None] + tl.dot(
+                p.to(q.dtype), v.to(q.dtype), input_precision="ieee"
+            )
             best = new_best
 
         out = (partial + member).to(tl.int64) * (NUM_KV_HEADS * GROUP) + head

@@ -143,12 +143,12 @@ def _matrix(
             wide = x.to(tl.float32)
             square += tl.sum(tl.sum(wide * wide, axis=1), axis=0)
             x = (wide * norm[:, :, None]).to(x_ptr.dtype.element_ty)
-        acc = tl.dot(w, x, acc)
+        acc = tl.dot(w, x, acc, input_precision="ieee")
         if GATED:
             u = tl.load(
                 w_at + up_offset + start, mask=mask, other=0.0, eviction_policy="evict_first"
             )
-            acc_up = tl.dot(u, x, acc_up)
+            acc_up = tl.dot(u, x, acc_up, input_precision="ieee")
     y = tl.sum(acc, axis=0)  # [ROWS, BATCH]
     if NORM:
         scale = tl.rsqrt(square / SIZE + eps)

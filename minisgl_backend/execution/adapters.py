@@ -45,7 +45,7 @@ class AdapterStore:
 
         Raises ``ConfigError``."""
         file = self._open(folder)
-        for _ in file.tensors():
+        for _ in file.tensors(self._slots.dtype):
             pass
         shape = self._slots.shape_of(file)
         return shape.rank, shape.targets

@@ -34,6 +34,12 @@ _LAYER: Final = re.compile(r".*?\.[^.]*\.(\d+)\.")
 """Where PEFT finds a module's layer, unless the config names other patterns."""
 _ALL_LINEAR: Final = "all-linear"
 _MOST_RANK: Final = 4096
+_MOST_REPEATS: Final = 6
+"""Of a pattern: with so many, each free to begin anywhere, a name takes some 50 ms."""
+_SYMBOL: Final = re.compile(
+    r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\{\d*,?\d*\}[?+]?|[*+][?+]?|.", re.DOTALL
+)
+"""Of a regular expression: what is escaped, a set, a repeat or a character."""
 
 _READ: Final = frozenset(
     {"peft_type", "r", "lora_alpha", "use_rslora", "target_modules", "exclude_modules"}
@@ -79,11 +85,12 @@ class AdapterFile:
     factors: Mapping[str, Factors]
     rank: int
 
-    def tensors(self) -> Iterator[tuple[str, Tensor, Tensor]]:
+    def tensors(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor, Tensor]]:
         """Of each projection A [rank, in_features] and B [out_features, rank] times the scaling,
-        both float32; ``rank`` is its own.
+        both of ``dtype``; ``rank`` is its own.
 
-        Raises ``ConfigError`` if the file cannot be read, or for numbers that are not finite.
+        Raises ``ConfigError`` if the file cannot be read, or for numbers that are not finite or too
+        large for ``dtype``.
         """
         with open_tensors(self.path) as file:
             for name, factors in self.factors.items():
@@ -91,7 +98,13 @@ class AdapterFile:
                 for key, values in ((factors.a, a), (factors.b, b)):
                     if not torch.isfinite(values).all():
                         raise ConfigError(f"{key} of the adapter has numbers that are not finite")
-                yield name, a, b[factors.rows] * factors.scaling
+                a, b = a.to(dtype), (b[factors.rows] * factors.scaling).to(dtype)
+                for key, values in ((factors.a, a), (factors.b, b)):
+                    if not torch.isfinite(values).all():
+                        raise ConfigError(
+                            f"{key} of the adapter has numbers that are too large for {dtype}"
+                        )
+                yield name, a, b
 
 
 def open_adapter(
@@ -222,15 +235,15 @@ class _Config:
             )
         self._rank = _number(fields, "r", 8)
         self._alpha = _number(fields, "lora_alpha", 8)
-        self._rslora = bool(fields.get("use_rslora"))
+        self._rslora = _flag(fields, "use_rslora")
         self._targets = _modules(fields, "target_modules")
         self._excluded = _modules(fields, "exclude_modules")
         self._ranks = _pattern(fields, "rank_pattern")
         self._alphas = _pattern(fields, "alpha_pattern")
         self._layers = _integers(fields, "layers_to_transform")
-        patterns = fields.get("layers_pattern") or []
+        patterns = _modules(fields, "layers_pattern") or []
         self._layer_patterns = [
-            _compiled("layers_pattern", rf"(?:^|.*?\.){pattern}\.(\d+)\.")
+            _compiled("layers_pattern", pattern, rf"(?:^|.*?\.){pattern}\.(\d+)\.")
             for pattern in ([patterns] if isinstance(patterns, str) else patterns)
         ] or [_LAYER]
         if self._targets is None:
@@ -269,16 +282,48 @@ def _matches(name: str, modules: str | list[str], module: str) -> bool:
 
 def _by_pattern(name: str, patterns: Mapping[str, float], module: str, default: float) -> float:
     for pattern, value in patterns.items():
-        if _compiled(name, rf"(.*\.)?({pattern})$").match(module):
+        if _compiled(name, pattern, rf"(.*\.)?({pattern})$").match(module):
             return value
     return default
 
 
-def _compiled(name: str, pattern: str) -> re.Pattern[str]:
+def _compiled(name: str, pattern: str, around: str | None = None) -> re.Pattern[str]:
+    """A field's ``pattern``, or what PEFT has ``around`` it."""
     try:
-        return re.compile(pattern)
-    except re.error as error:
+        re.compile(pattern)
+        compiled = re.compile(around or pattern)
+    except (re.error, OverflowError, RecursionError) as error:
         raise ConfigError(f"{_CONFIG}: {name} holds no regular expression: {error}") from None
+    if not _is_quick(pattern):
+        raise ConfigError(
+            f"{_CONFIG}: {name} holds a pattern that may take for ever, as {_short(pattern)} does: "
+            f"at most {_MOST_REPEATS} repeats, and none of a group with repeats or alternatives"
+        )
+    return compiled
+
+
+def _is_quick(pattern: str) -> bool:
+    """Whether a regular expression takes no more than a bounded time for a module's name, in which
+    no other thread of the process runs. Some that would are not recognized."""
+    varies = [False]  # of each open group: whether there are several ways to match it
+    repeats, closed = 0, False
+    for match in _SYMBOL.finditer(pattern):
+        symbol = match[0]
+        if symbol == "(":
+            varies.append(False)
+        elif symbol == ")":
+            closed = len(varies) > 1 and varies.pop()
+            varies[-1] |= closed
+            continue
+        elif symbol[0] in "*+" or (symbol[0] == "{" and len(symbol) > 1):
+            repeats += 1
+            varies[-1] = True
+            if closed or repeats > _MOST_REPEATS:
+                return False
+        elif symbol == "|":
+            varies[-1] = True
+        closed = False
+    return True
 
 
 def _number(fields: Mapping[str, Any], name: str, default: float) -> float:
@@ -287,6 +332,13 @@ def _number(fields: Mapping[str, Any], name: str, default: float) -> float:
     if not is_number or not 0 < value <= _MOST_RANK:
         raise ConfigError(f"{_CONFIG}: {name} must be 1..{_MOST_RANK}, got {_short(value)}")
     return float(value)
+
+
+def _flag(fields: Mapping[str, Any], name: str) -> bool:
+    value = fields.get(name)
+    if value not in (None, True, False):
+        raise ConfigError(f"{_CONFIG}: {name} must be true or false, got {_short(value)}")
+    return bool(value)
 
 
 def _modules(fields: Mapping[str, Any], name: str) -> str | list[str] | None:

@@ -65,7 +65,7 @@ class AdapterSlots:
         self.max_rank = max_rank
         self._padded = padded = -(-max_rank // RANK_STEP) * RANK_STEP
         self.names = model.spec.names
-        self._dtype, self._device = model.dtype, device
+        self.dtype, self._device = model.dtype, device
         self._stacks: list[Tensor] = []
         self._targets: list[_Target] = []
         for linears in _alike(model):
@@ -115,13 +115,13 @@ class AdapterSlots:
     def pack(self, file: AdapterFile) -> Tensor:
         """An adapter as it travels, on the host. Raises ``ConfigError`` if it cannot be read."""
         shape = self.shape_of(file)
-        flat = torch.zeros(self.num_elements(shape), dtype=self._dtype)
+        flat = torch.zeros(self.num_elements(shape), dtype=self.dtype)
         places = {
             name: (a[layer], b[layer])
             for target, a, b in self._parts(shape, flat)
             for layer, name in enumerate(target.names)
         }
-        for name, a, b in file.tensors():
+        for name, a, b in file.tensors(self.dtype):
             to_a, to_b = places[name]
             to_a[: len(a)] = a
             to_b[:, : len(a)] = b
@@ -136,7 +136,7 @@ class AdapterSlots:
 
     def empty(self, shape: AdapterShape) -> Tensor:
         """Room for an adapter on the device, in its flat form."""
-        return torch.empty(self.num_elements(shape), dtype=self._dtype, device=self._device)
+        return torch.empty(self.num_elements(shape), dtype=self.dtype, device=self._device)
 
     def write(self, slot: int, shape: AdapterShape, flat: Tensor) -> None:
         """Put an adapter, on the device, into a slot."""

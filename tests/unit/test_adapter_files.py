@@ -61,7 +61,7 @@ def test_factors_come_with_the_scaling(tmp_path: Path) -> None:
     file = open_adapter(written(tmp_path, lora_alpha=6), projections(), SPEC.names, max_rank=4)
     held = load_file(tmp_path / "adapter_model.safetensors")
     assert file.rank == 4
-    for name, a, b in file.tensors():
+    for name, a, b in file.tensors(torch.float32):
         assert torch.equal(a, held[f"base_model.model.{name}.lora_A.weight"])
         assert torch.equal(b, held[f"base_model.model.{name}.lora_B.weight"] * 1.5)
     assert len(file.factors) == 2 * SPEC.num_layers
@@ -119,6 +119,10 @@ def test_some_layers_only(tmp_path: Path) -> None:
         ({"target_modules": "["}, "target_modules"),
         ({"rank_pattern": {"q_proj": 1.5}}, "rank_pattern"),
         ({"layers_to_transform": ["first"]}, "layers_to_transform"),
+        ({"layers_pattern": 5}, "layers_pattern"),
+        ({"layers_pattern": [None]}, "layers_pattern"),
+        ({"use_rslora": "false"}, "use_rslora"),
+        ({"rank_pattern": {"a)|(b": 4}}, "rank_pattern"),
         ({"an_option_of_tomorrow": 1}, "an_option_of_tomorrow"),
     ],
 )
@@ -126,6 +130,34 @@ def test_fields_that_change_more_are_refused_by_name(
     fields: dict[str, Any], name: str, tmp_path: Path
 ) -> None:
     assert f"adapter_config.json: {name}" in refusal(written(tmp_path, **fields))
+
+
+@pytest.mark.parametrize(
+    "pattern", ["(.*)*x", r"(\w+\.?)+!", "(a|.a?)*x", "(([a-z])+.)+x", ".*" * 20 + "x"]
+)
+@pytest.mark.parametrize("field", ["target_modules", "exclude_modules", "rank_pattern"])
+def test_patterns_that_would_take_for_ever_are_refused(
+    field: str, pattern: str, tmp_path: Path
+) -> None:
+    """They would hold up every thread of the engine's process."""
+    value = {pattern: 4} if field == "rank_pattern" else pattern
+    words = refusal(written(tmp_path, **{field: value}))
+    assert words.startswith(f"adapter_config.json: {field} holds a pattern that may take for ever")
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        r"(?:.*?(?:language|text).*?(?:self_attn|mlp).*?(?:q_proj|v_proj).*?)"
+        r"|(?:\bmodel\.layers\.[\d]{1,}\.(?:self_attn|mlp)\.(?:(?:q_proj|v_proj)))",
+        r"^(?!.*visual).*\.(q_proj|v_proj)$",
+        r"model\.layers\.([0-9]|1[0-9])\.self_attn\.[qv(*+]_proj",
+    ],
+)
+def test_usual_patterns_are_taken(pattern: str, tmp_path: Path) -> None:
+    known = {name: value for name, value in projections().items() if "down" not in name}
+    folder = written(tmp_path, target_modules=pattern)
+    assert open_adapter(folder, known, SPEC.names, max_rank=4).factors.keys() == known.keys()
 
 
 def test_tensors_that_do_not_fit_are_refused_by_name(tmp_path: Path) -> None:
@@ -164,7 +196,17 @@ def test_numbers_that_are_not_finite_are_refused_when_read(tmp_path: Path) -> No
     folder = changed(written(tmp_path), **{name: torch.full((KEYS, 4), float("nan"))})
     file = open_adapter(folder, projections(), SPEC.names, max_rank=4)
     with pytest.raises(ConfigError, match=f"{name} of the adapter has numbers"):
-        list(file.tensors())
+        list(file.tensors(torch.float32))
+
+
+def test_numbers_that_only_float32_could_hold_are_refused_when_read(tmp_path: Path) -> None:
+    """The scaling, 2, makes them too large."""
+    name = f"{LAYER}.v_proj.lora_B.weight"
+    folder = changed(written(tmp_path), **{name: torch.full((KEYS, 4), 4e4)})
+    file = open_adapter(folder, projections(), SPEC.names, max_rank=4)
+    list(file.tensors(torch.bfloat16))
+    with pytest.raises(ConfigError, match=rf"{name} of the adapter .* too large for torch.float16"):
+        list(file.tensors(torch.float16))
 
 
 def test_parts_that_the_model_leaves_out_are_refused(tmp_path: Path) -> None:

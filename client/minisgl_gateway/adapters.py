@@ -82,6 +82,13 @@ class Adapters:
         """POST /v1/load_lora_adapter; raises ``ApiError``."""
         self._check_operator(http)
         request = await received(LoadAdapterRequest, http)
+        if request.lora_name == self._base:
+            raise ApiError(
+                400,
+                f"lora_name must not be {shown(self._base)}, the base model's",
+                code="invalid_value",
+                param="lora_name",
+            )
         try:
             self._keep(await self._engine.load_adapter(request.lora_name, request.lora_path))
         except MinisglError as error:
@@ -110,5 +117,6 @@ class Adapters:
         self._operators.caller(http.scope["headers"])
 
     def _keep(self, adapters: Sequence[LoraAdapter]) -> None:
-        self._paths = {adapter.name: adapter.path for adapter in adapters}
+        """One with the base model's name, which callers cannot ask for, is left out."""
+        self._paths = {each.name: each.path for each in adapters if each.name != self._base}
         self._asked_s = time.monotonic()

@@ -12,7 +12,7 @@ import json
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, Final, TypeAlias, TypeVar
 
@@ -55,7 +55,7 @@ class Servers:
             AsyncClient(address, protocol="grpc", model=model, retries=0) for address in addresses
         ]
         self._balance = Balance(self._addresses)
-        self._probes: set[asyncio.Task[None]] = set()
+        self._calls: set[asyncio.Task[None]] = set()
 
     async def generate(self, /, **call: Any) -> Result:
         """The whole answer; raises ``MinisglError``."""
@@ -96,12 +96,14 @@ class Servers:
         return await self._asked(ask, beginning({"prompt": "".join(prompt), **call}))
 
     async def cancel(self, request_id: str) -> None:
-        """Cancel all requests of that id, at all servers; raises ``MinisglError`` if none can be
-        reached."""
-        calls = (client.cancel(request_id) for client in self._clients)
-        errors = await asyncio.gather(*calls, return_exceptions=True)
-        if all(errors):
-            raise next(error for error in errors if error is not None)
+        """Cancel all requests of that id, at all servers. Returns as soon as one has done so, while
+        others are still told; raises ``MinisglError`` if none can be reached."""
+        calls = {self._in_background(_bounded(each.cancel(request_id))) for each in self._clients}
+        while calls:
+            done, calls = await asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED)
+            if any(not call.cancelled() and call.exception() is None for call in done):
+                return
+        raise ConnectionFailed("no server takes requests")
 
     async def adapters(self) -> Sequence[LoraAdapter]:
         """The LoRA adapters, which all servers should have; raises ``MinisglError``."""
@@ -121,9 +123,9 @@ class Servers:
 
     async def aclose(self) -> None:
         """Close all connections."""
-        for probe in self._probes:
-            probe.cancel()
-        await asyncio.gather(*self._probes, return_exceptions=True)
+        for call in self._calls:
+            call.cancel()
+        await asyncio.gather(*self._calls, return_exceptions=True)
         for client in self._clients:
             await client.aclose()
 
@@ -160,16 +162,25 @@ class Servers:
 
     def _chosen(self, key: bytes, tried: Sequence[int]) -> int:
         for server in self._balance.due_probes(time.monotonic()):
-            probe = asyncio.ensure_future(self._probe(server))
-            self._probes.add(probe)
-            probe.add_done_callback(self._probes.discard)
+            self._in_background(self._probe(server))
         return self._balance.choose(key, tried)
+
+    def _in_background(self, call: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Make a call, whether or not anybody waits for its end."""
+        task = asyncio.ensure_future(call)
+        self._calls.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._calls.discard(task)
+        if not task.cancelled():
+            task.exception()  # whoever waits for it has it, too
 
     async def _probe(self, server: int) -> None:
         """Ask an ejected server whether it takes requests again."""
-        asked = self._clients[server].cancel(f"probe-{uuid.uuid4().hex}")
         try:
-            await asyncio.wait_for(asked, _PROBE_S)
+            await _bounded(self._clients[server].cancel(f"probe-{uuid.uuid4().hex}"))
         except Exception:  # whatever it was, the probe has ended
             self._balance.failed(server, time.monotonic())
         else:
@@ -190,6 +201,11 @@ class Servers:
         self._balance.failed(server, time.monotonic(), is_ending=is_ending)
         if self._balance.is_ejected(server) and not was_ejected:
             logger.warning("%s gets no requests for now: %s", self._addresses[server], error)
+
+
+async def _bounded(call: Awaitable[None]) -> None:
+    """A call that a server must answer soon."""
+    await asyncio.wait_for(call, _PROBE_S)
 
 
 Engine: TypeAlias = AsyncClient | Servers

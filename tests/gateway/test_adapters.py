@@ -239,6 +239,27 @@ def test_operators_load_and_unload_by_vllms_routes(
     assert gated.post("/v1/completions", asked).status_code == 404
 
 
+def test_no_adapter_takes_the_base_models_place(
+    gated: Gateway, client: Client, folder: Path, expected: dict[str, str]
+) -> None:
+    body = {"lora_name": "minisgl", "lora_path": str(folder / "sheep")}
+    refused = gated.post("/v1/load_lora_adapter", body, headers=ADMIN)
+    assert refused.status_code == 400
+    assert refused.json()["error"]["param"] == "lora_name"
+    client.load_adapter("minisgl", str(folder / "sheep"))  # others of Triton's clients may
+    try:
+        other = {"lora_name": "lamb", "lora_path": str(folder / "sheep")}
+        gated.post("/v1/load_lora_adapter", other, headers=ADMIN)  # its answer lists all
+        gated.post("/v1/unload_lora_adapter", {"lora_name": "lamb"}, headers=ADMIN)
+        models = [model["id"] for model in gated.get("/v1/models").json()["data"]]
+        assert models.count("minisgl") == 1
+        asked = {"model": "minisgl", "prompt": PROMPT, **GREEDY}
+        answer = gated.post("/v1/completions", asked).json()
+        assert answer["choices"][0]["text"] == expected["base"]
+    finally:
+        client.unload_adapter("minisgl")
+
+
 def test_a_gateway_without_admin_keys_changes_nothing(gateway: Gateway) -> None:
     body = {"lora_name": "lamb", "lora_path": "/sheep"}
     refused = gateway.post("/v1/load_lora_adapter", body, headers=ADMIN)

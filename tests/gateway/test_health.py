@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import httpx
 import pytest
 from minisgl_client.client import AsyncClient
 from minisgl_client.errors import Unavailable
-from minisgl_gateway import service
+from minisgl_gateway import servers, service
 from minisgl_gateway.app import create_app
 from minisgl_gateway.gateway_options import GatewayOptions
 from minisgl_gateway.telemetry import Telemetry
@@ -50,8 +51,41 @@ def test_a_probe_is_not_believed_for_long(monkeypatch: pytest.MonkeyPatch) -> No
     assert asyncio.run(ask()) == [200, 503]
 
 
-def gateway() -> httpx.AsyncClient:
-    app = create_app(GatewayOptions(), Telemetry())
+def test_a_server_that_hangs_does_not_hide_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, hangs = set[str](), {"other:2", "third:3"}
+    made: dict[int, str] = {}
+    create = AsyncClient.__init__
+
+    def init(client: AsyncClient, address: str, **options: Any) -> None:
+        made[id(client)] = address
+        create(client, address, **options)
+
+    async def cancel(client: AsyncClient, request_id: str) -> None:
+        asked.add(made[id(client)])
+        if made[id(client)] in hangs:
+            await asyncio.Event().wait()
+        if made[id(client)] == "first:1":
+            raise Unavailable("it drains")
+
+    monkeypatch.setattr(AsyncClient, "__init__", init)
+    monkeypatch.setattr(AsyncClient, "cancel", cancel)
+    monkeypatch.setattr(service, "_HEALTH_S", 1e6)
+    monkeypatch.setattr(servers, "_PROBE_S", 1e6)
+
+    async def ask() -> int:
+        addresses = ("first:1", "other:2", "third:3", "last:4")
+        async with gateway(GatewayOptions(servers=addresses)) as client:
+            return (await client.get("/health")).status_code
+
+    assert asyncio.run(ask()) == 200
+    assert asked == {"first:1", "other:2", "third:3", "last:4"}
+    monkeypatch.setattr(servers, "_PROBE_S", 0.01)
+    hangs.add("last:4")
+    assert asyncio.run(ask()) == 503
+
+
+def gateway(options: GatewayOptions | None = None) -> httpx.AsyncClient:
+    app = create_app(options or GatewayOptions(), Telemetry())
     return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gateway")
 
 

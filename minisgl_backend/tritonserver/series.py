@@ -16,17 +16,22 @@ import fcntl
 import os
 import re
 import secrets
+import time
 from pathlib import Path
 from typing import Final
 
 _LABEL: Final = re.compile(r"[0-9a-f]{8}")
+_LAST_LOCK_S: Final = 0.5
+"""How long the locks of a process may outlive it, while the kernel takes it apart."""
+_LOOK_EVERY_S: Final = 0.02
 
 
 class SeriesLabel:
     """A label, held until ``release`` or the end of the process.
 
     Each has a file, which the engine that has the label keeps locked. So a file that is not locked
-    is of an engine that was killed.
+    is of an engine that was killed. One that is locked may be of an engine that is just ending, so
+    it is waited for a little.
     """
 
     def __init__(self, directory: Path | None, model: str) -> None:
@@ -38,15 +43,24 @@ class SeriesLabel:
             return
         prefix = f"series.{model}."
         with contextlib.suppress(OSError):  # a full disk
-            left = (name.removeprefix(prefix) for name in sorted(os.listdir(directory)))
-            for label in (*filter(_LABEL.fullmatch, left), self.value):
-                if self._take(directory / f"{prefix}{label}"):
-                    self.value = label
-                    return
+            names = (name.removeprefix(prefix) for name in sorted(os.listdir(directory)))
+            left = list(filter(_LABEL.fullmatch, names))
+            until_s = time.monotonic() + _LAST_LOCK_S
+            while left and time.monotonic() < until_s:
+                for label in left:
+                    if self._take(directory / f"{prefix}{label}"):
+                        self.value = label
+                        return
+                left = [label for label in left if (directory / f"{prefix}{label}").exists()]
+                time.sleep(_LOOK_EVERY_S)
+            self._take(directory / f"{prefix}{self.value}", os.O_CREAT)
 
-    def _take(self, path: Path) -> bool:
+    def _take(self, path: Path, flags: int = 0) -> bool:
         """Whether no engine that lives has the file."""
-        file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            file = os.open(path, os.O_RDWR | flags, 0o600)
+        except FileNotFoundError:
+            return False  # it was released just now
         with contextlib.suppress(BlockingIOError):
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.fstat(file).st_nlink > 0:  # else it was released between the two calls

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 from minisgl_backend.tritonserver.series import SeriesLabel
 
@@ -31,6 +34,19 @@ def test_the_label_of_an_engine_that_was_killed_is_taken_over(tmp_path: Path) ->
     assert killed(tmp_path) == first
     label = SeriesLabel(tmp_path, "demo")
     assert label.value == first
+    label.release()
+
+
+def test_a_lock_may_end_later_than_its_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    value = killed(tmp_path)
+    (path,) = tmp_path.iterdir()
+    with path.open() as late:
+        fcntl.flock(late, fcntl.LOCK_EX)
+        monkeypatch.setattr("time.sleep", lambda _: late.close())
+        label = SeriesLabel(tmp_path, "demo")
+    assert label.value == value
     label.release()
 
 

@@ -134,7 +134,7 @@ def _load(order: tuple[int, str, str], engine: Engine, put: Callable[[News], Non
         logger.exception("adapter %r cannot be loaded", name)
         put(["l", adapter_id, f"adapter {name!r} cannot be loaded: {error}"])
     else:
-        put(["l", adapter_id, adapter.rank, adapter.targets])
+        put(["l", adapter_id, adapter.rank, adapter.targets, adapter.files])
 
 
 def _unload(name: str, engine: Engine) -> None:

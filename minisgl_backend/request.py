@@ -128,7 +128,8 @@ class Adapter:
 
     ``id`` is the engine's own number, from 1 and never reused: an adapter that is loaded again
     under the same name has another one. ``rank`` is the largest of its projections, ``targets`` has
-    a bit for each kind of projection that it adds to.
+    a bit for each kind of projection that it adds to. ``files`` is a number that changes when its
+    files do.
     """
 
     id: int
@@ -136,6 +137,7 @@ class Adapter:
     path: str
     rank: int
     targets: int
+    files: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

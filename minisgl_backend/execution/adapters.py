@@ -40,18 +40,19 @@ class AdapterStore:
         self._lock = threading.Lock()
         self._adapters: dict[int, Tensor] = {}
 
-    def check(self, folder: Path) -> tuple[int, int]:
-        """The rank and the targets of an adapter that fits the model; reads it, and keeps nothing.
+    def check(self, folder: Path) -> tuple[int, int, int]:
+        """Rank, targets and the files' state of an adapter that fits the model; reads it, and keeps
+        nothing.
 
         Raises ``ConfigError``."""
         file = self._open(folder)
         for _ in file.tensors(self._slots.dtype):
             pass
         shape = self._slots.shape_of(file)
-        return shape.rank, shape.targets
+        return shape.rank, shape.targets, file.state
 
-    def read(self, adapter_id: int, folder: Path) -> tuple[int, int]:
-        """Read an adapter; its rank and targets. Raises ``ConfigError``; then nothing is kept."""
+    def read(self, adapter_id: int, folder: Path) -> tuple[int, int, int]:
+        """Read an adapter; the same of it. Raises ``ConfigError``; then nothing is kept."""
         file = self._open(folder)
         flat = self._slots.pack(file)
         if self._pinned:
@@ -59,7 +60,7 @@ class AdapterStore:
         with self._lock:
             self._adapters[adapter_id] = flat
         shape = self._slots.shape_of(file)
-        return shape.rank, shape.targets
+        return shape.rank, shape.targets, file.state
 
     def _open(self, folder: Path) -> AdapterFile:
         slots = self._slots

@@ -9,7 +9,9 @@ or devices. Reads headers, and tensors through ``weights``; nothing pickled is e
 
 from __future__ import annotations
 
+import contextlib
 import re
+import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,11 +81,13 @@ class Factors:
 @dataclass(frozen=True, slots=True)
 class AdapterFile:
     """A checked adapter: the ``factors`` of each projection that it adds to, by the projection's
-    name in the checkpoint, and the largest of their ranks."""
+    name in the checkpoint, and the largest of their ranks. ``state`` is a number that changes when
+    the files are written again."""
 
     path: Path
     factors: Mapping[str, Factors]
     rank: int
+    state: int
 
     def tensors(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor, Tensor]]:
         """Of each projection A [rank, in_features] and B [out_features, rank] times the scaling,
@@ -118,8 +122,9 @@ def open_adapter(
     """
     if not folder.is_dir():
         raise ConfigError(f"the adapter's folder {folder} does not exist")
-    config = _Config(read_json(folder / _CONFIG))
     path = folder / _WEIGHTS
+    state = _state_of(folder / _CONFIG, path)  # before they are read
+    config = _Config(read_json(folder / _CONFIG))
     if not path.exists() and (folder / "adapter_model.bin").exists():
         raise ConfigError(f"{folder} holds pickled weights only; only safetensors are read")
     headers = read_header(path)
@@ -151,7 +156,17 @@ def open_adapter(
             raise ConfigError(f"the adapter lacks {_PREFIX}{module}.lora_A.weight")
     if not factors:
         raise ConfigError(f"{path} adds to no projection of the model")
-    return AdapterFile(path, MappingProxyType(factors), max(f.rank for f in factors.values()))
+    rank = max(each.rank for each in factors.values())
+    return AdapterFile(path, MappingProxyType(factors), rank, state)
+
+
+def _state_of(*paths: Path) -> int:
+    told = []
+    for path in paths:
+        with contextlib.suppress(OSError):  # whoever reads it says so
+            found = path.stat()
+            told += [found.st_mtime_ns, found.st_size]
+    return zlib.crc32(repr(told).encode())
 
 
 def _pairs(headers: Iterable[str]) -> dict[str, tuple[str, str]]:

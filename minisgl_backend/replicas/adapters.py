@@ -38,7 +38,7 @@ class _Loading:
     name: str
     path: str
     waiting: set[int]
-    sizes: set[tuple[int, int]] = field(default_factory=set)
+    told: set[tuple[int, int, int]] = field(default_factory=set)
     error: str | None = None
 
     @property
@@ -79,14 +79,14 @@ class ReplicatedAdapters(AdapterNames):
             finally:
                 self._loading.discard(name)
                 del self._open[number]
-            if loading.error is None and len(loading.sizes) == 1:
-                (size,) = loading.sizes
-                adapter = self._known[name] = Adapter(number, name, path, *size)
+            if loading.error is None and len(loading.told) == 1:
+                (told,) = loading.told
+                adapter = self._known[name] = Adapter(number, name, path, *told)
                 return adapter
             self._send_to_all({"unload": name})
             if loading.error is not None:
                 raise InvalidRequest(loading.error)
-            if loading.sizes:
+            if loading.told:
                 raise InvalidRequest(f"adapter {name!r}: its files changed while it was loaded")
             raise Recovering("no replica of the engine serves")
 
@@ -118,8 +118,8 @@ class ReplicatedAdapters(AdapterNames):
                     self._replicas[replica].send(loading.message)
             return not self._owed[replica]
 
-    def answered(self, replica: int, adapter_id: int, answer: tuple[int, int] | str) -> bool:
-        """A replica has loaded an adapter of this rank and these targets, or cannot for this
+    def answered(self, replica: int, adapter_id: int, answer: tuple[int, int, int] | str) -> bool:
+        """A replica has loaded an adapter of this rank, these targets and files, or cannot for this
         reason: whether it had been started again, and has all of them now."""
         with self._lock:
             if not self._serves[replica]:
@@ -128,6 +128,9 @@ class ReplicatedAdapters(AdapterNames):
             if name is not None:
                 if isinstance(answer, str):
                     logger.error("replica %d, which was started again: %s", replica, answer)
+                elif self._has_changed(adapter_id, answer):
+                    logger.error("replica %d: the files of adapter %r have changed", replica, name)
+                    self._replicas[replica].send({"unload": name})
                 return not self._owed[replica]
             loading = self._open.get(adapter_id)
             if loading is not None:
@@ -135,7 +138,7 @@ class ReplicatedAdapters(AdapterNames):
                 if isinstance(answer, str):
                     loading.error = answer
                 else:
-                    loading.sizes.add(answer)
+                    loading.told.add(answer)
                 self._answered.notify_all()
             return False
 
@@ -152,6 +155,11 @@ class ReplicatedAdapters(AdapterNames):
 
     def _serving(self) -> list[int]:
         return [replica for replica, serves in enumerate(self._serves) if serves]
+
+    def _has_changed(self, adapter_id: int, told: tuple[int, int, int]) -> bool:
+        """Whether this is not what the replicas told that loaded the adapter first."""
+        found = (each for each in self._known.values() if each.id == adapter_id)
+        return any((each.rank, each.targets, each.files) != told for each in found)
 
     def _send_to_all(self, message: Message) -> None:
         for replica in self._serving():

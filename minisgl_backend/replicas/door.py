@@ -298,7 +298,7 @@ class ReplicatedEngine(Door):
             self._shadow.forget_cached(replica)
         elif head == "l":
             assert self._loaded is not None
-            answer = news[2] if len(news) == 3 else (news[2], news[3])
+            answer = news[2] if len(news) == 3 else (news[2], news[3], news[4])
             if self._loaded.answered(replica, news[1], answer):
                 self._join(replica)
         else:

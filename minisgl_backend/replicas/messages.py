@@ -24,7 +24,7 @@ News are lists, since most are tokens, and those are to be small:
                                            the other events: ``Admitted``, ``PromptLogprobs``,
                                            ``Embedded``, ``Finished``, ``Failed``
     ["+", keys, pages]  ["-", pages]  ["0"]   the replica's cache: ``TreeReports``
-    ["l", id, rank, targets]  ["l", id, error]   an adapter is loaded, or cannot be
+    ["l", id, rank, targets, files]  ["l", id, error]   an adapter is loaded, or cannot be
 
 Arrays are base64 of their bytes, but for keys and pages. Both sides are of one release and one
 machine, and trust each other: decoding checks nothing. Knows no sockets but for how a message is

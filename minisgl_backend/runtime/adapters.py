@@ -39,11 +39,12 @@ _NAME_CHARACTERS: Final = 128
 class Reader(Protocol):
     """Main memory, as far as adapters are concerned. For any thread."""
 
-    def check(self, folder: Path) -> tuple[int, int]:
-        """Read an adapter, and keep nothing; its rank and targets. Raises ``ConfigError``."""
+    def check(self, folder: Path) -> tuple[int, int, int]:
+        """Read an adapter, and keep nothing; its rank, its targets, and a number that changes when
+        its files do. Raises ``ConfigError``."""
 
-    def read(self, adapter_id: int, folder: Path) -> tuple[int, int]:
-        """Read an adapter into memory; its rank and targets. Raises ``ConfigError``."""
+    def read(self, adapter_id: int, folder: Path) -> tuple[int, int, int]:
+        """Read an adapter into memory; the same of it. Raises ``ConfigError``."""
 
     def drop(self, adapter_id: int) -> None:
         """Forget an adapter; ignored if there is none."""
@@ -156,9 +157,8 @@ class Adapters(AdapterNames):
         adapter = None
         try:
             folder = Path(path)
-            size = self._reader.read(adapter_id, folder) if is_read else self._reader.check(folder)
-            rank, targets = size
-            adapter = Adapter(adapter_id, name, path, rank, targets)
+            told = self._reader.read(adapter_id, folder) if is_read else self._reader.check(folder)
+            adapter = Adapter(adapter_id, name, path, *told)
         except ConfigError as error:
             raise InvalidRequest(f"adapter {name!r}: {error}") from None
         finally:
@@ -170,7 +170,7 @@ class Adapters(AdapterNames):
                     self._pool[adapter_id] = _Entry(adapter, is_there=True)
                 elif is_read:
                     self._reader.drop(adapter_id)
-        logger.info("loaded adapter %r of rank %d from %s", name, rank, path)
+        logger.info("loaded adapter %r of rank %d from %s", name, adapter.rank, path)
         return adapter
 
     def unload(self, name: str) -> Adapter:
@@ -265,9 +265,9 @@ class Adapters(AdapterNames):
         adapter = entry.adapter
         error: MiniSGLError | None = None
         try:
-            size = self._reader.read(adapter.id, Path(adapter.path))
-            if size != (adapter.rank, adapter.targets):
-                raise ConfigError("its files have changed since it was loaded")
+            told = self._reader.read(adapter.id, Path(adapter.path))
+            if told != (adapter.rank, adapter.targets, adapter.files):
+                raise ConfigError("its files have changed since it was loaded; load it again")
         except ConfigError as wrong:
             error = InvalidRequest(f"adapter {adapter.name!r}: {wrong}")
         except Exception as failure:

@@ -73,7 +73,7 @@ class World:
         future = self.load(name)
         (number, _, _) = self.replicas[0].sent[-1]["load"]
         for replica in (0, 1):
-            assert not self.adapters.answered(replica, number, (8, 3))
+            assert not self.adapters.answered(replica, number, (8, 3, 9))
         return future.result(10)
 
 
@@ -88,19 +88,19 @@ def world() -> Iterator[World]:
 def test_a_name_is_known_when_all_replicas_have_it(world: World) -> None:
     future = world.load("a")
     assert world.replicas[0].sent == world.replicas[1].sent == [{"load": [1, "a", "/a"]}]
-    world.adapters.answered(0, 1, (8, 3))
+    world.adapters.answered(0, 1, (8, 3, 9))
     with pytest.raises(InvalidRequest, match=r"LoRA a is not supported, we currently support \[\]"):
         world.adapters.find("a")
     with pytest.raises(InvalidRequest, match="loaded already"):
         world.adapters.load("a", "/b")
-    world.adapters.answered(1, 1, (8, 3))
-    assert future.result(10) == Adapter(1, "a", "/a", 8, 3)
+    world.adapters.answered(1, 1, (8, 3, 9))
+    assert future.result(10) == Adapter(1, "a", "/a", 8, 3, 9)
     assert world.adapters.find("a") is world.adapters.of_task(3) is future.result()
 
 
 def test_an_adapter_that_one_cannot_load_leaves_nothing_behind(world: World) -> None:
     future = world.load("a")
-    world.adapters.answered(0, 1, (8, 3))
+    world.adapters.answered(0, 1, (8, 3, 9))
     world.adapters.answered(1, 1, "adapter 'a': layers does not fit")
     with pytest.raises(InvalidRequest, match="layers does not fit"):
         future.result(10)
@@ -109,8 +109,8 @@ def test_an_adapter_that_one_cannot_load_leaves_nothing_behind(world: World) -> 
     assert world.known("a").id == 2
 
     future = world.load("b")
-    world.adapters.answered(0, 3, (8, 3))
-    world.adapters.answered(1, 3, (16, 3))
+    world.adapters.answered(0, 3, (8, 3, 9))
+    world.adapters.answered(1, 3, (8, 3, 7))
     with pytest.raises(InvalidRequest, match="its files changed while it was loaded"):
         future.result(10)
 
@@ -131,21 +131,32 @@ def test_a_replica_that_is_started_again_gets_all_adapters(world: World) -> None
     assert not world.adapters.joined(1)
     orders = [{"load": [each.id, each.name, each.path]} for each in names]
     assert world.replicas[1].sent == [*orders, {"load": [3, "c", "/c"]}]
-    assert not world.adapters.answered(1, 1, (8, 3))
+    assert not world.adapters.answered(1, 1, (8, 3, 9))
     assert world.adapters.answered(1, 2, "adapter 'b': its files are gone")  # as far as it can
-    world.adapters.answered(0, 3, (8, 3))
+    world.adapters.answered(0, 3, (8, 3, 9))
     assert not future.done()
-    world.adapters.answered(1, 3, (8, 3))
+    world.adapters.answered(1, 3, (8, 3, 9))
     assert future.result(10).id == 3
     assert world.adapters.joined(1)
-    assert not world.adapters.answered(0, 77, (8, 3))
+    assert not world.adapters.answered(0, 77, (8, 3, 9))
+
+
+def test_a_replica_that_is_started_again_may_find_other_files(world: World) -> None:
+    """Requests there then read them anew, and are told."""
+    adapter = world.known("a")
+    world.adapters.lost(1)
+    world.replicas[1].sent.clear()
+    world.adapters.joined(1)
+    assert world.adapters.answered(1, adapter.id, (8, 3, 7))
+    assert world.replicas[1].sent[-1] == {"unload": "a"}
+    assert world.adapters.find("a") == adapter
 
 
 def test_loading_does_not_wait_for_lost_replicas(world: World) -> None:
     future = world.load("a")
-    world.adapters.answered(0, 1, (8, 3))
+    world.adapters.answered(0, 1, (8, 3, 9))
     world.adapters.lost(1)
-    assert not world.adapters.answered(1, 1, (8, 3))
+    assert not world.adapters.answered(1, 1, (8, 3, 9))
     assert future.result(10).id == 1
     future = world.load("b")
     world.adapters.lost(0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -219,6 +220,22 @@ def test_parts_that_the_model_leaves_out_are_refused(tmp_path: Path) -> None:
     folder = changed(written(tmp_path), **tensors)
     with pytest.raises(ConfigError, match=f"{seen}.lora_A.weight of the adapter is not supported"):
         open_adapter(folder, projections(), MULTIMODAL, max_rank=4)
+
+
+def test_files_that_are_written_again_have_another_state(tmp_path: Path) -> None:
+    def state() -> int:
+        return open_adapter(tmp_path, projections(), SPEC.names, max_rank=4).state
+
+    written(tmp_path)
+    first = state()
+    assert state() == first
+    for name in ("adapter_model.safetensors", "adapter_config.json"):
+        path = tmp_path / name
+        content, since_ns = path.read_bytes(), path.stat().st_mtime_ns
+        path.write_bytes(content)
+        os.utime(path, ns=(since_ns, since_ns + 1))
+        assert state() != first
+        os.utime(path, ns=(since_ns, since_ns))
 
 
 def test_files_that_are_not_there_are_named(tmp_path: Path) -> None:

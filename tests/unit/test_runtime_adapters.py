@@ -25,13 +25,14 @@ class Memory:
         self.may_read = threading.Event()
         self.may_read.set()
         self.fails: Exception | None = None
+        self.files = 1
 
-    def check(self, folder: Path) -> tuple[int, int]:
+    def check(self, folder: Path) -> tuple[int, int, int]:
         if folder.name.startswith("bad"):
             raise ConfigError("layers.3.lora_A.weight does not fit")
-        return 8, 3
+        return 8, 3, self.files
 
-    def read(self, adapter_id: int, folder: Path) -> tuple[int, int]:
+    def read(self, adapter_id: int, folder: Path) -> tuple[int, int, int]:
         size = self.check(folder)
         assert self.may_read.wait(PATIENCE_S)
         if self.fails is not None:
@@ -145,6 +146,22 @@ def test_unloading_waits_for_the_requests_that_hold_an_adapter(
     assert memory.held == {new.id}
     with pytest.raises(InvalidRequest, match="there is no adapter 'b'"):
         adapters.unload("b")
+
+
+def test_files_that_were_written_again_are_not_taken_for_the_same_adapter(
+    adapters: Adapters, memory: Memory, told: SimpleQueue[Fetched]
+) -> None:
+    """Prefixes are cached with the former one's keys and values."""
+    a: Adapter = adapters.load("a", "folder")
+    for name in "bc":
+        adapters.load(name, "folder")  # a leaves the pool
+    memory.files = 2
+    assert not adapters.hold(RequestId(1), a, told.put)
+    assert "files have changed since it was loaded" in str(told.get(timeout=PATIENCE_S).error)
+    adapters.unload("a")
+    again = adapters.load("a", "folder")
+    assert again.id != a.id
+    assert adapters.hold(RequestId(2), again, told.put)
 
 
 @pytest.mark.parametrize(

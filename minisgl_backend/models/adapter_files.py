@@ -26,7 +26,7 @@ from minisgl_backend.layers.weight_place import FLOATS
 from minisgl_backend.models.checkpoint import TensorHeader, read_header
 from minisgl_backend.models.config_json import read_json
 from minisgl_backend.models.tensor_names import TensorNames
-from minisgl_backend.models.weights import open_tensors
+from minisgl_backend.models.weights import load_tensors
 
 _CONFIG: Final = "adapter_config.json"
 _WEIGHTS: Final = "adapter_model.safetensors"
@@ -96,19 +96,22 @@ class AdapterFile:
         Raises ``ConfigError`` if the file cannot be read, or for numbers that are not finite or too
         large for ``dtype``.
         """
-        with open_tensors(self.path) as file:
-            for name, factors in self.factors.items():
-                a, b = (file.get_tensor(key).float() for key in (factors.a, factors.b))
-                for key, values in ((factors.a, a), (factors.b, b)):
-                    if not torch.isfinite(values).all():
-                        raise ConfigError(f"{key} of the adapter has numbers that are not finite")
-                a, b = a.to(dtype), (b[factors.rows] * factors.scaling).to(dtype)
-                for key, values in ((factors.a, a), (factors.b, b)):
-                    if not torch.isfinite(values).all():
-                        raise ConfigError(
-                            f"{key} of the adapter has numbers that are too large for {dtype}"
-                        )
-                yield name, a, b
+        held = load_tensors(self.path)
+        for name, factors in self.factors.items():
+            for key in (factors.a, factors.b):
+                if key not in held:  # they were, when the file was opened
+                    raise ConfigError(f"the adapter lacks {key}")
+            a, b = held[factors.a].float(), held[factors.b].float()
+            for key, values in ((factors.a, a), (factors.b, b)):
+                if not torch.isfinite(values).all():
+                    raise ConfigError(f"{key} of the adapter has numbers that are not finite")
+            a, b = a.to(dtype), (b[factors.rows] * factors.scaling).to(dtype)
+            for key, values in ((factors.a, a), (factors.b, b)):
+                if not torch.isfinite(values).all():
+                    raise ConfigError(
+                        f"{key} of the adapter has numbers that are too large for {dtype}"
+                    )
+            yield name, a, b
 
 
 def open_adapter(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -220,6 +221,26 @@ def test_parts_that_the_model_leaves_out_are_refused(tmp_path: Path) -> None:
     folder = changed(written(tmp_path), **tensors)
     with pytest.raises(ConfigError, match=f"{seen}.lora_A.weight of the adapter is not supported"):
         open_adapter(folder, projections(), MULTIMODAL, max_rank=4)
+
+
+def test_reading_an_adapter_again_and_again_leaves_nothing_behind(tmp_path: Path) -> None:
+    file = open_adapter(written(tmp_path), projections(), SPEC.names, max_rank=4)
+
+    def read(times: int) -> None:
+        for _ in range(times):
+            for _ in file.tensors(torch.float32):
+                pass
+
+    read(10)
+    tracemalloc.start()
+    try:
+        read(10)
+        before, _ = tracemalloc.get_traced_memory()
+        read(500)
+        after, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert after - before < 500  # bytes
 
 
 def test_files_that_are_written_again_have_another_state(tmp_path: Path) -> None:

@@ -240,7 +240,7 @@ def test_reading_an_adapter_again_and_again_leaves_nothing_behind(tmp_path: Path
         after, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert after - before < 500  # bytes
+    assert after - before < 20_000  # bytes, of other threads; a leak of 28 a tensor is 112,000
 
 
 def test_files_that_are_written_again_have_another_state(tmp_path: Path) -> None:

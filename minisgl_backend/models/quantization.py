@@ -143,10 +143,7 @@ def _modelopt(config: ConfigReader) -> list[Rule]:
         )
     _check_kv(config)
     plain = _names(config, "exclude_modules", "ignore")
-    rules = [
-        Rule(re.compile(fnmatch.translate(name) + r"|" + _module(name)), None) for name in plain
-    ]
-    return [*rules, Rule(_ALL, form)]
+    return [*_plain(config, plain, _glob), Rule(_ALL, form)]
 
 
 def _mxfp4(config: ConfigReader) -> list[Rule]:
@@ -317,6 +314,12 @@ def _plain(config: ConfigReader, names: Iterable[str], pattern: Callable[[str], 
 def _module(name: str) -> str:
     """A module's full name or the end of it, and all below."""
     return rf"(?:.*\.)?(?:{name})(?:\..*)?"
+
+
+def _glob(name: str) -> str:
+    """The same, with the wildcards of a shell."""
+    globs = name, f"*.{name}", f"{name}.*", f"*.{name}.*"
+    return "|".join(map(fnmatch.translate, globs))
 
 
 def _target(name: str) -> str:

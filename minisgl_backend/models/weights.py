@@ -180,7 +180,8 @@ def _check_scale(name: str, values: Tensor) -> None:
     if values.dtype in (torch.uint8, torch.float8_e8m0fnu):  # exponents
         is_wrong = values.view(torch.uint8) == 255
     else:
-        is_wrong = ~values.isfinite() | (values == 0)
+        wide = values.float()  # what kernels compute with, of float64 as well
+        is_wrong = ~wide.isfinite() | (wide == 0)
     if is_wrong.any():
         at = is_wrong.nonzero()[0].tolist()
         raise ConfigError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from minisgl_backend.kernels.dispatch import is_interpreted
 from tests.figures import figures_of
@@ -25,6 +26,18 @@ def test_kernels_are_timed_beside_their_twins(tmp_path: Path) -> None:
     for row in rows:
         assert row["us"] > 0
         assert (row["twin"] is None) == (row["kernel"] == "qk-norm + rope + store")
+
+
+def test_experts_are_timed_in_all_formats(tmp_path: Path) -> None:
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("quantized experts have kernels for Hopper alone")
+    command = ["kernels", "--model", "qwen3-30b-a3b", "--model", "gpt-oss-20b", "--batch-size", "1"]
+    rows = figures_of(command, tmp_path)["rows"]
+    names = ["bf16 experts, Triton", "bf16 experts", "fp8 experts", "int4 experts", "mxfp4 experts"]
+    assert [row["kernel"] for row in rows] == names
+    assert all(row["us"] > 0 for row in rows)
+    bounds = {row["kernel"]: row["bound"] for row in rows}
+    assert bounds["bf16 experts"] > 1.9 * bounds["fp8 experts"] > 3.5 * bounds["int4 experts"]
 
 
 @pytest.mark.parametrize("most", ["4", "0"])

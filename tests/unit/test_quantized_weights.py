@@ -26,7 +26,9 @@ from minisgl_backend.layers.weight_place import ReadTensor, Share, collect_place
 from minisgl_backend.layers.weight_share import WeightShare, block_of
 from minisgl_backend.models.build import build_model
 from minisgl_backend.models.catalog import load_spec, parse_spec
+from minisgl_backend.models.config_json import ConfigReader
 from minisgl_backend.models.decoder import Decoder
+from minisgl_backend.models.quantization import read_quantization
 from minisgl_backend.parallel.group import Group, OneRank
 from minisgl_backend.precheck import checked_spec
 from minisgl_backend.weight_format import CONVERTED_FP8, Encoding, Layout, WeightFormat
@@ -271,6 +273,16 @@ SPOILT: Final[dict[str, tuple[str, Spoil, str]]] = {
         _set("weight_scale", math.inf, (0, 0)),
         "weight_scale must .*inf",
     ),
+    "scale too large for float32": (
+        "fp8-blocks",
+        _replace("weight_scale_inv", lambda scale: scale.double() * 1e300),
+        r"weight_scale_inv must be finite and not 0, it is inf at \[0, 0\]",
+    ),
+    "scale too small for float32": (
+        "awq-128",
+        _replace("scales", lambda scale: scale.double() * 1e-300),
+        r"scales must be finite and not 0, it is 0.0 at \[0, 0\]",
+    ),
     "blocks of another size": (
         "fp8-blocks",
         _replace("weight_scale_inv", lambda scale: scale[:, :1]),
@@ -488,6 +500,28 @@ REFUSED: Final[dict[str, tuple[dict[str, Any], str]]] = {
     "rotated": ({**_PACK, "transform_config": {"config_groups": {"u": {}}}}, "rotated weights"),
     "names": ({**_PACK, "ignore": "lm_head"}, "ignore must be a list of names"),
 }
+
+
+@pytest.mark.parametrize(
+    ("excluded", "plain_names", "quantized_names"),
+    [
+        ("*lm_head", ["lm_head", "model.lm_head"], ["model.layers.0.mlp.up_proj"]),
+        ("*.gate", ["model.layers.0.mlp.gate"], ["model.layers.0.mlp.gate_proj"]),
+        ("model.layers.*.self_attn*", ["model.layers.3.self_attn.q_proj"], ["lm_head"]),
+        ("model.layers.1", ["model.layers.1.mlp.up_proj"], ["model.layers.11.mlp.up_proj"]),
+        ("up_proj", ["model.layers.1.mlp.up_proj"], ["model.layers.1.mlp.down_proj"]),
+        ("layers.[01]", ["model.layers.0.mlp.up_proj"], ["model.layers.2.mlp.up_proj"]),
+        ("(layers.[0", [], ["model.layers.0.mlp.up_proj"]),
+    ],
+)
+def test_modelopt_excludes_by_wildcards(
+    excluded: str, plain_names: list[str], quantized_names: list[str]
+) -> None:
+    given = {"quant_method": "modelopt", "quant_algo": "FP8", "exclude_modules": [excluded]}
+    formats = read_quantization(ConfigReader({"quantization_config": given}), None)
+    assert formats is not None
+    assert [name for name in plain_names if formats.of(name) is not None] == []
+    assert [name for name in quantized_names if formats.of(name) is None] == []
 
 
 @pytest.mark.parametrize("name", REFUSED)

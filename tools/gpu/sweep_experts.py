@@ -22,70 +22,14 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from minisgl_backend.experts_spec import ClampedGate, RoutingRule
 from minisgl_backend.kernels import moe
 from minisgl_backend.kernels.cuda.experts import GroupedKernel, RoutingKernel
 from minisgl_backend.kernels.expert_cut import ExpertCut
 from minisgl_backend.kernels.linear_cut import PLAIN, Numbers
-from minisgl_backend.kernels.quantized import QuantizedWeight, quantize
+from minisgl_backend.kernels.quantized import QuantizedWeight
 from minisgl_backend.kernels.triton_kernels.expert_rows import launch_expert_rows
-from minisgl_backend.weight_format import Encoding
+from minisgl_bench.kernel_experts import FORMS, Form
 
-
-@dataclass(frozen=True)
-class Form:
-    """Of weights, and of layers that have them; quantized in blocks of ``encoding`` unless that is
-    None."""
-
-    num_experts: int
-    top_k: int
-    hidden: int
-    inner: int
-    encoding: Encoding | None = None
-    block: tuple[int, int] = (1, 1)
-    symmetric: bool = True
-    gate: ClampedGate | None = None
-
-    @property
-    def rule(self) -> RoutingRule:
-        return RoutingRule(num_experts=self.num_experts, top_k=self.top_k, normalize=True)
-
-    @property
-    def shapes(self) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
-        up, down = (2 * self.inner, self.hidden), (self.hidden, self.inner)
-        return (self.num_experts, *up), (self.num_experts, *down)
-
-    @property
-    def bits(self) -> int:
-        return 16 if self.encoding is None else self.encoding.bits
-
-    def made(self) -> moe.ExpertWeights:
-        """The weights of a layer."""
-        up, down = (normal(*shape) for shape in self.shapes)
-        if self.encoding is None:
-            return moe.ExpertWeights(up, down)
-        of_up, of_down = (normal(*shape[:2]) if self.gate else None for shape in self.shapes)
-        weights = self._quantized(up), self._quantized(down)
-        return moe.ExpertWeights(*weights, of_up, of_down, self.gate).packed()
-
-    def _quantized(self, weight: Tensor) -> QuantizedWeight:
-        assert self.encoding is not None
-        parts = [quantize(x, self.encoding, self.block, symmetric=self.symmetric) for x in weight]
-        codes, scales = (
-            torch.stack([getattr(p, name) for p in parts]) for name in ("codes", "scales")
-        )
-        zeros = [part.zeros for part in parts if part.zeros is not None]
-        stacked = torch.stack(zeros) if zeros else None
-        return QuantizedWeight(self.encoding, self.block, codes, scales, stacked)
-
-
-QWEN: Final = (128, 8, 2048, 768)
-FORMS: Final = {
-    "bf16": Form(*QWEN),
-    "fp8": Form(*QWEN, Encoding.E4M3, (128, 128)),
-    "int4": Form(*QWEN, Encoding.INT4, (1, 128), symmetric=False),
-    "mxfp4": Form(32, 4, 2880, 2880, Encoding.E2M1, (1, 32), gate=ClampedGate(1.702, 7.0)),
-}
 NUM_LAYERS: Final = 6
 KINDS: Final = (
     # features, KiB of shared memory, thread blocks that fit, thread blocks that are launched
@@ -204,7 +148,7 @@ def in_groups(
 def sweep(form: Form, sizes: Sequence[int], device: torch.device) -> None:
     blocks, held = [0, 8, 16, 32, 64, 128], (0, form.num_experts)
     route = RoutingKernel(form.rule, held, form.hidden, device, wide=False, blocks=blocks)
-    experts = [form.made() for _ in range(NUM_LAYERS)]
+    experts = [form.made(device) for _ in range(NUM_LAYERS)]
     kinds = experts[0].kinds or (None, None)
 
     def made(cut: ExpertCut) -> list[GroupedKernel]:

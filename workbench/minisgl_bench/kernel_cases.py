@@ -1,7 +1,7 @@
 """The cases of `minisgl bench kernels`: calls over a model's shapes, some beside their twins.
 
-Here are the GEMMs, the kernels between them, sampling and experts; ``kernel_attention`` has
-attention and a whole layer. Must not know how calls are timed.
+Here are the GEMMs, the kernels between them and sampling; ``kernel_attention`` has attention and a
+whole layer, ``kernel_experts`` experts. Must not know how calls are timed.
 """
 
 from __future__ import annotations
@@ -16,11 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minisgl_backend.experts_spec import RoutingRule
 from minisgl_backend.kernels.activation import silu_mul, silu_mul_reference
 from minisgl_backend.kernels.embedding import embedding, embedding_reference
 from minisgl_backend.kernels.linear_cut import MAX_TOKENS
-from minisgl_backend.kernels.moe import ExpertWeights, choose, fused_experts, sum_outputs
 from minisgl_backend.kernels.packed_weight import PackedWeight, pack
 from minisgl_backend.kernels.quantized import quantize
 from minisgl_backend.kernels.quantized_linear import Float8Weight, float8_linear
@@ -258,28 +256,3 @@ def sampling_cases(shape: Shape, batch_size: int) -> Iterator[Case]:
             each(sample_reference, logits[:2], **inputs),
             each(torch.argmax, logits, dim=-1) if len(numbers) < 2 else (),
         )
-
-
-def expert_cases(batch_size: int) -> Iterator[Case]:
-    """Qwen3-30B-A3B: 128 experts, 8 a token. The kernels for Hopper with the router before them."""
-    rule = RoutingRule(num_experts=128, top_k=8, normalize=True)
-    hidden, inner = 2048, 768
-    gate_up = normal(rule.num_experts, 2 * inner, hidden, scale=hidden**-0.5)
-    down = normal(rule.num_experts, hidden, inner, scale=inner**-0.5)
-    router = normal(rule.num_experts, hidden, scale=hidden**-0.5)
-    x, experts = normal(batch_size, hidden), ExpertWeights(gate_up, down)
-    choices = choose(F.linear(x, router), rule)
-    num_bytes = len(set(choices.ids.flatten().tolist())) * 6 * hidden * inner
-    yield Case("experts, 128 x 8", num_bytes, each(fused_experts, [(x, experts, choices)] * 4))
-    if torch.cuda.get_device_capability() != (9, 0):
-        return
-    from minisgl_backend.kernels.cuda.experts import HopperExperts
-
-    make, held = HopperExperts(x.device), (0, rule.num_experts)
-    kernels = make.kernels(rule, held, *experts.shapes, kinds=None, gate=None, wide=False)
-
-    def routed(x: Tensor) -> Tensor:
-        logits = functools.partial(F.linear, x, router)
-        return sum_outputs(*kernels(x, router, logits, experts))
-
-    yield Case("experts, 128 x 8, routed", num_bytes, each(routed, [(x,)] * 4))

@@ -4,7 +4,7 @@ Times are of one call inside a CUDA graph of many calls that rotate through enou
 their data out of the L2 cache: the median of several replays, divided by the calls. The bound is
 the bytes that must move (weights and KV once, activations where they matter) over the rate that a
 large copy reaches on this GPU. A kernel that hardly writes may go a little beyond it, since memory
-is read faster than it is copied.
+is read faster than it is copied. With many rows an expert its arithmetic is the bound instead.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import click
 import torch
@@ -25,14 +25,16 @@ from minisgl_bench.kernel_cases import (
     MODELS,
     Call,
     Case,
-    Shape,
     elementwise_cases,
-    expert_cases,
     linear_cases,
     quantized_cases,
     sampling_cases,
 )
+from minisgl_bench.kernel_experts import EXPERT_MODELS, expert_cases
 from minisgl_kit.report import Report, json_option
+
+_ALL_MODELS: Final = [*MODELS, *EXPERT_MODELS]
+_SIZES_HELP: Final = "[default: 1 8 64 256, of experts also 1024 4096]"
 
 
 def time_us(calls: Sequence[Call], *, repeats: int = 15) -> float:
@@ -75,22 +77,25 @@ def copy_bandwidth() -> float:
     return float(2 * source.numel() / (statistics.median(times) * 1e-3))
 
 
-def cases(shape: Shape, batch_size: int, context: int) -> Iterator[Case]:
-    """All lines of one model and batch size."""
+def cases(model: str, batch_size: int, context: int) -> Iterator[Case]:
+    """All lines of one model and batch size; of a model with experts these alone."""
+    if model in EXPERT_MODELS:
+        yield from expert_cases(model, batch_size)
+        return
+    shape = MODELS[model]
     yield from linear_cases(shape, batch_size)
     yield from quantized_cases(shape, batch_size)
     yield from elementwise_cases(shape, batch_size)
     yield from attention_cases(shape, batch_size, context)
     if batch_size <= MAX_BATCH_SIZE:
         yield from layer_cases(shape, batch_size, context)
-    if shape is MODELS["qwen3-0.6b"]:
+    if model == "qwen3-0.6b":
         yield from sampling_cases(shape, batch_size)
-        yield from expert_cases(batch_size)
 
 
 @click.command()
-@click.option("--model", "models", multiple=True, type=click.Choice(list(MODELS)))
-@click.option("--batch-size", "batch_sizes", multiple=True, type=int, help="[default: 1 8 64 256]")
+@click.option("--model", "models", multiple=True, type=click.Choice(_ALL_MODELS))
+@click.option("--batch-size", "batch_sizes", multiple=True, type=int, help=_SIZES_HELP)
 @click.option("--context", default=1024, show_default=True, help="positions a row attends to")
 @click.option("--only", help="kernels whose names contain this")
 @json_option
@@ -112,9 +117,10 @@ def kernels(
         "copy_tb_per_s": round(bandwidth / 1e12, 2),
     }
     report = Report("kernels, microseconds a call", info=info)
-    for model in models or MODELS:
-        for batch_size in batch_sizes or (1, 8, 64, 256):
-            for case in cases(MODELS[model], batch_size, context):
+    for model in models or _ALL_MODELS:
+        more = (1024, 4096) if model in EXPERT_MODELS else ()
+        for batch_size in batch_sizes or (1, 8, 64, 256, *more):
+            for case in cases(model, batch_size, context):
                 if only is None or only in case.kernel:
                     click.echo(f"{model}, batch {batch_size}: {case.kernel}", err=True)
                     report.add(model=model, batch=batch_size, **_measure(case, bandwidth))

@@ -84,28 +84,6 @@ def test_deltas_are_those_of_the_twin(
         assert torch.equal(out.cpu()[slots == 0].double(), before[slots == 0])
 
 
-def test_a_program_may_compute_several_tiles_of_outputs(
-    device: torch.device, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As many as there may be, with projections that end within a program's outputs."""
-    widths, size, num_tokens = (1056, 160, 640), 256, 24
-    a, b = memory(widths, size, device, dtype)
-    x = torch.randn(num_tokens, size, device=device, dtype=dtype)
-    adapted = adapted_of(mixes(num_tokens)[0], device)
-    before = torch.randn(num_tokens, sum(widths), device=device, dtype=dtype)
-
-    def computed() -> tuple[Tensor, Tensor]:
-        out = before.clone()
-        add_adapter_delta(out, x, a, b, adapted, widths=widths)
-        return adapter_delta(x, a, b, adapted, widths=widths), out
-
-    expected = computed()
-    enough = "minisgl_backend.kernels.triton_kernels.adapter_kernels._ENOUGH_PROGRAMS"
-    monkeypatch.setattr(enough, 1)
-    for found, one_tile in zip(computed(), expected, strict=True):
-        assert torch.equal(found, one_tile)
-
-
 def test_a_norm_may_lack_its_scale(device: torch.device, dtype: torch.dtype) -> None:
     widths, size, num_tokens = (128, 64), 256, 20
     a, b = memory(widths, size, device, dtype)

@@ -3,10 +3,7 @@ expand, the sum of these parts times B^T.
 
 Shrink lets the next kernels start when those before it have ended: a GEMM that takes what expand
 writes may run beside both (``kernels.cuda.linear``). Adapters, ``order`` and ``blocks`` were there
-before the step, so they are read before that. That GEMM needs the registers of whole
-multiprocessors. So programs with nothing to do end at once, without waiting for earlier kernels,
-and expand has no more programs than multiprocessors need. Those of the first block always wait, so
-a kernel never ends before those that it follows.
+before the step, so they are read before that.
 """
 
 from collections.abc import Sequence
@@ -24,20 +21,9 @@ _MOST_SPLITS = 16
 _SPLIT_SIZE = 512
 """Inputs of a program of shrink, unless that makes more than ``_MOST_SPLITS`` of them."""
 _BLOCK_N = 128
-"""Outputs that a program of expand computes at a time."""
-_MOST_TILES = 4
-"""That a program computes one after the other."""
-_ENOUGH_PROGRAMS = 264
-"""Of expand: two for each multiprocessor of an H200."""
+"""Outputs of a program of expand."""
 _STAGES = 2
 """Of the pipeline of shrink, if its part of the inputs takes several iterations."""
-
-
-@triton.jit
-def _wait_if(is_needed):
-    """Wait for earlier kernels, unless this program has nothing to do and others wait."""
-    if is_needed | (tl.program_id(0) == 0):
-        wait_previous()
 
 
 @triton.jit
@@ -70,19 +56,19 @@ def _multiplied(
 
 
 @triton.jit
-def _outputs_of(
-    WIDTH_0: tl.constexpr, WIDTH_1: tl.constexpr, WIDTH_2: tl.constexpr, MOST: tl.constexpr
+def _tile_of(
+    WIDTH_0: tl.constexpr, WIDTH_1: tl.constexpr, WIDTH_2: tl.constexpr, BLOCK_N: tl.constexpr
 ):
-    """Of which projection a program's outputs are, at most ``MOST``; where they begin, and where
-    the projection ends: no program has outputs of two."""
-    program = tl.program_id(1)
-    PROGRAMS_0: tl.constexpr = (WIDTH_0 + MOST - 1) // MOST
-    PROGRAMS_1: tl.constexpr = (WIDTH_1 + MOST - 1) // MOST
-    part = (program >= PROGRAMS_0).to(tl.int32) + (program >= PROGRAMS_0 + PROGRAMS_1).to(tl.int32)
-    at = program - tl.where(part > 0, PROGRAMS_0, 0) - tl.where(part > 1, PROGRAMS_1, 0)
+    """Of which projection a program's outputs are, from where to where these lie, and their number
+    of its tiles: none reaches into the next projection."""
+    tile = tl.program_id(1)
+    TILES_0: tl.constexpr = (WIDTH_0 + BLOCK_N - 1) // BLOCK_N
+    TILES_1: tl.constexpr = (WIDTH_1 + BLOCK_N - 1) // BLOCK_N
+    part = (tile >= TILES_0).to(tl.int32) + (tile >= TILES_0 + TILES_1).to(tl.int32)
+    at = tile - tl.where(part > 0, TILES_0, 0) - tl.where(part > 1, TILES_1, 0)
     begin = tl.where(part > 0, WIDTH_0, 0) + tl.where(part > 1, WIDTH_1, 0)
     width = tl.where(part == 0, WIDTH_0, tl.where(part == 1, WIDTH_1, WIDTH_2))
-    return part, begin + at * MOST, begin + width
+    return part, begin, begin + width, at
 
 
 @triton.jit
@@ -159,7 +145,7 @@ def _shrink(
     a_ptrs = a_ptrs + column[None, None, :] * SIZE + within[:, :, None]
     a = tl.load(a_ptrs, mask=is_needed & (within < length)[:, :, None], other=0.0)
     if PDL:
-        _wait_if(is_needed)
+        wait_previous()
         allow_next()
     if is_needed:
         x_ptrs = x_ptr + split * SPLIT_SIZE + token[None, :, None] * x_stride + within[:, None, :]
@@ -207,7 +193,6 @@ def _expand(
     ADD: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    TILES: tl.constexpr,
     PDL: tl.constexpr,
 ):
     if PDL:
@@ -217,42 +202,33 @@ def _expand(
     rank = tl.load(block_ptr + 1)
     begin = tl.load(block_ptr + 2)
     end = tl.load(block_ptr + 3)
-    part, first, part_end = _outputs_of(WIDTH_0, WIDTH_1, WIDTH_2, TILES * BLOCK_N)
+    part, part_begin, part_end, at = _tile_of(WIDTH_0, WIDTH_1, WIDTH_2, BLOCK_N)
     row = begin + tl.arange(0, BLOCK)
     is_there = row < end
     token = tl.load(order_ptr + row, mask=is_there, other=0).to(tl.int64)
+    column = part_begin + at * BLOCK_N + tl.arange(0, BLOCK_N)
+    is_in = column < part_end
     i = tl.arange(0, STEP)
-    column = first + tl.arange(0, BLOCK_N)
     b_ptrs = b_ptr + (slot - 1) * slot_stride + column[:, None] * MAX_RANK + i[None, :]
-    has_adapter = (begin < end) & (rank > 0)
-    b = tl.load(b_ptrs, mask=(column < part_end)[:, None] & has_adapter, other=0.0)
-    is_needed = (begin < end) & ((rank > 0) | (not ADD))
+    b = tl.load(b_ptrs, mask=is_in[:, None] & (begin < end) & (rank > 0), other=0.0)
     if PDL:
-        _wait_if(is_needed)
-    if is_needed:
+        wait_previous()
+    if (begin < end) & ((rank > 0) | (not ADD)):
+        out_ptrs = out_ptr + token[:, None] * out_stride + column[None, :]
         scale = _scale_of(squares_ptr, token, is_there, num_tokens, eps, SIZE, SQUARE_TILES, BLOCK)
+        base = _base_of(out_ptrs, bias_ptr, column, is_there, is_in, HAS_BIAS, ADD)
         inner_ptrs = inner_ptr + row[:, None] * WIDTH + part * MAX_RANK + i[None, :]
-        inner_mask = is_there & has_adapter
-        inner = _summed(inner_ptrs, inner_mask, num_tokens, WIDTH, SPLITS, BLOCK, STEP).to(b.dtype)
-        for tile in tl.static_range(TILES):
-            is_in = column < part_end
-            if tile + 1 < TILES:  # while this one is computed
-                next_ptrs = b_ptrs + BLOCK_N * MAX_RANK
-                next_mask = (column + BLOCK_N < part_end)[:, None] & has_adapter
-                next_b = tl.load(next_ptrs, mask=next_mask, other=0.0)
-            out_ptrs = out_ptr + token[:, None] * out_stride + column[None, :]
-            base = _base_of(out_ptrs, bias_ptr, column, is_there, is_in, HAS_BIAS, ADD)
-            total = tl.zeros((BLOCK, BLOCK_N), dtype=tl.float32)
-            total = tl.dot(inner, b.T, total, input_precision="ieee")
+        total = tl.zeros((BLOCK, BLOCK_N), dtype=tl.float32)
+        if rank > 0:
+            inner = _summed(inner_ptrs, is_there, num_tokens, WIDTH, SPLITS, BLOCK, STEP)
+            total = tl.dot(inner.to(b.dtype), b.T, total, input_precision="ieee")
             for done in tl.range(STEP, rank, STEP, num_stages=1):
                 b = tl.load(b_ptrs + done, mask=is_in[:, None], other=0.0)
-                more = _summed(inner_ptrs + done, is_there, num_tokens, WIDTH, SPLITS, BLOCK, STEP)
-                total = tl.dot(more.to(b.dtype), b.T, total, input_precision="ieee")
-            total = total * scale[:, None] + base
-            mask = is_there[:, None] & is_in[None, :]
-            tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask=mask)
-            if tile + 1 < TILES:
-                b, b_ptrs, column = next_b, next_ptrs, column + BLOCK_N
+                inner = _summed(inner_ptrs + done, is_there, num_tokens, WIDTH, SPLITS, BLOCK, STEP)
+                total = tl.dot(inner.to(b.dtype), b.T, total, input_precision="ieee")
+        total = total * scale[:, None] + base
+        mask = is_there[:, None] & is_in[None, :]
+        tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -324,10 +300,7 @@ def launch_adapters(
         num_warps=4,
         **launch_options(pdl),
     )
-    tiles = 1
-    while tiles < _MOST_TILES and len(blocks) * _num_programs(widths, tiles) > _ENOUGH_PROGRAMS:
-        tiles *= 2
-    _expand[(len(blocks), _num_programs(widths, tiles))](
+    _expand[(len(blocks), sum(triton.cdiv(part, _BLOCK_N) for part in widths))](
         out,
         inner,
         b,
@@ -352,13 +325,7 @@ def launch_adapters(
         ADD=add,
         BLOCK=block,
         BLOCK_N=_BLOCK_N,
-        TILES=tiles,
         PDL=pdl,
         num_warps=4,
         **launch_options(pdl),
     )
-
-
-def _num_programs(widths: Sequence[int], tiles: int) -> int:
-    """Programs of expand for a block, of up to so many ``tiles`` of outputs."""
-    return sum(triton.cdiv(width, tiles * _BLOCK_N) for width in widths)

@@ -140,12 +140,12 @@ def shortfalls(
 def assert_good_in_bf16(
     model: Any, prompts: Sequence[IntArray], outputs: Sequence[list[int]]
 ) -> None:
-    """Nine tokens of ten are the best in fp32. The others lie at most 0.15 below the best, or as far
-    as bf16 moves a logit of transformers' model itself."""
+    """Nine tokens of ten are the best in fp32. The others lie at most 0.15 below the best, or twice
+    as far as bf16 moves a logit of transformers' own model (two may move towards each other)."""
     below = np.array(shortfalls(model, prompts, outputs))
     assert np.mean(below > 0) < 0.1
     if below.max() >= 0.15:
-        assert below.max() < rounding(model, prompts, outputs)
+        assert below.max() < 2 * rounding(model, prompts, outputs)
 
 
 def rounding(model: Any, prompts: Sequence[IntArray], outputs: Sequence[list[int]]) -> float:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final
 
 import torch
@@ -321,8 +321,6 @@ def _limits(
     options = facts.options
     sizes: tuple[list[int], list[int]] = ([], [])
     if not facts.device.is_host:
-        if facts.spec.delta_net is not None:  # blocks of tokens follow each other on the host
-            options = replace(options, cuda_graph_max_tokens=0)
         num_weights = sum(weight.numel() for weight in model.model.layers.parameters())
         sizes = graph_sizes(
             options, attention, max_batch_size=max_captured_batch_size, num_weights=num_weights

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minisgl_backend.device.base import Device, Graph, HostArray
+from minisgl_backend.device.base import Device, Graph
 from minisgl_backend.execution.capture import Captured, capture
 from minisgl_backend.execution.flat_batch import FlatBatch
 from minisgl_backend.plan import Groups
@@ -122,11 +122,10 @@ def fill(num_tokens: int, max_rows: int, batch: FlatBatch, prefill_tokens: IntAr
     return content
 
 
-def fitting(sizes: Sequence[int], batch: FlatBatch) -> int | None:
-    """The smallest of ``sizes``, ascending, that holds ``batch``; None if none does."""
+def fitting(sizes: Sequence[int], batch: FlatBatch) -> Sequence[int]:
+    """Those of ``sizes``, ascending, that hold the tokens and the chunks of ``batch``."""
     least_for_chunks = (len(batch.chunk_rows) - 1) * _TOKENS_A_CHUNK + 1
-    index = bisect.bisect_left(sizes, max(len(batch.rows), least_for_chunks))
-    return sizes[index] if index < len(sizes) else None
+    return sizes[bisect.bisect_left(sizes, max(len(batch.rows), least_for_chunks)) :]
 
 
 class ChunkGraphs:
@@ -141,14 +140,17 @@ class ChunkGraphs:
         max_rows: int,
         progress: Progress,
         take_groups: Callable[[Groups], bool] | None = None,
-        take_rows: Callable[[HostArray, int], None] | None = None,
+        fits: Callable[[FlatBatch, int], bool] | None = None,
+        take: Callable[[FlatBatch, int], None] | None = None,
     ):
         """``layers`` enqueues all layers over the tokens of its inputs, grouped or not, and returns
         the residual stream [num_tokens, hidden_size]. ``sizes`` are numbers of tokens, ascending.
         ``take_groups`` gets the groups of a step, and says whether it is to be a grouped one;
-        ``take_rows`` gets the rows of its tokens, and the size."""
+        ``take`` gets the step and the size, before the layers are enqueued; ``fits`` says whether
+        it can, of a step whose tokens and chunks do."""
         self._device = device
-        self._take_rows = take_rows
+        self._fits = fits or (lambda batch, size: True)
+        self._take = take or (lambda batch, size: None)
         self._sizes = list(sizes)
         self._max_rows = max_rows
         most = sum(_lengths(self._sizes[-1], max_rows))
@@ -172,15 +174,14 @@ class ChunkGraphs:
             larger = [size for size in self._sizes if size >= _LEAST_GROUPED]
             self._grouped = captured("number of tokens, grouped", larger, grouped=True).graphs
 
-    def fits(self, batch: FlatBatch) -> bool:
-        """Whether there is a graph for this step."""
-        return fitting(self._sizes, batch) is not None
+    def size_for(self, batch: FlatBatch) -> int | None:
+        """The smallest size that holds this step; None if none does."""
+        sizes = fitting(self._sizes, batch)
+        return next((size for size in sizes if self._fits(batch, size)), None)
 
-    def replay(self, batch: FlatBatch, prefill_tokens: IntArray) -> Tensor:
-        """Enqueue the layers of a step that ``fits``; the residual stream after them, which the
-        next replay overwrites: [num_tokens, hidden_size] and rows of padding."""
-        size = fitting(self._sizes, batch)
-        assert size is not None
+    def replay(self, size: int, batch: FlatBatch, prefill_tokens: IntArray) -> Tensor:
+        """Enqueue the layers of a step that fits ``size``; the residual stream after them, which
+        the next replay overwrites: [num_tokens, hidden_size] and rows of padding."""
         self._write(size, batch, prefill_tokens)
         is_grouped = size in self._grouped and self._take_groups(batch.groups)
         graph = (self._grouped if is_grouped else self.captured.graphs)[size]
@@ -195,5 +196,4 @@ class ChunkGraphs:
     def _write(self, size: int, batch: FlatBatch, prefill_tokens: IntArray) -> None:
         content = fill(size, self._max_rows, batch, prefill_tokens)
         self._device.overwrite(self._buffer[: len(content)], content)
-        if self._take_rows is not None:
-            self._take_rows(batch.rows, size)
+        self._take(batch, size)

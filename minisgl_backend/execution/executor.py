@@ -25,7 +25,7 @@ from minisgl_backend.config import Limits
 from minisgl_backend.device.base import Device, HostArray, Submission
 from minisgl_backend.errors import ConfigError, InvariantError
 from minisgl_backend.execution.adapters import AdapterStore, CapturedAdapters, RowAdapters
-from minisgl_backend.execution.chunk_graphs import ChunkGraphs, ChunkInputs
+from minisgl_backend.execution.chunk_graphs import ChunkGraphs, ChunkInputs, max_chunks
 from minisgl_backend.execution.decode_graphs import DecodeGraphs
 from minisgl_backend.execution.embeddings import Embeddings, PromptEmbedder
 from minisgl_backend.execution.flat_batch import FlatBatch
@@ -35,7 +35,7 @@ from minisgl_backend.execution.logprobs import RawLogprobs
 from minisgl_backend.execution.prompt_logprobs import PromptScorer, ScoredChunks
 from minisgl_backend.execution.rows import DeviceRows
 from minisgl_backend.execution.sampling import Sampler, StepLogits, StepOutput
-from minisgl_backend.execution.states import StateStorage
+from minisgl_backend.execution.states import CapturedRuns, StateStorage
 from minisgl_backend.execution.storage import KVStorage
 from minisgl_backend.kernels.adapters import AdaptedTokens
 from minisgl_backend.kernels.rows import StepInputs, begin_decode
@@ -297,9 +297,12 @@ class ModelExecutor:
     def _layers(self, batch: FlatBatch, prefill_tokens: IntArray) -> Tensor:
         """The residual stream after the layers, [num_tokens, hidden_size]; rows of padding may
         follow."""
+        if self._states is not None:
+            self._states.restore(batch)
         graphs = self.adapter_chunk_graphs if self._are_adapted(batch.rows) else self.chunk_graphs
-        if graphs is not None and graphs.fits(batch):
-            return graphs.replay(batch, prefill_tokens)
+        size = None if graphs is None else graphs.size_for(batch)
+        if graphs is not None and size is not None:
+            return graphs.replay(size, batch, prefill_tokens)
         return self._forward.over_batch(batch, prefill_tokens)
 
     def _logits_of(self, batch: FlatBatch, hidden: Tensor) -> StepLogits:
@@ -370,19 +373,35 @@ class ModelExecutor:
         self, progress: Progress, captured: CapturedAdapters | None = None
     ) -> ChunkGraphs:
         """Those of steps with ``captured`` adapters, or of steps without any."""
+        sizes, max_rows, runs = self._limits.chunk_graph_sizes, self._limits.max_rows, None
+        if self._states is not None:
+            room = partial(max_chunks, max_rows=max_rows)
+            runs = CapturedRuns(self._states, self.device, room, sizes[-1])
 
         def layers(inputs: ChunkInputs, grouped: bool) -> Tensor:
-            of_tokens = None if captured is None else captured.view(len(inputs.tokens))
-            return self._forward.over_chunks(inputs, grouped=grouped, adapted=of_tokens)
+            size = len(inputs.tokens)
+            return self._forward.over_chunks(
+                inputs,
+                grouped=grouped,
+                adapted=None if captured is None else captured.view(size),
+                runs=None if runs is None else runs.view(size),
+            )
+
+        def take(batch: FlatBatch, size: int) -> None:
+            if captured is not None:
+                captured.write(batch.rows, size)
+            if runs is not None:
+                runs.write(batch, size)
 
         return ChunkGraphs(
             self.device,
             layers,
-            self._limits.chunk_graph_sizes,
-            max_rows=self._limits.max_rows,
+            sizes,
+            max_rows=max_rows,
             progress=progress,
             take_groups=self._take_groups if captured is None else None,
-            take_rows=None if captured is None else captured.write,
+            fits=None if runs is None else runs.fits,
+            take=take,
         )
 
     @property

@@ -21,6 +21,7 @@ from minisgl_backend.execution.flat_batch import FlatBatch
 from minisgl_backend.execution.rows import DeviceRows
 from minisgl_backend.execution.states import StateStorage
 from minisgl_backend.kernels.adapters import AdaptedTokens
+from minisgl_backend.kernels.gated_delta import Runs
 from minisgl_backend.kernels.rows import DecodeInputs
 from minisgl_backend.models.decoder import Decoder
 from minisgl_backend.models.token_mixing import RecurrentRows
@@ -85,7 +86,8 @@ class ForwardPass:
         attend = self._attention.plan(decodes, chunks)
         recurrent = None
         if self._states is not None:
-            recurrent = self._states.of_batch(batch, token_rows[:num_decodes], self._device)
+            runs = Runs.of(self._states.runs_of(batch), upload) if chunks is not None else None
+            recurrent = RecurrentRows(token_rows[:num_decodes].long(), runs)
         adapters, adapted = self._adapters, None
         if adapters is not None and adapters.have_any(batch.rows):
             adapted = adapters.of_tokens(batch.rows)
@@ -95,10 +97,15 @@ class ForwardPass:
         return hidden
 
     def over_chunks(
-        self, inputs: ChunkInputs, *, grouped: bool = False, adapted: AdaptedTokens | None = None
+        self,
+        inputs: ChunkInputs,
+        *,
+        grouped: bool = False,
+        adapted: AdaptedTokens | None = None,
+        runs: Runs | None = None,
     ) -> Tensor:
-        """The same for the tokens of ``inputs``, padding included. Not with recurrent layers.
-        ``adapted``: the tokens by adapter, if any has one."""
+        """The same for the tokens of ``inputs``, padding included. ``adapted``: the tokens by
+        adapter, if any has one; ``runs``: the chunks, if the model has recurrent layers."""
         table, rows, positions = self._rows.table, inputs.rows.long(), inputs.positions
         tokens = torch.where(inputs.tokens == LAST_TOKEN, table.tokens[rows], inputs.tokens)
         page_size = self._rows.page_size
@@ -121,12 +128,18 @@ class ForwardPass:
             window_table=table.window_pages,
             grouped=grouped,
         )
+        recurrent = None
+        if runs is not None:
+            is_padding = inputs.decode_rows == table.dummy_row
+            decode_slots = inputs.decode_rows.masked_fill(is_padding, -1)
+            recurrent = RecurrentRows(decode_slots.long(), runs)
         hidden: Tensor = self._model(
             tokens,
             positions,
             slots,
             self._attention.plan(decodes, chunks),
-            adapted=adapted,
+            recurrent,
+            adapted,
             window_slots=window_slots,
         )
         return hidden

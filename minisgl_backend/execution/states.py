@@ -10,15 +10,16 @@ planner knows. One layer's states lie together (``LayerStates``), in the slots
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
-from torch import Tensor
 
 from minisgl_backend.device.base import Device
 from minisgl_backend.execution.flat_batch import FlatBatch
-from minisgl_backend.kernels.gated_delta import Run, Runs
+from minisgl_backend.kernels.gated_delta import BLOCK, Run, Runs, num_blocks, runs_table
 from minisgl_backend.models.spec import DeltaSpec
-from minisgl_backend.models.token_mixing import LayerStates, RecurrentRows
+from minisgl_backend.models.token_mixing import LayerStates
 from minisgl_backend.plan import NO_SNAPSHOT
 from minisgl_backend.request import IntArray
 
@@ -49,34 +50,70 @@ class StateStorage:
         ]
 
     def keep(self, rows: IntArray, snapshots: IntArray) -> None:
-        """Copy the states that rows have now to snapshots; int32[num_kept] both.
+        """Copy the states that rows have now to snapshots; int32[num_kept] both."""
+        self._copy(rows, snapshots + self._first_snapshot)
 
-        One copy for all layers of a row: few launches, and no memory beside the slots.
-        """
-        slots = (snapshots + self._first_snapshot).tolist()
-        for row, slot in zip(rows.tolist(), slots, strict=True):
-            for states in (self._conv, self._matrices):
-                states[:, slot].copy_(states[:, row])
+    def restore(self, batch: FlatBatch) -> None:
+        """Copy the states of snapshots to the rows whose chunks begin with these."""
+        resumes = batch.begun_from != NO_SNAPSHOT
+        self._copy(batch.begun_from[resumes] + self._first_snapshot, batch.chunk_rows[resumes])
 
-    def of_batch(self, batch: FlatBatch, decode_rows: Tensor, device: Device) -> RecurrentRows:
-        """Which tokens of ``batch`` are whose; ``decode_rows`` int32 or int64 [num_decodes]."""
-        if not len(batch.chunk_rows):
-            return RecurrentRows(decode_rows.long())
+    def runs_of(self, batch: FlatBatch) -> list[Run]:
+        """The chunks of ``batch``, with the slots of their rows and snapshots."""
+        offsets, ends = batch.chunk_offsets.tolist(), batch.chunk_ends.tolist()
+        positions = batch.saved_positions.tolist()
+        slots = (batch.saved_snapshots + self._first_snapshot).tolist()
+        saved = np.searchsorted(batch.saved_chunks, np.arange(len(ends) + 1)).tolist()
         runs = []
         for chunk, row in enumerate(batch.chunk_rows.tolist()):
-            begin, end = (batch.chunk_offsets[chunk : chunk + 2] - batch.num_decodes).tolist()
-            to_index = end - int(batch.chunk_ends[chunk])  # from positions of the row
-            saved = np.flatnonzero(batch.saved_chunks == chunk)
-            borders = (batch.saved_positions[saved] + to_index).tolist()
-            slots = (batch.saved_snapshots[saved] + self._first_snapshot).tolist()
-            kept = tuple(zip(borders, slots, strict=True))
+            begin, end = offsets[chunk : chunk + 2]
+            to_index = end - ends[chunk]  # from positions of the row
+            own = range(saved[chunk], saved[chunk + 1])
+            kept = tuple((positions[save] + to_index, slots[save]) for save in own)
             runs.append(Run(begin, end, row, begin == to_index, kept))
-        begun = None
-        resumes = batch.begun_from != NO_SNAPSHOT
-        if resumes.any():
-            rows, numbers = batch.chunk_rows[resumes], batch.begun_from[resumes]
-            begun = device.upload(np.array([rows, numbers + self._first_snapshot], np.int64))
-        return RecurrentRows(decode_rows.long(), Runs.of(runs, device.upload), begun)
+        return runs
+
+    def _copy(self, sources: IntArray, targets: IntArray) -> None:
+        """One copy for all layers of a slot: few launches, and no memory beside the slots."""
+        for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
+            for states in (self._conv, self._matrices):
+                states[:, target].copy_(states[:, source])
+
+
+class CapturedRuns:
+    """The chunks of captured steps of several sizes, in one buffer, written before each step."""
+
+    def __init__(
+        self, states: StateStorage, device: Device, room: Callable[[int], int], most_tokens: int
+    ):
+        """``room``: how many chunks a step of some number of tokens may have; ``most_tokens``: of
+        the largest step."""
+        self._states = states
+        self._device = device
+        self._room = room
+        lines = self._most_blocks(most_tokens) + room(most_tokens)
+        self._buffer = torch.empty((lines, 4), dtype=torch.int32, device=device.torch_device)
+
+    def view(self, size: int) -> Runs:
+        """Those of a step of ``size`` tokens."""
+        num_lines = self._room(size)
+        return Runs.over(self._buffer[: self._most_blocks(size) + num_lines], num_lines)
+
+    def fits(self, batch: FlatBatch, size: int) -> bool:
+        """Whether a step of ``size`` tokens holds the blocks of ``batch``; that it holds the chunks
+        is taken for granted."""
+        return num_blocks(self._states.runs_of(batch)) <= self._most_blocks(size)
+
+    def write(self, batch: FlatBatch, size: int) -> None:
+        """Cut the chunks of ``batch`` into blocks."""
+        most_blocks, most_lines = self._most_blocks(size), self._room(size)
+        runs = self._states.runs_of(batch)
+        table = runs_table(runs, most_blocks, most_lines, end=len(batch.rows))
+        self._device.overwrite(self._buffer[: len(table)], table)
+
+    def _most_blocks(self, size: int) -> int:
+        """Enough if each chunk ends in one that is not full, or has a snapshot in its midst."""
+        return -(-size // BLOCK) + self._room(size)
 
 
 def bytes_per_slot(shape: DeltaSpec, dtype: torch.dtype) -> int:

@@ -17,7 +17,7 @@ kernels' GEMMs over blocks take operands of the inputs' dtype.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -37,7 +37,8 @@ _EPS: Final = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Tokens of one row that follow each other, by their indices ``begin`` <= t < ``end``.
+    """Tokens of one row that follow each other, by their indices in the step: ``begin`` <= t <
+    ``end``.
 
     ``slot`` has the row's states, those behind the tokens before, unless the run ``is_fresh``: then
     it begins a sequence. It gets those behind the last token. ``kept``, ascending: an index and the
@@ -53,33 +54,70 @@ class Run:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Runs:
-    """The prompt chunks of a step, as kernels read them; ``runs`` are for their twins.
+    """The prompt chunks of a step, as kernels read them. No slot occurs twice.
 
-    Tokens are numbered from the first run's first. No slot occurs twice. int32 on the device:
-    ``blocks`` [num_blocks, 4], up to 64 tokens each: begin, end, the slot that keeps the states
-    behind it or -1, and its run. ``lines`` [num_runs, 4]: the run's first block, the one after its
-    last, slot, and whether it is fresh.
+    int32 on the device. ``blocks`` [num_blocks, 4], up to 64 tokens each, in the tokens' order:
+    begin, end, the slot that keeps the states behind it or -1, and its run. ``lines``
+    [num_lines, 4], one a run: its first block, the one after its last, slot, and whether it is
+    fresh. Both may end in padding: blocks that begin and end behind the last token of all runs, and
+    lines with the slot -1.
     """
 
-    runs: tuple[Run, ...]
     blocks: Tensor
     lines: Tensor
 
     @classmethod
     def of(cls, runs: Sequence[Run], upload: Callable[[IntArray], Tensor]) -> Runs:
         """``upload`` copies an array to the device."""
-        blocks: list[tuple[int, int, int, int]] = []
-        lines = []
-        for index, run in enumerate(runs):
-            first, begin = len(blocks), run.begin
-            for border, slot in (*run.kept, (run.end, -1)):
-                for start in range(begin, border, BLOCK):
-                    end = min(start + BLOCK, border)
-                    blocks.append((start, end, slot if end == border else -1, index))
-                begin = border
-            lines.append((first, len(blocks), run.slot, int(run.is_fresh)))
-        table = upload(np.array([*blocks, *lines], np.int32))
-        return cls(tuple(runs), table[: len(blocks)], table[len(blocks) :])
+        table = runs_table(runs, num_blocks(runs), len(runs), end=0)
+        return cls.over(upload(table), len(runs))
+
+    @classmethod
+    def over(cls, table: Tensor, num_lines: int) -> Runs:
+        """Those of a ``runs_table``."""
+        split = len(table) - num_lines
+        return cls(table[:split], table[split:])
+
+    def listed(self) -> list[Run]:
+        """The runs, without padding."""
+        blocks, runs = self.blocks.tolist(), []
+        for first, last, slot, is_fresh in self.lines.tolist():
+            if slot >= 0:
+                own = blocks[first:last]
+                kept = tuple((end, to) for _, end, to, _ in own if to >= 0)
+                runs.append(Run(own[0][0], own[-1][1], slot, bool(is_fresh), kept))
+        return runs
+
+
+def num_blocks(runs: Sequence[Run]) -> int:
+    """How many blocks ``runs`` are cut into."""
+    return sum(-(-(end - begin) // BLOCK) for run in runs for begin, end, _ in _pieces(run))
+
+
+def runs_table(runs: Sequence[Run], most_blocks: int, most_lines: int, *, end: int) -> IntArray:
+    """The ``blocks``, then the ``lines`` of ``runs``: int32 [most_blocks + most_lines, 4].
+    ``end``, the number of tokens before the padding, if there is any."""
+    table = np.empty((most_blocks + most_lines, 4), np.int32)
+    table[:most_blocks], table[most_blocks:] = (end, end, -1, 0), (0, 0, -1, 0)
+    block = 0
+    for line, run in enumerate(runs):
+        first = block
+        for begin, border, slot in _pieces(run):
+            for start in range(begin, border, BLOCK):
+                stop = min(start + BLOCK, border)
+                table[block] = (start, stop, slot if stop == border else -1, line)
+                block += 1
+        table[most_blocks + line] = (first, block, run.slot, run.is_fresh)
+    return table
+
+
+def _pieces(run: Run) -> Iterator[tuple[int, int, int]]:
+    """The parts of a run between the borders at which states are kept: begin, end, and the slot
+    that keeps the states behind it or -1."""
+    begin = run.begin
+    for end, slot in (*run.kept, (run.end, -1)):
+        yield begin, end, slot
+        begin = end
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -112,42 +150,41 @@ class DeltaInputs:
     b: Tensor
 
 
-def causal_conv_step(x: Tensor, states: Tensor, slots: Tensor, weight: Tensor) -> Tensor:
-    """The convolution over one token each of several rows, and SiLU of it; ``states`` are updated
-    in place.
+def causal_conv_step(out: Tensor, x: Tensor, states: Tensor, slots: Tensor, weight: Tensor) -> None:
+    """The convolution over the first tokens, one of each row, and SiLU of it; ``states`` are
+    updated in place.
 
-    ``x`` [num_rows, channels]; ``states`` [num_slots, channels, width - 1], the inputs of the
-    tokens before; ``slots`` int64 [num_rows]; ``weight`` [channels, width], of which the last
-    column is the token's own. Returns [num_rows, channels].
+    ``out``, contiguous, and ``x`` [num_tokens, channels]; ``states`` [num_slots, channels,
+    width - 1], the inputs of the tokens before; ``slots`` int64 [num_rows], -1 of a token that is
+    left to others; ``weight`` [channels, width], of which the last column is the token's own.
     """
     if not use_triton(x):
-        return causal_conv_step_reference(x, states, slots, weight)
+        causal_conv_step_reference(out, x, states, slots, weight)
+        return
     from minisgl_backend.kernels.triton_kernels.gated_delta_kernels import launch_conv_step
 
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     launch_conv_step(out, x, states, slots, weight)
-    return out
 
 
-def causal_conv_runs(x: Tensor, states: Tensor, runs: Runs, weight: Tensor) -> Tensor:
-    """The same over the tokens of ``runs``; ``x`` [num_tokens, channels]."""
+def causal_conv_runs(out: Tensor, x: Tensor, states: Tensor, runs: Runs, weight: Tensor) -> None:
+    """The same over the tokens of ``runs``."""
     if not use_triton(x):
-        return causal_conv_runs_reference(x, states, runs, weight)
+        causal_conv_runs_reference(out, x, states, runs, weight)
+        return
     from minisgl_backend.kernels.triton_kernels.gated_delta_kernels import launch_conv_blocks
 
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     launch_conv_blocks(out, x, states, runs.blocks, runs.lines, weight)
-    return out
 
 
 def delta_step(
     out: Tensor, inputs: DeltaInputs, weights: DeltaWeights, states: Tensor, slots: Tensor
 ) -> None:
-    """The rule over one token each of several rows, whose ``states`` are updated in place; then the
-    norm of what each head reads, and its gate.
+    """The rule over the first tokens, one of each row, whose ``states`` are updated in place; then
+    the norm of what each head reads, and its gate.
 
-    ``out`` [num_rows, num_heads, value_dim] gets the result; ``states`` float32 [num_slots,
-    num_heads, key_dim, value_dim]; ``slots`` int64 [num_rows].
+    ``out`` [num_tokens, num_heads, value_dim] gets the result; ``states`` float32 [num_slots,
+    num_heads, key_dim, value_dim]; ``slots`` int64 [num_rows], -1 of a token that is left to
+    others.
     """
     if not use_triton(out):
         delta_step_reference(out, inputs, weights, states, slots)
@@ -171,7 +208,7 @@ def delta_step(
 def delta_runs(
     out: Tensor, inputs: DeltaInputs, weights: DeltaWeights, states: Tensor, runs: Runs
 ) -> None:
-    """The same over the tokens of ``runs``; ``out`` [num_tokens, num_heads, value_dim]."""
+    """The same over the tokens of ``runs``; all behind them is padding, and gets zeros."""
     if not use_triton(out):
         delta_runs_reference(out, inputs, weights, states, runs)
         return
@@ -192,17 +229,21 @@ def delta_runs(
     )
 
 
-def causal_conv_step_reference(x: Tensor, states: Tensor, slots: Tensor, weight: Tensor) -> Tensor:
+def causal_conv_step_reference(
+    out: Tensor, x: Tensor, states: Tensor, slots: Tensor, weight: Tensor
+) -> None:
     """The twin of ``causal_conv_step``."""
-    inputs = torch.cat([states[slots], x[..., None].to(states.dtype)], dim=-1)
+    of_rows, slots = _rows_of(slots)
+    inputs = torch.cat([states[slots], x[of_rows][..., None].to(states.dtype)], dim=-1)
     states[slots] = inputs[..., 1:]
-    return F.silu((at_least_float32(inputs) * weight).sum(-1)).to(x.dtype)
+    out[of_rows] = F.silu((at_least_float32(inputs) * weight).sum(-1)).to(x.dtype)
 
 
-def causal_conv_runs_reference(x: Tensor, states: Tensor, runs: Runs, weight: Tensor) -> Tensor:
+def causal_conv_runs_reference(
+    out: Tensor, x: Tensor, states: Tensor, runs: Runs, weight: Tensor
+) -> None:
     """The twin of ``causal_conv_runs``."""
-    out = torch.empty_like(x)
-    for run in runs.runs:
+    for run in runs.listed():
         state = torch.zeros_like(states[0]) if run.is_fresh else states[run.slot]
         begin = run.begin
         for end, slot in (*run.kept, (run.end, run.slot)):
@@ -210,15 +251,17 @@ def causal_conv_runs_reference(x: Tensor, states: Tensor, runs: Runs, weight: Te
                 out[begin:end], state = causal_conv(x[begin:end], state, weight)
             states[slot] = state
             begin = end
-    return out
 
 
 def delta_step_reference(
     out: Tensor, inputs: DeltaInputs, weights: DeltaWeights, states: Tensor, slots: Tensor
 ) -> None:
     """The twin of ``delta_step``."""
-    heads, rates = _heads(inputs, weights, states), _rates(inputs, weights)
-    out.copy_(_gated(delta_rule_step(*heads, *rates, states, slots), inputs.z, weights))
+    of_rows, slots = _rows_of(slots)
+    each = *_heads(inputs, weights, states), *_rates(inputs, weights)
+    q, k, v, g, beta = (of_all[of_rows] for of_all in each)
+    found = delta_rule_step(q, k, v, g, beta, states, slots)
+    out[of_rows] = _gated(found, inputs.z[of_rows], weights).to(out.dtype)
 
 
 def delta_runs_reference(
@@ -226,7 +269,8 @@ def delta_runs_reference(
 ) -> None:
     """The twin of ``delta_runs``."""
     each = *_heads(inputs, weights, states), *_rates(inputs, weights)
-    for run in runs.runs:
+    out[int(runs.blocks[-1, 1]) :] = 0
+    for run in runs.listed():
         state = torch.zeros_like(states[0]) if run.is_fresh else states[run.slot]
         begin = run.begin
         for end, slot in (*run.kept, (run.end, run.slot)):
@@ -236,6 +280,12 @@ def delta_runs_reference(
                 out[begin:end] = _gated(found, inputs.z[begin:end], weights)
             states[slot] = state
             begin = end
+
+
+def _rows_of(slots: Tensor) -> tuple[Tensor, Tensor]:
+    """The indices of the tokens that have slots, and these."""
+    found = (slots >= 0).nonzero().squeeze(1)
+    return found, slots[found]
 
 
 def _heads(

@@ -101,25 +101,18 @@ class GatedDeltaNet(nn.Module):
         b, a = self._rates(self.rates_proj(x, pdl=step.pdl))
         rows, states = step.recurrent, self.states
         assert rows is not None
-        if rows.begun is not None:
-            to, saved = rows.begun
-            for each in (states.conv, states.matrices):
-                each[to] = each[saved]
         weights = DeltaWeights(
             self.local.num_key_heads, self.log_decay, self.decay_bias, self.norm_weight, self.eps
         )
+        convolved = torch.empty(channels.shape, dtype=channels.dtype, device=channels.device)
         mixed = torch.empty(z.shape, dtype=z.dtype, device=z.device)
-        num_decodes = len(rows.decode_slots)
-        if num_decodes:
-            slots, one = rows.decode_slots, slice(num_decodes)
-            convolved = causal_conv_step(channels[one], states.conv, slots, self.conv)
-            inputs = DeltaInputs(convolved, z[one], a[one], b[one])
-            delta_step(mixed[one], inputs, weights, states.matrices, slots)
+        inputs = DeltaInputs(convolved, z, a, b)
+        if len(slots := rows.decode_slots):
+            causal_conv_step(convolved, channels, states.conv, slots, self.conv)
+            delta_step(mixed, inputs, weights, states.matrices, slots)
         if rows.runs is not None:
-            many = slice(num_decodes, None)
-            convolved = causal_conv_runs(channels[many], states.conv, rows.runs, self.conv)
-            inputs = DeltaInputs(convolved, z[many], a[many], b[many])
-            delta_runs(mixed[many], inputs, weights, states.matrices, rows.runs)
+            causal_conv_runs(convolved, channels, states.conv, rows.runs, self.conv)
+            delta_runs(mixed, inputs, weights, states.matrices, rows.runs)
         return mixed.flatten(1)
 
     def _inputs(self, projected: Tensor) -> tuple[Tensor, Tensor]:

@@ -53,14 +53,12 @@ class LayerStates:
 class RecurrentRows:
     """Which tokens of a step are whose, for layers with recurrent states.
 
-    ``decode_slots`` int64 [num_decodes]: the slots of the decoding rows, whose tokens come first.
-    ``runs`` are the other tokens. ``begun`` int64 [2, num_begun]: slots of rows that get, before
-    anything else, the states in other slots, those of snapshots.
+    ``decode_slots`` int64 [num_decodes]: the slots of the decoding rows, whose tokens come first;
+    -1 of a token that is none of theirs. ``runs`` are the other tokens.
     """
 
     decode_slots: Tensor
     runs: Runs | None = None
-    begun: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

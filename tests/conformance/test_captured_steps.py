@@ -84,7 +84,14 @@ def _tensors(output: object) -> list[Tensor]:
 
 @pytest.mark.parametrize(
     ("case", "overlap"),
-    [("llama-biases", True), ("mistral-window", False), ("qwen3", True), ("qwen3-moe", True)],
+    [
+        ("llama-biases", True),
+        ("mistral-window", False),
+        ("qwen3", True),
+        ("qwen3-moe", True),
+        ("qwen3.5", True),
+        ("qwen3.5-experts", False),
+    ],
 )
 def test_tokens_equal_those_of_launched_steps(
     case: str, overlap: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

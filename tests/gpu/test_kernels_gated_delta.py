@@ -11,7 +11,14 @@ from torch import Tensor
 
 from minisgl_backend.kernels import gated_delta
 from minisgl_backend.kernels.dispatch import is_interpreted
-from minisgl_backend.kernels.gated_delta import DeltaInputs, DeltaWeights, Run, Runs
+from minisgl_backend.kernels.gated_delta import (
+    DeltaInputs,
+    DeltaWeights,
+    Run,
+    Runs,
+    num_blocks,
+    runs_table,
+)
 from tests.gpu.compare import TOLERANCE, assert_close, relative_error
 
 TINY = (2, 4, 16, 24)
@@ -61,31 +68,34 @@ def test_conv_step(device: torch.device, dtype: torch.dtype, channels: int, widt
     x = torch.randn(3, channels + 8, device=device).to(dtype)[:, :channels]
     weight = torch.randn(channels, width, device=device).to(dtype)
     states = torch.randn(6, channels, width - 1, device=device).to(dtype)
-    slots, before = torch.tensor([4, 0, 2], device=device), states.clone()
-    expected = gated_delta.causal_conv_step_reference(x, before, slots, weight)
-    assert_close(gated_delta.causal_conv_step(x, states, slots, weight), expected)
+    slots, before = torch.tensor([4, -1, 2], device=device), states.clone()
+    out, expected = (torch.full_like(x, 7.0).contiguous() for _ in range(2))
+    gated_delta.causal_conv_step_reference(expected, x, before, slots, weight)
+    gated_delta.causal_conv_step(out, x, states, slots, weight)
+    assert_close(out, expected)
     assert torch.equal(states, before)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_delta_step(device: torch.device, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     inputs, weights = made_inputs(shape, 3, device, dtype), made_weights(shape, device, dtype)
-    states, slots = made_states(shape, 6, device), torch.tensor([4, 0, 2], device=device)
+    states, slots = made_states(shape, 6, device), torch.tensor([4, -1, 2], device=device)
     before = states.clone()
-    out, expected = (torch.empty_like(inputs.z).contiguous() for _ in range(2))
+    out, expected = (torch.full_like(inputs.z, 7.0).contiguous() for _ in range(2))
     gated_delta.delta_step_reference(expected, inputs, weights, before, slots)
     gated_delta.delta_step(out, inputs, weights, states, slots)
     assert_close(out, expected)
     assert_states_close(states, before, torch.float32)
-    assert torch.equal(states[[1, 3, 5]], before[[1, 3, 5]])
+    assert torch.equal(states[[0, 1, 3, 5]], before[[0, 1, 3, 5]])
 
 
 RUNS = [
     (Run(0, 1, 3, True),),
     (Run(0, 2, 3, False, ((1, 5),)), Run(2, 4, 1, True, ((3, 6), (4, 7)))),
     (Run(0, 64, 2, False), Run(64, 129, 0, True), Run(129, 131, 1, False)),
-    (Run(0, 200, 1, False, ((16, 4), (80, 5), (200, 6))), Run(200, 263, 0, True, ((248, 7),))),
+    (Run(5, 205, 1, False, ((21, 4), (85, 5), (205, 6))), Run(205, 268, 0, True, ((253, 7),))),
 ]
+"""Tokens before the first are those of decoding rows."""
 
 
 @pytest.mark.parametrize("width", [2, 4])
@@ -98,25 +108,35 @@ def test_conv_runs(
     weight = torch.randn(channels, width, device=device).to(dtype)
     states = torch.randn(8, channels, width - 1, device=device).to(dtype)
     before = states.clone()
-    expected = gated_delta.causal_conv_runs_reference(x, before, many, weight)
-    assert_close(gated_delta.causal_conv_runs(x, states, many, weight), expected)
+    out, expected = (torch.full_like(x, 7.0).contiguous() for _ in range(2))
+    gated_delta.causal_conv_runs_reference(expected, x, before, many, weight)
+    gated_delta.causal_conv_runs(out, x, states, many, weight)
+    assert_close(out, expected)
     assert torch.equal(states, before)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("runs", RUNS)
+@pytest.mark.parametrize("padding", [0, 3])
 def test_delta_runs(
-    device: torch.device, dtype: torch.dtype, shape: tuple[int, ...], runs: tuple[Run, ...]
+    device: torch.device,
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    runs: tuple[Run, ...],
+    padding: int,
 ) -> None:
-    num_tokens, many = runs[-1].end, runs_on(device, runs)
-    inputs = made_inputs(shape, num_tokens, device, dtype)
+    end = runs[-1].end
+    table = runs_table(runs, num_blocks(runs) + padding, len(runs) + padding, end=end)
+    many = Runs.over(torch.from_numpy(table).to(device), len(runs) + padding)
+    inputs = made_inputs(shape, end + 9 * padding, device, dtype)
     weights = made_weights(shape, device, dtype)
     states = made_states(shape, 8, device)
     states[[run.slot for run in runs if run.is_fresh]] = torch.nan  # left by another request
     before = states.clone()
-    out, expected = (torch.empty_like(inputs.z).contiguous() for _ in range(2))
+    out, expected = (torch.full_like(inputs.z, 7.0).contiguous() for _ in range(2))
     gated_delta.delta_runs_reference(expected, inputs, weights, before, many)
     gated_delta.delta_runs(out, inputs, weights, states, many)
+    assert (out[: runs[0].begin] == 7).all() and not out[end:].any()
     tolerance = 5e-5 if dtype == torch.float32 else 2 * TOLERANCE[dtype]
     assert relative_error(out, expected) < tolerance
     for slot in range(len(states)):
@@ -149,5 +169,13 @@ def test_runs_are_cut_into_blocks() -> None:
         [70, 71, -1, 1],
     ]
     assert runs.lines.tolist() == [[0, 3, 2, 0], [3, 4, 1, 1]]
-    assert runs.blocks.dtype == torch.int32 and isinstance(runs.runs[0], Run)
+    assert runs.blocks.dtype == torch.int32
     assert np.diff(runs.lines[:, :2].numpy()).sum() == len(runs.blocks)
+
+
+@pytest.mark.parametrize("runs", [(), *RUNS])
+def test_what_kernels_read_tells_the_runs(runs: tuple[Run, ...]) -> None:
+    table = torch.from_numpy(runs_table(runs, num_blocks(runs) + 2, len(runs) + 1, end=300))
+    padded = Runs.over(table, len(runs) + 1)
+    assert padded.listed() == list(runs)
+    assert padded.blocks[-2:].tolist() == [[300, 300, -1, 0]] * 2

@@ -80,8 +80,11 @@ def test_the_convolution_goes_on_where_it_was_cut() -> None:
     first, state = causal_conv(x[:2], torch.zeros(5, 3), weight)
     states = torch.zeros(2, 5, 3)
     states[1] = state
-    steps = [causal_conv_step(x[i : i + 1], states, torch.tensor([1]), weight) for i in range(2, 9)]
-    torch.testing.assert_close(torch.cat([first, *steps]), expected)
+    found = torch.cat([first, torch.empty(7, 5)])
+    for i in range(2, 9):
+        one = slice(i, i + 1)
+        causal_conv_step(found[one], x[one], states, torch.tensor([1]), weight)
+    torch.testing.assert_close(found, expected)
     torch.testing.assert_close(states[1], last)
     assert not states[0].any()
 
@@ -100,18 +103,19 @@ def test_runs_give_what_steps_give() -> None:
     runs = (Run(0, 2, 3, False, ((1, 5),)), Run(2, 80, 1, True, ((66, 0), (80, 4))))
     convs, matrices = conv.clone(), states.clone()
     many = Runs.of(runs, torch.from_numpy)
-    found = torch.empty_like(z)
-    inputs = DeltaInputs(causal_conv_runs(x, convs, many, weight), z, a, b)
+    found, convolved = torch.empty_like(z), torch.empty_like(x)
+    causal_conv_runs(convolved, x, convs, many, weight)
+    inputs = DeltaInputs(convolved, z, a, b)
     delta_runs(found, inputs, weights, matrices, many)
     conv[1], states[1] = 0.0, 0.0
     for run in runs:
         slot = torch.tensor([run.slot])
         for token in range(run.begin, run.end):
             one = slice(token, token + 1)
-            channels, expected = causal_conv_step(x[one], conv, slot, weight), z[one].clone()
-            delta_step(
-                expected, DeltaInputs(channels, z[one], a[one], b[one]), weights, states, slot
-            )
+            channels, expected = x[one].clone(), z[one].clone()
+            causal_conv_step(channels, x[one], conv, slot, weight)
+            of_token = DeltaInputs(channels, z[one], a[one], b[one])
+            delta_step(expected, of_token, weights, states, slot)
             torch.testing.assert_close(found[one], expected, rtol=1e-4, atol=1e-5)
             for end, kept in run.kept:
                 if end == token + 1:

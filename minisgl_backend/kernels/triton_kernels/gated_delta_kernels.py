@@ -9,6 +9,9 @@ state once. Prompts take five:
     _chain_blocks     the states, from block to block, and what the tokens read of them
     _gated_norm       the norm and the gate of the output
 
+Slots, blocks and runs may be padding (``minisgl_backend.kernels.gated_delta``), so that one CUDA
+graph bears steps of different rows: their programs end at once.
+
 Names of dimensions: K of a key, V of a value, each padded to a power of two (KP, VP).
 """
 
@@ -49,6 +52,8 @@ def _conv_step(
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = c < CHANNELS
     slot = tl.load(slots_ptr + row).to(tl.int64)
+    if slot < 0:
+        return
     state_ptr = states_ptr + (slot * CHANNELS + c) * (WIDTH - 1)
     x = tl.load(x_ptr + row * x_stride + c, mask=mask, other=0.0)
     own = tl.load(weight_ptr + c * WIDTH + WIDTH - 1, mask=mask, other=0.0)
@@ -65,7 +70,7 @@ def _conv_step(
 
 def launch_conv_step(out: Tensor, x: Tensor, states: Tensor, slots: Tensor, weight: Tensor) -> None:
     """See ``minisgl_backend.kernels.gated_delta.causal_conv_step``."""
-    num_rows, channels = x.shape
+    num_rows, channels = len(slots), x.shape[1]
     if num_rows == 0:
         return
     assert states.is_contiguous() and weight.is_contiguous() and out.is_contiguous()
@@ -114,6 +119,8 @@ def _rule_step(
     i, j = tl.arange(0, KP), tl.arange(0, VP)
     in_k, in_v = i < K, j < V
     slot = tl.load(slots_ptr + row).to(tl.int64)
+    if slot < 0:
+        return
     at = states_ptr + (slot * HEADS + head) * (K * V) + i[:, None] * V + j[None, :]
     in_state = in_k[:, None] & in_v[None, :]
     state = tl.load(at, mask=in_state, other=0.0)  # [KP, VP]
@@ -161,8 +168,7 @@ def launch_rule_step(
 ) -> None:
     """See ``minisgl_backend.kernels.gated_delta.delta_step``. ``weights``: log rates and biases of
     the decay, weight of the norm."""
-    num_rows, num_heads, value_dim = out.shape
-    key_dim = states.shape[2]
+    num_rows, (num_heads, key_dim, value_dim) = len(slots), states.shape[1:]
     if num_rows == 0:
         return
     assert states.is_contiguous() and out.is_contiguous()
@@ -219,6 +225,8 @@ def _conv_blocks(
 ):
     block_ptr = blocks_ptr + tl.program_id(0) * 4
     begin, end = tl.load(block_ptr), tl.load(block_ptr + 1)
+    if begin >= end:
+        return
     kept = tl.load(block_ptr + 2).to(tl.int64)
     run_ptr = runs_ptr + tl.load(block_ptr + 3) * 4
     first = tl.load(blocks_ptr + tl.load(run_ptr) * 4)
@@ -262,9 +270,11 @@ def _keep_inputs(
     BLOCK: tl.constexpr,
 ):
     run_ptr = runs_ptr + tl.program_id(0) * 4
+    slot = tl.load(run_ptr + 2).to(tl.int64)
+    if slot < 0:
+        return
     first = tl.load(blocks_ptr + tl.load(run_ptr) * 4)
     end = tl.load(blocks_ptr + (tl.load(run_ptr + 1) - 1) * 4 + 1)
-    slot = tl.load(run_ptr + 2).to(tl.int64)
     is_known = tl.load(run_ptr + 3) == 0
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = c < CHANNELS
@@ -386,6 +396,8 @@ def _solve_blocks(
 ):
     block, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     begin, end = tl.load(blocks_ptr + block * 4), tl.load(blocks_ptr + block * 4 + 1)
+    if begin >= end:
+        return
     n, i, j = tl.arange(0, TOKENS), tl.arange(0, KP), tl.arange(0, VP)
     t = (begin + n).to(tl.int64)
     inside = t < end
@@ -455,6 +467,8 @@ def _chain_blocks(
     head = tl.program_id(1)
     first, last = tl.load(run_ptr), tl.load(run_ptr + 1)
     slot = tl.load(run_ptr + 2).to(tl.int64)
+    if slot < 0:
+        return
     is_known = tl.load(run_ptr + 3) == 0
     n, i = tl.arange(0, TOKENS), tl.arange(0, KP)
     j = tl.program_id(2) * PART + tl.arange(0, PART)
@@ -491,24 +505,29 @@ def _chain_blocks(
     tl.store(head_ptr + slot * (HEADS * K * V), state, mask=in_state)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["last_block"], do_not_specialize_on_alignment=["blocks_ptr"])
 def _gated_norm(
     out_ptr,
     z_ptr,
     norm_ptr,
+    blocks_ptr,
     z_stride,
     num_lines,
+    last_block,
     eps,
     HEADS: tl.constexpr,
     V: tl.constexpr,
     VP: tl.constexpr,
     LINES: tl.constexpr,
 ):
+    # lines of tokens:  decoding rows, done | [begin, end) runs | padding, which gets zeros
     line = tl.program_id(0).to(tl.int64) * LINES + tl.arange(0, LINES)
+    begin = tl.load(blocks_ptr) * HEADS
+    end = tl.load(blocks_ptr + last_block * 4 + 1) * HEADS
     j = tl.arange(0, VP)
-    mask = (line < num_lines)[:, None] & (j < V)[None, :]
+    mask = ((line >= begin) & (line < num_lines))[:, None] & (j < V)[None, :]
     at = out_ptr + line[:, None] * V + j[None, :]
-    x = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    x = tl.load(at, mask=mask & (line < end)[:, None], other=0.0).to(tl.float32)
     z_at = z_ptr + (line // HEADS)[:, None] * z_stride + (line % HEADS)[:, None] * V + j[None, :]
     z = tl.load(z_at, mask=mask, other=0.0).to(tl.float32)
     weight = tl.load(norm_ptr + j, mask=j < V, other=0.0).to(tl.float32)
@@ -604,8 +623,10 @@ def launch_rule_blocks(
         out,
         z,
         norm,
+        blocks,
         z.stride(0),
         num_tokens * num_heads,
+        num_blocks - 1,
         eps,
         HEADS=num_heads,
         V=value_dim,

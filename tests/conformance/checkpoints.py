@@ -23,6 +23,10 @@ from transformers import (
     Gemma4ForCausalLM,
     Gemma4ForConditionalGeneration,
     Gemma4TextConfig,
+    Gemma4UnifiedConfig,
+    Gemma4UnifiedForCausalLM,
+    Gemma4UnifiedForConditionalGeneration,
+    Gemma4UnifiedTextConfig,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
     GptOssConfig,
@@ -315,6 +319,29 @@ def _gemma4_multimodal() -> PreTrainedModel:
     return model
 
 
+def _gemma4_unified_text(**changes: Any) -> dict[str, Any]:
+    text = {key: value for key, value in _GEMMA_4.items() if "per_layer" not in key}
+    return {**_SHAPE, **text, "pad_token_id": 0, **changes}
+
+
+def _gemma4_unified() -> PreTrainedModel:
+    config = Gemma4UnifiedTextConfig(**_gemma4_unified_text())
+    model = Gemma4UnifiedForCausalLM(config)
+    _draw_scalars(model)
+    return model
+
+
+def _gemma4_unified_multimodal() -> PreTrainedModel:
+    text = _gemma4_unified_text(attention_k_eq_v=True, num_global_key_value_heads=1)
+    vision = {"mm_embed_dim": 32, "output_proj_dims": 32, "mm_posemb_size": 16, "patch_size": 4}
+    config = Gemma4UnifiedConfig(
+        text_config=text, vision_config=vision, audio_config={"audio_embed_dim": 16}
+    )
+    model = Gemma4UnifiedForConditionalGeneration(config)
+    _draw_scalars(model)
+    return model
+
+
 def _draw_scalars(model: PreTrainedModel) -> None:
     """They are ones in a new model."""
     for name, buffer in model.named_buffers():
@@ -534,6 +561,8 @@ CASES: Final[Mapping[str, Callable[[], PreTrainedModel]]] = MappingProxyType(
             tie_word_embeddings=True,
             linear_num_key_heads=4,
         ),
+        "gemma4-unified": _gemma4_unified,
+        "gemma4-unified-multimodal": _gemma4_unified_multimodal,
     }
 )
 

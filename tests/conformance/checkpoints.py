@@ -383,6 +383,12 @@ _DELTA: Final = MappingProxyType(
 )
 
 
+_WIDE_DELTA: Final = MappingProxyType(
+    {"linear_key_head_dim": 64, "linear_value_head_dim": 64, "num_hidden_layers": 4}
+)
+"""Sizes at which the parts of merged projections end where blocks of 64 do, also on two ranks."""
+
+
 def _qwen3_5(**changes: Any) -> PreTrainedModel:
     return Qwen3_5ForCausalLM(Qwen3_5TextConfig(**{**_SHAPE, **_DELTA, **changes}))
 
@@ -645,6 +651,10 @@ def write_model(name: str, folder: Path) -> None:
             **sizes, moe_intermediate_size=192, num_experts=4, decoder_sparse_step=2
         ),
         "quantized-phi": lambda: _phi3(**sizes),
+        "quantized-hybrid": lambda: _qwen3_5(**sizes, **_WIDE_DELTA),
+        "quantized-hybrid-moe": lambda: _qwen3_next(
+            **sizes, **_WIDE_DELTA, moe_intermediate_size=192, num_experts=4
+        ),
         "quantized-gpt-oss": lambda: _gpt_oss(
             **{**sizes, "intermediate_size": 160}, num_hidden_layers=2, num_local_experts=4
         ),

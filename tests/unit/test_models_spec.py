@@ -803,6 +803,12 @@ def test_queries_of_ministral_3_grow() -> None:
     spec = parse_spec(values)
     assert (spec.rope.query_growth, spec.rope.original_max_positions) == (0.1, 16384)
     assert spec.context == 262144
+    none = {**text, "rope_parameters": {**rope, "llama_4_scaling_beta": 0.0}}
+    assert parse_spec({**values, "text_config": none}).rope.query_growth == 0
+    for wrong in (-0.1, None, float("nan")):
+        rope_parameters = {**rope, "llama_4_scaling_beta": wrong}
+        with pytest.raises(ConfigError, match="llama_4_scaling_beta"):
+            parse_spec({**values, "text_config": {**text, "rope_parameters": rope_parameters}})
     with pytest.raises(ConfigError, match="rope_parameters is missing"):
         parse_spec({**values, "text_config": text})
 

@@ -580,7 +580,7 @@ _SEEDS: Final = MappingProxyType({"dots1": 1001, "glm4-moe-groups": 1002, "gpt-o
 def write_checkpoint(case: str, folder: Path, *, shard_size: str = "5GB") -> Any:
     """Make the model of ``case`` from a fixed seed and save it; returns it for reference."""
     model: Any = CASES[case]()
-    _draw(model, seed=_SEEDS.get(case, list(CASES).index(case)))
+    draw(model, seed=_SEEDS.get(case, list(CASES).index(case)))
     return _saved(model, folder, shard_size)
 
 
@@ -595,7 +595,7 @@ def write_broad_checkpoint(folder: Path, **changes: Any) -> Any:
         head_dim=64,
         **changes,
     )
-    _draw(model, seed=99, spread=0.06)
+    draw(model, seed=99, spread=0.06)
     return _saved(model, folder)
 
 
@@ -610,7 +610,7 @@ def write_broad_experts_checkpoint(folder: Path) -> Any:
         num_experts=128,
         num_experts_per_tok=8,
     )
-    _draw(model, seed=98, spread=0.06)
+    draw(model, seed=98, spread=0.06)
     for layer in model.model.layers:
         layer.mlp.gate.weight.data *= 4  # in 16 bits others are the last choices, of little weight
     return _saved(model, folder)
@@ -629,7 +629,7 @@ def write_broad_hybrid_checkpoint(folder: Path) -> Any:
         linear_key_head_dim=128,
         linear_value_head_dim=128,
     )
-    _draw(model, seed=98, spread=0.06)
+    draw(model, seed=98, spread=0.06)
     return _saved(model, folder)
 
 
@@ -660,11 +660,11 @@ def write_model(name: str, folder: Path) -> None:
         ),
     }
     model: Any = made[name]()
-    _draw(model, seed=17, spread=0.12)
+    draw(model, seed=17, spread=0.12)
     model.save_pretrained(folder)
 
 
-def _draw(model: PreTrainedModel, seed: int, spread: float = 0.25) -> None:
+def draw(model: PreTrainedModel, seed: int, spread: float = 0.25) -> None:
     """Random values everywhere: norms of 1 and biases of 0 would hide that they are left out."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

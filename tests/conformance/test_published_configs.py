@@ -14,7 +14,9 @@ from types import MappingProxyType
 from typing import Any, Final
 
 import pytest
+import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from tests.conformance.checkpoints import CONTEXT, VOCAB_SIZE, draw
 from tests.conformance.engines import TinyEngine, load_model, prompts_with_shared_prefixes
@@ -248,6 +250,97 @@ CONFIGS: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
             "vision_config": {"model_type": "pixtral", "rope_theta": 10000.0, **_VISION},
             "vision_feature_layer": -1,
         },
+        "ministral-3": {
+            "architectures": ["Mistral3ForConditionalGeneration"],
+            "model_type": "mistral3",
+            "image_token_index": 10,
+            "multimodal_projector_bias": False,
+            "projector_hidden_act": "gelu",
+            "spatial_merge_size": 2,
+            "text_config": {
+                "model_type": "ministral3",
+                "head_dim": 32,
+                "max_position_embeddings": CONTEXT,
+                "rms_norm_eps": 1e-05,
+                "rope_parameters": {
+                    "beta_fast": 32.0,
+                    "beta_slow": 1.0,
+                    "factor": 8.0,
+                    "llama_4_scaling_beta": 0.1,
+                    "mscale": 1.0,
+                    "mscale_all_dim": 1.0,
+                    "original_max_position_embeddings": 32,
+                    "rope_theta": 1000000.0,
+                    "rope_type": "yarn",
+                    "type": "yarn",
+                },
+                "sliding_window": None,
+                "tie_word_embeddings": True,
+                **_SIZES,
+                **_NO_EOS,
+            },
+            "vision_config": {"model_type": "pixtral", **_VISION},
+            "vision_feature_layer": -1,
+        },
+        "ministral-3-without-growth": {
+            "architectures": ["Ministral3ForCausalLM"],
+            "model_type": "ministral3",
+            "head_dim": 32,
+            "max_position_embeddings": CONTEXT,
+            "rope_parameters": {
+                "beta_fast": 4.0,
+                "beta_slow": 1.0,
+                "factor": 8.0,
+                "llama_4_scaling_beta": 0.0,
+                "mscale": 1.0,
+                "mscale_all_dim": 0.0,
+                "original_max_position_embeddings": 32,
+                "rope_theta": 1000000.0,
+                "rope_type": "yarn",
+            },
+            **_SIZES,
+        },
+        "gemma-4": {
+            "architectures": ["Gemma4ForConditionalGeneration"],
+            "model_type": "gemma4",
+            "audio_config": None,
+            "text_config": {
+                "model_type": "gemma4_text",
+                "attention_k_eq_v": False,
+                "enable_moe_block": False,
+                "expert_intermediate_size": None,
+                "final_logit_softcapping": 30.0,
+                "global_head_dim": 32,
+                "head_dim": 16,
+                "hidden_activation": "gelu_pytorch_tanh",
+                "hidden_size_per_layer_input": 12,
+                "layer_types": ["sliding_attention", "full_attention"] * 2,
+                "max_position_embeddings": CONTEXT,
+                "moe_intermediate_size": None,
+                "num_experts": None,
+                "num_global_key_value_heads": None,
+                "num_kv_shared_layers": 2,
+                "rope_parameters": {
+                    "full_attention": {
+                        "partial_rotary_factor": 0.25,
+                        "rope_theta": 1000000.0,
+                        "rope_type": "proportional",
+                    },
+                    "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"},
+                },
+                "sliding_window": 20,
+                "tie_word_embeddings": True,
+                "top_k_experts": None,
+                "use_bidirectional_attention": None,
+                "use_double_wide_mlp": True,
+                "vocab_size_per_layer_input": VOCAB_SIZE,
+                **_SIZES,
+                **_NO_EOS,
+                "pad_token_id": 0,
+            },
+            "tie_word_embeddings": True,
+            "vision_config": {"num_key_value_heads": 2, **_VISION},
+        },
         "phi-4-mini": {
             "architectures": ["Phi3ForCausalLM"],
             "model_type": "phi3",
@@ -333,6 +426,15 @@ CONFIGS: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
     }
 )
 
+LEFT_OUT: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
+    {
+        "glm-4.5-air": ("model.layers.4.eh_proj.weight", "model.layers.4.shared_head.head.weight"),
+        "qwen3-next": ("mtp.fc.weight", "mtp.layers.0.self_attn.q_proj.weight"),
+        "qwen3.5": ("mtp.fc.weight", "mtp.layers.0.mlp.experts.gate_up_proj"),
+    }
+)
+"""What publishers ship beside what transformers computes: layers that predict further tokens."""
+
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_tokens_are_equal(name: str, tmp_path: Path) -> None:
@@ -347,6 +449,9 @@ def test_tokens_are_equal(name: str, tmp_path: Path) -> None:
     draw(theirs, seed=len(name))
     theirs.eval().save_pretrained(tmp_path)
     path.write_text(spelled)  # transformers has written its own
+    weights = tmp_path / "model.safetensors"
+    others = {other: torch.ones(2, 2) for other in LEFT_OUT.get(name, ())}
+    save_file(load_file(weights) | others, weights)
     prompts = prompts_with_shared_prefixes(vocab_size=VOCAB_SIZE, longest=110, seed=7)
     model = load_model(tmp_path, context=CONTEXT)
     with TinyEngine(model, context=CONTEXT, page_size=16) as engine:

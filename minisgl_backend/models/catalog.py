@@ -23,6 +23,8 @@ from minisgl_backend.models.families.gemma import (
     read_gemma3_text,
     read_gemma4,
     read_gemma4_text,
+    read_gemma4_unified,
+    read_gemma4_unified_text,
 )
 from minisgl_backend.models.families.gpt_oss import read_gpt_oss
 from minisgl_backend.models.families.llama import read_granite, read_llama, read_smollm3
@@ -112,6 +114,8 @@ ARCHITECTURES: Final[Mapping[str, Callable[[ConfigReader], ModelSpec]]] = Mappin
         "Gemma3ForConditionalGeneration": read_gemma3,
         "Gemma4ForCausalLM": read_gemma4_text,
         "Gemma4ForConditionalGeneration": read_gemma4,
+        "Gemma4UnifiedForCausalLM": read_gemma4_unified_text,
+        "Gemma4UnifiedForConditionalGeneration": read_gemma4_unified,
         "GraniteForCausalLM": read_granite,
         "SmolLM3ForCausalLM": read_smollm3,
         "GptOssForCausalLM": read_gpt_oss,

@@ -106,6 +106,11 @@ def tensor_files(folder: Path) -> TensorFiles:
         raise ConfigError(
             f"{folder} holds GGUF files, which are not supported; only safetensors are read"
         )
+    if any(folder.glob("consolidated*.safetensors")):
+        raise ConfigError(
+            f"{folder} holds weights by Mistral's own names (consolidated.safetensors) only, which "
+            f"are not supported; needed is {_SINGLE} or {_INDEX}"
+        )
     if any(folder.glob("*.bin")) or any(folder.glob("*.pt*")):
         raise ConfigError(f"{folder} holds pickled weights only; only safetensors are read")
     raise ConfigError(f"{folder} holds neither {_SINGLE} nor {_INDEX}")

@@ -75,8 +75,15 @@ class ConfigReader:
         """As ``integer``, but null means None rather than the default."""
         return None if key in self.nulls else self.integer(key, default)
 
-    def number(self, key: str, default: float | None = None, *, maximum: float = math.inf) -> float:
-        """A positive, finite number up to ``maximum``."""
+    def number(
+        self,
+        key: str,
+        default: float | None = None,
+        *,
+        maximum: float = math.inf,
+        or_zero: bool = False,
+    ) -> float:
+        """A positive, finite number up to ``maximum``, or perhaps 0."""
         value = self._get(key, default)
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise self.error(key, "a number", value)
@@ -84,7 +91,7 @@ class ConfigReader:
             number = float(value)
         except OverflowError:  # JSON's integers may be of any size
             number = math.inf
-        if not math.isfinite(number) or number <= 0:
+        if not math.isfinite(number) or number < 0 or (number == 0 and not or_zero):
             raise self.error(key, "positive and finite", value)
         if number > maximum:
             raise self.error(key, f"at most {maximum:g}", value)

@@ -16,6 +16,8 @@ from minisgl_backend.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 PATTERNS: Final = ("*.json", "*.safetensors", "*.jinja")
+NEEDLESS: Final = ("original/*", "consolidated*.safetensors")
+"""The same weights once more by other names, as gpt-oss and Mistral's models come with them."""
 
 Download = Callable[[str, list[str]], str]
 """Fetches the files of a model id that match the patterns; returns their folder."""
@@ -29,10 +31,10 @@ def resolve_model(model: str, source: str = "hf", *, download: Download | None =
     folder = Path(model).expanduser()
     if folder.is_dir():
         if not (folder / "config.json").exists():
-            gguf = (
-                ", only GGUF files, which are not supported" if any(folder.glob("*.gguf")) else ""
-            )
-            raise ConfigError(f"{folder} holds no config.json{gguf}")
+            others = {"GGUF files": "*.gguf", "Mistral's params.json": "params.json"}
+            found = [name for name, pattern in others.items() if any(folder.glob(pattern))]
+            only = f", only {found[0]}: this format is not supported" if found else ""
+            raise ConfigError(f"{folder} holds no config.json{only}")
         return folder
     if folder.suffix == ".gguf":
         raise ConfigError(f"{folder}: GGUF files are not supported; give a folder of safetensors")
@@ -64,7 +66,7 @@ def _is_id(model: str) -> bool:
 def _hugging_face(model: str, patterns: list[str]) -> str:
     from huggingface_hub import snapshot_download
 
-    return snapshot_download(model, allow_patterns=patterns)
+    return snapshot_download(model, allow_patterns=patterns, ignore_patterns=list(NEEDLESS))
 
 
 def _modelscope(model: str, patterns: list[str]) -> str:
@@ -74,4 +76,4 @@ def _modelscope(model: str, patterns: list[str]) -> str:
         raise ConfigError(
             "model_source modelscope needs the modelscope package: pip install modelscope"
         ) from None
-    return str(snapshot_download(model, allow_patterns=patterns))
+    return str(snapshot_download(model, allow_patterns=patterns, ignore_patterns=list(NEEDLESS)))

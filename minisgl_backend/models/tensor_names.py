@@ -36,7 +36,7 @@ _STACKED: Final = re.compile(
 BODY: Final = ("embed_tokens.", "layers.", "norm.")
 """How names begin in a checkpoint of the layers alone, without ``model.`` before them."""
 _OTHER_PARTS: Final = re.compile(
-    r"(?:model\.)?(?:vision_tower|vision_model|visual|multi_modal_projector|audio_tower|embed_vision|embed_audio)\."
+    r"(?:model\.)?(?:vision_tower|vision_model|visual|multi_modal_projector|audio_tower|embed_vision|embed_audio|vision_embedder)\."
 )
 
 

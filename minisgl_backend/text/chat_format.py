@@ -15,7 +15,11 @@ from jinja2 import meta, nodes
 
 ToolDialect: TypeAlias = Literal["hermes", "llama3_json", "mistral", "harmony"]
 
-_THINKING: Final = (("[THINK]", "[/THINK]"), ("<think>", "</think>"))
+_THINKING: Final = (
+    ("[THINK]", "[/THINK]"),
+    ("<think>", "</think>"),
+    ("<|channel>thought", "<channel|>"),
+)
 _ANALYSIS: Final = ("<|channel|>analysis<|message|>", "<|end|>")
 """Around the thoughts of an answer in channels."""
 _MARKS: Final[dict[ToolDialect, tuple[str, ...]]] = {

@@ -23,6 +23,10 @@ from transformers import (
     Gemma4ForCausalLM,
     Gemma4ForConditionalGeneration,
     Gemma4TextConfig,
+    Gemma4UnifiedConfig,
+    Gemma4UnifiedForCausalLM,
+    Gemma4UnifiedForConditionalGeneration,
+    Gemma4UnifiedTextConfig,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
     GptOssConfig,
@@ -315,6 +319,29 @@ def _gemma4_multimodal() -> PreTrainedModel:
     return model
 
 
+def _gemma4_unified_text(**changes: Any) -> dict[str, Any]:
+    text = {key: value for key, value in _GEMMA_4.items() if "per_layer" not in key}
+    return {**_SHAPE, **text, "pad_token_id": 0, **changes}
+
+
+def _gemma4_unified() -> PreTrainedModel:
+    config = Gemma4UnifiedTextConfig(**_gemma4_unified_text())
+    model = Gemma4UnifiedForCausalLM(config)
+    _draw_scalars(model)
+    return model
+
+
+def _gemma4_unified_multimodal() -> PreTrainedModel:
+    text = _gemma4_unified_text(attention_k_eq_v=True, num_global_key_value_heads=1)
+    vision = {"mm_embed_dim": 32, "output_proj_dims": 32, "mm_posemb_size": 16, "patch_size": 4}
+    config = Gemma4UnifiedConfig(
+        text_config=text, vision_config=vision, audio_config={"audio_embed_dim": 16}
+    )
+    model = Gemma4UnifiedForConditionalGeneration(config)
+    _draw_scalars(model)
+    return model
+
+
 def _draw_scalars(model: PreTrainedModel) -> None:
     """They are ones in a new model."""
     for name, buffer in model.named_buffers():
@@ -354,6 +381,12 @@ _DELTA: Final = MappingProxyType(
         "layer_types": [*["linear_attention"] * 2, "full_attention", "linear_attention"],
     }
 )
+
+
+_WIDE_DELTA: Final = MappingProxyType(
+    {"linear_key_head_dim": 64, "linear_value_head_dim": 64, "num_hidden_layers": 4}
+)
+"""Sizes at which the parts of merged projections end where blocks of 64 do, also on two ranks."""
 
 
 def _qwen3_5(**changes: Any) -> PreTrainedModel:
@@ -534,6 +567,8 @@ CASES: Final[Mapping[str, Callable[[], PreTrainedModel]]] = MappingProxyType(
             tie_word_embeddings=True,
             linear_num_key_heads=4,
         ),
+        "gemma4-unified": _gemma4_unified,
+        "gemma4-unified-multimodal": _gemma4_unified_multimodal,
     }
 )
 
@@ -545,7 +580,7 @@ _SEEDS: Final = MappingProxyType({"dots1": 1001, "glm4-moe-groups": 1002, "gpt-o
 def write_checkpoint(case: str, folder: Path, *, shard_size: str = "5GB") -> Any:
     """Make the model of ``case`` from a fixed seed and save it; returns it for reference."""
     model: Any = CASES[case]()
-    _draw(model, seed=_SEEDS.get(case, list(CASES).index(case)))
+    draw(model, seed=_SEEDS.get(case, list(CASES).index(case)))
     return _saved(model, folder, shard_size)
 
 
@@ -560,7 +595,7 @@ def write_broad_checkpoint(folder: Path, **changes: Any) -> Any:
         head_dim=64,
         **changes,
     )
-    _draw(model, seed=99, spread=0.06)
+    draw(model, seed=99, spread=0.06)
     return _saved(model, folder)
 
 
@@ -575,7 +610,7 @@ def write_broad_experts_checkpoint(folder: Path) -> Any:
         num_experts=128,
         num_experts_per_tok=8,
     )
-    _draw(model, seed=98, spread=0.06)
+    draw(model, seed=98, spread=0.06)
     for layer in model.model.layers:
         layer.mlp.gate.weight.data *= 4  # in 16 bits others are the last choices, of little weight
     return _saved(model, folder)
@@ -594,7 +629,7 @@ def write_broad_hybrid_checkpoint(folder: Path) -> Any:
         linear_key_head_dim=128,
         linear_value_head_dim=128,
     )
-    _draw(model, seed=98, spread=0.06)
+    draw(model, seed=98, spread=0.06)
     return _saved(model, folder)
 
 
@@ -616,16 +651,20 @@ def write_model(name: str, folder: Path) -> None:
             **sizes, moe_intermediate_size=192, num_experts=4, decoder_sparse_step=2
         ),
         "quantized-phi": lambda: _phi3(**sizes),
+        "quantized-hybrid": lambda: _qwen3_5(**sizes, **_WIDE_DELTA),
+        "quantized-hybrid-moe": lambda: _qwen3_next(
+            **sizes, **_WIDE_DELTA, moe_intermediate_size=192, num_experts=4
+        ),
         "quantized-gpt-oss": lambda: _gpt_oss(
             **{**sizes, "intermediate_size": 160}, num_hidden_layers=2, num_local_experts=4
         ),
     }
     model: Any = made[name]()
-    _draw(model, seed=17, spread=0.12)
+    draw(model, seed=17, spread=0.12)
     model.save_pretrained(folder)
 
 
-def _draw(model: PreTrainedModel, seed: int, spread: float = 0.25) -> None:
+def draw(model: PreTrainedModel, seed: int, spread: float = 0.25) -> None:
     """Random values everywhere: norms of 1 and biases of 0 would hide that they are left out."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

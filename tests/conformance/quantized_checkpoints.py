@@ -206,6 +206,9 @@ class Case:
 _FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 _GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True}
 _AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
+_PLAIN_IN_HYBRIDS = ["lm_head", "model.language_model.layers.0.linear_attn.in_proj_a"]
+"""By the names of the whole model, as in publishers' checkpoints; not all are listed here, either.
+"""
 CASES: Final[Mapping[str, Case]] = MappingProxyType(
     {
         "fp8-blocks": Case(fp8_blocks, {**_FP8, "modules_to_not_convert": ["lm_head"]}),
@@ -213,6 +216,16 @@ CASES: Final[Mapping[str, Case]] = MappingProxyType(
             fp8_blocks,
             {**_FP8, "modules_to_not_convert": ["lm_head", "model.layers.0.mlp.gate"]},
             model="quantized-moe",
+        ),
+        "fp8-blocks-hybrid": Case(
+            lambda weight: fp8_blocks(weight, size=64),
+            {**_FP8, "weight_block_size": [64, 64], "modules_to_not_convert": _PLAIN_IN_HYBRIDS},
+            model="quantized-hybrid",
+        ),
+        "fp8-blocks-hybrid-moe": Case(
+            lambda weight: fp8_blocks(weight, size=64),
+            {**_FP8, "weight_block_size": [64, 64], "modules_to_not_convert": _PLAIN_IN_HYBRIDS},
+            model="quantized-hybrid-moe",
         ),
         "autofp8-static": Case(
             fp8_tensor,
@@ -337,7 +350,7 @@ CASES: Final[Mapping[str, Case]] = MappingProxyType(
     }
 )
 """``config`` is None if ModelOpt's own file says it."""
-_PROJECTION: Final = r"model\.layers\..*_proj\.weight"
+_PROJECTION: Final = r"model\.layers\..*_proj(_qkv|_z|_qkvz)?\.weight"
 _IN_TURN: Final = r".*\.experts\.(gate_up|down)_proj"
 _PLAIN_IN: Final = MappingProxyType(
     {

@@ -49,6 +49,7 @@ PAGE_SIZE = 16
         "qwen2-moe",
         "glm4-moe-groups",
         "qwen3.5-tied",
+        "qwen3-next-sparse",
         "gpt-oss",
     ],
 )

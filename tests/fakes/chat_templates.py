@@ -157,6 +157,28 @@ LLAMA_3_1 = f"""{{%- if builtin_tools is defined %}}
 {LLAMA_3_2}"""
 LLAMA_3_3 = LLAMA_3_1
 
+GEMMA_4_SMALL = """{{- bos_token }}
+{%- if enable_thinking is defined and enable_thinking or tools %}
+    {{- '<|turn>system\\n' }}
+    {%- if enable_thinking is defined and enable_thinking %}{{- '<|think|>\\n' }}{%- endif %}
+    {%- for tool in tools %}
+        {{- '<|tool>declaration:' + tool.function.name + '{}<tool|>' }}
+    {%- endfor %}
+    {{- '<turn|>\\n' }}
+{%- endif %}
+{%- for message in messages %}
+    {{- '<|turn>' + message.role + '\\n' }}
+    {%- for call in message.tool_calls %}
+        {{- '<|tool_call>call:' + call.function.name + '{}<tool_call|>' }}
+    {%- endfor %}
+    {{- message.content.split('<channel|>')[-1] + '<turn|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|turn>model\\n' }}{% endif %}"""
+GEMMA_4 = f"""{GEMMA_4_SMALL}
+{{%- if add_generation_prompt and not (enable_thinking is defined and enable_thinking) %}}
+    {{{{- '<|channel>thought\\n<channel|>' }}}}
+{{%- endif %}}"""
+
 MISTRAL_V3 = """{{- bos_token }}
 {%- for message in messages %}
     {%- if message.role == 'user' %}

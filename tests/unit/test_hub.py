@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from fnmatch import fnmatch
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -27,11 +28,17 @@ def _never(model: str, patterns: list[str]) -> str:
 def test_gguf_files_are_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "model.gguf").write_bytes(b"GGUF")
     with pytest.raises(
-        ConfigError, match=r"no config\.json, only GGUF files, which are not supported"
+        ConfigError, match=r"no config\.json, only GGUF files: this format is not supported"
     ):
         resolve_model(str(tmp_path), download=_never)
     with pytest.raises(ConfigError, match="GGUF files are not supported; give a folder"):
         resolve_model(str(tmp_path / "model.gguf"), download=_never)
+
+
+def test_mistrals_own_format_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "params.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"no config\.json, only Mistral's params\.json: this"):
+        resolve_model(str(tmp_path), download=_never)
 
 
 def test_a_folder_is_taken_as_it_is(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,6 +58,17 @@ def test_a_folder_without_a_config_is_refused(tmp_path: Path) -> None:
 def test_what_is_neither_folder_nor_id_is_refused(model: str) -> None:
     with pytest.raises(ConfigError, match="neither a folder nor a model id"):
         resolve_model(model, download=_never)
+
+
+def _fetched(asked: dict[str, Any], names: list[str]) -> list[str]:
+    """Those of the files that the hub's function would fetch."""
+
+    def fits(name: str, rules: str) -> bool:
+        return any(fnmatch(name, rule) for rule in asked[rules])
+
+    return [
+        name for name in names if fits(name, "allow_patterns") and not fits(name, "ignore_patterns")
+    ]
 
 
 @pytest.mark.parametrize("model", ["gpt2", "Qwen/Qwen3-0.6B"])
@@ -92,6 +110,8 @@ def test_hugging_face_is_the_default(folder: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
     assert resolve_model("owner/name") == folder
     assert asked["model"] == "owner/name" and "*.safetensors" in asked["allow_patterns"]
+    assert not _fetched(asked, ["original/model.safetensors", "consolidated.safetensors"])
+    assert _fetched(asked, names := ["model-1-of-2.safetensors", "layers-0.safetensors"]) == names
 
 
 def test_modelscope_where_it_is_installed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,6 +126,8 @@ def test_modelscope_where_it_is_installed(folder: Path, monkeypatch: pytest.Monk
     monkeypatch.setitem(sys.modules, "modelscope", fake)
     assert resolve_model("owner/name", "modelscope") == folder
     assert asked["model"] == "owner/name" and "*.safetensors" in asked["allow_patterns"]
+    assert not _fetched(asked, ["original/model.safetensors", "consolidated.safetensors"])
+    assert _fetched(asked, names := ["model-1-of-2.safetensors", "layers-0.safetensors"]) == names
 
 
 def test_modelscope_where_it_is_not(monkeypatch: pytest.MonkeyPatch) -> None:

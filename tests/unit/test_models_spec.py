@@ -720,6 +720,23 @@ def test_small_gemma_4_reads_keys_of_other_layers_and_inputs_of_each_layer() -> 
             parse_spec({**GEMMA_4_E2B, key: value})
 
 
+def test_gemma_4_that_sees_without_an_encoder_has_no_inputs_of_each_layer() -> None:
+    """As published, config.json says nothing of them."""
+    defaults = ("hidden_size_per_layer_input", "max_position_embeddings", "sliding_window")
+    of_31b = GEMMA_4_31B["text_config"]
+    text = {key: value for key, value in of_31b.items() if key not in defaults}
+    config = {**GEMMA_4_31B, "text_config": text}
+    spec = parse_spec({**config, "architectures": ["Gemma4UnifiedForConditionalGeneration"]})
+    assert spec.layer_inputs is None and spec.names.multimodal
+    assert spec.windows[:6] == (1024,) * 5 + (None,) and spec.context == 2**18
+
+
+def test_the_last_layer_of_gemma_4_has_no_window() -> None:
+    spec = parse_spec({**GEMMA_4_E2B, "num_kv_shared_layers": 0, "layer_types": None})
+    assert spec.windows[28:] == (512, None, *[512] * 4, None)  # 35 layers, every sixth
+    assert spec.kv_heads[-1] == KVHeads(1, 512)
+
+
 def test_gemma_4_has_experts_beside_each_block() -> None:
     text: dict[str, Any] = {
         "attention_k_eq_v": True,
@@ -786,6 +803,12 @@ def test_queries_of_ministral_3_grow() -> None:
     spec = parse_spec(values)
     assert (spec.rope.query_growth, spec.rope.original_max_positions) == (0.1, 16384)
     assert spec.context == 262144
+    none = {**text, "rope_parameters": {**rope, "llama_4_scaling_beta": 0.0}}
+    assert parse_spec({**values, "text_config": none}).rope.query_growth == 0
+    for wrong in (-0.1, None, float("nan")):
+        rope_parameters = {**rope, "llama_4_scaling_beta": wrong}
+        with pytest.raises(ConfigError, match="llama_4_scaling_beta"):
+            parse_spec({**values, "text_config": {**text, "rope_parameters": rope_parameters}})
     with pytest.raises(ConfigError, match="rope_parameters is missing"):
         parse_spec({**values, "text_config": text})
 
@@ -969,6 +992,8 @@ def test_every_architecture_is_tested() -> None:
             GEMMA_3_4B,
             GEMMA_4_31B,
             GEMMA_4_E2B,
+            {**GEMMA_4_31B, "architectures": ["Gemma4UnifiedForConditionalGeneration"]},
+            {**GEMMA_4_E2B, "architectures": ["Gemma4UnifiedForCausalLM"]},
             GRANITE_3_3_8B,
             SMOLLM_3B,
             QWEN_1_5_MOE,

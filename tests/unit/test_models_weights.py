@@ -198,6 +198,14 @@ def test_gguf_files_are_refused_by_name(folder: Path) -> None:
         _build(folder)
 
 
+def test_weights_by_mistrals_own_names_are_refused(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "consolidated.safetensors")
+    with pytest.raises(
+        ConfigError, match=r"Mistral's own names \(consolidated\.safetensors\) only"
+    ):
+        _build(folder)
+
+
 def test_no_weights_at_all(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
     with pytest.raises(ConfigError, match="holds neither"):

@@ -54,6 +54,8 @@ def shown(source: str, **variables: Any) -> ChatFormat:
         ("MAGISTRAL_FIRST", "mistral", {"[TOOL_CALLS]", "[ARGS]"}, THINK, False),
         ("HERMES_3", None, set(), None, False),
         ("HERMES_3_TOOL_USE", "hermes", {"<tool_call>", "</tool_call>"}, None, False),
+        ("GEMMA_4_SMALL", None, set(), ("<|channel>thought", "<channel|>"), False),
+        ("GEMMA_4", None, set(), None, False),
         (
             "GPT_OSS",
             "harmony",
@@ -79,6 +81,7 @@ def test_families_of_models(
 
 def test_a_section_that_the_prompt_has_closed() -> None:
     assert shown(chat_templates.QWEN3, enable_thinking=True).thinking == THINK
+    assert shown(chat_templates.GEMMA_4, enable_thinking=True).thinking is not None
     closed = shown(chat_templates.QWEN3, enable_thinking=False)
     assert closed.thinking is None
     assert not closed.begins_thinking

@@ -79,6 +79,7 @@ def read_gemma4_text(config: ConfigReader) -> ModelSpec:
     kinds = config.layer_kinds("layer_types", ATTENTION_KINDS, num_layers) or [
         "sliding_attention" if (layer + 1) % 6 else "full_attention" for layer in range(num_layers)
     ]
+    kinds = [*kinds[:-1], "full_attention"]  # whatever config.json says, as in transformers
     most, of_full = fields["rope"].max_positions, by_kind.get("full_attention")
     wide = {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6}
     fields["rope"] = read_rope(config, most, given=of_full or wide)
@@ -119,9 +120,28 @@ def read_gemma4_text(config: ConfigReader) -> ModelSpec:
 
 def read_gemma4(config: ConfigReader) -> ModelSpec:
     """``Gemma4ForConditionalGeneration``, the text part."""
-    spec = read_gemma4_text(text_config(config, tied=True))
+    return _multimodal(read_gemma4_text(text_config(config, tied=True)), "Gemma4")
+
+
+def read_gemma4_unified_text(config: ConfigReader) -> ModelSpec:
+    """``Gemma4UnifiedForCausalLM``: Gemma 4 without inputs of each layer's own, with wider windows
+    and a longer context by default."""
+    defaults = {"sliding_window": 1024, "max_position_embeddings": 2**18}
+    config = config.with_defaults(hidden_size_per_layer_input=0, **defaults)
+    return replace(read_gemma4_text(config), architecture="Gemma4UnifiedForCausalLM")
+
+
+def read_gemma4_unified(config: ConfigReader) -> ModelSpec:
+    """``Gemma4UnifiedForConditionalGeneration``, the text part: Gemma 4 12B, which sees and hears
+    without an encoder."""
+    spec = read_gemma4_unified_text(text_config(config, tied=True))
+    return _multimodal(spec, "Gemma4Unified")
+
+
+def _multimodal(spec: ModelSpec, family: str) -> ModelSpec:
+    """The same as the text part of a checkpoint that sees."""
     names = replace(MULTIMODAL, left_out=spec.names.left_out)
-    return replace(spec, architecture="Gemma4ForConditionalGeneration", names=names)
+    return replace(spec, architecture=f"{family}ForConditionalGeneration", names=names)
 
 
 def _gemma(config: ConfigReader, **defaults: object) -> ConfigReader:

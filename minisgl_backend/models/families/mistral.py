@@ -61,14 +61,15 @@ def read_ministral(config: ConfigReader) -> ModelSpec:
 
 
 def read_ministral3(config: ConfigReader) -> ModelSpec:
-    """``Ministral3ForCausalLM``: Mistral whose queries grow with their position."""
+    """``Ministral3ForCausalLM``: Mistral whose queries may grow with their position."""
     config = config.with_defaults(
         rms_norm_eps=1e-5, num_key_value_heads=8, head_dim=128, max_position_embeddings=2**18
     )
     rope = config.part("rope_parameters")
     fields = common_fields(config)
     fields["windows"] = (read_window(config),) * fields["num_layers"]
-    fields["rope"] = replace(fields["rope"], query_growth=rope.number("llama_4_scaling_beta"))
+    growth = rope.number("llama_4_scaling_beta", or_zero=True)
+    fields["rope"] = replace(fields["rope"], query_growth=growth)
     return ModelSpec(architecture="Ministral3ForCausalLM", **fields)
 
 

@@ -113,7 +113,8 @@ class StepPlan:
     behind each, given all tokens up to it. ``score_tokens`` [sum of score_lengths] has the tokens
     behind them, chunk after chunk.
     ``decode_rows``, ``decode_positions`` [D]: the last sampled token of the row stands at that
-    position; it is computed, and the next token is sampled. Rows ascend.
+    position; it is computed, and the next token is sampled. Rows with the same adapter stand
+    together, in the order of their slots, and ascend: so kernels compute adapters the fastest.
     ``group_sizes``, ``group_begins``, ``group_ends`` [N], ``group_rows``: the ``Groups`` of these
     rows whose pages are worth being read together. Results are the same without.
     ``masked_rows``: those of the rows that get a token whose request has a grammar. If there are
@@ -182,8 +183,10 @@ class StepPlan:
         """The groups, with indices of ``decode_rows`` as members."""
         if not len(self.group_sizes):
             return NO_GROUPS
-        members = np.searchsorted(self.decode_rows, self.group_rows).astype(np.int32)
-        return Groups(self.group_sizes, self.group_begins, self.group_ends, members)
+        order = np.argsort(self.decode_rows)
+        members = order[np.searchsorted(self.decode_rows, self.group_rows, sorter=order)]
+        sizes, begins, ends = self.group_sizes, self.group_begins, self.group_ends
+        return Groups(sizes, begins, ends, members.astype(np.int32))
 
     @property
     def num_tokens(self) -> int:

@@ -4,7 +4,7 @@ Each token has at most one adapter, and the tokens of a step may have different 
 grouped by adapter on the host (``arrange_tokens``): a block is up to ``block`` tokens of the same
 one. The first kernel (shrink) computes x A^T of each block, in parts of the inputs; the second
 (expand) sums the parts and multiplies by B^T. Groups are data, so a captured graph holds for any
-mix of adapters.
+mix of adapters. The GEMMs of ``kernels.cuda.linear`` do both by themselves.
 
 An adapter sits in a *slot* of the memory that all adapters of a matrix share; 0 is none. The
 matrix may merge several projections (``widths`` are their outputs); each has an A of its own:
@@ -17,9 +17,8 @@ Both are 0 behind the rank of the adapter in the slot, as far as a multiple of `
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -31,7 +30,10 @@ from minisgl_backend.request import IntArray
 
 RANK_STEP: Final = 16
 """Kernels compute ranks in steps of this size; ``max_rank`` is a multiple of it."""
+_OF_TOKEN: Final = 3
+"""Numbers of each token in the buffer of ``AdaptedTokens``."""
 _FIELDS: Final = 4
+"""Of each block."""
 _SMALL_BLOCK: Final = 16
 _LARGE_BLOCK: Final = 64
 _MANY_TOKENS: Final = 1024
@@ -42,9 +44,10 @@ _MANY_TOKENS: Final = 1024
 class AdaptedTokens:
     """The tokens of a step by adapter, in one buffer, int32.
 
-        buffer: order | blocks
+        buffer: order | slots | ranks | blocks
 
-    ``order`` [num_tokens] lists all tokens, those of the same adapter together. ``blocks``
+    ``order`` [num_tokens] lists all tokens, those of the same adapter together. ``slots`` and
+    ``ranks`` [num_tokens] are those of each token's adapter, 0 of tokens that have none. ``blocks``
     [num_blocks, 4]: slot and rank of its adapter, and the part of ``order`` that it covers, from
     its begin up to its end. Tokens without an adapter have blocks of slot 0 and rank 0. Blocks at
     the end may be empty.
@@ -59,8 +62,34 @@ class AdaptedTokens:
         return self.buffer[: self.num_tokens]
 
     @property
+    def slots(self) -> Tensor:
+        return self.buffer[self.num_tokens : 2 * self.num_tokens]
+
+    @property
+    def ranks(self) -> Tensor:
+        return self.buffer[2 * self.num_tokens : _OF_TOKEN * self.num_tokens]
+
+    @property
     def blocks(self) -> Tensor:
-        return self.buffer[self.num_tokens :].view(-1, _FIELDS)
+        return self.buffer[_OF_TOKEN * self.num_tokens :].view(-1, _FIELDS)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AdapterMemory:
+    """This rank's part of the adapters of one matrix, in slots: ``a``, ``b`` and ``widths`` as
+    above, in the order of the matrix's parts."""
+
+    a: Tensor
+    b: Tensor
+    widths: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Adaptation:
+    """The adapters of one matrix, and which tokens of a step have which."""
+
+    memory: AdapterMemory
+    tokens: AdaptedTokens
 
 
 def block_tokens(num_tokens: int) -> int:
@@ -70,7 +99,8 @@ def block_tokens(num_tokens: int) -> int:
 
 def arranged_size(num_tokens: int, num_slots: int, block: int) -> int:
     """The length of the buffer of ``AdaptedTokens`` that holds any mix of adapters."""
-    return num_tokens + _FIELDS * min(num_tokens, -(-num_tokens // block) + num_slots)
+    num_blocks = min(num_tokens, -(-num_tokens // block) + num_slots)
+    return _OF_TOKEN * num_tokens + _FIELDS * num_blocks
 
 
 def arrange_tokens(slots: IntArray, ranks: IntArray, *, block: int, size: int) -> IntArray:
@@ -81,9 +111,9 @@ def arrange_tokens(slots: IntArray, ranks: IntArray, *, block: int, size: int) -
     content = np.zeros(size, np.int32)
     num_tokens = len(slots)
     order = np.argsort(slots, kind="stable")
-    content[:num_tokens] = order
+    content[: _OF_TOKEN * num_tokens].reshape(_OF_TOKEN, num_tokens)[:] = order, slots, ranks[slots]
     present, begins = np.unique(slots[order], return_index=True)
-    blocks = content[num_tokens:].reshape(-1, _FIELDS)
+    blocks = content[_OF_TOKEN * num_tokens :].reshape(-1, _FIELDS)
     used = 0
     for slot, begin, end in zip(present, begins, [*begins[1:], num_tokens], strict=True):
         starts = np.arange(begin, end, block)
@@ -96,75 +126,54 @@ def arrange_tokens(slots: IntArray, ranks: IntArray, *, block: int, size: int) -
 
 def adapter_delta(
     x: Tensor,
-    a: Tensor,
-    b: Tensor,
-    adapted: AdaptedTokens,
+    adaptation: Adaptation,
     *,
-    widths: Sequence[int],
     bias: Tensor | None = None,
-    squares: Tensor | None = None,
-    eps: float = 0.0,
     pdl: bool = False,
 ) -> Tensor:
-    """What the adapters add, and ``bias``: [num_tokens, sum of widths].
-
-    ``x`` [num_tokens, in_features]. With ``squares``, float32 [tiles, num_tokens], it lacks the
-    scale of its RMSNorm (``layers.norm.Normed``), of which ``eps`` is.
-    """
+    """What the adapters add, and ``bias``: [num_tokens, sum of widths]. ``x`` [num_tokens,
+    in_features]."""
+    shape = len(x), sum(adaptation.memory.widths)
     if use_triton(x):
-        from minisgl_backend.kernels.triton_kernels.adapter_kernels import launch_adapters
-
-        out = torch.empty((len(x), sum(widths)), dtype=x.dtype, device=x.device)
-        launch_adapters(
-            out,
-            x,
-            a,
-            b,
-            adapted.order,
-            adapted.blocks,
-            block=adapted.block,
-            widths=widths,
-            bias=bias,
-            squares=squares,
-            eps=eps,
-            add=False,
-            pdl=pdl,
-        )
+        out = torch.empty(shape, dtype=x.dtype, device=x.device)
+        _launch(out, x, adaptation, bias=bias, add=False, pdl=pdl)
         return out
-    if squares is not None:
-        x = x * torch.rsqrt(squares.sum(dim=0)[:, None] / x.shape[1] + eps).to(x.dtype)
-    out = torch.zeros((len(x), sum(widths)), dtype=x.dtype, device=x.device)
+    out = torch.zeros(shape, dtype=x.dtype, device=x.device)
     if bias is not None:
         out += bias
-    add_adapter_delta_reference(out, x, a, b, adapted, widths=widths)
+    add_adapter_delta_reference(out, x, adaptation)
     return out
 
 
-def add_adapter_delta(
-    out: Tensor,
-    x: Tensor,
-    a: Tensor,
-    b: Tensor,
-    adapted: AdaptedTokens,
-    *,
-    widths: Sequence[int],
-    pdl: bool = False,
-) -> None:
+def add_adapter_delta(out: Tensor, x: Tensor, adaptation: Adaptation, *, pdl: bool = False) -> None:
     """Add to ``out`` [num_tokens, sum of widths] what the adapters add for ``x``."""
     if use_triton(x):
-        from minisgl_backend.kernels.triton_kernels.adapter_kernels import launch_adapters
-
-        order, blocks, block = adapted.order, adapted.blocks, adapted.block
-        launch_adapters(out, x, a, b, order, blocks, block=block, widths=widths, add=True, pdl=pdl)
+        _launch(out, x, adaptation, add=True, pdl=pdl)
     else:
-        add_adapter_delta_reference(out, x, a, b, adapted, widths=widths)
+        add_adapter_delta_reference(out, x, adaptation)
 
 
-def add_adapter_delta_reference(
-    out: Tensor, x: Tensor, a: Tensor, b: Tensor, adapted: AdaptedTokens, *, widths: Sequence[int]
-) -> None:
+def _launch(out: Tensor, x: Tensor, adaptation: Adaptation, **how: Any) -> None:
+    from minisgl_backend.kernels.triton_kernels.adapter_kernels import launch_adapters
+
+    memory, tokens = adaptation.memory, adaptation.tokens
+    launch_adapters(
+        out,
+        x,
+        memory.a,
+        memory.b,
+        tokens.order,
+        tokens.blocks,
+        block=tokens.block,
+        widths=memory.widths,
+        **how,
+    )
+
+
+def add_adapter_delta_reference(out: Tensor, x: Tensor, adaptation: Adaptation) -> None:
     """The twin of ``add_adapter_delta``: one adapter after another."""
-    max_rank = b.shape[2]
+    memory, adapted = adaptation.memory, adaptation.tokens
+    a, b, max_rank = memory.a, memory.b, memory.b.shape[2]
     for slot, rank, begin, end in adapted.blocks.tolist():
         if not rank or begin == end:
             continue
@@ -172,7 +181,7 @@ def add_adapter_delta_reference(
         rows = x.index_select(0, tokens)  # [num_tokens of the block, in_features]
         at = 0
         deltas = []
-        for part, width in enumerate(widths):
+        for part, width in enumerate(memory.widths):
             first = part * max_rank
             inner = F.linear(rows, a[slot - 1, first : first + rank])  # [.., rank]
             deltas.append(F.linear(inner, b[slot - 1, at : at + width, :rank]))

@@ -8,13 +8,12 @@ which knows how its weight is stored.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from minisgl_backend.kernels.adapters import AdaptedTokens, adapter_delta, add_adapter_delta
+from minisgl_backend.kernels.adapters import RANK_STEP, Adaptation, AdaptedTokens, AdapterMemory
 from minisgl_backend.layers.norm import Normed, RMSNorm, add_sum
 from minisgl_backend.layers.quantized_matrix import Matrices
 from minisgl_backend.layers.weight_place import Place, Share, WeightPlace, even_share
@@ -22,35 +21,6 @@ from minisgl_backend.parallel.group import Group
 
 if TYPE_CHECKING:
     from minisgl_backend.kernels.cuda.linear import TensorCores
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class AdapterMemory:
-    """This rank's part of the adapters of one matrix, in slots: ``a`` and ``b`` as
-    ``kernels.adapters`` has them, the ``widths`` in the order of the matrix's parts."""
-
-    a: Tensor
-    b: Tensor
-    widths: tuple[int, ...]
-
-    def delta(self, x: Normed, adapted: AdaptedTokens, bias: Tensor | None, *, pdl: bool) -> Tensor:
-        """What the adapters add to the outputs, and ``bias``: [num_tokens, sum of widths]. Of
-        ``x`` the norm is applied, or all of it but its scale."""
-        return adapter_delta(
-            x.x,
-            self.a,
-            self.b,
-            adapted,
-            widths=self.widths,
-            bias=bias,
-            squares=x.squares,
-            eps=x.eps,
-            pdl=pdl,
-        )
-
-    def add_to(self, out: Tensor, x: Tensor, adapted: AdaptedTokens, *, pdl: bool) -> None:
-        """Add the same to ``out``, [num_tokens, sum of widths]."""
-        add_adapter_delta(out, x, self.a, self.b, adapted, widths=self.widths, pdl=pdl)
 
 
 class MergedColumnLinear(nn.Module):
@@ -83,25 +53,13 @@ class MergedColumnLinear(nn.Module):
 
     def use_tensor_cores(self, kernels: TensorCores) -> None:
         """Compute steps that fit them by ``kernels``, which the weight fits."""
-        self.matrix.use_tensor_cores(
-            kernels, gated=self.gated, takes_added=self.adapters is not None
-        )
+        self.matrix.use_tensor_cores(kernels, gated=self.gated, takes_adapters=takes_adapters(self))
 
     def forward(self, x: Normed, *, pdl: bool, adapted: AdaptedTokens | None = None) -> Tensor:
         """[num_tokens, in_features] -> [num_tokens, sum of the shares], in the order of the parts;
         if ``gated``, [num_tokens, share]. ``adapted``: the tokens by adapter, if any has one."""
-        if adapted is None:
-            return self.matrix.gemm(x, bias=self.bias, gated=self.gated, pdl=pdl)
-        x, added = self.deltas(x, adapted, pdl=pdl)
-        return self.matrix.gemm_added(x, added, gated=self.gated, pdl=pdl)
-
-    def deltas(self, x: Normed, adapted: AdaptedTokens, *, pdl: bool) -> tuple[Normed, Tensor]:
-        """The input as far as it is normalized, and what bias and adapters add to the projections
-        of it, [num_tokens, sum of the shares]."""
-        assert self.adapters is not None
-        rows, squares = x.unscaled(pdl=pdl)
-        x = Normed(rows) if squares is None else x
-        return x, self.adapters.delta(x, adapted, self.bias, pdl=pdl)
+        adaptation = adaptation_of(self, adapted)
+        return self.matrix.gemm(x, bias=self.bias, gated=self.gated, adaptation=adaptation, pdl=pdl)
 
     def places(self) -> Iterator[tuple[str, Place]]:
         for part, share in self.matrix.parts.items():
@@ -137,8 +95,7 @@ class RowLinear(nn.Module):
     def use_tensor_cores(self, kernels: TensorCores) -> None:
         """Compute steps that fit them by ``kernels``, which the weight fits."""
         adds = self.group.size == 1
-        takes_added = adds and self.adapters is not None
-        self.matrix.use_tensor_cores(kernels, adds=adds, takes_added=takes_added)
+        self.matrix.use_tensor_cores(kernels, adds=adds, takes_adapters=takes_adapters(self))
 
     def add_to(
         self,
@@ -158,9 +115,6 @@ class RowLinear(nn.Module):
         if adapted is not None and self.group.size > 1:  # each rank has a part of the sum
             part = self.part(x, pdl=pdl, adapted=adapted)
             return residual, add_sum(residual, part, norm, self.group, pdl=pdl)
-        if adapted is not None:
-            assert self.adapters is not None
-            self.adapters.add_to(residual, x, adapted, pdl=pdl)
         return self.matrix.add_gemm(
             residual,
             x,
@@ -168,7 +122,7 @@ class RowLinear(nn.Module):
             bias=self.bias,
             group=self.group,
             pdl=pdl,
-            changes=adapted is not None,
+            adaptation=adaptation_of(self, adapted),
         )
 
     def forward(self, x: Tensor, *, pdl: bool, adapted: AdaptedTokens | None = None) -> Tensor:
@@ -178,15 +132,28 @@ class RowLinear(nn.Module):
     def part(self, x: Tensor, *, pdl: bool, adapted: AdaptedTokens | None = None) -> Tensor:
         """This rank's part of that sum."""
         bias = self.bias if self.group.rank == 0 else None  # in the sum over the ranks once
-        if adapted is None:
-            return self.matrix.gemm(Normed(x), bias=bias, pdl=pdl)
-        assert self.adapters is not None
-        part = self.matrix.gemm(Normed(x), bias=bias)
-        self.adapters.add_to(part, x, adapted, pdl=False)
-        return part
+        adaptation = adaptation_of(self, adapted)
+        return self.matrix.gemm(Normed(x), bias=bias, adaptation=adaptation, pdl=pdl)
 
     def places(self) -> Iterator[tuple[str, Place]]:
         (name,) = self.matrix.parts
         yield "weight", self.matrix.place(name)
         if self.bias is not None:
             yield "bias", WeightPlace(self.bias.data, (self.matrix.out_features,))
+
+
+def adaptation_of(
+    linear: MergedColumnLinear | RowLinear, adapted: AdaptedTokens | None
+) -> Adaptation | None:
+    """The layer's adapters with the tokens of a step, if any of these has one."""
+    if adapted is None:
+        return None
+    assert linear.adapters is not None
+    return Adaptation(linear.adapters, adapted)
+
+
+def takes_adapters(linear: MergedColumnLinear | RowLinear) -> bool:
+    """Whether kernels on tensor cores shall add adapters to its projections; they can if each has
+    whole tiles of their MMAs."""
+    memory = linear.adapters
+    return memory is not None and all(width % RANK_STEP == 0 for width in memory.widths)

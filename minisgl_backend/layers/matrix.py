@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from minisgl_backend.kernels import linear_cut, small_batch, wide_linear
 from minisgl_backend.kernels.activation import silu_mul
+from minisgl_backend.kernels.adapters import Adaptation, adapter_delta, add_adapter_delta
 from minisgl_backend.kernels.packing import is_packable, packed, packed_linear
 from minisgl_backend.layers.norm import Normed, RMSNorm, add_sum, is_sum_fused
 from minisgl_backend.layers.quantized_place import place_in
@@ -58,6 +59,7 @@ class Matrix(nn.Module, ABC):
             begin += share.size
         self._gemm_kernel: LinearKernel | None = None
         self._add_kernel: ResidualKernel | None = None
+        self._takes_adapters = False
 
     @property
     @abstractmethod
@@ -79,16 +81,17 @@ class Matrix(nn.Module, ABC):
         *,
         gated: bool = False,
         adds: bool = False,
-        takes_added: bool = False,
+        takes_adapters: bool = False,
     ) -> None:
         """Compute ``gemm``, or ``add_gemm`` of one rank if it ``adds``, by ``kernels``; with
-        ``takes_added`` also ``gemm_added``, or ``add_gemm`` to a stream that ``changes``."""
+        ``takes_adapters`` also with an adaptation."""
         shape, codes = (self.out_features, self.in_features), self.arrange(gated=gated)
+        self._takes_adapters = takes_adapters
         if adds:
-            self._add_kernel = kernels.residual(shape, codes=codes, takes_added=takes_added)
+            self._add_kernel = kernels.residual(shape, codes=codes, takes_adapters=takes_adapters)
         else:
             self._gemm_kernel = kernels.linear(
-                shape, gated=gated, codes=codes, takes_added=takes_added
+                shape, gated=gated, codes=codes, takes_adapters=takes_adapters
             )
 
     def gemm(
@@ -98,37 +101,40 @@ class Matrix(nn.Module, ABC):
         bias: Tensor | None = None,
         gated: bool = False,
         out: Tensor | None = None,
+        adaptation: Adaptation | None = None,
         pdl: bool = False,
     ) -> Tensor:
         """x W^T + bias, [num_tokens, out_features]; if ``gated``, silu(x G^T) * (x U^T) of half
-        that width, for a weight that holds G and then U.
+        that width, for a weight that holds G and then U. ``adaptation``: the weight's adapters are
+        added to it.
 
-        ``out``, of the result's shape, takes it if that saves memory; not with a bias or a gate.
+        ``out``, of the result's shape, takes it if that saves memory; not with a bias, a gate or
+        adapters.
         """
-        kernel = self._gemm_kernel
-        if kernel is None or len(x.x) > kernel.most_tokens:
+        kernel = self._gemm_kernel if adaptation is None or self._takes_adapters else None
+        if kernel is not None and len(x.x) <= kernel.most_tokens:
+            rows, squares = x.unscaled(pdl=pdl)
+            return kernel(
+                rows,
+                self.operand,
+                squares=squares,
+                eps=x.eps,
+                bias=bias,
+                adaptation=adaptation,
+                pdl=pdl,
+            )
+        if adaptation is None:
             return self._gemm(x, bias=bias, gated=gated, out=out, pdl=pdl)
-        rows, squares = x.unscaled(pdl=pdl)
-        return kernel(rows, self.operand, squares=squares, eps=x.eps, bias=bias, pdl=pdl)
+        rows = x.normalized(pdl=pdl)
+        added = adapter_delta(rows, adaptation, bias=bias, pdl=pdl)
+        y = self._add_product(added, rows, pdl=pdl)
+        return silu_mul(y, pdl=pdl) if gated else y
 
     @abstractmethod
     def _gemm(
         self, x: Normed, *, bias: Tensor | None, gated: bool, out: Tensor | None, pdl: bool
     ) -> Tensor:
-        """``gemm`` without tensor-core kernels of this package."""
-
-    def gemm_added(
-        self, x: Normed, added: Tensor, *, gated: bool = False, pdl: bool = False
-    ) -> Tensor:
-        """x W^T + added, as ``gemm`` but with a bias of each token's own, which may be overwritten:
-        ``added`` [num_tokens, out_features]. The kernel before this call writes it, and reads ``x``
-        as far as that is normalized."""
-        kernel = self._gemm_kernel
-        if kernel is None or len(added) > kernel.most_tokens:
-            y = self._add_product(added, x.normalized(pdl=pdl), pdl=pdl)
-            return silu_mul(y, pdl=pdl) if gated else y
-        rows, squares = x.unscaled(pdl=pdl)
-        return kernel(rows, self.operand, squares=squares, eps=x.eps, added=added, pdl=pdl)
+        """``gemm`` without tensor-core kernels of this package, and without adapters."""
 
     def _add_product(self, added: Tensor, x: Tensor, *, pdl: bool) -> Tensor:
         """``added`` + x W^T without tensor-core kernels of this package; ``added`` may be
@@ -161,19 +167,25 @@ class Matrix(nn.Module, ABC):
         bias: Tensor | None,
         group: Group,
         pdl: bool,
-        changes: bool = False,
+        adaptation: Adaptation | None = None,
     ) -> tuple[Tensor, Normed]:
         """The residual stream after adding every rank's x W^T and ``bias``, and its norm.
 
         ``residual`` [num_tokens, out_features] may be overwritten; ``x`` [num_tokens, in_features].
-        ``changes``: the kernel before this call writes to ``residual``, and reads ``x``.
+        ``adaptation``: the weight's adapters are added as well; only with one rank.
         """
         add, gemm = self._add_kernel, self._gemm_kernel
         if add is not None and len(x) <= add.most_tokens:
+            if adaptation is not None and not self._takes_adapters:
+                add_adapter_delta(residual, x, adaptation, pdl=pdl)
+                adaptation = None
             scaled, squares = add(
-                x, self.operand, residual, norm.weight, bias=bias, changes=changes, pdl=pdl
+                x, self.operand, residual, norm.weight, bias=bias, adaptation=adaptation, pdl=pdl
             )
             return residual, Normed(scaled, norm, squares)
+        if adaptation is not None:
+            assert group.size == 1
+            add_adapter_delta(residual, x, adaptation, pdl=pdl)
         if gemm is None or len(x) > gemm.most_tokens:
             added = self._add_gemm(residual, x, norm, bias=bias, group=group, pdl=pdl)
             if added is not None:

@@ -17,10 +17,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from minisgl_backend.kernels.adapters import RANK_STEP
+from minisgl_backend.kernels.adapters import RANK_STEP, AdapterMemory
 from minisgl_backend.layers.experts import ExpertsMLP
 from minisgl_backend.layers.feed_forward import GatedMLP
-from minisgl_backend.layers.linear import AdapterMemory, MergedColumnLinear, RowLinear
+from minisgl_backend.layers.linear import MergedColumnLinear, RowLinear
 from minisgl_backend.layers.weight_place import Share
 from minisgl_backend.models.adapter_files import AdapterFile, Projection
 from minisgl_backend.models.decoder import Decoder

@@ -19,7 +19,12 @@ from minisgl_backend.attention.base import Attend, PagedKV
 from minisgl_backend.kernels.adapters import AdaptedTokens
 from minisgl_backend.kernels.gated_delta import Runs
 from minisgl_backend.kernels.rope_store import TokenPlaces, qk_norm_rope_store, rotated_queries
-from minisgl_backend.layers.linear import MergedColumnLinear, RowLinear
+from minisgl_backend.layers.linear import (
+    MergedColumnLinear,
+    RowLinear,
+    adaptation_of,
+    takes_adapters,
+)
 from minisgl_backend.layers.norm import HeadNorm, Normed, RMSNorm, TokenNorm
 from minisgl_backend.layers.quantized_matrix import Matrices
 from minisgl_backend.layers.weight_place import (
@@ -167,7 +172,7 @@ class SelfAttention(nn.Module):
             page_size=self.kv.keys.shape[1],
             fp8=self.kv.k_scale is not None,
             codes=self.qkv_proj.matrix.arrange(),
-            takes_added=self.qkv_proj.adapters is not None,
+            takes_adapters=takes_adapters(self.qkv_proj),
         )
         self.o_proj.use_tensor_cores(kernels)
 
@@ -207,9 +212,6 @@ class SelfAttention(nn.Module):
         places = step.places
         if kernel is not None and len(x.x) <= kernel.most_tokens:
             # GEMM, head norms, rotation and store in one kernel
-            bias, added = self.qkv_proj.bias, None
-            if step.adapted is not None:
-                bias, (x, added) = None, self.qkv_proj.deltas(x, step.adapted, pdl=step.pdl)
             rows, squares = x.unscaled(pdl=step.pdl)
             q = kernel(
                 rows,
@@ -225,8 +227,8 @@ class SelfAttention(nn.Module):
                 k_weight=None if head_norm is None else head_norm.k,
                 k_scale=kv.k_scale,
                 v_scale=kv.v_scale,
-                bias=bias,
-                added=added,
+                bias=self.qkv_proj.bias,
+                adaptation=adaptation_of(self.qkv_proj, step.adapted),
                 pdl=step.pdl,
             )
             return q, None

@@ -32,6 +32,7 @@ class RunningRows:
     - ``planned``: number of leading positions computed once all steps in flight are done;
     - ``capacity``: number of leading positions that have a page;
     - ``limit``: number of tokens with which the sequence ends;
+    - ``adapter_slots``: slots of adapters, 0 for none;
     - ``keeps_at``: position before which the row's recurrent states are kept next;
     - ``stop_from``: a stop token at this position or later ends the sequence (the sampler chooses
       none earlier: ``kernels.sampling_table``).
@@ -50,6 +51,7 @@ class RunningRows:
         self.limit = np.zeros(num_rows, dtype=np.int32)
         self.stop_from = np.zeros(num_rows, dtype=np.int32)
         self.keeps_at = np.zeros(num_rows, dtype=np.int32)
+        self.adapter_slots = np.zeros(num_rows, dtype=np.int32)
         self.in_flight = np.zeros(num_rows, dtype=np.int32)
         self.decoding = np.zeros(num_rows, dtype=np.bool_)
         self.accepting = np.zeros(num_rows, dtype=np.bool_)
@@ -82,6 +84,7 @@ class RunningRows:
         self.capacity[row] = capacity
         self.limit[row] = sequence.limit
         self.stop_from[row] = len(request.prompt) + request.sampling.min_tokens
+        self.adapter_slots[row] = sequence.adapter_slot
         self.accepting[row] = True
         self.masked[row] = request.sampling.grammar is not None
         self._set_stop_ids(row, request.sampling.stop_token_ids)
@@ -124,6 +127,11 @@ class RunningRows:
     def ready_to_decode(self) -> IntArray:
         """Rows with a token to decode, int32[num_ready], ascending."""
         return np.flatnonzero(self.decoding).astype(np.int32)
+
+    def by_adapter(self, rows: IntArray) -> IntArray:
+        """The same rows, ascending, in the order of their adapter slots."""
+        slots = self.adapter_slots[rows]
+        return rows[np.argsort(slots, kind="stable")] if slots.any() else rows
 
     def plan_decode(self, rows: IntArray) -> IntArray:
         """Plan one more position for each of ``rows``, and return the positions, int32[num_rows].

@@ -223,8 +223,9 @@ class Scheduler:
             self._grow_first(short, draft)
             ready = rows.ready_to_decode()
             ready = ready[rows.planned[ready] < rows.capacity[ready]]
+        groups, ready = self._life.groups_of(ready), rows.by_adapter(ready)
         positions = rows.plan_decode(ready)
-        draft.decode(ready, positions, self._life.groups_of(ready))
+        draft.decode(ready, positions, groups)
         self._life.keep_states(ready, positions, draft)
         return under_pressure
 

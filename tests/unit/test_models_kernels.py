@@ -22,7 +22,13 @@ from minisgl_backend.execution.decode_graphs import batch_sizes
 from minisgl_backend.experts_spec import ClampedGate, RoutingRule
 from minisgl_backend.kernels import moe, wide_linear
 from minisgl_backend.kernels.activation import silu_mul_reference
-from minisgl_backend.kernels.adapters import AdaptedTokens, arrange_tokens, arranged_size
+from minisgl_backend.kernels.adapters import (
+    Adaptation,
+    AdaptedTokens,
+    add_adapter_delta_reference,
+    arrange_tokens,
+    arranged_size,
+)
 from minisgl_backend.kernels.packed_weight import CodesKind, PackedWeight, dequantize_weight
 from minisgl_backend.kernels.quantized import dequantized, quantize
 from minisgl_backend.kernels.rope_store import TokenPlaces, qk_norm_rope_store_reference
@@ -135,7 +141,7 @@ class TwinCores:
         *,
         gated: bool,
         codes: CodesKind | None,
-        takes_added: bool = False,
+        takes_adapters: bool = False,
     ) -> Any:
         def gemm(
             x: Tensor,
@@ -144,20 +150,19 @@ class TwinCores:
             squares: Tensor | None,
             eps: float,
             bias: Tensor | None = None,
-            added: Tensor | None = None,
+            adaptation: Adaptation | None = None,
             pdl: bool,
         ) -> Tensor:
             assert weight.shape == shape and not pdl  # a CPU starts nothing early
             assert (codes is not None) == isinstance(weight, PackedWeight)
-            assert added is None or takes_added
-            y = self._linear(x, weight, squares, eps, bias)
-            y = y if added is None else y + added
+            assert adaptation is None or takes_adapters
+            y = self._linear(x, weight, squares, eps, bias, adaptation)
             return silu_mul_reference(y) if gated else y
 
         return self._kernel(gemm)
 
     def residual(
-        self, shape: Sequence[int], *, codes: CodesKind | None, takes_added: bool = False
+        self, shape: Sequence[int], *, codes: CodesKind | None, takes_adapters: bool = False
     ) -> Any:
         def add(
             x: Tensor,
@@ -166,11 +171,11 @@ class TwinCores:
             norm_weight: Tensor,
             *,
             bias: Tensor | None,
-            changes: bool,
+            adaptation: Adaptation | None,
             pdl: bool,
         ) -> tuple[Tensor, Tensor]:
-            assert weight.shape == shape and (takes_added or not changes)
-            residual.add_(self._linear(x, weight, None, 0.0, bias))
+            assert weight.shape == shape and (takes_adapters or adaptation is None)
+            residual.add_(self._linear(x, weight, None, 0.0, bias, adaptation))
             squares = torch.stack([half.square().sum(1) for half in residual.chunk(2, 1)])
             return residual * norm_weight, squares
 
@@ -186,7 +191,7 @@ class TwinCores:
         page_size: int,
         fp8: bool,
         codes: CodesKind | None,
-        takes_added: bool = False,
+        takes_adapters: bool = False,
     ) -> Any:
         def heads(
             x: Tensor,
@@ -202,16 +207,14 @@ class TwinCores:
             bias: Tensor | None,
             q_weight: Tensor | None,
             k_weight: Tensor | None,
-            added: Tensor | None,
+            adaptation: Adaptation | None,
             pdl: bool,
             **scales: Any,
         ) -> Tensor:
             assert weight.shape == ((num_heads + 2 * num_kv_heads) * head_dim, in_features)
             assert page_size == PAGE_SIZE and not fp8
-            qkv = self._linear(x, weight, squares, eps, bias)
-            if added is not None:
-                assert takes_added
-                qkv = qkv + added
+            assert takes_adapters or adaptation is None
+            qkv = self._linear(x, weight, squares, eps, bias, adaptation)
             places = TokenPlaces(positions, slots, cos_sin)
             head_weights = None
             if q_weight is not None and k_weight is not None:
@@ -236,12 +239,18 @@ class TwinCores:
         squares: Tensor | None,
         eps: float,
         bias: Tensor | None,
+        adaptation: Adaptation | None,
     ) -> Tensor:
         if squares is not None:
             x = x * (squares.sum(0)[:, None] / x.shape[1] + eps).rsqrt()
         if isinstance(weight, PackedWeight):
-            x, weight = weight.ordered(x), dequantize_weight(weight.weight, x.dtype, packed=True)
-        return F.linear(x, weight, bias)
+            numbers = dequantize_weight(weight.weight, x.dtype, packed=True)
+            y = F.linear(weight.ordered(x), numbers, bias)
+        else:
+            y = F.linear(x, weight, bias)
+        if adaptation is not None:
+            add_adapter_delta_reference(y, x, adaptation)
+        return y
 
     def _kernel(self, compute: Any) -> Any:
         compute.most_tokens = self.most_tokens

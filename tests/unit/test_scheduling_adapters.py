@@ -20,7 +20,8 @@ ADAPTERS = [Adapter(number, f"adapter-{number}", "", 8, 1) for number in range(1
 
 
 class AdaptedHarness(Harness):
-    """A planner with slots. Each row of each step must have its request's adapter."""
+    """A planner with slots. Each row of each step must have its request's adapter, and decoding
+    rows with the same one must stand together."""
 
     def __init__(self, setup: Setup, num_slots: int, drawn: random.Random | None = None) -> None:
         super().__init__(setup)
@@ -60,6 +61,8 @@ class AdaptedHarness(Harness):
             adapter = self.requests[row].adapter
             expected = 0 if adapter is None else adapter.id
             assert self.in_slots[self.of_rows[row]] == expected
+        places = [(self.of_rows[row], row) for row in plan.decode_rows.tolist()]
+        assert places == sorted(places)
 
 
 @pytest.mark.parametrize("num_slots", [1, 2, 5])

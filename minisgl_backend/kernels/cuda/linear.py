@@ -1,12 +1,8 @@
 """Launches ``linear.cu``: the linear layers of a decode step on the tensor cores of Hopper.
 
 A kernel is for one shape; it takes up to ``most_tokens`` rows of bfloat16. Each row of x W^T is
-multiplied by a factor, 1 or that of RMSNorm, and a bias is added, one for all rows or ``added``,
-[num_rows, height], with one for each; the classes differ in what follows.
-
-What is ``added``, or the residual stream if it ``changes``, comes from the kernel right before, to
-which everything else was ready: a launch with ``pdl`` multiplies beside it. So that kernel must let
-the next one start only after it has waited for its own predecessor.
+multiplied by a factor, 1 or that of RMSNorm, and a bias is added; the classes differ in what
+follows. An ``adaptation`` adds what LoRA adapters add to the product (``kernels.adapters``).
 
 The input ``x`` [num_rows, in_features] is after RMSNorm or half-way. Without ``squares`` the norm
 has been applied. With them only its weight has, and the GEMM divides each row by its root mean
@@ -22,11 +18,13 @@ import ctypes
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
+from itertools import accumulate
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
+from minisgl_backend.kernels.adapters import Adaptation
 from minisgl_backend.kernels.cuda.module import (
     CudaKernel,
     CudaModule,
@@ -49,6 +47,13 @@ from minisgl_backend.kernels.packed_weight import PLAIN_MACROS, CodesKind, Packe
 _TWO_OF_CODES: Final = 1024
 """Up to this many sums in a tile, registers are left for two thread blocks that make numbers of
 codes."""
+_MOST_PARTS: Final = 24
+_PART_STEP: Final = 128
+"""x A^T of adapters is computed in up to the first number of parts of the in_features, each a
+multiple of the second number of them."""
+_BLOCK_OF_TOKENS: Final = 16
+"""As many of an adapter's tokens are multiplied by A at a time."""
+_NEVER: Final = 2**31 - 1
 _RESERVED_BYTES: Final = 1024
 """Shared memory that CUDA takes for itself in each thread block."""
 
@@ -74,6 +79,33 @@ class _Heads(ctypes.Structure):
     )
 
 
+class _Adapters(ctypes.Structure):
+    """``Adapters`` of the source."""
+
+    _fields_ = (
+        ("x", ctypes.c_void_p),
+        ("a", ctypes.c_void_p),
+        ("b", ctypes.c_void_p),
+        ("order", ctypes.c_void_p),
+        ("slots", ctypes.c_void_p),
+        ("ranks", ctypes.c_void_p),
+        ("blocks", ctypes.c_void_p),
+        ("inner", ctypes.c_void_p),
+        ("counts", ctypes.c_void_p),
+        ("a_stride", ctypes.c_uint64),
+        ("b_stride", ctypes.c_uint64),
+        ("x_stride", ctypes.c_int),
+        ("max_rank", ctypes.c_int),
+        ("num_blocks", ctypes.c_int),
+        ("num_parts", ctypes.c_int),
+        ("part_size", ctypes.c_int),
+        ("workers", ctypes.c_int),
+        ("projections", ctypes.c_int),
+        ("second", ctypes.c_int),
+        ("third", ctypes.c_int),
+    )
+
+
 class _Arguments(ctypes.Structure):
     """``Arguments`` of the source."""
 
@@ -95,7 +127,7 @@ class _Arguments(ctypes.Structure):
         ("eps", ctypes.c_float),
         ("heads", _Heads),
         ("scales", ctypes.c_void_p),
-        ("added", ctypes.c_void_p),
+        ("adapters", _Adapters),
     )
 
 
@@ -115,11 +147,12 @@ class _Linear:
         head_dim: int | None = None,
         pairs: int | None = None,
         codes: CodesKind | None = None,
-        takes_added: bool = False,
+        takes_adapters: bool = False,
         **kind: int,
     ) -> None:
         """``cuts`` are keyed by the largest batch that each is for; by default those of ``cut_of``.
-        ``takes_added``: launches may be ``late``, for which there are kernels of their own.
+        ``takes_adapters``: launches may have an adaptation, for which there are kernels of their
+        own.
 
         ``pairs``: how many rows apart two rows of the weight are that belong together. ``codes``:
         of packed weights.
@@ -137,16 +170,16 @@ class _Linear:
                 if batch <= most_tokens
             }
 
-        def compiled(cut: Cut, late: int) -> tuple[Cut, CudaKernel]:
+        def compiled(cut: Cut, adapted: int) -> tuple[Cut, CudaKernel]:
             macros = {**_PLAIN, **_macros(codes), **kind}
-            constants = {"SIZE": in_features, **macros, "ADDED": late}
+            constants = {"SIZE": in_features, **macros, "ADAPTED": adapted}
             return cut, _kernel(cut, constants, device)
 
         self._kernels: dict[bool, dict[int, tuple[Cut, CudaKernel]]] = {}
         with ThreadPoolExecutor() as pool:
-            for late in (False, True) if takes_added else (False,):
-                kernels = list(pool.map(partial(compiled, late=late), cuts.values()))
-                self._kernels[late] = dict(zip(cuts, kernels, strict=True))
+            for adapted in (False, True) if takes_adapters else (False,):
+                kernels = list(pool.map(partial(compiled, adapted=adapted), cuts.values()))
+                self._kernels[adapted] = dict(zip(cuts, kernels, strict=True))
         self._num_processors = num_processors(device)
         even = [cut for cut in cuts.values() if cut.even]
         # a thread block without a step would write no partial result, and another would wait for it
@@ -154,10 +187,11 @@ class _Linear:
         elements = max((cut.features * cut.tokens for cut in even), default=0)
         self._parts = torch.empty((self._num_processors, elements), device=device)
         self._are_there = torch.zeros(self._num_processors, dtype=torch.int32, device=device)
+        self._counts = torch.zeros(2, dtype=torch.int32, device=device)
         self._maps: dict[tuple[int, int, int], TensorMap] = {}
 
-    def _kernel_for(self, num_rows: int, *, late: bool = False) -> tuple[Cut, CudaKernel]:
-        kernels = self._kernels[late]
+    def _kernel_for(self, num_rows: int, *, adapted: bool = False) -> tuple[Cut, CudaKernel]:
+        kernels = self._kernels[adapted]
         return kernels[min(batch for batch in kernels if num_rows <= batch)]
 
     def _launch(
@@ -167,24 +201,27 @@ class _Linear:
         pdl: bool,
         *,
         bias: Tensor | None,
-        added: Tensor | None = None,
-        changes: bool = False,
+        adaptation: Adaptation | None,
         squares: Tensor | None = None,
         **values: Any,
     ) -> None:
-        num_rows, late = len(x), changes or added is not None
-        assert added is None or added.is_contiguous()
+        num_rows, in_order = len(x), x
         scales = None
         if isinstance(weight, PackedWeight):
             assert weight.kind == self._codes
-            ordered, scales = weight.ordered(x), weight.scales
-            if late and ordered is not x:  # by another kernel, right before this one
-                pdl = False
-            x = ordered
+            x, scales = weight.ordered(x), weight.scales
             weight = weight.weight.codes
         assert x.stride(1) == 1 and weight.is_contiguous() and num_rows <= max(self._kernels[False])
-        cut, kernel = self._kernel_for(num_rows, late=late)
+        cut, kernel = self._kernel_for(num_rows, adapted=adaptation is not None)
         tiles = self._height // cut.features
+        token_tiles = -(-num_rows // cut.tokens)
+        # thread blocks with even parts wait for each other, so all must run at the same time
+        blocks = self._num_processors // token_tiles if cut.even else tiles
+        grid = token_tiles, blocks, cut.splits
+        if adaptation is not None:
+            # of more thread blocks than these some would wait for others that have no place to run
+            workers = min(token_tiles * blocks * cut.splits, self._num_processors)
+            values["adapters"] = self._adapters(in_order, adaptation, workers)
         arguments = _Arguments(
             weight=self._weight_map(weight, cut.features, cut.numbers.block),
             scales=address(scales),
@@ -193,18 +230,49 @@ class _Linear:
             square_tiles=0 if squares is None else len(squares),
             num_rows=num_rows,
             bias=address(bias),
-            added=address(added),
             parts=address(self._parts),
             are_there=address(self._are_there),
             tiles=tiles,
             **values,
         )
-        token_tiles = -(-num_rows // cut.tokens)
-        # thread blocks with even parts wait for each other, so all must run at the same time
-        blocks = self._num_processors // token_tiles if cut.even else tiles
-        grid = token_tiles, blocks, cut.splits
         cluster = 1, 1, cut.splits
         kernel.launch(grid, 2 * cut.features + 64, arguments, cluster=cluster, pdl=pdl)
+
+    def _adapters(self, x: Tensor, adaptation: Adaptation, workers: int) -> _Adapters:
+        """What a kernel is told of the adapters."""
+        memory, tokens = adaptation.memory, adaptation.tokens
+        a, b, widths = memory.a, memory.b, memory.widths
+        assert a.is_contiguous() and b.is_contiguous() and tokens.block <= _BLOCK_OF_TOKENS
+        assert a.shape[2] == self._in_features and len(widths) <= 3
+        assert x.stride(0) % 8 == 0 and x.stride(1) == 1
+        part_size = -(-self._in_features // _MOST_PARTS)
+        part_size = -(-part_size // _PART_STEP) * _PART_STEP
+        num_parts = -(-self._in_features // part_size)
+        # later kernels that are given the same memory write to it when this one has ended
+        inner = torch.empty((num_parts, len(x), a.shape[1]), dtype=torch.float32, device=x.device)
+        begins = [*accumulate(widths[:-1]), *[_NEVER] * 2]
+        return _Adapters(
+            x=address(x),
+            a=address(a),
+            b=address(b),
+            order=address(tokens.order),
+            slots=address(tokens.slots),
+            ranks=address(tokens.ranks),
+            blocks=address(tokens.blocks),
+            inner=address(inner),
+            counts=address(self._counts),
+            a_stride=a.stride(0),
+            b_stride=b.stride(0),
+            x_stride=x.stride(0),
+            max_rank=b.shape[2],
+            num_blocks=len(tokens.blocks),
+            num_parts=num_parts,
+            part_size=part_size,
+            workers=workers,
+            projections=len(widths),
+            second=begins[0],
+            third=begins[1],
+        )
 
     def _weight_map(self, weight: Tensor, features: int, block: int) -> TensorMap:
         """The tensor map of a weight, or of its codes in bytes; cached, since weights do not move
@@ -236,7 +304,7 @@ class LinearKernel(_Linear):
         most_tokens: int = MAX_TOKENS,
         cuts: Mapping[int, Cut] | None = None,
         codes: CodesKind | None = None,
-        takes_added: bool = False,
+        takes_adapters: bool = False,
     ) -> None:
         """``shape`` is the weight's."""
         self._out_features = shape[0] // 2 if gated else shape[0]
@@ -248,7 +316,7 @@ class LinearKernel(_Linear):
             cuts=cuts,
             pairs=pairs,
             codes=codes,
-            takes_added=takes_added,
+            takes_adapters=takes_adapters,
             GATED=gated,
         )
 
@@ -260,7 +328,7 @@ class LinearKernel(_Linear):
         squares: Tensor | None = None,
         eps: float = 0.0,
         bias: Tensor | None = None,
-        added: Tensor | None = None,
+        adaptation: Adaptation | None = None,
         out: Tensor | None = None,
         pdl: bool = False,
     ) -> Tensor:
@@ -274,7 +342,7 @@ class LinearKernel(_Linear):
             weight,
             pdl,
             bias=bias,
-            added=added,
+            adaptation=adaptation,
             squares=squares,
             eps=eps,
             out=address(out),
@@ -294,7 +362,7 @@ class ResidualKernel(_Linear):
         most_tokens: int = MAX_TOKENS,
         cuts: Mapping[int, Cut] | None = None,
         codes: CodesKind | None = None,
-        takes_added: bool = False,
+        takes_adapters: bool = False,
     ) -> None:
         super().__init__(
             shape,
@@ -302,7 +370,7 @@ class ResidualKernel(_Linear):
             most_tokens=most_tokens,
             cuts=cuts,
             codes=codes,
-            takes_added=takes_added,
+            takes_adapters=takes_adapters,
             RESIDUAL=True,
         )
 
@@ -314,7 +382,7 @@ class ResidualKernel(_Linear):
         norm_weight: Tensor,
         *,
         bias: Tensor | None = None,
-        changes: bool = False,
+        adaptation: Adaptation | None = None,
         pdl: bool = False,
     ) -> tuple[Tensor, Tensor]:
         """``residual`` [num_rows, out_features] += x W^T + bias, in place; ``x`` and ``squares``
@@ -328,7 +396,7 @@ class ResidualKernel(_Linear):
             weight,
             pdl,
             bias=bias,
-            changes=changes,
+            adaptation=adaptation,
             out=address(residual),
             features=self._height,
             scaled=address(scaled),
@@ -354,7 +422,7 @@ class HeadsKernel(_Linear):
         most_tokens: int = MAX_TOKENS,
         cuts: Mapping[int, Cut] | None = None,
         codes: CodesKind | None = None,
-        takes_added: bool = False,
+        takes_adapters: bool = False,
     ) -> None:
         """``fp8``: the pages' type is float8_e4m3fn."""
         shape = (num_heads + 2 * num_kv_heads) * head_dim, in_features
@@ -366,7 +434,7 @@ class HeadsKernel(_Linear):
             cuts=cuts,
             head_dim=head_dim,
             codes=codes,
-            takes_added=takes_added,
+            takes_adapters=takes_adapters,
             **constants,
         )
         self._num_heads, self._num_kv_heads, self._head_dim = num_heads, num_kv_heads, head_dim
@@ -388,7 +456,7 @@ class HeadsKernel(_Linear):
         k_scale: Tensor | None = None,
         v_scale: Tensor | None = None,
         bias: Tensor | None = None,
-        added: Tensor | None = None,
+        adaptation: Adaptation | None = None,
         pdl: bool = False,
     ) -> Tensor:
         """The queries, [num_rows, num_heads, head_dim].
@@ -422,7 +490,7 @@ class HeadsKernel(_Linear):
             weight,
             pdl,
             bias=bias,
-            added=added,
+            adaptation=adaptation,
             squares=squares,
             eps=eps,
             out=address(out),
@@ -444,7 +512,7 @@ class TensorCores:
         self.heads = cache(partial(HeadsKernel, device=device, most_tokens=most_tokens))
 
 
-_PLAIN: Final = {"GATED": 0, "RESIDUAL": 0, "HEADS": 0, "FP8": 0, "PAGE_SIZE": 1, "ADDED": 0}
+_PLAIN: Final = {"GATED": 0, "RESIDUAL": 0, "HEADS": 0, "FP8": 0, "PAGE_SIZE": 1, "ADAPTED": 0}
 
 
 def _macros(codes: CodesKind | None) -> dict[str, int]:

@@ -1,9 +1,8 @@
 """``kernels.adapters`` in Triton: shrink, x A^T by blocks of tokens and parts of the inputs; and
 expand, the sum of these parts times B^T.
 
-Shrink lets the next kernels start when those before it have ended: a GEMM that takes what expand
-writes may run beside both (``kernels.cuda.linear``). Adapters, ``order`` and ``blocks`` were there
-before the step, so they are read before that.
+Adapters, ``order`` and ``blocks`` were there before the step, so they are read before the kernels
+wait for their predecessors.
 """
 
 from collections.abc import Sequence
@@ -69,27 +68,6 @@ def _tile_of(
     begin = tl.where(part > 0, WIDTH_0, 0) + tl.where(part > 1, WIDTH_1, 0)
     width = tl.where(part == 0, WIDTH_0, tl.where(part == 1, WIDTH_1, WIDTH_2))
     return part, begin, begin + width, at
-
-
-@triton.jit
-def _scale_of(
-    squares_ptr,
-    token,
-    is_there,
-    num_tokens,
-    eps,
-    SIZE: tl.constexpr,
-    SQUARE_TILES: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """The norm's scale of each token, [BLOCK], or 1."""
-    scale = tl.full((BLOCK,), 1.0, tl.float32)
-    if SQUARE_TILES > 0:
-        tile = tl.arange(0, triton.next_power_of_2(SQUARE_TILES))[:, None]
-        at = squares_ptr + tile * num_tokens + token[None, :]
-        mask = (tile < SQUARE_TILES) & is_there[None, :]
-        scale = tl.rsqrt(tl.sum(tl.load(at, mask=mask, other=0.0), axis=0) / SIZE + eps)
-    return scale
 
 
 @triton.jit
@@ -173,14 +151,11 @@ def _expand(
     inner_ptr,
     b_ptr,
     bias_ptr,
-    squares_ptr,
     order_ptr,
     blocks_ptr,
     out_stride,
     slot_stride,
     num_tokens,
-    eps,
-    SIZE: tl.constexpr,
     WIDTH_0: tl.constexpr,
     WIDTH_1: tl.constexpr,
     WIDTH_2: tl.constexpr,
@@ -188,7 +163,6 @@ def _expand(
     WIDTH: tl.constexpr,
     STEP: tl.constexpr,
     SPLITS: tl.constexpr,
-    SQUARE_TILES: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     ADD: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -215,7 +189,6 @@ def _expand(
         wait_previous()
     if (begin < end) & ((rank > 0) | (not ADD)):
         out_ptrs = out_ptr + token[:, None] * out_stride + column[None, :]
-        scale = _scale_of(squares_ptr, token, is_there, num_tokens, eps, SIZE, SQUARE_TILES, BLOCK)
         base = _base_of(out_ptrs, bias_ptr, column, is_there, is_in, HAS_BIAS, ADD)
         inner_ptrs = inner_ptr + row[:, None] * WIDTH + part * MAX_RANK + i[None, :]
         total = tl.zeros((BLOCK, BLOCK_N), dtype=tl.float32)
@@ -226,7 +199,7 @@ def _expand(
                 b = tl.load(b_ptrs + done, mask=is_in[:, None], other=0.0)
                 inner = _summed(inner_ptrs + done, is_there, num_tokens, WIDTH, SPLITS, BLOCK, STEP)
                 total = tl.dot(inner.to(b.dtype), b.T, total, input_precision="ieee")
-        total = total * scale[:, None] + base
+        total += base
         mask = is_there[:, None] & is_in[None, :]
         tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask=mask)
 
@@ -260,8 +233,6 @@ def launch_adapters(
     block: int,
     widths: Sequence[int],
     bias: Tensor | None = None,
-    squares: Tensor | None = None,
-    eps: float = 0.0,
     add: bool,
     pdl: bool,
 ) -> None:
@@ -305,14 +276,11 @@ def launch_adapters(
         inner,
         b,
         bias,
-        squares,
         order,
         blocks,
         out.stride(0),
         b.stride(0),
         num_tokens,
-        eps,
-        SIZE=size,
         WIDTH_0=width_0,
         WIDTH_1=width_1,
         WIDTH_2=width_2,
@@ -320,7 +288,6 @@ def launch_adapters(
         WIDTH=width,
         STEP=_STEP,
         SPLITS=splits,
-        SQUARE_TILES=0 if squares is None else len(squares),
         HAS_BIAS=bias is not None,
         ADD=add,
         BLOCK=block,

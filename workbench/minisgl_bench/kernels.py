@@ -20,6 +20,7 @@ import torch
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.kernels.dispatch import has_triton
 from minisgl_backend.kernels.small_batch import MAX_BATCH_SIZE
+from minisgl_bench.kernel_adapters import adapter_cases
 from minisgl_bench.kernel_attention import attention_cases, layer_cases
 from minisgl_bench.kernel_cases import (
     MODELS,
@@ -86,6 +87,7 @@ def cases(model: str, batch_size: int, context: int) -> Iterator[Case]:
     yield from linear_cases(shape, batch_size)
     yield from quantized_cases(shape, batch_size)
     yield from elementwise_cases(shape, batch_size)
+    yield from adapter_cases(shape, batch_size)
     yield from attention_cases(shape, batch_size, context)
     if batch_size <= MAX_BATCH_SIZE:
         yield from layer_cases(shape, batch_size, context)

@@ -160,7 +160,7 @@ class Router:
         has of the prefix. At least one is up. ``favoured`` are those that have the adapter."""
         longest, holders = self.shadow.longest(keys, self._up)
         self._usual += _FOLLOWS * (longest - self._usual)
-        left, num_held, having = self._up & ~holders, longest, holders
+        left, num_held, having = self._up, longest, holders
         while True:  # from the longest prefix that any of those left has to shorter ones
             limits, replica = self._limits(self._pull(num_held)), None
             if favoured:
@@ -169,12 +169,11 @@ class Router:
                 replica = self._least_loaded(having, limits)
             if replica is not None:
                 return replica, num_held
-            if left and having != holders:  # a shorter prefix has tighter limits
-                left = self._in_balance(left, limits) | left & favoured
+            # a shorter prefix has tighter limits
+            left = (self._in_balance(left, limits) | left & favoured) & ~having
             if not left:
                 break
             num_held, having = self.shadow.longest(keys[:num_held], left)
-            left &= ~having
         replica = self._least_loaded(holders)  # none is in balance
         assert replica is not None
         return replica, longest

@@ -12,9 +12,9 @@ wait for 4 s.
 Copies of a matcher share the states that its lexer has reached, so masks of a grammar that many
 answers follow are cheap. But only one of the copies can be used at a time: if all rows of a step
 shared a lexer, their masks would be made one after another. So a grammar that compiles quickly is
-compiled anew for every ``_MOST_COPIES`` answers. The states are limited, too, and never given up. So
-a grammar of which an answer has reached its limits is not kept (``Compiler.drop``): the next request
-begins with none.
+compiled anew for every ``_MOST_COPIES`` answers. The states are limited, too, and never given up.
+So a grammar of which an answer has reached its limits is not kept (``Compiler.drop``): the next
+request begins with none.
 """
 
 from __future__ import annotations

@@ -169,7 +169,7 @@ class Filling:
         if self._work is not None:
             self._work.result()
         for index, matcher in self._batch.with_rules:
-            if not matcher.is_free and not matcher.inner.is_error():
+            if not matcher.inner.is_error():
                 matcher.adjust(self._masks[index])
         failed = {}
         for index, inner in enumerate(self._batch.inners):

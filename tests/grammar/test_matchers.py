@@ -353,6 +353,18 @@ def test_before_the_grammar_all_but_the_end_is_allowed(grammars: Grammars) -> No
     assert [VOCABULARY.pieces[token] for token in allowed(grammars, matcher)] == [b"x"]
 
 
+def test_stop_tokens_are_held_back_before_the_grammar_too(grammars: Grammars) -> None:
+    matcher = compiled(
+        grammars, "choice", ["x"], begins_after=500, min_tokens=2, stop_token_ids=(700,)
+    )
+    masks = np.empty((1, grammars.num_words), np.int32)
+    for is_held in (True, True, False):
+        grammars.fill(Batch([matcher]), masks).result()
+        bits = np.unpackbits(masks.view(np.uint8), bitorder="little")
+        assert bits[700] == (not is_held) and bits[701]
+        assert grammars.advance(Batch([matcher]), [701]) == {}
+
+
 def test_a_section_before_the_grammar_must_be_opened_by_the_first_token(
     grammars: Grammars,
 ) -> None:

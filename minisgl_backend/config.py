@@ -127,15 +127,15 @@ class EngineOptions:
     )
     batch_invariant: bool = option(
         False,
-        "on a GPU, a request gets the same tokens in any company, whatever is cached; some steps "
-        "take longer",
+        "on a GPU, a request gets the same tokens whatever runs beside it and whatever is cached; "
+        "some steps take longer",
     )
     structured_outputs: bool = option(
         True, "let requests ask for output that follows a schema, a regular expression or a grammar"
     )
     enable_lora: bool = option(False, "let requests name LoRA adapters")
     max_loras: int = option(
-        8, "adapters that the requests of one step may have between them", minimum=1, maximum=1024
+        8, "most adapters that the requests of one step may use together", minimum=1, maximum=1024
     )
     max_cpu_loras: int | None = option(
         None, "adapters that main memory holds; auto: twice max_loras", minimum=1

@@ -14,8 +14,10 @@ from typing import Any, Final
 
 import click
 
-from minisgl_backend.config import DEMO_MODEL, EngineOptions
+from minisgl_backend.config import DEMO_MODEL, EngineOptions, option_type
 from minisgl_backend.errors import ConfigError
+
+_METAVARS: Final = {str: "TEXT", int: "INTEGER", float: "NUMBER", bool: "[true|false]"}
 
 
 class Refused(click.ClickException):
@@ -52,13 +54,12 @@ def engine_options(command: Callable[..., Any]) -> Callable[..., Any]:
         return command(options, *args, **kwargs)
 
     for spec in reversed(fields(EngineOptions)):
-        choices = ", ".join(spec.metadata["choices"])
-        text = spec.metadata["help"] + (f" ({choices})" if choices else "")
+        choices = "|".join(spec.metadata["choices"])
         with_options = click.option(
             "--" + spec.name.replace("_", "-"),
             spec.name,
-            metavar="VALUE",
-            help=f"{text}  [default: {_shown(spec.default)}]",
+            metavar=f"[{choices}]" if choices else _METAVARS[option_type(spec.name)],
+            help=f"{spec.metadata['help']}  [default: {_shown(spec.default)}]",
         )(with_options)
     return with_options
 

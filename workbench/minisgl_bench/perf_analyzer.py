@@ -112,7 +112,7 @@ def perf_analyzer(
     export: Path | None,
     json_path: Path | None,
 ) -> None:
-    """Run perf_analyzer on the streaming ensemble, and tell TTFT and the rest from its export."""
+    """Latencies of the streaming ensemble, measured by NVIDIA's perf_analyzer."""
     with refusing():
         objectives = objectives_of(slo)
     levels = [Level("concurrency", value) for value in concurrency]

@@ -114,7 +114,7 @@ def _nodes(size: int) -> Iterator[Followers]:
 )
 @json_option
 def plan_broadcast(num_requests: int, num_steps: int, by_tcp: bool, json_path: Path | None) -> None:
-    """Send plans of decode steps to 1, 3 and 7 followers.
+    """Time to send plans of decode steps to 1, 3 and 7 followers.
 
     rank_0: its own time to encode and send a plan, which delays a step: at most 200 us. taken:
     until the last follower has it, which overlaps with rank 0's next work; with --tcp until its

@@ -94,7 +94,7 @@ def response_path(
     tritonserver: str | None,
     json_path: Path | None,
 ) -> None:
-    """Rate and latency of responses through the ensemble, with a faked model."""
+    """Rate and latency of responses through the ensemble, with a simulated engine."""
     report = Report(
         "response path",
         info={"step": f"{step_ms:g} ms", "client": "gRPC (asyncio) on the same machine"},

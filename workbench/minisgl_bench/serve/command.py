@@ -93,7 +93,7 @@ def serve(
     json_path: Path | None,
     **options: Any,
 ) -> None:
-    """Load on a server over the network, and the latencies of its clients.
+    """Latencies and throughput of a server under load over the network.
 
     Choose closed loops (--concurrency), Poisson arrivals (--rate) or a --trace; several levels make
     several runs. Without --url a server with the demo model is started.

@@ -31,7 +31,8 @@ from minisgl_backend.precheck import adapter_paths, adapter_tasks, first_place
 from minisgl_backend.replicas.start import start_replicas
 from minisgl_backend.resolve import resolve
 from minisgl_backend.runtime.adapters import Adapters
-from minisgl_backend.runtime.engine import Door, Engine, EngineInfo
+from minisgl_backend.runtime.door import Door, EngineInfo
+from minisgl_backend.runtime.engine import Engine
 from minisgl_backend.runtime.ports import Executor, Scheduler
 from minisgl_backend.scheduling.scheduler import SchedulerConfig
 from minisgl_backend.tensor_parallel import lead

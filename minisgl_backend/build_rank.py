@@ -47,7 +47,7 @@ from minisgl_backend.parallel.group import Group, least_free_memory
 from minisgl_backend.parts import STANDARD, Parts
 from minisgl_backend.progress import Progress, shown, unseen
 from minisgl_backend.resolve import Resolved
-from minisgl_backend.runtime.engine import EngineInfo
+from minisgl_backend.runtime.door import EngineInfo
 from minisgl_backend.weight_format import WeightFormat
 
 logger = logging.getLogger(__name__)

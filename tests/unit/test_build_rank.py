@@ -29,7 +29,7 @@ from minisgl_backend.parallel.place import Place
 from minisgl_backend.parts import STANDARD
 from minisgl_backend.progress import Progress, unseen
 from minisgl_backend.resolve import Resolved
-from minisgl_backend.runtime.engine import EngineInfo
+from minisgl_backend.runtime.door import EngineInfo
 from minisgl_backend.scheduling.scheduler import Scheduler, SchedulerConfig
 
 SDPA = SdpaAttention(

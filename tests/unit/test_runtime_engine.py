@@ -36,7 +36,8 @@ from minisgl_backend.request import (
     SamplingParams,
     samples_of,
 )
-from minisgl_backend.runtime.engine import Engine, EngineInfo
+from minisgl_backend.runtime.door import EngineInfo
+from minisgl_backend.runtime.engine import Engine
 from minisgl_backend.runtime.loop import Loop, Stop
 from minisgl_backend.runtime.open_requests import OpenRequest
 from minisgl_backend.runtime.recorder import Recorder

@@ -1,8 +1,8 @@
 """The operator's options (``EngineOptions``) and the limits on one request (``Limits``).
 
 Knows names, types, defaults and ranges. Must not know devices, model files or Triton: what depends
-on those is decided later, the dtype in ``resolve``, the number of pages and the attention backend
-in ``build_rank``.
+on those is decided later, the dtype in ``resolve``, the number of pages in ``rank_memory``, the
+attention backend in ``build_rank``.
 
 Options come as strings (from config.pbtxt or the command line) or as values of their type. An
 unknown name is an error that names the nearest known one. An empty string or ``auto`` stands for

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import pytest
 import torch
 
-from minisgl_backend import build_rank
+from minisgl_backend import build_rank, rank_memory
 from minisgl_backend.attention.base import AttentionSetting, AttentionShape, PagedAttention
 from minisgl_backend.attention.sdpa import SdpaAttention
 from minisgl_backend.build import build_scheduler
@@ -278,8 +278,8 @@ def test_too_little_memory_for_pages(
     monkeypatch.setattr(
         build_rank, "build_model", lambda *arguments, **options: SimpleNamespace(pack=lambda: None)
     )
-    monkeypatch.setattr(build_rank, "choose_num_pages", lambda **facts: 100)
-    monkeypatch.setattr(build_rank, "KVStorage", out_of_memory)
+    monkeypatch.setattr(rank_memory, "choose_num_pages", lambda **facts: 100)
+    monkeypatch.setattr(rank_memory, "KVStorage", out_of_memory)
     needed = (num_pages + 1) * page_bytes
     message = (
         f"{num_pages} KV pages of 16 .* {needed:,} bytes of cuda:1, .* 1,000 free: lower {name}"

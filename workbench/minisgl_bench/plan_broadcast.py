@@ -22,7 +22,8 @@ import numpy as np
 from minisgl_backend.cli.options import POSITIVE_INT
 from minisgl_backend.death_signal import end_with
 from minisgl_backend.execution.followers import Followers, import_path
-from minisgl_backend.execution.node_channel import NodeFollowerEnd, NodePlace, OtherNodes, knock
+from minisgl_backend.execution.node_channel import NodeFollowerEnd, OtherNodes
+from minisgl_backend.execution.node_handshake import NodePlace, knock
 from minisgl_backend.execution.rank_channel import FollowerEnd, HostFollowerEnd
 from minisgl_backend.parallel.place import Place, listen_at
 from minisgl_backend.plan import StepPlan, decode_plan, encode_plan

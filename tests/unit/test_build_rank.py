@@ -29,8 +29,8 @@ from minisgl_backend.parallel.place import Place
 from minisgl_backend.parts import STANDARD
 from minisgl_backend.progress import Progress, unseen
 from minisgl_backend.resolve import Resolved
-from minisgl_backend.runtime.door import EngineInfo
 from minisgl_backend.scheduling.scheduler import Scheduler, SchedulerConfig
+from tests.fakes.engine_info import engine_info
 
 SDPA = SdpaAttention(
     AttentionSetting(
@@ -319,24 +319,7 @@ def test_larger_batches_are_captured_on_large_gpus(
 def test_how_many_may_pass_a_waiting_request(
     device: str, reads_groups: bool, options: dict[str, Any], bound: int
 ) -> None:
-    info = EngineInfo(
-        model="m",
-        folder="/m",
-        architecture="A",
-        device=device,
-        dtype="bfloat16",
-        weights="plain",
-        attention_backend="a",
-        vocab_size=100,
-        eos_token_ids=(),
-        max_sequence_length=200,
-        page_size=16,
-        num_pages=50,
-        max_running_requests=2,
-        max_queued_requests=9,
-        max_queued_tokens=999,
-        reads_groups=reads_groups,
-    )
+    info = engine_info(device=device, reads_groups=reads_groups)
     configs = []
 
     def scheduler(cache: KVCache, config: SchedulerConfig) -> Scheduler:

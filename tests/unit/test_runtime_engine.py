@@ -36,13 +36,13 @@ from minisgl_backend.request import (
     SamplingParams,
     samples_of,
 )
-from minisgl_backend.runtime.door import EngineInfo
 from minisgl_backend.runtime.engine import Engine
 from minisgl_backend.runtime.loop import Loop, Stop
 from minisgl_backend.runtime.open_requests import OpenRequest
 from minisgl_backend.runtime.recorder import Recorder
 from minisgl_backend.runtime_files import State
 from minisgl_backend.scheduling.scheduler import Scheduler, SchedulerConfig
+from tests.fakes.engine_info import engine_info
 from tests.fakes.executor import (
     FakeExecutor,
     Model,
@@ -163,14 +163,7 @@ class Bench:
         self.executor = GatedExecutor(self.model)
         cache = RadixCache(NUM_PAGES, PAGE_SIZE)
         config = SchedulerConfig(max_running_requests=max_running, max_prefill_tokens=16)
-        self.info = EngineInfo(
-            model="fake",
-            folder="",
-            architecture="Fake",
-            device="cpu",
-            dtype="int",
-            weights="plain",
-            attention_backend="none",
+        self.info = engine_info(
             vocab_size=self.model.vocabulary,
             eos_token_ids=eos,
             max_sequence_length=CONTEXT,

@@ -1,4 +1,4 @@
-"""A planner without pages or a model behind it, and what tests do with its plans."""
+"""The planner alone, without an engine, and what tests do with its plans."""
 
 from __future__ import annotations
 

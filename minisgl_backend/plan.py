@@ -107,15 +107,15 @@ class StepPlan:
     ``begun_from`` [P]: the snapshot of recurrent states with which the chunk's row begins, if it
     continues a cached prefix; else ``NO_SNAPSHOT``, and the row goes on from its own states, which
     are zero at position 0.
-    ``saved_chunks`` [V]: chunks, by index, in which the states behind the first ``saved_positions``
+    ``saved_chunks`` [V]: chunks, by index, in which the states after the first ``saved_positions``
     [V] tokens of the row are kept as ``saved_snapshots`` [V]. Ascending by chunk and position.
     ``kept_rows``, ``kept_snapshots`` [K]: before the step computes anything, the states that these
-    decoding rows have by then, behind the tokens before ``decode_positions``, are copied to these
+    decoding rows have by then, after the tokens before ``decode_positions``, are copied to these
     snapshots. None of them is among ``begun_from``.
     ``score_chunks`` [S]: chunks, by index, of which the positions from ``score_starts`` up to
     ``score_starts`` + ``score_lengths`` [S] are scored: the log-probability is wanted of the token
-    behind each, given all tokens up to it. ``score_tokens`` [sum of score_lengths] has the tokens
-    behind them, chunk after chunk.
+    after each, given all tokens up to it. ``score_tokens`` [sum of score_lengths] has the tokens
+    after them, chunk after chunk.
     ``decode_rows``, ``decode_positions`` [D]: the last sampled token of the row stands at that
     position; it is computed, and the next token is sampled. Rows ascend.
     ``group_sizes``, ``group_begins``, ``group_ends`` [N], ``group_rows``: the ``Groups`` of these

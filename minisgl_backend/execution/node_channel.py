@@ -1,6 +1,6 @@
 """The part of the channel that leads to ranks on other nodes: TCP connections to rank 0.
 
-A connection begins with a handshake (``node_handshake``). Then come messages, each behind its
+A connection begins with a handshake (``node_handshake``). Then come messages, each after its
 length in 4 bytes; none may be longer than its kind can be. A plan is one message: encoded once, and
 handed to the kernel by one call for each connection, which sends it at once (TCP_NODELAY).
 

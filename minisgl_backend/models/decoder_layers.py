@@ -1,4 +1,4 @@
-"""Layers of a decoder: token mixing and feed-forward, with norms before or behind each.
+"""Layers of a decoder: token mixing and feed-forward, with norms before or after each.
 
 Modules have the names of the checkpoint's tensors. Gemma 4's layer is in ``gemma4_layer``. Must not
 know the layers around it: a layer gets the norm of the next one, since kernels fuse it.

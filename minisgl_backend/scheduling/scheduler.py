@@ -295,7 +295,7 @@ class Scheduler:
         if self._life.states is not None:
             for position, taken in self._life.states.save(sequence, start, end):
                 draft.save(position, taken)
-        # a position is scored by the token behind it: the first one that is still to be scored has
+        # a position is scored by the token after it: the first one that is still to be scored has
         # index num_scored + 1, the last one num_to_score
         first, last = max(start, sequence.num_scored), min(end, sequence.num_to_score)
         if first < last:

@@ -1,7 +1,7 @@
 """Which snapshots of recurrent states sequences in rows take, and when others may find them.
 
-A chunk saves the states behind positions at which another request may begin. A row that decodes
-keeps those behind its last tokens, in one snapshot that it overwrites until it ends.
+A chunk saves the states after positions at which another request may begin. A row that decodes
+keeps those after its last tokens, in one snapshot that it overwrites until it ends.
 
 Knows positions and numbers of snapshots; ``cache.snapshots`` says to which prefix each belongs.
 Must not know what a state is, or when the executor copies it.
@@ -26,8 +26,8 @@ from minisgl_backend.scheduling.running import RunningRows
 from minisgl_backend.scheduling.sequence import Sequence
 
 _APART: Final = 16
-"""Snapshots behind each other on a path are at least 1 / _APART of the path apart: closer ones cost
-more copies and save little."""
+"""Successive snapshots on a path are at least 1 / _APART of the path apart: closer ones cost more
+copies and save little."""
 _MOST_APART: Final = 128
 """In tokens; longer paths have snapshots that far apart."""
 
@@ -47,7 +47,7 @@ class StateSnapshots:
         self._rows.keeps_at[sequence.row] = self._keeps_at(first, self._last_found(sequence))
 
     def save(self, sequence: Sequence, start: int, end: int) -> list[tuple[int, int]]:
-        """Take snapshots behind positions of a chunk; returns pairs of position and snapshot."""
+        """Take snapshots after positions of a chunk; returns pairs of position and snapshot."""
         taken = []
         for position in sequence.saves:
             if start < position <= end:
@@ -59,12 +59,12 @@ class StateSnapshots:
 
     def keep(self, rows: IntArray, positions: IntArray, draft: Draft) -> None:
         """Keep the states of those of the decoding ``rows`` whose next ``positions`` are far enough
-        behind the last that were kept; int32[num_rows] both.
+        after the last that were kept; int32[num_rows] both.
 
         No other request finds them before the row ends. So states are kept only if all tokens
         before the position are known by now: with one more step in flight they are, as it computes
         the last of these tokens. Without a snapshot to take the row goes on, and asks again as far
-        behind as if it had kept them.
+        on as if it had kept them.
         """
         for index in np.flatnonzero(positions == self._rows.keeps_at[rows]).tolist():
             row, position = int(rows[index]), int(positions[index])
@@ -80,14 +80,14 @@ class StateSnapshots:
                 draft.keep(row, number)
 
     def verify(self, sequence: Sequence) -> None:
-        """Let others find what the chunks have saved: a finite token was sampled behind it."""
+        """Let others find what the chunks have saved: a finite token was sampled after it."""
         for position, snapshot in sequence.snapshots:
             self._cache.attach_snapshot(sequence.held(), position, snapshot)
         sequence.snapshots.clear()
 
     def end(self, sequence: Sequence) -> None:
         """Let go of all snapshots, before the lease is released. Others may find what was kept
-        while the row decoded, unless the sequence has failed: finite tokens were sampled behind it.
+        while the row decoded, unless the sequence has failed: finite tokens were sampled after it.
         """
         kept, sequence.kept = sequence.kept, None
         if kept is not None and sequence.failed:
@@ -105,7 +105,7 @@ class StateSnapshots:
             raise InvariantError("not exactly the snapshots that rows will attach are taken")
 
     def _worth_saving(self, sequence: Sequence) -> tuple[int, ...]:
-        """The positions behind which another request may begin: where this one parts from what
+        """The positions after which another request may begin: where this one parts from what
         others have begun with, and the last one that it would find itself if it came again."""
         parted = self._cache.cached_length(sequence.tokens, sequence.request.cache_key)
         begun = sequence.held().num_shared * self._page_size
@@ -117,15 +117,15 @@ class StateSnapshots:
         return tuple(sorted(worth))
 
     def _last_found(self, sequence: Sequence) -> int:
-        """The last position behind which the sequence would begin if it came again."""
+        """The last position after which the sequence would begin if it came again."""
         return (len(sequence.tokens) - 1) // self._page_size * self._page_size
 
     def _keeps_at(self, first: int, kept: int) -> int:
-        """The position, from ``first`` on, before which to keep states next, behind ``kept``."""
+        """The position, from ``first`` on, before which to keep states next, after ``kept``."""
         size = self._page_size
         return num_pages_for(max(first, kept + _apart(kept)), size) * size
 
 
 def _apart(position: int) -> int:
-    """How far behind a snapshot at ``position`` the next one is worth its cost."""
+    """How far after a snapshot at ``position`` the next one is worth its cost."""
     return min(position // _APART, _MOST_APART)

@@ -152,7 +152,7 @@ def grouped_with_others(patch: pytest.MonkeyPatch) -> None:
 
 
 def misplaced_snapshot(patch: pytest.MonkeyPatch) -> None:
-    """A state is found behind one page less than it stands for."""
+    """A state is found after one page less than it stands for."""
     attach = RadixTree.attach
 
     def attach_before(self: RadixTree, node: Node, num_pages: int, snapshot: int) -> bool:

@@ -220,7 +220,7 @@ def test_a_shared_prefix_is_read_not_written(executor: ModelExecutor) -> None:
 
 
 def test_the_rest_of_a_prompt_is_copied_from_another_row(executor: ModelExecutor) -> None:
-    """Of the page's positions only those that are named: NaN behind them stays where it is."""
+    """Of the page's positions only those that are named: NaN after them stays where it is."""
     expected = _alone(executor, 3)
     driver = Driver(executor)
     _tokens(driver.prefill(0, PROMPT[:5], pages=(1, 9), samples=False))

@@ -119,7 +119,7 @@ def plan_broadcast(num_requests: int, num_steps: int, by_tcp: bool, json_path: P
 
     rank_0: its own time to encode and send a plan, which delays a step: at most 200 us. taken:
     until the last follower has it, which overlaps with rank 0's next work; with --tcp until its
-    answer to a question behind the plan has come back.
+    answer to a question after the plan has come back.
     """
     plan = decoding_plan(num_requests)
     report = Report("plan broadcast", info={"requests": num_requests, "tcp": by_tcp})

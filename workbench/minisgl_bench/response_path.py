@@ -211,5 +211,5 @@ def _text(data: bytes) -> str:
     response = service_pb2.ModelStreamInferResponse.FromString(data)
     if response.error_message:
         raise EngineFailure(response.error_message)
-    # each string stands behind its length, in 4 bytes
+    # each string stands after its length, in 4 bytes
     return "".join(raw[4:].decode() for raw in response.infer_response.raw_output_contents)

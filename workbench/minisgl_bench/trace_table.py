@@ -163,7 +163,7 @@ _PLAIN: Final = frozenset(
 
 
 def _template_arguments(text: str) -> Iterator[str]:
-    """The arguments in ``text``, which begins behind the ``<``."""
+    """The arguments in ``text``, which begins after the ``<``."""
     depth, begin = 0, 0
     for at, character in enumerate(text):
         if character in "<({":

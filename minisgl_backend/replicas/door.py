@@ -48,7 +48,7 @@ from minisgl_backend.request import (
 )
 from minisgl_backend.routing.router import Balance, Capacity, Placement, Router
 from minisgl_backend.routing.shadow import CacheShadow
-from minisgl_backend.runtime.engine import Door, EngineInfo, Health, ReplicaStats, shutting_down
+from minisgl_backend.runtime.door import Door, EngineInfo, Health, ReplicaStats, shutting_down
 from minisgl_backend.runtime.open_requests import OpenRequest
 from minisgl_backend.runtime.recorder import EngineStats, Samples
 from minisgl_backend.runtime_files import State

@@ -82,7 +82,7 @@ def check_collectives(group: Group, device: torch.device) -> None:
     for num_rows, dtype in ((1, torch.bfloat16), (64, torch.bfloat16), (256, torch.float32)):
         mine = torch.full((num_rows, 5120), group.rank + 1.0, device=device, dtype=dtype)
         of_first = torch.full_like(mine, 1.0)
-        joined = torch.cat([of_first, of_first * 2], dim=1)
+        joined = torch.stack([of_first, of_first * 2])
 
         def work(mine: torch.Tensor = mine) -> list[torch.Tensor]:
             return [

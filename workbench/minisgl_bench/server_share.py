@@ -48,7 +48,7 @@ def server_share(
     tritonserver: str | None,
     json_path: Path | None,
 ) -> None:
-    """Throughput through tritonserver, and its share of the same engine's alone."""
+    """Throughput through tritonserver, also as a share of that of the engine alone."""
     options = located(options)
     arguments = [*option_arguments(options), *requests.arguments()]
     offline: dict[str, Any] = (

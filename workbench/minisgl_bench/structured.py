@@ -345,7 +345,7 @@ def structured(
     profile_path: Path | None,
     json_path: Path | None,
 ) -> None:
-    """What answers of a given form cost: throughput, time to the first token, masks."""
+    """What structured outputs cost: throughput, time to the first token, masks."""
     from minisgl_backend.models.hub import resolve_model
 
     folder = resolve_model(options.model, options.model_source)

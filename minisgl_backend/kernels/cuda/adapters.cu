@@ -1,0 +1,176 @@
+// x A^T of LoRA adapters for the few tokens of a step, which a GEMM of `linear.cu` then multiplies by B^T (sm_90a).
+//
+// A thread block multiplies up to 16 tokens of one adapter by 16 rows of its A; those of a cluster share the in_features,
+// and its first one adds up what all have, over their shared memory. So sums are finished, and the same in every launch.
+// A thread block is small, so that it runs beside those of GEMMs, which take most of the shared memory.
+//
+// A, and which tokens have which adapter, were there before the step: they are read before x is waited for.
+
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef unsigned short u16;
+
+constexpr int THREADS = 128;
+constexpr int WARPS = THREADS / 32;
+constexpr int STEP = 16;        // rows of A, and tokens, of a thread block
+constexpr int PIECE = 128;      // in_features that a warp multiplies at a time
+constexpr int PITCH = STEP + 4; // floats of a token in shared memory; stores of a warp use all banks
+constexpr int MOST_PARTS = 8;   // thread blocks of a cluster
+constexpr int SUMS = STEP * STEP / THREADS;
+constexpr u32 ALL = 0xffffffffu;
+
+static_assert(SUMS == 2, "");
+
+// See `kernels.adapters`. A block is tokens of one adapter, `order` lists the tokens of all blocks.
+struct Arguments {
+    u16* inner;             // [num_rows, columns]: x A^T; 0 behind the rank of a token's adapter; of tokens without one
+                            // nothing is written
+    const u16* x;           // [num_rows, size]
+    const u16* a;           // [slots, columns, size]
+    const int* order;       // [num_rows]
+    const int* blocks;      // [num_blocks, 4]: slot, rank, and the part of `order`: its begin, its end
+    u64 slot_stride;        // of A
+    int x_stride;
+    int columns;            // projections * max_rank
+    int max_rank;
+    int size;               // in_features, a multiple of 32
+    int early;              // the next kernel may start as soon as this one has; else once x is there
+};
+
+// ---- instructions
+
+__device__ __forceinline__ void allow_next() { asm volatile("griddepcontrol.launch_dependents;"); }
+
+__device__ __forceinline__ void wait_previous() {
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+}
+
+__device__ __forceinline__ void arrive_in_cluster() {
+    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+}
+
+__device__ __forceinline__ void wait_for_cluster() {
+    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+// of another thread block's shared memory
+__device__ __forceinline__ float2 load_from(const float2* at, u32 block) {
+    u32 there;
+    float2 out;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;"
+                 : "=r"(there) : "r"((u32)__cvta_generic_to_shared(at)), "r"(block));
+    asm volatile("ld.shared::cluster.v2.f32 {%0, %1}, [%2];" : "=f"(out.x), "=f"(out.y) : "r"(there));
+    return out;
+}
+
+__device__ __forceinline__ u32 pack(float low, float high) {
+    u32 out;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(out) : "f"(high), "f"(low));
+    return out;
+}
+
+__device__ __forceinline__ void add_product(
+    float* c, u32 a, u32 a_8, u32 a_next, u32 a_8_next, u32 b, u32 b_next) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a), "r"(a_8), "r"(a_next), "r"(a_8_next), "r"(b), "r"(b_next));
+}
+
+// ---- the kernel
+
+// The products of a warp are those of pieces of the in_features. A thread has two rows of A and two tokens, and of each
+// 32 in_features a quarter: which of them make up an MMA does not matter, as long as they are the same of both.
+extern "C" __global__ void __launch_bounds__(THREADS) shrink(const __grid_constant__ Arguments args) {
+    __shared__ float of_warps[WARPS][STEP][PITCH];      // [.., tokens, rows of A]
+    __shared__ float2 of_block[THREADS];
+    if (args.early) allow_next();
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, row = lane / 4, quarter = lane % 4;
+    const int part = blockIdx.z, parts = gridDim.z, column = blockIdx.y * STEP;
+    const int* const at = args.blocks + 4 * blockIdx.x;
+    const int slot = at[0], rank = at[1], begin = at[2], end = at[3];
+    const bool is_there = rank > 0 && begin < end, multiplies = is_there && column % args.max_rank < rank;
+
+    const u16* const a = args.a + (slot - 1) * args.slot_stride + (u64)(column + row) * args.size + 8 * quarter;
+    const u16* x[2];
+    bool there[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        const int token = begin + 8 * i + row;
+        there[i] = multiplies && token < end;
+        x[i] = args.x + (u64)(there[i] ? args.order[token] : 0) * args.x_stride + 8 * quarter;
+    }
+    const int own = begin + (int)threadIdx.x / (STEP / SUMS), own_column = threadIdx.x % (STEP / SUMS);
+    const int own_token = is_there && own < end ? args.order[own] : -1;
+
+    const uint4 zero = make_uint4(0, 0, 0, 0);
+    uint4 of_a[PIECE / 32][2];
+    float sums[2][4] = {};
+    const auto load_a = [&](int k) {
+#pragma unroll
+        for (int i = 0; i < PIECE / 32; ++i)
+#pragma unroll
+            for (int j = 0; j < 2; ++j) {
+                const bool inside = multiplies && k + 32 * i < args.size;
+                const u16* const from = a + (u64)j * 8 * args.size + k + 32 * i;
+                of_a[i][j] = inside ? __ldg(reinterpret_cast<const uint4*>(from)) : zero;
+            }
+    };
+    const int step = PIECE * WARPS * parts;
+    int k = PIECE * (part * WARPS + warp);
+    load_a(k);
+    // Every thread block waits: the next kernel may take it that all before this one have ended.
+    wait_previous();
+    if (!args.early) allow_next();
+    if (!is_there) return;
+    while (multiplies && k < args.size) {
+        uint4 of_x[PIECE / 32][2];
+#pragma unroll
+        for (int i = 0; i < PIECE / 32; ++i)
+#pragma unroll
+            for (int j = 0; j < 2; ++j) {
+                const bool inside = there[j] && k + 32 * i < args.size;
+                of_x[i][j] = inside ? __ldcg(reinterpret_cast<const uint4*>(x[j] + k + 32 * i)) : zero;
+            }
+#pragma unroll
+        for (int i = 0; i < PIECE / 32; ++i)
+#pragma unroll
+            for (int j = 0; j < 2; ++j) {
+                const uint4 low = of_a[i][0], high = of_a[i][1], by = of_x[i][j];
+                add_product(sums[j], low.x, high.x, low.y, high.y, by.x, by.y);
+                add_product(sums[j], low.z, high.z, low.w, high.w, by.z, by.w);
+            }
+        k += step;
+        if (k < args.size) load_a(k);
+    }
+
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+#pragma unroll
+        for (int j = 0; j < 4; ++j) of_warps[warp][8 * i + 2 * quarter + j % 2][row + j / 2 * 8] = sums[i][j];
+    __syncthreads();
+    float2 sum = make_float2(0, 0);
+#pragma unroll
+    for (int i = 0; i < WARPS; ++i) {
+        const float* const from = &of_warps[i][threadIdx.x / (STEP / SUMS)][SUMS * own_column];
+        sum.x += from[0], sum.y += from[1];
+    }
+    if (parts > 1) {
+        of_block[threadIdx.x] = sum;
+        arrive_in_cluster();
+        wait_for_cluster();
+        if (part == 0) {
+            float2 more[MOST_PARTS];
+#pragma unroll
+            for (int other = 1; other < MOST_PARTS; ++other)
+                more[other] = other < parts ? load_from(of_block + threadIdx.x, other) : make_float2(0, 0);
+#pragma unroll
+            for (int other = 1; other < MOST_PARTS; ++other) sum.x += more[other].x, sum.y += more[other].y;
+        }
+        __syncwarp();
+        arrive_in_cluster();
+    }
+    if (part == 0 && own_token >= 0)
+        *reinterpret_cast<u32*>(args.inner + (u64)own_token * args.columns + column + SUMS * own_column) =
+            pack(sum.x, sum.y);
+    if (parts > 1) wait_for_cluster();   // the first one has read
+}

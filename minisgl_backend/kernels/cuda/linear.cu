@@ -16,9 +16,8 @@
 // meanwhile. Of queries, keys and values a tile is a head, which is normalized, rotated and stored in
 // the KV cache before it leaves the thread block.
 //
-// ADAPTED: tokens may have LoRA adapters, (x A^T) B^T of each token's own A and B. Before they multiply, the
-// warps of all thread blocks share out x A^T, in parts of in_features, and leave it in global memory; while it
-// becomes visible to the others they multiply. Then each adds to its sums what it needs of it times B^T.
+// ADAPTED: tokens may have LoRA adapters, (x A^T) B^T of each token's own A and B. The kernel before this one
+// is that of `adapters.cu`, which computes x A^T; to its sums each warp adds what it needs of that times B^T.
 //
 // `tile_gemm.cuh` has the ring, and how it is multiplied, quantized weights as well.
 //
@@ -26,12 +25,13 @@
 // SIZE (in_features), BLOCK (of them in a stage: 64; of codes 128, of 4 bits also 256), STAGES (of the
 // ring), SPLITS, EVEN, GATED (the weight holds the gate's rows and then as many of the values), RESIDUAL
 // (the result is added to the residual stream), HEADS (it is queries, keys and values, in heads of
-// FEATURES), with that PAGE_SIZE and FP8 (of the KV cache), ADAPTED, SHARED_BYTES, and PER_PROCESSOR
-// (thread blocks that a multiprocessor has registers for); CODE (0: the weight is bfloat16; else its codes
-// are 1: e4m3, 2: 8-bit or 3: 4-bit integers, 4: e2m1), with that GROUP (in_features that share a scale:
-// 32, 64 or 128; 0: all), SHARED_BY (rows that share one: 1 or 8) and ZEROS (the low 8 bits of a scale are
-// a zero point; else it is the middle of the integers). All other values are bfloat16: what is not
-// normalized yet needs its range.
+// FEATURES), with that PAGE_SIZE and FP8 (of the KV cache), ADAPTED, and of these LATE (all but x A^T was
+// there when this kernel began, so nothing is waited for before that is due), SHARED_BYTES, and
+// PER_PROCESSOR (thread blocks that a multiprocessor has registers for); CODE (0: the weight is bfloat16;
+// else its codes are 1: e4m3, 2: 8-bit or 3: 4-bit integers, 4: e2m1), with that GROUP (in_features that
+// share a scale: 32, 64 or 128; 0: all), SHARED_BY (rows that share one: 1 or 8) and ZEROS (the low 8 bits
+// of a scale are a zero point; else it is the middle of the integers). All other values are bfloat16: what
+// is not normalized yet needs its range.
 
 #include "tile_gemm.cuh"
 
@@ -61,6 +61,7 @@ static_assert(OWN % 8 == 0 && TOKENS % OWN == 0 && OWN % SLICE == 0, "");
 static_assert(EVEN ? SPLITS == 1 : PARTS_BYTES + OWN * PITCH <= STAGES * STAGE_BYTES, "");
 static_assert(RING_BYTES + STAGES * 16 + 4 * TOKENS + (EVEN ? SLICE * PITCH : 0) <= SHARED_BYTES, "");
 static_assert(THREADS % CHUNKS == 0 && GATED + RESIDUAL + HEADS <= 1, "");
+static_assert(ADAPTED || !LATE, "");
 
 // What becomes of heads.
 struct Heads {
@@ -80,27 +81,15 @@ struct Heads {
     int num_kv_heads;
 };
 
-// ADAPTED: see `kernels.adapters`. A block is tokens of one adapter, `order` lists the tokens of all blocks.
+// ADAPTED: see `kernels.adapters`.
 struct Adapters {
-    const u16* x;           // [num_rows, SIZE], in the order of A's in_features
-    const u16* a;           // [slots, projections * max_rank, SIZE]
+    const u16* inner;       // [num_rows, projections * max_rank], x A^T; 0 behind the rank of a token's adapter
     const u16* b;           // [slots, out_features, max_rank]
-    const int* order;       // [num_rows]
     const int* slots;       // [num_rows], of each token; 0: none
-    const int* ranks;       // [num_rows], of the adapters of each token, multiples of RANK_STEP
-    const int* blocks;      // [num_blocks, 4]: slot, rank, and the part of `order`: its begin, its end
-    float* inner;           // [num_parts, num_rows, projections * max_rank]: x A^T over parts of in_features
-    int* counts;            // [2]: thread blocks that have left all their `inner`, and that have seen it of all;
-                            // 0 before and after a launch
-    u64 a_stride;           // of slots
-    u64 b_stride;
-    int x_stride;
-    int max_rank;
-    int num_blocks;
-    int num_parts;
-    int part_size;          // in_features, a multiple of 128
-    int workers;            // thread blocks that compute `inner`: no more than run at the same time
-    int projections;
+    const int* ranks;       // [num_rows], of the adapters of each token
+    u64 slot_stride;        // of B
+    int columns;            // of inner
+    int max_rank;           // a multiple of RANK_STEP
     int second;             // the first output of the second projection, and of the third
     int third;
 };
@@ -213,15 +202,6 @@ __device__ __forceinline__ void sync_multipliers() {
     asm volatile("bar.sync 1, %0;" :: "n"(THREADS) : "memory");
 }
 
-// the same; whether any of them says so
-__device__ __forceinline__ bool sync_multipliers_any(bool says) {
-    u32 any;
-    asm volatile("{ .reg .pred p, q; setp.ne.u32 p, %1, 0;\n"
-                 "bar.red.or.pred q, 1, %2, p;\n"
-                 "selp.u32 %0, 1, 0, q; }" : "=r"(any) : "r"((u32)says), "n"(THREADS) : "memory");
-    return any;
-}
-
 // and with them the warp that computes factors, which does not wait
 __device__ __forceinline__ void sync_with_factors() {
     asm volatile("bar.sync 2, %0;" :: "n"(THREADS + 32) : "memory");
@@ -229,15 +209,6 @@ __device__ __forceinline__ void sync_with_factors() {
 
 __device__ __forceinline__ void publish_factors() {
     asm volatile("bar.arrive 2, %0;" :: "n"(THREADS + 32) : "memory");
-}
-
-// the same, once all of x A^T is there
-__device__ __forceinline__ void sync_with_inner() {
-    asm volatile("bar.sync 3, %0;" :: "n"(THREADS + 32) : "memory");
-}
-
-__device__ __forceinline__ void publish_inner() {
-    asm volatile("bar.arrive 3, %0;" :: "n"(THREADS + 32) : "memory");
 }
 
 // called behind the barrier of those that multiply: what they wrote before it is seen behind `wait_for`
@@ -301,7 +272,7 @@ __device__ __forceinline__ void fill_ring(const Arguments& args, const Steps& st
     };
     const int filled = min(count, STAGES);
     for (int i = 0; i < filled; ++i) start(i);
-    wait_previous();
+    if (!LATE) wait_previous();
     for (int i = 0; i < filled; ++i) finish(i);
     for (int i = filled; i < count; ++i) {
         wait_barrier(empty + 8 * (i % STAGES), (i / STAGES - 1) & 1);
@@ -312,7 +283,7 @@ __device__ __forceinline__ void fill_ring(const Arguments& args, const Steps& st
 
 // RMSNorm's factor of each token, or 1.
 __device__ __forceinline__ void compute_factors(const Arguments& args, int first_token, float* factors) {
-    wait_previous();
+    if (!LATE) wait_previous();
     constexpr int OF_LANE = (TOKENS + 31) / 32;
     const int lane = threadIdx.x % 32, tiles = args.squares ? args.square_tiles : 0;
     float sums[OF_LANE] = {};
@@ -390,93 +361,14 @@ __device__ __forceinline__ void add_parts(const Arguments& args, float (&c)[TOKE
     }
 }
 
-// ---- ADAPTED: x A^T, by all thread blocks
+// ---- ADAPTED
 
 constexpr int RANK_STEP = 16;   // of an MMA
-// tokens whose x A^T is taken at a time, as bfloat16, where a slice of a finished tile will be
-constexpr int TAKEN_BYTES = (GATED + 1) * 2 * RANK_STEP;   // of a token
-constexpr int TAKEN = halved(OWN, (EVEN ? SLICE : OWN) * PITCH / TAKEN_BYTES);
-static_assert(TAKEN % 8 == 0, "");
 
 __device__ __forceinline__ void add_product(
     float* c, u32 a, u32 a_8, u32 a_next, u32 a_8_next, u32 b, u32 b_next) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
         : C4(0) : "r"(a), "r"(a_8), "r"(a_next), "r"(a_8_next), "r"(b), "r"(b_next));
-}
-
-// Each warp takes some of the products of a block of up to 16 tokens with RANK_STEP rows of A, over a part of the
-// in_features. A thread has two rows of A and two tokens, and of each 32 in_features a quarter: which of them make up
-// an MMA does not matter, as long as they are the same of both. `wait` returns when x is there.
-template <typename Wait>
-__device__ __forceinline__ void compute_inner(const Arguments& args, const Wait& wait) {
-    const Adapters& of = args.adapters;
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, row = lane / 4, quarter = lane % 4;
-    const int worker = (int)(blockIdx.y * gridDim.x + blockIdx.x) * SPLITS + (int)blockIdx.z;
-    const int columns = of.projections * of.max_rank;
-    const int items = worker < of.workers ? columns / RANK_STEP * of.num_blocks * of.num_parts : 0;
-    constexpr int PIECES = 4;   // of 32 in_features, that are loaded at a time
-    for (int item = warp * of.workers + worker; item < items; item += THREADS / 32 * of.workers) {
-        const int part = item % of.num_parts, block = item / of.num_parts % of.num_blocks;
-        const int step = item / of.num_parts / of.num_blocks;   // the first of all projections first
-        const int* const at = of.blocks + 4 * block;
-        const int slot = at[0], rank = at[1], begin = at[2], end = at[3];
-        const int first = step / of.projections * RANK_STEP;
-        if (first >= rank || begin >= end) continue;
-        const int column = step % of.projections * of.max_rank + first;
-        const int begin_k = part * of.part_size, length = min(of.part_size, SIZE - begin_k);
-        const u16* const a = of.a + (slot - 1) * of.a_stride + (u64)(column + row) * SIZE + begin_k + 8 * quarter;
-        const u16* x[2];
-        int tokens[2];
-        bool there[2];
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            there[i] = begin + 8 * i + row < end;
-            tokens[i] = there[i] ? of.order[begin + 8 * i + row] : 0;
-            x[i] = of.x + (u64)tokens[i] * of.x_stride + begin_k + 8 * quarter;
-        }
-        float sums[2][4] = {};
-#pragma unroll 1
-        for (int k = 0; k < length; k += 32 * PIECES) {
-            const uint4 zero = make_uint4(0, 0, 0, 0);
-            uint4 of_a[PIECES], of_a_8[PIECES], of_x[2][PIECES];
-#pragma unroll
-            for (int i = 0; i < PIECES; ++i) {
-                const bool inside = k + 32 * i < length;
-                of_a[i] = inside ? __ldg(reinterpret_cast<const uint4*>(a + k + 32 * i)) : zero;
-                of_a_8[i] = inside ? __ldg(reinterpret_cast<const uint4*>(a + 8 * SIZE + k + 32 * i)) : zero;
-            }
-            if (k == 0) wait();   // A was there before
-#pragma unroll
-            for (int i = 0; i < PIECES; ++i)
-#pragma unroll
-                for (int j = 0; j < 2; ++j)
-                    of_x[j][i] = there[j] && k + 32 * i < length
-                        ? __ldcg(reinterpret_cast<const uint4*>(x[j] + k + 32 * i)) : zero;
-#pragma unroll
-            for (int i = 0; i < PIECES; ++i)
-#pragma unroll
-                for (int j = 0; j < 2; ++j) {
-                    const uint4 by = of_x[j][i];
-                    add_product(sums[j], of_a[i].x, of_a_8[i].x, of_a[i].y, of_a_8[i].y, by.x, by.y);
-                    add_product(sums[j], of_a[i].z, of_a_8[i].z, of_a[i].w, of_a_8[i].w, by.z, by.w);
-                }
-        }
-        // of two rows of A a thread has the sums of two tokens each, whose numbers others have
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-            const int token = __shfl_sync(ALL, tokens[j / 2], (2 * quarter + j % 2) * 4);
-            if (begin + j / 2 * 8 + 2 * quarter + j % 2 >= end) continue;
-            float* const to = of.inner + ((u64)part * args.num_rows + token) * columns + column + row;
-            to[0] = sums[j / 2][j % 2];
-            to[8] = sums[j / 2][2 + j % 2];
-        }
-    }
-    wait();
-    sync_multipliers();
-    if (threadIdx.x == 0 && worker < of.workers) {
-        __threadfence();
-        asm volatile("red.release.gpu.global.add.s32 [%0], 1;" :: "l"(of.counts) : "memory");
-    }
 }
 
 // By the warp that computes factors: ask for what this thread block needs of B, which lies in memory, in the order in
@@ -496,27 +388,13 @@ __device__ __forceinline__ void fetch_b(const Arguments& args, const Steps& step
 #pragma unroll
                 for (int side = 0; side <= GATED; ++side) {
                     const u64 feature = tile * OUT + side * args.features;
-                    const u16* const from = of.b + (slot - 1) * of.b_stride + feature * of.max_rank;
+                    const u16* const from = of.b + (slot - 1) * of.slot_stride + feature * of.max_rank;
                     for (int at = 64 * lane; at < OUT * of.max_rank; at += 64 * 32)
                         asm volatile("prefetch.global.L2 [%0];" :: "l"(from + at));
                 }
             }
         }
     }
-}
-
-// By the same warp: wait for all of x A^T.
-__device__ __forceinline__ void wait_for_inner(const Arguments& args) {
-    if (threadIdx.x % 32 == 0) {
-        int* const counts = args.adapters.counts;
-        int count;
-        do asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(count) : "l"(counts) : "memory");
-        while (count < args.adapters.workers);
-        const int seen = atomicAdd(counts + 1, 1) + 1;
-        if (seen == (int)(gridDim.x * gridDim.y * gridDim.z)) counts[0] = counts[1] = 0;
-    }
-    __syncwarp();
-    publish_inner();
 }
 
 // ---- finishing: a thread has 8 features, of a head 8 in each half, of ITEMS tokens of each slice
@@ -529,6 +407,9 @@ struct Finisher {
     uint4 norm_weight[2];   // of the norm that follows; or of the head's
     uint4 residual[ITEMS];
     int positions[ITEMS], slots[ITEMS];
+    // ADAPTED
+    int adapters[(OWN + 31) / 32];   // slots of each 32nd token of this thread block
+    int most_rank;          // of its tokens
 
     __device__ __forceinline__ Finisher(const Arguments& args)
         : args(args), tile(0), chunk(threadIdx.x % CHUNKS), row(threadIdx.x / CHUNKS),
@@ -571,131 +452,90 @@ struct Finisher {
         }
     }
 
-    // ADAPTED: x A^T of TAKEN tokens of this thread block, RANK_STEP columns of it from `rank` on, of GATED of two
-    // projections: `to` [GATED + 1, TAKEN, RANK_STEP]. Whether a token has more columns.
-    __device__ __forceinline__ bool take_inner(int first, int projection, int rank, u8* to) const {
-        constexpr int FOURS = (GATED + 1) * TAKEN * RANK_STEP / 4;
-        constexpr int SHARE = THREADS >= 8 * FOURS ? 8 : THREADS >= 4 * FOURS ? 4 : THREADS >= 2 * FOURS ? 2 : 1;
+    // ADAPTED: the tokens' adapters.
+    __device__ __forceinline__ void read_adapters() {
         const Adapters& of = args.adapters;
-        const int columns = of.projections * of.max_rank;
-        bool more = false;
-#pragma unroll 1
-        for (int i = threadIdx.x / SHARE; i < FOURS; i += THREADS / SHARE) {
-            const int side = i / (4 * TAKEN), at = i / 4 % TAKEN, quarter = i % 4, token = first_token + first + at;
-            const int of_token = token < args.num_rows ? of.ranks[token] : 0;
-            float4 sum = make_float4(0, 0, 0, 0);
-            if (rank < of_token) {
-                const float* const from =
-                    of.inner + (u64)token * columns + (projection + side) * of.max_rank + rank + 4 * quarter;
-#pragma unroll 8
-                for (int part = threadIdx.x % SHARE; part < of.num_parts; part += SHARE) {
-                    const u64 before = (u64)part * args.num_rows * columns;
-                    const float4 more = __ldcg(reinterpret_cast<const float4*>(from + before));
-                    sum.x += more.x, sum.y += more.y, sum.z += more.z, sum.w += more.w;
-                }
-            }
+        most_rank = 0;
 #pragma unroll
-            for (int lanes = 1; lanes < SHARE; lanes *= 2) {
-                sum.x += __shfl_xor_sync(ALL, sum.x, lanes), sum.y += __shfl_xor_sync(ALL, sum.y, lanes);
-                sum.z += __shfl_xor_sync(ALL, sum.z, lanes), sum.w += __shfl_xor_sync(ALL, sum.w, lanes);
-            }
-            if (threadIdx.x % SHARE == 0)
-                *reinterpret_cast<uint2*>(to + (side * TAKEN + at) * 2 * RANK_STEP + 8 * quarter) =
-                    make_uint2(pack(sum.x, sum.y), pack(sum.z, sum.w));
-            more |= rank + RANK_STEP < of_token;
+        for (int i = 0; i < (OWN + 31) / 32; ++i) {
+            const int at = 32 * i + (int)threadIdx.x % 32, token = first_token + at;
+            const bool there = finishes && at < OWN && token < args.num_rows;
+            adapters[i] = there ? of.slots[token] : 0;
+            if (there) most_rank = max(most_rank, of.ranks[token]);
         }
-        return more;
+        most_rank = __reduce_max_sync(ALL, most_rank);
     }
 
-    // ADAPTED: the sums of TAKEN tokens += `inner` times B^T, over RANK_STEP columns from `rank` on. A warp takes 8 tokens at a time, and of
-    // them those with the same adapter. Tokens are mostly in the order of their adapters, so that the first and the last
-    // one's are all that there are: of these B is read ahead, for several times 8 tokens.
-    __device__ __forceinline__ void add_products(
-        float* sums, const int (&slots)[TAKEN / 8], int rank, const u8* inner) const {
-        constexpr int ALL_8 = TAKEN / 8, AHEAD = ALL_8 % 4 == 0 ? 4 : ALL_8 % 3 == 0 ? 3 : ALL_8 % 2 == 0 ? 2 : 1;
+    // ADAPTED: to the sums of a warp, of 16 features or of 8 of each side of a gate, add (x A^T) B^T. It takes 8 tokens
+    // at a time, and of them those with the same adapter. Tokens are mostly in the order of their adapters, so that the
+    // first and the last one's are all that there are: of these B is read ahead, for several times 8 tokens.
+    __device__ __forceinline__ void add_adapters(float* sums) const {
+        if (!finishes) return;
+        constexpr int ALL_8 = OWN / 8, AHEAD = ALL_8 % 4 == 0 ? 4 : ALL_8 % 3 == 0 ? 3 : ALL_8 % 2 == 0 ? 2 : 1;
         const Adapters& of = args.adapters;
         const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, row = lane / 4, quarter = lane % 4;
         const int feature = tile * OUT + (GATED ? 8 : 16) * warp + row;
-        const u16* const b = of.b + (u64)feature * of.max_rank + rank + 4 * quarter;
-        const int to_8 = (GATED ? args.features : 8) * of.max_rank;
-        const auto load = [&](uint2& low, uint2& high, int slot) {
-            const u16* const from = b + (slot - 1) * of.b_stride;
-            low = __ldg(reinterpret_cast<const uint2*>(from));
-            high = __ldg(reinterpret_cast<const uint2*>(from + to_8));
-        };
-#pragma unroll
-        for (int i = 0; i < ALL_8; i += AHEAD) {
-            int ends[AHEAD][2];   // slots, or 0
-            uint2 low[AHEAD][2], high[AHEAD][2];
-#pragma unroll
-            for (int j = 0; j < AHEAD; ++j)
-#pragma unroll
-                for (int end = 0; end < 2; ++end) {
-                    const int slot = __shfl_sync(ALL, slots[i + j], end ? 28 : 0);
-                    ends[j][end] = end && slot == ends[j][0] ? 0 : slot;
-                    low[j][end] = high[j][end] = make_uint2(0, 0);
-                    if (ends[j][end]) load(low[j][end], high[j][end], slot);
-                }
-#pragma unroll
-            for (int j = 0; j < AHEAD; ++j) {
-                const u8* const from = inner + ((i + j) * 8 + row) * 2 * RANK_STEP + 8 * quarter;
-                const uint2 first = *reinterpret_cast<const uint2*>(from);
-                const uint2 second = GATED ? *reinterpret_cast<const uint2*>(from + TAKEN * 2 * RANK_STEP) : first;
-                const int own_slot = slots[i + j];
-                const auto add = [&](const uint2& low, const uint2& high, bool is_mine) {
-                    const u32 x = is_mine ? first.x : 0, y = is_mine ? first.y : 0;
-                    float* const c = sums + 4 * (i + j);
-                    if (GATED) {
-                        add_product(c, low.x, 0, low.y, 0, x, y);
-                        add_product(c, 0, high.x, 0, high.y, is_mine ? second.x : 0, is_mine ? second.y : 0);
-                    } else {
-                        add_product(c, low.x, high.x, low.y, high.y, x, y);
-                    }
-                };
-                if (ends[j][0]) add(low[j][0], high[j][0], own_slot == ends[j][0]);
-                if (ends[j][1]) add(low[j][1], high[j][1], own_slot == ends[j][1]);
-                u32 others = __ballot_sync(ALL, own_slot && own_slot != ends[j][0] && own_slot != ends[j][1]);
-                while (others) {
-                    const int slot = __shfl_sync(ALL, own_slot, __ffs(others) - 1);
-                    uint2 other_low, other_high;
-                    load(other_low, other_high, slot);
-                    add(other_low, other_high, own_slot == slot);
-                    others &= ~__ballot_sync(ALL, own_slot == slot);
-                }
-            }
-        }
-    }
-
-    // ADAPTED: add (x A^T) B^T to the sums. `inner` takes a part of x A^T; it has been read by all when this returns.
-    __device__ __forceinline__ void add_adapters(float* sums, u8* inner) const {
-        if (!finishes) return;
-        const Adapters& of = args.adapters;
-        const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
         if (CODE) {
-            const int feature = tile * OUT + (GATED ? 8 : 16) * warp + lane / 4;
             const float scale = GROUP == 0 ? args.scales[feature] : OF_SUMS;
             const float scale_8 = GROUP == 0 ? args.scales[GATED ? args.features + feature : feature + 8] : OF_SUMS;
 #pragma unroll
             for (int i = 0; i < OWN / 2; ++i) sums[i] *= i % 4 / 2 ? scale_8 : scale;
         }
-        const auto projection_of = [&](int feature) {
-            return GATED ? 0 : (feature >= of.second) + (feature >= of.third);
-        };
-        const int last = projection_of(tile * OUT + OUT - 1), own = projection_of(tile * OUT + 16 * warp);
+        const int projection = GATED ? 0 : (feature >= of.second) + (feature >= of.third);
+        const int to_8 = (GATED ? args.features : 8) * of.max_rank;
+#pragma unroll 1
+        for (int rank = 0; rank < most_rank; rank += RANK_STEP) {
+            const u16* const b = of.b + (u64)feature * of.max_rank + rank + 4 * quarter;
+            const u16* const inner = of.inner + projection * of.max_rank + rank + 4 * quarter;
+            const auto load = [&](uint2& low, uint2& high, int slot) {
+                const u16* const from = b + (slot - 1) * of.slot_stride;
+                low = __ldg(reinterpret_cast<const uint2*>(from));
+                high = __ldg(reinterpret_cast<const uint2*>(from + to_8));
+            };
 #pragma unroll
-        for (int first = 0; first < OWN; first += TAKEN) {
-            int slots[TAKEN / 8];   // of the thread's column of an MMA
+            for (int i = 0; i < ALL_8; i += AHEAD) {
+                int slots[AHEAD], ends[AHEAD][2];   // or 0
+                uint2 low[AHEAD][2], high[AHEAD][2], x[AHEAD][GATED + 1];
 #pragma unroll
-            for (int i = 0; i < TAKEN / 8; ++i) {
-                const int token = first_token + first + 8 * i + lane / 4;
-                slots[i] = token < args.num_rows ? of.slots[token] : 0;
-            }
-            for (int projection = projection_of(tile * OUT); projection <= last; ++projection) {
-                bool more = true;
-                for (int rank = 0; more; rank += RANK_STEP) {
-                    more = sync_multipliers_any(take_inner(first, projection, rank, inner));
-                    if (projection == own) add_products(sums + first / 2, slots, rank, inner);
-                    sync_multipliers();
+                for (int j = 0; j < AHEAD; ++j) {
+                    const int at = 8 * (i + j);
+                    slots[j] = __shfl_sync(ALL, adapters[at / 32], at % 32 + row);   // of the column of the MMA
+                    const u16* const from = inner + (u64)(first_token + at + row) * of.columns;
+#pragma unroll
+                    for (int side = 0; side <= GATED; ++side)
+                        x[j][side] = slots[j] ? __ldcg(reinterpret_cast<const uint2*>(from + side * of.max_rank))
+                                              : make_uint2(0, 0);
+#pragma unroll
+                    for (int end = 0; end < 2; ++end) {
+                        const int slot = __shfl_sync(ALL, slots[j], end ? 28 : 0);
+                        ends[j][end] = end && slot == ends[j][0] ? 0 : slot;
+                        low[j][end] = high[j][end] = make_uint2(0, 0);
+                        if (ends[j][end]) load(low[j][end], high[j][end], slot);
+                    }
+                }
+#pragma unroll
+                for (int j = 0; j < AHEAD; ++j) {
+                    const auto add = [&](const uint2& low, const uint2& high, bool is_mine) {
+                        const uint2 zero = make_uint2(0, 0), first = is_mine ? x[j][0] : zero;
+                        float* const c = sums + 4 * (i + j);
+                        if (GATED) {
+                            const uint2 second = is_mine ? x[j][GATED] : zero;
+                            add_product(c, low.x, 0, low.y, 0, first.x, first.y);
+                            add_product(c, 0, high.x, 0, high.y, second.x, second.y);
+                        } else {
+                            add_product(c, low.x, high.x, low.y, high.y, first.x, first.y);
+                        }
+                    };
+                    if (ends[j][0]) add(low[j][0], high[j][0], slots[j] == ends[j][0]);
+                    if (ends[j][1]) add(low[j][1], high[j][1], slots[j] == ends[j][1]);
+                    u32 others = __ballot_sync(ALL, slots[j] && slots[j] != ends[j][0] && slots[j] != ends[j][1]);
+                    while (others) {
+                        const int slot = __shfl_sync(ALL, slots[j], __ffs(others) - 1);
+                        uint2 other_low, other_high;
+                        load(other_low, other_high, slot);
+                        add(other_low, other_high, slots[j] == slot);
+                        others &= ~__ballot_sync(ALL, slots[j] == slot);
+                    }
                 }
             }
         }
@@ -879,10 +719,8 @@ linear(const __grid_constant__ Arguments args) {
     }
     if (warp >= THREADS / 32) {
         __syncwarp();
-        if (SPLITS > 1) arrive_in_cluster<true>();
-        if (ADAPTED && warp > THREADS / 32) wait_for_inner(args);
         if (SPLITS > 1) {
-            wait_for_cluster();
+            sync_cluster<true>();
             sync_cluster<false>();
         }
         return;
@@ -893,8 +731,8 @@ linear(const __grid_constant__ Arguments args) {
         wait_previous();
         if (!AT_ONCE) allow_next();   // all kernels before this one have ended
     };
-    if (ADAPTED) compute_inner(args, wait);
-    else wait();
+    if (ADAPTED && !EVEN) own.read_adapters();
+    if (!LATE) wait();
     for (int at = steps.begin; at < steps.end;) {
         const int first = at - steps.begin, in_tile = at % TILE_STEPS;
         const int count = EVEN ? min(TILE_STEPS - in_tile, steps.end - at) : STEPS;
@@ -907,7 +745,7 @@ linear(const __grid_constant__ Arguments args) {
         float c[TOKENS / 2];   // of each 8 tokens, two features of two
         multiply_steps(c, ring, first, count);
         if (first == 0) sync_with_factors();   // all have multiplied, too: without EVEN the ring is free
-        if (ADAPTED && EVEN && first == 0) sync_with_inner();
+        if (LATE && first == 0) wait();
         if (EVEN && in_tile > 0) {
             leave_part(args, c);
             continue;
@@ -918,9 +756,8 @@ linear(const __grid_constant__ Arguments args) {
         float* const sums = SPLITS > 1 ? of_splits : c;   // [OWN / 8, 4]
 
         if (ADAPTED) {
-            if (!EVEN) sync_with_inner();
-            else if (first > 0) sync_multipliers();   // the tile before has been read
-            own.add_adapters(sums, finished);
+            if (EVEN) own.read_adapters();
+            own.add_adapters(sums);
         }
         if (EVEN) own.read_norm();
 #pragma unroll

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from minisgl_backend.kernels.adapters import Adaptation
+from minisgl_backend.kernels.cuda.adapters import shrink_kernel
 from minisgl_backend.kernels.cuda.module import (
     CudaKernel,
     CudaModule,
@@ -47,12 +48,9 @@ from minisgl_backend.kernels.packed_weight import PLAIN_MACROS, CodesKind, Packe
 _TWO_OF_CODES: Final = 1024
 """Up to this many sums in a tile, registers are left for two thread blocks that make numbers of
 codes."""
-_MOST_PARTS: Final = 24
-_PART_STEP: Final = 128
-"""x A^T of adapters is computed in up to the first number of parts of the in_features, each a
-multiple of the second number of them."""
-_BLOCK_OF_TOKENS: Final = 16
-"""As many of an adapter's tokens are multiplied by A at a time."""
+_MOST_EARLY: Final = 16
+"""GEMMs with adapters and tiles of up to this many tokens start early, beside the kernel before
+them, and load weights; with more tokens they start once x is there, and multiply beside it."""
 _NEVER: Final = 2**31 - 1
 _RESERVED_BYTES: Final = 1024
 """Shared memory that CUDA takes for itself in each thread block."""
@@ -83,24 +81,13 @@ class _Adapters(ctypes.Structure):
     """``Adapters`` of the source."""
 
     _fields_ = (
-        ("x", ctypes.c_void_p),
-        ("a", ctypes.c_void_p),
+        ("inner", ctypes.c_void_p),
         ("b", ctypes.c_void_p),
-        ("order", ctypes.c_void_p),
         ("slots", ctypes.c_void_p),
         ("ranks", ctypes.c_void_p),
-        ("blocks", ctypes.c_void_p),
-        ("inner", ctypes.c_void_p),
-        ("counts", ctypes.c_void_p),
-        ("a_stride", ctypes.c_uint64),
-        ("b_stride", ctypes.c_uint64),
-        ("x_stride", ctypes.c_int),
+        ("slot_stride", ctypes.c_uint64),
+        ("columns", ctypes.c_int),
         ("max_rank", ctypes.c_int),
-        ("num_blocks", ctypes.c_int),
-        ("num_parts", ctypes.c_int),
-        ("part_size", ctypes.c_int),
-        ("workers", ctypes.c_int),
-        ("projections", ctypes.c_int),
         ("second", ctypes.c_int),
         ("third", ctypes.c_int),
     )
@@ -173,6 +160,7 @@ class _Linear:
         def compiled(cut: Cut, adapted: int) -> tuple[Cut, CudaKernel]:
             macros = {**_PLAIN, **_macros(codes), **kind}
             constants = {"SIZE": in_features, **macros, "ADAPTED": adapted}
+            constants["LATE"] = adapted and not _starts_early(cut)
             return cut, _kernel(cut, constants, device)
 
         self._kernels: dict[bool, dict[int, tuple[Cut, CudaKernel]]] = {}
@@ -180,6 +168,7 @@ class _Linear:
             for adapted in (False, True) if takes_adapters else (False,):
                 kernels = list(pool.map(partial(compiled, adapted=adapted), cuts.values()))
                 self._kernels[adapted] = dict(zip(cuts, kernels, strict=True))
+        self._shrink = shrink_kernel(device) if takes_adapters else None
         self._num_processors = num_processors(device)
         even = [cut for cut in cuts.values() if cut.even]
         # a thread block without a step would write no partial result, and another would wait for it
@@ -187,7 +176,6 @@ class _Linear:
         elements = max((cut.features * cut.tokens for cut in even), default=0)
         self._parts = torch.empty((self._num_processors, elements), device=device)
         self._are_there = torch.zeros(self._num_processors, dtype=torch.int32, device=device)
-        self._counts = torch.zeros(2, dtype=torch.int32, device=device)
         self._maps: dict[tuple[int, int, int], TensorMap] = {}
 
     def _kernel_for(self, num_rows: int, *, adapted: bool = False) -> tuple[Cut, CudaKernel]:
@@ -219,9 +207,10 @@ class _Linear:
         blocks = self._num_processors // token_tiles if cut.even else tiles
         grid = token_tiles, blocks, cut.splits
         if adaptation is not None:
-            # of more thread blocks than these some would wait for others that have no place to run
-            workers = min(token_tiles * blocks * cut.splits, self._num_processors)
-            values["adapters"] = self._adapters(in_order, adaptation, workers)
+            assert self._shrink is not None
+            early = _starts_early(cut)
+            inner = self._shrink(in_order, adaptation, early=early, pdl=pdl)
+            values["adapters"] = _adapters(inner, adaptation)
         arguments = _Arguments(
             weight=self._weight_map(weight, cut.features, cut.numbers.block),
             scales=address(scales),
@@ -237,42 +226,6 @@ class _Linear:
         )
         cluster = 1, 1, cut.splits
         kernel.launch(grid, 2 * cut.features + 64, arguments, cluster=cluster, pdl=pdl)
-
-    def _adapters(self, x: Tensor, adaptation: Adaptation, workers: int) -> _Adapters:
-        """What a kernel is told of the adapters."""
-        memory, tokens = adaptation.memory, adaptation.tokens
-        a, b, widths = memory.a, memory.b, memory.widths
-        assert a.is_contiguous() and b.is_contiguous() and tokens.block <= _BLOCK_OF_TOKENS
-        assert a.shape[2] == self._in_features and len(widths) <= 3
-        assert x.stride(0) % 8 == 0 and x.stride(1) == 1
-        part_size = -(-self._in_features // _MOST_PARTS)
-        part_size = -(-part_size // _PART_STEP) * _PART_STEP
-        num_parts = -(-self._in_features // part_size)
-        # later kernels that are given the same memory write to it when this one has ended
-        inner = torch.empty((num_parts, len(x), a.shape[1]), dtype=torch.float32, device=x.device)
-        begins = [*accumulate(widths[:-1]), *[_NEVER] * 2]
-        return _Adapters(
-            x=address(x),
-            a=address(a),
-            b=address(b),
-            order=address(tokens.order),
-            slots=address(tokens.slots),
-            ranks=address(tokens.ranks),
-            blocks=address(tokens.blocks),
-            inner=address(inner),
-            counts=address(self._counts),
-            a_stride=a.stride(0),
-            b_stride=b.stride(0),
-            x_stride=x.stride(0),
-            max_rank=b.shape[2],
-            num_blocks=len(tokens.blocks),
-            num_parts=num_parts,
-            part_size=part_size,
-            workers=workers,
-            projections=len(widths),
-            second=begins[0],
-            third=begins[1],
-        )
 
     def _weight_map(self, weight: Tensor, features: int, block: int) -> TensorMap:
         """The tensor map of a weight, or of its codes in bytes; cached, since weights do not move
@@ -512,7 +465,38 @@ class TensorCores:
         self.heads = cache(partial(HeadsKernel, device=device, most_tokens=most_tokens))
 
 
-_PLAIN: Final = {"GATED": 0, "RESIDUAL": 0, "HEADS": 0, "FP8": 0, "PAGE_SIZE": 1, "ADAPTED": 0}
+def _starts_early(cut: Cut) -> bool:
+    """Whether its GEMMs with adapters start before x is there."""
+    return cut.even or cut.tokens <= _MOST_EARLY
+
+
+def _adapters(inner: Tensor, adaptation: Adaptation) -> _Adapters:
+    """What a kernel is told of the adapters; ``inner`` is x A^T."""
+    b, widths, tokens = adaptation.memory.b, adaptation.memory.widths, adaptation.tokens
+    assert b.is_contiguous() and len(widths) <= 3
+    second, third = (*accumulate(widths[:-1]), _NEVER, _NEVER)[:2]
+    return _Adapters(
+        inner=address(inner),
+        b=address(b),
+        slots=address(tokens.slots),
+        ranks=address(tokens.ranks),
+        slot_stride=b.stride(0),
+        columns=inner.shape[1],
+        max_rank=b.shape[2],
+        second=second,
+        third=third,
+    )
+
+
+_PLAIN: Final = {
+    "GATED": 0,
+    "RESIDUAL": 0,
+    "HEADS": 0,
+    "FP8": 0,
+    "PAGE_SIZE": 1,
+    "ADAPTED": 0,
+    "LATE": 0,
+}
 
 
 def _macros(codes: CodesKind | None) -> dict[str, int]:

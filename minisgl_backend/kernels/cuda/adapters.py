@@ -1,0 +1,82 @@
+"""Launches ``adapters.cu``: x A^T of LoRA adapters, for the GEMMs of ``linear.cu``."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from minisgl_backend.kernels.adapters import RANK_STEP, Adaptation
+from minisgl_backend.kernels.cuda.module import CudaModule, address
+
+_THREADS: Final = 128
+_BLOCK_OF_TOKENS: Final = 16
+"""As many of an adapter's tokens are multiplied by A at a time."""
+_PART: Final = 512
+_MOST_PARTS: Final = 8
+"""A thread block of a cluster takes the first number of in_features, unless these would be more
+thread blocks than the second number."""
+
+
+class _Arguments(ctypes.Structure):
+    """``Arguments`` of the source."""
+
+    _fields_ = (
+        ("inner", ctypes.c_void_p),
+        ("x", ctypes.c_void_p),
+        ("a", ctypes.c_void_p),
+        ("order", ctypes.c_void_p),
+        ("blocks", ctypes.c_void_p),
+        ("slot_stride", ctypes.c_uint64),
+        ("x_stride", ctypes.c_int),
+        ("columns", ctypes.c_int),
+        ("max_rank", ctypes.c_int),
+        ("size", ctypes.c_int),
+        ("early", ctypes.c_int),
+    )
+
+
+class ShrinkKernel:
+    """Computes x A^T for each token's own A."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._kernel = CudaModule("adapters.cu", {}, device).kernel("shrink", shared_bytes=0)
+
+    def __call__(self, x: Tensor, adaptation: Adaptation, *, early: bool, pdl: bool) -> Tensor:
+        """Bfloat16 [num_tokens, num_projections * max_rank]: 0 behind the rank of a token's
+        adapter, and anything if it has none.
+
+        ``early``: the next kernel may start as soon as this one has; else once ``x`` is there.
+        """
+        memory, tokens = adaptation.memory, adaptation.tokens
+        a, size = memory.a, x.shape[1]
+        assert a.is_contiguous() and a.shape[2] == size and size % 32 == 0
+        assert x.stride(0) % 8 == 0 and x.stride(1) == 1 and tokens.block <= _BLOCK_OF_TOKENS
+        columns = a.shape[1]
+        inner = torch.empty((len(x), columns), dtype=x.dtype, device=x.device)
+        arguments = _Arguments(
+            inner=address(inner),
+            x=address(x),
+            a=address(a),
+            order=address(tokens.order),
+            blocks=address(tokens.blocks),
+            slot_stride=a.stride(0),
+            x_stride=x.stride(0),
+            columns=columns,
+            max_rank=memory.b.shape[2],
+            size=size,
+            early=early,
+        )
+        parts = min(-(-size // _PART), _MOST_PARTS)
+        grid = len(tokens.blocks), columns // RANK_STEP, parts
+        self._kernel.launch(grid, _THREADS, arguments, cluster=(1, 1, parts), pdl=pdl)
+        return inner
+
+
+@cache
+def shrink_kernel(device: torch.device) -> ShrinkKernel:
+    """The kernel for all shapes."""
+    return ShrinkKernel(device)

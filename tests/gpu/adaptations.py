@@ -52,7 +52,7 @@ def adapter_memory(
 
 
 def mixes(num_tokens: int, num_slots: int = len(RANKS) - 1) -> list[IntArray]:
-    """Slots of tokens: random ones, one for all, none or one, and all in turn and in order."""
+    """Slots of tokens: random ones, one for all, none or one, all in turn and in order, none."""
     rng = np.random.default_rng(num_tokens)
     some = rng.integers(0, num_slots + 1, num_tokens)
     return [
@@ -61,6 +61,7 @@ def mixes(num_tokens: int, num_slots: int = len(RANKS) - 1) -> list[IntArray]:
         np.where(rng.random(num_tokens) < 0.5, 0, min(2, num_slots)),
         np.arange(num_tokens) % num_slots + 1,
         np.sort(some),
+        np.zeros(num_tokens, some.dtype),
     ]
 
 

@@ -14,6 +14,7 @@ from minisgl_backend.kernels.linear_cut import Cut
 from minisgl_backend.kernels.rope_store import TokenPlaces, qk_norm_rope_store_reference
 from minisgl_backend.request import IntArray
 from tests.gpu.adaptations import (
+    MAX_RANK,
     RANKS,
     adapted_tokens,
     adapter_memory,
@@ -65,6 +66,28 @@ def adaptations(
     return [Adaptation(memory, adapted_tokens(slots, ranks, device)) for slots in found]
 
 
+@pytest.mark.parametrize("weight", [None, (64, 1000)], ids=["early", "late"])
+@pytest.mark.parametrize("batch", [1, 40, 256])
+def test_inner_products(device: torch.device, batch: int, weight: tuple[int, int] | None) -> None:
+    """They are 0 behind a token's rank."""
+    from minisgl_backend.kernels.cuda.adapters import shrink_kernel
+
+    fetched = None if weight is None else normal(*weight, device=device)
+    for size in (128, 1024, 1280, 9216):
+        x = normal(batch, size, device=device)
+        memory = adapter_memory((256, 256), size, RANKS, device, x.dtype)
+        for slots in mixes(batch):
+            tokens = adapted_tokens(slots, RANKS, device)
+            inner = shrink_kernel(device)(x, Adaptation(memory, tokens), weight=fetched, pdl=True)
+            for row, slot in enumerate(slots.tolist()):
+                if slot:
+                    rank = int(RANKS[slot])
+                    expected = torch.zeros(2, MAX_RANK, device=device, dtype=torch.float64)
+                    of_slot = memory.a[slot - 1].view(2, MAX_RANK, size)[:, :rank].double()
+                    expected[:, :rank] = of_slot @ x[row].double()
+                    assert_close(inner[row], expected.flatten().bfloat16())
+
+
 @pytest.mark.parametrize("ranks", [RANKS, SIXTEEN], ids=["several", "sixteen"])
 @pytest.mark.parametrize("batch", BATCHES)
 def test_merged_projections(device: torch.device, batch: int, ranks: IntArray) -> None:
@@ -100,9 +123,11 @@ def test_gated_projections_of_rows_to_be_normalized(device: torch.device, batch:
         assert_close(y, (F.silu(gate) * up).bfloat16())
 
 
+@pytest.mark.parametrize("size", [3072, 5120])
 @pytest.mark.parametrize("batch", BATCHES)
-def test_the_residual_stream(device: torch.device, batch: int) -> None:
-    check_residual(device, batch, 3072, None)
+def test_the_residual_stream(device: torch.device, batch: int, size: int) -> None:
+    """With 5,120 in_features a warp of the kernel before multiplies several pieces of them."""
+    check_residual(device, batch, size, None)
 
 
 @pytest.mark.parametrize("cut", CUTS, ids=str)

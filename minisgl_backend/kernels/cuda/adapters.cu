@@ -4,7 +4,8 @@
 // and its first one adds up what all have, over their shared memory. So sums are finished, and the same in every launch.
 // A thread block is small, so that it runs beside those of GEMMs, which take most of the shared memory.
 //
-// A, and which tokens have which adapter, were there before the step: they are read before x is waited for.
+// A, and which tokens have which adapter, were there before the step: they are read before x is waited for. Meanwhile
+// the GEMM's weight is fetched from memory to the L2 cache, if the GEMM itself starts once x is there.
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
@@ -17,7 +18,7 @@ constexpr int PIECE = 128;      // in_features that a warp multiplies at a time
 constexpr int PITCH = STEP + 4; // floats of a token in shared memory; stores of a warp use all banks
 constexpr int MOST_PARTS = 8;   // thread blocks of a cluster
 constexpr int SUMS = STEP * STEP / THREADS;
-constexpr u32 ALL = 0xffffffffu;
+constexpr int FETCHED = 4096;   // bytes that a thread asks for at a time
 
 static_assert(SUMS == 2, "");
 
@@ -35,6 +36,8 @@ struct Arguments {
     int max_rank;
     int size;               // in_features, a multiple of 32
     int early;              // the next kernel may start as soon as this one has; else once x is there
+    const char* weight;     // its numbers, to be fetched
+    int weight_bytes;       // of them, a multiple of 16
 };
 
 // ---- instructions
@@ -43,6 +46,10 @@ __device__ __forceinline__ void allow_next() { asm volatile("griddepcontrol.laun
 
 __device__ __forceinline__ void wait_previous() {
     asm volatile("griddepcontrol.wait;" ::: "memory");
+}
+
+__device__ __forceinline__ void fetch(const char* from, u32 bytes) {
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" :: "l"(from), "r"(bytes) : "memory");
 }
 
 __device__ __forceinline__ void arrive_in_cluster() {
@@ -77,6 +84,15 @@ __device__ __forceinline__ void add_product(
 }
 
 // ---- the kernel
+
+// Each thread block fetches an equal part of the weight.
+__device__ __forceinline__ void fetch_weight(const Arguments& args) {
+    const int block = ((int)blockIdx.z * (int)gridDim.y + (int)blockIdx.y) * (int)gridDim.x + (int)blockIdx.x;
+    const int step = (int)(gridDim.x * gridDim.y * gridDim.z) * FETCHED;
+    for (int at = block * FETCHED + step * (int)threadIdx.x; at < args.weight_bytes;
+         at += step * THREADS)
+        fetch(args.weight + at, min(FETCHED, args.weight_bytes - at));
+}
 
 // The products of a warp are those of pieces of the in_features. A thread has two rows of A and two tokens, and of each
 // 32 in_features a quarter: which of them make up an MMA does not matter, as long as they are the same of both.
@@ -118,6 +134,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) shrink(const __grid_consta
     const int step = PIECE * WARPS * parts;
     int k = PIECE * (part * WARPS + warp);
     load_a(k);
+    fetch_weight(args);
     // Every thread block waits: the next kernel may take it that all before this one have ended.
     wait_previous();
     if (!args.early) allow_next();

@@ -19,6 +19,8 @@ _PART: Final = 512
 _MOST_PARTS: Final = 8
 """A thread block of a cluster takes the first number of in_features, unless these would be more
 thread blocks than the second number."""
+_MOST_FETCHED: Final = 16 * 2**20
+"""Bytes of a weight; the L2 cache has 50 MiB."""
 
 
 class _Arguments(ctypes.Structure):
@@ -36,6 +38,8 @@ class _Arguments(ctypes.Structure):
         ("max_rank", ctypes.c_int),
         ("size", ctypes.c_int),
         ("early", ctypes.c_int),
+        ("weight", ctypes.c_void_p),
+        ("weight_bytes", ctypes.c_int),
     )
 
 
@@ -45,11 +49,14 @@ class ShrinkKernel:
     def __init__(self, device: torch.device) -> None:
         self._kernel = CudaModule("adapters.cu", {}, device).kernel("shrink", shared_bytes=0)
 
-    def __call__(self, x: Tensor, adaptation: Adaptation, *, early: bool, pdl: bool) -> Tensor:
+    def __call__(
+        self, x: Tensor, adaptation: Adaptation, *, weight: Tensor | None, pdl: bool
+    ) -> Tensor:
         """Bfloat16 [num_tokens, num_projections * max_rank]: 0 behind the rank of a token's
         adapter, and anything if it has none.
 
-        ``early``: the next kernel may start as soon as this one has; else once ``x`` is there.
+        With a ``weight``, that of the next kernel, that one starts once ``x`` is there, and finds
+        (the first MiB of) it in the L2 cache. Else it may start as soon as this kernel has.
         """
         memory, tokens = adaptation.memory, adaptation.tokens
         a, size = memory.a, x.shape[1]
@@ -68,7 +75,9 @@ class ShrinkKernel:
             columns=columns,
             max_rank=memory.b.shape[2],
             size=size,
-            early=early,
+            early=weight is None,
+            weight=address(weight),
+            weight_bytes=0 if weight is None else min(weight.nbytes, _MOST_FETCHED),
         )
         parts = min(-(-size // _PART), _MOST_PARTS)
         grid = len(tokens.blocks), columns // RANK_STEP, parts

@@ -49,8 +49,9 @@ _TWO_OF_CODES: Final = 1024
 """Up to this many sums in a tile, registers are left for two thread blocks that make numbers of
 codes."""
 _MOST_EARLY: Final = 16
-"""GEMMs with adapters and tiles of up to this many tokens start early, beside the kernel before
-them, and load weights; with more tokens they start once x is there, and multiply beside it."""
+"""GEMMs with adapters and tiles of up to this many tokens start as early as those without, and load
+weights while x A^T is computed. With more tokens they start once x is there, and multiply meanwhile.
+"""
 _NEVER: Final = 2**31 - 1
 _RESERVED_BYTES: Final = 1024
 """Shared memory that CUDA takes for itself in each thread block."""
@@ -208,8 +209,8 @@ class _Linear:
         grid = token_tiles, blocks, cut.splits
         if adaptation is not None:
             assert self._shrink is not None
-            early = _starts_early(cut)
-            inner = self._shrink(in_order, adaptation, early=early, pdl=pdl)
+            fetched = None if _starts_early(cut) else weight
+            inner = self._shrink(in_order, adaptation, weight=fetched, pdl=pdl)
             values["adapters"] = _adapters(inner, adaptation)
         arguments = _Arguments(
             weight=self._weight_map(weight, cut.features, cut.numbers.block),

@@ -49,8 +49,8 @@ _TWO_OF_CODES: Final = 1024
 """Up to this many sums in a tile, registers are left for two thread blocks that make numbers of
 codes."""
 _MOST_EARLY: Final = 16
-"""GEMMs with adapters and tiles of up to this many tokens start as early as those without, and load
-weights while x A^T is computed. With more tokens they start once x is there, and multiply meanwhile.
+"""GEMMs with adapters and tiles of up to this many tokens start as early as those without, and
+load weights while x A^T is computed. With more they start once x is there, and multiply meanwhile.
 """
 _NEVER: Final = 2**31 - 1
 _RESERVED_BYTES: Final = 1024

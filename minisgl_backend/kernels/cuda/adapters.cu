@@ -34,7 +34,7 @@ struct Arguments {
     int x_stride;
     int columns;            // projections * max_rank
     int max_rank;
-    int size;               // in_features, a multiple of 32
+    int size;               // in_features, a multiple of PIECE
     int early;              // the next kernel may start as soon as this one has; else once x is there
     const char* weight;     // its numbers, to be fetched
     int weight_bytes;       // of them, a multiple of 16
@@ -50,6 +50,14 @@ __device__ __forceinline__ void wait_previous() {
 
 __device__ __forceinline__ void fetch(const char* from, u32 bytes) {
     asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" :: "l"(from), "r"(bytes) : "memory");
+}
+
+// Volatile, so that it stays where it is.
+__device__ __forceinline__ uint4 load(const u16* from) {
+    uint4 out;
+    asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(out.x), "=r"(out.y), "=r"(out.z), "=r"(out.w) : "l"(from));
+    return out;
 }
 
 __device__ __forceinline__ void arrive_in_cluster() {
@@ -107,33 +115,26 @@ extern "C" __global__ void __launch_bounds__(THREADS) shrink(const __grid_consta
     const bool is_there = rank > 0 && begin < end, multiplies = is_there && column % args.max_rank < rank;
 
     const u16* const a = args.a + (slot - 1) * args.slot_stride + (u64)(column + row) * args.size + 8 * quarter;
-    const u16* x[2];
-    bool there[2];
+    const u16* x[2];    // of a token that is not there another one: its sums are not stored
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-        const int token = begin + 8 * i + row;
-        there[i] = multiplies && token < end;
-        x[i] = args.x + (u64)(there[i] ? args.order[token] : 0) * args.x_stride + 8 * quarter;
+        const int token = min(begin + 8 * i + row, end - 1);
+        x[i] = args.x + (u64)(is_there ? args.order[token] : 0) * args.x_stride + 8 * quarter;
     }
     const int own = begin + (int)threadIdx.x / (STEP / SUMS), own_column = threadIdx.x % (STEP / SUMS);
     const int own_token = is_there && own < end ? args.order[own] : -1;
 
-    const uint4 zero = make_uint4(0, 0, 0, 0);
     uint4 of_a[PIECE / 32][2];
     float sums[2][4] = {};
     const auto load_a = [&](int k) {
 #pragma unroll
         for (int i = 0; i < PIECE / 32; ++i)
 #pragma unroll
-            for (int j = 0; j < 2; ++j) {
-                const bool inside = multiplies && k + 32 * i < args.size;
-                const u16* const from = a + (u64)j * 8 * args.size + k + 32 * i;
-                of_a[i][j] = inside ? __ldg(reinterpret_cast<const uint4*>(from)) : zero;
-            }
+            for (int j = 0; j < 2; ++j) of_a[i][j] = load(a + (u64)j * 8 * args.size + k + 32 * i);
     };
     const int step = PIECE * WARPS * parts;
     int k = PIECE * (part * WARPS + warp);
-    load_a(k);
+    if (multiplies && k < args.size) load_a(k);
     fetch_weight(args);
     // Every thread block waits: the next kernel may take it that all before this one have ended.
     wait_previous();
@@ -144,10 +145,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) shrink(const __grid_consta
 #pragma unroll
         for (int i = 0; i < PIECE / 32; ++i)
 #pragma unroll
-            for (int j = 0; j < 2; ++j) {
-                const bool inside = there[j] && k + 32 * i < args.size;
-                of_x[i][j] = inside ? __ldcg(reinterpret_cast<const uint4*>(x[j] + k + 32 * i)) : zero;
-            }
+            for (int j = 0; j < 2; ++j) of_x[i][j] = load(x[j] + k + 32 * i);
+        __syncwarp();   // no load may come behind it: all are on their way before the first is used
 #pragma unroll
         for (int i = 0; i < PIECE / 32; ++i)
 #pragma unroll

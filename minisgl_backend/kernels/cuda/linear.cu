@@ -371,6 +371,13 @@ __device__ __forceinline__ void add_product(
         : C4(0) : "r"(a), "r"(a_8), "r"(a_next), "r"(a_8_next), "r"(b), "r"(b_next));
 }
 
+// Volatile, so that it stays where it is.
+__device__ __forceinline__ uint2 load_4(const u16* from) {
+    uint2 out;
+    asm volatile("ld.global.v2.u32 {%0, %1}, [%2];" : "=r"(out.x), "=r"(out.y) : "l"(from));
+    return out;
+}
+
 // By the warp that computes factors: ask for what this thread block needs of B, which lies in memory, in the order in
 // which it is needed.
 __device__ __forceinline__ void fetch_b(const Arguments& args, const Steps& steps) {
@@ -488,9 +495,9 @@ struct Finisher {
             const u16* const b = of.b + (u64)feature * of.max_rank + rank + 4 * quarter;
             const u16* const inner = of.inner + projection * of.max_rank + rank + 4 * quarter;
             const auto load = [&](uint2& low, uint2& high, int slot) {
-                const u16* const from = b + (slot - 1) * of.slot_stride;
-                low = __ldg(reinterpret_cast<const uint2*>(from));
-                high = __ldg(reinterpret_cast<const uint2*>(from + to_8));
+                const u16* const from = b + (max(slot, 1) - 1) * of.slot_stride;
+                low = load_4(from);
+                high = load_4(from + to_8);
             };
 #pragma unroll
             for (int i = 0; i < ALL_8; i += AHEAD) {
@@ -500,19 +507,18 @@ struct Finisher {
                 for (int j = 0; j < AHEAD; ++j) {
                     const int at = 8 * (i + j);
                     slots[j] = __shfl_sync(ALL, adapters[at / 32], at % 32 + row);   // of the column of the MMA
-                    const u16* const from = inner + (u64)(first_token + at + row) * of.columns;
+                    // of no adapter something is read, too, which is not used
+                    const int token = min(first_token + at + row, args.num_rows - 1);
 #pragma unroll
                     for (int side = 0; side <= GATED; ++side)
-                        x[j][side] = slots[j] ? __ldcg(reinterpret_cast<const uint2*>(from + side * of.max_rank))
-                                              : make_uint2(0, 0);
+                        x[j][side] = load_4(inner + (u64)token * of.columns + side * of.max_rank);
 #pragma unroll
                     for (int end = 0; end < 2; ++end) {
-                        const int slot = __shfl_sync(ALL, slots[j], end ? 28 : 0);
-                        ends[j][end] = end && slot == ends[j][0] ? 0 : slot;
-                        low[j][end] = high[j][end] = make_uint2(0, 0);
-                        if (ends[j][end]) load(low[j][end], high[j][end], slot);
+                        ends[j][end] = __shfl_sync(ALL, slots[j], end ? 28 : 0);
+                        load(low[j][end], high[j][end], ends[j][end]);
                     }
                 }
+                __syncwarp();   // no load may come behind it: all are on their way before the first is used
 #pragma unroll
                 for (int j = 0; j < AHEAD; ++j) {
                     const auto add = [&](const uint2& low, const uint2& high, bool is_mine) {
@@ -527,7 +533,7 @@ struct Finisher {
                         }
                     };
                     if (ends[j][0]) add(low[j][0], high[j][0], slots[j] == ends[j][0]);
-                    if (ends[j][1]) add(low[j][1], high[j][1], slots[j] == ends[j][1]);
+                    if (ends[j][1] && ends[j][1] != ends[j][0]) add(low[j][1], high[j][1], slots[j] == ends[j][1]);
                     u32 others = __ballot_sync(ALL, slots[j] && slots[j] != ends[j][0] && slots[j] != ends[j][1]);
                     while (others) {
                         const int slot = __shfl_sync(ALL, slots[j], __ffs(others) - 1);

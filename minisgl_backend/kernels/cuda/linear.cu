@@ -271,9 +271,14 @@ __device__ __forceinline__ void fill_ring(const Arguments& args, const Steps& st
             load_tile(to + i * TOKEN_BYTES, args.x, k + 64 * i, first_token, full + 8 * stage);
     };
     const int filled = min(count, STAGES);
-    for (int i = 0; i < filled; ++i) start(i);
-    if (!LATE) wait_previous();
-    for (int i = 0; i < filled; ++i) finish(i);
+    for (int i = 0; i < filled; ++i) {
+        start(i);
+        if (LATE) finish(i);
+    }
+    if (!LATE) {
+        wait_previous();
+        for (int i = 0; i < filled; ++i) finish(i);
+    }
     for (int i = filled; i < count; ++i) {
         wait_barrier(empty + 8 * (i % STAGES), (i / STAGES - 1) & 1);
         start(i);

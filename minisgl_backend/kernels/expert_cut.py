@@ -77,6 +77,48 @@ _CUTS: Final = {
 """By bits of a weight, and the largest mean number of rows of an expert that each is for."""
 
 
+@dataclass(frozen=True, slots=True)
+class ManyCut:
+    """A tile of ``cuda/experts_many.cu``, ``features`` of a weight by up to ``tokens`` rows of x,
+    and ``stages`` of the ring.
+
+    Thread blocks of a ``cluster`` have the same features and other rows; these are rounded up to a
+    ``grain``. One warpgroup stays ``skew`` steps behind the other.
+    """
+
+    cluster: int = 2
+    stages: int = 4
+    grain: int = 32
+    skew: int = 2
+    features: int = 256
+    tokens: int = 128
+
+    @property
+    def block(self) -> int:
+        """Rows of an expert that a cluster takes at once."""
+        return self.cluster * self.tokens
+
+    @property
+    def shared_bytes(self) -> int:
+        """The ring, 64 finished features of all rows of both warpgroups, a pair and a factor for
+        each row, and of a stage scales, its tile and two barriers; one barrier more."""
+        of_rows = 2 * self.tokens * (2 * 64 + 4 + 4)
+        stage = (self.features + self.tokens) * 128 + 4 * 32 + 16 + 2 * 8
+        return self.stages * stage + of_rows + 8
+
+
+MANY: Final = ManyCut()
+
+_MANY_ROWS: Final = {16: 64, 8: 16}
+"""By bits of a weight, the mean number of rows of an expert above which that cut is taken."""
+
+
+def are_many(num_pairs: int, num_experts: int, bits: int) -> bool:
+    """Whether so many rows, that go to ``num_experts`` experts, are for ``MANY``."""
+    most = _MANY_ROWS.get(bits)
+    return most is not None and num_pairs > most * num_experts
+
+
 def cuts(bits: int) -> list[ExpertCut]:
     """All that ``cut_of`` returns for weights of ``bits``."""
     return list(_CUTS[bits].values())

@@ -1,4 +1,4 @@
-"""Every cut is one that ``cuda/experts.cu`` compiles for, and that an H200 has the room for."""
+"""Every cut is one that the kernels compile for, and that an H200 has the room for."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from minisgl_backend.experts_spec import ClampedGate, ExpertsSpec, RoutingRule
-from minisgl_backend.kernels.expert_cut import cut_of, cuts, fits, knows
+from minisgl_backend.kernels.expert_cut import MANY, are_many, cut_of, cuts, fits, knows
 from minisgl_backend.kernels.linear_cut import PLAIN, Numbers
 from minisgl_backend.weight_format import CONVERTED_FP8, Encoding, Layout, WeightFormat
 
@@ -45,6 +45,16 @@ def test_more_rows_take_tiles_of_more_rows(
     assert cut in cuts(bits) and cut.tokens <= more.tokens
     largest = max(one.tokens for one in cuts(bits))
     assert cut.tokens == largest or num_tokens * top_k <= cut.tokens * num_experts
+
+
+def test_the_cut_for_many_rows() -> None:
+    """A thread block has a multiprocessor to itself; decoding never takes it."""
+    assert MANY.shared_bytes <= SHARED_BYTES and MANY.skew < MANY.stages
+    assert MANY.block == 256
+    of_decoding = 256 * 8
+    for bits in (16, 8, 4):
+        assert not are_many(of_decoding, 128, bits)
+        assert are_many(4096 * 8, 128, bits) == (bits != 4)
 
 
 def test_sizes() -> None:

@@ -35,15 +35,7 @@ NUM_LAYERS: Final = 4
 NUM_SAMPLES: Final = 64
 """Rows that are compared."""
 
-VARIANTS: Final = (
-    ManyCut(),
-    ManyCut(skew=0),
-    ManyCut(skew=1),
-    ManyCut(grain=16),
-    ManyCut(cluster=1),
-    ManyCut(cluster=1, skew=0),
-    ManyCut(stages=3, skew=1),
-)
+VARIANTS: Final = ManyCut(), ManyCut(skew=0), ManyCut(grain=16), ManyCut(cluster=1)
 
 
 @dataclass(frozen=True)
@@ -136,14 +128,21 @@ def sweep_size(
     outer = torch.randn(size, form.top_k, form.hidden, device="cuda", dtype=torch.bfloat16)
     choices = route(logits, block=0).choices
     residual, norm = torch.zeros_like(x), torch.ones_like(x[0])
-    sums = time_of(lambda _: moe.add_outputs(outer, choices, None, residual, norm, 1e-6, pdl=True))
+
+    def add_up(_: int) -> None:
+        moe.add_outputs(outer, choices, None, residual, norm, 1e-6, pdl=True)
+
+    def round_x(_: int) -> None:
+        float8_rows(x, form.hidden, pdl=True)
+
+    def round_inner(_: int) -> None:
+        float8_rows(inner, form.inner, pdl=True)
+
+    sums = time_of(add_up)
     rounding = ""
     if form.encoding is not None:
-        of_x, of_inner = (
-            time_of(lambda _, rows=rows: float8_rows(rows, rows.shape[1], pdl=True))
-            for rows in (x, inner)
-        )
-        rounding = f", tokens to 8 bits {of_x:.0f}, inner rows {of_inner:.0f}"
+        of_x, of_inner = time_of(round_x), time_of(round_inner)
+        rounding = f", of which rounding takes {of_x:.0f} for gate-up and {of_inner:.0f} for down"
     print(
         f"== {name}, {size} tokens, {routing.name}: "
         f"{int(counts.min())} to {int(counts.max())} rows an expert; sum {sums:.0f} us{rounding}"
@@ -168,11 +167,17 @@ def sweep_size(
             ),
             error(down_part(weight=first.down, top_k=1), inner, first.down, ids, 1, gated=False),
         )
-        times = (
-            time_of(lambda _, block=block: route(logits, block=block, pdl=True)),
-            time_of(lambda i, up=up_part: up(weight=layers[i].gate_up, top_k=form.top_k, pdl=True)),
-            time_of(lambda i, down=down_part: down(weight=layers[i].down, top_k=1, pdl=True)),
-        )
+
+        def choose(_: int, block: int = block) -> None:
+            route(logits, block=block, pdl=True)
+
+        def open_gates(layer: int, part: Any = up_part) -> None:
+            part(weight=layers[layer].gate_up, top_k=form.top_k, pdl=True)
+
+        def go_down(layer: int, part: Any = down_part) -> None:
+            part(weight=layers[layer].down, top_k=1, pdl=True)
+
+        times = time_of(choose), time_of(open_gates), time_of(go_down)
         speed = flops / (times[1] + times[2]) / 1e6
         print(
             f"{name_of(cut):42} errors {errors[0]:.4f} {errors[1]:.4f}  routing {times[0]:5.1f}  "

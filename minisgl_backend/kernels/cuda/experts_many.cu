@@ -54,7 +54,7 @@ constexpr int AT_AHEAD = AT_EMPTY + STAGES * 8;
 constexpr int LEAD = SKEW < STEPS ? SKEW : STEPS - 1;
 
 static_assert(HEIGHT % FEATURES == 0 && SIZE % 128 == 0 && STEPS >= 2, "");
-static_assert(STEPS + LEAD >= STAGES, "");          // the first warpgroup is never two tiles ahead
+static_assert(!SKEW || STEPS + LEAD >= STAGES, ""); // the first warpgroup is never two tiles ahead
 static_assert(CLUSTER == 1 || CLUSTER == 2, "");
 static_assert(SKEW < STAGES, "");
 static_assert(AT_AHEAD + 8 <= SHARED_BYTES, "");

@@ -52,8 +52,8 @@ from minisgl_backend.weight_format import WeightFormat
 
 logger = logging.getLogger(__name__)
 
-_LARGE_MEMORY: Final = 80 * 2**30
-"""Bytes. On GPUs with more, decode steps of up to 256 rows are captured, on others up to 160."""
+_CAPTURED_ROWS: Final = 256
+"""Of the largest decode step that is captured, unless an option says otherwise."""
 _CAPTURED_TOKENS: Final = 1024
 _CAPTURED_MULTIPLICATIONS: Final = 4 * 10**12
 """Steps with prompts are captured up to this many tokens or, if that allows more, up to this many
@@ -105,7 +105,7 @@ def build_rank(
     if isinstance(facts.device, CudaDevice):
         if group.rank == 0:
             _warn_if_slower(facts.device)
-        max_captured = max_captured_batch_size(facts.options, facts.device.total_memory)
+        max_captured = max_captured_batch_size(facts.options)
     attention = _attention(facts, max_captured)
     if isinstance(facts.device, CudaDevice):
         if facts.options.batch_invariant:
@@ -294,8 +294,9 @@ def _attention(facts: Resolved, max_captured_batch_size: int) -> PagedAttention:
             max_batch_size=options.max_running_requests,
             max_captured_batch_size=max_captured_batch_size,
             device=facts.device.torch_device,
-            grouped=(facts.device.is_host if wanted is None else wanted)
-            and options.cache != "naive",
+            grouped=wanted is not False
+            and options.cache != "naive"
+            and not options.batch_invariant,
             batch_invariant=options.batch_invariant,
         ),
     )
@@ -307,12 +308,10 @@ def _attention(facts: Resolved, max_captured_batch_size: int) -> PagedAttention:
     return attention
 
 
-def max_captured_batch_size(options: EngineOptions, total_memory: int) -> int:
-    """The largest decode step to capture on a GPU of ``total_memory`` bytes."""
+def max_captured_batch_size(options: EngineOptions) -> int:
+    """The largest decode step to capture on a GPU."""
     most = options.cuda_graph_max_batch_size
-    if most is None:
-        most = 256 if total_memory > _LARGE_MEMORY else 160
-    return min(most, options.max_running_requests)
+    return min(_CAPTURED_ROWS if most is None else most, options.max_running_requests)
 
 
 def _limits(

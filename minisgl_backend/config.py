@@ -101,13 +101,13 @@ class EngineOptions:
         None,
         "most later requests that a waiting one lets pass, so that requests with a common prefix "
         "compute it once and run together; 0: none; auto: 64 with lpm, else 256 on a CPU, 1024 on "
-        "a GPU with group_attention, 0 without",
+        "a GPU whose decoding requests read shared pages together, 0 on others",
         minimum=0,
     )
     group_attention: bool | None = option(
         None,
         "decoding requests that share pages read them together if that pays; on a GPU it needs "
-        "attention_backend cuda and bfloat16; auto: on a CPU only",
+        "attention_backend cuda and bfloat16; auto: if attention can do it",
     )
     cache: str = option(
         "radix",
@@ -158,7 +158,10 @@ class EngineOptions:
         None, "how experts are computed; auto: fused on a GPU", choices=("torch", "fused")
     )
     cuda_graph_max_batch_size: int | None = option(
-        None, "largest batch that is captured; 0 turns CUDA graphs off", minimum=0, maximum=4096
+        None,
+        "largest batch that is captured; 0 turns CUDA graphs off; auto: 256",
+        minimum=0,
+        maximum=4096,
     )
     cuda_graph_batch_sizes: str | None = option(None, "batch sizes to capture, as 1,2,4")
     cuda_graph_max_tokens: int | None = option(

@@ -20,7 +20,7 @@ import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
+from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor, wait
 from contextlib import suppress
 from typing import Final, TypeAlias
 
@@ -114,6 +114,7 @@ class Compiler:
         self._vocab_size = vocab_size
         self._eos_token_ids = tuple(eos_token_ids)
         self._tools: Future[tuple[LLTokenizer, Vetting]] | None = None
+        self._prepared: Future[tuple[LLTokenizer, Vetting]] | None = None
         self._is_closed = False
         self._quick = _Lane("grammar", QUICK, MOST_WAITING)
         self._long = _Lane("long grammar", LONG, MOST_LONG)
@@ -125,7 +126,13 @@ class Compiler:
 
     def prepare(self) -> None:
         """Read the tokenizer and start the processes now, on another thread."""
-        self._quick.threads.submit(self._opened)
+        self._prepared = self._quick.threads.submit(self._opened)
+
+    def wait_until_prepared(self) -> None:
+        """Wait for what ``prepare`` has begun, if it has been called; whether it succeeds or not,
+        of which grammars will tell."""
+        if self._prepared is not None:
+            wait([self._prepared])
 
     def ask(self, grammar: Grammar) -> Future[LLMatcher]:
         """A matcher at the beginning of the grammar, or what is wrong with it: a ``MiniSGLError``.

@@ -182,6 +182,10 @@ class Grammars:
         """Read the tokenizer now, on another thread."""
         self._compiler.prepare()
 
+    def wait_until_prepared(self) -> None:
+        """Wait for what ``prepare`` has begun, if it has been called."""
+        self._compiler.wait_until_prepared()
+
     def compile(
         self, sampling: SamplingParams, done: Callable[[Matcher | MiniSGLError], None]
     ) -> Callable[[], bool] | None:

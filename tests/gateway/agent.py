@@ -130,7 +130,9 @@ class TritonPythonModel(llm_engine.TritonPythonModel):
             adapters: Adapters | None = None,
         ) -> Engine:
             info = replace(info, folder=options.model, eos_token_ids=tuple(ids(_END).tolist()))
-            grammars = build_grammars(options, info)
+            grammars = build_grammars(
+                options, Path(info.folder), info.vocab_size, info.eos_token_ids
+            )
             return Engine(
                 info, scheduler, executor, overlap=overlap, grammars=grammars, adapters=adapters
             )

@@ -13,7 +13,7 @@ from torch import Tensor
 from minisgl_backend.experts_spec import ClampedGate, RoutingRule
 from minisgl_backend.kernels import expert_cut, moe
 from minisgl_backend.kernels.dispatch import is_interpreted
-from minisgl_backend.kernels.expert_cut import ExpertCut, ManyCut
+from minisgl_backend.kernels.expert_cut import MANY, ExpertCut
 from minisgl_backend.kernels.packed_weight import CodesKind, PackedWeight, pack_experts
 from minisgl_backend.kernels.quantized import FP8_MAX, QuantizedWeight, dequantized, quantize
 from minisgl_backend.weight_format import Encoding
@@ -148,23 +148,20 @@ def test_grouped_gemms(device: torch.device, form: str, cut: ExpertCut, num_toke
 
 @needs_hopper
 @pytest.mark.parametrize("form", ["bf16", "fp8", "fp8 rows"])
-@pytest.mark.parametrize("cut", [ManyCut(), ManyCut(cluster=1), ManyCut(grain=16, skew=0)])
 @pytest.mark.parametrize("num_tokens", [1, 70, 300, 1500])
-def test_grouped_gemms_of_many_rows(
-    device: torch.device, form: str, cut: ManyCut, num_tokens: int
-) -> None:
+def test_grouped_gemms_of_many_rows(device: torch.device, form: str, num_tokens: int) -> None:
     """Weights in float8 multiply rows that are rounded to 8 bits; also with all tokens at the same
     experts, and with rows that are multiplied by factors."""
     from minisgl_backend.kernels.cuda.experts_many import ManyRowsKernel
 
     (gate_up, plain_up), (down, plain_down) = weights(form, device)
-    in_first = ManyRowsKernel(plain_up.shape, device, codes=kind_of(gate_up), gated=True, cut=cut)
-    in_second = ManyRowsKernel(plain_down.shape, device, codes=kind_of(down), gated=False, cut=cut)
+    in_first = ManyRowsKernel(plain_up.shape, device, codes=kind_of(gate_up), gated=True)
+    in_second = ManyRowsKernel(plain_down.shape, device, codes=kind_of(down), gated=False)
     for all_to_one in (False, True):
         ids = chosen(num_tokens, device, all_to_one=all_to_one)
         x = torch.randn(num_tokens, HIDDEN_SIZE, device=device).bfloat16()
         factors = torch.rand(num_tokens, device=device)
-        aligned = moe.align(ids, NUM_EXPERTS, cut.block)
+        aligned = moe.align(ids, NUM_EXPERTS, MANY.block)
         held = aligned.pairs, aligned.experts, ids.numel()
         inner = in_first(x, gate_up, *held, top_k=TOP_K, factors=factors)
         outer = in_second(inner, down, *held, top_k=1)

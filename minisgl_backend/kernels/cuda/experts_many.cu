@@ -1,12 +1,10 @@
 // A GEMM of blocks of many rows, each with the weight of its own expert, for Hopper (sm_90a): of prompts, where
 // `experts.cu` is for decoding.
 //
-// What limits such a GEMM with small tiles is how much the L2 cache delivers, and then that tensor cores wait while a
-// tile is finished. So a tile is large, 256 rows of an expert's weight by up to 128 rows of x, and the thread blocks
-// of a cluster take the same rows of the weight by other rows of x: each loads a part of the weight's rows, for all of
-// them (multicast). Rows of x are gathered by cp.async. Of the two warpgroups that multiply, each 128 rows of the
-// weight, the second stays SKEW steps behind, so that one multiplies while the other one finishes its tile. An MMA is
-// as wide as the rows that there are, rounded up to GRAIN.
+// What limits such a GEMM with small tiles is how much the L2 cache delivers. So a tile is large, 256 rows of an
+// expert's weight by up to 128 rows of x, and the two thread blocks of a cluster take the same rows of the weight by
+// other rows of x: each loads half of the weight's rows, for both (multicast). Rows of x are gathered by cp.async. Two
+// warpgroups multiply, each 128 rows of the weight. An MMA is as wide as the rows of x that there are, rounded up.
 //
 // FLOAT8: numbers are e4m3, of the weight and of x. The tensor cores add up 128 in_features, and these sums are added
 // in float32, multiplied by the weight's scale if these in_features have one ("two-level accumulation": DeepGEMM,
@@ -14,14 +12,15 @@
 //
 // Compiled with: HEIGHT (rows of an expert's weight), SIZE (in_features), GATED (the weight holds the gate's rows and
 // then as many of the values; SiLU), FLOAT8, GROUPED (a scale for each 8 rows of the weight, in the order of tiles, and
-// 128 in_features; else, of FLOAT8, for a row), CLUSTER (1 or 2), STAGES of the ring, GRAIN (16 or 32), SKEW and
-// SHARED_BYTES. All other values are bfloat16.
+// 128 in_features; else, of FLOAT8, for a row), STAGES of the ring and SHARED_BYTES. All other values are bfloat16.
 
 #include "hopper.cuh"
 
 constexpr int BLOCK = FLOAT8 ? 128 : 64;            // in_features of a stage: rows of 128 bytes
 constexpr int FEATURES = 256;                       // of a tile
 constexpr int TOKENS = 128;                         // rows of x of a tile, at most
+constexpr int GRAIN = 32;                           // and a multiple of this
+constexpr int CLUSTER = 2;                          // thread blocks
 constexpr int ROWS = CLUSTER * TOKENS;              // of a block
 constexpr int WAVES = 2;                            // of 64 features, that a warpgroup has
 constexpr int THREADS = 256;                        // that multiply
@@ -41,7 +40,7 @@ constexpr int ITEMS = TOKENS * 8 / MOVERS;          // of 16 bytes of a stage, t
 constexpr int FINISHED = TOKENS * 128;              // bytes of a warpgroup's finished rows
 
 // In shared memory: the ring; then, of each warpgroup, finished rows, where they go and their factors; then rings of
-// scales, of tiles, of barriers that a stage is full and that it is empty; the barrier of the second warpgroup.
+// scales, of tiles, of barriers that a stage is full and that it is empty.
 constexpr int AT_FINISHED = STAGES * STAGE_BYTES;
 constexpr int AT_ROWS = AT_FINISHED + 2 * FINISHED;
 constexpr int AT_FACTORS = AT_ROWS + 2 * TOKENS * 4;
@@ -49,15 +48,9 @@ constexpr int AT_SCALES = AT_FACTORS + 2 * TOKENS * 4;
 constexpr int AT_TILES = AT_SCALES + STAGES * SCALE_BYTES;
 constexpr int AT_FULL = AT_TILES + STAGES * 16;
 constexpr int AT_EMPTY = AT_FULL + STAGES * 8;
-constexpr int AT_AHEAD = AT_EMPTY + STAGES * 8;
 
-constexpr int LEAD = SKEW < STEPS ? SKEW : STEPS - 1;
-
-static_assert(HEIGHT % FEATURES == 0 && SIZE % 128 == 0 && STEPS >= 2, "");
-static_assert(!SKEW || STEPS + LEAD >= STAGES, ""); // the first warpgroup is never two tiles ahead
-static_assert(CLUSTER == 1 || CLUSTER == 2, "");
-static_assert(SKEW < STAGES, "");
-static_assert(AT_AHEAD + 8 <= SHARED_BYTES, "");
+static_assert(HEIGHT % FEATURES == 0 && SIZE % 128 == 0, "");
+static_assert(AT_EMPTY + STAGES * 8 <= SHARED_BYTES, "");
 static_assert(FLOAT8 || !GROUPED, "");
 
 struct Arguments {
@@ -93,30 +86,21 @@ __device__ __forceinline__ void arrive_at(u32 barrier, u32 rank) {
                  :: "r"(barrier), "r"(rank) : "memory");
 }
 
-// GATED: a map of [num_experts, features / 8, 2, 8, SIZE], so that 8 rows of the gate and the 8 rows that they open lie
-// one after the other, and land in the same thread. `part`: of the rows of the matrix, FEATURES / CLUSTER each.
+// A part of a tile's rows, FEATURES / CLUSTER of them, to all thread blocks of the cluster. GATED: the map is of
+// [num_experts, features / 8, 2, 8, SIZE], so that 8 rows of the gate and the 8 rows that they open lie one after the
+// other, and land in the same thread.
 __device__ __forceinline__ void load_weight(u32 to, const TensorMap& map, int k, int expert, int part, u32 barrier) {
     const u16 all = (1 << CLUSTER) - 1;
-#define LOAD(DIMENSIONS, MULTICAST, AT) \
-    "cp.async.bulk.tensor." #DIMENSIONS ".shared::cluster.global.mbarrier::complete_tx::bytes" MULTICAST AT
+#define LOAD(DIMENSIONS) "cp.async.bulk.tensor." #DIMENSIONS \
+    ".shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, "
 #if GATED
     const int row = part * (FEATURES / CLUSTER / 16);
-#if CLUSTER > 1
-    asm volatile(LOAD(5d, ".multicast::cluster", " [%0], [%1, {%2, %3, %3, %4, %5}], [%6], %7;")
+    asm volatile(LOAD(5d) "{%2, %3, %3, %4, %5}], [%6], %7;"
                  :: "r"(to), "l"(&map), "r"(k), "r"(0), "r"(row), "r"(expert), "r"(barrier), "h"(all) : "memory");
 #else
-    asm volatile(LOAD(5d, "", " [%0], [%1, {%2, %3, %3, %4, %5}], [%6];")
-                 :: "r"(to), "l"(&map), "r"(k), "r"(0), "r"(row), "r"(expert), "r"(barrier) : "memory");
-#endif
-#else
     const int row = part * (FEATURES / CLUSTER);
-#if CLUSTER > 1
-    asm volatile(LOAD(3d, ".multicast::cluster", " [%0], [%1, {%2, %3, %4}], [%5], %6;")
+    asm volatile(LOAD(3d) "{%2, %3, %4}], [%5], %6;"
                  :: "r"(to), "l"(&map), "r"(k), "r"(row), "r"(expert), "r"(barrier), "h"(all) : "memory");
-#else
-    asm volatile(LOAD(3d, "", " [%0], [%1, {%2, %3, %4}], [%5];")
-                 :: "r"(to), "l"(&map), "r"(k), "r"(row), "r"(expert), "r"(barrier) : "memory");
-#endif
 #endif
 }
 
@@ -174,7 +158,6 @@ __device__ __forceinline__ void multiply(float (&c)[TOKENS / 2], u64 a, u64 b, u
 #define SHAPE "k16.f32.bf16.bf16"
 #define FLAGS "p, 1, 1, 0, 0; }"
 #endif
-#define C8(i) C4(i), C4(i + 4)
 #define DEFINE(N, NUMBERS, A, B, ADD, ...)                                                                   \
     template <>                                                                                              \
     __device__ __forceinline__ void multiply<N>(float (&c)[TOKENS / 2], u64 a, u64 b) {                      \
@@ -188,16 +171,12 @@ __device__ __forceinline__ void multiply(float (&c)[TOKENS / 2], u64 a, u64 b, u
                      "wgmma.mma_async.sync.aligned.m64n" #N SHAPE " {" NUMBERS "}, %" #A ", %" #B ", " FLAGS \
                      : __VA_ARGS__ : "l"(a), "l"(b), "r"(add));                                              \
     }
-#define TENS4 TEN() TEN(1) TEN(2) TEN(3)
 
-DEFINE(16, "%0,%1,%2,%3,%4,%5,%6,%7", 8, 9, 10, C8(0))
 DEFINE(32, TEN() "%10,%11,%12,%13,%14,%15", 16, 17, 18, C16(0))
-DEFINE(48, TEN() TEN(1) "%20,%21,%22,%23", 24, 25, 26, C16(0), C8(16))
 DEFINE(64, TEN() TEN(1) TEN(2) "%30,%31", 32, 33, 34, C16(0), C16(16))
-DEFINE(80, TEN() TEN(1) TEN(2) "%30,%31,%32,%33,%34,%35,%36,%37,%38,%39", 40, 41, 42, C16(0), C16(16), C8(32))
-DEFINE(96, TENS4 "%40,%41,%42,%43,%44,%45,%46,%47", 48, 49, 50, C16(0), C16(16), C16(32))
-DEFINE(112, TENS4 TEN(4) "%50,%51,%52,%53,%54,%55", 56, 57, 58, C16(0), C16(16), C16(32), C8(48))
-DEFINE(128, TENS4 TEN(4) TEN(5) "%60,%61,%62,%63", 64, 65, 66, C16(0), C16(16), C16(32), C16(48))
+DEFINE(96, TEN() TEN(1) TEN(2) TEN(3) "%40,%41,%42,%43,%44,%45,%46,%47", 48, 49, 50, C16(0), C16(16), C16(32))
+DEFINE(128, TEN() TEN(1) TEN(2) TEN(3) TEN(4) TEN(5) "%60,%61,%62,%63", 64, 65, 66,
+       C16(0), C16(16), C16(32), C16(48))
 
 // ---- the warps that fill the ring
 
@@ -225,7 +204,7 @@ __device__ __forceinline__ void fill_ring(const Arguments& args, u8* shared, u32
 #pragma unroll
         for (int i = 0; i < ROWS / 32; ++i)
             count += __popc(__ballot_sync(0xffffffff, __ldcg(pairs + 32 * i + thread % 32) < args.num_pairs));
-        const int share = (count + ROWS / TOKENS * GRAIN - 1) / (CLUSTER * GRAIN) * GRAIN;   // equal ones
+        const int share = (count + CLUSTER * GRAIN - 1) / (CLUSTER * GRAIN) * GRAIN;   // equal ones
         const int first = rank * share, rows = max(min(count - first, share), 0);
         u32 from[ITEMS];   // counted in rows
 #pragma unroll
@@ -282,17 +261,13 @@ __device__ __forceinline__ void multiply_steps(
     const u32 full = ring + AT_FULL, empty = ring + AT_EMPTY;
     const int group = threadIdx.x / 128, lane = threadIdx.x % 32;
     const auto release = [&](int step) {
-        if (lane < CLUSTER) {
-            if (CLUSTER > 1) arrive_at(empty + 8 * (step % STAGES), lane);
-            else arrive(empty + 8 * (step % STAGES));
-        }
+        if (lane < CLUSTER) arrive_at(empty + 8 * (step % STAGES), lane);
     };
     const auto begin_step = [&](int i) {
         wait_barrier(full + 8 * ((first + i) % STAGES), (first + i) / STAGES & 1);
         see_copies();
-        if (i == 1 && args.factors && place.pair < args.num_pairs)
+        if (i == STEPS / 2 && args.factors && place.pair < args.num_pairs)
             place.factor = args.factors[place.pair / args.top_k];
-        if (SKEW && group == 0 && i == LEAD && lane == 0) arrive(ring + AT_AHEAD);
     };
     // The sums of 128 in_features of both waves are in the same registers; there are none for more. What makes the
     // compiler do so is that it cannot see that they are not added to.
@@ -388,11 +363,11 @@ __device__ __forceinline__ void finish_tile(
 #if GATED
         const auto open = [](float gate, float value) { return __fdividef(gate, 1 + __expf(-gate)) * value; };
 #pragma unroll
-        for (int q = 0; q < (N + 31) / 32; ++q) {
+        for (int q = 0; q < N / 32; ++q) {
             if (32 * q >= tile.rows) break;
-            u32 fragments[4] = {};
+            u32 fragments[4];
 #pragma unroll
-            for (int i = 0; i < 4 && 4 * q + i < N / 8; ++i)
+            for (int i = 0; i < 4; ++i)
                 fragments[i] = pack(open(x(4 * q + i, 0), x(4 * q + i, 2)), open(x(4 * q + i, 1), x(4 * q + i, 3)));
             store_transposed(shared_address(finished + finished_at(32 * q + lane, 4 * wave + warp)), fragments);
         }
@@ -436,18 +411,16 @@ experts_many(const __grid_constant__ Arguments args) {
     extern __shared__ __align__(1024) u8 shared[];
     const u32 ring = shared_address(shared), full = ring + AT_FULL, empty = ring + AT_EMPTY;
     const int group = threadIdx.x / 128;
-    const u32 rank = CLUSTER > 1 ? cluster_rank() : 0;
+    const u32 rank = cluster_rank();
     if (threadIdx.x == 0) {
         if (ring % 1024) __trap();   // the swizzle counts from there
         for (int stage = 0; stage < STAGES; ++stage) {
             init_barrier(full + 8 * stage, 1 + MOVERS);
             init_barrier(empty + 8 * stage, CLUSTER * THREADS / 32);
         }
-        init_barrier(ring + AT_AHEAD, 4);
         publish_barriers();
     }
-    if (CLUSTER > 1) meet_cluster();
-    else __syncthreads();
+    meet_cluster();
     wait_previous();
     // The next kernel may read what says which rows are whose: kernels before this one have written it.
     allow_next();
@@ -458,18 +431,17 @@ experts_many(const __grid_constant__ Arguments args) {
     } else {
         take_registers<232>();
         const Tile* const tiles = reinterpret_cast<const Tile*>(shared + AT_TILES);
-        int step = 0, turn = 0;
-        for (int number = blockIdx.x / CLUSTER;; number += gridDim.x / CLUSTER, step += STEPS, ++turn) {
+        int step = 0;
+        for (int number = blockIdx.x / CLUSTER;; number += gridDim.x / CLUSTER, step += STEPS) {
             wait_barrier(full + 8 * (step % STAGES), step / STAGES & 1);
             const Tile tile = tiles[step % STAGES];
             if (tile.expert < 0) break;
             Place place{args.num_pairs, 1};
             const int token = threadIdx.x % 128;
             if (token < tile.rows) place.pair = __ldcg(args.pairs + (u64)(number / TILES) * ROWS + tile.first + token);
-            if (SKEW && group == 1) wait_barrier(ring + AT_AHEAD, turn & 1);
             const int rows = __shfl_sync(0xffffffff, tile.rows, 0);   // the same for all, which the compiler sees now
             take_tile<GRAIN>(args, tile, rows, number % TILES, step, place, shared);
         }
     }
-    if (CLUSTER > 1) meet_cluster();   // others may still write to this one's shared memory
+    meet_cluster();   // others may still write to this one's shared memory
 }

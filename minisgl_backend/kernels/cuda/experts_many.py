@@ -1,7 +1,7 @@
 """Launches ``experts_many.cu``: grouped GEMMs of experts that have many rows each, on Hopper.
 
 A kernel is for one shape of weights: plain ones, or packed ones in float8, which multiply rows that
-are rounded to float8 as well (``float8_rows``).
+are rounded to float8 as well (``float8_rows``). Must not know how rows are routed.
 """
 
 from __future__ import annotations
@@ -13,27 +13,14 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from minisgl_backend.kernels.cuda.module import (
-    CudaModule,
-    TensorMap,
-    address,
-    tensor_map,
-)
+from minisgl_backend.kernels.cuda.module import CudaModule, TensorMap, address, tensor_map
 from minisgl_backend.kernels.dispatch import num_processors
-from minisgl_backend.kernels.expert_cut import MANY, ManyCut
-from minisgl_backend.kernels.linear_cut import CODES_BLOCK
+from minisgl_backend.kernels.expert_cut import MANY
 from minisgl_backend.kernels.packed_weight import CodesKind, PackedWeight
 from minisgl_backend.kernels.quantized_linear import float8_rows
-from minisgl_backend.weight_format import Encoding
 
 _THREADS: Final = 384
 """Two warpgroups that multiply, and one that fills the ring."""
-
-_LEAST_IN_FEATURES: Final = 3 * CODES_BLOCK
-"""A tile has at least as many steps that its ring does not hold two tiles."""
-
-_ROWS_OF_SCALE: Final = 8
-"""As many rows of a weight, or a multiple, share the scale of 128 in_features."""
 
 
 class _Arguments(ctypes.Structure):
@@ -54,18 +41,6 @@ class _Arguments(ctypes.Structure):
     )
 
 
-def takes_many(shape: Sequence[int], codes: CodesKind | None) -> bool:
-    """Whether there is a kernel for weights [num_experts, height, in_features], plain ones or with
-    these ``codes``."""
-    _, height, in_features = shape
-    if codes is not None:
-        in_blocks = codes.group == CODES_BLOCK and codes.shared_by == _ROWS_OF_SCALE
-        if codes.encoding is not Encoding.E4M3 or not (in_blocks or codes.group == 0):
-            return False
-    fits = height % MANY.features == 0 and in_features % CODES_BLOCK == 0
-    return fits and in_features >= _LEAST_IN_FEATURES
-
-
 class ManyRowsKernel:
     """x W^T of blocks of rows, each with the W of its expert; or silu(x G^T) * (x U^T) for a
     ``gated`` weight, which holds G and then U."""
@@ -77,28 +52,24 @@ class ManyRowsKernel:
         *,
         codes: CodesKind | None,
         gated: bool,
-        cut: ManyCut = MANY,
     ) -> None:
         """``shape``: [num_experts, height, in_features]; ``codes``: of packed weights; such as
-        ``takes_many`` says."""
+        ``expert_cut.fits_many`` and ``CodesKind.rounds_many_rows`` say."""
         _, self._height, self._in_features = shape
-        self._gated, self._codes, self.cut = gated, codes, cut
-        self.out_features = self._height // 2 if gated else self._height
+        self._gated, self._codes = gated, codes
+        self._out_features = self._height // 2 if gated else self._height
         constants = {
             "HEIGHT": self._height,
             "SIZE": self._in_features,
             "GATED": gated,
             "FLOAT8": codes is not None,
             "GROUPED": codes is not None and codes.group > 0,
-            "CLUSTER": cut.cluster,
-            "STAGES": cut.stages,
-            "GRAIN": cut.grain,
-            "SKEW": cut.skew,
-            "SHARED_BYTES": cut.shared_bytes,
+            "STAGES": MANY.stages,
+            "SHARED_BYTES": MANY.shared_bytes,
         }
         module = CudaModule("experts_many.cu", constants, device)
-        self._kernel = module.kernel("experts_many", shared_bytes=cut.shared_bytes)
-        self._num_clusters = num_processors(device) // cut.cluster
+        self._kernel = module.kernel("experts_many", shared_bytes=MANY.shared_bytes)
+        self._num_clusters = num_processors(device) // MANY.cluster
         self._maps: dict[int, TensorMap] = {}
 
     def __call__(
@@ -114,11 +85,11 @@ class ManyRowsKernel:
         pdl: bool = False,
     ) -> Tensor:
         """bfloat16 [num_pairs, out_features]: row p is x[p // top_k] through the expert of pair p,
-        which ``pairs`` and ``experts`` tell in blocks of ``cut.block`` (``kernels.moe.Alignment``).
+        which ``pairs`` and ``experts`` tell in blocks of ``MANY.block`` (``moe.Alignment``).
 
         ``factors`` [num_pairs / top_k] multiply the rows of x.
         """
-        out = torch.empty((num_pairs, self.out_features), dtype=x.dtype, device=x.device)
+        out = torch.empty((num_pairs, self._out_features), dtype=x.dtype, device=x.device)
         assert x.is_contiguous()
         scales, numbers = None, weight
         if isinstance(weight, PackedWeight):
@@ -140,9 +111,9 @@ class ManyRowsKernel:
             num_blocks=len(experts),
             top_k=top_k,
         )
-        tiles, cluster = len(experts) * (self._height // self.cut.features), self.cut.cluster
-        grid = cluster * min(tiles, self._num_clusters), 1, 1
-        self._kernel.launch(grid, _THREADS, arguments, cluster=(cluster, 1, 1), pdl=pdl)
+        tiles = len(experts) * (self._height // MANY.features)
+        grid = MANY.cluster * min(tiles, self._num_clusters), 1, 1
+        self._kernel.launch(grid, _THREADS, arguments, cluster=(MANY.cluster, 1, 1), pdl=pdl)
         return out
 
     def _weight_map(self, weight: Tensor) -> TensorMap:
@@ -152,7 +123,7 @@ class ManyRowsKernel:
             assert weight.is_contiguous()
             codes = weight if self._codes is None else weight.view(torch.uint8)
             num_experts, height, size = codes.shape
-            box, rows = 128 // codes.itemsize, self.cut.features // self.cut.cluster
+            box, rows = 128 // codes.itemsize, MANY.features // MANY.cluster
             if self._gated:
                 outs = height // 2
                 shape = [size, 8, 2, outs // 8, num_experts]

@@ -1,4 +1,6 @@
-// Instructions of Hopper (sm_90a) that the kernels here share: barriers, copies, MMAs of a warpgroup, dependent launches.
+// Instructions of Hopper (sm_90a) that GEMMs here share: barriers and bulk copies in shared memory, descriptors of
+// matrices there, the lists of registers of MMAs and the waits for them, stores of fragments, dependent launches. Knows
+// no tile and no ring; the MMAs themselves are where their sizes are known (`tile_gemm.cuh`, `experts_many.cu`).
 
 #pragma once
 
@@ -46,6 +48,7 @@ __device__ __forceinline__ u64 matrix(u32 address) {
     return (u64)((address & 0x3ffff) >> 4) | 1ull << 16 | (u64)(1024 >> 4) << 32 | 1ull << 62;
 }
 
+// in the text of an MMA: its registers %[tens]0 to %[tens]9; and its operands c[i], 4 or 16 of them
 #define TEN(tens) "%" #tens "0,%" #tens "1,%" #tens "2,%" #tens "3,%" #tens "4,%" #tens "5,%" \
     #tens "6,%" #tens "7,%" #tens "8,%" #tens "9,"
 #define C4(i) "+f"(c[i]), "+f"(c[i + 1]), "+f"(c[i + 2]), "+f"(c[i + 3])

@@ -14,7 +14,7 @@ from minisgl_backend.build import build_engine
 from minisgl_backend.config import EngineOptions
 from minisgl_backend.errors import EngineFailure
 from minisgl_backend.request import Request, SamplingParams
-from minisgl_backend.runtime.engine import Door
+from minisgl_backend.runtime.door import Door
 from minisgl_bench.dummy_model import write_dummy_model
 from minisgl_check.processes import runs
 from tests.conformance.checkpoints import CONTEXT, VOCAB_SIZE, write_checkpoint

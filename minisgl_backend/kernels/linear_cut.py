@@ -69,7 +69,8 @@ class Cut:
     """A tile of ``features`` of the weight by ``tokens``, and the number of ``stages`` of the ring.
 
     ``splits`` thread blocks share a tile along in_features; if ``even``, there is one thread block
-    a multiprocessor, and all take equal parts of all tiles. ``numbers`` are those of the weight.
+    a multiprocessor, and all take equal parts of all tiles. ``numbers`` are those of the weight. In
+    a thread block, ``ways`` as many warps share out the in_features of codes.
     """
 
     features: int
@@ -78,10 +79,16 @@ class Cut:
     splits: int = 1
     even: bool = False
     numbers: Numbers = PLAIN
+    ways: int = 1
 
     def num_steps(self, height: int, in_features: int) -> int:
         """Steps of all tiles of a weight [height, in_features]; one takes a block of it."""
         return height // self.features * (in_features // self.numbers.block)
+
+    @property
+    def threads(self) -> int:
+        """Of a thread block: those that multiply, and two warps that help."""
+        return 2 * self.features * self.ways + 64
 
     @property
     def stage_bytes(self) -> int:
@@ -96,9 +103,10 @@ class Cut:
 
     @property
     def shared_bytes(self) -> int:
-        """The ring, a float32 a token and, if ``even``, a slice of a tile."""
+        """The ring, a float32 a token, if ``even`` a slice of a tile, and sums of other ways."""
         ring = self.stages * self.in_stage_bytes + 4 * self.tokens
-        return ring + (self._slice_bytes if self.even else 0)
+        of_ways = (self.ways - 1) * 4 * self.tokens * self.features
+        return ring + (self._slice_bytes if self.even else 0) + of_ways
 
     @property
     def finished_bytes(self) -> int:

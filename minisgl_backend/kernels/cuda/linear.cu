@@ -57,7 +57,8 @@ constexpr u32 ALL = 0xffffffffu;
 static_assert(SIZE % (SPLITS * BLOCK) == 0, "");
 static_assert(OWN % 8 == 0 && TOKENS % OWN == 0 && OWN % SLICE == 0, "");
 static_assert(EVEN ? SPLITS == 1 : PARTS_BYTES + OWN * PITCH <= STAGES * STAGE_BYTES, "");
-static_assert(RING_BYTES + STAGES * 16 + 4 * TOKENS + (EVEN ? SLICE * PITCH : 0) <= SHARED_BYTES, "");
+static_assert(RING_BYTES + STAGES * 16 + 4 * TOKENS + (EVEN ? SLICE * PITCH : 0) + WAY_BYTES <= SHARED_BYTES, "");
+static_assert(SHARED_BYTES % 16 == 0, "");
 static_assert(THREADS % CHUNKS == 0 && GATED + RESIDUAL + HEADS <= 1, "");
 
 // What becomes of heads.
@@ -195,6 +196,17 @@ __device__ __forceinline__ void publish_factors() {
     asm volatile("bar.arrive 2, %0;" :: "n"(THREADS + 32) : "memory");
 }
 
+// WAYS: the first way waits until the others have left their sums, and they until it has read those
+__device__ __forceinline__ void sums_are_left(bool waits) {
+    if (waits) asm volatile("bar.sync 3, %0;" :: "n"(MULTIPLIERS) : "memory");
+    else asm volatile("bar.arrive 3, %0;" :: "n"(MULTIPLIERS) : "memory");
+}
+
+__device__ __forceinline__ void sums_are_read(bool waits) {
+    if (waits) asm volatile("bar.sync 4, %0;" :: "n"(MULTIPLIERS) : "memory");
+    else asm volatile("bar.arrive 4, %0;" :: "n"(MULTIPLIERS) : "memory");
+}
+
 // called behind the barrier of those that multiply: what they wrote before it is seen behind `wait_for`
 __device__ __forceinline__ void announce(int* flag) {
     __threadfence();
@@ -284,6 +296,30 @@ __device__ __forceinline__ void compute_factors(const Arguments& args, int first
     publish_factors();
 }
 
+// WAYS: add the sums of the other ways to those of the first. Returns whether this is the first.
+__device__ __forceinline__ bool add_ways(float (&c)[TOKENS / 2], u8* left, bool is_first_tile, bool is_last_tile) {
+    const int way = threadIdx.x / THREADS, thread = threadIdx.x % THREADS;
+    float4* const sums = reinterpret_cast<float4*>(left) + thread;   // [WAYS - 1, TOKENS / 8, THREADS]
+    if (way > 0) {
+        if (!is_first_tile) sums_are_read(true);
+#pragma unroll
+        for (int i = 0; i < TOKENS / 8; ++i)
+            sums[((way - 1) * (TOKENS / 8) + i) * THREADS] = make_float4(c[4 * i], c[4 * i + 1], c[4 * i + 2], c[4 * i + 3]);
+        sums_are_left(false);
+        return false;
+    }
+    sums_are_left(true);
+#pragma unroll
+    for (int other = 0; other < WAYS - 1; ++other)
+#pragma unroll
+        for (int i = 0; i < TOKENS / 8; ++i) {
+            const float4 of = sums[(other * (TOKENS / 8) + i) * THREADS];
+            c[4 * i] += of.x, c[4 * i + 1] += of.y, c[4 * i + 2] += of.z, c[4 * i + 3] += of.w;
+        }
+    if (!is_last_tile) sums_are_read(false);
+    return true;
+}
+
 // SPLITS: the sums of the tokens that this thread block finishes.
 __device__ __forceinline__ void add_splits(float* sums, const float (&c)[TOKENS / 2], u8* shared) {
     const int split = blockIdx.z;
@@ -331,6 +367,32 @@ __device__ __forceinline__ void leave_part(const Arguments& args, const float (&
 // block waits forever: there is at most one thread block a multiprocessor, so all of them run at the same time
 // (the next kernel starts when all have), and each leaves its part before it waits for one.
 __device__ __forceinline__ void add_parts(const Arguments& args, float (&c)[TOKENS / 2], int tile_end) {
+#if CODE
+    // all at once: with few tokens a large weight's tile is in the parts of several thread blocks
+    constexpr int AT_ONCE = TOKENS < 32 ? 4 : 1;
+    const int first = blockIdx.y + 1, row = blockIdx.x * gridDim.y, lane = threadIdx.x % 32;
+    int count = 0;
+    while (first_step(args, first + count) < tile_end) ++count;
+    for (int i = lane; i < count; i += 32) wait_for(args.are_there + row + first + i);
+    __syncwarp();
+    for (int i = 0; i < count; i += AT_ONCE) {
+        float4 parts[AT_ONCE][TOKENS / 8];
+#pragma unroll
+        for (int j = 0; j < AT_ONCE; ++j)
+#pragma unroll
+            for (int k = 0; k < TOKENS / 8; ++k)
+                parts[j][k] = i + j < count ? __ldcg(part_of(args, row + first + i + j) + k * THREADS) : float4{};
+#pragma unroll
+        for (int j = 0; j < AT_ONCE; ++j)
+#pragma unroll
+            for (int k = 0; k < TOKENS / 8; ++k) {
+                c[4 * k] += parts[j][k].x, c[4 * k + 1] += parts[j][k].y;
+                c[4 * k + 2] += parts[j][k].z, c[4 * k + 3] += parts[j][k].w;
+            }
+    }
+    sync_multipliers();
+    for (int i = threadIdx.x; i < count; i += THREADS) args.are_there[row + first + i] = 0;
+#else
     for (int block = blockIdx.y + 1; first_step(args, block) < tile_end; ++block) {
         const int other = blockIdx.x * gridDim.y + block;
         if (threadIdx.x % 32 == 0) wait_for(args.are_there + other);
@@ -343,6 +405,7 @@ __device__ __forceinline__ void add_parts(const Arguments& args, float (&c)[TOKE
         sync_multipliers();
         if (threadIdx.x == 0) args.are_there[other] = 0;
     }
+#endif
 }
 
 // ---- finishing: a thread has 8 features, of a head 8 in each half, of ITEMS tokens of each slice
@@ -552,7 +615,7 @@ struct Finisher {
 
 // ---- the kernel
 
-extern "C" __global__ void __launch_bounds__(THREADS + 64, PER_PROCESSOR)
+extern "C" __global__ void __launch_bounds__(MULTIPLIERS + 64, PER_PROCESSOR)
 linear(const __grid_constant__ Arguments args) {
     extern __shared__ __align__(1024) u8 shared[];
     // the ring, and that of scales; then a barrier a stage that it is full, one that it is empty; then a factor a token;
@@ -569,15 +632,15 @@ linear(const __grid_constant__ Arguments args) {
         if (ring % 1024) __trap();   // the swizzle counts from there
         for (int stage = 0; stage < STAGES; ++stage) {
             init_barrier(full + 8 * stage, 1);
-            init_barrier(empty + 8 * stage, GROUPS * 4);
+            init_barrier(empty + 8 * stage, READERS);
         }
         publish_barriers();
     }
     __syncthreads();
 
-    if (warp == THREADS / 32 && lane == 0) fill_ring(args, steps, ring);
-    if (warp > THREADS / 32) compute_factors(args, blockIdx.x * TOKENS, factors);
-    if (warp >= THREADS / 32) {
+    if (warp == MULTIPLIERS / 32 && lane == 0) fill_ring(args, steps, ring);
+    if (warp > MULTIPLIERS / 32) compute_factors(args, blockIdx.x * TOKENS, factors);
+    if (warp >= MULTIPLIERS / 32) {
         __syncwarp();
         if (SPLITS > 1) {
             sync_cluster<true>();
@@ -591,18 +654,20 @@ linear(const __grid_constant__ Arguments args) {
         wait_previous();
         if (!AT_ONCE) allow_next();   // all kernels before this one have ended
     };
-    if (!ADDED) wait();
+    const bool is_first_way = WAYS == 1 || threadIdx.x < THREADS;   // which finishes tiles
+    if (!ADDED && is_first_way) wait();
     for (int at = steps.begin; at < steps.end;) {
         const int first = at - steps.begin, in_tile = at % TILE_STEPS;
         const int count = EVEN ? min(TILE_STEPS - in_tile, steps.end - at) : STEPS;
         own.tile = at / TILE_STEPS;
         at += count;
-        if (!EVEN) {   // else the MMAs need the registers
+        if (!EVEN && is_first_way) {   // else the MMAs need the registers
             own.read_norm();
             if (!ADDED) own.read(0);
         }
         float c[TOKENS / 2];   // of each 8 tokens, two features of two
         multiply_steps(c, ring, first, count);
+        if (WAYS > 1 && !add_ways(c, shared + SHARED_BYTES - WAY_BYTES, first == 0, at == steps.end)) continue;
         if (first == 0) sync_with_factors();   // all have multiplied, too: without EVEN the ring is free
         if (ADDED && first == 0) wait();
         if (ADDED && !EVEN) own.read(0);
@@ -627,6 +692,8 @@ linear(const __grid_constant__ Arguments args) {
     }
     if (SPLITS > 1) {
         __syncwarp();
+        if (!is_first_way) sync_cluster<true>();
+        if (!is_first_way) arrive_in_cluster<false>();
         wait_for_cluster();
     }
 }

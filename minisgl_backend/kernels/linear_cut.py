@@ -70,7 +70,8 @@ class Cut:
 
     ``splits`` thread blocks share a tile along in_features; if ``even``, there is one thread block
     a multiprocessor, and all take equal parts of all tiles. ``numbers`` are those of the weight. In
-    a thread block, ``ways`` as many warps share out the in_features of codes.
+    a thread block, ``ways`` as many warps share out the in_features of codes, 128 at a time; all
+    stages have a multiple of ``ways`` of those.
     """
 
     features: int

@@ -127,11 +127,11 @@ def test_ways_to_cut_a_gemm(device: torch.device, form: str, cut: Cut) -> None:
 
 
 MANY_WARPS = [
-    Cut(128, 8, 5, even=True, ways=2),
-    Cut(128, 8, 4, splits=2, ways=3),
-    Cut(64, 16, 5, splits=2, ways=4),
-    Cut(128, 32, 3, even=True, ways=2),
-    Cut(128, 64, 3, splits=2, ways=2),
+    Cut(128, 8, 6, even=True, ways=2),
+    Cut(128, 8, 6, splits=2, ways=3),
+    Cut(64, 16, 4, splits=2, ways=4),
+    Cut(128, 32, 4, even=True, ways=2),
+    Cut(128, 64, 2, splits=2, ways=2),
     Cut(256, 8, 3, splits=2),
     Cut(256, 64, 3),
 ]

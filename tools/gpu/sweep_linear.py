@@ -24,7 +24,7 @@ from torch import Tensor
 
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.kernels.cuda.linear import HeadsKernel, LinearKernel, ResidualKernel
-from minisgl_backend.kernels.linear_cut import BATCHES, Cut, cut_of
+from minisgl_backend.kernels.linear_cut import BATCHES, CODES_BLOCK, Cut, cut_of
 from minisgl_backend.kernels.packed_weight import CodesKind, PackedWeight, pack
 from minisgl_backend.kernels.quantized import quantize
 from minisgl_backend.weight_format import Encoding
@@ -49,7 +49,7 @@ FORMS: Final = {
 SHARED_BYTES: Final = 227 * 1024
 MOST_STAGES: Final = 8
 LARGEST_ERROR: Final = 2e-2
-LEAST_BLOCKS, MOST_BLOCKS = 100, 132
+LEAST_BLOCKS, MOST_BLOCKS = 80, 132
 TILES: Final = {
     # features and ways, by the largest number of tokens
     16: ((128, 1), (128, 2), (128, 3), (64, 4), (256, 1)),
@@ -168,7 +168,8 @@ def filled(cut: Cut, in_features: int) -> Cut | None:
     fitting = [
         with_stages
         for stages in range(2, most + 1)
-        if (with_stages := replace(cut, stages=stages)).shared_bytes <= SHARED_BYTES
+        if stages * cut.numbers.block // CODES_BLOCK % cut.ways == 0
+        and (with_stages := replace(cut, stages=stages)).shared_bytes <= SHARED_BYTES
         and (cut.even or with_stages.finished_bytes <= stages * cut.stage_bytes)
     ]
     return fitting[-1] if fitting else None

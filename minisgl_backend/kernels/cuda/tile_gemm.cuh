@@ -50,6 +50,8 @@ static_assert(CODE ? TOKENS <= 128 : GROUP == 0, "");
 static_assert(CODE ? BLOCK == 128 || (BLOCK == 256 && BITS == 4) : BLOCK == 64, "");
 static_assert(GROUP == 0 || GROUP == 32 || GROUP == 64 || GROUP == 128, "");
 static_assert(CODE || WAYS == 1, "");
+// A way must not wait for a stage whose step before it did not see: a barrier tells a phase only from the next one.
+static_assert(HALVES * STAGES % WAYS == 0, "");
 static_assert(CODE != 4 || (GROUP == 128 && SHARED_BY == 1 && !ZEROS), "");
 
 struct __align__(64) TensorMap { u64 words[16]; };
@@ -373,6 +375,11 @@ __device__ __forceinline__ void read_numbers(u32 (&a)[4][4], u32 weight, int par
     }
 }
 
+// Of a thread block's 128 in_features, from step `first` on, the first that is this way's.
+__device__ __forceinline__ int first_of_way(int first) {
+    return WAYS == 1 ? 0 : (threadIdx.x / THREADS + WAYS - HALVES * first % WAYS) % WAYS;
+}
+
 #if BY_WARP
 // Few tokens: each warp multiplies its 16 rows by itself (`mma`), which waits for no other warp. All that it needs of
 // 128 in_features is in registers before it multiplies those before them.
@@ -475,7 +482,7 @@ struct Sums {
 __device__ __forceinline__ void multiply_steps(float (&c)[TOKENS / 2], u32 ring, int first, int count) {
     const u32 full = ring + RING_BYTES, empty = full + 8 * STAGES;
     constexpr int OF_GROUP = (SUMMED ? SUMMED : 128) / 16;   // times 16 in_features
-    const int way = CROWDED ? threadIdx.x / THREADS : 0, end = HALVES * count;
+    const int begin = first_of_way(first), end = HALVES * count;
     const Places places(ring);
     const auto read = [&](Operands& to, int i) {
         const u32 step = first + i / HALVES, half = i % HALVES, stage = step % STAGES;
@@ -502,9 +509,9 @@ __device__ __forceinline__ void multiply_steps(float (&c)[TOKENS / 2], u32 ring,
 #endif
 #if AHEAD
     Operands even, odd;
-    if (way < end) read(even, way);
+    if (begin < end) read(even, begin);
 #pragma unroll 1
-    for (int i = way; i < end; i += 2 * WAYS) {
+    for (int i = begin; i < end; i += 2 * WAYS) {
         if (i + WAYS < end) read(odd, i + WAYS);
         add(even);
         if (i + 2 * WAYS < end) read(even, i + 2 * WAYS);
@@ -512,7 +519,7 @@ __device__ __forceinline__ void multiply_steps(float (&c)[TOKENS / 2], u32 ring,
     }
 #else
 #pragma unroll 1
-    for (int i = way; i < end; i += WAYS) {
+    for (int i = begin; i < end; i += WAYS) {
         Operands operands;
         read(operands, i);
         add(operands);
@@ -532,7 +539,7 @@ __device__ __forceinline__ void multiply_steps(float (&c)[TOKENS / 2], u32 ring,
 #pragma unroll
     for (int i = 0; i < TOKENS / 2; ++i) c[i] = of_group[i] = 0;
 #pragma unroll 1
-    for (int i = threadIdx.x / THREADS; i < HALVES * count; i += WAYS) {
+    for (int i = first_of_way(first); i < HALVES * count; i += WAYS) {
         const u32 step = first + i / HALVES, half = i % HALVES, stage = step % STAGES;
         wait_barrier(full + 8 * stage, step / STAGES & 1);
         const u32 weight = ring + stage * STAGE_BYTES;

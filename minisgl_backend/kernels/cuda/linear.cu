@@ -27,14 +27,16 @@
 // so it is not waited for before the results are due), SHARED_BYTES, and PER_PROCESSOR (thread blocks
 // that a multiprocessor has registers for); CODE (0: the weight is bfloat16; else its codes are 1: e4m3,
 // 2: 8-bit or 3: 4-bit integers, 4: e2m1), with that GROUP (in_features that share a scale: 32, 64 or
-// 128; 0: all), SHARED_BY (rows that share one: 1 or 8) and ZEROS (the low 8 bits of a scale are a zero
-// point; else it is the middle of the integers). All other values are bfloat16: what is not normalized
-// yet needs its range.
+// 128; 0: all), SHARED_BY (rows that share one: 1 or 8), ZEROS (the low 8 bits of a scale are a zero
+// point; else it is the middle of the integers), BY_WARP and WAYS. All other values are bfloat16: what is
+// not normalized yet needs its range.
 
 #include "tile_gemm.cuh"
 
 constexpr int TILE_STEPS = SIZE / BLOCK;
 constexpr int STEPS = TILE_STEPS / SPLITS;          // in a thread block, unless EVEN
+constexpr int MULTIPLIERS = WAYS * THREADS;
+constexpr int WAY_BYTES = (WAYS - 1) * TOKENS * FEATURES * 4;    // of the sums that the second way leaves
 constexpr int OUT = GATED ? FEATURES / 2 : FEATURES;    // features of the output in a tile
 constexpr int PITCH = 2 * OUT + 16;                 // bytes a token in a finished tile; 8 rows use all banks
 constexpr int OWN = TOKENS > 8 * SPLITS ? TOKENS / SPLITS : 8;   // tokens that a thread block finishes
@@ -196,15 +198,17 @@ __device__ __forceinline__ void publish_factors() {
     asm volatile("bar.arrive 2, %0;" :: "n"(THREADS + 32) : "memory");
 }
 
-// WAYS: the first way waits until the others have left their sums, and they until it has read those
-__device__ __forceinline__ void sums_are_left(bool waits) {
-    if (waits) asm volatile("bar.sync 3, %0;" :: "n"(MULTIPLIERS) : "memory");
-    else asm volatile("bar.arrive 3, %0;" :: "n"(MULTIPLIERS) : "memory");
+// WAYS: one way waits until the other one says that there is room for sums, or that there are some
+constexpr int IS_ROOM = 3, ARE_SUMS = 4;
+
+template <int WHAT>
+__device__ __forceinline__ void wait_for_way() {
+    asm volatile("bar.sync %0, %1;" :: "n"(WHAT), "n"(MULTIPLIERS) : "memory");
 }
 
-__device__ __forceinline__ void sums_are_read(bool waits) {
-    if (waits) asm volatile("bar.sync 4, %0;" :: "n"(MULTIPLIERS) : "memory");
-    else asm volatile("bar.arrive 4, %0;" :: "n"(MULTIPLIERS) : "memory");
+template <int WHAT>
+__device__ __forceinline__ void tell_way() {
+    asm volatile("bar.arrive %0, %1;" :: "n"(WHAT), "n"(MULTIPLIERS) : "memory");
 }
 
 // called behind the barrier of those that multiply: what they wrote before it is seen behind `wait_for`
@@ -296,28 +300,23 @@ __device__ __forceinline__ void compute_factors(const Arguments& args, int first
     publish_factors();
 }
 
-// WAYS: add the sums of the other ways to those of the first. Returns whether this is the first.
-__device__ __forceinline__ bool add_ways(float (&c)[TOKENS / 2], u8* left, bool is_first_tile, bool is_last_tile) {
-    const int way = threadIdx.x / THREADS, thread = threadIdx.x % THREADS;
-    float4* const sums = reinterpret_cast<float4*>(left) + thread;   // [WAYS - 1, TOKENS / 8, THREADS]
-    if (way > 0) {
-        if (!is_first_tile) sums_are_read(true);
+// WAYS: the second way leaves its sums to the first one.
+__device__ __forceinline__ void add_ways(float (&c)[TOKENS / 2], u8* shared) {
+    float4* const sums = reinterpret_cast<float4*>(shared + SHARED_BYTES - WAY_BYTES) + threadIdx.x % THREADS;
+    if (threadIdx.x >= THREADS) {
+        wait_for_way<IS_ROOM>();
 #pragma unroll
-        for (int i = 0; i < TOKENS / 8; ++i)
-            sums[((way - 1) * (TOKENS / 8) + i) * THREADS] = make_float4(c[4 * i], c[4 * i + 1], c[4 * i + 2], c[4 * i + 3]);
-        sums_are_left(false);
-        return false;
-    }
-    sums_are_left(true);
+        for (int i = 0; i < TOKENS / 2; i += 4)
+            sums[i / 4 * THREADS] = make_float4(c[i], c[i + 1], c[i + 2], c[i + 3]);
+        tell_way<ARE_SUMS>();
+    } else {
+        wait_for_way<ARE_SUMS>();
 #pragma unroll
-    for (int other = 0; other < WAYS - 1; ++other)
-#pragma unroll
-        for (int i = 0; i < TOKENS / 8; ++i) {
-            const float4 of = sums[(other * (TOKENS / 8) + i) * THREADS];
-            c[4 * i] += of.x, c[4 * i + 1] += of.y, c[4 * i + 2] += of.z, c[4 * i + 3] += of.w;
+        for (int i = 0; i < TOKENS / 2; i += 4) {
+            const float4 of = sums[i / 4 * THREADS];
+            c[i] += of.x, c[i + 1] += of.y, c[i + 2] += of.z, c[i + 3] += of.w;
         }
-    if (!is_last_tile) sums_are_read(false);
-    return true;
+    }
 }
 
 // SPLITS: the sums of the tokens that this thread block finishes.
@@ -367,23 +366,22 @@ __device__ __forceinline__ void leave_part(const Arguments& args, const float (&
 // block waits forever: there is at most one thread block a multiprocessor, so all of them run at the same time
 // (the next kernel starts when all have), and each leaves its part before it waits for one.
 __device__ __forceinline__ void add_parts(const Arguments& args, float (&c)[TOKENS / 2], int tile_end) {
-#if CODE
-    // all at once: with few tokens a large weight's tile is in the parts of several thread blocks
-    constexpr int AT_ONCE = TOKENS < 32 ? 4 : 1;
-    const int first = blockIdx.y + 1, row = blockIdx.x * gridDim.y, lane = threadIdx.x % 32;
+#if CODE   // wait for all others at once; of few tokens, several parts are read together
+    constexpr int TOGETHER = TOKENS < 32 ? 4 : 1;
+    const int first = blockIdx.y + 1, row = blockIdx.x * gridDim.y;
     int count = 0;
     while (first_step(args, first + count) < tile_end) ++count;
-    for (int i = lane; i < count; i += 32) wait_for(args.are_there + row + first + i);
+    for (int i = threadIdx.x % 32; i < count; i += 32) wait_for(args.are_there + row + first + i);
     __syncwarp();
-    for (int i = 0; i < count; i += AT_ONCE) {
-        float4 parts[AT_ONCE][TOKENS / 8];
+    for (int i = 0; i < count; i += TOGETHER) {
+        float4 parts[TOGETHER][TOKENS / 8];
 #pragma unroll
-        for (int j = 0; j < AT_ONCE; ++j)
+        for (int j = 0; j < TOGETHER; ++j)
 #pragma unroll
             for (int k = 0; k < TOKENS / 8; ++k)
                 parts[j][k] = i + j < count ? __ldcg(part_of(args, row + first + i + j) + k * THREADS) : float4{};
 #pragma unroll
-        for (int j = 0; j < AT_ONCE; ++j)
+        for (int j = 0; j < TOGETHER; ++j)
 #pragma unroll
             for (int k = 0; k < TOKENS / 8; ++k) {
                 c[4 * k] += parts[j][k].x, c[4 * k + 1] += parts[j][k].y;
@@ -619,7 +617,7 @@ extern "C" __global__ void __launch_bounds__(MULTIPLIERS + 64, PER_PROCESSOR)
 linear(const __grid_constant__ Arguments args) {
     extern __shared__ __align__(1024) u8 shared[];
     // the ring, and that of scales; then a barrier a stage that it is full, one that it is empty; then a factor a token;
-    // EVEN: then a slice of a finished tile, which else takes the place of the ring
+    // EVEN: then a slice of a finished tile, which else takes the place of the ring; WAYS: at the end sums
     const u32 ring = shared_address(shared);
     const u32 full = ring + RING_BYTES, empty = full + 8 * STAGES;
     float* const factors = reinterpret_cast<float*>(shared + RING_BYTES + STAGES * 16);
@@ -632,7 +630,7 @@ linear(const __grid_constant__ Arguments args) {
         if (ring % 1024) __trap();   // the swizzle counts from there
         for (int stage = 0; stage < STAGES; ++stage) {
             init_barrier(full + 8 * stage, 1);
-            init_barrier(empty + 8 * stage, READERS);
+            init_barrier(empty + 8 * stage, GROUPS * 4 * (WAYS > 1 ? HALVES : 1));
         }
         publish_barriers();
     }
@@ -654,7 +652,7 @@ linear(const __grid_constant__ Arguments args) {
         wait_previous();
         if (!AT_ONCE) allow_next();   // all kernels before this one have ended
     };
-    const bool is_first_way = WAYS == 1 || threadIdx.x < THREADS;   // which finishes tiles
+    const bool is_first_way = WAYS == 1 || threadIdx.x < THREADS;   // it finishes tiles
     if (!ADDED && is_first_way) wait();
     for (int at = steps.begin; at < steps.end;) {
         const int first = at - steps.begin, in_tile = at % TILE_STEPS;
@@ -666,8 +664,10 @@ linear(const __grid_constant__ Arguments args) {
             if (!ADDED) own.read(0);
         }
         float c[TOKENS / 2];   // of each 8 tokens, two features of two
+        if (WAYS > 1 && is_first_way) tell_way<IS_ROOM>();
         multiply_steps(c, ring, first, count);
-        if (WAYS > 1 && !add_ways(c, shared + SHARED_BYTES - WAY_BYTES, first == 0, at == steps.end)) continue;
+        if (WAYS > 1) add_ways(c, shared);
+        if (!is_first_way) continue;
         if (first == 0) sync_with_factors();   // all have multiplied, too: without EVEN the ring is free
         if (ADDED && first == 0) wait();
         if (ADDED && !EVEN) own.read(0);
@@ -692,8 +692,7 @@ linear(const __grid_constant__ Arguments args) {
     }
     if (SPLITS > 1) {
         __syncwarp();
-        if (!is_first_way) sync_cluster<true>();
-        if (!is_first_way) arrive_in_cluster<false>();
+        if (!is_first_way) sync_cluster<true>(), arrive_in_cluster<false>();
         wait_for_cluster();
     }
 }

@@ -47,7 +47,7 @@ from minisgl_backend.kernels.linear_cut import (
 from minisgl_backend.kernels.packed_weight import PLAIN_MACROS, CodesKind, PackedWeight
 
 _TWO_OF_CODES: Final = 1024
-"""Up to this many sums in a tile, registers are left for two thread blocks that make numbers of
+"""Up to this many sums of all ways, registers are left for two thread blocks that make numbers of
 codes."""
 _RESERVED_BYTES: Final = 1024
 """Shared memory that CUDA takes for itself in each thread block."""
@@ -455,7 +455,7 @@ def _kernel(cut: Cut, constants: dict[str, int], device: torch.device) -> CudaKe
     memory = torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor
     two = 2 * (cut.shared_bytes + _RESERVED_BYTES) <= memory
     if cut.numbers != PLAIN:
-        two = two and cut.tokens * cut.features <= _TWO_OF_CODES and cut.ways == 1
+        two = two and cut.tokens * cut.features * cut.ways <= _TWO_OF_CODES
     constants = {
         **constants,
         "BLOCK": cut.numbers.block,

@@ -16,9 +16,8 @@
 // bfloat16; else its codes are 1: e4m3, 2: 8-bit or 3: 4-bit integers, 4: e2m1), with that GROUP (in_features that
 // share a scale: 32, 64 or 128; 0: all), SHARED_BY (rows that share one: 1 or 8) and ZEROS (the low 8 bits of a scale
 // are a zero point; else it is the middle of the integers). Of e2m1 GROUP is 128: a scale has the exponents of 4 groups
-// of 32, and SHARED_BY is 1. BY_WARP: warps multiply codes each for itself, by up to 16 tokens, with more registers.
-// WAYS (of codes): so many sets of warpgroups share out the in_features of a tile, 128 at a time. To make numbers of
-// codes takes an instruction for two of them, so there must be enough warps that others issue theirs while one waits.
+// of 32, and SHARED_BY is 1. BY_WARP: warps multiply codes each for itself, by up to 16 tokens, with more registers;
+// WAYS (1; if BY_WARP also 2): so many sets of as many warps take 128 in_features each in turn.
 
 #pragma once
 
@@ -29,12 +28,8 @@ typedef unsigned char u8;
 
 constexpr int BITS = CODE == 0 ? 16 : CODE <= 2 ? 8 : 4;    // of a number of the weight
 constexpr int GROUPS = FEATURES / 64;               // warpgroups that multiply
-constexpr int THREADS = GROUPS * 128;               // that multiply, of one way
-constexpr int MULTIPLIERS = WAYS * THREADS;
+constexpr int THREADS = GROUPS * 128;               // that multiply, of each way
 constexpr int HALVES = CODE ? BLOCK / 128 : 1;      // of a stage
-constexpr bool CROWDED = WAYS > 1 || FEATURES > 128;   // there are many warps, with few registers each
-constexpr int READERS = GROUPS * 4 * (CROWDED ? HALVES : 1);    // warps that say that a stage is empty
-constexpr int WAY_BYTES = (WAYS - 1) * TOKENS * FEATURES * 4;   // of the sums that all but the first way leave
 constexpr int WEIGHT_BYTES = FEATURES * BLOCK * BITS / 8;   // of a stage
 constexpr int TOKEN_BYTES = TOKENS * 128;           // of 64 in_features: rows of 128 bytes
 constexpr int STAGE_BYTES = WEIGHT_BYTES + BLOCK / 64 * TOKEN_BYTES;
@@ -44,14 +39,13 @@ constexpr int RING_BYTES = STAGES * (STAGE_BYTES + SCALE_BYTES);
 constexpr int SUMMED = CODE == 4 ? 0 : GROUP;       // in_features whose sum is multiplied by a scale
 constexpr float OF_SUMS = CODE == 4 ? 0x1p64f : 1;  // by which sums are too small: see `Scales`
 
-static_assert(FEATURES == 64 || FEATURES == 128 || (FEATURES == 256 && CODE && WAYS == 1), "");
+static_assert(FEATURES == 64 || FEATURES == 128, "");
 static_assert(TOKENS % 8 == 0, "");
 static_assert(CODE ? TOKENS <= 128 : GROUP == 0, "");
 static_assert(CODE ? BLOCK == 128 || (BLOCK == 256 && BITS == 4) : BLOCK == 64, "");
 static_assert(GROUP == 0 || GROUP == 32 || GROUP == 64 || GROUP == 128, "");
-static_assert(CODE || WAYS == 1, "");
-// A way must not wait for a stage whose step before it did not see: a barrier tells a phase only from the next one.
-static_assert(HALVES * STAGES % WAYS == 0, "");
+// Each way has stages, or halves, of its own: a barrier tells a phase only from the next one, so none may be missed.
+static_assert(WAYS == 1 || (WAYS == 2 && BY_WARP && HALVES * STAGES % 2 == 0), "");
 static_assert(CODE != 4 || (GROUP == 128 && SHARED_BY == 1 && !ZEROS), "");
 
 struct __align__(64) TensorMap { u64 words[16]; };
@@ -375,201 +369,141 @@ __device__ __forceinline__ void read_numbers(u32 (&a)[4][4], u32 weight, int par
     }
 }
 
-// Of a thread block's 128 in_features, from step `first` on, the first that is this way's.
-__device__ __forceinline__ int first_of_way(int first) {
-    return WAYS == 1 ? 0 : (threadIdx.x / THREADS + WAYS - HALVES * first % WAYS) % WAYS;
-}
-
 #if BY_WARP
 // Few tokens: each warp multiplies its 16 rows by itself (`mma`), which waits for no other warp. All that it needs of
-// 128 in_features is in registers before it multiplies those before them.
+// 128 in_features is in registers before it multiplies those before them; or there are two ways, and others multiply
+// while a warp waits for the ring, its registers or an MMA.
 static_assert(TOKENS <= 16, "");
-
-// Where a lane's operands are in the first stage.
-struct Places {
-    u32 codes, x, scales;
-
-    __device__ __forceinline__ Places(u32 ring) {
-        const int warp = threadIdx.x / 32 % (THREADS / 32), lane = threadIdx.x % 32;
-        codes = codes_at(ring + warp / 4 * (64 * BLOCK * BITS / 8), warp % 4 * 16 + lane % 16, lane / 16);
-        x = ring + WEIGHT_BYTES + lane % 8 * 128 + (lane / 8 ^ lane % 8) * 16;
-        scales = ring + STAGES * STAGE_BYTES + warp / 4 * GROUP_BYTES;
-    }
-};
+constexpr int CHAINS = WAYS == 1 ? 2 : 1;   // sums that MMAs are added to in turn
 
 struct Operands {
     u32 codes[BITS / 2][4];
     u32 x[TOKENS / 8][4][4];   // of each 8 tokens and 32 in_features
     Scales scales[2];
 
-    // The upper bits of a chunk's number are permuted by themselves, as they are in the address.
-    __device__ __forceinline__ void read(const Places& places, u32 stage, int half) {
-        const u32 weight = places.codes + stage * STAGE_BYTES ^ half * BITS * 16;
-        const u32 tokens = places.x + stage * STAGE_BYTES + half * 2 * TOKEN_BYTES;
+    __device__ __forceinline__ void read(u32 ring, u32 stage, int half) {
+        const int warp = (WAYS == 1 ? threadIdx.x : threadIdx.x % THREADS) / 32, lane = threadIdx.x % 32;
+        const u32 tokens = ring + stage * STAGE_BYTES + WEIGHT_BYTES + 2 * half * TOKEN_BYTES;
+        const u32 weight = ring + stage * STAGE_BYTES + warp / 4 * (64 * BLOCK * BITS / 8);
+        const int row = warp % 4 * 16 + lane % 16;
 #pragma unroll
-        for (int i = 0; i < BITS / 2; ++i) load_matrices(codes[i], weight ^ 32 * i);   // of 32 bytes a row
+        for (int i = 0; i < BITS / 2; ++i)   // of 32 bytes a row
+            load_matrices(codes[i], codes_at(weight, row, half * BITS + 2 * i + lane / 16));
 #pragma unroll
         for (int i = 0; i < TOKENS / 8; ++i)
 #pragma unroll
             for (int j = 0; j < 4; ++j)
-                load_matrices(x[i][j], (tokens ^ j % 2 * 64) + j / 2 * TOKEN_BYTES + i * 1024);
-        scales[0].read(places.scales + stage * SCALE_BYTES, 2 * half);
-        if (GROUP != 128 || CODE == 4) scales[1].read(places.scales + stage * SCALE_BYTES, 2 * half + 1);
-        else scales[1] = scales[0];
+                load_matrices(x[i][j], tokens + j / 2 * TOKEN_BYTES + (8 * i + lane % 8) * 128
+                                           + ((j % 2 * 4 + lane / 8) ^ lane % 8) * 16);
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+            scales[i].read(ring + STAGES * STAGE_BYTES + stage * SCALE_BYTES + warp / 4 * GROUP_BYTES, 2 * half + i);
     }
 };
 
 // Integers of 4 bits are multiplied as 128 + code, and what that adds is subtracted from the sums of a group: it is the
 // sum of the tokens' in_features, which an MMA by ones gives.
 constexpr bool SUBTRACTS = CODE == 3 && GROUP && TOKENS == 8;
-// Sums that no MMA waits for in turn; with more ways there are other warps meanwhile.
-constexpr int CHAINS = CROWDED ? 1 : 2;
 
 __device__ __forceinline__ void multiply(float* c, const u32 (&a)[4], const u32* b) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
         : C4(0) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
-struct Sums {
-    float of_x[CHAINS][TOKENS / 2], of_ones[CHAINS][TOKENS / 2];
-
-    __device__ __forceinline__ void clear() {
+// Add 16 in_features to one of the `sums`; with two, no MMA waits for the one before it.
+__device__ __forceinline__ void multiply(
+    float (&sums)[CHAINS][TOKENS / 2], float (&of_ones)[CHAINS][TOKENS / 2], const Operands& from, int k) {
+    u32 a[4];
 #pragma unroll
-        for (int i = 0; i < CHAINS; ++i)
-#pragma unroll
-            for (int j = 0; j < TOKENS / 2; ++j) of_x[i][j] = of_ones[i][j] = 0;
+    for (int j = 0; j < 4; ++j) {
+        const u32 codes = BITS == 8 ? from.codes[k / 2][k % 2 * 2 + j % 2] : from.codes[k / 4][k / 2 % 2 * 2 + j % 2];
+        const int pair = BITS == 8 ? j / 2 : k % 2 * 2 + j / 2;
+        a[j] = SUBTRACTS ? masked_or(codes >> 4 * pair, 0x000f000f, 0x43004300)
+                         : numbers(codes, pair, from.scales[k / 4].by(k % 4, j % 2));
     }
-
-    // of 16 in_features
-    __device__ __forceinline__ void add(const Operands& from, int k) {
-        u32 a[4];
+    const u32 ones[4] = {0x3f803f80, 0x3f803f80, 0x3f803f80, 0x3f803f80};
 #pragma unroll
-        for (int j = 0; j < 4; ++j) {
-            const u32 codes = BITS == 8 ? from.codes[k / 2][k % 2 * 2 + j % 2] : from.codes[k / 4][k / 2 % 2 * 2 + j % 2];
-            const int pair = BITS == 8 ? j / 2 : k % 2 * 2 + j / 2;
-            a[j] = SUBTRACTS ? masked_or(codes >> 4 * pair, 0x000f000f, 0x43004300)
-                             : numbers(codes, pair, from.scales[k / 4].by(k % 4, j % 2));
+    for (int i = 0; i < TOKENS / 8; ++i) {
+        const u32* const b = from.x[i][k / 2] + k % 2 * 2;
+        multiply(sums[k % CHAINS] + 4 * i, a, b);
+        if (SUBTRACTS) multiply(of_ones[k % CHAINS] + 4 * i, ones, b);
+    }
+}
+
+__device__ __forceinline__ float total(const float (&sums)[CHAINS][TOKENS / 2], int i) {
+    return CHAINS == 1 ? sums[0][i] : sums[0][i] + sums[CHAINS - 1][i];
+}
+
+// c += the scaled sums of a group, the one of in_features from 16 * `k` on
+__device__ __forceinline__ void add_group(
+    float (&c)[TOKENS / 2], const float (&sums)[CHAINS][TOKENS / 2], const float (&of_ones)[CHAINS][TOKENS / 2],
+    const Operands& from, int k) {
+    const Scales& scales = from.scales[k / 4];
+    float sum[TOKENS / 2];
+#pragma unroll
+    for (int i = 0; i < TOKENS / 2; ++i) {
+        sum[i] = total(sums, i);
+        if (SUBTRACTS) {   // 128 and the zero point
+            const u32 zero = ZEROS ? scales.words[k % 4 / 2 % SCALES][i % 4 / 2] & 0x7f : 8;
+            sum[i] -= __int_as_float(0x43000000 | zero << 16) * total(of_ones, i);
         }
-        const u32 ones[4] = {0x3f803f80, 0x3f803f80, 0x3f803f80, 0x3f803f80};
-#pragma unroll
-        for (int i = 0; i < TOKENS / 8; ++i) {
-            const u32* const b = from.x[i][k / 2] + k % 2 * 2;
-            multiply(of_x[k % CHAINS] + 4 * i, a, b);
-            if (SUBTRACTS) multiply(of_ones[k % CHAINS] + 4 * i, ones, b);
-        }
     }
+    scales.add_scaled(c, sum, k % 4 / 2 % SCALES);
+}
 
-    static __device__ __forceinline__ float total(const float (&of)[CHAINS][TOKENS / 2], int i) {
-        return CHAINS == 1 ? of[0][i] : of[0][i] + of[CHAINS - 1][i];
-    }
-
-    // c += the scaled sums of a group
-    __device__ __forceinline__ void add_scaled_to(float (&c)[TOKENS / 2], const Scales& scales, int group) const {
-        float sum[TOKENS / 2];
-#pragma unroll
-        for (int i = 0; i < TOKENS / 2; ++i) {
-            sum[i] = total(of_x, i);
-            if (SUBTRACTS) {   // 128 and the zero point
-                const u32 word = ZEROS ? scales.words[group][i % 4 / 2] : 8;
-                sum[i] -= __int_as_float(masked_or(word << 16, 0x7f0000, 0x43000000)) * total(of_ones, i);
-            }
-        }
-        scales.add_scaled(c, sum, group);
-    }
-};
-
-// c = `count` steps of a tile, which are in the ring from step `first` of the thread block on; of WAYS, this one's part.
+// c = `count` steps of a tile, or this way's part, which are in the ring from step `first` of the thread block on.
 __device__ __forceinline__ void multiply_steps(float (&c)[TOKENS / 2], u32 ring, int first, int count) {
     const u32 full = ring + RING_BYTES, empty = full + 8 * STAGES;
     constexpr int OF_GROUP = (SUMMED ? SUMMED : 128) / 16;   // times 16 in_features
-    const int begin = first_of_way(first), end = HALVES * count;
-    const Places places(ring);
-    const auto read = [&](Operands& to, int i) {
-        const u32 step = first + i / HALVES, half = i % HALVES, stage = step % STAGES;
-        if (CROWDED || half == 0) wait_barrier(full + 8 * stage, step / STAGES & 1);
-        to.read(places, stage, half);
-        __syncwarp();
-        if ((CROWDED || half == HALVES - 1) && threadIdx.x % 32 == 0) arrive(empty + 8 * stage);
-    };
-    Sums sums;
-    sums.clear();
-    const auto add = [&](const Operands& from) {
-#pragma unroll
-        for (int k = 0; k < 8; ++k) {
-            if (SUMMED && k % OF_GROUP == 0) sums.clear();
-            sums.add(from, k);
-            if (SUMMED && k % OF_GROUP == OF_GROUP - 1)
-                sums.add_scaled_to(c, from.scales[k / 4], k % 4 / 2 % SCALES);
-        }
-    };
+    float sums[CHAINS][TOKENS / 2] = {}, of_ones[CHAINS][TOKENS / 2] = {};
 #pragma unroll
     for (int i = 0; i < TOKENS / 2; ++i) c[i] = 0;
-#ifndef AHEAD
-#define AHEAD (WAYS == 1 && FEATURES <= 128)
-#endif
-#if AHEAD
-    Operands even, odd;
-    if (begin < end) read(even, begin);
-#pragma unroll 1
-    for (int i = begin; i < end; i += 2 * WAYS) {
-        if (i + WAYS < end) read(odd, i + WAYS);
-        add(even);
-        if (i + 2 * WAYS < end) read(even, i + 2 * WAYS);
-        if (i + WAYS < end) add(odd);
+    const auto add = [&](const Operands& operands) {
+#pragma unroll
+        for (int k = 0; k < 8; ++k) {
+            if (SUMMED && k % OF_GROUP == 0)
+#pragma unroll
+                for (int j = 0; j < TOKENS / 2; ++j)
+                    sums[0][j] = sums[CHAINS - 1][j] = of_ones[0][j] = of_ones[CHAINS - 1][j] = 0;
+            multiply(sums, of_ones, operands, k);
+            if (SUMMED && k % OF_GROUP == OF_GROUP - 1) add_group(c, sums, of_ones, operands, k - k % OF_GROUP);
+        }
+    };
+#if WAYS == 1
+    const auto read = [&](Operands& to, int i) {
+        const int step = first + i / HALVES, half = i % HALVES;
+        const u32 stage = step % STAGES;
+        if (half == 0) wait_barrier(full + 8 * stage, step / STAGES & 1);
+        to.read(ring, stage, half);
+        __syncwarp();
+        if (half == HALVES - 1 && threadIdx.x % 32 == 0) arrive(empty + 8 * stage);
+    };
+    Operands operands;
+    read(operands, 0);
+#pragma unroll 2
+    for (int i = 0; i < HALVES * count; ++i) {
+        Operands next;
+        if (i + 1 < HALVES * count) read(next, i + 1);
+        add(operands);
+        operands = next;
     }
 #else
+    // half of each stage, or all of each second one
+    const u32 way = threadIdx.x / THREADS, half = HALVES == 2 ? way : 0;
 #pragma unroll 1
-    for (int i = begin; i < end; i += WAYS) {
+    for (u32 step = first + (HALVES == 2 ? 0 : (way ^ first) % 2); step < first + count; step += 2 / HALVES) {
+        const u32 stage = step % STAGES;
+        wait_barrier(full + 8 * stage, step / STAGES & 1);
         Operands operands;
-        read(operands, i);
+        operands.read(ring, stage, half);
+        __syncwarp();
+        if (threadIdx.x % 32 == 0) arrive(empty + 8 * stage);
         add(operands);
     }
 #endif
 #pragma unroll
     for (int i = 0; i < TOKENS / 2; ++i)
-        if (!SUMMED) c[i] = sums.total(sums.of_x, i);
-}
-#elif WAYS > 1 || FEATURES > 128
-// The same by warpgroups, which wait for their MMAs while others convert.
-__device__ __forceinline__ void multiply_steps(float (&c)[TOKENS / 2], u32 ring, int first, int count) {
-    const u32 full = ring + RING_BYTES, empty = full + 8 * STAGES;
-    const int group = threadIdx.x / 128 % GROUPS;
-    float of_group[TOKENS / 2];
-    float (&sums)[TOKENS / 2] = SUMMED ? of_group : c;
-#pragma unroll
-    for (int i = 0; i < TOKENS / 2; ++i) c[i] = of_group[i] = 0;
-#pragma unroll 1
-    for (int i = first_of_way(first); i < HALVES * count; i += WAYS) {
-        const u32 step = first + i / HALVES, half = i % HALVES, stage = step % STAGES;
-        wait_barrier(full + 8 * stage, step / STAGES & 1);
-        const u32 weight = ring + stage * STAGE_BYTES;
-        const u32 of_scales = ring + STAGES * STAGE_BYTES + stage * SCALE_BYTES + group * GROUP_BYTES;
-        const u64 b = matrix(weight + WEIGHT_BYTES + 2 * half * TOKEN_BYTES);
-        u32 a[TOKENS < 64 ? 2 : 1][4][4];
-        Scales scales;
-#pragma unroll
-        for (int part = 0; part < 2; ++part) {   // 64 in_features
-            scales.read(of_scales, 2 * half + part);
-            if (TOKENS >= 64 && part == 1) wait_mma<0>();
-            read_numbers(a[part % (TOKENS < 64 ? 2 : 1)], weight + group * 64 * BLOCK * BITS / 8, 2 * half + part, scales);
-            begin_mma();
-#pragma unroll
-            for (int k = 0; k < 4; ++k) {
-                const bool adds = SUMMED == 32 ? k % 2 : SUMMED == 128 ? k > 0 || part > 0 : SUMMED == 0 || k > 0;
-                multiply(sums, a[part % (TOKENS < 64 ? 2 : 1)][k], b + part * (TOKEN_BYTES >> 4) + 2 * k, adds);
-                const bool ends = SUMMED == 32 ? k % 2 : SUMMED && k == 3 && (part == 1 || SUMMED == 64);
-                if (ends || k == 3) end_mma();
-                if (!ends) continue;
-                wait_mma<0>();
-                now_written(sums);
-                scales.add_scaled(c, sums, k / 2 % SCALES);
-                if (k < 3) begin_mma();
-            }
-        }
-        if (!SUMMED) wait_mma<0>();
-        if (threadIdx.x % 32 == 0) arrive(empty + 8 * stage);
-    }
-    if (!SUMMED) now_written(c);
+        if (!SUMMED) c[i] = total(sums, i);
 }
 #else
 // c = `count` steps of a tile, which are in the ring from step `first` of the thread block on. While the MMAs of 64

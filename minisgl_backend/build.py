@@ -10,6 +10,7 @@ build the same engine.
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -29,9 +30,11 @@ from minisgl_backend.parallel.group import OneRank
 from minisgl_backend.parts import STANDARD, Parts
 from minisgl_backend.precheck import adapter_paths, adapter_tasks, first_place
 from minisgl_backend.replicas.start import start_replicas
-from minisgl_backend.resolve import resolve
+from minisgl_backend.request import TokenId
+from minisgl_backend.resolve import Resolved, resolve
 from minisgl_backend.runtime.adapters import Adapters
-from minisgl_backend.runtime.engine import Door, Engine, EngineInfo
+from minisgl_backend.runtime.door import Door, EngineInfo
+from minisgl_backend.runtime.engine import Engine
 from minisgl_backend.runtime.ports import Executor, Scheduler
 from minisgl_backend.scheduling.scheduler import SchedulerConfig
 from minisgl_backend.tensor_parallel import lead
@@ -63,7 +66,22 @@ def build_engine_alone(
     options: EngineOptions, parts: Parts = STANDARD, *, watch: TreeWatch | None = None
 ) -> Engine:
     """One engine, whatever ``options`` say of replicas; ``watch`` is told of its prefix cache."""
-    info, executor, store = _build_executor(options, parts)
+    facts = _resolved(options)
+    spec = facts.spec
+    grammars = build_grammars(options, facts.folder, spec.vocab_size, sorted(spec.eos_token_ids))
+    try:
+        return _engine_of(facts, parts, grammars, watch)
+    except BaseException:
+        if grammars is not None:
+            grammars.close()
+        raise
+
+
+def _engine_of(
+    facts: Resolved, parts: Parts, grammars: Grammars | None, watch: TreeWatch | None
+) -> Engine:
+    options = facts.options
+    info, executor, store = _build_executor(facts, parts)
     logger.info("engine: %s", info)
     num_positions = info.num_pages * info.page_size
     if num_positions + 1 < info.max_sequence_length:  # a last token needs no position
@@ -73,9 +91,10 @@ def build_engine_alone(
             info.max_sequence_length,
         )
     scheduler = build_scheduler(options, info, parts, watch=watch)
-    grammars = build_grammars(options, info)
     try:
         adapters = build_adapters(options, store)
+        if grammars is not None:
+            grammars.wait_until_prepared()  # else the first steps would wait for it now and then
     except BaseException:
         executor.close()
         raise
@@ -93,22 +112,25 @@ def build_executor(options: EngineOptions, parts: Parts = STANDARD) -> tuple[Eng
     With tensor parallelism this process is rank 0, and the executor owns the processes of the other
     ranks. Raises ``ConfigError``.
     """
-    info, executor, _ = _build_executor(options, parts)
+    info, executor, _ = _build_executor(_resolved(options), parts)
     return info, executor
 
 
-def _build_executor(
-    options: EngineOptions, parts: Parts
-) -> tuple[EngineInfo, Executor, AdapterStore | None]:
-    """The same, and the main memory for adapters, if requests may name any."""
+def _resolved(options: EngineOptions) -> Resolved:
+    """The facts of the rank that leads."""
     if options.node_rank:
         raise ConfigError(
             f"option node_rank={options.node_rank}: this machine follows node 0, which has the "
             "engine; minisgl serve starts its ranks"
         )
-    place = first_place(options)
-    facts = resolve(options, place)
-    if place.size > 1:
+    return resolve(options, first_place(options))
+
+
+def _build_executor(
+    facts: Resolved, parts: Parts
+) -> tuple[EngineInfo, Executor, AdapterStore | None]:
+    """As ``build_executor``, and the main memory for adapters, if requests may name any."""
+    if facts.place.size > 1:
         return lead(facts, parts)
     rank = build_rank(facts, OneRank, lambda: None, parts)
     return rank.info, rank.executor, rank.adapters
@@ -174,15 +196,20 @@ def build_adapters(options: EngineOptions, store: AdapterStore | None) -> Adapte
     return adapters
 
 
-def build_grammars(options: EngineOptions, info: EngineInfo) -> Grammars | None:
-    """None if requests may bring no grammars: by option, or since there is no tokenizer."""
-    if not (options.structured_outputs and (Path(info.folder) / "tokenizer.json").is_file()):
+def build_grammars(
+    options: EngineOptions, folder: Path, vocab_size: int, eos_token_ids: Sequence[TokenId]
+) -> Grammars | None:
+    """None if requests may bring no grammars: by option, or since there is no tokenizer in the
+    model's ``folder``.
+
+    A large tokenizer is read on a thread from now on, best while weights are loaded: reading it
+    keeps other threads of Python from running.
+    """
+    if not (options.structured_outputs and (folder / "tokenizer.json").is_file()):
         return None
     grammars = Grammars(
-        partial(load_definition, info.folder),
-        vocab_size=info.vocab_size,
-        eos_token_ids=info.eos_token_ids,
+        partial(load_definition, str(folder)), vocab_size=vocab_size, eos_token_ids=eos_token_ids
     )
-    if info.vocab_size > _READ_AT_ONCE:
+    if vocab_size > _READ_AT_ONCE:
         grammars.prepare()
     return grammars

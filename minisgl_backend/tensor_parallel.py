@@ -42,7 +42,8 @@ from minisgl_backend.death_signal import end_with
 from minisgl_backend.errors import ConfigError, MiniSGLError
 from minisgl_backend.execution.adapters import AdapterStore
 from minisgl_backend.execution.followers import CANNOT_START, Followers
-from minisgl_backend.execution.node_channel import SILENCE_S, NodeFollowerEnd, OtherNodes
+from minisgl_backend.execution.node_channel import NodeFollowerEnd, OtherNodes
+from minisgl_backend.execution.node_handshake import SILENCE_S
 from minisgl_backend.execution.rank_channel import FollowerEnd, HostFollowerEnd
 from minisgl_backend.execution.ranks import Follower, LeadingExecutor
 from minisgl_backend.parallel.connect import connect, open_store
@@ -51,7 +52,7 @@ from minisgl_backend.parallel.nodes import read_secret
 from minisgl_backend.parallel.place import Place
 from minisgl_backend.parts import STANDARD, Parts
 from minisgl_backend.resolve import Resolved, resolve
-from minisgl_backend.runtime.engine import EngineInfo
+from minisgl_backend.runtime.door import EngineInfo
 
 logger = logging.getLogger(__name__)
 

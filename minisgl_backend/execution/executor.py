@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeAlias, TypeVar
 
@@ -343,8 +343,10 @@ class ModelExecutor:
             if limits.chunk_graph_sizes:
                 captured = CapturedAdapters(adapters, device, limits.chunk_graph_sizes[-1])
                 self.adapter_chunk_graphs = self._chunk_graphs(progress, captured)
-        if self.graphs or self.chunk_graphs:
-            self._warm_up_largest()  # again: it has to fit beside the graphs
+        is_grouped = self._take_groups is not None
+        if self.graphs or self.chunk_graphs or is_grouped:
+            # again: it has to fit beside the graphs; and graphs are captured without groups
+            self._warm_up_largest(grouped=is_grouped)
 
     def _decode_graphs(
         self, progress: Progress, captured: CapturedAdapters | None = None
@@ -420,23 +422,30 @@ class ModelExecutor:
             self._warm_up([length], 0)
         self._warm_up([], 1)
 
-    def _warm_up_largest(self) -> None:
+    def _warm_up_largest(self, *, grouped: bool = False) -> None:
         limits = self._limits
         num_whole, rest = divmod(limits.max_prefill_tokens, self._longest_chunk)
         chunks = [self._longest_chunk] * num_whole + [rest] * (rest > 0)
         chunks = chunks[: limits.max_rows]
-        self._warm_up(chunks, limits.max_rows - len(chunks))
+        self._warm_up(chunks, limits.max_rows - len(chunks), grouped=grouped)
 
     @property
     def _longest_chunk(self) -> int:
         return min(self._limits.max_prefill_tokens, self._limits.max_sequence_length)
 
-    def _warm_up(self, chunks: list[int], num_decodes: int) -> None:
+    def _warm_up(self, chunks: list[int], num_decodes: int, *, grouped: bool = False) -> None:
         """Run a step of chunks of these lengths and ``num_decodes`` decodes, with logprobs of all
-        its samples and of all its chunks."""
-        plan = self._dummy_plan(chunks, num_decodes)
+        its samples and of all its chunks. If ``grouped``, the decodes share all pages that a row
+        can have, so that reading them together pays if it ever does."""
+        last = self._limits.max_sequence_length - 1 if grouped else 0
+        plan = self._dummy_plan(chunks, num_decodes, last)
         try:
             batch = FlatBatch.of(plan)
+            if grouped:
+                ends = np.array([last // self.rows.page_size], np.int32)
+                members = np.arange(num_decodes, dtype=np.int32)
+                sizes = np.array([num_decodes], np.int32)
+                batch = replace(batch, groups=Groups(sizes, np.zeros_like(ends), ends, members))
             hidden = self._layers(batch, plan.prefill_tokens)
             output = self._sample(self._logits_of(batch, hidden))
             tokens = plan.prefill_tokens
@@ -452,40 +461,20 @@ class ModelExecutor:
                 "num_pages, max_prefill_tokens or max_running_requests"
             ) from error
 
-    def _dummy_plan(self, chunks: list[int], num_decodes: int) -> StepPlan:
-        """A plan with the dummy row in all places, so that only the dummy page is written."""
-        row, empty = self.rows.table.dummy_row, np.empty(0, np.int32)
+    def _dummy_plan(self, chunks: list[int], num_decodes: int, position: int) -> StepPlan:
+        """A plan with the dummy row in all places, so that only the dummy page is written. Decodes
+        are at ``position``."""
+        row = self.rows.table.dummy_row
         return StepPlan(
             step=-1,
-            released_rows=empty,
-            broken_pages=empty,
-            admissions=(),
-            grant_rows=empty,
-            grant_indices=empty,
-            grant_pages=empty,
-            copy_sources=empty,
-            copy_targets=empty,
-            copy_lengths=empty,
             prefill_rows=np.full(len(chunks), row, np.int32),
             prefill_starts=np.zeros(len(chunks), np.int32),
             prefill_lengths=np.array(chunks, np.int32),
             prefill_samples=np.ones(len(chunks), np.int32),
             prefill_tokens=np.zeros(sum(chunks), np.int32),
             begun_from=np.full(len(chunks), NO_SNAPSHOT, np.int32),
-            saved_chunks=empty,
-            saved_positions=empty,
-            saved_snapshots=empty,
             decode_rows=np.full(num_decodes, row, np.int32),
-            decode_positions=np.zeros(num_decodes, np.int32),
-            group_sizes=empty,
-            group_begins=empty,
-            group_ends=empty,
-            group_rows=empty,
-            masked_rows=empty,
-            score_chunks=empty,
-            score_starts=empty,
-            score_lengths=empty,
-            score_tokens=empty,
+            decode_positions=np.full(num_decodes, position, np.int32),
         )
 
 

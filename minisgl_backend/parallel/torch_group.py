@@ -29,7 +29,7 @@ from torch._C._distributed_c10d import (
 )
 
 from minisgl_backend.errors import EngineFailure
-from minisgl_backend.parallel.group import FusedSum, side_by_side
+from minisgl_backend.parallel.group import FusedSum
 from minisgl_backend.parallel.leaving import Leaving
 from minisgl_backend.parallel.place import Place
 
@@ -65,11 +65,11 @@ class TorchGroup:
         _run(self._backend.allreduce, [x], _in_line(AllreduceOptions()))
         return x
 
-    def all_gather(self, x: Tensor, dim: int = -1) -> Tensor:
+    def all_gather(self, x: Tensor) -> Tensor:
         parts = x.new_empty((self.size, *x.shape))
         options = _in_line(AllgatherOptions())
         _run(self._backend._allgather_base, parts.flatten(0, 1), x.contiguous(), options)
-        return side_by_side(parts, dim)
+        return parts
 
     def broadcast(self, x: Tensor) -> Tensor:
         _run(self._backend.broadcast, [x], _in_line(BroadcastOptions()))

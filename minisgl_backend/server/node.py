@@ -30,7 +30,7 @@ from typing import Any, Final
 
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.execution.followers import CANNOT_START, import_path
-from minisgl_backend.execution.node_channel import NodePlace, NotYet, Welcome, knock
+from minisgl_backend.execution.node_handshake import NodePlace, NotYet, Welcome, knock
 from minisgl_backend.parallel.place import Place, host_and_port
 from minisgl_backend.server.supervisor import Health, Phase
 

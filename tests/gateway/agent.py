@@ -28,7 +28,8 @@ from minisgl_backend.plan import Pending, SampledTokens, StepPlan
 from minisgl_backend.request import EMPTY, Grammar, GrammarKind, IntArray, Request, RequestId
 from minisgl_backend.runtime import ports
 from minisgl_backend.runtime.adapters import Adapters
-from minisgl_backend.runtime.engine import Engine, EngineInfo
+from minisgl_backend.runtime.door import EngineInfo
+from minisgl_backend.runtime.engine import Engine
 from minisgl_backend.scheduling.scheduler import Scheduler
 from minisgl_backend.text.tokenizer import PromptEncoder
 from minisgl_backend.tritonserver import llm_engine
@@ -130,7 +131,9 @@ class TritonPythonModel(llm_engine.TritonPythonModel):
             adapters: Adapters | None = None,
         ) -> Engine:
             info = replace(info, folder=options.model, eos_token_ids=tuple(ids(_END).tolist()))
-            grammars = build_grammars(options, info)
+            grammars = build_grammars(
+                options, Path(info.folder), info.vocab_size, info.eos_token_ids
+            )
             return Engine(
                 info, scheduler, executor, overlap=overlap, grammars=grammars, adapters=adapters
             )

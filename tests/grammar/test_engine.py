@@ -7,14 +7,22 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 import pytest
 
-from minisgl_backend.build import build_executor, build_grammars, build_scheduler
+from minisgl_backend import build
+from minisgl_backend.build import (
+    build_engine,
+    build_executor,
+    build_grammars,
+    build_scheduler,
+)
 from minisgl_backend.config import DEMO_MODEL, EngineOptions
 from minisgl_backend.errors import (
     InvalidRequest,
@@ -24,6 +32,7 @@ from minisgl_backend.errors import (
 )
 from minisgl_backend.grammar.matchers import WORD, Grammars, Matcher
 from minisgl_backend.kernels.sampling_table import WORD as WORD_OF_A_TABLE
+from minisgl_backend.parts import STANDARD
 from minisgl_backend.plan import Pending, SampledTokens, StepPlan
 from minisgl_backend.request import (
     FinishReason,
@@ -434,7 +443,7 @@ def test_the_same_answer_after_a_step_that_broke(
         build_scheduler(options, info),
         BreakingExecutor(executor, when),
         overlap=overlap,
-        grammars=build_grammars(options, info),
+        grammars=build_grammars(options, Path(info.folder), info.vocab_size, info.eos_token_ids),
     )
     try:
         ranked = Ranked(engine, None)
@@ -458,3 +467,26 @@ def test_the_same_answer_from_two_ranks() -> None:
 
 def test_a_mask_is_made_as_it_is_read() -> None:
     assert WORD == WORD_OF_A_TABLE
+
+
+def test_an_engine_is_there_once_a_large_tokenizer_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading one keeps the loop from running, so it must not happen beside the first requests."""
+    is_built, may_read = threading.Event(), threading.Event()
+
+    def slow(folder: str) -> tuple[str, dict[str, int]]:
+        assert may_read.wait(60)
+        return load_definition(folder)
+
+    def planner(*args: Any) -> scheduler.Scheduler:
+        is_built.set()
+        return scheduler.Scheduler(*args)
+
+    monkeypatch.setattr(build, "_READ_AT_ONCE", 0)
+    monkeypatch.setattr(build, "load_definition", slow)
+    options = EngineOptions(device="cpu", num_pages=16, max_sequence_length=128)
+    with ThreadPoolExecutor(1) as pool:
+        made = pool.submit(build_engine, options, replace(STANDARD, scheduler=planner))
+        assert is_built.wait(60)
+        assert not wait([made], timeout=0.3).done
+        may_read.set()
+        made.result(60).close(drain_s=0)

@@ -97,7 +97,7 @@ def ranked_engine(size: int, model: Path | None = None, **options: Any) -> Itera
         build_scheduler(parsed, info),
         executor,
         overlap=parsed.overlap,
-        grammars=build_grammars(parsed, info),
+        grammars=build_grammars(parsed, Path(info.folder), info.vocab_size, info.eos_token_ids),
     )
     followers = None
     if isinstance(executor, LeadingExecutor):

@@ -20,7 +20,8 @@ from minisgl_backend.build import build_executor
 from minisgl_backend.config import EngineOptions
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.execution.followers import Followers
-from minisgl_backend.execution.node_channel import NodePlace, NotYet, OtherNodes, Welcome, knock
+from minisgl_backend.execution.node_channel import OtherNodes
+from minisgl_backend.execution.node_handshake import NodePlace, NotYet, Welcome, knock
 from minisgl_backend.parallel.place import Place
 from minisgl_backend.request import SamplingParams
 from minisgl_check.machines import Machine, OtherNode, can_have_machines, free_port, machine
@@ -405,7 +406,7 @@ def test_a_caller_that_sends_a_byte_now_and_then_is_sent_away(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Each byte comes soon after the one before, but all of them together take too long."""
-    monkeypatch.setattr("minisgl_backend.execution.node_channel._HANDSHAKE_S", 1.0)
+    monkeypatch.setattr("minisgl_backend.execution.node_handshake.HANDSHAKE_S", 1.0)
     with gathering() as (nodes, place, causes), ThreadPoolExecutor(1) as pool:
         gathered = pool.submit(nodes.gather, 1234, 60, causes.append)
         with connected(place) as caller:

@@ -94,6 +94,20 @@ def test_every_command_is_there() -> None:
     assert result.exit_code == 0 and "(needs" not in result.output
 
 
+@pytest.mark.parametrize("command", [[], ["bench"]])
+def test_help_of_commands_is_not_cut(command: list[str]) -> None:
+    result = CliRunner().invoke(main, [*command, "--help"], terminal_width=60)
+    assert result.exit_code == 0
+    assert "..." not in result.output.partition("Commands:")[2]
+
+
+def test_help_of_the_engines_options_shows_what_they_take() -> None:
+    output = CliRunner().invoke(main, ["serve", "--help"], terminal_width=200).output
+    assert "--cache [radix|naive]" in output
+    assert "--page-size INTEGER" in output
+    assert "--overlap [true|false]" in output
+
+
 @pytest.mark.parametrize("command", ["serve", "generate", "chat", "gateway"])
 def test_serving_and_asking_need_no_benchmarks_or_checks(command: str) -> None:
     code = (

@@ -64,7 +64,7 @@ def adapters(
     names: int,
     json_path: Path | None,
 ) -> None:
-    """LoRA adapters: time of a step, throughput, first token, and gaps in other streams."""
+    """What LoRA adapters cost: time of a step, throughput, first token, gaps in other streams."""
     sizes = sizes or (1, 64, 256)
     spec = load_spec(resolve_model(options.model, options.model_source))
     with tempfile.TemporaryDirectory() as folder:

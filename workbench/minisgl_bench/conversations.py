@@ -123,7 +123,7 @@ def conversations(
     compare: str | None,
     json_path: Path | None,
 ) -> None:
-    """Time to the first token of the turns of conversations that are held at once."""
+    """Time to the first token of the turns of conversations held at once."""
 
     def measure(options: EngineOptions, _: Path | None) -> Report:
         with running_engine(options) as (engine, _executor):

@@ -172,7 +172,7 @@ def decode(
     profile_path: Path | None,
     json_path: Path | None,
 ) -> None:
-    """Time of a decode step by batch size, beside a replay of the same CUDA graph."""
+    """Time of a decode step by batch size, compared with a bare replay of its CUDA graph."""
     sizes = sizes or (1, 2, 4, 8, 16, 32, 64, 128, 256)
     if max(sizes) > options.max_running_requests:
         raise ConfigError(f"a batch of {max(sizes)} needs max_running_requests of as many")

@@ -107,8 +107,9 @@ class _Requests:
 def invariance(
     options: EngineOptions, requests: RandomRequests, compare: str | None, json_path: Path | None
 ) -> None:
-    """How many requests get the same tokens alone and together, from a warm cache and after
-    retractions. --compare batch_invariant=false counts them without the option, too."""
+    """How many requests get the same tokens alone, together, from the cache and after retractions.
+
+    --compare batch_invariant=false counts them without the option, too."""
 
     def measure(options: EngineOptions, _trace: Path | None) -> Report:
         with running_engine(options) as (engine, _):

@@ -20,7 +20,7 @@ import numpy as np
 from minisgl_backend.cli.options import engine_options
 from minisgl_backend.config import EngineOptions
 from minisgl_backend.request import MAX_SAMPLES, Request, SamplingParams, samples_of
-from minisgl_backend.runtime.engine import Door
+from minisgl_backend.runtime.door import Door
 from minisgl_bench.comparison import compare_option, measure_both
 from minisgl_bench.engines import Collector, engine_facts, running_door
 from minisgl_bench.profiling import nvtx_option, profile_option, profiled

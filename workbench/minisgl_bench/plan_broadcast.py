@@ -22,7 +22,8 @@ import numpy as np
 from minisgl_backend.cli.options import POSITIVE_INT
 from minisgl_backend.death_signal import end_with
 from minisgl_backend.execution.followers import Followers, import_path
-from minisgl_backend.execution.node_channel import NodeFollowerEnd, NodePlace, OtherNodes, knock
+from minisgl_backend.execution.node_channel import NodeFollowerEnd, OtherNodes
+from minisgl_backend.execution.node_handshake import NodePlace, knock
 from minisgl_backend.execution.rank_channel import FollowerEnd, HostFollowerEnd
 from minisgl_backend.parallel.place import Place, listen_at
 from minisgl_backend.plan import StepPlan, decode_plan, encode_plan
@@ -114,11 +115,11 @@ def _nodes(size: int) -> Iterator[Followers]:
 )
 @json_option
 def plan_broadcast(num_requests: int, num_steps: int, by_tcp: bool, json_path: Path | None) -> None:
-    """Send plans of decode steps to 1, 3 and 7 followers.
+    """Time to send plans of decode steps to 1, 3 and 7 followers.
 
     rank_0: its own time to encode and send a plan, which delays a step: at most 200 us. taken:
     until the last follower has it, which overlaps with rank 0's next work; with --tcp until its
-    answer to a question behind the plan has come back.
+    answer to a question after the plan has come back.
     """
     plan = decoding_plan(num_requests)
     report = Report("plan broadcast", info={"requests": num_requests, "tcp": by_tcp})

@@ -32,7 +32,7 @@ _MOST_TOKEN = 10_000
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedPrefixes:
     """The requests of a run: ``groups`` of ``each``, with ``shared`` tokens that all of a group
-    begin with, ``own`` tokens behind them, and ``output_length`` tokens to make."""
+    begin with, ``own`` tokens after them, and ``output_length`` tokens to make."""
 
     groups: int
     each: int
@@ -67,7 +67,7 @@ _OPTIONS = (
         help="tokens that all requests of a group begin with",
     ),
     click.option(
-        "--own", type=POSITIVE_INT, default=128, show_default=True, help="tokens behind them"
+        "--own", type=POSITIVE_INT, default=128, show_default=True, help="tokens after them"
     ),
     click.option("--output-length", type=POSITIVE_INT, default=256, show_default=True),
     click.option("--prompt-seed", default=0, show_default=True, help="of tokens and order"),

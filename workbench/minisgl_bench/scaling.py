@@ -68,7 +68,7 @@ def scaling(
     patience: float,
     json_path: Path | None,
 ) -> None:
-    """Decode steps and throughput by the number of ranks, with scaling efficiency."""
+    """Time of decode steps, throughput and scaling efficiency by the number of ranks."""
     options = located(options)
     decode = ["--context", str(context), "--steps", str(steps)]
     decode += ["--temperature", str(requests.temperature)]

@@ -119,6 +119,7 @@ class GroupedKernel:
                 "BLOCK": self._numbers.block,
                 "STAGES": cut.stages,
                 "BY_WARP": cut.by_warp,
+                "WAYS": 1,
                 "GATED": gated,
                 "CLAMPED": gated and gate is not None,
                 "SHARED_BYTES": shared,

@@ -16,7 +16,8 @@
 // bfloat16; else its codes are 1: e4m3, 2: 8-bit or 3: 4-bit integers, 4: e2m1), with that GROUP (in_features that
 // share a scale: 32, 64 or 128; 0: all), SHARED_BY (rows that share one: 1 or 8) and ZEROS (the low 8 bits of a scale
 // are a zero point; else it is the middle of the integers). Of e2m1 GROUP is 128: a scale has the exponents of 4 groups
-// of 32, and SHARED_BY is 1. BY_WARP: warps multiply codes each for itself, by up to 16 tokens, with more registers.
+// of 32, and SHARED_BY is 1. BY_WARP: warps multiply codes each for itself, by up to 16 tokens, with more registers;
+// WAYS (1; if BY_WARP also 2): so many sets of as many warps take 128 in_features each in turn.
 
 #pragma once
 
@@ -24,7 +25,8 @@
 
 constexpr int BITS = CODE == 0 ? 16 : CODE <= 2 ? 8 : 4;    // of a number of the weight
 constexpr int GROUPS = FEATURES / 64;               // warpgroups that multiply
-constexpr int THREADS = GROUPS * 128;               // that multiply
+constexpr int THREADS = GROUPS * 128;               // that multiply, of each way
+constexpr int HALVES = CODE ? BLOCK / 128 : 1;      // of a stage
 constexpr int WEIGHT_BYTES = FEATURES * BLOCK * BITS / 8;   // of a stage
 constexpr int TOKEN_BYTES = TOKENS * 128;           // of 64 in_features: rows of 128 bytes
 constexpr int STAGE_BYTES = WEIGHT_BYTES + BLOCK / 64 * TOKEN_BYTES;
@@ -39,6 +41,8 @@ static_assert(TOKENS % 8 == 0, "");
 static_assert(CODE ? TOKENS <= 128 : GROUP == 0, "");
 static_assert(CODE ? BLOCK == 128 || (BLOCK == 256 && BITS == 4) : BLOCK == 64, "");
 static_assert(GROUP == 0 || GROUP == 32 || GROUP == 64 || GROUP == 128, "");
+// Each way has stages, or halves, of its own: a barrier tells a phase only from the next one, so none may be missed.
+static_assert(WAYS == 1 || (WAYS == 2 && BY_WARP && HALVES * STAGES % 2 == 0), "");
 static_assert(CODE != 4 || (GROUP == 128 && SHARED_BY == 1 && !ZEROS), "");
 
 // ---- instructions
@@ -279,9 +283,10 @@ __device__ __forceinline__ void read_numbers(u32 (&a)[4][4], u32 weight, int par
 
 #if BY_WARP
 // Few tokens: each warp multiplies its 16 rows by itself (`mma`), which waits for no other warp. All that it needs of
-// 128 in_features is in registers before it multiplies those before them.
+// 128 in_features is in registers before it multiplies those before them; or there are two ways, and others multiply
+// while a warp waits for the ring, its registers or an MMA.
 static_assert(TOKENS <= 16, "");
-constexpr int HALVES = BLOCK / 128;   // of a stage
+constexpr int CHAINS = WAYS == 1 ? 2 : 1;   // sums that MMAs are added to in turn
 
 struct Operands {
     u32 codes[BITS / 2][4];
@@ -289,7 +294,7 @@ struct Operands {
     Scales scales[2];
 
     __device__ __forceinline__ void read(u32 ring, u32 stage, int half) {
-        const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+        const int warp = (WAYS == 1 ? threadIdx.x : threadIdx.x % THREADS) / 32, lane = threadIdx.x % 32;
         const u32 tokens = ring + stage * STAGE_BYTES + WEIGHT_BYTES + 2 * half * TOKEN_BYTES;
         const u32 weight = ring + stage * STAGE_BYTES + warp / 4 * (64 * BLOCK * BITS / 8);
         const int row = warp % 4 * 16 + lane % 16;
@@ -317,9 +322,9 @@ __device__ __forceinline__ void multiply(float* c, const u32 (&a)[4], const u32*
         : C4(0) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
-// Add 16 in_features to one of two `sums`, which no MMA waits for in turn.
+// Add 16 in_features to one of the `sums`; with two, no MMA waits for the one before it.
 __device__ __forceinline__ void multiply(
-    float (&sums)[2][TOKENS / 2], float (&of_ones)[2][TOKENS / 2], const Operands& from, int k) {
+    float (&sums)[CHAINS][TOKENS / 2], float (&of_ones)[CHAINS][TOKENS / 2], const Operands& from, int k) {
     u32 a[4];
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
@@ -332,32 +337,51 @@ __device__ __forceinline__ void multiply(
 #pragma unroll
     for (int i = 0; i < TOKENS / 8; ++i) {
         const u32* const b = from.x[i][k / 2] + k % 2 * 2;
-        multiply(sums[k % 2] + 4 * i, a, b);
-        if (SUBTRACTS) multiply(of_ones[k % 2] + 4 * i, ones, b);
+        multiply(sums[k % CHAINS] + 4 * i, a, b);
+        if (SUBTRACTS) multiply(of_ones[k % CHAINS] + 4 * i, ones, b);
     }
+}
+
+__device__ __forceinline__ float total(const float (&sums)[CHAINS][TOKENS / 2], int i) {
+    return CHAINS == 1 ? sums[0][i] : sums[0][i] + sums[CHAINS - 1][i];
 }
 
 // c += the scaled sums of a group, the one of in_features from 16 * `k` on
 __device__ __forceinline__ void add_group(
-    float (&c)[TOKENS / 2], const float (&sums)[2][TOKENS / 2], const float (&of_ones)[2][TOKENS / 2],
+    float (&c)[TOKENS / 2], const float (&sums)[CHAINS][TOKENS / 2], const float (&of_ones)[CHAINS][TOKENS / 2],
     const Operands& from, int k) {
     const Scales& scales = from.scales[k / 4];
     float sum[TOKENS / 2];
 #pragma unroll
     for (int i = 0; i < TOKENS / 2; ++i) {
-        sum[i] = sums[0][i] + sums[1][i];
+        sum[i] = total(sums, i);
         if (SUBTRACTS) {   // 128 and the zero point
             const u32 zero = ZEROS ? scales.words[k % 4 / 2 % SCALES][i % 4 / 2] & 0x7f : 8;
-            sum[i] -= __int_as_float(0x43000000 | zero << 16) * (of_ones[0][i] + of_ones[1][i]);
+            sum[i] -= __int_as_float(0x43000000 | zero << 16) * total(of_ones, i);
         }
     }
     scales.add_scaled(c, sum, k % 4 / 2 % SCALES);
 }
 
-// c = `count` steps of a tile, which are in the ring from step `first` of the thread block on.
+// c = `count` steps of a tile, or this way's part, which are in the ring from step `first` of the thread block on.
 __device__ __forceinline__ void multiply_steps(float (&c)[TOKENS / 2], u32 ring, int first, int count) {
     const u32 full = ring + RING_BYTES, empty = full + 8 * STAGES;
     constexpr int OF_GROUP = (SUMMED ? SUMMED : 128) / 16;   // times 16 in_features
+    float sums[CHAINS][TOKENS / 2] = {}, of_ones[CHAINS][TOKENS / 2] = {};
+#pragma unroll
+    for (int i = 0; i < TOKENS / 2; ++i) c[i] = 0;
+    const auto add = [&](const Operands& operands) {
+#pragma unroll
+        for (int k = 0; k < 8; ++k) {
+            if (SUMMED && k % OF_GROUP == 0)
+#pragma unroll
+                for (int j = 0; j < TOKENS / 2; ++j)
+                    sums[0][j] = sums[CHAINS - 1][j] = of_ones[0][j] = of_ones[CHAINS - 1][j] = 0;
+            multiply(sums, of_ones, operands, k);
+            if (SUMMED && k % OF_GROUP == OF_GROUP - 1) add_group(c, sums, of_ones, operands, k - k % OF_GROUP);
+        }
+    };
+#if WAYS == 1
     const auto read = [&](Operands& to, int i) {
         const int step = first + i / HALVES, half = i % HALVES;
         const u32 stage = step % STAGES;
@@ -366,28 +390,32 @@ __device__ __forceinline__ void multiply_steps(float (&c)[TOKENS / 2], u32 ring,
         __syncwarp();
         if (half == HALVES - 1 && threadIdx.x % 32 == 0) arrive(empty + 8 * stage);
     };
-    float sums[2][TOKENS / 2] = {}, of_ones[2][TOKENS / 2] = {};
     Operands operands;
     read(operands, 0);
-#pragma unroll
-    for (int i = 0; i < TOKENS / 2; ++i) c[i] = 0;
 #pragma unroll 2
     for (int i = 0; i < HALVES * count; ++i) {
         Operands next;
         if (i + 1 < HALVES * count) read(next, i + 1);
-#pragma unroll
-        for (int k = 0; k < 8; ++k) {
-            if (SUMMED && k % OF_GROUP == 0)
-#pragma unroll
-                for (int j = 0; j < TOKENS / 2; ++j) sums[0][j] = sums[1][j] = of_ones[0][j] = of_ones[1][j] = 0;
-            multiply(sums, of_ones, operands, k);
-            if (SUMMED && k % OF_GROUP == OF_GROUP - 1) add_group(c, sums, of_ones, operands, k - k % OF_GROUP);
-        }
+        add(operands);
         operands = next;
     }
+#else
+    // half of each stage, or all of each second one
+    const u32 way = threadIdx.x / THREADS, half = HALVES == 2 ? way : 0;
+#pragma unroll 1
+    for (u32 step = first + (HALVES == 2 ? 0 : (way ^ first) % 2); step < first + count; step += 2 / HALVES) {
+        const u32 stage = step % STAGES;
+        wait_barrier(full + 8 * stage, step / STAGES & 1);
+        Operands operands;
+        operands.read(ring, stage, half);
+        __syncwarp();
+        if (threadIdx.x % 32 == 0) arrive(empty + 8 * stage);
+        add(operands);
+    }
+#endif
 #pragma unroll
     for (int i = 0; i < TOKENS / 2; ++i)
-        if (!SUMMED) c[i] = sums[0][i] + sums[1][i];
+        if (!SUMMED) c[i] = total(sums, i);
 }
 #else
 // c = `count` steps of a tile, which are in the ring from step `first` of the thread block on. While the MMAs of 64

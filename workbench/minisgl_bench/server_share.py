@@ -13,7 +13,7 @@ from typing import Final
 
 import click
 
-from minisgl_backend.cli.options import engine_options, tritonserver_option
+from minisgl_backend.cli.options import EngineCommand, engine_options, tritonserver_option
 from minisgl_backend.cli.serve import located, options_as_text
 from minisgl_backend.config import EngineOptions
 from minisgl_backend.errors import EngineFailure
@@ -28,7 +28,7 @@ from minisgl_kit.report import Report, json_option
 _MODEL: Final = "minisgl"
 
 
-@click.command("server-share")
+@click.command("server-share", cls=EngineCommand)
 @engine_options
 @request_options
 @click.option("--clients", default=8, show_default=True, help="processes that send requests")

@@ -295,7 +295,7 @@ class ReplicatedEngine(Door):
         elif head == "-":
             self._shadow.evict(replica, np.array(news[1], np.int32))
         elif head == "0":
-            self._shadow.forget_cached(replica)
+            self._shadow.forget(replica)
         elif head == "l":
             assert self._loaded is not None
             answer = news[2] if len(news) == 3 else (news[2], news[3], news[4])

@@ -21,7 +21,7 @@ from minisgl_gateway.call_syntax import CalledTool
 from minisgl_gateway.tool_dialects import Calls, Dialect, Tool, dialect_of
 
 from minisgl_backend.errors import InvalidRequest
-from minisgl_backend.grammar.matchers import Grammars, State
+from minisgl_backend.grammar.matchers import Batch, Grammars, State
 from minisgl_backend.text.detokenizer import TextStream
 from minisgl_backend.text.tokenizer import load_definition, load_vocabulary
 from minisgl_backend.text.vocabulary import Vocabulary
@@ -108,7 +108,7 @@ class Engine:
                 token = min(chance.choices(few, k=4), key=lambda option: len(pieces[option]))
             if token != EOS:
                 tokens.append(token)
-            ended = self.grammars.advance([matcher], [token])
+            ended = self.grammars.advance(Batch([matcher]), [token])
             assert State.BROKEN not in ended.values()
             if ended:
                 stream = TextStream(self.vocabulary, skip_special_tokens=False)
@@ -117,7 +117,7 @@ class Engine:
 
     def _allowed(self, matcher: Any) -> list[int]:
         masks = np.empty((1, self.grammars.num_words), np.int32)
-        assert self.grammars.fill([matcher], masks).result() == {}
+        assert self.grammars.fill(Batch([matcher]), masks).result() == {}
         bits = np.unpackbits(masks.view(np.uint8), bitorder="little")
         tokens: list[int] = np.flatnonzero(bits[: len(self.vocabulary)]).tolist()
         return tokens

@@ -192,7 +192,7 @@ def test_tokens_of_broad_layers_in_bf16(comm: str, prompts: list[IntArray], tmp_
     assert_good_in_bf16(reference, prompts, tokens_of(sinks))
 
 
-@pytest.mark.parametrize("size", [2, 4], ids="{} GPUs".format)
+@pytest.mark.parametrize("size", [2, 4, 8], ids="{} GPUs".format)
 def test_tokens_of_the_demo_model(size: int) -> None:
     """As on one GPU, up to where the two best tokens all but tie."""
     if torch.cuda.device_count() < size:
@@ -272,10 +272,13 @@ def test_experts_of_a_rank(device: torch.device, num_tokens: int, size: int) -> 
 
 @pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL], ids=["stopped", "killed"])
 @pytest.mark.parametrize("comm", COMMS)
+@pytest.mark.parametrize("size", [2, 4, 8])
 def test_a_lost_rank_ends_what_waits_on_the_gpu(
-    comm: str, number: signal.Signals, tmp_path: Path
+    size: int, comm: str, number: signal.Signals, tmp_path: Path
 ) -> None:
     """The last tests of this module: a GPU may not be of use after a peer's memory went away."""
+    if torch.cuda.device_count() < size:
+        pytest.skip(f"needs {size} GPUs")
     write_dummy_model("qwen3-0.6b", tmp_path)
     options: dict[str, Any] = {
         "load_format": "dummy",
@@ -286,11 +289,11 @@ def test_a_lost_rank_ends_what_waits_on_the_gpu(
         "cuda_graph_batch_sizes": "4",
         "distributed_timeout_s": 3,
     }
-    with ranked_engine(2, tmp_path, **options) as ranked:
+    with ranked_engine(size, tmp_path, **options) as ranked:
         prompt = np.arange(40, dtype=np.int32)
         answers = [ranked.submit(prompt + index, ENDLESS) for index in range(4)]
         for answer in answers:
             assert answer.started.wait(120)
-        ranked.kill(1, number)
+        ranked.kill(size - 1, number)
         wait_for_all(answers)
         assert all(isinstance(answer.error, EngineFailure) for answer in answers)

@@ -154,7 +154,7 @@ def open_adapter(
         for part, rows in parts.items():
             factors[part] = Factors(a, b, rows, rank, scaling)
     for name in projections:
-        module = _merged_module(name, names)
+        module = names.merged_module(name)
         if name not in factors and config.targets(module):
             raise ConfigError(f"the adapter lacks {_PREFIX}{module}.lora_A.weight")
     if not factors:
@@ -198,16 +198,6 @@ def _parts(module: str, num_rows: int, names: TensorNames) -> dict[str, slice]:
         assert isinstance(rows, slice)  # a linear module is no stack of experts
         parts[weight.removesuffix(".weight")] = rows
     return parts
-
-
-def _merged_module(name: str, names: TensorNames) -> str:
-    """The module of a checkpoint that a projection is part of, mostly itself."""
-    around, _, part = name.rpartition(".")
-    for end, parts in names.merged.items():
-        module = f"{around}.{end.rpartition('.')[2]}"
-        if part in parts and module.endswith(end):
-            return module
-    return name
 
 
 def _why_not(name: str) -> str:

@@ -23,7 +23,7 @@ from minisgl_backend.models.checkpoint import check_weights, weight_files
 from minisgl_backend.models.config_json import read_json
 from minisgl_backend.models.spec import ModelSpec
 from minisgl_backend.parallel.nodes import check_nodes
-from minisgl_backend.parallel.place import Place, check_comm, listen_at
+from minisgl_backend.parallel.place import RankPlace, check_comm, listen_at
 from minisgl_backend.weight_format import CONVERT_TO_FP8
 
 _ITEM_BYTES: Final[Mapping[str, int]] = MappingProxyType(
@@ -52,9 +52,9 @@ def check_meeting_point(options: EngineOptions) -> None:
         listen_at(first_place(options)).close()
 
 
-def first_place(options: EngineOptions) -> Place:
+def first_place(options: EngineOptions) -> RankPlace:
     """The place of rank 0. Raises ``ConfigError``."""
-    return Place.first(options.tensor_parallel_size, options.rendezvous, options.nnodes or 1)
+    return RankPlace.first(options.tensor_parallel_size, options.rendezvous, options.nnodes or 1)
 
 
 def check_options(options: EngineOptions, device: str | None) -> None:
@@ -191,24 +191,29 @@ def adapter_paths(options: EngineOptions) -> dict[str, str]:
             raise ConfigError(f"{file} must hold an object of names and paths")
         paths = {name: str(file.parent / path) for name, path in listed.items()}
     given = options.lora_modules
+    named: dict[str, str] = {}
     for entry in given.split(",") if given else ():
         name, _, path = entry.partition("=")
         if not (name.strip() and path.strip()):
             raise ConfigError(f"option lora_modules must be NAME=PATH,NAME=PATH, got {given!r}")
-        paths[name.strip()] = path.strip()
-    return paths
+        if name.strip() in named:
+            raise ConfigError(f"option lora_modules names {name.strip()!r} twice, got {given!r}")
+        named[name.strip()] = path.strip()
+    return {**paths, **named}
 
 
 def adapter_tasks(options: EngineOptions) -> dict[int, str]:
     """The names of adapters by ``lora_task_id``. Raises ``ConfigError``."""
     given = options.lora_task_ids
-    tasks = {}
+    tasks: dict[int, str] = {}
     for entry in given.split(",") if given else ():
         number, _, name = entry.partition("=")
         if not (number.strip().isdecimal() and name.strip()):
             raise ConfigError(
                 f"option lora_task_ids must be NUMBER=NAME,NUMBER=NAME, got {given!r}"
             )
+        if int(number) in tasks:
+            raise ConfigError(f"option lora_task_ids has {int(number)} twice, got {given!r}")
         tasks[int(number)] = name.strip()
     return tasks
 
@@ -275,12 +280,20 @@ def _check_memory(options: EngineOptions, spec: ModelSpec) -> None:
     shape = spec.attention_shape().for_context(context_of(options, spec))
     kv_bytes = 2 * shape.numbers_per_position(window_pages=False) * item_bytes
     table_entries = options.max_running_requests * -(-context // page_size)
+    delta, num_snapshots = spec.delta_net, options.state_snapshots or 0
+    if delta is None or options.cache == "naive":
+        state_bytes = 0
+    else:
+        state_bytes = 4 * len(delta.layers) * delta.num_heads * delta.key_dim * delta.value_dim
     needs = {
         f"the weights, as config.json has them ({spec.num_parameters:,} numbers),": (
             replicas * spec.num_parameters * item_bytes // num_nodes
         ),
         f"num_pages={num_pages} of {page_size} positions": (
             replicas * num_pages * page_size * kv_bytes // num_nodes
+        ),
+        f"state_snapshots={num_snapshots}, of recurrent states": (
+            replicas * num_snapshots * state_bytes // num_nodes
         ),
         f"max_sequence_length={context}, for tables of positions and pages,": num_ranks
         * (4 * spec.head_dim * context + 8 * table_entries),

@@ -104,12 +104,13 @@ class WeightFormats:
     method: str
     rules: tuple[Rule, ...]
 
-    def of(self, name: str) -> WeightFormat | None:
-        """The format of the projection ``name``, such as ``model.layers.0.mlp.down_proj``."""
+    def of(self, name: str, *others: str) -> WeightFormat | None:
+        """The format of the projection ``name``, such as ``model.layers.0.mlp.down_proj``, which
+        rules may call by one of the ``others``, too."""
         if name.endswith("embed_tokens"):
             return None
         for rule in self.rules:
-            if rule.pattern.fullmatch(name):
+            if any(rule.pattern.fullmatch(each) for each in (name, *others)):
                 return rule.format
         return None
 

@@ -19,6 +19,22 @@ from minisgl_backend.errors import ConfigError
 _METAVARS: Final = {str: "TEXT", int: "INTEGER", float: "NUMBER", bool: "[true|false]"}
 
 
+class EngineCommand(click.Command):
+    """A command with ``engine_options``, which its help lists after its own."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        names = {spec.name for spec in fields(EngineOptions)}
+        sections: dict[str, list[tuple[str, str]]] = {"Options": [], "Options of the engine": []}
+        for param in self.get_params(ctx):
+            record = param.get_help_record(ctx)
+            if record is not None:
+                name = "Options of the engine" if param.name in names else "Options"
+                sections[name].append(record)
+        for name, records in sections.items():
+            with formatter.section(name):
+                formatter.write_dl(records)
+
+
 def engine_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Decorate a click callback, which then gets an ``EngineOptions`` as its first argument.
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import click
 
-from minisgl_backend.cli.options import engine_options, tritonserver_option
+from minisgl_backend.cli.options import EngineCommand, engine_options, tritonserver_option
 from minisgl_backend.config import EngineOptions
 from minisgl_backend.errors import ConfigError, EngineFailure
 from minisgl_backend.models.catalog import load_spec
@@ -48,7 +48,7 @@ _LAST_ANSWERS_S = 5
 _PORT = click.IntRange(0, 65535)
 
 
-@click.command()
+@click.command(cls=EngineCommand)
 @engine_options
 @click.option(
     "--lora-module",

@@ -41,7 +41,7 @@ from minisgl_backend.execution.node_handshake import (
     prepare,
 )
 from minisgl_backend.execution.rank_channel import MOST_BYTES, FollowerEnd, Peer
-from minisgl_backend.parallel.place import Place, listen_at
+from minisgl_backend.parallel.place import RankPlace, listen_at
 from minisgl_backend.request import IntArray
 
 logger = logging.getLogger(__name__)
@@ -145,7 +145,7 @@ class NodePeer(Peer):
 class OtherNodes:
     """Gathers the ranks of all nodes but this one, and then watches over them, on a thread."""
 
-    def __init__(self, place: Place, secret: bytes, *, silence_s: float) -> None:
+    def __init__(self, place: RankPlace, secret: bytes, *, silence_s: float) -> None:
         """``place`` is that of rank 0, at whose host and port the nodes meet. A rank that is silent
         for ``silence_s`` is lost. Raises ``ConfigError`` if nothing can listen there."""
         self._place = place

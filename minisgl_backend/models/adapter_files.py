@@ -35,6 +35,8 @@ _TENSOR: Final = re.compile(r"(.+)\.lora_([AB])\.weight")
 _LAYER: Final = re.compile(r".*?\.[^.]*\.(\d+)\.")
 """Where PEFT finds a module's layer, unless the config names other patterns."""
 _ALL_LINEAR: Final = "all-linear"
+_NEVER: Final = ("lm_head", "model.embed_tokens")
+"""What ``all-linear`` does not mean."""
 _MOST_RANK: Final = 4096
 _MOST_REPEATS: Final = 6
 """Of a pattern: with so many, each free to begin anywhere, a name takes some 50 ms."""
@@ -127,7 +129,13 @@ def open_adapter(
         raise ConfigError(f"the adapter's folder {folder} does not exist")
     path = folder / _WEIGHTS
     state = _state_of(folder / _CONFIG, path)  # before they are read
+    for file in (folder / _CONFIG, path):
+        if file.exists() and not file.is_file():  # a pipe would be waited for
+            raise ConfigError(f"{file} is no regular file")
     config = _Config(read_json(folder / _CONFIG))
+    for module in _NEVER:
+        if config.names(module):
+            raise ConfigError(f"{_CONFIG}: target_modules has {module}, which takes no adapters")
     if not path.exists() and (folder / "adapter_model.bin").exists():
         raise ConfigError(f"{folder} holds pickled weights only; only safetensors are read")
     headers = read_header(path)
@@ -154,7 +162,7 @@ def open_adapter(
         for part, rows in parts.items():
             factors[part] = Factors(a, b, rows, rank, scaling)
     for name in projections:
-        module = _merged_module(name, names)
+        module = names.merged_module(name)
         if name not in factors and config.targets(module):
             raise ConfigError(f"the adapter lacks {_PREFIX}{module}.lora_A.weight")
     if not factors:
@@ -198,16 +206,6 @@ def _parts(module: str, num_rows: int, names: TensorNames) -> dict[str, slice]:
         assert isinstance(rows, slice)  # a linear module is no stack of experts
         parts[weight.removesuffix(".weight")] = rows
     return parts
-
-
-def _merged_module(name: str, names: TensorNames) -> str:
-    """The module of a checkpoint that a projection is part of, mostly itself."""
-    around, _, part = name.rpartition(".")
-    for end, parts in names.merged.items():
-        module = f"{around}.{end.rpartition('.')[2]}"
-        if part in parts and module.endswith(end):
-            return module
-    return name
 
 
 def _why_not(name: str) -> str:
@@ -266,6 +264,10 @@ class _Config:
         ] or [_LAYER]
         if self._targets is None:
             raise ConfigError(f"{_CONFIG}: target_modules is missing")
+
+    def names(self, module: str) -> bool:
+        """Whether the module of this name is among the targets, and not only by ``all-linear``."""
+        return self._targets != _ALL_LINEAR and self.targets(module)
 
     def targets(self, module: str) -> bool:
         """Whether the module of this name is adapted."""

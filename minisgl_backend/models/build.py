@@ -143,8 +143,9 @@ def _log_quantized(model: Decoder, weights: WeightFormats, dtype: torch.dtype) -
 def _format_of(
     spec: ModelSpec, folder: Path, load_format: str
 ) -> Callable[[str], WeightFormat | None]:
-    """How each projection is stored: as config.json says, unless the checkpoint holds its plain
-    weight, as tools leave routers and other modules that config.json does not always list."""
+    """How each projection is stored: as config.json says, by the checkpoint's names or by the
+    decoder's, unless the checkpoint holds its plain weight, as tools leave routers and other
+    modules that config.json does not always list."""
     weights = spec.weights
     if weights is None:
         return lambda name: None
@@ -152,9 +153,13 @@ def _format_of(
     if load_format == "auto":
         for held in weight_files(folder, spec.names).values():
             headers |= held
+    theirs: dict[str, str] = {}  # the checkpoint's names of modules
+    for weight, stored in headers.items():
+        module, _, kind = weight.rpartition(".")
+        theirs.setdefault(module, stored.stored.name.removesuffix(f".{kind}"))
 
     def format_of(name: str) -> WeightFormat | None:
-        form = weights.of(name)
+        form = weights.of(name, theirs.get(name, spec.names.merged_module(name)))
         if form is None or form.layout is Layout.CONVERTED:
             return form
         header = headers.get(f"{name}.weight")

@@ -211,7 +211,8 @@ def read_rope(
     theta = config.number("rope_theta", 10_000.0)
     rope = ConfigReader({"rope_theta": theta, **given}, f"{config.where}: rope_parameters")
     scaling = rope.word("rope_type", rope.word("type", "default"))
-    rotated = rope.number("partial_rotary_factor", config.number("partial_rotary_factor", 1.0))
+    beside = config.number("partial_rotary_factor", 1.0, maximum=1.0)
+    rotated = rope.number("partial_rotary_factor", beside, maximum=1.0)
     if rotated != 1.0 and not partial and scaling != "proportional":
         raise ConfigError(f"{config.where}: partial_rotary_factor {rotated:g} is not supported")
     theta = rope.number("rope_theta")
@@ -273,6 +274,8 @@ def _yarn_rope(rope: ConfigReader, common: Mapping[str, Any]) -> RopeSpec:
 
 def _longrope(rope: ConfigReader, common: Mapping[str, Any]) -> RopeSpec:
     factor, original = _stretch(rope, common), common["original_max_positions"]
+    if original < 2:
+        raise rope.error("original_max_position_embeddings", "above 1", original)
     stretched = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
     factors = rope.numbers("short_factor")
     if not factors:

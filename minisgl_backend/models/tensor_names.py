@@ -117,14 +117,29 @@ class TensorNames:
             raise ConfigError(f"{name}: {last} merges {', '.join(parts)}, and no {kind} is known")
         yield from _of_outputs(modules, name, shape, at)
 
-    def in_checkpoint(self, name: str) -> str:
-        """The name in the checkpoint for an unmerged weight ``name`` of the decoder, for errors."""
+    def in_checkpoint(self, name: str, prefix: str | None) -> str:
+        """The name in the checkpoint for a weight ``name`` of the decoder, for errors. ``prefix``
+        is what other names there have in place of ``model.``; None if that is not known."""
+        module, _, kind = name.rpartition(".")
+        name = f"{self.merged_module(module)}.{kind}"
         restored: set[str] = set()
+        if prefix is not None and name.startswith("model."):
+            name = prefix + name.removeprefix("model.")
+            restored.add("model.")
         for theirs, ours in self.renamed:
             if ours in name and ours not in restored:
                 name = name.replace(ours, theirs, 1)
                 restored.add(ours)
         return name
+
+    def merged_module(self, module: str) -> str:
+        """The module whose tensors hold those of ``module`` of the decoder, mostly itself."""
+        around, _, part = module.rpartition(".")
+        for end, parts in self.merged.items():
+            merged = f"{around}.{end.rpartition('.')[2]}"
+            if part in parts and merged.endswith(end):
+                return merged
+        return module
 
 
 MULTIMODAL: Final = TensorNames(

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Iterator, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
-from typing import Any
+from typing import Any, Final
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -29,6 +30,8 @@ from minisgl_backend.models.tensor_names import StoredAs, TensorNames
 from minisgl_backend.progress import Progress, unseen
 
 logger = logging.getLogger(__name__)
+
+_LAYER: Final = re.compile(r"model\.layers\.(\d+)\.")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -118,7 +121,7 @@ def _uses(
     fit."""
     headers = {name: header for held in files.values() for name, header in held.items()}
     uses: dict[str, _Use] = {}
-    missing = []
+    missing: list[list[str]] = []
     for weight, place in places.items():
         module = weight.rpartition(".")[0]
         for part, wanted in place.tensors(weight).items():
@@ -128,9 +131,9 @@ def _uses(
                 _check_header(headers[name], wanted)
                 uses[name] = _Use(weight, part, wanted, headers[name].stored)
             elif not wanted.optional:
-                missing.append(" or ".join(map(names.in_checkpoint, spelled)))
+                missing.append(spelled)
     if missing:
-        raise ConfigError(f"the checkpoint lacks {_listed(sorted(missing))}")
+        raise ConfigError(f"the checkpoint lacks {_listed(_as_spelled(missing, headers, names))}")
     for weight in places:
         name = weight.rpartition(".")[0] + ".bias"
         if name in headers and name not in uses:
@@ -156,6 +159,37 @@ def _check_header(header: WeightHeader, wanted: StoredTensor) -> None:
         raise ConfigError(
             f"{name} has the type {header.dtype}, the model needs {' or '.join(wanted.dtypes)}"
         )
+
+
+def _as_spelled(
+    missing: Sequence[Sequence[str]], headers: Mapping[str, WeightHeader], names: TensorNames
+) -> list[str]:
+    """The tensors that a checkpoint lacks, each by any of some names of the decoder's, as it spells
+    those that it has: as the same of another layer, or else behind the same prefix."""
+    layers = {match[1] for name in headers if (match := _LAYER.match(name))}
+    prefix = next(
+        (
+            header.stored.name.removesuffix(end)
+            for name, header in headers.items()
+            if name.startswith("model.")
+            and header.stored.name.endswith(end := name.removeprefix("model."))
+        ),
+        None,
+    )
+
+    def of_other_layer(name: str) -> str | None:
+        match = _LAYER.match(name)
+        for layer in layers if match else ():
+            twin = headers.get(f"model.layers.{layer}.{name[match.end() :]}")
+            if twin is not None:
+                return twin.stored.name.replace(f"layers.{layer}.", f"layers.{match[1]}.", 1)
+        return None
+
+    spelled = set()
+    for alternatives in missing:
+        twins = [twin for name in alternatives if (twin := of_other_layer(name))]
+        spelled.add(" or ".join(twins or (names.in_checkpoint(n, prefix) for n in alternatives)))
+    return sorted(spelled)
 
 
 def _listed(names: list[str]) -> str:

@@ -31,7 +31,7 @@ from torch._C._distributed_c10d import (
 from minisgl_backend.errors import EngineFailure
 from minisgl_backend.parallel.group import FusedSum
 from minisgl_backend.parallel.leaving import Leaving
-from minisgl_backend.parallel.place import Place
+from minisgl_backend.parallel.place import RankPlace
 
 _INTERFACE: Final = "GLOO_SOCKET_IFNAME"
 """PyTorch's variable for the network interface that gloo uses."""
@@ -117,7 +117,7 @@ def _run(collective: Callable[..., Any], *arguments: Any) -> None:
         raise EngineFailure(f"a rank is lost: {error}") from error
 
 
-def gloo_group(place: Place, store: Store, timeout_s: float) -> TorchGroup:
+def gloo_group(place: RankPlace, store: Store, timeout_s: float) -> TorchGroup:
     """The group of all ranks for tensors in main memory; returns when all are connected."""
     gloo: Any = dist.ProcessGroupGloo
     options = gloo._Options()
@@ -149,7 +149,7 @@ def _tcp_connections() -> Iterator[tuple[int, socket.socket]]:
                     yield os.fstat(connection.fileno()).st_ino, connection
 
 
-def nccl_group(place: Place, store: Store, host: TorchGroup) -> TorchGroup:
+def nccl_group(place: RankPlace, store: Store, host: TorchGroup) -> TorchGroup:
     """The group of all ranks for tensors on their GPUs, by PyTorch's NCCL."""
     keep_multicast_off()
     # the engine decides about a rank whose peer is lost, not PyTorch's watchdog

@@ -63,11 +63,17 @@ class Answer:
 
 
 def most_likely(samples: Sequence[SampleAnswer], n: int) -> Sequence[SampleAnswer]:
-    """The ``n`` of the highest ``cumulative_logprob``, the highest first; of equals the first. If
-    there are no more than ``n``, they stay in their places."""
+    """The ``n`` of the highest ``cumulative_logprob``, the highest first; of equals the first.
+    Those that a deadline cut come behind whole ones: the fewer tokens they have, the likelier they
+    are. If there are no more than ``n``, they stay in their places."""
     if len(samples) <= n:
         return samples
-    return sorted(samples, key=lambda sample: -sample.cumulative_logprob)[:n]
+
+    def rank(sample: SampleAnswer) -> tuple[bool, bool, float]:
+        is_whole = sample.finish in (FinishReason.STOP, FinishReason.LENGTH)
+        return not is_whole, not sample.token_ids, -sample.cumulative_logprob
+
+    return sorted(samples, key=rank)[:n]
 
 
 def answer_arrays(

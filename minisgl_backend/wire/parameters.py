@@ -83,7 +83,8 @@ INPUTS: Final[tuple[Input, ...]] = (
     _integer(
         "best_of",
         "samples to make, n .. 64; the answer is the n of the highest cumulative_logprob, the "
-        "highest first. n if absent; more than n is refused with stream",
+        "highest first, and those that a deadline cut last. n if absent; more than n is refused "
+        "with stream",
         minimum=1,
         maximum=MAX_SAMPLES,
     ),

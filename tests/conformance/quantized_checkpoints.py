@@ -182,6 +182,17 @@ def _group(strategy: str, bits: int = 8, kind: str = "float", **more: Any) -> di
     return {"num_bits": bits, "type": kind, "strategy": strategy, "symmetric": True, **more}
 
 
+def _by_names(*groups: tuple[str, str, dict[str, Any]]) -> dict[str, Any]:
+    """Several groups of modules, by patterns of the checkpoint's names."""
+    return {
+        **_compressed("mixed-precision", {}),
+        "config_groups": {
+            f"group_{index}": {"targets": [f"re:{pattern}"], "format": form, "weights": weights}
+            for index, (pattern, form, weights) in enumerate(groups)
+        },
+    }
+
+
 def _compressed(form: str, weights: dict[str, Any], inputs: Any = None) -> dict[str, Any]:
     group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
     return {
@@ -314,6 +325,19 @@ CASES: Final[Mapping[str, Case]] = MappingProxyType(
                 "pack-quantized", _group("group", 4, "int", group_size=64, actorder="group")
             ),
         ),
+        "ct-merged-by-name": Case(
+            fp8_channel,
+            _by_names(
+                (r".*\.(qkv|gate_up)_proj$", "float-quantized", _group("channel")),
+                (r".*", "pack-quantized", _group("group", 4, "int", group_size=128)),
+            ),
+            model="quantized-phi",
+        ),
+        "ct-hybrid-by-name": Case(
+            fp8_channel,
+            _by_names((r".*\.(in_proj_(qkv|z)|\w+_proj)$", "float-quantized", _group("channel"))),
+            model="quantized-hybrid",
+        ),
         "ct-w8a16-channel": Case(
             lambda weight: packed(weight, bits=8, group=-1),
             _compressed("pack-quantized", _group("channel", 8, "int")),
@@ -354,6 +378,7 @@ _PROJECTION: Final = r"model\.layers\..*_proj(_qkv|_z|_qkvz)?\.weight"
 _IN_TURN: Final = r".*\.experts\.(gate_up|down)_proj"
 _PLAIN_IN: Final = MappingProxyType(
     {
+        "ct-merged-by-name": "(o|down)_proj",
         "ct-mxfp4-moe": "self_attn",
         "mxfp4-stacked-moe": r"self_attn|layers\.0\.mlp",
         "mxfp4-gpt-oss": "self_attn",

@@ -244,11 +244,24 @@ def test_what_cannot_be_enforced_is_left_out_for_tools_that_are_not_strict(engin
             engine.say(tag, random.Random(0))
 
 
+@pytest.mark.parametrize(
+    ("wrong", "complaint"),
+    [
+        (
+            {"type": "array", "uniqueItems": True},
+            "uniqueItems is not supported, at odd#/properties/x/uniqueItems",
+        ),
+        (
+            {"$ref": "#/$defs/none"},
+            "Pointer '/$defs/none' does not exist, at odd#/properties/x/$ref",
+        ),
+    ],
+)
 @pytest.mark.parametrize("name", DIALECTS)
 def test_what_is_wrong_with_a_tool_has_its_place_in_the_schema_of_that_tool(
-    engine: Engine, name: str
+    engine: Engine, name: str, wrong: dict[str, Any], complaint: str
 ) -> None:
-    odd = {"type": "object", "properties": {"x": {"type": "array", "uniqueItems": True}}}
+    odd = {"type": "object", "properties": {"x": wrong}}
     dialect = DIALECTS[name]
     for tools in (MIXED, NAMES):
         named = [*tools, Tool("odd", parameters=odd, strict=True), Tool("later", parameters=CITY)]
@@ -257,7 +270,7 @@ def test_what_is_wrong_with_a_tool_has_its_place_in_the_schema_of_that_tool(
                 engine.say(dialect.constraint(named, calls), random.Random(0))
             told = dialect.complaint(str(caught.value), named, calls)
             assert told is not None
-            assert told.endswith("uniqueItems is not supported, at odd#/properties/x/uniqueItems")
+            assert told.endswith(complaint)
     assert dialect.complaint("the grammar is too complex", MIXED, Calls()) is None
 
 

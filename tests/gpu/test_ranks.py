@@ -19,7 +19,7 @@ from minisgl_backend.kernels import moe
 from minisgl_backend.kernels.rms_norm import fused_add_rms_norm
 from minisgl_backend.parallel.connect import connect, open_store
 from minisgl_backend.parallel.group import Group
-from minisgl_backend.parallel.place import Place
+from minisgl_backend.parallel.place import RankPlace
 from minisgl_backend.request import IntArray, SamplingParams
 from minisgl_bench.dummy_model import write_dummy_model
 from minisgl_check.machines import OtherNode, free_port
@@ -47,7 +47,7 @@ START_S = 60.0
 @pytest.mark.parametrize("comm", COMMS)
 def test_collectives_eager_and_captured(comm: str) -> None:
     """Each rank is a process, which tells what it finds wrong."""
-    place, store = open_store(Place.first(2, None), START_S)
+    place, store = open_store(RankPlace.first(2, None), START_S)
     processes = multiprocessing.get_context("spawn")
     ranks = [processes.Process(target=check_rank, args=(rank, place, comm)) for rank in range(2)]
     for rank in ranks:
@@ -62,7 +62,7 @@ def test_collectives_eager_and_captured(comm: str) -> None:
     del store
 
 
-def check_rank(rank: int, first: Place, comm: str) -> None:
+def check_rank(rank: int, first: RankPlace, comm: str) -> None:
     """The work of one rank; the store is the test's own process's."""
     place = first.of(rank)
     torch.cuda.set_device(rank)

@@ -119,6 +119,8 @@ def test_some_layers_only(tmp_path: Path) -> None:
         ({"lora_alpha": "high"}, "lora_alpha"),
         ({"target_modules": None}, "target_modules"),
         ({"target_modules": "["}, "target_modules"),
+        ({"target_modules": ["q_proj", "v_proj", "lm_head"]}, "target_modules has lm_head"),
+        ({"target_modules": ".*[qv]_proj|.*tokens"}, "target_modules has model.emb"),
         ({"rank_pattern": {"q_proj": 1.5}}, "rank_pattern"),
         ({"layers_to_transform": ["first"]}, "layers_to_transform"),
         ({"layers_pattern": 5}, "layers_pattern"),
@@ -268,6 +270,14 @@ def test_files_that_are_not_there_are_named(tmp_path: Path) -> None:
     assert "adapter_config.json does not exist" in refusal(folder)
 
 
+@pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
+def test_a_pipe_is_not_waited_for(name: str, tmp_path: Path) -> None:
+    folder = written(tmp_path)
+    (folder / name).unlink()
+    os.mkfifo(folder / name)
+    assert f"{name} is no regular file" in refusal(folder)
+
+
 def test_lists_of_adapters(tmp_path: Path) -> None:
     listed = tmp_path / "multi_lora.json"
     listed.write_text(json.dumps({"doll": "vicuna/doll", "sheep": "/loras/sheep"}))
@@ -292,7 +302,9 @@ def test_lists_of_adapters(tmp_path: Path) -> None:
         ({"lora_modules": "a=b"}, "lora_modules needs enable_lora"),
         ({"lora_updates": True}, "lora_updates needs enable_lora"),
         ({"enable_lora": True, "lora_modules": "a"}, "lora_modules must be"),
+        ({"enable_lora": True, "lora_modules": "a=b,c=d, a=e"}, "lora_modules names 'a' twice"),
         ({"enable_lora": True, "lora_task_ids": "a=b"}, "lora_task_ids must be"),
+        ({"enable_lora": True, "lora_task_ids": "1=b,01=c"}, "lora_task_ids has 1 twice"),
         ({"enable_lora": True, "max_loras": 4, "max_cpu_loras": 2}, "max_cpu_loras 2 must be"),
         ({"enable_lora": True, "multi_lora": "/nowhere.json"}, "/nowhere.json does not exist"),
     ],

@@ -25,7 +25,7 @@ from minisgl_backend.execution import capture
 from minisgl_backend.execution.storage import bytes_per_page
 from minisgl_backend.models.catalog import load_spec
 from minisgl_backend.parallel.group import OneRank
-from minisgl_backend.parallel.place import Place
+from minisgl_backend.parallel.place import RankPlace
 from minisgl_backend.parts import STANDARD
 from minisgl_backend.progress import Progress, unseen
 from minisgl_backend.resolve import Resolved
@@ -240,7 +240,7 @@ def facts_of(num_ranks: int = 1, **options: Any) -> Resolved:
     )
     return Resolved(
         options=EngineOptions(**options),
-        place=Place.first(num_ranks, None),
+        place=RankPlace.first(num_ranks, None),
         device=device,
         comm="nccl",
         folder=folder,

@@ -280,6 +280,25 @@ def test_phi_4_mini_is_served_within_its_original_context() -> None:
         parse_spec({**PHI_4_MINI, "rope_scaling": None, "partial_rotary_factor": 0.26})
 
 
+@pytest.mark.parametrize(
+    ("published", "changes", "message"),
+    [
+        (PHI_4_MINI, {"partial_rotary_factor": 1e308}, "partial_rotary_factor must be at most 1"),
+        (PHI_4_MINI, {"original_max_position_embeddings": 1}, "original_max_position_embeddings"),
+        (GEMMA_3_4B, {"rope_scaling": {"rope_type": "linear", "factor": 1e-320}}, "rope_scaling"),
+        (GEMMA_3_4B, {"rope_scaling": {"rope_type": "linear", "factor": 2e5}}, "rope_scaling"),
+        (OLMO_3_7B, {"rope_parameters": {"full_attention": 1}}, "full_attention must be an object"),
+    ],
+)
+def test_numbers_of_rotary_embeddings_that_no_model_has(
+    published: dict[str, Any], changes: dict[str, Any], message: str
+) -> None:
+    if "text_config" in published:
+        changes = {"text_config": {**published["text_config"], **changes}}
+    with pytest.raises(ConfigError, match=message):
+        parse_spec({**published, **changes})
+
+
 def test_only_some_architectures_rotate_a_part_of_a_head() -> None:
     with pytest.raises(ConfigError, match=r"partial_rotary_factor 0\.5 is not supported"):
         parse_spec({**LLAMA_3_1_8B, "partial_rotary_factor": 0.5})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -27,7 +28,7 @@ MIXTRAL_EXPERTS = ("w1", "w3", "w2")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One folder a case, each with one file."""
     root = tmp_path_factory.mktemp("checkpoints")
-    for case in ("mistral3", "mixtral", "phi3", "olmo2"):
+    for case in ("mistral3", "mixtral", "phi3", "olmo2", "qwen3.5-experts-multimodal"):
         write_checkpoint(case, root / case)
     return root
 
@@ -79,7 +80,7 @@ def test_merged_tensors_are_taken_apart(checkpoints: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "tensor", "message"),
     [
-        ("model__layers__0__self_attn__qkv_proj__weight", None, "lacks .*k_proj.weight"),
+        ("model__layers__0__self_attn__qkv_proj__weight", None, r"lacks \S+qkv_proj.weight$"),
         ("model__layers__0__self_attn__qkv_proj__weight", torch.ones(127, 64), r"\(127, 64\)"),
         ("model__layers__0__self_attn__qkv_proj__lut", torch.ones(8, 128), "no lut is known"),
         ("model__layers__0__self_attn__qkv_proj__qweight", torch.ones(8, 127), "whose columns"),
@@ -142,6 +143,10 @@ def test_stacked_and_single_experts_are_the_same(checkpoints: Path, tmp_path: Pa
     shutil.copy(checkpoints / "mixtral" / "config.json", tmp_path)
     save_file(tensors, tmp_path / "model.safetensors")
     assert_equal(load(tmp_path), load(checkpoints / "mixtral"))
+    del tensors["model.layers.1.mlp.experts.down_proj"]
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"lacks model\.layers\.1\.mlp\.experts\.down_proj$"):
+        load(tmp_path)
 
 
 def test_scales_of_stacked_experts_are_taken_apart() -> None:
@@ -175,6 +180,34 @@ def test_a_missing_tensor_has_the_publishers_name(checkpoints: Path, tmp_path: P
     name = "language_model__model__norm__weight"
     with pytest.raises(ConfigError, match=r"lacks language_model\.model\.norm\.weight"):
         load(spoilt(checkpoints, "mistral3", tmp_path / "other", **{name: None}))
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["embed_tokens.weight", "layers.2.self_attn.k_norm.weight"]
+    + [f"layers.0.linear_attn.{end}" for end in ("in_proj_qkv.weight", "conv1d.weight", "A_log")]
+    + [f"layers.0.mlp.{end}" for end in ("experts.3.up_proj.weight", "shared_expert_gate.weight")],
+)
+def test_a_missing_tensor_has_the_checkpoints_own_name(
+    checkpoints: Path, tmp_path: Path, name: str
+) -> None:
+    """By the prefix that this checkpoint has, merged and stacked as it is there."""
+    name = f"model.language_model.{name}"
+    case = "qwen3.5-experts-multimodal"
+    with pytest.raises(ConfigError, match=rf"lacks {re.escape(name)}$"):
+        load(spoilt(checkpoints, case, tmp_path, **{name.replace(".", "__"): None}))
+
+
+def test_what_a_checkpoint_of_layers_alone_lacks_has_no_prefix(
+    checkpoints: Path, tmp_path: Path
+) -> None:
+    tensors = load_file(checkpoints / "olmo2" / "model.safetensors")
+    del tensors["lm_head.weight"], tensors["model.norm.weight"]
+    bare = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
+    shutil.copy(checkpoints / "olmo2" / "config.json", tmp_path)
+    save_file(bare, tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"lacks norm\.weight$"):
+        load(tmp_path)
 
 
 def test_every_spelling_of_a_multimodal_checkpoint(checkpoints: Path, tmp_path: Path) -> None:

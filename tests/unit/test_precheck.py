@@ -28,6 +28,7 @@ from minisgl_backend.precheck import (
     device_type,
 )
 from minisgl_backend.weight_format import CONVERT_TO_FP8
+from minisgl_bench.dummy_model import SHAPES
 
 
 @pytest.fixture
@@ -194,6 +195,15 @@ def test_a_model_that_no_memory_could_hold(
     (folder / "config.json").write_text(json.dumps({**config, **changes}))
     with pytest.raises(ConfigError, match=f"^{message}.* would take [0-9,]+ bytes, and this mach"):
         checked_spec(EngineOptions(load_format="dummy"), folder, "cpu")
+
+
+def test_snapshots_that_no_memory_could_hold(folder: Path) -> None:
+    config = {**SHAPES["qwen3.6-27b"], "num_hidden_layers": 4, "vocab_size": 2048}
+    (folder / "config.json").write_text(json.dumps(config))
+    options = EngineOptions(load_format="dummy", state_snapshots=10**8)
+    with pytest.raises(ConfigError, match=r"^state_snapshots=100000000, of .* and this machine"):
+        checked_spec(options, folder, "cpu")
+    checked_spec(replace(options, cache="naive"), folder, "cpu")
 
 
 def test_a_config_of_other_weights(folder: Path) -> None:

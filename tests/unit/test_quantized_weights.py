@@ -256,7 +256,7 @@ SPOILT: Final[dict[str, tuple[str, Spoil, str]]] = {
     "no scale": (
         "fp8-blocks",
         _drop("weight_scale_inv"),
-        r"lacks .*q_proj\.weight_scale_inv or .*q_proj\.weight_scale$",
+        r"lacks .*q_proj\.weight_scale_inv$",
     ),
     "scale 0": (
         "fp8-blocks",

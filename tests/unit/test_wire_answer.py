@@ -20,6 +20,7 @@ from minisgl_backend.wire.answer import (
     SampleAnswer,
     answer_arrays,
     logprobs_json,
+    most_likely,
     prompt_logprobs_json,
 )
 from minisgl_backend.wire.generation import Wanted
@@ -348,3 +349,20 @@ def test_rows_of_log_probabilities_are_filled_up() -> None:
     arrays = answer_arrays(Answer(samples=samples), Wanted(log_probs=True))
     assert arrays["output_log_probs"].tolist() == [[-1, -1], [0, 0]]
     assert arrays["output_ids"].tolist() == [1, 1]
+
+
+def test_whole_samples_come_before_those_that_a_deadline_cut() -> None:
+    """A sample of no tokens is as likely as can be, and of no use."""
+
+    def sample(finish: FinishReason, *logprobs: float) -> SampleAnswer:
+        return SampleAnswer(
+            token_ids=[7] * len(logprobs), finish=finish, cumulative_logprob=sum(logprobs)
+        )
+
+    none = sample(FinishReason.TIMEOUT)
+    cut = sample(FinishReason.TIMEOUT, -0.5)
+    shorter = sample(FinishReason.STOP, -3.0)
+    longer = sample(FinishReason.LENGTH, -1.0, -1.0)
+    assert most_likely([none, cut, shorter, longer], 3) == [longer, shorter, cut]
+    assert most_likely([none, cut, cut], 2) == [cut, cut]
+    assert most_likely([none, shorter], 2) == [none, shorter]

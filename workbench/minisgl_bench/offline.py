@@ -17,7 +17,7 @@ from typing import Any, Final
 import click
 import numpy as np
 
-from minisgl_backend.cli.options import engine_options
+from minisgl_backend.cli.options import EngineCommand, engine_options
 from minisgl_backend.config import EngineOptions
 from minisgl_backend.request import MAX_SAMPLES, Request, SamplingParams, samples_of
 from minisgl_backend.runtime.door import Door
@@ -168,7 +168,7 @@ def beside(
     }
 
 
-@click.command()
+@click.command(cls=EngineCommand)
 @engine_options
 @request_options
 @click.option("--top-k", type=click.IntRange(min=0), default=0, show_default=True, help="0 is off")

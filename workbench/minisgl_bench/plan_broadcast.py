@@ -25,7 +25,7 @@ from minisgl_backend.execution.followers import Followers, import_path
 from minisgl_backend.execution.node_channel import NodeFollowerEnd, OtherNodes
 from minisgl_backend.execution.node_handshake import NodePlace, knock
 from minisgl_backend.execution.rank_channel import FollowerEnd, HostFollowerEnd
-from minisgl_backend.parallel.place import Place, listen_at
+from minisgl_backend.parallel.place import RankPlace, listen_at
 from minisgl_backend.plan import StepPlan, decode_plan, encode_plan
 from minisgl_bench.planner import decoding_plan
 from minisgl_kit.report import Report, json_option
@@ -64,7 +64,7 @@ def measure(plan: StepPlan, size: int, num_steps: int, *, by_tcp: bool = False) 
 
 @contextmanager
 def _one_host(size: int) -> Iterator[Followers]:
-    place = Place.first(size, "127.0.0.1:1")  # never used: no group is made
+    place = RankPlace.first(size, "127.0.0.1:1")  # never used: no group is made
     followers = Followers(place, _COMMAND)
     try:
         yield followers
@@ -75,9 +75,9 @@ def _one_host(size: int) -> Iterator[Followers]:
 @contextmanager
 def _nodes(size: int) -> Iterator[Followers]:
     """Each follower as a node of its own, over the loopback interface."""
-    with listen_at(Place.first(size, None)) as free:
+    with listen_at(RankPlace.first(size, None)) as free:
         port = free.getsockname()[1]
-    place = Place.first(size, f"127.0.0.1:{port}", num_nodes=size)
+    place = RankPlace.first(size, f"127.0.0.1:{port}", num_nodes=size)
     others = OtherNodes(place, _SECRET, silence_s=_SILENCE_S)
     processes = [
         subprocess.Popen(

@@ -16,7 +16,7 @@ from typing import Any
 import click
 import numpy as np
 
-from minisgl_backend.cli.options import POSITIVE_INT, TEMPERATURE, engine_options
+from minisgl_backend.cli.options import POSITIVE_INT, TEMPERATURE, EngineCommand, engine_options
 from minisgl_backend.config import EngineOptions
 from minisgl_backend.request import SamplingParams
 from minisgl_bench.comparison import compare_option, measure_both
@@ -87,7 +87,7 @@ def _prefix_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return with_requests
 
 
-@click.command()
+@click.command(cls=EngineCommand)
 @engine_options
 @_prefix_options
 @click.option("--temperature", type=TEMPERATURE, default=0.6, show_default=True, help="0 is greedy")

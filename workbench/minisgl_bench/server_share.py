@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import click
 
-from minisgl_backend.cli.options import engine_options, tritonserver_option
+from minisgl_backend.cli.options import EngineCommand, engine_options, tritonserver_option
 from minisgl_backend.cli.serve import located, options_as_text
 from minisgl_backend.config import EngineOptions
 from minisgl_backend.errors import EngineFailure
@@ -29,7 +29,7 @@ from minisgl_kit.report import Report, json_option
 _MODEL: Final = "minisgl"
 
 
-@click.command("server-share")
+@click.command("server-share", cls=EngineCommand)
 @engine_options
 @request_options
 @click.option("--clients", default=8, show_default=True, help="processes that send requests")

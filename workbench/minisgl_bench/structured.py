@@ -26,7 +26,7 @@ from typing import Any, Final, TypeAlias
 import click
 import numpy as np
 
-from minisgl_backend.cli.options import POSITIVE_INT, TEMPERATURE, engine_options
+from minisgl_backend.cli.options import POSITIVE_INT, TEMPERATURE, EngineCommand, engine_options
 from minisgl_backend.config import DEMO_MODEL, EngineOptions
 from minisgl_backend.errors import MiniSGLError
 from minisgl_backend.grammar.matchers import Batch, Grammars, Matcher
@@ -299,7 +299,7 @@ def _compiled(grammars: Grammars, grammar: Grammar) -> Matcher:
     return outcome
 
 
-@click.command()
+@click.command(cls=EngineCommand)
 @engine_options
 @click.option("--requests", type=POSITIVE_INT, default=256, show_default=True, help="at once")
 @click.option("--input-length", type=POSITIVE_INT, default=128, show_default=True)

@@ -7,9 +7,7 @@
 // A, and which tokens have which adapter, were there before the step: they are read before x is waited for. Meanwhile
 // the GEMM's weight is fetched from memory to the L2 cache, if the GEMM itself starts once x is there.
 
-typedef unsigned int u32;
-typedef unsigned long long u64;
-typedef unsigned short u16;
+#include "hopper.cuh"
 
 constexpr int THREADS = 128;
 constexpr int WARPS = THREADS / 32;
@@ -42,12 +40,6 @@ struct Arguments {
 
 // ---- instructions
 
-__device__ __forceinline__ void allow_next() { asm volatile("griddepcontrol.launch_dependents;"); }
-
-__device__ __forceinline__ void wait_previous() {
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-}
-
 __device__ __forceinline__ void fetch(const char* from, u32 bytes) {
     asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" :: "l"(from), "r"(bytes) : "memory");
 }
@@ -73,14 +65,8 @@ __device__ __forceinline__ float2 load_from(const float2* at, u32 block) {
     u32 there;
     float2 out;
     asm volatile("mapa.shared::cluster.u32 %0, %1, %2;"
-                 : "=r"(there) : "r"((u32)__cvta_generic_to_shared(at)), "r"(block));
+                 : "=r"(there) : "r"(shared_address(at)), "r"(block));
     asm volatile("ld.shared::cluster.v2.f32 {%0, %1}, [%2];" : "=f"(out.x), "=f"(out.y) : "r"(there));
-    return out;
-}
-
-__device__ __forceinline__ u32 pack(float low, float high) {
-    u32 out;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(out) : "f"(high), "f"(low));
     return out;
 }
 

@@ -72,11 +72,8 @@ def read_ropes_by_kind(
 ) -> tuple[Mapping[str, Any], dict[str, Any]]:
     """The tables of ``rope_parameters`` by kinds of attention, if they are told apart, and what
     ``read`` finds with that of layers without a window in their place."""
-    by_kind = {
-        kind: table
-        for kind, table in config.table("rope_parameters").items()
-        if kind in ATTENTION_KINDS
-    }
+    tables = ConfigReader(config.table("rope_parameters"), f"{config.where}: rope_parameters")
+    by_kind = {kind: tables.table(kind) for kind in ATTENTION_KINDS if kind in tables.values}
     if not by_kind:
         return by_kind, read(config)
     values = {**config.values, "rope_parameters": by_kind.get("full_attention", {})}

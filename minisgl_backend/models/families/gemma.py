@@ -19,6 +19,7 @@ from minisgl_backend.models.families.fields import (
 from minisgl_backend.models.spec import (
     MOST_EXPERTS,
     MOST_HEADS,
+    MOST_POSITIONS,
     MOST_WIDTH,
     LayerInputs,
     ModelSpec,
@@ -45,8 +46,11 @@ def read_gemma3_text(config: ConfigReader) -> ModelSpec:
     local = read_rope(config, fields["rope"].max_positions, given=given)
     if fields["rope"].scaling == "linear":
         # here max_position_embeddings is the context after stretching
-        unstretched = int(fields["rope"].max_positions / fields["rope"].factor)
-        fields["rope"] = replace(fields["rope"], max_positions=unstretched)
+        rope = fields["rope"]
+        unstretched = rope.max_positions / rope.factor
+        if not 1 <= unstretched <= MOST_POSITIONS:
+            raise config.error("rope_scaling", f"a stretch of {rope.max_positions}", rope.factor)
+        fields["rope"] = replace(rope, max_positions=int(unstretched))
     set_kinds(fields, kinds, config.integer("sliding_window", 4096), local)
     bias = config.flag("attention_bias")
     return ModelSpec(

@@ -4,7 +4,8 @@ Each token has at most one adapter, and the tokens of a step may have different 
 grouped by adapter on the host (``arrange_tokens``): a block is up to ``block`` tokens of the same
 one. The first kernel (shrink) computes x A^T of each block, in parts of the inputs; the second
 (expand) sums the parts and multiplies by B^T. Groups are data, so a captured graph holds for any
-mix of adapters. The GEMMs of ``kernels.cuda.linear`` do both by themselves.
+mix of adapters. The GEMMs of ``kernels.cuda.linear`` have a shrink of their own, and expand by
+themselves.
 
 An adapter sits in a *slot* of the memory that all adapters of a matrix share; 0 is none. The
 matrix may merge several projections (``widths`` are their outputs); each has an A of its own:

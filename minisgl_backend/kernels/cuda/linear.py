@@ -2,7 +2,8 @@
 
 A kernel is for one shape; it takes up to ``most_tokens`` rows of bfloat16. Each row of x W^T is
 multiplied by a factor, 1 or that of RMSNorm, and a bias is added; the classes differ in what
-follows. An ``adaptation`` adds what LoRA adapters add to the product (``kernels.adapters``).
+follows. An ``adaptation`` adds what LoRA adapters add to the product (``kernels.adapters``): the
+kernel of ``cuda.adapters`` right before computes x A^T.
 
 The input ``x`` [num_rows, in_features] is after RMSNorm or half-way. Without ``squares`` the norm
 has been applied. With them only its weight has, and the GEMM divides each row by its root mean

@@ -1,8 +1,8 @@
 // x A^T of LoRA adapters for the few tokens of a step, which a GEMM of `linear.cu` then multiplies by B^T (sm_90a).
 //
-// A thread block multiplies up to 16 tokens of one adapter by 16 rows of its A; those of a cluster share the in_features,
-// and its first one adds up what all have, over their shared memory. So sums are finished, and the same in every launch.
-// A thread block is small, so that it runs beside those of GEMMs, which take most of the shared memory.
+// A thread block multiplies up to 16 tokens of one adapter by 16 rows of its A; those of a cluster share the
+// in_features, and its first one adds up what all have, over their shared memory. So sums are finished, and the same in
+// every launch. A thread block is small, so that it runs beside those of GEMMs, which take most of the shared memory.
 //
 // A, and which tokens have which adapter, were there before the step: they are read before x is waited for. Meanwhile
 // the GEMM's weight is fetched from memory to the L2 cache, if the GEMM itself starts once x is there.

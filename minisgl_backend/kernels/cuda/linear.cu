@@ -181,6 +181,10 @@ __device__ __forceinline__ uint2 pack_float8(const float (&from)[8]) {
     return make_uint2(pairs[0] | (u32)pairs[1] << 16, pairs[2] | (u32)pairs[3] << 16);
 }
 
+// What an earlier kernel has written. LATE: no wait of this kernel has emptied the L1 cache of what was there before.
+template <typename T>
+__device__ __forceinline__ T load_fresh(const T* from) { return LATE ? __ldcg(from) : *from; }
+
 __device__ __forceinline__ uint4 load_8(const u16* from) { return *reinterpret_cast<const uint4*>(from); }
 
 // of another thread block's shared memory
@@ -313,7 +317,7 @@ __device__ __forceinline__ void compute_factors(const Arguments& args, int first
 #pragma unroll
         for (int j = 0; j < OF_LANE; ++j) {
             const int token = first_token + lane + 32 * j;
-            if (token < args.num_rows) sums[j] += args.squares[(u64)i * args.num_rows + token];
+            if (token < args.num_rows) sums[j] += load_fresh(args.squares + (u64)i * args.num_rows + token);
         }
 #pragma unroll
     for (int j = 0; j < OF_LANE; ++j)
@@ -517,10 +521,10 @@ struct Finisher {
 #pragma unroll
         for (int item = 0; item < ITEMS; ++item) {
             if (!is_mine(slice, item)) continue;
-            if (RESIDUAL) residual[item] = load_8(args.out + address(slice, item));
+            if (RESIDUAL) residual[item] = load_fresh(reinterpret_cast<const uint4*>(args.out + address(slice, item)));
             if (HEADS) {
-                positions[item] = args.heads.positions[token(slice, item)];
-                slots[item] = args.heads.slots[token(slice, item)];
+                positions[item] = load_fresh(args.heads.positions + token(slice, item));
+                slots[item] = load_fresh(args.heads.slots + token(slice, item));
             }
         }
     }

@@ -81,11 +81,10 @@ __device__ __forceinline__ void add_product(
 
 // Each thread block fetches an equal part of the weight.
 __device__ __forceinline__ void fetch_weight(const Arguments& args) {
-    const int block = ((int)blockIdx.z * (int)gridDim.y + (int)blockIdx.y) * (int)gridDim.x + (int)blockIdx.x;
-    const int step = (int)(gridDim.x * gridDim.y * gridDim.z) * FETCHED;
-    for (int at = block * FETCHED + step * (int)threadIdx.x; at < args.weight_bytes;
-         at += step * THREADS)
-        fetch(args.weight + at, min(FETCHED, args.weight_bytes - at));
+    const u32 block = (blockIdx.z * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x;
+    const u64 step = (u64)gridDim.x * gridDim.y * gridDim.z * FETCHED, bytes = args.weight_bytes;
+    for (u64 at = (u64)block * FETCHED + step * threadIdx.x; at < bytes; at += step * THREADS)
+        fetch(args.weight + at, (u32)min((u64)FETCHED, bytes - at));
 }
 
 // The products of a warp are those of pieces of the in_features. A thread has two rows of A and two tokens, and of each

@@ -33,7 +33,8 @@ from minisgl_backend.replicas.start import start_replicas
 from minisgl_backend.request import TokenId
 from minisgl_backend.resolve import Resolved, resolve
 from minisgl_backend.runtime.adapters import Adapters
-from minisgl_backend.runtime.engine import Door, Engine, EngineInfo
+from minisgl_backend.runtime.door import Door, EngineInfo
+from minisgl_backend.runtime.engine import Engine
 from minisgl_backend.runtime.ports import Executor, Scheduler
 from minisgl_backend.scheduling.scheduler import SchedulerConfig
 from minisgl_backend.tensor_parallel import lead

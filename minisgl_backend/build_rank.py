@@ -13,7 +13,7 @@ from typing import Final
 
 import torch
 
-from minisgl_backend.attention.base import AttentionSetting, KVScale, PagedAttention
+from minisgl_backend.attention.base import AttentionSetting, PagedAttention
 from minisgl_backend.attention.choose import choose_attention
 from minisgl_backend.config import EngineOptions
 from minisgl_backend.device.cuda import CudaDevice
@@ -24,14 +24,6 @@ from minisgl_backend.execution.decode_graphs import batch_sizes
 from minisgl_backend.execution.executor import ExecutorLimits, ModelExecutor
 from minisgl_backend.execution.prompt_logprobs import rows_at_once
 from minisgl_backend.execution.ranks import RankExecutor
-from minisgl_backend.execution.states import StateStorage, bytes_per_slot
-from minisgl_backend.execution.storage import (
-    KVStorage,
-    WindowRule,
-    bytes_per_page,
-    choose_num_pages,
-)
-from minisgl_backend.kernels.sampling_table import SamplingTable
 from minisgl_backend.models.adapter_slots import AdapterSlots
 from minisgl_backend.models.build import (
     build_model,
@@ -41,19 +33,19 @@ from minisgl_backend.models.build import (
     use_tensor_cores,
 )
 from minisgl_backend.models.decoder import Decoder
-from minisgl_backend.models.kv_scales import read_kv_scales
 from minisgl_backend.packages import slower_without
-from minisgl_backend.parallel.group import Group, least_free_memory
+from minisgl_backend.parallel.group import Group
 from minisgl_backend.parts import STANDARD, Parts
 from minisgl_backend.progress import Progress, shown, unseen
+from minisgl_backend.rank_memory import CacheSizes, cache_sizes, make_states, make_storage
 from minisgl_backend.resolve import Resolved
-from minisgl_backend.runtime.engine import EngineInfo
+from minisgl_backend.runtime.door import EngineInfo
 from minisgl_backend.weight_format import WeightFormat
 
 logger = logging.getLogger(__name__)
 
-_LARGE_MEMORY: Final = 80 * 2**30
-"""Bytes. On GPUs with more, decode steps of up to 256 rows are captured, on others up to 160."""
+_CAPTURED_ROWS: Final = 256
+"""Of the largest decode step that is captured, unless an option says otherwise."""
 _CAPTURED_TOKENS: Final = 1024
 _CAPTURED_MULTIPLICATIONS: Final = 4 * 10**12
 """Steps with prompts are captured up to this many tokens or, if that allows more, up to this many
@@ -94,9 +86,9 @@ def build_rank(
     if slots is not None and group.rank == 0:
         store = AdapterStore(slots, pinned=not facts.device.is_host)
     meet()
-    sizes = _cache_sizes(facts, group)
-    states = _states(facts, sizes)
-    storage = _storage(facts, sizes)
+    sizes = cache_sizes(facts, group)
+    states = make_states(facts, sizes)
+    storage = make_storage(facts, sizes)
     _log_free_memory(facts, f"after making {storage.num_pages} KV pages")
     model.bind_pages(storage.layers)
     if states is not None:
@@ -105,7 +97,7 @@ def build_rank(
     if isinstance(facts.device, CudaDevice):
         if group.rank == 0:
             _warn_if_slower(facts.device)
-        max_captured = max_captured_batch_size(facts.options, facts.device.total_memory)
+        max_captured = max_captured_batch_size(facts.options)
     attention = _attention(facts, max_captured)
     if isinstance(facts.device, CudaDevice):
         if facts.options.batch_invariant:
@@ -142,7 +134,7 @@ def _warn_if_slower(device: CudaDevice) -> None:
         logger.warning(line)
 
 
-def _info(facts: Resolved, attention: PagedAttention, sizes: _CacheSizes) -> EngineInfo:
+def _info(facts: Resolved, attention: PagedAttention, sizes: CacheSizes) -> EngineInfo:
     options, spec = facts.options, facts.spec
     return EngineInfo(
         model=options.model,
@@ -232,55 +224,6 @@ def _adapter_slots(facts: Resolved, model: Decoder) -> AdapterSlots | None:
     return slots
 
 
-def _states(facts: Resolved, sizes: _CacheSizes) -> StateStorage | None:
-    options, delta = facts.options, facts.spec.delta_net
-    if delta is None:
-        return None
-    shape, num_snapshots = delta.of_rank(facts.place.size), sizes.num_snapshots or 0
-    try:
-        return StateStorage(
-            shape,
-            num_rows=options.max_running_requests,
-            num_snapshots=num_snapshots,
-            dtype=facts.dtype,
-            device=facts.device.torch_device,
-        )
-    except torch.OutOfMemoryError as error:
-        slots = options.max_running_requests + 1 + num_snapshots
-        raise ConfigError(
-            f"recurrent states of {options.max_running_requests} rows and {num_snapshots} "
-            f"snapshots would take {slots * bytes_per_slot(shape, facts.dtype):,} bytes of "
-            f"{facts.device.torch_device}, which has {facts.device.free_memory():,} free: lower "
-            "max_running_requests or state_snapshots"
-        ) from error
-
-
-def _storage(facts: Resolved, sizes: _CacheSizes) -> KVStorage:
-    options, gpu, num_pages = facts.options, facts.device.torch_device, sizes.num_pages
-    try:
-        return KVStorage(
-            facts.shape,
-            num_pages=num_pages,
-            page_size=options.page_size,
-            dtype=facts.kv_dtype,
-            device=gpu,
-            scales=_kv_scales(facts),
-            num_window_pages=sizes.num_window_pages,
-        )
-    except torch.OutOfMemoryError as error:
-        num_bytes = (num_pages + 1) * bytes_per_page(facts.shape, options.page_size, facts.kv_dtype)
-        if sizes.num_window_pages is not None:
-            num_bytes += (sizes.num_window_pages + 1) * bytes_per_page(
-                facts.shape, options.page_size, facts.kv_dtype, window_pages=True
-            )
-        raise ConfigError(
-            f"{num_pages} KV pages of {options.page_size} positions would take "
-            f"{num_bytes:,} bytes of {gpu}, which has "
-            f"{facts.device.free_memory():,} free: lower "
-            + ("memory_ratio" if options.num_pages is None else "num_pages")
-        ) from error
-
-
 def _attention(facts: Resolved, max_captured_batch_size: int) -> PagedAttention:
     options, wanted = facts.options, facts.options.group_attention
     attention = choose_attention(
@@ -294,8 +237,9 @@ def _attention(facts: Resolved, max_captured_batch_size: int) -> PagedAttention:
             max_batch_size=options.max_running_requests,
             max_captured_batch_size=max_captured_batch_size,
             device=facts.device.torch_device,
-            grouped=(facts.device.is_host if wanted is None else wanted)
-            and options.cache != "naive",
+            grouped=wanted is not False
+            and options.cache != "naive"
+            and not options.batch_invariant,
             batch_invariant=options.batch_invariant,
         ),
     )
@@ -307,12 +251,10 @@ def _attention(facts: Resolved, max_captured_batch_size: int) -> PagedAttention:
     return attention
 
 
-def max_captured_batch_size(options: EngineOptions, total_memory: int) -> int:
-    """The largest decode step to capture on a GPU of ``total_memory`` bytes."""
+def max_captured_batch_size(options: EngineOptions) -> int:
+    """The largest decode step to capture on a GPU."""
     most = options.cuda_graph_max_batch_size
-    if most is None:
-        most = 256 if total_memory > _LARGE_MEMORY else 160
-    return min(most, options.max_running_requests)
+    return min(_CAPTURED_ROWS if most is None else most, options.max_running_requests)
 
 
 def _limits(
@@ -371,97 +313,3 @@ def graph_sizes(
         most_tokens = max(_CAPTURED_TOKENS, _CAPTURED_MULTIPLICATIONS // num_weights)
     whole_step = options.max_prefill_tokens + options.max_running_requests
     return decode_sizes, token_counts(whole_step, most_tokens)
-
-
-def _kv_scales(facts: Resolved) -> tuple[KVScale, ...] | None:
-    """The scales that the checkpoint has for float8 pages; None if pages hold another type."""
-    if facts.kv_dtype != torch.float8_e4m3fn or facts.options.load_format == "dummy":
-        return None
-    scales = read_kv_scales(facts.folder, facts.spec.num_layers, facts.spec.names)
-    return tuple(scales[layer] for layer in facts.spec.attention_layers)
-
-
-@dataclass(frozen=True, slots=True)
-class _CacheSizes:
-    """``num_snapshots`` is None if the model has no recurrent layers, ``num_window_pages`` if none
-    have pages of their own."""
-
-    num_pages: int
-    num_snapshots: int | None = None
-    num_window_pages: int | None = None
-
-
-def _cache_sizes(facts: Resolved, group: Group) -> _CacheSizes:
-    """How many pages and snapshots each rank gets: as many as the rank with the least free memory
-    can hold.
-
-    A collective: all ranks call it.
-    """
-    device, options = facts.device, facts.options
-    cap_bytes = device.kv_bytes_cap
-    # the main memories of several hosts need not be alike
-    may_differ = device.is_host and not facts.place.is_one_host
-    free_bytes = least_free_memory(group, device.free_memory(), may_differ=may_differ)
-    if cap_bytes is not None:  # a CPU's memory, which the ranks of a host share
-        num_sharing = facts.place.local_size * options.data_parallel_size
-        free_bytes //= num_sharing
-        cap_bytes //= num_sharing
-    rows = options.max_running_requests + 1
-    reserved_bytes = SamplingTable.num_bytes(rows, facts.spec.vocab_size)
-    num_snapshots = None
-    if facts.spec.delta_net is not None:
-        slot_bytes = bytes_per_slot(facts.spec.delta_net.of_rank(facts.place.size), facts.dtype)
-        reserved_bytes += rows * slot_bytes
-        num_snapshots = choose_num_snapshots(
-            options, slot_bytes, free_bytes - reserved_bytes, cap_bytes
-        )
-        reserved_bytes += num_snapshots * slot_bytes
-    windows = _window_rule(facts)
-
-    def sizes(num_pages: int) -> _CacheSizes:
-        of_windows = None if windows is None else windows.num_pages(num_pages)
-        return _CacheSizes(num_pages, num_snapshots, of_windows)
-
-    if options.num_pages is not None:
-        return sizes(options.num_pages)
-    num_pages = choose_num_pages(
-        page_bytes=bytes_per_page(facts.shape, options.page_size, facts.kv_dtype),
-        page_size=options.page_size,
-        free_bytes=free_bytes,
-        reserved_bytes=reserved_bytes,
-        memory_ratio=options.memory_ratio,
-        cap_bytes=cap_bytes,
-        max_rows=options.max_running_requests,
-        windows=windows,
-    )
-    return sizes(num_pages)
-
-
-def _window_rule(facts: Resolved) -> WindowRule | None:
-    """None if no layers have window pages."""
-    options, shape = facts.options, facts.shape
-    if not shape.window_pages:
-        return None
-    assert shape.window is not None
-    return WindowRule(
-        window=shape.window,
-        page_size=options.page_size,
-        max_rows=options.max_running_requests,
-        max_prefill_tokens=options.max_prefill_tokens,
-        page_bytes=bytes_per_page(shape, options.page_size, facts.kv_dtype, window_pages=True),
-    )
-
-
-def choose_num_snapshots(
-    options: EngineOptions, slot_bytes: int, free_bytes: int, cap_bytes: int | None
-) -> int:
-    """How many snapshots of ``slot_bytes`` to make: as asked for, or what suits the memory that is
-    left for pages and snapshots together."""
-    if options.cache == "naive":
-        return 0
-    if options.state_snapshots is not None:
-        return options.state_snapshots
-    budget = max(0, int(free_bytes * options.memory_ratio))
-    if cap_bytes is not None:
-        budget = min(budget, cap_bytes)
-    return min(4 * options.max_running_requests, budget // 4 // slot_bytes)

@@ -1,8 +1,8 @@
 """The operator's options (``EngineOptions``) and the limits on one request (``Limits``).
 
 Knows names, types, defaults and ranges. Must not know devices, model files or Triton: what depends
-on those is decided later, the dtype in ``resolve``, the number of pages and the attention backend
-in ``build_rank``.
+on those is decided later, the dtype in ``resolve``, the number of pages in ``rank_memory``, the
+attention backend in ``build_rank``.
 
 Options come as strings (from config.pbtxt or the command line) or as values of their type. An
 unknown name is an error that names the nearest known one. An empty string or ``auto`` stands for
@@ -101,13 +101,13 @@ class EngineOptions:
         None,
         "most later requests that a waiting one lets pass, so that requests with a common prefix "
         "compute it once and run together; 0: none; auto: 64 with lpm, else 256 on a CPU, 1024 on "
-        "a GPU with group_attention, 0 without",
+        "a GPU whose decoding requests read shared pages together, 0 on others",
         minimum=0,
     )
     group_attention: bool | None = option(
         None,
         "decoding requests that share pages read them together if that pays; on a GPU it needs "
-        "attention_backend cuda and bfloat16; auto: on a CPU only",
+        "attention_backend cuda and bfloat16; auto: if attention can do it",
     )
     cache: str = option(
         "radix",
@@ -127,15 +127,15 @@ class EngineOptions:
     )
     batch_invariant: bool = option(
         False,
-        "on a GPU, a request gets the same tokens in any company, whatever is cached; some steps "
-        "take longer",
+        "on a GPU, a request gets the same tokens whatever runs beside it and whatever is cached; "
+        "some steps take longer",
     )
     structured_outputs: bool = option(
         True, "let requests ask for output that follows a schema, a regular expression or a grammar"
     )
     enable_lora: bool = option(False, "let requests name LoRA adapters")
     max_loras: int = option(
-        8, "adapters that the requests of one step may have between them", minimum=1, maximum=1024
+        8, "most adapters that the requests of one step may use together", minimum=1, maximum=1024
     )
     max_cpu_loras: int | None = option(
         None, "adapters that main memory holds; auto: twice max_loras", minimum=1
@@ -158,7 +158,10 @@ class EngineOptions:
         None, "how experts are computed; auto: fused on a GPU", choices=("torch", "fused")
     )
     cuda_graph_max_batch_size: int | None = option(
-        None, "largest batch that is captured; 0 turns CUDA graphs off", minimum=0, maximum=4096
+        None,
+        "largest batch that is captured; 0 turns CUDA graphs off; auto: 256",
+        minimum=0,
+        maximum=4096,
     )
     cuda_graph_batch_sizes: str | None = option(None, "batch sizes to capture, as 1,2,4")
     cuda_graph_max_tokens: int | None = option(

@@ -79,12 +79,16 @@ class Groups:
 NO_GROUPS: Final = Groups(EMPTY, EMPTY, EMPTY, EMPTY)
 
 
+def _empty() -> IntArray:
+    return EMPTY
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StepPlan:
     """One forward pass with P prefill chunks, S of them scored, D decoding rows, G grants and C
     copies, which keeps V snapshots of chunks and K of decoding rows.
 
-    All arrays are int32.
+    All arrays are int32, and empty unless given.
 
     ``released_rows``: rows that no request holds any more. ``ModelExecutor`` does not need them,
     since an admission overwrites all of a row; wrappers that keep state by row do.
@@ -103,15 +107,15 @@ class StepPlan:
     ``begun_from`` [P]: the snapshot of recurrent states with which the chunk's row begins, if it
     continues a cached prefix; else ``NO_SNAPSHOT``, and the row goes on from its own states, which
     are zero at position 0.
-    ``saved_chunks`` [V]: chunks, by index, in which the states behind the first ``saved_positions``
+    ``saved_chunks`` [V]: chunks, by index, in which the states after the first ``saved_positions``
     [V] tokens of the row are kept as ``saved_snapshots`` [V]. Ascending by chunk and position.
     ``kept_rows``, ``kept_snapshots`` [K]: before the step computes anything, the states that these
-    decoding rows have by then, behind the tokens before ``decode_positions``, are copied to these
+    decoding rows have by then, after the tokens before ``decode_positions``, are copied to these
     snapshots. None of them is among ``begun_from``.
     ``score_chunks`` [S]: chunks, by index, of which the positions from ``score_starts`` up to
     ``score_starts`` + ``score_lengths`` [S] are scored: the log-probability is wanted of the token
-    behind each, given all tokens up to it. ``score_tokens`` [sum of score_lengths] has the tokens
-    behind them, chunk after chunk.
+    after each, given all tokens up to it. ``score_tokens`` [sum of score_lengths] has the tokens
+    after them, chunk after chunk.
     ``decode_rows``, ``decode_positions`` [D]: the last sampled token of the row stands at that
     position; it is computed, and the next token is sampled. Rows ascend.
     ``group_sizes``, ``group_begins``, ``group_ends`` [N], ``group_rows``: the ``Groups`` of these
@@ -129,47 +133,47 @@ class StepPlan:
     """
 
     step: int
-    released_rows: IntArray
-    broken_pages: IntArray
-    admissions: tuple[Admission, ...]
-    grant_rows: IntArray
-    grant_indices: IntArray
-    grant_pages: IntArray
-    copy_sources: IntArray
-    copy_targets: IntArray
-    copy_lengths: IntArray
-    prefill_rows: IntArray
-    prefill_starts: IntArray
-    prefill_lengths: IntArray
-    prefill_samples: IntArray
-    prefill_tokens: IntArray
-    begun_from: IntArray
-    saved_chunks: IntArray
-    saved_positions: IntArray
-    saved_snapshots: IntArray
-    decode_rows: IntArray
-    decode_positions: IntArray
-    group_sizes: IntArray
-    group_begins: IntArray
-    group_ends: IntArray
-    group_rows: IntArray
-    masked_rows: IntArray
-    score_chunks: IntArray
-    score_starts: IntArray
-    score_lengths: IntArray
-    score_tokens: IntArray
-    kept_rows: IntArray = field(default_factory=lambda: EMPTY)
-    kept_snapshots: IntArray = field(default_factory=lambda: EMPTY)
-    load_slots: IntArray = field(default_factory=lambda: EMPTY)
-    load_adapters: IntArray = field(default_factory=lambda: EMPTY)
-    load_ranks: IntArray = field(default_factory=lambda: EMPTY)
-    load_targets: IntArray = field(default_factory=lambda: EMPTY)
-    adapter_rows: IntArray = field(default_factory=lambda: EMPTY)
-    adapter_slots: IntArray = field(default_factory=lambda: EMPTY)
-    window_rows: IntArray = field(default_factory=lambda: EMPTY)
-    window_indices: IntArray = field(default_factory=lambda: EMPTY)
-    window_pages: IntArray = field(default_factory=lambda: EMPTY)
-    broken_window_pages: IntArray = field(default_factory=lambda: EMPTY)
+    released_rows: IntArray = field(default_factory=_empty)
+    broken_pages: IntArray = field(default_factory=_empty)
+    admissions: tuple[Admission, ...] = ()
+    grant_rows: IntArray = field(default_factory=_empty)
+    grant_indices: IntArray = field(default_factory=_empty)
+    grant_pages: IntArray = field(default_factory=_empty)
+    copy_sources: IntArray = field(default_factory=_empty)
+    copy_targets: IntArray = field(default_factory=_empty)
+    copy_lengths: IntArray = field(default_factory=_empty)
+    prefill_rows: IntArray = field(default_factory=_empty)
+    prefill_starts: IntArray = field(default_factory=_empty)
+    prefill_lengths: IntArray = field(default_factory=_empty)
+    prefill_samples: IntArray = field(default_factory=_empty)
+    prefill_tokens: IntArray = field(default_factory=_empty)
+    begun_from: IntArray = field(default_factory=_empty)
+    saved_chunks: IntArray = field(default_factory=_empty)
+    saved_positions: IntArray = field(default_factory=_empty)
+    saved_snapshots: IntArray = field(default_factory=_empty)
+    decode_rows: IntArray = field(default_factory=_empty)
+    decode_positions: IntArray = field(default_factory=_empty)
+    group_sizes: IntArray = field(default_factory=_empty)
+    group_begins: IntArray = field(default_factory=_empty)
+    group_ends: IntArray = field(default_factory=_empty)
+    group_rows: IntArray = field(default_factory=_empty)
+    masked_rows: IntArray = field(default_factory=_empty)
+    score_chunks: IntArray = field(default_factory=_empty)
+    score_starts: IntArray = field(default_factory=_empty)
+    score_lengths: IntArray = field(default_factory=_empty)
+    score_tokens: IntArray = field(default_factory=_empty)
+    kept_rows: IntArray = field(default_factory=_empty)
+    kept_snapshots: IntArray = field(default_factory=_empty)
+    load_slots: IntArray = field(default_factory=_empty)
+    load_adapters: IntArray = field(default_factory=_empty)
+    load_ranks: IntArray = field(default_factory=_empty)
+    load_targets: IntArray = field(default_factory=_empty)
+    adapter_rows: IntArray = field(default_factory=_empty)
+    adapter_slots: IntArray = field(default_factory=_empty)
+    window_rows: IntArray = field(default_factory=_empty)
+    window_indices: IntArray = field(default_factory=_empty)
+    window_pages: IntArray = field(default_factory=_empty)
+    broken_window_pages: IntArray = field(default_factory=_empty)
 
     @property
     def sample_rows(self) -> IntArray:
@@ -218,7 +222,7 @@ def decode_plan(buffer: IntArray) -> StepPlan:
     borders = accumulate(lengths, initial=_NUM_HEADER_WORDS)
     arrays = (buffer[begin:end] for begin, end in pairwise(borders))
     named = dict(zip(_ARRAYS, arrays, strict=True))
-    return StepPlan(step=step, admissions=(), masked_rows=EMPTY, **named)
+    return StepPlan(step=step, admissions=(), **named)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

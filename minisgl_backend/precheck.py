@@ -23,7 +23,7 @@ from minisgl_backend.models.checkpoint import check_weights, weight_files
 from minisgl_backend.models.config_json import read_json
 from minisgl_backend.models.spec import ModelSpec
 from minisgl_backend.parallel.nodes import check_nodes
-from minisgl_backend.parallel.place import Place, check_comm, listen_at
+from minisgl_backend.parallel.place import RankPlace, check_comm, listen_at
 from minisgl_backend.weight_format import CONVERT_TO_FP8
 
 _ITEM_BYTES: Final[Mapping[str, int]] = MappingProxyType(
@@ -52,9 +52,9 @@ def check_meeting_point(options: EngineOptions) -> None:
         listen_at(first_place(options)).close()
 
 
-def first_place(options: EngineOptions) -> Place:
+def first_place(options: EngineOptions) -> RankPlace:
     """The place of rank 0. Raises ``ConfigError``."""
-    return Place.first(options.tensor_parallel_size, options.rendezvous, options.nnodes or 1)
+    return RankPlace.first(options.tensor_parallel_size, options.rendezvous, options.nnodes or 1)
 
 
 def check_options(options: EngineOptions, device: str | None) -> None:

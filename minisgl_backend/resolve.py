@@ -3,7 +3,7 @@
 Loads nothing and starts no process, so mistakes are found at once: an option that the device or the
 model does not allow raises a ``ConfigError`` that names it. ``precheck`` makes the checks that need
 no torch; the rest are here. Must not know what depends on a loaded model, such as the number of
-pages (``build_rank``).
+pages (``rank_memory``).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from minisgl_backend.kernels.dispatch import has_triton
 from minisgl_backend.models.hub import resolve_model
 from minisgl_backend.models.spec import ModelSpec
 from minisgl_backend.parallel.connect import choose_comm
-from minisgl_backend.parallel.place import Place
+from minisgl_backend.parallel.place import RankPlace
 from minisgl_backend.precheck import check_options, checked_spec, context_of
 
 logger = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ class Resolved:
     """
 
     options: EngineOptions
-    place: Place
+    place: RankPlace
     device: CpuDevice | CudaDevice
     comm: str
     folder: Path
@@ -51,7 +51,7 @@ class Resolved:
     kv_dtype: torch.dtype
 
 
-def resolve(options: EngineOptions, place: Place) -> Resolved:
+def resolve(options: EngineOptions, place: RankPlace) -> Resolved:
     """The facts of the rank at ``place``. Fetches the model's files if they are not there yet.
 
     Raises ``ConfigError``.
@@ -98,7 +98,7 @@ def device_kind(options: EngineOptions, num_ranks: int) -> str:
     return "cpu"
 
 
-def num_cpu_threads(place: Place, num_weights: int) -> int:
+def num_cpu_threads(place: RankPlace, num_weights: int) -> int:
     """How many CPU threads compute a rank's steps.
 
     A single rank leaves one core for planning, tokenizing and sending. If these keep both of two

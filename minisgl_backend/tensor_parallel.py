@@ -42,16 +42,17 @@ from minisgl_backend.death_signal import end_with
 from minisgl_backend.errors import ConfigError, MiniSGLError
 from minisgl_backend.execution.adapters import AdapterStore
 from minisgl_backend.execution.followers import CANNOT_START, Followers
-from minisgl_backend.execution.node_channel import SILENCE_S, NodeFollowerEnd, OtherNodes
+from minisgl_backend.execution.node_channel import NodeFollowerEnd, OtherNodes
+from minisgl_backend.execution.node_handshake import SILENCE_S
 from minisgl_backend.execution.rank_channel import FollowerEnd, HostFollowerEnd
 from minisgl_backend.execution.ranks import Follower, LeadingExecutor
 from minisgl_backend.parallel.connect import connect, open_store
 from minisgl_backend.parallel.group import Group
 from minisgl_backend.parallel.nodes import read_secret
-from minisgl_backend.parallel.place import Place
+from minisgl_backend.parallel.place import RankPlace
 from minisgl_backend.parts import STANDARD, Parts
 from minisgl_backend.resolve import Resolved, resolve
-from minisgl_backend.runtime.engine import EngineInfo
+from minisgl_backend.runtime.door import EngineInfo
 
 logger = logging.getLogger(__name__)
 
@@ -125,7 +126,7 @@ def lead(facts: Resolved, parts: Parts) -> tuple[EngineInfo, LeadingExecutor, Ad
 
 def follow(
     channel: FollowerEnd,
-    place: Place,
+    place: RankPlace,
     parts: Parts = STANDARD,
     *,
     own: EngineOptions | None = None,
@@ -201,7 +202,7 @@ def main(parts: Parts = STANDARD) -> NoReturn:
     logging.basicConfig(
         level=logging.INFO, format=f"rank {os.environ['RANK']}: %(name)s: %(message)s"
     )
-    place = Place.from_environment(os.environ)
+    place = RankPlace.from_environment(os.environ)
     joined = socket.socket(fileno=connection)
     if len(sys.argv) == 4:
         code = follow(HostFollowerEnd(joined, second), place, parts)
@@ -213,7 +214,7 @@ def main(parts: Parts = STANDARD) -> NoReturn:
 
 
 def _follow_from_afar(
-    connection: socket.socket, ready: int, place: Place, given: Mapping[str, str], parts: Parts
+    connection: socket.socket, ready: int, place: RankPlace, given: Mapping[str, str], parts: Parts
 ) -> int:
     channel = NodeFollowerEnd(connection)
 

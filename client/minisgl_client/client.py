@@ -332,7 +332,7 @@ class AsyncClient(_Caller):
 
 
 def _check_address(address: str, url: str, protocol: Protocol) -> None:
-    """HOST:PORT; HTTP may have a path behind it."""
+    """HOST:PORT; HTTP may have a path after it."""
     try:
         parts = urlsplit(f"//{address}")
         _ = parts.port  # raises if it is none

@@ -29,7 +29,7 @@ class StructuredOutputs(TypedDict, total=False):
 
 
 class Parameters(TypedDict, total=False):
-    """All of them are optional; None stands for absent. Synonyms stand behind their names.
+    """All of them are optional; None stands for absent. Synonyms stand after their names.
 
     A name that is not here can be sent too (``**{"suffix": ""}``): the server answers with the
     nearest name it knows, or accepts what is known and changes nothing.

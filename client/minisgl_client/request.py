@@ -184,7 +184,7 @@ def _with_timeout(values: Mapping[str, Any], timeout_ms: int | None) -> Mapping[
 
 
 def _raw(datatype: str, items: Sequence[Any]) -> bytes:
-    """The elements as Triton lays them out: little-endian; strings behind their length."""
+    """The elements as Triton lays them out: little-endian; strings after their length."""
     if datatype == "BYTES":
         texts = [item.encode() for item in items]
         return b"".join(len(text).to_bytes(4, "little") + text for text in texts)

@@ -57,7 +57,7 @@ def _integers(raw: bytes) -> Sequence[int]:
 
 
 def _strings(raw: bytes) -> Sequence[str]:
-    """Each stands behind its length."""
+    """Each stands after its length."""
     found = []
     begin = 0
     while begin < len(raw):

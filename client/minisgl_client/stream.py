@@ -80,7 +80,7 @@ class _Answer:
 
     @property
     def _is_whole(self) -> bool:
-        """Whether the last delta has come, though perhaps not the end of the stream behind it."""
+        """Whether the last delta has come, though perhaps not the end of the stream after it."""
         return self._is_begun and all(self._samples_ended)
 
     def _check_whole(self) -> None:

@@ -277,5 +277,6 @@ def error_response(error: ApiError, scope: Scope) -> JSONResponse:
         headers["Connection"] = "close"
     body = error.body
     if is_anthropic(scope["path"]):
-        body = error.anthropic_body(scope["state"].get("request_id"))
+        state = scope["state"]
+        body = error.anthropic_body(state.get("callers_id") or state.get("request_id"))
     return JSONResponse(body, status_code=error.status, headers=headers)

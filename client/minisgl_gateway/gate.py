@@ -46,10 +46,10 @@ class Gate:
     """Wraps the application.
 
     A route finds the caller in ``scope["state"]["caller"]``, beside it ``deadline_s``, when by
-    ``time.monotonic`` the request must have ended. It leaves there ``request_id``, the id of the
-    answer, which its headers tell if the caller has sent none (an answer of Anthropic's API always
-    has one); ``without_effect``, names; and as
-    ``outcome`` the status of a stream that fails after its start.
+    ``time.monotonic`` the request must have ended, and ``callers_id``, "" for none. It leaves there
+    ``request_id``, the id of the answer, which its headers tell if the caller has sent none (an
+    answer of Anthropic's API always has one); ``without_effect``, names; and as ``outcome`` the
+    status of a stream that fails after its start.
     """
 
     def __init__(
@@ -69,6 +69,7 @@ class Gate:
         scope = {**scope, "method": method, "path": scope["path"].rstrip("/") or "/"}
         state = scope.setdefault("state", {})
         callers_id = _callers_id(scope["headers"])
+        state["callers_id"] = callers_id.decode()
         if is_anthropic(scope["path"]):
             state["request_id"] = f"req_{uuid.uuid4().hex}"
         status = GONE

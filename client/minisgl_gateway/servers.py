@@ -1,8 +1,10 @@
 """Several servers of one model, asked as if they were one: the calls of ``AsyncClient``, balanced.
 
 Requests with the same beginning go to the same server, whose prefix cache then has it. A request
-that a server refuses or loses before its first token goes to another one, once. Knows which errors
-speak against a server; ``balance`` knows what follows from them. Must not know any API's JSON.
+that a server refuses or loses before its first token goes to another one, once. While requests are
+open at a server, it is asked whether it is still there: the connection to one that stands still, or
+behind a cable that was cut, would tell only after a minute or more. Knows which errors speak
+against a server; ``balance`` knows what follows from them. Must not know any API's JSON.
 """
 
 from __future__ import annotations
@@ -39,6 +41,11 @@ _BEGINNING: Final = 4096
 """Most characters of a prompt that decide where it goes."""
 _FIRST_TOKENS: Final = 512
 _PROBE_S: Final = 5.0
+_LOOK_EVERY_S: Final = 2.0
+_ANSWERS_WITHIN_S: Final = 4.0
+"""It is Triton's own threads that answer, whatever its models do."""
+_MOST_MISSED: Final = 2
+"""Looks in a row without an answer, until a server counts as silent."""
 _PASSING: Final = (Unavailable, ConnectionFailed, ConnectionLost)
 """Errors after which another server may answer."""
 _FULL: Final = ("queue full", "too many grammars")
@@ -51,11 +58,11 @@ class Servers:
     def __init__(self, addresses: Sequence[str], model: str) -> None:
         """Raises ``InvalidArgument`` if one of the ``addresses`` is not valid."""
         self._addresses = list(addresses)
-        self._clients = [
-            AsyncClient(address, protocol="grpc", model=model, retries=0) for address in addresses
-        ]
+        self._model = model
+        self._clients = [self._client(address) for address in addresses]
         self._balance = Balance(self._addresses)
         self._calls: set[asyncio.Task[None]] = set()
+        self._watched: set[int] = set()
 
     async def generate(self, /, **call: Any) -> Result:
         """The whole answer; raises ``MinisglError``."""
@@ -71,18 +78,19 @@ class Servers:
         key, tried = beginning(call), list[int]()
         while True:
             server = self._chosen(key, tried)
+            client = self._clients[server]
             try:
-                async with self._clients[server].stream(**call) as deltas:
+                async with client.stream(**call) as deltas:
                     try:
                         first = await anext(deltas, None)
                         self._balance.worked(server)
                     except MinisglError as error:
-                        self._note(server, error)
-                        if tried or not isinstance(error, _PASSING):
-                            raise
+                        noted = self._noted(server, client, error)
+                        if tried or not isinstance(noted, _PASSING):
+                            raise noted from None
                         tried.append(server)
                         continue
-                    yield self._rest(server, first, deltas)
+                    yield self._rest(server, client, first, deltas)
                     return
             finally:
                 self._balance.ended(server)
@@ -133,20 +141,21 @@ class Servers:
         tried: list[int] = []
         while True:
             server = self._chosen(key, tried)
+            client = self._clients[server]
             try:
-                answer = await ask(self._clients[server])
+                answer = await ask(client)
                 self._balance.worked(server)
                 return answer
             except MinisglError as error:
-                self._note(server, error)
-                if tried or not isinstance(error, _PASSING):
-                    raise
+                noted = self._noted(server, client, error)
+                if tried or not isinstance(noted, _PASSING):
+                    raise noted from None
                 tried.append(server)
             finally:
                 self._balance.ended(server)
 
     async def _rest(
-        self, server: int, first: Delta | None, deltas: AsyncIterator[Delta]
+        self, server: int, client: AsyncClient, first: Delta | None, deltas: AsyncIterator[Delta]
     ) -> AsyncIterator[Delta]:
         if first is None:
             return
@@ -155,15 +164,21 @@ class Servers:
             async for delta in deltas:
                 yield delta
         except MinisglError as error:
-            self._note(server, error)
-            raise
+            raise self._noted(server, client, error) from None
+
+    def _client(self, address: str) -> AsyncClient:
+        return AsyncClient(address, protocol="grpc", model=self._model, retries=0)
 
     # --- health ------------------------------------------------------------------------------
 
     def _chosen(self, key: bytes, tried: Sequence[int]) -> int:
         for server in self._balance.due_probes(time.monotonic()):
             self._in_background(self._probe(server))
-        return self._balance.choose(key, tried)
+        chosen = self._balance.choose(key, tried)
+        if chosen not in self._watched:
+            self._watched.add(chosen)
+            self._in_background(self._watch(chosen))
+        return chosen
 
     def _in_background(self, call: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Make a call, whether or not anybody waits for its end."""
@@ -187,20 +202,56 @@ class Servers:
             self._balance.worked(server)
             logger.info("%s takes requests again", self._addresses[server])
 
-    def _note(self, server: int, error: MinisglError) -> None:
-        """Count an error, if it speaks against the server."""
+    async def _watch(self, server: int) -> None:
+        """Look at a server until no request is open there."""
+        num_missed = 0
+        try:
+            while self._balance.num_open(server):
+                await asyncio.sleep(_LOOK_EVERY_S)
+                num_missed = 0 if await self._is_there(server) else num_missed + 1
+                if num_missed == _MOST_MISSED:
+                    await self._cut(server)
+                    return
+        finally:
+            self._watched.discard(server)
+
+    async def _is_there(self, server: int) -> bool:
+        """Whether a server answers at all, be it that it is not ready; what it refuses counts
+        elsewhere."""
+        try:
+            await asyncio.wait_for(self._clients[server].is_ready(), _ANSWERS_WITHIN_S)
+        except asyncio.TimeoutError:
+            return False
+        return True
+
+    async def _cut(self, server: int) -> None:
+        """End the connection to a silent server, and so all that waits for it."""
+        self._failed(server, "it is silent", is_ending=True)
+        address, silent = self._addresses[server], self._clients[server]
+        self._clients[server] = self._client(address)
+        await silent.aclose()
+
+    def _noted(self, server: int, client: AsyncClient, error: MinisglError) -> MinisglError:
+        """Count an error, if it speaks against the server; returns what to make of it. ``client``
+        is the one that raised it."""
+        if isinstance(error, Cancelled) and client is not self._clients[server]:
+            return ConnectionLost(f"{self._addresses[server]} is silent")
         if isinstance(error, (Cancelled, Timeout)):
-            return  # of the caller's doing, or of its deadline
+            return error  # of the caller's doing, or of its deadline
         is_ending = isinstance(error, Unavailable)
         if is_ending and any(reason in str(error) for reason in _FULL):
-            return
-        if not isinstance(error, (*_PASSING, ServerError)):
+            return error
+        if isinstance(error, (*_PASSING, ServerError)):
+            self._failed(server, str(error), is_ending=is_ending)
+        else:
             self._balance.worked(server)
-            return
+        return error
+
+    def _failed(self, server: int, why: str, *, is_ending: bool) -> None:
         was_ejected = self._balance.is_ejected(server)
         self._balance.failed(server, time.monotonic(), is_ending=is_ending)
         if self._balance.is_ejected(server) and not was_ejected:
-            logger.warning("%s gets no requests for now: %s", self._addresses[server], error)
+            logger.warning("%s gets no requests for now: %s", self._addresses[server], why)
 
 
 async def _bounded(call: Awaitable[None]) -> None:

@@ -156,10 +156,13 @@ class Dialect(ABC):
         if not num_places:
             return None
         what, at, places = told.partition(", at ")
+        what = re.sub(f"'{self._inside}/", "'/", what)  # a reference
         whole = [one for one in places.split(", ") if not one.startswith("#")]
         return what + at + ", ".join(dict.fromkeys(whole))
 
     _separator: ClassVar[str] = ""
+    _inside: ClassVar[str] = ""
+    """An expression for the place of a tool's schema in that of a structure, if it is a part."""
 
     @abstractmethod
     def _structures(
@@ -311,6 +314,7 @@ class _Mistral(Dialect):
     name = "mistral"
     syntax = call_syntax.MISTRAL
     keeps_special_tokens = True
+    _inside = r"/items/anyOf/(?P<tool>\d+)/properties/arguments"
 
     def __init__(self, *, is_spelled: bool) -> None:
         self._is_spelled = is_spelled
@@ -363,7 +367,7 @@ class _Mistral(Dialect):
     def _place(self, names: Collection[str]) -> str:
         if self._are_spelled(names):
             return super()._place(names)
-        return r"#/structures/\d+/schema/items/anyOf/(?P<tool>\d+)/properties/arguments"
+        return rf"#/structures/\d+/schema{self._inside}"
 
     def _are_spelled(self, names: Iterable[str]) -> bool:
         return self._is_spelled and all(map(call_syntax.is_plain_name, names))

@@ -146,7 +146,7 @@ class PagedKV:
     the same two numbers on the host. Positions beyond a row's end are finite.
 
     ``sinks`` [num_heads], in the type of the queries, are one more score of each query of a head,
-    behind which there is no value (arXiv 2309.17453): it takes its part of the softmax and adds
+    without a value (arXiv 2309.17453): it takes its part of the softmax and adds
     nothing. So attention to the keys alone is multiplied by sigmoid(log-sum-exp - sink).
     """
 
@@ -358,7 +358,7 @@ class PagedAttention:
         def attend(q: Tensor, kv: PagedKV, layer: int) -> Tensor:
             out = outs.get(q.shape[-1])
             if out is None:
-                # Padding behind the chunks is attended as decodes of the dummy row, or not at all:
+                # Padding after the chunks is attended as decodes of the dummy row, or not at all:
                 # then it stays 0 in all layers. So what it stores in the dummy page is finite.
                 out = outs[q.shape[-1]] = q.new_zeros(q.shape)
             if attend_rows is not None:

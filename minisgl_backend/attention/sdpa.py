@@ -361,7 +361,7 @@ def _beside_sinks(attended: Tensor, logarithms: Tensor, sinks: Tensor) -> Tensor
 
 
 def _members_and_ends(groups: Groups) -> Iterator[tuple[IntArray, int]]:
-    """Of each group: the members, and the index of the page behind the shared ones."""
+    """Of each group: the members, and the index of the page after the shared ones."""
     members = np.split(groups.members, np.cumsum(groups.sizes))[: len(groups.sizes)]
     yield from zip(members, groups.ends.tolist(), strict=True)
 

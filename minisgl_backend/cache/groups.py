@@ -1,7 +1,7 @@
 """Which leases share pages: groups, from the nodes of the radix tree that leases end at.
 
 Two leases share the pages of the nodes that are on both their paths. A group is a run of pages on
-such a path with all leases that continue it, and a path may have several groups one behind another:
+such a path with all leases that continue it, and a path may have several groups, one after another:
 a system prompt that all share, then examples that some share. Runs that too few share, or that are
 too short, are left to the groups below them, or to each lease alone.
 

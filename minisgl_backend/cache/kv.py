@@ -44,7 +44,7 @@ from minisgl_backend.request import IntArray
 class Verified(Enum):
     """Which pages of a lease a finite token has verified."""
 
-    NONE = "no token has been sampled behind them"
+    NONE = "no token has been sampled after them"
     OWN = "a token has, by a step that had other pages in place of some of the shared ones"
     ALL = "a token has, by a step that read the pages which the lease has now"
 
@@ -54,7 +54,7 @@ class Lease(WindowLease):
     """One sequence's claim on pages, in the order of its positions (see the map above).
 
     ``promise``: the pages that it is going to publish, if that was promised and is still to come.
-    ``snapshot`` is that of the states behind the pages it was acquired with, if the cache has such
+    ``snapshot`` is that of the states after the pages it was acquired with, if the cache has such
     (``cache.snapshots``).
     """
 
@@ -132,7 +132,7 @@ class KVCache(Protocol):
     def publish(self, lease: Lease, tokens: IntArray, *, verified: Verified) -> range:
         """Make the full pages of ``tokens``, all committed tokens from position 0 on, shareable.
 
-        ``verified`` says whether a finite token has been sampled behind ``tokens``. If the same
+        ``verified`` says whether a finite token has been sampled after ``tokens``. If the same
         prefix is cached by now in other pages, the lease takes these, and its own are freed.
         Returns the indices at which ``lease.pages`` changed in this way.
         """
@@ -146,7 +146,7 @@ class KVCache(Protocol):
 
     def cached_length(self, tokens: IntArray, salt: str = "") -> int:
         """Number of tokens of ``tokens[:-1]`` whose pages are cached, though perhaps without a
-        snapshot behind them, or a window before: others have begun in the same way, and more may.
+        snapshot after them, or a window before: others have begun in the same way, and more may.
         """
 
     def take_snapshot(self, *, rolls: bool = False) -> int | None:
@@ -155,7 +155,7 @@ class KVCache(Protocol):
         last ones."""
 
     def attach_snapshot(self, lease: Lease, num_tokens: int, snapshot: int) -> None:
-        """Let others begin behind the first ``num_tokens`` published tokens of ``lease``, a whole
+        """Let others begin after the first ``num_tokens`` published tokens of ``lease``, a whole
         number of pages, with a snapshot that was taken."""
 
     def return_snapshot(self, snapshot: int) -> None:

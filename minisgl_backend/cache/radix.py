@@ -10,7 +10,7 @@ A node can be detached while it is pinned: no match finds it any more, and it le
 its last pin.
 
 The state of a recurrent layer is not in pages. A tree for models that have such layers also knows
-*snapshots*, numbered copies of their state: a node may have one, of the state behind its last
+*snapshots*, numbered copies of their state: a node may have one, of the state after its last
 token, and a match ends where one is. A snapshot is lost when its node loses pages or leaves the
 tree, or when it is the least recently used and its number is wanted.
 
@@ -88,7 +88,7 @@ class RadixTree:
         return sum(num_pages for _, num_pages in self._usable(tokens, salt))
 
     def cached_length(self, tokens: IntArray, salt: bytes) -> int:
-        """Number of pages of ``tokens`` that are cached, with a snapshot behind them or without."""
+        """Number of pages of ``tokens`` that are cached, with a snapshot after them or without."""
         return sum(num_pages for _, num_pages in self._path(self.root, tokens, salt))
 
     def pages_along(self, tokens: IntArray, salt: bytes) -> IntArray:
@@ -124,24 +124,24 @@ class RadixTree:
         return last, known
 
     def attach(self, node: Node, num_pages: int, snapshot: int) -> bool:
-        """Keep ``snapshot``, of the state behind the first ``num_pages`` pages up to ``node``.
+        """Keep ``snapshot``, of the state after the first ``num_pages`` pages up to ``node``.
 
         False if there is one already, or if no match can find these pages any more.
         """
-        behind = -num_pages  # pages of the path behind the end of ``node``, negative if too few
+        beyond = -num_pages  # pages of the path beyond the end of ``node``, negative if too few
         each: Node | None = node
         while each is not None:
-            behind += len(each.pages)
+            beyond += len(each.pages)
             each = each.parent
-        if behind < 0:
+        if beyond < 0:
             raise InvariantError("a snapshot is of tokens that are not cached")
-        while behind >= len(node.pages) and node.parent is not None:
-            behind -= len(node.pages)
+        while beyond >= len(node.pages) and node.parent is not None:
+            beyond -= len(node.pages)
             node = node.parent
         if node.parent is None or node.is_detached:
             return False
-        if behind:
-            node = self._split(node, len(node.pages) - behind)
+        if beyond:
+            node = self._split(node, len(node.pages) - beyond)
         if node.snapshot != NO_SNAPSHOT:
             return False
         node.snapshot = snapshot

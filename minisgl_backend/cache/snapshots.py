@@ -1,7 +1,7 @@
 """The prefix cache of models whose layers keep a state beside keys and values.
 
 A recurrent layer sums up all tokens so far in one state, so the pages of a prefix are not enough to
-go on from it: the state behind it is needed, too. The executor keeps *snapshots*, numbered copies
+go on from it: the state after it is needed, too. The executor keeps *snapshots*, numbered copies
 of such states. A prefix is found up to the last position that has one.
 
 Knows the numbers of snapshots and which prefix each belongs to. Must not know what is in them, or
@@ -47,7 +47,7 @@ class SnapshotCache(RadixCache):
         return self._num_taken
 
     def promised_length(self, tokens: IntArray, salt: str = "") -> int:
-        """None: pages that will be published may have no snapshot behind them."""
+        """None: pages that will be published may have no snapshot after them."""
         return 0
 
     def take_snapshot(self, *, rolls: bool = False) -> int | None:

@@ -9,7 +9,7 @@ holds the window pages of its window:
     [window_end, len(pages))      for positions that no step computes yet
 
 A window page that no lease holds any more is *idle*. It stays attached, so that a request may begin
-behind it, until the pool needs it: first those that windows have passed, then those before
+after it, until the pool needs it: first those that windows have passed, then those before
 positions at which requests have begun or ended, or are likely to begin. A cached prefix is found up
 to the last position whose whole window is attached.
 
@@ -95,8 +95,8 @@ class WindowPages:
         return min(self.span + 2, self.num_window_pages)
 
     def usable(self, pages: IntArray) -> int:
-        """How many of the first ``pages`` of a sequence can be its prefix: the window behind them
-        is attached."""
+        """How many of the first ``pages`` of a sequence can be its prefix: the window at their
+        end is attached."""
         if not len(pages):
             return 0
         index = np.arange(len(pages))
@@ -106,7 +106,7 @@ class WindowPages:
         return int(found[-1]) + 1 if len(found) else 0
 
     def enter(self, lease: WindowLease) -> None:
-        """Hold the window behind the shared pages of a new lease."""
+        """Hold the window at the end of the shared pages of a new lease."""
         lease.window_end = lease.num_shared
         lease.window_begin = max(0, lease.num_shared - self.span)
         lease.keeps = (lease.num_shared,)
@@ -186,7 +186,7 @@ class WindowPages:
                 self._grants[lease.line, index] = int(self._attached[other])
 
     def leave(self, lease: WindowLease) -> None:
-        """End the hold of a lease; others may begin behind its last window."""
+        """End the hold of a lease; others may begin after its last window."""
         for index in range(lease.window_begin, lease.window_end):
             if lease.line >= 0:
                 self._grants[lease.line, index] = NO_PAGE

@@ -15,6 +15,7 @@ import click
 from minisgl_backend.cli.interrupt import INTERRUPTED, ended_by_ctrl_c, signals_as_ctrl_c
 from minisgl_backend.errors import ConfigError
 
+_CANNOT_START: Final = 2
 _EXTRAS: Final = {
     "httpx": "client",
     "prompt_toolkit": "client",
@@ -49,6 +50,16 @@ class LazyGroup(click.Group):
         assert isinstance(command, click.Command)
         return command
 
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """List the commands, each with its whole first sentence, which click would cut short."""
+        rows = []
+        for name in self._places:
+            command = self.get_command(ctx, name)
+            assert command is not None
+            rows.append((name, command.get_short_help_str(limit=200)))
+        with formatter.section("Commands"):
+            formatter.write_dl(rows)
+
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
@@ -60,7 +71,7 @@ class LazyGroup(click.Group):
         return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: click.Context) -> object:
-        """Run the command. A ``ConfigError`` becomes one line, not a traceback.
+        """Run the command. A ``ConfigError`` becomes one line and exit code 2, as for wrong usage.
 
         Ctrl-C that the command does not handle ends it with code 130, other signals likewise.
         """
@@ -70,7 +81,8 @@ class LazyGroup(click.Group):
             except KeyboardInterrupt:
                 ctx.exit(INTERRUPTED)
             except ConfigError as error:
-                raise click.ClickException(str(error)) from error
+                click.echo(f"Error: {error}", err=True)
+                ctx.exit(_CANNOT_START)
 
 
 def _unavailable(name: str, error: ModuleNotFoundError) -> click.Command:

@@ -7,36 +7,38 @@ are listed once. Must not know any command, or what becomes of an option's value
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from typing import Any, Final
 
 import click
 
-from minisgl_backend.config import DEMO_MODEL, EngineOptions
+from minisgl_backend.config import DEMO_MODEL, EngineOptions, option_type
 from minisgl_backend.errors import ConfigError
 
-
-class Refused(click.ClickException):
-    """An error that the operator must fix before anything starts: one line, and exit code 2."""
-
-    exit_code = 2
+_METAVARS: Final = {str: "TEXT", int: "INTEGER", float: "NUMBER", bool: "[true|false]"}
 
 
-@contextmanager
-def refusing() -> Iterator[None]:
-    """A ``ConfigError`` inside ends the command."""
-    try:
-        yield
-    except ConfigError as error:
-        raise Refused(str(error)) from None
+class EngineCommand(click.Command):
+    """A command with ``engine_options``, which its help lists after its own."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        names = {spec.name for spec in fields(EngineOptions)}
+        sections: dict[str, list[tuple[str, str]]] = {"Options": [], "Options of the engine": []}
+        for param in self.get_params(ctx):
+            record = param.get_help_record(ctx)
+            if record is not None:
+                name = "Options of the engine" if param.name in names else "Options"
+                sections[name].append(record)
+        for name, records in sections.items():
+            with formatter.section(name):
+                formatter.write_dl(records)
 
 
 def engine_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Decorate a click callback, which then gets an ``EngineOptions`` as its first argument.
 
-    Values are checked by ``EngineOptions.from_mapping``; errors are ``Refused``.
+    Values are checked by ``EngineOptions.from_mapping``; raises ``ConfigError``.
     """
     names = [spec.name for spec in fields(EngineOptions)]
 
@@ -46,19 +48,16 @@ def engine_options(command: Callable[..., Any]) -> Callable[..., Any]:
         chosen = {name: value for name, value in given.items() if value is not None}
         for name in chosen:
             if not chosen[name]:  # perhaps a shell variable that is not set
-                raise Refused(f"--{name.replace('_', '-')} must not be empty")
-        with refusing():
-            options = EngineOptions.from_mapping(chosen)
-        return command(options, *args, **kwargs)
+                raise ConfigError(f"--{name.replace('_', '-')} must not be empty")
+        return command(EngineOptions.from_mapping(chosen), *args, **kwargs)
 
     for spec in reversed(fields(EngineOptions)):
-        choices = ", ".join(spec.metadata["choices"])
-        text = spec.metadata["help"] + (f" ({choices})" if choices else "")
+        choices = "|".join(spec.metadata["choices"])
         with_options = click.option(
             "--" + spec.name.replace("_", "-"),
             spec.name,
-            metavar="VALUE",
-            help=f"{text}  [default: {_shown(spec.default)}]",
+            metavar=f"[{choices}]" if choices else _METAVARS[option_type(spec.name)],
+            help=f"{spec.metadata['help']}  [default: {_shown(spec.default)}]",
         )(with_options)
     return with_options
 

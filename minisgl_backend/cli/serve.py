@@ -19,7 +19,7 @@ from pathlib import Path
 
 import click
 
-from minisgl_backend.cli.options import Refused, engine_options, refusing, tritonserver_option
+from minisgl_backend.cli.options import EngineCommand, engine_options, tritonserver_option
 from minisgl_backend.config import EngineOptions
 from minisgl_backend.errors import ConfigError, EngineFailure
 from minisgl_backend.models.catalog import load_spec
@@ -48,7 +48,7 @@ _LAST_ANSWERS_S = 5
 _PORT = click.IntRange(0, 65535)
 
 
-@click.command()
+@click.command(cls=EngineCommand)
 @engine_options
 @click.option(
     "--lora-module",
@@ -105,9 +105,8 @@ def serve(
     )
     logging.getLogger("minisgl_backend").setLevel(logging.INFO)
     if not host:
-        raise Refused("--host must not be empty; 0.0.0.0 stands for all addresses")
-    with refusing():
-        address = numeric(host)
+        raise ConfigError("--host must not be empty; 0.0.0.0 stands for all addresses")
+    address = numeric(host)
     server_options = ServerOptions(
         host=address,
         http_port=http_port,
@@ -117,19 +116,18 @@ def serve(
         exit_timeout_s=math.ceil(options.drain_timeout_s) + _LAST_ANSWERS_S,
     )
     if not (server_options.is_local or allow_remote):
-        raise Refused(
+        raise ConfigError(
             f"other machines can reach --host {host}, and Triton has no authentication: put a proxy"
             " that authenticates in front, or pass --allow-remote"
         )
-    with refusing():
-        options = with_modules(with_environment(options, os.environ), lora_modules_more)
-        if options.node_rank:
-            _follow(options, HealthServer(address, health_port), console)
-            return
-        installation = find_installation(tritonserver)
-        options = checked(options)
-        raise_descriptor_limit()
-        health = HealthServer(address, health_port)
+    options = with_modules(with_environment(options, os.environ), lora_modules_more)
+    if options.node_rank:
+        _follow(options, HealthServer(address, health_port), console)
+        return
+    installation = find_installation(tritonserver)
+    options = checked(options)
+    raise_descriptor_limit()
+    health = HealthServer(address, health_port)
     _supervise(options, server_options, installation, health, console, started_s=started)
 
 
@@ -167,8 +165,7 @@ def _supervise(
                 supervisor.server.signal(signal.SIGKILL)
 
         stopping = _stop_on_signals(kill, console)
-        with refusing():
-            supervisors.append(supervisor := Supervisor(start, server_options))
+        supervisors.append(supervisor := Supervisor(start, server_options))
         health.start(supervisor.health, supervisor.stats)
         supervisor.run(stopping, welcome)
     except EngineFailure as error:

@@ -61,11 +61,6 @@ class CudaDevice:
         self._graph_pool = torch.cuda.graph_pool_handle()
         self._closed = False
 
-    @property
-    def total_memory(self) -> int:
-        """All bytes of the GPU's memory, used or free."""
-        return torch.cuda.get_device_properties(self.torch_device).total_memory
-
     def free_memory(self) -> int:
         """Bytes of the GPU's memory that are free, including unused blocks of PyTorch."""
         torch.cuda.synchronize(self.torch_device)

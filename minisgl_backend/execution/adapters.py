@@ -138,7 +138,7 @@ class RowAdapters:
         return AdaptedTokens(self._device.upload(content), num_tokens, block)
 
     def arranged(self, rows: IntArray | HostArray, num_tokens: int, *, block: int) -> IntArray:
-        """The content of ``AdaptedTokens`` for tokens of ``rows``; those behind them are padding,
+        """The content of ``AdaptedTokens`` for tokens of ``rows``; those after them are padding,
         up to ``num_tokens``."""
         slots = np.zeros(num_tokens, np.int32)
         slots[: len(rows)] = self._of_rows[rows]

@@ -2,7 +2,7 @@
 
 It is the input of the output head, so it comes from the same position of the residual stream as the
 logits of the first token that could follow, in the step that computes the prompt's last chunk. Runs
-behind the layers, on rank 0 alone, whose residual stream is whole.
+after the layers, on rank 0 alone, whose residual stream is whole.
 
 Must not know pages, attention or sampling.
 """

@@ -464,38 +464,17 @@ class ModelExecutor:
     def _dummy_plan(self, chunks: list[int], num_decodes: int, position: int) -> StepPlan:
         """A plan with the dummy row in all places, so that only the dummy page is written. Decodes
         are at ``position``."""
-        row, empty = self.rows.table.dummy_row, np.empty(0, np.int32)
+        row = self.rows.table.dummy_row
         return StepPlan(
             step=-1,
-            released_rows=empty,
-            broken_pages=empty,
-            admissions=(),
-            grant_rows=empty,
-            grant_indices=empty,
-            grant_pages=empty,
-            copy_sources=empty,
-            copy_targets=empty,
-            copy_lengths=empty,
             prefill_rows=np.full(len(chunks), row, np.int32),
             prefill_starts=np.zeros(len(chunks), np.int32),
             prefill_lengths=np.array(chunks, np.int32),
             prefill_samples=np.ones(len(chunks), np.int32),
             prefill_tokens=np.zeros(sum(chunks), np.int32),
             begun_from=np.full(len(chunks), NO_SNAPSHOT, np.int32),
-            saved_chunks=empty,
-            saved_positions=empty,
-            saved_snapshots=empty,
             decode_rows=np.full(num_decodes, row, np.int32),
             decode_positions=np.full(num_decodes, position, np.int32),
-            group_sizes=empty,
-            group_begins=empty,
-            group_ends=empty,
-            group_rows=empty,
-            masked_rows=empty,
-            score_chunks=empty,
-            score_starts=empty,
-            score_lengths=empty,
-            score_tokens=empty,
         )
 
 

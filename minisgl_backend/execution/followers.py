@@ -24,7 +24,7 @@ from typing import Final
 from minisgl_backend.errors import EngineFailure
 from minisgl_backend.execution.node_channel import OtherNodes
 from minisgl_backend.execution.rank_channel import LeaderEnd
-from minisgl_backend.parallel.place import Place
+from minisgl_backend.parallel.place import RankPlace
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +43,9 @@ class Followers:
     ``failure`` is set once they are lost or ended.
     """
 
-    def __init__(self, place: Place, command: Sequence[str], other_nodes: OtherNodes | None = None):
+    def __init__(
+        self, place: RankPlace, command: Sequence[str], other_nodes: OtherNodes | None = None
+    ):
         """Start each follower of this host by ``command``, and wait for those of ``other_nodes``;
         ``place`` is that of rank 0, with the port of the store.
 
@@ -143,7 +145,7 @@ class Followers:
 
     # --- the thread that owns the processes --------------------------------------------------
 
-    def _keep(self, place: Place, command: Sequence[str], started: Future[None]) -> None:
+    def _keep(self, place: RankPlace, command: Sequence[str], started: Future[None]) -> None:
         try:
             for rank in range(1, place.local_size):
                 self._start(place.of(rank), command)
@@ -153,7 +155,7 @@ class Followers:
         started.set_result(None)
         self._watch()
 
-    def _start(self, place: Place, command: Sequence[str]) -> None:
+    def _start(self, place: RankPlace, command: Sequence[str]) -> None:
         with self.channel.inherited(place.rank) as descriptors:
             process = subprocess.Popen(
                 [*command, *map(str, descriptors), str(os.getpid())],

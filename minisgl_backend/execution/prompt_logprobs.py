@@ -2,7 +2,7 @@
 
 The output head runs over a slice of the positions at a time, so logits never take more than
 ``most_rows`` rows of the vocabulary, however long the chunks are. What is kept of a slice is a few
-numbers a position. Runs behind the layers, whether these are captured or not.
+numbers a position. Runs after the layers, whether these are captured or not.
 
 All ranks run the head, which is split over them; rank 0 alone reads the logits. Must not know
 pages, attention or sampling.
@@ -42,7 +42,7 @@ def rows_at_once(vocab_size: int, dtype: torch.dtype) -> int:
 class ScoredChunks:
     """The scored positions of a step's S scored chunks, one chunk after another.
 
-    On the host: ``tokens`` int32 [num_scored], the tokens behind the positions; ``borders`` int64
+    On the host: ``tokens`` int32 [num_scored], the tokens after the positions; ``borders`` int64
     [S + 1], where each chunk's begin and end; ``counts`` int64 [S], how many alternatives each is
     asked for. ``found`` [num_scored] is on the device until ``download``.
     """
@@ -112,11 +112,11 @@ class PromptScorer:
     def score(
         self, hidden: Tensor, positions: HostArray, tokens: IntArray, num_top: int
     ) -> Likelihoods | None:
-        """Score ``tokens`` [n] behind the ``positions`` [n] of ``hidden`` [num_tokens,
+        """Score ``tokens`` [n] after the ``positions`` [n] of ``hidden`` [num_tokens,
         hidden_size]. None on ranks other than 0."""
         numbers = np.stack([positions, tokens], dtype=np.int32, casting="same_kind")
-        where, behind = self._device.upload(numbers)  # int32 [n] each
-        slices = zip(where.split(self._most_rows), behind.split(self._most_rows), strict=True)
+        where, targets = self._device.upload(numbers)  # int32 [n] each
+        slices = zip(where.split(self._most_rows), targets.split(self._most_rows), strict=True)
         parts = [self._score_slice(hidden, *each, num_top) for each in slices]
         if self._model.group.rank > 0:
             return None
@@ -124,11 +124,11 @@ class PromptScorer:
         return Likelihoods(*(torch.cat(field) for field in fields))
 
     def _score_slice(
-        self, hidden: Tensor, where: Tensor, behind: Tensor, num_top: int
+        self, hidden: Tensor, where: Tensor, targets: Tensor, num_top: int
     ) -> Likelihoods:
         """A function of its own, so that the logits are freed before the next are made."""
         logits = self._model.logits(hidden.index_select(0, where))  # [<= most_rows, vocab_size]
         if self._model.group.rank > 0:
             nothing = logits[:0, 0]
             return Likelihoods(nothing, nothing, nothing, nothing)
-        return likelihoods(logits, behind, num_top)
+        return likelihoods(logits, targets, num_top)

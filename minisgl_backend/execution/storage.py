@@ -70,7 +70,7 @@ class KVStorage:
     def clear(self, pages: Tensor, *, window_pages: bool = False) -> None:
         """Zero these pages, int64[n], in all layers that have them, or these window pages.
 
-        Attention multiplies what lies behind a sequence's end by zero; a NaN left there by another
+        Attention multiplies what lies beyond a sequence's end by zero; a NaN left there by another
         sequence would survive that and spread.
         """
         for raw in self._raw(window_pages=window_pages):

@@ -10,14 +10,18 @@ take long, on two idle cores, an everyday schema waits for a second, and behind 
 wait for 4 s.
 
 Copies of a matcher share the states that its lexer has reached, so masks of a grammar that many
-answers follow are cheap. But these states are limited and never given up. So a grammar of which an
-answer has reached its limits is not kept (``Compiler.drop``): the next request begins with none.
+answers follow are cheap. But only one of the copies can be used at a time: if all rows of a step
+shared a lexer, their masks would be made one after another. So a grammar that compiles quickly is
+compiled anew for every ``_MOST_COPIES`` answers. The states are limited, too, and never given up.
+So a grammar of which an answer has reached its limits is not kept (``Compiler.drop``): the next
+request begins with none.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor, wait
@@ -41,9 +45,13 @@ from minisgl_backend.request import Grammar, GrammarKind, TokenId
 
 logger = logging.getLogger(__name__)
 
-_MOST_KEPT: Final = 64
-"""Compiled grammars that are kept to be copied, the last used ones. The states that answers add to
-one's lexer take 10 MB at most."""
+_MOST_KEPT: Final = 256
+"""Compiled grammars that are kept to be copied, the last used ones: as many as may run at once. The
+states that answers add to one's lexer take 10 MB at most, and a tenth of a megabyte mostly."""
+_MOST_COPIES: Final = 16
+"""Answers that share a lexer."""
+_QUICK_S: Final = 0.01
+"""A grammar that takes longer to be compiled is copied without end."""
 _MOST_KEPT_BYTES: Final = 2 * 2**20
 """Of the sources of those that are kept. Compiled, a large one takes up to a hundred times that."""
 MOST_WAITING: Final = 128 * NUM_WORKERS
@@ -72,6 +80,31 @@ class _Job:
     def __init__(self, grammar: Grammar, asked: Future[LLMatcher]) -> None:
         self.grammar = grammar
         self.asked = [asked]
+
+
+class _Source:
+    """A compiled grammar, of which any thread may have copies."""
+
+    def __init__(self, tokenizer: LLTokenizer, vetted: str) -> None:
+        """``vetted`` is the grammar as ``vetting`` has found it to be good."""
+        self._tokenizer = tokenizer
+        self._vetted = vetted
+        self._lock = threading.Lock()
+        self._compile()
+
+    def _compile(self) -> None:
+        began_s = time.thread_time()
+        self._matcher = new_matcher(self._tokenizer, self._vetted)
+        self._is_quick = time.thread_time() - began_s < _QUICK_S
+        self._num_copies = 0
+
+    def copy(self) -> LLMatcher:
+        """A matcher at the beginning of the grammar."""
+        with self._lock:
+            if self._num_copies == _MOST_COPIES and self._is_quick:
+                self._compile()
+            self._num_copies += 1
+            return self._matcher.deep_copy()
 
 
 class _Lane:
@@ -121,7 +154,7 @@ class Compiler:
         self._copier = ThreadPoolExecutor(1, "copies")
         self._lock = threading.Lock()
         self._jobs: dict[_Key, _Job] = {}
-        self._kept: OrderedDict[_Key, LLMatcher] = OrderedDict()
+        self._kept: OrderedDict[_Key, _Source] = OrderedDict()
         self._kept_bytes = 0
 
     def prepare(self) -> None:
@@ -189,7 +222,7 @@ class Compiler:
             if all(asked.cancelled() for asked in job.asked):
                 del self._jobs[key]
                 return
-        made: LLMatcher | MiniSGLError
+        made: _Source | MiniSGLError
         try:
             made = self._made(job.grammar, lane.budget)
         except TakesLonger as error:
@@ -206,7 +239,7 @@ class Compiler:
             made = EngineFailure(f"the grammar could not be compiled: {type(error).__name__}")
         with self._lock:
             del self._jobs[key]
-            if isinstance(made, LLMatcher):
+            if isinstance(made, _Source):
                 self._keep(key, made)
         for asked in job.asked:
             if not isinstance(made, MiniSGLError):
@@ -214,7 +247,7 @@ class Compiler:
             elif asked.set_running_or_notify_cancel():
                 asked.set_exception(made)
 
-    def _keep(self, key: _Key, made: LLMatcher) -> None:
+    def _keep(self, key: _Key, made: _Source) -> None:
         """Keep a grammar, and no more of the others than there is room for; with the lock held."""
         self._kept[key] = made
         self._kept_bytes += _size(key)
@@ -222,8 +255,8 @@ class Compiler:
             gone, _ = self._kept.popitem(last=False)
             self._kept_bytes -= _size(gone)
 
-    def _made(self, grammar: Grammar, budget: Budget) -> LLMatcher:
-        """A new matcher. If the processes have ended, others try the grammar once more."""
+    def _made(self, grammar: Grammar, budget: Budget) -> _Source:
+        """The compiled grammar. If the processes have ended, others try the grammar once more."""
         tokenizer, vet = self._opened()
         try:
             vetted = vet(grammar, budget)
@@ -232,7 +265,7 @@ class Compiler:
                 raise
             tokenizer, vet = self._opened()
             vetted = vet(grammar, budget)
-        return new_matcher(tokenizer, vetted)
+        return _Source(tokenizer, vetted)
 
     def _opened(self) -> tuple[LLTokenizer, Vetting]:
         """The tokenizer and the processes, which are made when they are first needed."""
@@ -264,9 +297,15 @@ class Compiler:
                 tools.set_exception(error)
 
 
-def _copy(made: LLMatcher, asked: Future[LLMatcher]) -> None:
-    if asked.set_running_or_notify_cancel():
-        asked.set_result(made.deep_copy())
+def _copy(made: _Source, asked: Future[LLMatcher]) -> None:
+    if not asked.set_running_or_notify_cancel():
+        return
+    try:
+        copy = made.copy()
+    except MiniSGLError as error:
+        asked.set_exception(error)
+    else:
+        asked.set_result(copy)
 
 
 def _is_lost(tools: Future[tuple[LLTokenizer, Vetting]]) -> bool:

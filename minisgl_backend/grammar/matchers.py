@@ -99,8 +99,9 @@ class Matcher:
 
     @property
     def has_own_rules(self) -> bool:
-        """Whether ``adjust`` may change a mask."""
-        return bool(self._held_back) or self.may_open is not None
+        """Whether the grammar is not all there is to follow: tokens may be held back, or stand
+        before it."""
+        return bool(self._held_back) or self.grammar.begins_after is not None
 
     def adjust(self, mask: IntArray) -> None:
         """Change ``mask``, int32[num_words], as the grammar has written it: set the bit of the
@@ -122,17 +123,42 @@ class Matcher:
                 words[:] = before
 
 
+class Batch:
+    """The matchers of a step's rows, in order.
+
+    Their order mostly stays the same from step to step. So what a step needs is made once: for each
+    of hundreds it would take its time, while the device waits.
+    """
+
+    def __init__(self, matchers: Sequence[Matcher]) -> None:
+        self.matchers = matchers
+        self.inners = [matcher.inner for matcher in matchers]
+        self.with_rules = [
+            (index, matcher) for index, matcher in enumerate(matchers) if matcher.has_own_rules
+        ]
+        self._lines = [(inner, index) for index, inner in enumerate(self.inners)]
+
+    def take(self, token_ids: Sequence[TokenId]) -> Sequence[int]:
+        """Count a token of each answer; the indices of those whose grammar has to follow it."""
+        before = {index for index, matcher in self.with_rules if not matcher.take(token_ids[index])}
+        indices = range(len(self.inners))
+        return [index for index in indices if index not in before] if before else indices
+
+    def lines(self) -> tuple[list[int], list[tuple[LLMatcher, int]]]:
+        """The indices of those that are free, and the others with their indices."""
+        free = [index for index, matcher in self.with_rules if matcher.is_free]
+        if not free:
+            return free, self._lines
+        return free, [line for line in self._lines if line[1] not in set(free)]
+
+
 class Filling:
     """Masks that are being written (``Grammars.fill``)."""
 
     def __init__(
-        self,
-        matchers: Sequence[Matcher],
-        masks: IntArray,
-        work: Future[None] | None,
-        compiler: Compiler,
+        self, batch: Batch, masks: IntArray, work: Future[None] | None, compiler: Compiler
     ) -> None:
-        self._matchers = matchers
+        self._batch = batch
         self._masks = masks
         self._work = work
         self._compiler = compiler
@@ -142,14 +168,14 @@ class Filling:
         limits, and why."""
         if self._work is not None:
             self._work.result()
-        failed = {}
-        for index, matcher in enumerate(self._matchers):
-            if not matcher.is_free and matcher.inner.is_error():
-                why = one_line(matcher.inner.get_error())
-                failed[index] = f"the grammar is too complex: {why}"
-                self._compiler.drop(matcher.grammar)
-            elif matcher.has_own_rules:  # few have: for each of hundreds this takes its time
+        for index, matcher in self._batch.with_rules:
+            if not matcher.inner.is_error():
                 matcher.adjust(self._masks[index])
+        failed = {}
+        for index, inner in enumerate(self._batch.inners):
+            if inner.is_error():
+                failed[index] = f"the grammar is too complex: {one_line(inner.get_error())}"
+                self._compiler.drop(self._batch.matchers[index].grammar)
         return failed
 
 
@@ -218,42 +244,35 @@ class Grammars:
         asked.add_done_callback(finish)
         return asked.cancel
 
-    def advance(
-        self, matchers: Sequence[Matcher], token_ids: Sequence[TokenId]
-    ) -> dict[int, State]:
+    def advance(self, batch: Batch, token_ids: Sequence[TokenId]) -> dict[int, State]:
         """Take one more token of each answer; the result has those that cannot go on, by index."""
-        followed = [
-            (index, matcher.inner, token_id)
-            for index, (matcher, token_id) in enumerate(zip(matchers, token_ids, strict=True))
-            if matcher.take(token_id)
-        ]
-        if not followed:
+        inners, indices = batch.inners, batch.take(token_ids)
+        if not indices:
             return {}
-        self._fillers.consume_token_par([(inner, token_id) for _, inner, token_id in followed])
-        states = {index: _state_of(inner) for index, inner, _ in followed if inner.is_stopped()}
+        self._fillers.consume_token_par([(inners[index], token_ids[index]) for index in indices])
+        states = {
+            index: _state_of(inners[index]) for index in indices if inners[index].is_stopped()
+        }
         for index, state in states.items():
             if state is State.TOO_COMPLEX:
-                self._compiler.drop(matchers[index].grammar)
+                self._compiler.drop(batch.matchers[index].grammar)
         return states
 
-    def fill(self, matchers: Sequence[Matcher], masks: IntArray) -> Filling:
-        """Begin to write to ``masks``, int32[len(matchers), num_words], a bit for each token: 1 if
+    def fill(self, batch: Batch, masks: IntArray) -> Filling:
+        """Begin to write to ``masks``, int32[num_matchers, num_words], a bit for each token: 1 if
         it may come next. The matchers are not to be used until it is done."""
-        followed = []
-        for index, matcher in enumerate(matchers):
-            if matcher.is_free:
-                masks[index] = self._free
-            else:
-                followed.append((matcher.inner, index))
+        free, followed = batch.lines()
+        for index in free:
+            masks[index] = self._free
         if not followed:
-            return Filling(matchers, masks, None, self._compiler)
+            return Filling(batch, masks, None, self._compiler)
         assert masks.flags.c_contiguous
         compute = partial(
             self._fillers.unsafe_compute_mask_ptr,
             followed,
             masks.ctypes.data,
             self.num_words * masks.itemsize,
-            len(matchers),
+            len(masks),
         )
         has_lock = threading.Event()
 
@@ -261,7 +280,7 @@ class Grammars:
             has_lock.set()
             compute()
 
-        filling = Filling(matchers, masks, self._filler.submit(work), self._compiler)
+        filling = Filling(batch, masks, self._filler.submit(work), self._compiler)
         has_lock.wait()  # else this thread would keep Python's lock for milliseconds
         return filling
 

@@ -1,7 +1,9 @@
-"""How the grouped GEMMs of ``cuda/experts.cu`` are cut into tiles, and which weights they can take.
+"""How experts' grouped GEMMs (``cuda/experts.cu``, ``experts_many.cu``) are cut into tiles, and
+which weights they can take.
 
 Pure arithmetic, without a GPU. The cuts were the fastest of those that ``tools/gpu/sweep_experts``
-tries on an H200, with the weights of Qwen3-30B-A3B, at 1 to 4,096 tokens.
+tried, with the weights of Qwen3-30B-A3B: of ``experts.cu`` on an H200, at 1 to 4,096 tokens; of
+``experts_many.cu`` on an H100, at 600 to 8,192.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from math import gcd
 from typing import Final
 
 from minisgl_backend.experts_spec import ClampedGate, ExpertsSpec
-from minisgl_backend.kernels.linear_cut import BLOCK, Numbers
+from minisgl_backend.kernels.linear_cut import BLOCK, CODES_BLOCK, Numbers
 from minisgl_backend.weight_format import WeightFormat
 
 _MAX_EXPERTS: Final = 1024
@@ -77,6 +79,43 @@ _CUTS: Final = {
 """By bits of a weight, and the largest mean number of rows of an expert that each is for."""
 
 
+@dataclass(frozen=True, slots=True)
+class ManyCut:
+    """A tile of ``cuda/experts_many.cu``, ``features`` of a weight by up to ``tokens`` rows of x,
+    and ``stages`` of the ring. Thread blocks of a ``cluster`` have the same features, other rows.
+    """
+
+    features: int
+    tokens: int
+    stages: int
+    cluster: int
+
+    @property
+    def block(self) -> int:
+        """Rows of an expert that a cluster takes at once."""
+        return self.cluster * self.tokens
+
+    @property
+    def shared_bytes(self) -> int:
+        """The ring, 64 finished features of all rows of both warpgroups, a pair and a factor for
+        each row, and of a stage scales, its tile and two barriers."""
+        of_rows = 2 * self.tokens * (2 * 64 + 4 + 4)
+        stage = (self.features + self.tokens) * 128 + 4 * 32 + 16 + 2 * 8
+        return self.stages * stage + of_rows
+
+
+MANY: Final = ManyCut(features=256, tokens=128, stages=4, cluster=2)
+
+_MANY_ROWS: Final = {16: 64, 8: 32}
+"""By bits of a weight, the mean number of rows of an expert above which that cut is taken."""
+
+
+def are_many(num_pairs: int, num_experts: int, bits: int) -> bool:
+    """Whether so many rows, that go to ``num_experts`` experts, are for ``MANY``."""
+    most = _MANY_ROWS.get(bits)
+    return most is not None and num_pairs > most * num_experts
+
+
 def cuts(bits: int) -> list[ExpertCut]:
     """All that ``cut_of`` returns for weights of ``bits``."""
     return list(_CUTS[bits].values())
@@ -112,5 +151,15 @@ def fits(hidden_size: int, inner_size: int, form: WeightFormat | None) -> bool:
         height % _ALIGNED == 0
         and size % unit == 0
         and (group is None or gcd(group, size) % _LEAST_GROUP == 0)
+        for height, size in matrices
+    )
+
+
+def fits_many(hidden_size: int, inner_size: int) -> bool:
+    """Whether ``MANY`` can be for weights of these sizes, the second that of a rank's part."""
+    matrices = (2 * inner_size, hidden_size), (hidden_size, inner_size)
+    return all(
+        # of a single block the kernel's registers spill
+        height % MANY.features == 0 and size % CODES_BLOCK == 0 and size > CODES_BLOCK
         for height, size in matrices
     )

@@ -40,9 +40,9 @@ class Run:
     """Tokens of one row that follow each other, by their indices in the step: ``begin`` <= t <
     ``end``.
 
-    ``slot`` has the row's states, those behind the tokens before, unless the run ``is_fresh``: then
-    it begins a sequence. It gets those behind the last token. ``kept``, ascending: an index and the
-    slot that gets a copy of the states behind the tokens before that index.
+    ``slot`` has the row's states, those after the tokens before, unless the run ``is_fresh``: then
+    it begins a sequence. It gets those after the last token. ``kept``, ascending: an index and the
+    slot that gets a copy of the states after the tokens before that index.
     """
 
     begin: int
@@ -57,9 +57,9 @@ class Runs:
     """The prompt chunks of a step, as kernels read them. No slot occurs twice.
 
     int32 on the device. ``blocks`` [num_blocks, 4], up to 64 tokens each, in the tokens' order:
-    begin, end, the slot that keeps the states behind it or -1, and its run. ``lines``
+    begin, end, the slot that keeps the states after it or -1, and its run. ``lines``
     [num_lines, 4], one a run: its first block, the one after its last, slot, and whether it is
-    fresh. Both may end in padding: blocks that begin and end behind the last token of all runs, and
+    fresh. Both may end in padding: blocks that begin and end after the last token of all runs, and
     lines with the slot -1.
     """
 
@@ -113,7 +113,7 @@ def runs_table(runs: Sequence[Run], most_blocks: int, most_lines: int, *, end: i
 
 def _pieces(run: Run) -> Iterator[tuple[int, int, int]]:
     """The parts of a run between the borders at which states are kept: begin, end, and the slot
-    that keeps the states behind it or -1."""
+    that keeps the states after it or -1."""
     begin = run.begin
     for end, slot in (*run.kept, (run.end, -1)):
         yield begin, end, slot
@@ -139,7 +139,7 @@ class DeltaWeights:
 class DeltaInputs:
     """The projections of tokens; a token's numbers lie together, those of the next may be apart.
 
-    ``channels`` [num_tokens, num_channels], behind the convolution: queries and keys of all key
+    ``channels`` [num_tokens, num_channels], after the convolution: queries and keys of all key
     heads, values of all heads. ``z`` [num_tokens, num_heads, value_dim], the gate of the output.
     [num_tokens, num_heads]: ``a``, which the decay follows from, and ``b``, the rate's.
     """
@@ -208,7 +208,7 @@ def delta_step(
 def delta_runs(
     out: Tensor, inputs: DeltaInputs, weights: DeltaWeights, states: Tensor, runs: Runs
 ) -> None:
-    """The same over the tokens of ``runs``; all behind them is padding, and gets zeros."""
+    """The same over the tokens of ``runs``; all after them is padding, and gets zeros."""
     if not use_triton(out):
         delta_runs_reference(out, inputs, weights, states, runs)
         return
@@ -313,7 +313,7 @@ def _gated(found: Tensor, z: Tensor, weights: DeltaWeights) -> Tensor:
 
 
 def causal_conv(x: Tensor, state: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """The convolution over one sequence's tokens, and SiLU of it; the state behind them.
+    """The convolution over one sequence's tokens, and SiLU of it; the state after them.
 
     ``x`` [num_tokens, channels]; ``state`` [channels, width - 1], the inputs of the tokens before;
     ``weight`` [channels, width], of which the last column is the token's own. Returns
@@ -328,7 +328,7 @@ def causal_conv(x: Tensor, state: Tensor, weight: Tensor) -> tuple[Tensor, Tenso
 def delta_rule(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The rule over one sequence's tokens: what they read, and the state behind them.
+    """The rule over one sequence's tokens: what they read, and the state after them.
 
     ``q``, ``k`` [num_tokens, num_key_heads, key_dim], not normalized; ``v`` [num_tokens, num_heads,
     value_dim], where consecutive heads share a key head; ``g``, ``beta`` [num_tokens, num_heads];

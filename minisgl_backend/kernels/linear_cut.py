@@ -70,6 +70,8 @@ class Cut:
 
     ``splits`` thread blocks share a tile along in_features; if ``even``, there is one thread block
     a multiprocessor, and all take equal parts of all tiles. ``numbers`` are those of the weight.
+    Of codes a thread block may have warps for two ``ways``, which take 128 in_features each in
+    turn; its ring has an even number of those.
     """
 
     features: int
@@ -78,10 +80,16 @@ class Cut:
     splits: int = 1
     even: bool = False
     numbers: Numbers = PLAIN
+    ways: int = 1
 
     def num_steps(self, height: int, in_features: int) -> int:
         """Steps of all tiles of a weight [height, in_features]; one takes a block of it."""
         return height // self.features * (in_features // self.numbers.block)
+
+    @property
+    def threads(self) -> int:
+        """Of a thread block: those that multiply, and two warps that help."""
+        return 2 * self.features * self.ways + 64
 
     @property
     def stage_bytes(self) -> int:
@@ -96,9 +104,10 @@ class Cut:
 
     @property
     def shared_bytes(self) -> int:
-        """The ring, a float32 a token and, if ``even``, a slice of a tile."""
+        """The ring, a float32 a token, if ``even`` a slice of a tile, and the second way's sums."""
         ring = self.stages * self.in_stage_bytes + 4 * self.tokens
-        return ring + (self._slice_bytes if self.even else 0)
+        of_way = (self.ways - 1) * 4 * self.tokens * self.features
+        return ring + (self._slice_bytes if self.even else 0) + of_way
 
     @property
     def finished_bytes(self) -> int:
@@ -134,7 +143,8 @@ def cut_of(
     """How to multiply by a weight [height, in_features]; with ``head_dim`` a tile is a head.
 
     For small weights a tile has up to 64 tokens, or more if there would be too many tiles; if there
-    are few, each is split. Large weights are read once: a tile has as many tokens as it can.
+    are few, each is split. Large weights are read once: a tile has as many tokens as it can. Codes
+    of large ones are multiplied by few tokens in two ways, for a warp mostly waits.
     """
     if height * in_features > _MOST_SMALL:
         return _cut_of_large(batch, height, in_features, head_dim or 128, numbers)
@@ -153,12 +163,12 @@ def _cut_of_large(
     batch: int, height: int, in_features: int, features: int, numbers: Numbers
 ) -> Cut:
     tokens = _tokens_of(batch, _MOST_TOKENS_OF_LARGE, numbers)
-    even = Cut(features, tokens, stages=1, even=True, numbers=numbers)
+    ways = 2 if numbers != PLAIN and batch <= FEW_TOKENS else 1
+    even = Cut(features, tokens, stages=1, even=True, numbers=numbers, ways=ways)
     steps = even.num_steps(height, in_features) * numbers.block // BLOCK
     if steps >= _LEAST_EVEN * _MOST_BLOCKS:
-        free = _SHARED_BYTES - even.shared_bytes
-        return replace(even, stages=min(1 + free // even.in_stage_bytes, _MOST_STAGES))
-    tile = Cut(features, _tokens_of(batch, 128, numbers), stages=1, numbers=numbers)
+        return replace(even, stages=_most_stages(even))
+    tile = Cut(features, _tokens_of(batch, 128, numbers), stages=1, numbers=numbers, ways=ways)
     return _whole_or_split(batch, height, in_features, tile, _MOST_BLOCKS)
 
 
@@ -183,8 +193,17 @@ def _whole_or_split(batch: int, height: int, in_features: int, tile: Cut, most_b
         splits *= 2
     cut = replace(tile, splits=splits)
     steps = in_features // splits // block
-    stages = min(steps, _RING_BYTES // cut.stage_bytes, _MOST_STAGES)
-    return replace(cut, stages=max(stages, -(-cut.finished_bytes // cut.stage_bytes)))
+    stages = min(steps, _RING_BYTES // cut.stage_bytes, _most_stages(cut))
+    stages = max(stages, -(-cut.finished_bytes // cut.stage_bytes))
+    if block == CODES_BLOCK:
+        stages += stages % cut.ways
+    return replace(cut, stages=stages)
+
+
+def _most_stages(cut: Cut) -> int:
+    """Stages that there is memory for, instead of the one of ``cut``."""
+    free = _SHARED_BYTES - cut.shared_bytes
+    return min(1 + free // cut.in_stage_bytes, _MOST_STAGES)
 
 
 def invariant_cuts(height: int, in_features: int) -> dict[int, Cut]:

@@ -70,6 +70,12 @@ class CodesKind:
     zeros: bool
 
     @property
+    def rounds_many_rows(self) -> bool:
+        """Whether experts with many rows multiply the codes as they are, by rows in float8."""
+        in_blocks = self.group == CODES_BLOCK and self.shared_by > 1
+        return self.encoding is Encoding.E4M3 and (in_blocks or self.group == 0)
+
+    @property
     def macros(self) -> dict[str, int]:
         """Those of ``cuda/tile_gemm.cuh``."""
         return {
@@ -91,7 +97,8 @@ class CodesKind:
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedWeight:
     """A weight [out_features, in_features] for the GEMMs of ``cuda/linear.cu``; or, with a leading
-    dimension everywhere, such weights of all experts for those of ``cuda/experts.cu``.
+    dimension everywhere, such weights of all experts for those of ``cuda/experts.cu`` and, in
+    float8, ``cuda/experts_many.cu``.
 
     weight   its codes are permuted; it has no groups
     scales   kind.group > 0: 4 bytes each, [out_features / 64, in_features / 128, 128 / group,

@@ -35,7 +35,7 @@ def prefill_attention(
     """Causal attention of chunks, each the last positions before its end.
 
     ``q`` [num_tokens, num_heads, head_dim], heads may be strided by token. Chunks stand one after
-    another; other tokens before and behind them are left alone. ``k_cache``, ``v_cache``
+    another; other tokens before and after them are left alone. ``k_cache``, ``v_cache``
     [num_pages, page_size, num_kv_heads, head_dim]; ``page_table`` int32 [num_rows, max_pages]. Per
     chunk, int32: ``rows`` [num_chunks] of the page table, ``offsets`` [num_chunks + 1] into the
     tokens, ``ends`` [num_chunks]: positions of the row up to the chunk's last, which is included; a

@@ -43,10 +43,9 @@ class OutputHead(nn.Module):
 
         ``out``, of that shape, takes the result if that saves memory.
         """
-        size = self.group.size
-        if size == 1:
+        if self.group.size == 1:
             return self.matrix.gemm(x, out=out)
-        parts = self.group.all_gather(self.matrix.gemm(x), dim=0).chunk(size)
+        parts = self.group.all_gather(self.matrix.gemm(x))  # [size, num_rows, share]
         known = [part[:, : self._num_held(rank)] for rank, part in enumerate(parts)]
         return torch.cat(known, dim=1) if out is None else torch.cat(known, dim=1, out=out)
 

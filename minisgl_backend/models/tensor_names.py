@@ -69,7 +69,7 @@ class TensorNames:
 
     ``renamed`` are pairs of a fragment of a name there and what it stands for in the decoder's; the
     first one that is found is replaced. ``merged`` lists the modules whose tensors hold several
-    projections, the outputs of one behind those of the other: by the end of the module's name, the
+    projections, the outputs of one after those of the other: by the end of the module's name, the
     names of the projections and their numbers of outputs. A checkpoint of the layers alone, as
     embedding models have it, leaves out the first part of all names, ``model.``. If the checkpoint
     is ``multimodal``, tensors of what sees and hears are left out, and always those whose names

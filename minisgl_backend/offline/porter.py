@@ -27,7 +27,7 @@ from typing import Protocol, TypeVar
 
 from minisgl_backend.errors import Cancelled, EngineFailure, MiniSGLError, Overloaded
 from minisgl_backend.request import Event, Failed, Request, RequestId
-from minisgl_backend.runtime.engine import Door
+from minisgl_backend.runtime.door import Door
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from torch._C._distributed_c10d import Store, TCPStore
 from minisgl_backend.errors import ConfigError, EngineFailure
 from minisgl_backend.parallel.flashinfer_sum import FlashInferSum, is_built
 from minisgl_backend.parallel.group import Group
-from minisgl_backend.parallel.place import COMMS, Place, check_comm, listen_at
+from minisgl_backend.parallel.place import COMMS, RankPlace, check_comm, listen_at
 from minisgl_backend.parallel.pynccl import pynccl_group
 from minisgl_backend.parallel.torch_group import gloo_group, nccl_group
 
@@ -24,7 +24,7 @@ _LEAST_STORE_S: Final = 60.0
 """Least timeout: PyTorch looks up each address's name for its log, and a lost answer costs 5 s."""
 
 
-def choose_comm(option: str | None, device: torch.device, place: Place) -> str:
+def choose_comm(option: str | None, device: torch.device, place: RankPlace) -> str:
     """The library that ``option`` names, by default the fastest that is ready for use.
 
     FlashInfer is the fastest with two and four ranks of one host; with eight it has not been
@@ -39,7 +39,7 @@ def choose_comm(option: str | None, device: torch.device, place: Place) -> str:
     return COMMS[device.type][0]
 
 
-def open_store(place: Place, timeout_s: float) -> tuple[Place, Store]:
+def open_store(place: RankPlace, timeout_s: float) -> tuple[RankPlace, Store]:
     """The store of all ranks, and the place with its port; rank 0 is the first to open it.
 
     Raises ``ConfigError`` if the address is not one of this machine, or its port is taken.
@@ -63,7 +63,7 @@ def open_store(place: Place, timeout_s: float) -> tuple[Place, Store]:
 
 
 def connect(
-    place: Place, store: Store, comm: str, device: torch.device, *, timeout_s: float
+    place: RankPlace, store: Store, comm: str, device: torch.device, *, timeout_s: float
 ) -> Group:
     """The group of all ranks that meet in ``store``; returns when all have connected.
 

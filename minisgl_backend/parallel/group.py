@@ -58,8 +58,8 @@ class Group(Protocol):
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum of every rank's ``x``; may overwrite it."""
 
-    def all_gather(self, x: Tensor, dim: int = -1) -> Tensor:
-        """Every rank's ``x`` side by side along ``dim``, in rank order."""
+    def all_gather(self, x: Tensor) -> Tensor:
+        """Every rank's ``x``, [size, *shape of x]."""
 
     def broadcast(self, x: Tensor) -> Tensor:
         """Rank 0's ``x``; overwrites the others'."""
@@ -76,7 +76,7 @@ class Group(Protocol):
 
 
 class OneRank:
-    """The group of a model that sits on one device: collectives return what they are given."""
+    """The group of a model that sits on one device: collectives change nothing."""
 
     rank = 0
     size = 1
@@ -85,8 +85,8 @@ class OneRank:
     def all_reduce(self, x: Tensor) -> Tensor:
         return x
 
-    def all_gather(self, x: Tensor, dim: int = -1) -> Tensor:
-        return x
+    def all_gather(self, x: Tensor) -> Tensor:
+        return x[None]
 
     def broadcast(self, x: Tensor) -> Tensor:
         return x
@@ -96,12 +96,6 @@ class OneRank:
 
     def leave(self, *, patience_s: float = 0.0) -> None:
         pass
-
-
-def side_by_side(parts: Tensor, dim: int) -> Tensor:
-    """[size, *shape] of all ranks' tensors -> the tensors joined along their ``dim``."""
-    dim %= parts.dim() - 1
-    return parts.movedim(0, dim).flatten(dim, dim + 1)
 
 
 def least_free_memory(group: Group, free_bytes: int, *, may_differ: bool = False) -> int:

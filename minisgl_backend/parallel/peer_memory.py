@@ -44,7 +44,7 @@ class PeerMemory:
         handle = _Handle()
         self._call("cuIpcGetMemHandle", ctypes.byref(handle), own)
         mine = torch.frombuffer(bytearray(bytes(handle)), dtype=torch.uint8)
-        handles = host.all_gather(mine, dim=0).view(host.size, _HANDLE_BYTES)
+        handles = host.all_gather(mine)
         self.addresses = [
             own.value if rank == host.rank else self._open(handles[rank].numpy().tobytes())
             for rank in range(host.size)

@@ -34,7 +34,7 @@ COMMS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
 """The libraries by which ranks can communicate, by type of device; the default first."""
 
 
-def check_comm(option: str | None, device_type: str, place: Place) -> None:
+def check_comm(option: str | None, device_type: str, place: RankPlace) -> None:
     """Raise ``ConfigError`` if the device or ranks on several hosts cannot use the library that the
     option ``comm`` names."""
     offered = COMMS[device_type]
@@ -47,7 +47,7 @@ def check_comm(option: str | None, device_type: str, place: Place) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class RankPlace:
     """One rank's place among all. ``port`` 0 stands for a free one, which only rank 0 can take.
 
     ``local_rank`` is the rank's number on its host, and the index of its GPU. ``own_address`` is
@@ -63,7 +63,7 @@ class Place:
     own_address: str | None = None
 
     @classmethod
-    def first(cls, size: int, address: str | None, num_nodes: int = 1) -> Place:
+    def first(cls, size: int, address: str | None, num_nodes: int = 1) -> RankPlace:
         """Rank 0's place among as many ranks on each of ``num_nodes`` hosts; ``address`` is
         HOST:PORT."""
         place = cls(rank=0, size=size, local_rank=0, local_size=size // num_nodes)
@@ -73,7 +73,7 @@ class Place:
         return replace(place, host=host, port=port)
 
     @classmethod
-    def from_environment(cls, environment: Mapping[str, str]) -> Place:
+    def from_environment(cls, environment: Mapping[str, str]) -> RankPlace:
         """The place that a launcher gave this process; ``ConfigError`` if it gave none."""
 
         def number(name: str) -> int:
@@ -91,7 +91,7 @@ class Place:
             local_size=number("LOCAL_WORLD_SIZE"),
         )
 
-    def of(self, rank: int) -> Place:
+    def of(self, rank: int) -> RankPlace:
         """The place of another rank on this host."""
         return replace(self, rank=rank, local_rank=self.local_rank + rank - self.rank)
 
@@ -128,7 +128,7 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def listen_at(place: Place) -> socket.socket:
+def listen_at(place: RankPlace) -> socket.socket:
     """A socket that listens at the place's host and port, and at no other address.
 
     Returns or raises ``ConfigError`` within seconds, within a minute if there are several hosts.
@@ -157,7 +157,7 @@ def listen_at(place: Place) -> socket.socket:
     )
 
 
-def _addresses(place: Place) -> list[tuple[socket.AddressFamily, tuple[Any, ...]]]:
+def _addresses(place: RankPlace) -> list[tuple[socket.AddressFamily, tuple[Any, ...]]]:
     """The addresses that the place's host and port stand for.
 
     Clusters give machines their names while these start already: with several hosts this waits for

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from minisgl_backend.errors import ConfigError, EngineFailure
-from minisgl_backend.parallel.group import FusedSum, Group, side_by_side
+from minisgl_backend.parallel.group import FusedSum, Group
 from minisgl_backend.parallel.leaving import Leaving
 from minisgl_backend.parallel.torch_group import keep_multicast_off
 
@@ -161,11 +161,11 @@ class PyNcclGroup:
         data = x.data_ptr()
         self._launch("ncclAllReduce", data, data, x.numel(), _DTYPES[x.dtype], _SUM)
 
-    def all_gather(self, x: Tensor, dim: int = -1) -> Tensor:
+    def all_gather(self, x: Tensor) -> Tensor:
         x = x.contiguous()
         parts = x.new_empty((self.size, *x.shape))
         self._launch("ncclAllGather", x.data_ptr(), parts.data_ptr(), x.numel(), _DTYPES[x.dtype])
-        return side_by_side(parts, dim)
+        return parts
 
     def broadcast(self, x: Tensor) -> Tensor:
         assert x.is_contiguous()

@@ -29,9 +29,9 @@ from torch._C._distributed_c10d import (
 )
 
 from minisgl_backend.errors import EngineFailure
-from minisgl_backend.parallel.group import FusedSum, side_by_side
+from minisgl_backend.parallel.group import FusedSum
 from minisgl_backend.parallel.leaving import Leaving
-from minisgl_backend.parallel.place import Place
+from minisgl_backend.parallel.place import RankPlace
 
 _INTERFACE: Final = "GLOO_SOCKET_IFNAME"
 """PyTorch's variable for the network interface that gloo uses."""
@@ -65,11 +65,11 @@ class TorchGroup:
         _run(self._backend.allreduce, [x], _in_line(AllreduceOptions()))
         return x
 
-    def all_gather(self, x: Tensor, dim: int = -1) -> Tensor:
+    def all_gather(self, x: Tensor) -> Tensor:
         parts = x.new_empty((self.size, *x.shape))
         options = _in_line(AllgatherOptions())
         _run(self._backend._allgather_base, parts.flatten(0, 1), x.contiguous(), options)
-        return side_by_side(parts, dim)
+        return parts
 
     def broadcast(self, x: Tensor) -> Tensor:
         _run(self._backend.broadcast, [x], _in_line(BroadcastOptions()))
@@ -117,7 +117,7 @@ def _run(collective: Callable[..., Any], *arguments: Any) -> None:
         raise EngineFailure(f"a rank is lost: {error}") from error
 
 
-def gloo_group(place: Place, store: Store, timeout_s: float) -> TorchGroup:
+def gloo_group(place: RankPlace, store: Store, timeout_s: float) -> TorchGroup:
     """The group of all ranks for tensors in main memory; returns when all are connected."""
     gloo: Any = dist.ProcessGroupGloo
     options = gloo._Options()
@@ -149,7 +149,7 @@ def _tcp_connections() -> Iterator[tuple[int, socket.socket]]:
                     yield os.fstat(connection.fileno()).st_ino, connection
 
 
-def nccl_group(place: Place, store: Store, host: TorchGroup) -> TorchGroup:
+def nccl_group(place: RankPlace, store: Store, host: TorchGroup) -> TorchGroup:
     """The group of all ranks for tensors on their GPUs, by PyTorch's NCCL."""
     keep_multicast_off()
     # the engine decides about a rank whose peer is lost, not PyTorch's watchdog

@@ -48,7 +48,7 @@ from minisgl_backend.request import (
 )
 from minisgl_backend.routing.router import Balance, Capacity, Placement, Router
 from minisgl_backend.routing.shadow import CacheShadow
-from minisgl_backend.runtime.engine import Door, EngineInfo, Health, ReplicaStats, shutting_down
+from minisgl_backend.runtime.door import Door, EngineInfo, Health, ReplicaStats, shutting_down
 from minisgl_backend.runtime.open_requests import OpenRequest
 from minisgl_backend.runtime.recorder import EngineStats, Samples
 from minisgl_backend.runtime_files import State
@@ -295,7 +295,7 @@ class ReplicatedEngine(Door):
         elif head == "-":
             self._shadow.evict(replica, np.array(news[1], np.int32))
         elif head == "0":
-            self._shadow.forget_cached(replica)
+            self._shadow.forget(replica)
         elif head == "l":
             assert self._loaded is not None
             answer = news[2] if len(news) == 3 else (news[2], news[3], news[4])

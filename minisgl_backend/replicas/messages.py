@@ -65,7 +65,7 @@ from minisgl_backend.request import (
     SamplingParams,
     TokenLogprobs,
 )
-from minisgl_backend.runtime.engine import EngineInfo
+from minisgl_backend.runtime.door import EngineInfo
 from minisgl_backend.runtime.recorder import EngineStats, Samples
 from minisgl_backend.scheduling.report import SchedulerStats
 

@@ -29,13 +29,9 @@ import numpy.typing as npt
 
 from minisgl_backend.errors import InvariantError
 from minisgl_backend.request import IntArray
-from minisgl_backend.routing.shadow import (
-    AdapterShadow,
-    CacheShadow,
-    Keys,
-    PrefixKeys,
-    Replicas,
-)
+from minisgl_backend.routing.expected import ExpectedNode
+from minisgl_backend.routing.keys import Keys, PrefixKeys, Replicas
+from minisgl_backend.routing.shadow import AdapterShadow, CacheShadow
 
 _FOLLOWS: Final = 0.02
 """How much a request moves the average length of prefixes."""
@@ -76,15 +72,14 @@ class Capacity:
 class Placement:
     """A request at its replica.
 
-    ``num_cached`` tokens of its prompt are cached there, or expected. ``keys`` are those of its
-    prompt; until it is computed, it makes the replica expect those from ``first_expected`` on.
+    ``num_cached`` tokens of its prompt are cached there, or expected. ``expected`` is where the
+    prompt ends among those that the replica is expected to publish; None once it is computed.
     ``num_rows``, ``waiting_tokens`` and ``pages`` are its part of the replica's load.
     """
 
     replica: int
-    keys: Keys
     num_cached: int
-    first_expected: int
+    expected: ExpectedNode | None
     num_rows: int
     waiting_tokens: int
     pages: int
@@ -116,7 +111,6 @@ class Router:
         self._total: _Load = (0, 0, 0)
         self._ranks: list[_Rank] = [(0.0, 0, 1 << number) for number in range(shadow.num_replicas)]
         self._by_load = list(self._ranks)  # sorted
-        self._waiting: list[set[Placement]] = [set() for _ in self._loads]
         self._up: Replicas = (1 << shadow.num_replicas) - 1
         self._usual = 0.0  # pages of the longest prefix that a request finds, on average
 
@@ -149,17 +143,14 @@ class Router:
         num_cached = num_held * self._page_size
         placement = Placement(
             replica=replica,
-            keys=keys,
             num_cached=num_cached,
-            first_expected=num_held,
+            expected=self.shadow.expect(replica, keys),
             num_rows=num_rows,
             waiting_tokens=len(prompt) - num_cached,
             pages=-(-len(prompt) // self._page_size) - num_held,
         )
-        self.shadow.expect(replica, keys[num_held:])
         if adapter_id is not None:
             self.adapters.expect(replica, adapter_id)
-        self._waiting[replica].add(placement)
         self.num_routed[replica] += 1
         self._add(replica, (num_rows, placement.waiting_tokens, placement.pages))
         return placement
@@ -169,7 +160,7 @@ class Router:
         has of the prefix. At least one is up. ``favoured`` are those that have the adapter."""
         longest, holders = self.shadow.longest(keys, self._up)
         self._usual += _FOLLOWS * (longest - self._usual)
-        left, num_held, having = self._up & ~holders, longest, holders
+        left, num_held, having = self._up, longest, holders
         while True:  # from the longest prefix that any of those left has to shorter ones
             limits, replica = self._limits(self._pull(num_held)), None
             if favoured:
@@ -178,12 +169,11 @@ class Router:
                 replica = self._least_loaded(having, limits)
             if replica is not None:
                 return replica, num_held
-            if left and having != holders:  # a shorter prefix has tighter limits
-                left = self._in_balance(left, limits) | left & favoured
+            # a shorter prefix has tighter limits
+            left = (self._in_balance(left, limits) | left & favoured) & ~having
             if not left:
                 break
-            num_held, having = self.shadow.longest(keys, left)
-            left &= ~having
+            num_held, having = self.shadow.longest(keys[:num_held], left)
         replica = self._least_loaded(holders)  # none is in balance
         assert replica is not None
         return replica, longest
@@ -211,11 +201,12 @@ class Router:
 
     def computed(self, placement: Placement) -> None:
         """The prompt is computed, and its published pages are reported. Idempotent."""
-        if placement.has_ended:
+        if placement.expected is None:
             return
+        self.shadow.withdraw(placement.replica, placement.expected)
+        placement.expected = None
         self._add(placement.replica, (0, -placement.waiting_tokens, 0))
         placement.waiting_tokens = 0
-        self._withdraw(placement)
 
     def grow(self, placement: Placement, num_pages: int) -> None:
         """The sequence has taken ``num_pages`` more."""
@@ -260,44 +251,34 @@ class Router:
         if self._up >> replica & 1:
             self._total = _sum(self._total, change)
 
-    def _withdraw(self, placement: Placement) -> None:
-        """Expect the placement's prefixes no longer, unless others wait that will compute them."""
-        replica, keys, first = placement.replica, placement.keys, placement.first_expected
-        waiting = self._waiting[replica]
-        waiting.discard(placement)
-        if first == len(keys):
-            return
-        self.shadow.withdraw(replica, keys[first:])
-        placement.first_expected = len(keys)
-        if self.shadow.has(replica, keys[-1]):
-            return
-        for other in waiting:
-            if len(other.keys) > first and other.keys[first] == keys[first]:
-                other.first_expected = min(first, other.first_expected)
-                self.shadow.expect(replica, other.keys[first:])
-
     def _in_balance(self, replicas: Replicas, limits: _Limits) -> Replicas:
         """Those of the replicas whose load is within the limits."""
         most_rows, most_tokens, most_pages = limits
-        within = 0
-        for replica, (rows, tokens, pages) in enumerate(self._loads):
+        within, bit = 0, 1
+        for rows, tokens, pages in self._loads:
             if rows <= most_rows and tokens <= most_tokens and pages <= most_pages:
-                within |= 1 << replica
+                within |= bit
+            bit <<= 1
         return within & replicas
 
     def _least_loaded(self, replicas: Replicas, limits: _Limits | None = None) -> int | None:
         """The first by load of those whose load is within the limits, if any; of equally loaded
         ones, the one that was sent the fewest requests."""
         loads = self._loads
+        if not replicas & (replicas - 1):  # one at most, as for most prefixes
+            replica = replicas.bit_length() - 1
+            within = replicas and (limits is None or _fits(loads[replica], limits))
+            return replica if within else None
         for _, _, bit in self._by_load:
             if replicas & bit:
                 replica = bit.bit_length() - 1
-                if limits is None:
-                    return replica
-                rows, tokens, pages = loads[replica]
-                if rows <= limits[0] and tokens <= limits[1] and pages <= limits[2]:
+                if limits is None or _fits(loads[replica], limits):
                     return replica
         return None
+
+
+def _fits(load: _Load, limits: _Limits) -> bool:
+    return load[0] <= limits[0] and load[1] <= limits[1] and load[2] <= limits[2]
 
 
 def _sum(a: _Load, b: _Load) -> _Load:

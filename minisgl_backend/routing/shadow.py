@@ -9,9 +9,7 @@ number.
 
 Prefixes may also be *expected* of a replica: a request that will publish them is on its way.
 
-Knows tokens, page ids and the numbers of replicas. Must not know loads or requests. Two prefixes
-might have one key; then a request goes to a replica that has less of it than was thought, and
-nothing else is wrong.
+Knows tokens, page ids and the numbers of replicas. Must not know loads or requests.
 
 Invariant: a replica that holds a page of a prefix holds all pages before it, since a tree loses
 pages from the ends of its leaves.
@@ -19,54 +17,15 @@ pages from the ends of its leaves.
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
-from typing import Final, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 
 from minisgl_backend.errors import InvariantError
 from minisgl_backend.request import IntArray
-
-Keys: TypeAlias = "npt.NDArray[np.uint64]"
-"""Of a prompt's prefixes of 1, 2, ... pages."""
-Replicas: TypeAlias = int
-"""A set of replicas, a bit for each."""
-
-_STEP: Final = np.uint64(0x9E3779B97F4A7C15)
-_FACTORS: Final = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
-_SHIFTS: Final = np.uint64(30), np.uint64(27), np.uint64(31)
-
-
-class PrefixKeys:
-    """Computes keys for pages of ``page_size`` tokens.
-
-    The key of a prefix is the sum, modulo 2^64, of a number for the salt and one for each page: the
-    weighted sum of its tokens, times an odd number for the page's place. It is linear, so that it
-    costs few operations; all weights are fixed odd numbers of 64 random bits.
-    """
-
-    def __init__(self, page_size: int) -> None:
-        self.page_size = page_size
-        weights = _odd_numbers(page_size + 1)
-        self._weights, self._start = weights[:-1], weights[-1]
-        self._places = np.empty(0, np.uint64)
-
-    def of(self, tokens: IntArray, salt: str = "") -> Keys:
-        """uint64 [len(tokens) // page_size]; ``tokens`` int32 [num_tokens]."""
-        num_pages = len(tokens) // self.page_size
-        pages = tokens[: num_pages * self.page_size].reshape(num_pages, self.page_size)
-        contents = pages.astype(np.uint64) @ self._weights  # [num_pages], modulo 2^64
-        contents += self._start  # so that no page counts nothing
-        if num_pages > len(self._places):
-            self._places = _odd_numbers(self.page_size + 1 + 2 * num_pages)[self.page_size + 1 :]
-        contents *= self._places[:num_pages]
-        keys: Keys = contents.cumsum()
-        if salt:
-            keys += _of_salt(salt)
-        return keys
+from minisgl_backend.routing.expected import ExpectedNode, ExpectedPrefixes
+from minisgl_backend.routing.keys import Keys, PrefixKeys, Replicas
 
 
 class TreeReports:
@@ -104,7 +63,7 @@ class CacheShadow:
     def __init__(self, num_replicas: int, num_pages: int) -> None:
         self.num_replicas = num_replicas
         self._cached: dict[int, Replicas] = {}
-        self._expected: dict[int, Replicas] = {}
+        self._expected = ExpectedPrefixes()
         # by replica and page: the key of the prefix that ends there, 0 if none does
         self._keys = np.zeros((num_replicas, num_pages), np.uint64)
 
@@ -136,7 +95,13 @@ class CacheShadow:
         held = self._keys[replica]
         keys = held[pages]
         held[pages] = 0
-        _take(self._cached, keys[keys != 0].tolist(), replica)
+        others = ~(1 << replica)
+        for key in keys[keys != 0].tolist():
+            left = self._cached.get(key, 0) & others
+            if left:
+                self._cached[key] = left
+            else:
+                self._cached.pop(key, None)
 
     def reports(self, replica: int, page_size: int) -> TreeReports:
         """The observer of a replica's cache, for a cache in this process."""
@@ -144,34 +109,20 @@ class CacheShadow:
             page_size,
             publish=partial(self.publish, replica),
             evict=partial(self.evict, replica),
-            forget=partial(self.forget_cached, replica),
+            forget=partial(self.forget, replica),
         )
 
-    def expect(self, replica: int, keys: Keys) -> None:
-        """A request that will publish these prefixes goes to the replica."""
-        bit, expected = 1 << replica, self._expected
-        for key in keys.tolist():
-            if key in expected:
-                expected[key] |= bit
-            else:
-                expected[key] = bit
+    def expect(self, replica: int, keys: Keys) -> ExpectedNode:
+        """A request with this prompt, of which the replica will have all, goes to it."""
+        return self._expected.add(replica, keys)
 
-    def withdraw(self, replica: int, keys: Keys) -> None:
-        """Expect these prefixes no longer."""
-        _take(self._expected, keys.tolist(), replica)
-
-    def forget_cached(self, replica: int) -> None:
-        """The replica has lost its cache, and goes on with its requests."""
-        self.evict(replica, np.flatnonzero(self._keys[replica]).astype(np.int32))
+    def withdraw(self, replica: int, node: ExpectedNode) -> None:
+        """Expect no longer what ``expect`` returned ``node`` for. Once for each."""
+        self._expected.remove(replica, node)
 
     def forget(self, replica: int) -> None:
-        """The replica has lost its cache, and what was expected of it."""
-        self.forget_cached(replica)
-        _take(self._expected, list(self._expected), replica)
-
-    def has(self, replica: int, key: np.uint64) -> bool:
-        """Whether the replica has the prefix of this key in its cache."""
-        return bool(self._cached.get(key.item(), 0) >> replica & 1)
+        """The replica has lost its cache; what is expected of it stays."""
+        self.evict(replica, np.flatnonzero(self._keys[replica]).astype(np.int32))
 
     def longest(
         self, keys: Keys, among: Replicas, *, expected: bool = True
@@ -180,17 +131,21 @@ class CacheShadow:
         of them that have it: all, if it is 0. With ``expected``, pages that are only expected
         count, too.
         """
-        cached, waiting = self._cached, self._expected if expected else {}
+        cached, item = self._cached.get, keys.item
         low, high, found = 0, len(keys), among
         while low < high:  # the first ``low`` pages are held by ``found``
-            middle = (low + high + 1) // 2
-            key = keys.item(middle - 1)
-            holders = (cached.get(key, 0) | waiting.get(key, 0)) & among
+            middle = (low + high) // 2
+            holders = cached(item(middle), 0) & among
             if holders:
-                low, found = middle, holders
+                low, found = middle + 1, holders
             else:
-                high = middle - 1
-        return low, found
+                high = middle
+        if not expected:
+            return low, found
+        further, expecting = self._expected.longest(keys, among)
+        if further > low:
+            return further, expecting
+        return low, found | expecting if further == low else found
 
     def match_lengths(self, keys: Keys) -> list[int]:
         """Number of pages that each replica has of a prompt; for tests and reports."""
@@ -198,26 +153,6 @@ class CacheShadow:
             self.longest(keys, 1 << replica, expected=False)[0]
             for replica in range(self.num_replicas)
         ]
-
-
-def _take(holders: dict[int, Replicas], keys: Sequence[int], replica: int) -> None:
-    """Take a replica from the holders of ``keys``; it need not be among them."""
-    others = ~(1 << replica)
-    for key in keys:
-        left = holders.get(key, 0) & others
-        if left:
-            holders[key] = left
-        else:
-            holders.pop(key, None)
-
-
-def _odd_numbers(count: int) -> Keys:
-    """The first ``count`` numbers of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014), made odd."""
-    x = _STEP * np.arange(1, count + 1, dtype=np.uint64)
-    x = (x ^ (x >> _SHIFTS[0])) * _FACTORS[0]
-    x = (x ^ (x >> _SHIFTS[1])) * _FACTORS[1]
-    odd: Keys = x ^ (x >> _SHIFTS[2]) | np.uint64(1)
-    return odd
 
 
 class AdapterShadow:
@@ -243,8 +178,3 @@ class AdapterShadow:
     def forget(self, replica: int) -> None:
         """A replica has lost all."""
         self._held[replica].clear()
-
-
-def _of_salt(salt: str) -> np.uint64:
-    digest = hashlib.blake2b(salt.encode("utf-8", "surrogatepass"), digest_size=8).digest()
-    return np.uint64(int.from_bytes(digest, "little"))

@@ -17,10 +17,9 @@ from typing import Final
 import numpy as np
 
 from minisgl_backend.errors import EngineFailure, InvalidRequest, MiniSGLError, Unsupported
-from minisgl_backend.grammar.matchers import Filling, Grammars, Matcher, State
-from minisgl_backend.plan import Pending, StepPlan
+from minisgl_backend.grammar.matchers import Batch, Filling, Grammars, Matcher, State
+from minisgl_backend.plan import NO_TOKEN, Pending, StepPlan
 from minisgl_backend.request import (
-    EMPTY,
     Failed,
     Finished,
     FinishReason,
@@ -29,7 +28,6 @@ from minisgl_backend.request import (
     RequestId,
     TokenId,
 )
-from minisgl_backend.scheduling.report import StepResult
 
 _END_OF: Final[Mapping[State, Finished | Failed]] = MappingProxyType(
     {
@@ -49,19 +47,27 @@ class Compiled:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class StepMasks:
-    """Masks that are being written, for the ``rows`` of a step, int32[n]."""
+class _Rows:
+    """Of the rows that plans mask, int32[n], those of open requests, with their matchers."""
 
+    planned: IntArray
     rows: IntArray
-    _request_ids: Sequence[RequestId]
-    _filling: Filling | None
+    request_ids: Sequence[RequestId]
+    batch: Batch
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepMasks:
+    """Masks that are being written, for some rows of a step."""
+
+    of: _Rows
+    _filling: Filling
 
     def written(self) -> dict[RequestId, Failed]:
         """Wait for them; returns the requests whose grammars have reached their limits."""
-        complaints = {} if self._filling is None else self._filling.result()
         return {
-            self._request_ids[index]: Failed(InvalidRequest(complaint))
-            for index, complaint in complaints.items()
+            self.of.request_ids[index]: Failed(InvalidRequest(complaint))
+            for index, complaint in self._filling.result().items()
         }
 
 
@@ -73,6 +79,7 @@ class Constraints:
         self._grammars = grammars
         self._matchers: dict[RequestId, Matcher] = {}
         self._by_row: dict[int, RequestId] = {}  # the last request with a grammar that held it
+        self._rows: _Rows | None = None  # of the last step with masks; None if others are open now
         self._compiling: dict[RequestId, Callable[[], bool] | None] = {}
 
     @property
@@ -108,7 +115,8 @@ class Constraints:
         """The request has ended; a grammar that has not yet been begun is not compiled for it."""
         if (take_back := self._compiling.pop(request_id, None)) is not None:
             take_back()
-        self._matchers.pop(request_id, None)
+        if self._matchers.pop(request_id, None) is not None:
+            self._rows = None
 
     def come_back(self, request_id: RequestId, token_ids: Sequence[TokenId]) -> None:
         """The request starts anew with the tokens that it has, after a step that broke."""
@@ -127,38 +135,45 @@ class Constraints:
             for admission in plan.admissions:
                 if admission.request_id in self._matchers:
                     self._by_row[admission.row] = admission.request_id
+                    self._rows = None
 
     def masks(self, plan: StepPlan, pending: Pending) -> StepMasks:
-        """Begin to write the masks of a launched plan. All steps before it are committed; no token
-        is advanced until they are written."""
+        """Begin to write the masks of a launched plan. The tokens of all steps before it have been
+        followed; no other is until the masks are written."""
+        assert self._grammars is not None
+        of = self._rows
+        if of is None or not np.array_equal(of.planned, plan.masked_rows):
+            of = self._rows = self._find(plan.masked_rows)
+        return StepMasks(of, self._grammars.fill(of.batch, pending.masks(len(of.rows))))
+
+    def _find(self, planned: IntArray) -> _Rows:
         matchers, by_row = self._matchers, self._by_row
         found = [
             (row, request_id, matchers[request_id])
-            for row in plan.masked_rows.tolist()
+            for row in planned.tolist()
             if (request_id := by_row.get(row)) in matchers  # the others have ended meanwhile
         ]
-        if not found or self._grammars is None:
-            return StepMasks(EMPTY, (), None)
-        rows, request_ids, of_rows = zip(*found, strict=True)
-        filling = self._grammars.fill(of_rows, pending.masks(len(rows)))
-        return StepMasks(np.array(rows, np.int32), request_ids, filling)
+        rows, request_ids, of_rows = zip(*found, strict=True) if found else ((), (), ())
+        return _Rows(planned, np.array(rows, np.int32), request_ids, Batch(of_rows))
 
-    def advance(self, result: StepResult) -> dict[RequestId, Finished | Failed]:
-        """Take the tokens of a step; the requests that end by what their grammars say of them."""
-        matchers = self._matchers
-        if not matchers or self._grammars is None:
-            return {}
-        followed = [
-            (request_id, matchers[request_id], token_id)
-            for request_id, token_id in zip(
-                result.request_ids, result.token_ids.tolist(), strict=True
-            )
-            if request_id in matchers
-        ]
-        ended: dict[RequestId, Finished | Failed] = {}
-        if not followed:
-            return ended
-        request_ids, of_tokens, token_ids = zip(*followed, strict=True)
-        for index, state in self._grammars.advance(of_tokens, token_ids).items():
-            ended[request_ids[index]] = _END_OF[state]
-        return ended
+    def follow(
+        self, plan: StepPlan, masks: StepMasks, token_ids: IntArray
+    ) -> dict[RequestId, Finished | Failed]:
+        """Follow the tokens of a step's masked rows, where ``token_ids`` are those of all its rows;
+        the requests that end by what their grammars say of them."""
+        assert self._grammars is not None
+        of, sampled = masks.of, plan.sample_rows
+        request_ids, batch = of.request_ids, of.batch
+        if len(of.rows) < len(sampled):
+            token_ids = token_ids[np.isin(sampled, of.rows)]  # both in the same order
+        if (token_ids == NO_TOKEN).any():
+            kept = np.flatnonzero(token_ids != NO_TOKEN).tolist()
+            request_ids = [request_ids[index] for index in kept]
+            batch = Batch([batch.matchers[index] for index in kept])
+            token_ids = token_ids[kept]
+        states = self._grammars.advance(batch, token_ids.tolist())
+        return {
+            request_ids[index]: _END_OF[state]
+            for index, state in states.items()
+            if request_ids[index] in self._matchers  # the others have ended meanwhile
+        }

@@ -8,9 +8,9 @@ so that the device never waits for Python. Without it, each step is committed be
 planned. A step with a grammar in one of its rows is launched just as early, but samples once the
 tokens before it are known, by masks of the allowed tokens:
 
-    device           | sample k-1 | forward k ................ | sample k | forward k+1 ...
-    loop                 launch k | tokens k-1 | deliver, plan k+1 | mask k | launch k+1
-    other threads                              | write masks of k  |
+    device         | sample k-1 | forward k ..................... | sample k | forward k+1 ...
+    loop               launch k | follow k-1 | commit k-1, plan k+1 | mask k | launch k+1
+    other threads                            | write masks of k     |
 
 When a step breaks, only the request at fault may fail. So after an exception the loop takes a fresh
 planner, and lets the open requests come back one at a time, with the tokens that they have
@@ -37,7 +37,7 @@ import numpy as np
 
 from minisgl_backend.errors import EngineFailure, EngineLost, InvariantError, MiniSGLError
 from minisgl_backend.grammar.matchers import Grammars
-from minisgl_backend.plan import Pending, StepPlan
+from minisgl_backend.plan import Pending, SampledTokens, StepPlan
 from minisgl_backend.request import Event, Failed, Finished, FinishReason, Request, RequestId
 from minisgl_backend.runtime.adapters import Adapters, Fetched
 from minisgl_backend.runtime.constraints import Compiled, Constraints, StepMasks
@@ -81,14 +81,15 @@ Message: TypeAlias = OpenRequest | Fetched | Compiled | Abort | Stop | Fail
 
 @dataclass(slots=True)
 class _Flight:
-    """A launched step that is not committed yet; ``needs_masks`` until it has got them, ``masks``
-    while they are written."""
+    """A launched step that is not committed yet. If it ``needs_masks``, it has them as soon as they
+    are begun, and ``is_masked`` once they are written."""
 
     plan: StepPlan
     pending: Pending
     launched_s: float
     needs_masks: bool
     masks: StepMasks | None = None
+    is_masked: bool = False
 
 
 @dataclass(slots=True)
@@ -332,12 +333,12 @@ class Loop:
         """Let the oldest step in flight sample, once its masks are written. Requests whose grammars
         have reached their limits end."""
         flight = self._flights[0] if self._flights else None
-        if flight is None or flight.masks is None:
+        if flight is None or flight.masks is None or flight.is_masked:
             return
-        masks, flight.masks, flight.needs_masks = flight.masks, None, False
-        failed = masks.written()
+        failed = flight.masks.written()
+        flight.is_masked = True
         with self._on_device():
-            flight.pending.mask(masks.rows)
+            flight.pending.mask(flight.masks.of.rows)
         for request_id, event in failed.items():
             if request_id in self._open:
                 self._abort(request_id, event)
@@ -349,8 +350,9 @@ class Loop:
         with self._on_device():
             tokens = flight.pending.tokens()
         self._flights.popleft()
+        ended = self._follow_grammars(flight, tokens)
         result = self._scheduler.commit(plan, tokens)
-        self._follow_grammars(result)
+        self._end_by_grammars(ended, result)
         if result.request_ids or result.scored:
             self._returning.progressed()
         now = time.monotonic()
@@ -364,16 +366,26 @@ class Loop:
         for request_id, event in result.ended.items():
             self._end(request_id, event)
 
-    def _follow_grammars(self, result: StepResult) -> None:
-        """Add to ``result`` the requests that end by their grammars, and begin the masks of the
-        next step, before all else that is to be done: the device waits for them."""
-        for request_id, event in self._constraints.advance(result).items():
-            if result.ended.get(request_id, _CUT) == _CUT:  # also if it is max_tokens long
+    def _follow_grammars(
+        self, flight: _Flight, tokens: SampledTokens
+    ) -> dict[RequestId, Finished | Failed]:
+        """Follow the tokens of a step, and begin the masks of the next one before all else that is
+        to be done, as the device waits for them; the requests that end by their grammars."""
+        ended = {}
+        if flight.masks is not None:
+            ended = self._constraints.follow(flight.plan, flight.masks, tokens.token_ids)
+        self._begin_masks()
+        return ended
+
+    def _end_by_grammars(
+        self, ended: dict[RequestId, Finished | Failed], result: StepResult
+    ) -> None:
+        """Add to ``result`` the requests that end so, if they have not ended in another way, but
+        for that of being as long as they may be."""
+        for request_id, event in ended.items():
+            if request_id in result.request_ids and result.ended.get(request_id, _CUT) == _CUT:
                 self._scheduler.abort(request_id)
                 result.ended[request_id] = event
-        for request_id in result.ended:
-            self._constraints.forget(request_id)
-        self._begin_masks()
 
     @contextmanager
     def _on_device(self) -> Iterator[None]:
@@ -391,7 +403,7 @@ class Loop:
         while self._flights:  # the fresh planner grants the pages that these steps still write to
             flight = self._flights.popleft()
             with suppress(Exception), self._on_device():
-                if flight.masks is not None:
+                if flight.masks is not None and not flight.is_masked:
                     flight.masks.written()
                 flight.pending.tokens()
         self._scheduler = self._scheduler.renewed()

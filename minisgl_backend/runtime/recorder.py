@@ -29,7 +29,7 @@ MAX_SAMPLES: Final = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
-    """A snapshot. ``num_open`` and ``scheduler`` have the gauges; all other numbers only grow."""
+    """Counts of the engine. All numbers but ``num_open`` and those of ``scheduler`` only grow."""
 
     scheduler: SchedulerStats
     num_open: int

@@ -72,7 +72,7 @@ class Draft:
         self.budget -= len(tokens)
 
     def save(self, position: int, snapshot: int) -> None:
-        """Keep the states behind the first ``position`` tokens, as the chunk added last computes
+        """Keep the states after the first ``position`` tokens, as the chunk added last computes
         them, as ``snapshot``."""
         self._saved.append((len(self._chunks) - 1, position, snapshot))
 
@@ -81,7 +81,7 @@ class Draft:
         self._kept.append((row, snapshot))
 
     def score(self, start: int, tokens: IntArray) -> None:
-        """Score positions of the chunk added last, from ``start`` on; ``tokens`` stand behind
+        """Score positions of the chunk added last, from ``start`` on; ``tokens`` stand after
         them."""
         self._scores.append((len(self._chunks) - 1, start, len(tokens)))
         self._score_tokens.append(tokens)

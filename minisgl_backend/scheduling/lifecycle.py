@@ -4,15 +4,14 @@ Knows the queue, the rows and the cache, and keeps the three consistent. It is t
 leases: it acquires, grows, publishes and releases them. Must not decide which sequence is admitted,
 retracted or decoded: the scheduler does.
 
-A further sample of a prompt (``Request.leader``) is kept out of the queue while its leader still
-has to compute the prompt. When it starts, it leases the cached pages of the prompt. What these lack
-of it is copied from the pages of its leader, if that is still running: mostly the positions of the
-prompt's last, partial page. So one position alone, the last, is computed again for each sample.
+When a further sample of a prompt (``followers``) starts, it leases the cached pages of the prompt.
+What these lack of it is copied from the pages of its leader, if that is still running: mostly the
+positions of the prompt's last, partial page. So one position alone, the last, is computed again for
+each sample.
 
 Invariants, verified by ``check``:
 - A live sequence is in the queue, behind its leader or in a row, and in one of these only. A
   retiring sequence that does not return to the queue is in a row, but no longer live.
-- A leader with sequences behind it is live.
 - A row, its lease and its use of an adapter slot are given back together, and only when no step in
   flight can write to them.
 """
@@ -33,17 +32,13 @@ from minisgl_backend.plan import NO_GROUPS, Groups
 from minisgl_backend.request import EMPTY, IntArray, Request, RequestId
 from minisgl_backend.scheduling.adapter_places import AdapterPlaces
 from minisgl_backend.scheduling.draft import Draft
+from minisgl_backend.scheduling.followers import Followers
 from minisgl_backend.scheduling.running import RunningRows
 from minisgl_backend.scheduling.sequence import Phase, Sequence
+from minisgl_backend.scheduling.state_snapshots import StateSnapshots
 from minisgl_backend.scheduling.waiting import WaitingQueue, by_precedence, precedence_of
 
 _UNLIMITED: Final = 2**31
-
-_APART: Final = 16
-"""Snapshots behind each other on a path are at least 1 / _APART of the path apart: closer ones cost
-more copies and save little."""
-_MOST_APART: Final = 128
-"""In tokens; longer paths have snapshots that far apart."""
 
 
 class Room(NamedTuple):
@@ -72,7 +67,8 @@ class Lifecycle:
     """All sequences of the planner.
 
     ``live`` holds the sequences that have not ended; ``prefilling`` those with known tokens left to
-    plan, in order of precedence; ``released_rows`` the rows given back since the last plan.
+    plan, in order of precedence; ``released_rows`` the rows given back since the last plan;
+    ``states`` the snapshots of recurrent states, None if rows have no such states.
     ``changes`` counts the events after which a waiting sequence that did not fit might fit: a
     change of the queue, of the cached prefixes or of the free pages.
     """
@@ -95,14 +91,14 @@ class Lifecycle:
         self.queue = queue
         self.places = places
         self._group_cost_tokens = group_cost_tokens
-        self._has_states = has_states
+        self.states = StateSnapshots(cache, self.rows) if has_states else None
         self.live: dict[RequestId, Sequence] = {}
         self.prefilling: list[Sequence] = []
         self.released_rows = released_rows
         self.changes = 0
         self._num_arrivals = 0
         self._remaps: list[tuple[Sequence, Lease, range]] = []
-        self._followers: dict[RequestId, list[Sequence]] = {}  # by leader; they wait behind it
+        self._followers = Followers(self.live, self.rows)
         self._sliding: list[Sequence] = []  # with chunks of the last plan
         self._grouped_rows = EMPTY  # the rows of the last step, whose groups these were ...
         self._groups = NO_GROUPS
@@ -133,7 +129,7 @@ class Lifecycle:
     @property
     def num_waiting(self) -> int:
         """Sequences in the queue, or behind their leaders."""
-        return len(self.queue) + sum(map(len, self._followers.values()))
+        return len(self.queue) + len(self._followers)
 
     def enqueue(self, request: Request, generated: IntArray, num_scored: int) -> None:
         """Queue a new request, or one that comes back with the tokens ``generated`` so far, and
@@ -145,10 +141,7 @@ class Lifecycle:
         sequence = Sequence(request, precedence, known, num_scored=num_scored)
         self._num_arrivals += 1
         self.live[request.id] = sequence
-        leader = self._leader_of(sequence)
-        if leader is not None and not self._has_prompt(leader):
-            self._followers.setdefault(leader.request.id, []).append(sequence)
-        else:
+        if not self._followers.wait(sequence):
             self.queue.push(sequence)
             self.changes += 1
 
@@ -183,17 +176,13 @@ class Lifecycle:
         sequence.lease, sequence.remapped_at = lease, -1
         sequence.adapter_slot, sequence.loads_adapter = self.places.take(sequence.request.adapter)
         sequence.begins_from = lease.snapshot
-        sequence.saves = self._worth_saving(sequence)
         sequence.row = self.rows.take(
             sequence, num_cached_tokens=lease.num_shared * size, capacity=len(lease.pages) * size
         )
         if windows is not None:
             windows.seat(lease, sequence.row, self._windows_worth_keeping(sequence))
-        if self._has_states:
-            num_tokens = len(sequence.tokens)
-            self.rows.keeps_at[sequence.row] = self._keeps_at(
-                num_tokens, self._last_found(sequence)
-            )
+        if self.states is not None:
+            self.states.begin(sequence)
         insort(self.prefilling, sequence, key=by_precedence)
         return cost
 
@@ -225,8 +214,9 @@ class Lifecycle:
         The leader runs, so its pages stay its own until the step of ``draft`` has copied them. With
         recurrent states nothing is copied, nor if window pages would have to be.
         """
-        copies = not self._has_states and self.cache.windows is None
-        leader = None if not copies else self._leader_of(sequence)
+        if self.states is not None or self.cache.windows is not None:
+            return
+        leader = self._followers.leader_of(sequence)
         if leader is None or leader.lease is None or leader.phase is Phase.RETIRING:
             return
         pages, size = sequence.held().pages, self.cache.page_size
@@ -240,41 +230,6 @@ class Lifecycle:
             draft.copy(leader.lease.pages[index], pages[index], min(size, end - index * size))
         if end > begin:
             self.rows.skip(sequence.row, end)
-
-    def take_snapshots(self, sequence: Sequence, start: int, end: int) -> list[tuple[int, int]]:
-        """Snapshots for the states behind positions of a chunk, with these positions."""
-        taken = []
-        for position in sequence.saves:
-            if start < position <= end:
-                number = self.cache.take_snapshot()
-                if number is not None:
-                    taken.append((position, number))
-        sequence.snapshots += taken
-        return taken
-
-    def keep_states(self, rows: IntArray, positions: IntArray, draft: Draft) -> None:
-        """Keep the states of those of the decoding ``rows`` whose next ``positions`` are far enough
-        behind the last that were kept; int32[num_rows] both.
-
-        A row has one snapshot for that, which it overwrites until it ends, and no other request
-        finds it before. So states are kept only if all tokens before the position are known by now:
-        with one more step in flight they are, as it computes the last of these tokens. Without a
-        snapshot to take the row goes on, and asks again as far behind as if it had kept them.
-        """
-        if not self._has_states:
-            return
-        for index in np.flatnonzero(positions == self.rows.keeps_at[rows]).tolist():
-            row, position = int(rows[index]), int(positions[index])
-            sequence = self.rows.sequence(row)
-            self.rows.keeps_at[row] = self._keeps_at(position + 1, position)
-            if position > max(len(sequence.tokens), int(self.rows.computed[row]) + 1):
-                continue
-            number = (
-                self.cache.take_snapshot(rolls=True) if sequence.kept is None else sequence.kept[1]
-            )
-            if number is not None:
-                sequence.kept = position, number
-                draft.keep(row, number)
 
     def grow(self, rows: IntArray, draft: Draft) -> bool:
         """Grant one more page to each of the rows; False, and no page, if there are too few."""
@@ -316,7 +271,7 @@ class Lifecycle:
         sequence.returns = False
         self._lead(sequence)
         if sequence.phase is Phase.WAITING:
-            if not self._leave_leader(sequence):
+            if not self._followers.leave(sequence):
                 self.queue.remove(sequence)
                 self.changes += 1
             sequence.enter(Phase.DONE)
@@ -333,24 +288,19 @@ class Lifecycle:
         #                      returns, may find them
         # [computed, known)    not computed; the last token that was sampled never is
         known = np.concatenate([sequence.tokens, self.rows.output(row)])
-        kept, sequence.kept = sequence.kept, None
+        if not sequence.failed:
+            self.publish(sequence, known)
+        if self.states is not None:
+            self.states.end(sequence)
         if sequence.failed:
-            if kept is not None:
-                self.cache.return_snapshot(kept[1])
             self.cache.discard(sequence.held())
         else:
-            self.publish(sequence, known)
-            if kept is not None:  # the row has sampled finite tokens behind it
-                self.cache.attach_snapshot(sequence.held(), *kept)
             self.cache.release(sequence.held())
         self.rows.give_back(row)
         self.places.give_back(sequence.request.adapter)
         self._are_groups_current = False  # the row may decode for another before it is asked again
         self.changes += 1
         self.released_rows.append(row)
-        for _, snapshot in sequence.snapshots:  # of which no token has said that it is finite
-            self.cache.return_snapshot(snapshot)
-        sequence.snapshots.clear()
         sequence.lease, sequence.row = None, -1
         if sequence.returns:
             sequence.returns = False
@@ -376,11 +326,9 @@ class Lifecycle:
         indices = self.cache.publish(lease, tokens[:computed], verified=verified)
         self.changes += 1
         self._are_groups_current = False
-        if verified is not Verified.NONE:
-            for position, snapshot in sequence.snapshots:
-                self.cache.attach_snapshot(lease, position, snapshot)
-            sequence.snapshots.clear()
-        if self._has_prompt(sequence):
+        if verified is not Verified.NONE and self.states is not None:
+            self.states.verify(sequence)
+        if self._followers.has_prompt(sequence):
             self._lead(sequence)
         if indices:
             sequence.remapped_at = int(self.rows.planned[row])
@@ -428,69 +376,23 @@ class Lifecycle:
                 raise InvariantError(f"row {sequence.row} has another capacity than its lease")
             if self.cache.windows is not None and sequence.held().line != sequence.row:
                 raise InvariantError(f"row {sequence.row} has the windows of another")
-        num_snapshots = sum(len(s.snapshots) + (s.kept is not None) for s in held)
-        if self.cache.num_taken_snapshots != num_snapshots:
-            raise InvariantError("not exactly the snapshots that rows will attach are taken")
+        if self.states is not None:
+            self.states.check(held)
         adapters = Counter(s.request.adapter.id for s in held if s.request.adapter is not None)
         self.places.check(adapters)
         live = [s for s in held if s.phase is not Phase.RETIRING or s.returns]
         if len(live) + self.num_waiting != len(self.live):
             raise InvariantError("a live request is neither waiting nor in a row")
-        if not self._followers.keys() <= self.live.keys():
-            raise InvariantError("a request waits for a leader that has ended")
+        self._followers.check()
         prefilling = [s for s in held if s.phase is Phase.PREFILLING]
         if sorted(prefilling, key=by_precedence) != self.prefilling:
             raise InvariantError("not exactly the prefilling sequences are listed as such")
 
-    def _leader_of(self, sequence: Sequence) -> Sequence | None:
-        """The live sequence whose prompt this one shares."""
-        leader = sequence.request.leader
-        return None if leader is None else self.live.get(leader)
-
-    def _has_prompt(self, leader: Sequence) -> bool:
-        """Whether committed steps have computed the prompt; false once it has lost its row."""
-        is_held = leader.lease is not None
-        return is_held and int(self.rows.computed[leader.row]) >= len(leader.request.prompt)
-
     def _lead(self, leader: Sequence) -> None:
         """Queue the sequences that wait behind this one."""
-        for follower in self._followers.pop(leader.request.id, ()):
+        for follower in self._followers.let_go(leader):
             self.queue.push(follower)
             self.changes += 1
-
-    def _leave_leader(self, sequence: Sequence) -> bool:
-        """Stop waiting behind a leader; False if the sequence does not."""
-        leader = sequence.request.leader
-        waiting = [] if leader is None else self._followers.get(leader, [])
-        if leader is None or sequence not in waiting:
-            return False
-        waiting.remove(sequence)
-        if not waiting:
-            del self._followers[leader]
-        return True
-
-    def _worth_saving(self, sequence: Sequence) -> tuple[int, ...]:
-        """The positions behind which another request may begin: where this one parts from what
-        others have begun with, and the last one that it would find itself if it came again."""
-        if not self._has_states:
-            return ()
-        parted = self.cache.cached_length(sequence.tokens, sequence.request.cache_key)
-        begun = sequence.held().num_shared * self.cache.page_size
-        worth = set()
-        if (last := self._last_found(sequence)) > begun:
-            worth.add(last)
-        if parted > begun + _apart(begun):  # else it would save little beside where this one begins
-            worth.add(parted)
-        return tuple(sorted(worth))
-
-    def _last_found(self, sequence: Sequence) -> int:
-        """The last position behind which the sequence would begin if it came again."""
-        return (len(sequence.tokens) - 1) // self.cache.page_size * self.cache.page_size
-
-    def _keeps_at(self, first: int, kept: int) -> int:
-        """The position, from ``first`` on, before which to keep states next, behind ``kept``."""
-        size = self.cache.page_size
-        return num_pages_for(max(first, kept + _apart(kept)), size) * size
 
     def _windows_worth_keeping(self, sequence: Sequence) -> set[int]:
         """The pages before which windows are worth keeping: where this sequence parts from others,
@@ -507,8 +409,3 @@ class Lifecycle:
         self.rows.retire(row, still_accepting=sequence.returns)
         if not self.rows.in_flight[row]:
             self.release(sequence)
-
-
-def _apart(position: int) -> int:
-    """How far behind a snapshot at ``position`` the next one is worth its cost."""
-    return min(position // _APART, _MOST_APART)

@@ -35,7 +35,7 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerStats:
-    """A snapshot of the planner. The last three only grow, the others go up and down.
+    """Counts of the planner. ``num_retractions``, ``prefix_queries`` and ``prefix_hits`` only grow.
 
     Leased pages are the rest: free + cached + leased == total. Evictable pages are cached ones that
     no lease uses.

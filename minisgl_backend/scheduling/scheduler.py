@@ -225,7 +225,8 @@ class Scheduler:
             ready = ready[rows.planned[ready] < rows.capacity[ready]]
         positions = rows.plan_decode(ready)
         draft.decode(ready, positions, self._life.groups_of(ready))
-        self._life.keep_states(ready, positions, draft)
+        if self._life.states is not None:
+            self._life.states.keep(ready, positions, draft)
         return under_pressure
 
     def _grow_first(self, short: IntArray, draft: Draft) -> None:
@@ -291,9 +292,10 @@ class Scheduler:
         self._rows.plan_prefill(sequence.row, end)
         snapshot, sequence.begins_from = sequence.begins_from, NO_SNAPSHOT
         draft.prefill(sequence.row, start, tokens, samples=is_last, snapshot=snapshot)
-        for position, taken in self._life.take_snapshots(sequence, start, end):
-            draft.save(position, taken)
-        # a position is scored by the token behind it: the first one that is still to be scored has
+        if self._life.states is not None:
+            for position, taken in self._life.states.save(sequence, start, end):
+                draft.save(position, taken)
+        # a position is scored by the token after it: the first one that is still to be scored has
         # index num_scored + 1, the last one num_to_score
         first, last = max(start, sequence.num_scored), min(end, sequence.num_to_score)
         if first < last:

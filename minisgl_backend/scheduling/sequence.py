@@ -63,7 +63,7 @@ class Sequence:
     prompt's tokens whose log-probabilities committed steps have made known.
 
     Only with recurrent states: ``begins_from`` is the snapshot with which the next chunk begins, if
-    it is the first behind a cached prefix; ``saves`` are the positions, ascending, behind which
+    it is the first after a cached prefix; ``saves`` are the positions, ascending, after which
     others may want to begin; ``snapshots`` pairs those that were planned with the snapshots kept
     there, until these are known to be finite; ``kept`` is the position, with the snapshot, before
     which the states were kept last while the row decoded.

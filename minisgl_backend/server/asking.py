@@ -129,8 +129,9 @@ class _Question:
         self._waited_s = 0.0
         self._unseen_s = 0.0
         self._overdue_s = 0.0
-        self._target: dict[int, int] = {}
-        """By process: the steps, or the ends of requests, at which it has dealt with the token."""
+        self._target: dict[tuple[int, int], int] = {}
+        """By process, and replica in it: the steps, or the ends of requests, at which it has dealt
+        with the token."""
         self._computed_s: dict[int, float] = {}
 
     def missing(self) -> list[str]:
@@ -170,13 +171,20 @@ class _Question:
         """Whether the process may not have reached the token yet, and gets on with its work."""
         if process.model == OPTIONS_MODEL:
             counts = counts_of(self._directory, process)
-            target = self._target.setdefault(process.pid, int(counts["num_steps"]) + _FEW_STEPS)
-            return bool(counts["num_open"]) and int(counts["num_steps"]) < target
-        target = self._target.setdefault(process.pid, process.beat.num_seen)
+            # whichever replica has the token, the steps of others do not bring it
+            engines = [replica["stats"] for replica in counts.get("replicas", ())] or [counts]
+            return any([self._is_stepping(process.pid, *each) for each in enumerate(engines)])
+        target = self._target.setdefault((process.pid, 0), process.beat.num_seen)
         before_s = self._computed_s.get(process.pid, 0.0)
         self._computed_s[process.pid] = now_s = computed_s(process.pid)
         is_computing = now_s - before_s > _AT_WORK * self._unseen_s
         return _num_ended(process) < target and is_computing
+
+    def _is_stepping(self, pid: int, number: int, counts: Mapping[str, Any]) -> bool:
+        """Whether an engine has requests, and may not have had the steps yet that it takes."""
+        num_steps = int(counts["num_steps"])
+        target = self._target.setdefault((pid, number), num_steps + _FEW_STEPS)
+        return bool(counts["num_open"]) and num_steps < target
 
 
 def _num_ended(process: ModelProcess) -> int:

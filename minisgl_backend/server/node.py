@@ -30,8 +30,8 @@ from typing import Any, Final
 
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.execution.followers import CANNOT_START, import_path
-from minisgl_backend.execution.node_channel import NodePlace, NotYet, Welcome, knock
-from minisgl_backend.parallel.place import Place, host_and_port
+from minisgl_backend.execution.node_handshake import NodePlace, NotYet, Welcome, knock
+from minisgl_backend.parallel.place import RankPlace, host_and_port
 from minisgl_backend.server.supervisor import Health, Phase
 
 logger = logging.getLogger(__name__)
@@ -230,9 +230,9 @@ class FollowingNode:
         first = self._node * welcome.local_size
         return range(first, first + welcome.local_size)
 
-    def _places(self, welcome: Welcome) -> list[Place]:
+    def _places(self, welcome: Welcome) -> list[RankPlace]:
         return [
-            Place(
+            RankPlace(
                 rank=rank,
                 size=welcome.size,
                 host=self._host,
@@ -243,7 +243,7 @@ class FollowingNode:
             for index, rank in enumerate(self._ranks(welcome))
         ]
 
-    def _start(self, place: Place, connection: socket.socket) -> int:
+    def _start(self, place: RankPlace, connection: socket.socket) -> int:
         """Start a rank; the descriptor from which a byte can be read once it serves."""
         sign, theirs = os.pipe()
         numbers = (connection.fileno(), theirs, os.getpid())

@@ -53,7 +53,7 @@ class ChatFormat:
 
     @property
     def has_channels(self) -> bool:
-        """Whether the answer is messages in channels, behind the beginning of the first."""
+        """Whether the answer is messages in channels, after the beginning of the first."""
         return self.tool_dialect == "harmony" and self.thinking is not None
 
     def to_json(self) -> str:

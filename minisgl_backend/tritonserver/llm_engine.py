@@ -27,7 +27,7 @@ from typing import Any, Final
 from minisgl_backend.config import EngineOptions, Limits
 from minisgl_backend.errors import InvalidRequest, Overloaded, Unsupported
 from minisgl_backend.request import Event, Failed, Finished, FinishReason
-from minisgl_backend.runtime.engine import Door, shutting_down
+from minisgl_backend.runtime.door import Door, shutting_down
 from minisgl_backend.runtime_files import QueueMarker, State
 from minisgl_backend.tritonserver.dispatch import Dispatcher
 from minisgl_backend.tritonserver.engine_metrics import EngineMetrics

@@ -29,7 +29,7 @@ import numpy as np
 
 from minisgl_backend.config import Limits
 from minisgl_backend.errors import Overloaded, Recovering
-from minisgl_backend.request import IntArray
+from minisgl_backend.request import EMPTY, IntArray
 from minisgl_backend.runtime_files import MarkerReader
 from minisgl_backend.text.chat_format import ChatFormat
 from minisgl_backend.text.tokenizer import PromptEncoder, RenderedChat
@@ -67,7 +67,6 @@ from minisgl_backend.wire.record import encode_record
 
 logger = logging.getLogger(__name__)
 
-_NO_IDS: Final = np.empty(0, dtype=np.int32)
 _AT_ONCE_BYTES: Final = 4096
 """A larger request goes through the pool, with a prompt or without."""
 
@@ -191,7 +190,7 @@ class TritonPythonModel:
             told = self._told(ids, chat_format) if job.is_lookup else {}
             with job.sending:
                 if job.stopped and isinstance(request, Generation):
-                    outputs = _outputs(_NO_IDS, Stopped(wanted=request.wanted, n=request.n))
+                    outputs = _outputs(EMPTY, Stopped(wanted=request.wanted, n=request.n))
                 else:
                     outputs = {**_outputs(ids, request), **told}
                 job.responder.send(make_response(outputs), final=True)
@@ -219,9 +218,9 @@ class TritonPythonModel:
         answer to a chat."""
         if isinstance(request, StopRequest):
             self._stop(job)
-            return _NO_IDS, request, None
+            return EMPTY, request, None
         if job.stopped:
-            return _NO_IDS, request, None
+            return EMPTY, request, None
         encode = self._encoder.look_up if job.is_lookup else self._encoder.encode
         prompt = self._encoder.rendered(request.prompt)
         chat_format = prompt.format if isinstance(prompt, RenderedChat) else None

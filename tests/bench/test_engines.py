@@ -139,7 +139,7 @@ def test_what_cannot_be_measured_is_wrong_usage(command: str, message: str) -> N
 def test_a_batch_beyond_the_rows_is_refused() -> None:
     command = ["bench", "decode", "--batch-size", "9", "--max-running-requests", "8", *SMALL]
     result = CliRunner().invoke(main, command)
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert "max_running_requests" in result.output
 
 

@@ -40,6 +40,18 @@ def test_the_share_is_that_of_the_same_requests(
     assert 5 * 4 <= figures["output_tokens"] <= 5 * 9
     assert figures["ttft_p50_ms"] <= figures["seconds"] * 1e3
     assert figures["share"] == figures["tokens_per_s"] / figures["offline_tokens_per_s"]
+    # with the engine's own figures given, it is not measured
+    alone = tmp_path / "alone.json"
+    content = {"requests": 5, "tokens_per_s": 1000.0, "info": {}}
+    alone.write_text(json.dumps(content), encoding="utf-8")
+    command += ["--alone", str(alone)]
+    result = CliRunner().invoke(main, [*command, "--json", str(file)])
+    assert result.exit_code == 0, result.output
+    figures = json.loads(file.read_text(encoding="utf-8"))
+    assert figures["offline_tokens_per_s"] == 1000.0
+    alone.write_text(json.dumps({**content, "requests": 6}), encoding="utf-8")
+    result = CliRunner().invoke(main, command)
+    assert result.exit_code == 2 and "another number of requests" in result.output
 
 
 def test_a_refused_request_ends_the_run(server: TritonServer) -> None:

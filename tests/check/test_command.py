@@ -126,7 +126,7 @@ def test_a_health_port_that_is_something_else(answer: bytes) -> None:
     with answering(answer) as url:
         elsewhere = ["--url", "grpc://127.0.0.1:1", "--http-url", "http://127.0.0.1:1"]
         result = CliRunner().invoke(main, ["check", *elsewhere, "--health-url", url])
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert f"Error: {url} does not answer as a health port does" in result.output
 
 
@@ -182,7 +182,7 @@ def test_the_documentation_has_every_fault() -> None:
 )
 def test_what_is_not_there(arguments: list[str], message: str) -> None:
     result = CliRunner().invoke(main, ["check", *arguments])
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert message in result.output
 
 

@@ -11,7 +11,7 @@ from minisgl_backend.build import build_engine
 from minisgl_backend.config import EngineOptions
 from minisgl_backend.errors import EngineFailure
 from minisgl_backend.request import SamplingParams
-from minisgl_backend.runtime.engine import Door
+from minisgl_backend.runtime.door import Door
 from minisgl_bench.engines import Collector, submitted
 from minisgl_check.defect import MARK, Defect, Switch
 from minisgl_check.frail import Frailty

@@ -616,6 +616,13 @@ def write_broad_experts_checkpoint(folder: Path) -> Any:
     return _saved(model, folder)
 
 
+def write_checkpoint_of_eight_heads(folder: Path) -> Any:
+    """A Qwen3-MoE that eight ranks can share, two of which have the same key-value head."""
+    model: Any = _qwen3_moe(num_attention_heads=8, num_key_value_heads=4, num_experts=16)
+    draw(model, seed=97)
+    return _saved(model, folder)
+
+
 def write_broad_hybrid_checkpoint(folder: Path) -> Any:
     """A Qwen3.5 with the sizes of heads that the publisher's models have."""
     model: Any = _qwen3_5(

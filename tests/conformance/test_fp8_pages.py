@@ -32,7 +32,7 @@ NEXT: Final = SamplingParams(max_tokens=1, temperature=0.0, num_logprobs=VOCAB_S
 SCALES: Final = (KVScale(0.03, 0.5), KVScale(0.25, 0.03))
 """Of two layers. Keys and values of the checkpoints here, divided by them, are within float8."""
 _ROUNDING: Final = 2**-4
-"""The largest relative error of float8_e4m3, which has three bits behind the leading one."""
+"""The largest relative error of float8_e4m3, which has three bits after the leading one."""
 _SMALLEST: Final = 2**-9
 """What float8_e4m3 tells from 0."""
 

@@ -82,7 +82,7 @@ def test_make_has_the_targets_and_variables_that_images_use(image: str) -> None:
 
 @images
 def test_make_would_do_for_the_image_what_it_does_here(image: str, tmp_path: Path) -> None:
-    """The commands behind each RUN step are those of `make install`, but for the names given."""
+    """The commands after each RUN step are those of `make install`, but for the names given."""
     for target, given in make_calls(image):
         here = dry_run("install", {"VENV": str(tmp_path), "STACK": given["STACK"]})
         there = dry_run(

@@ -48,7 +48,7 @@ class Page:
 
     @property
     def anchors(self) -> set[str]:
-        """What a link may name behind ``#``: GitHub's spelling of the headings."""
+        """What a link may name after ``#``: GitHub's spelling of the headings."""
         slugs = (
             re.sub(r"[^\w\- ]", "", heading).lower() for heading in _HEADING.findall(self.prose)
         )
@@ -61,7 +61,7 @@ class Page:
 
     @property
     def calls(self) -> list[Call]:
-        """Commands of the console blocks, which stand behind ``$``; a line may be continued."""
+        """Commands of the console blocks, which stand after ``$``; a line may be continued."""
         calls = []
         for block in self.blocks:
             if block.language == "console":

@@ -148,7 +148,7 @@ def check_make(arguments: list[str]) -> None:
 
 
 def check_container(arguments: list[str]) -> None:
-    """Files behind ``-f`` exist, and what an image of ours is to run is a command of ours."""
+    """Files after ``-f`` exist, and what an image of ours is to run is a command of ours."""
     for flag, value in pairwise(arguments):
         assert flag != "-f" or (ROOT / value).is_file(), value
     image = next((i for i, word in enumerate(arguments) if word.startswith("minisgl:")), None)

@@ -219,6 +219,16 @@ def test_errors_have_the_classes_of_the_client(guarded: Gateway, owner: Anthropi
         owner.messages.batches.list()
 
 
+@pytest.mark.parametrize("given", [{}, {"X-Request-Id": "mine"}])
+def test_an_error_and_its_header_tell_the_same_id(client: Anthropic, given: dict[str, str]) -> None:
+    with pytest.raises(anthropic.BadRequestError) as raised:
+        client.messages.create(**{**ASKED, "messages": []}, extra_headers=given)
+    error = raised.value
+    assert isinstance(error.body, dict)
+    assert error.body["request_id"] == error.response.headers["request-id"]
+    assert error.body["request_id"] == given.get("X-Request-Id", error.request_id)
+
+
 def test_too_many_answers_at_a_time(owner: Anthropic) -> None:
     asked = {**ASKED, "max_tokens": 2000}
     streams = [owner.messages.create(**asked, stream=True) for _ in range(3)]

@@ -5,19 +5,21 @@ from __future__ import annotations
 
 import signal
 import subprocess
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from minisgl_gateway.servers import beginning
 
 from minisgl_backend.server.process import TritonServer
 from minisgl_kit.repositories import repository_with
 from tests.gateway.conftest import COMMAND, Gateway, gateway_of
-from tests.server.client import Metrics, wait_for
+from tests.server.client import PATIENCE_S, Metrics, wait_for
 from tests.server.conftest import running
 
 _PACED = """\
@@ -129,6 +131,45 @@ def test_a_killed_server_costs_no_request_that_had_not_begun(
     servers[1].signal(signal.SIGKILL)
     assert gateway.chat("talk 1", max_tokens=2).status_code == 503
     wait_for(lambda: gateway.get("/health").status_code == 503, "an honest answer")
+
+
+def test_a_silent_server_costs_no_request_that_had_not_begun(
+    pair: tuple[list[TritonServer], Gateway],
+) -> None:
+    """It stands still, and its connections with it. What had begun there ends with an error; when
+    it goes on, it gets requests again."""
+    servers, gateway = pair
+    homes = {f"talk {number}": home_of(servers, gateway, f"talk {number}") for number in range(8)}
+    content = next(content for content, home in homes.items() if home == 1)
+    body = {"model": "minisgl", "messages": [{"role": "user", "content": content}]}
+    begun = threading.Event()
+
+    def streamed() -> str:
+        text = ""
+        with httpx.stream(
+            "POST",
+            gateway.url + "/v1/chat/completions",
+            json={**body, "max_tokens": 5000, "stream": True},
+            timeout=PATIENCE_S,
+        ) as response:
+            for chunk in response.iter_text():
+                text += chunk
+                begun.set()
+        return text
+
+    with ThreadPoolExecutor(9) as pool:
+        long = pool.submit(streamed)
+        assert begun.wait(PATIENCE_S)
+        servers[1].signal(signal.SIGSTOP)
+        try:
+            later = list(pool.map(lambda content: gateway.chat(content, max_tokens=2), homes))
+            assert [answer.status_code for answer in later] == [200] * len(homes)
+            assert "it is silent" in gateway.log.read_text()
+            assert '"error"' in long.result()
+        finally:
+            servers[1].signal(signal.SIGCONT)
+    wait_for(lambda: home_of(servers, gateway, content) == 1, "the server's return")
+    assert "takes requests again" in gateway.log.read_text()
 
 
 def test_what_decides_where_a_chat_goes_does_not_grow() -> None:

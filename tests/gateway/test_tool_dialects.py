@@ -21,7 +21,7 @@ from minisgl_gateway.call_syntax import CalledTool
 from minisgl_gateway.tool_dialects import Calls, Dialect, Tool, dialect_of
 
 from minisgl_backend.errors import InvalidRequest
-from minisgl_backend.grammar.matchers import Grammars, State
+from minisgl_backend.grammar.matchers import Batch, Grammars, State
 from minisgl_backend.text.detokenizer import TextStream
 from minisgl_backend.text.tokenizer import load_definition, load_vocabulary
 from minisgl_backend.text.vocabulary import Vocabulary
@@ -108,7 +108,7 @@ class Engine:
                 token = min(chance.choices(few, k=4), key=lambda option: len(pieces[option]))
             if token != EOS:
                 tokens.append(token)
-            ended = self.grammars.advance([matcher], [token])
+            ended = self.grammars.advance(Batch([matcher]), [token])
             assert State.BROKEN not in ended.values()
             if ended:
                 stream = TextStream(self.vocabulary, skip_special_tokens=False)
@@ -117,7 +117,7 @@ class Engine:
 
     def _allowed(self, matcher: Any) -> list[int]:
         masks = np.empty((1, self.grammars.num_words), np.int32)
-        assert self.grammars.fill([matcher], masks).result() == {}
+        assert self.grammars.fill(Batch([matcher]), masks).result() == {}
         bits = np.unpackbits(masks.view(np.uint8), bitorder="little")
         tokens: list[int] = np.flatnonzero(bits[: len(self.vocabulary)]).tolist()
         return tokens
@@ -244,11 +244,24 @@ def test_what_cannot_be_enforced_is_left_out_for_tools_that_are_not_strict(engin
             engine.say(tag, random.Random(0))
 
 
+@pytest.mark.parametrize(
+    ("wrong", "complaint"),
+    [
+        (
+            {"type": "array", "uniqueItems": True},
+            "uniqueItems is not supported, at odd#/properties/x/uniqueItems",
+        ),
+        (
+            {"$ref": "#/$defs/none"},
+            "Pointer '/$defs/none' does not exist, at odd#/properties/x/$ref",
+        ),
+    ],
+)
 @pytest.mark.parametrize("name", DIALECTS)
 def test_what_is_wrong_with_a_tool_has_its_place_in_the_schema_of_that_tool(
-    engine: Engine, name: str
+    engine: Engine, name: str, wrong: dict[str, Any], complaint: str
 ) -> None:
-    odd = {"type": "object", "properties": {"x": {"type": "array", "uniqueItems": True}}}
+    odd = {"type": "object", "properties": {"x": wrong}}
     dialect = DIALECTS[name]
     for tools in (MIXED, NAMES):
         named = [*tools, Tool("odd", parameters=odd, strict=True), Tool("later", parameters=CITY)]
@@ -257,7 +270,7 @@ def test_what_is_wrong_with_a_tool_has_its_place_in_the_schema_of_that_tool(
                 engine.say(dialect.constraint(named, calls), random.Random(0))
             told = dialect.complaint(str(caught.value), named, calls)
             assert told is not None
-            assert told.endswith("uniqueItems is not supported, at odd#/properties/x/uniqueItems")
+            assert told.endswith(complaint)
     assert dialect.complaint("the grammar is too complex", MIXED, Calls()) is None
 
 

@@ -156,7 +156,7 @@ class Paged:
 
 @dataclass(frozen=True)
 class Prompts:
-    """Prompt chunks: those that begin a row, and those behind what is there already."""
+    """Prompt chunks: those that begin a row, and those after what is there already."""
 
     paged: Paged
     q: Tensor
@@ -193,7 +193,7 @@ class Prompts:
 
     def attend_as_captured(self, backend: PagedAttention, between: Tensor) -> Tensor:
         """As in a step to be captured: the host knows no lengths, ``between`` (0 or more tokens,
-        which are not the chunks') stands before the chunks and behind them, and behind each chunk
+        which are not the chunks') stands before the chunks and after them, and after each chunk
         there is an empty one. Returns all tokens."""
         num_tokens, count = len(self.q), len(between)
         q = self.paged.queries(num_tokens + 2 * count)

@@ -108,7 +108,7 @@ def test_ragged_chunks_and_extensions(
 def test_chunks_of_captured_steps(
     name: str, case: Case, device: torch.device, dtype: torch.dtype
 ) -> None:
-    """Decoding rows stand before the chunks, padding behind them: neither may be overwritten."""
+    """Decoding rows stand before the chunks, padding after them: neither may be overwritten."""
     backend = make_backend(name, case, dtype, device)
     if not backend.captures_chunks:
         return

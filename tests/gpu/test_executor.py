@@ -372,7 +372,7 @@ def retracting(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_log_probabilities_of_prompts(
     num_top: int, graphs: int | None, prompts: list[IntArray], tmp_path: Path
 ) -> None:
-    """In fp32, beside rows that decode, behind captured layers and others; chunks of 64 tokens."""
+    """In fp32, beside rows that decode, after captured layers and others; chunks of 64 tokens."""
     reference = write_checkpoint("qwen3", tmp_path).float()
     scoring = SamplingParams(max_tokens=0, num_prompt_logprobs=num_top)
     answering = replace(GREEDY, num_prompt_logprobs=num_top)

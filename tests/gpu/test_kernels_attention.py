@@ -116,7 +116,7 @@ def test_prefill_attention_finds_each_chunk(
     device: torch.device, dtype: torch.dtype, first: int, window: int | None
 ) -> None:
     """More chunks than a program looks at together, of lengths around the 16 queries of its block,
-    empty ones between them and behind them."""
+    empty ones between them and after them."""
     k, v, table = paged_cache(
         [70, 50, 33], page_size=16, num_kv_heads=1, head_dim=64, dtype=dtype, device=device
     )

@@ -89,7 +89,7 @@ class Decoding:
         )
 
     def forget_unseen(self) -> None:
-        """Positions behind the ends become NaN, as freed pages may be."""
+        """Positions after the ends become NaN, as freed pages may be."""
         page_size = self.keys.shape[1]
         for row, length in zip(self.rows.tolist(), self.lengths.tolist(), strict=True):
             page, offset = divmod(length, page_size)

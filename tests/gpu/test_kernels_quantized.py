@@ -112,6 +112,9 @@ CUTS = [
     Cut(128, 128, 3, even=True),
     Cut(128, 64, 4, splits=2),
     Cut(64, 96, 3),
+    Cut(128, 8, 6, even=True, ways=2),
+    Cut(128, 16, 4, splits=2, ways=2),
+    Cut(64, 8, 8, ways=2),
 ]
 
 

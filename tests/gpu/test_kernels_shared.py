@@ -83,6 +83,7 @@ class SharedDecoding:
         self.keys, self.values = (torch.randn(dims, device=device).to(kv_dtype) for _ in "kv")
         self.k_scale = torch.full((1,), 0.5, device=device) if fp8 else None
         self.v_scale = torch.full((1,), 2.0, device=device) if fp8 else None
+        self.sinks: Tensor | None = None
         self.heads = heads
         self.shared = SharedAttention(
             SharedShape(
@@ -151,6 +152,7 @@ class SharedDecoding:
             window=self.window,
             k_scale=self.k_scale,
             v_scale=self.v_scale,
+            sinks=self.sinks,
         )
 
 
@@ -189,6 +191,17 @@ def test_grouped_decode_attention_equals_its_twin(
     expected = case.expected(case.lengths)
     for pdl in (False, True):
         assert_close(attend(pdl), expected, tolerance=1e-2)
+
+
+@needs_gpu
+@pytest.mark.parametrize("window", [None, 70])
+def test_sinks_count_once(window: int | None, device: torch.device) -> None:
+    case = SharedDecoding(
+        HEADS[0], PATTERNS["two levels"], device=device, dtype=torch.bfloat16, window=window
+    )
+    case.sinks = torch.full((HEADS[0].num_heads,), 4.0, dtype=torch.bfloat16, device=device)
+    expected = case.expected(case.lengths)
+    assert_close(_grouped(case)(False), expected, tolerance=1e-2)
 
 
 @needs_gpu
@@ -261,6 +274,7 @@ def _grouped(case: SharedDecoding):  # type: ignore[no-untyped-def]
             window=case.window,
             k_scale=case.k_scale,
             v_scale=case.v_scale,
+            sinks=case.sinks,
             grouped=True,
             pdl=pdl,
         )

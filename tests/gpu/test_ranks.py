@@ -19,7 +19,7 @@ from minisgl_backend.kernels import moe
 from minisgl_backend.kernels.rms_norm import fused_add_rms_norm
 from minisgl_backend.parallel.connect import connect, open_store
 from minisgl_backend.parallel.group import Group
-from minisgl_backend.parallel.place import Place
+from minisgl_backend.parallel.place import RankPlace
 from minisgl_backend.request import IntArray, SamplingParams
 from minisgl_bench.dummy_model import write_dummy_model
 from minisgl_check.machines import OtherNode, free_port
@@ -47,7 +47,7 @@ START_S = 60.0
 @pytest.mark.parametrize("comm", COMMS)
 def test_collectives_eager_and_captured(comm: str) -> None:
     """Each rank is a process, which tells what it finds wrong."""
-    place, store = open_store(Place.first(2, None), START_S)
+    place, store = open_store(RankPlace.first(2, None), START_S)
     processes = multiprocessing.get_context("spawn")
     ranks = [processes.Process(target=check_rank, args=(rank, place, comm)) for rank in range(2)]
     for rank in ranks:
@@ -62,7 +62,7 @@ def test_collectives_eager_and_captured(comm: str) -> None:
     del store
 
 
-def check_rank(rank: int, first: Place, comm: str) -> None:
+def check_rank(rank: int, first: RankPlace, comm: str) -> None:
     """The work of one rank; the store is the test's own process's."""
     place = first.of(rank)
     torch.cuda.set_device(rank)
@@ -82,7 +82,7 @@ def check_collectives(group: Group, device: torch.device) -> None:
     for num_rows, dtype in ((1, torch.bfloat16), (64, torch.bfloat16), (256, torch.float32)):
         mine = torch.full((num_rows, 5120), group.rank + 1.0, device=device, dtype=dtype)
         of_first = torch.full_like(mine, 1.0)
-        joined = torch.cat([of_first, of_first * 2], dim=1)
+        joined = torch.stack([of_first, of_first * 2])
 
         def work(mine: torch.Tensor = mine) -> list[torch.Tensor]:
             return [
@@ -192,7 +192,7 @@ def test_tokens_of_broad_layers_in_bf16(comm: str, prompts: list[IntArray], tmp_
     assert_good_in_bf16(reference, prompts, tokens_of(sinks))
 
 
-@pytest.mark.parametrize("size", [2, 4], ids="{} GPUs".format)
+@pytest.mark.parametrize("size", [2, 4, 8], ids="{} GPUs".format)
 def test_tokens_of_the_demo_model(size: int) -> None:
     """As on one GPU, up to where the two best tokens all but tie."""
     if torch.cuda.device_count() < size:
@@ -272,10 +272,13 @@ def test_experts_of_a_rank(device: torch.device, num_tokens: int, size: int) -> 
 
 @pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL], ids=["stopped", "killed"])
 @pytest.mark.parametrize("comm", COMMS)
+@pytest.mark.parametrize("size", [2, 4, 8])
 def test_a_lost_rank_ends_what_waits_on_the_gpu(
-    comm: str, number: signal.Signals, tmp_path: Path
+    size: int, comm: str, number: signal.Signals, tmp_path: Path
 ) -> None:
     """The last tests of this module: a GPU may not be of use after a peer's memory went away."""
+    if torch.cuda.device_count() < size:
+        pytest.skip(f"needs {size} GPUs")
     write_dummy_model("qwen3-0.6b", tmp_path)
     options: dict[str, Any] = {
         "load_format": "dummy",
@@ -286,11 +289,11 @@ def test_a_lost_rank_ends_what_waits_on_the_gpu(
         "cuda_graph_batch_sizes": "4",
         "distributed_timeout_s": 3,
     }
-    with ranked_engine(2, tmp_path, **options) as ranked:
+    with ranked_engine(size, tmp_path, **options) as ranked:
         prompt = np.arange(40, dtype=np.int32)
         answers = [ranked.submit(prompt + index, ENDLESS) for index in range(4)]
         for answer in answers:
             assert answer.started.wait(120)
-        ranked.kill(1, number)
+        ranked.kill(size - 1, number)
         wait_for_all(answers)
         assert all(isinstance(answer.error, EngineFailure) for answer in answers)

@@ -9,7 +9,7 @@ from typing import Any, Final
 import pytest
 
 from minisgl_backend.errors import InvalidRequest, Unsupported
-from minisgl_backend.grammar.matchers import Grammars, State
+from minisgl_backend.grammar.matchers import Batch, Grammars, State
 from minisgl_backend.text.tokenizer import PromptEncoder, load_definition
 from minisgl_backend.wire.generation import TextPrompt
 from tests.fakes import chat_templates
@@ -59,7 +59,7 @@ class Engine:
         matcher = compiled(self.grammars, kind, source, channels=True)
         left = [*self._ids(text), self._end]
         while left:
-            state = self.grammars.advance([matcher], [left.pop(0)]).get(0)
+            state = self.grammars.advance(Batch([matcher]), [left.pop(0)]).get(0)
             if state is not None:
                 return state is State.COMPLETE and left in ([], [self._end])
         return False
@@ -113,7 +113,7 @@ def test_errors_are_those_of_the_form(engine: Engine) -> None:
 
 def test_a_form_with_and_without_channels_are_two(engine: Engine) -> None:
     matcher = compiled(engine.grammars, "regex", "[0-9]{2}")
-    assert not engine.grammars.advance([matcher], engine._ids("1"))
+    assert not engine.grammars.advance(Batch([matcher]), engine._ids("1"))
     assert engine.takes("regex", "[0-9]{2}", f"{FINAL}12")
 
 

@@ -131,6 +131,19 @@ def test_a_kept_grammar_does_not_wait_for_others(compiler: Compiler) -> None:
         made(compiler.ask(choice("kept")))
 
 
+@pytest.mark.parametrize("takes_long", [False, True])
+def test_few_answers_share_a_lexer_unless_another_takes_long(
+    compiler: Compiler, takes_long: bool
+) -> None:
+    grammar = choice(f"shared {takes_long}")
+    made(compiler.ask(grammar))
+    (kept,) = [kept for key, kept in compiler._kept.items() if key[1] == grammar.source]
+    kept._is_quick = not takes_long
+    for _ in range(39):
+        assert not made(compiler.ask(grammar)).is_error()
+    assert kept._num_copies == (40 if takes_long else 8)  # of the lexer in use
+
+
 def test_what_is_taken_back_is_not_compiled(compiler: Compiler) -> None:
     alone, first, second = choice("taken back"), choice("wanted"), choice("wanted")
     with held_up(compiler._quick):

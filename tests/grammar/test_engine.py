@@ -19,12 +19,14 @@ import pytest
 from minisgl_backend import build
 from minisgl_backend.build import (
     build_engine,
+    build_engine_alone,
     build_executor,
     build_grammars,
     build_scheduler,
 )
 from minisgl_backend.config import DEMO_MODEL, EngineOptions
 from minisgl_backend.errors import (
+    EngineFailure,
     InvalidRequest,
     MiniSGLError,
     Overloaded,
@@ -33,7 +35,7 @@ from minisgl_backend.errors import (
 from minisgl_backend.grammar.matchers import WORD, Grammars, Matcher
 from minisgl_backend.kernels.sampling_table import WORD as WORD_OF_A_TABLE
 from minisgl_backend.parts import STANDARD
-from minisgl_backend.plan import Pending, SampledTokens, StepPlan
+from minisgl_backend.plan import NO_TOKEN, Pending, SampledTokens, StepPlan
 from minisgl_backend.request import (
     FinishReason,
     Grammar,
@@ -452,6 +454,58 @@ def test_the_same_answer_after_a_step_that_broke(
     finally:
         engine.close(drain_s=0)
     assert [(answer.tokens, answer.reason) for answer in answers] == alone
+
+
+class NotFinite(PendingWrapper):
+    """A step in which a row gets no token."""
+
+    def __init__(self, step: Pending, index: int) -> None:
+        super().__init__(step)
+        self.index = index
+
+    def tokens(self) -> SampledTokens:
+        sampled = super().tokens()
+        token_ids = sampled.token_ids.copy()
+        token_ids[self.index] = NO_TOKEN
+        return replace(sampled, token_ids=token_ids)
+
+
+class PoisonedExecutor(ExecutorWrapper):
+    """The fifth logits of a long answer with a grammar are not finite."""
+
+    row: int | None = None
+    num_steps = 0
+
+    def launch(self, plan: StepPlan) -> Pending:
+        step = super().launch(plan)
+        for admission in plan.admissions:
+            sampling = admission.sampling
+            if self.row is None and sampling.grammar == FORMS[3] and sampling.max_tokens > 10:
+                self.row = admission.row
+        rows = plan.masked_rows.tolist()
+        self.num_steps += self.row in rows
+        if self.num_steps != 5 or self.row not in rows:
+            return step
+        return NotFinite(step, plan.sample_rows.tolist().index(self.row))
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_the_others_go_on_if_a_row_with_a_grammar_gets_no_token(
+    alone: list[tuple[list[int], FinishReason | None]], overlap: bool
+) -> None:
+    options = EngineOptions.from_mapping({**OPTIONS, "overlap": overlap})
+    engine = build_engine_alone(options, replace(STANDARD, executor=PoisonedExecutor))
+    try:
+        ranked = Ranked(engine, None)
+        answers = [ranked.submit(*asked) for asked in company()]
+        wait_for_all(answers)
+    finally:
+        engine.close(drain_s=0)
+    (failed,) = [index for index, answer in enumerate(answers) if answer.error is not None]
+    assert isinstance(answers[failed].error, EngineFailure)
+    assert answers[failed].tokens == alone[failed][0][:4]
+    for index, (answer, told) in enumerate(zip(answers, alone, strict=True)):
+        assert index == failed or (answer.tokens, answer.reason) == told
 
 
 def test_the_same_answer_from_two_ranks() -> None:

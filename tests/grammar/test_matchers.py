@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 import minisgl_backend
 from minisgl_backend.errors import InvalidRequest, MiniSGLError, RequestError
-from minisgl_backend.grammar.matchers import Grammars, Matcher, State
+from minisgl_backend.grammar.matchers import Batch, Grammars, Matcher, State
 from minisgl_backend.request import Grammar, GrammarKind, SamplingParams
 from minisgl_backend.text.detokenizer import TextStream
 from minisgl_backend.text.tokenizer import load_definition, load_vocabulary
@@ -65,7 +65,7 @@ def compiled(grammars: Grammars, kind: str, source: Any, **more: Any) -> Matcher
 def allowed(grammars: Grammars, matcher: Matcher) -> list[int]:
     """The tokens of a mask."""
     masks = np.empty((1, grammars.num_words), np.int32)
-    assert grammars.fill([matcher], masks).result() == {}
+    assert grammars.fill(Batch([matcher]), masks).result() == {}
     bits = np.unpackbits(masks.view(np.uint8), bitorder="little")
     assert not bits[len(VOCABULARY) : NUM_EMBEDDINGS].any()
     tokens: list[int] = np.flatnonzero(bits[: len(VOCABULARY)]).tolist()
@@ -84,7 +84,7 @@ def walk(grammars: Grammars, matcher: Matcher, chance: random.Random) -> str | N
             few = chance.sample(options, min(4, len(options)))
             token = min(few, key=lambda option: len(VOCABULARY.pieces[option]))
         tokens.append(token)
-        if grammars.advance([matcher], [token]) == {0: State.COMPLETE}:
+        if grammars.advance(Batch([matcher]), [token]) == {0: State.COMPLETE}:
             return TextStream(VOCABULARY).push(tokens, final=True).text
     return None
 
@@ -153,7 +153,7 @@ def follow(grammars: Grammars, matcher: Matcher, text: str) -> bool:
             return False
         token = max(options, key=lambda option: len(VOCABULARY.pieces[option]))
         rest = rest[len(VOCABULARY.pieces[token]) :]
-        if grammars.advance([matcher], [token]) == {0: State.COMPLETE}:
+        if grammars.advance(Batch([matcher]), [token]) == {0: State.COMPLETE}:
             return not rest
     return EOS in allowed(grammars, matcher)
 
@@ -331,11 +331,11 @@ def test_a_trigger_may_be_a_special_token(grammars: Grammars) -> None:
     start, end = (VOCABULARY.names.index(name) for name in ("<|im_start|>", "<|im_end|>"))
     assert start in allowed(grammars, matcher)
     for token in (start, VOCABULARY.pieces.index(b"f")):
-        grammars.advance([matcher], [token])
+        grammars.advance(Batch([matcher]), [token])
     while end not in (options := allowed(grammars, matcher)):
         token = max(options, key=lambda option: len(VOCABULARY.pieces[option]))
         assert VOCABULARY.pieces[token] and b"null".find(VOCABULARY.pieces[token]) >= 0
-        grammars.advance([matcher], [token])
+        grammars.advance(Batch([matcher]), [token])
     assert options == [end]
 
 
@@ -345,12 +345,24 @@ def test_before_the_grammar_all_but_the_end_is_allowed(grammars: Grammars) -> No
     everything = set(range(len(VOCABULARY))) - {EOS}
     for token in (500, 700):
         masks = np.empty((1, grammars.num_words), np.int32)
-        grammars.fill([matcher], masks).result()
+        grammars.fill(Batch([matcher]), masks).result()
         bits = np.unpackbits(masks.view(np.uint8), bitorder="little")
         assert everything <= set(np.flatnonzero(bits)) and not bits[EOS]
-        assert grammars.advance([matcher], [token]) == {}
-    assert grammars.advance([matcher], [marker]) == {}
+        assert grammars.advance(Batch([matcher]), [token]) == {}
+    assert grammars.advance(Batch([matcher]), [marker]) == {}
     assert [VOCABULARY.pieces[token] for token in allowed(grammars, matcher)] == [b"x"]
+
+
+def test_stop_tokens_are_held_back_before_the_grammar_too(grammars: Grammars) -> None:
+    matcher = compiled(
+        grammars, "choice", ["x"], begins_after=500, min_tokens=2, stop_token_ids=(700,)
+    )
+    masks = np.empty((1, grammars.num_words), np.int32)
+    for is_held in (True, True, False):
+        grammars.fill(Batch([matcher]), masks).result()
+        bits = np.unpackbits(masks.view(np.uint8), bitorder="little")
+        assert bits[700] == (not is_held) and bits[701]
+        assert grammars.advance(Batch([matcher]), [701]) == {}
 
 
 def test_a_section_before_the_grammar_must_be_opened_by_the_first_token(
@@ -361,17 +373,17 @@ def test_a_section_before_the_grammar_must_be_opened_by_the_first_token(
     (x,) = allowed(grammars, compiled(grammars, "choice", ["x"]))
     without, with_one = (compiled(grammars, "choice", ["x"], **section) for _ in range(2))
     assert allowed(grammars, without) == sorted([x, begin])
-    assert grammars.advance([without, with_one], [x, begin]) == {0: State.COMPLETE}
+    assert grammars.advance(Batch([without, with_one]), [x, begin]) == {0: State.COMPLETE}
     assert with_one.is_free
     for token in (begin, 3, end):
-        assert grammars.advance([with_one], [token]) == {}
+        assert grammars.advance(Batch([with_one]), [token]) == {}
     assert allowed(grammars, with_one) == [x]
     with_one.start_anew([])
     assert allowed(grammars, with_one) == sorted([x, begin])
     with_one.start_anew([begin, 3])
     assert with_one.is_free
-    assert grammars.advance([with_one], [end]) == {}
-    assert grammars.advance([with_one], [x]) == {0: State.COMPLETE}
+    assert grammars.advance(Batch([with_one]), [end]) == {}
+    assert grammars.advance(Batch([with_one]), [x]) == {0: State.COMPLETE}
 
 
 @pytest.mark.parametrize("section", [{"begins_after": 10**6}, {"begins_after": 5, "opened_by": -1}])
@@ -552,12 +564,12 @@ def test_a_state_that_explodes_fails_alone(grammars: Grammars) -> None:
         masks = np.empty((2, grammars.num_words), np.int32)
         a = VOCABULARY.pieces.index(b"a")
         for num_tokens in range(400):
-            failed = grammars.fill([heavy, fine], masks).result()
+            failed = grammars.fill(Batch([heavy, fine]), masks).result()
             assert 1 not in failed
             if failed:
                 assert "too complex" in str(failed[0]) and num_tokens > 10
                 break
-            assert grammars.advance([heavy, fine], [a, a]) == {}
+            assert grammars.advance(Batch([heavy, fine]), [a, a]) == {}
         else:
             pytest.fail("the limits of a step were not reached")
 
@@ -567,5 +579,5 @@ def test_a_token_that_takes_too_much_work_is_told_from_a_wrong_one(grammars: Gra
     schema = {"type": "object", "properties": {name: {"type": "string"} for name in names}}
     heavy, fine = compiled(grammars, "json_schema", schema), compiled(grammars, "choice", ["a"])
     brace = VOCABULARY.pieces.index(b"{")
-    states = grammars.advance([heavy, fine], [brace, brace])
+    states = grammars.advance(Batch([heavy, fine]), [brace, brace])
     assert states == {0: State.TOO_COMPLEX, 1: State.BROKEN}

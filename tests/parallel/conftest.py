@@ -6,13 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.conformance.checkpoints import write_checkpoint
+from tests.conformance.checkpoints import write_checkpoint, write_checkpoint_of_eight_heads
 
 
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of checkpoints by case; all have four query heads and two key-value heads."""
+    """A folder of checkpoints by case; all have four query heads and two key-value heads, but for
+    ``eight-heads``."""
     folder = tmp_path_factory.mktemp("checkpoints")
     for case in ("llama", "qwen3", "qwen3-moe", "gpt-oss"):
         write_checkpoint(case, folder / case)
+    write_checkpoint_of_eight_heads(folder / "eight-heads")
     return folder

@@ -1,4 +1,4 @@
-"""Sums over the ranks with the residual add and the norm behind them, as one operation."""
+"""Sums over the ranks with the residual add and the norm after them, as one operation."""
 
 from __future__ import annotations
 

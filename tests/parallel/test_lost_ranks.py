@@ -26,7 +26,7 @@ from minisgl_backend.execution.followers import Followers
 from minisgl_backend.execution.forward import ForwardPass
 from minisgl_backend.execution.sampling import Sampler
 from minisgl_backend.kernels.sampling import sample
-from minisgl_backend.parallel.place import Place
+from minisgl_backend.parallel.place import RankPlace
 from minisgl_backend.plan import Admission
 from minisgl_backend.request import SamplingParams
 from minisgl_check.processes import runs
@@ -178,7 +178,7 @@ def follower_of(script: str, *, size: int = 2) -> Followers:
     rank0 = HostFollowerEnd(socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2]))
     """
     text = textwrap.dedent(prelude) + textwrap.dedent(script)
-    place = Place.first(size, "127.0.0.1:1")  # no rank goes there
+    place = RankPlace.first(size, "127.0.0.1:1")  # no rank goes there
     return Followers(place, [sys.executable, "-c", text])
 
 
@@ -210,7 +210,7 @@ def test_a_rank_that_cannot_start_tells_why() -> None:
 
 def test_options_that_only_a_follower_refuses_are_told(tmp_path: Path) -> None:
     """As where a model's files went since rank 0 saw them."""
-    place = Place.first(2, "127.0.0.1:1")
+    place = RankPlace.first(2, "127.0.0.1:1")
     command = [sys.executable, "-m", "minisgl_backend.tensor_parallel"]
     options = {"tensor_parallel_size": 2, "device": "cpu", "model": str(tmp_path)}
     greeting = json.dumps({"options": options, "config": ""})
@@ -262,7 +262,7 @@ def test_a_follower_that_does_not_end_by_itself_is_killed() -> None:
 def test_a_command_that_cannot_be_run_is_an_error_at_once() -> None:
     before = threading.active_count()
     with pytest.raises(FileNotFoundError):
-        Followers(Place.first(3, "127.0.0.1:1"), ["/nonexistent"])
+        Followers(RankPlace.first(3, "127.0.0.1:1"), ["/nonexistent"])
     wait_until(lambda: threading.active_count() <= before)
 
 

@@ -20,8 +20,9 @@ from minisgl_backend.build import build_executor
 from minisgl_backend.config import EngineOptions
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.execution.followers import Followers
-from minisgl_backend.execution.node_channel import NodePlace, NotYet, OtherNodes, Welcome, knock
-from minisgl_backend.parallel.place import Place
+from minisgl_backend.execution.node_channel import OtherNodes
+from minisgl_backend.execution.node_handshake import NodePlace, NotYet, Welcome, knock
+from minisgl_backend.parallel.place import RankPlace
 from minisgl_backend.request import SamplingParams
 from minisgl_check.machines import Machine, OtherNode, can_have_machines, free_port, machine
 from minisgl_check.processes import runs
@@ -312,9 +313,9 @@ def test_nodes_need_a_secret_where_others_reach_them(tmp_path: Path) -> None:
 
 
 @contextmanager
-def gathering(size: int = 2) -> Iterator[tuple[OtherNodes, Place, list[str]]]:
+def gathering(size: int = 2) -> Iterator[tuple[OtherNodes, RankPlace, list[str]]]:
     """Rank 0 that waits for node 1, by no other process; ``causes`` of its losses."""
-    place = Place.first(size, f"127.0.0.1:{free_port('127.0.0.1')}", num_nodes=2)
+    place = RankPlace.first(size, f"127.0.0.1:{free_port('127.0.0.1')}", num_nodes=2)
     nodes = OtherNodes(place, SECRET.encode(), silence_s=1.0)
     try:
         yield nodes, place, []
@@ -322,7 +323,7 @@ def gathering(size: int = 2) -> Iterator[tuple[OtherNodes, Place, list[str]]]:
         nodes.close()
 
 
-def connected(place: Place) -> socket.socket:
+def connected(place: RankPlace) -> socket.socket:
     return socket.create_connection((place.host, place.port), timeout=30)
 
 
@@ -360,7 +361,7 @@ def test_a_proof_cannot_be_sent_back_or_again() -> None:
             assert caller.recv(1) == b"\x01"
         listener = socket.create_server(("127.0.0.1", 0))
         with listener, ThreadPoolExecutor(1) as other:
-            between = Place.first(2, f"127.0.0.1:{listener.getsockname()[1]}", num_nodes=2)
+            between = RankPlace.first(2, f"127.0.0.1:{listener.getsockname()[1]}", num_nodes=2)
             secret = SECRET.encode()
 
             def knock_between() -> None:
@@ -396,7 +397,7 @@ def test_what_does_not_know_the_secret_is_not_followed(verdict: int, message: st
                 caller.sendall(bytes([verdict]) + bytes(12 + 32))
 
         pool.submit(impostor)
-        place = Place.first(2, f"127.0.0.1:{listener.getsockname()[1]}", num_nodes=2)
+        place = RankPlace.first(2, f"127.0.0.1:{listener.getsockname()[1]}", num_nodes=2)
         with connected(place) as caller, pytest.raises(ConfigError, match=message):
             knock(caller, SECRET.encode(), NodePlace(2, 1, 0))
 
@@ -405,7 +406,7 @@ def test_a_caller_that_sends_a_byte_now_and_then_is_sent_away(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Each byte comes soon after the one before, but all of them together take too long."""
-    monkeypatch.setattr("minisgl_backend.execution.node_channel._HANDSHAKE_S", 1.0)
+    monkeypatch.setattr("minisgl_backend.execution.node_handshake.HANDSHAKE_S", 1.0)
     with gathering() as (nodes, place, causes), ThreadPoolExecutor(1) as pool:
         gathered = pool.submit(nodes.gather, 1234, 60, causes.append)
         with connected(place) as caller:
@@ -472,7 +473,7 @@ def test_nodes_that_do_not_come_are_named() -> None:
 
 
 def test_a_start_that_fails_leaves_no_listener() -> None:
-    place = Place.first(4, f"127.0.0.1:{free_port('127.0.0.1')}", num_nodes=2)
+    place = RankPlace.first(4, f"127.0.0.1:{free_port('127.0.0.1')}", num_nodes=2)
     nodes = OtherNodes(place, SECRET.encode(), silence_s=1.0)
     with pytest.raises(FileNotFoundError):
         Followers(place, ["/nonexistent"], nodes)

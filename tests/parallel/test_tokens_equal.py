@@ -1,4 +1,4 @@
-"""Two and four ranks make the tokens that one makes, whatever they are asked for."""
+"""Two, four and eight ranks make the tokens that one makes, whatever they are asked for."""
 
 from __future__ import annotations
 
@@ -69,6 +69,16 @@ def test_tokens_of_whole_experts(
     options = {**OPTIONS, "expert_parallel": True}
     with ranked_engine(2, checkpoints / "qwen3-moe", **options) as ranked:
         check_equal(serve(ranked), of_one_rank("qwen3-moe"))
+
+
+@pytest.mark.parametrize("size", [4, 8])
+def test_tokens_of_whole_experts_of_many_ranks(
+    checkpoints: Path, size: int, of_one_rank: Callable[[str], list[Answer]]
+) -> None:
+    """With eight ranks, two each hold the same one of the four key-value heads."""
+    options = {**OPTIONS, "expert_parallel": True}
+    with ranked_engine(size, checkpoints / "eight-heads", **options) as ranked:
+        check_equal(serve(ranked), of_one_rank("eight-heads"))
 
 
 def test_tokens_of_layers_with_window_pages(

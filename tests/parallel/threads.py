@@ -10,7 +10,7 @@ import torch
 
 from minisgl_backend.parallel.connect import connect, open_store
 from minisgl_backend.parallel.group import Group, OneRank
-from minisgl_backend.parallel.place import Place
+from minisgl_backend.parallel.place import RankPlace
 
 T = TypeVar("T")
 
@@ -19,7 +19,7 @@ def on_ranks(size: int, work: Callable[[Group], T], *, timeout_s: float = 60.0) 
     """What ``work`` gives on each of ``size`` connected ranks; one alone is in this thread."""
     if size == 1:
         return [work(OneRank())]
-    first, store = open_store(Place.first(size, None), timeout_s)
+    first, store = open_store(RankPlace.first(size, None), timeout_s)
 
     def run(rank: int) -> T:
         place = first.of(rank)

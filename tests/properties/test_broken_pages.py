@@ -1,7 +1,7 @@
 """NaN stays with the request that computed it: pages that may hold it are cleared, and no others.
 
 Prompts are computed in small chunks and often aborted in the middle, when no token has been sampled
-behind what they wrote, in a pool so small that each page is used again and again.
+after what they wrote, in a pool so small that each page is used again and again.
 """
 
 from __future__ import annotations

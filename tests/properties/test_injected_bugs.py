@@ -27,6 +27,7 @@ from minisgl_backend.scheduling.draft import Draft
 from minisgl_backend.scheduling.lifecycle import Lifecycle
 from minisgl_backend.scheduling.running import RunningRows
 from minisgl_backend.scheduling.sequence import Phase, Sequence
+from minisgl_backend.scheduling.state_snapshots import StateSnapshots
 from tests.fakes.harness import Harness, random_setup, run_randomly
 
 NUM_SEEDS = 150
@@ -151,7 +152,7 @@ def grouped_with_others(patch: pytest.MonkeyPatch) -> None:
 
 
 def misplaced_snapshot(patch: pytest.MonkeyPatch) -> None:
-    """A state is found behind one page less than it stands for."""
+    """A state is found after one page less than it stands for."""
     attach = RadixTree.attach
 
     def attach_before(self: RadixTree, node: Node, num_pages: int, snapshot: int) -> bool:
@@ -178,12 +179,14 @@ def stale_snapshot(patch: pytest.MonkeyPatch) -> None:
 
 def kept_late(patch: pytest.MonkeyPatch) -> None:
     """The state of a decoding row is kept one step after the position that is noted."""
-    keep_states = Lifecycle.keep_states
+    keep = StateSnapshots.keep
 
-    def of_step_before(self: Lifecycle, rows: IntArray, positions: IntArray, draft: Draft) -> None:
-        keep_states(self, rows, positions - 1, draft)
+    def of_step_before(
+        self: StateSnapshots, rows: IntArray, positions: IntArray, draft: Draft
+    ) -> None:
+        keep(self, rows, positions - 1, draft)
 
-    patch.setattr(Lifecycle, "keep_states", of_step_before)
+    patch.setattr(StateSnapshots, "keep", of_step_before)
 
 
 def kept_twice(patch: pytest.MonkeyPatch) -> None:

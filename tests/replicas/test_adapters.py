@@ -23,7 +23,7 @@ from minisgl_backend.replicas.messages import Message
 from minisgl_backend.request import Adapter, Request, SamplingParams
 from minisgl_backend.routing.router import Capacity, Router
 from minisgl_backend.routing.shadow import CacheShadow
-from minisgl_backend.runtime.engine import Door
+from minisgl_backend.runtime.door import Door
 from minisgl_kit.adapters import write_adapter
 from tests.parallel.engines import Answer, some_prompts, wait_for_all
 from tests.waiting import wait_until

@@ -33,28 +33,12 @@ from minisgl_backend.request import (
     SamplingParams,
     samples_of,
 )
-from minisgl_backend.runtime.engine import EngineInfo
 from minisgl_backend.runtime.recorder import EngineStats, Samples
 from minisgl_backend.runtime_files import State
 from minisgl_backend.scheduling.report import SchedulerStats
+from tests.fakes.engine_info import engine_info
 
-INFO = EngineInfo(
-    model="m",
-    folder="/m",
-    architecture="A",
-    device="cpu",
-    dtype="float32",
-    weights="plain",
-    attention_backend="sdpa",
-    vocab_size=100,
-    eos_token_ids=(7,),
-    max_sequence_length=200,
-    page_size=4,
-    num_pages=50,
-    max_running_requests=2,
-    max_queued_requests=99,
-    max_queued_tokens=10**9,
-)
+INFO = engine_info(eos_token_ids=(7,), page_size=4, max_queued_requests=99, max_queued_tokens=10**9)
 PROMPT = list(range(10, 19))
 DONE = Finished(FinishReason.LENGTH)
 

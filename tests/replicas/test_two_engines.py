@@ -31,7 +31,7 @@ from minisgl_backend.request import (
     SamplingParams,
     samples_of,
 )
-from minisgl_backend.runtime.engine import Door
+from minisgl_backend.runtime.door import Door
 from minisgl_check.processes import children_of, is_rank, runs
 from tests.parallel.engines import Answer, some_prompts, wait_for_all
 from tests.waiting import wait_until

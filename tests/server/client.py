@@ -205,13 +205,13 @@ class Metrics:
         return sum(map(float, values))
 
     def labelled(self, name: str, label: str, value: str) -> float:
-        """The metric's value where a label has that value."""
+        """The metric's value of the series whose label has that value."""
         pattern = rf'^{re.escape(name)}\{{[^}}]*{label}="{re.escape(value)}"[^}}]*\}} (\S+)$'
         return sum(map(float, re.findall(pattern, self.text, re.M)))
 
 
 def wait_for(condition: Callable[[], bool], what: str, timeout_s: float = PATIENCE_S) -> None:
-    """Poll until the condition holds; fails the test where it never does."""
+    """Poll until the condition holds; fails the test if it never does."""
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, f"never came: {what}"

@@ -280,7 +280,7 @@ def test_stop_request_for_an_unknown_id(paced_server: TritonServer) -> None:
 
 
 def test_deadline_in_the_queue_and_after(paced_server: TritonServer) -> None:
-    """A deadline ends a request with what it has, or with an error where it has nothing."""
+    """A deadline ends a request with what it has, or with an error if it has nothing."""
     values: dict[str, Any] = {"input_ids": SHORT_PROMPT, "max_tokens": 2000}
     output = generate(paced_server, timeout_ms=1500, return_finish_reason=True, **values)
     assert output["finish_reason"] == "timeout"

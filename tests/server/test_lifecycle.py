@@ -144,7 +144,7 @@ def test_reload_of_a_text_model(server: TritonServer, model: str) -> None:
 def test_kill_of_the_detokenizer(tmp_path: Path) -> None:
     """Requests that need it end with an error, and the engine stops working for them.
 
-    They get their answer at the end, so that the detokenizer is idle when it is killed: where it
+    They get their answer at the end, so that the detokenizer is idle when it is killed: if it
     holds a lock in shared memory, tritonserver itself goes down.
     """
     repository = paced_repository(tmp_path)
@@ -217,7 +217,7 @@ def test_kill_of_the_server_leaves_no_process(tmp_path: Path) -> None:
 
 
 def test_kill_of_the_server_ends_a_model_that_is_stuck_while_it_is_loaded(tmp_path: Path) -> None:
-    """As it is where tritonserver owes it an answer: none of its Python threads can run."""
+    """As it is if tritonserver owes it an answer: none of its Python threads can run."""
     sign = tmp_path / "stuck"
     repository = repository_with({"llm_engine": STUCK.format(sign=sign)}, tmp_path)
     with running(repository, exit_code=None, is_ready=False) as server:

@@ -76,7 +76,7 @@ def test_a_lost_node_ends_every_stream_and_comes_back(
     world.wait_recovered(before)
     assert world.answers()
     assert not any(map(runs, lost))
-    if world.server is not server:  # it aborts where the process was telling it a metric
+    if world.server is not server:  # it aborts if the process was telling it a metric
         assert server.poll() == -signal.SIGABRT
 
 

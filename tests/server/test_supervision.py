@@ -207,7 +207,7 @@ def test_an_idle_process_dies(world: Supervised, model: str) -> None:
     old = world.kill(model)
     world.wait_recovered(num_before)
     assert world.answers()
-    if world.server is not server:  # it aborts where the process was telling it a metric
+    if world.server is not server:  # it aborts if the process was telling it a metric
         assert server.poll() == -signal.SIGABRT
         return
     assert world.stats(model)["pid"] != old
@@ -233,7 +233,7 @@ def test_a_detokenizer_dies_with_its_streams(world: Supervised) -> None:
             call.client.close()
         world.wait_recovered(num_before)
         assert world.answers()
-        if world.server is server:  # it dies where the process is killed in a lock of Triton's
+        if world.server is server:  # it dies if the process is killed in a lock of Triton's
             assert direct.next()
 
             def is_one_left() -> bool:

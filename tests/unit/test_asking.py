@@ -27,7 +27,7 @@ class World:
     """An engine's process, which is this one, and a server that an asker looks at."""
 
     def __init__(self, directory: Path, *, http_url: str, grpc_address: str) -> None:
-        self.counts = {"num_open": 0, "num_steps": 0}
+        self.counts: dict[str, Any] = {"num_open": 0, "num_steps": 0}
         self.engine = StatusServer(directory, "llm_engine", stats=lambda: self.counts)
         self.processes = ModelProcesses(directory)
         server = SimpleNamespace(
@@ -116,6 +116,27 @@ def test_an_engine_in_a_long_step_is_not_taken_for_a_server_that_hangs(
         wait_until(has_asked)  # and the deadline is over
         assert world.looks_for(3.0) == []
         world.counts["num_steps"] += 3  # by now it has met the deadline
+        assert world.finds()
+
+
+def test_steps_of_another_replica_are_not_held_against_the_server(
+    tmp_path: Path, impatient: None, silent: str
+) -> None:
+    """The one that may have the token is in a long step, or on a core that it hardly gets."""
+    with world_of(tmp_path, f"http://{silent}", silent) as world:
+        slow, fast = ({"num_open": 1, "num_steps": 0} for _ in range(2))
+        world.counts |= {"num_open": 2, "replicas": [{"stats": slow}, {"stats": fast}]}
+        world.engine.entered()
+
+        def has_asked() -> bool:
+            assert world.look() is None
+            question = world.asker._question
+            return question is not None and bool(question._target)
+
+        wait_until(has_asked)  # and the deadline is over
+        world.counts["num_steps"] = fast["num_steps"] = 100
+        assert world.looks_for(3.0) == []
+        slow["num_steps"] = 3
         assert world.finds()
 
 

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import pytest
 import torch
 
-from minisgl_backend import build_rank
+from minisgl_backend import build_rank, rank_memory
 from minisgl_backend.attention.base import AttentionSetting, AttentionShape, PagedAttention
 from minisgl_backend.attention.sdpa import SdpaAttention
 from minisgl_backend.build import build_scheduler
@@ -25,12 +25,12 @@ from minisgl_backend.execution import capture
 from minisgl_backend.execution.storage import bytes_per_page
 from minisgl_backend.models.catalog import load_spec
 from minisgl_backend.parallel.group import OneRank
-from minisgl_backend.parallel.place import Place
+from minisgl_backend.parallel.place import RankPlace
 from minisgl_backend.parts import STANDARD
 from minisgl_backend.progress import Progress, unseen
 from minisgl_backend.resolve import Resolved
-from minisgl_backend.runtime.engine import EngineInfo
 from minisgl_backend.scheduling.scheduler import Scheduler, SchedulerConfig
+from tests.fakes.engine_info import engine_info
 
 SDPA = SdpaAttention(
     AttentionSetting(
@@ -240,7 +240,7 @@ def facts_of(num_ranks: int = 1, **options: Any) -> Resolved:
     )
     return Resolved(
         options=EngineOptions(**options),
-        place=Place.first(num_ranks, None),
+        place=RankPlace.first(num_ranks, None),
         device=device,
         comm="nccl",
         folder=folder,
@@ -278,8 +278,8 @@ def test_too_little_memory_for_pages(
     monkeypatch.setattr(
         build_rank, "build_model", lambda *arguments, **options: SimpleNamespace(pack=lambda: None)
     )
-    monkeypatch.setattr(build_rank, "choose_num_pages", lambda **facts: 100)
-    monkeypatch.setattr(build_rank, "KVStorage", out_of_memory)
+    monkeypatch.setattr(rank_memory, "choose_num_pages", lambda **facts: 100)
+    monkeypatch.setattr(rank_memory, "KVStorage", out_of_memory)
     needed = (num_pages + 1) * page_bytes
     message = (
         f"{num_pages} KV pages of 16 .* {needed:,} bytes of cuda:1, .* 1,000 free: lower {name}"
@@ -289,20 +289,14 @@ def test_too_little_memory_for_pages(
 
 
 @pytest.mark.parametrize(
-    ("gib", "options", "most"),
-    [
-        (141, {}, 256),
-        (80, {}, 160),
-        (24, {}, 160),
-        (24, {"cuda_graph_max_batch_size": 200}, 200),
-        (141, {"max_running_requests": 64}, 64),
-    ],
+    ("options", "most"),
+    [({}, 256), ({"cuda_graph_max_batch_size": 200}, 200), ({"max_running_requests": 64}, 64)],
 )
-def test_larger_batches_are_captured_on_large_gpus(
-    gib: int, options: dict[str, Any], most: int
+def test_decode_steps_are_captured_up_to_the_most_running_requests(
+    options: dict[str, Any], most: int
 ) -> None:
     chosen = EngineOptions(**{"max_running_requests": 512, **options})
-    assert max_captured_batch_size(chosen, gib * 2**30) == most
+    assert max_captured_batch_size(chosen) == most
 
 
 @pytest.mark.parametrize(
@@ -319,24 +313,7 @@ def test_larger_batches_are_captured_on_large_gpus(
 def test_how_many_may_pass_a_waiting_request(
     device: str, reads_groups: bool, options: dict[str, Any], bound: int
 ) -> None:
-    info = EngineInfo(
-        model="m",
-        folder="/m",
-        architecture="A",
-        device=device,
-        dtype="bfloat16",
-        weights="plain",
-        attention_backend="a",
-        vocab_size=100,
-        eos_token_ids=(),
-        max_sequence_length=200,
-        page_size=16,
-        num_pages=50,
-        max_running_requests=2,
-        max_queued_requests=9,
-        max_queued_tokens=999,
-        reads_groups=reads_groups,
-    )
+    info = engine_info(device=device, reads_groups=reads_groups)
     configs = []
 
     def scheduler(cache: KVCache, config: SchedulerConfig) -> Scheduler:

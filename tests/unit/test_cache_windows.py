@@ -1,4 +1,4 @@
-"""Window pages: kept as far as windows see, and as long as others may begin behind them."""
+"""Window pages: kept as far as windows see, and as long as others may begin after them."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_a_prefix_is_found_up_to_where_its_window_is_kept() -> None:
     cache.release(compute(cache, prompt(1, 2, 3, 4, 5, 6, 7)))
     longer = prompt(1, 2, 3, 4, 5, 6, 7, 8)
     assert cache.match_length(longer) == 7 * SIZE
-    # behind the fifth page one would see the fourth, whose window page is another's by now
+    # after the fifth page one would see the fourth, whose window page is another's by now
     parting = prompt(1, 2, 3, 4, 5, 9)
     assert cache.match_length(parting) == 0 and cache.cached_length(parting) == 5 * SIZE
     lease = cache.acquire(longer)

@@ -94,6 +94,22 @@ def test_every_command_is_there() -> None:
     assert result.exit_code == 0 and "(needs" not in result.output
 
 
+@pytest.mark.parametrize("command", [[], ["bench"]])
+def test_help_of_commands_is_not_cut(command: list[str]) -> None:
+    result = CliRunner().invoke(main, [*command, "--help"], terminal_width=60)
+    assert result.exit_code == 0
+    assert "..." not in result.output.partition("Commands:")[2]
+
+
+def test_help_of_the_engines_options_shows_what_they_take() -> None:
+    output = CliRunner().invoke(main, ["serve", "--help"], terminal_width=200).output
+    own, _, of_engine = output.partition("Options of the engine:")
+    assert "--http-port" in own and "--http-port" not in of_engine
+    assert "--cache [radix|naive]" in of_engine
+    assert "--page-size INTEGER" in of_engine
+    assert "--overlap [true|false]" in of_engine
+
+
 @pytest.mark.parametrize("command", ["serve", "generate", "chat", "gateway"])
 def test_serving_and_asking_need_no_benchmarks_or_checks(command: str) -> None:
     code = (

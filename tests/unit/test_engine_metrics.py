@@ -12,31 +12,16 @@ from hypothesis import strategies as st
 
 from minisgl_backend.config import EngineOptions
 from minisgl_backend.errors import Cancelled, InvalidRequest, Overloaded, Recovering, Unsupported
-from minisgl_backend.runtime.engine import EngineInfo, ReplicaStats
+from minisgl_backend.runtime.door import ReplicaStats
 from minisgl_backend.runtime.recorder import EngineStats, Recorder, Samples
 from minisgl_backend.scheduling.report import SchedulerStats
 from minisgl_backend.tritonserver.engine_metrics import EngineMetrics
 from minisgl_backend.tritonserver.metrics import BucketCounts, MetricsThread, Rejections
+from tests.fakes.engine_info import engine_info
 from tests.fakes.pb_utils import Metric, MetricFamily
 
 OPTIONS = EngineOptions(model="/models/demo", kv_cache_dtype="fp8_e4m3", cache="naive")
-INFO = EngineInfo(
-    model="/models/demo",
-    folder="",
-    architecture="x",
-    device="cpu",
-    dtype="float32",
-    weights="plain",
-    attention_backend="sdpa",
-    vocab_size=10,
-    eos_token_ids=(),
-    max_sequence_length=100,
-    page_size=16,
-    num_pages=50,
-    max_running_requests=8,
-    max_queued_requests=8,
-    max_queued_tokens=1000,
-)
+INFO = engine_info(model="/models/demo", max_running_requests=8, max_queued_requests=8)
 
 
 class Engine:

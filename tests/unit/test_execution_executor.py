@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
@@ -22,10 +21,9 @@ from minisgl_backend.models.build import build_model
 from minisgl_backend.models.catalog import parse_spec
 from minisgl_backend.models.decoder import Decoder
 from minisgl_backend.parallel.group import OneRank
-from minisgl_backend.plan import NO_TOKEN, Admission, Pending, SampledTokens
+from minisgl_backend.plan import NO_TOKEN, Admission, Pending, SampledTokens, StepPlan
 from minisgl_backend.request import IntArray, RequestId, SamplingParams
 from minisgl_backend.runtime.ports import Executor
-from tests.fakes.plans import make_plan
 
 PAGE_SIZE: Final = 4
 POISON: Final = 99
@@ -143,7 +141,7 @@ class Driver:
         )
 
     def launch(self, admissions: tuple[Admission, ...] = (), **arrays: IntArray) -> Pending:
-        plan = replace(make_plan(**arrays), step=self.step, admissions=admissions)
+        plan = StepPlan(step=self.step, admissions=admissions, **arrays)
         self.step += 1
         return self.executor.launch(plan)
 
@@ -222,7 +220,7 @@ def test_a_shared_prefix_is_read_not_written(executor: ModelExecutor) -> None:
 
 
 def test_the_rest_of_a_prompt_is_copied_from_another_row(executor: ModelExecutor) -> None:
-    """Of the page's positions only those that are named: NaN behind them stays where it is."""
+    """Of the page's positions only those that are named: NaN after them stays where it is."""
     expected = _alone(executor, 3)
     driver = Driver(executor)
     _tokens(driver.prefill(0, PROMPT[:5], pages=(1, 9), samples=False))

@@ -10,7 +10,6 @@ import pytest
 from minisgl_backend.execution.flat_batch import FlatBatch
 from minisgl_backend.plan import StepPlan
 from minisgl_backend.request import EMPTY, IntArray
-from tests.fakes.plans import make_plan
 
 
 def ints(*values: int) -> IntArray:
@@ -21,7 +20,8 @@ def plan_of(chunks: list[tuple[int, int, int, int]], decodes: list[tuple[int, in
     """Chunks of (row, start, length, whether it samples), and decodes of (row, position)."""
     rows, starts, lengths, samples = zip(*chunks, strict=True) if chunks else ((), (), (), ())
     decode_rows, positions = zip(*decodes, strict=True) if decodes else ((), ())
-    return make_plan(
+    return StepPlan(
+        step=0,
         prefill_rows=ints(*rows),
         prefill_starts=ints(*starts),
         prefill_lengths=ints(*lengths),

@@ -15,8 +15,7 @@ import pytest
 from minisgl_backend.errors import EngineFailure
 from minisgl_backend.execution.rank_channel import LeaderEnd
 from minisgl_backend.execution.ranks import LeadingExecutor
-from minisgl_backend.plan import SampledTokens
-from tests.fakes.plans import make_plan
+from minisgl_backend.plan import SampledTokens, StepPlan
 
 PATIENCE_S = 30.0
 TIMEOUT_S = 0.05
@@ -95,7 +94,7 @@ def test_silence_is_noticed_wherever_rank_0_waits(silence: Silence, where: str) 
     leader = LeadingExecutor(parts, parts, parts, timeout_s=TIMEOUT_S, steps_may_hang=True)
 
     def run() -> None:
-        leader.launch(make_plan()).tokens()
+        leader.launch(StepPlan(step=0)).tokens()
         leader.close()
 
     assert silence.complaint() is None

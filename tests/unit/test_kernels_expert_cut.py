@@ -1,4 +1,4 @@
-"""Every cut is one that ``cuda/experts.cu`` compiles for, and that an H200 has the room for."""
+"""Every cut is one that the kernels compile for, and that an H200 has the room for."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from minisgl_backend.experts_spec import ClampedGate, ExpertsSpec, RoutingRule
-from minisgl_backend.kernels.expert_cut import cut_of, cuts, fits, knows
+from minisgl_backend.kernels.expert_cut import MANY, are_many, cut_of, cuts, fits, fits_many, knows
 from minisgl_backend.kernels.linear_cut import PLAIN, Numbers
+from minisgl_backend.kernels.packed_weight import CodesKind
 from minisgl_backend.weight_format import CONVERTED_FP8, Encoding, Layout, WeightFormat
 
 SHARED_BYTES = 227 * 1024
@@ -45,6 +46,25 @@ def test_more_rows_take_tiles_of_more_rows(
     assert cut in cuts(bits) and cut.tokens <= more.tokens
     largest = max(one.tokens for one in cuts(bits))
     assert cut.tokens == largest or num_tokens * top_k <= cut.tokens * num_experts
+
+
+def test_the_cut_for_many_rows() -> None:
+    """A thread block has a multiprocessor to itself; decoding never takes it."""
+    assert MANY.shared_bytes <= SHARED_BYTES
+    for bits in (16, 8, 4):
+        assert not are_many(256 * 8, 128, bits)
+        assert are_many(4096 * 8, 128, bits) == (bits != 4)
+
+
+def test_which_weights_are_for_many_rows() -> None:
+    """Those of Qwen3-30B-A3B on 1 and 2 ranks; in FP8 not with smaller blocks."""
+    assert [fits_many(2048, 768 // ranks) for ranks in (1, 2, 4)] == [True, True, False]
+    assert not fits_many(128, 768) and not fits_many(2048, 128)
+    in_blocks = CodesKind(Encoding.E4M3, group=128, shared_by=8, zeros=False)
+    assert in_blocks.rounds_many_rows and replace(in_blocks, group=0).rounds_many_rows
+    assert not replace(in_blocks, group=64).rounds_many_rows
+    assert not replace(in_blocks, shared_by=1).rounds_many_rows
+    assert not replace(in_blocks, encoding=Encoding.INT8).rounds_many_rows
 
 
 def test_sizes() -> None:

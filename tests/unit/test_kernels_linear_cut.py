@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from minisgl_backend.kernels.linear_cut import (
@@ -61,12 +61,16 @@ def test_all_can_be_compiled(
         ]
     ),
 )
+@example(batch=16, height=7168, blocks=20, head_dim=128, numbers=Numbers(4, 256, 512))
 def test_all_of_codes_can_be_compiled(
     batch: int, height: int, blocks: int, head_dim: int | None, numbers: Numbers
 ) -> None:
     """A tile has at most 96 tokens: sums of a group and of all take registers."""
     in_features = blocks * numbers.block
     cut = cut_of(batch, height, in_features, head_dim=head_dim, numbers=numbers)
+    assert cut.ways == (2 if batch <= 16 and height * in_features > 8 * 2**20 else 1)
+    assert cut.stages * numbers.block // 128 % cut.ways == 0 and cut.threads <= 1024
+    assert cut.shared_bytes % 16 == 0  # a way's sums are at the end
     assert cut.numbers == numbers and cut.features == (head_dim or cut.features)
     assert cut.tokens in (8, 16, 32, 64, 96) and height % cut.features == 0
     assert in_features % (cut.splits * cut.numbers.block) == 0 and cut.splits <= 8
@@ -88,6 +92,19 @@ def test_what_was_measured() -> None:
     assert cut_of(64, 4096, 1024, head_dim=128) == Cut(128, 64, stages=8, splits=2)
     assert cut_of(64, 34816, 5120) == Cut(128, 64, stages=8, even=True)
     assert cut_of(256, 6144, 1024) == Cut(128, 128, stages=6)
+
+
+def test_large_weights_of_codes_and_few_tokens_are_multiplied_in_two_ways() -> None:
+    """INT4 with groups of 128, of Qwen3-14B: gate and up, and queries, keys and values."""
+    numbers = Numbers(4, 256, 128)
+    of_gate_up = Cut(128, 8, stages=8, even=True, numbers=numbers, ways=2)
+    assert cut_of(8, 34816, 5120, numbers=numbers) == of_gate_up
+    of_heads = Cut(128, 16, stages=8, splits=2, numbers=numbers, ways=2)
+    assert cut_of(16, 7168, 5120, head_dim=128, numbers=numbers) == of_heads
+    assert of_heads.threads == 576
+    assert cut_of(32, 34816, 5120, numbers=numbers).ways == 1
+    assert cut_of(8, 2048, 2048, numbers=numbers).ways == 1
+    assert cut_of(8, 34816, 5120).ways == 1
 
 
 @pytest.mark.parametrize(

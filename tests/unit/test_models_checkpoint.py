@@ -27,7 +27,7 @@ B = {"dtype": "BF16", "shape": [4], "data_offsets": [24, 32]}
 
 
 def written(folder: Path, entries: Any, num_bytes: int = 32) -> Path:
-    """A file with this header, and this number of bytes behind it."""
+    """A file with this header, and this number of bytes after it."""
     header = json.dumps(entries).encode()
     path = folder / "model.safetensors"
     path.write_bytes(struct.pack("<Q", len(header)) + header + bytes(num_bytes))

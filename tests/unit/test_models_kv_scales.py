@@ -26,7 +26,7 @@ SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False
 
 
 def write(folder: Path, scales: dict[str, Any]) -> Path:
-    """A file of these tensors; names begin behind the attention of layer 1, or with "LAYER ".
+    """A file of these tensors; names begin after the attention of layer 1, or with "LAYER ".
 
     There is another tensor, too.
     """

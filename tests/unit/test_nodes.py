@@ -13,7 +13,7 @@ from minisgl_backend.build import build_engine
 from minisgl_backend.config import EngineOptions
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.parallel.nodes import read_secret, with_environment
-from minisgl_backend.parallel.place import Place, is_loopback, listen_at
+from minisgl_backend.parallel.place import RankPlace, is_loopback, listen_at
 from minisgl_backend.precheck import check_options
 from minisgl_backend.tensor_parallel import with_own
 from minisgl_check.machines import free_port
@@ -142,9 +142,9 @@ def test_loopback_addresses() -> None:
 
 
 def test_a_place_on_several_nodes() -> None:
-    place = Place.first(8, "10.0.0.1:5", num_nodes=2)
+    place = RankPlace.first(8, "10.0.0.1:5", num_nodes=2)
     assert (place.local_size, place.is_one_host) == (4, False)
-    assert Place.first(8, None).is_one_host
+    assert RankPlace.first(8, None).is_one_host
 
 
 def test_what_a_node_has_of_its_own() -> None:
@@ -181,7 +181,7 @@ def test_a_name_may_come_late_on_several_nodes(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(socket, "getaddrinfo", late)
     port = free_port("127.0.0.1")
     with pytest.raises(ConfigError, match="there is no host of this name"):
-        listen_at(Place.first(2, f"node-0.late:{port}"))
-    with listen_at(Place.first(2, f"node-0.late:{port}", num_nodes=2)) as listener:
+        listen_at(RankPlace.first(2, f"node-0.late:{port}"))
+    with listen_at(RankPlace.first(2, f"node-0.late:{port}", num_nodes=2)) as listener:
         assert listener.getsockname() == ("127.0.0.1", port)
     assert failures == 0

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from minisgl_backend.plan import Admission, StepPlan, decode_plan, encode_plan
 from minisgl_backend.request import EMPTY, IntArray, RequestId, SamplingParams
-from tests.fakes.plans import make_plan
 
 INT32 = st.integers(-(2**31), 2**31 - 1)
 SIZE = st.integers(0, 2**31 - 1)
@@ -102,7 +101,8 @@ def test_decoding_undoes_encoding_but_for_what_says_how_to_sample(
 
 
 def test_a_sampled_row_is_a_last_chunk_or_decodes() -> None:
-    plan = make_plan(
+    plan = StepPlan(
+        step=0,
         prefill_rows=np.array([4, 2, 3], dtype=np.int32),
         prefill_starts=np.array([0, 8, 0], dtype=np.int32),
         prefill_lengths=np.array([2, 1, 3], dtype=np.int32),

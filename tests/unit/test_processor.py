@@ -12,7 +12,7 @@ from minisgl_backend import resolve as resolving
 from minisgl_backend.config import DEMO_MODEL, EngineOptions
 from minisgl_backend.device import processor
 from minisgl_backend.device.processor import LARGE_MODEL, default_dtype, has_bfloat16
-from minisgl_backend.parallel.place import Place
+from minisgl_backend.parallel.place import RankPlace
 from minisgl_backend.resolve import num_cpu_threads
 
 
@@ -67,7 +67,7 @@ def test_sixteen_bits_on_a_slow_processor_are_one_warning_of_all_ranks(
     monkeypatch.setattr(resolving, "has_bfloat16", lambda: is_native)
     options = EngineOptions(model=DEMO_MODEL, device="cpu", dtype="bfloat16")
     with caplog.at_level(logging.WARNING):
-        facts = resolving.resolve(options, Place.first(2, None).of(rank))
+        facts = resolving.resolve(options, RankPlace.first(2, None).of(rank))
     facts.device.close()
     assert facts.dtype == torch.bfloat16
     warnings = [record for record in caplog.records if "float32 is many times" in record.message]
@@ -94,4 +94,4 @@ def test_threads_follow_from_model_and_ranks(
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     if variable:
         monkeypatch.setenv("OMP_NUM_THREADS", variable)
-    assert num_cpu_threads(Place.first(num_ranks, None), num_weights) == expected
+    assert num_cpu_threads(RankPlace.first(num_ranks, None), num_weights) == expected

@@ -16,8 +16,10 @@ from minisgl_backend.cache.kv import Lease, Verified
 from minisgl_backend.cache.radix_cache import RadixCache
 from minisgl_backend.errors import InvariantError
 from minisgl_backend.request import IntArray
+from minisgl_backend.routing.expected import ExpectedNode, ExpectedPrefixes
+from minisgl_backend.routing.keys import Keys, PrefixKeys
 from minisgl_backend.routing.router import Balance, Capacity, Placement, Router
-from minisgl_backend.routing.shadow import CacheShadow, PrefixKeys
+from minisgl_backend.routing.shadow import CacheShadow
 
 PAGE_SIZE = 2
 NUM_REPLICAS = 3
@@ -79,6 +81,73 @@ class ReportedCaches(RuleBasedStateMachine):
 
 
 TestReportedCaches = ReportedCaches.TestCase
+
+
+class Expectations(RuleBasedStateMachine):
+    """Prompts on their way, against a list of them. Keys are drawn from few, so that different
+    prompts have the same keys at some places: that must not break anything, and where each key
+    stands for all before it, the longest prefix is exact."""
+
+    nodes: Any = Held("nodes")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.expected = ExpectedPrefixes()
+        self.on_their_way: list[tuple[int, Keys]] = []
+        self.are_prefixes = True
+
+    @rule(target=nodes, replica=st.integers(0, NUM_REPLICAS - 1), tokens=PROMPTS, salt=SALTS)
+    def add(self, replica: int, tokens: IntArray, salt: str) -> tuple[int, Keys, ExpectedNode]:
+        return self.enter(replica, KEYS.of(tokens, salt))
+
+    @rule(
+        target=nodes,
+        replica=st.integers(0, NUM_REPLICAS - 1),
+        keys=st.lists(st.integers(0, 2), max_size=5),
+    )
+    def add_alike(self, replica: int, keys: list[int]) -> tuple[int, Keys, ExpectedNode]:
+        self.are_prefixes = False
+        return self.enter(replica, np.array(keys, np.uint64))
+
+    def enter(self, replica: int, keys: Keys) -> tuple[int, Keys, ExpectedNode]:
+        self.on_their_way.append((replica, keys))
+        return replica, keys, self.expected.add(replica, keys)
+
+    @rule(held=consumes(nodes))
+    def remove(self, held: tuple[int, Keys, ExpectedNode]) -> None:
+        replica, keys, node = held
+        self.expected.remove(replica, node)
+        for index, (other, theirs) in enumerate(self.on_their_way):
+            if other == replica and theirs is keys:
+                del self.on_their_way[index]
+                return
+
+    @rule(tokens=PROMPTS, salt=SALTS, among=st.integers(1, 2**NUM_REPLICAS - 1))
+    def find(self, tokens: IntArray, salt: str, among: int) -> None:
+        keys = KEYS.of(tokens, salt)
+        length, holders = self.expected.longest(keys, among)
+        shared = [0] * NUM_REPLICAS
+        for replica, theirs in self.on_their_way:
+            end = min(len(keys), len(theirs))
+            agree = int((keys[:end] == theirs[:end]).sum())
+            shared[replica] = max(shared[replica], agree)
+        within = [shared[replica] for replica in range(NUM_REPLICAS) if among >> replica & 1]
+        assert 0 <= length <= len(keys) and holders & among
+        if self.are_prefixes:
+            assert length == max(within)
+            assert holders == sum(
+                1 << replica
+                for replica in range(NUM_REPLICAS)
+                if among >> replica & 1 and shared[replica] == length
+            )
+
+    @invariant()
+    def is_empty_without_prompts(self) -> None:
+        if not self.on_their_way:
+            assert not self.expected._root.children
+
+
+TestExpectations = Expectations.TestCase
 
 
 def test_a_prefix_that_was_detached_and_published_again_is_still_held() -> None:

@@ -1,4 +1,4 @@
-"""States that are kept behind answers: from which position the next turn goes on, and at what cost.
+"""States that are kept after answers: from which position the next turn goes on, and at what cost.
 
 Tokens are held against the oracle, so a state of another position, row or request shows.
 """
@@ -59,7 +59,7 @@ def kept_positions(harness: Harness) -> list[int]:
 def test_the_next_turn_goes_on_from_the_answer(
     depth: int, num_prompt_tokens: int, max_tokens: int
 ) -> None:
-    """The last token is sampled and not computed, and a state is kept by the step behind it."""
+    """The last token is sampled and not computed, and a state is kept by the step after it."""
     harness = Harness(replace(SETUP, depth=depth))
     harness.add(request(0, num_prompt_tokens, max_tokens))
     harness.drain()

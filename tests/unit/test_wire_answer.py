@@ -153,7 +153,7 @@ def test_nothing_but_text_unless_asked_for() -> None:
 
 
 def scored(text: str, num_alternatives: int = 0) -> PromptLogprobs:
-    """Each token the likeliest, those of the first ids behind it."""
+    """Each token the likeliest, those of the first ids after it."""
     token_ids = np.array(ids(text), np.int32)
     size = (len(token_ids), num_alternatives)
     return PromptLogprobs(

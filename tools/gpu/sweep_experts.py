@@ -4,9 +4,9 @@ For the GPU machine, in the repository's root, after ``source tools/gpu/activate
 fp8 (blocks of 128 x 128) or int4 (groups of 128, zero points), with the shape of Qwen3-30B-A3B, or
 mxfp4, with that of gpt-oss-20b; SIZES such as 1,16,64. Each cut of the grouped GEMMs is timed
 within whole layers, from the router's logits to the norm of the sum, in a captured graph over the
-weights of several layers, so that none is in the L2 cache; beside them, for bf16, the kernels for
-single rows and those in Triton. The table has microseconds a layer, and terabytes of weights a
-second. ``kernels.expert_cut`` has the fastest ones.
+weights of several layers, so that none is in the L2 cache; beside them the kernel for many rows,
+and for bf16 the kernels for single rows and those in Triton. The table has microseconds a layer,
+terabytes of weights a second and TFLOP/s. ``kernels.expert_cut`` has the fastest ones.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from torch import Tensor
 
 from minisgl_backend.kernels import moe
 from minisgl_backend.kernels.cuda.experts import GroupedKernel, RoutingKernel
-from minisgl_backend.kernels.expert_cut import ExpertCut
+from minisgl_backend.kernels.cuda.experts_many import ManyRowsKernel
+from minisgl_backend.kernels.expert_cut import MANY, ExpertCut, fits_many
 from minisgl_backend.kernels.linear_cut import PLAIN, Numbers
 from minisgl_backend.kernels.quantized import QuantizedWeight
 from minisgl_backend.kernels.triton_kernels.expert_rows import launch_expert_rows
@@ -145,23 +146,41 @@ def in_groups(
     finish(layer, outer, choices)
 
 
+def with_many_rows(layer: Layer, route: RoutingKernel, kernels: Sequence[ManyRowsKernel]) -> None:
+    routed = route(layer.logits, block=MANY.block, pdl=True)
+    aligned, choices, (up, down) = routed.alignment, routed.choices, kernels
+    assert aligned is not None
+    held, top_k = (aligned.pairs, aligned.experts, choices.ids.numel()), choices.ids.shape[1]
+    gate_up, of_down = layer.weights.gate_up, layer.weights.down
+    assert not isinstance(gate_up, QuantizedWeight) and not isinstance(of_down, QuantizedWeight)
+    inner = up(layer.x, gate_up, *held, top_k=top_k, pdl=True)
+    finish(layer, down(inner, of_down, *held, top_k=1, pdl=True), choices)
+
+
 def sweep(form: Form, sizes: Sequence[int], device: torch.device) -> None:
-    blocks, held = [0, 8, 16, 32, 64, 128], (0, form.num_experts)
+    blocks, held = [0, 8, 16, 32, 64, 128, MANY.block], (0, form.num_experts)
     route = RoutingKernel(form.rule, held, form.hidden, device, wide=False, blocks=blocks)
     experts = [form.made(device) for _ in range(NUM_LAYERS)]
     kinds = experts[0].kinds or (None, None)
 
+    both = list(zip(form.shapes, kinds, (True, False), strict=True))
+
     def made(cut: ExpertCut) -> list[GroupedKernel]:
         return [
             GroupedKernel(shape, device, codes=kind, gated=gated, cuts=[cut], gate=form.gate)
-            for shape, kind, gated in zip(form.shapes, kinds, (True, False), strict=True)
+            for shape, kind, gated in both
         ]
+
+    can_multiply = all(kind is None or kind.rounds_many_rows for kind in kinds)
+    for_many: list[ManyRowsKernel] = []
+    if can_multiply and form.gate is None and fits_many(form.hidden, form.inner):
+        for_many = [ManyRowsKernel(of, device, codes=kind, gated=gated) for of, kind, gated in both]
 
     all_cuts = {cut for size in sizes for cut in cuts_for(size, form)}
     with ThreadPoolExecutor(12) as pool:
         kernels = dict(zip(all_cuts, pool.map(made, all_cuts), strict=True))
     for size in sizes:
-        sweep_size(size, form, experts, route, kernels)
+        sweep_size(size, form, experts, route, kernels, for_many)
 
 
 def sweep_size(
@@ -170,6 +189,7 @@ def sweep_size(
     experts: Sequence[moe.ExpertWeights],
     route: RoutingKernel,
     kernels: dict[ExpertCut, list[GroupedKernel]],
+    for_many: Sequence[ManyRowsKernel],
 ) -> None:
     layers = [
         Layer(
@@ -184,12 +204,14 @@ def sweep_size(
     ids = [layer.logits.topk(form.top_k).indices.flatten().tolist() for layer in layers]
     used = statistics.mean(len(set(of_layer)) for of_layer in ids)
     num_bytes = used * 3 * form.inner * form.hidden * form.bits / 8
+    num_operations = 6 * size * form.top_k * form.inner * form.hidden
     repeated = layers * (4 if size <= 64 else 1)
 
     def show(name: str, call: Callable[[Layer], None]) -> None:
         time = seconds([partial(call, layer) for layer in repeated])
-        speed = num_bytes / time / 1e12
-        print(f"{size:5} {name:34} {time * 1e6:8.1f} us {speed:5.2f} TB/s", flush=True)
+        read, computed = num_bytes / time / 1e12, num_operations / time / 1e12
+        speeds = f"{read:5.2f} TB/s {computed:5.0f} TFLOP/s"
+        print(f"{size:5} {name:34} {time * 1e6:8.1f} us {speeds}", flush=True)
 
     if form.encoding is None:
         show("Triton", partial(in_triton, route=route))
@@ -197,6 +219,8 @@ def sweep_size(
         for up in ((8, 512, 4), (2, 2048, 4), (4, 1024, 4)):
             for down in ((8, 256, 4), (4, 256, 4), (8, 512, 4), (4, 1024, 4)):
                 show(f"rows {up} {down}", partial(row_by_row, route=route, up=up, down=down))
+    if for_many:
+        show("many rows", partial(with_many_rows, route=route, kernels=for_many))
     for cut in cuts_for(size, form):
         for early in (True, False) if cut.resident < cut.per_processor else (True,):
             name = f"{cut.features} x {cut.tokens}, {cut.stages} stages, "

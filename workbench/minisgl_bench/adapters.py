@@ -22,7 +22,7 @@ import click
 import numpy as np
 import torch
 
-from minisgl_backend.cli.options import POSITIVE_INT, engine_options
+from minisgl_backend.cli.options import POSITIVE_INT, EngineCommand, engine_options
 from minisgl_backend.config import EngineOptions
 from minisgl_backend.models.catalog import load_spec
 from minisgl_backend.models.hub import resolve_model
@@ -37,7 +37,7 @@ _SETTLING: Final = 8
 _TRIES: Final = 8
 
 
-@click.command()
+@click.command(cls=EngineCommand)
 @engine_options
 @click.option("--batch-size", "sizes", multiple=True, type=POSITIVE_INT, help="[default: 1 64 256]")
 @click.option("--rank", default=16, type=POSITIVE_INT, show_default=True, help="of the adapters")
@@ -64,7 +64,7 @@ def adapters(
     names: int,
     json_path: Path | None,
 ) -> None:
-    """LoRA adapters: time of a step, throughput, first token, and gaps in other streams."""
+    """What LoRA adapters cost: time of a step, throughput, first token, gaps in other streams."""
     sizes = sizes or (1, 64, 256)
     spec = load_spec(resolve_model(options.model, options.model_source))
     with tempfile.TemporaryDirectory() as folder:

@@ -93,7 +93,7 @@ def cancel(
     tritonserver: str | None,
     json_path: Path | None,
 ) -> None:
-    """Time from a client's leaving until the engine has ended its request."""
+    """Time from a client's departure to the end of its request in the engine."""
     pairs = [(way, phase) for way in _words(ways, WAYS) for phase in _words(phases, PHASES)]
     report = Report("cancel", info={"step": f"{step_ms:g} ms", "repeats": repeats})
     options = {

@@ -31,5 +31,6 @@ bench = LazyGroup(
         "dummy-model": "minisgl_bench.dummy_model:dummy_model",
         "trace-table": "minisgl_bench.trace_table:trace_table",
     },
-    help="Measure; every command but dummy-model prints a table and takes --json FILE.",
+    help="Benchmarks of a server, the engine and its parts. Every command but dummy-model prints a "
+    "table and takes --json FILE.",
 )

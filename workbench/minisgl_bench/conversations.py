@@ -19,7 +19,7 @@ from typing import Any
 import click
 import numpy as np
 
-from minisgl_backend.cli.options import POSITIVE_INT, TEMPERATURE, engine_options
+from minisgl_backend.cli.options import POSITIVE_INT, TEMPERATURE, EngineCommand, engine_options
 from minisgl_backend.config import EngineOptions
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.request import SamplingParams
@@ -110,7 +110,7 @@ def _conversation_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return with_load
 
 
-@click.command()
+@click.command(cls=EngineCommand)
 @engine_options
 @_conversation_options
 @click.option("--temperature", type=TEMPERATURE, default=0.6, show_default=True, help="0 is greedy")
@@ -123,7 +123,7 @@ def conversations(
     compare: str | None,
     json_path: Path | None,
 ) -> None:
-    """Time to the first token of the turns of conversations that are held at once."""
+    """Time to the first token of the turns of conversations held at once."""
 
     def measure(options: EngineOptions, _: Path | None) -> Report:
         with running_engine(options) as (engine, _executor):

@@ -17,7 +17,7 @@ import click
 import numpy as np
 import torch
 
-from minisgl_backend.cli.options import POSITIVE_INT, TEMPERATURE, engine_options
+from minisgl_backend.cli.options import POSITIVE_INT, TEMPERATURE, EngineCommand, engine_options
 from minisgl_backend.config import EngineOptions
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.execution.executor import ModelExecutor
@@ -135,7 +135,7 @@ def graph_facts(executor: Executor) -> dict[str, Any]:
     return facts
 
 
-@click.command()
+@click.command(cls=EngineCommand)
 @engine_options
 @click.option(
     "--batch-size", "sizes", multiple=True, type=POSITIVE_INT, help="[default: 1 2 4 ... 256]"
@@ -172,7 +172,7 @@ def decode(
     profile_path: Path | None,
     json_path: Path | None,
 ) -> None:
-    """Time of a decode step by batch size, beside a replay of the same CUDA graph."""
+    """Time of a decode step by batch size, compared with a bare replay of its CUDA graph."""
     sizes = sizes or (1, 2, 4, 8, 16, 32, 64, 128, 256)
     if max(sizes) > options.max_running_requests:
         raise ConfigError(f"a batch of {max(sizes)} needs max_running_requests of as many")

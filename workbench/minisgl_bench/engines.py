@@ -33,7 +33,8 @@ from minisgl_backend.request import (
     SamplingParams,
     TokenLogprobs,
 )
-from minisgl_backend.runtime.engine import Door, Engine, EngineInfo
+from minisgl_backend.runtime.door import Door, EngineInfo
+from minisgl_backend.runtime.engine import Engine
 from minisgl_bench.profiling import marked, nvtx_range
 
 if TYPE_CHECKING:

@@ -60,7 +60,7 @@ def prompts_options(checkpoint: str) -> Callable[[_Command], _Command]:
 @prompts_options("a checkpoint")
 @json_option
 def fp8_pages(model: Path, prompts: int, length: int, json_path: Path | None) -> None:
-    """Logits over fp8 pages beside those over 16-bit pages."""
+    """How much fp8 pages change logits, compared with 16-bit pages."""
     device = first_device()
     spec = load_spec(model)
     decoder = build_model(

@@ -67,7 +67,7 @@ def gateway(
     tritonserver: str | None,
     json_path: Path | None,
 ) -> None:
-    """Streaming through the gateway beside gRPC to the ensemble, with a faked model."""
+    """Streams through the gateway compared with gRPC to the ensemble, with a simulated engine."""
     report = Report(
         "gateway",
         info={"step": f"{step_ms:g} ms", "client, gateway and server": "on the same machine"},

@@ -19,7 +19,7 @@ from typing import Any, Final
 import click
 
 from minisgl_backend.cache.kv import KVCache
-from minisgl_backend.cli.options import engine_options
+from minisgl_backend.cli.options import EngineCommand, engine_options
 from minisgl_backend.config import EngineOptions
 from minisgl_backend.parts import STANDARD, Parts
 from minisgl_backend.request import Request, SamplingParams
@@ -99,7 +99,7 @@ class _Requests:
         return [sinks[index].tokens for index in range(len(self))]
 
 
-@click.command()
+@click.command(cls=EngineCommand)
 @engine_options
 @request_options
 @compare_option
@@ -107,8 +107,9 @@ class _Requests:
 def invariance(
     options: EngineOptions, requests: RandomRequests, compare: str | None, json_path: Path | None
 ) -> None:
-    """How many requests get the same tokens alone and together, from a warm cache and after
-    retractions. --compare batch_invariant=false counts them without the option, too."""
+    """How many requests get the same tokens alone, together, from the cache and after retractions.
+
+    --compare batch_invariant=false counts them without the option, too."""
 
     def measure(options: EngineOptions, _trace: Path | None) -> Report:
         with running_engine(options) as (engine, _):

@@ -106,7 +106,7 @@ def kernels(
     only: str | None,
     json_path: Path | None,
 ) -> None:
-    """Time of each GPU kernel, of its twin and a library's if there is one, and the bound."""
+    """Time of each GPU kernel, its twin and a library's kernel if there is one, and the bound."""
     if not (torch.cuda.is_available() and has_triton()):
         raise ConfigError("bench kernels needs an NVIDIA GPU and Triton")
     torch.manual_seed(0)

@@ -17,10 +17,10 @@ from typing import Any, Final
 import click
 import numpy as np
 
-from minisgl_backend.cli.options import engine_options
+from minisgl_backend.cli.options import EngineCommand, engine_options
 from minisgl_backend.config import EngineOptions
 from minisgl_backend.request import MAX_SAMPLES, Request, SamplingParams, samples_of
-from minisgl_backend.runtime.engine import Door
+from minisgl_backend.runtime.door import Door
 from minisgl_bench.comparison import compare_option, measure_both
 from minisgl_bench.engines import Collector, engine_facts, running_door
 from minisgl_bench.profiling import nvtx_option, profile_option, profiled
@@ -168,7 +168,7 @@ def beside(
     }
 
 
-@click.command()
+@click.command(cls=EngineCommand)
 @engine_options
 @request_options
 @click.option("--top-k", type=click.IntRange(min=0), default=0, show_default=True, help="0 is off")

@@ -17,7 +17,7 @@ from typing import Any, Final, Literal, TypeAlias
 
 import click
 
-from minisgl_backend.cli.options import numbers, refusing
+from minisgl_backend.cli.options import numbers
 from minisgl_backend.errors import ConfigError
 from minisgl_bench.perf_analyzer_binary import PerfAnalyzer, find_perf_analyzer
 from minisgl_bench.serve.command import address_of
@@ -112,9 +112,8 @@ def perf_analyzer(
     export: Path | None,
     json_path: Path | None,
 ) -> None:
-    """Run perf_analyzer on the streaming ensemble, and tell TTFT and the rest from its export."""
-    with refusing():
-        objectives = objectives_of(slo)
+    """Latencies of the streaming ensemble, measured by NVIDIA's perf_analyzer."""
+    objectives = objectives_of(slo)
     levels = [Level("concurrency", value) for value in concurrency]
     levels += [Level("rate", value) for value in rate]
     measured = []
@@ -140,7 +139,9 @@ def perf_analyzer(
                 try:
                     outcomes = outcomes_of(json.loads(content))
                 except json.JSONDecodeError as error:
-                    raise ConfigError(f"perf_analyzer's export is not whole: {error}") from error
+                    raise click.ClickException(
+                        f"perf_analyzer's export is not whole: {error}"
+                    ) from error
                 load = Load(level.name, level.value, calls)
                 measured.append(Measured(load, outcomes, figures_of(outcomes, objectives)))
     emit(measured, {"model": MODELS[style]}, objectives, json_path, title="perf_analyzer")
@@ -211,14 +212,16 @@ def _run(
     count: int,
     folder: Path,
 ) -> str:
-    """The profile export of one run; raises ``ConfigError`` with the end of the tool's output."""
+    """The profile export of one run; if the tool fails, its last lines are the error."""
     inputs, export = folder / "input.json", folder / "export.json"
     export.unlink(missing_ok=True)  # the tool refuses to overwrite one
     inputs.write_text(json.dumps(input_data(style, calls)), encoding="utf-8")
     command = [*arguments, "--input-data", str(inputs), "--request-count", str(count)]
     done = tool.run([*command, "--profile-export-file", str(export)])
     if done.returncode:
-        raise ConfigError(f"perf_analyzer failed: {_complaint(done.stderr or done.stdout)}")
+        raise click.ClickException(
+            f"perf_analyzer failed: {_complaint(done.stderr or done.stdout)}"
+        )
     return export.read_text(encoding="utf-8")
 
 

@@ -22,9 +22,10 @@ import numpy as np
 from minisgl_backend.cli.options import POSITIVE_INT
 from minisgl_backend.death_signal import end_with
 from minisgl_backend.execution.followers import Followers, import_path
-from minisgl_backend.execution.node_channel import NodeFollowerEnd, NodePlace, OtherNodes, knock
+from minisgl_backend.execution.node_channel import NodeFollowerEnd, OtherNodes
+from minisgl_backend.execution.node_handshake import NodePlace, knock
 from minisgl_backend.execution.rank_channel import FollowerEnd, HostFollowerEnd
-from minisgl_backend.parallel.place import Place, listen_at
+from minisgl_backend.parallel.place import RankPlace, listen_at
 from minisgl_backend.plan import StepPlan, decode_plan, encode_plan
 from minisgl_bench.planner import decoding_plan
 from minisgl_kit.report import Report, json_option
@@ -63,7 +64,7 @@ def measure(plan: StepPlan, size: int, num_steps: int, *, by_tcp: bool = False) 
 
 @contextmanager
 def _one_host(size: int) -> Iterator[Followers]:
-    place = Place.first(size, "127.0.0.1:1")  # never used: no group is made
+    place = RankPlace.first(size, "127.0.0.1:1")  # never used: no group is made
     followers = Followers(place, _COMMAND)
     try:
         yield followers
@@ -74,9 +75,9 @@ def _one_host(size: int) -> Iterator[Followers]:
 @contextmanager
 def _nodes(size: int) -> Iterator[Followers]:
     """Each follower as a node of its own, over the loopback interface."""
-    with listen_at(Place.first(size, None)) as free:
+    with listen_at(RankPlace.first(size, None)) as free:
         port = free.getsockname()[1]
-    place = Place.first(size, f"127.0.0.1:{port}", num_nodes=size)
+    place = RankPlace.first(size, f"127.0.0.1:{port}", num_nodes=size)
     others = OtherNodes(place, _SECRET, silence_s=_SILENCE_S)
     processes = [
         subprocess.Popen(
@@ -114,11 +115,11 @@ def _nodes(size: int) -> Iterator[Followers]:
 )
 @json_option
 def plan_broadcast(num_requests: int, num_steps: int, by_tcp: bool, json_path: Path | None) -> None:
-    """Send plans of decode steps to 1, 3 and 7 followers.
+    """Time to send plans of decode steps to 1, 3 and 7 followers.
 
     rank_0: its own time to encode and send a plan, which delays a step: at most 200 us. taken:
     until the last follower has it, which overlaps with rank 0's next work; with --tcp until its
-    answer to a question behind the plan has come back.
+    answer to a question after the plan has come back.
     """
     plan = decoding_plan(num_requests)
     report = Report("plan broadcast", info={"requests": num_requests, "tcp": by_tcp})

@@ -71,7 +71,7 @@ def run(
 @click.command()
 @json_option
 def planner(json_path: Path | None) -> None:
-    """Measure the planner without a model.
+    """Time of the planner's work, without a model.
 
     step: plan and commit with 256 decoding requests (page size 16 unless said otherwise).
     grouped step: the same in 16 groups that share 2,048 tokens each, and without naming groups.

@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 import numpy as np
 
-from minisgl_backend.cli.options import POSITIVE_INT, engine_options
+from minisgl_backend.cli.options import POSITIVE_INT, EngineCommand, engine_options
 from minisgl_backend.config import EngineOptions, Limits
 from minisgl_backend.request import IntArray, SamplingParams
 from minisgl_backend.runtime.engine import Engine
@@ -40,7 +40,7 @@ def first_token_ms(
     return (sink.times_s[0] - sink.sent_s) * 1e3, sink.num_cached_tokens
 
 
-@click.command()
+@click.command(cls=EngineCommand)
 @engine_options
 @click.option(
     "--length", "lengths", multiple=True, type=POSITIVE_INT, help="[default: 128 1024 4000]"

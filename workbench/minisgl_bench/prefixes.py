@@ -16,7 +16,7 @@ from typing import Any
 import click
 import numpy as np
 
-from minisgl_backend.cli.options import POSITIVE_INT, TEMPERATURE, engine_options
+from minisgl_backend.cli.options import POSITIVE_INT, TEMPERATURE, EngineCommand, engine_options
 from minisgl_backend.config import EngineOptions
 from minisgl_backend.request import SamplingParams
 from minisgl_bench.comparison import compare_option, measure_both
@@ -32,7 +32,7 @@ _MOST_TOKEN = 10_000
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedPrefixes:
     """The requests of a run: ``groups`` of ``each``, with ``shared`` tokens that all of a group
-    begin with, ``own`` tokens behind them, and ``output_length`` tokens to make."""
+    begin with, ``own`` tokens after them, and ``output_length`` tokens to make."""
 
     groups: int
     each: int
@@ -67,7 +67,7 @@ _OPTIONS = (
         help="tokens that all requests of a group begin with",
     ),
     click.option(
-        "--own", type=POSITIVE_INT, default=128, show_default=True, help="tokens behind them"
+        "--own", type=POSITIVE_INT, default=128, show_default=True, help="tokens after them"
     ),
     click.option("--output-length", type=POSITIVE_INT, default=256, show_default=True),
     click.option("--prompt-seed", default=0, show_default=True, help="of tokens and order"),
@@ -87,7 +87,7 @@ def _prefix_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return with_requests
 
 
-@click.command()
+@click.command(cls=EngineCommand)
 @engine_options
 @_prefix_options
 @click.option("--temperature", type=TEMPERATURE, default=0.6, show_default=True, help="0 is greedy")

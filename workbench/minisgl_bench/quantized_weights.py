@@ -59,7 +59,7 @@ _FORMATS: Final[Mapping[str, tuple[Encoding, tuple[int | None, int | None], bool
 @prompts_options("a checkpoint with plain weights")
 @json_option
 def quantized_weights(model: Path, prompts: int, length: int, json_path: Path | None) -> None:
-    """Logits with quantized weights beside those with plain ones."""
+    """How much quantized weights change logits, compared with plain ones."""
     spec = load_spec(model)
     if spec.weights is not None:
         raise ConfigError(f"the weights of {model} are quantized already: {spec.weights}")

@@ -94,7 +94,7 @@ def response_path(
     tritonserver: str | None,
     json_path: Path | None,
 ) -> None:
-    """Rate and latency of responses through the ensemble, with a faked model."""
+    """Rate and latency of responses through the ensemble, with a simulated engine."""
     report = Report(
         "response path",
         info={"step": f"{step_ms:g} ms", "client": "gRPC (asyncio) on the same machine"},
@@ -211,5 +211,5 @@ def _text(data: bytes) -> str:
     response = service_pb2.ModelStreamInferResponse.FromString(data)
     if response.error_message:
         raise EngineFailure(response.error_message)
-    # each string stands behind its length, in 4 bytes
+    # each string stands after its length, in 4 bytes
     return "".join(raw[4:].decode() for raw in response.infer_response.raw_output_contents)

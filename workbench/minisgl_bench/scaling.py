@@ -13,7 +13,13 @@ from typing import Any
 
 import click
 
-from minisgl_backend.cli.options import POSITIVE, POSITIVE_INT, engine_options, numbers
+from minisgl_backend.cli.options import (
+    POSITIVE,
+    POSITIVE_INT,
+    EngineCommand,
+    engine_options,
+    numbers,
+)
 from minisgl_backend.cli.serve import located
 from minisgl_backend.config import EngineOptions
 from minisgl_bench.own_process import option_arguments, run_bench
@@ -21,7 +27,7 @@ from minisgl_bench.prompts import RandomRequests, request_options
 from minisgl_kit.report import Report, json_option
 
 
-@click.command()
+@click.command(cls=EngineCommand)
 @engine_options
 @click.option(
     "--sizes", default="1,2,4", show_default=True, callback=numbers(int), help="ranks, as 1,2,4"
@@ -68,7 +74,7 @@ def scaling(
     patience: float,
     json_path: Path | None,
 ) -> None:
-    """Decode steps and throughput by the number of ranks, with scaling efficiency."""
+    """Time of decode steps, throughput and scaling efficiency by the number of ranks."""
     options = located(options)
     decode = ["--context", str(context), "--steps", str(steps)]
     decode += ["--temperature", str(requests.temperature)]

@@ -1,19 +1,20 @@
 """`minisgl bench server-share`: throughput through tritonserver as a share of the engine's alone.
 
-First `minisgl bench offline` runs in a process of its own. Then a real tritonserver with the same
-options gets the same requests, as token ids, all at once over gRPC streams from several processes,
-through the whole ensemble: its rate is the tokens over the time from the first request sent to the
-last response.
+First `minisgl bench offline` runs in a process of its own, unless its figures are given. Then a
+real tritonserver with the same options gets the same requests, as token ids, all at once over gRPC
+streams from several processes, through the whole ensemble: its rate is the tokens over the time
+from the first request sent to the last response.
 """
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import click
 
-from minisgl_backend.cli.options import engine_options, tritonserver_option
+from minisgl_backend.cli.options import EngineCommand, engine_options, tritonserver_option
 from minisgl_backend.cli.serve import located, options_as_text
 from minisgl_backend.config import EngineOptions
 from minisgl_backend.errors import EngineFailure
@@ -28,23 +29,33 @@ from minisgl_kit.report import Report, json_option
 _MODEL: Final = "minisgl"
 
 
-@click.command("server-share")
+@click.command("server-share", cls=EngineCommand)
 @engine_options
 @request_options
 @click.option("--clients", default=8, show_default=True, help="processes that send requests")
+@click.option(
+    "--alone",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="the --json of `bench offline` with the same options and requests, to leave that out",
+)
 @tritonserver_option
 @json_option
 def server_share(
     options: EngineOptions,
     requests: RandomRequests,
     clients: int,
+    alone: Path | None,
     tritonserver: str | None,
     json_path: Path | None,
 ) -> None:
-    """Throughput through tritonserver, and its share of the same engine's alone."""
+    """Throughput through tritonserver, also as a share of that of the engine alone."""
     options = located(options)
     arguments = [*option_arguments(options), *requests.arguments()]
-    offline = run_bench(["offline", *arguments])
+    offline: dict[str, Any] = (
+        json.loads(alone.read_text("utf-8")) if alone else run_bench(["offline", *arguments])
+    )
+    if offline["requests"] != requests.requests:
+        raise click.UsageError("--alone is of another number of requests")
     vocab_size = load_spec(Path(options.model)).vocab_size
     prompts = requests.prompts(vocab_size)
     warm_up, measured = (
@@ -60,9 +71,9 @@ def server_share(
     if num_tokens != expected:
         raise EngineFailure(f"expected {expected} tokens from the server, got {num_tokens}")
     report = Report("through tritonserver", info={**offline["info"], "clients": clients})
-    figures, alone = figures_of(answers), offline["tokens_per_s"]
-    share = figures["tokens_per_s"] / alone
-    report.add(requests=len(answers), **figures, offline_tokens_per_s=alone, share=share)
+    figures, rate = figures_of(answers), offline["tokens_per_s"]
+    share = figures["tokens_per_s"] / rate
+    report.add(requests=len(answers), **figures, offline_tokens_per_s=rate, share=share)
     report.emit(json_path)
 
 

@@ -26,10 +26,10 @@ from typing import Any, Final, TypeAlias
 import click
 import numpy as np
 
-from minisgl_backend.cli.options import POSITIVE_INT, TEMPERATURE, engine_options
+from minisgl_backend.cli.options import POSITIVE_INT, TEMPERATURE, EngineCommand, engine_options
 from minisgl_backend.config import DEMO_MODEL, EngineOptions
 from minisgl_backend.errors import MiniSGLError
-from minisgl_backend.grammar.matchers import Grammars, Matcher
+from minisgl_backend.grammar.matchers import Batch, Grammars, Matcher
 from minisgl_backend.request import Grammar, GrammarKind, IntArray, SamplingParams, TokenId
 from minisgl_backend.runtime.engine import Engine
 from minisgl_backend.text.tokenizer import load_definition, load_vocabulary
@@ -244,17 +244,18 @@ def _mask_times(folder: Path, batch_size: int, max_length: int | None) -> dict[s
         matchers = [
             _compiled(grammars, endless_schema(seed, max_length)) for seed in range(batch_size)
         ]
+        every, first = Batch(matchers), Batch(matchers[:1])
+        rows, rest = [Batch([matcher]) for matcher in matchers[:_MASK_ROWS]], Batch(matchers[1:])
         lines: IntArray = np.zeros((batch_size, grammars.num_words), np.int32)
         chance = random.Random(0)
         row_us, token_us, batch_us, step_us = [], [], [], []
         for _ in range(_MASK_STEPS):
-            for matcher in matchers[:_MASK_ROWS]:
-                row_us.append(_microseconds(partial(_fill, grammars, [matcher], lines[:1])))
-            batch_us.append(_microseconds(partial(_fill, grammars, matchers, lines)))
+            for row in rows:
+                row_us.append(_microseconds(partial(_fill, grammars, row, lines[:1])))
+            batch_us.append(_microseconds(partial(_fill, grammars, every, lines)))
             tokens = [_drawn(line, vocab_size, quotes, chance) for line in lines]
-            token_us.append(_microseconds(partial(grammars.advance, matchers[:1], tokens[:1])))
-            rest = partial(grammars.advance, matchers[1:], tokens[1:])
-            step_us.append(_microseconds(rest))
+            token_us.append(_microseconds(partial(grammars.advance, first, tokens[:1])))
+            step_us.append(_microseconds(partial(grammars.advance, rest, tokens[1:])))
     finally:
         grammars.close()
     return {
@@ -268,8 +269,8 @@ def _mask_times(folder: Path, batch_size: int, max_length: int | None) -> dict[s
     }
 
 
-def _fill(grammars: Grammars, matchers: Sequence[Matcher], masks: IntArray) -> None:
-    grammars.fill(matchers, masks).result()
+def _fill(grammars: Grammars, batch: Batch, masks: IntArray) -> None:
+    grammars.fill(batch, masks).result()
 
 
 def _microseconds(call: Callable[[], object]) -> float:
@@ -298,7 +299,7 @@ def _compiled(grammars: Grammars, grammar: Grammar) -> Matcher:
     return outcome
 
 
-@click.command()
+@click.command(cls=EngineCommand)
 @engine_options
 @click.option("--requests", type=POSITIVE_INT, default=256, show_default=True, help="at once")
 @click.option("--input-length", type=POSITIVE_INT, default=128, show_default=True)
@@ -344,7 +345,7 @@ def structured(
     profile_path: Path | None,
     json_path: Path | None,
 ) -> None:
-    """What answers of a given form cost: throughput, time to the first token, masks."""
+    """What structured outputs cost: throughput, time to the first token, masks."""
     from minisgl_backend.models.hub import resolve_model
 
     folder = resolve_model(options.model, options.model_source)

@@ -163,7 +163,7 @@ _PLAIN: Final = frozenset(
 
 
 def _template_arguments(text: str) -> Iterator[str]:
-    """The arguments in ``text``, which begins behind the ``<``."""
+    """The arguments in ``text``, which begins after the ``<``."""
     depth, begin = 0, 0
     for at, character in enumerate(text):
         if character in "<({":
@@ -225,7 +225,7 @@ def report_trace(path: Path, *, top: int, step: str | None = None) -> Report:
 @click.option("--step", help="kernel that begins a step: only the middle half of all steps counts")
 @json_option
 def trace_table(trace: Path, top: int, step: str | None, json_path: Path | None) -> None:
-    """The kernels of a Chrome trace: how often, how long, what share of the time."""
+    """The kernels of a Chrome trace: calls, durations and shares of the time."""
     report_trace(trace, top=top, step=step).emit(json_path)
 
 

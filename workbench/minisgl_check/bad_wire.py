@@ -94,7 +94,7 @@ BODIES: Final[Mapping[str, bytes]] = {
     "no JSON": b"{",
     "a list": b"[1]",
     "a number": b"7",
-    "junk behind the JSON": _GOOD_BODY + b"junk",
+    "junk after the JSON": _GOOD_BODY + b"junk",
     "UTF-16": _GOOD_BODY.decode().encode("utf-16"),
     "a key twice": b'{"text_input": "a", "text_input": "b"}',
     "NaN": b'{"text_input": "x", "temperature": NaN}',

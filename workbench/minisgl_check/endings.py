@@ -60,7 +60,7 @@ class _Heard:
             self.ends.append(code[1] if code else response.error_message)
         names = [output.name for output in inner.outputs]
         content = dict(zip(names, inner.raw_output_contents, strict=True))
-        reason = content.get("finish_reason", b"")[4:].decode()  # behind its length
+        reason = content.get("finish_reason", b"")[4:].decode()  # after its length
         if reason not in ("", _UNFINISHED):
             self.ends.append(reason)
         self.text += content.get("text_output", b"")[4:]

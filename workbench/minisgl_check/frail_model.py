@@ -10,7 +10,7 @@ from typing import Any
 
 from minisgl_backend.build import build_engine
 from minisgl_backend.config import EngineOptions
-from minisgl_backend.runtime.engine import Door
+from minisgl_backend.runtime.door import Door
 from minisgl_backend.tritonserver import llm_engine
 from minisgl_backend.tritonserver.setup import runtime_directory
 from minisgl_check.defect import Defect, Switch

@@ -151,7 +151,7 @@ def half_a_message(grpc_address: str, num_bytes: int) -> Iterator[None]:
         "content-type": "application/grpc",
         "te": "trailers",
     }
-    # in HPACK, a zero and then both words, each behind its length, are a field of no table
+    # in HPACK, a zero and then both words, each after its length, are a field of no table
     words = (word.encode() for field in fields.items() for word in field)
     lengths = [bytes([len(word)]) + word for word in words]
     head = b"".join(b"\0" + name + value for name, value in zip(*[iter(lengths)] * 2, strict=True))

@@ -57,7 +57,9 @@ def lost(number: int, *, num_strikes: int, num_requests: int) -> Callable[[Stage
         def strike() -> None:
             while len(struck) < most_strikes and not ended.is_set():
                 if wait_until(lambda: _all_up(stage) or ended.is_set(), patience_s):
-                    pid = _replicas(stage)[len(struck) % 2]["pid"]
+                    replicas = _replicas(stage)
+                    # none while the engine itself is gone
+                    pid = replicas[len(struck) % 2]["pid"] if replicas else None
                     if pid is not None and not ended.is_set():
                         os.kill(pid, number)
                         struck.append(pid)

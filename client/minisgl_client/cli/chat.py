@@ -48,7 +48,7 @@ from minisgl_client.cli.request_options import (
     "--model",
     metavar="CHECKPOINT",
     help="start a server of this folder or id of the hub, with the OPTIONS of `minisgl serve` that "
-    "stand behind --, and end it with the chat",
+    "stand after --, and end it with the chat",
 )
 @click.option("--system", metavar="TEXT", help="a system message")
 @click.option(

@@ -94,7 +94,7 @@ class OwnServer:
         return lines
 
     def _failure(self) -> str:
-        """Why it did not start: its error and all behind it, or else its last lines."""
+        """Why it did not start: its error and all after it, or else its last lines."""
         lines = list(self._lines)
         errors = [index for index, line in enumerate(lines) if line.startswith(_ERROR)]
         told = "\n".join(lines[errors[-1] :] if errors else lines).removeprefix(_ERROR)

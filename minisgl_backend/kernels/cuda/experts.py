@@ -1,4 +1,5 @@
 """Launches ``experts.cu`` and ``routing.cu``: a mixture of experts on the tensor cores of Hopper.
+Where experts have many rows, ``experts_many`` launches the grouped GEMMs.
 
 Kernels are for one shape of weights. Launches share memory, so they must be in the order of one
 stream.
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from minisgl_backend.experts_spec import ClampedGate, RoutingRule
 from minisgl_backend.kernels import expert_cut
+from minisgl_backend.kernels.cuda.experts_many import ManyRowsKernel
 from minisgl_backend.kernels.cuda.module import (
     CudaKernel,
     CudaModule,
@@ -117,6 +119,7 @@ class GroupedKernel:
                 "BLOCK": self._numbers.block,
                 "STAGES": cut.stages,
                 "BY_WARP": cut.by_warp,
+                "WAYS": 1,
                 "GATED": gated,
                 "CLAMPED": gated and gate is not None,
                 "SHARED_BYTES": shared,
@@ -358,12 +361,22 @@ class ExpertsKernels:
         of_gate_up, of_down = kinds or (None, None)
         self._bits = 16 if of_down is None else of_down.encoding.bits
         self._num_experts, all_cuts = rule.num_experts, expert_cut.cuts(self._bits)
+        can_multiply = gate is None and all(kind.rounds_many_rows for kind in kinds or ())
+        has_many = can_multiply and expert_cut.fits_many(*down[1:])
         blocks = [0, *(cut.tokens for cut in all_cuts)]
+        if has_many:
+            blocks.append(expert_cut.MANY.block)
         self._route = RoutingKernel(rule, held, gate_up[2], device, wide=wide, blocks=blocks)
         self._gate_up = GroupedKernel(
             gate_up, device, codes=of_gate_up, gated=True, cuts=all_cuts, gate=gate
         )
         self._down = GroupedKernel(down, device, codes=of_down, gated=False, cuts=all_cuts)
+        self._for_many: tuple[ManyRowsKernel, ManyRowsKernel] | None = None
+        if has_many:
+            self._for_many = (
+                ManyRowsKernel(gate_up, device, codes=of_gate_up, gated=True),
+                ManyRowsKernel(down, device, codes=of_down, gated=False),
+            )
 
     def __call__(
         self,
@@ -389,6 +402,8 @@ class ExpertsKernels:
         gate_up, down = experts.gate_up, experts.down
         assert not isinstance(gate_up, QuantizedWeight) and not isinstance(down, QuantizedWeight)
         is_plain = experts.gate is None and experts.gate_up_bias is None
+        are_many = is_plain and expert_cut.are_many(num_pairs, self._num_experts, self._bits)
+        for_many = self._for_many if are_many else None
         one_by_one = num_tokens <= expert_cut.MOST_ROWS and self._bits == 16 and is_plain
         cut = expert_cut.cut_of(num_pairs, self._num_experts, self._bits)
         rest: dict[str, Any] = {
@@ -400,7 +415,8 @@ class ExpertsKernels:
         if one_by_one and self._route.takes_rows(num_tokens, router):
             routed = self._route.of_rows(x, router, **rest)
         else:
-            routed = self._route(logits(), block=0 if one_by_one else cut.tokens, **rest)
+            block = expert_cut.MANY.block if for_many else cut.tokens
+            routed = self._route(logits(), block=0 if one_by_one else block, **rest)
         ids = routed.choices.ids.flatten()
         if one_by_one:
             assert isinstance(gate_up, Tensor) and isinstance(down, Tensor)
@@ -410,6 +426,12 @@ class ExpertsKernels:
                 inner, x, gate_up, ids, top_k=top_k, gated=True, factors=routed.factors, pdl=pdl
             )
             launch_expert_rows(outer, inner, down, ids, top_k=1, gated=False, early=pdl, pdl=pdl)
+        elif for_many:
+            aligned = routed.alignment
+            assert aligned is not None
+            held, (up, of_inner) = (aligned.pairs, aligned.experts, num_pairs), for_many
+            inner = up(x, gate_up, *held, top_k=top_k, factors=routed.factors, pdl=pdl)
+            outer = of_inner(inner, down, *held, top_k=1, pdl=pdl)
         else:
             aligned = routed.alignment
             assert aligned is not None

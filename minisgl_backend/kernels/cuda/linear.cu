@@ -27,14 +27,16 @@
 // so it is not waited for before the results are due), SHARED_BYTES, and PER_PROCESSOR (thread blocks
 // that a multiprocessor has registers for); CODE (0: the weight is bfloat16; else its codes are 1: e4m3,
 // 2: 8-bit or 3: 4-bit integers, 4: e2m1), with that GROUP (in_features that share a scale: 32, 64 or
-// 128; 0: all), SHARED_BY (rows that share one: 1 or 8) and ZEROS (the low 8 bits of a scale are a zero
-// point; else it is the middle of the integers). All other values are bfloat16: what is not normalized
-// yet needs its range.
+// 128; 0: all), SHARED_BY (rows that share one: 1 or 8), ZEROS (the low 8 bits of a scale are a zero
+// point; else it is the middle of the integers), BY_WARP and WAYS. All other values are bfloat16: what is
+// not normalized yet needs its range.
 
 #include "tile_gemm.cuh"
 
 constexpr int TILE_STEPS = SIZE / BLOCK;
 constexpr int STEPS = TILE_STEPS / SPLITS;          // in a thread block, unless EVEN
+constexpr int MULTIPLIERS = WAYS * THREADS;
+constexpr int WAY_BYTES = (WAYS - 1) * TOKENS * FEATURES * 4;    // of the sums that the second way leaves
 constexpr int OUT = GATED ? FEATURES / 2 : FEATURES;    // features of the output in a tile
 constexpr int PITCH = 2 * OUT + 16;                 // bytes a token in a finished tile; 8 rows use all banks
 constexpr int OWN = TOKENS > 8 * SPLITS ? TOKENS / SPLITS : 8;   // tokens that a thread block finishes
@@ -57,7 +59,8 @@ constexpr u32 ALL = 0xffffffffu;
 static_assert(SIZE % (SPLITS * BLOCK) == 0, "");
 static_assert(OWN % 8 == 0 && TOKENS % OWN == 0 && OWN % SLICE == 0, "");
 static_assert(EVEN ? SPLITS == 1 : PARTS_BYTES + OWN * PITCH <= STAGES * STAGE_BYTES, "");
-static_assert(RING_BYTES + STAGES * 16 + 4 * TOKENS + (EVEN ? SLICE * PITCH : 0) <= SHARED_BYTES, "");
+static_assert(RING_BYTES + STAGES * 16 + 4 * TOKENS + (EVEN ? SLICE * PITCH : 0) + WAY_BYTES <= SHARED_BYTES, "");
+static_assert(SHARED_BYTES % 16 == 0, "");
 static_assert(THREADS % CHUNKS == 0 && GATED + RESIDUAL + HEADS <= 1, "");
 
 // What becomes of heads.
@@ -195,6 +198,19 @@ __device__ __forceinline__ void publish_factors() {
     asm volatile("bar.arrive 2, %0;" :: "n"(THREADS + 32) : "memory");
 }
 
+// WAYS: one way waits until the other one says that there is room for sums, or that there are some
+constexpr int IS_ROOM = 3, ARE_SUMS = 4;
+
+template <int WHAT>
+__device__ __forceinline__ void wait_for_way() {
+    asm volatile("bar.sync %0, %1;" :: "n"(WHAT), "n"(MULTIPLIERS) : "memory");
+}
+
+template <int WHAT>
+__device__ __forceinline__ void tell_way() {
+    asm volatile("bar.arrive %0, %1;" :: "n"(WHAT), "n"(MULTIPLIERS) : "memory");
+}
+
 // called behind the barrier of those that multiply: what they wrote before it is seen behind `wait_for`
 __device__ __forceinline__ void announce(int* flag) {
     __threadfence();
@@ -284,6 +300,25 @@ __device__ __forceinline__ void compute_factors(const Arguments& args, int first
     publish_factors();
 }
 
+// WAYS: the second way leaves its sums to the first one.
+__device__ __forceinline__ void add_ways(float (&c)[TOKENS / 2], u8* shared) {
+    float4* const sums = reinterpret_cast<float4*>(shared + SHARED_BYTES - WAY_BYTES) + threadIdx.x % THREADS;
+    if (threadIdx.x >= THREADS) {
+        wait_for_way<IS_ROOM>();
+#pragma unroll
+        for (int i = 0; i < TOKENS / 2; i += 4)
+            sums[i / 4 * THREADS] = make_float4(c[i], c[i + 1], c[i + 2], c[i + 3]);
+        tell_way<ARE_SUMS>();
+    } else {
+        wait_for_way<ARE_SUMS>();
+#pragma unroll
+        for (int i = 0; i < TOKENS / 2; i += 4) {
+            const float4 of = sums[i / 4 * THREADS];
+            c[i] += of.x, c[i + 1] += of.y, c[i + 2] += of.z, c[i + 3] += of.w;
+        }
+    }
+}
+
 // SPLITS: the sums of the tokens that this thread block finishes.
 __device__ __forceinline__ void add_splits(float* sums, const float (&c)[TOKENS / 2], u8* shared) {
     const int split = blockIdx.z;
@@ -331,6 +366,31 @@ __device__ __forceinline__ void leave_part(const Arguments& args, const float (&
 // block waits forever: there is at most one thread block a multiprocessor, so all of them run at the same time
 // (the next kernel starts when all have), and each leaves its part before it waits for one.
 __device__ __forceinline__ void add_parts(const Arguments& args, float (&c)[TOKENS / 2], int tile_end) {
+#if CODE   // wait for all others at once; of few tokens, several parts are read together
+    constexpr int TOGETHER = TOKENS < 32 ? 4 : 1;
+    const int first = blockIdx.y + 1, row = blockIdx.x * gridDim.y;
+    int count = 0;
+    while (first_step(args, first + count) < tile_end) ++count;
+    for (int i = threadIdx.x % 32; i < count; i += 32) wait_for(args.are_there + row + first + i);
+    __syncwarp();
+    for (int i = 0; i < count; i += TOGETHER) {
+        float4 parts[TOGETHER][TOKENS / 8];
+#pragma unroll
+        for (int j = 0; j < TOGETHER; ++j)
+#pragma unroll
+            for (int k = 0; k < TOKENS / 8; ++k)
+                parts[j][k] = i + j < count ? __ldcg(part_of(args, row + first + i + j) + k * THREADS) : float4{};
+#pragma unroll
+        for (int j = 0; j < TOGETHER; ++j)
+#pragma unroll
+            for (int k = 0; k < TOKENS / 8; ++k) {
+                c[4 * k] += parts[j][k].x, c[4 * k + 1] += parts[j][k].y;
+                c[4 * k + 2] += parts[j][k].z, c[4 * k + 3] += parts[j][k].w;
+            }
+    }
+    sync_multipliers();
+    for (int i = threadIdx.x; i < count; i += THREADS) args.are_there[row + first + i] = 0;
+#else
     for (int block = blockIdx.y + 1; first_step(args, block) < tile_end; ++block) {
         const int other = blockIdx.x * gridDim.y + block;
         if (threadIdx.x % 32 == 0) wait_for(args.are_there + other);
@@ -343,6 +403,7 @@ __device__ __forceinline__ void add_parts(const Arguments& args, float (&c)[TOKE
         sync_multipliers();
         if (threadIdx.x == 0) args.are_there[other] = 0;
     }
+#endif
 }
 
 // ---- finishing: a thread has 8 features, of a head 8 in each half, of ITEMS tokens of each slice
@@ -552,11 +613,11 @@ struct Finisher {
 
 // ---- the kernel
 
-extern "C" __global__ void __launch_bounds__(THREADS + 64, PER_PROCESSOR)
+extern "C" __global__ void __launch_bounds__(MULTIPLIERS + 64, PER_PROCESSOR)
 linear(const __grid_constant__ Arguments args) {
     extern __shared__ __align__(1024) u8 shared[];
     // the ring, and that of scales; then a barrier a stage that it is full, one that it is empty; then a factor a token;
-    // EVEN: then a slice of a finished tile, which else takes the place of the ring
+    // EVEN: then a slice of a finished tile, which else takes the place of the ring; WAYS: at the end sums
     const u32 ring = shared_address(shared);
     const u32 full = ring + RING_BYTES, empty = full + 8 * STAGES;
     float* const factors = reinterpret_cast<float*>(shared + RING_BYTES + STAGES * 16);
@@ -569,15 +630,15 @@ linear(const __grid_constant__ Arguments args) {
         if (ring % 1024) __trap();   // the swizzle counts from there
         for (int stage = 0; stage < STAGES; ++stage) {
             init_barrier(full + 8 * stage, 1);
-            init_barrier(empty + 8 * stage, GROUPS * 4);
+            init_barrier(empty + 8 * stage, GROUPS * 4 * (WAYS > 1 ? HALVES : 1));
         }
         publish_barriers();
     }
     __syncthreads();
 
-    if (warp == THREADS / 32 && lane == 0) fill_ring(args, steps, ring);
-    if (warp > THREADS / 32) compute_factors(args, blockIdx.x * TOKENS, factors);
-    if (warp >= THREADS / 32) {
+    if (warp == MULTIPLIERS / 32 && lane == 0) fill_ring(args, steps, ring);
+    if (warp > MULTIPLIERS / 32) compute_factors(args, blockIdx.x * TOKENS, factors);
+    if (warp >= MULTIPLIERS / 32) {
         __syncwarp();
         if (SPLITS > 1) {
             sync_cluster<true>();
@@ -591,18 +652,22 @@ linear(const __grid_constant__ Arguments args) {
         wait_previous();
         if (!AT_ONCE) allow_next();   // all kernels before this one have ended
     };
-    if (!ADDED) wait();
+    const bool is_first_way = WAYS == 1 || threadIdx.x < THREADS;   // it finishes tiles
+    if (!ADDED && is_first_way) wait();
     for (int at = steps.begin; at < steps.end;) {
         const int first = at - steps.begin, in_tile = at % TILE_STEPS;
         const int count = EVEN ? min(TILE_STEPS - in_tile, steps.end - at) : STEPS;
         own.tile = at / TILE_STEPS;
         at += count;
-        if (!EVEN) {   // else the MMAs need the registers
+        if (!EVEN && is_first_way) {   // else the MMAs need the registers
             own.read_norm();
             if (!ADDED) own.read(0);
         }
         float c[TOKENS / 2];   // of each 8 tokens, two features of two
+        if (WAYS > 1 && is_first_way) tell_way<IS_ROOM>();
         multiply_steps(c, ring, first, count);
+        if (WAYS > 1) add_ways(c, shared);
+        if (!is_first_way) continue;
         if (first == 0) sync_with_factors();   // all have multiplied, too: without EVEN the ring is free
         if (ADDED && first == 0) wait();
         if (ADDED && !EVEN) own.read(0);
@@ -627,6 +692,7 @@ linear(const __grid_constant__ Arguments args) {
     }
     if (SPLITS > 1) {
         __syncwarp();
+        if (!is_first_way) sync_cluster<true>(), arrive_in_cluster<false>();
         wait_for_cluster();
     }
 }

@@ -47,7 +47,7 @@ from minisgl_backend.kernels.linear_cut import (
 from minisgl_backend.kernels.packed_weight import PLAIN_MACROS, CodesKind, PackedWeight
 
 _TWO_OF_CODES: Final = 1024
-"""Up to this many sums in a tile, registers are left for two thread blocks that make numbers of
+"""Up to this many sums of all ways, registers are left for two thread blocks that make numbers of
 codes."""
 _RESERVED_BYTES: Final = 1024
 """Shared memory that CUDA takes for itself in each thread block."""
@@ -204,7 +204,7 @@ class _Linear:
         blocks = self._num_processors // token_tiles if cut.even else tiles
         grid = token_tiles, blocks, cut.splits
         cluster = 1, 1, cut.splits
-        kernel.launch(grid, 2 * cut.features + 64, arguments, cluster=cluster, pdl=pdl)
+        kernel.launch(grid, cut.threads, arguments, cluster=cluster, pdl=pdl)
 
     def _weight_map(self, weight: Tensor, features: int, block: int) -> TensorMap:
         """The tensor map of a weight, or of its codes in bytes; cached, since weights do not move
@@ -455,7 +455,7 @@ def _kernel(cut: Cut, constants: dict[str, int], device: torch.device) -> CudaKe
     memory = torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor
     two = 2 * (cut.shared_bytes + _RESERVED_BYTES) <= memory
     if cut.numbers != PLAIN:
-        two = two and cut.tokens * cut.features <= _TWO_OF_CODES
+        two = two and cut.tokens * cut.features * cut.ways <= _TWO_OF_CODES
     constants = {
         **constants,
         "BLOCK": cut.numbers.block,
@@ -464,6 +464,7 @@ def _kernel(cut: Cut, constants: dict[str, int], device: torch.device) -> CudaKe
         "STAGES": cut.stages,
         "BY_WARP": cut.numbers != PLAIN and cut.tokens <= FEW_TOKENS,
         "SPLITS": cut.splits,
+        "WAYS": cut.ways,
         "EVEN": cut.even,
         "SHARED_BYTES": cut.shared_bytes,
         "PER_PROCESSOR": 2 if two else 1,

@@ -147,13 +147,28 @@ __device__ __forceinline__ int running_sum(int x, int* of_warps) {
     return x;
 }
 
+constexpr int AT_ONCE = BLOCK >= 128 ? 8 : 1;   // pairs that a thread loads side by side: there are many of a prompt
+
+// The experts of AT_ONCE pairs, from `pair` on; false if there are not as many.
+__device__ __forceinline__ bool load_experts(const Arguments& args, int pair, int (&experts)[AT_ONCE]) {
+    if (AT_ONCE == 1 || pair + (AT_ONCE - 1) * THREADS >= args.num_tokens * TOP_K) return false;
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; ++i) experts[i] = __ldcg(args.ids + pair + i * THREADS);
+    return true;
+}
+
 __device__ __forceinline__ void sort(const Arguments& args) {
     constexpr int WIDTH = BLOCK ? BLOCK : 1;
     __shared__ int counts[EXPERTS], of_warps[WARPS], num_used;
     const int thread = threadIdx.x, num_pairs = args.num_tokens * TOP_K;
     if (thread < EXPERTS) counts[thread] = 0;
     __syncthreads();
-    for (int pair = thread; pair < num_pairs; pair += THREADS) {
+    int first = thread, some[AT_ONCE];
+    for (; load_experts(args, first, some); first += AT_ONCE * THREADS)
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i)
+            if (some[i] >= 0) atomicAdd(&counts[some[i]], 1);
+    for (int pair = first; pair < num_pairs; pair += THREADS) {
         const int expert = __ldcg(args.ids + pair);
         if (expert >= 0) atomicAdd(&counts[expert], 1);
     }
@@ -167,7 +182,11 @@ __device__ __forceinline__ void sort(const Arguments& args) {
     for (int block = num_used + thread; block < args.num_blocks; block += THREADS) args.experts[block] = -1;
     for (int at = thread; at < num_used * WIDTH; at += THREADS) args.pairs[at] = num_pairs;
     __syncthreads();
-    for (int pair = thread; pair < num_pairs; pair += THREADS) {
+    for (first = thread; load_experts(args, first, some); first += AT_ONCE * THREADS)
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i)
+            if (some[i] >= 0) args.pairs[atomicAdd(&counts[some[i]], 1)] = first + i * THREADS;
+    for (int pair = first; pair < num_pairs; pair += THREADS) {
         const int expert = __ldcg(args.ids + pair);
         if (expert >= 0) args.pairs[atomicAdd(&counts[expert], 1)] = pair;
     }

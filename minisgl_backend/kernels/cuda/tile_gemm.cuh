@@ -16,18 +16,17 @@
 // bfloat16; else its codes are 1: e4m3, 2: 8-bit or 3: 4-bit integers, 4: e2m1), with that GROUP (in_features that
 // share a scale: 32, 64 or 128; 0: all), SHARED_BY (rows that share one: 1 or 8) and ZEROS (the low 8 bits of a scale
 // are a zero point; else it is the middle of the integers). Of e2m1 GROUP is 128: a scale has the exponents of 4 groups
-// of 32, and SHARED_BY is 1. BY_WARP: warps multiply codes each for itself, by up to 16 tokens, with more registers.
+// of 32, and SHARED_BY is 1. BY_WARP: warps multiply codes each for itself, by up to 16 tokens, with more registers;
+// WAYS (1; if BY_WARP also 2): so many sets of as many warps take 128 in_features each in turn.
 
 #pragma once
 
-typedef unsigned int u32;
-typedef unsigned long long u64;
-typedef unsigned short u16;
-typedef unsigned char u8;
+#include "hopper.cuh"
 
 constexpr int BITS = CODE == 0 ? 16 : CODE <= 2 ? 8 : 4;    // of a number of the weight
 constexpr int GROUPS = FEATURES / 64;               // warpgroups that multiply
-constexpr int THREADS = GROUPS * 128;               // that multiply
+constexpr int THREADS = GROUPS * 128;               // that multiply, of each way
+constexpr int HALVES = CODE ? BLOCK / 128 : 1;      // of a stage
 constexpr int WEIGHT_BYTES = FEATURES * BLOCK * BITS / 8;   // of a stage
 constexpr int TOKEN_BYTES = TOKENS * 128;           // of 64 in_features: rows of 128 bytes
 constexpr int STAGE_BYTES = WEIGHT_BYTES + BLOCK / 64 * TOKEN_BYTES;
@@ -42,53 +41,11 @@ static_assert(TOKENS % 8 == 0, "");
 static_assert(CODE ? TOKENS <= 128 : GROUP == 0, "");
 static_assert(CODE ? BLOCK == 128 || (BLOCK == 256 && BITS == 4) : BLOCK == 64, "");
 static_assert(GROUP == 0 || GROUP == 32 || GROUP == 64 || GROUP == 128, "");
+// Each way has stages, or halves, of its own: a barrier tells a phase only from the next one, so none may be missed.
+static_assert(WAYS == 1 || (WAYS == 2 && BY_WARP && HALVES * STAGES % 2 == 0), "");
 static_assert(CODE != 4 || (GROUP == 128 && SHARED_BY == 1 && !ZEROS), "");
 
-struct __align__(64) TensorMap { u64 words[16]; };
-
 // ---- instructions
-
-__device__ __forceinline__ u32 shared_address(const void* p) {
-    return (u32)__cvta_generic_to_shared(p);
-}
-
-__device__ __forceinline__ void init_barrier(u32 barrier, u32 arrivals) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(barrier), "r"(arrivals) : "memory");
-}
-
-__device__ __forceinline__ void expect_bytes(u32 barrier, u32 bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
-                 :: "r"(barrier), "r"(bytes) : "memory");
-}
-
-__device__ __forceinline__ void wait_barrier(u32 barrier, u32 parity) {
-    u32 done;
-    do {
-        asm volatile("{ .reg .pred p;\n"
-                     "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
-                     "selp.b32 %0, 1, 0, p; }"
-                     : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
-    } while (!done);
-}
-
-__device__ __forceinline__ void arrive(u32 barrier) {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(barrier) : "memory");
-}
-
-__device__ __forceinline__ void load_bytes(u32 to, const void* from, u32 count, u32 barrier) {
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-                 :: "r"(to), "l"(from), "r"(count), "r"(barrier) : "memory");
-}
-
-// of a tile with rows of 128 bytes, whose chunks of 16 bytes are permuted by the row ("128B swizzle")
-__device__ __forceinline__ u64 matrix(u32 address) {
-    return (u64)((address & 0x3ffff) >> 4) | 1ull << 16 | (u64)(1024 >> 4) << 32 | 1ull << 62;
-}
-
-#define TEN(tens) "%" #tens "0,%" #tens "1,%" #tens "2,%" #tens "3,%" #tens "4,%" #tens "5,%" \
-    #tens "6,%" #tens "7,%" #tens "8,%" #tens "9,"
-#define C4(i) "+f"(c[i]), "+f"(c[i + 1]), "+f"(c[i + 2]), "+f"(c[i + 3])
-#define C16(i) C4(i), C4(i + 4), C4(i + 8), C4(i + 12)
 
 // c (+)= 64 rows of a times TOKENS rows of b, over 16 in_features
 __device__ __forceinline__ void multiply(float (&c)[TOKENS / 2], u64 a, u64 b, u32 add) {
@@ -166,47 +123,6 @@ __device__ __forceinline__ void multiply(float (&c)[TOKENS / 2], const u32 (&a)[
 #endif
 }
 #endif
-
-__device__ __forceinline__ void begin_mma() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-
-__device__ __forceinline__ void end_mma() {
-    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-}
-
-template <int AFTER>
-__device__ __forceinline__ void wait_mma() {
-    asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(AFTER) : "memory");
-}
-
-__device__ __forceinline__ u32 pack(float low, float high) {
-    u32 out;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(out) : "f"(high), "f"(low));
-    return out;
-}
-
-// Fragments of 8 features by 8 tokens go to rows of 8 features, one a token; a lane of 8 has a row's address.
-__device__ __forceinline__ void store_transposed(u32 to, u32 fragment) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x1.trans.shared.b16 [%0], {%1};"
-                 :: "r"(to), "r"(fragment) : "memory");
-}
-
-__device__ __forceinline__ void store_transposed(u32 to, u32 first, u32 second) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};"
-                 :: "r"(to), "r"(first), "r"(second) : "memory");
-}
-
-__device__ __forceinline__ float to_float(u16 x) { return __int_as_float((u32)x << 16); }
-
-// the two do nothing unless the launch is a dependent one
-__device__ __forceinline__ void allow_next() { asm volatile("griddepcontrol.launch_dependents;"); }
-
-__device__ __forceinline__ void wait_previous() {
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-}
-
-__device__ __forceinline__ void publish_barriers() {
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-}
 
 // ---- the warps that multiply
 
@@ -367,9 +283,10 @@ __device__ __forceinline__ void read_numbers(u32 (&a)[4][4], u32 weight, int par
 
 #if BY_WARP
 // Few tokens: each warp multiplies its 16 rows by itself (`mma`), which waits for no other warp. All that it needs of
-// 128 in_features is in registers before it multiplies those before them.
+// 128 in_features is in registers before it multiplies those before them; or there are two ways, and others multiply
+// while a warp waits for the ring, its registers or an MMA.
 static_assert(TOKENS <= 16, "");
-constexpr int HALVES = BLOCK / 128;   // of a stage
+constexpr int CHAINS = WAYS == 1 ? 2 : 1;   // sums that MMAs are added to in turn
 
 struct Operands {
     u32 codes[BITS / 2][4];
@@ -377,7 +294,7 @@ struct Operands {
     Scales scales[2];
 
     __device__ __forceinline__ void read(u32 ring, u32 stage, int half) {
-        const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+        const int warp = (WAYS == 1 ? threadIdx.x : threadIdx.x % THREADS) / 32, lane = threadIdx.x % 32;
         const u32 tokens = ring + stage * STAGE_BYTES + WEIGHT_BYTES + 2 * half * TOKEN_BYTES;
         const u32 weight = ring + stage * STAGE_BYTES + warp / 4 * (64 * BLOCK * BITS / 8);
         const int row = warp % 4 * 16 + lane % 16;
@@ -405,9 +322,9 @@ __device__ __forceinline__ void multiply(float* c, const u32 (&a)[4], const u32*
         : C4(0) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
-// Add 16 in_features to one of two `sums`, which no MMA waits for in turn.
+// Add 16 in_features to one of the `sums`; with two, no MMA waits for the one before it.
 __device__ __forceinline__ void multiply(
-    float (&sums)[2][TOKENS / 2], float (&of_ones)[2][TOKENS / 2], const Operands& from, int k) {
+    float (&sums)[CHAINS][TOKENS / 2], float (&of_ones)[CHAINS][TOKENS / 2], const Operands& from, int k) {
     u32 a[4];
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
@@ -420,32 +337,51 @@ __device__ __forceinline__ void multiply(
 #pragma unroll
     for (int i = 0; i < TOKENS / 8; ++i) {
         const u32* const b = from.x[i][k / 2] + k % 2 * 2;
-        multiply(sums[k % 2] + 4 * i, a, b);
-        if (SUBTRACTS) multiply(of_ones[k % 2] + 4 * i, ones, b);
+        multiply(sums[k % CHAINS] + 4 * i, a, b);
+        if (SUBTRACTS) multiply(of_ones[k % CHAINS] + 4 * i, ones, b);
     }
+}
+
+__device__ __forceinline__ float total(const float (&sums)[CHAINS][TOKENS / 2], int i) {
+    return CHAINS == 1 ? sums[0][i] : sums[0][i] + sums[CHAINS - 1][i];
 }
 
 // c += the scaled sums of a group, the one of in_features from 16 * `k` on
 __device__ __forceinline__ void add_group(
-    float (&c)[TOKENS / 2], const float (&sums)[2][TOKENS / 2], const float (&of_ones)[2][TOKENS / 2],
+    float (&c)[TOKENS / 2], const float (&sums)[CHAINS][TOKENS / 2], const float (&of_ones)[CHAINS][TOKENS / 2],
     const Operands& from, int k) {
     const Scales& scales = from.scales[k / 4];
     float sum[TOKENS / 2];
 #pragma unroll
     for (int i = 0; i < TOKENS / 2; ++i) {
-        sum[i] = sums[0][i] + sums[1][i];
+        sum[i] = total(sums, i);
         if (SUBTRACTS) {   // 128 and the zero point
             const u32 zero = ZEROS ? scales.words[k % 4 / 2 % SCALES][i % 4 / 2] & 0x7f : 8;
-            sum[i] -= __int_as_float(0x43000000 | zero << 16) * (of_ones[0][i] + of_ones[1][i]);
+            sum[i] -= __int_as_float(0x43000000 | zero << 16) * total(of_ones, i);
         }
     }
     scales.add_scaled(c, sum, k % 4 / 2 % SCALES);
 }
 
-// c = `count` steps of a tile, which are in the ring from step `first` of the thread block on.
+// c = `count` steps of a tile, or this way's part, which are in the ring from step `first` of the thread block on.
 __device__ __forceinline__ void multiply_steps(float (&c)[TOKENS / 2], u32 ring, int first, int count) {
     const u32 full = ring + RING_BYTES, empty = full + 8 * STAGES;
     constexpr int OF_GROUP = (SUMMED ? SUMMED : 128) / 16;   // times 16 in_features
+    float sums[CHAINS][TOKENS / 2] = {}, of_ones[CHAINS][TOKENS / 2] = {};
+#pragma unroll
+    for (int i = 0; i < TOKENS / 2; ++i) c[i] = 0;
+    const auto add = [&](const Operands& operands) {
+#pragma unroll
+        for (int k = 0; k < 8; ++k) {
+            if (SUMMED && k % OF_GROUP == 0)
+#pragma unroll
+                for (int j = 0; j < TOKENS / 2; ++j)
+                    sums[0][j] = sums[CHAINS - 1][j] = of_ones[0][j] = of_ones[CHAINS - 1][j] = 0;
+            multiply(sums, of_ones, operands, k);
+            if (SUMMED && k % OF_GROUP == OF_GROUP - 1) add_group(c, sums, of_ones, operands, k - k % OF_GROUP);
+        }
+    };
+#if WAYS == 1
     const auto read = [&](Operands& to, int i) {
         const int step = first + i / HALVES, half = i % HALVES;
         const u32 stage = step % STAGES;
@@ -454,28 +390,32 @@ __device__ __forceinline__ void multiply_steps(float (&c)[TOKENS / 2], u32 ring,
         __syncwarp();
         if (half == HALVES - 1 && threadIdx.x % 32 == 0) arrive(empty + 8 * stage);
     };
-    float sums[2][TOKENS / 2] = {}, of_ones[2][TOKENS / 2] = {};
     Operands operands;
     read(operands, 0);
-#pragma unroll
-    for (int i = 0; i < TOKENS / 2; ++i) c[i] = 0;
 #pragma unroll 2
     for (int i = 0; i < HALVES * count; ++i) {
         Operands next;
         if (i + 1 < HALVES * count) read(next, i + 1);
-#pragma unroll
-        for (int k = 0; k < 8; ++k) {
-            if (SUMMED && k % OF_GROUP == 0)
-#pragma unroll
-                for (int j = 0; j < TOKENS / 2; ++j) sums[0][j] = sums[1][j] = of_ones[0][j] = of_ones[1][j] = 0;
-            multiply(sums, of_ones, operands, k);
-            if (SUMMED && k % OF_GROUP == OF_GROUP - 1) add_group(c, sums, of_ones, operands, k - k % OF_GROUP);
-        }
+        add(operands);
         operands = next;
     }
+#else
+    // half of each stage, or all of each second one
+    const u32 way = threadIdx.x / THREADS, half = HALVES == 2 ? way : 0;
+#pragma unroll 1
+    for (u32 step = first + (HALVES == 2 ? 0 : (way ^ first) % 2); step < first + count; step += 2 / HALVES) {
+        const u32 stage = step % STAGES;
+        wait_barrier(full + 8 * stage, step / STAGES & 1);
+        Operands operands;
+        operands.read(ring, stage, half);
+        __syncwarp();
+        if (threadIdx.x % 32 == 0) arrive(empty + 8 * stage);
+        add(operands);
+    }
+#endif
 #pragma unroll
     for (int i = 0; i < TOKENS / 2; ++i)
-        if (!SUMMED) c[i] = sums[0][i] + sums[1][i];
+        if (!SUMMED) c[i] = total(sums, i);
 }
 #else
 // c = `count` steps of a tile, which are in the ring from step `first` of the thread block on. While the MMAs of 64

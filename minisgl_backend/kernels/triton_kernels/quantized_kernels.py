@@ -296,8 +296,9 @@ def launch_quantized_linear(
 def launch_float8_rows(out: Tensor, scales: Tensor, x: Tensor, group: int, *, pdl: bool) -> None:
     """See ``minisgl_backend.kernels.quantized_linear.float8_rows``."""
     num_rows, size = x.shape
-    group = group if group < size else triton.next_power_of_2(size)
-    block = max(group, 2048)
+    whole = group == size
+    group = triton.next_power_of_2(size) if whole else group
+    block = group if whole else max(group, 2048)
     _float8_rows[(num_rows, triton.cdiv(size, block))](
         out,
         scales,
@@ -309,6 +310,6 @@ def launch_float8_rows(out: Tensor, scales: Tensor, x: Tensor, group: int, *, pd
         BLOCK=block,
         MOST=FP8_MAX,
         PDL=pdl,
-        num_warps=min(block // 512, 16),
+        num_warps=min(max(block // 512, 1), 16),
         **launch_options(pdl),
     )

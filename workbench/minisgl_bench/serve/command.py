@@ -14,8 +14,7 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from minisgl_backend.cli.options import numbers, refusing
-from minisgl_backend.errors import ConfigError
+from minisgl_backend.cli.options import numbers
 from minisgl_bench.serve.figures import Measured, check_answered, emit, figures_of, objectives_of
 from minisgl_bench.serve.workload import Workload
 from minisgl_bench.servers import started
@@ -93,15 +92,14 @@ def serve(
     json_path: Path | None,
     **options: Any,
 ) -> None:
-    """Load on a server over the network, and the latencies of its clients.
+    """Latencies and throughput of a server under load over the network.
 
     Choose closed loops (--concurrency), Poisson arrivals (--rate) or a --trace; several levels make
     several runs. Without --url a server with the demo model is started.
     """
-    with refusing():
-        objectives = objectives_of(slo)
-        workload = Workload(**options)
-        loads = workload.loads()
+    objectives = objectives_of(slo)
+    workload = Workload(**options)
+    loads = workload.loads()
     if cache_salt is None and protocol != "openai":
         cache_salt = secrets.token_hex(8)
     sampling = Sampling(temperature, ignore_eos, cache_salt)
@@ -121,10 +119,9 @@ def serve(
         def target() -> Target:
             if protocol == "openai":
                 return OpenAITarget(address, model=model, api_key=api_key, sampling=sampling)
-            with refusing():
-                return TritonTarget(
-                    address, protocol=protocol, model=model or "minisgl", sampling=sampling
-                )
+            return TritonTarget(
+                address, protocol=protocol, model=model or "minisgl", sampling=sampling
+            )
 
         try:
             warming = [workload.warm_up(warm_up)] if warm_up else []
@@ -169,7 +166,7 @@ async def _measure(
             outcomes = await run(target, load)
             if all(outcome.error for outcome in outcomes):
                 told = f"{outcomes[0].error}: {outcomes[0].reason}"
-                raise ConfigError(f"the server answers no request: {told}")
+                raise click.ClickException(f"the server answers no request: {told}")
         with Progress(
             TextColumn("{task.description}"),
             BarColumn(),

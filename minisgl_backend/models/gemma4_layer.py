@@ -8,13 +8,12 @@ family each layer has a mixture of experts beside its feed-forward block.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from minisgl_backend.experts_spec import ExpertsSpec
 from minisgl_backend.kernels.rms_norm import rms_norm
 from minisgl_backend.layers.embedding import VocabEmbedding
 from minisgl_backend.layers.experts import ExpertsMLP
@@ -23,6 +22,7 @@ from minisgl_backend.layers.linear import MergedColumnLinear
 from minisgl_backend.layers.norm import Normed, RMSNorm, add_normed
 from minisgl_backend.layers.quantized_matrix import Matrices
 from minisgl_backend.layers.weight_place import Place, Share, whole
+from minisgl_backend.models.decoder_layers import MakeExperts
 from minisgl_backend.models.spec import LayerInputs, ModelSpec
 from minisgl_backend.models.token_mixing import SelfAttention, StepContext
 from minisgl_backend.parallel.group import Group
@@ -38,7 +38,7 @@ class Gemma4Layer(nn.Module):
         layer: int,
         group: Group,
         matrices: Matrices,
-        experts: Callable[[str, int, ExpertsSpec], ExpertsMLP],
+        experts: MakeExperts,
     ):
         super().__init__()
 

@@ -1,0 +1,136 @@
+"""Launches ``experts_many.cu``: grouped GEMMs of experts that have many rows each, on Hopper.
+
+A kernel is for one shape of weights: plain ones, or packed ones in float8, which multiply rows that
+are rounded to float8 as well (``float8_rows``). Must not know how rows are routed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from minisgl_backend.kernels.cuda.module import CudaModule, TensorMap, address, tensor_map
+from minisgl_backend.kernels.dispatch import num_processors
+from minisgl_backend.kernels.expert_cut import MANY
+from minisgl_backend.kernels.packed_weight import CodesKind, PackedWeight
+from minisgl_backend.kernels.quantized_linear import float8_rows
+
+_THREADS: Final = 384
+"""Two warpgroups that multiply, and one that fills the ring."""
+
+
+class _Arguments(ctypes.Structure):
+    """``Arguments`` of ``experts_many.cu``."""
+
+    _fields_ = (
+        ("weight", TensorMap),
+        ("x", ctypes.c_void_p),
+        ("out", ctypes.c_void_p),
+        ("pairs", ctypes.c_void_p),
+        ("experts", ctypes.c_void_p),
+        ("factors", ctypes.c_void_p),
+        ("scales", ctypes.c_void_p),
+        ("num_pairs", ctypes.c_int),
+        ("num_blocks", ctypes.c_int),
+        ("top_k", ctypes.c_int),
+        ("padding", ctypes.c_uint8 * 4),  # to the alignment of the map
+    )
+
+
+class ManyRowsKernel:
+    """x W^T of blocks of rows, each with the W of its expert; or silu(x G^T) * (x U^T) for a
+    ``gated`` weight, which holds G and then U."""
+
+    def __init__(
+        self,
+        shape: Sequence[int],
+        device: torch.device,
+        *,
+        codes: CodesKind | None,
+        gated: bool,
+    ) -> None:
+        """``shape``: [num_experts, height, in_features]; ``codes``: of packed weights; such as
+        ``expert_cut.fits_many`` and ``CodesKind.rounds_many_rows`` say."""
+        _, self._height, self._in_features = shape
+        self._gated, self._codes = gated, codes
+        self._out_features = self._height // 2 if gated else self._height
+        constants = {
+            "HEIGHT": self._height,
+            "SIZE": self._in_features,
+            "GATED": gated,
+            "FLOAT8": codes is not None,
+            "GROUPED": codes is not None and codes.group > 0,
+            "STAGES": MANY.stages,
+            "SHARED_BYTES": MANY.shared_bytes,
+        }
+        module = CudaModule("experts_many.cu", constants, device)
+        self._kernel = module.kernel("experts_many", shared_bytes=MANY.shared_bytes)
+        self._num_clusters = num_processors(device) // MANY.cluster
+        self._maps: dict[int, TensorMap] = {}
+
+    def __call__(
+        self,
+        x: Tensor,
+        weight: Tensor | PackedWeight,
+        pairs: Tensor,
+        experts: Tensor,
+        num_pairs: int,
+        *,
+        top_k: int,
+        factors: Tensor | None = None,
+        pdl: bool = False,
+    ) -> Tensor:
+        """bfloat16 [num_pairs, out_features]: row p is x[p // top_k] through the expert of pair p,
+        which ``pairs`` and ``experts`` tell in blocks of ``MANY.block`` (``moe.Alignment``).
+
+        ``factors`` [num_pairs / top_k] multiply the rows of x.
+        """
+        out = torch.empty((num_pairs, self._out_features), dtype=x.dtype, device=x.device)
+        assert x.is_contiguous()
+        scales, numbers = None, weight
+        if isinstance(weight, PackedWeight):
+            assert weight.kind == self._codes
+            scales, numbers = weight.scales, weight.weight.codes
+            x, of_rows = float8_rows(x, self._in_features, pdl=pdl)
+            of_rows = of_rows[:, 0]
+            factors = of_rows if factors is None else of_rows * factors
+        assert isinstance(numbers, Tensor)
+        arguments = _Arguments(
+            weight=self._weight_map(numbers),
+            x=address(x),
+            out=address(out),
+            pairs=address(pairs),
+            experts=address(experts),
+            factors=address(factors),
+            scales=address(scales),
+            num_pairs=num_pairs,
+            num_blocks=len(experts),
+            top_k=top_k,
+        )
+        tiles = len(experts) * (self._height // MANY.features)
+        grid = MANY.cluster * min(tiles, self._num_clusters), 1, 1
+        self._kernel.launch(grid, _THREADS, arguments, cluster=(MANY.cluster, 1, 1), pdl=pdl)
+        return out
+
+    def _weight_map(self, weight: Tensor) -> TensorMap:
+        """The tensor map of a weight; cached, since weights do not move while the model lives."""
+        key = weight.data_ptr()
+        if key not in self._maps:
+            assert weight.is_contiguous()
+            codes = weight if self._codes is None else weight.view(torch.uint8)
+            num_experts, height, size = codes.shape
+            box, rows = 128 // codes.itemsize, MANY.features // MANY.cluster
+            if self._gated:
+                outs = height // 2
+                shape = [size, 8, 2, outs // 8, num_experts]
+                strides = [size, outs * size, 8 * size, height * size]
+                boxes = [box, 8, 2, rows // 16, 1]
+            else:
+                shape, strides = [size, height, num_experts], [size, height * size]
+                boxes = [box, rows, 1]
+            self._maps[key] = tensor_map(codes, shape, strides, boxes)
+        return self._maps[key]

@@ -1,0 +1,96 @@
+// Instructions of Hopper (sm_90a) that GEMMs here share: barriers and bulk copies in shared memory, descriptors of
+// matrices there, the lists of registers of MMAs and the waits for them, stores of fragments, dependent launches. Knows
+// no tile and no ring; the MMAs themselves are where their sizes are known (`tile_gemm.cuh`, `experts_many.cu`).
+
+#pragma once
+
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef unsigned short u16;
+typedef unsigned char u8;
+
+struct __align__(64) TensorMap { u64 words[16]; };
+
+__device__ __forceinline__ u32 shared_address(const void* p) {
+    return (u32)__cvta_generic_to_shared(p);
+}
+
+__device__ __forceinline__ void init_barrier(u32 barrier, u32 arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(barrier), "r"(arrivals) : "memory");
+}
+
+__device__ __forceinline__ void expect_bytes(u32 barrier, u32 bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
+                 :: "r"(barrier), "r"(bytes) : "memory");
+}
+
+__device__ __forceinline__ void wait_barrier(u32 barrier, u32 parity) {
+    u32 done;
+    do {
+        asm volatile("{ .reg .pred p;\n"
+                     "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+                     "selp.b32 %0, 1, 0, p; }"
+                     : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
+    } while (!done);
+}
+
+__device__ __forceinline__ void arrive(u32 barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(barrier) : "memory");
+}
+
+__device__ __forceinline__ void load_bytes(u32 to, const void* from, u32 count, u32 barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+                 :: "r"(to), "l"(from), "r"(count), "r"(barrier) : "memory");
+}
+
+// of a tile with rows of 128 bytes, whose chunks of 16 bytes are permuted by the row ("128B swizzle")
+__device__ __forceinline__ u64 matrix(u32 address) {
+    return (u64)((address & 0x3ffff) >> 4) | 1ull << 16 | (u64)(1024 >> 4) << 32 | 1ull << 62;
+}
+
+// in the text of an MMA: its registers %[tens]0 to %[tens]9; and its operands c[i], 4 or 16 of them
+#define TEN(tens) "%" #tens "0,%" #tens "1,%" #tens "2,%" #tens "3,%" #tens "4,%" #tens "5,%" \
+    #tens "6,%" #tens "7,%" #tens "8,%" #tens "9,"
+#define C4(i) "+f"(c[i]), "+f"(c[i + 1]), "+f"(c[i + 2]), "+f"(c[i + 3])
+#define C16(i) C4(i), C4(i + 4), C4(i + 8), C4(i + 12)
+
+__device__ __forceinline__ void begin_mma() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+
+__device__ __forceinline__ void end_mma() {
+    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+
+template <int AFTER>
+__device__ __forceinline__ void wait_mma() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(AFTER) : "memory");
+}
+
+__device__ __forceinline__ u32 pack(float low, float high) {
+    u32 out;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(out) : "f"(high), "f"(low));
+    return out;
+}
+
+// Fragments of 8 features by 8 tokens go to rows of 8 features, one a token; a lane of 8 has a row's address.
+__device__ __forceinline__ void store_transposed(u32 to, u32 fragment) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x1.trans.shared.b16 [%0], {%1};"
+                 :: "r"(to), "r"(fragment) : "memory");
+}
+
+__device__ __forceinline__ void store_transposed(u32 to, u32 first, u32 second) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};"
+                 :: "r"(to), "r"(first), "r"(second) : "memory");
+}
+
+__device__ __forceinline__ float to_float(u16 x) { return __int_as_float((u32)x << 16); }
+
+// the two do nothing unless the launch is a dependent one
+__device__ __forceinline__ void allow_next() { asm volatile("griddepcontrol.launch_dependents;"); }
+
+__device__ __forceinline__ void wait_previous() {
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+}
+
+__device__ __forceinline__ void publish_barriers() {
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}

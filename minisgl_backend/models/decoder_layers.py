@@ -1,0 +1,139 @@
+"""Layers of a decoder: token mixing and feed-forward, with norms before or after each.
+
+Modules have the names of the checkpoint's tensors. Gemma 4's layer is in ``gemma4_layer``. Must not
+know the layers around it: a layer gets the norm of the next one, since kernels fuse it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeAlias, cast
+
+from torch import Tensor, nn
+
+from minisgl_backend.experts_spec import ExpertsSpec
+from minisgl_backend.layers.experts import ExpertsMLP
+from minisgl_backend.layers.feed_forward import FeedForward, GatedMLP
+from minisgl_backend.layers.norm import Normed, RMSNorm, add_normed
+from minisgl_backend.layers.quantized_matrix import Matrices
+from minisgl_backend.models.gated_delta_net import GatedDeltaNet
+from minisgl_backend.models.spec import ModelSpec
+from minisgl_backend.models.token_mixing import SelfAttention, StepContext, TokenMixer
+from minisgl_backend.parallel.group import Group
+
+MakeExperts: TypeAlias = Callable[[str, int, ExpertsSpec], ExpertsMLP]
+"""(name in the checkpoint, hidden_size, experts) -> their module."""
+
+
+class DecoderLayer(nn.Module):
+    """Token mixing and feed-forward, each on the normalized residual stream and added to it."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        layer: int,
+        group: Group,
+        matrices: Matrices,
+        experts: MakeExperts,
+    ):
+        super().__init__()
+        offset = spec.norm_offset
+        self.input_layernorm = RMSNorm(spec.hidden_size, spec.stream_eps, offset=offset)
+        self._mixer_name, mixer = _token_mixer(spec, layer, group, matrices)
+        self.add_module(self._mixer_name, mixer)
+        self.post_attention_layernorm = RMSNorm(spec.hidden_size, spec.stream_eps, offset=offset)
+        self.mlp = _feed_forward(spec, layer, group, matrices, experts)
+
+    @property
+    def first_norm(self) -> RMSNorm | None:
+        """The norm of the layer's input."""
+        return self.input_layernorm
+
+    @property
+    def mixer(self) -> TokenMixer:
+        """The token mixing, a module by its name in the checkpoint."""
+        return cast(TokenMixer, getattr(self, self._mixer_name))
+
+    def forward(
+        self, residual: Tensor, x: Normed, next_norm: RMSNorm | None, step: StepContext
+    ) -> tuple[Tensor, Normed]:
+        """``x`` is ``residual`` under this layer's norm; so is the result under the next one's."""
+        feed_forward: FeedForward = self.mlp
+        assert next_norm is not None  # all layers of a model are of one kind
+        residual, x = self.mixer(residual, x, self.post_attention_layernorm, step)
+        return feed_forward(residual, x, next_norm, pdl=step.pdl, adapted=step.adapted)
+
+
+class PostNormLayer(nn.Module):
+    """The layer of OLMo 2, in which the outputs of both parts are normalized, not their inputs; and
+    of Gemma 3, in which both are.
+
+    Its forward pass is that of a ``DecoderLayer``, operation by operation: no kernel fuses the norm
+    of an output.
+    """
+
+    def __init__(self, spec: ModelSpec, layer: int, group: Group, matrices: Matrices):
+        super().__init__()
+
+        def norm() -> RMSNorm:
+            return RMSNorm(spec.hidden_size, spec.norm_eps, offset=spec.norm_offset)
+
+        has_both = spec.norms == "around"
+        self.input_layernorm = norm() if has_both else None
+        self.self_attn = SelfAttention(spec, layer, group, matrices)
+        self.post_attention_layernorm = norm()
+        self.pre_feedforward_layernorm = norm() if has_both else None
+        self.mlp = _gated_mlp(spec, layer, group, matrices)
+        self.post_feedforward_layernorm = norm()
+
+    @property
+    def mixer(self) -> TokenMixer:
+        return self.self_attn
+
+    @property
+    def first_norm(self) -> RMSNorm | None:
+        """The norm of the layer's input, if it has one."""
+        return self.input_layernorm
+
+    def forward(
+        self, residual: Tensor, x: Normed, next_norm: RMSNorm | None, step: StepContext
+    ) -> tuple[Tensor, Normed]:
+        part, after = self.self_attn.output(x, step), self.post_attention_layernorm
+        x = add_normed(residual, part, after, self.pre_feedforward_layernorm, pdl=step.pdl)
+        part = self.mlp.output(x, pdl=step.pdl, adapted=step.adapted)
+        after = self.post_feedforward_layernorm
+        return residual, add_normed(residual, part, after, next_norm, pdl=step.pdl)
+
+
+def _gated_mlp(spec: ModelSpec, layer: int, group: Group, matrices: Matrices) -> GatedMLP:
+    return GatedMLP(
+        f"model.layers.{layer}.mlp",
+        spec.hidden_size,
+        spec.intermediate_size,
+        bias=spec.mlp_bias,
+        group=group,
+        matrices=matrices,
+        gelu=spec.gelu,
+    )
+
+
+def _token_mixer(
+    spec: ModelSpec, layer: int, group: Group, matrices: Matrices
+) -> tuple[str, SelfAttention | GatedDeltaNet]:
+    """The token mixing of a layer, and its name in the checkpoint. Here kinds are told apart."""
+    if spec.delta_net is not None and layer in spec.delta_net.layers:
+        return "linear_attn", GatedDeltaNet(spec, layer, group, matrices)
+    return "self_attn", SelfAttention(spec, layer, group, matrices)
+
+
+def _feed_forward(
+    spec: ModelSpec,
+    layer: int,
+    group: Group,
+    matrices: Matrices,
+    experts: MakeExperts,
+) -> GatedMLP | ExpertsMLP:
+    moe = spec.moe
+    if moe is None or layer not in moe.layers:
+        return _gated_mlp(spec, layer, group, matrices)
+    return experts(f"model.layers.{layer}.mlp", spec.hidden_size, moe.experts)

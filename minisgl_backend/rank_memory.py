@@ -1,0 +1,175 @@
+"""A rank's memory for what the planner numbers: pages, window pages, and snapshots of states.
+
+Says how many there are, so that every rank has as many, and makes the tensors for them. Must not
+know the model's layers beyond the shapes of what they keep, or who uses a page.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from minisgl_backend.attention.base import KVScale
+from minisgl_backend.config import EngineOptions
+from minisgl_backend.errors import ConfigError
+from minisgl_backend.execution.states import StateStorage, bytes_per_slot
+from minisgl_backend.execution.storage import (
+    KVStorage,
+    WindowRule,
+    bytes_per_page,
+    choose_num_pages,
+)
+from minisgl_backend.kernels.sampling_table import SamplingTable
+from minisgl_backend.models.kv_scales import read_kv_scales
+from minisgl_backend.parallel.group import Group, least_free_memory
+from minisgl_backend.resolve import Resolved
+
+
+@dataclass(frozen=True, slots=True)
+class CacheSizes:
+    """How much each rank has of what the planner numbers.
+
+    ``num_snapshots`` is None if the model has no recurrent layers, ``num_window_pages`` if none
+    have pages of their own.
+    """
+
+    num_pages: int
+    num_snapshots: int | None = None
+    num_window_pages: int | None = None
+
+
+def cache_sizes(facts: Resolved, group: Group) -> CacheSizes:
+    """How many pages and snapshots each rank gets: as many as the rank with the least free memory
+    can hold.
+
+    A collective: all ranks call it.
+    """
+    device, options = facts.device, facts.options
+    cap_bytes = device.kv_bytes_cap
+    # the main memories of several hosts need not be alike
+    may_differ = device.is_host and not facts.place.is_one_host
+    free_bytes = least_free_memory(group, device.free_memory(), may_differ=may_differ)
+    if cap_bytes is not None:  # a CPU's memory, which the ranks of a host share
+        num_sharing = facts.place.local_size * options.data_parallel_size
+        free_bytes //= num_sharing
+        cap_bytes //= num_sharing
+    rows = options.max_running_requests + 1
+    reserved_bytes = SamplingTable.num_bytes(rows, facts.spec.vocab_size)
+    num_snapshots = None
+    if facts.spec.delta_net is not None:
+        slot_bytes = bytes_per_slot(facts.spec.delta_net.of_rank(facts.place.size), facts.dtype)
+        reserved_bytes += rows * slot_bytes
+        num_snapshots = choose_num_snapshots(
+            options, slot_bytes, free_bytes - reserved_bytes, cap_bytes
+        )
+        reserved_bytes += num_snapshots * slot_bytes
+    windows = _window_rule(facts)
+
+    def sizes(num_pages: int) -> CacheSizes:
+        of_windows = None if windows is None else windows.num_pages(num_pages)
+        return CacheSizes(num_pages, num_snapshots, of_windows)
+
+    if options.num_pages is not None:
+        return sizes(options.num_pages)
+    num_pages = choose_num_pages(
+        page_bytes=bytes_per_page(facts.shape, options.page_size, facts.kv_dtype),
+        page_size=options.page_size,
+        free_bytes=free_bytes,
+        reserved_bytes=reserved_bytes,
+        memory_ratio=options.memory_ratio,
+        cap_bytes=cap_bytes,
+        max_rows=options.max_running_requests,
+        windows=windows,
+    )
+    return sizes(num_pages)
+
+
+def make_states(facts: Resolved, sizes: CacheSizes) -> StateStorage | None:
+    """The recurrent states of rows and snapshots; None if the model has none. Raises
+    ``ConfigError`` if they do not fit the device."""
+    options, delta = facts.options, facts.spec.delta_net
+    if delta is None:
+        return None
+    shape, num_snapshots = delta.of_rank(facts.place.size), sizes.num_snapshots or 0
+    try:
+        return StateStorage(
+            shape,
+            num_rows=options.max_running_requests,
+            num_snapshots=num_snapshots,
+            dtype=facts.dtype,
+            device=facts.device.torch_device,
+        )
+    except torch.OutOfMemoryError as error:
+        slots = options.max_running_requests + 1 + num_snapshots
+        raise ConfigError(
+            f"recurrent states of {options.max_running_requests} rows and {num_snapshots} "
+            f"snapshots would take {slots * bytes_per_slot(shape, facts.dtype):,} bytes of "
+            f"{facts.device.torch_device}, which has {facts.device.free_memory():,} free: lower "
+            "max_running_requests or state_snapshots"
+        ) from error
+
+
+def make_storage(facts: Resolved, sizes: CacheSizes) -> KVStorage:
+    """The pages of all layers. Raises ``ConfigError`` if they do not fit the device."""
+    options, gpu, num_pages = facts.options, facts.device.torch_device, sizes.num_pages
+    try:
+        return KVStorage(
+            facts.shape,
+            num_pages=num_pages,
+            page_size=options.page_size,
+            dtype=facts.kv_dtype,
+            device=gpu,
+            scales=_kv_scales(facts),
+            num_window_pages=sizes.num_window_pages,
+        )
+    except torch.OutOfMemoryError as error:
+        num_bytes = (num_pages + 1) * bytes_per_page(facts.shape, options.page_size, facts.kv_dtype)
+        if sizes.num_window_pages is not None:
+            num_bytes += (sizes.num_window_pages + 1) * bytes_per_page(
+                facts.shape, options.page_size, facts.kv_dtype, window_pages=True
+            )
+        raise ConfigError(
+            f"{num_pages} KV pages of {options.page_size} positions would take "
+            f"{num_bytes:,} bytes of {gpu}, which has "
+            f"{facts.device.free_memory():,} free: lower "
+            + ("memory_ratio" if options.num_pages is None else "num_pages")
+        ) from error
+
+
+def choose_num_snapshots(
+    options: EngineOptions, slot_bytes: int, free_bytes: int, cap_bytes: int | None
+) -> int:
+    """How many snapshots of ``slot_bytes`` to make: as asked for, or what suits the memory that is
+    left for pages and snapshots together."""
+    if options.cache == "naive":
+        return 0
+    if options.state_snapshots is not None:
+        return options.state_snapshots
+    budget = max(0, int(free_bytes * options.memory_ratio))
+    if cap_bytes is not None:
+        budget = min(budget, cap_bytes)
+    return min(4 * options.max_running_requests, budget // 4 // slot_bytes)
+
+
+def _window_rule(facts: Resolved) -> WindowRule | None:
+    """None if no layers have window pages."""
+    options, shape = facts.options, facts.shape
+    if not shape.window_pages:
+        return None
+    assert shape.window is not None
+    return WindowRule(
+        window=shape.window,
+        page_size=options.page_size,
+        max_rows=options.max_running_requests,
+        max_prefill_tokens=options.max_prefill_tokens,
+        page_bytes=bytes_per_page(shape, options.page_size, facts.kv_dtype, window_pages=True),
+    )
+
+
+def _kv_scales(facts: Resolved) -> tuple[KVScale, ...] | None:
+    """The scales that the checkpoint has for float8 pages; None if pages hold another type."""
+    if facts.kv_dtype != torch.float8_e4m3fn or facts.options.load_format == "dummy":
+        return None
+    scales = read_kv_scales(facts.folder, facts.spec.num_layers, facts.spec.names)
+    return tuple(scales[layer] for layer in facts.spec.attention_layers)

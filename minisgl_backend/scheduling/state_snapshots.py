@@ -1,0 +1,131 @@
+"""Which snapshots of recurrent states sequences in rows take, and when others may find them.
+
+A chunk saves the states after positions at which another request may begin. A row that decodes
+keeps those after its last tokens, in one snapshot that it overwrites until it ends.
+
+Knows positions and numbers of snapshots; ``cache.snapshots`` says to which prefix each belongs.
+Must not know what a state is, or when the executor copies it.
+
+Invariant, verified by ``check``: the snapshots taken from the cache are those that sequences in
+rows hold, ``Sequence.snapshots`` and ``Sequence.kept``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Final
+
+import numpy as np
+
+from minisgl_backend.cache.kv import KVCache
+from minisgl_backend.cache.pages import num_pages_for
+from minisgl_backend.errors import InvariantError
+from minisgl_backend.request import IntArray
+from minisgl_backend.scheduling.draft import Draft
+from minisgl_backend.scheduling.running import RunningRows
+from minisgl_backend.scheduling.sequence import Sequence
+
+_APART: Final = 16
+"""Successive snapshots on a path are at least 1 / _APART of the path apart: closer ones cost more
+copies and save little."""
+_MOST_APART: Final = 128
+"""In tokens; longer paths have snapshots that far apart."""
+
+
+class StateSnapshots:
+    """The snapshots that sequences in rows hold."""
+
+    def __init__(self, cache: KVCache, rows: RunningRows) -> None:
+        self._cache = cache
+        self._rows = rows
+        self._page_size = cache.page_size
+
+    def begin(self, sequence: Sequence) -> None:
+        """Choose the positions at which a sequence that was just started saves its states."""
+        sequence.saves = self._worth_saving(sequence)
+        first = len(sequence.tokens)
+        self._rows.keeps_at[sequence.row] = self._keeps_at(first, self._last_found(sequence))
+
+    def save(self, sequence: Sequence, start: int, end: int) -> list[tuple[int, int]]:
+        """Take snapshots after positions of a chunk; returns pairs of position and snapshot."""
+        taken = []
+        for position in sequence.saves:
+            if start < position <= end:
+                number = self._cache.take_snapshot()
+                if number is not None:
+                    taken.append((position, number))
+        sequence.snapshots += taken
+        return taken
+
+    def keep(self, rows: IntArray, positions: IntArray, draft: Draft) -> None:
+        """Keep the states of those of the decoding ``rows`` whose next ``positions`` are far enough
+        after the last that were kept; int32[num_rows] both.
+
+        No other request finds them before the row ends. So states are kept only if all tokens
+        before the position are known by now: with one more step in flight they are, as it computes
+        the last of these tokens. Without a snapshot to take the row goes on, and asks again as far
+        on as if it had kept them.
+        """
+        for index in np.flatnonzero(positions == self._rows.keeps_at[rows]).tolist():
+            row, position = int(rows[index]), int(positions[index])
+            sequence = self._rows.sequence(row)
+            self._rows.keeps_at[row] = self._keeps_at(position + 1, position)
+            if position > max(len(sequence.tokens), int(self._rows.computed[row]) + 1):
+                continue
+            number = (
+                self._cache.take_snapshot(rolls=True) if sequence.kept is None else sequence.kept[1]
+            )
+            if number is not None:
+                sequence.kept = position, number
+                draft.keep(row, number)
+
+    def verify(self, sequence: Sequence) -> None:
+        """Let others find what the chunks have saved: a finite token was sampled after it."""
+        for position, snapshot in sequence.snapshots:
+            self._cache.attach_snapshot(sequence.held(), position, snapshot)
+        sequence.snapshots.clear()
+
+    def end(self, sequence: Sequence) -> None:
+        """Let go of all snapshots, before the lease is released. Others may find what was kept
+        while the row decoded, unless the sequence has failed: finite tokens were sampled after it.
+        """
+        kept, sequence.kept = sequence.kept, None
+        if kept is not None and sequence.failed:
+            self._cache.return_snapshot(kept[1])
+        elif kept is not None:
+            self._cache.attach_snapshot(sequence.held(), *kept)
+        for _, snapshot in sequence.snapshots:  # of which no token has said that it is finite
+            self._cache.return_snapshot(snapshot)
+        sequence.snapshots.clear()
+
+    def check(self, sequences: Iterable[Sequence]) -> None:
+        """Raise ``InvariantError`` if others than those of ``sequences`` in rows are taken."""
+        num_held = sum(len(one.snapshots) + (one.kept is not None) for one in sequences)
+        if self._cache.num_taken_snapshots != num_held:
+            raise InvariantError("not exactly the snapshots that rows will attach are taken")
+
+    def _worth_saving(self, sequence: Sequence) -> tuple[int, ...]:
+        """The positions after which another request may begin: where this one parts from what
+        others have begun with, and the last one that it would find itself if it came again."""
+        parted = self._cache.cached_length(sequence.tokens, sequence.request.cache_key)
+        begun = sequence.held().num_shared * self._page_size
+        worth = set()
+        if (last := self._last_found(sequence)) > begun:
+            worth.add(last)
+        if parted > begun + _apart(begun):  # else it would save little beside where this one begins
+            worth.add(parted)
+        return tuple(sorted(worth))
+
+    def _last_found(self, sequence: Sequence) -> int:
+        """The last position after which the sequence would begin if it came again."""
+        return (len(sequence.tokens) - 1) // self._page_size * self._page_size
+
+    def _keeps_at(self, first: int, kept: int) -> int:
+        """The position, from ``first`` on, before which to keep states next, after ``kept``."""
+        size = self._page_size
+        return num_pages_for(max(first, kept + _apart(kept)), size) * size
+
+
+def _apart(position: int) -> int:
+    """How far after a snapshot at ``position`` the next one is worth its cost."""
+    return min(position // _APART, _MOST_APART)

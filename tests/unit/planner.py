@@ -1,0 +1,115 @@
+"""The planner alone, without an engine, and what tests do with its plans."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import replace
+
+import numpy as np
+
+from minisgl_backend.cache.radix_cache import RadixCache
+from minisgl_backend.errors import EngineFailure
+from minisgl_backend.plan import SampledTokens, StepPlan
+from minisgl_backend.request import (
+    Failed,
+    Request,
+    RequestId,
+    SamplingParams,
+)
+from minisgl_backend.scheduling.report import StepResult
+from minisgl_backend.scheduling.scheduler import Scheduler, SchedulerConfig
+
+PAGE_SIZE = 4
+CONFIG = SchedulerConfig(
+    max_running_requests=4,
+    max_prefill_tokens=16,
+    reserve_tokens=0,
+)
+
+
+def make(
+    *,
+    max_running_requests: int = 4,
+    max_prefill_tokens: int = 16,
+    num_pages: int = 32,
+    reserve_tokens: int = 0,
+) -> Scheduler:
+    config = replace(
+        CONFIG,
+        max_running_requests=max_running_requests,
+        max_prefill_tokens=max_prefill_tokens,
+        reserve_tokens=reserve_tokens,
+    )
+    return Scheduler(RadixCache(num_pages, PAGE_SIZE), config)
+
+
+def request(
+    number: int,
+    num_prompt_tokens: int,
+    max_tokens: int = 8,
+    *,
+    first: int | None = None,
+    priority: int = 0,
+    sampling: SamplingParams | None = None,
+) -> Request:
+    """A prompt that shares nothing with others, unless ``first`` says so."""
+    prompt = np.arange(num_prompt_tokens, dtype=np.int32)
+    prompt[0] = 1000 + number if first is None else first
+    return Request(
+        id=RequestId(number),
+        prompt=prompt,
+        priority=priority,
+        sampling=replace(sampling or SamplingParams(), max_tokens=max_tokens),
+    )
+
+
+def planned(scheduler: Scheduler) -> StepPlan:
+    plan = scheduler.plan()
+    assert plan is not None
+    scheduler.check()
+    return plan
+
+
+def commit(scheduler: Scheduler, plan: StepPlan, token: int | Seq[int] = 5) -> StepResult:
+    count = len(plan.sample_rows)
+    ids = [token] * count if isinstance(token, int) else list(token)
+    result = scheduler.commit(plan, SampledTokens(np.array(ids, dtype=np.int32)))
+    scheduler.check()
+    return result
+
+
+def step(scheduler: Scheduler, token: int | Seq[int] = 5) -> StepResult:
+    return commit(scheduler, planned(scheduler), token)
+
+
+def chunks(plan: StepPlan) -> list[tuple[int, int, int, bool]]:
+    """Row, start, length of each prefill chunk, and whether it samples."""
+    columns = (
+        plan.prefill_rows.tolist(),
+        plan.prefill_starts.tolist(),
+        plan.prefill_lengths.tolist(),
+        plan.prefill_samples.astype(bool).tolist(),
+    )
+    return list(zip(*columns, strict=True))
+
+
+def failures(result: StepResult) -> list[int]:
+    """The requests that ended because their logits were not finite, and all that ended."""
+    for event in result.ended.values():
+        assert isinstance(event, Failed) and isinstance(event.error, EngineFailure)
+        assert str(event.error) == "the model's logits were not finite"
+    return list(result.ended)
+
+
+def admitted(plan: StepPlan) -> list[int]:
+    return [admission.request_id for admission in plan.admissions]
+
+
+def broken(scheduler: Scheduler, number: int = 99) -> set[int]:
+    """The pages that the next plan clears; it serves one more request, whose token is finite."""
+    scheduler.add(request(number, 1, max_tokens=1))
+    plan = planned(scheduler)
+    commit(scheduler, plan)
+    pages: list[int] = plan.broken_pages.tolist()
+    assert len(pages) == len(set(pages))
+    return set(pages)

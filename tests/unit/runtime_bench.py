@@ -1,0 +1,194 @@
+"""An engine whose executor computes without a model and waits at a gate, for tests of the loop."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from minisgl_backend.cache.radix_cache import RadixCache
+from minisgl_backend.errors import (
+    MiniSGLError,
+)
+from minisgl_backend.plan import Admission, Pending, SampledTokens, StepPlan
+from minisgl_backend.request import (
+    Event,
+    Failed,
+    Finished,
+    Generated,
+    IntArray,
+    Request,
+    SamplingParams,
+    samples_of,
+)
+from minisgl_backend.runtime.engine import Engine
+from minisgl_backend.scheduling.scheduler import Scheduler, SchedulerConfig
+from tests.fakes.engine_info import engine_info
+from tests.fakes.executor import (
+    FakeExecutor,
+    Model,
+    tokens_of,
+)
+
+NUM_PAGES, PAGE_SIZE, CONTEXT = 64, 4, 128
+WAIT_S = 20
+
+
+class GatedExecutor:
+    """Runs a step once the gate is open; ``failure`` breaks the steps read after it is set.
+
+    ``poison`` breaks the steps with a row of that request, once it has ``poison_after`` tokens.
+    """
+
+    def __init__(self, model: Model) -> None:
+        self.inner = FakeExecutor(NUM_PAGES, PAGE_SIZE, CONTEXT, model)
+        self.gate = threading.Event()
+        self.gate.set()
+        self.reading = threading.Event()
+        self.failure: Exception | None = None
+        self.num_failures = 0
+        self.most_failures = 1_000_000
+        self.poison: int | None = None
+        self.poison_after = 0
+        self.closed = False
+        self._admitted: dict[int, Admission] = {}
+
+    def launch(self, plan: StepPlan) -> Pending:
+        self._admitted |= {admission.row: admission for admission in plan.admissions}
+        return GatedPending(self, self.inner.launch(plan), self._is_poisoned(plan))
+
+    def _is_poisoned(self, plan: StepPlan) -> bool:
+        rows = [*plan.prefill_rows.tolist(), *plan.decode_rows.tolist()]
+        prefilled = plan.prefill_starts + plan.prefill_lengths
+        ends = [*prefilled.tolist(), *(plan.decode_positions + 1).tolist()]
+        of_rows = (self._admitted[row] for row in rows)
+        return any(
+            admission.request_id == self.poison
+            and end >= admission.num_prompt_tokens + self.poison_after
+            for admission, end in zip(of_rows, ends, strict=True)
+        )
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@dataclass
+class GatedPending:
+    executor: GatedExecutor
+    inner: Pending
+    poisoned: bool
+
+    def masks(self, num_rows: int) -> IntArray:
+        return self.inner.masks(num_rows)
+
+    def mask(self, rows: IntArray) -> None:
+        self.inner.mask(rows)
+
+    def tokens(self) -> SampledTokens:
+        self.executor.reading.set()
+        assert self.executor.gate.wait(WAIT_S)
+        if self.executor.num_failures < self.executor.most_failures and self.executor.failure:
+            self.executor.num_failures += 1
+            raise self.executor.failure
+        if self.poisoned:
+            raise ValueError("poison")
+        return self.inner.tokens()
+
+
+@dataclass
+class Recording:
+    """A sink that keeps all events."""
+
+    events: list[Event] = field(default_factory=list)
+    first: threading.Event = field(default_factory=threading.Event)
+    done: threading.Event = field(default_factory=threading.Event)
+
+    def __call__(self, event: Event) -> None:
+        self.events.append(event)
+        if isinstance(event, Generated):
+            self.first.set()
+        if isinstance(event, Finished | Failed):
+            self.done.set()
+
+    def ending(self) -> Event:
+        assert self.done.wait(WAIT_S)
+        return self.events[-1]
+
+    def error(self) -> MiniSGLError:
+        ending = self.ending()
+        assert isinstance(ending, Failed)
+        return ending.error
+
+    @property
+    def tokens(self) -> list[int]:
+        return [event.token_id for event in self.events if isinstance(event, Generated)]
+
+
+class Bench:
+    """An engine, its executor, and short ways to use them."""
+
+    def __init__(
+        self,
+        *,
+        overlap: bool = True,
+        model: Model | None = None,
+        max_running: int = 4,
+        max_queued: int = 2,
+        max_queued_tokens: int = 1000,
+        eos: tuple[int, ...] = (),
+        max_queue_time_s: float | None = None,
+    ) -> None:
+        self.model = model or Model(vocabulary=100)
+        self.executor = GatedExecutor(self.model)
+        cache = RadixCache(NUM_PAGES, PAGE_SIZE)
+        config = SchedulerConfig(max_running_requests=max_running, max_prefill_tokens=16)
+        self.info = engine_info(
+            vocab_size=self.model.vocabulary,
+            eos_token_ids=eos,
+            max_sequence_length=CONTEXT,
+            page_size=PAGE_SIZE,
+            num_pages=NUM_PAGES,
+            max_running_requests=max_running,
+            max_queued_requests=max_queued,
+            max_queued_tokens=max_queued_tokens,
+            max_queue_time_s=max_queue_time_s,
+        )
+        self.engine = Engine(self.info, Scheduler(cache, config), self.executor, overlap=overlap)
+
+    def __enter__(self) -> Bench:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.executor.gate.set()
+        self.engine.close(drain_s=0)
+
+    def request(
+        self, prompt: list[int], *, deadline_s: float | None = None, **sampling: Any
+    ) -> Request:
+        params = SamplingParams(**{"max_tokens": 8, **sampling})
+        return Request(
+            id=self.engine.new_id(),
+            prompt=tokens_of(prompt),
+            sampling=params,
+            deadline_s=deadline_s,
+        )
+
+    def submit(self, request: Request) -> Recording:
+        sink = Recording()
+        self.engine.submit(request, sink)
+        return sink
+
+    def submit_samples(self, request: Request, n: int) -> tuple[list[Request], list[Recording]]:
+        """The samples, and what they get."""
+        samples = samples_of(request, [request.id, *(self.engine.new_id() for _ in range(n - 1))])
+        sinks = [Recording() for _ in samples]
+        self.engine.submit_samples(samples, sinks)
+        return samples, sinks
+
+    def wait_until(self, condition: object) -> None:
+        assert callable(condition)
+        limit = time.monotonic() + WAIT_S
+        while not condition():
+            assert time.monotonic() < limit, "the condition did not come true"
+            time.sleep(0.001)

@@ -1,0 +1,472 @@
+"""What families of models say in their config.json."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from minisgl_backend.attention.base import KVHeads
+from minisgl_backend.errors import ConfigError
+from minisgl_backend.experts_spec import (
+    ClampedGate,
+    ExpertsSpec,
+    GeluGate,
+    RoutingRule,
+    SharedExpert,
+)
+from minisgl_backend.models.catalog import ARCHITECTURES, parse_spec
+from minisgl_backend.models.spec import LayerInputs, MoeSpec
+from tests.unit.config_jsons import (
+    DOTS_LLM1,
+    GEMMA_3_1B,
+    GEMMA_3_4B,
+    GEMMA_4_31B,
+    GEMMA_4_E2B,
+    GLM_4_5_AIR,
+    GPT_OSS_20B,
+    GRANITE_3_3_8B,
+    LLAMA_3_1_8B,
+    MINISTRAL_3_8B,
+    MINISTRAL_8B,
+    MISTRAL_7B,
+    MISTRAL_SMALL_3_1,
+    MIXTRAL_8X7B,
+    OLMO_2_7B,
+    OLMO_3_7B,
+    PHI_4_MINI,
+    QWEN_1_5_MOE,
+    QWEN_2_5_7B,
+    QWEN_3_0_6B,
+    QWEN_3_5_MOE,
+    QWEN_3_30B_A3B,
+    SMOLLM_3B,
+)
+
+
+def test_llama_3_1() -> None:
+    spec = parse_spec(LLAMA_3_1_8B)
+    assert (spec.num_layers, spec.num_heads, spec.num_kv_heads, spec.head_dim) == (32, 32, 8, 128)
+    assert spec.eos_token_ids == {128001, 128008, 128009}
+    assert (spec.rope.scaling, spec.rope.theta, spec.rope.factor) == ("llama3", 500000.0, 8.0)
+    assert spec.rope.original_max_positions == 8192
+    assert spec.rope.max_positions == 131072
+    assert not (spec.tie_embeddings or spec.qkv_bias or spec.output_bias or spec.mlp_bias)
+    assert spec.windows == (None,) * 32
+    assert spec.dtype == "bfloat16"
+
+
+def test_llama_biases_are_on_all_projections() -> None:
+    spec = parse_spec({**LLAMA_3_1_8B, "attention_bias": True, "mlp_bias": True})
+    assert spec.qkv_bias and spec.output_bias and spec.mlp_bias
+
+
+@pytest.mark.parametrize(("window", "expected"), [(4096, 4096), (None, None), ("absent", 4096)])
+def test_mistral_window(window: Any, expected: int | None) -> None:
+    values = {**MISTRAL_7B, "sliding_window": window}
+    if window == "absent":
+        del values["sliding_window"]
+    assert parse_spec(values).windows == (expected,) * 32
+
+
+def test_qwen2_has_biases_on_its_inputs_only() -> None:
+    spec = parse_spec(QWEN_2_5_7B)
+    assert spec.qkv_bias and not spec.output_bias and not spec.qk_norm
+    assert spec.windows == (None,) * 28
+
+
+def test_qwen2_windows_by_layer() -> None:
+    on = {**QWEN_2_5_7B, "num_hidden_layers": 4, "use_sliding_window": True, "sliding_window": 64}
+    assert parse_spec({**on, "max_window_layers": 3}).windows == (None, None, None, 64)
+    assert parse_spec({**on, "max_window_layers": 0}).windows == (64,) * 4
+    assert parse_spec({**on, "sliding_window": None, "max_window_layers": 0}).windows == (None,) * 4
+    types = ["sliding_attention", "full_attention"] * 2
+    assert parse_spec({**on, "layer_types": types}).windows == (64, None, 64, None)
+    for wrong in (types[:3], ["chunked_attention"] * 4, "full_attention"):
+        with pytest.raises(ConfigError, match="layer_types"):
+            parse_spec({**on, "layer_types": wrong})
+
+
+def test_qwen3() -> None:
+    spec = parse_spec(QWEN_3_0_6B)
+    assert spec.qk_norm and not spec.qkv_bias and spec.tie_embeddings
+    assert spec.head_dim == 128 != spec.hidden_size // spec.num_heads
+    del (values := dict(QWEN_3_0_6B))["head_dim"]
+    assert parse_spec(values).head_dim == 128
+
+
+def test_qwen3_moe() -> None:
+    spec = parse_spec(QWEN_3_30B_A3B)
+    assert spec.moe is not None
+    rule = RoutingRule(num_experts=128, top_k=8, normalize=True)
+    assert spec.moe.experts == ExpertsSpec(routing=rule, intermediate_size=768)
+    assert spec.moe.layers == frozenset(range(48))
+    sparse = {**QWEN_3_30B_A3B, "decoder_sparse_step": 2, "mlp_only_layers": [3], "head_dim": None}
+    spec = parse_spec({**sparse, "num_hidden_layers": 6})
+    assert spec.moe is not None and spec.moe.layers == {1, 5}
+    assert spec.head_dim == 64
+    renamed = {**QWEN_3_30B_A3B, "num_experts": None, "num_local_experts": 16}
+    found = parse_spec(renamed).moe
+    assert found is not None and found.experts.num_experts == 16
+    with pytest.raises(ConfigError, match="num_experts_per_tok"):
+        parse_spec({**renamed, "num_experts_per_tok": 17})
+
+
+def test_qwen3_moe_window_is_on_all_layers() -> None:
+    values = {**QWEN_3_30B_A3B, "use_sliding_window": True, "sliding_window": 512}
+    assert parse_spec(values).windows == (512,) * 48
+
+
+def test_gemma_3_leaves_most_of_its_config_out() -> None:
+    spec = parse_spec(GEMMA_3_4B)
+    assert (spec.num_layers, spec.num_heads, spec.num_kv_heads, spec.head_dim) == (34, 8, 4, 256)
+    assert (spec.vocab_size, spec.context, spec.dtype) == (262208, 2**17, "bfloat16")
+    assert spec.eos_token_ids == {1, 106} and spec.tie_embeddings and spec.names.multimodal
+    assert (spec.norms, spec.norm_offset, spec.gelu, spec.qk_norm) == ("around", 1.0, True, "head")
+    assert spec.attention_shape().scale == 256**-0.5 and spec.embedding_scale == 2560**0.5
+    assert spec.windows[:6] == (1024,) * 5 + (None,)
+    local, far = spec.ropes[0], spec.ropes[5]
+    assert local is not None and far is not None
+    assert (local.theta, local.scaling, far.theta, far.scaling) == (1e4, "default", 1e6, "linear")
+
+
+def test_gemma_4_has_wider_heads_in_layers_without_a_window() -> None:
+    spec = parse_spec(GEMMA_4_31B)
+    assert spec.windows[:6] == (1024,) * 5 + (None,)
+    assert spec.kv_heads[:6] == (KVHeads(16, 256),) * 5 + (KVHeads(4, 512),)
+    assert spec.keys_are_values == set(range(5, 60, 6)) and spec.value_norm
+    local, wide = spec.ropes[0], spec.ropes[5]
+    assert local is not None and (local.theta, local.scaling) == (1e4, "default")
+    assert wide is not None and (wide.theta, wide.rotated, wide.dims(512)) == (1e6, 0.25, 512)
+    assert spec.attention_shape().scale == 1.0 and spec.logit_cap == 30.0
+    assert spec.layer_inputs is None and spec.kv_sources == tuple(range(60))
+    assert 30e9 < spec.num_parameters < 32e9
+    kinds = spec.attention_shape(2).kinds
+    assert [(kind.num_kv_heads, kind.head_dim, len(own)) for kind, own in kinds] == [
+        (8, 256, 50),
+        (2, 512, 10),
+    ]
+
+
+def test_small_gemma_4_reads_keys_of_other_layers_and_inputs_of_each_layer() -> None:
+    spec = parse_spec(GEMMA_4_E2B)
+    assert spec.attention_layers == tuple(range(15))
+    assert {spec.kv_source(layer) for layer in range(15, 35)} == {13, 14}
+    assert spec.kv_source(19) == 14 and spec.kv_source(20) == 13
+    assert spec.intermediate_sizes == (6144,) * 15 + (12288,) * 20
+    assert spec.layer_inputs == LayerInputs(size=256, vocab_size=262_144)
+    assert "model.layers.15.self_attn.k_proj." in spec.names.left_out
+    refused: dict[str, Any] = {
+        "num_kv_shared_layers": 33,
+        "vocab_size_per_layer_input": 100,
+        "use_bidirectional_attention": "all",
+    }
+    for key, value in refused.items():
+        with pytest.raises(ConfigError, match=key):
+            parse_spec({**GEMMA_4_E2B, key: value})
+
+
+def test_gemma_4_that_sees_without_an_encoder_has_no_inputs_of_each_layer() -> None:
+    """As published, config.json says nothing of them."""
+    defaults = ("hidden_size_per_layer_input", "max_position_embeddings", "sliding_window")
+    of_31b = GEMMA_4_31B["text_config"]
+    text = {key: value for key, value in of_31b.items() if key not in defaults}
+    config = {**GEMMA_4_31B, "text_config": text}
+    spec = parse_spec({**config, "architectures": ["Gemma4UnifiedForConditionalGeneration"]})
+    assert spec.layer_inputs is None and spec.names.multimodal
+    assert spec.windows[:6] == (1024,) * 5 + (None,) and spec.context == 2**18
+
+
+def test_the_last_layer_of_gemma_4_has_no_window() -> None:
+    spec = parse_spec({**GEMMA_4_E2B, "num_kv_shared_layers": 0, "layer_types": None})
+    assert spec.windows[28:] == (512, None, *[512] * 4, None)  # 35 layers, every sixth
+    assert spec.kv_heads[-1] == KVHeads(1, 512)
+
+
+def test_gemma_4_has_experts_beside_each_block() -> None:
+    text: dict[str, Any] = {
+        "attention_k_eq_v": True,
+        "enable_moe_block": True,
+        "global_head_dim": 512,
+        "hidden_size": 2816,
+        "hidden_size_per_layer_input": 0,
+        "intermediate_size": 2112,
+        "moe_intermediate_size": 704,
+        "num_attention_heads": 16,
+        "num_experts": 128,
+        "num_global_key_value_heads": 2,
+        "num_hidden_layers": 30,
+        "num_key_value_heads": 8,
+        "sliding_window": 1024,
+        "top_k_experts": 8,
+    }
+    config = {"architectures": ["Gemma4ForConditionalGeneration"], "text_config": text}
+    spec = parse_spec(config)
+    rule = RoutingRule(num_experts=128, top_k=8, normalize=True, scaled=True)
+    assert spec.moe == MoeSpec(
+        experts=ExpertsSpec(
+            routing=rule, intermediate_size=704, gate=GeluGate(), router="router.proj"
+        ),
+        layers=frozenset(range(30)),
+        beside=True,
+    )
+    assert 25e9 < spec.num_parameters < 26e9
+    for key in ("num_experts", "top_k_experts", "moe_intermediate_size"):
+        missing = {**text, key: None}
+        with pytest.raises(ConfigError, match=key):
+            parse_spec({**config, "text_config": missing})
+
+
+def test_the_smallest_gemma_3_has_text_only() -> None:
+    spec = parse_spec(GEMMA_3_1B)
+    assert not spec.names.multimodal
+    assert {rope.theta for rope in spec.ropes if rope} == {1e4, 1e6}
+    assert spec.context == 32768
+    refused: dict[str, Any] = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
+    refused |= {"use_bidirectional_attention": True, "hidden_activation": "gelu"}
+    for key, value in refused.items():
+        with pytest.raises(ConfigError, match=key):
+            parse_spec({**GEMMA_3_1B, key: value})
+
+
+def test_mistral_small_is_read_from_its_text_config() -> None:
+    spec = parse_spec(MISTRAL_SMALL_3_1)
+    assert (spec.num_layers, spec.head_dim, spec.hidden_size) == (40, 128, 5120)
+    assert (spec.dtype, spec.rope.theta, spec.windows) == ("bfloat16", 1e9, (None,) * 40)
+    assert spec.names.multimodal and spec.tie_embeddings  # the weights will tell
+    with pytest.raises(ConfigError, match="text_config is missing"):
+        parse_spec({**MISTRAL_SMALL_3_1, "text_config": None})
+    other = {**MISTRAL_SMALL_3_1["text_config"], "model_type": "llama"}
+    with pytest.raises(ConfigError, match="text_config: model_type must be one of mistral, min"):
+        parse_spec({**MISTRAL_SMALL_3_1, "text_config": other})
+
+
+def test_queries_of_ministral_3_grow() -> None:
+    rope = {"rope_type": "yarn", "factor": 16.0, "rope_theta": 1e6, "llama_4_scaling_beta": 0.1}
+    rope["original_max_position_embeddings"] = 16384
+    text = {**MISTRAL_SMALL_3_1["text_config"], "model_type": "ministral3"}
+    values = {**MISTRAL_SMALL_3_1, "text_config": {**text, "rope_parameters": rope}}
+    spec = parse_spec(values)
+    assert (spec.rope.query_growth, spec.rope.original_max_positions) == (0.1, 16384)
+    assert spec.context == 262144
+    none = {**text, "rope_parameters": {**rope, "llama_4_scaling_beta": 0.0}}
+    assert parse_spec({**values, "text_config": none}).rope.query_growth == 0
+    for wrong in (-0.1, None, float("nan")):
+        rope_parameters = {**rope, "llama_4_scaling_beta": wrong}
+        with pytest.raises(ConfigError, match="llama_4_scaling_beta"):
+            parse_spec({**values, "text_config": {**text, "rope_parameters": rope_parameters}})
+    with pytest.raises(ConfigError, match="rope_parameters is missing"):
+        parse_spec({**values, "text_config": text})
+
+
+def test_phi_4_mini_is_served_within_its_original_context() -> None:
+    spec = parse_spec(PHI_4_MINI)
+    assert spec.rope.dims(spec.head_dim) == 96
+    assert (spec.rope.scaling, len(spec.rope.short_factors)) == ("longrope", 48)
+    assert spec.context == 4096
+    assert spec.rope.attention_factor == pytest.approx(1.19023807)
+    for name in ("su", "yarn"):
+        renamed = {**PHI_4_MINI["rope_scaling"], "type": name}
+        assert parse_spec({**PHI_4_MINI, "rope_scaling": renamed}) == spec
+    few = {**PHI_4_MINI["rope_scaling"], "short_factor": [1.0] * 47}
+    with pytest.raises(ConfigError, match="needs 48 short factors"):
+        parse_spec({**PHI_4_MINI, "rope_scaling": few})
+    with pytest.raises(ConfigError, match="short_factor is missing"):
+        parse_spec({**PHI_4_MINI, "rope_scaling": {"type": "longrope"}})
+    with pytest.raises(ConfigError, match=r"short_factor\[47\] must be positive"):
+        wrong = {**PHI_4_MINI["rope_scaling"], "short_factor": [1.0] * 47 + [-1]}
+        parse_spec({**PHI_4_MINI, "rope_scaling": wrong})
+    with pytest.raises(ConfigError, match="33 rotary dimensions"):
+        parse_spec({**PHI_4_MINI, "rope_scaling": None, "partial_rotary_factor": 0.26})
+
+
+@pytest.mark.parametrize(
+    ("published", "changes", "message"),
+    [
+        (PHI_4_MINI, {"partial_rotary_factor": 1e308}, "partial_rotary_factor must be at most 1"),
+        (PHI_4_MINI, {"original_max_position_embeddings": 1}, "original_max_position_embeddings"),
+        (GEMMA_3_4B, {"rope_scaling": {"rope_type": "linear", "factor": 1e-320}}, "rope_scaling"),
+        (GEMMA_3_4B, {"rope_scaling": {"rope_type": "linear", "factor": 2e5}}, "rope_scaling"),
+        (OLMO_3_7B, {"rope_parameters": {"full_attention": 1}}, "full_attention must be an object"),
+    ],
+)
+def test_numbers_of_rotary_embeddings_that_no_model_has(
+    published: dict[str, Any], changes: dict[str, Any], message: str
+) -> None:
+    if "text_config" in published:
+        changes = {"text_config": {**published["text_config"], **changes}}
+    with pytest.raises(ConfigError, match=message):
+        parse_spec({**published, **changes})
+
+
+def test_only_some_architectures_rotate_a_part_of_a_head() -> None:
+    with pytest.raises(ConfigError, match=r"partial_rotary_factor 0\.5 is not supported"):
+        parse_spec({**LLAMA_3_1_8B, "partial_rotary_factor": 0.5})
+
+
+def test_windows_of_olmo_3_rotate_without_stretching() -> None:
+    spec = parse_spec(OLMO_3_7B)
+    assert spec.windows == ((4096,) * 3 + (None,)) * 8
+    assert [rope.scaling for rope in spec.ropes[:4] if rope] == ["default"] * 3 + ["yarn"]
+    assert {rope.theta for rope in spec.ropes if rope} == {500000.0}
+    nested = {
+        "full_attention": {**OLMO_3_7B["rope_scaling"], "rope_theta": 500000},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 500000},
+    }
+    values = {**OLMO_3_7B, "rope_scaling": None, "rope_parameters": nested}
+    assert parse_spec(values) == spec
+    with pytest.raises(ConfigError, match="layer_types must be 32 of"):
+        parse_spec({**OLMO_3_7B, "layer_types": ["full_attention"]})
+
+
+def test_layers_of_smollm_3_without_rotation() -> None:
+    spec = parse_spec(SMOLLM_3B)
+    assert [rope is None for rope in spec.ropes] == [False, False, False, True] * 9
+    assert spec.tie_embeddings and spec.rope_of(0) == spec.rope
+    assert parse_spec({**SMOLLM_3B, "no_rope_layers": None}) == spec
+    for wrong in ([1, 1], [2] * 36):
+        with pytest.raises(ConfigError, match="no_rope_layers must be 36 of 0 and 1"):
+            parse_spec({**SMOLLM_3B, "no_rope_layers": wrong})
+
+
+def test_mixtral() -> None:
+    spec = parse_spec(MIXTRAL_8X7B)
+    assert spec.moe is not None
+    rule = RoutingRule(num_experts=8, top_k=2, normalize=True)
+    assert spec.moe.experts == ExpertsSpec(routing=rule, intermediate_size=14336)
+    assert spec.moe.layers == frozenset(range(32)) and spec.windows == (None,) * 32
+
+
+def test_windows_of_ministral() -> None:
+    assert parse_spec(MINISTRAL_8B).windows == (32768,) * 36
+    kinds = ["full_attention", *["sliding_attention"] * 35]
+    windows = parse_spec({**MINISTRAL_8B, "layer_types": kinds}).windows
+    assert windows == (None, *[32768] * 35)
+
+
+def test_multipliers_of_granite() -> None:
+    spec = parse_spec(GRANITE_3_3_8B)
+    assert spec.attention_shape().scale == 0.0078125
+    assert (spec.embedding_scale, spec.branch_scale, spec.logit_scale) == (12.0, 0.22, 1 / 16)
+    assert spec.stream_eps == pytest.approx(1e-5 / 0.22**2)
+    assert parse_spec(LLAMA_3_1_8B).stream_eps == 1e-5
+
+
+def test_shared_expert_of_qwen2_moe() -> None:
+    spec = parse_spec(QWEN_1_5_MOE)
+    rule = RoutingRule(num_experts=60, top_k=4, normalize=False)
+    shared = SharedExpert(name="shared_expert", intermediate_size=5632, gated=True)
+    experts = ExpertsSpec(routing=rule, intermediate_size=1408, shared=shared)
+    assert spec.moe == MoeSpec(experts=experts, layers=frozenset(range(24)))
+    assert spec.qkv_bias and not parse_spec({**QWEN_1_5_MOE, "qkv_bias": False}).qkv_bias
+    assert round(spec.num_parameters / 1e9, 1) == 14.3
+    with pytest.raises(ConfigError, match="use_sliding_window"):
+        parse_spec({**QWEN_1_5_MOE, "use_sliding_window": True})
+
+
+def test_experts_of_qwen3_5() -> None:
+    """Its config.json has no width of a feed-forward block without experts."""
+    spec = parse_spec(QWEN_3_5_MOE)
+    rule = RoutingRule(num_experts=256, top_k=8, normalize=True)
+    shared = SharedExpert(name="shared_expert", intermediate_size=512, gated=True)
+    experts = ExpertsSpec(routing=rule, intermediate_size=512, shared=shared)
+    assert spec.moe == MoeSpec(experts=experts, layers=frozenset(range(40)))
+    assert spec.delta_net is not None and 3 not in spec.delta_net.layers
+    assert 34 < spec.num_parameters / 1e9 < 36
+    dense = {**QWEN_3_5_MOE, "architectures": ["Qwen3_5ForCausalLM"], "intermediate_size": 6144}
+    assert parse_spec(dense).moe is None
+    for text in (QWEN_3_5_MOE, dense):
+        (name,) = text["architectures"]
+        outer = name.replace("CausalLM", "ConditionalGeneration")
+        found = parse_spec({"architectures": [outer], "text_config": text})
+        assert found.architecture == outer and found.moe == parse_spec(text).moe
+
+
+def test_experts_and_projections_of_qwen3_next() -> None:
+    """Of its 80B-A3B, whose config.json has the defaults of its class but for the context."""
+    text = {"architectures": ["Qwen3NextForCausalLM"], "decoder_sparse_step": 1}
+    sizes = {"vocab_size": 151936, "num_hidden_layers": 48, "num_attention_heads": 16}
+    spec = parse_spec({**text, **sizes, "rope_theta": 10000000})
+    rule = RoutingRule(num_experts=512, top_k=10, normalize=True)
+    shared = SharedExpert(name="shared_expert", intermediate_size=512, gated=True)
+    experts = ExpertsSpec(routing=rule, intermediate_size=512, shared=shared)
+    assert spec.moe == MoeSpec(experts=experts, layers=frozenset(range(48)))
+    assert spec.delta_net is not None and spec.delta_net.by_key_head
+    assert spec.delta_net.layers == frozenset(range(48)) - frozenset(range(3, 48, 4))
+    assert (spec.head_dim, spec.num_kv_heads, spec.rope.rotated) == (256, 2, 0.25)
+    assert 79 < spec.num_parameters / 1e9 < 80.5
+    some = parse_spec({**text, **sizes, "decoder_sparse_step": 2, "mlp_only_layers": [1]})
+    assert some.moe is not None and some.moe.layers == frozenset(range(3, 48, 2))
+
+
+def test_router_and_first_layer_of_glm() -> None:
+    spec = parse_spec(GLM_4_5_AIR)
+    rule = RoutingRule(num_experts=128, top_k=8, normalize=True, sigmoid=True, corrected=True)
+    shared = SharedExpert(name="shared_experts", intermediate_size=1408)
+    experts = ExpertsSpec(routing=rule, intermediate_size=1408, shared=shared)
+    assert spec.moe == MoeSpec(experts=experts, layers=frozenset(range(1, 46)))
+    assert (spec.qkv_bias, spec.output_bias, spec.qk_norm) == (True, False, None)
+    assert spec.rope.rotated == 0.5 and spec.names.left_out == ("model.layers.46.",)
+    assert 104 < spec.num_parameters / 1e9 < 108
+    assert parse_spec({**GLM_4_5_AIR, "use_qk_norm": True}).qk_norm == "head"
+
+
+def test_router_and_windows_of_dots() -> None:
+    spec = parse_spec(DOTS_LLM1)
+    assert spec.moe is not None and spec.moe.layers == frozenset(range(1, 62))
+    rule = spec.moe.experts.routing
+    assert (rule.top_k, rule.scale, rule.limits_groups) == (6, 2.5, False)
+    assert spec.moe.experts.shared == SharedExpert(name="shared_experts", intermediate_size=2816)
+    assert spec.qk_norm == "head" and spec.windows == (None,) * 62
+    some = parse_spec({**DOTS_LLM1, "sliding_window": 4096, "max_window_layers": 60})
+    assert some.windows == (*[None] * 60, 4096, 4096)
+    with pytest.raises(ConfigError, match="2 of 3 groups of 128 experts"):
+        parse_spec({**DOTS_LLM1, "n_group": 3, "topk_group": 2})
+
+
+def test_experts_windows_and_sinks_of_gpt_oss() -> None:
+    spec = parse_spec(GPT_OSS_20B)
+    rule = RoutingRule(num_experts=32, top_k=4, normalize=True)
+    assert spec.moe is not None and spec.moe.layers == frozenset(range(24))
+    assert spec.moe.experts == ExpertsSpec(
+        routing=rule,
+        intermediate_size=2880,
+        gate=ClampedGate(alpha=1.702, limit=7.0),
+        biases=True,
+        router="router",
+        in_turn=True,
+    )
+    assert spec.windows == (128, None) * 12 and spec.dtype == "bfloat16"
+    assert spec.qkv_bias and spec.output_bias and spec.attention_shape(2).sinks
+    assert (spec.rope.scaling, spec.rope.truncate, spec.context) == ("yarn", False, 131072)
+    assert 20 < spec.num_parameters / 1e9 < 22
+    left_out = ("layer_types", "rope_scaling", "swiglu_limit", "rms_norm_eps", "head_dim")
+    assert parse_spec({k: v for k, v in GPT_OSS_20B.items() if k not in left_out}) == spec
+    plain = {**GPT_OSS_20B, "quantization_config": None, "swiglu_limit": 5.0, "dtype": "float32"}
+    changed = parse_spec(plain)
+    assert changed.moe is not None and changed.moe.experts.gate == ClampedGate(1.702, 5.0)
+    assert changed.weights is None and changed.dtype == "float32"
+
+
+def test_every_architecture_is_tested() -> None:
+    configs = (
+        *(LLAMA_3_1_8B, MISTRAL_7B, QWEN_2_5_7B, QWEN_3_0_6B, QWEN_3_30B_A3B, MISTRAL_SMALL_3_1),
+        *(MIXTRAL_8X7B, MINISTRAL_8B, MINISTRAL_3_8B, PHI_4_MINI, OLMO_2_7B, OLMO_3_7B),
+        *(
+            GEMMA_3_1B,
+            GEMMA_3_4B,
+            GEMMA_4_31B,
+            GEMMA_4_E2B,
+            {**GEMMA_4_31B, "architectures": ["Gemma4UnifiedForConditionalGeneration"]},
+            {**GEMMA_4_E2B, "architectures": ["Gemma4UnifiedForCausalLM"]},
+            GRANITE_3_3_8B,
+            SMOLLM_3B,
+            QWEN_1_5_MOE,
+            GLM_4_5_AIR,
+            DOTS_LLM1,
+            GPT_OSS_20B,
+        ),
+    )
+    found = {parse_spec(config).architecture for config in configs}
+    hybrid = {name for name in ARCHITECTURES if name.startswith(("Qwen3_5", "Qwen3Next"))}
+    assert found | hybrid == set(ARCHITECTURES)  # see ``test_experts_of_qwen3_5`` and the next

@@ -280,6 +280,7 @@ def _check_memory(options: EngineOptions, spec: ModelSpec) -> None:
     shape = spec.attention_shape().for_context(context_of(options, spec))
     kv_bytes = 2 * shape.numbers_per_position(window_pages=False) * item_bytes
     table_entries = options.max_running_requests * -(-context // page_size)
+    num_slots = options.max_loras if options.enable_lora else 0
     delta, num_snapshots = spec.delta_net, options.state_snapshots or 0
     if delta is None or options.cache == "naive":
         state_bytes = 0
@@ -295,6 +296,10 @@ def _check_memory(options: EngineOptions, spec: ModelSpec) -> None:
         f"state_snapshots={num_snapshots}, of recurrent states": (
             replicas * num_snapshots * state_bytes // num_nodes
         ),
+        f"max_loras={options.max_loras} of rank {options.max_lora_rank}": (
+            replicas * num_slots * options.max_lora_rank * num_adapted(spec) * item_bytes
+        )
+        // num_nodes,
         f"max_sequence_length={context}, for tables of positions and pages,": num_ranks
         * (4 * spec.head_dim * context + 8 * table_entries),
     }
@@ -305,3 +310,22 @@ def _check_memory(options: EngineOptions, spec: ModelSpec) -> None:
             f"{largest} would take {needs[largest]:,} bytes, "
             f"and this machine has {memory:,} bytes of memory"
         )
+
+
+def num_adapted(spec: ModelSpec) -> int:
+    """The inputs and outputs of all projections that take adapters: for each an adapter has a
+    number for every rank of its own."""
+    recurrent = frozenset() if spec.delta_net is None else spec.delta_net.layers
+    hidden, found = spec.hidden_size, 0
+    for layer in range(spec.num_layers):
+        if layer not in recurrent:
+            heads = spec.kv_heads_of(layer)
+            num_outs = (2 + spec.gated_attention) * spec.num_heads + 2 * heads.num_kv_heads
+            found += 4 * hidden + num_outs * heads.head_dim
+        inner: int | None = spec.intermediate_size_of(layer)
+        if spec.moe is not None and layer in spec.moe.layers and not spec.moe.beside:
+            shared = spec.moe.experts.shared
+            inner = None if shared is None else shared.intermediate_size
+        if inner is not None:
+            found += 3 * (hidden + inner)
+    return found

@@ -174,10 +174,11 @@ def samples_of(request: Request, ids: Sequence[RequestId]) -> list[Request]:
     """One request for each of several answers to a prompt; ``ids`` begins with ``request.id``.
 
     The seed of sample i is the request's seed + i, modulo 2**64, so a request of its own with that
-    seed gets the same tokens. Only the first sample scores the prompt, and the others follow it.
+    seed gets the same tokens. Only the first sample, the leader of the others, scores
+    the prompt.
     """
     sampling = replace(request.sampling, num_prompt_logprobs=None)
-    followers = [
+    others = [
         replace(
             request,
             id=request_id,
@@ -186,7 +187,7 @@ def samples_of(request: Request, ids: Sequence[RequestId]) -> list[Request]:
         )
         for index, request_id in enumerate(ids[1:], 1)
     ]
-    return [request, *followers]
+    return [request, *others]
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,8 +35,9 @@ def read_quantization(
     ``modelopt`` is the content of ``hf_quant_config.json``, if there is one: it counts if
     config.json says nothing. Raises ``ConfigError`` for what is not supported.
     """
-    where = f"{config.where}: quantization_config"
-    given = config.table("quantization_config") or config.table("compression_config")
+    given, where = _given(config)
+    if not given and config.table("text_config"):
+        given, where = _given(config.part("text_config"))
     if not given:
         if modelopt is None:
             return None
@@ -53,6 +54,12 @@ def read_quantization(
         )
     rules = read(quantization)
     return WeightFormats(method, tuple(rules)) if any(rule.format for rule in rules) else None
+
+
+def _given(config: ConfigReader) -> tuple[Mapping[str, Any], str]:
+    """What is said there, by either key; and where."""
+    given = config.table("quantization_config") or config.table("compression_config")
+    return given, f"{config.where}: quantization_config"
 
 
 def modelopt_file(folder: Path) -> Mapping[str, Any] | None:

@@ -179,7 +179,9 @@ def _as_spelled(
 
     def of_other_layer(name: str) -> str | None:
         match = _LAYER.match(name)
-        for layer in layers if match else ():
+        if match is None:
+            return None
+        for layer in layers:
             twin = headers.get(f"model.layers.{layer}.{name[match.end() :]}")
             if twin is not None:
                 return twin.stored.name.replace(f"layers.{layer}.", f"layers.{match[1]}.", 1)

@@ -4,10 +4,10 @@ Knows the queue, the rows and the cache, and keeps the three consistent. It is t
 leases: it acquires, grows, publishes and releases them. Must not decide which sequence is admitted,
 retracted or decoded: the scheduler does.
 
-When a further sample of a prompt (``followers``) starts, it leases the cached pages of the prompt.
-What these lack of it is copied from the pages of its leader, if that is still running: mostly the
-positions of the prompt's last, partial page. So one position alone, the last, is computed again for
-each sample.
+When a further sample of a prompt (``waiting_samples``) starts, it leases the cached pages of the
+prompt. What these lack of it is copied from the pages of its leader, if that is still running:
+mostly the positions of the prompt's last, partial page. So one position alone, the last, is
+computed again for each sample.
 
 Invariants, verified by ``check``:
 - A live sequence is in the queue, behind its leader or in a row, and in one of these only. A
@@ -32,11 +32,11 @@ from minisgl_backend.plan import NO_GROUPS, Groups
 from minisgl_backend.request import EMPTY, IntArray, Request, RequestId
 from minisgl_backend.scheduling.adapter_places import AdapterPlaces
 from minisgl_backend.scheduling.draft import Draft
-from minisgl_backend.scheduling.followers import Followers
 from minisgl_backend.scheduling.running import RunningRows
 from minisgl_backend.scheduling.sequence import Phase, Sequence
 from minisgl_backend.scheduling.state_snapshots import StateSnapshots
 from minisgl_backend.scheduling.waiting import WaitingQueue, by_precedence, precedence_of
+from minisgl_backend.scheduling.waiting_samples import WaitingSamples
 
 _UNLIMITED: Final = 2**31
 
@@ -98,7 +98,7 @@ class Lifecycle:
         self.changes = 0
         self._num_arrivals = 0
         self._remaps: list[tuple[Sequence, Lease, range]] = []
-        self._followers = Followers(self.live, self.rows)
+        self._samples = WaitingSamples(self.live, self.rows)
         self._sliding: list[Sequence] = []  # with chunks of the last plan
         self._grouped_rows = EMPTY  # the rows of the last step, whose groups these were ...
         self._groups = NO_GROUPS
@@ -129,7 +129,7 @@ class Lifecycle:
     @property
     def num_waiting(self) -> int:
         """Sequences in the queue, or behind their leaders."""
-        return len(self.queue) + len(self._followers)
+        return len(self.queue) + len(self._samples)
 
     def enqueue(self, request: Request, generated: IntArray, num_scored: int) -> None:
         """Queue a new request, or one that comes back with the tokens ``generated`` so far, and
@@ -141,7 +141,7 @@ class Lifecycle:
         sequence = Sequence(request, precedence, known, num_scored=num_scored)
         self._num_arrivals += 1
         self.live[request.id] = sequence
-        if not self._followers.wait(sequence):
+        if not self._samples.wait(sequence):
             self.queue.push(sequence)
             self.changes += 1
 
@@ -216,7 +216,7 @@ class Lifecycle:
         """
         if self.states is not None or self.cache.windows is not None:
             return
-        leader = self._followers.leader_of(sequence)
+        leader = self._samples.leader_of(sequence)
         if leader is None or leader.lease is None or leader.phase is Phase.RETIRING:
             return
         pages, size = sequence.held().pages, self.cache.page_size
@@ -271,7 +271,7 @@ class Lifecycle:
         sequence.returns = False
         self._lead(sequence)
         if sequence.phase is Phase.WAITING:
-            if not self._followers.leave(sequence):
+            if not self._samples.leave(sequence):
                 self.queue.remove(sequence)
                 self.changes += 1
             sequence.enter(Phase.DONE)
@@ -328,7 +328,7 @@ class Lifecycle:
         self._are_groups_current = False
         if verified is not Verified.NONE and self.states is not None:
             self.states.verify(sequence)
-        if self._followers.has_prompt(sequence):
+        if self._samples.has_prompt(sequence):
             self._lead(sequence)
         if indices:
             sequence.remapped_at = int(self.rows.planned[row])
@@ -383,15 +383,15 @@ class Lifecycle:
         live = [s for s in held if s.phase is not Phase.RETIRING or s.returns]
         if len(live) + self.num_waiting != len(self.live):
             raise InvariantError("a live request is neither waiting nor in a row")
-        self._followers.check()
+        self._samples.check()
         prefilling = [s for s in held if s.phase is Phase.PREFILLING]
         if sorted(prefilling, key=by_precedence) != self.prefilling:
             raise InvariantError("not exactly the prefilling sequences are listed as such")
 
     def _lead(self, leader: Sequence) -> None:
         """Queue the sequences that wait behind this one."""
-        for follower in self._followers.let_go(leader):
-            self.queue.push(follower)
+        for sample in self._samples.let_go(leader):
+            self.queue.push(sample)
             self.changes += 1
 
     def _windows_worth_keeping(self, sequence: Sequence) -> set[int]:

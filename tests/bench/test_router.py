@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 
 import numpy as np
@@ -73,7 +72,7 @@ def test_the_least_time_of_each_decision_counts(
 
     def run(self: bench.Simulation, sessions: list[bench.Session]) -> dict[str, float]:
         is_alone = len(self._engines) == 1
-        monkeypatch.setattr(time, "thread_time", (lambda: 0.0) if is_alone else clock)
+        monkeypatch.setattr("time.thread_time", (lambda: 0.0) if is_alone else clock)
         return simulated(self, sessions)
 
     monkeypatch.setattr(bench.Simulation, "run", run)

@@ -23,7 +23,7 @@ _QUANTIZED: Final = [
     if case.config is not None
 ]
 _DROPPED: Final = "(dropped)"
-_STRANGE: Final = (
+_STRANGE: Final[tuple[Any, ...]] = (
     *(_DROPPED, None, True, False, 0, -1, 1, 2, 3, 7, 2**31, 10**12, 0.5, -0.5),
     *(float("inf"), float("nan"), 1e308, 1e-320, "", "x", "linear", "full_attention"),
     *([], [1], ["x"], [None], [[1]], [128, 0], {}, {"a": 1}, {"factor": 2.0}),

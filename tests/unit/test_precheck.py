@@ -17,7 +17,7 @@ from minisgl_backend.attention.base import KVHeads
 from minisgl_backend.config import DEMO_MODEL, EngineOptions
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.experts_spec import ExpertsSpec, RoutingRule, SharedExpert
-from minisgl_backend.models.catalog import load_spec
+from minisgl_backend.models.catalog import load_spec, parse_spec
 from minisgl_backend.models.checkpoint import tensor_files
 from minisgl_backend.models.spec import MoeSpec
 from minisgl_backend.precheck import (
@@ -26,9 +26,11 @@ from minisgl_backend.precheck import (
     check_options,
     checked_spec,
     device_type,
+    num_adapted,
 )
 from minisgl_backend.weight_format import CONVERT_TO_FP8
 from minisgl_bench.dummy_model import SHAPES
+from minisgl_kit.adapters import adapted_shapes
 
 
 @pytest.fixture
@@ -204,6 +206,21 @@ def test_snapshots_that_no_memory_could_hold(folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"^state_snapshots=100000000, of .* and this machine"):
         checked_spec(options, folder, "cpu")
     checked_spec(replace(options, cache="naive"), folder, "cpu")
+
+
+def test_adapters_that_no_memory_could_hold(folder: Path) -> None:
+    config = {**SHAPES["qwen3-0.6b"], "vocab_size": 2048}
+    (folder / "config.json").write_text(json.dumps(config))
+    options = EngineOptions(load_format="dummy", max_loras=1024, max_lora_rank=512)
+    checked_spec(replace(options, dtype="bfloat16"), folder, "cpu")
+    with pytest.raises(ConfigError, match=r"^max_loras=1024 of rank 512 would .* and this machine"):
+        checked_spec(replace(options, enable_lora=True), folder, "cpu")
+
+
+@pytest.mark.parametrize("name", ["qwen3-14b", "qwen3-30b-a3b", "qwen3.6-27b", "qwen3.6-35b-a3b"])
+def test_the_memory_of_adapters_is_that_of_their_slots(name: str) -> None:
+    spec = parse_spec(SHAPES[name])
+    assert num_adapted(spec) == sum(ins + outs for _, outs, ins in adapted_shapes(spec))
 
 
 def test_a_config_of_other_weights(folder: Path) -> None:

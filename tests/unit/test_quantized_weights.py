@@ -524,6 +524,19 @@ def test_modelopt_excludes_by_wildcards(
     assert [name for name in quantized_names if formats.of(name) is None] == []
 
 
+def test_a_text_config_may_say_how_it_is_stored() -> None:
+    """In what a model that sees has inside; what the whole says comes first."""
+    scheme = {"quant_method": "awq", "bits": 4, "group_size": 32}
+    text = {**QWEN, "model_type": "mistral", "quantization_config": scheme}
+    whole = {"architectures": ["Mistral3ForConditionalGeneration"], "text_config": text}
+    assert str(parse_spec(whole).weights) == "int4 in groups of 32 (zero points) (awq)"
+    of_whole = {**whole, "quantization_config": {"quant_method": "fp8"}}
+    assert str(parse_spec(of_whole).weights) == "fp8 per tensor (fp8)"
+    text["quantization_config"] = {"quant_method": "hqq"}
+    with pytest.raises(ConfigError, match=r"text_config: quantization_config: .* by hqq are not"):
+        parse_spec(whole)
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_formats_that_are_refused(name: str) -> None:
     quantization, message = REFUSED[name]

@@ -384,6 +384,7 @@ def test_what_is_wrong_is_named(parameters: dict[str, Any], message: str) -> Non
         ("use_beam_search", "false", "maybe"),
         ("echo", False, 0),
         ("suffix", "", "x"),
+        ("image", [], "iVBORw0KGgo"),
         ("include_stop_str_in_output", False, True),
     ],
 )

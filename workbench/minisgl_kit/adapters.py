@@ -35,11 +35,11 @@ def write_adapter(
     The deltas of a projection are ``strength`` times as large as its input; 0 makes an adapter that
     changes nothing. ``fields`` are added to the config.
     """
-    chosen = tuple(dict.fromkeys(name.rpartition(".")[2] for name, _, _ in _shapes(spec)))
+    chosen = tuple(dict.fromkeys(name.rpartition(".")[2] for name, _, _ in adapted_shapes(spec)))
     chosen = chosen if targets is None else tuple(targets)
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
-    for name, outs, ins in _shapes(spec):
+    for name, outs, ins in adapted_shapes(spec):
         if name.rpartition(".")[2] in chosen:
             a = torch.randn(rank, ins, generator=generator) * ins**-0.5
             b = torch.randn(outs, rank, generator=generator) * (strength / 2 * rank**-0.5)
@@ -60,7 +60,7 @@ def write_adapter(
     return folder
 
 
-def _shapes(spec: ModelSpec) -> Iterator[tuple[str, int, int]]:
+def adapted_shapes(spec: ModelSpec) -> Iterator[tuple[str, int, int]]:
     """Each projection that takes adapters: its name, outputs and inputs."""
     hidden, moe = spec.hidden_size, spec.moe
     recurrent = frozenset() if spec.delta_net is None else spec.delta_net.layers

@@ -73,6 +73,7 @@ def read_ropes_by_kind(
     """The tables of ``rope_parameters`` by kinds of attention, if they are told apart, and what
     ``read`` finds with that of layers without a window in their place."""
     tables = ConfigReader(config.table("rope_parameters"), f"{config.where}: rope_parameters")
+    by_kind: dict[str, Mapping[str, Any]]
     by_kind = {kind: tables.table(kind) for kind in ATTENTION_KINDS if kind in tables.values}
     if not by_kind:
         return by_kind, read(config)

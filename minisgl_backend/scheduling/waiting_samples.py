@@ -15,7 +15,7 @@ from minisgl_backend.scheduling.running import RunningRows
 from minisgl_backend.scheduling.sequence import Sequence
 
 
-class Followers:
+class WaitingSamples:
     """The sequences that wait behind their leaders. ``live``: all sequences that have not ended."""
 
     def __init__(self, live: Mapping[RequestId, Sequence], rows: RunningRows) -> None:

@@ -169,14 +169,25 @@ class Router:
                 replica = self._least_loaded(having, limits)
             if replica is not None:
                 return replica, num_held
-            # a shorter prefix has tighter limits
-            left = (self._in_balance(left, limits) | left & favoured) & ~having
-            if not left:
+            if not num_held:
                 break
-            num_held, having = self.shadow.longest(keys[:num_held], left)
+            # of the others, those in balance now: a shorter prefix has tighter limits
+            left &= ~having
+            num_held, having = self._next_longest(keys[:num_held], left, limits, favoured)
         replica = self._least_loaded(holders)  # none is in balance
         assert replica is not None
         return replica, longest
+
+    def _next_longest(
+        self, keys: Keys, left: Replicas, limits: _Limits, favoured: Replicas
+    ) -> tuple[int, Replicas]:
+        """The longest prefix that a replica of ``left`` has which is favoured, or in balance."""
+        is_any, having = self.shadow.longest(keys[:1], left)
+        if is_any:
+            having = self._in_balance(having, limits) | having & favoured
+            if having:
+                return self.shadow.longest(keys, having)
+        return 0, left
 
     def _pull(self, num_held: int) -> float:
         """How much a prefix of ``num_held`` pages pulls."""
@@ -253,13 +264,13 @@ class Router:
 
     def _in_balance(self, replicas: Replicas, limits: _Limits) -> Replicas:
         """Those of the replicas whose load is within the limits."""
-        most_rows, most_tokens, most_pages = limits
-        within, bit = 0, 1
-        for rows, tokens, pages in self._loads:
-            if rows <= most_rows and tokens <= most_tokens and pages <= most_pages:
+        within = 0
+        while replicas:
+            bit = replicas & -replicas
+            if _fits(self._loads[bit.bit_length() - 1], limits):
                 within |= bit
-            bit <<= 1
-        return within & replicas
+            replicas ^= bit
+        return within
 
     def _least_loaded(self, replicas: Replicas, limits: _Limits | None = None) -> int | None:
         """The first by load of those whose load is within the limits, if any; of equally loaded

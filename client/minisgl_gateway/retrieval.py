@@ -83,13 +83,13 @@ class RetrievalRoutes:
         request_id = f"rerank-{uuid.uuid4().hex}"
         frame = await self._frame(http)
         prompts = await self._prompts(http, request, frame)
-        counts = Counts()
+        counts, texts = Counts(), request.texts
         scores = await self._scores(http, request, prompts, frame, counts, request_id)
         ranked = sorted(range(len(scores)), key=lambda index: (-scores[index], index))
         results = [
             schema.RerankResult(
                 index=index,
-                document=schema.RerankDocument(text=request.documents[index])
+                document=schema.RerankDocument(text=texts[index])
                 if request.return_documents
                 else None,
                 relevance_score=scores[index],
@@ -117,9 +117,9 @@ class RetrievalRoutes:
         instruction = request.instruction or _INSTRUCTION
         about = f"<Instruct>: {instruction}\n<Query>: {request.query}\n<Document>: "
         found = []
-        for document in request.documents:
-            text = await self._lookups.text_tokens(http, about + document)
-            found.append([*frame.before, *text, *frame.after])
+        for text in request.texts:
+            ids = await self._lookups.text_tokens(http, about + text)
+            found.append([*frame.before, *ids, *frame.after])
         return found
 
     async def _scores(

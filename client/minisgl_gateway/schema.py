@@ -260,16 +260,29 @@ class EmbeddingRequest(RetrievalRequest):
     )
 
 
+class TextDocument(Strict):
+    """A document, as Jina's API has it beside plain texts."""
+
+    text: str
+
+
 class RerankRequest(RetrievalRequest):
     """Documents to be put in the order in which they meet a query."""
 
     not_offered = MappingProxyType({"max_tokens_per_doc": (), "truncate_prompt_tokens": ()})
 
     query: str
-    documents: Annotated[list[str], Field(min_length=1, max_length=MAX_INPUTS, fail_fast=True)]
+    documents: Annotated[
+        list[str | TextDocument], Field(min_length=1, max_length=MAX_INPUTS, fail_fast=True)
+    ]
     instruction: str | None = Field(None, description="what the search is for, in a sentence")
     top_n: int | None = Field(None, ge=1, lt=2**31, description="at most that many results")
     return_documents: bool = True
+
+    @property
+    def texts(self) -> list[str]:
+        """Of the documents."""
+        return [of if isinstance(of, str) else of.text for of in self.documents]
 
 
 class TokenizeRequest(Body):

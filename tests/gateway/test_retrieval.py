@@ -134,7 +134,9 @@ def relevance(theirs: tuple[Any, Any], document: str) -> float:
     return 1 / (1 + math.exp(no - yes))
 
 
-def reranked(gateway: Gateway, documents: Sequence[str], **more: Any) -> httpx.Response:
+def reranked(
+    gateway: Gateway, documents: Sequence[str | dict[str, str]], **more: Any
+) -> httpx.Response:
     body = {"model": "minisgl", "query": QUERY, "documents": documents, **more}
     return gateway.post("/v1/rerank", body)
 
@@ -155,12 +157,15 @@ def test_documents_are_ranked_by_their_relevance(gateway: Gateway, theirs: tuple
         "index": results[0]["index"],
         "relevance_score": pytest.approx(scores[0], abs=1e-5),
     }
+    objects = reranked(gateway, [{"text": document} for document in DOCUMENTS]).json()["results"]
+    assert [one["document"] for one in objects] == [one["document"] for one in results]
     other = reranked(gateway, DOCUMENTS, instruction="Find fruit.").json()["results"]
     assert max(abs(one["relevance_score"] - scores[0]) for one in other) > 1e-4
 
 
 def test_what_cannot_be_ranked_is_refused(gateway: Gateway) -> None:
     assert "documents must not be empty" in reranked(gateway, []).text
+    assert "documents[0]" in reranked(gateway, [{"title": "Rivers"}]).text
     assert "top_n must be >= 1" in reranked(gateway, DOCUMENTS, top_n=0).text
     too_long = reranked(gateway, ["word " * 40000])
     assert too_long.status_code == 400

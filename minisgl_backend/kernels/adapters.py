@@ -31,6 +31,8 @@ from minisgl_backend.request import IntArray
 
 RANK_STEP: Final = 16
 """Kernels compute ranks in steps of this size; ``max_rank`` is a multiple of it."""
+IN_STEP: Final = 128
+"""in_features that the kernel of x A^T for Hopper multiplies at a time: it takes whole steps."""
 _OF_TOKEN: Final = 3
 """Numbers of each token in the buffer of ``AdaptedTokens``."""
 _FIELDS: Final = 4

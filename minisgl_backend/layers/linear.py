@@ -13,7 +13,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from minisgl_backend.kernels.adapters import RANK_STEP, Adaptation, AdaptedTokens, AdapterMemory
+from minisgl_backend.kernels.adapters import (
+    IN_STEP,
+    RANK_STEP,
+    Adaptation,
+    AdaptedTokens,
+    AdapterMemory,
+)
 from minisgl_backend.layers.norm import Normed, RMSNorm, add_sum
 from minisgl_backend.layers.quantized_matrix import Matrices
 from minisgl_backend.layers.weight_place import Place, Share, WeightPlace, even_share
@@ -154,6 +160,8 @@ def adaptation_of(
 
 def takes_adapters(linear: MergedColumnLinear | RowLinear) -> bool:
     """Whether kernels on tensor cores shall add adapters to its projections; they can if each has
-    whole tiles of their MMAs."""
+    whole tiles of their MMAs, and the inputs whole steps of the kernel of x A^T."""
     memory = linear.adapters
-    return memory is not None and all(width % RANK_STEP == 0 for width in memory.widths)
+    if memory is None or linear.matrix.in_features % IN_STEP:
+        return False
+    return all(width % RANK_STEP == 0 for width in memory.widths)

@@ -114,8 +114,11 @@ class Normed:
         return 0.0 if self.norm is None else self.norm.eps
 
     def normalized(self, *, pdl: bool) -> Tensor:
-        """The normalized hidden states, [num_tokens, hidden_size]."""
-        assert self.squares is None
+        """The normalized hidden states, [num_tokens, hidden_size]. A norm that is half done is
+        completed by PyTorch: kernels that take ``squares`` save that."""
+        if self.squares is not None:
+            squares = self.squares.sum(dim=0) / self.x.shape[1]  # [num_tokens]
+            return (self.x * torch.rsqrt(squares + self.eps)[:, None]).to(self.x.dtype)
         if self.norm is None:
             return self.x
         return rms_norm(self.x, self.norm.weight, self.norm.eps, pdl=pdl)

@@ -149,6 +149,7 @@ class SelfAttention(nn.Module):
         if spec.sinks:
             self.sinks = nn.Parameter(torch.empty(self.num_heads), requires_grad=False)
         self._heads_kernel: HeadsKernel | None = None
+        self._heads_take_adapters = False
 
     def bind(self, kv: PagedKV) -> None:
         """Keep keys and values of the layer's tokens in these pages from now on."""
@@ -164,6 +165,7 @@ class SelfAttention(nn.Module):
     def use_tensor_cores(self, kernels: TensorCores) -> None:
         """Compute steps that fit them by ``kernels``, which the weights fit. Only heads that rotate
         in full and have no ``TokenNorm``; pages must be bound."""
+        self._heads_take_adapters = takes_adapters(self.qkv_proj)
         self._heads_kernel = kernels.heads(
             self.num_heads,
             self.num_kv_heads,
@@ -172,7 +174,7 @@ class SelfAttention(nn.Module):
             page_size=self.kv.keys.shape[1],
             fp8=self.kv.k_scale is not None,
             codes=self.qkv_proj.matrix.arrange(),
-            takes_adapters=takes_adapters(self.qkv_proj),
+            takes_adapters=self._heads_take_adapters,
         )
         self.o_proj.use_tensor_cores(kernels)
 
@@ -210,6 +212,8 @@ class SelfAttention(nn.Module):
         kv, norm, kernel = self.kv, self.qk_norm, self._heads_kernel
         head_norm = norm if isinstance(norm, HeadNorm) else None
         places = step.places
+        if step.adapted is not None and not self._heads_take_adapters:
+            kernel = None
         if kernel is not None and len(x.x) <= kernel.most_tokens:
             # GEMM, head norms, rotation and store in one kernel
             rows, squares = x.unscaled(pdl=step.pdl)

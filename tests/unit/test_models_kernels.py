@@ -23,6 +23,7 @@ from minisgl_backend.experts_spec import ClampedGate, RoutingRule
 from minisgl_backend.kernels import moe, wide_linear
 from minisgl_backend.kernels.activation import silu_mul_reference
 from minisgl_backend.kernels.adapters import (
+    IN_STEP,
     Adaptation,
     AdaptedTokens,
     add_adapter_delta_reference,
@@ -249,6 +250,7 @@ class TwinCores:
         else:
             y = F.linear(x, weight, bias)
         if adaptation is not None:
+            assert x.shape[1] % IN_STEP == 0
             add_adapter_delta_reference(y, x, adaptation)
         return y
 

@@ -9,7 +9,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from minisgl_backend.kernels.adapters import RANK_STEP, Adaptation
+from minisgl_backend.kernels.adapters import IN_STEP, RANK_STEP, Adaptation
 from minisgl_backend.kernels.cuda.module import CudaModule, address
 
 _THREADS: Final = 128
@@ -60,7 +60,7 @@ class ShrinkKernel:
         """
         memory, tokens = adaptation.memory, adaptation.tokens
         a, size = memory.a, x.shape[1]
-        assert a.is_contiguous() and a.shape[2] == size and size % 128 == 0
+        assert a.is_contiguous() and a.shape[2] == size and size % IN_STEP == 0
         assert x.stride(0) % 8 == 0 and x.stride(1) == 1 and tokens.block <= _BLOCK_OF_TOKENS
         columns = a.shape[1]
         inner = torch.empty((len(x), columns), dtype=x.dtype, device=x.device)

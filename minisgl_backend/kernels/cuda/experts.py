@@ -19,13 +19,12 @@ from torch import Tensor
 
 from minisgl_backend.experts_spec import ClampedGate, RoutingRule
 from minisgl_backend.kernels import expert_cut
-from minisgl_backend.kernels.cuda.experts_many import ManyRowsKernel
+from minisgl_backend.kernels.cuda.experts_many import ManyRowsKernel, experts_map
 from minisgl_backend.kernels.cuda.module import (
     CudaKernel,
     CudaModule,
     TensorMap,
     address,
-    tensor_map,
 )
 from minisgl_backend.kernels.dispatch import num_processors
 from minisgl_backend.kernels.expert_cut import ExpertCut
@@ -192,19 +191,9 @@ class GroupedKernel:
         """The tensor map of a weight; cached, since weights do not move while the model lives."""
         key = weight.data_ptr(), features
         if key not in self._maps:
-            assert weight.is_contiguous()
             codes = weight.view(torch.uint8) if self._codes is not None else weight
-            num_experts, height, size = codes.shape
-            box = self._numbers.block * self._numbers.bits // 8 // codes.itemsize
-            if self._gated:
-                outs = height // 2
-                shape = [size, 8, 2, outs // 8, num_experts]
-                strides = [size, outs * size, 8 * size, height * size]
-                boxes = [box, 8, 2, features // 16, 1]
-            else:
-                shape, strides = [size, height, num_experts], [size, height * size]
-                boxes = [box, features, 1]
-            self._maps[key] = tensor_map(codes, shape, strides, boxes)
+            width = self._numbers.block * self._numbers.bits // 8 // codes.itemsize
+            self._maps[key] = experts_map(codes, (width, features), gated=self._gated)
         return self._maps[key]
 
 

@@ -120,17 +120,22 @@ class ManyRowsKernel:
         """The tensor map of a weight; cached, since weights do not move while the model lives."""
         key = weight.data_ptr()
         if key not in self._maps:
-            assert weight.is_contiguous()
             codes = weight if self._codes is None else weight.view(torch.uint8)
-            num_experts, height, size = codes.shape
-            box, rows = 128 // codes.itemsize, MANY.features // MANY.cluster
-            if self._gated:
-                outs = height // 2
-                shape = [size, 8, 2, outs // 8, num_experts]
-                strides = [size, outs * size, 8 * size, height * size]
-                boxes = [box, 8, 2, rows // 16, 1]
-            else:
-                shape, strides = [size, height, num_experts], [size, height * size]
-                boxes = [box, rows, 1]
-            self._maps[key] = tensor_map(codes, shape, strides, boxes)
+            box = 128 // codes.itemsize, MANY.features // MANY.cluster
+            self._maps[key] = experts_map(codes, box, gated=self._gated)
         return self._maps[key]
+
+
+def experts_map(weight: Tensor, box: tuple[int, int], *, gated: bool) -> TensorMap:
+    """The tensor map of a weight [num_experts, height, in_features], of which ``box`` in_features
+    and rows are loaded at a time; if ``gated``, 8 rows of the gate and the 8 that they open in
+    turn."""
+    assert weight.is_contiguous()
+    num_experts, height, size = weight.shape
+    width, rows = box
+    if not gated:
+        shape, strides = [size, height, num_experts], [size, height * size]
+        return tensor_map(weight, shape, strides, [width, rows, 1])
+    outs = height // 2
+    shape, strides = [size, 8, 2, outs // 8, num_experts], [size, outs * size, 8 * size]
+    return tensor_map(weight, shape, [*strides, height * size], [width, 8, 2, rows // 16, 1])

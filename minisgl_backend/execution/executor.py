@@ -441,8 +441,8 @@ class ModelExecutor:
         plan = self._dummy_plan(chunks, num_decodes, last)
         try:
             batch = FlatBatch.of(plan)
-            if grouped:
-                ends = np.array([last // self.rows.page_size], np.int32)
+            if num_decodes and (num_shared := last // self.rows.page_size):
+                ends = np.array([num_shared], np.int32)
                 members = np.arange(num_decodes, dtype=np.int32)
                 sizes = np.array([num_decodes], np.int32)
                 batch = replace(batch, groups=Groups(sizes, np.zeros_like(ends), ends, members))

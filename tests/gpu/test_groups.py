@@ -109,6 +109,14 @@ def serve_in_waves(folder: Path, prompts: list[IntArray], **options: Any) -> lis
     return sinks
 
 
+@pytest.mark.parametrize("changes", [{"max_running_requests": 1}, {"max_sequence_length": 16}])
+def test_engines_start_whose_rows_cannot_share(changes: dict[str, int], tmp_path: Path) -> None:
+    """There is one row, or a row has one page."""
+    written(tmp_path)
+    options: dict[str, Any] = {"max_sequence_length": CONTEXT, "num_pages": 256, **changes}
+    build_engine(EngineOptions(model=str(tmp_path), device="cuda", **options)).close(drain_s=0)
+
+
 OPTIONS: list[dict[str, Any]] = [
     {},
     {"overlap": False, "max_prefill_tokens": 300},

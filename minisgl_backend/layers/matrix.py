@@ -175,17 +175,17 @@ class Matrix(nn.Module, ABC):
         ``adaptation``: the weight's adapters are added as well; only with one rank.
         """
         add, gemm = self._add_kernel, self._gemm_kernel
-        if add is not None and len(x) <= add.most_tokens:
-            if adaptation is not None and not self._takes_adapters:
-                add_adapter_delta(residual, x, adaptation, pdl=pdl)
-                adaptation = None
+        if add is not None and len(x) > add.most_tokens:
+            add = None
+        if adaptation is not None and (add is None or not self._takes_adapters):
+            assert group.size == 1
+            add_adapter_delta(residual, x, adaptation, pdl=pdl)
+            adaptation = None
+        if add is not None:
             scaled, squares = add(
                 x, self.operand, residual, norm.weight, bias=bias, adaptation=adaptation, pdl=pdl
             )
             return residual, Normed(scaled, norm, squares)
-        if adaptation is not None:
-            assert group.size == 1
-            add_adapter_delta(residual, x, adaptation, pdl=pdl)
         if gemm is None or len(x) > gemm.most_tokens:
             added = self._add_gemm(residual, x, norm, bias=bias, group=group, pdl=pdl)
             if added is not None:

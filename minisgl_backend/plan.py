@@ -16,10 +16,11 @@ positions.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
-from itertools import accumulate, pairwise
-from typing import Final, Protocol
+from itertools import accumulate, islice, pairwise
+from operator import attrgetter
+from typing import Any, Final, Protocol
 
 import numpy as np
 
@@ -61,160 +62,217 @@ class Admission:
     history: IntArray
 
 
+def _none() -> IntArray:
+    return EMPTY
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Grants:
+    """Entries of a page table, int32[num_grants]: table[row, index] = page."""
+
+    rows: IntArray = field(default_factory=_none)
+    indices: IntArray = field(default_factory=_none)
+    pages: IntArray = field(default_factory=_none)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Copies:
+    """Of pages, int32[num_copies]: the keys and values of the first ``length`` positions of a
+    source go to a target. No page is a target twice, and none is both."""
+
+    sources: IntArray = field(default_factory=_none)
+    targets: IntArray = field(default_factory=_none)
+    lengths: IntArray = field(default_factory=_none)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Chunks:
+    """Parts of prompts, int32[num_chunks]: the positions from start up to start + length of a row
+    are computed.
+
+    ``tokens`` [sum of lengths] has their tokens, chunk after chunk. ``samples`` is 1 if the chunk
+    is the last of the row's known tokens, so that a token is sampled after it, and otherwise 0.
+    """
+
+    rows: IntArray = field(default_factory=_none)
+    starts: IntArray = field(default_factory=_none)
+    lengths: IntArray = field(default_factory=_none)
+    samples: IntArray = field(default_factory=_none)
+    tokens: IntArray = field(default_factory=_none)
+
+    @property
+    def ends(self) -> IntArray:
+        """The positions after each chunk's last one."""
+        return self.starts + self.lengths
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Scores:
+    """Positions of chunks whose log-probabilities are wanted, int32[num_scores]: of ``chunks``, by
+    index, the positions from start up to start + length are scored, each by the token after it,
+    given all tokens up to it. ``tokens`` [sum of lengths] has these tokens, chunk after chunk."""
+
+    chunks: IntArray = field(default_factory=_none)
+    starts: IntArray = field(default_factory=_none)
+    lengths: IntArray = field(default_factory=_none)
+    tokens: IntArray = field(default_factory=_none)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Decodes:
+    """Decoding rows, int32[num_decodes]: the last sampled token of the row stands at that position;
+    it is computed, and the next token is sampled.
+
+    Rows with the same adapter stand together, in the order of their slots, and ascend: so kernels
+    compute adapters the fastest.
+    """
+
+    rows: IntArray = field(default_factory=_none)
+    positions: IntArray = field(default_factory=_none)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Groups:
-    """Decoding rows that share pages, N groups of them; int32.
+    """Decoding rows that share pages, int32[num_groups].
 
     Group i has ``sizes[i]`` of the ``members`` [sum of sizes], one group after another. They share
     the pages from index ``begins[i]`` up to ``ends[i]`` of their lines of the page table. A row may
     be in several groups, which together cover its first pages, in order and without gaps.
     """
 
-    sizes: IntArray
-    begins: IntArray
-    ends: IntArray
-    members: IntArray
+    sizes: IntArray = field(default_factory=_none)
+    begins: IntArray = field(default_factory=_none)
+    ends: IntArray = field(default_factory=_none)
+    members: IntArray = field(default_factory=_none)
 
 
-NO_GROUPS: Final = Groups(EMPTY, EMPTY, EMPTY, EMPTY)
+NO_GROUPS: Final = Groups()
 
 
-def _empty() -> IntArray:
-    return EMPTY
+@dataclass(frozen=True, slots=True, eq=False)
+class Snapshots:
+    """Of recurrent states; int32.
+
+    ``begun_from`` [num_chunks]: the snapshot with which the chunk's row begins, if it continues a
+    cached prefix; else ``NO_SNAPSHOT``, and the row goes on from its own states, which are zero at
+    position 0.
+    ``saved_chunks`` [num_saved]: chunks, by index, in which the states after the first
+    ``saved_positions`` tokens of the row are kept as ``saved``. Ascending by chunk and position.
+    ``kept_rows`` [num_kept]: before the step computes anything, the states that these decoding rows
+    have by then, after the tokens before their positions, are copied to ``kept``, none of which is
+    among ``begun_from``.
+    """
+
+    begun_from: IntArray = field(default_factory=_none)
+    saved_chunks: IntArray = field(default_factory=_none)
+    saved_positions: IntArray = field(default_factory=_none)
+    saved: IntArray = field(default_factory=_none)
+    kept_rows: IntArray = field(default_factory=_none)
+    kept: IntArray = field(default_factory=_none)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AdapterMoves:
+    """Which adapters come to the device, and which rows have them; int32.
+
+    ``load_slots``, ``load_ids``, ``load_ranks``, ``load_targets`` [num_loads]: before anything is
+    computed, each slot takes an adapter, by its id, with its rank and targets
+    (``request.Adapter``). No row of a step in flight has what the slot held.
+    ``rows``, ``slots`` [num_adapted]: after that, these rows have the adapters in these slots; 0 is
+    none. Each row that is admitted is among them, if there are slots.
+    """
+
+    load_slots: IntArray = field(default_factory=_none)
+    load_ids: IntArray = field(default_factory=_none)
+    load_ranks: IntArray = field(default_factory=_none)
+    load_targets: IntArray = field(default_factory=_none)
+    rows: IntArray = field(default_factory=_none)
+    slots: IntArray = field(default_factory=_none)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StepPlan:
-    """One forward pass with P prefill chunks, S of them scored, D decoding rows, G grants and C
-    copies, which keeps V snapshots of chunks and K of decoding rows.
-
-    All arrays are int32, and empty unless given.
+    """One forward pass; its parts are done in this order.
 
     ``released_rows``: rows that no request holds any more. ``ModelExecutor`` does not need them,
     since an admission overwrites all of a row; wrappers that keep state by row do.
     ``broken_pages``: pages that no request uses and that may hold NaN. The executor clears them
     before it does anything else of the plan, since this plan may already grant them. All other
     pages hold finite numbers, or NaN that the requests that use them have computed themselves.
-    ``grant_rows``, ``grant_indices``, ``grant_pages`` [G]: page_table[row, index] = page.
-    ``copy_sources``, ``copy_targets``, ``copy_lengths`` [C]: the keys and values of the first
-    ``length`` positions of a page are copied to another page, after broken pages are cleared and
-    before anything is computed. No page is a target twice, and none is both.
-    ``prefill_rows``, ``prefill_starts``, ``prefill_lengths`` [P]: the positions from start up to
-    start + length of the row are computed. ``prefill_tokens`` [sum of lengths] has their tokens,
-    chunk after chunk.
-    ``prefill_samples`` [P] is 1 if the chunk is the last of the row's known tokens, so that a token
-    is sampled after it, and otherwise 0.
-    ``begun_from`` [P]: the snapshot of recurrent states with which the chunk's row begins, if it
-    continues a cached prefix; else ``NO_SNAPSHOT``, and the row goes on from its own states, which
-    are zero at position 0.
-    ``saved_chunks`` [V]: chunks, by index, in which the states after the first ``saved_positions``
-    [V] tokens of the row are kept as ``saved_snapshots`` [V]. Ascending by chunk and position.
-    ``kept_rows``, ``kept_snapshots`` [K]: before the step computes anything, the states that these
-    decoding rows have by then, after the tokens before ``decode_positions``, are copied to these
-    snapshots. None of them is among ``begun_from``.
-    ``score_chunks`` [S]: chunks, by index, of which the positions from ``score_starts`` up to
-    ``score_starts`` + ``score_lengths`` [S] are scored: the log-probability is wanted of the token
-    after each, given all tokens up to it. ``score_tokens`` [sum of score_lengths] has the tokens
-    after them, chunk after chunk.
-    ``decode_rows``, ``decode_positions`` [D]: the last sampled token of the row stands at that
-    position; it is computed, and the next token is sampled. Rows with the same adapter stand
-    together, in the order of their slots, and ascend: so kernels compute adapters the fastest.
-    ``group_sizes``, ``group_begins``, ``group_ends`` [N], ``group_rows``: the ``Groups`` of these
-    rows whose pages are worth being read together. Results are the same without.
+    ``broken_window_pages``: the same of window pages.
+    ``window_grants``: of window pages, or ``NO_PAGE``, if layers with windows have pages of their
+    own; no entry twice.
+    ``groups`` have rows as members: those of ``decodes`` whose pages are worth being read together.
+    Results are the same without.
     ``masked_rows``: those of the rows that get a token whose request has a grammar. If there are
     any, the step samples once it has masks for them (``Pending.mask``).
-    ``load_slots``, ``load_adapters``, ``load_ranks``, ``load_targets`` [L]: before anything is
-    computed, each slot takes an adapter, by its id, with its rank and targets
-    (``request.Adapter``). No row of a step in flight has what the slot held.
-    ``adapter_rows``, ``adapter_slots`` [A]: after that, these rows have the adapters in these
-    slots; 0 is none. Each row that is admitted is among them, if there are slots.
-    ``window_rows``, ``window_indices``, ``window_pages`` [W]: window_table[row, index] = page, or
-    ``NO_PAGE``, for layers with windows that have pages of their own; no entry twice.
-    ``broken_window_pages``: of these pages, as ``broken_pages``.
     """
 
     step: int
-    released_rows: IntArray = field(default_factory=_empty)
-    broken_pages: IntArray = field(default_factory=_empty)
+    released_rows: IntArray = field(default_factory=_none)
+    broken_pages: IntArray = field(default_factory=_none)
+    broken_window_pages: IntArray = field(default_factory=_none)
+    adapters: AdapterMoves = field(default_factory=AdapterMoves)
+    copies: Copies = field(default_factory=Copies)
     admissions: tuple[Admission, ...] = ()
-    grant_rows: IntArray = field(default_factory=_empty)
-    grant_indices: IntArray = field(default_factory=_empty)
-    grant_pages: IntArray = field(default_factory=_empty)
-    copy_sources: IntArray = field(default_factory=_empty)
-    copy_targets: IntArray = field(default_factory=_empty)
-    copy_lengths: IntArray = field(default_factory=_empty)
-    prefill_rows: IntArray = field(default_factory=_empty)
-    prefill_starts: IntArray = field(default_factory=_empty)
-    prefill_lengths: IntArray = field(default_factory=_empty)
-    prefill_samples: IntArray = field(default_factory=_empty)
-    prefill_tokens: IntArray = field(default_factory=_empty)
-    begun_from: IntArray = field(default_factory=_empty)
-    saved_chunks: IntArray = field(default_factory=_empty)
-    saved_positions: IntArray = field(default_factory=_empty)
-    saved_snapshots: IntArray = field(default_factory=_empty)
-    decode_rows: IntArray = field(default_factory=_empty)
-    decode_positions: IntArray = field(default_factory=_empty)
-    group_sizes: IntArray = field(default_factory=_empty)
-    group_begins: IntArray = field(default_factory=_empty)
-    group_ends: IntArray = field(default_factory=_empty)
-    group_rows: IntArray = field(default_factory=_empty)
-    masked_rows: IntArray = field(default_factory=_empty)
-    score_chunks: IntArray = field(default_factory=_empty)
-    score_starts: IntArray = field(default_factory=_empty)
-    score_lengths: IntArray = field(default_factory=_empty)
-    score_tokens: IntArray = field(default_factory=_empty)
-    kept_rows: IntArray = field(default_factory=_empty)
-    kept_snapshots: IntArray = field(default_factory=_empty)
-    load_slots: IntArray = field(default_factory=_empty)
-    load_adapters: IntArray = field(default_factory=_empty)
-    load_ranks: IntArray = field(default_factory=_empty)
-    load_targets: IntArray = field(default_factory=_empty)
-    adapter_rows: IntArray = field(default_factory=_empty)
-    adapter_slots: IntArray = field(default_factory=_empty)
-    window_rows: IntArray = field(default_factory=_empty)
-    window_indices: IntArray = field(default_factory=_empty)
-    window_pages: IntArray = field(default_factory=_empty)
-    broken_window_pages: IntArray = field(default_factory=_empty)
+    grants: Grants = field(default_factory=Grants)
+    window_grants: Grants = field(default_factory=Grants)
+    snapshots: Snapshots = field(default_factory=Snapshots)
+    chunks: Chunks = field(default_factory=Chunks)
+    decodes: Decodes = field(default_factory=Decodes)
+    groups: Groups = NO_GROUPS
+    scores: Scores = field(default_factory=Scores)
+    masked_rows: IntArray = field(default_factory=_none)
 
     @property
     def sample_rows(self) -> IntArray:
         """The rows that get a token from this step, in the order of ``SampledTokens``."""
-        last_chunks = self.prefill_rows[self.prefill_samples != 0]
-        return np.concatenate([last_chunks, self.decode_rows])
+        last_chunks = self.chunks.rows[self.chunks.samples != 0]
+        return np.concatenate([last_chunks, self.decodes.rows])
 
     @property
-    def groups(self) -> Groups:
-        """The groups, with indices of ``decode_rows`` as members."""
-        if not len(self.group_sizes):
+    def groups_by_index(self) -> Groups:
+        """The groups, with indices of ``decodes`` as members."""
+        groups, rows = self.groups, self.decodes.rows
+        if not len(groups.sizes):
             return NO_GROUPS
-        order = np.argsort(self.decode_rows)
-        members = order[np.searchsorted(self.decode_rows, self.group_rows, sorter=order)]
-        sizes, begins, ends = self.group_sizes, self.group_begins, self.group_ends
-        return Groups(sizes, begins, ends, members.astype(np.int32))
+        order = np.argsort(rows)
+        members = order[np.searchsorted(rows, groups.members, sorter=order)]
+        return Groups(groups.sizes, groups.begins, groups.ends, members.astype(np.int32))
 
     @property
     def num_tokens(self) -> int:
         """Number of token positions that this step computes."""
-        return len(self.prefill_tokens) + len(self.decode_rows)
+        return len(self.chunks.tokens) + len(self.decodes.rows)
 
 
-_ARRAYS: Final = tuple(
-    field.name
-    for field in fields(StepPlan)
-    if field.name not in ("step", "admissions", "masked_rows")
-)
-_NUM_HEADER_WORDS: Final = 2 * (1 + len(_ARRAYS))
+_ARRAYS: Final = ("released_rows", "broken_pages", "broken_window_pages")
+_PARTS: Final[Mapping[str, type[Any]]] = {
+    "adapters": AdapterMoves,
+    "copies": Copies,
+    "grants": Grants,
+    "window_grants": Grants,
+    "snapshots": Snapshots,
+    "chunks": Chunks,
+    "decodes": Decodes,
+    "groups": Groups,
+    "scores": Scores,
+}
+_NAMES: Final = {name: [array.name for array in fields(part)] for name, part in _PARTS.items()}
+_PATHS: Final = (*_ARRAYS, *(f"{part}.{name}" for part in _NAMES for name in _NAMES[part]))
+_NUM_HEADER_WORDS: Final = 2 * (1 + len(_PATHS))
+_arrays_of: Final[Callable[[StepPlan], tuple[IntArray, ...]]] = attrgetter(*_PATHS)
 
 
 def encode_plan(plan: StepPlan) -> IntArray:
     """Encode a plan, without admissions and masked rows, into one flat buffer, int32[num_words].
 
         header    the step, and the length of each array; numbers of 64 bits, which take two words
-        arrays    one after another, in the order of the fields
+        arrays    one after another, in the order of ``_PATHS``
 
     What is left out says how rows are sampled, and rank 0 alone samples.
     """
-    arrays: list[IntArray] = [getattr(plan, name) for name in _ARRAYS]
+    arrays = _arrays_of(plan)
     header = np.array([plan.step, *map(len, arrays)], dtype=np.int64)
     return np.concatenate([header.view(np.int32), *arrays], dtype=np.int32)
 
@@ -223,9 +281,11 @@ def decode_plan(buffer: IntArray) -> StepPlan:
     """The plan at the front of a buffer by ``encode_plan``. Its arrays are views of the buffer."""
     step, *lengths = buffer[:_NUM_HEADER_WORDS].view(np.int64).tolist()
     borders = accumulate(lengths, initial=_NUM_HEADER_WORDS)
-    arrays = (buffer[begin:end] for begin, end in pairwise(borders))
-    named = dict(zip(_ARRAYS, arrays, strict=True))
-    return StepPlan(step=step, admissions=(), **named)
+    arrays = iter([buffer[begin:end] for begin, end in pairwise(borders)])
+    values: dict[str, Any] = {name: next(arrays) for name in _ARRAYS}
+    for name, part in _PARTS.items():
+        values[name] = part(*islice(arrays, len(_NAMES[name])))
+    return StepPlan(step=step, **values)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

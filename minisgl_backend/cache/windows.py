@@ -36,8 +36,8 @@ import numpy as np
 
 from minisgl_backend.cache.pages import PagePool
 from minisgl_backend.errors import InvariantError
-from minisgl_backend.plan import NO_PAGE
-from minisgl_backend.request import EMPTY, IntArray
+from minisgl_backend.plan import NO_PAGE, Grants
+from minisgl_backend.request import IntArray
 
 _NONE: Final = -1
 
@@ -228,15 +228,15 @@ class WindowPages:
         """The free window pages that may hold NaN and were not returned before."""
         return self._pool.take_broken()
 
-    def take_grants(self) -> tuple[IntArray, IntArray, IntArray]:
-        """What has changed in the table since the last call: lines, indices and window pages, or
-        ``NO_PAGE``; int32[num_changes] each, and no entry twice."""
+    def take_grants(self) -> Grants:
+        """What has changed in the table since the last call: window pages, or ``NO_PAGE``; no entry
+        twice."""
         if not self._grants:
-            return EMPTY, EMPTY, EMPTY
+            return Grants()
         places = np.array(list(self._grants), dtype=np.int32)
         pages = np.array(list(self._grants.values()), dtype=np.int32)
         self._grants.clear()
-        return places[:, 0], places[:, 1], pages
+        return Grants(places[:, 0], places[:, 1], pages)
 
     def emptied(self, leases: Iterable[WindowLease]) -> WindowPages:
         """As new, for a cache whose ``leases`` are lost: all window pages are broken, and lines

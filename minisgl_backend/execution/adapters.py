@@ -27,7 +27,7 @@ from minisgl_backend.kernels.adapters import (
 from minisgl_backend.models.adapter_files import AdapterFile, open_adapter
 from minisgl_backend.models.adapter_slots import AdapterShape, AdapterSlots
 from minisgl_backend.parallel.group import Group
-from minisgl_backend.plan import StepPlan
+from minisgl_backend.plan import AdapterMoves
 from minisgl_backend.request import IntArray
 
 
@@ -101,16 +101,14 @@ class RowAdapters:
         self.version = 0
         """Another number whenever a row or a slot has changed."""
 
-    def held(self, plan: StepPlan) -> list[Tensor]:
+    def held(self, moves: AdapterMoves) -> list[Tensor]:
         """The adapters that a plan loads, on rank 0, which may be dropped once this was called.
         Also outside of submitted work."""
-        return (
-            [] if self._store is None else list(map(self._store.get, plan.load_adapters.tolist()))
-        )
+        return [] if self._store is None else list(map(self._store.get, moves.load_ids.tolist()))
 
-    def take(self, plan: StepPlan, held: list[Tensor]) -> None:
-        """Load what the plan loads, and note the slots of its rows."""
-        numbers = (plan.load_slots, plan.load_ranks, plan.load_targets)
+    def take(self, moves: AdapterMoves, held: list[Tensor]) -> None:
+        """Load what a plan loads, and note the slots of its rows."""
+        numbers = (moves.load_slots, moves.load_ranks, moves.load_targets)
         loads = zip(*(array.tolist() for array in numbers), strict=True)
         for index, (slot, rank, targets) in enumerate(loads):
             shape = AdapterShape(rank, targets)
@@ -121,8 +119,8 @@ class RowAdapters:
                 flat = self._group.broadcast(flat)
             self._slots.write(slot, shape, flat)
             self._ranks[slot] = self._slots.padded_rank(rank)
-        if len(plan.adapter_rows):
-            self._of_rows[plan.adapter_rows] = plan.adapter_slots
+        if len(moves.rows):
+            self._of_rows[moves.rows] = moves.slots
             self.version += 1
 
     def have_any(self, rows: IntArray | HostArray) -> bool:

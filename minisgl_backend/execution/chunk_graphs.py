@@ -26,7 +26,7 @@ from torch import Tensor
 from minisgl_backend.device.base import Device, Graph
 from minisgl_backend.execution.capture import Captured, capture
 from minisgl_backend.execution.flat_batch import FlatBatch
-from minisgl_backend.plan import Groups
+from minisgl_backend.plan import Decodes, Groups
 from minisgl_backend.progress import Progress
 from minisgl_backend.request import EMPTY, IntArray
 
@@ -162,7 +162,7 @@ class ChunkGraphs:
                 what,
                 sizes,
                 lambda size: layers(ChunkInputs.of(self._buffer, size, max_rows), grouped),
-                prepare=lambda size: self._write(size, FlatBatch.of_decodes(EMPTY, EMPTY), EMPTY),
+                prepare=lambda size: self._write(size, FlatBatch.of_decodes(Decodes()), EMPTY),
                 option="cuda_graph_max_tokens",
                 progress=progress,
             )

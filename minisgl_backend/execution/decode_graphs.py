@@ -26,7 +26,7 @@ from minisgl_backend.errors import ConfigError
 from minisgl_backend.execution.capture import Captured, capture
 from minisgl_backend.execution.sampling import StepLogits, StepOutput
 from minisgl_backend.kernels.rows import RowTable, StepInputs
-from minisgl_backend.plan import NO_GROUPS, Groups
+from minisgl_backend.plan import NO_GROUPS, Decodes, Groups
 from minisgl_backend.progress import Progress
 from minisgl_backend.request import EMPTY, IntArray
 
@@ -140,29 +140,21 @@ class DecodeGraphs:
         """Whether a step of this number of rows can be replayed."""
         return num_rows <= self._sizes[-1]
 
-    def replay(
-        self,
-        rows: IntArray,
-        positions: IntArray,
-        grants: IntArray,
-        groups: Groups = NO_GROUPS,
-    ) -> StepOutput:
-        """Enqueue a decode step of ``rows`` at ``positions``, int32 [num_rows] both, after grants
-        int32 [3, num_grants]. Members of ``groups`` are indices of ``rows``.
+    def replay(self, decodes: Decodes, grants: IntArray, groups: Groups = NO_GROUPS) -> StepOutput:
+        """Enqueue a decode step, after grants int32 [3, num_grants]. Members of ``groups`` are
+        indices of ``decodes``.
 
-        The output's first num_rows entries are those of the rows.
+        The output's first entries are those of the rows.
         """
-        size = self._prepare(rows, positions, grants)
+        size = self._prepare(decodes, grants)
         is_grouped = size in self._grouped and self._take_groups(groups)
         graph = (self._grouped if is_grouped else self.captured.graphs)[size]
         graph.replay()
         return graph.output
 
-    def begin(
-        self, rows: IntArray, positions: IntArray, grants: IntArray
-    ) -> Callable[[], StepOutput]:
+    def begin(self, decodes: Decodes, grants: IntArray) -> Callable[[], StepOutput]:
         """Enqueue the same step up to its logits; to be called for the rest before any other."""
-        size = self._prepare(rows, positions, grants)
+        size = self._prepare(decodes, grants)
         self._forwards[size].replay()
         sampling = self._samplings[size]
 
@@ -172,8 +164,9 @@ class DecodeGraphs:
 
         return finish
 
-    def _prepare(self, rows: IntArray, positions: IntArray, grants: IntArray) -> int:
+    def _prepare(self, decodes: Decodes, grants: IntArray) -> int:
         """Write the inputs of a step; the size of its graph."""
+        rows = decodes.rows
         num_rows, num_grants = len(rows), grants.shape[1]
         size = self._sizes[bisect.bisect_left(self._sizes, num_rows)]
         known = self._rows[:size]
@@ -192,7 +185,7 @@ class DecodeGraphs:
             self._device.overwrite(self._inputs.buffer[: len(content)], content)
         if self._schedule is not None:
             lengths = np.ones(size, np.int32)
-            lengths[:num_rows] += positions
+            lengths[:num_rows] += decodes.positions
             self._schedule(lengths)
         if self._take_rows is not None:
             self._take_rows(rows, size)

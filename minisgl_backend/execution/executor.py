@@ -41,7 +41,16 @@ from minisgl_backend.kernels.adapters import AdaptedTokens
 from minisgl_backend.kernels.rows import StepInputs, begin_decode
 from minisgl_backend.models.adapter_slots import AdapterSlots
 from minisgl_backend.models.decoder import Decoder
-from minisgl_backend.plan import NO_SNAPSHOT, Groups, Pending, StepPlan
+from minisgl_backend.plan import (
+    NO_SNAPSHOT,
+    Chunks,
+    Copies,
+    Decodes,
+    Groups,
+    Pending,
+    Snapshots,
+    StepPlan,
+)
 from minisgl_backend.progress import Progress, unseen
 from minisgl_backend.request import IntArray
 
@@ -134,7 +143,7 @@ class ModelExecutor:
         if self._unmasked is not None and self._unmasked.waits:
             raise InvariantError("a step is launched while the one before it waits for masks")
         self._unmasked = None
-        loaded = [] if self._adapters is None else self._adapters.held(plan)
+        loaded = [] if self._adapters is None else self._adapters.held(plan.adapters)
         if len(plan.masked_rows):
             step = MaskedStep(lambda: self._begin(plan, loaded), self._sampler, self._submit)
             self._unmasked = step
@@ -225,35 +234,37 @@ class ModelExecutor:
             broken = self.device.upload(plan.broken_window_pages.astype(np.int64))
             self._storage.clear(broken, window_pages=True)
         if self._adapters is not None:
-            self._adapters.take(plan, loaded)
-        if len(plan.copy_sources):
-            self._storage.copy(*self.device.upload(_copied_slots(plan, self._storage.page_size)))
-        if self._states is not None and len(plan.kept_rows):
-            self._states.keep(plan.kept_rows, plan.kept_snapshots)
+            self._adapters.take(plan.adapters, loaded)
+        if len(plan.copies.sources):
+            slots = _copied_slots(plan.copies, self._storage.page_size)
+            self._storage.copy(*self.device.upload(slots))
+        if self._states is not None and len(plan.snapshots.kept_rows):
+            self._states.keep(plan.snapshots.kept_rows, plan.snapshots.kept)
         if plan.admissions:
             self.rows.admit(plan.admissions)
             self._sampler.admit(plan.admissions)
             self._scorer.admit(plan.admissions)
             self._embedder.admit(plan.admissions)
-        grants, num_decodes = self.rows.grants_of(plan), len(plan.decode_rows)
-        is_decode = num_decodes > 0 and not len(plan.prefill_rows)
-        graphs = self.adapter_graphs if self._are_adapted(plan.decode_rows) else self.graphs
+        grants = self.rows.lines_of(plan.grants, plan.window_grants)
+        num_decodes = len(plan.decodes.rows)
+        is_decode = num_decodes > 0 and not len(plan.chunks.rows)
+        graphs = self.adapter_graphs if self._are_adapted(plan.decodes.rows) else self.graphs
         if is_decode and graphs and graphs.fits(num_decodes):
             if grants.shape[1] > graphs.max_grants:
                 self.rows.grant(grants)
                 grants = grants[:, :0]
-            inputs = (plan.decode_rows, plan.decode_positions, grants)
             if len(plan.masked_rows):
-                return partial(self._finish, plan, graphs.begin(*inputs))
-            return partial(self._finish, plan, partial(graphs.replay, *inputs, plan.groups))
+                return partial(self._finish, plan, graphs.begin(plan.decodes, grants))
+            replay = partial(graphs.replay, plan.decodes, grants, plan.groups_by_index)
+            return partial(self._finish, plan, replay)
         self.rows.grant(grants)
         batch = FlatBatch.of(plan)
-        hidden = self._layers(batch, plan.prefill_tokens)
+        hidden = self._layers(batch, plan.chunks.tokens)
         sample = partial(self._sample, self._logits_of(batch, hidden))
         embedded = self._embedder.embedded(hidden, batch)
-        if not len(plan.score_chunks):
+        if not len(plan.scores.chunks):
             return partial(self._finish, plan, sample, embedded=embedded)
-        score = partial(self._scorer.scored, hidden, plan, batch.chunk_offsets)
+        score = partial(self._scorer.scored, hidden, plan.scores, plan.chunks, batch.chunk_offsets)
         return partial(self._finish, plan, sample, score, embedded)
 
     def _finish(
@@ -446,9 +457,9 @@ class ModelExecutor:
                 members = np.arange(num_decodes, dtype=np.int32)
                 sizes = np.array([num_decodes], np.int32)
                 batch = replace(batch, groups=Groups(sizes, np.zeros_like(ends), ends, members))
-            hidden = self._layers(batch, plan.prefill_tokens)
+            hidden = self._layers(batch, plan.chunks.tokens)
             output = self._sample(self._logits_of(batch, hidden))
-            tokens = plan.prefill_tokens
+            tokens = plan.chunks.tokens
             for num_top in (0, Limits().logprobs) if len(tokens) else ():
                 self._scorer.score(hidden, np.arange(len(tokens)), tokens, num_top)
             self._embedder.embed(hidden[: len(output.tokens)])
@@ -467,20 +478,24 @@ class ModelExecutor:
         row = self.rows.table.dummy_row
         return StepPlan(
             step=-1,
-            prefill_rows=np.full(len(chunks), row, np.int32),
-            prefill_starts=np.zeros(len(chunks), np.int32),
-            prefill_lengths=np.array(chunks, np.int32),
-            prefill_samples=np.ones(len(chunks), np.int32),
-            prefill_tokens=np.zeros(sum(chunks), np.int32),
-            begun_from=np.full(len(chunks), NO_SNAPSHOT, np.int32),
-            decode_rows=np.full(num_decodes, row, np.int32),
-            decode_positions=np.full(num_decodes, position, np.int32),
+            chunks=Chunks(
+                rows=np.full(len(chunks), row, np.int32),
+                starts=np.zeros(len(chunks), np.int32),
+                lengths=np.array(chunks, np.int32),
+                samples=np.ones(len(chunks), np.int32),
+                tokens=np.zeros(sum(chunks), np.int32),
+            ),
+            snapshots=Snapshots(begun_from=np.full(len(chunks), NO_SNAPSHOT, np.int32)),
+            decodes=Decodes(
+                rows=np.full(num_decodes, row, np.int32),
+                positions=np.full(num_decodes, position, np.int32),
+            ),
         )
 
 
-def _copied_slots(plan: StepPlan, page_size: int) -> HostArray:
-    """The slots that a plan's copies read and write, int64[2, num_positions]."""
-    ends = np.cumsum(plan.copy_lengths)
-    offsets = np.arange(ends[-1]) - np.repeat(ends - plan.copy_lengths, plan.copy_lengths)
-    pages = np.stack([plan.copy_sources, plan.copy_targets]).astype(np.int64)
-    return np.asarray(np.repeat(pages, plan.copy_lengths, axis=1) * page_size + offsets)
+def _copied_slots(copies: Copies, page_size: int) -> HostArray:
+    """The slots that copies read and write, int64[2, num_positions]."""
+    ends, lengths = np.cumsum(copies.lengths), copies.lengths
+    offsets = np.arange(ends[-1]) - np.repeat(ends - lengths, lengths)
+    pages = np.stack([copies.sources, copies.targets]).astype(np.int64)
+    return np.asarray(np.repeat(pages, lengths, axis=1) * page_size + offsets)

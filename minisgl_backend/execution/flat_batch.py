@@ -5,12 +5,12 @@ All arrays are on the host. Must not know pages: the page table is on the device
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from minisgl_backend.device.base import HostArray
-from minisgl_backend.plan import NO_GROUPS, Groups, StepPlan
+from minisgl_backend.plan import NO_GROUPS, Decodes, Groups, Snapshots, StepPlan
 from minisgl_backend.request import EMPTY, IntArray
 
 
@@ -26,12 +26,10 @@ class FlatBatch:
     int32[num_chunks]: ``chunk_rows``; ``chunk_ends``, the position after each chunk's last one.
     int32[num_chunks + 1]: ``chunk_offsets``, the flat index of each chunk's first token, and then
     the number of tokens.
-    ``begun_from`` [num_chunks]; ``saved_chunks``, ``saved_positions``, ``saved_snapshots`` [V]: see
-    ``StepPlan``.
     int64[num_samples]: ``samples``, the flat indices of the tokens whose logits are sampled, with
     their ``sample_rows``; ``sample_positions``, the positions that the new tokens will have. Chunks
     come first here, as in ``StepPlan.sample_rows``.
-    ``groups``: those of the plan, with the flat indices of decoding tokens as members.
+    ``groups``, ``snapshots``: those of the plan; members of groups are flat indices.
     """
 
     rows: HostArray
@@ -39,52 +37,42 @@ class FlatBatch:
     chunk_rows: IntArray
     chunk_offsets: IntArray
     chunk_ends: IntArray
-    begun_from: IntArray
-    saved_chunks: IntArray
-    saved_positions: IntArray
-    saved_snapshots: IntArray
     samples: HostArray
     sample_rows: HostArray
     sample_positions: HostArray
     groups: Groups = NO_GROUPS
+    snapshots: Snapshots = field(default_factory=Snapshots)
 
     @classmethod
     def of(cls, plan: StepPlan) -> FlatBatch:
-        groups = plan.groups
-        if not len(plan.prefill_rows):
-            return replace(cls.of_decodes(plan.decode_rows, plan.decode_positions), groups=groups)
-        lengths = plan.prefill_lengths.astype(np.int64)  # [num_chunks]
-        ends = plan.prefill_starts + lengths  # [num_chunks]
-        decodes = np.arange(len(plan.decode_rows))
-        offsets = len(decodes) + np.concatenate([[0], np.cumsum(lengths)])  # [num_chunks + 1]
+        groups, chunks, decodes = plan.groups_by_index, plan.chunks, plan.decodes
+        if not len(chunks.rows):
+            return replace(cls.of_decodes(decodes), groups=groups)
+        lengths = chunks.lengths.astype(np.int64)  # [num_chunks]
+        decoding = np.arange(len(decodes.rows))
+        offsets = len(decoding) + np.concatenate([[0], np.cumsum(lengths)])  # [num_chunks + 1]
         chunked = np.arange(offsets[0], offsets[-1])  # flat indices, which become positions
-        chunked += np.repeat(plan.prefill_starts - offsets[:-1], lengths)
-        sampled = plan.prefill_samples != 0
+        chunked += np.repeat(chunks.starts - offsets[:-1], lengths)
+        ends, sampled = chunks.ends, chunks.samples != 0
         return cls(
-            rows=np.concatenate(
-                [plan.decode_rows, np.repeat(plan.prefill_rows, lengths)], dtype=int
-            ),
-            positions=np.concatenate([plan.decode_positions, chunked], dtype=int),
-            chunk_rows=plan.prefill_rows,
+            rows=np.concatenate([decodes.rows, np.repeat(chunks.rows, lengths)], dtype=int),
+            positions=np.concatenate([decodes.positions, chunked], dtype=int),
+            chunk_rows=chunks.rows,
             chunk_offsets=offsets.astype(np.int32),
-            chunk_ends=ends.astype(np.int32),
-            begun_from=plan.begun_from,
-            saved_chunks=plan.saved_chunks,
-            saved_positions=plan.saved_positions,
-            saved_snapshots=plan.saved_snapshots,
-            samples=np.concatenate([offsets[1:][sampled] - 1, decodes], dtype=int),
+            chunk_ends=ends,
+            samples=np.concatenate([offsets[1:][sampled] - 1, decoding], dtype=int),
             sample_rows=plan.sample_rows.astype(np.int64),
-            sample_positions=np.concatenate([ends[sampled], plan.decode_positions + 1], dtype=int),
+            sample_positions=np.concatenate([ends[sampled], decodes.positions + 1], dtype=int),
             groups=groups,
+            snapshots=plan.snapshots,
         )
 
     @classmethod
-    def of_decodes(cls, decode_rows: IntArray, decode_positions: IntArray) -> FlatBatch:
-        """A step of these decoding rows only, which may be none; int32 [num_decodes] both."""
-        rows, positions = decode_rows.astype(np.int64), decode_positions.astype(np.int64)
+    def of_decodes(cls, decodes: Decodes) -> FlatBatch:
+        """A step of these decoding rows only, which may be none."""
+        rows, positions = decodes.rows.astype(np.int64), decodes.positions.astype(np.int64)
         offsets, samples = np.array([len(rows)], np.int32), np.arange(len(rows))
-        none = (EMPTY,) * 5
-        return cls(rows, positions, EMPTY, offsets, *none, samples, rows, positions + 1)
+        return cls(rows, positions, EMPTY, offsets, EMPTY, samples, rows, positions + 1)
 
     @property
     def num_decodes(self) -> int:

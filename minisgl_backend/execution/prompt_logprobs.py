@@ -22,7 +22,7 @@ from torch import Tensor
 from minisgl_backend.device.base import Device, HostArray
 from minisgl_backend.kernels.likelihood import Likelihoods, likelihoods
 from minisgl_backend.models.decoder import Decoder
-from minisgl_backend.plan import Admission, StepPlan
+from minisgl_backend.plan import Admission, Chunks, Scores
 from minisgl_backend.request import FloatArray, IntArray, PromptLogprobs
 
 _SLICE_BYTES: Final = 2**28
@@ -93,21 +93,21 @@ class PromptScorer:
             self._num_alternatives[admission.row] = asked or 0
 
     def scored(
-        self, hidden: Tensor, plan: StepPlan, chunk_offsets: IntArray
+        self, hidden: Tensor, scores: Scores, chunks: Chunks, chunk_offsets: IntArray
     ) -> ScoredChunks | None:
-        """Score what the plan says, in ``hidden`` [num_tokens, hidden_size], the residual stream
+        """Score what a plan says, in ``hidden`` [num_tokens, hidden_size], the residual stream
         of a step, in which chunk i begins at ``chunk_offsets`` [i].
 
-        The plan scores something. None on ranks other than 0.
+        There are S > 0 scores. None on ranks other than 0.
         """
-        chunks = plan.score_chunks
-        borders = np.concatenate([[0], np.cumsum(plan.score_lengths, dtype=np.int64)])  # [S + 1]
-        begins = chunk_offsets[chunks] + plan.score_starts - plan.prefill_starts[chunks]  # [S]
-        positions = np.arange(borders[-1]) + np.repeat(begins - borders[:-1], plan.score_lengths)
-        counts = self._num_alternatives[plan.prefill_rows[chunks]]  # [S]
+        of, lengths = scores.chunks, scores.lengths
+        borders = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])  # [S + 1]
+        begins = chunk_offsets[of] + scores.starts - chunks.starts[of]  # [S]
+        positions = np.arange(borders[-1]) + np.repeat(begins - borders[:-1], lengths)
+        counts = self._num_alternatives[chunks.rows[of]]  # [S]
         counts = np.minimum(counts, self._model.spec.vocab_size)
-        found = self.score(hidden, positions, plan.score_tokens, int(counts.max()))
-        return None if found is None else ScoredChunks(plan.score_tokens, borders, counts, found)
+        found = self.score(hidden, positions, scores.tokens, int(counts.max()))
+        return None if found is None else ScoredChunks(scores.tokens, borders, counts, found)
 
     def score(
         self, hidden: Tensor, positions: HostArray, tokens: IntArray, num_top: int

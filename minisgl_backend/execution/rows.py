@@ -16,7 +16,7 @@ from torch import Tensor
 from minisgl_backend.device.base import Device, HostArray
 from minisgl_backend.kernels.rows import RowTable
 from minisgl_backend.kernels.sampling_table import COLUMNS, IN_PROMPT, IS_STOP, ONCE
-from minisgl_backend.plan import NO_PAGE, Admission, StepPlan
+from minisgl_backend.plan import NO_PAGE, Admission, Grants
 from minisgl_backend.request import FloatArray, IntArray, SamplingParams
 
 _LEAST_FACTOR: Final = 1e-30
@@ -83,21 +83,21 @@ class DeviceRows:
             to_tokens, bits = buffer[begin:end].view(part.shape)
             line.zero_()[to_tokens] = bits.int().view(line.dtype)
 
-    def grants_of(self, plan: StepPlan) -> IntArray:
+    def lines_of(self, grants: Grants, window_grants: Grants) -> IntArray:
         """What a plan writes to the page tables, int32[3, num_grants]: lines of the row table,
         indices and pages."""
-        grants = np.stack([plan.grant_rows, plan.grant_indices, plan.grant_pages])
-        if not len(plan.window_rows):
-            return grants
+        of_pages = np.stack([grants.rows, grants.indices, grants.pages])
+        if not len(window_grants.rows):
+            return of_pages
         assert self._dummy_window_page is not None
-        lines = plan.window_rows + len(self.table.tokens)
-        has_page = plan.window_pages != NO_PAGE
-        pages = np.where(has_page, plan.window_pages, self._dummy_window_page)
-        of_windows = np.stack([lines, plan.window_indices, pages])
-        return np.concatenate([grants, of_windows], axis=1, dtype=np.int32)
+        lines = window_grants.rows + len(self.table.tokens)
+        has_page = window_grants.pages != NO_PAGE
+        pages = np.where(has_page, window_grants.pages, self._dummy_window_page)
+        of_windows = np.stack([lines, window_grants.indices, pages])
+        return np.concatenate([of_pages, of_windows], axis=1, dtype=np.int32)
 
     def grant(self, grants: IntArray) -> None:
-        """Write grants of ``grants_of``: lines[line, index] = page."""
+        """Write grants of ``lines_of``: lines[line, index] = page."""
         if grants.shape[1]:
             lines, at, granted = self._device.upload(grants.astype(np.int64))
             self.table.lines[lines, at] = granted.int()

@@ -55,15 +55,17 @@ class StateStorage:
 
     def restore(self, batch: FlatBatch) -> None:
         """Copy the states of snapshots to the rows whose chunks begin with these."""
-        resumes = batch.begun_from != NO_SNAPSHOT
-        self._copy(batch.begun_from[resumes] + self._first_snapshot, batch.chunk_rows[resumes])
+        begun_from = batch.snapshots.begun_from
+        resumes = begun_from != NO_SNAPSHOT
+        self._copy(begun_from[resumes] + self._first_snapshot, batch.chunk_rows[resumes])
 
     def runs_of(self, batch: FlatBatch) -> list[Run]:
         """The chunks of ``batch``, with the slots of their rows and snapshots."""
         offsets, ends = batch.chunk_offsets.tolist(), batch.chunk_ends.tolist()
-        positions = batch.saved_positions.tolist()
-        slots = (batch.saved_snapshots + self._first_snapshot).tolist()
-        saved = np.searchsorted(batch.saved_chunks, np.arange(len(ends) + 1)).tolist()
+        snapshots = batch.snapshots
+        positions = snapshots.saved_positions.tolist()
+        slots = (snapshots.saved + self._first_snapshot).tolist()
+        saved = np.searchsorted(snapshots.saved_chunks, np.arange(len(ends) + 1)).tolist()
         runs = []
         for chunk, row in enumerate(batch.chunk_rows.tolist()):
             begin, end = offsets[chunk : chunk + 2]

@@ -358,7 +358,7 @@ class Loop:
         now = time.monotonic()
         self._recorder.step_committed(
             _kind(plan),
-            batch_size=len(plan.prefill_rows) + len(plan.decode_rows),
+            batch_size=len(plan.chunks.rows) + len(plan.decodes.rows),
             num_tokens=len(tokens.token_ids),
             duration_s=now - flight.launched_s,
         )
@@ -428,6 +428,6 @@ class Loop:
 
 
 def _kind(plan: StepPlan) -> StepKind:
-    if not len(plan.prefill_rows):
+    if not len(plan.chunks.rows):
         return "decode"
-    return "mixed" if len(plan.decode_rows) else "prefill"
+    return "mixed" if len(plan.decodes.rows) else "prefill"

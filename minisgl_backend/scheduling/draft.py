@@ -1,14 +1,28 @@
 """A step plan while the scheduler makes it.
 
-Knows the fields of ``StepPlan``. Must not decide anything.
+Knows the parts of a ``StepPlan``. Must not decide anything.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from minisgl_backend.cache.windows import WindowPages
-from minisgl_backend.plan import NO_GROUPS, Admission, Groups, StepPlan
+from minisgl_backend.plan import (
+    NO_GROUPS,
+    AdapterMoves,
+    Admission,
+    Chunks,
+    Copies,
+    Decodes,
+    Grants,
+    Groups,
+    Scores,
+    Snapshots,
+    StepPlan,
+)
 from minisgl_backend.request import EMPTY, Adapter, IntArray
 from minisgl_backend.scheduling.running import Mask
 
@@ -18,13 +32,13 @@ class Draft:
 
     def __init__(self, budget: int) -> None:
         self.budget = budget
-        self.decode_rows = EMPTY
-        self.decode_positions = EMPTY
+        self.decodes = Decodes()
         self.groups = NO_GROUPS
         self._admissions: list[Admission] = []
         self._grants: list[tuple[IntArray, IntArray, IntArray]] = []
         self._copies: list[tuple[int, int, int]] = []
-        self._chunks: list[tuple[int, int, int, int, int]] = []
+        self._chunks: list[tuple[int, int, int, int]] = []
+        self._begun_from: list[int] = []
         self._tokens: list[IntArray] = []
         self._saved: list[tuple[int, int, int]] = []
         self._kept: list[tuple[int, int]] = []
@@ -36,7 +50,7 @@ class Draft:
     @property
     def is_empty(self) -> bool:
         """Whether the step would compute nothing."""
-        return not self._chunks and not len(self.decode_rows)
+        return not self._chunks and not len(self.decodes.rows)
 
     def admit(self, admission: Admission) -> None:
         """Add a request that takes a row."""
@@ -67,7 +81,8 @@ class Draft:
     ) -> None:
         """Add a chunk: compute ``tokens`` at the positions from ``start`` on. The row begins with
         ``snapshot``, or goes on if it is ``NO_SNAPSHOT``."""
-        self._chunks.append((row, start, len(tokens), samples, snapshot))
+        self._chunks.append((row, start, len(tokens), samples))
+        self._begun_from.append(snapshot)
         self._tokens.append(tokens)
         self.budget -= len(tokens)
 
@@ -89,8 +104,7 @@ class Draft:
     def decode(self, rows: IntArray, positions: IntArray, groups: Groups) -> None:
         """Decode these rows, with groups of them. The arrays are kept, so the caller must not write
         to them again."""
-        self.decode_rows = rows
-        self.decode_positions = positions
+        self.decodes = Decodes(rows, positions)
         self.groups = groups
 
     def freeze(
@@ -106,67 +120,35 @@ class Draft:
 
         ``masked``, bool[num_rows], says which rows have a grammar. ``windows`` gives its news.
         """
-        chunks = np.array(self._chunks, dtype=np.int32).reshape(-1, 5).T
-        copies = np.array(self._copies, dtype=np.int32).reshape(-1, 3).T
-        saved = np.array(self._saved, dtype=np.int32).reshape(-1, 3).T
-        kept = np.array(self._kept, dtype=np.int32).reshape(-1, 2).T
-        scores = np.array(self._scores, dtype=np.int32).reshape(-1, 3).T
-        loads = np.array(self._loads, dtype=np.int32).reshape(-1, 4).T
-        adapted = np.array(self._adapted, dtype=np.int32).reshape(-1, 2).T
-        grant_rows, grant_indices, grant_pages = (
-            (_join(column) for column in zip(*self._grants, strict=True))
-            if self._grants
-            else (EMPTY, EMPTY, EMPTY)
-        )
-        window_rows, window_indices, window_pages = (
-            (EMPTY, EMPTY, EMPTY) if windows is None else windows.take_grants()
-        )
-        sampled = np.concatenate([chunks[0][chunks[3] != 0], self.decode_rows])
+        rows, starts, lengths, samples = _columns(self._chunks, 4)
+        chunks = Chunks(rows, starts, lengths, samples, _joined(self._tokens))
+        of, begins, counts = _columns(self._scores, 3)
+        scores = Scores(of, begins, counts, _joined(self._score_tokens))
+        sampled = np.concatenate([chunks.rows[chunks.samples != 0], self.decodes.rows])
+        begun_from = np.array(self._begun_from, dtype=np.int32)
         return StepPlan(
             step=step,
             released_rows=np.array(released_rows, dtype=np.int32),
             broken_pages=broken_pages,
-            admissions=tuple(self._admissions),
-            grant_rows=grant_rows,
-            grant_indices=grant_indices,
-            grant_pages=grant_pages,
-            copy_sources=copies[0],
-            copy_targets=copies[1],
-            copy_lengths=copies[2],
-            prefill_rows=chunks[0],
-            prefill_starts=chunks[1],
-            prefill_lengths=chunks[2],
-            prefill_samples=chunks[3],
-            prefill_tokens=_join(self._tokens) if self._tokens else EMPTY,
-            begun_from=chunks[4],
-            saved_chunks=saved[0],
-            saved_positions=saved[1],
-            saved_snapshots=saved[2],
-            kept_rows=kept[0],
-            kept_snapshots=kept[1],
-            decode_rows=self.decode_rows,
-            decode_positions=self.decode_positions,
-            group_sizes=self.groups.sizes,
-            group_begins=self.groups.begins,
-            group_ends=self.groups.ends,
-            group_rows=self.groups.members,
-            masked_rows=sampled[masked[sampled]],
-            score_chunks=scores[0],
-            score_starts=scores[1],
-            score_lengths=scores[2],
-            score_tokens=_join(self._score_tokens) if self._score_tokens else EMPTY,
-            load_slots=loads[0],
-            load_adapters=loads[1],
-            load_ranks=loads[2],
-            load_targets=loads[3],
-            adapter_rows=adapted[0],
-            adapter_slots=adapted[1],
-            window_rows=window_rows,
-            window_indices=window_indices,
-            window_pages=window_pages,
             broken_window_pages=EMPTY if windows is None else windows.take_broken(),
+            adapters=AdapterMoves(*_columns(self._loads, 4), *_columns(self._adapted, 2)),
+            copies=Copies(*_columns(self._copies, 3)),
+            admissions=tuple(self._admissions),
+            grants=Grants(*map(_joined, zip(*self._grants, strict=True))),
+            window_grants=Grants() if windows is None else windows.take_grants(),
+            snapshots=Snapshots(begun_from, *_columns(self._saved, 3), *_columns(self._kept, 2)),
+            chunks=chunks,
+            decodes=self.decodes,
+            groups=self.groups,
+            scores=scores,
+            masked_rows=sampled[masked[sampled]],
         )
 
 
-def _join(parts: tuple[IntArray, ...] | list[IntArray]) -> IntArray:
-    return np.concatenate(parts, dtype=np.int32)
+def _columns(lines: Sequence[tuple[int, ...]], width: int) -> Sequence[IntArray]:
+    """The columns of a table, int32[num_lines] each."""
+    return list(np.array(lines, dtype=np.int32).T) if lines else (EMPTY,) * width
+
+
+def _joined(parts: Sequence[IntArray]) -> IntArray:
+    return np.concatenate(parts, dtype=np.int32) if parts else EMPTY

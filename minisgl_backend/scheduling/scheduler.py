@@ -165,15 +165,15 @@ class Scheduler:
             raise InvariantError(f"step {plan.step} is committed, {self._next_commit} is due")
         self._next_commit += 1
         rows = self._rows
-        rows.landed(plan.prefill_rows, plan.prefill_starts + plan.prefill_lengths)
-        rows.landed(plan.decode_rows, plan.decode_positions + 1)
+        rows.landed(plan.chunks.rows, plan.chunks.ends)
+        rows.landed(plan.decodes.rows, plan.decodes.positions + 1)
         scored = self._take_scores(plan, tokens.prompt_logprobs)
         result = self._take(plan.sample_rows, tokens, scored)
-        for row in plan.prefill_rows.tolist():
+        for row in plan.chunks.rows.tolist():
             sequence = rows.sequences[row]
             if sequence is not None and not sequence.failed:
                 self._life.publish(sequence, sequence.tokens)
-        for step_rows in (plan.prefill_rows, plan.decode_rows):
+        for step_rows in (plan.chunks.rows, plan.decodes.rows):
             for row in step_rows[rows.is_idle(step_rows)].tolist():
                 self._life.release(rows.sequence(row))
         return result
@@ -343,11 +343,11 @@ class Scheduler:
         self, plan: StepPlan, scores: tuple[PromptLogprobs, ...]
     ) -> list[tuple[RequestId, PromptLogprobs]]:
         """Give the log-probabilities of prompts to their sequences."""
-        if len(scores) != len(plan.score_chunks):
-            raise InvariantError(f"{len(scores)} scores for {len(plan.score_chunks)} chunks")
+        if len(scores) != len(plan.scores.chunks):
+            raise InvariantError(f"{len(scores)} scores for {len(plan.scores.chunks)} chunks")
         found = []
-        for chunk, score in zip(plan.score_chunks.tolist(), scores, strict=True):
-            row = int(plan.prefill_rows[chunk])
+        for chunk, score in zip(plan.scores.chunks.tolist(), scores, strict=True):
+            row = int(plan.chunks.rows[chunk])
             if self._rows.accepting[row]:
                 sequence = self._rows.sequence(row)
                 sequence.num_scored += len(score)

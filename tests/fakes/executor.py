@@ -26,7 +26,7 @@ encoded and decoded first.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import islice, pairwise
 
@@ -37,6 +37,8 @@ from minisgl_backend.plan import (
     NO_SNAPSHOT,
     NO_TOKEN,
     Admission,
+    Copies,
+    Grants,
     SampledTokens,
     StepPlan,
     decode_plan,
@@ -242,36 +244,31 @@ class FakeExecutor:
             self._rows[admission.row] = _Row(
                 admission, admission.history.tolist(), admission.num_cached_tokens
             )
-        self._grant(plan)
-        places = list(zip(plan.window_rows.tolist(), plan.window_indices.tolist(), strict=True))
+        self._grant(plan.grants)
+        of_windows = plan.window_grants
+        places = list(_lines(of_windows.rows, of_windows.indices))
         assert len(places) == len(set(places)), "an entry of the window table is written twice"
-        self._window_table[plan.window_rows, plan.window_indices] = plan.window_pages
-        self._copy(plan)
+        self._window_table[of_windows.rows, of_windows.indices] = of_windows.pages
+        self._copy(plan.copies)
         self._keep_states(plan)
         self._read_together(plan)
+        chunks, snapshots = plan.chunks, plan.snapshots
         sampled, start = [], 0
         for chunk, (row, position, length, samples) in enumerate(
-            zip(
-                plan.prefill_rows.tolist(),
-                plan.prefill_starts.tolist(),
-                plan.prefill_lengths.tolist(),
-                plan.prefill_samples.tolist(),
-                strict=True,
-            )
+            _lines(chunks.rows, chunks.starts, chunks.lengths, chunks.samples)
         ):
             if self.has_states:
-                self._begin_state(row, position, int(plan.begun_from[chunk]))
-            saved = np.flatnonzero(plan.saved_chunks == chunk)
-            saves = zip(plan.saved_positions[saved], plan.saved_snapshots[saved], strict=True)
-            tokens = plan.prefill_tokens[start : start + length].tolist()
+                self._begin_state(row, position, int(snapshots.begun_from[chunk]))
+            saved = np.flatnonzero(snapshots.saved_chunks == chunk)
+            saves = zip(snapshots.saved_positions[saved], snapshots.saved[saved], strict=True)
+            tokens = chunks.tokens[start : start + length].tolist()
             self._write(row, position, tokens, dict(saves))
             start += length
             if samples:
                 sampled.append(self._sample(row))
-        decoding = zip(plan.decode_rows.tolist(), plan.decode_positions.tolist(), strict=True)
-        for row, position in decoding:
+        for row, position in _lines(plan.decodes.rows, plan.decodes.positions):
             self._write(row, position, [self._rows[row].last_token])
-        sampled += [self._sample(row) for row in plan.decode_rows.tolist()]
+        sampled += [self._sample(row) for row in plan.decodes.rows.tolist()]
         logprobs = {
             index: TokenLogprobs(logprob=-float(sampled[index]), rank=1)
             for index, row in enumerate(plan.sample_rows.tolist())
@@ -280,16 +277,12 @@ class FakeExecutor:
         return SampledTokens(np.array(sampled, dtype=np.int32), logprobs, self._score(plan))
 
     def _score(self, plan: StepPlan) -> tuple[PromptLogprobs, ...]:
-        tokens = iter(plan.score_tokens.tolist())
+        scores = plan.scores
+        tokens = iter(scores.tokens.tolist())
         found = []
-        for chunk, start, length in zip(
-            plan.score_chunks.tolist(),
-            plan.score_starts.tolist(),
-            plan.score_lengths.tolist(),
-            strict=True,
-        ):
-            row, begin = int(plan.prefill_rows[chunk]), int(plan.prefill_starts[chunk])
-            end = begin + int(plan.prefill_lengths[chunk])
+        for chunk, start, length in _lines(scores.chunks, scores.starts, scores.lengths):
+            row, begin = int(plan.chunks.rows[chunk]), int(plan.chunks.starts[chunk])
+            end = begin + int(plan.chunks.lengths[chunk])
             assert begin <= start < start + length <= end, "only computed positions are scored"
             behind = list(islice(tokens, length))
             logprobs = [
@@ -308,56 +301,46 @@ class FakeExecutor:
             )
         return tuple(found)
 
-    def _grant(self, plan: StepPlan) -> None:
-        triples = zip(
-            plan.grant_rows.tolist(),
-            plan.grant_indices.tolist(),
-            plan.grant_pages.tolist(),
-            strict=True,
-        )
-        for row, index, page in triples:
+    def _grant(self, grants: Grants) -> None:
+        for row, index, page in _lines(grants.rows, grants.indices, grants.pages):
             self._page_table[row, index] = page
             if index * self.page_size >= self._rows[row].computed:
                 self._kv[page] = _POISON  # granted to be written: what it held is gone
 
-    def _copy(self, plan: StepPlan) -> None:
-        sources, targets = plan.copy_sources.tolist(), plan.copy_targets.tolist()
+    def _copy(self, copies: Copies) -> None:
+        sources, targets = copies.sources.tolist(), copies.targets.tolist()
         assert len({*sources} | {*targets}) == len({*sources}) + len(targets)
-        for source, target, length in zip(
-            sources, targets, plan.copy_lengths.tolist(), strict=True
-        ):
+        for source, target, length in zip(sources, targets, copies.lengths.tolist(), strict=True):
             self._kv[target] = _POISON
             self._kv[target, :length] = self._kv[source, :length]
             self._is_nan[target, :length] = self._is_nan[source, :length]
 
     def _read_together(self, plan: StepPlan) -> None:
         """Let each row of a group read the group's pages where the first row has them."""
-        positions = dict(
-            zip(plan.decode_rows.tolist(), plan.decode_positions.tolist(), strict=True)
-        )
+        decodes, groups = plan.decodes, plan.groups
+        positions = dict(zip(decodes.rows.tolist(), decodes.positions.tolist(), strict=True))
         begins = dict.fromkeys(positions, 0)
-        borders = np.cumsum([0, *plan.group_sizes])
-        assert borders[-1] == len(plan.group_rows)
+        borders = np.cumsum([0, *groups.sizes])
+        assert borders[-1] == len(groups.members)
         self._read_at[:] = self._page_table
         for group, (first, last) in enumerate(pairwise(borders.tolist())):
-            members = plan.group_rows[first:last].tolist()
-            begin, end = int(plan.group_begins[group]), int(plan.group_ends[group])
+            members = groups.members[first:last].tolist()
+            begin, end = int(groups.begins[group]), int(groups.ends[group])
             assert len(set(members)) == len(members) > 1
             for row in members:
                 assert begins[row] == begin < end, "groups of a row have no gaps"
                 assert end * self.page_size <= positions[row], "shared pages are full"
                 begins[row] = end
             self._read_at[members, begin:end] = self._page_table[members[0], begin:end]
-        self.num_grouped += len(plan.group_sizes)
+        self.num_grouped += len(groups.sizes)
 
     def _keep_states(self, plan: StepPlan) -> None:
         """Keep the states of rows that are about to decode."""
-        numbers = plan.kept_snapshots.tolist()
-        assert len(numbers) == len(set(numbers)) and not set(numbers) & set(
-            plan.begun_from.tolist()
-        )
-        assert np.isin(plan.kept_rows, plan.decode_rows).all()
-        for row, number in zip(plan.kept_rows.tolist(), numbers, strict=True):
+        snapshots, numbers = plan.snapshots, plan.snapshots.kept.tolist()
+        assert len(numbers) == len(set(numbers))
+        assert not set(numbers) & set(snapshots.begun_from.tolist())
+        assert np.isin(snapshots.kept_rows, plan.decodes.rows).all()
+        for row, number in _lines(snapshots.kept_rows, snapshots.kept):
             self._snapshots[number] = self._rows[row].state
             self.num_kept += 1
 
@@ -445,6 +428,11 @@ class FakeExecutor:
 def tokens_of(values: list[int]) -> IntArray:
     """A prompt, int32[num_tokens]."""
     return np.array(values, dtype=np.int32)
+
+
+def _lines(*columns: IntArray) -> Iterator[tuple[int, ...]]:
+    """The lines of a table of these columns."""
+    return zip(*(column.tolist() for column in columns), strict=True)
 
 
 def _encoded(plan: StepPlan) -> StepPlan:

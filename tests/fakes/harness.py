@@ -149,7 +149,7 @@ class Harness:
             assert self._flights or not self.scheduler.has_work(), "work, but no step: a livelock"
             return False
         assert plan.num_tokens > 0
-        assert plan.num_tokens - len(plan.decode_rows) <= self.setup.max_prefill_tokens
+        assert plan.num_tokens - len(plan.decodes.rows) <= self.setup.max_prefill_tokens
         self.num_steps += 1
         self._flights.append((plan, self.executor.launch(plan)))
         return True

@@ -290,7 +290,7 @@ def test_prompts_beside_decoding_rows(
     launch = executor.launch
 
     def watched(plan: StepPlan) -> Pending:
-        if len(plan.decode_rows) and len(plan.prefill_rows):
+        if len(plan.decodes.rows) and len(plan.chunks.rows):
             mixed.append(plan.num_tokens)
         return launch(plan)
 

@@ -85,10 +85,10 @@ def step(scheduler: Scheduler, token: int | Seq[int] = 5) -> StepResult:
 def chunks(plan: StepPlan) -> list[tuple[int, int, int, bool]]:
     """Row, start, length of each prefill chunk, and whether it samples."""
     columns = (
-        plan.prefill_rows.tolist(),
-        plan.prefill_starts.tolist(),
-        plan.prefill_lengths.tolist(),
-        plan.prefill_samples.astype(bool).tolist(),
+        plan.chunks.rows.tolist(),
+        plan.chunks.starts.tolist(),
+        plan.chunks.lengths.tolist(),
+        plan.chunks.samples.astype(bool).tolist(),
     )
     return list(zip(*columns, strict=True))
 

@@ -59,9 +59,9 @@ class GatedExecutor:
         return GatedPending(self, self.inner.launch(plan), self._is_poisoned(plan))
 
     def _is_poisoned(self, plan: StepPlan) -> bool:
-        rows = [*plan.prefill_rows.tolist(), *plan.decode_rows.tolist()]
-        prefilled = plan.prefill_starts + plan.prefill_lengths
-        ends = [*prefilled.tolist(), *(plan.decode_positions + 1).tolist()]
+        rows = [*plan.chunks.rows.tolist(), *plan.decodes.rows.tolist()]
+        prefilled = plan.chunks.ends
+        ends = [*prefilled.tolist(), *(plan.decodes.positions + 1).tolist()]
         of_rows = (self._admitted[row] for row in rows)
         return any(
             admission.request_id == self.poison

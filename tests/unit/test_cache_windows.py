@@ -54,7 +54,8 @@ def compute(
 
 def table(cache: KVCache) -> dict[tuple[int, int], int]:
     """What has changed in it."""
-    lines, indices, pages = (column.tolist() for column in windows_of(cache).take_grants())
+    grants = windows_of(cache).take_grants()
+    lines, indices, pages = grants.rows.tolist(), grants.indices.tolist(), grants.pages.tolist()
     return dict(zip(zip(lines, indices, strict=True), pages, strict=True))
 
 

@@ -37,7 +37,7 @@ from minisgl_backend.execution.storage import KVStorage
 from minisgl_backend.models.build import build_model
 from minisgl_backend.models.catalog import load_spec
 from minisgl_backend.parallel.group import OneRank
-from minisgl_backend.plan import StepPlan
+from minisgl_backend.plan import Snapshots, StepPlan
 from minisgl_backend.request import IntArray
 from tests.conformance.checkpoints import CONTEXT, VOCAB_SIZE, write_checkpoint
 from tests.unit.test_execution_flat_batch import ints, plan_of
@@ -88,7 +88,7 @@ def test_sizes_that_hold_a_step(plan: StepPlan, sizes: list[int]) -> None:
     holding = [
         size
         for size in sizes
-        if size >= plan.num_tokens and max_chunks(size, MAX_ROWS) >= len(plan.prefill_rows)
+        if size >= plan.num_tokens and max_chunks(size, MAX_ROWS) >= len(plan.chunks.rows)
     ]
     assert fitting(sizes, FlatBatch.of(plan)) == sorted(holding)
 
@@ -129,9 +129,9 @@ def test_room_for_chunks() -> None:
 @given(plans(), st.integers(0, 200))
 def test_inputs_hold_the_step_and_padding(plan: StepPlan, more: int) -> None:
     batch = FlatBatch.of(plan)
-    num_decodes, num_chunks = len(plan.decode_rows), len(plan.prefill_rows)
+    num_decodes, num_chunks = len(plan.decodes.rows), len(plan.chunks.rows)
     size = max(plan.num_tokens, 16 * num_chunks, 1) + more
-    content = fill(size, MAX_ROWS, batch, plan.prefill_tokens)
+    content = fill(size, MAX_ROWS, batch, plan.chunks.tokens)
     assert content.dtype == np.int32
     inputs = ChunkInputs.of(torch.from_numpy(np.append(content, ints(7, 7))), size, MAX_ROWS)
     assert inputs.buffer.tolist() == content.tolist()
@@ -139,22 +139,22 @@ def test_inputs_hold_the_step_and_padding(plan: StepPlan, more: int) -> None:
     def padded(values: list[int], padding: int, length: int) -> list[int]:
         return values + [padding] * (length - len(values))
 
-    tokens = [LAST_TOKEN] * num_decodes + plan.prefill_tokens.tolist()
+    tokens = [LAST_TOKEN] * num_decodes + plan.chunks.tokens.tolist()
     assert inputs.tokens.tolist() == padded(tokens, 0, size)
     assert inputs.rows.tolist() == padded(batch.rows.tolist(), MAX_ROWS, size)
     assert inputs.positions.tolist() == padded(batch.positions.tolist(), 0, size)
 
     room = max_chunks(size, MAX_ROWS)
-    assert inputs.chunk_rows.tolist() == padded(plan.prefill_rows.tolist(), MAX_ROWS, room)
-    ends = (plan.prefill_starts + plan.prefill_lengths).tolist()
+    assert inputs.chunk_rows.tolist() == padded(plan.chunks.rows.tolist(), MAX_ROWS, room)
+    ends = plan.chunks.ends.tolist()
     assert inputs.chunk_ends.tolist() == padded(ends, 0, room)
     assert int(inputs.chunk_offsets[0]) == num_decodes
-    lengths = padded(plan.prefill_lengths.tolist(), 0, room)
+    lengths = padded(plan.chunks.lengths.tolist(), 0, room)
     assert inputs.chunk_offsets.diff().tolist() == lengths
 
     room = min(size, MAX_ROWS)
-    assert inputs.decode_rows.tolist() == padded(plan.decode_rows.tolist(), MAX_ROWS, room)
-    assert inputs.decode_lengths.tolist() == padded((plan.decode_positions + 1).tolist(), 1, room)
+    assert inputs.decode_rows.tolist() == padded(plan.decodes.rows.tolist(), MAX_ROWS, room)
+    assert inputs.decode_lengths.tolist() == padded((plan.decodes.positions + 1).tolist(), 1, room)
 
 
 # --- what is captured, by the kernels' twins ---------------------------------------------------
@@ -216,11 +216,11 @@ class Layers:
         self.forward = ForwardPass(self.model, self.rows, self.attention, self.device, self.states)
 
     def over_batch(self, plan: StepPlan) -> Tensor:
-        return self.forward.over_batch(FlatBatch.of(plan), plan.prefill_tokens)
+        return self.forward.over_batch(FlatBatch.of(plan), plan.chunks.tokens)
 
     def over_inputs(self, size: int, plan: StepPlan) -> Tensor:
         batch, runs = FlatBatch.of(plan), None
-        content = fill(size, MAX_ROWS, batch, plan.prefill_tokens)
+        content = fill(size, MAX_ROWS, batch, plan.chunks.tokens)
         inputs = ChunkInputs.of(torch.from_numpy(content), size, MAX_ROWS)
         if self.states is not None:
             room = partial(max_chunks, max_rows=MAX_ROWS)
@@ -271,18 +271,14 @@ def test_padding_changes_nothing(
     rng = np.random.default_rng(0)
 
     def with_tokens(plan: StepPlan) -> StepPlan:
-        plan.prefill_tokens[:] = rng.integers(0, VOCAB_SIZE, len(plan.prefill_tokens))
+        plan.chunks.tokens[:] = rng.integers(0, VOCAB_SIZE, len(plan.chunks.tokens))
         return plan
 
     layers.over_batch(with_tokens(plan_of([(0, 0, 30, 1), (3, 0, 9, 1), (1, 0, 21, 0)], [])))
     layers.rows.table.tokens[:4] = torch.tensor([11, 99, 98, 13], dtype=torch.int32)
     plan = with_tokens(plan_of([(1, 21, 7, 1), (2, 0, 13, 0)], [(3, 9), (0, 30)]))
-    plan = replace(
-        plan,
-        saved_chunks=ints(0, 1),
-        saved_positions=ints(24, 13),
-        saved_snapshots=ints(1, 0),
-    )
+    snapshots = Snapshots(saved_chunks=ints(0, 1), saved_positions=ints(24, 13), saved=ints(1, 0))
+    plan = replace(plan, snapshots=snapshots)
     before = layers.copy_of_memory()
     expected = layers.over_batch(plan)
     assert expected.shape[0] == plan.num_tokens == 22

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import pytest
@@ -21,7 +21,17 @@ from minisgl_backend.models.build import build_model
 from minisgl_backend.models.catalog import parse_spec
 from minisgl_backend.models.decoder import Decoder
 from minisgl_backend.parallel.group import OneRank
-from minisgl_backend.plan import NO_TOKEN, Admission, Pending, SampledTokens, StepPlan
+from minisgl_backend.plan import (
+    NO_TOKEN,
+    Admission,
+    Chunks,
+    Copies,
+    Decodes,
+    Grants,
+    Pending,
+    SampledTokens,
+    StepPlan,
+)
 from minisgl_backend.request import IntArray, RequestId, SamplingParams
 from minisgl_backend.runtime.ports import Executor
 
@@ -121,29 +131,33 @@ class Driver:
             released_rows=_ints(*released),
             broken_pages=_ints(*broken),
             admissions=(admission,) if start == 0 else (),
-            grant_rows=_ints(*[row] * len(pages)),
-            grant_indices=_ints(*range(len(pages))),
-            grant_pages=_ints(*pages),
-            prefill_rows=_ints(row),
-            prefill_starts=_ints(start),
-            prefill_lengths=_ints(len(tokens)),
-            prefill_samples=_ints(samples),
-            prefill_tokens=_ints(*tokens),
-            decode_rows=_ints(*(r for r, _ in decode)),
-            decode_positions=_ints(*(p for _, p in decode)),
+            grants=_grants(row, *pages),
+            chunks=_chunk(row, start, tokens, samples=samples),
+            decodes=_decodes(*decode),
         )
 
     def decode(self, *rows: tuple[int, int]) -> Pending:
         """Decode (row, position) pairs."""
-        return self.launch(
-            decode_rows=_ints(*(row for row, _ in rows)),
-            decode_positions=_ints(*(position for _, position in rows)),
-        )
+        return self.launch(decodes=_decodes(*rows))
 
-    def launch(self, admissions: tuple[Admission, ...] = (), **arrays: IntArray) -> Pending:
-        plan = StepPlan(step=self.step, admissions=admissions, **arrays)
+    def launch(self, **parts: Any) -> Pending:
+        plan = StepPlan(step=self.step, **parts)
         self.step += 1
         return self.executor.launch(plan)
+
+
+def _grants(row: int, *pages: int) -> Grants:
+    """The first pages of a row."""
+    return Grants(_ints(*[row] * len(pages)), _ints(*range(len(pages))), _ints(*pages))
+
+
+def _chunk(row: int, start: int, tokens: tuple[int, ...], *, samples: bool = True) -> Chunks:
+    return Chunks(_ints(row), _ints(start), _ints(len(tokens)), _ints(samples), _ints(*tokens))
+
+
+def _decodes(*places: tuple[int, int]) -> Decodes:
+    """Of (row, position) pairs."""
+    return Decodes(_ints(*(row for row, _ in places)), _ints(*(at for _, at in places)))
 
 
 def _tokens(pending: Pending) -> list[int]:
@@ -205,14 +219,8 @@ def test_a_shared_prefix_is_read_not_written(executor: ModelExecutor) -> None:
     tokens = _tokens(
         driver.launch(
             admissions=(admission,),
-            grant_rows=_ints(1, 1, 1),
-            grant_indices=_ints(0, 1, 2),
-            grant_pages=_ints(1, 5, 6),
-            prefill_rows=_ints(1),
-            prefill_starts=_ints(4),
-            prefill_lengths=_ints(2),
-            prefill_samples=_ints(1),
-            prefill_tokens=_ints(*PROMPT[4:]),
+            grants=_grants(1, 1, 5, 6),
+            chunks=_chunk(1, 4, PROMPT[4:]),
         )
     )
     tokens += _tokens(driver.decode((1, 6))) + _tokens(driver.decode((1, 7)))
@@ -229,17 +237,9 @@ def test_the_rest_of_a_prompt_is_copied_from_another_row(executor: ModelExecutor
     tokens = _tokens(
         driver.launch(
             admissions=(admission,),
-            grant_rows=_ints(1, 1, 1),
-            grant_indices=_ints(0, 1, 2),
-            grant_pages=_ints(5, 6, 7),
-            copy_sources=_ints(1, 9),
-            copy_targets=_ints(5, 6),
-            copy_lengths=_ints(4, 1),
-            prefill_rows=_ints(1),
-            prefill_starts=_ints(5),
-            prefill_lengths=_ints(1),
-            prefill_samples=_ints(1),
-            prefill_tokens=_ints(*PROMPT[5:]),
+            grants=_grants(1, 5, 6, 7),
+            copies=Copies(sources=_ints(1, 9), targets=_ints(5, 6), lengths=_ints(4, 1)),
+            chunks=_chunk(1, 5, PROMPT[5:]),
         )
     )
     tokens += _tokens(driver.decode((1, 6))) + _tokens(driver.decode((1, 7)))
@@ -260,11 +260,8 @@ def test_a_row_that_is_not_finite_fails_alone(executor: ModelExecutor) -> None:
     grown = driver.launch(
         released_rows=_ints(1),
         broken_pages=_ints(5, 6),
-        grant_rows=_ints(0),
-        grant_indices=_ints(2),
-        grant_pages=_ints(5),
-        decode_rows=_ints(0),
-        decode_positions=_ints(8),
+        grants=Grants(rows=_ints(0), indices=_ints(2), pages=_ints(5)),
+        decodes=_decodes((0, 8)),
     )
     tokens += _tokens(grown)
     assert tokens == expected

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from minisgl_backend.execution.flat_batch import FlatBatch
-from minisgl_backend.plan import StepPlan
-from minisgl_backend.request import EMPTY, IntArray
+from minisgl_backend.plan import Chunks, Decodes, Groups, StepPlan
+from minisgl_backend.request import IntArray
 
 
 def ints(*values: int) -> IntArray:
@@ -22,13 +22,14 @@ def plan_of(chunks: list[tuple[int, int, int, int]], decodes: list[tuple[int, in
     decode_rows, positions = zip(*decodes, strict=True) if decodes else ((), ())
     return StepPlan(
         step=0,
-        prefill_rows=ints(*rows),
-        prefill_starts=ints(*starts),
-        prefill_lengths=ints(*lengths),
-        prefill_samples=ints(*samples),
-        prefill_tokens=ints(*range(sum(lengths))),
-        decode_rows=ints(*decode_rows),
-        decode_positions=ints(*positions),
+        chunks=Chunks(
+            rows=ints(*rows),
+            starts=ints(*starts),
+            lengths=ints(*lengths),
+            samples=ints(*samples),
+            tokens=ints(*range(sum(lengths))),
+        ),
+        decodes=Decodes(rows=ints(*decode_rows), positions=ints(*positions)),
     )
 
 
@@ -75,23 +76,12 @@ def test_an_empty_plan() -> None:
 def test_groups_name_decoding_rows_by_their_tokens() -> None:
     plan = replace(
         plan_of([(3, 0, 5, 1)], [(1, 40), (4, 50), (7, 60)]),
-        group_sizes=ints(3, 2),
-        group_begins=ints(0, 2),
-        group_ends=ints(2, 3),
-        group_rows=ints(7, 1, 4, 4, 7),
+        groups=Groups(
+            sizes=ints(3, 2), begins=ints(0, 2), ends=ints(2, 3), members=ints(7, 1, 4, 4, 7)
+        ),
     )
-    for groups in (FlatBatch.of(plan).groups, FlatBatch.of(without_chunks(plan)).groups):
+    for of in (plan, replace(plan, chunks=Chunks())):
+        groups = FlatBatch.of(of).groups
         assert groups.members.tolist() == [2, 0, 1, 1, 2]
         assert (groups.sizes.tolist(), groups.begins.tolist()) == ([3, 2], [0, 2])
         assert groups.ends.tolist() == [2, 3]
-
-
-def without_chunks(plan: StepPlan) -> StepPlan:
-    return replace(
-        plan,
-        prefill_rows=EMPTY,
-        prefill_starts=EMPTY,
-        prefill_lengths=EMPTY,
-        prefill_samples=EMPTY,
-        prefill_tokens=EMPTY,
-    )

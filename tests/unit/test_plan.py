@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
 
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minisgl_backend.plan import Admission, StepPlan, decode_plan, encode_plan
+from minisgl_backend.plan import Admission, Chunks, Decodes, StepPlan, decode_plan, encode_plan
 from minisgl_backend.request import EMPTY, IntArray, RequestId, SamplingParams
 
 INT32 = st.integers(-(2**31), 2**31 - 1)
@@ -33,49 +34,30 @@ ADMISSION = st.builds(
 )
 
 
-@st.composite
-def plans(draw: st.DrawFn) -> StepPlan:
-    sizes = (draw(st.integers(0, 4)) for _ in range(11))
-    releases, broken, grants, copies, chunks, tokens, saves, decodes, groups, scores, kept = sizes
-    return StepPlan(
-        step=draw(st.integers(0, 2**63 - 1)),
-        released_rows=draw(arrays(releases)),
-        broken_pages=draw(arrays(broken)),
-        admissions=tuple(draw(st.lists(ADMISSION, max_size=2))),
-        grant_rows=draw(arrays(grants)),
-        grant_indices=draw(arrays(grants)),
-        grant_pages=draw(arrays(grants)),
-        copy_sources=draw(arrays(copies)),
-        copy_targets=draw(arrays(copies)),
-        copy_lengths=draw(arrays(copies)),
-        prefill_rows=draw(arrays(chunks)),
-        prefill_starts=draw(arrays(chunks)),
-        prefill_lengths=draw(arrays(chunks)),
-        prefill_samples=draw(arrays(chunks)),
-        prefill_tokens=draw(arrays(tokens)),
-        begun_from=draw(arrays(chunks)),
-        saved_chunks=draw(arrays(saves)),
-        saved_positions=draw(arrays(saves)),
-        saved_snapshots=draw(arrays(saves)),
-        decode_rows=draw(arrays(decodes)),
-        decode_positions=draw(arrays(decodes)),
-        group_sizes=draw(arrays(groups)),
-        group_begins=draw(arrays(groups)),
-        group_ends=draw(arrays(groups)),
-        group_rows=draw(arrays(decodes)),
-        masked_rows=draw(arrays(decodes)),
-        score_chunks=draw(arrays(scores)),
-        score_starts=draw(arrays(scores)),
-        score_lengths=draw(arrays(scores)),
-        score_tokens=draw(arrays(tokens)),
-        kept_rows=draw(arrays(kept)),
-        kept_snapshots=draw(arrays(kept)),
+ARRAY = st.integers(0, 4).flatmap(arrays)
+
+
+def plans() -> st.SearchStrategy[StepPlan]:
+    """Plans with all of their arrays, of any lengths."""
+    parts: dict[str, st.SearchStrategy[Any]] = {}
+    for part in fields(StepPlan):
+        default = getattr(StepPlan(step=0), part.name)
+        if is_dataclass(default):
+            own = {array.name: ARRAY for array in fields(default)}
+            parts[part.name] = st.builds(type(default), **own)
+        elif isinstance(default, np.ndarray):
+            parts[part.name] = ARRAY
+    return st.builds(
+        StepPlan,
+        step=st.integers(0, 2**63 - 1),
+        admissions=st.lists(ADMISSION, max_size=2).map(tuple),
+        **parts,
     )
 
 
 def assert_same(a: object, b: object) -> None:
     """Equal in all fields; arrays also in their type."""
-    if isinstance(a, StepPlan):
+    if is_dataclass(a) and not isinstance(a, type):
         assert type(a) is type(b)
         for spec in fields(a):
             assert_same(getattr(a, spec.name), getattr(b, spec.name))
@@ -103,13 +85,16 @@ def test_decoding_undoes_encoding_but_for_what_says_how_to_sample(
 def test_a_sampled_row_is_a_last_chunk_or_decodes() -> None:
     plan = StepPlan(
         step=0,
-        prefill_rows=np.array([4, 2, 3], dtype=np.int32),
-        prefill_starts=np.array([0, 8, 0], dtype=np.int32),
-        prefill_lengths=np.array([2, 1, 3], dtype=np.int32),
-        prefill_samples=np.array([1, 0, 1], dtype=np.int32),
-        prefill_tokens=np.arange(6, dtype=np.int32),
-        decode_rows=np.array([7, 5], dtype=np.int32),
-        decode_positions=np.array([9, 9], dtype=np.int32),
+        chunks=Chunks(
+            rows=np.array([4, 2, 3], dtype=np.int32),
+            starts=np.array([0, 8, 0], dtype=np.int32),
+            lengths=np.array([2, 1, 3], dtype=np.int32),
+            samples=np.array([1, 0, 1], dtype=np.int32),
+            tokens=np.arange(6, dtype=np.int32),
+        ),
+        decodes=Decodes(
+            rows=np.array([7, 5], dtype=np.int32), positions=np.array([9, 9], dtype=np.int32)
+        ),
     )
     assert plan.sample_rows.tolist() == [4, 3, 7, 5]
     assert plan.num_tokens == 8

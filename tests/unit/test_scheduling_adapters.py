@@ -50,18 +50,18 @@ class AdaptedHarness(Harness):
 
     def follow(self, plan: StepPlan) -> None:
         """Do with slots and rows what the plan says, and check them."""
-        for slot, adapter_id in zip(plan.load_slots, plan.load_adapters, strict=True):
+        for slot, adapter_id in zip(plan.adapters.load_slots, plan.adapters.load_ids, strict=True):
             self.in_slots[int(slot)] = int(adapter_id)
             self.num_loads += 1
-        for row, slot in zip(plan.adapter_rows, plan.adapter_slots, strict=True):
+        for row, slot in zip(plan.adapters.rows, plan.adapters.slots, strict=True):
             self.of_rows[int(row)] = int(slot)
         for admission in plan.admissions:
             self.requests[admission.row] = self.records[admission.request_id].request
-        for row in np.concatenate([plan.prefill_rows, plan.decode_rows]).tolist():
+        for row in np.concatenate([plan.chunks.rows, plan.decodes.rows]).tolist():
             adapter = self.requests[row].adapter
             expected = 0 if adapter is None else adapter.id
             assert self.in_slots[self.of_rows[row]] == expected
-        places = [(self.of_rows[row], row) for row in plan.decode_rows.tolist()]
+        places = [(self.of_rows[row], row) for row in plan.decodes.rows.tolist()]
         assert places == sorted(places)
 
 

@@ -19,7 +19,7 @@ def test_logits_that_are_not_finite_end_that_request_alone() -> None:
     for number in range(3):
         scheduler.add(request(number, 4))
     plan = planned(scheduler)
-    failing = plan.grant_pages[plan.grant_rows == 1].tolist()
+    failing = plan.grants.pages[plan.grants.rows == 1].tolist()
     logprobs = {2: TokenLogprobs(-1.5, 1)}
     tokens = SampledTokens(np.array([3, NO_TOKEN, 4], dtype=np.int32), logprobs)
     result = scheduler.commit(plan, tokens)
@@ -30,7 +30,7 @@ def test_logits_that_are_not_finite_end_that_request_alone() -> None:
     assert scheduler.stats().cached_pages == 2, "what the failed one computed is not shared"
     scheduler.check()
     plan = planned(scheduler)
-    assert plan.decode_rows.tolist() == [0, 2]
+    assert plan.decodes.rows.tolist() == [0, 2]
     assert plan.broken_pages.tolist() == failing
     commit(scheduler, plan)
     assert planned(scheduler).broken_pages.tolist() == []
@@ -41,7 +41,7 @@ def test_chunks_of_a_prompt_that_fails_are_not_shared_any_more() -> None:
     scheduler.add(request(0, 20, first=1))
     plan = planned(scheduler)
     commit(scheduler, plan)
-    granted = plan.grant_pages.tolist()
+    granted = plan.grants.pages.tolist()
     step(scheduler)
     assert scheduler.stats().cached_pages > 0
     assert failures(step(scheduler, NO_TOKEN)) == [0]
@@ -62,7 +62,7 @@ def test_logits_that_break_after_the_end_taint_the_pages(ended_by: str) -> None:
     scheduler.add(request(0, 8, sampling=SamplingParams(stop_token_ids=(9,), max_tokens=8)))
     first = planned(scheduler)
     second = planned(scheduler)
-    held = {*first.grant_pages.tolist(), *second.grant_pages.tolist()}
+    held = {*first.grants.pages.tolist(), *second.grants.pages.tolist()}
     commit(scheduler, first, 9 if ended_by == "stop" else 5)
     if ended_by == "abort":
         assert scheduler.abort(RequestId(0))
@@ -90,7 +90,7 @@ def test_an_abort_between_chunks_leaves_pages_to_be_cleared() -> None:
     scheduler = make(num_pages=8, max_prefill_tokens=6)
     scheduler.add(request(0, 20))
     plan = planned(scheduler)
-    pages = plan.grant_pages.tolist()
+    pages = plan.grants.pages.tolist()
     commit(scheduler, plan)
     assert scheduler.abort(RequestId(0))
     assert scheduler.stats().cached_pages == 1
@@ -99,7 +99,7 @@ def test_an_abort_between_chunks_leaves_pages_to_be_cleared() -> None:
     scheduler.add(request(1, 32, max_tokens=1))
     plan = planned(scheduler)
     assert pages[0] in plan.broken_pages.tolist()
-    assert set(plan.broken_pages.tolist()) <= set(plan.grant_pages.tolist())
+    assert set(plan.broken_pages.tolist()) <= set(plan.grants.pages.tolist())
 
 
 def test_an_abort_with_a_chunk_in_flight_waits_for_what_it_writes() -> None:
@@ -109,7 +109,7 @@ def test_an_abort_with_a_chunk_in_flight_waits_for_what_it_writes() -> None:
     assert scheduler.abort(RequestId(0))
     assert scheduler.stats().num_running == 1
     commit(scheduler, plan)
-    assert broken(scheduler) == {plan.grant_pages.tolist()[1]}
+    assert broken(scheduler) == {plan.grants.pages.tolist()[1]}
 
 
 def test_a_finite_token_verifies_the_chunks_that_others_left() -> None:
@@ -130,7 +130,7 @@ def test_what_a_failed_request_has_read_is_not_found_again_though_others_hold_it
     scheduler = make(max_prefill_tokens=8)
     scheduler.add(request(0, 20, first=1))
     plan = planned(scheduler)
-    shared = plan.grant_pages.tolist()[:2]
+    shared = plan.grants.pages.tolist()[:2]
     commit(scheduler, plan)
     scheduler.add(request(1, 9, first=1, priority=1))
     plan = planned(scheduler)
@@ -157,13 +157,13 @@ def test_a_token_does_not_verify_pages_that_its_step_has_not_read() -> None:
         [(0, 12, 6, True), (1, 0, 6, False)],
         [(1, 6, 7, True)],
     ]
-    older = plans[0].grant_pages.tolist()
+    older = plans[0].grants.pages.tolist()
     commit(scheduler, plans[0])
     assert scheduler.abort(RequestId(0))
     commit(scheduler, plans[1], NO_TOKEN)
     assert scheduler.stats().cached_pages == 1, "the older one's, which the younger now has"
     commit(scheduler, plans[2])
-    younger = plans[1].grant_pages[plans[1].grant_rows == 1].tolist()
+    younger = plans[1].grants.pages[plans[1].grants.rows == 1].tolist()
     assert broken(scheduler) == {*older, younger[0]}
 
 
@@ -176,5 +176,5 @@ def test_what_is_replaced_before_its_token_is_sampled_is_cleared() -> None:
     assert chunks(plans[0]) == [(0, 0, 12, True), (1, 0, 4, False)]
     for plan in plans:
         commit(scheduler, plan)
-    replaced = plans[0].grant_pages[plans[0].grant_rows == 1].tolist()
+    replaced = plans[0].grants.pages[plans[0].grants.rows == 1].tolist()
     assert broken(scheduler) == {replaced[0]}, "the others its own token has verified"

@@ -30,8 +30,8 @@ def sharing(*, max_overtaken: int = 8, names_groups: bool = True) -> Scheduler:
 
 def groups(plan: StepPlan) -> list[tuple[list[int], int, int]]:
     """Rows, first page and end of each group."""
-    rows = np.split(plan.group_rows, np.cumsum(plan.group_sizes))[: len(plan.group_sizes)]
-    columns = plan.group_begins.tolist(), plan.group_ends.tolist()
+    rows = np.split(plan.groups.members, np.cumsum(plan.groups.sizes))[: len(plan.groups.sizes)]
+    columns = plan.groups.begins.tolist(), plan.groups.ends.tolist()
     return [(of.tolist(), begin, end) for of, begin, end in zip(rows, *columns, strict=True)]
 
 
@@ -76,7 +76,7 @@ def test_groups_form_and_dissolve() -> None:
         scheduler.add(request(number, 17, max_tokens=9, first=7))
     step(scheduler)
     plan = planned(scheduler)
-    assert (plan.decode_rows.tolist(), groups(plan)) == ([0], [])
+    assert (plan.decodes.rows.tolist(), groups(plan)) == ([0], [])
     commit(scheduler, plan)
     plan = planned(scheduler)
     assert groups(plan) == [([0, 1, 2], 0, 4)]
@@ -93,11 +93,11 @@ def test_a_row_is_in_a_group_once_it_has_the_pages_of_the_others() -> None:
         scheduler.add(request(number, 17, first=7))
     first = planned(scheduler)
     ahead = planned(scheduler)  # both have pages of their own
-    assert (ahead.decode_rows.tolist(), groups(ahead)) == ([0, 1], [])
+    assert (ahead.decodes.rows.tolist(), groups(ahead)) == ([0, 1], [])
     commit(scheduler, first)
     plan = planned(scheduler)
     assert groups(plan) == [([0, 1], 0, 4)]
-    assert plan.grant_rows.tolist()[-4:] == [1] * 4
+    assert plan.grants.rows.tolist()[-4:] == [1] * 4
 
 
 def test_no_groups_are_named_unless_asked_for() -> None:

@@ -23,7 +23,7 @@ def test_the_youngest_is_retracted_and_comes_back_with_its_output() -> None:
     commit(scheduler, plan, (11, 12))
     step(scheduler, (21, 22))
     plan = planned(scheduler)
-    assert plan.decode_rows.tolist() == [0]
+    assert plan.decodes.rows.tolist() == [0]
     assert plan.released_rows.tolist() == [1]
     stats = scheduler.stats()
     assert (stats.num_retractions, stats.num_running, stats.num_waiting) == (1, 1, 1)
@@ -38,7 +38,7 @@ def test_the_youngest_is_retracted_and_comes_back_with_its_output() -> None:
     assert plan.admissions[0].num_prompt_tokens == 7
     assert plan.admissions[0].history.tolist() == [1001, 1, 2, 3, 4, 5, 6, 12, 22]
     start = plan.admissions[0].num_cached_tokens
-    assert plan.prefill_tokens.tolist() == [1001, 1, 2, 3, 4, 5, 6, 12, 22][start:]
+    assert plan.chunks.tokens.tolist() == [1001, 1, 2, 3, 4, 5, 6, 12, 22][start:]
     for _ in range(3):
         assert commit(scheduler, plan).ended == {}
         plan = planned(scheduler)
@@ -64,14 +64,14 @@ def test_with_a_step_in_flight_pages_come_only_after_its_commit() -> None:
     scheduler.add(request(1, 7, max_tokens=6))
     step(scheduler)
     in_flight = planned(scheduler)
-    assert in_flight.decode_rows.tolist() == [0, 1]
+    assert in_flight.decodes.rows.tolist() == [0, 1]
     assert scheduler.plan() is None, "both need a page, and the youngest still writes to its own"
     assert scheduler.stats().num_retractions == 1
     assert scheduler.plan() is None
     assert scheduler.stats().num_retractions == 1, "its pages are on their way: no other goes"
     result = commit(scheduler, in_flight)
     assert result.request_ids == [0, 1], "the token that was in flight is not lost"
-    assert planned(scheduler).decode_rows.tolist() == [0]
+    assert planned(scheduler).decodes.rows.tolist() == [0]
 
 
 def test_a_request_can_end_or_be_aborted_while_it_is_being_retracted() -> None:
@@ -105,8 +105,8 @@ def test_prefilling_and_decoding_sequences_give_way_by_precedence_alone(priority
     plan = planned(scheduler)
     assert scheduler.stats().num_retractions == 1
     if priority:
-        assert plan.decode_rows.tolist() == []
+        assert plan.decodes.rows.tolist() == []
         assert chunks(plan) == [(1, 4, 4, False)]
     else:
-        assert plan.decode_rows.tolist() == [0]
+        assert plan.decodes.rows.tolist() == [0]
         assert chunks(plan) == []

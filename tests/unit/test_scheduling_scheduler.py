@@ -29,10 +29,10 @@ def test_prefill_and_decode_share_a_step_and_decode_never_waits() -> None:
     scheduler.add(request(1, 40))
     for start in (0, 16, 32):
         plan = planned(scheduler)
-        assert plan.decode_rows.tolist() == [0]
+        assert plan.decodes.rows.tolist() == [0]
         assert chunks(plan) == [(1, start, min(16, 40 - start), start == 32)]
         commit(scheduler, plan)
-    assert planned(scheduler).decode_rows.tolist() == [0, 1]
+    assert planned(scheduler).decodes.rows.tolist() == [0, 1]
 
 
 def test_the_budget_is_filled_across_prompts() -> None:
@@ -42,7 +42,7 @@ def test_the_budget_is_filled_across_prompts() -> None:
     plan = planned(scheduler)
     assert chunks(plan) == [(0, 0, 10, True), (1, 0, 6, False)]
     assert admitted(plan) == [0, 1]
-    assert plan.prefill_tokens.tolist() == [1000, *range(1, 10), 1001, *range(1, 6)]
+    assert plan.chunks.tokens.tolist() == [1000, *range(1, 10), 1001, *range(1, 6)]
     plan = planned(scheduler)
     assert chunks(plan) == [(1, 6, 4, True), (2, 0, 10, True)]
 
@@ -76,7 +76,7 @@ def test_overlap_plans_ahead_without_tokens_and_stops_at_the_length() -> None:
     scheduler = make()
     scheduler.add(request(0, 4, max_tokens=3))
     plans = [planned(scheduler) for _ in range(3)]
-    assert [plan.decode_positions.tolist() for plan in plans] == [[], [4], [5]]
+    assert [plan.decodes.positions.tolist() for plan in plans] == [[], [4], [5]]
     assert scheduler.plan() is None
     results = [commit(scheduler, plan) for plan in plans]
     assert [result.ended for result in results] == [{}, {}, {0: Finished(FinishReason.LENGTH)}]
@@ -138,13 +138,13 @@ def test_duplicates_are_remapped_in_the_next_plan() -> None:
     scheduler.add(request(0, 10, first=1))
     scheduler.add(request(1, 10, first=1))
     plan = planned(scheduler)
-    pages = plan.grant_pages.reshape(2, 3)
+    pages = plan.grants.pages.reshape(2, 3)
     assert np.unique(pages).size == 6
     commit(scheduler, plan)
     plan = planned(scheduler)
-    assert plan.grant_rows.tolist() == [1, 1]
-    assert plan.grant_indices.tolist() == [0, 1]
-    assert plan.grant_pages.tolist() == pages[0, :2].tolist()
+    assert plan.grants.rows.tolist() == [1, 1]
+    assert plan.grants.indices.tolist() == [0, 1]
+    assert plan.grants.pages.tolist() == pages[0, :2].tolist()
     assert scheduler.stats().free_pages == 32 - 4
 
 
@@ -155,7 +155,7 @@ def test_no_remap_goes_to_a_row_that_was_given_back() -> None:
     step(scheduler)
     scheduler.abort(RequestId(1))
     plan = planned(scheduler)
-    assert plan.grant_rows.tolist() == []
+    assert plan.grants.rows.tolist() == []
     assert plan.released_rows.tolist() == [1]
 
 

@@ -44,8 +44,8 @@ def kept_positions(harness: Harness) -> list[int]:
     def watched() -> StepPlan | None:
         plan = plan_step()
         if plan is not None:
-            at = np.isin(plan.decode_rows, plan.kept_rows)
-            found.extend(plan.decode_positions[at].tolist())
+            at = np.isin(plan.decodes.rows, plan.snapshots.kept_rows)
+            found.extend(plan.decodes.positions[at].tolist())
         return plan
 
     harness.scheduler.plan = watched  # type: ignore[method-assign]

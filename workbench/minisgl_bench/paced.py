@@ -68,11 +68,11 @@ class PacedExecutor:
         """Enqueue a step behind the last one."""
         for admission in plan.admissions:
             self._prompts[admission.row] = admission.num_prompt_tokens
-        last = plan.prefill_samples != 0
+        last = plan.chunks.samples != 0
         rows = plan.sample_rows
-        ends = (plan.prefill_starts + plan.prefill_lengths)[last]
+        ends = plan.chunks.ends[last]
         # index of the token that is sampled, counted from the end of the row's prompt
-        positions = np.concatenate([ends, plan.decode_positions + 1])
+        positions = np.concatenate([ends, plan.decodes.positions + 1])
         starts = np.array([self._prompts[row] for row in rows.tolist()], dtype=np.int64)
         # steps end on a regular beat, so that planning does not lengthen them
         now_s = time.monotonic()

@@ -138,8 +138,8 @@ class _MarkedStep(PendingWrapper):
 def described(plan: StepPlan) -> str:
     """A step by what it computes, as ``decode 64`` or ``prefill 8192 + decode 3``."""
     parts = []
-    if len(plan.prefill_rows):
-        parts.append(f"prefill {len(plan.prefill_tokens)}")
-    if len(plan.decode_rows):
-        parts.append(f"decode {len(plan.decode_rows)}")
+    if len(plan.chunks.rows):
+        parts.append(f"prefill {len(plan.chunks.tokens)}")
+    if len(plan.decodes.rows):
+        parts.append(f"decode {len(plan.decodes.rows)}")
     return " + ".join(parts) or "nothing"

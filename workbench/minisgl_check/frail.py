@@ -171,7 +171,7 @@ class FrailScheduler(SchedulerWrapper):
         plan = super().plan() if plan is None else plan
         if plan is not None:
             self._prefilling.difference_update(plan.released_rows.tolist())
-            self._prefilling.update(plan.prefill_rows.tolist())
+            self._prefilling.update(plan.chunks.rows.tolist())
             self._prefilling.difference_update(plan.sample_rows.tolist())
         return plan
 

@@ -18,7 +18,7 @@ from minisgl_backend.errors import ConfigError
 from minisgl_bench import engines
 from minisgl_bench.prompts import random_prompts
 from tests.figures import figures_of
-from tests.unit.test_engine_metrics import INFO
+from tests.unit.tritonserver.test_engine_metrics import INFO
 
 SMALL = ["--device", "cpu", "--num-pages", "256", "--max-sequence-length", "256"]
 

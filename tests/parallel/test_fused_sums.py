@@ -15,7 +15,7 @@ from minisgl_backend.parallel.flashinfer_sum import FlashInferSum, most_bytes
 from minisgl_backend.parallel.group import Group
 from minisgl_backend.parallel.torch_group import TorchGroup
 from tests.parallel.threads import on_ranks
-from tests.unit.test_models_kernels import a_prompt, check_prompt_then_token, load, write
+from tests.unit.models.test_kernels import a_prompt, check_prompt_then_token, load, write
 
 
 class Twin:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-_CASES = "tests/unit/test_wire_parse.py", "tests/unit/test_text_template.py"
+_CASES = "tests/unit/wire/test_parse.py", "tests/unit/text/test_template.py"
 
 
 @pytest.mark.parametrize("cases", _CASES)

@@ -13,7 +13,7 @@ from minisgl_backend.request import (
     RequestId,
 )
 from minisgl_backend.scheduling.scheduler import Scheduler
-from tests.unit.planner import CONFIG, PAGE_SIZE, chunks, commit, planned, request, step
+from tests.unit.scheduling.planner import CONFIG, PAGE_SIZE, chunks, commit, planned, request, step
 
 
 def sharing(*, max_overtaken: int = 8, names_groups: bool = True) -> Scheduler:

@@ -14,7 +14,7 @@ from tools.demo_model.facts import LISTS, POEMS
 from tools.demo_model.model import Shape
 from tools.demo_model.score import answers
 
-FOLDER = Path(__file__).parents[2] / "minisgl_backend" / "demo_model"
+FOLDER = Path(__file__).parents[3] / "minisgl_backend" / "demo_model"
 
 
 def test_it_is_small_and_whole() -> None:

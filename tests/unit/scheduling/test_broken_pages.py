@@ -11,7 +11,16 @@ from minisgl_backend.request import (
     SamplingParams,
     TokenLogprobs,
 )
-from tests.unit.planner import broken, chunks, commit, failures, make, planned, request, step
+from tests.unit.scheduling.planner import (
+    broken,
+    chunks,
+    commit,
+    failures,
+    make,
+    planned,
+    request,
+    step,
+)
 
 
 def test_logits_that_are_not_finite_end_that_request_alone() -> None:

@@ -28,7 +28,7 @@ from tests.fakes.executor import (
     Model,
     expected_tokens,
 )
-from tests.unit.runtime_bench import CONTEXT, NUM_PAGES, WAIT_S, Bench, Recording
+from tests.unit.runtime.bench import CONTEXT, NUM_PAGES, WAIT_S, Bench, Recording
 
 
 @pytest.fixture

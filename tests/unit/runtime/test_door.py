@@ -24,7 +24,7 @@ from minisgl_backend.runtime.loop import Loop, Stop
 from minisgl_backend.runtime.open_requests import OpenRequest
 from minisgl_backend.runtime.recorder import Recorder
 from minisgl_backend.scheduling.scheduler import Scheduler, SchedulerConfig
-from tests.unit.runtime_bench import NUM_PAGES, PAGE_SIZE, WAIT_S, Bench, Recording
+from tests.unit.runtime.bench import NUM_PAGES, PAGE_SIZE, WAIT_S, Bench, Recording
 
 
 @pytest.fixture

@@ -120,7 +120,7 @@ class World:
         num_recoveries: int = 0,
     ) -> None:
         """The next start hangs for ever where there is a file ``hangs``, which goes."""
-        root = str(Path(__file__).parents[2])
+        root = str(Path(__file__).parents[3])
         binary = folder / "tritonserver"
         binary.write_text(FAKE.format(python=sys.executable, root=root, models=MODELS))
         binary.chmod(0o755)

@@ -19,7 +19,16 @@ from minisgl_backend.request import (
     SamplingParams,
 )
 from minisgl_backend.scheduling.scheduler import Scheduler
-from tests.unit.planner import CONFIG, admitted, chunks, commit, make, planned, request, step
+from tests.unit.scheduling.planner import (
+    CONFIG,
+    admitted,
+    chunks,
+    commit,
+    make,
+    planned,
+    request,
+    step,
+)
 
 
 def test_prefill_and_decode_share_a_step_and_decode_never_waits() -> None:

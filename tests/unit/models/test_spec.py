@@ -13,7 +13,7 @@ import pytest
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.models.catalog import load_spec, parse_spec
 from minisgl_backend.models.config_json import ConfigReader, read_json
-from tests.unit.config_jsons import (
+from tests.unit.models.config_jsons import (
     LLAMA_3_1_8B,
     QWEN_3_0_6B,
 )

@@ -14,7 +14,7 @@ from minisgl_backend.request import Grammar, GrammarKind
 from minisgl_backend.wire.generation import Generation
 from minisgl_backend.wire.grammars import grammar_of
 from minisgl_backend.wire.parse import parse_token_generation, parse_values
-from tests.unit.test_wire_parse import parse, refusal, strings
+from tests.unit.wire.test_parse import parse, refusal, strings
 
 SCHEMA = {"type": "object", "properties": {"日": {"type": "integer"}}}
 JSON = Grammar(GrammarKind.JSON_SCHEMA, json.dumps(SCHEMA, ensure_ascii=False))

@@ -40,7 +40,7 @@ from minisgl_backend.parallel.group import OneRank
 from minisgl_backend.plan import Snapshots, StepPlan
 from minisgl_backend.request import IntArray
 from tests.conformance.checkpoints import CONTEXT, VOCAB_SIZE, write_checkpoint
-from tests.unit.test_execution_flat_batch import ints, plan_of
+from tests.unit.execution.test_flat_batch import ints, plan_of
 
 MAX_ROWS = 9
 

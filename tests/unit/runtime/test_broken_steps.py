@@ -29,7 +29,7 @@ from tests.fakes.executor import (
     expected_prompt_logprobs,
     expected_tokens,
 )
-from tests.unit.runtime_bench import NUM_PAGES, WAIT_S, Bench, Recording
+from tests.unit.runtime.bench import NUM_PAGES, WAIT_S, Bench, Recording
 
 
 @pytest.fixture

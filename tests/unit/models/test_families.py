@@ -17,7 +17,7 @@ from minisgl_backend.experts_spec import (
 )
 from minisgl_backend.models.catalog import ARCHITECTURES, parse_spec
 from minisgl_backend.models.spec import LayerInputs, MoeSpec
-from tests.unit.config_jsons import (
+from tests.unit.models.config_jsons import (
     DOTS_LLM1,
     GEMMA_3_1B,
     GEMMA_3_4B,

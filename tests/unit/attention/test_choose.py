@@ -31,7 +31,7 @@ from minisgl_backend.errors import ConfigError
 from minisgl_backend.plan import NO_GROUPS, Groups
 from minisgl_backend.request import IntArray
 
-PYPROJECT = Path(__file__).parents[2] / "pyproject.toml"
+PYPROJECT = Path(__file__).parents[3] / "pyproject.toml"
 SETTING = AttentionSetting(
     shape=AttentionShape(num_heads=4, num_kv_heads=2, head_dim=64, scale=0.125, windows=(None,)),
     page_size=16,

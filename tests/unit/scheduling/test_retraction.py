@@ -10,7 +10,7 @@ from minisgl_backend.request import (
     RequestId,
     SamplingParams,
 )
-from tests.unit.planner import admitted, chunks, commit, make, planned, request, step
+from tests.unit.scheduling.planner import admitted, chunks, commit, make, planned, request, step
 
 
 def test_the_youngest_is_retracted_and_comes_back_with_its_output() -> None:

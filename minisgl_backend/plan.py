@@ -86,7 +86,7 @@ class Copies:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Chunks:
+class PromptChunks:
     """Parts of prompts, int32[num_chunks]: the positions from start up to start + length of a row
     are computed.
 
@@ -218,7 +218,7 @@ class StepPlan:
     grants: Grants = field(default_factory=Grants)
     window_grants: Grants = field(default_factory=Grants)
     snapshots: Snapshots = field(default_factory=Snapshots)
-    chunks: Chunks = field(default_factory=Chunks)
+    chunks: PromptChunks = field(default_factory=PromptChunks)
     decodes: Decodes = field(default_factory=Decodes)
     groups: Groups = NO_GROUPS
     scores: Scores = field(default_factory=Scores)
@@ -253,7 +253,7 @@ _PARTS: Final[Mapping[str, type[Any]]] = {
     "grants": Grants,
     "window_grants": Grants,
     "snapshots": Snapshots,
-    "chunks": Chunks,
+    "chunks": PromptChunks,
     "decodes": Decodes,
     "groups": Groups,
     "scores": Scores,

@@ -43,11 +43,11 @@ from minisgl_backend.models.adapter_slots import AdapterSlots
 from minisgl_backend.models.decoder import Decoder
 from minisgl_backend.plan import (
     NO_SNAPSHOT,
-    Chunks,
     Copies,
     Decodes,
     Groups,
     Pending,
+    PromptChunks,
     Snapshots,
     StepPlan,
 )
@@ -478,7 +478,7 @@ class ModelExecutor:
         row = self.rows.table.dummy_row
         return StepPlan(
             step=-1,
-            chunks=Chunks(
+            chunks=PromptChunks(
                 rows=np.full(len(chunks), row, np.int32),
                 starts=np.zeros(len(chunks), np.int32),
                 lengths=np.array(chunks, np.int32),

@@ -22,7 +22,7 @@ from torch import Tensor
 from minisgl_backend.device.base import Device, HostArray
 from minisgl_backend.kernels.likelihood import Likelihoods, likelihoods
 from minisgl_backend.models.decoder import Decoder
-from minisgl_backend.plan import Admission, Chunks, Scores
+from minisgl_backend.plan import Admission, PromptChunks, Scores
 from minisgl_backend.request import FloatArray, IntArray, PromptLogprobs
 
 _SLICE_BYTES: Final = 2**28
@@ -93,7 +93,7 @@ class PromptScorer:
             self._num_alternatives[admission.row] = asked or 0
 
     def scored(
-        self, hidden: Tensor, scores: Scores, chunks: Chunks, chunk_offsets: IntArray
+        self, hidden: Tensor, scores: Scores, chunks: PromptChunks, chunk_offsets: IntArray
     ) -> ScoredChunks | None:
         """Score what a plan says, in ``hidden`` [num_tokens, hidden_size], the residual stream
         of a step, in which chunk i begins at ``chunk_offsets`` [i].

@@ -14,11 +14,11 @@ from minisgl_backend.plan import (
     NO_GROUPS,
     AdapterMoves,
     Admission,
-    Chunks,
     Copies,
     Decodes,
     Grants,
     Groups,
+    PromptChunks,
     Scores,
     Snapshots,
     StepPlan,
@@ -121,7 +121,7 @@ class Draft:
         ``masked``, bool[num_rows], says which rows have a grammar. ``windows`` gives its news.
         """
         rows, starts, lengths, samples = _columns(self._chunks, 4)
-        chunks = Chunks(rows, starts, lengths, samples, _joined(self._tokens))
+        chunks = PromptChunks(rows, starts, lengths, samples, _joined(self._tokens))
         of, begins, counts = _columns(self._scores, 3)
         scores = Scores(of, begins, counts, _joined(self._score_tokens))
         sampled = np.concatenate([chunks.rows[chunks.samples != 0], self.decodes.rows])

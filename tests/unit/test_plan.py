@@ -9,7 +9,14 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minisgl_backend.plan import Admission, Chunks, Decodes, StepPlan, decode_plan, encode_plan
+from minisgl_backend.plan import (
+    Admission,
+    Decodes,
+    PromptChunks,
+    StepPlan,
+    decode_plan,
+    encode_plan,
+)
 from minisgl_backend.request import EMPTY, IntArray, RequestId, SamplingParams
 
 INT32 = st.integers(-(2**31), 2**31 - 1)
@@ -85,7 +92,7 @@ def test_decoding_undoes_encoding_but_for_what_says_how_to_sample(
 def test_a_sampled_row_is_a_last_chunk_or_decodes() -> None:
     plan = StepPlan(
         step=0,
-        chunks=Chunks(
+        chunks=PromptChunks(
             rows=np.array([4, 2, 3], dtype=np.int32),
             starts=np.array([0, 8, 0], dtype=np.int32),
             lengths=np.array([2, 1, 3], dtype=np.int32),

@@ -24,11 +24,11 @@ from minisgl_backend.parallel.group import OneRank
 from minisgl_backend.plan import (
     NO_TOKEN,
     Admission,
-    Chunks,
     Copies,
     Decodes,
     Grants,
     Pending,
+    PromptChunks,
     SampledTokens,
     StepPlan,
 )
@@ -151,8 +151,10 @@ def _grants(row: int, *pages: int) -> Grants:
     return Grants(_ints(*[row] * len(pages)), _ints(*range(len(pages))), _ints(*pages))
 
 
-def _chunk(row: int, start: int, tokens: tuple[int, ...], *, samples: bool = True) -> Chunks:
-    return Chunks(_ints(row), _ints(start), _ints(len(tokens)), _ints(samples), _ints(*tokens))
+def _chunk(row: int, start: int, tokens: tuple[int, ...], *, samples: bool = True) -> PromptChunks:
+    return PromptChunks(
+        _ints(row), _ints(start), _ints(len(tokens)), _ints(samples), _ints(*tokens)
+    )
 
 
 def _decodes(*places: tuple[int, int]) -> Decodes:

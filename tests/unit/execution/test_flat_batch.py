@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from minisgl_backend.execution.flat_batch import FlatBatch
-from minisgl_backend.plan import Chunks, Decodes, Groups, StepPlan
+from minisgl_backend.plan import Decodes, Groups, PromptChunks, StepPlan
 from minisgl_backend.request import IntArray
 
 
@@ -17,12 +17,12 @@ def ints(*values: int) -> IntArray:
 
 
 def plan_of(chunks: list[tuple[int, int, int, int]], decodes: list[tuple[int, int]]) -> StepPlan:
-    """Chunks of (row, start, length, whether it samples), and decodes of (row, position)."""
+    """PromptChunks of (row, start, length, whether it samples), and decodes of (row, position)."""
     rows, starts, lengths, samples = zip(*chunks, strict=True) if chunks else ((), (), (), ())
     decode_rows, positions = zip(*decodes, strict=True) if decodes else ((), ())
     return StepPlan(
         step=0,
-        chunks=Chunks(
+        chunks=PromptChunks(
             rows=ints(*rows),
             starts=ints(*starts),
             lengths=ints(*lengths),
@@ -80,7 +80,7 @@ def test_groups_name_decoding_rows_by_their_tokens() -> None:
             sizes=ints(3, 2), begins=ints(0, 2), ends=ints(2, 3), members=ints(7, 1, 4, 4, 7)
         ),
     )
-    for of in (plan, replace(plan, chunks=Chunks())):
+    for of in (plan, replace(plan, chunks=PromptChunks())):
         groups = FlatBatch.of(of).groups
         assert groups.members.tolist() == [2, 0, 1, 1, 2]
         assert (groups.sizes.tolist(), groups.begins.tolist()) == ([3, 2], [0, 2])

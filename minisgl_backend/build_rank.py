@@ -21,9 +21,10 @@ from minisgl_backend.errors import ConfigError
 from minisgl_backend.execution.adapters import AdapterStore
 from minisgl_backend.execution.chunk_graphs import token_counts
 from minisgl_backend.execution.decode_graphs import batch_sizes
-from minisgl_backend.execution.executor import ExecutorLimits, ModelExecutor
+from minisgl_backend.execution.executor import ModelExecutor
 from minisgl_backend.execution.prompt_logprobs import rows_at_once
 from minisgl_backend.execution.ranks import RankExecutor
+from minisgl_backend.execution.stages import ExecutorLimits
 from minisgl_backend.models.adapter_slots import AdapterSlots
 from minisgl_backend.models.build import (
     build_model,

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Final, Protocol
 
 from minisgl_backend.cache.kv import KVCache
-from minisgl_backend.execution.executor import WatchLogits
 from minisgl_backend.execution.ranks import RankExecutor
+from minisgl_backend.execution.stages import WatchLogits
 from minisgl_backend.grammar.matchers import Grammars
 from minisgl_backend.runtime.adapters import Adapters
 from minisgl_backend.runtime.door import EngineInfo

@@ -21,7 +21,8 @@ from minisgl_backend.cache.windows import WindowPages
 from minisgl_backend.device.base import Device
 from minisgl_backend.device.cpu import CpuDevice
 from minisgl_backend.execution.adapters import AdapterStore
-from minisgl_backend.execution.executor import ExecutorLimits, ModelExecutor
+from minisgl_backend.execution.executor import ModelExecutor
+from minisgl_backend.execution.stages import ExecutorLimits
 from minisgl_backend.execution.states import StateStorage
 from minisgl_backend.execution.storage import KVStorage
 from minisgl_backend.kernels.rope_store import FP8_MAX

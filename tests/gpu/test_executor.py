@@ -285,7 +285,7 @@ def test_prompts_beside_decoding_rows(
     )
     info, executor = build_executor(options)
     assert isinstance(executor, ModelExecutor)
-    assert (executor.chunk_graphs is None) == (most == 0)
+    assert (executor.graphs.chunk is None) == (most == 0)
     mixed = []
     launch = executor.launch
 

@@ -91,10 +91,11 @@ class Decoding:
         """
         if not isinstance(executor, ModelExecutor):
             return None
-        graphs, table = executor.graphs, executor.rows.table
+        graphs, rows_of = executor.graphs.decode, executor.stages.rows
         if graphs is None or not graphs.fits(batch_size):
             return None
-        page_size, begin = executor.rows.page_size, self.context + _SETTLING
+        table, page_size = rows_of.table, rows_of.page_size
+        begin = self.context + _SETTLING
 
         def replay() -> tuple[torch.cuda.Event, torch.cuda.Event]:
             needed = -(-(begin + self.steps + 1) // page_size)
@@ -127,7 +128,7 @@ def graph_facts(executor: Executor) -> dict[str, Any]:
     if not isinstance(executor, ModelExecutor):
         return {}
     facts: dict[str, Any] = {}
-    for name, graphs in (("decode", executor.graphs), ("chunk", executor.chunk_graphs)):
+    for name, graphs in (("decode", executor.graphs.decode), ("chunk", executor.graphs.chunk)):
         if graphs is not None:
             captured = graphs.captured
             facts[f"{name}_graphs"] = len(captured.graphs)

@@ -20,7 +20,7 @@ from minisgl_backend.attention import choose
 from minisgl_backend.attention.base import AttentionSetting
 from minisgl_backend.device.cpu import CpuDevice
 from minisgl_backend.errors import ConfigError
-from minisgl_backend.execution import executor
+from minisgl_backend.execution import step_graphs
 from minisgl_backend.execution.chunk_graphs import (
     LAST_TOKEN,
     ChunkInputs,
@@ -29,9 +29,11 @@ from minisgl_backend.execution.chunk_graphs import (
     max_chunks,
     token_counts,
 )
+from minisgl_backend.execution.executor import ModelExecutor
 from minisgl_backend.execution.flat_batch import FlatBatch
 from minisgl_backend.execution.forward import ForwardPass
 from minisgl_backend.execution.rows import DeviceRows
+from minisgl_backend.execution.stages import ExecutorLimits
 from minisgl_backend.execution.states import CapturedRuns, StateStorage
 from minisgl_backend.execution.storage import KVStorage
 from minisgl_backend.models.build import build_model
@@ -336,7 +338,7 @@ def test_the_longest_step_has_to_fit_beside_the_graphs(
     num_chunks = -(-max_prefill_tokens // CONTEXT)
     num_tokens = max_prefill_tokens + MAX_ROWS - num_chunks
     monkeypatch.setattr(choose, "has_triton", lambda: True)
-    monkeypatch.setattr(executor, "ChunkGraphs", NoGraphs)
+    monkeypatch.setattr(step_graphs, "ChunkGraphs", NoGraphs)
     write_checkpoint("qwen3", tmp_path)
     layers = Layers(tmp_path)
     device: Any = layers.device
@@ -354,12 +356,12 @@ def test_the_longest_step_has_to_fit_beside_the_graphs(
     monkeypatch.setattr(ForwardPass, "over_batch", short_of_memory)
     too_long = f"a step of {num_tokens} tokens does not fit .*, with 1.5 GiB free: lower memory_"
     with pytest.raises(ConfigError, match=too_long):
-        executor.ModelExecutor(
+        ModelExecutor(
             layers.model,
             storage=layers.storage,
             attention=layers.attention,
             device=device,
-            limits=executor.ExecutorLimits(
+            limits=ExecutorLimits(
                 max_rows=MAX_ROWS,
                 max_sequence_length=CONTEXT,
                 max_prefill_tokens=max_prefill_tokens,

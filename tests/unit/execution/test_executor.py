@@ -15,7 +15,8 @@ from torch import Tensor
 from minisgl_backend.attention.base import AttentionSetting
 from minisgl_backend.attention.choose import choose_attention
 from minisgl_backend.device.cpu import CpuDevice
-from minisgl_backend.execution.executor import ExecutorLimits, ModelExecutor
+from minisgl_backend.execution.executor import ModelExecutor
+from minisgl_backend.execution.stages import ExecutorLimits
 from minisgl_backend.execution.storage import KVStorage
 from minisgl_backend.models.build import build_model
 from minisgl_backend.models.catalog import parse_spec

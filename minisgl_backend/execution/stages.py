@@ -1,0 +1,148 @@
+"""The stages of a step: the row table, the layers, the head, and what reads their outputs.
+
+Each is made once, before any step. What outlives a step is on the device, by row (``rows``), so a
+step is queued without knowing what the one before it sampled. For use in the device's queue only,
+where everything runs in order. Must not know plans, pages or graphs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from minisgl_backend.attention.base import PagedAttention
+from minisgl_backend.device.base import Device, HostArray
+from minisgl_backend.execution.adapters import RowAdapters
+from minisgl_backend.execution.embeddings import PromptEmbedder
+from minisgl_backend.execution.flat_batch import FlatBatch
+from minisgl_backend.execution.forward import ForwardPass
+from minisgl_backend.execution.prompt_logprobs import PromptScorer
+from minisgl_backend.execution.rows import DeviceRows
+from minisgl_backend.execution.sampling import Sampler, StepLogits, StepOutput
+from minisgl_backend.execution.states import StateStorage
+from minisgl_backend.execution.storage import KVStorage
+from minisgl_backend.kernels.adapters import AdaptedTokens
+from minisgl_backend.kernels.rows import StepInputs, begin_decode
+from minisgl_backend.models.decoder import Decoder
+from minisgl_backend.plan import Admission
+
+WatchLogits: TypeAlias = Callable[[Tensor, HostArray], Tensor]
+"""(logits [num_samples, vocab_size], their rows [num_samples]) -> the logits to sample from. Called
+in the device's queue, at the end of forward passes that are not captured; its errors are the
+step's."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExecutorLimits:
+    """The sizes that an executor is made for.
+
+    To capture, ascending, empty for no graphs: ``graph_sizes``, batch sizes of decode steps;
+    ``chunk_graph_sizes``, numbers of tokens of steps with prompt chunks. ``scored_at_once`` bounds
+    the positions of prompts whose logits are computed at once. With ``takes_masks`` decode steps
+    with masked rows are captured, too.
+    """
+
+    max_rows: int
+    max_sequence_length: int
+    max_prefill_tokens: int
+    graph_sizes: tuple[int, ...] = ()
+    chunk_graph_sizes: tuple[int, ...] = ()
+    scored_at_once: int = 1024
+    takes_masks: bool = False
+
+
+class Stages:
+    """Steps go through ``rows``, ``forward``, the head of ``model``, and then ``sampler``,
+    ``scorer`` or ``embedder``."""
+
+    def __init__(
+        self,
+        model: Decoder,
+        storage: KVStorage,
+        attention: PagedAttention,
+        device: Device,
+        limits: ExecutorLimits,
+        *,
+        states: StateStorage | None,
+        adapters: RowAdapters | None,
+        watch_logits: WatchLogits | None,
+    ):
+        """``states``, if the model has recurrent layers; ``adapters``, if it takes any."""
+        self.model = model
+        self.attention = attention
+        self.device = device
+        self.limits = limits
+        self.states = states
+        self.adapters = adapters
+        self.rows = DeviceRows(
+            device,
+            max_rows=limits.max_rows,
+            max_sequence_length=limits.max_sequence_length,
+            page_size=storage.page_size,
+            dummy_page=storage.dummy_page,
+            dummy_window_page=storage.dummy_window_page,
+            vocab_size=model.spec.vocab_size,
+        )
+        table = self.rows.table
+        num_rows = len(table.tokens)
+        self.forward = ForwardPass(model, self.rows, attention, device, states, adapters)
+        self.sampler = Sampler(table, device, model.group)
+        self.scorer = PromptScorer(
+            model, device, num_rows=num_rows, most_rows=limits.scored_at_once
+        )
+        self.embedder = PromptEmbedder(model, device, num_rows=num_rows)
+        self.mark: Callable[[str], AbstractContextManager[object]] = nullcontext
+        self._watch_logits = watch_logits
+        self._logits = torch.empty(  # of captured decode steps
+            (max([0, *limits.graph_sizes]), model.spec.vocab_size),
+            dtype=model.dtype,
+            device=device.torch_device,
+        )
+
+    def admit(self, admissions: Sequence[Admission]) -> None:
+        """Let requests take rows."""
+        self.rows.admit(admissions)
+        self.sampler.admit(admissions)
+        self.scorer.admit(admissions)
+        self.embedder.admit(admissions)
+
+    def decoded(
+        self,
+        inputs: StepInputs,
+        batch_size: int,
+        grouped: bool,
+        adapted: AdaptedTokens | None = None,
+    ) -> StepLogits:
+        """The logits of a decode step of the first ``batch_size`` rows of ``inputs``, to be
+        captured."""
+        step = begin_decode(self.rows.table, inputs, batch_size, self.rows.page_size)
+        # [batch_size, hidden_size]
+        hidden = self.forward.over_decodes(step, grouped=grouped, adapted=adapted)
+        logits = self.model.logits(hidden, out=self._logits[:batch_size])
+        return StepLogits(logits, step.rows, step.lengths)
+
+    def logits_of(self, batch: FlatBatch, hidden: Tensor) -> StepLogits:
+        """The logits of the tokens after which one is sampled, if any; ``hidden`` [num_tokens,
+        hidden_size] is the residual stream after the layers."""
+        numbers = np.array([batch.samples, batch.sample_rows, batch.sample_positions], np.int32)
+        samples, rows, positions = self.device.upload(numbers)
+        if not len(batch.samples):
+            return StepLogits(self._logits[:0], rows, positions)
+        with self.mark("logits"):
+            logits = self.model.logits(hidden.index_select(0, samples))
+        if self._watch_logits is not None:
+            logits = self._watch_logits(logits, batch.sample_rows)
+        return StepLogits(logits, rows, positions)
+
+    def sample(self, due: StepLogits) -> StepOutput:
+        """The tokens of a step, of which there may be none."""
+        if not len(due.rows):
+            return StepOutput(due.rows, due.logits)
+        with self.mark("sampling"):
+            return self.sampler.sample(due)

@@ -1,0 +1,131 @@
+"""What is captured of a model's steps: decode steps whole, of other steps the layers.
+
+There are two sets of graphs. Which tokens have which adapter is data, written before a replay, so
+one set serves all steps with adapters; the other computes none. Knows what a graph reads besides
+the inputs that ``decode_graphs`` and ``chunk_graphs`` write. Must not know plans.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from torch import Tensor
+
+from minisgl_backend.attention.base import GroupedDecode, PagedAttention, ScheduledDecode
+from minisgl_backend.execution.adapters import CapturedAdapters
+from minisgl_backend.execution.chunk_graphs import ChunkGraphs, ChunkInputs, max_chunks
+from minisgl_backend.execution.decode_graphs import DecodeGraphs
+from minisgl_backend.execution.flat_batch import FlatBatch
+from minisgl_backend.execution.sampling import StepLogits
+from minisgl_backend.execution.stages import Stages
+from minisgl_backend.execution.states import CapturedRuns
+from minisgl_backend.kernels.rows import StepInputs
+from minisgl_backend.plan import Groups
+from minisgl_backend.progress import Progress
+
+
+@dataclass(frozen=True, slots=True)
+class StepGraphs:
+    """Those of steps without adapters, or of steps with any; None for what is not captured."""
+
+    decode: DecodeGraphs | None = None
+    chunk: ChunkGraphs | None = None
+
+    def __bool__(self) -> bool:
+        """Whether there are any."""
+        return self.decode is not None or self.chunk is not None
+
+    def close(self) -> None:
+        """Destroy the graphs."""
+        for graphs in (self.decode, self.chunk):
+            if graphs is not None:
+                graphs.close()
+
+
+def capture_steps(stages: Stages, progress: Progress, *, adapted: bool = False) -> StepGraphs:
+    """Capture what the limits say; ``adapted``: of steps with adapters."""
+    limits = stages.limits
+    decode = chunk = None
+    if limits.graph_sizes:
+        adapters = _captured_adapters(stages, limits.graph_sizes[-1]) if adapted else None
+        decode = _decode_graphs(stages, progress, adapters)
+    if limits.chunk_graph_sizes:
+        adapters = _captured_adapters(stages, limits.chunk_graph_sizes[-1]) if adapted else None
+        chunk = _chunk_graphs(stages, progress, adapters)
+    return StepGraphs(decode, chunk)
+
+
+def taker_of_groups(attention: PagedAttention) -> Callable[[Groups], bool] | None:
+    """What steps without adapters give their groups to; None if attention has no use for them.
+
+    Steps with adapters are not captured a third and a fourth time for groups.
+    """
+    decode = attention.decode
+    if attention.reads_groups and isinstance(decode, GroupedDecode):
+        return decode.take_groups
+    return None
+
+
+def _captured_adapters(stages: Stages, most_tokens: int) -> CapturedAdapters:
+    assert stages.adapters is not None
+    return CapturedAdapters(stages.adapters, stages.device, most_tokens)
+
+
+def _decode_graphs(
+    stages: Stages, progress: Progress, adapters: CapturedAdapters | None
+) -> DecodeGraphs:
+    decode = stages.attention.decode
+
+    def forward(inputs: StepInputs, batch_size: int, grouped: bool) -> StepLogits:
+        adapted = None if adapters is None else adapters.view(batch_size)
+        return stages.decoded(inputs, batch_size, grouped, adapted)
+
+    return DecodeGraphs(
+        stages.device,
+        stages.rows.table,
+        forward,
+        stages.sampler.sample,
+        stages.limits.graph_sizes,
+        decode.schedule_rows if isinstance(decode, ScheduledDecode) else None,
+        progress,
+        takes_masks=stages.limits.takes_masks,
+        take_groups=taker_of_groups(stages.attention) if adapters is None else None,
+        take_rows=None if adapters is None else adapters.write,
+    )
+
+
+def _chunk_graphs(
+    stages: Stages, progress: Progress, adapters: CapturedAdapters | None
+) -> ChunkGraphs:
+    sizes, max_rows, runs = stages.limits.chunk_graph_sizes, stages.limits.max_rows, None
+    if stages.states is not None:
+        room = partial(max_chunks, max_rows=max_rows)
+        runs = CapturedRuns(stages.states, stages.device, room, sizes[-1])
+
+    def layers(inputs: ChunkInputs, grouped: bool) -> Tensor:
+        size = len(inputs.tokens)
+        return stages.forward.over_chunks(
+            inputs,
+            grouped=grouped,
+            adapted=None if adapters is None else adapters.view(size),
+            runs=None if runs is None else runs.view(size),
+        )
+
+    def take(batch: FlatBatch, size: int) -> None:
+        if adapters is not None:
+            adapters.write(batch.rows, size)
+        if runs is not None:
+            runs.write(batch, size)
+
+    return ChunkGraphs(
+        stages.device,
+        layers,
+        sizes,
+        max_rows=max_rows,
+        progress=progress,
+        take_groups=taker_of_groups(stages.attention) if adapters is None else None,
+        fits=None if runs is None else runs.fits,
+        take=take,
+    )

@@ -1,0 +1,114 @@
+"""Steps of dummy rows at the start: they compile kernels, and show whether the largest step fits.
+
+Knows the stages of a step. Must not know graphs: ``layers`` may replay some.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from minisgl_backend.config import Limits
+from minisgl_backend.errors import ConfigError
+from minisgl_backend.execution.flat_batch import FlatBatch
+from minisgl_backend.execution.logprobs import RawLogprobs
+from minisgl_backend.execution.stages import Stages
+from minisgl_backend.plan import (
+    NO_SNAPSHOT,
+    Decodes,
+    Groups,
+    PromptChunks,
+    Snapshots,
+    StepPlan,
+)
+from minisgl_backend.request import IntArray
+
+
+class WarmUp:
+    """Runs dummy steps. Raises ``ConfigError`` if the remaining memory cannot hold one."""
+
+    def __init__(self, stages: Stages, layers: Callable[[FlatBatch, IntArray], Tensor]) -> None:
+        """``layers`` runs those of a step, given its prompt tokens; the residual stream after
+        them."""
+        self._stages = stages
+        self._layers = layers
+        self._limits = stages.limits
+        self._longest_chunk = min(
+            stages.limits.max_prefill_tokens, stages.limits.max_sequence_length
+        )
+
+    def all_kinds(self) -> None:
+        """Run steps of all kinds, the largest among them."""
+        self.largest()
+        for length in (min(self._longest_chunk, 64), 1):
+            self._step([length], 0)
+        self._step([], 1)
+
+    def largest(self, *, grouped: bool = False) -> None:
+        """Run the largest step: it fills all rows, those without a chunk decode. If ``grouped``,
+        these share all pages that a row can have, so that reading them together pays if it ever
+        does."""
+        limits = self._limits
+        num_whole, rest = divmod(limits.max_prefill_tokens, self._longest_chunk)
+        chunks = [self._longest_chunk] * num_whole + [rest] * (rest > 0)
+        chunks = chunks[: limits.max_rows]
+        self._step(chunks, limits.max_rows - len(chunks), grouped=grouped)
+
+    def _step(self, chunks: list[int], num_decodes: int, *, grouped: bool = False) -> None:
+        """Run a step of chunks of these lengths and ``num_decodes`` decodes, with logprobs of all
+        its samples and of all its chunks."""
+        stages = self._stages
+        last = self._limits.max_sequence_length - 1 if grouped else 0
+        plan = self._dummy_plan(chunks, num_decodes, last)
+        try:
+            batch = FlatBatch.of(plan)
+            if num_decodes and (num_shared := last // stages.rows.page_size):
+                batch = replace(batch, groups=_one_group(num_decodes, num_shared))
+            tokens = plan.chunks.tokens
+            hidden = self._layers(batch, tokens)
+            output = stages.sample(stages.logits_of(batch, hidden))
+            for num_top in (0, Limits().logprobs) if len(tokens) else ():
+                stages.scorer.score(hidden, np.arange(len(tokens)), tokens, num_top)
+            stages.embedder.embed(hidden[: len(output.tokens)])
+            wanted = np.ones(len(output.tokens), np.int64)
+            RawLogprobs.of(output.logits, output.tokens, wanted, stages.device.upload)
+        except torch.OutOfMemoryError as error:
+            raise ConfigError(
+                f"a step of {plan.num_tokens} tokens does not fit beside the KV pages, "
+                f"with {stages.device.free_memory() / 2**30:.1f} GiB free: lower memory_ratio, "
+                "num_pages, max_prefill_tokens or max_running_requests"
+            ) from error
+
+    def _dummy_plan(self, chunks: list[int], num_decodes: int, position: int) -> StepPlan:
+        """A plan with the dummy row in all places, so that only the dummy page is written. Decodes
+        are at ``position``."""
+        row = self._stages.rows.table.dummy_row
+        return StepPlan(
+            step=-1,
+            chunks=PromptChunks(
+                rows=np.full(len(chunks), row, np.int32),
+                starts=np.zeros(len(chunks), np.int32),
+                lengths=np.array(chunks, np.int32),
+                samples=np.ones(len(chunks), np.int32),
+                tokens=np.zeros(sum(chunks), np.int32),
+            ),
+            snapshots=Snapshots(begun_from=np.full(len(chunks), NO_SNAPSHOT, np.int32)),
+            decodes=Decodes(
+                rows=np.full(num_decodes, row, np.int32),
+                positions=np.full(num_decodes, position, np.int32),
+            ),
+        )
+
+
+def _one_group(num_members: int, num_pages: int) -> Groups:
+    """All decoding rows, which share their first pages."""
+    return Groups(
+        sizes=np.array([num_members], np.int32),
+        begins=np.zeros(1, np.int32),
+        ends=np.array([num_pages], np.int32),
+        members=np.arange(num_members, dtype=np.int32),
+    )

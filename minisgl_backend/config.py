@@ -34,9 +34,17 @@ def option(
     choices: tuple[str, ...] = (),
     minimum: float | None = None,
     maximum: float | None = None,
+    begins: str | None = None,
 ) -> Any:
-    """A dataclass field with its description, its allowed values and its range."""
-    meta = {"help": help, "choices": choices, "minimum": minimum, "maximum": maximum}
+    """A dataclass field with its description, its allowed values and its range. ``begins``: the
+    subject of the options from this one on."""
+    meta = {
+        "help": help,
+        "choices": choices,
+        "minimum": minimum,
+        "maximum": maximum,
+        "begins": begins,
+    }
     return field(default=default, metadata=meta)
 
 
@@ -44,7 +52,7 @@ def option(
 class EngineOptions:
     """All options of the engine. ``None`` stands for ``auto``: the engine decides."""
 
-    model: str = option(DEMO_MODEL, "folder of a checkpoint, or its id on the hub")
+    model: str = option(DEMO_MODEL, "folder of a checkpoint, or its id on the hub", begins="model")
     model_source: str = option(
         "hf", "hub on which an id is looked up", choices=("hf", "modelscope")
     )
@@ -64,50 +72,23 @@ class EngineOptions:
         "weights stay as the checkpoint has them",
         choices=("fp8",),
     )
-    kv_cache_dtype: str | None = option(
-        None, "type of the KV cache; auto: that of the activations", choices=("fp8_e4m3",)
-    )
     device: str | None = option(
         None, "where the model runs; auto: on a GPU if there is one", choices=("cpu", "cuda")
     )
-    page_size: int = option(16, "token positions per page of KV", minimum=1, maximum=1024)
-    num_pages: int | None = option(
-        None, "pages of KV; auto: as many as fit the free memory, on a CPU at most 2 GiB", minimum=1
-    )
+
     memory_ratio: float = option(
         0.9,
         "share of the free memory, less the tables of rows, that KV pages take",
         minimum=0.01,
         maximum=1.0,
+        begins="memory",
     )
-    max_running_requests: int = option(
-        256, "most requests that run at the same time", minimum=1, maximum=4096
+    page_size: int = option(16, "token positions per page of KV", minimum=1, maximum=1024)
+    num_pages: int | None = option(
+        None, "pages of KV; auto: as many as fit the free memory, on a CPU at most 2 GiB", minimum=1
     )
-    max_queued_requests: int = option(1024, "most requests that wait", minimum=0)
-    max_queued_tokens: int = option(4_000_000, "most prompt tokens that wait", minimum=0)
-    max_queue_time_s: float | None = option(
-        None, "a request that waits for longer than this is refused; auto: no limit", minimum=0.001
-    )
-    max_sequence_length: int | None = option(
-        None, "most tokens of a request, prompt and output; auto: the model's context", minimum=2
-    )
-    max_prefill_tokens: int = option(8192, "most prompt tokens computed in one step", minimum=1)
-    schedule_policy: str = option(
-        "fcfs",
-        "which waiting request is next: the oldest, or that with the longest cached prefix",
-        choices=("fcfs", "lpm"),
-    )
-    max_overtaken: int | None = option(
-        None,
-        "most later requests that a waiting one lets pass, so that requests with a common prefix "
-        "compute it once and run together; 0: none; auto: 64 with lpm, else 256 on a CPU, 1024 on "
-        "a GPU whose decoding requests read shared pages together, 0 on others",
-        minimum=0,
-    )
-    group_attention: bool | None = option(
-        None,
-        "decoding requests that share pages read them together if that pays; on a GPU it needs "
-        "attention_backend cuda and bfloat16; auto: if attention can do it",
+    kv_cache_dtype: str | None = option(
+        None, "type of the KV cache; auto: that of the activations", choices=("fp8_e4m3",)
     )
     cache: str = option(
         "radix",
@@ -120,20 +101,67 @@ class EngineOptions:
         "auto: 4 for each running request, in a quarter of the memory for pages at most",
         minimum=1,
     )
+
+    max_running_requests: int = option(
+        256,
+        "most requests that run at the same time",
+        minimum=1,
+        maximum=4096,
+        begins="batching and queueing",
+    )
+    max_prefill_tokens: int = option(8192, "most prompt tokens computed in one step", minimum=1)
+    max_sequence_length: int | None = option(
+        None, "most tokens of a request, prompt and output; auto: the model's context", minimum=2
+    )
+    max_queued_requests: int = option(1024, "most requests that wait", minimum=0)
+    max_queued_tokens: int = option(4_000_000, "most prompt tokens that wait", minimum=0)
+    max_queue_time_s: float | None = option(
+        None, "a request that waits for longer than this is refused; auto: no limit", minimum=0.001
+    )
+    schedule_policy: str = option(
+        "fcfs",
+        "which waiting request is next: the oldest, or that with the longest cached prefix",
+        choices=("fcfs", "lpm"),
+    )
+    max_overtaken: int | None = option(
+        None,
+        "most later requests that a waiting one lets pass, so that requests with a common prefix "
+        "compute it once and run together; 0: none; auto: 64 with lpm, else 256 on a CPU, 1024 on "
+        "a GPU whose decoding requests read shared pages together, 0 on others",
+        minimum=0,
+    )
     overlap: bool = option(True, "plan the next step while the current one runs")
+
     attention_backend: str | None = option(
         None,
         "on a CPU sdpa; on a GPU cuda, triton, fa, fi, trtllm or sdpa, or a pair PREFILL,DECODE",
+        begins="kernels and CUDA graphs",
+    )
+    group_attention: bool | None = option(
+        None,
+        "decoding requests that share pages read them together if that pays; on a GPU it needs "
+        "attention_backend cuda and bfloat16; auto: if attention can do it",
+    )
+    moe_backend: str | None = option(
+        None, "how experts are computed; auto: fused on a GPU", choices=("torch", "fused")
     )
     batch_invariant: bool = option(
         False,
         "on a GPU, a request gets the same tokens whatever runs beside it and whatever is cached; "
         "some steps take longer",
     )
-    structured_outputs: bool = option(
-        True, "let requests ask for output that follows a schema, a regular expression or a grammar"
+    cuda_graph_max_batch_size: int | None = option(
+        None,
+        "largest batch that is captured; 0 turns CUDA graphs off; auto: 256",
+        minimum=0,
+        maximum=4096,
     )
-    enable_lora: bool = option(False, "let requests name LoRA adapters")
+    cuda_graph_batch_sizes: str | None = option(None, "batch sizes to capture, as 1,2,4")
+    cuda_graph_max_tokens: int | None = option(
+        None, "most tokens of a step with prompts that is captured; 0 captures none", minimum=0
+    )
+
+    enable_lora: bool = option(False, "let requests name LoRA adapters", begins="adapters")
     max_loras: int = option(
         8, "most adapters that the requests of one step may use together", minimum=1, maximum=1024
     )
@@ -154,40 +182,12 @@ class EngineOptions:
         None, "adapters by the number that lora_task_id gives, NUMBER=NAME,NUMBER=NAME"
     )
     lora_updates: bool = option(False, "let requests load and unload adapters at run time")
-    moe_backend: str | None = option(
-        None, "how experts are computed; auto: fused on a GPU", choices=("torch", "fused")
-    )
-    cuda_graph_max_batch_size: int | None = option(
-        None,
-        "largest batch that is captured; 0 turns CUDA graphs off; auto: 256",
-        minimum=0,
-        maximum=4096,
-    )
-    cuda_graph_batch_sizes: str | None = option(None, "batch sizes to capture, as 1,2,4")
-    cuda_graph_max_tokens: int | None = option(
-        None, "most tokens of a step with prompts that is captured; 0 captures none", minimum=0
-    )
+
     tensor_parallel_size: int = option(
-        1, "ranks of the engine, each on a GPU of its own, or all on a CPU", minimum=1
-    )
-    data_parallel_size: int = option(
         1,
-        "replicas of the engine, each a process with weights, pages and tensor_parallel_size ranks "
-        "of its own; requests go to the one that has most of their prompt cached",
+        "ranks of the engine, each on a GPU of its own, or all on a CPU",
         minimum=1,
-        maximum=64,
-    )
-    routing_ratio: float | None = option(
-        None,
-        "a replica whose load is above this multiple of the mean, plus routing_slack, gets no "
-        "requests for what it has cached; auto: 1.2",
-        minimum=1,
-    )
-    routing_slack: float | None = option(
-        None,
-        "share of what a replica can hold: see routing_ratio; auto: 0.03",
-        minimum=0,
-        maximum=1,
+        begins="ranks and nodes",
     )
     expert_parallel: bool = option(
         False, "ranks share out whole experts; else each holds a slice of every expert"
@@ -223,17 +223,38 @@ class EngineOptions:
         "file with the secret that all nodes share; auto: the variable MINISGL_NODE_SECRET. "
         "Needed unless rendezvous is a loopback address",
     )
-    cancel_grace_ms: int = option(
-        300,
-        "how long a packet may lack its acknowledgement when later ones have theirs, before its "
-        "request ends",
+
+    data_parallel_size: int = option(
+        1,
+        "replicas of the engine, each a process with weights, pages and tensor_parallel_size ranks "
+        "of its own; requests go to the one that has most of their prompt cached",
+        minimum=1,
+        maximum=64,
+        begins="replicas",
+    )
+    routing_ratio: float | None = option(
+        None,
+        "a replica whose load is above this multiple of the mean, plus routing_slack, gets no "
+        "requests for what it has cached; auto: 1.2",
         minimum=1,
     )
-    min_chunk_interval_ms: int = option(
-        0, "least time between two responses of a stream", minimum=0
+    routing_slack: float | None = option(
+        None,
+        "share of what a replica can hold: see routing_ratio; auto: 0.03",
+        minimum=0,
+        maximum=1,
     )
-    drain_timeout_s: float = option(
-        30.0, "time that open requests have to finish at a stop", minimum=0, maximum=_WEEK_S
+
+    structured_outputs: bool = option(
+        True,
+        "let requests ask for output that follows a schema, a regular expression or a grammar",
+        begins="requests and answers",
+    )
+    seed: int | None = option(
+        None,
+        "start of the random seeds for requests that bring none; auto: another at each start",
+        minimum=0,
+        maximum=_MOST_SEED,
     )
     num_tokenizers: int = option(2, "threads that tokenize", minimum=1, maximum=64)
     parse_special_tokens: bool = option(
@@ -245,11 +266,17 @@ class EngineOptions:
         "default of the request parameter of that name for a text_input without stream; with false "
         "the prompt stands before the text, as vllm_backend has it",
     )
-    seed: int | None = option(
-        None,
-        "start of the random seeds for requests that bring none; auto: another at each start",
-        minimum=0,
-        maximum=_MOST_SEED,
+    min_chunk_interval_ms: int = option(
+        0, "least time between two responses of a stream", minimum=0
+    )
+    cancel_grace_ms: int = option(
+        300,
+        "how long a packet may lack its acknowledgement when later ones have theirs, before its "
+        "request ends",
+        minimum=1,
+    )
+    drain_timeout_s: float = option(
+        30.0, "time that open requests have to finish at a stop", minimum=0, maximum=_WEEK_S
     )
 
     def __post_init__(self) -> None:
@@ -294,6 +321,16 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     """``; did you mean 'x'?`` with the nearest of the ``known`` names, or an empty string."""
     near = difflib.get_close_matches(name, list(known), n=1)
     return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def options_by_subject() -> dict[str, list[Field[Any]]]:
+    """All options, in their order."""
+    subjects: dict[str, list[Field[Any]]] = {}
+    for spec in fields(EngineOptions):
+        if spec.metadata["begins"] is not None:
+            subjects[spec.metadata["begins"]] = []
+        subjects[next(reversed(subjects))].append(spec)
+    return subjects
 
 
 def option_type(name: str) -> type:

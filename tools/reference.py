@@ -5,12 +5,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import fields
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from minisgl_backend.config import DEMO_MODEL, EngineOptions, option_type
+from minisgl_backend.config import DEMO_MODEL, option_type, options_by_subject
 from minisgl_backend.wire.entries import Input, Tensor
 from minisgl_backend.wire.parameters import INPUTS, NEUTRAL, OUTPUTS
 
@@ -122,12 +121,17 @@ def render() -> str:
             _TOKENIZER,
             _ERRORS,
             _OPTIONS,
-            *_table(
-                ("option", "type", "default", "meaning"), map(_option_row, fields(EngineOptions))
-            ),
-            "",
+            *_options(),
         ]
     )
+
+
+def _options() -> Iterator[str]:
+    """A table for each subject."""
+    for subject, options in options_by_subject().items():
+        yield f"### {subject[0].upper()}{subject[1:]}"
+        yield from _table(("option", "type", "default", "meaning"), map(_option_row, options))
+        yield ""
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:

@@ -13,26 +13,25 @@ from typing import Any, Final
 
 import click
 
-from minisgl_backend.config import DEMO_MODEL, EngineOptions, option_type
+from minisgl_backend.config import DEMO_MODEL, EngineOptions, option_type, options_by_subject
 from minisgl_backend.errors import ConfigError
 
 _METAVARS: Final = {str: "TEXT", int: "INTEGER", float: "NUMBER", bool: "[true|false]"}
 
 
 class EngineCommand(click.Command):
-    """A command with ``engine_options``, which its help lists after its own."""
+    """A command with ``engine_options``, which its help lists after its own, by subject."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        names = {spec.name for spec in fields(EngineOptions)}
-        sections: dict[str, list[tuple[str, str]]] = {"Options": [], "Options of the engine": []}
-        for param in self.get_params(ctx):
-            record = param.get_help_record(ctx)
-            if record is not None:
-                name = "Options of the engine" if param.name in names else "Options"
-                sections[name].append(record)
-        for name, records in sections.items():
-            with formatter.section(name):
-                formatter.write_dl(records)
+        records = {param.name: param.get_help_record(ctx) for param in self.get_params(ctx)}
+        with formatter.section("Options"):
+            of_engine = {spec.name for spec in fields(EngineOptions)}
+            own = [record for name, record in records.items() if name not in of_engine]
+            formatter.write_dl(list(filter(None, own)))
+        for subject, options in options_by_subject().items():
+            with formatter.section(f"Options of the engine: {subject}"):
+                of_subject = [records[spec.name] for spec in options]
+                formatter.write_dl(list(filter(None, of_subject)))
 
 
 def engine_options(command: Callable[..., Any]) -> Callable[..., Any]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 import pytest
 
-from minisgl_backend.config import EngineOptions
+from minisgl_backend.config import EngineOptions, options_by_subject
 from minisgl_backend.errors import ConfigError
 
 
@@ -60,3 +61,8 @@ def test_what_is_wrong_is_refused_by_name(name: str, value: Any, message: str) -
     with pytest.raises(ConfigError) as raised:
         EngineOptions.from_mapping({name: value})
     assert str(raised.value).startswith(message)
+
+
+def test_every_option_has_a_subject() -> None:
+    listed = [spec.name for options in options_by_subject().values() for spec in options]
+    assert listed == [spec.name for spec in fields(EngineOptions)]

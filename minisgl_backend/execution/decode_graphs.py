@@ -72,10 +72,10 @@ class DecodeGraphs:
         forward: Callable[[StepInputs, int, bool], StepLogits],
         sample: Callable[[StepLogits], StepOutput],
         sizes: Sequence[int],
-        schedule: Callable[[IntArray], None] | None,
         progress: Progress,
         *,
         takes_masks: bool,
+        schedule: Callable[[IntArray], None] | None = None,
         take_groups: Callable[[Groups], bool] | None = None,
         take_rows: Callable[[IntArray, int], None] | None = None,
     ):
@@ -85,51 +85,62 @@ class DecodeGraphs:
         says whether it is to be a grouped one; ``take_rows`` its rows and the batch size."""
         self._device = device
         self._table = table
-        most = max(sizes)
         self._sizes = sorted(sizes)
+        most = self._sizes[-1]
         # a row that grows is granted a page, and a window page for one that it has passed
         of_row = 1 if table.window_pages is None else 3
         self._inputs = StepInputs.empty(most, of_row * most, device.torch_device)
         self._inputs.rows.fill_(table.dummy_row)
         self._rows: IntArray = np.full(most, table.dummy_row, np.int32)
         self._schedule = schedule
+        self._take_groups = take_groups or (lambda groups: False)
         self._take_rows = take_rows
 
-        def captured(
-            what: str,
-            work: Callable[[int], T],
-            prepare: Callable[[int], None],
-            sizes: Sequence[int] = self._sizes,
-        ) -> Captured[T]:
-            option = "cuda_graph_max_batch_size"
-            return capture(
-                device, what, sizes, work, prepare=prepare, option=option, progress=progress
-            )
-
-        def begin(size: int) -> StepLogits:  # of dummy rows
+        def begin(size: int) -> StepLogits:
             return forward(self._inputs, size, False)
 
-        whole = captured("batch size", lambda size: sample(begin(size)), self._schedule_padding)
-        self.captured = whole
+        def whole(size: int) -> StepOutput:
+            return sample(begin(size))
+
+        def grouped(size: int) -> StepOutput:
+            return sample(forward(self._inputs, size, True))
+
+        self.captured = self._capture("batch size", whole, progress)
         self._grouped: dict[int, Graph[StepOutput]] = {}
-        self._take_groups = take_groups or (lambda groups: False)
-        if take_groups is not None:
-            self._grouped = captured(
-                "batch size, grouped",
-                lambda size: sample(forward(self._inputs, size, True)),
-                self._schedule_padding,
-                [size for size in self._sizes if size >= _LEAST_GROUPED],
-            ).graphs
         self._forwards: dict[int, Graph[StepLogits]] = {}
         self._samplings: dict[int, Graph[StepOutput]] = {}
+        if take_groups is not None:
+            larger = [size for size in self._sizes if size >= _LEAST_GROUPED]
+            self._grouped = self._capture("batch size, grouped", grouped, progress, larger).graphs
         if takes_masks:
-            begun = captured("batch size, up to the logits", begin, self._schedule_padding)
-            rest = captured(
+            what = "batch size, up to the logits"
+            forwards = self._forwards = self._capture(what, begin, progress).graphs
+            self._samplings = self._capture(
                 "batch size, from the logits on",
-                lambda size: sample(begun.graphs[size].output),
-                lambda size: begun.graphs[size].replay(),
-            )
-            self._forwards, self._samplings = begun.graphs, rest.graphs
+                lambda size: sample(forwards[size].output),
+                progress,
+                prepare=lambda size: forwards[size].replay(),
+            ).graphs
+
+    def _capture(
+        self,
+        what: str,
+        work: Callable[[int], T],
+        progress: Progress,
+        sizes: Sequence[int] | None = None,
+        *,
+        prepare: Callable[[int], None] | None = None,
+    ) -> Captured[T]:
+        """Capture ``work`` over dummy rows, of all sizes unless some are given."""
+        return capture(
+            self._device,
+            what,
+            self._sizes if sizes is None else sizes,
+            work,
+            prepare=prepare or self._schedule_padding,
+            option="cuda_graph_max_batch_size",
+            progress=progress,
+        )
 
     @property
     def max_grants(self) -> int:

@@ -88,9 +88,9 @@ def _decode_graphs(
         forward,
         stages.sampler.sample,
         stages.limits.graph_sizes,
-        decode.schedule_rows if isinstance(decode, ScheduledDecode) else None,
         progress,
         takes_masks=stages.limits.takes_masks,
+        schedule=decode.schedule_rows if isinstance(decode, ScheduledDecode) else None,
         take_groups=taker_of_groups(stages.attention) if adapters is None else None,
         take_rows=None if adapters is None else adapters.write,
     )

@@ -17,9 +17,9 @@ from minisgl_backend.errors import ConfigError
 from minisgl_backend.models.catalog import load_spec
 from minisgl_backend.request import SamplingParams
 from minisgl_bench.comparison import changed
-from minisgl_bench.offline import run_engine
 from minisgl_bench.profiling import marked
 from minisgl_bench.prompts import random_prompts
+from minisgl_bench.runs import run_engine
 
 SMALL = ["--device", "cpu", "--num-pages", "64", "--max-sequence-length", "128"]
 

@@ -21,9 +21,9 @@ from minisgl_backend.config import EngineOptions
 from minisgl_backend.request import SamplingParams
 from minisgl_bench.comparison import compare_option, measure_both
 from minisgl_bench.engines import engine_facts, running_door
-from minisgl_bench.offline import figures_of, run_engine
 from minisgl_bench.profiling import profile_option, profiled
 from minisgl_bench.prompts import Prompt
+from minisgl_bench.runs import figures_of, run_engine
 from minisgl_kit.report import Report, json_option
 
 _MOST_TOKEN = 10_000

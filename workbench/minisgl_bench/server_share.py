@@ -20,9 +20,9 @@ from minisgl_backend.config import EngineOptions
 from minisgl_backend.errors import EngineFailure
 from minisgl_backend.models.catalog import load_spec
 from minisgl_bench.clients import Answer, ask_at_once, requests_of
-from minisgl_bench.offline import p50_and_p99
 from minisgl_bench.own_process import option_arguments, run_bench
 from minisgl_bench.prompts import RandomRequests, request_options
+from minisgl_bench.runs import p50_and_p99
 from minisgl_bench.servers import started
 from minisgl_kit.report import Report, json_option
 

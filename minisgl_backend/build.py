@@ -173,6 +173,7 @@ def build_scheduler(
         names_groups=info.reads_groups,
         group_cost_tokens=_GROUP_COST_ON_CPU if on_cpu else _GROUP_COST_ON_GPU,
         has_states=info.num_snapshots is not None,
+        section=info.section,
         num_adapter_slots=options.max_loras if options.enable_lora else 0,
     )
     return parts.scheduler(cache, config)

@@ -236,7 +236,7 @@ def checked_spec(options: EngineOptions, folder: Path, device: str | None) -> Mo
     _check_experts(options, spec)
     if options.batch_invariant:
         check_invariant_spec(spec)
-    context_of(options, spec)
+    _check_sections(options, spec)
     if options.load_format == "auto":
         check_weights(spec, weight_files(folder, spec.names))
     if device == "cpu":
@@ -255,6 +255,16 @@ def _check_experts(options: EngineOptions, spec: ModelSpec) -> None:
         raise ConfigError(
             f"option expert_parallel: {num_experts} experts cannot be shared out evenly over "
             f"{ranks} tensor-parallel ranks"
+        )
+
+
+def _check_sections(options: EngineOptions, spec: ModelSpec) -> None:
+    """Raise ``ConfigError`` if the sections of attention would begin within a page."""
+    section = spec.attention_shape().for_context(context_of(options, spec)).section
+    if section is not None and section % options.page_size:
+        raise ConfigError(
+            f"page_size {options.page_size} must divide attention_chunk_size {section} of the "
+            f"model, unless max_sequence_length is at most {section}"
         )
 
 

@@ -206,6 +206,7 @@ def _read_file(path: Path, uses: Mapping[str, _Use]) -> Iterator[tuple[str, Tens
             stored = use.stored
             region = stored.within(use.wanted.region[: len(stored.shape)])
             values = file.get_slice(stored.name)[region] if region else file.get_tensor(stored.name)
+            values = values.T if stored.transposed else values
             if use.wanted.is_scale:
                 _check_scale(stored.name, values)
             yield name, values

@@ -137,7 +137,7 @@ def _llama(**changes: Any) -> PreTrainedModel:
 def _llama4_text(**changes: Any) -> dict[str, Any]:
     """Sections of which prompts have two or three, and queries that grow in each."""
     experts = {"intermediate_size": 48, "intermediate_size_mlp": 96, "num_local_experts": 4}
-    values = {**_SHAPE, "head_dim": 16, **experts, "num_hidden_layers": 4}
+    values: dict[str, Any] = {**_SHAPE, "head_dim": 16, **experts, "num_hidden_layers": 4}
     values |= {"no_rope_layer_interval": 2, "attention_chunk_size": 48}
     values |= {"floor_scale": 10, "attn_scale": 0.4, "rope_parameters": dict(_LLAMA3)}
     return {**values, **changes}

@@ -91,6 +91,14 @@ def test_tokens_of_layers_with_window_pages(
         check_equal(serve(ranked), of_one_rank("gpt-oss"))
 
 
+def test_tokens_of_attention_in_sections(
+    checkpoints: Path, of_one_rank: Callable[[str], list[Answer]]
+) -> None:
+    with ranked_engine(2, checkpoints / "llama4", **OPTIONS) as ranked:
+        assert (ranked.engine.info.section, ranked.engine.info.window) == (48, 48)
+        check_equal(serve(ranked), of_one_rank("llama4"))
+
+
 def test_tokens_of_steps_that_do_not_overlap(
     checkpoints: Path, of_one_rank: Callable[[str], list[Answer]]
 ) -> None:

@@ -113,6 +113,16 @@ def test_layers_with_windows_have_pages_of_their_own() -> None:
     assert not replace(SHAPE, windows=(5, None, 7)).for_context(7).window_pages
 
 
+def test_sections_are_windows() -> None:
+    sections = replace(SHAPE, windows=(8, None, 8), sections=True)
+    shape = sections.for_context(100)
+    assert (shape.section, shape.window_pages) == (8, True)
+    assert [(kind.section, layers) for kind, layers in shape.kinds] == [(8, (0, 2)), (None, (1,))]
+    assert sections.for_context(8).section is None, "the first section is the whole context"
+    everywhere = replace(SHAPE, windows=(8, 8, 8), sections=True).for_context(100)
+    assert (everywhere.section, everywhere.window_pages) == (8, False)
+
+
 @pytest.mark.parametrize(("max_rows", "gain"), [(256, 1.85), (16, 1.95)])
 def test_long_contexts_take_the_memory_of_layers_without_windows(
     max_rows: int, gain: float

@@ -153,7 +153,7 @@ def _rotated(heads: Tensor, places: TokenPlaces) -> Tensor:
     rotary_dim = of_own.shape[-1]
     turned = heads[..., :rotary_dim]
     if places.interleaved:
-        other = turned.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+        other = turned.reshape(*turned.shape[:-1], -1, 2).flip(-1).flatten(-2)
     else:
         other = turned.roll(rotary_dim // 2, dims=-1)
     rotated = torch.addcmul(turned * of_own, other, of_other)

@@ -450,8 +450,8 @@ def test_sections_and_experts_of_llama_4() -> None:
 
 def test_llama_4_maverick() -> None:
     """Experts in every second layer, without norms of queries; the flag was a number once."""
-    changes = {"interleave_moe_layer_step": 2, "num_local_experts": 128, "use_qk_norm": False}
-    changes |= {"rope_scaling": None, "attn_temperature_tuning": 4}
+    changes: dict[str, Any] = {"interleave_moe_layer_step": 2, "num_local_experts": 128}
+    changes |= {"use_qk_norm": False, "rope_scaling": None, "attn_temperature_tuning": 4}
     text = {**LLAMA_4_SCOUT["text_config"], **changes}
     spec = parse_spec({**LLAMA_4_SCOUT, "text_config": text})
     assert spec.moe is not None and spec.moe.layers == frozenset(range(1, 48, 2))

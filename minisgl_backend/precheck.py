@@ -288,7 +288,10 @@ def _check_memory(options: EngineOptions, spec: ModelSpec) -> None:
     item_bytes = _ITEM_BYTES[options.dtype or default_dtype(spec.dtype, spec.num_parameters)]
     page_size, num_pages = options.page_size, options.num_pages or 1
     shape = spec.attention_shape().for_context(context_of(options, spec))
-    kv_bytes = 2 * shape.numbers_per_position(window_pages=False) * item_bytes
+    numbers = shape.numbers_per_position(window_pages=False)
+    if not numbers:  # half as many window pages
+        numbers = shape.numbers_per_position(window_pages=True) // 2
+    kv_bytes = 2 * numbers * item_bytes
     table_entries = options.max_running_requests * -(-context // page_size)
     num_slots = options.max_loras if options.enable_lora else 0
     delta, num_snapshots = spec.delta_net, options.state_snapshots or 0

@@ -63,14 +63,10 @@ class AttentionShape:
         return max((window for window in self.windows if window is not None), default=None)
 
     def for_context(self, context: int) -> AttentionShape:
-        """With window pages, if sequences of ``context`` tokens are longer than the windows, and
-        not all layers have one. Without sections, if they are not longer than one."""
+        """With window pages, if sequences of ``context`` tokens are longer than the windows, else
+        without sections."""
         is_longer = self.window is not None and self.window < context
-        return replace(
-            self,
-            sections=self.sections and is_longer,
-            window_pages=is_longer and None in self.windows,
-        )
+        return replace(self, sections=self.sections and is_longer, window_pages=is_longer)
 
     @property
     def section(self) -> int | None:

@@ -81,7 +81,7 @@ def choose_attention(option: str | None, setting: AttentionSetting) -> PagedAtte
     ``triton``. ``fi`` and ``trtllm`` compile their kernels for minutes at first use, so ``auto``
     never takes them. With ``batch_invariant`` there is one backend, which no option names.
     """
-    if len(setting.shape.kinds) > 1:
+    if len(setting.shape.kinds) > 1 or setting.shape.window_pages:
         return _by_layer(option, setting)
     if setting.shape.sections:
         return _in_sections(option, setting)
@@ -112,13 +112,18 @@ def choose_attention(option: str | None, setting: AttentionSetting) -> PagedAtte
 
 
 def _by_layer(option: str | None, setting: AttentionSetting) -> PagedAttention:
-    """A backend for layers whose heads or pages differ, made of one for each kind of them."""
+    """A backend for layers whose heads or pages differ, or that all have window pages, made of one
+    for each kind of them, which gets the table of its pages."""
     kinds = setting.shape.kinds
     backends = [
         choose_attention(
             option,
-            # rows of a group may see different parts of the windows of others
-            replace(setting, shape=kind, grouped=setting.grouped and not kind.window_pages),
+            replace(
+                setting,
+                shape=replace(kind, window_pages=False),
+                # rows of a group may see different parts of the windows of others
+                grouped=setting.grouped and not kind.window_pages,
+            ),
         )
         for kind, _ in kinds
     ]

@@ -182,11 +182,11 @@ def choose_num_pages(
         return taken
 
     if page_bytes:
-        least_bytes = page_bytes
+        most = budget // page_bytes
     else:
         assert windows is not None
-        least_bytes = windows.page_bytes / 2  # at least half as many window pages
-    most = min(int(budget // least_bytes), _MOST_SLOTS // page_size) - 1
+        most = 2 * budget // windows.page_bytes  # at least half as many window pages
+    most = min(most, _MOST_SLOTS // page_size) - 1
     num_pages = bisect_right(range(1, most + 1), budget, key=num_bytes)
     if num_pages < 1:
         raise ConfigError(

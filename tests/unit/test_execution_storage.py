@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -175,21 +176,21 @@ def test_pages_take_no_memory_if_all_layers_have_windows() -> None:
         in_all_layers=True,
     )
     assert rule.page_bytes == page_bytes
-    num_pages = choose_num_pages(
+    chosen = partial(
+        choose_num_pages,
         page_bytes=0,
         page_size=16,
-        free_bytes=40 * 2**30,
         reserved_bytes=0,
         memory_ratio=1.0,
         cap_bytes=None,
         max_rows=256,
         windows=rule,
     )
+    num_pages = chosen(free_bytes=40 * 2**30)
     assert rule.num_pages(num_pages) == 40 * 2**30 // page_bytes - 1  # as many as pages before
     assert num_pages // 2 == rule.num_pages(num_pages)
-    few = {"free_bytes": page_bytes - 1, "reserved_bytes": 0, "memory_ratio": 1.0, "max_rows": 1}
     with pytest.raises(ConfigError, match=f"takes {page_bytes:,} bytes, but only"):
-        choose_num_pages(page_bytes=0, page_size=16, cap_bytes=None, windows=rule, **few)
+        chosen(free_bytes=page_bytes - 1)
 
 
 def test_number_of_window_pages() -> None:

@@ -218,6 +218,20 @@ def adapter_tasks(options: EngineOptions) -> dict[int, str]:
     return tasks
 
 
+def check_task_names(options: EngineOptions) -> None:
+    """Raise ``ConfigError`` if ``lora_task_ids`` names an adapter that is not there and cannot come
+    later. ``multi_lora`` must be what the engine gets, the file in its model's folder included."""
+    if options.lora_updates or not options.enable_lora:
+        return
+    known = adapter_paths(options)
+    for number, name in adapter_tasks(options).items():
+        if name not in known:
+            raise ConfigError(
+                f"option lora_task_ids: {number} stands for {name!r}, and the adapters of "
+                f"lora_modules and multi_lora are {list(known)}"
+            )
+
+
 def checked_spec(options: EngineOptions, folder: Path, device: str | None) -> ModelSpec:
     """The model in ``folder``, if its files and this machine allow loading it.
 

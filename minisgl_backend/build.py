@@ -28,7 +28,7 @@ from minisgl_backend.execution.ranks import LeadingExecutor
 from minisgl_backend.grammar.matchers import Grammars
 from minisgl_backend.parallel.group import OneRank
 from minisgl_backend.parts import STANDARD, Parts
-from minisgl_backend.precheck import adapter_paths, adapter_tasks, first_place
+from minisgl_backend.precheck import adapter_paths, adapter_tasks, check_task_names, first_place
 from minisgl_backend.replicas.start import start_replicas
 from minisgl_backend.request import TokenId
 from minisgl_backend.resolve import Resolved, resolve
@@ -57,6 +57,7 @@ def build_engine(options: EngineOptions, parts: Parts = STANDARD) -> Door:
 
     ``ConfigError`` says what the operator can correct.
     """
+    check_task_names(options)
     if options.data_parallel_size > 1:
         return start_replicas(options, parts.replica)
     return build_engine_alone(options, parts)
@@ -173,6 +174,7 @@ def build_scheduler(
         names_groups=info.reads_groups,
         group_cost_tokens=_GROUP_COST_ON_CPU if on_cpu else _GROUP_COST_ON_GPU,
         has_states=info.num_snapshots is not None,
+        section=info.section,
         num_adapter_slots=options.max_loras if options.enable_lora else 0,
     )
     return parts.scheduler(cache, config)

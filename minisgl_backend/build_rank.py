@@ -153,6 +153,7 @@ def _info(facts: Resolved, attention: PagedAttention, sizes: CacheSizes) -> Engi
         num_snapshots=sizes.num_snapshots,
         num_window_pages=sizes.num_window_pages,
         window=None if sizes.num_window_pages is None else facts.shape.window,
+        section=facts.shape.section,
         max_running_requests=options.max_running_requests,
         max_queued_requests=options.max_queued_requests,
         max_queued_tokens=options.max_queued_tokens,

@@ -88,7 +88,8 @@ class ExpertsSpec:
     ``gate``: the function that gates them, None for SiLU. ``biases``: their projections and the
     router have them. ``router`` is the router's name in the checkpoint. ``in_turn``: the checkpoint
     has one tensor for all experts, with gates and ups in turn, as gpt-oss has them; in plain ones
-    inputs come before outputs.
+    inputs come before outputs. ``scales_inputs``: the weight of a token's only expert multiplies
+    what that reads, not what it makes of it. Raises ``ConfigError`` if there may be others.
     """
 
     routing: RoutingRule
@@ -98,6 +99,14 @@ class ExpertsSpec:
     biases: bool = False
     router: str = "gate"
     in_turn: bool = False
+    scales_inputs: bool = False
+
+    def __post_init__(self) -> None:
+        if self.scales_inputs and self.routing.top_k != 1:
+            raise ConfigError(
+                f"num_experts_per_tok must be 1, got {self.routing.top_k}: of several experts of a "
+                "token each would read another input"
+            )
 
     @property
     def num_experts(self) -> int:

@@ -218,6 +218,20 @@ def adapter_tasks(options: EngineOptions) -> dict[int, str]:
     return tasks
 
 
+def check_task_names(options: EngineOptions) -> None:
+    """Raise ``ConfigError`` if ``lora_task_ids`` names an adapter that is not there and cannot come
+    later. ``multi_lora`` must be what the engine gets, the file in its model's folder included."""
+    if options.lora_updates or not options.enable_lora:
+        return
+    known = adapter_paths(options)
+    for number, name in adapter_tasks(options).items():
+        if name not in known:
+            raise ConfigError(
+                f"option lora_task_ids: {number} stands for {name!r}, and the adapters of "
+                f"lora_modules and multi_lora are {list(known)}"
+            )
+
+
 def checked_spec(options: EngineOptions, folder: Path, device: str | None) -> ModelSpec:
     """The model in ``folder``, if its files and this machine allow loading it.
 
@@ -236,7 +250,7 @@ def checked_spec(options: EngineOptions, folder: Path, device: str | None) -> Mo
     _check_experts(options, spec)
     if options.batch_invariant:
         check_invariant_spec(spec)
-    context_of(options, spec)
+    _check_sections(options, spec)
     if options.load_format == "auto":
         check_weights(spec, weight_files(folder, spec.names))
     if device == "cpu":
@@ -255,6 +269,16 @@ def _check_experts(options: EngineOptions, spec: ModelSpec) -> None:
         raise ConfigError(
             f"option expert_parallel: {num_experts} experts cannot be shared out evenly over "
             f"{ranks} tensor-parallel ranks"
+        )
+
+
+def _check_sections(options: EngineOptions, spec: ModelSpec) -> None:
+    """Raise ``ConfigError`` if the sections of attention would begin within a page."""
+    section = spec.attention_shape().for_context(context_of(options, spec)).section
+    if section is not None and section % options.page_size:
+        raise ConfigError(
+            f"page_size {options.page_size} must divide attention_chunk_size {section} of the "
+            f"model, unless max_sequence_length is at most {section}"
         )
 
 
@@ -278,7 +302,10 @@ def _check_memory(options: EngineOptions, spec: ModelSpec) -> None:
     item_bytes = _ITEM_BYTES[options.dtype or default_dtype(spec.dtype, spec.num_parameters)]
     page_size, num_pages = options.page_size, options.num_pages or 1
     shape = spec.attention_shape().for_context(context_of(options, spec))
-    kv_bytes = 2 * shape.numbers_per_position(window_pages=False) * item_bytes
+    numbers = shape.numbers_per_position(window_pages=False)
+    if not numbers:  # half as many window pages
+        numbers = shape.numbers_per_position(window_pages=True) // 2
+    kv_bytes = 2 * numbers * item_bytes
     table_entries = options.max_running_requests * -(-context // page_size)
     num_slots = options.max_loras if options.enable_lora else 0
     delta, num_snapshots = spec.delta_net, options.state_snapshots or 0

@@ -164,6 +164,7 @@ def _window_rule(facts: Resolved) -> WindowRule | None:
         max_rows=options.max_running_requests,
         max_prefill_tokens=options.max_prefill_tokens,
         page_bytes=bytes_per_page(shape, options.page_size, facts.kv_dtype, window_pages=True),
+        in_all_layers=None not in shape.windows,
     )
 
 

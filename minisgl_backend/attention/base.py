@@ -36,16 +36,19 @@ class KVHeads:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionShape:
     """Heads of one rank. ``windows`` has an entry a layer: the number of positions that a token
-    sees, its own included; None for all up to its own. ``scale`` multiplies the scores, q k^T. With
-    ``sinks`` each layer has some (``PagedKV``). ``by_layer`` has an entry a layer if not all have
-    ``num_kv_heads`` of ``head_dim``. ``window_pages``: layers with windows have pages of their own,
-    and a table of them (``cache.windows``)."""
+    sees, its own included; None for all up to its own. With ``sections`` a window, all of one size,
+    is a section of the sequence, and its tokens see none before it (``attention.sections``).
+    ``scale`` multiplies the scores, q k^T. With ``sinks`` each layer has some (``PagedKV``).
+    ``by_layer`` has an entry a layer if not all have ``num_kv_heads`` of ``head_dim``.
+    ``window_pages``: layers with windows have pages of their own, and a table of them
+    (``cache.windows``)."""
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
     scale: float
     windows: tuple[int | None, ...]
+    sections: bool = False
     sinks: bool = False
     by_layer: tuple[KVHeads, ...] = ()
     window_pages: bool = False
@@ -60,10 +63,15 @@ class AttentionShape:
         return max((window for window in self.windows if window is not None), default=None)
 
     def for_context(self, context: int) -> AttentionShape:
-        """With window pages, if sequences of ``context`` tokens are longer than the windows, and
-        not all layers have one."""
+        """With window pages, if sequences of ``context`` tokens are longer than the windows, else
+        without sections."""
         is_longer = self.window is not None and self.window < context
-        return replace(self, window_pages=is_longer and None in self.windows)
+        return replace(self, sections=self.sections and is_longer, window_pages=is_longer)
+
+    @property
+    def section(self) -> int | None:
+        """The size of the sections, if there are any."""
+        return self.window if self.sections else None
 
     def numbers_per_position(self, *, window_pages: bool) -> int:
         """Of the keys, and as many of the values, of all layers together that have window pages, or
@@ -77,11 +85,12 @@ class AttentionShape:
     @property
     def kinds(self) -> tuple[tuple[AttentionShape, tuple[int, ...]], ...]:
         """Shapes whose layers are all alike, each with the indices of its layers."""
-        found: dict[tuple[KVHeads, bool], list[int]] = {}
+        found: dict[tuple[KVHeads, bool, bool], list[int]] = {}
         same = KVHeads(self.num_kv_heads, self.head_dim)
         for layer, heads in enumerate(self.by_layer or [same] * self.num_layers):
-            own_pages = self.window_pages and self.windows[layer] is not None
-            found.setdefault((heads, own_pages), []).append(layer)
+            has_window = self.windows[layer] is not None
+            own = self.sections and has_window, self.window_pages and has_window
+            found.setdefault((heads, *own), []).append(layer)
         return tuple(
             (
                 replace(
@@ -89,12 +98,13 @@ class AttentionShape:
                     num_kv_heads=heads.num_kv_heads,
                     head_dim=heads.head_dim,
                     windows=tuple(self.windows[layer] for layer in layers),
+                    sections=sections,
                     by_layer=(),
                     window_pages=own_pages,
                 ),
                 tuple(layers),
             )
-            for (heads, own_pages), layers in found.items()
+            for (heads, sections, own_pages), layers in found.items()
         )
 
 

@@ -44,6 +44,12 @@ from minisgl_backend.attention.own_kernels import (
     TritonPrefill,
 )
 from minisgl_backend.attention.sdpa import SdpaAttention
+from minisgl_backend.attention.sections import (
+    ScheduledSectionDecode,
+    SectionDecode,
+    SectionPrefill,
+    within_section,
+)
 from minisgl_backend.config import did_you_mean
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.kernels.dispatch import has_triton
@@ -75,8 +81,10 @@ def choose_attention(option: str | None, setting: AttentionSetting) -> PagedAtte
     ``triton``. ``fi`` and ``trtllm`` compile their kernels for minutes at first use, so ``auto``
     never takes them. With ``batch_invariant`` there is one backend, which no option names.
     """
-    if len(setting.shape.kinds) > 1:
+    if len(setting.shape.kinds) > 1 or setting.shape.window_pages:
         return _by_layer(option, setting)
+    if setting.shape.sections:
+        return _in_sections(option, setting)
     if setting.batch_invariant:
         attention = InvariantAttention(setting)
         return PagedAttention("invariant", attention, attention)
@@ -104,13 +112,18 @@ def choose_attention(option: str | None, setting: AttentionSetting) -> PagedAtte
 
 
 def _by_layer(option: str | None, setting: AttentionSetting) -> PagedAttention:
-    """A backend for layers whose heads or pages differ, made of one for each kind of them."""
+    """A backend for layers whose heads or pages differ, or that all have window pages, made of one
+    for each kind of them, which gets the table of its pages."""
     kinds = setting.shape.kinds
     backends = [
         choose_attention(
             option,
-            # rows of a group may see different parts of the windows of others
-            replace(setting, shape=kind, grouped=setting.grouped and not kind.window_pages),
+            replace(
+                setting,
+                shape=replace(kind, window_pages=False),
+                # rows of a group may see different parts of the windows of others
+                grouped=setting.grouped and not kind.window_pages,
+            ),
         )
         for kind, _ in kinds
     ]
@@ -144,6 +157,18 @@ def _by_layer(option: str | None, setting: AttentionSetting) -> PagedAttention:
         can_capture=all(backend.can_capture for backend in backends),
         captures_chunks=all(backend.captures_chunks for backend in backends),
         reads_groups=any(backend.reads_groups for backend in backends),
+    )
+
+
+def _in_sections(option: str | None, setting: AttentionSetting) -> PagedAttention:
+    """A backend for layers whose windows are sections, made of one that computes within them."""
+    inner, size = choose_attention(option, within_section(setting)), setting.shape.section
+    assert size is not None
+    make = ScheduledSectionDecode if isinstance(inner.decode, ScheduledDecode) else SectionDecode
+    return replace(
+        inner,
+        prefill=SectionPrefill(inner.prefill, size, setting.page_size),
+        decode=make(inner.decode, size, setting.page_size),
     )
 
 

@@ -133,7 +133,8 @@ class WindowRule:
 
     Half as many, but not more than all running rows can hold at once beside the chunks of two
     steps, and at least what a row alone needs. So requests much longer than the window find that
-    the other pages run out first, and with them memory; for shorter ones, window pages do.
+    the other pages run out first, and with them memory; for shorter ones, window pages do. If
+    ``in_all_layers``, the other pages are numbers that take no memory: then rows are no bound.
     """
 
     window: int
@@ -141,12 +142,13 @@ class WindowRule:
     max_rows: int
     max_prefill_tokens: int
     page_bytes: int
+    in_all_layers: bool = False
 
     def num_pages(self, num_others: int) -> int:
         """The number of window pages beside ``num_others`` pages."""
         of_row = -(-(self.window - 1) // self.page_size) + 2
         of_chunks = 2 * (-(-self.max_prefill_tokens // self.page_size) + 1)
-        most = self.max_rows * of_row + of_chunks
+        most = num_others if self.in_all_layers else self.max_rows * of_row + of_chunks
         return min(num_others, most, max(of_row, num_others // 2))
 
 
@@ -179,12 +181,17 @@ def choose_num_pages(
             taken += (windows.num_pages(num_pages) + 1) * windows.page_bytes
         return taken
 
-    most = min(budget // page_bytes, _MOST_SLOTS // page_size) - 1
+    if page_bytes:
+        most = budget // page_bytes
+    else:
+        assert windows is not None
+        most = 2 * budget // windows.page_bytes  # at least half as many window pages
+    most = min(most, _MOST_SLOTS // page_size) - 1
     num_pages = bisect_right(range(1, most + 1), budget, key=num_bytes)
     if num_pages < 1:
         raise ConfigError(
-            f"no memory for KV pages: one of {page_size} positions takes {page_bytes:,} bytes, but "
-            f"only {budget:,} bytes are left for them ({memory_ratio:g} of {free_bytes:,} free, of "
-            f"which {max_rows} running requests take {reserved_bytes:,})"
+            f"no memory for KV pages: one of {page_size} positions takes {num_bytes(0):,} bytes, "
+            f"but only {budget:,} bytes are left for them ({memory_ratio:g} of {free_bytes:,} "
+            f"free, of which {max_rows} running requests take {reserved_bytes:,})"
         )
     return num_pages

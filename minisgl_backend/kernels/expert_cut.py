@@ -130,11 +130,11 @@ def cut_of(num_pairs: int, num_experts: int, bits: int) -> ExpertCut:
 
 def knows(spec: ExpertsSpec) -> bool:
     """Whether the kernels know all that such experts compute: not gates other than SiLU and
-    gpt-oss's, routers that limit groups or multiply weights by a number of the expert, or that
-    choose from, or choose, too many."""
+    gpt-oss's, weights that multiply inputs, routers that limit groups or multiply weights by a
+    number of the expert, or that choose from, or choose, too many."""
     rule = spec.routing
     few = rule.num_experts <= _MAX_EXPERTS and rule.top_k <= _MAX_CHOICES
-    is_known = not rule.limits_groups and not rule.scaled
+    is_known = not (rule.limits_groups or rule.scaled or spec.scales_inputs)
     return few and is_known and isinstance(spec.gate, ClampedGate | None)
 
 

@@ -119,8 +119,12 @@ def choose(
     transformers; but not if they are multiplied by ``factors`` [num_experts], which the rule says.
     """
     scores = at_least_float32(logits)
+    compared = scores
     scores = scores.sigmoid() if rule.sigmoid else scores.softmax(dim=-1)
-    compared = scores if correction is None else scores + correction
+    if correction is not None:
+        compared = scores + correction
+    elif rule.limits_groups or not rule.sigmoid:
+        compared = scores  # else logits tell apart what sigmoids round to 1
     if rule.limits_groups:
         shape = len(logits), rule.num_groups, rule.num_experts // rule.num_groups
         groups = compared.view(shape)  # [num_tokens, groups, experts of a group]

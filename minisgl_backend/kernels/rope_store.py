@@ -27,7 +27,8 @@ class TokenPlaces:
     ``positions`` in their sequences and ``slots`` in the pages (page * page_size + offset; a
     negative one stores nothing), int32 or int64 [num_tokens]. ``cos_sin`` float32
     [max_positions, rotary_dim] holds the rotation at each position: cosines, then sines; dimension
-    i of a head rotates with i + rotary_dim / 2, and those from rotary_dim on do not rotate.
+    i of a head rotates with i + rotary_dim / 2, and those from rotary_dim on do not rotate. If
+    ``interleaved``, heads rotate in full, dimension 2 i with 2 i + 1.
 
     The twin looks up the rest at the first layer.
     """
@@ -35,12 +36,15 @@ class TokenPlaces:
     positions: Tensor
     slots: Tensor
     cos_sin: Tensor
+    interleaved: bool = False
 
     @cached_property
     def rotation(self) -> tuple[Tensor, Tensor]:
         """What each rotary dimension is multiplied by, and what the one that it rotates with:
         [num_tokens, 1, rotary_dim] both."""
         cos, sin = self.cos_sin[self.positions].unsqueeze(1).chunk(2, dim=-1)
+        if self.interleaved:
+            return cos.repeat_interleave(2, -1), torch.stack([-sin, sin], dim=-1).flatten(-2)
         return torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
 
     @cached_property
@@ -100,6 +104,7 @@ def qk_norm_rope_store(
         eps=eps,
         k_scale=k_scale,
         v_scale=v_scale,
+        interleaved=places.interleaved,
         pdl=pdl,
     )
     head_dim = k_cache.shape[-1]
@@ -147,7 +152,11 @@ def _rotated(heads: Tensor, places: TokenPlaces) -> Tensor:
     of_own, of_other = places.rotation
     rotary_dim = of_own.shape[-1]
     turned = heads[..., :rotary_dim]
-    rotated = torch.addcmul(turned * of_own, turned.roll(rotary_dim // 2, dims=-1), of_other)
+    if places.interleaved:
+        other = turned.reshape(*turned.shape[:-1], -1, 2).flip(-1).flatten(-2)
+    else:
+        other = turned.roll(rotary_dim // 2, dims=-1)
+    rotated = torch.addcmul(turned * of_own, other, of_other)
     if rotary_dim == heads.shape[-1]:
         return rotated
     return torch.cat([rotated, heads[..., rotary_dim:]], dim=-1)

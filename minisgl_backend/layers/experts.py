@@ -7,7 +7,7 @@ Knows which experts a rank holds and where a checkpoint's tensors go; what is co
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -265,12 +265,13 @@ class ExpertsMLP(nn.Module):
         """This rank's part of the sum over the ranks, [num_tokens, hidden_size]. Of adapters, only
         the MLP that all tokens take has any."""
         if self._is_invariant:
-            rows = x.normalized(pdl=pdl)
-            return fused_experts(rows, self.weights, self._held(self.router(rows)), invariant=True)
+            read, choices = self._routed(x.normalized(pdl=pdl))
+            return fused_experts(read, self.weights, choices, invariant=True)
         if self._has_kernel(x.x):
             return sum_outputs(*self._outputs(x, pdl, adapted), pdl=pdl)
         rows = x.normalized(pdl=pdl)
-        part = fused_experts_reference(rows, self.weights, self._held(self.router(rows)))
+        read, choices = self._routed(rows)
+        part = fused_experts_reference(read, self.weights, choices)
         shared = self._of_shared(Normed(rows), pdl, adapted)
         return part if shared is None else part + shared
 
@@ -285,8 +286,8 @@ class ExpertsMLP(nn.Module):
         if kernels is None:
             x = Normed(x.normalized(pdl=pdl))
             shared = self._of_shared(x, pdl, adapted)
-            choices = self._held(self.router(x.x))
-            return expert_outputs(x.x, self.weights, choices), choices, shared
+            read, choices = self._routed(x.x)
+            return expert_outputs(read, self.weights, choices), choices, shared
         rows, squares = x.unscaled(pdl=pdl)
         ready = Normed(rows, x.norm if squares is not None else None, squares)
         shared = self._of_shared(ready, pdl, adapted)
@@ -329,6 +330,14 @@ class ExpertsMLP(nn.Module):
             down_bias=self.down_bias if is_first else None,
             gate=self.spec.gate,
         )
+
+    def _routed(self, x: Tensor) -> tuple[Tensor, Choices]:
+        """What the experts read of ``x``, [num_tokens, hidden_size] both, and which do."""
+        choices = self._held(self.router(x))
+        if not self.spec.scales_inputs:
+            return x, choices
+        scaled = x * choices.weights.to(x.dtype)  # by that of a token's only expert
+        return scaled, replace(choices, weights=torch.ones_like(choices.weights))
 
     def _held(self, choices: Choices) -> Choices:
         """``choices`` of all experts as choices of those that this rank holds."""

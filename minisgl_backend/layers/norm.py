@@ -38,14 +38,23 @@ class HeadNorm(nn.Module):
     """The weights of such a norm over each head: ``weight`` [num_heads + num_kv_heads, head_dim].
 
     All heads of queries have one weight ``q`` [head_dim], and those of keys ``k``; each is
-    ``offset`` + the checkpoint's.
+    ``offset`` + the checkpoint's. If not ``weighted`` the checkpoint has none, and all are 1.
     """
 
-    def __init__(self, num_heads: int, num_kv_heads: int, head_dim: int, *, offset: float = 0.0):
+    def __init__(
+        self,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        *,
+        offset: float = 0.0,
+        weighted: bool = True,
+    ):
         super().__init__()
         self.num_heads = num_heads
         self.has_keys = num_kv_heads > 0
         self.offset = offset
+        self.weighted = weighted
         weight = torch.empty(num_heads + num_kv_heads, head_dim)
         self.weight = nn.Parameter(weight, requires_grad=False)
 
@@ -57,7 +66,13 @@ class HeadNorm(nn.Module):
     def k(self) -> Tensor:
         return self.weight[self.num_heads]
 
+    def reset(self) -> None:
+        """Let all weights be 1."""
+        self.weight.fill_(1.0)
+
     def places(self) -> Iterator[tuple[str, WeightPlace]]:
+        if not self.weighted:
+            return
         # written to all heads
         of_q, of_k = self.weight.data.tensor_split([self.num_heads])
         yield "../q_norm.weight", WeightPlace(of_q, (self.weight.shape[1],), offset=self.offset)

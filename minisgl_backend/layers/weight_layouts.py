@@ -50,12 +50,13 @@ class _Fp8:
                 region=(held(share.outs), held(share.ins)),
             ),
             "scales": _block_scales(
-                share, ("weight_scale_inv", "weight_scale"), (*FLOATS, "F8_E8M0")
+                share, ("weight_scale_inv", "weight_scale"), (*FLOATS, "F8_E8M0"), signed=False
             ),
             "input_scale": StoredTensor(
                 names=("input_scale", "activation_scale"),
                 shapes=((), (1,)),
                 is_scale=True,
+                signed=False,
                 optional=not share.form.static_inputs,
             ),
         }
@@ -235,9 +236,10 @@ READERS: Final[Mapping[Layout, Reader]] = MappingProxyType(
 
 
 def _block_scales(
-    share: WeightShare, names: tuple[str, ...], dtypes: tuple[str, ...]
+    share: WeightShare, names: tuple[str, ...], dtypes: tuple[str, ...], *, signed: bool = True
 ) -> StoredTensor:
-    """Scales [lines, width]; those of single tensors and of rows also in fewer dimensions."""
+    """Scales [lines, width]; those of single tensors and of rows also in fewer dimensions. If
+    ``signed`` they may be negative, as some tools write them for integers."""
     lines, width = share.lines, share.width
     shapes: tuple[tuple[int, ...], ...] = ((lines.total, width.total),)
     rows, columns = share.form.block
@@ -246,7 +248,9 @@ def _block_scales(
     elif columns is None:
         shapes += ((lines.total,),)
     region = (held(lines), held(width))
-    return StoredTensor(names=names, shapes=shapes, dtypes=dtypes, region=region, is_scale=True)
+    return StoredTensor(
+        names=names, shapes=shapes, dtypes=dtypes, region=region, is_scale=True, signed=signed
+    )
 
 
 def _group_scales(share: WeightShare) -> dict[str, StoredTensor]:

@@ -73,7 +73,7 @@ class StoredTensor:
     ``names``: the last part of its name, which tools may write in several ways. ``shapes`` and
     ``dtypes`` that it may have, the latter in the words of safetensors. ``region``: what is read,
     of a tensor of as many dimensions; others are read in full. ``is_scale``: its numbers must be
-    finite and not 0. Not every checkpoint has it if ``optional``.
+    finite and not 0, and above 0 unless ``signed``. Not every checkpoint has it if ``optional``.
     """
 
     names: tuple[str, ...]
@@ -81,6 +81,7 @@ class StoredTensor:
     dtypes: tuple[str, ...] = FLOATS
     region: tuple[slice, ...] = ()
     is_scale: bool = False
+    signed: bool = True
     optional: bool = False
 
 

@@ -22,6 +22,7 @@ from minisgl_backend.kernels import expert_cut, linear_cut
 from minisgl_backend.layers.experts import ExpertsMLP, Router
 from minisgl_backend.layers.linear import MergedColumnLinear, RowLinear, takes_adapters
 from minisgl_backend.layers.matrix import Matrix
+from minisgl_backend.layers.norm import HeadNorm
 from minisgl_backend.layers.quantized_matrix import Matrices, QuantizedMatrix
 from minisgl_backend.layers.stored_weight import StoredWeight
 from minisgl_backend.layers.weight_place import FLOATS, collect_places
@@ -90,6 +91,8 @@ def build_model(
     for module in model.modules():
         if isinstance(module, (MergedColumnLinear, RowLinear)):
             module.matrix.lay_out(device)
+        elif isinstance(module, HeadNorm) and not module.weighted:
+            module.reset()
     if load_format == "dummy":
         fill_random(collect_places(model), seed, dtype)
     elif load_format == "auto":
@@ -312,8 +315,8 @@ def has_fused_layers(spec: ModelSpec) -> bool:
 
     They do not know layers without attention, gates of its output, norms of the outputs of a
     layer's parts or over all heads of a token, another gate than SiLU, heads of which a part
-    rotates, nor experts that ``expert_cut`` does not know, that have biases, as their router has
-    then, or beside which there is a gated one.
+    rotates or neighbouring dimensions do together, nor experts that ``expert_cut`` does not know,
+    that have biases, as their router has then, or beside which there is a gated one.
     Heads that do not rotate at all are no exception to them.
     """
     ropes = [spec.rope_of(layer) for layer in range(spec.num_layers)]
@@ -328,7 +331,7 @@ def has_fused_layers(spec: ModelSpec) -> bool:
         and spec.norms == "before"
         and not spec.gelu
         and spec.qk_norm != "token"
-        and all(rope is None or rope.rotated == 1.0 for rope in ropes)
+        and all(rope is None or (rope.rotated == 1.0 and not rope.interleaved) for rope in ropes)
     )
 
 

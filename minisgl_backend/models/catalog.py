@@ -28,6 +28,7 @@ from minisgl_backend.models.families.gemma import (
 )
 from minisgl_backend.models.families.gpt_oss import read_gpt_oss
 from minisgl_backend.models.families.llama import read_granite, read_llama, read_smollm3
+from minisgl_backend.models.families.llama4 import read_llama4, read_llama4_text
 from minisgl_backend.models.families.mistral import (
     read_ministral,
     read_ministral3,
@@ -91,6 +92,8 @@ def parse_spec(values: Mapping[str, Any], modelopt: Mapping[str, Any] | None = N
 ARCHITECTURES: Final[Mapping[str, Callable[[ConfigReader], ModelSpec]]] = MappingProxyType(
     {
         "LlamaForCausalLM": read_llama,
+        "Llama4ForCausalLM": read_llama4_text,
+        "Llama4ForConditionalGeneration": read_llama4,
         "MistralForCausalLM": read_mistral,
         "Qwen2ForCausalLM": read_qwen2,
         "Qwen3ForCausalLM": read_qwen3,

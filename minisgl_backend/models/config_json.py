@@ -250,8 +250,8 @@ def read_rope(
 
 def _llama3_rope(rope: ConfigReader, common: Mapping[str, Any]) -> RopeSpec:
     low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
-    if low >= high:
-        raise rope.error("low_freq_factor", f"below high_freq_factor ({high:g})", low)
+    if low > high:
+        raise rope.error("low_freq_factor", f"at most high_freq_factor ({high:g})", low)
     return RopeSpec(
         **common,
         factor=rope.number("factor", maximum=MOST_POSITIONS),

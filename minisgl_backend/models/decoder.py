@@ -113,7 +113,8 @@ class Decoder(nn.Module):
                 "lm_head", spec.vocab_size, spec.hidden_size, group=group, matrices=matrices
             )
         self._rotary_tables: list[Tensor] = []  # each float32[num_positions, rotary dimensions]
-        self._places: list[tuple[int, bool]] = []  # which of them, and whether in window pages
+        # which of them, whether in window pages, and whether queries grow
+        self._places: list[tuple[int, bool, bool]] = []
         self._places_of: list[int] = []  # which of these, of each layer
         self._query_scales: Tensor | None = None  # float32[num_positions]
         self.mark: Callable[[str], AbstractContextManager[object]] | None = None
@@ -156,13 +157,15 @@ class Decoder(nn.Module):
         self._rotary_tables = [
             rotary_table(rope, head_dim, num_positions, device) for rope, head_dim in kinds
         ]
+        growth = spec.query_growth
         of_layers = [
-            (kinds.index(rope), window is not None)
-            for rope, window in zip(ropes, spec.windows, strict=True)
+            (kinds.index(rope), window is not None, growth is not None and growth.has(layer))
+            for layer, (rope, window) in enumerate(zip(ropes, spec.windows, strict=True))
         ]
         self._places = list(dict.fromkeys(of_layers))
         self._places_of = [self._places.index(places) for places in of_layers]
-        self._query_scales = query_scales(spec.rope, num_positions, device)
+        if growth is not None:
+            self._query_scales = query_scales(growth, num_positions, device)
 
     def bind_pages(self, pages: Sequence[PagedKV]) -> None:
         """Give each layer with attention the pages of its keys and values."""
@@ -233,15 +236,16 @@ class Decoder(nn.Module):
                     positions,
                     window_slots if in_window and window_slots is not None else slots,
                     self._rotary_tables[table],
+                    spec.rope.interleaved,
                 ),
                 attend,
                 pdl,
-                query_scale,
+                query_scale if grows else None,
                 recurrent,
                 adapted,
                 layer_inputs,
             )
-            for table, in_window in self._places
+            for table, in_window, grows in self._places
         ]
         x = Normed(residual, layers[0].first_norm)
         next_norms = [layer.first_norm for layer in layers[1:]] + [self.model.norm]

@@ -16,7 +16,7 @@ import math
 import torch
 from torch import Tensor
 
-from minisgl_backend.models.spec import RopeSpec
+from minisgl_backend.models.spec import QueryGrowth, RopeSpec
 
 
 def rotary_table(
@@ -41,13 +41,12 @@ def rotary_table(
     return table.to(device)
 
 
-def query_scales(spec: RopeSpec, num_positions: int, device: torch.device) -> Tensor | None:
+def query_scales(growth: QueryGrowth, num_positions: int, device: torch.device) -> Tensor | None:
     """What queries at each position are multiplied by, float32[num_positions]; None: all by 1."""
-    original = spec.original_max_positions or spec.max_positions
-    if not spec.query_growth or num_positions <= original:
+    if not growth.factor or num_positions - 1 + growth.first < growth.period:
         return None
-    contexts = torch.floor(torch.arange(num_positions) / original)
-    return (1 + spec.query_growth * torch.log(1 + contexts)).to(device)
+    periods = torch.floor((torch.arange(num_positions) + growth.first) / growth.period)
+    return (1 + growth.factor * torch.log(1 + periods)).to(device)
 
 
 def inverse_frequencies(spec: RopeSpec, rotary_dim: int) -> Tensor:
@@ -81,12 +80,14 @@ def _llama3_frequencies(spec: RopeSpec, frequencies: Tensor) -> Tensor:
     """Divide the frequencies of long wavelengths, keep those of short ones, blend in between.
 
     A wavelength, in tokens, is long above context / ``low_freq_factor`` and short below
-    context / ``high_freq_factor`` (Llama 3.1).
+    context / ``high_freq_factor`` (Llama 3.1). If these are equal, nothing is between (Llama 4).
     """
     context = spec.original_max_positions or spec.max_positions
     low, high = spec.low_freq_factor, spec.high_freq_factor
     wavelengths = 2 * math.pi / frequencies
     divided = torch.where(wavelengths > context / low, frequencies / spec.factor, frequencies)
+    if low == high:
+        return divided
     share = (context / wavelengths - low) / (high - low)
     blended = (1 - share) * divided / spec.factor + share * divided
     between = (wavelengths >= context / high) & (wavelengths <= context / low)

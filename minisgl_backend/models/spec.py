@@ -43,8 +43,8 @@ class RopeSpec:
 
     ``max_positions`` is max_position_embeddings of config.json, ``original_max_positions`` the
     context before stretching. Both are in tokens. ``rotated`` is the share of a head that rotates,
-    its first dimensions. From ``original_max_positions`` on, queries grow with the logarithm of
-    their position times ``query_growth``, if that is not 0 (as in Llama 4).
+    its first dimensions. Dimension i rotates with that half of these further on; if
+    ``interleaved``, each even one with the next.
     """
 
     scaling: str = "default"
@@ -60,11 +60,25 @@ class RopeSpec:
     truncate: bool = True
     short_factors: tuple[float, ...] = ()
     rotated: float = 1.0
-    query_growth: float = 0.0
+    interleaved: bool = False
 
     def dims(self, head_dim: int) -> int:
         """How many dimensions of a head the table of angles covers; some of them may be 0."""
         return head_dim if self.scaling == "proportional" else int(head_dim * self.rotated)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueryGrowth:
+    """Queries of ``layers``, None for all, are multiplied by 1 + ``factor`` * log(1 + n) after n
+    whole ``period``s of positions, of which the first has the number ``first``."""
+
+    factor: float
+    period: int
+    first: int = 0
+    layers: frozenset[int] | None = None
+
+    def has(self, layer: int) -> bool:
+        return self.layers is None or layer in self.layers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,6 +148,8 @@ class ModelSpec:
     """A decoder-only language model.
 
     ``windows`` has an entry a layer: the positions a token sees, its own included, or None for all.
+    With ``sections`` windows do not slide, they are sections of the sequence: a token sees those
+    positions of its own section that are not behind it. All windows have one size then.
     ``dtype`` is the checkpoint's own. ``eos_token_ids`` unites config.json and
     generation_config.json. ``weights`` says how projections are stored; None: all are plain.
     ``names``: how the checkpoint names its tensors. It ``generates`` unless it has no output head,
@@ -141,9 +157,11 @@ class ModelSpec:
 
     ``ropes`` has an entry a layer if not all rotate by ``rope``; None: the layer does not rotate.
     ``qk_norm``: queries and keys are normalized, each head for itself or all heads of a token
-    together. ``norms``: of the input of each part of a layer, or of its output before that is added
-    to the residual stream, or of both; ``norm_offset`` is added to all their weights. ``gelu``: the
-    gate of a feed-forward block is GELU, approximated by tanh, instead of SiLU.
+    together; "unweighted": each head for itself, without weights, in layers that rotate.
+    ``query_growth``: queries grow with their position. ``norms``: of the input of each part of a
+    layer, or of its output before that is added to the residual stream, or of both; ``norm_offset``
+    is added to all their weights. ``gelu``: the gate of a feed-forward block is GELU, approximated
+    by tanh, instead of SiLU.
     ``attention_scale`` multiplies the scores, by default head_dim to the power of -1/2.
     ``embedding_scale`` multiplies the embeddings, ``branch_scale`` what each part of a layer adds
     to the residual stream, ``logit_scale`` the logits. ``gated_attention``: attention's output is
@@ -171,11 +189,13 @@ class ModelSpec:
     rope: RopeSpec
     dtype: str
     windows: tuple[int | None, ...]
+    sections: bool = False
     tie_embeddings: bool = False
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
-    qk_norm: Literal["head", "token"] | None = None
+    qk_norm: Literal["head", "token", "unweighted"] | None = None
+    query_growth: QueryGrowth | None = None
     norms: Literal["before", "after", "around"] = "before"
     norm_offset: float = 0.0
     gelu: bool = False
@@ -323,6 +343,7 @@ class ModelSpec:
             head_dim=self.head_dim,
             scale=self.attention_scale or self.head_dim**-0.5,
             windows=tuple(self.windows[layer] for layer in self.attention_layers),
+            sections=self.sections,
             sinks=self.sinks,
             by_layer=by_layer if len(set(by_layer)) > 1 else (),
         )

@@ -43,15 +43,20 @@ _OTHER_PARTS: Final = re.compile(
 @dataclass(frozen=True, slots=True)
 class StoredAs:
     """Where a weight of the decoder stands: in the whole tensor ``name`` of a file, or in its
-    ``region``. ``shape`` is the weight's own."""
+    ``region``. ``shape`` is the weight's own; if ``transposed``, a matrix, what is read there has
+    its dimensions the other way round."""
 
     name: str
     shape: tuple[int, ...]
     region: Region = ()
+    transposed: bool = False
 
     def within(self, region: Sequence[slice]) -> Region:
         """The region of the file's tensor that is this ``region`` of the weight."""
         rest = list(region)
+        if self.transposed:
+            rest += [slice(None)] * (len(self.shape) - len(rest))
+            rest.reverse()
         found: list[int | slice] = []
         for held in self.region:
             if isinstance(held, int):
@@ -75,6 +80,7 @@ class TensorNames:
     is ``multimodal``, tensors of what sees and hears are left out, and always those whose names
     begin with one of ``left_out``.
     With ``keeps_stacks`` a tensor of all experts is one weight, not several of one expert each.
+    With ``transposed_stacks`` inputs come before outputs in such tensors, which are plain.
     """
 
     renamed: tuple[tuple[str, str], ...] = ()
@@ -82,6 +88,7 @@ class TensorNames:
     multimodal: bool = False
     left_out: tuple[str, ...] = ()
     keeps_stacks: bool = False
+    transposed_stacks: bool = False
 
     def weights(self, name: str, shape: tuple[int, ...]) -> Iterator[tuple[str, StoredAs]]:
         """The decoder's weights that the tensor ``name`` of a file holds, none if it is left out.
@@ -98,8 +105,12 @@ class TensorNames:
             own = f"model.{own}"
         stacked = None if self.keeps_stacks else _STACKED.fullmatch(own)
         if stacked is not None and len(shape) == (1 if stacked["scale"] == _OF_INPUTS else 3):
-            yield from _of_experts(stacked, name, shape)
-            return
+            if not self.transposed_stacks:
+                yield from _of_experts(stacked, name, shape)
+                return
+            if stacked["scale"] is None:
+                yield from _of_transposed_experts(stacked, name, shape)
+                return
         module, _, kind = own.rpartition(".")
         around, _, last = module.rpartition(".")
         parts = next((self.merged[end] for end in self.merged if module.endswith(end)), None)
@@ -180,6 +191,24 @@ def _of_experts(
         half = size[0] // 2
         region = expert, slice(index * half, (index + 1) * half)
         yield weight, StoredAs(name, (half, *size[1:]), region)
+
+
+def _of_transposed_experts(
+    stacked: re.Match[str], name: str, shape: tuple[int, ...]
+) -> Iterator[tuple[str, StoredAs]]:
+    """The same of plain weights, [num_experts, in_features, out_features]: those of gates come
+    before those of ups. Raises ``ConfigError`` if they cannot be halves."""
+    num_experts, ins, outs = shape
+    parts = ["down_proj"] if stacked["part"] == "down_proj" else ["gate_proj", "up_proj"]
+    if outs % len(parts):
+        raise ConfigError(
+            f"{name} has the shape {shape}, whose {outs} columns are no gates and as many ups"
+        )
+    size = outs // len(parts)
+    for expert, (index, part) in product(range(num_experts), enumerate(parts)):
+        weight = f"{stacked['experts']}.{expert}.{part}.weight"
+        region = expert, slice(0, ins), slice(index * size, (index + 1) * size)
+        yield weight, StoredAs(name, (size, ins), region, transposed=True)
 
 
 def _of_outputs(

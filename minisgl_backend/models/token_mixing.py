@@ -137,10 +137,14 @@ class SelfAttention(nn.Module):
         )
         self.eps = spec.norm_eps
         self.qk_norm: HeadNorm | TokenNorm | None = None
-        if spec.qk_norm == "head":
-            num_keys = self.num_kv_heads if self.has_own_kv else 0
+        rotates = spec.rope_of(layer) is not None
+        if spec.qk_norm == "head" or (spec.qk_norm == "unweighted" and rotates):
             self.qk_norm = HeadNorm(
-                self.num_heads, num_keys, self.head_dim, offset=spec.norm_offset
+                self.num_heads,
+                self.num_kv_heads if self.has_own_kv else 0,
+                self.head_dim,
+                offset=spec.norm_offset,
+                weighted=spec.qk_norm == "head",
             )
         elif spec.qk_norm == "token":
             self.qk_norm = TokenNorm(queries, keys, spec.norm_eps, group)

@@ -206,23 +206,24 @@ def _read_file(path: Path, uses: Mapping[str, _Use]) -> Iterator[tuple[str, Tens
             stored = use.stored
             region = stored.within(use.wanted.region[: len(stored.shape)])
             values = file.get_slice(stored.name)[region] if region else file.get_tensor(stored.name)
+            values = values.T if stored.transposed else values
             if use.wanted.is_scale:
-                _check_scale(stored.name, values)
+                _check_scale(stored.name, values, signed=use.wanted.signed)
             yield name, values
 
 
-def _check_scale(name: str, values: Tensor) -> None:
-    """Raise ``ConfigError`` unless each scale is finite and not 0."""
+def _check_scale(name: str, values: Tensor, *, signed: bool) -> None:
+    """Raise ``ConfigError`` unless each scale is finite and not 0, or above 0 if not ``signed``."""
     if values.dtype in (torch.uint8, torch.float8_e8m0fnu):  # exponents
         is_wrong = values.view(torch.uint8) == 255
     else:
         wide = values.float()  # what kernels compute with, of float64 as well
-        is_wrong = ~wide.isfinite() | (wide == 0)
+        is_wrong = ~wide.isfinite() | (wide == 0 if signed else wide <= 0)
     if is_wrong.any():
         at = is_wrong.nonzero()[0].tolist()
         raise ConfigError(
-            f"{name} must be finite and not 0, it is {values[tuple(at)].float().item()}"
-            + (f" at {at}" if at else "")
+            f"{name} must be finite and {'not' if signed else 'above'} 0, it is "
+            f"{values[tuple(at)].float().item()}" + (f" at {at}" if at else "")
         )
 
 

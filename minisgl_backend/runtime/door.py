@@ -47,8 +47,9 @@ class EngineInfo:
     says how the checkpoint stores them. Unless it ``generates``, the model has no output head, and
     embeds prompts only. ``num_snapshots``, of recurrent states, is None if the model has none;
     ``num_window_pages``, of layers whose largest window is ``window``, if none have pages of their
-    own. If it ``reads_groups``, attention reads pages that decoding rows share together. Of several
-    replicas, the limits of the queue are those of all together; all else is of each."""
+    own; ``section``, the size of sections of attention, if there are none. If it ``reads_groups``,
+    attention reads pages that decoding rows share together. Of several replicas, the limits of the
+    queue are those of all together; all else is of each."""
 
     model: str
     folder: str
@@ -69,6 +70,7 @@ class EngineInfo:
     num_snapshots: int | None = None
     num_window_pages: int | None = None
     window: int | None = None
+    section: int | None = None
     generates: bool = True
     reads_groups: bool = False
     num_replicas: int = 1

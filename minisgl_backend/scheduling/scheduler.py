@@ -65,7 +65,8 @@ class SchedulerConfig:
     ``policy`` (fcfs or lpm), ``max_overtaken`` and ``worthwhile_tokens`` are explained in
     ``waiting``, ``reserve_tokens`` in ``admission``. With ``names_groups`` plans have ``Groups``,
     for which ``group_cost_tokens`` are explained in ``KVCache.groups``. ``has_states``: rows have
-    recurrent states, so pages alone do not tell how a prompt was computed.
+    recurrent states, so pages alone do not tell how a prompt was computed. With a ``section`` no
+    chunk goes on beyond a multiple of it, as attention in sections needs (``attention.sections``).
     """
 
     max_running_requests: int = 256
@@ -77,6 +78,7 @@ class SchedulerConfig:
     group_cost_tokens: int = 64
     reserve_tokens: int = 256
     has_states: bool = False
+    section: int | None = None
     num_adapter_slots: int = 0
 
 
@@ -285,6 +287,8 @@ class Scheduler:
         for any of it."""
         start = int(self._rows.planned[sequence.row])
         end = min(start + draft.budget, len(sequence.tokens))
+        if (section := self._config.section) is not None:
+            end = min(end, (start // section + 1) * section)
         end = self._life.cover(sequence, start, end)
         if end == start:
             return False

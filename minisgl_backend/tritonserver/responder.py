@@ -92,9 +92,13 @@ class Responder:
 
 
 def error_response(error: BaseException, label: str) -> Any:
-    """The response that carries ``error`` to a client: one sentence that starts with its code."""
+    """The response that carries ``error`` to a client: one sentence that starts with its code.
+
+    Triton would end it at a NUL, which the client may have sent.
+    """
     if not isinstance(error, MiniSGLError):
         logger.error("request %.80r failed", label, exc_info=error)
         error = EngineFailure("internal error; the server's log has the details")
     code = getattr(pb_utils.TritonError, error.code)
-    return pb_utils.InferenceResponse(error=pb_utils.TritonError(f"{error.code}: {error}", code))
+    text = f"{error.code}: {error}".replace("\0", "\\0")
+    return pb_utils.InferenceResponse(error=pb_utils.TritonError(text, code))

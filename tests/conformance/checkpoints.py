@@ -33,6 +33,10 @@ from transformers import (
     GptOssForCausalLM,
     GraniteConfig,
     GraniteForCausalLM,
+    Llama4Config,
+    Llama4ForCausalLM,
+    Llama4ForConditionalGeneration,
+    Llama4TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     Ministral3Config,
@@ -128,6 +132,30 @@ _MINISTRAL_ROPE: Final = MappingProxyType(
 
 def _llama(**changes: Any) -> PreTrainedModel:
     return LlamaForCausalLM(LlamaConfig(**{**_SHAPE, **changes}))
+
+
+def _llama4_text(**changes: Any) -> dict[str, Any]:
+    """Sections of which prompts have two or three, and queries that grow in each."""
+    experts = {"intermediate_size": 48, "intermediate_size_mlp": 96, "num_local_experts": 4}
+    values: dict[str, Any] = {**_SHAPE, "head_dim": 16, **experts, "num_hidden_layers": 4}
+    values |= {"no_rope_layer_interval": 2, "attention_chunk_size": 48}
+    values |= {"floor_scale": 10, "attn_scale": 0.4, "rope_parameters": dict(_LLAMA3)}
+    return {**values, **changes}
+
+
+def _llama4(**changes: Any) -> PreTrainedModel:
+    return Llama4ForCausalLM(Llama4TextConfig(**_llama4_text(**changes)))
+
+
+def _llama4_multimodal() -> PreTrainedModel:
+    """As Maverick: experts in every second layer, and no norms of queries and keys."""
+    vision = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
+    vision |= {"num_attention_heads": 2, "image_size": 28, "patch_size": 14}
+    vision |= {"vision_output_dim": 32, "projector_input_dim": 32, "projector_output_dim": 32}
+    text = _llama4_text(interleave_moe_layer_step=2, use_qk_norm=False, num_local_experts=8)
+    text["rope_parameters"] = {"rope_type": "default", "rope_theta": 500.0}
+    config = Llama4Config(text_config=text, vision_config=vision)
+    return Llama4ForConditionalGeneration(config)
 
 
 def _mistral(**changes: Any) -> PreTrainedModel:
@@ -569,6 +597,16 @@ CASES: Final[Mapping[str, Callable[[], PreTrainedModel]]] = MappingProxyType(
         ),
         "gemma4-unified": _gemma4_unified,
         "gemma4-unified-multimodal": _gemma4_unified_multimodal,
+        "llama4": _llama4,
+        "llama4-listed": lambda: _llama4(
+            no_rope_layers=[1, 1, 0, 1],
+            moe_layers=[0, 3],
+            layer_types=["chunked_attention", "full_attention", *["chunked_attention"] * 2],
+            attention_bias=True,
+            attn_temperature_tuning=False,
+            tie_word_embeddings=True,
+        ),
+        "llama4-multimodal": _llama4_multimodal,
     }
 )
 

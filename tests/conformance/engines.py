@@ -185,6 +185,7 @@ class TinyEngine(AbstractContextManager["TinyEngine"]):
             reserve_tokens=reserve_tokens,
             num_adapter_slots=0 if adapter_slots is None else adapter_slots.num_slots,
             has_states=states is not None,
+            section=shape.section,
         )
         cache: KVCache = NaiveCache(num_pages, page_size, windows=windows)
         if radix and states is not None:

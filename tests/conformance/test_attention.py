@@ -79,6 +79,7 @@ class World:
         windows: tuple[int | None, ...] = (None,),
         dtype: torch.dtype = torch.float32,
         sinks: bool = False,
+        sections: bool = False,
     ):
         self.shape = AttentionShape(
             num_heads=num_heads,
@@ -86,6 +87,7 @@ class World:
             head_dim=head_dim,
             scale=head_dim**-0.5,
             windows=windows,
+            sections=sections,
             sinks=sinks,
         )
         self.page_size, self.dtype = page_size, dtype
@@ -106,7 +108,8 @@ class World:
         self.kv = KVStorage(
             self.shape, num_pages=self.num_pages, page_size=page_size, dtype=dtype, device=CPU
         )
-        self.kv.pages[0][:, :, : self.num_pages] = 1e4  # loud if it is read by mistake
+        for pages in self.kv.pages:
+            pages[:, :, : self.num_pages] = 1e4  # loud if it is read by mistake
         self.random = torch.Generator().manual_seed(0)
         self.free = torch.randperm(self.num_pages, generator=self.random).tolist()
         self.sequences: list[Sequence] = []
@@ -225,7 +228,9 @@ class World:
         query = torch.arange(span.start, span.stop).unsqueeze(1)
         key = torch.arange(span.stop).unsqueeze(0)
         hidden = key > query
-        if window is not None:
+        if window is not None and self.shape.sections:
+            hidden |= key < query // window * window
+        elif window is not None:
             hidden |= key <= query - window
         products = products.masked_fill(hidden, float("-inf"))
         if self.sinks is not None:  # one more position, whose value is 0
@@ -237,6 +242,22 @@ class World:
 
 def _int32(values: HostArray | IntArray) -> Tensor:
     return torch.from_numpy(values.astype(np.int32))
+
+
+@pytest.mark.parametrize("windows", [(48, 48), (48, None, 48)])
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_sections(backend: str, page_size: int, windows: tuple[int | None, ...]) -> None:
+    """Chunks and rows at both ends of sections."""
+    world = World(backend, page_size=page_size, windows=windows, sections=True)
+    first, second, third = world.add(200), world.add(98), world.add(10)
+    world.step([(first, 48)])
+    world.step([(first, 1), (second, 20), (third, 9)])
+    world.step([(first, 47), (second, 28), (third, 1)])
+    world.step([(second, 47), (first, 30)])
+    for _ in range(3):
+        world.step([(first, 1), (second, 1)])
+    world.step([(first, 15)])
+    world.step([(first, 1)])
 
 
 @pytest.mark.parametrize("page_size", [1, 16, 64])

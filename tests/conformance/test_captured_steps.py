@@ -91,6 +91,7 @@ def _tensors(output: object) -> list[Tensor]:
         ("qwen3-moe", True),
         ("qwen3.5", True),
         ("qwen3.5-experts", False),
+        ("llama4", True),
     ],
 )
 def test_tokens_equal_those_of_launched_steps(

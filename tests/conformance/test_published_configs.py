@@ -55,6 +55,19 @@ _VISION: Final = MappingProxyType(
         "patch_size": 14,
     }
 )
+_LLAMA_4_VISION: Final = MappingProxyType(
+    {
+        "hidden_size": 32,
+        "image_size": 28,
+        "intermediate_size": 64,
+        "num_attention_heads": 2,
+        "num_hidden_layers": 1,
+        "patch_size": 14,
+        "projector_input_dim": 32,
+        "projector_output_dim": 32,
+        "vision_output_dim": 32,
+    }
+)
 _EXPERTS: Final = MappingProxyType({"moe_intermediate_size": 48, "num_experts_per_tok": 3})
 
 CONFIGS: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
@@ -76,6 +89,67 @@ CONFIGS: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
             },
             "rope_theta": 500.0,
             **_SIZES,
+        },
+        "llama-4-scout": {
+            "architectures": ["Llama4ForConditionalGeneration"],
+            "boi_token_index": 240,
+            "eoi_token_index": 241,
+            "image_token_index": 242,
+            "model_type": "llama4",
+            "text_config": {
+                "attention_bias": False,
+                "attention_chunk_size": 64,
+                "for_llm_compressor": False,
+                "head_dim": 32,
+                "hidden_act": "silu",
+                "interleave_moe_layer_step": 1,
+                "intermediate_size_mlp": 160,
+                "max_position_embeddings": CONTEXT,
+                "model_type": "llama4_text",
+                "no_rope_layers": [],
+                "num_experts_per_tok": 1,
+                "num_local_experts": 4,
+                "rms_norm_eps": 1e-05,
+                "rope_scaling": {
+                    "factor": 16.0,
+                    "high_freq_factor": 1.0,
+                    "low_freq_factor": 1.0,
+                    "original_max_position_embeddings": 32,
+                    "rope_type": "llama3",
+                },
+                "rope_theta": 500000.0,
+                "use_qk_norm": True,
+                **_SIZES,
+                **_NO_EOS,
+            },
+            "vision_config": {"model_type": "llama4_vision_model", **_LLAMA_4_VISION},
+        },
+        "llama-4-maverick": {
+            "architectures": ["Llama4ForConditionalGeneration"],
+            "model_type": "llama4",
+            "text_config": {
+                "attention_bias": False,
+                "attention_chunk_size": 64,
+                "attn_scale": 0.1,
+                "attn_temperature_tuning": True,
+                "floor_scale": 16,
+                "head_dim": 32,
+                "interleave_moe_layer_step": 2,
+                "intermediate_size_mlp": 160,
+                "max_position_embeddings": CONTEXT,
+                "model_type": "llama4_text",
+                "moe_layers": [1, 3],
+                "no_rope_layers": [1, 1, 1, 0],
+                "num_experts_per_tok": 1,
+                "num_local_experts": 8,
+                "rms_norm_eps": 1e-05,
+                "rope_scaling": None,
+                "rope_theta": 500000.0,
+                "use_qk_norm": False,
+                **_SIZES,
+                **_NO_EOS,
+            },
+            "vision_config": {"model_type": "llama4_vision_model", **_LLAMA_4_VISION},
         },
         "qwen3-yarn": {
             "architectures": ["Qwen3ForCausalLM"],

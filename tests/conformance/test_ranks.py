@@ -51,6 +51,8 @@ PAGE_SIZE = 16
         "qwen3.5-tied",
         "qwen3-next-sparse",
         "gpt-oss",
+        "llama4",
+        "llama4-multimodal",
     ],
 )
 def test_logits_are_equal(case: str, size: int, tmp_path: Path) -> None:
@@ -78,6 +80,7 @@ def test_logits_are_equal(case: str, size: int, tmp_path: Path) -> None:
         "mxfp4-stacked-moe",
         "gpt-oss",
         "mxfp4-gpt-oss",
+        "llama4",
     ],
 )
 def test_logits_of_whole_experts_are_equal(case: str, size: int, tmp_path: Path) -> None:

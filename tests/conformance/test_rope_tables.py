@@ -32,6 +32,17 @@ VARIANTS: Final[dict[str, dict[str, Any]]] = {
             "rope_type": "llama3",
         },
     },
+    "llama-4": {  # nothing is between the frequencies that are kept and those that are divided
+        "rope_theta": 500000.0,
+        "max_position_embeddings": 10485760,
+        "rope_scaling": {
+            "factor": 16.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 1.0,
+            "original_max_position_embeddings": 8192,
+            "rope_type": "llama3",
+        },
+    },
     "llama-3.2": {
         "max_position_embeddings": 131072,
         "rope_parameters": {

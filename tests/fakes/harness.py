@@ -44,7 +44,8 @@ _FIRST_TURN = 1000  # the number of the first request that goes on from another
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
     """All that may differ between two runs of one workload. With ``num_snapshots`` rows have
-    recurrent states, and with ``window`` there are ``num_window_pages`` beside the others."""
+    recurrent states, and with ``window`` there are ``num_window_pages`` beside the others. Chunks
+    end with their ``section``."""
 
     page_size: int
     num_pages: int
@@ -60,6 +61,7 @@ class Setup:
     num_snapshots: int | None = None
     window: int | None = None
     num_window_pages: int = 0
+    section: int | None = None
     depth: int = 2
     model: Model = field(default_factory=Model)
 
@@ -109,6 +111,7 @@ class Harness:
                 group_cost_tokens=setup.group_cost_tokens,
                 reserve_tokens=setup.reserve_tokens,
                 has_states=setup.num_snapshots is not None,
+                section=setup.section,
             ),
         )
         self.executor = FakeExecutor(
@@ -150,6 +153,9 @@ class Harness:
             return False
         assert plan.num_tokens > 0
         assert plan.num_tokens - len(plan.decodes.rows) <= self.setup.max_prefill_tokens
+        if (section := self.setup.section) is not None:
+            starts, last = plan.chunks.starts, plan.chunks.ends - 1
+            assert (starts // section == last // section).all()
         self.num_steps += 1
         self._flights.append((plan, self.executor.launch(plan)))
         return True
@@ -247,6 +253,7 @@ def random_setup(rng: random.Random) -> Setup:
     num_snapshots = rng.choice([None, None, None, 6])
     window = None if num_snapshots is not None else rng.choice([None, 2, 5, 16, 17])
     num_window_pages = 0
+    section = None if num_snapshots is not None else rng.choice([None, page_size, 3 * page_size])
     if window is not None:
         num_window_pages = -(-(window - 1) // page_size) + 2 + rng.choice([0, 3, 12])
     return Setup(
@@ -263,6 +270,7 @@ def random_setup(rng: random.Random) -> Setup:
         num_snapshots=num_snapshots,
         window=window,
         num_window_pages=num_window_pages,
+        section=section,
         depth=rng.choice([1, 2, 3]),
         model=Model(
             vocabulary=rng.choice([6, 50]),

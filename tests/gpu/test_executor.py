@@ -77,9 +77,13 @@ OTHERS = [
     "glm4-moe-groups",
     "qwen2-moe",
     "gpt-oss",
+    "llama4",
+    "llama4-multimodal",
 ]
 """Cases with parts that no case above has."""
-EXPERTS = [case for case in CASES + OTHERS if re.search("mixtral|moe|dots|oss|experts", case)]
+EXPERTS = [
+    case for case in CASES + OTHERS if re.search("mixtral|moe|dots|oss|experts|llama4", case)
+]
 """Rounding, even of attention's GEMMs alone, may choose other experts."""
 
 

@@ -145,7 +145,16 @@ def test_prefill_attention_finds_each_chunk(
 
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(16, 8), (3, 1), (10, 2)])
 @pytest.mark.parametrize(
-    ("head_dim", "rotary_dim"), [(64, 64), (128, 128), (128, 96), (128, 64), (64, 16)]
+    ("head_dim", "rotary_dim", "interleaved"),
+    [
+        (64, 64, False),
+        (128, 128, False),
+        (128, 96, False),
+        (128, 64, False),
+        (64, 16, False),
+        (64, 64, True),
+        (128, 128, True),
+    ],
 )
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize("fp8", [False, True])
@@ -156,6 +165,7 @@ def test_qk_norm_rope_store(
     num_kv_heads: int,
     head_dim: int,
     rotary_dim: int,
+    interleaved: bool,
     norm: bool,
     fp8: bool,
 ) -> None:
@@ -175,7 +185,7 @@ def test_qk_norm_rope_store(
     of_q, of_k = torch.rand(2, head_dim, device=device).to(dtype)
     head_weights = torch.stack([of_q] * num_heads + [of_k] * num_kv_heads)
     arguments: dict[str, Any] = {
-        "places": rope_store.TokenPlaces(positions, slots, cos_sin),
+        "places": rope_store.TokenPlaces(positions, slots, cos_sin, interleaved),
         "num_heads": num_heads,
         "head_weights": head_weights if norm else None,
         "k_scale": torch.tensor([0.5], device=device) if fp8 else None,

@@ -81,14 +81,23 @@ def test_tokens_of_whole_experts_of_many_ranks(
         check_equal(serve(ranked), of_one_rank("eight-heads"))
 
 
+@pytest.mark.parametrize(("case", "window"), [("gpt-oss", 20), ("mistral-window", 24)])
 def test_tokens_of_layers_with_window_pages(
+    checkpoints: Path, case: str, window: int, of_one_rank: Callable[[str], list[Answer]]
+) -> None:
+    """There are too few window pages for all rows, too. In the second case all layers have them."""
+    with ranked_engine(2, checkpoints / case, **OPTIONS) as ranked:
+        info = ranked.engine.info
+        assert (info.window, info.num_window_pages) == (window, info.num_pages // 2)
+        check_equal(serve(ranked), of_one_rank(case))
+
+
+def test_tokens_of_attention_in_sections(
     checkpoints: Path, of_one_rank: Callable[[str], list[Answer]]
 ) -> None:
-    """There are too few window pages for all rows, too."""
-    with ranked_engine(2, checkpoints / "gpt-oss", **OPTIONS) as ranked:
-        info = ranked.engine.info
-        assert (info.window, info.num_window_pages) == (20, info.num_pages // 2)
-        check_equal(serve(ranked), of_one_rank("gpt-oss"))
+    with ranked_engine(2, checkpoints / "llama4", **OPTIONS) as ranked:
+        assert (ranked.engine.info.section, ranked.engine.info.window) == (48, 48)
+        check_equal(serve(ranked), of_one_rank("llama4"))
 
 
 def test_tokens_of_steps_that_do_not_overlap(

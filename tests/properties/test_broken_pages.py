@@ -132,8 +132,11 @@ def test_pages_that_are_finite_are_not_cleared(workload: tuple[Setup, list[Reque
     # a prompt that is scored is computed again, although it is cached
     requests = [request for request in requests if request.sampling.num_prompt_logprobs is None]
     model = replace(setup.model, nan_every=0, nan_kv_every=0)
-    # without window pages, which are cleared if they are given back before a token is sampled
-    ample = replace(setup, num_pages=50 * setup.num_pages, window=None, model=model)
+    # without window pages, which are cleared if they are given back before a token is sampled, and
+    # recurrent states, with which cached positions are computed again
+    ample = replace(
+        setup, num_pages=50 * setup.num_pages, window=None, num_snapshots=None, model=model
+    )
     for each in (replace(ample, cache="naive"), replace(ample, cache="radix", num_rows=1)):
         harness = Harness(each)
         for request in requests:

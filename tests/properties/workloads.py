@@ -15,7 +15,9 @@ def setups(draw: st.DrawFn) -> Setup:
     page_size = draw(st.sampled_from([1, 16, 64]))
     num_pages = draw(st.integers(2, 6)) * (6 if page_size == 1 else 1)
     num_snapshots = draw(st.sampled_from([None, None, None, 8, 2]))
-    window, num_window_pages = None, 0
+    window, num_window_pages, section = None, 0, None
+    if num_snapshots is None:
+        section = draw(st.sampled_from([None, None, page_size, 2 * page_size]))
     if num_snapshots is None and draw(st.booleans()):
         window = draw(st.sampled_from([2, page_size, page_size + 1, 2 * page_size]))
         least = -(-(window - 1) // page_size) + 2
@@ -36,6 +38,7 @@ def setups(draw: st.DrawFn) -> Setup:
         num_snapshots=num_snapshots,
         window=window,
         num_window_pages=num_window_pages,
+        section=section,
         depth=draw(st.sampled_from([2, 1, 3])),
         model=Model(
             vocabulary=draw(st.sampled_from([50, 5])),

@@ -149,6 +149,17 @@ def test_options_that_do_not_go_with_the_model(given: dict[str, Any], message: s
         checked_spec(EngineOptions(**given), Path(DEMO_MODEL), "cuda")
 
 
+def test_sections_begin_with_pages(folder: Path) -> None:
+    llama4 = {"architectures": ["Llama4ForCausalLM"], "attention_chunk_size": 48}
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **llama4}))
+    given: dict[str, Any] = {"load_format": "dummy", "max_sequence_length": 100}
+    checked_spec(EngineOptions(**given, page_size=16), folder, "cpu")
+    with pytest.raises(ConfigError, match="page_size 32 must divide attention_chunk_size 48 of "):
+        checked_spec(EngineOptions(**given, page_size=32), folder, "cpu")
+    checked_spec(EngineOptions(**{**given, "max_sequence_length": 48}, page_size=32), folder, "cpu")
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -52,6 +52,7 @@ def _qk_norm_rope_store(
     HALF: tl.constexpr,  # head_dim / 2, a power of two
     TURNED: tl.constexpr,  # half of the dimensions that rotate
     GROUP: tl.constexpr,  # heads of a program
+    INTERLEAVED: tl.constexpr,
     NORM: tl.constexpr,
     FP8: tl.constexpr,
     PDL: tl.constexpr,
@@ -60,21 +61,25 @@ def _qk_norm_rope_store(
     first = tl.program_id(1) * GROUP
     head = first + tl.arange(0, GROUP)
     i = tl.arange(0, HALF)
-    at = head[:, None] * (2 * HALF) + i[None, :]  # [GROUP, HALF]
+    # the dimensions that are ``low`` and ``high`` here: the halves, or those that rotate together
+    step: tl.constexpr = 2 if INTERLEAVED else 1
+    gap: tl.constexpr = 1 if INTERLEAVED else HALF
+    d = step * i  # [HALF]
+    at = head[:, None] * (2 * HALF) + d[None, :]  # [GROUP, HALF]
     if PDL:
         # attention may read older positions while this kernel runs, so all before it must be over
         wait_previous()
         allow_next()
     low_ptr = qkv_ptr + token * qkv_stride + at
     low = tl.load(low_ptr).to(tl.float32)
-    high = tl.load(low_ptr + HALF).to(tl.float32)
+    high = tl.load(low_ptr + gap).to(tl.float32)
     is_q = first < NUM_HEADS
     is_v = first >= NUM_HEADS + NUM_KV_HEADS
     if not is_v:
         if NORM:
             weight_ptr = q_weight_ptr if is_q else k_weight_ptr
-            weight_low = tl.load(weight_ptr + i).to(tl.float32)
-            weight_high = tl.load(weight_ptr + HALF + i).to(tl.float32)
+            weight_low = tl.load(weight_ptr + d).to(tl.float32)
+            weight_high = tl.load(weight_ptr + gap + d).to(tl.float32)
             square = tl.sum(low * low + high * high, axis=1) / (2 * HALF)  # [GROUP]
             scale = tl.rsqrt(square + eps)[:, None]
             low = low * scale * weight_low[None, :]
@@ -103,7 +108,7 @@ def _qk_norm_rope_store(
             tl.debug_barrier()  # queries are overwritten where other threads read them
     if is_q:
         tl.store(low_ptr, low.to(qkv_ptr.dtype.element_ty))
-        tl.store(low_ptr + HALF, high.to(qkv_ptr.dtype.element_ty))
+        tl.store(low_ptr + gap, high.to(qkv_ptr.dtype.element_ty))
     else:
         slot = tl.load(slots_ptr + token).to(tl.int64)
         if slot >= 0:
@@ -114,9 +119,9 @@ def _qk_norm_rope_store(
                 high = tl.clamp(high * inverse, -448.0, 448.0)
             kv_head = (head - NUM_HEADS) % NUM_KV_HEADS
             base = slot // PAGE_SIZE * page_stride + slot % PAGE_SIZE * slot_stride
-            to = cache_ptr + base + kv_head[:, None] * head_stride + i[None, :]
+            to = cache_ptr + base + kv_head[:, None] * head_stride + d[None, :]
             tl.store(to, low.to(k_cache_ptr.dtype.element_ty))
-            tl.store(to + HALF, high.to(k_cache_ptr.dtype.element_ty))
+            tl.store(to + gap, high.to(k_cache_ptr.dtype.element_ty))
 
 
 def launch_qk_norm_rope_store(
@@ -133,6 +138,7 @@ def launch_qk_norm_rope_store(
     eps: float,
     k_scale: Tensor | None,
     v_scale: Tensor | None,
+    interleaved: bool,
     pdl: bool,
 ) -> None:
     """See ``minisgl_backend.kernels.rope_store.qk_norm_rope_store``."""
@@ -142,6 +148,7 @@ def launch_qk_norm_rope_store(
     _, page_size, num_kv_heads, head_dim = k_cache.shape
     assert k_cache.stride() == v_cache.stride() and k_cache.stride(3) == 1
     assert cos_sin.is_contiguous() and cos_sin.dtype == torch.float32
+    assert not interleaved or cos_sin.shape[1] == head_dim
     # a group must not mix kinds, so its size divides the heads of each
     group = math.gcd(math.gcd(num_heads, num_kv_heads), 4)
     _qk_norm_rope_store[(num_tokens, (num_heads + 2 * num_kv_heads) // group)](
@@ -166,6 +173,7 @@ def launch_qk_norm_rope_store(
         HALF=head_dim // 2,
         TURNED=cos_sin.shape[1] // 2,
         GROUP=group,
+        INTERLEAVED=interleaved,
         NORM=q_weight is not None,
         FP8=k_scale is not None,
         PDL=pdl,

@@ -57,6 +57,18 @@ def sparse_layers(config: ConfigReader, num_layers: int) -> frozenset[int]:
     )
 
 
+def read_rotating(config: ConfigReader, num_layers: int) -> list[bool]:
+    """Which layers rotate: those that ``no_rope_layers`` has a 1 for, whatever its name says; by
+    default all but every fourth, or as ``no_rope_layer_interval`` has it."""
+    every = config.integer("no_rope_layer_interval", 4)
+    rotates = config.integers("no_rope_layers") or [
+        int((layer + 1) % every != 0) for layer in range(num_layers)
+    ]
+    if len(rotates) < num_layers or not set(rotates) <= {0, 1}:
+        raise config.error("no_rope_layers", f"{num_layers} of 0 and 1", rotates)
+    return [bool(one) for one in rotates[:num_layers]]
+
+
 def read_window(config: ConfigReader) -> int | None:
     """The window of all layers, none by default."""
     return config.integer("sliding_window") if "sliding_window" in config.values else None

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 from minisgl_backend.models.config_json import ConfigReader, common_fields
-from minisgl_backend.models.families.fields import ATTENTION_KINDS, read_window, windows_by_kind
+from minisgl_backend.models.families.fields import (
+    ATTENTION_KINDS,
+    read_rotating,
+    read_window,
+    windows_by_kind,
+)
 from minisgl_backend.models.spec import ModelSpec
 
 
@@ -45,17 +50,12 @@ def read_smollm3(config: ConfigReader) -> ModelSpec:
     )
     fields = common_fields(config)
     num_layers, bias = fields["num_layers"], config.flag("attention_bias")
-    every = config.integer("no_rope_layer_interval", 4)
-    rotates = config.integers("no_rope_layers") or [
-        int((layer + 1) % every != 0) for layer in range(num_layers)
-    ]  # 1 for layers that do rotate
-    if len(rotates) < num_layers or not set(rotates) <= {0, 1}:
-        raise config.error("no_rope_layers", f"{num_layers} of 0 and 1", rotates)
-    fields["ropes"] = tuple(fields["rope"] if one else None for one in rotates[:num_layers])
+    rotates = read_rotating(config, num_layers)
+    fields["ropes"] = tuple(fields["rope"] if one else None for one in rotates)
     if config.flag("use_sliding_window"):
         window = read_window(config)
         kinds = config.layer_kinds("layer_types", ATTENTION_KINDS, num_layers) or [
-            "full_attention" if one else "sliding_attention" for one in rotates[:num_layers]
+            "full_attention" if one else "sliding_attention" for one in rotates
         ]
         fields["windows"] = windows_by_kind(kinds, window)
     return ModelSpec(

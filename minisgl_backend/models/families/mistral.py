@@ -13,7 +13,7 @@ from minisgl_backend.models.families.fields import (
     text_config,
     windows_by_kind,
 )
-from minisgl_backend.models.spec import ModelSpec, MoeSpec
+from minisgl_backend.models.spec import ModelSpec, MoeSpec, QueryGrowth
 from minisgl_backend.models.tensor_names import MULTIMODAL, TensorNames
 
 
@@ -68,9 +68,11 @@ def read_ministral3(config: ConfigReader) -> ModelSpec:
     rope = config.part("rope_parameters")
     fields = common_fields(config)
     fields["windows"] = (read_window(config),) * fields["num_layers"]
-    growth = rope.number("llama_4_scaling_beta", or_zero=True)
-    fields["rope"] = replace(fields["rope"], query_growth=growth)
-    return ModelSpec(architecture="Ministral3ForCausalLM", **fields)
+    growth = QueryGrowth(
+        factor=rope.number("llama_4_scaling_beta", or_zero=True),
+        period=fields["rope"].original_max_positions or fields["rope"].max_positions,
+    )
+    return ModelSpec(architecture="Ministral3ForCausalLM", query_growth=growth, **fields)
 
 
 def read_mistral3(config: ConfigReader) -> ModelSpec:

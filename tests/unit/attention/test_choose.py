@@ -119,6 +119,37 @@ def test_layers_with_window_pages_have_a_schedule_and_a_table_of_their_own(
     assert shape.kinds[1][1] == (1,) and shape.kinds[1][0].window_pages
 
 
+def test_sections_are_computed_by_a_backend_without_windows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of which a row has the pages of its section only, as a captured step finds them."""
+    made: list[Scheduled] = []
+
+    def make(setting: AttentionSetting) -> Scheduled:
+        assert setting.shape.windows == (None,)
+        made.append(Scheduled(setting))
+        return made[-1]
+
+    kind = replace(choose._DECODE["triton"], make=make)
+    monkeypatch.setattr(choose, "_DECODE", {**choose._DECODE, "triton": kind})
+    shape = replace(SETTING.shape, windows=(32, None), sections=True).for_context(100)
+    attention = choice("triton", shape=shape, device=ACCELERATOR)
+    assert isinstance(attention.decode, ScheduledDecode)
+    attention.decode.schedule_rows(np.array([1, 32, 33, 100], np.int32))
+    assert [backend.lengths for backend in made] == [[1, 32, 1, 4], [1, 32, 33, 100]]
+    table = torch.arange(28).view(4, 7)  # pages of 16 positions
+    rows = DecodeRows(
+        rows=torch.tensor([0, 1, 2, 3]),
+        lengths=torch.tensor([1, 32, 33, 100]),
+        page_table=table,
+        window_table=table + 100,
+    )
+    attention.decode.plan_rows(rows)
+    assert made[0].tables[0].tolist() == [[100, 101], [107, 108], [116, 117], [127, 127]]
+    assert made[1].tables == [table]
+    assert not shape.for_context(32).sections, "one section is all"
+
+
 class TakesGroups:
     """Decode attention that reads groups together."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from minisgl_backend.execution.storage import (
 )
 from minisgl_backend.models.catalog import parse_spec
 from minisgl_bench.dummy_model import SHAPES
+from tests.unit.models.config_jsons import MISTRAL_7B
 
 SHAPE = AttentionShape(
     num_heads=4, num_kv_heads=2, head_dim=8, scale=1.0, windows=(None, None, None)
@@ -109,8 +111,18 @@ def test_layers_with_windows_have_pages_of_their_own() -> None:
     zeros = [(layer.keys == 0).flatten(1).all(dim=1).nonzero().flatten() for layer in kv.layers]
     assert [of_layer.tolist() for of_layer in zeros] == [[0, 2], [5], [0, 2]]
     assert not SHAPE.for_context(100).window_pages, "no layer has a window"
-    assert not replace(SHAPE, windows=(5, 5, 5)).for_context(100).window_pages
+    assert not replace(SHAPE, windows=(5, 5, 5)).for_context(5).window_pages
     assert not replace(SHAPE, windows=(5, None, 7)).for_context(7).window_pages
+
+
+def test_sections_are_windows() -> None:
+    sections = replace(SHAPE, windows=(8, None, 8), sections=True)
+    shape = sections.for_context(100)
+    assert (shape.section, shape.window_pages) == (8, True)
+    assert [(kind.section, layers) for kind, layers in shape.kinds] == [(8, (0, 2)), (None, (1,))]
+    assert sections.for_context(8).section is None, "the first section is the whole context"
+    everywhere = replace(SHAPE, windows=(8, 8, 8), sections=True).for_context(100)
+    assert (everywhere.section, everywhere.window_pages) == (8, True)
 
 
 @pytest.mark.parametrize(("max_rows", "gain"), [(256, 1.85), (16, 1.95)])
@@ -148,6 +160,37 @@ def test_long_contexts_take_the_memory_of_layers_without_windows(
     taken += (num_window_pages + 1) * rule.page_bytes
     page_bytes = bytes_per_page(shape, 16, torch.bfloat16)
     assert 40 * 2**30 - page_bytes < taken <= 40 * 2**30
+
+
+def test_pages_take_no_memory_if_all_layers_have_windows() -> None:
+    """Mistral 7B v0.1, with 256 rows: twice as many tokens of context in the same 40 GiB."""
+    shape = parse_spec(MISTRAL_7B).attention_shape()
+    sliding, page_bytes = shape.for_context(2**15), bytes_per_page(shape, 16, torch.bfloat16)
+    assert bytes_per_page(sliding, 16, torch.bfloat16) == 0
+    rule = WindowRule(
+        window=4096,
+        page_size=16,
+        max_rows=256,
+        max_prefill_tokens=8192,
+        page_bytes=bytes_per_page(sliding, 16, torch.bfloat16, window_pages=True),
+        in_all_layers=True,
+    )
+    assert rule.page_bytes == page_bytes
+    chosen = partial(
+        choose_num_pages,
+        page_bytes=0,
+        page_size=16,
+        reserved_bytes=0,
+        memory_ratio=1.0,
+        cap_bytes=None,
+        max_rows=256,
+        windows=rule,
+    )
+    num_pages = chosen(free_bytes=40 * 2**30)
+    assert rule.num_pages(num_pages) == 40 * 2**30 // page_bytes - 1  # as many as pages before
+    assert num_pages // 2 == rule.num_pages(num_pages)
+    with pytest.raises(ConfigError, match=f"takes {page_bytes:,} bytes, but only"):
+        chosen(free_bytes=page_bytes - 1)
 
 
 def test_number_of_window_pages() -> None:

@@ -89,5 +89,6 @@ def test_what_kernels_know() -> None:
     assert knows(replace(spec, biases=True, gate=ClampedGate(alpha=1.7, limit=7.0)))
     assert not knows(replace(spec, routing=replace(rule, num_groups=8, top_groups=4)))
     assert not knows(replace(spec, routing=replace(rule, scaled=True)))
+    assert not knows(replace(spec, routing=replace(rule, top_k=1), scales_inputs=True))
     assert not knows(replace(spec, routing=replace(rule, num_experts=2048)))
     assert not knows(replace(spec, routing=replace(rule, top_k=64)))

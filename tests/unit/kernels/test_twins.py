@@ -221,6 +221,27 @@ def test_rope_store_rotates_the_first_dimensions_of_a_head_only() -> None:
     assert torch.equal(found[..., 12:], x[:, :3, 12:])
 
 
+def test_rope_store_rotates_neighbouring_dimensions_together() -> None:
+    """As it rotates halves, of heads whose even dimensions come first."""
+    x, weight = torch.randn(3, 4, 16), torch.rand(3, 16)  # two heads of queries, one of keys
+    cos_sin, positions = torch.randn(10, 16), torch.tensor([4, 0, 9])
+
+    def rotated(heads: torch.Tensor, weight: torch.Tensor, interleaved: bool) -> torch.Tensor:
+        pages = torch.zeros(1, 3, 1, 16)
+        places = rope_store.TokenPlaces(positions, torch.arange(3), cos_sin, interleaved)
+        qkv = heads.flatten(1).clone()
+        q = rope_store.qk_norm_rope_store(
+            qkv, places, pages, pages.clone(), num_heads=2, head_weights=weight
+        )
+        return torch.cat([q, pages[0]], dim=1)
+
+    def sorted_halves(heads: torch.Tensor) -> torch.Tensor:
+        return torch.cat([heads[..., ::2], heads[..., 1::2]], dim=-1)
+
+    expected = rotated(sorted_halves(x), sorted_halves(weight), False)
+    torch.testing.assert_close(sorted_halves(rotated(x, weight, True)), expected)
+
+
 def test_rope_store_without_a_norm_only_rotates() -> None:
     qkv = torch.randn(2, 3 * 8)
     q, k, _v = qkv.clone().chunk(3, dim=1)

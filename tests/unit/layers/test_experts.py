@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import Dots1Config, GptOssConfig, Qwen2MoeConfig, Qwen3MoeConfig
+from transformers import (
+    Dots1Config,
+    GptOssConfig,
+    Llama4TextConfig,
+    Qwen2MoeConfig,
+    Qwen3MoeConfig,
+)
 from transformers.models.dots1.modeling_dots1 import Dots1MoE
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssMLP
+from transformers.models.llama4.modeling_llama4 import Llama4TextMoe
 from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeSparseMoeBlock
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.experts_spec import ClampedGate, ExpertsSpec, RoutingRule, SharedExpert
+from minisgl_backend.kernels.moe import choose
 from minisgl_backend.layers.experts import ExpertsMLP
 from minisgl_backend.layers.norm import Normed
 from minisgl_backend.layers.quantized_matrix import Matrices
@@ -63,6 +72,8 @@ def fill(ours: ExpertsMLP, theirs: Any) -> None:
     """Give ours the weights of a block of transformers, by the names of checkpoints."""
     state = theirs.state_dict()
     gate_up, down = state.pop("experts.gate_up_proj"), state.pop("experts.down_proj")
+    if "shared_expert.up_proj.weight" in state and "router.weight" in state:  # Llama 4
+        gate_up, down = gate_up.mT, down.mT
     if "router.bias" in state:  # gpt-oss: transposed, gates and ups in turn
         gate_up = torch.cat([gate_up[:, :, ::2], gate_up[:, :, 1::2]], dim=2).mT
         down = down.mT
@@ -175,6 +186,32 @@ def test_biases_and_a_clamped_gate(x: Tensor) -> None:
         router="router",
     )
     check(theirs, spec, 3 * x)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_weights_that_multiply_inputs(x: Tensor, fused: bool) -> None:
+    config = Llama4TextConfig(
+        hidden_size=HIDDEN_SIZE, intermediate_size=INNER_SIZE, num_local_experts=NUM_EXPERTS
+    )
+    theirs = drawn(Llama4TextMoe, config)
+    shared = SharedExpert(name="shared_expert", intermediate_size=INNER_SIZE)
+    rule = RoutingRule(num_experts=NUM_EXPERTS, top_k=1, normalize=False, sigmoid=True)
+    spec = ExpertsSpec(
+        routing=rule,
+        intermediate_size=INNER_SIZE,
+        shared=shared,
+        router="router",
+        scales_inputs=True,
+    )
+    check(theirs, spec, 3 * x, fused=fused)
+    with pytest.raises(ConfigError, match="num_experts_per_tok must be 1, got 2"):
+        replace(spec, routing=replace(rule, top_k=2))
+
+
+def test_logits_tell_apart_what_sigmoids_do_not() -> None:
+    rule = RoutingRule(num_experts=3, top_k=1, normalize=False, sigmoid=True)
+    found = choose(torch.tensor([[30.0, 40.0, 35.0]]), rule)
+    assert (found.ids.tolist(), found.weights.tolist()) == ([[1]], [[1.0]])
 
 
 def test_corrections_keep_the_precision_of_float32() -> None:

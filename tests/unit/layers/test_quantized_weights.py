@@ -261,7 +261,17 @@ SPOILT: Final[dict[str, tuple[str, Spoil, str]]] = {
     "scale 0": (
         "fp8-blocks",
         _set("weight_scale_inv", 0, (0, 1)),
-        r"q_proj\.weight_scale_inv must be finite and not 0, it is 0.0 at \[0, 1\]",
+        r"q_proj\.weight_scale_inv must be finite and above 0, it is 0.0 at \[0, 1\]",
+    ),
+    "negative scale": (
+        "ct-fp8-blocks",
+        _set("weight_scale", -1.5, (0, 1)),
+        r"q_proj\.weight_scale must be finite and above 0, it is -1.5 at \[0, 1\]",
+    ),
+    "negative input scale": (
+        "autofp8-static",
+        _set("input_scale", -0.5, (0,)),
+        r"q_proj\.input_scale must be finite and above 0, it is -0.5",
     ),
     "scale nan": (
         "autofp8-static",
@@ -276,7 +286,7 @@ SPOILT: Final[dict[str, tuple[str, Spoil, str]]] = {
     "scale too large for float32": (
         "fp8-blocks",
         _replace("weight_scale_inv", lambda scale: scale.double() * 1e300),
-        r"weight_scale_inv must be finite and not 0, it is inf at \[0, 0\]",
+        r"weight_scale_inv must be finite and above 0, it is inf at \[0, 0\]",
     ),
     "scale too small for float32": (
         "awq-128",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import tracemalloc
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,18 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from minisgl_backend.build import build_engine
 from minisgl_backend.config import DEMO_MODEL, EngineOptions
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.models.adapter_files import Projection, open_adapter
 from minisgl_backend.models.catalog import load_spec
 from minisgl_backend.models.tensor_names import MULTIMODAL
-from minisgl_backend.precheck import adapter_paths, adapter_tasks, check_options
+from minisgl_backend.precheck import (
+    adapter_paths,
+    adapter_tasks,
+    check_options,
+    check_task_names,
+)
 from minisgl_kit.adapters import write_adapter
 
 SPEC = load_spec(Path(DEMO_MODEL))
@@ -288,12 +295,19 @@ def test_lists_of_adapters(tmp_path: Path) -> None:
         lora_task_ids="1=doll,7=cow",
     )
     check_options(options, "cpu")
+    check_task_names(options)
     assert adapter_paths(options) == {
         "doll": str(tmp_path / "vicuna/doll"),
         "sheep": "/other/sheep",
         "cow": "cow",
     }
     assert adapter_tasks(options) == {1: "doll", 7: "cow"}
+    unknown = replace(options, lora_task_ids="1=doll,8=hen")
+    check_task_names(replace(unknown, lora_updates=True))  # it may come later
+    with pytest.raises(ConfigError, match=r"8 stands for 'hen', and .* \['doll', 'sheep', 'cow'\]"):
+        check_task_names(unknown)
+    with pytest.raises(ConfigError, match="lora_task_ids: 8 stands for 'hen'"):
+        build_engine(unknown)
 
 
 @pytest.mark.parametrize(

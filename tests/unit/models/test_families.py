@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from minisgl_backend.experts_spec import (
     SharedExpert,
 )
 from minisgl_backend.models.catalog import ARCHITECTURES, parse_spec
-from minisgl_backend.models.spec import LayerInputs, MoeSpec
+from minisgl_backend.models.spec import LayerInputs, MoeSpec, QueryGrowth
 from tests.unit.models.config_jsons import (
     DOTS_LLM1,
     GEMMA_3_1B,
@@ -27,6 +28,7 @@ from tests.unit.models.config_jsons import (
     GPT_OSS_20B,
     GRANITE_3_3_8B,
     LLAMA_3_1_8B,
+    LLAMA_4_SCOUT,
     MINISTRAL_3_8B,
     MINISTRAL_8B,
     MISTRAL_7B,
@@ -247,10 +249,12 @@ def test_queries_of_ministral_3_grow() -> None:
     text = {**MISTRAL_SMALL_3_1["text_config"], "model_type": "ministral3"}
     values = {**MISTRAL_SMALL_3_1, "text_config": {**text, "rope_parameters": rope}}
     spec = parse_spec(values)
-    assert (spec.rope.query_growth, spec.rope.original_max_positions) == (0.1, 16384)
+    assert spec.query_growth == QueryGrowth(factor=0.1, period=16384)
     assert spec.context == 262144
     none = {**text, "rope_parameters": {**rope, "llama_4_scaling_beta": 0.0}}
-    assert parse_spec({**values, "text_config": none}).rope.query_growth == 0
+    assert parse_spec({**values, "text_config": none}).query_growth == QueryGrowth(
+        factor=0, period=16384
+    )
     for wrong in (-0.1, None, float("nan")):
         rope_parameters = {**rope, "llama_4_scaling_beta": wrong}
         with pytest.raises(ConfigError, match="llama_4_scaling_beta"):
@@ -424,6 +428,54 @@ def test_router_and_windows_of_dots() -> None:
         parse_spec({**DOTS_LLM1, "n_group": 3, "topk_group": 2})
 
 
+def test_sections_and_experts_of_llama_4() -> None:
+    spec = parse_spec(LLAMA_4_SCOUT)
+    still = frozenset(range(3, 48, 4))
+    assert spec.windows == (8192, 8192, 8192, None) * 12 and spec.sections
+    assert [layer for layer in range(48) if spec.rope_of(layer) is None] == sorted(still)
+    assert spec.rope.interleaved and spec.context == 10485760
+    assert (spec.rope.low_freq_factor, spec.rope.high_freq_factor) == (1.0, 1.0)
+    assert spec.query_growth == QueryGrowth(factor=0.1, period=8192, first=1, layers=still)
+    assert spec.qk_norm == "unweighted" and not spec.tie_embeddings and spec.names.multimodal
+    experts = ExpertsSpec(
+        routing=RoutingRule(num_experts=16, top_k=1, normalize=False, sigmoid=True),
+        intermediate_size=8192,
+        shared=SharedExpert(name="shared_expert", intermediate_size=8192),
+        router="router",
+        scales_inputs=True,
+    )
+    assert spec.moe == MoeSpec(experts=experts, layers=frozenset(range(48)))
+    assert 107 < spec.num_parameters / 1e9 < 109
+
+
+def test_llama_4_maverick() -> None:
+    """Experts in every second layer, without norms of queries; the flag was a number once."""
+    changes: dict[str, Any] = {"interleave_moe_layer_step": 2, "num_local_experts": 128}
+    changes |= {"use_qk_norm": False, "rope_scaling": None, "attn_temperature_tuning": 4}
+    text = {**LLAMA_4_SCOUT["text_config"], **changes}
+    spec = parse_spec({**LLAMA_4_SCOUT, "text_config": text})
+    assert spec.moe is not None and spec.moe.layers == frozenset(range(1, 48, 2))
+    assert spec.intermediate_size == 16384 and spec.qk_norm is None
+    assert spec.query_growth is not None and spec.rope.scaling == "default"
+    assert 395 < spec.num_parameters / 1e9 < 402
+    alone = {**text, "architectures": ["Llama4ForCausalLM"]}
+    assert parse_spec({**alone, "attn_temperature_tuning": 0}).query_growth is None
+    assert parse_spec({**alone, "moe_layers": [0, 47, 60]}).moe == replace(
+        spec.moe, layers=frozenset({0, 47})
+    )
+    assert parse_spec({**alone, "moe_layers": []}).moe is None
+    assert not parse_spec({**alone, "attention_chunk_size": None}).sections
+    rope = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8192}
+    for wrong, message in (
+        ({"num_experts_per_tok": 2}, "num_experts_per_tok must be 1, got 2"),
+        ({"attn_temperature_tuning": "yes"}, "attn_temperature_tuning must be true or false"),
+        ({"layer_types": ["sliding_attention"] * 48}, "layer_types must be 48 of chunked_att"),
+        ({"use_qk_norm": True, "rope_scaling": rope}, "use_qk_norm .* multiplies it by 1.2"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            parse_spec({**alone, **wrong})
+
+
 def test_experts_windows_and_sinks_of_gpt_oss() -> None:
     spec = parse_spec(GPT_OSS_20B)
     rule = RoutingRule(num_experts=32, top_k=4, normalize=True)
@@ -465,6 +517,8 @@ def test_every_architecture_is_tested() -> None:
             GLM_4_5_AIR,
             DOTS_LLM1,
             GPT_OSS_20B,
+            LLAMA_4_SCOUT,
+            {**LLAMA_4_SCOUT["text_config"], "architectures": ["Llama4ForCausalLM"]},
         ),
     )
     found = {parse_spec(config).architecture for config in configs}

@@ -98,11 +98,11 @@ REFUSED: Final[dict[str, tuple[dict[str, Any], str]]] = {
             "rope_scaling": {
                 "rope_type": "llama3",
                 "factor": 8.0,
-                "low_freq_factor": 4.0,
+                "low_freq_factor": 5.0,
                 "high_freq_factor": 4.0,
             }
         },
-        r"low_freq_factor must be below high_freq_factor \(4\), got 4.0",
+        r"low_freq_factor must be at most high_freq_factor \(4\), got 5.0",
     ),
     "architectures": ({"architectures": "Qwen3ForCausalLM"}, "architectures must be a list of na"),
     "no name": ({"architectures": [{}]}, "architectures must be a list of names"),

@@ -69,6 +69,25 @@ def test_a_region_of_a_part_is_a_region_of_the_tensor() -> None:
     assert StoredAs("whole", (4,)).within([slice(1, 2)]) == (slice(1, 2),)
 
 
+def test_transposed_stacks_are_taken_apart() -> None:
+    names = TensorNames(transposed_stacks=True)
+    found = dict(names.weights("mlp.experts.gate_up_proj", (2, 6, 8)))
+    assert list(found) == [
+        f"mlp.experts.{i}.{part}_proj.weight" for i in "01" for part in ("gate", "up")
+    ]
+    up = found["mlp.experts.1.up_proj.weight"]
+    assert (up.shape, up.transposed) == ((4, 6), True)
+    assert up.within([]) == (1, slice(0, 6), slice(4, 8))
+    assert up.within([slice(1, 3)]) == (1, slice(0, 6), slice(5, 7))
+    assert up.within([slice(1, 3), slice(2, 4)]) == (1, slice(2, 4), slice(5, 7))
+    down = dict(names.weights("mlp.experts.down_proj", (2, 4, 6)))
+    assert down["mlp.experts.0.down_proj.weight"].shape == (6, 4)
+    with pytest.raises(ConfigError, match="7 columns are no gates and as many ups"):
+        list(names.weights("mlp.experts.gate_up_proj", (2, 6, 7)))
+    scale = "mlp.experts.gate_up_proj_scale"  # of which nothing is known
+    assert list(names.weights(scale, (2, 1, 8))) == [(scale, StoredAs(scale, (2, 1, 8)))]
+
+
 def test_merged_tensors_are_taken_apart(checkpoints: Path) -> None:
     model = load(checkpoints / "phi3")
     tensors = load_file(checkpoints / "phi3" / "model.safetensors")

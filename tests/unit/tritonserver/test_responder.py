@@ -77,6 +77,7 @@ def test_cancelled_is_not_asked_while_something_is_sent(monkeypatch: pytest.Monk
         (Unsupported("no"), 5, "UNSUPPORTED: no"),
         (Overloaded("no"), 4, "UNAVAILABLE: no"),
         (Cancelled("no"), 7, "CANCELLED: no"),
+        (InvalidRequest("no 'a\0b', really"), 3, "INVALID_ARG: no 'a\\0b', really"),
         (
             ZeroDivisionError("secret"),
             1,

@@ -73,8 +73,8 @@ def read_prompts(
     return generations
 
 
-def with_all(params: Params | Sequence[Params] | None, more: Params) -> Params | Sequence[Params]:
-    """The parameters of a call with some that all its prompts have; they are checked later."""
+def with_all(params: object, more: Params) -> Any:
+    """The parameters of a call, not yet looked at, with some that all its prompts have."""
     if isinstance(params, Sequence) and not isinstance(params, str):
         return [{**own, **more} if isinstance(own, Mapping) else own for own in params]
     if params is None:

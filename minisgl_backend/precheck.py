@@ -202,6 +202,13 @@ def adapter_paths(options: EngineOptions) -> dict[str, str]:
     return {**paths, **named}
 
 
+def check_adapter_folders(options: EngineOptions) -> None:
+    """Raise ``ConfigError`` if an adapter is not there, as the engine does later."""
+    for name, path in adapter_paths(options).items():
+        if not Path(path).is_dir():
+            raise ConfigError(f"adapter {name!r}: the adapter's folder {path} does not exist")
+
+
 def adapter_tasks(options: EngineOptions) -> dict[int, str]:
     """The names of adapters by ``lora_task_id``. Raises ``ConfigError``."""
     given = options.lora_task_ids

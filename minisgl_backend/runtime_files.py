@@ -11,6 +11,10 @@ files* tell by their presence, and are advice, never a lock:
   markers.
 - ``recovering``: the starter reloads a model that died; tokenizers refuse requests until then.
 
+``adapters.json`` holds the LoRA adapters that the engine knows, {name: path}, once a request has
+loaded or unloaded one. The engine that follows another one begins with them; the starter carries
+the file over if it starts the whole server again.
+
 A *heartbeat file*, one for each model's process, is written through a memory map and outlives the
 process. It tells when it was written last, how old the last sign of life of the process's work loop
 was then, and how many requests were inside the process: if the process is killed, the number of
@@ -21,12 +25,14 @@ of a machine share.
 from __future__ import annotations
 
 import contextlib
+import json
 import mmap
 import os
 import secrets
 import struct
 import threading
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
@@ -42,6 +48,7 @@ DETOKENIZER: Final = "detokenizer"
 """The model into which packets come, not requests."""
 DRAIN_MARKER: Final = "drain"
 RECOVERING_MARKER: Final = "recovering"
+ADAPTERS: Final = "adapters.json"
 QUEUE_OPEN: Final = "queue-open"
 QUEUE_FULL: Final = "queue-full"
 """The beginning of the name of an engine's marker."""
@@ -126,6 +133,22 @@ class MarkerReader:
             except OSError:
                 self._states = set()
         return self._states
+
+
+def write_adapters(directory: Path, paths: Mapping[str, str]) -> None:
+    """Tell the engine that follows this one which adapters are known. Raises ``OSError``."""
+    draft = directory / f".{ADAPTERS}"
+    draft.write_text(json.dumps(paths), "utf-8")
+    draft.rename(directory / ADAPTERS)
+
+
+def read_adapters(directory: Path) -> dict[str, str] | None:
+    """The adapters of the engine before this one; None if they are those of the options."""
+    try:
+        told: dict[str, str] = json.loads((directory / ADAPTERS).read_text("utf-8"))
+    except FileNotFoundError:
+        return None
+    return told
 
 
 class State(IntEnum):

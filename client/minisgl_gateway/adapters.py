@@ -18,7 +18,7 @@ from pydantic import Field
 from starlette.responses import PlainTextResponse, Response
 
 from minisgl_gateway.body import received
-from minisgl_gateway.errors import ApiError, api_error, shown
+from minisgl_gateway.errors import ApiError, api_error, no_model, shown
 from minisgl_gateway.gateway_options import GatewayOptions
 from minisgl_gateway.keys import Keys
 from minisgl_gateway.servers import Engine
@@ -74,9 +74,8 @@ class Adapters:
             return None
         if name in await self.known() or name in await self.known(for_s=_UNKNOWN_S):
             return name
-        raise ApiError(
-            404, f"the model {shown(name)} does not exist", code="model_not_found", param="model"
-        )
+        assert name is not None
+        raise no_model(name)
 
     async def load(self, http: Request) -> Response:
         """POST /v1/load_lora_adapter; raises ``ApiError``."""

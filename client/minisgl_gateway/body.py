@@ -106,7 +106,7 @@ def _offered(kind: type[Body], fields: dict[str, Any]) -> dict[str, Any]:
             if not any(_same(value, other) for other in neutral[name]):
                 raise unsupported(f"{name} is not supported, got {shown(value)}", name)
         else:
-            near = difflib.get_close_matches(name[:60], [*known, *neutral], n=1)
+            near = difflib.get_close_matches(name[:60], known, n=1)
             hint = f"; did you mean {shown(near[0])}?" if near else ""
             raise ApiError(
                 400,

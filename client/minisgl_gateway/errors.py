@@ -125,6 +125,13 @@ def unsupported(message: str, param: str | None = None) -> ApiError:
     return ApiError(400, message, code="unsupported_parameter", param=param)
 
 
+def no_model(name: str) -> ApiError:
+    """Neither the base model nor an adapter has this name."""
+    return ApiError(
+        404, f"the model {shown(name)} does not exist", code="model_not_found", param="model"
+    )
+
+
 def busy(status: int, message: str, code: str) -> ApiError:
     """The request may succeed later."""
     return ApiError(status, message, code=code, headers={"Retry-After": str(RETRY_AFTER_S)})
@@ -173,6 +180,8 @@ def api_error(
         return busy(503, "a process of the engine has died", "engine_unavailable")
     if _STOPPING in str(error):
         return busy(503, "the server is shutting down", "engine_unavailable")
+    if unknown := _NO_ADAPTER.match(str(error)):  # the gateway's list of adapters was older
+        return no_model(unknown[1])
     if isinstance(error, (client.InvalidArgument, client.Unsupported)):
         make = invalid if isinstance(error, client.InvalidArgument) else unsupported
         if found := _FORM.match(str(error)):
@@ -227,6 +236,8 @@ _DEAD: Final = re.compile(r"Stub process '.*' is not healthy")
 """How Triton says that the process of a model has died."""
 _STOPPING: Final = "Server is stopping"
 """How Triton refuses a request once it has got SIGTERM."""
+_NO_ADAPTER: Final = re.compile(r"LoRA (.*) is not supported, we currently support ", re.DOTALL)
+"""How the engine says that it has no such adapter, which is a model to callers."""
 _TOO_LONG: Final = re.compile(
     r"(?:max_tokens (?P<max_tokens>\d+) with a )?prompt of (?P<length>(?:more than )?\d+ \w+) "
     r"(?:does not fit the context of|exceeds the context of|needs \d+ pages of) (?P<context>\d+)"

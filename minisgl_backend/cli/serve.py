@@ -27,6 +27,7 @@ from minisgl_backend.models.hub import resolve_model, resolve_tokenizer
 from minisgl_backend.parallel.nodes import check_nodes, read_secret, with_environment
 from minisgl_backend.precheck import (
     adapter_paths,
+    check_adapter_folders,
     check_meeting_point,
     check_options,
     checked_spec,
@@ -212,6 +213,7 @@ def checked(options: EngineOptions) -> EngineOptions:
         read_secret(options, os.environ)
     check_meeting_point(options)
     options = located(options)
+    check_adapter_folders(options)
     checked_spec(options, Path(options.model), device)
     check_tokenizer(Path(options.tokenizer or options.model))
     return options

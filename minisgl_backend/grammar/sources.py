@@ -45,17 +45,30 @@ _SCHEMAS: Final = ("items", "schema", "json_schema")
 _LISTS: Final = ("allOf", "anyOf", "oneOf", "prefixItems")
 """Keywords whose values are a schema, or lists of them; two are those of structural tags."""
 _DATA: Final = ("const", "enum", "default", "examples")
-_COMPLAINTS: Final[Mapping[re.Pattern[str], str]] = MappingProxyType(
+_COMPLAINTS: Final[Mapping[re.Pattern[str], tuple[str, ...]]] = MappingProxyType(
     {
-        re.compile(r".*?Unknown format: (\S+)"): "format",
-        re.compile(r".*?Invalid type: (\S+)"): "type",
-        re.compile(r".*?oneOf constraints are not supported"): "oneOf",
-        re.compile(r".*?regex parse error: (\S+)"): "pattern",
-        re.compile(r".*?in regex /(\S+)/"): "pattern",
-        re.compile(r".*?Pointer '(\S+)' does not exist"): "$ref",
+        re.compile(r".*?Unknown format: (\S+)"): ("format",),
+        re.compile(r".*?Invalid type: (\S+)"): ("type",),
+        re.compile(r".*?oneOf is supported only"): ("oneOf",),
+        re.compile(r".*?minProperties and maxProperties are"): ("minProperties", "maxProperties"),
+        re.compile(r".*?regex parse error: (\S+)"): ("pattern",),
+        re.compile(r".*?in regex /(\S+)/"): ("pattern",),
+        re.compile(r".*?Pointer '(\S+)' does not exist"): ("$ref",),
     }
 )
-"""What llguidance says of a keyword's value, which it may name."""
+"""What is said of the value of one of some keywords, which may be named."""
+_OWN_WORDS: Final[Mapping[re.Pattern[str], str]] = MappingProxyType(
+    {
+        # not llguidance's, which name an option that is not offered here
+        re.compile(r"oneOf constraints are not supported.*"): (
+            "oneOf is supported only if its alternatives exclude each other"
+        ),
+        re.compile(r"min/maxProperties only supported when .*"): (
+            "minProperties and maxProperties are supported only if all properties are required"
+        ),
+    }
+)
+"""By what llguidance says: what is said instead."""
 _UNSATISFIABLE: Final = re.compile(r".*?Unsatisfiable schema")
 _UNKNOWN_KEYS: Final = re.compile(r".*?Unimplemented keys: (\[[^\]]*\])")
 
@@ -117,22 +130,24 @@ def complaint(error: str, grammar: Grammar) -> str:
         return "it allows no answer"
     if grammar.kind not in _WITH_SCHEMAS:
         return line
+    for pattern, words in _OWN_WORDS.items():
+        line = pattern.sub(words, line)
     schema = json.loads(grammar.source)
     if _UNSATISFIABLE.match(line):
         places = list(_false_schemas(schema))
         return f"{line}, at {_shown(places)}" if places else line
     keywords = list(_keywords(schema))
     if named := _UNKNOWN_KEYS.match(line):
-        keys = json.loads(named[1])
-        places = [place for place, key, _ in keywords if key in keys]
-        return f"{' and '.join(keys)} is not supported, at {_shown(places)}"
-    for pattern, key in _COMPLAINTS.items():
+        unknown = json.loads(named[1])
+        places = [place for place, key, _ in keywords if key in unknown]
+        return f"{' and '.join(unknown)} is not supported, at {_shown(places)}"
+    for pattern, keys in _COMPLAINTS.items():
         if named := pattern.match(line):
             value = named[1] if named.groups() else None
             places = [
                 place
                 for place, found, given in keywords
-                if found == key and (value is None or value in str(given))
+                if found in keys and (value is None or value in str(given))
             ]
             return f"{line}, at {_shown(places)}" if places else line
     return line

@@ -24,7 +24,7 @@ from minisgl_backend.models.catalog import load_spec
 from minisgl_backend.models.hub import resolve_model, resolve_tokenizer
 from minisgl_backend.offline.call import Asked, Call, Output
 from minisgl_backend.offline.porter import Porter
-from minisgl_backend.offline.prompts import Params, Prompt, naming, read_prompts
+from minisgl_backend.offline.prompts import Params, Prompt, naming, read_prompts, with_all
 from minisgl_backend.precheck import context_of
 from minisgl_backend.progress import shown, unseen
 from minisgl_backend.request import FloatArray, IntArray, Request, SamplingParams, samples_of
@@ -124,15 +124,17 @@ class LLM:
         self._engine.adapters.unload(name)
 
     def embed(
-        self, prompts: Prompt | Sequence[Prompt], params: Params | None = None
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: Params | Sequence[Params] | None = None,
     ) -> list[FloatArray]:
         """The embedding of each prompt, in their order: float32[hidden_size] of length 1, from the
         prompt's last token.
 
-        ``params`` are those of every prompt that concern it, such as ``cache_salt``. Errors are
-        those of ``generate``.
+        ``params`` are those that concern prompts, such as ``lora_name``: of every prompt, or a list
+        with one mapping for each. Errors are those of ``generate``.
         """
-        outputs = self.generate(prompts, {**(params or {}), "embed": True})
+        outputs = self.generate(prompts, with_all(params, {"embed": True}))
         return [output.embedding for output in outputs if output.embedding is not None]
 
     def close(self) -> None:

@@ -73,6 +73,15 @@ def read_prompts(
     return generations
 
 
+def with_all(params: object, more: Params) -> Any:
+    """The parameters of a call, not yet looked at, with some that all its prompts have."""
+    if isinstance(params, Sequence) and not isinstance(params, str):
+        return [{**own, **more} if isinstance(own, Mapping) else own for own in params]
+    if params is None:
+        return more
+    return {**params, **more} if isinstance(params, Mapping) else params
+
+
 @contextmanager
 def naming(index: int | None) -> Iterator[None]:
     """Put the index of the prompt before messages of errors inside; None if there is only one."""

@@ -38,7 +38,8 @@ _NVIDIA_DRIVER: Final = Path("/proc/driver/nvidia/version")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerOptions:
-    """``host`` is a numeric address; a port of 0 stands for a free one."""
+    """``host`` is a numeric address; a port of 0 stands for a free one. ``adapters`` are those that
+    the engine of the server before knew, by name; None if they are those of its options."""
 
     host: str = "127.0.0.1"
     http_port: int = 8000
@@ -47,6 +48,7 @@ class ServerOptions:
     log_verbose: int = 0
     exit_timeout_s: int = 40
     environment: Mapping[str, str] = field(default_factory=dict)
+    adapters: Mapping[str, str] | None = None
 
     @property
     def is_local(self) -> bool:

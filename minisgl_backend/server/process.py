@@ -30,7 +30,9 @@ from minisgl_backend.runtime_files import (
     QUEUE_OPEN,
     State,
     heartbeat_files,
+    read_adapters,
     read_beat,
+    write_adapters,
 )
 from minisgl_backend.server import triton_http
 from minisgl_backend.server.directory import make_directory, regions, sweep
@@ -74,6 +76,7 @@ class TritonServer:
         self._on_log = on_log
         self.waits_for_nodes = int(engine_options.get("nnodes") or 1) > 1
         """Whether a load may have to wait for other machines, without doing anything."""
+        self._adapters = options.adapters
         self._was_ready = False
         self._stopped_with: int | None = None
         with contextlib.ExitStack() as undo:
@@ -84,6 +87,8 @@ class TritonServer:
             self.directory, self._lock = make_directory(self.shared_memory_prefix)
             undo.callback(os.close, self._lock)
             undo.callback(shutil.rmtree, self.directory, ignore_errors=True)
+            if options.adapters is not None:
+                write_adapters(self.directory, options.adapters)
             self._process = self._launch(installation, repository, engine_options)
             undo.pop_all()
         self._log_thread = threading.Thread(
@@ -269,11 +274,18 @@ class TritonServer:
         self._log_thread.join(timeout=10)
         for region in self.shared_memory_regions():
             region.unlink(missing_ok=True)
+        self._adapters = self.adapters()
         shutil.rmtree(self.directory, ignore_errors=True)
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
         return code
+
+    def adapters(self) -> Mapping[str, str] | None:
+        """The adapters that the engine knows, or knew last, by name; None if they are those of its
+        options."""
+        known = read_adapters(self.directory)
+        return self._adapters if known is None else known
 
     def kill(self) -> None:
         """End the server and its processes at once, and remove its files."""

@@ -27,7 +27,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
 from typing import Any, Final
@@ -284,10 +284,11 @@ class Supervisor:
 
     def _restart(self, stopping: threading.Event) -> None:
         old = self.server
+        options = replace(old.options, adapters=old.adapters())  # with the ports that it had
         old.kill()
         self._detector.close()
         self._num_reloads = 0
-        self.server = self._start(old.options)  # with the ports that it had
+        self.server = self._start(options)
         self._detector = FaultDetector(self.server)
         self._wait_ready(stopping)
 

@@ -25,10 +25,10 @@ from functools import partial
 from typing import Any, Final
 
 from minisgl_backend.config import EngineOptions, Limits
-from minisgl_backend.errors import InvalidRequest, Overloaded, Unsupported
+from minisgl_backend.errors import InvalidRequest, MiniSGLError, Overloaded, Unsupported
 from minisgl_backend.request import Event, Failed, Finished, FinishReason
 from minisgl_backend.runtime.door import Door, shutting_down
-from minisgl_backend.runtime_files import QueueMarker, State
+from minisgl_backend.runtime_files import QueueMarker, State, read_adapters, write_adapters
 from minisgl_backend.tritonserver.dispatch import Dispatcher
 from minisgl_backend.tritonserver.engine_metrics import EngineMetrics
 from minisgl_backend.tritonserver.engine_requests import (
@@ -80,7 +80,8 @@ class TritonPythonModel:
         directory = runtime_directory()
         self._options = options
         self._limits = Limits()
-        self._engine = self.make_engine(options)
+        self._directory = directory
+        self._engine = self._make_engine()
         self._metrics = EngineMetrics(
             self._engine, options, version=args["model_version"], directory=directory
         )
@@ -108,6 +109,23 @@ class TritonPythonModel:
         self._status = StatusServer(
             directory, args["model_name"], stats=self.stats, status=self._get_status
         )
+
+    def _make_engine(self) -> Door:
+        """The engine, with the adapters that the one before it knew, if it was killed.
+
+        One of these that can no longer be read is left out: the engine must come back.
+        """
+        directory = self._directory
+        known = None if directory is None else read_adapters(directory)
+        if known is None:
+            return self.make_engine(self._options)
+        engine = self.make_engine(replace(self._options, multi_lora=None, lora_modules=None))
+        for name, path in known.items():
+            try:
+                engine.adapters.load(name, path)
+            except MiniSGLError as error:
+                logger.error("not loaded again: %s", error)
+        return engine
 
     def execute(self, requests: list[Any]) -> None:
         """Hand requests to the engine; their responses follow through their response senders."""
@@ -187,12 +205,21 @@ class TritonPythonModel:
                 self._engine.adapters.unload(order.unload)
             has_any = self._engine.takes_adapters
             known = self._engine.adapters.known().values() if has_any else ()
+            if order != AdapterOrder():
+                self._remember({each.name: each.path for each in known})
             listed = json.dumps([{"name": each.name, "path": each.path} for each in known])
             response = make_response({LORA_ADAPTERS.name: text_array(listed)})
         except Exception as error:
             responder.fail(error)
         else:
             responder.send(response, final=True)
+
+    def _remember(self, paths: Mapping[str, str]) -> None:
+        if self._directory is not None:
+            try:
+                write_adapters(self._directory, paths)
+            except OSError as error:  # a full disk, or the directory was removed
+                logger.warning("a fault of the engine would forget adapters: %s", error)
 
     def _stop(self, responder: Responder) -> None:
         """Cancel the requests that bear the same id."""

@@ -239,6 +239,24 @@ def test_operators_load_and_unload_by_vllms_routes(
     assert gated.post("/v1/completions", asked).status_code == 404
 
 
+def test_an_adapter_that_has_just_gone_is_no_model(
+    gated: Gateway, client: Client, folder: Path
+) -> None:
+    """Others of Triton's clients have unloaded it, so the gateway's list is older."""
+    body = {"lora_name": "lamb", "lora_path": str(folder / "sheep")}
+    gated.post("/v1/load_lora_adapter", body, headers=ADMIN)
+    client.unload_adapter("lamb")
+    for route, asked in (
+        ("completions", {"prompt": PROMPT}),
+        ("chat/completions", {"messages": [{"role": "user", "content": PROMPT}]}),
+        ("embeddings", {"input": PROMPT}),
+        ("rerank", {"query": PROMPT, "documents": ["Paris"]}),
+    ):
+        refused = gated.post(f"/v1/{route}", {"model": "lamb", **asked})
+        assert refused.status_code == 404
+        assert refused.json()["error"]["code"] == "model_not_found"
+
+
 def test_no_adapter_takes_the_base_models_place(
     gated: Gateway, client: Client, folder: Path, expected: dict[str, str]
 ) -> None:
@@ -258,6 +276,23 @@ def test_no_adapter_takes_the_base_models_place(
         assert answer["choices"][0]["text"] == expected["base"]
     finally:
         client.unload_adapter("minisgl")
+
+
+def test_an_engine_that_is_loaded_again_has_the_adapters_of_the_one_before(
+    adapted: TritonServer, client: Client, folder: Path, expected: dict[str, str]
+) -> None:
+    """But for one that can no longer be read."""
+    shutil.copytree(folder / "sheep", folder / "passing")
+    client.load_adapter("lamb", str(folder / "sheep"))
+    client.load_adapter("passing", str(folder / "passing"))
+    client.unload_adapter("doll")
+    shutil.rmtree(folder / "passing")
+    adapted.reload("llm_engine", timeout_s=120, check=lambda: None)
+    assert [each.name for each in client.adapters()] == ["sheep", "lamb"]
+    assert client.generate(PROMPT, lora_name="lamb", **GREEDY).text == expected["sheep"]
+    client.unload_adapter("lamb")
+    client.load_adapter("doll", str(folder / "doll"))
+    assert adapted.adapters() == {name: str(folder / name) for name in ("sheep", "doll")}
 
 
 def test_a_gateway_without_admin_keys_changes_nothing(gateway: Gateway) -> None:

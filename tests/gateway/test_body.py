@@ -251,6 +251,11 @@ def test_unknown_names_get_the_nearest_one(name: str) -> None:
     assert "did you mean" in error.message
 
 
+def test_no_name_is_suggested_that_is_not_offered_either() -> None:
+    for name in ("lora_name", "mirostatt"):
+        assert "did you mean" not in told(ChatCompletionRequest, **{name: "x"}).message
+
+
 @pytest.mark.parametrize("kind", [CompletionRequest, ChatCompletionRequest])
 def test_what_is_not_offered_is_refused_but_for_neutral_values(
     kind: type[GenerationRequest],

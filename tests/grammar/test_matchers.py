@@ -416,7 +416,16 @@ def test_a_section_of_tokens_that_there_are_not(grammars: Grammars, section: Any
             "format: x, at #/properties/a/format",
         ),
         ("json_schema", {"anyOf": [{"pattern": "(("}]}, "unclosed group, at #/anyOf/0/pattern"),
-        ("json_schema", {"items": {"oneOf": [{}, {"const": 1}]}}, "oneOf.*, at #/items/oneOf"),
+        (
+            "json_schema",
+            {"items": {"oneOf": [{}, {"const": 1}]}},
+            "oneOf is supported only if its alternatives exclude each other, at #/items/oneOf$",
+        ),
+        (
+            "json_schema",
+            {"items": {"properties": {"a": {}}, "minProperties": 1}},
+            "only if all properties are required, at #/items/minProperties$",
+        ),
         ("json_schema", {"$ref": "#"}, "allows no answer"),
         ("json_schema", '{"items":' * 200 + "{}" + "}" * 200, "nested too deeply"),
         ("json_schema", False, "one that some value follows, got false"),

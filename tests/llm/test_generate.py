@@ -317,3 +317,9 @@ def test_embeddings_are_those_of_transformers(llm: LLM) -> None:
     assert llm.generate(COUNT, GREEDY)[0].embedding is None
     with pytest.raises(InvalidRequest, match="max_tokens must be 0 with embed, got 40"):
         llm.embed(COUNT, GREEDY)
+    salted = llm.embed(prompts, [{"cache_salt": "a"}, {}, {}])
+    assert [vector.shape for vector in salted] == [(240,)] * 3
+    with pytest.raises(InvalidRequest, match="got 1 for 3 prompts"):
+        llm.embed(prompts, [{}])
+    with pytest.raises(InvalidRequest, match="params must be a mapping or a list of them, got 'x'"):
+        llm.embed(COUNT, "x")  # type: ignore[arg-type]

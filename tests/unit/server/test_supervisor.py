@@ -21,7 +21,7 @@ from typing import Any, cast
 import pytest
 
 from minisgl_backend.errors import ConfigError, EngineFailure
-from minisgl_backend.runtime_files import Heartbeat
+from minisgl_backend.runtime_files import Heartbeat, write_adapters
 from minisgl_backend.server import faults, triton_http
 from minisgl_backend.server.health import _MOST_CALLERS as MOST
 from minisgl_backend.server.health import HealthServer
@@ -254,6 +254,16 @@ def test_a_process_that_dies_with_requests_inside_costs_a_restart(tmp_path: Path
     assert not first.directory.exists()
     assert not any(runs(pid) for pid in old.values())
     world.close()
+
+
+def test_a_server_that_is_started_again_is_told_of_the_adapters(world: World) -> None:
+    assert world.supervisor.server.adapters() is None
+    write_adapters(world.supervisor.server.directory, {"sheep": "/sheep"})
+    for num_recoveries in (1, 2):
+        os.kill(world.supervisor.server.pid, signal.SIGKILL)
+        world.wait_ready(num_recoveries)
+        assert len(world.servers) == num_recoveries + 1
+        assert world.supervisor.server.adapters() == {"sheep": "/sheep"}
 
 
 def test_many_that_wait_for_a_process_that_has_gone_cost_a_restart(world: World) -> None:

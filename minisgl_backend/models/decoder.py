@@ -189,7 +189,7 @@ class Decoder(nn.Module):
 
     def use_invariant_kernels(self, kernels: InvariantKernels) -> None:
         """Compute each token in an order that does not depend on the others. Only what
-        ``models.build.use_invariant_kernels`` knows, with dense weights."""
+        ``models.kernel_choice.use_invariant_kernels`` knows, with dense weights."""
         for layer in self.layers:
             for module in layer.modules():
                 if isinstance(module, (DenseMatrix, ExpertsMLP)):

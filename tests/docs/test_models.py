@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from minisgl_backend.models.build import has_fused_layers
 from minisgl_backend.models.catalog import ARCHITECTURES, load_spec
+from minisgl_backend.models.kernel_choice import has_fused_layers
 from minisgl_backend.models.spec import ModelSpec
 from tests.conformance.checkpoints import CASES
 

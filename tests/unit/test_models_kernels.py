@@ -38,9 +38,10 @@ from minisgl_backend.kernels.sampling_table import ONCE
 from minisgl_backend.layers.experts import ExpertsMLP
 from minisgl_backend.models.adapter_files import open_adapter
 from minisgl_backend.models.adapter_slots import AdapterSlots
-from minisgl_backend.models.build import build_model, has_expert_kernels
+from minisgl_backend.models.build import build_model
 from minisgl_backend.models.catalog import load_spec
 from minisgl_backend.models.decoder import Decoder
+from minisgl_backend.models.kernel_choice import has_expert_kernels
 from minisgl_backend.models.spec import ModelSpec
 from minisgl_backend.parallel.group import Group, OneRank
 from minisgl_backend.weight_format import Encoding, Layout, Rule, WeightFormat, WeightFormats

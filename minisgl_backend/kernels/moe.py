@@ -95,6 +95,40 @@ class Choices:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class SharedOutput:
+    """What the MLP that all tokens take makes of them, ``rows`` [num_tokens, hidden_size].
+
+    With a ``gate`` [hidden_size] they count sigmoid(x . gate) times, for ``x`` [num_tokens,
+    hidden_size], what the experts read. If ``x`` is under a norm that is half done, ``squares``,
+    float32 [tiles, num_tokens], and ``eps`` complete it (``cuda.linear``).
+    """
+
+    rows: Tensor
+    gate: Tensor | None = None
+    x: Tensor | None = None
+    squares: Tensor | None = None
+    eps: float = 0.0
+
+    @property
+    def opening(self) -> tuple[Tensor, Tensor, Tensor | None, float] | None:
+        """All but ``rows``, if there is a gate."""
+        if self.gate is None or self.x is None:
+            return None
+        return self.gate, self.x, self.squares, self.eps
+
+    def opened(self) -> Tensor:
+        """[num_tokens, hidden_size] in float32 or float64."""
+        rows = at_least_float32(self.rows)
+        if self.opening is None:
+            return rows
+        gate, x, squares, eps = self.opening
+        logits = at_least_float32(x) @ at_least_float32(gate)  # [num_tokens]
+        if squares is not None:
+            logits *= (squares.sum(dim=0) / x.shape[1] + eps).rsqrt()
+        return rows * logits.sigmoid()[:, None]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Alignment:
     """(token, choice) pairs in blocks of one expert each; int32.
 
@@ -239,31 +273,51 @@ def expert_outputs(
 
 
 def sum_outputs(
-    outputs: Tensor, choices: Choices, shared: Tensor | None = None, *, pdl: bool = False
+    outputs: Tensor, choices: Choices, shared: SharedOutput | None = None, *, pdl: bool = False
 ) -> Tensor:
     """Each token's weighted sum of its ``outputs`` [num_tokens, top_k, hidden_size], plus
-    ``shared``, [num_tokens, hidden_size]."""
+    ``shared``."""
     if not use_triton(outputs):
         return sum_outputs_reference(outputs, choices, shared)
+    return _sum_launched(outputs, choices, shared, None, pdl=pdl)
+
+
+def _sum_launched(
+    outputs: Tensor,
+    choices: Choices,
+    shared: SharedOutput | None,
+    added: tuple[Tensor, Tensor, float] | None,
+    *,
+    pdl: bool,
+) -> Tensor:
     from minisgl_backend.kernels.triton_kernels.expert_rows import launch_sum_outputs
 
     out = torch.empty((len(outputs), outputs.shape[2]), dtype=outputs.dtype, device=outputs.device)
-    launch_sum_outputs(out, outputs, choices.weights, choices.elsewhere_ids, shared, pdl=pdl)
+    launch_sum_outputs(
+        out,
+        outputs,
+        choices.weights,
+        choices.elsewhere_ids,
+        None if shared is None else shared.rows,
+        opening=None if shared is None else shared.opening,
+        added=added,
+        pdl=pdl,
+    )
     return out
 
 
-def sum_outputs_reference(outputs: Tensor, choices: Choices, shared: Tensor | None) -> Tensor:
+def sum_outputs_reference(outputs: Tensor, choices: Choices, shared: SharedOutput | None) -> Tensor:
     """The twin of ``sum_outputs``, in float32 or float64."""
     wide = at_least_float32(outputs)
     weighted = torch.where(choices.ids[:, :, None] < 0, 0, wide * choices.weights[:, :, None])
     total = weighted.sum(dim=1)
-    return (total if shared is None else total + shared).to(outputs.dtype)
+    return (total if shared is None else total + shared.opened()).to(outputs.dtype)
 
 
 def add_outputs(
     outputs: Tensor,
     choices: Choices,
-    shared: Tensor | None,
+    shared: SharedOutput | None,
     residual: Tensor,
     norm_weight: Tensor,
     eps: float,
@@ -274,12 +328,7 @@ def add_outputs(
     if not use_triton(outputs):
         summed = sum_outputs_reference(outputs, choices, shared)
         return fused_add_rms_norm_reference(summed, residual, norm_weight, eps)
-    from minisgl_backend.kernels.triton_kernels.expert_rows import launch_sum_outputs
-
-    out = torch.empty_like(residual)
-    ids, added = choices.elsewhere_ids, (residual, norm_weight, eps)
-    launch_sum_outputs(out, outputs, choices.weights, ids, shared, added=added, pdl=pdl)
-    return out
+    return _sum_launched(outputs, choices, shared, (residual, norm_weight, eps), pdl=pdl)
 
 
 def fused_experts_reference(x: Tensor, experts: ExpertWeights, choices: Choices) -> Tensor:

@@ -23,6 +23,7 @@ from minisgl_backend.kernels.linear_cut import BLOCK
 from minisgl_backend.kernels.moe import (
     Choices,
     ExpertWeights,
+    SharedOutput,
     add_outputs,
     choose,
     expert_outputs,
@@ -224,8 +225,7 @@ class ExpertsMLP(nn.Module):
     @property
     def has_half_norms(self) -> bool:
         """Whether it can take an input whose norm is half done (``Normed``)."""
-        router, shared_gate = self.router, self.shared_gate
-        return self._kernels is not None and router.fits_tensor_cores and shared_gate is None
+        return self._kernels is not None and self.router.fits_tensor_cores
 
     def use_tensor_cores(self, kernels: TensorCores) -> None:
         """Compute the router and the shared experts by ``kernels``, in steps that fit them. Only if
@@ -272,14 +272,14 @@ class ExpertsMLP(nn.Module):
         rows = x.normalized(pdl=pdl)
         part = fused_experts_reference(rows, self.weights, self._held(self.router(rows)))
         shared = self._of_shared(Normed(rows), pdl, adapted)
-        return part if shared is None else part + shared
+        return part if shared is None else (part + shared.opened()).to(part.dtype)
 
     def _has_kernel(self, x: Tensor) -> bool:
         return self._kernels is not None or (self.fused and has_kernel(x, self.weights))
 
     def _outputs(
         self, x: Normed, pdl: bool, adapted: AdaptedTokens | None
-    ) -> tuple[Tensor, Choices, Tensor | None]:
+    ) -> tuple[Tensor, Choices, SharedOutput | None]:
         """The outputs of each token's experts, which these are, and that of the shared one."""
         kernels = self._kernels
         if kernels is None:
@@ -302,14 +302,17 @@ class ExpertsMLP(nn.Module):
         )
         return outputs, choices, shared
 
-    def _of_shared(self, x: Normed, pdl: bool, adapted: AdaptedTokens | None) -> Tensor | None:
-        """This rank's part of what all tokens take, [num_tokens, hidden_size], if there is any."""
+    def _of_shared(
+        self, x: Normed, pdl: bool, adapted: AdaptedTokens | None
+    ) -> SharedOutput | None:
+        """This rank's part of what all tokens take, if there is any. The norm of ``x`` is done, or
+        half done."""
         if self.shared is None:
             return None
         part = self.shared.part(x, pdl=pdl, adapted=adapted)
-        if self.shared_gate is not None:
-            part = part * F.linear(x.normalized(pdl=pdl), self.shared_gate).sigmoid()
-        return part
+        if self.shared_gate is None:
+            return SharedOutput(part)
+        return SharedOutput(part, self.shared_gate[0], x.x, x.squares, x.eps)
 
     @property
     def weights(self) -> ExpertWeights:

@@ -398,17 +398,28 @@ def test_rows_one_by_one(device: torch.device, dtype: torch.dtype, num_tokens: i
     assert_close(out, expected_rows(x, gate_up, ids, TOP_K, gated=True))
 
 
-@pytest.mark.parametrize("has_shared", [False, True])
-def test_sums_with_the_norm(device: torch.device, dtype: torch.dtype, has_shared: bool) -> None:
+@pytest.mark.parametrize("kind", ["none", "plain", "gated", "half normed"])
+def test_sums_with_the_norm(device: torch.device, dtype: torch.dtype, kind: str) -> None:
+    """With and without an expert that all tokens take, which may be gated."""
     parts = torch.randn(3, TOP_K, 96, device=device).to(dtype)
     weight, norm = torch.rand(3, TOP_K, device=device), torch.randn(96, device=device).to(dtype)
     choices = moe.Choices(chosen(3, device), weight, elsewhere=True)
     choices.ids[1, 2] = -1
-    shared = torch.randn(3, 96, device=device).to(dtype) if has_shared else None
+    rows, x = torch.randn(2, 3, 96, device=device).to(dtype)
+    gate, squares = torch.randn(96, device=device).to(dtype), torch.rand(5, 3, device=device)
+    shared = {
+        "plain": moe.SharedOutput(rows),
+        "gated": moe.SharedOutput(rows, gate, x),
+        "half normed": moe.SharedOutput(rows, gate, x, squares, 0.5),
+    }.get(kind)
+    opening = 1.0 if kind == "plain" else x.float() @ gate.float()[:, None]
+    if kind == "half normed":
+        opening /= (squares.sum(0)[:, None] / 96 + 0.5).sqrt()
+    opening = opening if kind == "plain" else torch.sigmoid(opening)
     residual = torch.randn(3, 96, device=device).to(dtype)
     held = torch.where(choices.ids >= 0, weight, 0)
     added = (parts.float() * held[:, :, None]).sum(1)
-    added = added if shared is None else added + shared.float()
+    added = added if shared is None else added + opening * rows.float()
     total = residual.float() + added
     parts[1, 2] = torch.nan  # what no kernel has written may be anything
     assert_close(moe.sum_outputs(parts, choices, shared), added.to(dtype))

@@ -74,15 +74,20 @@ def _rows(
     tl.store(to, y.to(out_ptr.dtype.element_ty), mask=r < out_features)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _sum_outputs(
     out_ptr,
     parts_ptr,
     weights_ptr,
     ids_ptr,
     shared_ptr,
+    gate_ptr,
+    gated_ptr,  # x of the gate
+    squares_ptr,
     residual_ptr,
     norm_ptr,
+    num_rows,
+    gate_eps,
     eps,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -90,6 +95,9 @@ def _sum_outputs(
     CHOICES: tl.constexpr,  # at least as many, a power of two
     ELSEWHERE: tl.constexpr,  # some ids may be -1, of rows that are not written
     SHARED: tl.constexpr,
+    GATED: tl.constexpr,  # and of what all tokens take
+    SQUARES: tl.constexpr,  # tiles of them, 0 if there are none
+    SQUARES_PADDED: tl.constexpr,
     NORM: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -106,6 +114,16 @@ def _sum_outputs(
     if NORM:
         norm = tl.load(norm_ptr + i, mask=mask, other=0.0).to(tl.float32)
         total = tl.load(residual_ptr + row * SIZE + i, mask=mask, other=0.0).to(tl.float32)
+    gate = 1.0
+    if GATED:
+        x = tl.load(gated_ptr + row * SIZE + i, mask=mask, other=0.0).to(tl.float32)
+        logit = tl.sum(x * tl.load(gate_ptr + i, mask=mask, other=0.0).to(tl.float32))
+        if SQUARES > 0:
+            tile = tl.arange(0, SQUARES_PADDED)
+            at = squares_ptr + tile * num_rows + row
+            square = tl.sum(tl.load(at, mask=tile < SQUARES, other=0.0))
+            logit *= tl.rsqrt(square / SIZE + gate_eps)
+        gate = tl.sigmoid(logit)
     if PDL:
         wait_previous()
         allow_next()  # afterwards: the sum over the ranks reads the residual stream before it waits
@@ -113,7 +131,7 @@ def _sum_outputs(
     part = tl.load(at, mask=chosen[:, None] & mask[None, :], other=0.0).to(tl.float32)
     x = tl.sum(weight[:, None] * part, axis=0)  # [BLOCK]
     if SHARED:
-        x += tl.load(shared_ptr + row * SIZE + i, mask=mask, other=0.0).to(tl.float32)
+        x += gate * tl.load(shared_ptr + row * SIZE + i, mask=mask, other=0.0).to(tl.float32)
     if NORM:
         kept = (total + x).to(residual_ptr.dtype.element_ty)
         tl.store(residual_ptr + row * SIZE + i, kept, mask=mask)
@@ -173,15 +191,21 @@ def launch_sum_outputs(
     ids: Tensor | None,
     shared: Tensor | None,
     *,
+    opening: tuple[Tensor, Tensor, Tensor | None, float] | None = None,
     added: tuple[Tensor, Tensor, float] | None = None,
     pdl: bool,
 ) -> None:
     """``out`` [num_tokens, size] = each token's sum of its ``outputs`` [num_tokens, top_k, size],
-    weighted, plus ``shared``; outputs whose ``ids`` are -1 do not count. With ``added``, residual,
+    weighted, plus ``shared`` [num_tokens, size]; outputs whose ``ids`` are -1 do not count.
+    ``opening``: what the gate of ``shared`` is made of, the fields of a ``moe.SharedOutput`` from
+    ``gate`` on. With ``added``, residual,
     norm and eps, that is added to the residual in place, and ``out`` is the RMSNorm of it."""
     num_tokens, top_k, size = outputs.shape
     assert outputs.is_contiguous() and weights.is_contiguous()
+    gate, x, squares, gate_eps = (None, None, None, 0.0) if opening is None else opening
+    assert all(of is None or of.is_contiguous() for of in (shared, gate, x, squares))
     residual, norm, eps = (None, None, 0.0) if added is None else added
+    num_squares = 0 if squares is None else len(squares)
     block = triton.next_power_of_2(size)
     _sum_outputs[(num_tokens,)](
         out,
@@ -189,8 +213,13 @@ def launch_sum_outputs(
         weights,
         ids,
         shared,
+        gate,
+        x,
+        squares,
         residual,
         norm,
+        num_tokens,
+        gate_eps,
         eps,
         SIZE=size,
         BLOCK=block,
@@ -198,6 +227,9 @@ def launch_sum_outputs(
         CHOICES=triton.next_power_of_2(top_k),
         ELSEWHERE=ids is not None,
         SHARED=shared is not None,
+        GATED=gate is not None,
+        SQUARES=num_squares,
+        SQUARES_PADDED=triton.next_power_of_2(max(num_squares, 1)),
         NORM=norm is not None,
         PDL=pdl,
         num_warps=min(max(block // 512, 1), 8),

@@ -48,12 +48,14 @@ class MergedColumnLinear(nn.Module):
         bias: bool,
         matrices: Matrices,
         gated: bool = False,
+        padded: bool = False,
     ):
-        """``name`` is that of the module around it, as in the checkpoint."""
+        """``name`` is that of the module around it, as in the checkpoint. If ``padded``, results
+        may be wider than their parts, for the sake of kernels on tensor cores."""
         super().__init__()
         self.gated = gated
         named = {f"{name}.{part}": share for part, share in parts.items()}
-        self.matrix = matrices.make(named, Share(in_features, 0, in_features))
+        self.matrix = matrices.make(named, Share(in_features, 0, in_features), padded=padded)
         size = self.matrix.out_features
         self.bias = nn.Parameter(torch.empty(size), requires_grad=False) if bias else None
 

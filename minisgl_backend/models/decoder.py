@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from minisgl_backend.attention.base import Attend, PagedKV
 from minisgl_backend.kernels.adapters import AdaptedTokens
 from minisgl_backend.kernels.dispatch import can_start_early
+from minisgl_backend.kernels.gated_delta import LayerStates
 from minisgl_backend.kernels.linear_cut import MAX_TOKENS
 from minisgl_backend.kernels.rope_store import TokenPlaces
 from minisgl_backend.kernels.small_batch import MAX_BATCH_SIZE
@@ -36,12 +37,7 @@ from minisgl_backend.models.gated_delta_net import GatedDeltaNet
 from minisgl_backend.models.gemma4_layer import Gemma4Layer, LayerInputsMaker
 from minisgl_backend.models.rope import query_scales, rotary_table
 from minisgl_backend.models.spec import ModelSpec
-from minisgl_backend.models.token_mixing import (
-    LayerStates,
-    RecurrentRows,
-    SelfAttention,
-    StepContext,
-)
+from minisgl_backend.models.token_mixing import RecurrentRows, SelfAttention, StepContext
 from minisgl_backend.parallel.group import Group
 
 if TYPE_CHECKING:

@@ -49,18 +49,6 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class LayerStates:
-    """The recurrent states of one layer, by slot.
-
-    ``conv`` [num_slots, channels, width - 1]: a convolution's last inputs. ``matrices`` float32
-    [num_slots, num_heads, key_dim, value_dim].
-    """
-
-    conv: Tensor
-    matrices: Tensor
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class RecurrentRows:
     """Which tokens of a step are whose, for layers with recurrent states.
 

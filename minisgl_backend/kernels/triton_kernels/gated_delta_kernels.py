@@ -39,32 +39,30 @@ def _log_decay(a, log_rate, bias):
 
 
 @triton.jit
-def _conv_begun(state_ptr, weight_ptr, c, mask, WIDTH: tl.constexpr, TAPS: tl.constexpr):
-    """What the convolution of channels ``c`` needs beside a token's own input: the inputs before
-    it, and the weights, [channels, TAPS] both."""
-    tap, channel = tl.arange(0, TAPS)[None, :], c[:, None]
-    before = mask[:, None] & (tap < WIDTH - 1)
-    inputs = tl.load(state_ptr + channel * (WIDTH - 1) + tap, mask=before, other=0.0)
-    all_taps = mask[:, None] & (tap < WIDTH)
-    return inputs, tl.load(weight_ptr + channel * WIDTH + tap, mask=all_taps, other=0.0)
+def _conv_begun(state_ptr, weight_ptr, c, mask, WIDTH: tl.constexpr):
+    """What the convolution of channels ``c`` makes of the inputs before a token's own, and the
+    weight of that one."""
+    total = tl.zeros_like(c).to(tl.float32)
+    for tap in tl.static_range(WIDTH - 1):
+        old = tl.load(state_ptr + c * (WIDTH - 1) + tap, mask=mask, other=0.0)
+        weight = tl.load(weight_ptr + c * WIDTH + tap, mask=mask, other=0.0)
+        total += old.to(tl.float32) * weight.to(tl.float32)
+    return total, tl.load(weight_ptr + c * WIDTH + WIDTH - 1, mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def _conv_ended(inputs, weight, x_ptr, c, mask, WIDTH: tl.constexpr, TAPS: tl.constexpr):
-    """All inputs, the token's own among them, and the convolution of these, rounded as ``x`` is."""
-    x = tl.load(x_ptr + c, mask=mask, other=0.0)
-    is_own = tl.arange(0, TAPS)[None, :] == WIDTH - 1
-    inputs = tl.where(is_own, x.to(inputs.dtype)[:, None], inputs)
-    mixed = _silu(tl.sum(inputs.to(tl.float32) * weight.to(tl.float32), axis=1))
-    return inputs, mixed.to(x.dtype).to(tl.float32)
+def _conv_ended(begun, own, x):
+    """The convolution with the token's own input ``x``, rounded as that is."""
+    return _silu(begun + own * x.to(tl.float32)).to(x.dtype).to(tl.float32)
 
 
 @triton.jit
-def _keep_last(state_ptr, inputs, c, mask, WIDTH: tl.constexpr, TAPS: tl.constexpr):
-    """Keep all but the oldest of ``inputs``."""
-    tap = tl.arange(0, TAPS)[None, :]
-    inside = mask[:, None] & (tap >= 1) & (tap < WIDTH)
-    tl.store(state_ptr + c[:, None] * (WIDTH - 1) + tap - 1, inputs, mask=inside)
+def _keep_inputs_of_token(state_ptr, x, c, mask, WIDTH: tl.constexpr):
+    """Drop the oldest input of channels ``c``, and keep ``x``."""
+    at = state_ptr + c * (WIDTH - 1)
+    for tap in tl.static_range(1, WIDTH - 1):  # the same thread reads a place and writes it
+        tl.store(at + tap - 1, tl.load(at + tap, mask=mask, other=0.0), mask=mask)
+    tl.store(at + WIDTH - 2, x.to(state_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize_on_alignment=["slots_ptr", "a_ptr", "b_ptr"])
@@ -95,7 +93,6 @@ def _step(
     KP: tl.constexpr,
     VP: tl.constexpr,
     WIDTH: tl.constexpr,  # of the convolution
-    TAPS: tl.constexpr,  # padded
     PDL: tl.constexpr,
 ):
     # Rows' slots and states were written before the step, or at its beginning: they are read before
@@ -118,20 +115,23 @@ def _step(
     of_q, of_k = key_head * K + i, (KEY_HEADS + key_head) * K + i
     of_v = 2 * KEY_HEADS * K + head * V + j
     row_inputs = inputs_ptr + slot * ((2 * KEY_HEADS * K + HEADS * V) * (WIDTH - 1))
-    q_inputs, q_taps = _conv_begun(row_inputs, conv_ptr, of_q, in_k, WIDTH, TAPS)
-    k_inputs, k_taps = _conv_begun(row_inputs, conv_ptr, of_k, in_k, WIDTH, TAPS)
-    v_inputs, v_taps = _conv_begun(row_inputs, conv_ptr, of_v, in_v, WIDTH, TAPS)
+    q_begun, q_own = _conv_begun(row_inputs, conv_ptr, of_q, in_k, WIDTH)
+    k_begun, k_own = _conv_begun(row_inputs, conv_ptr, of_k, in_k, WIDTH)
+    v_begun, v_own = _conv_begun(row_inputs, conv_ptr, of_v, in_v, WIDTH)
     log_rate, bias = tl.load(log_rates_ptr + head), tl.load(bias_ptr + head)
     norm = tl.load(norm_ptr + j, mask=in_v, other=0.0).to(tl.float32)
     if PDL:
         wait_previous()
     token = x_ptr + row * x_stride
-    q_inputs, q = _conv_ended(q_inputs, q_taps, token, of_q, in_k, WIDTH, TAPS)
-    k_inputs, k = _conv_ended(k_inputs, k_taps, token, of_k, in_k, WIDTH, TAPS)
-    v_inputs, v = _conv_ended(v_inputs, v_taps, token, of_v, in_v, WIDTH, TAPS)
+    q_input = tl.load(token + of_q, mask=in_k, other=0.0)
+    k_input = tl.load(token + of_k, mask=in_k, other=0.0)
+    v_input = tl.load(token + of_v, mask=in_v, other=0.0)
     z = tl.load(z_ptr + row * z_stride + head * V + j, mask=in_v, other=0.0).to(tl.float32)
     rate = tl.sigmoid(tl.load(b_ptr + row * b_stride + head).to(tl.float32))
     decay = tl.exp(_log_decay(tl.load(a_ptr + row * a_stride + head), log_rate, bias))
+    q = _conv_ended(q_begun, q_own, q_input)
+    k = _conv_ended(k_begun, k_own, k_input)
+    v = _conv_ended(v_begun, v_own, v_input)
     q *= tl.rsqrt(tl.sum(q * q) + _EPS) * scale
     k *= tl.rsqrt(tl.sum(k * k) + _EPS)
     # of the state before: what the key reads, and the query
@@ -143,7 +143,7 @@ def _step(
     found *= tl.rsqrt(tl.sum(found * found) / V + eps) * norm * _silu(z)
     to = out_ptr + (row * HEADS + head) * V + j
     tl.store(to, found.to(out_ptr.dtype.element_ty), mask=in_v)
-    _keep_last(row_inputs, v_inputs, of_v, in_v, WIDTH, TAPS)
+    _keep_inputs_of_token(row_inputs, v_input, of_v, in_v, WIDTH)
     replaces = in_k
     if HEADS > KEY_HEADS:
         # Other programs read the same inputs of queries and keys: the last one replaces them. Each
@@ -153,8 +153,8 @@ def _step(
         is_last = tl.atomic_add(readers, 1, sem="relaxed") == HEADS // KEY_HEADS - 1
         tl.store(readers, 0, mask=is_last)
         replaces = in_k & is_last
-    _keep_last(row_inputs, q_inputs, of_q, replaces, WIDTH, TAPS)
-    _keep_last(row_inputs, k_inputs, of_k, replaces, WIDTH, TAPS)
+    _keep_inputs_of_token(row_inputs, q_input, of_q, replaces, WIDTH)
+    _keep_inputs_of_token(row_inputs, k_input, of_k, replaces, WIDTH)
 
 
 def launch_step(
@@ -202,7 +202,6 @@ def launch_step(
         KP=triton.next_power_of_2(key_dim),
         VP=triton.next_power_of_2(value_dim),
         WIDTH=conv.shape[1],
-        TAPS=triton.next_power_of_2(conv.shape[1]),
         PDL=pdl,
         num_warps=4,
         **launch_options(pdl),

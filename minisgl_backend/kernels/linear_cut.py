@@ -24,6 +24,9 @@ FEW_TOKENS: Final = 16
 _FEATURES: Final = 256
 """Of a weight, or a multiple."""
 
+HEAD_DIMS: Final = (64, 128)
+"""Of heads that can be tiles."""
+
 _MOST_BLOCKS: Final = 132
 _FEW_BLOCKS: Final = 66
 """All, and half, of an H200's multiprocessors: the next kernel starts on the other half."""

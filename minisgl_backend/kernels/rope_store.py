@@ -124,7 +124,7 @@ def qk_norm_rope_store_reference(
 ) -> Tensor:
     """The twin of ``qk_norm_rope_store``; float64 stays so."""
     num_kv_heads, head_dim = k_cache.shape[-2:]
-    heads = qkv.unflatten(1, (-1, head_dim))
+    heads = qkv.view(qkv.shape[0], -1, head_dim)
     if gated:
         asked, others = heads.tensor_split([2 * num_heads], dim=1)
         heads = torch.cat([asked[:, ::2], others], dim=1)
@@ -140,7 +140,7 @@ def qk_norm_rope_store_reference(
 
 def gates_of(qkv: Tensor, num_heads: int, head_dim: int) -> Tensor:
     """The gates behind the heads of q of ``qkv``, a view [num_tokens, num_heads, head_dim]."""
-    asked = qkv[:, : 2 * num_heads * head_dim].unflatten(1, (num_heads, 2, head_dim))
+    asked = qkv[:, : 2 * num_heads * head_dim].view(len(qkv), num_heads, 2, head_dim)
     return asked[:, :, 1]
 
 

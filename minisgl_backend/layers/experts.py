@@ -232,7 +232,7 @@ class ExpertsMLP(nn.Module):
         it ``has_half_norms``."""
         self.router.use_tensor_cores(kernels)
         if self.shared is not None:
-            self.shared.use_tensor_cores(kernels)
+            self.shared.use_tensor_cores(kernels, adds=False)
 
     def forward(
         self,

@@ -100,9 +100,10 @@ class RowLinear(nn.Module):
         self.matrix = matrices.make({name: Share(out_features, 0, out_features)}, inputs)
         self.bias = nn.Parameter(torch.empty(out_features), requires_grad=False) if bias else None
 
-    def use_tensor_cores(self, kernels: TensorCores) -> None:
-        """Compute steps that fit them by ``kernels``, which the weight fits."""
-        adds = self.group.size == 1
+    def use_tensor_cores(self, kernels: TensorCores, *, adds: bool = True) -> None:
+        """Compute steps that fit them by ``kernels``, which the weight fits; ``add_to``, or if it
+        never ``adds``, ``forward``."""
+        adds = adds and self.group.size == 1
         self.matrix.use_tensor_cores(kernels, adds=adds, takes_adapters=takes_adapters(self))
 
     def add_to(

@@ -174,10 +174,10 @@ class Decoder(nn.Module):
 
     def use_tensor_cores(self, kernels: TensorCores) -> None:
         """Compute steps that fit them by ``kernels``. Only a ``DecoderLayer`` whose weights fit
-        them, all of the same shapes, each ``SelfAttention`` and ``GatedMLP``, or ``ExpertsMLP``
-        that ``has_half_norms``; pages must be bound."""
+        them, each with ``GatedMLP`` or an ``ExpertsMLP`` that ``has_half_norms``; pages must be
+        bound."""
         for layer in self.layers:
-            assert isinstance(layer.mixer, SelfAttention)
+            assert isinstance(layer.mixer, (SelfAttention, GatedDeltaNet))
             assert isinstance(layer.mlp, (GatedMLP, ExpertsMLP))
             layer.mixer.use_tensor_cores(kernels)
             layer.mlp.use_tensor_cores(kernels)
@@ -271,12 +271,12 @@ class Decoder(nn.Module):
     def _starts_early(self, num_tokens: int) -> bool:
         """Whether kernels of the layers may start early, and gain by it.
 
-        Not in a ``PostNormLayer`` or beside recurrent layers, which are partly PyTorch's. With
-        several ranks only those on tensor cores may: the ranks' fused sums read the residual stream
-        before they wait, and no other GEMM ensures that it is written by then.
+        Not in a ``PostNormLayer``, which is partly PyTorch's. With several ranks only those on
+        tensor cores may: the ranks' fused sums read the residual stream before they wait, and no
+        other GEMM ensures that it is written by then.
         """
         on_gpu = can_start_early(self._rotary_tables[0].device)
-        if not on_gpu or self.spec.norms != "before" or self.spec.delta_net is not None:
+        if not on_gpu or self.spec.norms != "before":
             return False
         if num_tokens <= self._most_tensor_core_tokens:
             return True

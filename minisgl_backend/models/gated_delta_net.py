@@ -8,9 +8,10 @@ names of the checkpoint and how heads are split over ranks. Must not know which 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import astuple
+from dataclasses import astuple, replace
 from functools import partial
 from itertools import accumulate
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -37,14 +38,17 @@ from minisgl_backend.models.spec import ModelSpec
 from minisgl_backend.models.token_mixing import StepContext
 from minisgl_backend.parallel.group import Group
 
+if TYPE_CHECKING:
+    from minisgl_backend.kernels.cuda.linear import TensorCores
+
 
 class GatedDeltaNet(nn.Module):
     """The layer (``TokenMixer``), with this rank's heads.
 
     Queries and keys have fewer heads than values; consecutive value heads share one. The projection
     of queries, keys, values and of z, the gate of the output, gives them one below the other, or
-    head by head of the keys (``DeltaSpec.by_key_head``); so does that of the rates. Both are one
-    GEMM, unless one of them stays quantized: then they are stored in different ways.
+    head by head of the keys (``DeltaSpec.by_key_head``); so does that of the rates, which is too
+    small to stay quantized. Both are one GEMM unless the first one does.
     """
 
     states: LayerStates
@@ -68,12 +72,15 @@ class GatedDeltaNet(nn.Module):
             inputs = {f"in_proj_{part}": share for part, share in self._shares.items()}
             inputs["in_proj_z"] = values
             rates = {"in_proj_b": heads, "in_proj_a": heads}
-        is_one = not any(matrices.stays_quantized(f"{name}.{part}") for part in (*inputs, *rates))
-        make = partial(
-            MergedColumnLinear, name, spec.hidden_size, bias=False, matrices=matrices, padded=True
-        )
-        self.in_proj = make(inputs | rates if is_one else inputs)
-        self.rates_proj = None if is_one else make(rates)
+        is_plain = not any(matrices.stays_quantized(f"{name}.{part}") for part in inputs)
+        plain = replace(matrices, keeps=lambda form: False)
+        make = partial(MergedColumnLinear, name, spec.hidden_size, bias=False, padded=True)
+        self.rates_proj: MergedColumnLinear | None = None
+        if is_plain:
+            self.in_proj = make(inputs | rates, matrices=plain)
+        else:
+            self.in_proj = make(inputs, matrices=matrices)
+            self.rates_proj = make(rates, matrices=plain)
         self.out_proj = RowLinear(
             f"{name}.out_proj",
             values.total,
@@ -91,6 +98,12 @@ class GatedDeltaNet(nn.Module):
     def bind(self, states: LayerStates) -> None:
         """Keep the states of rows there from now on."""
         self.states = states
+
+    def use_tensor_cores(self, kernels: TensorCores) -> None:
+        """Compute steps that fit them by ``kernels``, which the weights fit."""
+        for linear in (self.in_proj, self.rates_proj, self.out_proj):
+            if linear is not None:
+                linear.use_tensor_cores(kernels)
 
     def forward(
         self, residual: Tensor, x: Normed, norm: RMSNorm, step: StepContext

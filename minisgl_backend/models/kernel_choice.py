@@ -22,7 +22,6 @@ from minisgl_backend.layers.matrix import Matrix
 from minisgl_backend.layers.quantized_matrix import QuantizedMatrix
 from minisgl_backend.models.decoder import Decoder
 from minisgl_backend.models.spec import ModelSpec
-from minisgl_backend.models.token_mixing import SelfAttention
 from minisgl_backend.packages import CUDA_BINDINGS, import_error
 from minisgl_backend.weight_format import WeightFormat
 
@@ -32,11 +31,12 @@ def use_tensor_cores(model: Decoder, device: torch.device) -> None:
     kernels for all of them and these are faster. Which models they know is decided by
     ``has_fused_layers`` and here only. Compiles those that are not in the cache.
 
-    Weights may be plain or quantized. A layer is then four GEMMs and attention
-    (``kernels.cuda.linear``): norms, rotation, storing of keys and values, activations and residual
-    adds happen inside the GEMMs. With several ranks the sums over the ranks are launched as well,
-    and include the residual adds and norms that follow them. Pages must be bound. If some layers do
-    not fit, quantized weights still take the kernels, each for itself.
+    Weights may be plain or quantized. A layer is then four GEMMs and what mixes tokens
+    (``kernels.cuda.linear``): norms, activations and residual adds happen inside the GEMMs, and of
+    most models rotation and storing of keys and values, too (``SelfAttention``). With several ranks
+    the sums over the ranks are launched as well, and include the residual adds and norms that
+    follow them. Pages must be bound. If some layers do not fit, quantized weights still take the
+    kernels, each for itself.
 
     Experts have kernels of their own (``kernels.cuda.experts``), for any number of tokens, which
     serve if they fit, whatever the rest of a layer takes.
@@ -48,22 +48,21 @@ def use_tensor_cores(model: Decoder, device: torch.device) -> None:
     for layer in model.layers:
         if isinstance(layer.mlp, ExpertsMLP) and layer.mlp.fused:
             layer.mlp.use_kernels(experts)
-    if model.spec.head_dim not in (64, 128):
-        return
     make = importlib.import_module("minisgl_backend.kernels.cuda.linear").TensorCores
     in_layers = list(_linears(model.model.layers))
     are_whole = (
         has_fused_layers(model.spec)
         and all(
-            isinstance(layer.mixer, SelfAttention)
-            and (not isinstance(layer.mlp, ExpertsMLP) or layer.mlp.has_half_norms)
+            not isinstance(layer.mlp, ExpertsMLP) or layer.mlp.has_half_norms
             for layer in model.layers
         )
         and all(linear.matrix.fits_tensor_cores(gated=gated) for linear, gated in in_layers)
     )
     if are_whole:
-        of_layer = [linear.matrix for linear, _ in _linears(model.layers[0])]
-        most_tokens = _largest_batch(of_layer)
+        most_tokens = min(
+            _largest_batch([linear.matrix for linear, _ in _linears(layer)])
+            for layer in model.layers
+        )
         if most_tokens:
             model.use_tensor_cores(make(device, most_tokens))
         return
@@ -128,7 +127,7 @@ def use_invariant_kernels(model: Decoder, device: torch.device) -> None:
     if model.dtype != torch.bfloat16:
         name = str(model.dtype).removeprefix("torch.")
         raise ConfigError(f"option batch_invariant needs dtype bfloat16, not {name}")
-    if model.spec.head_dim not in (64, 128):
+    if model.spec.head_dim not in linear_cut.HEAD_DIMS:
         raise ConfigError(
             f"option batch_invariant needs heads of 64 or 128 elements, not {model.spec.head_dim}"
         )
@@ -151,23 +150,13 @@ def has_fused_layers(spec: ModelSpec) -> bool:
     """Whether the kernels for whole layers (``use_tensor_cores``) know all that the layers of such
     a model compute; sizes and weight formats, on which they also depend, aside.
 
-    They do not know layers without attention, gates of its output, norms of the outputs of a
-    layer's parts or over all heads of a token, another gate than SiLU, heads of which a part
-    rotates, nor experts that ``expert_cut`` does not know, that have biases, as their router has
-    then, or beside which there is a gated one.
-    Heads that do not rotate at all are no exception to them.
+    They do not know norms of the outputs of a layer's parts, another gate than SiLU, nor experts
+    that ``expert_cut`` does not know, that have biases, as their router has then, or whose router
+    computes in float32.
     """
-    ropes = [spec.rope_of(layer) for layer in range(spec.num_layers)]
     experts = None if spec.moe is None else spec.moe.experts
-    if experts is not None:
-        is_gated = experts.shared is not None and experts.shared.gated
-        if is_gated or experts.biases or not expert_cut.knows(experts):
-            return False
-    return (
-        spec.delta_net is None
-        and not spec.gated_attention
-        and spec.norms == "before"
-        and not spec.gelu
-        and spec.qk_norm != "token"
-        and all(rope is None or rope.rotated == 1.0 for rope in ropes)
-    )
+    if experts is not None and (
+        experts.biases or experts.routing.sigmoid or not expert_cut.knows(experts)
+    ):
+        return False
+    return spec.norms == "before" and not spec.gelu

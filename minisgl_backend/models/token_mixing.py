@@ -19,6 +19,7 @@ from minisgl_backend.attention.base import Attend, PagedKV
 from minisgl_backend.kernels.activation import sigmoid_mul
 from minisgl_backend.kernels.adapters import AdaptedTokens
 from minisgl_backend.kernels.gated_delta import Runs
+from minisgl_backend.kernels.linear_cut import HEAD_DIMS
 from minisgl_backend.kernels.rope_store import (
     TokenPlaces,
     gates_of,
@@ -142,6 +143,14 @@ class SelfAttention(nn.Module):
         self.sinks: nn.Parameter | None = None
         if spec.sinks:
             self.sinks = nn.Parameter(torch.empty(self.num_heads), requires_grad=False)
+        rope = spec.rope_of(layer)
+        self._are_heads_tiles = (
+            head_dim in HEAD_DIMS
+            and self.has_own_kv
+            and spec.qk_norm != "token"
+            and not (self.is_gated or self.value_norm)
+            and (rope is None or rope.rotated == 1.0)
+        )
         self._heads_kernel: HeadsKernel | None = None
         self._heads_take_adapters = False
 
@@ -157,8 +166,13 @@ class SelfAttention(nn.Module):
             yield "sinks", WeightPlace(self.sinks.data, (heads.total,), 0, heads.start)
 
     def use_tensor_cores(self, kernels: TensorCores) -> None:
-        """Compute steps that fit them by ``kernels``, which the weights fit. Only heads that rotate
-        in full and have no ``TokenNorm``; pages must be bound."""
+        """Compute steps that fit them by ``kernels``, which the weights fit; pages must be bound.
+        What is done with heads is in the GEMM, too, if they are tiles of it that rotate in full and
+        have neither gates nor a ``TokenNorm``."""
+        self.o_proj.use_tensor_cores(kernels)
+        if not self._are_heads_tiles:
+            self.qkv_proj.use_tensor_cores(kernels)
+            return
         self._heads_take_adapters = takes_adapters(self.qkv_proj)
         self._heads_kernel = kernels.heads(
             self.num_heads,
@@ -170,7 +184,6 @@ class SelfAttention(nn.Module):
             codes=self.qkv_proj.matrix.arrange(),
             takes_adapters=self._heads_take_adapters,
         )
-        self.o_proj.use_tensor_cores(kernels)
 
     def forward(
         self, residual: Tensor, x: Normed, norm: RMSNorm, step: StepContext

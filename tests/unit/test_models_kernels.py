@@ -19,6 +19,7 @@ from minisgl_backend.attention.base import Chunks, DecodeRows, PagedKV
 from minisgl_backend.attention.own_kernels import TritonDecode, TritonPrefill
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.execution.decode_graphs import batch_sizes
+from minisgl_backend.execution.states import StateStorage
 from minisgl_backend.experts_spec import ClampedGate, RoutingRule
 from minisgl_backend.kernels import moe, wide_linear
 from minisgl_backend.kernels.activation import silu_mul_reference
@@ -30,6 +31,7 @@ from minisgl_backend.kernels.adapters import (
     arrange_tokens,
     arranged_size,
 )
+from minisgl_backend.kernels.gated_delta import Run, Runs
 from minisgl_backend.kernels.packed_weight import CodesKind, PackedWeight, dequantize_weight
 from minisgl_backend.kernels.quantized import dequantized, quantize
 from minisgl_backend.kernels.rope_store import TokenPlaces, qk_norm_rope_store_reference
@@ -43,6 +45,7 @@ from minisgl_backend.models.catalog import load_spec
 from minisgl_backend.models.decoder import Decoder
 from minisgl_backend.models.kernel_choice import has_expert_kernels
 from minisgl_backend.models.spec import ModelSpec
+from minisgl_backend.models.token_mixing import RecurrentRows
 from minisgl_backend.parallel.group import Group, OneRank
 from minisgl_backend.weight_format import Encoding, Layout, Rule, WeightFormat, WeightFormats
 from minisgl_kit.adapters import write_adapter
@@ -52,6 +55,7 @@ from tests.conformance.checkpoints import (
     VOCAB_SIZE,
     write_broad_checkpoint,
     write_broad_experts_checkpoint,
+    write_broad_hybrid_checkpoint,
     write_checkpoint,
 )
 from tests.conformance.quantized_checkpoints import write_quantized
@@ -340,6 +344,28 @@ def test_packed_weights_are_computed_by_kernels(
     on_ranks(size, check)
 
 
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("length", [5, 40])
+@pytest.mark.parametrize("case", ["qwen3.5", "qwen3-next", "broad-hybrid", "broad-hybrid-experts"])
+def test_recurrent_layers_on_tensor_cores(
+    case: str, length: int, size: int, tmp_path: Path
+) -> None:
+    """Beside gated attention and, with experts, a gated one that all tokens take."""
+    prompt = a_prompt(write(case, tmp_path), length)
+
+    def check(group: Group) -> None:
+        model = load(tmp_path, group, fused=True)
+        cores: Any = TwinCores()
+        make: Any = TwinExperts()
+        for layer in model.layers:
+            if isinstance(layer.mlp, ExpertsMLP):
+                layer.mlp.use_kernels(make)
+        model.use_tensor_cores(cores)
+        check_prompt_then_token(model, *prompt)
+
+    on_ranks(size, check)
+
+
 class TwinExperts:
     """Stands in for ``HopperExperts``: makes twins of its kernels."""
 
@@ -432,6 +458,8 @@ def test_experts_in_codes_behind_kernels(case: str, size: int, tmp_path: Path) -
 
 
 def write(case: str, folder: Path) -> Any:
+    if case.startswith("broad-hybrid"):
+        return write_broad_hybrid_checkpoint(folder, experts=case.endswith("experts"))
     if case != "broad":
         return write_checkpoint(case, folder)
     assert wide_linear.is_faster(40, 512, 512, parts=True)
@@ -461,6 +489,15 @@ def check_prompt_then_token(
     """Prefill all but the last of ``ids``, then decode it, with the adapter in a slot."""
     shape = ours.spec.attention_shape(ours.group.size)
     length = len(ids) - 1
+    run: RecurrentRows | None = None
+    step: RecurrentRows | None = None
+    if (recurrent := ours.spec.delta_net) is not None:
+        of_rank = recurrent.of_rank(ours.group.size)
+        states = StateStorage(of_rank, num_rows=2, num_snapshots=0, dtype=torch.float32, device=CPU)
+        ours.bind_states(states.layers)
+        step = RecurrentRows(torch.tensor([1]))
+        runs = Runs.of([Run(0, length, 1, is_fresh=True)], torch.from_numpy)
+        run = RecurrentRows(torch.empty(0, dtype=torch.int64), runs)
     with torch.inference_mode():
         prefill = TritonPrefill(shape)
         attend_chunks = prefill.plan_chunks(
@@ -483,7 +520,7 @@ def check_prompt_then_token(
             attend_chunks(out, q, layer_kv, layer)
             return out
 
-        hidden = ours(ids[:-1], positions, slots, of_chunk, adapted=of_slot(length, slot))
+        hidden = ours(ids[:-1], positions, slots, of_chunk, run, of_slot(length, slot))
         torch.testing.assert_close(ours.logits(hidden), expected[:-1], atol=2e-3, rtol=2e-3)
 
         decode = TritonDecode(shape, max_batch_size=1, device=CPU)
@@ -502,7 +539,7 @@ def check_prompt_then_token(
             attend_rows(out, q, layer_kv, layer)
             return out
 
-        hidden = ours(ids[-1:], last, place, of_row, adapted=of_slot(1, slot))
+        hidden = ours(ids[-1:], last, place, of_row, step, of_slot(1, slot))
         torch.testing.assert_close(ours.logits(hidden), expected[-1:], atol=2e-3, rtol=2e-3)
 
 

@@ -85,6 +85,9 @@ def build_model(
     for module in model.modules():
         if isinstance(module, (MergedColumnLinear, RowLinear)):
             module.matrix.lay_out(device)
+    for module in model.modules():
+        if isinstance(module, ExpertsMLP):
+            module.lay_out()
     if load_format == "dummy":
         fill_random(collect_places(model), seed, dtype)
     elif load_format == "auto":

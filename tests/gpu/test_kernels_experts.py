@@ -364,25 +364,33 @@ def _slice(weight: Tensor | PackedWeight, begin: int, end: int) -> Tensor | Pack
 @pytest.mark.parametrize("num_tokens", [1, 4, 8])
 @pytest.mark.parametrize("half_done", [False, True])
 @pytest.mark.parametrize("num_experts", [12, 128])
+@pytest.mark.parametrize("has_gate", [False, True])
 def test_routing_with_the_routers_gemm(
-    device: torch.device, num_tokens: int, half_done: bool, num_experts: int
+    device: torch.device, num_tokens: int, half_done: bool, num_experts: int, has_gate: bool
 ) -> None:
+    """With a gate, all tokens take the expert behind the others as well."""
     from minisgl_backend.kernels.cuda.experts import RoutingKernel
 
     rule = RoutingRule(num_experts=num_experts, top_k=6, normalize=True)
-    kernel = RoutingKernel(rule, (0, num_experts), 512, device, wide=False, blocks=[0])
+    held = 0, num_experts
+    kernel = RoutingKernel(rule, held, 512, device, wide=False, blocks=[0], shared=has_gate)
     x = torch.randn(num_tokens, 512, device=device).bfloat16()
     weight = torch.randn(num_experts, 512, device=device).bfloat16() / 16
     squares = torch.rand(16, num_tokens, device=device) * 64 if half_done else None
     assert kernel.takes_rows(num_tokens, weight)
-    logits = F.linear(x.float(), weight.float())
+    gate = torch.randn(512, device=device).bfloat16() / 16 if has_gate else None
+    rows = weight if gate is None else torch.cat([weight, gate[None]])
+    logits = F.linear(x.float(), rows.float())
     if squares is not None:
         logits *= (squares.sum(0) / 512 + 1e-6).rsqrt()[:, None]
-    expected = moe.choose(logits, rule)
+    expected = moe.choose(logits[:, :num_experts], rule)
     for _ in range(2):
-        found = kernel.of_rows(x, weight, squares=squares, eps=1e-6).choices
-        assert torch.equal(found.ids.long(), expected.ids)
-        assert_close(found.weights, expected.weights)
+        found = kernel.of_rows(x, weight, gate=gate, squares=squares, eps=1e-6).choices
+        assert torch.equal(found.ids[:, :6].long(), expected.ids)
+        assert_close(found.weights[:, :6].contiguous(), expected.weights)
+        if has_gate:
+            assert (found.ids[:, 6] == num_experts).all()
+            assert_close(found.weights[:, 6].contiguous(), logits[:, num_experts].sigmoid())
 
 
 @pytest.mark.parametrize("num_tokens", [1, 4])

@@ -377,6 +377,7 @@ class TwinExperts:
         kinds: tuple[CodesKind, CodesKind] | None,
         gate: ClampedGate | None,
         wide: bool,
+        shared: bool,
     ) -> Any:
         begin, end = held
         assert wide  # of weights in float32
@@ -387,11 +388,13 @@ class TwinExperts:
             logits: Callable[[], Tensor],
             experts: moe.ExpertWeights,
             *,
+            shared_gate: Tensor | None,
             correction: Tensor | None,
             squares: Tensor | None,
             eps: float,
             pdl: bool,
         ) -> tuple[Tensor, moe.Choices]:
+            assert shared or shared_gate is None
             assert experts.shapes == shapes and experts.kinds == kinds and not pdl
             assert experts.gate == gate
             scale = torch.ones(len(x), 1)
@@ -399,16 +402,22 @@ class TwinExperts:
                 scale = (squares.sum(0)[:, None] / x.shape[1] + eps).rsqrt()
             chosen = moe.choose(scale * logits(), rule, correction)
             is_here = (chosen.ids >= begin) & (chosen.ids < end)
-            ids = torch.where(is_here, chosen.ids - begin, -1)
+            ids, weights = torch.where(is_here, chosen.ids - begin, -1), chosen.weights
+            if shared_gate is not None:
+                ids = torch.cat([ids, torch.full((len(x), 1), end - begin)], dim=1)
+                opening = (scale * x @ shared_gate[:, None]).sigmoid()
+                weights = torch.cat([weights, opening], dim=1)
             outputs = [
                 moe.fused_experts_reference(
                     scale * x, experts, moe.Choices(of_all[:, None], torch.ones(len(x), 1))
                 )
                 for of_all in ids.unbind(1)
             ]
-            return torch.stack(outputs, 1), moe.Choices(ids, chosen.weights, elsewhere=True)
+            return torch.stack(outputs, 1), moe.Choices(ids, weights, elsewhere=True)
 
-        return compute
+        kernels: Any = compute
+        kernels.takes_shared = lambda num_tokens, router: num_tokens <= 4
+        return kernels
 
 
 @pytest.mark.parametrize("size", [1, 2])

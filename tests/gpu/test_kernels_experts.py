@@ -420,10 +420,10 @@ def test_sums_with_the_norm(device: torch.device, dtype: torch.dtype, kind: str)
         "gated": moe.SharedOutput(rows, gate, x),
         "half normed": moe.SharedOutput(rows, gate, x, squares, 0.5),
     }.get(kind)
-    opening = 1.0 if kind == "plain" else x.float() @ gate.float()[:, None]
+    logits = x.float() @ gate.float()[:, None]
     if kind == "half normed":
-        opening /= (squares.sum(0)[:, None] / 96 + 0.5).sqrt()
-    opening = opening if kind == "plain" else torch.sigmoid(opening)
+        logits /= (squares.sum(0)[:, None] / 96 + 0.5).sqrt()
+    opening = torch.ones_like(logits) if kind == "plain" else logits.sigmoid()
     residual = torch.randn(3, 96, device=device).to(dtype)
     held = torch.where(choices.ids >= 0, weight, 0)
     added = (parts.float() * held[:, :, None]).sum(1)

@@ -305,15 +305,17 @@ def test_an_adapter_on_tensor_cores(case: str, length: int, size: int, tmp_path:
 
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize(
-    ("encoding", "block", "symmetric", "length"),
+    ("case", "encoding", "block", "symmetric", "length"),
     [
-        (Encoding.E4M3, (128, 128), True, 15),
-        (Encoding.INT8, (1, None), True, 40),
-        (Encoding.INT4, (1, 64), False, 40),
-        (Encoding.E2M1, (1, 32), True, 40),
+        ("broad", Encoding.E4M3, (128, 128), True, 15),
+        ("broad", Encoding.INT8, (1, None), True, 40),
+        ("broad", Encoding.INT4, (1, 64), False, 40),
+        ("broad", Encoding.E2M1, (1, 32), True, 40),
+        ("broad-hybrid", Encoding.E4M3, (128, 128), True, 15),
     ],
 )
 def test_packed_weights_are_computed_by_kernels(
+    case: str,
     encoding: Encoding,
     block: tuple[int, int | None],
     symmetric: bool,
@@ -321,18 +323,18 @@ def test_packed_weights_are_computed_by_kernels(
     size: int,
     tmp_path: Path,
 ) -> None:
-    """On tensor cores, and of 40 tokens dequantized."""
+    """On tensor cores, and of 40 tokens dequantized. Of recurrent layers all but the rates."""
     form = WeightFormat(
         layout=Layout.CONVERTED, encoding=encoding, block=block, symmetric=symmetric
     )
-    theirs = write_broad_checkpoint(tmp_path)
+    theirs, names = write(case, tmp_path), r".*(_proj|in_proj_qkv|in_proj_z)"
     for name, weight in theirs.named_parameters():
-        if "_proj" in name:
+        if re.fullmatch(names, name.removesuffix(".weight")):
             cells = block[0], block[1] or weight.shape[1]
             found = quantize(weight.data, encoding, cells, symmetric=symmetric)
             weight.data.copy_(dequantized(found, torch.float32))
     prompt = a_prompt(theirs, length)
-    weights = WeightFormats("test", (Rule(re.compile(r".*_proj"), form),))
+    weights = WeightFormats("test", (Rule(re.compile(names), form),))
     spec = replace(load_spec(tmp_path), weights=weights)
 
     def check(group: Group) -> None:

@@ -10,6 +10,7 @@ block-aligned fused MoE kernels (MegaBlocks, arXiv 2211.15841; vLLM's fused_moe)
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any, Final
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +27,9 @@ from minisgl_backend.kernels.packed_weight import (
 )
 from minisgl_backend.kernels.quantized import QuantizedWeight, dequantized
 from minisgl_backend.kernels.rms_norm import fused_add_rms_norm_reference
+
+_COLUMNS: Final = 128
+"""Of a tile of ``add_outputs``, if the norm is half done."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -279,20 +283,16 @@ def sum_outputs(
     ``shared``."""
     if not use_triton(outputs):
         return sum_outputs_reference(outputs, choices, shared)
-    return _sum_launched(outputs, choices, shared, None, pdl=pdl)
+    out = torch.empty((len(outputs), outputs.shape[2]), dtype=outputs.dtype, device=outputs.device)
+    _launch_sum(out, outputs, choices, shared, pdl=pdl)
+    return out
 
 
-def _sum_launched(
-    outputs: Tensor,
-    choices: Choices,
-    shared: SharedOutput | None,
-    added: tuple[Tensor, Tensor, float] | None,
-    *,
-    pdl: bool,
-) -> Tensor:
+def _launch_sum(
+    out: Tensor, outputs: Tensor, choices: Choices, shared: SharedOutput | None, **rest: Any
+) -> None:
     from minisgl_backend.kernels.triton_kernels.expert_rows import launch_sum_outputs
 
-    out = torch.empty((len(outputs), outputs.shape[2]), dtype=outputs.dtype, device=outputs.device)
     launch_sum_outputs(
         out,
         outputs,
@@ -300,10 +300,8 @@ def _sum_launched(
         choices.elsewhere_ids,
         None if shared is None else shared.rows,
         opening=None if shared is None else shared.opening,
-        added=added,
-        pdl=pdl,
+        **rest,
     )
-    return out
 
 
 def sum_outputs_reference(outputs: Tensor, choices: Choices, shared: SharedOutput | None) -> Tensor:
@@ -322,13 +320,25 @@ def add_outputs(
     norm_weight: Tensor,
     eps: float,
     *,
+    half: bool = False,
     pdl: bool = False,
-) -> Tensor:
-    """residual += ``sum_outputs``, in place; its RMSNorm, [num_tokens, hidden_size]."""
+) -> tuple[Tensor, Tensor | None]:
+    """residual += ``sum_outputs``, in place; its RMSNorm, [num_tokens, hidden_size]. If ``half``,
+    only the norm's weight is applied: then there are also the sums of squares, float32 [tiles,
+    num_tokens], that complete it (``cuda.linear``)."""
     if not use_triton(outputs):
         summed = sum_outputs_reference(outputs, choices, shared)
-        return fused_add_rms_norm_reference(summed, residual, norm_weight, eps)
-    return _sum_launched(outputs, choices, shared, (residual, norm_weight, eps), pdl=pdl)
+        if not half:
+            return fused_add_rms_norm_reference(summed, residual, norm_weight, eps), None
+        wide = at_least_float32(residual.add_(summed))
+        return (wide * norm_weight).to(residual.dtype), wide.square().sum(dim=1)[None]
+    out, squares = torch.empty_like(residual), None
+    if half:
+        shape = -(-residual.shape[1] // _COLUMNS), len(residual)
+        squares = torch.empty(shape, dtype=torch.float32, device=residual.device)
+    added = residual, norm_weight, eps
+    _launch_sum(out, outputs, choices, shared, added=added, squares_out=squares, pdl=pdl)
+    return out, squares
 
 
 def fused_experts_reference(x: Tensor, experts: ExpertWeights, choices: Choices) -> Tensor:

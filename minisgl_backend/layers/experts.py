@@ -197,6 +197,7 @@ class ExpertsMLP(nn.Module):
         self.down_bias = _parameter(self.held.size, hidden_size) if spec.biases else None
         self._kernels: ExpertsKernels | None = None
         self._packed: ExpertWeights | None = None
+        self._most_half_done = 0  # tokens up to which what follows takes a norm that is half done
 
     @property
     def _is_shared_alike(self) -> bool:
@@ -255,6 +256,7 @@ class ExpertsMLP(nn.Module):
     def use_tensor_cores(self, kernels: TensorCores) -> None:
         """Compute the router and the shared experts by ``kernels``, in steps that fit them. Only if
         it ``has_half_norms``."""
+        self._most_half_done = kernels.most_tokens
         self.router.use_tensor_cores(kernels)
         if self.shared is not None:
             self.shared.use_tensor_cores(kernels, adds=False)
@@ -271,11 +273,10 @@ class ExpertsMLP(nn.Module):
         if self._is_invariant or not self._has_kernel(x.x) or self.group.size > 1:
             part = self.part(x, pdl=pdl, adapted=adapted)
             return residual, add_sum(residual, part, norm, self.group, pdl=pdl)
-        outputs, choices, shared = self._outputs(x, pdl, adapted)
-        weight, eps = norm.weight, norm.eps
-        return residual, Normed(
-            add_outputs(outputs, choices, shared, residual, weight, eps, pdl=pdl)
-        )
+        outputs = self._outputs(x, pdl, adapted)
+        half = len(x.x) <= self._most_half_done
+        rows, squares = add_outputs(*outputs, residual, norm.weight, norm.eps, half=half, pdl=pdl)
+        return residual, Normed(rows, norm if half else None, squares)
 
     def part_of(self, rows: Tensor, routed: Tensor, *, pdl: bool) -> Tensor:
         """This rank's part of the sum over the ranks, [num_tokens, hidden_size], of experts that

@@ -346,7 +346,7 @@ def test_whole_layers(
         summed = moe.sum_outputs(outputs, found, pdl=pdl)
         assert_close(residual.float() + summed.float(), expected, tolerance=tolerance)
         total = residual.clone()
-        normed = moe.add_outputs(outputs, found, None, total, norm, 1e-6, pdl=pdl)
+        normed, _ = moe.add_outputs(outputs, found, None, total, norm, 1e-6, pdl=pdl)
         assert_close(total.float(), expected, tolerance=tolerance)
         wide = total.float()
         scale = (wide.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
@@ -409,12 +409,12 @@ def test_rows_one_by_one(device: torch.device, dtype: torch.dtype, num_tokens: i
 @pytest.mark.parametrize("kind", ["none", "plain", "gated", "half normed"])
 def test_sums_with_the_norm(device: torch.device, dtype: torch.dtype, kind: str) -> None:
     """With and without an expert that all tokens take, which may be gated."""
-    parts = torch.randn(3, TOP_K, 96, device=device).to(dtype)
-    weight, norm = torch.rand(3, TOP_K, device=device), torch.randn(96, device=device).to(dtype)
+    parts = torch.randn(3, TOP_K, 300, device=device).to(dtype)
+    weight, norm = torch.rand(3, TOP_K, device=device), torch.randn(300, device=device).to(dtype)
     choices = moe.Choices(chosen(3, device), weight, elsewhere=True)
     choices.ids[1, 2] = -1
-    rows, x = torch.randn(2, 3, 96, device=device).to(dtype)
-    gate, squares = torch.randn(96, device=device).to(dtype), torch.rand(5, 3, device=device)
+    rows, x = torch.randn(2, 3, 300, device=device).to(dtype)
+    gate, squares = torch.randn(300, device=device).to(dtype), torch.rand(5, 3, device=device)
     shared = {
         "plain": moe.SharedOutput(rows),
         "gated": moe.SharedOutput(rows, gate, x),
@@ -422,17 +422,23 @@ def test_sums_with_the_norm(device: torch.device, dtype: torch.dtype, kind: str)
     }.get(kind)
     logits = x.float() @ gate.float()[:, None]
     if kind == "half normed":
-        logits /= (squares.sum(0)[:, None] / 96 + 0.5).sqrt()
+        logits /= (squares.sum(0)[:, None] / 300 + 0.5).sqrt()
     opening = torch.ones_like(logits) if kind == "plain" else logits.sigmoid()
-    residual = torch.randn(3, 96, device=device).to(dtype)
+    residual = torch.randn(3, 300, device=device).to(dtype)
     held = torch.where(choices.ids >= 0, weight, 0)
     added = (parts.float() * held[:, :, None]).sum(1)
     added = added if shared is None else added + opening * rows.float()
     total = residual.float() + added
     parts[1, 2] = torch.nan  # what no kernel has written may be anything
     assert_close(moe.sum_outputs(parts, choices, shared), added.to(dtype))
-    out = moe.add_outputs(parts, choices, shared, residual, norm, 1e-6)
+    before = residual.clone()
+    out, _ = moe.add_outputs(parts, choices, shared, residual, norm, 1e-6)
     assert_close(residual, total.to(dtype))
     kept = residual.float()
     expected = kept * (kept.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * norm.float()
     assert_close(out, expected.to(dtype))
+    out, of_tiles = moe.add_outputs(parts, choices, shared, before, norm, 1e-6, half=True)
+    assert of_tiles is not None
+    assert_close(before, residual)
+    assert_close(out, (kept * norm.float()).to(dtype))
+    assert_close(of_tiles.sum(0), before.float().square().sum(1))

@@ -26,14 +26,14 @@ from minisgl_backend.execution.prompt_logprobs import rows_at_once
 from minisgl_backend.execution.ranks import RankExecutor
 from minisgl_backend.execution.stages import ExecutorLimits
 from minisgl_backend.models.adapter_slots import AdapterSlots
-from minisgl_backend.models.build import (
-    build_model,
+from minisgl_backend.models.build import build_model
+from minisgl_backend.models.decoder import Decoder
+from minisgl_backend.models.kernel_choice import (
     has_expert_kernels,
     has_hopper_kernels,
     use_invariant_kernels,
     use_tensor_cores,
 )
-from minisgl_backend.models.decoder import Decoder
 from minisgl_backend.packages import slower_without
 from minisgl_backend.parallel.group import Group
 from minisgl_backend.parts import STANDARD, Parts

@@ -17,9 +17,15 @@ import torch
 
 from minisgl_backend.device.base import Device
 from minisgl_backend.execution.flat_batch import FlatBatch
-from minisgl_backend.kernels.gated_delta import BLOCK, Run, Runs, num_blocks, runs_table
+from minisgl_backend.kernels.gated_delta import (
+    BLOCK,
+    LayerStates,
+    Run,
+    Runs,
+    num_blocks,
+    runs_table,
+)
 from minisgl_backend.models.spec import DeltaSpec
-from minisgl_backend.models.token_mixing import LayerStates
 from minisgl_backend.plan import NO_SNAPSHOT
 from minisgl_backend.request import IntArray
 
@@ -45,8 +51,10 @@ class StateStorage:
         matrices = (*slots, shape.num_heads, shape.key_dim, shape.value_dim)
         self._conv = torch.zeros(conv, dtype=dtype, device=device)
         self._matrices = torch.zeros(matrices, dtype=torch.float32, device=device)
+        readers = torch.zeros((num_slots, shape.num_key_heads), dtype=torch.int32, device=device)
         self.layers = [
-            LayerStates(*of_layer) for of_layer in zip(self._conv, self._matrices, strict=True)
+            LayerStates(*of_layer, readers)
+            for of_layer in zip(self._conv, self._matrices, strict=True)
         ]
 
     def keep(self, rows: IntArray, snapshots: IntArray) -> None:

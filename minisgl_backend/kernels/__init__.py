@@ -22,6 +22,7 @@ for it itself (programmatic dependent launch). All kernels wait, so each sees al
 Before its wait a kernel may read weights; decode attention of ``kernels.cuda`` also reads its runs,
 the page table and the pages, except each row's newest position. So the launch right before it must
 write none of these, and must let it start only when all earlier launches have ended. Likewise the
-second GEMM of experts reads which rows are whose before its wait, and their sum the residual stream
-and the weights of choices, all of them written before the launch right before.
+second GEMM of experts reads which rows are whose before its wait, and their sum the residual
+stream, the weights of choices and what opens the gate of a shared expert, all of them written
+before the launch right before.
 """

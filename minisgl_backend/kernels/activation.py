@@ -1,5 +1,6 @@
 """The gates of feed-forward blocks (arXiv 2002.05202): Llama's silu(gate) * up, and Gemma's with
-GELU as tanh approximates it (arXiv 1606.08415)."""
+GELU as tanh approximates it (arXiv 1606.08415); and that of attention's output (arXiv 2505.06708).
+"""
 
 from __future__ import annotations
 
@@ -48,3 +49,23 @@ def gelu_mul_reference(gate_up: Tensor) -> Tensor:
     """The twin of ``gelu_mul``; float64 stays so."""
     gate, up = at_least_float32(gate_up).chunk(2, dim=-1)
     return F.gelu(gate, approximate="tanh").mul_(up).to(gate_up.dtype)
+
+
+def sigmoid_mul(x: Tensor, gate: Tensor, *, pdl: bool = False) -> Tensor:
+    """x * sigmoid(gate) in float32, rounded once.
+
+    ``x`` [num_tokens, num_heads, head_dim], contiguous, and ``gate`` of that shape, whose tokens
+    and heads may be apart. Returns [num_tokens, num_heads * head_dim].
+    """
+    if not use_triton(x):
+        return sigmoid_mul_reference(x, gate)
+    from minisgl_backend.kernels.triton_kernels.layer_kernels import launch_sigmoid_mul
+
+    out = torch.empty((len(x), x[0].numel()), dtype=x.dtype, device=x.device)
+    launch_sigmoid_mul(out, x, gate, pdl=pdl)
+    return out
+
+
+def sigmoid_mul_reference(x: Tensor, gate: Tensor) -> Tensor:
+    """The twin of ``sigmoid_mul``; float64 stays so."""
+    return (at_least_float32(x) * at_least_float32(gate).sigmoid()).to(x.dtype).flatten(1)

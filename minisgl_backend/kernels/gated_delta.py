@@ -121,14 +121,30 @@ def _pieces(run: Run) -> Iterator[tuple[int, int, int]]:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class DeltaWeights:
-    """What a layer's rule has beside its inputs.
+class LayerStates:
+    """The recurrent states of one layer, by slot.
 
+    ``conv`` [num_slots, num_channels, width - 1]: a convolution's last inputs. ``matrices`` float32
+    [num_slots, num_heads, key_dim, value_dim]. ``readers`` int32 [num_slots, num_key_heads] counts
+    within a kernel, and is 0 otherwise; layers may share it.
+    """
+
+    conv: Tensor
+    matrices: Tensor
+    readers: Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DeltaWeights:
+    """What a layer has beside the projections of tokens.
+
+    ``conv`` [num_channels, width] of the convolution; its last column is the token's own.
     [num_heads]: ``log_rates``, of the decay, and ``biases``; ``norm`` [value_dim] is the weight of
     the output's norm, with its ``eps``.
     """
 
     num_key_heads: int
+    conv: Tensor
     log_rates: Tensor
     biases: Tensor
     norm: Tensor
@@ -139,7 +155,7 @@ class DeltaWeights:
 class DeltaInputs:
     """The projections of tokens; a token's numbers lie together, those of the next may be apart.
 
-    ``channels`` [num_tokens, num_channels], after the convolution: queries and keys of all key
+    ``channels`` [num_tokens, num_channels], before the convolution: queries and keys of all key
     heads, values of all heads. ``z`` [num_tokens, num_heads, value_dim], the gate of the output.
     [num_tokens, num_heads]: ``a``, which the decay follows from, and ``b``, the rate's.
     """
@@ -150,24 +166,72 @@ class DeltaInputs:
     b: Tensor
 
 
-def causal_conv_step(out: Tensor, x: Tensor, states: Tensor, slots: Tensor, weight: Tensor) -> None:
-    """The convolution over the first tokens, one of each row, and SiLU of it; ``states`` are
-    updated in place.
+def delta_step(
+    out: Tensor,
+    inputs: DeltaInputs,
+    weights: DeltaWeights,
+    states: LayerStates,
+    slots: Tensor,
+    *,
+    pdl: bool = False,
+) -> None:
+    """The convolution, and SiLU of it, and the rule over the first tokens, one of each row, whose
+    ``states`` are updated in place; then the norm of what each head reads, and its gate.
 
-    ``out``, contiguous, and ``x`` [num_tokens, channels]; ``states`` [num_slots, channels,
-    width - 1], the inputs of the tokens before; ``slots`` int64 [num_rows], -1 of a token that is
-    left to others; ``weight`` [channels, width], of which the last column is the token's own.
+    ``out`` [num_tokens, num_heads, value_dim] gets the result; ``slots`` int64 [num_rows], -1 of a
+    token that is left to others. With ``pdl`` the kernel before this one may write none of
+    ``states`` and ``slots``.
     """
-    if not use_triton(x):
-        causal_conv_step_reference(out, x, states, slots, weight)
+    if not use_triton(out):
+        delta_step_reference(out, inputs, weights, states, slots)
         return
-    from minisgl_backend.kernels.triton_kernels.gated_delta_kernels import launch_conv_step
+    from minisgl_backend.kernels.triton_kernels.gated_delta_kernels import launch_step
 
-    launch_conv_step(out, x, states, slots, weight)
+    launch_step(
+        out,
+        inputs.channels,
+        inputs.z,
+        inputs.a,
+        inputs.b,
+        (weights.conv, weights.log_rates, weights.biases, weights.norm),
+        (states.conv, states.matrices, states.readers),
+        slots,
+        num_key_heads=weights.num_key_heads,
+        eps=weights.eps,
+        pdl=pdl,
+    )
+
+
+def delta_runs(
+    out: Tensor, inputs: DeltaInputs, weights: DeltaWeights, states: LayerStates, runs: Runs
+) -> None:
+    """The same over the tokens of ``runs``; all after them is padding, and gets zeros."""
+    if not use_triton(out):
+        delta_runs_reference(out, inputs, weights, states, runs)
+        return
+    from minisgl_backend.kernels.triton_kernels.gated_delta_kernels import launch_rule_blocks
+
+    channels = inputs.channels
+    convolved = torch.empty(channels.shape, dtype=channels.dtype, device=channels.device)
+    causal_conv_runs(convolved, channels, states.conv, runs, weights.conv)
+    launch_rule_blocks(
+        out,
+        convolved,
+        inputs.z,
+        inputs.a,
+        inputs.b,
+        (weights.log_rates, weights.biases, weights.norm),
+        states.matrices,
+        runs.blocks,
+        runs.lines,
+        num_key_heads=weights.num_key_heads,
+        eps=weights.eps,
+    )
 
 
 def causal_conv_runs(out: Tensor, x: Tensor, states: Tensor, runs: Runs, weight: Tensor) -> None:
-    """The same over the tokens of ``runs``."""
+    """The convolution of ``delta_runs`` alone: ``out``, contiguous, and ``x`` [num_tokens,
+    channels]; ``states`` are ``LayerStates.conv``."""
     if not use_triton(x):
         causal_conv_runs_reference(out, x, states, runs, weight)
         return
@@ -176,63 +240,10 @@ def causal_conv_runs(out: Tensor, x: Tensor, states: Tensor, runs: Runs, weight:
     launch_conv_blocks(out, x, states, runs.blocks, runs.lines, weight)
 
 
-def delta_step(
-    out: Tensor, inputs: DeltaInputs, weights: DeltaWeights, states: Tensor, slots: Tensor
-) -> None:
-    """The rule over the first tokens, one of each row, whose ``states`` are updated in place; then
-    the norm of what each head reads, and its gate.
-
-    ``out`` [num_tokens, num_heads, value_dim] gets the result; ``states`` float32 [num_slots,
-    num_heads, key_dim, value_dim]; ``slots`` int64 [num_rows], -1 of a token that is left to
-    others.
-    """
-    if not use_triton(out):
-        delta_step_reference(out, inputs, weights, states, slots)
-        return
-    from minisgl_backend.kernels.triton_kernels.gated_delta_kernels import launch_rule_step
-
-    launch_rule_step(
-        out,
-        inputs.channels,
-        inputs.z,
-        inputs.a,
-        inputs.b,
-        (weights.log_rates, weights.biases, weights.norm),
-        states,
-        slots,
-        num_key_heads=weights.num_key_heads,
-        eps=weights.eps,
-    )
-
-
-def delta_runs(
-    out: Tensor, inputs: DeltaInputs, weights: DeltaWeights, states: Tensor, runs: Runs
-) -> None:
-    """The same over the tokens of ``runs``; all after them is padding, and gets zeros."""
-    if not use_triton(out):
-        delta_runs_reference(out, inputs, weights, states, runs)
-        return
-    from minisgl_backend.kernels.triton_kernels.gated_delta_kernels import launch_rule_blocks
-
-    launch_rule_blocks(
-        out,
-        inputs.channels,
-        inputs.z,
-        inputs.a,
-        inputs.b,
-        (weights.log_rates, weights.biases, weights.norm),
-        states,
-        runs.blocks,
-        runs.lines,
-        num_key_heads=weights.num_key_heads,
-        eps=weights.eps,
-    )
-
-
 def causal_conv_step_reference(
     out: Tensor, x: Tensor, states: Tensor, slots: Tensor, weight: Tensor
 ) -> None:
-    """The twin of ``causal_conv_step``."""
+    """The convolution of ``delta_step`` alone, as ``causal_conv_runs``."""
     of_rows, slots = _rows_of(slots)
     inputs = torch.cat([states[slots], x[of_rows][..., None].to(states.dtype)], dim=-1)
     states[slots] = inputs[..., 1:]
@@ -254,31 +265,35 @@ def causal_conv_runs_reference(
 
 
 def delta_step_reference(
-    out: Tensor, inputs: DeltaInputs, weights: DeltaWeights, states: Tensor, slots: Tensor
+    out: Tensor, inputs: DeltaInputs, weights: DeltaWeights, states: LayerStates, slots: Tensor
 ) -> None:
     """The twin of ``delta_step``."""
+    convolved = torch.empty_like(inputs.channels)
+    causal_conv_step_reference(convolved, inputs.channels, states.conv, slots, weights.conv)
     of_rows, slots = _rows_of(slots)
-    each = *_heads(inputs, weights, states), *_rates(inputs, weights)
+    each = *_heads(convolved, weights, states.matrices), *_rates(inputs, weights)
     q, k, v, g, beta = (of_all[of_rows] for of_all in each)
-    found = delta_rule_step(q, k, v, g, beta, states, slots)
+    found = delta_rule_step(q, k, v, g, beta, states.matrices, slots)
     out[of_rows] = _gated(found, inputs.z[of_rows], weights).to(out.dtype)
 
 
 def delta_runs_reference(
-    out: Tensor, inputs: DeltaInputs, weights: DeltaWeights, states: Tensor, runs: Runs
+    out: Tensor, inputs: DeltaInputs, weights: DeltaWeights, states: LayerStates, runs: Runs
 ) -> None:
     """The twin of ``delta_runs``."""
-    each = *_heads(inputs, weights, states), *_rates(inputs, weights)
+    convolved, matrices = torch.empty_like(inputs.channels), states.matrices
+    causal_conv_runs_reference(convolved, inputs.channels, states.conv, runs, weights.conv)
+    each = *_heads(convolved, weights, matrices), *_rates(inputs, weights)
     out[int(runs.blocks[-1, 1]) :] = 0
     for run in runs.listed():
-        state = torch.zeros_like(states[0]) if run.is_fresh else states[run.slot]
+        state = torch.zeros_like(matrices[0]) if run.is_fresh else matrices[run.slot]
         begin = run.begin
         for end, slot in (*run.kept, (run.end, run.slot)):
             if begin < end:
                 q, k, v, g, beta = (of_all[begin:end] for of_all in each)
                 found, state = delta_rule(q, k, v, g, beta, state)
                 out[begin:end] = _gated(found, inputs.z[begin:end], weights)
-            states[slot] = state
+            matrices[slot] = state
             begin = end
 
 
@@ -289,12 +304,12 @@ def _rows_of(slots: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _heads(
-    inputs: DeltaInputs, weights: DeltaWeights, states: Tensor
+    convolved: Tensor, weights: DeltaWeights, states: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values, [num_tokens, their heads, their size]."""
     key_heads, (num_heads, key_dim, value_dim) = weights.num_key_heads, states.shape[1:]
     size = key_heads * key_dim
-    q, k, v = inputs.channels.tensor_split([size, 2 * size], dim=1)
+    q, k, v = convolved.tensor_split([size, 2 * size], dim=1)
     keys = len(q), key_heads, key_dim
     return q.reshape(keys), k.reshape(keys), v.reshape(len(v), num_heads, value_dim)
 

@@ -21,6 +21,12 @@ if they can be."""
 FEW_TOKENS: Final = 16
 """Up to here each warp multiplies codes by itself."""
 
+_FEATURES: Final = 256
+"""Of a weight, or a multiple."""
+
+HEAD_DIMS: Final = (64, 128)
+"""Of heads that can be tiles."""
+
 _MOST_BLOCKS: Final = 132
 _FEW_BLOCKS: Final = 66
 """All, and half, of an H200's multiprocessors: the next kernel starts on the other half."""
@@ -244,10 +250,15 @@ def largest_batch(elements: int, *, of_codes: bool = False, float8: bool = False
     return max((batch for batch in BATCHES if batch <= most), default=0)
 
 
+def padded(height: int) -> int:
+    """The features of a weight with so many rows more that a kernel can take it."""
+    return -(-height // _FEATURES) * _FEATURES
+
+
 def why_not(height: int, in_features: int) -> str | None:
     """Why no kernel can take a weight of these sizes; None if one can."""
-    if height % 256:
-        return f"needs a multiple of 256 features, not {height}"
+    if height % _FEATURES:
+        return f"needs a multiple of {_FEATURES} features, not {height}"
     if in_features % BLOCK:
         return f"needs a multiple of {BLOCK} in_features, not {in_features}"
     return None

@@ -10,6 +10,7 @@ block-aligned fused MoE kernels (MegaBlocks, arXiv 2211.15841; vLLM's fused_moe)
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any, Final
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +27,9 @@ from minisgl_backend.kernels.packed_weight import (
 )
 from minisgl_backend.kernels.quantized import QuantizedWeight, dequantized
 from minisgl_backend.kernels.rms_norm import fused_add_rms_norm_reference
+
+_COLUMNS: Final = 128
+"""Of a tile of ``add_outputs``, if the norm is half done."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -92,6 +96,40 @@ class Choices:
     def elsewhere_ids(self) -> Tensor | None:
         """``ids`` if some of them may be -1."""
         return self.ids if self.elsewhere else None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SharedOutput:
+    """What the MLP that all tokens take makes of them, ``rows`` [num_tokens, hidden_size].
+
+    With a ``gate`` [hidden_size] they count sigmoid(x . gate) times, for ``x`` [num_tokens,
+    hidden_size], what the experts read. If ``x`` is under a norm that is half done, ``squares``,
+    float32 [tiles, num_tokens], and ``eps`` complete it (``cuda.linear``).
+    """
+
+    rows: Tensor
+    gate: Tensor | None = None
+    x: Tensor | None = None
+    squares: Tensor | None = None
+    eps: float = 0.0
+
+    @property
+    def opening(self) -> tuple[Tensor, Tensor, Tensor | None, float] | None:
+        """All but ``rows``, if there is a gate."""
+        if self.gate is None or self.x is None:
+            return None
+        return self.gate, self.x, self.squares, self.eps
+
+    def opened(self) -> Tensor:
+        """[num_tokens, hidden_size] in float32 or float64."""
+        rows = at_least_float32(self.rows)
+        if self.opening is None:
+            return rows
+        gate, x, squares, eps = self.opening
+        logits = at_least_float32(x) @ at_least_float32(gate)  # [num_tokens]
+        if squares is not None:
+            logits *= (squares.sum(dim=0) / x.shape[1] + eps).rsqrt()
+        return rows * logits.sigmoid()[:, None]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -243,47 +281,68 @@ def expert_outputs(
 
 
 def sum_outputs(
-    outputs: Tensor, choices: Choices, shared: Tensor | None = None, *, pdl: bool = False
+    outputs: Tensor, choices: Choices, shared: SharedOutput | None = None, *, pdl: bool = False
 ) -> Tensor:
     """Each token's weighted sum of its ``outputs`` [num_tokens, top_k, hidden_size], plus
-    ``shared``, [num_tokens, hidden_size]."""
+    ``shared``."""
     if not use_triton(outputs):
         return sum_outputs_reference(outputs, choices, shared)
-    from minisgl_backend.kernels.triton_kernels.expert_rows import launch_sum_outputs
-
     out = torch.empty((len(outputs), outputs.shape[2]), dtype=outputs.dtype, device=outputs.device)
-    launch_sum_outputs(out, outputs, choices.weights, choices.elsewhere_ids, shared, pdl=pdl)
+    _launch_sum(out, outputs, choices, shared, pdl=pdl)
     return out
 
 
-def sum_outputs_reference(outputs: Tensor, choices: Choices, shared: Tensor | None) -> Tensor:
+def _launch_sum(
+    out: Tensor, outputs: Tensor, choices: Choices, shared: SharedOutput | None, **rest: Any
+) -> None:
+    from minisgl_backend.kernels.triton_kernels.expert_rows import launch_sum_outputs
+
+    launch_sum_outputs(
+        out,
+        outputs,
+        choices.weights,
+        choices.elsewhere_ids,
+        None if shared is None else shared.rows,
+        opening=None if shared is None else shared.opening,
+        **rest,
+    )
+
+
+def sum_outputs_reference(outputs: Tensor, choices: Choices, shared: SharedOutput | None) -> Tensor:
     """The twin of ``sum_outputs``, in float32 or float64."""
     wide = at_least_float32(outputs)
     weighted = torch.where(choices.ids[:, :, None] < 0, 0, wide * choices.weights[:, :, None])
     total = weighted.sum(dim=1)
-    return (total if shared is None else total + shared).to(outputs.dtype)
+    return (total if shared is None else total + shared.opened()).to(outputs.dtype)
 
 
 def add_outputs(
     outputs: Tensor,
     choices: Choices,
-    shared: Tensor | None,
+    shared: SharedOutput | None,
     residual: Tensor,
     norm_weight: Tensor,
     eps: float,
     *,
+    half: bool = False,
     pdl: bool = False,
-) -> Tensor:
-    """residual += ``sum_outputs``, in place; its RMSNorm, [num_tokens, hidden_size]."""
+) -> tuple[Tensor, Tensor | None]:
+    """residual += ``sum_outputs``, in place; its RMSNorm, [num_tokens, hidden_size]. If ``half``,
+    only the norm's weight is applied: then there are also the sums of squares, float32 [tiles,
+    num_tokens], that complete it (``cuda.linear``)."""
     if not use_triton(outputs):
         summed = sum_outputs_reference(outputs, choices, shared)
-        return fused_add_rms_norm_reference(summed, residual, norm_weight, eps)
-    from minisgl_backend.kernels.triton_kernels.expert_rows import launch_sum_outputs
-
-    out = torch.empty_like(residual)
-    ids, added = choices.elsewhere_ids, (residual, norm_weight, eps)
-    launch_sum_outputs(out, outputs, choices.weights, ids, shared, added=added, pdl=pdl)
-    return out
+        if not half:
+            return fused_add_rms_norm_reference(summed, residual, norm_weight, eps), None
+        wide = at_least_float32(residual.add_(summed))
+        return (wide * norm_weight).to(residual.dtype), wide.square().sum(dim=1)[None]
+    out, squares = torch.empty_like(residual), None
+    if half:
+        shape = -(-residual.shape[1] // _COLUMNS), len(residual)
+        squares = torch.empty(shape, dtype=torch.float32, device=residual.device)
+    added = residual, norm_weight, eps
+    _launch_sum(out, outputs, choices, shared, added=added, squares_out=squares, pdl=pdl)
+    return out, squares
 
 
 def fused_experts_reference(x: Tensor, experts: ExpertWeights, choices: Choices) -> Tensor:

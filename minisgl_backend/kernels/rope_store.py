@@ -63,15 +63,16 @@ def qk_norm_rope_store(
     *,
     num_heads: int,
     head_weights: Tensor | None = None,
+    gated: bool = False,
     eps: float = 1e-6,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
     pdl: bool = False,
 ) -> Tensor:
-    """Norm, rotate and store; returns q [num_tokens, num_heads, head_dim], which may be a view of
-    ``qkv``, rewritten in place.
+    """Norm, rotate and store; returns q [num_tokens, num_heads, head_dim].
 
     ``qkv`` [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim], heads of q, k, v in this order.
+    If it is ``gated``, head_dim numbers more stand behind each head of q (``gates_of``).
     ``k_cache``, ``v_cache`` [num_pages, page_size, num_kv_heads, head_dim], of float8_e4m3fn if
     ``k_scale`` and ``v_scale`` (float32 [1]) are given: then they hold k / k_scale and v / v_scale.
     ``head_weights`` [num_heads + num_kv_heads, head_dim]: the weight of the norm for each head of q
@@ -85,20 +86,23 @@ def qk_norm_rope_store(
             v_cache,
             num_heads=num_heads,
             head_weights=head_weights,
+            gated=gated,
             eps=eps,
             k_scale=k_scale,
             v_scale=v_scale,
         )
     from minisgl_backend.kernels.triton_kernels.rope_store_kernel import launch_qk_norm_rope_store
 
+    q = torch.empty((len(qkv), num_heads, k_cache.shape[-1]), dtype=qkv.dtype, device=qkv.device)
     launch_qk_norm_rope_store(
+        q,
         qkv,
         places.positions,
         places.slots,
         places.cos_sin,
         k_cache,
         v_cache,
-        num_heads=num_heads,
+        gated=gated,
         q_weight=None if head_weights is None else head_weights[0],
         k_weight=None if head_weights is None else head_weights[num_heads],
         eps=eps,
@@ -107,8 +111,7 @@ def qk_norm_rope_store(
         interleaved=places.interleaved,
         pdl=pdl,
     )
-    head_dim = k_cache.shape[-1]
-    return qkv[:, : num_heads * head_dim].view(len(qkv), num_heads, head_dim)
+    return q
 
 
 def qk_norm_rope_store_reference(
@@ -119,6 +122,7 @@ def qk_norm_rope_store_reference(
     *,
     num_heads: int,
     head_weights: Tensor | None = None,
+    gated: bool = False,
     eps: float = 1e-6,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
@@ -126,6 +130,9 @@ def qk_norm_rope_store_reference(
     """The twin of ``qk_norm_rope_store``; float64 stays so."""
     num_kv_heads, head_dim = k_cache.shape[-2:]
     heads = qkv.view(qkv.shape[0], -1, head_dim)
+    if gated:
+        asked, others = heads.tensor_split([2 * num_heads], dim=1)
+        heads = torch.cat([asked[:, ::2], others], dim=1)
     qk, v = heads.tensor_split([num_heads + num_kv_heads], dim=1)
     qk = at_least_float32(qk)
     if head_weights is not None:
@@ -134,6 +141,12 @@ def qk_norm_rope_store_reference(
     _store(k_cache, places, k, k_scale)
     _store(v_cache, places, v, v_scale)
     return q.to(qkv.dtype)
+
+
+def gates_of(qkv: Tensor, num_heads: int, head_dim: int) -> Tensor:
+    """The gates behind the heads of q of ``qkv``, a view [num_tokens, num_heads, head_dim]."""
+    asked = qkv[:, : 2 * num_heads * head_dim].view(len(qkv), num_heads, 2, head_dim)
+    return asked[:, :, 1]
 
 
 def rotated_queries(

@@ -23,6 +23,7 @@ from minisgl_backend.kernels.linear_cut import BLOCK
 from minisgl_backend.kernels.moe import (
     Choices,
     ExpertWeights,
+    SharedOutput,
     add_outputs,
     choose,
     expert_outputs,
@@ -32,6 +33,7 @@ from minisgl_backend.kernels.moe import (
     sum_outputs,
 )
 from minisgl_backend.layers.feed_forward import GatedMLP
+from minisgl_backend.layers.matrix import DenseMatrix
 from minisgl_backend.layers.norm import Normed, RMSNorm, add_sum
 from minisgl_backend.layers.quantized_matrix import Matrices
 from minisgl_backend.layers.quantized_place import place_in, stacked_place
@@ -174,12 +176,6 @@ class ExpertsMLP(nn.Module):
         kept = matrices.experts_kept([*of_gate_up, *of_down])
         width = 2 * self.inner.size
         both = [(0, self.inner), (self.inner.size, self.inner)]
-        self.gate_up = _memory_of(kept, of_gate_up, both, self.outer, width)
-        self.down = _memory_of(kept, of_down, [(0, self.outer)], self.inner, hidden_size)
-        self.gate_up_bias = _parameter(self.held.size, width) if spec.biases else None
-        self.down_bias = _parameter(self.held.size, hidden_size) if spec.biases else None
-        self._kernels: ExpertsKernels | None = None
-        self._packed: ExpertWeights | None = None
         self.shared: GatedMLP | None = None
         self.shared_gate: nn.Parameter | None = None
         if (shared := spec.shared) is not None:
@@ -193,6 +189,36 @@ class ExpertsMLP(nn.Module):
             )
             self._shared_gate_format = matrices.format_of(f"{name}.{shared.name}_gate")
             self.shared_gate = _parameter(1, hidden_size) if shared.gated else None
+        self._is_shared_last = fused and not whole_experts and not kept and self._is_shared_alike
+        more = 1 if self._is_shared_last else 0
+        self.gate_up = _memory_of(kept, of_gate_up, both, self.outer, width, more=more)
+        self.down = _memory_of(kept, of_down, [(0, self.outer)], self.inner, hidden_size, more=more)
+        self.gate_up_bias = _parameter(self.held.size, width) if spec.biases else None
+        self.down_bias = _parameter(self.held.size, hidden_size) if spec.biases else None
+        self._kernels: ExpertsKernels | None = None
+        self._packed: ExpertWeights | None = None
+        self._most_half_done = 0  # tokens up to which what follows takes a norm that is half done
+
+    @property
+    def _is_shared_alike(self) -> bool:
+        """Whether an MLP that all tokens take is like the experts, behind a gate of its own."""
+        if self.shared is None or self.shared_gate is None:
+            return False
+        matrices = self.shared.gate_up_proj.matrix, self.shared.down_proj.matrix
+        is_plain = all(isinstance(matrix, DenseMatrix) for matrix in matrices)
+        return is_plain and matrices[1].in_features == self.inner.size
+
+    def lay_out(self) -> None:
+        """Let what all tokens take be the last of the experts in memory, too, if it is like them;
+        before weights are loaded. Kernels for few tokens take it with the others."""
+        if self._is_shared_last:
+            assert self.shared is not None
+            for linear, memory in (
+                (self.shared.gate_up_proj, self.gate_up),
+                (self.shared.down_proj, self.down),
+            ):
+                assert isinstance(linear.matrix, DenseMatrix) and isinstance(memory, nn.Parameter)
+                linear.matrix.weight.data = memory.data[-1]
 
     def use_invariant_kernels(self, kernels: InvariantKernels) -> None:
         """Compute each token in an order that does not depend on the others, the router by
@@ -219,20 +245,21 @@ class ExpertsMLP(nn.Module):
                 kinds=weights.kinds,
                 gate=weights.gate,
                 wide=wide,
+                shared=self._is_shared_last,
             )
 
     @property
     def has_half_norms(self) -> bool:
         """Whether it can take an input whose norm is half done (``Normed``)."""
-        router, shared_gate = self.router, self.shared_gate
-        return self._kernels is not None and router.fits_tensor_cores and shared_gate is None
+        return self._kernels is not None and self.router.fits_tensor_cores
 
     def use_tensor_cores(self, kernels: TensorCores) -> None:
         """Compute the router and the shared experts by ``kernels``, in steps that fit them. Only if
         it ``has_half_norms``."""
+        self._most_half_done = kernels.most_tokens
         self.router.use_tensor_cores(kernels)
         if self.shared is not None:
-            self.shared.use_tensor_cores(kernels)
+            self.shared.use_tensor_cores(kernels, adds=False)
 
     def forward(
         self,
@@ -246,11 +273,10 @@ class ExpertsMLP(nn.Module):
         if self._is_invariant or not self._has_kernel(x.x) or self.group.size > 1:
             part = self.part(x, pdl=pdl, adapted=adapted)
             return residual, add_sum(residual, part, norm, self.group, pdl=pdl)
-        outputs, choices, shared = self._outputs(x, pdl, adapted)
-        weight, eps = norm.weight, norm.eps
-        return residual, Normed(
-            add_outputs(outputs, choices, shared, residual, weight, eps, pdl=pdl)
-        )
+        outputs = self._outputs(x, pdl, adapted)
+        half = len(x.x) <= self._most_half_done
+        rows, squares = add_outputs(*outputs, residual, norm.weight, norm.eps, half=half, pdl=pdl)
+        return residual, Normed(rows, norm if half else None, squares)
 
     def part_of(self, rows: Tensor, routed: Tensor, *, pdl: bool) -> Tensor:
         """This rank's part of the sum over the ranks, [num_tokens, hidden_size], of experts that
@@ -273,15 +299,16 @@ class ExpertsMLP(nn.Module):
         read, choices = self._routed(rows)
         part = fused_experts_reference(read, self.weights, choices)
         shared = self._of_shared(Normed(rows), pdl, adapted)
-        return part if shared is None else part + shared
+        return part if shared is None else (part + shared.opened()).to(part.dtype)
 
     def _has_kernel(self, x: Tensor) -> bool:
         return self._kernels is not None or (self.fused and has_kernel(x, self.weights))
 
     def _outputs(
         self, x: Normed, pdl: bool, adapted: AdaptedTokens | None
-    ) -> tuple[Tensor, Choices, Tensor | None]:
-        """The outputs of each token's experts, which these are, and that of the shared one."""
+    ) -> tuple[Tensor, Choices, SharedOutput | None]:
+        """The outputs of each token's experts, which these are, and that of the shared one, unless
+        it is among them."""
         kernels = self._kernels
         if kernels is None:
             x = Normed(x.normalized(pdl=pdl))
@@ -289,13 +316,19 @@ class ExpertsMLP(nn.Module):
             read, choices = self._routed(x.x)
             return expert_outputs(read, self.weights, choices), choices, shared
         rows, squares = x.unscaled(pdl=pdl)
-        ready = Normed(rows, x.norm if squares is not None else None, squares)
-        shared = self._of_shared(ready, pdl, adapted)
+        router, shared, shared_gate = self.router.weight, None, None
+        if self._is_shared_last and adapted is None and kernels.takes_shared(len(rows), router):
+            assert self.shared_gate is not None
+            shared_gate = self.shared_gate[0]
+        else:
+            ready = Normed(rows, x.norm if squares is not None else None, squares)
+            shared = self._of_shared(ready, pdl, adapted)
         outputs, choices = kernels(
             rows,
-            self.router.weight,
+            router,
             partial(self.router.logits, rows, pdl=pdl),
             self.weights,
+            shared_gate=shared_gate,
             correction=self.router.correction,
             squares=squares,
             eps=x.eps,
@@ -303,14 +336,17 @@ class ExpertsMLP(nn.Module):
         )
         return outputs, choices, shared
 
-    def _of_shared(self, x: Normed, pdl: bool, adapted: AdaptedTokens | None) -> Tensor | None:
-        """This rank's part of what all tokens take, [num_tokens, hidden_size], if there is any."""
+    def _of_shared(
+        self, x: Normed, pdl: bool, adapted: AdaptedTokens | None
+    ) -> SharedOutput | None:
+        """This rank's part of what all tokens take, if there is any. The norm of ``x`` is done, or
+        half done."""
         if self.shared is None:
             return None
         part = self.shared.part(x, pdl=pdl, adapted=adapted)
-        if self.shared_gate is not None:
-            part = part * F.linear(x.normalized(pdl=pdl), self.shared_gate).sigmoid()
-        return part
+        if self.shared_gate is None:
+            return SharedOutput(part)
+        return SharedOutput(part, self.shared_gate[0], x.x, x.squares, x.eps)
 
     @property
     def weights(self) -> ExpertWeights:
@@ -462,12 +498,15 @@ def _memory_of(
     parts: list[tuple[int, Share]],
     ins: Share,
     out_features: int,
+    *,
+    more: int,
 ) -> nn.Parameter | StoredWeight:
     """Memory for the same matrix of each expert, [num_experts, out_features, ins.size].
 
-    ``formats`` are those of all experts and ``parts``, pairs of a part's first row and its share.
+    ``formats`` are those of all experts and ``parts``, pairs of a part's first row and its share;
+    there is room for ``more`` experts.
     """
-    shape, first = (len(formats) // len(parts), out_features, ins.size), formats[0]
+    shape, first = (len(formats) // len(parts) + more, out_features, ins.size), formats[0]
     if not kept or first is None:
         return _parameter(*shape)
     return StoredWeight(first, block_of(first, parts, ins), shape, num_inputs=ins.total)

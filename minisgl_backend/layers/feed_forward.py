@@ -71,10 +71,11 @@ class GatedMLP(nn.Module):
             matrices=matrices,
         )
 
-    def use_tensor_cores(self, kernels: TensorCores) -> None:
-        """Compute steps that fit them by ``kernels``, which the weights fit. Only with silu."""
+    def use_tensor_cores(self, kernels: TensorCores, *, adds: bool = True) -> None:
+        """Compute steps that fit them by ``kernels``, which the weights fit: ``forward``, or if it
+        never ``adds``, ``output`` and ``part``. Only with silu."""
         self.gate_up_proj.use_tensor_cores(kernels)
-        self.down_proj.use_tensor_cores(kernels)
+        self.down_proj.use_tensor_cores(kernels, adds=adds)
 
     def forward(
         self,

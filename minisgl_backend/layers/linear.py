@@ -48,12 +48,14 @@ class MergedColumnLinear(nn.Module):
         bias: bool,
         matrices: Matrices,
         gated: bool = False,
+        padded: bool = False,
     ):
-        """``name`` is that of the module around it, as in the checkpoint."""
+        """``name`` is that of the module around it, as in the checkpoint. If ``padded``, results
+        may be wider than their parts, for the sake of kernels on tensor cores."""
         super().__init__()
         self.gated = gated
         named = {f"{name}.{part}": share for part, share in parts.items()}
-        self.matrix = matrices.make(named, Share(in_features, 0, in_features))
+        self.matrix = matrices.make(named, Share(in_features, 0, in_features), padded=padded)
         size = self.matrix.out_features
         self.bias = nn.Parameter(torch.empty(size), requires_grad=False) if bias else None
 
@@ -98,9 +100,10 @@ class RowLinear(nn.Module):
         self.matrix = matrices.make({name: Share(out_features, 0, out_features)}, inputs)
         self.bias = nn.Parameter(torch.empty(out_features), requires_grad=False) if bias else None
 
-    def use_tensor_cores(self, kernels: TensorCores) -> None:
-        """Compute steps that fit them by ``kernels``, which the weight fits."""
-        adds = self.group.size == 1
+    def use_tensor_cores(self, kernels: TensorCores, *, adds: bool = True) -> None:
+        """Compute steps that fit them by ``kernels``, which the weight fits; ``add_to``, or if it
+        never ``adds``, ``forward``."""
+        adds = adds and self.group.size == 1
         self.matrix.use_tensor_cores(kernels, adds=adds, takes_adapters=takes_adapters(self))
 
     def add_to(

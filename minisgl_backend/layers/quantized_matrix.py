@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from minisgl_backend.kernels import linear_cut
 from minisgl_backend.kernels.activation import silu_mul
 from minisgl_backend.kernels.packed_weight import (
     CodesKind,
@@ -134,16 +135,29 @@ class Matrices:
     fused: bool
 
     def make(
-        self, parts: Mapping[str, Share], ins: Share, *, out_features: int | None = None
+        self,
+        parts: Mapping[str, Share],
+        ins: Share,
+        *,
+        out_features: int | None = None,
+        padded: bool = False,
     ) -> Matrix:
         """The matrix of projections of the same input, each one's share of the outputs by its name.
-        By default it has no rows but theirs."""
-        num_rows = sum(share.size for share in parts.values())
-        out_features = num_rows if out_features is None else out_features
+        By default it has no rows but theirs; if ``padded``, and kernels are used, as many as those
+        on tensor cores need."""
+        if out_features is None:
+            out_features = sum(share.size for share in parts.values())
+            if padded and self.fused:
+                out_features = linear_cut.padded(out_features)
         formats = {name: form for name in parts if (form := self.format_of(name)) is not None}
         if len(formats) == len(parts) and _is_kept(list(formats.values()), self.keeps):
             return QuantizedMatrix(parts, ins, out_features, formats=formats, fused=self.fused)
         return DenseMatrix(parts, ins, out_features, formats=formats, fused=self.fused)
+
+    def stays_quantized(self, name: str) -> bool:
+        """Whether a projection is quantized and stays so."""
+        form = self.format_of(name)
+        return form is not None and self.keeps(form)
 
     def experts_kept(self, formats: Sequence[WeightFormat | None]) -> bool:
         """Whether one storage holds the weights of all experts, in these formats, for kernels to

@@ -6,11 +6,9 @@ not know config.json, pages or plans: of an architecture it knows the spec alone
 
 from __future__ import annotations
 
-import functools
-import importlib
 import logging
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
@@ -18,12 +16,11 @@ import torch
 from torch import nn
 
 from minisgl_backend.errors import ConfigError
-from minisgl_backend.kernels import expert_cut, linear_cut
 from minisgl_backend.layers.experts import ExpertsMLP, Router
-from minisgl_backend.layers.linear import MergedColumnLinear, RowLinear, takes_adapters
+from minisgl_backend.layers.linear import MergedColumnLinear, RowLinear
 from minisgl_backend.layers.matrix import Matrix
 from minisgl_backend.layers.norm import HeadNorm
-from minisgl_backend.layers.quantized_matrix import Matrices, QuantizedMatrix
+from minisgl_backend.layers.quantized_matrix import Matrices
 from minisgl_backend.layers.stored_weight import StoredWeight
 from minisgl_backend.layers.weight_place import FLOATS, collect_places
 from minisgl_backend.models.checkpoint import WeightHeader, weight_files
@@ -31,9 +28,7 @@ from minisgl_backend.models.decoder import Decoder
 from minisgl_backend.models.kv_scales import is_kv_scale
 from minisgl_backend.models.spec import ModelSpec
 from minisgl_backend.models.tensor_names import StoredAs
-from minisgl_backend.models.token_mixing import SelfAttention
 from minisgl_backend.models.weights import fill_random, load_weights
-from minisgl_backend.packages import CUDA_BINDINGS, import_error
 from minisgl_backend.parallel.group import Group
 from minisgl_backend.progress import Progress, unseen
 from minisgl_backend.weight_format import Layout, WeightFormat, WeightFormats
@@ -93,6 +88,9 @@ def build_model(
             module.matrix.lay_out(device)
         elif isinstance(module, HeadNorm) and not module.weighted:
             module.reset()
+    for module in model.modules():
+        if isinstance(module, ExpertsMLP):
+            module.lay_out()
     if load_format == "dummy":
         fill_random(collect_places(model), seed, dtype)
     elif load_format == "auto":
@@ -187,152 +185,6 @@ def _check_blocks(form: WeightFormat, stored: StoredAs) -> None:
                 f"{stored.name}: blocks of {rows} rows may lie across row {begin}, which parts "
                 "gates and ups"
             )
-
-
-def use_tensor_cores(model: Decoder, device: torch.device) -> None:
-    """Let the layers compute steps of up to 256 tokens on Hopper's tensor cores, if there are
-    kernels for all of them and these are faster. Which models they know is decided by
-    ``has_fused_layers`` and here only. Compiles those that are not in the cache.
-
-    Weights may be plain or quantized. A layer is then four GEMMs and attention
-    (``kernels.cuda.linear``): norms, rotation, storing of keys and values, activations and residual
-    adds happen inside the GEMMs. With several ranks the sums over the ranks are launched as well,
-    and include the residual adds and norms that follow them. Pages must be bound. If some layers do
-    not fit, quantized weights still take the kernels, each for itself.
-
-    Experts have kernels of their own (``kernels.cuda.experts``), for any number of tokens, which
-    serve if they fit, whatever the rest of a layer takes.
-    """
-    if not has_hopper_kernels(device, model.dtype):
-        return
-    # these modules import the CUDA driver's bindings, which only installations for GPUs have
-    experts = importlib.import_module("minisgl_backend.kernels.cuda.experts").HopperExperts(device)
-    for layer in model.layers:
-        if isinstance(layer.mlp, ExpertsMLP) and layer.mlp.fused:
-            layer.mlp.use_kernels(experts)
-    if model.spec.head_dim not in (64, 128):
-        return
-    make = importlib.import_module("minisgl_backend.kernels.cuda.linear").TensorCores
-    in_layers = list(_linears(model.model.layers))
-    are_whole = (
-        has_fused_layers(model.spec)
-        and all(
-            isinstance(layer.mixer, SelfAttention)
-            and (not isinstance(layer.mlp, ExpertsMLP) or layer.mlp.has_half_norms)
-            for layer in model.layers
-        )
-        and all(linear.matrix.fits_tensor_cores(gated=gated) for linear, gated in in_layers)
-    )
-    if are_whole:
-        of_layer = [linear.matrix for linear, _ in _linears(model.layers[0])]
-        most_tokens = _largest_batch(of_layer)
-        if most_tokens:
-            model.use_tensor_cores(make(device, most_tokens))
-        return
-    kernels_for = functools.cache(functools.partial(make, device))
-    for linear, gated in in_layers:
-        matrix = linear.matrix
-        if isinstance(matrix, QuantizedMatrix) and matrix.fits_tensor_cores(gated=gated):
-            kernels = kernels_for(_largest_batch([matrix]))
-            if isinstance(linear, MergedColumnLinear):
-                linear.use_tensor_cores(kernels)
-            else:
-                matrix.use_tensor_cores(kernels, takes_adapters=takes_adapters(linear))
-
-
-def _largest_batch(matrices: Sequence[Matrix]) -> int:
-    """Up to which batch kernels on tensor cores are the fastest for all of them together."""
-    quantized = [matrix for matrix in matrices if isinstance(matrix, QuantizedMatrix)]
-    return linear_cut.largest_batch(
-        sum(matrix.out_features * matrix.in_features for matrix in matrices),
-        of_codes=bool(quantized),
-        float8=bool(quantized) and all(matrix.takes_float8 for matrix in quantized),
-    )
-
-
-def _linears(module: nn.Module) -> Iterator[tuple[MergedColumnLinear | RowLinear, bool]]:
-    """The linear layers in ``module``, and whether they are gated."""
-    for child in module.modules():
-        if isinstance(child, MergedColumnLinear):
-            yield child, child.gated
-        elif isinstance(child, RowLinear):
-            yield child, False
-
-
-def has_hopper_kernels(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether the CUDA C++ kernels for Hopper can be compiled for this GPU, and take this dtype."""
-    if torch.cuda.get_device_capability(device) != (9, 0) or import_error("cuda.bindings"):
-        return False
-    return dtype == torch.bfloat16
-
-
-def has_expert_kernels(form: WeightFormat, spec: ModelSpec, parts: int) -> bool:
-    """Whether these kernels take experts' weights in this format, each cut into ``parts``."""
-    if spec.moe is None:
-        return False
-    experts = spec.moe.experts
-    size = experts.intermediate_size // parts
-    return expert_cut.knows(experts) and expert_cut.fits(spec.hidden_size, size, form)
-
-
-def use_invariant_kernels(model: Decoder, device: torch.device) -> None:
-    """Compute every step so that a token's values do not depend on its other tokens (the option
-    ``batch_invariant``). Compiles kernels that are not in the cache.
-
-    Raises ``ConfigError`` if there are no such kernels for a weight, the dtype or the device; what
-    layers may consist of is checked by ``precheck``.
-    """
-    if torch.cuda.get_device_capability(device) != (9, 0):
-        raise ConfigError("option batch_invariant needs a GPU of compute capability 9.0 (Hopper)")
-    error = import_error("cuda.bindings")
-    if error is not None:
-        raise ConfigError(f"option batch_invariant needs cuda.bindings ({error}): {CUDA_BINDINGS}")
-    if model.dtype != torch.bfloat16:
-        name = str(model.dtype).removeprefix("torch.")
-        raise ConfigError(f"option batch_invariant needs dtype bfloat16, not {name}")
-    if model.spec.head_dim not in (64, 128):
-        raise ConfigError(
-            f"option batch_invariant needs heads of 64 or 128 elements, not {model.spec.head_dim}"
-        )
-    modules = [module for layer in model.layers for module in layer.modules()]
-    matrices = [module for module in modules if isinstance(module, Matrix)] + [model.head.matrix]
-    sizes = [(matrix.out_features, matrix.in_features) for matrix in matrices]
-    sizes += [(len(of.weight), of.weight.shape[1]) for of in modules if isinstance(of, Router)]
-    for height, in_features in sizes:
-        reason = linear_cut.why_not_invariant(height, in_features)
-        if reason is not None:
-            raise ConfigError(
-                f"option batch_invariant: a weight of {height} x {in_features} {reason}"
-            )
-    # imports the CUDA driver's bindings, which only installations for GPUs have
-    module = importlib.import_module("minisgl_backend.kernels.cuda.invariant_linear")
-    model.use_invariant_kernels(module.InvariantKernels(device))
-
-
-def has_fused_layers(spec: ModelSpec) -> bool:
-    """Whether the kernels for whole layers (``use_tensor_cores``) know all that the layers of such
-    a model compute; sizes and weight formats, on which they also depend, aside.
-
-    They do not know layers without attention, gates of its output, norms of the outputs of a
-    layer's parts or over all heads of a token, another gate than SiLU, heads of which a part
-    rotates or neighbouring dimensions do together, nor experts that ``expert_cut`` does not know,
-    that have biases, as their router has then, or beside which there is a gated one.
-    Heads that do not rotate at all are no exception to them.
-    """
-    ropes = [spec.rope_of(layer) for layer in range(spec.num_layers)]
-    experts = None if spec.moe is None else spec.moe.experts
-    if experts is not None:
-        is_gated = experts.shared is not None and experts.shared.gated
-        if is_gated or experts.biases or not expert_cut.knows(experts):
-            return False
-    return (
-        spec.delta_net is None
-        and not spec.gated_attention
-        and spec.norms == "before"
-        and not spec.gelu
-        and spec.qk_norm != "token"
-        and all(rope is None or (rope.rotated == 1.0 and not rope.interleaved) for rope in ropes)
-    )
 
 
 def _cast(module: nn.Module, dtype: torch.dtype) -> None:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from minisgl_backend.attention.base import Attend, PagedKV
 from minisgl_backend.kernels.adapters import AdaptedTokens
 from minisgl_backend.kernels.dispatch import can_start_early
+from minisgl_backend.kernels.gated_delta import LayerStates
 from minisgl_backend.kernels.linear_cut import MAX_TOKENS
 from minisgl_backend.kernels.rope_store import TokenPlaces
 from minisgl_backend.kernels.small_batch import MAX_BATCH_SIZE
@@ -36,12 +37,7 @@ from minisgl_backend.models.gated_delta_net import GatedDeltaNet
 from minisgl_backend.models.gemma4_layer import Gemma4Layer, LayerInputsMaker
 from minisgl_backend.models.rope import query_scales, rotary_table
 from minisgl_backend.models.spec import ModelSpec
-from minisgl_backend.models.token_mixing import (
-    LayerStates,
-    RecurrentRows,
-    SelfAttention,
-    StepContext,
-)
+from minisgl_backend.models.token_mixing import RecurrentRows, SelfAttention, StepContext
 from minisgl_backend.parallel.group import Group
 
 if TYPE_CHECKING:
@@ -181,10 +177,10 @@ class Decoder(nn.Module):
 
     def use_tensor_cores(self, kernels: TensorCores) -> None:
         """Compute steps that fit them by ``kernels``. Only a ``DecoderLayer`` whose weights fit
-        them, all of the same shapes, each ``SelfAttention`` and ``GatedMLP``, or ``ExpertsMLP``
-        that ``has_half_norms``; pages must be bound."""
+        them, each with ``GatedMLP`` or an ``ExpertsMLP`` that ``has_half_norms``; pages must be
+        bound."""
         for layer in self.layers:
-            assert isinstance(layer.mixer, SelfAttention)
+            assert isinstance(layer.mixer, (SelfAttention, GatedDeltaNet))
             assert isinstance(layer.mlp, (GatedMLP, ExpertsMLP))
             layer.mixer.use_tensor_cores(kernels)
             layer.mlp.use_tensor_cores(kernels)
@@ -192,7 +188,7 @@ class Decoder(nn.Module):
 
     def use_invariant_kernels(self, kernels: InvariantKernels) -> None:
         """Compute each token in an order that does not depend on the others. Only what
-        ``models.build.use_invariant_kernels`` knows, with dense weights."""
+        ``models.kernel_choice.use_invariant_kernels`` knows, with dense weights."""
         for layer in self.layers:
             for module in layer.modules():
                 if isinstance(module, (DenseMatrix, ExpertsMLP)):
@@ -279,12 +275,12 @@ class Decoder(nn.Module):
     def _starts_early(self, num_tokens: int) -> bool:
         """Whether kernels of the layers may start early, and gain by it.
 
-        Not in a ``PostNormLayer`` or beside recurrent layers, which are partly PyTorch's. With
-        several ranks only those on tensor cores may: the ranks' fused sums read the residual stream
-        before they wait, and no other GEMM ensures that it is written by then.
+        Not in a ``PostNormLayer``, which is partly PyTorch's. With several ranks only those on
+        tensor cores may: the ranks' fused sums read the residual stream before they wait, and no
+        other GEMM ensures that it is written by then.
         """
         on_gpu = can_start_early(self._rotary_tables[0].device)
-        if not on_gpu or self.spec.norms != "before" or self.spec.delta_net is not None:
+        if not on_gpu or self.spec.norms != "before":
             return False
         if num_tokens <= self._most_tensor_core_tokens:
             return True

@@ -8,8 +8,10 @@ names of the checkpoint and how heads are split over ranks. Must not know which 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import astuple
+from dataclasses import astuple, replace
+from functools import partial
 from itertools import accumulate
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -17,18 +19,27 @@ from torch import Tensor, nn
 from minisgl_backend.kernels.gated_delta import (
     DeltaInputs,
     DeltaWeights,
-    causal_conv_runs,
-    causal_conv_step,
+    LayerStates,
     delta_runs,
     delta_step,
 )
 from minisgl_backend.layers.linear import MergedColumnLinear, RowLinear
 from minisgl_backend.layers.norm import Normed, RMSNorm
 from minisgl_backend.layers.quantized_matrix import Matrices
-from minisgl_backend.layers.weight_place import Place, Share, WeightPlace, even_share, whole
+from minisgl_backend.layers.weight_place import (
+    Place,
+    Share,
+    WeightPlace,
+    collect_places,
+    even_share,
+    whole,
+)
 from minisgl_backend.models.spec import ModelSpec
-from minisgl_backend.models.token_mixing import LayerStates, StepContext
+from minisgl_backend.models.token_mixing import StepContext
 from minisgl_backend.parallel.group import Group
+
+if TYPE_CHECKING:
+    from minisgl_backend.kernels.cuda.linear import TensorCores
 
 
 class GatedDeltaNet(nn.Module):
@@ -36,7 +47,8 @@ class GatedDeltaNet(nn.Module):
 
     Queries and keys have fewer heads than values; consecutive value heads share one. The projection
     of queries, keys, values and of z, the gate of the output, gives them one below the other, or
-    head by head of the keys (``DeltaSpec.by_key_head``); so does that of the rates.
+    head by head of the keys (``DeltaSpec.by_key_head``); so does that of the rates, which is too
+    small to stay quantized. Both are one GEMM unless the first one does.
     """
 
     states: LayerStates
@@ -60,12 +72,15 @@ class GatedDeltaNet(nn.Module):
             inputs = {f"in_proj_{part}": share for part, share in self._shares.items()}
             inputs["in_proj_z"] = values
             rates = {"in_proj_b": heads, "in_proj_a": heads}
-        self.in_proj = MergedColumnLinear(
-            name, spec.hidden_size, inputs, bias=False, matrices=matrices
-        )
-        self.rates_proj = MergedColumnLinear(
-            name, spec.hidden_size, rates, bias=False, matrices=matrices
-        )
+        is_plain = not any(matrices.stays_quantized(f"{name}.{part}") for part in inputs)
+        plain = replace(matrices, keeps=lambda form: False)
+        make = partial(MergedColumnLinear, name, spec.hidden_size, bias=False, padded=True)
+        self.rates_proj: MergedColumnLinear | None = None
+        if is_plain:
+            self.in_proj = make(inputs | rates, matrices=plain)
+        else:
+            self.in_proj = make(inputs, matrices=matrices)
+            self.rates_proj = make(rates, matrices=plain)
         self.out_proj = RowLinear(
             f"{name}.out_proj",
             values.total,
@@ -84,6 +99,12 @@ class GatedDeltaNet(nn.Module):
         """Keep the states of rows there from now on."""
         self.states = states
 
+    def use_tensor_cores(self, kernels: TensorCores) -> None:
+        """Compute steps that fit them by ``kernels``, which the weights fit."""
+        for linear in (self.in_proj, self.rates_proj, self.out_proj):
+            if linear is not None:
+                linear.use_tensor_cores(kernels)
+
     def forward(
         self, residual: Tensor, x: Normed, norm: RMSNorm, step: StepContext
     ) -> tuple[Tensor, Normed]:
@@ -96,49 +117,51 @@ class GatedDeltaNet(nn.Module):
 
     def _mixed(self, x: Normed, step: StepContext) -> Tensor:
         """[num_tokens, num_heads * value_dim]"""
-        x = Normed(x.normalized(pdl=step.pdl))
-        channels, z = self._inputs(self.in_proj(x, pdl=step.pdl))
-        b, a = self._rates(self.rates_proj(x, pdl=step.pdl))
-        rows, states = step.recurrent, self.states
+        inputs = self._inputs(x, step.pdl)
+        rows, weights = step.recurrent, self._weights
         assert rows is not None
-        weights = DeltaWeights(
-            self.local.num_key_heads, self.log_decay, self.decay_bias, self.norm_weight, self.eps
-        )
-        convolved = torch.empty(channels.shape, dtype=channels.dtype, device=channels.device)
-        mixed = torch.empty(z.shape, dtype=z.dtype, device=z.device)
-        inputs = DeltaInputs(convolved, z, a, b)
+        mixed = torch.empty(inputs.z.shape, dtype=inputs.z.dtype, device=inputs.z.device)
         if len(slots := rows.decode_slots):
-            causal_conv_step(convolved, channels, states.conv, slots, self.conv)
-            delta_step(mixed, inputs, weights, states.matrices, slots)
+            delta_step(mixed, inputs, weights, self.states, slots, pdl=step.pdl)
         if rows.runs is not None:
-            causal_conv_runs(convolved, channels, states.conv, rows.runs, self.conv)
-            delta_runs(mixed, inputs, weights, states.matrices, rows.runs)
+            delta_runs(mixed, inputs, weights, self.states, rows.runs)
         return mixed.flatten(1)
 
-    def _inputs(self, projected: Tensor) -> tuple[Tensor, Tensor]:
-        """The channels of queries, keys and values, one after another [num_tokens, num_channels],
-        and z [num_tokens, num_heads, value_dim]."""
+    def _inputs(self, x: Normed, pdl: bool) -> DeltaInputs:
+        """What the layer projects its input to."""
         shape = self.local
+        channels, num_z = shape.num_channels, shape.value_size
+        if self.rates_proj is None:
+            projected = self.in_proj(x, pdl=pdl)
+            rates = projected[:, channels + num_z :]
+        else:
+            if x.squares is None:  # else both complete the norm
+                x = Normed(x.normalized(pdl=pdl))
+            projected, rates = self.in_proj(x, pdl=pdl), self.rates_proj(x, pdl=pdl)
+        rates = rates[:, : 2 * shape.num_heads]
         if not shape.by_key_head:
-            channels, z = projected.tensor_split([shape.num_channels], dim=1)
+            qkv, z = projected[:, :channels], projected[:, channels : channels + num_z]
+            b, a = rates.chunk(2, dim=1)
         else:
-            by_head = projected.view(len(projected), shape.num_key_heads, -1)
-            ends = accumulate(
-                (shape.key_dim, shape.key_dim, shape.value_size // shape.num_key_heads)
-            )
-            *qkv, z = (part.flatten(1) for part in by_head.tensor_split(list(ends), dim=2))
-            channels = torch.cat(qkv, dim=1)
-        return channels, z.reshape(len(z), shape.num_heads, shape.value_dim)
+            by_head = projected[:, : channels + num_z].unflatten(1, (shape.num_key_heads, -1))
+            ends = accumulate((shape.key_dim, shape.key_dim, num_z // shape.num_key_heads))
+            parts = by_head.tensor_split(list(ends), dim=2)
+            *of_channels, z = (part.flatten(1) for part in parts)
+            qkv = torch.cat(of_channels, dim=1)
+            of_heads = rates.unflatten(1, (shape.num_key_heads, 2, -1))
+            b, a = (part.flatten(1).contiguous() for part in of_heads.unbind(2))
+        return DeltaInputs(qkv, z.unflatten(1, (shape.num_heads, shape.value_dim)), a, b)
 
-    def _rates(self, projected: Tensor) -> tuple[Tensor, Tensor]:
-        """b, which each head's rate follows from, and a of its decay, [num_tokens, num_heads]."""
-        shape = self.local
-        if shape.by_key_head:
-            by_head = projected.view(len(projected), shape.num_key_heads, 2, -1)
-            b, a = (part.flatten(1).contiguous() for part in by_head.unbind(2))
-        else:
-            b, a = projected.chunk(2, dim=1)
-        return b, a
+    @property
+    def _weights(self) -> DeltaWeights:
+        return DeltaWeights(
+            self.local.num_key_heads,
+            self.conv,
+            self.log_decay,
+            self.decay_bias,
+            self.norm_weight,
+            self.eps,
+        )
 
     def places(self) -> Iterator[tuple[str, Place]]:
         # [0, num_channels) of the convolution: this rank's queries, keys and values
@@ -151,13 +174,10 @@ class GatedDeltaNet(nn.Module):
         for name, parameter in (("A_log", self.log_decay), ("dt_bias", self.decay_bias)):
             yield name, WeightPlace(parameter.data, (self._heads.total,), 0, self._heads.start)
         yield "norm.weight", whole(self.norm_weight)
-        for module, name in (
-            (self.in_proj, ""),
-            (self.rates_proj, ""),
-            (self.out_proj, "out_proj."),
-        ):
-            for own, place in module.places():
-                yield own[3:] if own.startswith("../") else f"{name}{own}", place
+        for module in (self.in_proj, self.rates_proj):
+            for own, place in () if module is None else module.places():
+                yield own.removeprefix("../"), place
+        yield from collect_places(self.out_proj, "out_proj").items()
 
 
 def _parameter(*shape: int) -> nn.Parameter:

@@ -16,9 +16,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minisgl_backend.attention.base import Attend, PagedKV
+from minisgl_backend.kernels.activation import sigmoid_mul
 from minisgl_backend.kernels.adapters import AdaptedTokens
 from minisgl_backend.kernels.gated_delta import Runs
-from minisgl_backend.kernels.rope_store import TokenPlaces, qk_norm_rope_store, rotated_queries
+from minisgl_backend.kernels.linear_cut import HEAD_DIMS
+from minisgl_backend.kernels.rope_store import (
+    TokenPlaces,
+    gates_of,
+    qk_norm_rope_store,
+    rotated_queries,
+)
 from minisgl_backend.layers.linear import (
     MergedColumnLinear,
     RowLinear,
@@ -40,18 +47,6 @@ from minisgl_backend.parallel.group import Group
 
 if TYPE_CHECKING:
     from minisgl_backend.kernels.cuda.linear import HeadsKernel, TensorCores
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class LayerStates:
-    """The recurrent states of one layer, by slot.
-
-    ``conv`` [num_slots, channels, width - 1]: a convolution's last inputs. ``matrices`` float32
-    [num_slots, num_heads, key_dim, value_dim].
-    """
-
-    conv: Tensor
-    matrices: Tensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -152,6 +147,14 @@ class SelfAttention(nn.Module):
         self.sinks: nn.Parameter | None = None
         if spec.sinks:
             self.sinks = nn.Parameter(torch.empty(self.num_heads), requires_grad=False)
+        rope = spec.rope_of(layer)
+        self._are_heads_tiles = (
+            head_dim in HEAD_DIMS
+            and self.has_own_kv
+            and spec.qk_norm != "token"
+            and not (self.is_gated or self.value_norm)
+            and (rope is None or (rope.rotated == 1.0 and not rope.interleaved))
+        )
         self._heads_kernel: HeadsKernel | None = None
         self._heads_take_adapters = False
 
@@ -167,8 +170,13 @@ class SelfAttention(nn.Module):
             yield "sinks", WeightPlace(self.sinks.data, (heads.total,), 0, heads.start)
 
     def use_tensor_cores(self, kernels: TensorCores) -> None:
-        """Compute steps that fit them by ``kernels``, which the weights fit. Only heads that rotate
-        in full and have no ``TokenNorm``; pages must be bound."""
+        """Compute steps that fit them by ``kernels``, which the weights fit; pages must be bound.
+        What is done with heads is in the GEMM, too, if they are tiles of it that rotate in full and
+        have neither gates nor a ``TokenNorm``."""
+        self.o_proj.use_tensor_cores(kernels)
+        if not self._are_heads_tiles:
+            self.qkv_proj.use_tensor_cores(kernels)
+            return
         self._heads_take_adapters = takes_adapters(self.qkv_proj)
         self._heads_kernel = kernels.heads(
             self.num_heads,
@@ -180,7 +188,6 @@ class SelfAttention(nn.Module):
             codes=self.qkv_proj.matrix.arrange(),
             takes_adapters=self._heads_take_adapters,
         )
-        self.o_proj.use_tensor_cores(kernels)
 
     def forward(
         self, residual: Tensor, x: Normed, norm: RMSNorm, step: StepContext
@@ -198,8 +205,8 @@ class SelfAttention(nn.Module):
         q, gate = self._queries(x, step)  # [num_tokens, num_heads, head_dim]
         if step.query_scale is not None:
             q = q * step.query_scale
-        attended = step.attend(q, self.kv, self.layer).flatten(1)
-        return attended if gate is None else attended * gate.sigmoid()
+        attended = step.attend(q, self.kv, self.layer)
+        return attended.flatten(1) if gate is None else sigmoid_mul(attended, gate, pdl=step.pdl)
 
     def _with_normed_values(self, qkv: Tensor) -> Tensor:
         """Queries, keys and normalized values, which may be those of keys, [num_tokens, width]."""
@@ -210,8 +217,8 @@ class SelfAttention(nn.Module):
         return torch.cat([qkv[:, : begin + num_keys], values], dim=1)
 
     def _queries(self, x: Normed, step: StepContext) -> tuple[Tensor, Tensor | None]:
-        """The rotated queries, [num_tokens, num_heads, head_dim], and the gate of what they read,
-        [num_tokens, num_heads * head_dim], if there is one. Stores keys and values in their pages.
+        """The rotated queries, and the gates of what they read if there are any, both [num_tokens,
+        num_heads, head_dim]. Stores keys and values in their pages.
         """
         kv, norm, kernel = self.kv, self.qk_norm, self._heads_kernel
         head_norm = norm if isinstance(norm, HeadNorm) else None
@@ -240,16 +247,12 @@ class SelfAttention(nn.Module):
                 pdl=step.pdl,
             )
             return q, None
-        qkv, gate = self.qkv_proj(x, pdl=step.pdl, adapted=step.adapted), None
+        qkv = self.qkv_proj(x, pdl=step.pdl, adapted=step.adapted)
         if not self.has_own_kv:
             weights = None if head_norm is None else head_norm.weight
             return rotated_queries(qkv, places, self.num_heads, weights, self.eps), None
         if self.value_norm:
             qkv = self._with_normed_values(qkv)
-        if self.is_gated:
-            asked, keys = qkv.tensor_split([2 * self.num_heads * self.head_dim], dim=1)
-            q, gate = asked.view(-1, self.num_heads, 2, self.head_dim).unbind(2)
-            qkv, gate = torch.cat([q.flatten(1), keys], dim=1), gate.flatten(1)
         if isinstance(norm, TokenNorm):
             norm.apply_to(qkv)
         q = qk_norm_rope_store(
@@ -259,9 +262,10 @@ class SelfAttention(nn.Module):
             kv.values,
             num_heads=self.num_heads,
             head_weights=None if head_norm is None else head_norm.weight,
+            gated=self.is_gated,
             eps=self.eps,
             k_scale=kv.k_scale,
             v_scale=kv.v_scale,
             pdl=step.pdl,
         )
-        return q, gate
+        return q, gates_of(qkv, self.num_heads, self.head_dim) if self.is_gated else None

@@ -445,8 +445,8 @@ def _qwen3_5_moe_text() -> dict[str, Any]:
     return {**shape, **_DELTA, **experts, "shared_expert_intermediate_size": 80}
 
 
-def _qwen3_5_moe() -> PreTrainedModel:
-    return Qwen3_5MoeForCausalLM(Qwen3_5MoeTextConfig(**_qwen3_5_moe_text()))
+def _qwen3_5_moe(**changes: Any) -> PreTrainedModel:
+    return Qwen3_5MoeForCausalLM(Qwen3_5MoeTextConfig(**{**_qwen3_5_moe_text(), **changes}))
 
 
 def _qwen3_5_moe_multimodal() -> PreTrainedModel:
@@ -661,20 +661,33 @@ def write_checkpoint_of_eight_heads(folder: Path) -> Any:
     return _saved(model, folder)
 
 
-def write_broad_hybrid_checkpoint(folder: Path) -> Any:
-    """A Qwen3.5 with the sizes of heads that the publisher's models have."""
-    model: Any = _qwen3_5(
-        hidden_size=512,
-        intermediate_size=512,
-        num_attention_heads=4,
-        num_key_value_heads=1,
-        head_dim=256,
-        linear_num_key_heads=2,
-        linear_num_value_heads=4,
-        linear_key_head_dim=128,
-        linear_value_head_dim=128,
-    )
-    draw(model, seed=98, spread=0.06)
+def write_broad_hybrid_checkpoint(folder: Path, *, experts: bool = False) -> Any:
+    """A Qwen3.5 with the sizes of heads that the publisher's models have, or such a mixture of
+    experts, of sizes that Hopper's kernels take."""
+    sizes = {
+        "hidden_size": 512,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 1,
+        "head_dim": 256,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+    }
+    if not experts:
+        model: Any = _qwen3_5(**sizes, intermediate_size=512)
+        draw(model, seed=98, spread=0.06)
+        return _saved(model, folder)
+    of_experts = {
+        "moe_intermediate_size": 256,
+        "shared_expert_intermediate_size": 256,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+    }
+    model = _qwen3_5_moe(**sizes, **of_experts)
+    draw(model, seed=96, spread=0.06)
+    for layer in model.model.layers:
+        layer.mlp.gate.weight.data *= 4  # as in ``write_broad_experts_checkpoint``
     return _saved(model, folder)
 
 

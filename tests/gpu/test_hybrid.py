@@ -33,9 +33,9 @@ EXPERTS = ["qwen3.5-experts", "qwen3.5-experts-multimodal", "qwen3-next", "qwen3
 
 
 def written(case: str, folder: Path) -> Any:
-    """The checkpoint of ``case``, or of "broad"."""
-    if case == "broad":
-        return write_broad_hybrid_checkpoint(folder)
+    """The checkpoint of ``case``, or of "broad" or "broad-experts"."""
+    if case.startswith("broad"):
+        return write_broad_hybrid_checkpoint(folder, experts=case == "broad-experts")
     return write_checkpoint(case, folder)
 
 
@@ -62,6 +62,7 @@ def test_tokens_in_fp32(case: str, prompts: list[IntArray], tmp_path: Path) -> N
         ("qwen3.5-multimodal", {"cache": "naive"}),
         ("broad", BROAD),
         ("broad", {**BROAD, "cache": "naive"}),
+        ("broad-experts", BROAD),
     ],
 )
 def test_tokens_in_bf16(
@@ -80,10 +81,11 @@ def test_tokens_in_bf16(
     assert below.mean() < 0.02
 
 
+@pytest.mark.parametrize("case", ["broad", "broad-experts"])
 @pytest.mark.parametrize("count", [1, 8])
-def test_graphs_give_what_launches_give(count: int, tmp_path: Path) -> None:
+def test_graphs_give_what_launches_give(count: int, case: str, tmp_path: Path) -> None:
     """The same kernels over the same batch sizes, so the tokens are equal, drawn ones too."""
-    write_broad_hybrid_checkpoint(tmp_path)
+    written(case, tmp_path)
     sampling = [
         SamplingParams(max_tokens=40, temperature=index % 2, seed=index, ignore_eos=True)
         for index in range(count)

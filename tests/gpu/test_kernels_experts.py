@@ -346,7 +346,7 @@ def test_whole_layers(
         summed = moe.sum_outputs(outputs, found, pdl=pdl)
         assert_close(residual.float() + summed.float(), expected, tolerance=tolerance)
         total = residual.clone()
-        normed = moe.add_outputs(outputs, found, None, total, norm, 1e-6, pdl=pdl)
+        normed, _ = moe.add_outputs(outputs, found, None, total, norm, 1e-6, pdl=pdl)
         assert_close(total.float(), expected, tolerance=tolerance)
         wide = total.float()
         scale = (wide.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
@@ -364,25 +364,33 @@ def _slice(weight: Tensor | PackedWeight, begin: int, end: int) -> Tensor | Pack
 @pytest.mark.parametrize("num_tokens", [1, 4, 8])
 @pytest.mark.parametrize("half_done", [False, True])
 @pytest.mark.parametrize("num_experts", [12, 128])
+@pytest.mark.parametrize("has_gate", [False, True])
 def test_routing_with_the_routers_gemm(
-    device: torch.device, num_tokens: int, half_done: bool, num_experts: int
+    device: torch.device, num_tokens: int, half_done: bool, num_experts: int, has_gate: bool
 ) -> None:
+    """With a gate, all tokens take the expert behind the others as well."""
     from minisgl_backend.kernels.cuda.experts import RoutingKernel
 
     rule = RoutingRule(num_experts=num_experts, top_k=6, normalize=True)
-    kernel = RoutingKernel(rule, (0, num_experts), 512, device, wide=False, blocks=[0])
+    held = 0, num_experts
+    kernel = RoutingKernel(rule, held, 512, device, wide=False, blocks=[0], shared=has_gate)
     x = torch.randn(num_tokens, 512, device=device).bfloat16()
     weight = torch.randn(num_experts, 512, device=device).bfloat16() / 16
     squares = torch.rand(16, num_tokens, device=device) * 64 if half_done else None
     assert kernel.takes_rows(num_tokens, weight)
-    logits = F.linear(x.float(), weight.float())
+    gate = torch.randn(512, device=device).bfloat16() / 16 if has_gate else None
+    rows = weight if gate is None else torch.cat([weight, gate[None]])
+    logits = F.linear(x.float(), rows.float())
     if squares is not None:
         logits *= (squares.sum(0) / 512 + 1e-6).rsqrt()[:, None]
-    expected = moe.choose(logits, rule)
+    expected = moe.choose(logits[:, :num_experts], rule)
     for _ in range(2):
-        found = kernel.of_rows(x, weight, squares=squares, eps=1e-6).choices
-        assert torch.equal(found.ids.long(), expected.ids)
-        assert_close(found.weights, expected.weights)
+        found = kernel.of_rows(x, weight, gate=gate, squares=squares, eps=1e-6).choices
+        assert torch.equal(found.ids[:, :6].long(), expected.ids)
+        assert_close(found.weights[:, :6].contiguous(), expected.weights)
+        if has_gate:
+            assert (found.ids[:, 6] == num_experts).all()
+            assert_close(found.weights[:, 6].contiguous(), logits[:, num_experts].sigmoid())
 
 
 @pytest.mark.parametrize("num_tokens", [1, 4])
@@ -398,22 +406,39 @@ def test_rows_one_by_one(device: torch.device, dtype: torch.dtype, num_tokens: i
     assert_close(out, expected_rows(x, gate_up, ids, TOP_K, gated=True))
 
 
-@pytest.mark.parametrize("has_shared", [False, True])
-def test_sums_with_the_norm(device: torch.device, dtype: torch.dtype, has_shared: bool) -> None:
-    parts = torch.randn(3, TOP_K, 96, device=device).to(dtype)
-    weight, norm = torch.rand(3, TOP_K, device=device), torch.randn(96, device=device).to(dtype)
+@pytest.mark.parametrize("kind", ["none", "plain", "gated", "half normed"])
+def test_sums_with_the_norm(device: torch.device, dtype: torch.dtype, kind: str) -> None:
+    """With and without an expert that all tokens take, which may be gated."""
+    parts = torch.randn(3, TOP_K, 300, device=device).to(dtype)
+    weight, norm = torch.rand(3, TOP_K, device=device), torch.randn(300, device=device).to(dtype)
     choices = moe.Choices(chosen(3, device), weight, elsewhere=True)
     choices.ids[1, 2] = -1
-    shared = torch.randn(3, 96, device=device).to(dtype) if has_shared else None
-    residual = torch.randn(3, 96, device=device).to(dtype)
+    rows, x = torch.randn(2, 3, 300, device=device).to(dtype)
+    gate, squares = torch.randn(300, device=device).to(dtype), torch.rand(5, 3, device=device)
+    shared = {
+        "plain": moe.SharedOutput(rows),
+        "gated": moe.SharedOutput(rows, gate, x),
+        "half normed": moe.SharedOutput(rows, gate, x, squares, 0.5),
+    }.get(kind)
+    logits = x.float() @ gate.float()[:, None]
+    if kind == "half normed":
+        logits /= (squares.sum(0)[:, None] / 300 + 0.5).sqrt()
+    opening = torch.ones_like(logits) if kind == "plain" else logits.sigmoid()
+    residual = torch.randn(3, 300, device=device).to(dtype)
     held = torch.where(choices.ids >= 0, weight, 0)
     added = (parts.float() * held[:, :, None]).sum(1)
-    added = added if shared is None else added + shared.float()
+    added = added if shared is None else added + opening * rows.float()
     total = residual.float() + added
     parts[1, 2] = torch.nan  # what no kernel has written may be anything
     assert_close(moe.sum_outputs(parts, choices, shared), added.to(dtype))
-    out = moe.add_outputs(parts, choices, shared, residual, norm, 1e-6)
+    before = residual.clone()
+    out, _ = moe.add_outputs(parts, choices, shared, residual, norm, 1e-6)
     assert_close(residual, total.to(dtype))
     kept = residual.float()
     expected = kept * (kept.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * norm.float()
     assert_close(out, expected.to(dtype))
+    out, of_tiles = moe.add_outputs(parts, choices, shared, before, norm, 1e-6, half=True)
+    assert of_tiles is not None
+    assert_close(before, residual)
+    assert_close(out, (kept * norm.float()).to(dtype))
+    assert_close(of_tiles.sum(0), before.float().square().sum(1))

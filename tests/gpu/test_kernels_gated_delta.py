@@ -7,13 +7,13 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from minisgl_backend.kernels import gated_delta
 from minisgl_backend.kernels.dispatch import is_interpreted
 from minisgl_backend.kernels.gated_delta import (
     DeltaInputs,
     DeltaWeights,
+    LayerStates,
     Run,
     Runs,
     num_blocks,
@@ -28,65 +28,74 @@ SHAPES = (
 )
 
 
-def made_weights(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> DeltaWeights:
+def made_weights(
+    shape: tuple[int, ...], device: torch.device, dtype: torch.dtype, *, width: int = 4
+) -> DeltaWeights:
     key_heads, heads, _, value_dim = shape
+    conv = torch.randn(num_channels(shape), width, device=device).to(dtype)
     rates, biases = torch.randn(2, heads, device=device).to(dtype)
     norm = (1 + 0.1 * torch.randn(value_dim, device=device)).to(dtype)
-    return DeltaWeights(key_heads, rates, biases, norm, 1e-6)
+    return DeltaWeights(key_heads, conv, rates, biases, norm, 1e-6)
+
+
+def num_channels(shape: tuple[int, ...]) -> int:
+    key_heads, heads, key_dim, value_dim = shape
+    return 2 * key_heads * key_dim + heads * value_dim
 
 
 def made_inputs(
     shape: tuple[int, ...], num_tokens: int, device: torch.device, dtype: torch.dtype
 ) -> DeltaInputs:
-    """As a layer has them: z, a and b are parts of wider rows."""
-    key_heads, heads, key_dim, value_dim = shape
-    width = 2 * key_heads * key_dim + heads * value_dim
-    channels = torch.randn(num_tokens, width, device=device).to(dtype)
-    z = torch.randn(num_tokens, 8 + heads * value_dim, device=device).to(dtype)[:, 8:]
-    b, a = torch.randn(num_tokens, 2 * heads, device=device).to(dtype).chunk(2, dim=1)
+    """As a layer has them: parts of wider rows."""
+    _, heads, _, value_dim = shape
+    parts = (num_channels(shape), heads * value_dim, heads, heads, 5)
+    projected = torch.randn(num_tokens, sum(parts), device=device).to(dtype)
+    channels, z, b, a, _ = projected.split(parts, dim=1)
     return DeltaInputs(channels, z.unflatten(1, (heads, value_dim)), a, b)
 
 
-def made_states(shape: tuple[int, ...], slots: int, device: torch.device) -> Tensor:
-    _, heads, key_dim, value_dim = shape
-    return torch.randn(slots, heads, key_dim, value_dim, device=device)
+def made_states(
+    shape: tuple[int, ...],
+    slots: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    width: int = 4,
+) -> tuple[LayerStates, LayerStates]:
+    """Twice the same."""
+    key_heads, heads, key_dim, value_dim = shape
+    conv = torch.randn(slots, num_channels(shape), width - 1, device=device).to(dtype)
+    matrices = torch.randn(slots, heads, key_dim, value_dim, device=device)
+    readers = torch.zeros(slots, key_heads, dtype=torch.int32, device=device)
+    one, other = (LayerStates(conv.clone(), matrices.clone(), readers) for _ in range(2))
+    return one, other
 
 
 def runs_on(device: torch.device, runs: Sequence[Run]) -> Runs:
     return Runs.of(runs, lambda array: torch.from_numpy(array).to(device))
 
 
-def assert_states_close(actual: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
-    """``states`` are float32, but made of GEMMs of ``dtype``."""
-    for slot in range(len(expected)):
-        assert relative_error(actual[slot], expected[slot]) < TOLERANCE[dtype]
-
-
-@pytest.mark.parametrize("width", [2, 4])
-@pytest.mark.parametrize("channels", [6, 300])
-def test_conv_step(device: torch.device, dtype: torch.dtype, channels: int, width: int) -> None:
-    x = torch.randn(3, channels + 8, device=device).to(dtype)[:, :channels]
-    weight = torch.randn(channels, width, device=device).to(dtype)
-    states = torch.randn(6, channels, width - 1, device=device).to(dtype)
-    slots, before = torch.tensor([4, -1, 2], device=device), states.clone()
-    out, expected = (torch.full_like(x, 7.0).contiguous() for _ in range(2))
-    gated_delta.causal_conv_step_reference(expected, x, before, slots, weight)
-    gated_delta.causal_conv_step(out, x, states, slots, weight)
-    assert_close(out, expected)
-    assert torch.equal(states, before)
-
-
 @pytest.mark.parametrize("shape", SHAPES)
-def test_delta_step(device: torch.device, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    inputs, weights = made_inputs(shape, 3, device, dtype), made_weights(shape, device, dtype)
-    states, slots = made_states(shape, 6, device), torch.tensor([4, -1, 2], device=device)
-    before = states.clone()
-    out, expected = (torch.full_like(inputs.z, 7.0).contiguous() for _ in range(2))
-    gated_delta.delta_step_reference(expected, inputs, weights, before, slots)
-    gated_delta.delta_step(out, inputs, weights, states, slots)
-    assert_close(out, expected)
-    assert_states_close(states, before, torch.float32)
-    assert torch.equal(states[[0, 1, 3, 5]], before[[0, 1, 3, 5]])
+@pytest.mark.parametrize("width", [2, 4])
+def test_delta_step(
+    device: torch.device, dtype: torch.dtype, shape: tuple[int, ...], width: int
+) -> None:
+    """Step after step, each of which finds the states of the one before."""
+    weights = made_weights(shape, device, dtype, width=width)
+    states, wanted = made_states(shape, 6, device, dtype, width=width)
+    begun = states.matrices.clone()
+    slots = torch.tensor([4, -1, 2], device=device)
+    for _ in range(width):
+        inputs = made_inputs(shape, 3, device, dtype)
+        out, expected = (torch.full_like(inputs.z, 7.0).contiguous() for _ in range(2))
+        gated_delta.delta_step_reference(expected, inputs, weights, wanted, slots)
+        gated_delta.delta_step(out, inputs, weights, states, slots)
+        assert_close(out, expected, tolerance=2 * TOLERANCE[dtype])
+        assert torch.equal(states.conv, wanted.conv)
+        assert not states.readers.any()
+    for slot in (2, 4):
+        assert relative_error(states.matrices[slot], wanted.matrices[slot]) < 2e-3
+    assert torch.equal(states.matrices[[0, 1, 3, 5]], begun[[0, 1, 3, 5]])
 
 
 RUNS = [
@@ -130,17 +139,17 @@ def test_delta_runs(
     many = Runs.over(torch.from_numpy(table).to(device), len(runs) + padding)
     inputs = made_inputs(shape, end + 9 * padding, device, dtype)
     weights = made_weights(shape, device, dtype)
-    states = made_states(shape, 8, device)
-    states[[run.slot for run in runs if run.is_fresh]] = torch.nan  # left by another request
-    before = states.clone()
+    states, wanted = made_states(shape, 8, device, dtype)
+    for of_slots in (states.matrices, states.conv, wanted.matrices, wanted.conv):
+        of_slots[[run.slot for run in runs if run.is_fresh]] = torch.nan  # left by another request
     out, expected = (torch.full_like(inputs.z, 7.0).contiguous() for _ in range(2))
-    gated_delta.delta_runs_reference(expected, inputs, weights, before, many)
+    gated_delta.delta_runs_reference(expected, inputs, weights, wanted, many)
     gated_delta.delta_runs(out, inputs, weights, states, many)
     assert (out[: runs[0].begin] == 7).all() and not out[end:].any()
     tolerance = 5e-5 if dtype == torch.float32 else 2 * TOLERANCE[dtype]
     assert relative_error(out, expected) < tolerance
-    for slot in range(len(states)):
-        assert relative_error(states[slot], before[slot]) < tolerance
+    for slot, matrix in enumerate(states.matrices):
+        assert relative_error(matrix, wanted.matrices[slot]) < tolerance
 
 
 def test_equal_keys_stay_finite(device: torch.device, dtype: torch.dtype) -> None:
@@ -150,14 +159,13 @@ def test_equal_keys_stay_finite(device: torch.device, dtype: torch.dtype) -> Non
     runs, one = runs_on(device, [Run(0, 200, 0, True)]), made_inputs(TINY, 1, device, dtype)
     every = torch.zeros(200, dtype=torch.int64, device=device)
     inputs = DeltaInputs(one.channels[every], one.z[every], one.a[every], one.b[every] + 20)
-    states = made_states(TINY, 1, device)
-    before = states.clone()
+    states, wanted = made_states(TINY, 1, device, dtype)
     out, expected = (torch.empty_like(inputs.z).contiguous() for _ in range(2))
-    gated_delta.delta_runs_reference(expected, inputs, weights, before, runs)
+    gated_delta.delta_runs_reference(expected, inputs, weights, wanted, runs)
     gated_delta.delta_runs(out, inputs, weights, states, runs)
     tolerance = 1e-3 if dtype == torch.float32 else 0.05
     assert relative_error(out, expected) < tolerance
-    assert relative_error(states, before) < tolerance
+    assert relative_error(states.matrices, wanted.matrices) < tolerance
 
 
 def test_runs_are_cut_into_blocks() -> None:

@@ -5,7 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from minisgl_backend.kernels import activation, embedding, likelihood, rms_norm, small_batch
+from minisgl_backend.kernels import (
+    activation,
+    embedding,
+    likelihood,
+    rms_norm,
+    rope_store,
+    small_batch,
+)
 from tests.gpu.compare import assert_close
 
 
@@ -35,6 +42,18 @@ def test_silu_mul(device: torch.device, dtype: torch.dtype, size: int) -> None:
     gate_up = torch.randn(7, 2 * size, device=device).to(dtype)
     assert_close(activation.silu_mul(gate_up), activation.silu_mul_reference(gate_up))
     assert_close(activation.gelu_mul(gate_up), activation.gelu_mul_reference(gate_up))
+
+
+@pytest.mark.parametrize(("num_heads", "head_dim"), [(3, 16), (24, 256)])
+def test_sigmoid_mul(
+    device: torch.device, dtype: torch.dtype, num_heads: int, head_dim: int
+) -> None:
+    """Gates stand between queries, as the projection of both has them."""
+    x = torch.randn(5, num_heads, head_dim, device=device).to(dtype)
+    qkv = torch.randn(5, (2 * num_heads + 2) * head_dim, device=device).to(dtype)
+    gates = rope_store.gates_of(qkv, num_heads, head_dim)
+    expected = activation.sigmoid_mul_reference(x, gates)
+    assert_close(activation.sigmoid_mul(x, gates), expected)
 
 
 @pytest.mark.parametrize(

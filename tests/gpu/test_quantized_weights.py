@@ -22,8 +22,9 @@ from minisgl_backend.kernels.quantized import dequantized, quantize
 from minisgl_backend.layers.experts import ExpertsMLP
 from minisgl_backend.layers.quantized_matrix import QuantizedMatrix
 from minisgl_backend.models.adapter_slots import AdapterShape, AdapterSlots
-from minisgl_backend.models.build import build_model, has_expert_kernels, use_tensor_cores
+from minisgl_backend.models.build import build_model
 from minisgl_backend.models.catalog import load_spec
+from minisgl_backend.models.kernel_choice import has_expert_kernels, use_tensor_cores
 from minisgl_backend.models.spec import ModelSpec
 from minisgl_backend.parallel.group import OneRank
 from minisgl_backend.weight_format import Encoding, WeightFormat

@@ -68,6 +68,7 @@ class _RoutingArguments(ctypes.Structure):
     _fields_ = (
         ("x", ctypes.c_void_p),
         ("router", ctypes.c_void_p),
+        ("gate", ctypes.c_void_p),
         ("logits", ctypes.c_void_p),
         ("bias", ctypes.c_void_p),
         ("squares", ctypes.c_void_p),
@@ -219,9 +220,11 @@ class RoutingKernel:
         *,
         wide: bool,
         blocks: Sequence[int],
+        shared: bool = False,
     ) -> None:
         """``held``: the first expert of this rank, and the end. ``wide``: logits are float32, else
-        bfloat16. ``blocks``: sizes of blocks that are asked for, 0 for no sorting."""
+        bfloat16. ``blocks``: sizes of blocks that are asked for, 0 for no sorting. ``shared``: the
+        weights have one more expert, which all tokens may be given as well (``of_rows``)."""
         constants = {
             "EXPERTS": rule.num_experts,
             "TOP_K": rule.top_k,
@@ -229,6 +232,7 @@ class RoutingKernel:
             "NORMALIZE": rule.normalize,
             "SIZE": hidden_size,
             "WIDE": wide,
+            "SHARED": False,
         }
         self._rule, self._held, self.top_k = rule, held, rule.top_k
 
@@ -238,10 +242,12 @@ class RoutingKernel:
 
         with ThreadPoolExecutor() as pool:
             self._kernels = dict(zip(blocks, pool.map(compiled, blocks), strict=True))
-        self._router: CudaKernel | None = None
+        self._routers: dict[bool, CudaKernel] = {}  # by whether all tokens take the last expert
         if hidden_size % _ROUTER_STEP == 0:
-            module = CudaModule("routing.cu", {**constants, "WIDE": True, "BLOCK": 0}, device)
-            self._router = module.kernel("router", shared_bytes=0)
+            for all_take in (False, True) if shared else (False,):
+                of_rows = {**constants, "WIDE": True, "BLOCK": 0, "SHARED": all_take}
+                module = CudaModule("routing.cu", of_rows, device)
+                self._routers[all_take] = module.kernel("router", shared_bytes=0)
         self._done = torch.zeros(1, dtype=torch.int32, device=device)
 
     def __call__(
@@ -264,26 +270,34 @@ class RoutingKernel:
     def takes_rows(self, num_tokens: int, weight: Tensor) -> bool:
         """Whether there is a kernel for the router's GEMM as well, with this weight."""
         few = num_tokens <= _ROUTED_TOKENS
-        return few and self._router is not None and weight.dtype == torch.bfloat16
+        return few and bool(self._routers) and weight.dtype == torch.bfloat16
 
     def of_rows(
         self,
         x: Tensor,
         weight: Tensor,
         *,
+        gate: Tensor | None = None,
         correction: Tensor | None = None,
         squares: Tensor | None = None,
         eps: float = 0.0,
         pdl: bool = False,
     ) -> Routed:
-        """As for the logits x W^T, which are not rounded; no sorting."""
-        assert self._router is not None and x.is_contiguous() and weight.is_contiguous()
-        num_experts = self._rule.num_experts
-        logits = torch.empty((len(x), num_experts), dtype=torch.float32, device=x.device)
-        arguments, routed = self._arguments(len(x), logits, 0, correction, squares, eps)
+        """As for the logits x W^T, which are not rounded; no sorting. With a ``gate``
+        [hidden_size], the last expert of the weights is one more choice of each token, whose weight
+        is sigmoid(x . gate)."""
+        assert x.is_contiguous() and weight.is_contiguous()
+        assert gate is None or gate.is_contiguous()
+        all_take = gate is not None
+        num_logits = self._rule.num_experts + all_take
+        logits = torch.empty((len(x), num_logits), dtype=torch.float32, device=x.device)
+        arguments, routed = self._arguments(
+            len(x), logits, 0, correction, squares, eps, num_choices=self.top_k + all_take
+        )
         arguments.x, arguments.router = address(x), address(weight)
-        grid = -(-num_experts // _ROUTED_TOKENS), 1, 1
-        self._router.launch(grid, 32 * _ROUTED_TOKENS, arguments, pdl=pdl)
+        arguments.gate = address(gate)
+        grid = -(-num_logits // _ROUTED_TOKENS), 1, 1
+        self._routers[all_take].launch(grid, 32 * _ROUTED_TOKENS, arguments, pdl=pdl)
         return routed
 
     def _arguments(
@@ -294,12 +308,16 @@ class RoutingKernel:
         correction: Tensor | None,
         squares: Tensor | None,
         eps: float,
+        *,
+        num_choices: int | None = None,
     ) -> tuple[_RoutingArguments, Routed]:
-        """Those of a launch, with memory for what it writes."""
+        """Those of a launch, with memory for what it writes; a token has top_k choices, if
+        ``num_choices`` does not say otherwise."""
         (first, end), rule, device = self._held, self._rule, logits.device
         num_pairs = num_tokens * rule.top_k
-        ids = torch.empty((num_tokens, rule.top_k), dtype=torch.int32, device=device)
-        weights = torch.empty((num_tokens, rule.top_k), dtype=torch.float32, device=device)
+        shape = num_tokens, rule.top_k if num_choices is None else num_choices
+        ids = torch.empty(shape, dtype=torch.int32, device=device)
+        weights = torch.empty(shape, dtype=torch.float32, device=device)
         num_blocks = min(num_pairs, -(-num_pairs // block) + end - first) if block else 0
         pairs = torch.empty(num_blocks * block, dtype=torch.int32, device=device)
         experts = torch.empty(num_blocks, dtype=torch.int32, device=device)
@@ -344,18 +362,21 @@ class ExpertsKernels:
         kinds: tuple[CodesKind, CodesKind] | None,
         gate: ClampedGate | None,
         wide: bool,
+        shared: bool = False,
     ) -> None:
         """``gate_up`` and ``down`` are the shapes of all held experts' weights, and ``kinds`` those
-        of packed ones. ``held`` and ``wide``: see ``RoutingKernel``."""
+        of packed ones. ``held``, ``wide`` and ``shared``: see ``RoutingKernel``."""
         of_gate_up, of_down = kinds or (None, None)
-        self._bits = 16 if of_down is None else of_down.encoding.bits
+        self._bits, self._is_silu = 16 if of_down is None else of_down.encoding.bits, gate is None
         self._num_experts, all_cuts = rule.num_experts, expert_cut.cuts(self._bits)
         can_multiply = gate is None and all(kind.rounds_many_rows for kind in kinds or ())
         has_many = can_multiply and expert_cut.fits_many(*down[1:])
         blocks = [0, *(cut.tokens for cut in all_cuts)]
         if has_many:
             blocks.append(expert_cut.MANY.block)
-        self._route = RoutingKernel(rule, held, gate_up[2], device, wide=wide, blocks=blocks)
+        self._route = RoutingKernel(
+            rule, held, gate_up[2], device, wide=wide, blocks=blocks, shared=shared
+        )
         self._gate_up = GroupedKernel(
             gate_up, device, codes=of_gate_up, gated=True, cuts=all_cuts, gate=gate
         )
@@ -367,6 +388,11 @@ class ExpertsKernels:
                 ManyRowsKernel(down, device, codes=of_down, gated=False),
             )
 
+    def takes_shared(self, num_tokens: int, router: Tensor) -> bool:
+        """Whether a call may have a ``shared_gate``, if the kernels are made for ``shared``."""
+        is_few = num_tokens <= expert_cut.MOST_ROWS and self._bits == 16
+        return is_few and self._is_silu and self._route.takes_rows(num_tokens, router)
+
     def __call__(
         self,
         x: Tensor,
@@ -374,6 +400,7 @@ class ExpertsKernels:
         logits: Callable[[], Tensor],
         experts: ExpertWeights,
         *,
+        shared_gate: Tensor | None = None,
         correction: Tensor | None = None,
         squares: Tensor | None = None,
         eps: float = 0.0,
@@ -384,7 +411,8 @@ class ExpertsKernels:
 
         ``x`` [num_tokens, hidden_size] is under a norm; with ``squares``, one that is half done
         (``cuda.linear``). ``router`` is the router's weight; ``logits`` computes the logits
-        [num_tokens, num_experts], if no kernel here does.
+        [num_tokens, num_experts], if no kernel here does. With a ``shared_gate`` [hidden_size] all
+        tokens take the last expert, too, which counts as its sigmoid says: it is a choice more.
         """
         num_tokens, top_k = len(x), self._route.top_k
         num_pairs = num_tokens * top_k
@@ -402,15 +430,16 @@ class ExpertsKernels:
             "pdl": pdl,
         }
         if one_by_one and self._route.takes_rows(num_tokens, router):
-            routed = self._route.of_rows(x, router, **rest)
+            routed = self._route.of_rows(x, router, gate=shared_gate, **rest)
         else:
+            assert shared_gate is None
             block = expert_cut.MANY.block if for_many else cut.tokens
             routed = self._route(logits(), block=0 if one_by_one else block, **rest)
-        ids = routed.choices.ids.flatten()
         if one_by_one:
             assert isinstance(gate_up, Tensor) and isinstance(down, Tensor)
-            inner = x.new_empty((num_pairs, down.shape[2]))
-            outer = x.new_empty((num_pairs, down.shape[1]))
+            ids, top_k = routed.choices.ids.flatten(), routed.choices.ids.shape[1]
+            inner = x.new_empty((len(ids), down.shape[2]))
+            outer = x.new_empty((len(ids), down.shape[1]))
             launch_expert_rows(
                 inner, x, gate_up, ids, top_k=top_k, gated=True, factors=routed.factors, pdl=pdl
             )

@@ -4,8 +4,9 @@
 // BLOCK pairs of one expert, in shared memory; within an expert their order is any.
 //
 // Compiled with: EXPERTS (up to 1024), TOP_K, BLOCK (0: sort nothing), SIGMOID (scores are sigmoids of logits;
-// else their softmax), NORMALIZE (the chosen ones' weights sum to 1), SIZE (of the hidden states), and WIDE
-// (logits are float32; else bfloat16).
+// else their softmax), NORMALIZE (the chosen ones' weights sum to 1), SIZE (of the hidden states), WIDE (logits
+// are float32; else bfloat16), and SHARED (`router`: the expert behind all others is every token's last choice,
+// with the sigmoid of a logit of its own as its weight).
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
@@ -15,19 +16,23 @@ constexpr int THREADS = 1024;
 constexpr int WARPS = THREADS / 32;
 constexpr int TOKENS = 8;       // of a thread block
 constexpr int OF_LANE = (EXPERTS + 31) / 32;
+constexpr int LOGITS = EXPERTS + SHARED;    // of a token
+constexpr int CHOICES = TOP_K + SHARED;
 constexpr u32 ALL = 0xffffffffu;
 
-static_assert(EXPERTS <= THREADS && TOP_K <= 32 && TOP_K <= EXPERTS, "");
+static_assert(EXPERTS <= THREADS && CHOICES <= 32 && TOP_K <= EXPERTS, "");
+static_assert(!SHARED || (WIDE && BLOCK == 0), "");
 
 struct Arguments {
     const u16* x;           // [num_tokens, SIZE], for `router`
     const u16* router;      // [EXPERTS, SIZE]
-    void* logits;           // [num_tokens, EXPERTS]; of `router` float32, to be written
+    const u16* gate;        // [SIZE], of SHARED
+    void* logits;           // [num_tokens, LOGITS]; of `router` float32, to be written
     const float* bias;      // [EXPERTS], added to scores where they are compared; or null
     const float* squares;   // [square_tiles, num_tokens] of hidden states whose norm is half done; or null
     float* factors;         // [num_tokens]: what completes the norm, if there are squares
-    int* ids;               // [num_tokens, TOP_K], of those held; -1 for others
-    float* weights;         // [num_tokens, TOP_K]
+    int* ids;               // [num_tokens, CHOICES], of those held; -1 for others
+    float* weights;         // [num_tokens, CHOICES]
     int* pairs;             // [num_blocks, BLOCK]: token * TOP_K + choice; num_tokens * TOP_K for none
     int* experts;           // [num_blocks], -1 behind the last one
     u32* done;              // thread blocks; 0 before and after a launch
@@ -46,7 +51,7 @@ __device__ __forceinline__ void wait_previous() { asm volatile("griddepcontrol.w
 __device__ __forceinline__ float to_float(u16 x) { return __int_as_float((u32)x << 16); }
 
 __device__ __forceinline__ float logit(const Arguments& args, int token, int expert) {
-    const u64 at = (u64)token * EXPERTS + expert;
+    const u64 at = (u64)token * LOGITS + expert;
     if (WIDE) return __ldcg(static_cast<const float*>(args.logits) + at);
     return to_float(static_cast<const u16*>(args.logits)[at]);
 }
@@ -128,8 +133,12 @@ __device__ __forceinline__ void choose(const Arguments& args, int token) {
     const float by = NORMALIZE ? args.scale / (sum(weight) + (SIGMOID ? 1e-20f : 0)) : args.scale;
     if (lane < TOP_K) {
         id -= args.first;
-        args.ids[token * TOP_K + lane] = id >= 0 && id < args.held ? id : -1;
-        args.weights[token * TOP_K + lane] = weight * by;
+        args.ids[token * CHOICES + lane] = id >= 0 && id < args.held ? id : -1;
+        args.weights[token * CHOICES + lane] = weight * by;
+    }
+    if (SHARED && lane == TOP_K) {
+        args.ids[token * CHOICES + TOP_K] = args.held;
+        args.weights[token * CHOICES + TOP_K] = 1 / (1 + __expf(-factor * logit(args, token, EXPERTS)));
     }
 }
 
@@ -220,7 +229,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) routing(const __grid_co
 extern "C" __global__ void __launch_bounds__(32 * TOKENS, 1) router(const __grid_constant__ Arguments args) {
     constexpr int CHUNKS = SIZE / 256;   // of 8 numbers that a lane has of a row
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, expert = blockIdx.x * TOKENS + warp;
-    const uint4* const row = reinterpret_cast<const uint4*>(args.router + (u64)min(expert, EXPERTS - 1) * SIZE);
+    const u16* const of_router = args.router + (u64)min(expert, EXPERTS - 1) * SIZE;
+    const uint4* const row = reinterpret_cast<const uint4*>(SHARED && expert == EXPERTS ? args.gate : of_router);
     uint4 weight[CHUNKS];
 #pragma unroll
     for (int i = 0; i < CHUNKS; ++i) weight[i] = row[32 * i + lane];
@@ -236,7 +246,7 @@ extern "C" __global__ void __launch_bounds__(32 * TOKENS, 1) router(const __grid
             total += product(weight[i].z, eight.z) + product(weight[i].w, eight.w);
         }
         total = sum(total);
-        if (lane == 0 && expert < EXPERTS) static_cast<float*>(args.logits)[token * EXPERTS + expert] = total;
+        if (lane == 0 && expert < LOGITS) static_cast<float*>(args.logits)[token * LOGITS + expert] = total;
     }
     if (is_last_block(args) && warp < args.num_tokens) choose(args, warp);
 }

@@ -1,7 +1,7 @@
 """Gated DeltaNet: its convolution, and the delta rule for one token a row and for blocks of tokens.
 
-Decode steps take two launches: ``_conv_step``, then ``_rule_step``, which reads and writes a head's
-state once. Prompts take five:
+Decode steps take one launch, ``_step``, in which a program reads and writes the state of a row's
+head once. Prompts take five:
 
     _conv_blocks      the convolution, and the inputs that snapshots keep
     _keep_inputs      the inputs that rows keep; only now, since all blocks have read the old ones
@@ -20,6 +20,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from minisgl_backend.kernels.triton_kernels.pdl import allow_next, launch_options, wait_previous
+
 _EPS = tl.constexpr(1e-6)  # of the length of queries and keys
 
 
@@ -36,72 +38,49 @@ def _log_decay(a, log_rate, bias):
     return -tl.exp(log_rate.to(tl.float32)) * positive
 
 
-@triton.jit(do_not_specialize_on_alignment=["slots_ptr"])
-def _conv_step(
-    out_ptr,
-    x_ptr,
-    states_ptr,
-    slots_ptr,
-    weight_ptr,
-    x_stride,
-    CHANNELS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64)
-    c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mask = c < CHANNELS
-    slot = tl.load(slots_ptr + row).to(tl.int64)
-    if slot < 0:
-        return
-    state_ptr = states_ptr + (slot * CHANNELS + c) * (WIDTH - 1)
-    x = tl.load(x_ptr + row * x_stride + c, mask=mask, other=0.0)
-    own = tl.load(weight_ptr + c * WIDTH + WIDTH - 1, mask=mask, other=0.0)
-    total = x.to(tl.float32) * own.to(tl.float32)
+@triton.jit
+def _conv_begun(state_ptr, weight_ptr, c, mask, WIDTH: tl.constexpr):
+    """What the convolution of channels ``c`` makes of the inputs before a token's own, and the
+    weight of that one."""
+    total = tl.zeros_like(c).to(tl.float32)
     for tap in tl.static_range(WIDTH - 1):
-        old = tl.load(state_ptr + tap, mask=mask, other=0.0)
+        old = tl.load(state_ptr + c * (WIDTH - 1) + tap, mask=mask, other=0.0)
         weight = tl.load(weight_ptr + c * WIDTH + tap, mask=mask, other=0.0)
         total += old.to(tl.float32) * weight.to(tl.float32)
-        if tap > 0:  # the one before was read by the same thread
-            tl.store(state_ptr + tap - 1, old, mask=mask)
-    tl.store(state_ptr + WIDTH - 2, x.to(states_ptr.dtype.element_ty), mask=mask)
-    tl.store(out_ptr + row * CHANNELS + c, _silu(total).to(out_ptr.dtype.element_ty), mask=mask)
+    return total, tl.load(weight_ptr + c * WIDTH + WIDTH - 1, mask=mask, other=0.0).to(tl.float32)
 
 
-def launch_conv_step(out: Tensor, x: Tensor, states: Tensor, slots: Tensor, weight: Tensor) -> None:
-    """See ``minisgl_backend.kernels.gated_delta.causal_conv_step``."""
-    num_rows, channels = len(slots), x.shape[1]
-    if num_rows == 0:
-        return
-    assert states.is_contiguous() and weight.is_contiguous() and out.is_contiguous()
-    block = 256
-    _conv_step[(num_rows, triton.cdiv(channels, block))](
-        out,
-        x,
-        states,
-        slots,
-        weight,
-        x.stride(0),
-        CHANNELS=channels,
-        WIDTH=weight.shape[1],
-        BLOCK=block,
-        num_warps=4,
-    )
+@triton.jit
+def _conv_ended(begun, own, x):
+    """The convolution with the token's own input ``x``, rounded as that is."""
+    return _silu(begun + own * x.to(tl.float32)).to(x.dtype).to(tl.float32)
+
+
+@triton.jit
+def _keep_inputs_of_token(state_ptr, x, c, mask, WIDTH: tl.constexpr):
+    """Drop the oldest input of channels ``c``, and keep ``x``."""
+    at = state_ptr + c * (WIDTH - 1)
+    for tap in tl.static_range(1, WIDTH - 1):  # the same thread reads a place and writes it
+        tl.store(at + tap - 1, tl.load(at + tap, mask=mask, other=0.0), mask=mask)
+    tl.store(at + WIDTH - 2, x.to(state_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize_on_alignment=["slots_ptr", "a_ptr", "b_ptr"])
-def _rule_step(
+def _step(
     out_ptr,
-    channels_ptr,
+    x_ptr,
     z_ptr,
     a_ptr,
     b_ptr,
+    conv_ptr,
     log_rates_ptr,
     bias_ptr,
     norm_ptr,
+    inputs_ptr,
     states_ptr,
+    readers_ptr,
     slots_ptr,
-    channels_stride,
+    x_stride,
     z_stride,
     a_stride,
     b_stride,
@@ -113,77 +92,104 @@ def _rule_step(
     V: tl.constexpr,
     KP: tl.constexpr,
     VP: tl.constexpr,
+    WIDTH: tl.constexpr,  # of the convolution
+    PDL: tl.constexpr,
 ):
+    # Rows' slots and states were written before the step, or at its beginning: they are read before
+    # the wait, past the first-level cache.
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
-    i, j = tl.arange(0, KP), tl.arange(0, VP)
-    in_k, in_v = i < K, j < V
+    if PDL:
+        allow_next()
     slot = tl.load(slots_ptr + row).to(tl.int64)
     if slot < 0:
+        if PDL:
+            wait_previous()  # the next kernel may take for granted that all before it have ended
         return
+    key_head = head // (HEADS // KEY_HEADS)
+    i, j = tl.arange(0, KP), tl.arange(0, VP)
+    in_k, in_v = i < K, j < V
     at = states_ptr + (slot * HEADS + head) * (K * V) + i[:, None] * V + j[None, :]
     in_state = in_k[:, None] & in_v[None, :]
-    state = tl.load(at, mask=in_state, other=0.0)  # [KP, VP]
-    key_head = head // (HEADS // KEY_HEADS)
-    q_ptr = channels_ptr + row * channels_stride + key_head * K
-    q = tl.load(q_ptr + i, mask=in_k, other=0.0).to(tl.float32)
-    k = tl.load(q_ptr + KEY_HEADS * K + i, mask=in_k, other=0.0).to(tl.float32)
-    v_ptr = channels_ptr + row * channels_stride + 2 * KEY_HEADS * K + head * V
-    v = tl.load(v_ptr + j, mask=in_v, other=0.0).to(tl.float32)
+    state = tl.load(at, mask=in_state, other=0.0, cache_modifier=".cg")  # [KP, VP]
+    of_q, of_k = key_head * K + i, (KEY_HEADS + key_head) * K + i
+    of_v = 2 * KEY_HEADS * K + head * V + j
+    row_inputs = inputs_ptr + slot * ((2 * KEY_HEADS * K + HEADS * V) * (WIDTH - 1))
+    q_begun, q_own = _conv_begun(row_inputs, conv_ptr, of_q, in_k, WIDTH)
+    k_begun, k_own = _conv_begun(row_inputs, conv_ptr, of_k, in_k, WIDTH)
+    v_begun, v_own = _conv_begun(row_inputs, conv_ptr, of_v, in_v, WIDTH)
+    log_rate, bias = tl.load(log_rates_ptr + head), tl.load(bias_ptr + head)
+    norm = tl.load(norm_ptr + j, mask=in_v, other=0.0).to(tl.float32)
+    if PDL:
+        wait_previous()
+    token = x_ptr + row * x_stride
+    q_input = tl.load(token + of_q, mask=in_k, other=0.0)
+    k_input = tl.load(token + of_k, mask=in_k, other=0.0)
+    v_input = tl.load(token + of_v, mask=in_v, other=0.0)
+    z = tl.load(z_ptr + row * z_stride + head * V + j, mask=in_v, other=0.0).to(tl.float32)
+    rate = tl.sigmoid(tl.load(b_ptr + row * b_stride + head).to(tl.float32))
+    decay = tl.exp(_log_decay(tl.load(a_ptr + row * a_stride + head), log_rate, bias))
+    q = _conv_ended(q_begun, q_own, q_input)
+    k = _conv_ended(k_begun, k_own, k_input)
+    v = _conv_ended(v_begun, v_own, v_input)
     q *= tl.rsqrt(tl.sum(q * q) + _EPS) * scale
     k *= tl.rsqrt(tl.sum(k * k) + _EPS)
-    rate = tl.sigmoid(tl.load(b_ptr + row * b_stride + head).to(tl.float32))
-    decay = tl.exp(
-        _log_decay(
-            tl.load(a_ptr + row * a_stride + head),
-            tl.load(log_rates_ptr + head),
-            tl.load(bias_ptr + head),
-        )
-    )
     # of the state before: what the key reads, and the query
     known = tl.sum(state * k[:, None], axis=0) * decay  # [VP]
     found = tl.sum(state * q[:, None], axis=0) * decay
     new = (v - known) * rate
     tl.store(at, state * decay + k[:, None] * new[None, :], mask=in_state)
     found += tl.sum(q * k) * new
-    z = tl.load(z_ptr + row * z_stride + head * V + j, mask=in_v, other=0.0).to(tl.float32)
-    weight = tl.load(norm_ptr + j, mask=in_v, other=0.0).to(tl.float32)
-    found *= tl.rsqrt(tl.sum(found * found) / V + eps) * weight * _silu(z)
+    found *= tl.rsqrt(tl.sum(found * found) / V + eps) * norm * _silu(z)
     to = out_ptr + (row * HEADS + head) * V + j
     tl.store(to, found.to(out_ptr.dtype.element_ty), mask=in_v)
+    _keep_inputs_of_token(row_inputs, v_input, of_v, in_v, WIDTH)
+    replaces = in_k
+    if HEADS > KEY_HEADS:
+        # Other programs read the same inputs of queries and keys: the last one replaces them. Each
+        # has used its own before it counts, so there is nothing to order.
+        tl.debug_barrier()
+        readers = readers_ptr + slot * KEY_HEADS + key_head
+        is_last = tl.atomic_add(readers, 1, sem="relaxed") == HEADS // KEY_HEADS - 1
+        tl.store(readers, 0, mask=is_last)
+        replaces = in_k & is_last
+    _keep_inputs_of_token(row_inputs, q_input, of_q, replaces, WIDTH)
+    _keep_inputs_of_token(row_inputs, k_input, of_k, replaces, WIDTH)
 
 
-def launch_rule_step(
+def launch_step(
     out: Tensor,
-    channels: Tensor,
+    x: Tensor,
     z: Tensor,
     a: Tensor,
     b: Tensor,
-    weights: tuple[Tensor, Tensor, Tensor],
-    states: Tensor,
+    weights: tuple[Tensor, Tensor, Tensor, Tensor],
+    states: tuple[Tensor, Tensor, Tensor],
     slots: Tensor,
     *,
     num_key_heads: int,
     eps: float,
+    pdl: bool,
 ) -> None:
-    """See ``minisgl_backend.kernels.gated_delta.delta_step``. ``weights``: log rates and biases of
-    the decay, weight of the norm."""
-    num_rows, (num_heads, key_dim, value_dim) = len(slots), states.shape[1:]
+    """See ``minisgl_backend.kernels.gated_delta.delta_step``. ``weights``: of the convolution, log
+    rates and biases of the decay, of the norm; ``states``: the fields of a ``LayerStates``."""
+    conv, inputs, matrices = weights[0], *states[:2]
+    num_rows, (num_heads, key_dim, value_dim) = len(slots), matrices.shape[1:]
     if num_rows == 0:
         return
-    assert states.is_contiguous() and out.is_contiguous()
-    assert a.stride(1) == b.stride(1) == channels.stride(1) == z.stride(2) == 1
-    assert z.stride(1) == value_dim
-    _rule_step[(num_rows, num_heads)](
+    assert all(of.is_contiguous() for of in (out, conv, *states))
+    assert a.stride(1) == b.stride(1) == x.stride(1) == z.stride(2) == 1
+    assert z.stride(1) == value_dim and inputs.shape[2] == conv.shape[1] - 1
+    _step[(num_rows, num_heads)](
         out,
-        channels,
+        x,
         z,
         a,
         b,
         *weights,
-        states,
+        *states,
         slots,
-        channels.stride(0),
+        x.stride(0),
         z.stride(0),
         a.stride(0),
         b.stride(0),
@@ -195,7 +201,10 @@ def launch_rule_step(
         V=value_dim,
         KP=triton.next_power_of_2(key_dim),
         VP=triton.next_power_of_2(value_dim),
+        WIDTH=conv.shape[1],
+        PDL=pdl,
         num_warps=4,
+        **launch_options(pdl),
     )
 
 
@@ -549,8 +558,8 @@ def launch_rule_blocks(
     num_key_heads: int,
     eps: float,
 ) -> None:
-    """See ``minisgl_backend.kernels.gated_delta.delta_runs``; ``weights`` as of
-    ``launch_rule_step``."""
+    """The rule of ``minisgl_backend.kernels.gated_delta.delta_runs``; ``channels`` are behind the
+    convolution, and ``weights`` log rates and biases of the decay, and of the norm."""
     num_tokens, num_heads, value_dim = out.shape
     key_dim, num_blocks = states.shape[2], len(blocks)
     assert states.is_contiguous() and out.is_contiguous()

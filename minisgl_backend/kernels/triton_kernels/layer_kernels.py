@@ -1,5 +1,5 @@
-"""The small kernels of a layer: RMSNorm, the gates of feed-forward blocks, and the gather of
-embeddings; a program per token, or per token and block of columns."""
+"""The small kernels of a layer: RMSNorm, the gates of feed-forward blocks and of attention, and the
+gather of embeddings; a program per token, or per token and block of columns."""
 
 import triton
 import triton.language as tl
@@ -103,6 +103,52 @@ def launch_gated_mul(out: Tensor, gate_up: Tensor, *, gelu: bool = False, pdl: b
         SIZE=size,
         BLOCK=block,
         GELU=gelu,
+        PDL=pdl,
+        num_warps=4,
+        **launch_options(pdl),
+    )
+
+
+@triton.jit
+def _sigmoid_mul(
+    out_ptr,
+    x_ptr,
+    gate_ptr,
+    token_stride,
+    head_stride,
+    SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = i < SIZE
+    if PDL:
+        allow_next()
+        wait_previous()
+    x = tl.load(x_ptr + token * SIZE + i, mask=mask, other=0.0).to(tl.float32)
+    at = gate_ptr + token * token_stride + i // HEAD_DIM * head_stride + i % HEAD_DIM
+    y = x * tl.sigmoid(tl.load(at, mask=mask, other=0.0).to(tl.float32))
+    tl.store(out_ptr + token * SIZE + i, y.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def launch_sigmoid_mul(out: Tensor, x: Tensor, gate: Tensor, *, pdl: bool) -> None:
+    """See ``minisgl_backend.kernels.activation.sigmoid_mul``."""
+    num_tokens, size = out.shape
+    if num_tokens == 0:
+        return
+    assert x.is_contiguous() and gate.stride(2) == 1
+    block = 1024
+    _sigmoid_mul[(num_tokens, triton.cdiv(size, block))](
+        out,
+        x,
+        gate,
+        gate.stride(0),
+        gate.stride(1),
+        SIZE=size,
+        HEAD_DIM=x.shape[2],
+        BLOCK=block,
         PDL=pdl,
         num_warps=4,
         **launch_options(pdl),

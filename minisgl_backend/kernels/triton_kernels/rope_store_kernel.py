@@ -31,6 +31,7 @@ def _angle(row_ptr, d, TURNED: tl.constexpr):
     do_not_specialize_on_alignment=["positions_ptr", "slots_ptr", "k_scale_ptr", "v_scale_ptr"]
 )
 def _qk_norm_rope_store(
+    out_ptr,
     qkv_ptr,
     positions_ptr,
     slots_ptr,
@@ -53,6 +54,7 @@ def _qk_norm_rope_store(
     TURNED: tl.constexpr,  # half of the dimensions that rotate
     GROUP: tl.constexpr,  # heads of a program
     INTERLEAVED: tl.constexpr,
+    GATED: tl.constexpr,  # behind each query is the gate of what it reads, which is left there
     NORM: tl.constexpr,
     FP8: tl.constexpr,
     PDL: tl.constexpr,
@@ -65,16 +67,18 @@ def _qk_norm_rope_store(
     step: tl.constexpr = 2 if INTERLEAVED else 1
     gap: tl.constexpr = 1 if INTERLEAVED else HALF
     d = step * i  # [HALF]
-    at = head[:, None] * (2 * HALF) + d[None, :]  # [GROUP, HALF]
+    is_q = first < NUM_HEADS
+    is_v = first >= NUM_HEADS + NUM_KV_HEADS
+    place = head  # of its numbers
+    if GATED:
+        place += tl.where(is_q, head, NUM_HEADS)
+    heads_ptr = qkv_ptr + token * qkv_stride + place[:, None] * (2 * HALF)
     if PDL:
         # attention may read older positions while this kernel runs, so all before it must be over
         wait_previous()
         allow_next()
-    low_ptr = qkv_ptr + token * qkv_stride + at
-    low = tl.load(low_ptr).to(tl.float32)
-    high = tl.load(low_ptr + gap).to(tl.float32)
-    is_q = first < NUM_HEADS
-    is_v = first >= NUM_HEADS + NUM_KV_HEADS
+    low = tl.load(heads_ptr + d[None, :]).to(tl.float32)  # [GROUP, HALF]
+    high = tl.load(heads_ptr + gap + d[None, :]).to(tl.float32)
     if not is_v:
         if NORM:
             weight_ptr = q_weight_ptr if is_q else k_weight_ptr
@@ -94,7 +98,6 @@ def _qk_norm_rope_store(
             low = rotated
         else:
             # the dimensions that rotate together are not those of the two halves: load them anew
-            heads_ptr = qkv_ptr + token * qkv_stride + head[:, None] * (2 * HALF)
             low_from, high_from = _partner(i, TURNED), _partner(HALF + i, TURNED)  # [HALF]
             low_other = tl.load(heads_ptr + low_from[None, :]).to(tl.float32)
             high_other = tl.load(heads_ptr + high_from[None, :]).to(tl.float32)
@@ -105,10 +108,10 @@ def _qk_norm_rope_store(
             high_cos, high_sin = _angle(row_ptr, HALF + i, TURNED)
             low = low * low_cos[None, :] + low_other * low_sin[None, :]
             high = high * high_cos[None, :] + high_other * high_sin[None, :]
-            tl.debug_barrier()  # queries are overwritten where other threads read them
     if is_q:
-        tl.store(low_ptr, low.to(qkv_ptr.dtype.element_ty))
-        tl.store(low_ptr + gap, high.to(qkv_ptr.dtype.element_ty))
+        to_q = out_ptr + (token * NUM_HEADS + head[:, None]) * (2 * HALF) + d[None, :]
+        tl.store(to_q, low.to(out_ptr.dtype.element_ty))
+        tl.store(to_q + gap, high.to(out_ptr.dtype.element_ty))
     else:
         slot = tl.load(slots_ptr + token).to(tl.int64)
         if slot >= 0:
@@ -125,6 +128,7 @@ def _qk_norm_rope_store(
 
 
 def launch_qk_norm_rope_store(
+    out: Tensor,
     qkv: Tensor,
     positions: Tensor,
     slots: Tensor,
@@ -132,7 +136,7 @@ def launch_qk_norm_rope_store(
     k_cache: Tensor,
     v_cache: Tensor,
     *,
-    num_heads: int,
+    gated: bool,
     q_weight: Tensor | None,
     k_weight: Tensor | None,
     eps: float,
@@ -141,17 +145,18 @@ def launch_qk_norm_rope_store(
     interleaved: bool,
     pdl: bool,
 ) -> None:
-    """See ``minisgl_backend.kernels.rope_store.qk_norm_rope_store``."""
-    num_tokens = len(qkv)
+    """See ``minisgl_backend.kernels.rope_store.qk_norm_rope_store``; ``out`` gets the queries."""
+    num_tokens, num_heads, _ = out.shape
     if num_tokens == 0:
         return
     _, page_size, num_kv_heads, head_dim = k_cache.shape
     assert k_cache.stride() == v_cache.stride() and k_cache.stride(3) == 1
-    assert cos_sin.is_contiguous() and cos_sin.dtype == torch.float32
+    assert out.is_contiguous() and cos_sin.is_contiguous() and cos_sin.dtype == torch.float32
     assert not interleaved or cos_sin.shape[1] == head_dim
     # a group must not mix kinds, so its size divides the heads of each
     group = math.gcd(math.gcd(num_heads, num_kv_heads), 4)
     _qk_norm_rope_store[(num_tokens, (num_heads + 2 * num_kv_heads) // group)](
+        out,
         qkv,
         positions,
         slots,
@@ -174,6 +179,7 @@ def launch_qk_norm_rope_store(
         TURNED=cos_sin.shape[1] // 2,
         GROUP=group,
         INTERLEAVED=interleaved,
+        GATED=gated,
         NORM=q_weight is not None,
         FP8=k_scale is not None,
         PDL=pdl,

@@ -9,11 +9,11 @@ from transformers.models.qwen3_5 import modeling_qwen3_5 as theirs
 from minisgl_backend.kernels.gated_delta import (
     DeltaInputs,
     DeltaWeights,
+    LayerStates,
     Run,
     Runs,
     causal_conv,
-    causal_conv_runs,
-    causal_conv_step,
+    causal_conv_step_reference,
     delta_rule,
     delta_rule_step,
     delta_runs,
@@ -83,7 +83,7 @@ def test_the_convolution_goes_on_where_it_was_cut() -> None:
     found = torch.cat([first, torch.empty(7, 5)])
     for i in range(2, 9):
         one = slice(i, i + 1)
-        causal_conv_step(found[one], x[one], states, torch.tensor([1]), weight)
+        causal_conv_step_reference(found[one], x[one], states, torch.tensor([1]), weight)
     torch.testing.assert_close(found, expected)
     torch.testing.assert_close(states[1], last)
     assert not states[0].any()
@@ -97,28 +97,28 @@ def test_runs_give_what_steps_give() -> None:
     z = torch.randn(80, HEADS, VALUE_DIM, generator=draw)
     a, b, rates = (torch.randn(80, HEADS, generator=draw) for _ in range(3))
     norm = torch.rand(VALUE_DIM, generator=draw)
-    weights = DeltaWeights(KEY_HEADS, rates[0], rates[1], norm, 1e-6)
+    weights = DeltaWeights(KEY_HEADS, weight, rates[0], rates[1], norm, 1e-6)
     conv = torch.randn(6, width, 3, generator=draw)
-    states = torch.randn(6, HEADS, KEY_DIM, VALUE_DIM, generator=draw)
+    matrices = torch.randn(6, HEADS, KEY_DIM, VALUE_DIM, generator=draw)
+    states, before = (
+        LayerStates(conv.clone(), matrices.clone(), torch.zeros(6, KEY_HEADS, dtype=torch.int32))
+        for _ in range(2)
+    )
     runs = (Run(0, 2, 3, False, ((1, 5),)), Run(2, 80, 1, True, ((66, 0), (80, 4))))
-    convs, matrices = conv.clone(), states.clone()
-    many = Runs.of(runs, torch.from_numpy)
-    found, convolved = torch.empty_like(z), torch.empty_like(x)
-    causal_conv_runs(convolved, x, convs, many, weight)
-    inputs = DeltaInputs(convolved, z, a, b)
-    delta_runs(found, inputs, weights, matrices, many)
-    conv[1], states[1] = 0.0, 0.0
+    found = torch.empty_like(z)
+    delta_runs(found, DeltaInputs(x, z, a, b), weights, states, Runs.of(runs, torch.from_numpy))
+    before.conv[1], before.matrices[1] = 0.0, 0.0
     for run in runs:
         slot = torch.tensor([run.slot])
         for token in range(run.begin, run.end):
             one = slice(token, token + 1)
-            channels, expected = x[one].clone(), z[one].clone()
-            causal_conv_step(channels, x[one], conv, slot, weight)
-            of_token = DeltaInputs(channels, z[one], a[one], b[one])
-            delta_step(expected, of_token, weights, states, slot)
+            expected = z[one].clone()
+            of_token = DeltaInputs(x[one], z[one], a[one], b[one])
+            delta_step(expected, of_token, weights, before, slot)
             torch.testing.assert_close(found[one], expected, rtol=1e-4, atol=1e-5)
             for end, kept in run.kept:
                 if end == token + 1:
-                    conv[kept], states[kept] = conv[run.slot], states[run.slot]
-    torch.testing.assert_close(convs, conv)
-    torch.testing.assert_close(matrices, states, rtol=1e-4, atol=1e-5)
+                    for of_slot in (before.conv, before.matrices):
+                        of_slot[kept] = of_slot[run.slot]
+    torch.testing.assert_close(states.conv, before.conv)
+    torch.testing.assert_close(states.matrices, before.matrices, rtol=1e-4, atol=1e-5)

@@ -110,6 +110,26 @@ def test_silu_mul() -> None:
     torch.testing.assert_close(out, gate / (1 + torch.exp(-gate)) * up)
 
 
+def test_sigmoid_mul() -> None:
+    x, gate = torch.randn(3, 2, 4), torch.randn(3, 2, 4)
+    out = activation.sigmoid_mul(x, gate)
+    torch.testing.assert_close(out, (x / (1 + torch.exp(-gate))).flatten(1))
+
+
+def test_rope_store_leaves_gates_where_they_are() -> None:
+    """A token has two heads of queries, each before its gate, one of keys and one of values."""
+    qkv, caches = torch.randn(2, 6 * 8), torch.zeros(4, 1, 4, 1, 8)
+    ids = torch.tensor([1, 0])
+    places = rope_store.TokenPlaces(ids, ids, torch.randn(2, 8))
+    plain = qkv.unflatten(1, (6, 8))[:, [0, 2, 4, 5]].flatten(1)
+    expected = rope_store.qk_norm_rope_store(plain, places, *caches[:2], num_heads=2)
+    found = rope_store.qk_norm_rope_store(qkv, places, *caches[2:], num_heads=2, gated=True)
+    assert torch.equal(found, expected) and torch.equal(caches[2:], caches[:2])
+    assert torch.equal(
+        rope_store.gates_of(qkv, 2, 8).flatten(1), qkv[:, [*range(8, 16), *range(24, 32)]]
+    )
+
+
 def test_ranks_embeddings_sum_to_the_whole() -> None:
     weight, ids = torch.randn(10, 4), torch.tensor([0, 3, 9, 5, 4])
     parts = [embedding.embedding(ids, weight[start : start + 5], start=start) for start in (0, 5)]

@@ -19,6 +19,7 @@ from minisgl_backend.attention.base import Chunks, DecodeRows, PagedKV
 from minisgl_backend.attention.own_kernels import TritonDecode, TritonPrefill
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.execution.decode_graphs import batch_sizes
+from minisgl_backend.execution.states import StateStorage
 from minisgl_backend.experts_spec import ClampedGate, RoutingRule
 from minisgl_backend.kernels import moe, wide_linear
 from minisgl_backend.kernels.activation import silu_mul_reference
@@ -30,6 +31,7 @@ from minisgl_backend.kernels.adapters import (
     arrange_tokens,
     arranged_size,
 )
+from minisgl_backend.kernels.gated_delta import Run, Runs
 from minisgl_backend.kernels.packed_weight import CodesKind, PackedWeight, dequantize_weight
 from minisgl_backend.kernels.quantized import dequantized, quantize
 from minisgl_backend.kernels.rope_store import TokenPlaces, qk_norm_rope_store_reference
@@ -38,10 +40,12 @@ from minisgl_backend.kernels.sampling_table import ONCE
 from minisgl_backend.layers.experts import ExpertsMLP
 from minisgl_backend.models.adapter_files import open_adapter
 from minisgl_backend.models.adapter_slots import AdapterSlots
-from minisgl_backend.models.build import build_model, has_expert_kernels
+from minisgl_backend.models.build import build_model
 from minisgl_backend.models.catalog import load_spec
 from minisgl_backend.models.decoder import Decoder
+from minisgl_backend.models.kernel_choice import has_expert_kernels
 from minisgl_backend.models.spec import ModelSpec
+from minisgl_backend.models.token_mixing import RecurrentRows
 from minisgl_backend.parallel.group import Group, OneRank
 from minisgl_backend.weight_format import Encoding, Layout, Rule, WeightFormat, WeightFormats
 from minisgl_kit.adapters import write_adapter
@@ -51,6 +55,7 @@ from tests.conformance.checkpoints import (
     VOCAB_SIZE,
     write_broad_checkpoint,
     write_broad_experts_checkpoint,
+    write_broad_hybrid_checkpoint,
     write_checkpoint,
 )
 from tests.conformance.quantized_checkpoints import write_quantized
@@ -300,15 +305,17 @@ def test_an_adapter_on_tensor_cores(case: str, length: int, size: int, tmp_path:
 
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize(
-    ("encoding", "block", "symmetric", "length"),
+    ("case", "encoding", "block", "symmetric", "length"),
     [
-        (Encoding.E4M3, (128, 128), True, 15),
-        (Encoding.INT8, (1, None), True, 40),
-        (Encoding.INT4, (1, 64), False, 40),
-        (Encoding.E2M1, (1, 32), True, 40),
+        ("broad", Encoding.E4M3, (128, 128), True, 15),
+        ("broad", Encoding.INT8, (1, None), True, 40),
+        ("broad", Encoding.INT4, (1, 64), False, 40),
+        ("broad", Encoding.E2M1, (1, 32), True, 40),
+        ("broad-hybrid", Encoding.E4M3, (128, 128), True, 15),
     ],
 )
 def test_packed_weights_are_computed_by_kernels(
+    case: str,
     encoding: Encoding,
     block: tuple[int, int | None],
     symmetric: bool,
@@ -316,23 +323,45 @@ def test_packed_weights_are_computed_by_kernels(
     size: int,
     tmp_path: Path,
 ) -> None:
-    """On tensor cores, and of 40 tokens dequantized."""
+    """On tensor cores, and of 40 tokens dequantized. Of recurrent layers all but the rates."""
     form = WeightFormat(
         layout=Layout.CONVERTED, encoding=encoding, block=block, symmetric=symmetric
     )
-    theirs = write_broad_checkpoint(tmp_path)
+    theirs, names = write(case, tmp_path), r".*(_proj|in_proj_qkv|in_proj_z)"
     for name, weight in theirs.named_parameters():
-        if "_proj" in name:
+        if re.fullmatch(names, name.removesuffix(".weight")):
             cells = block[0], block[1] or weight.shape[1]
             found = quantize(weight.data, encoding, cells, symmetric=symmetric)
             weight.data.copy_(dequantized(found, torch.float32))
     prompt = a_prompt(theirs, length)
-    weights = WeightFormats("test", (Rule(re.compile(r".*_proj"), form),))
+    weights = WeightFormats("test", (Rule(re.compile(names), form),))
     spec = replace(load_spec(tmp_path), weights=weights)
 
     def check(group: Group) -> None:
         model = load(tmp_path, group, fused=True, spec=spec)
         cores: Any = TwinCores()
+        model.use_tensor_cores(cores)
+        check_prompt_then_token(model, *prompt)
+
+    on_ranks(size, check)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("length", [5, 40])
+@pytest.mark.parametrize("case", ["qwen3.5", "qwen3-next", "broad-hybrid", "broad-hybrid-experts"])
+def test_recurrent_layers_on_tensor_cores(
+    case: str, length: int, size: int, tmp_path: Path
+) -> None:
+    """Beside gated attention and, with experts, a gated one that all tokens take."""
+    prompt = a_prompt(write(case, tmp_path), length)
+
+    def check(group: Group) -> None:
+        model = load(tmp_path, group, fused=True)
+        cores: Any = TwinCores()
+        make: Any = TwinExperts()
+        for layer in model.layers:
+            if isinstance(layer.mlp, ExpertsMLP):
+                layer.mlp.use_kernels(make)
         model.use_tensor_cores(cores)
         check_prompt_then_token(model, *prompt)
 
@@ -350,6 +379,7 @@ class TwinExperts:
         kinds: tuple[CodesKind, CodesKind] | None,
         gate: ClampedGate | None,
         wide: bool,
+        shared: bool,
     ) -> Any:
         begin, end = held
         assert wide  # of weights in float32
@@ -360,11 +390,13 @@ class TwinExperts:
             logits: Callable[[], Tensor],
             experts: moe.ExpertWeights,
             *,
+            shared_gate: Tensor | None,
             correction: Tensor | None,
             squares: Tensor | None,
             eps: float,
             pdl: bool,
         ) -> tuple[Tensor, moe.Choices]:
+            assert shared or shared_gate is None
             assert experts.shapes == shapes and experts.kinds == kinds and not pdl
             assert experts.gate == gate
             scale = torch.ones(len(x), 1)
@@ -372,16 +404,22 @@ class TwinExperts:
                 scale = (squares.sum(0)[:, None] / x.shape[1] + eps).rsqrt()
             chosen = moe.choose(scale * logits(), rule, correction)
             is_here = (chosen.ids >= begin) & (chosen.ids < end)
-            ids = torch.where(is_here, chosen.ids - begin, -1)
+            ids, weights = torch.where(is_here, chosen.ids - begin, -1), chosen.weights
+            if shared_gate is not None:
+                ids = torch.cat([ids, torch.full((len(x), 1), end - begin)], dim=1)
+                opening = (scale * x @ shared_gate[:, None]).sigmoid()
+                weights = torch.cat([weights, opening], dim=1)
             outputs = [
                 moe.fused_experts_reference(
                     scale * x, experts, moe.Choices(of_all[:, None], torch.ones(len(x), 1))
                 )
                 for of_all in ids.unbind(1)
             ]
-            return torch.stack(outputs, 1), moe.Choices(ids, chosen.weights, elsewhere=True)
+            return torch.stack(outputs, 1), moe.Choices(ids, weights, elsewhere=True)
 
-        return compute
+        kernels: Any = compute
+        kernels.takes_shared = lambda num_tokens, router: num_tokens <= 4
+        return kernels
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -431,6 +469,8 @@ def test_experts_in_codes_behind_kernels(case: str, size: int, tmp_path: Path) -
 
 
 def write(case: str, folder: Path) -> Any:
+    if case.startswith("broad-hybrid"):
+        return write_broad_hybrid_checkpoint(folder, experts=case.endswith("experts"))
     if case != "broad":
         return write_checkpoint(case, folder)
     assert wide_linear.is_faster(40, 512, 512, parts=True)
@@ -460,6 +500,15 @@ def check_prompt_then_token(
     """Prefill all but the last of ``ids``, then decode it, with the adapter in a slot."""
     shape = ours.spec.attention_shape(ours.group.size)
     length = len(ids) - 1
+    run: RecurrentRows | None = None
+    step: RecurrentRows | None = None
+    if (recurrent := ours.spec.delta_net) is not None:
+        of_rank = recurrent.of_rank(ours.group.size)
+        states = StateStorage(of_rank, num_rows=2, num_snapshots=0, dtype=torch.float32, device=CPU)
+        ours.bind_states(states.layers)
+        step = RecurrentRows(torch.tensor([1]))
+        runs = Runs.of([Run(0, length, 1, is_fresh=True)], torch.from_numpy)
+        run = RecurrentRows(torch.empty(0, dtype=torch.int64), runs)
     with torch.inference_mode():
         prefill = TritonPrefill(shape)
         attend_chunks = prefill.plan_chunks(
@@ -482,7 +531,7 @@ def check_prompt_then_token(
             attend_chunks(out, q, layer_kv, layer)
             return out
 
-        hidden = ours(ids[:-1], positions, slots, of_chunk, adapted=of_slot(length, slot))
+        hidden = ours(ids[:-1], positions, slots, of_chunk, run, of_slot(length, slot))
         torch.testing.assert_close(ours.logits(hidden), expected[:-1], atol=2e-3, rtol=2e-3)
 
         decode = TritonDecode(shape, max_batch_size=1, device=CPU)
@@ -501,7 +550,7 @@ def check_prompt_then_token(
             attend_rows(out, q, layer_kv, layer)
             return out
 
-        hidden = ours(ids[-1:], last, place, of_row, adapted=of_slot(1, slot))
+        hidden = ours(ids[-1:], last, place, of_row, step, of_slot(1, slot))
         torch.testing.assert_close(ours.logits(hidden), expected[-1:], atol=2e-3, rtol=2e-3)
 
 

@@ -176,6 +176,7 @@ class SelfAttention(nn.Module):
             codes=self.qkv_proj.matrix.arrange(),
             takes_adapters=self._heads_take_adapters,
         )
+        self.qkv_proj.matrix.use_float8(kernels)
         self.o_proj.use_tensor_cores(kernels)
 
     def forward(

@@ -121,7 +121,7 @@ def test_rope_store_leaves_gates_where_they_are() -> None:
     qkv, caches = torch.randn(2, 6 * 8), torch.zeros(4, 1, 4, 1, 8)
     ids = torch.tensor([1, 0])
     places = rope_store.TokenPlaces(ids, ids, torch.randn(2, 8))
-    plain = qkv.unflatten(1, (6, 8))[:, [0, 2, 4, 5]].flatten(1)
+    plain = qkv.view(2, 6, 8)[:, [0, 2, 4, 5]].flatten(1)
     expected = rope_store.qk_norm_rope_store(plain, places, *caches[:2], num_heads=2)
     found = rope_store.qk_norm_rope_store(qkv, places, *caches[2:], num_heads=2, gated=True)
     assert torch.equal(found, expected) and torch.equal(caches[2:], caches[:2])

@@ -116,7 +116,9 @@ class FaultDetector:
             lost = self._lost_streams()
             if lost is not None:
                 num_lost = sum(lost[pid] - self._lost_before.get(pid, 0) for pid in lost)
-                num_failed = self._server.num_failed(timeout_s=_TOLD_WITHIN_S) if num_lost else 0
+                if not num_lost:
+                    return True
+                num_failed = self._server.num_failed(timeout_s=_TOLD_WITHIN_S)
                 if num_failed is not None and num_failed - self._failed_before >= num_lost:
                     return True
             if time.monotonic() > deadline_s:

@@ -612,6 +612,26 @@ def test_an_answer_of_tritonserver_that_breaks_off_tells_nothing() -> None:
         assert triton_http.num_failed(url, ["minisgl"], timeout_s=PATIENCE_S) is None
 
 
+@pytest.mark.parametrize(
+    ("num_lost", "num_failed", "are_told"), [(0, 0, True), (2, 1, False), (2, 2, True)]
+)
+def test_callers_are_told_of_streams_that_were_lost_if_any_were(
+    num_lost: int, num_failed: int, are_told: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There were requests, failures and lost streams before."""
+    server = SimpleNamespace(
+        directory=tmp_path,
+        model_names=lambda: {"detokenizer"},
+        num_failed=lambda timeout_s: 7 + num_failed,
+    )
+    monkeypatch.setattr(faults, "_TOLD_WITHIN_S", 0.05)
+    detector = faults.FaultDetector(cast(TritonServer, server))
+    detector._noted, detector._failed_before, detector._lost_before = (9, True), 7, {1: 3}
+    monkeypatch.setattr(detector, "_lost_streams", lambda: {1: 3 + num_lost})
+    assert detector.are_callers_told() is are_told
+    detector.close()
+
+
 def test_failed_requests_are_those_of_the_ensembles_that_were_not_cancelled() -> None:
     counts = {
         ("minisgl", "OTHER"): 4,

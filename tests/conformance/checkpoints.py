@@ -713,6 +713,9 @@ def write_model(name: str, folder: Path) -> None:
         "quantized-hybrid-moe": lambda: _qwen3_next(
             **sizes, **_WIDE_DELTA, moe_intermediate_size=192, num_experts=4
         ),
+        "quantized-llama4": lambda: _llama4(
+            **{**sizes, "intermediate_size": 192}, interleave_moe_layer_step=2
+        ),
         "quantized-gpt-oss": lambda: _gpt_oss(
             **{**sizes, "intermediate_size": 160}, num_hidden_layers=2, num_local_experts=4
         ),

@@ -256,6 +256,14 @@ CASES: Final[Mapping[str, Case]] = MappingProxyType(
             _compressed("float-quantized", _group("channel"), _group("token", dynamic=True)),
             model="quantized-moe",
         ),
+        "ct-fp8-channel-llama4": Case(
+            fp8_channel,
+            {
+                **_compressed("float-quantized", _group("channel"), _group("token", dynamic=True)),
+                "ignore": ["lm_head", "re:.*self_attn", "re:.*router"],
+            },
+            model="quantized-llama4",
+        ),
         "ct-fp8-blocks": Case(
             lambda weight: fp8_blocks(weight, name="weight_scale"),
             _compressed("float-quantized", _group("block", block_structure=[128, 128])),
@@ -382,6 +390,7 @@ _PLAIN_IN: Final = MappingProxyType(
         "ct-mxfp4-moe": "self_attn",
         "mxfp4-stacked-moe": r"self_attn|layers\.0\.mlp",
         "mxfp4-gpt-oss": "self_attn",
+        "ct-fp8-channel-llama4": "self_attn",
     }
 )
 
@@ -442,6 +451,24 @@ def pack_experts(pack: Pack, weights: Tensor) -> Packed:
     return tensors, torch.stack([numbers.T for _, numbers in found])
 
 
+def pack_apart(pack: Pack, name: str, weights: Tensor) -> Packed:
+    """Of [experts, inputs, outputs], Llama 4's, with modules of each expert's own, as tools write
+    them that quantize linear layers."""
+    experts, _, last = name.rpartition(".")
+    names = ["down_proj"] if last == "down_proj" else ["gate_proj", "up_proj"]
+    tensors: dict[str, Tensor] = {}
+    stacks = []
+    for expert, weight in enumerate(weights):
+        columns = []
+        for part, own in zip(names, weight.chunk(len(names), dim=1), strict=True):
+            packed_parts, numbers = pack(own.T.contiguous())
+            module = f"{experts}.{expert}.{part}"
+            tensors |= {f"{module}.{kind}": values for kind, values in packed_parts.items()}
+            columns.append(numbers.T)
+        stacks.append(torch.cat(columns, dim=1))
+    return tensors, torch.stack(stacks)
+
+
 def write_with(
     pack: Pack,
     folder: Path,
@@ -462,6 +489,9 @@ def write_with(
             parts, numbers[name] = pack(tensor)
             module = name.removesuffix("weight")
             tensors |= {f"{module}{part}": values for part, values in parts.items()}
+        elif re.fullmatch(_IN_TURN, name) and "feed_forward" in name:
+            parts, numbers[name] = pack_apart(pack, name, tensor)
+            tensors |= parts
         elif re.fullmatch(_IN_TURN, name):
             parts, numbers[name] = pack_experts(pack, tensor)
             tensors |= {f"{name}{part}": values for part, values in parts.items()}

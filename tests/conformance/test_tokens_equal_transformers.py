@@ -83,6 +83,21 @@ def test_tokens_are_equal(reference: Reference, options: dict[str, Any]) -> None
         assert outcome.num_cached_tokens > 0
 
 
+@pytest.mark.parametrize("reference", ["llama4", "mistral-window"], indirect=True)
+@pytest.mark.parametrize("chunk", [5, 31, 48, 200])
+@pytest.mark.parametrize("page_size", [1, 8])
+def test_windows_and_sections_are_cut_anywhere(
+    reference: Reference, chunk: int, page_size: int
+) -> None:
+    """With a cold cache and a warm one."""
+    with TinyEngine(
+        reference.model, context=CONTEXT, page_size=page_size, chunk=chunk, num_positions=2048
+    ) as engine:
+        for _ in range(2):
+            outcome = engine.run(reference.prompts, [GREEDY] * len(reference.prompts))
+            assert outcome.tokens == reference.tokens
+
+
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("page_size", [4, 16])
 def test_turns_go_on_from_answers(page_size: int, overlap: bool, tmp_path: Path) -> None:

@@ -42,11 +42,12 @@ class Case:
     window: int | None = None
     fp8: bool = False
     sinks: bool = False
+    sections: bool = False
 
     def __str__(self) -> str:
         words = [f"page{self.page_size}", f"group{self.group}", f"dim{self.head_dim}"]
         words += [f"window{self.window}"] * (self.window is not None)
-        words += ["fp8"] * self.fp8 + ["sinks"] * self.sinks
+        words += ["fp8"] * self.fp8 + ["sinks"] * self.sinks + ["sections"] * self.sections
         return "-".join(words)
 
     @property
@@ -60,6 +61,7 @@ class Case:
             head_dim=self.head_dim,
             scale=self.head_dim**-0.5,
             windows=(self.window,),
+            sections=self.sections,
             sinks=self.sinks,
         )
         return AttentionSetting(
@@ -135,7 +137,9 @@ class Paged:
         query = position[end - len(q) :, None]
         seen = position <= query
         window = shape.windows[0]
-        if window is not None:
+        if window is not None and shape.sections:
+            seen &= position >= query // window * window
+        elif window is not None:
             seen &= position > query - window
         keys, values = self.keys[row][:end], self.values[row][:end]
         mask = torch.zeros(seen.shape, device=q.device).masked_fill(~seen, float("-inf"))[None]
@@ -156,7 +160,8 @@ class Paged:
 
 @dataclass(frozen=True)
 class Prompts:
-    """Prompt chunks: those that begin a row, and those after what is there already."""
+    """Prompt chunks: those that begin a row, and those after what is there already. Of
+    sections they are the part in the last."""
 
     paged: Paged
     q: Tensor
@@ -171,6 +176,9 @@ class Prompts:
             [130, 17, 300, 64, 1, 220],
             [130, 9, 41, 1, 1, 128],
         )
+        if (section := setting.shape.section) is not None:
+            within = [(end - 1) % section + 1 for end in ends]
+            lengths = [min(both) for both in zip(lengths, within, strict=True)]
         by_row = [end for _, end in sorted(zip(rows, ends, strict=True))]
         paged = Paged.of(by_row, setting)
         offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)

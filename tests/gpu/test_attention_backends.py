@@ -55,17 +55,23 @@ SINKS = [
     Case(16, 8, 64, window=50, sinks=True),
     Case(64, 2, 128, sinks=True),
 ]
+SECTIONS = [
+    Case(16, 5, 128, window=128, sections=True),
+    Case(64, 4, 64, window=64, sections=True),
+]
 FP8_SINKS = [Case(16, 8, 64, window=50, fp8=True, sinks=True)]
 
-IN_TILES = [case for case in [*WHOLE, *FP8, *SINKS, *FP8_SINKS] if case.page_size % 16 == 0]
+IN_TILES = [
+    case for case in [*WHOLE, *FP8, *SINKS, *SECTIONS, *FP8_SINKS] if case.page_size % 16 == 0
+]
 
 BACKENDS = {
     "cuda": IN_TILES,
-    "triton": [*WHOLE, *UNEVEN, *FP8, *SINKS, *FP8_SINKS],
-    "fa": [*WHOLE, *SINKS],
-    "fi": [*FEWER, *FP8, *SINKS, *FP8_SINKS],
-    "trtllm": [*FEWEST, *FEWEST_FP8, *SINKS],
-    "sdpa": [*WHOLE, *UNEVEN, *FP8, *SINKS, *FP8_SINKS],
+    "triton": [*WHOLE, *UNEVEN, *FP8, *SINKS, *SECTIONS, *FP8_SINKS],
+    "fa": [*WHOLE, *SINKS, *SECTIONS],
+    "fi": [*FEWER, *FP8, *SINKS, *SECTIONS, *FP8_SINKS],
+    "trtllm": [*FEWEST, *FEWEST_FP8, *SINKS, *SECTIONS],
+    "sdpa": [*WHOLE, *UNEVEN, *FP8, *SINKS, *SECTIONS, *FP8_SINKS],
     "fa,triton": FEWEST,
     "fa,fi": FEWEST,
     "invariant": [*FEWER, *UNEVEN, *FP8],

@@ -19,6 +19,11 @@ from minisgl_backend.attention.base import PagedAttention, ScheduledDecode
 from minisgl_backend.attention.flash_infer import FlashInferDecode, FlashInferPrefill
 from minisgl_backend.attention.own_kernels import TritonDecode
 from minisgl_backend.attention.sdpa import SdpaAttention
+from minisgl_backend.attention.sections import (
+    ScheduledSectionDecode,
+    SectionPrefill,
+    within_section,
+)
 from tests.gpu.paged import Case, Decoding, Prompts, assert_tokens_close
 
 CPU = torch.device("cpu")
@@ -140,6 +145,24 @@ def test_rows_eagerly_and_as_captured(case: Case) -> None:
     setting = step.paged.setting
     decode = FlashInferDecode(LIBRARY, setting)
     backend = PagedAttention("fi", SdpaAttention(setting), decode)
+    for seed in range(2):
+        inputs = step.inputs(seed)
+        step.take(inputs)
+        eager = step.attend(backend, inputs.host_lengths)
+        assert_tokens_close(eager, step.expected(inputs), limit=1e-5)
+        decode.schedule_rows(inputs.host_lengths)
+        assert_tokens_close(step.attend(backend, None), step.expected(inputs), limit=1e-5)
+
+
+def test_sections_have_schedules_of_their_own_lengths() -> None:
+    case = Case(16, 4, 64, window=64, sections=True)
+    prompts = Prompts.of(case.setting(torch.float32, CPU))
+    inner = within_section(prompts.paged.setting)
+    decode = ScheduledSectionDecode(FlashInferDecode(LIBRARY, inner), 64, 16)
+    prefill = SectionPrefill(FlashInferPrefill(LIBRARY, inner), 64, 16)
+    backend = PagedAttention("fi", prefill, decode)
+    assert_tokens_close(prompts.attend(backend), prompts.expected(), limit=1e-5)
+    step = Decoding(prompts.paged.setting, 5)
     for seed in range(2):
         inputs = step.inputs(seed)
         step.take(inputs)

@@ -14,6 +14,7 @@ CPU = torch.device("cpu")
 CASES = [
     *(Case(*of) for of in product((1, 16), (1, 4, 5), (64,), (None, 50))),
     *(Case(16, group, 64, fp8=True) for group in (1, 8)),
+    *(Case(size, 5, 64, window=64, sections=True) for size in (1, 16, 64)),
 ]
 
 
@@ -32,10 +33,11 @@ def test_ragged_chunks_and_extensions(name: str, case: Case) -> None:
     assert_tokens_close(prompts.attend(backend), prompts.expected(), limit=1e-5)
 
 
-def test_chunks_of_captured_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("case", [CASES[0], CASES[-1]], ids=str)
+def test_chunks_of_captured_steps(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     monkeypatch.setattr(choose, "has_triton", lambda: True)
-    prompts = Prompts.of(CASES[0].setting(torch.float32, CPU))
+    prompts = Prompts.of(case.setting(torch.float32, CPU))
     between = torch.randn_like(prompts.q[:13])
     out = prompts.attend_as_captured(
         choose.choose_attention("triton", prompts.paged.setting), between

@@ -257,7 +257,7 @@ def checked_spec(options: EngineOptions, folder: Path, device: str | None) -> Mo
     _check_experts(options, spec)
     if options.batch_invariant:
         check_invariant_spec(spec)
-    _check_sections(options, spec)
+    _check_windows(options, spec)
     if options.load_format == "auto":
         check_weights(spec, weight_files(folder, spec.names))
     if device == "cpu":
@@ -279,13 +279,20 @@ def _check_experts(options: EngineOptions, spec: ModelSpec) -> None:
         )
 
 
-def _check_sections(options: EngineOptions, spec: ModelSpec) -> None:
-    """Raise ``ConfigError`` if the sections of attention would begin within a page."""
-    section = spec.attention_shape().for_context(context_of(options, spec)).section
+def _check_windows(options: EngineOptions, spec: ModelSpec) -> None:
+    """Raise ``ConfigError`` if the sections of attention would begin within a page, or if pages are
+    to be read together and no layer reads those that rows share."""
+    shape = spec.attention_shape().for_context(context_of(options, spec))
+    section = shape.section
     if section is not None and section % options.page_size:
         raise ConfigError(
             f"page_size {options.page_size} must divide attention_chunk_size {section} of the "
             f"model, unless max_sequence_length is at most {section}"
+        )
+    if options.group_attention and shape.window_pages and None not in shape.windows:
+        raise ConfigError(
+            f"option group_attention=true does not go with windows of {shape.window} positions in "
+            f"all layers, unless max_sequence_length is at most {shape.window}"
         )
 
 

@@ -149,6 +149,16 @@ def test_options_that_do_not_go_with_the_model(given: dict[str, Any], message: s
         checked_spec(EngineOptions(**given), Path(DEMO_MODEL), "cuda")
 
 
+def test_windows_in_all_layers_share_no_pages(folder: Path) -> None:
+    mistral = {"architectures": ["MistralForCausalLM"], "sliding_window": 64}
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **mistral}))
+    options = EngineOptions(load_format="dummy", group_attention=True, max_sequence_length=64)
+    checked_spec(options, folder, "cpu")
+    with pytest.raises(ConfigError, match="group_attention=true does not go with windows of 64 "):
+        checked_spec(replace(options, max_sequence_length=65), folder, "cpu")
+
+
 def test_sections_begin_with_pages(folder: Path) -> None:
     llama4 = {"architectures": ["Llama4ForCausalLM"], "attention_chunk_size": 48}
     config = json.loads((folder / "config.json").read_text())

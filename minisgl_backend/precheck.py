@@ -19,7 +19,7 @@ from minisgl_backend.config import EngineOptions
 from minisgl_backend.device.processor import default_dtype
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.models.catalog import load_spec
-from minisgl_backend.models.checkpoint import check_weights, weight_files
+from minisgl_backend.models.checkpoint import check_adapter_folder, check_weights, weight_files
 from minisgl_backend.models.config_json import read_json
 from minisgl_backend.models.spec import ModelSpec
 from minisgl_backend.parallel.nodes import check_nodes
@@ -203,10 +203,12 @@ def adapter_paths(options: EngineOptions) -> dict[str, str]:
 
 
 def check_adapter_folders(options: EngineOptions) -> None:
-    """Raise ``ConfigError`` if an adapter is not there, as the engine does later."""
+    """Raise ``ConfigError`` if an adapter of the options is not there, as the engine does later."""
     for name, path in adapter_paths(options).items():
-        if not Path(path).is_dir():
-            raise ConfigError(f"adapter {name!r}: the adapter's folder {path} does not exist")
+        try:
+            check_adapter_folder(Path(path))
+        except ConfigError as error:
+            raise ConfigError(f"adapter {name!r}: {error}") from None
 
 
 def adapter_tasks(options: EngineOptions) -> dict[int, str]:

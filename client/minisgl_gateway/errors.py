@@ -206,13 +206,18 @@ def api_error(
         return busy(503, "the engine cannot be reached", "engine_unavailable")
     if isinstance(error, client.ConnectionLost):
         return busy(503, "the connection to the engine broke", "engine_unavailable")
-    if isinstance(error, client.Unavailable) or str(error) in _LOST:
+    if isinstance(error, client.Unavailable) or is_lost(error):
         return busy(503, str(error), "engine_unavailable")
     if isinstance(error, client.Closed):  # by the gateway, at its end
         return shutting_down()
     if isinstance(error, client.Cancelled):
         return cancelled()
     return internal()
+
+
+def is_lost(error: client.MinisglError) -> bool:
+    """Whether a request was lost with a process of the engine, as the engine says it."""
+    return str(error) in _LOST
 
 
 _FORM: Final = re.compile(
@@ -227,6 +232,7 @@ _LOST: Final = frozenset(
         "the detokenizer was restarted and lost this request",
         "the engine is down",
         "the engine stopped after an internal error",
+        "the replica that served the request has ended",
     }
 )
 """How the engine's sentences say that a request was lost with a process that is started again."""

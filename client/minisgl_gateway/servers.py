@@ -32,6 +32,7 @@ from minisgl_client.errors import (
 )
 
 from minisgl_gateway.balance import Balance
+from minisgl_gateway.errors import is_lost
 
 _Answer = TypeVar("_Answer")
 
@@ -86,7 +87,7 @@ class Servers:
                         self._balance.worked(server)
                     except MinisglError as error:
                         noted = self._noted(server, client, error)
-                        if tried or not isinstance(noted, _PASSING):
+                        if tried or not _may_pass(noted):
                             raise noted from None
                         tried.append(server)
                         continue
@@ -148,7 +149,7 @@ class Servers:
                 return answer
             except MinisglError as error:
                 noted = self._noted(server, client, error)
-                if tried or not isinstance(noted, _PASSING):
+                if tried or not _may_pass(noted):
                     raise noted from None
                 tried.append(server)
             finally:
@@ -252,6 +253,11 @@ class Servers:
         self._balance.failed(server, time.monotonic(), is_ending=is_ending)
         if self._balance.is_ejected(server) and not was_ejected:
             logger.warning("%s gets no requests for now: %s", self._addresses[server], why)
+
+
+def _may_pass(error: MinisglError) -> bool:
+    """Whether another server may answer what this one did not."""
+    return isinstance(error, _PASSING) or is_lost(error)
 
 
 async def _bounded(call: Awaitable[None]) -> None:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.layers.weight_place import FLOATS
-from minisgl_backend.models.checkpoint import TensorHeader, read_header
+from minisgl_backend.models.checkpoint import TensorHeader, check_adapter_folder, read_header
 from minisgl_backend.models.config_json import read_json
 from minisgl_backend.models.tensor_names import TensorNames
 from minisgl_backend.models.weights import load_tensors
@@ -125,9 +125,8 @@ def open_adapter(
     Reads the config and the header of the weights. Raises ``ConfigError`` with the name of the
     field or tensor that does not fit.
     """
-    if not folder.is_dir():
-        raise ConfigError(f"the adapter's folder {folder} does not exist")
     path = folder / _WEIGHTS
+    check_adapter_folder(folder)
     state = _state_of(folder / _CONFIG, path)  # before they are read
     for file in (folder / _CONFIG, path):
         if file.exists() and not file.is_file():  # a pipe would be waited for

@@ -132,6 +132,18 @@ def _located_files(folder: Path, located: Mapping[str, Any]) -> TensorFiles:
     return files
 
 
+def check_adapter_folder(folder: Path) -> None:
+    """Raise ``ConfigError`` if there is no such folder, or if this user may not look into it."""
+    try:
+        if not folder.is_dir():
+            raise ConfigError(f"the adapter's folder {folder} does not exist")
+        (folder / "adapter_config.json").exists()
+    except OSError as error:
+        raise ConfigError(
+            f"the adapter's folder {folder} cannot be read: {error.strerror}"
+        ) from None
+
+
 def read_header(path: Path) -> Mapping[str, TensorHeader]:
     """The tensors of a safetensors file, in the order of their names.
 

@@ -3,18 +3,21 @@ drains or is killed."""
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import subprocess
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from minisgl_gateway.servers import beginning
+from minisgl_client.errors import error_from
+from minisgl_gateway.errors import _LOST
+from minisgl_gateway.servers import Servers, beginning
 
 from minisgl_backend.server.process import TritonServer
 from minisgl_kit.repositories import repository_with
@@ -170,6 +173,44 @@ def test_a_silent_server_costs_no_request_that_had_not_begun(
             servers[1].signal(signal.SIGCONT)
     wait_for(lambda: home_of(servers, gateway, content) == 1, "the server's return")
     assert "takes requests again" in gateway.log.read_text()
+
+
+@pytest.mark.parametrize("sentence", sorted(_LOST))
+def test_what_is_lost_with_a_process_of_a_server_goes_to_another(sentence: str) -> None:
+    class Server:
+        """Loses the first request, and answers the next."""
+
+        num_asked = 0
+
+        async def is_ready(self) -> bool:
+            return True
+
+        async def generate(self, **_: Any) -> str:
+            Server.num_asked += 1
+            if Server.num_asked == 1:
+                raise error_from(f"in ensemble 'minisgl', INTERNAL: {sentence}")
+            return "answer"
+
+        @asynccontextmanager
+        async def stream(self, **call: Any) -> AsyncIterator[AsyncIterator[str]]:
+            async def deltas() -> AsyncIterator[str]:
+                yield await self.generate(**call)
+
+            yield deltas()
+
+    async def ask() -> None:
+        servers = Servers(["127.0.0.1:1", "127.0.0.1:2"], "minisgl")
+        for client in servers._clients:
+            await client.aclose()
+        servers._clients[:] = [Server(), Server()]  # type: ignore[list-item]
+        assert await servers.generate(prompt="a") == "answer"  # type: ignore[comparison-overlap]
+        Server.num_asked = 0
+        async with servers.stream(prompt="a") as deltas:
+            assert [delta async for delta in deltas] == ["answer"]  # type: ignore[comparison-overlap]
+        servers._clients.clear()
+        await servers.aclose()
+
+    asyncio.run(ask())
 
 
 def test_what_decides_where_a_chat_goes_does_not_grow() -> None:

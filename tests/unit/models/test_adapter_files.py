@@ -270,6 +270,7 @@ def test_files_that_are_written_again_have_another_state(tmp_path: Path) -> None
 
 def test_files_that_are_not_there_are_named(tmp_path: Path) -> None:
     assert "does not exist" in refusal(tmp_path / "nowhere")
+    assert "cannot be read: File name too long" in refusal(tmp_path / ("n" * 300))
     folder = written(tmp_path / "pickled")
     (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin")
     assert "pickled" in refusal(folder)

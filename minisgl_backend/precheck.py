@@ -198,7 +198,7 @@ def adapter_paths(options: EngineOptions) -> dict[str, str]:
             raise ConfigError(f"option lora_modules must be NAME=PATH,NAME=PATH, got {given!r}")
         if name.strip() in named:
             raise ConfigError(f"option lora_modules names {name.strip()!r} twice, got {given!r}")
-        named[name.strip()] = path.strip()
+        named[name.strip()] = os.path.expanduser(path.strip())  # no shell does it behind a =
     return {**paths, **named}
 
 

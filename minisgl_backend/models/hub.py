@@ -7,6 +7,7 @@ not know what the files say.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final
@@ -28,8 +29,8 @@ def resolve_model(model: str, source: str = "hf", *, download: Download | None =
 
     ``download`` replaces the hub's own function. Raises ``ConfigError`` if there is neither.
     """
-    folder = Path(model).expanduser()
-    if folder.is_dir():
+    folder = Path(os.path.expanduser(model))  # which leaves a user that is not known
+    if _is_folder(folder):
         if not (folder / "config.json").exists():
             others = {"GGUF files": "*.gguf", "Mistral's params.json": "params.json"}
             found = [name for name, pattern in others.items() if any(folder.glob(pattern))]
@@ -54,8 +55,19 @@ def resolve_model(model: str, source: str = "hf", *, download: Download | None =
 
 def resolve_tokenizer(tokenizer: str, source: str = "hf") -> Path:
     """The same for a tokenizer, whose folder need not hold a model."""
-    folder = Path(tokenizer).expanduser()
-    return folder if folder.is_dir() else resolve_model(tokenizer, source)
+    folder = Path(os.path.expanduser(tokenizer))
+    return folder if _is_folder(folder) else resolve_model(tokenizer, source)
+
+
+def _is_folder(path: Path) -> bool:
+    """Raises ``ConfigError`` if this user may not look there, or into it."""
+    try:
+        is_folder = path.is_dir()
+        if is_folder:
+            (path / "config.json").exists()
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
+    return is_folder
 
 
 def _is_id(model: str) -> bool:

@@ -292,7 +292,7 @@ def test_lists_of_adapters(tmp_path: Path) -> None:
     options = EngineOptions(
         enable_lora=True,
         multi_lora=str(listed),
-        lora_modules="sheep=/other/sheep, cow=cow",
+        lora_modules="sheep=/other/sheep, cow=cow, pig=~/pig",
         lora_task_ids="1=doll,7=cow",
     )
     check_options(options, "cpu")
@@ -301,6 +301,7 @@ def test_lists_of_adapters(tmp_path: Path) -> None:
         "doll": str(tmp_path / "vicuna/doll"),
         "sheep": "/other/sheep",
         "cow": "cow",
+        "pig": str(Path.home() / "pig"),
     }
     assert adapter_tasks(options) == {1: "doll", 7: "cow"}
     unknown = replace(options, lora_task_ids="1=doll,8=hen")

@@ -54,8 +54,13 @@ def test_a_folder_without_a_config_is_refused(tmp_path: Path) -> None:
         resolve_model(str(tmp_path), download=_never)
 
 
-@pytest.mark.parametrize("model", ["/no/such/folder", "./model", "../model", "a/b/c", "~/x", "a/"])
+@pytest.mark.parametrize(
+    "model",
+    ["/no/such/folder", "./model", "../model", "a/b/c", "~/x", "~nobody-of-that-name/x", "a/"],
+)
 def test_what_is_neither_folder_nor_id_is_refused(model: str) -> None:
+    with pytest.raises(ConfigError, match="cannot be read: File name too long"):
+        resolve_model("/" + "n" * 300)
     with pytest.raises(ConfigError, match="neither a folder nor a model id"):
         resolve_model(model, download=_never)
 

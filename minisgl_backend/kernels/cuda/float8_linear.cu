@@ -18,13 +18,14 @@
 // in_features; else for a row), FEATURES (128 or 256), TOKENS (64, 96 or 128), SHARED, STAGES of the ring and
 // SHARED_BYTES. The output and the bias are bfloat16.
 
-#include "hopper.cuh"
+#define FLOAT8 1
+#include "wide_mma.cuh"
 
 constexpr int BLOCK = 128;                          // in_features of a stage
 constexpr int CLUSTER = SHARED ? 2 : 1;             // thread blocks
 constexpr int WAVES = FEATURES / 128;               // of 64 features, that a warpgroup has
 constexpr int THREADS = 256;                        // that multiply
-constexpr int MOVERS = 128;                         // and of a warpgroup, of which one thread fills the ring
+constexpr int MOVERS = 128;                         // of a warpgroup, of which one thread fills the ring
 constexpr int UNIT = SHARED == 1 ? 2 * FEATURES : FEATURES;   // rows of the weight that a cluster has
 constexpr int TILES = HEIGHT / UNIT;
 constexpr int STEPS = SIZE / BLOCK;                 // of a tile
@@ -53,24 +54,12 @@ struct Arguments {
     const float* scales;    // GROUPED: [HEIGHT / 64, STEPS, 8]; else [HEIGHT]
     const u16* bias;        // [HEIGHT], or null
     float* parts;           // [thread blocks, 2, FEATURES * TOKENS], of tiles that several thread blocks have
-    int* counters;          // [columns, TILES, 2], parts that are there and thread blocks that have read them; 0
+    int* counters;          // [columns, TILES, 2], parts that are there and thread blocks that know it; 0
                             // before and after a launch
     int num_rows;
 };
 
 // ---- instructions
-
-__device__ __forceinline__ void meet_cluster() {
-    asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
-}
-
-// at the same barrier of a thread block of the cluster
-__device__ __forceinline__ void arrive_at(u32 barrier, u32 rank) {
-    asm volatile("{ .reg .b32 there;\n"
-                 "mapa.shared::cluster.u32 there, %0, %1;\n"
-                 "mbarrier.arrive.shared::cluster.b64 _, [there]; }"
-                 :: "r"(barrier), "r"(rank) : "memory");
-}
 
 #define LOAD(DIMENSIONS) "cp.async.bulk.tensor." #DIMENSIONS \
     ".shared::cluster.global.mbarrier::complete_tx::bytes"
@@ -86,12 +75,12 @@ __device__ __forceinline__ void load_2d(u32 to, const TensorMap& map, int k, int
                      :: "r"(to), "l"(&map), "r"(k), "r"(row), "r"(barrier) : "memory");
 }
 
-// A weight is read once, and so leaves the L2 cache first, if STREAMED ("evict first"). GATED: a map of
+// A weight is read once, or at the same time, and so leaves the L2 cache first ("evict first"). GATED: a map of
 // [features / 8, 2, 8, SIZE], so that 8 rows of the gate and the 8 rows that they open lie one after the other, and
 // land in the same thread.
 template <bool ALL>
 __device__ __forceinline__ void load_weight(u32 to, const TensorMap& map, int k, int row, u32 barrier) {
-    const u64 policy = STREAMED ? 0x12f0000000000000ull : 0x1000000000000000ull;
+    const u64 policy = 0x12f0000000000000;
 #if GATED
     if constexpr (ALL)
         asm volatile(LOAD(4d) ".multicast::cluster.L2::cache_hint [%0], [%1, {%2, %3, %3, %4}], [%5], %6, %7;"
@@ -113,48 +102,14 @@ __device__ __forceinline__ void load_weight(u32 to, const TensorMap& map, int k,
 // of the threads that multiply
 __device__ __forceinline__ void sync_multipliers() { asm volatile("bar.sync 1, 256;" ::: "memory"); }
 
+// and of the warp that has waited for parts
+__device__ __forceinline__ void sync_with_parts() { asm volatile("bar.sync 2, 288;" ::: "memory"); }
+
 // a fragment of 8 features by 8 tokens to one of 8 tokens by 8 features
 __device__ __forceinline__ u32 transposed(u32 fragment) {
     u32 out;
     asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(out) : "r"(fragment));
     return out;
-}
-
-// Before this the compiler must not read what MMAs have written.
-__device__ __forceinline__ void now_written(float (&c)[TOKENS / 2]) {
-#pragma unroll
-    for (int i = 0; i < TOKENS / 2; ++i) asm volatile("" : "+f"(c[i]) :: "memory");
-}
-
-// c += 64 rows of a times TOKENS rows of b, over 32 bytes of both; the second one without c unless `add`
-#if TOKENS == 64
-#define NUMBERS TEN() TEN(1) TEN(2) "%30,%31"
-#define OPERANDS C16(0), C16(16)
-#define A_B "%32, %33"
-#define ADD "%34"
-#define SHAPE "m64n64k32"
-#elif TOKENS == 96
-#define NUMBERS TEN() TEN(1) TEN(2) TEN(3) "%40,%41,%42,%43,%44,%45,%46,%47"
-#define OPERANDS C16(0), C16(16), C16(32)
-#define A_B "%48, %49"
-#define ADD "%50"
-#define SHAPE "m64n96k32"
-#else
-#define NUMBERS TEN() TEN(1) TEN(2) TEN(3) TEN(4) TEN(5) "%60,%61,%62,%63"
-#define OPERANDS C16(0), C16(16), C16(32), C16(48)
-#define A_B "%64, %65"
-#define ADD "%66"
-#define SHAPE "m64n128k32"
-static_assert(TOKENS == 128, "");
-#endif
-#define MULTIPLY "wgmma.mma_async.sync.aligned." SHAPE ".f32.e4m3.e4m3 {" NUMBERS "}, " A_B ", p, 1, 1; }"
-
-__device__ __forceinline__ void multiply(float (&c)[TOKENS / 2], u64 a, u64 b) {
-    asm volatile("{ .reg .pred p; setp.eq.b32 p, 0, 0;\n" MULTIPLY : OPERANDS : "l"(a), "l"(b));
-}
-
-__device__ __forceinline__ void multiply(float (&c)[TOKENS / 2], u64 a, u64 b, u32 add) {
-    asm volatile("{ .reg .pred p; setp.ne.b32 p, " ADD ", 0;\n" MULTIPLY : OPERANDS : "l"(a), "l"(b), "r"(add));
 }
 
 // ---- which steps are whose
@@ -164,17 +119,28 @@ __device__ __forceinline__ int first_step(int block) { return TILES * STEPS * bl
 
 __device__ __forceinline__ int owner(int step) { return ((step + 1) * (int)gridDim.y - 1) / (TILES * STEPS); }
 
-// ---- the thread that fills the ring
+// The thread blocks of this column that have steps of a tile: `first` to `last`, and of them those for which it is the
+// last tile, who finish it: `first` and those after it.
+struct Share {
+    int tile, first, last, finishers;
+    __device__ __forceinline__ explicit Share(int tile)
+        : tile(tile), first(owner(tile * STEPS)), last(owner((tile + 1) * STEPS - 1)),
+          finishers(last - first + (first_step(last + 1) <= (tile + 1) * STEPS)) {}
+    __device__ __forceinline__ bool is_whole() const { return first == last; }
+    // parts that are left before the tile is finished: one who finishes alone leaves none
+    __device__ __forceinline__ int parts() const { return last - first + (finishers > 1); }
+    __device__ __forceinline__ int* counters(const Arguments& args) const {
+        return args.counters + 2 * (blockIdx.x * TILES + tile);
+    }
+    // where a thread block's part is: WAVES * GROUPS of a thread, THREADS apart; it may leave two of two tiles
+    __device__ __forceinline__ float4* part(const Arguments& args, int block) const {
+        const bool finishes = block - first < finishers;
+        const u64 number = (u64)(blockIdx.x * gridDim.y + block) * 2 + finishes;
+        return reinterpret_cast<float4*>(args.parts) + number * (FEATURES * TOKENS / 4) + threadIdx.x;
+    }
+};
 
-template <int REGISTERS>
-__device__ __forceinline__ void take_registers() {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(REGISTERS));
-}
-
-template <int REGISTERS>
-__device__ __forceinline__ void leave_registers() {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(REGISTERS));
-}
+// ---- the warp that fills the ring, and then waits for other thread blocks
 
 struct Where {
     int rank;           // in the cluster
@@ -219,6 +185,22 @@ __device__ __forceinline__ void fill_ring(const Arguments& args, const Where& wh
     }
 }
 
+// Of a thread: once all parts of a tile are there.
+__device__ __forceinline__ void wait_for_parts(const Arguments& args, const Share& share) {
+    int there;
+    do asm volatile("ld.acquire.gpu.global.s32 %0, [%1];"
+                    : "=r"(there) : "l"(share.counters(args)) : "memory");
+    while (there < share.parts());
+}
+
+// Of the same one: the last of the tile's thread blocks that have waited zeroes the counters.
+__device__ __forceinline__ void have_waited(const Arguments& args, const Share& share) {
+    int* const counters = share.counters(args);
+    int before;
+    asm volatile("atom.relaxed.gpu.global.add.s32 %0, [%1], 1;" : "=r"(before) : "l"(counters + 1) : "memory");
+    if (before == share.finishers - 1) counters[0] = counters[1] = 0;
+}
+
 // ---- the warps that multiply
 
 using Sums = float[WAVES][TOKENS / 2];   // of each 8 tokens, two features of two
@@ -255,11 +237,11 @@ __device__ __forceinline__ void multiply_steps(const Arguments& args, Sums& c, u
             begin_mma();
 #pragma unroll
             for (int k = 0; k < 4; ++k)
-                if (k == 0) multiply(sums, a + wave * (8192 >> 4), b, never);
-                else multiply(sums, a + wave * (8192 >> 4) + 2 * k, b + 2 * k);
+                if (k == 0) Mma<TOKENS>::multiply(sums, a + wave * (8192 >> 4), b, never);
+                else Mma<TOKENS>::multiply(sums, a + wave * (8192 >> 4) + 2 * k, b + 2 * k);
             end_mma();
             wait_mma<0>();
-            now_written(sums);
+            now_written<TOKENS / 2>(sums);
             if (wave == WAVES - 1) {
                 if (SHARED && lane < CLUSTER) arrive_at(empty + 8 * stage, lane);
                 if (!SHARED && lane == 0) arrive(empty + 8 * stage);
@@ -289,14 +271,21 @@ __device__ __forceinline__ Rows rows_of(const Arguments& args, int first_row, in
     return rows;
 }
 
-// Finish 8 tokens of a wave: `sums` are those of features low and high, each of two tokens.
+// of a thread's two tokens of 8
+__device__ __forceinline__ float2 factors_of(const Arguments& args, int first_token) {
+    const int token = first_token + threadIdx.x % 4 * 2;
+    return make_float2(token < args.num_rows ? __ldcg(args.factors + token) : 0,
+                       token + 1 < args.num_rows ? __ldcg(args.factors + token + 1) : 0);
+}
+
+// Finish 8 tokens of a wave: `sums` are those of the lower feature and then of the higher one, each of two tokens.
 __device__ __forceinline__ void finish(
-    const Arguments& args, const Rows& rows, int first_token, float a, float b, float c, float d) {
-    const int lane = threadIdx.x % 32, token = first_token + lane % 4 * 2, to = first_token + lane / 4;
-    const float one = token < args.num_rows ? __ldcg(args.factors + token) : 0;
-    const float two = token + 1 < args.num_rows ? __ldcg(args.factors + token + 1) : 0;
-    a = a * (one * rows.low) + rows.low_bias, b = b * (two * rows.low) + rows.low_bias;
-    c = c * (one * rows.high) + rows.high_bias, d = d * (two * rows.high) + rows.high_bias;
+    const Arguments& args, const Rows& rows, int first_token, float2 factors, float4 sums) {
+    const int lane = threadIdx.x % 32, to = first_token + lane / 4;
+    const float a = sums.x * (factors.x * rows.low) + rows.low_bias;
+    const float b = sums.y * (factors.y * rows.low) + rows.low_bias;
+    const float c = sums.z * (factors.x * rows.high) + rows.high_bias;
+    const float d = sums.w * (factors.y * rows.high) + rows.high_bias;
     u32* const out = reinterpret_cast<u32*>(args.out + (u64)to * OUT_FEATURES + rows.feature) + lane % 4;
 #if GATED
     const auto open = [](float gate, float value) { return __fdividef(gate, 1 + __expf(-gate)) * value; };
@@ -315,23 +304,12 @@ __device__ __forceinline__ void finish_all(const Arguments& args, const Sums& c,
 #pragma unroll
         for (int i = 0; i < GROUPS; ++i) {
             if (first_token + 8 * i >= args.num_rows) break;
+            const int token = first_token + 8 * i;
             const float* const of = c[wave] + 4 * i;
-            finish(args, rows, first_token + 8 * i, of[0], of[1], of[2], of[3]);
+            finish(args, rows, token, factors_of(args, token), make_float4(of[0], of[1], of[2], of[3]));
         }
     }
 }
-
-// Of a tile that thread blocks `first` to `last` of this column share.
-struct Share {
-    int first, last;
-    int finishers;      // `first` and those after it, for which it is the last tile
-    // where a thread block's part is: WAVES * GROUPS of a thread, THREADS apart; it may leave two of two tiles
-    __device__ __forceinline__ float4* part(const Arguments& args, int block) const {
-        const bool finishes = block - first < finishers;
-        const u64 number = (u64)(blockIdx.x * gridDim.y + block) * 2 + finishes;
-        return reinterpret_cast<float4*>(args.parts) + number * (FEATURES * TOKENS / 4) + threadIdx.x;
-    }
-};
 
 __device__ __forceinline__ void leave_part(const Arguments& args, const Sums& c, const Share& share) {
     float4* const part = share.part(args, blockIdx.y);
@@ -373,6 +351,9 @@ __device__ __forceinline__ void finish_share(
 #pragma unroll 1
     for (int item = begin; item < end; item += PAIR) {
         float4 sums[PAIR] = {};
+        float2 factors[PAIR];
+#pragma unroll
+        for (int k = 0; k < PAIR; ++k) factors[k] = factors_of(args, first_token + (item + k) / WAVES * 8);
 #pragma unroll 1
         for (int block = share.first; block <= share.last; block += TOGETHER) {
             float4 of[TOGETHER][PAIR];
@@ -397,48 +378,32 @@ __device__ __forceinline__ void finish_share(
         for (int k = 0; k < PAIR; ++k) {
             if (item + k >= end) break;
             const Rows of = (item + k) % WAVES ? rows[WAVES - 1] : rows[0];
-            finish(args, of, first_token + (item + k) / WAVES * 8, sums[k].x, sums[k].y, sums[k].z, sums[k].w);
+            finish(args, of, first_token + (item + k) / WAVES * 8, factors[k], sums[k]);
         }
     }
 }
 
 __device__ __forceinline__ void take_tile(
     const Arguments& args, const Where& where, int tile, int first, int last, u32 ring) {
+    const Share share(tile);
+    const int row = where.row(tile);
+    const bool finishes = where.end <= (tile + 1) * STEPS, alone = finishes && share.finishers == 1;
     Sums c;
     multiply_steps(args, c, ring, first, last);
-    const int row = where.row(tile);
-    const int tile_end = (tile + 1) * STEPS;
-    Share share{owner(tile * STEPS), owner(tile_end - 1), 0};
-    if (share.first == share.last) return finish_all(args, c, row, where.first_token);
-    share.finishers = share.last - share.first + (first_step(share.last + 1) <= tile_end);
-    const bool finishes = where.end <= tile_end, alone = finishes && share.finishers == 1;
-    int* const counters = args.counters + 2 * (blockIdx.x * TILES + tile);
+    if (share.is_whole()) return finish_all(args, c, row, where.first_token);
     if (!alone) {
         leave_part(args, c, share);
         sync_multipliers();
-        if (threadIdx.x == 0) {
-            __threadfence();
-            asm volatile("red.release.gpu.global.add.s32 [%0], 1;" :: "l"(counters) : "memory");
-        }
+        if (threadIdx.x == 0)
+            asm volatile("red.release.gpu.global.add.s32 [%0], 1;" :: "l"(share.counters(args)) : "memory");
     }
     if (!finishes) return;
-    if (threadIdx.x % 32 == 0) {
-        const int count = share.last - share.first + (share.finishers > 1);
-        int there;
-        do asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(there) : "l"(counters) : "memory");
-        while (there < count);
-    }
-    __syncwarp();
+    sync_with_parts();
     if (alone) {
         add_parts(args, c, share);
         finish_all(args, c, row, where.first_token);
     } else {
         finish_share(args, share, row, where.first_token);
-    }
-    sync_multipliers();
-    if (threadIdx.x == 0) {
-        __threadfence();
-        if (atomicAdd(counters + 1, 1) == share.finishers - 1) counters[0] = counters[1] = 0;
     }
 }
 
@@ -463,7 +428,17 @@ float8_linear(const __grid_constant__ Arguments args) {
     const Where where{rank, first_token, first_step(blockIdx.y), first_step(blockIdx.y + 1)};
     if (threadIdx.x >= THREADS) {
         leave_registers<40>();
-        if (threadIdx.x == THREADS) fill_ring(args, where, ring);
+        if (threadIdx.x / 32 == THREADS / 32) {
+            const bool first = threadIdx.x == THREADS;
+            if (first) fill_ring(args, where, ring);
+            const Share share((where.end - 1) / STEPS);   // of the last tile, the only one with a wait
+            if (!share.is_whole()) {
+                if (first) wait_for_parts(args, share);
+                __syncwarp();
+                sync_with_parts();
+                if (first) have_waited(args, share);
+            }
+        }
         __syncwarp();
     } else {
         take_registers<232>();

@@ -8,7 +8,8 @@ unlike the rest, is written anew for each token of its row.
 
 from __future__ import annotations
 
-from typing import Final, NamedTuple
+from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 import torch
@@ -40,12 +41,10 @@ WORD: Final = 32
 """Tokens of a word of a mask: token t is allowed if bit t % 32 of word t // 32 is set."""
 
 
-class SamplingTable(NamedTuple):
+@dataclass(frozen=True, slots=True, eq=False)
+class SamplingTable:
     """``numbers`` float32 [num_rows, len(COLUMNS)], ``seeds`` int64 [num_rows], ``marks`` int32 and
-    ``bias`` float32 [num_rows, vocab_size], and ``masks`` int32 [num_rows, vocab_size / WORD].
-
-    A tuple, since Triton's kernels take it whole.
-    """
+    ``bias`` float32 [num_rows, vocab_size], and ``masks`` int32 [num_rows, vocab_size / WORD]."""
 
     numbers: Tensor
     seeds: Tensor

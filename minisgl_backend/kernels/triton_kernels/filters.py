@@ -11,9 +11,9 @@ import triton.language as tl
 from minisgl_backend.kernels.triton_kernels.bins import ONE, bits_of, load_scaled
 from minisgl_backend.kernels.triton_kernels.filter_splits import (
     BRACKET,
-    candidates_of,
+    ROUNDS,
+    SUMS,
     choose_above,
-    first_round,
     load_bracket,
     load_finer_bracket,
     write_candidates,
@@ -27,8 +27,14 @@ def choose_filtered(
     filters,
     row,
     key,
-    collected,
-    counted,
+    bracket_ptr,
+    above_ptr,
+    score_ptr,
+    token_ptr,
+    scaled_ptr,
+    candidates_ptr,
+    counts_ptr,
+    sums_ptr,
     VOCAB: tl.constexpr,
     SPLITS: tl.constexpr,
     BINS: tl.constexpr,
@@ -37,15 +43,17 @@ def choose_filtered(
 ):
     """The token of a row with the largest noisy logit among those that pass its filters, after
     ``collect_splits``."""
-    of_round = first_round(index, counted, SPLITS, BINS)
-    candidates = candidates_of(index, collected, CANDIDATES)
+    counts_ptr += index * ROUNDS * SPLITS * BINS
+    sums_ptr += index * ROUNDS * SPLITS * SUMS
+    scaled_ptr += index * CANDIDATES
+    candidates_ptr += index * CANDIDATES
     top_k, top_p, min_p, _filtered = filters
     floor = bits_of(tl.minimum(min_p, 1.0))
-    bins, num_above, num_candidates, total = load_bracket(collected.brackets + index * BRACKET)
+    bins, num_above, num_candidates, total = load_bracket(bracket_ptr + index * BRACKET)
     is_recounted = num_candidates > CANDIDATES
     if is_recounted:
         bins, num_above, num_candidates = load_finer_bracket(
-            of_round, top_k, top_p, bins, num_above, SPLITS, BINS
+            counts_ptr, sums_ptr, top_k, top_p, bins, num_above, SPLITS, BINS
         )
     if num_candidates <= CANDIDATES:
         above = 0.0
@@ -57,7 +65,8 @@ def choose_filtered(
                 high = top - (first << shift)
                 above, score, token = choose_above(row, 0, VOCAB, high, floor, key, VOCAB, BLOCK)
             write_candidates(
-                candidates,
+                scaled_ptr,
+                candidates_ptr,
                 row,
                 0,
                 VOCAB,
@@ -71,14 +80,24 @@ def choose_filtered(
             tl.debug_barrier()
         elif (num_above > 0) | (num_candidates == 0):
             s = index * SPLITS + tl.arange(0, SPLITS)
-            above = tl.sum(tl.load(collected.above + s), axis=0)
-            scores = tl.load(collected.scores + s)
+            above = tl.sum(tl.load(above_ptr + s), axis=0)
+            scores = tl.load(score_ptr + s)
             score = tl.max(scores, axis=0)
-            token = tl.min(tl.where(scores == score, tl.load(collected.tokens + s), VOCAB), axis=0)
+            token = tl.min(tl.where(scores == score, tl.load(token_ptr + s), VOCAB), axis=0)
         if num_candidates > 0:
-            others = (num_above.to(tl.float32), above)
             candidate_score, candidate = _choose_candidate(
-                candidates, num_candidates, others, filters, total, key, VOCAB, CANDIDATES
+                scaled_ptr,
+                candidates_ptr,
+                num_candidates,
+                num_above,
+                above,
+                floor,
+                top_k,
+                top_p,
+                total,
+                key,
+                VOCAB,
+                CANDIDATES,
             )
             token = tl.where(candidate_score > score, candidate, token)
     else:
@@ -95,31 +114,33 @@ def choose_filtered(
 
 @triton.jit
 def _choose_candidate(
-    candidates,
+    scaled_ptr,
+    candidates_ptr,
     num_candidates,
-    others,
-    filters,
+    num_above,
+    above,
+    floor,
+    top_k,
+    top_p,
     total,
     key,
     VOCAB: tl.constexpr,
     CANDIDATES: tl.constexpr,
 ):
-    """The largest noisy logit among the candidates that pass, and its token. ``others`` are the
-    number and the mass of the tokens above all candidates."""
-    top_k, top_p, min_p, _filtered = filters
+    """The largest noisy logit among the candidates that pass, and its token."""
     c = tl.arange(0, CANDIDATES)
-    scaled_ptr, tokens_ptr = candidates
-    at = tl.load(tokens_ptr + c, mask=c < num_candidates, other=VOCAB)
+    at = tl.load(candidates_ptr + c, mask=c < num_candidates, other=VOCAB)
     scaled = tl.load(scaled_ptr + c, mask=c < num_candidates, other=float("-inf"))
     w = tl.exp(scaled)
     bits = tl.where(c < num_candidates, bits_of(w), -1)
     low = tl.min(tl.where(c < num_candidates, bits, ONE), axis=0)
+    others = (num_above.to(tl.float32), above)
     if top_k > 0:
         low = _halve(w, bits, others, low, top_k.to(tl.float32), True)
         total, _num_kept = _weigh(w, bits >= low)
     if top_p < 1:
         low = _halve(w, bits, others, low, top_p * total, False)
-    low = tl.maximum(low, bits_of(tl.minimum(min_p, 1.0)))
+    low = tl.maximum(low, floor)
     score = tl.where(bits >= low, scaled + gumbel(key, at), float("-inf"))
     top = tl.max(score, axis=0)
     return top, tl.min(tl.where(score == top, at, VOCAB), axis=0)

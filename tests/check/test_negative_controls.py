@@ -24,7 +24,8 @@ from minisgl_check.kills import killed
 from minisgl_check.leavers import Leavers
 from minisgl_check.own_server import OwnServer
 from minisgl_check.records import Footprints
-from minisgl_check.target import Stats, Target, wait_until
+from minisgl_check.target import Stats, Target
+from minisgl_check.waiting import wait_until
 from tests.check.promises import Broken
 
 pytestmark = pytest.mark.server

@@ -38,7 +38,7 @@ measure() {
 # tests NAME SECONDS ARGUMENTS: a step of tests, which another one may run beside
 tests_of() {
     step "$1" "$2" "python3 -m pytest -c tools/gpu/pytest.ini --rootdir . -p no:cacheprovider -m gpu \
-        -v --tb=short --durations=5 $3 | grep -v 'DESELECTED\|^tests.*PASSED' || exit \${PIPESTATUS[0]}"
+        -v --tb=short --durations=5 $3 | grep -v 'DESELECTED\|^tests.*PASSED'; exit \${PIPESTATUS[0]}"
 }
 
 # dummy SHAPE [FORMAT]: the options of a model of random weights

@@ -25,7 +25,7 @@ from minisgl_check.departures import departures
 from minisgl_check.fault import Fault, Settings, Stage, stage
 from minisgl_check.leavers import Leavers
 from minisgl_check.own_server import OPTIONS
-from minisgl_check.target import wait_until
+from minisgl_check.waiting import wait_until
 from minisgl_kit.repositories import repository_with
 
 LONGEST_WAIT_S: Final = 3.0

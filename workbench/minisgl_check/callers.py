@@ -26,7 +26,7 @@ from minisgl_backend.errors import EngineFailure
 from minisgl_check.case import Case
 from minisgl_check.fault import Fault, Stage
 from minisgl_check.rates import REFUSED_WITHIN_MS
-from minisgl_check.target import wait_until
+from minisgl_check.waiting import wait_until
 from minisgl_kit.leaving import GrpcCancel
 from minisgl_kit.own_gateway import gateway_of
 

@@ -20,7 +20,7 @@ from minisgl_check.case import Case
 from minisgl_check.defect import Defect
 from minisgl_check.fault import Stage
 from minisgl_check.leavers import FREED_WITHIN_MS
-from minisgl_check.target import wait_until
+from minisgl_check.waiting import wait_until
 from minisgl_kit.leaving import EventStreamClose, GrpcCancel, Leaving
 from minisgl_kit.own_gateway import Gateway, gateway_of
 

@@ -23,7 +23,7 @@ from minisgl_check.canary import PROMPTS, Canary
 from minisgl_check.case import Case
 from minisgl_check.invariants import Invariants
 from minisgl_check.own_server import OPTIONS, PATIENCE_S, OwnServer, started
-from minisgl_check.target import wait_until
+from minisgl_check.waiting import wait_until
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

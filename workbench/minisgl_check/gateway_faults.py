@@ -17,7 +17,7 @@ from minisgl_check.canary import PROMPTS
 from minisgl_check.case import Case
 from minisgl_check.fault import Fault, Stage
 from minisgl_check.leavers import FREED_WITHIN_MS
-from minisgl_check.target import wait_until
+from minisgl_check.waiting import wait_until
 from minisgl_kit.leaving import EventStreamClose
 from minisgl_kit.own_gateway import Gateway, gateway_of
 

@@ -12,7 +12,8 @@ from collections.abc import Callable
 from typing import Final
 
 from minisgl_check.own_server import OwnServer
-from minisgl_check.target import Stats, Target, wait_until
+from minisgl_check.target import Stats, Target
+from minisgl_check.waiting import wait_until
 
 SETTLES_WITHIN_S: Final = 20.0
 """How long a server may take to become idle; usually a moment, but machines may be busy."""

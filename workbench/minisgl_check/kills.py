@@ -21,7 +21,7 @@ from minisgl_client.errors import MinisglError
 from minisgl_check.case import Case
 from minisgl_check.fault import Fault, Stage
 from minisgl_check.processes import runs
-from minisgl_check.target import wait_until
+from minisgl_check.waiting import wait_until
 
 NOTICED_WITHIN_S: Final = 2.0
 HANG_NOTICED_WITHIN_S: Final = 10.0

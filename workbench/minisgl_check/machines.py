@@ -27,7 +27,7 @@ from minisgl_backend.errors import EngineFailure
 from minisgl_backend.loopback import open_local
 from minisgl_backend.parallel.nodes import SECRET_VARIABLE
 from minisgl_check.processes import children_of, is_rank
-from minisgl_check.target import wait_until
+from minisgl_check.waiting import wait_until
 
 _END_S: Final = 60.0
 

@@ -18,7 +18,8 @@ from minisgl_client.errors import MinisglError
 from minisgl_check.case import Case
 from minisgl_check.fault import Fault, Settings
 from minisgl_check.served import served
-from minisgl_check.target import Target, wait_until
+from minisgl_check.target import Target
+from minisgl_check.waiting import wait_until
 
 _SIZE_MB: Final = 64
 _MOUNT: Final = f'mount -t tmpfs -o size={_SIZE_MB}m tmpfs /dev/shm && exec "$@"'

@@ -22,7 +22,7 @@ from minisgl_check.fault import Fault, Settings, Stage, stage
 from minisgl_check.machines import Machine, OtherNode, can_have_machines, free_port, machine
 from minisgl_check.processes import runs
 from minisgl_check.ranks import NUM_STREAMS, struck
-from minisgl_check.target import wait_until
+from minisgl_check.waiting import wait_until
 
 _SECRET: Final = "of the check, and of nothing else"
 _UNREADY_S: Final = 10.0

@@ -27,7 +27,8 @@ from minisgl_backend.server.process import TritonServer
 from minisgl_backend.server.repository import shipped_repository
 from minisgl_backend.server.supervisor import Supervisor
 from minisgl_check.defect import Switch
-from minisgl_check.target import Target, wait_until
+from minisgl_check.target import Target
+from minisgl_check.waiting import wait_until
 
 OPTIONS: Final[Mapping[str, str]] = MappingProxyType(
     {

@@ -23,7 +23,7 @@ from minisgl_check.case import Case
 from minisgl_check.defect import Defect
 from minisgl_check.fault import Fault, Settings, Stage
 from minisgl_check.processes import children_of, is_rank, runs
-from minisgl_check.target import wait_until
+from minisgl_check.waiting import wait_until
 
 _COLLECTIVE_S: Final = 5
 NUM_STREAMS: Final = 4

@@ -23,7 +23,7 @@ from minisgl_client.errors import MinisglError
 from minisgl_check.case import Case
 from minisgl_check.fault import Fault, Settings, Stage, stage
 from minisgl_check.processes import runs
-from minisgl_check.target import wait_until
+from minisgl_check.waiting import wait_until
 
 _OPTIONS: Final[Mapping[str, str]] = MappingProxyType(
     {"data_parallel_size": "2", "num_pages": "512", "drain_timeout_s": "1"}

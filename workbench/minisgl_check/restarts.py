@@ -19,7 +19,7 @@ from minisgl_backend.server.process import TritonServer
 from minisgl_backend.server.repository import shipped_repository
 from minisgl_check.case import Case
 from minisgl_check.own_server import OPTIONS, PATIENCE_S
-from minisgl_check.target import wait_until
+from minisgl_check.waiting import wait_until
 
 _GONE_WITHIN_S: Final = 10.0
 """Time for init, or a subreaper, to reap killed processes."""

@@ -20,7 +20,8 @@ from minisgl_check.case import Case
 from minisgl_check.fault import Fault, Settings
 from minisgl_check.processes import children_of, runs
 from minisgl_check.served import Served, served
-from minisgl_check.target import Target, wait_until
+from minisgl_check.target import Target
+from minisgl_check.waiting import wait_until
 
 _DRAIN_S: Final = 5
 _NUM_SHORT: Final = 8

@@ -6,9 +6,8 @@ Knows addresses, the health port and the client. Must not know cases.
 from __future__ import annotations
 
 import json
-import time
 import urllib.error
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -18,7 +17,6 @@ from minisgl_client.errors import MinisglError
 from minisgl_backend.loopback import open_local
 
 _ANSWER_S: Final = 30.0
-_POLL_S: Final = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,13 +88,3 @@ class Stats:
     def resident_mb(self) -> float:
         """Memory of all processes."""
         return float(sum(one.get("resident_bytes", 0) for one in self.processes.values())) / 1e6
-
-
-def wait_until(condition: Callable[[], bool], timeout_s: float) -> bool:
-    """Poll until the condition holds; False if it has not in time."""
-    deadline_s = time.monotonic() + timeout_s
-    while not condition():
-        if time.monotonic() > deadline_s:
-            return False
-        time.sleep(_POLL_S)
-    return True

@@ -277,6 +277,7 @@ def _limits(
         chunk_graph_sizes=tuple(sizes[1]),
         scored_at_once=rows_at_once(model.spec.vocab_size, model.dtype),
         takes_masks=options.structured_outputs and model.group.rank == 0,
+        section=facts.shape.section,
     )
 
 

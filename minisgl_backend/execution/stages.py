@@ -45,7 +45,7 @@ class ExecutorLimits:
     To capture, ascending, empty for no graphs: ``graph_sizes``, batch sizes of decode steps;
     ``chunk_graph_sizes``, numbers of tokens of steps with prompt chunks. ``scored_at_once`` bounds
     the positions of prompts whose logits are computed at once. With ``takes_masks`` decode steps
-    with masked rows are captured, too.
+    with masked rows are captured, too. With a ``section`` no chunk goes on beyond a multiple of it.
     """
 
     max_rows: int
@@ -55,6 +55,7 @@ class ExecutorLimits:
     chunk_graph_sizes: tuple[int, ...] = ()
     scored_at_once: int = 1024
     takes_masks: bool = False
+    section: int | None = None
 
 
 class Stages:

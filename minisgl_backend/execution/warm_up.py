@@ -36,10 +36,9 @@ class WarmUp:
         them."""
         self._stages = stages
         self._layers = layers
-        self._limits = stages.limits
-        self._longest_chunk = min(
-            stages.limits.max_prefill_tokens, stages.limits.max_sequence_length
-        )
+        limits = self._limits = stages.limits
+        longest = limits.section or limits.max_sequence_length
+        self._longest_chunk = min(limits.max_prefill_tokens, longest)
 
     def all_kinds(self) -> None:
         """Run steps of all kinds, the largest among them."""

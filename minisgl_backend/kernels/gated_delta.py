@@ -126,7 +126,8 @@ class LayerStates:
 
     ``conv`` [num_slots, num_channels, width - 1]: a convolution's last inputs. ``matrices`` float32
     [num_slots, num_heads, key_dim, value_dim]. ``readers`` int32 [num_slots, num_key_heads] counts
-    within a kernel, and is 0 otherwise; layers may share it.
+    within a kernel, and is 0 otherwise; layers may share it. Nothing of this holds in the slot of
+    padding, which several rows of a step have.
     """
 
     conv: Tensor

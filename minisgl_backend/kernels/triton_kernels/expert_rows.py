@@ -208,9 +208,9 @@ def launch_sum_outputs(
     """``out`` [num_tokens, size] = each token's sum of its ``outputs`` [num_tokens, top_k, size],
     weighted, plus ``shared`` [num_tokens, size]; outputs whose ``ids`` are -1 do not count.
     ``opening``: what the gate of ``shared`` is made of, the fields of a ``moe.SharedOutput`` from
-    ``gate`` on. With ``added``, residual,
-    norm and eps, that is added to the residual in place, and ``out`` is the RMSNorm of it; with
-    ``squares_out``, float32 [tiles, num_tokens], half done."""
+    ``gate`` on. With ``added``, residual, norm and eps, that is added to the residual in place, and
+    ``out`` is the RMSNorm of it; with ``squares_out``, float32 [tiles, num_tokens], half done.
+    """
     num_tokens, top_k, size = outputs.shape
     assert outputs.is_contiguous() and weights.is_contiguous()
     gate, x, squares, gate_eps = (None, None, None, 0.0) if opening is None else opening

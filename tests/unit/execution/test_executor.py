@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,8 +17,10 @@ from minisgl_backend.attention.base import AttentionSetting
 from minisgl_backend.attention.choose import choose_attention
 from minisgl_backend.device.cpu import CpuDevice
 from minisgl_backend.execution.executor import ModelExecutor
+from minisgl_backend.execution.flat_batch import FlatBatch
 from minisgl_backend.execution.stages import ExecutorLimits
 from minisgl_backend.execution.storage import KVStorage
+from minisgl_backend.execution.warm_up import WarmUp
 from minisgl_backend.models.build import build_model
 from minisgl_backend.models.catalog import parse_spec
 from minisgl_backend.models.decoder import Decoder
@@ -306,3 +309,16 @@ def test_close_waits_and_may_be_repeated(executor: ModelExecutor) -> None:
     executor.close()
     assert len(_tokens(pending)) == 1
     executor.close()
+
+
+def test_chunks_of_dummy_steps_lie_within_a_section(executor: ModelExecutor) -> None:
+    stages, lengths = executor.stages, []
+    stages.limits = replace(stages.limits, section=24)
+
+    def layers(batch: FlatBatch, prefill_tokens: IntArray) -> Tensor:
+        lengths.append(np.diff(batch.chunk_offsets).tolist())
+        return stages.forward.over_batch(batch, prefill_tokens)
+
+    executor.device.submit(WarmUp(stages, layers).all_kinds).result()
+
+    assert lengths == [[24, 8], [24], [1], []]

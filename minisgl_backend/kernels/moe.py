@@ -26,7 +26,7 @@ from minisgl_backend.kernels.packed_weight import (
     pack_experts,
 )
 from minisgl_backend.kernels.quantized import QuantizedWeight, dequantized
-from minisgl_backend.kernels.rms_norm import fused_add_rms_norm_reference
+from minisgl_backend.kernels.rms_norm import fused_add_rms_norm_reference, scales_of_squares
 
 _COLUMNS: Final = 128
 """Of a tile of ``add_outputs``, if the norm is half done."""
@@ -128,7 +128,7 @@ class SharedOutput:
         gate, x, squares, eps = self.opening
         logits = at_least_float32(x) @ at_least_float32(gate)  # [num_tokens]
         if squares is not None:
-            logits *= (squares.sum(dim=0) / x.shape[1] + eps).rsqrt()
+            logits *= scales_of_squares(squares, x.shape[1], eps)
         return rows * logits.sigmoid()[:, None]
 
 

@@ -29,6 +29,12 @@ def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return F.rms_norm(x, weight.shape, weight, eps)
 
 
+def scales_of_squares(squares: Tensor, size: int, eps: float) -> Tensor:
+    """What completes a norm that is half done (``layers.norm.Normed``): 1 / sqrt(mean(x^2) + eps)
+    of each token, [num_tokens], from the sums over ``size`` numbers, [tiles, num_tokens]."""
+    return torch.rsqrt(squares.sum(dim=0) / size + eps)
+
+
 def fused_add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, pdl: bool = False
 ) -> Tensor:

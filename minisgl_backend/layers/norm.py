@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from minisgl_backend.kernels.dispatch import at_least_float32
-from minisgl_backend.kernels.rms_norm import fused_add_rms_norm, rms_norm
+from minisgl_backend.kernels.rms_norm import fused_add_rms_norm, rms_norm, scales_of_squares
 from minisgl_backend.layers.weight_place import Share, WeightPlace, whole
 from minisgl_backend.parallel.group import Group
 
@@ -132,8 +132,8 @@ class Normed:
         """The normalized hidden states, [num_tokens, hidden_size]. A norm that is half done is
         completed by PyTorch: kernels that take ``squares`` save that."""
         if self.squares is not None:
-            squares = self.squares.sum(dim=0) / self.x.shape[1]  # [num_tokens]
-            return (self.x * torch.rsqrt(squares + self.eps)[:, None]).to(self.x.dtype)
+            scales = scales_of_squares(self.squares, self.x.shape[1], self.eps)
+            return (self.x * scales[:, None]).to(self.x.dtype)
         if self.norm is None:
             return self.x
         return rms_norm(self.x, self.norm.weight, self.norm.eps, pdl=pdl)

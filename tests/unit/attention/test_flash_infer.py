@@ -139,12 +139,9 @@ def test_chunks(case: Case) -> None:
     assert_tokens_close(prompts.attend(backend), prompts.expected(), limit=1e-5)
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_rows_eagerly_and_as_captured(case: Case) -> None:
-    step = Decoding(case.setting(torch.float32, CPU), 5)
-    setting = step.paged.setting
-    decode = FlashInferDecode(LIBRARY, setting)
-    backend = PagedAttention("fi", SdpaAttention(setting), decode)
+def check_eagerly_and_as_captured(
+    step: Decoding, backend: PagedAttention, decode: FlashInferDecode | ScheduledSectionDecode
+) -> None:
     for seed in range(2):
         inputs = step.inputs(seed)
         step.take(inputs)
@@ -152,6 +149,15 @@ def test_rows_eagerly_and_as_captured(case: Case) -> None:
         assert_tokens_close(eager, step.expected(inputs), limit=1e-5)
         decode.schedule_rows(inputs.host_lengths)
         assert_tokens_close(step.attend(backend, None), step.expected(inputs), limit=1e-5)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_rows_eagerly_and_as_captured(case: Case) -> None:
+    step = Decoding(case.setting(torch.float32, CPU), 5)
+    setting = step.paged.setting
+    decode = FlashInferDecode(LIBRARY, setting)
+    backend = PagedAttention("fi", SdpaAttention(setting), decode)
+    check_eagerly_and_as_captured(step, backend, decode)
 
 
 def test_sections_have_schedules_of_their_own_lengths() -> None:
@@ -163,13 +169,7 @@ def test_sections_have_schedules_of_their_own_lengths() -> None:
     backend = PagedAttention("fi", prefill, decode)
     assert_tokens_close(prompts.attend(backend), prompts.expected(), limit=1e-5)
     step = Decoding(prompts.paged.setting, 5)
-    for seed in range(2):
-        inputs = step.inputs(seed)
-        step.take(inputs)
-        eager = step.attend(backend, inputs.host_lengths)
-        assert_tokens_close(eager, step.expected(inputs), limit=1e-5)
-        decode.schedule_rows(inputs.host_lengths)
-        assert_tokens_close(step.attend(backend, None), step.expected(inputs), limit=1e-5)
+    check_eagerly_and_as_captured(step, backend, decode)
 
 
 def test_each_window_has_its_own_schedule() -> None:

@@ -264,6 +264,16 @@ class TwinCores:
         return compute
 
 
+def use_twins(model: Decoder) -> None:
+    """What ``use_tensor_cores`` of ``kernel_choice`` does on a GPU, with twins of the kernels."""
+    cores: Any = TwinCores()
+    make: Any = TwinExperts()
+    for layer in model.layers:
+        if isinstance(layer.mlp, ExpertsMLP):
+            layer.mlp.use_kernels(make)
+    model.use_tensor_cores(cores)
+
+
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("length", [5, 40])
 @pytest.mark.parametrize("case", ["llama-biases", "qwen3"])
@@ -275,8 +285,7 @@ def test_a_prompt_then_a_token_on_tensor_cores(
 
     def check(group: Group) -> None:
         model = load(tmp_path, group, fused=True)
-        cores: Any = TwinCores()
-        model.use_tensor_cores(cores)
+        use_twins(model)
         check_prompt_then_token(model, *prompt)
 
     on_ranks(size, check)
@@ -296,8 +305,7 @@ def test_an_adapter_on_tensor_cores(case: str, length: int, size: int, tmp_path:
         slots = AdapterSlots(model, 2, MAX_RANK, CPU)
         file = open_adapter(path, slots.projections, slots.names, max_rank=MAX_RANK)
         slots.write(2, slots.shape_of(file), slots.pack(file))
-        cores: Any = TwinCores()
-        model.use_tensor_cores(cores)
+        use_twins(model)
         check_prompt_then_token(model, *prompt, slot=2)
 
     on_ranks(size, check)
@@ -339,8 +347,7 @@ def test_packed_weights_are_computed_by_kernels(
 
     def check(group: Group) -> None:
         model = load(tmp_path, group, fused=True, spec=spec)
-        cores: Any = TwinCores()
-        model.use_tensor_cores(cores)
+        use_twins(model)
         check_prompt_then_token(model, *prompt)
 
     on_ranks(size, check)
@@ -357,12 +364,7 @@ def test_recurrent_layers_on_tensor_cores(
 
     def check(group: Group) -> None:
         model = load(tmp_path, group, fused=True)
-        cores: Any = TwinCores()
-        make: Any = TwinExperts()
-        for layer in model.layers:
-            if isinstance(layer.mlp, ExpertsMLP):
-                layer.mlp.use_kernels(make)
-        model.use_tensor_cores(cores)
+        use_twins(model)
         check_prompt_then_token(model, *prompt)
 
     on_ranks(size, check)
@@ -433,12 +435,8 @@ def test_experts_behind_tensor_cores(
 
     def check(group: Group) -> None:
         model = load(tmp_path, group, fused=True, whole_experts=whole_experts)
-        cores: Any = TwinCores()
-        make: Any = TwinExperts()
-        for layer in model.layers:
-            assert isinstance(layer.mlp, ExpertsMLP)
-            layer.mlp.use_kernels(make)
-        model.use_tensor_cores(cores)
+        assert all(isinstance(layer.mlp, ExpertsMLP) for layer in model.layers)
+        use_twins(model)
         check_prompt_then_token(model, *prompt)
 
     on_ranks(size, check)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -30,12 +29,6 @@ from tests.fakes.executor import (
     expected_tokens,
 )
 from tests.unit.runtime.bench import NUM_PAGES, WAIT_S, Bench, Recording
-
-
-@pytest.fixture
-def bench() -> Iterator[Bench]:
-    with Bench() as it:
-        yield it
 
 
 @pytest.mark.parametrize("overlap", [True, False])

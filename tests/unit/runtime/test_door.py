@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -25,12 +24,6 @@ from minisgl_backend.runtime.open_requests import OpenRequest
 from minisgl_backend.runtime.recorder import Recorder
 from minisgl_backend.scheduling.scheduler import Scheduler, SchedulerConfig
 from tests.unit.runtime.bench import NUM_PAGES, PAGE_SIZE, WAIT_S, Bench, Recording
-
-
-@pytest.fixture
-def bench() -> Iterator[Bench]:
-    with Bench() as it:
-        yield it
 
 
 def test_who_waits_for_too_long_is_refused() -> None:

@@ -6,7 +6,6 @@ import gc
 import threading
 import time
 import weakref
-from collections.abc import Iterator
 
 import pytest
 
@@ -29,12 +28,6 @@ from tests.fakes.executor import (
     expected_tokens,
 )
 from tests.unit.runtime.bench import CONTEXT, NUM_PAGES, WAIT_S, Bench, Recording
-
-
-@pytest.fixture
-def bench() -> Iterator[Bench]:
-    with Bench() as it:
-        yield it
 
 
 @pytest.mark.parametrize("overlap", [True, False])

@@ -8,8 +8,7 @@ unlike the rest, is written anew for each token of its row.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 import torch
@@ -41,10 +40,12 @@ WORD: Final = 32
 """Tokens of a word of a mask: token t is allowed if bit t % 32 of word t // 32 is set."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class SamplingTable:
+class SamplingTable(NamedTuple):
     """``numbers`` float32 [num_rows, len(COLUMNS)], ``seeds`` int64 [num_rows], ``marks`` int32 and
-    ``bias`` float32 [num_rows, vocab_size], and ``masks`` int32 [num_rows, vocab_size / WORD]."""
+    ``bias`` float32 [num_rows, vocab_size], and ``masks`` int32 [num_rows, vocab_size / WORD].
+
+    A tuple, since Triton's kernels take it whole.
+    """
 
     numbers: Tensor
     seeds: Tensor

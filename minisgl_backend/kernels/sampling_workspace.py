@@ -1,8 +1,11 @@
-"""The memory that the launches of the sampling kernels share, and its sizes."""
+"""The memory that the launches of the sampling kernels share, and its sizes.
+
+Kernels take its tuples whole.
+"""
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,24 +25,46 @@ MAX_CANDIDATES: Final = 2048
 """The most tokens of a row among which its threshold is searched for."""
 
 
+class Counted(NamedTuple):
+    """Of rows with filters: the largest weight of each block, and tokens and masses by bin."""
+
+    heaviest: Tensor
+    counts: Tensor
+    sums: Tensor
+
+
+class Collected(NamedTuple):
+    """Of the same rows: the bracket of the threshold, of each split the mass above it and the best
+    of these tokens, and the candidates in it."""
+
+    brackets: Tensor
+    above: Tensor
+    scores: Tensor
+    tokens: Tensor
+    scaled: Tensor
+    candidates: Tensor
+
+
 class SamplingWorkspace:
-    """Partial results of the splits, and for rows with filters: the largest weight of each block,
-    tokens and masses by bin, the bracket of the threshold, the best of what lies above it, and the
-    candidates in it; one a stream.
-    """
+    """The best of each split, by ``scores`` and ``tokens``, and what kernels find out about rows
+    with filters; one a stream."""
 
     def __init__(self, max_batch_size: int, vocab_size: int, device: torch.device) -> None:
         def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
             return torch.empty((max_batch_size, *shape), dtype=dtype, device=device)
 
-        self.best = empty(SPLITS)
+        self.scores = empty(SPLITS)
         self.tokens = empty(SPLITS, dtype=torch.int32)
-        self.heaviest = empty(SPLITS, -(-split_size(vocab_size) // BLOCK))
-        self.counts = empty(ROUNDS, SPLITS, BINS, dtype=torch.int32)
-        self.sums = empty(ROUNDS, SPLITS, SUMS)
-        self.brackets = empty(BRACKET, dtype=torch.int32)
-        self.above = empty(SPLITS)
-        self.above_scores = empty(SPLITS)
-        self.above_tokens = empty(SPLITS, dtype=torch.int32)
-        self.scaled = empty(MAX_CANDIDATES)
-        self.candidates = empty(MAX_CANDIDATES, dtype=torch.int32)
+        self.counted = Counted(
+            heaviest=empty(SPLITS, -(-split_size(vocab_size) // BLOCK)),
+            counts=empty(ROUNDS, SPLITS, BINS, dtype=torch.int32),
+            sums=empty(ROUNDS, SPLITS, SUMS),
+        )
+        self.collected = Collected(
+            brackets=empty(BRACKET, dtype=torch.int32),
+            above=empty(SPLITS),
+            scores=empty(SPLITS),
+            tokens=empty(SPLITS, dtype=torch.int32),
+            scaled=empty(MAX_CANDIDATES),
+            candidates=empty(MAX_CANDIDATES, dtype=torch.int32),
+        )

@@ -34,6 +34,27 @@ _SHIFT = tl.constexpr(22)  # of the first round's bins: two of them halve the we
 
 
 @triton.jit
+def first_round(index, counted, SPLITS: tl.constexpr, BINS: tl.constexpr):
+    """Where a row's counts and masses of the first round are."""
+    return (
+        counted.counts + index * ROUNDS * SPLITS * BINS,
+        counted.sums + index * ROUNDS * SPLITS * SUMS,
+    )
+
+
+@triton.jit
+def _second_round(first, SPLITS: tl.constexpr, BINS: tl.constexpr):
+    counts_ptr, sums_ptr = first
+    return counts_ptr + SPLITS * BINS, sums_ptr + SPLITS * SUMS
+
+
+@triton.jit
+def candidates_of(index, collected, CANDIDATES: tl.constexpr):
+    """Where a row's candidates are: scaled logits, and tokens."""
+    return collected.scaled + index * CANDIDATES, collected.candidates + index * CANDIDATES
+
+
+@triton.jit
 def _target(top_k, top_p, total):
     """What the tokens from the threshold up have to reach, and whether it is a count or a mass."""
     by_count = top_k > 0
@@ -41,10 +62,9 @@ def _target(top_k, top_p, total):
 
 
 @triton.jit
-def _load_reach(
-    counts_ptr, sums_ptr, num_above, top, shift, SPLITS: tl.constexpr, BINS: tl.constexpr
-):
+def _load_reach(of_round, num_above, top, shift, SPLITS: tl.constexpr, BINS: tl.constexpr):
     """What all splits of a row have counted in one round, its ``reach_of``, and the row's mass."""
+    counts_ptr, sums_ptr = of_round
     counts = tl.zeros([BINS], tl.int32)
     for split in tl.range(0, SPLITS, loop_unroll_factor=8):
         counts += tl.load(counts_ptr + split * BINS + tl.arange(0, BINS))
@@ -58,8 +78,7 @@ def _load_reach(
 
 @triton.jit
 def _find_bracket(
-    counts_ptr,
-    sums_ptr,
+    of_round,
     top_k,
     top_p,
     SPLITS: tl.constexpr,
@@ -81,7 +100,7 @@ def _find_bracket(
     total = tl.full([], 0.0, tl.float32)
     if (top_k > 0) | (top_p < 1):
         top += ONE + 1
-        counts, reach, total = _load_reach(counts_ptr, sums_ptr, 0, top, _SHIFT, SPLITS, BINS)
+        counts, reach, total = _load_reach(of_round, 0, top, _SHIFT, SPLITS, BINS)
         target, by_count = _target(top_k, top_p, total)
         first, last, num_above, through = bracket_of(counts, reach, target, by_count, BINS)
         if (through <= CANDIDATES) | (by_count & (top_p < 1)):
@@ -115,8 +134,7 @@ def load_bracket(bracket_ptr):
 
 @triton.jit
 def load_finer_bracket(
-    counts_ptr,
-    sums_ptr,
+    of_first,
     top_k,
     top_p,
     bins,
@@ -126,9 +144,8 @@ def load_finer_bracket(
 ):
     """The same for the second round, within the bracket of the first; without the row's mass."""
     top, shift = finer_bins(bins, BINS)
-    counts_ptr += SPLITS * BINS
-    sums_ptr += SPLITS * SUMS
-    counts, reach, total = _load_reach(counts_ptr, sums_ptr, num_above, top, shift, SPLITS, BINS)
+    of_round = _second_round(of_first, SPLITS, BINS)
+    counts, reach, total = _load_reach(of_round, num_above, top, shift, SPLITS, BINS)
     target, by_count = _target(top_k, top_p, total)
     first, last, num_above, through = bracket_of(counts, reach, target, by_count, BINS)
     if by_count & (top_p < 1):
@@ -139,8 +156,7 @@ def load_finer_bracket(
 @triton.jit
 def _count_splits(
     heaviest_ptr,
-    counts_ptr,
-    sums_ptr,
+    of_round,
     row,
     top,
     shift,
@@ -151,6 +167,7 @@ def _count_splits(
     BLOCK: tl.constexpr,
 ):
     """Writes what ``count_bins`` finds in the program's splits of its row."""
+    counts_ptr, sums_ptr = of_round
     for split in tl.range(tl.program_id(1), SPLITS, tl.num_programs(1)):
         begin = split * PER_SPLIT
         end = tl.minimum(begin + PER_SPLIT, VOCAB)
@@ -164,19 +181,12 @@ def _count_splits(
 
 @triton.jit(do_not_specialize_on_alignment=["rows_ptr", "positions_ptr"])
 def count_splits(
-    heaviest_ptr,
-    counts_ptr,
-    sums_ptr,
-    best_ptr,
-    logits_ptr,
-    stride,
+    counted,
+    scores_ptr,
+    logits,
     rows_ptr,
     positions_ptr,
-    numbers_ptr,
-    seeds_ptr,
-    marks_ptr,
-    bias_ptr,
-    masks_ptr,
+    table,
     VOCAB: tl.constexpr,
     SPLITS: tl.constexpr,
     PER_SPLIT: tl.constexpr,
@@ -189,58 +199,26 @@ def count_splits(
         wait_previous()
     index = tl.program_id(0).to(tl.int64)
     is_drawn, filters, row, _key = load_row(
-        index,
-        best_ptr,
-        logits_ptr,
-        stride,
-        rows_ptr,
-        positions_ptr,
-        numbers_ptr,
-        seeds_ptr,
-        marks_ptr,
-        bias_ptr,
-        masks_ptr,
-        VOCAB,
-        SPLITS,
+        index, scores_ptr, logits, rows_ptr, positions_ptr, table, VOCAB, SPLITS
     )
     top_k, top_p, _min_p, _filtered = filters
     if is_drawn & ((top_k > 0) | (top_p < 1)):
+        heaviest_ptr = counted.heaviest + index * SPLITS * tl.cdiv(PER_SPLIT, BLOCK)
+        of_round = first_round(index, counted, SPLITS, BINS)
         _count_splits(
-            heaviest_ptr + index * SPLITS * tl.cdiv(PER_SPLIT, BLOCK),
-            counts_ptr + index * ROUNDS * SPLITS * BINS,
-            sums_ptr + index * ROUNDS * SPLITS * SUMS,
-            row,
-            ONE,
-            _SHIFT,
-            VOCAB,
-            SPLITS,
-            PER_SPLIT,
-            BINS,
-            BLOCK,
+            heaviest_ptr, of_round, row, ONE, _SHIFT, VOCAB, SPLITS, PER_SPLIT, BINS, BLOCK
         )
 
 
 @triton.jit(do_not_specialize_on_alignment=["rows_ptr", "positions_ptr"])
 def collect_splits(
-    bracket_ptr,
-    above_ptr,
-    score_ptr,
-    token_ptr,
-    scaled_ptr,
-    candidates_ptr,
-    heaviest_ptr,
-    counts_ptr,
-    sums_ptr,
-    best_ptr,
-    logits_ptr,
-    stride,
+    collected,
+    counted,
+    scores_ptr,
+    logits,
     rows_ptr,
     positions_ptr,
-    numbers_ptr,
-    seeds_ptr,
-    marks_ptr,
-    bias_ptr,
-    masks_ptr,
+    table,
     VOCAB: tl.constexpr,
     SPLITS: tl.constexpr,
     PER_SPLIT: tl.constexpr,
@@ -255,40 +233,25 @@ def collect_splits(
         wait_previous()
     index = tl.program_id(0).to(tl.int64)
     is_drawn, filters, row, key = load_row(
-        index,
-        best_ptr,
-        logits_ptr,
-        stride,
-        rows_ptr,
-        positions_ptr,
-        numbers_ptr,
-        seeds_ptr,
-        marks_ptr,
-        bias_ptr,
-        masks_ptr,
-        VOCAB,
-        SPLITS,
+        index, scores_ptr, logits, rows_ptr, positions_ptr, table, VOCAB, SPLITS
     )
     top_k, top_p, min_p, filtered = filters
     if is_drawn & filtered:
-        heaviest_ptr += index * SPLITS * tl.cdiv(PER_SPLIT, BLOCK)
-        counts_ptr += index * ROUNDS * SPLITS * BINS
-        sums_ptr += index * ROUNDS * SPLITS * SUMS
-        scaled_ptr += index * CANDIDATES
-        candidates_ptr += index * CANDIDATES
+        heaviest_ptr = counted.heaviest + index * SPLITS * tl.cdiv(PER_SPLIT, BLOCK)
+        of_round = first_round(index, counted, SPLITS, BINS)
+        candidates = candidates_of(index, collected, CANDIDATES)
         bins, num_above, num_candidates, total = _find_bracket(
-            counts_ptr, sums_ptr, top_k, top_p, SPLITS, BINS, CANDIDATES
+            of_round, top_k, top_p, SPLITS, BINS, CANDIDATES
         )
         if tl.program_id(1) == 0:
-            bracket_ptr += index * BRACKET
+            bracket_ptr = collected.brackets + index * BRACKET
             _store_bracket(bracket_ptr, bins, num_above, num_candidates, total)
         top, shift, first, last = bins
         if num_candidates > CANDIDATES:
             finer_top, finer_shift = finer_bins(bins, BINS)
             _count_splits(
                 heaviest_ptr,
-                counts_ptr + SPLITS * BINS,
-                sums_ptr + SPLITS * SUMS,
+                _second_round(of_round, SPLITS, BINS),
                 row,
                 finer_top,
                 finer_shift,
@@ -304,10 +267,9 @@ def collect_splits(
                 end = tl.minimum(begin + PER_SPLIT, VOCAB)
                 at = heaviest_ptr + split * tl.cdiv(PER_SPLIT, BLOCK)
                 if num_candidates > 0:
-                    place = _num_before(counts_ptr, split, first, last, BINS)
+                    place = _num_before(of_round[0], split, first, last, BINS)
                     write_candidates(
-                        scaled_ptr,
-                        candidates_ptr,
+                        candidates,
                         row,
                         begin,
                         end,
@@ -323,9 +285,9 @@ def collect_splits(
                     above, score, token = choose_above(
                         row, begin, end, high, low, key, VOCAB, BLOCK
                     )
-                    tl.store(above_ptr + index * SPLITS + split, above)
-                    tl.store(score_ptr + index * SPLITS + split, score)
-                    tl.store(token_ptr + index * SPLITS + split, token)
+                    tl.store(collected.above + index * SPLITS + split, above)
+                    tl.store(collected.scores + index * SPLITS + split, score)
+                    tl.store(collected.tokens + index * SPLITS + split, token)
 
 
 @triton.jit
@@ -340,8 +302,7 @@ def _num_before(counts_ptr, split, first, last, BINS: tl.constexpr):
 
 @triton.jit
 def write_candidates(
-    scaled_ptr,
-    candidates_ptr,
+    candidates,
     row,
     begin,
     end,
@@ -354,6 +315,7 @@ def write_candidates(
 ):
     """The tokens in [begin, end) that are in the bins of candidates, from ``place`` on."""
     top, shift, first, last = bins
+    scaled_ptr, tokens_ptr = candidates
     for start in tl.range(begin, end, BLOCK):
         token = start + tl.arange(0, BLOCK)
         num_fits = tl.full([], 1, tl.int32)
@@ -368,7 +330,7 @@ def write_candidates(
             places = place + tl.cumsum(fits.to(tl.int32), axis=0) - 1
             places = tl.minimum(places, CANDIDATES - 1)  # whatever the counts: never another row's
             tl.store(scaled_ptr + places, scaled, mask=fits)
-            tl.store(candidates_ptr + places, token, mask=fits)
+            tl.store(tokens_ptr + places, token, mask=fits)
             place += tl.sum(fits.to(tl.int32), axis=0)
 
 

@@ -11,9 +11,9 @@ import triton.language as tl
 from minisgl_backend.kernels.triton_kernels.bins import ONE, bits_of, load_scaled
 from minisgl_backend.kernels.triton_kernels.filter_splits import (
     BRACKET,
-    ROUNDS,
-    SUMS,
+    candidates_of,
     choose_above,
+    first_round,
     load_bracket,
     load_finer_bracket,
     write_candidates,
@@ -27,14 +27,8 @@ def choose_filtered(
     filters,
     row,
     key,
-    bracket_ptr,
-    above_ptr,
-    score_ptr,
-    token_ptr,
-    scaled_ptr,
-    candidates_ptr,
-    counts_ptr,
-    sums_ptr,
+    collected,
+    counted,
     VOCAB: tl.constexpr,
     SPLITS: tl.constexpr,
     BINS: tl.constexpr,
@@ -43,17 +37,15 @@ def choose_filtered(
 ):
     """The token of a row with the largest noisy logit among those that pass its filters, after
     ``collect_splits``."""
-    counts_ptr += index * ROUNDS * SPLITS * BINS
-    sums_ptr += index * ROUNDS * SPLITS * SUMS
-    scaled_ptr += index * CANDIDATES
-    candidates_ptr += index * CANDIDATES
+    of_round = first_round(index, counted, SPLITS, BINS)
+    candidates = candidates_of(index, collected, CANDIDATES)
     top_k, top_p, min_p, _filtered = filters
     floor = bits_of(tl.minimum(min_p, 1.0))
-    bins, num_above, num_candidates, total = load_bracket(bracket_ptr + index * BRACKET)
+    bins, num_above, num_candidates, total = load_bracket(collected.brackets + index * BRACKET)
     is_recounted = num_candidates > CANDIDATES
     if is_recounted:
         bins, num_above, num_candidates = load_finer_bracket(
-            counts_ptr, sums_ptr, top_k, top_p, bins, num_above, SPLITS, BINS
+            of_round, top_k, top_p, bins, num_above, SPLITS, BINS
         )
     if num_candidates <= CANDIDATES:
         above = 0.0
@@ -65,8 +57,7 @@ def choose_filtered(
                 high = top - (first << shift)
                 above, score, token = choose_above(row, 0, VOCAB, high, floor, key, VOCAB, BLOCK)
             write_candidates(
-                scaled_ptr,
-                candidates_ptr,
+                candidates,
                 row,
                 0,
                 VOCAB,
@@ -80,24 +71,14 @@ def choose_filtered(
             tl.debug_barrier()
         elif (num_above > 0) | (num_candidates == 0):
             s = index * SPLITS + tl.arange(0, SPLITS)
-            above = tl.sum(tl.load(above_ptr + s), axis=0)
-            scores = tl.load(score_ptr + s)
+            above = tl.sum(tl.load(collected.above + s), axis=0)
+            scores = tl.load(collected.scores + s)
             score = tl.max(scores, axis=0)
-            token = tl.min(tl.where(scores == score, tl.load(token_ptr + s), VOCAB), axis=0)
+            token = tl.min(tl.where(scores == score, tl.load(collected.tokens + s), VOCAB), axis=0)
         if num_candidates > 0:
+            others = (num_above.to(tl.float32), above)
             candidate_score, candidate = _choose_candidate(
-                scaled_ptr,
-                candidates_ptr,
-                num_candidates,
-                num_above,
-                above,
-                floor,
-                top_k,
-                top_p,
-                total,
-                key,
-                VOCAB,
-                CANDIDATES,
+                candidates, num_candidates, others, filters, total, key, VOCAB, CANDIDATES
             )
             token = tl.where(candidate_score > score, candidate, token)
     else:
@@ -114,33 +95,31 @@ def choose_filtered(
 
 @triton.jit
 def _choose_candidate(
-    scaled_ptr,
-    candidates_ptr,
+    candidates,
     num_candidates,
-    num_above,
-    above,
-    floor,
-    top_k,
-    top_p,
+    others,
+    filters,
     total,
     key,
     VOCAB: tl.constexpr,
     CANDIDATES: tl.constexpr,
 ):
-    """The largest noisy logit among the candidates that pass, and its token."""
+    """The largest noisy logit among the candidates that pass, and its token. ``others`` are the
+    number and the mass of the tokens above all candidates."""
+    top_k, top_p, min_p, _filtered = filters
     c = tl.arange(0, CANDIDATES)
-    at = tl.load(candidates_ptr + c, mask=c < num_candidates, other=VOCAB)
+    scaled_ptr, tokens_ptr = candidates
+    at = tl.load(tokens_ptr + c, mask=c < num_candidates, other=VOCAB)
     scaled = tl.load(scaled_ptr + c, mask=c < num_candidates, other=float("-inf"))
     w = tl.exp(scaled)
     bits = tl.where(c < num_candidates, bits_of(w), -1)
     low = tl.min(tl.where(c < num_candidates, bits, ONE), axis=0)
-    others = (num_above.to(tl.float32), above)
     if top_k > 0:
         low = _halve(w, bits, others, low, top_k.to(tl.float32), True)
         total, _num_kept = _weigh(w, bits >= low)
     if top_p < 1:
         low = _halve(w, bits, others, low, top_p * total, False)
-    low = tl.maximum(low, floor)
+    low = tl.maximum(low, bits_of(tl.minimum(min_p, 1.0)))
     score = tl.where(bits >= low, scaled + gumbel(key, at), float("-inf"))
     top = tl.max(score, axis=0)
     return top, tl.min(tl.where(score == top, at, VOCAB), axis=0)

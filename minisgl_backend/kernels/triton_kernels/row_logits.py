@@ -1,7 +1,10 @@
 """``kernels.sampling_table`` in Triton: a row's sampling parameters, and its adjusted logits."""
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from minisgl_backend.kernels import sampling_table
 from minisgl_backend.kernels.sampling_table import COLUMNS
@@ -26,6 +29,13 @@ _IS_STOP = tl.constexpr(sampling_table.IS_STOP)
 _WORD = tl.constexpr(sampling_table.WORD)
 
 
+class Logits(NamedTuple):
+    """Of a batch, as kernels take them: where they start, and from row to row."""
+
+    start: Tensor
+    stride: int
+
+
 @triton.jit
 def load_number(numbers_ptr, row, COLUMN: tl.constexpr):
     """The number of one row, or of each of a block of rows."""
@@ -42,30 +52,28 @@ def load_filters(numbers_ptr, row, VOCAB: tl.constexpr):
 
 
 @triton.jit
-def load_adjustment(
-    numbers_ptr, marks_ptr, bias_ptr, masks_ptr, row, position, VOCAB: tl.constexpr
-):
+def load_adjustment(table, row, position, VOCAB: tl.constexpr):
     """The data of a row for ``load_logits``: whether anything changes its logits, whether it has
     marks, a bias and a mask, pointers to these, the penalties, and which mark makes a token
     impossible."""
-    is_early = position < load_number(numbers_ptr, row, _STOPS_FROM)
+    is_early = position < load_number(table.numbers, row, _STOPS_FROM)
     # as integers: Triton's interpreter cannot combine a comparison of floats with a block
-    marked = load_number(numbers_ptr, row, MARKED).to(tl.int32) > 0
-    biased = load_number(numbers_ptr, row, _BIASED).to(tl.int32) > 0
-    masked = load_number(numbers_ptr, row, _MASKED).to(tl.int32) > 0
+    marked = load_number(table.numbers, row, MARKED).to(tl.int32) > 0
+    biased = load_number(table.numbers, row, _BIASED).to(tl.int32) > 0
+    masked = load_number(table.numbers, row, _MASKED).to(tl.int32) > 0
     return (
         marked | biased | masked,
         marked,
         biased,
         masked,
         (
-            marks_ptr + row * VOCAB,
-            bias_ptr + row * VOCAB,
-            masks_ptr + row * ((VOCAB + _WORD - 1) // _WORD),
+            table.marks + row * VOCAB,
+            table.bias + row * VOCAB,
+            table.masks + row * ((VOCAB + _WORD - 1) // _WORD),
         ),
-        load_number(numbers_ptr, row, _REPETITION),
-        load_number(numbers_ptr, row, _PRESENCE),
-        load_number(numbers_ptr, row, _FREQUENCY),
+        load_number(table.numbers, row, _REPETITION),
+        load_number(table.numbers, row, _PRESENCE),
+        load_number(table.numbers, row, _FREQUENCY),
         tl.where(is_early, _IS_STOP, 0),
     )
 
@@ -73,40 +81,35 @@ def load_adjustment(
 @triton.jit
 def load_row(
     index,
-    best_ptr,
-    logits_ptr,
-    stride,
+    scores_ptr,
+    logits,
     rows_ptr,
     positions_ptr,
-    numbers_ptr,
-    seeds_ptr,
-    marks_ptr,
-    bias_ptr,
-    masks_ptr,
+    table,
     VOCAB: tl.constexpr,
     SPLITS: tl.constexpr,
 ):
     """Whether a token is drawn for the row ``index`` of the batch, its filters, its logits as
     (pointer, adjustment, the largest one, 1 / temperature), and the key of its noise.
 
-    ``best_ptr`` has the score of each split: inf if a logit is inf or NaN; for rows with filters
+    ``scores_ptr`` has the score of each split: inf if a logit is inf or NaN; for rows with filters
     the largest logit; and for other rows that are drawn, a number that is not a logit.
     """
     row = tl.load(rows_ptr + index).to(tl.int64)
     position = tl.load(positions_ptr + index)
-    temperature = load_number(numbers_ptr, row, TEMPERATURE)
-    best = tl.max(tl.load(best_ptr + index * SPLITS + tl.arange(0, SPLITS)), axis=0)
-    adjustment = load_adjustment(numbers_ptr, marks_ptr, bias_ptr, masks_ptr, row, position, VOCAB)
+    temperature = load_number(table.numbers, row, TEMPERATURE)
+    best = tl.max(tl.load(scores_ptr + index * SPLITS + tl.arange(0, SPLITS)), axis=0)
+    adjustment = load_adjustment(table, row, position, VOCAB)
     return (
         (temperature > 0) & (best < float("inf")) & (best > float("-inf")),
-        load_filters(numbers_ptr, row, VOCAB),
+        load_filters(table.numbers, row, VOCAB),
         (
-            logits_ptr + index * stride,
+            logits.start + index * logits.stride,
             adjustment,
             best,
             1.0 / tl.where(temperature > 0, temperature, 1.0),
         ),
-        noise_key(tl.load(seeds_ptr + row), position),
+        noise_key(tl.load(table.seeds + row), position),
     )
 
 

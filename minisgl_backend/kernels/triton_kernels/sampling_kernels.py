@@ -23,6 +23,7 @@ from minisgl_backend.kernels.triton_kernels.pdl import allow_next, launch_option
 from minisgl_backend.kernels.triton_kernels.row_logits import (
     NEIGHBOURS,
     TEMPERATURE,
+    Logits,
     load_adjustment,
     load_filters,
     load_logits,
@@ -95,17 +96,12 @@ def _score(
 
 @triton.jit(do_not_specialize_on_alignment=["rows_ptr", "positions_ptr"])
 def _best_of_split(
-    best_ptr,
-    token_ptr,
-    logits_ptr,
-    stride,
+    scores_ptr,
+    tokens_ptr,
+    logits,
     rows_ptr,
     positions_ptr,
-    numbers_ptr,
-    seeds_ptr,
-    marks_ptr,
-    bias_ptr,
-    masks_ptr,
+    table,
     VOCAB: tl.constexpr,
     SPLITS: tl.constexpr,
     PER_SPLIT: tl.constexpr,
@@ -116,13 +112,13 @@ def _best_of_split(
     split = tl.program_id(1)
     row = tl.load(rows_ptr + index).to(tl.int64)
     position = tl.load(positions_ptr + index)
-    temperature = load_number(numbers_ptr, row, TEMPERATURE)
-    _, _, _, filtered = load_filters(numbers_ptr, row, VOCAB)
+    temperature = load_number(table.numbers, row, TEMPERATURE)
+    _, _, _, filtered = load_filters(table.numbers, row, VOCAB)
     noisy = (temperature > 0) & (filtered == 0)
     inverse = 1.0 / tl.where(temperature > 0, temperature, 1.0)
-    key = noise_key(tl.load(seeds_ptr + row), position)
-    adjustment = load_adjustment(numbers_ptr, marks_ptr, bias_ptr, masks_ptr, row, position, VOCAB)
-    row_ptr = logits_ptr + index * stride
+    key = noise_key(tl.load(table.seeds + row), position)
+    adjustment = load_adjustment(table, row, position, VOCAB)
+    row_ptr = logits.start + index * logits.stride
     if adjustment[0]:
         score, chosen = _score(
             row_ptr, split, adjustment, noisy, inverse, key, VOCAB, PER_SPLIT, BLOCK, True
@@ -133,8 +129,8 @@ def _best_of_split(
         )
     if PDL:
         allow_next()
-    tl.store(best_ptr + index * SPLITS + split, score)
-    tl.store(token_ptr + index * SPLITS + split, chosen)
+    tl.store(scores_ptr + index * SPLITS + split, score)
+    tl.store(tokens_ptr + index * SPLITS + split, chosen)
 
 
 @triton.jit
@@ -166,26 +162,14 @@ def _draw(
 @triton.jit(do_not_specialize_on_alignment=["rows_ptr", "positions_ptr"])
 def _choose(
     out_ptr,
-    token_ptr,
-    bracket_ptr,
-    above_ptr,
-    above_score_ptr,
-    above_token_ptr,
-    scaled_ptr,
-    candidates_ptr,
-    heaviest_ptr,
-    counts_ptr,
-    sums_ptr,
-    best_ptr,
-    logits_ptr,
-    stride,
+    tokens_ptr,
+    collected,
+    counted,
+    scores_ptr,
+    logits,
     rows_ptr,
     positions_ptr,
-    numbers_ptr,
-    seeds_ptr,
-    marks_ptr,
-    bias_ptr,
-    masks_ptr,
+    table,
     VOCAB: tl.constexpr,
     SPLITS: tl.constexpr,
     PER_SPLIT: tl.constexpr,
@@ -198,23 +182,11 @@ def _choose(
         wait_previous()
     index = tl.program_id(0).to(tl.int64)
     is_drawn, filters, row, key = load_row(
-        index,
-        best_ptr,
-        logits_ptr,
-        stride,
-        rows_ptr,
-        positions_ptr,
-        numbers_ptr,
-        seeds_ptr,
-        marks_ptr,
-        bias_ptr,
-        masks_ptr,
-        VOCAB,
-        SPLITS,
+        index, scores_ptr, logits, rows_ptr, positions_ptr, table, VOCAB, SPLITS
     )
     s = tl.arange(0, SPLITS)
-    bests = tl.load(best_ptr + index * SPLITS + s)
-    tokens = tl.load(token_ptr + index * SPLITS + s)
+    bests = tl.load(scores_ptr + index * SPLITS + s)
+    tokens = tl.load(tokens_ptr + index * SPLITS + s)
     best = tl.max(bests, axis=0)
     token = tl.min(tl.where(bests == best, tokens, VOCAB), axis=0)
     if is_drawn:
@@ -227,14 +199,8 @@ def _choose(
                 filters,
                 row,
                 key,
-                bracket_ptr,
-                above_ptr,
-                above_score_ptr,
-                above_token_ptr,
-                scaled_ptr,
-                candidates_ptr,
-                counts_ptr,
-                sums_ptr,
+                collected,
+                counted,
                 VOCAB,
                 SPLITS,
                 BINS,
@@ -259,10 +225,10 @@ def launch_sample(
 ) -> None:
     """See ``minisgl_backend.kernels.sampling.sample``."""
     batch_size, vocab_size = logits.shape
-    splits, bins = workspace.counts.shape[2:]
+    collected, counted = workspace.collected, workspace.counted
+    splits, bins = counted.counts.shape[2:]
     assert table.vocab_size == vocab_size and rows.dtype == positions.dtype
-    state = (table.numbers, table.seeds, table.marks, table.bias, table.masks)
-    inputs = (logits, logits.stride(0), rows, positions, *state)
+    inputs = (Logits(logits, logits.stride(0)), rows, positions, table)
     pdl = can_start_early(logits.device)
     parts = {
         "VOCAB": vocab_size,
@@ -270,23 +236,15 @@ def launch_sample(
         "PER_SPLIT": split_size(vocab_size),
         "PDL": pdl,
     }
-    _best_of_split[(batch_size, splits)](
-        workspace.best, workspace.tokens, *inputs, **parts, BLOCK=BLOCK, num_warps=4
-    )
+    scores, tokens = workspace.scores, workspace.tokens
+    grid = (batch_size, splits)
+    _best_of_split[grid](scores, tokens, *inputs, **parts, BLOCK=BLOCK, num_warps=4)
     # Few programs a row of a large batch: if no row has filters, they cost time for nothing.
     grid = (batch_size, max(4, min(512 // batch_size, splits)))
     filtering = {**parts, **launch_options(pdl), "BINS": bins}
-    counted = (workspace.heaviest, workspace.counts, workspace.sums, workspace.best, *inputs)
-    count_splits[grid](*counted, **filtering, BLOCK=BLOCK, num_warps=4)
-    collected = (
-        workspace.brackets,
-        workspace.above,
-        workspace.above_scores,
-        workspace.above_tokens,
-        workspace.scaled,
-        workspace.candidates,
-        *counted,
-    )
-    filtering["CANDIDATES"] = workspace.scaled.shape[1]
-    collect_splits[grid](*collected, **filtering, BLOCK=BLOCK, num_warps=4)
-    _choose[(batch_size,)](out, workspace.tokens, *collected, **filtering, BLOCK=4096, num_warps=16)
+    counting = (counted, scores, *inputs)
+    count_splits[grid](*counting, **filtering, BLOCK=BLOCK, num_warps=4)
+    filtering["CANDIDATES"] = collected.scaled.shape[1]
+    collect_splits[grid](collected, *counting, **filtering, BLOCK=BLOCK, num_warps=4)
+    choosing = (out, tokens, collected, *counting)
+    _choose[(batch_size,)](*choosing, **filtering, BLOCK=4096, num_warps=16)

@@ -4,6 +4,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from minisgl_backend.kernels.triton_kernels.page_tiles import (
+    Pages,
+    Partials,
+    attend,
+    scores_of,
+    slots_of,
+)
 from minisgl_backend.kernels.triton_kernels.pdl import allow_next, launch_options, wait_previous
 
 _LOG2E = tl.constexpr(1.4426950408889634)
@@ -22,23 +29,16 @@ _LOG2E = tl.constexpr(1.4426950408889634)
 def _decode_attention(
     out_ptr,
     q_ptr,
-    k_ptr,
-    v_ptr,
+    pages,
     table_ptr,
     lengths_ptr,
     rows_ptr,
     k_scale_ptr,
     v_scale_ptr,
     sinks_ptr,
-    partial_ptr,
-    lse_ptr,
-    counter_ptr,
+    partials,
     q_stride,
     table_stride,
-    page_stride,
-    slot_stride,
-    head_stride,
-    partial_splits,
     scale_log2,
     PAGE_SIZE: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
@@ -84,8 +84,8 @@ def _decode_attention(
         # one instruction converts two float8 to float16; to bfloat16 it takes several
         q = q.to(tl.float16)
         scale_log2 = scale_log2 * tl.load(k_scale_ptr)
-    k_head_ptr = k_ptr + kv_head * head_stride + d
-    v_head_ptr = v_ptr + kv_head * head_stride + d
+    k_head_ptr = pages.k + kv_head * pages.head_stride + d
+    v_head_ptr = pages.v + kv_head * pages.head_stride + d
     page_ptr = table_ptr + row * table_stride
 
     best = tl.full([BLOCK_GROUP], float("-inf"), tl.float32)
@@ -94,19 +94,12 @@ def _decode_attention(
     for start in tl.range(first, last, BLOCK, num_stages=STAGES):
         at = start + n
         seen = at < last
-        page = tl.load(page_ptr + at // PAGE_SIZE, mask=seen, other=0).to(tl.int64)
-        slot = page * page_stride + at % PAGE_SIZE * slot_stride  # [BLOCK]
-        k = tl.load(k_head_ptr[None, :] + slot[:, None], mask=seen[:, None], other=0.0)
-        # [BLOCK_GROUP, BLOCK]
-        scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee") * scale_log2
+        slots = slots_of(pages, page_ptr, at, seen, PAGE_SIZE)
+        scores = scores_of(q, k_head_ptr, slots, seen, scale_log2)
         scores = tl.where(seen[None, :], scores, float("-inf"))
-        new_best = tl.maximum(best, tl.max(scores, axis=1))
-        shrink = tl.exp2(best - new_best)
-        p = tl.exp2(scores - new_best[:, None])
-        total = total * shrink + tl.sum(p, axis=1)
-        v = tl.load(v_head_ptr[None, :] + slot[:, None], mask=seen[:, None], other=0.0)
-        acc = acc * shrink[:, None] + tl.dot(p.to(q.dtype), v.to(q.dtype), input_precision="ieee")
-        best = new_best
+        best, total, acc = attend(
+            (best, total, acc), scores, v_head_ptr, slots, seen, q.dtype, HIDES=False
+        )
     lse = best + tl.log2(total)
     if SINKS:
         sinks = tl.load(sinks_ptr + heads, mask=in_group, other=0.0).to(tl.float32) * _LOG2E
@@ -124,13 +117,13 @@ def _decode_attention(
     if active == 1:
         tl.store(out_at, acc.to(out_ptr.dtype.element_ty), mask=in_group[:, None])
         return
-    part = out_heads * partial_splits + split
-    tl.store(partial_ptr + part[:, None] * HEAD_DIM + d[None, :], acc, mask=in_group[:, None])
-    tl.store(lse_ptr + part, lse, mask=in_group)
+    part = out_heads * partials.max_splits + split
+    tl.store(partials.outputs + part[:, None] * HEAD_DIM + d[None, :], acc, mask=in_group[:, None])
+    tl.store(partials.lses + part, lse, mask=in_group)
     # Every thread's stores come before the barrier, the barrier before the release, and the loads
     # below bypass the first-level cache: the last program sees what all others wrote.
     tl.debug_barrier()
-    counter = counter_ptr + batch * NUM_KV_HEADS + kv_head
+    counter = partials.counters + batch * NUM_KV_HEADS + kv_head
     finished = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
     if finished != active - 1:
         return
@@ -140,10 +133,10 @@ def _decode_attention(
     total = tl.zeros([BLOCK_GROUP], tl.float32)
     acc = tl.zeros([BLOCK_GROUP, HEAD_DIM], tl.float32)
     for other in tl.range(0, active, num_stages=STAGES):
-        part = out_heads * partial_splits + other
-        lse = tl.load(lse_ptr + part, mask=in_group, other=0.0, cache_modifier=".cg")
+        part = out_heads * partials.max_splits + other
+        lse = tl.load(partials.lses + part, mask=in_group, other=0.0, cache_modifier=".cg")
         value = tl.load(
-            partial_ptr + part[:, None] * HEAD_DIM + d[None, :],
+            partials.outputs + part[:, None] * HEAD_DIM + d[None, :],
             mask=in_group[:, None],
             other=0.0,
             cache_modifier=".cg",
@@ -185,7 +178,6 @@ def launch_decode_attention(
     """
     batch_size, num_heads, head_dim = q.shape
     _, page_size, num_kv_heads, _ = k_cache.shape
-    assert k_cache.stride() == v_cache.stride() and k_cache.stride(3) == 1
     assert q.stride(1) == head_dim and q.stride(2) == 1
     group = num_heads // num_kv_heads
     fp8 = k_scale is not None
@@ -201,21 +193,16 @@ def launch_decode_attention(
     _decode_attention[(batch_size, num_kv_heads, splits)](
         out,
         q,
-        k_cache,
-        v_cache,
+        Pages.of(k_cache, v_cache),
         page_table,
         lengths,
         rows,
         k_scale,
         v_scale,
         sinks,
-        *partial,
+        Partials.of(partial),
         q.stride(0),
         page_table.stride(0),
-        k_cache.stride(0),
-        k_cache.stride(1),
-        k_cache.stride(2),
-        partial[0].shape[2],
         scale * _LOG2E.value,  # exp2 instead of exp
         PAGE_SIZE=page_size,
         NUM_KV_HEADS=num_kv_heads,

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from minisgl_backend.kernels.triton_kernels.page_tiles import Pages, Partials, load_slots, slots_of
 from minisgl_backend.kernels.triton_kernels.pdl import allow_next, launch_options, wait_previous
 from minisgl_backend.kernels.triton_kernels.prefill_attention_kernel import find_chunk
 
@@ -22,13 +23,12 @@ from minisgl_backend.kernels.triton_kernels.prefill_attention_kernel import find
 def _attend_split(
     q,
     position,
+    pages,
     k_head_ptr,
     v_head_ptr,
     page_ptr,
     begin,
     end,
-    page_stride,
-    slot_stride,
     scale_log2,
     PAGE_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -49,9 +49,8 @@ def _attend_split(
     for start in tl.range(begin, end, BLOCK, num_stages=STAGES):
         at = start + n
         held = at < end
-        page = tl.load(page_ptr + at // PAGE_SIZE, mask=held, other=0).to(tl.int64)
-        slot = page * page_stride + at % PAGE_SIZE * slot_stride  # [BLOCK]
-        k = tl.load(k_head_ptr[None, :] + slot[:, None], mask=held[:, None], other=0.0)
+        slots = slots_of(pages, page_ptr, at, held, PAGE_SIZE)
+        k = load_slots(k_head_ptr, slots, held)
         scores = tl.dot(q, tl.trans(k.to(q.dtype)))  # [TILE, BLOCK]
         seen = at[None, :] <= position[:, None]
         if WINDOW:
@@ -63,7 +62,7 @@ def _attend_split(
         p = tl.exp2(tl.fma(scores, scale_log2, -base[:, None]))
         p = p.to(q.dtype)
         totals = tl.dot(p, ones, totals * shrink[:, None])
-        v = tl.load(v_head_ptr[None, :] + slot[:, None], mask=held[:, None], other=0.0)
+        v = load_slots(v_head_ptr, slots, held)
         acc = tl.dot(p, v.to(q.dtype), acc * shrink[:, None])
         best = new_best
     total = tl.max(totals, axis=1)
@@ -96,24 +95,17 @@ def _merged(best, total, acc, lse, value):
 def _invariant_attention(
     out_ptr,
     q_ptr,
-    k_ptr,
-    v_ptr,
+    pages,
     table_ptr,
     rows_ptr,
     offsets_ptr,
     ends_ptr,
     k_scale_ptr,
     v_scale_ptr,
-    partial_ptr,
-    lse_ptr,
-    counter_ptr,
+    partials,
     num_chunks,
     q_stride,
     table_stride,
-    page_stride,
-    slot_stride,
-    head_stride,
-    partial_splits,
     scale_log2,
     PAGE_SIZE: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
@@ -172,8 +164,8 @@ def _invariant_attention(
         # one instruction converts two float8 to float16; to bfloat16 it takes several
         q = q.to(tl.float16)
         scale_log2 = scale_log2 * tl.load(k_scale_ptr)
-    k_head_ptr = k_ptr + kv_head * head_stride + d
-    v_head_ptr = v_ptr + kv_head * head_stride + d
+    k_head_ptr = pages.k + kv_head * pages.head_stride + d
+    v_head_ptr = pages.v + kv_head * pages.head_stride + d
     page_ptr = table_ptr + row * table_stride
     out_heads = token * (NUM_KV_HEADS * GROUP) + head
     best = tl.full([TILE], float("-inf"), tl.float32)
@@ -184,13 +176,12 @@ def _invariant_attention(
         value, lse = _attend_split(
             q,
             position,
+            pages,
             k_head_ptr,
             v_head_ptr,
             page_ptr,
             tl.maximum(split_begin, begin),
             tl.minimum(split_begin + SPLIT, last),
-            page_stride,
-            slot_stride,
             scale_log2,
             PAGE_SIZE,
             HEAD_DIM,
@@ -204,27 +195,27 @@ def _invariant_attention(
         elif num_splits == 1:
             best, total, acc = _merged(best, total, acc, lse, value)
         else:
-            part = out_heads * partial_splits + split
-            part_at = partial_ptr + part[:, None] * HEAD_DIM + d[None, :]
+            part = out_heads * partials.max_splits + split
+            part_at = partials.outputs + part[:, None] * HEAD_DIM + d[None, :]
             tl.store(part_at, value, mask=inside[:, None])
-            tl.store(lse_ptr + part, lse, mask=inside)
+            tl.store(partials.lses + part, lse, mask=inside)
     if PROGRAMS > 1:  # noqa: SIM102  (known when compiled)
         if num_splits > 1:
             # Every thread's stores come before the barrier, the barrier before the release, and
             # the loads below bypass the first-level cache: the last program sees all that others
             # wrote.
             tl.debug_barrier()
-            counter = counter_ptr + chunk * NUM_KV_HEADS + kv_head
+            counter = partials.counters + chunk * NUM_KV_HEADS + kv_head
             finished = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
             if finished != tl.minimum(num_splits, PROGRAMS) - 1:
                 return
             tl.store(counter, 0)
             tl.debug_barrier()
             for split in tl.range(0, num_splits):
-                part = out_heads * partial_splits + split
-                part_at = partial_ptr + part[:, None] * HEAD_DIM + d[None, :]
+                part = out_heads * partials.max_splits + split
+                part_at = partials.outputs + part[:, None] * HEAD_DIM + d[None, :]
                 value = tl.load(part_at, mask=inside[:, None], other=0.0, cache_modifier=".cg")
-                lse = tl.load(lse_ptr + part, mask=inside, other=0.0, cache_modifier=".cg")
+                lse = tl.load(partials.lses + part, mask=inside, other=0.0, cache_modifier=".cg")
                 best, total, acc = _merged(best, total, acc, lse, value)
     acc = acc / tl.where(total == 0, 1.0, total)[:, None]  # 0 in padding behind a window
     if FP8:
@@ -259,34 +250,25 @@ def launch_invariant_attention(
     """See ``minisgl_backend.kernels.invariant_attention``; ``offsets`` None for decoding rows."""
     num_tokens, num_heads, head_dim = q.shape
     _, page_size, num_kv_heads, _ = k_cache.shape
-    assert k_cache.stride() == v_cache.stride() and k_cache.stride(3) == 1
     assert q.stride(1) == head_dim and q.stride(2) == 1
     group = num_heads // num_kv_heads
     block_group = triton.next_power_of_2(group)
     tile = max(tile, block_group)
     tiles = len(rows) if offsets is None else num_tokens // (tile // block_group) + len(rows)
-    outputs, lses, counters = (None, None, None) if partial is None else partial
     _invariant_attention[(tiles, num_kv_heads, programs)](
         out,
         q,
-        k_cache,
-        v_cache,
+        Pages.of(k_cache, v_cache),
         page_table,
         rows,
         offsets,
         ends,
         k_scale,
         v_scale,
-        outputs,
-        lses,
-        counters,
+        Partials.of(partial),
         len(rows),
         q.stride(0),
         page_table.stride(0),
-        k_cache.stride(0),
-        k_cache.stride(1),
-        k_cache.stride(2),
-        0 if outputs is None else outputs.shape[2],
         scale * 1.4426950408889634,  # exp2 instead of exp
         PAGE_SIZE=page_size,
         NUM_KV_HEADS=num_kv_heads,

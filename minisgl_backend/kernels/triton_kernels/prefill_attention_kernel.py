@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from minisgl_backend.kernels.triton_kernels.page_tiles import Pages, attend, scores_of, slots_of
+
 _LOG2E = tl.constexpr(1.4426950408889634)
 _CHUNKS = tl.constexpr(128)  # of an iteration of the search for a program's chunk
 
@@ -46,8 +48,7 @@ def find_chunk(offsets_ptr, num_chunks, QUERIES: tl.constexpr):
 def _prefill_attention(
     out_ptr,
     q_ptr,
-    k_ptr,
-    v_ptr,
+    pages,
     table_ptr,
     rows_ptr,
     offsets_ptr,
@@ -58,9 +59,6 @@ def _prefill_attention(
     num_chunks,
     q_stride,
     table_stride,
-    page_stride,
-    slot_stride,
-    head_stride,
     scale_log2,
     PAGE_SIZE: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
@@ -96,8 +94,8 @@ def _prefill_attention(
         # one instruction converts two float8 to float16; to bfloat16 it takes several
         q = q.to(tl.float16)
         scale_log2 = scale_log2 * tl.load(k_scale_ptr)
-    k_head_ptr = k_ptr + kv_head * head_stride + d
-    v_head_ptr = v_ptr + kv_head * head_stride + d
+    k_head_ptr = pages.k + kv_head * pages.head_stride + d
+    v_head_ptr = pages.v + kv_head * pages.head_stride + d
     page_ptr = table_ptr + row * table_stride
 
     first_position = end - length + block * QUERIES
@@ -111,23 +109,15 @@ def _prefill_attention(
     for start in tl.range(begin, last, BLOCK, num_stages=STAGES):
         at = start + n
         held = at < last
-        page = tl.load(page_ptr + at // PAGE_SIZE, mask=held, other=0).to(tl.int64)
-        slot = page * page_stride + at % PAGE_SIZE * slot_stride  # [BLOCK]
-        k = tl.load(k_head_ptr[None, :] + slot[:, None], mask=held[:, None], other=0.0)
-        scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee") * scale_log2
+        slots = slots_of(pages, page_ptr, at, held, PAGE_SIZE)
+        scores = scores_of(q, k_head_ptr, slots, held, scale_log2)
         seen = at[None, :] <= position[:, None]
         if WINDOW:
             seen &= at[None, :] > position[:, None] - WINDOW
         scores = tl.where(seen, scores, float("-inf"))
-        new_best = tl.maximum(best, tl.max(scores, axis=1))
-        # a block that the window hides whole leaves no maximum yet
-        base = tl.where(new_best == float("-inf"), 0.0, new_best)
-        shrink = tl.exp2(best - base)
-        p = tl.exp2(scores - base[:, None])
-        total = total * shrink + tl.sum(p, axis=1)
-        v = tl.load(v_head_ptr[None, :] + slot[:, None], mask=held[:, None], other=0.0)
-        acc = acc * shrink[:, None] + tl.dot(p.to(q.dtype), v.to(q.dtype), input_precision="ieee")
-        best = new_best
+        best, total, acc = attend(
+            (best, total, acc), scores, v_head_ptr, slots, held, q.dtype, HIDES=True
+        )
     if SINKS:
         sinks = tl.load(sinks_ptr + head, mask=inside, other=0.0).to(tl.float32) * _LOG2E
         total += tl.exp2(sinks - best)
@@ -158,7 +148,6 @@ def launch_prefill_attention(
     """See ``minisgl_backend.kernels.prefill_attention.prefill_attention``."""
     num_tokens, num_heads, head_dim = q.shape
     _, page_size, num_kv_heads, _ = k_cache.shape
-    assert k_cache.stride() == v_cache.stride() and k_cache.stride(3) == 1
     assert q.stride(1) == head_dim and q.stride(2) == 1
     group = num_heads // num_kv_heads
     block_group = triton.next_power_of_2(group)
@@ -168,8 +157,7 @@ def launch_prefill_attention(
     _prefill_attention[grid](
         out,
         q,
-        k_cache,
-        v_cache,
+        Pages.of(k_cache, v_cache),
         page_table,
         rows,
         offsets,
@@ -180,9 +168,6 @@ def launch_prefill_attention(
         len(rows),
         q.stride(0),
         page_table.stride(0),
-        k_cache.stride(0),
-        k_cache.stride(1),
-        k_cache.stride(2),
         scale * _LOG2E.value,  # exp2 instead of exp
         PAGE_SIZE=page_size,
         NUM_KV_HEADS=num_kv_heads,

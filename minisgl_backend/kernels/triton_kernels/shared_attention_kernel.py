@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from minisgl_backend.kernels.triton_kernels.page_tiles import Pages, attend, scores_of, slots_of
 from minisgl_backend.kernels.triton_kernels.pdl import allow_next, launch_options, wait_previous
 
 
@@ -23,8 +24,7 @@ def _shared_attention(
     values_ptr,
     sums_ptr,
     q_ptr,
-    k_ptr,
-    v_ptr,
+    pages,
     table_ptr,
     lengths_ptr,
     groups_ptr,
@@ -32,9 +32,6 @@ def _shared_attention(
     k_scale_ptr,
     q_stride,
     table_stride,
-    page_stride,
-    slot_stride,
-    head_stride,
     scale_log2,
     MEMBERS_AT: tl.constexpr,
     PIECES_AT: tl.constexpr,
@@ -87,8 +84,8 @@ def _shared_attention(
             first_seen = length - WINDOW
             # of the row that sees the earliest positions
             start = tl.minimum(tl.maximum(tl.min(first_seen, axis=0), begin), end)
-        k_head_ptr = k_ptr + kv_head * head_stride + d
-        v_head_ptr = v_ptr + kv_head * head_stride + d
+        k_head_ptr = pages.k + kv_head * pages.head_stride + d
+        v_head_ptr = pages.v + kv_head * pages.head_stride + d
         page_ptr = table_ptr + row * table_stride
 
         best = tl.full([TILE], float("-inf"), tl.float32)
@@ -97,26 +94,15 @@ def _shared_attention(
         for position in tl.range(start, end, BLOCK, num_stages=STAGES):
             at = position + n
             held = at < end
-            page = tl.load(page_ptr + at // PAGE_SIZE, mask=held, other=0).to(tl.int64)
-            slot = page * page_stride + at % PAGE_SIZE * slot_stride  # [BLOCK]
-            k = tl.load(k_head_ptr[None, :] + slot[:, None], mask=held[:, None], other=0.0)
-            scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee") * scale_log2
+            slots = slots_of(pages, page_ptr, at, held, PAGE_SIZE)
+            scores = scores_of(q, k_head_ptr, slots, held, scale_log2)
             seen = held[None, :]
             if WINDOW:
                 seen = seen & (at[None, :] >= first_seen[:, None])
             scores = tl.where(seen, scores, float("-inf"))
-            new_best = tl.maximum(best, tl.max(scores, axis=1))
-            base = new_best
-            if WINDOW:  # a block that the window hides whole leaves no maximum yet
-                base = tl.where(new_best == float("-inf"), 0.0, new_best)
-            shrink = tl.exp2(best - base)
-            p = tl.exp2(scores - base[:, None])
-            total = total * shrink + tl.sum(p, axis=1)
-            v = tl.load(v_head_ptr[None, :] + slot[:, None], mask=held[:, None], other=0.0)
-            acc = acc * shrink[:, None] + tl.dot(
-                p.to(q.dtype), v.to(q.dtype), input_precision="ieee"
+            best, total, acc = attend(
+                (best, total, acc), scores, v_head_ptr, slots, held, q.dtype, HIDES=WINDOW > 0
             )
-            best = new_best
 
         out = (partial + member).to(tl.int64) * (NUM_KV_HEADS * GROUP) + head
         out_at = values_ptr + out[:, None] * HEAD_DIM + d[None, :]
@@ -152,14 +138,12 @@ def launch_shared_attention(
     """See ``minisgl_backend.kernels.shared_attention.SharedAttention``."""
     _, num_heads, head_dim = q.shape
     _, page_size, num_kv_heads, _ = k_cache.shape
-    assert k_cache.stride() == v_cache.stride() and k_cache.stride(3) == 1
     assert q.stride(1) == head_dim and q.stride(2) == 1
     _shared_attention[(num_programs,)](
         values,
         sums,
         q,
-        k_cache,
-        v_cache,
+        Pages.of(k_cache, v_cache),
         page_table,
         lengths,
         tables,
@@ -167,9 +151,6 @@ def launch_shared_attention(
         k_scale,
         q.stride(0),
         page_table.stride(0),
-        k_cache.stride(0),
-        k_cache.stride(1),
-        k_cache.stride(2),
         scale * 1.4426950408889634,  # exp2 instead of exp
         MEMBERS_AT=members_at,
         PIECES_AT=pieces_at,

@@ -1,0 +1,74 @@
+"""What attention kernels share: keys and values in pages, and the softmax over blocks of them."""
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+class Pages(NamedTuple):
+    """Keys and values of a layer, as kernels take them: from one page, slot or head to the next of
+    its kind is a stride, the same for both."""
+
+    k: Tensor
+    v: Tensor
+    page_stride: int
+    slot_stride: int
+    head_stride: int
+
+    @classmethod
+    def of(cls, k_cache: Tensor, v_cache: Tensor) -> "Pages":
+        """Those of k_cache and v_cache [num_pages, page_size, num_kv_heads, head_dim]."""
+        assert k_cache.stride() == v_cache.stride() and k_cache.stride(3) == 1
+        return cls(k_cache, v_cache, *k_cache.stride()[:3])
+
+
+class Partials(NamedTuple):
+    """Results of the splits of query heads, and how many splits of a head have room for one."""
+
+    outputs: Tensor | None
+    lses: Tensor | None
+    counters: Tensor | None
+    max_splits: int
+
+    @classmethod
+    def of(cls, partial: tuple[Tensor, Tensor, Tensor] | None) -> "Partials":
+        """Outputs, log-sum-exps and counters of a ``DecodeWorkspace``, if there are splits."""
+        return cls(None, None, None, 0) if partial is None else cls(*partial, partial[0].shape[2])
+
+
+@triton.jit
+def slots_of(pages, page_ptr, at, held, PAGE_SIZE: tl.constexpr):
+    """Where the positions ``at`` of a row are that are ``held``; int64 [BLOCK]. ``page_ptr`` is the
+    row's line of the page table."""
+    page = tl.load(page_ptr + at // PAGE_SIZE, mask=held, other=0).to(tl.int64)
+    return page * pages.page_stride + at % PAGE_SIZE * pages.slot_stride
+
+
+@triton.jit
+def load_slots(head_ptr, slots, held):
+    """The keys or the values of one head there, [BLOCK, HEAD_DIM]."""
+    return tl.load(head_ptr[None, :] + slots[:, None], mask=held[:, None], other=0.0)
+
+
+@triton.jit
+def scores_of(q, k_head_ptr, slots, held, scale_log2):
+    """Queries [TILE, HEAD_DIM] times the keys in slots, [TILE, BLOCK], for exp2 in place of exp."""
+    k = load_slots(k_head_ptr, slots, held)
+    return tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee") * scale_log2
+
+
+@triton.jit
+def attend(softmax, scores, v_head_ptr, slots, held, dtype, HIDES: tl.constexpr):
+    """An online softmax after one more block of scores: (the best, the sum of the weights, the
+    weighted sum of the values). With ``HIDES`` a query may have seen nothing yet."""
+    best, total, acc = softmax
+    new_best = tl.maximum(best, tl.max(scores, axis=1))
+    base = tl.where(new_best == float("-inf"), 0.0, new_best) if HIDES else new_best
+    shrink = tl.exp2(best - base)
+    p = tl.exp2(scores - base[:, None])
+    total = total * shrink + tl.sum(p, axis=1)
+    v = load_slots(v_head_ptr, slots, held)
+    acc = acc * shrink[:, None] + tl.dot(p.to(dtype), v.to(dtype), input_precision="ieee")
+    return new_best, total, acc

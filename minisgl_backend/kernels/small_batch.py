@@ -18,6 +18,10 @@ from minisgl_backend.kernels.rms_norm import rms_norm_reference
 
 MAX_BATCH_SIZE = 8
 
+_LEAST_ELEMENTS = 16 * 2**20
+_MOST_IN_FEATURES = 5120
+"""Of a weight that ``is_faster_for_a_row``."""
+
 
 def is_faster(batch_size: int, in_features: int, *, gated: bool = False) -> bool:
     """Whether this beats the library's GEMM with separate kernels around it, on an H200.
@@ -29,12 +33,19 @@ def is_faster(batch_size: int, in_features: int, *, gated: bool = False) -> bool
     return batch_size == 1 or not gated or in_features <= 2048
 
 
+def is_faster_for_a_row(num_rows: int, out_features: int, in_features: int) -> bool:
+    """Whether one row by a large plain weight is faster here than on tensor cores, on an H200."""
+    is_large = out_features * in_features >= _LEAST_ELEMENTS
+    return num_rows == 1 and is_large and in_features <= _MOST_IN_FEATURES
+
+
 def small_batch_linear(
     x: Tensor,
     weight: Tensor,
     *,
     bias: Tensor | None = None,
     norm_weight: Tensor | None = None,
+    squares: Tensor | None = None,
     eps: float = 1e-6,
     gated: bool = False,
     residual: Tensor | None = None,
@@ -45,11 +56,19 @@ def small_batch_linear(
     ``x`` [batch_size, in_features], at most ``MAX_BATCH_SIZE`` rows; ``weight`` [out_features,
     in_features]; with ``gated`` its first half is the gate G, its second the up U, and the result
     is half as wide. ``norm_weight`` [in_features] normalizes x first (RMSNorm with ``eps``).
+    ``squares`` [tiles, 1] complete a norm that is half done (``cuda.linear``), of one row alone.
     ``residual`` [batch_size, out_features] is updated in place and returned.
     """
     if not use_triton(x):
         return small_batch_linear_reference(
-            x, weight, bias=bias, norm_weight=norm_weight, eps=eps, gated=gated, residual=residual
+            x,
+            weight,
+            bias=bias,
+            norm_weight=norm_weight,
+            squares=squares,
+            eps=eps,
+            gated=gated,
+            residual=residual,
         )
     from minisgl_backend.kernels.triton_kernels.small_batch_kernels import launch_small_batch_linear
 
@@ -63,6 +82,7 @@ def small_batch_linear(
         weight,
         bias=bias,
         norm_weight=norm_weight,
+        squares=squares,
         eps=eps,
         gated=gated,
         add=residual is not None,
@@ -77,12 +97,15 @@ def small_batch_linear_reference(
     *,
     bias: Tensor | None = None,
     norm_weight: Tensor | None = None,
+    squares: Tensor | None = None,
     eps: float = 1e-6,
     gated: bool = False,
     residual: Tensor | None = None,
 ) -> Tensor:
     """The twin of ``small_batch_linear``, accumulated in float32."""
     wide = x.float()
+    if squares is not None:
+        wide = wide * (squares.sum() / x.shape[1] + eps).rsqrt()
     if norm_weight is not None:
         wide = rms_norm_reference(wide, norm_weight.to(wide.dtype), eps)
     y = F.linear(wide, weight.float(), None if bias is None else bias.float())

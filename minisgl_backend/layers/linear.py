@@ -61,7 +61,12 @@ class MergedColumnLinear(nn.Module):
 
     def use_tensor_cores(self, kernels: TensorCores) -> None:
         """Compute steps that fit them by ``kernels``, which the weight fits."""
-        self.matrix.use_tensor_cores(kernels, gated=self.gated, takes_adapters=takes_adapters(self))
+        self.matrix.use_tensor_cores(
+            kernels,
+            gated=self.gated,
+            takes_adapters=takes_adapters(self),
+            streams_a_row=not self.gated,
+        )
 
     def forward(self, x: Normed, *, pdl: bool, adapted: AdaptedTokens | None = None) -> Tensor:
         """[num_tokens, in_features] -> [num_tokens, sum of the shares], in the order of the parts;

@@ -60,6 +60,7 @@ class Matrix(nn.Module, ABC):
         self._gemm_kernel: LinearKernel | None = None
         self._add_kernel: ResidualKernel | None = None
         self._takes_adapters = False
+        self._streams_a_row = False
 
     @property
     @abstractmethod
@@ -82,11 +83,14 @@ class Matrix(nn.Module, ABC):
         gated: bool = False,
         adds: bool = False,
         takes_adapters: bool = False,
+        streams_a_row: bool = False,
     ) -> None:
         """Compute ``gemm``, or ``add_gemm`` of one rank if it ``adds``, by ``kernels``; with
-        ``takes_adapters`` also with an adaptation."""
+        ``takes_adapters`` also with an adaptation. ``streams_a_row``: one row may be left to a
+        kernel without tensor cores, if that is faster. It lets its successor start before its
+        predecessors have ended, which a sum over the ranks must not."""
         shape, codes = (self.out_features, self.in_features), self.arrange(gated=gated)
-        self._takes_adapters = takes_adapters
+        self._takes_adapters, self._streams_a_row = takes_adapters, streams_a_row
         if adds:
             self._add_kernel = kernels.residual(shape, codes=codes, takes_adapters=takes_adapters)
         else:
@@ -112,6 +116,8 @@ class Matrix(nn.Module, ABC):
         adapters.
         """
         kernel = self._gemm_kernel if adaptation is None or self._takes_adapters else None
+        if adaptation is None and not gated and self._is_streamed(len(x.x)):
+            kernel = None
         if kernel is not None and len(x.x) <= kernel.most_tokens:
             rows, squares = x.unscaled(pdl=pdl)
             return kernel(
@@ -129,6 +135,10 @@ class Matrix(nn.Module, ABC):
         added = adapter_delta(rows, adaptation, bias=bias, pdl=pdl)
         y = self._add_product(added, rows, pdl=pdl)
         return silu_mul(y, pdl=pdl) if gated else y
+
+    def _is_streamed(self, num_tokens: int) -> bool:
+        """Whether tensor cores would be slower than ``_gemm``, which may be taken instead."""
+        return False
 
     @abstractmethod
     def _gemm(
@@ -216,8 +226,9 @@ class DenseMatrix(Matrix):
     Unless ``fused`` (on a CPU), PyTorch computes everything, operation by operation. On a GPU the
     number of tokens decides:
 
-        tensor cores   as many as the kernels take (on Hopper, if ``use_tensor_cores`` was called):
-                       the norm before and the residual add after the GEMM are in the same kernel
+        tensor cores   as many as the kernels take (on Hopper, if ``use_tensor_cores`` was called),
+                       but one row of some large weights: the norm before and the residual add
+                       after the GEMM are in the same kernel
         small batch    up to 8, but for wide gated weights up to 1: the same, on any GPU
         wide           up to a few hundred, for weights of a few million elements: the norm is in
                        one kernel with the residual add before it
@@ -273,12 +284,14 @@ class DenseMatrix(Matrix):
         if self._invariant is not None:
             y = self._invariant(x.normalized(pdl=pdl), weight, bias=bias, out=out, pdl=pdl)
             return silu_mul(y, pdl=pdl) if gated else y
-        if self._fused and small_batch.is_faster(num_tokens, self.in_features, gated=gated):
+        is_small = small_batch.is_faster(num_tokens, self.in_features, gated=gated)
+        if self._fused and is_small and (x.squares is None or num_tokens == 1):
             return small_batch.small_batch_linear(
                 x.x,
                 weight,
                 bias=bias,
-                norm_weight=None if x.norm is None else x.norm.weight,
+                norm_weight=None if x.norm is None or x.squares is not None else x.norm.weight,
+                squares=x.squares,
                 eps=x.eps,
                 gated=gated,
                 pdl=pdl,
@@ -296,6 +309,11 @@ class DenseMatrix(Matrix):
         else:
             y = packed_linear(rows, self._packed, bias)
         return silu_mul(y, pdl=pdl) if gated else y
+
+    def _is_streamed(self, num_tokens: int) -> bool:
+        return self._streams_a_row and small_batch.is_faster_for_a_row(
+            num_tokens, self.out_features, self.in_features
+        )
 
     def _add_product(self, added: Tensor, x: Tensor, *, pdl: bool) -> Tensor:
         if self._packed is not None:

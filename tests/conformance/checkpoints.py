@@ -686,8 +686,6 @@ def write_broad_hybrid_checkpoint(folder: Path, *, experts: bool = False) -> Any
     }
     model = _qwen3_5_moe(**sizes, **of_experts)
     draw(model, seed=96, spread=0.06)
-    for layer in model.model.layers:
-        layer.mlp.gate.weight.data *= 4  # as in ``write_broad_experts_checkpoint``
     return _saved(model, folder)
 
 

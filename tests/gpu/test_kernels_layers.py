@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from minisgl_backend.kernels import (
     activation,
@@ -119,3 +120,15 @@ def test_small_batch_linear(
     assert_close(actual, expected)
     if into is not None:
         assert actual.data_ptr() == into.data_ptr()
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_one_row_whose_norm_is_half_done(
+    device: torch.device, dtype: torch.dtype, gated: bool
+) -> None:
+    x, squares = torch.randn(1, 500, device=device).to(dtype), torch.rand(5, 1, device=device) * 500
+    weight = (torch.randn(44, 500, device=device) / 22).to(dtype)
+    y = F.linear(x.float() / (squares.sum() / 500 + 1e-6).sqrt(), weight.float())
+    expected = F.silu(y[:, :22]) * y[:, 22:] if gated else y
+    actual = small_batch.small_batch_linear(x, weight, squares=squares, gated=gated)
+    assert_close(actual, expected.to(dtype))

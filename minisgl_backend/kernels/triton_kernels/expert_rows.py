@@ -168,9 +168,9 @@ def launch_expert_rows(
     if that is -1. ``early``: the kernel before this one did not write ``experts``.
 
     ``rows`` output features of a program and ``block`` in_features of an iteration are by default
-    the fastest on an H200 for the shapes of Qwen3-30B-A3B.
+    the fastest on an H200 for the shapes of Qwen3-30B-A3B and Qwen3.6-35B-A3B.
     """
-    rows = rows or (2 if gated else 4)
+    rows = rows or (2 if gated else 8 if x.shape[1] <= 512 else 4)
     block = block or (2048 if gated else 256)
     num_pairs, out_features = out.shape
     _rows[(triton.cdiv(out_features, rows), num_pairs)](

@@ -134,6 +134,13 @@ def _step(
     v = _conv_ended(v_begun, v_own, v_input)
     q *= tl.rsqrt(tl.sum(q * q) + _EPS) * scale
     k *= tl.rsqrt(tl.sum(k * k) + _EPS)
+    if HEADS > KEY_HEADS:
+        # Other programs read the same inputs of queries and keys: the last one replaces them. Each
+        # has used its own before it counts, so there is nothing to order. One thread counts, and
+        # what it finds is asked for at the end.
+        tl.debug_barrier()
+        readers = readers_ptr + slot * KEY_HEADS + key_head
+        before = tl.atomic_add(readers + 0 * i, 1, mask=i == 0, sem="relaxed")
     # of the state before: what the key reads, and the query
     known = tl.sum(state * k[:, None], axis=0) * decay  # [VP]
     found = tl.sum(state * q[:, None], axis=0) * decay
@@ -146,11 +153,7 @@ def _step(
     _keep_inputs_of_token(row_inputs, v_input, of_v, in_v, WIDTH)
     replaces = in_k
     if HEADS > KEY_HEADS:
-        # Other programs read the same inputs of queries and keys: the last one replaces them. Each
-        # has used its own before it counts, so there is nothing to order.
-        tl.debug_barrier()
-        readers = readers_ptr + slot * KEY_HEADS + key_head
-        is_last = tl.atomic_add(readers, 1, sem="relaxed") == HEADS // KEY_HEADS - 1
+        is_last = tl.sum(tl.where(i == 0, before, 0)) == HEADS // KEY_HEADS - 1
         tl.store(readers, 0, mask=is_last)
         replaces = in_k & is_last
     _keep_inputs_of_token(row_inputs, q_input, of_q, replaces, WIDTH)

@@ -20,12 +20,15 @@ def _vector(
     weight_ptr,
     bias_ptr,
     norm_ptr,
+    squares_ptr,
     out_features,
     eps,
     SIZE: tl.constexpr,  # in_features
     ROWS: tl.constexpr,  # output features of a program
     BLOCK: tl.constexpr,  # in_features of an iteration; the first one is loaded before the wait
     NORM: tl.constexpr,
+    SQUARES: tl.constexpr,  # tiles of them, 0 if there are none
+    SQUARES_PADDED: tl.constexpr,
     GATED: tl.constexpr,
     ADD: tl.constexpr,
     BIAS: tl.constexpr,
@@ -49,6 +52,9 @@ def _vector(
     if PDL:
         allow_next()
         wait_previous()
+    if SQUARES > 0:
+        tile = tl.arange(0, SQUARES_PADDED)
+        of_tiles = tl.load(squares_ptr + tile, mask=tile < SQUARES, other=0.0)
     square = tl.zeros([BLOCK], tl.float32)
     acc = tl.zeros([ROWS, BLOCK], tl.float32)
     acc_up = tl.zeros([ROWS, BLOCK], tl.float32)
@@ -74,6 +80,10 @@ def _vector(
     up = tl.sum(acc_up, axis=1)
     if NORM:
         scale = tl.rsqrt(tl.sum(square, axis=0) / SIZE + eps)
+        y = y * scale
+        up = up * scale
+    if SQUARES > 0:
+        scale = tl.rsqrt(tl.sum(of_tiles, axis=0) / SIZE + eps)
         y = y * scale
         up = up * scale
     inside_rows = r < out_features
@@ -179,6 +189,7 @@ def launch_small_batch_linear(
     *,
     bias: Tensor | None,
     norm_weight: Tensor | None,
+    squares: Tensor | None = None,
     eps: float,
     gated: bool,
     add: bool,
@@ -192,6 +203,8 @@ def launch_small_batch_linear(
     batch_size, size = x.shape
     out_features = out.shape[1]
     assert weight.is_contiguous() and out.is_contiguous() and x.stride(1) == 1
+    num_squares = 0 if squares is None else len(squares)
+    assert not num_squares or (batch_size == 1 and size <= 8192 and norm_weight is None)
     if batch_size == 1 and size <= 8192:
         long = size > 2048
         rows = 4 if norm_weight is None or (gated and long) else 2
@@ -201,12 +214,15 @@ def launch_small_batch_linear(
             weight,
             bias,
             norm_weight,
+            squares,
             out_features,
             eps,
             SIZE=size,
             ROWS=rows,
             BLOCK=min(triton.next_power_of_2(size), 1024),
             NORM=norm_weight is not None,
+            SQUARES=num_squares,
+            SQUARES_PADDED=triton.next_power_of_2(max(num_squares, 1)),
             GATED=gated,
             ADD=add,
             BIAS=bias is not None,

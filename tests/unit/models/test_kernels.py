@@ -21,7 +21,7 @@ from minisgl_backend.errors import ConfigError
 from minisgl_backend.execution.decode_graphs import batch_sizes
 from minisgl_backend.execution.states import StateStorage
 from minisgl_backend.experts_spec import ClampedGate, RoutingRule
-from minisgl_backend.kernels import moe, wide_linear
+from minisgl_backend.kernels import moe, small_batch, wide_linear
 from minisgl_backend.kernels.activation import silu_mul_reference
 from minisgl_backend.kernels.adapters import (
     IN_STEP,
@@ -355,12 +355,29 @@ def test_packed_weights_are_computed_by_kernels(
 
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("length", [5, 40])
-@pytest.mark.parametrize("case", ["qwen3.5", "qwen3-next", "broad-hybrid", "broad-hybrid-experts"])
+@pytest.mark.parametrize(
+    ("case", "least_streamed"),
+    [
+        ("qwen3.5", 0),
+        ("qwen3-next", 2**30),
+        ("broad-hybrid", 0),
+        ("broad-hybrid-experts", 0),
+        ("broad-hybrid-experts", 2**30),
+    ],
+)
 def test_recurrent_layers_on_tensor_cores(
-    case: str, length: int, size: int, tmp_path: Path
+    case: str,
+    least_streamed: int,
+    length: int,
+    size: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Beside gated attention and, with experts, a gated one that all tokens take."""
+    """Beside gated attention and, with experts, a gated one that all tokens take. One row of a
+    weight of that size is left to another kernel."""
     prompt = a_prompt(write(case, tmp_path), length)
+
+    monkeypatch.setattr(small_batch, "_LEAST_ELEMENTS", least_streamed)
 
     def check(group: Group) -> None:
         model = load(tmp_path, group, fused=True)

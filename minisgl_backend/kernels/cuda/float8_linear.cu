@@ -1,0 +1,479 @@
+// Linear layers of weights in float8 for 65 to some hundred tokens, for Hopper (sm_90a): what `linear.cu` is for fewer
+// tokens. Tokens are rounded to float8 before, with one scale a row, and the tensor cores multiply both as they are.
+//
+// A tile is FEATURES rows of the weight by TOKENS tokens. All thread blocks take even parts of the steps of all tiles
+// ("stream-K": Osama et al., 2023). Those that end in the same tile leave their sums in global memory, and then each
+// of them adds up and finishes some tokens of it; a thread block that goes on to another tile leaves its sums to them.
+// So no thread block waits but at its end, and results do not depend on who comes first.
+//
+// Two thread blocks of a cluster may share what they load (multicast): SHARED says 1: the tokens, each with other rows
+// of the weight; 2: the rows of the weight, each with other tokens; 0: nothing, there are no clusters.
+//
+// The tensor cores add up 128 in_features, and these sums are added in float32, multiplied by the weight's scale if
+// these in_features have one ("two-level accumulation": DeepGEMM, https://github.com/deepseek-ai/DeepGEMM). Other
+// scales, of tokens and of the weight's rows, are for the end.
+//
+// Compiled with: HEIGHT (rows of the weight), SIZE (in_features), GATED (the weight holds the gate's rows and then as
+// many of the values; SiLU), GROUPED (a scale for each 8 rows of the weight, in the order of tiles, and 128
+// in_features; else for a row), FEATURES (128 or 256), TOKENS (64, 96 or 128), SHARED, STAGES of the ring and
+// SHARED_BYTES. The output and the bias are bfloat16.
+
+#include "hopper.cuh"
+
+constexpr int BLOCK = 128;                          // in_features of a stage
+constexpr int CLUSTER = SHARED ? 2 : 1;             // thread blocks
+constexpr int WAVES = FEATURES / 128;               // of 64 features, that a warpgroup has
+constexpr int THREADS = 256;                        // that multiply
+constexpr int MOVERS = 128;                         // and of a warpgroup, of which one thread fills the ring
+constexpr int UNIT = SHARED == 1 ? 2 * FEATURES : FEATURES;   // rows of the weight that a cluster has
+constexpr int TILES = HEIGHT / UNIT;
+constexpr int STEPS = SIZE / BLOCK;                 // of a tile
+constexpr int GROUPS = TOKENS / 8;                  // of tokens
+constexpr int WEIGHT_BYTES = FEATURES * 128;        // of a stage
+constexpr int TOKEN_BYTES = TOKENS * 128;
+constexpr int STAGE_BYTES = WEIGHT_BYTES + TOKEN_BYTES;
+constexpr int UNIT_BYTES = 32;                      // of the scales of 64 rows
+constexpr int SCALE_BYTES = GROUPED ? FEATURES / 64 * UNIT_BYTES : 0;   // of a stage
+constexpr int OUT_FEATURES = GATED ? HEIGHT / 2 : HEIGHT;
+
+// In shared memory: the ring, that of scales, and those of barriers that a stage is full and that it is empty.
+constexpr int AT_SCALES = STAGES * STAGE_BYTES;
+constexpr int AT_FULL = AT_SCALES + STAGES * SCALE_BYTES;
+constexpr int AT_EMPTY = AT_FULL + STAGES * 8;
+
+static_assert(HEIGHT % UNIT == 0 && SIZE % BLOCK == 0, "");
+static_assert(AT_EMPTY + STAGES * 8 <= SHARED_BYTES, "");
+static_assert(TOKENS % 16 == 0 && STAGE_BYTES % 1024 == 0 && TOKEN_BYTES / CLUSTER % 1024 == 0, "");
+
+struct Arguments {
+    TensorMap weight;       // [HEIGHT, SIZE]; GATED: see `load_weight`
+    TensorMap x;            // [num_rows, SIZE]
+    u16* out;               // [num_rows, OUT_FEATURES]
+    const float* factors;   // [num_rows], of the rows of x
+    const float* scales;    // GROUPED: [HEIGHT / 64, STEPS, 8]; else [HEIGHT]
+    const u16* bias;        // [HEIGHT], or null
+    float* parts;           // [thread blocks, 2, FEATURES * TOKENS], of tiles that several thread blocks have
+    int* counters;          // [columns, TILES, 2], parts that are there and thread blocks that have read them; 0
+                            // before and after a launch
+    int num_rows;
+};
+
+// ---- instructions
+
+__device__ __forceinline__ void meet_cluster() {
+    asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
+}
+
+// at the same barrier of a thread block of the cluster
+__device__ __forceinline__ void arrive_at(u32 barrier, u32 rank) {
+    asm volatile("{ .reg .b32 there;\n"
+                 "mapa.shared::cluster.u32 there, %0, %1;\n"
+                 "mbarrier.arrive.shared::cluster.b64 _, [there]; }"
+                 :: "r"(barrier), "r"(rank) : "memory");
+}
+
+#define LOAD(DIMENSIONS) "cp.async.bulk.tensor." #DIMENSIONS \
+    ".shared::cluster.global.mbarrier::complete_tx::bytes"
+
+// ALL: to all thread blocks of the cluster
+template <bool ALL>
+__device__ __forceinline__ void load_2d(u32 to, const TensorMap& map, int k, int row, u32 barrier) {
+    if constexpr (ALL)
+        asm volatile(LOAD(2d) ".multicast::cluster [%0], [%1, {%2, %3}], [%4], %5;"
+                     :: "r"(to), "l"(&map), "r"(k), "r"(row), "r"(barrier), "h"((u16)3) : "memory");
+    else
+        asm volatile(LOAD(2d) " [%0], [%1, {%2, %3}], [%4];"
+                     :: "r"(to), "l"(&map), "r"(k), "r"(row), "r"(barrier) : "memory");
+}
+
+// A weight is read once, and so leaves the L2 cache first, if STREAMED ("evict first"). GATED: a map of
+// [features / 8, 2, 8, SIZE], so that 8 rows of the gate and the 8 rows that they open lie one after the other, and
+// land in the same thread.
+template <bool ALL>
+__device__ __forceinline__ void load_weight(u32 to, const TensorMap& map, int k, int row, u32 barrier) {
+    const u64 policy = STREAMED ? 0x12f0000000000000ull : 0x1000000000000000ull;
+#if GATED
+    if constexpr (ALL)
+        asm volatile(LOAD(4d) ".multicast::cluster.L2::cache_hint [%0], [%1, {%2, %3, %3, %4}], [%5], %6, %7;"
+                     :: "r"(to), "l"(&map), "r"(k), "r"(0), "r"(row / 16), "r"(barrier), "h"((u16)3), "l"(policy)
+                     : "memory");
+    else
+        asm volatile(LOAD(4d) ".L2::cache_hint [%0], [%1, {%2, %3, %3, %4}], [%5], %6;"
+                     :: "r"(to), "l"(&map), "r"(k), "r"(0), "r"(row / 16), "r"(barrier), "l"(policy) : "memory");
+#else
+    if constexpr (ALL)
+        asm volatile(LOAD(2d) ".multicast::cluster.L2::cache_hint [%0], [%1, {%2, %3}], [%4], %5, %6;"
+                     :: "r"(to), "l"(&map), "r"(k), "r"(row), "r"(barrier), "h"((u16)3), "l"(policy) : "memory");
+    else
+        asm volatile(LOAD(2d) ".L2::cache_hint [%0], [%1, {%2, %3}], [%4], %5;"
+                     :: "r"(to), "l"(&map), "r"(k), "r"(row), "r"(barrier), "l"(policy) : "memory");
+#endif
+}
+
+// of the threads that multiply
+__device__ __forceinline__ void sync_multipliers() { asm volatile("bar.sync 1, 256;" ::: "memory"); }
+
+// a fragment of 8 features by 8 tokens to one of 8 tokens by 8 features
+__device__ __forceinline__ u32 transposed(u32 fragment) {
+    u32 out;
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(out) : "r"(fragment));
+    return out;
+}
+
+// Before this the compiler must not read what MMAs have written.
+__device__ __forceinline__ void now_written(float (&c)[TOKENS / 2]) {
+#pragma unroll
+    for (int i = 0; i < TOKENS / 2; ++i) asm volatile("" : "+f"(c[i]) :: "memory");
+}
+
+// c += 64 rows of a times TOKENS rows of b, over 32 bytes of both; the second one without c unless `add`
+#if TOKENS == 64
+#define NUMBERS TEN() TEN(1) TEN(2) "%30,%31"
+#define OPERANDS C16(0), C16(16)
+#define A_B "%32, %33"
+#define ADD "%34"
+#define SHAPE "m64n64k32"
+#elif TOKENS == 96
+#define NUMBERS TEN() TEN(1) TEN(2) TEN(3) "%40,%41,%42,%43,%44,%45,%46,%47"
+#define OPERANDS C16(0), C16(16), C16(32)
+#define A_B "%48, %49"
+#define ADD "%50"
+#define SHAPE "m64n96k32"
+#else
+#define NUMBERS TEN() TEN(1) TEN(2) TEN(3) TEN(4) TEN(5) "%60,%61,%62,%63"
+#define OPERANDS C16(0), C16(16), C16(32), C16(48)
+#define A_B "%64, %65"
+#define ADD "%66"
+#define SHAPE "m64n128k32"
+static_assert(TOKENS == 128, "");
+#endif
+#define MULTIPLY "wgmma.mma_async.sync.aligned." SHAPE ".f32.e4m3.e4m3 {" NUMBERS "}, " A_B ", p, 1, 1; }"
+
+__device__ __forceinline__ void multiply(float (&c)[TOKENS / 2], u64 a, u64 b) {
+    asm volatile("{ .reg .pred p; setp.eq.b32 p, 0, 0;\n" MULTIPLY : OPERANDS : "l"(a), "l"(b));
+}
+
+__device__ __forceinline__ void multiply(float (&c)[TOKENS / 2], u64 a, u64 b, u32 add) {
+    asm volatile("{ .reg .pred p; setp.ne.b32 p, " ADD ", 0;\n" MULTIPLY : OPERANDS : "l"(a), "l"(b), "r"(add));
+}
+
+// ---- which steps are whose
+
+// The steps of all tiles stand in a row, STEPS of each; the thread blocks of a column share them out.
+__device__ __forceinline__ int first_step(int block) { return TILES * STEPS * block / (int)gridDim.y; }
+
+__device__ __forceinline__ int owner(int step) { return ((step + 1) * (int)gridDim.y - 1) / (TILES * STEPS); }
+
+// ---- the thread that fills the ring
+
+template <int REGISTERS>
+__device__ __forceinline__ void take_registers() {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(REGISTERS));
+}
+
+template <int REGISTERS>
+__device__ __forceinline__ void leave_registers() {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(REGISTERS));
+}
+
+struct Where {
+    int rank;           // in the cluster
+    int first_token;
+    int begin, end;     // steps
+    __device__ __forceinline__ int row(int tile) const {   // of the weight
+        return tile * UNIT + (SHARED == 1 ? rank * FEATURES : 0);
+    }
+};
+
+__device__ __forceinline__ void fill_ring(const Arguments& args, const Where& where, u32 ring) {
+    const u32 full = ring + AT_FULL, empty = ring + AT_EMPTY;
+    const int count = where.end - where.begin;
+    const auto start = [&](int i) {
+        const int tile = (where.begin + i) / STEPS, step = (where.begin + i) % STEPS;
+        const u32 stage = i % STAGES, barrier = full + 8 * stage, to = ring + stage * STAGE_BYTES;
+        const int row = where.row(tile);
+        constexpr int PART = SHARED == 2 ? FEATURES / 2 : FEATURES;   // that this one loads
+        const int first = SHARED == 2 ? where.rank * PART : 0;
+        expect_bytes(barrier, STAGE_BYTES + SCALE_BYTES);
+        load_weight<SHARED == 2>(to + first * 128, args.weight, step * BLOCK, row + first, barrier);
+#pragma unroll
+        for (int unit = 0; GROUPED && unit < FEATURES / 64; ++unit)
+            load_bytes(ring + AT_SCALES + stage * SCALE_BYTES + unit * UNIT_BYTES,
+                       args.scales + ((u64)(row / 64 + unit) * STEPS + step) * 8, UNIT_BYTES, barrier);
+    };
+    const auto finish = [&](int i) {
+        const int step = (where.begin + i) % STEPS;
+        const u32 stage = i % STAGES, to = ring + stage * STAGE_BYTES + WEIGHT_BYTES;
+        const int first = SHARED == 1 ? where.rank * (TOKENS / 2) : 0;
+        load_2d<SHARED == 1>(to + first * 128, args.x, step * BLOCK, where.first_token + first, full + 8 * stage);
+    };
+    const int filled = min(count, STAGES);
+    for (int i = 0; i < filled; ++i) start(i);
+    wait_previous();
+    allow_next();
+    for (int i = 0; i < filled; ++i) finish(i);
+    for (int i = filled; i < count; ++i) {
+        wait_barrier(empty + 8 * (i % STAGES), (i / STAGES - 1) & 1);
+        start(i);
+        finish(i);
+    }
+}
+
+// ---- the warps that multiply
+
+using Sums = float[WAVES][TOKENS / 2];   // of each 8 tokens, two features of two
+
+// c = steps `first` to `last` of the thread block
+__device__ __forceinline__ void multiply_steps(const Arguments& args, Sums& c, u32 ring, int first, int last) {
+    const u32 full = ring + AT_FULL, empty = ring + AT_EMPTY;
+    const int group = threadIdx.x / 128, lane = threadIdx.x % 32;
+    // The sums of 128 in_features of both waves are in the same registers; there are none for more. What makes the
+    // compiler do so is that it cannot see that they are not added to.
+    float sums[TOKENS / 2];
+    const u32 never = args.num_rows < 0;
+#pragma unroll
+    for (int i = 0; i < TOKENS / 2; ++i) {
+        sums[i] = 0;
+#pragma unroll
+        for (int wave = 0; wave < WAVES; ++wave) c[wave][i] = 0;
+    }
+#pragma unroll 1
+    for (int i = first; i < last; ++i) {
+        const u32 stage = i % STAGES;
+        const u64 a = matrix(ring + stage * STAGE_BYTES + group * (WEIGHT_BYTES / 2));
+        const u64 b = matrix(ring + stage * STAGE_BYTES + WEIGHT_BYTES);
+        wait_barrier(full + 8 * stage, i / STAGES & 1);
+        float scales[WAVES][2];   // of both rows of a thread
+#pragma unroll
+        for (int wave = 0; GROUPED && wave < WAVES; ++wave) {
+            const u32 at = ring + AT_SCALES + stage * SCALE_BYTES + (group * WAVES + wave) * UNIT_BYTES
+                + threadIdx.x % 128 / 32 * 8;
+            asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(scales[wave][0]), "=f"(scales[wave][1]) : "r"(at));
+        }
+#pragma unroll
+        for (int wave = 0; wave < WAVES; ++wave) {
+            begin_mma();
+#pragma unroll
+            for (int k = 0; k < 4; ++k)
+                if (k == 0) multiply(sums, a + wave * (8192 >> 4), b, never);
+                else multiply(sums, a + wave * (8192 >> 4) + 2 * k, b + 2 * k);
+            end_mma();
+            wait_mma<0>();
+            now_written(sums);
+            if (wave == WAVES - 1) {
+                if (SHARED && lane < CLUSTER) arrive_at(empty + 8 * stage, lane);
+                if (!SHARED && lane == 0) arrive(empty + 8 * stage);
+            }
+#pragma unroll
+            for (int j = 0; j < TOKENS / 2; ++j)
+                c[wave][j] += GROUPED ? scales[wave][j / 2 % 2] * sums[j] : sums[j];
+        }
+    }
+}
+
+// Of one thread: where its results go, of one wave.
+struct Rows {
+    float low, high;            // scales of both of its rows of the weight
+    float low_bias, high_bias;
+    int feature;                // the first of the 8 or 16 of its warp
+};
+
+__device__ __forceinline__ Rows rows_of(const Arguments& args, int first_row, int wave) {
+    const int group = threadIdx.x / 128, warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
+    const int sixteen = 4 * (WAVES * group + wave) + warp;
+    const int feature = (GATED ? first_row / 2 : first_row) + (GATED ? 8 : 16) * sixteen;
+    const int low = feature + lane / 4, high = low + (GATED ? OUT_FEATURES : 8);
+    Rows rows{1, 1, 0, 0, feature};
+    if (!GROUPED) rows.low = args.scales[low], rows.high = args.scales[high];
+    if (args.bias) rows.low_bias = to_float(args.bias[low]), rows.high_bias = to_float(args.bias[high]);
+    return rows;
+}
+
+// Finish 8 tokens of a wave: `sums` are those of features low and high, each of two tokens.
+__device__ __forceinline__ void finish(
+    const Arguments& args, const Rows& rows, int first_token, float a, float b, float c, float d) {
+    const int lane = threadIdx.x % 32, token = first_token + lane % 4 * 2, to = first_token + lane / 4;
+    const float one = token < args.num_rows ? __ldcg(args.factors + token) : 0;
+    const float two = token + 1 < args.num_rows ? __ldcg(args.factors + token + 1) : 0;
+    a = a * (one * rows.low) + rows.low_bias, b = b * (two * rows.low) + rows.low_bias;
+    c = c * (one * rows.high) + rows.high_bias, d = d * (two * rows.high) + rows.high_bias;
+    u32* const out = reinterpret_cast<u32*>(args.out + (u64)to * OUT_FEATURES + rows.feature) + lane % 4;
+#if GATED
+    const auto open = [](float gate, float value) { return __fdividef(gate, 1 + __expf(-gate)) * value; };
+    const u32 both = transposed(pack(open(a, c), open(b, d)));
+    if (to < args.num_rows) out[0] = both;
+#else
+    const u32 low = transposed(pack(a, b)), high = transposed(pack(c, d));
+    if (to < args.num_rows) out[0] = low, out[4] = high;
+#endif
+}
+
+__device__ __forceinline__ void finish_all(const Arguments& args, const Sums& c, int first_row, int first_token) {
+#pragma unroll
+    for (int wave = 0; wave < WAVES; ++wave) {
+        const Rows rows = rows_of(args, first_row, wave);
+#pragma unroll
+        for (int i = 0; i < GROUPS; ++i) {
+            if (first_token + 8 * i >= args.num_rows) break;
+            const float* const of = c[wave] + 4 * i;
+            finish(args, rows, first_token + 8 * i, of[0], of[1], of[2], of[3]);
+        }
+    }
+}
+
+// Of a tile that thread blocks `first` to `last` of this column share.
+struct Share {
+    int first, last;
+    int finishers;      // `first` and those after it, for which it is the last tile
+    // where a thread block's part is: WAVES * GROUPS of a thread, THREADS apart; it may leave two of two tiles
+    __device__ __forceinline__ float4* part(const Arguments& args, int block) const {
+        const bool finishes = block - first < finishers;
+        const u64 number = (u64)(blockIdx.x * gridDim.y + block) * 2 + finishes;
+        return reinterpret_cast<float4*>(args.parts) + number * (FEATURES * TOKENS / 4) + threadIdx.x;
+    }
+};
+
+__device__ __forceinline__ void leave_part(const Arguments& args, const Sums& c, const Share& share) {
+    float4* const part = share.part(args, blockIdx.y);
+#pragma unroll
+    for (int wave = 0; wave < WAVES; ++wave)
+#pragma unroll
+        for (int i = 0; i < GROUPS; ++i) {
+            const float* const of = c[wave] + 4 * i;
+            __stcg(part + (wave * GROUPS + i) * THREADS, make_float4(of[0], of[1], of[2], of[3]));
+        }
+}
+
+// Once this thread block alone finishes a tile: others' parts are added.
+__device__ __forceinline__ void add_parts(const Arguments& args, Sums& c, const Share& share) {
+#pragma unroll 1
+    for (int block = share.first + 1; block <= share.last; ++block) {
+        const float4* const part = share.part(args, block);
+#pragma unroll
+        for (int wave = 0; wave < WAVES; ++wave)
+#pragma unroll
+            for (int i = 0; i < GROUPS; ++i) {
+                const float4 of = __ldcg(part + (wave * GROUPS + i) * THREADS);
+                float* const sums = c[wave] + 4 * i;
+                sums[0] += of.x, sums[1] += of.y, sums[2] += of.z, sums[3] += of.w;
+            }
+    }
+}
+
+// Finish this thread block's share of a tile that several thread blocks finish. Many loads are on their way at once.
+__device__ __forceinline__ void finish_share(
+    const Arguments& args, const Share& share, int first_row, int first_token) {
+    constexpr int PAIR = 2, TOGETHER = 8;
+    const int items = WAVES * min(GROUPS, (args.num_rows - first_token + 7) / 8);   // 8 tokens of a wave
+    const int rank = blockIdx.y - share.first;
+    const int begin = items * rank / share.finishers, end = items * (rank + 1) / share.finishers;
+    Rows rows[WAVES];
+#pragma unroll
+    for (int wave = 0; wave < WAVES; ++wave) rows[wave] = rows_of(args, first_row, wave);
+#pragma unroll 1
+    for (int item = begin; item < end; item += PAIR) {
+        float4 sums[PAIR] = {};
+#pragma unroll 1
+        for (int block = share.first; block <= share.last; block += TOGETHER) {
+            float4 of[TOGETHER][PAIR];
+#pragma unroll
+            for (int j = 0; j < TOGETHER; ++j)
+#pragma unroll
+                for (int k = 0; k < PAIR; ++k) {
+                    const int at = (item + k) % WAVES * GROUPS + (item + k) / WAVES;
+                    of[j][k] = make_float4(0, 0, 0, 0);
+                    if (block + j <= share.last && item + k < end)
+                        of[j][k] = __ldcg(share.part(args, block + j) + at * THREADS);
+                }
+#pragma unroll
+            for (int j = 0; j < TOGETHER; ++j)
+#pragma unroll
+                for (int k = 0; k < PAIR; ++k) {
+                    sums[k].x += of[j][k].x, sums[k].y += of[j][k].y;
+                    sums[k].z += of[j][k].z, sums[k].w += of[j][k].w;
+                }
+        }
+#pragma unroll
+        for (int k = 0; k < PAIR; ++k) {
+            if (item + k >= end) break;
+            const Rows of = (item + k) % WAVES ? rows[WAVES - 1] : rows[0];
+            finish(args, of, first_token + (item + k) / WAVES * 8, sums[k].x, sums[k].y, sums[k].z, sums[k].w);
+        }
+    }
+}
+
+__device__ __forceinline__ void take_tile(
+    const Arguments& args, const Where& where, int tile, int first, int last, u32 ring) {
+    Sums c;
+    multiply_steps(args, c, ring, first, last);
+    const int row = where.row(tile);
+    const int tile_end = (tile + 1) * STEPS;
+    Share share{owner(tile * STEPS), owner(tile_end - 1), 0};
+    if (share.first == share.last) return finish_all(args, c, row, where.first_token);
+    share.finishers = share.last - share.first + (first_step(share.last + 1) <= tile_end);
+    const bool finishes = where.end <= tile_end, alone = finishes && share.finishers == 1;
+    int* const counters = args.counters + 2 * (blockIdx.x * TILES + tile);
+    if (!alone) {
+        leave_part(args, c, share);
+        sync_multipliers();
+        if (threadIdx.x == 0) {
+            __threadfence();
+            asm volatile("red.release.gpu.global.add.s32 [%0], 1;" :: "l"(counters) : "memory");
+        }
+    }
+    if (!finishes) return;
+    if (threadIdx.x % 32 == 0) {
+        const int count = share.last - share.first + (share.finishers > 1);
+        int there;
+        do asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(there) : "l"(counters) : "memory");
+        while (there < count);
+    }
+    __syncwarp();
+    if (alone) {
+        add_parts(args, c, share);
+        finish_all(args, c, row, where.first_token);
+    } else {
+        finish_share(args, share, row, where.first_token);
+    }
+    sync_multipliers();
+    if (threadIdx.x == 0) {
+        __threadfence();
+        if (atomicAdd(counters + 1, 1) == share.finishers - 1) counters[0] = counters[1] = 0;
+    }
+}
+
+// ---- the kernel
+
+extern "C" __global__ void __launch_bounds__(THREADS + MOVERS, 1)
+float8_linear(const __grid_constant__ Arguments args) {
+    extern __shared__ __align__(1024) u8 shared[];
+    const u32 ring = shared_address(shared), full = ring + AT_FULL, empty = ring + AT_EMPTY;
+    if (threadIdx.x == 0) {
+        if (ring % 1024) __trap();   // the swizzle counts from there
+        for (int stage = 0; stage < STAGES; ++stage) {
+            init_barrier(full + 8 * stage, 1);
+            init_barrier(empty + 8 * stage, CLUSTER * THREADS / 32);
+        }
+        publish_barriers();
+    }
+    if (SHARED) meet_cluster();
+    else __syncthreads();
+    const int rank = blockIdx.x % CLUSTER;
+    const int first_token = blockIdx.x / (SHARED == 1 ? 2 : 1) * TOKENS;
+    const Where where{rank, first_token, first_step(blockIdx.y), first_step(blockIdx.y + 1)};
+    if (threadIdx.x >= THREADS) {
+        leave_registers<40>();
+        if (threadIdx.x == THREADS) fill_ring(args, where, ring);
+        __syncwarp();
+    } else {
+        take_registers<232>();
+        wait_previous();   // which may use the parts and counters, too
+        allow_next();
+        for (int at = where.begin; at < where.end;) {
+            const int tile = at / STEPS, to = min(where.end, (tile + 1) * STEPS);
+            take_tile(args, where, tile, at - where.begin, to - where.begin, ring);
+            at = to;
+        }
+    }
+    if (SHARED) meet_cluster();   // the other one may still arrive at this one's barriers
+}

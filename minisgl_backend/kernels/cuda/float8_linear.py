@@ -1,0 +1,152 @@
+"""Launches ``float8_linear.cu``: linear layers of weights in float8 for some hundred rows, on
+Hopper.
+
+A kernel is for one shape and one way to cut it (``kernels.float8_cut``); it multiplies rows that
+are rounded to float8 (``float8_rows``), with one scale a row.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from functools import cache
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from minisgl_backend.kernels.cuda.module import CudaModule, TensorMap, address, tensor_map
+from minisgl_backend.kernels.dispatch import num_processors
+from minisgl_backend.kernels.float8_cut import Float8Cut, why_not
+from minisgl_backend.kernels.packed_weight import CodesKind, PackedWeight
+from minisgl_backend.kernels.quantized_linear import float8_rows
+
+_THREADS: Final = 384
+"""Two warpgroups that multiply, and one of which a thread fills the ring."""
+
+_MOST_PARTS: Final = 2 * 256 * 128
+"""Sums that a thread block leaves: of two tiles."""
+_MOST_COUNTERS: Final = 2**16
+
+
+class _Arguments(ctypes.Structure):
+    """``Arguments`` of the source."""
+
+    _fields_ = (
+        ("weight", TensorMap),
+        ("x", TensorMap),
+        ("out", ctypes.c_void_p),
+        ("factors", ctypes.c_void_p),
+        ("scales", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("parts", ctypes.c_void_p),
+        ("counters", ctypes.c_void_p),
+        ("num_rows", ctypes.c_int),
+        ("padding", ctypes.c_uint8 * 12),  # to the alignment of the maps
+    )
+
+
+class Float8Kernel:
+    """x W^T + bias; or silu(x G^T) * (x U^T) for a ``gated`` weight, which holds G and then U.
+
+    Launches on a device share memory, so they must be in the order of one stream.
+    """
+
+    def __init__(
+        self,
+        shape: Sequence[int],
+        device: torch.device,
+        *,
+        codes: CodesKind,
+        gated: bool,
+        cut: Float8Cut,
+    ) -> None:
+        """``shape``: [height, in_features] of the weight."""
+        self._height, self._in_features = shape
+        assert codes.rounds_many_rows and why_not(self._height, self._in_features, cut) is None
+        self._gated, self._codes, self._cut = gated, codes, cut
+        self._out_features = self._height // 2 if gated else self._height
+        constants = {
+            "HEIGHT": self._height,
+            "SIZE": self._in_features,
+            "GATED": gated,
+            "GROUPED": codes.group > 0,
+            "FEATURES": cut.features,
+            "TOKENS": cut.tokens,
+            "SHARED": cut.shared,
+            "STREAMED": cut.streamed,
+            "STAGES": cut.stages,
+            "SHARED_BYTES": cut.shared_bytes,
+        }
+        module = CudaModule("float8_linear.cu", constants, device)
+        self._kernel = module.kernel("float8_linear", shared_bytes=cut.shared_bytes)
+        self._num_processors = num_processors(device)
+        self._parts, self._counters = _workspace(device)
+        self._maps: dict[int, TensorMap] = {}
+
+    def __call__(
+        self,
+        x: Tensor,
+        weight: PackedWeight,
+        *,
+        bias: Tensor | None = None,
+        pdl: bool = False,
+    ) -> Tensor:
+        """bfloat16 [num_rows, out_features]."""
+        rows, factors = float8_rows(x, self._in_features, pdl=pdl)
+        return self.of_rounded(rows, factors, weight, bias=bias, pdl=pdl)
+
+    def of_rounded(
+        self,
+        x: Tensor,
+        factors: Tensor,
+        weight: PackedWeight,
+        *,
+        bias: Tensor | None = None,
+        pdl: bool = False,
+    ) -> Tensor:
+        """The same for rows that are rounded; ``factors`` [num_rows, 1] are their scales."""
+        assert weight.kind == self._codes and weight.order is None and x.is_contiguous()
+        num_rows, cut = len(x), self._cut
+        out = torch.empty((num_rows, self._out_features), dtype=torch.bfloat16, device=x.device)
+        columns = cut.columns(num_rows)
+        blocks = cut.blocks(num_rows, self._height, self._in_features, self._num_processors)
+        assert blocks and 2 * columns * self._height // cut.unit <= _MOST_COUNTERS
+        of_cluster = cut.tokens // 2 if cut.shared == 1 else cut.tokens
+        size = self._in_features
+        arguments = _Arguments(
+            weight=self._weight_map(weight.weight.codes),
+            x=tensor_map(x.view(torch.uint8), (size, num_rows), (size,), (128, of_cluster)),
+            out=address(out),
+            factors=address(factors),
+            scales=address(weight.scales),
+            bias=address(bias),
+            parts=address(self._parts),
+            counters=address(self._counters),
+            num_rows=num_rows,
+        )
+        cluster = cut.cluster, 1, 1
+        self._kernel.launch((columns, blocks, 1), _THREADS, arguments, cluster=cluster, pdl=pdl)
+        return out
+
+    def _weight_map(self, codes: Tensor) -> TensorMap:
+        """The tensor map of codes; cached, since weights do not move while the model lives."""
+        key = codes.data_ptr()
+        if key not in self._maps:
+            size, numbers = self._in_features, codes.view(torch.uint8)
+            rows = self._cut.features // 2 if self._cut.shared == 2 else self._cut.features
+            if self._gated:
+                outs = self._out_features
+                shape, strides = (size, 8, 2, outs // 8), (size, outs * size, 8 * size)
+                made = tensor_map(numbers, shape, strides, (128, 8, 2, rows // 16))
+            else:
+                made = tensor_map(numbers, (size, self._height), (size,), (128, rows))
+            self._maps[key] = made
+        return self._maps[key]
+
+
+@cache
+def _workspace(device: torch.device) -> tuple[Tensor, Tensor]:
+    """Sums that thread blocks leave, and counters, 0 between launches."""
+    parts = torch.empty((num_processors(device), _MOST_PARTS), device=device)
+    return parts, torch.zeros(_MOST_COUNTERS, dtype=torch.int32, device=device)

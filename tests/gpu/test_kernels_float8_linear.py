@@ -1,0 +1,80 @@
+"""GEMMs of weights and tokens in float8 on Hopper against plain torch on the same numbers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from minisgl_backend.kernels.dispatch import is_interpreted
+from minisgl_backend.kernels.float8_cut import Float8Cut
+from minisgl_backend.kernels.packed_weight import PackedWeight, pack
+from minisgl_backend.kernels.quantized import FP8_MAX, dequantized, quantize
+from minisgl_backend.weight_format import Encoding
+from tests.gpu.compare import assert_close
+
+pytestmark = pytest.mark.skipif(is_interpreted(), reason="CUDA C++ needs a GPU")
+
+CUTS = [
+    Float8Cut(features, tokens, shared, streamed=tokens == 96)
+    for features in (128, 256)
+    for tokens in (64, 96, 128)
+    for shared in (0, 1, 2)
+]
+SHAPES = {
+    "a step each": (1024, 512),
+    "many share a tile": (1536, 5120),
+    "two share a tile": (256 * 138, 512),
+    "some of all": (5120, 1280),
+}
+
+
+def made(
+    height: int, in_features: int, device: torch.device, *, block: tuple[int, int], gated: bool
+) -> tuple[PackedWeight, Tensor]:
+    """A weight as kernels take it, and its numbers."""
+    plain = torch.randn(height, in_features, device=device) * in_features**-0.5
+    weight = quantize(plain, Encoding.E4M3, block, symmetric=True)
+    numbers = dequantized(weight, torch.float32)
+    packed = pack(weight, gated=gated)
+    assert packed is not None
+    return packed, numbers
+
+
+def rounded(x: Tensor) -> Tensor:
+    scales = x.float().abs().amax(1, keepdim=True).clamp_min(1e-12) / FP8_MAX
+    return (x.float() / scales).to(torch.float8_e4m3fn).float() * scales
+
+
+def expected(x: Tensor, numbers: Tensor, bias: Tensor | None, *, gated: bool) -> Tensor:
+    y = rounded(x) @ numbers.T
+    if bias is not None:
+        y += bias.float()
+    if gated:
+        gate, up = y.chunk(2, dim=1)
+        y = F.silu(gate) * up
+    return y.to(x.dtype)
+
+
+@pytest.mark.parametrize("sizes", SHAPES)
+@pytest.mark.parametrize("cut", CUTS, ids=lambda cut: f"{cut.features}-{cut.tokens}-{cut.shared}")
+def test_every_cut(device: torch.device, cut: Float8Cut, sizes: str) -> None:
+    """Twice in a row, the second one starting early: the same bits, so counters are 0 again."""
+    from minisgl_backend.kernels.cuda.float8_linear import Float8Kernel
+
+    height, in_features = SHAPES[sizes]
+    torch.backends.cuda.matmul.allow_tf32 = False
+    gated = sizes == "two share a tile"
+    block = (1, in_features) if sizes == "some of all" else (128, 128)
+    packed, numbers = made(height, in_features, device, block=block, gated=gated)
+    kernel = Float8Kernel((height, in_features), device, codes=packed.kind, gated=gated, cut=cut)
+    bias = torch.randn(height, device=device).bfloat16()
+    for num_rows in (1, 65, 96, 200, 256, 500):
+        x = torch.randn(num_rows, in_features, device=device).bfloat16()
+        x *= torch.rand(num_rows, 1, device=device) * 4
+        for given in (None, bias):
+            y = kernel(x, packed, bias=given)
+            again = kernel(x, packed, bias=given, pdl=True)
+            assert_close(y, expected(x, numbers, given, gated=gated))
+            assert torch.equal(y, again)

@@ -97,6 +97,10 @@ class Matrix(nn.Module, ABC):
             self._gemm_kernel = kernels.linear(
                 shape, gated=gated, codes=codes, takes_adapters=takes_adapters
             )
+        self.use_float8(kernels, gated=gated)
+
+    def use_float8(self, kernels: TensorCores, *, gated: bool = False) -> None:
+        """Compute ``gemm`` of more tokens by ``kernels`` for weights in float8, if it is one."""
 
     def gemm(
         self,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -36,6 +37,10 @@ from minisgl_backend.layers.weight_place import Place, Share
 from minisgl_backend.layers.weight_share import block_of
 from minisgl_backend.weight_format import WeightFormat
 
+if TYPE_CHECKING:  # needs the CUDA driver's bindings, which only installations for GPUs have
+    from minisgl_backend.kernels.cuda.float8_linear import Float8Linear
+    from minisgl_backend.kernels.cuda.linear import TensorCores
+
 
 class QuantizedMatrix(Matrix):
     """A weight that stays as its checkpoint has it: codes and scales, in the one layout of
@@ -46,7 +51,8 @@ class QuantizedMatrix(Matrix):
     The number of tokens decides what computes a GEMM:
 
         tensor cores   as many as the kernels take, if ``use_tensor_cores`` was called
-        float8         more, on tensor cores: tokens in 8 bits, if the weight's scales allow it
+        float8         more, on tensor cores: tokens in 8 bits, if the weight's scales allow it;
+                       a few hundred by kernels, if ``use_float8`` was called, more by the library
         codes          up to 64, of weights that tensor cores do not take
         library        all else: the whole weight is dequantized for the GEMM
 
@@ -72,6 +78,7 @@ class QuantizedMatrix(Matrix):
         )
         self._packed: PackedWeight | None = None
         self._float8: Float8Weight | None = None
+        self._float8_linear: Float8Linear | None = None
 
     @property
     def operand(self) -> PackedWeight:
@@ -85,6 +92,12 @@ class QuantizedMatrix(Matrix):
 
     def fits_tensor_cores(self, *, gated: bool = False) -> bool:
         return super().fits_tensor_cores() and self.arrange(gated=gated) is not None
+
+    def use_float8(self, kernels: TensorCores, *, gated: bool = False) -> None:
+        codes = self.arrange(gated=gated)
+        if self.takes_float8 and codes is not None:
+            shape = self.out_features, self.in_features
+            self._float8_linear = kernels.float8(shape, codes=codes, gated=gated)
 
     def arrange(self, *, gated: bool = False) -> CodesKind | None:
         if self._packed is None:
@@ -103,6 +116,9 @@ class QuantizedMatrix(Matrix):
         if packed is not None:
             rows = packed.ordered(rows)
         weight = self.storage.weight if packed is None else packed.weight
+        of_some = self._float8_linear
+        if of_some is not None and of_some.gated == gated and len(rows) <= of_some.most_rows:
+            return of_some(rows, self.operand, bias=bias, pdl=pdl)
         if self._float8 is not None:
             y = float8_linear(rows, self._float8, bias, pdl=pdl)
         elif self._fused and packed is None and len(rows) <= MAX_ROWS:

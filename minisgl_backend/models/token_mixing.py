@@ -188,6 +188,7 @@ class SelfAttention(nn.Module):
             codes=self.qkv_proj.matrix.arrange(),
             takes_adapters=self._heads_take_adapters,
         )
+        self.qkv_proj.matrix.use_float8(kernels)
 
     def forward(
         self, residual: Tensor, x: Normed, norm: RMSNorm, step: StepContext

@@ -11,6 +11,7 @@ from minisgl_backend.kernels.dispatch import is_interpreted
 from minisgl_backend.kernels.float8_cut import Float8Cut
 from minisgl_backend.kernels.packed_weight import PackedWeight, pack
 from minisgl_backend.kernels.quantized import FP8_MAX, dequantized, quantize
+from minisgl_backend.kernels.quantized_linear import float8_rows
 from minisgl_backend.weight_format import Encoding
 from tests.gpu.compare import assert_close
 
@@ -61,20 +62,23 @@ def expected(x: Tensor, numbers: Tensor, bias: Tensor | None, *, gated: bool) ->
 @pytest.mark.parametrize("cut", CUTS, ids=lambda cut: f"{cut.features}-{cut.tokens}-{cut.shared}")
 def test_every_cut(device: torch.device, cut: Float8Cut, sizes: str) -> None:
     """Twice in a row, the second one starting early: the same bits, so counters are 0 again."""
-    from minisgl_backend.kernels.cuda.float8_linear import Float8Kernel
+    from minisgl_backend.kernels.cuda.float8_linear import Float8Kernel, Workspace
 
     height, in_features = SHAPES[sizes]
     torch.backends.cuda.matmul.allow_tf32 = False
     gated = sizes == "two share a tile"
     block = (1, in_features) if sizes == "some of all" else (128, 128)
     packed, numbers = made(height, in_features, device, block=block, gated=gated)
-    kernel = Float8Kernel((height, in_features), device, codes=packed.kind, gated=gated, cut=cut)
+    workspace = Workspace(device)
+    kernel = Float8Kernel((height, in_features), workspace, codes=packed.kind, gated=gated, cut=cut)
     bias = torch.randn(height, device=device).bfloat16()
     for num_rows in (1, 65, 96, 200, 256, 500):
         x = torch.randn(num_rows, in_features, device=device).bfloat16()
         x *= torch.rand(num_rows, 1, device=device) * 4
         for given in (None, bias):
-            y = kernel(x, packed, bias=given)
-            again = kernel(x, packed, bias=given, pdl=True)
+            y = kernel(*float8_rows(x, in_features), packed, bias=given)
+            rows, factors = float8_rows(x, in_features, pdl=True)
+            again = kernel(rows, factors, packed, bias=given, pdl=True)
             assert_close(y, expected(x, numbers, given, gated=gated))
             assert torch.equal(y, again)
+    assert not workspace.counters.any()

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from minisgl_backend.kernels.activation import silu_mul
-from minisgl_backend.kernels.cuda.float8_linear import Float8Kernel
+from minisgl_backend.kernels.cuda.float8_linear import Float8Kernel, Workspace
 from minisgl_backend.kernels.float8_cut import Float8Cut, why_not
 from minisgl_backend.kernels.packed_weight import PackedWeight, pack
 from minisgl_backend.kernels.quantized import quantize
@@ -90,8 +90,10 @@ def sweep(name: str, sizes: Sequence[int], device: torch.device) -> None:
     of_library = [Float8Weight.of(layer) for layer in layers]
     cuts = dict.fromkeys(cut for size in sizes for cut in cuts_for(size, height, width))
 
+    workspace = Workspace(device)
+
     def compiled(cut: Float8Cut) -> Float8Kernel:
-        return Float8Kernel((height, width), device, codes=packed.kind, gated=gated, cut=cut)
+        return Float8Kernel((height, width), workspace, codes=packed.kind, gated=gated, cut=cut)
 
     with ThreadPoolExecutor(16) as pool:
         kernels = dict(zip(cuts, pool.map(compiled, cuts), strict=True))
@@ -112,11 +114,16 @@ def sweep(name: str, sizes: Sequence[int], device: torch.device) -> None:
         print(told, flush=True)
         for cut in cuts_for(size, height, width):
             kernel = kernels[cut]
-            error = float((kernel(x, packed).float() - expected).norm() / expected.norm())
-            whole = seconds([partial(kernel, x, layer, pdl=True) for layer in layers]) * 1e6
-            alone = seconds(
-                [partial(kernel.of_rounded, rows, factors, layer, pdl=True) for layer in layers]
-            )
+
+            def rounding_too(
+                weight: PackedWeight, x: Tensor = x, kernel: Float8Kernel = kernel
+            ) -> Tensor:
+                return kernel(*float8_rows(x, width, pdl=True), weight, pdl=True)
+
+            found = kernel(rows, factors, packed).float()
+            error = float((found - expected).norm() / expected.norm())
+            whole = seconds([partial(rounding_too, layer) for layer in layers]) * 1e6
+            alone = seconds([partial(kernel, rows, factors, layer, pdl=True) for layer in layers])
             how = f"{cut.features:3} x {cut.tokens:3} shared {cut.shared} streamed {cut.streamed:d}"
             print(f"    {how}  {whole:6.1f} ({alone * 1e6:6.1f}) {error:.0e}", flush=True)
 

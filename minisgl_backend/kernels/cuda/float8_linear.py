@@ -1,15 +1,16 @@
 """Launches ``float8_linear.cu``: linear layers of weights in float8 for some hundred rows, on
 Hopper.
 
-A kernel is for one shape and one way to cut it (``kernels.float8_cut``); it multiplies rows that
-are rounded to float8 (``float8_rows``), with one scale a row.
+A ``Float8Linear`` is for one shape, and has a kernel for each way to cut it
+(``kernels.float8_cut``). They multiply rows that are rounded to float8, with one scale a row.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
-from functools import cache
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Final
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from minisgl_backend.kernels.cuda.module import CudaModule, TensorMap, address, tensor_map
 from minisgl_backend.kernels.dispatch import num_processors
-from minisgl_backend.kernels.float8_cut import Float8Cut, why_not
+from minisgl_backend.kernels.float8_cut import Float8Cut, cuts_of, why_not
 from minisgl_backend.kernels.packed_weight import CodesKind, PackedWeight
 from minisgl_backend.kernels.quantized_linear import float8_rows
 
@@ -46,16 +47,25 @@ class _Arguments(ctypes.Structure):
     )
 
 
+class Workspace:
+    """Memory of all kernels of a device: sums that thread blocks leave, and counters, 0 between
+    launches."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.parts = torch.empty((num_processors(device), _MOST_PARTS), device=device)
+        self.counters = torch.zeros(_MOST_COUNTERS, dtype=torch.int32, device=device)
+
+
 class Float8Kernel:
     """x W^T + bias; or silu(x G^T) * (x U^T) for a ``gated`` weight, which holds G and then U.
 
-    Launches on a device share memory, so they must be in the order of one stream.
+    Launches share a workspace, so they must be in the order of one stream.
     """
 
     def __init__(
         self,
         shape: Sequence[int],
-        device: torch.device,
+        workspace: Workspace,
         *,
         codes: CodesKind,
         gated: bool,
@@ -66,6 +76,7 @@ class Float8Kernel:
         assert codes.rounds_many_rows and why_not(self._height, self._in_features, cut) is None
         self._gated, self._codes, self._cut = gated, codes, cut
         self._out_features = self._height // 2 if gated else self._height
+        device = workspace.parts.device
         constants = {
             "HEIGHT": self._height,
             "SIZE": self._in_features,
@@ -81,22 +92,10 @@ class Float8Kernel:
         module = CudaModule("float8_linear.cu", constants, device)
         self._kernel = module.kernel("float8_linear", shared_bytes=cut.shared_bytes)
         self._num_processors = num_processors(device)
-        self._parts, self._counters = _workspace(device)
+        self._workspace = workspace
         self._maps: dict[int, TensorMap] = {}
 
     def __call__(
-        self,
-        x: Tensor,
-        weight: PackedWeight,
-        *,
-        bias: Tensor | None = None,
-        pdl: bool = False,
-    ) -> Tensor:
-        """bfloat16 [num_rows, out_features]."""
-        rows, factors = float8_rows(x, self._in_features, pdl=pdl)
-        return self.of_rounded(rows, factors, weight, bias=bias, pdl=pdl)
-
-    def of_rounded(
         self,
         x: Tensor,
         factors: Tensor,
@@ -105,7 +104,8 @@ class Float8Kernel:
         bias: Tensor | None = None,
         pdl: bool = False,
     ) -> Tensor:
-        """The same for rows that are rounded; ``factors`` [num_rows, 1] are their scales."""
+        """bfloat16 [num_rows, out_features]; ``x`` float8_e4m3fn and ``factors`` [num_rows, 1] are
+        those of ``float8_rows``."""
         assert weight.kind == self._codes and weight.order is None and x.is_contiguous()
         num_rows, cut = len(x), self._cut
         out = torch.empty((num_rows, self._out_features), dtype=torch.bfloat16, device=x.device)
@@ -121,8 +121,8 @@ class Float8Kernel:
             factors=address(factors),
             scales=address(weight.scales),
             bias=address(bias),
-            parts=address(self._parts),
-            counters=address(self._counters),
+            parts=address(self._workspace.parts),
+            counters=address(self._workspace.counters),
             num_rows=num_rows,
         )
         cluster = cut.cluster, 1, 1
@@ -145,8 +145,36 @@ class Float8Kernel:
         return self._maps[key]
 
 
-@cache
-def _workspace(device: torch.device) -> tuple[Tensor, Tensor]:
-    """Sums that thread blocks leave, and counters, 0 between launches."""
-    parts = torch.empty((num_processors(device), _MOST_PARTS), device=device)
-    return parts, torch.zeros(_MOST_COUNTERS, dtype=torch.int32, device=device)
+class Float8Linear:
+    """The kernels of one weight's shape, for up to ``most_rows`` rows in bfloat16."""
+
+    def __init__(
+        self,
+        shape: Sequence[int],
+        workspace: Workspace,
+        *,
+        codes: CodesKind,
+        gated: bool,
+        cuts: Mapping[int, Float8Cut] | None = None,
+    ) -> None:
+        """``cuts`` are keyed by the largest number of rows that each is for; by default those of
+        ``cuts_of``."""
+        height, in_features = shape
+        if cuts is None:
+            cuts = cuts_of(height, in_features)
+        self.gated, self.most_rows = gated, max(cuts, default=0)
+        made = partial(Float8Kernel, shape, workspace, codes=codes, gated=gated)
+        different = tuple(dict.fromkeys(cuts.values()))
+        with ThreadPoolExecutor() as pool:
+            kernels = dict(
+                zip(different, pool.map(lambda cut: made(cut=cut), different), strict=True)
+            )
+        self._kernels = {most: kernels[cut] for most, cut in cuts.items()}
+
+    def __call__(
+        self, x: Tensor, weight: PackedWeight, *, bias: Tensor | None = None, pdl: bool = False
+    ) -> Tensor:
+        """[num_rows, out_features]"""
+        rows, factors = float8_rows(x, x.shape[1], pdl=pdl)
+        kernel = self._kernels[min(most for most in self._kernels if len(x) <= most)]
+        return kernel(rows, factors, weight, bias=bias, pdl=pdl)

@@ -16,9 +16,9 @@ A weight is plain bfloat16, or a ``PackedWeight`` if the kernels were made for i
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from itertools import accumulate
 from typing import Any, Final
 
@@ -27,6 +27,7 @@ from torch import Tensor
 
 from minisgl_backend.kernels.adapters import Adaptation
 from minisgl_backend.kernels.cuda.adapters import shrink_kernel
+from minisgl_backend.kernels.cuda.float8_linear import Float8Linear, Workspace
 from minisgl_backend.kernels.cuda.module import (
     CudaKernel,
     CudaModule,
@@ -458,13 +459,20 @@ class HeadsKernel(_Linear):
 class TensorCores:
     """Makes the kernels of a model's layers. Those for the same shape are one, whose memory the
     layers share: ``linear`` makes a ``LinearKernel``, ``residual`` a ``ResidualKernel``, ``heads``
-    a ``HeadsKernel``, each for up to ``most_tokens`` rows."""
+    a ``HeadsKernel``, each for up to ``most_tokens`` rows; ``float8`` a ``Float8Linear``, for more
+    rows of weights in float8."""
 
     def __init__(self, device: torch.device, most_tokens: int) -> None:
         self.most_tokens = most_tokens
         self.linear = cache(partial(LinearKernel, device=device, most_tokens=most_tokens))
         self.residual = cache(partial(ResidualKernel, device=device, most_tokens=most_tokens))
         self.heads = cache(partial(HeadsKernel, device=device, most_tokens=most_tokens))
+        self._device = device
+
+    @cached_property
+    def float8(self) -> Callable[..., Float8Linear]:
+        workspace = Workspace(self._device)
+        return cache(partial(Float8Linear, workspace=workspace))
 
 
 def _starts_early(cut: Cut) -> bool:

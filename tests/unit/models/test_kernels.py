@@ -167,6 +167,21 @@ class TwinCores:
 
         return self._kernel(gemm)
 
+    def float8(self, shape: Sequence[int], *, codes: CodesKind, gated: bool) -> Any:
+        """Of up to 40 tokens, not rounded."""
+
+        def gemm(
+            x: Tensor, weight: PackedWeight, *, bias: Tensor | None = None, pdl: bool
+        ) -> Tensor:
+            assert weight.shape == shape and weight.kind == codes and not pdl
+            assert len(x) > self.most_tokens
+            y = self._linear(x, weight, None, 0.0, bias, None)
+            return silu_mul_reference(y) if gated else y
+
+        kernel: Any = gemm
+        kernel.gated, kernel.most_rows = gated, 2 * self.most_tokens
+        return kernel
+
     def residual(
         self, shape: Sequence[int], *, codes: CodesKind | None, takes_adapters: bool = False
     ) -> Any:
@@ -316,6 +331,7 @@ def test_an_adapter_on_tensor_cores(case: str, length: int, size: int, tmp_path:
     ("case", "encoding", "block", "symmetric", "length"),
     [
         ("broad", Encoding.E4M3, (128, 128), True, 15),
+        ("broad", Encoding.E4M3, (128, 128), True, 40),
         ("broad", Encoding.INT8, (1, None), True, 40),
         ("broad", Encoding.INT4, (1, 64), False, 40),
         ("broad", Encoding.E2M1, (1, 32), True, 40),
@@ -331,7 +347,8 @@ def test_packed_weights_are_computed_by_kernels(
     size: int,
     tmp_path: Path,
 ) -> None:
-    """On tensor cores, and of 40 tokens dequantized. Of recurrent layers all but the rates."""
+    """On tensor cores; 40 tokens by kernels for float8, others dequantized. Of recurrent layers all
+    but the rates."""
     form = WeightFormat(
         layout=Layout.CONVERTED, encoding=encoding, block=block, symmetric=symmetric
     )

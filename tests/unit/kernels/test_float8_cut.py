@@ -1,0 +1,65 @@
+"""Every cut of a GEMM in float8 is one that the kernel compiles for, and all its steps are done."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from minisgl_backend.kernels.float8_cut import Float8Cut, cuts_of, why_not
+
+QWEN3_14B = ((7168, 5120), (5120, 5120), (34816, 5120), (5120, 17408))
+
+
+@pytest.mark.parametrize("features", [128, 256])
+@pytest.mark.parametrize("tokens", [64, 96, 128])
+def test_a_ring_of_several_stages_fits(features: int, tokens: int) -> None:
+    cut = Float8Cut(features, tokens, 1)
+    scales = features // 64 * 32
+    used = cut.stages * ((features + tokens) * 128 + scales + 16)
+    assert 4 <= cut.stages <= 8 and used <= cut.shared_bytes <= 227 * 1024
+
+
+@pytest.mark.parametrize("shape", QWEN3_14B)
+def test_cuts_are_for_growing_numbers_of_rows(shape: tuple[int, int]) -> None:
+    cuts = cuts_of(*shape)
+    assert list(cuts) == sorted(cuts)
+    for most, cut in cuts.items():
+        assert why_not(*shape, cut) is None
+        assert cut.features in (128, 256) and cut.tokens in (64, 96, 128)
+        assert cut.columns(most) * cut.blocks(most, *shape, 132) <= 132
+
+
+def test_weights_that_do_not_fit() -> None:
+    assert not cuts_of(640 + 64, 1024) and not cuts_of(1024, 192)
+    assert why_not(768, 1024, Float8Cut(256, 96, 1)) == "needs a multiple of 512 features, not 768"
+
+
+@given(
+    tiles=st.integers(1, 80),
+    steps=st.integers(1, 80),
+    blocks=st.integers(1, 132),
+    data=st.data(),
+)
+def test_even_parts(tiles: int, steps: int, blocks: int, data: st.DataObject) -> None:
+    """``owner`` and ``take_tile`` of ``float8_linear.cu``: who has a step, who finishes a tile."""
+    total = tiles * steps
+    blocks = min(blocks, total)
+
+    def first_step(block: int) -> int:
+        return total * block // blocks
+
+    def owner(step: int) -> int:
+        return ((step + 1) * blocks - 1) // total
+
+    tile = data.draw(st.integers(0, tiles - 1))
+    begin, end = tile * steps, (tile + 1) * steps
+    first, last = owner(begin), owner(end - 1)
+    assert all(first_step(owner(k)) <= k < first_step(owner(k) + 1) for k in range(begin, end))
+    finishers = last - first + (first_step(last + 1) <= end)
+    if first == last:
+        return
+    assert finishers >= 1
+    for block in range(first, last + 1):
+        # a thread block finishes its last tile, and goes on from any other one
+        assert (first_step(block + 1) <= end) == (block - first < finishers)

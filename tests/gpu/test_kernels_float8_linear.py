@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -23,10 +27,11 @@ CUTS = [
     for tokens in (64, 96, 128)
     for shared in (0, 1, 2)
 ]
+GATED = "two share a tile"
 SHAPES = {
     "a step each": (1024, 512),
     "many share a tile": (1536, 5120),
-    "two share a tile": (256 * 138, 512),
+    GATED: (256 * 138, 512),
     "some of all": (5120, 1280),
 }
 
@@ -58,19 +63,35 @@ def expected(x: Tensor, numbers: Tensor, bias: Tensor | None, *, gated: bool) ->
     return y.to(x.dtype)
 
 
-@pytest.mark.parametrize("sizes", SHAPES)
-@pytest.mark.parametrize("cut", CUTS, ids=lambda cut: f"{cut.features}-{cut.tokens}-{cut.shared}")
-def test_every_cut(device: torch.device, cut: Float8Cut, sizes: str) -> None:
-    """Twice in a row, the second one starting early: the same bits, so counters are 0 again."""
+@cache
+def case_of(
+    sizes: str, device: torch.device
+) -> tuple[PackedWeight, Tensor, Any, dict[Float8Cut, Any]]:
+    """A weight, its numbers, the kernels' memory, and one for every cut, compiled side by side."""
     from minisgl_backend.kernels.cuda.float8_linear import Float8Kernel, Workspace
 
     height, in_features = SHAPES[sizes]
-    torch.backends.cuda.matmul.allow_tf32 = False
-    gated = sizes == "two share a tile"
     block = (1, in_features) if sizes == "some of all" else (128, 128)
+    gated = sizes == GATED
     packed, numbers = made(height, in_features, device, block=block, gated=gated)
     workspace = Workspace(device)
-    kernel = Float8Kernel((height, in_features), workspace, codes=packed.kind, gated=gated, cut=cut)
+
+    def compiled(cut: Float8Cut) -> Float8Kernel:
+        shape = height, in_features
+        return Float8Kernel(shape, workspace, codes=packed.kind, gated=gated, cut=cut)
+
+    with ThreadPoolExecutor() as pool:
+        kernels = dict(zip(CUTS, pool.map(compiled, CUTS), strict=True))
+    return packed, numbers, workspace, kernels
+
+
+@pytest.mark.parametrize("sizes", SHAPES)
+@pytest.mark.parametrize("cut", CUTS, ids=lambda cut: f"{cut.features}-{cut.tokens}-{cut.shared}")
+def test_every_cut(device: torch.device, cut: Float8Cut, sizes: str) -> None:
+    """Twice in a row, the second one starting early: the same bits, and counters are 0 again."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    packed, numbers, workspace, kernels = case_of(sizes, device)
+    kernel, (height, in_features) = kernels[cut], SHAPES[sizes]
     bias = torch.randn(height, device=device).bfloat16()
     for num_rows in (1, 65, 96, 200, 256, 500):
         x = torch.randn(num_rows, in_features, device=device).bfloat16()
@@ -79,6 +100,6 @@ def test_every_cut(device: torch.device, cut: Float8Cut, sizes: str) -> None:
             y = kernel(*float8_rows(x, in_features), packed, bias=given)
             rows, factors = float8_rows(x, in_features, pdl=True)
             again = kernel(rows, factors, packed, bias=given, pdl=True)
-            assert_close(y, expected(x, numbers, given, gated=gated))
+            assert_close(y, expected(x, numbers, given, gated=sizes == GATED))
             assert torch.equal(y, again)
     assert not workspace.counters.any()

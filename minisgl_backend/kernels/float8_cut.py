@@ -19,13 +19,12 @@ class Float8Cut:
     """A tile of ``features`` of the weight by ``tokens``.
 
     ``shared`` is what the two thread blocks of a cluster load for each other: 1 tokens, 2 rows of
-    the weight, 0 nothing. ``streamed``: the weight leaves the L2 cache first.
+    the weight, 0 nothing.
     """
 
     features: int
     tokens: int
     shared: int
-    streamed: bool = False
 
     @property
     def cluster(self) -> int:

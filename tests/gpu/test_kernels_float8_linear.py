@@ -22,7 +22,7 @@ from tests.gpu.compare import assert_close
 pytestmark = pytest.mark.skipif(is_interpreted(), reason="CUDA C++ needs a GPU")
 
 CUTS = [
-    Float8Cut(features, tokens, shared, streamed=tokens == 96)
+    Float8Cut(features, tokens, shared)
     for features in (128, 256)
     for tokens in (64, 96, 128)
     for shared in (0, 1, 2)

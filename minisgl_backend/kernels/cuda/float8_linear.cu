@@ -86,12 +86,12 @@ __device__ __forceinline__ void load_2d(u32 to, const TensorMap& map, int k, int
                      :: "r"(to), "l"(&map), "r"(k), "r"(row), "r"(barrier) : "memory");
 }
 
-// A weight is read once, and so leaves the L2 cache first, if STREAMED ("evict first"). GATED: a map of
+// A weight is read once, or at the same time, and so leaves the L2 cache first ("evict first"). GATED: a map of
 // [features / 8, 2, 8, SIZE], so that 8 rows of the gate and the 8 rows that they open lie one after the other, and
 // land in the same thread.
 template <bool ALL>
 __device__ __forceinline__ void load_weight(u32 to, const TensorMap& map, int k, int row, u32 barrier) {
-    const u64 policy = STREAMED ? 0x12f0000000000000ull : 0x1000000000000000ull;
+    const u64 policy = 0x12f0000000000000;
 #if GATED
     if constexpr (ALL)
         asm volatile(LOAD(4d) ".multicast::cluster.L2::cache_hint [%0], [%1, {%2, %3, %3, %4}], [%5], %6, %7;"
@@ -112,6 +112,9 @@ __device__ __forceinline__ void load_weight(u32 to, const TensorMap& map, int k,
 
 // of the threads that multiply
 __device__ __forceinline__ void sync_multipliers() { asm volatile("bar.sync 1, 256;" ::: "memory"); }
+
+// and of the warp that has waited for parts
+__device__ __forceinline__ void sync_with_parts() { asm volatile("bar.sync 2, 288;" ::: "memory"); }
 
 // a fragment of 8 features by 8 tokens to one of 8 tokens by 8 features
 __device__ __forceinline__ u32 transposed(u32 fragment) {
@@ -164,7 +167,28 @@ __device__ __forceinline__ int first_step(int block) { return TILES * STEPS * bl
 
 __device__ __forceinline__ int owner(int step) { return ((step + 1) * (int)gridDim.y - 1) / (TILES * STEPS); }
 
-// ---- the thread that fills the ring
+// The thread blocks of this column that have steps of a tile: `first` to `last`, and of them those for which it is the
+// last tile, who finish it: `first` and those after it.
+struct Share {
+    int tile, first, last, finishers;
+    __device__ __forceinline__ explicit Share(int tile)
+        : tile(tile), first(owner(tile * STEPS)), last(owner((tile + 1) * STEPS - 1)),
+          finishers(last - first + (first_step(last + 1) <= (tile + 1) * STEPS)) {}
+    __device__ __forceinline__ bool is_whole() const { return first == last; }
+    // parts that are left before the tile is finished: one who finishes alone leaves none
+    __device__ __forceinline__ int parts() const { return last - first + (finishers > 1); }
+    __device__ __forceinline__ int* counters(const Arguments& args) const {
+        return args.counters + 2 * (blockIdx.x * TILES + tile);
+    }
+    // where a thread block's part is: WAVES * GROUPS of a thread, THREADS apart; it may leave two of two tiles
+    __device__ __forceinline__ float4* part(const Arguments& args, int block) const {
+        const bool finishes = block - first < finishers;
+        const u64 number = (u64)(blockIdx.x * gridDim.y + block) * 2 + finishes;
+        return reinterpret_cast<float4*>(args.parts) + number * (FEATURES * TOKENS / 4) + threadIdx.x;
+    }
+};
+
+// ---- the warp that fills the ring, and then waits for other thread blocks
 
 template <int REGISTERS>
 __device__ __forceinline__ void take_registers() {
@@ -217,6 +241,22 @@ __device__ __forceinline__ void fill_ring(const Arguments& args, const Where& wh
         start(i);
         finish(i);
     }
+}
+
+// Of a thread: once all parts of a tile are there.
+__device__ __forceinline__ void wait_for_parts(const Arguments& args, const Share& share) {
+    int there;
+    do asm volatile("ld.acquire.gpu.global.s32 %0, [%1];"
+                    : "=r"(there) : "l"(share.counters(args)) : "memory");
+    while (there < share.parts());
+}
+
+// Of the same one: the last of the tile's thread blocks that have waited zeroes the counters.
+__device__ __forceinline__ void have_waited(const Arguments& args, const Share& share) {
+    int* const counters = share.counters(args);
+    int before;
+    asm volatile("atom.relaxed.gpu.global.add.s32 %0, [%1], 1;" : "=r"(before) : "l"(counters + 1) : "memory");
+    if (before == share.finishers - 1) counters[0] = counters[1] = 0;
 }
 
 // ---- the warps that multiply
@@ -289,14 +329,21 @@ __device__ __forceinline__ Rows rows_of(const Arguments& args, int first_row, in
     return rows;
 }
 
-// Finish 8 tokens of a wave: `sums` are those of features low and high, each of two tokens.
+// of a thread's two tokens of 8
+__device__ __forceinline__ float2 factors_of(const Arguments& args, int first_token) {
+    const int token = first_token + threadIdx.x % 4 * 2;
+    return make_float2(token < args.num_rows ? __ldcg(args.factors + token) : 0,
+                       token + 1 < args.num_rows ? __ldcg(args.factors + token + 1) : 0);
+}
+
+// Finish 8 tokens of a wave: `sums` are those of the lower feature and then of the higher one, each of two tokens.
 __device__ __forceinline__ void finish(
-    const Arguments& args, const Rows& rows, int first_token, float a, float b, float c, float d) {
-    const int lane = threadIdx.x % 32, token = first_token + lane % 4 * 2, to = first_token + lane / 4;
-    const float one = token < args.num_rows ? __ldcg(args.factors + token) : 0;
-    const float two = token + 1 < args.num_rows ? __ldcg(args.factors + token + 1) : 0;
-    a = a * (one * rows.low) + rows.low_bias, b = b * (two * rows.low) + rows.low_bias;
-    c = c * (one * rows.high) + rows.high_bias, d = d * (two * rows.high) + rows.high_bias;
+    const Arguments& args, const Rows& rows, int first_token, float2 factors, float4 sums) {
+    const int lane = threadIdx.x % 32, to = first_token + lane / 4;
+    const float a = sums.x * (factors.x * rows.low) + rows.low_bias;
+    const float b = sums.y * (factors.y * rows.low) + rows.low_bias;
+    const float c = sums.z * (factors.x * rows.high) + rows.high_bias;
+    const float d = sums.w * (factors.y * rows.high) + rows.high_bias;
     u32* const out = reinterpret_cast<u32*>(args.out + (u64)to * OUT_FEATURES + rows.feature) + lane % 4;
 #if GATED
     const auto open = [](float gate, float value) { return __fdividef(gate, 1 + __expf(-gate)) * value; };
@@ -315,23 +362,12 @@ __device__ __forceinline__ void finish_all(const Arguments& args, const Sums& c,
 #pragma unroll
         for (int i = 0; i < GROUPS; ++i) {
             if (first_token + 8 * i >= args.num_rows) break;
+            const int token = first_token + 8 * i;
             const float* const of = c[wave] + 4 * i;
-            finish(args, rows, first_token + 8 * i, of[0], of[1], of[2], of[3]);
+            finish(args, rows, token, factors_of(args, token), make_float4(of[0], of[1], of[2], of[3]));
         }
     }
 }
-
-// Of a tile that thread blocks `first` to `last` of this column share.
-struct Share {
-    int first, last;
-    int finishers;      // `first` and those after it, for which it is the last tile
-    // where a thread block's part is: WAVES * GROUPS of a thread, THREADS apart; it may leave two of two tiles
-    __device__ __forceinline__ float4* part(const Arguments& args, int block) const {
-        const bool finishes = block - first < finishers;
-        const u64 number = (u64)(blockIdx.x * gridDim.y + block) * 2 + finishes;
-        return reinterpret_cast<float4*>(args.parts) + number * (FEATURES * TOKENS / 4) + threadIdx.x;
-    }
-};
 
 __device__ __forceinline__ void leave_part(const Arguments& args, const Sums& c, const Share& share) {
     float4* const part = share.part(args, blockIdx.y);
@@ -373,6 +409,9 @@ __device__ __forceinline__ void finish_share(
 #pragma unroll 1
     for (int item = begin; item < end; item += PAIR) {
         float4 sums[PAIR] = {};
+        float2 factors[PAIR];
+#pragma unroll
+        for (int k = 0; k < PAIR; ++k) factors[k] = factors_of(args, first_token + (item + k) / WAVES * 8);
 #pragma unroll 1
         for (int block = share.first; block <= share.last; block += TOGETHER) {
             float4 of[TOGETHER][PAIR];
@@ -397,48 +436,32 @@ __device__ __forceinline__ void finish_share(
         for (int k = 0; k < PAIR; ++k) {
             if (item + k >= end) break;
             const Rows of = (item + k) % WAVES ? rows[WAVES - 1] : rows[0];
-            finish(args, of, first_token + (item + k) / WAVES * 8, sums[k].x, sums[k].y, sums[k].z, sums[k].w);
+            finish(args, of, first_token + (item + k) / WAVES * 8, factors[k], sums[k]);
         }
     }
 }
 
 __device__ __forceinline__ void take_tile(
     const Arguments& args, const Where& where, int tile, int first, int last, u32 ring) {
+    const Share share(tile);
+    const int row = where.row(tile);
+    const bool finishes = where.end <= (tile + 1) * STEPS, alone = finishes && share.finishers == 1;
     Sums c;
     multiply_steps(args, c, ring, first, last);
-    const int row = where.row(tile);
-    const int tile_end = (tile + 1) * STEPS;
-    Share share{owner(tile * STEPS), owner(tile_end - 1), 0};
-    if (share.first == share.last) return finish_all(args, c, row, where.first_token);
-    share.finishers = share.last - share.first + (first_step(share.last + 1) <= tile_end);
-    const bool finishes = where.end <= tile_end, alone = finishes && share.finishers == 1;
-    int* const counters = args.counters + 2 * (blockIdx.x * TILES + tile);
+    if (share.is_whole()) return finish_all(args, c, row, where.first_token);
     if (!alone) {
         leave_part(args, c, share);
         sync_multipliers();
-        if (threadIdx.x == 0) {
-            __threadfence();
-            asm volatile("red.release.gpu.global.add.s32 [%0], 1;" :: "l"(counters) : "memory");
-        }
+        if (threadIdx.x == 0)
+            asm volatile("red.release.gpu.global.add.s32 [%0], 1;" :: "l"(share.counters(args)) : "memory");
     }
     if (!finishes) return;
-    if (threadIdx.x % 32 == 0) {
-        const int count = share.last - share.first + (share.finishers > 1);
-        int there;
-        do asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(there) : "l"(counters) : "memory");
-        while (there < count);
-    }
-    __syncwarp();
+    sync_with_parts();
     if (alone) {
         add_parts(args, c, share);
         finish_all(args, c, row, where.first_token);
     } else {
         finish_share(args, share, row, where.first_token);
-    }
-    sync_multipliers();
-    if (threadIdx.x == 0) {
-        __threadfence();
-        if (atomicAdd(counters + 1, 1) == share.finishers - 1) counters[0] = counters[1] = 0;
     }
 }
 
@@ -463,7 +486,17 @@ float8_linear(const __grid_constant__ Arguments args) {
     const Where where{rank, first_token, first_step(blockIdx.y), first_step(blockIdx.y + 1)};
     if (threadIdx.x >= THREADS) {
         leave_registers<40>();
-        if (threadIdx.x == THREADS) fill_ring(args, where, ring);
+        if (threadIdx.x / 32 == THREADS / 32) {
+            const bool first = threadIdx.x == THREADS;
+            if (first) fill_ring(args, where, ring);
+            const Share share((where.end - 1) / STEPS);   // of the last tile, the only one with a wait
+            if (!share.is_whole()) {
+                if (first) wait_for_parts(args, share);
+                __syncwarp();
+                sync_with_parts();
+                if (first) have_waited(args, share);
+            }
+        }
         __syncwarp();
     } else {
         take_registers<232>();

@@ -85,7 +85,6 @@ class Float8Kernel:
             "FEATURES": cut.features,
             "TOKENS": cut.tokens,
             "SHARED": cut.shared,
-            "STREAMED": cut.streamed,
             "STAGES": cut.stages,
             "SHARED_BYTES": cut.shared_bytes,
         }

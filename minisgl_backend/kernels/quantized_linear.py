@@ -19,6 +19,7 @@ from torch.nn.functional import ScalingType, scaled_mm
 from minisgl_backend.kernels.dispatch import use_triton
 from minisgl_backend.kernels.packed_weight import PLACES_OF_BYTES, PackedWeight
 from minisgl_backend.kernels.quantized import FP8_MAX, QuantizedWeight, dequantized
+from minisgl_backend.kernels.rms_norm import fused_add_rms_norm_reference
 from minisgl_backend.weight_format import Encoding
 
 MAX_ROWS: Final = 64
@@ -79,6 +80,26 @@ def float8_rows_reference(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
     permuted = numbers.view(torch.uint8).reshape(len(x), -1, 16)[..., PLACES_OF_BYTES]
     in_columns = torch.empty_like(scales.t(), memory_format=torch.contiguous_format).t()
     return permuted.flatten(1).view(torch.float8_e4m3fn), in_columns.copy_(scales)
+
+
+def add_rms_norm_float8(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, pdl: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``fused_add_rms_norm``, and ``float8_rows`` of its result with a scale a row: the result, its
+    numbers of 8 bits, and their scales [num_rows, 1].
+
+    ``x``, ``residual`` [num_rows, hidden_size] of one dtype, a multiple of 16 numbers a row.
+    """
+    if not use_triton(x):
+        normed = fused_add_rms_norm_reference(x, residual, weight, eps)
+        return normed, *float8_rows_reference(normed, x.shape[1])
+    from minisgl_backend.kernels.triton_kernels.quantized_kernels import launch_add_rms_norm_float8
+
+    normed = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    out = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
+    scales = torch.empty((len(x), 1), dtype=torch.float32, device=x.device)
+    launch_add_rms_norm_float8(normed, out, scales, x, residual, weight, eps, pdl=pdl)
+    return normed, out, scales
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -117,12 +117,14 @@ class Normed:
 
     If ``norm`` is None, ``x`` is normalized already. With ``squares``, float32 [tiles, num_tokens],
     the norm's weight has been applied, but not its scale: their sum over the tiles is the sum of
-    squares of each token's hidden states.
+    squares of each token's hidden states. ``rounded``: besides ``x``, which is normalized, there
+    are its numbers of 8 bits and their scales, one a token (``float8_rows``).
     """
 
     x: Tensor
     norm: RMSNorm | None = None
     squares: Tensor | None = None
+    rounded: tuple[Tensor, Tensor] | None = None
 
     @property
     def eps(self) -> float:

@@ -20,6 +20,7 @@ from minisgl_backend.kernels.packed_weight import (
 from minisgl_backend.kernels.quantized import QuantizedWeight, dequantized, quantize
 from minisgl_backend.kernels.quantized_linear import (
     Float8Weight,
+    add_rms_norm_float8,
     float8_linear,
     float8_linear_reference,
     float8_rows,
@@ -27,6 +28,7 @@ from minisgl_backend.kernels.quantized_linear import (
     quantized_linear,
     quantized_linear_reference,
 )
+from minisgl_backend.kernels.rms_norm import fused_add_rms_norm_reference
 from minisgl_backend.weight_format import Encoding
 from tests.gpu.compare import assert_close, relative_error
 from tests.gpu.test_kernels_linear import check_residual, half_way, normal, normalized
@@ -203,6 +205,24 @@ def test_rows_in_8_bits(device: torch.device, dtype: torch.dtype, size: int, gro
         # forgets the carry if rounding makes a mantissa overflow, and halves such numbers
         tolerance = 0.1 if is_interpreted() else 1e-2
         assert relative_error(numbers.float(), expected.float()) < tolerance
+
+
+@pytest.mark.parametrize("size", [512, 1152, 5120])
+def test_a_norm_in_8_bits(device: torch.device, dtype: torch.dtype, size: int) -> None:
+    for batch in (2, 5, 130):
+        x, residual = (torch.randn(batch, size, device=device).to(dtype) for _ in range(2))
+        weight = torch.rand(size, device=device).to(dtype)
+        total = residual.clone()
+        expected = fused_add_rms_norm_reference(x, total, weight, 1e-6)
+        for pdl in (False, not is_interpreted()):
+            found = residual.clone()
+            normed, numbers, scales = add_rms_norm_float8(x, found, weight, 1e-6, pdl=pdl)
+            assert torch.equal(found, total)
+            assert_close(normed, expected)
+            of_result, expected_scales = float8_rows_reference(normed, size)
+            torch.testing.assert_close(scales, expected_scales)
+            tolerance = 0.1 if is_interpreted() else 1e-2  # see above
+            assert relative_error(numbers.float(), of_result.float()) < tolerance
 
 
 @pytest.mark.parametrize("form", ["fp8-blocks", "fp8-channel", "fp8-tensor"])

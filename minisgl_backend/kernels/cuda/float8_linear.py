@@ -171,9 +171,16 @@ class Float8Linear:
         self._kernels = {most: kernels[cut] for most, cut in cuts.items()}
 
     def __call__(
-        self, x: Tensor, weight: PackedWeight, *, bias: Tensor | None = None, pdl: bool = False
+        self,
+        x: Tensor,
+        weight: PackedWeight,
+        *,
+        rounded: tuple[Tensor, Tensor] | None = None,
+        bias: Tensor | None = None,
+        pdl: bool = False,
     ) -> Tensor:
-        """[num_rows, out_features]"""
-        rows, factors = float8_rows(x, x.shape[1], pdl=pdl)
+        """[num_rows, out_features]; ``rounded``: what ``float8_rows`` makes of ``x``, if it is
+        there."""
+        numbers, scales = rounded or float8_rows(x, x.shape[1], pdl=pdl)
         kernel = self._kernels[min(most for most in self._kernels if len(x) <= most)]
-        return kernel(rows, factors, weight, bias=bias, pdl=pdl)
+        return kernel(numbers, scales, weight, bias=bias, pdl=pdl)

@@ -239,6 +239,57 @@ def _float8_rows(
     tl.store(scales_ptr + group * scales_stride + row, scale, mask=group * GROUP < SIZE)
 
 
+@triton.jit
+def _add_rms_norm_float8(
+    normed_ptr,
+    out_ptr,
+    scales_ptr,
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    x_stride,
+    eps,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    MOST: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """``_rms_norm`` with the residual add, and ``_float8_rows`` of its result with one scale."""
+    row = tl.program_id(0).to(tl.int64)
+    unit = tl.arange(0, BLOCK // 16)
+    k = unit[:, None] * 16 + tl.arange(0, 8)[None, :]
+    mask = k < SIZE
+    weight = tl.load(weight_ptr + k, mask=mask, other=0.0).to(tl.float32)
+    last_weight = tl.load(weight_ptr + 8 + k, mask=mask, other=0.0).to(tl.float32)
+    if PDL:
+        allow_next()
+        wait_previous()
+    at, of_residual = x_ptr + row * x_stride + k, residual_ptr + row * SIZE + k
+    first = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    last = tl.load(at + 8, mask=mask, other=0.0).to(tl.float32)
+    first += tl.load(of_residual, mask=mask, other=0.0).to(tl.float32)
+    last += tl.load(of_residual + 8, mask=mask, other=0.0).to(tl.float32)
+    element = residual_ptr.dtype.element_ty
+    first, last = first.to(element), last.to(element)
+    tl.store(of_residual, first, mask=mask)
+    tl.store(of_residual + 8, last, mask=mask)
+    first, last = first.to(tl.float32), last.to(tl.float32)
+    mean = tl.sum(tl.sum(first * first + last * last, axis=1), axis=0) / SIZE
+    factor = tl.rsqrt(mean + eps)
+    first, last = (first * factor * weight).to(element), (last * factor * last_weight).to(element)
+    to = normed_ptr + row * SIZE + k
+    tl.store(to, first, mask=mask)
+    tl.store(to + 8, last, mask=mask)
+    first, last = first.to(tl.float32), last.to(tl.float32)
+    largest = tl.max(tl.max(tl.maximum(tl.abs(first), tl.abs(last)), axis=1), axis=0)
+    scale = tl.maximum(largest, 1e-12) / MOST
+    numbers = tl.reshape(tl.join(last, first) / scale, [BLOCK // 16, 16])
+    numbers = tl.minimum(tl.maximum(numbers, -MOST), MOST)
+    place = unit[:, None] * 16 + tl.arange(0, 16)[None, :]
+    tl.store(out_ptr + row * SIZE + place, numbers.to(out_ptr.dtype.element_ty), mask=place < SIZE)
+    tl.store(scales_ptr + row, scale)
+
+
 def launch_dequantize(out: Tensor, weight: QuantizedWeight, *, packed: bool) -> None:
     """See ``minisgl_backend.kernels.packed_weight.dequantize_weight``."""
     (out_features, size), block = out.shape, 1024
@@ -307,6 +358,39 @@ def launch_float8_rows(out: Tensor, scales: Tensor, x: Tensor, group: int, *, pd
         scales.shape[1],
         SIZE=size,
         GROUP=group,
+        BLOCK=block,
+        MOST=FP8_MAX,
+        PDL=pdl,
+        num_warps=min(max(block // 512, 1), 16),
+        **launch_options(pdl),
+    )
+
+
+def launch_add_rms_norm_float8(
+    normed: Tensor,
+    out: Tensor,
+    scales: Tensor,
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    *,
+    pdl: bool,
+) -> None:
+    """See ``minisgl_backend.kernels.quantized_linear.add_rms_norm_float8``."""
+    num_rows, size = x.shape
+    assert residual.is_contiguous() and size % 16 == 0
+    block = triton.next_power_of_2(size)
+    _add_rms_norm_float8[(num_rows,)](
+        normed,
+        out,
+        scales,
+        x,
+        residual,
+        weight,
+        x.stride(0),
+        eps,
+        SIZE=size,
         BLOCK=block,
         MOST=FP8_MAX,
         PDL=pdl,

@@ -34,6 +34,7 @@ from minisgl_backend.kernels.adapters import (
 from minisgl_backend.kernels.gated_delta import Run, Runs
 from minisgl_backend.kernels.packed_weight import CodesKind, PackedWeight, dequantize_weight
 from minisgl_backend.kernels.quantized import dequantized, quantize
+from minisgl_backend.kernels.quantized_linear import float8_rows_reference
 from minisgl_backend.kernels.rope_store import TokenPlaces, qk_norm_rope_store_reference
 from minisgl_backend.kernels.rows import RowTable, StepInputs, begin_decode, keep_sampled
 from minisgl_backend.kernels.sampling_table import ONCE
@@ -171,10 +172,19 @@ class TwinCores:
         """Of up to 40 tokens, not rounded."""
 
         def gemm(
-            x: Tensor, weight: PackedWeight, *, bias: Tensor | None = None, pdl: bool
+            x: Tensor,
+            weight: PackedWeight,
+            *,
+            rounded: tuple[Tensor, Tensor] | None,
+            bias: Tensor | None = None,
+            pdl: bool,
         ) -> Tensor:
             assert weight.shape == shape and weight.kind == codes and not pdl
             assert len(x) > self.most_tokens
+            if rounded is not None:
+                numbers, scales = float8_rows_reference(x, x.shape[1])
+                assert torch.equal(rounded[0].view(torch.uint8), numbers.view(torch.uint8))
+                assert torch.equal(rounded[1], scales)
             y = self._linear(x, weight, None, 0.0, bias, None)
             return silu_mul_reference(y) if gated else y
 

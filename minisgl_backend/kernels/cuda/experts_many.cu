@@ -14,7 +14,7 @@
 // then as many of the values; SiLU), FLOAT8, GROUPED (a scale for each 8 rows of the weight, in the order of tiles, and
 // 128 in_features; else, of FLOAT8, for a row), STAGES of the ring and SHARED_BYTES. All other values are bfloat16.
 
-#include "hopper.cuh"
+#include "wide_mma.cuh"
 
 constexpr int BLOCK = FLOAT8 ? 128 : 64;            // in_features of a stage: rows of 128 bytes
 constexpr int FEATURES = 256;                       // of a tile
@@ -74,18 +74,6 @@ __device__ __forceinline__ u32 cluster_rank() {
     return rank;
 }
 
-__device__ __forceinline__ void meet_cluster() {
-    asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
-}
-
-// at the same barrier of a thread block of the cluster
-__device__ __forceinline__ void arrive_at(u32 barrier, u32 rank) {
-    asm volatile("{ .reg .b32 there;\n"
-                 "mapa.shared::cluster.u32 there, %0, %1;\n"
-                 "mbarrier.arrive.shared::cluster.b64 _, [there]; }"
-                 :: "r"(barrier), "r"(rank) : "memory");
-}
-
 // A part of a tile's rows, FEATURES / CLUSTER of them, to all thread blocks of the cluster. GATED: the map is of
 // [num_experts, features / 8, 2, 8, SIZE], so that 8 rows of the gate and the 8 rows that they open lie one after the
 // other, and land in the same thread.
@@ -116,16 +104,6 @@ __device__ __forceinline__ void arrive_copied(u32 barrier) {
 // What cp.async has written, and a barrier has announced, is there for the tensor cores.
 __device__ __forceinline__ void see_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-template <int REGISTERS>
-__device__ __forceinline__ void take_registers() {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(REGISTERS));
-}
-
-template <int REGISTERS>
-__device__ __forceinline__ void leave_registers() {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(REGISTERS));
-}
-
 // of a warpgroup
 __device__ __forceinline__ void meet_group(int group) {
     asm volatile("bar.sync %0, 128;" :: "r"(1 + group) : "memory");
@@ -135,48 +113,6 @@ __device__ __forceinline__ void store_transposed(u32 to, const u32 (&fragments)[
     asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};"
                  :: "r"(to), "r"(fragments[0]), "r"(fragments[1]), "r"(fragments[2]), "r"(fragments[3]) : "memory");
 }
-
-// Before this the compiler must not read what MMAs have written.
-template <int COUNT>
-__device__ __forceinline__ void now_written(float (&c)[TOKENS / 2]) {
-#pragma unroll
-    for (int i = 0; i < COUNT; ++i) asm volatile("" : "+f"(c[i]) :: "memory");
-}
-
-// c += 64 rows of a times N rows of b, over 32 bytes of both
-template <int N>
-__device__ __forceinline__ void multiply(float (&c)[TOKENS / 2], u64 a, u64 b);
-
-// the same if `add`, else without c
-template <int N>
-__device__ __forceinline__ void multiply(float (&c)[TOKENS / 2], u64 a, u64 b, u32 add);
-
-#if FLOAT8
-#define SHAPE "k32.f32.e4m3.e4m3"
-#define FLAGS "p, 1, 1; }"
-#else
-#define SHAPE "k16.f32.bf16.bf16"
-#define FLAGS "p, 1, 1, 0, 0; }"
-#endif
-#define DEFINE(N, NUMBERS, A, B, ADD, ...)                                                                   \
-    template <>                                                                                              \
-    __device__ __forceinline__ void multiply<N>(float (&c)[TOKENS / 2], u64 a, u64 b) {                      \
-        asm volatile("{ .reg .pred p; setp.eq.b32 p, 0, 0;\n"                                                \
-                     "wgmma.mma_async.sync.aligned.m64n" #N SHAPE " {" NUMBERS "}, %" #A ", %" #B ", " FLAGS \
-                     : __VA_ARGS__ : "l"(a), "l"(b));                                                        \
-    }                                                                                                        \
-    template <>                                                                                              \
-    __device__ __forceinline__ void multiply<N>(float (&c)[TOKENS / 2], u64 a, u64 b, u32 add) {             \
-        asm volatile("{ .reg .pred p; setp.ne.b32 p, %" #ADD ", 0;\n"                                        \
-                     "wgmma.mma_async.sync.aligned.m64n" #N SHAPE " {" NUMBERS "}, %" #A ", %" #B ", " FLAGS \
-                     : __VA_ARGS__ : "l"(a), "l"(b), "r"(add));                                              \
-    }
-
-DEFINE(32, TEN() "%10,%11,%12,%13,%14,%15", 16, 17, 18, C16(0))
-DEFINE(64, TEN() TEN(1) TEN(2) "%30,%31", 32, 33, 34, C16(0), C16(16))
-DEFINE(96, TEN() TEN(1) TEN(2) TEN(3) "%40,%41,%42,%43,%44,%45,%46,%47", 48, 49, 50, C16(0), C16(16), C16(32))
-DEFINE(128, TEN() TEN(1) TEN(2) TEN(3) TEN(4) TEN(5) "%60,%61,%62,%63", 64, 65, 66,
-       C16(0), C16(16), C16(32), C16(48))
 
 // ---- the warps that fill the ring
 
@@ -294,8 +230,8 @@ __device__ __forceinline__ void multiply_steps(
             begin_mma();
 #pragma unroll
             for (int k = 0; k < 4; ++k)
-                if (k == 0) multiply<N>(sums, a + wave * (8192 >> 4), b, never);
-                else multiply<N>(sums, a + wave * (8192 >> 4) + 2 * k, b + 2 * k);
+                if (k == 0) Mma<N>::multiply(sums, a + wave * (8192 >> 4), b, never);
+                else Mma<N>::multiply(sums, a + wave * (8192 >> 4) + 2 * k, b + 2 * k);
             end_mma();
             wait_mma<0>();
             now_written<N / 2>(sums);
@@ -310,7 +246,7 @@ __device__ __forceinline__ void multiply_steps(
         for (int k = 0; k < 4; ++k)
 #pragma unroll
             for (int wave = 0; wave < WAVES; ++wave)
-                multiply<N>(c[wave], a + wave * (8192 >> 4) + 2 * k, b + 2 * k);
+                Mma<N>::multiply(c[wave], a + wave * (8192 >> 4) + 2 * k, b + 2 * k);
         end_mma();
         wait_mma<1>();   // one stage's MMAs run while the next ones are issued
         if (i > 0) release(first + i - 1);

@@ -18,13 +18,14 @@
 // in_features; else for a row), FEATURES (128 or 256), TOKENS (64, 96 or 128), SHARED, STAGES of the ring and
 // SHARED_BYTES. The output and the bias are bfloat16.
 
-#include "hopper.cuh"
+#define FLOAT8 1
+#include "wide_mma.cuh"
 
 constexpr int BLOCK = 128;                          // in_features of a stage
 constexpr int CLUSTER = SHARED ? 2 : 1;             // thread blocks
 constexpr int WAVES = FEATURES / 128;               // of 64 features, that a warpgroup has
 constexpr int THREADS = 256;                        // that multiply
-constexpr int MOVERS = 128;                         // and of a warpgroup, of which one thread fills the ring
+constexpr int MOVERS = 128;                         // of a warpgroup, of which one thread fills the ring
 constexpr int UNIT = SHARED == 1 ? 2 * FEATURES : FEATURES;   // rows of the weight that a cluster has
 constexpr int TILES = HEIGHT / UNIT;
 constexpr int STEPS = SIZE / BLOCK;                 // of a tile
@@ -53,24 +54,12 @@ struct Arguments {
     const float* scales;    // GROUPED: [HEIGHT / 64, STEPS, 8]; else [HEIGHT]
     const u16* bias;        // [HEIGHT], or null
     float* parts;           // [thread blocks, 2, FEATURES * TOKENS], of tiles that several thread blocks have
-    int* counters;          // [columns, TILES, 2], parts that are there and thread blocks that have read them; 0
+    int* counters;          // [columns, TILES, 2], parts that are there and thread blocks that know it; 0
                             // before and after a launch
     int num_rows;
 };
 
 // ---- instructions
-
-__device__ __forceinline__ void meet_cluster() {
-    asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
-}
-
-// at the same barrier of a thread block of the cluster
-__device__ __forceinline__ void arrive_at(u32 barrier, u32 rank) {
-    asm volatile("{ .reg .b32 there;\n"
-                 "mapa.shared::cluster.u32 there, %0, %1;\n"
-                 "mbarrier.arrive.shared::cluster.b64 _, [there]; }"
-                 :: "r"(barrier), "r"(rank) : "memory");
-}
 
 #define LOAD(DIMENSIONS) "cp.async.bulk.tensor." #DIMENSIONS \
     ".shared::cluster.global.mbarrier::complete_tx::bytes"
@@ -123,43 +112,6 @@ __device__ __forceinline__ u32 transposed(u32 fragment) {
     return out;
 }
 
-// Before this the compiler must not read what MMAs have written.
-__device__ __forceinline__ void now_written(float (&c)[TOKENS / 2]) {
-#pragma unroll
-    for (int i = 0; i < TOKENS / 2; ++i) asm volatile("" : "+f"(c[i]) :: "memory");
-}
-
-// c += 64 rows of a times TOKENS rows of b, over 32 bytes of both; the second one without c unless `add`
-#if TOKENS == 64
-#define NUMBERS TEN() TEN(1) TEN(2) "%30,%31"
-#define OPERANDS C16(0), C16(16)
-#define A_B "%32, %33"
-#define ADD "%34"
-#define SHAPE "m64n64k32"
-#elif TOKENS == 96
-#define NUMBERS TEN() TEN(1) TEN(2) TEN(3) "%40,%41,%42,%43,%44,%45,%46,%47"
-#define OPERANDS C16(0), C16(16), C16(32)
-#define A_B "%48, %49"
-#define ADD "%50"
-#define SHAPE "m64n96k32"
-#else
-#define NUMBERS TEN() TEN(1) TEN(2) TEN(3) TEN(4) TEN(5) "%60,%61,%62,%63"
-#define OPERANDS C16(0), C16(16), C16(32), C16(48)
-#define A_B "%64, %65"
-#define ADD "%66"
-#define SHAPE "m64n128k32"
-static_assert(TOKENS == 128, "");
-#endif
-#define MULTIPLY "wgmma.mma_async.sync.aligned." SHAPE ".f32.e4m3.e4m3 {" NUMBERS "}, " A_B ", p, 1, 1; }"
-
-__device__ __forceinline__ void multiply(float (&c)[TOKENS / 2], u64 a, u64 b) {
-    asm volatile("{ .reg .pred p; setp.eq.b32 p, 0, 0;\n" MULTIPLY : OPERANDS : "l"(a), "l"(b));
-}
-
-__device__ __forceinline__ void multiply(float (&c)[TOKENS / 2], u64 a, u64 b, u32 add) {
-    asm volatile("{ .reg .pred p; setp.ne.b32 p, " ADD ", 0;\n" MULTIPLY : OPERANDS : "l"(a), "l"(b), "r"(add));
-}
-
 // ---- which steps are whose
 
 // The steps of all tiles stand in a row, STEPS of each; the thread blocks of a column share them out.
@@ -189,16 +141,6 @@ struct Share {
 };
 
 // ---- the warp that fills the ring, and then waits for other thread blocks
-
-template <int REGISTERS>
-__device__ __forceinline__ void take_registers() {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(REGISTERS));
-}
-
-template <int REGISTERS>
-__device__ __forceinline__ void leave_registers() {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(REGISTERS));
-}
 
 struct Where {
     int rank;           // in the cluster
@@ -295,11 +237,11 @@ __device__ __forceinline__ void multiply_steps(const Arguments& args, Sums& c, u
             begin_mma();
 #pragma unroll
             for (int k = 0; k < 4; ++k)
-                if (k == 0) multiply(sums, a + wave * (8192 >> 4), b, never);
-                else multiply(sums, a + wave * (8192 >> 4) + 2 * k, b + 2 * k);
+                if (k == 0) Mma<TOKENS>::multiply(sums, a + wave * (8192 >> 4), b, never);
+                else Mma<TOKENS>::multiply(sums, a + wave * (8192 >> 4) + 2 * k, b + 2 * k);
             end_mma();
             wait_mma<0>();
-            now_written(sums);
+            now_written<TOKENS / 2>(sums);
             if (wave == WAVES - 1) {
                 if (SHARED && lane < CLUSTER) arrive_at(empty + 8 * stage, lane);
                 if (!SHARED && lane == 0) arrive(empty + 8 * stage);

@@ -1,6 +1,6 @@
 // Instructions of Hopper (sm_90a) that GEMMs here share: barriers and bulk copies in shared memory, descriptors of
 // matrices there, the lists of registers of MMAs and the waits for them, stores of fragments, dependent launches. Knows
-// no tile and no ring; the MMAs themselves are where their sizes are known (`tile_gemm.cuh`, `experts_many.cu`).
+// no tile and no ring; the MMAs themselves are where their sizes are known (`tile_gemm.cuh`, `wide_mma.cuh`).
 
 #pragma once
 

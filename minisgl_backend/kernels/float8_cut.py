@@ -67,14 +67,12 @@ def why_not(height: int, in_features: int, cut: Float8Cut) -> str | None:
     return None
 
 
+_CHOSEN: Final[dict[int, Float8Cut]] = {}
+"""Keyed by the largest number of rows. Empty: the library takes all, for no GPU has run or timed
+the kernel in its present form."""
+
+
 def cuts_of(height: int, in_features: int) -> dict[int, Float8Cut]:
     """How to multiply by a weight [height, in_features], keyed by the largest number of rows that
-    each cut is for; none where the library is faster."""
-    found = {}
-    for most in (96, 128, 192, 256):
-        tokens = 96 if most % 96 == 0 else 128
-        cuts = (Float8Cut(256, tokens, 1 if most <= tokens else 2), Float8Cut(256, tokens, 0))
-        fitting = [cut for cut in cuts if why_not(height, in_features, cut) is None]
-        if fitting:
-            found[most] = fitting[0]
-    return found
+    each cut is for; none where the library is taken."""
+    return {most: cut for most, cut in _CHOSEN.items() if why_not(height, in_features, cut) is None}

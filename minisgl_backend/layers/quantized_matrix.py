@@ -17,6 +17,7 @@ from torch import Tensor
 
 from minisgl_backend.kernels import linear_cut
 from minisgl_backend.kernels.activation import silu_mul
+from minisgl_backend.kernels.float8_cut import cuts_of
 from minisgl_backend.kernels.packed_weight import (
     CodesKind,
     PackedWeight,
@@ -54,7 +55,8 @@ class QuantizedMatrix(Matrix):
 
         tensor cores   as many as the kernels take, if ``use_tensor_cores`` was called
         float8         more, on tensor cores: tokens in 8 bits, if the weight's scales allow it;
-                       a few hundred by kernels, if ``use_float8`` was called, more by the library
+                       of as many as ``float8_cut`` says by kernels, if ``use_float8`` was called,
+                       else by the library
         codes          up to 64, of weights that tensor cores do not take
         library        all else: the whole weight is dequantized for the GEMM
 
@@ -96,9 +98,8 @@ class QuantizedMatrix(Matrix):
         return super().fits_tensor_cores() and self.arrange(gated=gated) is not None
 
     def use_float8(self, kernels: TensorCores, *, gated: bool = False) -> None:
-        codes = self.arrange(gated=gated)
-        if self.takes_float8 and codes is not None:
-            shape = self.out_features, self.in_features
+        codes, shape = self.arrange(gated=gated), (self.out_features, self.in_features)
+        if self.takes_float8 and codes is not None and cuts_of(*shape):
             self._float8_linear = kernels.float8(shape, codes=codes, gated=gated)
 
     def arrange(self, *, gated: bool = False) -> CodesKind | None:

@@ -38,6 +38,7 @@ from minisgl_backend.kernels.quantized_linear import float8_rows_reference
 from minisgl_backend.kernels.rope_store import TokenPlaces, qk_norm_rope_store_reference
 from minisgl_backend.kernels.rows import RowTable, StepInputs, begin_decode, keep_sampled
 from minisgl_backend.kernels.sampling_table import ONCE
+from minisgl_backend.layers import quantized_matrix
 from minisgl_backend.layers.experts import ExpertsMLP
 from minisgl_backend.models.adapter_files import open_adapter
 from minisgl_backend.models.adapter_slots import AdapterSlots
@@ -356,9 +357,11 @@ def test_packed_weights_are_computed_by_kernels(
     length: int,
     size: int,
     tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """On tensor cores; 40 tokens by kernels for float8, others dequantized. Of recurrent layers all
     but the rates."""
+    monkeypatch.setattr(quantized_matrix, "cuts_of", lambda *shape: {40: None})
     form = WeightFormat(
         layout=Layout.CONVERTED, encoding=encoding, block=block, symmetric=symmetric
     )

@@ -276,7 +276,8 @@ def _limits(
         graph_sizes=tuple(sizes[0]),
         chunk_graph_sizes=tuple(sizes[1]),
         scored_at_once=rows_at_once(model.spec.vocab_size, model.dtype),
-        takes_masks=options.structured_outputs and model.group.rank == 0,
+        # though only rank 0 has masks: the sums in what is captured need all ranks
+        takes_masks=options.structured_outputs,
         section=facts.shape.section,
     )
 

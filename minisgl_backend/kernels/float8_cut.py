@@ -72,8 +72,8 @@ _CHOSEN: Final = {
     128: Float8Cut(128, 128, shared=1),
     192: Float8Cut(128, 96, shared=2),
 }
-"""Keyed by the largest number of rows. Tuned on an H200 with the weights of Qwen3-14B; from 256 rows
-on the library is as fast."""
+"""Keyed by the largest number of rows. Tuned on an H200 with the weights of Qwen3-14B; the library is
+as fast for 256 rows."""
 
 
 def cuts_of(height: int, in_features: int) -> dict[int, Float8Cut]:

@@ -28,7 +28,7 @@ from minisgl_backend.models.adapter_files import AdapterFile, open_adapter
 from minisgl_backend.models.adapter_slots import AdapterShape, AdapterSlots
 from minisgl_backend.parallel.group import Group
 from minisgl_backend.plan import AdapterMoves
-from minisgl_backend.request import IntArray
+from minisgl_backend.request import AdapterFacts, IntArray
 
 
 class AdapterStore:
@@ -40,27 +40,26 @@ class AdapterStore:
         self._lock = threading.Lock()
         self._adapters: dict[int, Tensor] = {}
 
-    def check(self, folder: Path) -> tuple[int, int, int]:
-        """Rank, targets and the files' state of an adapter that fits the model; reads it, and keeps
-        nothing.
-
-        Raises ``ConfigError``."""
+    def check(self, folder: Path) -> AdapterFacts:
+        """Read an adapter without keeping it. Raises ``ConfigError`` if it does not fit."""
         file = self._open(folder)
         for _ in file.tensors(self._slots.dtype):
             pass
-        shape = self._slots.shape_of(file)
-        return shape.rank, shape.targets, file.state
+        return self._facts(file)
 
-    def read(self, adapter_id: int, folder: Path) -> tuple[int, int, int]:
-        """Read an adapter; the same of it. Raises ``ConfigError``; then nothing is kept."""
+    def read(self, adapter_id: int, folder: Path) -> AdapterFacts:
+        """Read an adapter and keep it. Raises ``ConfigError`` if it does not fit."""
         file = self._open(folder)
         flat = self._slots.pack(file)
         if self._pinned:
             flat = flat.pin_memory()
         with self._lock:
             self._adapters[adapter_id] = flat
+        return self._facts(file)
+
+    def _facts(self, file: AdapterFile) -> AdapterFacts:
         shape = self._slots.shape_of(file)
-        return shape.rank, shape.targets, file.state
+        return AdapterFacts(shape.rank, shape.targets, file.state)
 
     def _open(self, folder: Path) -> AdapterFile:
         slots = self._slots

@@ -1,8 +1,8 @@
 """Checks before anything starts: options, a model's files, memory.
 
 Knows options, the files of a checkpoint and the size of this machine. Must not import torch, so
-that a command can report at once what the engine would find half a minute later. The engine makes
-the same checks (``resolve``), and then those that need the device.
+that a command can report in a second what the engine would find half a minute later. The engine
+makes the same checks (``resolve``), and then those that need the device.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ _ITEM_BYTES: Final[Mapping[str, int]] = MappingProxyType(
 
 
 def device_type(options: EngineOptions) -> str | None:
-    """``cpu`` or ``cuda``, or None if only torch can tell which of them it will be.
+    """``cpu`` or ``cuda``, or None if only torch can tell.
 
-    Raises ``ConfigError`` if a GPU is asked for and this machine has no driver for one.
+    Raises ``ConfigError`` if options ask for a GPU and this machine has no driver for one.
     """
     try:
         ctypes.CDLL("libcuda.so.1")
@@ -63,7 +63,7 @@ def check_options(options: EngineOptions, device: str | None) -> None:
     if options.tensor_parallel_size % (options.nnodes or 1):
         raise ConfigError(
             f"tensor_parallel_size={options.tensor_parallel_size} must be a multiple of "
-            f"nnodes={options.nnodes}: each node has as many ranks"
+            f"nnodes={options.nnodes}: all nodes have the same number of ranks"
         )
     place = first_place(options)
     if options.tensor_parallel_size == 1:
@@ -142,8 +142,8 @@ def _check_on_cpu(options: EngineOptions) -> None:
 
 
 def _check_batch_invariant(options: EngineOptions) -> None:
-    """Raise ``ConfigError`` if an option asks for kernels whose sums depend on the batch, or for
-    some that have not been shown not to."""
+    """Raise ``ConfigError`` if an option asks for kernels whose sums depend, or may depend, on the
+    batch."""
     asked = {
         "dtype": options.dtype not in (None, "bfloat16"),
         "quantization": options.quantization is not None,
@@ -160,7 +160,7 @@ def _check_batch_invariant(options: EngineOptions) -> None:
 
 
 def check_invariant_spec(spec: ModelSpec) -> None:
-    """Raise ``ConfigError`` if layers compute what no kernel of ``batch_invariant`` knows."""
+    """Raise ``ConfigError`` if ``batch_invariant`` has no kernel for something in the model."""
     experts = None if spec.moe is None else spec.moe.experts
     unknown = {
         "quantized weights": spec.weights is not None,
@@ -198,7 +198,7 @@ def adapter_paths(options: EngineOptions) -> dict[str, str]:
             raise ConfigError(f"option lora_modules must be NAME=PATH,NAME=PATH, got {given!r}")
         if name.strip() in named:
             raise ConfigError(f"option lora_modules names {name.strip()!r} twice, got {given!r}")
-        named[name.strip()] = os.path.expanduser(path.strip())  # no shell does it behind a =
+        named[name.strip()] = os.path.expanduser(path.strip())  # shells do not, after a =
     return {**paths, **named}
 
 

@@ -105,8 +105,8 @@ def launch(
         errors="replace",
         # a Ctrl-C in the terminal is for this process alone, which passes it on
         start_new_session=True,
-        # it ends with the thread that starts it, at once: nobody would watch it drain, and its ports
-        # are wanted by the server that comes next
+        # it ends with the thread that starts it, and at once: nobody would watch it drain, and the
+        # next server wants its ports
         preexec_fn=asking_for(signal.SIGKILL),
         pass_fds=(lock,),
     )

@@ -274,7 +274,8 @@ OUTPUTS: Final[tuple[Output, ...]] = (
         name="logprobs",
         kind=Kind.TEXT,
         meaning="JSON list, one a token: {token id: {logprob, rank, decoded_token}}, of the chosen "
-        "token first; null without num_logprobs",
+        "token first, with bytes if decoded_token holds U+FFFD, as parts of characters do; null "
+        "without num_logprobs",
         asked_by=("return_logprobs",),
         each=True,
     ),

@@ -1,8 +1,8 @@
 """JSON schemas in words that llguidance enforces: another schema that the same values follow.
 
 - A keyword that constrains nothing, such as ``uniqueItems: false``, is left out.
-- ``oneOf`` whose alternatives exclude each other is ``anyOf``. llguidance finds that out by itself
-  only if no alternative is a ``$ref``.
+- ``oneOf`` whose alternatives exclude each other, which llguidance does not see of a ``$ref``, is
+  ``anyOf``.
 - ``propertyNames`` that lists names, or has a pattern, is ``properties`` or ``patternProperties``.
 
 What else llguidance does not enforce stays, for it to refuse. Must not know where a schema stands.
@@ -10,7 +10,9 @@ What else llguidance does not enforce stays, for it to refuse. Must not know whe
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from itertools import combinations
 from typing import Any, Final, TypeAlias
 from urllib.parse import unquote
@@ -27,11 +29,12 @@ _ANNOTATIONS: Final = frozenset(
 _STRING: Final = {"type": "string"}
 _ANY_TEXT: Final = frozenset({"binary", "password", "path", "file-path", "directory-path"})
 """Formats that say what a text is for: those of OpenAPI and of pydantic."""
-_ANYTHING: Final = frozenset({"null", "boolean", "number", "string", "array", "object"})
+_OBJECT: Final = frozenset({"object"})
+_ANYTHING: Final = _OBJECT | {"null", "boolean", "number", "string", "array"}
 _MOST_DEPTH: Final = 128
 """Beyond that llguidance reads no JSON."""
 _MOST_STEPS: Final = 8
-"""From a schema to a property that tells it from another, by references and nested objects."""
+"""References in a row."""
 
 
 def plain(schema: dict[str, Any]) -> dict[str, Any]:
@@ -107,34 +110,85 @@ def _with_names(schema: dict[str, Any], root: Schema) -> dict[str, Any]:
 
 
 def _exclude_each_other(alternatives: Any, root: Schema) -> bool:
-    return isinstance(alternatives, list) and all(
-        _exclude(one, other, root, _MOST_STEPS) for one, other in combinations(alternatives, 2)
-    )
+    """Whether no value follows two of them, and there is a reference that hides it."""
+    if not (isinstance(alternatives, list) and any(map(_is_reference, alternatives))):
+        return False
+    known = [_Alternative.of(schema, root) for schema in alternatives]
+    return all(one.excludes(other) for one, other in combinations(known, 2))
 
 
-def _exclude(one: Any, other: Any, root: Schema, steps: int) -> bool:
-    """Whether it is plain to see that no value follows both."""
-    if steps == 0:
-        return False
-    one, other = _resolved(one, root), _resolved(other, root)
-    if not _types(one) & _types(other):
-        return True
-    literals, others = _literals(one), _literals(other)
-    if literals is not None and others is not None:
-        return not any(value in others for value in literals)
-    if not _types(one) == _types(other) == {"object"}:
-        return False
-    properties, required = _object(one, "properties"), _names(one)
-    more_properties, more_required = _object(other, "properties"), _names(other)
-    return (
-        any(name not in more_properties for name in required if _is_closed(other))
-        or any(name not in properties for name in more_required if _is_closed(one))
-        or any(
-            _exclude(properties[name], more_properties[name], root, steps - 1)
-            for name in required | more_required
-            if name in properties and name in more_properties
+def _is_reference(schema: Any) -> bool:
+    return isinstance(schema, dict) and "$ref" in schema
+
+
+@dataclass(frozen=True, slots=True)
+class _Values:
+    """The values that may follow a schema: their types, of which an integer's is number, and all
+    of them if they are listed."""
+
+    types: frozenset[str]
+    listed: frozenset[tuple[str, Any]] | None
+
+    @classmethod
+    def of(cls, schema: Any, root: Schema) -> _Values:
+        schema = _resolved(schema, root)
+        given = schema.get("type")
+        named = given if isinstance(given, list) else [given]
+        types = frozenset("number" if name == "integer" else name for name in named if name)
+        literals = _literals(schema)
+        if literals is None:
+            return cls(types or _ANYTHING, None)
+        listed = frozenset(map(_comparable, literals))
+        return cls((types or _ANYTHING) & {kind for kind, _ in listed}, listed)
+
+    def exclude(self, other: _Values) -> bool:
+        if self.types.isdisjoint(other.types):
+            return True
+        return (
+            self.listed is not None
+            and other.listed is not None
+            and self.listed.isdisjoint(other.listed)
         )
-    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Alternative:
+    """One of several schemas. ``is_closed``: its values have none but its ``properties``."""
+
+    values: _Values
+    properties: Mapping[str, _Values]
+    required: frozenset[str]
+    is_closed: bool
+
+    @classmethod
+    def of(cls, schema: Any, root: Schema) -> _Alternative:
+        schema = _resolved(schema, root)
+        properties, required = schema.get("properties"), schema.get("required")
+        return cls(
+            _Values.of(schema, root),
+            {name: _Values.of(one, root) for name, one in properties.items()}
+            if isinstance(properties, dict)
+            else {},
+            frozenset(name for name in required if isinstance(name, str))
+            if isinstance(required, list)
+            else frozenset(),
+            schema.get("additionalProperties") is False and "patternProperties" not in schema,
+        )
+
+    def excludes(self, other: _Alternative) -> bool:
+        """Whether it is plain to see that no value follows both."""
+        if self.values.exclude(other.values):
+            return True
+        if not self.values.types == other.values.types == _OBJECT:
+            return False
+        required, both = self.required | other.required, self.properties.keys() & other.properties
+        return (
+            (self.is_closed and not required <= self.properties.keys())
+            or (other.is_closed and not required <= other.properties.keys())
+            or any(
+                self.properties[name].exclude(other.properties[name]) for name in required & both
+            )
+        )
 
 
 def _resolved(schema: Any, root: Schema) -> Schema:
@@ -164,24 +218,14 @@ def _at(pointer: Any, root: Schema) -> Any:
     return found
 
 
-def _types(schema: Schema) -> frozenset[str]:
-    """The types of the values that may follow it; integers are numbers."""
-    given = schema.get("type", ())
-    named = {given} if isinstance(given, str) else set(given) if isinstance(given, list) else set()
-    types = frozenset("number" if name == "integer" else name for name in named) or _ANYTHING
-    if (literals := _literals(schema)) is not None:
-        types &= frozenset(map(_type, literals))
-    return types
-
-
-def _type(value: Any) -> str:
-    """JSON's name of a value's type."""
+def _comparable(value: Any) -> tuple[str, Any]:
+    """A value with JSON's name of its type, equal to another as JSON has it."""
     if value is None:
-        return "null"
+        return "null", None
     for kind, name in ((bool, "boolean"), (int | float, "number"), (str, "string")):
         if isinstance(value, kind):
-            return name
-    return "array" if isinstance(value, list) else "object"
+            return name, value
+    return "array" if isinstance(value, list) else "object", json.dumps(value, sort_keys=True)
 
 
 def _literals(schema: Schema) -> list[Any] | None:
@@ -190,20 +234,6 @@ def _literals(schema: Schema) -> list[Any] | None:
         return [schema["const"]]
     listed = schema.get("enum")
     return listed if isinstance(listed, list) else None
-
-
-def _object(schema: Schema, key: str) -> Schema:
-    found = schema.get(key)
-    return found if isinstance(found, dict) else {}
-
-
-def _names(schema: Schema) -> set[str]:
-    required = schema.get("required")
-    return {name for name in required if isinstance(name, str)} if required else set()
-
-
-def _is_closed(schema: Schema) -> bool:
-    return schema.get("additionalProperties") is False and "patternProperties" not in schema
 
 
 def _is_true(schema: Any) -> bool:

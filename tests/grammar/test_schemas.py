@@ -97,6 +97,8 @@ REFS: dict[str, Any] = {
     "square": closed(square=NUMBER),
     "disc": closed(disc=NUMBER),
     "list": {"type": "array"},
+    "one": {"const": 1},
+    "pair": {"enum": [{"b": [2], "a": 1}]},
     "me": {"$ref": "#/$defs/me"},
     "a/b": TEXT,
 }
@@ -114,10 +116,12 @@ def ref(name: str) -> dict[str, Any]:
         ([ref("a~1b"), ref("list")], True),
         ([ref("a%7E1b"), ref("list")], True),
         ([ref("square"), ref("disc")], True),
-        ([{"const": 1}, {"const": True}, {"enum": ["1", None]}], True),
-        ([{"const": 1}, {"enum": [1.0]}], False),
-        ([{"type": "integer"}, NUMBER], False),
-        ([{"type": ["string", "null"]}, {"type": ["array", "null"]}], False),
+        ([ref("one"), {"const": True}, {"enum": ["1", None, {"a": 1}]}], True),
+        ([ref("one"), {"enum": [1.0]}], False),
+        ([ref("one"), {"type": "integer"}], False),
+        ([{"const": {"a": 1, "b": [2]}}, ref("pair")], False),
+        ([ref("list"), {"type": ["array", "null"]}], False),
+        ([{"const": 1}, {"const": 2}], False),  # which llguidance sees
         ([ref("cat"), ref("some")], False),
         ([ref("cat"), ref("bare")], False),  # a number follows the latter
         ([ref("cat"), ref("open")], True),  # which need not have a kind, but then has no name

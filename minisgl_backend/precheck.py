@@ -319,8 +319,8 @@ def _check_memory(options: EngineOptions, spec: ModelSpec) -> None:
     page_size, num_pages = options.page_size, options.num_pages or 1
     shape = spec.attention_shape().for_context(context_of(options, spec))
     numbers = shape.numbers_per_position(window_pages=False)
-    if not numbers:  # half as many window pages
-        numbers = shape.numbers_per_position(window_pages=True) // 2
+    if not numbers:  # as many window pages
+        numbers = shape.numbers_per_position(window_pages=True)
     kv_bytes = 2 * numbers * item_bytes
     table_entries = options.max_running_requests * -(-context // page_size)
     num_slots = options.max_loras if options.enable_lora else 0

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from minisgl_backend.errors import InvalidRequest, Unsupported
+from minisgl_backend.grammar import schemas
 from minisgl_backend.request import TokenId
 
 TEXT: Final = r"TEXT: /(.|\n)*/"
@@ -70,7 +71,7 @@ def spaced(schema: dict[str, Any] | bool, *, is_lenient: bool = False) -> str:
         guidance = {**guidance, "whitespace_pattern": _WHITESPACE}
     if is_lenient:
         guidance = {**guidance, "lenient": True}
-    return json.dumps({**schema, "x-guidance": guidance})
+    return json.dumps({**schemas.plain(schema), "x-guidance": guidance})
 
 
 @dataclass(frozen=True, slots=True)

@@ -73,8 +73,8 @@ def launch(
 ) -> subprocess.Popen[str]:
     """Start tritonserver, with its log on stdout.
 
-    It is the first process of a session of its own, holds the descriptor ``lock`` too, and gets
-    SIGTERM when the thread that called this ends. ``url`` is where it will listen.
+    It is the first process of a session of its own, holds the descriptor ``lock`` too, and is
+    killed when the thread that called this ends. ``url`` is where it will listen.
     """
     arguments = [
         str(installation.binary),
@@ -105,8 +105,9 @@ def launch(
         errors="replace",
         # a Ctrl-C in the terminal is for this process alone, which passes it on
         start_new_session=True,
-        # it ends with the thread that starts it
-        preexec_fn=asking_for(signal.SIGTERM),
+        # it ends with the thread that starts it, and at once: nobody would watch it drain, and the
+        # next server wants its ports
+        preexec_fn=asking_for(signal.SIGKILL),
         pass_fds=(lock,),
     )
 

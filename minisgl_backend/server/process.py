@@ -4,7 +4,7 @@ Knows processes, ports, files and the server's log. Must not know models or requ
 
 Invariants: what the server needs lies in one private directory of mode 0700, which is gone when
 ``stop`` returns, as are the server's processes and its shared memory. Should this process die
-without ``stop``, the kernel sends the server SIGTERM.
+without ``stop``, the kernel kills the server, whose processes then end too.
 """
 
 from __future__ import annotations

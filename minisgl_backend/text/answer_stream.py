@@ -143,8 +143,8 @@ class AnswerStream:
         self._embedding = packet.embedding
         has_news = False
         if (scored := packet.prompt_logprobs) is not None:
-            text_of = self._vocabulary.token_text
-            self._prompt_logprobs.append(prompt_logprobs_json(scored, text_of))
+            bytes_of = self._vocabulary.token_bytes
+            self._prompt_logprobs.append(prompt_logprobs_json(scored, bytes_of))
             has_news = True
         for news in packet.news:
             if news.sample >= len(self._samples):  # a packet that a client has made up

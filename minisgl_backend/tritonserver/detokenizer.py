@@ -135,7 +135,7 @@ class TritonPythonModel:
         if answer is None:
             return verdict, None
         wanted = stream.start.wanted
-        return verdict, make_response(answer_arrays(answer, wanted, self._vocabulary.token_text))
+        return verdict, make_response(answer_arrays(answer, wanted, self._vocabulary.token_bytes))
 
     def _is_cancelled(self, stream: AnswerStream, responder: Responder) -> bool:
         now_s = time.monotonic()

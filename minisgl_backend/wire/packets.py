@@ -246,7 +246,7 @@ def decode_packet(text: bytes) -> Packet:
     """The packet of a JSON text; raises ``InvalidRequest`` if it is none."""
     try:
         body = json.loads(text.decode())
-        if len(body) == 4 and "o" in body:
+        if len(body) == 4 and body.get("o"):
             return Packet(
                 _str(body["r"]),
                 _unsigned(body["s"], 64),
@@ -267,7 +267,7 @@ def decode_packet(text: bytes) -> Packet:
 
 
 def _decode(body: dict[str, Any]) -> Packet:
-    news = [_decode_news(body, 0)] if body.keys() & {"o", "l", "f"} else []
+    news = [_decode_news(body, 0)] if any(body.get(key) for key in ("o", "l", "f")) else []
     news += [_decode_news(one, _sample(one["n"])) for one in body.get("m", ())]
     if len({one.sample for one in news}) < len(news):
         raise ValueError

@@ -275,7 +275,8 @@ OUTPUTS: Final[tuple[Output, ...]] = (
         name="logprobs",
         kind=Kind.TEXT,
         meaning="JSON list, one object per token: {token id: {logprob, rank, decoded_token}}, the "
-        "chosen token first; null without num_logprobs",
+        "chosen token first, with bytes if decoded_token holds U+FFFD, as parts of characters do; "
+        "null without num_logprobs",
         asked_by=("return_logprobs",),
         each=True,
     ),

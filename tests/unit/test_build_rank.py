@@ -305,6 +305,18 @@ def test_all_ranks_capture_the_same() -> None:
     assert limits[0].takes_masks and limits[0].graph_sizes
 
 
+@pytest.mark.parametrize(("windows", "num_window_pages"), [((8,), 100), ((8, None), 50)])
+def test_all_pages_that_were_asked_for_hold_keys(
+    windows: tuple[int | None, ...], num_window_pages: int
+) -> None:
+    """If all layers have windows, only window pages do."""
+    facts = facts_of(num_pages=100, page_size=1)
+    num_layers = facts.spec.num_layers
+    shape = replace(facts.shape, windows=(windows * num_layers)[:num_layers], window_pages=True)
+    found = rank_memory.cache_sizes(replace(facts, shape=shape), OneRank())
+    assert (found.num_pages, found.num_window_pages) == (100, num_window_pages)
+
+
 @pytest.mark.parametrize(
     ("options", "most"),
     [({}, 256), ({"cuda_graph_max_batch_size": 200}, 200), ({"max_running_requests": 64}, 64)],

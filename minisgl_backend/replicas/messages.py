@@ -3,7 +3,8 @@
 From the door:
 
     {"options": {...}}                     at the start
-    {"p": prompt, "s": sampling, ...}      a request, with the ids of all its samples
+    {"p": prompt, "s": {...}, ...}         a request, with the ids of all its samples and the
+                                           sampling parameters that are not as usual
     {"abort": id, "f" or "e": ...}         end a request with this event
     {"load": [id, name, path]}             make an adapter known; the answer is a piece of news
     {"unload": name}                       forget it
@@ -72,6 +73,8 @@ from minisgl_backend.scheduling.report import SchedulerStats
 Message: TypeAlias = Mapping[str, Any]
 News: TypeAlias = list[Any]
 
+_USUAL: Final = MappingProxyType({spec.name: spec.default for spec in fields(SamplingParams)})
+"""The sampling parameters of which a request says nothing."""
 _LENGTH: Final = struct.Struct("<Q")
 _AT_ONCE: Final = 2**20
 """Most bytes that are read at a time."""
@@ -136,11 +139,18 @@ class Incoming:
 
 def encode_request(request: Request, ids: Sequence[RequestId]) -> Message:
     """A request, and the ids of all its samples, its own first."""
-    adapter = request.adapter
+    adapter, sampling = request.adapter, request.sampling
+    said = {
+        name: value
+        for name, default in _USUAL.items()
+        if (value := getattr(sampling, name)) != default
+    }
+    if sampling.grammar is not None:
+        said["grammar"] = asdict(sampling.grammar)
     return {
         "ids": list(ids),
         "p": _bytes(request.prompt),
-        "s": asdict(request.sampling),
+        "s": said,
         "priority": request.priority,
         "deadline_s": request.deadline_s,
         "salt": request.cache_salt,
@@ -152,18 +162,17 @@ def encode_request(request: Request, ids: Sequence[RequestId]) -> Message:
 def decode_request(message: Message) -> tuple[Request, list[RequestId]]:
     """What ``encode_request`` was given."""
     sampling = dict(message["s"])
-    grammar = sampling.pop("grammar")
-    if grammar is not None:
-        grammar = Grammar(**{**grammar, "kind": GrammarKind(grammar["kind"])})
-    biases = tuple((token, bias) for token, bias in sampling.pop("logit_bias"))
-    stops = tuple(sampling.pop("stop_token_ids"))
+    if (grammar := sampling.get("grammar")) is not None:
+        sampling["grammar"] = Grammar(**{**grammar, "kind": GrammarKind(grammar["kind"])})
+    if "logit_bias" in sampling:
+        sampling["logit_bias"] = tuple((token, bias) for token, bias in sampling["logit_bias"])
+    if "stop_token_ids" in sampling:
+        sampling["stop_token_ids"] = tuple(sampling["stop_token_ids"])
     adapter = message["adapter"]
     request = Request(
         id=message["ids"][0],
         prompt=_array(message["p"], np.int32),
-        sampling=SamplingParams(
-            **sampling, grammar=grammar, logit_bias=biases, stop_token_ids=stops
-        ),
+        sampling=SamplingParams(**sampling),
         priority=message["priority"],
         deadline_s=message["deadline_s"],
         cache_salt=message["salt"],

@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+import struct
 import threading
 import time
 from collections.abc import Callable
@@ -30,6 +31,7 @@ from minisgl_backend.wire.packets import Ack, Verdict
 
 logger = logging.getLogger(__name__)
 
+_KEYS: Final = struct.Struct("=128Q")
 _TICK_S: Final = 0.025
 _SWEEP_EVERY_S: Final = 0.1
 _LINGER_S: Final = 10.0
@@ -67,6 +69,7 @@ class Dispatcher:
         self._engine = engine
         self._grace_s = grace_s
         self._on_packet = on_packet
+        self._keys: list[int] = []
         self._streams: dict[int, ResponseStream] = {}
         self._lingering: dict[int, tuple[ResponseStream, float]] = {}
         self._lock = threading.Lock()
@@ -90,8 +93,14 @@ class Dispatcher:
             thread.start()
 
     def new_key(self) -> int:
-        """A random 64-bit stream key; knowing it authorizes acknowledgements."""
-        return secrets.randbits(64)
+        """A random 64-bit stream key; knowing it authorizes acknowledgements.
+
+        Only the thread of ``execute`` calls this. The system's random numbers come many at a time:
+        each call for them gives up Python's lock, which other threads want.
+        """
+        if not self._keys:
+            self._keys = list(_KEYS.unpack(secrets.token_bytes(_KEYS.size)))
+        return self._keys.pop()
 
     def open(self, stream: ResponseStream) -> Callable[[int, Event], None]:
         """Take a stream; its events go to the function returned, with the places of the samples."""

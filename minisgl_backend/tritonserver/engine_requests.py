@@ -135,8 +135,9 @@ class EngineRequests:
     def samples(self, generation: Generation, stream: ResponseStream) -> list[Request]:
         """What the engine is asked for."""
         ids = _prompt_ids(generation)
-        seed = generation.seed if generation.seed is not None else self._seeds.getrandbits(64)
-        sampling = replace(generation.sampling, seed=seed)
+        sampling = generation.sampling
+        if generation.seed is None:
+            sampling = replace(sampling, seed=self._seeds.getrandbits(64))
         if generation.fit_max_tokens:
             sampling = self._engine.fitted(sampling, num_prompt_tokens=len(ids))
         request = Request(

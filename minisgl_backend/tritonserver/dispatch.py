@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Final, Protocol
 
 from minisgl_backend.errors import EngineFailure, MiniSGLError
-from minisgl_backend.request import Event, FinishReason, RequestId
+from minisgl_backend.request import Event, Failed, Finished, FinishReason, RequestId
 from minisgl_backend.tritonserver.channel import EngineChannel
 from minisgl_backend.tritonserver.outbox import Outbox
 from minisgl_backend.tritonserver.response_stream import Duty, ResponseStream
@@ -31,6 +31,7 @@ from minisgl_backend.wire.packets import Ack, Verdict
 
 logger = logging.getLogger(__name__)
 
+_ENDS: Final = (Finished, Failed)
 _KEYS: Final = struct.Struct("=128Q")
 _TICK_S: Final = 0.025
 _SWEEP_EVERY_S: Final = 0.1
@@ -59,9 +60,11 @@ class Dispatcher:
         grace_s: float,
         directory: Path | None,
         on_packet: Callable[[int], None],
+        before_end: Callable[[], None],
     ) -> None:
         """A packet may stay unacknowledged for ``grace_s`` while later ones are acknowledged. The
         channel's socket goes into ``directory``; ``on_packet`` gets each packet's number of tokens.
+        ``before_end`` is called when a sample has ended, before its client can know.
         """
         # one for each two cores: at least 6 packets under way keep a small machine busy, and more
         # than 4 senders hinder each other
@@ -69,6 +72,7 @@ class Dispatcher:
         self._engine = engine
         self._grace_s = grace_s
         self._on_packet = on_packet
+        self._before_end = before_end
         self._keys: list[int] = []
         self._streams: dict[int, ResponseStream] = {}
         self._lingering: dict[int, tuple[ResponseStream, float]] = {}
@@ -108,8 +112,12 @@ class Dispatcher:
             self._streams[stream.key] = stream
 
         def sink(sample: int, event: Event) -> None:
-            if stream.put(sample, event):
-                self._outbox.put(stream, urgent=stream.is_urgent)
+            try:
+                if type(event) in _ENDS:
+                    self._before_end()
+            finally:
+                if stream.put(sample, event):
+                    self._outbox.put(stream, urgent=stream.is_urgent)
 
         return sink
 

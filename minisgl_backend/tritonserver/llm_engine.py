@@ -26,7 +26,7 @@ from typing import Any, Final
 
 from minisgl_backend.config import EngineOptions, Limits
 from minisgl_backend.errors import InvalidRequest, MiniSGLError, Overloaded, Unsupported
-from minisgl_backend.request import Event, Failed, Finished, FinishReason
+from minisgl_backend.request import Finished, FinishReason
 from minisgl_backend.runtime.door import Door, shutting_down
 from minisgl_backend.runtime_files import QueueMarker, State, read_adapters, write_adapters
 from minisgl_backend.tritonserver.dispatch import Dispatcher
@@ -90,6 +90,7 @@ class TritonPythonModel:
             grace_s=options.cancel_grace_ms / 1000,
             directory=directory,
             on_packet=self._metrics.packet_sent,
+            before_end=self._show_queue,
         )
         self._requests = EngineRequests(
             self._engine, options, reply_to=self._dispatcher.channel.path
@@ -176,15 +177,7 @@ class TritonPythonModel:
         key = self._dispatcher.new_key()
         stream = self._requests.stream(generation, responder, key, direct=direct)
         samples = self._requests.samples(generation, stream)
-        deliver = self._dispatcher.open(stream)
-
-        def sink(sample: int, event: Event) -> None:
-            try:
-                if isinstance(event, Finished | Failed):
-                    self._show_queue()  # before its client can ask again
-            finally:
-                deliver(sample, event)
-
+        sink = self._dispatcher.open(stream)
         sinks = [partial(sink, sample) for sample in range(len(samples))]
         try:
             self._engine.submit_samples(samples, sinks)

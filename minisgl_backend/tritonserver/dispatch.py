@@ -3,8 +3,8 @@
 Knows all open streams of an engine and how to abort a request. Must not know tensors or tokens.
 
 Threads: a few senders, the only ones that wait for Triton; the channel's thread, which brings
-acknowledgements; a clock, which checks every stream each 25 ms for probes that are due, cancelled
-direct clients, intervals that are over, and acknowledgements that never came.
+acknowledgements; a clock, which checks streams for intervals that are over, each 25 ms, and for
+probes that are due, cancelled direct clients, and acknowledgements that never came, each 0.1 s.
 
 Invariants: a stream stays here until its final flag is sent. The engine's thread never waits for
 any of this.
@@ -12,6 +12,7 @@ any of this.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import secrets
@@ -34,6 +35,8 @@ logger = logging.getLogger(__name__)
 _ENDS: Final = (Finished, Failed)
 _KEYS: Final = struct.Struct("=128Q")
 _TICK_S: Final = 0.025
+_TURNS: Final = 4
+"""Streams without an interval take turns in so many ticks."""
 _SWEEP_EVERY_S: Final = 0.1
 _LINGER_S: Final = 10.0
 """How long a stream that ended early is remembered for acknowledgements still outstanding."""
@@ -259,9 +262,12 @@ class Dispatcher:
 
     def _run_clock(self) -> None:
         failed_s = float("-inf")
+        turns = itertools.cycle(range(_TURNS))
         while not self._stopping.wait(_TICK_S):
-            now_s = time.monotonic()
+            now_s, turn = time.monotonic(), next(turns)
             for stream in self._snapshot():
+                if not stream.has_interval and stream.key % _TURNS != turn:
+                    continue
                 try:
                     self._check(stream, now_s)
                 except Exception:  # e.g. no room in Triton for a question; go on with other streams

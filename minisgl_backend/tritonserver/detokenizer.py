@@ -16,17 +16,17 @@ from __future__ import annotations
 
 import logging
 import os
-import queue
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Final
 
 from minisgl_backend.errors import EngineFailure
 from minisgl_backend.text.answer_stream import AnswerStream
 from minisgl_backend.text.tokenizer import load_vocabulary
 from minisgl_backend.tritonserver.channel import DetokenizerChannel
+from minisgl_backend.tritonserver.lane import Lane
 from minisgl_backend.tritonserver.responder import Responder, error_response
 from minisgl_backend.tritonserver.setup import (
     engine_options,
@@ -62,7 +62,10 @@ class TritonPythonModel:
         self._lock = threading.Lock()
         self._channel = DetokenizerChannel(on_forget=self._forget)
         half = (os.cpu_count() or 1) // 2
-        self._lanes = [_Lane(self._take, number) for number in range(min(4, max(2, half)))]
+        self._lanes: list[Lane[tuple[Packet, Responder]]] = [
+            Lane(self._answer_or_fail, name=f"lane {number}")
+            for number in range(min(4, max(2, half)))
+        ]
         self._status = StatusServer(runtime_directory(), args["model_name"], stats=self.stats)
 
     def execute(self, requests: list[Any]) -> None:
@@ -71,7 +74,7 @@ class TritonPythonModel:
             responder = Responder(request, self._status)
             try:
                 packet = decode_packet(read_inputs(request)[CHUNK.name].tobytes())
-                self._lanes[packet.key % len(self._lanes)].put(packet, responder)
+                self._lanes[packet.key % len(self._lanes)].put((packet, responder))
             except Exception as error:
                 responder.fail(error)
 
@@ -89,8 +92,14 @@ class TritonPythonModel:
 
     # --- the lanes ---------------------------------------------------------------------------
 
+    def _answer_or_fail(self, waiting: tuple[Packet, Responder]) -> None:
+        packet, responder = waiting
+        try:
+            self._take(packet, responder)
+        except Exception as error:
+            responder.fail(error)
+
     def _take(self, packet: Packet, responder: Responder) -> None:
-        """Answer a packet."""
         stream = self._stream(packet)
         try:
             verdict, response = self._answer(packet, stream, responder)
@@ -170,30 +179,3 @@ class TritonPythonModel:
     def _forget(self, key: int) -> None:
         with self._lock:
             self._streams.pop(key, None)
-
-
-class _Lane:
-    """A thread that answers packets one after another, by ``take``, with their responders."""
-
-    def __init__(self, take: Callable[[Packet, Responder], None], number: int) -> None:
-        self._take = take
-        self._waiting: queue.SimpleQueue[tuple[Packet, Responder] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name=f"lane {number}", daemon=True)
-        self._thread.start()
-
-    def put(self, packet: Packet, responder: Responder) -> None:
-        """Add a packet behind those that wait here."""
-        self._waiting.put((packet, responder))
-
-    def close(self) -> None:
-        """End the thread once all packets here are answered."""
-        self._waiting.put(None)
-        self._thread.join()
-
-    def _run(self) -> None:
-        while (waiting := self._waiting.get()) is not None:
-            packet, responder = waiting
-            try:
-                self._take(packet, responder)
-            except Exception as error:
-                responder.fail(error)

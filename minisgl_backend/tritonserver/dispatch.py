@@ -102,8 +102,8 @@ class Dispatcher:
     def new_key(self) -> int:
         """A random 64-bit stream key; knowing it authorizes acknowledgements.
 
-        Only the thread of ``execute`` calls this. The system's random numbers come many at a time:
-        each call for them gives up Python's lock, which other threads want.
+        Only the thread that takes requests in calls this. The system's random numbers come many at
+        a time: each call for them gives up Python's lock, which other threads want.
         """
         if not self._keys:
             self._keys = list(_KEYS.unpack(secrets.token_bytes(_KEYS.size)))

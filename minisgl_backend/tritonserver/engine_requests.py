@@ -103,7 +103,7 @@ class Engine(Protocol):
 
 
 class EngineRequests:
-    """Makes the engine's requests and their streams. Belongs to the thread of ``execute``."""
+    """Makes the engine's requests and their streams. Belongs to the thread that takes them in."""
 
     def __init__(self, engine: Engine, options: EngineOptions, *, reply_to: str) -> None:
         """``reply_to`` is the path of the socket for acknowledgements."""

@@ -185,6 +185,8 @@ def samples_of(request: Request, ids: Sequence[RequestId]) -> list[Request]:
     The seed of sample i is the request's seed + i, modulo 2**64, so a separate request with that
     seed gets the same tokens. Only the first sample, the leader of the others, scores the prompt.
     """
+    if len(ids) == 1:
+        return [request]
     sampling = replace(request.sampling, num_prompt_logprobs=None)
     others = [
         replace(

@@ -71,8 +71,8 @@ _CHOSEN: Final = {
     96: Float8Cut(128, 96, shared=1),
     128: Float8Cut(128, 128, shared=1),
 }
-"""Keyed by the largest number of rows. Tuned on an H200 with the weights of Qwen3-14B; for more rows
-the library is as fast."""
+"""By the largest number of rows. Tuned on an H200 with the weights of Qwen3-14B; for more rows the
+library is as fast."""
 
 
 def cuts_of(height: int, in_features: int) -> dict[int, Float8Cut]:

@@ -1,12 +1,12 @@
 """Chooses the replica for each request, and keeps count of what it has sent where.
 
 The rule: of the replicas that are in balance, the one that has the longest prefix of the prompt in
-its cache; of several, the one with the least load. A replica's load has three measures: rows,
-prompt tokens that wait to be computed, and pages, each as a share of what it can hold. It is *in
-balance* if each measure is at most ``Balance.ratio`` times the mean of all replicas, plus
-``Balance.slack``: for a prefix that is at least as long as those of other requests are on average.
-A shorter one pulls in proportion less, down to nothing: for it, a replica must not be above the
-mean. So what leaves a busy replica is what costs the least to compute again.
+its cache; of several, the one with the least load, those with a free row first. A replica's load
+has three measures: rows, prompt tokens that wait to be computed, and pages, each as a share of what
+it can hold. It is *in balance* if each measure is at most ``Balance.ratio`` times the mean of all
+replicas, plus ``Balance.slack``: for a prefix that is at least as long as those of other requests
+are on average. A shorter one pulls in proportion less, down to nothing: for it, a replica must not
+be above the mean. So what leaves a busy replica is what costs the least to compute again.
 
 An adapter that a replica has on its device pulls as a long prefix does, but after prefixes: of the
 replicas that have the same of the prompt, the ones with the adapter come first.
@@ -40,9 +40,9 @@ _Load: TypeAlias = tuple[int, int, int]
 """Rows, waiting tokens, pages."""
 _Limits: TypeAlias = tuple[float, float, float]
 """The largest load in balance."""
-_Rank: TypeAlias = tuple[float, int, Replicas]
-"""The largest measure of a replica's load, as a share of what it can hold; the number of requests
-that it was sent; and the replica."""
+_Rank: TypeAlias = tuple[bool, float, int, Replicas]
+"""Whether a replica has no free row; the largest measure of its load, as a share of what it can
+hold; the number of requests that it was sent; and the replica."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +109,9 @@ class Router:
         # rows, waiting tokens and pages, of each replica and of all that are up
         self._loads: list[_Load] = [(0, 0, 0)] * shadow.num_replicas
         self._total: _Load = (0, 0, 0)
-        self._ranks: list[_Rank] = [(0.0, 0, 1 << number) for number in range(shadow.num_replicas)]
+        self._ranks: list[_Rank] = [
+            (False, 0.0, 0, 1 << number) for number in range(shadow.num_replicas)
+        ]
         self._by_load = list(self._ranks)  # sorted
         self._up: Replicas = (1 << shadow.num_replicas) - 1
         self._usual = 0.0  # pages of the longest prefix that a request finds, on average
@@ -257,7 +259,9 @@ class Router:
         most = self._capacity
         busiest = max(rows / most[0], tokens / most[1], pages / most[2])
         del self._by_load[bisect_left(self._by_load, self._ranks[replica])]
-        rank = self._ranks[replica] = busiest, self.num_routed[replica], 1 << replica
+        # a prompt waits for others a few steps, and for a row until some answer ends
+        is_full = rows >= most[0]
+        rank = self._ranks[replica] = is_full, busiest, self.num_routed[replica], 1 << replica
         insort(self._by_load, rank)
         if self._up >> replica & 1:
             self._total = _sum(self._total, change)
@@ -280,7 +284,7 @@ class Router:
             replica = replicas.bit_length() - 1
             within = replicas and (limits is None or _fits(loads[replica], limits))
             return replica if within else None
-        for _, _, bit in self._by_load:
+        for _, _, _, bit in self._by_load:
             if replicas & bit:
                 replica = bit.bit_length() - 1
                 if limits is None or _fits(loads[replica], limits):

@@ -16,7 +16,7 @@ import itertools
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -205,8 +205,7 @@ class Door(ABC):
         num_tokens, now_s = len(first.prompt), time.monotonic()
         entries = []
         for request, sink in zip(samples, sinks, strict=True):
-            accepted = dataclasses.replace(request, sampling=self._with_eos(request.sampling))
-            entries.append(OpenRequest(accepted, sink, now_s))
+            entries.append(OpenRequest(self._with_eos(request), sink, now_s))
         with self._changed:
             self._check_open()
             if complaint := self._queue_complaint(num_tokens, len(samples)):
@@ -221,7 +220,9 @@ class Door(ABC):
         as ``submit_samples`` does."""
         info, sampling = self.info, request.sampling
         prompt = request.prompt
-        _check_ids("input_ids", prompt, info.vocab_size)
+        # one pass, as it may be long; as unsigned numbers, negative ones are large
+        if prompt.view(np.uint32).max(initial=0) >= info.vocab_size:
+            _check_ids("input_ids", prompt.tolist(), info.vocab_size)
         _check_ids("stop_token_ids", sampling.stop_token_ids, info.vocab_size)
         _check_ids("logit_bias", [token for token, _ in sampling.logit_bias], info.vocab_size)
         # ``wire.parse`` checks the same; some requests do not come through it
@@ -341,11 +342,13 @@ class Door(ABC):
             )
         return None
 
-    def _with_eos(self, sampling: SamplingParams) -> SamplingParams:
+    def _with_eos(self, request: Request) -> Request:
+        sampling = request.sampling
         if sampling.ignore_eos:
-            return sampling
+            return request
         ids = dict.fromkeys((*sampling.stop_token_ids, *self.info.eos_token_ids))
-        return dataclasses.replace(sampling, stop_token_ids=tuple(ids))
+        sampling = dataclasses.replace(sampling, stop_token_ids=tuple(ids))
+        return dataclasses.replace(request, sampling=sampling)
 
 
 def shutting_down() -> Overloaded:
@@ -353,10 +356,7 @@ def shutting_down() -> Overloaded:
     return Overloaded("the server is shutting down")
 
 
-def _check_ids(name: str, ids: object, vocab_size: int) -> None:
-    array = np.asarray(ids, dtype=np.int64)
-    wrong = array[(array < 0) | (array >= vocab_size)]
-    if len(wrong):
-        raise InvalidRequest(
-            f"{name} must be token ids in 0..{vocab_size - 1}, got {int(wrong[0])}"
-        )
+def _check_ids(name: str, ids: Iterable[int], vocab_size: int) -> None:
+    for token_id in ids:
+        if not 0 <= token_id < vocab_size:
+            raise InvalidRequest(f"{name} must be token ids in 0..{vocab_size - 1}, got {token_id}")

@@ -228,10 +228,11 @@ def _to_biases(name: str, value: Any) -> tuple[tuple[int, float], ...]:
 
 
 def token_ids(name: str, array: npt.NDArray[Any]) -> IntArray:
-    """The ids of a tensor of any shape, int32[num_tokens]; they may not be in the vocabulary."""
+    """The ids of a tensor of any shape, int32[num_tokens]; some may be negative, or not in the
+    vocabulary."""
     if array.dtype.kind not in "iu":
         raise InvalidRequest(f"{name} must be integers, got {array.dtype}")
     flat = array.reshape(-1)
-    if flat.size and (flat.min() < 0 or flat.max() > INT32_MAX):
+    if flat.dtype != np.int32 and flat.size and (flat.min() < 0 or flat.max() > INT32_MAX):
         raise InvalidRequest(f"{name} must be in 0 .. {INT32_MAX}")
     return np.ascontiguousarray(flat, dtype=np.int32)

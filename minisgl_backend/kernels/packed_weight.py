@@ -1,7 +1,8 @@
 """Quantized weights in the order in which ``cuda/linear.cu`` and the kernels beside it read them.
 
 A ``PackedWeight`` is a ``QuantizedWeight`` whose inputs are permuted, within 16 of them (codes of 8
-bits) or 32 (of 4 bits): a word of 4 bytes then has the codes that one thread multiplies. If the
+bits) or 32 (of 4 bits): a word of 4 bytes then has the codes that one thread multiplies. The bits
+of E2M1 are also permuted, within four codes. If the
 checkpoint reorders inputs, they are first sorted by group, and so must be the columns of x. Scales
 lie as the kernel's ring takes them, beside those of the quantized weight, which other kernels take.
 
@@ -48,6 +49,9 @@ PLACES_OF_BYTES: Final = tuple(
     k for quad in _QUAD for k in (8 + 2 * quad, 2 * quad, 9 + 2 * quad, 2 * quad + 1)
 )
 """Of 16 inputs with codes of 8 bits: the one at each place."""
+
+_BITS_OF_E2M1: Final = (6, 7, 8, 15, 3, 4, 5, 12, 0, 1, 2, 9, 10, 11, 13, 14)
+"""Where each bit of four codes is in their 16 bits."""
 
 _OF_NIBBLES: Final = tuple(
     first + 2 * quad + odd for quad in _QUAD for odd in (0, 1) for first in (0, 8, 16, 24)
@@ -226,6 +230,7 @@ def _permute(weight: QuantizedWeight, order: Tensor | None) -> None:
     """Sort and permute the inputs of the codes, some rows at a time."""
     four, device = weight.encoding.bits == 4, weight.codes.device
     places = torch.tensor(_OF_NIBBLES if four else PLACES_OF_BYTES, device=device)
+    spread = _spread_halves(device) if weight.encoding is Encoding.E2M1 else None
     at_once = max(1, 2**22 // weight.in_features)
     for start in range(0, len(weight.codes), at_once):
         codes = weight.codes.view(torch.uint8)[start : start + at_once]
@@ -235,7 +240,20 @@ def _permute(weight: QuantizedWeight, order: Tensor | None) -> None:
         if order is not None:
             numbers = numbers[:, order]
         numbers = _rearranged(numbers, places)
-        codes.copy_(joined(numbers) if four else numbers)
+        permuted = joined(numbers) if four else numbers
+        codes.copy_(permuted if spread is None else _looked_up(permuted, spread))
+
+
+def _spread_halves(device: torch.device) -> Tensor:
+    """What becomes of 16 bits of E2M1, for all of their values."""
+    halves = torch.arange(2**16, device=device)
+    bits = [(halves >> bit & 1) << place for bit, place in enumerate(_BITS_OF_E2M1)]
+    return torch.stack(bits).sum(dim=0).to(torch.uint16)
+
+
+def _looked_up(codes: Tensor, table: Tensor) -> Tensor:
+    """uint8 ``codes``, each two bytes of which are replaced by their entry of ``table``."""
+    return table[codes.contiguous().view(torch.int16).long() & 0xFFFF].view(torch.uint8)
 
 
 def _rearranged(numbers: Tensor, places: Tensor) -> Tensor:
@@ -261,6 +279,9 @@ def dequantize_weight_reference(weight: QuantizedWeight, out: Tensor, *, packed:
         return dequantize(weight, out)
     four, codes = weight.encoding.bits == 4, weight.codes.view(torch.uint8)
     places = torch.tensor(_OF_NIBBLES if four else PLACES_OF_BYTES, device=codes.device).argsort()
+    if weight.encoding is Encoding.E2M1:
+        gathered = _spread_halves(codes.device).long().argsort().to(torch.uint16)
+        codes = _looked_up(codes, gathered)
     numbers = torch.stack([codes & 15, codes >> 4], dim=-1).flatten(-2) if four else codes
     numbers = _rearranged(numbers, places)
     plain = joined(numbers) if four else numbers.view(weight.codes.dtype)

@@ -32,6 +32,16 @@ def _place_of_4_bits(k):
 
 
 @triton.jit
+def _spread_code(half_ptr, which, mask):
+    """One of four codes, whose bits are permuted within 2 bytes."""
+    low = tl.load(half_ptr, mask=mask, other=0).to(tl.int32)
+    half = low | tl.load(half_ptr + 1, mask=mask, other=0).to(tl.int32) << 8
+    first = 6 - 3 * tl.minimum(which, 2)
+    code = (half >> first & 7) | (half >> (first + 9) & 1) << 3
+    return tl.where(which < 3, code, (half >> 10 & 3) | (half >> 13 & 3) << 2)
+
+
+@triton.jit
 def _numbers(codes, KIND: tl.constexpr):
     """Codes, uint8 or halves of it, as float32."""
     codes = codes.to(tl.int32)
@@ -79,8 +89,11 @@ def _load_numbers(
         place = k
         if PERMUTED:
             place = _place_of_4_bits(k)
-        both = tl.load(codes_ptr + row + place // 2, mask=mask, other=0).to(tl.int32)
-        codes = (both >> (place % 2 * 4)) & 15
+        if KIND == 4 and PERMUTED:
+            codes = _spread_code(codes_ptr + row + place // 4 * 2, place % 4, mask)
+        else:
+            both = tl.load(codes_ptr + row + place // 2, mask=mask, other=0).to(tl.int32)
+            codes = (both >> (place % 2 * 4)) & 15
     if GROUPS:
         column = tl.load(groups_ptr + k, mask=mask & (k >= 0), other=0)
     else:

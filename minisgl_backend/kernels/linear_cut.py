@@ -192,8 +192,8 @@ def _tokens_of(batch: int, most: int, numbers: Numbers) -> int:
 
 
 def _whole_or_split(batch: int, height: int, in_features: int, tile: Cut, most_blocks: int) -> Cut:
-    """``tile`` with its stages; split, if tiles are few, into up to ``most_blocks`` in all. Of a plain
-    weight one may have a step more than another."""
+    """``tile`` with its stages; split, if tiles are few, into up to ``most_blocks`` in all. Splits
+    of a plain weight may differ by a step."""
     blocks = tile.num_tiles(height) * -(-batch // tile.tokens)
     splits, block = 1, tile.numbers.block
     is_plain, steps_of_tile = tile.numbers == PLAIN, in_features // block

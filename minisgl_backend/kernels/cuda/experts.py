@@ -227,9 +227,9 @@ class RoutingKernel:
         shared: bool = False,
     ) -> None:
         """``held``: the first expert of this rank, and the end. ``wide``: logits are float32, else
-        bfloat16. ``blocks``: sizes of blocks that are asked for, 0 for no sorting, and ``few`` those
-        of few rows (``of_rows``). ``shared``: the weights have one more expert, which all tokens may
-        be given as well, if there is no sorting."""
+        bfloat16. ``blocks``: sizes of blocks that are asked for, 0 for no sorting; ``few``: those
+        that ``of_rows`` is asked for. ``shared``: the weights have one more expert, which all
+        tokens may be given as well, if there is no sorting."""
         constants = {
             "EXPERTS": rule.num_experts,
             "TOP_K": rule.top_k,
@@ -253,7 +253,10 @@ class RoutingKernel:
             few = ()
         elif rule.num_experts > _SORTED_BY_ROUTER:
             few = [block for block in few if not block]
-        for block, all_take in [(block, False) for block in few] + [(0, True)] * (shared and 0 in few):
+        kinds = [(block, False) for block in few]
+        if shared and (0, False) in kinds:
+            kinds.append((0, True))
+        for block, all_take in kinds:
             of_rows = {**constants, "WIDE": True, "BLOCK": block, "SHARED": all_take}
             module = CudaModule("routing.cu", of_rows, device)
             self._routers[block, all_take] = module.kernel("router", shared_bytes=0)
@@ -431,10 +434,10 @@ class ExpertsKernels:
         experts. The rows of those that other ranks hold are not written.
 
         ``x`` [num_tokens, hidden_size] is under a norm; with ``squares``, one that is half done
-        (``cuda.linear``). ``router`` is the router's weight, and ``bias``, float32 [num_experts], is
-        added to its logits; ``logits`` computes them [num_tokens, num_experts], without the bias, if
-        no kernel here does. With a ``shared_gate`` [hidden_size] all
-        tokens take the last expert, too, which counts as its sigmoid says: it is a choice more.
+        (``cuda.linear``). ``router`` is the router's weight, and ``bias``, float32 [num_experts],
+        is added to its logits; ``logits`` computes these [num_tokens, num_experts], without the
+        bias, if no kernel here does. With a ``shared_gate`` [hidden_size] all tokens take the last
+        expert, too, which counts as its sigmoid says: it is a choice more.
         """
         num_tokens, top_k = len(x), self._route.top_k
         num_pairs = num_tokens * top_k

@@ -158,7 +158,8 @@ def cut_of(
     of large ones are multiplied by few tokens in two ways, for a warp mostly waits.
     """
     if height * in_features > _MOST_SMALL:
-        return _cut_of_large(batch, height, in_features, head_dim or 128, numbers)
+        features = head_dim or (64 if batch <= 8 and height % 128 else 128)
+        return _cut_of_large(batch, height, in_features, features, numbers)
     features = head_dim or (64 if batch <= 8 or height <= 64 else 128)
     tokens = min(batch, 64)
     while (

@@ -248,7 +248,7 @@ def _spread_halves(device: torch.device) -> Tensor:
     """What becomes of 16 bits of E2M1, for all of their values."""
     halves = torch.arange(2**16, device=device)
     bits = [(halves >> bit & 1) << place for bit, place in enumerate(_BITS_OF_E2M1)]
-    return torch.stack(bits).sum(dim=0).to(torch.uint16)
+    return torch.stack(bits).sum(dim=0).to(torch.int16)  # PyTorch on a GPU looks up no uint16
 
 
 def _looked_up(codes: Tensor, table: Tensor) -> Tensor:
@@ -280,7 +280,7 @@ def dequantize_weight_reference(weight: QuantizedWeight, out: Tensor, *, packed:
     four, codes = weight.encoding.bits == 4, weight.codes.view(torch.uint8)
     places = torch.tensor(_OF_NIBBLES if four else PLACES_OF_BYTES, device=codes.device).argsort()
     if weight.encoding is Encoding.E2M1:
-        gathered = _spread_halves(codes.device).long().argsort().to(torch.uint16)
+        gathered = (_spread_halves(codes.device).long() & 0xFFFF).argsort().to(torch.int16)
         codes = _looked_up(codes, gathered)
     numbers = torch.stack([codes & 15, codes >> 4], dim=-1).flatten(-2) if four else codes
     numbers = _rearranged(numbers, places)

@@ -181,7 +181,7 @@ __device__ __forceinline__ u32 masked_or(u32 x, u32 mask, u32 y) {   // in one i
 // Two numbers of a word of codes, as bfloat16, less `by`, two times; of e2m1 times `by`. Of 8 bits pair 0 is in bytes 1
 // and 3, pair 1 in bytes 0 and 2; of integers of 4 bits a pair is in the same quarter of both halves. The bits of e2m1
 // are spread over a half so that a shift and a mask put them where bfloat16 has its sign, the end of its exponent and
-// the first bit of its mantissa; what is left between those of the first three pairs is the fourth.
+// the first bit of its mantissa. What the first three pairs leave makes the fourth, by xor with bits of theirs.
 __device__ __forceinline__ u32 numbers(u32 codes, int pair, u32 by) {
     if (CODE == 1) {   // exponent and mantissa move to the end of bfloat16's exponent: 2^120 too small
         const u32 at = pair ? codes << 8 : codes;
@@ -193,9 +193,8 @@ __device__ __forceinline__ u32 numbers(u32 codes, int pair, u32 by) {
         return ZEROS ? minus(number, by) : number;
     }
     if (CODE == 3) return minus(masked_or(codes >> 4 * pair, 0x000f000f, 0x43004300), by);   // of 128 + code
-    u32 at = codes << 3 * pair & 0x81c081c0;   // 2^126 too small
-    if (pair == 3) at = masked_or(codes >> 4, 0x00c000c0, masked_or(codes >> 5, 0x01000100, codes << 1 & 0x80008000));
-    return times(at, by);
+    const u32 at = pair < 3 ? codes << 3 * pair : codes << 1 ^ codes >> 4 ^ codes >> 5;
+    return times(at & 0x81c081c0, by);   // 2^126 too small
 }
 
 // What `numbers` subtracts, from the word of a scale.

@@ -32,13 +32,15 @@ def _place_of_4_bits(k):
 
 
 @triton.jit
-def _spread_code(half_ptr, which, mask):
-    """One of four codes, whose bits are permuted within 2 bytes."""
-    low = tl.load(half_ptr, mask=mask, other=0).to(tl.int32)
-    half = low | tl.load(half_ptr + 1, mask=mask, other=0).to(tl.int32) << 8
-    first = 6 - 3 * tl.minimum(which, 2)
-    code = (half >> first & 7) | (half >> (first + 9) & 1) << 3
-    return tl.where(which < 3, code, (half >> 10 & 3) | (half >> 13 & 3) << 2)
+def _spread_code(word_ptr, which, mask):
+    """One of eight codes of E2M1, whose bits are spread over 4 bytes."""
+    word = tl.load(word_ptr, mask=mask, other=0).to(tl.int64)
+    for i in tl.static_range(1, 4):
+        word |= tl.load(word_ptr + i, mask=mask, other=0).to(tl.int64) << 8 * i
+    pair = which % 4
+    at = tl.where(pair < 3, word << 3 * pair, word << 1 ^ word >> 4 ^ word >> 5)
+    at = at >> which // 4 * 16
+    return (at >> 12 & 8) | (at >> 6 & 7)
 
 
 @triton.jit
@@ -90,7 +92,7 @@ def _load_numbers(
         if PERMUTED:
             place = _place_of_4_bits(k)
         if KIND == 4 and PERMUTED:
-            codes = _spread_code(codes_ptr + row + place // 4 * 2, place % 4, mask)
+            codes = _spread_code(codes_ptr + row + place // 8 * 4, place % 8, mask)
         else:
             both = tl.load(codes_ptr + row + place // 2, mask=mask, other=0).to(tl.int32)
             codes = (both >> (place % 2 * 4)) & 15

@@ -65,13 +65,12 @@ def code_of_thread(weight: QuantizedWeight, row: int, k: int) -> int:
     if weight.encoding.bits == 8:
         word = int(words[k // 16 * 4 + quad]) & 0xFFFFFFFF
         return word >> (16 * odd + (0 if upper else 8)) & 255
-    half = int(words[k // 32 * 4 + quad]) >> 16 * odd & 0xFFFF
+    word = int(words[k // 32 * 4 + quad]) & 0xFFFFFFFF
     pair = k % 32 // 16 * 2 + upper
     if weight.encoding is Encoding.INT4:
-        return half >> 4 * pair & 15
-    at = half << 3 * pair & 0x81C0
-    if pair == 3:
-        at = half << 1 & 0x8000 | half >> 5 & 0x0100 | half >> 4 & 0x00C0
+        return word >> (16 * odd + 4 * pair) & 15
+    at = word << 3 * pair if pair < 3 else word << 1 ^ word >> 4 ^ word >> 5
+    at = at >> 16 * odd & 0x81C0
     return at >> 12 | at >> 6 & 7  # the sign, and what follows in bfloat16
 
 

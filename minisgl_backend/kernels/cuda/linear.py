@@ -163,6 +163,7 @@ class _Linear:
         def compiled(cut: Cut, adapted: int) -> tuple[Cut, CudaKernel]:
             macros = {**_PLAIN, **_macros(codes), **kind}
             constants = {"SIZE": in_features, **macros, "ADAPTED": adapted}
+            constants["WHOLE"] = height % cut.features == 0
             constants["LATE"] = adapted and not _starts_early(cut)
             return cut, _kernel(cut, constants, device)
 
@@ -204,7 +205,7 @@ class _Linear:
             weight = weight.weight.codes
         assert x.stride(1) == 1 and weight.is_contiguous() and num_rows <= max(self._kernels[False])
         cut, kernel = self._kernel_for(num_rows, adapted=adaptation is not None)
-        tiles = self._height // cut.features
+        tiles = cut.num_tiles(self._height)
         token_tiles = -(-num_rows // cut.tokens)
         # thread blocks with even parts wait for each other, so all must run at the same time
         blocks = self._num_processors // token_tiles if cut.even else tiles
@@ -345,7 +346,7 @@ class ResidualKernel(_Linear):
         of the next GEMM."""
         scaled = torch.empty_like(residual)
         cut, _ = self._kernel_for(len(x))
-        tiles = self._height // cut.features
+        tiles = cut.num_tiles(self._height)
         squares = torch.empty((tiles, len(x)), dtype=torch.float32, device=x.device)
         self._launch(
             x,

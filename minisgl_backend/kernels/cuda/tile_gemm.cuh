@@ -158,6 +158,14 @@ __device__ __forceinline__ u32 times(u32 x, u32 y) {   // of two bfloat16 each
     return out;
 }
 
+// The lower or the upper half in both: no instruction of its own, but part of the multiplication. (PRMT would be one.)
+__device__ __forceinline__ u32 twice(u32 x, bool upper) {
+    u32 out;
+    if (upper) asm("{ .reg .b16 low, high; mov.b32 {low, high}, %1; mov.b32 %0, {high, high}; }" : "=r"(out) : "r"(x));
+    else asm("{ .reg .b16 low, high; mov.b32 {low, high}, %1; mov.b32 %0, {low, low}; }" : "=r"(out) : "r"(x));
+    return out;
+}
+
 __device__ __forceinline__ u32 minus(u32 x, u32 y) {
     u32 out;
     asm("sub.bf16x2 %0, %1, %2;" : "=r"(out) : "r"(x), "r"(y));
@@ -171,7 +179,9 @@ __device__ __forceinline__ u32 masked_or(u32 x, u32 mask, u32 y) {   // in one i
 }
 
 // Two numbers of a word of codes, as bfloat16, less `by`, two times; of e2m1 times `by`. Of 8 bits pair 0 is in bytes 1
-// and 3, pair 1 in bytes 0 and 2; of 4 bits a pair is in the same quarter of both halves.
+// and 3, pair 1 in bytes 0 and 2; of integers of 4 bits a pair is in the same quarter of both halves. The bits of e2m1
+// are spread over a half so that a shift and a mask put them where bfloat16 has its sign, the end of its exponent and
+// the first bit of its mantissa. What the first three pairs leave makes the fourth, by xor with bits of theirs.
 __device__ __forceinline__ u32 numbers(u32 codes, int pair, u32 by) {
     if (CODE == 1) {   // exponent and mantissa move to the end of bfloat16's exponent: 2^120 too small
         const u32 at = pair ? codes << 8 : codes;
@@ -183,8 +193,8 @@ __device__ __forceinline__ u32 numbers(u32 codes, int pair, u32 by) {
         return ZEROS ? minus(number, by) : number;
     }
     if (CODE == 3) return minus(masked_or(codes >> 4 * pair, 0x000f000f, 0x43004300), by);   // of 128 + code
-    const u32 at = codes << (12 - 4 * pair);   // as e4m3: 2^126 too small
-    return times(masked_or(at, 0x80008000, at >> 6 & 0x01c001c0), by);
+    const u32 at = pair < 3 ? codes << 3 * pair : codes << 1 ^ codes >> 4 ^ codes >> 5;
+    return times(at & 0x81c081c0, by);   // 2^126 too small
 }
 
 // What `numbers` subtracts, from the word of a scale.
@@ -232,13 +242,13 @@ struct Scales {
                 const int group = (part_64 * 64 + i * 32) / (GROUP ? GROUP : 1);
                 const u32 at = from + (group * (64 / SHARED_BY) + (row + 8 * row_8) / SHARED_BY) * 4;
                 asm volatile("ld.shared.u32 %0, [%1];" : "=r"(words[i][row_8]) : "r"(at));
-                if (CODE == 4) words[i][row_8] >>= part_64 % 2 * 16;
             }
     }
 
-    // what `numbers` needs of them, for 16 in_features and one of the rows
+    // what `numbers` needs of them, for 16 of 128 in_features and one of the rows
     __device__ __forceinline__ u32 by(int k, int part) const {
-        if (CODE == 4) return __byte_perm(words[0][part], 0, k / 2 % 2 ? 0x4141 : 0x4040) << 7;
+        if (CODE == 4)   // of two groups there is one in each half
+            return twice((k / 2 % 2 ? words[0][part] >> 1 : words[0][part] << 7) & 0x7f807f80, k / 4);
         return ZEROS || CODE == 3 ? zero_of(GROUP ? words[k / 2 % SCALES][part] : 0) : 0;
     }
 
@@ -268,7 +278,7 @@ __device__ __forceinline__ void read_numbers(u32 (&a)[4][4], u32 weight, int par
             for (int i = 0; i < 2; ++i)
 #pragma unroll
                 for (int j = 0; j < 4; ++j)
-                    a[k + i][j] = numbers(codes[2 * i + j % 2], j / 2, scales.by(k + i, j % 2));
+                    a[k + i][j] = numbers(codes[2 * i + j % 2], j / 2, scales.by(part % 2 * 4 + k + i, j % 2));
         }
     } else {
         u32 codes[4];
@@ -277,7 +287,7 @@ __device__ __forceinline__ void read_numbers(u32 (&a)[4][4], u32 weight, int par
         for (int k = 0; k < 4; ++k)
 #pragma unroll
             for (int j = 0; j < 4; ++j)
-                a[k][j] = numbers(codes[k / 2 * 2 + j % 2], k % 2 * 2 + j / 2, scales.by(k, j % 2));
+                a[k][j] = numbers(codes[k / 2 * 2 + j % 2], k % 2 * 2 + j / 2, scales.by(part % 2 * 4 + k, j % 2));
     }
 }
 
@@ -309,7 +319,8 @@ struct Operands {
                                            + ((j % 2 * 4 + lane / 8) ^ lane % 8) * 16);
 #pragma unroll
         for (int i = 0; i < 2; ++i)
-            scales[i].read(ring + STAGES * STAGE_BYTES + stage * SCALE_BYTES + warp / 4 * GROUP_BYTES, 2 * half + i);
+            if (CODE == 4 && i) scales[i] = scales[0];   // one word for both
+            else scales[i].read(ring + STAGES * STAGE_BYTES + stage * SCALE_BYTES + warp / 4 * GROUP_BYTES, 2 * half + i);
     }
 };
 
@@ -331,7 +342,7 @@ __device__ __forceinline__ void multiply(
         const u32 codes = BITS == 8 ? from.codes[k / 2][k % 2 * 2 + j % 2] : from.codes[k / 4][k / 2 % 2 * 2 + j % 2];
         const int pair = BITS == 8 ? j / 2 : k % 2 * 2 + j / 2;
         a[j] = SUBTRACTS ? masked_or(codes >> 4 * pair, 0x000f000f, 0x43004300)
-                         : numbers(codes, pair, from.scales[k / 4].by(k % 4, j % 2));
+                         : numbers(codes, pair, from.scales[k / 4].by(k, j % 2));
     }
     const u32 ones[4] = {0x3f803f80, 0x3f803f80, 0x3f803f80, 0x3f803f80};
 #pragma unroll
@@ -438,15 +449,16 @@ __device__ __forceinline__ void multiply_steps(float (&c)[TOKENS / 2], u32 ring,
         const int step = first + i;
         const u32 stage = step % STAGES;
         wait_barrier(full + 8 * stage, step / STAGES & 1);
-        const u32 weight = ring + stage * STAGE_BYTES;
+        // of all lanes the first one's, so that the compiler knows it to be the same: descriptors are uniform
+        const u32 weight = __shfl_sync(0xffffffff, ring + stage * STAGE_BYTES, 0);
         const u32 of_scales = ring + STAGES * STAGE_BYTES + stage * SCALE_BYTES + group * GROUP_BYTES;
         const u64 b = matrix(weight + WEIGHT_BYTES);
+        Scales next;
 #pragma unroll
         for (int part = 0; part < BLOCK / 64; ++part) {
             const int half = part % 2;   // of 128 in_features
             if (half == 0 && SUMMED != 32) wait_mma<1>();   // those have ended that read a[0]
-            Scales next;
-            next.read(of_scales, part);
+            if (CODE != 4 || half == 0) next.read(of_scales, part);
             read_numbers(a[half], weight + group * 64 * BLOCK * BITS / 8, part, next);
             const bool adds = SUMMED ? SUMMED == 128 && half == 1 : i + part > 0;   // to the sums of the part before
             if (SUMMED && SUMMED != 32 && !adds) {   // finish the group before

@@ -164,7 +164,7 @@ class Router:
         self._usual += _FOLLOWS * (longest - self._usual)
         left, num_held, having = self._up, longest, holders
         while True:  # from the longest prefix that any of those left has to shorter ones
-            limits, replica = self._limits(self._pull(num_held)), None
+            limits, replica = self._limits(self._pull(num_held), num_held), None
             if favoured:
                 replica = self._least_loaded(having & favoured, self._limits(pull=1.0))
             if replica is None:
@@ -195,14 +195,15 @@ class Router:
         """How much a prefix of ``num_held`` pages pulls."""
         return min(1.0, num_held / self._usual) if self._usual else 0.0
 
-    def _limits(self, pull: float) -> _Limits:
-        """The largest load that counts as balanced, for a prefix with this pull."""
+    def _limits(self, pull: float, num_held: int = 0) -> _Limits:
+        """The largest load that counts as balanced, for a prefix of ``num_held`` pages with this
+        pull. To wait for as many tokens as it saves costs no more than to compute it elsewhere."""
         num_up = self._up.bit_count()
         ratio, slack = 1 + pull * (self._balance.ratio - 1), pull * self._balance.slack
         (rows, tokens, pages), most = self._total, self._capacity
         return (
             ratio * rows / num_up + slack * most[0],
-            ratio * tokens / num_up + slack * most[1],
+            ratio * tokens / num_up + slack * most[1] + num_held * self._page_size,
             ratio * pages / num_up + slack * most[2],
         )
 

@@ -186,12 +186,12 @@ def test_addresses_that_nothing_could_have(url: str, message: str) -> None:
 @pytest.mark.parametrize(
     "url", ["[::1]:8001", "http://localhost", "http://[::1]:8000/behind/a/proxy"]
 )
-def test_addresses_of_other_kinds(url: str) -> None:
+def test_addresses_with_ipv6_or_a_path_are_accepted(url: str) -> None:
     Client(url).close()
 
 
 @all_ways
-def test_addresses_that_are_none(way: Way) -> None:
+def test_invalid_addresses_are_refused(way: Way) -> None:
     url = "http://here:port" if way.protocol == "http" else ""
     with pytest.raises(InvalidArgument, match="is not an address for"):
         way.generate(url, prompt="x")

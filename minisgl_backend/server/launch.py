@@ -1,7 +1,7 @@
-"""Starting the process of tritonserver: its options, its command line, its ties to this process.
+"""Starts the process of tritonserver: its options, its command line, its ties to this process.
 
-Knows Triton's options, which of its endpoints are for the operator alone, and what the models are
-told through the environment. Must not know what becomes of the process.
+Knows Triton's options, which endpoints are reserved for the operator, and the environment variables
+that the models read. Must not know what becomes of the process.
 """
 
 from __future__ import annotations

@@ -70,8 +70,14 @@ def check_options(options: EngineOptions, device: str | None) -> None:
         for name in ("comm", "rendezvous", "expert_parallel"):
             if getattr(options, name):
                 raise ConfigError(f"option {name} is for tensor_parallel_size of 2 and more")
-    if options.group_attention and options.cache == "naive":
-        raise ConfigError("option group_attention=true needs cache=radix")
+    if options.cache == "naive":
+        for name, value in (
+            ("group_attention", options.group_attention and "true"),
+            ("schedule_policy", options.schedule_policy == "lpm" and "lpm"),
+            ("state_snapshots", options.state_snapshots),
+        ):
+            if value:
+                raise ConfigError(f"option {name}={value} needs cache=radix")
     _check_replicas(options)
     _check_adapters(options)
     if device is not None:
@@ -111,6 +117,10 @@ def _check_adapters(options: EngineOptions) -> None:
             "lora_updates",
         ):
             if getattr(options, name):
+                raise ConfigError(f"option {name} needs enable_lora")
+        others = EngineOptions()
+        for name in ("max_loras", "max_lora_rank"):
+            if getattr(options, name) != getattr(others, name):
                 raise ConfigError(f"option {name} needs enable_lora")
     most = options.max_cpu_loras
     if most is not None and most < options.max_loras:
@@ -260,6 +270,8 @@ def checked_spec(options: EngineOptions, folder: Path, device: str | None) -> Mo
     if options.batch_invariant:
         check_invariant_spec(spec)
     _check_windows(options, spec)
+    if options.state_snapshots and spec.delta_net is None:
+        raise ConfigError(f"option state_snapshots: {spec.architecture} has no recurrent layers")
     if options.load_format == "auto":
         check_weights(spec, weight_files(folder, spec.names))
     if device == "cpu":

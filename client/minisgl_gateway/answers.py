@@ -49,9 +49,11 @@ class Echo:
 
     @property
     def first_utf8(self) -> bytes:
-        """What the first token adds to the text; of a part of a character the first byte alone, as
-        no more of it is known."""
+        """What the first token adds to the text: nothing if it stands before it, as a token that
+        begins each prompt does. Of a part of a character the first byte alone is known."""
         whole, part, _ = self.first_token.partition("\ufffd")
+        if not self.text.startswith(whole):
+            return b""
         known = whole.encode()
         return known + self.text[len(whole) :].encode()[:1] if part else known
 

@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 _NO_CHARACTER: Final = "\ufdd0"
+_PROCESSOR_TEMPLATE: Final = "chat_template.json"
+"""Where multi-modal checkpoints have their template that were written by older transformers."""
 
 
 def check_tokenizer(folder: str | Path) -> None:
@@ -45,7 +47,7 @@ def check_tokenizer(folder: str | Path) -> None:
     place = Path(folder)
     if not (place / "tokenizer.json").is_file():
         raise ConfigError(f"{folder} holds no tokenizer.json, and no other tokenizer is read")
-    for name in ("tokenizer.json", "tokenizer_config.json"):
+    for name in ("tokenizer.json", "tokenizer_config.json", _PROCESSOR_TEMPLATE):
         if (place / name).exists():
             read_json(place / name)
 
@@ -139,7 +141,7 @@ class PromptEncoder:
         """The encoder of a checkpoint's folder; raises ``ConfigError``."""
         limits = limits or Limits()
         loaded = _load(folder)
-        sources = loaded.chat_template or {}
+        sources = loaded.chat_template or _template_of_processor(Path(folder)) or {}
         if isinstance(sources, str):
             sources = {"default": sources}
         templates = {
@@ -287,6 +289,16 @@ class PromptEncoder:
             return ids
         doubled = len(ids) > 1 and ids[0] == ids[1] == self._bos_token_id
         return ids[1:] if doubled else ids
+
+
+def _template_of_processor(folder: Path) -> str | None:
+    path = folder / _PROCESSOR_TEMPLATE
+    if not path.is_file():
+        return None
+    template = read_json(path).get("chat_template")
+    if not isinstance(template, str):
+        raise ConfigError(f"{path}: chat_template must be a string")
+    return template
 
 
 def _load(folder: str | Path) -> Any:

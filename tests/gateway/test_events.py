@@ -175,6 +175,20 @@ def test_parts_of_a_character_begin_where_it_does() -> None:
     assert [one["bytes"] for one in content] == [list(fox[:2]), list(fox[2:])]
 
 
+@pytest.mark.parametrize(
+    ("first_token", "text", "offsets"),
+    [("<s>", "ab c", [0, 0, 4]), ("ab", "ab c", [0, 2, 4]), ("\ufffd", "é c", [0, 1, 3])],
+)
+def test_offsets_behind_an_echo(first_token: str, text: str, offsets: list[int]) -> None:
+    """A token before the text, as one that begins each prompt, takes no place in it."""
+    writer = CompletionWriter(HEADING, 0, num_logprobs=0, echo=Echo(text, first_token))
+    second = logprobs(text if first_token == "<s>" else " c")
+    scored = Delta(prompt_logprobs=(None, second))
+    found = told(writer, scored, Delta(text="d", logprobs=(logprobs("d"),)))
+    places = [offset for one in found for offset in one["choices"][0]["logprobs"]["text_offset"]]
+    assert places == offsets
+
+
 def test_the_likeliest_of_the_tokens_that_have_one_text() -> None:
     """By the largest value evaluation tools know whether the token was the likeliest."""
     part = "\ufffd"

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -326,7 +325,7 @@ class ExpertsMLP(nn.Module):
         outputs, choices = kernels(
             rows,
             router,
-            partial(self.router.logits, rows, biased=False, pdl=pdl),
+            lambda biased: self.router.logits(rows, biased=biased, pdl=pdl),
             self.weights,
             shared_gate=shared_gate,
             bias=self._router_bias,

@@ -346,7 +346,7 @@ def test_whole_layers(
     here = moe.Choices(torch.where(is_here, choices.ids - begin, -1), choices.weights)
     expected = residual.float() + moe.fused_experts_reference(x.float(), plain, here)
     for pdl in (False, True):
-        outputs, found = kernels(x, router, logits.bfloat16, experts, pdl=pdl)
+        outputs, found = kernels(x, router, lambda _: logits.bfloat16(), experts, pdl=pdl)
         summed = moe.sum_outputs(outputs, found, pdl=pdl)
         assert_close(residual.float() + summed.float(), expected, tolerance=tolerance)
         total = residual.clone()

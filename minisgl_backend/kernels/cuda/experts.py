@@ -420,7 +420,7 @@ class ExpertsKernels:
         self,
         x: Tensor,
         router: Tensor,
-        logits: Callable[[], Tensor],
+        logits: Callable[[bool], Tensor],
         experts: ExpertWeights,
         *,
         shared_gate: Tensor | None = None,
@@ -435,9 +435,10 @@ class ExpertsKernels:
 
         ``x`` [num_tokens, hidden_size] is under a norm; with ``squares``, one that is half done
         (``cuda.linear``). ``router`` is the router's weight, and ``bias``, float32 [num_experts],
-        is added to its logits; ``logits`` computes these [num_tokens, num_experts], without the
-        bias, if no kernel here does. With a ``shared_gate`` [hidden_size] all tokens take the last
-        expert, too, which counts as its sigmoid says: it is a choice more.
+        is added to its logits; ``logits`` computes these [num_tokens, num_experts] if no kernel
+        here does, with the bias if it is told so: it is added to those of complete norms. With a
+        ``shared_gate`` [hidden_size] all tokens take the last expert, too, which counts as its
+        sigmoid says: it is a choice more.
         """
         num_tokens, top_k = len(x), self._route.top_k
         num_pairs = num_tokens * top_k
@@ -449,7 +450,6 @@ class ExpertsKernels:
         one_by_one = num_tokens <= expert_cut.MOST_ROWS and self._bits == 16 and is_plain
         cut = expert_cut.cut_of(num_pairs, self._num_experts, self._bits)
         rest: dict[str, Any] = {
-            "bias": bias,
             "correction": correction,
             "squares": squares,
             "eps": eps,
@@ -457,10 +457,12 @@ class ExpertsKernels:
         }
         block = 0 if one_by_one else expert_cut.MANY.block if for_many else cut.tokens
         if self._route.takes_rows(num_tokens, router, block=block):
+            rest["bias"] = bias
             routed = self._route.of_rows(x, router, block=block, gate=shared_gate, **rest)
         else:
             assert shared_gate is None
-            routed = self._route(logits(), block=block, **rest)
+            rest["bias"] = None if squares is None else bias
+            routed = self._route(logits(squares is None), block=block, **rest)
         if one_by_one:
             assert isinstance(gate_up, Tensor) and isinstance(down, Tensor)
             ids, top_k = routed.choices.ids.flatten(), routed.choices.ids.shape[1]

@@ -205,6 +205,19 @@ __device__ __forceinline__ void sort(const Arguments& args) {
     }
 }
 
+// The same of a single token, by the warp that has chosen for it: a block for each pair.
+__device__ __forceinline__ void sort_one(const Arguments& args) {
+    const int lane = threadIdx.x % 32;
+    __syncwarp();
+    const int expert = lane < TOP_K ? args.ids[lane] : -1;
+    const u32 held = __ballot_sync(ALL, expert >= 0);
+    const int block = __popc(held & ((1u << lane) - 1)), num_used = __popc(held);
+    if (expert >= 0) args.experts[block] = expert, args.pairs[block * BLOCK] = lane;
+    if (lane >= num_used && lane < args.num_blocks) args.experts[lane] = -1;
+    for (int at = lane; at < num_used * BLOCK; at += 32)
+        if (at % BLOCK) args.pairs[at] = TOP_K;
+}
+
 // Whether all other thread blocks are done; what they wrote is visible then.
 __device__ __forceinline__ bool is_last_block(const Arguments& args) {
     __shared__ bool is_last;
@@ -258,6 +271,10 @@ extern "C" __global__ void __launch_bounds__(ROUTER_THREADS, 1) router(const __g
     if (!is_last_block(args)) return;
     if (warp < args.num_tokens) choose(args, warp);
     if (BLOCK == 0) return;
+    if (args.num_tokens == 1) {
+        if (warp == 0) sort_one(args);
+        return;
+    }
     __syncthreads();
     sort<ROUTER_THREADS>(args);
 }

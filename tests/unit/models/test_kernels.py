@@ -436,7 +436,7 @@ class TwinExperts:
         def compute(
             x: Tensor,
             router: Tensor,
-            logits: Callable[[], Tensor],
+            logits: Callable[[bool], Tensor],
             experts: moe.ExpertWeights,
             *,
             shared_gate: Tensor | None,
@@ -452,7 +452,7 @@ class TwinExperts:
             scale = torch.ones(len(x), 1)
             if squares is not None:
                 scale = (squares.sum(0)[:, None] / x.shape[1] + eps).rsqrt()
-            scores = scale * logits()
+            scores = scale * logits(False)
             chosen = moe.choose(scores if bias is None else scores + bias, rule, correction)
             is_here = (chosen.ids >= begin) & (chosen.ids < end)
             ids, weights = torch.where(is_here, chosen.ids - begin, -1), chosen.weights

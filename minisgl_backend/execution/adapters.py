@@ -146,8 +146,8 @@ class RowAdapters:
         """The length of that content."""
         return arranged_size(num_tokens, self._slots.num_slots, block)
 
-    def trying_out(self, work: Callable[[], None]) -> None:
-        """Do ``work`` as if the dummy row used the largest adapter, to compile all kernels."""
+    def with_dummy_adapter(self, work: Callable[[], None]) -> None:
+        """Do ``work`` while the dummy row uses the largest adapter, to compile all kernels."""
         self._of_rows[-1], self._ranks[1] = 1, self._slots.padded_rank(self._slots.max_rank)
         try:
             work()

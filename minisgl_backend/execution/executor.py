@@ -29,7 +29,7 @@ from minisgl_backend.execution.prompt_logprobs import ScoredChunks
 from minisgl_backend.execution.sampling import StepOutput
 from minisgl_backend.execution.stages import ExecutorLimits, Stages, WatchLogits
 from minisgl_backend.execution.states import StateStorage
-from minisgl_backend.execution.step_graphs import StepGraphs, capture_steps, taker_of_groups
+from minisgl_backend.execution.step_graphs import StepGraphs, capture_steps, take_groups_of
 from minisgl_backend.execution.storage import KVStorage
 from minisgl_backend.execution.warm_up import WarmUp
 from minisgl_backend.models.adapter_slots import AdapterSlots
@@ -236,11 +236,11 @@ class ModelExecutor:
         stages, warm_up = self.stages, WarmUp(self.stages, self._layers)
         warm_up.all_kinds()
         if self._adapters is not None:
-            self._adapters.trying_out(warm_up.all_kinds)
+            self._adapters.with_dummy_adapter(warm_up.all_kinds)
         self.graphs = capture_steps(stages, progress)
         if self._adapters is not None:
             self.adapter_graphs = capture_steps(stages, progress, adapted=True)
-        is_grouped = taker_of_groups(stages.attention) is not None
+        is_grouped = take_groups_of(stages.attention) is not None
         if self.graphs or is_grouped:
             # again, since it has to fit beside the graphs; graphs are captured without groups
             warm_up.largest(grouped=is_grouped)

@@ -57,7 +57,7 @@ def capture_steps(stages: Stages, progress: Progress, *, adapted: bool = False) 
     return StepGraphs(decode, chunk)
 
 
-def taker_of_groups(attention: PagedAttention) -> Callable[[Groups], bool] | None:
+def take_groups_of(attention: PagedAttention) -> Callable[[Groups], bool] | None:
     """The function that takes the groups of steps without adapters; None if attention cannot use
     groups.
 
@@ -92,7 +92,7 @@ def _decode_graphs(
         progress,
         takes_masks=stages.limits.takes_masks,
         schedule=decode.schedule_rows if isinstance(decode, ScheduledDecode) else None,
-        take_groups=taker_of_groups(stages.attention) if adapters is None else None,
+        take_groups=take_groups_of(stages.attention) if adapters is None else None,
         take_rows=None if adapters is None else adapters.write,
     )
 
@@ -126,7 +126,7 @@ def _chunk_graphs(
         sizes,
         max_rows=max_rows,
         progress=progress,
-        take_groups=taker_of_groups(stages.attention) if adapters is None else None,
+        take_groups=take_groups_of(stages.attention) if adapters is None else None,
         fits=None if runs is None else runs.fits,
         take=take,
     )

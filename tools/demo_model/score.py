@@ -30,7 +30,7 @@ PER_FAMILY: Final = 60
 
 
 @dataclass(frozen=True)
-class Asked:
+class HeldoutPrompt:
     """A question as the model gets it."""
 
     question: Question
@@ -65,7 +65,7 @@ def heldout_questions(seed: int = 7) -> Iterator[tuple[Question, str, str]]:
             yield question, text, setting
 
 
-def asked(tokenizer: PreTrainedTokenizerBase, seed: int = 7) -> list[Asked]:
+def heldout_prompts(tokenizer: PreTrainedTokenizerBase, seed: int = 7) -> list[HeldoutPrompt]:
     """The prompts of the score."""
     filler, rng = CorpusMaker(seed), random.Random(seed)
     result = []
@@ -92,7 +92,7 @@ def asked(tokenizer: PreTrainedTokenizerBase, seed: int = 7) -> list[Asked]:
                 messages, tokenize=False, add_generation_prompt=True
             )
             prompt = str(chat)
-        result.append(Asked(question, setting, prompt))
+        result.append(HeldoutPrompt(question, setting, prompt))
     return result
 
 
@@ -118,7 +118,7 @@ def answers(folder: Path, prompts: list[str], device: str = "cpu", batch: int = 
 def score(folder: Path, device: str = "cpu", show_wrong: int = 40) -> bool:
     """Prints the table and some wrong answers; whether the model meets the bar."""
     tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder)
-    questions = asked(tokenizer)
+    questions = heldout_prompts(tokenizer)
     given = answers(folder, [a.prompt for a in questions], device)
     right = [text == a.question.answer for a, text in zip(questions, given, strict=True)]
     console = Console(width=100)

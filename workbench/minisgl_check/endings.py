@@ -41,7 +41,7 @@ _UNFINISHED: Final = "None"
 
 
 @dataclass(slots=True)
-class _Heard:
+class _Responses:
     """The responses to one request; ``ends`` are reasons and codes, of which there must be one."""
 
     text: bytes = b""
@@ -50,7 +50,7 @@ class _Heard:
     num_last: int = 0
     num_after: int = 0
 
-    def hear(self, response: Any) -> None:
+    def add(self, response: Any) -> None:
         """Add a response (a ``ModelStreamInferResponse``)."""
         self.num_after += self.num_last > 0
         inner = response.infer_response
@@ -72,18 +72,18 @@ def endings(target: Target) -> Case:
     case = Case("each request ends once", len(_FATES))
     stats = target.stats()
     longest = min(int(stats.info["max_sequence_length"]), stats.num_positions) // 2
-    heard = {fate: _Heard() for fate in _FATES}
+    responses = {fate: _Responses() for fate in _FATES}
     grpc = GrpcCaller(target.grpc_address)
     try:
         with Client(target.grpc_address) as client:
             for response in grpc.responses(_message(fate, longest) for fate in _FATES):
                 fate = response.infer_response.id
-                heard[fate].hear(response)
-                if fate == _STOPPED and not heard[fate].ends:
+                responses[fate].add(response)
+                if fate == _STOPPED and not responses[fate].ends:
                     client.cancel(fate)
     finally:
         grpc.close()
-    for fate, one in heard.items():
+    for fate, one in responses.items():
         case.ended[_kind_of(one.ends)] += 1
         case.expect(len(one.ends) == 1, f"{fate}: ended {len(one.ends)} times: {one.ends}")
         case.expect(one.num_last == 1, f"{fate}: {one.num_last} responses were the last")
@@ -93,10 +93,10 @@ def endings(target: Target) -> Case:
         if one.ends == ["length"]:
             num_tokens = _FATES[fate][0]["max_tokens"]
             case.expect(one.num_tokens == num_tokens, f"{fate}: {one.num_tokens} tokens")
-    whole, pieces = heard["whole"], heard["in pieces"]
+    whole, pieces = responses["whole"], responses["in pieces"]
     if whole.ends == pieces.ends == ["length"]:
         case.expect(whole.text == pieces.text, f"{pieces.text!r} in pieces is {whole.text!r} whole")
-    case.what = ", ".join(f"{fate}: {'+'.join(one.ends)}" for fate, one in heard.items())
+    case.what = ", ".join(f"{fate}: {'+'.join(one.ends)}" for fate, one in responses.items())
     return case
 
 

@@ -59,8 +59,8 @@ _EXPECTED: Final = {
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """A request of the gateway, byte by byte; of the ``statuses`` None is a closed connection."""
+class GatewayRequest:
+    """A request to the gateway, byte by byte; of the ``statuses`` None is a closed connection."""
 
     name: str
     content: bytes | Iterable[bytes]
@@ -70,7 +70,7 @@ class Asked:
     headers: Mapping[str, str] = field(default_factory=lambda: _JSON)
 
 
-def translated(requests: Iterable[Bad]) -> Iterator[Asked]:
+def translated(requests: Iterable[Bad]) -> Iterator[GatewayRequest]:
     """The catalogue of values in OpenAI's words."""
     for bad in requests:
         statuses: frozenset[int | None] = _EXPECTED[bad.expected]
@@ -82,7 +82,7 @@ def translated(requests: Iterable[Bad]) -> Iterator[Asked]:
         if len(body) > _MOST_BYTES:
             statuses = _TOO_LARGE
         path = CHAT if "messages" in bad.values else COMPLETIONS
-        yield Asked(bad.name, body, statuses, path)
+        yield GatewayRequest(bad.name, body, statuses, path)
 
 
 def _body(values: Mapping[str, Any]) -> bytes:
@@ -97,50 +97,52 @@ def _body(values: Mapping[str, Any]) -> bytes:
     return ("{" + ", ".join(members) + "}").encode()
 
 
-def own_inputs() -> Iterator[Asked]:
+def own_inputs() -> Iterator[GatewayRequest]:
     """Mistakes that only HTTP, or OpenAI's API, allows."""
     for name, content in BODIES.items():
         prompt = content.replace(b'"text_input"', b'"model": "minisgl", "prompt"')
-        yield Asked(name, prompt, _REFUSED)
+        yield GatewayRequest(name, prompt, _REFUSED)
     for name, fields in _FIELDS.items():
-        yield Asked(f"fields: {name}", _body({"text_input": "Hello", **fields}))
+        yield GatewayRequest(f"fields: {name}", _body({"text_input": "Hello", **fields}))
     for name, fields in _CHAT_FIELDS.items():
         messages = json.dumps([{"role": "user", "content": "Hello"}])
-        yield Asked(f"chat: {name}", _body({"messages": messages, **fields}), path=CHAT)
+        yield GatewayRequest(f"chat: {name}", _body({"messages": messages, **fields}), path=CHAT)
     for name, fields in _RESPONSES_FIELDS.items():
         body = json.dumps({"model": "minisgl", "input": "Hello", **fields}).encode()
         statuses = frozenset({404}) if "unknown" in name else _REFUSED
-        yield Asked(f"responses: {name}", body, statuses, path=RESPONSES)
+        yield GatewayRequest(f"responses: {name}", body, statuses, path=RESPONSES)
     for name, fields in _MESSAGES_FIELDS.items():
         chat = {"max_tokens": 2, "messages": [{"role": "user", "content": "Hello"}]}
         body = json.dumps({"model": "minisgl", **chat, **fields}).encode()
-        yield Asked(f"messages: {name}", body, path=MESSAGES)
+        yield GatewayRequest(f"messages: {name}", body, path=MESSAGES)
     good = _body({"text_input": "Hello", "max_tokens": 2})
     for id in ("resp_unknown", "..", "%00", "x" * 4000):
         path = f"{RESPONSES}/{id}"
         for method in ("GET", "DELETE"):
-            yield Asked(f"{method} {path[:32]}", b"", frozenset({404}), path=path, method=method)
+            yield GatewayRequest(
+                f"{method} {path[:32]}", b"", frozenset({404}), path=path, method=method
+            )
     for model in ("other", "", "../x", "llm_engine", "x" * 1000, "minisgl\n"):
         body = json.dumps({"model": model, "prompt": "x"}).encode()
-        yield Asked(f"the model {model[:16]!r}", body, frozenset({404}))
-    yield Asked("two megabytes", b" " * 2**21, _TOO_LARGE)
-    yield Asked("200,000 chunks of one byte", [good, *[b" "] * 200_000], _OK | _REFUSED)
-    yield Asked("a megabyte of header", good, _CLOSED, headers={**_JSON, "x": "y" * 2**20})
+        yield GatewayRequest(f"the model {model[:16]!r}", body, frozenset({404}))
+    yield GatewayRequest("two megabytes", b" " * 2**21, _TOO_LARGE)
+    yield GatewayRequest("200,000 chunks of one byte", [good, *[b" "] * 200_000], _OK | _REFUSED)
+    yield GatewayRequest("a megabyte of header", good, _CLOSED, headers={**_JSON, "x": "y" * 2**20})
     for length in ("-1", "x"):
         headers = {**_JSON, "Content-Length": length}
-        yield Asked(f"a length of {length}", good, _CLOSED, headers=headers)
-    yield Asked("gzip that is none", good, _OK | {415} | _REFUSED, headers=_packed("gzip"))
-    yield Asked("a form", good, frozenset({415}), headers={"Content-Type": "text/plain"})
-    yield Asked("a wrong method", b"", frozenset({405}), method="PUT")
+        yield GatewayRequest(f"a length of {length}", good, _CLOSED, headers=headers)
+    yield GatewayRequest("gzip that is none", good, _OK | {415} | _REFUSED, headers=_packed("gzip"))
+    yield GatewayRequest("a form", good, frozenset({415}), headers={"Content-Type": "text/plain"})
+    yield GatewayRequest("a wrong method", b"", frozenset({405}), method="PUT")
     for path in ("/v1/nothing", "/v1/../../etc/passwd", "/v2/repository/index", "/stats"):
-        yield Asked(f"the path {path}", good, frozenset({404}), path=path)
+        yield GatewayRequest(f"the path {path}", good, frozenset({404}), path=path)
 
 
 def _packed(how: str) -> dict[str, str]:
     return {**_JSON, "Content-Encoding": how}
 
 
-def without_a_key(key: str) -> Iterator[Asked]:
+def without_a_key(key: str) -> Iterator[GatewayRequest]:
     """Attempts without a valid key, if one is needed."""
     keys = {
         "no key": {},
@@ -162,9 +164,9 @@ def without_a_key(key: str) -> Iterator[Asked]:
     }
     good = _body({"text_input": "Hello", "max_tokens": 2})
     for name, headers in keys.items():
-        yield Asked(name, good, frozenset({401}), headers={**_JSON, **headers})
+        yield GatewayRequest(name, good, frozenset({401}), headers={**_JSON, **headers})
     for path in ("/v1/models", "/metrics", "/openapi.json", "/nothing", CHAT, RESPONSES, MESSAGES):
-        yield Asked(f"no key for {path}", b"", frozenset({401}), path=path, method="GET")
+        yield GatewayRequest(f"no key for {path}", b"", frozenset({401}), path=path, method="GET")
 
 
 _FIELDS: Final[Mapping[str, Mapping[str, Any]]] = {

@@ -18,7 +18,7 @@ from typing import Final
 from minisgl_check.bad_inputs import Expected, catalogue
 from minisgl_check.bad_wire import bodies, largest, messages, odd_messages
 from minisgl_check.case import Case
-from minisgl_check.gateway_inputs import Asked, own_inputs, translated, without_a_key
+from minisgl_check.gateway_inputs import GatewayRequest, own_inputs, translated, without_a_key
 from minisgl_check.hostile_grammars import Form, hostile_grammar
 from minisgl_check.raw_calls import (
     Ending,
@@ -216,7 +216,7 @@ class _Tries:
             found.append("the server is not ready any more")
         self._case.failures += [f"{name}: {one}" for one in found]
 
-    def ask(self, caller: HttpCaller, requests: Iterable[Asked]) -> None:
+    def ask(self, caller: HttpCaller, requests: Iterable[GatewayRequest]) -> None:
         """Send them to a gateway, and judge them by their status."""
         for one in requests:
             ending = caller.send(one.content, path=one.path, method=one.method, headers=one.headers)

@@ -1,0 +1,47 @@
+"""How the GEMVs of ``cuda/gemv.cu`` are cut, and which weights they are for.
+
+Pure arithmetic, without a GPU.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from minisgl_backend.kernels.packed_weight import CodesKind
+
+ROWS: Final = 16
+"""Of the weight, in a thread block."""
+
+MOST_SQUARES: Final = 1024
+"""Tiles of the input's sum of squares."""
+
+_LEAST_ELEMENTS: Final = 8 * 2**20
+"""Of a weight: one row by a smaller one is left to ``cuda/linear.cu``."""
+
+_GROUP: Final = 128
+_MOST_WARPS: Final = 8
+_MOST_WARPS_OF_PROCESSOR: Final = 16
+"""Warps of a multiprocessor: each has 128 registers a thread, or 8 KiB of codes on their way."""
+
+
+@dataclass(frozen=True, slots=True)
+class GemvCut:
+    """``warps`` of a thread block share out the in_features, in batches of ``columns`` groups.
+    Registers are left for ``per_processor`` thread blocks of a multiprocessor."""
+
+    columns: int
+    warps: int
+    per_processor: int
+
+
+def gemv_cut(height: int, in_features: int, codes: CodesKind) -> GemvCut | None:
+    """How to multiply one row by a weight [height, in_features]; None if ``cuda/linear.cu`` is
+    faster."""
+    if height * in_features <= _LEAST_ELEMENTS:
+        return None
+    columns = 32 // codes.encoding.bits
+    batches = -(-in_features // (columns * (codes.group or _GROUP)))
+    rounds = -(-batches // _MOST_WARPS)
+    warps = -(-batches // rounds)
+    return GemvCut(columns, warps, _MOST_WARPS_OF_PROCESSOR // warps)

@@ -324,9 +324,10 @@ struct Head {
     const Heads& heads;
     int head;
 
-    // to shared memory: cosines and sines, and the norm's weight
-    __device__ __forceinline__ void read(float* cos_sin, u16* of_norm) const {
+    // to shared memory: cosines and sines, the norm's weight, and the slot
+    __device__ __forceinline__ void read(float* cos_sin, u16* of_norm, int* slot) const {
         const int lane = threadIdx.x % 32;
+        if (lane == 0) copy<4>(slot, heads.slots);
         if (norm() && lane < SIZE_OF_HEAD / 8) copy<16>(of_norm + 8 * lane, norm() + 8 * lane);
         if (!is_v() && lane < SIZE_OF_HEAD / 4)
             copy<16>(cos_sin + 4 * lane, heads.cos_sin + (u64)*heads.positions * SIZE_OF_HEAD + 4 * lane);
@@ -355,8 +356,8 @@ struct Head {
 
     // `from`: the head's numbers, in shared memory, as what has been read there
     __device__ __forceinline__ void finish(
-        const Arguments& args, const float* from, const float* cos_sin, const u16* of_norm) const {
-        const int lane = threadIdx.x % 32, slot = *heads.slots;
+        const Arguments& args, const float* from, const float* cos_sin, const u16* of_norm, int slot) const {
+        const int lane = threadIdx.x % 32;
         float low[ITEMS], high[ITEMS], square = 0;
 #pragma unroll
         for (int i = 0; i < ITEMS; ++i) {
@@ -405,6 +406,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_PROCESSOR) gemv(const 
     __shared__ __align__(16) Ends ends;
     __shared__ __align__(16) float of_head[SIZE_OF_HEAD], cos_sin[SIZE_OF_HEAD];
     __shared__ __align__(16) u16 of_norm[SIZE_OF_HEAD];
+    __shared__ int slot;
     const int strip = blockIdx.x, lane = threadIdx.x % 32, quarter = lane % 4;
     const int warp = __shfl_sync(ALL, (int)threadIdx.x / 32, 0);   // so that the compiler knows: all lanes have one
     const Head head{args.heads, strip / CLUSTER};
@@ -424,7 +426,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_PROCESSOR) gemv(const 
 #pragma unroll 1
         for (int i = threadIdx.x; i < args.square_tiles; i += THREADS) copy<4>(squares + i, args.squares + i);
     if (RESIDUAL && warp == 0) ends.read_stream(args);
-    if (ends_head) head.read(cos_sin, of_norm);
+    if (ends_head) head.read(cos_sin, of_norm, &slot);
     float sums[2];
     multiply_batches(sums, rows, codes, column, args.x, warp);
     if (quarter < 2) parts[warp][lane / 4 + 8 * quarter] = quarter ? sums[1] : sums[0];
@@ -474,8 +476,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_PROCESSOR) gemv(const 
         }
         __syncwarp();
         arrive_in_cluster<true>();
-        if (strip % CLUSTER) return;
         wait_for_cluster();
-        if (ends_head) head.finish(args, of_head, cos_sin, of_norm);
+        if (ends_head) head.finish(args, of_head, cos_sin, of_norm, slot);
     }
 }

@@ -35,13 +35,18 @@ class GemvCut:
     per_processor: int
 
 
-def gemv_cut(height: int, in_features: int, codes: CodesKind) -> GemvCut | None:
-    """How to multiply one row by a weight [height, in_features]; None if ``cuda/linear.cu`` is
-    faster."""
-    if height * in_features <= _LEAST_ELEMENTS:
+def gemv_cut(height: int, in_features: int, codes: CodesKind | None) -> GemvCut | None:
+    """How to multiply one row by a weight [height, in_features], plain if it has no ``codes``; None
+    if ``cuda/linear.cu`` is faster."""
+    if codes is None or height * in_features <= _LEAST_ELEMENTS:
         return None
-    columns = 32 // codes.encoding.bits
-    batches = -(-in_features // (columns * (codes.group or _GROUP)))
+    return usual_cut(in_features, codes)
+
+
+def usual_cut(in_features: int, codes: CodesKind | None) -> GemvCut:
+    bits, group = (16, 0) if codes is None else (codes.encoding.bits, codes.group)
+    columns = 32 // bits
+    batches = -(-in_features // (columns * (group or _GROUP)))
     rounds = -(-batches // _MOST_WARPS)
     warps = -(-batches // rounds)
     return GemvCut(columns, warps, _MOST_WARPS_OF_PROCESSOR // warps)

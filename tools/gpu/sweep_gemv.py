@@ -18,7 +18,7 @@ from typing import Any, Final
 import torch
 
 from minisgl_backend.kernels.cuda.gemv import Gemv
-from minisgl_backend.kernels.gemv_cut import GemvCut, gemv_cut
+from minisgl_backend.kernels.gemv_cut import GemvCut, usual_cut
 from minisgl_backend.kernels.linear_cut import cut_of
 from minisgl_backend.kernels.packed_weight import CodesKind
 from tools.gpu.sweep_linear import (
@@ -27,8 +27,10 @@ from tools.gpu.sweep_linear import (
     SHAPES,
     Inputs,
     Layer,
+    kinds_of,
     layers_of,
     made,
+    numbers_of,
     results,
     run,
     seconds,
@@ -46,11 +48,11 @@ WARPS_OF_PROCESSOR: Final = (12, 15, 16, 18, 20, 24, 28)
 """Fewer warps have more registers each."""
 
 
-def kernel_of(name: str, kind: CodesKind, cut: GemvCut | None, device: torch.device) -> Any:
+def kernel_of(name: str, kind: CodesKind | None, cut: GemvCut | None, device: torch.device) -> Any:
     """With a ring if ``cut`` is None."""
     shape = SHAPES[name]
     head_dim = HEAD_DIM if name == "qkv" else None
-    of_ring = cut_of(8, *shape, head_dim=head_dim, numbers=kind.numbers(shape[1]))
+    of_ring = cut_of(8, *shape, head_dim=head_dim, numbers=numbers_of(name, kind))
     kernel = made(name, of_ring, kind, device)
     if cut is not None:
         macros = {**RESULTS, **OF_SHAPES[name]}
@@ -58,11 +60,12 @@ def kernel_of(name: str, kind: CodesKind, cut: GemvCut | None, device: torch.dev
     return kernel
 
 
-def cuts_for(name: str, kind: CodesKind) -> Iterator[GemvCut]:
+def cuts_for(name: str, kind: CodesKind | None) -> Iterator[GemvCut]:
     in_features = SHAPES[name][1]
-    most = 32 // kind.encoding.bits
-    for columns in (8, 4) if most == 8 else (4,):
-        batches = in_features // (columns * (kind.group or 128))
+    most = usual_cut(in_features, kind).columns
+    group = 0 if kind is None else kind.group
+    for columns in (8, 4) if most == 8 else (most,):
+        batches = in_features // (columns * (group or 128))
         for warps in WARPS:
             rounds = -(-batches // warps)
             if warps > batches or rounds * warps > 1.25 * batches:
@@ -73,9 +76,9 @@ def cuts_for(name: str, kind: CodesKind) -> Iterator[GemvCut]:
 
 def sweep(form: str, device: torch.device) -> None:
     layers = layers_of(form, device)
-    kinds = {name: packed.kind for name, packed in layers[0].items()}
+    kinds = kinds_of(layers[0])
     wanted: list[tuple[str, GemvCut | None]] = [(name, None) for name in SHAPES]
-    wanted += [(name, gemv_cut(*SHAPES[name], kinds[name])) for name in SHAPES]
+    wanted += [(name, usual_cut(SHAPES[name][1], kinds[name])) for name in SHAPES]
     wanted += [(name, cut) for name in SHAPES for cut in cuts_for(name, kinds[name])]
     wanted = list(dict.fromkeys(wanted))
     with ThreadPoolExecutor(16) as pool:
@@ -114,7 +117,7 @@ def table(
         after = show(text, {**base, name: kernel}, before)
         if name not in best or after < best[name][0]:
             best[name] = after, cut
-    usual = {name: gemv_cut(*SHAPES[name], layers[0][name].kind) for name in SHAPES}
+    usual = {name: usual_cut(SHAPES[name][1], kind) for name, kind in kinds_of(layers[0]).items()}
     show("the usual of each", {name: kernels[name, cut] for name, cut in usual.items()}, before)
     chosen = {name: cut for name, (_, cut) in best.items()}
     show("the best of each", {name: kernels[name, cut] for name, cut in chosen.items()}, before)

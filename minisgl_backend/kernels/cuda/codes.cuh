@@ -10,7 +10,6 @@
 
 constexpr int BITS = CODE == 0 ? 16 : CODE <= 2 ? 8 : 4;    // of a number of the weight
 
-#if CODE
 __device__ __forceinline__ u32 times(u32 x, u32 y) {   // of two bfloat16 each
     u32 out;
     asm("mul.bf16x2 %0, %1, %2;" : "=r"(out) : "r"(x), "r"(y));
@@ -33,6 +32,7 @@ __device__ __forceinline__ u32 masked_or(u32 x, u32 mask, u32 y) {   // in one i
 // (of 8 bits) smaller by 128 than their codes. Of 8 bits pair 0 is in bytes 1 and 3, pair 1 in bytes 0 and 2; of 4 bits
 // a pair is in the same quarter of both halves.
 __device__ __forceinline__ u32 raw_numbers(u32 codes, int pair) {
+    if (CODE == 0) return codes;
     if (CODE == 1) {   // exponent and mantissa move to the end of bfloat16's exponent: 2^120 too small
         const u32 at = pair ? codes << 8 : codes;
         return times(masked_or(at, 0x80008000, at >> 4 & 0x07f007f0), 0x7b807b80);
@@ -64,4 +64,3 @@ __device__ __forceinline__ u32 zero_of(u32 word) {
 __device__ __forceinline__ float scale_of(u32 word) {
     return __int_as_float(ZEROS ? word & 0xffffff00 : word);
 }
-#endif

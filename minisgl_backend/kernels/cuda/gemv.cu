@@ -1,4 +1,4 @@
-// One token by a large quantized weight, fused with the operations around it as in `linear.cu`, for Hopper (sm_90a).
+// One token by a weight, plain or quantized, fused with the operations around it as in `linear.cu`, for Hopper (sm_90a).
 //
 // A GEMV is bound by reading the weight, if its codes become numbers fast enough. Neither shared memory nor barriers nor
 // the copy engine are between memory and the MMAs here: a warp loads a batch of 16 rows of the weight, 64 bytes of a row
@@ -11,7 +11,7 @@
 // groups are kept. A lane reads its numbers of x once a batch, the scales of a group are applied where its sums are,
 // and MMAs by ones yield the sums of x of all groups, by which zero points are multiplied.
 //
-// Compiled with: SIZE (in_features, a multiple of 128), WARPS, COLUMNS (of a batch, 8 or 4), GATED, RESIDUAL, HEADS (the
+// Compiled with: SIZE (in_features, a multiple of 128), WARPS, COLUMNS (of a batch, 8, 4 or 2), GATED, RESIDUAL, HEADS (the
 // size of a head, or 0; a cluster has one), with that PAGE_SIZE and FP8; CODE, GROUP, SHARED_BY and ZEROS of the weight;
 // PER_PROCESSOR: as in `linear.cu`.
 
@@ -32,15 +32,16 @@ constexpr int PAIRS = 16 / BITS;                    // of numbers, in a word of 
 constexpr u64 ROW_BYTES = (u64)SIZE * BITS / 8;
 constexpr int CLUSTER = HEADS ? HEADS / ROWS : 1;   // thread blocks
 constexpr bool SCALED = GROUP && CODE != 4;         // sums of columns are
+constexpr bool OF_ROWS = CODE && GROUP == 0;        // those of rows are
 constexpr bool SUBTRACTS = CODE == 3 || (CODE == 2 && ZEROS);   // zero points, times sums of x
 constexpr float OF_SUMS = CODE == 4 ? 0x1p64f : 1;  // by which sums are too small, as in `tile_gemm.cuh`
 constexpr bool AT_ONCE = GATED || RESIDUAL;         // the next kernel may start: as in `linear.cu`
 constexpr int MOST_SQUARES = 1024;
 constexpr u32 ALL = 0xffffffffu;
 
-static_assert(SIZE % 128 == 0 && (COLUMNS == 8 || COLUMNS == 4) && UNITS % OF_COLUMN == 0, "");
+static_assert(SIZE % 128 == 0 && (COLUMNS == 8 || COLUMNS == 4 || COLUMNS == 2) && UNITS % OF_COLUMN == 0, "");
 static_assert(WARPS <= BATCHES && GATED + RESIDUAL + (HEADS > 0) <= 1, "");
-static_assert(CODE && (CODE != 4 || GROUP == 128), "");
+static_assert(CODE ? CODE != 4 || GROUP == 128 : GROUP == 0, "");
 
 struct Arguments {
     const u8* weight;       // codes [out_features, SIZE]
@@ -114,9 +115,9 @@ __device__ __forceinline__ float zero_point(u32 word) {
     return __int_as_float(0x43000000 | (ZEROS ? word & 0x7f : 8) << 16);   // 128 + the zero point
 }
 
-// scales of a batch, as words, [COLUMNS, OF_ROWS] for the rows of a warp
-constexpr int OF_ROWS = ROWS / SHARED_BY;
-constexpr int SCALES = GROUP ? BATCH / GROUP * OF_ROWS : 0;
+// scales of a batch, as words, [COLUMNS, LINES] for the rows of a warp
+constexpr int LINES = ROWS / SHARED_BY;
+constexpr int SCALES = GROUP ? BATCH / GROUP * LINES : 0;
 
 // A warp's rows of the weight: lane / 4 has row and row + 8, or of a gate a row and the one that it opens.
 struct Rows {
@@ -130,7 +131,7 @@ struct Rows {
         low = args.weight + ((u64)strip * (GATED ? 8 : ROWS) + row) * ROW_BYTES + lane % 4 * 16;
         high = low + (GATED ? args.features : 8) * ROW_BYTES;
         // those of a group and 64 rows, in the order of tiles, follow each other
-        scales = args.scales + (u64)(strip / 4) * (GROUP ? SIZE / GROUP : 0) * (64 / SHARED_BY) + strip % 4 * OF_ROWS;
+        scales = args.scales + (u64)(strip / 4) * (GROUP ? SIZE / GROUP : 0) * (64 / SHARED_BY) + strip % 4 * LINES;
         policy = evict_first();
     }
 
@@ -147,20 +148,20 @@ struct Rows {
             codes[unit][0] = load_codes(from + unit * 64, policy);
             codes[unit][1] = load_codes(from_high + unit * 64, policy);
         }
-        constexpr int AT_ONCE = OF_ROWS < 4 ? OF_ROWS : 4;
+        constexpr int AT_ONCE = LINES < 4 ? LINES : 4;
 #pragma unroll
         for (int first = 0; first < SCALES; first += 32 * AT_ONCE) {
-            const int i = first + threadIdx.x % 32 * AT_ONCE, group = i / OF_ROWS;
-            const int at = batch * (SCALES / OF_ROWS) + group;
+            const int i = first + threadIdx.x % 32 * AT_ONCE, group = i / LINES;
+            const int at = batch * (SCALES / LINES) + group;
             if (i < SCALES && (WHOLE || at < SIZE / (GROUP ? GROUP : 1)))
-                copy<4 * AT_ONCE>(copied + i, scales + at * (64 / SHARED_BY) + i % OF_ROWS);
+                copy<4 * AT_ONCE>(copied + i, scales + at * (64 / SHARED_BY) + i % LINES);
         }
     }
 
     // the word of the scale of a group of the batch and of both rows of this lane
     __device__ __forceinline__ u32 scale(int group, int row_8) const {
         const int row = threadIdx.x % 32 / 4 + 8 * row_8;
-        return __float_as_uint(copied[group * OF_ROWS + row / SHARED_BY]);
+        return __float_as_uint(copied[group * LINES + row / SHARED_BY]);
     }
 };
 
@@ -287,7 +288,7 @@ __device__ __forceinline__ float rounded(float x) { return to_float((u16)pack(x,
 
 // Of the rows that a thread block finishes.
 struct Ends {
-    float scale[ROWS];      // GROUP == 0
+    float scale[ROWS];      // OF_ROWS
     u16 bias[ROWS];
     u16 norm[ROWS];         // RESIDUAL: the weight of the one that follows
     u16 stream[ROWS];       // RESIDUAL
@@ -304,7 +305,7 @@ struct Ends {
         const int from = at(args, lane), to = 8 * lane;
         if (args.bias) copy<16>(bias + to, args.bias + from);
         if (RESIDUAL) copy<16>(norm + to, args.norm_weight + from);
-        if (GROUP == 0) {
+        if (OF_ROWS) {
             copy<16>(scale + to, args.scales + from);
             copy<16>(scale + to + 4, args.scales + from + 4);
         }
@@ -448,7 +449,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_PROCESSOR) gemv(const 
             value += parts[i][row];
             square += of_squares[i];
         }
-        value *= (args.squares ? rsqrtf(square * (1.0f / SIZE) + args.eps) : 1) * (GROUP ? OF_SUMS : ends.scale[row]);
+        value *= (args.squares ? rsqrtf(square * (1.0f / SIZE) + args.eps) : 1) * (OF_ROWS ? ends.scale[row] : OF_SUMS);
         if (args.bias) value += to_float(ends.bias[row]);
         if (GATED) {
             const float opened = __shfl_down_sync(ALL, value, 8);

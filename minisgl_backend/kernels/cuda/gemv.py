@@ -1,4 +1,4 @@
-"""Launches ``gemv.cu``: one row by a large quantized weight, for linear layers (``linear``)."""
+"""Launches ``gemv.cu``: one row by a large weight, for linear layers (``linear``)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from minisgl_backend.kernels.cuda.heads import Heads
 from minisgl_backend.kernels.cuda.module import CudaModule, address
 from minisgl_backend.kernels.gemv_cut import MOST_SQUARES, ROWS, GemvCut
-from minisgl_backend.kernels.packed_weight import CodesKind, PackedWeight
+from minisgl_backend.kernels.packed_weight import PLAIN_MACROS, CodesKind
 
 
 class _Arguments(ctypes.Structure):
@@ -36,7 +36,8 @@ class _Arguments(ctypes.Structure):
 
 
 class Gemv:
-    """The kernel for one row by weights of a ``shape``, [height, in_features], in ``codes``.
+    """The kernel for one row by weights of a ``shape``, [height, in_features]; quantized ones if
+    there are ``codes``.
 
     ``macros`` are those of ``gemv.cu`` that say what becomes of the results; of ``HEADS`` it is the
     size of a head. ``tiles`` are those of the sums of squares that it leaves.
@@ -47,7 +48,7 @@ class Gemv:
         shape: tuple[int, int],
         device: torch.device,
         *,
-        codes: CodesKind,
+        codes: CodesKind | None,
         cut: GemvCut,
         macros: Mapping[str, int],
     ) -> None:
@@ -56,7 +57,7 @@ class Gemv:
         self._cluster = macros["HEADS"] // ROWS or 1
         self._threads = 32 * cut.warps
         constants = {
-            **codes.macros,
+            **(PLAIN_MACROS if codes is None else codes.macros),
             **macros,
             "SIZE": in_features,
             "WARPS": cut.warps,
@@ -68,20 +69,21 @@ class Gemv:
     def __call__(
         self,
         x: Tensor,
-        weight: PackedWeight,
+        weight: Tensor,
+        scales: Tensor | None,
         *,
         squares: Tensor | None,
         bias: Tensor | None,
         pdl: bool,
         **values: Any,
     ) -> None:
-        """``x`` [1, in_features], in the order of the weight's columns; ``values`` are the rest of
-        the arguments, as ``linear`` has them."""
-        assert x.shape[0] == 1 and x.stride(1) == 1 and weight.weight.codes.is_contiguous()
+        """``x`` [1, in_features], in the order of the weight's columns; ``weight`` or its codes;
+        ``values`` are the rest of the arguments, as ``linear`` has them."""
+        assert x.shape[0] == 1 and x.stride(1) == 1 and weight.is_contiguous()
         assert squares is None or len(squares) <= MOST_SQUARES
         arguments = _Arguments(
-            weight=address(weight.weight.codes),
-            scales=address(weight.scales),
+            weight=address(weight),
+            scales=address(scales),
             x=address(x),
             squares=address(squares),
             square_tiles=0 if squares is None else len(squares),

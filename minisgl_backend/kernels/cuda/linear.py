@@ -11,7 +11,7 @@ square: ``squares``, float32 [tiles, num_rows], holds each tile's part of the ro
 from the preceding GEMM.
 
 A weight is plain bfloat16, or a ``PackedWeight`` if the kernels were made for its ``kind``. One row
-by a large one of these is left to the kernel of ``cuda.gemv``.
+by some of them is left to the kernel of ``cuda.gemv``.
 """
 
 from __future__ import annotations
@@ -137,13 +137,10 @@ class _Linear:
         self._pairs, self._codes = pairs, codes
         numbers = PLAIN if codes is None else codes.numbers(in_features)
         self._gemv: Gemv | None = None
-        if cuts is None and codes is not None:
-            of_row = gemv_cut(height, in_features, codes)
-            if of_row is not None:
-                macros = {**_OF_RESULTS, **kind, "HEADS": head_dim or 0}
-                self._gemv = Gemv(
-                    (height, in_features), device, codes=codes, cut=of_row, macros=macros
-                )
+        of_row = gemv_cut(height, in_features, codes) if cuts is None else None
+        if of_row is not None:
+            macros = {**_OF_RESULTS, **kind, "HEADS": head_dim or 0}
+            self._gemv = Gemv((height, in_features), device, codes=codes, cut=of_row, macros=macros)
         if cuts is None:
             cuts = {
                 batch: cut_of(batch, height, in_features, head_dim=head_dim, numbers=numbers)
@@ -199,10 +196,10 @@ class _Linear:
         if isinstance(weight, PackedWeight):
             assert weight.kind == self._codes
             x, scales = weight.ordered(x), weight.scales
-            if self._gemv is not None and num_rows == 1 and adaptation is None:
-                self._gemv(x, weight, squares=squares, bias=bias, pdl=pdl, **values)
-                return
             weight = weight.weight.codes
+        if self._gemv is not None and num_rows == 1 and adaptation is None:
+            self._gemv(x, weight, scales, squares=squares, bias=bias, pdl=pdl, **values)
+            return
         assert x.stride(1) == 1 and weight.is_contiguous() and num_rows <= max(self._kernels[False])
         cut, kernel = self._kernel_for(num_rows, adapted=adaptation is not None)
         tiles = self._height // cut.features

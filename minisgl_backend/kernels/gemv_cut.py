@@ -27,12 +27,15 @@ _MOST_WARPS_OF_PROCESSOR: Final = 16
 
 @dataclass(frozen=True, slots=True)
 class GemvCut:
-    """``warps`` of a thread block share out the in_features, in batches of ``columns`` groups.
-    Registers are left for ``per_processor`` thread blocks of a multiprocessor."""
+    """``warps`` of each of ``splits`` thread blocks share out the in_features, in batches of
+    ``columns`` groups. Registers are left for ``per_processor`` thread blocks of a multiprocessor.
+    Each asks for the weight of the one that is ``fetched`` blocks of rows further, if not 0."""
 
     columns: int
     warps: int
     per_processor: int
+    splits: int = 1
+    fetched: int = 0
 
 
 def gemv_cut(height: int, in_features: int, codes: CodesKind | None) -> GemvCut | None:

@@ -99,7 +99,14 @@ def test_heads_of_a_row(
         check_heads(device, 1, num_heads, num_kv_heads, head_dim, fp8, norms, packed=packed)
 
 
-CUTS = [GemvCut(8, 5, 3), GemvCut(4, 10, 2), GemvCut(4, 3, 4), GemvCut(8, 2, 4)]
+CUTS = [
+    GemvCut(8, 5, 3),
+    GemvCut(4, 10, 2),
+    GemvCut(4, 3, 4),
+    GemvCut(8, 2, 4, fetched=30),
+    GemvCut(8, 2, 4, splits=2),
+    GemvCut(8, 2, 4, splits=3, fetched=7),
+]
 
 
 @pytest.mark.parametrize("cut", CUTS, ids=str)

@@ -1,12 +1,12 @@
 """``python3 -m tools.gpu.sweep_linear FORMS SIZES``: the GEMMs of a layer, by how they are cut.
 
 For the GPU machine, in the repository's root, after ``source tools/gpu/activate.sh``. FORMS are of
-bf16, fp8 (blocks of 128 x 128) and int4 (groups of 128, zero points), such as fp8,int4; SIZES numbers of
-tokens, such as 1,64. The shape is that of Qwen3-14B. The four GEMMs run in turn, in a captured
-graph over the weights of several layers, so that none is in the L2 cache, as they do in a decode
-step but for attention. First come the cuts that ``kernels.linear_cut`` has; then, of one GEMM after
-the other, others in their place. The table has microseconds a layer, the difference that a cut
-makes, and how far its results are from those of the first, relative to their size.
+bf16, fp8 (blocks of 128 x 128) and int4 (groups of 128, zero points), such as fp8,int4; SIZES
+numbers of tokens, such as 1,64. The shape is that of Qwen3-14B. The four GEMMs run in turn, in a
+captured graph over the weights of several layers, so that none is in the L2 cache, as they do in a
+decode step but for attention. First come the cuts that ``kernels.linear_cut`` has; then, of one
+GEMM after the other, others in their place. The table has microseconds a layer, the difference that
+a cut makes, and how far its results are from those of the first, relative to their size.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 // A GEMV is bound by reading the weight, if its codes become numbers fast enough. Neither shared memory nor barriers nor
 // the copy engine are between memory and the MMAs here: a warp loads a batch of 16 rows of the weight, 64 bytes of a row
 // after the other, straight to registers, its first one before the kernels before this one have ended. WARPS of a thread
-// block share out the in_features of the same 16 rows. Thread blocks are small and many, so that others load while one
+// block, and SPLITS of them in a cluster, share out the in_features of the same 16 rows. Thread blocks are small and many, so that others load while one
 // multiplies, and those of the next kernel wherever one has ended.
 //
 // An MMA multiplies 16 rows by 8 columns, but there is one token. So columns are neighbouring groups of SUM in_features:
@@ -11,7 +11,7 @@
 // groups are kept. A lane reads its numbers of x once a batch, the scales of a group are applied where its sums are,
 // and MMAs by ones yield the sums of x of all groups, by which zero points are multiplied.
 //
-// Compiled with: SIZE (in_features, a multiple of 128), WARPS, COLUMNS (of a batch, 8, 4 or 2), GATED, RESIDUAL, HEADS (the
+// Compiled with: SIZE (in_features, a multiple of 128), WARPS, SPLITS, FETCHED, COLUMNS (of a batch, 8, 4 or 2), GATED, RESIDUAL, HEADS (the
 // size of a head, or 0; a cluster has one), with that PAGE_SIZE and FP8; CODE, GROUP, SHARED_BY and ZEROS of the weight;
 // PER_PROCESSOR: as in `linear.cu`.
 
@@ -25,12 +25,12 @@ constexpr int SUM = GROUP ? GROUP : 128;            // in_features of a column
 constexpr int BATCH = COLUMNS * SUM;
 constexpr int BATCHES = (SIZE + BATCH - 1) / BATCH;
 constexpr int UNITS = BATCH / UNIT;                 // of a batch
-constexpr bool WHOLE = SIZE % BATCH == 0;           // so are all batches
+constexpr bool WHOLE = SIZE % BATCH == 0 && WARPS * SPLITS <= BATCHES;   // so is what every warp reads
 constexpr int OF_COLUMN = SUM < UNIT ? 1 : SUM / UNIT;      // units that have a column's in_features
 constexpr int OF_UNIT = SUM < UNIT ? UNIT / SUM : 1;        // columns that have a unit's
 constexpr int PAIRS = 16 / BITS;                    // of numbers, in a word of codes
 constexpr u64 ROW_BYTES = (u64)SIZE * BITS / 8;
-constexpr int CLUSTER = HEADS ? HEADS / ROWS : 1;   // thread blocks
+constexpr int CLUSTER = HEADS ? HEADS / ROWS : SPLITS;  // thread blocks
 constexpr bool SCALED = GROUP && CODE != 4;         // sums of columns are
 constexpr bool OF_ROWS = CODE && GROUP == 0;        // those of rows are
 constexpr bool SUBTRACTS = CODE == 3 || (CODE == 2 && ZEROS);   // zero points, times sums of x
@@ -40,7 +40,7 @@ constexpr int MOST_SQUARES = 1024;
 constexpr u32 ALL = 0xffffffffu;
 
 static_assert(SIZE % 128 == 0 && (COLUMNS == 8 || COLUMNS == 4 || COLUMNS == 2) && UNITS % OF_COLUMN == 0, "");
-static_assert(WARPS <= BATCHES && GATED + RESIDUAL + (HEADS > 0) <= 1, "");
+static_assert((SPLITS == 1 || !HEADS) && CLUSTER <= 8 && GATED + RESIDUAL + (HEADS > 0) <= 1, "");
 static_assert(CODE ? CODE != 4 || GROUP == 128 : GROUP == 0, "");
 
 struct Arguments {
@@ -84,6 +84,10 @@ __device__ __forceinline__ uint4 load_8(const u16* from) {
 
 __device__ __forceinline__ u32 word(const uint4& from, int i) {
     return i == 0 ? from.x : i == 1 ? from.y : i == 2 ? from.z : from.w;
+}
+
+__device__ __forceinline__ void fetch_bytes(const void* from, u32 count) {
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" :: "l"(from), "r"(count) : "memory");
 }
 
 // ---- copies to shared memory, which take no registers meanwhile
@@ -158,6 +162,17 @@ struct Rows {
         }
     }
 
+    // By one thread: ask for the codes and scales of a thread block that will run later, into the L2 cache.
+    __device__ __forceinline__ void fetch(const Arguments& args, int strip) const {
+        if (strip >= (int)gridDim.x / SPLITS) return;
+        constexpr u32 BYTES = (GATED ? 8 : ROWS) * ROW_BYTES;
+        const u8* const from = args.weight + (u64)strip * BYTES;
+        fetch_bytes(from, BYTES);
+        if (GATED) fetch_bytes(from + args.features * ROW_BYTES, BYTES);
+        constexpr u32 WORDS = GROUP ? SIZE / GROUP * (64 / SHARED_BY) : 0;   // of 64 rows
+        if (WORDS && strip % 4 == 0) fetch_bytes(args.scales + (u64)(strip / 4) * WORDS, 4 * WORDS);
+    }
+
     // the word of the scale of a group of the batch and of both rows of this lane
     __device__ __forceinline__ u32 scale(int group, int row_8) const {
         const int row = threadIdx.x % 32 / 4 + 8 * row_8;
@@ -213,12 +228,12 @@ __device__ __forceinline__ void multiply_unit(
                      x[4 * pair + i], x[4 * pair + i + 1]);
 }
 
-// Multiply the batches of a `warp`, of which the first one is on its way. Sums of both rows.
+// Multiply the batches from the first one of a warp on, which is on its way. Sums of both rows.
 __device__ __forceinline__ void multiply_batches(
-    float (&sums)[2], const Rows& rows, uint4 (&codes)[UNITS][2], Column& column, const u16* x, int warp) {
+    float (&sums)[2], const Rows& rows, uint4 (&codes)[UNITS][2], Column& column, const u16* x, int first_batch) {
     const int quarter = threadIdx.x % 4;
     bool more;
-    int batch = warp;
+    int batch = first_batch;
     sums[0] = sums[1] = 0;
 #pragma unroll 1
     do {
@@ -234,7 +249,10 @@ __device__ __forceinline__ void multiply_batches(
             u32 by[2] = {};
             if (CODE == 4)   // the exponent of this lane's 32 in_features
 #pragma unroll
-                for (int i = 0; i < 2; ++i) by[i] = __byte_perm(rows.scale(unit, i), 0, 0x4040 + quarter * 0x101) << 7;
+                for (int i = 0; i < 2; ++i) {
+                    const bool there = WHOLE || batch * UNITS + unit < SIZE / UNIT;
+                    by[i] = there ? __byte_perm(rows.scale(unit, i), 0, 0x4040 + quarter * 0x101) << 7 : 0;
+                }
             multiply_unit(c, codes[unit], column.words[unit % OF_COLUMN], by);
             if (unit % OF_COLUMN < OF_COLUMN - 1) continue;
             const int first = unit / OF_COLUMN * OF_UNIT;   // column of this unit
@@ -260,8 +278,8 @@ __device__ __forceinline__ void multiply_batches(
                 sums[row] += SCALED ? scale_of(scale) * sum : sum;
             }
         }
-        batch += WARPS;
-        more = BATCHES > WARPS && batch < BATCHES;
+        batch += WARPS * SPLITS;
+        more = BATCHES > WARPS * SPLITS && batch < BATCHES;
         if (more) {
             __syncwarp();   // all have read scales
             rows.read(codes, batch);
@@ -295,7 +313,8 @@ struct Ends {
 
     // where rows from 8 * `half` on are, of `out_features`
     static __device__ __forceinline__ int at(const Arguments& args, int half) {
-        return GATED ? blockIdx.x * 8 + half * args.features : blockIdx.x * ROWS + half * 8;
+        const int strip = blockIdx.x / SPLITS;
+        return GATED ? strip * 8 + half * args.features : strip * ROWS + half * 8;
     }
 
     // what no kernel writes
@@ -399,37 +418,54 @@ struct Head {
     }
 };
 
+// The first warp of each thread block of a cluster leaves numbers of 16 rows in the first one's shared memory.
+__device__ __forceinline__ void gather(const float* to, float x) {
+    wait_for_cluster();   // all have begun
+    if (threadIdx.x < ROWS) {
+        u32 there;
+        asm volatile("mapa.shared::cluster.u32 %0, %1, 0;" : "=r"(there) : "r"(shared_address(to + threadIdx.x)));
+        asm volatile("st.shared::cluster.f32 [%0], %1;" :: "r"(there), "f"(x) : "memory");
+    }
+    __syncwarp();
+    arrive_in_cluster<true>();
+    wait_for_cluster();
+}
+
 // ---- the kernel
 
 extern "C" __global__ void __launch_bounds__(THREADS, PER_PROCESSOR) gemv(const __grid_constant__ Arguments args) {
     __shared__ __align__(16) float scales[WARPS][SCALES ? SCALES : 1];
     __shared__ float parts[WARPS][ROWS], squares[MOST_SQUARES], of_squares[WARPS];
-    __shared__ __align__(16) Ends ends;
-    __shared__ __align__(16) float of_head[SIZE_OF_HEAD], cos_sin[SIZE_OF_HEAD];
+    __shared__ __align__(16) Ends of_rows;
+    __shared__ __align__(16) float cos_sin[SIZE_OF_HEAD];
     __shared__ __align__(16) u16 of_norm[SIZE_OF_HEAD];
+    __shared__ float of_cluster[CLUSTER][ROWS];   // of the first thread block: of a head, or parts of the same rows
     __shared__ int slot;
-    const int strip = blockIdx.x, lane = threadIdx.x % 32, quarter = lane % 4;
+    const int strip = blockIdx.x / SPLITS, in_cluster = blockIdx.x % CLUSTER;
+    const int lane = threadIdx.x % 32, quarter = lane % 4;
     const int warp = __shfl_sync(ALL, (int)threadIdx.x / 32, 0);   // so that the compiler knows: all lanes have one
+    const int batch = SPLITS > 1 ? in_cluster * WARPS + warp : warp;
     const Head head{args.heads, strip / CLUSTER};
-    const bool ends_head = HEADS && warp == 0 && strip % CLUSTER == 0;
+    const bool ends = warp == 0 && (SPLITS == 1 || in_cluster == 0), ends_head = HEADS && warp == 0 && in_cluster == 0;
     if (AT_ONCE) allow_next();
-    if (HEADS) arrive_in_cluster<false>();
+    if (CLUSTER > 1) arrive_in_cluster<false>();
     const Rows rows(args, strip, scales[warp]);
     uint4 codes[UNITS][2];
-    rows.read(codes, warp);
-    if (warp == 0) ends.read_constants(args);
+    rows.read(codes, batch);
+    if (FETCHED && threadIdx.x == 0 && (SPLITS == 1 || in_cluster == 0)) rows.fetch(args, strip + FETCHED);
+    if (ends) of_rows.read_constants(args);
 
     wait_previous();
     if (!AT_ONCE) allow_next();   // all kernels before this one have ended
     Column column;
-    column.read(args.x, warp);
+    column.read(args.x, batch);
     if (args.squares)
 #pragma unroll 1
         for (int i = threadIdx.x; i < args.square_tiles; i += THREADS) copy<4>(squares + i, args.squares + i);
-    if (RESIDUAL && warp == 0) ends.read_stream(args);
+    if (RESIDUAL && ends) of_rows.read_stream(args);
     if (ends_head) head.read(cos_sin, of_norm, &slot);
     float sums[2];
-    multiply_batches(sums, rows, codes, column, args.x, warp);
+    multiply_batches(sums, rows, codes, column, args.x, batch);
     if (quarter < 2) parts[warp][lane / 4 + 8 * quarter] = quarter ? sums[1] : sums[0];
     wait_for_copies();
     float square = 0;
@@ -441,25 +477,32 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_PROCESSOR) gemv(const 
     __syncthreads();
 
     float value = 0;
-    if (warp == 0) {   // lanes 0 to 15 have a row, the others the same ones
+    if (warp == 0)   // lanes 0 to 15 have a row, the others the same ones
+#pragma unroll
+        for (int i = 0; i < WARPS; ++i) value += parts[i][lane % ROWS];
+    if (SPLITS > 1) {
+        gather(of_cluster[in_cluster], value);
+        value = 0;
+        if (ends)
+#pragma unroll
+            for (int i = 0; i < SPLITS; ++i) value += of_cluster[i][lane % ROWS];
+    }
+    if (ends) {
         const int row = lane % ROWS, at = Ends::at(args, row / 8) + row % 8;
         square = 0;
 #pragma unroll
-        for (int i = 0; i < WARPS; ++i) {
-            value += parts[i][row];
-            square += of_squares[i];
-        }
-        value *= (args.squares ? rsqrtf(square * (1.0f / SIZE) + args.eps) : 1) * (OF_ROWS ? ends.scale[row] : OF_SUMS);
-        if (args.bias) value += to_float(ends.bias[row]);
+        for (int i = 0; i < WARPS; ++i) square += of_squares[i];
+        value *= (args.squares ? rsqrtf(square * (1.0f / SIZE) + args.eps) : 1) * (OF_ROWS ? of_rows.scale[row] : OF_SUMS);
+        if (args.bias) value += to_float(of_rows.bias[row]);
         if (GATED) {
             const float opened = __shfl_down_sync(ALL, value, 8);
             if (lane < 8) args.out[at] = (u16)pack(__fdividef(value, 1 + __expf(-value)) * opened, 0);
         } else if (RESIDUAL) {
-            const u16 sum = (u16)pack(rounded(value) + to_float(ends.stream[row]), 0);
+            const u16 sum = (u16)pack(rounded(value) + to_float(of_rows.stream[row]), 0);
             const float as_read = to_float(sum);
             if (lane < ROWS) {
                 args.out[at] = sum;
-                args.scaled[at] = (u16)pack(as_read * to_float(ends.norm[row]), 0);
+                args.scaled[at] = (u16)pack(as_read * to_float(of_rows.norm[row]), 0);
             }
             const float total = over_warp(lane < ROWS ? as_read * as_read : 0);
             if (lane == 0) args.squares_out[strip] = total;
@@ -468,16 +511,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_PROCESSOR) gemv(const 
         }
     }
     if (HEADS) {
-        wait_for_cluster();   // its first thread block has begun
-        if (warp == 0 && lane < ROWS) {
-            u32 there;
-            asm volatile("mapa.shared::cluster.u32 %0, %1, 0;"
-                         : "=r"(there) : "r"(shared_address(of_head + strip % CLUSTER * ROWS + lane)));
-            asm volatile("st.shared::cluster.f32 [%0], %1;" :: "r"(there), "f"(rounded(value)) : "memory");
-        }
-        __syncwarp();
-        arrive_in_cluster<true>();
-        wait_for_cluster();
-        if (ends_head) head.finish(args, of_head, cos_sin, of_norm, slot);
+        gather(of_cluster[in_cluster], rounded(value));
+        if (ends_head) head.finish(args, of_cluster[0], cos_sin, of_norm, slot);
     }
 }

@@ -54,13 +54,16 @@ class Gemv:
     ) -> None:
         height, in_features = shape
         self.tiles = height // ROWS
-        self._cluster = macros["HEADS"] // ROWS or 1
+        self._cluster = macros["HEADS"] // ROWS or cut.splits
+        self._blocks = self.tiles * cut.splits
         self._threads = 32 * cut.warps
         constants = {
             **(PLAIN_MACROS if codes is None else codes.macros),
             **macros,
             "SIZE": in_features,
             "WARPS": cut.warps,
+            "SPLITS": cut.splits,
+            "FETCHED": cut.fetched,
             "COLUMNS": cut.columns,
             "PER_PROCESSOR": cut.per_processor,
         }
@@ -91,4 +94,6 @@ class Gemv:
             **values,
         )
         cluster = self._cluster, 1, 1
-        self._kernel.launch((self.tiles, 1, 1), self._threads, arguments, cluster=cluster, pdl=pdl)
+        self._kernel.launch(
+            (self._blocks, 1, 1), self._threads, arguments, cluster=cluster, pdl=pdl
+        )

@@ -183,9 +183,9 @@ def check_heads(
     fp8: bool,
     norms: bool,
     cuts: dict[int, Cut] | None = None,
-    packed: tuple[PackedWeight, Tensor] | None = None,
+    given: tuple[Tensor | PackedWeight, Tensor] | None = None,
 ) -> None:
-    """``packed``: a quantized weight and its numbers, float32 [height, 1024]."""
+    """``given``: a weight and its numbers, float32 [height, 1024]."""
     from minisgl_backend.kernels.cuda.linear import HeadsKernel
 
     torch.manual_seed(batch)
@@ -193,10 +193,9 @@ def check_heads(
     x, norm = normal(batch, 1024, device=device), normal(1024, device=device)
     numbers = normal(height, 1024, device=device, scale=1 / 32)
     weight: Tensor | PackedWeight = numbers
-    codes = None
-    if packed is not None:
-        weight, numbers = packed
-        codes = weight.kind
+    if given is not None:
+        weight, numbers = given
+    codes = weight.kind if isinstance(weight, PackedWeight) else None
     positions = torch.randint(0, 500, (batch,), device=device, dtype=torch.int32)
     slots = torch.randperm(40 * 16, device=device)[:batch].int()
     slots[1::7] = -1

@@ -60,9 +60,13 @@ def kernel_of(name: str, kind: CodesKind | None, cut: GemvCut | None, device: to
     return kernel
 
 
+def usual_of(name: str, kind: CodesKind | None) -> GemvCut:
+    return usual_cut(*SHAPES[name], kind, of_heads=name == "qkv")
+
+
 def cuts_for(name: str, kind: CodesKind | None) -> Iterator[GemvCut]:
     in_features = SHAPES[name][1]
-    most = usual_cut(in_features, kind).columns
+    most = usual_of(name, kind).columns
     group = 0 if kind is None else kind.group
     for columns in (8, 4) if most == 8 else (most,):
         batches = in_features // (columns * (group or 128))
@@ -78,7 +82,7 @@ def sweep(form: str, device: torch.device) -> None:
     layers = layers_of(form, device)
     kinds = kinds_of(layers[0])
     wanted: list[tuple[str, GemvCut | None]] = [(name, None) for name in SHAPES]
-    wanted += [(name, usual_cut(SHAPES[name][1], kinds[name])) for name in SHAPES]
+    wanted += [(name, usual_of(name, kinds[name])) for name in SHAPES]
     wanted += [(name, cut) for name in SHAPES for cut in cuts_for(name, kinds[name])]
     wanted = list(dict.fromkeys(wanted))
     with ThreadPoolExecutor(16) as pool:
@@ -117,7 +121,7 @@ def table(
         after = show(text, {**base, name: kernel}, before)
         if name not in best or after < best[name][0]:
             best[name] = after, cut
-    usual = {name: usual_cut(SHAPES[name][1], kind) for name, kind in kinds_of(layers[0]).items()}
+    usual = {name: usual_of(name, kind) for name, kind in kinds_of(layers[0]).items()}
     show("the usual of each", {name: kernels[name, cut] for name, cut in usual.items()}, before)
     chosen = {name: cut for name, (_, cut) in best.items()}
     show("the best of each", {name: kernels[name, cut] for name, cut in chosen.items()}, before)

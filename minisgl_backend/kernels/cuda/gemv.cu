@@ -11,7 +11,7 @@
 // groups are kept. A lane reads its numbers of x once a batch, the scales of a group are applied where its sums are,
 // and MMAs by ones yield the sums of x of all groups, by which zero points are multiplied.
 //
-// Compiled with: SIZE (in_features, a multiple of 128), WARPS, SPLITS, FETCHED, COLUMNS (of a batch, 8, 4 or 2), GATED, RESIDUAL, HEADS (the
+// Compiled with: SIZE (in_features, a multiple of 128), WARPS, SPLITS, COLUMNS (of a batch, 8, 4 or 2), GATED, RESIDUAL, HEADS (the
 // size of a head, or 0; a cluster has one), with that PAGE_SIZE and FP8; CODE, GROUP, SHARED_BY and ZEROS of the weight;
 // PER_PROCESSOR: as in `linear.cu`.
 
@@ -61,10 +61,11 @@ struct Arguments {
 
 // ---- loads
 
-// of what no other thread block reads, from memory; volatile, so that it stays where it is
+// Of what no other thread block reads, from memory, whose other half of 128 bytes is read next. Volatile, so that it
+// stays where it is.
 __device__ __forceinline__ uint4 load_codes(const u8* from, u64 policy) {
     uint4 out;
-    asm volatile("ld.global.L1::no_allocate.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %5;"
+    asm volatile("ld.global.L1::no_allocate.L2::cache_hint.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4], %5;"
                  : "=r"(out.x), "=r"(out.y), "=r"(out.z), "=r"(out.w) : "l"(from), "l"(policy));
     return out;
 }
@@ -84,10 +85,6 @@ __device__ __forceinline__ uint4 load_8(const u16* from) {
 
 __device__ __forceinline__ u32 word(const uint4& from, int i) {
     return i == 0 ? from.x : i == 1 ? from.y : i == 2 ? from.z : from.w;
-}
-
-__device__ __forceinline__ void fetch_bytes(const void* from, u32 count) {
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" :: "l"(from), "r"(count) : "memory");
 }
 
 // ---- copies to shared memory, which take no registers meanwhile
@@ -160,17 +157,6 @@ struct Rows {
             if (i < SCALES && (WHOLE || at < SIZE / (GROUP ? GROUP : 1)))
                 copy<4 * AT_ONCE>(copied + i, scales + at * (64 / SHARED_BY) + i % LINES);
         }
-    }
-
-    // By one thread: ask for the codes and scales of a thread block that will run later, into the L2 cache.
-    __device__ __forceinline__ void fetch(const Arguments& args, int strip) const {
-        if (strip >= (int)gridDim.x / SPLITS) return;
-        constexpr u32 BYTES = (GATED ? 8 : ROWS) * ROW_BYTES;
-        const u8* const from = args.weight + (u64)strip * BYTES;
-        fetch_bytes(from, BYTES);
-        if (GATED) fetch_bytes(from + args.features * ROW_BYTES, BYTES);
-        constexpr u32 WORDS = GROUP ? SIZE / GROUP * (64 / SHARED_BY) : 0;   // of 64 rows
-        if (WORDS && strip % 4 == 0) fetch_bytes(args.scales + (u64)(strip / 4) * WORDS, 4 * WORDS);
     }
 
     // the word of the scale of a group of the batch and of both rows of this lane
@@ -452,7 +438,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_PROCESSOR) gemv(const 
     const Rows rows(args, strip, scales[warp]);
     uint4 codes[UNITS][2];
     rows.read(codes, batch);
-    if (FETCHED && threadIdx.x == 0 && (SPLITS == 1 || in_cluster == 0)) rows.fetch(args, strip + FETCHED);
     if (ends) of_rows.read_constants(args);
 
     wait_previous();

@@ -63,7 +63,6 @@ class Gemv:
             "SIZE": in_features,
             "WARPS": cut.warps,
             "SPLITS": cut.splits,
-            "FETCHED": cut.fetched,
             "COLUMNS": cut.columns,
             "PER_PROCESSOR": cut.per_processor,
         }

@@ -137,7 +137,9 @@ class _Linear:
         self._pairs, self._codes = pairs, codes
         numbers = PLAIN if codes is None else codes.numbers(in_features)
         self._gemv: Gemv | None = None
-        of_row = gemv_cut(height, in_features, codes) if cuts is None else None
+        of_row = None
+        if cuts is None:
+            of_row = gemv_cut(height, in_features, codes, of_heads=head_dim is not None)
         if of_row is not None:
             macros = {**_OF_RESULTS, **kind, "HEADS": head_dim or 0}
             self._gemv = Gemv((height, in_features), device, codes=codes, cut=of_row, macros=macros)

@@ -1,10 +1,9 @@
 """The composition root: from options to a running engine.
 
 Chooses the concrete classes of the planner; all other modules are given what they need. Options are
-checked first (``resolve``), before anything is loaded or started. One rank's part is put together
-in ``build_rank``, several ranks are started in ``tensor_parallel``, several replicas in
-``replicas.start``. Must not know tensors, nor who submits requests: Triton's models and ``LLM``
-build the same engine.
+checked (``resolve``) before anything is loaded or started. ``build_rank`` assembles the part of one
+rank, ``tensor_parallel`` starts several ranks, ``replicas.start`` several replicas. Must not know
+tensors, nor who submits requests: Triton's models and ``LLM`` build the same engine.
 """
 
 from __future__ import annotations
@@ -48,14 +47,13 @@ _OVERTAKEN_ON_GPU: Final = 1024
 _GROUP_COST_ON_CPU: Final = 64
 _GROUP_COST_ON_GPU: Final = 128
 _READ_AT_ONCE: Final = 32_000
-"""Tokens up to which a tokenizer is read for grammars when the first one comes: it takes a moment.
-"""
+"""Tokenizers with at most this many tokens are read for grammars only when the first one comes."""
 
 
 def build_engine(options: EngineOptions, parts: Parts = STANDARD) -> Door:
-    """Load the model and start the engine, or the replicas of it that ``options`` ask for.
+    """Load the model and start the engine, or the replicas that ``options`` ask for.
 
-    ``ConfigError`` says what the operator can correct.
+    Raises ``ConfigError``, which says what the operator can correct.
     """
     check_task_names(options)
     if options.data_parallel_size > 1:
@@ -66,7 +64,7 @@ def build_engine(options: EngineOptions, parts: Parts = STANDARD) -> Door:
 def build_engine_alone(
     options: EngineOptions, parts: Parts = STANDARD, *, watch: TreeWatch | None = None
 ) -> Engine:
-    """One engine, whatever ``options`` say of replicas; ``watch`` is told of its prefix cache."""
+    """One engine, whatever ``options`` say about replicas; ``watch`` follows its prefix cache."""
     facts = _resolved(options)
     spec = facts.spec
     grammars = build_grammars(options, facts.folder, spec.vocab_size, sorted(spec.eos_token_ids))
@@ -130,7 +128,7 @@ def _resolved(options: EngineOptions) -> Resolved:
 def _build_executor(
     facts: Resolved, parts: Parts
 ) -> tuple[EngineInfo, Executor, AdapterStore | None]:
-    """As ``build_executor``, and the main memory for adapters, if requests may name any."""
+    """As ``build_executor``, and the store of adapters, if requests may name any."""
     if facts.place.size > 1:
         return lead(facts, parts)
     rank = build_rank(facts, OneRank, lambda: None, parts)
@@ -201,11 +199,11 @@ def build_adapters(options: EngineOptions, store: AdapterStore | None) -> Adapte
 def build_grammars(
     options: EngineOptions, folder: Path, vocab_size: int, eos_token_ids: Sequence[TokenId]
 ) -> Grammars | None:
-    """None if requests may bring no grammars: by option, or since there is no tokenizer in the
-    model's ``folder``.
+    """The grammars of an engine; None if requests may bring none, by option, or because the model's
+    ``folder`` has no tokenizer.
 
-    A large tokenizer is read on a thread from now on, best while weights are loaded: reading it
-    keeps other threads of Python from running.
+    A thread begins to read a large tokenizer now. Call this before weights are loaded, since the
+    reading keeps other threads of Python from running.
     """
     if not (options.structured_outputs and (folder / "tokenizer.json").is_file()):
         return None

@@ -46,7 +46,7 @@ from minisgl_backend.weight_format import WeightFormat
 logger = logging.getLogger(__name__)
 
 _CAPTURED_ROWS: Final = 256
-"""Of the largest decode step that is captured, unless an option says otherwise."""
+"""Rows of the largest captured decode step, unless an option says otherwise."""
 _CAPTURED_TOKENS: Final = 1024
 _CAPTURED_MULTIPLICATIONS: Final = 4 * 10**12
 """Steps with prompts are captured up to this many tokens or, if that allows more, up to this many
@@ -56,8 +56,8 @@ launch its kernels (some 20 ms)."""
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rank:
-    """One rank's part of an engine. ``adapters`` are those that rank 0 has in main memory, if
-    requests may name any."""
+    """One rank's part of an engine. Rank 0 has ``adapters`` in main memory, if requests may name
+    any."""
 
     info: EngineInfo
     executor: RankExecutor
@@ -71,11 +71,11 @@ def build_rank(
     meet: Callable[[], None],
     parts: Parts = STANDARD,
 ) -> Rank:
-    """Build one rank's part: every rank of an engine calls this, at the same time.
+    """Build one rank's part. All ranks of an engine call this at the same time.
 
     ``join`` returns the group of all ranks. ``meet`` returns when every rank has called it, and
-    raises if one of them has failed. So no rank waits in a collective for a rank that has not
-    started, or that is still loading.
+    raises if one of them has failed. So no rank waits in a collective operation for a rank that has
+    not started or is still loading.
     """
     meet()
     group = join()
@@ -129,7 +129,7 @@ def _log_free_memory(facts: Resolved, when: str) -> None:
 
 
 def _warn_if_slower(device: CudaDevice) -> None:
-    """One warning about all packages without which this GPU takes slower layers."""
+    """Warn once about all missing packages without which this GPU uses slower layers."""
     line = slower_without(torch.cuda.get_device_capability(device.torch_device)[0])
     if line is not None:
         logger.warning(line)
@@ -276,7 +276,8 @@ def _limits(
         graph_sizes=tuple(sizes[0]),
         chunk_graph_sizes=tuple(sizes[1]),
         scored_at_once=rows_at_once(model.spec.vocab_size, model.dtype),
-        takes_masks=options.structured_outputs and model.group.rank == 0,
+        # though only rank 0 has masks: the sums in what is captured need all ranks
+        takes_masks=options.structured_outputs,
         section=facts.shape.section,
     )
 

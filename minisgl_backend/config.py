@@ -36,8 +36,8 @@ def option(
     maximum: float | None = None,
     begins: str | None = None,
 ) -> Any:
-    """A dataclass field with its description, its allowed values and its range. ``begins``: the
-    subject of the options from this one on."""
+    """A dataclass field with its description, allowed values and range. ``begins`` names the
+    subject that starts with this option."""
     meta = {
         "help": help,
         "choices": choices,
@@ -63,7 +63,7 @@ class EngineOptions:
     dtype: str | None = option(
         None,
         "type of weights and activations; auto: 16 bits on a GPU, and for large "
-        "models on CPUs that multiply them fast, else float32",
+        "models on CPUs with fast 16-bit arithmetic, else float32",
         choices=("float32", "bfloat16", "float16", "float64"),
     )
     quantization: str | None = option(
@@ -78,7 +78,7 @@ class EngineOptions:
 
     memory_ratio: float = option(
         0.9,
-        "share of the free memory, less the tables of rows, that KV pages take",
+        "share of the free memory, after the tables of rows, that KV pages take",
         minimum=0.01,
         maximum=1.0,
         begins="memory",
@@ -98,7 +98,7 @@ class EngineOptions:
     state_snapshots: int | None = option(
         None,
         "copies of recurrent states that the prefix cache keeps, for models with recurrent layers; "
-        "auto: 4 for each running request, in a quarter of the memory for pages at most",
+        "auto: 4 for each running request, but at most a quarter of the memory for pages",
         minimum=1,
     )
 
@@ -120,12 +120,12 @@ class EngineOptions:
     )
     schedule_policy: str = option(
         "fcfs",
-        "which waiting request is next: the oldest, or that with the longest cached prefix",
+        "which waiting request is next: the oldest, or the one with the longest cached prefix",
         choices=("fcfs", "lpm"),
     )
     max_overtaken: int | None = option(
         None,
-        "most later requests that a waiting one lets pass, so that requests with a common prefix "
+        "most later requests that may pass a waiting one, so that requests with a common prefix "
         "compute it once and run together; 0: none; auto: 64 with lpm, else 256 on a CPU, 1024 on "
         "a GPU whose decoding requests read shared pages together, 0 on others",
         minimum=0,
@@ -139,8 +139,8 @@ class EngineOptions:
     )
     group_attention: bool | None = option(
         None,
-        "decoding requests that share pages read them together if that pays; on a GPU it needs "
-        "attention_backend cuda and bfloat16; auto: if attention can do it",
+        "decoding requests that share pages read them together if that is faster; on a GPU it "
+        "needs attention_backend cuda and bfloat16; auto: if attention supports it",
     )
     moe_backend: str | None = option(
         None, "how experts are computed; auto: fused on a GPU", choices=("torch", "fused")
@@ -190,7 +190,7 @@ class EngineOptions:
         begins="ranks and nodes",
     )
     expert_parallel: bool = option(
-        False, "ranks share out whole experts; else each holds a slice of every expert"
+        False, "each rank holds some of the experts whole; else a slice of every expert"
     )
     comm: str | None = option(
         None,
@@ -202,21 +202,21 @@ class EngineOptions:
     )
     nnodes: int | None = option(
         None,
-        "machines over which the ranks are spread evenly; auto: for minisgl serve what the "
-        "environment says, else 1",
+        "machines over which the ranks are spread evenly; auto: minisgl serve takes it from the "
+        "environment, else 1",
         minimum=1,
         maximum=1024,
     )
     node_rank: int | None = option(
         None,
-        "which of the machines this is; 0 leads; auto: for minisgl serve what the environment "
-        "says, else 0",
+        "which of the machines this is; 0 leads; auto: minisgl serve takes it from the "
+        "environment, else 0",
         minimum=0,
     )
     rendezvous: str | None = option(
         None,
         "where ranks meet at the start, HOST:PORT of node 0; auto: a free port of this machine, "
-        "with several nodes what the environment says",
+        "or with several nodes the one in the environment",
     )
     node_secret_file: str | None = option(
         None,
@@ -227,7 +227,7 @@ class EngineOptions:
     data_parallel_size: int = option(
         1,
         "replicas of the engine, each a process with weights, pages and tensor_parallel_size ranks "
-        "of its own; requests go to the one that has most of their prompt cached",
+        "of its own; a request goes to the one that has most of its prompt cached",
         minimum=1,
         maximum=64,
         begins="replicas",
@@ -252,7 +252,7 @@ class EngineOptions:
     )
     seed: int | None = option(
         None,
-        "start of the random seeds for requests that bring none; auto: another at each start",
+        "start of the random seeds for requests that bring none; auto: a new one at each start",
         minimum=0,
         maximum=_MOST_SEED,
     )
@@ -264,14 +264,14 @@ class EngineOptions:
     exclude_input_in_output: bool = option(
         True,
         "default of the request parameter of that name for a text_input without stream; with false "
-        "the prompt stands before the text, as vllm_backend has it",
+        "the answer begins with the prompt, as in vllm_backend",
     )
     min_chunk_interval_ms: int = option(
         0, "least time between two responses of a stream", minimum=0
     )
     cancel_grace_ms: int = option(
         300,
-        "how long a packet may lack its acknowledgement when later ones have theirs, before its "
+        "how long a packet may stay unacknowledged after a later one is acknowledged, before its "
         "request ends",
         minimum=1,
     )
@@ -302,11 +302,11 @@ class EngineOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """The largest request, by each of its parts. Server, gateway and ``LLM`` share this table."""
+    """The limits on each part of a request. Server, gateway and ``LLM`` share this table."""
 
     prompt_bytes: int = 8 * 2**20
     other_bytes: int = 4 * 2**20
-    """All of a request but its prompt."""
+    """Everything in a request except its prompt."""
     messages: int = 1024
     message_depth: int = 32
     stop_strings: int = 16
@@ -324,7 +324,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def options_by_subject() -> dict[str, list[Field[Any]]]:
-    """All options, in their order."""
+    """All options, in the order of their definition."""
     subjects: dict[str, list[Field[Any]]] = {}
     for spec in fields(EngineOptions):
         if spec.metadata["begins"] is not None:

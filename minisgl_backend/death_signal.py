@@ -1,19 +1,18 @@
-"""Ending a process with its parent: the signal that Linux calls PR_SET_PDEATHSIG.
+"""Ends a process with its parent, by the signal that Linux calls PR_SET_PDEATHSIG.
 
 To the kernel, the parent of a process is the thread that started it, and once that thread has ended
 the main thread. A request for the signal holds as long as the thread that made it lives, and
 survives exec.
 
-A model's process needs the kernel for this. The backend's stub often holds the interpreter's lock
-while it waits for an answer of tritonserver, such as to a new metric, or to what ``execute`` has
-done. If tritonserver dies then, no Python thread of the process ever runs again, and the stub's own
-check of its parent hangs, too.
+A model's process needs the kernel for this. The backend's stub often holds the GIL while it waits
+for tritonserver, such as when a metric is created or ``execute`` returns. If tritonserver dies
+then, no Python thread of the process ever runs again, and the stub's own check of its parent hangs,
+too.
 
 The thread of tritonserver that starts a stub waits until ``initialize`` has returned, and ends soon
-after. So ``ending_with`` asks for the signal while the model is loaded, then takes the request
-back, and asks again as soon as the main thread is the parent. Until then a thread of this process
-polls whether its parent still lives: for ever, if /proc does not tell or tritonserver keeps the
-first thread.
+after. So ``ending_with`` asks for the signal while the model is loaded, then withdraws the request,
+and repeats it as soon as the main thread is the parent. Until then a thread of this process polls
+whether its parent lives: forever, if /proc does not tell or tritonserver keeps the first thread.
 """
 
 from __future__ import annotations

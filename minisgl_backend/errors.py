@@ -6,14 +6,14 @@
       - Unsupported        UNSUPPORTED: the request asks for something known that is not offered
     - Overloaded           UNAVAILABLE: nothing is wrong, but the request cannot be served now
       - Recovering         because a part of the server died
-    - Cancelled            CANCELLED: the caller gave the request up
-    - EngineFailure        INTERNAL: the engine failed; its log tells why
-      - EngineLost         it has ended, and all that was in it with it
+    - Cancelled            CANCELLED: the caller gave up
+    - EngineFailure        INTERNAL: the engine failed; its log says why
+      - EngineLost         it has ended, with all requests in it
     - ConfigError          the operator: an option or a model file is wrong, and the load fails
     - InvariantError       the engine's own bookkeeping is broken
 
-The word in capitals is the ``code`` with which the message on the wire starts. Messages with such
-a code reach clients, so each is one short sentence, without a traceback, a path or the name of a
+The word in capitals is the ``code`` at the beginning of the message on the wire. Messages with a
+code reach clients, so each is one short sentence without a traceback, a path or the name of a
 shared-memory region. ``InvariantError`` is raised, not asserted: ``python -O`` must not hide it.
 """
 
@@ -65,7 +65,7 @@ class EngineFailure(MiniSGLError):
 
 
 class EngineLost(EngineFailure):
-    """The engine has ended; another one may serve the requests that it had not begun to answer."""
+    """The engine has ended. Another one may serve the requests that it had not begun to answer."""
 
 
 class ConfigError(MiniSGLError):

@@ -1,6 +1,6 @@
 """HTTP and raw gRPC calls to this machine that bypass any proxy named by the environment.
 
-A proxy would not find the way back here, so a server behind one would never be seen to be ready.
+A proxy could not reach this machine, so the server would never appear to be ready.
 """
 
 from __future__ import annotations

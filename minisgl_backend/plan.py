@@ -35,23 +35,23 @@ from minisgl_backend.request import (
 )
 
 NO_TOKEN: Final = -1
-"""In place of a token: the logits of the row were not finite."""
+"""Instead of a token: the logits of the row were not finite."""
 
 NO_SNAPSHOT: Final = -1
-"""In place of the number of a snapshot: there is none."""
+"""Instead of the number of a snapshot: there is none."""
 
 NO_PAGE: Final = -1
-"""In place of a window page: the row has none there, as no position sees it any more."""
+"""Instead of a window page: the row has none there, as no later position sees it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Admission:
-    """A request takes a row: all that the executor has to know of it, sent once.
+    """A request takes a row: everything that the executor needs to know about it, sent once.
 
     ``history``, int32[num_tokens], holds the tokens known so far if ``sampling`` has penalties, and
-    is empty if not. The known tokens are the prompt, followed by the output so far if the request
-    was retracted and comes back. ``num_prompt_tokens`` tells prompt from output: the token at
-    position p is the output token of index p - num_prompt_tokens.
+    is empty if not. The known tokens are the prompt and, if the request was retracted, its output
+    so far. ``num_prompt_tokens`` separates the two: the token at position p is the output token
+    with index p - num_prompt_tokens.
     """
 
     request_id: RequestId
@@ -77,8 +77,9 @@ class Grants:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Copies:
-    """Of pages, int32[num_copies]: the keys and values of the first ``length`` positions of a
-    source go to a target. No page is a target twice, and none is both."""
+    """Copies of pages, int32[num_copies]: the keys and values of the first ``lengths[i]`` positions
+    of page ``sources[i]`` go to page ``targets[i]``. No page is the target of two copies, or both a
+    source and a target."""
 
     sources: IntArray = field(default_factory=_none)
     targets: IntArray = field(default_factory=_none)
@@ -87,11 +88,11 @@ class Copies:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PromptChunks:
-    """Parts of prompts, int32[num_chunks]: the positions from start up to start + length of a row
-    are computed.
+    """Parts of prompts to compute, int32[num_chunks]: positions start .. start + length - 1 of a
+    row.
 
-    ``tokens`` [sum of lengths] has their tokens, chunk after chunk. ``samples`` is 1 if the chunk
-    is the last of the row's known tokens, so that a token is sampled after it, and otherwise 0.
+    ``tokens`` [sum of lengths] holds their tokens, chunk after chunk. ``samples`` is 1 if the chunk
+    ends with the row's last known token, so that a token is sampled after it, and otherwise 0.
     """
 
     rows: IntArray = field(default_factory=_none)
@@ -108,9 +109,12 @@ class PromptChunks:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Scores:
-    """Positions of chunks whose log-probabilities are wanted, int32[num_scores]: of ``chunks``, by
-    index, the positions from start up to start + length are scored, each by the token after it,
-    given all tokens up to it. ``tokens`` [sum of lengths] has these tokens, chunk after chunk."""
+    """Prompt positions to score, int32[num_scores]: ``lengths[i]`` of them, from ``starts[i]`` on,
+    in the chunk with the index ``chunks[i]``.
+
+    The score of a position is the log-probability of the token after it, given all tokens up to it.
+    ``tokens`` [sum of lengths] holds these next tokens, chunk after chunk.
+    """
 
     chunks: IntArray = field(default_factory=_none)
     starts: IntArray = field(default_factory=_none)
@@ -120,11 +124,10 @@ class Scores:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Decodes:
-    """Decoding rows, int32[num_decodes]: the last sampled token of the row stands at that position;
-    it is computed, and the next token is sampled.
+    """Decoding rows, int32[num_decodes]: the step computes the row's last sampled token, which is
+    at that position, and samples the next one.
 
-    Rows with the same adapter stand together, in the order of their slots, and ascend: so kernels
-    compute adapters the fastest.
+    Rows are sorted by adapter slot, then by row: kernels are fastest with adapters in runs.
     """
 
     rows: IntArray = field(default_factory=_none)
@@ -151,16 +154,16 @@ NO_GROUPS: Final = Groups()
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Snapshots:
-    """Of recurrent states; int32.
+    """The snapshots of recurrent states that a step reads and makes; int32.
 
-    ``begun_from`` [num_chunks]: the snapshot with which the chunk's row begins, if it continues a
+    ``begun_from`` [num_chunks]: the snapshot from which the chunk's row begins, if it continues a
     cached prefix; else ``NO_SNAPSHOT``, and the row goes on from its own states, which are zero at
     position 0.
-    ``saved_chunks`` [num_saved]: chunks, by index, in which the states after the first
-    ``saved_positions`` tokens of the row are kept as ``saved``. Ascending by chunk and position.
-    ``kept_rows`` [num_kept]: before the step computes anything, the states that these decoding rows
-    have by then, after the tokens before their positions, are copied to ``kept``, none of which is
-    among ``begun_from``.
+    ``saved_chunks`` [num_saved]: indices of the chunks in which the states after the row's first
+    ``saved_positions`` tokens are kept as ``saved``. Ascending by chunk and position.
+    ``kept_rows`` [num_kept]: before the step computes anything, the states of these decoding rows
+    are copied to ``kept``: their states after all tokens before the positions in ``Decodes``. No
+    snapshot is in both ``kept`` and ``begun_from``.
     """
 
     begun_from: IntArray = field(default_factory=_none)
@@ -173,13 +176,13 @@ class Snapshots:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AdapterMoves:
-    """Which adapters come to the device, and which rows have them; int32.
+    """Which adapters are loaded onto the device, and which rows use them; int32.
 
     ``load_slots``, ``load_ids``, ``load_ranks``, ``load_targets`` [num_loads]: before anything is
-    computed, each slot takes an adapter, by its id, with its rank and targets
-    (``request.Adapter``). No row of a step in flight has what the slot held.
-    ``rows``, ``slots`` [num_adapted]: after that, these rows have the adapters in these slots; 0 is
-    none. Each row that is admitted is among them, if there are slots.
+    computed, each slot takes the adapter with this id, rank and targets (``request.Adapter``). No
+    row of a step in flight uses what the slot held before.
+    ``rows``, ``slots`` [num_adapted]: from then on, these rows use the adapters in these slots; 0
+    is none. If there are slots, all admitted rows are listed.
     """
 
     load_slots: IntArray = field(default_factory=_none)
@@ -192,20 +195,20 @@ class AdapterMoves:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StepPlan:
-    """One forward pass; its parts are done in this order.
+    """One forward pass. The executor carries out its parts in the order of the fields.
 
-    ``released_rows``: rows that no request holds any more. ``ModelExecutor`` does not need them,
-    since an admission overwrites all of a row; wrappers that keep state by row do.
+    ``released_rows``: rows that no request holds any more. ``ModelExecutor`` ignores them, since an
+    admission overwrites everything about a row; wrappers that keep state by row need them.
     ``broken_pages``: pages that no request uses and that may hold NaN. The executor clears them
-    before it does anything else of the plan, since this plan may already grant them. All other
-    pages hold finite numbers, or NaN that the requests that use them have computed themselves.
-    ``broken_window_pages``: the same of window pages.
-    ``window_grants``: of window pages, or ``NO_PAGE``, if layers with windows have pages of their
-    own; no entry twice.
-    ``groups`` have rows as members: those of ``decodes`` whose pages are worth being read together.
-    Results are the same without.
-    ``masked_rows``: those of the rows that get a token whose request has a grammar. If there are
-    any, the step samples once it has masks for them (``Pending.mask``).
+    before anything else, since this very plan may grant them. All other pages hold finite numbers,
+    or NaN that was computed by the requests that use them.
+    ``broken_window_pages``: the same for window pages.
+    ``window_grants``: grants of window pages, or of ``NO_PAGE``, if layers with windows have pages
+    of their own. No entry is granted twice.
+    ``groups``: rows of ``decodes`` whose shared pages are worth reading together. Results do not
+    depend on them.
+    ``masked_rows``: the rows that get a token and whose request has a grammar. If there are any,
+    the step waits for their masks before it samples (``Pending.mask``).
     """
 
     step: int
@@ -232,7 +235,7 @@ class StepPlan:
 
     @property
     def groups_by_index(self) -> Groups:
-        """The groups, with indices of ``decodes`` as members."""
+        """The groups, with members as indices of ``decodes``, not as rows."""
         groups, rows = self.groups, self.decodes.rows
         if not len(groups.sizes):
             return NO_GROUPS
@@ -267,10 +270,10 @@ _arrays_of: Final[Callable[[StepPlan], tuple[IntArray, ...]]] = attrgetter(*_PAT
 def encode_plan(plan: StepPlan) -> IntArray:
     """Encode a plan, without admissions and masked rows, into one flat buffer, int32[num_words].
 
-        header    the step, and the length of each array; numbers of 64 bits, which take two words
+        header    the step and the length of each array, as 64-bit numbers of two words each
         arrays    one after another, in the order of ``_PATHS``
 
-    What is left out says how rows are sampled, and rank 0 alone samples.
+    What is left out is needed only for sampling, which rank 0 does alone.
     """
     arrays = _arrays_of(plan)
     header = np.array([plan.step, *map(len, arrays)], dtype=np.int64)
@@ -278,7 +281,7 @@ def encode_plan(plan: StepPlan) -> IntArray:
 
 
 def decode_plan(buffer: IntArray) -> StepPlan:
-    """The plan at the front of a buffer by ``encode_plan``. Its arrays are views of the buffer."""
+    """The plan that ``encode_plan`` wrote at the front of a buffer; arrays are views of it."""
     step, *lengths = buffer[:_NUM_HEADER_WORDS].view(np.int64).tolist()
     borders = accumulate(lengths, initial=_NUM_HEADER_WORDS)
     arrays = iter([buffer[begin:end] for begin, end in pairwise(borders)])
@@ -290,11 +293,12 @@ def decode_plan(buffer: IntArray) -> StepPlan:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SampledTokens:
-    """What a step sampled: ``token_ids`` int32[num_samples], ordered as ``StepPlan.sample_rows``.
+    """What a step sampled: ``token_ids`` int32[num_samples], in the order of
+    ``StepPlan.sample_rows``.
 
-    ``logprobs`` is keyed by index in that order, and has an entry for each row that asked for it.
-    ``prompt_logprobs`` [S] are those of the scored chunks, in the order of the plan. ``embeddings``
-    float32[hidden_size], keyed as ``logprobs`` are, of each prompt that is embedded and ends here.
+    ``logprobs`` and ``embeddings``, float32[hidden_size], are keyed by indices of ``token_ids``:
+    one for each row that asked for logprobs, or whose prompt is embedded and ends in this step.
+    ``prompt_logprobs`` has one element for each of the plan's ``scores``, in their order.
     """
 
     token_ids: IntArray
@@ -307,14 +311,13 @@ class Pending(Protocol):
     """A launched step."""
 
     def masks(self, num_rows: int) -> IntArray:
-        """Memory for masks of a step with masked rows, int32[num_rows, words of 32 tokens], not
-        clear, from which a copy to the device is quick. Once all steps before are done, any thread
-        may write there."""
+        """Memory for the masks of the step, int32[num_rows, words of 32 tokens]: uninitialized, and
+        quick to copy to the device. Any thread may write to it once all earlier steps are done."""
 
     def mask(self, rows: IntArray) -> None:
-        """Let a step with masked rows sample, before another step is launched: for each of
-        ``rows``, int32[n], only tokens whose bits are set in its line of ``masks(n)``."""
+        """Let a step with masked rows sample. Each of ``rows``, int32[n], gets a token whose bit is
+        set in its line of ``masks(n)``. Comes before another step is launched."""
 
     def tokens(self) -> SampledTokens:
-        """Wait for the step and return what it sampled: the one host sync of a step. A step that
-        waits for masks takes those that its rows had last."""
+        """Wait for the step and return what it sampled: the one host sync of a step. If the step
+        still waits for masks, it samples with those that its rows had last."""

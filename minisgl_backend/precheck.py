@@ -1,8 +1,8 @@
 """Checks before anything starts: options, a model's files, memory.
 
 Knows options, the files of a checkpoint and the size of this machine. Must not import torch, so
-that a command can report at once what the engine would find half a minute later. The engine makes
-the same checks (``resolve``), and then those that need the device.
+that a command can report in a second what the engine would find half a minute later. The engine
+makes the same checks (``resolve``), and then those that need the device.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ _ITEM_BYTES: Final[Mapping[str, int]] = MappingProxyType(
 
 
 def device_type(options: EngineOptions) -> str | None:
-    """``cpu`` or ``cuda``, or None if only torch can tell which of them it will be.
+    """``cpu`` or ``cuda``, or None if only torch can tell.
 
-    Raises ``ConfigError`` if a GPU is asked for and this machine has no driver for one.
+    Raises ``ConfigError`` if options ask for a GPU and this machine has no driver for one.
     """
     try:
         ctypes.CDLL("libcuda.so.1")
@@ -63,15 +63,21 @@ def check_options(options: EngineOptions, device: str | None) -> None:
     if options.tensor_parallel_size % (options.nnodes or 1):
         raise ConfigError(
             f"tensor_parallel_size={options.tensor_parallel_size} must be a multiple of "
-            f"nnodes={options.nnodes}: each node has as many ranks"
+            f"nnodes={options.nnodes}: all nodes have the same number of ranks"
         )
     place = first_place(options)
     if options.tensor_parallel_size == 1:
         for name in ("comm", "rendezvous", "expert_parallel"):
             if getattr(options, name):
                 raise ConfigError(f"option {name} is for tensor_parallel_size of 2 and more")
-    if options.group_attention and options.cache == "naive":
-        raise ConfigError("option group_attention=true needs cache=radix")
+    if options.cache == "naive":
+        for name, value in (
+            ("group_attention", options.group_attention and "true"),
+            ("schedule_policy", options.schedule_policy == "lpm" and "lpm"),
+            ("state_snapshots", options.state_snapshots),
+        ):
+            if value:
+                raise ConfigError(f"option {name}={value} needs cache=radix")
     _check_replicas(options)
     _check_adapters(options)
     if device is not None:
@@ -112,6 +118,10 @@ def _check_adapters(options: EngineOptions) -> None:
         ):
             if getattr(options, name):
                 raise ConfigError(f"option {name} needs enable_lora")
+        others = EngineOptions()
+        for name in ("max_loras", "max_lora_rank"):
+            if getattr(options, name) != getattr(others, name):
+                raise ConfigError(f"option {name} needs enable_lora")
     most = options.max_cpu_loras
     if most is not None and most < options.max_loras:
         raise ConfigError(f"max_cpu_loras {most} must be at least max_loras {options.max_loras}")
@@ -142,8 +152,8 @@ def _check_on_cpu(options: EngineOptions) -> None:
 
 
 def _check_batch_invariant(options: EngineOptions) -> None:
-    """Raise ``ConfigError`` if an option asks for kernels whose sums depend on the batch, or for
-    some that have not been shown not to."""
+    """Raise ``ConfigError`` if an option asks for kernels whose sums depend, or may depend, on the
+    batch."""
     asked = {
         "dtype": options.dtype not in (None, "bfloat16"),
         "quantization": options.quantization is not None,
@@ -160,7 +170,7 @@ def _check_batch_invariant(options: EngineOptions) -> None:
 
 
 def check_invariant_spec(spec: ModelSpec) -> None:
-    """Raise ``ConfigError`` if layers compute what no kernel of ``batch_invariant`` knows."""
+    """Raise ``ConfigError`` if ``batch_invariant`` has no kernel for something in the model."""
     experts = None if spec.moe is None else spec.moe.experts
     unknown = {
         "quantized weights": spec.weights is not None,
@@ -198,7 +208,7 @@ def adapter_paths(options: EngineOptions) -> dict[str, str]:
             raise ConfigError(f"option lora_modules must be NAME=PATH,NAME=PATH, got {given!r}")
         if name.strip() in named:
             raise ConfigError(f"option lora_modules names {name.strip()!r} twice, got {given!r}")
-        named[name.strip()] = os.path.expanduser(path.strip())  # no shell does it behind a =
+        named[name.strip()] = os.path.expanduser(path.strip())  # shells do not, after a =
     return {**paths, **named}
 
 
@@ -260,6 +270,8 @@ def checked_spec(options: EngineOptions, folder: Path, device: str | None) -> Mo
     if options.batch_invariant:
         check_invariant_spec(spec)
     _check_windows(options, spec)
+    if options.state_snapshots and spec.delta_net is None:
+        raise ConfigError(f"option state_snapshots: {spec.architecture} has no recurrent layers")
     if options.load_format == "auto":
         check_weights(spec, weight_files(folder, spec.names))
     if device == "cpu":
@@ -319,8 +331,8 @@ def _check_memory(options: EngineOptions, spec: ModelSpec) -> None:
     page_size, num_pages = options.page_size, options.num_pages or 1
     shape = spec.attention_shape().for_context(context_of(options, spec))
     numbers = shape.numbers_per_position(window_pages=False)
-    if not numbers:  # half as many window pages
-        numbers = shape.numbers_per_position(window_pages=True) // 2
+    if not numbers:  # as many window pages
+        numbers = shape.numbers_per_position(window_pages=True)
     kv_bytes = 2 * numbers * item_bytes
     table_entries = options.max_running_requests * -(-context // page_size)
     num_slots = options.max_loras if options.enable_lora else 0

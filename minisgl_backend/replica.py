@@ -5,13 +5,14 @@ of its socket to the door, and the id of the door's process. It reads options, l
 then takes requests and sends what becomes of them, in the messages of ``replicas.messages``.
 
 A token's way: the engine's thread puts it into a queue; a thread that sends takes all that is there
-by now, as a rule the tokens of a whole step, as one message. So the engine never waits for the
-door. The process ends when the door closes its end, or when the engine breaks: then another process
-follows it. Must not know Triton, the other replicas, or why a request comes to this one.
+by now, as a rule the tokens of a whole step, and makes one message of it. So the engine never waits
+for the door. The process ends when the door closes its end, or when the engine breaks: then another
+process follows it. Must not know Triton, the other replicas, or why a request comes to this one.
 """
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import queue
@@ -24,7 +25,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
-from typing import Any, Final, NoReturn
+from typing import Any, Final, NoReturn, TypeAlias
 
 from minisgl_backend.build import build_engine_alone
 from minisgl_backend.config import EngineOptions
@@ -35,10 +36,10 @@ from minisgl_backend.replicas.messages import (
     Incoming,
     Message,
     News,
-    decode_other_event,
+    decode_event,
     decode_request,
-    encode_event,
     encode_info,
+    encode_news,
     encode_samples,
     encode_stats,
     send,
@@ -52,7 +53,8 @@ logger = logging.getLogger(__name__)
 
 _PULSE_EVERY_S: Final = 0.25
 _MOST_AT_ONCE: Final = 4096
-"""Pieces of news in a message."""
+"""Events and pieces of news in a message."""
+Happened: TypeAlias = News | tuple[RequestId, Event]
 
 
 def serve(connection: socket.socket, parts: Parts = STANDARD) -> int:
@@ -61,7 +63,7 @@ def serve(connection: socket.socket, parts: Parts = STANDARD) -> int:
     first = incoming.receive()
     if first is None:
         return 1
-    news: queue.SimpleQueue[News] = queue.SimpleQueue()
+    news: queue.SimpleQueue[Happened] = queue.SimpleQueue()
     try:
         options = EngineOptions.from_mapping(first["options"])
         watch = TreeReports(
@@ -76,6 +78,9 @@ def serve(connection: socket.socket, parts: Parts = STANDARD) -> int:
             logger.exception("this replica cannot start")
         send(connection, {"error": str(error)})
         return 1
+    # what is loaded stays: to look at it for garbage again would hold up steps for up to 0.1 s
+    gc.collect()
+    gc.freeze()
     stats = encode_stats(engine.stats())
     send(connection, {"info": encode_info(engine.info), "stats": stats})
     sender = threading.Thread(
@@ -91,13 +96,13 @@ def serve(connection: socket.socket, parts: Parts = STANDARD) -> int:
 
 
 def _take(
-    message: Message, engine: Engine, put: Callable[[News], None], orders: ThreadPoolExecutor
+    message: Message, engine: Engine, put: Callable[[Happened], None], orders: ThreadPoolExecutor
 ) -> None:
     """Submit or abort a request; load or unload an adapter, in order, on the thread of
     ``orders``."""
 
     def sink(request_id: RequestId, event: Event) -> None:
-        put(encode_event(request_id, event))
+        put((request_id, event))
 
     if "load" in message:
         orders.submit(_load, message["load"], engine, put)
@@ -106,7 +111,7 @@ def _take(
         orders.submit(_unload, message["unload"], engine)
         return
     if "abort" in message:
-        end = decode_other_event(message["abort"])
+        end = decode_event(message["abort"])
         request_id = RequestId(message["abort"][1])
         if isinstance(end, Failed):
             assert isinstance(end.error, EngineFailure)
@@ -123,7 +128,7 @@ def _take(
             sink(each, Failed(EngineLost(str(error))))
 
 
-def _load(order: tuple[int, str, str], engine: Engine, put: Callable[[News], None]) -> None:
+def _load(order: tuple[int, str, str], engine: Engine, put: Callable[[Happened], None]) -> None:
     adapter_id, name, path = order
     assert engine.pool is not None
     try:
@@ -143,7 +148,9 @@ def _unload(name: str, engine: Engine) -> None:
         engine.pool.unload(name)
 
 
-def _send_news(connection: socket.socket, engine: Engine, news: queue.SimpleQueue[News]) -> None:
+def _send_news(
+    connection: socket.socket, engine: Engine, news: queue.SimpleQueue[Happened]
+) -> None:
     """Send news as they come, and signs of life; end the process when the engine has broken."""
     samples_due_s = 0.0
     with suppress(OSError):  # the door is gone, and this process will be
@@ -156,7 +163,7 @@ def _send_news(connection: socket.socket, engine: Engine, news: queue.SimpleQueu
                 os._exit(1)
             message: dict[str, Any] = {"stats": encode_stats(engine.stats())}
             if gathered:
-                message["news"] = gathered
+                message["news"] = encode_news(gathered)
             else:
                 message["pulse"] = engine.health().tick_age_s
             if time.monotonic() >= samples_due_s:
@@ -165,9 +172,9 @@ def _send_news(connection: socket.socket, engine: Engine, news: queue.SimpleQueu
             send(connection, message)
 
 
-def _gathered(news: queue.SimpleQueue[News]) -> list[News]:
-    """All news that there are, after a while at the latest."""
-    found: list[News] = []
+def _gathered(news: queue.SimpleQueue[Happened]) -> list[Happened]:
+    """All that has happened by now; nothing, if that is so for a while."""
+    found: list[Happened] = []
     with suppress(queue.Empty):
         found.append(news.get(timeout=_PULSE_EVERY_S))
         while len(found) < _MOST_AT_ONCE:

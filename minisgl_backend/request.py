@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Final, NewType, TypeAlias
+from typing import Final, NamedTuple, NewType, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -31,10 +31,10 @@ EMPTY: Final = np.empty(0, dtype=np.int32)
 EMPTY.flags.writeable = False
 
 MAX_SAMPLES: Final = 64
-"""The most answers that one prompt may get at a time."""
+"""Most answers to one prompt."""
 
 LEAST_TEMPERATURE: Final = 1e-5
-"""Below this temperature sampling is greedy: 1 / temperature might exceed float32."""
+"""Below this temperature sampling is greedy: 1 / temperature might overflow float32."""
 
 
 class FinishReason(str, Enum):
@@ -47,7 +47,7 @@ class FinishReason(str, Enum):
 
 
 class GrammarKind(str, Enum):
-    """In which language a ``Grammar`` is written."""
+    """The language in which a ``Grammar`` is written."""
 
     JSON_SCHEMA = "json_schema"
     JSON_OBJECT = "json_object"
@@ -59,12 +59,12 @@ class GrammarKind(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """The form that a request's output must have: ``grammar.sources`` says what ``source`` holds.
+    """The form that a request's output must have; ``grammar.sources`` documents ``source``.
 
-    The output is free up to the token ``begins_after``, that token included, if it is not None: it
-    ends a section in which the model thinks. If ``opened_by`` is not None, there is such a section
-    only if the output begins with that token. With ``channels`` the output is messages in channels,
-    of which the last has the form (``grammar.channels``).
+    If ``begins_after`` is set, the output is free up to and including that token, which ends the
+    model's thoughts. If ``opened_by`` is set too, there are thoughts only if the output begins with
+    that token. With ``channels`` the output consists of messages in channels, and only the last one
+    has the form (``grammar.channels``).
     """
 
     kind: GrammarKind
@@ -76,17 +76,18 @@ class Grammar:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How the next token of a request is chosen, and when it is the last.
+    """How the next token of a request is chosen, and when the request ends.
 
-    If ``is_greedy``, the value of ``temperature`` must not be used. ``top_k`` 0, ``top_p`` 1 and
-    ``min_p`` 0 are off. The random numbers depend on ``seed`` and on the token's position alone,
-    not on the rest of the batch. Each of the ``stop_token_ids`` ends the request; none of them can
-    be sampled before there are ``min_tokens`` tokens. ``num_logprobs`` is None for no logprobs, 0
-    for the chosen token's alone, and otherwise the number of alternatives returned with it;
-    ``num_prompt_logprobs`` says the same of the prompt's tokens. With it ``max_tokens`` may be 0:
-    then the prompt is only scored. With ``embed`` it is 0, and the prompt's embedding is wanted:
-    nothing is generated. With a ``grammar`` only tokens that it allows are sampled, and
-    its end ends the request.
+    If ``is_greedy``, ``temperature`` must not be used. ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0
+    mean off. The random numbers depend only on ``seed`` and the token's position, not on the rest
+    of the batch. Any of the ``stop_token_ids`` ends the request; none of them is sampled before
+    there are ``min_tokens`` tokens. With a ``grammar`` only tokens that it allows are sampled, and
+    the request ends where the grammar does.
+
+    ``num_logprobs`` is None for no logprobs, 0 for those of the chosen tokens alone, and otherwise
+    the number of alternatives returned with each. ``num_prompt_logprobs`` is the same for the
+    prompt's tokens; with it ``max_tokens`` may be 0, and then the prompt is only scored. With
+    ``embed`` the prompt's embedding is returned; ``max_tokens`` is 0.
     """
 
     max_tokens: int = 16
@@ -122,14 +123,22 @@ class SamplingParams:
         )
 
 
+class AdapterFacts(NamedTuple):
+    """What reading the files of an adapter tells: the fields of the same names of ``Adapter``."""
+
+    rank: int
+    targets: int
+    files: int
+
+
 @dataclass(frozen=True, slots=True)
 class Adapter:
     """A LoRA adapter that requests may name.
 
     ``id`` is the engine's own number, from 1 and never reused: an adapter that is loaded again
-    under the same name has another one. ``rank`` is the largest of its projections, ``targets`` has
-    a bit for each kind of projection that it adds to. ``files`` is a number that changes when its
-    files do.
+    under the same name gets a new one. ``rank`` is the largest rank among its projections;
+    ``targets`` has a bit for each kind of projection that it adds to. ``files`` is a number that
+    changes when its files do.
     """
 
     id: int
@@ -146,7 +155,7 @@ class Request:
 
     ``prompt`` is int32[num_prompt_tokens] and has at least one token. A request of higher
     ``priority`` is served first. ``deadline_s`` is the reading of ``time.monotonic`` at which the
-    request ends; the planner does not look at it. Only requests with the same ``cache_salt`` and
+    request ends; the planner ignores it. Only requests with the same ``cache_salt`` and
     the same ``adapter`` share cached prefixes. ``label`` is the client's own id, logged next to the
     engine's.
 
@@ -166,17 +175,18 @@ class Request:
 
     @property
     def cache_key(self) -> str:
-        """What requests that share cached prefixes have in common. No salt has a space."""
+        """Equal for requests that may share cached prefixes. Unambiguous: no salt has a space."""
         return self.cache_salt if self.adapter is None else f"{self.cache_salt} {self.adapter.id}"
 
 
 def samples_of(request: Request, ids: Sequence[RequestId]) -> list[Request]:
     """One request for each of several answers to a prompt; ``ids`` begins with ``request.id``.
 
-    The seed of sample i is the request's seed + i, modulo 2**64, so a request of its own with that
-    seed gets the same tokens. Only the first sample, the leader of the others, scores
-    the prompt.
+    The seed of sample i is the request's seed + i, modulo 2**64, so a separate request with that
+    seed gets the same tokens. Only the first sample, the leader of the others, scores the prompt.
     """
+    if len(ids) == 1:
+        return [request]
     sampling = replace(request.sampling, num_prompt_logprobs=None)
     others = [
         replace(
@@ -205,13 +215,12 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PromptLogprobs:
-    """Log-probabilities of n successive tokens of the prompt, each given all tokens before it.
+    """Log-probabilities of n successive prompt tokens, each given all tokens before it.
 
-    They are those of the model's raw logits. The first token of a prompt has none; the others come
-    in order, each once, however often the request leaves and comes back. [n]: ``token_ids`` int32,
-    ``logprobs`` float32 and ``ranks`` int32, 1 for the most likely token. [n, num_alternatives],
-    the most likely first: ``alternative_ids`` int32 and their log-probabilities ``alternatives``
-    float32.
+    They come from the model's raw logits. The first token of a prompt has none; the others come in
+    order, each once, even if the request is retracted. [n]: ``token_ids`` int32, ``logprobs``
+    float32 and ``ranks`` int32, 1 for the most likely token. [n, num_alternatives], the most likely
+    first: ``alternative_ids`` int32 and their log-probabilities ``alternatives`` float32.
     """
 
     token_ids: IntArray
@@ -235,7 +244,7 @@ class PromptLogprobs:
 
     @classmethod
     def joined(cls, parts: Sequence[PromptLogprobs]) -> PromptLogprobs:
-        """Those of all parts, of which there is at least one; all have as many alternatives."""
+        """The parts as one. There is at least one, and all have the same number of alternatives."""
         return cls(
             np.concatenate([part.token_ids for part in parts]),
             np.concatenate([part.logprobs for part in parts]),
@@ -264,7 +273,7 @@ class Admitted:
 
 @dataclass(frozen=True, slots=True)
 class Generated:
-    """One more token of the request; the terminal event follows at once if it ``is_last``."""
+    """One more token of the request. If it ``is_last``, the terminal event follows at once."""
 
     token_id: TokenId
     logprobs: TokenLogprobs | None = None

@@ -84,8 +84,9 @@ def resolve(options: EngineOptions, place: RankPlace) -> Resolved:
 
 
 def device_kind(options: EngineOptions, num_ranks: int) -> str:
-    """``cuda`` or ``cpu``, as asked for, for that many ranks on this host. By default a GPU, if
-    there is one and Triton to compile kernels. Raises ``ConfigError``."""
+    """The kind of device, ``cuda`` or ``cpu``, for ``num_ranks`` ranks on this host: the option's,
+    or by default ``cuda`` if there is a GPU and Triton to compile kernels. Raises ``ConfigError``.
+    """
     can_cuda = torch.cuda.is_available() and has_triton()
     if options.device == "cuda" and not can_cuda:
         missing = "Triton (pip install triton)" if torch.cuda.is_available() else "an NVIDIA GPU"
@@ -99,12 +100,12 @@ def device_kind(options: EngineOptions, num_ranks: int) -> str:
 
 
 def num_cpu_threads(place: RankPlace, num_weights: int) -> int:
-    """How many CPU threads compute a rank's steps.
+    """Number of CPU threads that compute a rank's steps.
 
-    A single rank leaves one core for planning, tokenizing and sending. If these keep both of two
-    cores busy, a second compute thread makes short steps 1.5 times as long, since the first waits
-    for it in every operation; steps of large models get shorter. If the variable OMP_NUM_THREADS is
-    set, all threads that it allows are used.
+    A single rank leaves one core for planning, tokenizing and sending. Otherwise, on two cores,
+    these would compete with the second compute thread, for which the first waits in every
+    operation: short steps took 1.5 times as long. Only steps of large models get shorter by all
+    cores. If the variable OMP_NUM_THREADS is set, all threads that it allows are used.
     """
     num_threads = torch.get_num_threads()
     if place.size > 1:
@@ -115,9 +116,9 @@ def num_cpu_threads(place: RankPlace, num_weights: int) -> int:
 
 
 def _dtype(options: EngineOptions, device: Device, spec: ModelSpec) -> torch.dtype:
-    """The type of weights and activations: the option's, or what suits device and checkpoint.
+    """The type of weights and activations: the option's, or a default for device and checkpoint.
 
-    On a GPU, by default, checkpoints of more than 16 bits are computed in bfloat16.
+    The default on a GPU is the checkpoint's type, or bfloat16 if that has more than 16 bits.
     """
     if device.is_host:
         name = options.dtype or default_dtype(spec.dtype, spec.num_parameters)

@@ -1,25 +1,24 @@
-"""The files in a server's runtime directory, by which its processes tell each other how they are.
+"""The files in a server's runtime directory, through which its processes share their state.
 
-Knows the names, and how each file is written and read. Must not know what is concluded from them:
-neither side, the models' processes nor the starter of the server, imports the other. Empty *marker
-files* tell by their presence, and are advice, never a lock:
+Knows the names, and how each file is written and read. Must not know what the readers conclude: the
+models' processes and the starter of the server do not import each other. Empty *marker files* speak
+by their presence; they are hints, never locks:
 
 - ``queue-open.*`` or ``queue-full.*``, one for each engine that serves. Tokenizers look at them to
-  refuse early. When a model is reloaded, the new engine removes the old one's marker, so that the
-  old one learns that it has a successor.
+  refuse early. When a model is reloaded, the new engine removes the old one's marker, which tells
+  the old one that it has a successor.
 - ``drain``: the starter is about to stop the server, and waits until the engines have removed their
   markers.
 - ``recovering``: the starter reloads a model that died; tokenizers refuse requests until then.
 
 ``adapters.json`` holds the LoRA adapters that the engine knows, {name: path}, once a request has
-loaded or unloaded one. The engine that follows another one begins with them; the starter carries
-the file over if it starts the whole server again.
+loaded or unloaded one. An engine that replaces another starts with them; the starter carries the
+file over if it restarts the whole server.
 
 A *heartbeat file*, one for each model's process, is written through a memory map and outlives the
-process. It tells when it was written last, how old the last sign of life of the process's work loop
-was then, and how many requests were inside the process: if the process is killed, the number of
-requests for which Triton would wait in vain. Times are of ``time.monotonic``, which all processes
-of a machine share.
+process. It says when it was last written, how old the work loop's last sign of life was then, and
+how many requests were inside the process: if the process is killed, Triton would wait for these in
+vain. Times are of ``time.monotonic``, which all processes of a machine share.
 """
 
 from __future__ import annotations
@@ -41,34 +40,34 @@ from typing import Final
 RUNTIME_DIRECTORY_VARIABLE: Final = "MINISGL_RUNTIME_DIR"
 """The environment variable that tells the models their runtime directory."""
 HTTP_URL_VARIABLE: Final = "MINISGL_HTTP_URL"
-"""The environment variable that tells the models where their own server listens."""
+"""The environment variable that tells the models where their server listens."""
 OPTIONS_MODEL: Final = "llm_engine"
 """The model whose config.pbtxt holds the engine's options, for the text models too."""
 DETOKENIZER: Final = "detokenizer"
-"""The model into which packets come, not requests."""
+"""The model that receives packets, not requests."""
 DRAIN_MARKER: Final = "drain"
 RECOVERING_MARKER: Final = "recovering"
 ADAPTERS: Final = "adapters.json"
 QUEUE_OPEN: Final = "queue-open"
 QUEUE_FULL: Final = "queue-full"
-"""The beginning of the name of an engine's marker."""
+"""Prefixes of the names of engines' markers."""
 
 MARKERS_READ_EVERY_S = 0.02
-"""A tokenizer does not look at the markers more often."""
+"""The least time between two readings of the markers by a tokenizer."""
 _HEARTBEAT_LAYOUT: Final = struct.Struct("=qqqqddd")
 _PID, _STATE, _NUM_INSIDE, _NUM_SEEN, _STARTED_S, _BEAT_S, _TICK_AGE_S = range(7)
 _PREFIX: Final = "heartbeat"
 
 
 class QueueMarker:
-    """An engine's marker; ``place`` names the model's instance, at which one engine should serve.
+    """An engine's marker; ``place`` names the model's instance, which one engine should serve.
 
-    Without a directory there is none, and the engine refuses by itself.
+    Without a directory there is no marker: requests are refused by the engine alone.
     """
 
     def __init__(self, directory: Path | None, place: str) -> None:
         self._directory = directory
-        # by the id, a supervisor knows what to remove if this process was killed
+        # the process id tells a supervisor what to remove if this process was killed
         self._name = f"{place}.{os.getpid()}.{secrets.token_hex(8)}"
         self._full = False
         if directory is not None:
@@ -78,7 +77,7 @@ class QueueMarker:
             self._path(QUEUE_OPEN).touch()
 
     def show(self, full: bool) -> None:
-        """Make the marker say whether the queue is full."""
+        """Say whether the queue is full."""
         if self._directory is None or full == self._full:
             return
         before, after = (QUEUE_OPEN, QUEUE_FULL) if full else (QUEUE_FULL, QUEUE_OPEN)
@@ -97,7 +96,7 @@ class QueueMarker:
         return self._directory is not None and (self._directory / DRAIN_MARKER).exists()
 
     def remove(self) -> None:
-        """The engine ends."""
+        """Remove the marker: the engine ends."""
         if self._directory is not None:
             for state in (QUEUE_OPEN, QUEUE_FULL):
                 self._path(state).unlink(missing_ok=True)
@@ -121,7 +120,7 @@ class MarkerReader:
         return QUEUE_FULL in states and QUEUE_OPEN not in states
 
     def is_recovering(self) -> bool:
-        """Whether another model is being loaded again."""
+        """Whether another model is being reloaded."""
         return RECOVERING_MARKER in self._read()
 
     def _read(self) -> set[str]:
@@ -136,19 +135,19 @@ class MarkerReader:
 
 
 def write_adapters(directory: Path, paths: Mapping[str, str]) -> None:
-    """Tell the engine that follows this one which adapters are known. Raises ``OSError``."""
+    """Tell the engine that will replace this one which adapters are known. Raises ``OSError``."""
     draft = directory / f".{ADAPTERS}"
     draft.write_text(json.dumps(paths), "utf-8")
     draft.rename(directory / ADAPTERS)
 
 
 def read_adapters(directory: Path) -> dict[str, str] | None:
-    """The adapters of the engine before this one; None if they are those of the options."""
+    """The adapters that the previous engine knew, {name: path}; None if only the options' ones."""
     try:
-        told: dict[str, str] = json.loads((directory / ADAPTERS).read_text("utf-8"))
+        paths: dict[str, str] = json.loads((directory / ADAPTERS).read_text("utf-8"))
     except FileNotFoundError:
         return None
-    return told
+    return paths
 
 
 class State(IntEnum):
@@ -158,7 +157,7 @@ class State(IntEnum):
     ENDING = 1
     BROKEN = 2
     LOADING = 3
-    """It serves nothing, and will again: its replicas are being loaded."""
+    """It serves nothing for the moment: its replicas are being loaded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +178,7 @@ class Beat:
     tick_age_s: float
 
     def silent_s(self, now_s: float) -> float:
-        """For how long the process, or the work loop in it, has given no sign of life."""
+        """How long the process, or its work loop, has given no sign of life."""
         return max(self.tick_age_s, now_s - self.beat_s)
 
 
@@ -192,7 +191,7 @@ class Heartbeat:
         draft.write_bytes(bytes(_HEARTBEAT_LAYOUT.size))
         with draft.open("r+b") as file:
             memory = memoryview(mmap.mmap(file.fileno(), _HEARTBEAT_LAYOUT.size))
-        # each of these writes a number as a whole, so that a reader never sees half of one
+        # numbers are written whole through these views: a reader never sees half of one
         self._ints = memory.cast("q")
         self._floats = memory.cast("d")
         self._lock = threading.Lock()

@@ -10,14 +10,14 @@ Rank 0 starts a process for each other rank of its host, its follower; on other 
     ``build_rank``: meets the others, connects, loads its part of the model
     ``LeadingExecutor``: sends plans                ``Follower``: runs plans until rank 0 sends none
 
-A rank that fails on the way says why on the ``rank_channel``, or its process ends; either ends the
-start of all. What happens after the start is in ``execution.ranks``.
+A rank that fails reports why on the ``rank_channel``, or its process ends; in either case the start
+of all ranks fails. ``execution.ranks`` has what happens after the start.
 
-As a program, ``python -m minisgl_backend.tensor_parallel``, this module is a follower. Its starter
-gives it the id of its own process, and on rank 0's host the two descriptors of its end of the
-channel. On another node it gets the descriptor of its connection, one of a pipe into which it
-writes a byte once it serves, and what this node was told of options. The rank's place is in the
-environment, in torchrun's variables.
+As a program, ``python -m minisgl_backend.tensor_parallel``, this module is a follower. It gets the
+process id of its starter and, on rank 0's host, the two descriptors of its end of the channel. On
+another node it gets the descriptor of its connection, the descriptor of a pipe into which it writes
+a byte once it serves, and the options of this node. The rank's place is in the environment, in
+torchrun's variables.
 """
 
 from __future__ import annotations

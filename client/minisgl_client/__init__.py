@@ -1,7 +1,8 @@
 """Python client of a MiniSGL server; talks to Triton over the network only.
 
-``Client`` and ``AsyncClient`` ask; ``client`` shows how. Names of the wire are in ``wire``, errors
-in ``errors``, answers in ``answer``, and what a request may say in ``parameters``.
+``Client`` and ``AsyncClient`` send requests; ``client`` has examples. ``parameters`` lists the
+parameters of requests, ``answer`` has the classes of answers, ``errors`` those of errors, and
+``wire`` the names on the wire.
 """
 
 from minisgl_client.answer import (

@@ -12,12 +12,17 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """A token that was, or might have been, chosen at a position; ``rank`` 1 is the likeliest."""
+    """A token that was, or might have been, chosen at a position; ``rank`` 1 is the likeliest.
+
+    In ``text`` a part of a character is U+FFFD. ``utf8`` is what the token adds to the text in any
+    case; None if the server does not tell it.
+    """
 
     token_id: int
     text: str
     logprob: float
     rank: int
+    utf8: bytes | None = None
 
 
 @dataclass(frozen=True, slots=True)

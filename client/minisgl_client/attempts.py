@@ -1,6 +1,6 @@
-"""When to try again, and until when: one deadline over all attempts of a request.
+"""When to retry, and until when: all attempts of a request share one deadline.
 
-Knows clocks and errors, never waits itself, so that it serves both kinds of client.
+Knows clocks and errors. Never waits itself, so that it serves both kinds of client.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from minisgl_client.errors import MinisglError, Timeout
 logger = logging.getLogger(__name__)
 
 GRACE_S: Final = 2.0
-"""How much later than the server this side gives up: the server's own end has the text so far."""
+"""How much later than the server the client gives up: the server's answer has the text so far."""
 _FIRST_PAUSE_S: Final = 0.1
 _LONGEST_PAUSE_S: Final = 5.0
 _INT32_MAX: Final = 2**31 - 1
@@ -49,8 +49,8 @@ class Attempts:
     def pause_after(self, error: MinisglError) -> float:
         """Seconds to wait before the next attempt; raises ``error`` if there is none.
 
-        Back-off doubles; half of each pause is drawn, so that clients refused together do not come
-        back together.
+        Pauses double. Half of each is random, so that clients that were refused at the same time do
+        not retry at the same time.
         """
         pause_s = self._pause_s * random.uniform(0.5, 1.0)
         in_time = (

@@ -10,10 +10,10 @@
         async for delta in client.stream("The capital of France is"):
             print(delta.text, end="")
 
-A client keeps its connection, and carries any number of requests at a time over it. A request gives
-one of ``prompt`` (text as it is), ``messages`` (a chat, to which the model's template is applied,
-with ``tools``) and ``input_ids``. Errors are those of ``errors``. Must not know the engine, nor
-defaults and ranges of parameters, which the server checks.
+A client keeps its connection, over which any number of requests can run at a time. A request gives
+one of ``prompt`` (plain text), ``messages`` (a chat, to which the model's template is applied, with
+``tools``) and ``input_ids``. ``errors`` lists all errors. Must not know the engine, nor defaults
+and ranges of parameters, which the server checks.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from minisgl_client.parameters import Parameters
 
 Message: TypeAlias = Mapping[str, Any]
-"""A message of a chat: ``role``, ``content``, and what the model's template knows beside them."""
+"""A message of a chat: ``role``, ``content``, and other fields that the model's template knows."""
 Protocol: TypeAlias = Literal["grpc", "http"]
 
 _SCHEMES: Final = {"grpc": ("", "grpc"), "http": ("", "http", "https")}
@@ -51,7 +51,7 @@ _HEADER_VALUE: Final = re.compile(r"[ -~]*")
 
 
 class _Caller:
-    """Where and how both kinds of client ask."""
+    """The address and settings of a client of either kind."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class _Caller:
         if protocol is None:
             protocol = "http" if scheme in ("http", "https") else "grpc"
         if scheme not in _SCHEMES.get(protocol, ()) or not address:
-            raise InvalidArgument(f"{url} is no address for {protocol}")
+            raise InvalidArgument(f"{url} is not an address for {protocol}")
         _check_address(address, url, protocol)
         for name, value in (headers or {}).items():
             _check_header(name, value, protocol)
@@ -92,17 +92,18 @@ class _Caller:
 
 
 class Client(_Caller):
-    """Asks and waits; safe to share between threads.
+    """A blocking client, safe to share between threads.
 
     ``url`` is HOST:PORT, or an http:// or https:// address, which implies ``protocol``. ``model``
-    is the ensemble. ``timeout_s`` bounds each request as a whole, all tries included; the server
-    gets it too, and ends in time with what it has. ``retries`` is how often a request is sent again
-    that the server refused for now or never got. ``headers`` go with each request.
+    is the ensemble. ``timeout_s`` bounds each request as a whole, including retries; the server
+    gets it too, and ends in time with the text so far. ``retries`` is the number of times that a
+    request is sent again if the server refused it for now or never got it. ``headers`` go with each
+    request.
     """
 
     @property
     def _transport(self) -> Transport:
-        with self._opening:  # threads that ask at once share one
+        with self._opening:  # threads that call at the same time share one
             if self._opened is None:
                 self._opened = self._connect()
             return self._opened
@@ -176,13 +177,13 @@ class Client(_Caller):
         return self._order({})
 
     def load_adapter(self, name: str, path: str) -> tuple[LoraAdapter, ...]:
-        """Let requests name the adapter in a folder of the server's machine; all that there are
-        then. Raises ``MinisglError``: ``InvalidArgument`` names the tensor that does not fit."""
+        """Let requests name the adapter in a folder on the server; returns all adapters. Raises
+        ``MinisglError``: ``InvalidArgument`` names the tensor that does not fit."""
         return self._order({"load": {"name": name, "path": path}})
 
     def unload_adapter(self, name: str) -> tuple[LoraAdapter, ...]:
-        """Let no more requests name an adapter; those that have it go on. Raises
-        ``MinisglError``."""
+        """Let no more requests name an adapter; those that use it go on. Returns all adapters.
+        Raises ``MinisglError``."""
         return self._order({"unload": name})
 
     def _order(self, order: Mapping[str, Any]) -> tuple[LoraAdapter, ...]:
@@ -290,13 +291,13 @@ class AsyncClient(_Caller):
         return await self._order({})
 
     async def load_adapter(self, name: str, path: str) -> tuple[LoraAdapter, ...]:
-        """Let requests name the adapter in a folder of the server's machine; all that there are
-        then. Raises ``MinisglError``: ``InvalidArgument`` names the tensor that does not fit."""
+        """Let requests name the adapter in a folder on the server; returns all adapters. Raises
+        ``MinisglError``: ``InvalidArgument`` names the tensor that does not fit."""
         return await self._order({"load": {"name": name, "path": path}})
 
     async def unload_adapter(self, name: str) -> tuple[LoraAdapter, ...]:
-        """Let no more requests name an adapter; those that have it go on. Raises
-        ``MinisglError``."""
+        """Let no more requests name an adapter; those that use it go on. Returns all adapters.
+        Raises ``MinisglError``."""
         return await self._order({"unload": name})
 
     async def _order(self, order: Mapping[str, Any]) -> tuple[LoraAdapter, ...]:
@@ -335,25 +336,25 @@ def _check_address(address: str, url: str, protocol: Protocol) -> None:
     """HOST:PORT; HTTP may have a path after it."""
     try:
         parts = urlsplit(f"//{address}")
-        _ = parts.port  # raises if it is none
+        _ = parts.port  # raises ValueError if it is not a port
         (parts.hostname or "").encode("idna")
     except UnicodeError:
         raise InvalidArgument(
-            f"{url} is no address for {protocol}: no host has such a name"
+            f"{url} is not an address for {protocol}: no host has such a name"
         ) from None
     except ValueError as error:
-        raise InvalidArgument(f"{url} is no address for {protocol}: {error}") from None
+        raise InvalidArgument(f"{url} is not an address for {protocol}: {error}") from None
     if protocol == "grpc" and (parts.netloc != address or parts.port is None):
-        raise InvalidArgument(f"{url} is no address for {protocol}: it must be HOST:PORT")
+        raise InvalidArgument(f"{url} is not an address for {protocol}: it must be HOST:PORT")
 
 
 def _check_header(name: str, value: str, protocol: Protocol) -> None:
     check_text("the name of a header", name)
     check_text(f"the header {name!r}", value)
     if not (_HEADER_NAME.fullmatch(name) and _HEADER_VALUE.fullmatch(value)):
-        raise InvalidArgument(f"no protocol could carry the header {name!r}")
+        raise InvalidArgument(f"the name or value of the header {name!r} is not valid")
     if protocol == "grpc" and name.lower().endswith("-bin"):
-        raise InvalidArgument(f"gRPC takes the header {name!r} for bytes, which it is not")
+        raise InvalidArgument(f"the header {name!r} would be binary in gRPC, by its ending -bin")
 
 
 def _is_time(value: object) -> bool:
@@ -378,7 +379,9 @@ def _given(
         "stream": stream,
     }
     if mistaken := {*arguments, "stop_request"} & parameters.keys():
-        raise InvalidArgument(f"{min(mistaken)} is no parameter: see the arguments and methods")
-    # a server may have another default, as vllm_backend has
+        raise InvalidArgument(
+            f"{min(mistaken)} is not a parameter: see the arguments and methods of the client"
+        )
+    # the server may have another default, as vllm_backend does
     own = {"exclude_input_in_output": True} if prompt is not None and not stream else {}
     return {**own, **arguments, **parameters}

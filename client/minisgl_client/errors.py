@@ -3,10 +3,10 @@
     MinisglError
     + InvalidArgument    INVALID_ARG: the request is wrong
     + Unsupported        UNSUPPORTED: it is right, but not offered
-    + Unavailable        UNAVAILABLE: not now; the queue is full, or the server starts or ends
-    + Cancelled          CANCELLED: it was given up
+    + Unavailable        UNAVAILABLE: not now; the queue is full, or the server starts or stops
+    + Cancelled          CANCELLED: the request was cancelled
       + Closed           by closing the client
-    + ServerError        INTERNAL: the server's fault; its log has the story
+    + ServerError        INTERNAL: the server's fault; its log has the details
     + Timeout            the deadline passed before there was a token
     + ConnectionFailed   the server cannot be reached; nothing was sent
     + ConnectionLost     the connection broke after the request was sent
@@ -61,7 +61,7 @@ class ServerError(MinisglError):
 
 
 class Timeout(MinisglError):
-    """The deadline passed. With a token generated before it, there is a result instead."""
+    """The deadline passed before the first token. With tokens there would be a result instead."""
 
     code = "TIMEOUT"
 
@@ -95,11 +95,11 @@ _OF_TRITON: Final[tuple[tuple[str, type[MinisglError]], ...]] = (
     ("is not healthy", Unavailable),  # the same, a moment earlier
     ("Server is stopping", Unavailable),  # tritonserver itself got SIGTERM
 )
-"""Sentences of Triton itself, which have no code."""
+"""Messages of Triton itself, which have no code."""
 
 
 def short(value: object) -> str:
-    """A value as a sentence shows it, in at most 60 characters."""
+    """A value as shown in an error message, in at most 60 characters."""
     try:
         shown = repr(value)
     except Exception:  # an int of more digits than Python converts, or an object's own mistake

@@ -1,7 +1,7 @@
-"""A request as values by name, and as each protocol carries it.
+"""A request: its values by name, and its encoding in each protocol.
 
-``build`` checks what the wire cannot hold (a bool as a number, one of too many bits, text that is
-not UTF-8) and leaves all other judgement to the server.
+``build`` refuses what the wire cannot represent (a bool for a number, a number of too many bits,
+text that is not UTF-8) and leaves all other checks to the server.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ ASKED: Final = {
     "return_num_output_tokens": True,
     "return_num_cached_tokens": True,
 }
-"""What the clients ask for unless told otherwise."""
+"""What the clients ask for by default."""
 
 _FORMATS: Final = {"BOOL": "?", "INT32": "i", "UINT64": "Q", "FP32": "f"}
-"""By data type, as ``struct`` spells it."""
+"""The formats of ``struct`` by data type."""
 _JSON: Final = frozenset(
     {
         "messages",
@@ -44,7 +44,7 @@ _JSON: Final = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """``values`` are those of the ensemble's inputs; ``others`` names that it does not have."""
+    """``values`` are inputs of the ensemble by name; ``others`` have names it does not know."""
 
     model: str
     id: str
@@ -82,10 +82,10 @@ class Request:
 def build(
     model: str, request_id: str, given: Mapping[str, Any], asked: Mapping[str, bool] = ASKED
 ) -> Request:
-    """The request of values by input name, None for absent; raises ``InvalidArgument``.
+    """The request with these values by input name, where None means absent.
 
     It asks for ``asked``, unless the values say otherwise, and for logprobs if any of their names
-    is given.
+    is given. Raises ``InvalidArgument``.
     """
     check_text("model", model)
     check_text("request_id", request_id)
@@ -106,7 +106,7 @@ def build(
 
 
 def _asked_logprobs(given: Mapping[str, Any]) -> Mapping[str, Any]:
-    """On the wire ``return_logprobs`` asks for logprobs and ``num_logprobs`` says how many."""
+    """On the wire ``return_logprobs`` asks for logprobs, ``num_logprobs`` sets their number."""
     number, flag = given.get("num_logprobs"), given.get("return_logprobs")
     if number is None and not flag and not given.get("return_log_probs"):
         return {}
@@ -121,9 +121,10 @@ def _items(value: Any) -> Iterable[Any]:
 
 
 def _other(name: str, value: Any) -> bool | int | float | str:
-    """A value of a name that only the server may know, as a Triton parameter can hold it."""
+    """The value, which a Triton parameter must be able to hold, of a name that only the server may
+    know."""
     check_text(f"the name {name!r}", name)
-    if "\x00" in name:  # where Triton, over HTTP, would end it
+    if "\x00" in name:  # Triton would cut it off there, over HTTP
         raise InvalidArgument(f"unknown parameter {short(name)}")
     if isinstance(value, int) and not -(2**63) <= value < 2**63:
         raise InvalidArgument(f"{name} must be an integer of 64 bits")
@@ -137,7 +138,7 @@ def _other(name: str, value: Any) -> bool | int | float | str:
 
 
 def _value(name: str, value: Any) -> Any:
-    """The value as its data type has it: str, bool, int or float."""
+    """The value in the Python type of its data type: str, bool, int or float."""
     datatype = INPUTS[name]
     if datatype == "BYTES":
         text = _json(name, value) if name in _JSON and not isinstance(value, str) else value
@@ -151,7 +152,7 @@ def _value(name: str, value: Any) -> Any:
                 raise InvalidArgument(f"{name} must be finite, got {short(value)}")
             return number if datatype in ("BOOL", "FP32") else int(number)
         except (TypeError, ValueError, OverflowError, struct.error):
-            pass  # told below
+            pass  # raises below
     raise InvalidArgument(f"{name} must be {_NOUNS[datatype]}, got {short(value)}")
 
 

@@ -133,12 +133,23 @@ def _deltas(values: Mapping[str, Sequence[Any]]) -> list[Delta]:
 
 
 def _position(table: Mapping[str, Mapping[str, Any]]) -> TokenLogprobs:
-    """One token's entry: {token id: {logprob, rank, decoded_token}}, the chosen one first."""
+    """One token's entry: {token id: {logprob, rank, decoded_token, bytes}}, the chosen one first.
+    Only texts with U+FFFD come with their bytes."""
     chosen, *others = (
-        TokenLogprob(int(token_id), entry["decoded_token"], entry["logprob"], entry["rank"])
+        TokenLogprob(
+            int(token_id),
+            text := entry["decoded_token"],
+            entry["logprob"],
+            entry["rank"],
+            bytes(told) if (told := entry.get("bytes")) else _utf8(text),
+        )
         for token_id, entry in table.items()
     )
     return TokenLogprobs(chosen, tuple(others))
+
+
+def _utf8(text: str) -> bytes | None:
+    return None if "\ufffd" in text else text.encode()
 
 
 def _times(values: Mapping[str, Sequence[int]]) -> Times:

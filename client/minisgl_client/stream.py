@@ -1,10 +1,10 @@
 """One answer as it comes: ``Stream`` for threads, ``AsyncStream`` for asyncio.
 
-What they share is ``_Answer``: it keeps the deltas, the clock and whether the answer has ended.
+Both derive from ``_Answer``, which keeps the deltas, the times and whether the answer has ended.
 Must not know a protocol: a ``Transport`` sends and receives.
 
-Invariants: the request is sent when the first delta is asked for; it is sent again only as long as
-no delta has come; ``close`` cancels what has not ended, in the server too.
+Invariants: the request is sent when the first delta is requested; it is sent again only as long as
+no delta has come; ``close`` cancels an unfinished request, in the server too.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class _Answer:
         )
 
     def _take(self, deltas: Sequence[Delta]) -> None:
-        """Take a response in: a delta for each sample, also for those of which it says nothing."""
+        """Take a response, which has a delta for each sample, even for those without news."""
         if self._first_s is None:
             self._first_s = time.perf_counter()
         if not self._samples_ended:
@@ -96,8 +96,8 @@ def _says_something(delta: Delta) -> bool:
 class Stream(_Answer):
     """An iterator of ``Delta``, and a context manager that closes it.
 
-    Belongs to one thread; another one may close it, which ends the iteration (over HTTP with the
-    next piece that comes).
+    Belongs to one thread. Another one may close it, which ends the iteration (over HTTP, when the
+    next piece comes).
     """
 
     def __init__(self, transport: Transport, request: Request, attempts: Attempts) -> None:
@@ -141,11 +141,12 @@ class Stream(_Answer):
             except MinisglError as error:
                 pause_s = self._attempts.pause_after(error)
             if self._call is not None:
-                self._call.cancel()  # lets go of its connection
+                self._call.cancel()  # releases its connection
             time.sleep(pause_s)
 
     def _check_open(self) -> None:
-        """Raises ``Closed`` if another thread closed it before there was a call to cancel."""
+        """Raise ``Closed`` if another thread has closed the stream, perhaps before there was a call
+        to cancel."""
         if self._ended_s is not None:
             if self._call is not None:
                 self._call.cancel()
@@ -158,7 +159,7 @@ class Stream(_Answer):
         self._end()
         if self._call is not None and self._is_whole:
             with suppress(MinisglError):
-                self._call.read()  # the end, which must not be met by a cancel
+                self._call.read()  # the end: a cancel at that moment could crash Triton 24.10
         elif self._call is not None:
             self._call.cancel()
 
@@ -216,7 +217,7 @@ class AsyncStream(_Answer):
             except MinisglError as error:
                 pause_s = self._attempts.pause_after(error)
             if self._call is not None:
-                await self._call.cancel()  # lets go of its connection
+                await self._call.cancel()  # releases its connection
             await asyncio.sleep(pause_s)
 
     async def aclose(self) -> None:
@@ -226,7 +227,7 @@ class AsyncStream(_Answer):
         self._end()
         if self._call is not None and self._is_whole:
             with suppress(MinisglError):
-                await self._call.read()  # the end, which must not be met by a cancel
+                await self._call.read()  # the end: a cancel at that moment could crash Triton 24.10
         elif self._call is not None:
             await self._call.cancel()
 

@@ -6,18 +6,20 @@ Must not know how the engine is asked, or how an answer is sent.
 
 from __future__ import annotations
 
+import codecs
 import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
-from typing import Literal, TypeAlias
+from typing import Final, Literal, TypeAlias
 
 from minisgl_client.answer import Delta, Result, TokenLogprob, TokenLogprobs
 
 from minisgl_gateway import answer_schema as schema
 from minisgl_gateway.call_syntax import CalledTool
 from minisgl_gateway.parts import Piece
+
+_UTF8: Final = codecs.getincrementaldecoder("utf-8")
 
 CallForm: TypeAlias = Literal["tool_calls", "function_call"]
 """The field of a message that has calls: those of tools, or the one call of the older form."""
@@ -44,6 +46,16 @@ class Echo:
 
     text: str = ""
     first_token: str = ""
+
+    @property
+    def first_utf8(self) -> bytes:
+        """What the first token adds to the text: nothing if it stands before it, as a token that
+        begins each prompt does. Of a part of a character the first byte alone is known."""
+        whole, part, _ = self.first_token.partition("\ufffd")
+        if not self.text.startswith(whole):
+            return b""
+        known = whole.encode()
+        return known + self.text[len(whole) :].encode()[:1] if part else known
 
 
 @dataclass(slots=True)
@@ -130,9 +142,8 @@ def completion_answer(
         logprobs = None
         if num_logprobs is not None:
             echoed = () if echo is None else result.prompt_logprobs
-            first_token = "" if echo is None else echo.first_token
             logprobs = completion_logprobs(
-                (*echoed, *result.logprobs), num_logprobs, first_token=first_token
+                (*echoed, *result.logprobs), num_logprobs, TextOffsets(), echo
             )
         choices.append(
             schema.CompletionChoice(
@@ -179,7 +190,7 @@ def chat_logprobs(tokens: Sequence[TokenLogprobs], num_top: int) -> schema.ChatL
     content = []
     for token in tokens:
         top = [
-            schema.TopLogprob(token=one.text, logprob=one.logprob, bytes=_bytes(one.text))
+            schema.TopLogprob(token=one.text, logprob=one.logprob, bytes=_bytes(one))
             for one in token.top(num_top)
         ]
         chosen = token.chosen
@@ -187,22 +198,53 @@ def chat_logprobs(tokens: Sequence[TokenLogprobs], num_top: int) -> schema.ChatL
             schema.TokenLogprob(
                 token=chosen.text,
                 logprob=chosen.logprob,
-                bytes=_bytes(chosen.text),
+                bytes=_bytes(chosen),
                 top_logprobs=top,
             )
         )
     return schema.ChatLogprobs(content=content)
 
 
+class TextOffsets:
+    """Where the tokens of a text begin, in characters. A token that begins inside a character
+    begins where that one does."""
+
+    def __init__(self) -> None:
+        self._decoder = _UTF8("replace")
+        self._num_characters = 0
+
+    def add(self, token: bytes) -> int:
+        """The offset of the next token."""
+        if token and token[0] & 0xC0 != 0x80:  # no part of the character before, if that is open
+            self._decode(b"", final=True)
+        begin = self._num_characters
+        self._decode(token)
+        return begin
+
+    def _decode(self, token: bytes, *, final: bool = False) -> None:
+        self._num_characters += len(self._decoder.decode(token, final))
+
+
 def completion_logprobs(
-    tokens: Sequence[TokenLogprobs | None], num_top: int, offset: int = 0, *, first_token: str = ""
+    tokens: Sequence[TokenLogprobs | None],
+    num_top: int,
+    offsets: TextOffsets,
+    echo: Echo | None,
 ) -> schema.CompletionLogprobs:
-    """One element a token in each list; the first token begins at character ``offset``.
+    """One element a token in each list; ``offsets`` knows the tokens before.
 
     Beside the ``num_top`` likeliest tokens stands the chosen one, as OpenAI has it. None is the
-    first of an echoed prompt, whose text is ``first_token``.
+    first of an echoed prompt, of which ``echo`` knows.
     """
-    texts = [first_token if token is None else token.chosen.text for token in tokens]
+    texts, begins = [], []
+    for token in tokens:
+        if token is None:
+            assert echo is not None
+            text, utf8 = echo.first_token, echo.first_utf8
+        else:
+            text, utf8 = token.chosen.text, token.chosen.utf8 or token.chosen.text.encode()
+        texts.append(text)
+        begins.append(offsets.add(utf8))
     return schema.CompletionLogprobs(
         tokens=texts,
         token_logprobs=[None if token is None else token.chosen.logprob for token in tokens],
@@ -210,7 +252,7 @@ def completion_logprobs(
             None if token is None else _likeliest_by_text(token.chosen, *token.top(num_top))
             for token in tokens
         ],
-        text_offset=list(accumulate(map(len, texts[:-1]), initial=offset)) if texts else [],
+        text_offset=begins,
     )
 
 
@@ -240,6 +282,5 @@ def prompt_logprobs(result: Delta | Result, num_top: int | None) -> schema.Promp
     ]
 
 
-def _bytes(text: str) -> list[int] | None:
-    """The token's bytes; the engine tells half a character as U+FFFD, of which they are unknown."""
-    return None if "\ufffd" in text else list(text.encode())
+def _bytes(token: TokenLogprob) -> list[int] | None:
+    return None if token.utf8 is None else list(token.utf8)

@@ -1,4 +1,4 @@
-"""The application: routes, their description, and the gate before them."""
+"""The application: the routes, their description, and the gate in front of them."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ _RESPONSES: Final[dict[int | str, dict[str, Any]]] = {
 
 
 def create_app(options: GatewayOptions, telemetry: Telemetry) -> ASGIApp:
-    """A gateway as an ASGI application; it connects to Triton when it is first asked."""
+    """A gateway as an ASGI application, which connects to Triton at its first request."""
     engine: Engine = (
         Servers(options.servers, options.model)
         if options.servers
@@ -122,7 +122,7 @@ def create_app(options: GatewayOptions, telemetry: Telemetry) -> ASGIApp:
 
 
 def _keys(options: GatewayOptions) -> Keys:
-    """Those of callers; an operator is one, too."""
+    """The keys of callers, including those of operators."""
     own = (*options.api_keys, *options.admin_keys) if options.api_keys else ()
     return Keys(own, options.cors_origins)
 
@@ -145,7 +145,7 @@ def _add_api(app: FastAPI, service: Service, telemetry: Telemetry) -> None:
 
 
 def _add_responses(app: FastAPI, routes: ResponsesRoutes) -> None:
-    """OpenAI's newer API; a response stays for a while."""
+    """OpenAI's Responses API; responses are kept for a while."""
     app.post(
         "/v1/responses",
         responses={200: answer_of(AnsweredResponse, named_events=True)},
@@ -156,7 +156,7 @@ def _add_responses(app: FastAPI, routes: ResponsesRoutes) -> None:
 
 
 def _add_messages(app: FastAPI, routes: MessagesRoutes) -> None:
-    """Anthropic's API, which has errors of its own."""
+    """Anthropic's API, which has its own form of errors."""
     errors: dict[int | str, dict[str, Any]] = {
         status: {"model": MessagesErrorAnswer} for status in _ERRORS
     }
@@ -173,7 +173,7 @@ def _add_messages(app: FastAPI, routes: MessagesRoutes) -> None:
 
 
 def _add_retrieval(app: FastAPI, routes: RetrievalRoutes) -> None:
-    """What searches ask for, by OpenAI's name and Jina's."""
+    """Embeddings, by OpenAI's API, and reranking, by Jina's."""
     app.post(
         "/v1/embeddings",
         responses={200: {"model": schema.EmbeddingList}},
@@ -187,7 +187,7 @@ def _add_retrieval(app: FastAPI, routes: RetrievalRoutes) -> None:
 
 
 def _add_probes(app: FastAPI, service: Service, lookups: Lookups) -> None:
-    """What clients and routers look at before they ask, by OpenAI's names and vLLM's."""
+    """Routes for probes and lookups, by OpenAI's names and vLLM's."""
     app.get("/v1/models")(lookups.models)
     app.get("/v1/models/{name:path}")(lookups.model)
     app.post("/tokenize", openapi_extra=body_of(TokenizeRequest))(lookups.tokenize)
@@ -206,7 +206,7 @@ def _add_probes(app: FastAPI, service: Service, lookups: Lookups) -> None:
 
 
 def _add_adapters(app: FastAPI, adapters: Adapters) -> None:
-    """LoRA adapters by vLLM's names."""
+    """Loading and unloading LoRA adapters, by vLLM's names."""
     app.post(
         "/v1/load_lora_adapter",
         response_class=PlainTextResponse,
@@ -233,15 +233,16 @@ def _add_page(app: FastAPI) -> None:
 
 
 async def _on_error(request: Request, error: Exception) -> Response:
-    """Every error in its API's form: ours, the framework's (no route, no method), bugs."""
+    """The answer to an error in the form of its API: ours, the framework's (no such route or
+    method), or a bug."""
     if isinstance(error, HTTPException):
         error = _of_framework(error, request)
-    told = error if isinstance(error, ApiError) else internal()
-    return error_response(told, request.scope)
+    return error_response(error if isinstance(error, ApiError) else internal(), request.scope)
 
 
 def _of_framework(error: HTTPException, request: Request) -> ApiError:
-    """What the framework refuses: the sentence names method and path, and the right ones."""
+    """An error of the framework, with a message that names method and path, and suggests the right
+    ones."""
     path = request.scope["path"]
     is_plain = path.isascii() and path.isprintable() and len(path) <= 100
     asked = f"{request.method} {path if is_plain else shown(path)}"
@@ -257,7 +258,7 @@ def _of_framework(error: HTTPException, request: Request) -> ApiError:
 
 
 def _near_route(app: FastAPI, path: str) -> str | None:
-    """The route that is meant, with its method."""
+    """The route that is probably meant, with its method."""
     routes = {
         route.path: method
         for route in app.routes
@@ -275,7 +276,7 @@ def _near_route(app: FastAPI, path: str) -> str | None:
 
 
 _PREFIXES: Final = ("api", "openai", "v1")
-"""Parts of a path that callers give once too often, or forget."""
+"""Parts of a path that callers repeat or forget."""
 _ELSEWHERE: Final = {
     "chat": "/v1/chat/completions",
     "completion": "/v1/completions",
@@ -283,4 +284,4 @@ _ELSEWHERE: Final = {
     "generate": "/v1/completions",
     "tags": "/v1/models",
 }
-"""Routes of other APIs (llama.cpp's, Ollama's), and what comes nearest here."""
+"""Routes of other APIs (llama.cpp's, Ollama's), and the most similar ones here."""

@@ -125,7 +125,8 @@ def _explained(error: ValidationError, fields: Mapping[str, Any]) -> ApiError:
     """The first complaint in one sentence, with the code that OpenAI has for it."""
     complaints = _about_one_value(error.errors(include_url=False))
     first = complaints[0]
-    kind, given, place = first["type"], first["input"], _place(first["loc"], fields)
+    kind, given = first["type"], first["input"]
+    place = _place(first["loc"], fields, is_missing=kind == "missing")
     if kind.startswith("union_tag"):
         if not isinstance(given, dict):
             message = f"{place} must be an object, got {shown(given)}"
@@ -210,11 +211,11 @@ def _about_one_value(errors: Sequence[ErrorDetails], depth: int = 0) -> Sequence
     return _about_one_value(members[0], depth + 1)
 
 
-def _place(loc: tuple[int | str, ...], fields: Any) -> str:
+def _place(loc: tuple[int | str, ...], fields: Any, *, is_missing: bool) -> str:
     """``messages[0].content``; which member of a union was tried is left out.
 
-    What is no name in ``fields`` is such a member, unless it is the last of all: the name of what
-    is missing there.
+    What is no name in ``fields`` is such a member, or, at the end, the name of what ``is_missing``
+    there.
     """
     place = ""
     value = fields
@@ -222,7 +223,7 @@ def _place(loc: tuple[int | str, ...], fields: Any) -> str:
         if isinstance(part, int):
             place += f"[{part}]"
             value = value[part] if isinstance(value, list) else None
-        elif isinstance(value, dict) and (part in value or depth == len(loc)):
+        elif isinstance(value, dict) and (part in value or (is_missing and depth == len(loc))):
             place += f".{part}" if place else part
             value = value.get(part)
     return place

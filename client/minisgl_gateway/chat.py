@@ -1,16 +1,16 @@
-"""A chat request, whichever API it came by, and the generation that answers it.
+"""A chat request of any API, and the generation that answers it.
 
-Each API reads its own schema and makes a ``Chat`` of it; from there all go one way:
+Each API translates its own schema to a ``Chat``; from there on all share one path:
 
     schema of an API -> Chat -> Generation (the engine) -> Delta, Result -> Piece -> that API's JSON
 
-A route of an API takes three steps: ``Service.received`` checks the body by a schema that derives
-from ``strict_schema.Body``, a translation makes the ``Chat``, and ``Service.answer`` does the rest,
-at once or as a stream, with an ``AnswerReader`` for each choice (``parts``) and the API's own
-``Renderer`` (``renderers``). It looks up what has to be known of the model's chat template, and
-deals with errors before and in a stream, clients that leave, places and deadlines. Errors are
-``ApiError``; those of the engine get the names of the API (``Renderer.names``). Must not know any
-API's JSON, or how a server is reached.
+A route takes three steps. ``Service.received`` checks the body against a schema derived from
+``strict_schema.Body``; a translation makes the ``Chat``; ``Service.answer`` does the rest, at once
+or as a stream, with an ``AnswerReader`` for each choice (``parts``) and the API's ``Renderer``
+(``renderers``). It looks up the properties of the model's chat template, and handles errors before
+and during a stream, clients that leave, limits on requests, and deadlines. Errors are ``ApiError``;
+those of the engine are translated to the API's names (``Renderer.names``). Must not know any API's
+JSON, or how a server is reached.
 """
 
 from __future__ import annotations
@@ -41,16 +41,17 @@ from minisgl_gateway.tool_dialects import (
 
 MAX_STOPS: Final = 16
 NO_LIMIT: Final = -1
-"""``max_tokens`` of a caller who wants as many as there is room for, as llama.cpp has it."""
+"""``max_tokens`` for as many tokens as there is room for, as in llama.cpp."""
 _MOST_TOKENS: Final = 2**31 - 1
 """The largest ``max_tokens`` that the engine takes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """A prompt in one of three forms, and the parameters, the number of its choices among them.
+    """A prompt in one of three forms, and its parameters, including the number of choices.
 
-    ``own_stop`` is the one of the stop strings that ends the answer with its first call.
+    ``own_stop`` is the stop string that the gateway has added to end the answer after its first
+    call.
     """
 
     parameters: Parameters
@@ -65,10 +66,10 @@ class Generation:
 class Policy:
     """What the operator and the caller's key add to each request.
 
-    ``chat_tokens`` is the ``max_tokens`` of a chat that does not say. With ``shortens``, one that
-    the context has no room for is lowered instead of refused. ``salt`` keeps the prefixes of one
-    key apart from those of others. ``adapter`` is the LoRA adapter that the request's model stands
-    for.
+    ``chat_tokens`` is the default ``max_tokens`` of a chat. With ``shortens``, a ``max_tokens``
+    that does not fit the context is lowered instead of refused. ``salt`` separates the cached
+    prefixes of one key from those of others. ``adapter`` is the LoRA adapter that the request names
+    as its model.
     """
 
     timeout_s: float
@@ -79,7 +80,7 @@ class Policy:
 
 
 class Rendering(NamedTuple):
-    """What the chat template is given: ``tools`` only if it takes them itself."""
+    """The inputs of the chat template; ``tools`` only if the template supports them."""
 
     messages: Sequence[Mapping[str, Any]]
     tools: Sequence[Mapping[str, Any]] | None
@@ -93,20 +94,20 @@ class Chat:
     ``messages`` are in the form that chat templates know: roles ``system``, ``user``,
     ``assistant`` (with ``tool_calls`` and ``reasoning_content``) and ``tool``.
 
-    ``form`` is what the answer's text must look like, as ``structured_outputs`` of the engine has
-    it (exactly one of ``json``, ``json_object``, ``regex``, ``choice``, ``grammar`` and
-    ``structural_tag``). ``form_param`` and ``tools_param`` are the names of the caller's parameters
-    that asked for the form and the tools, which errors about them tell.
+    ``form`` is the form of the answer's text, as the engine's ``structured_outputs`` (exactly one
+    of ``json``, ``json_object``, ``regex``, ``choice``, ``grammar`` and ``structural_tag``).
+    ``form_param`` and ``tools_param`` are the caller's parameters that asked for the form and the
+    tools; errors about them use these names.
 
-    ``thinks`` and ``effort`` are wishes, which templates that know such a variable are told
-    (``enable_thinking``, ``reasoning_effort``); None leaves it to them. ``separates_thoughts``:
-    what the model thinks comes as ``Thought``, instead of with the text. ``variables`` are those
-    that the caller gives the template by name.
+    ``thinks`` and ``effort`` are wishes, which are passed to templates with such a variable
+    (``enable_thinking``, ``reasoning_effort``); None leaves the choice to the template. With
+    ``separates_thoughts``, what the model thinks comes as ``Thought`` instead of with the text.
+    ``variables`` are further variables that the caller gives to the template.
 
-    ``parameters`` hold what the caller said of sampling, by the engine's names. ``max_tokens`` is
-    None if the caller did not say, and ``NO_LIMIT`` for as many as there is room for.
-    ``tells_counts``: deltas have the numbers of tokens; ``tells_stop``: the ending has the stop
-    string that matched. ``n`` choices are made.
+    ``parameters`` are the caller's sampling parameters, by the engine's names. ``max_tokens`` is
+    None if the caller gave none, and ``NO_LIMIT`` for as many as there is room for. With
+    ``tells_counts`` deltas have the numbers of tokens; with ``tells_stop`` the end has the stop
+    string that matched. ``n`` is the number of choices.
     """
 
     messages: Sequence[Mapping[str, Any]]
@@ -131,12 +132,12 @@ class Chat:
 
     @property
     def offers_tools(self) -> bool:
-        """Whether the model is told of tools, and calls are read out of its answer."""
+        """Whether the prompt describes tools, and calls are parsed from the answer."""
         return bool(self.tools) and self.calls.is_offered
 
     def complaint(self, dialect: Dialect, message: str) -> tuple[str, str]:
-        """An error of the engine about what the answer is kept to: the caller's parameter that is
-        at fault, and the message with places in its value."""
+        """An error of the engine about the form of the answer: the caller's parameter that is at
+        fault, and the message with places in the value of that parameter."""
         if not self.offers_tools:
             return self.form_param, message
         is_either = self.form is not None and not self.calls.required
@@ -148,8 +149,8 @@ class Chat:
         return self.tools_param, message
 
     def variables_for(self, chat_format: ChatFormat | None) -> dict[str, Any]:
-        """The variables of a template: the wishes as far as it can be told them, and what the
-        caller names."""
+        """The variables for a template: the wishes for which it has variables, and those that the
+        caller gives."""
         known = _known(chat_format)
         variables: dict[str, Any] = {}
         effort = self.effort
@@ -162,7 +163,7 @@ class Chat:
         return {**variables, **self.variables}
 
     def unfulfilled(self, chat_format: ChatFormat | None) -> list[str]:
-        """The wishes that a template cannot be told, and does not fulfil anyway."""
+        """The wishes that a template has no variable for and does not fulfil anyway."""
         known = _known(chat_format)
         decides = any(name in known for name in _THINKS)
         thinks_anyway = chat_format is not None and chat_format.thinking is not None
@@ -200,7 +201,7 @@ class Chat:
         return AnswerReader(calls, thoughts, own_stop)
 
     def generation(self, policy: Policy, template: Template) -> Generation:
-        """What the engine is asked for; raises ``ApiError``."""
+        """The request to the engine; raises ``ApiError``."""
         parameters = shared_parameters(
             policy,
             self.max_tokens,
@@ -238,7 +239,7 @@ class Chat:
         return Generation(parameters, messages=messages, tools=tools, own_stop=own_stop)
 
     def rendering(self, template: Template) -> Rendering:
-        """What makes the prompt, and nothing of what follows it."""
+        """The inputs that determine the prompt, without those that concern the answer."""
         tools = self.tools if self.offers_tools else ()
         is_told = tools and template.dialect.is_of_template
         parameters = Parameters()
@@ -253,7 +254,7 @@ class Chat:
         )
 
     def _form(self, dialect: Dialect) -> Mapping[str, Any] | None:
-        """What the answer must be: calls, the form, or either."""
+        """The constraint on the answer: calls, the form, or either of them."""
         if not self.offers_tools:
             return self.form
         self._check_tools()
@@ -270,7 +271,7 @@ class Chat:
         return {"structural_tag": {**(tag or {}), "otherwise": self._schema()}}
 
     def _check_tools(self) -> None:
-        """Refuse what no call could keep to."""
+        """Refuse tools that no call could be made of."""
         names = set()
         for index, tool in enumerate(self.tools):
             place = f"{self.tools_param}[{index}]"
@@ -288,7 +289,7 @@ class Chat:
                 )
 
     def _schema(self) -> Any:
-        """The form, which is JSON, as a schema."""
+        """The schema of a form in JSON."""
         schema = (self.form or {}).get("json", {"type": "object"})
         if not isinstance(schema, str):
             return schema
@@ -312,18 +313,18 @@ _HARMONY_EFFORTS: Final = MappingProxyType(
         "max": "high",
     }
 )
-"""The efforts that models with channels know, by what callers wish; they always think."""
+"""The efforts of models with channels, by the caller's wish; such models always think."""
 _THINKS: Final = ("enable_thinking", "thinking")
-"""What templates call the variable which decides whether the model thinks."""
+"""Names of the variable in templates that decides whether the model thinks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Template:
     """The model's chat template, as far as the answer to one chat depends on it.
 
-    ``dialect`` is how tools are called, ``variables`` what the template is given, ``thinking`` the
-    markers around thoughts if there can be some, which the prompt may have begun already.
-    ``unfulfilled`` are names of wishes that the template cannot be told.
+    ``dialect`` is how tool calls are written; ``variables`` are those given to the template;
+    ``thinking`` are the marks around thoughts, if there can be any, which the prompt may have
+    begun. ``unfulfilled`` are the names of wishes that the template cannot fulfil.
     """
 
     dialect: Dialect
@@ -336,9 +337,9 @@ class Template:
     def of(
         cls, chat: Chat, chat_format: ChatFormat | None, dialect: DialectName | None = None
     ) -> Template:
-        """The template of a ``chat_format``, None if that is not known, as it is for a chat.
+        """The template for a chat, from its ``chat_format``, which is None if unknown.
 
-        ``dialect`` is the one that the operator chose, if any.
+        ``dialect`` is the operator's choice, if any.
         """
         return cls(
             dialect_of(chat_format, dialect),
@@ -350,7 +351,7 @@ class Template:
 
 
 def _known(chat_format: ChatFormat | None) -> Collection[str]:
-    """The variables that a template is given if they are wished for."""
+    """The variables by which a template can be given wishes."""
     return _KNOWN_TO_MOST if chat_format is None else chat_format.variables
 
 
@@ -384,14 +385,14 @@ def shared_parameters(
 
 
 def content_of(texts: Sequence[str]) -> str | list[dict[str, str]]:
-    """The content of a message as chat templates know it: one text, or parts if there are more."""
+    """The content of a message for chat templates: a text, or a list of parts if there are more."""
     if len(texts) > 1:
         return [{"type": "text", "text": text} for text in texts]
     return texts[0] if texts else ""
 
 
 def common_salt(of_key: str, of_request: str | None) -> str | None:
-    """The salt of prefixes that only the caller's own requests with the same salt share."""
+    """A salt with which only requests of the same key and with the same salt share prefixes."""
     if not of_key or not of_request:
         return of_key or of_request
     return hashlib.sha256(f"{of_key} {of_request}".encode()).hexdigest()

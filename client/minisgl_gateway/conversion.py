@@ -1,6 +1,6 @@
-"""OpenAI's schemas -> what is asked of the engine: a ``Chat``, or a completion's generations.
+"""OpenAI's schemas -> a ``Chat``, or the generations of a completion.
 
-Knows both vocabularies, OpenAI's and that of ``minisgl_client``; never the answer.
+Knows both vocabularies, OpenAI's and that of ``minisgl_client``. Must not know answers.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from minisgl_gateway.schema import (
 from minisgl_gateway.tool_dialects import Calls, Tool, allowed, check_choice
 
 COMPLETION_TOKENS: Final = 16
-"""``max_tokens`` of a completion that does not say, as OpenAI has it."""
+"""Default ``max_tokens`` of a completion, as in OpenAI's API."""
 
 
 def completion_generations(request: CompletionRequest, policy: Policy) -> list[Generation]:
-    """One for each prompt, with its ``n`` choices; raises ``ApiError``."""
+    """One generation for each prompt, with ``n`` choices; raises ``ApiError``."""
     parameters = shared_parameters(
         policy,
         request.max_tokens,
@@ -77,7 +77,7 @@ def completion_generations(request: CompletionRequest, policy: Policy) -> list[G
 
 
 def num_samples(request: CompletionRequest) -> int:
-    """How many samples of each prompt the engine makes."""
+    """Number of samples that the engine makes for each prompt."""
     return request.n if request.best_of is None else request.best_of
 
 
@@ -90,7 +90,7 @@ def _best_of(request: CompletionRequest, best_of: int) -> int:
 
 
 def chat_of(request: ChatCompletionRequest) -> Chat:
-    """The chat that is asked for; raises ``ApiError``."""
+    """The chat of a request; raises ``ApiError``."""
     given = {request.max_tokens, request.max_completion_tokens} - {None}
     if len(given) > 1:
         raise invalid("max_tokens and max_completion_tokens differ", "max_tokens")
@@ -125,7 +125,7 @@ def chat_of(request: ChatCompletionRequest) -> Chat:
 
 
 def _tools(request: ChatCompletionRequest) -> tuple[Sequence[Tool], Calls]:
-    """What the model may call, and must."""
+    """The tools, and whether the model may or must call them."""
     if not request.tools:
         return _functions(request)
     if request.functions:
@@ -143,7 +143,7 @@ def _tools(request: ChatCompletionRequest) -> tuple[Sequence[Tool], Calls]:
 
 
 def _functions(request: ChatCompletionRequest) -> tuple[Sequence[Tool], Calls]:
-    """The same in the older form: one call at most."""
+    """The same for the older ``functions``, of which at most one is called."""
     if request.tool_choice not in (None, "none", "auto"):
         raise invalid("tool_choice goes with tools", "tool_choice")
     tools = [_tool(function) for function in request.functions or ()]
@@ -163,7 +163,7 @@ def _variables(request: ChatCompletionRequest) -> dict[str, Any]:
 
 
 def _parameters(request: GenerationRequest, max_tokens: int | None) -> Parameters:
-    """What the caller said, by the engine's names; raises ``ApiError``."""
+    """The caller's parameters by the engine's names; raises ``ApiError``."""
     if request.stream_options is not None and not request.stream:
         raise invalid("stream_options goes with stream", "stream_options")
     echoes = isinstance(request, CompletionRequest) and request.echo
@@ -208,7 +208,7 @@ _SAME: Final = (
     "stop_token_ids",
     "logit_bias",
 )
-"""Parameters that have one name and one meaning on both sides."""
+"""Parameters with the same name and meaning on both sides."""
 
 
 def includes_usage(request: GenerationRequest) -> bool:
@@ -217,12 +217,12 @@ def includes_usage(request: GenerationRequest) -> bool:
 
 
 def continues_usage(request: GenerationRequest) -> bool:
-    """Whether each chunk of a stream tells the numbers of tokens so far."""
+    """Whether each chunk of a stream has the numbers of tokens so far."""
     return request.stream_options is not None and request.stream_options.continuous_usage_stats
 
 
 def lookup_of(request: TokenizeRequest) -> Chat | dict[str, Any]:
-    """The chat whose tokens are asked for, or what the tokenizer is asked of a text."""
+    """The chat to tokenize, or the arguments for tokenizing a text."""
     if (request.prompt is None) is (request.messages is None):
         raise invalid("give one of prompt and messages", "prompt")
     if request.messages is None:
@@ -245,9 +245,9 @@ def _tool(function: OlderFunction) -> Tool:
 
 
 def _message(message: Message) -> dict[str, Any]:
-    """A message as chat templates know it.
+    """A message in the form of chat templates.
 
-    ``developer`` is what they call ``system``, and the older form of calls becomes that of tools.
+    The role ``developer`` becomes ``system``, and calls of functions become calls of tools.
     """
     plain = message.model_dump(exclude_none=True)
     if thought := plain.pop("reasoning", None):

@@ -1,9 +1,8 @@
-"""What a caller is told when a request fails: an HTTP status, and OpenAI's error object or
-Anthropic's.
+"""The answer to a request that fails: an HTTP status, and OpenAI's error object or Anthropic's.
 
-Knows the errors of ``minisgl_client``, whose messages the server wrote for callers; whatever else
-goes wrong becomes one sentence without details, and the log has the story under the request id.
-Clients look for some phrases of OpenAI's: that a prompt is too long is said in its words.
+Knows the errors of ``minisgl_client``, whose messages the server wrote for callers. Any other error
+becomes one sentence without details, and the log has these under the request id. Some clients look
+for OpenAI's phrases, so the error for a prompt that is too long uses them.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from starlette.types import Scope
 GONE: Final = 499
 """The status of a request whose client did not wait for the answer, as proxies call it."""
 RETRY_AFTER_S = 1
-"""What ``Retry-After`` says to those who come at a bad moment."""
+"""The value of ``Retry-After`` in answers to requests that are refused for now."""
 
 
 class ApiError(Exception):
@@ -51,7 +50,7 @@ class ApiError(Exception):
         return {"error": error}
 
     def anthropic_body(self, request_id: str | None) -> dict[str, Any]:
-        """The same as Anthropic has it."""
+        """Anthropic's error object."""
         other = "api_error" if self.status >= 500 else "invalid_request_error"
         kind = _ANTHROPIC_TYPES.get(self.status, other)
         is_prompts = self.code == "context_length_exceeded" and self.param != "max_tokens"
@@ -62,7 +61,7 @@ class ApiError(Exception):
 
     @property
     def story(self) -> str:
-        """What the log tells: the message, and what caused it if the caller is not to blame."""
+        """The log's version: the message, and its cause if the caller is not to blame."""
         if self.status < 500 or self.__cause__ is None or str(self.__cause__) == self.message:
             return self.message
         return f"{self.message}: {self.__cause__}"
@@ -85,12 +84,12 @@ _ANTHROPIC_TYPES: Final = {
 
 
 def is_anthropic(path: str) -> bool:
-    """Whether a path is one of Anthropic's API, with errors in its form."""
+    """Whether a path belongs to Anthropic's API, whose errors have its form."""
     return path == "/v1/messages" or path.startswith("/v1/messages/")
 
 
 def shown(value: object) -> str:
-    """A value as a sentence shows it: its JSON, or what it is if that is long."""
+    """A value as shown in an error message: its JSON, or a description if that is long."""
     try:
         text = json.dumps(value, ensure_ascii=False)
         if not text.isprintable():

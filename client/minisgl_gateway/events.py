@@ -16,6 +16,7 @@ from minisgl_gateway.answers import (
     Counts,
     Echo,
     Heading,
+    TextOffsets,
     called,
     chat_finish,
     chat_logprobs,
@@ -117,7 +118,7 @@ class CompletionWriter:
         self._counts = Counts() if continuous else None
         self._echo_text = "" if echo is None else echo.text
         self._echo = echo
-        self._offset = 0
+        self._offsets = TextOffsets()
 
     def push(self, piece: Piece) -> bytes:
         """The event of a piece."""
@@ -127,15 +128,10 @@ class CompletionWriter:
         text, self._echo_text = self._echo_text + delta.text, ""
         logprobs = finish_reason = "null"
         tokens: tuple[TokenLogprobs | None, ...] = delta.logprobs
-        first_token = ""
         if self._echo is not None:
             tokens = (*delta.prompt_logprobs, *tokens)
-            first_token = self._echo.first_token
         if self._num_logprobs is not None and tokens:
-            told = completion_logprobs(
-                tokens, self._num_logprobs, self._offset, first_token=first_token
-            )
-            self._offset += sum(map(len, told.tokens))
+            told = completion_logprobs(tokens, self._num_logprobs, self._offsets, self._echo)
             logprobs = to_json(told.model_dump())
         if piece.ending is not None:
             finish_reason = f'"{finish(piece)}"'

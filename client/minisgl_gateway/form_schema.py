@@ -26,7 +26,8 @@ class TextForm(Strict):
 
 
 class JsonObjectForm(Strict):
-    """A JSON object; with ``schema``, as llama.cpp has it, one that the schema allows."""
+    """A JSON object; with ``schema``, as llama.cpp has it, what the schema allows, which is an
+    object unless it names another type."""
 
     type: Literal["json_object"]
     json_schema: Schema | None = Field(None, alias="schema")
@@ -136,7 +137,7 @@ def _of_format(given: JsonObjectForm | JsonSchemaForm | StructuralTagForm) -> Ma
         return {"json": given.json_schema.json_schema}
     if given.json_schema is None:
         return {"json_object": True}
-    return {"json": {**given.json_schema, "type": "object"}}
+    return {"json": {"type": "object", **given.json_schema}}
 
 
 def _of_object(given: StructuredOutputs) -> Mapping[str, Any]:

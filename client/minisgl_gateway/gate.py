@@ -1,8 +1,8 @@
-"""What every request passes before it reaches a route: counting, the size of its head, the key, and
-the size of its body. On the way back an answer gets the headers that tell of its request.
+"""What every request passes before it reaches a route: counters, and the checks of the size of its
+headers, its key, and the size of its body. Answers get the headers that identify their request.
 
-Pure ASGI, so that nothing stands between a route and the socket while an answer streams. Must not
-know what a route does, or what a body says.
+Pure ASGI, so that nothing is between a route and the socket while an answer streams. Must not know
+what a route does, or what a body contains.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ PAGE_FILES: Final = {
     "/markdown.js": "markdown.js",
 }
 OPEN_PATHS: Final = frozenset({*PAGE_FILES, "/health", "/ping"})
-"""What needs no key: the page, which asks for one, and the probes."""
+"""Paths that need no key: the page, which asks for one, and the probes."""
 REQUEST_ID: Final = "X-Request-Id"
 ANTHROPIC_REQUEST_ID: Final = "request-id"
-"""The same header as Anthropic's clients know it."""
+"""The name of the same header in Anthropic's API."""
 WITHOUT_EFFECT: Final = "X-Minisgl-Without-Effect"
-"""The header that names what was given and changed nothing."""
+"""The header with the names of parameters that had no effect."""
 
 _SANE_ID: Final = re.compile(rb"[!-~]{1,128}")
 
@@ -45,11 +45,12 @@ _SANE_ID: Final = re.compile(rb"[!-~]{1,128}")
 class Gate:
     """Wraps the application.
 
-    A route finds the caller in ``scope["state"]["caller"]``, beside it ``deadline_s``, when by
-    ``time.monotonic`` the request must have ended, and ``callers_id``, "" for none. It leaves there
-    ``request_id``, the id of the answer, which its headers tell if the caller has sent none (an
-    answer of Anthropic's API always has one); ``without_effect``, names; and as ``outcome`` the
-    status of a stream that fails after its start.
+    For a route, ``scope["state"]`` has the ``caller``; ``deadline_s``, the reading of
+    ``time.monotonic`` at which the request must have ended; and ``callers_id``, the id that the
+    caller sent, or "". The route adds ``request_id``, the id of the answer, which goes into its
+    headers if the caller sent none (an answer of Anthropic's API always has one);
+    ``without_effect``, names of parameters; and ``outcome``, the status of a stream that fails
+    after its start.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class Gate:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        # the server leaves out the body of a GET that is a HEAD
+        # a HEAD is treated as a GET; the server drops the body
         method = "GET" if scope["method"] == "HEAD" else scope["method"]
         scope = {**scope, "method": method, "path": scope["path"].rstrip("/") or "/"}
         state = scope.setdefault("state", {})
@@ -96,8 +97,7 @@ class Gate:
                 await error_response(error, scope)(scope, receive, watched_send)
             except asyncio.CancelledError:
                 if status == GONE:
-                    told = error_response(shutting_down(), scope)
-                    await told(scope, receive, watched_send)
+                    await error_response(shutting_down(), scope)(scope, receive, watched_send)
             finally:
                 seconds = time.perf_counter() - started_s
                 route = getattr(scope.get("route"), "path", "other")
@@ -150,6 +150,6 @@ class Gate:
 
 
 def _callers_id(headers: Sequence[tuple[bytes, bytes]]) -> bytes:
-    """The id that the caller gives its request; b"" for none, or one that is not fit for a log."""
+    """The id that the caller gives its request; b"" if there is none that is fit for a log."""
     given = [value for name, value in headers if name == b"x-request-id"]
     return given[0] if len(given) == 1 and _SANE_ID.fullmatch(given[0]) else b""

@@ -1,12 +1,12 @@
-"""How an API tells the answer to one of its requests.
+"""How an API writes the answer to one of its requests.
 
-A ``Renderer`` is made for a request by its route, and ``Service`` gives it the answer: either all
-of its choices at once (``body``), or for each choice the pieces as they come (``writer``), and
-behind them what concerns them all (``closing``, or ``failure`` instead).
+A route makes a ``Renderer`` for each request, and ``Service`` gives it the answer: either all of
+its choices at once (``body``), or the pieces of each choice as they come (``writer``), and then
+what concerns all choices (``closing``, or ``failure``).
 
-A writer's first piece tells the number of input tokens (``piece.source``, if ``Chat.tells_counts``
-is set), so that a stream can open with it. A renderer that keeps complete answers for later
-requests stores them in ``body`` or ``closing``.
+A writer's first piece has the number of input tokens (``piece.source``, if ``Chat.tells_counts`` is
+set), so that a stream can begin with it. A renderer that keeps complete answers for later requests
+stores them in ``body`` or ``closing``.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Renderer(Protocol):
 
     @property
     def id(self) -> str:
-        """Of the answer, and in the logs."""
+        """The id of the answer, which also appears in the log."""
         ...
 
     @property
@@ -61,7 +61,7 @@ class Renderer(Protocol):
         ...
 
     def failure(self, error: ApiError) -> bytes:
-        """The last event instead, if the answer breaks off."""
+        """The last event if the answer fails."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""The routes of the Responses and of the Messages API, over ``Service``."""
+"""The routes of the Responses and the Messages API, on top of ``Service``."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from minisgl_gateway.service import Service
 
 
 class ResponsesRoutes:
-    """OpenAI's newer API: answers, and the stored ones."""
+    """OpenAI's Responses API: new responses, and stored ones."""
 
     def __init__(self, service: Service, memory: ResponseMemory) -> None:
         self._service = service
@@ -62,7 +62,7 @@ class ResponsesRoutes:
         return schema.DeletedResponse(id=id)
 
     def _history(self, label: str, id: str | None) -> tuple[Mapping[str, Any], ...]:
-        """The conversation that a kept response ends."""
+        """The conversation up to and including a kept response."""
         if id is None:
             return ()
         kept = self._memory.find(label, id)
@@ -115,5 +115,5 @@ def _not_kept(id: str) -> ApiError:
 
 
 def _quoted(id: str) -> str:
-    """An id as OpenAI's sentences show it; one that nothing here has made may be anything."""
+    """An id as OpenAI's messages quote it; an unknown one may be any text."""
     return f"'{id}'" if id.isascii() and id.isprintable() and len(id) <= 80 else shown(id)

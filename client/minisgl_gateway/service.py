@@ -1,7 +1,7 @@
-"""What the routes do: a checked request, its generations in the engine, and the answer.
+"""What routes have in common: they check a request, generate in the engine, and answer.
 
-Knows the engine through ``Engine`` only. Whatever way a request ends, its generations have
-ended in the engine too, and its place is free again.
+Knows the engine only through ``Engine``. However a request ends, its generations end in the engine
+too, and its place becomes free.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ _Request = TypeVar("_Request", bound=Body)
 _HEALTH_S: Final = 5.0
 _PROBED_S: Final = 1.0
 _AT_ONCE: Final = 16
-"""Calls of the engine at a time for a request with many inputs."""
+"""Most simultaneous calls of the engine for a request with many inputs."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """The generations of a request, one a prompt, and how their answers are read and told.
+    """The generations of a request, one per prompt, and how their answers are read and rendered.
 
-    ``of_form`` tells errors about the form of the answer (``errors.api_error``). Each generation
+    ``of_form`` words errors about the form of the answer (``errors.api_error``). Each generation
     has ``num_choices`` choices, for which the engine makes ``num_samples``. There is a reader for
     each choice, those of the first prompt first.
     """
@@ -77,7 +77,7 @@ class _Job:
         return len(self.generations) * self.num_samples
 
     def call(self, index: int) -> dict[str, Any]:
-        """The arguments of a call of the engine; prompts are told apart in its log."""
+        """The arguments of a call of the engine, with an id of its own for each prompt."""
         generation = self.generations[index]
         return {
             "prompt": generation.prompt,
@@ -90,7 +90,7 @@ class _Job:
 
     @contextmanager
     def errors(self) -> Iterator[None]:
-        """Errors of the engine as those of this request."""
+        """Turn errors of the engine into ``ApiError``s of this request."""
         try:
             yield
         except MinisglError as error:
@@ -100,7 +100,7 @@ class _Job:
 
 @dataclass(frozen=True, slots=True)
 class _Probe:
-    """Whether the engine took requests, and until when this answer is used."""
+    """Whether the engine took requests, and how long this answer is valid."""
 
     is_ready: bool
     until_s: float

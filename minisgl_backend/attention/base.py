@@ -1,11 +1,12 @@
 """The protocols of attention over pages, and their inputs, on every device.
 
-A step's keys and values are in their pages before attention is computed. Prompt chunks and decoding
-rows are two protocols, and a backend is a pair of implementations (``PagedAttention``), which may
-come from different libraries. Each plans a step once and returns a function for its layers.
+A step's keys and values are in their pages before attention is computed. There is one protocol for
+prompt chunks and one for decoding rows. A backend is a pair of implementations
+(``PagedAttention``), which may come from different libraries. Each plans a step once and returns a
+function for its layers.
 
-A step to be captured in a CUDA graph has no host arrays: its kernels may depend on values on the
-device only.
+A step to be captured in a CUDA graph has no host arrays: its kernels may depend only on values on
+the device.
 
 Knows positions, pages and shapes. Must not know requests, plans or how pages are given out.
 """
@@ -27,7 +28,7 @@ if TYPE_CHECKING:  # ``models.spec`` imports this module and needs no torch
 
 @dataclass(frozen=True, slots=True)
 class KVHeads:
-    """Of a layer: the number of its key-value heads, and the dimensions of all its heads."""
+    """The number of a layer's key-value heads, and the size of all its heads."""
 
     num_kv_heads: int
     head_dim: int
@@ -35,13 +36,16 @@ class KVHeads:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionShape:
-    """Heads of one rank. ``windows`` has an entry a layer: the number of positions that a token
-    sees, its own included; None for all up to its own. With ``sections`` a window, all of one size,
-    is a section of the sequence, and its tokens see none before it (``attention.sections``).
-    ``scale`` multiplies the scores, q k^T. With ``sinks`` each layer has some (``PagedKV``).
-    ``by_layer`` has an entry a layer if not all have ``num_kv_heads`` of ``head_dim``.
-    ``window_pages``: layers with windows have pages of their own, and a table of them
-    (``cache.windows``)."""
+    """The heads of one rank.
+
+    ``windows`` has one entry per layer: the number of positions that a token sees, including its
+    own; None for all up to its own. With ``sections`` windows do not slide: they are sections of
+    the sequence, all of one size, and a token sees nothing before its section
+    (``attention.sections``). ``scale`` multiplies the scores, q k^T. With ``sinks`` each layer has
+    sinks (``PagedKV``). ``by_layer`` has one entry per layer, unless all have ``num_kv_heads`` of
+    ``head_dim``. ``window_pages``: layers with windows have their own pages and page table
+    (``cache.windows``).
+    """
 
     num_heads: int
     num_kv_heads: int
@@ -63,8 +67,8 @@ class AttentionShape:
         return max((window for window in self.windows if window is not None), default=None)
 
     def for_context(self, context: int) -> AttentionShape:
-        """With window pages, if sequences of ``context`` tokens are longer than the windows, else
-        without sections."""
+        """The shape for sequences of up to ``context`` tokens: with window pages if they can be
+        longer than the windows; if not, without sections."""
         is_longer = self.window is not None and self.window < context
         return replace(self, sections=self.sections and is_longer, window_pages=is_longer)
 
@@ -74,8 +78,8 @@ class AttentionShape:
         return self.window if self.sections else None
 
     def numbers_per_position(self, *, window_pages: bool) -> int:
-        """Of the keys, and as many of the values, of all layers together that have window pages, or
-        of all that have not."""
+        """Number of elements of a position's keys, which is also that of its values, in all layers
+        with window pages together, or in all layers without."""
         return sum(
             len(own) * kind.num_kv_heads * kind.head_dim
             for kind, own in self.kinds
@@ -110,7 +114,7 @@ class AttentionShape:
 
 @dataclass(frozen=True, slots=True)
 class KVScale:
-    """Factors of the keys and of the values of a layer if its pages hold float8."""
+    """Factors of a layer's keys and values if its pages hold float8."""
 
     k: float = 1.0
     v: float = 1.0
@@ -122,8 +126,7 @@ class AttentionSetting:
 
     ``dtype`` is that of queries and results, ``kv_dtype`` that of pages: the same, or float8_e4m3.
     Batches of more than ``max_captured_batch_size`` rows are not captured in a graph. ``grouped``:
-    steps may have groups. With ``batch_invariant`` a token's result depends on nothing but its own
-    row.
+    steps may have groups. With ``batch_invariant`` the result of a token depends only on its row.
     """
 
     shape: AttentionShape
@@ -144,7 +147,7 @@ class AttentionSetting:
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """The different windows of the layers."""
+        """The windows of the layers, each once."""
         return tuple(dict.fromkeys(self.shape.windows))
 
 
@@ -155,9 +158,9 @@ class PagedKV:
     If they are float8, ``k_scale`` and ``v_scale`` (float32 [1]) multiply them; ``scale`` holds
     the same two numbers on the host. Positions beyond a row's end are finite.
 
-    ``sinks`` [num_heads], in the type of the queries, are one more score of each query of a head,
-    without a value (arXiv 2309.17453): it takes its part of the softmax and adds
-    nothing. So attention to the keys alone is multiplied by sigmoid(log-sum-exp - sink).
+    ``sinks`` [num_heads], in the type of the queries, add one more score without a value to each
+    softmax of a head (arXiv 2309.17453). It takes its part of the sum and contributes nothing, so
+    attention without sinks is multiplied by sigmoid(log-sum-exp - sink).
     """
 
     keys: Tensor
@@ -177,10 +180,10 @@ class Chunks:
         chunk i      positions ends[i] - (offsets[i + 1] - offsets[i]) .. ends[i] of rows[i]
 
     ``rows`` [num_chunks] of ``page_table`` [num_rows, max_pages]; ``offsets`` [num_chunks + 1];
-    ``ends`` [num_chunks]. The host knows the largest length, the largest end, and copies of offsets
-    and ends, ``host_offsets`` and ``host_ends``. In a step to be captured these copies are None,
-    the two maxima are the largest possible ones, and chunks may be empty. ``window_table``: that of
-    layers with window pages, whose lines have the dummy page before the window.
+    ``ends`` [num_chunks]. The host knows the largest length and end, and has copies of offsets and
+    ends, ``host_offsets`` and ``host_ends``. In a step to be captured these copies are None, the
+    two maxima are the largest possible ones, and chunks may be empty. ``window_table``: the page
+    table of layers with window pages; it has the dummy page in place of pages before the window.
     """
 
     rows: Tensor
@@ -194,7 +197,7 @@ class Chunks:
     window_table: Tensor | None = None
 
     def over_window_pages(self) -> Chunks:
-        """The same for layers that have them."""
+        """The same for layers with window pages."""
         assert self.window_table is not None
         return replace(self, page_table=self.window_table)
 
@@ -203,12 +206,12 @@ class Chunks:
 class DecodeRows:
     """Decoding rows of a step; int32 on the device.
 
-    ``rows`` [batch_size] of ``page_table`` [num_rows, max_pages]; ``lengths`` [batch_size], the new
-    token's position included; ``host_lengths`` are the same, and None in a step to be captured.
-    ``groups``, on the host, have indices of these rows as members; a backend may leave them alone.
-    ``grouped``, in a step to be captured: those of its groups that ``GroupedDecode.take_groups``
-    took last. ``pdl``: kernels may be launched before their predecessors end. ``window_table``: as
-    in ``Chunks``.
+    ``rows`` [batch_size] of ``page_table`` [num_rows, max_pages]; ``lengths`` [batch_size], each
+    including the new token's position; ``host_lengths`` are the same on the host, and None in a
+    step to be captured. ``groups``, on the host, have indices of these rows as members; a backend
+    may ignore them. ``grouped``: a step to be captured reads the groups that
+    ``GroupedDecode.take_groups`` took last. ``pdl``: kernels may be launched before their
+    predecessors end. ``window_table``: as in ``Chunks``.
     """
 
     rows: Tensor
@@ -221,25 +224,25 @@ class DecodeRows:
     window_table: Tensor | None = None
 
     def over_window_pages(self) -> DecodeRows:
-        """The same for layers that have them; rows share none of these as they share pages."""
+        """The same for layers with window pages, which are not shared in groups."""
         assert self.window_table is not None
         return replace(self, page_table=self.window_table, groups=NO_GROUPS, grouped=False)
 
 
 Attend: TypeAlias = "Callable[[Tensor, PagedKV, int], Tensor]"
-"""Attention of all tokens of a planned step, decoding rows and chunks together; called once a
-layer: (q [num_tokens, num_heads, head_dim], pages of the layer, layer) -> the shape of q.
-``PagedAttention.plan`` makes it of two ``LayerAttention``."""
+"""Attention of all tokens of a planned step, decoding rows and chunks together; called once per
+layer: (q [num_tokens, num_heads, head_dim], pages of the layer, layer) -> a tensor shaped like q.
+``PagedAttention.plan`` makes it from two ``LayerAttention``."""
 
 
 class LayerAttention(Protocol):
     """Attention of the chunks or rows of a planned step, layer by layer."""
 
     def __call__(self, out: Tensor, q: Tensor, kv: PagedKV, layer: int) -> None:
-        """Fill ``out``, [num_tokens, num_heads, head_dim] as ``q`` is.
+        """Fill ``out``, [num_tokens, num_heads, head_dim] like ``q``.
 
-        For chunks, ``q`` has all tokens of the flat batch, of which only the chunks' are filled;
-        for decoding rows it has theirs alone. Heads of ``q`` may be strided by token.
+        For chunks, both have all tokens of the flat batch, and only those of chunks are filled; for
+        decoding rows, both have only theirs. ``q`` may be strided along tokens.
         """
 
 
@@ -247,19 +250,19 @@ class PrefillAttention(Protocol):
     """Attention of prompt chunks."""
 
     def plan_chunks(self, chunks: Chunks) -> LayerAttention:
-        """Prepare what all layers of the step share; called once a step."""
+        """Prepare what all layers of the step share; called once per step."""
 
 
 class DecodeAttention(Protocol):
-    """Attention of one new token a row. Nothing here waits for a GPU or reads from it."""
+    """Attention of one new token per row. Nothing here waits for a GPU or reads from it."""
 
     def plan_rows(self, rows: DecodeRows) -> LayerAttention:
-        """Prepare what all layers of the step share; called once a step, inside the graph."""
+        """Prepare what all layers of the step share; called once per step, inside the graph."""
 
 
 @runtime_checkable
 class ScheduledDecode(DecodeAttention, Protocol):
-    """Decode attention whose kernels follow a schedule, which the host makes from the lengths."""
+    """Decode attention whose kernels follow a schedule that the host makes from the lengths."""
 
     def schedule_rows(self, lengths: IntArray) -> None:
         """Write the schedule of the captured step of ``len(lengths)`` rows that is enqueued next.
@@ -274,19 +277,21 @@ class GroupedDecode(DecodeAttention, Protocol):
     """Decode attention whose captured steps can read the pages of groups once for all rows."""
 
     def take_groups(self, groups: Groups) -> bool:
-        """Let captured steps with ``DecodeRows.grouped`` take these groups from now on.
+        """Let captured steps with ``DecodeRows.grouped`` read these groups from now on.
 
-        Returns False, and has done nothing, if they do not pay: then the other steps are quicker.
-        Members are indices of the step's rows. Called on the stream of the step, before each
-        replay; costs little while the groups stay the same.
+        Returns False, and does nothing, if steps without groups would be faster. Members are
+        indices of the step's rows. Called on the stream of the step, before each replay; cheap
+        while the groups stay the same.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionByLayer:
-    """``PrefillAttention`` and ``DecodeAttention`` of layers whose heads or pages differ: of each
-    layer the index of the backend that computes it, and its index among the layers of that one.
-    ``window_pages``: which backends are for layers that have such."""
+    """``PrefillAttention`` and ``DecodeAttention`` of layers whose heads or pages differ.
+
+    ``layers`` has the index of the backend that computes each layer, and the layer's index among
+    those of that backend. ``window_pages``: whether a backend's layers have window pages.
+    """
 
     backends: Sequence[PagedAttention]
     layers: Sequence[tuple[int, int]]
@@ -317,7 +322,7 @@ class AttentionByLayer:
 
 
 class ScheduledByLayer(AttentionByLayer):
-    """The same if some of the backends follow schedules (``ScheduledDecode``)."""
+    """The same if any of the backends follows a schedule (``ScheduledDecode``)."""
 
     def schedule_rows(self, lengths: IntArray) -> None:
         for backend in self.backends:
@@ -326,7 +331,7 @@ class ScheduledByLayer(AttentionByLayer):
 
 
 class GroupedByLayer(AttentionByLayer):
-    """The same if groups share the pages of one of the backends, a ``GroupedDecode``."""
+    """The same if one of the backends, for layers without window pages, is a ``GroupedDecode``."""
 
     def take_groups(self, groups: Groups) -> bool:
         return any(
@@ -338,10 +343,10 @@ class GroupedByLayer(AttentionByLayer):
 
 @dataclass(frozen=True, slots=True)
 class PagedAttention:
-    """A backend: ``name`` is the option that chooses it.
+    """A backend; ``name`` is the value of the option that chooses it.
 
     ``can_capture``: decode steps can be captured in CUDA graphs; ``captures_chunks``: so can steps
-    with prompt chunks. ``reads_groups``: it makes use of groups.
+    with prompt chunks. ``reads_groups``: it uses groups.
     """
 
     name: str
@@ -354,8 +359,8 @@ class PagedAttention:
     def plan(self, decodes: DecodeRows | None, chunks: Chunks | None) -> Attend:
         """Prepare a step: the decoding rows, whose tokens come first, then the chunks.
 
-        In a step to be captured ``decodes`` may end with padding, which covers tokens of chunks:
-        the chunks overwrite it.
+        In a step to be captured ``decodes`` may end with padding that extends over tokens of
+        chunks; the chunks overwrite it.
         """
         if chunks is None:
             assert decodes is not None  # a step has tokens
@@ -368,8 +373,8 @@ class PagedAttention:
         def attend(q: Tensor, kv: PagedKV, layer: int) -> Tensor:
             out = outs.get(q.shape[-1])
             if out is None:
-                # Padding after the chunks is attended as decodes of the dummy row, or not at all:
-                # then it stays 0 in all layers. So what it stores in the dummy page is finite.
+                # Padding after the chunks is computed as decodes of the dummy row, or stays 0 in
+                # all layers. So what it stores in the dummy page is finite.
                 out = outs[q.shape[-1]] = q.new_zeros(q.shape)
             if attend_rows is not None:
                 attend_rows(out[:num_decodes], q[:num_decodes], kv, layer)

@@ -1,16 +1,16 @@
 """The backend ``sdpa``: gather the pages of each run, then PyTorch's scaled dot product.
 
-The only backend on a CPU, and on a GPU the reference for the others: it takes every dtype, page
-size, window and head count. Needs lengths on the host, so its steps are never captured.
+The only backend on a CPU, and on a GPU the reference for the others: it supports every dtype, page
+size, window and number of heads. It needs lengths on the host, so its steps are never captured.
 
 A *run* is a row's part of the step: a chunk, or one decoded token. Runs are cut into *blocks* of
 queries, so that masks stay small. Blocks of similar size are padded into a *segment*, which takes
-one gather and one SDPA call a layer; all decoding rows are normally one segment.
+one gather and one SDPA call per layer; normally all decoding rows are one segment.
 
 Pages that a group of decoding rows shares are gathered once for all of them, and their queries are
-one matrix (Hydragen, arXiv 2402.05099). What each row reads beyond is in segments as before. Either
-leaves a *partial* result, and they are merged by the sums of their weights. On a CPU only: there
-PyTorch's kernel returns these sums.
+one matrix (Hydragen, arXiv 2402.05099). The other pages of each row are in segments as before. Both
+leave *partial* results, which are merged by the sums of their weights. This is done only on a CPU,
+where PyTorch's kernel returns these sums.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ _MAX_MASK_ELEMENTS: Final = 2**21
 _MAX_GATHERED_POSITIONS: Final = 2**18
 _FREE_PADDING: Final = 2**16  # scores: computing them is cheaper than one more SDPA call
 _LEAST_SAVED: Final = 2**18
-"""From this many numbers of keys and values on, which it saves reading in a layer, it was faster to
-read a group's pages together (on one core of an AMD EPYC)."""
+"""Least number of elements of keys and values, per layer, that reading a group's pages together
+must save. From here on it was faster (on one core of an AMD EPYC)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -51,8 +51,8 @@ class _Segment:
 
     ``tokens`` [B * L] are the flat indices of the queries (padding repeats a block's last), or a
     slice if they are consecutive. ``pages`` [B * P], P * page_size == T; a block with fewer than P
-    pages repeats its last. ``masks`` hold, for each window, what is added to the scores:
-    [B, 1, G * L, T], G query heads a KV head.
+    pages repeats its last. ``masks`` [B, 1, G * L, T], for each window, are added to the scores;
+    there are G query heads per KV head.
     """
 
     tokens: Tensor | slice
@@ -66,7 +66,7 @@ class _Shared:
     """T positions that n decoding rows share, of which each sees at least one.
 
     ``tokens`` [n] are the rows' flat indices, ``pages`` [P], P * page_size == T. ``mask``
-    [1, 1, n * G, T] is added to the scores of G query heads a KV head; None if all are seen.
+    [1, 1, n * G, T] is added to the scores of G query heads per KV head; None if all are seen.
     """
 
     tokens: Tensor
@@ -76,8 +76,8 @@ class _Shared:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Partial:
-    """Attention of decoding rows over a part of what they see, [n, num_kv_heads, G, head_dim], with
-    the logarithm of the sum of the weights, [n, num_kv_heads, G]."""
+    """Attention of decoding rows over some of the positions that they see, [n, num_kv_heads, G,
+    head_dim], with the logarithm of the sum of the weights, [n, num_kv_heads, G]."""
 
     values: Tensor
     logarithms: Tensor
@@ -87,7 +87,7 @@ class _Partial:
         self.values[at], self.logarithms[at] = part.values.to(self.values.dtype), part.logarithms
 
     def merge(self, at: Tensor, part: _Partial) -> None:
-        """Add what the rows ``at`` attend to in another part."""
+        """Merge the attention of the rows ``at`` over further positions."""
         before = self.logarithms[at]
         both = torch.logaddexp(before, part.logarithms)
         kept, added = (before - both).exp_()[..., None], (part.logarithms - both).exp_()[..., None]
@@ -120,12 +120,12 @@ class SdpaAttention:
     def plan_rows(self, rows: DecodeRows) -> LayerAttention:
         assert rows.host_lengths is not None
         ends = rows.host_lengths.astype(np.int64)
-        begins = np.zeros(len(ends), np.int64)  # the pages of each row that it reads with others
+        begins = np.zeros(len(ends), np.int64)  # number of pages that each row reads with others
         groups: list[tuple[IntArray, int, int]] = []
         for members, end in _members_and_ends(
             rows.groups if self._device.type == "cpu" else NO_GROUPS
         ):
-            begin = int(begins[members[0]])  # of all members, as each is in all groups before
+            begin = int(begins[members[0]])  # the same for all members, which share what is before
             if self._pays(len(members), end - begin):
                 groups.append((members, begin, end))
                 begins[members] = end
@@ -169,7 +169,8 @@ class SdpaAttention:
     def _shared(
         self, rows: DecodeRows, members: IntArray, begin: int, end: int, window: int | None
     ) -> _Shared | None:
-        """The pages of a group that some of its members see through the window; None if none do."""
+        """The pages of a group that at least one member sees through the window; None if there are
+        none."""
         assert rows.host_lengths is not None
         size, mask = self._page_size, None
         if window is not None:
@@ -212,7 +213,7 @@ class SdpaAttention:
                     queries.shape[2] // self._heads_per_kv, dim=1
                 )
                 attended = _beside_sinks(attended, logarithms, sinks)
-            # Padding repeats a real query, so it writes that query's own result once more.
+            # Padding repeats a real query, so it writes the same result again.
             out[segment.tokens] = self._unfold(attended)  # [B * L, num_heads, head_dim]
 
     def _attend_grouped(
@@ -225,7 +226,8 @@ class SdpaAttention:
         kv: PagedKV,
         layer: int,
     ) -> None:
-        """The rows ``grouped``: ``segments`` have what each reads alone, at least a position."""
+        """Attention of the rows ``grouped``; ``segments`` have what each reads alone, which is at
+        least one position."""
         window = self._shape.windows[layer]
         # [num_rows, num_kv_heads, G, head_dim]
         queries = q.reshape(len(q), self._shape.num_kv_heads, -1, self._shape.head_dim)
@@ -246,7 +248,7 @@ class SdpaAttention:
             # [1, num_kv_heads, T, head_dim]
             keys = _gather(kv.keys, part.pages, 1, q.dtype, kv.k_scale)
             values = _gather(kv.values, part.pages, 1, q.dtype, kv.v_scale)
-            # all rows as one matrix a KV head: [1, num_kv_heads, n * G, head_dim]
+            # all rows as one matrix per KV head: [1, num_kv_heads, n * G, head_dim]
             together = queries[part.tokens].transpose(0, 1).flatten(1, 2)[None]
             both = self._with_logarithms(together, keys, values, part.mask)
             by_row = (len(queries[0]), len(part.tokens), queries.shape[2])
@@ -264,8 +266,8 @@ class SdpaAttention:
     def _with_logarithms(
         self, q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """What ``scaled_dot_product_attention`` computes, [B, heads, L, head_dim], and what that
-        function does not return, the logarithms of the sums of weights, [B, heads, L]."""
+        """The result of ``scaled_dot_product_attention``, [B, heads, L, head_dim], and the
+        logarithms of the sums of weights, [B, heads, L], which that function does not return."""
         scale = self._shape.scale
         if self._device.type != "cpu":
             scores = (q @ keys.mT).float() * scale  # [B, heads, L, T]
@@ -280,7 +282,8 @@ class SdpaAttention:
     def _fold(self, q: Tensor, num_blocks: int) -> Tensor:
         """[B * L, num_heads, head_dim] -> [B, num_kv_heads, G * L, head_dim].
 
-        The heads that share a KV head become queries of it, so that nothing is copied for each.
+        The heads that share a KV head become queries of it, so that keys and values need not be
+        repeated for each.
         """
         kv_heads, head_dim = self._shape.num_kv_heads, self._shape.head_dim
         if q.shape[0] == num_blocks:  # single queries
@@ -289,7 +292,7 @@ class SdpaAttention:
         return q.permute(0, 2, 3, 1, 4).reshape(num_blocks, kv_heads, -1, head_dim)
 
     def _unfold(self, x: Tensor) -> Tensor:
-        """The reverse of ``_fold``."""
+        """The inverse of ``_fold``."""
         num_blocks, kv_heads, num_queries, head_dim = x.shape
         if num_queries == self._heads_per_kv:
             return x.flatten(1, 2)

@@ -1,9 +1,9 @@
 """Which leases share pages: groups, from the nodes of the radix tree that leases end at.
 
 Two leases share the pages of the nodes that are on both their paths. A group is a run of pages on
-such a path with all leases that continue it, and a path may have several groups, one after another:
-a system prompt that all share, then examples that some share. Runs that too few share, or that are
-too short, are left to the groups below them, or to each lease alone.
+such a path with all leases that continue it. A path may have several groups, one after another: a
+system prompt that all share, then examples that some share. A run that is too short, or shared by
+too few, becomes part of the groups below it, or is read by each lease alone.
 
 Must not know rows, steps or devices.
 """
@@ -20,7 +20,7 @@ from minisgl_backend.cache.radix import Node
 from minisgl_backend.plan import NO_GROUPS, Groups
 
 MOST_LEVELS: Final = 4
-"""Most groups of a lease."""
+"""Most groups that one lease may be in."""
 
 
 def groups_of(nodes: Sequence[Node], page_size: int, cost_tokens: int) -> Groups:
@@ -34,13 +34,13 @@ def groups_of(nodes: Sequence[Node], page_size: int, cost_tokens: int) -> Groups
     begins: list[int] = []
     ends: list[int] = []
     members: list[int] = []
-    # node, the pages before it, the first page that no group has yet, the groups so far
+    # node, number of pages before it, first page that is in no group yet, number of groups so far
     stack = [(top, 0, 0, 0) for top in reversed(children.get(None, []))]
     while stack:
         node, depth, begin, level = stack.pop()
         depth += len(node.pages)
         count, below = counts[node], children.get(node, [])
-        goes_on = len(below) == 1 and counts[below[0]] == count  # all continue: one longer group
+        goes_on = len(below) == 1 and counts[below[0]] == count  # all share the next node, too
         saved = (depth - begin) * page_size * (count - 1)
         if not goes_on and level < MOST_LEVELS and saved > cost_tokens * count:
             sizes.append(count)
@@ -55,9 +55,10 @@ def groups_of(nodes: Sequence[Node], page_size: int, cost_tokens: int) -> Groups
 
 
 def _by_anchor(nodes: Sequence[Node]) -> dict[Node, list[int]]:
-    """The leases by the last node of their path that another lease uses, too, if there is one.
+    """The leases, as indices of ``nodes``, by the last node of their path that has other pins.
 
-    A node's pins count all its leases, of which only some may be among these.
+    Leases whose path has none are left out. The other pins may be those of leases that are not in
+    ``nodes``.
     """
     at: defaultdict[Node, list[int]] = defaultdict(list)
     for index, end in enumerate(nodes):
@@ -72,8 +73,8 @@ def _by_anchor(nodes: Sequence[Node]) -> dict[Node, list[int]]:
 def _counted(
     at: dict[Node, list[int]],
 ) -> tuple[dict[Node, int], dict[Node | None, list[Node]]]:
-    """How many leases use each node above the anchors, and the children of each, in the order of
-    the leases; the children of None are those of the root."""
+    """Number of leases that use each node on the paths to the anchors, and the children of each, in
+    the order of the leases; the children of None are those of the root."""
     counts: dict[Node, int] = {}
     children: dict[Node | None, list[Node]] = {}
     for anchor, leases in at.items():
@@ -91,8 +92,8 @@ def _counted(
 def _members(
     top: Node, at: dict[Node, list[int]], children: dict[Node | None, list[Node]]
 ) -> list[int]:
-    """The leases that use ``top``: those that end at a node are followed by those of its children,
-    so that members of a group below stand side by side."""
+    """The leases that use ``top``, depth first, so that the members of a group below it are
+    adjacent."""
     found: list[int] = []
     stack = [top]
     while stack:

@@ -1,16 +1,15 @@
 """Who holds which page: leases on the pages of the KV cache, with or without shared prefixes.
 
 Knows token ids, page ids and which pages may hold NaN. Must not know rows, requests or tensors: the
-executor keeps the keys and values themselves, and one more page for padding, which is not among the
-pages here.
+executor keeps the keys and values, and a page for padding that is not among the pages here.
 
 NaN and infinity in a page are dangerous even at positions that attention masks out, since 0 * NaN
-is NaN. So a page must not be handed out with what a step left in it, unless that is known to be
-finite. A finite token, sampled from a sequence, verifies all pages of the sequence, because its
-logits depend on every position before it. A page that is written and not verified is *suspect*;
-once it is free again, it is *broken*: ``take_broken`` names it, and the executor clears it. (With a
-sliding window a token depends on the last layers of the window alone. NaN that only the last layer
-computes, at a position that has left the window when the first token is sampled, goes unnoticed.)
+is NaN. So a page may be reused only if its contents are known to be finite, or are cleared. A
+finite token, sampled from a sequence, verifies all pages of the sequence, because its logits depend
+on every position before it. A page that is written and not verified is *suspect*; once it is free
+again, it is *broken*: ``take_broken`` names it, and the executor clears it. (A sliding window is
+the exception: NaN that only the last layer computes goes unnoticed, if its position has left the
+window by the time the first token is sampled.)
 
 The pages of a lease, in the order of their positions:
 
@@ -44,17 +43,17 @@ from minisgl_backend.request import IntArray
 class Verified(Enum):
     """Which pages of a lease a finite token has verified."""
 
-    NONE = "no token has been sampled after them"
-    OWN = "a token has, by a step that had other pages in place of some of the shared ones"
-    ALL = "a token has, by a step that read the pages which the lease has now"
+    NONE = "no token was sampled after them"
+    OWN = "a token was, by a step that read other pages in place of some of the shared ones"
+    ALL = "a token was, by a step that read the pages that the lease has now"
 
 
 @dataclass(slots=True, eq=False)
 class Lease(WindowLease):
     """One sequence's claim on pages, in the order of its positions (see the map above).
 
-    ``promise``: the pages that it is going to publish, if that was promised and is still to come.
-    ``snapshot`` is that of the states after the pages it was acquired with, if the cache has such
+    ``promise``: the pages that it has promised to publish, until it has. ``snapshot``: that of the
+    states after the pages with which it was acquired, if the cache has snapshots
     (``cache.snapshots``).
     """
 
@@ -97,69 +96,67 @@ class KVCache(Protocol):
 
     @property
     def num_taken_snapshots(self) -> int:
-        """Snapshots that were taken and are neither attached nor given back yet."""
+        """Number of snapshots that were taken and are neither attached nor given back."""
 
     def match_length(self, tokens: IntArray, salt: str = "") -> int:
         """Number of tokens that ``acquire`` would find cached now. Changes nothing."""
 
     def promise(self, lease: Lease, tokens: IntArray) -> None:
-        """Note that the full pages of ``tokens`` will be published, until they are, or the lease
-        ends. At most once for a lease."""
+        """Announce that the full pages of ``tokens`` will be published. Holds until they are, or
+        the lease ends. At most once for each lease."""
 
     def promised_length(self, tokens: IntArray, salt: str = "") -> int:
-        """Number of tokens that ``acquire`` would find if all promised pages were published, but
-        no other ones."""
+        """Number of tokens that ``acquire`` would find if the promised pages alone were cached."""
 
     def acquire(self, tokens: IntArray, salt: str = "") -> Lease:
         """A lease on the longest cached prefix of ``tokens[:-1]``, in whole pages.
 
-        ``tokens`` is int32[num_tokens]. The last token is left out since at least one token must be
-        computed for its logits. Only prefixes published with the same ``salt`` are found.
+        ``tokens`` is int32[num_tokens]. The last token is left out because it must be computed for
+        its logits. Only prefixes published with the same ``salt`` are found.
         """
 
     def grow(self, lease: Lease, num_tokens: int) -> bool:
-        """Add pages until ``num_tokens`` positions fit, evicting cached pages if need be.
+        """Add pages until ``num_tokens`` positions fit, evicting cached pages if necessary.
 
-        False, and no page is added, if there are too few.
+        False if there are too few pages: then none is added.
         """
 
     def grow_each(self, leases: Sequence[Lease]) -> IntArray | None:
-        """Add one page to each lease, evicting if need be, and return them, int32[num_leases].
+        """Add one page to each lease, evicting if necessary, and return them, int32[num_leases].
 
-        None, and no page is added, if there are too few.
+        None if there are too few pages: then none is added.
         """
 
     def publish(self, lease: Lease, tokens: IntArray, *, verified: Verified) -> range:
         """Make the full pages of ``tokens``, all committed tokens from position 0 on, shareable.
 
-        ``verified`` says whether a finite token has been sampled after ``tokens``. If the same
-        prefix is cached by now in other pages, the lease takes these, and its own are freed.
-        Returns the indices at which ``lease.pages`` changed in this way.
+        ``verified`` says whether a finite token was sampled after ``tokens``. Where the same prefix
+        is already cached in other pages, the lease takes those, and its own are freed. Returns the
+        indices at which ``lease.pages`` changed in this way.
         """
 
     def groups(self, leases: Sequence[Lease], cost_tokens: int) -> Groups:
         """Which of the leases share cached pages; the members are indices of ``leases``.
 
-        A group saves reading more than ``cost_tokens`` positions for each of its members. Takes
-        time by the number of leases and of groups, not of pages.
+        There is a group only if it saves reading more than ``cost_tokens`` positions per member.
+        The time depends on the number of leases and groups, not of pages.
         """
 
     def cached_length(self, tokens: IntArray, salt: str = "") -> int:
-        """Number of tokens of ``tokens[:-1]`` whose pages are cached, though perhaps without a
-        snapshot after them, or a window before: others have begun in the same way, and more may.
-        """
+        """Number of leading tokens of ``tokens[:-1]`` whose pages are cached, usable or not: there
+        may be no snapshot after them, or no window. Others began with them, so more may."""
 
     def take_snapshot(self, *, rolls: bool = False) -> int | None:
-        """A number to save recurrent states under, for models that have them; None if there is
-        none to give. One that ``rolls`` is kept for as long as its row decodes: such never take the
+        """The number of a snapshot, under which recurrent states can be saved; None if there is
+        none to spare. One that ``rolls`` is held as long as its row decodes; these never get the
         last ones."""
 
     def attach_snapshot(self, lease: Lease, num_tokens: int, snapshot: int) -> None:
-        """Let others begin after the first ``num_tokens`` published tokens of ``lease``, a whole
-        number of pages, with a snapshot that was taken."""
+        """Let others begin after the first ``num_tokens`` published tokens of ``lease``, which fill
+        whole pages, from a snapshot that was taken."""
 
     def return_snapshot(self, snapshot: int) -> None:
-        """Give back a snapshot that was taken, and is of no use."""
+        """Give back a snapshot that was taken and will not be attached."""
 
     def release(self, lease: Lease) -> None:
         """End the lease: its private pages become free, and its shared pages may be evicted."""
@@ -167,9 +164,9 @@ class KVCache(Protocol):
     def discard(self, lease: Lease) -> None:
         """End the lease of a sequence whose logits were not finite.
 
-        Its private pages become broken. No match finds its suspect pages any more, nor any page
-        that only this lease used, nor what continues them. These pages become broken, too, as soon
-        as no other lease uses them.
+        Its private pages become broken. The pages in the tree that are suspect or used by this
+        lease alone are not found any more, nor what continues them; they become broken, too, as
+        soon as no other lease uses them.
         """
 
     def take_broken(self) -> IntArray:

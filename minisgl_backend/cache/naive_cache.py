@@ -1,4 +1,5 @@
-"""The cache that shares nothing, and what every cache does with pages: lease, judge, free.
+"""The cache that shares nothing. It is also the base of those that do: it leases, verifies and
+frees pages.
 
 Knows leases and the pool of pages. Must not know which pages hold the same tokens.
 """
@@ -18,7 +19,7 @@ from minisgl_backend.request import IntArray
 
 
 class NaiveCache:
-    """Shares nothing: every sequence computes all its tokens itself."""
+    """Every sequence computes all its tokens itself."""
 
     def __init__(
         self,
@@ -74,7 +75,7 @@ class NaiveCache:
         if not self._make_room(missing):
             return False
         # [0, N)   the pages of the lease so far
-        # [N, M)   new and private: from the free pages, after as many evictions as that takes
+        # [N, M)   new and private: free pages, after evictions if necessary
         lease.pages.frombytes(self._pool.allocate(missing).tobytes())
         return True
 
@@ -105,7 +106,7 @@ class NaiveCache:
         self.return_snapshot(snapshot)
 
     def return_snapshot(self, snapshot: int) -> None:
-        raise InvariantError("this cache has given no snapshots away")
+        raise InvariantError("this cache has no snapshots")
 
     def release(self, lease: Lease) -> None:
         self._end(lease)

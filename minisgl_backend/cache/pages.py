@@ -96,9 +96,9 @@ class PagePool:
         if not np.array_equal(np.sort(self.free_pages()), np.flatnonzero(self._is_free)):
             raise InvariantError("the stack of free pages and their flags differ")
         if (self._is_free & self._is_suspect).any():
-            raise InvariantError("a free page is suspect and not about to be cleared")
+            raise InvariantError("a free page is still marked as suspect")
         if np.count_nonzero(self._is_suspect) != self.num_suspect:
-            raise InvariantError("the count of suspect pages is not that of their flags")
+            raise InvariantError("the count of suspect pages does not match their flags")
 
 
 def as_array(pages: array[int]) -> IntArray:

@@ -2,17 +2,16 @@
 
 This is the prefix cache of RadixAttention (Zheng et al., arXiv 2312.07104), in whole pages. Each
 node except the root stands for a run of pages: their ids, and the tokens that they hold. A child is
-found by the tokens of its first page, so siblings differ within their first page. Two prefixes
-that differ later share the nodes up to the page in which they differ. Prefixes with different salts
-share nothing, since the salt is part of the keys right below the root.
+looked up by the tokens of its first page, so siblings differ within their first page. Prefixes with
+different salts share nothing, since the salt is part of the keys right below the root.
 
 A node can be detached while it is pinned: no match finds it any more, and it leaves the tree with
 its last pin.
 
-The state of a recurrent layer is not in pages. A tree for models that have such layers also knows
-*snapshots*, numbered copies of their state: a node may have one, of the state after its last
-token, and a match ends where one is. A snapshot is lost when its node loses pages or leaves the
-tree, or when it is the least recently used and its number is wanted.
+The state of a recurrent layer is not in pages. A tree for models with such layers also knows
+*snapshots*, numbered copies of the state: a node may have one, of the state after its last token,
+and a match ends at a node that has. A snapshot is lost when its node loses pages or leaves the
+tree, or when it is the least recently used and its number is needed.
 
 Must not know leases, free pages, or what a page holds beyond its tokens.
 
@@ -41,7 +40,7 @@ from minisgl_backend.request import EMPTY, IntArray
 class Node:
     """A run of cached pages, int32[num_pages], that follows the runs of its ancestors.
 
-    The parent has it among its children under ``key``; ``pins`` counts the leases that use it.
+    ``key`` is its key among the children of its parent; ``pins`` counts the leases that use it.
     """
 
     __slots__ = (
@@ -69,7 +68,7 @@ class Node:
 
 
 class RadixTree:
-    """Cached pages, by the tokens from the start of a sequence up to them."""
+    """Cached pages, by all tokens from the start of a sequence."""
 
     def __init__(self, page_size: int, *, needs_snapshots: bool = False) -> None:
         """``needs_snapshots``: a match ends at a snapshot, or is empty."""
@@ -88,7 +87,7 @@ class RadixTree:
         return sum(num_pages for _, num_pages in self._usable(tokens, salt))
 
     def cached_length(self, tokens: IntArray, salt: bytes) -> int:
-        """Number of pages of ``tokens`` that are cached, with a snapshot after them or without."""
+        """Number of leading pages of ``tokens`` that are cached, with or without a snapshot."""
         return sum(num_pages for _, num_pages in self._path(self.root, tokens, salt))
 
     def pages_along(self, tokens: IntArray, salt: bytes) -> IntArray:
@@ -97,8 +96,8 @@ class RadixTree:
         return np.concatenate([EMPTY, *(node.pages[:num_pages] for node, num_pages in path)])
 
     def match(self, tokens: IntArray, salt: bytes) -> tuple[Node, IntArray]:
-        """Pin the longest cached prefix of ``tokens`` that ends at a snapshot, if the tree needs
-        them; return its last node and its pages."""
+        """Pin the longest cached prefix of ``tokens`` (which ends at a snapshot, if the tree needs
+        them); return its last node and its pages."""
         node, pages = self._pin_path(self.root, self._usable(tokens, salt))
         if node in self._snapshots:
             self._snapshots.move_to_end(node)
@@ -109,9 +108,9 @@ class RadixTree:
     ) -> tuple[Node, IntArray]:
         """Add ``pages``, which hold ``tokens``, below ``node``, and pin them.
 
-        If the tree already holds a first part of ``tokens`` in other pages, it keeps those and pins
-        them instead. Returns the last node, and those other pages: the caller must use them in
-        place of its own.
+        If the tree already holds the beginning of ``tokens`` in other pages, it keeps those and
+        pins them instead. Returns the last node, and those other pages: the caller must use them
+        in place of its own.
         """
         last, known = self._pin_path(node, self._path(node, tokens, salt))
         if len(known) < len(pages):
@@ -124,7 +123,8 @@ class RadixTree:
         return last, known
 
     def attach(self, node: Node, num_pages: int, snapshot: int) -> bool:
-        """Keep ``snapshot``, of the state after the first ``num_pages`` pages up to ``node``.
+        """Attach ``snapshot``, of the state after the first ``num_pages`` pages of the path to
+        ``node``.
 
         False if there is one already, or if no match can find these pages any more.
         """
@@ -166,8 +166,8 @@ class RadixTree:
     def unpin(self, node: Node) -> IntArray:
         """Take back a pin from ``node`` and its ancestors, which become the most recently used.
 
-        Returns the pages of the detached nodes among them that lose their last pin and so leave the
-        tree, int32[num_pages].
+        Returns the pages that leave the tree, int32[num_pages]: those of detached nodes that lose
+        their last pin.
         """
         removed: list[IntArray] = []
         while node.parent is not None:
@@ -211,10 +211,11 @@ class RadixTree:
         return np.concatenate([EMPTY, *evicted])
 
     def drop(self, node: Node, is_suspect: Callable[[IntArray], bool]) -> IntArray:
-        """Unpin ``node``, and detach the highest node of its path without other pins, or suspect.
+        """Unpin ``node``, and detach the highest node of its path that is suspect or has no other
+        pins, with all nodes below.
 
-        All nodes below are detached, too. Returns the pages that leave the tree now,
-        int32[num_pages]; the pages of nodes with other pins leave it with the last pin.
+        Returns the pages that leave the tree now, int32[num_pages]. The pages of nodes with other
+        pins leave it with the last pin.
         """
         top, each = None, node
         while each.parent is not None:
@@ -256,7 +257,7 @@ class RadixTree:
     def _remove(self, node: Node) -> IntArray:
         """Take a detached node without pins out of the tree; return its pages."""
         assert node.parent is not None
-        if node in self._detached:  # its parent may have another child under this key by now
+        if node in self._detached:  # its parent may have a new child under the same key
             del self._detached[node]
         else:
             del node.parent.children[node.key]

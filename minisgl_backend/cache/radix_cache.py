@@ -1,8 +1,7 @@
 """The prefix cache: leases with a common prefix of tokens share its pages, kept in a radix tree.
 
 Knows the tree, and promises: prefixes that leases are about to compute. The idea is SGLang's
-(RadixAttention, arXiv 2312.07104). Must not know when a page is worth more than another: the tree
-evicts what was not used for longest.
+(RadixAttention, arXiv 2312.07104). Must not know what is evicted first: the tree decides that.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from minisgl_backend.request import IntArray
 
 
 class TreeWatch(Protocol):
-    """Is told, in order, what enters and leaves the tree of a cache."""
+    """Learns, in order, what enters and leaves the tree of a cache."""
 
     def published(self, tokens: IntArray, salt: str, pages: IntArray) -> None:
         """``pages`` are in the tree from now on: the last full ones of ``tokens``."""
@@ -112,7 +111,7 @@ class RadixCache(NaiveCache):
         # Indices of lease.pages; [start, stop) are full of tokens and private until now:
         # [0, start)               shared before, stays as it is
         # [start, start + known)   others have published these tokens meanwhile: the lease takes
-        #                          their pages, which may be suspect or not, and its own are freed
+        #                          their pages, suspect or not, and its own are freed
         # [start + known, stop)    own pages, now in the tree
         # [stop, len(pages))       private as before
         own = as_array(lease.pages[start:stop])
@@ -170,7 +169,7 @@ class RadixCache(NaiveCache):
             self._keep_promise(lease)
 
     def _keep_promise(self, lease: Lease) -> None:
-        """Forget what the lease has promised: it is done, or will never be."""
+        """Forget what the lease has promised: it is published, or will never be."""
         assert lease.promise is not None
         self._promises.unpin(lease.promise)
         self._promises.evict(self._promises.num_evictable)
@@ -182,7 +181,7 @@ class RadixCache(NaiveCache):
         self._promises.check()
         promised = sum(lease.promise is not None for lease in self._leases)
         if sum(node.pins for node in self._promises.root.children.values()) != promised:
-            raise InvariantError("not exactly the promises of leases are noted")
+            raise InvariantError("the tree of promises does not match the leases")
         self._check_pages([node.pages for node in self._tree.nodes()])
         pins = dict.fromkeys(self._tree.nodes(), 0)
         for lease in self._leases:
@@ -195,7 +194,7 @@ class RadixCache(NaiveCache):
             if held != lease.pages[: lease.num_shared].tolist():
                 raise InvariantError("a lease does not pin the shared pages that it uses")
         if any(node.pins != count for node, count in pins.items()):
-            raise InvariantError("a node's pins are not those of the leases")
+            raise InvariantError("the pins of a node do not match the leases")
 
     def _with_window(self, windows: WindowPages, tokens: IntArray, salt: bytes) -> IntArray:
         """The longest cached prefix of ``tokens`` whose last window is cached, too."""
@@ -218,10 +217,10 @@ class RadixCache(NaiveCache):
 
 
 def salt_key(salt: str) -> bytes:
-    """The salt as the tree has it in its keys."""
+    """The salt as a part of the tree's keys."""
     return salt.encode("utf-8", "surrogatepass")
 
 
 def salt_of(key: bytes) -> str:
-    """The salt of which ``salt_key`` made ``key``."""
+    """The inverse of ``salt_key``."""
     return key.decode("utf-8", "surrogatepass")

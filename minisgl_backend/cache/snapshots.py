@@ -1,12 +1,12 @@
-"""The prefix cache of models whose layers keep a state beside keys and values.
+"""The prefix cache of models with recurrent layers.
 
-A recurrent layer sums up all tokens so far in one state, so the pages of a prefix are not enough to
-go on from it: the state after it is needed, too. The executor keeps *snapshots*, numbered copies
-of such states. A prefix is found up to the last position that has one.
+A recurrent layer keeps one state instead of keys and values, so the pages of a prefix are not
+enough to go on from it: the state after it is needed, too. The executor keeps *snapshots*, numbered
+copies of such states. A prefix is found up to the last position that has one.
 
 Knows the numbers of snapshots and which prefix each belongs to. Must not know what is in them, or
-when one is saved or read: steps run in order, so a number that is given away again at once is
-overwritten after all steps that read it.
+when one is saved or read. A number may be reused at once: steps run in order, so the snapshot is
+overwritten only after all steps that read it.
 
 Invariant, verified by ``check``: every snapshot is free, attached to a prefix in the tree, or taken
 and not given back yet.
@@ -47,12 +47,12 @@ class SnapshotCache(RadixCache):
         return self._num_taken
 
     def promised_length(self, tokens: IntArray, salt: str = "") -> int:
-        """None: pages that will be published may have no snapshot after them."""
+        """0: pages that will be published may have no snapshot after them."""
         return 0
 
     def take_snapshot(self, *, rolls: bool = False) -> int | None:
-        """If none is free, the least recently used prefix loses its own. Rows that decode take at
-        most half of all, so that prefixes, which are found, keep some."""
+        """If none is free, the least recently used prefix loses its own. Decoding rows, whose
+        snapshots nobody finds yet, get at most half of all."""
         if rolls and self._num_taken >= self.num_snapshots // 2:
             return None
         if not self._free_snapshots:
@@ -96,7 +96,7 @@ class SnapshotCache(RadixCache):
         if len(set(known)) != len(known) or len(known) + self._num_taken != self.num_snapshots:
             raise InvariantError(
                 f"{len(self._free_snapshots)} free, {len(attached)} attached and "
-                f"{self._num_taken} taken snapshots are not the {self.num_snapshots} there are"
+                f"{self._num_taken} taken snapshots do not add up to {self.num_snapshots}"
             )
 
     def _make_room(self, num_pages: int) -> bool:

@@ -1,15 +1,16 @@
-"""Which pages of layers with windows are kept: those that a window can see, and spare ones.
+"""Which pages of layers with windows are kept: those that a window sees, and while there is room
+others that may be reused.
 
-Layers with windows have a pool of their own, as large as windows need rather than whole sequences.
-A page of the other layers may have a *window page*, which holds the same tokens for these. A lease
-holds the window pages of its window:
+Layers with windows have a pool of their own, sized for windows, not for whole sequences. A page of
+the other layers may have a *window page*, which holds the keys and values of the same tokens in the
+layers with windows. A lease holds the window pages of its window:
 
     [0, window_begin)             every window of the lease has passed them
     [window_begin, window_end)    held: attached, and in the lease's line of the table
     [window_end, len(pages))      for positions that no step computes yet
 
-A window page that no lease holds any more is *idle*. It stays attached, so that a request may begin
-after it, until the pool needs it: first those that windows have passed, then those before
+A window page that no lease holds is *idle*. It stays attached, so that a request may begin after
+it, until the pool needs it. First to go are those that windows have passed, then those before
 positions at which requests have begun or ended, or are likely to begin. A cached prefix is found up
 to the last position whose whole window is attached.
 
@@ -44,10 +45,9 @@ _NONE: Final = -1
 
 @dataclass(slots=True, eq=False)
 class WindowLease:
-    """What window pages are told of a lease: its ``pages``, in the order of its positions, of which
-    it has not written the first ``num_shared`` itself; its window (see the map above); and its
-    ``line`` of the table, -1 until it has one. Windows that end at the indices ``keeps`` are worth
-    keeping."""
+    """A lease as this module knows it: its ``pages``, in the order of its positions, the first
+    ``num_shared`` of which others have written; its window (see the map above); and its ``line`` of
+    the table, -1 until it has one. Windows that end at the indices ``keeps`` are worth keeping."""
 
     pages: array[int] = field(default_factory=lambda: array("i"))
     num_shared: int = 0
@@ -75,7 +75,7 @@ class WindowPages:
         self.page_size = page_size
         self.window = window
         self.span = -(-(window - 1) // page_size)
-        """Pages before its own that the first token of a page sees."""
+        """Number of earlier pages that the first token of a page sees."""
         self._pool = PagePool(num_window_pages, is_clean=is_clean)
         self._attached = np.full(num_pages, _NONE, dtype=np.int32)  # window pages, by page
         self._users = np.zeros(num_pages, dtype=np.int32)  # leases that hold the page's
@@ -90,13 +90,18 @@ class WindowPages:
 
     @property
     def most_held(self) -> int:
-        """Of one lease while it decodes: the window, the page that grows, and one to spare, as
-        ``slide`` is told of committed positions only."""
+        """Most window pages of a lease that decodes: the window, the page that is being filled, and
+        one to spare, as ``slide`` only hears of committed positions."""
         return min(self.span + 2, self.num_window_pages)
 
+    def num_missing(self, lease: WindowLease, num_pages: int) -> int:
+        """Number of window pages that a lease of ``num_pages`` pages still needs to decode."""
+        held = lease.window_end - lease.window_begin
+        return max(0, min(self.most_held, num_pages) - held)
+
     def usable(self, pages: IntArray) -> int:
-        """How many of the first ``pages`` of a sequence can be its prefix: the window at their
-        end is attached."""
+        """Number of ``pages``, the first ones of a sequence, that can be its cached prefix: the
+        window at the end of the prefix must be attached."""
         if not len(pages):
             return 0
         index = np.arange(len(pages))
@@ -116,16 +121,16 @@ class WindowPages:
             self._users[page] += 1
 
     def seat(self, lease: WindowLease, line: int, keeps: Iterable[int]) -> None:
-        """Give a lease a line of the table. Windows before the indices ``keeps`` of its pages are
-        worth keeping, and the one with which it began."""
+        """Give a lease a line of the table. Besides the window with which it began, those before
+        the indices ``keeps`` of its pages are worth keeping."""
         lease.line = line
         lease.keeps = (*lease.keeps, *keeps)
         for index in range(lease.window_begin, lease.window_end):
             self._grants[line, index] = int(self._attached[lease.pages[index]])
 
     def slide(self, lease: WindowLease, position: int, *, num_verified: int = 0) -> None:
-        """Let go of what no position from ``position`` on sees. A finite token has verified what
-        the lease itself has written of its first ``num_verified`` positions."""
+        """Let go of what no position from ``position`` on sees. A finite token has verified the
+        positions before ``num_verified`` that the lease itself has written."""
         first = min(max(0, position - self.window + 1) // self.page_size, lease.window_end)
         if first <= lease.window_begin:
             return
@@ -167,7 +172,8 @@ class WindowPages:
 
     def replace(self, lease: WindowLease, start: int, known: IntArray) -> None:
         """The pages of a lease from index ``start`` on are about to be replaced by ``known``, which
-        hold the same tokens: these take over the window pages that they lack."""
+        hold the same tokens. Those without a window page take over that of the page they replace.
+        """
         for index, other in enumerate(known.tolist(), start):
             own = lease.pages[index]
             held = lease.window_begin <= index < lease.window_end
@@ -207,7 +213,7 @@ class WindowPages:
         self._attached[attached] = _NONE
 
     def num_alone(self, lease: WindowLease) -> int:
-        """How many window pages become available when the lease ends."""
+        """Number of window pages that become available when the lease ends."""
         pages = np.array(lease.pages[lease.window_begin : lease.window_end], dtype=np.int32)
         return int(np.count_nonzero(self._users[pages] == 1))
 
@@ -229,8 +235,8 @@ class WindowPages:
         return self._pool.take_broken()
 
     def take_grants(self) -> Grants:
-        """What has changed in the table since the last call: window pages, or ``NO_PAGE``; no entry
-        twice."""
+        """The changes of the table since the last call: window pages, or ``NO_PAGE``. No entry is
+        named twice."""
         if not self._grants:
             return Grants()
         places = np.array(list(self._grants), dtype=np.int32)
@@ -239,8 +245,8 @@ class WindowPages:
         return Grants(places[:, 0], places[:, 1], pages)
 
     def emptied(self, leases: Iterable[WindowLease]) -> WindowPages:
-        """As new, for a cache whose ``leases`` are lost: all window pages are broken, and lines
-        that have some are cleared."""
+        """New window pages for an emptied cache, whose ``leases`` are lost: all are broken, and the
+        lines of the table that name some are cleared."""
         fresh = WindowPages(
             self.num_window_pages,
             num_pages=len(self._attached),
@@ -255,7 +261,7 @@ class WindowPages:
         return fresh
 
     def check(self, leases: Iterable[WindowLease], free: IntArray) -> None:
-        """Raise ``InvariantError`` if the books contradict each other, these leases, or the
+        """Raise ``InvariantError`` if the bookkeeping contradicts itself, these leases, or the
         ``free`` pages. Slow."""
         self._pool.check()
         attached = np.flatnonzero(self._attached != _NONE)

@@ -176,7 +176,7 @@ def _supervise(
 
 
 def _follow(options: EngineOptions, health: HealthServer, console: Console) -> None:
-    """Be a node other than 0 until Ctrl-C or SIGTERM. Raises ``ConfigError``."""
+    """Run a node other than 0 until Ctrl-C or SIGTERM. Raises ``ConfigError``."""
     try:
         check_nodes(options)
         secret = read_secret(options, os.environ)

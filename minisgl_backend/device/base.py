@@ -1,8 +1,8 @@
-"""A device as the executor sees it: the few operations in which a CPU and a GPU differ.
+"""A device as the executor sees it: the few operations that differ between a CPU and a GPU.
 
-A device has memory and one queue. Work runs in the order in which it was submitted, and submitting
-never waits for the work. A device may have graphs: work that is recorded once and then replayed.
-Must not know models, plans or requests.
+A device has memory and one queue. Work runs in the order of its submission, and submitting never
+waits for the work. A device may have graphs: work that is recorded once and then replayed. Must not
+know models, plans or requests.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 HostArray: TypeAlias = npt.NDArray[np.int64]
-"""Indices on the host, in the type that PyTorch takes for indices."""
+"""Indices on the host, in the type that PyTorch expects for indices."""
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -26,17 +26,17 @@ class Submission(Protocol[T_co]):
     """Work in the queue of a device."""
 
     def result(self) -> T_co:
-        """Wait until the device has done the work; returns or raises what the work did."""
+        """Wait until the device has done the work; returns its result or raises its error."""
 
 
 class Graph(Protocol[T_co]):
-    """Recorded work. ``output`` is what it returned: tensors that each replay overwrites."""
+    """Recorded work. ``output`` is its result: tensors that each replay overwrites."""
 
     @property
     def output(self) -> T_co: ...
 
     def replay(self) -> None:
-        """Queue the work again, over the same memory. Only within submitted work."""
+        """Queue the work again, on the same memory. Allowed only within submitted work."""
 
 
 class Device(Protocol):
@@ -44,11 +44,11 @@ class Device(Protocol):
 
     @property
     def torch_device(self) -> torch.device:
-        """Where tensors are made."""
+        """The device of its tensors."""
 
     @property
     def is_host(self) -> bool:
-        """Whether tensors are in main memory: then their values may be read in submitted work, and
+        """Whether tensors are in main memory. If so, submitted work may read their values, and
         nothing has to be compiled before the first step."""
 
     @property
@@ -56,7 +56,7 @@ class Device(Protocol):
         """The most bytes that KV pages take if their number is ``auto``; None for no cap."""
 
     def free_memory(self) -> int:
-        """How many bytes can still be allocated."""
+        """Number of bytes that can still be allocated."""
 
     def submit(self, work: Callable[[], T]) -> Submission[T]:
         """Queue ``work``, in inference mode. On a GPU this launches its kernels at once, and launch
@@ -64,13 +64,13 @@ class Device(Protocol):
 
     def capture(self, work: Callable[[], T]) -> Graph[T]:
         """Record ``work``, whose kernels must have run before. All graphs of a device share one
-        memory pool. Only within submitted work, and not on a CPU."""
+        memory pool. Allowed only within submitted work, and not on a CPU."""
 
     def upload(self, array: npt.NDArray[Any]) -> Tensor:
         """Copy an array to the device. The array must not change until the queue has used it."""
 
     def staging(self, shape: tuple[int, ...]) -> npt.NDArray[np.int32]:
-        """Memory of the host, int32, not cleared, from which ``upload`` needs no other copy."""
+        """Uninitialized host memory, int32, that ``upload`` reads without another copy."""
 
     def overwrite(self, tensor: Tensor, array: npt.NDArray[Any]) -> None:
         """Copy an array into a contiguous tensor of the device, in the order of the queue."""

@@ -48,9 +48,9 @@ class CpuDevice:
             target=_run, args=(self._work, num_threads), name="minisgl-cpu-device", daemon=True
         )
         self._worker.start()
-        # called by close, or when this object is collected: a start that fails closes no device
+        # called by close, or when this object is collected, as a failed start closes no device
         self._end = weakref.finalize(self, self._work.put, None)
-        self._end.atexit = False  # that is for the engine, which still submits work
+        self._end.atexit = False  # at exit the engine may still submit work
 
     def free_memory(self) -> int:
         """Bytes of main memory: those that Linux reports as available, else those unused."""
@@ -93,11 +93,11 @@ class CpuDevice:
 
 
 def _run(queue: _Queue, num_threads: int) -> None:
-    """The worker. Holds no device, so that one that nothing else holds is collected."""
+    """The worker. It holds no reference to the device, so that the device can be collected."""
     torch.set_num_threads(num_threads)
     while (work := queue.get()) is not None:
         work()
-        del work  # or it would keep what it refers to until the next comes
+        del work  # else it would keep its references alive until the next work comes
 
 
 def _complete(future: Future[T], work: Callable[[], T]) -> None:

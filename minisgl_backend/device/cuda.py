@@ -2,7 +2,7 @@
 
 Work is launched on the thread that submits it, which takes as long as the launches and never waits
 for the GPU. Copies to and from the host go through pinned memory of PyTorch's caching allocator,
-which hands a block out again only after the copies that use it have run.
+which reuses a block only after the copies from or to it have run.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class CudaDevice:
         return _CudaGraph(graph, output)
 
     def catch_up(self) -> None:
-        """Make the stream wait for all that this thread has launched outside of ``submit``."""
+        """Make the stream wait for everything that this thread has launched outside ``submit``."""
         self.stream.wait_stream(torch.cuda.current_stream(self.torch_device))
 
     def upload(self, array: npt.NDArray[Any]) -> Tensor:

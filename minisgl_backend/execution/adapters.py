@@ -1,9 +1,9 @@
-"""The adapters of rows: which slot each row's adapter is in, and a step's tokens in their order.
+"""The adapters of rows: the slot of each row's adapter, and the tokens of a step by adapter.
 
-Which row has which slot is known on the host, from plans; the device gets the tokens of a step
-by adapter (``kernels.adapters``). Adapters come to the device by plans, too: rank 0 has
-them on the host (``AdapterStore``) and sends them to the other ranks by the group, in the order of
-the steps. Must not know requests, files of adapters that no plan names, or why a slot is taken.
+The host knows from plans which row uses which slot; the device gets the tokens of a step arranged
+by adapter (``kernels.adapters``). Plans also load adapters onto the device: rank 0 has them on the
+host (``AdapterStore``) and sends them to the other ranks through the group, in the order of the
+steps. Must not know requests, or why a slot is taken.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from minisgl_backend.models.adapter_files import AdapterFile, open_adapter
 from minisgl_backend.models.adapter_slots import AdapterShape, AdapterSlots
 from minisgl_backend.parallel.group import Group
 from minisgl_backend.plan import AdapterMoves
-from minisgl_backend.request import IntArray
+from minisgl_backend.request import AdapterFacts, IntArray
 
 
 class AdapterStore:
@@ -40,27 +40,26 @@ class AdapterStore:
         self._lock = threading.Lock()
         self._adapters: dict[int, Tensor] = {}
 
-    def check(self, folder: Path) -> tuple[int, int, int]:
-        """Rank, targets and the files' state of an adapter that fits the model; reads it, and keeps
-        nothing.
-
-        Raises ``ConfigError``."""
+    def check(self, folder: Path) -> AdapterFacts:
+        """Read an adapter without keeping it. Raises ``ConfigError`` if it does not fit."""
         file = self._open(folder)
         for _ in file.tensors(self._slots.dtype):
             pass
-        shape = self._slots.shape_of(file)
-        return shape.rank, shape.targets, file.state
+        return self._facts(file)
 
-    def read(self, adapter_id: int, folder: Path) -> tuple[int, int, int]:
-        """Read an adapter; the same of it. Raises ``ConfigError``; then nothing is kept."""
+    def read(self, adapter_id: int, folder: Path) -> AdapterFacts:
+        """Read an adapter and keep it. Raises ``ConfigError`` if it does not fit."""
         file = self._open(folder)
         flat = self._slots.pack(file)
         if self._pinned:
             flat = flat.pin_memory()
         with self._lock:
             self._adapters[adapter_id] = flat
+        return self._facts(file)
+
+    def _facts(self, file: AdapterFile) -> AdapterFacts:
         shape = self._slots.shape_of(file)
-        return shape.rank, shape.targets, file.state
+        return AdapterFacts(shape.rank, shape.targets, file.state)
 
     def _open(self, folder: Path) -> AdapterFile:
         slots = self._slots
@@ -80,7 +79,7 @@ class AdapterStore:
 
 
 class RowAdapters:
-    """The slots of all rows, the dummy row included; for use in submitted work only."""
+    """The slots of all rows, including the dummy row. Used only in submitted work."""
 
     def __init__(
         self,
@@ -99,15 +98,15 @@ class RowAdapters:
         self._of_rows = np.zeros(num_rows, np.int32)
         self._ranks = np.zeros(slots.num_slots + 1, np.int32)  # as kernels compute them
         self.version = 0
-        """Another number whenever a row or a slot has changed."""
+        """Changes whenever a row or a slot does."""
 
     def held(self, moves: AdapterMoves) -> list[Tensor]:
-        """The adapters that a plan loads, on rank 0, which may be dropped once this was called.
-        Also outside of submitted work."""
+        """On rank 0, the adapters that a plan loads; from then on the store may drop them. May be
+        called outside submitted work."""
         return [] if self._store is None else list(map(self._store.get, moves.load_ids.tolist()))
 
     def take(self, moves: AdapterMoves, held: list[Tensor]) -> None:
-        """Load what a plan loads, and note the slots of its rows."""
+        """Load the adapters of a plan, and note the slots of its rows."""
         numbers = (moves.load_slots, moves.load_ranks, moves.load_targets)
         loads = zip(*(array.tolist() for array in numbers), strict=True)
         for index, (slot, rank, targets) in enumerate(loads):
@@ -124,13 +123,13 @@ class RowAdapters:
             self.version += 1
 
     def have_any(self, rows: IntArray | HostArray) -> bool:
-        """Whether any of these rows has an adapter."""
+        """Whether any of these rows uses an adapter."""
         return bool(self._of_rows[rows].any())
 
     def of_tokens(self, rows: HostArray) -> AdaptedTokens:
-        """Those of a step that is not captured, ``rows`` [num_tokens] being its tokens'."""
+        """The tokens of a step that is not captured, which belong to ``rows`` [num_tokens]."""
         num_tokens = len(rows)
-        # on the host there is no kernel to be given equal work
+        # on the host no kernel needs blocks of equal work
         block = num_tokens if self._device.is_host else block_tokens(num_tokens)
         content = self.arranged(rows, num_tokens, block=block)
         return AdaptedTokens(self._device.upload(content), num_tokens, block)
@@ -148,7 +147,7 @@ class RowAdapters:
         return arranged_size(num_tokens, self._slots.num_slots, block)
 
     def trying_out(self, work: Callable[[], None]) -> None:
-        """Do ``work`` as if the dummy row had the largest adapter, to compile all kernels."""
+        """Do ``work`` as if the dummy row used the largest adapter, to compile all kernels."""
         self._of_rows[-1], self._ranks[1] = 1, self._slots.padded_rank(self._slots.max_rank)
         try:
             work()
@@ -157,11 +156,11 @@ class RowAdapters:
 
 
 class CapturedAdapters:
-    """The tokens of captured steps of several sizes by adapter, in one buffer, which is written
-    before each."""
+    """The tokens by adapter of captured steps of several sizes, in one buffer that is written
+    before each step."""
 
     def __init__(self, adapters: RowAdapters, device: Device, most_tokens: int):
-        """``most_tokens``: of the largest step."""
+        """``most_tokens`` is the size of the largest step."""
         self._adapters = adapters
         self._device = device
         # blocks of more tokens are fewer: the largest step need not have the longest buffer
@@ -170,11 +169,11 @@ class CapturedAdapters:
         self._written: tuple[int, int, bytes] | None = None
 
     def view(self, size: int) -> AdaptedTokens:
-        """Those of a step of ``size`` tokens."""
+        """The tokens of a step of ``size`` tokens."""
         return AdaptedTokens(self._buffer[: self._length(size)], size, block_tokens(size))
 
     def write(self, rows: IntArray | HostArray, size: int) -> None:
-        """Group the tokens of a step, which are of ``rows``, and then of padding."""
+        """Arrange the tokens of a step, which belong to ``rows``, followed by padding."""
         key = self._adapters.version, size, rows.tobytes()
         if key == self._written:
             return

@@ -26,8 +26,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Captured(Generic[T]):
-    """The graphs by size, and their cost: ``seconds`` of the capture, and ``num_bytes`` of the
-    device's memory that they keep."""
+    """The graphs by size, and their cost: the ``seconds`` that the capture took, and the
+    ``num_bytes`` of device memory that they keep."""
 
     graphs: dict[int, Graph[T]]
     seconds: float
@@ -44,11 +44,11 @@ def capture(
     option: str,
     progress: Progress,
 ) -> Captured[T]:
-    """A graph of ``work`` for each size.
+    """Capture ``work`` for each size.
 
-    ``prepare`` enqueues what the host does before work of that size, and is not captured. Then the
-    work runs once uncaptured, which compiles kernels and makes libraries allocate, and is captured.
-    In messages ``what`` names the sizes, and ``option`` the option that limits them. Raises
+    ``prepare`` enqueues what the host does before the work, and is not captured. Then the work runs
+    once uncaptured, which compiles kernels and lets libraries allocate memory, and is captured. In
+    messages ``what`` names the sizes, and ``option`` the option that limits them. Raises
     ``ConfigError`` if the remaining memory is too small.
     """
     started_s, free_bytes = time.monotonic(), device.free_memory()

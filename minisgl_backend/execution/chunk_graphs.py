@@ -2,12 +2,12 @@
 
 Launching the kernels of all layers one by one takes the host longer than the GPU needs to compute a
 few hundred tokens, or thousands with a small model. So the layers are captured for several numbers
-of tokens. A step takes the smallest graph that holds it; the dummy row fills the rest of the graph.
-Head and sampling depend on how many tokens are sampled: they are launched while the layers run.
-All ranks have the same graphs and replay the same one, since the plan alone decides.
+of tokens. A step uses the smallest graph in which it fits; the dummy row fills the rest. Head and
+sampling depend on the number of tokens to sample, so they are launched while the layers run. All
+ranks have the same graphs and replay the same one, since only the plan decides.
 
-If the attention kernels can read pages that decoding rows share together, steps in which that pays
-have graphs of their own (``attention.base.GroupedDecode``).
+If attention can read shared pages of decoding rows together, there are separate graphs for steps in
+which that is faster (``attention.base.GroupedDecode``).
 
 Must not know models or attention: what is captured is a function of a ``ChunkInputs``.
 """
@@ -31,19 +31,19 @@ from minisgl_backend.progress import Progress
 from minisgl_backend.request import EMPTY, IntArray
 
 LAST_TOKEN = -1
-"""In place of a token id: the token that the row sampled last, which only the device knows."""
+"""Instead of a token id: the token that the row sampled last, which only the device knows."""
 
-_TOKENS_A_CHUNK = 16
+_TOKENS_PER_CHUNK = 16
 """A graph has room for one chunk per 16 tokens; a step with more chunks needs a larger graph."""
 
 _LEAST_GROUPED = 256
-"""Tokens of the smallest step whose groups are worth a graph."""
+"""Number of tokens of the smallest step whose groups are worth a graph."""
 
 
 def token_counts(whole_step: int, most: int) -> list[int]:
-    """Sizes to capture, ascending: 16, 32, 64, then four to each doubling, and the largest.
+    """Sizes to capture, ascending: 16, 32, 64, then four per doubling, and the largest.
 
-    The largest is ``most``, but never more than a ``whole_step``; if that is 0, there are no sizes.
+    The largest is the smaller of ``most`` and ``whole_step``; if that is 0, there are no sizes.
     """
     largest = min(whole_step, most)
     if largest == 0:
@@ -57,7 +57,7 @@ def token_counts(whole_step: int, most: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ChunkInputs:
-    """What the host tells the layers of such a step, in one buffer; int32 on the device.
+    """The inputs of the layers that the host writes, in one buffer; int32 on the device.
 
         buffer: tokens | rows | positions | chunk_rows | chunk_offsets | chunk_ends
                 | decode_rows | decode_lengths
@@ -82,7 +82,7 @@ class ChunkInputs:
 
     @classmethod
     def of(cls, buffer: Tensor, num_tokens: int, max_rows: int) -> ChunkInputs:
-        """The first part of ``buffer``, for ``num_tokens``."""
+        """The inputs for ``num_tokens``, at the beginning of ``buffer``."""
         borders = [0, *accumulate(_lengths(num_tokens, max_rows))]
         return cls(buffer[: borders[-1]], *(buffer[a:b] for a, b in pairwise(borders)))
 
@@ -94,8 +94,8 @@ def _lengths(num_tokens: int, max_rows: int) -> list[int]:
 
 
 def max_chunks(num_tokens: int, max_rows: int) -> int:
-    """How many chunks a graph of ``num_tokens`` has room for."""
-    return min(-(-num_tokens // _TOKENS_A_CHUNK), max_rows)
+    """Number of chunks for which a graph of ``num_tokens`` has room."""
+    return min(-(-num_tokens // _TOKENS_PER_CHUNK), max_rows)
 
 
 def fill(num_tokens: int, max_rows: int, batch: FlatBatch, prefill_tokens: IntArray) -> IntArray:
@@ -123,13 +123,13 @@ def fill(num_tokens: int, max_rows: int, batch: FlatBatch, prefill_tokens: IntAr
 
 
 def fitting(sizes: Sequence[int], batch: FlatBatch) -> Sequence[int]:
-    """Those of ``sizes``, ascending, that hold the tokens and the chunks of ``batch``."""
-    least_for_chunks = (len(batch.chunk_rows) - 1) * _TOKENS_A_CHUNK + 1
+    """Those of ``sizes``, ascending, that have room for the tokens and chunks of ``batch``."""
+    least_for_chunks = (len(batch.chunk_rows) - 1) * _TOKENS_PER_CHUNK + 1
     return sizes[bisect.bisect_left(sizes, max(len(batch.rows), least_for_chunks)) :]
 
 
 class ChunkGraphs:
-    """The captured layers, and the buffer that they read. For use in submitted work only."""
+    """The captured layers, and the buffer that they read. Used only in submitted work."""
 
     def __init__(
         self,
@@ -143,11 +143,11 @@ class ChunkGraphs:
         fits: Callable[[FlatBatch, int], bool] | None = None,
         take: Callable[[FlatBatch, int], None] | None = None,
     ):
-        """``layers`` enqueues all layers over the tokens of its inputs, grouped or not, and returns
-        the residual stream [num_tokens, hidden_size]. ``sizes`` are numbers of tokens, ascending.
-        ``take_groups`` gets the groups of a step, and says whether it is to be a grouped one;
-        ``take`` gets the step and the size, before the layers are enqueued; ``fits`` says whether
-        it can, of a step whose tokens and chunks do."""
+        """``layers(inputs, grouped)`` enqueues all layers over the tokens of its inputs, and
+        returns the residual stream [num_tokens, hidden_size]. ``sizes`` are numbers of tokens,
+        ascending. Before the layers are enqueued, ``take_groups`` gets the groups of a step, and
+        returns whether it is to be a grouped one; ``take`` gets the step and the size. ``fits``
+        says whether ``take`` has room for a step whose tokens and chunks fit the size."""
         self._device = device
         self._fits = fits or (lambda batch, size: True)
         self._take = take or (lambda batch, size: None)
@@ -175,13 +175,13 @@ class ChunkGraphs:
             self._grouped = captured("number of tokens, grouped", larger, grouped=True).graphs
 
     def size_for(self, batch: FlatBatch) -> int | None:
-        """The smallest size that holds this step; None if none does."""
+        """The smallest size in which this step fits; None if there is none."""
         sizes = fitting(self._sizes, batch)
         return next((size for size in sizes if self._fits(batch, size)), None)
 
     def replay(self, size: int, batch: FlatBatch, prefill_tokens: IntArray) -> Tensor:
-        """Enqueue the layers of a step that fits ``size``; the residual stream after them, which
-        the next replay overwrites: [num_tokens, hidden_size] and rows of padding."""
+        """Enqueue the layers of a step that fits ``size``. Returns the residual stream after them,
+        [num_tokens, hidden_size] followed by padding, which the next replay overwrites."""
         self._write(size, batch, prefill_tokens)
         is_grouped = size in self._grouped and self._take_groups(batch.groups)
         graph = (self._grouped if is_grouped else self.captured.graphs)[size]

@@ -79,10 +79,10 @@ class DecodeGraphs:
         take_groups: Callable[[Groups], bool] | None = None,
         take_rows: Callable[[IntArray, int], None] | None = None,
     ):
-        """``forward`` enqueues a decode step of the given number of first rows of its inputs,
-        grouped or not, up to the logits, from which ``sample`` goes on. ``schedule`` gets the rows'
-        lengths, int32 [batch_size], before such a step is enqueued; ``take_groups`` its groups, and
-        says whether it is to be a grouped one; ``take_rows`` its rows and the batch size."""
+        """``forward(inputs, batch_size, grouped)`` enqueues a decode step of the first rows of its
+        inputs up to the logits, and ``sample`` the rest. Before a step is enqueued, ``schedule``
+        gets the rows' lengths, int32 [batch_size]; ``take_groups`` gets its groups, and returns
+        whether the step is to be a grouped one; ``take_rows`` gets its rows and the batch size."""
         self._device = device
         self._table = table
         self._sizes = sorted(sizes)
@@ -131,7 +131,7 @@ class DecodeGraphs:
         *,
         prepare: Callable[[int], None] | None = None,
     ) -> Captured[T]:
-        """Capture ``work`` over dummy rows, of all sizes unless some are given."""
+        """Capture ``work`` on dummy rows, in all sizes unless ``sizes`` are given."""
         return capture(
             self._device,
             what,
@@ -144,7 +144,7 @@ class DecodeGraphs:
 
     @property
     def max_grants(self) -> int:
-        """How many grants a step takes; more must be written before it."""
+        """Most grants that a step takes; if there are more, they must be written before it."""
         return self._inputs.max_grants
 
     def fits(self, num_rows: int) -> bool:
@@ -152,10 +152,10 @@ class DecodeGraphs:
         return num_rows <= self._sizes[-1]
 
     def replay(self, decodes: Decodes, grants: IntArray, groups: Groups = NO_GROUPS) -> StepOutput:
-        """Enqueue a decode step, after grants int32 [3, num_grants]. Members of ``groups`` are
-        indices of ``decodes``.
+        """Enqueue a decode step that first writes ``grants``, int32 [3, num_grants]. Members of
+        ``groups`` are indices of ``decodes``.
 
-        The output's first entries are those of the rows.
+        The first elements of the output belong to the rows, the others to padding.
         """
         size = self._prepare(decodes, grants)
         is_grouped = size in self._grouped and self._take_groups(groups)
@@ -164,7 +164,8 @@ class DecodeGraphs:
         return graph.output
 
     def begin(self, decodes: Decodes, grants: IntArray) -> Callable[[], StepOutput]:
-        """Enqueue the same step up to its logits; to be called for the rest before any other."""
+        """Enqueue the step up to its logits; the result enqueues the rest, and must be called
+        before any other step."""
         size = self._prepare(decodes, grants)
         self._forwards[size].replay()
         sampling = self._samplings[size]
@@ -176,7 +177,7 @@ class DecodeGraphs:
         return finish
 
     def _prepare(self, decodes: Decodes, grants: IntArray) -> int:
-        """Write the inputs of a step; the size of its graph."""
+        """Write the inputs of a step; returns the size of its graph."""
         rows = decodes.rows
         num_rows, num_grants = len(rows), grants.shape[1]
         size = self._sizes[bisect.bisect_left(self._sizes, num_rows)]

@@ -1,8 +1,7 @@
 """Embeddings of prompts: the hidden state of a prompt's last token, normalized to length 1.
 
-It is the input of the output head, so it comes from the same position of the residual stream as the
-logits of the first token that could follow, in the step that computes the prompt's last chunk. Runs
-after the layers, on rank 0 alone, whose residual stream is whole.
+It is the input of the output head at that token, in the step that computes the prompt's last chunk.
+Runs after the layers, on rank 0 alone, whose residual stream is complete.
 
 Must not know pages, attention or sampling.
 """
@@ -25,8 +24,8 @@ from minisgl_backend.request import FloatArray
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Embeddings:
-    """Those of a step: ``found`` float32 [num_embedded, hidden_size], on the device until
-    ``download``. ``samples`` int64 [num_embedded], on the host, are the indices of their rows among
+    """The embeddings of a step: ``found`` float32 [num_embedded, hidden_size], on the device until
+    ``download``. ``samples`` int64 [num_embedded], on the host: the indices of their rows among
     those that get a token."""
 
     samples: HostArray
@@ -37,7 +36,7 @@ class Embeddings:
         return replace(self, found=device.download(self.found))
 
     def by_sample(self) -> Mapping[int, FloatArray]:
-        """Each, [hidden_size], by its index. All must be on the host."""
+        """Each embedding, [hidden_size], by its element of ``samples``. All must be on the host."""
         found: FloatArray = self.found.numpy()
         return {int(sample): found[i].copy() for i, sample in enumerate(self.samples)}
 
@@ -68,5 +67,5 @@ class PromptEmbedder:
         return Embeddings(samples, self.embed(hidden.index_select(0, where)))
 
     def embed(self, hidden: Tensor) -> Tensor:
-        """float32 [num_rows, hidden_size] of rows of the residual stream."""
+        """The embeddings, float32 [num_rows, hidden_size], of rows of the residual stream."""
         return F.normalize(self._model.normed(hidden).float(), dim=-1)

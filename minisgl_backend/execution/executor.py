@@ -1,11 +1,11 @@
-"""Runs plans on a device: a forward pass for each, and a token for each row that gets one.
+"""Runs plans on a device: one forward pass for each, and a token for each row that gets one.
 
-What outlives a step is on the device, by row or page (``rows``, ``storage``), so a step is queued
-without knowing what the one before it sampled. Everything runs in the order of the device's queue.
-If the device has graphs, decode steps are captured whole; other steps, up to a number of tokens,
-have their layers captured.
+All state that outlives a step is on the device, by row or page (``rows``, ``storage``), so a step
+is queued without knowing the tokens of the previous one. Everything runs in the order of the
+device's queue. If the device has graphs, decode steps are captured whole; of other steps, up to a
+number of tokens, the layers are captured.
 
-Must not know requests that wait, the cache, or why rows and pages are granted.
+Must not know waiting requests, the cache, or why rows and pages are granted.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class ModelExecutor:
     """A model, its pages and its rows on one device (``RankExecutor``).
 
     Rows are numbered 0 .. max_rows - 1, pages 0 .. storage.num_pages - 1. On a GPU, tensors that
-    are handed in must be ready on the device's queue (``CudaDevice.catch_up``).
+    are passed in must be ready in the order of the device's queue (``CudaDevice.catch_up``).
     """
 
     def __init__(
@@ -122,18 +122,18 @@ class ModelExecutor:
         self.adapter_graphs.close()
 
     def mark(self, mark: Callable[[str], AbstractContextManager[object]]) -> None:
-        """Put ``mark`` around each layer, around head and sampling, and around the scoring of
-        prompts, as far as they are not replayed; for profilers."""
+        """Put ``mark``, such as a profiler's range, around each layer, the head, sampling and the
+        scoring of prompts, unless they are replayed."""
         self.stages.model.mark = self.stages.mark = mark
 
     # --- in the device's queue --------------------------------------------------------------------
 
     def _submit(self, part: Callable[[], T]) -> Submission[T]:
-        """Queue a part of a step. With several ranks, refuse all after one that broke, until
+        """Queue a part of a step. With several ranks, after one that broke refuse all others until
         ``renew``.
 
-        Other ranks may still be in the middle of the broken step: they would mix their sums of it
-        with this rank's sums of the next step.
+        Other ranks may still be in the middle of the broken step. Their sums of that step would be
+        mixed with this rank's sums of the next one.
         """
 
         def run() -> T:
@@ -148,10 +148,10 @@ class ModelExecutor:
         return self.device.submit(run)
 
     def _begin(self, plan: StepPlan, loaded: list[Tensor]) -> Callable[[], HostOutput]:
-        """Queue a step up to its logits; what is returned queues the rest, before any other step.
+        """Queue a step up to its logits, and return a function that queues the rest.
 
-        ``loaded`` are the adapters that it loads, on rank 0. If no row waits for a mask, all of a
-        captured step is queued by the second part.
+        No other step may be queued in between. ``loaded`` are the adapters that the step loads, on
+        rank 0. Unless rows wait for masks, the second function queues a captured step as a whole.
         """
         stages = self.stages
         self._write(plan, loaded)
@@ -178,7 +178,7 @@ class ModelExecutor:
         return partial(self._finish, plan, sample, score, embedded)
 
     def _write(self, plan: StepPlan, loaded: list[Tensor]) -> None:
-        """Queue what a plan does before anything is computed, but for grants."""
+        """Queue everything that a plan does before anything is computed, except grants."""
         if len(plan.broken_pages):
             self._storage.clear(self.device.upload(plan.broken_pages.astype(np.int64)))
         if len(plan.broken_window_pages):
@@ -201,7 +201,7 @@ class ModelExecutor:
         score: Callable[[], ScoredChunks | None] | None = None,
         embedded: Embeddings | None = None,
     ) -> HostOutput:
-        """Queue sampling, then the scores of prompts, and the copies of all results on the host."""
+        """Queue sampling, then the scores of prompts, then copies of all results to the host."""
         output, rows, scored = sample(), plan.sample_rows, None
         if score is not None:
             with self.stages.mark("prompt logprobs"):
@@ -242,7 +242,7 @@ class ModelExecutor:
             self.adapter_graphs = capture_steps(stages, progress, adapted=True)
         is_grouped = taker_of_groups(stages.attention) is not None
         if self.graphs or is_grouped:
-            # again: it has to fit beside the graphs; and graphs are captured without groups
+            # again, since it has to fit beside the graphs; graphs are captured without groups
             warm_up.largest(grouped=is_grouped)
 
 

@@ -26,9 +26,9 @@ class FlatBatch:
     int32[num_chunks]: ``chunk_rows``; ``chunk_ends``, the position after each chunk's last one.
     int32[num_chunks + 1]: ``chunk_offsets``, the flat index of each chunk's first token, and then
     the number of tokens.
-    int64[num_samples]: ``samples``, the flat indices of the tokens whose logits are sampled, with
-    their ``sample_rows``; ``sample_positions``, the positions that the new tokens will have. Chunks
-    come first here, as in ``StepPlan.sample_rows``.
+    int64[num_samples]: ``samples``, the flat indices of the tokens after which one is sampled, with
+    their ``sample_rows``; ``sample_positions``, the positions of the new tokens. Chunks come first
+    here, as in ``StepPlan.sample_rows``.
     ``groups``, ``snapshots``: those of the plan; members of groups are flat indices.
     """
 
@@ -69,12 +69,12 @@ class FlatBatch:
 
     @classmethod
     def of_decodes(cls, decodes: Decodes) -> FlatBatch:
-        """A step of these decoding rows only, which may be none."""
+        """A step with only these decoding rows; there may be none."""
         rows, positions = decodes.rows.astype(np.int64), decodes.positions.astype(np.int64)
         offsets, samples = np.array([len(rows)], np.int32), np.arange(len(rows))
         return cls(rows, positions, EMPTY, offsets, EMPTY, samples, rows, positions + 1)
 
     @property
     def num_decodes(self) -> int:
-        """Number of rows that decode: the leading tokens are theirs."""
+        """Number of decoding rows, to which the leading tokens belong."""
         return int(self.chunk_offsets[0])

@@ -1,7 +1,7 @@
 """The followers of rank 0: those on its host are started, watched and ended here only.
 
-Those on other nodes come by themselves (``node_channel``), from processes that their own node
-starts and ends (``server.node``). Knows processes. Must not know models, or what is said on the
+Those on other nodes connect by themselves (``node_channel``), from processes that their own node
+starts and ends (``server.node``). Knows processes. Must not know models, or the messages of the
 ``rank_channel``, of which each follower on this host inherits an end.
 
 Invariants: followers never outlive the process of rank 0, however it ends. A lost follower is not

@@ -1,7 +1,7 @@
 """Runs the layers over the tokens of a step, which come in one of three forms.
 
-``over_batch``: any step, from arrays on the host. ``over_chunks``: the same to be captured, from
-inputs on the device. ``over_decodes``: a decode step to be captured, from the state of its rows.
+``over_batch``: any step, from arrays on the host. ``over_chunks``: any step, to be captured, from
+inputs on the device. ``over_decodes``: a decode step, to be captured, from the state of its rows.
 All return the same residual stream for the same tokens. Steps to be captured may be ``grouped``
 (``attention.base.GroupedDecode``). Knows the model's forward pass, the row table and attention.
 Must not know plans, graphs or sampling.
@@ -47,7 +47,7 @@ class ForwardPass:
         self._attention = attention
         self._device = device
         self._states = states
-        # PyTorch's operations take indices of 64 bits, the kernels of a GPU those of 32
+        # PyTorch's operations take 64-bit indices, the kernels of a GPU 32-bit ones
         self._index_dtype = np.int64 if device.is_host else np.int32
 
     def over_batch(self, batch: FlatBatch, prefill_tokens: IntArray) -> Tensor:
@@ -104,8 +104,8 @@ class ForwardPass:
         adapted: AdaptedTokens | None = None,
         runs: Runs | None = None,
     ) -> Tensor:
-        """The same for the tokens of ``inputs``, padding included. ``adapted``: the tokens by
-        adapter, if any has one; ``runs``: the chunks, if the model has recurrent layers."""
+        """The same for the tokens of ``inputs``, including padding. ``adapted``: the tokens by
+        adapter, if any uses one; ``runs``: the chunks, if the model has recurrent layers."""
         table, rows, positions = self._rows.table, inputs.rows.long(), inputs.positions
         tokens = torch.where(inputs.tokens == LAST_TOKEN, table.tokens[rows], inputs.tokens)
         page_size = self._rows.page_size
@@ -147,8 +147,8 @@ class ForwardPass:
     def over_decodes(
         self, inputs: DecodeInputs, *, grouped: bool = False, adapted: AdaptedTokens | None = None
     ) -> Tensor:
-        """The residual stream of decoding rows, [batch_size, hidden_size]; ``adapted``: them by
-        adapter, if any has one."""
+        """The residual stream of decoding rows, [batch_size, hidden_size]; ``adapted``: the rows by
+        adapter, if any uses one."""
         decodes = DecodeRows(
             rows=inputs.rows,
             lengths=inputs.lengths,

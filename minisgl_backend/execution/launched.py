@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HostOutput:
-    """What a step sampled, scored and embedded, on the host: ``tokens`` int32 [num_samples]."""
+    """All results of a step, on the host; ``tokens`` int32 [num_samples]."""
 
     tokens: Tensor
     logprobs: RawLogprobs | None
@@ -34,7 +34,7 @@ class HostOutput:
     embedded: Embeddings | None
 
     def sampled(self) -> SampledTokens:
-        """The step's outputs; valid once the device has run it and the copies."""
+        """The results; valid once the device has run the step and the copies."""
         token_ids = self.tokens.numpy()
         logprobs = self.logprobs.by_sample(token_ids) if self.logprobs else {}
         scored = self.scored.by_chunk() if self.scored else ()
@@ -86,7 +86,7 @@ class MaskedStep:
 
     @property
     def waits(self) -> bool:
-        """Whether it still waits for masks."""
+        """Whether the step still waits for masks."""
         return self._sampled is None
 
     def masks(self, num_rows: int) -> IntArray:

@@ -21,9 +21,9 @@ from minisgl_backend.request import IntArray, TokenLogprobs
 class RawLogprobs:
     """Log-probabilities of the n samples whose requests ask for them.
 
-    On the host, int64[n]: ``samples``, their indices among all samples of the step; ``counts``, how
-    many alternatives each asks for. ``found`` [n], with as many alternatives as the largest of the
-    counts, is on the device until ``download``.
+    On the host, int64[n]: ``samples``, their indices among all samples of the step; ``counts``, the
+    number of alternatives that each asks for. ``found`` [n], with the largest of these numbers of
+    alternatives, is on the device until ``download``.
     """
 
     samples: HostArray
@@ -56,7 +56,7 @@ class RawLogprobs:
         return replace(self, found=self.found.each(device.download))
 
     def by_sample(self, token_ids: IntArray) -> dict[int, TokenLogprobs]:
-        """The log-probabilities by index of the sample, without samples that have no valid token.
+        """The log-probabilities by index of the sample; samples without a valid token are left out.
 
         All tensors must be on the host.
         """

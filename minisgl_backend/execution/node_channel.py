@@ -4,15 +4,14 @@ A connection begins with a handshake (``node_handshake``). Then come messages, e
 length in 4 bytes; none may be longer than its kind can be. A plan is one message: encoded once, and
 handed to the kernel by one call for each connection, which sends it at once (TCP_NODELAY).
 
-The connections authenticate the two ends, and encrypt nothing. A follower gives signs of life,
-empty messages, several times a second, whatever its steps do; so rank 0 notices a cut cable and a
-process that stopped. A follower learns of a cut cable from the kernel, which finds its signs
-unacknowledged.
+Both ends are authenticated; nothing is encrypted. A follower sends a sign of life, an empty
+message, several times a second, whatever its steps do; so rank 0 notices a cut cable or a stopped
+process. A follower learns of a cut cable from its kernel, when these messages are not acknowledged.
 
 Knows sockets. Must not know processes, or what options and plans mean.
 
-Invariants: rank 0 listens only until all ranks are there. What comes from a connection that has not
-proved itself changes nothing but the log.
+Invariants: rank 0 listens only until all ranks are there. A connection that has not proved its
+identity can cause log lines, and nothing else.
 """
 
 from __future__ import annotations
@@ -109,7 +108,7 @@ class NodePeer(Peer):
         self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
 
     def take(self) -> bool:
-        """Read what has come, without waiting; False if the rank is gone, or sends nonsense."""
+        """Read what has come, without waiting; False if the rank is gone or its message invalid."""
         try:
             piece = self.connection.recv(MOST_BYTES, socket.MSG_DONTWAIT)
         except BlockingIOError:
@@ -135,7 +134,7 @@ class NodePeer(Peer):
         return True
 
     def end(self) -> None:
-        """Let all that waits for the rank know that it is gone, on this side and on the other."""
+        """Mark the rank as lost, wake what waits for it, and end the connection."""
         self.is_lost = True
         self._inbox.put(None)
         with suppress(OSError):
@@ -201,14 +200,14 @@ class OtherNodes:
         self._limit_s = self._silence_s
 
     def end(self) -> None:
-        """Let the ranks go: at this the other nodes end their processes. Does not wait."""
+        """End all connections, at which the other nodes end their processes. Does not wait."""
         with self._changed:
             peers = list(self._peers.values())
         for peer in peers:
             peer.end()
 
     def close(self) -> None:
-        """Let the ranks go, listen no more, and end the thread. Idempotent."""
+        """End all connections, stop listening, and end the thread. Idempotent."""
         if self._is_closed:
             return
         self._is_closed = True

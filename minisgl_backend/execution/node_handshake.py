@@ -1,6 +1,6 @@
 """The handshake of nodes: both sides prove that they know the secret of the group.
 
-Each proves it by HMAC-SHA256 over a challenge of the other side, with what the two tell each other.
+Each proves it by HMAC-SHA256 over the challenge of the other side and the fields of the messages.
 Nothing else is read from a connection before that.
 
     node k                                  rank 0
@@ -43,7 +43,7 @@ _STRANGE: Final = "what listens there is not node 0 of this release"
 
 
 class Verdict(IntEnum):
-    """What rank 0 makes of a hello."""
+    """How rank 0 answers a hello."""
 
     WELCOME = 0
     WRONG_SECRET = 1
@@ -83,9 +83,9 @@ def knock(connection: socket.socket, secret: bytes, place: NodePlace) -> Welcome
     magic, theirs = _CHALLENGE.unpack(_exactly(connection, _CHALLENGE.size, deadline_s))
     if magic != _MAGIC:
         raise ConfigError(_STRANGE)
-    ours, told = secrets.token_bytes(_NONCE_BYTES), _PLACE.pack(*_numbers(place))
-    proof = _proof(secret, b"follower", theirs, ours, told)
-    connection.sendall(_MAGIC + ours + told + proof)
+    ours, fields = secrets.token_bytes(_NONCE_BYTES), _PLACE.pack(*_numbers(place))
+    proof = _proof(secret, b"follower", theirs, ours, fields)
+    connection.sendall(_MAGIC + ours + fields + proof)
     (number,) = _exactly(connection, 1, deadline_s)
     if number not in set(Verdict):
         raise ConfigError(_STRANGE)
@@ -117,13 +117,13 @@ def answer(
     connection.sendall(_CHALLENGE.pack(_MAGIC, ours))
     hello = _exactly(connection, _CHALLENGE.size + _PLACE.size + _PROOF_BYTES, deadline_s)
     magic, theirs = _CHALLENGE.unpack(hello[: _CHALLENGE.size])
-    told = hello[_CHALLENGE.size : -_PROOF_BYTES]
-    proof = _proof(secret, b"follower", ours, theirs, told)
+    fields = hello[_CHALLENGE.size : -_PROOF_BYTES]
+    proof = _proof(secret, b"follower", ours, theirs, fields)
     if magic != _MAGIC or not hmac.compare_digest(hello[-_PROOF_BYTES:], proof):
         connection.sendall(bytes([Verdict.WRONG_SECRET]))
         logger.warning("a caller that does not know the secret was refused")
         return None
-    place = NodePlace(*_PLACE.unpack(told))
+    place = NodePlace(*_PLACE.unpack(fields))
     verdict = judge(place)
     if not isinstance(verdict, Welcome):
         connection.sendall(bytes([verdict]))
@@ -139,9 +139,10 @@ def _numbers(place: NodePlace) -> tuple[int, int, int]:
     return place.num_nodes, place.node, place.index
 
 
-def _proof(secret: bytes, role: bytes, theirs: bytes, ours: bytes, told: bytes) -> bytes:
-    """That one who knows the secret, in this role, was challenged by ``theirs`` and tells this."""
-    return hmac.digest(secret, b"%b:%b%b%b" % (role, theirs, ours, told), "sha256")
+def _proof(secret: bytes, role: bytes, theirs: bytes, ours: bytes, fields: bytes) -> bytes:
+    """Proves knowledge of the secret to the side whose challenge is ``theirs``, and signs the
+    ``fields`` of the message; no other role has the same proof."""
+    return hmac.digest(secret, b"%b:%b%b%b" % (role, theirs, ours, fields), "sha256")
 
 
 def _exactly(connection: socket.socket, num_bytes: int, deadline_s: float) -> bytes:

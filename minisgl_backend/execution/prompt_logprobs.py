@@ -1,8 +1,8 @@
 """Log-probabilities of a prompt's own tokens, from the residual stream of its chunks.
 
-The output head runs over a slice of the positions at a time, so logits never take more than
-``most_rows`` rows of the vocabulary, however long the chunks are. What is kept of a slice is a few
-numbers a position. Runs after the layers, whether these are captured or not.
+The output head runs over a slice of the positions at a time, so there are never more than
+``most_rows`` rows of logits, however long the chunks are. A slice leaves a few numbers for each
+position. Runs after the layers, whether these are captured or not.
 
 All ranks run the head, which is split over them; rank 0 alone reads the logits. Must not know
 pages, attention or sampling.
@@ -27,13 +27,13 @@ from minisgl_backend.request import FloatArray, IntArray, PromptLogprobs
 
 _SLICE_BYTES: Final = 2**28
 _TILE_ROWS: Final = 128
-"""Slices are multiples of this, in which GEMMs on a GPU are computed."""
+"""Slices are multiples of the tiles of GEMMs on a GPU."""
 _MOST_ROWS: Final = 1024
-"""A GEMM of more rows is no faster by the row."""
+"""With more rows a GEMM takes no less time per row."""
 
 
 def rows_at_once(vocab_size: int, dtype: torch.dtype) -> int:
-    """How many positions' logits are computed at once: what 256 MiB hold, at most 1,024."""
+    """Number of positions whose logits are computed at once: what fits 256 MiB, at most 1,024."""
     held = _SLICE_BYTES // (vocab_size * dtype.itemsize)
     return max(_TILE_ROWS, min(held // _TILE_ROWS * _TILE_ROWS, _MOST_ROWS))
 
@@ -43,8 +43,8 @@ class ScoredChunks:
     """The scored positions of a step's S scored chunks, one chunk after another.
 
     On the host: ``tokens`` int32 [num_scored], the tokens after the positions; ``borders`` int64
-    [S + 1], where each chunk's begin and end; ``counts`` int64 [S], how many alternatives each is
-    asked for. ``found`` [num_scored] is on the device until ``download``.
+    [S + 1], where those of each chunk begin and end; ``counts`` int64 [S], the number of
+    alternatives that each asks for. ``found`` [num_scored] is on the device until ``download``.
     """
 
     tokens: IntArray
@@ -87,7 +87,7 @@ class PromptScorer:
         self._num_alternatives = np.zeros(num_rows, np.int64)
 
     def admit(self, admissions: Sequence[Admission]) -> None:
-        """Note how many alternatives the requests ask for."""
+        """Note the number of alternatives that each request asks for."""
         for admission in admissions:
             asked = admission.sampling.num_prompt_logprobs
             self._num_alternatives[admission.row] = asked or 0
@@ -95,10 +95,10 @@ class PromptScorer:
     def scored(
         self, hidden: Tensor, scores: Scores, chunks: PromptChunks, chunk_offsets: IntArray
     ) -> ScoredChunks | None:
-        """Score what a plan says, in ``hidden`` [num_tokens, hidden_size], the residual stream
-        of a step, in which chunk i begins at ``chunk_offsets`` [i].
+        """Compute the ``scores`` of a plan, of which there are S > 0; None on ranks other than 0.
 
-        There are S > 0 scores. None on ranks other than 0.
+        ``hidden`` [num_tokens, hidden_size] is the residual stream of the step, in which chunk i
+        begins at ``chunk_offsets`` [i].
         """
         of, lengths = scores.chunks, scores.lengths
         borders = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])  # [S + 1]
@@ -126,7 +126,7 @@ class PromptScorer:
     def _score_slice(
         self, hidden: Tensor, where: Tensor, targets: Tensor, num_top: int
     ) -> Likelihoods:
-        """A function of its own, so that the logits are freed before the next are made."""
+        """A separate function, so that the logits are freed before the next ones are computed."""
         logits = self._model.logits(hidden.index_select(0, where))  # [<= most_rows, vocab_size]
         if self._model.group.rank > 0:
             nothing = logits[:0, 0]

@@ -7,9 +7,10 @@ follower how many steps it has run.
 
 Each follower has a socket to rank 0. For the followers of rank 0's host, the words of a plan are
 written once, into a ring of cells in shared memory, and a short message tells each follower their
-place. It answers when it has copied the words. So a waiting rank sleeps in the kernel, each side
-sees the end of the other's process as the end of the stream, and a cell is reused only after every
-follower has copied it. Followers on other hosts get the words themselves (``node_channel``).
+place. The follower answers when it has copied the words. So a waiting rank sleeps in the kernel,
+each side sees the end of the other's process as the end of the stream, and a cell is reused only
+after every follower has copied it. Followers on other hosts get the words over TCP
+(``node_channel``).
 
 The memory has no name in any folder and is inherited together with the socket. So no other process
 can reach it, and nothing is left behind. Knows sockets and memory. Must not know processes, or what

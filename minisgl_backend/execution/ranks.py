@@ -1,18 +1,17 @@
 """The tensor-parallel ranks: rank 0 leads, in the engine's process, and the others follow it.
 
-Every rank runs the same plans, with the same executor, over its part of the model. Only rank 0
-plans and samples: the followers get plans by the ``rank_channel``, and tokens by a broadcast of the
-group. (If every rank sampled for itself, the logits of all would have to be equal bit by bit. In
-practice they are, but no library promises it, and a token that differs would corrupt its row
-silently.)
+Every rank runs the same plans, with the same executor, on its part of the model. Only rank 0 plans
+and samples: the followers get plans through the ``rank_channel``, and tokens by a broadcast in the
+group. (If every rank sampled for itself, all would need the same logits bit for bit. In practice
+they have them, but no library promises it, and a different token would silently corrupt its row.)
 
-A step may break on a rank. Then the rank runs no further step until rank 0 has asked how many steps
-it has run. If all ranks have run the same number, they go on together, and the error goes to the
-caller. If not, some ranks hang in a collective, as they do when a rank dies or is silent for too
-long. A rank cannot be replaced, so the followers are ended, and the leader's steps raise
-``EngineFailure`` from then on.
+A step may break on a rank. Then that rank runs no further step until rank 0 has asked how many
+steps it has run. If all ranks have run the same number, they go on together, and the error goes to
+the caller. If not, some ranks hang in a collective operation, as they do when a rank dies or is
+silent for too long. A rank cannot be replaced, so the followers are ended, and from then on the
+leader's steps raise ``EngineFailure``.
 
-While there are no steps, the answer to the same question is a follower's sign of life.
+While there are no steps, the answer to the same question serves as a follower's sign of life.
 
 How ranks start is in ``tensor_parallel``, how their processes end in ``followers``. Must not know
 layers or pages, or why a plan is as it is.
@@ -45,7 +44,7 @@ _QUIET_SHARE: Final = 0.25
 
 
 class RankExecutor(Protocol):
-    """Runs a rank's part of each step. After a step that broke it runs none until ``renew``."""
+    """Runs a rank's part of each step. After one that broke, it refuses steps until ``renew``."""
 
     def launch(self, plan: StepPlan) -> Pending:
         """Enqueue the rank's part of a step."""
@@ -89,10 +88,9 @@ class LeadingExecutor:
     ):
         """A rank that is silent for ``timeout_s`` is lost.
 
-        ``group`` must be left when a follower is lost (``Followers.on_lost``).
-
-        With ``steps_may_hang`` the group's collectives do not end by themselves when a rank is
-        missing. Then the same time bounds a whole step.
+        The caller must leave ``group`` when a follower is lost (``Followers.on_lost``). With
+        ``steps_may_hang``, the group's collectives do not end by themselves if a rank is missing,
+        and the timeout bounds a whole step.
         """
         self.followers = followers
         self._executor = executor
@@ -171,9 +169,9 @@ class LeadingExecutor:
 
     @contextmanager
     def _waiting(self) -> Iterator[None]:
-        """Inside, rank 0 may wait for the others, and without end if one of them is lost.
+        """Within this context rank 0 may wait for the others, forever if one of them is lost.
 
-        Rank 0's own work inside counts as waiting too, such as compiling what the warm-up missed.
+        Its own work in here counts as waiting too, such as compiling what the warm-up missed.
         """
         self._waiting_since_s = time.monotonic()
         try:
@@ -182,7 +180,7 @@ class LeadingExecutor:
             self._waiting_since_s = None
 
     def _regroup(self, cause: Exception) -> None:
-        """After a step that broke here, go on with all ranks or raise ``EngineFailure``."""
+        """After a step that broke here, let all ranks go on, or raise ``EngineFailure``."""
         if isinstance(cause, EngineFailure):
             raise self.followers.lose(f"a step failed: {cause}") from cause
         while self._launched:
@@ -215,7 +213,8 @@ class LeadingExecutor:
             self._turn.release()
 
     def _ask_idle(self) -> str | None:
-        """Ask idle followers for a sign of life; returns a cause if one does not answer in time."""
+        """Ask idle followers for a sign of life; returns what is wrong if one does not answer in
+        time."""
         now_s = time.monotonic()
         if self._launched:
             self._asked_s = None

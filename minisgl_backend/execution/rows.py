@@ -1,7 +1,8 @@
 """Writes the state of rows on the device: admissions and page grants.
 
-An admission overwrites the whole state of a row, except lines of the sampling table that it does
-not need: these are never read. Knows ``kernels.rows.RowTable``. Must not know models or attention.
+An admission overwrites the whole state of a row, except lines of the sampling table that the
+request does not need, which are never read. Knows ``kernels.rows.RowTable``. Must not know models
+or attention.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from minisgl_backend.request import FloatArray, IntArray, SamplingParams
 
 _LEAST_FACTOR: Final = 1e-30
 """Repetition penalties are clamped between this and its inverse: others could make logits infinite,
-which counts as broken."""
+which counts as a failure of the model."""
 
 
 class DeviceRows:
@@ -52,10 +53,11 @@ class DeviceRows:
         )
 
     def admit(self, admissions: Sequence[Admission]) -> None:
-        """Let requests take rows: copy to the device how each is sampled, in one buffer of int64.
+        """Let requests take rows: copy their sampling parameters to the device, in one buffer of
+        int64.
 
-        of each admission             row | seed | the bits of each of its numbers
-        of each line that it changes  tokens | the bits of their values
+            for each admission              row | seed | the bits of each of its numbers
+            for each line of marks or bias  tokens | the bits of their values
         """
         table, vocab_size = self.table.sampling, self.table.sampling.vocab_size
         rows = np.empty((len(admissions), 2 + len(COLUMNS)), np.int64)
@@ -84,8 +86,7 @@ class DeviceRows:
             line.zero_()[to_tokens] = bits.int().view(line.dtype)
 
     def lines_of(self, grants: Grants, window_grants: Grants) -> IntArray:
-        """What a plan writes to the page tables, int32[3, num_grants]: lines of the row table,
-        indices and pages."""
+        """The grants of a plan, int32[3, num_grants]: lines of the row table, indices and pages."""
         of_pages = np.stack([grants.rows, grants.indices, grants.pages])
         if not len(window_grants.rows):
             return of_pages
@@ -97,21 +98,21 @@ class DeviceRows:
         return np.concatenate([of_pages, of_windows], axis=1, dtype=np.int32)
 
     def grant(self, grants: IntArray) -> None:
-        """Write grants of ``lines_of``: lines[line, index] = page."""
+        """Write the grants that ``lines_of`` returned: lines[line, index] = page."""
         if grants.shape[1]:
             lines, at, granted = self._device.upload(grants.astype(np.int64))
             self.table.lines[lines, at] = granted.int()
 
     def slots(self, rows: Tensor, indices: Tensor, offsets: Tensor) -> Tensor:
-        """The slots of tokens, where their keys and values go: at ``offsets`` of the pages that
-        their rows have at ``indices``.
+        """The slots for the keys and values of tokens: at ``offsets`` in the pages that their rows
+        have at ``indices``.
 
         Arguments are int32 or int64 [num_tokens]; the result has the type of the offsets.
         """
         return torch.add(offsets, self.table.pages[rows, indices], alpha=self.page_size)
 
     def window_slots(self, rows: Tensor, indices: Tensor, offsets: Tensor) -> Tensor | None:
-        """The same slots in window pages, if there are any."""
+        """The same in window pages, if there are any."""
         table = self.table.window_pages
         if table is None:
             return None
@@ -147,8 +148,8 @@ def bias_of(admission: Admission, vocab_size: int) -> tuple[HostArray, FloatArra
 
 
 def _held_back(params: SamplingParams, vocab_size: int) -> HostArray:
-    """The stop tokens, int64[n], that cannot be sampled before there are ``min_tokens``. None with
-    a grammar: then masks hold them back, as long as they leave another token."""
+    """The stop tokens, int64[n], that must not be sampled before there are ``min_tokens``. Empty
+    with a grammar: then masks hold them back, unless they would leave no other token."""
     holds_back = params.min_tokens > 0 and params.grammar is None
     stops, known = params.stop_token_ids if holds_back else (), range(vocab_size)
     return np.unique(np.array([token for token in stops if token in known], np.int64))
@@ -157,8 +158,8 @@ def _held_back(params: SamplingParams, vocab_size: int) -> HostArray:
 def _numbers(
     admission: Admission, vocab_size: int, *, marked: bool, biased: bool
 ) -> tuple[float, ...]:
-    """The line of ``SamplingTable.numbers``. float32 holds whole numbers up to 2^24, and no
-    vocabulary or sequence has more."""
+    """The line of ``SamplingTable.numbers``. float32 is exact for whole numbers up to 2^24, which
+    no vocabulary or sequence exceeds."""
     params = admission.sampling
     values = {
         "temperature": 0.0 if params.is_greedy else params.temperature,

@@ -1,9 +1,9 @@
 """From the logits of a step's rows to their tokens, on every device.
 
-In this order: adjust the logits and choose a token (``kernels.sampling``), by parameters in the row
-table; broadcast rank 0's tokens; keep them in the row table for the next step. All of this may be
-captured in a CUDA graph. Log-probabilities are computed after it, for the rows that ask for them,
-from the logits that the step leaves; only the reader of the tokens waits for them.
+In this order: adjust the logits and choose a token (``kernels.sampling``), with the parameters in
+the row table; broadcast rank 0's tokens; keep them in the row table for the next step. All of this
+may be captured in a CUDA graph. Afterwards log-probabilities are computed for the rows that ask for
+them, from the logits that the step leaves; only the reader of the tokens waits for them.
 
 Must not know pages, attention or models.
 """
@@ -65,7 +65,7 @@ class Sampler:
         self._num_logprobs = np.full(num_rows, -1, np.int64)  # -1 for none
 
     def admit(self, admissions: Sequence[Admission]) -> None:
-        """Note which requests ask for log-probabilities; all else is in the row table."""
+        """Note which requests ask for log-probabilities; everything else is in the row table."""
         for admission in admissions:
             asked = admission.sampling.num_logprobs
             self._num_logprobs[admission.row] = -1 if asked is None else asked
@@ -73,12 +73,12 @@ class Sampler:
     def staged_masks(self, num_rows: int) -> IntArray:
         """Memory for the masks of a step, int32 [num_rows, num_words].
 
-        It may be written once the step before, which had masks there, is done.
+        It may be written once the previous step with masks, which reads them there, is done.
         """
         return self._staged_masks[:num_rows]
 
     def mask(self, rows: IntArray) -> None:
-        """Let ``rows``, int32 [n], have only the tokens of their staged masks next."""
+        """Allow ``rows``, int32 [n], only the tokens of their staged masks next."""
         if len(rows):
             lines = self._device.upload(rows.astype(np.int64))
             masks = self._device.upload(self.staged_masks(len(rows)))

@@ -1,8 +1,7 @@
-"""The stages of a step: the row table, the layers, the head, and what reads their outputs.
+"""The stages of a step: the row table, the layers, the head, sampling, scoring and embedding.
 
-Each is made once, before any step. What outlives a step is on the device, by row (``rows``), so a
-step is queued without knowing what the one before it sampled. For use in the device's queue only,
-where everything runs in order. Must not know plans, pages or graphs.
+Each is made once, before the first step. Used only within work that is submitted to the device,
+which runs in order. Must not know plans, pages or graphs.
 """
 
 from __future__ import annotations
@@ -42,10 +41,11 @@ step's."""
 class ExecutorLimits:
     """The sizes that an executor is made for.
 
-    To capture, ascending, empty for no graphs: ``graph_sizes``, batch sizes of decode steps;
-    ``chunk_graph_sizes``, numbers of tokens of steps with prompt chunks. ``scored_at_once`` bounds
-    the positions of prompts whose logits are computed at once. With ``takes_masks`` decode steps
-    with masked rows are captured, too. With a ``section`` no chunk goes on beyond a multiple of it.
+    Sizes of the graphs, ascending, empty for none: ``graph_sizes``, the batch sizes of decode
+    steps; ``chunk_graph_sizes``, the numbers of tokens of steps with prompt chunks.
+    ``scored_at_once`` bounds the number of prompt positions whose logits are computed at once. With
+    ``takes_masks``, decode steps with masked rows are captured, too. With a ``section`` no chunk
+    crosses a multiple of it.
     """
 
     max_rows: int
@@ -120,8 +120,8 @@ class Stages:
         grouped: bool,
         adapted: AdaptedTokens | None = None,
     ) -> StepLogits:
-        """The logits of a decode step of the first ``batch_size`` rows of ``inputs``, to be
-        captured."""
+        """The logits of a decode step, to be captured, of the first ``batch_size`` rows of
+        ``inputs``."""
         step = begin_decode(self.rows.table, inputs, batch_size, self.rows.page_size)
         # [batch_size, hidden_size]
         hidden = self.forward.over_decodes(step, grouped=grouped, adapted=adapted)
@@ -142,7 +142,7 @@ class Stages:
         return StepLogits(logits, rows, positions)
 
     def sample(self, due: StepLogits) -> StepOutput:
-        """The tokens of a step, of which there may be none."""
+        """Sample the tokens of a step; there may be none."""
         if not len(due.rows):
             return StepOutput(due.rows, due.logits)
         with self.mark("sampling"):

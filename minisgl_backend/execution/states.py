@@ -1,7 +1,7 @@
-"""The recurrent states of rows and of snapshots, for models whose layers keep any.
+"""The recurrent states of rows and snapshots, for models with recurrent layers.
 
-Knows slots by number only: which row has which request, and which prefix a snapshot belongs to, the
-planner knows. One layer's states lie together (``LayerStates``), in the slots
+Knows slots only by number; the planner knows which request a row has, and to which prefix a
+snapshot belongs. The states of one layer are contiguous (``LayerStates``), in the slots
 
     [0, num_rows)                 rows
     [num_rows]                    the dummy row, whose states no request reads
@@ -42,7 +42,7 @@ class StateStorage:
         dtype: torch.dtype,
         device: torch.device,
     ):
-        """``shape`` is that of this rank; ``dtype``, of activations, is that of convolutions."""
+        """``shape`` is that of this rank; ``dtype``, of activations, is used for convolutions."""
         self.num_snapshots = num_snapshots
         self._first_snapshot = num_rows + 1
         num_slots = num_rows + 1 + num_snapshots
@@ -58,11 +58,11 @@ class StateStorage:
         ]
 
     def keep(self, rows: IntArray, snapshots: IntArray) -> None:
-        """Copy the states that rows have now to snapshots; int32[num_kept] both."""
+        """Copy the present states of rows to snapshots; both int32[num_kept]."""
         self._copy(rows, snapshots + self._first_snapshot)
 
     def restore(self, batch: FlatBatch) -> None:
-        """Copy the states of snapshots to the rows whose chunks begin with these."""
+        """Copy snapshots to the rows whose chunks begin from them."""
         begun_from = batch.snapshots.begun_from
         resumes = begun_from != NO_SNAPSHOT
         self._copy(begun_from[resumes] + self._first_snapshot, batch.chunk_rows[resumes])
@@ -84,7 +84,7 @@ class StateStorage:
         return runs
 
     def _copy(self, sources: IntArray, targets: IntArray) -> None:
-        """One copy for all layers of a slot: few launches, and no memory beside the slots."""
+        """Copy slot by slot, all layers at once: few launches, and no extra memory."""
         for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
             for states in (self._conv, self._matrices):
                 states[:, target].copy_(states[:, source])
@@ -96,8 +96,8 @@ class CapturedRuns:
     def __init__(
         self, states: StateStorage, device: Device, room: Callable[[int], int], most_tokens: int
     ):
-        """``room``: how many chunks a step of some number of tokens may have; ``most_tokens``: of
-        the largest step."""
+        """``room`` gives the number of chunks that a step of a number of tokens may have;
+        ``most_tokens`` is the size of the largest step."""
         self._states = states
         self._device = device
         self._room = room
@@ -105,13 +105,13 @@ class CapturedRuns:
         self._buffer = torch.empty((lines, 4), dtype=torch.int32, device=device.torch_device)
 
     def view(self, size: int) -> Runs:
-        """Those of a step of ``size`` tokens."""
+        """The chunks of a step of ``size`` tokens."""
         num_lines = self._room(size)
         return Runs.over(self._buffer[: self._most_blocks(size) + num_lines], num_lines)
 
     def fits(self, batch: FlatBatch, size: int) -> bool:
-        """Whether a step of ``size`` tokens holds the blocks of ``batch``; that it holds the chunks
-        is taken for granted."""
+        """Whether a step of ``size`` tokens has room for the blocks of ``batch``. It must have room
+        for the chunks."""
         return num_blocks(self._states.runs_of(batch)) <= self._most_blocks(size)
 
     def write(self, batch: FlatBatch, size: int) -> None:
@@ -122,12 +122,12 @@ class CapturedRuns:
         self._device.overwrite(self._buffer[: len(table)], table)
 
     def _most_blocks(self, size: int) -> int:
-        """Enough if each chunk ends in one that is not full, or has a snapshot in its midst."""
+        """Enough even if each chunk has a block that is not full, at its end or at a snapshot."""
         return -(-size // BLOCK) + self._room(size)
 
 
 def bytes_per_slot(shape: DeltaSpec, dtype: torch.dtype) -> int:
-    """How many bytes the states of one row or snapshot take in all layers, on one rank."""
+    """Number of bytes of the states of one row or snapshot in all layers, on one rank."""
     conv = shape.num_channels * (shape.conv_width - 1) * dtype.itemsize
     matrices = shape.num_heads * shape.key_dim * shape.value_dim * torch.float32.itemsize
     return len(shape.layers) * (conv + matrices)

@@ -1,8 +1,8 @@
-"""What is captured of a model's steps: decode steps whole, of other steps the layers.
+"""The CUDA graphs of a model's steps: decode steps are captured whole, of others only the layers.
 
-There are two sets of graphs. Which tokens have which adapter is data, written before a replay, so
-one set serves all steps with adapters; the other computes none. Knows what a graph reads besides
-the inputs that ``decode_graphs`` and ``chunk_graphs`` write. Must not know plans.
+There are two sets of graphs: for steps without adapters, and for steps with any. Which token uses
+which adapter is data that is written before a replay. Knows what a graph reads besides the inputs
+that ``decode_graphs`` and ``chunk_graphs`` write. Must not know plans.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from minisgl_backend.progress import Progress
 
 @dataclass(frozen=True, slots=True)
 class StepGraphs:
-    """Those of steps without adapters, or of steps with any; None for what is not captured."""
+    """One set of graphs, without or with adapters; None for steps that are not captured."""
 
     decode: DecodeGraphs | None = None
     chunk: ChunkGraphs | None = None
 
     def __bool__(self) -> bool:
-        """Whether there are any."""
+        """Whether any steps are captured."""
         return self.decode is not None or self.chunk is not None
 
     def close(self) -> None:
@@ -45,7 +45,7 @@ class StepGraphs:
 
 
 def capture_steps(stages: Stages, progress: Progress, *, adapted: bool = False) -> StepGraphs:
-    """Capture what the limits say; ``adapted``: of steps with adapters."""
+    """Capture steps of the sizes in ``limits``; if ``adapted``, steps with adapters."""
     limits = stages.limits
     decode = chunk = None
     if limits.graph_sizes:
@@ -58,9 +58,10 @@ def capture_steps(stages: Stages, progress: Progress, *, adapted: bool = False) 
 
 
 def taker_of_groups(attention: PagedAttention) -> Callable[[Groups], bool] | None:
-    """What steps without adapters give their groups to; None if attention has no use for them.
+    """The function that takes the groups of steps without adapters; None if attention cannot use
+    groups.
 
-    Steps with adapters are not captured a third and a fourth time for groups.
+    Steps with adapters have no groups: that would take two more sets of graphs.
     """
     decode = attention.decode
     if attention.reads_groups and isinstance(decode, GroupedDecode):

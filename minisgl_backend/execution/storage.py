@@ -1,6 +1,6 @@
-"""The tensors that hold keys and values, page by page, and how many pages there can be.
+"""The tensors that hold keys and values, page by page, and the number of pages that fit.
 
-Knows pages by number only, not who holds them. There is one page more than the planner knows of,
+Knows pages only by number, not who holds them. There is one page that the planner does not know,
 the *dummy page*: padding is stored there, and no request reads it.
 """
 
@@ -21,18 +21,18 @@ from minisgl_backend.errors import ConfigError
 
 _COPIED_AT_ONCE: Final = 256
 _MOST_SLOTS: Final = 2**31
-"""Kernels number the positions of all pages by int32."""
+"""Kernels index the positions of all pages with int32."""
 _CACHE_LINE: Final = 64
 
 
 class KVStorage:
     """Keys and values of all layers.
 
-    ``pages`` has a tensor for the layers of each of the shape's ``kinds``, [num_layers, 2,
+    ``pages`` has one tensor for each of the shape's ``kinds`` of layers, [num_layers, 2,
     num_pages + 1, page_size, num_kv_heads, head_dim]; the 2 are keys and values, and the last page
-    is the dummy page. Kinds with window pages have ``num_window_pages`` instead. All of it starts
-    as zero: attention may multiply positions that were never written by zero, so they must be
-    finite. ``layers`` has the pages of each layer.
+    is the dummy page. Kinds with window pages have ``num_window_pages`` instead. All start as zero:
+    attention may multiply positions that were never written by zero, so they must be finite.
+    ``layers`` has the pages of each layer.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class KVStorage:
         scales: Sequence[KVScale] | None = None,
         num_window_pages: int | None = None,
     ):
-        """``scales``, one for each layer, multiply what float8 pages hold; None: all are 1."""
+        """``scales``, one for each layer, multiply the contents of float8 pages; None for 1."""
         self.num_pages = num_pages
         self.page_size = page_size
         self.dummy_page = num_pages
@@ -68,20 +68,20 @@ class KVStorage:
         self.layers = [by_layer[layer] for layer in range(shape.num_layers)]
 
     def clear(self, pages: Tensor, *, window_pages: bool = False) -> None:
-        """Zero these pages, int64[n], in all layers that have them, or these window pages.
+        """Zero these pages, or window pages, int64[n], in all layers that have them.
 
-        Attention multiplies what lies beyond a sequence's end by zero; a NaN left there by another
-        sequence would survive that and spread.
+        Attention multiplies positions beyond a sequence's end by zero; a NaN that another sequence
+        has left there would survive that and spread.
         """
         for raw in self._raw(window_pages=window_pages):
             raw.index_fill_(2, pages, 0)
 
     def copy(self, sources: Tensor, targets: Tensor) -> None:
         """Copy keys and values from slot to slot, both int64[num_positions], in all layers. There
-        are no window pages.
+        must be no window pages.
 
-        No slot is a target twice, or both. Some positions go at a time, since those of all pages
-        would take as much memory again.
+        No slot is the target of two copies, or both a source and a target. A limited number of
+        positions is copied at a time, to limit the memory that this takes.
         """
         for raw in self._raw(window_pages=False):
             slots = raw.flatten(2, 3)  # [num_layers, 2, num_slots, num_kv_heads, head_dim]
@@ -90,8 +90,7 @@ class KVStorage:
                 slots.index_copy_(2, targets[part], slots.index_select(2, sources[part]))
 
     def _raw(self, *, window_pages: bool) -> Iterator[Tensor]:
-        """``pages`` of these kinds, as bytes if of float8, which can be neither filled nor
-        indexed."""
+        """``pages`` of these kinds; float8 as bytes, since it can be neither filled nor indexed."""
         for kind, pages in zip(self._kinds, self.pages, strict=True):
             if kind.window_pages == window_pages:
                 yield pages.view(torch.uint8) if pages.itemsize == 1 else pages
@@ -99,11 +98,11 @@ class KVStorage:
 
 def _zeros(dims: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     if device.type != "cpu":
-        # float8 has no fill of its own
+        # PyTorch cannot fill float8
         filled = torch.uint8 if dtype.itemsize == 1 else dtype
         return torch.zeros(dims, dtype=filled, device=device).view(dtype)
-    # NumPy's zeros take no memory until they are touched: the system maps them page by page. They
-    # need not begin at a cache line, and vectors that lie across two take longer to read.
+    # NumPy's zeros take no memory until they are touched, since the system maps them page by page.
+    # But they may not be aligned to cache lines, and vectors across two lines take longer to read.
     num_bytes = math.prod(dims) * dtype.itemsize
     raw = np.zeros(num_bytes + _CACHE_LINE, np.uint8)
     begin = -raw.ctypes.data % _CACHE_LINE
@@ -122,19 +121,19 @@ def _layer(pages: Tensor, scale: KVScale) -> PagedKV:
 def bytes_per_page(
     shape: AttentionShape, page_size: int, dtype: torch.dtype, *, window_pages: bool = False
 ) -> int:
-    """How many bytes one page, or one window page, takes in all layers together, on one rank."""
+    """Number of bytes of one page, or one window page, in all layers together, on one rank."""
     numbers = shape.numbers_per_position(window_pages=window_pages)
     return 2 * numbers * page_size * dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WindowRule:
-    """How many window pages there are beside other pages.
+    """How many window pages there are for a number of other pages.
 
-    Half as many, but not more than all running rows can hold at once beside the chunks of two
-    steps, and at least what a row alone needs. So requests much longer than the window find that
-    the other pages run out first, and with them memory; for shorter ones, window pages do. If
-    ``in_all_layers``, the other pages are numbers that take no memory: then rows are no bound.
+    Half as many, but no more than all running rows can hold at once beside the chunks of two steps,
+    and no fewer than a single row needs. So with requests much longer than the window the other
+    pages run out first; with shorter ones, window pages do. If ``in_all_layers``, the other pages
+    are mere numbers that take no memory, and the running rows are no limit.
     """
 
     window: int
@@ -163,12 +162,11 @@ def choose_num_pages(
     max_rows: int,
     windows: WindowRule | None = None,
 ) -> int:
-    """How many pages to make: as many as fit the budget beside the dummy page, with the window
-    pages that ``windows`` adds. A page takes ``page_bytes`` in the layers without those.
+    """Number of pages: as many as fit the budget beside the dummy page, with the window pages that
+    ``windows`` adds. A page takes ``page_bytes`` in the layers without window pages.
 
-    From ``free_bytes`` the ``reserved_bytes`` that rows take are subtracted; the budget is
-    ``memory_ratio`` of the rest, and at most ``cap_bytes``. Raises ``ConfigError``, with the
-    numbers, if not even one page fits.
+    The budget is ``memory_ratio`` of ``free_bytes`` less the ``reserved_bytes`` that rows take, and
+    at most ``cap_bytes``. Raises ``ConfigError``, with the numbers, if not even one page fits.
     """
     budget = int(max(free_bytes - reserved_bytes, 0) * memory_ratio)
     if cap_bytes is not None:
@@ -185,7 +183,7 @@ def choose_num_pages(
         most = budget // page_bytes
     else:
         assert windows is not None
-        most = 2 * budget // windows.page_bytes  # at least half as many window pages
+        most = 2 * budget // windows.page_bytes  # there are at least half as many window pages
     most = min(most, _MOST_SLOTS // page_size) - 1
     num_pages = bisect_right(range(1, most + 1), budget, key=num_bytes)
     if num_pages < 1:

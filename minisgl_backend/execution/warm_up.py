@@ -1,6 +1,6 @@
-"""Steps of dummy rows at the start: they compile kernels, and show whether the largest step fits.
+"""Dummy steps at the start, which compile kernels and check that the largest step fits in memory.
 
-Knows the stages of a step. Must not know graphs: ``layers`` may replay some.
+Knows the stages of a step. Must not know graphs, though ``layers`` may replay some.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class WarmUp:
     """Runs dummy steps. Raises ``ConfigError`` if the remaining memory cannot hold one."""
 
     def __init__(self, stages: Stages, layers: Callable[[FlatBatch, IntArray], Tensor]) -> None:
-        """``layers`` runs those of a step, given its prompt tokens; the residual stream after
-        them."""
+        """``layers`` takes a step and its prompt tokens, and returns the residual stream after the
+        last layer."""
         self._stages = stages
         self._layers = layers
         limits = self._limits = stages.limits
@@ -41,16 +41,15 @@ class WarmUp:
         self._longest_chunk = min(limits.max_prefill_tokens, longest)
 
     def all_kinds(self) -> None:
-        """Run steps of all kinds, the largest among them."""
+        """Run steps of all kinds, including the largest."""
         self.largest()
         for length in (min(self._longest_chunk, 64), 1):
             self._step([length], 0)
         self._step([], 1)
 
     def largest(self, *, grouped: bool = False) -> None:
-        """Run the largest step: it fills all rows, those without a chunk decode. If ``grouped``,
-        these share all pages that a row can have, so that reading them together pays if it ever
-        does."""
+        """Run the largest step, in which all rows without a chunk decode. If ``grouped``, these
+        share all pages that a row can have, so that reading them together is surely faster."""
         limits = self._limits
         num_whole, rest = divmod(limits.max_prefill_tokens, self._longest_chunk)
         chunks = [self._longest_chunk] * num_whole + [rest] * (rest > 0)
@@ -58,8 +57,8 @@ class WarmUp:
         self._step(chunks, limits.max_rows - len(chunks), grouped=grouped)
 
     def _step(self, chunks: list[int], num_decodes: int, *, grouped: bool = False) -> None:
-        """Run a step of chunks of these lengths and ``num_decodes`` decodes, with logprobs of all
-        its samples and of all its chunks."""
+        """Run a step with chunks of these lengths and ``num_decodes`` decoding rows, which computes
+        logprobs of all its samples and chunks."""
         stages = self._stages
         last = self._limits.max_sequence_length - 1 if grouped else 0
         plan = self._dummy_plan(chunks, num_decodes, last)
@@ -83,8 +82,8 @@ class WarmUp:
             ) from error
 
     def _dummy_plan(self, chunks: list[int], num_decodes: int, position: int) -> StepPlan:
-        """A plan with the dummy row in all places, so that only the dummy page is written. Decodes
-        are at ``position``."""
+        """A plan that uses the dummy row throughout, so that only the dummy page is written.
+        Decoding rows are at ``position``."""
         row = self._stages.rows.table.dummy_row
         return StepPlan(
             step=-1,

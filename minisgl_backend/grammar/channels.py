@@ -1,16 +1,16 @@
 """Answers in channels, as gpt-oss writes them (OpenAI's harmony format).
 
-A prompt ends with ``<|start|>assistant``. The answer to it is messages, of which the last ends it:
+A prompt ends with ``<|start|>assistant``. The answer is a series of messages:
 
     <|channel|>analysis<|message|>TEXT<|end|><|start|>assistant      thoughts
-    <|channel|>commentary<|message|>TEXT<|end|><|start|>assistant    what is said before a call
+    <|channel|>commentary<|message|>TEXT<|end|><|start|>assistant    text before a call
     <|channel|>final<|message|>TEXT
 
-In place of the final message there may be one to a tool, whose header names that, and whose text is
-its arguments. A request's form is that of the final message. But structures of a structural tag
-that all begin with such a header are messages themselves: one of them ends the answer, and the
-final message is free text, ``otherwise`` of the tag, or with ``at_least_one`` not there. Must not
-know what becomes of an answer's messages.
+The last message may also be a call: its header names the tool, and its text is the arguments. The
+form that a request asks for applies to the final message. But if all structures of a structural tag
+begin with the header of a message, they are messages themselves. Then the answer ends with one of
+them or with a final message. That is free text, or the tag's ``otherwise``; with ``at_least_one``
+and no ``otherwise`` there is no final message. Must not know what becomes of the messages.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _NEXT: Final = "<|end|><|start|>assistant"
 def around(form: str, special_tokens: Mapping[str, TokenId]) -> str:
     """An answer whose final message has this form, in llguidance's own language.
 
-    Raises ``Unsupported`` if a mark of the format is no token.
+    Raises ``Unsupported`` if a mark of the format is not a token.
     """
     inner: dict[str, Any] = {"lark_grammar": form}
     if form.lstrip().startswith("{"):
@@ -41,7 +41,7 @@ def around(form: str, special_tokens: Mapping[str, TokenId]) -> str:
 
 
 def are_messages(tag: StructuralTag) -> bool:
-    """Whether all structures of a tag are messages of their own."""
+    """Whether all structures of a tag are messages."""
     return all("<|message|>" in structure.begin for structure in tag.structures)
 
 
@@ -62,7 +62,7 @@ def lark_of_messages(tag: StructuralTag, special_tokens: Mapping[str, TokenId]) 
 
 
 def _rules(special_tokens: Mapping[str, TokenId]) -> Iterator[str]:
-    """Of what precedes the last message, and of the header of a final one."""
+    """The rules for what precedes the last message, and for the header of a final one."""
     for mark in _MARKS:
         if mark not in special_tokens:
             raise Unsupported(f"a form of an answer in channels needs {mark} to be a token")

@@ -1,20 +1,19 @@
-"""Compiles the grammars of requests, off the engine's loop, and keeps what it has made for others.
+"""Compiles the grammars of requests outside the engine's loop, and keeps them for later requests.
 
 Knows which grammars wait and who waits for them. Must not know answers (``matchers``).
 
-No grammar waits for those that take long. Each is tried out with a small budget first
-(``vetting.QUICK``); if that is not enough it goes on to the long lane, which has threads and
-processes of its own, and starts anew there. In each lane grammars are taken in the order in which
-they came, and a bounded number may wait; what finds no room is ``Overloaded``. So behind 60 that
-take long, on two idle cores, an everyday schema waits for a second, and behind the most that may
-wait for 4 s.
+Ordinary grammars do not wait for slow ones. Each grammar is first tried with a small budget
+(``vetting.QUICK``). If that is not enough, it starts again in the long lane, which has its own
+threads and processes. Each lane is first come, first served, and a bounded number of grammars may
+wait; when there is no room, a request is ``Overloaded``. So on two idle cores an everyday schema
+waits for a second behind 60 slow ones, and for 4 s behind the largest number that may wait.
 
-Copies of a matcher share the states that its lexer has reached, so masks of a grammar that many
-answers follow are cheap. But only one of the copies can be used at a time: if all rows of a step
-shared a lexer, their masks would be made one after another. So a grammar that compiles quickly is
-compiled anew for every ``_MOST_COPIES`` answers. The states are limited, too, and never given up.
-So a grammar of which an answer has reached its limits is not kept (``Compiler.drop``): the next
-request begins with none.
+Copies of a matcher share the states that its lexer has reached, which makes masks cheap if many
+answers follow the same grammar. But only one of the copies can be used at a time: if all rows of a
+step shared a lexer, their masks would be made one after another. So a grammar that compiles quickly
+is compiled again for every ``_MOST_COPIES`` answers. The number of states is limited, and states
+are never freed. So once an answer has reached the limits of a grammar, that grammar is not kept
+(``Compiler.drop``), and the next request starts without states.
 """
 
 from __future__ import annotations
@@ -46,18 +45,18 @@ from minisgl_backend.request import Grammar, GrammarKind, TokenId
 logger = logging.getLogger(__name__)
 
 _MOST_KEPT: Final = 256
-"""Compiled grammars that are kept to be copied, the last used ones: as many as may run at once. The
-states that answers add to one's lexer take 10 MB at most, and a tenth of a megabyte mostly."""
+"""Most compiled grammars that are kept for copying, the most recently used ones: as many as may run
+at once by default. The lexer states of a grammar take at most 10 MB, usually 0.1 MB."""
 _MOST_COPIES: Final = 16
-"""Answers that share a lexer."""
+"""Most answers that share a lexer."""
 _QUICK_S: Final = 0.01
-"""A grammar that takes longer to be compiled is copied without end."""
+"""A grammar that takes longer to compile is compiled only once, for any number of answers."""
 _MOST_KEPT_BYTES: Final = 2 * 2**20
-"""Of the sources of those that are kept. Compiled, a large one takes up to a hundred times that."""
+"""Most bytes of the sources of kept grammars. Compiled, a large one takes up to 100 times more."""
 MOST_WAITING: Final = 128 * NUM_WORKERS
-"""Grammars that may wait to be tried out."""
+"""Most grammars that may wait in the quick lane."""
 MOST_LONG: Final = 8 * NUM_WORKERS
-"""Grammars that may wait in the long lane, the last for 2 s."""
+"""Most grammars that may wait in the long lane, the last one for 2 s."""
 
 _Key: TypeAlias = tuple[GrammarKind, str, bool]
 
@@ -68,7 +67,7 @@ def _key(grammar: Grammar) -> _Key:
 
 
 def _size(key: _Key) -> int:
-    """Bytes of a grammar's source."""
+    """Number of bytes of a grammar's source."""
     return len(key[1].encode())
 
 
@@ -83,10 +82,10 @@ class _Job:
 
 
 class _Source:
-    """A compiled grammar, of which any thread may have copies."""
+    """A compiled grammar, which any thread may copy."""
 
     def __init__(self, tokenizer: LLTokenizer, vetted: str) -> None:
-        """``vetted`` is the grammar as ``vetting`` has found it to be good."""
+        """``vetted`` is the grammar in llguidance's form, as ``vetting`` has returned it."""
         self._tokenizer = tokenizer
         self._vetted = vetted
         self._lock = threading.Lock()
@@ -116,8 +115,8 @@ class _Lane:
         self._room = threading.Semaphore(most_waiting)
 
     def enter(self, work: Callable[[_Job, _Lane], None], job: _Job) -> bool:
-        """Have the work done on a thread; False if too many wait already. Raises ``RuntimeError``
-        after the end."""
+        """Do the work on a thread; False if too many wait already. Raises ``RuntimeError`` after
+        the threads have ended."""
         if not self._room.acquire(blocking=False):
             return False
         self.threads.submit(self._begin, work, job)
@@ -138,10 +137,10 @@ class Compiler:
         vocab_size: int,
         eos_token_ids: Sequence[TokenId],
     ) -> None:
-        """``load`` gives a tokenizer's definition and its special tokens (``TokenizerFacts``).
+        """``load`` returns a tokenizer's definition and its special tokens (``TokenizerFacts``).
 
-        It is called by ``prepare``, or by the first grammar, which therefore waits: for some
-        seconds if there are 150,000 tokens.
+        It is called by ``prepare``, or for the first grammar, which then waits: some seconds if
+        there are 150,000 tokens.
         """
         self._load = load
         self._vocab_size = vocab_size
@@ -162,16 +161,17 @@ class Compiler:
         self._prepared = self._quick.threads.submit(self._opened)
 
     def wait_until_prepared(self) -> None:
-        """Wait for what ``prepare`` has begun, if it has been called; whether it succeeds or not,
-        of which grammars will tell."""
+        """Wait until what ``prepare`` has begun is done, if it was called. If it fails, grammars
+        will report it."""
         if self._prepared is not None:
             wait([self._prepared])
 
     def ask(self, grammar: Grammar) -> Future[LLMatcher]:
-        """A matcher at the beginning of the grammar, or what is wrong with it: a ``MiniSGLError``.
+        """A matcher at the beginning of the grammar, or a ``MiniSGLError`` that says what is wrong.
 
-        Requests that ask for the same grammar have it compiled once. One that is kept waits for no
-        others. A grammar is not compiled if all that ask for it are cancelled before it is begun.
+        Requests that ask for the same grammar have it compiled once. A kept grammar does not wait
+        for others. If all futures for a grammar are cancelled before it is begun, it is not
+        compiled.
         """
         key = _key(grammar)
         asked: Future[LLMatcher] = Future()
@@ -192,13 +192,13 @@ class Compiler:
         return asked
 
     def drop(self, grammar: Grammar) -> None:
-        """Keep the grammar no more: one of its matchers has reached the limits that all share."""
+        """Stop keeping the grammar: one of its matchers has reached the limits that all share."""
         with self._lock:
             if self._kept.pop(key := _key(grammar), None) is not None:
                 self._kept_bytes -= _size(key)
 
     def close(self) -> None:
-        """End threads and processes; what waits is cancelled. Idempotent."""
+        """End threads and processes; waiting futures are cancelled. Idempotent."""
         pools = (self._quick.threads, self._long.threads, self._copier)
         for pool in pools:
             pool.shutdown(wait=False, cancel_futures=True)
@@ -206,7 +206,7 @@ class Compiler:
             self._is_closed = True
             tools, self._tools = self._tools, None
         if tools is not None:
-            with suppress(InvalidStateError):  # if it is being made: the thread will find it out
+            with suppress(InvalidStateError):  # else they are being made: their thread will notice
                 tools.set_exception(_shutting_down())
             if tools.exception() is None:
                 tools.result()[1].close()
@@ -248,7 +248,7 @@ class Compiler:
                 asked.set_exception(made)
 
     def _keep(self, key: _Key, made: _Source) -> None:
-        """Keep a grammar, and no more of the others than there is room for; with the lock held."""
+        """Keep a grammar, and drop the oldest ones beyond the limits; with the lock held."""
         self._kept[key] = made
         self._kept_bytes += _size(key)
         while len(self._kept) > _MOST_KEPT or self._kept_bytes > _MOST_KEPT_BYTES:
@@ -256,7 +256,7 @@ class Compiler:
             self._kept_bytes -= _size(gone)
 
     def _made(self, grammar: Grammar, budget: Budget) -> _Source:
-        """The compiled grammar. If the processes have ended, others try the grammar once more."""
+        """The compiled grammar. If the processes have ended, new ones try the grammar again."""
         tokenizer, vet = self._opened()
         try:
             vetted = vet(grammar, budget)
@@ -268,14 +268,14 @@ class Compiler:
         return _Source(tokenizer, vetted)
 
     def _opened(self) -> tuple[LLTokenizer, Vetting]:
-        """The tokenizer and the processes, which are made when they are first needed."""
+        """The tokenizer and the processes, which are created when they are first needed."""
         with self._lock:
             if self._is_closed:
                 raise _shutting_down()
             tools = self._tools
             if tools is None or (tools.done() and _is_lost(tools)):
                 tools = self._tools = Future()
-                # a daemon: the engine's end does not wait for it
+                # a daemon, so that the engine does not wait for it at its end
                 threading.Thread(target=self._open, args=(tools,), daemon=True).start()
         return tools.result()
 
@@ -309,7 +309,7 @@ def _copy(made: _Source, asked: Future[LLMatcher]) -> None:
 
 
 def _is_lost(tools: Future[tuple[LLTokenizer, Vetting]]) -> bool:
-    """Whether they could not be made, or have ended; then nothing of them is left."""
+    """Whether they could not be created or have ended. If so, they are closed."""
     if tools.exception() is not None:
         return True
     vetting = tools.result()[1]

@@ -1,10 +1,10 @@
-"""Follows the answers of requests through their grammars, and fills masks of the tokens that may
+"""Follows the answers of requests through their grammars, and writes masks of the tokens that may
 come next.
 
-How a grammar is compiled is known elsewhere (``compiler``). All else is called by the engine's
-loop, for all rows of a step at once, and runs without Python's lock on several threads: tokens
-while the loop waits, masks while it goes on. Must not know rows, devices or what a token means: a
-mask is a line of an array that the caller gives.
+``compiler`` compiles grammars. Everything here is called by the engine's loop, for all rows of a
+step at once, and runs without the GIL on several threads: the loop waits while tokens are taken,
+and goes on while masks are written. Must not know rows, devices or what a token means: a mask is a
+line of an array that the caller provides.
 """
 
 from __future__ import annotations
@@ -25,15 +25,14 @@ from minisgl_backend.grammar.sources import check_source, one_line
 from minisgl_backend.request import IntArray, SamplingParams, TokenId
 
 WORD: Final = 32
-"""Tokens of a word of a mask: token t may come next if bit t % 32 of word t // 32 is set."""
-
+"""Tokens per word of a mask: token t may come next if bit t % 32 of word t // 32 is set."""
 
 _NOT_ALLOWED: Final = "doesn't satisfy the grammar"
-"""In llguidance's error for a token that the mask forbids; its others are those of limits."""
+"""Part of llguidance's error for a token that the mask forbids; other errors are about limits."""
 
 
 class State(Enum):
-    """What a token made of an answer, if it did not just go on."""
+    """The state of an answer that cannot go on after its last token."""
 
     COMPLETE = auto()
     """Nothing may follow."""
@@ -44,11 +43,11 @@ class State(Enum):
 
 
 class Matcher:
-    """Where the answer of one request stands in its grammar.
+    """The state of one request's answer within its grammar.
 
-    Some tokens are held back while others may follow: stop tokens until there are ``min_tokens``,
-    and end tokens all the time with ``ignore_eos``. The grammar has the last word, so they are
-    allowed if it allows nothing else.
+    Some tokens are held back as long as others may follow: stop tokens until there are
+    ``min_tokens``, and with ``ignore_eos`` end tokens all the time. They are allowed if the grammar
+    allows nothing else.
     """
 
     __slots__ = ("_held_back", "_num_tokens", "grammar", "inner", "is_free", "may_open")
@@ -56,17 +55,17 @@ class Matcher:
     def __init__(
         self, inner: LLMatcher, sampling: SamplingParams, eos_token_ids: Sequence[TokenId]
     ) -> None:
-        """``inner`` stands at the beginning of the grammar."""
+        """``inner`` is at the beginning of the grammar."""
         assert sampling.grammar is not None
         self.inner = inner
         self.grammar = sampling.grammar
         self.is_free = False
-        """Whether the grammar has not begun: then any token may follow, but none that ends."""
+        """Whether the grammar has not begun. Then any token may follow, except end tokens."""
         self.may_open: TokenId | None = None
-        """The token that may begin a free section here, beside those of the grammar."""
+        """The token that may begin a free section here, instead of the grammar."""
         self._begin()
         self._held_back: list[tuple[int, TokenId]] = []
-        """Tokens, each with the length of the answer until which it is held back."""
+        """Tokens that are held back, each until the answer has that length."""
         if sampling.min_tokens:
             early = {*sampling.stop_token_ids, *eos_token_ids}
             self._held_back += [(sampling.min_tokens, token_id) for token_id in sorted(early)]
@@ -86,8 +85,8 @@ class Matcher:
         self.inner.consume_tokens([token for token in token_ids if self.take(token)])
 
     def take(self, token_id: TokenId) -> bool:
-        """Count a token of the answer; whether the grammar has to follow it, since it does not
-        belong to what stands before."""
+        """Count a token of the answer. Returns whether it is part of the grammar, not of the free
+        section before it."""
         self._num_tokens += 1
         if self.may_open is not None:
             self.is_free, self.may_open = token_id == self.may_open, None
@@ -99,14 +98,13 @@ class Matcher:
 
     @property
     def has_own_rules(self) -> bool:
-        """Whether the grammar is not all there is to follow: tokens may be held back, or stand
-        before it."""
+        """Whether there are rules besides the grammar: tokens may be held back, or precede it."""
         return bool(self._held_back) or self.grammar.begins_after is not None
 
     def adjust(self, mask: IntArray) -> None:
-        """Change ``mask``, int32[num_words], as the grammar has written it: set the bit of the
-        token that may begin a free section, and clear those of tokens that are held back now,
-        unless none would be left."""
+        """Apply these rules to ``mask``, int32[num_words], which the grammar has written: set the
+        bit of the token that may begin a free section, and clear the bits of tokens that are held
+        back, unless none would be left."""
         if (token_id := self.may_open) is not None:
             mask.view(np.uint32)[token_id // WORD] |= np.uint32(1 << token_id % WORD)
         held = [
@@ -126,8 +124,8 @@ class Matcher:
 class Batch:
     """The matchers of a step's rows, in order.
 
-    Their order mostly stays the same from step to step. So what a step needs is made once: for each
-    of hundreds it would take its time, while the device waits.
+    Usually they are the same from step to step, so the lists that a step needs are made once. With
+    hundreds of rows that would take time, while the device waits.
     """
 
     def __init__(self, matchers: Sequence[Matcher]) -> None:
@@ -139,13 +137,14 @@ class Batch:
         self._lines = [(inner, index) for index, inner in enumerate(self.inners)]
 
     def take(self, token_ids: Sequence[TokenId]) -> Sequence[int]:
-        """Count a token of each answer; the indices of those whose grammar has to follow it."""
+        """Count a token of each answer; returns the indices of the answers whose grammar must take
+        it."""
         before = {index for index, matcher in self.with_rules if not matcher.take(token_ids[index])}
         indices = range(len(self.inners))
         return [index for index in indices if index not in before] if before else indices
 
     def lines(self) -> tuple[list[int], list[tuple[LLMatcher, int]]]:
-        """The indices of those that are free, and the others with their indices."""
+        """The indices of the matchers that are free, and the others with their indices."""
         free = [index for index, matcher in self.with_rules if matcher.is_free]
         if not free:
             return free, self._lines
@@ -164,8 +163,8 @@ class Filling:
         self._compiler = compiler
 
     def result(self) -> dict[int, str]:
-        """Wait until all are written; returns the index of each matcher that has reached its
-        limits, and why."""
+        """Wait until all are written. Returns why matchers have reached their limits, by index, if
+        any have."""
         if self._work is not None:
             self._work.result()
         for index, matcher in self._batch.with_rules:
@@ -189,13 +188,13 @@ class Grammars:
         vocab_size: int,
         eos_token_ids: Sequence[TokenId],
     ) -> None:
-        """``load`` is called when the tokenizer is needed (``Compiler``)."""
+        """``load`` is called when the tokenizer is needed: see ``Compiler``."""
         self.num_words = -(-vocab_size // WORD)
         self._vocab_size = vocab_size
         self._eos_token_ids = tuple(eos_token_ids)
         self._compiler = Compiler(load, vocab_size=vocab_size, eos_token_ids=eos_token_ids)
         self._filler = ThreadPoolExecutor(1, "masks")
-        # [num_words]; ids beyond the vocabulary have bits, which are never read
+        # [num_words]; bits beyond the vocabulary are set, but never read
         self._free: IntArray = np.full(self.num_words, -1, np.int32)
         for token_id in eos_token_ids:
             self._free.view(np.uint32)[token_id // WORD] &= ~np.uint32(1 << token_id % WORD)
@@ -215,11 +214,11 @@ class Grammars:
     def compile(
         self, sampling: SamplingParams, done: Callable[[Matcher | MiniSGLError], None]
     ) -> Callable[[], bool] | None:
-        """Call ``done`` with a matcher for a request that is sampled so, or with what is wrong with
-        its grammar: on another thread, or at once.
+        """Call ``done`` with a matcher for a request with these parameters, or with the error of
+        its grammar: on another thread, or immediately.
 
-        The result takes back what has not begun, and tells whether it did: then ``done`` is not
-        called.
+        Returns a function that cancels this if it has not begun, and returns whether it has
+        cancelled: then ``done`` is not called.
         """
         grammar = sampling.grammar
         assert grammar is not None
@@ -245,7 +244,7 @@ class Grammars:
         return asked.cancel
 
     def advance(self, batch: Batch, token_ids: Sequence[TokenId]) -> dict[int, State]:
-        """Take one more token of each answer; the result has those that cannot go on, by index."""
+        """Take one more token of each answer; returns the answers that cannot go on, by index."""
         inners, indices = batch.inners, batch.take(token_ids)
         if not indices:
             return {}
@@ -259,8 +258,8 @@ class Grammars:
         return states
 
     def fill(self, batch: Batch, masks: IntArray) -> Filling:
-        """Begin to write to ``masks``, int32[num_matchers, num_words], a bit for each token: 1 if
-        it may come next. The matchers are not to be used until it is done."""
+        """Begin to write ``masks``, int32[num_matchers, num_words]: a bit for each token, 1 if it
+        may come next. The matchers must not be used until this is done."""
         free, followed = batch.lines()
         for index in free:
             masks[index] = self._free
@@ -281,7 +280,7 @@ class Grammars:
             compute()
 
         filling = Filling(batch, masks, self._filler.submit(work), self._compiler)
-        has_lock.wait()  # else this thread would keep Python's lock for milliseconds
+        has_lock.wait()  # else this thread would keep the GIL for milliseconds
         return filling
 
     def close(self) -> None:
@@ -292,7 +291,7 @@ class Grammars:
     def _check_tokens(self, *token_ids: TokenId | None) -> None:
         for token_id in token_ids:
             if token_id is not None and not 0 <= token_id < self._vocab_size:
-                raise InvalidRequest(f"a grammar cannot begin after {token_id}, which is no token")
+                raise InvalidRequest(f"a grammar cannot begin after {token_id}: it is not a token")
 
 
 def _state_of(stopped: LLMatcher) -> State:

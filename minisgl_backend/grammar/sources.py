@@ -28,6 +28,7 @@ from llguidance import LLMatcher, grammar_from
 
 from minisgl_backend.errors import InvalidRequest
 from minisgl_backend.grammar import channels, structural_tags
+from minisgl_backend.grammar.schemas import NAMES, says_nothing
 from minisgl_backend.grammar.structural_tags import quoted, spaced
 from minisgl_backend.request import Grammar, GrammarKind, TokenId
 
@@ -39,8 +40,6 @@ _MOST_CHARACTERS: Final = 230
 _MOST_PLACES: Final = 5
 _MOST_OF_PLACES: Final = 100
 _LARK_AROUND: Final = re.compile(r"^at \d+\(\d+\): |\n\s*\d+ \|.*", re.DOTALL)
-_NAMES: Final = ("properties", "patternProperties", "$defs", "definitions")
-"""Keywords whose objects have names in place of keywords."""
 _SCHEMAS: Final = ("items", "schema", "json_schema")
 _LISTS: Final = ("allOf", "anyOf", "oneOf", "prefixItems")
 """Keywords whose values are a schema, or lists of them; two are those of structural tags."""
@@ -140,7 +139,8 @@ def complaint(error: str, grammar: Grammar) -> str:
     if named := _UNKNOWN_KEYS.match(line):
         unknown = json.loads(named[1])
         places = [place for place, key, _ in keywords if key in unknown]
-        return f"{' and '.join(unknown)} is not supported, at {_shown(places)}"
+        verb = "is" if len(unknown) == 1 else "are"
+        return f"{' and '.join(unknown)} {verb} not supported, at {_shown(places)}"
     for pattern, keys in _COMPLAINTS.items():
         if named := pattern.match(line):
             value = named[1] if named.groups() else None
@@ -156,7 +156,7 @@ def complaint(error: str, grammar: Grammar) -> str:
 def _false_schemas(schema: Any) -> Iterator[str]:
     """The places of the schemas that no value follows, but for those that only forbid more."""
     for place, key, value in _keywords(schema):
-        if key in _NAMES and isinstance(value, dict):
+        if key in NAMES and isinstance(value, dict):
             yield from (f"{place}/{_escaped(name)}" for name, one in value.items() if one is False)
         elif key in _SCHEMAS and value is False:
             yield place
@@ -174,10 +174,10 @@ def _keywords(schema: Any) -> Iterator[tuple[str, str, Any]]:
         elif isinstance(value, dict):
             for key, inner in value.items():
                 at = f"{place}/{_escaped(key)}"
-                if has_keywords:
+                if has_keywords and not says_nothing(key, value):
                     yield at, key, inner
                 if not (has_keywords and key in _DATA):
-                    waiting.append((at, inner, not has_keywords or key not in _NAMES))
+                    waiting.append((at, inner, not has_keywords or key not in NAMES))
 
 
 def _shown(places: list[str]) -> str:

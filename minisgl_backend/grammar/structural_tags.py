@@ -1,20 +1,20 @@
-"""Structural tags: texts that hold structures, each a beginning, a value of a JSON schema, an end.
+"""Structural tags: texts with structures, each a beginning, a value of a JSON schema and an end.
 
     {"structures": [{"begin": "<call=f>", "schema": {...}, "end": "</call>"}, ...],
      "triggers": ["<call="], "at_least_one": false, "stop_after_first": false}
 
-Text is free, but a trigger must go on as one of the structures that begin with it. With
-``stop_after_first`` the answer ends with its first structure. With ``at_least_one`` there is no
-free text: the answer is one structure or more, with the text ``separator`` (none by default)
-between each two. If there is ``otherwise``, a JSON schema, the answer may be a value of it instead.
-Keywords of a schema that cannot be enforced are errors; a structure with ``"lenient": true`` leaves
-them out.
+Text is free, but a trigger must continue as one of the structures that begin with it. With
+``stop_after_first`` the answer ends after its first structure. With ``at_least_one`` there is no
+free text: the answer is one or more structures, with the text ``separator`` (empty by default)
+between them. If ``otherwise``, a JSON schema, is given, the answer may be a value of it instead.
+Keywords of a schema that cannot be enforced are errors; a structure with ``"lenient": true``
+ignores them.
 
-Read as the same is the newer form of XGrammar, which vLLM and SGLang take, as far as its contents
-are JSON schemas: ``{"type": "structural_tag", "format": {"type": "triggered_tags" or
-"tags_with_separator", "tags": [{"begin", "content": {"type": "json_schema", "json_schema"},
-"end"}], ...}}``. Tags with a separator have no triggers and no free text. Must not know how a model
-writes calls of tools, or which ids tokens have.
+XGrammar's newer form, which vLLM and SGLang accept, is supported if its contents are JSON schemas:
+``{"type": "structural_tag", "format": {"type": "triggered_tags" or "tags_with_separator", "tags":
+[{"begin", "content": {"type": "json_schema", "json_schema"}, "end"}], ...}}``. Tags with a
+separator have no triggers and no free text. Must not know how a model writes tool calls, or which
+ids tokens have.
 """
 
 from __future__ import annotations
@@ -25,17 +25,18 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from minisgl_backend.errors import InvalidRequest, Unsupported
+from minisgl_backend.grammar import schemas
 from minisgl_backend.request import TokenId
 
 TEXT: Final = r"TEXT: /(.|\n)*/"
 _WHITESPACE: Final = r"[ ]?|\n[ ]{0,40}"
-"""Between the tokens of JSON: as on one line, or on lines that are indented. Without a bound, small
-models write white space until ``max_tokens``."""
+"""White space between the tokens of JSON: on one line, or on indented lines. Without a limit, small
+models generate white space until ``max_tokens``."""
 
 
 def read(given: Any) -> StructuralTag:
-    """The structural tag as parsed from JSON. Raises ``InvalidRequest`` with the place of what is
-    wrong, and ``Unsupported``."""
+    """The structural tag of a parsed JSON value. Raises ``InvalidRequest`` with the place of the
+    mistake, and ``Unsupported``."""
     _check(isinstance(given, dict), "a structural tag", "an object")
     _check(given.get("type", "structural_tag") == "structural_tag", "type", "structural_tag")
     return _of_format(given) if "format" in given else _of_structures(given)
@@ -48,13 +49,13 @@ def quoted(text: str) -> str:
 
 _SPACES: Final = ("whitespace_pattern", "whitespace_flexible")
 _GUIDANCE: Final = (*_SPACES, "item_separator", "key_separator")
-"""What a schema may say in ``x-guidance``. llguidance's other fields there make it enforce less
+"""Allowed fields of ``x-guidance`` in a schema. llguidance's other ones would make it enforce less
 than the schema says."""
 
 
 def spaced(schema: dict[str, Any] | bool, *, is_lenient: bool = False) -> str:
-    """A schema as llguidance reads it, with bounded white space if it says nothing of that. The
-    schema true is written as the empty object, which means the same.
+    """A schema as llguidance reads it, with limited white space by default. The schema true is
+    written as the empty object, which means the same.
 
     Raises ``InvalidRequest`` and ``Unsupported``.
     """
@@ -70,7 +71,7 @@ def spaced(schema: dict[str, Any] | bool, *, is_lenient: bool = False) -> str:
         guidance = {**guidance, "whitespace_pattern": _WHITESPACE}
     if is_lenient:
         guidance = {**guidance, "lenient": True}
-    return json.dumps({**schema, "x-guidance": guidance})
+    return json.dumps({**schemas.plain(schema), "x-guidance": guidance})
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +84,7 @@ class Structure:
     is_lenient: bool
 
     def after(self, beginning: str, special_tokens: Mapping[str, TokenId]) -> str:
-        """What is left after the beginning of its ``begin``, in Lark."""
+        """The structure without ``beginning``, a prefix of its ``begin``, in Lark."""
         rest = spelled(self.begin.removeprefix(beginning), special_tokens)
         end = spelled(self.end, special_tokens)
         schema = spaced(self.schema, is_lenient=self.is_lenient)
@@ -92,7 +93,7 @@ class Structure:
 
 @dataclass(frozen=True, slots=True)
 class StructuralTag:
-    """Structures, and where they may stand: without ``triggers`` there is no free text."""
+    """Structures, and where they may occur. Without ``triggers`` there is no free text."""
 
     structures: list[Structure]
     triggers: list[str]
@@ -119,7 +120,7 @@ class StructuralTag:
             yield f"start: {all_of_them}" if self.at_least_one else f"start: ({all_of_them})?"
 
     def _rules_of_text(self, special_tokens: Mapping[str, TokenId]) -> Iterator[str]:
-        """A trigger ends the text before it lazily: as soon as it is there."""
+        """The text before a trigger is lazy: it ends at the first trigger."""
         yield TEXT
         names = []
         for index, trigger in enumerate(self.triggers):
@@ -210,7 +211,7 @@ def _structure(item: Any, place: str) -> Structure:
 
 
 def _tag_of_format(item: Any, place: str) -> Structure:
-    """The same in the newer form."""
+    """``_structure`` in the newer form."""
     _check(isinstance(item, dict), place, "an object")
     content = item.get("content")
     _check(isinstance(content, dict), f"{place}.content", "an object")
@@ -238,7 +239,7 @@ def any_of(bodies: Iterable[str]) -> str:
 
 
 def spelled(text: str, special_tokens: Mapping[str, TokenId]) -> str:
-    """A text in Lark; special tokens in it by their ids, since they have no text."""
+    """A text in Lark, in which special tokens are given by their ids, since they have no text."""
     parts: list[str] = []
     while text:
         found = min(

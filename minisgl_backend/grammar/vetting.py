@@ -1,20 +1,19 @@
-"""Grammars are tried out in processes of their own before the engine takes them.
+"""Tries out grammars in separate processes before the engine compiles them.
 
-llguidance bounds most of its work, but not all: ten thousand rules that name each other overflow
-its stack, and a schema of a few kilobytes can take it seconds. Here such a grammar ends or outruns
-a process that does nothing else, and only its request fails. What passed is compiled again by the
-engine, which then does the same work once more and nothing else.
+llguidance bounds most of its work, but not all: ten thousand rules that refer to each other
+overflow its stack, and a schema of a few kilobytes can take it seconds. Here such a grammar crashes
+or stalls a process that does nothing else, and only its request fails. A grammar that passes is
+compiled again by the engine, which then does the same work and no more.
 
 A keeper, ``python -m minisgl_backend.grammar.vetting SOCKET ...``, reads the tokenizer as a line of
-JSON, then forks a worker for each socket, and another one for each that dies. So what a grammar
-took is given back with its worker, and the next one waits for a fork alone. A worker gets a grammar
-and a ``Budget`` in a line of JSON and answers with a line. If a grammar takes more than its budget,
-an alarm ends the worker, and the keeper answers for it. All of them end with the engine, whose end
-closes the sockets.
+JSON, then forks a worker for each socket, and a new one for each that dies. So the memory of a
+grammar is freed with its worker, and the next grammar waits only for a fork. A worker gets a
+grammar and a ``Budget`` in a line of JSON, and answers with a line. If a grammar exceeds its
+budget, an alarm ends the worker, and the keeper answers instead. All of them end with the engine,
+whose end closes the sockets.
 
-Each budget has workers of its own: a grammar with the large one never keeps one with the small one
-waiting, and its worker runs with a lower priority. Must not know which request a grammar belongs
-to.
+Each budget has its own workers: grammars with the large budget never delay those with the small
+one, and their workers run with a lower priority. Must not know which request a grammar belongs to.
 """
 
 from __future__ import annotations
@@ -41,22 +40,22 @@ from minisgl_backend.grammar.sources import TOO_DEEP, complaint, one_line, to_ll
 from minisgl_backend.request import Grammar, GrammarKind, TokenId
 
 _PATIENCE_S: Final = 60.0
-"""After which the keeper, which may still read the tokenizer, is taken for dead."""
+"""Time after which the keeper, which may first have to read the tokenizer, is considered dead."""
 _MOST_BYTES: Final = 2**30
-"""Of memory that a worker may map beyond what the keeper has."""
+"""Memory that a worker may map beyond that of the keeper."""
 _STACK_BYTES: Final = 2**20
-"""Of a worker; the engine's threads have 2 MiB and more for the same work."""
+"""Stack of a worker; the engine's threads have at least 2 MiB for the same work."""
 _TEXT: Final = r'[^"\\\x00-\x1F\x7F]'
 _SLICES: Final = (
     r"[\x20\x0A\x0D\x09]+",
     *(f"{_TEXT}{{1,{most}}}" for most in (2, 4, 6, 8, 10, 30)),
     f"{_TEXT}+",
 )
-"""Parts of the vocabulary that are allowed or forbidden as a whole in most states of a grammar.
-Those of short texts are for strings that have room for a few more characters: one such mask takes
-half the time that it takes with llguidance's own slices."""
+"""Parts of the vocabulary that most states of a grammar allow or forbid as a whole. The slices of
+short texts are for strings that have room for only a few more characters: with them such a mask
+takes half the time that it takes with llguidance's own slices."""
 NUM_WORKERS: Final = min(8, os.cpu_count() or 1)
-"""Grammars of one budget that are tried out at once."""
+"""Number of grammars of one budget that are tried out at once."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,17 +1,17 @@
 """Kernels: each a function over tensors, beside a twin in plain torch that says what it computes.
 
 Most are in Triton (``triton_kernels``); a function takes this path if its input is on a GPU and
-Triton can be imported. Else it takes its twin, as on a CPU: a twin ends in ``_reference``, gives
-the same values within rounding, runs anywhere and is the oracle of the tests. Only sampling has a
-third implementation, for CPUs alone (``sampling_cpu``). ``cuda`` has kernels in CUDA C++ whose
-register layout is chosen by hand; they are classes, since they are compiled for one shape and keep
-a workspace.
+Triton can be imported, otherwise its twin, for example on a CPU. The name of a twin ends in
+``_reference``; it gives the same values within rounding, runs anywhere and is the oracle of the
+tests. Only sampling has a third implementation, for CPUs alone (``sampling_cpu``). ``cuda`` has
+kernels in CUDA C++ whose register layout is chosen by hand; they are classes, since they are
+compiled for one shape and keep a workspace.
 
 Twins compute in float32, or in float64 if their input is float64, and round once; they convert no
 weights.
 
-Imports go one way: ``cuda``, functions, ``triton_kernels``, then what all know (tables, workspaces,
-the rule of sampling, noise).
+Imports go one way: ``cuda``, functions, ``triton_kernels``, then what all of them use (tables,
+workspaces, the rule of sampling, noise).
 
 Must not know layers, models, requests or plans. Invariants: nothing on the Triton path waits for
 the device, reads a value back or allocates by value, so it may be captured in a CUDA graph; tensors
@@ -21,8 +21,7 @@ With ``pdl=True`` a kernel may start before its predecessor on the stream has fi
 for it itself (programmatic dependent launch). All kernels wait, so each sees all earlier writes.
 Before its wait a kernel may read weights; decode attention of ``kernels.cuda`` also reads its runs,
 the page table and the pages, except each row's newest position. So the launch right before it must
-write none of these, and must let it start only when all earlier launches have ended. Likewise the
-second GEMM of experts reads which rows are whose before its wait, and their sum the residual
-stream, the weights of choices and what opens the gate of a shared expert, all of them written
-before the launch right before.
+write none of these, and must let it start only when all earlier launches have ended. The same holds
+for experts: before its wait, their second GEMM reads which rows each expert has, and the sum over
+experts reads the residual stream, the weights of choices and the gate of a shared expert.
 """

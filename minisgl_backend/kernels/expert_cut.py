@@ -3,7 +3,8 @@ which weights they can take.
 
 Pure arithmetic, without a GPU. The cuts were the fastest of those that ``tools/gpu/sweep_experts``
 tried, with the weights of Qwen3-30B-A3B: of ``experts.cu`` on an H200, at 1 to 4,096 tokens; of
-``experts_many.cu`` on an H100, at 600 to 8,192.
+``experts_many.cu`` on an H100, at 600 to 8,192. That of 4 bits for the fewest rows is of an H100,
+with the weights of gpt-oss-20b.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class ExpertCut:
         return self.stages * (stage + scales + 16) + 8 * 48 * (self.features // 16)
 
 
-_CUTS: Final = {
+_CUTS: Final[dict[int, dict[float | None, ExpertCut]]] = {
     16: {
         8: ExpertCut(128, 16, 6, 2, 2),
         16: ExpertCut(128, 32, 5, 2, 2),
@@ -70,6 +71,7 @@ _CUTS: Final = {
         None: ExpertCut(128, 64, 6),
     },
     4: {
+        0.5: ExpertCut(64, 8, 8, 2, 2, by_warp=True),
         4: ExpertCut(128, 8, 5, 2, 2, by_warp=True),
         8: ExpertCut(128, 16, 4, 2, 2),
         16: ExpertCut(128, 32, 3, 2, 2),

@@ -6,9 +6,9 @@ log space) and rate beta changes it, and reads it, by the gated delta rule (arXi
     S = exp(g) S;  S = S + k (beta (v - k^T S))^T;  o = S^T q
 
 Several tokens of one sequence are computed in blocks: within a block the corrections solve a
-triangular system (the UT transform, arXiv 2406.06484), so that all else is GEMMs; blocks follow
-each other by the state alone. Before the rule, a causal convolution over the last few tokens runs
-through queries, keys and values; its own state is the inputs of those tokens.
+triangular system (the UT transform, arXiv 2406.06484), so that all else is GEMMs; only the state
+goes from one block to the next. Before the rule, queries, keys and values go through a causal
+convolution over the last few tokens; its own state is the inputs of those tokens.
 
 Knows tensors and slots of states only. States and sums are float32, whatever the inputs are; the
 kernels' GEMMs over blocks take operands of the inputs' dtype.
@@ -137,7 +137,7 @@ class LayerStates:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DeltaWeights:
-    """What a layer has beside the projections of tokens.
+    """The weights of a layer other than its projections.
 
     ``conv`` [num_channels, width] of the convolution; its last column is the token's own.
     [num_heads]: ``log_rates``, of the decay, and ``biases``; ``norm`` [value_dim] is the weight of

@@ -1,8 +1,8 @@
 """How likely a token of each row of logits is: log-probability, rank, and the likeliest tokens.
 
-On a GPU one Triton kernel reads the logits once. The likeliest tokens are then searched in the
-blocks of the vocabulary with the largest logits, of which there are as many as tokens are asked
-for: each of these blocks has a logit as large as any of another block.
+On a GPU one Triton kernel reads the logits once, and keeps the largest of each block of the
+vocabulary. The k likeliest tokens are then searched for in the k blocks with the largest logits: no
+other block has a larger one.
 """
 
 from __future__ import annotations

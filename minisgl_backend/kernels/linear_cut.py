@@ -22,7 +22,8 @@ FEW_TOKENS: Final = 16
 """Up to here each warp multiplies codes by itself."""
 
 _FEATURES: Final = 256
-"""Of a weight, or a multiple."""
+_FEATURES_OF_PLAIN: Final = 16
+"""Of a weight, or a multiple: of any, and of a plain one that is not gated."""
 
 HEAD_DIMS: Final = (64, 128)
 """Of heads that can be tiles."""
@@ -88,9 +89,13 @@ class Cut:
     numbers: Numbers = PLAIN
     ways: int = 1
 
+    def num_tiles(self, height: int) -> int:
+        """Tiles of a weight of so many rows; the last one may have fewer than ``features``."""
+        return -(-height // self.features)
+
     def num_steps(self, height: int, in_features: int) -> int:
         """Steps of all tiles of a weight [height, in_features]; one takes a block of it."""
-        return height // self.features * (in_features // self.numbers.block)
+        return self.num_tiles(height) * (in_features // self.numbers.block)
 
     @property
     def threads(self) -> int:
@@ -153,12 +158,13 @@ def cut_of(
     of large ones are multiplied by few tokens in two ways, for a warp mostly waits.
     """
     if height * in_features > _MOST_SMALL:
-        return _cut_of_large(batch, height, in_features, head_dim or 128, numbers)
-    features = head_dim or (64 if batch <= 8 else 128)
+        features = head_dim or (64 if batch <= 8 and height % 128 else 128)
+        return _cut_of_large(batch, height, in_features, features, numbers)
+    features = head_dim or (64 if batch <= 8 or height <= 64 else 128)
     tokens = min(batch, 64)
     while (
         64 <= tokens < (128 if numbers == PLAIN else _MOST_TOKENS_OF_CODES)
-        and height // features * -(-batch // tokens) > _MOST_BLOCKS
+        and -(-height // features) * -(-batch // tokens) > _MOST_BLOCKS
     ):
         tokens += 32
     tile = Cut(features, tokens, stages=1, numbers=numbers)
@@ -187,18 +193,21 @@ def _tokens_of(batch: int, most: int, numbers: Numbers) -> int:
 
 
 def _whole_or_split(batch: int, height: int, in_features: int, tile: Cut, most_blocks: int) -> Cut:
-    """``tile`` with its stages; split, if tiles are few, into up to ``most_blocks`` in all."""
-    blocks = height // tile.features * -(-batch // tile.tokens)
+    """``tile`` with its stages; split, if tiles are few, into up to ``most_blocks`` in all. Splits
+    of a plain weight may differ by a step."""
+    blocks = tile.num_tiles(height) * -(-batch // tile.tokens)
     splits, block = 1, tile.numbers.block
+    is_plain, steps_of_tile = tile.numbers == PLAIN, in_features // block
     while (
         2 * splits * blocks <= most_blocks
         and splits < _MOST_SPLITS
-        and in_features % (2 * splits * block) == 0
+        and (is_plain or steps_of_tile % (2 * splits) == 0)
+        and steps_of_tile >= 2 * splits
         and max(tile.tokens // (2 * splits), 8) % 8 == 0  # each split finishes tokens 8 at a time
     ):
         splits *= 2
     cut = replace(tile, splits=splits)
-    steps = in_features // splits // block
+    steps = -(-steps_of_tile // splits)
     stages = min(steps, _RING_BYTES // cut.stage_bytes, _most_stages(cut))
     stages = max(stages, -(-cut.finished_bytes // cut.stage_bytes))
     if block == CODES_BLOCK:
@@ -255,10 +264,12 @@ def padded(height: int) -> int:
     return -(-height // _FEATURES) * _FEATURES
 
 
-def why_not(height: int, in_features: int) -> str | None:
-    """Why no kernel can take a weight of these sizes; None if one can."""
-    if height % _FEATURES:
-        return f"needs a multiple of {_FEATURES} features, not {height}"
+def why_not(height: int, in_features: int, *, whole: bool = True) -> str | None:
+    """Why no kernel can take a weight of these sizes; None if one can. Unless ``whole`` it is plain
+    and not gated, and its last tile may have fewer rows than the others."""
+    features = _FEATURES if whole else _FEATURES_OF_PLAIN
+    if height % features:
+        return f"needs a multiple of {features} features, not {height}"
     if in_features % BLOCK:
         return f"needs a multiple of {BLOCK} in_features, not {in_features}"
     return None

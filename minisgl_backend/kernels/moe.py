@@ -100,11 +100,11 @@ class Choices:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SharedOutput:
-    """What the MLP that all tokens take makes of them, ``rows`` [num_tokens, hidden_size].
+    """The outputs of the MLP that all tokens take, ``rows`` [num_tokens, hidden_size].
 
-    With a ``gate`` [hidden_size] they count sigmoid(x . gate) times, for ``x`` [num_tokens,
-    hidden_size], what the experts read. If ``x`` is under a norm that is half done, ``squares``,
-    float32 [tiles, num_tokens], and ``eps`` complete it (``cuda.linear``).
+    With a ``gate`` [hidden_size] they are multiplied by sigmoid(x . gate); ``x`` [num_tokens,
+    hidden_size] is the input of the experts. If its norm is half done, ``squares``, float32
+    [tiles, num_tokens], and ``eps`` complete it (``cuda.linear``).
     """
 
     rows: Tensor
@@ -236,8 +236,8 @@ def has_kernel(x: Tensor, experts: ExpertWeights) -> bool:
 def expert_outputs(
     x: Tensor, experts: ExpertWeights, choices: Choices, *, invariant: bool = False
 ) -> Tensor:
-    """What each of a token's experts makes of it, [num_tokens, top_k, hidden_size]; rows of experts
-    of other ranks are not written. ``x`` [num_tokens, hidden_size]; only if ``has_kernel``.
+    """The output of each of a token's experts, [num_tokens, top_k, hidden_size]; rows of experts of
+    other ranks are not written. ``x`` [num_tokens, hidden_size]; only if ``has_kernel``.
 
     If ``invariant``, a token's sums are in an order that does not depend on the others.
     """

@@ -1,7 +1,8 @@
 """Quantized weights in the order in which ``cuda/linear.cu`` and the kernels beside it read them.
 
 A ``PackedWeight`` is a ``QuantizedWeight`` whose inputs are permuted, within 16 of them (codes of 8
-bits) or 32 (of 4 bits): a word of 4 bytes then has the codes that one thread multiplies. If the
+bits) or 32 (of 4 bits): a word of 4 bytes then has the codes that one thread multiplies. The bits
+of E2M1 are also spread over that word. If the
 checkpoint reorders inputs, they are first sorted by group, and so must be the columns of x. Scales
 lie as the kernel's ring takes them, beside those of the quantized weight, which other kernels take.
 
@@ -235,7 +236,47 @@ def _permute(weight: QuantizedWeight, order: Tensor | None) -> None:
         if order is not None:
             numbers = numbers[:, order]
         numbers = _rearranged(numbers, places)
-        codes.copy_(joined(numbers) if four else numbers)
+        permuted = joined(numbers) if four else numbers
+        codes.copy_(_spread(permuted) if weight.encoding is Encoding.E2M1 else permuted)
+
+
+_PLACED: Final = 0x81C081C0
+"""Where bfloat16, two of them, has the bits of E2M1 (but for a power of 2)."""
+
+
+def _spread(codes: Tensor) -> Tensor:
+    """uint8 ``codes`` of E2M1 with the bits of each four bytes as ``numbers`` of
+    ``cuda/tile_gemm.cuh`` reads them: of four pairs, one of each half."""
+    words = codes.contiguous().view(torch.int32).long()
+
+    def placed(pair: int) -> Tensor:
+        of_pair = words >> 4 * pair
+        return (of_pair & 0x00080008) << 12 | (of_pair & 0x00070007) << 6
+
+    first = placed(0) | placed(1) >> 3 | placed(2) >> 6
+    own = placed(3) ^ _fourth(first)  # what is to be read of the bits that are left
+    left = (own & 0x80008000) >> 1 | (own & 0x01000100) << 5 | (own & 0x00800080) << 4
+    left |= ((own ^ own >> 1) & 0x00400040) << 4
+    return _as_bytes(first | left)
+
+
+def _gathered(codes: Tensor) -> Tensor:
+    """The ``codes`` that were spread."""
+    words = codes.contiguous().view(torch.int32).long() & 0xFFFFFFFF
+    pairs = [words << 3 * pair & _PLACED for pair in range(3)] + [_fourth(words)]
+    nibbles = [
+        (of_pair >> 12 & 0x00080008 | of_pair >> 6 & 0x00070007) << 4 * pair
+        for pair, of_pair in enumerate(pairs)
+    ]
+    return _as_bytes(nibbles[0] | nibbles[1] | nibbles[2] | nibbles[3])
+
+
+def _fourth(words: Tensor) -> Tensor:
+    return (words << 1 ^ words >> 4 ^ words >> 5) & _PLACED
+
+
+def _as_bytes(words: Tensor) -> Tensor:
+    return words.to(torch.int32).view(torch.uint8)
 
 
 def _rearranged(numbers: Tensor, places: Tensor) -> Tensor:
@@ -261,6 +302,8 @@ def dequantize_weight_reference(weight: QuantizedWeight, out: Tensor, *, packed:
         return dequantize(weight, out)
     four, codes = weight.encoding.bits == 4, weight.codes.view(torch.uint8)
     places = torch.tensor(_OF_NIBBLES if four else PLACES_OF_BYTES, device=codes.device).argsort()
+    if weight.encoding is Encoding.E2M1:
+        codes = _gathered(codes)
     numbers = torch.stack([codes & 15, codes >> 4], dim=-1).flatten(-2) if four else codes
     numbers = _rearranged(numbers, places)
     plain = joined(numbers) if four else numbers.view(weight.codes.dtype)

@@ -1,9 +1,10 @@
 """Linear layers with quantized weights of any sizes, on any GPU, and with tokens in float8.
 
-``quantized_linear`` makes numbers of codes inside the GEMM, which reads few bytes, but multiplies
-slowly: for few rows. Many rows take the library: with tokens rounded to float8 if the weight is
-float8, too (``float8_linear``), which is what its scales are for; else with ``dequantize_weight``.
-``cuda/linear.cu`` is faster than either up to some rows, on Hopper, for ``PackedWeight``.
+For few rows, ``quantized_linear`` decodes the codes inside the GEMM: it reads few bytes, but
+multiplies slowly. For many rows the library multiplies: tokens rounded to float8 if the weight is
+float8, too (``float8_linear``), which is what its scales are for; otherwise the weight that
+``dequantize_weight`` makes. On Hopper, for a ``PackedWeight``, ``cuda/linear.cu`` is faster than
+either up to a certain number of rows.
 """
 
 from __future__ import annotations

@@ -37,23 +37,23 @@ _MORE: Final = 8
 
 def sample_on_cpu(logits: Tensor, table: SamplingTable, rows: Tensor, positions: Tensor) -> Tensor:
     """int32 [batch_size] tokens of ``logits`` [batch_size, vocab_size], as ``sampling.sample``."""
-    asked = _Asked(table, rows, positions, table.numbers.numpy()[rows.numpy()])
-    is_adjusted = asked.is_adjusted
+    parameters = _Parameters(table, rows, positions, table.numbers.numpy()[rows.numpy()])
+    is_adjusted = parameters.is_adjusted
     if not is_adjusted.any():
-        return _choose(_Lines.of(logits, torch.arange(len(logits))), asked).int()
+        return _choose(_Lines.of(logits, torch.arange(len(logits))), parameters).int()
     tokens = torch.empty(len(logits), dtype=torch.int32)
     if not is_adjusted.all():
         plain = _indices(~is_adjusted)
-        tokens[plain] = _choose(_Lines.of(logits, plain), asked.at(plain)).int()
+        tokens[plain] = _choose(_Lines.of(logits, plain), parameters.at(plain)).int()
     index = _indices(is_adjusted)
-    of_index = asked.at(index)
+    of_index = parameters.at(index)
     x = adjust_reference(logits[index], table, of_index.rows, of_index.positions)
     tokens[index] = _choose(_Lines.of(x, torch.arange(len(x))), of_index).int()
     return tokens
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Asked:
+class _Parameters:
     """The sampling parameters of some rows: their ``numbers`` [num_rows, len(COLUMNS)], and int32
     [num_rows] their ``rows`` of the table and the ``positions`` of the tokens."""
 
@@ -62,11 +62,11 @@ class _Asked:
     positions: Tensor
     numbers: npt.NDArray[np.float32]
 
-    def at(self, index: Tensor) -> _Asked:
+    def at(self, index: Tensor) -> _Parameters:
         if len(index) == len(self.numbers):
             return self
         numbers = self.numbers[index.numpy()]
-        return _Asked(self.table, self.rows[index], self.positions[index], numbers)
+        return _Parameters(self.table, self.rows[index], self.positions[index], numbers)
 
     def __getitem__(self, name: str) -> npt.NDArray[np.float32]:
         """float32 [num_rows]."""
@@ -155,25 +155,25 @@ class _Lines:
         return values, tokens.gather(1, at)
 
 
-def _choose(lines: _Lines, asked: _Asked) -> Tensor:
+def _choose(lines: _Lines, parameters: _Parameters) -> Tensor:
     """int64 [num_rows] tokens."""
     is_finite = np.isfinite(lines.best.numpy()[:, 0])
-    is_greedy = asked["temperature"] == 0
+    is_greedy = parameters["temperature"] == 0
     if is_greedy.all() and is_finite.all():
-        return _greedy(lines, asked)
+        return _greedy(lines, parameters)
     tokens = torch.full((len(is_finite),), NO_TOKEN)
     for choose, which in (
         (_greedy, is_greedy),
-        (_drawn_of_all, ~is_greedy & ~asked.is_filtered),
-        (_drawn_of_filtered, ~is_greedy & asked.is_filtered),
+        (_drawn_of_all, ~is_greedy & ~parameters.is_filtered),
+        (_drawn_of_filtered, ~is_greedy & parameters.is_filtered),
     ):
         index = _indices(which & is_finite)
         if len(index):
-            tokens[index] = choose(lines.at(index), asked.at(index))
+            tokens[index] = choose(lines.at(index), parameters.at(index))
     return tokens
 
 
-def _greedy(lines: _Lines, _asked: _Asked) -> Tensor:
+def _greedy(lines: _Lines, _asked: _Parameters) -> Tensor:
     """The token with the largest logit: amax, which is vectorized, has found the block; argmax,
     which is not, finds the token in it."""
     if lines.logits.shape[1] <= _FEW_TOKENS:
@@ -183,9 +183,9 @@ def _greedy(lines: _Lines, _asked: _Asked) -> Tensor:
     return tokens[:, 0] + lines.gather(tokens).argmax(dim=-1)
 
 
-def _drawn_of_all(lines: _Lines, asked: _Asked) -> Tensor:
+def _drawn_of_all(lines: _Lines, parameters: _Parameters) -> Tensor:
     """Draws a split by the masses of all splits, then a token of that split."""
-    best, inverse, key = lines.best, asked.inverse_temperatures, asked.keys
+    best, inverse, key = lines.best, parameters.inverse_temperatures, parameters.keys
     vocab_size = lines.logits.shape[1]
     size = split_size(vocab_size)
     weights = (lines.rows() - best).mul_(inverse).exp_()
@@ -200,25 +200,25 @@ def _drawn_of_all(lines: _Lines, asked: _Asked) -> Tensor:
     return tokens.gather(1, scores.argmax(dim=-1, keepdim=True)).squeeze(1)
 
 
-def _drawn_of_filtered(lines: _Lines, asked: _Asked) -> Tensor:
+def _drawn_of_filtered(lines: _Lines, parameters: _Parameters) -> Tensor:
     """Draws a token of those that pass the filters."""
     vocab_size = lines.logits.shape[1]
-    totals = _totals(lines, asked, vocab_size)
+    totals = _totals(lines, parameters, vocab_size)
     tokens = torch.empty(len(totals), dtype=torch.int64)
     count = _FIRST_CANDIDATES
     left = torch.arange(len(totals))  # rows without a token yet
     while len(left):
         count = min(count, vocab_size)
-        of_left, asked_left = lines.at(left), asked.at(left)
+        of_left, parameters_left = lines.at(left), parameters.at(left)
         values, ids = of_left.largest(count)  # [len(left), count]
-        scaled = (values - of_left.best).mul_(asked_left.inverse_temperatures)
+        scaled = (values - of_left.best).mul_(parameters_left.inverse_temperatures)
         weights = scaled.exp()
         threshold, is_found = _threshold_among_largest(
-            weights, totals[left], asked_left, vocab_size
+            weights, totals[left], parameters_left, vocab_size
         )
         passes = weights >= threshold
         most = int(passes.sum(dim=-1).max())  # those that pass come first
-        noisy = scaled[:, :most] + noise.gumbel(asked_left.keys, ids[:, :most])
+        noisy = scaled[:, :most] + noise.gumbel(parameters_left.keys, ids[:, :most])
         scores = noisy.masked_fill(~passes[:, :most], -torch.inf)
         is_best = scores == scores.amax(dim=-1, keepdim=True)
         chosen = torch.where(is_best, ids[:, :most], vocab_size).amin(dim=-1)
@@ -228,27 +228,27 @@ def _drawn_of_filtered(lines: _Lines, asked: _Asked) -> Tensor:
     return tokens
 
 
-def _totals(lines: _Lines, asked: _Asked, vocab_size: int) -> Tensor:
+def _totals(lines: _Lines, parameters: _Parameters, vocab_size: int) -> Tensor:
     """float64 [num_rows, 1]: the sum of all weights of a row; 0 for rows that do not need it."""
-    top_k = asked["top_k"]
-    needed = ((top_k == 0) | (top_k >= vocab_size)) & (asked["top_p"] < 1)
+    top_k = parameters["top_k"]
+    needed = ((top_k == 0) | (top_k >= vocab_size)) & (parameters["top_p"] < 1)
     totals = torch.zeros(len(needed), 1, dtype=torch.float64)
     index = _indices(needed)
     if len(index):
         of_index = lines.at(index)
-        inverse = asked.at(index).inverse_temperatures
+        inverse = parameters.at(index).inverse_temperatures
         weights = (of_index.rows() - of_index.best).mul_(inverse).exp_()
         totals[index] = weights.sum(dim=-1, keepdim=True, dtype=torch.float64)
     return totals
 
 
 def _threshold_among_largest(
-    weights: Tensor, totals: Tensor, asked: _Asked, vocab_size: int
+    weights: Tensor, totals: Tensor, parameters: _Parameters, vocab_size: int
 ) -> tuple[Tensor, Tensor]:
     """The least weight that passes all filters of the row, [num_rows, 1], and whether the largest
     ``weights`` [num_rows, count], descending, suffice to find it, bool [num_rows]."""
     count = weights.shape[1]
-    top_k, top_p = asked.column("top_k"), asked.column("top_p")
+    top_k, top_p = parameters.column("top_k"), parameters.column("top_p")
     by_count = (top_k > 0) & (top_k < vocab_size)
     limit = torch.where(by_count, top_k, count).clamp_max(count).long()
     least = weights.gather(1, limit - 1) * by_count
@@ -259,7 +259,7 @@ def _threshold_among_largest(
     kept[:, 0] = True
     by_mass = weights.gather(1, kept.sum(dim=-1, keepdim=True) - 1)
     threshold = torch.where(top_p < 1, torch.maximum(least, by_mass), least)
-    threshold = torch.maximum(threshold, asked.column("min_p")).clamp_max_(1.0)
+    threshold = torch.maximum(threshold, parameters.column("min_p")).clamp_max_(1.0)
     # tokens as heavy as the last candidate may be missing, and all lighter ones are
     last = weights[:, -1:]
     is_found = (threshold > last) & ((least > last) | ~by_count) | (last == 0)

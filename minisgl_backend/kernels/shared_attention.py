@@ -4,9 +4,9 @@ Rows that read the same pages are a *group* (``plan.Groups``). Its query heads a
 matrix, which is cut into tiles, so a shared page is read once for each tile instead of once for
 each row (Hydragen, arXiv 2402.05099; ChunkAttention, arXiv 2402.15220). A tile's positions are cut
 into *pieces*, so that all multiprocessors have work. A piece leaves a *partial* result for each of
-its rows: what the softmax's weights sum up to, not normalized, with their maximum and sum. What
-else a row reads, and the merging of all, is up to the kernel of decode attention
-(``cuda/decode_attention.cu``).
+its rows: the weighted sum of values before normalization, with the maximum and the sum of the
+weights. The kernel of decode attention (``cuda/decode_attention.cu``) reads the other pages of each
+row, and merges all results.
 
 The host describes the pieces in one table, whose address and size never change, so that a captured
 graph can read it. It also estimates whether groups pay. Must not know requests, plans or how pages

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,9 +16,8 @@ from torch import Tensor, nn
 
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.experts_spec import ExpertsSpec
-from minisgl_backend.kernels import expert_cut
+from minisgl_backend.kernels import expert_cut, linear_cut
 from minisgl_backend.kernels.adapters import AdaptedTokens
-from minisgl_backend.kernels.linear_cut import BLOCK
 from minisgl_backend.kernels.moe import (
     Choices,
     ExpertWeights,
@@ -94,25 +92,23 @@ class Router(nn.Module):
     def fits_tensor_cores(self) -> bool:
         """Whether such kernels can compute its logits, of norms that are half done as well."""
         num_experts, hidden_size = self.weight.shape
-        return (
-            self.weight.dtype == torch.bfloat16
-            and self.bias is None
-            and num_experts % 128 == 0
-            and hidden_size % BLOCK == 0
-        )
+        reason = linear_cut.why_not(num_experts, hidden_size, whole=False)
+        return self.weight.dtype == torch.bfloat16 and reason is None
 
     def use_tensor_cores(self, kernels: TensorCores) -> None:
         """Compute steps that fit them by ``kernels``; if it ``fits_tensor_cores``."""
         self._kernel = kernels.linear(self.weight.shape, gated=False, codes=None)
 
-    def logits(self, x: Tensor, *, pdl: bool = False) -> Tensor:
-        """[num_tokens, num_experts], for ``x`` [num_tokens, hidden_size]."""
+    def logits(self, x: Tensor, *, biased: bool = True, pdl: bool = False) -> Tensor:
+        """[num_tokens, num_experts], for ``x`` [num_tokens, hidden_size]; without the bias unless
+        ``biased``."""
+        bias = self.bias if biased else None
         if self._invariant is not None:
             return self._invariant(x, self.weight)
         kernel = self._kernel
         if kernel is not None and len(x) <= kernel.most_tokens:
-            return kernel(x, self.weight, squares=None, eps=0.0, bias=self.bias, pdl=pdl)
-        return F.linear(x.to(self.weight.dtype), self.weight, self.bias)
+            return kernel(x, self.weight, squares=None, eps=0.0, bias=bias, pdl=pdl)
+        return F.linear(x.to(self.weight.dtype), self.weight, bias)
 
     def forward(self, x: Tensor) -> Choices:
         """Of all experts, for ``x`` [num_tokens, hidden_size]."""
@@ -196,6 +192,7 @@ class ExpertsMLP(nn.Module):
         self.gate_up_bias = _parameter(self.held.size, width) if spec.biases else None
         self.down_bias = _parameter(self.held.size, hidden_size) if spec.biases else None
         self._kernels: ExpertsKernels | None = None
+        self._router_bias: Tensor | None = None  # in float32, as these kernels take it
         self._packed: ExpertWeights | None = None
         self._most_half_done = 0  # tokens up to which what follows takes a norm that is half done
 
@@ -238,6 +235,8 @@ class ExpertsMLP(nn.Module):
                 self._packed = self.weights.packed()
             held, weights = (self.held.start, self.held.end), self.weights
             wide = self.router.weight.dtype == torch.float32
+            if self.router.bias is not None:
+                self._router_bias = self.router.bias.float()
             self._kernels = make.kernels(
                 self.spec.routing,
                 held,
@@ -326,9 +325,10 @@ class ExpertsMLP(nn.Module):
         outputs, choices = kernels(
             rows,
             router,
-            partial(self.router.logits, rows, pdl=pdl),
+            lambda biased: self.router.logits(rows, biased=biased, pdl=pdl),
             self.weights,
             shared_gate=shared_gate,
+            bias=self._router_bias,
             correction=self.router.correction,
             squares=squares,
             eps=x.eps,

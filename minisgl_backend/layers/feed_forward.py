@@ -1,4 +1,4 @@
-"""The part of a decoder layer that computes each token for itself.
+"""The part of a decoder layer that computes each token on its own.
 
 Must not know rows, pages, or which layer it is in.
 """

@@ -74,7 +74,7 @@ class Matrix(nn.Module, ABC):
 
     def fits_tensor_cores(self, *, gated: bool = False) -> bool:
         """Whether there are such kernels for this weight. It may be arranged by this."""
-        return linear_cut.why_not(self.out_features, self.in_features) is None
+        return linear_cut.why_not(self.out_features, self.in_features, whole=gated) is None
 
     def use_tensor_cores(
         self,

@@ -95,7 +95,8 @@ class QuantizedMatrix(Matrix):
         return self._float8 is not None
 
     def fits_tensor_cores(self, *, gated: bool = False) -> bool:
-        return super().fits_tensor_cores() and self.arrange(gated=gated) is not None
+        fits = linear_cut.why_not(self.out_features, self.in_features) is None
+        return fits and self.arrange(gated=gated) is not None
 
     def use_float8(self, kernels: TensorCores, *, gated: bool = False) -> None:
         codes, shape = self.arrange(gated=gated), (self.out_features, self.in_features)

@@ -71,9 +71,9 @@ class StoredTensor:
     """A tensor of a checkpoint, and the part of it that a rank reads.
 
     ``names``: the last part of its name, which tools may write in several ways. ``shapes`` and
-    ``dtypes`` that it may have, the latter in the words of safetensors. ``region``: what is read,
-    of a tensor of as many dimensions; others are read in full. ``is_scale``: its numbers must be
-    finite and not 0, and above 0 unless ``signed``. Not every checkpoint has it if ``optional``.
+    ``dtypes`` that it may have; safetensors' names of dtypes. ``region``: what is read of a tensor
+    with the same number of dimensions; others are read in full. ``is_scale``: its numbers must be
+    finite and not 0, and above 0 unless ``signed``. If ``optional``, checkpoints may lack it.
     """
 
     names: tuple[str, ...]

@@ -2,9 +2,9 @@
 ``adapter_model.safetensors``.
 
 An adapter adds (x A^T) B^T * scaling to the outputs of projections; A [r, in_features] and
-B [out_features, r] are small. Knows the format, and which of its variants change anything but
-that: these are refused by the field's or the tensor's name. Must not know slots, ranks of a group
-or devices. Reads headers, and tensors through ``weights``; nothing pickled is ever opened.
+B [out_features, r] are small. Knows the format. Variants of it that compute anything else are
+refused, with the name of the field or tensor. Must not know slots, ranks of a group or devices.
+Reads headers, and tensors through ``weights``; nothing pickled is ever opened.
 """
 
 from __future__ import annotations

@@ -129,15 +129,21 @@ def _has_no_place(model: Decoder) -> Callable[[str], bool]:
     return has_no_place
 
 
+def weight_bytes(model: Decoder) -> int:
+    """The memory of a model's weights. What two of them share, as experts share the MLP that all
+    tokens take, counts once."""
+    memories = [parameter.untyped_storage() for parameter in model.parameters()]
+    return sum({memory.data_ptr(): memory.nbytes() for memory in memories}.values())
+
+
 def _log_quantized(model: Decoder, weights: WeightFormats, dtype: torch.dtype) -> None:
-    num_bytes = sum(parameter.nbytes for parameter in model.parameters())
     is_any_kept = any(isinstance(module, StoredWeight) for module in model.modules())
     logger.info(
         "weights: %s, %s %s, take %.2f GiB",
         weights,
         "kept, or dequantized to" if is_any_kept else "dequantized while loading to",
         str(dtype).removeprefix("torch."),
-        num_bytes / 2**30,
+        weight_bytes(model) / 2**30,
     )
 
 

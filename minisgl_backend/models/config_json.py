@@ -159,7 +159,7 @@ def common_fields(
 ) -> dict[str, Any]:
     """The fields of ``ModelSpec`` that every supported architecture spells in the same way.
 
-    Without ``head_dim`` a config.json that has none divides the hidden size among the heads.
+    ``head_dim`` is the default; if it is None, the hidden size is divided among the heads.
     ``partial``: the architecture may rotate only a part of each head.
     """
     activation = config.word("hidden_act", "silu")

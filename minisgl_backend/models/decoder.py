@@ -1,12 +1,12 @@
 """The decoder that all supported architectures share, on every device.
 
-Tokens of all rows of a step go through it as one flat batch, [num_tokens, hidden_size]; only token
-mixing tells rows apart. Modules have the names of the checkpoint's tensors, from which the loader
-finds their places. The residual stream is one tensor, updated in place if a kernel can.
+The tokens of all rows of a step go through it as one flat batch, [num_tokens, hidden_size]; only
+token mixing distinguishes rows. Modules have the names of the checkpoint's tensors, by which the
+loader finds their places. The residual stream is one tensor, updated in place if a kernel can.
 
 Each matrix chooses its kernel by the number of tokens (``layers.matrix``); all kernels give the
-same values within rounding. Nothing here waits for a GPU or depends on values there, so all of it
-may be captured in a CUDA graph. Must not know requests, or who holds a page.
+same values up to rounding. Nothing here waits for a GPU or depends on values there, so all of it
+can be captured in a CUDA graph. Must not know requests, or who holds a page.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 _PDL_HIDDEN_SIZE: Final = 2048
 _PDL_TOKENS: Final = 256
-"""Up to these sizes kernels are so short that starting them early (PDL) pays on an H200."""
+"""Up to these sizes kernels are so short that starting them early (PDL) is faster on an H200."""
 
 Layer: TypeAlias = DecoderLayer | PostNormLayer | Gemma4Layer
 
@@ -73,12 +73,12 @@ class _Body(nn.Module):
 class Decoder(nn.Module):
     """Embedding, layers, final norm and output head.
 
-    The tables of positions (``set_positions``) are no parameters: they are computed, never loaded.
-    A forward pass needs pages (``bind_pages``).
+    The tables of positions (``set_positions``) are computed, not loaded, so they are not
+    parameters. A forward pass needs pages (``bind_pages``).
 
-    If ``branch_scale`` s of the spec is not 1, the residual stream holds 1 / s of what the
-    publisher's does: embeddings are divided by s instead of multiplying what each part of a layer
-    adds, and norms, which undo it, have eps / s^2.
+    If the ``branch_scale`` s of the spec is not 1, the residual stream is that of the publisher's
+    model divided by s: embeddings are divided by s, so nothing has to multiply what the parts of
+    layers add. Norms undo the division if their eps is divided by s^2.
     """
 
     def __init__(
@@ -90,9 +90,9 @@ class Decoder(nn.Module):
         fused_experts: bool,
         whole_experts: bool = False,
     ):
-        """``matrices`` makes the matrices; ``fused_experts``: computed by this package's kernels,
-        else by PyTorch, operation by operation. ``whole_experts``: a rank holds some of them, else
-        a slice of each."""
+        """``matrices`` makes the matrices. With ``fused_experts``, this package's kernels compute
+        experts, else PyTorch, operation by operation. With ``whole_experts``, a rank holds some of
+        the experts, else a slice of each."""
         super().__init__()
         self.spec = spec
         self.group = group
@@ -109,9 +109,9 @@ class Decoder(nn.Module):
                 "lm_head", spec.vocab_size, spec.hidden_size, group=group, matrices=matrices
             )
         self._rotary_tables: list[Tensor] = []  # each float32[num_positions, rotary dimensions]
-        # which of them, whether in window pages, and whether queries grow
+        # layers differ in their rotary table, in having a window, and in whether their queries grow
         self._places: list[tuple[int, bool, bool]] = []
-        self._places_of: list[int] = []  # which of these, of each layer
+        self._places_of: list[int] = []  # indices of ``_places``, by layer
         self._query_scales: Tensor | None = None  # float32[num_positions]
         self.mark: Callable[[str], AbstractContextManager[object]] | None = None
         """Put around each layer, for profilers."""
@@ -131,14 +131,14 @@ class Decoder(nn.Module):
         return self.model.embed_tokens if self.spec.tie_embeddings else self.lm_head
 
     def pack(self) -> None:
-        """Arrange the loaded weights for GEMMs: afterwards only these may read them."""
+        """Arrange the loaded weights for GEMMs, after which nothing else may read them."""
         for layer in self.layers:
             for module in layer.modules():
                 if isinstance(module, Matrix):
                     module.pack()
         self.head.matrix.pack(keep=self.spec.tie_embeddings)
         for module in self.modules():
-            # as plain attributes: nn.Module's lookup takes as long as a small operation
+            # as plain attributes, since nn.Module's lookup takes as long as a small operation
             vars(module).update(module.named_parameters(recurse=False))
             vars(module).update(module.named_children())
 
@@ -176,9 +176,9 @@ class Decoder(nn.Module):
             mixer.bind(of_layer)
 
     def use_tensor_cores(self, kernels: TensorCores) -> None:
-        """Compute steps that fit them by ``kernels``. Only a ``DecoderLayer`` whose weights fit
-        them, each with ``GatedMLP`` or an ``ExpertsMLP`` that ``has_half_norms``; pages must be
-        bound."""
+        """Compute steps by ``kernels`` if they fit. All layers must be ``DecoderLayer``s whose
+        weights fit, each with a ``GatedMLP`` or an ``ExpertsMLP`` that ``has_half_norms``; pages
+        must be bound."""
         for layer in self.layers:
             assert isinstance(layer.mixer, (SelfAttention, GatedDeltaNet))
             assert isinstance(layer.mlp, (GatedMLP, ExpertsMLP))
@@ -187,7 +187,7 @@ class Decoder(nn.Module):
         self._most_tensor_core_tokens = kernels.most_tokens
 
     def use_invariant_kernels(self, kernels: InvariantKernels) -> None:
-        """Compute each token in an order that does not depend on the others. Only what
+        """Compute each token in an order that does not depend on the others. Only for models that
         ``models.kernel_choice.use_invariant_kernels`` knows, with dense weights."""
         for layer in self.layers:
             for module in layer.modules():
@@ -211,9 +211,9 @@ class Decoder(nn.Module):
         """The residual stream after the last layer, [num_tokens, hidden_size], not normalized.
 
         ``tokens``, ``positions`` and ``slots`` are int32 or int64 [num_tokens]. ``recurrent`` is
-        needed if a layer has recurrent states. ``adapted``: the tokens by adapter, if any has one;
-        then there must be memory for adapters. ``window_slots`` are those of layers with windows,
-        if they have pages of their own.
+        needed if a layer has recurrent states. ``adapted``: the tokens by adapter, if any uses one;
+        the model must have been given memory for adapters. ``window_slots`` are the slots in window
+        pages, if there are any.
         """
         spec = self.spec
         residual: Tensor = self.model.embed_tokens(tokens)  # [num_tokens, hidden_size]
@@ -273,9 +273,9 @@ class Decoder(nn.Module):
         )
 
     def _starts_early(self, num_tokens: int) -> bool:
-        """Whether kernels of the layers may start early, and gain by it.
+        """Whether kernels of the layers may start early, and are faster for it.
 
-        Not in a ``PostNormLayer``, which is partly PyTorch's. With several ranks only those on
+        Not in a ``PostNormLayer``, which partly runs in PyTorch. With several ranks only steps on
         tensor cores may: the ranks' fused sums read the residual stream before they wait, and no
         other GEMM ensures that it is written by then.
         """

@@ -1,7 +1,7 @@
 """Layers of a decoder: token mixing and feed-forward, with norms before or after each.
 
 Modules have the names of the checkpoint's tensors. Gemma 4's layer is in ``gemma4_layer``. Must not
-know the layers around it: a layer gets the norm of the next one, since kernels fuse it.
+know the neighbouring layers, except for the norm of the next one, which kernels fuse.
 """
 
 from __future__ import annotations
@@ -51,13 +51,14 @@ class DecoderLayer(nn.Module):
 
     @property
     def mixer(self) -> TokenMixer:
-        """The token mixing, a module by its name in the checkpoint."""
+        """The token mixing, whose module has the name in the checkpoint."""
         return cast(TokenMixer, getattr(self, self._mixer_name))
 
     def forward(
         self, residual: Tensor, x: Normed, next_norm: RMSNorm | None, step: StepContext
     ) -> tuple[Tensor, Normed]:
-        """``x`` is ``residual`` under this layer's norm; so is the result under the next one's."""
+        """``x`` is ``residual`` after this layer's norm. Returns the new residual stream, and the
+        same after the next layer's norm."""
         feed_forward: FeedForward = self.mlp
         assert next_norm is not None  # all layers of a model are of one kind
         residual, x = self.mixer(residual, x, self.post_attention_layernorm, step)
@@ -65,11 +66,11 @@ class DecoderLayer(nn.Module):
 
 
 class PostNormLayer(nn.Module):
-    """The layer of OLMo 2, in which the outputs of both parts are normalized, not their inputs; and
-    of Gemma 3, in which both are.
+    """A layer in which the outputs of both parts are normalized, instead of their inputs (OLMo 2)
+    or in addition (Gemma 3).
 
-    Its forward pass is that of a ``DecoderLayer``, operation by operation: no kernel fuses the norm
-    of an output.
+    Its operations are those of a ``DecoderLayer``, one kernel for each, since no kernel fuses the
+    norm of an output.
     """
 
     def __init__(self, spec: ModelSpec, layer: int, group: Group, matrices: Matrices):
@@ -120,7 +121,7 @@ def _gated_mlp(spec: ModelSpec, layer: int, group: Group, matrices: Matrices) ->
 def _token_mixer(
     spec: ModelSpec, layer: int, group: Group, matrices: Matrices
 ) -> tuple[str, SelfAttention | GatedDeltaNet]:
-    """The token mixing of a layer, and its name in the checkpoint. Here kinds are told apart."""
+    """The token mixing of a layer, by its kind in the spec, and its name in the checkpoint."""
     if spec.delta_net is not None and layer in spec.delta_net.layers:
         return "linear_attn", GatedDeltaNet(spec, layer, group, matrices)
     return "self_attn", SelfAttention(spec, layer, group, matrices)

@@ -150,13 +150,10 @@ def has_fused_layers(spec: ModelSpec) -> bool:
     """Whether the kernels for whole layers (``use_tensor_cores``) know all that the layers of such
     a model compute; sizes and weight formats, on which they also depend, aside.
 
-    They do not know norms of the outputs of a layer's parts, another gate than SiLU, nor experts
-    that ``expert_cut`` does not know, that have biases, as their router has then, or whose router
-    computes in float32.
+    They do not know norms of the outputs of a layer's parts, another gate of dense layers than
+    SiLU, nor experts that ``expert_cut`` does not know, or whose router computes in float32.
     """
     experts = None if spec.moe is None else spec.moe.experts
-    if experts is not None and (
-        experts.biases or experts.routing.sigmoid or not expert_cut.knows(experts)
-    ):
+    if experts is not None and (experts.routing.sigmoid or not expert_cut.knows(experts)):
         return False
     return spec.norms == "before" and not spec.gelu

@@ -1,7 +1,7 @@
 """A model as the engine sees it: plain numbers, the same for every architecture.
 
-Must not know files, tensors or how an architecture spells its config.json (``families`` does).
-One decoder computes all of them: an architecture is a set of values here.
+One decoder computes all architectures: each is a set of values here. Must not know files, tensors
+or how an architecture spells its config.json (``families`` does).
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ MOST_LAYERS: Final = 2**10
 MOST_HEADS: Final = 2**12
 MOST_EXPERTS: Final = 2**12
 MOST_POSITIONS: Final = 2**27
-"""More than any model has: larger numbers are mistakes, refused before they exhaust memory."""
+"""Limits above those of any model: larger numbers are mistakes, refused before they exhaust memory.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,15 +36,15 @@ class RopeSpec:
     - ``llama3``: low frequencies are divided by ``factor``, high ones kept, those between blended;
     - ``yarn``: the same idea by dimension, and cos and sin are multiplied by ``attention_factor``
       (arXiv 2309.00071);
-    - ``proportional``: only the first ``rotated`` of the pairs of dimensions rotate, with the
-      frequencies that they have in a head that rotates as a whole (Gemma 4);
-    - ``longrope``: each frequency is divided by one of ``short_factors``, as sequences up to
-      ``original_max_positions`` are rotated (arXiv 2402.13753). Longer ones have other frequencies
-      at all positions, which keys in shared pages cannot have: they are not offered.
+    - ``proportional``: only the share ``rotated`` of the pairs of dimensions rotates, with the
+      frequencies of a head that rotates as a whole (Gemma 4);
+    - ``longrope``: each frequency is divided by one of ``short_factors``, which are for sequences
+      up to ``original_max_positions`` (arXiv 2402.13753). Longer sequences have other frequencies
+      at all positions, which is impossible with keys in shared pages, so they are not offered.
 
     ``max_positions`` is max_position_embeddings of config.json, ``original_max_positions`` the
-    context before stretching. Both are in tokens. ``rotated`` is the share of a head that rotates,
-    its first dimensions. Dimension i rotates with that half of these further on; if
+    context before stretching, both in tokens. ``rotated`` is the share of a head's dimensions that
+    rotates, from the first on. The first half of these are paired with the second half; if
     ``interleaved``, each even one with the next.
     """
 
@@ -63,14 +64,14 @@ class RopeSpec:
     interleaved: bool = False
 
     def dims(self, head_dim: int) -> int:
-        """How many dimensions of a head the table of angles covers; some of them may be 0."""
+        """Number of dimensions of a head in the table of angles; some angles may be 0."""
         return head_dim if self.scaling == "proportional" else int(head_dim * self.rotated)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueryGrowth:
-    """Queries of ``layers``, None for all, are multiplied by 1 + ``factor`` * log(1 + n) after n
-    whole ``period``s of positions, of which the first has the number ``first``."""
+    """Queries of ``layers`` (None for all) are multiplied by 1 + ``factor`` * log(1 + n), where n
+    is the number of whole ``period``s up to their position, counting positions from ``first``."""
 
     factor: float
     period: int
@@ -83,7 +84,7 @@ class QueryGrowth:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoeSpec:
-    """Mixtures of experts; ``layers`` are those that have one in place of the plain MLP, or
+    """Mixtures of experts; ``layers`` are those that have one instead of the plain MLP, or
     ``beside`` it."""
 
     experts: ExpertsSpec
@@ -93,8 +94,8 @@ class MoeSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeltaSpec:
-    """The Gated DeltaNet layers, by the numbers of their heads; ``layers`` are those that mix
-    tokens in this way and not by attention.
+    """The Gated DeltaNet layers; ``layers`` are those that mix tokens in this way instead of by
+    attention.
 
     ``by_key_head``: how the merged projections order their outputs (``GatedDeltaNet``).
     """
@@ -117,7 +118,7 @@ class DeltaSpec:
 
     @property
     def num_channels(self) -> int:
-        """Of the convolution: queries, keys and values."""
+        """Number of channels of the convolution: queries, keys and values."""
         return 2 * self.key_size + self.value_size
 
     def of_rank(self, num_ranks: int) -> DeltaSpec:
@@ -136,8 +137,8 @@ class DeltaSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerInputs:
-    """What each layer reads of a token beside the residual stream (Gemma 4): ``size`` numbers, of
-    an embedding of ``vocab_size`` ids."""
+    """What each layer reads besides the residual stream (Gemma 4): for each token ``size`` numbers
+    from an embedding of ``vocab_size`` ids."""
 
     size: int
     vocab_size: int
@@ -147,33 +148,33 @@ class LayerInputs:
 class ModelSpec:
     """A decoder-only language model.
 
-    ``windows`` has an entry a layer: the positions a token sees, its own included, or None for all.
-    With ``sections`` windows do not slide, they are sections of the sequence: a token sees those
-    positions of its own section that are not behind it. All windows have one size then.
-    ``dtype`` is the checkpoint's own. ``eos_token_ids`` unites config.json and
-    generation_config.json. ``weights`` says how projections are stored; None: all are plain.
-    ``names``: how the checkpoint names its tensors. It ``generates`` unless it has no output head,
-    as some embedding models; then the embedding stands for it.
+    ``windows`` has one entry per layer: the number of positions that a token sees, including its
+    own, or None for all. With ``sections`` windows do not slide: they are sections of the sequence,
+    all of one size, and a token sees only positions of its own section. ``dtype`` is the
+    checkpoint's. ``eos_token_ids`` come from config.json and generation_config.json. ``weights``
+    says how projections are stored; None: all are plain. ``names``: how the checkpoint names its
+    tensors. If it does not generate (``generates``), as some embedding models, there is no output
+    head; the embedding takes its place.
 
-    ``ropes`` has an entry a layer if not all rotate by ``rope``; None: the layer does not rotate.
-    ``qk_norm``: queries and keys are normalized, each head for itself or all heads of a token
-    together; "unweighted": each head for itself, without weights, in layers that rotate.
-    ``query_growth``: queries grow with their position. ``norms``: of the input of each part of a
-    layer, or of its output before that is added to the residual stream, or of both; ``norm_offset``
-    is added to all their weights. ``gelu``: the gate of a feed-forward block is GELU, approximated
-    by tanh, instead of SiLU.
-    ``attention_scale`` multiplies the scores, by default head_dim to the power of -1/2.
-    ``embedding_scale`` multiplies the embeddings, ``branch_scale`` what each part of a layer adds
-    to the residual stream, ``logit_scale`` the logits. ``gated_attention``: attention's output is
-    multiplied by a gate of its input. ``sinks``: the softmax of each head has one more score, which
-    is learned. ``delta_net`` describes the layers without attention.
+    ``ropes`` has one entry per layer, unless all rotate by ``rope``; None: the layer does not
+    rotate. ``qk_norm``: queries and keys are normalized, each head separately or all heads of a
+    token together; "unweighted": each head separately, without weights, in layers that rotate.
+    ``query_growth``: queries grow with their position. ``norms``: whether the inputs of the parts
+    of a layer are normalized, or their outputs before they are added to the residual stream, or
+    both; ``norm_offset`` is added to the weights of all norms. ``gelu``: the gate of a feed-forward
+    block is GELU, approximated by tanh, instead of SiLU. ``attention_scale`` multiplies the scores,
+    by default head_dim to the power of -1/2. ``embedding_scale`` multiplies the embeddings,
+    ``branch_scale`` what each part of a layer adds to the residual stream, ``logit_scale`` the
+    logits. ``gated_attention``: attention's output is multiplied by a gate computed from its input.
+    ``sinks``: the softmax of each head has one more score, which is learned. ``delta_net``
+    describes the layers without attention.
 
-    ``kv_heads`` has an entry a layer if not all have ``num_kv_heads`` of ``head_dim``, and
-    ``intermediate_sizes`` if not all feed-forward blocks have one width. The last layers may have
-    no keys and values of their own: ``kv_sources`` has of each layer the one whose it reads. With
-    ``value_norm`` values are normalized by head, without weights, and layers of
-    ``keys_are_values`` normalize the projections of keys for that. ``layer_inputs`` describes what
-    layers read beside the residual stream; ``scaled_layers``: each multiplies that by a number.
+    ``kv_heads`` has one entry per layer, unless all have ``num_kv_heads`` of ``head_dim``;
+    ``intermediate_sizes``, unless all feed-forward blocks have one width. The last layers may have
+    no keys and values of their own: ``kv_sources`` has, for each layer, the layer whose keys and
+    values it reads. With ``value_norm`` values are normalized by head, without weights; in layers
+    of ``keys_are_values`` these are the projections of keys. ``layer_inputs`` describes what layers
+    read besides the residual stream; with ``scaled_layers`` each multiplies its output by a number.
     ``logit_cap`` c bounds logits x as c tanh(x / c), if it is not 0.
     """
 
@@ -247,7 +248,7 @@ class ModelSpec:
 
     @property
     def context(self) -> int:
-        """Tokens of the longest sequence, as far as rotary scaling stretches the positions."""
+        """Number of tokens of the longest sequence, given the scaling of rotary positions."""
         rope = self.rope
         if rope.scaling in ("linear", "dynamic"):
             return int(rope.max_positions * rope.factor)
@@ -273,7 +274,7 @@ class ModelSpec:
         )
 
     def kv_source(self, layer: int) -> int:
-        """The layer whose keys and values a layer with attention reads, mostly itself."""
+        """The layer whose keys and values a layer with attention reads, usually its own."""
         return self.kv_sources[layer] if self.kv_sources else layer
 
     def kv_heads_of(self, layer: int) -> KVHeads:

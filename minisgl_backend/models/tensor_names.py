@@ -1,7 +1,7 @@
 """How a checkpoint names its tensors, and which of the decoder's weights one of them holds.
 
-The decoder's modules have the names that Llama's checkpoints use. Publishers who use other ones, or
-who merge several weights into one tensor, are told apart here only: below, a tensor of a file
+The decoder's modules have the names that Llama's checkpoints use. Some publishers use other names,
+or merge several weights into one tensor. Only this module knows: to all others, a tensor of a file
 appears as the weights that it holds, under the decoder's names (``StoredAs``). Knows names, types
 and shapes. Must not know files or layers.
 """
@@ -77,7 +77,7 @@ class TensorNames:
     projections, the outputs of one after those of the other: by the end of the module's name, the
     names of the projections and their numbers of outputs. A checkpoint of the layers alone, as
     embedding models have it, leaves out the first part of all names, ``model.``. If the checkpoint
-    is ``multimodal``, tensors of what sees and hears are left out, and always those whose names
+    is ``multimodal``, the tensors for images and audio are left out, and always those whose names
     begin with one of ``left_out``.
     With ``keeps_stacks`` a tensor of all experts is one weight, not several of one expert each.
     With ``transposed_stacks`` inputs come before outputs in such tensors, which are plain.

@@ -1,8 +1,8 @@
-"""How tokens of a sequence see each other: the part of a decoder layer that tells rows apart.
+"""Token mixing: the part of a decoder layer in which the tokens of a row see each other.
 
 A ``TokenMixer`` is one kind of it. ``SelfAttention`` here keeps its state, keys and values, in
-pages; recurrent mixers (``gated_delta_net``) keep theirs in a slot of a row. The places of a step's
-tokens come in ``StepContext``. Must not know requests, or which row has which pages and why.
+pages; recurrent mixers (``gated_delta_net``) keep theirs in a slot of the row. ``StepContext`` has
+the places of a step's tokens. Must not know requests, or why a row has which pages.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RecurrentRows:
-    """Which tokens of a step are whose, for layers with recurrent states.
+    """Which row each token of a step belongs to, for layers with recurrent states.
 
     ``decode_slots`` int64 [num_decodes]: the slots of the decoding rows, whose tokens come first;
-    -1 of a token that is none of theirs. ``runs`` are the other tokens.
+    -1 for a token that does not belong to one. ``runs`` are the other tokens.
     """
 
     decode_slots: Tensor
@@ -63,15 +63,13 @@ class RecurrentRows:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepContext:
-    """What all layers of a step share.
+    """What all layers of a step share, or all that rotate in the same way.
 
     ``places``: positions of the tokens, and slots of their keys and values. ``pdl``: kernels may
     start before their predecessors have ended (``kernels``). ``query_scale`` [num_tokens, 1, 1]
-    multiplies the rotated queries, in their type, if it is given. ``recurrent`` is None if no layer
-    has recurrent states. ``adapted``: the tokens by adapter, if any has one. ``layer_inputs``
-    [num_tokens, num_layers, size] are what layers read beside the residual stream, if they do.
-
-    Layers that rotate in different ways have one each.
+    multiplies the rotated queries, in their type. ``recurrent`` is None if no layer has recurrent
+    states. ``adapted``: the tokens by adapter, if any uses one. ``layer_inputs`` [num_tokens,
+    num_layers, size] are what layers read besides the residual stream.
     """
 
     places: TokenPlaces
@@ -89,9 +87,9 @@ class TokenMixer(Protocol):
     def __call__(
         self, residual: Tensor, x: Normed, norm: RMSNorm, step: StepContext
     ) -> tuple[Tensor, Normed]:
-        """The residual stream [num_tokens, hidden_size] after this part of the layer, and under
-        ``norm``. ``x`` is its input under the layer's first norm; ``residual`` may be overwritten.
-        """
+        """The residual stream [num_tokens, hidden_size] after this part of the layer, and the same
+        after ``norm``. ``x`` is ``residual`` after the layer's first norm; ``residual`` may be
+        overwritten."""
 
 
 class SelfAttention(nn.Module):
@@ -109,7 +107,7 @@ class SelfAttention(nn.Module):
         queries = even_share(spec.num_heads * head_dim, group, "the attention heads' outputs")
         keys = kv_head_share(of_layer.num_kv_heads, head_dim, group)
         self.is_gated = spec.gated_attention
-        # of each head the query, then the gate of its output
+        # for each head the query, then the gate of its output
         asked = Share(*(2 * n for n in astuple(queries))) if self.is_gated else queries
         parts = {"q_proj": asked}
         self.has_own_kv = source == layer
@@ -159,7 +157,7 @@ class SelfAttention(nn.Module):
         self._heads_take_adapters = False
 
     def bind(self, kv: PagedKV) -> None:
-        """Keep keys and values of the layer's tokens in these pages from now on."""
+        """Store keys and values of the layer's tokens in these pages from now on."""
         self.kv = kv if self.sinks is None else replace(kv, sinks=self.sinks.data)
 
     def places(self) -> Iterator[tuple[str, Place]]:
@@ -170,9 +168,9 @@ class SelfAttention(nn.Module):
             yield "sinks", WeightPlace(self.sinks.data, (heads.total,), 0, heads.start)
 
     def use_tensor_cores(self, kernels: TensorCores) -> None:
-        """Compute steps that fit them by ``kernels``, which the weights fit; pages must be bound.
-        What is done with heads is in the GEMM, too, if they are tiles of it that rotate in full and
-        have neither gates nor a ``TokenNorm``."""
+        """Compute steps by ``kernels`` if they fit; the weights do, and pages must be bound. The
+        GEMM also normalizes, rotates and stores heads, if a head is one of its tiles, rotates in
+        full, and has neither a gate nor a ``TokenNorm``."""
         self.o_proj.use_tensor_cores(kernels)
         if not self._are_heads_tiles:
             self.qkv_proj.use_tensor_cores(kernels)
@@ -197,7 +195,8 @@ class SelfAttention(nn.Module):
         return self.o_proj.add_to(residual, attended, norm, pdl=step.pdl, adapted=step.adapted)
 
     def output(self, x: Normed, step: StepContext) -> Tensor:
-        """What ``forward`` adds, [num_tokens, hidden_size], for layers that change it before."""
+        """What ``forward`` adds to the residual stream, [num_tokens, hidden_size], for layers that
+        change it first."""
         output: Tensor = self.o_proj(self._attended(x, step), pdl=step.pdl, adapted=step.adapted)
         return output
 
@@ -210,7 +209,7 @@ class SelfAttention(nn.Module):
         return attended.flatten(1) if gate is None else sigmoid_mul(attended, gate, pdl=step.pdl)
 
     def _with_normed_values(self, qkv: Tensor) -> Tensor:
-        """Queries, keys and normalized values, which may be those of keys, [num_tokens, width]."""
+        """Queries, keys and normalized values, [num_tokens, width]; the values may be the keys."""
         begin = self.num_heads * self.head_dim
         num_keys = self.num_kv_heads * self.head_dim
         heads = qkv[:, -num_keys:].reshape(len(qkv), -1, self.head_dim)
@@ -218,8 +217,8 @@ class SelfAttention(nn.Module):
         return torch.cat([qkv[:, : begin + num_keys], values], dim=1)
 
     def _queries(self, x: Normed, step: StepContext) -> tuple[Tensor, Tensor | None]:
-        """The rotated queries, and the gates of what they read if there are any, both [num_tokens,
-        num_heads, head_dim]. Stores keys and values in their pages.
+        """The rotated queries and, if there are any, the gates of attention's output, both
+        [num_tokens, num_heads, head_dim]. Stores keys and values in their pages.
         """
         kv, norm, kernel = self.kv, self.qk_norm, self._heads_kernel
         head_norm = norm if isinstance(norm, HeadNorm) else None
@@ -238,7 +237,7 @@ class SelfAttention(nn.Module):
                 kv.keys,
                 kv.values,
                 squares=squares,
-                eps=x.eps if norm is None else self.eps,  # without head norms, only the input's
+                eps=x.eps if norm is None else self.eps,  # without head norms, that of the input's
                 q_weight=None if head_norm is None else head_norm.q,
                 k_weight=None if head_norm is None else head_norm.k,
                 k_scale=kv.k_scale,

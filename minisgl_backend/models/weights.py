@@ -164,8 +164,11 @@ def _check_header(header: WeightHeader, wanted: StoredTensor) -> None:
 def _as_spelled(
     missing: Sequence[Sequence[str]], headers: Mapping[str, WeightHeader], names: TensorNames
 ) -> list[str]:
-    """The tensors that a checkpoint lacks, each by any of some names of the decoder's, as it spells
-    those that it has: as the same of another layer, or else behind the same prefix."""
+    """Names of missing tensors for an error message, spelled as this checkpoint spells others.
+
+    Each tensor is given by the decoder's names for it, of which one would do. The spelling is that
+    of the same tensor in another layer; without one, the prefix is that of other tensors.
+    """
     layers = {match[1] for name in headers if (match := _LAYER.match(name))}
     prefix = next(
         (

@@ -18,7 +18,7 @@ from queue import SimpleQueue
 from typing import Final
 
 from minisgl_backend.errors import MiniSGLError
-from minisgl_backend.offline.porter import Porter, Visit
+from minisgl_backend.offline.submitter import CallQueue, Submitter
 from minisgl_backend.request import (
     Admitted,
     Embedded,
@@ -39,7 +39,7 @@ from minisgl_backend.wire.answer import Answer
 from minisgl_backend.wire.packets import Packet, SampleNews, StreamStart, Times
 
 _STOP_STRINGS_EVERY: Final = 8
-"""A request that is answered at its end is searched for stop strings after this many tokens."""
+"""Without ``stream``, the caller looks for stop strings whenever there are this many new tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,13 +52,13 @@ class Output:
     """
 
     index: int
-    """The prompt's place among those of the call."""
+    """The index of the prompt in the call."""
     sample: int
-    """The place among the ``n`` samples of the prompt; with ``best_of`` the most likely is 0."""
+    """The index among the ``n`` samples of the prompt; with ``best_of`` the most likely is 0."""
     text: str
     """Whole characters, without a stop string."""
     token_ids: list[TokenId]
-    """[num_output_tokens], with the token that ended the request."""
+    """[num_output_tokens], including the token that ended the request."""
     finish_reason: str | None
     """``stop``, ``length`` or ``timeout``; None while a stream runs."""
     stop_reason: str | TokenId | None
@@ -81,9 +81,9 @@ class Output:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Asked:
-    """One prompt of a call: the engine's requests, one for each sample of the answer, and the data
-    that its text depends on."""
+class PreparedPrompt:
+    """One prompt of a call, ready to be submitted: the engine's requests, one for each sample of
+    the answer, and what is needed to turn tokens into text."""
 
     samples: Sequence[Request]
     start: StreamStart
@@ -101,15 +101,15 @@ class Mailbox:
         "_has_begun",
         "_has_ended",
         "_is_announced",
+        "_is_reported",
         "_last_token_ns",
         "_num_cached_tokens",
         "_num_running",
         "_num_waiting_tokens",
-        "_porter",
         "_prompt_logprobs",
         "_ready",
         "_scheduled_ns",
-        "_told",
+        "_submitter",
         "_wake_after",
         "index",
         "samples",
@@ -118,31 +118,31 @@ class Mailbox:
     def __init__(
         self,
         index: int,
-        asked: Asked,
+        prepared: PreparedPrompt,
         vocabulary: Vocabulary,
         ready: SimpleQueue[Mailbox | Exception],
-        porter: Porter,
+        submitter: Submitter,
     ) -> None:
         self.index = index
-        self.samples = asked.samples
-        self._has_ended = [False] * len(asked.samples)  # the engine's last event has been read
-        self._told = [False] * len(asked.samples)  # the caller knows the end
-        self._has_begun = [False] * len(asked.samples)  # the caller has had an output
-        self._num_running = len(asked.samples)  # on the engine's side
-        self._answers = AnswerStream(vocabulary, asked.start)
+        self.samples = prepared.samples
+        self._has_ended = [False] * len(prepared.samples)  # the engine's last event has been read
+        self._is_reported = [False] * len(prepared.samples)  # the caller has had the end
+        self._has_begun = [False] * len(prepared.samples)  # the caller has had an output
+        self._num_running = len(prepared.samples)  # on the engine's side
+        self._answers = AnswerStream(vocabulary, prepared.start)
         self._ready = ready
-        self._porter = porter
-        self._num_waiting_tokens = len(asked.samples[0].prompt)
-        self._wake_after = _tokens_per_wake(asked.start)
+        self._submitter = submitter
+        self._num_waiting_tokens = len(prepared.samples[0].prompt)
+        self._wake_after = _tokens_per_wake(prepared.start)
         self._events: deque[
             tuple[int, PromptLogprobs | Generated | Embedded | Finished | Failed]
         ] = deque()
         self._is_announced = False
         self._num_cached_tokens: int | None = None
         self._prompt_logprobs: list[TokenLogprobs | None] = []
-        if asked.start.wanted.prompt_logprobs:
+        if prepared.start.wanted.prompt_logprobs:
             self._prompt_logprobs.append(None)
-        self._arrival_ns = asked.arrival_time_ns
+        self._arrival_ns = prepared.arrival_time_ns
         self._scheduled_ns = self._first_token_ns = self._last_token_ns = 0
 
     # --- the engine's thread -----------------------------------------------------------------
@@ -153,7 +153,7 @@ class Mailbox:
             if not sample:
                 self._scheduled_ns = time.time_ns()
                 self._num_cached_tokens = event.num_cached_tokens
-                self._porter.admitted(self._num_waiting_tokens)
+                self._submitter.admitted(self._num_waiting_tokens)
                 self._num_waiting_tokens = 0
             return
         self._events.append((sample, event))
@@ -168,7 +168,7 @@ class Mailbox:
         else:
             self._num_running -= 1
             num_waiting_tokens = 0 if sample else self._num_waiting_tokens
-            self._porter.left(self, num_waiting_tokens, is_last=not self._num_running)
+            self._submitter.ended(self, num_waiting_tokens, is_last=not self._num_running)
             if self._num_running and isinstance(event, Finished) and self._wake_after > 1:
                 return  # its answer waits for those of the others
         self._is_announced = True
@@ -184,10 +184,12 @@ class Mailbox:
         outputs = [
             self._output(sample, answer)
             for sample, one in enumerate(answer.samples)
-            if one.token_ids or one.text or (one.finish is not None and not self._told[sample])
+            if one.token_ids
+            or one.text
+            or (one.finish is not None and not self._is_reported[sample])
         ]
         for output in outputs:
-            self._told[output.sample] = output.finish_reason is not None
+            self._is_reported[output.sample] = output.finish_reason is not None
         return outputs
 
     def _output(self, sample: int, answer: Answer) -> Output:
@@ -219,7 +221,7 @@ class Mailbox:
         return self._answers.over is not None
 
     def superfluous(self) -> list[RequestId]:
-        """The samples that stop strings have ended, and that still run in the engine."""
+        """The samples that a stop string has ended but that still run in the engine."""
         return [
             request.id
             for sample, request in enumerate(self.samples)
@@ -227,7 +229,7 @@ class Mailbox:
         ]
 
     def _take(self) -> Packet:
-        self._is_announced = False  # before the events are taken, or the last might go unnoticed
+        self._is_announced = False  # before taking events, else the last one might go unnoticed
         num_samples = len(self.samples)
         token_ids: list[list[TokenId]] = [[] for _ in range(num_samples)]
         logprobs: list[list[TokenLogprobs]] = [[] for _ in range(num_samples)]
@@ -272,45 +274,47 @@ class Mailbox:
 class Call:
     """The requests of one call."""
 
-    def __init__(self, porter: Porter, vocabulary: Vocabulary, asked: Sequence[Asked]) -> None:
-        self._porter = porter
+    def __init__(
+        self, submitter: Submitter, vocabulary: Vocabulary, prepared: Sequence[PreparedPrompt]
+    ) -> None:
+        self._submitter = submitter
         self._vocabulary = vocabulary
-        self._asked = asked
+        self._prepared = prepared
 
     def __len__(self) -> int:
-        return len(self._asked)
+        return len(self._prepared)
 
     def outputs(self) -> Generator[Output, None, None]:
-        """The outputs of all requests as they come; requests enter as there is room."""
+        """The outputs of all requests as they come; prompts are submitted as there is room."""
         ready: SimpleQueue[Mailbox | Exception] = SimpleQueue()
         boxes = (
-            Mailbox(index, asked, self._vocabulary, ready, self._porter)
-            for index, asked in enumerate(self._asked)
+            Mailbox(index, prepared, self._vocabulary, ready, self._submitter)
+            for index, prepared in enumerate(self._prepared)
         )
-        visit = Visit(boxes, on_refused=ready.put)
-        num_left = len(self._asked)
+        queue = CallQueue(boxes, on_failed=ready.put)
+        num_left = len(self._prepared)
         try:
-            self._porter.enter(visit)
+            self._submitter.submit(queue)
             while num_left:
                 box = ready.get()
                 if isinstance(box, Exception):
                     raise box
-                if not box.is_over:  # or ended by a stop string, and now the engine says so
+                if not box.is_over:  # else a stop string ended it, and the engine only follows
                     outputs = box.read()
                     for request_id in box.superfluous():
-                        self._porter.abort(request_id)
+                        self._submitter.abort(request_id)
                     num_left -= box.is_over
                     yield from outputs
         except MiniSGLError:
-            self._porter.check_open()  # raises Cancelled if that is the cause
+            self._submitter.check_open()  # raises Cancelled if that is the cause
             raise
         finally:
             if num_left:
-                self._porter.leave(visit)
+                self._submitter.cancel(queue)
 
 
 def _tokens_per_wake(start: StreamStart) -> float:
-    """How many tokens a request gathers before it wakes the caller."""
+    """Number of tokens that a request collects before it wakes the caller."""
     if start.stream:
         return 1
     return _STOP_STRINGS_EVERY if start.stop_strings else float("inf")

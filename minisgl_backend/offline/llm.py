@@ -22,9 +22,9 @@ from minisgl_backend.build import build_engine
 from minisgl_backend.config import DEMO_MODEL, EngineOptions, Limits
 from minisgl_backend.models.catalog import load_spec
 from minisgl_backend.models.hub import resolve_model, resolve_tokenizer
-from minisgl_backend.offline.call import Asked, Call, Output
-from minisgl_backend.offline.porter import Porter
+from minisgl_backend.offline.call import Call, Output, PreparedPrompt
 from minisgl_backend.offline.prompts import Params, Prompt, naming, read_prompts, with_all
+from minisgl_backend.offline.submitter import Submitter
 from minisgl_backend.precheck import context_of
 from minisgl_backend.progress import shown, unseen
 from minisgl_backend.request import FloatArray, IntArray, Request, SamplingParams, samples_of
@@ -50,10 +50,10 @@ class LLM:
         self._encoder = _load_encoder(self._options, self._limits)
         self._seeds = random.Random(self._options.seed)
         self._engine = build_engine(self._options)
-        self._porter = Porter(self._engine, num_tokenizers=self._options.num_tokenizers)
-        # called when this object is collected, or before the interpreter ends: a thread that is
-        # inside PyTorch then would abort the process
-        self._finalizer = weakref.finalize(self, _end, self._porter, threading.get_ident())
+        self._submitter = Submitter(self._engine, num_tokenizers=self._options.num_tokenizers)
+        # called when this object is collected, or before the interpreter ends, when a thread inside
+        # PyTorch would abort the process
+        self._finalizer = weakref.finalize(self, _end, self._submitter, threading.get_ident())
 
     @property
     def info(self) -> EngineInfo:
@@ -71,14 +71,14 @@ class LLM:
         *,
         progress: bool = False,
     ) -> list[Output]:
-        """One whole output for each prompt, in the order of the prompts; with ``n`` samples of its
-        answer, that number of outputs, one after the other.
+        """One complete output for each prompt, in the order of the prompts; with ``n`` samples of
+        the answer, ``n`` outputs, one after the other.
 
-        ``params`` are those of every prompt, or a list with one mapping for each; their names and
-        values are those of the wire, and JSON may be given as Python objects: ``tools``,
-        ``chat_template_kwargs``, ``structured_outputs``. If a prompt or a parameter is wrong,
-        nothing is computed; whether a grammar can be compiled turns out later, and ends the call.
-        ``progress`` draws a bar on stderr if that is a terminal, and else logs.
+        ``params`` apply to every prompt, or are a list with one mapping for each. Names and values
+        are those of the wire; JSON may be given as Python objects (``tools``,
+        ``chat_template_kwargs``, ``structured_outputs``). If a prompt or a parameter is wrong,
+        nothing is computed. A grammar that cannot be compiled ends the call later. ``progress``
+        draws a bar on stderr if that is a terminal, and otherwise logs.
 
         Raises ``RequestError``; ``Overloaded`` if a deadline passed before the first token, or
         ``max_queue_time_s`` in the queue; ``EngineFailure``; ``Cancelled`` if the ``LLM`` is
@@ -101,12 +101,11 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         params: Params | Sequence[Params] | None = None,
     ) -> Generator[Output, None, None]:
-        """Outputs as they come, each with the text that is new for the prompt of its ``index``, and
-        of the ``sample`` if there are several.
+        """Outputs as they come, each with the new text of one ``sample`` for the prompt ``index``.
 
-        The last one for a sample has a ``finish_reason``. Closing the iterator ends the requests.
-        Errors are those of ``generate``; a wrong prompt or parameter raises at the call, before
-        the first output is asked for.
+        The last output of a sample has a ``finish_reason``. Closing the iterator ends the requests.
+        Errors are those of ``generate``; a wrong prompt or parameter raises immediately, not at the
+        first output.
         """
         return self._outputs(self._call(prompts, params, stream=True))
 
@@ -131,8 +130,8 @@ class LLM:
         """The embedding of each prompt, in their order: float32[hidden_size] of length 1, from the
         prompt's last token.
 
-        ``params`` are those that concern prompts, such as ``lora_name``: of every prompt, or a list
-        with one mapping for each. Errors are those of ``generate``.
+        ``params`` may hold what concerns prompts, such as ``lora_name``, for all prompts or as a
+        list with one mapping for each. Errors are those of ``generate``.
         """
         outputs = self.generate(prompts, with_all(params, {"embed": True}))
         return [output.embedding for output in outputs if output.embedding is not None]
@@ -140,10 +139,10 @@ class LLM:
     def close(self) -> None:
         """End all requests and the engine, and free its memory. Idempotent.
 
-        Calls of other threads raise ``Cancelled``. Ctrl-C ends the waiting only.
+        Calls in other threads raise ``Cancelled``. Ctrl-C only ends the waiting.
         """
-        self._porter.end()
-        self._porter.wait()
+        self._submitter.end()
+        self._submitter.wait()
         self._finalizer.detach()
 
     def __enter__(self) -> LLM:
@@ -158,7 +157,7 @@ class LLM:
         self.close()
 
     def _outputs(self, call: Call) -> Generator[Output, None, None]:
-        """The call's outputs. The iterator keeps this object alive, whose end would end it."""
+        """The call's outputs. The iterator keeps this object alive, whose end would end them."""
         yield from call.outputs()
 
     def _call(
@@ -170,7 +169,7 @@ class LLM:
     ) -> Call:
         """All requests of a call, checked before the first of them is submitted."""
         arrived_s, arrival_time_ns = time.monotonic(), time.time_ns()
-        self._porter.check_open()
+        self._submitter.check_open()
         generations = read_prompts(
             prompts,
             params,
@@ -180,28 +179,28 @@ class LLM:
             exclude_input_in_output=self._options.exclude_input_in_output,
             limits=self._limits,
         )
-        asked = []
+        prepared = []
         several = len(generations) > 1
         with closing(self._tokenized(generations)) as tokenized:
             for index, generation in enumerate(generations):
                 with naming(index if several else None):
                     ids, sampling = next(tokenized)
                     generation = replace(generation, sampling=sampling)
-                    asked.append(self._asked(generation, ids, arrived_s))
-        return Call(self._porter, self._encoder.vocabulary, asked)
+                    prepared.append(self._prepared(generation, ids, arrived_s))
+        return Call(self._submitter, self._encoder.vocabulary, prepared)
 
     def _tokenized(
         self, generations: Sequence[Generation]
     ) -> Generator[tuple[IntArray, SamplingParams], None, None]:
-        """int32[num_prompt_tokens] of each prompt, and how its answer is sampled; several are
-        tokenized at a time."""
+        """The token ids of each prompt, int32[num_prompt_tokens], and its sampling parameters.
+        Tokenizes several prompts at a time."""
         if len(generations) == 1:
             yield _encode(self._encoder, generations[0])
-        else:  # jobs that know nothing of this object, or a thread of the pool might end it
+        else:  # jobs must not refer to this object, else a thread of the pool might collect it
             jobs = [partial(_encode, self._encoder, generation) for generation in generations]
-            yield from self._porter.spread(jobs)
+            yield from self._submitter.run_all(jobs)
 
-    def _asked(self, generation: Generation, ids: IntArray, arrived_s: float) -> Asked:
+    def _prepared(self, generation: Generation, ids: IntArray, arrived_s: float) -> PreparedPrompt:
         sampling = generation.sampling
         self._encoder.check_token_ids("stop_token_ids", sampling.stop_token_ids)
         if generation.fit_max_tokens:
@@ -230,7 +229,7 @@ class LLM:
         )
         others = (self._engine.new_id() for _ in range(generation.best_of - 1))
         samples = samples_of(request, [request.id, *others])
-        return Asked(samples, start, generation.arrival_time_ns)
+        return PreparedPrompt(samples, start, generation.arrival_time_ns)
 
 
 def _load_encoder(options: EngineOptions, limits: Limits) -> PromptEncoder:
@@ -248,9 +247,9 @@ def _encode(encoder: PromptEncoder, generation: Generation) -> tuple[IntArray, S
     return encoder.encode(prompt), sampling
 
 
-def _end(porter: Porter, maker: int) -> None:
-    """``maker`` is the thread that has made the ``LLM``."""
-    porter.end()
-    # any thread may collect an LLM that is in a circle, also those that the porter waits for
+def _end(submitter: Submitter, maker: int) -> None:
+    """``maker`` is the thread that has created the ``LLM``."""
+    submitter.end()
+    # any thread may collect an LLM in a reference cycle, even one for which the submitter waits
     if threading.get_ident() in (maker, threading.main_thread().ident):
-        porter.wait()
+        submitter.wait()

@@ -31,9 +31,9 @@ Params: TypeAlias = Mapping[str, Any]
 """Request parameters by the names of the wire."""
 
 _NOT_HERE: Final[Mapping[str, str]] = {
-    "text_input": "is the prompt, which is no parameter in process",
-    "messages": "are the prompt, which is no parameter in process",
-    "input_ids": "are the prompt, which is no parameter in process",
+    "text_input": "is the prompt, which is not a parameter in process",
+    "messages": "are the prompt, which is not a parameter in process",
+    "input_ids": "are the prompt, which is not a parameter in process",
     "sampling_parameters": "is not supported in process: give its values as parameters",
     "stream": "is not supported in process: call LLM.stream",
     "stop_request": "is not supported in process: close the stream",

@@ -1,4 +1,4 @@
-"""Gives a communicator up: once, and on a thread of its own.
+"""Gives up a communicator: once, and on a thread of its own.
 
 NCCL first releases what waits on the GPU, then waits itself until every CUDA graph that holds the
 communicator is destroyed. So code that still holds graphs must not wait for NCCL.

@@ -1,8 +1,8 @@
-"""Which machines an engine's ranks are spread over, and the secret by which these know each other.
+"""Which machines an engine's ranks are spread over, and the secret that authenticates them.
 
 Knows options and the variables by which launchers tell a process its place: those of PyTorch's
 ``torchrun`` and its kin, and those of Kubernetes' LeaderWorkerSet. Must not know processes or
-sockets. Options go before variables.
+sockets. Options take precedence over variables.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _AGENT_PORT: Final = "MASTER_PORT"
 
 
 def with_environment(options: EngineOptions, environment: Mapping[str, str]) -> EngineOptions:
-    """The options, with what they leave open of nodes from the environment.
+    """The options; those about nodes that are not given come from the environment.
 
     Raises ``ConfigError`` for a variable that is malformed, and if several nodes have no place to
     meet.

@@ -160,8 +160,8 @@ def listen_at(place: RankPlace) -> socket.socket:
 def _addresses(place: RankPlace) -> list[tuple[socket.AddressFamily, tuple[Any, ...]]]:
     """The addresses that the place's host and port stand for.
 
-    Clusters give machines their names while these start already: with several hosts this waits for
-    a name that is not known yet.
+    In a cluster a machine may be running before others can resolve its name: with several hosts
+    this waits for a name that is not known yet.
     """
     found: list[tuple[socket.AddressFamily, tuple[Any, ...]]] = []
     patience_s = _LOOK_UP_S if place.is_one_host else _NAMED_WITHIN_S

@@ -73,13 +73,13 @@ class Nccl:
         library.ncclCommAbort.argtypes = [pointer]
 
     def new_id(self) -> bytes:
-        """The name of a new communicator."""
+        """The id of a new communicator."""
         unique = _UniqueId()
         self.call("ncclGetUniqueId", ctypes.byref(unique))
         return bytes(unique)
 
     def connect(self, name: bytes, rank: int, size: int) -> ctypes.c_void_p:
-        """The communicator of that name on the current GPU; waits for all ranks."""
+        """The communicator of that id on the current GPU; waits for all ranks."""
         communicator = ctypes.c_void_p()
         unique = _UniqueId.from_buffer_copy(name)
         self.call("ncclCommInitRank", ctypes.byref(communicator), size, unique, rank)

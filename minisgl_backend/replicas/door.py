@@ -29,10 +29,9 @@ from minisgl_backend.replicas.adapters import ReplicatedAdapters
 from minisgl_backend.replicas.messages import (
     Message,
     News,
-    decode_other_event,
+    decode_event,
     decode_samples,
     decode_stats,
-    decode_token,
     encode_event,
     encode_request,
 )
@@ -42,6 +41,7 @@ from minisgl_backend.request import (
     Failed,
     Finished,
     FinishReason,
+    Generated,
     Request,
     RequestId,
     Sink,
@@ -284,11 +284,12 @@ class ReplicatedEngine(Door):
 
     def _take_news(self, replica: int, news: News, events: list[tuple[Sink, Event]]) -> None:
         head = news[0]
-        if isinstance(head, int):
-            sample = self._open.get(RequestId(head))
-            if sample is not None:
-                self._take_token(sample)
-                events.append((sample.entry.sink, decode_token(news)))
+        if head == "t":
+            for request_id, token_id in zip(news[1], news[2], strict=True):
+                sample = self._open.get(request_id)
+                if sample is not None:
+                    self._take_token(sample)
+                    events.append((sample.entry.sink, Generated(token_id)))
         elif head == "+":
             keys, pages = np.array(news[1], np.uint64), np.array(news[2], np.int32)
             self._shadow.publish(replica, keys, pages)
@@ -304,7 +305,7 @@ class ReplicatedEngine(Door):
         else:
             sample = self._open.get(RequestId(news[1]))
             if sample is not None:
-                events.extend(self._take_event(replica, sample, decode_other_event(news)))
+                events.extend(self._take_event(replica, sample, decode_event(news)))
 
     def _take_token(self, sample: _Sample) -> None:
         prompt = sample.prompt
@@ -324,6 +325,8 @@ class ReplicatedEngine(Door):
                 return ()
             entry.admitted = True
             self._forget_waiting(entry.request)
+        elif isinstance(event, Generated):
+            self._take_token(sample)
         elif isinstance(event, Failed) and isinstance(event.error, EngineLost):
             self._leave(replica)  # its process is about to end, and then this request goes on
             return ()

@@ -3,7 +3,8 @@
 From the door:
 
     {"options": {...}}                     at the start
-    {"p": prompt, "s": sampling, ...}      a request, with the ids of all its samples
+    {"p": prompt, "s": {...}, ...}         a request, with the ids of all its samples and the
+                                           sampling parameters that are not as usual
     {"abort": id, "f" or "e": ...}         end a request with this event
     {"load": [id, name, path]}             make an adapter known; the answer is a piece of news
     {"unload": name}                       forget it
@@ -16,10 +17,11 @@ From the replica:
 
 Either has "samples", what histograms are made of, a few times a second.
 
-News are lists, since most are tokens, and those are to be small:
+News are lists. Most of what happens are tokens, which are to be small: as a rule all rows of a step
+have one each, and these are one piece of news.
 
-    [id, token]  [id, token, 1]            a token; the request's last one
-    [id, token, last, logprobs]            with its log-probabilities
+    ["t", ids, tokens]                     a token for each of these requests, not its last
+    ["g", id, token, last, logprobs]       a token that is the last, or has log-probabilities
     ["a", id, cached]  ["p", id, ...]  ["v", id, ...]  ["f", id, ...]  ["e", id, ...]
                                            the other events: ``Admitted``, ``PromptLogprobs``,
                                            ``Embedded``, ``Finished``, ``Failed``
@@ -38,7 +40,7 @@ import json
 import select
 import socket
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, astuple, fields
 from types import MappingProxyType
 from typing import Any, Final, TypeAlias
@@ -72,6 +74,8 @@ from minisgl_backend.scheduling.report import SchedulerStats
 Message: TypeAlias = Mapping[str, Any]
 News: TypeAlias = list[Any]
 
+_USUAL: Final = MappingProxyType({spec.name: spec.default for spec in fields(SamplingParams)})
+"""The sampling parameters of which a request says nothing."""
 _LENGTH: Final = struct.Struct("<Q")
 _AT_ONCE: Final = 2**20
 """Most bytes that are read at a time."""
@@ -136,11 +140,18 @@ class Incoming:
 
 def encode_request(request: Request, ids: Sequence[RequestId]) -> Message:
     """A request, and the ids of all its samples, its own first."""
-    adapter = request.adapter
+    adapter, sampling = request.adapter, request.sampling
+    said = {
+        name: value
+        for name, default in _USUAL.items()
+        if (value := getattr(sampling, name)) != default
+    }
+    if sampling.grammar is not None:
+        said["grammar"] = asdict(sampling.grammar)
     return {
         "ids": list(ids),
         "p": _bytes(request.prompt),
-        "s": asdict(request.sampling),
+        "s": said,
         "priority": request.priority,
         "deadline_s": request.deadline_s,
         "salt": request.cache_salt,
@@ -152,18 +163,17 @@ def encode_request(request: Request, ids: Sequence[RequestId]) -> Message:
 def decode_request(message: Message) -> tuple[Request, list[RequestId]]:
     """What ``encode_request`` was given."""
     sampling = dict(message["s"])
-    grammar = sampling.pop("grammar")
-    if grammar is not None:
-        grammar = Grammar(**{**grammar, "kind": GrammarKind(grammar["kind"])})
-    biases = tuple((token, bias) for token, bias in sampling.pop("logit_bias"))
-    stops = tuple(sampling.pop("stop_token_ids"))
+    if (grammar := sampling.get("grammar")) is not None:
+        sampling["grammar"] = Grammar(**{**grammar, "kind": GrammarKind(grammar["kind"])})
+    if "logit_bias" in sampling:
+        sampling["logit_bias"] = tuple((token, bias) for token, bias in sampling["logit_bias"])
+    if "stop_token_ids" in sampling:
+        sampling["stop_token_ids"] = tuple(sampling["stop_token_ids"])
     adapter = message["adapter"]
     request = Request(
         id=message["ids"][0],
         prompt=_array(message["p"], np.int32),
-        sampling=SamplingParams(
-            **sampling, grammar=grammar, logit_bias=biases, stop_token_ids=stops
-        ),
+        sampling=SamplingParams(**sampling),
         priority=message["priority"],
         deadline_s=message["deadline_s"],
         cache_salt=message["salt"],
@@ -176,16 +186,33 @@ def decode_request(message: Message) -> tuple[Request, list[RequestId]]:
 # --- events ----------------------------------------------------------------------------------
 
 
+def encode_news(happened: Iterable[News | tuple[RequestId, Event]]) -> list[News]:
+    """Events as news, in order, among what is news already."""
+    news: list[News] = []
+    tokens: News | None = None
+    for each in happened:
+        if isinstance(each, tuple):
+            request_id, event = each
+            if type(event) is Generated and event.logprobs is None and not event.is_last:
+                if tokens is None:
+                    tokens = ["t", [], []]
+                    news.append(tokens)
+                tokens[1].append(request_id)
+                tokens[2].append(event.token_id)
+                continue
+            each = encode_event(request_id, event)
+        tokens = None
+        news.append(each)
+    return news
+
+
 def encode_event(request_id: RequestId, event: Event) -> News:
-    """One piece of news."""
+    """One piece of news; tokens that have nothing but their number become smaller in
+    ``encode_news``."""
     if isinstance(event, Generated):
-        if event.logprobs is not None:
-            one = event.logprobs
-            logprobs = [one.logprob, one.rank, one.alternatives]
-            return [request_id, event.token_id, event.is_last, logprobs]
-        if event.is_last:
-            return [request_id, event.token_id, 1]
-        return [request_id, event.token_id]
+        one = event.logprobs
+        logprobs = None if one is None else [one.logprob, one.rank, one.alternatives]
+        return ["g", request_id, event.token_id, event.is_last, logprobs]
     if isinstance(event, Admitted):
         return ["a", request_id, event.num_cached_tokens]
     if isinstance(event, PromptLogprobs):
@@ -198,20 +225,17 @@ def encode_event(request_id: RequestId, event: Event) -> News:
     return ["e", request_id, type(event.error).__name__, str(event.error)]
 
 
-def decode_token(news: News) -> Generated:
-    """The token of a piece of news that begins with an id."""
-    if len(news) == 2:
-        return Generated(news[1])
-    if len(news) == 3:
-        return Generated(news[1], is_last=True)
-    logprob, rank, alternatives = news[3]
-    found = TokenLogprobs(logprob, rank, tuple((token, value) for token, value in alternatives))
-    return Generated(news[1], found, bool(news[2]))
-
-
-def decode_other_event(news: News) -> Event:
-    """The event of a piece of news that begins with one of the letters a, p, v, f and e."""
+def decode_event(news: News) -> Event:
+    """What ``encode_event`` was given."""
     return _EVENTS[news[0]](*news[2:])
+
+
+def _decode_token(token_id: int, is_last: bool, logprobs: list[Any] | None) -> Generated:
+    if logprobs is None:
+        return Generated(token_id, is_last=is_last)
+    logprob, rank, alternatives = logprobs
+    found = TokenLogprobs(logprob, rank, tuple((token, value) for token, value in alternatives))
+    return Generated(token_id, found, is_last)
 
 
 def _decode_prompt_logprobs(num_alternatives: int, arrays: Sequence[str]) -> PromptLogprobs:
@@ -234,6 +258,7 @@ def _decode_failed(kind: str, text: str) -> Failed:
 
 _EVENTS: Final[Mapping[str, Callable[..., Event]]] = MappingProxyType(
     {
+        "g": _decode_token,
         "a": Admitted,
         "p": _decode_prompt_logprobs,
         "v": lambda text: Embedded(_array(text, np.float32)),

@@ -1,7 +1,7 @@
 """Keys of prefixes: 64 bits over a salt and all tokens of a prefix of whole pages.
 
-Two prefixes might have one key; then a request goes to a replica that has less of it than was
-thought, and nothing else is wrong. Must not know where prefixes are.
+If two prefixes happen to have the same key, a request may go to a replica that has less of its
+prompt than was thought; nothing else goes wrong. Must not know where prefixes are.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """Chooses the replica for each request, and keeps count of what it has sent where.
 
 The rule: of the replicas that are in balance, the one that has the longest prefix of the prompt in
-its cache; of several, the one with the least load. A replica's load has three measures: rows,
-prompt tokens that wait to be computed, and pages, each as a share of what it can hold. It is *in
-balance* if each measure is at most ``Balance.ratio`` times the mean of all replicas, plus
-``Balance.slack``: for a prefix that is at least as long as those of other requests are on average.
-A shorter one pulls in proportion less, down to nothing: for it, a replica must not be above the
-mean. So what leaves a busy replica is what costs the least to compute again.
+its cache; of several, the one with the least load, those with a free row first. A replica's load
+has three measures: rows, prompt tokens that wait to be computed, and pages, each as a share of what
+it can hold. It is *in balance* if each measure is at most ``Balance.ratio`` times the mean of all
+replicas, plus ``Balance.slack``: for a prefix that is at least as long as those of other requests
+are on average. A shorter one pulls in proportion less, down to nothing: for it, a replica must not
+be above the mean. So what leaves a busy replica is what costs the least to compute again.
 
 An adapter that a replica has on its device pulls as a long prefix does, but after prefixes: of the
 replicas that have the same of the prompt, the ones with the adapter come first.
@@ -40,9 +40,9 @@ _Load: TypeAlias = tuple[int, int, int]
 """Rows, waiting tokens, pages."""
 _Limits: TypeAlias = tuple[float, float, float]
 """The largest load in balance."""
-_Rank: TypeAlias = tuple[float, int, Replicas]
-"""The largest measure of a replica's load, as a share of what it can hold; the number of requests
-that it was sent; and the replica."""
+_Rank: TypeAlias = tuple[bool, float, int, Replicas]
+"""Whether a replica has no free row; the largest measure of its load, as a share of what it can
+hold; the number of requests that it was sent; and the replica."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +109,9 @@ class Router:
         # rows, waiting tokens and pages, of each replica and of all that are up
         self._loads: list[_Load] = [(0, 0, 0)] * shadow.num_replicas
         self._total: _Load = (0, 0, 0)
-        self._ranks: list[_Rank] = [(0.0, 0, 1 << number) for number in range(shadow.num_replicas)]
+        self._ranks: list[_Rank] = [
+            (False, 0.0, 0, 1 << number) for number in range(shadow.num_replicas)
+        ]
         self._by_load = list(self._ranks)  # sorted
         self._up: Replicas = (1 << shadow.num_replicas) - 1
         self._usual = 0.0  # pages of the longest prefix that a request finds, on average
@@ -162,7 +164,7 @@ class Router:
         self._usual += _FOLLOWS * (longest - self._usual)
         left, num_held, having = self._up, longest, holders
         while True:  # from the longest prefix that any of those left has to shorter ones
-            limits, replica = self._limits(self._pull(num_held)), None
+            limits, replica = self._limits(self._pull(num_held), num_held), None
             if favoured:
                 replica = self._least_loaded(having & favoured, self._limits(pull=1.0))
             if replica is None:
@@ -193,14 +195,15 @@ class Router:
         """How much a prefix of ``num_held`` pages pulls."""
         return min(1.0, num_held / self._usual) if self._usual else 0.0
 
-    def _limits(self, pull: float) -> _Limits:
-        """The largest load that counts as balanced, for a prefix with this pull."""
+    def _limits(self, pull: float, num_held: int = 0) -> _Limits:
+        """The largest load that counts as balanced, for a prefix of ``num_held`` pages with this
+        pull. To wait for as many tokens as it saves costs no more than to compute it elsewhere."""
         num_up = self._up.bit_count()
         ratio, slack = 1 + pull * (self._balance.ratio - 1), pull * self._balance.slack
         (rows, tokens, pages), most = self._total, self._capacity
         return (
             ratio * rows / num_up + slack * most[0],
-            ratio * tokens / num_up + slack * most[1],
+            ratio * tokens / num_up + slack * most[1] + num_held * self._page_size,
             ratio * pages / num_up + slack * most[2],
         )
 
@@ -257,7 +260,9 @@ class Router:
         most = self._capacity
         busiest = max(rows / most[0], tokens / most[1], pages / most[2])
         del self._by_load[bisect_left(self._by_load, self._ranks[replica])]
-        rank = self._ranks[replica] = busiest, self.num_routed[replica], 1 << replica
+        # a prompt waits for others a few steps, and for a row until some answer ends
+        is_full = rows >= most[0]
+        rank = self._ranks[replica] = is_full, busiest, self.num_routed[replica], 1 << replica
         insort(self._by_load, rank)
         if self._up >> replica & 1:
             self._total = _sum(self._total, change)
@@ -280,7 +285,7 @@ class Router:
             replica = replicas.bit_length() - 1
             within = replicas and (limits is None or _fits(loads[replica], limits))
             return replica if within else None
-        for _, _, bit in self._by_load:
+        for _, _, _, bit in self._by_load:
             if replicas & bit:
                 replica = bit.bit_length() - 1
                 if limits is None or _fits(loads[replica], limits):

@@ -67,11 +67,6 @@ class CacheShadow:
         # by replica and page: the key of the prefix that ends there, 0 if none does
         self._keys = np.zeros((num_replicas, num_pages), np.uint64)
 
-    @property
-    def num_prefixes(self) -> int:
-        """Number of different prefixes that are cached."""
-        return len(self._cached)
-
     def publish(self, replica: int, keys: Keys, pages: IntArray) -> None:
         """A replica has the prefixes of these keys from now on; each ends in the page, int32, at
         the same index."""
@@ -146,13 +141,6 @@ class CacheShadow:
         if further > low:
             return further, expecting
         return low, found | expecting if further == low else found
-
-    def match_lengths(self, keys: Keys) -> list[int]:
-        """Number of pages that each replica has of a prompt; for tests and reports."""
-        return [
-            self.longest(keys, 1 << replica, expected=False)[0]
-            for replica in range(self.num_replicas)
-        ]
 
 
 class AdapterShadow:

@@ -2,12 +2,12 @@
 
 An adapter is *known* under a name from when it is loaded until it is unloaded. Main memory holds
 some of the known ones (the *pool*). A request whose adapter is not in the pool waits until a thread
-has read it, like one whose grammar is compiled; from then on until it ends the request *holds* the
-adapter, which stays in the pool as long. Adapters that nothing holds leave the pool when others
-need the place, the one used least recently first.
+has read it. From then until it ends, the request *holds* the adapter and so keeps it in the pool.
+Adapters that no request holds leave the pool when others need the place, the least recently used
+first.
 
-Unloading takes the name away at once, and the adapter when its last request has ended. An adapter
-that is loaded under the same name later is another one, with another id.
+Unloading removes the name at once, and the adapter when its last request has ended. An adapter that
+is loaded under the same name later is a different one, with a different id.
 
 Knows names, paths and counts; a ``Reader`` knows files and tensors. Must not know slots.
 """
@@ -29,7 +29,7 @@ from minisgl_backend.errors import (
     InvalidRequest,
     MiniSGLError,
 )
-from minisgl_backend.request import Adapter, RequestId
+from minisgl_backend.request import Adapter, AdapterFacts, RequestId
 
 logger = logging.getLogger(__name__)
 
@@ -37,14 +37,13 @@ _NAME_CHARACTERS: Final = 128
 
 
 class Reader(Protocol):
-    """Main memory, as far as adapters are concerned. For any thread."""
+    """Reads adapters into main memory. For any thread."""
 
-    def check(self, folder: Path) -> tuple[int, int, int]:
-        """Read an adapter, and keep nothing; its rank, its targets, and a number that changes when
-        its files do. Raises ``ConfigError``."""
+    def check(self, folder: Path) -> AdapterFacts:
+        """Read an adapter without keeping it. Raises ``ConfigError``."""
 
-    def read(self, adapter_id: int, folder: Path) -> tuple[int, int, int]:
-        """Read an adapter into memory; the same of it. Raises ``ConfigError``."""
+    def read(self, adapter_id: int, folder: Path) -> AdapterFacts:
+        """Read an adapter into memory. Raises ``ConfigError``."""
 
     def drop(self, adapter_id: int) -> None:
         """Forget an adapter; ignored if there is none."""
@@ -103,8 +102,8 @@ class AdapterNames(ABC):
     def load(self, name: str, path: str) -> Adapter:
         """Make an adapter known. It is read, and stays in memory if the pool has room.
 
-        Raises ``InvalidRequest`` with the name of the tensor or field that does not fit; then
-        nothing is left of it.
+        Raises ``InvalidRequest`` with the name of the tensor or field that does not fit; the
+        adapter is then not known.
         """
 
     @abstractmethod
@@ -149,7 +148,7 @@ class Adapters(AdapterNames):
     # --- names -------------------------------------------------------------------------------
 
     def load(self, name: str, path: str, *, adapter_id: int | None = None) -> Adapter:
-        """As above. All ids are from the caller, or none."""
+        """As above. The caller chooses either all ids (``adapter_id``) or none."""
         with self._lock:
             own_id = self._begin(name)
             adapter_id = own_id if adapter_id is None else adapter_id
@@ -157,8 +156,8 @@ class Adapters(AdapterNames):
         adapter = None
         try:
             folder = Path(path)
-            told = self._reader.read(adapter_id, folder) if is_read else self._reader.check(folder)
-            adapter = Adapter(adapter_id, name, path, *told)
+            facts = self._reader.read(adapter_id, folder) if is_read else self._reader.check(folder)
+            adapter = Adapter(adapter_id, name, path, *facts)
         except ConfigError as error:
             raise InvalidRequest(f"adapter {name!r}: {error}") from None
         finally:
@@ -182,7 +181,7 @@ class Adapters(AdapterNames):
         return adapter
 
     def asked_for(self) -> Mapping[int, str]:
-        """The names of the adapters of open requests by id."""
+        """The names of the adapters of open requests, by id."""
         with self._lock:
             entries = [*self._pool.values(), *self._wanted.values()]
             return {
@@ -196,8 +195,8 @@ class Adapters(AdapterNames):
     def hold(
         self, request_id: RequestId, adapter: Adapter, report: Callable[[Fetched], None]
     ) -> bool:
-        """Let a request hold its adapter: True if it does at once; else ``report`` is called, on
-        another thread, when it does or cannot."""
+        """Let a request hold its adapter. True if it is in the pool already; else ``report`` is
+        called on another thread once the adapter is read, or cannot be."""
         with self._lock:
             entry = self._pool.get(adapter.id)
             if entry is not None and entry.is_there:
@@ -243,7 +242,7 @@ class Adapters(AdapterNames):
         return len(self._pool) + num_more <= self._most
 
     def _read_next(self) -> None:
-        """Begin to read the adapters that wait, as far as there is room."""
+        """Begin to read the adapters that wait, as many as there is room for."""
         while self._wanted and not self._is_closed and self._make_room():
             adapter_id = next(iter(self._wanted))
             entry = self._pool[adapter_id] = self._wanted.pop(adapter_id)
@@ -265,8 +264,8 @@ class Adapters(AdapterNames):
         adapter = entry.adapter
         error: MiniSGLError | None = None
         try:
-            told = self._reader.read(adapter.id, Path(adapter.path))
-            if told != (adapter.rank, adapter.targets, adapter.files):
+            facts = self._reader.read(adapter.id, Path(adapter.path))
+            if facts != AdapterFacts(adapter.rank, adapter.targets, adapter.files):
                 raise ConfigError("its files have changed since it was loaded; load it again")
         except ConfigError as wrong:
             error = InvalidRequest(f"adapter {adapter.name!r}: {wrong}")

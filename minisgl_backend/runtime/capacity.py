@@ -1,7 +1,7 @@
 """Which requests can be served at all: checked once, at the engine's door.
 
-The planner relies on it: a request that fits the pool alone always makes progress. Must not know
-which rows and pages are free at the moment.
+The planner relies on this check: a request that fits the empty pool always makes progress. Must not
+know which rows and pages are free at the moment.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from minisgl_backend.errors import InvalidRequest
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capacity:
-    """The room for one request. The last sampled token needs none in the pages: nothing is computed
-    from it. A prompt that is only scored (``max_tokens`` 0) may fill the whole context."""
+    """The room for one request. The last sampled token needs no place in a page, as nothing is
+    computed from it. A prompt that is only scored (``max_tokens`` 0) may fill the whole context."""
 
     max_sequence_length: int
     num_pages: int

@@ -1,10 +1,10 @@
 """The open requests whose output must follow a grammar: their matchers, and the rows they hold.
 
-Used on the loop's thread only. The loop says which requests come, hold rows, get tokens and end;
-here is known what that means for the masks of a step. Must not know how a grammar is followed
+Used on the loop's thread only. The loop reports which requests come, take rows, get tokens and end;
+this module derives the masks of a step from that. Must not know how a grammar is followed
 (``grammar``) or where masks go.
 
-A request whose grammar is being compiled is open, but not yet known to the planner.
+A request whose grammar is being compiled is open, but the planner does not know it yet.
 """
 
 from __future__ import annotations
@@ -47,8 +47,9 @@ class Compiled:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Rows:
-    """Of the rows that plans mask, int32[n], those of open requests, with their matchers."""
+class _MaskedRows:
+    """The rows that a plan masks, ``planned``, and the ``rows`` among them whose requests are still
+    open, int32[n] each, with their matchers."""
 
     planned: IntArray
     rows: IntArray
@@ -58,37 +59,37 @@ class _Rows:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepMasks:
-    """Masks that are being written, for some rows of a step."""
+    """Masks of a step that are being written."""
 
-    of: _Rows
+    masked: _MaskedRows
     _filling: Filling
 
     def written(self) -> dict[RequestId, Failed]:
         """Wait for them; returns the requests whose grammars have reached their limits."""
         return {
-            self.of.request_ids[index]: Failed(InvalidRequest(complaint))
+            self.masked.request_ids[index]: Failed(InvalidRequest(complaint))
             for index, complaint in self._filling.result().items()
         }
 
 
 class Constraints:
-    """Empty, and of no cost to a step, while no request brings a grammar."""
+    """The matchers of open requests. Costs a step nothing while no request has a grammar."""
 
     def __init__(self, grammars: Grammars | None) -> None:
-        """``grammars`` is None if this engine knows no tokenizer: then grammars are refused."""
+        """``grammars`` is None if this engine has no tokenizer: then grammars are refused."""
         self._grammars = grammars
         self._matchers: dict[RequestId, Matcher] = {}
-        self._by_row: dict[int, RequestId] = {}  # the last request with a grammar that held it
-        self._rows: _Rows | None = None  # of the last step with masks; None if others are open now
+        self._by_row: dict[int, RequestId] = {}  # the last request with a grammar to hold the row
+        self._masked: _MaskedRows | None = None  # of the last masked step; None once out of date
         self._compiling: dict[RequestId, Callable[[], bool] | None] = {}
 
     @property
     def are_compiling(self) -> bool:
-        """Whether any request has to wait for its grammar."""
+        """Whether any request waits for its grammar."""
         return bool(self._compiling)
 
     def is_compiling(self, request_id: RequestId) -> bool:
-        """Whether the request has to wait for its grammar."""
+        """Whether the request waits for its grammar."""
         return request_id in self._compiling
 
     def compile(self, request: Request, report: Callable[[Compiled], None]) -> None:
@@ -112,20 +113,20 @@ class Constraints:
         return None
 
     def forget(self, request_id: RequestId) -> None:
-        """The request has ended; a grammar that has not yet been begun is not compiled for it."""
+        """The request has ended. If its grammar still waits to be compiled, it is not compiled."""
         if (take_back := self._compiling.pop(request_id, None)) is not None:
             take_back()
         if self._matchers.pop(request_id, None) is not None:
-            self._rows = None
+            self._masked = None
 
     def come_back(self, request_id: RequestId, token_ids: Sequence[TokenId]) -> None:
-        """The request starts anew with the tokens that it has, after a step that broke."""
+        """The request starts again with the tokens that it has, after a step that broke."""
         matcher = self._matchers.get(request_id)
         if matcher is not None:
             matcher.start_anew(token_ids)
 
     def close(self) -> None:
-        """End what compiles grammars."""
+        """Stop compiling grammars."""
         if self._grammars is not None:
             self._grammars.close()
 
@@ -135,37 +136,38 @@ class Constraints:
             for admission in plan.admissions:
                 if admission.request_id in self._matchers:
                     self._by_row[admission.row] = admission.request_id
-                    self._rows = None
+                    self._masked = None
 
     def masks(self, plan: StepPlan, pending: Pending) -> StepMasks:
-        """Begin to write the masks of a launched plan. The tokens of all steps before it have been
-        followed; no other is until the masks are written."""
+        """Begin to write the masks of a launched plan. All tokens of earlier steps must have been
+        followed (``follow``), and none may be until the masks are written."""
         assert self._grammars is not None
-        of = self._rows
-        if of is None or not np.array_equal(of.planned, plan.masked_rows):
-            of = self._rows = self._find(plan.masked_rows)
-        return StepMasks(of, self._grammars.fill(of.batch, pending.masks(len(of.rows))))
+        masked = self._masked
+        if masked is None or not np.array_equal(masked.planned, plan.masked_rows):
+            masked = self._masked = self._find(plan.masked_rows)
+        filling = self._grammars.fill(masked.batch, pending.masks(len(masked.rows)))
+        return StepMasks(masked, filling)
 
-    def _find(self, planned: IntArray) -> _Rows:
+    def _find(self, planned: IntArray) -> _MaskedRows:
         matchers, by_row = self._matchers, self._by_row
         found = [
             (row, request_id, matchers[request_id])
             for row in planned.tolist()
             if (request_id := by_row.get(row)) in matchers  # the others have ended meanwhile
         ]
-        rows, request_ids, of_rows = zip(*found, strict=True) if found else ((), (), ())
-        return _Rows(planned, np.array(rows, np.int32), request_ids, Batch(of_rows))
+        rows, request_ids, batch = zip(*found, strict=True) if found else ((), (), ())
+        return _MaskedRows(planned, np.array(rows, np.int32), request_ids, Batch(batch))
 
     def follow(
         self, plan: StepPlan, masks: StepMasks, token_ids: IntArray
     ) -> dict[RequestId, Finished | Failed]:
-        """Follow the tokens of a step's masked rows, where ``token_ids`` are those of all its rows;
-        the requests that end by what their grammars say of them."""
+        """Let the matchers of a step's masked rows take its tokens; returns the requests that end
+        because of it. ``token_ids`` are those of all rows of the step, masked or not."""
         assert self._grammars is not None
-        of, sampled = masks.of, plan.sample_rows
-        request_ids, batch = of.request_ids, of.batch
-        if len(of.rows) < len(sampled):
-            token_ids = token_ids[np.isin(sampled, of.rows)]  # both in the same order
+        masked, sampled = masks.masked, plan.sample_rows
+        request_ids, batch = masked.request_ids, masked.batch
+        if len(masked.rows) < len(sampled):
+            token_ids = token_ids[np.isin(sampled, masked.rows)]  # both in the same order
         if (token_ids == NO_TOKEN).any():
             kept = np.flatnonzero(token_ids != NO_TOKEN).tolist()
             request_ids = [request_ids[index] for index in kept]

@@ -1,8 +1,9 @@
-"""The door of an engine, or of several: who may enter, and what all callers see of it.
+"""The door of an engine, or of several replicas: it accepts or refuses requests, and is all of the
+engine that callers see.
 
 Knows the limits of one request (context, vocabulary, pages), those of the queue, and which adapters
-there are. ``runtime.engine`` has the engine behind a door, ``replicas.door`` the door of several.
-Must not know how requests are served, Triton or text.
+there are. ``runtime.engine`` has the door with one engine behind it, ``replicas.door`` the one of
+several. Must not know how requests are served, Triton or text.
 
 A request that cannot be served is refused at once: ``submit`` raises. A request that is accepted
 gets exactly one terminal event through its sink. All methods may be called from any thread.
@@ -15,7 +16,7 @@ import itertools
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -43,13 +44,15 @@ from minisgl_backend.runtime_files import State
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineInfo:
-    """Facts that are fixed once the model is loaded. Lengths and sizes are in tokens. ``weights``
-    says how the checkpoint stores them. Unless it ``generates``, the model has no output head, and
-    embeds prompts only. ``num_snapshots``, of recurrent states, is None if the model has none;
-    ``num_window_pages``, of layers whose largest window is ``window``, if none have pages of their
-    own; ``section``, the size of sections of attention, if there are none. If it ``reads_groups``,
-    attention reads pages that decoding rows share together. Of several replicas, the limits of the
-    queue are those of all together; all else is of each."""
+    """Facts that are fixed once the model is loaded. Lengths and sizes are in tokens.
+
+    ``weights`` says how the checkpoint stores them. Unless it ``generates``, the model has no
+    output head and only embeds prompts. These are None if the model does not have them:
+    ``num_snapshots`` of recurrent states, ``num_window_pages`` of layers whose largest window is
+    ``window``, and ``section``, the size of sections of attention. If it ``reads_groups``,
+    attention reads the pages that decoding rows share together. With several replicas, the limits
+    of the queue hold for all together, everything else for each.
+    """
 
     model: str
     folder: str
@@ -101,14 +104,14 @@ class Health:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaStats:
-    """One of several replicas: ``stats`` are of those of its processes that there were so far, and
-    ``pid`` is None while none serves. ``num_starts`` counts processes."""
+    """One of several replicas. ``stats`` add up over all of its processes so far, ``num_starts`` of
+    them; ``pid`` is None while none serves."""
 
     is_up: bool
     pid: int | None
     num_starts: int
     num_routed: int
-    """Requests that it was sent."""
+    """Number of requests that were routed to it."""
     stats: EngineStats
 
 
@@ -126,8 +129,8 @@ class Door(ABC):
         )
         self._recorder = Recorder()
         self._ids = itertools.count(1)
-        # for what a main thread may call: Ctrl-C cannot come between a lock and its ``with`` block,
-        # but between a condition and its own
+        # a main thread takes the lock, not the condition: Ctrl-C cannot come between entering a
+        # lock and its ``with`` block, but between entering a condition and its block it can
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._state = State.SERVING
@@ -137,7 +140,7 @@ class Door(ABC):
 
     @abstractmethod
     def _enter(self, entries: Sequence[OpenRequest]) -> None:
-        """Take the samples of a prompt, which are accepted; the lock of ``_changed`` is held."""
+        """Take the accepted samples of a prompt; the lock of ``_changed`` is held."""
 
     @abstractmethod
     def abort(
@@ -165,10 +168,10 @@ class Door(ABC):
         """Refuse new requests, give the open ones ``drain_s`` to finish, and stop.
 
         Requests that are still open then fail. When this returns True, every request has had its
-        terminal event, and no device holds anything any more. Idempotent; later calls do not drain.
+        terminal event, and the devices are freed. Idempotent; later calls do not drain.
 
-        A step that runs cannot be ended. With ``patience_s``, returns False if it still runs that
-        long after the drain; the engine then ends with the step.
+        A running step cannot be interrupted. With ``patience_s``, returns False if it still runs
+        that long after the drain; the engine then ends with the step.
         """
 
     def replicas(self) -> Sequence[ReplicaStats]:
@@ -180,7 +183,7 @@ class Door(ABC):
         return RequestId(next(self._ids))
 
     def submit(self, request: Request, sink: Sink) -> None:
-        """Accept a request; ``sink`` gets its events, on the engine's thread.
+        """Accept a request; ``sink`` gets its events on the engine's thread.
 
         Raises ``InvalidRequest`` if the request can never be served, and ``Overloaded`` if the
         queue is full or the engine is not serving.
@@ -190,8 +193,8 @@ class Door(ABC):
     def submit_samples(self, samples: Sequence[Request], sinks: Sequence[Sink]) -> None:
         """Accept all samples of a prompt (``samples_of``), or none: see ``submit``.
 
-        Each has events and an end of its own, and counts as an open request. The prompt counts
-        once: with the first sample.
+        Each has its own events and end, and counts as an open request. The tokens of the prompt
+        count once, with the first sample.
         """
         first = samples[0]
         try:
@@ -202,8 +205,7 @@ class Door(ABC):
         num_tokens, now_s = len(first.prompt), time.monotonic()
         entries = []
         for request, sink in zip(samples, sinks, strict=True):
-            accepted = dataclasses.replace(request, sampling=self._with_eos(request.sampling))
-            entries.append(OpenRequest(accepted, sink, now_s))
+            entries.append(OpenRequest(self._with_eos(request), sink, now_s))
         with self._changed:
             self._check_open()
             if complaint := self._queue_complaint(num_tokens, len(samples)):
@@ -214,14 +216,16 @@ class Door(ABC):
             self._enter(entries)
 
     def check(self, request: Request, num_samples: int = 1) -> None:
-        """Raise ``InvalidRequest`` if that many samples of the request can never be served, as
-        ``submit_samples`` does."""
+        """Raise ``InvalidRequest`` if ``num_samples`` samples of the request can never be served,
+        as ``submit_samples`` does."""
         info, sampling = self.info, request.sampling
         prompt = request.prompt
-        _check_ids("input_ids", prompt, info.vocab_size)
+        # one pass, as it may be long; as unsigned numbers, negative ones are large
+        if prompt.view(np.uint32).max(initial=0) >= info.vocab_size:
+            _check_ids("input_ids", prompt.tolist(), info.vocab_size)
         _check_ids("stop_token_ids", sampling.stop_token_ids, info.vocab_size)
         _check_ids("logit_bias", [token for token, _ in sampling.logit_bias], info.vocab_size)
-        # as ``wire.parse`` does, for requests that did not come through it
+        # ``wire.parse`` checks the same; some requests do not come through it
         if not (sampling.embed or info.generates):
             raise InvalidRequest("embed must be true: the checkpoint has no output head")
         if sampling.embed and sampling.max_tokens:
@@ -270,7 +274,7 @@ class Door(ABC):
         self._recorder.request_cancelled()
 
     def fitted(self, sampling: SamplingParams, *, num_prompt_tokens: int) -> SamplingParams:
-        """``sampling`` with ``max_tokens`` lowered to the room that the prompt leaves, if need be.
+        """``sampling`` with ``max_tokens`` lowered to the room that the prompt leaves.
 
         If there is no room for a single token, or for ``min_tokens``, ``submit`` refuses it.
         """
@@ -282,7 +286,7 @@ class Door(ABC):
         """Whether ``submit`` would refuse a request now: a hint to refuse it before other work."""
         return self._queue_complaint(num_tokens=1, num_samples=1) is not None
 
-    # --- what those behind the door need -----------------------------------------------------
+    # --- for the subclasses ------------------------------------------------------------------
 
     def _drain(self, drain_s: float) -> None:
         """Refuse new requests, and wait at most ``drain_s`` until none is open."""
@@ -322,8 +326,8 @@ class Door(ABC):
         raise Overloaded("the engine is down")
 
     def _queue_complaint(self, num_tokens: int, num_samples: int) -> str | None:
-        """Why that many samples of a prompt of ``num_tokens`` may not be queued now; None if they
-        may."""
+        """Why ``num_samples`` samples of a prompt of ``num_tokens`` may not be queued now; None if
+        they may."""
         info = self.info
         if self._num_open + num_samples > info.most_open:
             return (
@@ -338,22 +342,21 @@ class Door(ABC):
             )
         return None
 
-    def _with_eos(self, sampling: SamplingParams) -> SamplingParams:
+    def _with_eos(self, request: Request) -> Request:
+        sampling = request.sampling
         if sampling.ignore_eos:
-            return sampling
+            return request
         ids = dict.fromkeys((*sampling.stop_token_ids, *self.info.eos_token_ids))
-        return dataclasses.replace(sampling, stop_token_ids=tuple(ids))
+        sampling = dataclasses.replace(sampling, stop_token_ids=tuple(ids))
+        return dataclasses.replace(request, sampling=sampling)
 
 
 def shutting_down() -> Overloaded:
-    """The error of requests that an engine that stops refuses, or does not finish."""
+    """The error of requests that a stopping engine refuses or does not finish."""
     return Overloaded("the server is shutting down")
 
 
-def _check_ids(name: str, ids: object, vocab_size: int) -> None:
-    array = np.asarray(ids, dtype=np.int64)
-    wrong = array[(array < 0) | (array >= vocab_size)]
-    if len(wrong):
-        raise InvalidRequest(
-            f"{name} must be token ids in 0..{vocab_size - 1}, got {int(wrong[0])}"
-        )
+def _check_ids(name: str, ids: Iterable[int], vocab_size: int) -> None:
+    for token_id in ids:
+        if not 0 <= token_id < vocab_size:
+            raise InvalidRequest(f"{name} must be token ids in 0..{vocab_size - 1}, got {token_id}")

@@ -58,7 +58,7 @@ class Engine(Door):
 
     def _enter(self, entries: Sequence[OpenRequest]) -> None:
         for entry in entries:
-            # inside the lock: the loop's end takes it, too, and then empties the inbox
+            # with the lock held: ``_run`` takes it, too, before it refuses what is in the inbox
             self._loop.inbox.put(entry)
 
     def abort(
@@ -68,9 +68,8 @@ class Engine(Door):
         self._loop.inbox.put(Abort(request_id, event))
 
     def fail(self, error: EngineFailure) -> None:
-        """End the engine because its executor is lost; ``error``, the cause, is logged.
-
-        Every open request fails with an ``EngineFailure`` that says only that the engine stopped.
+        """End the engine because its executor is lost. ``error``, the cause, is only logged: every
+        open request fails with an ``EngineFailure`` that says that the engine stopped.
         """
         self._loop.inbox.put(Fail(error))
 

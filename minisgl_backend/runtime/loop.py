@@ -5,18 +5,18 @@ either does its work, nor where requests come from.
 
 With overlap, the next step is planned and launched before the tokens of the running step are read,
 so that the device never waits for Python. Without it, each step is committed before the next one is
-planned. A step with a grammar in one of its rows is launched just as early, but samples once the
-tokens before it are known, by masks of the allowed tokens:
+planned. A step in which a row has a grammar is launched just as early, but it samples only once the
+tokens before it are known, with masks of the allowed tokens:
 
     device         | sample k-1 | forward k ..................... | sample k | forward k+1 ...
     loop               launch k | follow k-1 | commit k-1, plan k+1 | mask k | launch k+1
     other threads                            | write masks of k     |
 
-When a step breaks, only the request at fault may fail. So after an exception the loop takes a fresh
-planner, and lets the open requests come back one at a time, with the tokens that they have
-(``returning``). A request with which a step breaks again fails alone. The executor is not reset,
-since it learns all about a row when a request takes it. But if the executor raises
-``EngineFailure``, it is lost, and the loop ends; it also ends if steps break whatever is in them.
+When a step raises an exception (it *breaks*), only the request at fault may fail. So the loop takes
+a fresh planner, and lets the open requests come back one at a time, with the tokens that they have
+(``returning``). If a step breaks again, the request that came back last fails alone. The executor
+is not reset: an admission tells it everything about a row. But if the executor raises
+``EngineFailure``, it is lost and the loop ends; it also ends if steps keep breaking regardless.
 
 Invariants: every request taken from the inbox gets exactly one terminal event. Sinks are called on
 this thread only. If an exception ends the loop, every open request has failed before it is raised.
@@ -81,8 +81,8 @@ Message: TypeAlias = OpenRequest | Fetched | Compiled | Abort | Stop | Fail
 
 @dataclass(slots=True)
 class _Flight:
-    """A launched step that is not committed yet. If it ``needs_masks``, it has them as soon as they
-    are begun, and ``is_masked`` once they are written."""
+    """A launched step that is not committed yet. If it ``needs_masks``, ``masks`` are those being
+    written for it, and ``is_masked`` says that they are written and on the device."""
 
     plan: StepPlan
     pending: Pending
@@ -96,8 +96,9 @@ class _Flight:
 class Pulse:
     """Shows other threads whether the loop is alive.
 
-    ``tick_s`` is the time of its last sign of life. While ``is_waiting``, for a message or for the
-    device, the loop may be silent: a long step is no hang, nor is a launch that compiles kernels.
+    ``tick_s`` is the time of its last sign of life. While it ``is_waiting``, for a message or for
+    the device, silence means nothing: a long step is not a hang, nor is a launch that compiles
+    kernels.
     """
 
     tick_s: float = field(default_factory=time.monotonic)
@@ -152,14 +153,14 @@ class Loop:
                 except EngineFailure:
                     raise
                 except Exception:
-                    logger.exception("a step broke; the planner starts anew")
-                    self._start_anew()
+                    logger.exception("a step broke; starting again with an empty planner")
+                    self._start_again()
             error = self._stop.error
         finally:
             self._open.fail_all(error)
 
     def close(self) -> None:
-        """Close the executor and free all that it holds on the device. Comes after ``run``."""
+        """Close the executor and free all that it holds on the device. Call after ``run``."""
         self._constraints.close()
         if self._adapters is not None:
             self._adapters.close()
@@ -181,7 +182,7 @@ class Loop:
     def _serve(self) -> None:
         while self._drain_inbox(block=not self._flights and not self._has_work()):
             self._end_overdue()
-            self._take_back()
+            self._readmit()
             plan = self._scheduler.plan()
             self._mask_oldest()
             if plan is not None:
@@ -196,7 +197,7 @@ class Loop:
                 self._check_idle()
 
     def _check_idle(self) -> None:
-        """Log, once, rows and pages that are held without a request; serving goes on."""
+        """Log once if rows or pages are held although no request is open; serving goes on."""
         stats = self.scheduler_stats
         if (stats.num_running or stats.used_pages) and not self._has_leaked:
             self._has_leaked = True
@@ -212,10 +213,10 @@ class Loop:
     # --- inbox -------------------------------------------------------------------------------
 
     def _drain_inbox(self, *, block: bool) -> bool:
-        """Take all messages; with ``block``, wait for the first, or for a while if a request may
-        get late whose adapter is read or whose grammar is compiled. False if one is a stop."""
-        may_get_late = self._constraints.are_compiling or self._fetching
-        patience_s = _PATIENCE_S if may_get_late else None
+        """Take all messages; False if one is a ``Stop``. With ``block``, wait for the first; but
+        not for long while requests wait for an adapter or a grammar, as their time may run out."""
+        may_time_out = self._constraints.are_compiling or self._fetching
+        patience_s = _PATIENCE_S if may_time_out else None
         self.pulse.tick_s = time.monotonic()
         self.pulse.is_waiting = block
         try:
@@ -266,7 +267,7 @@ class Loop:
             self._end(request_id, Failed(message.error))
 
     def _prepare(self, request: Request) -> None:
-        """Go on with a request that has its adapter, if it needs one."""
+        """Go on with a request whose adapter, if any, is in memory."""
         if request.sampling.grammar is None:
             self._enter(request.id)
         else:
@@ -282,7 +283,7 @@ class Loop:
             self._end(message.request_id, Failed(error))
 
     def _enter(self, request_id: RequestId) -> None:
-        """Let a request begin that has all it needs."""
+        """Let a request begin, which has everything that it needs."""
         if self._returning.is_over:
             self._schedule(request_id)
         else:
@@ -323,22 +324,22 @@ class Loop:
         self._begin_masks()
 
     def _begin_masks(self) -> None:
-        """Begin to write the masks of the oldest step in flight, if it needs any: all tokens before
-        its own are known."""
+        """Begin to write the masks of the oldest step in flight, if it needs any: only for this
+        step all earlier tokens are known."""
         flight = self._flights[0] if self._flights else None
         if flight is not None and flight.needs_masks and flight.masks is None:
             flight.masks = self._constraints.masks(flight.plan, flight.pending)
 
     def _mask_oldest(self) -> None:
-        """Let the oldest step in flight sample, once its masks are written. Requests whose grammars
-        have reached their limits end."""
+        """Wait until the masks of the oldest step in flight are written, and let it sample. Ends
+        requests whose grammars have reached their limits."""
         flight = self._flights[0] if self._flights else None
         if flight is None or flight.masks is None or flight.is_masked:
             return
         failed = flight.masks.written()
         flight.is_masked = True
         with self._on_device():
-            flight.pending.mask(flight.masks.of.rows)
+            flight.pending.mask(flight.masks.masked.rows)
         for request_id, event in failed.items():
             if request_id in self._open:
                 self._abort(request_id, event)
@@ -369,8 +370,10 @@ class Loop:
     def _follow_grammars(
         self, flight: _Flight, tokens: SampledTokens
     ) -> dict[RequestId, Finished | Failed]:
-        """Follow the tokens of a step, and begin the masks of the next one before all else that is
-        to be done, as the device waits for them; the requests that end by their grammars."""
+        """Let matchers take the tokens of a step; returns the requests that their grammars end.
+
+        Then begins the masks of the next step, before any other work: the device waits for them.
+        """
         ended = {}
         if flight.masks is not None:
             ended = self._constraints.follow(flight.plan, flight.masks, tokens.token_ids)
@@ -380,8 +383,8 @@ class Loop:
     def _end_by_grammars(
         self, ended: dict[RequestId, Finished | Failed], result: StepResult
     ) -> None:
-        """Add to ``result`` the requests that end so, if they have not ended in another way, but
-        for that of being as long as they may be."""
+        """Add the requests that their grammars end to ``result``, unless they have ended already;
+        an end by length gives way to that by the grammar."""
         for request_id, event in ended.items():
             if request_id in result.request_ids and result.ended.get(request_id, _CUT) == _CUT:
                 self._scheduler.abort(request_id)
@@ -398,9 +401,9 @@ class Loop:
 
     # --- after a step that broke -------------------------------------------------------------
 
-    def _start_anew(self) -> None:
+    def _start_again(self) -> None:
         """Take a fresh planner. Raises ``EngineFailure`` if several in a row have not helped."""
-        while self._flights:  # the fresh planner grants the pages that these steps still write to
+        while self._flights:  # these may still write to pages that the fresh planner will grant
             flight = self._flights.popleft()
             with suppress(Exception), self._on_device():
                 if flight.masks is not None and not flight.is_masked:
@@ -417,7 +420,7 @@ class Loop:
             if not self._constraints.is_compiling(request_id) and request_id not in self._fetching
         )
 
-    def _take_back(self) -> None:
+    def _readmit(self) -> None:
         """Let the next request come back, once the one before it has a new token."""
         while not self._returning.is_over:
             request_id = self._returning.next(self._open.num_tokens())

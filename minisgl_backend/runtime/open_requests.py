@@ -1,6 +1,6 @@
 """The requests between their acceptance and their terminal event, and the events of their sinks.
 
-Knows sinks, the clock and the counters. Must not know how planner or executor work: of them it gets
+Knows sinks, the clock and the counters. Must not know planner or executor, only their
 ``StepResult``s. Used on the loop's thread only, so all sinks are called on that thread.
 
 Invariant: every request that is added gets exactly one terminal event, by ``end``.
@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class OpenRequest:
-    """A request that was accepted at the door, and what the loop notes of it until it ends.
+    """A request that was accepted at the door, and what the loop records about it.
 
     Times are of ``time.monotonic``.
     """
@@ -86,7 +86,7 @@ class OpenRequests:
         return {request_id: len(entry.tokens) for request_id, entry in self._open.items()}
 
     def add(self, entry: OpenRequest) -> None:
-        """Take up a request that was accepted."""
+        """Add a request that was accepted."""
         self._open[entry.request.id] = entry
         self._timeouts.add(entry.request, entry.arrived_s)
 
@@ -102,8 +102,8 @@ class OpenRequests:
             self._deliver(entry.sink, Admitted(num_cached_tokens))
 
     def deliver(self, result: StepResult, now_s: float) -> None:
-        """Deliver the log-probabilities and embeddings of prompts, then the tokens, of a step; the
-        caller delivers what it ends, right after."""
+        """Deliver what a step has made known: log-probabilities of prompts, embeddings, tokens. The
+        caller ends the requests that end with it right after."""
         for request_id, scored in result.scored:
             entry = self._open[request_id]
             entry.num_scored += len(scored)
@@ -126,11 +126,11 @@ class OpenRequests:
             self._deliver(entry.sink, event)
 
     def out_of_time(self, now_s: float) -> Iterator[tuple[RequestId, Event]]:
-        """The requests whose time is over, each with the terminal event that is due."""
+        """The requests whose time is up, each with its terminal event."""
         for request_id in self._timeouts.overdue(now_s):
             entry = self._open[request_id]
-            # a sample without a token is empty if others of its request have some, and an error
-            # only if its request's first has none
+            # a further sample without tokens is an empty answer; whether the request as a whole
+            # fails for lack of a token is up to its first sample
             if entry.tokens or entry.request.leader is not None:
                 yield request_id, Finished(FinishReason.TIMEOUT)
             else:
@@ -163,7 +163,7 @@ class OpenRequests:
                 e2e_s=time.monotonic() - entry.arrived_s,
                 decode_s=entry.last_token_s - entry.first_token_s,
             )
-        # before the event, so that its receiver finds the request's place in the queue free
+        # before the event, so that its receiver finds the place in the queue free
         self._on_ended(entry.request, entry.admitted)
         self._deliver(entry.sink, event)
 

@@ -1,4 +1,4 @@
-"""What the loop needs from the two parts that it joins, a planner and an executor.
+"""What the loop needs from the two parts that it connects, a planner and an executor.
 
 Knows only the vocabulary of ``request``, ``plan`` and ``report``; ``build`` chooses the
 implementations.
@@ -17,14 +17,14 @@ class Scheduler(Protocol):
     """Decides what each step does. Pure: no clock, thread, tensor or environment."""
 
     def add(self, request: Request, generated: IntArray = EMPTY, num_scored: int = 0) -> None:
-        """Queue a request, which fits the context and the pool of pages (``runtime.capacity``).
+        """Queue a request that fits the context and the pool of pages (``runtime.capacity``).
 
-        ``generated``, int32[num_tokens], is the output that it already has, if any, and
-        ``num_scored`` the number of log-probabilities of its prompt that it already has.
+        ``generated``, int32[num_tokens], is the output that it already has, and ``num_scored`` the
+        number of log-probabilities of its prompt that were already delivered.
         """
 
     def abort(self, request_id: RequestId) -> bool:
-        """End a request without a result; False if it is not live, or no longer. Idempotent."""
+        """End a request without a result; False if it is not live. Idempotent."""
 
     def plan(self) -> StepPlan | None:
         """The next step, or None if nothing can run. May be called before the last commit."""

@@ -1,7 +1,7 @@
 """What the engine reports about itself: counts that only grow, and samples for histograms.
 
 Knows numbers only. The engine's threads write them; metrics and health reports read them. Must not
-know where its numbers are reported, or what they are compared with.
+know where they are reported.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Which request may run again after a step that broke: one at a time, until it has a new token.
 
-So if a step breaks again, the request that came back last is the one at fault. Pure: knows request
-ids and the number of tokens of each request. Must not know planner or executor.
+So if a step breaks again, the request that came back last is at fault. Pure: knows request ids and
+the number of tokens of each request. Must not know planner or executor.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Returning:
         """
         self._num_barren += 1
         if self._num_barren >= MAX_BARREN:
-            raise EngineFailure("steps break whatever is in them")
+            raise EngineFailure("steps keep breaking, whichever requests are in them")
         culprit, self._suspect = self._suspect, None
         return culprit
 
@@ -56,7 +56,7 @@ class Returning:
         self._waiting = deque(request_ids)
 
     def append(self, request_id: RequestId) -> None:
-        """Let a new request wait behind those that are to come back."""
+        """Let a new request wait behind those that are still to come back."""
         self._waiting.append(request_id)
 
     def next(self, num_tokens: Mapping[RequestId, int]) -> RequestId | None:

@@ -1,8 +1,7 @@
 """Which requests have run out of time, by their own deadline or by the limit on waiting.
 
 Pure: times are arguments, readings of one clock in seconds. Memory grows with the number of open
-requests, not with the number of those that have ended. Must not know what becomes of a request that
-has run out.
+requests only. Must not know what happens to a request that has run out of time.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ class Timeouts:
         """When each request that has not begun arrived, the oldest first."""
 
     def add(self, request: Request, arrived_s: float) -> None:
-        """Take up a request, which arrived after all that were added before. Of the samples of a
-        prompt the first alone may wait for too long."""
+        """Add a request, which arrived after all that were added before. The limit on waiting
+        applies only to the first sample of a prompt."""
         if request.deadline_s is not None:
             self._deadlines[request.id] = request.deadline_s
             heapq.heappush(self._heap, (request.deadline_s, request.id))

@@ -1,8 +1,8 @@
 """Which adapter is in which slot of the device, and which slots are in use.
 
-A slot is in use while a sequence with its adapter has a row. Slots that are not in use keep their
-adapters until another one needs the place; the one that was used least recently goes first. Must
-not know how an adapter gets to the device: a plan says that it does, before its first row.
+A slot is in use while a sequence with its adapter has a row. A slot that is not in use keeps its
+adapter until another one needs the place; the least recently used goes first. Must not know how an
+adapter gets to the device: the plan that admits its first row orders that.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from minisgl_backend.request import Adapter
 
 @dataclass(slots=True)
 class _Place:
-    """An adapter in a slot, and how many rows have it."""
+    """The slot of an adapter, and the number of rows that use it."""
 
     slot: int
     num_rows: int = 0
@@ -38,8 +38,8 @@ class AdapterPlaces:
         )
 
     def take(self, adapter: Adapter | None) -> tuple[int, bool]:
-        """Let one more row have the adapter, for which there is a place: its slot, and whether it
-        has to be loaded there."""
+        """Let one more row use the adapter, for which there must be a place. Returns its slot, and
+        whether the adapter has to be loaded into it."""
         if adapter is None:
             return 0, False
         place = self._places.pop(adapter.id, None)
@@ -53,7 +53,7 @@ class AdapterPlaces:
         return place.slot, is_new
 
     def give_back(self, adapter: Adapter | None) -> None:
-        """Let one row less have the adapter."""
+        """One row fewer uses the adapter."""
         if adapter is None:
             return
         place = self._places[adapter.id]

@@ -31,10 +31,10 @@ class AdmissionControl:
         self._blocked_at = -1  # ... when Lifecycle.changes had this value
 
     def admit(self, before: Precedence | None) -> Iterator[Sequence]:
-        """Start each waiting sequence that fits: it has a row, and pages for its known tokens.
+        """Start waiting sequences while they fit: each gets a row, and pages for its known tokens.
 
-        Ends at the first that does not fit, or that comes after ``before`` in the order of service.
-        While no row is in use, the whole pool may be taken, and nothing is reserved.
+        Stops at the first that does not fit, or that comes after ``before`` in the order of
+        service. While no row is in use, the whole pool may be taken, and nothing is reserved.
         """
         life = self._life
         reserved = self._reserved()
@@ -51,12 +51,9 @@ class AdmissionControl:
             if sequence.phase is Phase.WAITING:
                 self._blocked_at, self._blocked_cost = life.changes, cost
                 return
-            lease, more = sequence.held(), 0
-            if (windows := life.cache.windows) is not None:
-                more = min(windows.most_held, needed) - lease.window_end + lease.window_begin
-            reserved = Room(
-                reserved.pages + needed - len(lease.pages), reserved.window_pages + max(0, more)
-            )
+            lease, windows = sequence.held(), life.cache.windows
+            more = 0 if windows is None else windows.num_missing(lease, needed)
+            reserved = reserved.with_more(Room(needed - len(lease.pages), more))
             yield sequence
 
     def _reserved(self) -> Room:
@@ -75,7 +72,7 @@ class AdmissionControl:
     def _is_still_blocked(self, reserved: Room) -> bool:
         """Whether the next sequence did not fit before, and nothing has changed since.
 
-        It saves matching a waiting prompt against the cache in every step of the running ones.
+        Saves matching a waiting prompt against the cache in every step.
         """
         room = self._life.room.without(reserved)
         is_unchanged = self._blocked_at == self._life.changes

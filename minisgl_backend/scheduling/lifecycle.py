@@ -1,13 +1,12 @@
-"""Moves sequences through their phases, with all that they hold: place in the queue, row, lease.
+"""Moves sequences through their phases, with everything they hold: queue place, row, lease.
 
 Knows the queue, the rows and the cache, and keeps the three consistent. It is the only owner of
 leases: it acquires, grows, publishes and releases them. Must not decide which sequence is admitted,
 retracted or decoded: the scheduler does.
 
 When a further sample of a prompt (``waiting_samples``) starts, it leases the cached pages of the
-prompt. What these lack of it is copied from the pages of its leader, if that is still running:
-mostly the positions of the prompt's last, partial page. So one position alone, the last, is
-computed again for each sample.
+prompt. The rest of the prompt, usually its last, partial page, is copied from the pages of its
+leader, if that is still running. So each sample computes only the prompt's last position again.
 
 Invariants, verified by ``check``:
 - A live sequence is in the queue, behind its leader or in a row, and in one of these only. A
@@ -42,15 +41,15 @@ _UNLIMITED: Final = 2**31
 
 
 class Room(NamedTuple):
-    """Pages, and window pages, of which there are always enough if layers have none of their own
-    (``cache.windows``)."""
+    """A number of pages, and of window pages (``cache.windows``). If no layer has window pages,
+    there is always room for more of them."""
 
     pages: int
     window_pages: int
 
     @property
     def most_rows(self) -> int:
-        """How many rows can be granted one more of each."""
+        """Number of rows that can be granted one more of each."""
         return min(self)
 
     def with_more(self, other: Room) -> Room:
@@ -115,13 +114,13 @@ class Lifecycle:
 
     @property
     def whole_room(self) -> Room:
-        """What can be granted if nothing is held."""
+        """What could be granted if nothing were held."""
         windows = self.cache.windows
         most = _UNLIMITED if windows is None else windows.num_window_pages
         return Room(self.cache.num_pages, most)
 
     def gain(self, sequence: Sequence) -> Room:
-        """What can be granted to others when the sequence has ended."""
+        """What becomes available to others when the sequence ends."""
         lease, windows = sequence.held(), self.cache.windows
         alone = 0 if windows is None else windows.num_alone(lease)
         return Room(lease.num_private, alone)
@@ -132,8 +131,8 @@ class Lifecycle:
         return len(self.queue) + len(self._samples)
 
     def enqueue(self, request: Request, generated: IntArray, num_scored: int) -> None:
-        """Queue a new request, or one that comes back with the tokens ``generated`` so far, and
-        ``num_scored`` log-probabilities of its prompt. It waits for its leader, if it has one."""
+        """Queue a request, which waits for its leader, if it has one. ``generated`` and
+        ``num_scored``: see ``runtime.ports.Scheduler.add``."""
         if request.id in self.live:
             raise InvariantError(f"request {request.id} is live already")
         known = np.concatenate([request.prompt, generated]) if len(generated) else request.prompt
@@ -148,9 +147,10 @@ class Lifecycle:
     def start(self, sequence: Sequence, num_pages: int, room: Room) -> Room:
         """Give a waiting sequence a row, and pages for all its known tokens, if ``room`` allows.
 
-        ``num_pages`` hold its known tokens and its reserve. Returns how much of what is available
-        that takes. The sequence is PREFILLING if it was started, and still WAITING if not. Window
-        pages are granted chunk by chunk, and counted here as the row needs them while it decodes.
+        ``num_pages`` hold its known tokens and its reserve. Returns what the sequence takes, or
+        would take, of what is available. It is PREFILLING if it was started, and WAITING if not.
+        Window pages are granted chunk by chunk; counted here are those that the row needs when it
+        decodes.
         """
         cache, size, windows = self.cache, self.cache.page_size, self.cache.windows
         available = self.room
@@ -162,8 +162,8 @@ class Lifecycle:
         left = self.room
         cost = Room(available.pages - left.pages + num_pages - len(lease.pages), 0)
         if windows is not None:
-            more = min(windows.most_held, num_pages) - lease.window_end + lease.window_begin
-            cost = Room(cost.pages, available.window_pages - left.window_pages + max(0, more))
+            more = windows.num_missing(lease, num_pages)
+            cost = Room(cost.pages, available.window_pages - left.window_pages + more)
         if not room.holds(cost):
             cache.release(lease)
             return cost
@@ -187,7 +187,7 @@ class Lifecycle:
         return cost
 
     def slide(self) -> None:
-        """Let rows whose chunks were planned last give back what their windows have passed."""
+        """Give back the window pages that rows with chunks in the last plan have passed."""
         windows = self.cache.windows
         if windows is None:
             return
@@ -197,8 +197,8 @@ class Lifecycle:
         self._sliding.clear()
 
     def cover(self, sequence: Sequence, start: int, end: int) -> int:
-        """Grant window pages for the chunk from ``start`` to ``end``, as far as there are any;
-        returns up to where the positions have them."""
+        """Grant window pages for the chunk from ``start`` to ``end``, as many as there are; returns
+        the end of the positions that have some."""
         windows, lease = self.cache.windows, sequence.held()
         if windows is None:
             return end
@@ -208,11 +208,11 @@ class Lifecycle:
         return min(end, max(start, lease.window_end * windows.page_size))
 
     def copy_prompt(self, sequence: Sequence, draft: Draft) -> None:
-        """Let a sequence that was just started copy from its leader what is not cached of the
-        prompt, but for the last position, whose logits it needs.
+        """Let a sequence that was just started copy the part of its prompt that is not cached from
+        its leader, except for the last position, whose logits it needs.
 
-        The leader runs, so its pages stay its own until the step of ``draft`` has copied them. With
-        recurrent states nothing is copied, nor if window pages would have to be.
+        The leader runs, so it keeps its pages until the step of ``draft`` has copied them. Nothing
+        is copied if rows have recurrent states, or layers window pages.
         """
         if self.states is not None or self.cache.windows is not None:
             return
@@ -232,12 +232,12 @@ class Lifecycle:
             self.rows.skip(sequence.row, end)
 
     def grow(self, rows: IntArray, draft: Draft) -> bool:
-        """Grant one more page to each of the rows; False, and no page, if there are too few."""
+        """Grant each of the rows one more page. False if there are too few: then none gets one."""
         size, capacity = self.cache.page_size, self.rows.capacity
         leases = [self.rows.sequence(row).held() for row in rows.tolist()]
         windows = self.cache.windows
         if windows is not None:
-            # a step of the row samples, so if one has computed a position, a token has verified it
+            # each step of a decoding row samples, so computed positions are verified by a token
             for lease, computed in zip(leases, self.rows.computed[rows].tolist(), strict=True):
                 windows.slide(lease, computed, num_verified=computed)
             if windows.num_available < len(leases):
@@ -269,7 +269,7 @@ class Lifecycle:
         """End a request. What it holds is given back at once, or after the steps in flight."""
         del self.live[sequence.request.id]
         sequence.returns = False
-        self._lead(sequence)
+        self._queue_samples_of(sequence)
         if sequence.phase is Phase.WAITING:
             if not self._samples.leave(sequence):
                 self.queue.remove(sequence)
@@ -283,7 +283,7 @@ class Lifecycle:
     def release(self, sequence: Sequence) -> None:
         """Take back the row and the pages of a retiring sequence; publish what it has computed."""
         row = sequence.row
-        # the tokens of a lease, of which no step in flight can compute any:
+        # positions of the lease; no step in flight computes any:
         # [0, computed)        their full pages are published: others, and this sequence when it
         #                      returns, may find them
         # [computed, known)    not computed; the last token that was sampled never is
@@ -298,7 +298,7 @@ class Lifecycle:
             self.cache.release(sequence.held())
         self.rows.give_back(row)
         self.places.give_back(sequence.request.adapter)
-        self._are_groups_current = False  # the row may decode for another before it is asked again
+        self._are_groups_current = False  # the row may soon decode for another sequence
         self.changes += 1
         self.released_rows.append(row)
         sequence.lease, sequence.row = None, -1
@@ -311,11 +311,11 @@ class Lifecycle:
             sequence.enter(Phase.DONE)
 
     def publish(self, sequence: Sequence, tokens: IntArray) -> None:
-        """Make the full pages of the computed ones of the sequence's ``tokens`` shareable.
+        """Share the full pages of the sequence's ``tokens`` that are computed.
 
-        Once all known tokens are computed, each step of the sequence samples. Its last one, which
-        has computed position computed - 1, was planned after the last remap of the row only if that
-        position was not planned then.
+        Once all known tokens are computed, each step of the sequence samples a token, which
+        verifies the pages that the step has read. The last such step computed the position
+        computed - 1. If that was planned after the last remap, it has read the present pages.
         """
         lease, row = sequence.held(), sequence.row
         computed = int(self.rows.computed[row])
@@ -328,8 +328,8 @@ class Lifecycle:
         self._are_groups_current = False
         if verified is not Verified.NONE and self.states is not None:
             self.states.verify(sequence)
-        if self._samples.has_prompt(sequence):
-            self._lead(sequence)
+        if self._samples.has_computed_prompt(sequence):
+            self._queue_samples_of(sequence)
         if indices:
             sequence.remapped_at = int(self.rows.planned[row])
             self._remaps.append((sequence, lease, indices))
@@ -337,9 +337,8 @@ class Lifecycle:
     def groups_of(self, rows: IntArray) -> Groups:
         """Groups of the decoding ``rows``, int32[num_rows], ascending.
 
-        Shared pages are full of committed positions, so they stay the same until a row starts or
-        stops decoding, is given back, or ``publish`` gives a lease more of them: a steady step
-        costs nothing here.
+        They change only if a row starts or stops decoding or is given back, or if ``publish`` gives
+        a lease more shared pages. So a steady step costs nothing here.
         """
         if not self._are_groups_current or not np.array_equal(rows, self._grouped_rows):
             cost = self._group_cost_tokens
@@ -351,8 +350,9 @@ class Lifecycle:
         return self._groups
 
     def grant_remaps(self, draft: Draft) -> None:
-        """Grant the pages of others that ``publish`` has put in place of a row's own since the
-        last plan. Steps planned before go on reading the row's own pages: see ``scheduler``."""
+        """Grant the pages that ``publish`` has put in place of a row's own since the last plan.
+        Steps planned earlier still read the row's old pages, which is safe as steps run in order:
+        see the invariants of ``scheduler``."""
         for sequence, lease, indices in self._remaps:
             if not lease.released:
                 pages = lease.pages[indices.start : indices.stop]
@@ -360,8 +360,8 @@ class Lifecycle:
         self._remaps.clear()
 
     def rows_of_executor(self) -> list[int]:
-        """The rows that a wrapper of the executor takes for held: it learns of releases only from
-        plans."""
+        """The rows that wrappers of the executor believe to be held: they learn of releases only
+        from plans."""
         held = [row for row, s in enumerate(self.rows.sequences) if s is not None]
         return sorted({*held, *self.released_rows})
 
@@ -388,15 +388,15 @@ class Lifecycle:
         if sorted(prefilling, key=by_precedence) != self.prefilling:
             raise InvariantError("not exactly the prefilling sequences are listed as such")
 
-    def _lead(self, leader: Sequence) -> None:
+    def _queue_samples_of(self, leader: Sequence) -> None:
         """Queue the sequences that wait behind this one."""
         for sample in self._samples.let_go(leader):
             self.queue.push(sample)
             self.changes += 1
 
     def _windows_worth_keeping(self, sequence: Sequence) -> set[int]:
-        """The pages before which windows are worth keeping: where this sequence parts from others,
-        and the last place at which it would begin itself if it came again."""
+        """The pages before which windows are worth keeping: where this sequence diverges from the
+        cached ones, and where it would itself begin if it came again."""
         parted = self.cache.cached_length(sequence.tokens, sequence.request.cache_key)
         size = self.cache.page_size
         return {parted // size, (len(sequence.tokens) - 1) // size}

@@ -1,4 +1,4 @@
-"""What the planner tells the loop: what a commit made known, and how full the planner is."""
+"""What the planner reports to the loop: the results of a commit, and how full the planner is."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from minisgl_backend.request import (
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepResult:
-    """What a commit made known: new tokens of live requests, and the requests that ended with it.
+    """The results of a commit: new tokens of live requests, and the requests that ended with it.
 
     ``request_ids`` and ``token_ids``, int32[num_tokens], run in parallel; ``logprobs`` is keyed by
     index in them. ``scored`` has log-probabilities of prompts, ``embedded`` their embeddings,
@@ -51,7 +51,7 @@ class SchedulerStats:
     prefix_queries: int
     """Number of tokens that were looked up in the prefix cache at admissions."""
     prefix_hits: int
-    """Number of these that were found."""
+    """Number of those that were found."""
     running_adapters: tuple[int, ...] = ()
     """The ids of the LoRA adapters that rows have."""
 

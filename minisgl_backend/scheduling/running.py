@@ -75,7 +75,8 @@ class RunningRows:
         return len(self.sequences) - len(self._free)
 
     def take(self, sequence: Sequence, num_cached_tokens: int, capacity: int) -> int:
-        """Give ``sequence`` a free row, and return it. Its first tokens are computed already."""
+        """Give ``sequence`` a free row, and return it. Its first ``num_cached_tokens`` positions
+        count as computed."""
         request = sequence.request
         row = self._free.pop()
         self.sequences[row] = sequence
@@ -174,7 +175,7 @@ class RunningRows:
         return np.asarray(self.retiring[rows] & (self.in_flight[rows] == 0))
 
     def are_complete(self, rows: IntArray) -> Mask:
-        """Which rows have all their tokens already, before the newest one, bool[num_rows]."""
+        """Which rows had all their tokens even before the newest one, bool[num_rows]."""
         return np.asarray(self.computed[rows] >= self.limit[rows])
 
     def ends(self, rows: IntArray, token_ids: IntArray) -> tuple[Mask, Mask]:
@@ -213,7 +214,7 @@ class RunningRows:
             raise InvariantError("a retiring row decodes, or is kept without need")
         in_order = (self.computed <= self.planned) & (self.planned <= self.capacity)
         if not in_order[used].all():
-            raise InvariantError("a row has computed <= planned <= capacity broken")
+            raise InvariantError("a row violates computed <= planned <= capacity")
 
     def _set_stop_ids(self, row: int, stop_ids: tuple[int, ...]) -> None:
         """Keep the stop ids of a row, in a table no wider than the taken rows need.

@@ -10,9 +10,9 @@ prompts in the order of precedence, and admits sequences as it goes. So prefill 
 waiting.
 
 When the pool of pages is empty, the running sequences that are last in precedence are retracted:
-their computed pages are published, and they return to the queue at their old place. Later they
-prefill only what the cache has lost meanwhile. The first running sequence is never retracted, and
-it fits the pool alone, so it always makes progress.
+their computed pages are published, and they return to their old place in the queue. Later they
+prefill only what the cache has lost in the meantime. The first running sequence is never retracted,
+and it fits the empty pool, so it always makes progress.
 
 Must not know clocks, threads, devices or tensors, nor what a token means.
 
@@ -21,8 +21,8 @@ Invariants:
 - While a request is live and no step is in flight, ``plan`` returns a step.
 - Steps run in the order in which they were planned. So a page freed here may be granted again at
   once: the step that writes to it runs after all steps that read what it held.
-- Each page that may hold NaN is named as broken by the plan after it is freed, at the latest by the
-  one that grants it again. Which pages these are, ``cache.kv`` knows.
+- A page that may hold NaN and is freed is named as broken by the next plan, so at the latest by the
+  one that grants it again. ``cache.kv`` knows which pages these are.
 """
 
 from __future__ import annotations
@@ -63,10 +63,10 @@ class SchedulerConfig:
     """The planner's share of the options.
 
     ``policy`` (fcfs or lpm), ``max_overtaken`` and ``worthwhile_tokens`` are explained in
-    ``waiting``, ``reserve_tokens`` in ``admission``. With ``names_groups`` plans have ``Groups``,
-    for which ``group_cost_tokens`` are explained in ``KVCache.groups``. ``has_states``: rows have
-    recurrent states, so pages alone do not tell how a prompt was computed. With a ``section`` no
-    chunk goes on beyond a multiple of it, as attention in sections needs (``attention.sections``).
+    ``waiting``, ``reserve_tokens`` in ``admission``. With ``names_groups`` plans have ``Groups``;
+    ``KVCache.groups`` explains ``group_cost_tokens``. ``has_states``: rows have recurrent states,
+    so the pages of a prefix are not enough to go on from it. With a ``section`` no chunk crosses a
+    multiple of it, as attention in sections requires (``attention.sections``).
     """
 
     max_running_requests: int = 256
@@ -84,7 +84,7 @@ class SchedulerConfig:
 
 @dataclass(slots=True)
 class _Counters:
-    """Counts that only grow, also when a planner is replaced: see ``SchedulerStats``."""
+    """Counts that only grow, even when the planner is replaced: see ``SchedulerStats``."""
 
     num_retractions: int = 0
     prefix_queries: int = 0
@@ -102,8 +102,8 @@ class Scheduler:
         counters: _Counters | None = None,
         taken_rows: Iterable[int] = (),
     ) -> None:
-        """``counters`` are those of the planner that this one replaces, and ``taken_rows`` the rows
-        that a wrapper of the executor takes for held since then: the first plan releases them."""
+        """``counters`` are those of the planner that this one replaces; ``taken_rows``, the rows
+        that wrappers of the executor still believe to be held: the first plan releases them."""
         self._cache = cache
         self._config = config
         self._counters = counters or _Counters()
@@ -200,8 +200,8 @@ class Scheduler:
         )
 
     def renewed(self) -> Scheduler:
-        """An empty planner like this one, which goes on with its counters. Its first plan releases
-        all rows that the executor takes for held, and names all pages as broken."""
+        """An empty planner like this one, with the same counters. Its first plan releases all rows
+        that the executor believes to be held, and names all pages as broken."""
         return type(self)(
             self._cache.emptied(),
             self._config,
@@ -235,8 +235,8 @@ class Scheduler:
     def _grow_first(self, short: IntArray, draft: Draft) -> None:
         """Retract sequences, the last in precedence first, until the others can grow.
 
-        Pages of sequences that retire come free only once their steps in flight are committed.
-        Until then, as many rows grow as there are pages, the first in precedence; the others wait.
+        The pages of retiring sequences become free only when their steps in flight are committed.
+        Until then, the first rows in precedence get the pages that there are; the others wait.
         """
         running, retiring = self._rows.by_fate()
         running.sort(key=by_precedence)
@@ -259,20 +259,21 @@ class Scheduler:
     def _plan_prefills(self, draft: Draft, *, admit: bool) -> None:
         """Prefill running and, with ``admit``, waiting sequences, all in order of precedence.
 
-        A sequence that finds no window pages keeps the later ones waiting.
+        If there are no window pages for a sequence, the later ones wait too.
         """
         for sequence in list(self._life.prefilling):
             if admit:
                 self._admit(draft, before=sequence.precedence)
             if draft.budget and not self._plan_chunk(sequence, draft):
-                self._make_way(sequence, draft)
+                self._make_room_for_chunk(sequence, draft)
                 return
         if admit:
             self._admit(draft, before=None)
 
-    def _make_way(self, sequence: Sequence, draft: Draft) -> None:
-        """Retract sequences behind this one, the last in precedence first, until a chunk of it
-        finds window pages; not if a step can run without, or pages are coming."""
+    def _make_room_for_chunk(self, sequence: Sequence, draft: Draft) -> None:
+        """Retract sequences behind this one, the last in precedence first, until there are window
+        pages for a chunk of it. Does nothing if the step has other work, or if pages will become
+        free anyway."""
         while draft.is_empty:
             running, retiring = self._rows.by_fate()
             last = max(running, key=by_precedence)
@@ -300,8 +301,8 @@ class Scheduler:
         if self._life.states is not None:
             for position, taken in self._life.states.save(sequence, start, end):
                 draft.save(position, taken)
-        # a position is scored by the token after it: the first one that is still to be scored has
-        # index num_scored + 1, the last one num_to_score
+        # scores belong to the token after a position: the next token to score has the index
+        # num_scored + 1, the last one num_to_score
         first, last = max(start, sequence.num_scored), min(end, sequence.num_to_score)
         if first < last:
             draft.score(first, sequence.tokens[first + 1 : last + 1])
@@ -320,7 +321,7 @@ class Scheduler:
                 return
 
     def _announce(self, sequence: Sequence, draft: Draft) -> None:
-        """Let the executor know of a sequence that has taken a row, and of its pages."""
+        """Tell the executor about a sequence that has taken a row, and about its pages."""
         request, lease = sequence.request, sequence.held()
         self._life.copy_prompt(sequence, draft)
         self._counters.prefix_queries += len(sequence.reusable)
@@ -367,7 +368,7 @@ class Scheduler:
         """Give the sampled tokens to their sequences, and end the sequences that are complete.
 
         A row that accepts no tokens any more belongs to a request that was aborted or has ended. A
-        request of no tokens at all ends with its first, which is not its own.
+        request with ``max_tokens`` 0 ends with its first token, which is dropped.
         """
         rows, token_ids, logprobs = self._rows, tokens.token_ids, tokens.logprobs
         if len(token_ids) != len(sample_rows):
@@ -413,5 +414,5 @@ class Scheduler:
 def _renumbered(
     logprobs: Mapping[int, TokenLogprobs], kept: list[int]
 ) -> Mapping[int, TokenLogprobs]:
-    """The entries for the indices in ``kept``, keyed by their places in ``kept``."""
+    """The entries of the indices in ``kept``, keyed by their positions in ``kept``."""
     return {new: logprobs[old] for new, old in enumerate(kept) if old in logprobs}

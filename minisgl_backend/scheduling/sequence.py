@@ -2,13 +2,13 @@
 
     WAITING      in the queue, or behind its leader; holds no row and no pages
     PREFILLING   has a row, and pages for all its known tokens; not all of these are planned yet
-    DECODING     all known tokens are planned; the sequence grows by one token a step
+    DECODING     all known tokens are planned; the sequence grows by one token per step
     RETIRING     nothing more is planned; waits until no step in flight can write to its pages
     DONE         holds nothing
 
-Knows the phases and which of them may follow each other. Must not know why a phase changes: the
-scheduler decides that. Numbers that change with every step, such as the count of steps in flight,
-are columns of ``running.RunningRows``.
+Knows the phases and which may follow which. Must not know why a phase changes: the scheduler
+decides that. Numbers that change with every step, such as the count of steps in flight, are columns
+of ``running.RunningRows``.
 """
 
 from __future__ import annotations
@@ -51,22 +51,23 @@ TRANSITIONS: Final[Mapping[Phase, frozenset[Phase]]] = MappingProxyType(
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """A request, and what the planner knows of it.
+    """A request, and what the planner knows about it.
 
-    ``tokens``, int32[num_tokens], are the known tokens, those to prefill: the prompt, and the
-    output so far if the sequence was retracted. ``row`` and ``lease`` are set from PREFILLING to
-    RETIRING. ``returns`` says that RETIRING leads back to WAITING, ``failed`` that logits were not
-    finite, so the keys and values must not be shared. ``remapped_at`` is the number of positions
-    that were planned when the lease last took pages of others in place of its own; only steps that
-    compute later positions read those. ``adapter_slot`` has the adapter while there is a row; the
-    plan that announces the row ``loads_adapter``, if it is not there yet. ``num_scored`` counts the
-    prompt's tokens whose log-probabilities committed steps have made known.
+    ``tokens``, int32[num_tokens], are the known tokens, which are to be prefilled: the prompt, and
+    the output so far if the sequence was retracted. ``row`` and ``lease`` are set from PREFILLING
+    to RETIRING. ``returns`` says that RETIRING leads back to WAITING; ``failed``, that logits were
+    not finite, so the keys and values must not be shared. ``remapped_at`` is the number of
+    positions that were planned when the lease last swapped pages of its own for published ones of
+    others; only steps that compute later positions read the new pages. While there is a row,
+    ``adapter_slot`` is the slot of its adapter, and ``loads_adapter`` says that the plan that
+    admits the row must load it. ``num_scored`` counts the prompt tokens whose log-probabilities
+    are known by committed steps.
 
-    Only with recurrent states: ``begins_from`` is the snapshot with which the next chunk begins, if
-    it is the first after a cached prefix; ``saves`` are the positions, ascending, after which
-    others may want to begin; ``snapshots`` pairs those that were planned with the snapshots kept
-    there, until these are known to be finite; ``kept`` is the position, with the snapshot, before
-    which the states were kept last while the row decoded.
+    Only with recurrent states: ``begins_from`` is the snapshot from which the next chunk begins, if
+    it is the first after a cached prefix. ``saves`` are the positions, ascending, after which
+    others may want to begin. ``snapshots`` are pairs of such a position and the snapshot that a
+    planned step saves there, until it is known to be finite. ``kept`` is the last position before
+    which the decoding row's states were kept, and the snapshot.
     """
 
     request: Request
@@ -106,15 +107,16 @@ class Sequence:
 
     @property
     def num_to_score(self) -> int:
-        """How many of the prompt's tokens get log-probabilities: all but the first, or none."""
+        """Number of prompt tokens that get log-probabilities: all but the first, or none."""
         asked = self.request.sampling.num_prompt_logprobs
         return 0 if asked is None else len(self.request.prompt) - 1
 
     @property
     def reusable(self) -> IntArray:
-        """The known tokens that may come from the cache, but for the last, which is computed.
+        """The known tokens up to and including the first that must be computed; those before it may
+        come from the cache.
 
-        The log-probability of a token needs the position before it to be computed.
+        To score a token, the position before it must be computed.
         """
         if self.num_scored >= self.num_to_score:
             return self.tokens

@@ -1,9 +1,9 @@
-"""Which snapshots of recurrent states sequences in rows take, and when others may find them.
+"""Which snapshots of recurrent states sequences take, and when others may find them.
 
-A chunk saves the states after positions at which another request may begin. A row that decodes
-keeps those after its last tokens, in one snapshot that it overwrites until it ends.
+A chunk saves the states at positions after which another request may begin. A decoding row keeps
+its latest states in a single snapshot, which it overwrites again and again.
 
-Knows positions and numbers of snapshots; ``cache.snapshots`` says to which prefix each belongs.
+Knows positions and numbers of snapshots; ``cache.snapshots`` knows to which prefix each belongs.
 Must not know what a state is, or when the executor copies it.
 
 Invariant, verified by ``check``: the snapshots taken from the cache are those that sequences in
@@ -26,10 +26,10 @@ from minisgl_backend.scheduling.running import RunningRows
 from minisgl_backend.scheduling.sequence import Sequence
 
 _APART: Final = 16
-"""Successive snapshots on a path are at least 1 / _APART of the path apart: closer ones cost more
+"""Successive snapshots are at least 1 / _APART of the tokens so far apart: closer ones cost more
 copies and save little."""
 _MOST_APART: Final = 128
-"""In tokens; longer paths have snapshots that far apart."""
+"""Upper limit of that distance, in tokens."""
 
 
 class StateSnapshots:
@@ -58,13 +58,13 @@ class StateSnapshots:
         return taken
 
     def keep(self, rows: IntArray, positions: IntArray, draft: Draft) -> None:
-        """Keep the states of those of the decoding ``rows`` whose next ``positions`` are far enough
-        after the last that were kept; int32[num_rows] both.
+        """Keep the states of the decoding ``rows`` whose next ``positions``, int32[num_rows] each,
+        are far enough after the last ones kept.
 
-        No other request finds them before the row ends. So states are kept only if all tokens
-        before the position are known by now: with one more step in flight they are, as it computes
-        the last of these tokens. Without a snapshot to take the row goes on, and asks again as far
-        on as if it had kept them.
+        Others find them only when the row ends, and by its tokens. So states are kept only if all
+        tokens before the position are known: with one step in flight they are, as that step
+        computes the last of them. If there is no snapshot to take, the row goes on, and tries again
+        at the position that would have been next.
         """
         for index in np.flatnonzero(positions == self._rows.keeps_at[rows]).tolist():
             row, position = int(rows[index]), int(positions[index])
@@ -80,7 +80,7 @@ class StateSnapshots:
                 draft.keep(row, number)
 
     def verify(self, sequence: Sequence) -> None:
-        """Let others find what the chunks have saved: a finite token was sampled after it."""
+        """Let others find what chunks have saved, now that a finite token was sampled after it."""
         for position, snapshot in sequence.snapshots:
             self._cache.attach_snapshot(sequence.held(), position, snapshot)
         sequence.snapshots.clear()
@@ -94,25 +94,26 @@ class StateSnapshots:
             self._cache.return_snapshot(kept[1])
         elif kept is not None:
             self._cache.attach_snapshot(sequence.held(), *kept)
-        for _, snapshot in sequence.snapshots:  # of which no token has said that it is finite
+        for _, snapshot in sequence.snapshots:  # not verified by any token
             self._cache.return_snapshot(snapshot)
         sequence.snapshots.clear()
 
     def check(self, sequences: Iterable[Sequence]) -> None:
-        """Raise ``InvariantError`` if others than those of ``sequences`` in rows are taken."""
+        """Raise ``InvariantError`` unless exactly the snapshots of ``sequences``, those in rows,
+        are taken."""
         num_held = sum(len(one.snapshots) + (one.kept is not None) for one in sequences)
         if self._cache.num_taken_snapshots != num_held:
-            raise InvariantError("not exactly the snapshots that rows will attach are taken")
+            raise InvariantError("not exactly the snapshots that rows hold are taken")
 
     def _worth_saving(self, sequence: Sequence) -> tuple[int, ...]:
-        """The positions after which another request may begin: where this one parts from what
-        others have begun with, and the last one that it would find itself if it came again."""
+        """The positions after which another request may begin: where this one diverges from cached
+        ones, and the last one from which it could itself go on if it came again."""
         parted = self._cache.cached_length(sequence.tokens, sequence.request.cache_key)
         begun = sequence.held().num_shared * self._page_size
         worth = set()
         if (last := self._last_found(sequence)) > begun:
             worth.add(last)
-        if parted > begun + _apart(begun):  # else it would save little beside where this one begins
+        if parted > begun + _apart(begun):  # a closer one would save little computing
             worth.add(parted)
         return tuple(sorted(worth))
 

@@ -4,18 +4,18 @@ A higher priority goes first, and among equal priorities the older request. No p
 level of priority is worth a head start of ``HEAD_START`` arrivals, so a request is overtaken by at
 most that many later ones per level above its own.
 
-Within the level of the head of the queue, the order may change for the sake of prefixes, as long as
-no sequence is passed by more than ``max_overtaken`` that come after it:
-- A sequence waits for a prefix that a running one is about to compute, rather than compute it, too.
-- Sequences that have more in common with one that was served than the head has are served next, so
-  that they run together (``cache.groups``): its companions.
-- With the policy ``lpm`` (longest prefix match), the sequence with the most cached tokens goes
-  first among the first ``WINDOW``, instead.
+Among sequences with the priority of the head of the queue, the order may change to make use of
+common prefixes, but no sequence is passed by more than ``max_overtaken`` later ones:
+- A sequence waits for a prefix that a running one is about to compute, instead of computing it too.
+- *Companions* are served next, so that they run together (``cache.groups``): sequences that have
+  more in common with one that was served than the head has.
+- With the policy ``lpm`` (longest prefix match) there are no companions. Instead, the sequence with
+  the most cached tokens among the first ``WINDOW`` is served next.
 
 No sequence is passed because it is large: once chosen, it waits until it fits, and all others wait
-behind it. One whose adapter finds no slot is passed, since rows and pages would not help it; but
-after ``MOST_PAST_SLOTS`` times only by sequences without an adapter, so that slots come free. Must
-not know whether there is room for a sequence: that is decided by ``admission``.
+behind it. A sequence without a free slot for its adapter is passed, since rows and pages would not
+help it; but after ``MOST_PAST_SLOTS`` times only by sequences without an adapter, so that slots
+become free. Must not know whether there is room for a sequence: ``admission`` decides that.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from minisgl_backend.scheduling.sequence import Precedence, Sequence
 HEAD_START: Final = 1024
 WINDOW: Final = 32
 MOST_PAST_SLOTS: Final = 64
-_MOST_LEADERS: Final = 64
+_MOST_SERVED: Final = 64
 
 _Place: TypeAlias = tuple[str, bytes, Precedence, Sequence]
-"""By these, sequences with a long common prefix stand side by side. No two have one precedence."""
+"""Sorted by this, sequences with a long common prefix are neighbours. Precedences are unique."""
 
 
 def precedence_of(request: Request, arrival: int) -> Precedence:
@@ -56,9 +56,9 @@ def by_precedence(sequence: Sequence) -> Precedence:
 class WaitingQueue:
     """The waiting sequences, in order of precedence; ``policy`` is fcfs or lpm.
 
-    With a ``max_overtaken`` of 0 that is the order of service of those that find slots for their
-    adapters. Fewer than ``worthwhile_tokens`` in
-    common change nothing. ``places`` are the slots of adapters.
+    With a ``max_overtaken`` of 0 this is also the order of service, but for sequences without a
+    slot for their adapter. Common prefixes shorter than ``worthwhile_tokens`` are ignored.
+    ``places`` are the slots of adapters.
     """
 
     def __init__(
@@ -77,10 +77,10 @@ class WaitingQueue:
         self._worthwhile_tokens = worthwhile_tokens
         self._sequences: list[Sequence] = []
         self._by_tokens: list[_Place] = []
-        self._leaders: deque[_Place] = deque(maxlen=_MOST_LEADERS)  # served, with companions left
+        self._served: deque[_Place] = deque(maxlen=_MOST_SERVED)  # may have companions
         self._chosen: Sequence | None = None  # as a companion of one of these
-        self._ahead: list[Precedence] = []  # of the served that come after the head, ascending
-        self._keeps_slots = False  # for a sequence that was passed often, while another is chosen
+        self._ahead: list[Precedence] = []  # of served sequences that have passed the head
+        self._keeps_slots = False  # for a sequence that was passed often; during ``choose`` only
 
     def __len__(self) -> int:
         return len(self._sequences)
@@ -92,7 +92,7 @@ class WaitingQueue:
             insort(self._by_tokens, _place(sequence), key=_without_sequence)
 
     def remove(self, sequence: Sequence) -> None:
-        """Take a sequence out, at whatever place it is."""
+        """Take a sequence out, wherever it is in the queue."""
         index = bisect_left(self._sequences, sequence.precedence, key=by_precedence)
         if index == len(self._sequences) or self._sequences[index] is not sequence:
             raise InvariantError(f"request {sequence.request.id} is not in the queue")
@@ -105,7 +105,7 @@ class WaitingQueue:
 
     def choose(self) -> Sequence | None:
         """The sequence to be served next, which stays in the queue; None if there is none, or if
-        those that may be next wait for a prefix or find no slots for their adapters."""
+        all candidates wait for a prefix or for a slot for their adapter."""
         self._keeps_slots = False
         able = self._able()
         head = next(able, None)
@@ -125,7 +125,7 @@ class WaitingQueue:
         return next(due, None)
 
     def _able(self) -> Iterator[Sequence]:
-        """The waiting sequences that find a slot for their adapters, or that need none."""
+        """The waiting sequences that have a slot for their adapter, or need none."""
         for sequence in self._sequences:
             if self._finds_slot(sequence):
                 yield sequence
@@ -137,44 +137,44 @@ class WaitingQueue:
         return adapter is None or (not self._keeps_slots and self._places.has_place(adapter))
 
     def _num_passed_by(self, sequence: Sequence) -> int:
-        """How many later sequences were served before this one."""
+        """Number of later sequences that were served before this one."""
         return len(self._ahead) - bisect_right(self._ahead, sequence.precedence)
 
     def admit(self, sequence: Sequence) -> None:
-        """Take out the chosen sequence, and remember whom it passes and whom it leads."""
+        """Take out the chosen sequence; note that it has passed others and may have companions."""
         if sequence is not self._sequences[0]:
             insort(self._ahead, sequence.precedence)
         self.remove(sequence)
         if self._brings_together and sequence is not self._chosen:
-            self._leaders.append(_place(sequence))
+            self._served.append(_place(sequence))
 
     @property
     def _brings_together(self) -> bool:
         return self._max_overtaken > 0 and not self._longest_prefix_first
 
     def _companion(self, head: Sequence) -> Sequence | None:
-        """A waiting sequence that is due and has much more in common with a leader than the head
-        has; the oldest leader's. Leaders without companions are forgotten."""
-        for leader in list(self._leaders):
-            nearest = self._nearest(leader, head)
+        """A companion that is due: of the sequence that was served first. Forgets served sequences
+        without companions."""
+        for served in list(self._served):
+            nearest = self._nearest(served, head)
             if nearest is None:
-                self._leaders.remove(leader)
+                self._served.remove(served)
             elif self._finds_slot(nearest) and self._is_due(nearest):
                 return nearest
         return None
 
-    def _nearest(self, leader: _Place, head: Sequence) -> Sequence | None:
-        """The companion of a leader that has most in common with it."""
-        index = bisect_left(self._by_tokens, _without_sequence(leader), key=_without_sequence)
-        most, nearest = _num_common_tokens(leader[3], head) + self._worthwhile_tokens, None
+    def _nearest(self, served: _Place, head: Sequence) -> Sequence | None:
+        """The companion that has most in common with a served sequence."""
+        index = bisect_left(self._by_tokens, _without_sequence(served), key=_without_sequence)
+        most, nearest = _num_common_tokens(served[3], head) + self._worthwhile_tokens, None
         for *_, sequence in self._by_tokens[max(index - 1, 0) : index + 1]:
-            common = _num_common_tokens(leader[3], sequence)
+            common = _num_common_tokens(served[3], sequence)
             if common >= most and sequence.request.priority == head.request.priority:
                 most, nearest = common, sequence
         return nearest
 
     def _is_due(self, sequence: Sequence) -> bool:
-        """Whether there is no use in waiting for what running sequences are about to compute."""
+        """Whether running sequences are not about to compute a longer prefix of this one."""
         coming = self._cache.promised_length(sequence.reusable, sequence.request.cache_key)
         if coming < self._worthwhile_tokens:
             return True
@@ -194,7 +194,7 @@ def _without_sequence(place: _Place) -> tuple[str, bytes, Precedence]:
 
 
 def _num_common_tokens(one: Sequence, other: Sequence) -> int:
-    """The length of the prefix that both have, if they may share it."""
+    """The length of the common prefix, 0 if the two may not share pages."""
     if one.request.cache_key != other.request.cache_key:
         return 0
     length = min(len(one.tokens), len(other.tokens))

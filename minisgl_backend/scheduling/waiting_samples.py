@@ -31,25 +31,25 @@ class WaitingSamples:
         leader = sequence.request.leader
         return None if leader is None else self._live.get(leader)
 
-    def has_prompt(self, leader: Sequence) -> bool:
-        """Whether committed steps have computed the prompt; false once it has lost its row."""
+    def has_computed_prompt(self, leader: Sequence) -> bool:
+        """Whether the leader has a row, in which committed steps have computed the whole prompt."""
         is_held = leader.lease is not None
         return is_held and int(self._rows.computed[leader.row]) >= len(leader.request.prompt)
 
     def wait(self, sequence: Sequence) -> bool:
         """Put the sequence behind its leader; False if it need not wait."""
         leader = self.leader_of(sequence)
-        if leader is None or self.has_prompt(leader):
+        if leader is None or self.has_computed_prompt(leader):
             return False
         self._waiting.setdefault(leader.request.id, []).append(sequence)
         return True
 
     def let_go(self, leader: Sequence) -> list[Sequence]:
-        """The sequences that waited behind this one, and wait no more."""
+        """Remove and return the sequences that wait behind this one."""
         return self._waiting.pop(leader.request.id, [])
 
     def leave(self, sequence: Sequence) -> bool:
-        """Stop waiting behind a leader; False if the sequence does not."""
+        """Stop waiting behind a leader; False if the sequence does not wait."""
         leader = sequence.request.leader
         waiting = [] if leader is None else self._waiting.get(leader, [])
         if leader is None or sequence not in waiting:

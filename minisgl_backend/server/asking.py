@@ -1,15 +1,15 @@
-"""Asks a server for one token, end to end, as clients do, when it seems to answer no request.
+"""Requests one token from a server, end to end, as a client would, when no request seems to end.
 
-Triton may say that it is ready while no response leaves it, and its models' processes, which are
-well, do not know. They only show that requests are inside one of them and none ends. Long answers
-and long prompts look the same, so a separate process then asks for a token, over gRPC and over
-HTTP: no other process needs gRPC's library, and this one can be killed whatever it waits for. Any
-answer will do, even an error. One comes at the latest when the request's deadline has passed and
-the models get to it, and time in which they keep it waiting is not held against Triton.
+Triton may say that it is ready although no response leaves it, and its models' processes, which
+work, do not notice. All that can be seen is that requests are inside one of them and none ends.
+Long answers and long prompts look the same. So a separate process requests a token, over gRPC and
+over HTTP: then no other process needs gRPC's library, and this one can be killed whatever it waits
+for. Any answer will do, even an error. There should be one as soon as the request's deadline has
+passed and the models get to it; time for which the models delay it does not count against Triton.
 
-Costs: one such process at a time, which computes for less than a second, and has two places in the
-engine's queue until the deadline. As long as answers come, the pauses between questions double.
-Must not know what becomes of a server that does not answer.
+The cost is one process at a time, which computes for less than a second and takes two places in the
+engine's queue until the deadline. As long as answers come, the pauses between these requests
+double. Must not know what is done about a server that does not answer.
 """
 
 from __future__ import annotations
@@ -36,17 +36,18 @@ from minisgl_backend.server.process import TritonServer
 logger = logging.getLogger(__name__)
 
 ASK_AFTER_S: Final = 15.0
-"""A token is asked for if requests are inside and none of them has ended for this time."""
+"""A token is requested if requests are inside and none of them has ended for this time."""
 _ASK_AT_LEAST_EVERY_S: Final = 120.0
 TIMEOUT_S: Final = 2.0
 """The deadline of the request: the engine answers it then, after a few steps, whatever it does."""
 OVERDUE_S: Final = 20.0
 """An answer overdue by this much will not come; as long as ``faults.TRITON_HANG_AFTER_S``."""
 _FEW_STEPS: Final = 3
-"""Steps of an engine in which it meets every deadline: one may run, and one be launched ahead."""
+"""Steps after which an engine has enforced any deadline: one may run, and one be launched ahead."""
 _LOOK_EVERY_S: Final = 1.0
 _AT_WORK: Final = 0.02
-"""The share of a core that a process at work gets even on a busy machine, and no idle one uses."""
+"""The share of a core that a working process gets even on a busy machine, and an idle one does not
+use."""
 _ASKED: Final = "asked"
 _WAYS: Final = ("gRPC", "HTTP")
 
@@ -58,14 +59,16 @@ class Asker:
         self._server = server
         self._looked_s = time.monotonic()
         self._quiet: dict[int, tuple[int, float]] = {}
-        """By process: how many requests have ended, and for how long none of those inside has."""
+        """By process: the number of requests that have ended, and the time since the last one ended
+        while others were inside."""
         self._pause_s = ASK_AFTER_S
         self._question: _Question | None = None
 
     def look(self, processes: Sequence[ModelProcess]) -> str | None:
-        """Ask if it is time to; what is wrong, if an answer is overdue. Call it often."""
+        """Request a token if it is time to. Returns what is wrong if an answer is overdue. To be
+        called often."""
         now_s = time.monotonic()
-        # a pause of this process is no silence of others
+        # while this process was paused, the others were not necessarily silent
         passed_s = min(now_s - self._looked_s, _LOOK_EVERY_S)
         self._looked_s = now_s
         if self._question is None:
@@ -110,7 +113,7 @@ class Asker:
 
 
 class _Question:
-    """One token asked for, by a process of its own."""
+    """One request for a token, by a separate process."""
 
     def __init__(self, server: TritonServer) -> None:
         """Raises ``OSError`` if the process cannot be started."""
@@ -130,12 +133,12 @@ class _Question:
         self._unseen_s = 0.0
         self._overdue_s = 0.0
         self._target: dict[tuple[int, int], int] = {}
-        """By process, and replica in it: the steps, or the ends of requests, at which it has dealt
-        with the token."""
+        """By process, and replica in it: the number of steps, or of ended requests, at which the
+        request for the token must have been processed."""
         self._computed_s: dict[int, float] = {}
 
     def missing(self) -> list[str]:
-        """The ways in which no answer came so far."""
+        """The protocols over which no answer has come so far."""
         assert self._process.stdout is not None
         self._heard += (self._process.stdout.read() or b"").decode("ascii").split()
         return [way for way in _WAYS if way not in self._heard]
@@ -146,7 +149,7 @@ class _Question:
         return _ASKED not in self._heard and self._process.poll() is not None
 
     def is_overdue(self, processes: Sequence[ModelProcess], passed_s: float) -> bool:
-        """Whether an answer would be here if the server answered; ``passed_s`` is since before."""
+        """Whether an answer should have come. ``passed_s`` is the time since the last call."""
         if _ASKED not in self._heard:
             return False
         self._waited_s += passed_s
@@ -168,10 +171,10 @@ class _Question:
         self._process.stdout.close()
 
     def _is_at_work(self, process: ModelProcess) -> bool:
-        """Whether the process may not have reached the token yet, and gets on with its work."""
+        """Whether the process may not have reached the request yet, but makes progress."""
         if process.model == OPTIONS_MODEL:
             counts = counts_of(self._directory, process)
-            # whichever replica has the token, the steps of others do not bring it
+            # only the steps of the replica that has the request count, which may be any
             engines = [replica["stats"] for replica in counts.get("replicas", ())] or [counts]
             return any([self._is_stepping(process.pid, *each) for each in enumerate(engines)])
         target = self._target.setdefault((process.pid, 0), process.beat.num_seen)
@@ -181,7 +184,7 @@ class _Question:
         return _num_ended(process) < target and is_computing
 
     def _is_stepping(self, pid: int, number: int, counts: Mapping[str, Any]) -> bool:
-        """Whether an engine has requests, and may not have had the steps yet that it takes."""
+        """Whether an engine has requests, and has not yet run the steps that the request takes."""
         num_steps = int(counts["num_steps"])
         target = self._target.setdefault((pid, number), num_steps + _FEW_STEPS)
         return bool(counts["num_open"]) and num_steps < target
@@ -195,7 +198,7 @@ def _num_ended(process: ModelProcess) -> int:
 
 
 def main(grpc_address: str, http_url: str) -> None:
-    """Ask, and print what answered as soon as it has."""
+    """Request a token over each protocol, and print the protocol as soon as an answer comes."""
     import grpc
     from tritonclient.grpc import service_pb2
 

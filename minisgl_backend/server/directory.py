@@ -1,10 +1,10 @@
 """The private directory of a server, and what is left of servers that were killed.
 
-Each directory is locked by the server's processes together: the starter, tritonserver and its
-models. So if a directory is not locked, none of them is left, whatever ended them; the next start
-removes the directory, and the shared memory that a file in it names. The lock is on the directory
-itself, since systemd-tmpfiles heeds such a lock, and otherwise removes files ten days old. Must not
-know what its servers keep in there, but for that file.
+All processes of a server hold a lock on its directory: the starter, tritonserver and its models. So
+if a directory is not locked, none of them is left, however they ended, and the next start removes
+the directory, and the shared memory that a file in it names. The lock is on the directory itself,
+since systemd-tmpfiles, which removes files that are ten days old, respects that. Must not know what
+else servers keep in there.
 """
 
 from __future__ import annotations

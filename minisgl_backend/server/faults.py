@@ -1,4 +1,4 @@
-"""The faults of a server: processes of it that died, hang or say that they are broken.
+"""The faults of a server: processes that died, hang or say that they are broken.
 
 Knows the heartbeats of the models' processes. Asks tritonserver whether it is ready, how many
 requests failed, and for a token if no request ends (``asking``). Must not know what is done about a
@@ -23,10 +23,10 @@ silent while it waits for its device, and a heartbeat is written four times a se
 TRITON_HANG_AFTER_S: Final = 20.0
 """The same for tritonserver, which is asked over HTTP and may be late on an overloaded machine."""
 _PAUSED_S: Final = 3.0
-"""If more time passes between two looks, this process was paused, as a whole machine may be. Then
-so were the others, and their silence in that time means nothing."""
+"""If more time passes between two looks, this process was paused, probably with the whole machine.
+Then the others' silence in that time means nothing."""
 _ASKED_WITHIN_S: Final = 2.0
-"""Tritonserver, or an engine that hangs, may take that long to answer, or not to."""
+"""Longest time that the questions to tritonserver and to an engine take, answered or not."""
 _ASK_EVERY_S: Final = 1.0
 """How often tritonserver itself is asked whether it is ready."""
 _TOLD_WITHIN_S: Final = 0.5
@@ -36,7 +36,7 @@ _TRITON_HANGS: Final = "tritonserver hangs: it does not answer over HTTP"
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What went wrong, and in which models' processes: in none if tritonserver is at fault."""
+    """What went wrong, and the models' processes at fault: none if it is tritonserver."""
 
     what: str
     processes: tuple[ModelProcess, ...] = ()
@@ -66,7 +66,7 @@ class FaultDetector:
         self._lost_before: dict[int, int] = {}
 
     def serves(self) -> None:
-        """The server has just been seen to be ready."""
+        """Note that the server is ready."""
         self.seen = tuple(self.processes.look())
         self.missing = ()
         self.looked_s = time.monotonic()
@@ -75,13 +75,13 @@ class FaultDetector:
         self.has_answered()
 
     def has_answered(self) -> None:
-        """Tritonserver has just answered something."""
+        """Note that tritonserver has answered."""
         self._answered_s = time.monotonic()
 
     def look(self) -> Fault | None:
         """Note the state of the server; returns its fault, if there is one to recover from."""
         self._note_pause(_PAUSED_S)
-        seen_s = time.monotonic()  # not later than the beats: this thread may be paused at any time
+        seen_s = time.monotonic()  # before reading beats, as this thread may be paused at any time
         self.seen = tuple(self.processes.look())
         self._ask_triton()
         self._note_pause(_PAUSED_S + _ASKED_WITHIN_S)
@@ -104,10 +104,10 @@ class FaultDetector:
         return self._silent_s() > TRITON_HANG_AFTER_S
 
     def are_callers_told(self) -> bool:
-        """Whether the callers whose streams were lost with a detokenizer have their errors.
+        """Whether the callers whose streams were lost with a detokenizer have got their errors.
 
-        The engine ends such streams at once, but releases of Triton after 24.10 may hold its errors
-        back for seconds. Waits for them a little.
+        The engine ends such streams at once, but releases of Triton after 24.10 may hold back its
+        errors for seconds. Waits a little for them.
         """
         if not self._noted[1] and self._requests() == self._noted:
             return True  # there were no streams
@@ -126,23 +126,23 @@ class FaultDetector:
             time.sleep(_TOLD_WITHIN_S / 10)
 
     def num_inside_others(self, model: str) -> Iterator[int]:
-        """How many requests are inside each process of the other models, asked now."""
+        """The number of requests inside each process of the other models, at this moment."""
         return (p.beat.num_inside for p in self.processes.look() if p.model != model)
 
     def close(self) -> None:
-        """Look no more; closes what names the server's processes."""
+        """Stop looking, and close the handles of the server's processes."""
         self._asker.close()
         self.processes.close()
 
     def _note_pause(self, most_s: float) -> None:
-        """Note whether more than ``most_s`` have passed since this was last asked."""
+        """Note a pause of this process if more than ``most_s`` have passed since the last call."""
         now_s = time.monotonic()
         if now_s - self.looked_s > most_s:
             self._awake_since_s = now_s
         self.looked_s = now_s
 
     def _silent_s(self) -> float:
-        """How long tritonserver has not answered, pauses of the whole machine apart."""
+        """How long tritonserver has not answered, not counting pauses of the whole machine."""
         return time.monotonic() - max(self._answered_s, self._awake_since_s)
 
     def _ask_triton(self) -> None:
@@ -156,26 +156,29 @@ class FaultDetector:
                 self._note_failures()
 
     def _note_failures(self) -> None:
-        """Note how many requests have failed so far, if there were any since the last time."""
+        """Note the number of requests that have failed so far, if there were requests since the
+        last call."""
         requests = self._requests()
         if requests == self._noted and not requests[1]:
             return
         num_failed = self._server.num_failed(timeout_s=_TOLD_WITHIN_S)
         lost = self._lost_streams(of_none=False)
-        if all(process.is_alive for process in self.processes.look()):  # else it is too late
+        if all(process.is_alive for process in self.processes.look()):  # else losses may be counted
             self._noted = requests
             self._failed_before = self._failed_before if num_failed is None else num_failed
             self._lost_before = self._lost_before if lost is None else lost
 
     def _requests(self) -> tuple[int, bool]:
-        """How many requests the engines have seen, and whether any are inside."""
+        """The number of requests that the engines have seen, and whether any are inside."""
         beats = [process.beat for process in self.seen if process.model == OPTIONS_MODEL]
         return sum(beat.num_seen for beat in beats), any(beat.num_inside for beat in beats)
 
     def _lost_streams(self, *, of_none: bool = True) -> dict[int, int] | None:
-        """How many streams each engine, by process, has ended for want of a detokenizer.
+        """The number of streams that each engine, by process id, has ended because there was no
+        detokenizer.
 
-        None if one does not tell, or, with ``of_none``, has not noticed yet that none is left.
+        None if an engine does not answer or, with ``of_none``, has not yet noticed the loss of its
+        detokenizer.
         """
         lost = {}
         for process in self.seen:
@@ -199,9 +202,9 @@ class FaultDetector:
         wrong = {process: _wrong_with(process, seen_s, awake_s) for process in self.seen}
         found = {process: what for process, what in wrong.items() if what is not None}
         patience_s = TRITON_HANG_AFTER_S
-        # If tritonserver hangs, a process that calls into it blocks, and both fall silent together.
+        # If tritonserver hangs, a process that calls it blocks, and both become silent.
         if found and all(map(_is_only_silent, found)):
-            patience_s = HANG_AFTER_S - 2 * _ASK_EVERY_S  # it is asked now and then
+            patience_s = HANG_AFTER_S - 2 * _ASK_EVERY_S  # as it is asked only at intervals
         if self._silent_s() > patience_s:
             return Fault("; ".join([_TRITON_HANGS, *found.values()]))
         if found:

@@ -1,7 +1,7 @@
-"""Starting the process of tritonserver: its options, its command line, its ties to this process.
+"""Starts the process of tritonserver: its options, its command line, its ties to this process.
 
-Knows Triton's options, which of its endpoints are for the operator alone, and what the models are
-told through the environment. Must not know what becomes of the process.
+Knows Triton's options, which endpoints are reserved for the operator, and the environment variables
+that the models read. Must not know what becomes of the process.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ def launch(
 ) -> subprocess.Popen[str]:
     """Start tritonserver, with its log on stdout.
 
-    It is the first process of a session of its own, holds the descriptor ``lock`` too, and gets
-    SIGTERM when the thread that called this ends. ``url`` is where it will listen.
+    It is the first process of a session of its own, holds the descriptor ``lock`` too, and is
+    killed when the thread that called this ends. ``url`` is where it will listen.
     """
     arguments = [
         str(installation.binary),
@@ -105,8 +105,9 @@ def launch(
         errors="replace",
         # a Ctrl-C in the terminal is for this process alone, which passes it on
         start_new_session=True,
-        # it ends with the thread that starts it
-        preexec_fn=asking_for(signal.SIGTERM),
+        # it ends with the thread that starts it, and at once: nobody would watch it drain, and the
+        # next server wants its ports
+        preexec_fn=asking_for(signal.SIGKILL),
         pass_fds=(lock,),
     )
 

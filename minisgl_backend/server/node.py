@@ -1,12 +1,12 @@
-"""A machine whose ranks follow node 0, on another one: it joins, starts its ranks and watches them.
+"""A node other than 0: it joins the group of node 0, starts its ranks and watches them.
 
-Knows processes, the way to node 0 (``node_channel``) and what this machine was told of options.
-Must not know tritonserver, which only node 0 runs, or models. The ranks talk to rank 0 themselves;
-this process hands each of them a connection that has had its handshake.
+Knows processes, the connections to node 0 (``node_channel``) and the options of this machine. Must
+not know tritonserver, which only node 0 runs, or models. The ranks talk to rank 0 directly; this
+process gives each of them a connection after the handshake.
 
-When a rank ends, however, so do the others of this machine: the group is lost, and node 0 loads its
-engine again. Then this node joins the new group, as it does when node 0 comes up later or is
-replaced. It ends only when it is told to, or when it could not follow whatever node 0 does.
+When a rank ends for any reason, the others of this machine are ended, too: the group is lost, and
+node 0 reloads its engine. Then this node joins the new group, as it does when node 0 starts later
+or is replaced. It ends only when it is told to, or when it can never follow node 0.
 
 Invariants: ranks never outlive this process, however it ends. Of each group this node has all its
 ranks or none.

@@ -4,7 +4,7 @@ Knows processes, ports, files and the server's log. Must not know models or requ
 
 Invariants: what the server needs lies in one private directory of mode 0700, which is gone when
 ``stop`` returns, as are the server's processes and its shared memory. Should this process die
-without ``stop``, the kernel sends the server SIGTERM.
+without ``stop``, the kernel kills the server, whose processes then end too.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _KEPT_LOG_LINES: Final = 2000
 
 
 class BrokenStart(ConfigError):
-    """A start that hangs or crashes, for no reason that the operator could mend."""
+    """A start that hangs or crashes, for a reason that the operator cannot fix."""
 
 
 class TritonServer:
@@ -75,7 +75,7 @@ class TritonServer:
         self.log: deque[str] = deque(maxlen=_KEPT_LOG_LINES)
         self._on_log = on_log
         self.waits_for_nodes = int(engine_options.get("nnodes") or 1) > 1
-        """Whether a load may have to wait for other machines, without doing anything."""
+        """Whether a load may wait for other machines, without any activity."""
         self._adapters = options.adapters
         self._was_ready = False
         self._stopped_with: int | None = None
@@ -122,22 +122,22 @@ class TritonServer:
 
     @property
     def http_port(self) -> int:
-        """Where it listens for HTTP."""
+        """The port for HTTP."""
         return self.options.http_port
 
     @property
     def grpc_port(self) -> int:
-        """Where it listens for gRPC."""
+        """The port for gRPC."""
         return self.options.grpc_port
 
     @property
     def grpc_address(self) -> str:
-        """HOST:PORT at which this machine reaches it by gRPC."""
+        """HOST:PORT for gRPC from this machine."""
         return self.url(port=self.grpc_port).removeprefix("http://")
 
     @property
     def metrics_port(self) -> int:
-        """Where it tells its metrics."""
+        """The port for metrics."""
         return self.options.metrics_port
 
     @property
@@ -146,7 +146,7 @@ class TritonServer:
         return self.directory / "model_repository"
 
     def model_names(self) -> set[str]:
-        """The models that have processes of their own."""
+        """The models with processes: all but the ensembles."""
         return {path.parent.parent.name for path in self.repository.glob("*/*/model.py")}
 
     def url(self, path: str = "", *, port: int | None = None) -> str:
@@ -182,28 +182,28 @@ class TritonServer:
         self._protect_shared_memory()
 
     def is_ready(self, *, timeout_s: float) -> bool | None:
-        """What Triton says of itself; None if it says nothing in time."""
+        """Whether Triton says that it is ready; None if it does not answer in time."""
         return triton_http.is_ready(self.url(), timeout_s=timeout_s)
 
     def reload(self, model: str, *, timeout_s: float, check: Callable[[], None]) -> None:
         """Load a model again, and with it the ensembles that it is part of.
 
-        Raises ``ConfigError`` if that fails, and what ``check`` raises, which is called again
-        and again until the model is loaded.
+        Raises ``ConfigError`` if that fails, and whatever ``check`` raises, which is called
+        repeatedly until the model is loaded.
         """
         for source in self.repository.glob(f"{model}/*/model.py"):
-            source.touch()  # Triton does nothing for a model whose files are as they were
+            source.touch()  # Triton does not reload a model whose files are unchanged
         triton_http.load_model(
             self.url(), model, self.admin_key, pid=self.pid, timeout_s=timeout_s, check=check
         )
         self._protect_shared_memory()
 
     def num_waiting(self, model: str) -> int:
-        """The requests that wait inside tritonserver for a model, as far as it tells."""
+        """Number of requests that wait inside tritonserver for a model, if it answers, else 0."""
         return triton_http.num_waiting(self.url("/metrics", port=self.metrics_port), model)
 
     def num_failed(self, *, timeout_s: float) -> int | None:
-        """The requests to its ensembles that have ended with an error; None if it does not tell."""
+        """Number of requests to its ensembles that have failed; None if it does not answer."""
         ensembles = {path.parent.name for path in self.repository.glob("*/config.pbtxt")}
         return triton_http.num_failed(
             self.url("/metrics", port=self.metrics_port),
@@ -263,8 +263,8 @@ class TritonServer:
             self.signal(signal.SIGTERM)
             with contextlib.suppress(TimeoutError):
                 self.wait(_FLUSH_S)
-        # All that it could still do is to unload its models, for which it waits as long as a step
-        # runs; and 24.10 for ever if a gRPC stream was cancelled when all its responses were sent.
+        # All that is left is to unload the models, for which it waits as long as a step runs. 24.10
+        # waits forever if a gRPC stream was cancelled when all its responses were sent.
         self.signal(signal.SIGKILL)
         code = self._process.wait()
         if drained and code == -signal.SIGKILL:
@@ -282,8 +282,8 @@ class TritonServer:
         return code
 
     def adapters(self) -> Mapping[str, str] | None:
-        """The adapters that the engine knows, or knew last, by name; None if they are those of its
-        options."""
+        """The paths of the adapters that the engine knows, or knew last, by name; None if they are
+        still those of its options."""
         known = read_adapters(self.directory)
         return self._adapters if known is None else known
 
@@ -294,13 +294,11 @@ class TritonServer:
         self.stop()
 
     def _drain(self) -> bool:
-        """Ask the engines to answer their requests, and wait; False if they have not in time.
+        """Wait until the engines have answered their requests; False if they have not in time.
 
-        A step may still run then, for requests that have been cancelled.
-
-        tritonserver, when it is told to stop, first unloads the models that have no request in
-        flight at that instant, such as the detokenizer between two chunks, and leaves the requests
-        of the others hanging.
+        Afterwards a step may still run, for requests that were cancelled. This is necessary because
+        tritonserver, when it stops, first unloads the models without a request at that instant,
+        such as the detokenizer between two packets, which leaves the requests of others hanging.
         """
         if not self._was_ready or self._process.poll() is not None:
             return False
@@ -318,7 +316,7 @@ class TritonServer:
         return True
 
     def _serves(self) -> bool:
-        """Whether a request is or may be open: an engine's sign is there, and it is not idle."""
+        """Whether requests may be open: an engine's marker is there, and the engine is not idle."""
         names = (QUEUE_OPEN, QUEUE_FULL)
         if not any(path.name.startswith(names) for path in self.directory.glob("*")):
             return False
@@ -340,7 +338,8 @@ class TritonServer:
                     self._on_log(text)
 
     def _protect_shared_memory(self) -> None:
-        """Prompts pass through these files, and the backend makes them readable for everyone."""
+        """Restrict the files of shared memory, through which prompts pass, to this user; the
+        backend makes them readable for everyone."""
         for region in self.shared_memory_regions():
             with contextlib.suppress(FileNotFoundError):
                 region.chmod(0o600)

@@ -1,9 +1,9 @@
-"""Whether the processes of a server get on with their start.
+"""Whether the processes of a server make progress with their start.
 
-Knows the kernel's accounts of processes. Must not know what they do: loading a model may take an
-hour, but a process that loads computes or reads. One that waits for a lock that is never released
-does neither; so a start can hang, as tritonserver forks while its other threads hold locks. What
-processes do that have loaded, such as their heartbeats, brings no start further.
+Knows the kernel's accounting of processes. Must not know what they do. Loading a model may take an
+hour, but a process that loads computes or reads. A process that waits for a lock that is never
+released does neither; this can happen, as tritonserver forks while its other threads hold locks.
+The work of processes that have loaded, such as heartbeats, does not count as progress.
 """
 
 from __future__ import annotations

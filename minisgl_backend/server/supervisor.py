@@ -1,22 +1,22 @@
-"""Keeps a server serving: notices that a process of it died or hangs, and recovers.
+"""Keeps a server serving: notices that one of its processes died or hangs, and recovers.
 
-Knows the server, what may be at fault (``faults``), and Triton's habits. Must not know requests.
+Knows the server, its faults (``faults``), and Triton's behaviour. Must not know requests.
 
-Models' processes that died or hang are ended for good, and their models loaded again, while the
-others serve on. But all of tritonserver is ended and started again, on the same ports, if
+A model's process that died or hangs is killed, and the model reloaded, while the others keep
+serving. But all of tritonserver is restarted, on the same ports, if
 
-- requests were inside such a process: Triton 24.10 neither ends them nor can be told to, so their
-  callers would wait for ever, and so they see their connections break at once;
+- requests were inside such a process: Triton 24.10 does not end them, and cannot be made to, so
+  their callers would wait forever. By the restart they see their connections break at once;
 - streams were lost with the detokenizer, and their callers have no error half a second later: the
-  engine ends these streams, but releases after 24.10 may hold its errors back;
-- tritonserver itself is at fault, or answers no request;
-- more requests wait in tritonserver for a dead model than are served beside them: Triton 24.10 ends
-  the waiting ones with an error, but only one a second, even when the model is back;
-- models were loaded again ``MAX_RELOADS`` times: under load tritonserver keeps threads of each.
+  engine ends these streams, but releases after 24.10 may hold back its errors;
+- tritonserver itself is at fault, or does not answer requests;
+- more requests wait in tritonserver for a dead model than are inside any other: Triton 24.10 ends
+  waiting ones with an error, but only one a second, even when the model is back;
+- models were reloaded ``MAX_RELOADS`` times: under load tritonserver leaks threads with each.
 
 Faults that occur together take one recovery. A recovery that fails is a fault like any other. Each
-waits twice as long as the last; after ``MAX_RECOVERIES`` in ``WINDOW_S`` the server stays down, and
-says so, until the operator stops it.
+waits twice as long as the previous one. After ``MAX_RECOVERIES`` in ``WINDOW_S`` the server stays
+down, and says so, until the operator stops it.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ from minisgl_backend.server.process import START_S, BrokenStart, TritonServer
 logger = logging.getLogger(__name__)
 
 MAX_RELOADS: Final = 20
-"""Of models, in one life of tritonserver."""
+"""Most reloads of models until tritonserver is restarted."""
 FEW_WAIT: Final = 8
-"""Requests that may be ended one a second."""
+"""Number of waiting requests that tritonserver may end one a second without a restart."""
 MAX_RECOVERIES: Final = 5
 WINDOW_S: Final = 600.0
-"""After that many recoveries within that time, a server stays down."""
+"""After ``MAX_RECOVERIES`` within this time, a server stays down."""
 _LOOK_EVERY_S: Final = 0.1
 RELOAD_S: Final = 30.0
-"""How long the load of one model may take, in addition to twice the time that the start of all of
-them took. Loads of 4 s were seen to take 20 s on a machine that had become busy."""
+"""How long a reload of one model may take, in addition to twice the time that the start of all
+models took. On a busy machine, loads of 4 s were seen to take 20 s."""
 
 
 class Phase(Enum):
@@ -66,7 +66,8 @@ class Phase(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """``live`` until it is given up; ``ready`` while requests are served, else with ``reasons``."""
+    """``live`` until the server is given up; ``ready`` while it serves requests, else there are
+    ``reasons``."""
 
     live: bool
     ready: bool
@@ -75,16 +76,17 @@ class Health:
 
 
 class Recoveries:
-    """The recoveries of the last ``WINDOW_S`` seconds; ``num_begun`` counts all there ever were."""
+    """The recoveries of the last ``WINDOW_S`` seconds; ``num_begun`` counts all since the start."""
 
     def __init__(self, first_pause_s: float) -> None:
-        """``first_pause_s`` is the pause before the second one of a window; the first has none."""
+        """``first_pause_s`` is the pause before the second recovery of a window; the first has
+        none."""
         self.num_begun = 0
         self._first_pause_s = first_pause_s
         self._begun_s: deque[float] = deque()
 
     def begin(self) -> float | None:
-        """Begin a recovery; returns the seconds to wait first, None if there were too many."""
+        """Begin a recovery. Returns the seconds to wait first, or None if there were too many."""
         now_s = time.monotonic()
         while self._begun_s and now_s - self._begun_s[0] > WINDOW_S:
             self._begun_s.popleft()
@@ -122,9 +124,9 @@ class Supervisor:
     def run(
         self, stopping: threading.Event, on_ready: Callable[[TritonServer], None] = lambda _: None
     ) -> None:
-        """Serve until ``stopping`` is set, or the server was told to end by another process.
+        """Serve until ``stopping`` is set, or another process tells the server to end.
 
-        Raises ``ConfigError`` if the first load fails, ``EngineFailure`` if it was given up.
+        Raises ``ConfigError`` if the first load fails, ``EngineFailure`` if the server is given up.
         """
         try:
             try:
@@ -146,7 +148,7 @@ class Supervisor:
             raise EngineFailure(self._reasons[0])
 
     def health(self) -> Health:
-        """How the server is, by the last look at it."""
+        """The state of the server at the last look."""
         phase, reasons = self._phase, self._reasons
         if phase is Phase.SERVING:
             reasons = self._detector.missing
@@ -160,7 +162,7 @@ class Supervisor:
         )
 
     def stats(self) -> Mapping[str, Any]:
-        """Counts of the server and of its models, each asked now; for operators and tests."""
+        """Present counts of the server and its models; for operators and tests."""
         return {
             "phase": self._phase.value,
             "num_recoveries": self._recoveries.num_begun,
@@ -180,7 +182,7 @@ class Supervisor:
     def _watch(self, stopping: threading.Event) -> None:
         while not stopping.wait(_LOOK_EVERY_S):
             fault = self._detector.look()
-            if self.server.poll() == 0:  # asked after the look, which may have seen that end, too
+            if self.server.poll() == 0:  # polled after the look, which may have seen the same end
                 raise EngineFailure("tritonserver was told to end by another process")
             if fault is not None:
                 self._recover(fault, stopping)
@@ -215,7 +217,7 @@ class Supervisor:
     def _end(self, fault: Fault) -> frozenset[str]:
         """End what is at fault, so that its callers learn of it before any pause.
 
-        Returns the models to load again; none if all has ended, and is to be started again.
+        Returns the models to reload; none if tritonserver was ended and must be restarted.
         """
         if fault.processes:
             with suppress(OSError):  # a full disk
@@ -240,7 +242,8 @@ class Supervisor:
         return frozenset()
 
     def _mend(self, reloads: frozenset[str], stopping: threading.Event) -> Fault | None:
-        """Load these models again, or restart all if there are none; returns what is wrong then."""
+        """Reload these models, or restart tritonserver if there are none. Returns the next fault,
+        if there is one."""
         try:
             for model in sorted(reloads):
                 self._reload(model, stopping)
@@ -261,9 +264,9 @@ class Supervisor:
         return self.server.directory / RECOVERING_MARKER
 
     def _who_waits(self, models: frozenset[str]) -> str | None:
-        """Why all should start again, if so: too many requests wait for a process that has gone.
+        """Why tritonserver should be restarted because of waiting requests; None if it should not.
 
-        Too many are more than are served elsewhere.
+        It should if more requests wait for a dead process than are inside any other.
         """
         for model in sorted(models):
             num_waiting = self.server.num_waiting(model)
@@ -300,5 +303,5 @@ class Supervisor:
         self._reasons = (reason,)
         self._phase = Phase.DOWN
         self.server.kill()
-        self._detector.seen = ()  # their ids may be others' by now
+        self._detector.seen = ()  # their process ids may be reused
         stopping.wait()

@@ -1,9 +1,9 @@
 """The detokenizer's side of one stream: packets in, answers out.
 
-Joins ``text.detokenizer`` with what the packets carry beside token ids, and decides when there is
-something to say: with ``stream`` whenever there is new text, more log-probabilities of the prompt,
-or the end of a sample, else once, at the end of all samples. Counts and logprobs that an answer
-leaves out are kept for the next one. Must not know Triton or sockets.
+Combines the text (``text.detokenizer``) with everything else in the packets, and decides when to
+answer: with ``stream`` whenever there is new text, more log-probabilities of the prompt, or the end
+of a sample; otherwise once, at the end of all samples. Counts and logprobs without an answer are
+kept for the next one. Must not know Triton or sockets.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from minisgl_backend.wire.packets import Packet, SampleNews, StreamStart, Times,
 
 
 class _Sample:
-    """One sample: its text so far, and what no answer has told yet."""
+    """One sample: the state of its text, and everything that is still to be answered."""
 
     __slots__ = (
         "_cumulative",
@@ -48,7 +48,7 @@ class _Sample:
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing more of it is for the client."""
+        """Whether the client gets nothing more of it after the next answer."""
         return self._finish is not None
 
     @property
@@ -57,7 +57,7 @@ class _Sample:
         return self._text.stop is not None
 
     def read(self, news: SampleNews) -> bool:
-        """Take tokens in; whether there is something to say."""
+        """Take new tokens. Returns whether there is something to answer."""
         token_ids, finish = news.token_ids, news.finish
         if not token_ids and finish is None:
             return False
@@ -78,7 +78,7 @@ class _Sample:
         return bool(delta.text) or self.is_over
 
     def answer(self) -> SampleAnswer:
-        """All that was not told yet."""
+        """Everything that was not answered yet."""
         answer = SampleAnswer(
             text="".join(self._unsent),
             token_ids=self._token_ids,
@@ -111,11 +111,11 @@ class AnswerStream:
     def __init__(self, vocabulary: Vocabulary, start: StreamStart) -> None:
         self.start = start
         self.over: Verdict | None = None
-        """Set once nothing more is for the client; later packets are answered with nothing."""
+        """Set once the client has everything; later packets get no answer."""
         self.stopped = 0
         """A bit for each sample that a stop string ended: see ``Ack``."""
         self.heard_s = 0.0
-        """When the last packet came, of ``time.monotonic``, as is the next."""
+        """When the last packet came, by ``time.monotonic``, as is the next."""
         self.next_poll_s = 0.0
         """When to ask Triton again if the client has cancelled."""
         self._vocabulary = vocabulary
@@ -134,7 +134,7 @@ class AnswerStream:
         self._embedding: FloatArray | None = None
 
     def push(self, packet: Packet) -> Answer | None:
-        """The answer that a packet gives rise to, if any. One with an error does not come here."""
+        """The answer to send after this packet, if any. The packet must not have an error."""
         assert self.over is None and packet.error is None
         if packet.num_cached_tokens is not None:
             self._num_cached = packet.num_cached_tokens
@@ -143,14 +143,14 @@ class AnswerStream:
         self._embedding = packet.embedding
         has_news = False
         if (scored := packet.prompt_logprobs) is not None:
-            text_of = self._vocabulary.token_text
-            self._prompt_logprobs.append(prompt_logprobs_json(scored, text_of))
+            bytes_of = self._vocabulary.token_bytes
+            self._prompt_logprobs.append(prompt_logprobs_json(scored, bytes_of))
             has_news = True
         for news in packet.news:
-            if news.sample >= len(self._samples):  # a client wrote the packet by itself
+            if news.sample >= len(self._samples):  # a packet that a client has made up
                 raise InvalidRequest(f"the stream has no sample {news.sample}")
             sample = self._samples[news.sample]
-            if not sample.is_over:  # else the engine does not know yet that it was stopped
+            if not sample.is_over:  # it is if a stop string ended it, and the engine does not know
                 has_news |= sample.read(news)
                 self.stopped |= sample.is_stopped << news.sample
         if packet.is_last or all(sample.is_over for sample in self._samples):

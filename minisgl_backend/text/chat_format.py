@@ -1,8 +1,8 @@
-"""What a chat template shows of the answers that its model gives: how calls of tools are written in
-them, and whether they begin with a section in which the model thinks.
+"""What a chat template reveals about the model's answers: how tool calls are written, and whether
+an answer begins with thoughts.
 
-Read from the texts in the template's program, its comments apart, once; and of each rendered prompt
-from its end. Must not know tokens, or how such answers are read.
+Derived once from the texts in the template's program, without comments, and for each rendered
+prompt from its end. Must not know tokens, or how answers are parsed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _THINKING: Final = (
     ("<|channel>thought", "<channel|>"),
 )
 _ANALYSIS: Final = ("<|channel|>analysis<|message|>", "<|end|>")
-"""Around the thoughts of an answer in channels."""
+"""The marks around the thoughts of an answer in channels."""
 _MARKS: Final[dict[ToolDialect, tuple[str, ...]]] = {
     "mistral": ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"),
     "hermes": ("<tool_call>", "</tool_call>"),
@@ -29,35 +29,35 @@ _MARKS: Final[dict[ToolDialect, tuple[str, ...]]] = {
     "harmony": ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>"),
 }
 _OTHERS: Final = ("<function=", "<arg_key>", "<TOOLCALL>")
-"""Marks of other dialects that look like these: calls in XML, or lists of them."""
+"""Marks of other dialects that resemble these: calls in XML, or lists of calls."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChatFormat:
-    """What is known of the answer to one rendered chat.
+    """What is known about the answer to one rendered chat.
 
-    ``thinking`` are the marks of a section of thoughts, None if the answer has none; with
-    ``begins_thinking`` it begins inside one, else with the first mark if it has such a section.
-    With the dialect ``harmony`` the answer is in channels, if the prompt has begun it.
+    ``thinking`` are the marks around thoughts, None if the answer has no thoughts. The answer
+    begins inside thoughts if ``begins_thinking``; else, if it has any, it begins with the first
+    mark. With the dialect ``harmony`` the answer is in channels, if the prompt has begun it.
     """
 
     tool_dialect: ToolDialect | None
-    """How calls are written; None if the template knows no tools, or another way."""
+    """How calls are written; None if the template has no tools, or an unknown dialect."""
     tool_marks: frozenset[str]
-    """The marks of the dialect that the template writes: not all of them in each version."""
+    """The marks of the dialect that the template writes; they depend on its version."""
     thinking: tuple[str, str] | None
     begins_thinking: bool
     variables: frozenset[str]
-    """What the template reads, such as ``messages`` and ``enable_thinking``; names that it sets for
-    itself in one of several branches may be among them."""
+    """The variables that the template reads, such as ``messages`` and ``enable_thinking``. May
+    include names that the template itself sets in one of several branches."""
 
     @property
     def has_channels(self) -> bool:
-        """Whether the answer is messages in channels, after the beginning of the first."""
+        """Whether the answer consists of messages in channels, the first of which has begun."""
         return self.tool_dialect == "harmony" and self.thinking is not None
 
     def to_json(self) -> str:
-        """The same for clients of the tokenizer."""
+        """As JSON, for clients of the model ``tokenizer``."""
         return json.dumps(
             {
                 "tool_dialect": self.tool_dialect,
@@ -71,7 +71,7 @@ class ChatFormat:
 
 @dataclass(frozen=True, slots=True)
 class TemplateFacts:
-    """What a template's program says; ``of`` reads it."""
+    """What a template's program reveals about all answers."""
 
     tool_dialect: ToolDialect | None
     tool_marks: frozenset[str]
@@ -94,13 +94,13 @@ class TemplateFacts:
         )
 
     def of_prompt(self, prompt: str, *, tools: TemplateFacts) -> ChatFormat:
-        """What is known of the answer to a prompt that the template made.
+        """What is known about the answer to a prompt that the template rendered.
 
-        ``tools`` are the facts of the template that a chat with tools gets.
+        ``tools`` are the facts of the template for chats with tools.
         """
         thinking, end = self.thinking, prompt.rstrip()
         begins_thinking = thinking is not None and end.endswith(thinking[0])
-        if thinking is not None and end.endswith(thinking[1]):  # a section, but an empty one
+        if thinking is not None and end.endswith(thinking[1]):  # the prompt has ended the thoughts
             thinking = None
         return ChatFormat(
             tool_dialect=tools.tool_dialect,
@@ -112,7 +112,7 @@ class TemplateFacts:
 
 
 def _texts(program: nodes.Template) -> list[str]:
-    """All texts of a program: those that it writes as they are, and its strings."""
+    """All texts of a program: those that it outputs verbatim, and its string constants."""
     written = [node.data for node in program.find_all(nodes.TemplateData)]
     consts = [node.value for node in program.find_all(nodes.Const)]
     return [*written, *(value for value in consts if isinstance(value, str))]

@@ -1,12 +1,12 @@
-"""Token ids -> text, as they come: never half a character, nothing of a stop string or after it.
+"""Token ids -> text, incrementally: never half a character, and nothing from a stop string on.
 
-Pure and single-threaded: one ``TextStream`` a stream. However the tokens are split over calls of
-``push``, the deltas of a stream add up to the text of one decode of all its tokens, cut before its
+Pure and single-threaded: one ``TextStream`` for each stream. However the tokens are split over
+calls of ``push``, the deltas add up to the text of all tokens decoded at once, cut off before the
 stop match. The cost of a call is proportional to its new tokens.
 
 A stop match counts only if the token that completes it has an index of at least ``min_tokens``. The
-match that is completed first wins, by character; of several that end together, the longest. Must
-not know requests, packets or who reads the text.
+match whose last character comes first wins; of several that end together, the longest. Must not
+know requests, packets or who reads the text.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from minisgl_backend.text.vocabulary import Vocabulary
 
 @dataclass(frozen=True, slots=True)
 class TextDelta:
-    """What some tokens add.
+    """The text that some tokens add.
 
-    ``num_tokens`` of them count: all, or those up to the one that completed ``stop``, the
-    stop string that matched.
+    ``num_tokens`` of them count: all, or those up to the one that completed ``stop``, the stop
+    string that matched.
     """
 
     text: str
@@ -39,9 +39,9 @@ class TextDelta:
 class TextStream:
     """The text of one stream of tokens.
 
-    ``silent_ids`` are tokens that have no text here (those that end the request). ``continues``
-    says that the text is shown right after its prompt's, so that a space at its start stays.
-    Without ``skip_special_tokens`` special tokens have their names as text.
+    ``silent_ids`` are tokens without text (those that end the request). ``continues``: the text
+    directly follows that of the prompt, so a space at its beginning stays. Without
+    ``skip_special_tokens`` the text of special tokens is their names.
     """
 
     __slots__ = ("_decoder", "_held", "_matcher", "_min_tokens", "_num_tokens", "_state", "stop")
@@ -66,20 +66,21 @@ class TextStream:
         self._held = ""  # decoded, but it may be the beginning of a stop string
 
     def fork(self) -> TextStream:
-        """Another stream, which stands where this one does and goes its own way from here."""
+        """An independent copy of the stream."""
         other = copy(self)
         other._decoder = copy(self._decoder)
         return other
 
     def push(self, token_ids: Sequence[TokenId], *, final: bool = False) -> TextDelta:
-        """The next tokens; with ``final`` they are the last, and what was held back comes out."""
+        """The text that the next tokens add. With ``final`` they are the last ones: all text that
+        was held back is included."""
         assert self.stop is None, "the stream has stopped"
         count = len(token_ids)
         matcher = self._matcher
         if matcher is None:
             text = self._decoder.decode(token_ids)
             return TextDelta(text + self._decoder.flush() if final else text, count)
-        # Tokens of an index under min_tokens may begin a match, but not complete one.
+        # Tokens with an index below min_tokens may begin a match, but not complete one.
         num_exempt = min(max(0, self._min_tokens - self._num_tokens), count)
         self._num_tokens += count
         if num_exempt:
@@ -104,14 +105,14 @@ class TextStream:
         return TextDelta(self._release(0), count)
 
     def _search(self, matcher: StopMatcher, text: str) -> int | None:
-        """Take text in; on a match note it, and tell how many of its characters were read."""
+        """Take decoded text. On a match, set ``stop`` and return the number of characters read."""
         self._state, read = matcher.search(self._state, text)
         self._held += text[:read]
         self.stop = matcher.matched[self._state] if read else None
         return read if self.stop is not None else None
 
     def _cut(self) -> str:
-        """The text before the stop match, which ends what is held."""
+        """The held text before the stop match, with which it ends."""
         assert self.stop is not None
         return self._release(len(self.stop))
 
@@ -129,7 +130,8 @@ class TextStream:
 
 
 _Position: TypeAlias = tuple[bytes, int, bool]
-"""Bytes of an incomplete character, spaces still to be dropped, whether the first token is due."""
+"""Bytes of an incomplete character; number of spaces still to drop; whether the first token with
+text is still to come."""
 
 
 class _Decoder:
@@ -159,7 +161,7 @@ class _Decoder:
         pieces, silent = self._pieces, self._silent_ids
         try:
             added = [pieces[i] for i in token_ids]
-        except IndexError:  # ids of no token, which have no text
+        except IndexError:  # ids beyond the vocabulary have no text
             added = [pieces[i] if 0 <= i < len(pieces) else b"" for i in token_ids]
         if silent:
             added = [

@@ -1,9 +1,9 @@
-"""Whether a text is too long for a model's context, found out without tokenizing all of it.
+"""Finds out whether a text is too long for a model's context, without tokenizing all of it.
 
-Tokenizing megabytes takes seconds, only to learn that there are hundreds of times too many tokens.
-Two lower bounds tell sooner, and never refuse a text that would fit: no token stands for more bytes
-than the longest one; and the tokens of a text's beginning are also tokens of the whole text, except
-in the last words of the beginning, where the following text matters. Must not know chats, or how
+Tokenizing megabytes takes seconds, only to find hundreds of times too many tokens. Two lower bounds
+of the number of tokens are quicker, and never refuse a text that would fit: the number of bytes
+divided by those of the longest token; and the number of tokens in the beginning of the text,
+without its last few words, whose tokens depend on the following text. Must not know chats, or how
 many tokens an answer may have.
 """
 
@@ -20,10 +20,11 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 _CHARS_PER_TOKEN: Final = 8
-"""Sets the length of the first beginning that is tokenized; common text has fewer."""
+"""Determines the length of the first beginning to tokenize; common text has fewer."""
 _LOOSE_WORDS: Final = 16
+"""Words at the end of a beginning that are not counted."""
 _NFC_SHRINKS: Final = 4
-"""Composing characters makes a text at most that many times shorter, in bytes of UTF-8."""
+"""Composing characters makes a text at most this many times shorter, in bytes of UTF-8."""
 
 
 class LengthCheck:
@@ -55,7 +56,7 @@ class LengthCheck:
 
 
 def _least_tokens(tokenizer: Tokenizer, beginning: str) -> int:
-    """How many tokens any text that begins with ``beginning`` has at least."""
+    """The least number of tokens of any text that begins with ``beginning``."""
     (encoding,) = tokenizer.encode_batch([beginning], add_special_tokens=False)
     words = [word for word in encoding.word_ids if word is not None]
     sure = max(words, default=0) - _LOOSE_WORDS
@@ -65,8 +66,8 @@ def _least_tokens(tokenizer: Tokenizer, beginning: str) -> int:
 def longest_token_bytes(tokenizer: Tokenizer, vocabulary: Vocabulary) -> int | None:
     """The most bytes of a text that one token can stand for; None if there may be no bound.
 
-    There is one if every byte has a token, so that none is lost, and all steps of the tokenizer are
-    known to keep bytes.
+    There is a bound if every byte has a token, so that none is lost, and all steps of the tokenizer
+    are known to keep bytes.
     """
     spec = json.loads(tokenizer.to_str())
     pieces = set(vocabulary.pieces)
@@ -97,6 +98,6 @@ def _keeps_bytes(step: dict[str, Any]) -> bool:
     kind: str = step["type"]
     if kind == "Split":
         return bool(step["behavior"] != "Removed")
-    if kind == "Replace":  # spaces by marks, which stand for spaces in tokens too
+    if kind == "Replace":  # of spaces by marks, which stand for spaces in tokens too
         return (step["pattern"], step["content"]) == ({"String": " "}, "▁")
     return kind in ("ByteLevel", "Digits", "Metaspace", "Prepend")

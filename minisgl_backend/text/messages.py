@@ -53,7 +53,7 @@ def parse_variables(text: str, limits: Limits) -> dict[str, Any]:
 
 
 def join_parts(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The same messages with a content of parts as one text, its parts on lines of their own."""
+    """The same messages, with the parts of a content joined to one text, one part per line."""
     return [
         {**message, "content": "\n".join(part["text"] for part in message["content"])}
         if isinstance(message.get("content"), list)
@@ -70,7 +70,7 @@ def _parse_list(name: str, text: str) -> list[Any]:
 
 
 def _check_values(name: str, value: Any, limits: Limits) -> None:
-    """Refuse what a template cannot render, or what makes a text that is no Unicode."""
+    """Refuse values that a template cannot render, or that are not valid Unicode."""
     if not _is_shallow(value, limits.message_depth):
         raise InvalidRequest(f"{name} must be at most {limits.message_depth} levels deep")
     try:
@@ -113,9 +113,9 @@ def _check_part(name: str, part: Any) -> None:
 
 
 def _read_arguments(message: dict[str, Any]) -> None:
-    """Clients send a call's arguments as JSON in a string, while templates expect the object.
+    """Parse the arguments of calls: clients send JSON in a string, but templates expect an object.
 
-    To be called before ``_check_values``: the string hides the object from it.
+    Comes before ``_check_values``, which does not look into strings.
     """
     calls = message.get("tool_calls")
     for call in calls if isinstance(calls, list) else ():

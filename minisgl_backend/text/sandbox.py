@@ -1,11 +1,11 @@
 """Jinja's immutable sandbox, with bounds on the time and the memory that a template takes.
 
-Knows Jinja. Must not know chats. Time is checked at each turn of a loop and each call of a macro;
-the characters written, also those into variables, are counted; and an operation that would make too
-large a value is refused before it runs, since one line can ask for a terabyte.
+Knows Jinja. Must not know chats. The time is checked in each iteration of a loop and each call of a
+macro. All characters that are written are counted, also those written into variables. An operation
+whose result would be too large is refused before it runs, since one line can ask for a terabyte.
 
-A ``Meter`` belongs to one rendering; it is handed in as the variable ``Sandbox.meter_name``, which
-is random, so that no template can replace it.
+A ``Meter`` belongs to one rendering. It is passed as the variable ``Sandbox.meter_name``, a random
+name, so that no template can replace it.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from jinja2.visitor import NodeTransformer
 
 _MAX_INDENT: Final = 8
 _WIDE: Final = re.compile(r"\d{5}")
-"""A width in a format string that no prompt needs."""
+"""A field width in a format string that is larger than any prompt needs."""
 
 
 class OutOfBounds(Exception):
-    """A template took too long or made too much; the message goes on ``the template ...``."""
+    """A template took too long or made too much; the message continues ``the template ...``."""
 
 
 class Meter:
-    """What one rendering has taken so far."""
+    """The time and characters that one rendering has taken so far."""
 
     def __init__(self, clock: Callable[[], float], max_seconds: float, max_chars: int) -> None:
         self._clock = clock
@@ -43,7 +43,7 @@ class Meter:
         self._num_chars = 0
 
     def __call__(self, num_chars: int) -> None:
-        """Count one turn of a loop or call of a macro whose body holds ``num_chars``."""
+        """Count an iteration of a loop or a call of a macro whose body has ``num_chars``."""
         if self._clock() > self._end_s:
             raise OutOfBounds(f"runs longer than {self._max_seconds:g} s")
         self.wrote(num_chars)
@@ -56,7 +56,7 @@ class Meter:
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
-    """``max_size`` bounds every string and list that a template makes."""
+    """An environment for templates; ``max_size`` bounds every string and list that they make."""
 
     intercepted_binops = frozenset({"+", "*", "**", "%"})
 
@@ -175,7 +175,7 @@ _BODIES: Final = (nodes.For, nodes.Macro, nodes.CallBlock)
 
 
 def _num_chars(body: list[nodes.Node]) -> int:
-    """The length of the text in a body, without the bodies within, which count for themselves."""
+    """The length of the text in a body, without nested bodies, which are counted separately."""
     total = 0
     for node in body:
         if isinstance(node, nodes.TemplateData):
@@ -191,7 +191,7 @@ def _check_format(*formats: str) -> None:
 
 
 class _Concatenations(NodeTransformer):
-    """Makes ``a ~ b`` a call of a function, which can look at how long the parts are."""
+    """Turns ``a ~ b`` into a call of a function, which can check the lengths first."""
 
     def __init__(self, function: str) -> None:
         self._function = function

@@ -1,8 +1,8 @@
 """Stop strings in a stream of text: Aho and Corasick's automaton (1975), one character at a time.
 
-Its state answers both questions of a stream at once: whether a stop string ends here, and how many
-of the last characters may still begin one and must be held back. Time is linear in the text,
-whatever the strings are. Must not know tokens.
+Its state says whether a stop string ends here, and how many of the last characters may be the
+beginning of one and must be held back. Time is linear in the text, whatever the strings are. Must
+not know tokens.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 
 class StopMatcher:
-    """The automaton of some stop strings, all of them not empty. State 0 is the start."""
+    """The automaton of some stop strings, none of them empty. State 0 is the start."""
 
     __slots__ = ("_edges", "_fallbacks", "held", "matched")
 
@@ -46,7 +46,7 @@ class StopMatcher:
             state = queue.popleft()
             fallback = self._fallbacks[state]
             self.matched[state] = self.matched[state] or self.matched[fallback]
-            if not self._edges[state]:  # nothing begins with all of it, only with less
+            if not self._edges[state]:  # a complete stop string; only a suffix may begin another
                 self.held[state] = self.held[fallback]
             for char, child in self._edges[state].items():
                 self._fallbacks[child] = self._next(fallback, char)

@@ -1,9 +1,9 @@
-"""Chat templates: messages -> the prompt's text, by the Jinja program of a model's folder.
+"""Chat templates: messages -> the prompt's text, by the Jinja program in a model's folder.
 
-Templates come with checkpoints, which are not always trustworthy, and run on what clients send. So
-they run in a ``Sandbox``, see plain data only, and are bounded in time and in size. What they may
-use beside Jinja follows transformers: ``raise_exception``, ``strftime_now``, ``tojson`` that does
-not escape HTML, loop controls, and the ``generation`` block, which only marks text for training.
+Templates come with checkpoints, which are not always trustworthy, and process what clients send. So
+they run in a ``Sandbox``, see only plain data, and are bounded in time and size. Extensions of
+Jinja are those of transformers: ``raise_exception``, ``strftime_now``, ``tojson`` without escapes
+for HTML, loop controls, and the ``generation`` block, which only marks text for training.
 
 A ``ChatTemplate`` may render on several threads at once. Must not know tokens, or which request a
 chat belongs to.
@@ -29,8 +29,8 @@ _PROBE: Final = "a probe of 29 letters and more"
 
 
 class ChatTemplate:
-    """One template. ``special_tokens`` are its variables, such as ``bos_token``; ``facts`` is what
-    its program says of answers."""
+    """One template. ``special_tokens`` are variables for it, such as ``bos_token``; ``facts`` say
+    what its program reveals about answers."""
 
     def __init__(
         self,
@@ -65,10 +65,12 @@ class ChatTemplate:
         *,
         add_generation_prompt: bool = True,
     ) -> str:
-        """The text of a chat, up to where the assistant's answer begins, or ends before that.
+        """The text of a chat; with ``add_generation_prompt`` it includes the beginning of the
+        assistant's answer.
 
-        ``variables`` come beside what every template gets. Raises ``InvalidRequest`` if the
-        template refuses the chat, a bound is exceeded, or a variable is one of ours.
+        ``variables`` are added to those that every template gets. Raises ``InvalidRequest`` if the
+        template refuses the chat, a bound is exceeded, or a variable has the name of one that every
+        template gets.
         """
         plain = [dict(message) for message in messages]
         return self._render(
@@ -107,13 +109,13 @@ class ChatTemplate:
         except OutOfBounds as error:
             raise InvalidRequest(f"the chat template {error}") from None
         except Exception as error:
-            # Anything may be raised by a program over data that it did not expect.
+            # A program may raise anything for data that it does not expect.
             reason = " ".join(str(error).split())[:200] or type(error).__name__
             raise InvalidRequest(f"the chat template refuses the messages: {reason}") from None
         return "".join(pieces)
 
     def _shows_parts(self) -> bool:
-        """Whether the template reads a content that is a list of text parts, or only a string."""
+        """Whether the template accepts a list of text parts as content, not only a string."""
         parts = [{"type": "text", "text": _PROBE}]
         try:
             text = self._render([{"role": "user", "content": parts}], None, {})

@@ -1,13 +1,12 @@
-"""A prompt -> token ids, as the tokenizer in a checkpoint's folder asks for.
+"""A prompt -> token ids, by the tokenizer in a checkpoint's folder.
 
-A text stays text: what is spelled like a special token becomes one only with
-``parse_special_tokens``. A chat is made into a text by the template, which spells out control
-tokens; so in a chat such spellings count wherever they stand, in the messages too, as in
-transformers. A beginning-of-sequence token is added if the tokenizer's own files say so, and
-never twice.
+In a text, what is spelled like a special token becomes one only with ``parse_special_tokens``. A
+chat is rendered as text by the template, which spells out control tokens; so in a chat such
+spellings always become special tokens, even inside messages, as in transformers. A
+beginning-of-sequence token is added if the tokenizer's files say so, and never twice.
 
 A ``PromptEncoder`` may be used by several threads at once, and releases the GIL while it tokenizes.
-Must not know Triton, or what becomes of the ids.
+Must not know Triton, or what the ids are used for.
 """
 
 from __future__ import annotations
@@ -36,17 +35,19 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 _NO_CHARACTER: Final = "\ufdd0"
+_PROCESSOR_TEMPLATE: Final = "chat_template.json"
+"""Where multi-modal checkpoints have their template that were written by older transformers."""
 
 
 def check_tokenizer(folder: str | Path) -> None:
-    """Raise ``ConfigError`` if there is no tokenizer.json, or one that is no JSON.
+    """Raise ``ConfigError`` if there is no tokenizer.json, or one that is not JSON.
 
     Cheap, so `minisgl serve` calls it before starting the server.
     """
     place = Path(folder)
     if not (place / "tokenizer.json").is_file():
         raise ConfigError(f"{folder} holds no tokenizer.json, and no other tokenizer is read")
-    for name in ("tokenizer.json", "tokenizer_config.json"):
+    for name in ("tokenizer.json", "tokenizer_config.json", _PROCESSOR_TEMPLATE):
         if (place / name).exists():
             read_json(place / name)
 
@@ -57,12 +58,13 @@ def load_vocabulary(folder: str | Path) -> Vocabulary:
 
 
 def load_definition(folder: str | Path) -> tuple[str, dict[str, TokenId]]:
-    """tokenizer.json as llguidance needs it, and the ids of the tokens that have no text there, by
-    their names; raises ``ConfigError``.
+    """tokenizer.json as llguidance needs it, and the ids of the tokens without text, by their
+    names; raises ``ConfigError``.
 
-    These are the special tokens and, since llguidance takes them for special too, other added ones
-    whose names are in angle brackets. In the definition they have names that no text contains:
-    otherwise a text that is spelled like one could only be written by that token, which is refused.
+    These are the special tokens, and other added tokens with names in angle brackets, which
+    llguidance treats as special too. In the definition they get names that no text contains.
+    Otherwise a text spelled like such a token could only be generated as that token, which is not
+    allowed in texts.
     """
     tokenizer = _load(folder).backend_tokenizer
     tokenizer.no_truncation()
@@ -84,28 +86,28 @@ def load_definition(folder: str | Path) -> tuple[str, dict[str, TokenId]]:
         model["vocab"] = [[names.get(name, name), score] for name, score in vocabulary]
     if model.get("unk_token") in names:
         model["unk_token"] = names[model["unk_token"]]
-    definition["post_processor"] = None  # which names tokens, and is for prompts
+    definition["post_processor"] = None  # it refers to tokens by name, and is only for prompts
     return json.dumps(definition, ensure_ascii=False), ids
 
 
 @dataclass(frozen=True, slots=True)
 class RenderedChat:
-    """A chat as the text that its template makes, and what is known of the answer."""
+    """A chat rendered by its template, and what is known about the answer."""
 
     text: str
     format: ChatFormat
 
 
 RenderedPrompt: TypeAlias = TextPrompt | TokenPrompt | RenderedChat
-"""A prompt whose tokens can be told: a chat as its text."""
+"""A prompt that can be tokenized: a chat is rendered."""
 
 
 class PromptEncoder:
-    """Prompts of all three kinds to token ids.
+    """Turns prompts of all three kinds into token ids.
 
-    ``templates`` holds the chat templates by name; "default" is used, except for a chat with tools,
-    which takes "tool_use" if there is one. ``context`` is how many tokens the model takes: a longer
-    prompt is refused, if possible before all of it is tokenized.
+    ``templates`` holds the chat templates by name: "default", and optionally "tool_use" for chats
+    with tools. ``context`` is the model's number of tokens: a longer prompt is refused, if possible
+    before all of it is tokenized.
     """
 
     def __init__(
@@ -127,7 +129,7 @@ class PromptEncoder:
         self._length = LengthCheck(tokenizer, self.vocabulary, context) if context else None
         self._templates = templates or {}
         self._bos_token_id = bos_token_id
-        # Two copies, since how special tokens are read is a setting of the whole object.
+        # Two copies, since a setting of the whole object decides how special tokens are read.
         self._with_control = tokenizer
         self._plain = Copy.from_str(tokenizer.to_str())
         self._plain.encode_special_tokens = True
@@ -139,7 +141,7 @@ class PromptEncoder:
         """The encoder of a checkpoint's folder; raises ``ConfigError``."""
         limits = limits or Limits()
         loaded = _load(folder)
-        sources = loaded.chat_template or {}
+        sources = loaded.chat_template or _template_of_processor(Path(folder)) or {}
         if isinstance(sources, str):
             sources = {"default": sources}
         templates = {
@@ -174,8 +176,8 @@ class PromptEncoder:
         return ids
 
     def look_up(self, prompt: RenderedPrompt) -> IntArray:
-        """The token ids of a text, or of a chat, int32[num_tokens], none or more than the context
-        takes; token ids are only checked.
+        """The token ids of a text or a chat, int32[num_tokens]; there may be none, or more than the
+        context. A prompt of token ids is only checked.
 
         Raises ``InvalidRequest`` or ``Unsupported``.
         """
@@ -184,11 +186,11 @@ class PromptEncoder:
         return self._ids(prompt, bounded=False)
 
     def rendered(self, prompt: Prompt) -> RenderedPrompt:
-        """A chat as its text; other prompts as they are."""
+        """The prompt, rendered if it is a chat."""
         return self.render(prompt) if isinstance(prompt, MessagesPrompt) else prompt
 
     def render(self, prompt: MessagesPrompt) -> RenderedChat:
-        """The text that the chat template makes of a chat.
+        """The text of a chat, by the chat template.
 
         Raises ``InvalidRequest`` or ``Unsupported``.
         """
@@ -211,12 +213,12 @@ class PromptEncoder:
         return RenderedChat(text, template.facts.of_prompt(text, tools=of_tools.facts))
 
     def after_thinking(self, sampling: SamplingParams, prompt: RenderedPrompt) -> SamplingParams:
-        """The same, with a grammar that begins after a chat's section of thoughts, if there is one,
-        or that is the form of the last message of an answer in channels.
+        """``sampling`` with its grammar adapted to a chat: the grammar begins after the thoughts,
+        if the answer may have any, or applies to the last message of an answer in channels.
 
-        The grammar holds from the first token if a mark of an optional section is no token: then
-        the answer has none. Raises ``Unsupported`` if the prompt has begun a section whose end is
-        no token.
+        If a mark of optional thoughts is not a token, the answer cannot have thoughts, and the
+        grammar holds from the first token. Raises ``Unsupported`` if the prompt has begun thoughts
+        whose end is not a token.
         """
         grammar = sampling.grammar
         if grammar is None or not isinstance(prompt, RenderedChat):
@@ -267,7 +269,7 @@ class PromptEncoder:
         return prompt.ids
 
     def _ids(self, prompt: TextPrompt | RenderedChat, *, bounded: bool) -> IntArray:
-        """The ids, int32[num_tokens]; with ``bounded`` a text that certainly has too many for the
+        """The ids, int32[num_tokens]. With ``bounded``, a text that is certainly too long for the
         context is refused before all of it is tokenized."""
         if isinstance(prompt, RenderedChat):
             text, tokenizer, add_special_tokens = prompt.text, self._with_control, False
@@ -289,11 +291,21 @@ class PromptEncoder:
         return ids[1:] if doubled else ids
 
 
-def _load(folder: str | Path) -> Any:
-    """transformers' tokenizer of a folder: tokenizer.json, and what stands beside it.
+def _template_of_processor(folder: Path) -> str | None:
+    path = folder / _PROCESSOR_TEMPLATE
+    if not path.is_file():
+        return None
+    template = read_json(path).get("chat_template")
+    if not isinstance(template, str):
+        raise ConfigError(f"{path}: chat_template must be a string")
+    return template
 
-    Its class that takes the file as it stands, not ``AutoTokenizer``: that one brings torch into
-    processes which have no use for it, and has classes that build the tokenizer anew.
+
+def _load(folder: str | Path) -> Any:
+    """The tokenizer of a folder, by transformers: tokenizer.json and the files that belong to it.
+
+    Not by ``AutoTokenizer``, which imports torch into processes that do not need it, and some of
+    whose classes rebuild the tokenizer instead of taking the file as it is.
     """
     from transformers import PreTrainedTokenizerFast
 
@@ -301,5 +313,5 @@ def _load(folder: str | Path) -> Any:
     try:
         return PreTrainedTokenizerFast.from_pretrained(str(folder), local_files_only=True)
     except Exception as error:
-        # transformers raises whatever the files make it trip over.
+        # transformers raises errors of all kinds for files that it does not understand
         raise ConfigError(f"the tokenizer of {folder} cannot be loaded: {error}") from error

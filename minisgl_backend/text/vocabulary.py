@@ -103,13 +103,17 @@ class Vocabulary:
             and token_id not in self.special
         )
 
-    def token_text(self, token_id: TokenId) -> str:
-        """One token by itself: its text (U+FFFD for half a character), a special token's name."""
+    def token_bytes(self, token_id: TokenId) -> bytes:
+        """One token by itself: what it adds to a text, a special token's name."""
         if not 0 <= token_id < len(self.pieces):
-            return ""
+            return b""
         if token_id in self.special:
-            return self.names[token_id] or ""
-        return self.pieces[token_id].decode("utf-8", "replace")
+            return (self.names[token_id] or "").encode()
+        return self.pieces[token_id]
+
+    def token_text(self, token_id: TokenId) -> str:
+        """The same as text, in which half a character is U+FFFD."""
+        return self.token_bytes(token_id).decode("utf-8", "replace")
 
 
 class _Stages:

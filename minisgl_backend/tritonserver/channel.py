@@ -21,6 +21,7 @@ import os
 import shutil
 import socket
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -181,6 +182,7 @@ class DetokenizerChannel(Reactor):
         super().__init__("channel")
         self._on_forget = on_forget
         self._peers: dict[str, Peer] = {}
+        self._connecting = threading.Lock()
         self.start()
 
     @property
@@ -189,8 +191,11 @@ class DetokenizerChannel(Reactor):
         return len(self._peers)
 
     def acknowledge(self, path: str, ack: Ack) -> bool:
-        """Tell the engine at ``path``, without blocking; False if it is gone."""
-        peer = self._peers.get(path) or self._connect(path)
+        """Tell the engine at ``path``, without blocking; False if it is gone. From any thread."""
+        peer = self._peers.get(path)
+        if peer is None:
+            with self._connecting:  # once only
+                peer = self._peers.get(path) or self._connect(path)
         if peer is None:
             return False
         with peer.lock:

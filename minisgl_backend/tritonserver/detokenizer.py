@@ -1,9 +1,10 @@
 """The model ``detokenizer``: packets of token ids in, text out.
 
-Knows the open streams of all engines that send it packets. It has one instance, whose ``execute``
-takes one packet after another, so that a stream's packets stay in order; each is answered with new
-text, with nothing (the final flag alone), or with an error, and acknowledged to its engine. Must
-not know pages, steps or the queue of an engine.
+Knows the open streams of all engines that send it packets. It has one instance, and the packets of
+a stream are on one *lane*, a thread that answers one after another: so they stay in order. Each is
+answered with new text, with nothing (the final flag alone), or with an error, and acknowledged to
+its engine. To answer is to wait for tritonserver, some tenths of a millisecond; lanes wait side by
+side, and ``execute`` for none of them. Must not know pages, steps or the queue of an engine.
 
 Invariants: every packet gets its final flag, and all but a stream's last an acknowledgement. After
 a stream's last answer, or once its client is gone, its packets are answered with nothing. What is
@@ -14,6 +15,7 @@ is heard of it; not with the engine, whose last packets may arrive after its end
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections import OrderedDict
@@ -24,6 +26,7 @@ from minisgl_backend.errors import EngineFailure
 from minisgl_backend.text.answer_stream import AnswerStream
 from minisgl_backend.text.tokenizer import load_vocabulary
 from minisgl_backend.tritonserver.channel import DetokenizerChannel
+from minisgl_backend.tritonserver.lane import Lane
 from minisgl_backend.tritonserver.responder import Responder, error_response
 from minisgl_backend.tritonserver.setup import (
     engine_options,
@@ -40,7 +43,9 @@ from minisgl_backend.wire.parameters import CHUNK
 logger = logging.getLogger(__name__)
 
 _POLL_EVERY_S: Final = 0.2
-"""How often Triton is asked whether the client of a stream has cancelled."""
+"""How often Triton is asked whether the client of a stream has cancelled, with few streams."""
+_MOST_POLLS_PER_S: Final = 500
+"""Of all streams: each takes as long as a response."""
 _SILENT_S: Final = 60.0
 """An engine is never silent for that long about a stream that it has: it would send probes."""
 
@@ -56,19 +61,27 @@ class TritonPythonModel:
         """By key; those of which nothing was heard for longest come first."""
         self._lock = threading.Lock()
         self._channel = DetokenizerChannel(on_forget=self._forget)
+        half = (os.cpu_count() or 1) // 2
+        self._lanes: list[Lane[tuple[Packet, Responder]]] = [
+            Lane(self._answer_or_fail, name=f"lane {number}")
+            for number in range(min(4, max(2, half)))
+        ]
         self._status = StatusServer(runtime_directory(), args["model_name"], stats=self.stats)
 
     def execute(self, requests: list[Any]) -> None:
-        """Answer packets, in order."""
+        """Put packets on the lanes of their streams."""
         for request in requests:
             responder = Responder(request, self._status)
             try:
-                self._take(request, responder)
+                packet = decode_packet(read_inputs(request)[CHUNK.name].tobytes())
+                self._lanes[packet.key % len(self._lanes)].put((packet, responder))
             except Exception as error:
                 responder.fail(error)
 
     def finalize(self) -> None:
         """Leave the engines, which then end the streams that this instance knows."""
+        for lane in self._lanes:
+            lane.close()
         self._channel.close()
         self._streams.clear()
         self._status.close()
@@ -77,8 +90,16 @@ class TritonPythonModel:
         """Counts of what it keeps."""
         return {"num_streams": len(self._streams), "num_engines": self._channel.num_peers}
 
-    def _take(self, request: Any, responder: Responder) -> None:
-        packet = decode_packet(read_inputs(request)[CHUNK.name].tobytes())
+    # --- the lanes ---------------------------------------------------------------------------
+
+    def _answer_or_fail(self, waiting: tuple[Packet, Responder]) -> None:
+        packet, responder = waiting
+        try:
+            self._take(packet, responder)
+        except Exception as error:
+            responder.fail(error)
+
+    def _take(self, packet: Packet, responder: Responder) -> None:
         stream = self._stream(packet)
         try:
             verdict, response = self._answer(packet, stream, responder)
@@ -87,7 +108,7 @@ class TritonPythonModel:
             if stream is not None:
                 stream.over = verdict
         # before the answer is sent, so that the engine can make the next packet ready meanwhile;
-        # that packet is taken only when this call is over, so they stay in order
+        # that packet waits on this lane until this call is over, so they stay in order
         self._acknowledge(packet, verdict, stream)
         if response is not None:
             responder.send(response, final=True)
@@ -102,6 +123,8 @@ class TritonPythonModel:
             if stream is None and packet.index == 0 and packet.start is not None:
                 self._drop_silent(now_s)
                 stream = AnswerStream(self._vocabulary, packet.start)
+                if packet.news:  # no probe: it has not waited for its first token
+                    stream.next_poll_s = now_s + _POLL_EVERY_S
                 self._streams[packet.key] = stream
             if stream is not None:
                 stream.heard_s = now_s
@@ -135,13 +158,13 @@ class TritonPythonModel:
         if answer is None:
             return verdict, None
         wanted = stream.start.wanted
-        return verdict, make_response(answer_arrays(answer, wanted, self._vocabulary.token_text))
+        return verdict, make_response(answer_arrays(answer, wanted, self._vocabulary.token_bytes))
 
     def _is_cancelled(self, stream: AnswerStream, responder: Responder) -> bool:
         now_s = time.monotonic()
         if now_s < stream.next_poll_s:
             return False
-        stream.next_poll_s = now_s + _POLL_EVERY_S
+        stream.next_poll_s = now_s + max(_POLL_EVERY_S, len(self._streams) / _MOST_POLLS_PER_S)
         return responder.is_cancelled()
 
     def _acknowledge(self, packet: Packet, verdict: Verdict, stream: AnswerStream | None) -> None:

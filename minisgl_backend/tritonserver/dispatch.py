@@ -3,8 +3,8 @@
 Knows all open streams of an engine and how to abort a request. Must not know tensors or tokens.
 
 Threads: a few senders, the only ones that wait for Triton; the channel's thread, which brings
-acknowledgements; a clock, which checks every stream each 25 ms for probes that are due, cancelled
-direct clients, intervals that are over, and acknowledgements that never came.
+acknowledgements; a clock, which checks streams for intervals that are over, each 25 ms, and for
+probes that are due, cancelled direct clients, and acknowledgements that never came, each 0.1 s.
 
 Invariants: a stream stays here until its final flag is sent. The engine's thread never waits for
 any of this.
@@ -12,9 +12,11 @@ any of this.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import secrets
+import struct
 import threading
 import time
 from collections.abc import Callable
@@ -22,7 +24,7 @@ from pathlib import Path
 from typing import Final, Protocol
 
 from minisgl_backend.errors import EngineFailure, MiniSGLError
-from minisgl_backend.request import Event, FinishReason, RequestId
+from minisgl_backend.request import Event, Failed, Finished, FinishReason, RequestId
 from minisgl_backend.tritonserver.channel import EngineChannel
 from minisgl_backend.tritonserver.outbox import Outbox
 from minisgl_backend.tritonserver.response_stream import Duty, ResponseStream
@@ -30,7 +32,11 @@ from minisgl_backend.wire.packets import Ack, Verdict
 
 logger = logging.getLogger(__name__)
 
+_ENDS: Final = (Finished, Failed)
+_KEYS: Final = struct.Struct("=128Q")
 _TICK_S: Final = 0.025
+_TURNS: Final = 4
+"""Streams without an interval take turns in so many ticks."""
 _SWEEP_EVERY_S: Final = 0.1
 _LINGER_S: Final = 10.0
 """How long a stream that ended early is remembered for acknowledgements still outstanding."""
@@ -57,9 +63,11 @@ class Dispatcher:
         grace_s: float,
         directory: Path | None,
         on_packet: Callable[[int], None],
+        before_end: Callable[[], None],
     ) -> None:
         """A packet may stay unacknowledged for ``grace_s`` while later ones are acknowledged. The
         channel's socket goes into ``directory``; ``on_packet`` gets each packet's number of tokens.
+        ``before_end`` is called when a sample has ended, before its client can know.
         """
         # one for each two cores: at least 6 packets under way keep a small machine busy, and more
         # than 4 senders hinder each other
@@ -67,6 +75,8 @@ class Dispatcher:
         self._engine = engine
         self._grace_s = grace_s
         self._on_packet = on_packet
+        self._before_end = before_end
+        self._keys: list[int] = []
         self._streams: dict[int, ResponseStream] = {}
         self._lingering: dict[int, tuple[ResponseStream, float]] = {}
         self._lock = threading.Lock()
@@ -90,8 +100,14 @@ class Dispatcher:
             thread.start()
 
     def new_key(self) -> int:
-        """A random 64-bit stream key; knowing it authorizes acknowledgements."""
-        return secrets.randbits(64)
+        """A random 64-bit stream key; knowing it authorizes acknowledgements.
+
+        Only the thread that takes requests in calls this. The system's random numbers come many at
+        a time: each call for them gives up Python's lock, which other threads want.
+        """
+        if not self._keys:
+            self._keys = list(_KEYS.unpack(secrets.token_bytes(_KEYS.size)))
+        return self._keys.pop()
 
     def open(self, stream: ResponseStream) -> Callable[[int, Event], None]:
         """Take a stream; its events go to the function returned, with the places of the samples."""
@@ -99,8 +115,12 @@ class Dispatcher:
             self._streams[stream.key] = stream
 
         def sink(sample: int, event: Event) -> None:
-            if stream.put(sample, event):
-                self._outbox.put(stream, urgent=stream.is_urgent)
+            try:
+                if type(event) in _ENDS:
+                    self._before_end()
+            finally:
+                if stream.put(sample, event):
+                    self._outbox.put(stream, urgent=stream.is_urgent)
 
         return sink
 
@@ -242,9 +262,12 @@ class Dispatcher:
 
     def _run_clock(self) -> None:
         failed_s = float("-inf")
+        turns = itertools.cycle(range(_TURNS))
         while not self._stopping.wait(_TICK_S):
-            now_s = time.monotonic()
+            now_s, turn = time.monotonic(), next(turns)
             for stream in self._snapshot():
+                if not stream.has_interval and stream.key % _TURNS != turn:
+                    continue
                 try:
                     self._check(stream, now_s)
                 except Exception:  # e.g. no room in Triton for a question; go on with other streams

@@ -2,9 +2,9 @@
 
 Each update of a metric is a round trip to tritonserver (some 60 microseconds) on the thread that
 responses use too. So counts are gathered here and reported in batches, a few times a second, from a
-thread of their own. Histograms of requests are Triton's own, an observation a request; those of
-steps and packets would take thousands of observations a second, so their buckets are counted here
-and reported as counters, which Prometheus reads the same way.
+thread of their own. Each observation of a histogram of Triton's would be a round trip, too. So the
+buckets of histograms are counted here, and reported as counters, which Prometheus reads the same
+way.
 
 Each engine has a label of its own (``series``), which it takes over from one that was killed: its
 counters go on, its gauges are set anew.
@@ -44,8 +44,14 @@ _BATCH_BUCKETS: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 _MOST_ADAPTER_SETS: Final = 256
 """Sets of adapters that are told apart."""
 _MANY: Final = "(many)"
-_MAX_OBSERVATIONS: Final = 500
-"""Observations of one histogram reported at a time; the newest if there are more."""
+_OF_REQUESTS: Final = {
+    "time_to_first_token_s": ("vllm:time_to_first_token_seconds", _LATENCY_BUCKETS),
+    "time_per_output_token_s": ("vllm:time_per_output_token_seconds", _LATENCY_BUCKETS),
+    "e2e_latency_s": ("vllm:e2e_request_latency_seconds", _LATENCY_BUCKETS),
+    "prompt_tokens": ("vllm:request_prompt_tokens", _TOKEN_BUCKETS),
+    "generation_tokens": ("vllm:request_generation_tokens", _TOKEN_BUCKETS),
+}
+"""By the fields of ``Samples``: the histograms of an observation a request, and their buckets."""
 
 
 class Engine(Protocol):
@@ -112,6 +118,9 @@ class ReportedEngine:
         self._labels = dict(labels)
         self._families: list[Any] = []
         self._packet_tokens = packet_tokens
+        self._of_requests = {
+            field: BucketCounts(buckets) for field, (_, buckets) in _OF_REQUESTS.items()
+        }
         self._batch_size = BucketCounts(_BATCH_BUCKETS)
         self._step_s = {
             phase: BucketCounts(_LATENCY_BUCKETS) for phase in ("prefill", "decode", "mixed")
@@ -142,9 +151,12 @@ class ReportedEngine:
             "code",
             ("INTERNAL", "UNAVAILABLE", "INVALID_ARG"),
         )
-        self._histograms = self._make_histograms()
         self._replicas = self._make_replicas()
         self._counted = [
+            *(
+                (self._of_requests[field], self._bucket_metrics(name, buckets))
+                for field, (name, buckets) in _OF_REQUESTS.items()
+            ),
             (self._packet_tokens, self._bucket_metrics("minisgl:chunk_tokens", _TOKEN_BUCKETS)),
             (self._batch_size, self._bucket_metrics("minisgl:batch_size", _BATCH_BUCKETS)),
         ]
@@ -189,7 +201,6 @@ class ReportedEngine:
         self._adapter_family = None
         self._rejected.clear()
         self._failed.clear()
-        self._histograms.clear()
         self._replicas.clear()
         self._counted.clear()
         self._families.clear()
@@ -279,16 +290,9 @@ class ReportedEngine:
 
     def _observe_samples(self) -> None:
         samples = self._engine.take_samples()
-        for name, values in (
-            ("vllm:time_to_first_token_seconds", samples.time_to_first_token_s),
-            ("vllm:time_per_output_token_seconds", samples.time_per_output_token_s),
-            ("vllm:e2e_request_latency_seconds", samples.e2e_latency_s),
-            ("vllm:request_prompt_tokens", samples.prompt_tokens),
-            ("vllm:request_generation_tokens", samples.generation_tokens),
-        ):
-            metric = self._histograms[name]
-            for value in list(values)[-_MAX_OBSERVATIONS:]:
-                metric.observe(value)
+        for field, counts in self._of_requests.items():
+            for value in getattr(samples, field):
+                counts.observe(value)
         for phase, seconds in samples.step_s:
             self._step_s[phase].observe(seconds)
         for size in samples.batch_size:
@@ -364,21 +368,6 @@ class ReportedEngine:
         metric = family.Metric(labels={**self._labels, **said})
         metric.set(1)
         return [metric]
-
-    def _make_histograms(self) -> dict[str, Any]:
-        descriptions = {
-            "vllm:time_to_first_token_seconds": ("From arrival to first token", _LATENCY_BUCKETS),
-            "vllm:time_per_output_token_seconds": ("Between two tokens", _LATENCY_BUCKETS),
-            "vllm:e2e_request_latency_seconds": ("From arrival to the end", _LATENCY_BUCKETS),
-            "vllm:request_prompt_tokens": ("Tokens of a prompt", _TOKEN_BUCKETS),
-            "vllm:request_generation_tokens": ("Tokens of an answer", _TOKEN_BUCKETS),
-        }
-        return {
-            name: self._family(name, text, pb_utils.MetricFamily.HISTOGRAM).Metric(
-                labels=self._labels, buckets=list(buckets)
-            )
-            for name, (text, buckets) in descriptions.items()
-        }
 
     def _make_replicas(self) -> list[dict[str, ReportedMetric]]:
         """The metrics of each replica; all others are of the replicas together."""

@@ -103,7 +103,7 @@ class Engine(Protocol):
 
 
 class EngineRequests:
-    """Makes the engine's requests and their streams. Belongs to the thread of ``execute``."""
+    """Makes the engine's requests and their streams. Belongs to the thread that takes them in."""
 
     def __init__(self, engine: Engine, options: EngineOptions, *, reply_to: str) -> None:
         """``reply_to`` is the path of the socket for acknowledgements."""
@@ -135,8 +135,9 @@ class EngineRequests:
     def samples(self, generation: Generation, stream: ResponseStream) -> list[Request]:
         """What the engine is asked for."""
         ids = _prompt_ids(generation)
-        seed = generation.seed if generation.seed is not None else self._seeds.getrandbits(64)
-        sampling = replace(generation.sampling, seed=seed)
+        sampling = generation.sampling
+        if generation.seed is None:
+            sampling = replace(sampling, seed=self._seeds.getrandbits(64))
         if generation.fit_max_tokens:
             sampling = self._engine.fitted(sampling, num_prompt_tokens=len(ids))
         request = Request(

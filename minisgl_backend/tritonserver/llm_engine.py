@@ -1,12 +1,12 @@
 """The model ``llm_engine``, which Triton loads, calls and unloads: token ids in, token ids out.
 
-A request takes this way: ``execute`` -> ``read_request`` -> ``EngineRequests`` makes the engine's
-request and the stream of its responses -> ``Engine.submit``. The engine's events go back to the
-stream, and the ``Dispatcher`` sends them, as packets to the detokenizer or as token ids to a client
-of this model alone. Beside that, this module says how the process is (heartbeat, counts, metrics,
-the marker of a full queue), and drains the engine when the model is to be unloaded: the
-``UnloadWatcher`` notices it, since Triton calls ``finalize`` only when the last request has ended.
-Must not know text, pages or how a step is computed.
+A request takes this way: ``execute`` -> the lane ``intake``: ``read_request`` ->
+``EngineRequests`` makes the engine's request and the stream of its responses -> ``Engine.submit``.
+The engine's events go back to the stream, and the ``Dispatcher`` sends them, as packets to the
+detokenizer or as token ids to a client of this model alone. Beside that, this module says how the
+process is (heartbeat, counts, metrics, the marker of a full queue), and drains the engine when the
+model is to be unloaded: the ``UnloadWatcher`` notices it, since Triton calls ``finalize`` only when
+the last request has ended. Must not know text, pages or how a step is computed.
 
 Invariants: every Triton request gets its final flag, or the model could not be unloaded; nothing
 but Triton errors leaves this module towards Triton.
@@ -26,7 +26,7 @@ from typing import Any, Final
 
 from minisgl_backend.config import EngineOptions, Limits
 from minisgl_backend.errors import InvalidRequest, MiniSGLError, Overloaded, Unsupported
-from minisgl_backend.request import Event, Failed, Finished, FinishReason
+from minisgl_backend.request import Finished, FinishReason
 from minisgl_backend.runtime.door import Door, shutting_down
 from minisgl_backend.runtime_files import QueueMarker, State, read_adapters, write_adapters
 from minisgl_backend.tritonserver.dispatch import Dispatcher
@@ -36,6 +36,7 @@ from minisgl_backend.tritonserver.engine_requests import (
     packet_response,
     read_request,
 )
+from minisgl_backend.tritonserver.lane import Lane
 from minisgl_backend.tritonserver.metrics import refusal_of
 from minisgl_backend.tritonserver.responder import Responder
 from minisgl_backend.tritonserver.setup import (
@@ -90,6 +91,7 @@ class TritonPythonModel:
             grace_s=options.cancel_grace_ms / 1000,
             directory=directory,
             on_packet=self._metrics.packet_sent,
+            before_end=self._show_queue,
         )
         self._requests = EngineRequests(
             self._engine, options, reply_to=self._dispatcher.channel.path
@@ -105,6 +107,7 @@ class TritonPythonModel:
             drain=self._drain,
         )
         self._broken_since_s: float | None = None
+        self._intake: Lane[tuple[Any, Responder]] = Lane(self._accept_or_fail, name="intake")
         self._orders = ThreadPoolExecutor(1, thread_name_prefix="adapter orders")
         self._status = StatusServer(
             directory, args["model_name"], stats=self.stats, status=self._get_status
@@ -130,11 +133,7 @@ class TritonPythonModel:
     def execute(self, requests: list[Any]) -> None:
         """Hand requests to the engine; their responses follow through their response senders."""
         for request in requests:
-            responder = Responder(request, self._status)
-            try:
-                self._accept(request, responder)
-            except Exception as error:
-                responder.fail(error)
+            self._intake.put((request, Responder(request, self._status)))
 
     def is_ready(self) -> bool:
         """Whether requests are served; newer servers ask."""
@@ -143,6 +142,7 @@ class TritonPythonModel:
     def finalize(self) -> None:
         """End the requests in flight, then all threads; nothing of this model is left."""
         self._watcher.close()
+        self._intake.close()
         self._orders.shutdown()
         self._drain()
         self._engine.close(drain_s=0)
@@ -151,6 +151,13 @@ class TritonPythonModel:
         self._status.close()
 
     # --- requests ----------------------------------------------------------------------------
+
+    def _accept_or_fail(self, waiting: tuple[Any, Responder]) -> None:
+        request, responder = waiting
+        try:
+            self._accept(request, responder)
+        except Exception as error:
+            responder.fail(error)
 
     def _accept(self, request: Any, responder: Responder) -> None:
         try:
@@ -176,15 +183,7 @@ class TritonPythonModel:
         key = self._dispatcher.new_key()
         stream = self._requests.stream(generation, responder, key, direct=direct)
         samples = self._requests.samples(generation, stream)
-        deliver = self._dispatcher.open(stream)
-
-        def sink(sample: int, event: Event) -> None:
-            try:
-                if isinstance(event, Finished | Failed):
-                    self._show_queue()  # before its client can ask again
-            finally:
-                deliver(sample, event)
-
+        sink = self._dispatcher.open(stream)
         sinks = [partial(sink, sample) for sample in range(len(samples))]
         try:
             self._engine.submit_samples(samples, sinks)

@@ -115,6 +115,8 @@ class ResponseStream:
         self.responder = responder
         self.encode = encode
         self.is_acknowledged = bool(reply_to)
+        self.has_interval = window.has_interval
+        """Whether tokens may wait for nothing but time."""
         self._reply_to = reply_to
         self._start = start
         self._lock = threading.Lock()

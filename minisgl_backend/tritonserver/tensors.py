@@ -33,7 +33,8 @@ def read_parameters(request: Any) -> dict[str, Any]:
         request.request_id()
     except UnicodeDecodeError:
         raise InvalidRequest("the request id must be valid UTF-8") from None
-    parameters: dict[str, Any] = json.loads(_parameters_text(request) or "{}")
+    text = _parameters_text(request)
+    parameters: dict[str, Any] = json.loads(text) if text else {}
     return parameters
 
 

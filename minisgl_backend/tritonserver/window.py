@@ -38,6 +38,11 @@ class Window:
         self._unacked: deque[tuple[int, float]] = deque()
 
     @property
+    def has_interval(self) -> bool:
+        """Whether the time between two packets with tokens has a bound."""
+        return 0.0 < self._interval_s < float("inf")
+
+    @property
     def is_open(self) -> bool:
         """Whether all packets that were sent are acknowledged."""
         return not self._unacked

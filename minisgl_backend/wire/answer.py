@@ -79,9 +79,9 @@ def most_likely(samples: Sequence[SampleAnswer], n: int) -> Sequence[SampleAnswe
 def answer_arrays(
     answer: Answer,
     wanted: Wanted = NOTHING,
-    token_text: Callable[[TokenId], str] | None = None,
+    token_bytes: Callable[[TokenId], bytes] | None = None,
 ) -> dict[str, npt.NDArray[Any]]:
-    """The output tensors of an answer, by name; ``token_text`` decodes a token of ``logprobs``.
+    """The output tensors of an answer, by name; ``token_bytes`` spells a token of ``logprobs``.
 
     With n samples: [n], or [1] for what they share. ``output_ids`` are those of one sample after
     the other, and ``output_log_probs`` is [n, num_tokens of the longest].
@@ -117,7 +117,7 @@ def answer_arrays(
             arrays["output_log_probs"] = _rows([one.logprobs for one in samples])
     if wanted.logprobs:
         arrays["logprobs"] = _strings(
-            [logprobs_json(one.token_ids, one.logprobs, token_text) for one in samples]
+            [logprobs_json(one.token_ids, one.logprobs, token_bytes) for one in samples]
         )
     elif wanted.null_logprobs:
         arrays["logprobs"] = _strings(["null"] * len(samples))
@@ -134,13 +134,17 @@ def answer_arrays(
 def logprobs_json(
     token_ids: Sequence[TokenId],
     logprobs: Sequence[TokenLogprobs],
-    token_text: Callable[[TokenId], str] | None = None,
+    token_bytes: Callable[[TokenId], bytes] | None = None,
 ) -> str:
-    """A JSON list, one object a token: {token id: {logprob, rank, decoded_token}}."""
+    """A JSON list, one object a token: {token id: {logprob, rank, decoded_token, bytes}}.
+
+    ``decoded_token`` and ``bytes`` are there only with ``token_bytes``, and ``bytes`` only if the
+    token's text, which then holds U+FFFD, does not tell them: it has a part of a character.
+    """
 
     # a client that writes packets by itself may leave some out
     tables = zip(token_ids, logprobs, strict=False)
-    return f"[{','.join([_table(*each, token_text) for each in tables])}]"
+    return f"[{','.join([_table(*each, token_bytes) for each in tables])}]"
 
 
 NO_LOGPROBS: Final = "null"
@@ -148,7 +152,7 @@ NO_LOGPROBS: Final = "null"
 
 
 def prompt_logprobs_json(
-    scored: PromptLogprobs, token_text: Callable[[TokenId], str] | None = None
+    scored: PromptLogprobs, token_bytes: Callable[[TokenId], bytes] | None = None
 ) -> str:
     """The same without the brackets, so that parts can be joined by commas.
 
@@ -156,16 +160,16 @@ def prompt_logprobs_json(
     else is answered.
     """
     tables = zip(scored.token_ids.tolist(), scored.tokens(), strict=True)
-    return ",".join([_table(*each, token_text) for each in tables])
+    return ",".join([_table(*each, token_bytes) for each in tables])
 
 
 def _table(
-    token_id: TokenId, one: TokenLogprobs, token_text: Callable[[TokenId], str] | None
+    token_id: TokenId, one: TokenLogprobs, token_bytes: Callable[[TokenId], bytes] | None
 ) -> str:
     """One token's JSON object; the token itself comes first."""
 
     def entry(token_id: TokenId, logprob: float, rank: int) -> str:
-        text = "" if token_text is None else f',"decoded_token":{_encode(token_text(token_id))}'
+        text = "" if token_bytes is None else _spelled(token_bytes(token_id))
         return f'"{token_id}":{{"logprob":{_at_least(logprob)!r},"rank":{rank}{text}}}'
 
     entries = [entry(token_id, one.logprob, one.rank)]
@@ -173,6 +177,13 @@ def _table(
         if other != token_id:
             entries.append(entry(other, logprob, rank))
     return f"{{{','.join(entries)}}}"
+
+
+def _spelled(token: bytes) -> str:
+    """The fields of a token's entry that tell its text."""
+    text = token.decode("utf-8", "replace")
+    told = f',"decoded_token":{_encode(text)}'
+    return f'{told},"bytes":{_encode(list(token))}' if "\ufffd" in text else told
 
 
 def _at_least(logprob: float) -> float:

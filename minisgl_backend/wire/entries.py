@@ -1,4 +1,4 @@
-"""What the table of the wire is made of: one thing that a request may say or an answer may hold.
+"""The entries of the wire's table: one value that a request may give or an answer may hold.
 
 Knows how Triton carries each kind of value. Must not know any name.
 """
@@ -13,7 +13,7 @@ from typing import Any, Final
 
 
 class Kind(Enum):
-    """What a value is; ``DATA_TYPES`` and ``DIMS`` say how Triton carries it."""
+    """The kind of a value; ``DATA_TYPES`` and ``DIMS`` say how Triton carries it."""
 
     TEXT = auto()
     TEXTS = auto()
@@ -26,7 +26,7 @@ class Kind(Enum):
     NUMBER = auto()
     NUMBERS = auto()
     NUMBER_ROWS = auto()
-    """[samples, n]; shorter rows are filled up with zeros."""
+    """[samples, n]; shorter rows are padded with zeros."""
     BIASES = auto()
     """A JSON object {token id: bias}, as a string."""
     JSON = auto()
@@ -61,7 +61,7 @@ DIMS: Final[Mapping[Kind, tuple[int, ...]]] = MappingProxyType(
         Kind.NUMBER_ROWS: (-1, -1),
     }
 )
-"""-1 stands for any number; what is not here has one element, (1,)."""
+"""-1 stands for any number; kinds that are not listed have one element, (1,)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,13 +83,13 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Input:
-    """One thing that a request may say.
+    """One value that a request may give.
 
-    ``synonyms`` are declared as tensors too, ``single_synonyms`` as tensors of one element for
-    integers in a list; ``parameter_synonyms`` work as request parameters and in
-    ``sampling_parameters`` only. ``above`` is an open lower bound. A ``top_level`` input may not
-    stand in ``sampling_parameters``. A ``text_only`` input needs the text models, so ``llm_engine``
-    alone refuses it.
+    ``synonyms`` are declared as tensors too; ``single_synonyms``, of a list of integers, as tensors
+    of one element. ``parameter_synonyms`` work only as request parameters and in
+    ``sampling_parameters``. ``above`` is an exclusive lower bound. A ``top_level`` input is not
+    allowed in ``sampling_parameters``. A ``text_only`` input needs the text models, so
+    ``llm_engine`` refuses it when it is called directly.
     """
 
     name: str
@@ -116,14 +116,14 @@ class Input:
 
     @property
     def all_names(self) -> tuple[str, ...]:
-        """Its own name, and all others."""
+        """Its own name and all synonyms."""
         return (self.name, *self.synonyms, *self.single_synonyms, *self.parameter_synonyms)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Output:
-    """One thing that an answer may hold, and the inputs that ask for it; ``each`` if every sample
-    has its own, in its place."""
+    """One value that an answer may hold, and the inputs that ask for it. With ``each`` there is one
+    for every sample, in their order."""
 
     name: str
     kind: Kind

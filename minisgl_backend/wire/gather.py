@@ -1,9 +1,9 @@
-"""The values that a request gives, from the three places in which it may give them.
+"""Collects the values that a request gives, from the three places in which it may give them.
 
-Those are tensors, request parameters and the JSON object ``sampling_parameters``; in process one
-mapping stands for all three. Each value is cast and checked by itself (``values``); what is
-unknown, not offered or said twice differently is refused. Must not know how values depend on each
-other: that is ``parse``'s.
+These are tensors, request parameters and the JSON object ``sampling_parameters``; in process, one
+mapping replaces all three. Each value is converted and checked by itself (``values``). Unknown
+names, options that are not offered, and contradictory values are refused. Must not know how values
+depend on each other: ``parse`` does.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from minisgl_backend.wire.values import parse_json
 def gather(
     inputs: Mapping[str, npt.NDArray[Any]], parameters: Mapping[str, Any], limits: Limits
 ) -> dict[str, Any]:
-    """The values by the names of the table's entries, as Python has them.
+    """The values as Python objects, by the names of the table's entries.
 
-    Raises ``InvalidRequest``, or ``Unsupported`` for what is known and not offered.
+    Raises ``InvalidRequest``, or ``Unsupported`` for options that are known but not offered.
     """
     found = _Found()
     for name, array in inputs.items():
@@ -58,7 +58,7 @@ def gather(
 
 
 def gather_values(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The same from one mapping of values as JSON has them; None stands for nothing given."""
+    """The same from one mapping of JSON values; None means that a value is not given."""
     found = _Found()
     found.put_all(given, top_level=True)
     return found.all()
@@ -73,14 +73,14 @@ class _Found:
         self._has_logprobs_flag = False
 
     def all(self) -> dict[str, Any]:
-        """The values, and those that follow from their spelling."""
+        """The values, and those that are implied by a spelling."""
         if self._has_logprobs_flag:
             self.by_key.setdefault("num_logprobs", 0)
         return self.by_key
 
     def respelled(self, name: str, value: Any) -> tuple[str, Any]:
-        """``logprobs`` as a flag (OpenAI's chat schema) is ``return_logprobs``, and asks for the
-        chosen tokens' alone if ``top_logprobs`` says nothing."""
+        """The parameter by its main name. ``logprobs`` as a flag (OpenAI's chat schema) becomes
+        ``return_logprobs``, for the chosen tokens alone if there is no ``top_logprobs``."""
         name, value = grammars.respelled(name, value)
         if name == "logprobs" and (type(value) is bool or value in ("true", "false")):
             self._has_logprobs_flag |= value in (True, "true")
@@ -88,7 +88,7 @@ class _Found:
         return name, value
 
     def put(self, name: str, entry: Input, value: Any) -> None:
-        """Note a value; an earlier, different one of the same entry is an error."""
+        """Add a value. Raises ``InvalidRequest`` if its entry already has a different one."""
         key = entry.name
         if key in self._given and not _equal(self.by_key.get(key), value):
             first = self._given[key]
@@ -98,7 +98,7 @@ class _Found:
         self._given.setdefault(key, name)
 
     def put_all(self, given: Mapping[str, Any], *, top_level: bool) -> None:
-        """Note values as JSON has them; without ``top_level`` those of ``sampling_parameters``."""
+        """Add JSON values; if they are not ``top_level``, those of ``sampling_parameters``."""
         for name, value in given.items():
             name, value = self.respelled(name, value)
             if (entry := _known(name, value)) and value is not None:
@@ -123,7 +123,7 @@ def _sampling_parameters(text: str) -> dict[str, Any]:
 
 
 def _known(name: str, value: Any) -> Input | None:
-    """The entry of a name; None for one that is not offered but has its neutral value."""
+    """The entry of a name; None if the option is not offered and has its neutral value."""
     if name in NEUTRAL:
         given = value.reshape(-1).tolist() if isinstance(value, np.ndarray) else value
         if isinstance(value, np.ndarray) and len(given) == 1:

@@ -1,7 +1,7 @@
-"""What a parsed request is: a ``Generation`` of a prompt, or a ``StopRequest`` that ends others.
+"""A parsed request: a ``Generation`` of a prompt, or a ``StopRequest`` that ends others.
 
-``Stopped`` is what a ``Generation`` becomes that was ended before it reached the engine. Must not
-know how clients spell any of it.
+A ``Generation`` that is ended before it reaches the engine becomes a ``Stopped``. Must not know how
+clients spell any of it.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from minisgl_backend.request import IntArray, SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class TextPrompt:
-    """A text as it is; what looks like a special token becomes one only on demand.
-
-    With ``add_special_tokens`` it gets those that the tokenizer puts around each text.
+    """A text as it is. What looks like a special token becomes one only with
+    ``parse_special_tokens``; ``add_special_tokens`` adds those that the tokenizer puts around each
+    text.
     """
 
     text: str
@@ -26,8 +26,8 @@ class TextPrompt:
 
 @dataclass(frozen=True, slots=True)
 class MessagesPrompt:
-    """A chat: JSON texts of a list of messages and, if there are any, of a list of tools and of
-    an object of variables for the template.
+    """A chat: a list of messages and optionally a list of tools and an object of variables for the
+    template, all as JSON texts.
 
     With ``add_generation_prompt`` the text ends with the beginning of an answer.
     """
@@ -50,7 +50,7 @@ Prompt: TypeAlias = TextPrompt | MessagesPrompt | TokenPrompt
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
-    """Which outputs a request asks for, beside its text or tokens."""
+    """Which outputs a request asks for besides its text or tokens."""
 
     finish_reason: bool = False
     stop_reason: bool = False
@@ -68,12 +68,12 @@ class Wanted:
     embedding: bool = False
 
     def names(self) -> list[str]:
-        """Those that are asked for."""
+        """The names of the fields that are true."""
         return [spec.name for spec in fields(self) if getattr(self, spec.name)]
 
     def flags(self) -> list[str]:
-        """The inputs that ask for them and nothing else; ``prompt_logprobs`` are asked for by
-        number, ``embedding`` by ``embed``."""
+        """The flags among a request's inputs that ask for these outputs. ``prompt_logprobs`` and
+        ``embedding`` have none: ``num_prompt_logprobs`` and ``embed`` ask for them."""
         names = [name for name in self.names() if name not in ("prompt_logprobs", "embedding")]
         return [f"return_{name.removeprefix('null_')}" for name in names]
 
@@ -86,12 +86,12 @@ class Generation:
     """One prompt to be continued, and how to answer.
 
     In the engine ``prompt`` is a ``TokenPrompt``. ``arrival_time_ns`` is a reading of
-    ``time.time_ns`` in the model that Triton called first; ``timeout_ms`` counts from it.
-    ``sampling.seed`` is meaningless if ``seed`` is None: then the engine draws one. With
-    ``fit_max_tokens``, ``sampling.max_tokens`` is lowered to what there is room for.
-    ``min_chunk_interval_ms`` None stands for the engine's option. ``prompt_text`` is set, by the
-    tokenizer, if the answer starts with the prompt. ``best_of`` samples are made, and the ``n``
-    most likely of them are the answer.
+    ``time.time_ns`` in the model that Triton called first; ``timeout_ms`` counts from it. If
+    ``seed`` is None, ``sampling.seed`` is meaningless, and the engine draws one. With
+    ``fit_max_tokens``, ``sampling.max_tokens`` is lowered to the room that there is.
+    ``min_chunk_interval_ms`` None means the engine's option. The tokenizer sets ``prompt_text`` if
+    the answer starts with the prompt. ``best_of`` samples are generated, and the answer is the
+    ``n`` most likely of them.
     """
 
     prompt: Prompt
@@ -124,7 +124,7 @@ class StopRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterOrder:
-    """Load an adapter, a name and a path, or unload one by its name, or neither; then list all."""
+    """Load an adapter (its name and path), unload one by its name, or neither; then list all."""
 
     load: tuple[str, str] | None = None
     unload: str | None = None
@@ -132,8 +132,8 @@ class AdapterOrder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stopped:
-    """A request that a ``StopRequest`` ended before it reached the engine, which answers it with
-    ``n`` empty samples."""
+    """A request that a ``StopRequest`` ended before it reached the engine. The engine answers it
+    with ``n`` empty samples."""
 
     wanted: Wanted = NOTHING
     n: int = 1

@@ -1,11 +1,11 @@
-"""The form that an answer must have, as clients of different backends spell it -> ``Grammar``.
+"""The form of an answer, as clients of different backends specify it -> ``Grammar``.
 
-``structured_outputs`` is a JSON object with one of ``FORMS``, as vllm_backend has it; its older
-``guided_*`` names are read as that object (``respelled``). The TensorRT-LLM backend's
-``guided_decoding_guide_type`` and ``guided_decoding_guide`` say the same in two values. What a
-grammar means, and whether it is right, is not known here.
+``structured_outputs`` is a JSON object with one of ``FORMS``, as in vllm_backend; its older
+``guided_*`` names are converted to that object (``respelled``). The TensorRT-LLM backend uses two
+values, ``guided_decoding_guide_type`` and ``guided_decoding_guide``. Must not know what a grammar
+means, or whether it is valid.
 
-Raises ``InvalidRequest``, or ``Unsupported`` for what is known and not offered.
+Raises ``InvalidRequest``, or ``Unsupported`` for options that are known but not offered.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ _NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = MappingProxyType(
         "_backend_was_auto": (False, True),
     }
 )
-"""Other fields of vLLM's, which Triton's OpenAI frontend sends too: the values, beside null, that
-change nothing."""
+"""Other fields of vLLM's object, which Triton's OpenAI frontend sends too, with the values besides
+null that are accepted as they change nothing."""
 _GUIDED: Final[Mapping[str, str]] = MappingProxyType(
     {
         "guided_json": "json",
@@ -63,7 +63,7 @@ _GUIDED: Final[Mapping[str, str]] = MappingProxyType(
     }
 )
 _ANY_JSON: Final = Grammar(GrammarKind.JSON_SCHEMA, '{"type": ["object", "array"]}')
-"""What the guide type json stands for in the TensorRT-LLM backend."""
+"""The meaning of the guide type json in the TensorRT-LLM backend."""
 _GUIDE_TYPES: Final[Mapping[str, GrammarKind]] = MappingProxyType(
     {
         "json_schema": GrammarKind.JSON_SCHEMA,
@@ -74,7 +74,7 @@ _GUIDE_TYPES: Final[Mapping[str, GrammarKind]] = MappingProxyType(
 
 
 SPELLINGS: Final = (*_GUIDED, "guided_decoding")
-"""Parameters that are read as ``structured_outputs``."""
+"""Other names of the parameter ``structured_outputs``."""
 
 
 def respelled(name: str, value: Any) -> tuple[str, Any]:
@@ -85,7 +85,7 @@ def respelled(name: str, value: Any) -> tuple[str, Any]:
 
 
 def grammar_of(given: Mapping[str, Any]) -> Grammar | None:
-    """The grammar that a request's values ask for, at most one."""
+    """The grammar that a request's values specify, if any."""
     text, guide_type = given["structured_outputs"], given["guided_decoding_guide_type"]
     guide = given["guided_decoding_guide"]
     if text is not None and guide_type is not None:
@@ -98,7 +98,7 @@ def grammar_of(given: Mapping[str, Any]) -> Grammar | None:
 
 
 def object_of(grammar: Grammar) -> str:
-    """``structured_outputs`` that ask for the grammar."""
+    """The value of ``structured_outputs`` that specifies the grammar."""
     value: Any = grammar.source
     if grammar.kind is GrammarKind.JSON_OBJECT:
         value = True
@@ -147,7 +147,7 @@ def _of_object(fields: Any) -> Grammar | None:
 
 
 def _source(name: str, value: Any) -> str:
-    """The grammar's text, from a string or from JSON that stands for itself."""
+    """The grammar's text, from a string or from plain JSON."""
     kind, place = FORMS[name], f"structured_outputs.{name}"
     if kind is GrammarKind.JSON_OBJECT and value is True:
         return ""

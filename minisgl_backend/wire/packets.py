@@ -4,29 +4,28 @@ A packet is JSON in the tensor ``chunk``:
 
     {"r": reply_to, "s": key, "i": index, "o": [token id, ...]}    a common packet
     no "o"              no tokens, as in a probe
-    "d": {...}          with index 0: what the detokenizer has to know of the stream
-    "c": int            once known: prompt tokens found in the cache
-    "l": [[logprob, rank, [[token id, logprob], ...]], ...]  one a token
+    "d": {...}          with index 0: what the detokenizer has to know about the stream
+    "c": int            once: number of prompt tokens found in the cache
+    "l": [[logprob, rank, [[token id, logprob], ...]], ...]  one per token
     "p": [number of alternatives, base64]    log-probabilities of the next tokens of the prompt
-    "v": base64    the embedding: four bytes a number, the least significant first
+    "v": base64    the embedding: little-endian float32
     "f": [reason] or [reason, stop token id]                 the sample's end
     "m": [{"n": sample, "o": ..., "l": ..., "f": ...}, ...]  news of other samples than the first
     "z": 1                                                   the last packet: all samples have ended
     "e": [code, message]                                     the last packet, of a failed request
     "t": [arrival, first scheduled, first token, last token] in ns since 1970, if asked for
 
-Prompts can be long, so "p" has the arrays of a ``PromptLogprobs`` one after another, in the order
-of its fields: four bytes a number, the least significant first.
+Outside of "m", "o", "l" and "f" are those of the first sample. Prompts can be long, so "p" has the
+arrays of a ``PromptLogprobs``, one after another in the order of its fields, as little-endian
+numbers of four bytes.
 
-All of it is one tensor of bytes, and the keys are short, because this is on the path of every
-response: each further tensor, and each string in one, costs more than this text does. A client may
-call the detokenizer by itself, so decoding trusts nothing.
+A packet is a single tensor with short keys because every response pays for it: each further tensor,
+and each string in one, would cost more than this text. Clients can call the detokenizer directly,
+so decoding trusts nothing.
 
-Outside of "m", "o", "l" and "f" are those of the first sample.
-
-Back on a Unix socket (``channel``) go acknowledgements: binary, any number of them in a message. On
-the same socket the engine sends the keys of streams that end without a last packet. Must not know
-when a packet is due, or what carries it.
+Acknowledgements go back over a Unix socket (``channel``), in binary, any number of them in a
+message. On the same socket the engine sends the keys of streams that end without a last packet.
+Must not know when a packet is due, or what carries it.
 """
 
 from __future__ import annotations
@@ -74,7 +73,7 @@ _KEY: Final = struct.Struct("<Q")
 
 
 class Verdict(IntEnum):
-    """What an acknowledgement says of the stream."""
+    """What an acknowledgement says about the stream."""
 
     CONTINUE = 0
     STOP = 1
@@ -88,10 +87,10 @@ class Verdict(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Ack:
-    """All packets of a stream up to ``index`` were taken.
+    """All packets of a stream up to ``index`` were processed.
 
-    ``stopped`` has a bit for each sample, the first in bit 0: those in which a stop string matched,
-    by now. The client gets nothing more of them. It says nothing that a last verdict does not.
+    ``stopped`` has a bit for each sample in which a stop string has matched, bit 0 for the first:
+    the client gets nothing more from these. Redundant with a verdict other than ``CONTINUE``.
     """
 
     key: int
@@ -106,11 +105,11 @@ class Ack:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamStart:
-    """What the detokenizer has to know of a stream.
+    """What the detokenizer has to know about a stream.
 
-    It has ``num_samples``, and the ``n`` most likely of them are the answer.
-    ``stop_token_ids`` end the request and have no text; other special tokens have theirs unless
-    ``skip_special_tokens``. ``prompt_text`` is set if the answer starts with the prompt.
+    There are ``num_samples``, of which the ``n`` most likely are the answer. ``stop_token_ids`` end
+    the request and have no text; other special tokens have one unless ``skip_special_tokens``.
+    ``prompt_text`` is set if the answer starts with the prompt.
     """
 
     num_input_tokens: int
@@ -134,7 +133,7 @@ class StreamStart:
     ) -> StreamStart:
         """The start of a generation's stream; ``eos_token_ids`` are the model's own."""
         sampling = generation.sampling
-        # as ``Engine`` adds them: ids that end the request show no text, special tokens or not
+        # ``Door`` adds the same ones; tokens that end the request have no text, special or not
         own = () if sampling.ignore_eos else eos_token_ids
         return cls(
             num_input_tokens=num_input_tokens,
@@ -152,7 +151,7 @@ class StreamStart:
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """Moments of a request, in ns since 1970; 0 for one that has not come."""
+    """Times of a request's events, in ns since 1970; 0 if one has not happened."""
 
     arrival_time_ns: int
     first_scheduled_time_ns: int = 0
@@ -162,8 +161,8 @@ class Times:
 
 @dataclass(frozen=True, slots=True)
 class SampleNews:
-    """New tokens of one sample, and its end, ``finish``, if these are its last. ``logprobs`` has
-    one entry a token, if they were asked for."""
+    """New tokens of one sample, and ``finish`` if these are its last. ``logprobs`` has one entry
+    per token, if they were asked for."""
 
     token_ids: Sequence[TokenId] = ()
     logprobs: Sequence[TokenLogprobs] = ()
@@ -173,14 +172,15 @@ class SampleNews:
 
 @dataclass(frozen=True, slots=True)
 class Packet:
-    """Tokens of a stream, and what belongs to them.
+    """Tokens of a stream, with all that belongs to them.
 
     ``reply_to`` is the path of the socket on which to acknowledge; it is empty in a packet for a
-    client of ``llm_engine`` alone, which is never encoded. ``key`` names the stream, ``index``
-    counts its packets from 0. ``news`` are of different samples. ``start`` is set if ``index`` is
-    0, ``num_cached_tokens`` once, when it became known. ``prompt_logprobs`` follow those of the
-    packets before. In the last packet ``is_last`` is true: all samples have ended, or the request
-    has failed with an ``error``; ``embedding`` is there, too, if it was asked for.
+    direct client of ``llm_engine``, which is never encoded. ``key`` identifies the stream,
+    ``index`` counts its packets from 0. ``news`` are of different samples. ``start`` is set if
+    ``index`` is 0, ``num_cached_tokens`` once, in the first packet after it is known.
+    ``prompt_logprobs`` continue those of earlier packets. In the last packet ``is_last`` is true:
+    all samples have ended, or the request has failed with an ``error``. It also has the
+    ``embedding``, if that was asked for.
     """
 
     reply_to: str
@@ -246,7 +246,7 @@ def decode_packet(text: bytes) -> Packet:
     """The packet of a JSON text; raises ``InvalidRequest`` if it is none."""
     try:
         body = json.loads(text.decode())
-        if len(body) == 4 and "o" in body:
+        if len(body) == 4 and body.get("o"):
             return Packet(
                 _str(body["r"]),
                 _unsigned(body["s"], 64),
@@ -267,7 +267,7 @@ def decode_packet(text: bytes) -> Packet:
 
 
 def _decode(body: dict[str, Any]) -> Packet:
-    news = [_decode_news(body, 0)] if body.keys() & {"o", "l", "f"} else []
+    news = [_decode_news(body, 0)] if any(body.get(key) for key in ("o", "l", "f")) else []
     news += [_decode_news(one, _sample(one["n"])) for one in body.get("m", ())]
     if len({one.sample for one in news}) < len(news):
         raise ValueError

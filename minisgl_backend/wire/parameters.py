@@ -1,9 +1,9 @@
 """The one table of every name on the wire, from which all the rest is derived.
 
-``INPUTS`` lists what a request may say and ``OUTPUTS`` what an answer may hold. Parsing, the
-suggestions for unknown names, the ``config.pbtxt`` files (a contract test holds them to it), the
-client's names and the documentation follow this table. It knows defaults and ranges; rules that
-join two values live in ``parse``.
+``INPUTS`` lists what a request may give and ``OUTPUTS`` what an answer may hold. Parsing, the
+suggestions for unknown names, the client's names and the documentation follow this table, and a
+contract test compares it with the ``config.pbtxt`` files. It knows defaults and ranges; ``parse``
+has the rules about several values.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ INPUTS: Final[tuple[Input, ...]] = (
     _text("tools", "a JSON list of tools for the template", top_level=True, text_only=True),
     _text(
         "chat_template_kwargs",
-        "a JSON object of variables for the template, such as enable_thinking; not those that it "
-        "gets anyway, such as messages",
+        "a JSON object of variables for the template, such as enable_thinking; not those that "
+        "every template gets, such as messages",
         top_level=True,
         text_only=True,
     ),
@@ -73,8 +73,8 @@ INPUTS: Final[tuple[Input, ...]] = (
     _text("sampling_parameters", "a JSON object of the parameters below", top_level=True),
     _integer(
         "n",
-        "samples of the answer, 1 .. 64, each in its place of the outputs; sample i has the seed "
-        "seed + i, modulo 2**64",
+        "number of answers (samples), 1 .. 64, each an element of the outputs; sample i has the "
+        "seed seed + i, modulo 2**64",
         synonyms=("num_return_sequences",),
         default=1,
         minimum=1,
@@ -82,42 +82,41 @@ INPUTS: Final[tuple[Input, ...]] = (
     ),
     _integer(
         "best_of",
-        "samples to make, n .. 64; the answer is the n of the highest cumulative_logprob, the "
-        "highest first, and those that a deadline cut last. n if absent; more than n is refused "
-        "with stream",
+        "number of samples to generate, n .. 64, of which the n with the highest "
+        "cumulative_logprob are returned, the highest first, those that a deadline cut last. "
+        "Default: n; more than n is refused with stream",
         minimum=1,
         maximum=MAX_SAMPLES,
     ),
     _flag("stream", "false: exactly one response; true: one whenever there is new text"),
     _flag(
         "exclude_input_in_output",
-        "false: the prompt stands before the text; refused with stream or messages",
+        "false: the text starts with the prompt; refused with stream or messages",
         default=True,
         text_only=True,
     ),
     _flag(
         "skip_special_tokens",
-        "false: the text of special tokens stays in the text, but for that of the tokens that end "
-        "the request",
+        "false: special tokens appear in the text, except those that end the request",
         default=True,
         text_only=True,
     ),
     _integer(
         "max_tokens",
-        "tokens to generate, 1 .. context - prompt; 0 with num_prompt_logprobs: only the prompt is "
-        "computed; 0 with embed",
+        "most tokens to generate, 1 .. context - prompt; may be 0 with num_prompt_logprobs: then "
+        "only the prompt is computed; must be 0 with embed",
         synonyms=("max_new_tokens",),
         default=16,
         minimum=0,
     ),
     _flag(
         "fit_max_tokens",
-        "fewer than max_tokens if the context or the KV pages have no room for more; true if "
-        "max_tokens is absent",
+        "lower max_tokens to what the context and the KV pages have room for; true if max_tokens "
+        "is absent",
     ),
     _integer(
         "min_tokens",
-        "no end of sequence and no stop match before that many tokens",
+        "no end of sequence and no stop match before this number of tokens",
         synonyms=("min_length",),
         default=0,
         minimum=0,
@@ -132,7 +131,8 @@ INPUTS: Final[tuple[Input, ...]] = (
     Input(
         name="seed",
         kind=Kind.SEED,
-        meaning="of the random numbers; a CPU in float32 repeats answers by it; drawn if absent",
+        meaning="seed of the random numbers; on a CPU in float32 the same seed gives the same "
+        "answer; drawn if absent",
         synonyms=("random_seed",),
         minimum=0,
         maximum=2**64 - 1,
@@ -140,7 +140,7 @@ INPUTS: Final[tuple[Input, ...]] = (
     Input(
         name="stop",
         kind=Kind.TEXTS,
-        meaning="stop strings, matched on text, not part of the output",
+        meaning="stop strings, matched in the text and cut off from it",
         synonyms=("stop_words",),
         default=(),
         text_only=True,
@@ -156,20 +156,20 @@ INPUTS: Final[tuple[Input, ...]] = (
     _flag("ignore_eos", "the model's end of sequence does not end the request"),
     _integer(
         "num_logprobs",
-        "alternatives a token in logprobs, 0 .. 20; asks for nothing by itself",
+        "alternatives per token in logprobs, 0 .. 20; does not ask for logprobs by itself",
         parameter_synonyms=("logprobs", "top_logprobs"),
         minimum=0,
     ),
     _integer(
         "num_prompt_logprobs",
-        "asks for prompt_logprobs with this number of alternatives a token, 0 .. 20; then nothing "
-        "of the prompt is taken from the prefix cache",
+        "asks for prompt_logprobs with this number of alternatives per token, 0 .. 20; the prompt "
+        "is then computed without the prefix cache",
         parameter_synonyms=("prompt_logprobs",),
         minimum=0,
     ),
     _flag(
         "embed",
-        "ask for embedding, and generate nothing: the hidden state of the prompt's last token",
+        "ask for embedding, the hidden state of the prompt's last token; nothing is generated",
     ),
     Input(name="logit_bias", kind=Kind.BIASES, meaning="JSON {token id: bias}", default=()),
     Input(
@@ -181,22 +181,23 @@ INPUTS: Final[tuple[Input, ...]] = (
     ),
     _text(
         "guided_decoding_guide_type",
-        "the same as the TensorRT-LLM backend has it: json (any object or list), json_schema, "
-        "regex or ebnf_grammar",
+        "the same under the names of the TensorRT-LLM backend: json (any object or list), "
+        "json_schema, regex or ebnf_grammar",
     ),
     _text("guided_decoding_guide", "the schema, expression or grammar of that type"),
     _integer("priority_level", "higher first", default=0),
     _integer(
         "timeout_ms",
-        "deadline for the whole request; Triton's own parameter timeout, in µs, is one too",
+        "deadline for the whole request; so is Triton's own parameter timeout, in µs",
         minimum=1,
     ),
     _text(
         "cache_salt",
-        "prefix reuse only among requests with the same salt: at most 64 of A-Z, a-z, 0-9, _ and -",
+        "only requests with the same salt share cached prefixes; at most 64 of A-Z, a-z, 0-9, _ "
+        "and -",
         default="",
     ),
-    _text("lora_name", "the LoRA adapter to answer with, by its name"),
+    _text("lora_name", "the name of the LoRA adapter to answer with"),
     Input(
         name="lora_task_id",
         kind=Kind.SEED,
@@ -273,23 +274,24 @@ OUTPUTS: Final[tuple[Output, ...]] = (
     Output(
         name="logprobs",
         kind=Kind.TEXT,
-        meaning="JSON list, one a token: {token id: {logprob, rank, decoded_token}}, of the chosen "
-        "token first; null without num_logprobs",
+        meaning="JSON list, one object per token: {token id: {logprob, rank, decoded_token}}, the "
+        "chosen token first, with bytes if decoded_token holds U+FFFD, as parts of characters do; "
+        "null without num_logprobs",
         asked_by=("return_logprobs",),
         each=True,
     ),
     Output(
         name="prompt_logprobs",
         kind=Kind.TEXT,
-        meaning="the same of the prompt's tokens, each given those before it; null for the first. "
-        "With stream they come before the text, in parts that add up",
+        meaning="the same for the prompt's tokens, each given those before it; null for the first. "
+        "With stream they come before the text, in parts to be joined",
         asked_by=("num_prompt_logprobs",),
     ),
     Output(
         name="embedding",
         kind=Kind.NUMBERS,
-        meaning="hidden_size numbers: the hidden state of the prompt's last token under the final "
-        "norm, normalized to length 1; in the last response",
+        meaning="the hidden state of the prompt's last token after the final norm, normalized to "
+        "length 1: hidden_size numbers, in the last response",
         asked_by=("embed",),
     ),
     Output(
@@ -302,14 +304,14 @@ OUTPUTS: Final[tuple[Output, ...]] = (
     Output(
         name="cum_log_probs",
         kind=Kind.NUMBER,
-        meaning="the same, as the TensorRT-LLM backend has it",
+        meaning="the same under the name of the TensorRT-LLM backend",
         asked_by=("return_log_probs",),
         each=True,
     ),
     Output(
         name="output_log_probs",
         kind=Kind.NUMBER_ROWS,
-        meaning="the logprobs of this response's chosen tokens, a row a sample, filled up with 0",
+        meaning="logprobs of this response's chosen tokens, a row per sample, padded with 0",
         asked_by=("return_log_probs",),
     ),
     *(
@@ -332,22 +334,24 @@ REQUEST: Final = Tensor(name="request", kind=Kind.TEXT)
 """tokenizer -> llm_engine: the validated request (``record``)."""
 INPUT_IDS: Final = Tensor(name="input_ids", kind=Kind.INTEGERS)
 TOKEN_STRS: Final = Tensor(name="token_strs", kind=Kind.TEXTS)
-"""Of the tokenizer, for clients that ask it alone: the tokens as the vocabulary spells them."""
+"""tokenizer -> its direct clients: the tokens as the vocabulary spells them."""
 TEXT: Final = Tensor(name="text", kind=Kind.TEXT)
-"""The same: the text of the tokens, special ones spelled out."""
+"""tokenizer -> its direct clients: the text of the tokens, special ones spelled out."""
 MAX_SEQUENCE_LENGTH: Final = Tensor(name="max_sequence_length", kind=Kind.INTEGER)
-"""The same: the most tokens of a prompt and its answer."""
+"""tokenizer -> its direct clients: the most tokens of a prompt and its answer."""
 CHAT_FORMAT: Final = Tensor(name="chat_format", kind=Kind.TEXT)
-"""The same: a JSON object of what the chat template shows of the answer, null without a chat."""
+"""tokenizer -> its direct clients: what the chat template reveals about the answer, a JSON object
+(``ChatFormat``); null without a chat."""
 LOOKUPS: Final = (TOKEN_STRS, TEXT, MAX_SEQUENCE_LENGTH, CHAT_FORMAT)
 LORA_ORDER: Final = Tensor(name="lora_order", kind=Kind.TEXT)
-"""Of ``llm_engine``, in place of a prompt: a JSON object {"load": {"name": ..., "path": ...}},
+"""client -> llm_engine, instead of a prompt: a JSON object {"load": {"name": ..., "path": ...}},
 {"unload": name} or {}. The answer is ``LORA_ADAPTERS``."""
 LORA_ADAPTERS: Final = Tensor(name="lora_adapters", kind=Kind.TEXT)
-"""The same: a JSON list of the adapters that requests may name, each {"name": ..., "path": ...}."""
+"""llm_engine -> client: a JSON list of the adapters that requests may name, each
+{"name": ..., "path": ...}."""
 OUTPUT_IDS: Final = Tensor(name="output_ids", kind=Kind.INTEGERS)
 CHUNK: Final = Tensor(name="chunk", kind=Kind.BYTES)
-"""llm_engine -> detokenizer: token ids and what belongs to them (``packets``)."""
+"""llm_engine -> detokenizer: a packet of token ids (``packets``)."""
 
 NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = MappingProxyType(
     {
@@ -378,23 +382,24 @@ NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = MappingProxyType(
         "truncate_prompt_tokens": (),
     }
 )
-"""Known, but not offered: the values with which each is accepted, because they change nothing."""
+"""Options that are known but not offered, with the values that are accepted as they change nothing.
+"""
 
 TRITON_NAMES: Final = frozenset(
     {"id", "priority", "timeout", "headers", "binary_data_output", "binary_data_size"}
 )
 TRITON_PREFIXES: Final = ("sequence_", "triton_")
-"""Request parameters of Triton itself, which pass here; ``parse`` reads ``timeout``."""
+"""Request parameters of Triton itself, which are ignored, but ``parse`` reads ``timeout``."""
 
 
 def input_tensors(*, text: bool) -> tuple[Tensor, ...]:
-    """All input tensors: of the ensembles and the tokenizer (``text``), or of ``llm_engine``."""
+    """All input tensors, of the ensembles and the tokenizer if ``text``, else of ``llm_engine``."""
     return tuple(t for i in INPUTS if text or not i.text_only for t in i.tensors)
 
 
 def output_tensors(*, text: bool) -> tuple[Tensor, ...]:
-    """All output tensors of the ensembles and the detokenizer (``text``), or of ``llm_engine``
-    towards a client of its own."""
+    """All output tensors, of the ensembles and the detokenizer if ``text``, else of ``llm_engine``
+    when a client calls it directly."""
     return tuple(o.tensor for o in OUTPUTS if text or not o.text_only)
 
 
@@ -413,4 +418,4 @@ BY_NAME: Final[Mapping[str, Input]] = _by_name()
 DEFAULTS: Final[Mapping[str, Any]] = MappingProxyType(
     {entry.name: entry.default for entry in INPUTS}
 )
-"""The default of every entry; None if it stands for nothing given."""
+"""The default of every entry; None if there is none."""

@@ -1,8 +1,7 @@
-"""A request as Triton or a caller in this process hands it over -> ``Generation``.
+"""A request from Triton or from a caller in this process -> ``Generation``.
 
-``gather`` finds the values that it gives; the rules that join values, and the limits, are applied
-here, by ``build``. ``record`` carries the gathered values between the models, so that both sides go
-through the same checks.
+``gather`` collects the values; ``build`` here applies the rules about several values, and the
+limits. ``record`` carries the values between the models, and both sides apply the same checks.
 
 Raises nothing but ``InvalidRequest`` and ``Unsupported``, whatever comes in. Must not know Triton's
 objects, nor the model.
@@ -55,9 +54,9 @@ def parse_generation(
 ) -> Generation | StopRequest:
     """A request to an ensemble, as the tokenizer gets it.
 
-    ``inputs`` are the tensors by name, strings as objects; ``parameters`` the request parameters.
+    ``inputs`` are the tensors by name, strings as objects; ``parameters``, the request parameters.
     ``timeout_us`` is Triton's own request timeout, 0 for none. ``exclude_input_in_output`` is the
-    default of the parameter of that name for a text that is not answered with a stream.
+    default of the parameter of that name for a ``text_input`` without ``stream``.
     """
     found = _gathered(inputs, parameters, limits)
     if "text_input" in found and not found.get("stream"):
@@ -69,9 +68,9 @@ def parse_generation(
 def parse_values(
     given: Mapping[str, Any], *, arrival_time_ns: int, limits: Limits
 ) -> Generation | StopRequest:
-    """A request in this process: values as JSON has them by name, ``input_ids`` as an array.
+    """A request in this process: JSON values by name, ``input_ids`` as an array.
 
-    Here log-probabilities have one output, and any of their names asks for it.
+    Here log-probabilities have only one output, and any of their names asks for it.
     """
     ids = given.get("input_ids")
     found = gather_values({name: value for name, value in given.items() if name != "input_ids"})
@@ -92,7 +91,7 @@ def parse_token_generation(
     timeout_us: int = 0,
     limits: Limits,
 ) -> Generation | StopRequest:
-    """A request to ``llm_engine`` alone, by token ids: parameters about text are refused."""
+    """A direct request to ``llm_engine``, by token ids: parameters about text are refused."""
     found = _gathered(inputs, parameters, limits)
     for name, value in found.items():
         if BY_NAME[name].text_only and value != DEFAULTS[name]:
@@ -125,7 +124,7 @@ def parse_adapter_order(text: str) -> AdapterOrder:
 def _gathered(
     inputs: Mapping[str, npt.NDArray[Any]], parameters: Mapping[str, Any], limits: Limits
 ) -> dict[str, Any]:
-    """The values that the request gives, and those that follow from absent ones."""
+    """The values that the request gives, and those that are implied by absent ones."""
     return _completed(gather(inputs, parameters, limits))
 
 
@@ -137,7 +136,7 @@ def _completed(found: dict[str, Any]) -> dict[str, Any]:
 def build(
     found: Mapping[str, Any], *, arrival_time_ns: int, timeout_us: int = 0, limits: Limits
 ) -> Generation | StopRequest:
-    """The request that gathered values make."""
+    """The request that these values describe."""
     given = {**DEFAULTS, **found}
     if given["embed"]:
         given["max_tokens"] = found.get("max_tokens", 0)
@@ -198,7 +197,7 @@ def _wanted(given: Mapping[str, Any]) -> Wanted:
 
 
 def _num_samples(given: Mapping[str, Any]) -> tuple[int, int]:
-    """How many samples are answered with, and of how many they are the best."""
+    """Number of samples to return, and to generate."""
     n = given["n"]
     best_of = n if given["best_of"] is None else given["best_of"]
     if best_of < n:

@@ -3,11 +3,11 @@
     {"v": 1, "arrival": ns since 1970, "given": {name: value}, "prompt": text, "stopped": true,
      "thinking": [begins_after, opened_by], "channels": true}
 
-``given`` holds the values that differ from the table's defaults, under its names, so the engine
-checks what it reads by the same rules that the tokenizer used: a client that writes a record by
-hand gains nothing. ``prompt`` is there if the answer starts with it, ``stopped`` if the request was
-ended in the tokenizer, ``thinking`` if its grammar begins after a section of thoughts, ``channels``
-if it is that of an answer in channels.
+``given`` holds the values that differ from the table's defaults, under its names. The engine checks
+them by the same rules as the tokenizer, so a client that forges a record gains nothing. ``prompt``
+is there if the answer starts with it, ``stopped`` if the request was ended in the tokenizer,
+``thinking`` if its grammar begins after the model's thoughts, ``channels`` if the answer is in
+channels.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from minisgl_backend.wire.values import parse_json
 VERSION: Final = 1
 
 _APART: Final = ("seed", "stop_token_ids", "logit_bias", "num_logprobs", "grammar")
-"""Sampling parameters whose values are not as the table has them."""
+"""Sampling parameters whose values differ from those in the table."""
 _SAMPLING: Final = tuple(spec.name for spec in fields(SamplingParams) if spec.name not in _APART)
 
 
 def encode_record(request: Generation | StopRequest | Stopped) -> str:
-    """The record of a request whose token ids travel beside it."""
+    """The record of a request, without its token ids."""
     record: dict[str, Any] = {"v": VERSION, "arrival": 0, "given": _given(request)}
     if isinstance(request, Generation):
         record["arrival"] = request.arrival_time_ns
@@ -54,9 +54,10 @@ def encode_record(request: Generation | StopRequest | Stopped) -> str:
 def decode_record(
     text: str, input_ids: IntArray, limits: Limits
 ) -> Generation | StopRequest | Stopped:
-    """The request of a record and its token ids, int32[num_prompt_tokens].
+    """The request that a record and its token ids, int32[num_prompt_tokens], describe.
 
-    Raises ``InvalidRequest`` or ``Unsupported`` for what no tokenizer of this version writes.
+    Raises ``InvalidRequest`` or ``Unsupported`` for a record that no tokenizer of this version
+    would write.
     """
     record = parse_json("request", text)
     if not isinstance(record, dict) or record.get("v") != VERSION:

@@ -1,13 +1,12 @@
-"""One value of the wire to one Python value: casting and ranges, entry by entry of the table.
+"""Converts one value of the wire to a Python value, and checks its range.
 
 A value comes as a numpy array (a tensor), as a string, bool, int or float (a request parameter), or
-as anything that JSON can hold (``sampling_parameters``). Strings are cast if a number or a flag
-is due. Numbers are rounded to float32, so that a value given twice, once as a tensor, is equal.
-An object of JSON may name each key once: which of two values counts differs from reader to reader,
-so neither does.
+as any JSON value (``sampling_parameters``). Strings are converted if a number or a flag is
+expected. Numbers are rounded to float32, so that a value given twice, once as a tensor, is equal.
+A JSON object must not repeat a key, since readers disagree on which of the two values counts.
 
 Everything here raises ``InvalidRequest`` with one short sentence, whatever comes in. Must not know
-rules that join two values, or what a value is used for.
+rules about several values, or what a value is used for.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ _MAX_DIGITS: Final = 40
 
 
 def parse_json(name: str, text: str) -> Any:
-    """The value of a JSON text; an object that repeats a key is refused."""
+    """The value of a JSON text. An object with a repeated key is refused."""
     try:
         return json.loads(text, object_pairs_hook=_without_repeats)
     except InvalidRequest as error:
@@ -51,8 +50,8 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def quoted(value: Any) -> str:
-    """A value as an error message may show it: one line, at most 60 characters; if it is longer,
-    what it is."""
+    """A value as shown in an error message, in one line of at most 60 characters; a longer value is
+    described instead."""
     try:
         shown = value if isinstance(value, float) else repr(value)
     except ValueError:  # an int of more digits than Python converts
@@ -70,13 +69,13 @@ def quoted(value: Any) -> str:
 
 
 def _short(number: float) -> str:
-    """As few digits as tell it from other values of float32: 1.0000001 is not 1."""
+    """As few digits as distinguish it from other values of float32: 1.0000001 is not 1."""
     line = f"{number:g}"
     return line if round_to_float32(float(line)) == round_to_float32(number) else repr(number)
 
 
 def from_tensor(name: str, entry: Input, array: npt.NDArray[Any]) -> Any:
-    """The value of a tensor of any shape: one element, or all of them for a list."""
+    """The value of a tensor of any shape: its only element, or all of them for a list."""
     items = array.reshape(-1).tolist()
     if entry.kind in (Kind.TEXTS, Kind.INTEGERS):
         return from_json(name, entry, items)
@@ -100,7 +99,7 @@ def from_parameter(name: str, entry: Input, value: Any) -> Any:
 
 
 def from_json(name: str, entry: Input, value: Any) -> Any:
-    """The value of a piece of JSON (or of a tensor's element, which may be bytes)."""
+    """The value of a JSON value (or of a tensor's element, which may be bytes)."""
     if entry.kind is Kind.TEXT:
         return to_text(name, value)
     if entry.kind is Kind.FLAG:
@@ -122,7 +121,7 @@ def from_json(name: str, entry: Input, value: Any) -> Any:
 
 
 def as_json(name: str, value: Any) -> str:
-    """The JSON text of a value; one that came from no JSON may have none."""
+    """The JSON text of a value; in process, a value may have none."""
     try:
         return to_text(name, json.dumps(value, ensure_ascii=False))
     except (TypeError, ValueError, RecursionError):
@@ -130,7 +129,7 @@ def as_json(name: str, value: Any) -> str:
 
 
 def to_text(name: str, value: Any) -> str:
-    """A string that UTF-8 can carry, from a string or from bytes."""
+    """A string that UTF-8 can encode, from a string or from bytes."""
     try:
         if isinstance(value, bytes):
             return value.decode()
@@ -229,10 +228,11 @@ def _to_biases(name: str, value: Any) -> tuple[tuple[int, float], ...]:
 
 
 def token_ids(name: str, array: npt.NDArray[Any]) -> IntArray:
-    """The ids of a tensor of any shape, int32[num_tokens]; whether they exist is not known here."""
+    """The ids of a tensor of any shape, int32[num_tokens]; some may be negative, or not in the
+    vocabulary."""
     if array.dtype.kind not in "iu":
         raise InvalidRequest(f"{name} must be integers, got {array.dtype}")
     flat = array.reshape(-1)
-    if flat.size and (flat.min() < 0 or flat.max() > INT32_MAX):
+    if flat.dtype != np.int32 and flat.size and (flat.min() < 0 or flat.max() > INT32_MAX):
         raise InvalidRequest(f"{name} must be in 0 .. {INT32_MAX}")
     return np.ascontiguousarray(flat, dtype=np.int32)

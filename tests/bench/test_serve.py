@@ -213,7 +213,7 @@ def test_its_own_server_and_the_end_by_ctrl_c_and_other_signals(number: signal.S
         (["--protocol", "http"], "--protocol http needs --url"),
         (["--concurrency", "0"], "has a number that is not above 0"),
         (["--rate", "fast"], "is no list of numbers"),
-        (["--url", "http://a:1", "--protocol", "grpc"], "http://a:1 is no address for grpc"),
+        (["--url", "http://a:1", "--protocol", "grpc"], "http://a:1 is not an address for grpc"),
         (["--time-scale", "2"], "--time-scale needs --trace"),
         (["--slo", "speed=3"], "an objective is ttft, tpot or e2e"),
         (["--json", "/nowhere/figures.json"], "/nowhere/figures.json cannot be written"),

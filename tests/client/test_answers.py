@@ -120,6 +120,7 @@ def test_what_is_asked_for(server: TritonServer, encoder: PromptEncoder, way: Wa
         assert position.top(1) == (position.chosen,)
         for one in position.top(3):
             assert one.text == encoder.vocabulary.token_text(one.token_id)
+            assert one.utf8 == encoder.vocabulary.token_bytes(one.token_id)
     times = result.times
     assert times is not None
     assert times.arrival_ns < times.first_scheduled_ns < times.first_token_ns
@@ -129,7 +130,7 @@ def test_what_is_asked_for(server: TritonServer, encoder: PromptEncoder, way: Wa
 @all_ways
 def test_logprobs_of_a_prompt(server: TritonServer, encoder: PromptEncoder, way: Way) -> None:
     """Alone, at once and in parts, before an answer, of several thousand tokens."""
-    ids = encoder.encode(TextPrompt("The capital of France is Paris. " * 600))[:5000]
+    ids = encoder.encode(TextPrompt("The capital of 太陽 is Paris. " * 600))[:5000]
     scored = way.generate(
         server, input_ids=ids.tolist(), max_tokens=0, num_prompt_logprobs=1, return_stop_reason=True
     )
@@ -145,6 +146,7 @@ def test_logprobs_of_a_prompt(server: TritonServer, encoder: PromptEncoder, way:
         for position in positions:
             chosen = position.chosen
             assert chosen.text == encoder.vocabulary.token_text(chosen.token_id)
+            assert chosen.utf8 == encoder.vocabulary.token_bytes(chosen.token_id)
             assert (chosen.rank == 1) == (position.top(1) == (chosen,))
             assert len(position.alternatives) == (chosen.rank > 1)
     assert way.generate(server, prompt="a", max_tokens=1).prompt_logprobs == ()

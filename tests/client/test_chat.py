@@ -95,7 +95,7 @@ def test_chat(server: TritonServer, tmp_path: Path) -> None:
             "/params seed=7 stop='[\"zz z\"]' top_k=3\r", r'stop = \["zz z"\]', "top_k = 3"
         )
         terminal.say("/params top_k= max_tokens=64\r", "max_tokens = 64", "seed = 7")
-        terminal.say("/params top_k=much\r", "top_k: 'much' is no value for it")
+        terminal.say("/params top_k=much\r", "top_k: 'much' is not a valid value")
         terminal.say("/params 'top_k\r", "No closing quotation")
         terminal.say("/system\r", r"system message: Be brief\.")
         terminal.say("/system Be kind.\r", r"system message: Be kind\.")

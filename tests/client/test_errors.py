@@ -129,7 +129,7 @@ def test_settings_that_contradict_each_other() -> None:
         {"url": ""},
     ]
     for settings in wrong:
-        with pytest.raises(InvalidArgument, match="is no address for"):
+        with pytest.raises(InvalidArgument, match="is not an address for"):
             Client(**settings)
 
 
@@ -147,7 +147,7 @@ def test_numbers_of_retries_that_are_none(retries: Any) -> None:
 
 @pytest.mark.parametrize("headers", [{"a b": "c"}, {"a": "\u00e4"}, {"a": "b\n"}, {"": "b"}])
 def test_headers_that_no_protocol_can_carry(headers: dict[str, str]) -> None:
-    with pytest.raises(InvalidArgument, match="no protocol could carry the header"):
+    with pytest.raises(InvalidArgument, match="is not valid"):
         Client(headers=headers)
 
 
@@ -155,7 +155,7 @@ def test_headers_that_are_told_by_name() -> None:
     wrong: list[tuple[Any, str]] = [
         ({"a": 5}, "the header 'a' must be a string, got 5"),
         ({5: "a"}, "the name of a header must be a string, got 5"),
-        ({"x-Bin": "5"}, "gRPC takes the header 'x-Bin' for bytes"),
+        ({"x-Bin": "5"}, "the header 'x-Bin' would be binary in gRPC"),
     ]
     for headers, message in wrong:
         with pytest.raises(InvalidArgument, match=message):
@@ -166,14 +166,14 @@ def test_headers_that_are_told_by_name() -> None:
 @pytest.mark.parametrize(
     ("url", "message"),
     [
-        ("localhost:99999", "localhost:99999 is no address for grpc: Port out of range"),
-        ("http://localhost:99999", "is no address for http: Port out of range"),
-        ("localhost:x", "localhost:x is no address for grpc: Port could not be cast"),
-        ("localhost", "localhost is no address for grpc: it must be HOST:PORT"),
-        ("localhost:1/path", "localhost:1/path is no address for grpc: it must be HOST:PORT"),
-        ("http://a..b", "is no address for http: no host has such a name"),
-        (f"{64 * 'x'}:1", ":1 is no address for grpc: no host has such a name"),
-        ("[::1:5", "is no address for grpc: Invalid IPv6"),
+        ("localhost:99999", "localhost:99999 is not an address for grpc: Port out of range"),
+        ("http://localhost:99999", "is not an address for http: Port out of range"),
+        ("localhost:x", "localhost:x is not an address for grpc: Port could not be cast"),
+        ("localhost", "localhost is not an address for grpc: it must be HOST:PORT"),
+        ("localhost:1/path", "localhost:1/path is not an address for grpc: it must be HOST:PORT"),
+        ("http://a..b", "is not an address for http: no host has such a name"),
+        (f"{64 * 'x'}:1", ":1 is not an address for grpc: no host has such a name"),
+        ("[::1:5", "is not an address for grpc: Invalid IPv6"),
         ("\ud800:1", "url must be valid UTF-8"),
     ],
 )
@@ -186,14 +186,14 @@ def test_addresses_that_nothing_could_have(url: str, message: str) -> None:
 @pytest.mark.parametrize(
     "url", ["[::1]:8001", "http://localhost", "http://[::1]:8000/behind/a/proxy"]
 )
-def test_addresses_of_other_kinds(url: str) -> None:
+def test_addresses_with_ipv6_or_a_path_are_accepted(url: str) -> None:
     Client(url).close()
 
 
 @all_ways
-def test_addresses_that_are_none(way: Way) -> None:
+def test_invalid_addresses_are_refused(way: Way) -> None:
     url = "http://here:port" if way.protocol == "http" else ""
-    with pytest.raises(InvalidArgument, match="is no address for"):
+    with pytest.raises(InvalidArgument, match="is not an address for"):
         way.generate(url, prompt="x")
 
 
@@ -205,8 +205,8 @@ def test_addresses_that_are_none(way: Way) -> None:
         ({}, {"request_id": "\ud83d"}, "request_id must be valid UTF-8"),
         ({"model": 3}, {}, "model must be a string, got 3"),
         ({"model": "\ud83d"}, {}, "model must be valid UTF-8"),
-        ({}, {"text_input": "y"}, "text_input is no parameter"),
-        ({}, {"stop_request": True}, "stop_request is no parameter"),
+        ({}, {"text_input": "y"}, "text_input is not a parameter"),
+        ({}, {"stop_request": True}, "stop_request is not a parameter"),
         (
             {},
             {"max_tokens": 10**5000},

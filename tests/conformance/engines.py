@@ -30,7 +30,7 @@ from minisgl_backend.models.adapter_slots import AdapterSlots
 from minisgl_backend.models.build import build_model
 from minisgl_backend.models.catalog import load_spec
 from minisgl_backend.models.decoder import Decoder
-from minisgl_backend.parallel.group import OneRank
+from minisgl_backend.parallel.group import Group, OneRank
 from minisgl_backend.plan import Pending, StepPlan
 from minisgl_backend.request import (
     Adapter,
@@ -55,6 +55,7 @@ def load_model(
     dtype: torch.dtype = torch.float32,
     fused: bool = False,
     keep_quantized: bool = False,
+    group: Group | None = None,
 ) -> Decoder:
     """The checkpoint on the CPU; if ``fused``, computed by the twins of a GPU's kernels."""
     return build_model(
@@ -62,7 +63,7 @@ def load_model(
         folder,
         dtype=dtype,
         device=torch.device("cpu"),
-        group=OneRank(),
+        group=group or OneRank(),
         max_sequence_length=context,
         fused=fused,
         keep_quantized=keep_quantized,
@@ -103,6 +104,7 @@ class TinyEngine(AbstractContextManager["TinyEngine"]):
         kv_dtype: torch.dtype | None = None,
         scales: Sequence[KVScale] | None = None,
         scored_at_once: int = 1024,
+        takes_masks: bool = False,
         reserve_tokens: int = 256,
         adapter_slots: AdapterSlots | None = None,
         adapter_store: AdapterStore | None = None,
@@ -110,7 +112,8 @@ class TinyEngine(AbstractContextManager["TinyEngine"]):
         """``num_snapshots``, for recurrent layers, are fewer than prompts if not said otherwise, so
         that some are evicted."""
         device = device or CpuDevice()
-        shape, dtype = model.spec.attention_shape().for_context(context), model.dtype
+        num_ranks, dtype = model.group.size, model.dtype
+        shape = model.spec.attention_shape(num_ranks).for_context(context)
         kv_dtype = kv_dtype or dtype
         num_pages = -(-num_positions // page_size)
         cpu = device.torch_device
@@ -175,6 +178,7 @@ class TinyEngine(AbstractContextManager["TinyEngine"]):
                 graph_sizes=graph_sizes,
                 chunk_graph_sizes=chunk_graph_sizes,
                 scored_at_once=scored_at_once,
+                takes_masks=takes_masks,
             ),
             adapter_slots=adapter_slots,
             adapter_store=adapter_store,

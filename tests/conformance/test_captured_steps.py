@@ -19,7 +19,8 @@ from torch import Tensor
 
 from minisgl_backend.attention import choose
 from minisgl_backend.device.cpu import CpuDevice
-from minisgl_backend.execution.sampling import StepOutput
+from minisgl_backend.execution.sampling import StepLogits, StepOutput
+from minisgl_backend.parallel.group import Group
 from minisgl_backend.request import SamplingParams
 from tests.conformance.checkpoints import CONTEXT, VOCAB_SIZE, write_checkpoint
 from tests.conformance.engines import (
@@ -27,6 +28,7 @@ from tests.conformance.engines import (
     load_model,
     prompts_with_shared_prefixes,
 )
+from tests.parallel.threads import on_ranks
 
 T = TypeVar("T")
 
@@ -78,6 +80,8 @@ class RecordingDevice(CpuDevice):
 def _tensors(output: object) -> list[Tensor]:
     if isinstance(output, StepOutput):
         return [output.tokens, output.logits]
+    if isinstance(output, StepLogits):
+        return [output.logits]
     assert isinstance(output, Tensor)
     return [output]
 
@@ -134,3 +138,29 @@ def test_tokens_equal_those_of_launched_steps(
         )
     assert not replays[0]
     assert {"StepOutput", "Tensor"} == set(replays[1])  # decode steps, and layers of others
+
+
+@pytest.mark.parametrize("case", ["qwen3", "qwen3-moe"])
+def test_ranks_capture_together(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps that wait for masks, too: a rank that captured others would wait for sums without
+    end."""
+    monkeypatch.setattr(choose, "has_triton", lambda: True)
+    write_checkpoint(case, tmp_path)
+
+    def replays_of(group: Group) -> list[str]:
+        device = RecordingDevice()
+        model = load_model(tmp_path, context=CONTEXT, fused=True, group=group)
+        with TinyEngine(
+            model,
+            page_size=16,
+            num_positions=1024,
+            context=CONTEXT,
+            attention="triton",
+            device=device,
+            takes_masks=True,
+            **GRAPHS,
+        ):
+            return device.replays
+
+    first, second = on_ranks(2, replays_of)
+    assert first == second and first

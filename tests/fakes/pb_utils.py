@@ -148,19 +148,16 @@ class InferenceRequest:
 class Metric:
     """One series; only what its kind allows works."""
 
-    def __init__(self, kind: str, buckets: list[float] | None) -> None:
-        assert (kind == "histogram") == (buckets is not None)
+    def __init__(self, kind: str) -> None:
         self._kind = kind
         self._thread = threading.current_thread()
         self.current = 0.0
-        self.observed: list[float] = []
 
     def _check_thread(self) -> None:
         assert threading.current_thread() is self._thread, "tritonserver would die"
 
     def increment(self, value: float) -> None:
         self._check_thread()
-        assert self._kind in ("counter", "gauge")
         assert self._kind == "gauge" or value >= 0
         self.current += value
 
@@ -168,11 +165,6 @@ class Metric:
         self._check_thread()
         assert self._kind == "gauge"
         self.current = value
-
-    def observe(self, value: float) -> None:
-        self._check_thread()
-        assert self._kind == "histogram"
-        self.observed.append(value)
 
     def value(self) -> float:
         return self.current
@@ -183,7 +175,6 @@ class MetricFamily:
 
     COUNTER = "counter"
     GAUGE = "gauge"
-    HISTOGRAM = "histogram"
     families: dict[str, MetricFamily] = {}  # noqa: RUF012
 
     def __init__(self, name: str, description: str, kind: str) -> None:
@@ -193,12 +184,12 @@ class MetricFamily:
         self.metrics: dict[tuple[tuple[str, str], ...], Metric] = {}
         MetricFamily.families[name] = self
 
-    def Metric(self, labels: Mapping[str, str], buckets: list[float] | None = None) -> Metric:
+    def Metric(self, labels: Mapping[str, str]) -> Metric:
         assert threading.current_thread() is self._thread, "tritonserver would die"
         assert all(isinstance(value, str) for value in labels.values())
         key = tuple(sorted(labels.items()))
         assert key not in self.metrics, "two metrics of the same labels are one in Triton"
-        metric = Metric(self.kind, buckets)
+        metric = Metric(self.kind)
         self.metrics[key] = metric
         return metric
 

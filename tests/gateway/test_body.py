@@ -139,6 +139,7 @@ IMAGE = {"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}
     ("name", "value", "message"),
     [
         ("prompt", 7, "prompt must be a string or an array, got 7"),
+        ("prompt", {"a": 1}, 'prompt must be a string or an array, got {"a": 1}'),
         ("prompt", [], "prompt must not be empty, got []"),
         ("prompt", ["a" * 200, 1, "b"], "prompt[1] must be a string, got 1"),
         ("prompt", [1, 2, "a"], 'prompt[2] must be an integer, got "a"'),

@@ -35,7 +35,7 @@ def check_refused(result: Result, words: str) -> None:
         (["--port", "99999"], "--port"),
         (["--triton", ""], "--triton"),
         (["--triton", "foo://x"], "--triton"),
-        (["--triton", "http://127.0.0.1:8000"], "no address for grpc"),
+        (["--triton", "http://127.0.0.1:8000"], "not an address for grpc"),
         (["--api-key", ""], "holds no key"),
         (["--api-key", "good", "--api-key", " "], "holds no key"),
         (["--api-key", "\udcff"], "UTF-8"),

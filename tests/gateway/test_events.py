@@ -156,6 +156,39 @@ def test_offsets_of_a_completion_go_on() -> None:
     assert found[0]["top_logprobs"] == [{"a": -0.5}, {"b": -1.0, "other": -1.5}]
 
 
+def test_parts_of_a_character_begin_where_it_does() -> None:
+    """Also of one that comes in two pieces, and of one that is never completed."""
+
+    def part(utf8: bytes) -> TokenLogprobs:
+        return TokenLogprobs(TokenLogprob(7, utf8.decode(errors="replace"), -0.5, 1, utf8))
+
+    fox, eacute = "🦊".encode(), "é".encode()
+    writer = CompletionWriter(HEADING, 0, num_logprobs=0)
+    first = Delta(text="a", logprobs=(part(b"a"), part(fox[:1]), part(fox[1:3])))
+    second = Delta(text="🦊b", logprobs=(part(fox[3:]), part(b"b"), part(eacute[:1])))
+    last = Delta(text="\ufffdc é", logprobs=(part(b"c "), part(eacute)), finish_reason="stop")
+    found = [chunk["choices"][0]["logprobs"] for chunk in told(writer, first, second, last)]
+    assert [one["text_offset"] for one in found] == [[0, 1, 1], [1, 2, 3], [4, 6]]
+    whole = ChatWriter(HEADING, 0, num_logprobs=0)
+    chunks = told(whole, Delta(text="🦊", logprobs=(part(fox[:2]), part(fox[2:]))))
+    content = chunks[-1]["choices"][0]["logprobs"]["content"]
+    assert [one["bytes"] for one in content] == [list(fox[:2]), list(fox[2:])]
+
+
+@pytest.mark.parametrize(
+    ("first_token", "text", "offsets"),
+    [("<s>", "ab c", [0, 0, 4]), ("ab", "ab c", [0, 2, 4]), ("\ufffd", "é c", [0, 1, 3])],
+)
+def test_offsets_behind_an_echo(first_token: str, text: str, offsets: list[int]) -> None:
+    """A token before the text, as one that begins each prompt, takes no place in it."""
+    writer = CompletionWriter(HEADING, 0, num_logprobs=0, echo=Echo(text, first_token))
+    second = logprobs(text if first_token == "<s>" else " c")
+    scored = Delta(prompt_logprobs=(None, second))
+    found = told(writer, scored, Delta(text="d", logprobs=(logprobs("d"),)))
+    places = [offset for one in found for offset in one["choices"][0]["logprobs"]["text_offset"]]
+    assert places == offsets
+
+
 def test_the_likeliest_of_the_tokens_that_have_one_text() -> None:
     """By the largest value evaluation tools know whether the token was the likeliest."""
     part = "\ufffd"

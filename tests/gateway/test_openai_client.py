@@ -257,12 +257,27 @@ def test_logprobs_of_a_chat(client: OpenAI) -> None:
     assert [len(part.top_logprobs) for part in parts] == [3] * len(tokens)
 
 
-def test_halves_of_characters_have_no_bytes(client: OpenAI) -> None:
+def test_halves_of_characters_have_their_bytes(client: OpenAI) -> None:
     answer = client.chat.completions.create(**asked("What is the emoji for a fox?", logprobs=True))
     assert answer.choices[0].message.content == "🦊"
     assert answer.choices[0].logprobs is not None
     tokens = answer.choices[0].logprobs.content or []
-    assert any(token.bytes is None and "\ufffd" in token.token for token in tokens)
+    assert any("\ufffd" in token.token for token in tokens)
+    assert b"".join(bytes(token.bytes or ()) for token in tokens).startswith("🦊".encode())
+
+
+def test_offsets_of_tokens_are_those_of_the_text(client: OpenAI) -> None:
+    prompt = "The 🦊 eats 寿司 and crème brûlée 🥑🥑."
+    answer = client.completions.create(
+        model=MODEL, prompt=prompt, max_tokens=8, temperature=0, echo=True, logprobs=0
+    )
+    (choice,) = answer.choices
+    told = choice.logprobs
+    assert told is not None and told.tokens and told.text_offset
+    assert any("\ufffd" in token for token in told.tokens)
+    for token, offset in zip(told.tokens, told.text_offset, strict=True):
+        if "\ufffd" not in token and not token.startswith("<|"):
+            assert choice.text[offset:].startswith(token)
 
 
 def test_logprobs_of_a_completion(client: OpenAI) -> None:

@@ -342,7 +342,7 @@ def test_an_answer_that_breaks_off_has_failed() -> None:
 
 def test_logprobs_are_those_of_the_text() -> None:
     def token(text: str) -> TokenLogprobs:
-        return TokenLogprobs(TokenLogprob(1, text, -0.5, 1))
+        return TokenLogprobs(TokenLogprob(1, text, -0.5, 1, text.encode()))
 
     def piece(text: str, *parts: Part, ending: Ending | None = None) -> Piece:
         return Piece(Delta(logprobs=(token(text),)), list(parts), 0, ending)

@@ -59,6 +59,15 @@ FORMS: dict[str, tuple[dict[str, Any], Callable[[str], bool]]] = {
         },
         is_object,
     ),
+    "array": (
+        {
+            "response_format": {
+                "type": "json_object",
+                "schema": {"type": "array", "items": {"enum": [1, 2]}, "maxItems": 3},
+            }
+        },
+        matches(r"\[\s*([12]\s*(,\s*[12]\s*){0,2})?\]"),
+    ),
     "guided_json": ({"guided_json": json.dumps(SCHEMA)}, follows_schema),
     "regex": ({"structured_outputs": {"regex": "(ab|cd){3,5}"}}, matches("(ab|cd){3,5}")),
     "choice": ({"guided_choice": ["Paris", "Rome"]}, matches("Paris|Rome")),

@@ -273,14 +273,18 @@ def test_routing(
     logits = logits if sigmoid else logits.bfloat16()
     bias = torch.randn(num_experts, device=device) / 10 if sigmoid else None
     squares = torch.rand(16, num_tokens, device=device) * size / 8 if half_done else None
+    addends = torch.randn(num_experts, device=device) if half_done else None
+    rest: dict[str, Any] = {"bias": addends, "correction": bias, "squares": squares, "eps": 1e-6}
     for _ in range(2):  # the second launch finds the counter as the first one left it
-        routed = kernel(logits, block=block, correction=bias, squares=squares, eps=1e-6)
+        routed = kernel(logits, block=block, **rest)
     scores = logits.float()
     if squares is not None:
         assert routed.factors is not None
         expected = (squares.sum(0) / size + 1e-6).rsqrt()
         assert_close(routed.factors, expected)
         scores = scores * expected[:, None]
+    if addends is not None:
+        scores = scores + addends
     scores = scores.sigmoid() if sigmoid else scores.softmax(dim=-1)
     compared = scores if bias is None else scores + bias
     best, of_best = compared.topk(top_k, dim=-1)
@@ -329,7 +333,7 @@ def test_whole_layers(
     x = torch.randn(num_tokens, HIDDEN_SIZE, device=device).bfloat16()
     router = torch.randn(NUM_EXPERTS, HIDDEN_SIZE, device=device).bfloat16() / 16
     logits = F.linear(x.float(), router.float())
-    if form != "bf16" or num_tokens > expert_cut.MOST_ROWS:
+    if num_tokens > 8:
         logits = logits.bfloat16().float()  # as they are given; the kernel for rows rounds none
     norm = torch.randn(HIDDEN_SIZE, device=device).bfloat16()
     residual = torch.randn_like(x)
@@ -342,7 +346,7 @@ def test_whole_layers(
     here = moe.Choices(torch.where(is_here, choices.ids - begin, -1), choices.weights)
     expected = residual.float() + moe.fused_experts_reference(x.float(), plain, here)
     for pdl in (False, True):
-        outputs, found = kernels(x, router, logits.bfloat16, experts, pdl=pdl)
+        outputs, found = kernels(x, router, lambda _: logits.bfloat16(), experts, pdl=pdl)
         summed = moe.sum_outputs(outputs, found, pdl=pdl)
         assert_close(residual.float() + summed.float(), expected, tolerance=tolerance)
         total = residual.clone()
@@ -365,32 +369,79 @@ def _slice(weight: Tensor | PackedWeight, begin: int, end: int) -> Tensor | Pack
 @pytest.mark.parametrize("half_done", [False, True])
 @pytest.mark.parametrize("num_experts", [12, 128])
 @pytest.mark.parametrize("has_gate", [False, True])
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("size", [512, 360])
 def test_routing_with_the_routers_gemm(
-    device: torch.device, num_tokens: int, half_done: bool, num_experts: int, has_gate: bool
+    device: torch.device,
+    num_tokens: int,
+    half_done: bool,
+    num_experts: int,
+    has_gate: bool,
+    has_bias: bool,
+    size: int,
 ) -> None:
     """With a gate, all tokens take the expert behind the others as well."""
     from minisgl_backend.kernels.cuda.experts import RoutingKernel
 
     rule = RoutingRule(num_experts=num_experts, top_k=6, normalize=True)
     held = 0, num_experts
-    kernel = RoutingKernel(rule, held, 512, device, wide=False, blocks=[0], shared=has_gate)
-    x = torch.randn(num_tokens, 512, device=device).bfloat16()
-    weight = torch.randn(num_experts, 512, device=device).bfloat16() / 16
-    squares = torch.rand(16, num_tokens, device=device) * 64 if half_done else None
-    assert kernel.takes_rows(num_tokens, weight)
-    gate = torch.randn(512, device=device).bfloat16() / 16 if has_gate else None
+    kernel = RoutingKernel(rule, held, size, device, wide=False, blocks=[0], shared=has_gate)
+    # beside the weight, and behind x, lies what is no number
+    around = torch.full((num_tokens + num_experts + 2, size), torch.nan, device=device).bfloat16()
+    x, weight = around[1 : num_tokens + 1], around[num_tokens + 1 : -1]
+    x.normal_()
+    weight.normal_().div_(16)
+    squares = torch.rand(16, num_tokens, device=device) * size / 8 if half_done else None
+    assert kernel.takes_rows(num_tokens, weight, block=0)
+    gate = torch.randn(size, device=device).bfloat16() / 16 if has_gate else None
+    bias = torch.randn(num_experts, device=device) if has_bias else None
     rows = weight if gate is None else torch.cat([weight, gate[None]])
     logits = F.linear(x.float(), rows.float())
     if squares is not None:
-        logits *= (squares.sum(0) / 512 + 1e-6).rsqrt()[:, None]
+        logits *= (squares.sum(0) / size + 1e-6).rsqrt()[:, None]
+    if bias is not None:
+        logits[:, :num_experts] += bias
     expected = moe.choose(logits[:, :num_experts], rule)
     for _ in range(2):
-        found = kernel.of_rows(x, weight, gate=gate, squares=squares, eps=1e-6).choices
+        rest: dict[str, Any] = {"bias": bias, "squares": squares, "eps": 1e-6}
+        found = kernel.of_rows(x, weight, gate=gate, **rest).choices
         assert torch.equal(found.ids[:, :6].long(), expected.ids)
         assert_close(found.weights[:, :6].contiguous(), expected.weights)
         if has_gate:
             assert (found.ids[:, 6] == num_experts).all()
             assert_close(found.weights[:, 6].contiguous(), logits[:, num_experts].sigmoid())
+
+
+@needs_hopper
+@pytest.mark.parametrize("num_tokens", [1, 3, 8])
+@pytest.mark.parametrize("num_experts", [16, 32, 256])
+@pytest.mark.parametrize("held", [(0, 16), (4, 8)])
+def test_routing_with_the_routers_gemm_sorts(
+    device: torch.device, num_tokens: int, num_experts: int, held: tuple[int, int]
+) -> None:
+    """Pairs in blocks of their experts, of those that the rank holds; also with all tokens at the
+    same experts."""
+    from minisgl_backend.kernels.cuda.experts import RoutingKernel
+
+    begin, end = (0, num_experts) if held[1] == 16 else held
+    rule, block = RoutingRule(num_experts=num_experts, top_k=TOP_K, normalize=True), 4
+    kernel = RoutingKernel(rule, (begin, end), 512, device, wide=False, blocks=[block], few=[block])
+    weight = torch.randn(num_experts, 512, device=device).bfloat16() / 16
+    assert kernel.takes_rows(num_tokens, weight, block=block)
+    for bias in (None, torch.arange(num_experts, device=device) * 100.0):
+        x = torch.randn(num_tokens, 512, device=device).bfloat16()
+        for _ in range(2):
+            routed = kernel.of_rows(x, weight, block=block, bias=bias)
+        ids, aligned = routed.choices.ids, routed.alignment
+        assert aligned is not None
+        used = int((aligned.experts >= 0).sum())
+        assert (aligned.experts[used:] == -1).all()
+        pairs = aligned.pairs.view(-1, block)[:used]
+        is_pair = pairs < num_tokens * TOP_K
+        here = (ids >= 0).flatten().nonzero().flatten()
+        assert sorted(pairs[is_pair].tolist()) == here.tolist()
+        owner = aligned.experts[:used, None].expand(-1, block)[is_pair]
+        assert torch.equal(ids.flatten()[pairs[is_pair].long()], owner)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 4])

@@ -10,7 +10,6 @@ from torch import Tensor
 from minisgl_backend.kernels import gemv_cut
 from minisgl_backend.kernels.dispatch import is_interpreted
 from minisgl_backend.kernels.gemv_cut import GemvCut
-from minisgl_backend.kernels.packed_weight import CodesKind, PackedWeight
 from tests.gpu.compare import assert_close
 from tests.gpu.test_kernels_linear import (
     check_heads,
@@ -19,48 +18,27 @@ from tests.gpu.test_kernels_linear import (
     normal,
     normalized,
 )
-from tests.gpu.test_kernels_quantized import FORMATS, made
-from tests.gpu.test_kernels_quantized import packed_of as quantized_of
+from tests.gpu.test_kernels_quantized import FORMATS, made, packed_of
 
 pytestmark = pytest.mark.skipif(is_interpreted(), reason="CUDA C++ needs a GPU")
 
-FORMS = ["bf16", *FORMATS]
 SIZES = [1024, 1152, 2048, 640]
 """In_features: whole batches, parts of one, and several of a warp."""
-
-
-def weight_of(
-    form: str, height: int, size: int, device: torch.device, *, gated: bool = False
-) -> tuple[Tensor | PackedWeight, Tensor]:
-    """A weight, and its numbers, float32 [height, size]."""
-    if form == "bf16":
-        plain = normal(height, size, device=device, scale=size**-0.5)
-        return plain, plain.float()
-    return quantized_of(made(form, height, size, device), gated=gated)
-
-
-def kind_of(weight: Tensor | PackedWeight) -> CodesKind | None:
-    return weight.kind if isinstance(weight, PackedWeight) else None
 
 
 @pytest.fixture(autouse=True)
 def all_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also those for which other kernels are faster."""
 
-    def cut(
-        height: int, in_features: int, codes: CodesKind | None, *, of_heads: bool = False
-    ) -> GemvCut:
-        return gemv_cut.usual_cut(height, in_features, codes, of_heads=of_heads)
-
-    monkeypatch.setattr("minisgl_backend.kernels.cuda.linear.gemv_cut", cut)
+    monkeypatch.setattr("minisgl_backend.kernels.cuda.linear.gemv_cut", gemv_cut.usual_cut)
 
 
 def several_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One warp has all batches of codes."""
-    monkeypatch.setattr(gemv_cut, "_WARPS_OF_CODES", 1)
+    """One warp has all batches."""
+    monkeypatch.setattr(gemv_cut, "_MOST_WARPS", 1)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("size", SIZES)
 def test_one_row(
     device: torch.device, form: str, size: int, monkeypatch: pytest.MonkeyPatch
@@ -70,8 +48,8 @@ def test_one_row(
 
     if size == 2048:
         several_rounds(monkeypatch)
-    pairs = [weight_of(form, 1280, size, device) for _ in range(4)]
-    kernel = LinearKernel((1280, size), device, codes=kind_of(pairs[0][0]), most_tokens=8)
+    pairs = [packed_of(made(form, 1280, size, device)) for _ in range(4)]
+    kernel = LinearKernel((1280, size), device, codes=pairs[0][0].kind, most_tokens=8)
     x, bias = normal(1, size, device=device), normal(1280, device=device)
     for pdl in (False, True):
         actual = [kernel(x, packed, bias=bias, pdl=pdl) for packed, _ in pairs]
@@ -79,12 +57,12 @@ def test_one_row(
             assert_close(of_kernel, F.linear(x.float(), numbers, bias.float()).bfloat16())
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", FORMATS)
 def test_a_gated_row_to_be_normalized(device: torch.device, form: str) -> None:
     from minisgl_backend.kernels.cuda.linear import LinearKernel
 
-    packed, numbers = weight_of(form, 2560, 1024, device, gated=True)
-    kernel = LinearKernel((2560, 1024), device, gated=True, codes=kind_of(packed), most_tokens=8)
+    packed, numbers = packed_of(made(form, 2560, 1024, device), gated=True)
+    kernel = LinearKernel((2560, 1024), device, gated=True, codes=packed.kind, most_tokens=8)
     x, norm = normal(1, 1024, device=device, scale=3.0), normal(1024, device=device)
     bias = normal(2560, device=device)
     actual = kernel(**half_way(x, norm), weight=packed, bias=bias, pdl=True)
@@ -92,7 +70,7 @@ def test_a_gated_row_to_be_normalized(device: torch.device, form: str) -> None:
     assert_close(actual, (F.silu(gate) * up).bfloat16())
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("size", SIZES)
 def test_a_row_added_to_the_residual_stream(
     device: torch.device, form: str, size: int, monkeypatch: pytest.MonkeyPatch
@@ -101,15 +79,15 @@ def test_a_row_added_to_the_residual_stream(
 
     if size == 2048:
         several_rounds(monkeypatch)
-    packed, numbers = weight_of(form, 3072, size, device)
+    packed, numbers = packed_of(made(form, 3072, size, device))
     x, norm = normal(1, size, device=device), normal(3072, device=device)
     residual = normal(1, 3072, device=device)
     expected = (residual.float() + F.linear(x.float(), numbers)).bfloat16()
-    kernel = ResidualKernel((3072, size), device, codes=kind_of(packed), most_tokens=8)
+    kernel = ResidualKernel((3072, size), device, codes=packed.kind, most_tokens=8)
     check_residual(kernel, x, packed, residual, norm, expected)
 
 
-@pytest.mark.parametrize("form", ["bf16", "fp8-blocks", "fp8-channel", "int4-128-zeros", "mxfp4"])
+@pytest.mark.parametrize("form", ["fp8-blocks", "fp8-channel", "int4-128-zeros", "mxfp4"])
 @pytest.mark.parametrize(
     ("num_heads", "num_kv_heads", "head_dim"), [(16, 8, 128), (8, 4, 64), (14, 1, 128)]
 )
@@ -119,7 +97,7 @@ def test_heads_of_a_row(
 ) -> None:
     height = (num_heads + 2 * num_kv_heads) * head_dim
     for norms in (False, True):
-        given = weight_of(form, height, 1024, device)
+        given = packed_of(made(form, height, 1024, device))
         check_heads(device, 1, num_heads, num_kv_heads, head_dim, fp8, norms, given=given)
 
 
@@ -128,8 +106,6 @@ CUTS = [
     GemvCut(4, 10, 2),
     GemvCut(4, 3, 4),
     GemvCut(8, 2, 4),
-    GemvCut(8, 2, 4, splits=2),
-    GemvCut(8, 2, 4, splits=3),
 ]
 
 
@@ -140,11 +116,11 @@ def test_ways_to_cut_it(
     """A chain in which each reads what the one before has left, as in a layer."""
     from minisgl_backend.kernels.cuda.linear import LinearKernel, ResidualKernel
 
-    monkeypatch.setattr("minisgl_backend.kernels.cuda.linear.gemv_cut", lambda *_, **__: cut)
-    up, of_up = weight_of("int4-128-zeros", 2 * 5120, 5120, device, gated=True)
-    down, of_down = weight_of("int4-128-zeros", 5120, 5120, device)
-    first = LinearKernel((2 * 5120, 5120), device, gated=True, codes=kind_of(up), most_tokens=8)
-    second = ResidualKernel((5120, 5120), device, codes=kind_of(down), most_tokens=8)
+    monkeypatch.setattr("minisgl_backend.kernels.cuda.linear.gemv_cut", lambda *_: cut)
+    up, of_up = packed_of(made("int4-128-zeros", 2 * 5120, 5120, device), gated=True)
+    down, of_down = packed_of(made("int4-128-zeros", 5120, 5120, device))
+    first = LinearKernel((2 * 5120, 5120), device, gated=True, codes=up.kind, most_tokens=8)
+    second = ResidualKernel((5120, 5120), device, codes=down.kind, most_tokens=8)
     norm, residual = normal(5120, device=device), normal(1, 5120, device=device)
     expected = residual.float()
     given = half_way(residual, norm)

@@ -135,6 +135,38 @@ def test_gated_gemms_in_equal_parts(device: torch.device, cut: Cut, batch: int) 
         assert_close(of_kernel, (F.silu(gate) * up).bfloat16())
 
 
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize(("height", "in_features"), [(32, 2880), (2880, 4096), (528, 192)])
+def test_weights_whose_rows_no_tile_divides(
+    device: torch.device, batch: int, height: int, in_features: int
+) -> None:
+    """With a bias; behind all of them, and behind the results, lies what stays no number."""
+    from minisgl_backend.kernels.cuda.linear import LinearKernel, ResidualKernel
+
+    def with_more(tensor: Tensor) -> Tensor:
+        more = torch.full((300 * tensor[..., :1].numel(),), torch.nan, device=device).bfloat16()
+        memory.append(torch.cat([tensor.flatten(), more]))
+        return memory[-1][: tensor.numel()].view(tensor.shape)
+
+    memory: list[Tensor] = []
+    x, norm = normal(batch, in_features, device=device), with_more(normal(height, device=device))
+    weight = with_more(normal(height, in_features, device=device, scale=in_features**-0.5))
+    bias = with_more(normal(height, device=device))
+    out, residual = (with_more(normal(batch, height, device=device)) for _ in range(2))
+    y = F.linear(x.float(), weight.float(), bias.float())
+    expected = (residual.float() + y).bfloat16()
+    LinearKernel((height, in_features), device)(x, weight, bias=bias, out=out)
+    assert_close(out, y.bfloat16())
+    for cut in (None, *(cut for cut in EVEN_CUTS if height > 1000)):
+        stream = with_more(residual)
+        kernel = ResidualKernel(
+            (height, in_features), device, cuts=None if cut is None else {batch: cut}
+        )
+        check_residual(kernel, x, weight, stream, norm, expected, bias=bias)
+    for held in memory:
+        assert held[-300:].isnan().all()
+
+
 def check_residual(
     kernel: Any,
     x: Tensor,
@@ -142,8 +174,10 @@ def check_residual(
     residual: Tensor,
     norm: Tensor,
     expected: Tensor,
+    *,
+    bias: Tensor | None = None,
 ) -> None:
-    scaled, squares = kernel(x, weight, residual, norm)
+    scaled, squares = kernel(x, weight, residual, norm, bias=bias)
     assert_close(residual, expected)
     assert_close(scaled, (residual.float() * norm).bfloat16())
     torch.testing.assert_close(squares.sum(0), residual.float().square().sum(1))

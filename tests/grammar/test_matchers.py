@@ -158,6 +158,63 @@ def follow(grammars: Grammars, matcher: Matcher, text: str) -> bool:
     return EOS in allowed(grammars, matcher)
 
 
+def _closed(**properties: Any) -> dict[str, Any]:
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": list(properties),
+        "additionalProperties": False,
+    }
+
+
+@pytest.mark.parametrize(
+    ("schema", "right", "wrong"),
+    [
+        (  # Rust's enums, by reference
+            {
+                "oneOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}, {"type": "null"}],
+                "$defs": {
+                    "a": _closed(a={"type": "array", "items": {"$ref": "#"}}),
+                    "b": _closed(b={"type": "integer"}),
+                },
+            },
+            ['{"a": [{"b": 1}, null]}', "null"],
+            ['{"a": 1}', '{"a": [], "b": 1}'],
+        ),
+        (  # pydantic's dict[Color, int]
+            {
+                "type": "object",
+                "additionalProperties": {"type": "integer"},
+                "propertyNames": {"$ref": "#/$defs/color"},
+                "$defs": {"color": {"enum": ["red", "blue"], "title": "Color", "type": "string"}},
+            },
+            ["{}", '{"blue": 2}', '{"red": 1, "blue": 2}'],
+            ['{"green": 1}', '{"red": "x"}'],
+        ),
+        (  # zod's records
+            {
+                "type": "object",
+                "propertyNames": {"type": "string", "pattern": "^[a-c]+$"},
+                "additionalProperties": {"propertyNames": {"type": "string"}, "type": "object"},
+            },
+            ['{"ab": {"x": 1}}'],
+            ['{"d": {}}', '{"a": 1}'],
+        ),
+        (
+            {"type": "array", "items": {"format": "path", "type": "string"}, "uniqueItems": False},
+            ['["a", "a"]'],
+            ["[1]"],
+        ),
+    ],
+)
+def test_schemas_in_words_that_are_enforced(
+    grammars: Grammars, schema: dict[str, Any], right: list[str], wrong: list[str]
+) -> None:
+    for text in (*right, *wrong):
+        matcher = compiled(grammars, "json_schema", schema)
+        assert follow(grammars, matcher, text) == (text in right), text
+
+
 TAG = {
     "structures": [{"begin": "<a>", "schema": {"type": "object"}, "end": "</a>"}],
     "at_least_one": True,
@@ -401,6 +458,12 @@ def test_a_section_of_tokens_that_there_are_not(grammars: Grammars, section: Any
             {"properties": {"a": {"items": {"uniqueItems": True}}}},
             "uniqueItems.*at #/properties/a/items/uniqueItems",
         ),
+        (
+            "json_schema",
+            {"items": {"uniqueItems": True, "propertyNames": {}}, "uniqueItems": False},
+            "^json_schema: uniqueItems is not supported, at #/items/uniqueItems$",
+        ),
+        ("json_schema", {"if": {}, "then": {}}, "^json_schema: if and then are not supported"),
         ("json_schema", "{", "must be JSON"),
         ("json_schema", [1], "must be an object"),
         ("json_schema", {"$ref": "#/$defs/none"}, r"'/\$defs/none' does not exist, at #/\$ref"),

@@ -110,7 +110,7 @@ def test_bad_parameters_are_told_in_the_words_of_the_server(
         ("a", 3, "params must be a mapping or a list of them, got 3"),
         ("a", [3], "params must be a mapping or a list of them, got 3"),
         ("a", {3: 4}, "unknown parameter 3"),
-        ("a", {"messages": "[]"}, "messages are the prompt, which is no parameter in process"),
+        ("a", {"messages": "[]"}, "messages are the prompt, which is not a parameter in process"),
         ("a", {"stream": True}, "stream is not supported in process: call LLM.stream"),
         ("a", {"timeout": 3}, "unknown parameter 'timeout'; did you mean 'timeout_ms'?"),
         ("a", {"tools": []}, "tools goes with messages"),

@@ -1,5 +1,5 @@
 """What interrupts a call of ``LLM``: Ctrl-C at every point of it and while it closes, and errors of
-the porter."""
+the submitter."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 
 from minisgl_backend import LLM
 from minisgl_backend.offline.call import Mailbox
-from minisgl_backend.offline.porter import Visit
+from minisgl_backend.offline.submitter import CallQueue
 
 _AT_EVERY_POINT = """
 import concurrent.futures, sys, threading
@@ -146,22 +146,22 @@ def test_ctrl_c_ends_a_script_and_its_requests(tmp_path: Path) -> None:
 
 
 def test_a_caller_does_not_wait_for_prompts_that_cannot_be_prepared(llm: LLM) -> None:
-    """What goes wrong on the porter's thread reaches the call, and the porter goes on."""
+    """What goes wrong on the submitter's thread reaches the call, and the submitter goes on."""
     told: SimpleQueue[Mailbox | Exception] = SimpleQueue()
     call = llm._call("one", {"max_tokens": 1}, stream=False)
 
-    def guests() -> Iterator[Mailbox]:
-        yield Mailbox(0, call._asked[0], call._vocabulary, told, llm._porter)
+    def prompts() -> Iterator[Mailbox]:
+        yield Mailbox(0, call._prepared[0], call._vocabulary, told, llm._submitter)
         raise ValueError("no second one")
 
-    llm._porter.enter(Visit(guests(), on_refused=told.put))
+    llm._submitter.submit(CallQueue(prompts(), on_failed=told.put))
     assert str(told.get(timeout=60)) == "no second one"
     assert len(llm.generate("one", {"max_tokens": 1})) == 1
 
 
 def test_a_caller_does_not_wait_for_threads_that_cannot_be_started() -> None:
     with LLM(num_pages=64) as llm:
-        llm._porter._pool.shutdown()
+        llm._submitter._pool.shutdown()
         with pytest.raises(RuntimeError, match="cannot schedule new futures"):
             llm.generate(["one", "two"], {"max_tokens": 1})
         assert len(llm.generate("one", {"max_tokens": 1})) == 1

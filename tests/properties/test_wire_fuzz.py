@@ -199,7 +199,7 @@ def test_chunks(text: str) -> None:
                 check_sentence(error)
                 return
             if answer is not None:
-                answer_arrays(answer, ALL_WANTED, ENCODER.vocabulary.token_text)
+                answer_arrays(answer, ALL_WANTED, ENCODER.vocabulary.token_bytes)
 
 
 MESSAGE_KEYS = st.sampled_from(

@@ -3,6 +3,7 @@ replica ends at a certain moment cannot be provoked with real ones."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -15,9 +16,10 @@ from minisgl_backend.replicas.door import ReplicatedEngine
 from minisgl_backend.replicas.messages import (
     Message,
     News,
-    decode_other_event,
+    decode_event,
     decode_request,
     encode_event,
+    encode_news,
     encode_samples,
     encode_stats,
 )
@@ -31,6 +33,7 @@ from minisgl_backend.request import (
     Request,
     RequestId,
     SamplingParams,
+    TokenLogprobs,
     samples_of,
 )
 from minisgl_backend.runtime.recorder import EngineStats, Samples
@@ -74,7 +77,7 @@ class FakeReplica:
     @property
     def aborted(self) -> list[tuple[RequestId, Event]]:
         news = [message["abort"] for message in self.sent if "abort" in message]
-        return [(RequestId(each[1]), decode_other_event(each)) for each in news]
+        return [(RequestId(each[1]), decode_event(each)) for each in news]
 
 
 class World:
@@ -114,7 +117,7 @@ class World:
         self.engine.take(replica, {"news": list(news)})
 
     def event(self, request_id: RequestId, event: Event) -> None:
-        self.tell(self.place(request_id), encode_event(request_id, event))
+        self.tell(self.place(request_id), *encode_news([(request_id, event)]))
 
 
 def stats(num_steps: int, *, num_running: int = 0) -> EngineStats:
@@ -155,7 +158,10 @@ def test_a_request_that_has_told_nothing_goes_to_another_replica() -> None:
     assert (moved.sampling.seed, moved.cache_salt, moved.label) == (3, "s", "client's")
     assert moved.sampling.logit_bias == ((5, 0.5),)
     world.tell(other.number, encode_event(request, Admitted(4)))
-    world.tell(other.number, [request, 42], [request, 43, 1], encode_event(request, DONE))
+    last = Generated(43, is_last=True)
+    world.tell(
+        other.number, *encode_news([(request, Generated(42)), (request, last), (request, DONE)])
+    )
     assert world.events[request] == [Admitted(0), Generated(42), Generated(43, None, True), DONE]
     assert world.engine.stats().num_open == 0
 
@@ -165,7 +171,7 @@ def test_a_request_that_has_told_a_token_fails_and_others_go_on() -> None:
     told, silent = world.submit()[0], world.submit()[0]
     first = world.place(told)
     assert first == world.place(silent), "both have one prefix"
-    world.tell(first, [told, 42])
+    world.event(told, Generated(42))
     world.engine.lost(first, is_last=False)
     end = world.events[told][-1]
     assert isinstance(end, Failed) and end.error.code == "INTERNAL"
@@ -191,7 +197,7 @@ def test_samples_move_together_or_not_at_all() -> None:
     world = World(routing_slack=1.0)
     told, silent = world.submit(n=2), world.submit(n=3)
     first = world.place(told[0])
-    world.tell(first, [told[1], 42])
+    world.event(told[1], Generated(42))
     world.engine.lost(first, is_last=False)
     assert all(isinstance(world.events[each][-1], Failed) for each in told)
     assert world.replicas[1 - first].requests == [silent]
@@ -299,7 +305,7 @@ def test_observations_of_all_replicas_come_together() -> None:
 def test_closing_ends_what_is_open() -> None:
     world = World()
     told, silent = world.submit(), world.submit()
-    world.tell(world.place(told[0]), [told[0], 42])
+    world.event(told[0], Generated(42))
     assert world.engine.close(drain_s=0)
     for request in (*told, *silent):
         end = world.events[request][-1]
@@ -319,5 +325,24 @@ def test_a_sink_that_fails_does_not_reach_other_requests() -> None:
 
     world.engine.submit(request, broken)
     replica = world.place(good)
-    world.tell(replica, [request.id, 3], [good, 3])
+    world.tell(replica, *encode_news([(request.id, Generated(3)), (good, Generated(3))]))
     assert world.events[good] == [Generated(3)]
+
+
+def test_tokens_of_a_step_are_one_piece_of_news_among_others_in_order() -> None:
+    """Those with more than their number stand by themselves."""
+    scored = Generated(3, TokenLogprobs(-0.5, 1, ((3, -0.5), (4, -1.5))))
+    a, b = RequestId(1), RequestId(2)
+    news = encode_news(
+        [
+            (a, Admitted(0)),
+            (a, Generated(5)),
+            (b, Generated(6)),
+            ["0"],
+            (a, Generated(7)),
+            (b, scored),
+        ]
+    )
+    assert [each[0] for each in news] == ["a", "t", "0", "t", "g"]
+    assert news[1] == ["t", [1, 2], [5, 6]]
+    assert decode_event(json.loads(json.dumps(news[4]))) == scored

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import re
@@ -116,6 +117,34 @@ def test_it_starts_again_what_was_killed(folder: Path) -> None:
         assert answer["text_output"]
         assert len(stats["models"]) == 3
         assert not any(runs(model["pid"]) for model in stats["models"])
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=60)
+        assert process.returncode == 0
+    assert not list(folder.iterdir())
+
+
+def test_a_kill_ends_all_of_it_at_once(folder: Path) -> None:
+    """Requests in flight are not waited for: the ports are free for the next server, which removes
+    what is left."""
+    with serve(*PORTS, "--drain-timeout-s", "600", folder=folder) as process:
+        text = "".join(lines_until(process, "health"))
+        (health,) = re.findall(r"health +(http://\S+)/ready", text)
+        (port,) = re.findall(r"HTTP +http://\S+:(\d+)", text)
+        wait_for(lambda: get(health + "/ready")["ready"], "a ready server", 60)
+        stats = get(health + "/stats")
+        pids = [stats["tritonserver"]["pid"], *(model["pid"] for model in stats["models"])]
+        body = {"text_input": "x", "stream": True, "ignore_eos": True, "max_tokens": 8000}
+        url = f"http://127.0.0.1:{port}/v2/models/minisgl/generate_stream"
+        request = urllib.request.Request(url, data=json.dumps(body).encode())
+        with urllib.request.urlopen(request, timeout=60) as stream:
+            assert stream.readline()
+            process.kill()
+            with pytest.raises((http.client.IncompleteRead, ConnectionError)):
+                stream.read()
+        wait_for(lambda: not any(map(runs, pids)), "the end of its processes", 60)
+    assert list(folder.iterdir())
+    with serve(f"--http-port={port}", *PORTS[1:], folder=folder) as process:
+        lines_until(process, "ready after")
         process.send_signal(signal.SIGTERM)
         process.communicate(timeout=60)
         assert process.returncode == 0

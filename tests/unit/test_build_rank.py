@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 import pytest
 import torch
+from torch import nn
 
 from minisgl_backend import build_rank, rank_memory
 from minisgl_backend.attention.base import AttentionSetting, AttentionShape, PagedAttention
@@ -286,6 +287,34 @@ def test_too_little_memory_for_pages(
     )
     with pytest.raises(ConfigError, match=message):
         build_rank.build_rank(facts, OneRank, lambda: None)
+
+
+def test_all_ranks_capture_the_same() -> None:
+    """Masks are rank 0's, but what is captured for steps with masks has sums over all ranks."""
+    attention: Any = SimpleNamespace(can_capture=True, captures_chunks=False, name="any")
+    limits = []
+    for rank in range(2):
+        model: Any = SimpleNamespace(
+            group=SimpleNamespace(size=2, rank=rank),
+            model=SimpleNamespace(layers=nn.ModuleList()),
+            spec=facts_of().spec,
+            dtype=torch.bfloat16,
+        )
+        limits.append(build_rank._limits(facts_of(2), attention, model, 64))
+    assert limits[0] == limits[1]
+    assert limits[0].takes_masks and limits[0].graph_sizes
+
+
+@pytest.mark.parametrize(("windows", "num_window_pages"), [((8,), 100), ((8, None), 50)])
+def test_all_pages_that_were_asked_for_hold_keys(
+    windows: tuple[int | None, ...], num_window_pages: int
+) -> None:
+    """If all layers have windows, only window pages do."""
+    facts = facts_of(num_pages=100, page_size=1)
+    num_layers = facts.spec.num_layers
+    shape = replace(facts.shape, windows=(windows * num_layers)[:num_layers], window_pages=True)
+    found = rank_memory.cache_sizes(replace(facts, shape=shape), OneRank())
+    assert (found.num_pages, found.num_window_pages) == (100, num_window_pages)
 
 
 @pytest.mark.parametrize(

@@ -66,6 +66,14 @@ def test_the_device_is_known_where_it_is_named() -> None:
             None,
             "group_attention=true needs cache=radix",
         ),
+        (
+            {"schedule_policy": "lpm", "cache": "naive"},
+            None,
+            "schedule_policy=lpm needs cache=radix",
+        ),
+        ({"state_snapshots": 2, "cache": "naive"}, None, "state_snapshots=2 needs cache=radix"),
+        ({"max_loras": 4}, None, "max_loras needs enable_lora"),
+        ({"max_lora_rank": 32}, None, "max_lora_rank needs enable_lora"),
         ({"moe_backend": "torch"}, "cuda", "moe_backend=torch on a GPU needs cuda_graph"),
         ({"batch_invariant": True}, "cpu", "batch_invariant=True needs a GPU"),
         *(
@@ -137,6 +145,7 @@ def test_options_that_only_a_gpu_can_judge(given: dict[str, Any]) -> None:
     ("given", "message"),
     [
         ({"tensor_parallel_size": 3}, "cannot be split evenly over 3"),
+        ({"state_snapshots": 2}, "state_snapshots: Qwen3ForCausalLM has no recurrent layers"),
         ({"max_sequence_length": 8193}, "8193 exceeds the model's context of 8192"),
         ({"num_pages": 10**10}, r"num_pages=10000000000 of 16 positions would take 655,360,00\S+ "),
         ({"num_pages": 10**8, "page_size": 1024}, "num_pages=100000000 of 1024 positions would"),

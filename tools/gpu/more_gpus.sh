@@ -2,11 +2,12 @@
 # What four or eight GPUs of one host show. In the repository's root, on the GPU machine, with .gpu/
 # packed by `python -m tools.gpu kernels`:
 #     tools/gpu/more_gpus.sh 4|8 [PART ...]
+# alone: throughput and prefix hits of one engine; replicas: the same of one engine on each GPU;
 # dense: decode steps and throughput of the 14B and 32B shapes, the layers split over all GPUs;
 # experts: the same of 30B-A3B, experts sliced and whole, and with eight GPUs of 235B-A22B in FP8;
-# replicas: throughput and prefix hits of one engine on each GPU; lost: a lost rank and a lost
-# replica. They take two to five minutes each. server: replicas through tritonserver, for which
-# .gpu/server.tar.xz is brought in a second call, since both archives are too much for one.
+# lost: a lost rank and a lost replica. They take two to five minutes each. server: replicas through
+# tritonserver, for which .gpu/server.tar.xz is brought in a second call, since both archives are too
+# much for one.
 source tools/gpu/steps.sh
 NUMBER=${1:?4 or 8}
 shift
@@ -16,12 +17,11 @@ dense() {
     local model
     for shape in qwen3-14b qwen3-32b; do
         model=$(dummy $shape)
-        for comm in nccl pynccl flashinfer; do
+        for comm in flashinfer nccl; do
             measure decode-$shape-$comm 75 "$DECODE $SIZES $model $SPLIT --comm $comm"
         done
         measure offline-$shape-flashinfer 75 "$OFFLINE $model $SPLIT --comm flashinfer"
     done
-    measure offline-qwen3-14b-nccl 75 "$OFFLINE $(dummy qwen3-14b) $SPLIT --comm nccl"
 }
 
 experts() {
@@ -43,16 +43,17 @@ experts() {
 }
 
 lost() {
-    tests_of tokens 100 "$RANKS -k 'demo_model and $NUMBER'"
-    tests_of lost-replica 100 "tests/gpu/test_replicas.py"
+    tests_of tokens 100 "$RANKS -k 'demo_model and $NUMBER'" &
+    tests_of lost-replica 100 "tests/gpu/test_replicas.py" &
+    wait
     for how in stopped killed; do
         tests_of "lost-$how" 80 "$RANKS -k 'lost and $NUMBER-nccl-$how'"
     done
 }
 
-for part in ${*:-dense experts replicas lost}; do
+for part in ${*:-alone replicas dense experts lost}; do
     case $part in
-        replicas | server) "$part" "$NUMBER" ;;
+        alone | replicas | server) "$part" "$NUMBER" ;;
         *) "$part" ;;
     esac
 done

@@ -85,47 +85,59 @@ LENGTHS="--input-length 100 1024 --output-length 100 1024 --temperature 0.6"
 OFFLINE="$MINISGL bench offline --requests 256 $LENGTHS"
 RANKS=tests/gpu/test_ranks.py
 
-# replicas NUMBER: throughput and prefix hits of so many replicas beside those of one engine. Each
-# replica gets as many requests as the one engine, but for `strong`, which has the same for all.
+# alone: figures of one engine, with as many requests as each replica gets, but for `strong`, which
+# has those of all. With four GPUs all run at once.
+alone() {
+    local number=$1 small large offline="$MINISGL bench offline $LENGTHS"
+    small=$(dummy qwen3-0.6b) large=$(dummy qwen3-14b)
+    {
+        CUDA_VISIBLE_DEVICES=0 measure one-0.6b 80 "$offline $small --requests 256"
+        CUDA_VISIBLE_DEVICES=0 measure prefixes-one 50 "$MINISGL bench prefixes $small"
+    } &
+    CUDA_VISIBLE_DEVICES=1 measure one-14b 100 "$offline $large --requests 128" &
+    [ "$number" -ge 4 ] || wait
+    {
+        CUDA_VISIBLE_DEVICES=$((number - 1)) measure strong-0.6b 70 \
+            "$offline $small --requests $((256 * number))"
+    } &
+    if [ "$number" -ge 4 ]; then
+        CUDA_VISIBLE_DEVICES=2 measure offline-one-14b 100 "$OFFLINE $large" &
+    fi
+    wait
+}
+
+# replicas NUMBER: throughput and prefix hits of so many replicas beside those of one engine, after
+# `alone` on the same machine
 replicas() {
     local number=$1 small large
     local all="--data-parallel-size $number" offline="$MINISGL bench offline $LENGTHS"
-    local each="--requests 256" of_all="--requests $((256 * number))"
-    local of_large="--requests 128" of_all_large="--requests $((128 * number))"
     small=$(dummy qwen3-0.6b) large=$(dummy qwen3-14b)
-    {
-        CUDA_VISIBLE_DEVICES=0 measure one-0.6b 80 "$offline $small $each"
-        CUDA_VISIBLE_DEVICES=0 measure strong-0.6b 50 "$offline $small $of_all"
-        CUDA_VISIBLE_DEVICES=0 measure prefixes-one 50 "$MINISGL bench prefixes $small"
-    } &
-    CUDA_VISIBLE_DEVICES=1 measure one-14b 100 "$offline $large $of_large" &
-    wait
-    measure replicas-0.6b 60 "$offline $small $of_all $all"
+    measure replicas-0.6b 60 "$offline $small --requests $((256 * number)) $all"
     measure replicas-prefixes 60 "$MINISGL bench prefixes $small $all"
-    measure replicas-14b 90 "$offline $large $of_all_large $all"
+    measure replicas-14b 90 "$offline $large --requests $((128 * number)) $all"
     beside one-0.6b replicas-0.6b
     beside strong-0.6b replicas-0.6b
     beside one-14b replicas-14b
     beside prefixes-one replicas-prefixes
 }
 
-# server NUMBER: the same through tritonserver, after `replicas` on the same machine
+# server NUMBER: the same through tritonserver, after `alone` and `replicas` on the same machine
 server() {
     local number=$1 small large
     local python=${MINISGL_SERVER_PYTHON:?needs .gpu/server.tar.xz}
     local share="$python -m minisgl_backend.cli bench server-share $LENGTHS"
     local all="--data-parallel-size $number --clients 16"
     small=$(dummy qwen3-0.6b) large=$(dummy qwen3-14b)
-    alone() { [ ! -e "$FIGURES/$1.json" ] || echo "--alone $FIGURES/$1.json"; }
-    CUDA_VISIBLE_DEVICES=0 measure server-one-0.6b 90 "$share $small --requests 256 $(alone one-0.6b)" &
+    of() { [ ! -e "$FIGURES/$1.json" ] || echo "--alone $FIGURES/$1.json"; }
+    CUDA_VISIBLE_DEVICES=0 measure server-one-0.6b 90 "$share $small --requests 256 $(of one-0.6b)" &
     CUDA_VISIBLE_DEVICES=1 measure server-one-14b 120 \
-        "$share $large --requests 128 $(alone one-14b)" &
+        "$share $large --requests 128 $(of one-14b)" &
     wait
     measure server-replicas-0.6b 80 \
-        "$share $small --requests $((256 * number)) $all $(alone replicas-0.6b)"
+        "$share $small --requests $((256 * number)) $all $(of replicas-0.6b)"
     beside server-one-0.6b server-replicas-0.6b
     measure server-replicas-14b 90 \
-        "$share $large --requests $((128 * number)) $all $(alone replicas-14b)"
+        "$share $large --requests $((128 * number)) $all $(of replicas-14b)"
     beside server-one-14b server-replicas-14b
     step check-replicas 100 "$python -m minisgl_backend.cli check --fault F28 --requests 600"
 }

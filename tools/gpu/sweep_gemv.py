@@ -27,10 +27,8 @@ from tools.gpu.sweep_linear import (
     SHAPES,
     Inputs,
     Layer,
-    kinds_of,
     layers_of,
     made,
-    numbers_of,
     results,
     run,
     seconds,
@@ -48,11 +46,11 @@ WARPS_OF_PROCESSOR: Final = (12, 15, 16, 18, 20, 24, 28)
 """Fewer warps have more registers each."""
 
 
-def kernel_of(name: str, kind: CodesKind | None, cut: GemvCut | None, device: torch.device) -> Any:
+def kernel_of(name: str, kind: CodesKind, cut: GemvCut | None, device: torch.device) -> Any:
     """With a ring if ``cut`` is None."""
     shape = SHAPES[name]
     head_dim = HEAD_DIM if name == "qkv" else None
-    of_ring = cut_of(8, *shape, head_dim=head_dim, numbers=numbers_of(name, kind))
+    of_ring = cut_of(8, *shape, head_dim=head_dim, numbers=kind.numbers(shape[1]))
     kernel = made(name, of_ring, kind, device)
     if cut is not None:
         macros = {**RESULTS, **OF_SHAPES[name]}
@@ -60,16 +58,15 @@ def kernel_of(name: str, kind: CodesKind | None, cut: GemvCut | None, device: to
     return kernel
 
 
-def usual_of(name: str, kind: CodesKind | None) -> GemvCut:
-    return usual_cut(*SHAPES[name], kind, of_heads=name == "qkv")
+def usual_of(name: str, kind: CodesKind) -> GemvCut:
+    return usual_cut(*SHAPES[name], kind)
 
 
-def cuts_for(name: str, kind: CodesKind | None) -> Iterator[GemvCut]:
+def cuts_for(name: str, kind: CodesKind) -> Iterator[GemvCut]:
     in_features = SHAPES[name][1]
     most = usual_of(name, kind).columns
-    group = 0 if kind is None else kind.group
     for columns in (8, 4) if most == 8 else (most,):
-        batches = in_features // (columns * (group or 128))
+        batches = in_features // (columns * (kind.group or 128))
         for warps in WARPS:
             rounds = -(-batches // warps)
             if warps > batches or rounds * warps > 1.25 * batches:
@@ -80,7 +77,7 @@ def cuts_for(name: str, kind: CodesKind | None) -> Iterator[GemvCut]:
 
 def sweep(form: str, device: torch.device) -> None:
     layers = layers_of(form, device)
-    kinds = kinds_of(layers[0])
+    kinds = {name: packed.kind for name, packed in layers[0].items()}
     wanted: list[tuple[str, GemvCut | None]] = [(name, None) for name in SHAPES]
     wanted += [(name, usual_of(name, kinds[name])) for name in SHAPES]
     wanted += [(name, cut) for name in SHAPES for cut in cuts_for(name, kinds[name])]
@@ -121,7 +118,7 @@ def table(
         after = show(text, {**base, name: kernel}, before)
         if name not in best or after < best[name][0]:
             best[name] = after, cut
-    usual = {name: usual_of(name, kind) for name, kind in kinds_of(layers[0]).items()}
+    usual = {name: usual_of(name, packed.kind) for name, packed in layers[0].items()}
     show("the usual of each", {name: kernels[name, cut] for name, cut in usual.items()}, before)
     chosen = {name: cut for name, (_, cut) in best.items()}
     show("the best of each", {name: kernels[name, cut] for name, cut in chosen.items()}, before)

@@ -1,12 +1,12 @@
 """``python3 -m tools.gpu.sweep_linear FORMS SIZES``: the GEMMs of a layer, by how they are cut.
 
 For the GPU machine, in the repository's root, after ``source tools/gpu/activate.sh``. FORMS are of
-bf16, fp8 (blocks of 128 x 128) and int4 (groups of 128, zero points), such as fp8,int4; SIZES
-numbers of tokens, such as 1,64. The shape is that of Qwen3-14B. The four GEMMs run in turn, in a
-captured graph over the weights of several layers, so that none is in the L2 cache, as they do in a
-decode step but for attention. First come the cuts that ``kernels.linear_cut`` has; then, of one
-GEMM after the other, others in their place. The table has microseconds a layer, the difference that
-a cut makes, and how far its results are from those of the first, relative to their size.
+fp8 (blocks of 128 x 128) and int4 (groups of 128, zero points), such as fp8,int4; SIZES numbers of
+tokens, such as 1,64. The shape is that of Qwen3-14B. The four GEMMs run in turn, in a captured
+graph over the weights of several layers, so that none is in the L2 cache, as they do in a decode
+step but for attention. First come the cuts that ``kernels.linear_cut`` has; then, of one GEMM after
+the other, others in their place. The table has microseconds a layer, the difference that a cut
+makes, and how far its results are from those of the first, relative to their size.
 """
 
 from __future__ import annotations
@@ -23,15 +23,7 @@ import torch
 from torch import Tensor
 
 from minisgl_backend.kernels.cuda.linear import HeadsKernel, LinearKernel, ResidualKernel
-from minisgl_backend.kernels.linear_cut import (
-    BATCHES,
-    CODES_BLOCK,
-    FEW_TOKENS,
-    PLAIN,
-    Cut,
-    Numbers,
-    cut_of,
-)
+from minisgl_backend.kernels.linear_cut import BATCHES, CODES_BLOCK, FEW_TOKENS, Cut, cut_of
 from minisgl_backend.kernels.packed_weight import CodesKind, PackedWeight, pack
 from minisgl_backend.kernels.quantized import quantize
 from minisgl_backend.weight_format import Encoding
@@ -49,8 +41,7 @@ SHAPES: Final = {
     "gate, up": (2 * INNER, HIDDEN),
     "down": (HIDDEN, INNER),
 }
-FORMS: Final[dict[str, tuple[Encoding, tuple[int, int], bool] | None]] = {
-    "bf16": None,
+FORMS: Final = {
     "fp8": (Encoding.E4M3, (128, 128), True),
     "int4": (Encoding.INT4, (1, 128), False),
 }
@@ -59,7 +50,7 @@ MOST_STAGES: Final = 8
 MOST_BLOCKS: Final = 132
 
 Kernels = Mapping[str, Any]
-Layer = Mapping[str, Tensor | PackedWeight]
+Layer = Mapping[str, PackedWeight]
 
 
 @dataclass(frozen=True)
@@ -95,7 +86,7 @@ class Inputs:
         )
 
 
-def made(name: str, cut: Cut, kind: CodesKind | None, device: torch.device) -> Any:
+def made(name: str, cut: Cut, kind: CodesKind, device: torch.device) -> Any:
     cuts, shape = {256: cut}, SHAPES[name]
     if name == "qkv":
         return HeadsKernel(
@@ -177,16 +168,16 @@ def with_stages(cut: Cut, in_features: int) -> Cut | None:
     return fitting[-1] if fitting else None
 
 
-def cuts_for(name: str, tokens: int, kind: CodesKind | None) -> Iterator[Cut]:
+def cuts_for(name: str, tokens: int, kind: CodesKind) -> Iterator[Cut]:
     height, width = SHAPES[name]
-    numbers = numbers_of(name, kind)
+    numbers = kind.numbers(width)
     for features in (HEAD_DIM,) if name == "qkv" else (64, 128):
         splits = [
             splits
             for splits in (1, 2, 4, 8)
             if splits * height // features <= MOST_BLOCKS and width % (splits * numbers.block) == 0
         ]
-        for ways in (1, 2) if kind is not None and tokens <= FEW_TOKENS else (1,):
+        for ways in (1, 2) if tokens <= FEW_TOKENS else (1,):
             tile = Cut(features, tokens, 1, numbers=numbers, ways=ways)
             cuts = [replace(tile, even=True), *(replace(tile, splits=of) for of in splits[-1:])]
             yield from filter(None, (with_stages(cut, width) for cut in cuts))
@@ -197,47 +188,29 @@ def described(cut: Cut) -> str:
     return f"{cut.features:3} features, {cut.ways} ways, {cut.stages} stages, {how}"
 
 
-def layers_of(form: str, device: torch.device) -> list[Layer]:
+def layers_of(form: str, device: torch.device) -> Sequence[Layer]:
     """The weights of several layers, equal ones."""
-    first: dict[str, Tensor | PackedWeight] = {}
+    encoding, block, symmetric = FORMS[form]
+    first: dict[str, PackedWeight] = {}
     for name, (height, width) in SHAPES.items():
         plain = torch.randn(height, width, device=device, dtype=torch.bfloat16).mul_(width**-0.5)
-        how = FORMS[form]
-        if how is None:
-            first[name] = plain
-            continue
-        encoding, block, symmetric = how
         weight = quantize(plain, encoding, block, symmetric=symmetric)
         packed = pack(weight, gated=name == "gate, up")
         assert packed is not None
         first[name] = packed
-    copies = (
+    return [first] + [
         {name: _copy(packed) for name, packed in first.items()} for _ in range(NUM_LAYERS - 1)
-    )
-    return [first, *copies]
+    ]
 
 
 def sweep(form: str, sizes: Sequence[int], device: torch.device) -> None:
     layers = layers_of(form, device)
-    kinds = kinds_of(layers[0])
+    kinds = {name: packed.kind for name, packed in layers[0].items()}
     for size in sizes:
         sweep_size(form, size, layers, kinds, device)
 
 
-def kinds_of(layer: Layer) -> dict[str, CodesKind | None]:
-    return {
-        name: weight.kind if isinstance(weight, PackedWeight) else None
-        for name, weight in layer.items()
-    }
-
-
-def numbers_of(name: str, kind: CodesKind | None) -> Numbers:
-    return PLAIN if kind is None else kind.numbers(SHAPES[name][1])
-
-
-def _copy(packed: Tensor | PackedWeight) -> Tensor | PackedWeight:
-    if isinstance(packed, Tensor):
-        return packed.clone()
+def _copy(packed: PackedWeight) -> PackedWeight:
     weight = replace(packed.weight, codes=packed.weight.codes.clone())
     return replace(packed, weight=weight, scales=packed.scales.clone())
 
@@ -246,7 +219,7 @@ def sweep_size(
     form: str,
     size: int,
     layers: Sequence[Layer],
-    kinds: Mapping[str, CodesKind | None],
+    kinds: Mapping[str, CodesKind],
     device: torch.device,
 ) -> None:
     batch = next(batch for batch in BATCHES if size <= batch)
@@ -256,7 +229,7 @@ def sweep_size(
             batch,
             *shape,
             head_dim=HEAD_DIM if name == "qkv" else None,
-            numbers=numbers_of(name, kinds[name]),
+            numbers=kinds[name].numbers(shape[1]),
         )
         for name, shape in SHAPES.items()
     }

@@ -3,8 +3,8 @@
 # `python -m tools.gpu kernels`:
 #     tools/gpu/two_gpus.sh [PART ...]
 # tests: of groups, tokens, nodes and replicas; speed: decode steps and throughput on one and two
-# GPUs; lost: what becomes of an engine that loses a rank; replicas: throughput and prefix hits of
-# two engines. They take two to five minutes each. server: the same through tritonserver, for which
+# GPUs; lost: what becomes of an engine that loses a rank; alone, then replicas: throughput and prefix
+# hits of one engine and of two. They take two to five minutes each. server: the same through tritonserver, for which
 # .gpu/server.tar.xz is brought in a second call, since both archives are too much for one.
 source tools/gpu/steps.sh
 
@@ -46,9 +46,9 @@ lost() {
     done
 }
 
-for part in ${*:-tests libraries speed lost replicas}; do
+for part in ${*:-tests libraries speed lost alone replicas}; do
     case $part in
-        replicas | server) "$part" 2 ;;
+        alone | replicas | server) "$part" 2 ;;
         *) "$part" ;;
     esac
 done

@@ -155,8 +155,8 @@ def _routed(x: Tensor, router: Tensor, experts: ExpertWeights, rule: RoutingRule
         gate=experts.gate,
         wide=False,
     )
-    logits = functools.partial(F.linear, x, router)
-    return sum_outputs(*kernels(x, router, logits, experts, pdl=True), pdl=True)  # as in a layer
+    outputs = kernels(x, router, lambda _: F.linear(x, router), experts, pdl=True)
+    return sum_outputs(*outputs, pdl=True)  # as in a layer
 
 
 @functools.cache

@@ -205,12 +205,12 @@ def _parameter(text: str) -> tuple[str, Any]:
     if not equals or not name:
         raise click.BadParameter(f"{text!r} is not NAME=VALUE")
     if name in ("prompt", "messages", "request_id"):  # the command's to say
-        raise click.BadParameter(f"{name} is no parameter")
+        raise click.BadParameter(f"{name} is not a parameter")
     if INPUTS.get(name) == "BYTES" and not (name in LISTS and value.startswith("[")):
         return name, value  # text as it is, though it may look like a number
     try:
         return name, json.loads(value)
     except ValueError:
         if name in INPUTS:
-            raise click.BadParameter(f"{name}: {value!r} is no value for it") from None
+            raise click.BadParameter(f"{name}: {value!r} is not a valid value") from None
         return name, value

@@ -172,7 +172,7 @@ def _settings(url: str, headers: Mapping[str, str]) -> dict[str, Any]:
     try:
         base_url = httpx.URL(url)
     except httpx.InvalidURL as error:
-        raise InvalidArgument(f"{url} is no address for http: {error}") from None
+        raise InvalidArgument(f"{url} is not an address for http: {error}") from None
     return {
         "base_url": base_url,
         "headers": {"Accept": "text/event-stream", **headers},

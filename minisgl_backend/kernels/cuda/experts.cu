@@ -167,40 +167,51 @@ __device__ __forceinline__ void gather_rows(const Arguments& args, u32 ring, u32
 
 // ---- finishing
 
-// The results of a warp, 8 tokens at a time over its part of shared memory to rows of the output.
-__device__ __forceinline__ void finish_tile(
-    const Arguments& args, const Tile& tile, const float (&c)[TOKENS / 2], u8* finished) {
-    constexpr int CHUNKS = GATED ? 1 : 2;   // of 16 bytes that the warp has of a token
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const int* const pairs = args.pairs + (u64)tile.block * TOKENS;
+constexpr int CHUNKS = GATED ? 1 : 2;   // of 16 bytes that a warp has of a token
+
+// What a thread needs to finish a tile; of few tokens it is read before they are multiplied.
+struct Ends {
     int stored[TOKENS / 8];   // the row that the lane stores
     float2 factors[TOKENS / 8];
+    float scale, scale_8, bias, bias_8;   // of the two features of its sums
+
+    __device__ __forceinline__ void read(const Arguments& args, const Tile& tile) {
+        const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+        const int* const pairs = args.pairs + (u64)tile.block * TOKENS;
 #pragma unroll
-    for (int i = 0; i < TOKENS / 8; ++i) {
-        stored[i] = lane < 8 * CHUNKS ? __ldcg(pairs + 8 * i + lane / CHUNKS) : args.num_pairs;
-        factors[i] = make_float2(1, 1);
-        if (args.factors) {
-            const int first = __ldcg(pairs + 8 * i + lane % 4 * 2), second = __ldcg(pairs + 8 * i + lane % 4 * 2 + 1);
-            if (first < args.num_pairs) factors[i].x = args.factors[first / args.top_k];
-            if (second < args.num_pairs) factors[i].y = args.factors[second / args.top_k];
+        for (int i = 0; i < TOKENS / 8; ++i) {
+            stored[i] = lane < 8 * CHUNKS ? __ldcg(pairs + 8 * i + lane / CHUNKS) : args.num_pairs;
+            factors[i] = make_float2(1, 1);
+            if (args.factors) {
+                const int* const both = pairs + 8 * i + lane % 4 * 2;
+                const int first = __ldcg(both), second = __ldcg(both + 1);
+                if (first < args.num_pairs) factors[i].x = args.factors[first / args.top_k];
+                if (second < args.num_pairs) factors[i].y = args.factors[second / args.top_k];
+            }
         }
+        // the two features, as rows of the weight
+        const int row = tile.of_expert() * OUT + 8 * CHUNKS * warp + lane / 4, row_8 = row + (GATED ? OUT_FEATURES : 8);
+        const auto of_row = [&](auto read, int which, float otherwise) {
+            if (HEIGHT % FEATURES && (GATED ? row : which) >= OUT_FEATURES) return otherwise;
+            return read((u64)tile.expert * HEIGHT + which);
+        };
+        const auto read_scale = [&](u64 at) { return args.scales[at]; };
+        const auto read_bias = [&](u64 at) { return to_float(args.bias[at]); };
+        constexpr bool SCALED = CODE && GROUP == 0;
+        scale = SCALED ? of_row(read_scale, row, 0) : OF_SUMS;
+        scale_8 = SCALED ? of_row(read_scale, row_8, 0) : OF_SUMS;
+        bias = args.bias ? of_row(read_bias, row, 0) : 0;
+        bias_8 = args.bias ? of_row(read_bias, row_8, 0) : 0;
     }
+};
+
+// The results of a warp, 8 tokens at a time over its part of shared memory to rows of the output.
+__device__ __forceinline__ void finish_tile(
+    const Arguments& args, const Tile& tile, const Ends& of, const float (&c)[TOKENS / 2], u8* finished) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const u32 to = shared_address(finished) + lane % 8 * PITCH + lane / 8 % CHUNKS * 16;
     const int feature = tile.of_expert() * OUT + 8 * CHUNKS * warp + lane % CHUNKS * 8;
     const bool is_inside = HEIGHT % FEATURES == 0 || feature < OUT_FEATURES;
-    // the two features of a thread's sums, as rows of the weight
-    const int row = tile.of_expert() * OUT + 8 * CHUNKS * warp + lane / 4, row_8 = row + (GATED ? OUT_FEATURES : 8);
-    const auto of_row = [&](auto read, int which, float otherwise) {
-        if (HEIGHT % FEATURES && (GATED ? row : which) >= OUT_FEATURES) return otherwise;
-        return read((u64)tile.expert * HEIGHT + which);
-    };
-    const auto read_scale = [&](u64 at) { return args.scales[at]; };
-    const auto read_bias = [&](u64 at) { return to_float(args.bias[at]); };
-    constexpr bool SCALED = CODE && GROUP == 0;
-    const float scale = SCALED ? of_row(read_scale, row, 0) : OF_SUMS;
-    const float scale_8 = SCALED ? of_row(read_scale, row_8, 0) : OF_SUMS;
-    const float bias = args.bias ? of_row(read_bias, row, 0) : 0;
-    const float bias_8 = args.bias ? of_row(read_bias, row_8, 0) : 0;
     const auto open = [&](float gate, float value) {
         if (!CLAMPED) return __fdividef(gate, 1 + __expf(-gate)) * value;
         gate = fminf(gate, args.limit), value = fminf(fmaxf(value, -args.limit), args.limit);
@@ -208,15 +219,16 @@ __device__ __forceinline__ void finish_tile(
     };
 #pragma unroll
     for (int i = 0; i < TOKENS / 8; ++i) {
-        const float2 by = factors[i];
-        const float x[4] = {c[4 * i] * (by.x * scale) + bias, c[4 * i + 1] * (by.y * scale) + bias,
-                            c[4 * i + 2] * (by.x * scale_8) + bias_8, c[4 * i + 3] * (by.y * scale_8) + bias_8};
+        const float2 by = of.factors[i];
+        const float x[4] = {c[4 * i] * (by.x * of.scale) + of.bias, c[4 * i + 1] * (by.y * of.scale) + of.bias,
+                            c[4 * i + 2] * (by.x * of.scale_8) + of.bias_8,
+                            c[4 * i + 3] * (by.y * of.scale_8) + of.bias_8};
         if (GATED) store_transposed(to, pack(open(x[0], x[2]), open(x[1], x[3])));
         else store_transposed(to, pack(x[0], x[1]), pack(x[2], x[3]));
         __syncwarp();
-        if (stored[i] < args.num_pairs && is_inside) {
+        if (of.stored[i] < args.num_pairs && is_inside) {
             const uint4 eight = *reinterpret_cast<const uint4*>(finished + lane / CHUNKS * PITCH + lane % CHUNKS * 16);
-            *reinterpret_cast<uint4*>(args.out + (u64)stored[i] * OUT_FEATURES + feature) = eight;
+            *reinterpret_cast<uint4*>(args.out + (u64)of.stored[i] * OUT_FEATURES + feature) = eight;
         }
         __syncwarp();
     }
@@ -256,8 +268,11 @@ experts(const __grid_constant__ Arguments args) {
         int step = 0;
         for (Tile tile{(int)blockIdx.x}; tile.find(args); tile.number += gridDim.x, step += STEPS) {
             float c[TOKENS / 2];   // of each 8 tokens, two features of two
+            Ends ends;
+            if (TOKENS <= 16) ends.read(args, tile);
             multiply_steps(c, ring, step, STEPS);
-            finish_tile(args, tile, c, finished + warp * 8 * PITCH);
+            if (TOKENS > 16) ends.read(args, tile);
+            finish_tile(args, tile, ends, c, finished + warp * 8 * PITCH);
         }
     }
 }

@@ -36,8 +36,10 @@ from minisgl_backend.kernels.triton_kernels.expert_rows import launch_expert_row
 
 _ROUTED_TOKENS: Final = 8
 """Of a thread block: ``TOKENS`` of ``routing.cu``."""
-_ROUTER_STEP: Final = 256
-"""in_features that a warp of its router takes at a time."""
+_ROUTER_STEP: Final = 8
+"""in_features that a lane of its router takes at a time."""
+_SORTED_BY_ROUTER: Final = 256
+"""Experts up to which its router can sort."""
 
 
 class _Arguments(ctypes.Structure):
@@ -70,6 +72,7 @@ class _RoutingArguments(ctypes.Structure):
         ("router", ctypes.c_void_p),
         ("gate", ctypes.c_void_p),
         ("logits", ctypes.c_void_p),
+        ("addends", ctypes.c_void_p),
         ("bias", ctypes.c_void_p),
         ("squares", ctypes.c_void_p),
         ("factors", ctypes.c_void_p),
@@ -220,11 +223,13 @@ class RoutingKernel:
         *,
         wide: bool,
         blocks: Sequence[int],
+        few: Sequence[int] = (0,),
         shared: bool = False,
     ) -> None:
         """``held``: the first expert of this rank, and the end. ``wide``: logits are float32, else
-        bfloat16. ``blocks``: sizes of blocks that are asked for, 0 for no sorting. ``shared``: the
-        weights have one more expert, which all tokens may be given as well (``of_rows``)."""
+        bfloat16. ``blocks``: sizes of blocks that are asked for, 0 for no sorting; ``few``: those
+        that ``of_rows`` is asked for. ``shared``: the weights have one more expert, which all
+        tokens may be given as well, if there is no sorting."""
         constants = {
             "EXPERTS": rule.num_experts,
             "TOP_K": rule.top_k,
@@ -242,12 +247,19 @@ class RoutingKernel:
 
         with ThreadPoolExecutor() as pool:
             self._kernels = dict(zip(blocks, pool.map(compiled, blocks), strict=True))
-        self._routers: dict[bool, CudaKernel] = {}  # by whether all tokens take the last expert
-        if hidden_size % _ROUTER_STEP == 0:
-            for all_take in (False, True) if shared else (False,):
-                of_rows = {**constants, "WIDE": True, "BLOCK": 0, "SHARED": all_take}
-                module = CudaModule("routing.cu", of_rows, device)
-                self._routers[all_take] = module.kernel("router", shared_bytes=0)
+        # by the size of blocks, and whether all tokens take the last expert
+        self._routers: dict[tuple[int, bool], CudaKernel] = {}
+        if hidden_size % _ROUTER_STEP:
+            few = ()
+        elif rule.num_experts > _SORTED_BY_ROUTER:
+            few = [block for block in few if not block]
+        kinds = [(block, False) for block in few]
+        if shared and (0, False) in kinds:
+            kinds.append((0, True))
+        for block, all_take in kinds:
+            of_rows = {**constants, "WIDE": True, "BLOCK": block, "SHARED": all_take}
+            module = CudaModule("routing.cu", of_rows, device)
+            self._routers[block, all_take] = module.kernel("router", shared_bytes=0)
         self._done = torch.zeros(1, dtype=torch.int32, device=device)
 
     def __call__(
@@ -255,49 +267,54 @@ class RoutingKernel:
         logits: Tensor,
         *,
         block: int,
+        bias: Tensor | None = None,
         correction: Tensor | None = None,
         squares: Tensor | None = None,
         eps: float = 0.0,
         pdl: bool = False,
     ) -> Routed:
         """``logits`` [num_tokens, num_experts]; with ``squares``, those of hidden states that they
-        complete (``cuda.linear``)."""
-        arguments, routed = self._arguments(len(logits), logits, block, correction, squares, eps)
+        complete (``cuda.linear``). ``bias``, float32 [num_experts], is then added."""
+        arguments, routed = self._arguments(
+            len(logits), logits, block, bias, correction, squares, eps
+        )
         grid = -(-len(logits) // _ROUTED_TOKENS), 1, 1
         self._kernels[block].launch(grid, 1024, arguments, pdl=pdl)
         return routed
 
-    def takes_rows(self, num_tokens: int, weight: Tensor) -> bool:
+    def takes_rows(self, num_tokens: int, weight: Tensor, *, block: int) -> bool:
         """Whether there is a kernel for the router's GEMM as well, with this weight."""
         few = num_tokens <= _ROUTED_TOKENS
-        return few and bool(self._routers) and weight.dtype == torch.bfloat16
+        return few and (block, False) in self._routers and weight.dtype == torch.bfloat16
 
     def of_rows(
         self,
         x: Tensor,
         weight: Tensor,
         *,
+        block: int = 0,
         gate: Tensor | None = None,
+        bias: Tensor | None = None,
         correction: Tensor | None = None,
         squares: Tensor | None = None,
         eps: float = 0.0,
         pdl: bool = False,
     ) -> Routed:
-        """As for the logits x W^T, which are not rounded; no sorting. With a ``gate``
-        [hidden_size], the last expert of the weights is one more choice of each token, whose weight
-        is sigmoid(x . gate)."""
+        """As for the logits x W^T, which are not rounded. With a ``gate`` [hidden_size], the last
+        expert of the weights is one more choice of each token, whose weight is sigmoid(x . gate).
+        """
         assert x.is_contiguous() and weight.is_contiguous()
         assert gate is None or gate.is_contiguous()
         all_take = gate is not None
         num_logits = self._rule.num_experts + all_take
         logits = torch.empty((len(x), num_logits), dtype=torch.float32, device=x.device)
         arguments, routed = self._arguments(
-            len(x), logits, 0, correction, squares, eps, num_choices=self.top_k + all_take
+            len(x), logits, block, bias, correction, squares, eps, num_choices=self.top_k + all_take
         )
         arguments.x, arguments.router = address(x), address(weight)
         arguments.gate = address(gate)
         grid = -(-num_logits // _ROUTED_TOKENS), 1, 1
-        self._routers[all_take].launch(grid, 32 * _ROUTED_TOKENS, arguments, pdl=pdl)
+        self._routers[block, all_take].launch(grid, 32 * _ROUTED_TOKENS, arguments, pdl=pdl)
         return routed
 
     def _arguments(
@@ -305,6 +322,7 @@ class RoutingKernel:
         num_tokens: int,
         logits: Tensor,
         block: int,
+        bias: Tensor | None,
         correction: Tensor | None,
         squares: Tensor | None,
         eps: float,
@@ -326,6 +344,7 @@ class RoutingKernel:
             factors = torch.empty(num_tokens, dtype=torch.float32, device=device)
         arguments = _RoutingArguments(
             logits=address(logits),
+            addends=address(bias),
             bias=address(correction),
             squares=address(squares),
             factors=address(factors),
@@ -374,8 +393,12 @@ class ExpertsKernels:
         blocks = [0, *(cut.tokens for cut in all_cuts)]
         if has_many:
             blocks.append(expert_cut.MANY.block)
+        few = {
+            expert_cut.cut_of(num_tokens * rule.top_k, rule.num_experts, self._bits).tokens
+            for num_tokens in range(1, _ROUTED_TOKENS + 1)
+        }
         self._route = RoutingKernel(
-            rule, held, gate_up[2], device, wide=wide, blocks=blocks, shared=shared
+            rule, held, gate_up[2], device, wide=wide, blocks=blocks, few=[0, *few], shared=shared
         )
         self._gate_up = GroupedKernel(
             gate_up, device, codes=of_gate_up, gated=True, cuts=all_cuts, gate=gate
@@ -391,16 +414,17 @@ class ExpertsKernels:
     def takes_shared(self, num_tokens: int, router: Tensor) -> bool:
         """Whether a call may have a ``shared_gate``, if the kernels are made for ``shared``."""
         is_few = num_tokens <= expert_cut.MOST_ROWS and self._bits == 16
-        return is_few and self._is_silu and self._route.takes_rows(num_tokens, router)
+        return is_few and self._is_silu and self._route.takes_rows(num_tokens, router, block=0)
 
     def __call__(
         self,
         x: Tensor,
         router: Tensor,
-        logits: Callable[[], Tensor],
+        logits: Callable[[bool], Tensor],
         experts: ExpertWeights,
         *,
         shared_gate: Tensor | None = None,
+        bias: Tensor | None = None,
         correction: Tensor | None = None,
         squares: Tensor | None = None,
         eps: float = 0.0,
@@ -410,9 +434,11 @@ class ExpertsKernels:
         experts. The rows of those that other ranks hold are not written.
 
         ``x`` [num_tokens, hidden_size] is under a norm; with ``squares``, one that is half done
-        (``cuda.linear``). ``router`` is the router's weight; ``logits`` computes the logits
-        [num_tokens, num_experts], if no kernel here does. With a ``shared_gate`` [hidden_size] all
-        tokens take the last expert, too, which counts as its sigmoid says: it is a choice more.
+        (``cuda.linear``). ``router`` is the router's weight, and ``bias``, float32 [num_experts],
+        is added to its logits; ``logits`` computes these [num_tokens, num_experts] if no kernel
+        here does, with the bias if it is told so: it is added to those of complete norms. With a
+        ``shared_gate`` [hidden_size] all tokens take the last expert, too, which counts as its
+        sigmoid says: it is a choice more.
         """
         num_tokens, top_k = len(x), self._route.top_k
         num_pairs = num_tokens * top_k
@@ -429,12 +455,14 @@ class ExpertsKernels:
             "eps": eps,
             "pdl": pdl,
         }
-        if one_by_one and self._route.takes_rows(num_tokens, router):
-            routed = self._route.of_rows(x, router, gate=shared_gate, **rest)
+        block = 0 if one_by_one else expert_cut.MANY.block if for_many else cut.tokens
+        if self._route.takes_rows(num_tokens, router, block=block):
+            rest["bias"] = bias
+            routed = self._route.of_rows(x, router, block=block, gate=shared_gate, **rest)
         else:
             assert shared_gate is None
-            block = expert_cut.MANY.block if for_many else cut.tokens
-            routed = self._route(logits(), block=0 if one_by_one else block, **rest)
+            rest["bias"] = None if squares is None else bias
+            routed = self._route(logits(squares is None), block=block, **rest)
         if one_by_one:
             assert isinstance(gate_up, Tensor) and isinstance(down, Tensor)
             ids, top_k = routed.choices.ids.flatten(), routed.choices.ids.shape[1]

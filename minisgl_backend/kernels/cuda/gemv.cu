@@ -1,9 +1,9 @@
-// One token by a weight, plain or quantized, fused with the operations around it as in `linear.cu`, for Hopper (sm_90a).
+// One token by a large quantized weight, fused with the operations around it as in `linear.cu`, for Hopper (sm_90a).
 //
 // A GEMV is bound by reading the weight, if its codes become numbers fast enough. Neither shared memory nor barriers nor
 // the copy engine are between memory and the MMAs here: a warp loads a batch of 16 rows of the weight, 64 bytes of a row
 // after the other, straight to registers, its first one before the kernels before this one have ended. WARPS of a thread
-// block, and SPLITS of them in a cluster, share out the in_features of the same 16 rows. Thread blocks are small and many, so that others load while one
+// block share out the in_features of the same 16 rows. Thread blocks are small and many, so that others load while one
 // multiplies, and those of the next kernel wherever one has ended.
 //
 // An MMA multiplies 16 rows by 8 columns, but there is one token. So columns are neighbouring groups of SUM in_features:
@@ -11,7 +11,7 @@
 // groups are kept. A lane reads its numbers of x once a batch, the scales of a group are applied where its sums are,
 // and MMAs by ones yield the sums of x of all groups, by which zero points are multiplied.
 //
-// Compiled with: SIZE (in_features, a multiple of 128), WARPS, SPLITS, COLUMNS (of a batch, 8, 4 or 2), GATED, RESIDUAL, HEADS (the
+// Compiled with: SIZE (in_features, a multiple of 128), WARPS, COLUMNS (of a batch, 8 or 4), GATED, RESIDUAL, HEADS (the
 // size of a head, or 0; a cluster has one), with that PAGE_SIZE and FP8; CODE, GROUP, SHARED_BY and ZEROS of the weight;
 // PER_PROCESSOR: as in `linear.cu`.
 
@@ -25,23 +25,23 @@ constexpr int SUM = GROUP ? GROUP : 128;            // in_features of a column
 constexpr int BATCH = COLUMNS * SUM;
 constexpr int BATCHES = (SIZE + BATCH - 1) / BATCH;
 constexpr int UNITS = BATCH / UNIT;                 // of a batch
-constexpr bool WHOLE = SIZE % BATCH == 0 && WARPS * SPLITS <= BATCHES;   // so is what every warp reads
+constexpr bool WHOLE = SIZE % BATCH == 0;           // so are all batches
 constexpr int OF_COLUMN = SUM < UNIT ? 1 : SUM / UNIT;      // units that have a column's in_features
 constexpr int OF_UNIT = SUM < UNIT ? UNIT / SUM : 1;        // columns that have a unit's
 constexpr int PAIRS = 16 / BITS;                    // of numbers, in a word of codes
 constexpr u64 ROW_BYTES = (u64)SIZE * BITS / 8;
-constexpr int CLUSTER = HEADS ? HEADS / ROWS : SPLITS;  // thread blocks
+constexpr int CLUSTER = HEADS ? HEADS / ROWS : 1;   // thread blocks
 constexpr bool SCALED = GROUP && CODE != 4;         // sums of columns are
-constexpr bool OF_ROWS = CODE && GROUP == 0;        // those of rows are
+constexpr bool OF_ROWS = GROUP == 0;                // those of rows are
 constexpr bool SUBTRACTS = CODE == 3 || (CODE == 2 && ZEROS);   // zero points, times sums of x
 constexpr float OF_SUMS = CODE == 4 ? 0x1p64f : 1;  // by which sums are too small, as in `tile_gemm.cuh`
 constexpr bool AT_ONCE = GATED || RESIDUAL;         // the next kernel may start: as in `linear.cu`
 constexpr int MOST_SQUARES = 1024;
 constexpr u32 ALL = 0xffffffffu;
 
-static_assert(SIZE % 128 == 0 && (COLUMNS == 8 || COLUMNS == 4 || COLUMNS == 2) && UNITS % OF_COLUMN == 0, "");
-static_assert((SPLITS == 1 || !HEADS) && CLUSTER <= 8 && GATED + RESIDUAL + (HEADS > 0) <= 1, "");
-static_assert(CODE ? CODE != 4 || GROUP == 128 : GROUP == 0, "");
+static_assert(SIZE % 128 == 0 && (COLUMNS == 8 || COLUMNS == 4) && UNITS % OF_COLUMN == 0, "");
+static_assert(WARPS <= BATCHES && GATED + RESIDUAL + (HEADS > 0) <= 1, "");
+static_assert(CODE && (CODE != 4 || GROUP == 128), "");
 
 struct Arguments {
     const u8* weight;       // codes [out_features, SIZE]
@@ -264,8 +264,8 @@ __device__ __forceinline__ void multiply_batches(
                 sums[row] += SCALED ? scale_of(scale) * sum : sum;
             }
         }
-        batch += WARPS * SPLITS;
-        more = BATCHES > WARPS * SPLITS && batch < BATCHES;
+        batch += WARPS;
+        more = BATCHES > WARPS && batch < BATCHES;
         if (more) {
             __syncwarp();   // all have read scales
             rows.read(codes, batch);
@@ -299,8 +299,7 @@ struct Ends {
 
     // where rows from 8 * `half` on are, of `out_features`
     static __device__ __forceinline__ int at(const Arguments& args, int half) {
-        const int strip = blockIdx.x / SPLITS;
-        return GATED ? strip * 8 + half * args.features : strip * ROWS + half * 8;
+        return GATED ? blockIdx.x * 8 + half * args.features : blockIdx.x * ROWS + half * 8;
     }
 
     // what no kernel writes
@@ -425,32 +424,31 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_PROCESSOR) gemv(const 
     __shared__ __align__(16) Ends of_rows;
     __shared__ __align__(16) float cos_sin[SIZE_OF_HEAD];
     __shared__ __align__(16) u16 of_norm[SIZE_OF_HEAD];
-    __shared__ float of_cluster[CLUSTER][ROWS];   // of the first thread block: of a head, or parts of the same rows
+    __shared__ float of_cluster[CLUSTER][ROWS];   // of the first thread block: a head
     __shared__ int slot;
-    const int strip = blockIdx.x / SPLITS, in_cluster = blockIdx.x % CLUSTER;
+    const int strip = blockIdx.x, in_cluster = strip % CLUSTER;
     const int lane = threadIdx.x % 32, quarter = lane % 4;
     const int warp = __shfl_sync(ALL, (int)threadIdx.x / 32, 0);   // so that the compiler knows: all lanes have one
-    const int batch = SPLITS > 1 ? in_cluster * WARPS + warp : warp;
     const Head head{args.heads, strip / CLUSTER};
-    const bool ends = warp == 0 && (SPLITS == 1 || in_cluster == 0), ends_head = HEADS && warp == 0 && in_cluster == 0;
+    const bool ends_head = HEADS && warp == 0 && in_cluster == 0;
     if (AT_ONCE) allow_next();
     if (CLUSTER > 1) arrive_in_cluster<false>();
     const Rows rows(args, strip, scales[warp]);
     uint4 codes[UNITS][2];
-    rows.read(codes, batch);
-    if (ends) of_rows.read_constants(args);
+    rows.read(codes, warp);
+    if (warp == 0) of_rows.read_constants(args);
 
     wait_previous();
     if (!AT_ONCE) allow_next();   // all kernels before this one have ended
     Column column;
-    column.read(args.x, batch);
+    column.read(args.x, warp);
     if (args.squares)
 #pragma unroll 1
         for (int i = threadIdx.x; i < args.square_tiles; i += THREADS) copy<4>(squares + i, args.squares + i);
-    if (RESIDUAL && ends) of_rows.read_stream(args);
+    if (RESIDUAL && warp == 0) of_rows.read_stream(args);
     if (ends_head) head.read(cos_sin, of_norm, &slot);
     float sums[2];
-    multiply_batches(sums, rows, codes, column, args.x, batch);
+    multiply_batches(sums, rows, codes, column, args.x, warp);
     if (quarter < 2) parts[warp][lane / 4 + 8 * quarter] = quarter ? sums[1] : sums[0];
     wait_for_copies();
     float square = 0;
@@ -462,21 +460,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_PROCESSOR) gemv(const 
     __syncthreads();
 
     float value = 0;
-    if (warp == 0)   // lanes 0 to 15 have a row, the others the same ones
-#pragma unroll
-        for (int i = 0; i < WARPS; ++i) value += parts[i][lane % ROWS];
-    if (SPLITS > 1) {
-        gather(of_cluster[in_cluster], value);
-        value = 0;
-        if (ends)
-#pragma unroll
-            for (int i = 0; i < SPLITS; ++i) value += of_cluster[i][lane % ROWS];
-    }
-    if (ends) {
+    if (warp == 0) {   // lanes 0 to 15 have a row, the others the same ones
         const int row = lane % ROWS, at = Ends::at(args, row / 8) + row % 8;
         square = 0;
 #pragma unroll
-        for (int i = 0; i < WARPS; ++i) square += of_squares[i];
+        for (int i = 0; i < WARPS; ++i) {
+            value += parts[i][row];
+            square += of_squares[i];
+        }
         value *= (args.squares ? rsqrtf(square * (1.0f / SIZE) + args.eps) : 1) * (OF_ROWS ? of_rows.scale[row] : OF_SUMS);
         if (args.bias) value += to_float(of_rows.bias[row]);
         if (GATED) {

@@ -1,4 +1,4 @@
-"""Launches ``gemv.cu``: one row by a large weight, for linear layers (``linear``)."""
+"""Launches ``gemv.cu``: one row by a large quantized weight, for linear layers (``linear``)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from minisgl_backend.kernels.cuda.heads import Heads
 from minisgl_backend.kernels.cuda.module import CudaModule, address
 from minisgl_backend.kernels.gemv_cut import MOST_SQUARES, ROWS, GemvCut
-from minisgl_backend.kernels.packed_weight import PLAIN_MACROS, CodesKind
+from minisgl_backend.kernels.packed_weight import CodesKind
 
 
 class _Arguments(ctypes.Structure):
@@ -36,8 +36,7 @@ class _Arguments(ctypes.Structure):
 
 
 class Gemv:
-    """The kernel for one row by weights of a ``shape``, [height, in_features]; quantized ones if
-    there are ``codes``.
+    """The kernel for one row by weights of a ``shape``, [height, in_features], in ``codes``.
 
     ``macros`` are those of ``gemv.cu`` that say what becomes of the results; of ``HEADS`` it is the
     size of a head. ``tiles`` are those of the sums of squares that it leaves.
@@ -48,21 +47,19 @@ class Gemv:
         shape: tuple[int, int],
         device: torch.device,
         *,
-        codes: CodesKind | None,
+        codes: CodesKind,
         cut: GemvCut,
         macros: Mapping[str, int],
     ) -> None:
         height, in_features = shape
         self.tiles = height // ROWS
-        self._cluster = macros["HEADS"] // ROWS or cut.splits
-        self._blocks = self.tiles * cut.splits
+        self._cluster = macros["HEADS"] // ROWS or 1
         self._threads = 32 * cut.warps
         constants = {
-            **(PLAIN_MACROS if codes is None else codes.macros),
+            **codes.macros,
             **macros,
             "SIZE": in_features,
             "WARPS": cut.warps,
-            "SPLITS": cut.splits,
             "COLUMNS": cut.columns,
             "PER_PROCESSOR": cut.per_processor,
         }
@@ -71,20 +68,20 @@ class Gemv:
     def __call__(
         self,
         x: Tensor,
-        weight: Tensor,
-        scales: Tensor | None,
+        codes: Tensor,
+        scales: Tensor,
         *,
         squares: Tensor | None,
         bias: Tensor | None,
         pdl: bool,
         **values: Any,
     ) -> None:
-        """``x`` [1, in_features], in the order of the weight's columns; ``weight`` or its codes;
-        ``values`` are the rest of the arguments, as ``linear`` has them."""
-        assert x.shape[0] == 1 and x.stride(1) == 1 and weight.is_contiguous()
+        """``x`` [1, in_features], in the order of the weight's columns; ``values`` are the rest of
+        the arguments, as ``linear`` has them."""
+        assert x.shape[0] == 1 and x.stride(1) == 1 and codes.is_contiguous()
         assert squares is None or len(squares) <= MOST_SQUARES
         arguments = _Arguments(
-            weight=address(weight),
+            weight=address(codes),
             scales=address(scales),
             x=address(x),
             squares=address(squares),
@@ -93,6 +90,4 @@ class Gemv:
             **values,
         )
         cluster = self._cluster, 1, 1
-        self._kernel.launch(
-            (self._blocks, 1, 1), self._threads, arguments, cluster=cluster, pdl=pdl
-        )
+        self._kernel.launch((self.tiles, 1, 1), self._threads, arguments, cluster=cluster, pdl=pdl)

@@ -22,8 +22,9 @@
 // `tile_gemm.cuh` has the ring, and how it is multiplied, quantized weights as well.
 //
 // Compiled with: FEATURES (64 or 128, of the weight in a tile), TOKENS (8, 16, 32, 64, 96, 128 or 192),
-// SIZE (in_features), BLOCK (of them in a stage: 64; of codes 128, of 4 bits also 256), STAGES (of the
-// ring), SPLITS, EVEN, GATED (the weight holds the gate's rows and then as many of the values), RESIDUAL
+// SIZE (in_features), WHOLE (tiles divide the weight's rows; else, of plain ones that are neither GATED nor HEADS,
+// the last tile has some that are not there), BLOCK (of in_features in a stage: 64; of codes 128, of 4 bits also 256),
+// STAGES (of the ring), SPLITS, EVEN, GATED (the weight holds the gate's rows and then as many of the values), RESIDUAL
 // (the result is added to the residual stream), HEADS (it is queries, keys and values, in heads of
 // FEATURES), with that PAGE_SIZE and FP8 (of the KV cache), ADAPTED, and of these LATE (all but x A^T was
 // there when this kernel began, so nothing is waited for before that is due), SHARED_BYTES, and
@@ -37,7 +38,7 @@
 #include "tile_gemm.cuh"
 
 constexpr int TILE_STEPS = SIZE / BLOCK;
-constexpr int STEPS = TILE_STEPS / SPLITS;          // in a thread block, unless EVEN
+constexpr int STEPS = TILE_STEPS % SPLITS ? 0 : TILE_STEPS / SPLITS;   // in a thread block, unless EVEN; 0: they differ
 constexpr int MULTIPLIERS = WAYS * THREADS;
 constexpr int WAY_BYTES = (WAYS - 1) * TOKENS * FEATURES * 4;    // of the sums that the second way leaves
 constexpr int OUT = GATED ? FEATURES / 2 : FEATURES;    // features of the output in a tile
@@ -59,7 +60,8 @@ constexpr int ITEMS = (SLICE + ROWS - 1) / ROWS;
 constexpr bool AT_ONCE = GATED || RESIDUAL;
 constexpr u32 ALL = 0xffffffffu;
 
-static_assert(SIZE % (SPLITS * BLOCK) == 0, "");
+static_assert(SIZE % BLOCK == 0 && TILE_STEPS >= SPLITS, "");
+static_assert(WHOLE || !(GATED || HEADS || CODE), "");
 static_assert(OWN % 8 == 0 && TOKENS % OWN == 0 && OWN % SLICE == 0, "");
 static_assert(EVEN ? SPLITS == 1 : PARTS_BYTES + OWN * PITCH <= STAGES * STAGE_BYTES, "");
 static_assert(RING_BYTES + STAGES * 16 + 4 * TOKENS + (EVEN ? SLICE * PITCH : 0) + WAY_BYTES <= SHARED_BYTES, "");
@@ -228,8 +230,9 @@ __device__ __forceinline__ int first_step(const Arguments& args, int block) {
 __device__ __forceinline__ Steps own_steps(const Arguments& args) {
     const int block = blockIdx.y;
     if (EVEN) return {first_step(args, block), first_step(args, block + 1)};
-    const int begin = block * TILE_STEPS + (int)blockIdx.z * STEPS;
-    return {begin, begin + STEPS};
+    const int begin = block * TILE_STEPS, split = blockIdx.z;
+    if (STEPS) return {begin + split * STEPS, begin + (split + 1) * STEPS};
+    return {begin + TILE_STEPS * split / SPLITS, begin + TILE_STEPS * (split + 1) / SPLITS};
 }
 
 // ---- the two warps that help
@@ -433,6 +436,7 @@ __device__ __forceinline__ void fetch_b(const Arguments& args, const Steps& step
     const int first = EVEN ? (steps.begin + TILE_STEPS - 1) / TILE_STEPS : blockIdx.y;
     const int end = EVEN ? (steps.end + TILE_STEPS - 1) / TILE_STEPS : first + 1;
     for (int tile = first; tile < end; ++tile) {
+        const int features = WHOLE ? OUT : min(OUT, args.features - tile * OUT);
         for (int i = 0; i < tokens; i += 32) {
             const int own = i + lane < tokens ? of.slots[first_token + i + lane] : 0;
             const int before = __shfl_up_sync(ALL, own, 1);
@@ -442,7 +446,7 @@ __device__ __forceinline__ void fetch_b(const Arguments& args, const Steps& step
                 for (int side = 0; side <= GATED; ++side) {
                     const u64 feature = tile * OUT + side * args.features;
                     const u16* const from = of.b + (slot - 1) * of.slot_stride + feature * of.max_rank;
-                    for (int at = 64 * lane; at < OUT * of.max_rank; at += 64 * 32)
+                    for (int at = 64 * lane; at < features * of.max_rank; at += 64 * 32)
                         asm volatile("prefetch.global.L2 [%0];" :: "l"(from + at));
                 }
             }
@@ -472,7 +476,11 @@ struct Finisher {
         return first_token + slice * SLICE + item * ROWS + row;
     }
     __device__ __forceinline__ bool is_mine(int slice, int item) const {
-        return finishes && item * ROWS + row < SLICE && token(slice, item) < args.num_rows;
+        return finishes && item * ROWS + row < SLICE && token(slice, item) < args.num_rows && is_there(8 * chunk);
+    }
+    // Whether the weight has this row of the tile.
+    __device__ __forceinline__ bool is_there(int feature) const {
+        return WHOLE || tile * OUT + feature < args.features;
     }
     __device__ __forceinline__ u64 address(int slice, int item) const {
         return (u64)token(slice, item) * args.features + tile * OUT + 8 * chunk;
@@ -486,7 +494,7 @@ struct Finisher {
     }
 
     __device__ __forceinline__ void read_norm() {
-        if (RESIDUAL) norm_weight[0] = load_8(args.norm_weight + tile * OUT + 8 * chunk);
+        if (RESIDUAL && is_there(8 * chunk)) norm_weight[0] = load_8(args.norm_weight + tile * OUT + 8 * chunk);
         if (HEADS && of_head()) {
             norm_weight[0] = load_8(of_head() + 8 * chunk);
             norm_weight[1] = load_8(of_head() + FEATURES / 2 + 8 * chunk);
@@ -527,7 +535,8 @@ struct Finisher {
         constexpr int ALL_8 = OWN / 8, AHEAD = ALL_8 % 4 == 0 ? 4 : ALL_8 % 3 == 0 ? 3 : ALL_8 % 2 == 0 ? 2 : 1;
         const Adapters& of = args.adapters;
         const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, row = lane / 4, quarter = lane % 4;
-        const int feature = tile * OUT + (GATED ? 8 : 16) * warp + row;
+        int feature = tile * OUT + (GATED ? 8 : 16) * warp + row;
+        if (!WHOLE) feature = min(feature, args.features - 9);   // B has nothing for rows that are not there
         if (CODE) {
             const float scale = GROUP == 0 ? args.scales[feature] : OF_SUMS;
             const float scale_8 = GROUP == 0 ? args.scales[GATED ? args.features + feature : feature + 8] : OF_SUMS;
@@ -598,9 +607,10 @@ struct Finisher {
         const float* sums, const float* factors, int slice, u8* finished) const {
         if (!finishes) return;
         const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-        const int feature = tile * OUT + (GATED ? 8 : 16) * warp + lane / 4;
-        const float bias = args.bias ? to_float(args.bias[feature]) : 0;
-        const float bias_8 = args.bias ? to_float(args.bias[GATED ? args.features + feature : feature + 8]) : 0;
+        const int in_tile = (GATED ? 8 : 16) * warp + lane / 4, feature = tile * OUT + in_tile;
+        const bool has_bias = args.bias && is_there(in_tile), has_bias_8 = args.bias && is_there(in_tile + 8);
+        const float bias = has_bias ? to_float(args.bias[feature]) : 0;
+        const float bias_8 = has_bias_8 ? to_float(args.bias[GATED ? args.features + feature : feature + 8]) : 0;
         const bool scaled = CODE && GROUP == 0 && !ADAPTED;
         const float of_sums = ADAPTED ? 1 : OF_SUMS;
         const float scale = scaled ? args.scales[feature] : of_sums;
@@ -788,7 +798,7 @@ linear(const __grid_constant__ Arguments args) {
     if (!LATE && is_first_way) wait();
     for (int at = steps.begin; at < steps.end;) {
         const int first = at - steps.begin, in_tile = at % TILE_STEPS;
-        const int count = EVEN ? min(TILE_STEPS - in_tile, steps.end - at) : STEPS;
+        const int count = EVEN ? min(TILE_STEPS - in_tile, steps.end - at) : STEPS ? STEPS : steps.end - at;
         own.tile = at / TILE_STEPS;
         at += count;
         if (!EVEN && is_first_way) {   // else the MMAs need the registers

@@ -11,7 +11,7 @@ square: ``squares``, float32 [tiles, num_rows], holds each tile's part of the ro
 from the preceding GEMM.
 
 A weight is plain bfloat16, or a ``PackedWeight`` if the kernels were made for its ``kind``. One row
-by some of them is left to the kernel of ``cuda.gemv``.
+by some of the latter is left to the kernel of ``cuda.gemv``.
 """
 
 from __future__ import annotations
@@ -137,12 +137,11 @@ class _Linear:
         self._pairs, self._codes = pairs, codes
         numbers = PLAIN if codes is None else codes.numbers(in_features)
         self._gemv: Gemv | None = None
-        of_row = None
-        if cuts is None:
-            of_row = gemv_cut(height, in_features, codes, of_heads=head_dim is not None)
-        if of_row is not None:
-            macros = {**_OF_RESULTS, **kind, "HEADS": head_dim or 0}
-            self._gemv = Gemv((height, in_features), device, codes=codes, cut=of_row, macros=macros)
+        if cuts is None and codes is not None:
+            weight, of_row = (height, in_features), gemv_cut(height, in_features, codes)
+            if of_row is not None:
+                macros = {**_OF_RESULTS, **kind, "HEADS": head_dim or 0}
+                self._gemv = Gemv(weight, device, codes=codes, cut=of_row, macros=macros)
         if cuts is None:
             cuts = {
                 batch: cut_of(batch, height, in_features, head_dim=head_dim, numbers=numbers)
@@ -152,8 +151,9 @@ class _Linear:
 
         def compiled(cut: Cut, adapted: int) -> tuple[Cut, CudaKernel]:
             macros = {**_OF_RESULTS, **_macros(codes), **kind}
-            late = adapted and not _starts_early(cut)
-            constants = {"SIZE": in_features, **macros, "ADAPTED": adapted, "LATE": late}
+            constants = {"SIZE": in_features, **macros, "ADAPTED": adapted}
+            constants["WHOLE"] = height % cut.features == 0
+            constants["LATE"] = adapted and not _starts_early(cut)
             return cut, _kernel(cut, constants, device)
 
         self._kernels: dict[bool, dict[int, tuple[Cut, CudaKernel]]] = {}
@@ -180,7 +180,7 @@ class _Linear:
         if self._gemv is not None and num_rows == 1 and not adapted:
             return self._gemv.tiles
         cut, _ = self._kernel_for(num_rows, adapted=adapted)
-        return self._height // cut.features
+        return cut.num_tiles(self._height)
 
     def _launch(
         self,
@@ -199,12 +199,12 @@ class _Linear:
             assert weight.kind == self._codes
             x, scales = weight.ordered(x), weight.scales
             weight = weight.weight.codes
-        if self._gemv is not None and num_rows == 1 and adaptation is None:
-            self._gemv(x, weight, scales, squares=squares, bias=bias, pdl=pdl, **values)
-            return
+            if self._gemv is not None and num_rows == 1 and adaptation is None:
+                self._gemv(x, weight, scales, squares=squares, bias=bias, pdl=pdl, **values)
+                return
         assert x.stride(1) == 1 and weight.is_contiguous() and num_rows <= max(self._kernels[False])
         cut, kernel = self._kernel_for(num_rows, adapted=adaptation is not None)
-        tiles = self._height // cut.features
+        tiles = cut.num_tiles(self._height)
         token_tiles = -(-num_rows // cut.tokens)
         # thread blocks with even parts wait for each other, so all must run at the same time
         blocks = self._num_processors // token_tiles if cut.even else tiles

@@ -1,7 +1,7 @@
 // The choice of experts: from the router's logits to weights, and to rows sorted by expert.
 //
-// A warp takes a token, and few warps of a thread block have one. The thread block that is done last sorts all (token, choice) pairs into blocks of
-// BLOCK pairs of one expert, in shared memory; within an expert their order is any.
+// A warp takes a token, and few warps of a thread block have one. The thread block that is done last sorts all (token,
+// choice) pairs into blocks of BLOCK pairs of one expert, in shared memory; within an expert their order is any.
 //
 // Compiled with: EXPERTS (up to 1024), TOP_K, BLOCK (0: sort nothing), SIGMOID (scores are sigmoids of logits;
 // else their softmax), NORMALIZE (the chosen ones' weights sum to 1), SIZE (of the hidden states), WIDE (logits
@@ -12,9 +12,8 @@ typedef unsigned int u32;
 typedef unsigned long long u64;
 typedef unsigned short u16;
 
-constexpr int THREADS = 1024;
-constexpr int WARPS = THREADS / 32;
 constexpr int TOKENS = 8;       // of a thread block
+constexpr int THREADS = 1024, ROUTER_THREADS = 32 * TOKENS;     // of `routing`, and of `router`
 constexpr int OF_LANE = (EXPERTS + 31) / 32;
 constexpr int LOGITS = EXPERTS + SHARED;    // of a token
 constexpr int CHOICES = TOP_K + SHARED;
@@ -28,6 +27,7 @@ struct Arguments {
     const u16* router;      // [EXPERTS, SIZE]
     const u16* gate;        // [SIZE], of SHARED
     void* logits;           // [num_tokens, LOGITS]; of `router` float32, to be written
+    const float* addends;   // [EXPERTS], added to logits once the norm is complete; or null
     const float* bias;      // [EXPERTS], added to scores where they are compared; or null
     const float* squares;   // [square_tiles, num_tokens] of hidden states whose norm is half done; or null
     float* factors;         // [num_tokens]: what completes the norm, if there are squares
@@ -97,6 +97,7 @@ __device__ __forceinline__ void choose(const Arguments& args, int token) {
     for (int i = 0; i < OF_LANE; ++i) {
         const int expert = 32 * i + lane;
         scores[i] = expert < EXPERTS ? factor * logit(args, token, expert) : -__int_as_float(0x7f800000);
+        if (args.addends && expert < EXPERTS) scores[i] += args.addends[expert];
         most = fmaxf(most, scores[i]);
     }
     if (!SIGMOID) most = largest(most);
@@ -159,6 +160,7 @@ __device__ __forceinline__ int running_sum(int x, int* of_warps) {
 constexpr int AT_ONCE = BLOCK >= 128 ? 8 : 1;   // pairs that a thread loads side by side: there are many of a prompt
 
 // The experts of AT_ONCE pairs, from `pair` on; false if there are not as many.
+template <int THREADS>
 __device__ __forceinline__ bool load_experts(const Arguments& args, int pair, int (&experts)[AT_ONCE]) {
     if (AT_ONCE == 1 || pair + (AT_ONCE - 1) * THREADS >= args.num_tokens * TOP_K) return false;
 #pragma unroll
@@ -166,14 +168,16 @@ __device__ __forceinline__ bool load_experts(const Arguments& args, int pair, in
     return true;
 }
 
+template <int THREADS>
 __device__ __forceinline__ void sort(const Arguments& args) {
     constexpr int WIDTH = BLOCK ? BLOCK : 1;
-    __shared__ int counts[EXPERTS], of_warps[WARPS], num_used;
+    static_assert(EXPERTS <= THREADS || BLOCK == 0, "");
+    __shared__ int counts[EXPERTS], of_warps[THREADS / 32], num_used;
     const int thread = threadIdx.x, num_pairs = args.num_tokens * TOP_K;
     if (thread < EXPERTS) counts[thread] = 0;
     __syncthreads();
     int first = thread, some[AT_ONCE];
-    for (; load_experts(args, first, some); first += AT_ONCE * THREADS)
+    for (; load_experts<THREADS>(args, first, some); first += AT_ONCE * THREADS)
 #pragma unroll
         for (int i = 0; i < AT_ONCE; ++i)
             if (some[i] >= 0) atomicAdd(&counts[some[i]], 1);
@@ -191,7 +195,7 @@ __device__ __forceinline__ void sort(const Arguments& args) {
     for (int block = num_used + thread; block < args.num_blocks; block += THREADS) args.experts[block] = -1;
     for (int at = thread; at < num_used * WIDTH; at += THREADS) args.pairs[at] = num_pairs;
     __syncthreads();
-    for (first = thread; load_experts(args, first, some); first += AT_ONCE * THREADS)
+    for (first = thread; load_experts<THREADS>(args, first, some); first += AT_ONCE * THREADS)
 #pragma unroll
         for (int i = 0; i < AT_ONCE; ++i)
             if (some[i] >= 0) args.pairs[atomicAdd(&counts[some[i]], 1)] = first + i * THREADS;
@@ -199,6 +203,19 @@ __device__ __forceinline__ void sort(const Arguments& args) {
         const int expert = __ldcg(args.ids + pair);
         if (expert >= 0) args.pairs[atomicAdd(&counts[expert], 1)] = pair;
     }
+}
+
+// The same of a single token, by the warp that has chosen for it: a block for each pair.
+__device__ __forceinline__ void sort_one(const Arguments& args) {
+    const int lane = threadIdx.x % 32;
+    __syncwarp();
+    const int expert = lane < TOP_K ? args.ids[lane] : -1;
+    const u32 held = __ballot_sync(ALL, expert >= 0);
+    const int block = __popc(held & ((1u << lane) - 1)), num_used = __popc(held);
+    if (expert >= 0) args.experts[block] = expert, args.pairs[block * BLOCK] = lane;
+    if (lane >= num_used && lane < args.num_blocks) args.experts[lane] = -1;
+    for (int at = lane; at < num_used * BLOCK; at += 32)
+        if (at % BLOCK) args.pairs[at] = TOP_K;
 }
 
 // Whether all other thread blocks are done; what they wrote is visible then.
@@ -220,20 +237,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) routing(const __grid_co
     const int warp = threadIdx.x / 32, token = blockIdx.x * TOKENS + warp;
     if (warp < TOKENS && token < args.num_tokens) choose(args, token);
     if (BLOCK == 0 || !is_last_block(args)) return;
-    sort(args);
+    sort<THREADS>(args);
 }
 
-#if WIDE && SIZE % 256 == 0
-// The same for few tokens, which are not sorted, with the router's GEMM before it: a warp takes an expert, and
-// the thread block that is done last chooses.
-extern "C" __global__ void __launch_bounds__(32 * TOKENS, 1) router(const __grid_constant__ Arguments args) {
-    constexpr int CHUNKS = SIZE / 256;   // of 8 numbers that a lane has of a row
+#if WIDE && SIZE % 8 == 0 && (BLOCK == 0 || EXPERTS <= 256)
+// The same for few tokens, with the router's GEMM before it: a warp takes an expert, and the thread block that is done
+// last chooses and sorts.
+extern "C" __global__ void __launch_bounds__(ROUTER_THREADS, 1) router(const __grid_constant__ Arguments args) {
+    constexpr int CHUNKS = (SIZE + 255) / 256;   // of 8 numbers that a lane has of a row, of the last one not all lanes
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, expert = blockIdx.x * TOKENS + warp;
     const u16* const of_router = args.router + (u64)min(expert, EXPERTS - 1) * SIZE;
     const uint4* const row = reinterpret_cast<const uint4*>(SHARED && expert == EXPERTS ? args.gate : of_router);
+    const auto load = [&](const uint4* from, int i) {
+        return SIZE % 256 == 0 || 32 * i + lane < SIZE / 8 ? from[32 * i + lane] : make_uint4(0, 0, 0, 0);
+    };
     uint4 weight[CHUNKS];
 #pragma unroll
-    for (int i = 0; i < CHUNKS; ++i) weight[i] = row[32 * i + lane];
+    for (int i = 0; i < CHUNKS; ++i) weight[i] = load(row, i);
     allow_next();
     wait_previous();
     for (int token = 0; token < args.num_tokens; ++token) {
@@ -241,13 +261,21 @@ extern "C" __global__ void __launch_bounds__(32 * TOKENS, 1) router(const __grid
         float total = 0;
 #pragma unroll
         for (int i = 0; i < CHUNKS; ++i) {
-            const uint4 eight = x[32 * i + lane];
+            const uint4 eight = load(x, i);
             total += product(weight[i].x, eight.x) + product(weight[i].y, eight.y);
             total += product(weight[i].z, eight.z) + product(weight[i].w, eight.w);
         }
         total = sum(total);
         if (lane == 0 && expert < LOGITS) static_cast<float*>(args.logits)[token * LOGITS + expert] = total;
     }
-    if (is_last_block(args) && warp < args.num_tokens) choose(args, warp);
+    if (!is_last_block(args)) return;
+    if (warp < args.num_tokens) choose(args, warp);
+    if (BLOCK == 0) return;
+    if (args.num_tokens == 1) {
+        if (warp == 0) sort_one(args);
+        return;
+    }
+    __syncthreads();
+    sort<ROUTER_THREADS>(args);
 }
 #endif

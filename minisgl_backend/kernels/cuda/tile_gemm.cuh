@@ -186,13 +186,13 @@ struct Scales {
                 const int group = (part_64 * 64 + i * 32) / (GROUP ? GROUP : 1);
                 const u32 at = from + (group * (64 / SHARED_BY) + (row + 8 * row_8) / SHARED_BY) * 4;
                 asm volatile("ld.shared.u32 %0, [%1];" : "=r"(words[i][row_8]) : "r"(at));
-                if (CODE == 4) words[i][row_8] >>= part_64 % 2 * 16;
             }
     }
 
-    // what `numbers` needs of them, for 16 in_features and one of the rows
+    // what `numbers` needs of them, for 16 of 128 in_features and one of the rows
     __device__ __forceinline__ u32 by(int k, int part) const {
-        if (CODE == 4) return __byte_perm(words[0][part], 0, k / 2 % 2 ? 0x4141 : 0x4040) << 7;
+        if (CODE == 4)   // of two groups there is one in each half
+            return twice((k / 2 % 2 ? words[0][part] >> 1 : words[0][part] << 7) & 0x7f807f80, k / 4);
         return ZEROS || CODE == 3 ? zero_of(GROUP ? words[k / 2 % SCALES][part] : 0) : 0;
     }
 
@@ -222,7 +222,7 @@ __device__ __forceinline__ void read_numbers(u32 (&a)[4][4], u32 weight, int par
             for (int i = 0; i < 2; ++i)
 #pragma unroll
                 for (int j = 0; j < 4; ++j)
-                    a[k + i][j] = numbers(codes[2 * i + j % 2], j / 2, scales.by(k + i, j % 2));
+                    a[k + i][j] = numbers(codes[2 * i + j % 2], j / 2, scales.by(part % 2 * 4 + k + i, j % 2));
         }
     } else {
         u32 codes[4];
@@ -231,7 +231,7 @@ __device__ __forceinline__ void read_numbers(u32 (&a)[4][4], u32 weight, int par
         for (int k = 0; k < 4; ++k)
 #pragma unroll
             for (int j = 0; j < 4; ++j)
-                a[k][j] = numbers(codes[k / 2 * 2 + j % 2], k % 2 * 2 + j / 2, scales.by(k, j % 2));
+                a[k][j] = numbers(codes[k / 2 * 2 + j % 2], k % 2 * 2 + j / 2, scales.by(part % 2 * 4 + k, j % 2));
     }
 }
 
@@ -263,7 +263,8 @@ struct Operands {
                                            + ((j % 2 * 4 + lane / 8) ^ lane % 8) * 16);
 #pragma unroll
         for (int i = 0; i < 2; ++i)
-            scales[i].read(ring + STAGES * STAGE_BYTES + stage * SCALE_BYTES + warp / 4 * GROUP_BYTES, 2 * half + i);
+            if (CODE == 4 && i) scales[i] = scales[0];   // one word for both
+            else scales[i].read(ring + STAGES * STAGE_BYTES + stage * SCALE_BYTES + warp / 4 * GROUP_BYTES, 2 * half + i);
     }
 };
 
@@ -284,7 +285,7 @@ __device__ __forceinline__ void multiply(
     for (int j = 0; j < 4; ++j) {
         const u32 codes = BITS == 8 ? from.codes[k / 2][k % 2 * 2 + j % 2] : from.codes[k / 4][k / 2 % 2 * 2 + j % 2];
         const int pair = BITS == 8 ? j / 2 : k % 2 * 2 + j / 2;
-        a[j] = SUBTRACTS ? raw_numbers(codes, pair) : numbers(codes, pair, from.scales[k / 4].by(k % 4, j % 2));
+        a[j] = SUBTRACTS ? raw_numbers(codes, pair) : numbers(codes, pair, from.scales[k / 4].by(k, j % 2));
     }
     const u32 ones[4] = {0x3f803f80, 0x3f803f80, 0x3f803f80, 0x3f803f80};
 #pragma unroll
@@ -391,15 +392,16 @@ __device__ __forceinline__ void multiply_steps(float (&c)[TOKENS / 2], u32 ring,
         const int step = first + i;
         const u32 stage = step % STAGES;
         wait_barrier(full + 8 * stage, step / STAGES & 1);
-        const u32 weight = ring + stage * STAGE_BYTES;
+        // of all lanes the first one's, so that the compiler knows it to be the same: descriptors are uniform
+        const u32 weight = __shfl_sync(0xffffffff, ring + stage * STAGE_BYTES, 0);
         const u32 of_scales = ring + STAGES * STAGE_BYTES + stage * SCALE_BYTES + group * GROUP_BYTES;
         const u64 b = matrix(weight + WEIGHT_BYTES);
+        Scales next;
 #pragma unroll
         for (int part = 0; part < BLOCK / 64; ++part) {
             const int half = part % 2;   // of 128 in_features
             if (half == 0 && SUMMED != 32) wait_mma<1>();   // those have ended that read a[0]
-            Scales next;
-            next.read(of_scales, part);
+            if (CODE != 4 || half == 0) next.read(of_scales, part);
             read_numbers(a[half], weight + group * 64 * BLOCK * BITS / 8, part, next);
             const bool adds = SUMMED ? SUMMED == 128 && half == 1 : i + part > 0;   // to the sums of the part before
             if (SUMMED && SUMMED != 32 && !adds) {   // finish the group before

@@ -181,7 +181,10 @@ def launch_decode_attention(
     assert q.stride(1) == head_dim and q.stride(2) == 1
     group = num_heads // num_kv_heads
     fp8 = k_scale is not None
-    if splits > 1:
+    if head_dim >= 256 and not fp8:
+        # many rows hide latency by more programs, few by more warps
+        block, num_warps, stages = (32, 4, 3) if batch_size * num_kv_heads >= 128 else (64, 8, 3)
+    elif splits > 1:
         block, num_warps, stages = 128, 4, 3
     elif fp8:
         # converting keeps the warps busy: one each, if there are enough programs

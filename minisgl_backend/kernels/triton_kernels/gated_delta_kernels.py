@@ -9,8 +9,8 @@ head once. Prompts take five:
     _chain_blocks     the states, from block to block, and what the tokens read of them
     _gated_norm       the norm and the gate of the output
 
-Slots, blocks and runs may be padding (``minisgl_backend.kernels.gated_delta``), so that one CUDA
-graph bears steps of different rows: their programs end at once.
+Slots, blocks and runs may be padding (``minisgl_backend.kernels.gated_delta``), whose programs end
+at once: so one CUDA graph serves steps with different numbers of rows.
 
 Names of dimensions: K of a key, V of a value, each padded to a power of two (KP, VP).
 """
@@ -40,8 +40,8 @@ def _log_decay(a, log_rate, bias):
 
 @triton.jit
 def _conv_begun(state_ptr, weight_ptr, c, mask, WIDTH: tl.constexpr):
-    """What the convolution of channels ``c`` makes of the inputs before a token's own, and the
-    weight of that one."""
+    """The convolution's sum over the inputs before a token's own, for channels ``c``; and the
+    weight of the token's own."""
     total = tl.zeros_like(c).to(tl.float32)
     for tap in tl.static_range(WIDTH - 1):
         old = tl.load(state_ptr + c * (WIDTH - 1) + tap, mask=mask, other=0.0)

@@ -32,6 +32,18 @@ def _place_of_4_bits(k):
 
 
 @triton.jit
+def _spread_code(word_ptr, which, mask):
+    """One of eight codes of E2M1, whose bits are spread over 4 bytes."""
+    word = tl.load(word_ptr, mask=mask, other=0).to(tl.int64)
+    for i in tl.static_range(1, 4):
+        word |= tl.load(word_ptr + i, mask=mask, other=0).to(tl.int64) << 8 * i
+    pair = which % 4
+    at = tl.where(pair < 3, word << 3 * pair, word << 1 ^ word >> 4 ^ word >> 5)
+    at = at >> which // 4 * 16
+    return (at >> 12 & 8) | (at >> 6 & 7)
+
+
+@triton.jit
 def _numbers(codes, KIND: tl.constexpr):
     """Codes, uint8 or halves of it, as float32."""
     codes = codes.to(tl.int32)
@@ -79,8 +91,11 @@ def _load_numbers(
         place = k
         if PERMUTED:
             place = _place_of_4_bits(k)
-        both = tl.load(codes_ptr + row + place // 2, mask=mask, other=0).to(tl.int32)
-        codes = (both >> (place % 2 * 4)) & 15
+        if KIND == 4 and PERMUTED:
+            codes = _spread_code(codes_ptr + row + place // 8 * 4, place % 8, mask)
+        else:
+            both = tl.load(codes_ptr + row + place // 2, mask=mask, other=0).to(tl.int32)
+            codes = (both >> (place % 2 * 4)) & 15
     if GROUPS:
         column = tl.load(groups_ptr + k, mask=mask & (k >= 0), other=0)
     else:

@@ -1,4 +1,4 @@
-"""Attention of tiles of decoding rows over pages that they share: a program after another piece.
+"""Attention of tiles of decoding rows over pages that they share; a program takes several pieces.
 
 A tile's query heads of one KV head are the rows of one matrix, so each key is read once for all of
 them. How pieces are laid out in ``tables`` is in ``kernels.shared_attention``.

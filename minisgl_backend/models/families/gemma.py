@@ -136,14 +136,14 @@ def read_gemma4_unified_text(config: ConfigReader) -> ModelSpec:
 
 
 def read_gemma4_unified(config: ConfigReader) -> ModelSpec:
-    """``Gemma4UnifiedForConditionalGeneration``, the text part: Gemma 4 12B, which sees and hears
-    without an encoder."""
+    """``Gemma4UnifiedForConditionalGeneration``, the text part: Gemma 4 12B, which takes images and
+    audio without an encoder."""
     spec = read_gemma4_unified_text(text_config(config, tied=True))
     return _multimodal(spec, "Gemma4Unified")
 
 
 def _multimodal(spec: ModelSpec, family: str) -> ModelSpec:
-    """The same as the text part of a checkpoint that sees."""
+    """The same as the text part of a multimodal checkpoint."""
     names = replace(MULTIMODAL, left_out=spec.names.left_out)
     return replace(spec, architecture=f"{family}ForConditionalGeneration", names=names)
 

@@ -66,7 +66,8 @@ def read_llama4(config: ConfigReader) -> ModelSpec:
 
 
 def _growth(config: ConfigReader, rotates: list[bool]) -> QueryGrowth | None:
-    """Of the layers that do not rotate. Older files have a number in place of the flag."""
+    """How queries grow in layers that do not rotate. Older files have a number in place of the
+    flag."""
     given: Any = config.values.get("attn_temperature_tuning", True)
     if not isinstance(given, int):
         raise config.error("attn_temperature_tuning", "true or false", given)

@@ -25,24 +25,28 @@ SHARED_BYTES = 227 * 1024
 
 @given(
     batch=st.sampled_from(BATCHES),
-    height=st.integers(1, 256).map(lambda n: 256 * n),
+    units=st.integers(1, 4096),
     in_features=st.integers(1, 512).map(lambda n: BLOCK * n),
     head_dim=st.sampled_from([None, 64, 128]),
 )
+@example(batch=256, units=2, in_features=2880, head_dim=None)
+@example(batch=8, units=180, in_features=4096, head_dim=None)
 def test_all_can_be_compiled(
-    batch: int, height: int, in_features: int, head_dim: int | None
+    batch: int, units: int, in_features: int, head_dim: int | None
 ) -> None:
-    assert why_not(height, in_features) is None
+    """Rows of a weight that no tile divides among them."""
+    height = units * (head_dim or 16)
+    assert why_not(height, in_features, whole=False) is None
     cut = cut_of(batch, height, in_features, head_dim=head_dim)
-    assert cut.features == (head_dim or cut.features) and height % cut.features == 0
+    assert cut.features == (head_dim or cut.features)
+    assert 0 <= cut.num_tiles(height) * cut.features - height < cut.features
     assert cut.tokens in (8, 16, 32, 64, 96, 128, 192)
-    assert in_features % (cut.splits * BLOCK) == 0 and cut.splits <= 8
+    assert in_features >= cut.splits * BLOCK and cut.splits <= 8
     own_tokens = max(cut.tokens // cut.splits, 8)
     assert own_tokens % 8 == 0 and cut.tokens % own_tokens == 0
     if cut.even:
         assert cut.splits == 1 and cut.tokens == min(batch, 192)
-        steps = height // cut.features * (in_features // BLOCK)
-        assert steps >= PROCESSORS  # each thread block has one
+        assert cut.num_steps(height, in_features) >= PROCESSORS  # each thread block has one
     else:
         assert cut.finished_bytes <= cut.stages * cut.stage_bytes
     assert cut.shared_bytes <= SHARED_BYTES
@@ -121,6 +125,7 @@ def test_the_larger_a_layer_the_smaller_the_batches(elements: int, expected: int
 @pytest.mark.parametrize(("height", "in_features"), [(4100, 1024), (1024, 1000)])
 def test_what_cannot_be_taken(height: int, in_features: int) -> None:
     assert "multiple" in str(why_not(height, in_features))
+    assert "multiple" in str(why_not(height, in_features, whole=False))
 
 
 @given(

@@ -66,7 +66,12 @@ def code_of_thread(weight: QuantizedWeight, row: int, k: int) -> int:
         word = int(words[k // 16 * 4 + quad]) & 0xFFFFFFFF
         return word >> (16 * odd + (0 if upper else 8)) & 255
     word = int(words[k // 32 * 4 + quad]) & 0xFFFFFFFF
-    return word >> (16 * odd + 4 * (k % 32 // 16 * 2 + upper)) & 15
+    pair = k % 32 // 16 * 2 + upper
+    if weight.encoding is Encoding.INT4:
+        return word >> (16 * odd + 4 * pair) & 15
+    at = word << 3 * pair if pair < 3 else word << 1 ^ word >> 4 ^ word >> 5
+    at = at >> 16 * odd & 0x81C0
+    return at >> 12 | at >> 6 & 7  # the sign, and what follows in bfloat16
 
 
 def number_of(encoding: Encoding, code: int, zero: int | None) -> float:

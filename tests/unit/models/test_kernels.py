@@ -45,7 +45,7 @@ from minisgl_backend.models.adapter_slots import AdapterSlots
 from minisgl_backend.models.build import build_model
 from minisgl_backend.models.catalog import load_spec
 from minisgl_backend.models.decoder import Decoder
-from minisgl_backend.models.kernel_choice import has_expert_kernels
+from minisgl_backend.models.kernel_choice import has_expert_kernels, has_fused_layers
 from minisgl_backend.models.spec import ModelSpec
 from minisgl_backend.models.token_mixing import RecurrentRows
 from minisgl_backend.parallel.group import Group, OneRank
@@ -436,10 +436,11 @@ class TwinExperts:
         def compute(
             x: Tensor,
             router: Tensor,
-            logits: Callable[[], Tensor],
+            logits: Callable[[bool], Tensor],
             experts: moe.ExpertWeights,
             *,
             shared_gate: Tensor | None,
+            bias: Tensor | None,
             correction: Tensor | None,
             squares: Tensor | None,
             eps: float,
@@ -451,7 +452,8 @@ class TwinExperts:
             scale = torch.ones(len(x), 1)
             if squares is not None:
                 scale = (squares.sum(0)[:, None] / x.shape[1] + eps).rsqrt()
-            chosen = moe.choose(scale * logits(), rule, correction)
+            scores = scale * logits(False)
+            chosen = moe.choose(scores if bias is None else scores + bias, rule, correction)
             is_here = (chosen.ids >= begin) & (chosen.ids < end)
             ids, weights = torch.where(is_here, chosen.ids - begin, -1), chosen.weights
             if shared_gate is not None:
@@ -508,6 +510,25 @@ def test_experts_in_codes_behind_kernels(case: str, size: int, tmp_path: Path) -
         for module in experts:
             module.use_kernels(make)
             assert module.weights.kinds is not None
+        check_prompt_then_token(model, *prompt)
+
+    on_ranks(size, check)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("length", [5, 40])
+def test_layers_with_biases_on_tensor_cores(length: int, size: int, tmp_path: Path) -> None:
+    """Of attention, of experts in codes, and of their router, which come after norms half done."""
+    prompt = a_prompt(write_quantized("mxfp4-gpt-oss", tmp_path), length)
+    spec = load_spec(tmp_path)
+    assert has_fused_layers(spec) and spec.output_bias
+
+    def keeps(form: WeightFormat) -> bool:
+        return has_expert_kernels(form, spec, 1)
+
+    def check(group: Group) -> None:
+        model = load(tmp_path, group, fused=True, whole_experts=True, keeps_experts=keeps)
+        use_twins(model)
         check_prompt_then_token(model, *prompt)
 
     on_ranks(size, check)

@@ -245,7 +245,7 @@ def test_every_spelling_of_a_multimodal_checkpoint(checkpoints: Path, tmp_path: 
     assert_equal(load(tmp_path), load(checkpoints / "mistral3"))
 
 
-def test_only_what_sees_and_hears_is_left_out(checkpoints: Path, tmp_path: Path) -> None:
+def test_only_tensors_for_images_and_audio_are_left_out(checkpoints: Path, tmp_path: Path) -> None:
     for name in ("vision_tower.a.weight", "model.multi_modal_projector.b", "model.visual.c"):
         assert not list(MULTIMODAL.weights(name, (1,)))
         assert [own for own, _ in TensorNames().weights(name, (1,))] == [name]

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.layers.weight_place import WeightPlace, collect_places
 from minisgl_backend.models import weights
-from minisgl_backend.models.build import build_model
+from minisgl_backend.models.build import build_model, weight_bytes
 from minisgl_backend.models.catalog import load_spec
 from minisgl_backend.models.decoder import Decoder
 from minisgl_backend.parallel.group import Group, OneRank
@@ -252,6 +252,20 @@ def test_dummy_weights_need_no_files_and_follow_the_seed(folder: Path) -> None:
         assert "norm" in name or not torch.equal(parameter, other.get_parameter(name))
     with pytest.raises(ConfigError, match="load_format must be auto or dummy"):
         _build(folder, load_format="pickle")
+
+
+def test_an_mlp_that_is_an_expert_too_counts_once(tmp_path: Path) -> None:
+    """What all tokens take is also the last of the experts in memory, if it is like them."""
+    write_checkpoint("qwen2-moe", tmp_path)
+    values = json.loads((tmp_path / "config.json").read_text())
+    values["shared_expert_intermediate_size"] = values["moe_intermediate_size"]
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    apart, within = (
+        _build(tmp_path, load_format="dummy", fused_experts=fused) for fused in (False, True)
+    )
+    assert sum(one.nbytes for one in apart.parameters()) == weight_bytes(apart)
+    assert sum(one.nbytes for one in within.parameters()) > weight_bytes(within)
+    assert weight_bytes(within) == weight_bytes(apart)
 
 
 def test_progress_is_a_bar_on_a_terminal_and_a_log_line_elsewhere(

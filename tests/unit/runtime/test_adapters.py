@@ -10,7 +10,7 @@ from queue import SimpleQueue
 import pytest
 
 from minisgl_backend.errors import ConfigError, EngineFailure, InvalidRequest
-from minisgl_backend.request import Adapter, RequestId
+from minisgl_backend.request import Adapter, AdapterFacts, RequestId
 from minisgl_backend.runtime.adapters import Adapters, Fetched
 
 PATIENCE_S = 10
@@ -27,20 +27,20 @@ class Memory:
         self.fails: Exception | None = None
         self.files = 1
 
-    def check(self, folder: Path) -> tuple[int, int, int]:
+    def check(self, folder: Path) -> AdapterFacts:
         if folder.name.startswith("bad"):
             raise ConfigError("layers.3.lora_A.weight does not fit")
-        return 8, 3, self.files
+        return AdapterFacts(8, 3, self.files)
 
-    def read(self, adapter_id: int, folder: Path) -> tuple[int, int, int]:
-        size = self.check(folder)
+    def read(self, adapter_id: int, folder: Path) -> AdapterFacts:
+        facts = self.check(folder)
         assert self.may_read.wait(PATIENCE_S)
         if self.fails is not None:
             raise self.fails
         assert adapter_id not in self.held
         self.held.add(adapter_id)
         self.most = max(self.most, len(self.held))
-        return size
+        return facts
 
     def drop(self, adapter_id: int) -> None:
         self.held.discard(adapter_id)

@@ -22,6 +22,7 @@ from minisgl_backend.request import (
     FinishReason,
     Generated,
     PromptLogprobs,
+    samples_of,
 )
 from tests.fakes.executor import (
     Model,
@@ -137,16 +138,20 @@ def test_samples_get_their_tokens_and_share_their_prompt(overlap: bool) -> None:
 
 def test_a_deadline_ends_samples_that_have_no_token_yet() -> None:
     it = Bench(max_running=1, max_queued=10)
-    late = time.monotonic() + 0.3
-    _, sinks = it.submit_samples(it.request([1, 2], deadline_s=late, max_tokens=100), 3)
-    it.wait_until(lambda: bool(sinks[0].tokens))
-    it.executor.gate.clear()
-    time.sleep(0.4)
-    it.executor.gate.set()
-    endings = [sink.ending() for sink in sinks]
-    if endings[0] == Finished(FinishReason.TIMEOUT):
-        assert endings[1:] == [Finished(FinishReason.TIMEOUT)] * 2
-        assert sinks[2].tokens == []
+    deadline_s = time.monotonic() + 1.0
+    request = it.request([1, 2], deadline_s=deadline_s, max_tokens=100)
+    samples = samples_of(request, [request.id, it.engine.new_id(), it.engine.new_id()])
+    sinks = [Recording() for _ in samples]
+
+    def wait_for_the_deadline(event: Event) -> None:
+        sinks[0](event)
+        if isinstance(event, Generated):
+            it.wait_until(lambda: time.monotonic() > deadline_s)
+
+    it.engine.submit_samples(samples, [wait_for_the_deadline, *sinks[1:]])
+    assert [sink.ending() for sink in sinks] == [Finished(FinishReason.TIMEOUT)] * 3
+    assert sinks[0].tokens
+    assert sinks[1].tokens == sinks[2].tokens == []
     it.engine.close(drain_s=0)
 
 

@@ -74,23 +74,22 @@ def test_with_a_step_in_flight_pages_come_only_after_its_commit() -> None:
     assert planned(scheduler).decodes.rows.tolist() == [0]
 
 
-def test_a_request_can_end_or_be_aborted_while_it_is_being_retracted() -> None:
-    for token, aborts in ((9, False), (5, True)):
-        scheduler = make(num_pages=4, max_prefill_tokens=100)
-        sampling = SamplingParams(stop_token_ids=(9,))
-        scheduler.add(request(0, 7, max_tokens=6))
-        scheduler.add(request(1, 7, max_tokens=6, sampling=sampling))
-        step(scheduler)
-        in_flight = planned(scheduler)
-        assert scheduler.plan() is None
-        if aborts:
-            assert scheduler.abort(RequestId(1))
-            assert not scheduler.abort(RequestId(1))
-        result = commit(scheduler, in_flight, (5, token))
-        ended = {1: Finished(FinishReason.STOP, 9)}
-        assert result.ended == ({} if aborts else ended)
-        assert scheduler.stats().num_waiting == 0
-        assert scheduler.stats().num_running == 1
+@pytest.mark.parametrize("is_aborted", [False, True])
+def test_a_request_can_end_while_it_is_being_retracted(is_aborted: bool) -> None:
+    scheduler = make(num_pages=4, max_prefill_tokens=100)
+    sampling = SamplingParams(stop_token_ids=(9,))
+    scheduler.add(request(0, 7, max_tokens=6))
+    scheduler.add(request(1, 7, max_tokens=6, sampling=sampling))
+    step(scheduler)
+    in_flight = planned(scheduler)
+    assert scheduler.plan() is None
+    if is_aborted:
+        assert scheduler.abort(RequestId(1))
+        assert not scheduler.abort(RequestId(1))
+    result = commit(scheduler, in_flight, (5, 5 if is_aborted else 9))
+    assert result.ended == ({} if is_aborted else {1: Finished(FinishReason.STOP, 9)})
+    assert scheduler.stats().num_waiting == 0
+    assert scheduler.stats().num_running == 1
 
 
 @pytest.mark.parametrize("priority", [0, 1])

@@ -20,7 +20,7 @@ from transformers import AutoTokenizer, LlamaTokenizer
 from minisgl_backend.config import DEMO_MODEL, Limits
 from minisgl_backend.errors import ConfigError, InvalidRequest, RequestError, Unsupported
 from minisgl_backend.request import IntArray
-from minisgl_backend.text.tokenizer import PromptEncoder, load_vocabulary
+from minisgl_backend.text.tokenizer import PromptEncoder, check_tokenizer, load_vocabulary
 from minisgl_backend.wire.generation import MessagesPrompt, Prompt, TextPrompt, TokenPrompt
 from tests.fakes import vocabularies
 
@@ -75,6 +75,21 @@ def ids_of(encoder: PromptEncoder, prompt: Prompt) -> IntArray:
 
 def shown(encoder: PromptEncoder, ids: Any) -> list[str]:
     return [encoder.vocabulary.token_text(token_id) for token_id in ids.tolist()]
+
+
+def test_the_template_of_a_multi_modal_checkpoint(tmp_path: Path) -> None:
+    """As older transformers wrote it: beside the tokenizer, whose own counts more."""
+    other = tmp_path / "chat_template.json"
+    other.write_text(json.dumps({"chat_template": "{{ messages[0].content }}?"}))
+    without = PromptEncoder.load(folder(tmp_path, template=None))
+    assert without.render(chat("a")).text == "a?"
+    assert PromptEncoder.load(folder(tmp_path)).render(chat("a")).text != "a?"
+    other.write_text(json.dumps({"chat_template": ["a"]}))
+    with pytest.raises(ConfigError, match=r"chat_template\.json: chat_template must be a string"):
+        PromptEncoder.load(folder(tmp_path, template=None))
+    other.write_text("{")
+    with pytest.raises(ConfigError, match=r"chat_template\.json cannot be read"):
+        check_tokenizer(tmp_path)
 
 
 def test_text_begins_as_the_tokenizer_asks(encoder: PromptEncoder) -> None:

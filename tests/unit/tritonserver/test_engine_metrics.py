@@ -111,11 +111,17 @@ def test_counts_are_told_once(metrics: EngineMetrics, engine: Engine) -> None:
     assert metric("vllm:num_requests_running").current == 2
     assert metric("vllm:num_requests_waiting").current == 1
     assert metric("vllm:kv_cache_usage_perc").current == 0.5
-    assert metric("vllm:time_to_first_token_seconds").observed == [0.05]
-    assert metric("vllm:time_per_output_token_seconds").observed == [0.05]
-    assert metric("vllm:e2e_request_latency_seconds").observed == [0.2]
-    assert metric("vllm:request_prompt_tokens").observed == [7]
-    assert metric("vllm:request_generation_tokens").observed == [3]
+    for name, value, below, above in (
+        ("vllm:time_to_first_token_seconds", 0.05, "0.02", "0.05"),
+        ("vllm:time_per_output_token_seconds", 0.05, "0.02", "0.05"),
+        ("vllm:e2e_request_latency_seconds", 0.2, "0.1", "0.2"),
+        ("vllm:request_prompt_tokens", 7, "4", "16"),
+        ("vllm:request_generation_tokens", 3, "1", "4"),
+    ):
+        assert metric(f"{name}_sum").current == value
+        assert metric(f"{name}_count").current == 1
+        assert metric(f"{name}_bucket", le=below).current == 0
+        assert metric(f"{name}_bucket", le=above).current == 1
     assert metric("minisgl:chunk_tokens_count").current == 1
     assert metric("minisgl:chunk_tokens_sum").current == 5
     assert metric("minisgl:chunk_tokens_bucket", le="4").current == 0

@@ -399,14 +399,53 @@ def test_a_stop_string_ends_the_stream(detokenizer: Detokenizer, engine: Engine)
     wait_until(lambda: detokenizer.stats()["num_streams"] == 0)
 
 
-def test_a_cancelled_client(detokenizer: Detokenizer, engine: Engine) -> None:
-    request = engine.request(0, engine.ids.tolist())
-    request.sender.cancelled = True
-    assert take(detokenizer, request) is None
-    assert engine.ack() == Ack(1, 0, Verdict.CANCELLED)
-    last = engine.request(1, [], finish=Finished(FinishReason.CANCELLED))
+def test_a_cancelled_client(
+    detokenizer: Detokenizer, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Triton is asked now and then, not for each packet."""
+    clock = SimpleNamespace()
+    monkeypatch.setattr("minisgl_backend.tritonserver.detokenizer.time", clock)
+    for index, now_s, verdict in (
+        (0, 0.0, Verdict.CONTINUE),
+        (1, 0.1, Verdict.CONTINUE),
+        (2, 0.3, Verdict.CANCELLED),
+        (3, 0.4, Verdict.CANCELLED),
+    ):
+        clock.monotonic = lambda now_s=now_s: now_s
+        request = engine.request(index, engine.ids.tolist())
+        request.sender.cancelled = True
+        response = take(detokenizer, request)
+        assert (response is None) is (verdict is Verdict.CANCELLED)
+        assert engine.ack() == Ack(1, index, verdict)
+    last = engine.request(4, [], finish=Finished(FinishReason.CANCELLED))
     assert take(detokenizer, last) is None
     assert detokenizer.stats()["num_streams"] == 0
+
+
+def test_a_response_that_takes_long_holds_up_its_own_lane_alone(
+    detokenizer: Detokenizer, engine: Engine
+) -> None:
+    """And packets of one stream stay in order, although each is acknowledged before its answer."""
+    goes_on = threading.Event()
+    slow, next_one = engine.request(0, engine.ids.tolist()), engine.request(1, [5])
+    send = slow.sender.send
+
+    def waiting(*response: Any, **flags: Any) -> None:
+        assert goes_on.wait(PATIENCE_S)
+        send(*response, **flags)
+
+    slow.sender.send = waiting  # type: ignore[method-assign]
+    detokenizer.execute([slow])
+    assert engine.ack() == Ack(1, 0, Verdict.CONTINUE)
+    detokenizer.execute([next_one])
+    for key in range(2, 20, 2):  # even keys are on other lanes than odd ones
+        take(detokenizer, engine.request(0, [], key=key))
+        assert engine.ack() == Ack(key, 0, Verdict.CONTINUE)
+    assert not next_one.sender.num_sent
+    goes_on.set()
+    assert outputs(answer_of(slow))["text_output"].item().decode() == "Grüße 🙂 and more"
+    answer_of(next_one)
+    assert engine.ack() == Ack(1, 1, Verdict.CONTINUE)
 
 
 def test_a_stream_that_is_not_known(detokenizer: Detokenizer, engine: Engine) -> None:

@@ -167,11 +167,12 @@ def scored(text: str, num_alternatives: int = 0) -> PromptLogprobs:
 
 def test_a_prompts_logprobs_are_those_of_tokens_without_brackets() -> None:
     part = scored("é", 2)
-    text = prompt_logprobs_json(part, VOCABULARY.token_text)
-    assert f"[{text}]" == logprobs_json(ids("é"), part.tokens(), VOCABULARY.token_text)
+    text = prompt_logprobs_json(part, VOCABULARY.token_bytes)
+    assert f"[{text}]" == logprobs_json(ids("é"), part.tokens(), VOCABULARY.token_bytes)
     first, second = json.loads(f"[{text}]")
     assert list(first) == [str(ids("é")[0]), "0", "1"]
-    assert first[str(ids("é")[0])] == {"logprob": -0.25, "rank": 1, "decoded_token": "\ufffd"}
+    half = {"decoded_token": "\ufffd", "bytes": ["é".encode()[0]]}
+    assert first[str(ids("é")[0])] == {"logprob": -0.25, "rank": 1, **half}
     assert second["1"]["logprob"] == LEAST_LOGPROB and second["1"]["rank"] == 2
     broken = replace(part, logprobs=np.array([np.nan, np.inf], np.float32))
     for table in json.loads(f"[{prompt_logprobs_json(broken)}]"):
@@ -271,7 +272,7 @@ def test_logprobs_as_json() -> None:
         TokenLogprobs(-0.5, 1, ((5, -0.5), (6, float("-inf")))),
         TokenLogprobs(-3.0, 4, ((5, -0.25),)),
     ]
-    shown = json.loads(logprobs_json([5, END], logprobs, VOCABULARY.token_text))
+    shown = json.loads(logprobs_json([5, END], logprobs, VOCABULARY.token_bytes))
     five = VOCABULARY.token_text(5)
     assert shown == [
         {

@@ -476,7 +476,7 @@ def test_prompts() -> None:
     [
         ({"input_ids": np.array([1], np.int32), "text_input": "x"}, "give one of text_input"),
         ({"input_ids": np.array([], np.int32)}, "input_ids must not be empty"),
-        ({"input_ids": np.array([-1], np.int32)}, "input_ids must be in 0 .. 2147483647"),
+        ({"input_ids": np.array([-1], np.int64)}, "input_ids must be in 0 .. 2147483647"),
         ({"input_ids": np.array([2**31], np.int64)}, "input_ids must be in 0 .. 2147483647"),
         ({"input_ids": np.array([1.5])}, "input_ids must be integers, got float64"),
         ({"messages": "[]", "parse_special_tokens": True}, "parse_special_tokens goes with "),

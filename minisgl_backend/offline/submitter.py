@@ -1,17 +1,17 @@
-"""The thread between the callers of ``LLM`` and the engine: lets prompts in, and sees them out.
+"""The thread between the callers of ``LLM`` and the engine: submits prompts when there is room.
 
 Knows the engine's door, threads, and how much room the engine has. Must not know text or outputs.
 
 An engine refuses requests when its queue is full, since a server's clients can retry. In process
-the caller waits instead: a prompt enters when the engine has room for it. Calls take turns.
+the caller waits instead: a prompt is submitted when the engine has room for it. Calls take turns.
 
-Ctrl-C may end a function of Python at any call that it makes or returns from, ``with condition:``
-and ``future.result()`` among them, which then keep their lock for good. So a caller's thread shares
-nothing with others but queues written in C, whose ``put`` and ``get`` happen or do not: whatever
-changes the engine is an order in a queue, and is done on this thread, which no signal interrupts.
+Ctrl-C may interrupt a Python function at any call, even inside ``with condition:`` or
+``future.result()``, whose locks then stay locked for good. So a caller's thread shares only queues
+written in C with other threads; their ``put`` and ``get`` are atomic. Whatever changes the engine
+is an order in a queue, and is carried out on this thread, which no signal interrupts.
 
-Invariants: the counts belong to this thread. Both are at least the engine's own, which it lowers
-before its events arrive. An order that is given before the end is carried out.
+Invariants: the counts belong to this thread. Both are at least the engine's own, which the engine
+lowers before its events arrive. An order that is given before the end is carried out.
 """
 
 from __future__ import annotations
@@ -34,71 +34,72 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-class Guest(Protocol):
-    """One prompt, as far as the porter knows it. Its events tell when it is ``admitted`` and when
-    its samples have ``left``."""
+class QueuedPrompt(Protocol):
+    """A prompt to be submitted, which calls ``Submitter.admitted`` and ``ended`` by its events."""
 
     samples: Sequence[Request]
 
     def put(self, sample: int, event: Event) -> None:
-        """Take an event of a sample, on the engine's thread or on the porter's."""
+        """Take an event of a sample, on the engine's thread or the submitter's."""
 
 
-class Visit:
-    """The guests of one call that have not entered, in their order."""
+class CallQueue:
+    """The prompts of one call that are not submitted yet, in order."""
 
-    def __init__(self, guests: Iterator[Guest], on_refused: Callable[[Exception], None]) -> None:
-        """``on_refused`` gets the reason if not all can enter, such as the porter's end."""
-        self._guests = guests
-        self.next = next(guests, None)
-        self.refuse = on_refused
+    def __init__(
+        self, prompts: Iterator[QueuedPrompt], on_failed: Callable[[Exception], None]
+    ) -> None:
+        """``on_failed`` gets the reason if not all can be submitted, such as ``Submitter.end``."""
+        self._prompts = prompts
+        self.next = next(prompts, None)
+        self.fail = on_failed
 
-    def pop(self) -> Guest:
-        """Take the ``next`` guest, which there is."""
-        guest = self.next
-        assert guest is not None
-        self.next = next(self._guests, None)
-        return guest
+    def pop(self) -> QueuedPrompt:
+        """Remove and return the ``next`` prompt. There must be one."""
+        prompt = self.next
+        assert prompt is not None
+        self.next = next(self._prompts, None)
+        return prompt
 
 
-class Porter:
-    """Gives orders to an engine, which it closes at its own end."""
+class Submitter:
+    """Submits the prompts of all calls to an engine, and closes the engine at its end."""
 
     def __init__(self, engine: Door, *, num_tokenizers: int) -> None:
         self.is_closed = False
         self._engine = engine
         self._pool = ThreadPoolExecutor(num_tokenizers, thread_name_prefix="tokenizer")
-        self._visits: deque[Visit] = deque()
-        self._open: dict[Guest, Visit] = {}
+        self._queues: deque[CallQueue] = deque()
+        self._open: dict[QueuedPrompt, CallQueue] = {}
         self._num_requests = 0
         self._num_waiting_tokens = 0
         self._orders: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._running = threading.Lock()  # held until the end: no Event, see above
         self._running.acquire()
-        threading.Thread(target=self._run, name="porter", daemon=True).start()
+        threading.Thread(target=self._run, name="submitter", daemon=True).start()
 
     # --- callers -----------------------------------------------------------------------------
 
     def check_open(self) -> None:
-        """Raise ``Cancelled`` once the porter is told to end."""
+        """Raise ``Cancelled`` after ``end``."""
         if self.is_closed:
             raise _closed()
 
-    def enter(self, visit: Visit) -> None:
-        """Let the guests of a call in as there is room. Raises ``Cancelled``."""
-        self._order(partial(self._enter, visit))
+    def submit(self, queue: CallQueue) -> None:
+        """Submit the prompts of a call as there is room. Raises ``Cancelled`` after ``end``."""
+        self._order(partial(self._append, queue))
 
-    def leave(self, visit: Visit) -> None:
-        """End the requests of a call that are open, and let no more of it in."""
-        self._orders.put(partial(self._leave, visit))
+    def cancel(self, queue: CallQueue) -> None:
+        """End the open requests of a call, and submit no more of it."""
+        self._orders.put(partial(self._cancel, queue))
 
     def abort(self, request_id: RequestId) -> None:
         """End a request; ignored if it is not open."""
         self._orders.put(partial(self._engine.abort, request_id))
 
-    def spread(self, jobs: Sequence[Callable[[], T]]) -> Iterator[T]:
-        """The results of ``jobs`` in their order, several of which run at a time. Raises the error
-        of the first that fails, and ``Cancelled``."""
+    def run_all(self, jobs: Sequence[Callable[[], T]]) -> Iterator[T]:
+        """Run ``jobs``, several at a time, and yield their results in order. Raises the error of
+        the first that fails, and ``Cancelled`` after ``end``."""
         outcomes: SimpleQueue[tuple[int, T | Exception]] = SimpleQueue()
         is_over = False
 
@@ -132,7 +133,7 @@ class Porter:
             is_over = True
 
     def end(self) -> None:
-        """Refuse all that is new, end all requests, and close the engine. Idempotent."""
+        """Refuse new work, end all requests, and close the engine. Idempotent."""
         self.is_closed = True
         self._orders.put(None)
 
@@ -143,78 +144,79 @@ class Porter:
 
     def _order(self, order: Callable[[], None]) -> None:
         self._orders.put(order)
-        self.check_open()  # only now: the porter may have ended before it came to the order
+        self.check_open()  # only now, as the submitter may have ended before it saw the order
 
     # --- the engine's thread -----------------------------------------------------------------
 
     def admitted(self, num_tokens: int) -> None:
-        """A prompt of ``num_tokens`` has been given a row."""
+        """A prompt of ``num_tokens`` has a row."""
         self._orders.put(partial(self._count, 0, -num_tokens))
 
-    def left(self, guest: Guest, num_tokens: int, *, is_last: bool) -> None:
-        """A sample has ended; ``num_tokens`` are those of its prompt if that still waited."""
-        self._orders.put(partial(self._count, -1, -num_tokens, guest if is_last else None))
+    def ended(self, prompt: QueuedPrompt, num_tokens: int, *, is_last: bool) -> None:
+        """A sample of the prompt has ended, and with ``is_last`` the prompt. ``num_tokens`` are
+        those of the prompt if it still waited for a row, else 0."""
+        self._orders.put(partial(self._count, -1, -num_tokens, prompt if is_last else None))
 
-    # --- the porter's thread -----------------------------------------------------------------
+    # --- the submitter's thread --------------------------------------------------------------
 
     def _run(self) -> None:
         try:
             while (order := self._orders.get()) is not None:
                 try:
                     order()
-                    self._let_in()
+                    self._submit_next()
                 except Exception:
                     logger.exception("an order to the engine failed")
-            for visit in self._visits:
-                visit.refuse(_closed())
-            self._pool.shutdown()  # the jobs left find that all is over
+            for queue in self._queues:
+                queue.fail(_closed())
+            self._pool.shutdown()  # the remaining jobs see that the submitter is closed
             self._engine.close(drain_s=0)
         finally:
             self._running.release()
 
-    def _enter(self, visit: Visit) -> None:
-        if visit.next is not None:
-            self._visits.append(visit)
+    def _append(self, queue: CallQueue) -> None:
+        if queue.next is not None:
+            self._queues.append(queue)
 
-    def _leave(self, visit: Visit) -> None:
-        if visit in self._visits:
-            self._visits.remove(visit)
-        for guest in [guest for guest, its in self._open.items() if its is visit]:
-            for request in guest.samples:
+    def _cancel(self, queue: CallQueue) -> None:
+        if queue in self._queues:
+            self._queues.remove(queue)
+        for prompt in [prompt for prompt, its in self._open.items() if its is queue]:
+            for request in prompt.samples:
                 self._engine.abort(request.id)
 
-    def _count(self, num_requests: int, num_tokens: int, gone: Guest | None = None) -> None:
+    def _count(self, num_requests: int, num_tokens: int, gone: QueuedPrompt | None = None) -> None:
         self._num_requests += num_requests
         self._num_waiting_tokens += num_tokens
         if gone is not None:
             del self._open[gone]
 
-    def _let_in(self) -> None:
-        while self._visits and self._has_room(self._visits[0]):
-            visit = self._visits.popleft()
+    def _submit_next(self) -> None:
+        while self._queues and self._has_room(self._queues[0]):
+            queue = self._queues.popleft()
             try:
-                guest = visit.pop()
+                prompt = queue.pop()
             except Exception as error:
-                visit.refuse(error)
+                queue.fail(error)
                 continue
-            self._enter(visit)
-            self._open[guest] = visit
-            samples = guest.samples
+            self._append(queue)
+            self._open[prompt] = queue
+            samples = prompt.samples
             self._count(len(samples), len(samples[0].prompt))
-            sinks = [partial(guest.put, sample) for sample in range(len(samples))]
+            sinks = [partial(prompt.put, sample) for sample in range(len(samples))]
             try:
                 self._engine.submit_samples(samples, sinks)
             except Exception as error:
                 failure: MiniSGLError = EngineFailure(str(error))
-                # Overloaded, although there is room: the engine has broken down
+                # Overloaded although there is room means that the engine has broken down
                 if isinstance(error, MiniSGLError) and not isinstance(error, Overloaded):
                     failure = error
                 for sink in sinks:
                     sink(Failed(failure))
 
-    def _has_room(self, visit: Visit) -> bool:
-        assert visit.next is not None  # or it would not wait
-        samples, info = visit.next.samples, self._engine.info
+    def _has_room(self, queue: CallQueue) -> bool:
+        assert queue.next is not None  # else it would not be in ``_queues``
+        samples, info = queue.next.samples, self._engine.info
         waiting = self._num_waiting_tokens
         return self._num_requests + len(samples) <= info.most_open and (
             not waiting or waiting + len(samples[0].prompt) <= info.max_queued_tokens

@@ -1,0 +1,244 @@
+"""JSON schemas in words that llguidance enforces: another schema that the same values follow.
+
+- A keyword that constrains nothing, such as ``uniqueItems: false``, is left out.
+- ``oneOf`` whose alternatives exclude each other, which llguidance does not see of a ``$ref``, is
+  ``anyOf``.
+- ``propertyNames`` that lists names, or has a pattern, is ``properties`` or ``patternProperties``.
+
+What else llguidance does not enforce stays, for it to refuse. Must not know where a schema stands.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Any, Final, TypeAlias
+from urllib.parse import unquote
+
+Schema: TypeAlias = Mapping[str, Any]
+
+NAMES: Final = ("properties", "patternProperties", "$defs", "definitions")
+"""Keywords whose objects have names in place of keywords."""
+_LISTS: Final = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
+_SCHEMAS: Final = ("items", "additionalItems", "additionalProperties")
+_ANNOTATIONS: Final = frozenset(
+    {"title", "description", "default", "examples", "deprecated", "$comment"}
+)
+_STRING: Final = {"type": "string"}
+_ANY_TEXT: Final = frozenset({"binary", "password", "path", "file-path", "directory-path"})
+"""Formats that say what a text is for: those of OpenAPI and of pydantic."""
+_OBJECT: Final = frozenset({"object"})
+_ANYTHING: Final = _OBJECT | {"null", "boolean", "number", "string", "array"}
+_MOST_DEPTH: Final = 128
+"""Beyond that llguidance reads no JSON."""
+_MOST_STEPS: Final = 8
+"""References in a row."""
+
+
+def plain(schema: dict[str, Any]) -> dict[str, Any]:
+    """A schema that the same values follow, in words that are enforced as far as there are any."""
+    return _plain(schema, schema, _MOST_DEPTH)
+
+
+def says_nothing(key: str, schema: Schema) -> bool:
+    """Whether a keyword of the schema constrains nothing, whatever the value."""
+    given = schema[key]
+    if key == "uniqueItems":
+        return given is False
+    if key in ("unevaluatedItems", "unevaluatedProperties"):
+        return _is_true(given)
+    if key == "propertyNames":  # which are strings
+        return _is_true(given) or (isinstance(given, dict) and _without_notes(given) == _STRING)
+    return key == "format" and isinstance(given, str) and given in _ANY_TEXT
+
+
+def _plain(schema: dict[str, Any], root: Schema, depth: int) -> dict[str, Any]:
+    if depth == 0 or (schema is not root and "$id" in schema):  # its references have another root
+        return schema
+    found = {
+        key: _inside(key, value, root, depth - 1)
+        for key, value in schema.items()
+        if not says_nothing(key, schema)
+    }
+    if "propertyNames" in found:
+        found = _with_names(found, root)
+    alternatives = found.get("oneOf")
+    if not found.keys() & {"anyOf", "discriminator"} and _exclude_each_other(alternatives, root):
+        found["anyOf"] = found.pop("oneOf")
+    return found
+
+
+def _inside(key: str, value: Any, root: Schema, depth: int) -> Any:
+    """What stands behind a keyword, with its schemas made plain."""
+    if isinstance(value, dict):
+        if key in NAMES:
+            return {
+                name: _plain(one, root, depth) if isinstance(one, dict) else one
+                for name, one in value.items()
+            }
+        if key in _SCHEMAS:
+            return _plain(value, root, depth)
+    elif isinstance(value, list) and key in _LISTS:
+        return [_plain(one, root, depth) if isinstance(one, dict) else one for one in value]
+    return value
+
+
+def _with_names(schema: dict[str, Any], root: Schema) -> dict[str, Any]:
+    """The schema with its ``propertyNames`` as properties, if that can be said so."""
+    others = schema.get("additionalProperties", True)
+    properties = schema.get("properties", {})
+    names = _without_notes(_resolved(schema["propertyNames"], root))
+    rest = {key: value for key, value in schema.items() if key != "propertyNames"}
+    if "patternProperties" in schema or not isinstance(properties, dict):
+        return schema
+    if (listed := _literals(names)) is not None and names.keys() <= {"type", "enum", "const"}:
+        known = [name for name in listed if isinstance(name, str)]
+        return {
+            **rest,
+            "properties": {
+                **{name: one for name, one in properties.items() if name in known},
+                **{name: others for name in known if name not in properties},
+            },
+            "additionalProperties": False,
+        }
+    if "pattern" in names and names.keys() <= {"type", "pattern"} and not properties:
+        by_pattern = {"patternProperties": {names["pattern"]: others}}
+        return {**rest, **by_pattern, "additionalProperties": False}
+    return schema
+
+
+def _exclude_each_other(alternatives: Any, root: Schema) -> bool:
+    """Whether no value follows two of them, and there is a reference that hides it."""
+    if not (isinstance(alternatives, list) and any(map(_is_reference, alternatives))):
+        return False
+    known = [_Alternative.of(schema, root) for schema in alternatives]
+    return all(one.excludes(other) for one, other in combinations(known, 2))
+
+
+def _is_reference(schema: Any) -> bool:
+    return isinstance(schema, dict) and "$ref" in schema
+
+
+@dataclass(frozen=True, slots=True)
+class _Values:
+    """The values that may follow a schema: their types, of which an integer's is number, and all
+    of them if they are listed."""
+
+    types: frozenset[str]
+    listed: frozenset[tuple[str, Any]] | None
+
+    @classmethod
+    def of(cls, schema: Any, root: Schema) -> _Values:
+        schema = _resolved(schema, root)
+        given = schema.get("type")
+        named = given if isinstance(given, list) else [given]
+        types = frozenset("number" if name == "integer" else name for name in named if name)
+        literals = _literals(schema)
+        if literals is None:
+            return cls(types or _ANYTHING, None)
+        listed = frozenset(map(_comparable, literals))
+        return cls((types or _ANYTHING) & {kind for kind, _ in listed}, listed)
+
+    def exclude(self, other: _Values) -> bool:
+        if self.types.isdisjoint(other.types):
+            return True
+        return (
+            self.listed is not None
+            and other.listed is not None
+            and self.listed.isdisjoint(other.listed)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Alternative:
+    """One of several schemas. ``is_closed``: its values have none but its ``properties``."""
+
+    values: _Values
+    properties: Mapping[str, _Values]
+    required: frozenset[str]
+    is_closed: bool
+
+    @classmethod
+    def of(cls, schema: Any, root: Schema) -> _Alternative:
+        schema = _resolved(schema, root)
+        properties, required = schema.get("properties"), schema.get("required")
+        return cls(
+            _Values.of(schema, root),
+            {name: _Values.of(one, root) for name, one in properties.items()}
+            if isinstance(properties, dict)
+            else {},
+            frozenset(name for name in required if isinstance(name, str))
+            if isinstance(required, list)
+            else frozenset(),
+            schema.get("additionalProperties") is False and "patternProperties" not in schema,
+        )
+
+    def excludes(self, other: _Alternative) -> bool:
+        """Whether it is plain to see that no value follows both."""
+        if self.values.exclude(other.values):
+            return True
+        if not self.values.types == other.values.types == _OBJECT:
+            return False
+        required, both = self.required | other.required, self.properties.keys() & other.properties
+        return (
+            (self.is_closed and not required <= self.properties.keys())
+            or (other.is_closed and not required <= other.properties.keys())
+            or any(
+                self.properties[name].exclude(other.properties[name]) for name in required & both
+            )
+        )
+
+
+def _resolved(schema: Any, root: Schema) -> Schema:
+    """What a schema refers to, and what it adds to that; {} if that is not known."""
+    for _ in range(_MOST_STEPS):
+        if not isinstance(schema, dict):
+            break
+        if "$ref" not in schema:
+            return schema
+        beside = {key: value for key, value in schema.items() if key != "$ref"}
+        found = _at(schema["$ref"], root)
+        schema = {**found, **beside} if isinstance(found, dict) else found
+    return {}
+
+
+def _at(pointer: Any, root: Schema) -> Any:
+    """What lies at ``#/...``; None if nothing does."""
+    if not (isinstance(pointer, str) and (pointer == "#" or pointer.startswith("#/"))):
+        return None
+    found: Any = root
+    for step in pointer.split("/")[1:]:
+        name = unquote(step).replace("~1", "/").replace("~0", "~")
+        if isinstance(found, list) and name.isdecimal():
+            found = found[int(name)] if int(name) < len(found) else None
+        else:
+            found = found.get(name) if isinstance(found, dict) else None
+    return found
+
+
+def _comparable(value: Any) -> tuple[str, Any]:
+    """A value with JSON's name of its type, equal to another as JSON has it."""
+    if value is None:
+        return "null", None
+    for kind, name in ((bool, "boolean"), (int | float, "number"), (str, "string")):
+        if isinstance(value, kind):
+            return name, value
+    return "array" if isinstance(value, list) else "object", json.dumps(value, sort_keys=True)
+
+
+def _literals(schema: Schema) -> list[Any] | None:
+    """The only values that may follow it; None if they are not listed."""
+    if "const" in schema:
+        return [schema["const"]]
+    listed = schema.get("enum")
+    return listed if isinstance(listed, list) else None
+
+
+def _is_true(schema: Any) -> bool:
+    return schema is True or schema == {}
+
+
+def _without_notes(schema: Schema) -> Schema:
+    return {key: value for key, value in schema.items() if key not in _ANNOTATIONS}

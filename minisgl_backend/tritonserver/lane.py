@@ -1,0 +1,37 @@
+"""A thread that takes things one after another, in the order in which they came.
+
+``execute`` of a model puts its requests on lanes and returns, so that tritonserver hands over the
+next ones while these are worked on. Must not know what it takes.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class Lane(Generic[T]):
+    """Takes what is put on it by ``take``, which must not raise."""
+
+    def __init__(self, take: Callable[[T], None], *, name: str) -> None:
+        self._take = take
+        self._waiting: queue.SimpleQueue[T | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def put(self, item: T) -> None:
+        """Add an item, not None, behind those that wait here. Safe to call from any thread."""
+        self._waiting.put(item)
+
+    def close(self) -> None:
+        """End the thread once all items are taken."""
+        self._waiting.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (item := self._waiting.get()) is not None:
+            self._take(item)

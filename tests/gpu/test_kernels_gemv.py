@@ -29,7 +29,6 @@ SIZES = [1024, 1152, 2048, 640]
 @pytest.fixture(autouse=True)
 def all_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also those for which other kernels are faster."""
-
     monkeypatch.setattr("minisgl_backend.kernels.cuda.linear.gemv_cut", gemv_cut.usual_cut)
 
 
@@ -43,7 +42,7 @@ def several_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_one_row(
     device: torch.device, form: str, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Several in a row, so that each starts while another runs; with and without ways to wait."""
+    """Several in a row, also so that each starts while another runs."""
     from minisgl_backend.kernels.cuda.linear import LinearKernel
 
     if size == 2048:

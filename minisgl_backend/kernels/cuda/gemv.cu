@@ -214,12 +214,12 @@ __device__ __forceinline__ void multiply_unit(
                      x[4 * pair + i], x[4 * pair + i + 1]);
 }
 
-// Multiply the batches from the first one of a warp on, which is on its way. Sums of both rows.
+// Multiply the batches of a `warp`, of which the first one is on its way. Sums of both rows.
 __device__ __forceinline__ void multiply_batches(
-    float (&sums)[2], const Rows& rows, uint4 (&codes)[UNITS][2], Column& column, const u16* x, int first_batch) {
+    float (&sums)[2], const Rows& rows, uint4 (&codes)[UNITS][2], Column& column, const u16* x, int warp) {
     const int quarter = threadIdx.x % 4;
     bool more;
-    int batch = first_batch;
+    int batch = warp;
     sums[0] = sums[1] = 0;
 #pragma unroll 1
     do {

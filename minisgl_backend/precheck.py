@@ -280,11 +280,15 @@ def checked_spec(options: EngineOptions, folder: Path, device: str | None) -> Mo
 
 
 def _check_experts(options: EngineOptions, spec: ModelSpec) -> None:
-    """Raise ``ConfigError`` if the ranks cannot share out whole experts as they are asked to."""
+    """Raise ``ConfigError`` if there are no experts that options speak of, or if the ranks cannot
+    share out whole ones."""
+    if spec.moe is None:
+        for name in ("expert_parallel", "moe_backend"):
+            if getattr(options, name):
+                raise ConfigError(f"option {name}: {spec.architecture} has no experts")
+        return
     if not options.expert_parallel:
         return
-    if spec.moe is None:
-        raise ConfigError(f"option expert_parallel: {spec.architecture} has no experts")
     num_experts, ranks = spec.moe.experts.num_experts, options.tensor_parallel_size
     if num_experts % ranks:
         raise ConfigError(

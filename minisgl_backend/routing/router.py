@@ -6,7 +6,8 @@ has three measures: rows, prompt tokens that wait to be computed, and pages, eac
 it can hold. It is *in balance* if each measure is at most ``Balance.ratio`` times the mean of all
 replicas, plus ``Balance.slack``: for a prefix that is at least as long as those of other requests
 are on average. A shorter one pulls in proportion less, down to nothing: for it, a replica must not
-be above the mean. So what leaves a busy replica is what costs the least to compute again.
+be above the mean. So what leaves a busy replica is what costs the least to compute again. To wait
+for as many tokens as the prefix saves is no imbalance: computing them elsewhere takes as long.
 
 An adapter that a replica has on its device pulls as a long prefix does, but after prefixes: of the
 replicas that have the same of the prompt, the ones with the adapter come first.
@@ -197,7 +198,7 @@ class Router:
 
     def _limits(self, pull: float, num_held: int = 0) -> _Limits:
         """The largest load that counts as balanced, for a prefix of ``num_held`` pages with this
-        pull. To wait for as many tokens as it saves costs no more than to compute it elsewhere."""
+        pull."""
         num_up = self._up.bit_count()
         ratio, slack = 1 + pull * (self._balance.ratio - 1), pull * self._balance.slack
         (rows, tokens, pages), most = self._total, self._capacity

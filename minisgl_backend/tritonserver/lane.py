@@ -6,16 +6,23 @@ next ones while these are worked on. Must not know what it takes.
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
+logger = logging.getLogger(__name__)
+
 T = TypeVar("T")
 
 
 class Lane(Generic[T]):
-    """Takes what is put on it by ``take``, which must not raise."""
+    """Takes what is put on it by ``take``, on a thread of its own.
+
+    An error of ``take`` is logged, and the next item is taken: other requests are not to wait for
+    ever because one could not even be answered.
+    """
 
     def __init__(self, take: Callable[[T], None], *, name: str) -> None:
         self._take = take
@@ -34,4 +41,7 @@ class Lane(Generic[T]):
 
     def _run(self) -> None:
         while (item := self._waiting.get()) is not None:
-            self._take(item)
+            try:
+                self._take(item)
+            except Exception:
+                logger.exception("%s: an item could not be taken", self._thread.name)

@@ -226,7 +226,8 @@ class TritonPythonModel:
         chat_format = prompt.format if isinstance(prompt, RenderedChat) else None
         ids = encode(prompt)  # int32[num_prompt_tokens]
         sampling = self._encoder.after_thinking(request.sampling, prompt)
-        request = replace(request, sampling=sampling)
+        if sampling is not request.sampling:
+            request = replace(request, sampling=sampling)
         self._encoder.check_token_ids("stop_token_ids", request.sampling.stop_token_ids)
         if request.exclude_input_in_output:
             return ids, request, chat_format

@@ -45,7 +45,7 @@ def test_changes_are_names_and_values(text: str, values: dict[str, object]) -> N
     ("text", "message"),
     [("fast", "takes name=value"), ("pagesize=1", "did you mean"), ("page_size=x", "an integer")],
 )
-def test_a_change_that_is_none_is_refused(text: str, message: str) -> None:
+def test_an_invalid_change_is_refused(text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         changed(EngineOptions(), text)
 

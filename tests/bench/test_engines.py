@@ -130,7 +130,7 @@ def test_prompts_are_measured_with_and_without_logprobs(tmp_path: Path) -> None:
         ("scaling --steps 0", "'--steps': 0 is not"),
     ],
 )
-def test_what_cannot_be_measured_is_wrong_usage(command: str, message: str) -> None:
+def test_options_that_cannot_be_measured_are_wrong_usage(command: str, message: str) -> None:
     result = CliRunner().invoke(main, ["bench", *command.split()])
     assert result.exit_code == 2
     assert f"Invalid value for {message}" in result.output

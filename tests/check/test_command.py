@@ -180,7 +180,7 @@ def test_the_documentation_has_every_fault() -> None:
         (["--fault", "F18", "--fault", "F99"], "there is no fault F99: see minisgl check --list"),
     ],
 )
-def test_what_is_not_there(arguments: list[str], message: str) -> None:
+def test_servers_and_files_that_do_not_exist(arguments: list[str], message: str) -> None:
     result = CliRunner().invoke(main, ["check", *arguments])
     assert result.exit_code == 2
     assert message in result.output

@@ -86,7 +86,7 @@ def test_an_error_that_tells_a_path(own: OwnServer) -> None:
 
 
 @pytest.mark.usefixtures("few_inputs")
-def test_numbers_that_are_none(own: OwnServer) -> None:
+def test_accepted_nan_is_found(own: OwnServer) -> None:
     with own.switch.on(Broken.NAN):
         over_http, over_grpc = refusals.bad_inputs(own, is_timed=False)
     assert "temperature nan: was answered" in over_grpc.failures

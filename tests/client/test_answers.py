@@ -102,7 +102,9 @@ def test_whole_and_streamed(server: TritonServer, encoder: PromptEncoder, way: W
 
 
 @all_ways
-def test_what_is_asked_for(server: TritonServer, encoder: PromptEncoder, way: Way) -> None:
+def test_optional_outputs_that_are_asked_for(
+    server: TritonServer, encoder: PromptEncoder, way: Way
+) -> None:
     asked: dict[str, Any] = {
         "num_logprobs": 3,
         "return_cumulative_logprob": True,
@@ -153,7 +155,7 @@ def test_logprobs_of_a_prompt(server: TritonServer, encoder: PromptEncoder, way:
 
 
 @all_ways
-def test_what_is_not_asked_for(server: TritonServer, way: Way) -> None:
+def test_outputs_that_are_turned_off(server: TritonServer, way: Way) -> None:
     names = (
         "finish_reason",
         "stop_reason",

@@ -67,5 +67,5 @@ def test_blocks_are_cut_where_nothing_can_change_them(text: str) -> None:
 
 
 @given(blocks, blocks)
-def test_what_is_complete_stays_complete(text: str, more: str) -> None:
+def test_complete_blocks_stay_as_they_are(text: str, more: str) -> None:
     assert split_blocks(text + more)[0].startswith(split_blocks(text)[0])

@@ -99,7 +99,7 @@ def test_another_model(server: TritonServer, way: Way) -> None:
 
 
 @all_ways
-def test_nobody_there(way: Way) -> None:
+def test_no_server_at_the_address(way: Way) -> None:
     url = "http://127.0.0.1:1" if way.protocol == "http" else "127.0.0.1:1"
     with pytest.raises(ConnectionFailed, match=r"[Cc]onnect"):
         way.generate(url, {"retries": 1}, prompt="x")
@@ -134,13 +134,13 @@ def test_settings_that_contradict_each_other() -> None:
 
 
 @pytest.mark.parametrize("timeout_s", [0, -1, float("nan"), float("inf"), 10**400, "3"])
-def test_times_that_are_none(timeout_s: Any) -> None:
+def test_invalid_timeouts(timeout_s: Any) -> None:
     with pytest.raises(InvalidArgument, match="timeout_s must be finite and > 0, got"):
         Client(timeout_s=timeout_s)
 
 
 @pytest.mark.parametrize("retries", [-1, 1.5, "2", None])
-def test_numbers_of_retries_that_are_none(retries: Any) -> None:
+def test_invalid_numbers_of_retries(retries: Any) -> None:
     with pytest.raises(InvalidArgument, match="retries must be an integer >= 0, got"):
         AsyncClient(retries=retries)
 

@@ -135,7 +135,9 @@ def test_forms_that_are_wrong_usage(
         (["x", "--url", "ftp://here"], 2, "Error: ftp://here is not an address for grpc"),
     ],
 )
-def test_what_goes_wrong(server: TritonServer, words: list[str], code: int, message: str) -> None:
+def test_errors_and_exit_codes(
+    server: TritonServer, words: list[str], code: int, message: str
+) -> None:
     done = run("generate", "--url", url_of(server, "grpc"), *words)
     assert (done.returncode, done.stdout) == (code, "")
     assert message in done.stderr
@@ -166,7 +168,7 @@ def test_an_output_that_takes_nothing(server: TritonServer, jsonl: bool) -> None
 
 @pytest.mark.parametrize("jsonl", [[], ["--jsonl"]])
 @pytest.mark.parametrize(("redirection", "name"), [(">&-", "output"), ("<&-", "input")])
-def test_what_is_closed(jsonl: list[str], redirection: str, name: str) -> None:
+def test_a_closed_standard_stream_is_named(jsonl: list[str], redirection: str, name: str) -> None:
     command = ["sh", "-c", f'exec "$@" {redirection}', "sh", *MINISGL, "generate", *jsonl]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (1, "")
@@ -248,7 +250,7 @@ def test_lines_that_are_all_good(server: TritonServer) -> None:
         assert told["logprobs"][0]["chosen"].keys() == {"token_id", "text", "logprob", "rank"}
 
 
-def test_an_id_of_null_is_none() -> None:
+def test_an_id_of_null_is_left_out() -> None:
     script = Script([GOOD])
     lines = '{"prompt": "x", "id": null}\n{"prompt": "x", "id": 0}\n'
     with grpc_server(script) as url:

@@ -28,7 +28,7 @@ def test_events_however_they_are_cut(size: int) -> None:
 
 
 @pytest.mark.parametrize("data", [b"", b"<html>", b"[]", b"null", b"\xff"])
-def test_what_is_not_from_triton(data: bytes) -> None:
+def test_an_answer_that_is_not_from_triton(data: bytes) -> None:
     with pytest.raises(ServerError, match="not the JSON of Triton"):
         json_object(data)
 
@@ -38,6 +38,6 @@ def test_an_error_inside_a_stream() -> None:
         deltas_of_event({"error": "in ensemble 'minisgl', UNAVAILABLE: queue full"})
 
 
-def test_a_model_that_is_none_for_texts() -> None:
+def test_an_answer_without_text() -> None:
     with pytest.raises(ServerError, match="answered without text_output"):
         deltas_of_event({"model_name": "llm_engine", "output_ids": [5]})

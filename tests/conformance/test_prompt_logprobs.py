@@ -62,7 +62,7 @@ def reference(
     ],
     ids=lambda options: "-".join(map(str, options.values())),
 )
-def test_they_are_those_of_transformers(reference: Reference, options: dict[str, Any]) -> None:
+def test_logprobs_are_those_of_transformers(reference: Reference, options: dict[str, Any]) -> None:
     """Cold and warm cache, chunks cut everywhere, with and without tokens after the prompt."""
     count = len(reference.prompts)
     sampling = [(SCORE, CONTINUE, PLAIN)[index % 3] for index in range(count)]

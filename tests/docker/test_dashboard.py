@@ -98,7 +98,7 @@ def test_every_metric_of_the_engine_has_a_panel(page: dict[str, list[dict[str, s
     assert ours - python_clients - shown == set()
 
 
-def test_what_does_not_exist_would_be_found(page: dict[str, list[dict[str, str]]]) -> None:
+def test_missing_metrics_and_labels_would_be_found(page: dict[str, list[dict[str, str]]]) -> None:
     def lacks(expression: str) -> list[str]:
         return [lack for selector in selectors(expression) for lack in missing(selector, page)]
 

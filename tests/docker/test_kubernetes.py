@@ -150,7 +150,7 @@ def selections() -> Iterator[tuple[str, dict[str, str], dict[str, Any]]]:
 
 
 @pytest.mark.parametrize(("name", "labels", "resource"), list(selections()), ids=named)
-def test_what_selects_pods_finds_them(
+def test_selectors_find_their_pods(
     name: str, labels: dict[str, str], resource: dict[str, Any]
 ) -> None:
     """And each port that it names is one of theirs."""

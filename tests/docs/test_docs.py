@@ -156,7 +156,7 @@ def check_container(arguments: list[str]) -> None:
         check_options(main, arguments[image + 1 :])
 
 
-def test_what_is_not_there_would_be_found() -> None:
+def test_unknown_commands_and_options_would_be_found() -> None:
     with pytest.raises(AssertionError, match="no command seve"):
         check_options(main, ["seve"])
     with pytest.raises(AssertionError, match="has no --modle"):

@@ -322,7 +322,7 @@ HARMLESS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("fields", HARMLESS)
-def test_what_changes_nothing_is_taken(fields: dict[str, Any]) -> None:
+def test_neutral_values_are_accepted(fields: dict[str, Any]) -> None:
     chat_of(chat(**fields)).generation(Policy(timeout_s=1.0, chat_tokens=5), TEMPLATE)
 
 
@@ -352,7 +352,7 @@ def test_a_tier_of_service_that_is_not_offered() -> None:
         ),
     ],
 )
-def test_choices_of_tools_that_are_none(choice: Any, words: str) -> None:
+def test_invalid_tool_choices(choice: Any, words: str) -> None:
     tools = [{"type": "function", "function": {"name": "f"}}]
     error = told(ChatCompletionRequest, tools=tools, tool_choice=choice)
     assert words in error.message
@@ -390,9 +390,7 @@ def test_choices_of_tools_that_are_none(choice: Any, words: str) -> None:
     ],
 )
 @pytest.mark.parametrize("kind", [ChatCompletionRequest, CompletionRequest])
-def test_forms_that_are_none(
-    kind: type[GenerationRequest], fields: dict[str, Any], words: str
-) -> None:
+def test_invalid_forms(kind: type[GenerationRequest], fields: dict[str, Any], words: str) -> None:
     assert words in told(kind, **fields).message
 
 

@@ -158,7 +158,7 @@ def test_a_head_may_not_be_too_large(guarded: Gateway) -> None:
         b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n",
     ],
 )
-def test_what_is_no_http(guarded: Gateway, data: bytes) -> None:
+def test_requests_that_are_not_http(guarded: Gateway, data: bytes) -> None:
     head, _, body = raw(guarded, data).partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 400 ") and b"application/json" in head
     assert json.loads(body)["error"]["code"] == "invalid_http"

@@ -99,7 +99,7 @@ def test_pieces_of_any_size_say_the_same(text: str, cuts: set[int]) -> None:
     assert read(*pieces) == read(text)
 
 
-def test_what_a_caller_does_not_want_apart() -> None:
+def test_parts_that_the_caller_wants_unseparated() -> None:
     answer = f'{THINKS}Hm.{NEXT}{CALL}{{"at": 1}}'
     assert read(answer, has_calls=False) == ("Hm.", '{"at": 1}', [])
     assert read(answer, separates_thoughts=False) == ("", f"{THINKS}Hm.<|end|>", [LOOK])

@@ -188,7 +188,7 @@ def test_lengths_of_prompts(client: Anthropic) -> None:
         ({"tool_choice": {"type": "tool", "name": "none"}}, "none of the tools"),
     ],
 )
-def test_what_cannot_be_had_is_refused_by_name(
+def test_unsupported_fields_are_refused_by_name(
     client: Anthropic, asked: dict[str, Any], phrase: str
 ) -> None:
     with pytest.raises(anthropic.BadRequestError, match=phrase) as raised:

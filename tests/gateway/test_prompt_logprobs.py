@@ -183,7 +183,7 @@ def test_a_long_prompt_in_parts(client: OpenAI, reference: Reference) -> None:
     assert logprobs[1:] == pytest.approx(reference.logprobs(ids), rel=1e-4, abs=1e-3)
 
 
-def test_what_needs_the_prompts_logprobs(client: OpenAI) -> None:
+def test_options_that_require_or_exclude_logprobs_of_the_prompt(client: OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="max_tokens must be >= 1 without echo"):
         client.completions.create(model=MODEL, prompt="Hi", max_tokens=0)
     with pytest.raises(openai.BadRequestError, match="prompt_logprobs is not supported with"):

@@ -276,7 +276,7 @@ def test_tools_that_are_not_offered_are_not_called(caller: OpenAI) -> None:
         ({"max_output_tokens": 10**6}, "max_output_tokens"),
     ],
 )
-def test_what_cannot_be_had_is_refused_by_name(
+def test_unsupported_fields_are_refused_by_name(
     client: OpenAI, asked: dict[str, Any], param: str | None
 ) -> None:
     with pytest.raises(openai.BadRequestError) as raised:

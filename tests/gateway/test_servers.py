@@ -213,7 +213,7 @@ def test_what_is_lost_with_a_process_of_a_server_goes_to_another(sentence: str) 
     asyncio.run(ask())
 
 
-def test_what_decides_where_a_chat_goes_does_not_grow() -> None:
+def test_later_turns_of_a_chat_go_to_the_same_server() -> None:
     def chat(*contents: str) -> dict[str, Any]:
         roles = ("system", "user", "assistant", "user")
         return {"messages": [dict(role=r, content=c) for r, c in zip(roles, contents)]}  # noqa: B905

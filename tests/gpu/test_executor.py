@@ -409,7 +409,7 @@ def test_log_probabilities_of_prompts(
             assert (top[is_best, 0] == found[is_best]).all()
 
 
-def test_a_long_prompts_logits_never_stand_in_memory_at_once(tmp_path: Path) -> None:
+def test_logits_of_a_long_prompt_are_never_in_memory_at_once(tmp_path: Path) -> None:
     """A chunk's would take 8,000 x 151,936 numbers of 2 bytes, 2.3 GiB; a slice's take 256 MiB."""
     write_dummy_model("qwen3-0.6b", tmp_path)
     prompt = np.arange(8000, dtype=np.int32)

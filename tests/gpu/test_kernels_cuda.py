@@ -245,7 +245,9 @@ def test_one_long_row_is_cut_among_all_multiprocessors(device: torch.device) -> 
 
 @needs_gpu
 @pytest.mark.parametrize("kv_dtype", [torch.bfloat16, FP8], ids=["bf16", "fp8"])
-def test_what_is_not_seen_may_be_anything(device: torch.device, kv_dtype: torch.dtype) -> None:
+def test_positions_that_no_query_sees_do_not_matter(
+    device: torch.device, kv_dtype: torch.dtype
+) -> None:
     case = Decoding(HEADS[0], ragged(24, 400), device=device, kv_dtype=kv_dtype)
     expected = case.expected()
     case.forget_unseen()

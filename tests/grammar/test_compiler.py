@@ -155,7 +155,7 @@ def test_what_is_taken_back_is_not_compiled(compiler: Compiler) -> None:
     assert first.source in kept and alone.source not in kept
 
 
-def test_a_dropped_grammar_is_compiled_anew(compiler: Compiler) -> None:
+def test_a_dropped_grammar_is_compiled_again(compiler: Compiler) -> None:
     grammar = choice("dropped")
     made(compiler.ask(grammar))
     compiler.drop(grammar)

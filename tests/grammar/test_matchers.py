@@ -93,7 +93,9 @@ def walk(grammars: Grammars, matcher: Matcher, chance: random.Random) -> str | N
     max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(schema=SCHEMAS, seed=st.integers(0, 2**32))
-def test_what_ends_is_valid(grammars: Grammars, schema: dict[str, Any], seed: int) -> None:
+def test_an_answer_that_ends_is_valid(
+    grammars: Grammars, schema: dict[str, Any], seed: int
+) -> None:
     matcher = compiled(grammars, "json_schema", schema)
     text = walk(grammars, matcher, random.Random(seed))
     if text is not None:

@@ -134,7 +134,7 @@ def test_a_taken_port_is_refused() -> None:
             open_store(place, 5)
 
 
-def test_a_rank_that_nobody_meets_says_so() -> None:
+def test_a_rank_whose_peers_do_not_come_gives_up() -> None:
     place, store = open_store(RankPlace.first(2, None), 1)
     with pytest.raises(ConfigError, match="the ranks cannot connect by gloo"):
         connect(place, store, "gloo", CPU, timeout_s=1)

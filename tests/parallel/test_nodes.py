@@ -168,7 +168,7 @@ def test_a_killed_node_takes_its_ranks_along() -> None:
         wait_until_gone(ranks)
 
 
-def test_a_node_that_stands_still_and_goes_on(steady: OtherNode) -> None:
+def test_a_node_that_is_frozen_and_continues(steady: OtherNode) -> None:
     with group(steady) as ranked:
         answers = start_four(ranked)
         ranks = steady.freeze()

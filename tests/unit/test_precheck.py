@@ -145,6 +145,7 @@ def test_options_that_only_a_gpu_can_judge(given: dict[str, Any]) -> None:
     ("given", "message"),
     [
         ({"tensor_parallel_size": 3}, "cannot be split evenly over 3"),
+        ({"moe_backend": "torch"}, "moe_backend: Qwen3ForCausalLM has no experts"),
         ({"state_snapshots": 2}, "state_snapshots: Qwen3ForCausalLM has no recurrent layers"),
         ({"max_sequence_length": 8193}, "8193 exceeds the model's context of 8192"),
         ({"num_pages": 10**10}, r"num_pages=10000000000 of 16 positions would take 655,360,00\S+ "),

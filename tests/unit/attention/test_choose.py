@@ -238,7 +238,7 @@ def test_libraries_need_a_gpu(option: str) -> None:
         ("trtllm,triton", {}, "trtllm only decodes: use trtllm alone, or put one of triton, fa"),
     ],
 )
-def test_what_a_backend_cannot_do_is_said(
+def test_an_unsupported_backend_is_refused_with_the_reason(
     option: str, changes: dict[str, Any], reason: str
 ) -> None:
     with pytest.raises(ConfigError, match=reason):

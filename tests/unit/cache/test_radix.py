@@ -121,7 +121,7 @@ def trusted(pages: IntArray) -> bool:
     return False
 
 
-def test_what_is_dropped_takes_along_what_follows_it() -> None:
+def test_dropping_a_node_drops_its_descendants() -> None:
     tree = RadixTree(page_size=1)
     add(tree, ints(1, 2, 3), first_page=10)
     add(tree, ints(1, 2, 4), first_page=20)

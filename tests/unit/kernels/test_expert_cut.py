@@ -81,7 +81,7 @@ def test_sizes() -> None:
         assert fits(2048, 768, replace(CONVERTED_FP8, block=block))
 
 
-def test_what_kernels_know() -> None:
+def test_experts_that_the_kernels_support() -> None:
     rule = RoutingRule(num_experts=128, top_k=8, normalize=True)
     spec = ExpertsSpec(routing=rule, intermediate_size=768)
     assert knows(spec)

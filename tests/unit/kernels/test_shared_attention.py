@@ -110,7 +110,7 @@ def test_each_shared_position_is_in_one_partial(pattern: str, max_batch: int) ->
         (equal_groups(16, 16, 128), 1024, True),
     ],
 )
-def test_what_pays(groups: list[Group], window: int | None, pays: bool) -> None:
+def test_whether_grouping_pays(groups: list[Group], window: int | None, pays: bool) -> None:
     """As it was measured."""
     sizes, begins, ends, _ = arrays(groups)
     assert (SharedTable(SHAPE).saved_us(sizes, begins, ends, window=window) > 0) == pays

@@ -564,7 +564,7 @@ def test_formats_that_are_refused(name: str) -> None:
         ({"group_size": 64, "actorder": True, "symmetric": False}, "int4 in groups of 64 (zero po"),
     ],
 )
-def test_what_a_scheme_leaves_out(given: dict[str, Any], said: str) -> None:
+def test_defaults_of_a_scheme(given: dict[str, Any], said: str) -> None:
     quantization = {**_PACK, **_group_of(num_bits=4, type="int", **given)}
     spec = parse_spec({**QWEN, "quantization_config": quantization})
     assert str(spec.weights).startswith(said)

@@ -58,7 +58,7 @@ def test_names_types_and_shapes(tmp_path: Path) -> None:
         ({"a": 7}, 24, "a is no tensor of a known type: 7"),
     ],
 )
-def test_what_is_not_laid_out_as_it_must_be(
+def test_files_with_an_invalid_layout_are_refused(
     tmp_path: Path, entries: Any, num_bytes: int, message: str
 ) -> None:
     path = written(tmp_path, entries, num_bytes)

@@ -55,7 +55,7 @@ TORCHRUN = {
         ({"NNODES": "2"}, {}, (2, 0, None)),
     ],
 )
-def test_what_launchers_tell(
+def test_places_from_variables_of_launchers(
     environment: dict[str, str], given: dict[str, Any], expected: tuple[Any, ...]
 ) -> None:
     found = with_environment(EngineOptions(**given), environment)
@@ -70,7 +70,7 @@ def test_what_launchers_tell(
         ({**TORCHRUN, "TORCHELASTIC_USE_AGENT_STORE": "True"}, "torchrun itself listens at"),
     ],
 )
-def test_what_launchers_cannot_tell(environment: dict[str, str], message: str) -> None:
+def test_malformed_variables_of_launchers(environment: dict[str, str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         with_environment(EngineOptions(), environment)
 
@@ -108,7 +108,7 @@ def test_what_launchers_cannot_tell(environment: dict[str, str], message: str) -
         ),
     ],
 )
-def test_what_does_not_go_together(given: dict[str, Any], message: str) -> None:
+def test_options_that_contradict_each_other(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         check_options(EngineOptions(**given), "cuda")
 
@@ -147,7 +147,7 @@ def test_a_place_on_several_nodes() -> None:
     assert RankPlace.first(8, None).is_one_host
 
 
-def test_what_a_node_has_of_its_own() -> None:
+def test_a_node_keeps_its_own_model_path_and_place() -> None:
     told = EngineOptions(
         model="/theirs", page_size=32, comm="gloo", nnodes=2, rendezvous="a:1", node_rank=0
     )

@@ -268,6 +268,17 @@ def test_beyond_the_bound_a_prefix_spreads_to_one_more_replica() -> None:
     assert counts.max() <= 1.2 * counts.mean() + 0.02 * 100 + 1
 
 
+def test_waiting_for_what_a_prefix_saves_is_no_imbalance() -> None:
+    """Its other prompts follow the first one, though only this replica has tokens that wait."""
+    router = make_router(ratio=1.0, slack=0.2)
+    shared = range(400)
+    first = routed(router, ints(*shared, 1000)).replica
+    for replica in range(NUM_REPLICAS):  # rows alike
+        if replica != first:
+            router.computed(routed(router, ints(2000 + replica)))
+    assert routed(router, ints(*shared, 1001)).replica == first
+
+
 def test_a_short_prefix_pulls_less_than_a_long_one() -> None:
     """Of two requests to a replica above the mean, the one that has less to lose goes elsewhere."""
     router = make_router(ratio=2.0, slack=0.0)
@@ -353,8 +364,13 @@ def test_the_rule_keeps_its_bound(data: st.DataObject, ratio: int, slack: int) -
                     load
                     <= (1 + pull[replica] * (ratio / 64 - 1)) * of_all / sum(is_up)
                     + pull[replica] * (slack / 256) * most
-                    for load, of_all, (most,) in zip(
-                        before[:, replica].tolist(), total, capacity.tolist(), strict=True
+                    + saved
+                    for load, of_all, (most,), saved in zip(
+                        before[:, replica].tolist(),
+                        total,
+                        capacity.tolist(),
+                        (0, held[replica] * PAGE_SIZE, 0),
+                        strict=True,
                     )
                 )
             ]

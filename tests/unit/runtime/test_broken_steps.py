@@ -106,7 +106,7 @@ def test_a_prompts_logprobs_come_once_though_a_step_breaks_in_its_midst(max_toke
 
 
 @pytest.mark.parametrize("leak", [False, True])
-def test_pages_that_nobody_gives_back_are_told_once(
+def test_leaked_pages_are_logged_once(
     leak: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The first lease of three is never released; the engine serves on."""
@@ -132,7 +132,7 @@ def test_pages_that_nobody_gives_back_are_told_once(
 
 
 @pytest.mark.parametrize("method", ["plan", "commit", "add"])
-def test_books_that_break_are_begun_anew(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_planner_that_breaks_is_replaced(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     it = Bench(max_queued=10)
     it.submit(it.request([5] * 9)).ending()
     queries = it.engine.stats().scheduler.prefix_queries

@@ -147,7 +147,7 @@ def test_a_short_common_prefix_changes_nothing() -> None:
     assert order(queue) == [0, 1, 2, 3]
 
 
-def test_what_all_have_in_common_changes_nothing() -> None:
+def test_a_prefix_that_all_share_does_not_change_the_order() -> None:
     queue = by_prefix(9, "sssss1", "sssss2", "sssss3", "sssss4")
     assert order(queue) == [0, 1, 2, 3]
 

@@ -78,7 +78,7 @@ def test_who_computes_gets_on(program: str) -> None:
         assert progress.stuck_s() == 0.5, "not looked at again so soon"
 
 
-def test_what_has_loaded_counts_no_more() -> None:
+def test_processes_that_have_loaded_count_no_more() -> None:
     clock = Clock()
     loaded: set[int] = set()
     with session(COMPUTES) as process:

@@ -111,7 +111,7 @@ def test_models_leave_no_bytecode(server: TritonServer) -> None:
         assert (folder / "__pycache__").is_file()
 
 
-def test_what_the_server_is_told(server: TritonServer) -> None:
+def test_arguments_of_tritonserver(server: TritonServer) -> None:
     arguments = (server.directory / "arguments").read_text().splitlines()
     assert f"--model-repository={server.repository}" in arguments
     assert "--model-control-mode=explicit" in arguments
@@ -250,7 +250,7 @@ def test_a_proxy_in_the_environment_does_not_matter(
     server.stop()
 
 
-def test_stopped_once_it_signals_nobody_any_more(
+def test_a_stopped_server_is_not_signalled_again(
     server: TritonServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server.stop()
@@ -308,7 +308,7 @@ def test_a_port_that_is_taken() -> None:
             start(Installation(Path("/bin/true")), ServerOptions(http_port=0, grpc_port=port))
 
 
-def test_a_program_that_is_none(folder: Path) -> None:
+def test_a_server_that_is_not_executable(folder: Path) -> None:
     binary = folder / "tritonserver"
     binary.write_text("no program")
     binary.chmod(0o755)
@@ -552,7 +552,7 @@ def test_the_operator_sees_what_matters(capfd: pytest.CaptureFixture[str]) -> No
     assert capfd.readouterr().err.splitlines() == lines
 
 
-def test_a_console_that_nobody_reads_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unread_console_holds_nothing_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("minisgl_backend.server.log._PATIENCE_MS", 10)
     reader, writer = os.pipe()
     console = Console(everything=True, descriptor=writer)

@@ -211,7 +211,7 @@ def test_models_that_died_idle_are_loaded_again(world: World) -> None:
 
 
 @pytest.mark.parametrize("models", [("tokenizer", "detokenizer"), MODELS])
-def test_what_dies_together_is_one_recovery(world: World, models: tuple[str, ...]) -> None:
+def test_models_that_die_together_are_one_recovery(world: World, models: tuple[str, ...]) -> None:
     old = world.pids()
     for model in models:
         os.kill(old[model], signal.SIGKILL)
@@ -566,7 +566,7 @@ def test_the_health_port(host: str) -> None:
         socket.create_connection(("127.0.0.1", server.port), timeout=5)
 
 
-def test_callers_that_say_nothing_shut_out_nobody() -> None:
+def test_silent_callers_do_not_shut_out_others() -> None:
     server = HealthServer("127.0.0.1", 0)
     server.start(lambda: Health(live=True, ready=True, phase=Phase.SERVING), dict)
     address = ("127.0.0.1", server.port)

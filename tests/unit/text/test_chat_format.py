@@ -116,7 +116,7 @@ def test_a_template_that_mentions_calls_and_takes_no_tools() -> None:
     assert shown('{{ messages[0].content }} <tool_call> "arguments"').tool_dialect is None
 
 
-def test_what_clients_are_told_is_json() -> None:
+def test_the_chat_format_is_sent_to_clients_as_json() -> None:
     told = json.loads(shown(chat_templates.MISTRAL_V11).to_json())
     assert told == {
         "tool_dialect": "mistral",

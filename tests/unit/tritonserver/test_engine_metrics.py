@@ -252,7 +252,7 @@ def test_refusals_of_the_tokenizer(refusals: Callable[[], dict[str, float]]) -> 
     assert refusals() == {"invalid": 2, "unsupported": 1, "down": 1, "queue_full": 1}
 
 
-def test_what_could_not_be_told_is_told_later(
+def test_counts_that_could_not_be_reported_are_reported_later(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     refusals: Callable[[], dict[str, float]],

@@ -422,6 +422,35 @@ def test_a_cancelled_client(
     assert detokenizer.stats()["num_streams"] == 0
 
 
+def test_with_many_streams_each_client_is_asked_for_less_often(
+    detokenizer: Detokenizer, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = SimpleNamespace()
+    monkeypatch.setattr("minisgl_backend.tritonserver.detokenizer.time", clock)
+    monkeypatch.setattr("minisgl_backend.tritonserver.detokenizer._MOST_POLLS_PER_S", 1)
+
+    def polled(index: int, now_s: float) -> bool:
+        clock.monotonic = lambda: now_s
+        request = engine.request(index, [5])
+        asked = []
+
+        def is_cancelled() -> bool:
+            asked.append(now_s)
+            return False
+
+        request.sender.is_cancelled = is_cancelled  # type: ignore[method-assign]
+        take(detokenizer, request)
+        return bool(asked)
+
+    assert not polled(0, 0.0)
+    clock.monotonic = lambda: 0.0
+    for key in (2, 3):
+        take(detokenizer, engine.request(0, [5], key=key))
+    assert polled(1, 0.3)
+    assert not polled(2, 3.2)  # of three streams, each is due after 3 s
+    assert polled(3, 3.4)
+
+
 def test_a_response_that_takes_long_holds_up_its_own_lane_alone(
     detokenizer: Detokenizer, engine: Engine
 ) -> None:

@@ -455,7 +455,9 @@ def test_the_earlier_deadline_counts(
         ({"fit_max_tokens": False}, False),
     ],
 )
-def test_what_nobody_said_may_be_less(parameters: dict[str, Any], expected: bool) -> None:
+def test_max_tokens_is_lowered_only_if_it_may_be(
+    parameters: dict[str, Any], expected: bool
+) -> None:
     assert parse(parameters).fit_max_tokens is expected
 
 

@@ -36,7 +36,7 @@ _EXPONENT_OFFSET: Final = 62
 that is larger than 2 to the power of 65."""
 
 _CODES: Final = {Encoding.E4M3: 1, Encoding.INT8: 2, Encoding.INT4: 3, Encoding.E2M1: 4}
-"""``CODE`` of ``cuda/tile_gemm.cuh``."""
+"""``CODE`` of ``cuda/codes.cuh``."""
 
 PLAIN_MACROS: Final = {"CODE": 0, "GROUP": 0, "SHARED_BY": 1, "ZEROS": 0}
 """The macros of weights in bfloat16."""

@@ -217,13 +217,19 @@ def check_heads(
     fp8: bool,
     norms: bool,
     cuts: dict[int, Cut] | None = None,
+    given: tuple[Tensor | PackedWeight, Tensor] | None = None,
 ) -> None:
+    """``given``: a weight and its numbers, float32 [height, 1024]."""
     from minisgl_backend.kernels.cuda.linear import HeadsKernel
 
     torch.manual_seed(batch)
     height = (num_heads + 2 * num_kv_heads) * head_dim
     x, norm = normal(batch, 1024, device=device), normal(1024, device=device)
-    weight = normal(height, 1024, device=device, scale=1 / 32)
+    numbers = normal(height, 1024, device=device, scale=1 / 32)
+    weight: Tensor | PackedWeight = numbers
+    if given is not None:
+        weight, numbers = given
+    codes = weight.kind if isinstance(weight, PackedWeight) else None
     positions = torch.randint(0, 500, (batch,), device=device, dtype=torch.int32)
     slots = torch.randperm(40 * 16, device=device)[:batch].int()
     slots[1::7] = -1
@@ -236,7 +242,15 @@ def check_heads(
     pages = torch.zeros((40, 2, 16, num_kv_heads, head_dim), device=device).to(dtype)
     expected_pages = pages.clone()
     kernel = HeadsKernel(
-        num_heads, num_kv_heads, head_dim, 1024, device, page_size=16, fp8=fp8, cuts=cuts
+        num_heads,
+        num_kv_heads,
+        head_dim,
+        1024,
+        device,
+        page_size=16,
+        fp8=fp8,
+        cuts=cuts,
+        codes=codes,
     )
     shared: dict[str, Any] = {"k_scale": scales[0], "v_scale": scales[1]}
     actual = kernel(
@@ -251,7 +265,7 @@ def check_heads(
         **half_way(x, norm),
         **shared,
     )
-    qkv = F.linear(normalized(x, norm), weight.float())
+    qkv = F.linear(normalized(x, norm), numbers.float())
     expected = qk_norm_rope_store_reference(
         qkv,
         places,

@@ -188,7 +188,8 @@ def described(cut: Cut) -> str:
     return f"{cut.features:3} features, {cut.ways} ways, {cut.stages} stages, {how}"
 
 
-def sweep(form: str, sizes: Sequence[int], device: torch.device) -> None:
+def layers_of(form: str, device: torch.device) -> Sequence[Layer]:
+    """The weights of several layers, equal ones."""
     encoding, block, symmetric = FORMS[form]
     first: dict[str, PackedWeight] = {}
     for name, (height, width) in SHAPES.items():
@@ -197,10 +198,14 @@ def sweep(form: str, sizes: Sequence[int], device: torch.device) -> None:
         packed = pack(weight, gated=name == "gate, up")
         assert packed is not None
         first[name] = packed
-    layers = [first] + [
+    return [first] + [
         {name: _copy(packed) for name, packed in first.items()} for _ in range(NUM_LAYERS - 1)
     ]
-    kinds = {name: packed.kind for name, packed in first.items()}
+
+
+def sweep(form: str, sizes: Sequence[int], device: torch.device) -> None:
+    layers = layers_of(form, device)
+    kinds = {name: packed.kind for name, packed in layers[0].items()}
     for size in sizes:
         sweep_size(form, size, layers, kinds, device)
 

@@ -52,14 +52,6 @@ __device__ __forceinline__ uint4 load(const u16* from) {
     return out;
 }
 
-__device__ __forceinline__ void arrive_in_cluster() {
-    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-}
-
-__device__ __forceinline__ void wait_for_cluster() {
-    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
-
 // of another thread block's shared memory
 __device__ __forceinline__ float2 load_from(const float2* at, u32 block) {
     u32 there;
@@ -157,7 +149,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) shrink(const __grid_consta
     }
     if (parts > 1) {
         of_block[threadIdx.x] = sum;
-        arrive_in_cluster();
+        arrive_in_cluster<true>();
         wait_for_cluster();
         if (part == 0) {
             float2 more[MOST_PARTS];
@@ -168,7 +160,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) shrink(const __grid_consta
             for (int other = 1; other < MOST_PARTS; ++other) sum.x += more[other].x, sum.y += more[other].y;
         }
         __syncwarp();
-        arrive_in_cluster();
+        arrive_in_cluster<true>();
     }
     if (part == 0 && own_token >= 0)
         *reinterpret_cast<u32*>(args.inner + (u64)own_token * args.columns + column + SUMS * own_column) =

@@ -94,3 +94,18 @@ __device__ __forceinline__ void wait_previous() {
 __device__ __forceinline__ void publish_barriers() {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
+
+// ---- of thread blocks that run together
+
+// ORDERED: what was written before it is seen after the wait
+template <bool ORDERED>
+__device__ __forceinline__ void arrive_in_cluster() {
+    if (ORDERED)
+        asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+    else
+        asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+}
+
+__device__ __forceinline__ void wait_for_cluster() {
+    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}

@@ -34,6 +34,7 @@
 // a scale are a zero point; else it is the middle of the integers), BY_WARP and WAYS. All other values are
 // bfloat16: what is not normalized yet needs its range.
 
+#include "heads.cuh"
 #include "tile_gemm.cuh"
 
 constexpr int TILE_STEPS = SIZE / BLOCK;
@@ -67,24 +68,6 @@ static_assert(RING_BYTES + STAGES * 16 + 4 * TOKENS + (EVEN ? SLICE * PITCH : 0)
 static_assert(SHARED_BYTES % 16 == 0, "");
 static_assert(THREADS % CHUNKS == 0 && GATED + RESIDUAL + HEADS <= 1, "");
 static_assert(ADAPTED || !LATE, "");
-
-// What becomes of heads.
-struct Heads {
-    const int* positions;   // [num_rows]
-    const int* slots;       // [num_rows], page * PAGE_SIZE + offset; negative: nowhere
-    const float* cos_sin;   // [positions, FEATURES]: cosines, then sines
-    const u16* q_weight;    // [FEATURES], or null: no norm
-    const u16* k_weight;
-    u8* keys;               // [num_pages, PAGE_SIZE, num_kv_heads, FEATURES], strides in bytes
-    u8* values;
-    const float* k_scale;   // [1], of FP8
-    const float* v_scale;
-    u64 page_stride;
-    u32 slot_stride;
-    u32 head_stride;
-    int num_heads;
-    int num_kv_heads;
-};
 
 // ADAPTED: see `kernels.adapters`.
 struct Adapters {
@@ -122,19 +105,6 @@ struct Arguments {
 };
 
 // ---- instructions
-
-// ORDERED: what was written before it is seen after the wait
-template <bool ORDERED>
-__device__ __forceinline__ void arrive_in_cluster() {
-    if (ORDERED)
-        asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-    else
-        asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
-}
-
-__device__ __forceinline__ void wait_for_cluster() {
-    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
 
 template <bool ORDERED>
 __device__ __forceinline__ void sync_cluster() {
@@ -315,13 +285,19 @@ __device__ __forceinline__ void compute_factors(const Arguments& args, int first
     constexpr int OF_LANE = (TOKENS + 31) / 32;
     const int lane = threadIdx.x % 32, tiles = args.squares ? args.square_tiles : 0;
     float sums[OF_LANE] = {};
-#pragma unroll 4
-    for (int i = 0; i < tiles; ++i)
+    if (TOKENS == 8 && args.num_rows == 1) {   // `gemv.cu` leaves many tiles
+        for (int i = lane; i < tiles; i += 32) sums[0] += load_fresh(args.squares + i);
 #pragma unroll
-        for (int j = 0; j < OF_LANE; ++j) {
-            const int token = first_token + lane + 32 * j;
-            if (token < args.num_rows) sums[j] += load_fresh(args.squares + (u64)i * args.num_rows + token);
-        }
+        for (int lanes = 1; lanes < 32; lanes *= 2) sums[0] += __shfl_xor_sync(ALL, sums[0], lanes);
+    } else {
+#pragma unroll 4
+        for (int i = 0; i < tiles; ++i)
+#pragma unroll
+            for (int j = 0; j < OF_LANE; ++j) {
+                const int token = first_token + lane + 32 * j;
+                if (token < args.num_rows) sums[j] += load_fresh(args.squares + (u64)i * args.num_rows + token);
+            }
+    }
 #pragma unroll
     for (int j = 0; j < OF_LANE; ++j)
         if (lane + 32 * j < TOKENS) factors[lane + 32 * j] = tiles ? rsqrtf(sums[j] / SIZE + args.eps) : 1;

@@ -10,7 +10,8 @@ has been applied. With them only its weight has, and the GEMM divides each row b
 square: ``squares``, float32 [tiles, num_rows], holds each tile's part of the row's sum of squares,
 from the preceding GEMM.
 
-A weight is plain bfloat16, or a ``PackedWeight`` if the kernels were made for its ``kind``.
+A weight is plain bfloat16, or a ``PackedWeight`` if the kernels were made for its ``kind``. One row
+by some of the latter is left to the kernel of ``cuda.gemv``.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ from torch import Tensor
 from minisgl_backend.kernels.adapters import Adaptation
 from minisgl_backend.kernels.cuda.adapters import shrink_kernel
 from minisgl_backend.kernels.cuda.float8_linear import Float8Linear, Workspace
+from minisgl_backend.kernels.cuda.gemv import Gemv
+from minisgl_backend.kernels.cuda.heads import Heads
 from minisgl_backend.kernels.cuda.module import (
     CudaKernel,
     CudaModule,
@@ -36,6 +39,7 @@ from minisgl_backend.kernels.cuda.module import (
     tensor_map,
 )
 from minisgl_backend.kernels.dispatch import num_processors
+from minisgl_backend.kernels.gemv_cut import gemv_cut
 from minisgl_backend.kernels.linear_cut import (
     BATCHES,
     BLOCK,
@@ -57,27 +61,6 @@ load weights while x A^T is computed. With more they start once x is there, and 
 _NEVER: Final = 2**31 - 1
 _RESERVED_BYTES: Final = 1024
 """Shared memory that CUDA takes for itself in each thread block."""
-
-
-class _Heads(ctypes.Structure):
-    """``Heads`` of the source."""
-
-    _fields_ = (
-        ("positions", ctypes.c_void_p),
-        ("slots", ctypes.c_void_p),
-        ("cos_sin", ctypes.c_void_p),
-        ("q_weight", ctypes.c_void_p),
-        ("k_weight", ctypes.c_void_p),
-        ("keys", ctypes.c_void_p),
-        ("values", ctypes.c_void_p),
-        ("k_scale", ctypes.c_void_p),
-        ("v_scale", ctypes.c_void_p),
-        ("page_stride", ctypes.c_uint64),
-        ("slot_stride", ctypes.c_uint32),
-        ("head_stride", ctypes.c_uint32),
-        ("num_heads", ctypes.c_int),
-        ("num_kv_heads", ctypes.c_int),
-    )
 
 
 class _Adapters(ctypes.Structure):
@@ -115,7 +98,7 @@ class _Arguments(ctypes.Structure):
         ("num_rows", ctypes.c_int),
         ("features", ctypes.c_int),
         ("eps", ctypes.c_float),
-        ("heads", _Heads),
+        ("heads", Heads),
         ("scales", ctypes.c_void_p),
         ("adapters", _Adapters),
     )
@@ -153,6 +136,12 @@ class _Linear:
         self._height, self._in_features = height, in_features
         self._pairs, self._codes = pairs, codes
         numbers = PLAIN if codes is None else codes.numbers(in_features)
+        self._gemv: Gemv | None = None
+        if cuts is None and codes is not None:
+            weight, of_row = (height, in_features), gemv_cut(height, in_features, codes)
+            if of_row is not None:
+                macros = {**_OF_RESULTS, **kind, "HEADS": head_dim or 0}
+                self._gemv = Gemv(weight, device, codes=codes, cut=of_row, macros=macros)
         if cuts is None:
             cuts = {
                 batch: cut_of(batch, height, in_features, head_dim=head_dim, numbers=numbers)
@@ -161,7 +150,7 @@ class _Linear:
             }
 
         def compiled(cut: Cut, adapted: int) -> tuple[Cut, CudaKernel]:
-            macros = {**_PLAIN, **_macros(codes), **kind}
+            macros = {**_OF_RESULTS, **_macros(codes), **kind}
             constants = {"SIZE": in_features, **macros, "ADAPTED": adapted}
             constants["WHOLE"] = height % cut.features == 0
             constants["LATE"] = adapted and not _starts_early(cut)
@@ -186,6 +175,13 @@ class _Linear:
         kernels = self._kernels[adapted]
         return kernels[min(batch for batch in kernels if num_rows <= batch)]
 
+    def _num_tiles(self, num_rows: int, *, adapted: bool) -> int:
+        """Tiles of the weight: as many sums of squares of a row are left."""
+        if self._gemv is not None and num_rows == 1 and not adapted:
+            return self._gemv.tiles
+        cut, _ = self._kernel_for(num_rows, adapted=adapted)
+        return cut.num_tiles(self._height)
+
     def _launch(
         self,
         x: Tensor,
@@ -203,6 +199,9 @@ class _Linear:
             assert weight.kind == self._codes
             x, scales = weight.ordered(x), weight.scales
             weight = weight.weight.codes
+            if self._gemv is not None and num_rows == 1 and adaptation is None:
+                self._gemv(x, weight, scales, squares=squares, bias=bias, pdl=pdl, **values)
+                return
         assert x.stride(1) == 1 and weight.is_contiguous() and num_rows <= max(self._kernels[False])
         cut, kernel = self._kernel_for(num_rows, adapted=adaptation is not None)
         tiles = cut.num_tiles(self._height)
@@ -345,8 +344,7 @@ class ResidualKernel(_Linear):
         """``residual`` [num_rows, out_features] += x W^T + bias, in place; ``x`` and ``squares``
         of the next GEMM."""
         scaled = torch.empty_like(residual)
-        cut, _ = self._kernel_for(len(x))
-        tiles = cut.num_tiles(self._height)
+        tiles = self._num_tiles(len(x), adapted=adaptation is not None)
         squares = torch.empty((tiles, len(x)), dtype=torch.float32, device=x.device)
         self._launch(
             x,
@@ -426,7 +424,7 @@ class HeadsKernel(_Linear):
         shape = (len(x), self._num_heads, self._head_dim)
         out = torch.empty(shape, dtype=x.dtype, device=x.device)
         item = keys.element_size()
-        heads = _Heads(
+        heads = Heads(
             positions=address(positions),
             slots=address(slots),
             cos_sin=address(cos_sin),
@@ -499,15 +497,8 @@ def _adapters(inner: Tensor, adaptation: Adaptation) -> _Adapters:
     )
 
 
-_PLAIN: Final = {
-    "GATED": 0,
-    "RESIDUAL": 0,
-    "HEADS": 0,
-    "FP8": 0,
-    "PAGE_SIZE": 1,
-    "ADAPTED": 0,
-    "LATE": 0,
-}
+_OF_RESULTS: Final = {"GATED": 0, "RESIDUAL": 0, "HEADS": 0, "FP8": 0, "PAGE_SIZE": 1}
+"""Macros that say what becomes of results: nothing."""
 
 
 def _macros(codes: CodesKind | None) -> dict[str, int]:

@@ -21,9 +21,9 @@
 
 #pragma once
 
+#include "codes.cuh"
 #include "hopper.cuh"
 
-constexpr int BITS = CODE == 0 ? 16 : CODE <= 2 ? 8 : 4;    // of a number of the weight
 constexpr int GROUPS = FEATURES / 64;               // warpgroups that multiply
 constexpr int THREADS = GROUPS * 128;               // that multiply, of each way
 constexpr int HALVES = CODE ? BLOCK / 128 : 1;      // of a stage
@@ -152,62 +152,6 @@ __device__ __forceinline__ void multiply_steps(float (&c)[TOKENS / 2], u32 ring,
     release(first + count - 1);
 }
 #else
-__device__ __forceinline__ u32 times(u32 x, u32 y) {   // of two bfloat16 each
-    u32 out;
-    asm("mul.bf16x2 %0, %1, %2;" : "=r"(out) : "r"(x), "r"(y));
-    return out;
-}
-
-// The lower or the upper half in both: no instruction of its own, but part of the multiplication. (PRMT would be one.)
-__device__ __forceinline__ u32 twice(u32 x, bool upper) {
-    u32 out;
-    if (upper) asm("{ .reg .b16 low, high; mov.b32 {low, high}, %1; mov.b32 %0, {high, high}; }" : "=r"(out) : "r"(x));
-    else asm("{ .reg .b16 low, high; mov.b32 {low, high}, %1; mov.b32 %0, {low, low}; }" : "=r"(out) : "r"(x));
-    return out;
-}
-
-__device__ __forceinline__ u32 minus(u32 x, u32 y) {
-    u32 out;
-    asm("sub.bf16x2 %0, %1, %2;" : "=r"(out) : "r"(x), "r"(y));
-    return out;
-}
-
-__device__ __forceinline__ u32 masked_or(u32 x, u32 mask, u32 y) {   // in one instruction
-    u32 out;
-    asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(out) : "r"(x), "r"(mask), "r"(y));
-    return out;
-}
-
-// Two numbers of a word of codes, as bfloat16, less `by`, two times; of e2m1 times `by`. Of 8 bits pair 0 is in bytes 1
-// and 3, pair 1 in bytes 0 and 2; of integers of 4 bits a pair is in the same quarter of both halves. The bits of e2m1
-// are spread over a half so that a shift and a mask put them where bfloat16 has its sign, the end of its exponent and
-// the first bit of its mantissa. What the first three pairs leave makes the fourth, by xor with bits of theirs.
-__device__ __forceinline__ u32 numbers(u32 codes, int pair, u32 by) {
-    if (CODE == 1) {   // exponent and mantissa move to the end of bfloat16's exponent: 2^120 too small
-        const u32 at = pair ? codes << 8 : codes;
-        return times(masked_or(at, 0x80008000, at >> 4 & 0x07f007f0), 0x7b807b80);
-    }
-    if (CODE == 2) {   // 128 + the low 7 bits, less 256, or 128 if the upper bit is set: code - 128
-        const u32 at = pair ? codes : codes >> 8;
-        const u32 number = minus(masked_or(at, 0x007f007f, 0x43004300), masked_or(~at, 0x00800080, 0x43004300));
-        return ZEROS ? minus(number, by) : number;
-    }
-    if (CODE == 3) return minus(masked_or(codes >> 4 * pair, 0x000f000f, 0x43004300), by);   // of 128 + code
-    const u32 at = pair < 3 ? codes << 3 * pair : codes << 1 ^ codes >> 4 ^ codes >> 5;
-    return times(at & 0x81c081c0, by);   // 2^126 too small
-}
-
-// What `numbers` subtracts, from the word of a scale.
-__device__ __forceinline__ u32 zero_of(u32 word) {
-    const u32 zero = 0x43004300 | (word & 0x7f) * 0x10001;   // 128 + 7 bits
-    if (CODE == 3) return ZEROS ? zero : 0x43084308;
-    return minus(zero, (~word & 0x80) * 0x10001 | 0x43004300);
-}
-
-__device__ __forceinline__ float scale_of(u32 word) {
-    return __int_as_float(ZEROS ? word & 0xffffff00 : word);
-}
-
 __device__ __forceinline__ void load_matrices(u32 (&to)[4], u32 from) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
                  : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "r"(from));
@@ -341,8 +285,7 @@ __device__ __forceinline__ void multiply(
     for (int j = 0; j < 4; ++j) {
         const u32 codes = BITS == 8 ? from.codes[k / 2][k % 2 * 2 + j % 2] : from.codes[k / 4][k / 2 % 2 * 2 + j % 2];
         const int pair = BITS == 8 ? j / 2 : k % 2 * 2 + j / 2;
-        a[j] = SUBTRACTS ? masked_or(codes >> 4 * pair, 0x000f000f, 0x43004300)
-                         : numbers(codes, pair, from.scales[k / 4].by(k, j % 2));
+        a[j] = SUBTRACTS ? raw_numbers(codes, pair) : numbers(codes, pair, from.scales[k / 4].by(k, j % 2));
     }
     const u32 ones[4] = {0x3f803f80, 0x3f803f80, 0x3f803f80, 0x3f803f80};
 #pragma unroll

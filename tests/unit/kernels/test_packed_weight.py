@@ -38,7 +38,7 @@ def test_a_packed_weight_stands_for_the_same_numbers(
     packed = pack(weight)
     assert packed is not None and packed.shape == (128, 256)
     assert torch.equal(dequantize_weight(packed.weight, torch.float32, packed=True), expected)
-    # as a thread of the kernel decodes them: scales from the ring, codes by rules of tile_gemm.cuh
+    # as a thread of the kernel decodes them: scales from the ring, codes by rules of codes.cuh
     kind, numbers = packed.kind, torch.empty(128, 256)
     for row, k in product(range(0, 128, 9), range(0, 256, 7)):
         code = code_of_thread(packed.weight, row, k)

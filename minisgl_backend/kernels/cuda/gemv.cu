@@ -1,0 +1,493 @@
+// One token by a large quantized weight, fused with the operations around it as in `linear.cu`, for Hopper (sm_90a).
+//
+// A GEMV is bound by reading the weight, if its codes become numbers fast enough. Neither shared memory nor barriers nor
+// the copy engine are between memory and the MMAs here: a warp loads a batch of 16 rows of the weight, 64 bytes of a row
+// after the other, straight to registers, its first one before the kernels before this one have ended. WARPS of a thread
+// block share out the in_features of the same 16 rows. Thread blocks are small and many, so that others load while one
+// multiplies, and those of the next kernel wherever one has ended.
+//
+// An MMA multiplies 16 rows by 8 columns, but there is one token. So columns are neighbouring groups of SUM in_features:
+// each lane's operand is what it has of its own column of x, and of what a unit yields just the columns of its
+// groups are kept. A lane reads its numbers of x once a batch, the scales of a group are applied where its sums are,
+// and MMAs by ones yield the sums of x of all groups, by which zero points are multiplied.
+//
+// Compiled with: SIZE (in_features, a multiple of 128), WARPS, COLUMNS (of a batch, 8 or 4), GATED, RESIDUAL, HEADS (the
+// size of a head, or 0; a cluster has one), with that PAGE_SIZE and FP8; CODE, GROUP, SHARED_BY and ZEROS of the weight;
+// PER_PROCESSOR: as in `linear.cu`.
+
+#include "codes.cuh"
+#include "heads.cuh"
+
+constexpr int ROWS = 16;
+constexpr int THREADS = 32 * WARPS;
+constexpr int UNIT = 512 / BITS;                    // in_features of a unit: 64 bytes of a row
+constexpr int SUM = GROUP ? GROUP : 128;            // in_features of a column
+constexpr int BATCH = COLUMNS * SUM;
+constexpr int BATCHES = (SIZE + BATCH - 1) / BATCH;
+constexpr int UNITS = BATCH / UNIT;                 // of a batch
+constexpr bool WHOLE = SIZE % BATCH == 0;           // so are all batches
+constexpr int OF_COLUMN = SUM < UNIT ? 1 : SUM / UNIT;      // units that have a column's in_features
+constexpr int OF_UNIT = SUM < UNIT ? UNIT / SUM : 1;        // columns that have a unit's
+constexpr int PAIRS = 16 / BITS;                    // of numbers, in a word of codes
+constexpr u64 ROW_BYTES = (u64)SIZE * BITS / 8;
+constexpr int CLUSTER = HEADS ? HEADS / ROWS : 1;   // thread blocks
+constexpr bool SCALED = GROUP && CODE != 4;         // sums of columns are
+constexpr bool OF_ROWS = GROUP == 0;                // those of rows are
+constexpr bool SUBTRACTS = CODE == 3 || (CODE == 2 && ZEROS);   // zero points, times sums of x
+constexpr float OF_SUMS = CODE == 4 ? 0x1p64f : 1;  // by which sums are too small, as in `tile_gemm.cuh`
+constexpr bool AT_ONCE = GATED || RESIDUAL;         // the next kernel may start: as in `linear.cu`
+constexpr int MOST_SQUARES = 1024;
+constexpr u32 ALL = 0xffffffffu;
+
+static_assert(SIZE % 128 == 0 && (COLUMNS == 8 || COLUMNS == 4) && UNITS % OF_COLUMN == 0, "");
+static_assert(WARPS <= BATCHES && GATED + RESIDUAL + (HEADS > 0) <= 1, "");
+static_assert(CODE && (CODE != 4 || GROUP == 128), "");
+
+struct Arguments {
+    const u8* weight;       // codes [out_features, SIZE]
+    const float* scales;    // as in `linear.cu`
+    const u16* x;           // [SIZE]
+    const float* squares;   // [square_tiles] of x before its norm's weight; null: no norm
+    const u16* bias;        // [out_features], or null
+    u16* out;               // [features]; RESIDUAL: the stream, which is read, too; HEADS: queries
+    u16* scaled;            // RESIDUAL: the stream times norm_weight
+    const u16* norm_weight; // RESIDUAL: [features], of the norm that follows
+    float* squares_out;     // RESIDUAL: [features / ROWS]
+    int square_tiles;       // up to MOST_SQUARES
+    int features;           // of the output
+    float eps;
+    Heads heads;
+};
+
+// ---- loads
+
+// Of what no other thread block reads, from memory, whose other half of 128 bytes is read next. Volatile, so that it
+// stays where it is.
+__device__ __forceinline__ uint4 load_codes(const u8* from, u64 policy) {
+    uint4 out;
+    asm volatile("ld.global.L1::no_allocate.L2::cache_hint.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4], %5;"
+                 : "=r"(out.x), "=r"(out.y), "=r"(out.z), "=r"(out.w) : "l"(from), "l"(policy));
+    return out;
+}
+
+__device__ __forceinline__ u64 evict_first() {
+    u64 policy;
+    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0;" : "=l"(policy));
+    return policy;
+}
+
+__device__ __forceinline__ uint4 load_8(const u16* from) {
+    uint4 out;
+    asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(out.x), "=r"(out.y), "=r"(out.z), "=r"(out.w) : "l"(from));
+    return out;
+}
+
+__device__ __forceinline__ u32 word(const uint4& from, int i) {
+    return i == 0 ? from.x : i == 1 ? from.y : i == 2 ? from.z : from.w;
+}
+
+// ---- copies to shared memory, which take no registers meanwhile
+
+template <int BYTES, typename T>
+__device__ __forceinline__ void copy(T* to, const T* from) {
+    if (BYTES == 16)
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" :: "r"(shared_address(to)), "l"(from) : "memory");
+    else
+        asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" :: "r"(shared_address(to)), "l"(from), "n"(BYTES) : "memory");
+}
+
+// by the warp that asked for them
+__device__ __forceinline__ void wait_for_copies() {
+    asm volatile("cp.async.wait_all;" ::: "memory");
+    __syncwarp();
+}
+
+// ---- MMAs
+
+__device__ __forceinline__ void multiply(float (&c)[4], u32 a, u32 a_8, u32 a_next, u32 a_8_next, u32 b, u32 b_next) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : C4(0) : "r"(a), "r"(a_8), "r"(a_next), "r"(a_8_next), "r"(b), "r"(b_next));
+}
+
+// what is subtracted for each number of x, from the word of a scale
+__device__ __forceinline__ float zero_point(u32 word) {
+    if (CODE == 2) return (float)(int)(word & 0xff) - 128;
+    return __int_as_float(0x43000000 | (ZEROS ? word & 0x7f : 8) << 16);   // 128 + the zero point
+}
+
+// scales of a batch, as words, [COLUMNS, LINES] for the rows of a warp
+constexpr int LINES = ROWS / SHARED_BY;
+constexpr int SCALES = GROUP ? BATCH / GROUP * LINES : 0;
+
+// A warp's rows of the weight: lane / 4 has row and row + 8, or of a gate a row and the one that it opens.
+struct Rows {
+    const u8 *low, *high;   // this lane's 16 bytes of the first unit
+    const float* scales;    // of the first group
+    u64 policy;
+    float* copied;          // scales of a batch, in shared memory
+
+    __device__ __forceinline__ Rows(const Arguments& args, int strip, float* copied) : copied(copied) {
+        const int lane = threadIdx.x % 32, row = lane / 4;
+        low = args.weight + ((u64)strip * (GATED ? 8 : ROWS) + row) * ROW_BYTES + lane % 4 * 16;
+        high = low + (GATED ? args.features : 8) * ROW_BYTES;
+        // those of a group and 64 rows, in the order of tiles, follow each other
+        scales = args.scales + (u64)(strip / 4) * (GROUP ? SIZE / GROUP : 0) * (64 / SHARED_BY) + strip % 4 * LINES;
+        policy = evict_first();
+    }
+
+    // a batch of codes to registers, scales to shared memory
+    __device__ __forceinline__ void read(uint4 (&codes)[UNITS][2], int batch) const {
+        const u8* const from = low + (u32)batch * (UNITS * 64);
+        const u8* const from_high = high + (u32)batch * (UNITS * 64);
+#pragma unroll
+        for (int unit = 0; unit < UNITS; ++unit) {
+            if (!WHOLE && batch * UNITS + unit >= SIZE / UNIT) {
+                codes[unit][0] = codes[unit][1] = make_uint4(0, 0, 0, 0);
+                continue;
+            }
+            codes[unit][0] = load_codes(from + unit * 64, policy);
+            codes[unit][1] = load_codes(from_high + unit * 64, policy);
+        }
+        constexpr int AT_ONCE = LINES < 4 ? LINES : 4;
+#pragma unroll
+        for (int first = 0; first < SCALES; first += 32 * AT_ONCE) {
+            const int i = first + threadIdx.x % 32 * AT_ONCE, group = i / LINES;
+            const int at = batch * (SCALES / LINES) + group;
+            if (i < SCALES && (WHOLE || at < SIZE / (GROUP ? GROUP : 1)))
+                copy<4 * AT_ONCE>(copied + i, scales + at * (64 / SHARED_BY) + i % LINES);
+        }
+    }
+
+    // the word of the scale of a group of the batch and of both rows of this lane
+    __device__ __forceinline__ u32 scale(int group, int row_8) const {
+        const int row = threadIdx.x % 32 / 4 + 8 * row_8;
+        return __float_as_uint(copied[group * LINES + row / SHARED_BY]);
+    }
+};
+
+// What a lane has of x in a batch: of its column the in_features that its codes of each unit are for.
+struct Column {
+    u32 words[OF_COLUMN][4 * PAIRS];
+
+    __device__ __forceinline__ void read(const u16* x, int batch) {
+        const int column = threadIdx.x % 32 / 4, quarter = threadIdx.x % 4;
+        const bool is_mine = column < COLUMNS && (OF_UNIT == 1 || quarter / (4 / OF_UNIT) == column % OF_UNIT);
+#pragma unroll
+        for (int unit = 0; unit < OF_COLUMN; ++unit) {
+            const int at = (batch * UNITS + column / OF_UNIT * OF_COLUMN + unit) * UNIT + quarter * (UNIT / 4);
+            const bool there = is_mine && (WHOLE || at < SIZE);
+#pragma unroll
+            for (int i = 0; i < PAIRS; ++i) {
+                const uint4 part = there ? load_8(x + at + 8 * i) : make_uint4(0, 0, 0, 0);
+#pragma unroll
+                for (int j = 0; j < 4; ++j) words[unit][4 * i + j] = word(part, j);
+            }
+        }
+    }
+
+    // the sums of x of the columns 2 * quarter and 2 * quarter + 1
+    __device__ __forceinline__ void add_up(float (&sums)[2]) const {
+        constexpr u32 ONES = 0x3f803f80;
+        float c[4] = {};
+#pragma unroll
+        for (int unit = 0; unit < OF_COLUMN; ++unit)
+#pragma unroll
+            for (int i = 0; i < 4 * PAIRS; i += 2)
+                multiply(c, ONES, ONES, ONES, ONES, words[unit][i], words[unit][i + 1]);
+        sums[0] = c[0], sums[1] = c[1];
+    }
+};
+
+// c += a unit of codes times all columns. Word w of a lane's codes has pairs of numbers for words w, 4 + w, ... of x.
+__device__ __forceinline__ void multiply_unit(
+    float (&c)[4], const uint4 (&codes)[2], const u32 (&x)[4 * PAIRS], const u32 (&by)[2]) {
+    const auto number = [&](int row, int i, int pair) {
+        const u32 from = word(codes[row], i);
+        return CODE == 4 ? numbers(from, pair, by[row]) : raw_numbers(from, pair);
+    };
+#pragma unroll
+    for (int pair = 0; pair < PAIRS; ++pair)
+#pragma unroll
+        for (int i = 0; i < 4; i += 2)   // x of neighbouring words is in neighbouring registers
+            multiply(c, number(0, i, pair), number(1, i, pair), number(0, i + 1, pair), number(1, i + 1, pair),
+                     x[4 * pair + i], x[4 * pair + i + 1]);
+}
+
+// Multiply the batches of a `warp`, of which the first one is on its way. Sums of both rows.
+__device__ __forceinline__ void multiply_batches(
+    float (&sums)[2], const Rows& rows, uint4 (&codes)[UNITS][2], Column& column, const u16* x, int warp) {
+    const int quarter = threadIdx.x % 4;
+    bool more;
+    int batch = warp;
+    sums[0] = sums[1] = 0;
+#pragma unroll 1
+    do {
+        __syncwarp();            // no wait for copies comes before the loads
+        if (CODE == 4) wait_for_copies();
+        float kept[2][2] = {};   // of the columns 2 * quarter and 2 * quarter + 1, of both rows
+        float c[4];
+#pragma unroll
+        for (int unit = 0; unit < UNITS; ++unit) {
+            if (unit % OF_COLUMN == 0)
+#pragma unroll
+                for (int i = 0; i < 4; ++i) c[i] = 0;
+            u32 by[2] = {};
+            if (CODE == 4)   // the exponent of this lane's 32 in_features
+#pragma unroll
+                for (int i = 0; i < 2; ++i) {
+                    const bool there = WHOLE || batch * UNITS + unit < SIZE / UNIT;
+                    by[i] = there ? __byte_perm(rows.scale(unit, i), 0, 0x4040 + quarter * 0x101) << 7 : 0;
+                }
+            multiply_unit(c, codes[unit], column.words[unit % OF_COLUMN], by);
+            if (unit % OF_COLUMN < OF_COLUMN - 1) continue;
+            const int first = unit / OF_COLUMN * OF_UNIT;   // column of this unit
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const bool is_mine = OF_UNIT == 1 ? quarter == first / 2 && i % 2 == first % 2
+                                                  : quarter >= first / 2 && quarter < (first + OF_UNIT) / 2;
+                if (is_mine) kept[i / 2][i % 2] = c[i];
+            }
+        }
+        float of_x[2] = {};
+        if (SUBTRACTS) column.add_up(of_x);
+        if (SCALED) wait_for_copies();
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const int column = 2 * quarter + i;
+            const bool there = column < COLUMNS && (WHOLE || batch * COLUMNS + column < SIZE / SUM);
+#pragma unroll
+            for (int row = 0; row < 2; ++row) {
+                float sum = kept[row][i];
+                const u32 scale = SCALED && there ? rows.scale(column, row) : 0;
+                if (SUBTRACTS) sum -= zero_point(scale) * of_x[i];
+                sums[row] += SCALED ? scale_of(scale) * sum : sum;
+            }
+        }
+        batch += WARPS;
+        more = BATCHES > WARPS && batch < BATCHES;
+        if (more) {
+            __syncwarp();   // all have read scales
+            rows.read(codes, batch);
+            column.read(x, batch);
+        }
+    } while (more);
+    // over the lanes of the same rows
+#pragma unroll
+    for (int row = 0; row < 2; ++row) {
+        sums[row] += __shfl_xor_sync(ALL, sums[row], 1);
+        sums[row] += __shfl_xor_sync(ALL, sums[row], 2);
+    }
+}
+
+__device__ __forceinline__ float over_warp(float x) {
+#pragma unroll
+    for (int lanes = 1; lanes < 32; lanes *= 2) x += __shfl_xor_sync(ALL, x, lanes);
+    return x;
+}
+
+__device__ __forceinline__ float rounded(float x) { return to_float((u16)pack(x, 0)); }
+
+// ---- what ends need
+
+// Of the rows that a thread block finishes.
+struct Ends {
+    float scale[ROWS];      // OF_ROWS
+    u16 bias[ROWS];
+    u16 norm[ROWS];         // RESIDUAL: the weight of the one that follows
+    u16 stream[ROWS];       // RESIDUAL
+
+    // where rows from 8 * `half` on are, of `out_features`
+    static __device__ __forceinline__ int at(const Arguments& args, int half) {
+        return GATED ? blockIdx.x * 8 + half * args.features : blockIdx.x * ROWS + half * 8;
+    }
+
+    // what no kernel writes
+    __device__ __forceinline__ void read_constants(const Arguments& args) {
+        const int lane = threadIdx.x;
+        if (lane >= 2) return;
+        const int from = at(args, lane), to = 8 * lane;
+        if (args.bias) copy<16>(bias + to, args.bias + from);
+        if (RESIDUAL) copy<16>(norm + to, args.norm_weight + from);
+        if (OF_ROWS) {
+            copy<16>(scale + to, args.scales + from);
+            copy<16>(scale + to + 4, args.scales + from + 4);
+        }
+    }
+
+    __device__ __forceinline__ void read_stream(const Arguments& args) {
+        const int lane = threadIdx.x;
+        if (lane < 2) copy<16>(stream + 8 * lane, args.out + at(args, lane));
+    }
+};
+
+// ---- the end of a head, by a warp: a lane has ITEMS neighbours of each half
+
+constexpr int SIZE_OF_HEAD = HEADS ? HEADS : 64, ITEMS = SIZE_OF_HEAD / 64;
+
+struct Head {
+    const Heads& heads;
+    int head;
+
+    // to shared memory: cosines and sines, the norm's weight, and the slot
+    __device__ __forceinline__ void read(float* cos_sin, u16* of_norm, int* slot) const {
+        const int lane = threadIdx.x % 32;
+        if (lane == 0) copy<4>(slot, heads.slots);
+        if (norm() && lane < SIZE_OF_HEAD / 8) copy<16>(of_norm + 8 * lane, norm() + 8 * lane);
+        if (!is_v() && lane < SIZE_OF_HEAD / 4)
+            copy<16>(cos_sin + 4 * lane, heads.cos_sin + (u64)*heads.positions * SIZE_OF_HEAD + 4 * lane);
+    }
+
+    __device__ __forceinline__ const u16* norm() const {
+        return is_v() ? nullptr : is_q() ? heads.q_weight : heads.k_weight;
+    }
+    __device__ __forceinline__ bool is_q() const { return head < heads.num_heads; }
+    __device__ __forceinline__ bool is_v() const { return head >= heads.num_heads + heads.num_kv_heads; }
+
+    __device__ __forceinline__ void store(u8* to, const float (&x)[ITEMS], int at, float scale) const {
+        if (FP8) {
+            u16 both;
+            asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(both) : "f"(x[ITEMS - 1] * scale), "f"(x[0] * scale));
+            if (ITEMS == 2)
+                *reinterpret_cast<u16*>(to + at) = both;
+            else
+                to[at] = (u8)both;
+        } else if (ITEMS == 2) {
+            *reinterpret_cast<u32*>(to + 2 * at) = pack(x[0], x[ITEMS - 1]);
+        } else {
+            *reinterpret_cast<u16*>(to + 2 * at) = (u16)pack(x[0], 0);
+        }
+    }
+
+    // `from`: the head's numbers, in shared memory, as what has been read there
+    __device__ __forceinline__ void finish(
+        const Arguments& args, const float* from, const float* cos_sin, const u16* of_norm, int slot) const {
+        const int lane = threadIdx.x % 32;
+        float low[ITEMS], high[ITEMS], square = 0;
+#pragma unroll
+        for (int i = 0; i < ITEMS; ++i) {
+            low[i] = from[lane * ITEMS + i];
+            high[i] = from[SIZE_OF_HEAD / 2 + lane * ITEMS + i];
+            square += low[i] * low[i] + high[i] * high[i];
+        }
+        if (norm()) {
+            const float factor = rsqrtf(over_warp(square) / SIZE_OF_HEAD + args.eps);
+#pragma unroll
+            for (int i = 0; i < ITEMS; ++i) {
+                low[i] *= factor * to_float(of_norm[lane * ITEMS + i]);
+                high[i] *= factor * to_float(of_norm[SIZE_OF_HEAD / 2 + lane * ITEMS + i]);
+            }
+        }
+        if (!is_v())
+#pragma unroll
+            for (int i = 0; i < ITEMS; ++i) {
+                const float cos = cos_sin[lane * ITEMS + i], sin = cos_sin[SIZE_OF_HEAD / 2 + lane * ITEMS + i];
+                const float turned = low[i] * cos - high[i] * sin;
+                high[i] = high[i] * cos + low[i] * sin;
+                low[i] = turned;
+            }
+        if (is_q()) {
+            u16* const to = args.out + head * SIZE_OF_HEAD + lane * ITEMS;
+#pragma unroll
+            for (int i = 0; i < ITEMS; ++i) {
+                to[i] = (u16)pack(low[i], 0);
+                to[SIZE_OF_HEAD / 2 + i] = (u16)pack(high[i], 0);
+            }
+        } else if (slot >= 0) {
+            u8* const to = (is_v() ? heads.values : heads.keys) + slot / PAGE_SIZE * heads.page_stride
+                + slot % PAGE_SIZE * heads.slot_stride + (head - heads.num_heads) % heads.num_kv_heads * heads.head_stride;
+            const float scale = FP8 ? 1 / *(is_v() ? heads.v_scale : heads.k_scale) : 1;
+            store(to, low, lane * ITEMS, scale);
+            store(to, high, SIZE_OF_HEAD / 2 + lane * ITEMS, scale);
+        }
+    }
+};
+
+// The first warp of each thread block of a cluster leaves numbers of 16 rows in the first one's shared memory.
+__device__ __forceinline__ void gather(const float* to, float x) {
+    wait_for_cluster();   // all have begun
+    if (threadIdx.x < ROWS) {
+        u32 there;
+        asm volatile("mapa.shared::cluster.u32 %0, %1, 0;" : "=r"(there) : "r"(shared_address(to + threadIdx.x)));
+        asm volatile("st.shared::cluster.f32 [%0], %1;" :: "r"(there), "f"(x) : "memory");
+    }
+    __syncwarp();
+    arrive_in_cluster<true>();
+    wait_for_cluster();
+}
+
+// ---- the kernel
+
+extern "C" __global__ void __launch_bounds__(THREADS, PER_PROCESSOR) gemv(const __grid_constant__ Arguments args) {
+    __shared__ __align__(16) float scales[WARPS][SCALES ? SCALES : 1];
+    __shared__ float parts[WARPS][ROWS], squares[MOST_SQUARES], of_squares[WARPS];
+    __shared__ __align__(16) Ends of_rows;
+    __shared__ __align__(16) float cos_sin[SIZE_OF_HEAD];
+    __shared__ __align__(16) u16 of_norm[SIZE_OF_HEAD];
+    __shared__ float of_cluster[CLUSTER][ROWS];   // of the first thread block: a head
+    __shared__ int slot;
+    const int strip = blockIdx.x, in_cluster = strip % CLUSTER;
+    const int lane = threadIdx.x % 32, quarter = lane % 4;
+    const int warp = __shfl_sync(ALL, (int)threadIdx.x / 32, 0);   // so that the compiler knows: all lanes have one
+    const Head head{args.heads, strip / CLUSTER};
+    const bool ends_head = HEADS && warp == 0 && in_cluster == 0;
+    if (AT_ONCE) allow_next();
+    if (CLUSTER > 1) arrive_in_cluster<false>();
+    const Rows rows(args, strip, scales[warp]);
+    uint4 codes[UNITS][2];
+    rows.read(codes, warp);
+    if (warp == 0) of_rows.read_constants(args);
+
+    wait_previous();
+    if (!AT_ONCE) allow_next();   // all kernels before this one have ended
+    Column column;
+    column.read(args.x, warp);
+    if (args.squares)
+#pragma unroll 1
+        for (int i = threadIdx.x; i < args.square_tiles; i += THREADS) copy<4>(squares + i, args.squares + i);
+    if (RESIDUAL && warp == 0) of_rows.read_stream(args);
+    if (ends_head) head.read(cos_sin, of_norm, &slot);
+    float sums[2];
+    multiply_batches(sums, rows, codes, column, args.x, warp);
+    if (quarter < 2) parts[warp][lane / 4 + 8 * quarter] = quarter ? sums[1] : sums[0];
+    wait_for_copies();
+    float square = 0;
+    if (args.squares)   // what this thread has copied
+#pragma unroll 1
+        for (int i = threadIdx.x; i < args.square_tiles; i += THREADS) square += squares[i];
+    square = over_warp(square);
+    if (lane == 0) of_squares[warp] = square;
+    __syncthreads();
+
+    float value = 0;
+    if (warp == 0) {   // lanes 0 to 15 have a row, the others the same ones
+        const int row = lane % ROWS, at = Ends::at(args, row / 8) + row % 8;
+        square = 0;
+#pragma unroll
+        for (int i = 0; i < WARPS; ++i) {
+            value += parts[i][row];
+            square += of_squares[i];
+        }
+        value *= (args.squares ? rsqrtf(square * (1.0f / SIZE) + args.eps) : 1) * (OF_ROWS ? of_rows.scale[row] : OF_SUMS);
+        if (args.bias) value += to_float(of_rows.bias[row]);
+        if (GATED) {
+            const float opened = __shfl_down_sync(ALL, value, 8);
+            if (lane < 8) args.out[at] = (u16)pack(__fdividef(value, 1 + __expf(-value)) * opened, 0);
+        } else if (RESIDUAL) {
+            const u16 sum = (u16)pack(rounded(value) + to_float(of_rows.stream[row]), 0);
+            const float as_read = to_float(sum);
+            if (lane < ROWS) {
+                args.out[at] = sum;
+                args.scaled[at] = (u16)pack(as_read * to_float(of_rows.norm[row]), 0);
+            }
+            const float total = over_warp(lane < ROWS ? as_read * as_read : 0);
+            if (lane == 0) args.squares_out[strip] = total;
+        } else if (!HEADS && lane < ROWS) {
+            args.out[at] = (u16)pack(value, 0);
+        }
+    }
+    if (HEADS) {
+        gather(of_cluster[in_cluster], rounded(value));
+        if (ends_head) head.finish(args, of_cluster[0], cos_sin, of_norm, slot);
+    }
+}

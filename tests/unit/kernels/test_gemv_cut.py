@@ -1,0 +1,54 @@
+"""Every cut is one that ``cuda/gemv.cu`` compiles for."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from minisgl_backend.kernels.gemv_cut import GemvCut, gemv_cut, usual_cut
+from minisgl_backend.kernels.packed_weight import CodesKind
+from minisgl_backend.weight_format import Encoding
+
+INT4 = CodesKind(Encoding.INT4, 128, 1, True)
+KINDS = [
+    *(CodesKind(Encoding.INT4, group, 1, True) for group in (32, 64, 128)),
+    CodesKind(Encoding.INT4, 0, 1, False),
+    *(CodesKind(Encoding.INT8, group, 1, False) for group in (0, 32, 64, 128)),
+    CodesKind(Encoding.E4M3, 128, 8, False),
+    CodesKind(Encoding.E2M1, 128, 1, False),
+]
+
+
+@given(
+    strips=st.integers(1, 4096),
+    blocks=st.integers(1, 256),
+    codes=st.sampled_from(KINDS),
+)
+def test_all_can_be_compiled(strips: int, blocks: int, codes: CodesKind) -> None:
+    height, in_features = 64 * strips, 128 * blocks
+    cut = usual_cut(height, in_features, codes)
+    group = codes.group or 128
+    batches = -(-in_features // (cut.columns * group))
+    assert cut.columns in (4, 8) and cut.columns * group % (512 // codes.encoding.bits) == 0
+    assert 1 <= cut.warps <= min(batches, 5)  # each has something to do
+    assert 1 <= cut.per_processor * cut.warps <= 20
+
+
+@pytest.mark.parametrize(
+    ("height", "in_features", "cut"),
+    [
+        (7168, 5120, GemvCut(8, 5, 4)),
+        (5120, 5120, GemvCut(8, 5, 3)),
+        (34816, 5120, GemvCut(8, 5, 4)),
+        (5120, 17408, GemvCut(8, 5, 3)),
+    ],
+)
+def test_weights_of_qwen3_14b(height: int, in_features: int, cut: GemvCut) -> None:
+    """Those that were measured."""
+    assert gemv_cut(height, in_features, INT4) == cut
+    assert gemv_cut(height, in_features, CodesKind(Encoding.E4M3, 128, 8, False)) is None
+
+
+def test_small_weights() -> None:
+    assert gemv_cut(4096, 2048, INT4) is None

@@ -67,6 +67,9 @@ def why_not(height: int, in_features: int, cut: Float8Cut) -> str | None:
     return None
 
 
+_LEAST_ELEMENTS: Final = 8 * 2**20
+"""Of a weight. Smaller ones have too few steps to share out."""
+
 _CHOSEN: Final = {
     96: Float8Cut(128, 96, shared=1),
     128: Float8Cut(128, 128, shared=1),
@@ -78,4 +81,6 @@ library is as fast."""
 def cuts_of(height: int, in_features: int) -> dict[int, Float8Cut]:
     """How to multiply by a weight [height, in_features], keyed by the largest number of rows that
     each cut is for; none if the library is taken."""
+    if height * in_features < _LEAST_ELEMENTS:
+        return {}
     return {most: cut for most, cut in _CHOSEN.items() if why_not(height, in_features, cut) is None}

@@ -31,7 +31,8 @@ def test_cuts_are_for_growing_numbers_of_rows(shape: tuple[int, int]) -> None:
 
 
 def test_weights_that_do_not_fit() -> None:
-    assert not cuts_of(640 + 64, 1024) and not cuts_of(1024, 192)
+    assert not cuts_of(2**20 + 64, 1024) and not cuts_of(2**20, 192)
+    assert cuts_of(8192, 1024) and not cuts_of(4096, 1024)
     assert why_not(768, 1024, Float8Cut(256, 96, 1)) == "needs a multiple of 512 features, not 768"
 
 

@@ -81,29 +81,23 @@ class Balance:
         return self._servers[server].is_ejected
 
     def worked(self, server: int) -> None:
-        """A server has answered, or a probe of it has succeeded."""
+        """A server has answered a request. An ejected one stays so: its request is from before."""
         one = self._servers[server]
-        if one.is_ejected and not one.is_probed:
-            return  # a request from before
-        one.failures, one.is_ejected, one.is_probed, one.pause_s = 0, False, False, 0.0
+        if not one.is_ejected:
+            one.failures = 0
 
     def failed(self, server: int, now_s: float, *, is_ending: bool = False) -> None:
-        """A server could not be reached or broke a request, or a probe of it failed.
+        """A server could not be reached, or broke a request.
 
         ``is_ending``: it said that it takes no more.
         """
         one = self._servers[server]
         one.failures += 1
-        if one.is_ejected and not one.is_probed:
-            return  # requests from before
-        if one.is_probed or is_ending or one.failures >= _MOST_FAILURES:
-            one.is_ejected, one.is_probed = True, False
-            one.pause_s = min(_LONGEST_PAUSE_S, 2 * one.pause_s or _FIRST_PAUSE_S)
-            one.probe_s = now_s + one.pause_s
+        if not one.is_ejected and (is_ending or one.failures >= _MOST_FAILURES):
+            self._eject(one, now_s)
 
     def due_probes(self, now_s: float) -> list[int]:
-        """The ejected servers that are to be probed now; ``worked`` or ``failed`` tells how each
-        probe ends."""
+        """The ejected servers that are to be probed now; ``probed`` tells how each probe ends."""
         due = [
             server
             for server, one in enumerate(self._servers)
@@ -112,6 +106,19 @@ class Balance:
         for server in due:
             self._servers[server].is_probed = True
         return due
+
+    def probed(self, server: int, now_s: float, *, works: bool) -> None:
+        """A probe has ended: the server gets requests again, or another probe is due later."""
+        one = self._servers[server]
+        if works:
+            one.failures, one.is_ejected, one.is_probed, one.pause_s = 0, False, False, 0.0
+        else:
+            self._eject(one, now_s)
+
+    def _eject(self, one: _Server, now_s: float) -> None:
+        one.is_ejected, one.is_probed = True, False
+        one.pause_s = min(_LONGEST_PAUSE_S, 2 * one.pause_s or _FIRST_PAUSE_S)
+        one.probe_s = now_s + one.pause_s
 
     def _order(self, key: bytes) -> Iterator[int]:
         """All servers, as they come behind the key's place."""

@@ -198,9 +198,9 @@ class Servers:
         try:
             await _bounded(self._clients[server].cancel(f"probe-{uuid.uuid4().hex}"))
         except Exception:  # whatever it was, the probe has ended
-            self._balance.failed(server, time.monotonic())
+            self._balance.probed(server, time.monotonic(), works=False)
         else:
-            self._balance.worked(server)
+            self._balance.probed(server, time.monotonic(), works=True)
             logger.info("%s takes requests again", self._addresses[server])
 
     async def _watch(self, server: int) -> None:

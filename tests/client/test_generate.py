@@ -247,7 +247,9 @@ def test_lines_that_are_all_good(server: TritonServer) -> None:
     for line, told in zip(lines, map(json.loads, done.stdout.splitlines()), strict=True):
         assert told["id"] == line["id"]
         assert told["num_output_tokens"] == line["max_tokens"] == len(told["logprobs"])
-        assert told["logprobs"][0]["chosen"].keys() == {"token_id", "text", "logprob", "rank"}
+        chosen = told["logprobs"][0]["chosen"]
+        assert chosen.keys() == {"token_id", "text", "logprob", "rank", "utf8"}
+        assert bytes(chosen["utf8"]).decode(errors="replace") == chosen["text"]
 
 
 def test_an_id_of_null_is_left_out() -> None:

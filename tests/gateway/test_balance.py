@@ -68,10 +68,12 @@ def test_a_failing_server_is_ejected_until_a_probe_succeeds() -> None:
     assert balance.due_probes(10.9) == []
     assert balance.due_probes(11.0) == [victim]
     assert balance.due_probes(99.0) == [], "one runs"
-    balance.failed(victim, 11.0)
+    balance.worked(victim)  # another one from before
+    assert balance.is_ejected(victim)
+    balance.probed(victim, 11.0, works=False)
     assert balance.due_probes(12.9) == []
     assert balance.due_probes(13.0) == [victim], "the pause has doubled"
-    balance.worked(victim)
+    balance.probed(victim, 13.0, works=True)
     assert not balance.is_ejected(victim)
     balance.ended(victim)
     assert balance.choose(key(1)) == victim

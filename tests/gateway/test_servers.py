@@ -171,8 +171,13 @@ def test_a_silent_server_costs_no_request_that_had_not_begun(
             assert '"error"' in long.result()
         finally:
             servers[1].signal(signal.SIGCONT)
-    wait_for(lambda: home_of(servers, gateway, content) == 1, "the server's return")
-    assert "takes requests again" in gateway.log.read_text()
+
+    def is_back() -> bool:
+        gateway.chat(content, max_tokens=1)  # requests make the gateway probe
+        return "takes requests again" in gateway.log.read_text()
+
+    wait_for(is_back, "the server's return")
+    wait_for(lambda: home_of(servers, gateway, content) == 1, "its requests")
 
 
 @pytest.mark.parametrize("sentence", sorted(_LOST))

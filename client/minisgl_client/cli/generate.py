@@ -201,7 +201,7 @@ async def _answer_lines(
             num_failed += 1
             told["error"] = {"code": error.code, "message": str(error)}
             advance(0)
-        return json.dumps(told, ensure_ascii=False) + "\n"
+        return json.dumps(told, ensure_ascii=False, default=list) + "\n"  # bytes as numbers
 
     with _progress(file) as advance:
         async with client_of(AsyncClient, **settings) as client:

@@ -28,7 +28,7 @@ from minisgl_backend.scheduling.sequence import Sequence
 _APART: Final = 16
 """Successive snapshots are at least 1 / _APART of the tokens so far apart: closer ones cost more
 copies and save little."""
-_MOST_APART: Final = 128
+_MOST_APART: Final = 64
 """Upper limit of that distance, in tokens."""
 
 

@@ -150,7 +150,7 @@ def test_states_are_kept_less_often_as_a_sequence_grows() -> None:
     positions = kept_positions(harness)
     apart = np.diff(positions)
     assert positions[0] == 10
-    assert (apart == np.maximum(1, np.minimum(np.array(positions[:-1]) // 16, 128))).all()
+    assert (apart == np.maximum(1, np.minimum(np.array(positions[:-1]) // 16, 64))).all()
 
 
 @pytest.mark.parametrize("changed", [{"num_snapshots": None}, {"cache": "naive"}])

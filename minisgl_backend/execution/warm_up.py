@@ -46,6 +46,8 @@ class WarmUp:
         for length in (min(self._longest_chunk, 64), 1):
             self._step([length], 0)
         self._step([], 1)
+        for num_decodes in _powers_of_two(self._limits.max_rows):
+            self._step([1], num_decodes)  # attention may have a kernel for each
 
     def largest(self, *, grouped: bool = False) -> None:
         """Run the largest step, in which all rows without a chunk decode. If ``grouped``, these
@@ -100,6 +102,11 @@ class WarmUp:
                 positions=np.full(num_decodes, position, np.int32),
             ),
         )
+
+
+def _powers_of_two(end: int) -> list[int]:
+    """1, 2, 4, ... below ``end``."""
+    return [1 << exponent for exponent in range((end - 1).bit_length())]
 
 
 def _one_group(num_members: int, num_pages: int) -> Groups:

@@ -536,6 +536,57 @@ def test_graphs_wait_for_their_inputs(
     assert_good_in_bf16(reference, prompts, tokens_of(sinks))
 
 
+@pytest.mark.parametrize(
+    ("case", "options"),
+    [
+        ("qwen3", {}),
+        ("qwen3", {"attention_backend": "triton", "kv_cache_dtype": "fp8_e4m3"}),
+        ("qwen3-moe", {}),
+        ("qwen3.5", {}),
+    ],
+)
+def test_no_kernel_is_compiled_once_the_engine_has_started(
+    case: str,
+    options: dict[str, Any],
+    prompts: list[IntArray],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Compiling takes a second, which would delay all open requests."""
+    from triton import knobs
+
+    write_checkpoint(case, tmp_path)
+    engine = build_engine(
+        EngineOptions(
+            model=str(tmp_path),
+            device="cuda",
+            max_running_requests=16,
+            num_pages=4096,
+            max_prefill_tokens=64,
+            max_sequence_length=CONTEXT,
+            **options,
+        )
+    )
+    compiled: list[str] = []
+
+    def note(**facts: Any) -> None:
+        compiled.append(str(facts["repr"]))
+
+    monkeypatch.setattr(knobs.runtime, "jit_cache_hook", note)
+    sampled = SamplingParams(max_tokens=8, temperature=0.7, top_p=0.9, seed=1, ignore_eos=True)
+    try:
+        for count in (1, 3, 9, len(prompts)):
+            sinks = [
+                submitted(engine, prompt, params)
+                for prompt, params in zip(prompts[:count], [GREEDY, sampled] * count, strict=False)
+            ]
+            for sink in sinks:
+                sink.wait()
+    finally:
+        engine.close(drain_s=0)
+    assert compiled == []
+
+
 def test_pages_of_a_failed_request_are_cleared(tmp_path: Path) -> None:
     """A token whose embedding is NaN breaks its request, and leaves NaN in its pages."""
     write_checkpoint("llama", tmp_path)

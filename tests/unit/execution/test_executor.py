@@ -321,4 +321,20 @@ def test_chunks_of_dummy_steps_lie_within_a_section(executor: ModelExecutor) -> 
 
     executor.device.submit(WarmUp(stages, layers).all_kinds).result()
 
-    assert lengths == [[24, 8], [24], [1], []]
+    assert lengths[:4] == [[24, 8], [24], [1], []]
+
+
+def test_dummy_steps_have_chunks_beside_each_power_of_two_of_decoding_rows(
+    executor: ModelExecutor,
+) -> None:
+    stages, num_decodes = executor.stages, []
+    stages.limits = replace(stages.limits, max_rows=9)
+
+    def layers(batch: FlatBatch, prefill_tokens: IntArray) -> Tensor:
+        if len(batch.chunk_rows):
+            num_decodes.append(batch.num_decodes)
+        return stages.forward.over_batch(batch, prefill_tokens)
+
+    executor.device.submit(WarmUp(stages, layers).all_kinds).result()
+
+    assert set(num_decodes) >= {1, 2, 4, 8}

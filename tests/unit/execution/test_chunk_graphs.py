@@ -349,7 +349,7 @@ def test_the_longest_step_has_to_fit_beside_the_graphs(
 
     def short_of_memory(self: ForwardPass, batch: FlatBatch, prefill_tokens: IntArray) -> Tensor:
         lengths.append(len(batch.rows))
-        if len(lengths) == 5:
+        if lengths.count(num_tokens) == 2:
             raise torch.cuda.OutOfMemoryError("CUDA out of memory")
         return over_batch(self, batch, prefill_tokens)
 
@@ -369,4 +369,5 @@ def test_the_longest_step_has_to_fit_beside_the_graphs(
             ),
         )
     device.close()
-    assert lengths == [num_tokens, 64, 1, 1, num_tokens]
+    assert lengths[:4] == [num_tokens, 64, 1, 1]
+    assert lengths[-1] == num_tokens

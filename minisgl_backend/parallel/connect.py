@@ -13,9 +13,11 @@ from typing import Final
 import torch
 from torch._C._distributed_c10d import Store, TCPStore
 
+from minisgl_backend import packages
 from minisgl_backend.errors import ConfigError, EngineFailure
+from minisgl_backend.kernels.dispatch import can_start_early
 from minisgl_backend.parallel.flashinfer_sum import FlashInferSum, is_built
-from minisgl_backend.parallel.group import Group
+from minisgl_backend.parallel.group import FusedSum, Group
 from minisgl_backend.parallel.place import COMMS, RankPlace, check_comm, listen_at
 from minisgl_backend.parallel.pynccl import pynccl_group
 from minisgl_backend.parallel.torch_group import gloo_group, nccl_group
@@ -79,7 +81,20 @@ def connect(
         group = nccl_group(place, store, host)
         if comm == "flashinfer":
             group.fused = FlashInferSum(host, device)
+        if comm == "cuda":
+            group.fused = _cuda_sum(host, device)
         return group
     except (RuntimeError, EngineFailure) as error:
         cause = str(error).partition("\n")[0]
         raise ConfigError(f"the ranks cannot connect by {comm}: {cause}") from error
+
+
+def _cuda_sum(host: Group, device: torch.device) -> FusedSum:
+    """The sums of this package's kernels; raises ``ConfigError`` if the GPU has none."""
+    if not can_start_early(device):
+        raise ConfigError("comm=cuda needs GPUs of compute capability 9.0 or above")
+    if (error := packages.import_error("cuda.bindings")) is not None:
+        raise ConfigError(f"comm=cuda needs cuda.bindings ({error}): {packages.CUDA_BINDINGS}")
+    from minisgl_backend.parallel.cuda_sum import CudaSum
+
+    return CudaSum(host, device)

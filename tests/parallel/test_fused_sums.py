@@ -11,6 +11,7 @@ from torch import Tensor
 
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.kernels.rms_norm import fused_add_rms_norm_reference
+from minisgl_backend.kernels.sum_cut import slices
 from minisgl_backend.parallel.flashinfer_sum import FlashInferSum, most_bytes
 from minisgl_backend.parallel.group import Group
 from minisgl_backend.parallel.torch_group import TorchGroup
@@ -83,3 +84,17 @@ def test_missing_flashinfer_names_the_command(monkeypatch: pytest.MonkeyPatch) -
             FlashInferSum(group, torch.device("cpu"))
 
     on_ranks(2, check)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4, 8])
+@pytest.mark.parametrize("num_rows", [1, 63, 256, 4096, 8192])
+def test_slices_are_all_rows_and_fit(num_rows: int, num_ranks: int) -> None:
+    size, buffer_bytes = 5120, 2**25
+    end, others = 0, num_ranks - 1
+    for begin, next_end, two_shot in slices(num_rows, size, num_ranks, buffer_bytes):
+        assert begin == end < next_end
+        end, count = next_end, next_end - begin
+        of_each = 2 * -(-count // num_ranks) if two_shot else count
+        assert others * of_each * 2 * size <= buffer_bytes
+        assert not two_shot or num_ranks > 2
+    assert end == num_rows

@@ -63,7 +63,10 @@ class VocabEmbedding(OutputHead):
 
     def forward(self, token_ids: Tensor) -> Tensor:
         """Embed token ids: int [num_tokens] -> [num_tokens, hidden_size]."""
+        return self.group.all_reduce(self.part(token_ids))
+
+    def part(self, token_ids: Tensor) -> Tensor:
+        """The same without the ids that other ranks hold, whose rows are zeros."""
         assert isinstance(self.matrix, DenseMatrix)
         start = self.start if self.group.size > 1 else None
-        rows = embedding(token_ids, self.matrix.weight, start=start)
-        return self.group.all_reduce(rows)
+        return embedding(token_ids, self.matrix.weight, start=start)

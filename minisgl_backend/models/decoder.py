@@ -251,7 +251,7 @@ class Decoder(nn.Module):
         """The residual stream before the layers, [num_tokens, hidden_size], and the first norm of
         it, if possible in one kernel with the sum over the ranks."""
         spec, group, norm = self.spec, self.group, self.layers[0].first_norm
-        part = self.model.embed_tokens.part(tokens)
+        part = self.model.embed_tokens.own_rows(tokens)
         if (scale := spec.embedding_scale / spec.branch_scale) != 1.0:
             part.mul_(scale)
         if norm is not None and is_sum_fused(group, len(part), spec.hidden_size, self.dtype):
@@ -269,7 +269,14 @@ class Decoder(nn.Module):
 
         ``out``, of that shape, takes the result if that saves memory.
         """
-        logits = self.head.logits(Normed(hidden, self.model.norm), out)
+        if self.group.size == 1:
+            return self.logits_part(hidden, out)
+        return self.head.gathered(self.logits_part(hidden), out)
+
+    def logits_part(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """The same of this rank's part of the vocabulary, [num_rows, head.share], which
+        ``head.gathered`` makes whole."""
+        logits = self.head.part(Normed(hidden, self.model.norm), out)
         if cap := self.spec.logit_cap:
             logits.div_(cap).tanh_().mul_(cap)
         return logits

@@ -20,8 +20,9 @@ def slices(
     others, row_bytes = num_ranks - 1, _ELEMENT_BYTES * size
     saved = num_rows * row_bytes * (others - 2 * others / num_ranks)
     two_shot = saved >= _LEAST_SAVED
-    most = buffer_bytes // (others * row_bytes)
-    if two_shot:
-        most = most // 2 * num_ranks
+    if two_shot:  # the others' rows of this rank's groups, and all sums
+        most = buffer_bytes // ((others + num_ranks) * row_bytes) * num_ranks
+    else:
+        most = buffer_bytes // (others * row_bytes)
     for begin in range(0, num_rows, most):
         yield begin, min(begin + most, num_rows), two_shot

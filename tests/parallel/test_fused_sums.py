@@ -95,7 +95,8 @@ def test_slices_are_all_rows_and_fit(num_rows: int, num_ranks: int) -> None:
     for begin, next_end, two_shot in slices(num_rows, size, num_ranks, buffer_bytes):
         assert begin == end < next_end
         end, count = next_end, next_end - begin
-        of_each = 2 * -(-count // num_ranks) if two_shot else count
-        assert others * of_each * 2 * size <= buffer_bytes
+        groups = -(-count // num_ranks)
+        num_places = (others + num_ranks) * groups if two_shot else others * count
+        assert num_places * 2 * size <= buffer_bytes
         assert not two_shot or num_ranks > 2
     assert end == num_rows

@@ -2,9 +2,8 @@
 // writes to the memory of the others, which are GPUs of one host.
 //
 //     one_shot    each rank sends its rows to all others, and sums up all rows.
-//     two_shot    each rank sums up every RANKS-th row, of which the others send it theirs, and sends the sums to all
-//                 others. It sends less, 2 (RANKS - 1) / RANKS of its rows and not RANKS - 1 times all, but has to wait
-//                 twice.
+//     two_shot    each rank sums up every RANKS-th row, of which the others send it theirs, and sends the sums to all.
+//                 It sends less, 2 (RANKS - 1) / RANKS of its rows and not RANKS - 1 times all, but has to wait twice.
 //
 // Both round where they round alike, so a row gets the same bits by either: the sum, in float32 in the order of the
 // ranks; the residual stream; the norm.
@@ -13,10 +12,11 @@
 // taken the data leaves the place empty. There are two buffers, which take turns: a rank that sends its rows of a call
 // has the data of the call before from all others, so these have taken all of the call before that one and emptied it.
 //
-// A thread block has whole rows, of which each thread has one vector of 8 elements. It sends all that it can before it
-// waits, and thread blocks run in the order of their rows, so no rank waits for what it keeps others from sending.
+// A thread block has whole rows, of which each thread has one vector of 8 elements. All thread blocks fit the GPU at
+// once, and each sends all that it can before it waits, so no rank waits for what it keeps others from sending.
 //
 // SIZE: elements of a row. RANKS, and this one's RANK. HALF: elements are of IEEE's 16 bits, not bfloat16.
+// PER_PROCESSOR: thread blocks of a multiprocessor, in `two_shot`.
 
 #include "hopper.cuh"
 
@@ -144,22 +144,34 @@ __device__ __forceinline__ constexpr u32 slot(u32 sender, u32 receiver) {
     return sender < receiver ? sender : sender - 1;
 }
 
-// Waits for a vector of each other rank below `end`, the slots of which are `stride` apart.
-__device__ __forceinline__ void take(Vector (&of)[RANKS], Vector* first, u64 stride, u32 end) {
+__device__ __forceinline__ void empty(Vector* place) {
+    const Vector nothing = {{EMPTY, EMPTY, EMPTY, EMPTY}};
+    send(place, nothing);
+}
+
+__device__ __forceinline__ Vector taken(Vector* place) {
+    Vector v;
+    do v = received(place);
+    while (has_empty(v));
+    empty(place);
+    return v;
+}
+
+// Takes a vector of each other rank, from slots that are `stride` apart.
+__device__ __forceinline__ void take(Vector (&of)[RANKS], Vector* first, u64 stride) {
     bool waits;
     do {
         waits = false;
 #pragma unroll
         for (u32 rank = 0; rank < RANKS; rank++)
-            if (rank != RANK && rank < end) of[rank] = received(first + slot(rank, RANK) * stride);
+            if (rank != RANK) of[rank] = received(first + slot(rank, RANK) * stride);
 #pragma unroll
         for (u32 rank = 0; rank < RANKS; rank++)
-            if (rank != RANK && rank < end) waits |= has_empty(of[rank]);
+            if (rank != RANK) waits |= has_empty(of[rank]);
     } while (waits);
-    const Vector empty = {{EMPTY, EMPTY, EMPTY, EMPTY}};
 #pragma unroll
     for (u32 rank = 0; rank < RANKS; rank++)
-        if (rank != RANK && rank < end) send(first + slot(rank, RANK) * stride, empty);
+        if (rank != RANK) empty(first + slot(rank, RANK) * stride);
 }
 
 // Where the buffer begins whose turn it is. All threads call it.
@@ -236,7 +248,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) one_shot(const Arguments a
             Vector of[RANKS];
             if (row != blockIdx.x) residual = a.residual[place];
             of[RANK] = gridDim.x < a.rows ? sendable(a.x[place]) : own;
-            take(of, a.memory[RANK] + begin + place, stride, RANKS);
+            take(of, a.memory[RANK] + begin + place, stride);
             residual = added(sum_of(of), residual);
             a.residual[place] = residual;
             sums[0] = squares(residual);
@@ -246,71 +258,56 @@ extern "C" __global__ void __launch_bounds__(THREADS) one_shot(const Arguments a
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) two_shot(const Arguments a) {
-    __shared__ float shared[2][RANKS][32];
+extern "C" __global__ void __launch_bounds__(THREADS, PER_PROCESSOR) two_shot(const Arguments a) {
+    __shared__ float shared[2][1][32];
     const u32 at = threadIdx.x;
     const bool is_in = at < VECTORS;
     // row `group` * RANKS + rank is summed up by that rank
     const u32 groups = (a.rows + RANKS - 1) / RANKS;
     const u64 stride = (u64)groups * VECTORS;
-    Vector weight = {};
-    if (is_in) weight = a.weight[at];
+    Vector weight = {}, residual = {};
+    if (is_in) {
+        weight = a.weight[at];
+        residual = a.residual[(u64)blockIdx.x * VECTORS + at];
+    }
     wait_previous();
     allow_next();
     const u64 begin = begin_turn(a), sums_begin = begin + (RANKS - 1) * stride;
-    for (u64 group = blockIdx.x; group < groups; group += gridDim.x) {
+    for (u64 row = blockIdx.x; row < a.rows; row += gridDim.x) {
+        const u32 owner = row % RANKS;
         if (!is_in) break;
-        Vector parts[RANKS];
+        if (owner == RANK) continue;
+        const Vector own = sendable(a.x[row * VECTORS + at]);
+        const u64 place = begin + row / RANKS * VECTORS + at;
 #pragma unroll
         for (u32 rank = 0; rank < RANKS; rank++)
-            if (rank != RANK && group * RANKS + rank < a.rows)
-                parts[rank] = a.x[(group * RANKS + rank) * VECTORS + at];
-#pragma unroll
-        for (u32 rank = 0; rank < RANKS; rank++)
-            if (rank != RANK && group * RANKS + rank < a.rows)
-                send(a.memory[rank] + begin + slot(RANK, rank) * stride + group * VECTORS + at, sendable(parts[rank]));
+            if (rank != RANK && rank == owner) send(a.memory[rank] + place + slot(RANK, rank) * stride, own);
     }
     end_turn(a, begin);
-    for (u64 group = blockIdx.x; group < groups; group += gridDim.x) {
-        const u64 row = group * RANKS + RANK;
-        if (!is_in || row >= a.rows) break;
+    // the warps of all thread blocks share the vectors of all groups, 32 each
+    constexpr u32 WARPS = THREADS / 32;
+    for (u32 i = at / 32 * gridDim.x + blockIdx.x; i < groups * WARPS; i += gridDim.x * WARPS) {
+        const u64 group = i / WARPS, row = group * RANKS + RANK;
+        const u32 vector = i % WARPS * 32 + at % 32;
+        if (row >= a.rows || vector >= VECTORS) continue;
         Vector of[RANKS];
-        of[RANK] = sendable(a.x[row * VECTORS + at]);
-        take(of, a.memory[RANK] + begin + group * VECTORS + at, stride, RANKS);
+        of[RANK] = sendable(a.x[row * VECTORS + vector]);
+        take(of, a.memory[RANK] + begin + group * VECTORS + vector, stride);
         const Vector sum = sendable(sum_of(of));
 #pragma unroll
-        for (u32 rank = 0; rank < RANKS; rank++)
-            if (rank != RANK) send(a.memory[rank] + sums_begin + slot(RANK, rank) * stride + group * VECTORS + at, sum);
-        a.out[row * VECTORS + at] = sum;  // until this thread comes back to the row
+        for (u32 rank = 0; rank < RANKS; rank++) send(a.memory[rank] + sums_begin + row * VECTORS + vector, sum);
     }
     u32 odd = 0;
-    for (u64 group = blockIdx.x; group < groups; group += gridDim.x, odd ^= 1) {
-        const u32 end = min((u64)RANKS, a.rows - group * RANKS);  // rows of the group
-        Vector streams[RANKS];
-        float sums[RANKS] = {};
+    for (u64 row = blockIdx.x; row < a.rows; row += gridDim.x, odd ^= 1) {
+        const u64 place = row * VECTORS + at;
+        float sums[1] = {0};
         if (is_in) {
-            const u64 place = group * RANKS * VECTORS + at;
-            Vector of[RANKS];
-#pragma unroll
-            for (u32 rank = 0; rank < RANKS; rank++)
-                if (rank < end) streams[rank] = a.residual[place + rank * VECTORS];
-            if (RANK < end) of[RANK] = a.out[place + RANK * VECTORS];
-            take(of, a.memory[RANK] + sums_begin + group * VECTORS + at, stride, end);
-#pragma unroll
-            for (u32 rank = 0; rank < RANKS; rank++)
-                if (rank < end) {
-                    streams[rank] = added(of[rank], streams[rank]);
-                    a.residual[place + rank * VECTORS] = streams[rank];
-                    sums[rank] = squares(streams[rank]);
-                }
+            if (row != blockIdx.x) residual = a.residual[place];
+            residual = added(taken(a.memory[RANK] + sums_begin + place), residual);
+            a.residual[place] = residual;
+            sums[0] = squares(residual);
         }
-        sum_over_threads<RANKS>(sums, shared[odd]);
-        if (is_in) {
-            const u64 place = group * RANKS * VECTORS + at;
-#pragma unroll
-            for (u32 rank = 0; rank < RANKS; rank++)
-                if (rank < end)
-                    a.out[place + rank * VECTORS] = scaled(streams[rank], scale_of(sums[rank], a.eps), weight);
-        }
+        sum_over_threads<1>(sums, shared[odd]);
+        if (is_in) a.out[place] = scaled(residual, scale_of(sums[0], a.eps), weight);
     }
 }

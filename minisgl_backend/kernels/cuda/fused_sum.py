@@ -24,6 +24,8 @@ NUM_BUFFERS: Final = 2
 
 _VECTOR: Final = 8
 _VECTOR_BYTES: Final = 16
+_MOST_THREADS: Final = 1344
+"""Of a multiprocessor, unless a row needs more: with 48 registers each."""
 
 
 class _State(ctypes.Structure):
@@ -85,10 +87,9 @@ class FusedSumKernels:
                 rows=end - begin,
                 eps=eps,
             )
-            units = -(-(end - begin) // num_ranks) if two_shot else end - begin
-            threads = -(-size // (32 * _VECTOR)) * 32
-            grid = (min(units, self._num_processors), 1, 1)
-            kernels[two_shot].launch(grid, threads, arguments, pdl=pdl)
+            most = self._num_processors * (_per_processor(size) if two_shot else 1)
+            grid = (min(end - begin, most), 1, 1)
+            kernels[two_shot].launch(grid, _num_threads(size), arguments, pdl=pdl)
         return out
 
     def _compiled(self, size: int, dtype: torch.dtype) -> tuple[CudaKernel, CudaKernel]:
@@ -97,7 +98,17 @@ class FusedSumKernels:
             "RANKS": len(self._memory),
             "RANK": self._rank,
             "HALF": dtype == torch.float16,
+            "PER_PROCESSOR": _per_processor(size),
         }
         module = CudaModule("fused_sum.cu", constants, self._device)
         one, two = (module.kernel(name, shared_bytes=0) for name in ("one_shot", "two_shot"))
         return one, two
+
+
+def _num_threads(size: int) -> int:
+    return -(-size // (32 * _VECTOR)) * 32
+
+
+def _per_processor(size: int) -> int:
+    """Thread blocks of a multiprocessor, in ``two_shot``."""
+    return max(1, _MOST_THREADS // _num_threads(size))

@@ -29,15 +29,18 @@ _LEAST_STORE_S: Final = 60.0
 def choose_comm(option: str | None, device: torch.device, place: RankPlace) -> str:
     """The library that ``option`` names, by default the fastest that is ready for use.
 
-    FlashInfer is the fastest with two and four ranks of one host; with eight it has not been
-    measured. Raises ``ConfigError`` if the device or the hosts cannot use the library.
+    Sums by this package's kernels are the fastest with two and four ranks of one host, then those
+    by FlashInfer; eight have not been measured. Raises ``ConfigError`` if the device or the hosts
+    cannot use the library.
     """
     check_comm(option, device.type, place)
     if option is not None:
         return option
-    is_small = place.is_one_host and place.size in (2, 4)
-    if device.type == "cuda" and is_small and is_built(place.size):
-        return "flashinfer"
+    if device.type == "cuda" and place.is_one_host and place.size in (2, 4):
+        if _why_not_cuda_sum(device) is None:
+            return "cuda"
+        if is_built(place.size):
+            return "flashinfer"
     return COMMS[device.type][0]
 
 
@@ -90,11 +93,18 @@ def connect(
 
 
 def _cuda_sum(host: Group, device: torch.device) -> FusedSum:
-    """The sums of this package's kernels; raises ``ConfigError`` if the GPU has none."""
-    if not can_start_early(device):
-        raise ConfigError("comm=cuda needs GPUs of compute capability 9.0 or above")
-    if (error := packages.import_error("cuda.bindings")) is not None:
-        raise ConfigError(f"comm=cuda needs cuda.bindings ({error}): {packages.CUDA_BINDINGS}")
+    """The sums by this package's kernels; raises ``ConfigError`` if the GPU has none."""
+    if (reason := _why_not_cuda_sum(device)) is not None:
+        raise ConfigError(f"comm=cuda needs {reason}")
     from minisgl_backend.parallel.cuda_sum import CudaSum
 
     return CudaSum(host, device)
+
+
+def _why_not_cuda_sum(device: torch.device) -> str | None:
+    """What the sums by this package's kernels lack, if anything."""
+    if not can_start_early(device):
+        return "GPUs of compute capability 9.0 or above"
+    if (error := packages.import_error("cuda.bindings")) is not None:
+        return f"cuda.bindings ({error}): {packages.CUDA_BINDINGS}"
+    return None

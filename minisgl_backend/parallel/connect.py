@@ -16,7 +16,6 @@ from torch._C._distributed_c10d import Store, TCPStore
 from minisgl_backend import packages
 from minisgl_backend.errors import ConfigError, EngineFailure
 from minisgl_backend.kernels.dispatch import can_start_early
-from minisgl_backend.parallel.flashinfer_sum import FlashInferSum, is_built
 from minisgl_backend.parallel.group import FusedSum, Group
 from minisgl_backend.parallel.place import COMMS, RankPlace, check_comm, listen_at
 from minisgl_backend.parallel.pynccl import pynccl_group
@@ -29,18 +28,15 @@ _LEAST_STORE_S: Final = 60.0
 def choose_comm(option: str | None, device: torch.device, place: RankPlace) -> str:
     """The library that ``option`` names, by default the fastest that is ready for use.
 
-    Sums by this package's kernels are the fastest with two and four ranks of one host, then those
-    by FlashInfer; eight have not been measured. Raises ``ConfigError`` if the device or the hosts
-    cannot use the library.
+    Sums by this package's kernels are the fastest with two and four ranks of one host; eight have
+    not been measured. Raises ``ConfigError`` if the device or the hosts cannot use the library.
     """
     check_comm(option, device.type, place)
     if option is not None:
         return option
-    if device.type == "cuda" and place.is_one_host and place.size in (2, 4):
-        if _why_not_cuda_sum(device) is None:
-            return "cuda"
-        if is_built(place.size):
-            return "flashinfer"
+    is_small = place.is_one_host and place.size in (2, 4)
+    if device.type == "cuda" and is_small and _why_not_cuda_sum(device) is None:
+        return "cuda"
     return COMMS[device.type][0]
 
 
@@ -82,8 +78,6 @@ def connect(
         if comm == "pynccl":
             return pynccl_group(host, device, is_one_host=place.is_one_host)
         group = nccl_group(place, store, host)
-        if comm == "flashinfer":
-            group.fused = FlashInferSum(host, device)
         if comm == "cuda":
             group.fused = _cuda_sum(host, device)
         return group

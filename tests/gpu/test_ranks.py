@@ -37,7 +37,7 @@ from tests.parallel.engines import ranked_engine, wait_for_all
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
 ENDLESS = SamplingParams(max_tokens=4000, ignore_eos=True)
-COMMS = ["nccl", "pynccl", "flashinfer", "cuda"]
+COMMS = ["nccl", "pynccl", "cuda"]
 START_S = 60.0
 
 
@@ -75,9 +75,8 @@ def check_rank(rank: int, first: RankPlace, comm: str) -> None:
     group = connect(place, store, comm, device, timeout_s=START_S)
     with torch.cuda.stream(stream), torch.inference_mode():
         check_collectives(group, device)
-        if comm in ("flashinfer", "cuda"):
-            check_fused_sums(group, device)
         if comm == "cuda":
+            check_fused_sums(group, device)
             check_rows_of_any_number(group, device)
     group.leave(patience_s=START_S)
 

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from minisgl_backend.errors import ConfigError
 from minisgl_backend.kernels.rms_norm import fused_add_rms_norm_reference
 from minisgl_backend.kernels.sum_cut import slices
-from minisgl_backend.parallel.flashinfer_sum import FlashInferSum, most_bytes
 from minisgl_backend.parallel.group import Group
 from minisgl_backend.parallel.torch_group import TorchGroup
 from tests.parallel.threads import on_ranks
@@ -57,34 +54,6 @@ def test_a_model_gives_the_same_with_them(case: str, most_tokens: int, tmp_path:
         return twin.num_calls / (1 + 2 * model.spec.num_layers)
 
     assert on_ranks(2, check) == [1 if most_tokens == 1 else 2] * 2
-
-
-@pytest.mark.parametrize("num_ranks", [2, 4, 8])
-def test_every_buffer_is_aligned(num_ranks: int) -> None:
-    """One of three buffers holds the largest tensor of each rank, in words of 16 bytes."""
-    of_a_rank = most_bytes(num_ranks)
-    assert of_a_rank % 16 == 0
-    assert 0 < (num_ranks - 1) * of_a_rank <= 8 * 2**20
-
-
-def test_what_flashinfer_lacks_is_refused() -> None:
-    def check(group: Group) -> None:
-        with pytest.raises(ConfigError, match="needs 2, 4 or 8 ranks, there are 3"):
-            FlashInferSum(group, torch.device("cpu"))
-
-    on_ranks(3, check)
-
-
-def test_missing_flashinfer_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "flashinfer", None)
-
-    def check(group: Group) -> None:
-        with pytest.raises(
-            ConfigError, match=r"needs flashinfer \(.*\): pip install flashinfer-python=="
-        ):
-            FlashInferSum(group, torch.device("cpu"))
-
-    on_ranks(2, check)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4, 8])

@@ -148,21 +148,19 @@ def test_a_library_of_another_device_is_refused() -> None:
     assert choose_comm("pynccl", cuda, two) == "pynccl"
     with pytest.raises(ConfigError, match="comm=nccl does not work on cpu, which has gloo"):
         choose_comm("nccl", CPU, two)
-    with pytest.raises(ConfigError, match="gloo does not work on cuda, which has nccl, pynccl, fl"):
+    with pytest.raises(ConfigError, match="gloo does not work on cuda, which has nccl, pynccl, cu"):
         choose_comm("gloo", cuda, two)
 
 
 @pytest.mark.parametrize("is_hopper", [False, True])
-@pytest.mark.parametrize("is_built", [False, True])
-def test_the_fastest_sums_are_the_default_of_as_many_ranks_as_were_measured(
-    is_built: bool, is_hopper: bool, monkeypatch: pytest.MonkeyPatch
+def test_own_sums_are_the_default_of_as_many_ranks_as_were_measured(
+    is_hopper: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("minisgl_backend.parallel.connect.is_built", lambda num_ranks: is_built)
     monkeypatch.setattr("minisgl_backend.parallel.connect.can_start_early", lambda _: is_hopper)
     monkeypatch.setattr("minisgl_backend.packages.import_error", lambda module: None)
     cuda = torch.device("cuda")
     chosen = [choose_comm(None, cuda, RankPlace.first(size, None)) for size in (2, 4, 8)]
-    fastest = "cuda" if is_hopper else "flashinfer" if is_built else "nccl"
+    fastest = "cuda" if is_hopper else "nccl"
     assert chosen == [fastest, fastest, "nccl"]
 
 
@@ -184,10 +182,8 @@ def test_missing_packages_and_other_gpus_are_named(monkeypatch: pytest.MonkeyPat
             connect(place, store, "cuda", torch.device("cuda"), timeout_s=5)
 
 
-def test_the_kernels_of_one_host_are_not_for_several(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("minisgl_backend.parallel.connect.is_built", lambda num_ranks: True)
+def test_the_kernels_of_one_host_are_not_for_several() -> None:
     place = RankPlace.first(4, "10.0.0.1:29500", num_nodes=2)
     assert choose_comm(None, torch.device("cuda"), place) == "nccl"
-    for comm in ("flashinfer", "cuda"):
-        with pytest.raises(ConfigError, match=f"comm={comm} is for the GPUs of one machine"):
-            choose_comm(comm, torch.device("cuda"), place)
+    with pytest.raises(ConfigError, match="comm=cuda is for the GPUs of one machine"):
+        choose_comm("cuda", torch.device("cuda"), place)

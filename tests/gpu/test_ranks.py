@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -215,6 +216,36 @@ def test_tokens_of_two_gpus(
     below = np.array(shortfalls(reference, prompts, tokens_of(sinks)))
     assert np.mean(below > 0) < 0.02
     assert below.max() < 0.05
+
+
+@pytest.mark.parametrize("graphs", [0, None], ids=["launched", "captured"])
+def test_random_tokens_of_two_gpus(
+    graphs: int | None, prompts: list[IntArray], tmp_path: Path
+) -> None:
+    """In fp32 they are those of one GPU, but for draws that all but tie: of requests that all ranks
+    sample, of those that rank 0 samples, and of both in one step."""
+    write_checkpoint("qwen3", tmp_path)
+    plain = SamplingParams(max_tokens=24, temperature=0.9, ignore_eos=True)
+    filtered = replace(plain, max_tokens=12, top_k=20, top_p=0.9, num_logprobs=1)
+    sampling = [
+        replace(filtered if index % 4 == 3 else plain, seed=index) for index in range(len(prompts))
+    ]
+    of_one, of_two = (
+        tokens_of(
+            serve(
+                tmp_path,
+                prompts,
+                sampling,
+                max_sequence_length=CONTEXT,
+                dtype="float32",
+                tensor_parallel_size=ranks,
+                cuda_graph_max_batch_size=graphs,
+            )
+        )
+        for ranks in (1, 2)
+    )
+    equal = [one == other for one, other in zip(of_one, of_two, strict=True)]
+    assert np.mean(equal) > 0.8
 
 
 @pytest.mark.parametrize("comm", COMMS)

@@ -195,7 +195,7 @@ class EngineOptions:
     comm: str | None = option(
         None,
         "library by which ranks communicate",
-        choices=("nccl", "pynccl", "flashinfer", "gloo"),
+        choices=("nccl", "pynccl", "cuda", "gloo"),
     )
     distributed_timeout_s: float = option(
         60.0, "a rank that is silent for longer than this is lost", minimum=1, maximum=_WEEK_S

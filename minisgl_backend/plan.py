@@ -16,8 +16,8 @@ positions.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from itertools import accumulate, islice, pairwise
 from operator import attrgetter
 from typing import Any, Final, Protocol
@@ -64,6 +64,45 @@ class Admission:
 
 def _none() -> IntArray:
     return EMPTY
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Draws:
+    """What ranks other than 0 must know about how admitted rows are sampled, int32[num_rows].
+
+    ``temperatures`` are the bits of float32 numbers, 0 for greedy rows; of the ``seeds``
+    [2 * num_rows] each is two words. ``are_whole`` is 1 if it takes the logits of all ranks to
+    sample the row, or what only rank 0 knows: the ranks then do without the rest.
+    """
+
+    rows: IntArray = field(default_factory=_none)
+    temperatures: IntArray = field(default_factory=_none)
+    seeds: IntArray = field(default_factory=_none)
+    are_whole: IntArray = field(default_factory=_none)
+
+    @classmethod
+    def of(cls, admissions: Sequence[Admission]) -> Draws:
+        asked = [admission.sampling for admission in admissions]
+        temperatures = [0.0 if params.is_greedy else params.temperature for params in asked]
+        return cls(
+            np.array([admission.row for admission in admissions], np.int32),
+            np.array(temperatures, np.float32).view(np.int32),
+            np.array([params.seed for params in asked], np.uint64).view(np.int32),
+            np.array([_is_whole(params) for params in asked], np.int32),
+        )
+
+
+def _is_whole(params: SamplingParams) -> bool:
+    """``Draws.are_whole`` of a row."""
+    has_filters = params.top_k > 0 or params.top_p < 1 or params.min_p > 0
+    return (
+        (has_filters and not params.is_greedy)
+        or params.has_penalties
+        or bool(params.logit_bias)
+        or (params.min_tokens > 0 and bool(params.stop_token_ids))
+        or params.grammar is not None
+        or params.num_logprobs is not None
+    )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -209,6 +248,7 @@ class StepPlan:
     depend on them.
     ``masked_rows``: the rows that get a token and whose request has a grammar. If there are any,
     the step waits for their masks before it samples (``Pending.mask``).
+    ``draws``: in place of the admissions, on ranks other than 0.
     """
 
     step: int
@@ -226,6 +266,7 @@ class StepPlan:
     groups: Groups = NO_GROUPS
     scores: Scores = field(default_factory=Scores)
     masked_rows: IntArray = field(default_factory=_none)
+    draws: Draws = field(default_factory=Draws)
 
     @property
     def sample_rows(self) -> IntArray:
@@ -260,6 +301,7 @@ _PARTS: Final[Mapping[str, type[Any]]] = {
     "decodes": Decodes,
     "groups": Groups,
     "scores": Scores,
+    "draws": Draws,
 }
 _NAMES: Final = {name: [array.name for array in fields(part)] for name, part in _PARTS.items()}
 _PATHS: Final = (*_ARRAYS, *(f"{part}.{name}" for part in _NAMES for name in _NAMES[part]))
@@ -268,14 +310,15 @@ _arrays_of: Final[Callable[[StepPlan], tuple[IntArray, ...]]] = attrgetter(*_PAT
 
 
 def encode_plan(plan: StepPlan) -> IntArray:
-    """Encode a plan, without admissions and masked rows, into one flat buffer, int32[num_words].
+    """Encode a plan, with draws in place of admissions and without masked rows, into one flat
+    buffer, int32[num_words].
 
         header    the step and the length of each array, as 64-bit numbers of two words each
         arrays    one after another, in the order of ``_PATHS``
 
-    What is left out is needed only for sampling, which rank 0 does alone.
+    What is left out is needed only for sampling, where rank 0 does it alone.
     """
-    arrays = _arrays_of(plan)
+    arrays = _arrays_of(replace(plan, draws=Draws.of(plan.admissions)))
     header = np.array([plan.step, *map(len, arrays)], dtype=np.int64)
     return np.concatenate([header.view(np.int32), *arrays], dtype=np.int32)
 

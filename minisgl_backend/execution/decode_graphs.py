@@ -7,6 +7,9 @@ size, the first up to the logits and the second for the rest. If the attention k
 pages that rows share together, there is one more of each larger size, for steps in which that pays
 (``attention.base.GroupedDecode``); steps that wait for masks do without.
 
+With several ranks all steps are in two parts, of which the second depends on whether it takes the
+logits of all ranks (``sampling``).
+
 Batches are padded to the next captured size with the dummy row. If the attention kernels need a
 schedule from the host (``attention.base.ScheduledDecode``), it is written before each replay.
 
@@ -17,7 +20,9 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Callable, Sequence
-from typing import Final, TypeVar
+from dataclasses import dataclass
+from functools import partial
+from typing import Final, Protocol, TypeVar
 
 import numpy as np
 
@@ -62,6 +67,36 @@ def batch_sizes(most: int, chosen: str | None) -> list[int]:
     return sizes
 
 
+class Sample(Protocol):
+    """``Sampler.sample``."""
+
+    def __call__(self, due: StepLogits, *, whole: bool) -> StepOutput: ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Parts:
+    """Graphs of steps up to the logits, and by ``whole`` and size those of the rest."""
+
+    forwards: Captured[StepLogits]
+    samplings: dict[bool, dict[int, Graph[StepOutput]]]
+
+    def replay(self, size: int, *, whole: bool) -> Callable[[], StepOutput]:
+        """Enqueue the first part; the result enqueues the second."""
+        self.forwards.graphs[size].replay()
+        sampling = self.samplings[whole][size]
+
+        def finish() -> StepOutput:
+            sampling.replay()
+            return sampling.output
+
+        return finish
+
+    def close(self) -> None:
+        for graphs in self.samplings.values():  # first, since they read what the others hold
+            graphs.clear()
+        self.forwards.graphs.clear()
+
+
 class DecodeGraphs:
     """The captured steps, and the inputs that they read. For use in submitted work only."""
 
@@ -70,19 +105,21 @@ class DecodeGraphs:
         device: Device,
         table: RowTable,
         forward: Callable[[StepInputs, int, bool], StepLogits],
-        sample: Callable[[StepLogits], StepOutput],
+        sample: Sample,
         sizes: Sequence[int],
         progress: Progress,
         *,
         takes_masks: bool,
+        in_parts: bool = False,
         schedule: Callable[[IntArray], None] | None = None,
         take_groups: Callable[[Groups], bool] | None = None,
         take_rows: Callable[[IntArray, int], None] | None = None,
     ):
         """``forward(inputs, batch_size, grouped)`` enqueues a decode step of the first rows of its
-        inputs up to the logits, and ``sample`` the rest. Before a step is enqueued, ``schedule``
-        gets the rows' lengths, int32 [batch_size]; ``take_groups`` gets its groups, and returns
-        whether the step is to be a grouped one; ``take_rows`` gets its rows and the batch size."""
+        inputs up to the logits, and ``sample`` the rest. ``in_parts``: there are several ranks.
+        Before a step is enqueued, ``schedule`` gets the rows' lengths, int32 [batch_size];
+        ``take_groups`` gets its groups, and returns whether the step is to be a grouped one;
+        ``take_rows`` gets its rows and the batch size."""
         self._device = device
         self._table = table
         self._sizes = sorted(sizes)
@@ -96,46 +133,64 @@ class DecodeGraphs:
         self._take_groups = take_groups or (lambda groups: False)
         self._take_rows = take_rows
 
-        def begin(size: int) -> StepLogits:
-            return forward(self._inputs, size, False)
+        def begin(size: int, grouped: bool) -> StepLogits:
+            return forward(self._inputs, size, grouped)
 
-        def whole(size: int) -> StepOutput:
-            return sample(begin(size))
+        def capture_whole(what: str, sizes: Sequence[int], grouped: bool) -> Captured[StepOutput]:
+            return self._capture(
+                what, lambda size: sample(begin(size, grouped), whole=True), progress, sizes
+            )
 
-        def grouped(size: int) -> StepOutput:
-            return sample(forward(self._inputs, size, True))
+        def capture_parts(what: str, sizes: Sequence[int], grouped: bool) -> _Parts:
+            forwards = self._capture(
+                f"{what}, up to the logits", partial(begin, grouped=grouped), progress, sizes
+            )
 
-        self.captured = self._capture("batch size", whole, progress)
-        self._grouped: dict[int, Graph[StepOutput]] = {}
-        self._forwards: dict[int, Graph[StepLogits]] = {}
-        self._samplings: dict[int, Graph[StepOutput]] = {}
-        if take_groups is not None:
-            larger = [size for size in self._sizes if size >= _LEAST_GROUPED]
-            self._grouped = self._capture("batch size, grouped", grouped, progress, larger).graphs
-        if takes_masks:
-            what = "batch size, up to the logits"
-            forwards = self._forwards = self._capture(what, begin, progress).graphs
-            self._samplings = self._capture(
-                "batch size, from the logits on",
-                lambda size: sample(forwards[size].output),
-                progress,
-                prepare=lambda size: forwards[size].replay(),
-            ).graphs
+            def rest(whole: bool) -> dict[int, Graph[StepOutput]]:
+                return self._capture(
+                    f"{what}, from {'all' if whole else 'own'} logits on",
+                    lambda size: sample(forwards.graphs[size].output, whole=whole),
+                    progress,
+                    sizes,
+                    prepare=lambda size: forwards.graphs[size].replay(),
+                ).graphs
+
+            return _Parts(
+                forwards, {whole: rest(whole) for whole in ((True, False) if in_parts else (True,))}
+            )
+
+        what = "batch size"
+        larger = [size for size in self._sizes if size >= _LEAST_GROUPED]
+        kinds = {False: (what, self._sizes), True: (f"{what}, grouped", larger)}
+        if take_groups is None:
+            del kinds[True]
+        self._whole: dict[bool, Captured[StepOutput]] = {}
+        self._parts: dict[bool, _Parts] = {}
+        for grouped, (name, sizes) in kinds.items():
+            if not in_parts:
+                self._whole[grouped] = capture_whole(name, sizes, grouped)
+            if in_parts or (takes_masks and not grouped):
+                self._parts[grouped] = capture_parts(name, sizes, grouped)
+
+    @property
+    def captured(self) -> Captured[StepOutput] | Captured[StepLogits]:
+        """The graphs of steps that are not grouped, or of their first parts."""
+        return self._whole[False] if self._whole else self._parts[False].forwards
 
     def _capture(
         self,
         what: str,
         work: Callable[[int], T],
         progress: Progress,
-        sizes: Sequence[int] | None = None,
+        sizes: Sequence[int],
         *,
         prepare: Callable[[int], None] | None = None,
     ) -> Captured[T]:
-        """Capture ``work`` on dummy rows, in all sizes unless ``sizes`` are given."""
+        """Capture ``work`` on dummy rows."""
         return capture(
             self._device,
             what,
-            self._sizes if sizes is None else sizes,
+            sizes,
             work,
             prepare=prepare or self._schedule_padding,
             option="cuda_graph_max_batch_size",
@@ -151,30 +206,31 @@ class DecodeGraphs:
         """Whether a step of this number of rows can be replayed."""
         return num_rows <= self._sizes[-1]
 
-    def replay(self, decodes: Decodes, grants: IntArray, groups: Groups = NO_GROUPS) -> StepOutput:
+    def replay(
+        self,
+        decodes: Decodes,
+        grants: IntArray,
+        groups: Groups = NO_GROUPS,
+        *,
+        whole: bool = True,
+    ) -> StepOutput:
         """Enqueue a decode step that first writes ``grants``, int32 [3, num_grants]. Members of
-        ``groups`` are indices of ``decodes``.
+        ``groups`` are indices of ``decodes``. ``whole``: see ``Sampler.sample``.
 
         The first elements of the output belong to the rows, the others to padding.
         """
         size = self._prepare(decodes, grants)
-        is_grouped = size in self._grouped and self._take_groups(groups)
-        graph = (self._grouped if is_grouped else self.captured.graphs)[size]
+        is_grouped = size >= _LEAST_GROUPED and self._take_groups(groups)
+        if not self._whole:
+            return self._parts[is_grouped].replay(size, whole=whole)()
+        graph = self._whole[is_grouped].graphs[size]
         graph.replay()
         return graph.output
 
     def begin(self, decodes: Decodes, grants: IntArray) -> Callable[[], StepOutput]:
         """Enqueue the step up to its logits; the result enqueues the rest, and must be called
         before any other step."""
-        size = self._prepare(decodes, grants)
-        self._forwards[size].replay()
-        sampling = self._samplings[size]
-
-        def finish() -> StepOutput:
-            sampling.replay()
-            return sampling.output
-
-        return finish
+        return self._parts[False].replay(self._prepare(decodes, grants), whole=True)
 
     def _prepare(self, decodes: Decodes, grants: IntArray) -> int:
         """Write the inputs of a step; returns the size of its graph."""
@@ -205,8 +261,10 @@ class DecodeGraphs:
 
     def close(self) -> None:
         """Destroy the graphs, which hold the addresses of everything they use."""
-        for graphs in (self.captured.graphs, self._grouped, self._samplings, self._forwards):
-            graphs.clear()
+        for whole in self._whole.values():
+            whole.graphs.clear()
+        for parts in self._parts.values():
+            parts.close()
 
     def _schedule_padding(self, size: int) -> None:
         if self._schedule is not None:

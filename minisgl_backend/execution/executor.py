@@ -34,7 +34,7 @@ from minisgl_backend.execution.storage import KVStorage
 from minisgl_backend.execution.warm_up import WarmUp
 from minisgl_backend.models.adapter_slots import AdapterSlots
 from minisgl_backend.models.decoder import Decoder
-from minisgl_backend.plan import Copies, Pending, StepPlan
+from minisgl_backend.plan import Copies, Draws, Pending, StepPlan
 from minisgl_backend.progress import Progress, unseen
 from minisgl_backend.request import IntArray
 
@@ -156,7 +156,7 @@ class ModelExecutor:
         stages = self.stages
         self._write(plan, loaded)
         grants = stages.rows.lines_of(plan.grants, plan.window_grants)
-        num_decodes = len(plan.decodes.rows)
+        num_decodes, whole = len(plan.decodes.rows), stages.sampler.is_whole(plan.sample_rows)
         is_decode = num_decodes > 0 and not len(plan.chunks.rows)
         graphs = self._graphs_for(plan.decodes.rows).decode
         if is_decode and graphs and graphs.fits(num_decodes):
@@ -165,12 +165,13 @@ class ModelExecutor:
                 grants = grants[:, :0]
             if len(plan.masked_rows):
                 return partial(self._finish, plan, graphs.begin(plan.decodes, grants))
-            replay = partial(graphs.replay, plan.decodes, grants, plan.groups_by_index)
+            groups = plan.groups_by_index
+            replay = partial(graphs.replay, plan.decodes, grants, groups, whole=whole)
             return partial(self._finish, plan, replay)
         stages.rows.grant(grants)
         batch = FlatBatch.of(plan)
         hidden = self._layers(batch, plan.chunks.tokens)
-        sample = partial(stages.sample, stages.logits_of(batch, hidden))
+        sample = partial(stages.sample, stages.logits_of(batch, hidden), whole=whole)
         embedded = stages.embedder.embedded(hidden, batch)
         if not len(plan.scores.chunks):
             return partial(self._finish, plan, sample, embedded=embedded)
@@ -193,6 +194,8 @@ class ModelExecutor:
             self._states.keep(plan.snapshots.kept_rows, plan.snapshots.kept)
         if plan.admissions:
             self.stages.admit(plan.admissions)
+        if self._group.size > 1:
+            self.stages.sampler.learn(Draws.of(plan.admissions) if plan.admissions else plan.draws)
 
     def _finish(
         self,

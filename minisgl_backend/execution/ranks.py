@@ -1,9 +1,9 @@
 """The tensor-parallel ranks: rank 0 leads, in the engine's process, and the others follow it.
 
-Every rank runs the same plans, with the same executor, on its part of the model. Only rank 0 plans
-and samples: the followers get plans through the ``rank_channel``, and tokens by a broadcast in the
-group. (If every rank sampled for itself, all would need the same logits bit for bit. In practice
-they have them, but no library promises it, and a different token would silently corrupt its row.)
+Every rank runs the same plans, with the same executor, on its part of the model. Only rank 0 plans:
+the followers get plans through the ``rank_channel``. Tokens are the same on all ranks, since each
+chooses among the same numbers, which come from all of them by the group, or takes rank 0's. (From
+logits of its own it could not: no library promises that these are the same bit for bit.)
 
 A step may break on a rank. Then that rank runs no further step until rank 0 has asked how many
 steps it has run. If all ranks have run the same number, they go on together, and the error goes to

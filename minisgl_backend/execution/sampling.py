@@ -1,16 +1,20 @@
 """From the logits of a step's rows to their tokens, on every device.
 
 In this order: adjust the logits and choose a token (``kernels.sampling``), with the parameters in
-the row table; broadcast rank 0's tokens; keep them in the row table for the next step. All of this
-may be captured in a CUDA graph. Afterwards log-probabilities are computed for the rows that ask for
-them, from the logits that the step leaves; only the reader of the tokens waits for them.
+the row table; keep the tokens in the row table for the next step. All of this may be captured in a
+CUDA graph. Afterwards log-probabilities are computed for the rows that ask for them, from the
+logits that the step leaves; only the reader of the tokens waits for them.
+
+Of several ranks, each finds the best tokens of its part of the vocabulary, and all take the best of
+these. If a row of the step needs the logits of all ranks, or what only rank 0 knows
+(``plan.Draws``), rank 0 samples all rows from all logits, and broadcasts their tokens.
 
 Must not know pages, attention or models.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -20,21 +24,24 @@ from torch import Tensor
 
 from minisgl_backend.device.base import Device
 from minisgl_backend.execution.logprobs import RawLogprobs
+from minisgl_backend.kernels.dispatch import at_least_float32
 from minisgl_backend.kernels.rows import RowTable, keep_sampled
-from minisgl_backend.kernels.sampling import sample
+from minisgl_backend.kernels.sampling import best_of_part, best_of_parts, sample
+from minisgl_backend.kernels.sampling_rule import SPLITS
 from minisgl_backend.kernels.sampling_workspace import SamplingWorkspace
 from minisgl_backend.parallel.group import Group
-from minisgl_backend.plan import Admission
+from minisgl_backend.plan import Admission, Draws
 from minisgl_backend.request import IntArray
 
 _NOT_SAMPLED: Final = -2
-"""Rank 0 broadcasts this in place of tokens if it cannot sample."""
+"""Rank 0 broadcasts this in place of tokens if it cannot sample; in a part's place it is NaN."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepOutput:
     """What a step leaves on the device until the next one: ``tokens`` int32 [num_samples] and
-    ``logits`` [num_samples, vocab_size]; in a captured decode step the padding's follow."""
+    ``logits`` [num_samples, vocab_size], or those of this rank; in a captured decode step the
+    padding's follow."""
 
     tokens: Tensor
     logits: Tensor
@@ -42,8 +49,8 @@ class StepOutput:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepLogits:
-    """What is sampled from: ``logits`` [num_samples, vocab_size], and the ``rows`` and the
-    ``positions`` of the new tokens, int32 [num_samples]."""
+    """What is sampled from: this rank's ``logits`` [num_samples, tokens of the rank], and the
+    ``rows`` and the ``positions`` of the new tokens, int32 [num_samples]."""
 
     logits: Tensor
     rows: Tensor
@@ -51,24 +58,55 @@ class StepLogits:
 
 
 class Sampler:
-    """Samples for rows of a ``RowTable``. Rank 0 samples; the other ranks take its tokens."""
+    """Samples for rows of a ``RowTable``, together with the samplers of the other ranks."""
 
-    def __init__(self, table: RowTable, device: Device, group: Group):
+    def __init__(
+        self,
+        table: RowTable,
+        device: Device,
+        group: Group,
+        splits: range = range(SPLITS),
+        gathered: Callable[[Tensor], Tensor] = lambda logits: logits,
+    ):
+        """``splits`` are those of this rank's logits (``OutputHead``), which ``gathered`` makes
+        those of all ranks."""
         self._table = table
         self._device = device
         self._group = group
+        self._splits = splits
+        self._gathered = gathered
         num_rows = len(table.tokens)
         self._workspace = SamplingWorkspace(
             num_rows, table.sampling.vocab_size, device.torch_device
         )
         self._staged_masks: IntArray = device.staging(tuple(table.sampling.masks.shape))
         self._num_logprobs = np.full(num_rows, -1, np.int64)  # -1 for none
+        self._are_whole = np.zeros(num_rows, bool)
 
     def admit(self, admissions: Sequence[Admission]) -> None:
         """Note which requests ask for log-probabilities; everything else is in the row table."""
         for admission in admissions:
             asked = admission.sampling.num_logprobs
             self._num_logprobs[admission.row] = -1 if asked is None else asked
+
+    def learn(self, draws: Draws) -> None:
+        """Note which admitted rows need the logits of all ranks. Ranks other than 0 also write what
+        rank 0 has in its row table from the admissions."""
+        rows = draws.rows
+        if not len(rows):
+            return
+        self._are_whole[rows] = draws.are_whole != 0
+        if self._group.rank > 0:
+            seeds = draws.seeds.view(np.int64)
+            numbers = np.stack([rows, seeds, draws.temperatures], dtype=np.int64)
+            to_rows, of_seeds, of_temperatures = self._device.upload(numbers)
+            self._table.sampling.seeds[to_rows] = of_seeds
+            temperatures = of_temperatures.int().view(torch.float32)
+            self._table.sampling.column("temperature")[to_rows] = temperatures
+
+    def is_whole(self, rows: IntArray) -> bool:
+        """Whether it takes the logits of all ranks to sample these rows; the same on all ranks."""
+        return self._group.size == 1 or bool(self._are_whole[rows].any())
 
     def staged_masks(self, num_rows: int) -> IntArray:
         """Memory for the masks of a step, int32 [num_rows, num_words].
@@ -84,29 +122,51 @@ class Sampler:
             masks = self._device.upload(self.staged_masks(len(rows)))
             self._table.sampling.masks.index_copy_(0, lines, masks)
 
-    def sample(self, due: StepLogits) -> StepOutput:
-        """Sample a token for each line of the logits, and keep it."""
-        logits, rows, positions = due.logits, due.rows, due.positions
-        group = self._group
+    def sample(self, due: StepLogits, *, whole: bool = True) -> StepOutput:
+        """Sample a token for each line of the logits, and keep it; from the logits of all ranks if
+        ``whole``, which it must be unless ``is_whole`` says otherwise."""
+        logits = self._gathered(due.logits) if whole else due.logits
+        tokens = self._of_rank_0(logits, due) if whole else self._of_all_ranks(due)
+        keep_sampled(self._table, due.rows, due.positions, tokens)
+        return StepOutput(tokens, logits)
+
+    def _of_rank_0(self, logits: Tensor, due: StepLogits) -> Tensor:
+        """Rank 0's tokens, sampled from all logits."""
+        group, rows = self._group, due.rows
         if group.rank > 0:
             tokens = torch.empty(len(rows), dtype=torch.int32, device=logits.device)
             tokens = group.broadcast(tokens)
             # on a GPU nothing may be read here: the step may be captured
             if self._device.is_host and bool((tokens == _NOT_SAMPLED).any()):
                 raise RuntimeError("rank 0 could not sample")
-        else:
-            try:
-                tokens = sample(logits, self._table.sampling, rows, positions, self._workspace)
-            except Exception:
-                if group.size > 1:
-                    shape = (len(rows),)
-                    group.broadcast(
-                        torch.full(shape, _NOT_SAMPLED, dtype=torch.int32, device=logits.device)
-                    )
-                raise
-            tokens = group.broadcast(tokens)
-        keep_sampled(self._table, rows, positions, tokens)
-        return StepOutput(tokens, logits)
+            return tokens
+        try:
+            tokens = sample(logits, self._table.sampling, rows, due.positions, self._workspace)
+        except Exception:
+            if group.size > 1:
+                shape = (len(rows),)
+                group.broadcast(
+                    torch.full(shape, _NOT_SAMPLED, dtype=torch.int32, device=logits.device)
+                )
+            raise
+        return group.broadcast(tokens)
+
+    def _of_all_ranks(self, due: StepLogits) -> Tensor:
+        """The best of all ranks' best tokens, the same on all of them."""
+        table, splits = self._table.sampling, self._splits
+        try:
+            best = best_of_part(due.logits, table, due.rows, due.positions, self._workspace, splits)
+        except Exception:
+            dtype = at_least_float32(due.logits).dtype
+            shape = (len(due.rows), 2)
+            self._group.all_gather(
+                torch.full(shape, torch.nan, dtype=dtype, device=due.rows.device)
+            )
+            raise
+        found = self._group.all_gather(best)
+        if self._device.is_host and bool(found.isnan().any()):
+            raise RuntimeError("another rank could not sample")
+        return best_of_parts(found)
 
     def logprobs(self, output: StepOutput, rows: IntArray) -> RawLogprobs | None:
         """The log-probabilities of a step's first samples, whose ``rows`` are int32 [num_samples].

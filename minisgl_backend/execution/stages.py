@@ -32,9 +32,9 @@ from minisgl_backend.models.decoder import Decoder
 from minisgl_backend.plan import Admission
 
 WatchLogits: TypeAlias = Callable[[Tensor, HostArray], Tensor]
-"""(logits [num_samples, vocab_size], their rows [num_samples]) -> the logits to sample from. Called
-in the device's queue, at the end of forward passes that are not captured; its errors are the
-step's."""
+"""(the rank's logits [num_samples, tokens of the rank], their rows [num_samples]) -> the logits to
+sample from. Called in the device's queue, at the end of forward passes that are not captured; its
+errors are the step's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,18 +93,18 @@ class Stages:
         table = self.rows.table
         num_rows = len(table.tokens)
         self.forward = ForwardPass(model, self.rows, attention, device, states, adapters)
-        self.sampler = Sampler(table, device, model.group)
+        self.sampler = Sampler(table, device, model.group, model.head.splits, self._gathered)
         self.scorer = PromptScorer(
             model, device, num_rows=num_rows, most_rows=limits.scored_at_once
         )
         self.embedder = PromptEmbedder(model, device, num_rows=num_rows)
         self.mark: Callable[[str], AbstractContextManager[object]] = nullcontext
         self._watch_logits = watch_logits
-        self._logits = torch.empty(  # of captured decode steps
-            (max([0, *limits.graph_sizes]), model.spec.vocab_size),
-            dtype=model.dtype,
-            device=device.torch_device,
-        )
+        self._logits = self._empty_logits(model.spec.vocab_size)
+        """Of all ranks, in captured decode steps, and in others if they fit."""
+        self._own_logits = self._logits
+        if model.group.size > 1:
+            self._own_logits = self._empty_logits(model.head.share)
 
     def admit(self, admissions: Sequence[Admission]) -> None:
         """Let requests take rows."""
@@ -125,8 +125,8 @@ class Stages:
         step = begin_decode(self.rows.table, inputs, batch_size, self.rows.page_size)
         # [batch_size, hidden_size]
         hidden = self.forward.over_decodes(step, grouped=grouped, adapted=adapted)
-        logits = self.model.logits(hidden, out=self._logits[:batch_size])
-        return StepLogits(logits, step.rows, step.lengths)
+        part = self.model.logits_part(hidden, out=self._own_logits[:batch_size])
+        return StepLogits(part, step.rows, step.lengths)
 
     def logits_of(self, batch: FlatBatch, hidden: Tensor) -> StepLogits:
         """The logits of the tokens after which one is sampled, if any; ``hidden`` [num_tokens,
@@ -136,14 +136,24 @@ class Stages:
         if not len(batch.samples):
             return StepLogits(self._logits[:0], rows, positions)
         with self.mark("logits"):
-            logits = self.model.logits(hidden.index_select(0, samples))
+            logits = self.model.logits_part(hidden.index_select(0, samples))
         if self._watch_logits is not None:
             logits = self._watch_logits(logits, batch.sample_rows)
         return StepLogits(logits, rows, positions)
 
-    def sample(self, due: StepLogits) -> StepOutput:
-        """Sample the tokens of a step; there may be none."""
+    def sample(self, due: StepLogits, *, whole: bool) -> StepOutput:
+        """Sample the tokens of a step; there may be none. ``whole``: see ``Sampler.sample``."""
         if not len(due.rows):
             return StepOutput(due.rows, due.logits)
         with self.mark("sampling"):
-            return self.sampler.sample(due)
+            return self.sampler.sample(due, whole=whole)
+
+    def _gathered(self, part: Tensor) -> Tensor:
+        """The logits of all ranks, [num_samples, vocab_size], from this rank's."""
+        fits = len(part) <= len(self._logits)
+        return self.model.head.gathered(part, self._logits[: len(part)] if fits else None)
+
+    def _empty_logits(self, width: int) -> Tensor:
+        """Memory for those of captured decode steps."""
+        most, model = max([0, *self.limits.graph_sizes]), self.model
+        return torch.empty((most, width), dtype=model.dtype, device=self.device.torch_device)

@@ -91,6 +91,7 @@ def _decode_graphs(
         stages.limits.graph_sizes,
         progress,
         takes_masks=stages.limits.takes_masks,
+        in_parts=stages.model.group.size > 1,
         schedule=decode.schedule_rows if isinstance(decode, ScheduledDecode) else None,
         take_groups=take_groups_of(stages.attention) if adapters is None else None,
         take_rows=None if adapters is None else adapters.write,

@@ -70,7 +70,10 @@ class WarmUp:
                 batch = replace(batch, groups=_one_group(num_decodes, num_shared))
             tokens = plan.chunks.tokens
             hidden = self._layers(batch, tokens)
-            output = stages.sample(stages.logits_of(batch, hidden))
+            due = stages.logits_of(batch, hidden)
+            if stages.model.group.size > 1:
+                stages.sample(due, whole=False)
+            output = stages.sample(due, whole=True)
             for num_top in (0, Limits().logprobs) if len(tokens) else ():
                 stages.scorer.score(hidden, np.arange(len(tokens)), tokens, num_top)
             stages.embedder.embed(hidden[: len(output.tokens)])

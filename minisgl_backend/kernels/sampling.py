@@ -10,8 +10,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from minisgl_backend.kernels.dispatch import use_triton
+from minisgl_backend.kernels.dispatch import at_least_float32, use_triton
 from minisgl_backend.kernels.sampling_cpu import sample_on_cpu
+from minisgl_backend.kernels.sampling_rule import best_of_part_reference, best_of_parts_reference
 from minisgl_backend.kernels.sampling_table import SamplingTable
 from minisgl_backend.kernels.sampling_workspace import SamplingWorkspace
 
@@ -33,4 +34,43 @@ def sample(
 
     out = torch.empty(len(logits), dtype=torch.int32, device=logits.device)
     launch_sample(out, logits, table, rows, positions, workspace)
+    return out
+
+
+def best_of_part(
+    part: Tensor,
+    table: SamplingTable,
+    rows: Tensor,
+    positions: Tensor,
+    workspace: SamplingWorkspace,
+    splits: range,
+) -> Tensor:
+    """The best of the ``splits`` that one rank has: [batch_size, 2], the score and the token of
+    each row; ``best_of_parts`` finds the tokens that ``sample`` gives.
+
+    ``part`` [batch_size, at least the tokens of the splits] are their logits. No row may have
+    filters, or what adjusts its logits. Scores are in float32, or float64 as the logits are; inf
+    if a logit is inf or NaN, and -inf if there are no splits.
+    """
+    if not splits:
+        nothing = part.new_full((len(part), 2), -torch.inf, dtype=at_least_float32(part).dtype)
+        return nothing
+    if not use_triton(part):
+        return best_of_part_reference(part, table, rows, positions, splits)
+    from minisgl_backend.kernels.triton_kernels.sampling_kernels import launch_best_of_part
+
+    out = torch.empty((len(part), 2), dtype=torch.float32, device=part.device)
+    launch_best_of_part(out, part, table, rows, positions, workspace, splits)
+    return out
+
+
+def best_of_parts(found: Tensor) -> Tensor:
+    """int32 [batch_size]: the tokens of the best parts, from ``best_of_part`` of each rank, in the
+    order of their splits, [num_ranks, batch_size, 2]."""
+    if not use_triton(found):
+        return best_of_parts_reference(found)
+    from minisgl_backend.kernels.triton_kernels.sampling_kernels import launch_best_of_parts
+
+    out = torch.empty(found.shape[1], dtype=torch.int32, device=found.device)
+    launch_best_of_parts(out, found)
     return out

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from minisgl_backend.kernels import noise
+from minisgl_backend.kernels.dispatch import at_least_float32
 from minisgl_backend.kernels.sampling_table import SamplingTable, adjust_reference
 from minisgl_backend.plan import NO_TOKEN
 
@@ -34,6 +35,14 @@ SPLITS: Final = 32
 def split_size(vocab_size: int) -> int:
     """Tokens of a split, a multiple of 16; the last splits may have fewer, or none."""
     return -(-vocab_size // (16 * SPLITS)) * 16
+
+
+def splits_of_rank(vocab_size: int, rank: int, num_ranks: int) -> range:
+    """The splits whose tokens a rank has, if it shares the vocabulary with others."""
+    num_splits = -(-vocab_size // split_size(vocab_size))
+    most = -(-num_splits // num_ranks)
+    begin = min(most * rank, num_splits)
+    return range(begin, min(begin + most, num_splits))
 
 
 def sample_reference(
@@ -73,6 +82,43 @@ def _split_reference(scaled: Tensor, key: Tensor) -> Tensor:
     padded = torch.nn.functional.pad(scaled, (0, SPLITS * size - vocab_size), value=-torch.inf)
     masses = padded.view(-1, SPLITS, size).logsumexp(dim=-1)  # [batch_size, SPLITS]
     return (masses + split_noise(key, vocab_size)).argmax(dim=-1, keepdim=True)
+
+
+def best_of_part_reference(
+    part: Tensor, table: SamplingTable, rows: Tensor, positions: Tensor, splits: range
+) -> Tensor:
+    """The twin of ``sampling.best_of_part``."""
+    vocab_size = table.vocab_size
+    size, of_rows = split_size(vocab_size), rows.long()
+    begin, end = size * splits.start, min(size * splits.stop, vocab_size)
+    x = at_least_float32(part[:, : end - begin])
+    temperature = table.column("temperature")[of_rows][:, None]
+    is_greedy = temperature == 0
+    scaled = x * (1 / torch.where(is_greedy, 1.0, temperature))
+    padding = (0, size * len(splits) - scaled.shape[1])
+    of_splits = torch.nn.functional.pad(scaled, padding, value=-torch.inf)
+    of_splits = of_splits.view(len(x), len(splits), size)
+    key = noise.keys(table.seeds[of_rows], positions)[:, None]
+    masses = of_splits.logsumexp(dim=-1)
+    masses = masses + split_noise(key, vocab_size)[:, splits.start : splits.stop]
+    mass, split = masses.max(dim=-1, keepdim=True)
+    tokens = begin + split * size + torch.arange(size, device=x.device)  # [batch_size, size]
+    of_split = of_splits.gather(1, split[:, :, None].expand(-1, 1, size)).squeeze(1)
+    drawn = (of_split + noise.gumbel(key, tokens)).argmax(dim=-1, keepdim=True)
+    best = x.amax(dim=-1, keepdim=True)
+    score = torch.where(is_greedy, best, mass).masked_fill(
+        best.isnan() | (best == torch.inf), torch.inf
+    )
+    token = torch.where(is_greedy, begin + x.argmax(dim=-1, keepdim=True), tokens.gather(1, drawn))
+    return torch.cat([score, token.to(score.dtype)], dim=1)
+
+
+def best_of_parts_reference(found: Tensor) -> Tensor:
+    """The twin of ``sampling.best_of_parts``."""
+    scores, tokens = found.unbind(dim=2)
+    best = scores.argmax(dim=0, keepdim=True)  # the first of equals, whose tokens are less
+    is_finite = scores.gather(0, best).isfinite()
+    return torch.where(is_finite, tokens.gather(0, best), NO_TOKEN).squeeze(0).int()
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from minisgl_backend.kernels.embedding import embedding
+from minisgl_backend.kernels.sampling_rule import split_size, splits_of_rank
 from minisgl_backend.layers.matrix import DenseMatrix
 from minisgl_backend.layers.norm import Normed
 from minisgl_backend.layers.quantized_matrix import Matrices
@@ -21,8 +22,9 @@ from minisgl_backend.parallel.group import Group
 class OutputHead(nn.Module):
     """A matrix with a row per token id.
 
-    Each rank holds ``share`` = ceil(vocab_size / group.size) rows, from ``start`` on. The last
-    rank's rows beyond the vocabulary are never read.
+    Each rank holds ``share`` rows, from ``start`` on: those of its ``splits``, as the rule of
+    sampling divides the vocabulary (``split_size``). The last rank's rows beyond the vocabulary are
+    never read.
     """
 
     def __init__(
@@ -32,7 +34,9 @@ class OutputHead(nn.Module):
         super().__init__()
         self.group = group
         self.vocab_size = vocab_size
-        self.share = -(-vocab_size // group.size)
+        self.splits = splits_of_rank(vocab_size, group.rank, group.size)
+        first_splits = splits_of_rank(vocab_size, 0, group.size)
+        self.share = min(len(first_splits) * split_size(vocab_size), vocab_size)
         self.start = self.share * group.rank
         held = Share(vocab_size, min(self.start, vocab_size), self._num_held(group.rank))
         whole = Share(hidden_size, 0, hidden_size)
@@ -44,8 +48,18 @@ class OutputHead(nn.Module):
         ``out``, of that shape, takes the result if that saves memory.
         """
         if self.group.size == 1:
-            return self.matrix.gemm(x, out=out)
-        parts = self.group.all_gather(self.matrix.gemm(x))  # [size, num_rows, share]
+            return self.part(x, out)
+        return self.gathered(self.part(x), out)
+
+    def part(self, x: Normed, out: Tensor | None = None) -> Tensor:
+        """[num_rows, hidden_size] -> [num_rows, share] of this rank."""
+        return self.matrix.gemm(x, out=out)
+
+    def gathered(self, part: Tensor, out: Tensor | None = None) -> Tensor:
+        """The logits of all ranks, [num_rows, vocab_size], from each rank's ``part``."""
+        if self.group.size == 1:
+            return part
+        parts = self.group.all_gather(part)  # [size, num_rows, share]
         known = [part[:, : self._num_held(rank)] for rank, part in enumerate(parts)]
         return torch.cat(known, dim=1) if out is None else torch.cat(known, dim=1, out=out)
 
@@ -63,7 +77,10 @@ class VocabEmbedding(OutputHead):
 
     def forward(self, token_ids: Tensor) -> Tensor:
         """Embed token ids: int [num_tokens] -> [num_tokens, hidden_size]."""
+        return self.group.all_reduce(self.own_rows(token_ids))
+
+    def own_rows(self, token_ids: Tensor) -> Tensor:
+        """The same without the ids that other ranks hold, whose rows are zeros."""
         assert isinstance(self.matrix, DenseMatrix)
         start = self.start if self.group.size > 1 else None
-        rows = embedding(token_ids, self.matrix.weight, start=start)
-        return self.group.all_reduce(rows)
+        return embedding(token_ids, self.matrix.weight, start=start)

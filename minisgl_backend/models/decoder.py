@@ -30,7 +30,7 @@ from minisgl_backend.layers.embedding import OutputHead, VocabEmbedding
 from minisgl_backend.layers.experts import ExpertsMLP
 from minisgl_backend.layers.feed_forward import GatedMLP
 from minisgl_backend.layers.matrix import DenseMatrix, Matrix
-from minisgl_backend.layers.norm import Normed, RMSNorm, is_sum_fused
+from minisgl_backend.layers.norm import Normed, RMSNorm, add_sum, is_sum_fused
 from minisgl_backend.layers.quantized_matrix import Matrices
 from minisgl_backend.models.decoder_layers import DecoderLayer, MakeExperts, PostNormLayer
 from minisgl_backend.models.gated_delta_net import GatedDeltaNet
@@ -216,9 +216,7 @@ class Decoder(nn.Module):
         pages, if there are any.
         """
         spec = self.spec
-        residual: Tensor = self.model.embed_tokens(tokens)  # [num_tokens, hidden_size]
-        if (scale := spec.embedding_scale / spec.branch_scale) != 1.0:
-            residual.mul_(scale)
+        residual, x = self._embedded(tokens)
         layer_inputs: Tensor | None = None
         if self.model.layer_inputs is not None:
             layer_inputs = self.model.layer_inputs(tokens, residual)
@@ -243,12 +241,24 @@ class Decoder(nn.Module):
             )
             for table, in_window, grows in self._places
         ]
-        x = Normed(residual, layers[0].first_norm)
         next_norms = [layer.first_norm for layer in layers[1:]] + [self.model.norm]
         for index, (layer, norm) in enumerate(zip(layers, next_norms, strict=True)):
             with nullcontext() if self.mark is None else self.mark(f"layer {index}"):
                 residual, x = layer(residual, x, norm, steps[self._places_of[index]])
         return residual
+
+    def _embedded(self, tokens: Tensor) -> tuple[Tensor, Normed]:
+        """The residual stream before the layers, [num_tokens, hidden_size], and the first norm of
+        it, if possible in one kernel with the sum over the ranks."""
+        spec, group, norm = self.spec, self.group, self.layers[0].first_norm
+        part = self.model.embed_tokens.own_rows(tokens)
+        if (scale := spec.embedding_scale / spec.branch_scale) != 1.0:
+            part.mul_(scale)
+        if norm is not None and is_sum_fused(group, len(part), spec.hidden_size, self.dtype):
+            residual = torch.zeros_like(part)
+            return residual, add_sum(residual, part, norm, group, pdl=False)
+        residual = group.all_reduce(part)
+        return residual, Normed(residual, norm)
 
     def normed(self, hidden: Tensor) -> Tensor:
         """Rows of the residual stream under the final norm, [num_rows, hidden_size]."""
@@ -259,7 +269,14 @@ class Decoder(nn.Module):
 
         ``out``, of that shape, takes the result if that saves memory.
         """
-        logits = self.head.logits(Normed(hidden, self.model.norm), out)
+        if self.group.size == 1:
+            return self.logits_part(hidden, out)
+        return self.head.gathered(self.logits_part(hidden), out)
+
+    def logits_part(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """The same of this rank's part of the vocabulary, [num_rows, head.share], which
+        ``head.gathered`` makes whole."""
+        logits = self.head.part(Normed(hidden, self.model.norm), out)
         if cap := self.spec.logit_cap:
             logits.div_(cap).tanh_().mul_(cap)
         return logits

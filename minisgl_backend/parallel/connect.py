@@ -13,9 +13,10 @@ from typing import Final
 import torch
 from torch._C._distributed_c10d import Store, TCPStore
 
+from minisgl_backend import packages
 from minisgl_backend.errors import ConfigError, EngineFailure
-from minisgl_backend.parallel.flashinfer_sum import FlashInferSum, is_built
-from minisgl_backend.parallel.group import Group
+from minisgl_backend.kernels.dispatch import can_start_early
+from minisgl_backend.parallel.group import FusedSum, Group
 from minisgl_backend.parallel.place import COMMS, RankPlace, check_comm, listen_at
 from minisgl_backend.parallel.pynccl import pynccl_group
 from minisgl_backend.parallel.torch_group import gloo_group, nccl_group
@@ -27,15 +28,15 @@ _LEAST_STORE_S: Final = 60.0
 def choose_comm(option: str | None, device: torch.device, place: RankPlace) -> str:
     """The library that ``option`` names, by default the fastest that is ready for use.
 
-    FlashInfer is the fastest with two and four ranks of one host; with eight it has not been
-    measured. Raises ``ConfigError`` if the device or the hosts cannot use the library.
+    Sums by this package's kernels are the fastest with two and four ranks of one host; eight have
+    not been measured. Raises ``ConfigError`` if the device or the hosts cannot use the library.
     """
     check_comm(option, device.type, place)
     if option is not None:
         return option
     is_small = place.is_one_host and place.size in (2, 4)
-    if device.type == "cuda" and is_small and is_built(place.size):
-        return "flashinfer"
+    if device.type == "cuda" and is_small and _why_not_cuda_sum(device) is None:
+        return "cuda"
     return COMMS[device.type][0]
 
 
@@ -77,9 +78,27 @@ def connect(
         if comm == "pynccl":
             return pynccl_group(host, device, is_one_host=place.is_one_host)
         group = nccl_group(place, store, host)
-        if comm == "flashinfer":
-            group.fused = FlashInferSum(host, device)
+        if comm == "cuda":
+            group.fused = _cuda_sum(host, device)
         return group
     except (RuntimeError, EngineFailure) as error:
         cause = str(error).partition("\n")[0]
         raise ConfigError(f"the ranks cannot connect by {comm}: {cause}") from error
+
+
+def _cuda_sum(host: Group, device: torch.device) -> FusedSum:
+    """The sums by this package's kernels; raises ``ConfigError`` if the GPU has none."""
+    if (reason := _why_not_cuda_sum(device)) is not None:
+        raise ConfigError(f"comm=cuda needs {reason}")
+    from minisgl_backend.parallel.cuda_sum import CudaSum
+
+    return CudaSum(host, device)
+
+
+def _why_not_cuda_sum(device: torch.device) -> str | None:
+    """What the sums by this package's kernels lack, if anything."""
+    if not can_start_early(device):
+        return "GPUs of compute capability 9.0 or above"
+    if (error := packages.import_error("cuda.bindings")) is not None:
+        return f"cuda.bindings ({error}): {packages.CUDA_BINDINGS}"
+    return None

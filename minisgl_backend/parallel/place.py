@@ -29,7 +29,7 @@ _LOOK_UP_S: Final = 5.0
 _NAMED_WITHIN_S: Final = 60.0
 _LOOK_UP_EVERY_S: Final = 0.5
 COMMS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
-    {"cpu": ("gloo",), "cuda": ("nccl", "pynccl", "flashinfer")}
+    {"cpu": ("gloo",), "cuda": ("nccl", "pynccl", "cuda")}
 )
 """The libraries by which ranks can communicate, by type of device; the default first."""
 
@@ -42,8 +42,8 @@ def check_comm(option: str | None, device_type: str, place: RankPlace) -> None:
         raise ConfigError(
             f"option comm={option} does not work on {device_type}, which has {', '.join(offered)}"
         )
-    if option == "flashinfer" and not place.is_one_host:
-        raise ConfigError("option comm=flashinfer is for the GPUs of one machine: nnodes must be 1")
+    if option == "cuda" and not place.is_one_host:
+        raise ConfigError("option comm=cuda is for the GPUs of one machine: nnodes must be 1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

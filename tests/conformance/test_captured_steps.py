@@ -21,6 +21,7 @@ from minisgl_backend.attention import choose
 from minisgl_backend.device.cpu import CpuDevice
 from minisgl_backend.execution.sampling import StepLogits, StepOutput
 from minisgl_backend.parallel.group import Group
+from minisgl_backend.plan import Pending, StepPlan, decode_plan, encode_plan
 from minisgl_backend.request import SamplingParams
 from tests.conformance.checkpoints import CONTEXT, VOCAB_SIZE, write_checkpoint
 from tests.conformance.engines import (
@@ -43,6 +44,7 @@ ADJUSTED = SamplingParams(
     num_logprobs=2,
 )
 DRAWN = SamplingParams(temperature=0.8, top_k=50, top_p=0.9, seed=5)
+RANDOM = SamplingParams(temperature=0.8, seed=6)
 
 
 class Recorded(Generic[T]):
@@ -81,7 +83,7 @@ def _tensors(output: object) -> list[Tensor]:
     if isinstance(output, StepOutput):
         return [output.tokens, output.logits]
     if isinstance(output, StepLogits):
-        return [output.logits]
+        return [output.logits, output.rows, output.positions]
     assert isinstance(output, Tensor)
     return [output]
 
@@ -138,6 +140,52 @@ def test_tokens_equal_those_of_launched_steps(
         )
     assert not replays[0]
     assert {"StepOutput", "Tensor"} == set(replays[1])  # decode steps, and layers of others
+
+
+@pytest.mark.parametrize("case", ["llama-biases", "qwen3-moe"])
+def test_two_ranks_give_the_same_tokens_captured_and_launched(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps that need the logits of both ranks, and steps that do not."""
+    monkeypatch.setattr(choose, "has_triton", lambda: True)
+    write_checkpoint(case, tmp_path)
+    prompts = prompts_with_shared_prefixes(
+        vocab_size=VOCAB_SIZE, longest=60, seed=7, count=NUM_REQUESTS
+    )
+    kinds = [*[ADJUSTED, DRAWN] * 4, *[GREEDY, RANDOM] * (NUM_REQUESTS // 2 - 4)]
+    sampling = [replace(params, max_tokens=4 + index) for index, params in enumerate(kinds)]
+
+    def tokens_of(group: Group, graphs: dict[str, Any]) -> tuple[list[list[int]], set[bool]]:
+        model = load_model(tmp_path, context=CONTEXT, fused=True, group=group)
+        with TinyEngine(
+            model,
+            page_size=16,
+            num_positions=1024,
+            context=CONTEXT,
+            attention="triton",
+            device=RecordingDevice(),
+            **graphs,
+        ) as engine:
+            wholes = set()
+            launch, sampler = engine.executor.launch, engine.executor.stages.sampler
+
+            def follow(plan: StepPlan) -> Pending:
+                """A follower gets the encoded plan."""
+                pending = launch(decode_plan(encode_plan(plan)) if group.rank else plan)
+                wholes.add(sampler.is_whole(plan.sample_rows))
+                return pending
+
+            engine.executor.launch = follow  # type: ignore[method-assign]
+            return engine.run(prompts, sampling).tokens, wholes
+
+    found = [
+        *on_ranks(2, lambda group: tokens_of(group, {})),
+        *on_ranks(2, lambda group: tokens_of(group, GRAPHS)),
+    ]
+    assert [len(tokens) for tokens in found[0][0]] == [4 + i for i in range(NUM_REQUESTS)]
+    for tokens, wholes in found:
+        assert tokens == found[0][0]
+        assert wholes == {False, True}
 
 
 @pytest.mark.parametrize("case", ["qwen3", "qwen3-moe"])

@@ -20,12 +20,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from minisgl_backend.kernels.dispatch import has_triton, is_interpreted
-from minisgl_backend.kernels.sampling import sample
+from minisgl_backend.kernels.sampling import best_of_part, best_of_parts, sample
 from minisgl_backend.kernels.sampling_cpu import sample_on_cpu
 from minisgl_backend.kernels.sampling_rule import (
     Filters,
     filter_threshold_reference,
     sample_reference,
+    split_size,
+    splits_of_rank,
 )
 from minisgl_backend.kernels.sampling_table import (
     COLUMNS,
@@ -664,3 +666,36 @@ def _chi_squared(chosen: Tensor, expected: Tensor) -> float:
     wanted = expected * len(chosen)
     common = wanted >= 5
     return float(((counts - wanted)[common] ** 2 / wanted[common]).sum())
+
+
+# Parts of the vocabulary
+
+
+@pytest.mark.parametrize("vocab_size", [99, 199, 3000, LARGE_VOCAB])
+@pytest.mark.parametrize("num_parts", [2, 3, 4, 8])
+def test_the_best_part_has_the_token_of_the_whole(
+    fast_way: Way, num_parts: int, vocab_size: int
+) -> None:
+    """Of greedy and of random rows; of broken ones there is none. The last parts may be empty."""
+    num_rows = min(64, fast_way.most_rows)
+    table = fast_way.table(num_rows, vocab_size)
+    table.column("temperature")[::3] = 0.0
+    table.column("temperature")[1::3] = 0.6
+    logits = _logits(num_rows, vocab_size).to(fast_way.device)
+    logits[2, vocab_size // 2] = torch.nan
+    logits[3, vocab_size - 1] = torch.inf
+    logits[4] = -torch.inf
+    logits[5, : vocab_size // 2] = -torch.inf
+    logits[6] = 0.5  # of equals the first
+    logits = logits.bfloat16()
+    whole = fast_way.draw(logits, table, position=3)
+    rows = torch.arange(num_rows, dtype=torch.int32, device=fast_way.device)
+    workspace = SamplingWorkspace(num_rows, vocab_size, fast_way.device)
+    positions, found, size = torch.full_like(rows, 3), [], split_size(vocab_size)
+    for rank in range(num_parts):
+        splits = splits_of_rank(vocab_size, rank, num_parts)
+        held = logits[:, size * splits.start : size * splits.stop]
+        part = logits.new_full((num_rows, held.shape[1] + 16), torch.nan)  # never read to the end
+        part[:, : held.shape[1]] = held
+        found.append(best_of_part(part, table, rows, positions, workspace, splits))
+    assert best_of_parts(torch.stack(found)).tolist() == whole

@@ -148,23 +148,42 @@ def test_a_library_of_another_device_is_refused() -> None:
     assert choose_comm("pynccl", cuda, two) == "pynccl"
     with pytest.raises(ConfigError, match="comm=nccl does not work on cpu, which has gloo"):
         choose_comm("nccl", CPU, two)
-    with pytest.raises(ConfigError, match="gloo does not work on cuda, which has nccl, pynccl, fl"):
+    with pytest.raises(ConfigError, match="gloo does not work on cuda, which has nccl, pynccl, cu"):
         choose_comm("gloo", cuda, two)
 
 
-@pytest.mark.parametrize("is_built", [False, True])
-def test_flashinfer_is_the_default_of_as_many_ranks_as_were_measured(
-    is_built: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("is_hopper", [False, True])
+def test_own_sums_are_the_default_of_as_many_ranks_as_were_measured(
+    is_hopper: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("minisgl_backend.parallel.connect.is_built", lambda num_ranks: is_built)
+    monkeypatch.setattr("minisgl_backend.parallel.connect.can_start_early", lambda _: is_hopper)
+    monkeypatch.setattr("minisgl_backend.packages.import_error", lambda module: None)
     cuda = torch.device("cuda")
     chosen = [choose_comm(None, cuda, RankPlace.first(size, None)) for size in (2, 4, 8)]
-    assert chosen == (["flashinfer", "flashinfer", "nccl"] if is_built else ["nccl"] * 3)
+    fastest = "cuda" if is_hopper else "nccl"
+    assert chosen == [fastest, fastest, "nccl"]
 
 
-def test_the_kernel_of_one_host_is_not_for_several(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("minisgl_backend.parallel.connect.is_built", lambda num_ranks: True)
+def test_missing_packages_and_other_gpus_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When sums by this package's kernels are asked for."""
+    monkeypatch.setattr("minisgl_backend.parallel.connect.nccl_group", lambda *_: OneRank())
+    for is_hopper, text in (
+        (False, "comm=cuda needs GPUs of compute capability 9.0 or above"),
+        (True, r"comm=cuda needs cuda.bindings \(no module\): pip install cuda-bindings=="),
+    ):
+
+        def early(_: torch.device, found: bool = is_hopper) -> bool:
+            return found
+
+        monkeypatch.setattr("minisgl_backend.parallel.connect.can_start_early", early)
+        monkeypatch.setattr("minisgl_backend.packages.import_error", lambda module: "no module")
+        place, store = open_store(RankPlace.first(1, None), 5)
+        with pytest.raises(ConfigError, match=text):
+            connect(place, store, "cuda", torch.device("cuda"), timeout_s=5)
+
+
+def test_the_kernels_of_one_host_are_not_for_several() -> None:
     place = RankPlace.first(4, "10.0.0.1:29500", num_nodes=2)
     assert choose_comm(None, torch.device("cuda"), place) == "nccl"
-    with pytest.raises(ConfigError, match="comm=flashinfer is for the GPUs of one machine"):
-        choose_comm("flashinfer", torch.device("cuda"), place)
+    with pytest.raises(ConfigError, match="comm=cuda is for the GPUs of one machine"):
+        choose_comm("cuda", torch.device("cuda"), place)

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import textwrap
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from minisgl_backend.execution import sampling
 from minisgl_backend.execution.followers import Followers
 from minisgl_backend.execution.forward import ForwardPass
 from minisgl_backend.execution.sampling import Sampler
-from minisgl_backend.kernels.sampling import sample
+from minisgl_backend.kernels.sampling import best_of_part, sample
 from minisgl_backend.parallel.place import RankPlace
 from minisgl_backend.plan import Admission
 from minisgl_backend.request import SamplingParams
@@ -88,16 +88,17 @@ POISON = 666
 """The seed of requests that break the step that samples them."""
 
 
+@pytest.mark.parametrize("top_k", [0, 5], ids=["all ranks sample", "rank 0 samples"])
 def test_a_request_that_breaks_a_step_of_all_ranks_fails_alone(
-    monkeypatch: pytest.MonkeyPatch,
+    top_k: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Only rank 0 samples, so what breaks there must not leave the others behind."""
+    """What breaks on rank 0 as it samples must not leave the others behind."""
     break_sampling(monkeypatch)
     with ranked_engine(2, **{**OPTIONS, "distributed_timeout_s": 60}) as ranked:
-        alone = ranked.submit(PROMPT, SamplingParams(max_tokens=20, seed=1))
+        alone = ranked.submit(PROMPT, SamplingParams(max_tokens=20, seed=1, top_k=top_k))
         wait_for_all([alone])
         answers = [
-            ranked.submit(PROMPT, SamplingParams(max_tokens=20, seed=seed))
+            ranked.submit(PROMPT, SamplingParams(max_tokens=20, seed=seed, top_k=top_k))
             for seed in (1, POISON, 1)
         ]
         wait_for_all(answers)
@@ -119,13 +120,17 @@ def break_sampling(monkeypatch: pytest.MonkeyPatch) -> None:
                 poisoned.add(admission.row)
         admit(self, admissions)
 
-    def sample_or_break(logits: Tensor, table: Any, rows: Tensor, *others: Any) -> Tensor:
-        if poisoned & set(rows.tolist()):
-            raise ValueError("poisoned")
-        return sample(logits, table, rows, *others)
+    def or_break(work: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def checked(logits: Tensor, table: Any, rows: Tensor, *others: Any) -> Tensor:
+            if poisoned & set(rows.tolist()):
+                raise ValueError("poisoned")
+            return work(logits, table, rows, *others)
+
+        return checked
 
     monkeypatch.setattr(Sampler, "admit", admit_and_look)
-    monkeypatch.setattr(sampling, "sample", sample_or_break)
+    for work in (sample, best_of_part):
+        monkeypatch.setattr(sampling, work.__name__, or_break(work))
 
 
 def test_a_step_that_breaks_on_one_rank_only_ends_the_engine(

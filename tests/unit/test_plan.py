@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from minisgl_backend.plan import (
     Admission,
     Decodes,
+    Draws,
     PromptChunks,
     StepPlan,
     decode_plan,
@@ -82,8 +83,9 @@ def assert_same(a: object, b: object) -> None:
 def test_decoding_undoes_encoding_but_for_what_says_how_to_sample(
     plan: StepPlan, num_spare_words: int
 ) -> None:
-    """Rank 0 alone samples, so the other ranks need not know how."""
-    buffer, expected = encode_plan(plan), replace(plan, admissions=(), masked_rows=EMPTY)
+    """Other ranks need not know all of it."""
+    buffer, draws = encode_plan(plan), Draws.of(plan.admissions)
+    expected = replace(plan, admissions=(), masked_rows=EMPTY, draws=draws)
     assert buffer.dtype == np.int32
     assert_same(decode_plan(buffer), expected)
     assert_same(decode_plan(np.pad(buffer, (0, num_spare_words))), expected)

@@ -17,10 +17,10 @@ dense() {
     local model
     for shape in qwen3-14b qwen3-32b; do
         model=$(dummy $shape)
-        for comm in flashinfer nccl; do
+        for comm in cuda nccl; do
             measure decode-$shape-$comm 75 "$DECODE $SIZES $model $SPLIT --comm $comm"
         done
-        measure offline-$shape-flashinfer 75 "$OFFLINE $model $SPLIT --comm flashinfer"
+        measure offline-$shape-cuda 75 "$OFFLINE $model $SPLIT --comm cuda"
     done
 }
 

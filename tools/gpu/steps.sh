@@ -71,12 +71,6 @@ for name in names:
 PYTHON
 }
 
-# A kernel that was built elsewhere saves a minute of compiling: .gpu/trtllm_comm.so.xz
-BUILT=$MINISGL_GPU_SITE/kernels/flashinfer/data/aot/trtllm_comm
-if [ -e .gpu/trtllm_comm.so.xz ] && [ ! -e "$BUILT/trtllm_comm.so" ]; then
-    mkdir -p "$BUILT" && xz -dc .gpu/trtllm_comm.so.xz > "$BUILT/trtllm_comm.so"
-fi
-
 SIZES="--batch-size 1 --batch-size 64 --batch-size 256 --cuda-graph-batch-sizes 1,64,256"
 ONE_SIZE="--batch-size 64 --cuda-graph-batch-sizes 64"
 MINISGL="python3 -m minisgl_backend.cli"

@@ -17,13 +17,13 @@ tests() {
 
 libraries() {
     tests_of tests-pynccl 100 "$RANKS -k 'pynccl and not lost'"
-    tests_of tests-flashinfer 100 "$RANKS -k 'flashinfer and not lost'"
+    tests_of tests-cuda 100 "$RANKS -k 'cuda and not lost'"
 }
 
 speed() {
     local dense experts
     dense=$(dummy qwen3-14b) experts=$(dummy qwen3-30b-a3b)
-    for comm in nccl pynccl flashinfer; do
+    for comm in nccl pynccl cuda; do
         measure decode-2-$comm 75 "$DECODE $SIZES $dense --tensor-parallel-size 2 --comm $comm"
     done
     CUDA_VISIBLE_DEVICES=0 measure decode-1 75 "$DECODE $SIZES $dense" &
@@ -35,12 +35,12 @@ speed() {
     wait
     measure experts-2-fused 75 "$DECODE $ONE_SIZE $experts --tensor-parallel-size 2"
     measure offline-2-nccl 75 "$OFFLINE $dense --tensor-parallel-size 2"
-    measure offline-2-flashinfer 75 "$OFFLINE $dense --tensor-parallel-size 2 --comm flashinfer"
+    measure offline-2-cuda 75 "$OFFLINE $dense --tensor-parallel-size 2 --comm cuda"
 }
 
 lost() {
     for how in stopped killed; do
-        for comm in nccl pynccl flashinfer; do
+        for comm in nccl pynccl cuda; do
             tests_of "lost-$comm-$how" 80 "$RANKS -k 'lost and 2-$comm-$how'"
         done
     done

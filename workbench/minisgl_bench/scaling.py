@@ -32,7 +32,7 @@ from minisgl_kit.report import Report, json_option
 @click.option(
     "--sizes", default="1,2,4", show_default=True, callback=numbers(int), help="ranks, as 1,2,4"
 )
-@click.option("--comms", default="nccl,pynccl,flashinfer", show_default=True, help="how ranks talk")
+@click.option("--comms", default="nccl,pynccl,cuda", show_default=True, help="how ranks talk")
 @click.option(
     "--batches",
     default="1,64,256",

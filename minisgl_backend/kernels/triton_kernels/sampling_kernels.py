@@ -105,11 +105,13 @@ def _best_of_split(
     VOCAB: tl.constexpr,
     SPLITS: tl.constexpr,
     PER_SPLIT: tl.constexpr,
+    FIRST: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    # logits begin with those of the split FIRST
     index = tl.program_id(0).to(tl.int64)
-    split = tl.program_id(1)
+    split = FIRST + tl.program_id(1)
     row = tl.load(rows_ptr + index).to(tl.int64)
     position = tl.load(positions_ptr + index)
     temperature = load_number(table.numbers, row, TEMPERATURE)
@@ -118,7 +120,7 @@ def _best_of_split(
     inverse = 1.0 / tl.where(temperature > 0, temperature, 1.0)
     key = noise_key(tl.load(table.seeds + row), position)
     adjustment = load_adjustment(table, row, position, VOCAB)
-    row_ptr = logits.start + index * logits.stride
+    row_ptr = logits.start + index * logits.stride - FIRST * PER_SPLIT
     if adjustment[0]:
         score, chosen = _score(
             row_ptr, split, adjustment, noisy, inverse, key, VOCAB, PER_SPLIT, BLOCK, True
@@ -238,7 +240,7 @@ def launch_sample(
     }
     scores, tokens = workspace.scores, workspace.tokens
     grid = (batch_size, splits)
-    _best_of_split[grid](scores, tokens, *inputs, **parts, BLOCK=BLOCK, num_warps=4)
+    _best_of_split[grid](scores, tokens, *inputs, **parts, FIRST=0, BLOCK=BLOCK, num_warps=4)
     # Few programs a row of a large batch: if no row has filters, they cost time for nothing.
     grid = (batch_size, max(4, min(512 // batch_size, splits)))
     filtering = {**parts, **launch_options(pdl), "BINS": bins}
@@ -248,3 +250,91 @@ def launch_sample(
     collect_splits[grid](collected, *counting, **filtering, BLOCK=BLOCK, num_warps=4)
     choosing = (out, tokens, collected, *counting)
     _choose[(batch_size,)](*choosing, **filtering, BLOCK=4096, num_warps=16)
+
+
+@triton.jit(do_not_specialize_on_alignment=["rows_ptr", "positions_ptr"])
+def _best_of_part(
+    out_ptr,
+    scores_ptr,
+    tokens_ptr,
+    logits,
+    rows_ptr,
+    positions_ptr,
+    table,
+    VOCAB: tl.constexpr,
+    SPLITS: tl.constexpr,
+    PER_SPLIT: tl.constexpr,
+    FIRST: tl.constexpr,
+    COUNT: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    if PDL:
+        wait_previous()
+    index = tl.program_id(0).to(tl.int64)
+    row = tl.load(rows_ptr + index).to(tl.int64)
+    position = tl.load(positions_ptr + index)
+    temperature = load_number(table.numbers, row, TEMPERATURE)
+    s = tl.arange(0, SPLITS)
+    is_own = (s >= FIRST) & (s < FIRST + COUNT)
+    bests = tl.load(scores_ptr + index * SPLITS + s, mask=is_own, other=float("-inf"))
+    tokens = tl.load(tokens_ptr + index * SPLITS + s, mask=is_own, other=VOCAB)
+    best = tl.max(bests, axis=0)
+    token = tl.min(tl.where(bests == best, tokens, VOCAB), axis=0)
+    if (temperature > 0) & (best < float("inf")) & (best > float("-inf")):
+        split = tl.min(tl.where(bests == best, s, SPLITS), axis=0)
+        row_ptr = logits.start + index * logits.stride - FIRST * PER_SPLIT
+        key = noise_key(tl.load(table.seeds + row), position)
+        adjustment = load_adjustment(table, row, position, VOCAB)
+        inverse = 1.0 / tl.where(temperature > 0, temperature, 1.0)
+        token = _draw(row_ptr, split, adjustment, inverse, key, VOCAB, PER_SPLIT, False)
+    tl.store(out_ptr + index * 2, best)
+    tl.store(out_ptr + index * 2 + 1, token.to(tl.float32))
+
+
+def launch_best_of_part(
+    out: Tensor,
+    part: Tensor,
+    table: SamplingTable,
+    rows: Tensor,
+    positions: Tensor,
+    workspace: SamplingWorkspace,
+    splits: range,
+) -> None:
+    """See ``minisgl_backend.kernels.sampling.best_of_part``."""
+    batch_size, num_splits = len(part), len(splits)
+    inputs = (Logits(part, part.stride(0)), rows, positions, table)
+    pdl = can_start_early(part.device)
+    parts = {
+        "VOCAB": table.vocab_size,
+        "SPLITS": workspace.scores.shape[1],
+        "PER_SPLIT": split_size(table.vocab_size),
+        "FIRST": splits.start,
+        "PDL": pdl,
+    }
+    found = (workspace.scores, workspace.tokens, *inputs)
+    _best_of_split[(batch_size, num_splits)](*found, **parts, BLOCK=BLOCK, num_warps=4)
+    options = {**launch_options(pdl), "COUNT": num_splits, "num_warps": 16}
+    _best_of_part[(batch_size,)](out, *found, **parts, **options)
+
+
+@triton.jit(do_not_specialize=["batch_size"])
+def _best_of_parts(out_ptr, found_ptr, batch_size, RANKS: tl.constexpr, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    is_in = at < batch_size
+    best = tl.full([BLOCK], float("-inf"), tl.float32)
+    token = tl.full([BLOCK], -1.0, tl.float32)
+    for rank in tl.static_range(RANKS):
+        pair = found_ptr + (rank * batch_size + at) * 2
+        score = tl.load(pair, mask=is_in, other=float("-inf"))
+        other = tl.load(pair + 1, mask=is_in, other=-1.0)
+        better = score > best  # of equals the first, whose tokens are less
+        best = tl.where(better, score, best)
+        token = tl.where(better, other, token)
+    tl.store(out_ptr + at, tl.where(best < float("inf"), token, -1.0).to(tl.int32), mask=is_in)
+
+
+def launch_best_of_parts(out: Tensor, found: Tensor) -> None:
+    """See ``minisgl_backend.kernels.sampling.best_of_parts``."""
+    num_ranks, batch_size, _ = found.shape
+    grid = (triton.cdiv(batch_size, 128),)
+    _best_of_parts[grid](out, found, batch_size, RANKS=num_ranks, BLOCK=128, num_warps=4)

@@ -102,9 +102,9 @@ def test_malformed_variables_of_launchers(environment: dict[str, str], message: 
                 "nnodes": 2,
                 "rendezvous": "a:1",
                 "tensor_parallel_size": 2,
-                "comm": "flashinfer",
+                "comm": "cuda",
             },
-            "comm=flashinfer is for the GPUs of one machine",
+            "comm=cuda is for the GPUs of one machine",
         ),
     ],
 )

@@ -1,0 +1,313 @@
+// The sum of every rank's rows, the residual add and the RMSNorm after it, in one kernel (`fused_sum.py`): each rank
+// writes to the memory of the others, which are GPUs of one host.
+//
+//     one_shot    each rank sends its rows to all others, and sums up all rows.
+//     two_shot    each rank sums up every RANKS-th row, of which the others send it theirs, and sends the sums to all.
+//                 It sends less, 2 (RANKS - 1) / RANKS of its rows and not RANKS - 1 times all, but has to wait twice.
+//
+// Both round where they round alike, so a row gets the same bits by either: the sum, in float32 in the order of the
+// ranks; the residual stream; the norm.
+//
+// There are no flags beside the data: a place that waits for data holds EMPTY, which is never sent ("Lamport"). Who has
+// taken the data leaves the place empty. There are two buffers, which take turns: a rank that sends its rows of a call
+// has the data of the call before from all others, so these have taken all of the call before that one and emptied it.
+//
+// A thread block has whole rows, of which each thread has one vector of 8 elements. All thread blocks fit the GPU at
+// once, and each sends all that it can before it waits, so no rank waits for what it keeps others from sending.
+//
+// SIZE: elements of a row. RANKS, and this one's RANK. HALF: elements are of IEEE's 16 bits, not bfloat16.
+// PER_PROCESSOR: thread blocks of a multiprocessor, in `two_shot`.
+
+#include "hopper.cuh"
+
+constexpr u32 VECTORS = SIZE / 8;
+constexpr u32 THREADS = (VECTORS + 31) / 32 * 32;
+constexpr u32 EMPTY = 0x80008000;  // a pair of -0.0, in place of which 0.0 is sent
+
+struct __align__(16) Vector { u32 pairs[4]; };
+
+struct State { u32 arrived, turn; };
+
+struct Arguments {
+    const Vector* x;          // [rows, VECTORS]
+    Vector* residual;         // [rows, VECTORS], of which the sum is added
+    const Vector* weight;     // [VECTORS]
+    Vector* out;              // [rows, VECTORS]
+    Vector* memory[RANKS];    // two buffers of each rank
+    State* state;             // this rank's
+    u64 buffer;               // vectors of a buffer
+    u32 rows;
+    float eps;
+};
+
+// ---- vectors
+
+__device__ __forceinline__ float low(u32 pair) {
+#if HALF
+    float out;
+    asm("{ .reg .b16 l, h; mov.b32 {l, h}, %1; cvt.f32.f16 %0, l; }" : "=f"(out) : "r"(pair));
+    return out;
+#else
+    return __uint_as_float(pair << 16);
+#endif
+}
+
+__device__ __forceinline__ float high(u32 pair) {
+#if HALF
+    float out;
+    asm("{ .reg .b16 l, h; mov.b32 {l, h}, %1; cvt.f32.f16 %0, h; }" : "=f"(out) : "r"(pair));
+    return out;
+#else
+    return __uint_as_float(pair & 0xffff0000);
+#endif
+}
+
+__device__ __forceinline__ u32 rounded(float low, float high) {
+#if HALF
+    u32 out;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(out) : "f"(high), "f"(low));
+    return out;
+#else
+    return pack(low, high);
+#endif
+}
+
+__device__ __forceinline__ Vector sendable(Vector v) {
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+        if (v.pairs[i] == EMPTY) v.pairs[i] = 0;
+    return v;
+}
+
+__device__ __forceinline__ Vector sum_of(const Vector (&of)[RANKS]) {
+    Vector out;
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        float first = low(of[0].pairs[i]), second = high(of[0].pairs[i]);
+#pragma unroll
+        for (int rank = 1; rank < RANKS; rank++) {
+            first += low(of[rank].pairs[i]);
+            second += high(of[rank].pairs[i]);
+        }
+        out.pairs[i] = rounded(first, second);
+    }
+    return out;
+}
+
+__device__ __forceinline__ Vector added(const Vector& a, const Vector& b) {
+    Vector out;
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+        out.pairs[i] = rounded(low(a.pairs[i]) + low(b.pairs[i]), high(a.pairs[i]) + high(b.pairs[i]));
+    return out;
+}
+
+__device__ __forceinline__ float squares(const Vector& v) {
+    float out = 0;
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        out += low(v.pairs[i]) * low(v.pairs[i]);
+        out += high(v.pairs[i]) * high(v.pairs[i]);
+    }
+    return out;
+}
+
+__device__ __forceinline__ Vector scaled(const Vector& v, float scale, const Vector& weight) {
+    Vector out;
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+        out.pairs[i] = rounded(
+            low(v.pairs[i]) * scale * low(weight.pairs[i]), high(v.pairs[i]) * scale * high(weight.pairs[i]));
+    return out;
+}
+
+// ---- between ranks
+
+__device__ __forceinline__ void send(Vector* to, const Vector& v) {
+    asm volatile("st.relaxed.sys.global.v4.u32 [%0], {%1, %2, %3, %4};"
+                 :: "l"(to), "r"(v.pairs[0]), "r"(v.pairs[1]), "r"(v.pairs[2]), "r"(v.pairs[3]) : "memory");
+}
+
+__device__ __forceinline__ Vector received(const Vector* from) {
+    Vector v;
+    asm volatile("ld.relaxed.sys.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.pairs[0]), "=r"(v.pairs[1]), "=r"(v.pairs[2]), "=r"(v.pairs[3]) : "l"(from) : "memory");
+    return v;
+}
+
+__device__ __forceinline__ bool has_empty(const Vector& v) {
+    return v.pairs[0] == EMPTY || v.pairs[1] == EMPTY || v.pairs[2] == EMPTY || v.pairs[3] == EMPTY;
+}
+
+// the place of a sender's data among those of a receiver
+__device__ __forceinline__ constexpr u32 slot(u32 sender, u32 receiver) {
+    return sender < receiver ? sender : sender - 1;
+}
+
+__device__ __forceinline__ void empty(Vector* place) {
+    const Vector nothing = {{EMPTY, EMPTY, EMPTY, EMPTY}};
+    send(place, nothing);
+}
+
+__device__ __forceinline__ Vector taken(Vector* place) {
+    Vector v;
+    do v = received(place);
+    while (has_empty(v));
+    empty(place);
+    return v;
+}
+
+// Takes a vector of each other rank, from slots that are `stride` apart.
+__device__ __forceinline__ void take(Vector (&of)[RANKS], Vector* first, u64 stride) {
+    bool waits;
+    do {
+        waits = false;
+#pragma unroll
+        for (u32 rank = 0; rank < RANKS; rank++)
+            if (rank != RANK) of[rank] = received(first + slot(rank, RANK) * stride);
+#pragma unroll
+        for (u32 rank = 0; rank < RANKS; rank++)
+            if (rank != RANK) waits |= has_empty(of[rank]);
+    } while (waits);
+#pragma unroll
+    for (u32 rank = 0; rank < RANKS; rank++)
+        if (rank != RANK) empty(first + slot(rank, RANK) * stride);
+}
+
+// Where the buffer begins whose turn it is. All threads call it.
+__device__ __forceinline__ u64 begin_turn(const Arguments& a) {
+    u32 turn;
+    asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(turn) : "l"(&a.state->turn) : "memory");
+    return __syncthreads_or(turn) ? a.buffer : 0;
+}
+
+// After `begin_turn`: the last thread block to come here ends the turn for the next call.
+__device__ __forceinline__ void end_turn(const Arguments& a, u64 begin) {
+    if (threadIdx.x == 0 && atomicAdd(&a.state->arrived, 1) == gridDim.x - 1) {
+        a.state->arrived = 0;
+        a.state->turn = begin == 0;
+    }
+}
+
+// ---- norms
+
+// The sums over all threads; `shared` is another one than that of the call before.
+template <int COUNT>
+__device__ __forceinline__ void sum_over_threads(float (&sums)[COUNT], float (&shared)[COUNT][32]) {
+    const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+#pragma unroll
+    for (int i = 0; i < COUNT; i++) {
+#pragma unroll
+        for (int apart = 16; apart > 0; apart /= 2) sums[i] += __shfl_xor_sync(~0u, sums[i], apart);
+        if (lane == 0) shared[i][warp] = sums[i];
+    }
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < COUNT; i++) {
+        sums[i] = lane < THREADS / 32 ? shared[i][lane] : 0;
+#pragma unroll
+        for (int apart = 16; apart > 0; apart /= 2) sums[i] += __shfl_xor_sync(~0u, sums[i], apart);
+    }
+}
+
+__device__ __forceinline__ float scale_of(float sum_of_squares, float eps) {
+    return rsqrtf(sum_of_squares / SIZE + eps);
+}
+
+// ---- kernels
+
+extern "C" __global__ void __launch_bounds__(THREADS) one_shot(const Arguments a) {
+    __shared__ float shared[2][1][32];
+    const u32 at = threadIdx.x;
+    const bool is_in = at < VECTORS;
+    const u64 stride = (u64)a.rows * VECTORS;
+    Vector weight = {}, residual = {};
+    if (is_in) {
+        weight = a.weight[at];
+        residual = a.residual[(u64)blockIdx.x * VECTORS + at];
+    }
+    wait_previous();
+    allow_next();
+    Vector own = {};
+    if (is_in) own = sendable(a.x[(u64)blockIdx.x * VECTORS + at]);
+    const u64 begin = begin_turn(a);
+    for (u64 row = blockIdx.x; row < a.rows; row += gridDim.x) {
+        if (!is_in) break;
+        const u64 place = row * VECTORS + at;
+        if (row != blockIdx.x) own = sendable(a.x[place]);
+#pragma unroll
+        for (u32 rank = 0; rank < RANKS; rank++)
+            if (rank != RANK) send(a.memory[rank] + begin + slot(RANK, rank) * stride + place, own);
+    }
+    end_turn(a, begin);
+    u32 odd = 0;
+    for (u64 row = blockIdx.x; row < a.rows; row += gridDim.x, odd ^= 1) {
+        const u64 place = row * VECTORS + at;
+        float sums[1] = {0};
+        if (is_in) {
+            Vector of[RANKS];
+            if (row != blockIdx.x) residual = a.residual[place];
+            of[RANK] = gridDim.x < a.rows ? sendable(a.x[place]) : own;
+            take(of, a.memory[RANK] + begin + place, stride);
+            residual = added(sum_of(of), residual);
+            a.residual[place] = residual;
+            sums[0] = squares(residual);
+        }
+        sum_over_threads<1>(sums, shared[odd]);
+        if (is_in) a.out[place] = scaled(residual, scale_of(sums[0], a.eps), weight);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, PER_PROCESSOR) two_shot(const Arguments a) {
+    __shared__ float shared[2][1][32];
+    const u32 at = threadIdx.x;
+    const bool is_in = at < VECTORS;
+    // row `group` * RANKS + rank is summed up by that rank
+    const u32 groups = (a.rows + RANKS - 1) / RANKS;
+    const u64 stride = (u64)groups * VECTORS;
+    Vector weight = {}, residual = {};
+    if (is_in) {
+        weight = a.weight[at];
+        residual = a.residual[(u64)blockIdx.x * VECTORS + at];
+    }
+    wait_previous();
+    allow_next();
+    const u64 begin = begin_turn(a), sums_begin = begin + (RANKS - 1) * stride;
+    for (u64 row = blockIdx.x; row < a.rows; row += gridDim.x) {
+        const u32 owner = row % RANKS;
+        if (!is_in) break;
+        if (owner == RANK) continue;
+        const Vector own = sendable(a.x[row * VECTORS + at]);
+        const u64 place = begin + row / RANKS * VECTORS + at;
+#pragma unroll
+        for (u32 rank = 0; rank < RANKS; rank++)
+            if (rank != RANK && rank == owner) send(a.memory[rank] + place + slot(RANK, rank) * stride, own);
+    }
+    end_turn(a, begin);
+    // the warps of all thread blocks share the vectors of all groups, 32 each
+    constexpr u32 WARPS = THREADS / 32;
+    for (u32 i = at / 32 * gridDim.x + blockIdx.x; i < groups * WARPS; i += gridDim.x * WARPS) {
+        const u64 group = i / WARPS, row = group * RANKS + RANK;
+        const u32 vector = i % WARPS * 32 + at % 32;
+        if (row >= a.rows || vector >= VECTORS) continue;
+        Vector of[RANKS];
+        of[RANK] = sendable(a.x[row * VECTORS + vector]);
+        take(of, a.memory[RANK] + begin + group * VECTORS + vector, stride);
+        const Vector sum = sendable(sum_of(of));
+#pragma unroll
+        for (u32 rank = 0; rank < RANKS; rank++) send(a.memory[rank] + sums_begin + row * VECTORS + vector, sum);
+    }
+    u32 odd = 0;
+    for (u64 row = blockIdx.x; row < a.rows; row += gridDim.x, odd ^= 1) {
+        const u64 place = row * VECTORS + at;
+        float sums[1] = {0};
+        if (is_in) {
+            if (row != blockIdx.x) residual = a.residual[place];
+            residual = added(taken(a.memory[RANK] + sums_begin + place), residual);
+            a.residual[place] = residual;
+            sums[0] = squares(residual);
+        }
+        sum_over_threads<1>(sums, shared[odd]);
+        if (is_in) a.out[place] = scaled(residual, scale_of(sums[0], a.eps), weight);
+    }
+}

@@ -19,12 +19,21 @@ import secrets
 import struct
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Final, Protocol
 
 from minisgl_backend.errors import EngineFailure, MiniSGLError
-from minisgl_backend.request import Event, Failed, Finished, FinishReason, RequestId
+from minisgl_backend.request import (
+    BufferedSink,
+    Event,
+    Failed,
+    Finished,
+    FinishReason,
+    RequestId,
+    Sink,
+)
 from minisgl_backend.tritonserver.channel import EngineChannel
 from minisgl_backend.tritonserver.outbox import Outbox
 from minisgl_backend.tritonserver.response_stream import Duty, ResponseStream
@@ -109,12 +118,12 @@ class Dispatcher:
             self._keys = list(_KEYS.unpack(secrets.token_bytes(_KEYS.size)))
         return self._keys.pop()
 
-    def open(self, stream: ResponseStream) -> Callable[[int, Event], None]:
-        """Take a stream; its events go to the function returned, with the places of the samples."""
+    def open(self, stream: ResponseStream) -> Sequence[Sink]:
+        """Take a stream; the events of its samples go to the sinks returned."""
         with self._lock:
             self._streams[stream.key] = stream
 
-        def sink(sample: int, event: Event) -> None:
+        def put(sample: int, event: Event) -> None:
             try:
                 if type(event) in _ENDS:
                     self._before_end()
@@ -122,7 +131,11 @@ class Dispatcher:
                 if stream.put(sample, event):
                     self._outbox.put(stream, urgent=stream.is_urgent)
 
-        return sink
+        sinks = [partial(put, sample) for sample in range(len(stream.sample_ids))]
+        buffers = stream.buffers(lambda: self._outbox.put(stream, urgent=stream.is_urgent))
+        if buffers is None:
+            return sinks
+        return [BufferedSink(sink, buffer) for sink, buffer in zip(sinks, buffers, strict=True)]
 
     def abort(
         self, stream: ResponseStream, why: FinishReason | EngineFailure = FinishReason.CANCELLED

@@ -21,7 +21,6 @@ import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
-from functools import partial
 from typing import Any, Final
 
 from minisgl_backend.config import EngineOptions, Limits
@@ -183,8 +182,7 @@ class TritonPythonModel:
         key = self._dispatcher.new_key()
         stream = self._requests.stream(generation, responder, key, direct=direct)
         samples = self._requests.samples(generation, stream)
-        sink = self._dispatcher.open(stream)
-        sinks = [partial(sink, sample) for sample in range(len(samples))]
+        sinks = self._dispatcher.open(stream)
         try:
             self._engine.submit_samples(samples, sinks)
         except Exception:  # refused as a rule; in any case no event will come for the stream

@@ -25,6 +25,7 @@ from minisgl_backend.replicas.messages import (
 )
 from minisgl_backend.request import (
     Admitted,
+    BufferedSink,
     Event,
     Failed,
     Finished,
@@ -33,9 +34,11 @@ from minisgl_backend.request import (
     Request,
     RequestId,
     SamplingParams,
+    TokenBuffer,
     TokenLogprobs,
     samples_of,
 )
+from minisgl_backend.routing.router import Placement, Router
 from minisgl_backend.runtime.recorder import EngineStats, Samples
 from minisgl_backend.runtime_files import State
 from minisgl_backend.scheduling.report import SchedulerStats
@@ -327,6 +330,78 @@ def test_a_sink_that_fails_does_not_reach_other_requests() -> None:
     replica = world.place(good)
     world.tell(replica, *encode_news([(request.id, Generated(3)), (good, Generated(3))]))
     assert world.events[good] == [Generated(3)]
+
+
+def buffered(world: World, events: list[Event | str]) -> tuple[RequestId, TokenBuffer]:
+    """A request whose sink has a buffer; ``events`` are what it gets, and the calls to wake it."""
+    request = Request(id=world.engine.new_id(), prompt=np.array(PROMPT, np.int32))
+    buffer = TokenBuffer(lambda: events.append("woken"))
+    world.engine.submit(request, BufferedSink(events.append, buffer))
+    return request.id, buffer
+
+
+def test_common_tokens_go_to_the_buffer_in_order_with_events() -> None:
+    world, events = World(), list[Event | str]()
+    request_id, buffer = buffered(world, events)
+    last = Generated(5, is_last=True)
+    world.tell(
+        world.place(request_id),
+        *encode_news(
+            [
+                (request_id, Admitted(0)),
+                (request_id, Generated(3)),
+                (request_id, Generated(4)),
+                (request_id, last),
+                (request_id, DONE),
+                (request_id, Generated(9)),  # for nobody
+            ]
+        ),
+    )
+    assert events == [Admitted(0), "woken", "woken", last, DONE]
+    assert buffer.take() == [3, 4]
+    assert buffer.take() == []
+
+
+def test_a_buffer_that_awaits_nothing_is_not_woken() -> None:
+    world, events = World(), list[Event | str]()
+    request_id, buffer = buffered(world, events)
+    buffer.is_awaited = False
+    world.event(request_id, Generated(3))
+    assert events == [] and buffer.tokens == [3]
+
+
+def test_a_buffer_whose_reader_fails_does_not_reach_other_requests() -> None:
+    world = World()
+    (good,) = world.submit()
+    request_id, buffer = buffered(world, [])
+
+    def fail() -> None:
+        raise ValueError("a reader")
+
+    buffer.wake = fail
+    replica = world.place(good)
+    world.tell(replica, *encode_news([(request_id, Generated(3)), (good, Generated(3))]))
+    assert world.events[good] == [Generated(3)]
+
+
+def test_the_router_learns_of_each_page_that_tokens_begin(monkeypatch: pytest.MonkeyPatch) -> None:
+    grown: list[int] = []
+    real = Router.grow
+
+    def grow(router: Router, placement: Placement, num_pages: int) -> None:
+        grown.append(num_pages)
+        real(router, placement, num_pages)
+
+    monkeypatch.setattr(Router, "grow", grow)
+    for num_prompt_tokens in range(1, 10):
+        world = World(num_replicas=1)
+        (request,) = world.submit(PROMPT[:num_prompt_tokens])
+        for num_tokens in range(1, 12):
+            token = Generated(3, TokenLogprobs(0.0, 1) if num_tokens % 3 == 0 else None)
+            world.event(request, token)
+            pages = -(-(num_prompt_tokens + num_tokens) // INFO.page_size)
+            assert sum(grown) == pages - -(-num_prompt_tokens // INFO.page_size)
+        grown.clear()
 
 
 def test_tokens_of_a_step_are_one_piece_of_news_among_others_in_order() -> None:

@@ -77,7 +77,7 @@ News: TypeAlias = list[Any]
 _USUAL: Final = MappingProxyType({spec.name: spec.default for spec in fields(SamplingParams)})
 """The sampling parameters of which a request says nothing."""
 _LENGTH: Final = struct.Struct("<Q")
-_AT_ONCE: Final = 2**20
+_AT_ONCE: Final = 2**16
 """Most bytes that are read at a time."""
 _encode: Final = json.JSONEncoder(separators=(",", ":")).encode
 _ERRORS: Final[Mapping[str, type[MiniSGLError]]] = MappingProxyType(
@@ -105,6 +105,7 @@ class Incoming:
         self._poll = select.poll()
         self._poll.register(connection, select.POLLIN)
         self._bytes = bytearray()
+        self._arrived = memoryview(bytearray(_AT_ONCE))
 
     def receive(self, timeout_s: float | None = None) -> Message | None:
         """The next message; None if the other side is gone.
@@ -115,12 +116,12 @@ class Incoming:
             if not self._poll.poll(None if timeout_s is None else timeout_s * 1000):
                 raise TimeoutError
             try:
-                received = self._connection.recv(_AT_ONCE)
+                num_received = self._connection.recv_into(self._arrived)
             except OSError:
                 return None
-            if not received:
+            if not num_received:
                 return None
-            self._bytes += received
+            self._bytes += self._arrived[:num_received]
         return message
 
     def _taken(self) -> Message | None:

@@ -130,10 +130,10 @@ class _Counts:
 
 
 class _Tokens(NamedTuple):
-    """Common tokens of several requests, one or more for each."""
+    """Common tokens of requests."""
 
     entries: list[OpenRequest]
-    token_ids: list[TokenId]
+    token_ids: list[list[TokenId]]
 
 
 _Delivery: TypeAlias = tuple[Sink, Event] | _Tokens
@@ -299,14 +299,11 @@ class ReplicatedEngine(Door):
         head = news[0]
         if head == "t":
             tokens = _Tokens([], [])
-            for sample, token_id in zip(map(self._open.get, news[1]), news[2], strict=True):
-                if sample is None:
-                    continue
-                sample.num_until_page -= 1
-                if not sample.num_until_page:
-                    self._turn_page(sample)
-                tokens.entries.append(sample.entry)
-                tokens.token_ids.append(token_id)
+            for sample, token_ids in zip(map(self._open.get, news[1]), news[2], strict=True):
+                if sample is not None:
+                    self._count(sample, len(token_ids))
+                    tokens.entries.append(sample.entry)
+                    tokens.token_ids.append(token_ids)
             events.append(tokens)
         elif head == "+":
             keys, pages = np.array(news[1], np.uint64), np.array(news[2], np.int32)
@@ -325,17 +322,21 @@ class ReplicatedEngine(Door):
             if sample is not None:
                 events.extend(self._take_event(replica, sample, decode_event(news)))
 
-    def _turn_page(self, sample: _Sample) -> None:
-        """A token has come that begins a page, or the first of the prompt."""
+    def _count(self, sample: _Sample, num_tokens: int) -> None:
+        """So many more tokens of a sample have come."""
+        sample.num_until_page -= num_tokens
+        if sample.num_until_page > 0:
+            return
         prompt, page_size = sample.prompt, self.info.page_size
         if not prompt.has_told:
             prompt.has_told = True
             self._router.computed(prompt.placement)
-        place = sample.num_positions % page_size
-        if not place:
-            self._router.grow(prompt.placement, 1)
-        sample.num_until_page = page_size - place
-        sample.num_positions += sample.num_until_page
+        while sample.num_until_page <= 0:
+            place = sample.num_positions % page_size
+            if not place:
+                self._router.grow(prompt.placement, 1)
+            sample.num_positions += page_size - place
+            sample.num_until_page += page_size - place
 
     def _take_event(
         self, replica: int, sample: _Sample, event: Event
@@ -347,9 +348,7 @@ class ReplicatedEngine(Door):
             entry.admitted = True
             self._forget_waiting(entry.request)
         elif isinstance(event, Generated):
-            sample.num_until_page -= 1
-            if not sample.num_until_page:
-                self._turn_page(sample)
+            self._count(sample, 1)
         elif isinstance(event, Failed) and isinstance(event.error, EngineLost):
             self._leave(replica)  # its process is about to end, and then this request goes on
             return ()
@@ -427,12 +426,13 @@ class ReplicatedEngine(Door):
             if not isinstance(delivery, _Tokens):
                 self._call(*delivery)
                 continue
-            for entry, token_id in zip(delivery.entries, delivery.token_ids, strict=True):
+            for entry, token_ids in zip(delivery.entries, delivery.token_ids, strict=True):
                 buffer = entry.buffer
                 if buffer is None:
-                    self._call(entry.sink, Generated(token_id))
+                    for token_id in token_ids:
+                        self._call(entry.sink, Generated(token_id))
                     continue
-                buffer.tokens.append(token_id)
+                buffer.tokens += token_ids
                 if buffer.is_awaited:
                     self._call(buffer.wake)
 

@@ -3,8 +3,7 @@ replica ends at a certain moment cannot be provoked with real ones."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -13,13 +12,13 @@ import pytest
 from minisgl_backend.config import EngineOptions
 from minisgl_backend.errors import EngineFailure, EngineLost, Overloaded, Recovering
 from minisgl_backend.replicas.door import ReplicatedEngine
+from minisgl_backend.replicas.gatherer import Gatherer, Happened
 from minisgl_backend.replicas.messages import (
     Message,
     News,
     decode_event,
     decode_request,
     encode_event,
-    encode_news,
     encode_samples,
     encode_stats,
 )
@@ -83,6 +82,14 @@ class FakeReplica:
         return [(RequestId(each[1]), decode_event(each)) for each in news]
 
 
+def news_of(happened: Iterable[Happened]) -> list[News]:
+    """What a replica tells of it, all at once."""
+    gatherer = Gatherer()
+    for each in happened:
+        gatherer.add(each)
+    return gatherer.take(0.0, everything=True)
+
+
 class World:
     def __init__(self, num_replicas: int = 2, **options: Any) -> None:
         self.replicas = [FakeReplica(number) for number in range(num_replicas)]
@@ -120,7 +127,7 @@ class World:
         self.engine.take(replica, {"news": list(news)})
 
     def event(self, request_id: RequestId, event: Event) -> None:
-        self.tell(self.place(request_id), *encode_news([(request_id, event)]))
+        self.tell(self.place(request_id), *news_of([(request_id, event)]))
 
 
 def stats(num_steps: int, *, num_running: int = 0) -> EngineStats:
@@ -162,9 +169,7 @@ def test_a_request_that_has_told_nothing_goes_to_another_replica() -> None:
     assert moved.sampling.logit_bias == ((5, 0.5),)
     world.tell(other.number, encode_event(request, Admitted(4)))
     last = Generated(43, is_last=True)
-    world.tell(
-        other.number, *encode_news([(request, Generated(42)), (request, last), (request, DONE)])
-    )
+    world.tell(other.number, *news_of([(request, Generated(42)), (request, last), (request, DONE)]))
     assert world.events[request] == [Admitted(0), Generated(42), Generated(43, None, True), DONE]
     assert world.engine.stats().num_open == 0
 
@@ -328,7 +333,7 @@ def test_a_sink_that_fails_does_not_reach_other_requests() -> None:
 
     world.engine.submit(request, broken)
     replica = world.place(good)
-    world.tell(replica, *encode_news([(request.id, Generated(3)), (good, Generated(3))]))
+    world.tell(replica, *news_of([(request.id, Generated(3)), (good, Generated(3))]))
     assert world.events[good] == [Generated(3)]
 
 
@@ -346,7 +351,7 @@ def test_common_tokens_go_to_the_buffer_in_order_with_events() -> None:
     last = Generated(5, is_last=True)
     world.tell(
         world.place(request_id),
-        *encode_news(
+        *news_of(
             [
                 (request_id, Admitted(0)),
                 (request_id, Generated(3)),
@@ -357,7 +362,7 @@ def test_common_tokens_go_to_the_buffer_in_order_with_events() -> None:
             ]
         ),
     )
-    assert events == [Admitted(0), "woken", "woken", last, DONE]
+    assert events == [Admitted(0), "woken", last, DONE]
     assert buffer.take() == [3, 4]
     assert buffer.take() == []
 
@@ -380,7 +385,7 @@ def test_a_buffer_whose_reader_fails_does_not_reach_other_requests() -> None:
 
     buffer.wake = fail
     replica = world.place(good)
-    world.tell(replica, *encode_news([(request_id, Generated(3)), (good, Generated(3))]))
+    world.tell(replica, *news_of([(request_id, Generated(3)), (good, Generated(3))]))
     assert world.events[good] == [Generated(3)]
 
 
@@ -402,22 +407,3 @@ def test_the_router_learns_of_each_page_that_tokens_begin(monkeypatch: pytest.Mo
             pages = -(-(num_prompt_tokens + num_tokens) // INFO.page_size)
             assert sum(grown) == pages - -(-num_prompt_tokens // INFO.page_size)
         grown.clear()
-
-
-def test_tokens_of_a_step_are_one_piece_of_news_among_others_in_order() -> None:
-    """Those with more than their number stand by themselves."""
-    scored = Generated(3, TokenLogprobs(-0.5, 1, ((3, -0.5), (4, -1.5))))
-    a, b = RequestId(1), RequestId(2)
-    news = encode_news(
-        [
-            (a, Admitted(0)),
-            (a, Generated(5)),
-            (b, Generated(6)),
-            ["0"],
-            (a, Generated(7)),
-            (b, scored),
-        ]
-    )
-    assert [each[0] for each in news] == ["a", "t", "0", "t", "g"]
-    assert news[1] == ["t", [1, 2], [5, 6]]
-    assert decode_event(json.loads(json.dumps(news[4]))) == scored

@@ -78,8 +78,8 @@ class Dispatcher:
         channel's socket goes into ``directory``; ``on_packet`` gets each packet's number of tokens.
         ``before_end`` is called when a sample has ended, before its client can know.
         """
-        # one for each two cores: at least 6 packets under way keep a small machine busy, and more
-        # than 4 senders hinder each other
+        # one for each two cores: at least 6 packets under way keep a small machine busy, more than
+        # 16 are no faster, and more than 4 senders hinder each other
         half = (os.cpu_count() or 1) // 2
         self._engine = engine
         self._grace_s = grace_s
@@ -93,7 +93,7 @@ class Dispatcher:
         self._newest_acknowledged_s = float("-inf")
         self.num_lost = 0
         """Streams that ended because the detokenizer had gone."""
-        self._outbox: Outbox[ResponseStream] = Outbox(max(6, half))
+        self._outbox: Outbox[ResponseStream] = Outbox(max(6, min(16, half)))
         self._stopping = threading.Event()
         self.channel = EngineChannel(
             directory=directory,

@@ -73,10 +73,12 @@ class Dispatcher:
         directory: Path | None,
         on_packet: Callable[[int], None],
         before_end: Callable[[], None],
+        requests_wait: Callable[[], bool] = lambda: False,
     ) -> None:
         """A packet may stay unacknowledged for ``grace_s`` while later ones are acknowledged. The
         channel's socket goes into ``directory``; ``on_packet`` gets each packet's number of tokens.
         ``before_end`` is called when a sample has ended, before its client can know.
+        ``requests_wait`` says whether new requests wait to be taken in.
         """
         # one for each two cores: at least 6 packets under way keep a small machine busy, more than
         # 16 are no faster, and more than 4 senders hinder each other
@@ -93,7 +95,9 @@ class Dispatcher:
         self._newest_acknowledged_s = float("-inf")
         self.num_lost = 0
         """Streams that ended because the detokenizer had gone."""
-        self._outbox: Outbox[ResponseStream] = Outbox(max(6, min(16, half)))
+        self._outbox: Outbox[ResponseStream] = Outbox(
+            max(6, min(16, half)), requests_wait=requests_wait
+        )
         self._stopping = threading.Event()
         self.channel = EngineChannel(
             directory=directory,

@@ -299,11 +299,15 @@ class ReplicatedEngine(Door):
         head = news[0]
         if head == "t":
             tokens = _Tokens([], [])
+            add_entry, add_token_ids = tokens.entries.append, tokens.token_ids.append
+            # most of what this process does, with many replicas
             for sample, token_ids in zip(map(self._open.get, news[1]), news[2], strict=True):
                 if sample is not None:
-                    self._count(sample, len(token_ids))
-                    tokens.entries.append(sample.entry)
-                    tokens.token_ids.append(token_ids)
+                    sample.num_until_page -= len(token_ids)
+                    if sample.num_until_page <= 0:
+                        self._turn_pages(sample)
+                    add_entry(sample.entry)
+                    add_token_ids(token_ids)
             events.append(tokens)
         elif head == "+":
             keys, pages = np.array(news[1], np.uint64), np.array(news[2], np.int32)
@@ -322,11 +326,8 @@ class ReplicatedEngine(Door):
             if sample is not None:
                 events.extend(self._take_event(replica, sample, decode_event(news)))
 
-    def _count(self, sample: _Sample, num_tokens: int) -> None:
-        """So many more tokens of a sample have come."""
-        sample.num_until_page -= num_tokens
-        if sample.num_until_page > 0:
-            return
+    def _turn_pages(self, sample: _Sample) -> None:
+        """A token has come that begins a page, or the first of the sample."""
         prompt, page_size = sample.prompt, self.info.page_size
         if not prompt.has_told:
             prompt.has_told = True
@@ -348,7 +349,9 @@ class ReplicatedEngine(Door):
             entry.admitted = True
             self._forget_waiting(entry.request)
         elif isinstance(event, Generated):
-            self._count(sample, 1)
+            sample.num_until_page -= 1
+            if sample.num_until_page <= 0:
+                self._turn_pages(sample)
         elif isinstance(event, Failed) and isinstance(event.error, EngineLost):
             self._leave(replica)  # its process is about to end, and then this request goes on
             return ()

@@ -26,7 +26,7 @@ from typing import Final, Generic, TypeVar
 T = TypeVar("T")
 
 _PATIENCE_S: Final = 0.25
-_MOST_HELD_S: Final = 0.5
+_MOST_HELD_S: Final = 1.0
 """How long plain items wait for new requests that never cease."""
 
 

@@ -298,16 +298,17 @@ class ReplicatedEngine(Door):
     def _take_news(self, replica: int, news: News, events: list[_Delivery]) -> None:
         head = news[0]
         if head == "t":
-            tokens = _Tokens([], [])
+            tokens, grown = _Tokens([], []), list[Placement]()
             add_entry, add_token_ids = tokens.entries.append, tokens.token_ids.append
             # most of what this process does, with many replicas
             for sample, token_ids in zip(map(self._open.get, news[1]), news[2], strict=True):
                 if sample is not None:
                     sample.num_until_page -= len(token_ids)
                     if sample.num_until_page <= 0:
-                        self._turn_pages(sample)
+                        self._turn_pages(sample, grown)
                     add_entry(sample.entry)
                     add_token_ids(token_ids)
+            self._router.grow(grown)
             events.append(tokens)
         elif head == "+":
             keys, pages = np.array(news[1], np.uint64), np.array(news[2], np.int32)
@@ -326,8 +327,9 @@ class ReplicatedEngine(Door):
             if sample is not None:
                 events.extend(self._take_event(replica, sample, decode_event(news)))
 
-    def _turn_pages(self, sample: _Sample) -> None:
-        """A token has come that begins a page, or the first of the sample."""
+    def _turn_pages(self, sample: _Sample, grown: list[Placement]) -> None:
+        """A token has come that begins a page, or the first of the sample. Its placement goes to
+        ``grown`` for each new page."""
         prompt, page_size = sample.prompt, self.info.page_size
         if not prompt.has_told:
             prompt.has_told = True
@@ -335,7 +337,7 @@ class ReplicatedEngine(Door):
         while sample.num_until_page <= 0:
             place = sample.num_positions % page_size
             if not place:
-                self._router.grow(prompt.placement, 1)
+                grown.append(prompt.placement)
             sample.num_positions += page_size - place
             sample.num_until_page += page_size - place
 
@@ -349,9 +351,11 @@ class ReplicatedEngine(Door):
             entry.admitted = True
             self._forget_waiting(entry.request)
         elif isinstance(event, Generated):
+            grown: list[Placement] = []
             sample.num_until_page -= 1
             if sample.num_until_page <= 0:
-                self._turn_pages(sample)
+                self._turn_pages(sample, grown)
+            self._router.grow(grown)
         elif isinstance(event, Failed) and isinstance(event.error, EngineLost):
             self._leave(replica)  # its process is about to end, and then this request goes on
             return ()

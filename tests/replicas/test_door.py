@@ -3,7 +3,7 @@ replica ends at a certain moment cannot be provoked with real ones."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -390,12 +390,12 @@ def test_a_buffer_whose_reader_fails_does_not_reach_other_requests() -> None:
 
 
 def test_the_router_learns_of_each_page_that_tokens_begin(monkeypatch: pytest.MonkeyPatch) -> None:
-    grown: list[int] = []
+    grown: list[Placement] = []
     real = Router.grow
 
-    def grow(router: Router, placement: Placement, num_pages: int) -> None:
-        grown.append(num_pages)
-        real(router, placement, num_pages)
+    def grow(router: Router, placements: Sequence[Placement]) -> None:
+        grown.extend(placements)
+        real(router, placements)
 
     monkeypatch.setattr(Router, "grow", grow)
     for num_prompt_tokens in range(1, 10):
@@ -405,5 +405,5 @@ def test_the_router_learns_of_each_page_that_tokens_begin(monkeypatch: pytest.Mo
             token = Generated(3, TokenLogprobs(0.0, 1) if num_tokens % 3 == 0 else None)
             world.event(request, token)
             pages = -(-(num_prompt_tokens + num_tokens) // INFO.page_size)
-            assert sum(grown) == pages - -(-num_prompt_tokens // INFO.page_size)
+            assert len(grown) == pages - -(-num_prompt_tokens // INFO.page_size)
         grown.clear()

@@ -5,8 +5,8 @@ of its socket to the door, and the id of the door's process. It reads options, l
 then takes requests and sends what becomes of them, in the messages of ``replicas.messages``.
 
 A token's way: the engine's thread puts it into a queue; a thread that sends takes all that is there
-by now, as a rule the tokens of a whole step, and makes one message of it. So the engine never waits
-for the door. The process ends when the door closes its end, or when the engine breaks: then another
+by now, and makes one message of it when the ``Gatherer`` says so. So the engine never waits for the
+door. The process ends when the door closes its end, or when the engine breaks: then another
 process follows it. Must not know Triton, the other replicas, or why a request comes to this one.
 """
 
@@ -25,21 +25,20 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
-from typing import Any, Final, NoReturn, TypeAlias
+from typing import Any, Final, NoReturn
 
 from minisgl_backend.build import build_engine_alone
 from minisgl_backend.config import EngineOptions
 from minisgl_backend.death_signal import end_with
 from minisgl_backend.errors import EngineFailure, EngineLost, InvalidRequest, MiniSGLError
 from minisgl_backend.parts import STANDARD, Parts
+from minisgl_backend.replicas.gatherer import Gatherer, Happened
 from minisgl_backend.replicas.messages import (
     Incoming,
     Message,
-    News,
     decode_event,
     decode_request,
     encode_info,
-    encode_news,
     encode_samples,
     encode_stats,
     send,
@@ -53,8 +52,7 @@ logger = logging.getLogger(__name__)
 
 _PULSE_EVERY_S: Final = 0.25
 _MOST_AT_ONCE: Final = 4096
-"""Events and pieces of news in a message."""
-Happened: TypeAlias = News | tuple[RequestId, Event]
+"""Events and pieces of news that are gathered before some are told."""
 
 
 def serve(connection: socket.socket, parts: Parts = STANDARD) -> int:
@@ -149,37 +147,43 @@ def _unload(name: str, engine: Engine) -> None:
 
 
 def _send_news(
-    connection: socket.socket, engine: Engine, news: queue.SimpleQueue[Happened]
+    connection: socket.socket, engine: Engine, happened: queue.SimpleQueue[Happened]
 ) -> None:
     """Send news as they come, and signs of life; end the process when the engine has broken."""
-    samples_due_s = 0.0
+    gatherer = Gatherer()
+    sent_s = samples_due_s = 0.0
     with suppress(OSError):  # the door is gone, and this process will be
         while True:
             is_broken = engine.health().state is State.BROKEN
-            gathered = _gathered(news)
-            if is_broken and not gathered:
+            _gather(happened, gatherer)
+            now_s = time.monotonic()
+            news = gatherer.take(now_s, everything=is_broken)
+            if is_broken and not news:
                 logger.error("the engine has broken: this process ends")
                 logging.shutdown()
                 os._exit(1)
             message: dict[str, Any] = {"stats": encode_stats(engine.stats())}
-            if gathered:
-                message["news"] = encode_news(gathered)
-            else:
+            if news:
+                message["news"] = news
+            elif now_s - sent_s >= _PULSE_EVERY_S:
                 message["pulse"] = engine.health().tick_age_s
-            if time.monotonic() >= samples_due_s:
+            else:
+                continue
+            if now_s >= samples_due_s:
                 message["samples"] = encode_samples(engine.take_samples())
-                samples_due_s = time.monotonic() + _PULSE_EVERY_S
+                samples_due_s = now_s + _PULSE_EVERY_S
             send(connection, message)
+            sent_s = now_s
 
 
-def _gathered(news: queue.SimpleQueue[Happened]) -> list[Happened]:
-    """All that has happened by now; nothing, if that is so for a while."""
-    found: list[Happened] = []
+def _gather(happened: queue.SimpleQueue[Happened], gatherer: Gatherer) -> None:
+    """Gather all that has happened by now; wait for it until something is due, or for a while."""
+    due_s = gatherer.due_s()
+    left_s = _PULSE_EVERY_S if due_s is None else due_s - time.monotonic()
     with suppress(queue.Empty):
-        found.append(news.get(timeout=_PULSE_EVERY_S))
-        while len(found) < _MOST_AT_ONCE:
-            found.append(news.get_nowait())
-    return found
+        gatherer.add(happened.get(timeout=max(0.0, left_s)))
+        for _ in range(_MOST_AT_ONCE):
+            gatherer.add(happened.get_nowait())
 
 
 def main(parts: Parts = STANDARD) -> NoReturn:

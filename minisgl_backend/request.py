@@ -306,3 +306,39 @@ class Failed:
 Event: TypeAlias = Admitted | PromptLogprobs | Generated | Embedded | Finished | Failed
 Sink: TypeAlias = Callable[[Event], None]
 """Takes the events of one request. Called on the engine's thread, so it must only enqueue."""
+
+
+class TokenBuffer:
+    """Where the common tokens of a request go, those that are not its last and have no
+    log-probabilities: for each of them an event and a call would cost more than all else.
+
+    Only the engine's thread appends to ``tokens``. If a token ``is_awaited``, it then calls
+    ``wake``, as it would call a sink. Only one thread at a time takes tokens from the front. A
+    reader first sets ``is_awaited`` and then looks for tokens, so it misses none.
+    """
+
+    __slots__ = ("is_awaited", "tokens", "wake")
+
+    def __init__(self, wake: Callable[[], None]) -> None:
+        self.tokens: list[TokenId] = []
+        self.is_awaited = True
+        self.wake = wake
+
+    def take(self) -> list[TokenId]:
+        """Remove and return what is there; more may be appended meanwhile."""
+        taken = self.tokens[:]
+        del self.tokens[: len(taken)]
+        return taken
+
+
+class BufferedSink:
+    """A sink of a request whose common tokens go to ``buffer`` instead."""
+
+    __slots__ = ("buffer", "sink")
+
+    def __init__(self, sink: Sink, buffer: TokenBuffer) -> None:
+        self.sink = sink
+        self.buffer = buffer
+
+    def __call__(self, event: Event) -> None:
+        self.sink(event)

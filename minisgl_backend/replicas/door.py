@@ -16,9 +16,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Final, Protocol
+from typing import Final, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
@@ -45,6 +45,7 @@ from minisgl_backend.request import (
     Request,
     RequestId,
     Sink,
+    TokenId,
 )
 from minisgl_backend.routing.router import Balance, Capacity, Placement, Router
 from minisgl_backend.routing.shadow import CacheShadow
@@ -89,12 +90,14 @@ class _Prompt:
 
 @dataclass(slots=True, eq=False)
 class _Sample:
-    """``num_positions`` counts the prompt's tokens and its own; ``end`` is the event with which it
-    was aborted, if it was."""
+    """``num_until_page`` tokens from now, one begins a page, or is the first of the prompt.
+    ``end`` is the event with which it was aborted, if it was."""
 
     entry: OpenRequest
     prompt: _Prompt
-    num_positions: int
+    num_until_page: int = 1
+    num_positions: int = 0
+    """The prompt's tokens and its own, up to the last one that was at such a place."""
     end: Finished | Failed | None = None
 
 
@@ -124,6 +127,16 @@ class _Counts:
 
     def total(self) -> EngineStats:
         return EngineStats.sum([self.past, self.now])
+
+
+class _Tokens(NamedTuple):
+    """Common tokens of requests."""
+
+    entries: list[OpenRequest]
+    token_ids: list[list[TokenId]]
+
+
+_Delivery: TypeAlias = tuple[Sink, Event] | _Tokens
 
 
 class ReplicatedEngine(Door):
@@ -242,7 +255,7 @@ class ReplicatedEngine(Door):
         request = entries[0].request
         prompt = _Prompt(request, self._place(request, len(entries)))
         for entry in entries:
-            sample = _Sample(entry, prompt, len(request.prompt))
+            sample = _Sample(entry, prompt, num_positions=len(request.prompt))
             self._open[entry.request.id] = prompt.samples[entry.request.id] = sample
         self._send(prompt)
 
@@ -256,7 +269,7 @@ class ReplicatedEngine(Door):
 
     def take(self, replica: int, message: Message) -> None:
         """Take news and counts of a replica."""
-        events: list[tuple[Sink, Event]] = []
+        events: list[_Delivery] = []
         with self._changed:
             if "stats" in message:
                 self._counts[replica].now = decode_stats(message["stats"])
@@ -282,14 +295,21 @@ class ReplicatedEngine(Door):
             ends = [end for prompt in orphans for end in self._move(prompt)]
         self._deliver(ends)
 
-    def _take_news(self, replica: int, news: News, events: list[tuple[Sink, Event]]) -> None:
+    def _take_news(self, replica: int, news: News, events: list[_Delivery]) -> None:
         head = news[0]
         if head == "t":
-            for request_id, token_id in zip(news[1], news[2], strict=True):
-                sample = self._open.get(request_id)
+            tokens, grown = _Tokens([], []), list[Placement]()
+            add_entry, add_token_ids = tokens.entries.append, tokens.token_ids.append
+            # most of what this process does, with many replicas
+            for sample, token_ids in zip(map(self._open.get, news[1]), news[2], strict=True):
                 if sample is not None:
-                    self._take_token(sample)
-                    events.append((sample.entry.sink, Generated(token_id)))
+                    sample.num_until_page -= len(token_ids)
+                    if sample.num_until_page <= 0:
+                        self._turn_pages(sample, grown)
+                    add_entry(sample.entry)
+                    add_token_ids(token_ids)
+            self._router.grow(grown)
+            events.append(tokens)
         elif head == "+":
             keys, pages = np.array(news[1], np.uint64), np.array(news[2], np.int32)
             self._shadow.publish(replica, keys, pages)
@@ -307,14 +327,19 @@ class ReplicatedEngine(Door):
             if sample is not None:
                 events.extend(self._take_event(replica, sample, decode_event(news)))
 
-    def _take_token(self, sample: _Sample) -> None:
-        prompt = sample.prompt
+    def _turn_pages(self, sample: _Sample, grown: list[Placement]) -> None:
+        """A token has come that begins a page, or the first of the sample. Its placement goes to
+        ``grown`` for each new page."""
+        prompt, page_size = sample.prompt, self.info.page_size
         if not prompt.has_told:
             prompt.has_told = True
             self._router.computed(prompt.placement)
-        if sample.num_positions % self.info.page_size == 0:
-            self._router.grow(prompt.placement, 1)
-        sample.num_positions += 1
+        while sample.num_until_page <= 0:
+            place = sample.num_positions % page_size
+            if not place:
+                grown.append(prompt.placement)
+            sample.num_positions += page_size - place
+            sample.num_until_page += page_size - place
 
     def _take_event(
         self, replica: int, sample: _Sample, event: Event
@@ -326,7 +351,11 @@ class ReplicatedEngine(Door):
             entry.admitted = True
             self._forget_waiting(entry.request)
         elif isinstance(event, Generated):
-            self._take_token(sample)
+            grown: list[Placement] = []
+            sample.num_until_page -= 1
+            if sample.num_until_page <= 0:
+                self._turn_pages(sample, grown)
+            self._router.grow(grown)
         elif isinstance(event, Failed) and isinstance(event.error, EngineLost):
             self._leave(replica)  # its process is about to end, and then this request goes on
             return ()
@@ -398,10 +427,24 @@ class ReplicatedEngine(Door):
         self._forget(entry.request, entry.admitted)
         return entry.sink, event
 
-    def _deliver(self, events: Sequence[tuple[Sink, Event]]) -> None:
+    def _deliver(self, deliveries: Sequence[_Delivery]) -> None:
         """Call sinks; the lock is not held."""
-        for sink, event in events:
-            try:
-                sink(event)
-            except Exception:  # it belongs to one request, and must not reach the others
-                logger.exception("a sink failed on %s", type(event).__name__)
+        for delivery in deliveries:
+            if not isinstance(delivery, _Tokens):
+                self._call(*delivery)
+                continue
+            for entry, token_ids in zip(delivery.entries, delivery.token_ids, strict=True):
+                buffer = entry.buffer
+                if buffer is None:
+                    for token_id in token_ids:
+                        self._call(entry.sink, Generated(token_id))
+                    continue
+                buffer.tokens += token_ids
+                if buffer.is_awaited:
+                    self._call(buffer.wake)
+
+    def _call(self, sink: Callable[..., None], *event: Event) -> None:
+        try:
+            sink(*event)
+        except Exception:  # it belongs to one request, and must not reach the others
+            logger.exception("a sink failed on %s", event[0] if event else "a token")

@@ -17,10 +17,10 @@ From the replica:
 
 Either has "samples", what histograms are made of, a few times a second.
 
-News are lists. Most of what happens are tokens, which are to be small: as a rule all rows of a step
-have one each, and these are one piece of news.
+News are lists. Most of what happens are tokens, which are to be small: those of many requests are
+one piece of news.
 
-    ["t", ids, tokens]                     a token for each of these requests, not its last
+    ["t", ids, [tokens, ...]]              common tokens of each of these requests
     ["g", id, token, last, logprobs]       a token that is the last, or has log-probabilities
     ["a", id, cached]  ["p", id, ...]  ["v", id, ...]  ["f", id, ...]  ["e", id, ...]
                                            the other events: ``Admitted``, ``PromptLogprobs``,
@@ -40,7 +40,7 @@ import json
 import select
 import socket
 import struct
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, astuple, fields
 from types import MappingProxyType
 from typing import Any, Final, TypeAlias
@@ -77,7 +77,7 @@ News: TypeAlias = list[Any]
 _USUAL: Final = MappingProxyType({spec.name: spec.default for spec in fields(SamplingParams)})
 """The sampling parameters of which a request says nothing."""
 _LENGTH: Final = struct.Struct("<Q")
-_AT_ONCE: Final = 2**20
+_AT_ONCE: Final = 2**16
 """Most bytes that are read at a time."""
 _encode: Final = json.JSONEncoder(separators=(",", ":")).encode
 _ERRORS: Final[Mapping[str, type[MiniSGLError]]] = MappingProxyType(
@@ -105,6 +105,7 @@ class Incoming:
         self._poll = select.poll()
         self._poll.register(connection, select.POLLIN)
         self._bytes = bytearray()
+        self._arrived = memoryview(bytearray(_AT_ONCE))
 
     def receive(self, timeout_s: float | None = None) -> Message | None:
         """The next message; None if the other side is gone.
@@ -115,12 +116,12 @@ class Incoming:
             if not self._poll.poll(None if timeout_s is None else timeout_s * 1000):
                 raise TimeoutError
             try:
-                received = self._connection.recv(_AT_ONCE)
+                num_received = self._connection.recv_into(self._arrived)
             except OSError:
                 return None
-            if not received:
+            if not num_received:
                 return None
-            self._bytes += received
+            self._bytes += self._arrived[:num_received]
         return message
 
     def _taken(self) -> Message | None:
@@ -186,29 +187,8 @@ def decode_request(message: Message) -> tuple[Request, list[RequestId]]:
 # --- events ----------------------------------------------------------------------------------
 
 
-def encode_news(happened: Iterable[News | tuple[RequestId, Event]]) -> list[News]:
-    """Events as news, in order, among what is news already."""
-    news: list[News] = []
-    tokens: News | None = None
-    for each in happened:
-        if isinstance(each, tuple):
-            request_id, event = each
-            if type(event) is Generated and event.logprobs is None and not event.is_last:
-                if tokens is None:
-                    tokens = ["t", [], []]
-                    news.append(tokens)
-                tokens[1].append(request_id)
-                tokens[2].append(event.token_id)
-                continue
-            each = encode_event(request_id, event)
-        tokens = None
-        news.append(each)
-    return news
-
-
 def encode_event(request_id: RequestId, event: Event) -> News:
-    """One piece of news; tokens that have nothing but their number become smaller in
-    ``encode_news``."""
+    """One piece of news; the ``Gatherer`` makes smaller ones of common tokens."""
     if isinstance(event, Generated):
         one = event.logprobs
         logprobs = None if one is None else [one.logprob, one.rank, one.alternatives]

@@ -22,6 +22,7 @@ and a request ends. Must not know tokens beyond the prompt, or how replicas are 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
@@ -223,12 +224,15 @@ class Router:
         self._add(placement.replica, (0, -placement.waiting_tokens, 0))
         placement.waiting_tokens = 0
 
-    def grow(self, placement: Placement, num_pages: int) -> None:
-        """The sequence has taken ``num_pages`` more."""
-        if placement.has_ended:
-            return
-        self._add(placement.replica, (0, 0, num_pages))
-        placement.pages += num_pages
+    def grow(self, placements: Sequence[Placement]) -> None:
+        """Sequences at one replica have taken a page more, each as often as it is named."""
+        num_pages = 0
+        for placement in placements:
+            if not placement.has_ended:
+                placement.pages += 1
+                num_pages += 1
+        if num_pages:
+            self._add(placements[0].replica, (0, 0, num_pages))
 
     def end(self, placement: Placement) -> None:
         """The request has left its replica, for any reason. Raises ``InvariantError`` if it has

@@ -29,6 +29,7 @@ from minisgl_backend.errors import (
 )
 from minisgl_backend.request import (
     Adapter,
+    BufferedSink,
     FinishReason,
     Request,
     RequestId,
@@ -205,7 +206,10 @@ class Door(ABC):
         num_tokens, now_s = len(first.prompt), time.monotonic()
         entries = []
         for request, sink in zip(samples, sinks, strict=True):
-            entries.append(OpenRequest(self._with_eos(request), sink, now_s))
+            entry = OpenRequest(self._with_eos(request), sink, now_s)
+            if isinstance(sink, BufferedSink):
+                entry.buffer = sink.buffer
+            entries.append(entry)
         with self._changed:
             self._check_open()
             if complaint := self._queue_complaint(num_tokens, len(samples)):

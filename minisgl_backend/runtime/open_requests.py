@@ -26,6 +26,7 @@ from minisgl_backend.request import (
     Request,
     RequestId,
     Sink,
+    TokenBuffer,
     TokenId,
 )
 from minisgl_backend.runtime.recorder import Recorder
@@ -51,6 +52,8 @@ class OpenRequest:
     tokens: list[TokenId] = field(default_factory=list)
     first_token_s: float = 0.0
     last_token_s: float = 0.0
+    buffer: TokenBuffer | None = None
+    """Of its sink, if that has one."""
 
 
 class OpenRequests:
@@ -120,10 +123,14 @@ class OpenRequests:
                 self._recorder.request_started(now_s - entry.arrived_s)
             entry.tokens.append(token_id)
             entry.last_token_s = now_s
-            event = Generated(
-                token_id, logprobs.get(index) if logprobs else None, request_id in ended
-            )
-            self._deliver(entry.sink, event)
+            buffer = entry.buffer
+            if buffer is None or logprobs or request_id in ended:
+                found = logprobs.get(index) if logprobs else None
+                self._deliver(entry.sink, Generated(token_id, found, request_id in ended))
+                continue
+            buffer.tokens.append(token_id)
+            if buffer.is_awaited:
+                self._wake(buffer)
 
     def out_of_time(self, now_s: float) -> Iterator[tuple[RequestId, Event]]:
         """The requests whose time is up, each with its terminal event."""
@@ -171,6 +178,12 @@ class OpenRequests:
         """Fail all open requests."""
         for request_id in list(self._open):
             self.end(request_id, Failed(error))
+
+    def _wake(self, buffer: TokenBuffer) -> None:
+        try:
+            buffer.wake()
+        except Exception:
+            logger.exception("a sink failed on a token")
 
     def _deliver(self, sink: Sink, event: Event) -> None:
         try:

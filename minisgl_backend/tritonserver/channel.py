@@ -190,8 +190,11 @@ class DetokenizerChannel(Reactor):
         """Engines that it is connected to."""
         return len(self._peers)
 
-    def acknowledge(self, path: str, ack: Ack) -> bool:
-        """Tell the engine at ``path``, without blocking; False if it is gone. From any thread."""
+    def acknowledge(self, path: str, ack: Ack, *, every_s: float = 0.0) -> bool:
+        """Tell the engine at ``path``, without blocking; False if it is gone. From any thread.
+
+        Less than ``every_s`` after the last message it waits for others, unless it ends something:
+        each message wakes a thread of the engine, which needs the time for tokens."""
         peer = self._peers.get(path)
         if peer is None:
             with self._connecting:  # once only
@@ -201,7 +204,12 @@ class DetokenizerChannel(Reactor):
         with peer.lock:
             assert isinstance(peer.queue, AckQueue)
             peer.queue.put(ack)
-        self.flush(peer)
+        due_s = peer.flushed_s + every_s
+        is_plain = ack.verdict is Verdict.CONTINUE and not ack.stopped
+        if every_s and is_plain and time.monotonic() < due_s:
+            self.flush_later(peer, due_s)
+        else:
+            self.flush(peer)
         return not peer.broken
 
     def close(self) -> None:

@@ -46,6 +46,10 @@ _POLL_EVERY_S: Final = 0.2
 """How often Triton is asked whether the client of a stream has cancelled, with few streams."""
 _MOST_POLLS_PER_S: Final = 500
 """Of all streams: each takes as long as a response."""
+_EACH_ACK_S: Final = 0.000025
+"""With many streams acknowledgements gather: this long for each stream, ..."""
+_MOST_ACKS_S: Final = 0.006
+"""... and at most this long."""
 _SILENT_S: Final = 60.0
 """An engine is never silent for that long about a stream that it has: it would send probes."""
 
@@ -173,7 +177,9 @@ class TritonPythonModel:
                 self._streams.pop(packet.key, None)
             return
         stopped = stream.stopped if stream is not None and verdict is Verdict.CONTINUE else 0
-        self._channel.acknowledge(packet.reply_to, Ack(packet.key, packet.index, verdict, stopped))
+        ack = Ack(packet.key, packet.index, verdict, stopped)
+        every_s = min(_MOST_ACKS_S, _EACH_ACK_S * len(self._streams))
+        self._channel.acknowledge(packet.reply_to, ack, every_s=every_s)
 
     # --- the channel's thread ----------------------------------------------------------------
 

@@ -19,12 +19,21 @@ import secrets
 import struct
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Final, Protocol
 
 from minisgl_backend.errors import EngineFailure, MiniSGLError
-from minisgl_backend.request import Event, Failed, Finished, FinishReason, RequestId
+from minisgl_backend.request import (
+    BufferedSink,
+    Event,
+    Failed,
+    Finished,
+    FinishReason,
+    RequestId,
+    Sink,
+)
 from minisgl_backend.tritonserver.channel import EngineChannel
 from minisgl_backend.tritonserver.outbox import Outbox
 from minisgl_backend.tritonserver.response_stream import Duty, ResponseStream
@@ -64,13 +73,15 @@ class Dispatcher:
         directory: Path | None,
         on_packet: Callable[[int], None],
         before_end: Callable[[], None],
+        requests_wait: Callable[[], bool] = lambda: False,
     ) -> None:
         """A packet may stay unacknowledged for ``grace_s`` while later ones are acknowledged. The
         channel's socket goes into ``directory``; ``on_packet`` gets each packet's number of tokens.
         ``before_end`` is called when a sample has ended, before its client can know.
+        ``requests_wait`` says whether new requests wait to be taken in.
         """
-        # one for each two cores: at least 6 packets under way keep a small machine busy, and more
-        # than 4 senders hinder each other
+        # one for each two cores: at least 6 packets under way keep a small machine busy, more than
+        # 16 are no faster, and more than 4 senders hinder each other
         half = (os.cpu_count() or 1) // 2
         self._engine = engine
         self._grace_s = grace_s
@@ -84,7 +95,9 @@ class Dispatcher:
         self._newest_acknowledged_s = float("-inf")
         self.num_lost = 0
         """Streams that ended because the detokenizer had gone."""
-        self._outbox: Outbox[ResponseStream] = Outbox(max(6, half))
+        self._outbox: Outbox[ResponseStream] = Outbox(
+            max(6, min(16, half)), requests_wait=requests_wait
+        )
         self._stopping = threading.Event()
         self.channel = EngineChannel(
             directory=directory,
@@ -109,12 +122,12 @@ class Dispatcher:
             self._keys = list(_KEYS.unpack(secrets.token_bytes(_KEYS.size)))
         return self._keys.pop()
 
-    def open(self, stream: ResponseStream) -> Callable[[int, Event], None]:
-        """Take a stream; its events go to the function returned, with the places of the samples."""
+    def open(self, stream: ResponseStream) -> Sequence[Sink]:
+        """Take a stream; the events of its samples go to the sinks returned."""
         with self._lock:
             self._streams[stream.key] = stream
 
-        def sink(sample: int, event: Event) -> None:
+        def put(sample: int, event: Event) -> None:
             try:
                 if type(event) in _ENDS:
                     self._before_end()
@@ -122,7 +135,11 @@ class Dispatcher:
                 if stream.put(sample, event):
                     self._outbox.put(stream, urgent=stream.is_urgent)
 
-        return sink
+        sinks = [partial(put, sample) for sample in range(len(stream.sample_ids))]
+        buffers = stream.buffers(lambda: self._outbox.put(stream, urgent=stream.is_urgent))
+        if buffers is None:
+            return sinks
+        return [BufferedSink(sink, buffer) for sink, buffer in zip(sinks, buffers, strict=True)]
 
     def abort(
         self, stream: ResponseStream, why: FinishReason | EngineFailure = FinishReason.CANCELLED

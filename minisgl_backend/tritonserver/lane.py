@@ -34,6 +34,11 @@ class Lane(Generic[T]):
         """Add an item, not None, behind those that wait here. Safe to call from any thread."""
         self._waiting.put(item)
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing waits here."""
+        return self._waiting.empty()
+
     def close(self) -> None:
         """End the thread once all items are taken."""
         self._waiting.put(None)

@@ -21,7 +21,6 @@ import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
-from functools import partial
 from typing import Any, Final
 
 from minisgl_backend.config import EngineOptions, Limits
@@ -86,12 +85,14 @@ class TritonPythonModel:
         self._metrics = EngineMetrics(
             self._engine, options, version=args["model_version"], directory=directory
         )
+        self._intake: Lane[tuple[Any, Responder]] = Lane(self._accept_or_fail, name="intake")
         self._dispatcher = Dispatcher(
             self._engine,
             grace_s=options.cancel_grace_ms / 1000,
             directory=directory,
             on_packet=self._metrics.packet_sent,
             before_end=self._show_queue,
+            requests_wait=lambda: not self._intake.is_empty,
         )
         self._requests = EngineRequests(
             self._engine, options, reply_to=self._dispatcher.channel.path
@@ -107,7 +108,6 @@ class TritonPythonModel:
             drain=self._drain,
         )
         self._broken_since_s: float | None = None
-        self._intake: Lane[tuple[Any, Responder]] = Lane(self._accept_or_fail, name="intake")
         self._orders = ThreadPoolExecutor(1, thread_name_prefix="adapter orders")
         self._status = StatusServer(
             directory, args["model_name"], stats=self.stats, status=self._get_status
@@ -183,8 +183,7 @@ class TritonPythonModel:
         key = self._dispatcher.new_key()
         stream = self._requests.stream(generation, responder, key, direct=direct)
         samples = self._requests.samples(generation, stream)
-        sink = self._dispatcher.open(stream)
-        sinks = [partial(sink, sample) for sample in range(len(samples))]
+        sinks = self._dispatcher.open(stream)
         try:
             self._engine.submit_samples(samples, sinks)
         except Exception:  # refused as a rule; in any case no event will come for the stream

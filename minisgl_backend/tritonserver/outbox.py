@@ -8,6 +8,9 @@ still takes in the tokens that are made meanwhile; one that waits in Triton's qu
 delay the first answers of others. So a busy server sends fewer and larger packets, and the time to
 first token stays short.
 
+While new requests wait to be taken in, plain items wait, too, but not for ever: each takes time of
+the process that takes requests in, and a client waits most for its first token.
+
 A packet is under way until it is acknowledged, its stream ends, or ``patience_s`` are over: a lost
 acknowledgement must not hold up other streams for ever.
 """
@@ -17,17 +20,31 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import Final, Generic, TypeVar
 
 T = TypeVar("T")
 
 _PATIENCE_S: Final = 0.25
+_MOST_HELD_S: Final = 1.0
+"""How long plain items wait for new requests that never cease."""
 
 
 class Outbox(Generic[T]):
     """A queue with two lanes. Safe to use from any thread; only ``get`` blocks."""
 
-    def __init__(self, max_packets: int, *, patience_s: float = _PATIENCE_S) -> None:
+    def __init__(
+        self,
+        max_packets: int,
+        *,
+        requests_wait: Callable[[], bool] = lambda: False,
+        most_held_s: float = _MOST_HELD_S,
+        patience_s: float = _PATIENCE_S,
+    ) -> None:
+        """``requests_wait`` says whether new requests wait to be taken in."""
+        self._most_held_s = most_held_s
+        self._requests_wait = requests_wait
+        self._held_since_s: float | None = None
         self._max_packets = max_packets
         self._patience_s = patience_s
         self._urgent: deque[T | None] = deque()
@@ -58,9 +75,22 @@ class Outbox(Generic[T]):
             while True:
                 if self._urgent:
                     return self._urgent.popleft()
-                if self._plain and len(self._under_way) < self._max_packets:
+                if (
+                    self._plain
+                    and len(self._under_way) < self._max_packets
+                    and not self._holds_back()
+                ):
                     return self._plain.popleft()
                 self._changed.wait()
+
+    def _holds_back(self) -> bool:
+        if not self._requests_wait():
+            self._held_since_s = None
+            return False
+        now_s = time.monotonic()
+        if self._held_since_s is None:
+            self._held_since_s = now_s
+        return now_s - self._held_since_s < self._most_held_s
 
     def sent(self, key: int) -> None:
         """A packet of stream ``key`` is under way from now on."""
@@ -74,12 +104,13 @@ class Outbox(Generic[T]):
                 self._changed.notify()
 
     def expire(self, now_s: float) -> None:
-        """Stop counting the packets that have been under way for too long."""
+        """Stop counting the packets that have been under way for too long, and look if plain items
+        are still held back. To be called some times a second."""
         with self._changed:
             late = [
                 key for key, sent_s in self._under_way.items() if now_s - sent_s > self._patience_s
             ]
             for key in late:
                 del self._under_way[key]
-            if late:
+            if late or self._held_since_s is not None:
                 self._changed.notify_all()

@@ -15,6 +15,7 @@ import os
 import selectors
 import socket
 import threading
+import time
 from typing import Final, Protocol
 
 logger = logging.getLogger(__name__)
@@ -42,6 +43,8 @@ class Peer:
         self.queue = queue
         self.lock = threading.Lock()
         self.broken = False
+        self.flushed_s = float("-inf")
+        """When it was last written to, by ``time.monotonic``."""
 
     def flush(self) -> bool:
         """Write what waits; False if the socket did not take all of it."""
@@ -76,6 +79,8 @@ class Reactor:
         self._selector.register(self._wake, selectors.EVENT_READ)
         self._lock = threading.Lock()
         self._stuck: set[Peer] = set()
+        self._later: dict[Peer, float] = {}
+        """Peers that are to be written to, and when."""
         self._closing = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
@@ -105,10 +110,19 @@ class Reactor:
 
     def flush(self, peer: Peer) -> None:
         """Write what waits for ``peer``, now or as soon as its socket takes it."""
+        peer.flushed_s = time.monotonic()
         if not peer.flush():
             with self._lock:
                 self._stuck.add(peer)
             self.wake()
+
+    def flush_later(self, peer: Peer, at_s: float) -> None:
+        """Write what waits for ``peer`` at that time, as another call may have said before."""
+        with self._lock:
+            if peer in self._later:
+                return
+            self._later[peer] = at_s
+        self.wake()
 
     def wake(self) -> None:
         """Let the thread look for what has changed."""
@@ -128,7 +142,7 @@ class Reactor:
 
     def _run(self) -> None:
         while not self._closing:
-            for key, events in self._selector.select():
+            for key, events in self._selector.select(self._wait_s()):
                 if key.fd == self._wake:
                     with contextlib.suppress(BlockingIOError):
                         os.eventfd_read(self._wake)
@@ -137,6 +151,21 @@ class Reactor:
                     self._serve(key.data, events)
                 else:
                     self.on_connection()
+            if self._later:
+                self._flush_due()
+
+    def _wait_s(self) -> float | None:
+        with self._lock:
+            return max(0.0, min(self._later.values()) - time.monotonic()) if self._later else None
+
+    def _flush_due(self) -> None:
+        now_s = time.monotonic()
+        with self._lock:
+            due = [peer for peer, at_s in self._later.items() if at_s <= now_s]
+            for peer in due:
+                del self._later[peer]
+        for peer in due:
+            self.flush(peer)
 
     def _watch_stuck(self) -> None:
         with self._lock:

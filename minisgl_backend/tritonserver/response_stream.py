@@ -37,7 +37,7 @@ from minisgl_backend.request import (
     Generated,
     PromptLogprobs,
     RequestId,
-    TokenId,
+    TokenBuffer,
     TokenLogprobs,
 )
 from minisgl_backend.tritonserver.responder import Responder
@@ -59,17 +59,17 @@ class Duty(Enum):
 class _Sample:
     """The unsent news of one sample. ``last`` is its last token until its end is known."""
 
-    __slots__ = ("finish", "has_ended", "last", "logprobs", "token_ids")
+    __slots__ = ("buffer", "finish", "has_ended", "last", "logprobs")
 
-    def __init__(self) -> None:
-        self.token_ids: list[TokenId] = []
+    def __init__(self, buffer: TokenBuffer) -> None:
+        self.buffer = buffer
         self.logprobs: list[TokenLogprobs] = []
         self.last: Generated | None = None
         self.finish: Finished | None = None
         self.has_ended = False
 
     def append(self, event: Generated) -> None:
-        self.token_ids.append(event.token_id)
+        self.buffer.tokens.append(event.token_id)
         if event.logprobs is not None:
             self.logprobs.append(event.logprobs)
 
@@ -81,16 +81,21 @@ class _Sample:
 
     def stop(self) -> None:
         """A stop string has ended it: the client has its end."""
-        self.token_ids, self.logprobs, self.last = [], [], None
+        self.logprobs, self.last = [], None
         self.finish, self.has_ended = None, True
+
+    @property
+    def has_news(self) -> bool:
+        """Whether there is something to send; what comes after a stop string is nothing."""
+        return self.finish is not None or (not self.has_ended and bool(self.buffer.tokens))
 
     def take(self, sample: int) -> SampleNews | None:
         """What is new, if anything; it counts as sent."""
-        if not self.token_ids and self.finish is None:
+        if not self.has_news:
             return None
-        news = SampleNews(self.token_ids, self.logprobs, self.finish, sample)
-        self.token_ids, self.logprobs, self.finish = [], [], None
-        return news
+        finish, logprobs = self.finish, self.logprobs
+        self.finish, self.logprobs = None, []
+        return SampleNews(self.buffer.take(), logprobs, finish, sample)
 
 
 class ResponseStream:
@@ -121,9 +126,9 @@ class ResponseStream:
         self._start = start
         self._lock = threading.Lock()
         self._window = window
-        self._samples = [_Sample() for _ in sample_ids]
+        self._samples = [_Sample(TokenBuffer(self._wake)) for _ in sample_ids]
+        self._on_news: Callable[[], None] = lambda: None
         self._num_running = len(sample_ids)
-        self._has_news_of_samples = False
         self._prompt_logprobs: deque[PromptLogprobs] = deque()
         self._is_whole = not self.is_acknowledged and not start.stream
         self._num_cached_tokens: int | None = None
@@ -158,7 +163,25 @@ class ResponseStream:
             or not self.is_acknowledged
         )
 
+    @property
+    def _has_news_of_samples(self) -> bool:
+        return any(sample.has_news for sample in self._samples)
+
+    def buffers(self, on_news: Callable[[], None]) -> Sequence[TokenBuffer] | None:
+        """Where the common tokens of each sample go: ``on_news`` is called if the caller must hand
+        the stream to a sender. None if each token is to come as an event, for its time."""
+        if self._is_timed:
+            return None
+        self._on_news = on_news
+        return [sample.buffer for sample in self._samples]
+
     # --- the engine's thread -----------------------------------------------------------------
+
+    def _wake(self) -> None:
+        with self._lock:
+            has_news = self._claim(time.monotonic())
+        if has_news:
+            self._on_news()
 
     def put(self, index: int, event: Event) -> bool:
         """Take an event of a sample; True if the caller must hand the stream to a sender."""
@@ -176,7 +199,6 @@ class ResponseStream:
                     sample.last = event  # for the packet with the terminal event
                     return False
                 sample.append(event)
-                self._has_news_of_samples = True
                 if self._claimed or not self._window.is_open:
                     return False  # the usual case of a busy server, and it comes for every token
             elif isinstance(event, Admitted):
@@ -199,7 +221,6 @@ class ResponseStream:
                 assert isinstance(event, Finished)
                 sample.end(event)
                 self._num_running -= 1
-                self._has_news_of_samples = True
             return self._claim(time.monotonic())
 
     # --- the channel's thread ----------------------------------------------------------------
@@ -250,7 +271,7 @@ class ResponseStream:
             if self._window.is_overdue(now_s, newest_acknowledged_s, grace_s):
                 return Duty.GIVE_UP
             if self._window.probe_is_due(now_s):
-                self._claimed = True
+                self._set_claimed(True)
                 return Duty.SEND
             return Duty.NOTHING
 
@@ -275,7 +296,6 @@ class ResponseStream:
             if not self._prompt_logprobs and (is_last or self._window.may_send_tokens(now_s)):
                 taken = [sample.take(index) for index, sample in enumerate(self._samples)]
                 news = [one for one in taken if one is not None]
-                self._has_news_of_samples = False
             num_cached_tokens, self._num_cached_tokens = self._num_cached_tokens, None
             index = self._num_sent
             self._num_sent += 1
@@ -323,7 +343,7 @@ class ResponseStream:
                 self._window.handed_over(index, now_s)
             else:
                 self._window.acknowledged(index)
-            self._claimed = False
+            self._set_claimed(False)
             return self._claim(now_s)
 
     def end(self) -> None:
@@ -337,10 +357,17 @@ class ResponseStream:
     def _claim(self, now_s: float) -> bool:
         if self._claimed:
             return False
+        self._set_claimed(False)
         if not self._muted and not self._has_news(now_s):
             return False
-        self._claimed = True
+        self._set_claimed(True)
         return True
+
+    def _set_claimed(self, claimed: bool) -> None:
+        self._claimed = claimed
+        is_awaited = not claimed and self._window.is_open
+        for sample in self._samples:
+            sample.buffer.is_awaited = is_awaited
 
     def _has_news(self, now_s: float) -> bool:
         if self._is_whole:

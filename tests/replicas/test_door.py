@@ -3,8 +3,7 @@ replica ends at a certain moment cannot be provoked with real ones."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,18 +12,19 @@ import pytest
 from minisgl_backend.config import EngineOptions
 from minisgl_backend.errors import EngineFailure, EngineLost, Overloaded, Recovering
 from minisgl_backend.replicas.door import ReplicatedEngine
+from minisgl_backend.replicas.gatherer import Gatherer, Happened
 from minisgl_backend.replicas.messages import (
     Message,
     News,
     decode_event,
     decode_request,
     encode_event,
-    encode_news,
     encode_samples,
     encode_stats,
 )
 from minisgl_backend.request import (
     Admitted,
+    BufferedSink,
     Event,
     Failed,
     Finished,
@@ -33,9 +33,11 @@ from minisgl_backend.request import (
     Request,
     RequestId,
     SamplingParams,
+    TokenBuffer,
     TokenLogprobs,
     samples_of,
 )
+from minisgl_backend.routing.router import Placement, Router
 from minisgl_backend.runtime.recorder import EngineStats, Samples
 from minisgl_backend.runtime_files import State
 from minisgl_backend.scheduling.report import SchedulerStats
@@ -80,6 +82,14 @@ class FakeReplica:
         return [(RequestId(each[1]), decode_event(each)) for each in news]
 
 
+def news_of(happened: Iterable[Happened]) -> list[News]:
+    """What a replica tells of it, all at once."""
+    gatherer = Gatherer()
+    for each in happened:
+        gatherer.add(each)
+    return gatherer.take(0.0, everything=True)
+
+
 class World:
     def __init__(self, num_replicas: int = 2, **options: Any) -> None:
         self.replicas = [FakeReplica(number) for number in range(num_replicas)]
@@ -117,7 +127,7 @@ class World:
         self.engine.take(replica, {"news": list(news)})
 
     def event(self, request_id: RequestId, event: Event) -> None:
-        self.tell(self.place(request_id), *encode_news([(request_id, event)]))
+        self.tell(self.place(request_id), *news_of([(request_id, event)]))
 
 
 def stats(num_steps: int, *, num_running: int = 0) -> EngineStats:
@@ -159,9 +169,7 @@ def test_a_request_that_has_told_nothing_goes_to_another_replica() -> None:
     assert moved.sampling.logit_bias == ((5, 0.5),)
     world.tell(other.number, encode_event(request, Admitted(4)))
     last = Generated(43, is_last=True)
-    world.tell(
-        other.number, *encode_news([(request, Generated(42)), (request, last), (request, DONE)])
-    )
+    world.tell(other.number, *news_of([(request, Generated(42)), (request, last), (request, DONE)]))
     assert world.events[request] == [Admitted(0), Generated(42), Generated(43, None, True), DONE]
     assert world.engine.stats().num_open == 0
 
@@ -325,24 +333,77 @@ def test_a_sink_that_fails_does_not_reach_other_requests() -> None:
 
     world.engine.submit(request, broken)
     replica = world.place(good)
-    world.tell(replica, *encode_news([(request.id, Generated(3)), (good, Generated(3))]))
+    world.tell(replica, *news_of([(request.id, Generated(3)), (good, Generated(3))]))
     assert world.events[good] == [Generated(3)]
 
 
-def test_tokens_of_a_step_are_one_piece_of_news_among_others_in_order() -> None:
-    """Those with more than their number stand by themselves."""
-    scored = Generated(3, TokenLogprobs(-0.5, 1, ((3, -0.5), (4, -1.5))))
-    a, b = RequestId(1), RequestId(2)
-    news = encode_news(
-        [
-            (a, Admitted(0)),
-            (a, Generated(5)),
-            (b, Generated(6)),
-            ["0"],
-            (a, Generated(7)),
-            (b, scored),
-        ]
+def buffered(world: World, events: list[Event | str]) -> tuple[RequestId, TokenBuffer]:
+    """A request whose sink has a buffer; ``events`` are what it gets, and the calls to wake it."""
+    request = Request(id=world.engine.new_id(), prompt=np.array(PROMPT, np.int32))
+    buffer = TokenBuffer(lambda: events.append("woken"))
+    world.engine.submit(request, BufferedSink(events.append, buffer))
+    return request.id, buffer
+
+
+def test_common_tokens_go_to_the_buffer_in_order_with_events() -> None:
+    world, events = World(), list[Event | str]()
+    request_id, buffer = buffered(world, events)
+    last = Generated(5, is_last=True)
+    world.tell(
+        world.place(request_id),
+        *news_of(
+            [
+                (request_id, Admitted(0)),
+                (request_id, Generated(3)),
+                (request_id, Generated(4)),
+                (request_id, last),
+                (request_id, DONE),
+                (request_id, Generated(9)),  # for nobody
+            ]
+        ),
     )
-    assert [each[0] for each in news] == ["a", "t", "0", "t", "g"]
-    assert news[1] == ["t", [1, 2], [5, 6]]
-    assert decode_event(json.loads(json.dumps(news[4]))) == scored
+    assert events == [Admitted(0), "woken", last, DONE]
+    assert buffer.take() == [3, 4]
+    assert buffer.take() == []
+
+
+def test_a_buffer_that_awaits_nothing_is_not_woken() -> None:
+    world, events = World(), list[Event | str]()
+    request_id, buffer = buffered(world, events)
+    buffer.is_awaited = False
+    world.event(request_id, Generated(3))
+    assert events == [] and buffer.tokens == [3]
+
+
+def test_a_buffer_whose_reader_fails_does_not_reach_other_requests() -> None:
+    world = World()
+    (good,) = world.submit()
+    request_id, buffer = buffered(world, [])
+
+    def fail() -> None:
+        raise ValueError("a reader")
+
+    buffer.wake = fail
+    replica = world.place(good)
+    world.tell(replica, *news_of([(request_id, Generated(3)), (good, Generated(3))]))
+    assert world.events[good] == [Generated(3)]
+
+
+def test_the_router_learns_of_each_page_that_tokens_begin(monkeypatch: pytest.MonkeyPatch) -> None:
+    grown: list[Placement] = []
+    real = Router.grow
+
+    def grow(router: Router, placements: Sequence[Placement]) -> None:
+        grown.extend(placements)
+        real(router, placements)
+
+    monkeypatch.setattr(Router, "grow", grow)
+    for num_prompt_tokens in range(1, 10):
+        world = World(num_replicas=1)
+        (request,) = world.submit(PROMPT[:num_prompt_tokens])
+        for num_tokens in range(1, 12):
+            token = Generated(3, TokenLogprobs(0.0, 1) if num_tokens % 3 == 0 else None)
+            world.event(request, token)
+            pages = -(-(num_prompt_tokens + num_tokens) // INFO.page_size)
+            assert len(grown) == pages - -(-num_prompt_tokens // INFO.page_size)
+        grown.clear()

@@ -318,7 +318,7 @@ def test_a_placement_ends_once() -> None:
     placement = routed(router, ints(1, 2, 3))
     router.end(placement)
     router.computed(placement)
-    router.grow(placement, 3)
+    router.grow([placement] * 3)
     assert not router.load.any()
     with pytest.raises(InvariantError, match="ends twice"):
         router.end(placement)

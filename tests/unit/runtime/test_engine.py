@@ -16,12 +16,14 @@ from minisgl_backend.errors import (
 from minisgl_backend.plan import Pending, StepPlan
 from minisgl_backend.request import (
     Admitted,
+    BufferedSink,
     Event,
     Failed,
     Finished,
     FinishReason,
     Generated,
     PromptLogprobs,
+    TokenBuffer,
     samples_of,
 )
 from tests.fakes.executor import (
@@ -48,6 +50,17 @@ def test_every_request_gets_its_tokens_and_one_ending(overlap: bool) -> None:
     stats = it.engine.stats()
     assert stats.num_open == 0
     assert stats.num_generated_tokens >= 50 * 8
+
+
+def test_common_tokens_go_to_the_buffer_of_a_sink_that_has_one(bench: Bench) -> None:
+    request, woken = bench.request([1, 2], max_tokens=9), list[int]()
+    buffer = TokenBuffer(lambda: woken.append(len(buffer.tokens)))
+    sink = Recording()
+    bench.engine.submit(request, BufferedSink(sink, buffer))
+    assert sink.ending() == Finished(FinishReason.LENGTH)
+    *common, last = expected_tokens(request, bench.model)
+    assert buffer.take() == common and woken == list(range(1, 9))
+    assert sink.events[1:-1] == [Generated(last, is_last=True)]
 
 
 def test_a_repeated_prompt_is_found_in_the_cache(bench: Bench) -> None:

@@ -219,6 +219,27 @@ def test_acks_and_forgets_arrive(engine: Engine, detokenizer: Detokenizer) -> No
     assert detokenizer.heard.get(timeout=PATIENCE_S) == 5
 
 
+def test_acks_wait_for_others_until_they_are_due(engine: Engine, detokenizer: Detokenizer) -> None:
+    path, first = engine.channel.path, Ack(1, 0, Verdict.CONTINUE)
+    assert detokenizer.channel.acknowledge(path, first, every_s=3600)
+    assert engine.heard.get(timeout=PATIENCE_S) == first, "none was sent just before"
+    for key in (2, 3):
+        assert detokenizer.channel.acknowledge(path, Ack(key, 0, Verdict.CONTINUE), every_s=0.2)
+    assert {engine.heard.get(timeout=PATIENCE_S).key for _ in range(2)} == {2, 3}
+
+
+@pytest.mark.parametrize(
+    "ending", [Ack(4, 0, Verdict.CANCELLED), Ack(4, 0, Verdict.CONTINUE, stopped=0b10)]
+)
+def test_an_ack_that_ends_something_waits_for_nothing(
+    engine: Engine, detokenizer: Detokenizer, ending: Ack
+) -> None:
+    path, waiting = engine.channel.path, Ack(2, 0, Verdict.CONTINUE)
+    for ack in (Ack(1, 0, Verdict.CONTINUE), waiting, ending):
+        assert detokenizer.channel.acknowledge(path, ack, every_s=3600)
+    assert [engine.heard.get(timeout=PATIENCE_S) for _ in range(3)][1:] == [waiting, ending]
+
+
 def test_two_engines_and_two_detokenizers_need_no_configuration() -> None:
     engines = [Engine(), Engine()]
     detokenizers = [Detokenizer(), Detokenizer()]

@@ -20,10 +20,10 @@ def test_items_are_taken_in_order_and_all_before_the_end() -> None:
     lane = Lane(take, name="lane")
     for item in range(5):
         lane.put(item)
-    assert not taken
+    assert not taken and not lane.is_empty
     goes_on.set()
     lane.close()
-    assert taken == list(range(5))
+    assert taken == list(range(5)) and lane.is_empty
 
 
 def test_an_error_ends_one_item_alone(caplog: pytest.LogCaptureFixture) -> None:

@@ -34,6 +34,30 @@ def test_plain_items_wait_while_enough_packets_are_under_way() -> None:
     assert got == ["plain"]
 
 
+def test_plain_items_wait_while_requests_wait() -> None:
+    waiting = [True]
+    outbox: Outbox[str] = Outbox(9, requests_wait=lambda: waiting[0], most_held_s=3600)
+    outbox.put("plain", urgent=False)
+    outbox.put("urgent", urgent=True)
+    assert outbox.get() == "urgent"
+
+    got: list[str | None] = []
+    getter = threading.Thread(target=lambda: got.append(outbox.get()))
+    getter.start()
+    outbox.expire(time.monotonic())
+    assert not got
+    waiting[0] = False
+    while getter.is_alive():  # the clock calls this again and again
+        outbox.expire(time.monotonic())
+    assert got == ["plain"]
+
+
+def test_plain_items_do_not_wait_for_ever_for_requests() -> None:
+    outbox: Outbox[str] = Outbox(9, requests_wait=lambda: True, most_held_s=0.0)
+    outbox.put("plain", urgent=False)
+    assert outbox.get() == "plain"
+
+
 def test_a_packet_that_never_arrives_is_not_counted_for_ever() -> None:
     outbox: Outbox[str] = Outbox(1, patience_s=1.0)
     outbox.sent(7)

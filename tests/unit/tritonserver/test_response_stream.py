@@ -20,20 +20,25 @@ from minisgl_backend.request import (
 from minisgl_backend.tritonserver.responder import Responder
 from minisgl_backend.tritonserver.response_stream import Duty, ResponseStream
 from minisgl_backend.tritonserver.window import PROBE_AFTER_S, Window
+from minisgl_backend.wire.generation import NOTHING, Wanted
 from minisgl_backend.wire.packets import Ack, Packet, SampleNews, StreamStart, Verdict
 from tests.fakes import pb_utils
 from tests.fakes.packets import finish_of, token_ids_of
 
 
 def opened(
-    *, reply_to: str = "/run/engine.sock", stream: bool = False, n: int = 1
+    *,
+    reply_to: str = "/run/engine.sock",
+    stream: bool = False,
+    n: int = 1,
+    wanted: Wanted = NOTHING,
 ) -> ResponseStream:
     interval_s = 0.0 if stream else float("inf")
     return ResponseStream(
         key=1,
         sample_ids=[RequestId(1 + sample) for sample in range(n)],
         responder=Responder(pb_utils.InferenceRequest({})),
-        start=StreamStart(num_input_tokens=3, stream=stream, num_samples=n, n=n),
+        start=StreamStart(num_input_tokens=3, stream=stream, wanted=wanted, num_samples=n, n=n),
         reply_to=reply_to,
         encode=lambda packet: None,
         window=Window(now_s=time.monotonic(), interval_s=interval_s),
@@ -141,6 +146,60 @@ def test_a_sender_that_was_held_up_does_not_cost_the_stream() -> None:
     assert not stream.release(packet.index)
     now_s = taken_s + PROBE_AFTER_S / 2
     assert stream.tick(now_s, acknowledged_s, grace_s=0.0) is Duty.NOTHING
+
+
+def test_a_buffered_token_calls_for_a_sender_only_if_the_stream_waits_for_it() -> None:
+    stream = opened(stream=True)
+    calls: list[None] = []
+    buffers = stream.buffers(lambda: calls.append(None))
+    assert buffers is not None
+    (buffer,) = buffers
+
+    def push(token_id: int) -> None:
+        """As the engine does."""
+        buffer.tokens.append(token_id)
+        if buffer.is_awaited:
+            buffer.wake()
+
+    push(5)
+    assert len(calls) == 1
+    push(6)
+    assert len(calls) == 1, "a sender has the stream"
+    first = stream.take()
+    assert first is not None and token_ids_of(first) == [5, 6]
+    push(7)
+    assert not stream.release(first.index), "the packet is not acknowledged"
+    push(8)
+    assert len(calls) == 1
+    assert stream.acknowledge(Ack(1, first.index, Verdict.CONTINUE))[0]
+    second = taken(stream)
+    assert token_ids_of(second) == [7, 8]
+    assert not stream.acknowledge(Ack(1, second.index, Verdict.CONTINUE))[0]
+    push(9)
+    assert len(calls) == 2
+    assert token_ids_of(taken(stream)) == [9]
+
+
+def test_buffered_tokens_are_before_the_last_one_and_none_comes_after_a_stop_string() -> None:
+    stream = opened(stream=True, n=2)
+    buffers = stream.buffers(lambda: None)
+    assert buffers is not None
+    assert stream.put(0, Generated(5))
+    first = taken(stream)
+    buffers[0].tokens.append(6)
+    buffers[1].tokens.append(7)
+    assert stream.acknowledge(Ack(1, first.index, Verdict.CONTINUE, stopped=0b1))[0]
+    buffers[0].tokens.append(8)  # the engine does not know yet
+    assert not stream.put(1, Generated(9, is_last=True))
+    assert not stream.put(1, Finished(FinishReason.LENGTH))
+    last = taken(stream)
+    assert last.news == [SampleNews([7, 9], [], Finished(FinishReason.LENGTH), sample=1)]
+    assert last.is_last
+
+
+def test_a_stream_that_tells_times_has_no_buffers() -> None:
+    """The time of its first and last token is that of the event."""
+    assert opened(wanted=Wanted(perf_metrics=True)).buffers(lambda: None) is None
 
 
 def test_the_last_token_is_in_the_packet_that_ends_the_request() -> None:

@@ -224,16 +224,40 @@ class ResponseStreamOptions(Strict):
     include_obfuscation: Literal[False] | None = None
 
 
-class ResponsesRequest(Body):
+class InputTokensRequest(Body):
+    """A conversation, whose tokens are counted or which is to be answered."""
+
+    not_offered = MappingProxyType({"conversation": (), "personality": ()})
+
+    input: str | Annotated[list[Item], Field(max_length=MAX_ITEMS, fail_fast=True)] = Field(
+        default_factory=list
+    )
+    instructions: str | None = Field(
+        None, description="a system message before all; not carried over to the next response"
+    )
+    previous_response_id: str | None = Field(
+        None, description="the kept response whose conversation goes on"
+    )
+    tools: Annotated[list[FunctionTool], Field(max_length=128, fail_fast=True)] | None = None
+    tool_choice: ToolChoice = "auto"
+    parallel_tool_calls: bool = True
+    text: TextConfig | None = None
+    reasoning: ReasoningConfig | None = None
+    truncation: Literal["disabled"] = Field(
+        "disabled", description="a conversation that is too long is refused"
+    )
+
+
+class ResponsesRequest(InputTokensRequest):
     """What is to be answered, as items or as one text of the user."""
 
     not_offered = MappingProxyType(
         {
+            **InputTokensRequest.not_offered,
             "access_programs": (),
             "background": (False,),
             "background_options": (),
             "context_management": ([],),
-            "conversation": (),
             "frequency_penalty": (0,),
             "image": (),
             "moderation": (),
@@ -258,12 +282,6 @@ class ResponsesRequest(Body):
 
     model: str
     input: str | Annotated[list[Item], Field(max_length=MAX_ITEMS, fail_fast=True)]
-    instructions: str | None = Field(
-        None, description="a system message before all; not carried over to the next response"
-    )
-    previous_response_id: str | None = Field(
-        None, description="the kept response whose conversation goes on"
-    )
     store: bool = Field(True, description="whether the response is kept, while there is room")
     stream: bool = False
     stream_options: ResponseStreamOptions | None = None
@@ -290,14 +308,6 @@ class ResponsesRequest(Body):
         | None
     ) = Field(
         None, description="message.output_text.logprobs; the others are of what never comes here"
-    )
-    tools: Annotated[list[FunctionTool], Field(max_length=128, fail_fast=True)] | None = None
-    tool_choice: ToolChoice = "auto"
-    parallel_tool_calls: bool = True
-    text: TextConfig | None = None
-    reasoning: ReasoningConfig | None = None
-    truncation: Literal["disabled"] = Field(
-        "disabled", description="a conversation that is too long is refused"
     )
     metadata: dict[str, str] | None = Field(None, description="told again in the answer")
     user: str | None = label()

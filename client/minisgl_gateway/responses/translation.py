@@ -6,6 +6,7 @@ Knows OpenAI's items and what ``Chat`` asks for; never the answer.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 from minisgl_client.parameters import Parameters
@@ -20,6 +21,7 @@ from minisgl_gateway.responses.schema import (
     FunctionChoice,
     FunctionTool,
     InputText,
+    InputTokensRequest,
     Item,
     ItemReference,
     JsonObjectConfig,
@@ -38,22 +40,13 @@ _OUTPUT_ITEM: Final = TypeAdapter[OutputItem](OutputItem)
 LOGPROBS: Final = "message.output_text.logprobs"
 
 
-def chat_of(request: ResponsesRequest, messages: Sequence[Mapping[str, Any]]) -> Chat:
-    """The chat that goes on from ``messages`` as the request asks; raises ``ApiError``."""
-    if request.stream_options is not None and not request.stream:
-        raise invalid("stream_options goes with stream", "stream_options")
-    instructions = request.instructions
-    if instructions is not None:
-        messages = [{"role": "system", "content": instructions}, *messages]
+def counted_chat(request: InputTokensRequest, messages: Sequence[Mapping[str, Any]]) -> Chat:
+    """The chat of ``messages`` whose tokens are counted; raises ``ApiError``."""
+    if request.instructions is not None:
+        messages = [{"role": "system", "content": request.instructions}, *messages]
     if not messages:
         raise invalid("input must not be empty", "input")
     tools, calls = _tools(request)
-    parameters = Parameters()
-    for name in ("temperature", "top_p"):
-        if name in request.model_fields_set:
-            parameters[name] = getattr(request, name)
-    if (num_logprobs := logprobs_of(request)) is not None:
-        parameters["num_logprobs"] = num_logprobs
     return Chat(
         messages=messages,
         tools=tools,
@@ -61,6 +54,22 @@ def chat_of(request: ResponsesRequest, messages: Sequence[Mapping[str, Any]]) ->
         form=_form(request),
         form_param="text.format",
         effort=request.reasoning.effort if request.reasoning else None,
+    )
+
+
+def chat_of(request: ResponsesRequest, messages: Sequence[Mapping[str, Any]]) -> Chat:
+    """The chat that goes on from ``messages`` as the request asks; raises ``ApiError``."""
+    if request.stream_options is not None and not request.stream:
+        raise invalid("stream_options goes with stream", "stream_options")
+    chat = counted_chat(request, messages)
+    parameters = Parameters()
+    for name in ("temperature", "top_p"):
+        if name in request.model_fields_set:
+            parameters[name] = getattr(request, name)
+    if (num_logprobs := logprobs_of(request)) is not None:
+        parameters["num_logprobs"] = num_logprobs
+    return replace(
+        chat,
         parameters=parameters,
         max_tokens=request.max_output_tokens,
         stream=request.stream,
@@ -141,7 +150,7 @@ def _content(parts: str | Sequence[InputText | OutputText | RefusalPart]) -> str
 # --- tools, and the form of the answer -----------------------------------------------------------
 
 
-def _tools(request: ResponsesRequest) -> tuple[Sequence[Tool], Calls]:
+def _tools(request: InputTokensRequest) -> tuple[Sequence[Tool], Calls]:
     tools = [
         Tool(tool.name, tool.description, tool.parameters, is_strict(tool))
         for tool in request.tools or ()
@@ -221,7 +230,7 @@ _ENFORCED: Final = frozenset(
 )
 
 
-def _form(request: ResponsesRequest) -> dict[str, Any] | None:
+def _form(request: InputTokensRequest) -> dict[str, Any] | None:
     form = request.text.format if request.text else None
     if isinstance(form, JsonObjectConfig):
         return {"json_object": True}

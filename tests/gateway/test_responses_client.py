@@ -172,9 +172,9 @@ def test_lengths_of_prompts(client: OpenAI) -> None:
         {"input": QUESTION, "tools": [TOOL], "tool_choice": "required"},
         {"input": QUESTION, "reasoning": {"effort": "none"}, "text": {"format": {"type": "text"}}},
     ):
-        counted = client.responses.input_tokens.count(model="minisgl", **asked)  # type: ignore[arg-type]
+        counted = client.responses.input_tokens.count(model="minisgl", **asked)
         assert counted.object == "response.input_tokens"
-        response = client.responses.create(model="minisgl", max_output_tokens=8, **asked)  # type: ignore[call-overload]
+        response = client.responses.create(model="minisgl", max_output_tokens=8, **asked)
         assert counted.input_tokens == response.usage.input_tokens
     first = client.responses.create(model="minisgl", input=QUESTION, max_output_tokens=8)
     so_far = client.responses.input_tokens.count(previous_response_id=first.id)

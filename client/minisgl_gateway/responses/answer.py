@@ -56,6 +56,7 @@ class AnsweredCall(BaseModel):
     status: Status
     call_id: str
     name: str
+    namespace: str | None = Field(default=None, exclude_if=_is_none)
     arguments: str = Field(description="a JSON object in a string")
 
 

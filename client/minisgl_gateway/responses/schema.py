@@ -75,6 +75,7 @@ class FunctionCallItem(Strict):
     call_id: str
     name: str
     arguments: str
+    namespace: str | None = None
     id: str | None = None
     status: Status | None = _status()
     caller: DirectCaller | None = None
@@ -150,6 +151,18 @@ class FunctionTool(Strict):
     )
     defer_loading: Literal[False] | None = None
     allowed_callers: list[Literal["direct"]] | None = None
+
+
+class NamespaceTool(Strict):
+    """Functions under a common name, which a call has beside that of the function."""
+
+    type: Literal["namespace"]
+    name: str = Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")
+    description: str | None = Field(None, description="stands before that of each function")
+    tools: Annotated[list[FunctionTool], Field(min_length=1, max_length=128, fail_fast=True)]
+
+
+ResponsesTool = Annotated[FunctionTool | NamespaceTool, Field(discriminator="type")]
 
 
 class FunctionChoice(Strict):
@@ -238,7 +251,7 @@ class InputTokensRequest(Body):
     previous_response_id: str | None = Field(
         None, description="the kept response whose conversation goes on"
     )
-    tools: Annotated[list[FunctionTool], Field(max_length=128, fail_fast=True)] | None = None
+    tools: Annotated[list[ResponsesTool], Field(max_length=128, fail_fast=True)] | None = None
     tool_choice: ToolChoice = "auto"
     parallel_tool_calls: bool = True
     text: TextConfig | None = None
@@ -270,6 +283,7 @@ class ResponsesRequest(InputTokensRequest):
     )
     without_effect = frozenset(
         {
+            "client_metadata",
             "max_tool_calls",
             "prompt_cache_key",
             "prompt_cache_options",
@@ -310,6 +324,7 @@ class ResponsesRequest(InputTokensRequest):
         None, description="message.output_text.logprobs; the others are of what never comes here"
     )
     metadata: dict[str, str] | None = Field(None, description="told again in the answer")
+    client_metadata: dict[str, Any] | None = label("of Codex; no effect")
     user: str | None = label()
     safety_identifier: str | None = label()
     prompt_cache_key: str | None = label()

@@ -5,7 +5,7 @@ Knows OpenAI's items and what ``Chat`` asks for; never the answer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
@@ -13,7 +13,7 @@ from minisgl_client.parameters import Parameters
 from pydantic import TypeAdapter
 
 from minisgl_gateway.chat import Chat, content_of
-from minisgl_gateway.errors import invalid
+from minisgl_gateway.errors import invalid, shown
 from minisgl_gateway.responses.schema import (
     AllowedTools,
     FunctionCallItem,
@@ -27,11 +27,13 @@ from minisgl_gateway.responses.schema import (
     JsonObjectConfig,
     JsonSchemaConfig,
     MessageItem,
+    NamespaceTool,
     OutputItem,
     OutputText,
     RefusalPart,
     ResponsesRequest,
 )
+from minisgl_gateway.system_messages import with_system_first
 from minisgl_gateway.tool_dialects import Calls, Tool, allowed, check_choice
 
 Referred = Callable[[str], Mapping[str, Any]]
@@ -48,7 +50,7 @@ def counted_chat(request: InputTokensRequest, messages: Sequence[Mapping[str, An
         raise invalid("input must not be empty", "input")
     tools, calls = _tools(request)
     return Chat(
-        messages=messages,
+        messages=with_system_first(messages),
         tools=tools,
         calls=calls,
         form=_form(request),
@@ -126,7 +128,8 @@ def _add_to_answer(messages: list[dict[str, Any]], item: OutputItem) -> None:
         last = {"role": "assistant", "content": ""}
         messages.append(last)
     if isinstance(item, FunctionCallItem):
-        function = {"name": item.name, "arguments": item.arguments}
+        name = item.name if item.namespace is None else _name_in(item.namespace, item.name)
+        function = {"name": name, "arguments": item.arguments}
         call = {"id": item.call_id, "type": "function", "function": function}
         last.setdefault("tool_calls", []).append(call)
     elif isinstance(item, MessageItem):
@@ -152,9 +155,18 @@ def _content(parts: str | Sequence[InputText | OutputText | RefusalPart]) -> str
 
 def _tools(request: InputTokensRequest) -> tuple[Sequence[Tool], Calls]:
     tools = [
-        Tool(tool.name, tool.description, tool.parameters, is_strict(tool))
-        for tool in request.tools or ()
+        Tool(
+            tool.name if namespace is None else _name_in(namespace.name, tool.name),
+            _description(namespace, tool),
+            tool.parameters,
+            is_strict(tool),
+        )
+        for namespace, tool in _functions(request)
     ]
+    names_of_tools = [tool.name for tool in tools]
+    for name in namespaced(request):
+        if names_of_tools.count(name) > 1:
+            raise invalid(f"tools has {shown(name)} twice", "tools")
     choice = request.tool_choice
     parallel = request.parallel_tool_calls
     if isinstance(choice, AllowedTools):
@@ -168,6 +180,37 @@ def _tools(request: InputTokensRequest) -> tuple[Sequence[Tool], Calls]:
         raise invalid("tool_choice 'required' goes with tools", "tool_choice")
     offered = choice != "none"
     return tools, Calls(offered, required=choice == "required", parallel=parallel)
+
+
+def namespaced(request: InputTokensRequest) -> dict[str, tuple[str, str]]:
+    """Namespace and name of each function that has a namespace, by its name for the model."""
+    return {
+        _name_in(namespace.name, tool.name): (namespace.name, tool.name)
+        for namespace, tool in _functions(request)
+        if namespace is not None
+    }
+
+
+def _functions(
+    request: InputTokensRequest,
+) -> Iterator[tuple[NamespaceTool | None, FunctionTool]]:
+    """Each function, with its namespace if it has one."""
+    for tool in request.tools or ():
+        if isinstance(tool, NamespaceTool):
+            yield from ((tool, function) for function in tool.tools)
+        else:
+            yield None, tool
+
+
+def _name_in(namespace: str, name: str) -> str:
+    """The name of a function for the model, which knows no namespaces."""
+    return f"{namespace}__{name}"
+
+
+def _description(namespace: NamespaceTool | None, tool: FunctionTool) -> str | None:
+    """The description of a function for the model, behind that of its namespace."""
+    given = (namespace and namespace.description, tool.description)
+    return "\n".join(text for text in given if text) or tool.description
 
 
 def is_strict(tool: FunctionTool) -> bool:

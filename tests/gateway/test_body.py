@@ -385,7 +385,7 @@ def test_invalid_tool_choices(choice: Any, words: str) -> None:
         ({"structured_outputs": {"yaml": "x"}}, 'unknown parameter "structured_outputs.yaml"'),
         (
             {"structured_outputs": {"regex": "a", "disable_fallback": True}},
-            "structured_outputs.disable_fallback must be False, got true",
+            "structured_outputs.disable_fallback must be false, got true",
         ),
     ],
 )

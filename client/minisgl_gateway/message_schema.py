@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from minisgl_gateway.strict_schema import Strict, by_type, cache_control, read_by_sdk
+from minisgl_gateway.strict_schema import MAX_MESSAGES, Strict, by_type, cache_control, read_by_sdk
 
 
 class TextPart(Strict):
@@ -96,7 +96,7 @@ Message = Annotated[
     SystemMessage | UserMessage | AssistantMessage | ToolMessage | FunctionMessage,
     Field(discriminator="role"),
 ]
-Messages = Annotated[list[Message], Field(min_length=1, max_length=1024, fail_fast=True)]
+Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
 
 
 class OlderFunction(Strict):

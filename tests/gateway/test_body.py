@@ -124,7 +124,7 @@ def test_wrong_values_are_named(name: str, value: Any) -> None:
             "messages[0].content[1].text",
         ),
         ([*MESSAGES, {"role": "tool"}], "messages[1].content"),
-        (MESSAGES * 1025, "messages"),
+        (MESSAGES * 8193, "messages"),
     ],
 )
 def test_wrong_messages_are_named(messages: Any, place: str) -> None:

@@ -7,12 +7,13 @@ The same rules as in ``minisgl_gateway.schema``: what is not known is refused by
 from __future__ import annotations
 
 from types import MappingProxyType
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from minisgl_gateway.chat import MAX_STOPS
 from minisgl_gateway.strict_schema import (
+    MAX_MESSAGES,
     Body,
     DirectCaller,
     Strict,
@@ -20,9 +21,6 @@ from minisgl_gateway.strict_schema import (
     label,
     read_by_sdk,
 )
-
-MAX_MESSAGES: Final = 1024
-
 
 # --- messages ------------------------------------------------------------------------------------
 

@@ -8,15 +8,22 @@ used.
 from __future__ import annotations
 
 from types import MappingProxyType
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
 from minisgl_gateway.form_schema import TextForm
 from minisgl_gateway.schema import MAX_LOGPROBS, Effort
-from minisgl_gateway.strict_schema import Body, DirectCaller, Strict, by_type, label, read_by_sdk
+from minisgl_gateway.strict_schema import (
+    MAX_MESSAGES,
+    Body,
+    DirectCaller,
+    Strict,
+    by_type,
+    label,
+    read_by_sdk,
+)
 
-MAX_ITEMS: Final = 1024
 Status = Literal["in_progress", "completed", "incomplete"]
 
 
@@ -242,7 +249,7 @@ class InputTokensRequest(Body):
 
     not_offered = MappingProxyType({"conversation": (), "personality": ()})
 
-    input: str | Annotated[list[Item], Field(max_length=MAX_ITEMS, fail_fast=True)] = Field(
+    input: str | Annotated[list[Item], Field(max_length=MAX_MESSAGES, fail_fast=True)] = Field(
         default_factory=list
     )
     instructions: str | None = Field(
@@ -295,7 +302,7 @@ class ResponsesRequest(InputTokensRequest):
     )
 
     model: str
-    input: str | Annotated[list[Item], Field(max_length=MAX_ITEMS, fail_fast=True)]
+    input: str | Annotated[list[Item], Field(max_length=MAX_MESSAGES, fail_fast=True)]
     store: bool = Field(True, description="whether the response is kept, while there is room")
     stream: bool = False
     stream_options: ResponseStreamOptions | None = None

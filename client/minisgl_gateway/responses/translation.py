@@ -5,6 +5,7 @@ Knows OpenAI's items and what ``Chat`` asks for; never the answer.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
@@ -163,9 +164,9 @@ def _tools(request: InputTokensRequest) -> tuple[Sequence[Tool], Calls]:
         )
         for namespace, tool in _functions(request)
     ]
-    names_of_tools = [tool.name for tool in tools]
+    num_by_name = Counter(tool.name for tool in tools)
     for name in namespaced(request):
-        if names_of_tools.count(name) > 1:
+        if num_by_name[name] > 1:
             raise invalid(f"tools has {shown(name)} twice", "tools")
     choice = request.tool_choice
     parallel = request.parallel_tool_calls

@@ -24,8 +24,8 @@ from minisgl_gateway.messages.schema import (
     ToolUseBlock,
     UserTurn,
 )
-from minisgl_gateway.system_messages import with_system_first
 from minisgl_gateway.tool_dialects import Calls, Tool, check_choice
+from minisgl_gateway.turns import in_turns
 
 
 def counted_chat(request: CountTokensRequest) -> Chat:
@@ -45,7 +45,7 @@ def counted_chat(request: CountTokensRequest) -> Chat:
         for tool in request.tools or ()
     ]
     return Chat(
-        messages=with_system_first(messages),
+        messages=in_turns(messages),
         tools=tools,
         calls=_calls(request, tools),
         form=_form(request),

@@ -34,8 +34,8 @@ from minisgl_gateway.responses.schema import (
     RefusalPart,
     ResponsesRequest,
 )
-from minisgl_gateway.system_messages import with_system_first
 from minisgl_gateway.tool_dialects import Calls, Tool, allowed, check_choice
+from minisgl_gateway.turns import in_turns
 
 Referred = Callable[[str], Mapping[str, Any]]
 """Finds the item of a kept response by its id; raises ``ApiError``."""
@@ -51,7 +51,7 @@ def counted_chat(request: InputTokensRequest, messages: Sequence[Mapping[str, An
         raise invalid("input must not be empty", "input")
     tools, calls = _tools(request)
     return Chat(
-        messages=with_system_first(messages),
+        messages=in_turns(messages),
         tools=tools,
         calls=calls,
         form=_form(request),

@@ -263,6 +263,14 @@ def test_two_functions_of_one_name_for_the_model(tools: Any) -> None:
     assert raised.value.param == "tools"
 
 
+def test_functions_of_namespaces_are_bounded_together() -> None:
+    functions = [{"type": "function", "name": f"f{n}"} for n in range(1000)]
+    namespaces = [{**NAMESPACE, "name": name, "tools": functions} for name in "ab"]
+    with pytest.raises(ApiError, match="tools must be at most 1024, got 2000"):
+        chat(tools=namespaces)
+    assert len(chat(tools=namespaces[:1]).tools) == 1000
+
+
 def test_an_agent_may_say_who_it_is() -> None:
     request = read(client_metadata={"thread_id": "1", "depth": 2})
     assert request.without_effect & request.model_fields_set == {"client_metadata"}

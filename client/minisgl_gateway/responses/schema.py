@@ -16,6 +16,7 @@ from minisgl_gateway.form_schema import TextForm
 from minisgl_gateway.schema import MAX_LOGPROBS, Effort
 from minisgl_gateway.strict_schema import (
     MAX_MESSAGES,
+    MAX_TOOLS,
     Body,
     DirectCaller,
     Strict,
@@ -166,7 +167,7 @@ class NamespaceTool(Strict):
     type: Literal["namespace"]
     name: str = Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")
     description: str | None = Field(None, description="stands before that of each function")
-    tools: Annotated[list[FunctionTool], Field(min_length=1, max_length=128, fail_fast=True)]
+    tools: Annotated[list[FunctionTool], Field(min_length=1, max_length=MAX_TOOLS, fail_fast=True)]
 
 
 ResponsesTool = Annotated[FunctionTool | NamespaceTool, Field(discriminator="type")]
@@ -184,7 +185,9 @@ class AllowedTools(Strict):
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
-    tools: Annotated[list[FunctionChoice], Field(min_length=1, max_length=128, fail_fast=True)]
+    tools: Annotated[
+        list[FunctionChoice], Field(min_length=1, max_length=MAX_TOOLS, fail_fast=True)
+    ]
 
 
 Mode = Literal["none", "auto", "required"]
@@ -258,7 +261,7 @@ class InputTokensRequest(Body):
     previous_response_id: str | None = Field(
         None, description="the kept response whose conversation goes on"
     )
-    tools: Annotated[list[ResponsesTool], Field(max_length=128, fail_fast=True)] | None = None
+    tools: Annotated[list[ResponsesTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: ToolChoice = "auto"
     parallel_tool_calls: bool = True
     text: TextConfig | None = None

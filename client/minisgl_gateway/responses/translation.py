@@ -34,6 +34,7 @@ from minisgl_gateway.responses.schema import (
     RefusalPart,
     ResponsesRequest,
 )
+from minisgl_gateway.strict_schema import MAX_TOOLS
 from minisgl_gateway.tool_dialects import Calls, Tool, allowed, check_choice
 from minisgl_gateway.turns import in_turns
 
@@ -155,6 +156,9 @@ def _content(parts: str | Sequence[InputText | OutputText | RefusalPart]) -> str
 
 
 def _tools(request: InputTokensRequest) -> tuple[Sequence[Tool], Calls]:
+    functions = [*_functions(request)]
+    if len(functions) > MAX_TOOLS:
+        raise invalid(f"tools must be at most {MAX_TOOLS}, got {len(functions)}", "tools")
     tools = [
         Tool(
             tool.name if namespace is None else _name_in(namespace.name, tool.name),
@@ -162,7 +166,7 @@ def _tools(request: InputTokensRequest) -> tuple[Sequence[Tool], Calls]:
             tool.parameters,
             is_strict(tool),
         )
-        for namespace, tool in _functions(request)
+        for namespace, tool in functions
     ]
     num_by_name = Counter(tool.name for tool in tools)
     for name in namespaced(request):

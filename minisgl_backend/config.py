@@ -307,7 +307,8 @@ class Limits:
     prompt_bytes: int = 8 * 2**20
     other_bytes: int = 4 * 2**20
     """Everything in a request except its prompt."""
-    messages: int = 1024
+    messages: int = 8192
+    tools: int = 1024
     message_depth: int = 32
     stop_strings: int = 16
     stop_string_bytes: int = 1024

@@ -34,9 +34,10 @@ from minisgl_gateway.keys import Keys
 from minisgl_gateway.lookups import Lookups
 from minisgl_gateway.messages.answer import CountedTokens, MessagesAnswer, MessagesErrorAnswer
 from minisgl_gateway.messages.schema import CountTokensRequest, MessagesRequest
+from minisgl_gateway.responses.answer import CountedInput
 from minisgl_gateway.responses.answer import Response as AnsweredResponse
 from minisgl_gateway.responses.memory import ResponseMemory
-from minisgl_gateway.responses.schema import ResponsesRequest
+from minisgl_gateway.responses.schema import InputTokensRequest, ResponsesRequest
 from minisgl_gateway.retrieval import RetrievalRoutes
 from minisgl_gateway.routes import MessagesRoutes, ResponsesRoutes
 from minisgl_gateway.schema import (
@@ -99,7 +100,7 @@ def create_app(options: GatewayOptions, telemetry: Telemetry) -> ASGIApp:
     )
     _add_api(app, service, telemetry)
     memory = ResponseMemory(options.max_stored_responses, options.max_stored_bytes)
-    _add_responses(app, ResponsesRoutes(service, memory))
+    _add_responses(app, ResponsesRoutes(service, lookups, memory))
     _add_messages(app, MessagesRoutes(service, lookups))
     _add_retrieval(app, RetrievalRoutes(service, lookups))
     _add_probes(app, service, lookups)
@@ -151,6 +152,11 @@ def _add_responses(app: FastAPI, routes: ResponsesRoutes) -> None:
         responses={200: answer_of(AnsweredResponse, named_events=True)},
         openapi_extra=body_of(ResponsesRequest),
     )(routes.create)
+    app.post(
+        "/v1/responses/input_tokens",
+        responses={200: {"model": CountedInput}},
+        openapi_extra=body_of(InputTokensRequest),
+    )(routes.count_tokens)
     app.get("/v1/responses/{id}", responses={200: {"model": AnsweredResponse}})(routes.retrieve)
     app.delete("/v1/responses/{id}")(routes.delete)
 

@@ -148,12 +148,16 @@ def _explained(error: ValidationError, fields: Mapping[str, Any]) -> ApiError:
     if nouns:
         message = f"{place} must be {' or '.join(nouns)}{got}"
         return ApiError(400, message, code="invalid_type", param=place)
-    bounds = {
-        name: int(bound) if isinstance(bound, float) and bound.is_integer() else bound
-        for name, bound in first.get("ctx", {}).items()
-    }
+    bounds = {name: _in_json(bound) for name, bound in first.get("ctx", {}).items()}
     must = _MUST.get(kind, "be valid").format(**bounds)
     return invalid(f"{place} must {must}{got}", place)
+
+
+def _in_json(bound: Any) -> Any:
+    """A bound of pydantic's complaint as JSON has it."""
+    if isinstance(bound, float) and bound.is_integer():
+        return int(bound)
+    return {"False": "false", "True": "true"}.get(bound, bound)
 
 
 _TYPES: Final = {

@@ -17,7 +17,7 @@ from pydantic import BaseModel
 
 from minisgl_gateway.adapters import LoadAdapterRequest, UnloadAdapterRequest
 from minisgl_gateway.messages.schema import CountTokensRequest, MessagesRequest
-from minisgl_gateway.responses.schema import ResponsesRequest
+from minisgl_gateway.responses.schema import InputTokensRequest, ResponsesRequest
 from minisgl_gateway.schema import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -31,6 +31,7 @@ _BODIES: Final = (
     ChatCompletionRequest,
     CompletionRequest,
     ResponsesRequest,
+    InputTokensRequest,
     MessagesRequest,
     CountTokensRequest,
     EmbeddingRequest,

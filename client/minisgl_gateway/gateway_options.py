@@ -40,7 +40,7 @@ class GatewayOptions:
     tool_dialect: DialectName | None = None
     max_requests: int = 256
     max_requests_per_key: int = 64
-    max_body_bytes: int = 2**20
+    max_body_bytes: int = 4 * 2**20
     max_header_bytes: int = 16 * 2**10
     max_stored_responses: int = 1024
     max_stored_bytes: int = 64 * 2**20

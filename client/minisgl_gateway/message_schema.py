@@ -6,7 +6,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from minisgl_gateway.strict_schema import Strict, by_type, cache_control, read_by_sdk
+from minisgl_gateway.strict_schema import (
+    MAX_MESSAGES,
+    MAX_TOOLS,
+    Strict,
+    by_type,
+    cache_control,
+    read_by_sdk,
+)
 
 
 class TextPart(Strict):
@@ -96,7 +103,7 @@ Message = Annotated[
     SystemMessage | UserMessage | AssistantMessage | ToolMessage | FunctionMessage,
     Field(discriminator="role"),
 ]
-Messages = Annotated[list[Message], Field(min_length=1, max_length=1024, fail_fast=True)]
+Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
 
 
 class OlderFunction(Strict):
@@ -119,8 +126,8 @@ class Tool(Strict):
     cache_control: Any = cache_control()
 
 
-Tools = Annotated[list[Tool], Field(max_length=128, fail_fast=True)]
-OlderFunctions = Annotated[list[OlderFunction], Field(max_length=128, fail_fast=True)]
+Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)]
+OlderFunctions = Annotated[list[OlderFunction], Field(max_length=MAX_TOOLS, fail_fast=True)]
 
 
 class NamedFunction(Strict):
@@ -140,7 +147,7 @@ class AllowedToolList(Strict):
     """With ``required`` one of the tools must be called."""
 
     mode: Literal["auto", "required"]
-    tools: Annotated[list[NamedTool], Field(min_length=1, max_length=128, fail_fast=True)]
+    tools: Annotated[list[NamedTool], Field(min_length=1, max_length=MAX_TOOLS, fail_fast=True)]
 
 
 class AllowedChatTools(Strict):

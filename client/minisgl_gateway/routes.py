@@ -19,23 +19,23 @@ from minisgl_gateway.responses import answer as schema
 from minisgl_gateway.responses import translation as responses_api
 from minisgl_gateway.responses.memory import Kept, ResponseMemory
 from minisgl_gateway.responses.rendering import ResponseRenderer
-from minisgl_gateway.responses.schema import ResponsesRequest
+from minisgl_gateway.responses.schema import InputTokensRequest, ResponsesRequest
 from minisgl_gateway.service import Service
 
 
 class ResponsesRoutes:
-    """OpenAI's Responses API: new responses, and stored ones."""
+    """OpenAI's Responses API: new responses, stored ones, and the lengths of prompts."""
 
-    def __init__(self, service: Service, memory: ResponseMemory) -> None:
+    def __init__(self, service: Service, lookups: Lookups, memory: ResponseMemory) -> None:
         self._service = service
+        self._lookups = lookups
         self._memory = memory
 
     async def create(self, http: Request) -> HttpResponse:
         """POST /v1/responses."""
         request = await self._service.received(ResponsesRequest, http)
         label = _caller(http).label
-        messages = [*self._history(label, request.previous_response_id)]
-        messages += responses_api.messages_of(request.input, lambda id: self._item(label, id))
+        messages = self._messages(label, request)
 
         def keep(response: schema.Response) -> None:
             items = {item.id: item.model_dump() for item in response.output}
@@ -45,6 +45,14 @@ class ResponsesRoutes:
 
         chat = responses_api.chat_of(request, messages)
         return await self._service.answer(http, chat, ResponseRenderer(request, keep))
+
+    async def count_tokens(self, http: Request) -> schema.CountedInput:
+        """POST /v1/responses/input_tokens."""
+        request = await self._service.received(InputTokensRequest, http)
+        messages = self._messages(_caller(http).label, request)
+        chat = responses_api.counted_chat(request, messages)
+        tokens = await self._lookups.chat_tokens(http, chat, InputTokensRequest.model_fields)
+        return schema.CountedInput(input_tokens=len(tokens.ids))
 
     async def retrieve(self, id: str, http: Request) -> HttpResponse:
         """GET /v1/responses/{id}; raises ``ApiError`` 404."""
@@ -60,6 +68,12 @@ class ResponsesRoutes:
         if not self._memory.remove(_caller(http).label, id):
             raise _not_kept(id)
         return schema.DeletedResponse(id=id)
+
+    def _messages(self, label: str, request: InputTokensRequest) -> list[Mapping[str, Any]]:
+        """The conversation so far, and the input of a request; raises ``ApiError`` 404."""
+        history = self._history(label, request.previous_response_id)
+        new = responses_api.messages_of(request.input, lambda id: self._item(label, id))
+        return [*history, *new]
 
     def _history(self, label: str, id: str | None) -> tuple[Mapping[str, Any], ...]:
         """The conversation up to and including a kept response."""

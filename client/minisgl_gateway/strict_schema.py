@@ -45,6 +45,14 @@ class Strict(BaseModel):
         return fields
 
 
+MAX_MESSAGES: Final = 8192
+"""Of a conversation, or items: agents make thousands of calls. The body's size bounds them, too."""
+
+MAX_TOOLS: Final = 1024
+"""Of a request, as many as the engine's chat templates take: agents with MCP servers have
+hundreds."""
+
+
 def label(description: str = "a label; no effect") -> Any:
     """A field that is taken whatever it says. A header of the answer names those of a body, which
     stand in ``Body.without_effect``, too."""

@@ -35,8 +35,8 @@ def parse_tools(text: str, limits: Limits) -> list[dict[str, Any]]:
     """The tools of a JSON list of objects."""
     tools = _parse_list("tools", text)
     _check_values("tools", tools, limits)
-    if len(tools) > limits.messages:
-        raise InvalidRequest(f"tools must be at most {limits.messages}, got {len(tools)}")
+    if len(tools) > limits.tools:
+        raise InvalidRequest(f"tools must be at most {limits.tools}, got {len(tools)}")
     for index, tool in enumerate(tools):
         if not isinstance(tool, dict):
             raise InvalidRequest(f"tools[{index}] must be an object")

@@ -124,7 +124,7 @@ def test_wrong_values_are_named(name: str, value: Any) -> None:
             "messages[0].content[1].text",
         ),
         ([*MESSAGES, {"role": "tool"}], "messages[1].content"),
-        (MESSAGES * 1025, "messages"),
+        (MESSAGES * 8193, "messages"),
     ],
 )
 def test_wrong_messages_are_named(messages: Any, place: str) -> None:
@@ -385,7 +385,7 @@ def test_invalid_tool_choices(choice: Any, words: str) -> None:
         ({"structured_outputs": {"yaml": "x"}}, 'unknown parameter "structured_outputs.yaml"'),
         (
             {"structured_outputs": {"regex": "a", "disable_fallback": True}},
-            "structured_outputs.disable_fallback must be False, got true",
+            "structured_outputs.disable_fallback must be false, got true",
         ),
     ],
 )

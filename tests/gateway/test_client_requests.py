@@ -1,7 +1,8 @@
 """Requests of clients that are too heavy to be installed for tests, byte by byte as they sent them.
 
 ``client_requests.json`` has them, with what the engine of ``agent`` says to each. Ids of calls were
-replaced in the bodies, nothing else. docs/clients.md has the commands that run these clients.
+replaced in the bodies, and the long texts of Codex and Claude Code were cut, nothing else.
+docs/clients.md has the commands that run these clients.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import httpx
 import pytest
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from openai.types.responses import Response
 
 from tests.gateway.agent import ANSWER, WORDS
 from tests.gateway.conftest import Gateway
@@ -44,7 +46,11 @@ def test_a_recorded_request(agent: Gateway, recorded: dict[str, Any]) -> None:
         return
     assert answer.status_code == 200, answer.text
     asked = json.loads(recorded["body"])
-    if asked.get("stream"):
+    if recorded["path"] == "/v1/responses":
+        found = _response(answer)
+    elif recorded["path"].startswith("/v1/messages"):
+        found = _message(answer)
+    elif asked.get("stream"):
         found = _streamed(answer, asked.get("stream_options") or {})
     else:
         found = _whole(answer)
@@ -78,6 +84,37 @@ def _streamed(answer: httpx.Response, options: dict[str, Any]) -> tuple[str, lis
     assert [call.index for call in calls] == list(range(len(calls)))
     return "".join(delta.content or "" for delta in deltas), [
         _called(call.function) for call in calls
+    ]
+
+
+def _response(answer: httpx.Response) -> tuple[str, list[Any]]:
+    """The same of a stream of the Responses API, of which its last event has the whole."""
+    last = _events(answer)[-1]
+    assert last["type"] == "response.completed"
+    response = Response.model_validate(last["response"])
+    calls = [item for item in response.output if item.type == "function_call"]
+    return response.output_text, [_called(call) for call in calls]
+
+
+def _message(answer: httpx.Response) -> tuple[str, list[Any]]:
+    """The same of a stream of the Messages API."""
+    events = _events(answer)
+    assert events[-1] == {"type": "message_stop"}
+    blocks = [event["content_block"] for event in events if "content_block" in event]
+    deltas = [event["delta"] for event in events if event["type"] == "content_block_delta"]
+    inputs = [json.loads(delta["partial_json"]) for delta in deltas if "partial_json" in delta]
+    names = [block["name"] for block in blocks if block["type"] == "tool_use"]
+    text = "".join(delta.get("text", "") for delta in deltas)
+    return text, list(zip(names, inputs, strict=True))
+
+
+def _events(answer: httpx.Response) -> list[Any]:
+    """The data of events that have names."""
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    return [
+        json.loads(line.removeprefix("data: "))
+        for line in answer.text.splitlines()
+        if line.startswith("data: ")
     ]
 
 

@@ -17,6 +17,7 @@ OPERATIONS = (
     "POST /v1/chat/completions",
     "POST /v1/completions",
     "POST /v1/responses",
+    "POST /v1/responses/input_tokens",
     "GET /v1/responses/{id}",
     "DELETE /v1/responses/{id}",
     "POST /v1/messages",
@@ -36,6 +37,7 @@ FOR_OPERATORS = ("POST /v1/load_lora_adapter", "POST /v1/unload_lora_adapter")
 """They need a key of their own, which this gateway does not have."""
 SHORT: dict[str, dict[str, Any]] = {
     "POST /v1/responses": {"max_output_tokens": 4},
+    "POST /v1/responses/input_tokens": {},
     "POST /v1/messages": {"max_tokens": 4},
     "POST /v1/messages/count_tokens": {},
     "POST /v1/embeddings": {},

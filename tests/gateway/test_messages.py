@@ -109,7 +109,8 @@ def test_results_of_tools_stand_where_they_were_told() -> None:
 
 def test_system_messages_may_come_later() -> None:
     asked = chat(HI, {"role": "system", "content": "Be brief."}, HI)
-    assert [message["role"] for message in asked.messages] == ["user", "system", "user"]
+    reminder = "<system-reminder>\nBe brief.\n</system-reminder>"
+    assert asked.messages == [{"role": "user", "content": f"Hi\n\n{reminder}\n\nHi"}]
 
 
 def test_an_answer_is_not_continued() -> None:

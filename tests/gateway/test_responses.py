@@ -34,6 +34,7 @@ from pydantic import TypeAdapter
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 TOOL = {"type": "function", "name": "f", "parameters": {"type": "object"}}
 OTHER = {"type": "function", "name": "g", "strict": False}
+NAMESPACE = {"type": "namespace", "name": "crm", "description": "Of customers.", "tools": [TOOL]}
 CALL = CalledTool("f", '{"a": "é"}')
 
 
@@ -240,6 +241,41 @@ def test_logprobs_are_asked_for_by_include() -> None:
         chat(top_logprobs=3)
 
 
+def test_functions_of_a_namespace_have_names_of_their_own_for_the_model() -> None:
+    told = {"type": "function_call_output", "call_id": "c", "output": "7"}
+    called = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+    asked = chat(
+        tools=[OTHER, {**NAMESPACE, "tools": [{**TOOL, "description": "Calls."}, OTHER]}],
+        input=[{**called, "namespace": "crm"}, told, {"role": "user", "content": "Again."}],
+    )
+    assert [(tool.name, tool.description) for tool in asked.tools] == [
+        ("g", None),
+        ("crm__f", "Of customers.\nCalls."),
+        ("crm__g", "Of customers."),
+    ]
+    assert asked.messages[0]["tool_calls"][0]["function"]["name"] == "crm__f"
+
+
+@pytest.mark.parametrize("tools", [[NAMESPACE, NAMESPACE], [NAMESPACE, {**TOOL, "name": "crm__f"}]])
+def test_two_functions_of_one_name_for_the_model(tools: Any) -> None:
+    with pytest.raises(ApiError, match=r'tools has "crm__f" twice') as raised:
+        chat(tools=tools)
+    assert raised.value.param == "tools"
+
+
+def test_functions_of_namespaces_are_bounded_together() -> None:
+    functions = [{"type": "function", "name": f"f{n}"} for n in range(1000)]
+    namespaces = [{**NAMESPACE, "name": name, "tools": functions} for name in "ab"]
+    with pytest.raises(ApiError, match="tools must be at most 1024, got 2000"):
+        chat(tools=namespaces)
+    assert len(chat(tools=namespaces[:1]).tools) == 1000
+
+
+def test_an_agent_may_say_who_it_is() -> None:
+    request = read(client_metadata={"thread_id": "1", "depth": 2})
+    assert request.without_effect & request.model_fields_set == {"client_metadata"}
+
+
 # --- the way out ---------------------------------------------------------------------------------
 
 
@@ -298,6 +334,19 @@ def test_events_of_thoughts_texts_and_calls_in_order() -> None:
     assert [by_index[index] for index in range(4)] == response["output"]
     assert response["usage"]["input_tokens_details"]["cached_tokens"] == 2
     assert response["usage"]["total_tokens"] == 8
+
+
+def test_a_call_of_a_function_in_a_namespace() -> None:
+    called: list[Part] = [CalledTool("crm__f", "{}"), CALL]
+    events, _ = streamed(pieces(called), tools=[NAMESPACE, TOOL])
+    done = [event for event in events if event["type"] == "response.function_call_arguments.done"]
+    assert [event["name"] for event in done] == ["f", "f"]
+    response = events[-1]["response"]
+    assert [call.get("namespace") for call in response["output"]] == ["crm", None]
+    assert response["tools"][0] == {**NAMESPACE, "tools": [response["tools"][1]]}
+    (message,) = messages_of_output(response["output"])
+    names = [call["function"]["name"] for call in message["tool_calls"]]
+    assert names == ["crm__f", "f"]
 
 
 def test_a_whole_answer_is_what_its_stream_ends_with() -> None:

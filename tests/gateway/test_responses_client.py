@@ -164,6 +164,44 @@ def test_a_conversation_goes_on_from_a_response(client: OpenAI) -> None:
     assert third.usage.input_tokens > second.usage.input_tokens
 
 
+def test_lengths_of_prompts(client: OpenAI) -> None:
+    """They are those of the same requests, also of one that goes on from another."""
+    for asked in (
+        {"input": QUESTION},
+        {"input": [{"role": "user", "content": QUESTION}], "instructions": "Be brief. " * 9},
+        {"input": QUESTION, "tools": [TOOL], "tool_choice": "required"},
+        {"input": QUESTION, "reasoning": {"effort": "none"}, "text": {"format": {"type": "text"}}},
+    ):
+        counted = client.responses.input_tokens.count(model="minisgl", **asked)
+        assert counted.object == "response.input_tokens"
+        response = client.responses.create(model="minisgl", max_output_tokens=8, **asked)
+        assert counted.input_tokens == response.usage.input_tokens
+    first = client.responses.create(model="minisgl", input=QUESTION, max_output_tokens=8)
+    so_far = client.responses.input_tokens.count(previous_response_id=first.id)
+    more: Any = {"previous_response_id": first.id, "input": "And of Spain?"}
+    counted = client.responses.input_tokens.count(**more)
+    second = client.responses.create(model="minisgl", max_output_tokens=8, **more)
+    assert first.usage is not None and second.usage is not None
+    assert first.usage.input_tokens < so_far.input_tokens < counted.input_tokens
+    assert counted.input_tokens == second.usage.input_tokens
+
+
+@pytest.mark.parametrize(
+    ("asked", "param"),
+    [
+        ({}, "input"),
+        ({"input": []}, "input"),
+        ({"input": QUESTION, "conversation": "conv_1"}, "conversation"),
+        ({"input": QUESTION, "truncation": "auto"}, "truncation"),
+        ({"input": QUESTION, "max_output_tokens": 4}, "max_output_tokens"),
+    ],
+)
+def test_lengths_that_are_not_counted(client: OpenAI, asked: dict[str, Any], param: str) -> None:
+    with pytest.raises(openai.BadRequestError) as raised:
+        client.post("/responses/input_tokens", body=asked, cast_to=object)
+    assert raised.value.param == param
+
+
 def test_a_response_is_kept_until_it_is_deleted(client: OpenAI) -> None:
     *_, last = client.responses.create(model="minisgl", input=QUESTION, temperature=0, stream=True)
     assert last.type == "response.completed"

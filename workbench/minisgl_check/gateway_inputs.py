@@ -47,7 +47,7 @@ _OK: Final = frozenset({200})
 _REFUSED: Final = frozenset({400, 413})
 _CLOSED: Final = frozenset({400, 431, None})
 _TOO_LARGE: Final = frozenset({413, None})
-_MOST_BYTES: Final = 2**20
+_MOST_BYTES: Final = 4 * 2**20
 _EXPECTED: Final = {
     Expected.ANSWER: _OK,
     Expected.INVALID: _REFUSED,

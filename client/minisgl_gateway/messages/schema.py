@@ -7,12 +7,14 @@ The same rules as in ``minisgl_gateway.schema``: what is not known is refused by
 from __future__ import annotations
 
 from types import MappingProxyType
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from minisgl_gateway.chat import MAX_STOPS
 from minisgl_gateway.strict_schema import (
+    MAX_MESSAGES,
+    MAX_TOOLS,
     Body,
     DirectCaller,
     Strict,
@@ -20,9 +22,6 @@ from minisgl_gateway.strict_schema import (
     label,
     read_by_sdk,
 )
-
-MAX_MESSAGES: Final = 1024
-
 
 # --- messages ------------------------------------------------------------------------------------
 
@@ -171,7 +170,7 @@ class CountTokensRequest(Body):
     model: str
     messages: Annotated[list[Turn], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     system: str | Texts | None = None
-    tools: Annotated[list[ClientTool], Field(max_length=128, fail_fast=True)] | None = None
+    tools: Annotated[list[ClientTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: ClientToolChoice | None = None
     thinking: ThinkingConfig | None = Field(None, description="none if it is not asked for")
     output_config: OutputConfig | None = None

@@ -25,6 +25,7 @@ from minisgl_gateway.messages.schema import (
     UserTurn,
 )
 from minisgl_gateway.tool_dialects import Calls, Tool, check_choice
+from minisgl_gateway.turns import in_turns
 
 
 def counted_chat(request: CountTokensRequest) -> Chat:
@@ -44,7 +45,7 @@ def counted_chat(request: CountTokensRequest) -> Chat:
         for tool in request.tools or ()
     ]
     return Chat(
-        messages=messages,
+        messages=in_turns(messages),
         tools=tools,
         calls=_calls(request, tools),
         form=_form(request),

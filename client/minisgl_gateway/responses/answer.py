@@ -56,6 +56,7 @@ class AnsweredCall(BaseModel):
     status: Status
     call_id: str
     name: str
+    namespace: str | None = Field(default=None, exclude_if=_is_none)
     arguments: str = Field(description="a JSON object in a string")
 
 
@@ -126,3 +127,10 @@ class DeletedResponse(BaseModel):
     id: str
     object: Literal["response"] = "response"
     deleted: Literal[True] = True
+
+
+class CountedInput(BaseModel):
+    """The length of a prompt."""
+
+    object: Literal["response.input_tokens"] = "response.input_tokens"
+    input_tokens: int

@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final
+from typing import Any
 
 from pydantic import BaseModel
 
@@ -22,8 +22,13 @@ from minisgl_gateway.errors import ApiError
 from minisgl_gateway.event_stream import named_event, to_json
 from minisgl_gateway.parts import Piece
 from minisgl_gateway.responses import answer as schema
-from minisgl_gateway.responses.schema import ResponsesRequest, Status
-from minisgl_gateway.responses.translation import is_strict, logprobs_of
+from minisgl_gateway.responses.schema import (
+    FunctionTool,
+    NamespaceTool,
+    ResponsesRequest,
+    Status,
+)
+from minisgl_gateway.responses.translation import is_strict, logprobs_of, namespaced
 from minisgl_gateway.thinking import Thought
 
 Keep = Callable[[schema.Response], None]
@@ -75,6 +80,7 @@ class ResponseRenderer:
     def __init__(self, request: ResponsesRequest, keep: Keep) -> None:
         self._num_logprobs = logprobs_of(request)
         self._keep = keep
+        self._namespaced = namespaced(request)
         self._response = _begun(request)
         self._open: _OpenItem | None = None
         self._delta_head = ""
@@ -200,11 +206,13 @@ class ResponseRenderer:
 
     def _call(self, call: CalledTool) -> list[str]:
         index = len(self._response.output)
+        namespace, name = self._namespaced.get(call.name, (None, call.name))
         item = schema.AnsweredCall(
             id=f"fc_{uuid.uuid4().hex}",
             status="completed",
             call_id=f"call_{uuid.uuid4().hex[:24]}",
-            name=call.name,
+            name=name,
+            namespace=namespace,
             arguments=call.arguments,
         )
         self._response.output.append(item)
@@ -214,7 +222,7 @@ class ResponseRenderer:
         return [
             self._item_event("added", index, begun),
             self._event(f"{kind}.delta", {**where, "delta": call.arguments}),
-            self._event(f"{kind}.done", {**where, "name": call.name, "arguments": call.arguments}),
+            self._event(f"{kind}.done", {**where, "name": name, "arguments": call.arguments}),
             self._item_event("done", index, item),
         ]
 
@@ -261,14 +269,17 @@ def _begun(request: ResponsesRequest) -> schema.Response:
         temperature=request.temperature,
         text={"format": form.model_dump(by_alias=True) if form else {"type": "text"}},
         tool_choice=request.tool_choice,
-        tools=[
-            {**tool.model_dump(include=_TOLD_OF_TOOLS), "strict": is_strict(tool)}
-            for tool in request.tools or ()
-        ],
+        tools=[_told_of(tool) for tool in request.tools or ()],
         top_logprobs=request.top_logprobs or 0,
         top_p=request.top_p,
         user=request.user,
     )
 
 
-_TOLD_OF_TOOLS: Final = {"type", "name", "description", "parameters"}
+def _told_of(tool: FunctionTool | NamespaceTool) -> dict[str, Any]:
+    """A tool as the answer repeats it."""
+    if isinstance(tool, NamespaceTool):
+        told = tool.model_dump(include={"type", "name", "description"})
+        return {**told, "tools": [_told_of(function) for function in tool.tools]}
+    told = tool.model_dump(include={"type", "name", "description", "parameters"})
+    return {**told, "strict": is_strict(tool)}

@@ -8,15 +8,23 @@ used.
 from __future__ import annotations
 
 from types import MappingProxyType
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
 from minisgl_gateway.form_schema import TextForm
 from minisgl_gateway.schema import MAX_LOGPROBS, Effort
-from minisgl_gateway.strict_schema import Body, DirectCaller, Strict, by_type, label, read_by_sdk
+from minisgl_gateway.strict_schema import (
+    MAX_MESSAGES,
+    MAX_TOOLS,
+    Body,
+    DirectCaller,
+    Strict,
+    by_type,
+    label,
+    read_by_sdk,
+)
 
-MAX_ITEMS: Final = 1024
 Status = Literal["in_progress", "completed", "incomplete"]
 
 
@@ -75,6 +83,7 @@ class FunctionCallItem(Strict):
     call_id: str
     name: str
     arguments: str
+    namespace: str | None = None
     id: str | None = None
     status: Status | None = _status()
     caller: DirectCaller | None = None
@@ -152,6 +161,18 @@ class FunctionTool(Strict):
     allowed_callers: list[Literal["direct"]] | None = None
 
 
+class NamespaceTool(Strict):
+    """Functions under a common name, which a call has beside that of the function."""
+
+    type: Literal["namespace"]
+    name: str = Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")
+    description: str | None = Field(None, description="stands before that of each function")
+    tools: Annotated[list[FunctionTool], Field(min_length=1, max_length=MAX_TOOLS, fail_fast=True)]
+
+
+ResponsesTool = Annotated[FunctionTool | NamespaceTool, Field(discriminator="type")]
+
+
 class FunctionChoice(Strict):
     """Exactly this function is to be called."""
 
@@ -164,7 +185,9 @@ class AllowedTools(Strict):
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
-    tools: Annotated[list[FunctionChoice], Field(min_length=1, max_length=128, fail_fast=True)]
+    tools: Annotated[
+        list[FunctionChoice], Field(min_length=1, max_length=MAX_TOOLS, fail_fast=True)
+    ]
 
 
 Mode = Literal["none", "auto", "required"]
@@ -224,16 +247,40 @@ class ResponseStreamOptions(Strict):
     include_obfuscation: Literal[False] | None = None
 
 
-class ResponsesRequest(Body):
+class InputTokensRequest(Body):
+    """A conversation, whose tokens are counted or which is to be answered."""
+
+    not_offered = MappingProxyType({"conversation": (), "personality": ()})
+
+    input: str | Annotated[list[Item], Field(max_length=MAX_MESSAGES, fail_fast=True)] = Field(
+        default_factory=list
+    )
+    instructions: str | None = Field(
+        None, description="a system message before all; not carried over to the next response"
+    )
+    previous_response_id: str | None = Field(
+        None, description="the kept response whose conversation goes on"
+    )
+    tools: Annotated[list[ResponsesTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tool_choice: ToolChoice = "auto"
+    parallel_tool_calls: bool = True
+    text: TextConfig | None = None
+    reasoning: ReasoningConfig | None = None
+    truncation: Literal["disabled"] = Field(
+        "disabled", description="a conversation that is too long is refused"
+    )
+
+
+class ResponsesRequest(InputTokensRequest):
     """What is to be answered, as items or as one text of the user."""
 
     not_offered = MappingProxyType(
         {
+            **InputTokensRequest.not_offered,
             "access_programs": (),
             "background": (False,),
             "background_options": (),
             "context_management": ([],),
-            "conversation": (),
             "frequency_penalty": (0,),
             "image": (),
             "moderation": (),
@@ -246,6 +293,7 @@ class ResponsesRequest(Body):
     )
     without_effect = frozenset(
         {
+            "client_metadata",
             "max_tool_calls",
             "prompt_cache_key",
             "prompt_cache_options",
@@ -257,13 +305,7 @@ class ResponsesRequest(Body):
     )
 
     model: str
-    input: str | Annotated[list[Item], Field(max_length=MAX_ITEMS, fail_fast=True)]
-    instructions: str | None = Field(
-        None, description="a system message before all; not carried over to the next response"
-    )
-    previous_response_id: str | None = Field(
-        None, description="the kept response whose conversation goes on"
-    )
+    input: str | Annotated[list[Item], Field(max_length=MAX_MESSAGES, fail_fast=True)]
     store: bool = Field(True, description="whether the response is kept, while there is room")
     stream: bool = False
     stream_options: ResponseStreamOptions | None = None
@@ -291,15 +333,8 @@ class ResponsesRequest(Body):
     ) = Field(
         None, description="message.output_text.logprobs; the others are of what never comes here"
     )
-    tools: Annotated[list[FunctionTool], Field(max_length=128, fail_fast=True)] | None = None
-    tool_choice: ToolChoice = "auto"
-    parallel_tool_calls: bool = True
-    text: TextConfig | None = None
-    reasoning: ReasoningConfig | None = None
-    truncation: Literal["disabled"] = Field(
-        "disabled", description="a conversation that is too long is refused"
-    )
     metadata: dict[str, str] | None = Field(None, description="told again in the answer")
+    client_metadata: dict[str, Any] | None = label("of Codex; no effect")
     user: str | None = label()
     safety_identifier: str | None = label()
     prompt_cache_key: str | None = label()

@@ -5,14 +5,16 @@ Knows OpenAI's items and what ``Chat`` asks for; never the answer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 from minisgl_client.parameters import Parameters
 from pydantic import TypeAdapter
 
 from minisgl_gateway.chat import Chat, content_of
-from minisgl_gateway.errors import invalid
+from minisgl_gateway.errors import invalid, shown
 from minisgl_gateway.responses.schema import (
     AllowedTools,
     FunctionCallItem,
@@ -20,17 +22,21 @@ from minisgl_gateway.responses.schema import (
     FunctionChoice,
     FunctionTool,
     InputText,
+    InputTokensRequest,
     Item,
     ItemReference,
     JsonObjectConfig,
     JsonSchemaConfig,
     MessageItem,
+    NamespaceTool,
     OutputItem,
     OutputText,
     RefusalPart,
     ResponsesRequest,
 )
+from minisgl_gateway.strict_schema import MAX_TOOLS
 from minisgl_gateway.tool_dialects import Calls, Tool, allowed, check_choice
+from minisgl_gateway.turns import in_turns
 
 Referred = Callable[[str], Mapping[str, Any]]
 """Finds the item of a kept response by its id; raises ``ApiError``."""
@@ -38,29 +44,36 @@ _OUTPUT_ITEM: Final = TypeAdapter[OutputItem](OutputItem)
 LOGPROBS: Final = "message.output_text.logprobs"
 
 
+def counted_chat(request: InputTokensRequest, messages: Sequence[Mapping[str, Any]]) -> Chat:
+    """The chat of ``messages`` whose tokens are counted; raises ``ApiError``."""
+    if request.instructions is not None:
+        messages = [{"role": "system", "content": request.instructions}, *messages]
+    if not messages:
+        raise invalid("input must not be empty", "input")
+    tools, calls = _tools(request)
+    return Chat(
+        messages=in_turns(messages),
+        tools=tools,
+        calls=calls,
+        form=_form(request),
+        form_param="text.format",
+        effort=request.reasoning.effort if request.reasoning else None,
+    )
+
+
 def chat_of(request: ResponsesRequest, messages: Sequence[Mapping[str, Any]]) -> Chat:
     """The chat that goes on from ``messages`` as the request asks; raises ``ApiError``."""
     if request.stream_options is not None and not request.stream:
         raise invalid("stream_options goes with stream", "stream_options")
-    instructions = request.instructions
-    if instructions is not None:
-        messages = [{"role": "system", "content": instructions}, *messages]
-    if not messages:
-        raise invalid("input must not be empty", "input")
-    tools, calls = _tools(request)
+    chat = counted_chat(request, messages)
     parameters = Parameters()
     for name in ("temperature", "top_p"):
         if name in request.model_fields_set:
             parameters[name] = getattr(request, name)
     if (num_logprobs := logprobs_of(request)) is not None:
         parameters["num_logprobs"] = num_logprobs
-    return Chat(
-        messages=messages,
-        tools=tools,
-        calls=calls,
-        form=_form(request),
-        form_param="text.format",
-        effort=request.reasoning.effort if request.reasoning else None,
+    return replace(
+        chat,
         parameters=parameters,
         max_tokens=request.max_output_tokens,
         stream=request.stream,
@@ -117,7 +130,8 @@ def _add_to_answer(messages: list[dict[str, Any]], item: OutputItem) -> None:
         last = {"role": "assistant", "content": ""}
         messages.append(last)
     if isinstance(item, FunctionCallItem):
-        function = {"name": item.name, "arguments": item.arguments}
+        name = item.name if item.namespace is None else _name_in(item.namespace, item.name)
+        function = {"name": name, "arguments": item.arguments}
         call = {"id": item.call_id, "type": "function", "function": function}
         last.setdefault("tool_calls", []).append(call)
     elif isinstance(item, MessageItem):
@@ -141,11 +155,23 @@ def _content(parts: str | Sequence[InputText | OutputText | RefusalPart]) -> str
 # --- tools, and the form of the answer -----------------------------------------------------------
 
 
-def _tools(request: ResponsesRequest) -> tuple[Sequence[Tool], Calls]:
+def _tools(request: InputTokensRequest) -> tuple[Sequence[Tool], Calls]:
+    functions = [*_functions(request)]
+    if len(functions) > MAX_TOOLS:
+        raise invalid(f"tools must be at most {MAX_TOOLS}, got {len(functions)}", "tools")
     tools = [
-        Tool(tool.name, tool.description, tool.parameters, is_strict(tool))
-        for tool in request.tools or ()
+        Tool(
+            tool.name if namespace is None else _name_in(namespace.name, tool.name),
+            _description(namespace, tool),
+            tool.parameters,
+            is_strict(tool),
+        )
+        for namespace, tool in functions
     ]
+    num_by_name = Counter(tool.name for tool in tools)
+    for name in namespaced(request):
+        if num_by_name[name] > 1:
+            raise invalid(f"tools has {shown(name)} twice", "tools")
     choice = request.tool_choice
     parallel = request.parallel_tool_calls
     if isinstance(choice, AllowedTools):
@@ -159,6 +185,37 @@ def _tools(request: ResponsesRequest) -> tuple[Sequence[Tool], Calls]:
         raise invalid("tool_choice 'required' goes with tools", "tool_choice")
     offered = choice != "none"
     return tools, Calls(offered, required=choice == "required", parallel=parallel)
+
+
+def namespaced(request: InputTokensRequest) -> dict[str, tuple[str, str]]:
+    """Namespace and name of each function that has a namespace, by its name for the model."""
+    return {
+        _name_in(namespace.name, tool.name): (namespace.name, tool.name)
+        for namespace, tool in _functions(request)
+        if namespace is not None
+    }
+
+
+def _functions(
+    request: InputTokensRequest,
+) -> Iterator[tuple[NamespaceTool | None, FunctionTool]]:
+    """Each function, with its namespace if it has one."""
+    for tool in request.tools or ():
+        if isinstance(tool, NamespaceTool):
+            yield from ((tool, function) for function in tool.tools)
+        else:
+            yield None, tool
+
+
+def _name_in(namespace: str, name: str) -> str:
+    """The name of a function for the model, which knows no namespaces."""
+    return f"{namespace}__{name}"
+
+
+def _description(namespace: NamespaceTool | None, tool: FunctionTool) -> str | None:
+    """The description of a function for the model, behind that of its namespace."""
+    given = (namespace and namespace.description, tool.description)
+    return "\n".join(text for text in given if text) or tool.description
 
 
 def is_strict(tool: FunctionTool) -> bool:
@@ -221,7 +278,7 @@ _ENFORCED: Final = frozenset(
 )
 
 
-def _form(request: ResponsesRequest) -> dict[str, Any] | None:
+def _form(request: InputTokensRequest) -> dict[str, Any] | None:
     form = request.text.format if request.text else None
     if isinstance(form, JsonObjectConfig):
         return {"json_object": True}

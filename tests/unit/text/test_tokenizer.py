@@ -226,7 +226,7 @@ def test_the_prompts_text(encoder: PromptEncoder) -> None:
             replace(chat("a"), variables='{"a": "\\ud800"}'),
             "chat_template_kwargs must be valid Unicode",
         ),
-        (chat(*["a"] * 1025), "messages must be at most 1024, got 1025"),
+        (chat(*["a"] * 8193), "messages must be at most 8192, got 8193"),
     ],
 )
 def test_what_is_wrong_is_named(encoder: PromptEncoder, prompt: Any, message: str) -> None:

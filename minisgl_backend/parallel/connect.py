@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from datetime import timedelta
+from itertools import permutations
 from typing import Final
 
 import torch
@@ -35,7 +36,7 @@ def choose_comm(option: str | None, device: torch.device, place: RankPlace) -> s
     if option is not None:
         return option
     is_small = place.is_one_host and place.size in (2, 4)
-    if device.type == "cuda" and is_small and _why_not_cuda_sum(device) is None:
+    if device.type == "cuda" and is_small and _why_not_cuda_sum(device, place.size) is None:
         return "cuda"
     return COMMS[device.type][0]
 
@@ -88,17 +89,27 @@ def connect(
 
 def _cuda_sum(host: Group, device: torch.device) -> FusedSum:
     """The sums by this package's kernels; raises ``ConfigError`` if the GPU has none."""
-    if (reason := _why_not_cuda_sum(device)) is not None:
+    if (reason := _why_not_cuda_sum(device, host.size)) is not None:
         raise ConfigError(f"comm=cuda needs {reason}")
     from minisgl_backend.parallel.cuda_sum import CudaSum
 
     return CudaSum(host, device)
 
 
-def _why_not_cuda_sum(device: torch.device) -> str | None:
-    """What the sums by this package's kernels lack, if anything."""
+def _why_not_cuda_sum(device: torch.device, num_ranks: int) -> str | None:
+    """What the sums by this package's kernels lack, if anything; the same on all ranks of a
+    host."""
     if not can_start_early(device):
         return "GPUs of compute capability 9.0 or above"
     if (error := packages.import_error("cuda.bindings")) is not None:
         return f"cuda.bindings ({error}): {packages.CUDA_BINDINGS}"
+    if not _reach_each_other(num_ranks):
+        return "GPUs that reach each other's memory"
     return None
+
+
+def _reach_each_other(num_gpus: int) -> bool:
+    """Whether each of the first GPUs of this host can write to the memory of the others."""
+    return torch.cuda.device_count() >= num_gpus and all(
+        torch.cuda.can_device_access_peer(*pair) for pair in permutations(range(num_gpus), 2)
+    )

@@ -152,15 +152,17 @@ def test_a_library_of_another_device_is_refused() -> None:
         choose_comm("gloo", cuda, two)
 
 
+@pytest.mark.parametrize("is_near", [False, True])
 @pytest.mark.parametrize("is_hopper", [False, True])
 def test_own_sums_are_the_default_of_as_many_ranks_as_were_measured(
-    is_hopper: bool, monkeypatch: pytest.MonkeyPatch
+    is_hopper: bool, is_near: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("minisgl_backend.parallel.connect.can_start_early", lambda _: is_hopper)
     monkeypatch.setattr("minisgl_backend.packages.import_error", lambda module: None)
+    monkeypatch.setattr("minisgl_backend.parallel.connect._reach_each_other", lambda _: is_near)
     cuda = torch.device("cuda")
     chosen = [choose_comm(None, cuda, RankPlace.first(size, None)) for size in (2, 4, 8)]
-    fastest = "cuda" if is_hopper else "nccl"
+    fastest = "cuda" if is_hopper and is_near else "nccl"
     assert chosen == [fastest, fastest, "nccl"]
 
 

@@ -77,6 +77,10 @@ class AdaptedTokens:
         return self.buffer[_OF_TOKEN * self.num_tokens :].view(-1, _FIELDS)
 
 
+AdaptersShape = tuple[int, int]
+"""Slots, and rows of A of each: num_projections * max_rank."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class AdapterMemory:
     """This rank's part of the adapters of one matrix, in slots: ``a``, ``b`` and ``widths`` as
@@ -85,6 +89,10 @@ class AdapterMemory:
     a: Tensor
     b: Tensor
     widths: tuple[int, ...]
+
+    @property
+    def shape(self) -> AdaptersShape:
+        return self.a.shape[0], self.a.shape[1]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

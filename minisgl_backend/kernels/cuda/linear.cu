@@ -19,8 +19,8 @@
 // ADAPTED: tokens may have LoRA adapters, (x A^T) B^T of each token's own A and B. To its sums each warp adds what it
 // needs of x A^T times B^T. The kernel before this one computes x A^T, that of `adapters.cu`; or, if this one is JOINED,
 // it has tiles of the A of all adapters, as if they were rows of the weight. Those that no token needs are left out.
-// They are the first ones: thread blocks start in this order, so those that wait for x A^T do not keep it from being
-// computed. What goes from one to the other are pairs of numbers along with a number of the launch, in words that are
+// They are the first ones: thread blocks start in this order, and take steps in it, so those that wait for x A^T do not
+// keep it from being computed. What goes from one to the other are pairs of numbers along with a number of the launch, in words that are
 // written at once: who reads a pair sees whether it is there, and nothing need be cleared.
 //
 // `tile_gemm.cuh` has the ring, and how it is multiplied, quantized weights as well.
@@ -32,7 +32,7 @@
 // (the result is added to the residual stream), HEADS (it is queries, keys and values, in heads of
 // FEATURES), with that PAGE_SIZE and FP8 (of the KV cache), ADAPTED, and of these LATE (all but x A^T was
 // there when this kernel began, so nothing is waited for before that is due) or JOINED (of plain weights, up to TOKENS
-// tokens, not EVEN), SHARED_BYTES, and
+// tokens and 32 tiles of A), SHARED_BYTES, and
 // PER_PROCESSOR (thread blocks that a multiprocessor has registers for); CODE (0: the weight is bfloat16;
 // else its codes are 1: e4m3, 2: 8-bit or 3: 4-bit integers, 4: e2m1), with that GROUP (in_features that
 // share a scale: 32, 64 or 128; 0: all), SHARED_BY (rows that share one: 1 or 8), ZEROS (the low 8 bits of
@@ -73,7 +73,7 @@ static_assert(RING_BYTES + STAGES * 16 + 4 * TOKENS + (EVEN ? SLICE * PITCH : 0)
 static_assert(SHARED_BYTES % 16 == 0, "");
 static_assert(THREADS % CHUNKS == 0 && GATED + RESIDUAL + HEADS <= 1, "");
 static_assert(ADAPTED ? !(LATE && JOINED) : !(LATE || JOINED), "");
-static_assert(!JOINED || !(EVEN || CODE), "");
+static_assert(!JOINED || !CODE, "");
 
 // ADAPTED: see `kernels.adapters`.
 struct Adapters {
@@ -227,27 +227,50 @@ __device__ __forceinline__ void wait_for(const int* flag) {
 
 // ---- the steps of a thread block
 
-// The steps of all tiles stand in a row, TILE_STEPS of each; a thread block takes `begin` to `end`.
+// JOINED: the tiles of A that have an adapter of a token, as bits. Each warp finds out by itself.
+__device__ __forceinline__ u32 needed_tiles(const Arguments& args) {
+    const Adapters& of = args.adapters;
+    u32 needed = 0;
+#pragma unroll
+    for (int i = 0; i < TOKENS; i += 32) {
+        const int token = i + threadIdx.x % 32, slot = token < TOKENS && token < args.num_rows ? of.slots[token] : 0;
+        const int begin = (slot - 1) * of.columns, last = begin + of.columns - 1;
+        if (slot) needed |= (2u << last / FEATURES) - (1u << begin / FEATURES);
+    }
+    return __reduce_or_sync(ALL, needed);
+}
+
+// The steps of all tiles stand in a row, TILE_STEPS of each; a thread block takes `begin` to `end`. JOINED: the first
+// ones are those of `tiles_of_a` tiles of A: of all; or, if EVEN, of those that are `needed`.
 struct Steps {
-    int begin, end;
+    int begin, end, tiles_of_a;
+    u32 needed;
+
+    __device__ __forceinline__ bool is_of_a(int tile) const { return JOINED && tile < tiles_of_a; }
+
+    // the number of a tile among those of A, or of the weight
+    __device__ __forceinline__ int own_tile(int tile) const {
+        if (!is_of_a(tile)) return tile - (JOINED ? tiles_of_a : 0);
+        if (!EVEN) return tile;
+        u32 left = needed;
+        for (int i = 0; i < tile; ++i) left &= left - 1;
+        return __ffs(left) - 1;
+    }
 };
 
 // EVEN: of the thread block of this number
-__device__ __forceinline__ int first_step(const Arguments& args, int block) {
-    return args.tiles * TILE_STEPS * block / (int)gridDim.y;
-}
-
-// JOINED: whether the tile of this thread block is one of A
-__device__ __forceinline__ bool is_of_a(const Arguments& args) {
-    return JOINED && (int)blockIdx.y < args.adapters.tiles_of_a;
+__device__ __forceinline__ int first_step(const Arguments& args, int tiles_of_a, int block) {
+    return (args.tiles + tiles_of_a) * TILE_STEPS * block / (int)gridDim.y;
 }
 
 __device__ __forceinline__ Steps own_steps(const Arguments& args) {
-    const int block = blockIdx.y - (JOINED && !is_of_a(args) ? args.adapters.tiles_of_a : 0);
-    if (EVEN) return {first_step(args, block), first_step(args, block + 1)};
+    const int block = blockIdx.y;
+    const u32 needed = JOINED && (EVEN || block < args.adapters.tiles_of_a) ? needed_tiles(args) : 0;
+    const int of_a = !JOINED ? 0 : EVEN ? __popc(needed) : args.adapters.tiles_of_a;
+    if (EVEN) return {first_step(args, of_a, block), first_step(args, of_a, block + 1), of_a, needed};
     const int begin = block * TILE_STEPS, split = blockIdx.z;
-    if (STEPS) return {begin + split * STEPS, begin + (split + 1) * STEPS};
-    return {begin + TILE_STEPS * split / SPLITS, begin + TILE_STEPS * (split + 1) / SPLITS};
+    if (STEPS) return {begin + split * STEPS, begin + (split + 1) * STEPS, of_a, needed};
+    return {begin + TILE_STEPS * split / SPLITS, begin + TILE_STEPS * (split + 1) / SPLITS, of_a, needed};
 }
 
 // ---- the two warps that help
@@ -259,10 +282,10 @@ __device__ __forceinline__ void fill_ring(const Arguments& args, const Steps& st
     const auto start = [&](int i) {
         const int at = steps.begin + i;
         const u32 stage = i % STAGES, to = ring + stage * STAGE_BYTES, barrier = full + 8 * stage;
-        const int tile = at / TILE_STEPS, in_tile = at % TILE_STEPS;
+        const int tile = steps.own_tile(at / TILE_STEPS), in_tile = at % TILE_STEPS;
         expect_bytes(barrier, STAGE_BYTES + SCALE_BYTES);
         // the map of codes counts bytes
-        if (is_of_a(args)) load_tile(to, args.a, in_tile * BLOCK, tile * FEATURES, barrier);
+        if (steps.is_of_a(at / TILE_STEPS)) load_tile(to, args.a, in_tile * BLOCK, tile * FEATURES, barrier);
         else load_weight(to, args.weight, in_tile * (CODE ? BLOCK * BITS / 8 : BLOCK), tile, barrier);
         if (GROUP == 0) return;
         const u32 scales = ring + STAGES * STAGE_BYTES + stage * SCALE_BYTES;
@@ -385,12 +408,13 @@ __device__ __forceinline__ void leave_part(const Arguments& args, const float (&
 // To what this thread block has of the tile whose steps end before `tile_end`, add what others have. No thread
 // block waits forever: there is at most one thread block a multiprocessor, so all of them run at the same time
 // (the next kernel starts when all have), and each leaves its part before it waits for one.
-__device__ __forceinline__ void add_parts(const Arguments& args, float (&c)[TOKENS / 2], int tile_end) {
+__device__ __forceinline__ void add_parts(
+    const Arguments& args, float (&c)[TOKENS / 2], int tiles_of_a, int tile_end) {
 #if CODE   // wait for all others at once; of few tokens, several parts are read together
     constexpr int TOGETHER = TOKENS < 32 ? 4 : 1;
     const int first = blockIdx.y + 1, row = blockIdx.x * gridDim.y;
     int count = 0;
-    while (first_step(args, first + count) < tile_end) ++count;
+    while (first_step(args, tiles_of_a, first + count) < tile_end) ++count;
     for (int i = threadIdx.x % 32; i < count; i += 32) wait_for(args.are_there + row + first + i);
     __syncwarp();
     for (int i = 0; i < count; i += TOGETHER) {
@@ -411,7 +435,7 @@ __device__ __forceinline__ void add_parts(const Arguments& args, float (&c)[TOKE
     sync_multipliers();
     for (int i = threadIdx.x; i < count; i += THREADS) args.are_there[row + first + i] = 0;
 #else
-    for (int block = blockIdx.y + 1; first_step(args, block) < tile_end; ++block) {
+    for (int block = blockIdx.y + 1; first_step(args, tiles_of_a, block) < tile_end; ++block) {
         const int other = blockIdx.x * gridDim.y + block;
         if (threadIdx.x % 32 == 0) wait_for(args.are_there + other);
         __syncwarp();
@@ -432,7 +456,7 @@ constexpr int RANK_STEP = 16;   // of an MMA
 constexpr int ALL_8 = OWN / 8;
 // times 8 tokens whose B is read ahead
 constexpr int AHEAD = ALL_8 % 4 == 0 ? 4 : ALL_8 % 3 == 0 ? 3 : ALL_8 % 2 == 0 ? 2 : 1;
-constexpr bool HOLDS_B = JOINED && AHEAD == ALL_8;  // the first RANK_STEP of it, before x is there
+constexpr bool HOLDS_B = JOINED && !EVEN && AHEAD == ALL_8;  // the first RANK_STEP of it, before x is there
 
 __device__ __forceinline__ void add_product(
     float* c, u32 a, u32 a_8, u32 a_next, u32 a_8_next, u32 b, u32 b_next) {
@@ -464,15 +488,6 @@ __device__ __forceinline__ u32* own_launches(const Arguments& args) {
     return args.adapters.launches + blockIdx.z * gridDim.y + blockIdx.y;
 }
 
-// JOINED: whether a token has an adapter of this tile of A. All threads ask, in all thread blocks of a cluster.
-__device__ __forceinline__ bool is_needed(const Arguments& args) {
-    const Adapters& of = args.adapters;
-    const int first = blockIdx.y * FEATURES, token = threadIdx.x;
-    const int slot = token < TOKENS && token < args.num_rows ? of.slots[token] : 0;
-    const bool is_mine = slot > first / of.columns && slot <= (first + FEATURES - 1) / of.columns + 1;
-    return __syncthreads_or(is_mine);
-}
-
 // By the warp that computes factors: ask for what this thread block needs of B, which lies in memory, in the order in
 // which it is needed.
 __device__ __forceinline__ void fetch_b(const Arguments& args, const Steps& steps) {
@@ -481,7 +496,8 @@ __device__ __forceinline__ void fetch_b(const Arguments& args, const Steps& step
     const int tokens = min(OWN, args.num_rows - first_token);
     const int first = (EVEN ? steps.begin + TILE_STEPS - 1 : steps.begin) / TILE_STEPS;
     const int end = EVEN ? (steps.end + TILE_STEPS - 1) / TILE_STEPS : first + 1;
-    for (int tile = first; tile < end; ++tile) {
+    for (int i = max(first, steps.tiles_of_a); i < end; ++i) {
+        const int tile = steps.own_tile(i);
         const int features = WHOLE ? OUT : min(OUT, args.features - tile * OUT);
         for (int i = 0; i < tokens; i += 32) {
             const int own = i + lane < tokens ? of.slots[first_token + i + lane] : 0;
@@ -867,8 +883,10 @@ linear(const __grid_constant__ Arguments args) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const Steps steps = own_steps(args);
     if (AT_ONCE) allow_next();
-    const bool of_a = is_of_a(args);
-    if (JOINED && of_a && !is_needed(args)) {
+    // unless EVEN
+    const int only_tile = steps.own_tile(blockIdx.y);
+    const bool is_only_of_a = !EVEN && steps.is_of_a(blockIdx.y);
+    if (is_only_of_a && !(steps.needed >> only_tile & 1)) {
         if (threadIdx.x == 0) wait_previous(), ++*own_launches(args);
         return;
     }
@@ -885,7 +903,7 @@ linear(const __grid_constant__ Arguments args) {
 
     if (warp == MULTIPLIERS / 32 && lane == 0) fill_ring(args, steps, ring);
     if (warp > MULTIPLIERS / 32) {
-        if (JOINED && of_a) {
+        if (is_only_of_a) {
             publish_factors();  // nobody needs any
         } else {
             if (ADAPTED) fetch_b(args, steps);
@@ -908,8 +926,8 @@ linear(const __grid_constant__ Arguments args) {
     };
     const bool is_first_way = WAYS == 1 || threadIdx.x < THREADS;   // it finishes tiles
     if (ADAPTED && !EVEN && is_first_way) own.read_adapters();
-    if (HOLDS_B && !of_a && own.most_rank > 0) {
-        own.tile = steps.begin / TILE_STEPS;
+    if (HOLDS_B && !is_only_of_a && own.most_rank > 0) {
+        own.tile = only_tile;
         own.read_b(0, 0);
     }
     if (!LATE && is_first_way) wait();
@@ -917,7 +935,8 @@ linear(const __grid_constant__ Arguments args) {
     for (int at = steps.begin; at < steps.end;) {
         const int first = at - steps.begin, in_tile = at % TILE_STEPS;
         const int count = EVEN ? min(TILE_STEPS - in_tile, steps.end - at) : STEPS ? STEPS : steps.end - at;
-        own.tile = at / TILE_STEPS;
+        const bool of_a = steps.is_of_a(at / TILE_STEPS);
+        own.tile = steps.own_tile(at / TILE_STEPS);
         at += count;
         if (!EVEN && is_first_way && !of_a) {   // else the MMAs need the registers
             own.read_norm();
@@ -930,24 +949,22 @@ linear(const __grid_constant__ Arguments args) {
         if (!is_first_way) continue;
         if (first == 0) sync_with_factors();   // all have multiplied, too: without EVEN the ring is free
         if (LATE && first == 0) wait();
-        if (JOINED && threadIdx.x == 0) *own_launches(args) = launch;   // all have read it
+        if (JOINED && first == 0 && threadIdx.x == 0) *own_launches(args) = launch;   // all have read it
         if (EVEN && in_tile > 0) {
             leave_part(args, c);
             continue;
         }
-        if (EVEN && count < TILE_STEPS) add_parts(args, c, at - count + TILE_STEPS);
+        if (EVEN && count < TILE_STEPS) add_parts(args, c, steps.tiles_of_a, at - count + TILE_STEPS);
         float of_splits[SPLITS > 1 ? OWN / 2 : 1];
         if (SPLITS > 1) add_splits(of_splits, c, shared);
         float* const sums = SPLITS > 1 ? of_splits : c;   // [OWN / 8, 4]
 
-        if (JOINED && of_a) {
+        if (ADAPTED && EVEN) own.read_adapters();
+        if (of_a) {
             own.leave_inner(sums, launch);
             continue;
         }
-        if (ADAPTED) {
-            if (EVEN) own.read_adapters();
-            own.add_adapters(sums, launch);
-        }
+        if (ADAPTED) own.add_adapters(sums, launch);
         if (EVEN) own.read_norm();
 #pragma unroll
         for (int slice = 0; slice < SLICES; ++slice) {

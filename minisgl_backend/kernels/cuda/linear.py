@@ -63,6 +63,7 @@ load weights while x A^T is computed. With more they start once x is there, and 
 _MOST_JOINED: Final = 64
 """GEMMs of up to this many tokens compute x A^T themselves, if all their thread blocks run at the
 same time."""
+_MOST_TILES_OF_A: Final = 32
 _NEVER: Final = 2**31 - 1
 _RESERVED_BYTES: Final = 1024
 """Shared memory that CUDA takes for itself in each thread block."""
@@ -211,11 +212,13 @@ class _Linear:
     def _join(self, batch: int, cut: Cut, adapters: AdaptersShape) -> _Joined | None:
         """If GEMMs of up to so many rows shall compute x A^T."""
         num_slots, columns = adapters
-        if self._codes is not None or cut.even or batch > min(cut.tokens, _MOST_JOINED):
+        if self._codes is not None or batch > min(cut.tokens, _MOST_JOINED):
             return None
         tiles = -(-num_slots * columns // cut.features)
         blocks = (tiles + cut.num_tiles(self._height)) * cut.splits
-        if blocks > self._num_processors:
+        if cut.even:
+            blocks = self._num_processors
+        if blocks > self._num_processors or tiles > _MOST_TILES_OF_A:
             return None
         # zeros from the start, so not in the memory of a graph
         pairs = torch.zeros((cut.tokens, columns), dtype=torch.int32, device=self._device)
@@ -268,7 +271,8 @@ class _Linear:
                 inner = self._shrink(in_order, adaptation, weight=fetched, pdl=pdl)
                 values["adapters"].inner = address(inner)
             else:
-                blocks += joined.tiles
+                if not cut.even:
+                    blocks += joined.tiles
                 values["adapters"].tiles_of_a = joined.tiles
                 values["adapters"].pairs = address(joined.pairs)
                 values["adapters"].launches = address(joined.launches)

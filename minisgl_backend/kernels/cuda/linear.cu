@@ -31,8 +31,8 @@
 // STAGES (of the ring), SPLITS, EVEN, GATED (the weight holds the gate's rows and then as many of the values), RESIDUAL
 // (the result is added to the residual stream), HEADS (it is queries, keys and values, in heads of
 // FEATURES), with that PAGE_SIZE and FP8 (of the KV cache), ADAPTED, and of these LATE (all but x A^T was
-// there when this kernel began, so nothing is waited for before that is due) or JOINED (of plain weights, up to TOKENS
-// tokens and 32 tiles of A), SHARED_BYTES, and
+// there when this kernel began, so nothing is waited for before that is due) or JOINED (of plain weights, up to 32
+// tiles of A; if EVEN, up to TOKENS tokens), SHARED_BYTES, and
 // PER_PROCESSOR (thread blocks that a multiprocessor has registers for); CODE (0: the weight is bfloat16;
 // else its codes are 1: e4m3, 2: 8-bit or 3: 4-bit integers, 4: e2m1), with that GROUP (in_features that
 // share a scale: 32, 64 or 128; 0: all), SHARED_BY (rows that share one: 1 or 8), ZEROS (the low 8 bits of
@@ -87,7 +87,7 @@ struct Adapters {
     int second;             // the first output of the second projection, and of the third
     int third;
     int tiles_of_a;         // JOINED
-    uint4* pairs;           // JOINED: in place of `inner`, [TOKENS, columns / 4]: two pairs of numbers, each before its launch
+    uint4* pairs;           // JOINED: in place of `inner`, [tokens of all tiles, columns / 4]: two pairs of numbers, each before its launch
     u32* launches;          // JOINED: [thread blocks], launches of this kernel so far
 };
 
@@ -233,7 +233,8 @@ __device__ __forceinline__ u32 needed_tiles(const Arguments& args) {
     u32 needed = 0;
 #pragma unroll
     for (int i = 0; i < TOKENS; i += 32) {
-        const int token = i + threadIdx.x % 32, slot = token < TOKENS && token < args.num_rows ? of.slots[token] : 0;
+        const int in_tile = i + threadIdx.x % 32, token = blockIdx.x * TOKENS + in_tile;
+        const int slot = in_tile < TOKENS && token < args.num_rows ? of.slots[token] : 0;
         const int begin = (slot - 1) * of.columns, last = begin + of.columns - 1;
         if (slot) needed |= (2u << last / FEATURES) - (1u << begin / FEATURES);
     }
@@ -483,9 +484,9 @@ __device__ __forceinline__ void store_pair(uint2* to, u32 pair, u32 launch) {
     asm volatile("st.volatile.global.v2.u32 [%0], {%1, %2};" :: "l"(to), "r"(pair), "r"(launch) : "memory");
 }
 
-// JOINED: how often this thread block has run. It reads that once all kernels before this one have ended.
+// JOINED: how often this thread block has run, as often as all that have the same tokens. It reads that once all kernels before this one have ended.
 __device__ __forceinline__ u32* own_launches(const Arguments& args) {
-    return args.adapters.launches + blockIdx.z * gridDim.y + blockIdx.y;
+    return args.adapters.launches + (blockIdx.x * gridDim.z + blockIdx.z) * gridDim.y + blockIdx.y;
 }
 
 // By the warp that computes factors: ask for what this thread block needs of B, which lies in memory, in the order in

@@ -60,7 +60,7 @@ _MOST_EARLY: Final = 16
 """GEMMs with adapters and tiles of up to this many tokens start as early as those without, and
 load weights while x A^T is computed. With more they start once x is there, and multiply meanwhile.
 """
-_MOST_JOINED: Final = 64
+_MOST_JOINED: Final = 256
 """GEMMs of up to this many tokens compute x A^T themselves, if all their thread blocks run at the
 same time."""
 _MOST_TILES_OF_A: Final = 32
@@ -212,16 +212,17 @@ class _Linear:
     def _join(self, batch: int, cut: Cut, adapters: AdaptersShape) -> _Joined | None:
         """If GEMMs of up to so many rows shall compute x A^T."""
         num_slots, columns = adapters
-        if self._codes is not None or batch > min(cut.tokens, _MOST_JOINED):
+        if self._codes is not None or batch > _MOST_JOINED:
             return None
-        tiles = -(-num_slots * columns // cut.features)
-        blocks = (tiles + cut.num_tiles(self._height)) * cut.splits
+        tiles, token_tiles = -(-num_slots * columns // cut.features), -(-batch // cut.tokens)
+        blocks = (tiles + cut.num_tiles(self._height)) * cut.splits * token_tiles
         if cut.even:
-            blocks = self._num_processors
+            blocks = self._num_processors * token_tiles
         if blocks > self._num_processors or tiles > _MOST_TILES_OF_A:
             return None
         # zeros from the start, so not in the memory of a graph
-        pairs = torch.zeros((cut.tokens, columns), dtype=torch.int32, device=self._device)
+        tokens = token_tiles * cut.tokens
+        pairs = torch.zeros((tokens, columns), dtype=torch.int32, device=self._device)
         launches = torch.zeros(blocks, dtype=torch.int32, device=self._device)
         return _Joined(tiles, pairs, launches)
 

@@ -475,13 +475,13 @@ __device__ __forceinline__ uint2 load_4(const u16* from) {
 // What another thread block may be writing.
 __device__ __forceinline__ uint4 load_pairs(const uint4* from) {
     uint4 out;
-    asm volatile("ld.volatile.global.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(out.x), "=r"(out.y), "=r"(out.z), "=r"(out.w) : "l"(from));
+    asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(out.x), "=r"(out.y), "=r"(out.z), "=r"(out.w) : "l"(from) : "memory");
     return out;
 }
 
 __device__ __forceinline__ void store_pair(uint2* to, u32 pair, u32 launch) {
-    asm volatile("st.volatile.global.v2.u32 [%0], {%1, %2};" :: "l"(to), "r"(pair), "r"(launch) : "memory");
+    asm volatile("st.relaxed.gpu.global.v2.u32 [%0], {%1, %2};" :: "l"(to), "r"(pair), "r"(launch) : "memory");
 }
 
 // JOINED: how often this thread block has run, as often as all that have the same tokens. It reads that once all kernels before this one have ended.
@@ -950,7 +950,6 @@ linear(const __grid_constant__ Arguments args) {
         if (!is_first_way) continue;
         if (first == 0) sync_with_factors();   // all have multiplied, too: without EVEN the ring is free
         if (LATE && first == 0) wait();
-        if (JOINED && first == 0 && threadIdx.x == 0) *own_launches(args) = launch;   // all have read it
         if (EVEN && in_tile > 0) {
             leave_part(args, c);
             continue;
@@ -976,6 +975,7 @@ linear(const __grid_constant__ Arguments args) {
             else own.finish_features(slice, finished);
         }
     }
+    if (JOINED && threadIdx.x == 0) *own_launches(args) = launch;   // before a barrier of these threads all have read it
     if (SPLITS > 1) {
         __syncwarp();
         if (!is_first_way) sync_cluster<true>(), arrive_in_cluster<false>();

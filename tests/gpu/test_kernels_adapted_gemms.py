@@ -11,6 +11,7 @@ from torch import Tensor
 from minisgl_backend.kernels.adapters import Adaptation, AdapterMemory
 from minisgl_backend.kernels.dispatch import is_interpreted
 from minisgl_backend.kernels.linear_cut import Cut
+from minisgl_backend.kernels.packed_weight import PackedWeight
 from minisgl_backend.kernels.rope_store import TokenPlaces, qk_norm_rope_store_reference
 from minisgl_backend.request import IntArray
 from tests.gpu.adaptations import (
@@ -180,12 +181,28 @@ def test_gated_gemms_in_equal_parts(device: torch.device, cut: Cut, batch: int) 
 def test_heads(
     device: torch.device, batch: int, num_heads: int, num_kv_heads: int, head_dim: int, fp8: bool
 ) -> None:
+    check_adapted_heads(device, batch, num_heads, num_kv_heads, head_dim, fp8)
+
+
+def check_adapted_heads(
+    device: torch.device,
+    batch: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    fp8: bool,
+    given: tuple[PackedWeight, Tensor] | None = None,
+) -> None:
+    """``given``: a weight and its numbers, [height, 1024]."""
     from minisgl_backend.kernels.cuda.linear import HeadsKernel
 
     torch.manual_seed(batch)
     widths = tuple(heads * head_dim for heads in (num_heads, num_kv_heads, num_kv_heads))
     x, norm = normal(batch, 1024, device=device), normal(1024, device=device)
-    weight = normal(sum(widths), 1024, device=device, scale=1 / 32)
+    numbers = normal(sum(widths), 1024, device=device, scale=1 / 32)
+    weight: Tensor | PackedWeight = numbers
+    if given is not None:
+        weight, numbers = given
     positions = torch.randint(0, 500, (batch,), device=device, dtype=torch.int32)
     slots = torch.randperm(40 * PAGE_SIZE, device=device)[:batch].int()
     angles = torch.rand(500, head_dim // 2, device=device) * 6
@@ -202,6 +219,7 @@ def test_heads(
         device,
         page_size=PAGE_SIZE,
         fp8=fp8,
+        codes=weight.kind if isinstance(weight, PackedWeight) else None,
         adapters=memory.shape,
     )
     scaled = (x.float() * norm).bfloat16()
@@ -226,7 +244,7 @@ def test_heads(
             pdl=True,
         )
         expected = qk_norm_rope_store_reference(
-            (product(scaled, weight, adaptation) * scale_of(x)).float(),
+            (product(scaled, numbers, adaptation) * scale_of(x)).float(),
             places,
             expected_pages[:, 0],
             expected_pages[:, 1],

@@ -22,7 +22,6 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
-from itertools import accumulate
 from typing import Any, Final
 
 import torch
@@ -64,7 +63,6 @@ _MOST_JOINED: Final = 256
 """GEMMs of up to this many tokens compute x A^T themselves, if all their thread blocks run at the
 same time."""
 _MOST_TILES_OF_A: Final = 32
-_NEVER: Final = 2**31 - 1
 _RESERVED_BYTES: Final = 1024
 """Shared memory that CUDA takes for itself in each thread block."""
 
@@ -168,7 +166,9 @@ class _Linear:
             weight, of_row = (height, in_features), gemv_cut(height, in_features, codes)
             if of_row is not None:
                 macros = {**_OF_RESULTS, **kind, "HEADS": head_dim or 0}
-                self._gemv = Gemv(weight, device, codes=codes, cut=of_row, macros=macros)
+                self._gemv = Gemv(
+                    weight, device, codes=codes, cut=of_row, macros=macros, adapters=adapters
+                )
         if cuts is None:
             cuts = {
                 batch: cut_of(batch, height, in_features, head_dim=head_dim, numbers=numbers)
@@ -232,7 +232,7 @@ class _Linear:
 
     def _num_tiles(self, num_rows: int, *, adapted: bool) -> int:
         """Tiles of the weight: as many sums of squares of a row are left."""
-        if self._gemv is not None and num_rows == 1 and not adapted:
+        if self._gemv is not None and num_rows == 1:
             return self._gemv.tiles
         return self._kernel_for(num_rows, adapted=adapted).cut.num_tiles(self._height)
 
@@ -253,8 +253,18 @@ class _Linear:
             assert weight.kind == self._codes
             x, scales = weight.ordered(x), weight.scales
             weight = weight.weight.codes
-            if self._gemv is not None and num_rows == 1 and adaptation is None:
-                self._gemv(x, weight, scales, squares=squares, bias=bias, pdl=pdl, **values)
+            if self._gemv is not None and num_rows == 1:
+                self._gemv(
+                    x,
+                    weight,
+                    scales,
+                    squares=squares,
+                    bias=bias,
+                    adaptation=adaptation,
+                    x_of_a=in_order,
+                    pdl=pdl,
+                    **values,
+                )
                 return
         assert x.stride(1) == 1 and weight.is_contiguous() and num_rows <= max(self._kernels[False])
         of_cut = self._kernel_for(num_rows, adapted=adaptation is not None)
@@ -556,9 +566,9 @@ def _starts_early(cut: Cut) -> bool:
 
 def _adapters(adaptation: Adaptation) -> _Adapters:
     """What any kernel is told of the adapters."""
-    b, widths, tokens = adaptation.memory.b, adaptation.memory.widths, adaptation.tokens
-    assert b.is_contiguous() and len(widths) <= 3
-    second, third = (*accumulate(widths[:-1]), _NEVER, _NEVER)[:2]
+    b, tokens = adaptation.memory.b, adaptation.tokens
+    assert b.is_contiguous()
+    second, third = adaptation.memory.later_projections
     return _Adapters(
         b=address(b),
         slots=address(tokens.slots),

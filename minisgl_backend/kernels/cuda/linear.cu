@@ -457,7 +457,7 @@ constexpr int RANK_STEP = 16;   // of an MMA
 constexpr int ALL_8 = OWN / 8;
 // times 8 tokens whose B is read ahead
 constexpr int AHEAD = ALL_8 % 4 == 0 ? 4 : ALL_8 % 3 == 0 ? 3 : ALL_8 % 2 == 0 ? 2 : 1;
-constexpr bool HOLDS_B = JOINED && !EVEN && AHEAD == ALL_8;  // the first RANK_STEP of it, before x is there
+constexpr bool HOLDS_B = JOINED && !EVEN && TOKENS <= 64;   // the first of it, before x is there
 
 __device__ __forceinline__ void add_product(
     float* c, u32 a, u32 a_8, u32 a_next, u32 a_8_next, u32 b, u32 b_next) {
@@ -659,7 +659,7 @@ struct Finisher {
                         if (JOINED) pairs[j][side] = load_pairs(of.pairs + inner_at(j, side) / 4);
                         else x[j][side] = load_4(of.inner + inner_at(j, side));
                 }
-                if (!HOLDS_B || rank > 0) read_b(i, rank);
+                if (!HOLDS_B || rank + i > 0) read_b(i, rank);
                 __syncwarp();   // no load may come behind it: all are on their way before the first is used
 #pragma unroll
                 for (int j = 0; j < AHEAD; ++j) {

@@ -47,7 +47,7 @@ to the second number of multiply-adds (elements times tokens) and the third numb
 
 _RING_BYTES: Final = 200 * 1024
 _MOST_STAGES: Final = 8
-_SHARED_BYTES: Final = 227 * 1024
+SHARED_BYTES: Final = 227 * 1024
 """Shared memory of a thread block that has a multiprocessor to itself."""
 _MOST_SPLITS: Final = 8
 
@@ -217,7 +217,7 @@ def _whole_or_split(batch: int, height: int, in_features: int, tile: Cut, most_b
 
 def _most_stages(cut: Cut) -> int:
     """Stages that there is memory for, instead of the one of ``cut``."""
-    free = _SHARED_BYTES - cut.shared_bytes
+    free = SHARED_BYTES - cut.shared_bytes
     return min(1 + free // cut.in_stage_bytes, _MOST_STAGES)
 
 

@@ -319,9 +319,15 @@ __device__ __forceinline__ void fill_ring(const Arguments& args, const Steps& st
     }
 }
 
-// RMSNorm's factor of each token, or 1.
-__device__ __forceinline__ void compute_factors(const Arguments& args, int first_token, float* factors) {
+// JOINED: how often this thread block has run, as often as all that have the same tokens. It reads that once all kernels before this one have ended.
+__device__ __forceinline__ u32* own_launches(const Arguments& args) {
+    return args.adapters.launches + (blockIdx.x * gridDim.z + blockIdx.z) * gridDim.y + blockIdx.y;
+}
+
+// RMSNorm's factor of each token, or 1. JOINED: the number of the launch.
+__device__ __forceinline__ u32 compute_factors(const Arguments& args, int first_token, float* factors) {
     if (!LATE) wait_previous();
+    u32 launch = JOINED ? __ldcg(own_launches(args)) + 1 : 0;
     constexpr int OF_LANE = (TOKENS + 31) / 32;
     const int lane = threadIdx.x % 32, tiles = args.squares ? args.square_tiles : 0;
     float sums[OF_LANE] = {};
@@ -341,7 +347,9 @@ __device__ __forceinline__ void compute_factors(const Arguments& args, int first
 #pragma unroll
     for (int j = 0; j < OF_LANE; ++j)
         if (lane + 32 * j < TOKENS) factors[lane + 32 * j] = tiles ? rsqrtf(sums[j] / SIZE + args.eps) : 1;
+    if (JOINED) launch = __shfl_sync(ALL, launch, 0);   // it is there: soon others write the next one
     publish_factors();
+    return launch;
 }
 
 // WAYS: the second way leaves its sums to the first one.
@@ -457,6 +465,8 @@ constexpr int RANK_STEP = 16;   // of an MMA
 constexpr int ALL_8 = OWN / 8;
 // times 8 tokens whose B is read ahead
 constexpr int AHEAD = ALL_8 % 4 == 0 ? 4 : ALL_8 % 3 == 0 ? 3 : ALL_8 % 2 == 0 ? 2 : 1;
+// JOINED: the first RANK_STEP of x A^T of all tokens of a thread block is brought to shared memory, behind all else
+constexpr int PROJECTIONS = GATED ? 2 : RESIDUAL ? 1 : 3;
 constexpr bool HOLDS_B = JOINED && !EVEN && TOKENS <= 64;   // the first of it, before x is there
 
 __device__ __forceinline__ void add_product(
@@ -484,9 +494,48 @@ __device__ __forceinline__ void store_pair(uint2* to, u32 pair, u32 launch) {
     asm volatile("st.relaxed.gpu.global.v2.u32 [%0], {%1, %2};" :: "l"(to), "r"(pair), "r"(launch) : "memory");
 }
 
-// JOINED: how often this thread block has run, as often as all that have the same tokens. It reads that once all kernels before this one have ended.
-__device__ __forceinline__ u32* own_launches(const Arguments& args) {
-    return args.adapters.launches + (blockIdx.x * gridDim.z + blockIdx.z) * gridDim.y + blockIdx.y;
+// JOINED: by the warp that computes factors, when it has: x A^T to shared memory, [OWN, PROJECTIONS, RANK_STEP]. All warps
+// that multiply need the same, and they need not ask for it.
+__device__ __forceinline__ void bring_inner(
+    const Arguments& args, int only_tile, u32 launch, u16* inner) {
+    const Adapters& of = args.adapters;
+    const int row = threadIdx.x % 32 / 4, quarter = threadIdx.x % 4, of_head = only_tile * OUT;
+    const int own = HEADS && !EVEN ? (of_head >= of.second) + (of_head >= of.third) : -1;  // projection of the tile
+#pragma unroll 1
+    for (int i = 0; i < ALL_8; i += AHEAD) {
+        uint4 pairs[AHEAD][PROJECTIONS];
+        const uint4* from[AHEAD];
+        bool is_there[AHEAD];
+        const auto is_needed = [&](int projection) {
+            return own < 0 ? projection * of.max_rank < of.columns : projection == own;
+        };
+#pragma unroll
+        for (int j = 0; j < AHEAD; ++j) {
+            const int token = blockIdx.x * TOKENS + blockIdx.z * OWN + 8 * (i + j) + row;
+            is_there[j] = token < args.num_rows && of.slots[token];
+            from[j] = of.pairs + ((u64)token * of.columns + 4 * quarter) / 4;
+#pragma unroll
+            for (int k = 0; k < PROJECTIONS; ++k)
+                if (is_there[j] && is_needed(k)) pairs[j][k] = load_pairs(from[j] + k * of.max_rank / 4);
+        }
+#pragma unroll
+        for (int j = 0; j < AHEAD; ++j)
+#pragma unroll
+            for (int k = 0; k < PROJECTIONS; ++k) {
+                if (!is_there[j] || !is_needed(k)) continue;
+                uint4& both = pairs[j][k];
+                while (both.y != launch || both.w != launch) both = load_pairs(from[j] + k * of.max_rank / 4);
+                u16* const to = inner + ((8 * (i + j) + row) * PROJECTIONS + k) * RANK_STEP + 4 * quarter;
+                *reinterpret_cast<uint2*>(to) = make_uint2(both.x, both.z);
+            }
+    }
+    __syncwarp();
+    asm volatile("bar.arrive 3, %0;" :: "n"(THREADS + 32) : "memory");
+}
+
+// by those that multiply
+__device__ __forceinline__ void wait_for_inner() {
+    asm volatile("bar.sync 3, %0;" :: "n"(THREADS + 32) : "memory");
 }
 
 // By the warp that computes factors: ask for what this thread block needs of B, which lies in memory, in the order in
@@ -531,6 +580,7 @@ struct Finisher {
     int adapters[(OWN + 31) / 32];   // slots of each 32nd token of this thread block
     int ranks[(OWN + 31) / 32];
     int most_rank;          // of its tokens
+    bool has_inner = false; // JOINED: what is in shared memory
     uint2 b[AHEAD][2], b_8[AHEAD][2];   // of the first and the last of each 8 tokens
 
     __device__ __forceinline__ Finisher(const Arguments& args)
@@ -626,8 +676,10 @@ struct Finisher {
     // ADAPTED: to the sums of a warp, of 16 features or of 8 of each side of a gate, add (x A^T) B^T. It takes 8 tokens
     // at a time, and of them those with the same adapter. Tokens are mostly in the order of their adapters, so that the
     // first and the last one's are all that there are: of these B is read ahead, for several times 8 tokens.
-    __device__ __forceinline__ void add_adapters(float* sums, u32 launch) {
+    __device__ __forceinline__ void add_adapters(float* sums, const u16* brought, u32 launch) {
         if (!finishes) return;
+        if (JOINED && !has_inner) wait_for_inner();
+        has_inner = true;
         const Adapters& of = args.adapters;
         const int lane = threadIdx.x % 32, row = lane / 4, quarter = lane % 4;
         if (CODE) {
@@ -656,14 +708,17 @@ struct Finisher {
                     slots[j] = slot_of(8 * (i + j), row);
 #pragma unroll
                     for (int side = 0; side <= GATED; ++side)
-                        if (JOINED) pairs[j][side] = load_pairs(of.pairs + inner_at(j, side) / 4);
+                        if (JOINED && rank == 0)
+                            x[j][side] = *reinterpret_cast<const uint2*>(brought + RANK_STEP
+                                * ((8 * (i + j) + row) * PROJECTIONS + projection + side) + 4 * quarter);
+                        else if (JOINED) pairs[j][side] = load_pairs(of.pairs + inner_at(j, side) / 4);
                         else x[j][side] = load_4(of.inner + inner_at(j, side));
                 }
                 if (!HOLDS_B || rank + i > 0) read_b(i, rank);
                 __syncwarp();   // no load may come behind it: all are on their way before the first is used
 #pragma unroll
                 for (int j = 0; j < AHEAD; ++j) {
-                    if (JOINED)
+                    if (JOINED && rank > 0)
 #pragma unroll
                         for (int side = 0; side <= GATED; ++side) {
                             uint4& both = pairs[j][side];
@@ -876,11 +931,13 @@ extern "C" __global__ void __launch_bounds__(MULTIPLIERS + 64, PER_PROCESSOR)
 linear(const __grid_constant__ Arguments args) {
     extern __shared__ __align__(1024) u8 shared[];
     // the ring, and that of scales; then a barrier a stage that it is full, one that it is empty; then a factor a token;
-    // EVEN: then a slice of a finished tile, which else takes the place of the ring; WAYS: at the end sums
+    // EVEN: then a slice of a finished tile, which else takes the place of the ring; WAYS: at the end sums; JOINED: behind
+    // SHARED_BYTES x A^T
     const u32 ring = shared_address(shared);
     const u32 full = ring + RING_BYTES, empty = full + 8 * STAGES;
     float* const factors = reinterpret_cast<float*>(shared + RING_BYTES + STAGES * 16);
     u8* const finished = EVEN ? reinterpret_cast<u8*>(factors + TOKENS) : shared + PARTS_BYTES;
+    u16* const brought = reinterpret_cast<u16*>(shared + SHARED_BYTES);  // JOINED
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const Steps steps = own_steps(args);
     if (AT_ONCE) allow_next();
@@ -903,18 +960,22 @@ linear(const __grid_constant__ Arguments args) {
     __syncthreads();
 
     if (warp == MULTIPLIERS / 32 && lane == 0) fill_ring(args, steps, ring);
+    u32 launch = 0;     // JOINED: its number
     if (warp > MULTIPLIERS / 32) {
         if (is_only_of_a) {
             publish_factors();  // nobody needs any
         } else {
             if (ADAPTED) fetch_b(args, steps);
-            compute_factors(args, blockIdx.x * TOKENS, factors);
+            launch = compute_factors(args, blockIdx.x * TOKENS, factors);
         }
     }
     if (warp >= MULTIPLIERS / 32) {
         __syncwarp();
+        if (SPLITS > 1) arrive_in_cluster<true>();
+        if (JOINED && warp > MULTIPLIERS / 32 && !is_only_of_a && (int)blockIdx.z * OWN < TOKENS)
+            bring_inner(args, only_tile, launch, brought);
         if (SPLITS > 1) {
-            sync_cluster<true>();
+            wait_for_cluster();
             sync_cluster<false>();
         }
         return;
@@ -932,7 +993,7 @@ linear(const __grid_constant__ Arguments args) {
         own.read_b(0, 0);
     }
     if (!LATE && is_first_way) wait();
-    const u32 launch = JOINED ? __ldcg(own_launches(args)) + 1 : 0;
+    if (JOINED) launch = __ldcg(own_launches(args)) + 1;
     for (int at = steps.begin; at < steps.end;) {
         const int first = at - steps.begin, in_tile = at % TILE_STEPS;
         const int count = EVEN ? min(TILE_STEPS - in_tile, steps.end - at) : STEPS ? STEPS : steps.end - at;
@@ -964,7 +1025,7 @@ linear(const __grid_constant__ Arguments args) {
             own.leave_inner(sums, launch);
             continue;
         }
-        if (ADAPTED) own.add_adapters(sums, launch);
+        if (ADAPTED) own.add_adapters(sums, brought, launch);
         if (EVEN) own.read_norm();
 #pragma unroll
         for (int slice = 0; slice < SLICES; ++slice) {

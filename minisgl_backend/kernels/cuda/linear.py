@@ -27,7 +27,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from minisgl_backend.kernels.adapters import Adaptation, AdaptersShape
+from minisgl_backend.kernels.adapters import RANK_STEP, Adaptation, AdaptersShape
 from minisgl_backend.kernels.cuda.adapters import shrink_kernel
 from minisgl_backend.kernels.cuda.float8_linear import Float8Linear, Workspace
 from minisgl_backend.kernels.cuda.gemv import Gemv
@@ -47,6 +47,7 @@ from minisgl_backend.kernels.linear_cut import (
     FEW_TOKENS,
     MAX_TOKENS,
     PLAIN,
+    SHARED_BYTES,
     Cut,
     cut_of,
 )
@@ -118,6 +119,7 @@ class _Joined:
     x A^T (``Adapters`` of the source)."""
 
     tiles: int
+    shared_bytes: int
     pairs: Tensor
     launches: Tensor
 
@@ -181,7 +183,10 @@ class _Linear:
 
         joined: dict[int, _Joined | None] = {}
         if adapters is not None:
-            joined = {batch: self._join(batch, cut, adapters) for batch, cut in cuts.items()}
+            projections = 2 if kind.get("GATED") else 1 if kind.get("RESIDUAL") else 3
+            joined = {
+                batch: self._join(batch, cut, adapters, projections) for batch, cut in cuts.items()
+            }
 
         def compiled(batch: int, cut: Cut, adapted: bool) -> _CutKernel:
             macros = {**_OF_RESULTS, **_macros(codes), **kind}
@@ -190,7 +195,8 @@ class _Linear:
             of_a = joined[batch] if adapted else None
             constants["JOINED"] = of_a is not None
             constants["LATE"] = adapted and of_a is None and not _starts_early(cut)
-            return _CutKernel(cut, _kernel(cut, constants, device), of_a)
+            more_bytes = 0 if of_a is None else of_a.shared_bytes
+            return _CutKernel(cut, _kernel(cut, constants, device, more_bytes), of_a)
 
         self._kernels: dict[bool, dict[int, _CutKernel]] = {}
         with ThreadPoolExecutor() as pool:
@@ -209,7 +215,9 @@ class _Linear:
         self._maps: dict[tuple[int, int, int], TensorMap] = {}
         self._maps_of_a: dict[tuple[int, int], TensorMap] = {}
 
-    def _join(self, batch: int, cut: Cut, adapters: AdaptersShape) -> _Joined | None:
+    def _join(
+        self, batch: int, cut: Cut, adapters: AdaptersShape, projections: int
+    ) -> _Joined | None:
         """If GEMMs of up to so many rows shall compute x A^T."""
         num_slots, columns = adapters
         if self._codes is not None or batch > _MOST_JOINED:
@@ -218,13 +226,16 @@ class _Linear:
         blocks = (tiles + cut.num_tiles(self._height)) * cut.splits * token_tiles
         if cut.even:
             blocks = self._num_processors * token_tiles
+        shared_bytes = 2 * max(cut.tokens // cut.splits, 8) * projections * RANK_STEP
+        if cut.shared_bytes + shared_bytes > SHARED_BYTES:
+            return None
         if blocks > self._num_processors or tiles > _MOST_TILES_OF_A:
             return None
         # zeros from the start, so not in the memory of a graph
         tokens = token_tiles * cut.tokens
         pairs = torch.zeros((tokens, columns), dtype=torch.int32, device=self._device)
         launches = torch.zeros(blocks, dtype=torch.int32, device=self._device)
-        return _Joined(tiles, pairs, launches)
+        return _Joined(tiles, shared_bytes, pairs, launches)
 
     def _kernel_for(self, num_rows: int, *, adapted: bool = False) -> _CutKernel:
         kernels = self._kernels[adapted]
@@ -589,9 +600,13 @@ def _macros(codes: CodesKind | None) -> dict[str, int]:
     return PLAIN_MACROS if codes is None else codes.macros
 
 
-def _kernel(cut: Cut, constants: dict[str, int], device: torch.device) -> CudaKernel:
+def _kernel(
+    cut: Cut, constants: dict[str, int], device: torch.device, more_bytes: int = 0
+) -> CudaKernel:
+    """With ``more_bytes`` of shared memory than the cut needs."""
     memory = torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor
-    two = 2 * (cut.shared_bytes + _RESERVED_BYTES) <= memory
+    shared_bytes = cut.shared_bytes + more_bytes
+    two = 2 * (shared_bytes + _RESERVED_BYTES) <= memory
     if cut.numbers != PLAIN:
         two = two and cut.tokens * cut.features * cut.ways <= _TWO_OF_CODES
     constants = {
@@ -608,4 +623,4 @@ def _kernel(cut: Cut, constants: dict[str, int], device: torch.device) -> CudaKe
         "PER_PROCESSOR": 2 if two else 1,
     }
     module = CudaModule("linear.cu", constants, device)
-    return module.kernel("linear", shared_bytes=cut.shared_bytes)
+    return module.kernel("linear", shared_bytes=shared_bytes)

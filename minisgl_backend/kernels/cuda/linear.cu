@@ -32,7 +32,7 @@
 // (the result is added to the residual stream), HEADS (it is queries, keys and values, in heads of
 // FEATURES), with that PAGE_SIZE and FP8 (of the KV cache), ADAPTED, and of these LATE (all but x A^T was
 // there when this kernel began, so nothing is waited for before that is due) or JOINED (of plain weights, up to 32
-// tiles of A; if EVEN, up to TOKENS tokens), SHARED_BYTES, and
+// tiles of A; if EVEN, up to TOKENS tokens), PUSHED (SPLITS send each other their sums; else they read them), SHARED_BYTES,
 // PER_PROCESSOR (thread blocks that a multiprocessor has registers for); CODE (0: the weight is bfloat16;
 // else its codes are 1: e4m3, 2: 8-bit or 3: 4-bit integers, 4: e2m1), with that GROUP (in_features that
 // share a scale: 32, 64 or 128; 0: all), SHARED_BY (rows that share one: 1 or 8), ZEROS (the low 8 bits of
@@ -63,6 +63,8 @@ constexpr int ITEMS = (SLICE + ROWS - 1) / ROWS;
 // GEMM FlashInfer's sum over the ranks: before they wait for this kernel, both read what earlier ones
 // wrote, so they may start once those have ended.
 constexpr bool AT_ONCE = GATED || RESIDUAL;
+// SPLITS that are PUSHED: what a thread block receives, and the barrier that counts it, behind SHARED_BYTES
+constexpr int PUSHED_BYTES = PUSHED ? (SPLITS - 1) * OWN * FEATURES * 4 : 0;
 constexpr u32 ALL = 0xffffffffu;
 
 static_assert(SIZE % BLOCK == 0 && TILE_STEPS >= SPLITS, "");
@@ -369,6 +371,56 @@ __device__ __forceinline__ void add_ways(float (&c)[TOKENS / 2], u8* shared) {
             c[i] += of.x, c[i + 1] += of.y, c[i + 2] += of.z, c[i + 3] += of.w;
         }
     }
+}
+
+// the first phase of a barrier, and what other thread blocks have written before it ended
+__device__ __forceinline__ void wait_for_pushed(u32 barrier) {
+    u32 done;
+    do {
+        asm volatile("{ .reg .pred p;\n"
+                     "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], 0;\n"
+                     "selp.b32 %0, 1, 0, p; }"
+                     : "=r"(done) : "r"(barrier) : "memory");
+    } while (!done);
+}
+
+// PUSHED: each thread sends its sums to those that finish the tokens, as soon as it has them, right into their shared
+// memory, and waits for what others send to it.
+__device__ __forceinline__ void exchange_splits(float* sums, const float (&c)[TOKENS / 2], u32 pushed) {
+    const int split = blockIdx.z;
+    constexpr int OF_ONE = OWN / 8 * THREADS * 16;   // bytes that a thread block sends to another one
+    wait_for_cluster();   // all have begun
+#pragma unroll
+    for (int to = 0; to < SPLITS && to * OWN < TOKENS; ++to) {
+        const float* const own = c + to * (OWN / 2);
+        if (to == split) {
+#pragma unroll
+            for (int i = 0; i < OWN / 2; ++i) sums[i] = own[i];
+            continue;
+        }
+        const int place = (split - to - 1 + SPLITS) % SPLITS;   // among those that send to it
+        u32 at, barrier;
+        asm volatile("mapa.shared::cluster.u32 %0, %1, %2;"
+                     : "=r"(at) : "r"(pushed + place * OF_ONE + (int)threadIdx.x * 16), "r"(to));
+        asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(barrier) : "r"(pushed + PUSHED_BYTES), "r"(to));
+#pragma unroll
+        for (int i = 0; i < OWN / 2; i += 4)
+            asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 "
+                         "[%0], {%1, %2, %3, %4}, [%5];"
+                         :: "r"(at + i / 4 * THREADS * 16), "f"(own[i]), "f"(own[i + 1]), "f"(own[i + 2]),
+                            "f"(own[i + 3]), "r"(barrier) : "memory");
+    }
+    if (split * OWN >= TOKENS) return;
+    wait_for_pushed(pushed + PUSHED_BYTES);
+#pragma unroll
+    for (int i = 0; i < OWN / 2; i += 4)
+#pragma unroll
+        for (int other = 0; other < SPLITS - 1; ++other) {
+            float4 of;
+            asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(of.x), "=f"(of.y), "=f"(of.z), "=f"(of.w)
+                         : "r"(pushed + other * OF_ONE + (i / 4 * THREADS + (int)threadIdx.x) * 16));
+            sums[i] += of.x, sums[i + 1] += of.y, sums[i + 2] += of.z, sums[i + 3] += of.w;
+        }
 }
 
 // SPLITS: the sums of the tokens that this thread block finishes.
@@ -931,13 +983,14 @@ extern "C" __global__ void __launch_bounds__(MULTIPLIERS + 64, PER_PROCESSOR)
 linear(const __grid_constant__ Arguments args) {
     extern __shared__ __align__(1024) u8 shared[];
     // the ring, and that of scales; then a barrier a stage that it is full, one that it is empty; then a factor a token;
-    // EVEN: then a slice of a finished tile, which else takes the place of the ring; WAYS: at the end sums; JOINED: behind
-    // SHARED_BYTES x A^T
+    // EVEN: then a slice of a finished tile, which else takes the place of the ring; WAYS: at the end sums; PUSHED: behind
+    // SHARED_BYTES sums of others, and a barrier; JOINED: then x A^T
     const u32 ring = shared_address(shared);
     const u32 full = ring + RING_BYTES, empty = full + 8 * STAGES;
     float* const factors = reinterpret_cast<float*>(shared + RING_BYTES + STAGES * 16);
     u8* const finished = EVEN ? reinterpret_cast<u8*>(factors + TOKENS) : shared + PARTS_BYTES;
-    u16* const brought = reinterpret_cast<u16*>(shared + SHARED_BYTES);  // JOINED
+    const u32 pushed = ring + SHARED_BYTES;     // PUSHED
+    u16* const brought = reinterpret_cast<u16*>(shared + SHARED_BYTES + (PUSHED ? PUSHED_BYTES + 16 : 0));  // JOINED
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const Steps steps = own_steps(args);
     if (AT_ONCE) allow_next();
@@ -955,9 +1008,14 @@ linear(const __grid_constant__ Arguments args) {
             init_barrier(full + 8 * stage, 1);
             init_barrier(empty + 8 * stage, GROUPS * 4 * (WAYS > 1 ? HALVES : 1));
         }
+        if (PUSHED) {
+            init_barrier(pushed + PUSHED_BYTES, 1);
+            if ((int)blockIdx.z * OWN < TOKENS) expect_bytes(pushed + PUSHED_BYTES, PUSHED_BYTES);
+        }
         publish_barriers();
     }
     __syncthreads();
+    if (PUSHED) arrive_in_cluster<false>();   // `publish_barriers` is what orders
 
     if (warp == MULTIPLIERS / 32 && lane == 0) fill_ring(args, steps, ring);
     u32 launch = 0;     // JOINED: its number
@@ -971,13 +1029,11 @@ linear(const __grid_constant__ Arguments args) {
     }
     if (warp >= MULTIPLIERS / 32) {
         __syncwarp();
-        if (SPLITS > 1) arrive_in_cluster<true>();
+        if (SPLITS > 1 && !PUSHED) arrive_in_cluster<true>();
         if (JOINED && warp > MULTIPLIERS / 32 && !is_only_of_a && (int)blockIdx.z * OWN < TOKENS)
             bring_inner(args, only_tile, launch, brought);
-        if (SPLITS > 1) {
-            wait_for_cluster();
-            sync_cluster<false>();
-        }
+        if (SPLITS > 1) wait_for_cluster();
+        if (SPLITS > 1 && !PUSHED) sync_cluster<false>();
         return;
     }
 
@@ -1017,7 +1073,8 @@ linear(const __grid_constant__ Arguments args) {
         }
         if (EVEN && count < TILE_STEPS) add_parts(args, c, steps.tiles_of_a, at - count + TILE_STEPS);
         float of_splits[SPLITS > 1 ? OWN / 2 : 1];
-        if (SPLITS > 1) add_splits(of_splits, c, shared);
+        if (PUSHED) exchange_splits(of_splits, c, pushed);
+        else if (SPLITS > 1) add_splits(of_splits, c, shared);
         float* const sums = SPLITS > 1 ? of_splits : c;   // [OWN / 8, 4]
 
         if (ADAPTED && EVEN) own.read_adapters();
@@ -1037,7 +1094,8 @@ linear(const __grid_constant__ Arguments args) {
         }
     }
     if (JOINED && threadIdx.x == 0) *own_launches(args) = launch;   // before a barrier of these threads all have read it
-    if (SPLITS > 1) {
+    if (PUSHED && !is_first_way) wait_for_cluster();
+    if (SPLITS > 1 && !PUSHED) {
         __syncwarp();
         if (!is_first_way) sync_cluster<true>(), arrive_in_cluster<false>();
         wait_for_cluster();

@@ -64,6 +64,7 @@ _MOST_JOINED: Final = 256
 """GEMMs of up to this many tokens compute x A^T themselves, if all their thread blocks run at the
 same time."""
 _MOST_TILES_OF_A: Final = 32
+_PUSHES = True
 _RESERVED_BYTES: Final = 1024
 """Shared memory that CUDA takes for itself in each thread block."""
 
@@ -195,7 +196,9 @@ class _Linear:
             of_a = joined[batch] if adapted else None
             constants["JOINED"] = of_a is not None
             constants["LATE"] = adapted and of_a is None and not _starts_early(cut)
-            more_bytes = 0 if of_a is None else of_a.shared_bytes
+            more_bytes = _pushed_bytes(cut)
+            constants["PUSHED"] = more_bytes > 0
+            more_bytes += 0 if of_a is None else of_a.shared_bytes
             return _CutKernel(cut, _kernel(cut, constants, device, more_bytes), of_a)
 
         self._kernels: dict[bool, dict[int, _CutKernel]] = {}
@@ -227,7 +230,7 @@ class _Linear:
         if cut.even:
             blocks = self._num_processors * token_tiles
         shared_bytes = 2 * max(cut.tokens // cut.splits, 8) * projections * RANK_STEP
-        if cut.shared_bytes + shared_bytes > SHARED_BYTES:
+        if cut.shared_bytes + _pushed_bytes(cut) + shared_bytes > SHARED_BYTES:
             return None
         if blocks > self._num_processors or tiles > _MOST_TILES_OF_A:
             return None
@@ -568,6 +571,16 @@ class TensorCores:
     def float8(self) -> Callable[..., Float8Linear]:
         workspace = Workspace(self._device)
         return cache(partial(Float8Linear, workspace=workspace))
+
+
+def _pushed_bytes(cut: Cut) -> int:
+    """Shared memory for sums that splits send each other; 0 if they are not sent, for there is not
+    as much left."""
+    if cut.splits == 1 or not _PUSHES:
+        return 0
+    own_tokens = max(cut.tokens // cut.splits, 8)
+    num_bytes = (cut.splits - 1) * own_tokens * cut.features * 4 + 16
+    return num_bytes if cut.shared_bytes + num_bytes <= SHARED_BYTES else 0
 
 
 def _starts_early(cut: Cut) -> bool:

@@ -64,7 +64,6 @@ _MOST_JOINED: Final = 256
 """GEMMs of up to this many tokens compute x A^T themselves, if all their thread blocks run at the
 same time."""
 _MOST_TILES_OF_A: Final = 32
-_PUSHES = True
 _RESERVED_BYTES: Final = 1024
 """Shared memory that CUDA takes for itself in each thread block."""
 
@@ -196,7 +195,7 @@ class _Linear:
             of_a = joined[batch] if adapted else None
             constants["JOINED"] = of_a is not None
             constants["LATE"] = adapted and of_a is None and not _starts_early(cut)
-            more_bytes = _pushed_bytes(cut)
+            more_bytes = cut.pushed_bytes
             constants["PUSHED"] = more_bytes > 0
             more_bytes += 0 if of_a is None else of_a.shared_bytes
             return _CutKernel(cut, _kernel(cut, constants, device, more_bytes), of_a)
@@ -229,8 +228,8 @@ class _Linear:
         blocks = (tiles + cut.num_tiles(self._height)) * cut.splits * token_tiles
         if cut.even:
             blocks = self._num_processors * token_tiles
-        shared_bytes = 2 * max(cut.tokens // cut.splits, 8) * projections * RANK_STEP
-        if cut.shared_bytes + _pushed_bytes(cut) + shared_bytes > SHARED_BYTES:
+        shared_bytes = 2 * cut.own_tokens * projections * RANK_STEP
+        if cut.shared_bytes + cut.pushed_bytes + shared_bytes > SHARED_BYTES:
             return None
         if blocks > self._num_processors or tiles > _MOST_TILES_OF_A:
             return None
@@ -571,16 +570,6 @@ class TensorCores:
     def float8(self) -> Callable[..., Float8Linear]:
         workspace = Workspace(self._device)
         return cache(partial(Float8Linear, workspace=workspace))
-
-
-def _pushed_bytes(cut: Cut) -> int:
-    """Shared memory for sums that splits send each other; 0 if they are not sent, for there is not
-    as much left."""
-    if cut.splits == 1 or not _PUSHES:
-        return 0
-    own_tokens = max(cut.tokens // cut.splits, 8)
-    num_bytes = (cut.splits - 1) * own_tokens * cut.features * 4 + 16
-    return num_bytes if cut.shared_bytes + num_bytes <= SHARED_BYTES else 0
 
 
 def _starts_early(cut: Cut) -> bool:

@@ -47,7 +47,7 @@ to the second number of multiply-adds (elements times tokens) and the third numb
 
 _RING_BYTES: Final = 200 * 1024
 _MOST_STAGES: Final = 8
-SHARED_BYTES: Final = 227 * 1024
+_SHARED_BYTES: Final = 227 * 1024
 """Shared memory of a thread block that has a multiprocessor to itself."""
 _MOST_SPLITS: Final = 8
 
@@ -130,7 +130,7 @@ class Cut:
         """Shared memory beside that for the sums that splits push to each other; 0 if they are read
         where they are, for there is not as much left."""
         num_bytes = (self.splits - 1) * self.own_tokens * self.features * 4 + 16
-        fits = self.shared_bytes + num_bytes <= SHARED_BYTES
+        fits = self.shared_bytes + num_bytes <= _SHARED_BYTES
         return num_bytes if self.splits > 1 and fits else 0
 
     @property
@@ -229,7 +229,7 @@ def _whole_or_split(batch: int, height: int, in_features: int, tile: Cut, most_b
 
 def _most_stages(cut: Cut) -> int:
     """Stages that there is memory for, instead of the one of ``cut``."""
-    free = SHARED_BYTES - cut.shared_bytes
+    free = _SHARED_BYTES - cut.shared_bytes
     return min(1 + free // cut.in_stage_bytes, _MOST_STAGES)
 
 

@@ -15,8 +15,9 @@
 // the in_features, and leave sums along with a number of the launch, written at once, as in `linear.cu`; the first warp
 // of each other one adds up those that it needs, and multiplies them by 16 rows of B.
 //
-// Compiled with: SIZE (in_features, a multiple of 128), WARPS, COLUMNS (of a batch, 8 or 4), ADAPTED, GATED, RESIDUAL, HEADS (the
-// size of a head, or 0; a cluster has one), with that PAGE_SIZE and FP8; CODE, GROUP, SHARED_BY and ZEROS of the weight;
+// Compiled with: SIZE (in_features, a multiple of 128), WARPS, COLUMNS (of a batch, 8 or 4), ADAPTED, GATED, RESIDUAL,
+// HEADS (the size of a head, or 0; a cluster has one), with that PAGE_SIZE and FP8; CODE, GROUP, SHARED_BY and ZEROS of the
+// weight;
 // PER_PROCESSOR: as in `linear.cu`.
 
 #include "codes.cuh"

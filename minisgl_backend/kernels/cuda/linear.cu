@@ -6,7 +6,7 @@
 // other kernel, so an early launch fills the ring with them before its predecessor ends.
 //
 // Three ways to share out the work. A thread block has a tile; or, if there are few tiles, SPLITS
-// of them share one along in_features and add up their parts over each other's shared memory ("split-K");
+// of them share one along in_features and send each other their parts, to shared memory ("split-K");
 // or, of a large weight, all thread blocks take EVEN parts of all tiles ("stream-K": Osama et al., 2023),
 // and leave what they have of a tile that another one began in global memory.
 //
@@ -20,8 +20,8 @@
 // needs of x A^T times B^T. The kernel before this one computes x A^T, that of `adapters.cu`; or, if this one is JOINED,
 // it has tiles of the A of all adapters, as if they were rows of the weight. Those that no token needs are left out.
 // They are the first ones: thread blocks start in this order, and take steps in it, so those that wait for x A^T do not
-// keep it from being computed. What goes from one to the other are pairs of numbers along with a number of the launch, in words that are
-// written at once: who reads a pair sees whether it is there, and nothing need be cleared.
+// keep it from being computed. What goes from one to the other are pairs of numbers along with a number of the launch,
+// in words that are written at once: who reads a pair sees whether it is there, and nothing need be cleared.
 //
 // `tile_gemm.cuh` has the ring, and how it is multiplied, quantized weights as well.
 //
@@ -31,8 +31,8 @@
 // STAGES (of the ring), SPLITS, EVEN, GATED (the weight holds the gate's rows and then as many of the values), RESIDUAL
 // (the result is added to the residual stream), HEADS (it is queries, keys and values, in heads of
 // FEATURES), with that PAGE_SIZE and FP8 (of the KV cache), ADAPTED, and of these LATE (all but x A^T was
-// there when this kernel began, so nothing is waited for before that is due) or JOINED (of plain weights, up to 32
-// tiles of A; if EVEN, up to TOKENS tokens), PUSHED (SPLITS send each other their sums; else they read them), SHARED_BYTES,
+// there when this kernel began, so nothing is waited for before that is due) or JOINED (of plain weights, up to TOKENS
+// tokens and 32 tiles of A), PUSHED (SPLITS send each other their sums; else they read them), SHARED_BYTES,
 // PER_PROCESSOR (thread blocks that a multiprocessor has registers for); CODE (0: the weight is bfloat16;
 // else its codes are 1: e4m3, 2: 8-bit or 3: 4-bit integers, 4: e2m1), with that GROUP (in_features that
 // share a scale: 32, 64 or 128; 0: all), SHARED_BY (rows that share one: 1 or 8), ZEROS (the low 8 bits of
@@ -89,7 +89,8 @@ struct Adapters {
     int second;             // the first output of the second projection, and of the third
     int third;
     int tiles_of_a;         // JOINED
-    uint4* pairs;           // JOINED: in place of `inner`, [tokens of all tiles, columns / 4]: two pairs of numbers, each before its launch
+    uint4* pairs;           // JOINED, in place of `inner`: [TOKENS, columns / 4], two pairs of numbers, each before
+                            // its launch
     u32* launches;          // JOINED: [thread blocks], launches of this kernel so far
 };
 
@@ -235,8 +236,7 @@ __device__ __forceinline__ u32 needed_tiles(const Arguments& args) {
     u32 needed = 0;
 #pragma unroll
     for (int i = 0; i < TOKENS; i += 32) {
-        const int in_tile = i + threadIdx.x % 32, token = blockIdx.x * TOKENS + in_tile;
-        const int slot = in_tile < TOKENS && token < args.num_rows ? of.slots[token] : 0;
+        const int token = i + threadIdx.x % 32, slot = token < args.num_rows ? of.slots[token] : 0;
         const int begin = (slot - 1) * of.columns, last = begin + of.columns - 1;
         if (slot) needed |= (2u << last / FEATURES) - (1u << begin / FEATURES);
     }
@@ -321,15 +321,9 @@ __device__ __forceinline__ void fill_ring(const Arguments& args, const Steps& st
     }
 }
 
-// JOINED: how often this thread block has run, as often as all that have the same tokens. It reads that once all kernels before this one have ended.
-__device__ __forceinline__ u32* own_launches(const Arguments& args) {
-    return args.adapters.launches + (blockIdx.x * gridDim.z + blockIdx.z) * gridDim.y + blockIdx.y;
-}
-
-// RMSNorm's factor of each token, or 1. JOINED: the number of the launch.
-__device__ __forceinline__ u32 compute_factors(const Arguments& args, int first_token, float* factors) {
+// RMSNorm's factor of each token, or 1.
+__device__ __forceinline__ void compute_factors(const Arguments& args, int first_token, float* factors) {
     if (!LATE) wait_previous();
-    u32 launch = JOINED ? __ldcg(own_launches(args)) + 1 : 0;
     constexpr int OF_LANE = (TOKENS + 31) / 32;
     const int lane = threadIdx.x % 32, tiles = args.squares ? args.square_tiles : 0;
     float sums[OF_LANE] = {};
@@ -349,9 +343,7 @@ __device__ __forceinline__ u32 compute_factors(const Arguments& args, int first_
 #pragma unroll
     for (int j = 0; j < OF_LANE; ++j)
         if (lane + 32 * j < TOKENS) factors[lane + 32 * j] = tiles ? rsqrtf(sums[j] / SIZE + args.eps) : 1;
-    if (JOINED) launch = __shfl_sync(ALL, launch, 0);   // it is there: soon others write the next one
     publish_factors();
-    return launch;
 }
 
 // WAYS: the second way leaves its sums to the first one.
@@ -517,9 +509,7 @@ constexpr int RANK_STEP = 16;   // of an MMA
 constexpr int ALL_8 = OWN / 8;
 // times 8 tokens whose B is read ahead
 constexpr int AHEAD = ALL_8 % 4 == 0 ? 4 : ALL_8 % 3 == 0 ? 3 : ALL_8 % 2 == 0 ? 2 : 1;
-// JOINED: the first RANK_STEP of x A^T of all tokens of a thread block is brought to shared memory, behind all else
-constexpr int PROJECTIONS = GATED ? 2 : RESIDUAL ? 1 : 3;
-constexpr bool HOLDS_B = JOINED && !EVEN && TOKENS <= 64;   // the first of it, before x is there
+constexpr bool HOLDS_B = JOINED && !EVEN;   // the first of it, before x is there
 
 __device__ __forceinline__ void add_product(
     float* c, u32 a, u32 a_8, u32 a_next, u32 a_8_next, u32 b, u32 b_next) {
@@ -546,48 +536,10 @@ __device__ __forceinline__ void store_pair(uint2* to, u32 pair, u32 launch) {
     asm volatile("st.relaxed.gpu.global.v2.u32 [%0], {%1, %2};" :: "l"(to), "r"(pair), "r"(launch) : "memory");
 }
 
-// JOINED: by the warp that computes factors, when it has: x A^T to shared memory, [OWN, PROJECTIONS, RANK_STEP]. All warps
-// that multiply need the same, and they need not ask for it.
-__device__ __forceinline__ void bring_inner(
-    const Arguments& args, int only_tile, u32 launch, u16* inner) {
-    const Adapters& of = args.adapters;
-    const int row = threadIdx.x % 32 / 4, quarter = threadIdx.x % 4, of_head = only_tile * OUT;
-    const int own = HEADS && !EVEN ? (of_head >= of.second) + (of_head >= of.third) : -1;  // projection of the tile
-#pragma unroll 1
-    for (int i = 0; i < ALL_8; i += AHEAD) {
-        uint4 pairs[AHEAD][PROJECTIONS];
-        const uint4* from[AHEAD];
-        bool is_there[AHEAD];
-        const auto is_needed = [&](int projection) {
-            return own < 0 ? projection * of.max_rank < of.columns : projection == own;
-        };
-#pragma unroll
-        for (int j = 0; j < AHEAD; ++j) {
-            const int token = blockIdx.x * TOKENS + blockIdx.z * OWN + 8 * (i + j) + row;
-            is_there[j] = token < args.num_rows && of.slots[token];
-            from[j] = of.pairs + ((u64)token * of.columns + 4 * quarter) / 4;
-#pragma unroll
-            for (int k = 0; k < PROJECTIONS; ++k)
-                if (is_there[j] && is_needed(k)) pairs[j][k] = load_pairs(from[j] + k * of.max_rank / 4);
-        }
-#pragma unroll
-        for (int j = 0; j < AHEAD; ++j)
-#pragma unroll
-            for (int k = 0; k < PROJECTIONS; ++k) {
-                if (!is_there[j] || !is_needed(k)) continue;
-                uint4& both = pairs[j][k];
-                while (both.y != launch || both.w != launch) both = load_pairs(from[j] + k * of.max_rank / 4);
-                u16* const to = inner + ((8 * (i + j) + row) * PROJECTIONS + k) * RANK_STEP + 4 * quarter;
-                *reinterpret_cast<uint2*>(to) = make_uint2(both.x, both.z);
-            }
-    }
-    __syncwarp();
-    asm volatile("bar.arrive 3, %0;" :: "n"(THREADS + 32) : "memory");
-}
-
-// by those that multiply
-__device__ __forceinline__ void wait_for_inner() {
-    asm volatile("bar.sync 3, %0;" :: "n"(THREADS + 32) : "memory");
+// JOINED: how often this thread block has run, as often as all others. It reads that once all kernels before this one
+// have ended.
+__device__ __forceinline__ u32* own_launches(const Arguments& args) {
+    return args.adapters.launches + blockIdx.z * gridDim.y + blockIdx.y;
 }
 
 // By the warp that computes factors: ask for what this thread block needs of B, which lies in memory, in the order in
@@ -632,7 +584,6 @@ struct Finisher {
     int adapters[(OWN + 31) / 32];   // slots of each 32nd token of this thread block
     int ranks[(OWN + 31) / 32];
     int most_rank;          // of its tokens
-    bool has_inner = false; // JOINED: what is in shared memory
     uint2 b[AHEAD][2], b_8[AHEAD][2];   // of the first and the last of each 8 tokens
 
     __device__ __forceinline__ Finisher(const Arguments& args)
@@ -728,10 +679,8 @@ struct Finisher {
     // ADAPTED: to the sums of a warp, of 16 features or of 8 of each side of a gate, add (x A^T) B^T. It takes 8 tokens
     // at a time, and of them those with the same adapter. Tokens are mostly in the order of their adapters, so that the
     // first and the last one's are all that there are: of these B is read ahead, for several times 8 tokens.
-    __device__ __forceinline__ void add_adapters(float* sums, const u16* brought, u32 launch) {
+    __device__ __forceinline__ void add_adapters(float* sums, u32 launch) {
         if (!finishes) return;
-        if (JOINED && !has_inner) wait_for_inner();
-        has_inner = true;
         const Adapters& of = args.adapters;
         const int lane = threadIdx.x % 32, row = lane / 4, quarter = lane % 4;
         if (CODE) {
@@ -760,17 +709,14 @@ struct Finisher {
                     slots[j] = slot_of(8 * (i + j), row);
 #pragma unroll
                     for (int side = 0; side <= GATED; ++side)
-                        if (JOINED && rank == 0)
-                            x[j][side] = *reinterpret_cast<const uint2*>(brought + RANK_STEP
-                                * ((8 * (i + j) + row) * PROJECTIONS + projection + side) + 4 * quarter);
-                        else if (JOINED) pairs[j][side] = load_pairs(of.pairs + inner_at(j, side) / 4);
+                        if (JOINED) pairs[j][side] = load_pairs(of.pairs + inner_at(j, side) / 4);
                         else x[j][side] = load_4(of.inner + inner_at(j, side));
                 }
                 if (!HOLDS_B || rank + i > 0) read_b(i, rank);
                 __syncwarp();   // no load may come behind it: all are on their way before the first is used
 #pragma unroll
                 for (int j = 0; j < AHEAD; ++j) {
-                    if (JOINED && rank > 0)
+                    if (JOINED)
 #pragma unroll
                         for (int side = 0; side <= GATED; ++side) {
                             uint4& both = pairs[j][side];
@@ -984,13 +930,12 @@ linear(const __grid_constant__ Arguments args) {
     extern __shared__ __align__(1024) u8 shared[];
     // the ring, and that of scales; then a barrier a stage that it is full, one that it is empty; then a factor a token;
     // EVEN: then a slice of a finished tile, which else takes the place of the ring; WAYS: at the end sums; PUSHED: behind
-    // SHARED_BYTES sums of others, and a barrier; JOINED: then x A^T
+    // SHARED_BYTES sums of others, and a barrier
     const u32 ring = shared_address(shared);
     const u32 full = ring + RING_BYTES, empty = full + 8 * STAGES;
     float* const factors = reinterpret_cast<float*>(shared + RING_BYTES + STAGES * 16);
     u8* const finished = EVEN ? reinterpret_cast<u8*>(factors + TOKENS) : shared + PARTS_BYTES;
     const u32 pushed = ring + SHARED_BYTES;     // PUSHED
-    u16* const brought = reinterpret_cast<u16*>(shared + SHARED_BYTES + (PUSHED ? PUSHED_BYTES + 16 : 0));  // JOINED
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const Steps steps = own_steps(args);
     if (AT_ONCE) allow_next();
@@ -1018,22 +963,18 @@ linear(const __grid_constant__ Arguments args) {
     if (PUSHED) arrive_in_cluster<false>();   // `publish_barriers` is what orders
 
     if (warp == MULTIPLIERS / 32 && lane == 0) fill_ring(args, steps, ring);
-    u32 launch = 0;     // JOINED: its number
     if (warp > MULTIPLIERS / 32) {
         if (is_only_of_a) {
             publish_factors();  // nobody needs any
         } else {
             if (ADAPTED) fetch_b(args, steps);
-            launch = compute_factors(args, blockIdx.x * TOKENS, factors);
+            compute_factors(args, blockIdx.x * TOKENS, factors);
         }
     }
     if (warp >= MULTIPLIERS / 32) {
         __syncwarp();
-        if (SPLITS > 1 && !PUSHED) arrive_in_cluster<true>();
-        if (JOINED && warp > MULTIPLIERS / 32 && !is_only_of_a && (int)blockIdx.z * OWN < TOKENS)
-            bring_inner(args, only_tile, launch, brought);
+        if (SPLITS > 1 && !PUSHED) sync_cluster<true>(), arrive_in_cluster<false>();
         if (SPLITS > 1) wait_for_cluster();
-        if (SPLITS > 1 && !PUSHED) sync_cluster<false>();
         return;
     }
 
@@ -1049,7 +990,7 @@ linear(const __grid_constant__ Arguments args) {
         own.read_b(0, 0);
     }
     if (!LATE && is_first_way) wait();
-    if (JOINED) launch = __ldcg(own_launches(args)) + 1;
+    const u32 launch = JOINED ? __ldcg(own_launches(args)) + 1 : 0;
     for (int at = steps.begin; at < steps.end;) {
         const int first = at - steps.begin, in_tile = at % TILE_STEPS;
         const int count = EVEN ? min(TILE_STEPS - in_tile, steps.end - at) : STEPS ? STEPS : steps.end - at;
@@ -1082,7 +1023,7 @@ linear(const __grid_constant__ Arguments args) {
             own.leave_inner(sums, launch);
             continue;
         }
-        if (ADAPTED) own.add_adapters(sums, brought, launch);
+        if (ADAPTED) own.add_adapters(sums, launch);
         if (EVEN) own.read_norm();
 #pragma unroll
         for (int slice = 0; slice < SLICES; ++slice) {
@@ -1093,7 +1034,7 @@ linear(const __grid_constant__ Arguments args) {
             else own.finish_features(slice, finished);
         }
     }
-    if (JOINED && threadIdx.x == 0) *own_launches(args) = launch;   // before a barrier of these threads all have read it
+    if (JOINED && threadIdx.x == 0) *own_launches(args) = launch;   // all have read it, before a barrier
     if (PUSHED && !is_first_way) wait_for_cluster();
     if (SPLITS > 1 && !PUSHED) {
         __syncwarp();

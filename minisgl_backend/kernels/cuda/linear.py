@@ -27,7 +27,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from minisgl_backend.kernels.adapters import RANK_STEP, Adaptation, AdaptersShape
+from minisgl_backend.kernels.adapters import Adaptation, AdaptersShape
 from minisgl_backend.kernels.cuda.adapters import shrink_kernel
 from minisgl_backend.kernels.cuda.float8_linear import Float8Linear, Workspace
 from minisgl_backend.kernels.cuda.gemv import Gemv
@@ -47,7 +47,6 @@ from minisgl_backend.kernels.linear_cut import (
     FEW_TOKENS,
     MAX_TOKENS,
     PLAIN,
-    SHARED_BYTES,
     Cut,
     cut_of,
 )
@@ -60,7 +59,7 @@ _MOST_EARLY: Final = 16
 """GEMMs with adapters and tiles of up to this many tokens start as early as those without, and
 load weights while x A^T is computed. With more they start once x is there, and multiply meanwhile.
 """
-_MOST_JOINED: Final = 256
+_MOST_JOINED: Final = 16
 """GEMMs of up to this many tokens compute x A^T themselves, if all their thread blocks run at the
 same time."""
 _MOST_TILES_OF_A: Final = 32
@@ -119,7 +118,6 @@ class _Joined:
     x A^T (``Adapters`` of the source)."""
 
     tiles: int
-    shared_bytes: int
     pairs: Tensor
     launches: Tensor
 
@@ -183,10 +181,7 @@ class _Linear:
 
         joined: dict[int, _Joined | None] = {}
         if adapters is not None:
-            projections = 2 if kind.get("GATED") else 1 if kind.get("RESIDUAL") else 3
-            joined = {
-                batch: self._join(batch, cut, adapters, projections) for batch, cut in cuts.items()
-            }
+            joined = {batch: self._join(batch, cut, adapters) for batch, cut in cuts.items()}
 
         def compiled(batch: int, cut: Cut, adapted: bool) -> _CutKernel:
             macros = {**_OF_RESULTS, **_macros(codes), **kind}
@@ -195,10 +190,8 @@ class _Linear:
             of_a = joined[batch] if adapted else None
             constants["JOINED"] = of_a is not None
             constants["LATE"] = adapted and of_a is None and not _starts_early(cut)
-            more_bytes = cut.pushed_bytes
-            constants["PUSHED"] = more_bytes > 0
-            more_bytes += 0 if of_a is None else of_a.shared_bytes
-            return _CutKernel(cut, _kernel(cut, constants, device, more_bytes), of_a)
+            constants["PUSHED"] = cut.pushed_bytes > 0
+            return _CutKernel(cut, _kernel(cut, constants, device), of_a)
 
         self._kernels: dict[bool, dict[int, _CutKernel]] = {}
         with ThreadPoolExecutor() as pool:
@@ -217,27 +210,21 @@ class _Linear:
         self._maps: dict[tuple[int, int, int], TensorMap] = {}
         self._maps_of_a: dict[tuple[int, int], TensorMap] = {}
 
-    def _join(
-        self, batch: int, cut: Cut, adapters: AdaptersShape, projections: int
-    ) -> _Joined | None:
+    def _join(self, batch: int, cut: Cut, adapters: AdaptersShape) -> _Joined | None:
         """If GEMMs of up to so many rows shall compute x A^T."""
         num_slots, columns = adapters
-        if self._codes is not None or batch > _MOST_JOINED:
+        if self._codes is not None or batch > min(cut.tokens, _MOST_JOINED):
             return None
-        tiles, token_tiles = -(-num_slots * columns // cut.features), -(-batch // cut.tokens)
-        blocks = (tiles + cut.num_tiles(self._height)) * cut.splits * token_tiles
+        tiles = -(-num_slots * columns // cut.features)
+        blocks = (tiles + cut.num_tiles(self._height)) * cut.splits
         if cut.even:
-            blocks = self._num_processors * token_tiles
-        shared_bytes = 2 * cut.own_tokens * projections * RANK_STEP
-        if cut.shared_bytes + cut.pushed_bytes + shared_bytes > SHARED_BYTES:
-            return None
+            blocks = self._num_processors
         if blocks > self._num_processors or tiles > _MOST_TILES_OF_A:
             return None
         # zeros from the start, so not in the memory of a graph
-        tokens = token_tiles * cut.tokens
-        pairs = torch.zeros((tokens, columns), dtype=torch.int32, device=self._device)
+        pairs = torch.zeros((cut.tokens, columns), dtype=torch.int32, device=self._device)
         launches = torch.zeros(blocks, dtype=torch.int32, device=self._device)
-        return _Joined(tiles, shared_bytes, pairs, launches)
+        return _Joined(tiles, pairs, launches)
 
     def _kernel_for(self, num_rows: int, *, adapted: bool = False) -> _CutKernel:
         kernels = self._kernels[adapted]
@@ -602,12 +589,9 @@ def _macros(codes: CodesKind | None) -> dict[str, int]:
     return PLAIN_MACROS if codes is None else codes.macros
 
 
-def _kernel(
-    cut: Cut, constants: dict[str, int], device: torch.device, more_bytes: int = 0
-) -> CudaKernel:
-    """With ``more_bytes`` of shared memory than the cut needs."""
+def _kernel(cut: Cut, constants: dict[str, int], device: torch.device) -> CudaKernel:
     memory = torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor
-    shared_bytes = cut.shared_bytes + more_bytes
+    shared_bytes = cut.shared_bytes + cut.pushed_bytes
     two = 2 * (shared_bytes + _RESERVED_BYTES) <= memory
     if cut.numbers != PLAIN:
         two = two and cut.tokens * cut.features * cut.ways <= _TWO_OF_CODES

@@ -19,6 +19,7 @@ Both are 0 behind the rank of the adapter in the slot, as far as a multiple of `
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, Final
 
 import numpy as np
@@ -39,6 +40,7 @@ _FIELDS: Final = 4
 """Of each block."""
 _SMALL_BLOCK: Final = 16
 _LARGE_BLOCK: Final = 64
+_NEVER: Final = 2**31 - 1
 _MANY_TOKENS: Final = 1024
 """With more tokens than this, blocks are large."""
 
@@ -77,6 +79,10 @@ class AdaptedTokens:
         return self.buffer[_OF_TOKEN * self.num_tokens :].view(-1, _FIELDS)
 
 
+AdaptersShape = tuple[int, int]
+"""Slots, and rows of A of each: num_projections * max_rank."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class AdapterMemory:
     """This rank's part of the adapters of one matrix, in slots: ``a``, ``b`` and ``widths`` as
@@ -85,6 +91,18 @@ class AdapterMemory:
     a: Tensor
     b: Tensor
     widths: tuple[int, ...]
+
+    @property
+    def shape(self) -> AdaptersShape:
+        return self.a.shape[0], self.a.shape[1]
+
+    @property
+    def later_projections(self) -> tuple[int, int]:
+        """The first output of the second of up to three projections, and of the third; a number
+        beyond all outputs if there is none."""
+        assert len(self.widths) <= 3
+        second, third = (*accumulate(self.widths[:-1]), _NEVER, _NEVER)[:2]
+        return second, third
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -23,6 +23,8 @@ _LEAST_ELEMENTS: Final = 8 * 2**20
 
 _GROUP: Final = 128
 _MOST_WARPS: Final = 5
+_OF_A: Final = 256
+"""in_features of an adapter's A that a warp multiplies."""
 _PROCESSORS: Final = 132
 _WARPS_OF_PROCESSOR: Final = 16
 _MANY_WARPS: Final = 20
@@ -38,6 +40,11 @@ class GemvCut:
     columns: int
     warps: int
     per_processor: int
+
+
+def parts_of_a(in_features: int, cut: GemvCut) -> int:
+    """Thread blocks that share out the in_features of an adapter's A."""
+    return -(-in_features // (cut.warps * _OF_A))
 
 
 def gemv_cut(height: int, in_features: int, codes: CodesKind) -> GemvCut | None:

@@ -121,14 +121,26 @@ class Cut:
         return ring + (self._slice_bytes if self.even else 0) + of_way
 
     @property
+    def own_tokens(self) -> int:
+        """Tokens of a tile that a thread block finishes."""
+        return max(self.tokens // self.splits, 8)
+
+    @property
+    def pushed_bytes(self) -> int:
+        """Shared memory beside that for the sums that splits push to each other; 0 if they are read
+        where they are, for there is not as much left."""
+        num_bytes = (self.splits - 1) * self.own_tokens * self.features * 4 + 16
+        fits = self.shared_bytes + num_bytes <= _SHARED_BYTES
+        return num_bytes if self.splits > 1 and fits else 0
+
+    @property
     def finished_bytes(self) -> int:
         """What takes the ring's place: parts for other thread blocks, and a finished tile.
 
         Not with ``even`` parts: their ring is still in use.
         """
         parts = 4 * self.tokens * self.features if self.splits > 1 else 0
-        own_tokens = max(self.tokens // self.splits, 8)
-        return parts + own_tokens * (2 * self.features + 16)
+        return parts + self.own_tokens * (2 * self.features + 16)
 
     @property
     def _slice_bytes(self) -> int:

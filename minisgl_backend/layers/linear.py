@@ -19,6 +19,7 @@ from minisgl_backend.kernels.adapters import (
     Adaptation,
     AdaptedTokens,
     AdapterMemory,
+    AdaptersShape,
 )
 from minisgl_backend.layers.norm import Normed, RMSNorm, add_sum
 from minisgl_backend.layers.quantized_matrix import Matrices
@@ -64,7 +65,7 @@ class MergedColumnLinear(nn.Module):
         self.matrix.use_tensor_cores(
             kernels,
             gated=self.gated,
-            takes_adapters=takes_adapters(self),
+            adapters=adapters_shape(self),
             streams_a_row=not self.gated,
         )
 
@@ -109,7 +110,7 @@ class RowLinear(nn.Module):
         """Compute steps that fit them by ``kernels``, which the weight fits; ``add_to``, or if it
         never ``adds``, ``forward``."""
         adds = adds and self.group.size == 1
-        self.matrix.use_tensor_cores(kernels, adds=adds, takes_adapters=takes_adapters(self))
+        self.matrix.use_tensor_cores(kernels, adds=adds, adapters=adapters_shape(self))
 
     def add_to(
         self,
@@ -166,10 +167,11 @@ def adaptation_of(
     return Adaptation(linear.adapters, adapted)
 
 
-def takes_adapters(linear: MergedColumnLinear | RowLinear) -> bool:
-    """Whether kernels on tensor cores shall add adapters to its projections; they can if each has
-    whole tiles of their MMAs, and the inputs whole steps of the kernel of x A^T."""
+def adapters_shape(linear: MergedColumnLinear | RowLinear) -> AdaptersShape | None:
+    """Of the adapters that kernels on tensor cores shall add to its projections, if there may be
+    any. They can if each projection has whole tiles of their MMAs, and the inputs whole steps of
+    the kernel of x A^T."""
     memory = linear.adapters
     if memory is None or linear.matrix.in_features % IN_STEP:
-        return False
-    return all(width % RANK_STEP == 0 for width in memory.widths)
+        return None
+    return memory.shape if all(width % RANK_STEP == 0 for width in memory.widths) else None

@@ -22,7 +22,12 @@ from torch import Tensor, nn
 
 from minisgl_backend.kernels import linear_cut, small_batch, wide_linear
 from minisgl_backend.kernels.activation import silu_mul
-from minisgl_backend.kernels.adapters import Adaptation, adapter_delta, add_adapter_delta
+from minisgl_backend.kernels.adapters import (
+    Adaptation,
+    AdaptersShape,
+    adapter_delta,
+    add_adapter_delta,
+)
 from minisgl_backend.kernels.packing import is_packable, packed, packed_linear
 from minisgl_backend.layers.norm import Normed, RMSNorm, add_sum, is_sum_fused
 from minisgl_backend.layers.quantized_place import place_in
@@ -82,21 +87,19 @@ class Matrix(nn.Module, ABC):
         *,
         gated: bool = False,
         adds: bool = False,
-        takes_adapters: bool = False,
+        adapters: AdaptersShape | None = None,
         streams_a_row: bool = False,
     ) -> None:
         """Compute ``gemm``, or ``add_gemm`` of one rank if it ``adds``, by ``kernels``; with
-        ``takes_adapters`` also with an adaptation. ``streams_a_row``: one row may be left to a
-        kernel without tensor cores, if that is faster. It lets its successor start before its
+        ``adapters`` also with an adaptation of that shape. ``streams_a_row``: one row may be left
+        to a kernel without tensor cores, if that is faster. It lets its successor start before its
         predecessors have ended, which a sum over the ranks must not."""
         shape, codes = (self.out_features, self.in_features), self.arrange(gated=gated)
-        self._takes_adapters, self._streams_a_row = takes_adapters, streams_a_row
+        self._takes_adapters, self._streams_a_row = adapters is not None, streams_a_row
         if adds:
-            self._add_kernel = kernels.residual(shape, codes=codes, takes_adapters=takes_adapters)
+            self._add_kernel = kernels.residual(shape, codes=codes, adapters=adapters)
         else:
-            self._gemm_kernel = kernels.linear(
-                shape, gated=gated, codes=codes, takes_adapters=takes_adapters
-            )
+            self._gemm_kernel = kernels.linear(shape, gated=gated, codes=codes, adapters=adapters)
         self.use_float8(kernels, gated=gated)
 
     def use_float8(self, kernels: TensorCores, *, gated: bool = False) -> None:

@@ -17,7 +17,7 @@ from torch import nn
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.kernels import expert_cut, linear_cut
 from minisgl_backend.layers.experts import ExpertsMLP, Router
-from minisgl_backend.layers.linear import MergedColumnLinear, RowLinear, takes_adapters
+from minisgl_backend.layers.linear import MergedColumnLinear, RowLinear, adapters_shape
 from minisgl_backend.layers.matrix import Matrix
 from minisgl_backend.layers.quantized_matrix import QuantizedMatrix
 from minisgl_backend.models.decoder import Decoder
@@ -74,7 +74,7 @@ def use_tensor_cores(model: Decoder, device: torch.device) -> None:
             if isinstance(linear, MergedColumnLinear):
                 linear.use_tensor_cores(kernels)
             else:
-                matrix.use_tensor_cores(kernels, takes_adapters=takes_adapters(linear))
+                matrix.use_tensor_cores(kernels, adapters=adapters_shape(linear))
 
 
 def _largest_batch(matrices: Sequence[Matrix]) -> int:

@@ -30,7 +30,7 @@ from minisgl_backend.layers.linear import (
     MergedColumnLinear,
     RowLinear,
     adaptation_of,
-    takes_adapters,
+    adapters_shape,
 )
 from minisgl_backend.layers.norm import HeadNorm, Normed, RMSNorm, TokenNorm
 from minisgl_backend.layers.quantized_matrix import Matrices
@@ -175,7 +175,8 @@ class SelfAttention(nn.Module):
         if not self._are_heads_tiles:
             self.qkv_proj.use_tensor_cores(kernels)
             return
-        self._heads_take_adapters = takes_adapters(self.qkv_proj)
+        adapters = adapters_shape(self.qkv_proj)
+        self._heads_take_adapters = adapters is not None
         self._heads_kernel = kernels.heads(
             self.num_heads,
             self.num_kv_heads,
@@ -184,7 +185,7 @@ class SelfAttention(nn.Module):
             page_size=self.kv.keys.shape[1],
             fp8=self.kv.k_scale is not None,
             codes=self.qkv_proj.matrix.arrange(),
-            takes_adapters=self._heads_take_adapters,
+            adapters=adapters,
         )
         self.qkv_proj.matrix.use_float8(kernels)
 

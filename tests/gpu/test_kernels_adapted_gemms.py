@@ -11,6 +11,7 @@ from torch import Tensor
 from minisgl_backend.kernels.adapters import Adaptation, AdapterMemory
 from minisgl_backend.kernels.dispatch import is_interpreted
 from minisgl_backend.kernels.linear_cut import Cut
+from minisgl_backend.kernels.packed_weight import PackedWeight
 from minisgl_backend.kernels.rope_store import TokenPlaces, qk_norm_rope_store_reference
 from minisgl_backend.request import IntArray
 from tests.gpu.adaptations import (
@@ -26,6 +27,7 @@ from tests.gpu.compare import assert_close
 pytestmark = pytest.mark.skipif(is_interpreted(), reason="CUDA C++ needs a GPU")
 
 EPS = 1e-6
+NUM_SLOTS = len(RANKS) - 1
 BATCHES = [1, 3, 8, 17, 64, 100, 256]
 SIXTEEN = np.array([0] + [16] * 16, np.int32)
 PAGE_SIZE = 16
@@ -100,7 +102,7 @@ def test_merged_projections(device: torch.device, batch: int, ranks: IntArray) -
     weight = normal(4096, 1024, device=device, scale=1 / 32)
     widths = (2064, 1008, 1024)
     memory = adapter_memory(widths, 1024, ranks, device, x.dtype, max_rank=int(ranks.max()))
-    kernel = LinearKernel((4096, 1024), device, takes_adapters=True)
+    kernel = LinearKernel((4096, 1024), device, adapters=memory.shape)
     asked = adaptations(memory, batch, ranks, device)
     found = [kernel(x, weight, bias=bias, adaptation=each, pdl=True) for each in asked]
     for adaptation, y in zip(asked, found, strict=True):
@@ -115,7 +117,7 @@ def test_gated_projections_of_rows_to_be_normalized(device: torch.device, batch:
     x, norm = normal(batch, 1024, device=device, scale=3.0), normal(1024, device=device)
     weight = normal(6144, 1024, device=device, scale=1 / 32)
     memory = adapter_memory((3072, 3072), 1024, RANKS, device, x.dtype)
-    kernel = LinearKernel((6144, 1024), device, gated=True, takes_adapters=True)
+    kernel = LinearKernel((6144, 1024), device, gated=True, adapters=memory.shape)
     scaled, squares = (x.float() * norm).bfloat16(), squares_of(x)
     for adaptation in adaptations(memory, batch, RANKS, device):
         y = kernel(scaled, weight, squares=squares, eps=EPS, adaptation=adaptation, pdl=True)
@@ -145,7 +147,7 @@ def check_residual(
     weight = normal(1024, size, device=device, scale=size**-0.5)
     first = normal(batch, 1024, device=device)
     memory = adapter_memory((1024,), size, RANKS, device, x.dtype)
-    kernel = ResidualKernel((1024, size), device, cuts=cuts, takes_adapters=True)
+    kernel = ResidualKernel((1024, size), device, cuts=cuts, adapters=memory.shape)
     for adaptation in adaptations(memory, batch, RANKS, device):
         residual = first.clone()
         scaled, squares = kernel(x, weight, residual, norm, adaptation=adaptation, pdl=True)
@@ -162,7 +164,9 @@ def test_gated_gemms_in_equal_parts(device: torch.device, cut: Cut, batch: int) 
     x = normal(batch, 1024, device=device)
     weight = normal(17408, 1024, device=device, scale=1 / 32)
     memory = adapter_memory((8704, 8704), 1024, RANKS, device, x.dtype)
-    kernel = LinearKernel((17408, 1024), device, gated=True, cuts={batch: cut}, takes_adapters=True)
+    kernel = LinearKernel(
+        (17408, 1024), device, gated=True, cuts={batch: cut}, adapters=memory.shape
+    )
     asked = adaptations(memory, batch, RANKS, device)
     found = [kernel(x, weight, adaptation=each, pdl=True) for each in asked]
     for adaptation, y in zip(asked, found, strict=True):
@@ -177,12 +181,28 @@ def test_gated_gemms_in_equal_parts(device: torch.device, cut: Cut, batch: int) 
 def test_heads(
     device: torch.device, batch: int, num_heads: int, num_kv_heads: int, head_dim: int, fp8: bool
 ) -> None:
+    check_adapted_heads(device, batch, num_heads, num_kv_heads, head_dim, fp8)
+
+
+def check_adapted_heads(
+    device: torch.device,
+    batch: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    fp8: bool,
+    given: tuple[PackedWeight, Tensor] | None = None,
+) -> None:
+    """``given``: a weight and its numbers, [height, 1024]."""
     from minisgl_backend.kernels.cuda.linear import HeadsKernel
 
     torch.manual_seed(batch)
     widths = tuple(heads * head_dim for heads in (num_heads, num_kv_heads, num_kv_heads))
     x, norm = normal(batch, 1024, device=device), normal(1024, device=device)
-    weight = normal(sum(widths), 1024, device=device, scale=1 / 32)
+    numbers = normal(sum(widths), 1024, device=device, scale=1 / 32)
+    weight: Tensor | PackedWeight = numbers
+    if given is not None:
+        weight, numbers = given
     positions = torch.randint(0, 500, (batch,), device=device, dtype=torch.int32)
     slots = torch.randperm(40 * PAGE_SIZE, device=device)[:batch].int()
     angles = torch.rand(500, head_dim // 2, device=device) * 6
@@ -190,6 +210,7 @@ def test_heads(
     q_weight, k_weight = normal(2, head_dim, device=device)
     scales = torch.tensor([[0.5], [0.25]], device=device) if fp8 else (None, None)
     dtype = torch.float8_e4m3fn if fp8 else torch.bfloat16
+    memory = adapter_memory(widths, 1024, RANKS, device, x.dtype)
     kernel = HeadsKernel(
         num_heads,
         num_kv_heads,
@@ -198,9 +219,9 @@ def test_heads(
         device,
         page_size=PAGE_SIZE,
         fp8=fp8,
-        takes_adapters=True,
+        codes=weight.kind if isinstance(weight, PackedWeight) else None,
+        adapters=memory.shape,
     )
-    memory = adapter_memory(widths, 1024, RANKS, device, x.dtype)
     scaled = (x.float() * norm).bfloat16()
     for adaptation in adaptations(memory, batch, RANKS, device):
         pages = torch.zeros((40, 2, PAGE_SIZE, num_kv_heads, head_dim), device=device).to(dtype)
@@ -223,7 +244,7 @@ def test_heads(
             pdl=True,
         )
         expected = qk_norm_rope_store_reference(
-            (product(scaled, weight, adaptation) * scale_of(x)).float(),
+            (product(scaled, numbers, adaptation) * scale_of(x)).float(),
             places,
             expected_pages[:, 0],
             expected_pages[:, 1],
@@ -244,8 +265,8 @@ def test_layers_in_a_graph(device: torch.device, batch: int) -> None:
     from minisgl_backend.kernels.cuda.linear import LinearKernel, ResidualKernel
 
     hidden, inner, num_layers = 1024, 3072, 3
-    up = LinearKernel((2 * inner, hidden), device, gated=True, takes_adapters=True)
-    down = ResidualKernel((hidden, inner), device, takes_adapters=True)
+    up = LinearKernel((2 * inner, hidden), device, gated=True, adapters=(NUM_SLOTS, 2 * MAX_RANK))
+    down = ResidualKernel((hidden, inner), device, adapters=(NUM_SLOTS, MAX_RANK))
     up_weight = normal(2 * inner, hidden, device=device, scale=hidden**-0.5)
     down_weight = normal(hidden, inner, device=device, scale=inner**-0.5)
     norm, first = normal(hidden, device=device), normal(batch, hidden, device=device)

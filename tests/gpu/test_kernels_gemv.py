@@ -10,7 +10,14 @@ from torch import Tensor
 from minisgl_backend.kernels import gemv_cut
 from minisgl_backend.kernels.dispatch import is_interpreted
 from minisgl_backend.kernels.gemv_cut import GemvCut
+from tests.gpu.adaptations import RANKS, adapter_memory
 from tests.gpu.compare import assert_close
+from tests.gpu.test_kernels_adapted_gemms import (
+    adaptations,
+    check_adapted_heads,
+    product,
+    scale_of,
+)
 from tests.gpu.test_kernels_linear import (
     check_heads,
     check_residual,
@@ -98,6 +105,68 @@ def test_heads_of_a_row(
     for norms in (False, True):
         given = packed_of(made(form, height, 1024, device))
         check_heads(device, 1, num_heads, num_kv_heads, head_dim, fp8, norms, given=given)
+
+
+ADAPTED = ["int4-128-zeros", "int4-channel", "mxfp4"]
+
+
+@pytest.mark.parametrize("form", ADAPTED)
+@pytest.mark.parametrize("size", SIZES)
+def test_a_row_with_an_adapter_added_to_the_residual_stream(
+    device: torch.device, form: str, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from minisgl_backend.kernels.cuda.linear import ResidualKernel
+
+    if size == 2048:
+        several_rounds(monkeypatch)
+    packed, numbers = packed_of(made(form, 3072, size, device))
+    x, norm = normal(1, size, device=device), normal(3072, device=device)
+    memory = adapter_memory((3072,), size, RANKS, device, x.dtype)
+    kernel = ResidualKernel(
+        (3072, size), device, codes=packed.kind, most_tokens=8, adapters=memory.shape
+    )
+    for adaptation in adaptations(memory, 1, RANKS, device):
+        residual = normal(1, 3072, device=device)
+        expected = residual.double() + product(x, numbers, adaptation)
+        scaled, squares = kernel(x, packed, residual, norm, adaptation=adaptation, pdl=True)
+        assert_close(residual, expected.bfloat16())
+        assert_close(scaled, (residual.float() * norm).bfloat16())
+        torch.testing.assert_close(squares.sum(0), residual.float().square().sum(1))
+
+
+@pytest.mark.parametrize("form", ADAPTED)
+def test_a_gated_row_with_an_adapter(device: torch.device, form: str) -> None:
+    """Several in a row, so that each starts while another runs."""
+    from minisgl_backend.kernels.cuda.linear import LinearKernel
+
+    packed, numbers = packed_of(made(form, 2560, 1024, device), gated=True)
+    x, norm = normal(1, 1024, device=device, scale=3.0), normal(1024, device=device)
+    memory = adapter_memory((1280, 1280), 1024, RANKS, device, x.dtype)
+    kernel = LinearKernel(
+        (2560, 1024),
+        device,
+        gated=True,
+        codes=packed.kind,
+        most_tokens=8,
+        adapters=memory.shape,
+    )
+    given = half_way(x, norm)
+    asked = adaptations(memory, 1, RANKS, device)
+    found = [kernel(**given, weight=packed, adaptation=each, pdl=True) for each in asked]
+    for adaptation, actual in zip(asked, found, strict=True):
+        y = product(given["x"], numbers, adaptation) * scale_of(x)
+        gate, up = y.chunk(2, dim=1)
+        assert_close(actual, (F.silu(gate) * up).bfloat16())
+
+
+@pytest.mark.parametrize("form", ADAPTED)
+@pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), [(16, 8, 128), (8, 4, 64)])
+def test_heads_of_a_row_with_an_adapter(
+    device: torch.device, form: str, num_heads: int, num_kv_heads: int, head_dim: int
+) -> None:
+    height = (num_heads + 2 * num_kv_heads) * head_dim
+    given = packed_of(made(form, height, 1024, device))
+    check_adapted_heads(device, 1, num_heads, num_kv_heads, head_dim, False, given=given)
 
 
 CUTS = [

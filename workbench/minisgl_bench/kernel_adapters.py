@@ -82,10 +82,12 @@ def _layers(shape: Shape, batch_size: int) -> Callable[[AdaptedTokens | None], l
     hidden, inner, heads = shape.hidden, shape.intermediate, shape.num_heads * shape.head_dim
     of_keys = shape.num_kv_heads * shape.head_dim
     sizes = shape.num_heads, shape.num_kv_heads, shape.head_dim, hidden
-    qkv = HeadsKernel(*sizes, device, page_size=PAGE_SIZE, fp8=False, takes_adapters=True)
-    o = ResidualKernel((hidden, heads), device, takes_adapters=True)
-    up = LinearKernel((2 * inner, hidden), device, gated=True, takes_adapters=True)
-    down = ResidualKernel((hidden, inner), device, takes_adapters=True)
+    qkv = HeadsKernel(
+        *sizes, device, page_size=PAGE_SIZE, fp8=False, adapters=(_NUM_SLOTS, 3 * _RANK)
+    )
+    o = ResidualKernel((hidden, heads), device, adapters=(_NUM_SLOTS, _RANK))
+    up = LinearKernel((2 * inner, hidden), device, gated=True, adapters=(_NUM_SLOTS, 2 * _RANK))
+    down = ResidualKernel((hidden, inner), device, adapters=(_NUM_SLOTS, _RANK))
     positions = torch.arange(batch_size, device=device, dtype=torch.int32)
     cos_sin = torch.rand(4096, shape.head_dim, device=device)
     pages = normal(2, batch_size, PAGE_SIZE, shape.num_kv_heads, shape.head_dim)

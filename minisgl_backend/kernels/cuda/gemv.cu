@@ -11,8 +11,13 @@
 // groups are kept. A lane reads its numbers of x once a batch, the scales of a group are applied where its sums are,
 // and MMAs by ones yield the sums of x of all groups, by which zero points are multiplied.
 //
-// Compiled with: SIZE (in_features, a multiple of 128), WARPS, COLUMNS (of a batch, 8 or 4), GATED, RESIDUAL, HEADS (the
-// size of a head, or 0; a cluster has one), with that PAGE_SIZE and FP8; CODE, GROUP, SHARED_BY and ZEROS of the weight;
+// ADAPTED: the token may have a LoRA adapter, (x A^T) B^T. The first thread blocks each have 16 rows of A and a part of
+// the in_features, and leave sums along with a number of the launch, written at once, as in `linear.cu`; the first warp
+// of each other one adds up those that it needs, and multiplies them by 16 rows of B.
+//
+// Compiled with: SIZE (in_features, a multiple of 128), WARPS, COLUMNS (of a batch, 8 or 4), ADAPTED, GATED, RESIDUAL,
+// HEADS (the size of a head, or 0; a cluster has one), with that PAGE_SIZE and FP8; CODE, GROUP, SHARED_BY and ZEROS of the
+// weight;
 // PER_PROCESSOR: as in `linear.cu`.
 
 #include "codes.cuh"
@@ -37,11 +42,32 @@ constexpr bool SUBTRACTS = CODE == 3 || (CODE == 2 && ZEROS);   // zero points, 
 constexpr float OF_SUMS = CODE == 4 ? 0x1p64f : 1;  // by which sums are too small, as in `tile_gemm.cuh`
 constexpr bool AT_ONCE = GATED || RESIDUAL;         // the next kernel may start: as in `linear.cu`
 constexpr int MOST_SQUARES = 1024;
+constexpr int RANK_STEP = 16;
+constexpr int PIECE = 128, PIECES = 2;              // in_features of A that a warp has, so many times
+constexpr int PARTS_OF_A = (SIZE + WARPS * PIECES * PIECE - 1) / (WARPS * PIECES * PIECE);
 constexpr u32 ALL = 0xffffffffu;
 
 static_assert(SIZE % 128 == 0 && (COLUMNS == 8 || COLUMNS == 4) && UNITS % OF_COLUMN == 0, "");
 static_assert(WARPS <= BATCHES && GATED + RESIDUAL + (HEADS > 0) <= 1, "");
 static_assert(CODE && (CODE != 4 || GROUP == 128), "");
+
+// ADAPTED: see `kernels.adapters`; of the only token
+struct Adapters {
+    const u16* a;           // [slots, columns, SIZE]
+    const u16* b;           // [slots, out_features, max_rank]
+    const u16* x;           // [SIZE], in the order of A
+    const int* slot;        // 0: none
+    const int* rank;        // 0: none
+    u64 a_stride;           // of a slot
+    u64 b_stride;
+    int columns;            // projections * max_rank
+    int max_rank;           // a multiple of RANK_STEP
+    int second;             // the first output of the second projection, and of the third
+    int third;
+    int blocks;             // thread blocks for A, a multiple of CLUSTER
+    uint2* sums;            // [PARTS_OF_A, columns]: of a part of the in_features, and the launch
+    u32* launches;          // [thread blocks], launches of this kernel so far
+};
 
 struct Arguments {
     const u8* weight;       // codes [out_features, SIZE]
@@ -57,7 +83,13 @@ struct Arguments {
     int features;           // of the output
     float eps;
     Heads heads;
+    Adapters adapters;
 };
+
+// Of 16 rows of the weight each thread block has one.
+__device__ __forceinline__ int own_strip(const Arguments& args) {
+    return blockIdx.x - (ADAPTED ? args.adapters.blocks : 0);
+}
 
 // ---- loads
 
@@ -299,7 +331,8 @@ struct Ends {
 
     // where rows from 8 * `half` on are, of `out_features`
     static __device__ __forceinline__ int at(const Arguments& args, int half) {
-        return GATED ? blockIdx.x * 8 + half * args.features : blockIdx.x * ROWS + half * 8;
+        const int strip = own_strip(args);
+        return GATED ? strip * 8 + half * args.features : strip * ROWS + half * 8;
     }
 
     // what no kernel writes
@@ -416,6 +449,144 @@ __device__ __forceinline__ void gather(const float* to, float x) {
     wait_for_cluster();
 }
 
+// ---- ADAPTED
+
+// What another thread block may be writing: two sums, each before its launch.
+__device__ __forceinline__ uint4 load_sums(const uint2* from) {
+    uint4 out;
+    asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(out.x), "=r"(out.y), "=r"(out.z), "=r"(out.w) : "l"(from) : "memory");
+    return out;
+}
+
+__device__ __forceinline__ void store_sum(uint2* to, float sum, u32 launch) {
+    asm volatile("st.relaxed.gpu.global.v2.u32 [%0], {%1, %2};"
+                 :: "l"(to), "r"(__float_as_uint(sum)), "r"(launch) : "memory");
+}
+
+// By one of the first thread blocks: 16 sums of x A^T. The products of a warp are those of `shrink` in `adapters.cu`, but
+// all tokens of an MMA are the same one.
+__device__ __forceinline__ void leave_sums(const Arguments& args, int warp, float (&parts)[WARPS][ROWS]) {
+    const Adapters& of = args.adapters;
+    const int lane = threadIdx.x % 32, row = lane / 4, quarter = lane % 4;
+    const int strips = of.columns / ROWS, part = blockIdx.x / strips, column = blockIdx.x % strips * ROWS;
+    const bool is_needed = part < PARTS_OF_A && column % of.max_rank < *of.rank;
+    const int first = (part * WARPS + warp) * PIECES * PIECE + 8 * quarter;
+    const auto is_there = [&](int piece) { return is_needed && first + piece * PIECE < SIZE; };
+    uint4 a[PIECES][PIECE / 32][2];
+#pragma unroll
+    for (int piece = 0; piece < PIECES; ++piece) {
+        if (!is_there(piece)) continue;
+        const u16* const from = of.a + (*of.slot - 1) * of.a_stride + (u64)(column + row) * SIZE + first + piece * PIECE;
+#pragma unroll
+        for (int i = 0; i < PIECE / 32; ++i)
+#pragma unroll
+            for (int j = 0; j < 2; ++j) a[piece][i][j] = load_8(from + 32 * i + (u64)j * 8 * SIZE);
+    }
+    wait_previous();
+    if (!AT_ONCE) allow_next();
+    u32* const launches = of.launches + blockIdx.x;
+    const u32 launch = __ldcg(launches) + 1;
+    if (is_needed) {
+        float c[4] = {};
+#pragma unroll
+        for (int piece = 0; piece < PIECES; ++piece) {
+            if (!is_there(piece)) continue;
+            uint4 x[PIECE / 32];
+#pragma unroll
+            for (int i = 0; i < PIECE / 32; ++i) x[i] = load_8(of.x + first + piece * PIECE + 32 * i);
+            __syncwarp();   // no load may come behind it: all are on their way before the first is used
+#pragma unroll
+            for (int i = 0; i < PIECE / 32; ++i) {
+                const uint4 low = a[piece][i][0], high = a[piece][i][1];
+                multiply(c, low.x, high.x, low.y, high.y, x[i].x, x[i].y);
+                multiply(c, low.z, high.z, low.w, high.w, x[i].z, x[i].w);
+            }
+        }
+        if (quarter == 0) parts[warp][row] = c[0], parts[warp][row + 8] = c[2];
+    }
+    __syncthreads();
+    if (is_needed && threadIdx.x < ROWS) {
+        float sum = 0;
+#pragma unroll
+        for (int i = 0; i < WARPS; ++i) sum += parts[i][threadIdx.x];
+        store_sum(of.sums + part * of.columns + column + threadIdx.x, sum, launch);
+    }
+    if (threadIdx.x == 0) *launches = launch;   // all have read it
+}
+
+// A warp's 16 rows of B times x A^T: a lane has a row, and other 16 lanes the same ones.
+struct Expansion {
+    const Arguments& args;
+    u16 (&b)[ROWS][RANK_STEP];  // in shared memory
+
+    // a RANK_STEP of B
+    __device__ __forceinline__ void copy_b(int first) const {
+        const Adapters& of = args.adapters;
+        if (first >= *of.rank) return;
+        const int row = threadIdx.x / 2, feature = Ends::at(args, row / 8) + row % 8, half = threadIdx.x % 2 * 8;
+        copy<16>(&b[row][half], of.b + (*of.slot - 1) * of.b_stride + (u64)feature * of.max_rank + first + half);
+    }
+
+    // RANK_STEP numbers of x A^T, a pair in each of 8 lanes, four times
+    __device__ __forceinline__ u32 inner(int first, u32 launch) const {
+        constexpr int OF_LANE = (PARTS_OF_A + 3) / 4;
+        const Adapters& of = args.adapters;
+        const int lane = threadIdx.x % 32;
+        const uint2* const from = of.sums + lane / 8 * of.columns + first + 2 * (lane % 8);
+        const auto is_there = [&](int i) { return lane / 8 + 4 * i < PARTS_OF_A; };
+        const auto load = [&](int i) { return load_sums(from + 4 * i * of.columns); };
+        uint4 sums[OF_LANE];
+#pragma unroll
+        for (int i = 0; i < OF_LANE; ++i)
+            if (is_there(i)) sums[i] = load(i);
+        float low = 0, high = 0;
+#pragma unroll
+        for (int i = 0; i < OF_LANE; ++i) {
+            if (is_there(i)) {
+                while (sums[i].y != launch || sums[i].w != launch) sums[i] = load(i);
+                low += __uint_as_float(sums[i].x), high += __uint_as_float(sums[i].z);
+            }
+        }
+        __syncwarp();
+#pragma unroll
+        for (int lanes = 8; lanes < 32; lanes *= 2) {
+            low += __shfl_xor_sync(ALL, low, lanes);
+            high += __shfl_xor_sync(ALL, high, lanes);
+        }
+        return pack(low, high);
+    }
+
+    // for this lane's row; the first step of B has been asked for and is there
+    __device__ __forceinline__ float operator()(u32 launch) const {
+        const Adapters& of = args.adapters;
+        const int lane = threadIdx.x % 32, feature = Ends::at(args, 0);
+        const int projection = GATED ? 0 : (feature >= of.second) + (feature >= of.third);
+        float sum = 0;
+#pragma unroll 1
+        for (int first = 0; first < *of.rank; first += RANK_STEP) {
+            if (first > 0) {
+                __syncwarp();
+                copy_b(first);
+                wait_for_copies();
+            }
+#pragma unroll
+            for (int side = 0; side <= GATED; ++side) {
+                const u32 pairs = inner((projection + side) * of.max_rank + first, launch);
+                const bool is_mine = !GATED || lane % ROWS / 8 == side;
+#pragma unroll
+                for (int i = 0; i < RANK_STEP / 2; ++i) {
+                    const u32 pair = __shfl_sync(ALL, pairs, i);
+                    const u32 by = *reinterpret_cast<const u32*>(&b[lane % ROWS][2 * i]);
+                    if (is_mine)
+                        sum += to_float((u16)pair) * to_float((u16)by) + to_float(pair >> 16) * to_float(by >> 16);
+                }
+            }
+        }
+        return sum;
+    }
+};
+
 // ---- the kernel
 
 extern "C" __global__ void __launch_bounds__(THREADS, PER_PROCESSOR) gemv(const __grid_constant__ Arguments args) {
@@ -426,20 +597,34 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_PROCESSOR) gemv(const 
     __shared__ __align__(16) u16 of_norm[SIZE_OF_HEAD];
     __shared__ float of_cluster[CLUSTER][ROWS];   // of the first thread block: a head
     __shared__ int slot;
-    const int strip = blockIdx.x, in_cluster = strip % CLUSTER;
+    const int strip = own_strip(args), in_cluster = strip % CLUSTER;
     const int lane = threadIdx.x % 32, quarter = lane % 4;
     const int warp = __shfl_sync(ALL, (int)threadIdx.x / 32, 0);   // so that the compiler knows: all lanes have one
     const Head head{args.heads, strip / CLUSTER};
     const bool ends_head = HEADS && warp == 0 && in_cluster == 0;
     if (AT_ONCE) allow_next();
+#if ADAPTED
+    if (strip < 0) {
+        leave_sums(args, warp, parts);
+        return;
+    }
+#endif
     if (CLUSTER > 1) arrive_in_cluster<false>();
     const Rows rows(args, strip, scales[warp]);
     uint4 codes[UNITS][2];
     rows.read(codes, warp);
     if (warp == 0) of_rows.read_constants(args);
+#if ADAPTED
+    __shared__ __align__(16) u16 of_b[ROWS][RANK_STEP];
+    const Expansion expand{args, of_b};
+    if (warp == 0) expand.copy_b(0);
+#endif
 
     wait_previous();
     if (!AT_ONCE) allow_next();   // all kernels before this one have ended
+#if ADAPTED
+    const u32 launch = warp == 0 ? __ldcg(args.adapters.launches + blockIdx.x) + 1 : 0;
+#endif
     Column column;
     column.read(args.x, warp);
     if (args.squares)
@@ -468,7 +653,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_PROCESSOR) gemv(const 
             value += parts[i][row];
             square += of_squares[i];
         }
-        value *= (args.squares ? rsqrtf(square * (1.0f / SIZE) + args.eps) : 1) * (OF_ROWS ? of_rows.scale[row] : OF_SUMS);
+        const float factor = args.squares ? rsqrtf(square * (1.0f / SIZE) + args.eps) : 1;
+        const float scale = OF_ROWS ? of_rows.scale[row] : OF_SUMS;
+#if ADAPTED
+        value = factor * (value * scale + expand(launch));
+#else
+        value *= factor * scale;
+#endif
         if (args.bias) value += to_float(of_rows.bias[row]);
         if (GATED) {
             const float opened = __shfl_down_sync(ALL, value, 8);
@@ -490,4 +681,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_PROCESSOR) gemv(const 
         gather(of_cluster[in_cluster], rounded(value));
         if (ends_head) head.finish(args, of_cluster[0], cos_sin, of_norm, slot);
     }
+#if ADAPTED
+    if (threadIdx.x == 0) args.adapters.launches[blockIdx.x] = launch;
+#endif
 }

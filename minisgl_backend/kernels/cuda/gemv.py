@@ -9,10 +9,32 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from minisgl_backend.kernels.adapters import Adaptation, AdaptersShape
 from minisgl_backend.kernels.cuda.heads import Heads
 from minisgl_backend.kernels.cuda.module import CudaModule, address
-from minisgl_backend.kernels.gemv_cut import MOST_SQUARES, ROWS, GemvCut
+from minisgl_backend.kernels.gemv_cut import MOST_SQUARES, ROWS, GemvCut, parts_of_a
 from minisgl_backend.kernels.packed_weight import CodesKind
+
+
+class _Adapters(ctypes.Structure):
+    """``Adapters`` of the source."""
+
+    _fields_ = (
+        ("a", ctypes.c_void_p),
+        ("b", ctypes.c_void_p),
+        ("x", ctypes.c_void_p),
+        ("slot", ctypes.c_void_p),
+        ("rank", ctypes.c_void_p),
+        ("a_stride", ctypes.c_uint64),
+        ("b_stride", ctypes.c_uint64),
+        ("columns", ctypes.c_int),
+        ("max_rank", ctypes.c_int),
+        ("second", ctypes.c_int),
+        ("third", ctypes.c_int),
+        ("blocks", ctypes.c_int),
+        ("sums", ctypes.c_void_p),
+        ("launches", ctypes.c_void_p),
+    )
 
 
 class _Arguments(ctypes.Structure):
@@ -32,6 +54,7 @@ class _Arguments(ctypes.Structure):
         ("features", ctypes.c_int),
         ("eps", ctypes.c_float),
         ("heads", Heads),
+        ("adapters", _Adapters),
     )
 
 
@@ -39,7 +62,8 @@ class Gemv:
     """The kernel for one row by weights of a ``shape``, [height, in_features], in ``codes``.
 
     ``macros`` are those of ``gemv.cu`` that say what becomes of the results; of ``HEADS`` it is the
-    size of a head. ``tiles`` are those of the sums of squares that it leaves.
+    size of a head. ``tiles`` are those of the sums of squares that it leaves. ``adapters``:
+    launches may have an adaptation of this shape, for which there is a kernel of its own.
     """
 
     def __init__(
@@ -50,6 +74,7 @@ class Gemv:
         codes: CodesKind,
         cut: GemvCut,
         macros: Mapping[str, int],
+        adapters: AdaptersShape | None = None,
     ) -> None:
         height, in_features = shape
         self.tiles = height // ROWS
@@ -63,7 +88,22 @@ class Gemv:
             "COLUMNS": cut.columns,
             "PER_PROCESSOR": cut.per_processor,
         }
-        self._kernel = CudaModule("gemv.cu", constants, device).kernel("gemv", shared_bytes=0)
+        self._kernels = {
+            adapted: CudaModule("gemv.cu", {**constants, "ADAPTED": adapted}, device).kernel(
+                "gemv", shared_bytes=0
+            )
+            for adapted in ((False,) if adapters is None else (False, True))
+        }
+        self._adapters = adapters
+        self._blocks_of_a = 0
+        if adapters is not None:
+            columns, parts = adapters[1], parts_of_a(in_features, cut)
+            clusters = -(-columns // ROWS * parts // self._cluster)
+            self._blocks_of_a = clusters * self._cluster
+            # zeros from the start, so not in the memory of a graph
+            blocks = self._blocks_of_a + self.tiles
+            self._sums = torch.zeros((parts, columns, 2), dtype=torch.int32, device=device)
+            self._launches = torch.zeros(blocks, dtype=torch.int32, device=device)
 
     def __call__(
         self,
@@ -73,11 +113,13 @@ class Gemv:
         *,
         squares: Tensor | None,
         bias: Tensor | None,
+        adaptation: Adaptation | None = None,
+        x_of_a: Tensor | None = None,
         pdl: bool,
         **values: Any,
     ) -> None:
-        """``x`` [1, in_features], in the order of the weight's columns; ``values`` are the rest of
-        the arguments, as ``linear`` has them."""
+        """``x`` [1, in_features], in the order of the weight's columns; ``x_of_a`` in that of the
+        adapters' A. ``values`` are the rest of the arguments, as ``linear`` has them."""
         assert x.shape[0] == 1 and x.stride(1) == 1 and codes.is_contiguous()
         assert squares is None or len(squares) <= MOST_SQUARES
         arguments = _Arguments(
@@ -89,5 +131,31 @@ class Gemv:
             bias=address(bias),
             **values,
         )
-        cluster = self._cluster, 1, 1
-        self._kernel.launch((self.tiles, 1, 1), self._threads, arguments, cluster=cluster, pdl=pdl)
+        grid, cluster = (self.tiles, 1, 1), (self._cluster, 1, 1)
+        if adaptation is not None:
+            assert x_of_a is not None and adaptation.memory.shape == self._adapters
+            arguments.adapters = self._of(adaptation, x_of_a)
+            grid = self._blocks_of_a + self.tiles, 1, 1
+        kernel = self._kernels[adaptation is not None]
+        kernel.launch(grid, self._threads, arguments, cluster=cluster, pdl=pdl)
+
+    def _of(self, adaptation: Adaptation, x: Tensor) -> _Adapters:
+        memory, tokens = adaptation.memory, adaptation.tokens
+        assert memory.a.is_contiguous() and memory.b.is_contiguous() and x.stride(1) == 1
+        second, third = memory.later_projections
+        return _Adapters(
+            a=address(memory.a),
+            b=address(memory.b),
+            x=address(x),
+            slot=address(tokens.slots),
+            rank=address(tokens.ranks),
+            a_stride=memory.a.stride(0),
+            b_stride=memory.b.stride(0),
+            columns=memory.a.shape[1],
+            max_rank=memory.b.shape[2],
+            second=second,
+            third=third,
+            blocks=self._blocks_of_a,
+            sums=address(self._sums),
+            launches=address(self._launches),
+        )

@@ -6,7 +6,7 @@
 // other kernel, so an early launch fills the ring with them before its predecessor ends.
 //
 // Three ways to share out the work. A thread block has a tile; or, if there are few tiles, SPLITS
-// of them share one along in_features and add up their parts over each other's shared memory ("split-K");
+// of them share one along in_features and send each other their parts, to shared memory ("split-K");
 // or, of a large weight, all thread blocks take EVEN parts of all tiles ("stream-K": Osama et al., 2023),
 // and leave what they have of a tile that another one began in global memory.
 //
@@ -16,8 +16,12 @@
 // meanwhile. Of queries, keys and values a tile is a head, which is normalized, rotated and stored in
 // the KV cache before it leaves the thread block.
 //
-// ADAPTED: tokens may have LoRA adapters, (x A^T) B^T of each token's own A and B. The kernel before this one
-// is that of `adapters.cu`, which computes x A^T; to its sums each warp adds what it needs of that times B^T.
+// ADAPTED: tokens may have LoRA adapters, (x A^T) B^T of each token's own A and B. To its sums each warp adds what it
+// needs of x A^T times B^T. The kernel before this one computes x A^T, that of `adapters.cu`; or, if this one is JOINED,
+// it has tiles of the A of all adapters, as if they were rows of the weight. Those that no token needs are left out.
+// They are the first ones: thread blocks start in this order, and take steps in it, so those that wait for x A^T do not
+// keep it from being computed. What goes from one to the other are pairs of numbers along with a number of the launch,
+// in words that are written at once: who reads a pair sees whether it is there, and nothing need be cleared.
 //
 // `tile_gemm.cuh` has the ring, and how it is multiplied, quantized weights as well.
 //
@@ -27,7 +31,8 @@
 // STAGES (of the ring), SPLITS, EVEN, GATED (the weight holds the gate's rows and then as many of the values), RESIDUAL
 // (the result is added to the residual stream), HEADS (it is queries, keys and values, in heads of
 // FEATURES), with that PAGE_SIZE and FP8 (of the KV cache), ADAPTED, and of these LATE (all but x A^T was
-// there when this kernel began, so nothing is waited for before that is due), SHARED_BYTES, and
+// there when this kernel began, so nothing is waited for before that is due) or JOINED (of plain weights, up to TOKENS
+// tokens and 32 tiles of A), PUSHED (SPLITS send each other their sums; else they read them), SHARED_BYTES,
 // PER_PROCESSOR (thread blocks that a multiprocessor has registers for); CODE (0: the weight is bfloat16;
 // else its codes are 1: e4m3, 2: 8-bit or 3: 4-bit integers, 4: e2m1), with that GROUP (in_features that
 // share a scale: 32, 64 or 128; 0: all), SHARED_BY (rows that share one: 1 or 8), ZEROS (the low 8 bits of
@@ -58,6 +63,8 @@ constexpr int ITEMS = (SLICE + ROWS - 1) / ROWS;
 // GEMM FlashInfer's sum over the ranks: before they wait for this kernel, both read what earlier ones
 // wrote, so they may start once those have ended.
 constexpr bool AT_ONCE = GATED || RESIDUAL;
+// SPLITS that are PUSHED: what a thread block receives, and the barrier that counts it, behind SHARED_BYTES
+constexpr int PUSHED_BYTES = PUSHED ? (SPLITS - 1) * OWN * FEATURES * 4 : 0;
 constexpr u32 ALL = 0xffffffffu;
 
 static_assert(SIZE % BLOCK == 0 && TILE_STEPS >= SPLITS, "");
@@ -67,7 +74,8 @@ static_assert(EVEN ? SPLITS == 1 : PARTS_BYTES + OWN * PITCH <= STAGES * STAGE_B
 static_assert(RING_BYTES + STAGES * 16 + 4 * TOKENS + (EVEN ? SLICE * PITCH : 0) + WAY_BYTES <= SHARED_BYTES, "");
 static_assert(SHARED_BYTES % 16 == 0, "");
 static_assert(THREADS % CHUNKS == 0 && GATED + RESIDUAL + HEADS <= 1, "");
-static_assert(ADAPTED || !LATE, "");
+static_assert(ADAPTED ? !(LATE && JOINED) : !(LATE || JOINED), "");
+static_assert(!JOINED || !CODE, "");
 
 // ADAPTED: see `kernels.adapters`.
 struct Adapters {
@@ -80,11 +88,16 @@ struct Adapters {
     int max_rank;           // a multiple of RANK_STEP
     int second;             // the first output of the second projection, and of the third
     int third;
+    int tiles_of_a;         // JOINED
+    uint4* pairs;           // JOINED, in place of `inner`: [TOKENS, columns / 4], two pairs of numbers, each before
+                            // its launch
+    u32* launches;          // JOINED: [thread blocks], launches of this kernel so far
 };
 
 struct Arguments {
     TensorMap weight;       // [out_features, SIZE], of codes in bytes; GATED: see `load_weight`
     TensorMap x;            // [num_rows, SIZE]
+    TensorMap a;            // JOINED: [slots * columns, SIZE]
     u16* out;               // [num_rows, features]; RESIDUAL: the stream, which is read, too; HEADS: queries
     u16* scaled;            // RESIDUAL: the stream times norm_weight
     const u16* norm_weight; // RESIDUAL: [features], of the norm that follows
@@ -217,22 +230,50 @@ __device__ __forceinline__ void wait_for(const int* flag) {
 
 // ---- the steps of a thread block
 
-// The steps of all tiles stand in a row, TILE_STEPS of each; a thread block takes `begin` to `end`.
+// JOINED: the tiles of A that have an adapter of a token, as bits. Each warp finds out by itself.
+__device__ __forceinline__ u32 needed_tiles(const Arguments& args) {
+    const Adapters& of = args.adapters;
+    u32 needed = 0;
+#pragma unroll
+    for (int i = 0; i < TOKENS; i += 32) {
+        const int token = i + threadIdx.x % 32, slot = token < args.num_rows ? of.slots[token] : 0;
+        const int begin = (slot - 1) * of.columns, last = begin + of.columns - 1;
+        if (slot) needed |= (2u << last / FEATURES) - (1u << begin / FEATURES);
+    }
+    return __reduce_or_sync(ALL, needed);
+}
+
+// The steps of all tiles stand in a row, TILE_STEPS of each; a thread block takes `begin` to `end`. JOINED: the first
+// ones are those of `tiles_of_a` tiles of A: of all; or, if EVEN, of those that are `needed`.
 struct Steps {
-    int begin, end;
+    int begin, end, tiles_of_a;
+    u32 needed;
+
+    __device__ __forceinline__ bool is_of_a(int tile) const { return JOINED && tile < tiles_of_a; }
+
+    // the number of a tile among those of A, or of the weight
+    __device__ __forceinline__ int own_tile(int tile) const {
+        if (!is_of_a(tile)) return tile - (JOINED ? tiles_of_a : 0);
+        if (!EVEN) return tile;
+        u32 left = needed;
+        for (int i = 0; i < tile; ++i) left &= left - 1;
+        return __ffs(left) - 1;
+    }
 };
 
 // EVEN: of the thread block of this number
-__device__ __forceinline__ int first_step(const Arguments& args, int block) {
-    return args.tiles * TILE_STEPS * block / (int)gridDim.y;
+__device__ __forceinline__ int first_step(const Arguments& args, int tiles_of_a, int block) {
+    return (args.tiles + tiles_of_a) * TILE_STEPS * block / (int)gridDim.y;
 }
 
 __device__ __forceinline__ Steps own_steps(const Arguments& args) {
     const int block = blockIdx.y;
-    if (EVEN) return {first_step(args, block), first_step(args, block + 1)};
+    const u32 needed = JOINED && (EVEN || block < args.adapters.tiles_of_a) ? needed_tiles(args) : 0;
+    const int of_a = !JOINED ? 0 : EVEN ? __popc(needed) : args.adapters.tiles_of_a;
+    if (EVEN) return {first_step(args, of_a, block), first_step(args, of_a, block + 1), of_a, needed};
     const int begin = block * TILE_STEPS, split = blockIdx.z;
-    if (STEPS) return {begin + split * STEPS, begin + (split + 1) * STEPS};
-    return {begin + TILE_STEPS * split / SPLITS, begin + TILE_STEPS * (split + 1) / SPLITS};
+    if (STEPS) return {begin + split * STEPS, begin + (split + 1) * STEPS, of_a, needed};
+    return {begin + TILE_STEPS * split / SPLITS, begin + TILE_STEPS * (split + 1) / SPLITS, of_a, needed};
 }
 
 // ---- the two warps that help
@@ -244,10 +285,11 @@ __device__ __forceinline__ void fill_ring(const Arguments& args, const Steps& st
     const auto start = [&](int i) {
         const int at = steps.begin + i;
         const u32 stage = i % STAGES, to = ring + stage * STAGE_BYTES, barrier = full + 8 * stage;
-        const int tile = at / TILE_STEPS, in_tile = at % TILE_STEPS;
+        const int tile = steps.own_tile(at / TILE_STEPS), in_tile = at % TILE_STEPS;
         expect_bytes(barrier, STAGE_BYTES + SCALE_BYTES);
         // the map of codes counts bytes
-        load_weight(to, args.weight, in_tile * (CODE ? BLOCK * BITS / 8 : BLOCK), tile, barrier);
+        if (steps.is_of_a(at / TILE_STEPS)) load_tile(to, args.a, in_tile * BLOCK, tile * FEATURES, barrier);
+        else load_weight(to, args.weight, in_tile * (CODE ? BLOCK * BITS / 8 : BLOCK), tile, barrier);
         if (GROUP == 0) return;
         const u32 scales = ring + STAGES * STAGE_BYTES + stage * SCALE_BYTES;
 #pragma unroll
@@ -323,6 +365,56 @@ __device__ __forceinline__ void add_ways(float (&c)[TOKENS / 2], u8* shared) {
     }
 }
 
+// the first phase of a barrier, and what other thread blocks have written before it ended
+__device__ __forceinline__ void wait_for_pushed(u32 barrier) {
+    u32 done;
+    do {
+        asm volatile("{ .reg .pred p;\n"
+                     "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], 0;\n"
+                     "selp.b32 %0, 1, 0, p; }"
+                     : "=r"(done) : "r"(barrier) : "memory");
+    } while (!done);
+}
+
+// PUSHED: each thread sends its sums to those that finish the tokens, as soon as it has them, right into their shared
+// memory, and waits for what others send to it.
+__device__ __forceinline__ void exchange_splits(float* sums, const float (&c)[TOKENS / 2], u32 pushed) {
+    const int split = blockIdx.z;
+    constexpr int OF_ONE = OWN / 8 * THREADS * 16;   // bytes that a thread block sends to another one
+    wait_for_cluster();   // all have begun
+#pragma unroll
+    for (int to = 0; to < SPLITS && to * OWN < TOKENS; ++to) {
+        const float* const own = c + to * (OWN / 2);
+        if (to == split) {
+#pragma unroll
+            for (int i = 0; i < OWN / 2; ++i) sums[i] = own[i];
+            continue;
+        }
+        const int place = (split - to - 1 + SPLITS) % SPLITS;   // among those that send to it
+        u32 at, barrier;
+        asm volatile("mapa.shared::cluster.u32 %0, %1, %2;"
+                     : "=r"(at) : "r"(pushed + place * OF_ONE + (int)threadIdx.x * 16), "r"(to));
+        asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(barrier) : "r"(pushed + PUSHED_BYTES), "r"(to));
+#pragma unroll
+        for (int i = 0; i < OWN / 2; i += 4)
+            asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 "
+                         "[%0], {%1, %2, %3, %4}, [%5];"
+                         :: "r"(at + i / 4 * THREADS * 16), "f"(own[i]), "f"(own[i + 1]), "f"(own[i + 2]),
+                            "f"(own[i + 3]), "r"(barrier) : "memory");
+    }
+    if (split * OWN >= TOKENS) return;
+    wait_for_pushed(pushed + PUSHED_BYTES);
+#pragma unroll
+    for (int i = 0; i < OWN / 2; i += 4)
+#pragma unroll
+        for (int other = 0; other < SPLITS - 1; ++other) {
+            float4 of;
+            asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(of.x), "=f"(of.y), "=f"(of.z), "=f"(of.w)
+                         : "r"(pushed + other * OF_ONE + (i / 4 * THREADS + (int)threadIdx.x) * 16));
+            sums[i] += of.x, sums[i + 1] += of.y, sums[i + 2] += of.z, sums[i + 3] += of.w;
+        }
+}
+
 // SPLITS: the sums of the tokens that this thread block finishes.
 __device__ __forceinline__ void add_splits(float* sums, const float (&c)[TOKENS / 2], u8* shared) {
     const int split = blockIdx.z;
@@ -369,12 +461,13 @@ __device__ __forceinline__ void leave_part(const Arguments& args, const float (&
 // To what this thread block has of the tile whose steps end before `tile_end`, add what others have. No thread
 // block waits forever: there is at most one thread block a multiprocessor, so all of them run at the same time
 // (the next kernel starts when all have), and each leaves its part before it waits for one.
-__device__ __forceinline__ void add_parts(const Arguments& args, float (&c)[TOKENS / 2], int tile_end) {
+__device__ __forceinline__ void add_parts(
+    const Arguments& args, float (&c)[TOKENS / 2], int tiles_of_a, int tile_end) {
 #if CODE   // wait for all others at once; of few tokens, several parts are read together
     constexpr int TOGETHER = TOKENS < 32 ? 4 : 1;
     const int first = blockIdx.y + 1, row = blockIdx.x * gridDim.y;
     int count = 0;
-    while (first_step(args, first + count) < tile_end) ++count;
+    while (first_step(args, tiles_of_a, first + count) < tile_end) ++count;
     for (int i = threadIdx.x % 32; i < count; i += 32) wait_for(args.are_there + row + first + i);
     __syncwarp();
     for (int i = 0; i < count; i += TOGETHER) {
@@ -395,7 +488,7 @@ __device__ __forceinline__ void add_parts(const Arguments& args, float (&c)[TOKE
     sync_multipliers();
     for (int i = threadIdx.x; i < count; i += THREADS) args.are_there[row + first + i] = 0;
 #else
-    for (int block = blockIdx.y + 1; first_step(args, block) < tile_end; ++block) {
+    for (int block = blockIdx.y + 1; first_step(args, tiles_of_a, block) < tile_end; ++block) {
         const int other = blockIdx.x * gridDim.y + block;
         if (threadIdx.x % 32 == 0) wait_for(args.are_there + other);
         __syncwarp();
@@ -413,6 +506,10 @@ __device__ __forceinline__ void add_parts(const Arguments& args, float (&c)[TOKE
 // ---- ADAPTED
 
 constexpr int RANK_STEP = 16;   // of an MMA
+constexpr int ALL_8 = OWN / 8;
+// times 8 tokens whose B is read ahead
+constexpr int AHEAD = ALL_8 % 4 == 0 ? 4 : ALL_8 % 3 == 0 ? 3 : ALL_8 % 2 == 0 ? 2 : 1;
+constexpr bool HOLDS_B = JOINED && !EVEN;   // the first of it, before x is there
 
 __device__ __forceinline__ void add_product(
     float* c, u32 a, u32 a_8, u32 a_next, u32 a_8_next, u32 b, u32 b_next) {
@@ -427,15 +524,34 @@ __device__ __forceinline__ uint2 load_4(const u16* from) {
     return out;
 }
 
+// What another thread block may be writing.
+__device__ __forceinline__ uint4 load_pairs(const uint4* from) {
+    uint4 out;
+    asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(out.x), "=r"(out.y), "=r"(out.z), "=r"(out.w) : "l"(from) : "memory");
+    return out;
+}
+
+__device__ __forceinline__ void store_pair(uint2* to, u32 pair, u32 launch) {
+    asm volatile("st.relaxed.gpu.global.v2.u32 [%0], {%1, %2};" :: "l"(to), "r"(pair), "r"(launch) : "memory");
+}
+
+// JOINED: how often this thread block has run, as often as all others. It reads that once all kernels before this one
+// have ended.
+__device__ __forceinline__ u32* own_launches(const Arguments& args) {
+    return args.adapters.launches + blockIdx.z * gridDim.y + blockIdx.y;
+}
+
 // By the warp that computes factors: ask for what this thread block needs of B, which lies in memory, in the order in
 // which it is needed.
 __device__ __forceinline__ void fetch_b(const Arguments& args, const Steps& steps) {
     const Adapters& of = args.adapters;
     const int lane = threadIdx.x % 32, first_token = blockIdx.x * TOKENS + blockIdx.z * OWN;
     const int tokens = min(OWN, args.num_rows - first_token);
-    const int first = EVEN ? (steps.begin + TILE_STEPS - 1) / TILE_STEPS : blockIdx.y;
+    const int first = (EVEN ? steps.begin + TILE_STEPS - 1 : steps.begin) / TILE_STEPS;
     const int end = EVEN ? (steps.end + TILE_STEPS - 1) / TILE_STEPS : first + 1;
-    for (int tile = first; tile < end; ++tile) {
+    for (int i = max(first, steps.tiles_of_a); i < end; ++i) {
+        const int tile = steps.own_tile(i);
         const int features = WHOLE ? OUT : min(OUT, args.features - tile * OUT);
         for (int i = 0; i < tokens; i += 32) {
             const int own = i + lane < tokens ? of.slots[first_token + i + lane] : 0;
@@ -466,7 +582,9 @@ struct Finisher {
     int positions[ITEMS], slots[ITEMS];
     // ADAPTED
     int adapters[(OWN + 31) / 32];   // slots of each 32nd token of this thread block
+    int ranks[(OWN + 31) / 32];
     int most_rank;          // of its tokens
+    uint2 b[AHEAD][2], b_8[AHEAD][2];   // of the first and the last of each 8 tokens
 
     __device__ __forceinline__ Finisher(const Arguments& args)
         : args(args), tile(0), chunk(threadIdx.x % CHUNKS), row(threadIdx.x / CHUNKS),
@@ -522,60 +640,90 @@ struct Finisher {
             const int at = 32 * i + (int)threadIdx.x % 32, token = first_token + at;
             const bool there = finishes && at < OWN && token < args.num_rows;
             adapters[i] = there ? of.slots[token] : 0;
-            if (there) most_rank = max(most_rank, of.ranks[token]);
+            ranks[i] = there ? of.ranks[token] : 0;
+            most_rank = max(most_rank, ranks[i]);
         }
         most_rank = __reduce_max_sync(ALL, most_rank);
+    }
+
+    // ADAPTED: the first output whose B this thread has; the second one is 8 later, or that which it opens.
+    __device__ __forceinline__ int feature() const {
+        const int warp = threadIdx.x / 32, row = threadIdx.x % 32 / 4;
+        const int feature = tile * OUT + (GATED ? 8 : 16) * warp + row;
+        return WHOLE ? feature : min(feature, args.features - 9);   // B has nothing for rows that are not there
+    }
+
+    // ADAPTED: of a RANK_STEP
+    __device__ __forceinline__ void load_b(uint2& b, uint2& b_8, int slot, int rank) const {
+        const Adapters& of = args.adapters;
+        const u16* const from = of.b + (max(slot, 1) - 1) * of.slot_stride + (u64)feature() * of.max_rank + rank
+            + 4 * (threadIdx.x % 4);
+        b = load_4(from);
+        b_8 = load_4(from + (GATED ? args.features : 8) * of.max_rank);
+    }
+
+    // ADAPTED: the slot of a token, which `first` and the lane say; `first` is a multiple of 8
+    __device__ __forceinline__ int slot_of(int first, int of_lane) const {
+        return __shfl_sync(ALL, adapters[first / 32], first % 32 + of_lane);
+    }
+
+    // ADAPTED: B of AHEAD times 8 tokens from the 8 * `i`th on.
+    __device__ __forceinline__ void read_b(int i, int rank) {
+#pragma unroll
+        for (int j = 0; j < AHEAD; ++j)
+#pragma unroll
+            for (int end = 0; end < 2; ++end)
+                load_b(b[j][end], b_8[j][end], slot_of(8 * (i + j), end ? 7 : 0), rank);
     }
 
     // ADAPTED: to the sums of a warp, of 16 features or of 8 of each side of a gate, add (x A^T) B^T. It takes 8 tokens
     // at a time, and of them those with the same adapter. Tokens are mostly in the order of their adapters, so that the
     // first and the last one's are all that there are: of these B is read ahead, for several times 8 tokens.
-    __device__ __forceinline__ void add_adapters(float* sums) const {
+    __device__ __forceinline__ void add_adapters(float* sums, u32 launch) {
         if (!finishes) return;
-        constexpr int ALL_8 = OWN / 8, AHEAD = ALL_8 % 4 == 0 ? 4 : ALL_8 % 3 == 0 ? 3 : ALL_8 % 2 == 0 ? 2 : 1;
         const Adapters& of = args.adapters;
-        const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, row = lane / 4, quarter = lane % 4;
-        int feature = tile * OUT + (GATED ? 8 : 16) * warp + row;
-        if (!WHOLE) feature = min(feature, args.features - 9);   // B has nothing for rows that are not there
+        const int lane = threadIdx.x % 32, row = lane / 4, quarter = lane % 4;
         if (CODE) {
+            const int feature = this->feature();
             const float scale = GROUP == 0 ? args.scales[feature] : OF_SUMS;
             const float scale_8 = GROUP == 0 ? args.scales[GATED ? args.features + feature : feature + 8] : OF_SUMS;
 #pragma unroll
             for (int i = 0; i < OWN / 2; ++i) sums[i] *= i % 4 / 2 ? scale_8 : scale;
         }
-        const int projection = GATED ? 0 : (feature >= of.second) + (feature >= of.third);
-        const int to_8 = (GATED ? args.features : 8) * of.max_rank;
+        const int projection = GATED ? 0 : (feature() >= of.second) + (feature() >= of.third);
 #pragma unroll 1
         for (int rank = 0; rank < most_rank; rank += RANK_STEP) {
-            const u16* const b = of.b + (u64)feature * of.max_rank + rank + 4 * quarter;
-            const u16* const inner = of.inner + projection * of.max_rank + rank + 4 * quarter;
-            const auto load = [&](uint2& low, uint2& high, int slot) {
-                const u16* const from = b + (max(slot, 1) - 1) * of.slot_stride;
-                low = load_4(from);
-                high = load_4(from + to_8);
-            };
+            const int column = projection * of.max_rank + rank + 4 * quarter;
 #pragma unroll
             for (int i = 0; i < ALL_8; i += AHEAD) {
-                int slots[AHEAD], ends[AHEAD][2];   // or 0
-                uint2 low[AHEAD][2], high[AHEAD][2], x[AHEAD][GATED + 1];
+                int slots[AHEAD];   // of the column of the MMA
+                uint2 x[AHEAD][GATED + 1];
+                uint4 pairs[AHEAD][GATED + 1];
+                const auto inner_at = [&](int j, int side) {
+                    // of no adapter something is read, too, which is not used
+                    const int token = min(first_token + 8 * (i + j) + row, args.num_rows - 1);
+                    return (u64)token * of.columns + side * of.max_rank + column;
+                };
 #pragma unroll
                 for (int j = 0; j < AHEAD; ++j) {
-                    const int at = 8 * (i + j);
-                    slots[j] = __shfl_sync(ALL, adapters[at / 32], at % 32 + row);   // of the column of the MMA
-                    // of no adapter something is read, too, which is not used
-                    const int token = min(first_token + at + row, args.num_rows - 1);
+                    slots[j] = slot_of(8 * (i + j), row);
 #pragma unroll
                     for (int side = 0; side <= GATED; ++side)
-                        x[j][side] = load_4(inner + (u64)token * of.columns + side * of.max_rank);
-#pragma unroll
-                    for (int end = 0; end < 2; ++end) {
-                        ends[j][end] = __shfl_sync(ALL, slots[j], end ? 28 : 0);
-                        load(low[j][end], high[j][end], ends[j][end]);
-                    }
+                        if (JOINED) pairs[j][side] = load_pairs(of.pairs + inner_at(j, side) / 4);
+                        else x[j][side] = load_4(of.inner + inner_at(j, side));
                 }
+                if (!HOLDS_B || rank + i > 0) read_b(i, rank);
                 __syncwarp();   // no load may come behind it: all are on their way before the first is used
 #pragma unroll
                 for (int j = 0; j < AHEAD; ++j) {
+                    if (JOINED)
+#pragma unroll
+                        for (int side = 0; side <= GATED; ++side) {
+                            uint4& both = pairs[j][side];
+                            while (__any_sync(ALL, slots[j] && (both.y != launch || both.w != launch)))
+                                both = load_pairs(of.pairs + inner_at(j, side) / 4);
+                            x[j][side] = make_uint2(both.x, both.z);
+                        }
                     const auto add = [&](const uint2& low, const uint2& high, bool is_mine) {
                         const uint2 zero = make_uint2(0, 0), first = is_mine ? x[j][0] : zero;
                         float* const c = sums + 4 * (i + j);
@@ -587,17 +735,43 @@ struct Finisher {
                             add_product(c, low.x, high.x, low.y, high.y, first.x, first.y);
                         }
                     };
-                    if (ends[j][0]) add(low[j][0], high[j][0], slots[j] == ends[j][0]);
-                    if (ends[j][1] && ends[j][1] != ends[j][0]) add(low[j][1], high[j][1], slots[j] == ends[j][1]);
-                    u32 others = __ballot_sync(ALL, slots[j] && slots[j] != ends[j][0] && slots[j] != ends[j][1]);
+                    const int first = slot_of(8 * (i + j), 0), last = slot_of(8 * (i + j), 7);
+                    if (first) add(b[j][0], b_8[j][0], slots[j] == first);
+                    if (last && last != first) add(b[j][1], b_8[j][1], slots[j] == last);
+                    u32 others = __ballot_sync(ALL, slots[j] && slots[j] != first && slots[j] != last);
                     while (others) {
                         const int slot = __shfl_sync(ALL, slots[j], __ffs(others) - 1);
-                        uint2 other_low, other_high;
-                        load(other_low, other_high, slot);
-                        add(other_low, other_high, slots[j] == slot);
+                        uint2 other, other_8;
+                        load_b(other, other_8, slot, rank);
+                        add(other, other_8, slots[j] == slot);
                         others &= ~__ballot_sync(ALL, slots[j] == slot);
                     }
                 }
+            }
+        }
+    }
+
+    // JOINED: the sums of a tile of A are x A^T. Of a warp's 16 columns and 8 tokens, lanes of neighbouring columns
+    // exchange numbers, so that each has a pair of columns of one token.
+    __device__ __forceinline__ void leave_inner(const float* sums, u32 launch) const {
+        if (!finishes) return;
+        const Adapters& of = args.adapters;
+        const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, row = lane / 4, odd = row % 2;
+        uint2* const pairs = reinterpret_cast<uint2*>(of.pairs);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int row_of_a = tile * FEATURES + 16 * warp + 8 * half + row;
+            const int slot = row_of_a / of.columns + 1, column = row_of_a % of.columns;
+#pragma unroll
+            for (int i = 0; i < ALL_8; ++i) {
+                const int in_8 = lane % 4 * 2 + odd;    // the token of this lane
+                const float first = sums[4 * i + 2 * half], second = sums[4 * i + 2 * half + 1];
+                const float other = __shfl_xor_sync(ALL, odd ? first : second, 4);
+                const bool is_mine = slot_of(8 * i, in_8) == slot;
+                const int rank = __shfl_sync(ALL, ranks[i / 4], 8 * i % 32 + in_8);
+                const u32 pair = column % of.max_rank < rank ? pack(odd ? other : first, odd ? second : other) : 0;
+                const u64 at = ((u64)(first_token + 8 * i + in_8) * of.columns + column) / 2;
+                if (is_mine) store_pair(pairs + at, pair, launch);
             }
         }
     }
@@ -755,14 +929,23 @@ extern "C" __global__ void __launch_bounds__(MULTIPLIERS + 64, PER_PROCESSOR)
 linear(const __grid_constant__ Arguments args) {
     extern __shared__ __align__(1024) u8 shared[];
     // the ring, and that of scales; then a barrier a stage that it is full, one that it is empty; then a factor a token;
-    // EVEN: then a slice of a finished tile, which else takes the place of the ring; WAYS: at the end sums
+    // EVEN: then a slice of a finished tile, which else takes the place of the ring; WAYS: at the end sums; PUSHED: behind
+    // SHARED_BYTES sums of others, and a barrier
     const u32 ring = shared_address(shared);
     const u32 full = ring + RING_BYTES, empty = full + 8 * STAGES;
     float* const factors = reinterpret_cast<float*>(shared + RING_BYTES + STAGES * 16);
     u8* const finished = EVEN ? reinterpret_cast<u8*>(factors + TOKENS) : shared + PARTS_BYTES;
+    const u32 pushed = ring + SHARED_BYTES;     // PUSHED
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const Steps steps = own_steps(args);
     if (AT_ONCE) allow_next();
+    // unless EVEN
+    const int only_tile = steps.own_tile(blockIdx.y);
+    const bool is_only_of_a = !EVEN && steps.is_of_a(blockIdx.y);
+    if (is_only_of_a && !(steps.needed >> only_tile & 1)) {
+        if (threadIdx.x == 0) wait_previous(), ++*own_launches(args);
+        return;
+    }
 
     if (threadIdx.x == 0) {
         if (ring % 1024) __trap();   // the swizzle counts from there
@@ -770,21 +953,28 @@ linear(const __grid_constant__ Arguments args) {
             init_barrier(full + 8 * stage, 1);
             init_barrier(empty + 8 * stage, GROUPS * 4 * (WAYS > 1 ? HALVES : 1));
         }
+        if (PUSHED) {
+            init_barrier(pushed + PUSHED_BYTES, 1);
+            if ((int)blockIdx.z * OWN < TOKENS) expect_bytes(pushed + PUSHED_BYTES, PUSHED_BYTES);
+        }
         publish_barriers();
     }
     __syncthreads();
+    if (PUSHED) arrive_in_cluster<false>();   // `publish_barriers` is what orders
 
     if (warp == MULTIPLIERS / 32 && lane == 0) fill_ring(args, steps, ring);
     if (warp > MULTIPLIERS / 32) {
-        if (ADAPTED) fetch_b(args, steps);
-        compute_factors(args, blockIdx.x * TOKENS, factors);
+        if (is_only_of_a) {
+            publish_factors();  // nobody needs any
+        } else {
+            if (ADAPTED) fetch_b(args, steps);
+            compute_factors(args, blockIdx.x * TOKENS, factors);
+        }
     }
     if (warp >= MULTIPLIERS / 32) {
         __syncwarp();
-        if (SPLITS > 1) {
-            sync_cluster<true>();
-            sync_cluster<false>();
-        }
+        if (SPLITS > 1 && !PUSHED) sync_cluster<true>(), arrive_in_cluster<false>();
+        if (SPLITS > 1) wait_for_cluster();
         return;
     }
 
@@ -795,13 +985,19 @@ linear(const __grid_constant__ Arguments args) {
     };
     const bool is_first_way = WAYS == 1 || threadIdx.x < THREADS;   // it finishes tiles
     if (ADAPTED && !EVEN && is_first_way) own.read_adapters();
+    if (HOLDS_B && !is_only_of_a && own.most_rank > 0) {
+        own.tile = only_tile;
+        own.read_b(0, 0);
+    }
     if (!LATE && is_first_way) wait();
+    const u32 launch = JOINED ? __ldcg(own_launches(args)) + 1 : 0;
     for (int at = steps.begin; at < steps.end;) {
         const int first = at - steps.begin, in_tile = at % TILE_STEPS;
         const int count = EVEN ? min(TILE_STEPS - in_tile, steps.end - at) : STEPS ? STEPS : steps.end - at;
-        own.tile = at / TILE_STEPS;
+        const bool of_a = steps.is_of_a(at / TILE_STEPS);
+        own.tile = steps.own_tile(at / TILE_STEPS);
         at += count;
-        if (!EVEN && is_first_way) {   // else the MMAs need the registers
+        if (!EVEN && is_first_way && !of_a) {   // else the MMAs need the registers
             own.read_norm();
             own.read(0);
         }
@@ -816,15 +1012,18 @@ linear(const __grid_constant__ Arguments args) {
             leave_part(args, c);
             continue;
         }
-        if (EVEN && count < TILE_STEPS) add_parts(args, c, at - count + TILE_STEPS);
+        if (EVEN && count < TILE_STEPS) add_parts(args, c, steps.tiles_of_a, at - count + TILE_STEPS);
         float of_splits[SPLITS > 1 ? OWN / 2 : 1];
-        if (SPLITS > 1) add_splits(of_splits, c, shared);
+        if (PUSHED) exchange_splits(of_splits, c, pushed);
+        else if (SPLITS > 1) add_splits(of_splits, c, shared);
         float* const sums = SPLITS > 1 ? of_splits : c;   // [OWN / 8, 4]
 
-        if (ADAPTED) {
-            if (EVEN) own.read_adapters();
-            own.add_adapters(sums);
+        if (ADAPTED && EVEN) own.read_adapters();
+        if (of_a) {
+            own.leave_inner(sums, launch);
+            continue;
         }
+        if (ADAPTED) own.add_adapters(sums, launch);
         if (EVEN) own.read_norm();
 #pragma unroll
         for (int slice = 0; slice < SLICES; ++slice) {
@@ -835,7 +1034,9 @@ linear(const __grid_constant__ Arguments args) {
             else own.finish_features(slice, finished);
         }
     }
-    if (SPLITS > 1) {
+    if (JOINED && threadIdx.x == 0) *own_launches(args) = launch;   // all have read it, before a barrier
+    if (PUSHED && !is_first_way) wait_for_cluster();
+    if (SPLITS > 1 && !PUSHED) {
         __syncwarp();
         if (!is_first_way) sync_cluster<true>(), arrive_in_cluster<false>();
         wait_for_cluster();

@@ -2,8 +2,9 @@
 
 A kernel is for one shape; it takes up to ``most_tokens`` rows of bfloat16. Each row of x W^T is
 multiplied by a factor, 1 or that of RMSNorm, and a bias is added; the classes differ in what
-follows. An ``adaptation`` adds what LoRA adapters add to the product (``kernels.adapters``): the
-kernel of ``cuda.adapters`` right before computes x A^T.
+follows. An ``adaptation`` adds what LoRA adapters add to the product (``kernels.adapters``). The
+kernel of ``cuda.adapters`` right before computes x A^T, or the GEMM itself does: then A of all
+adapters is as if it were more rows of the weight.
 
 The input ``x`` [num_rows, in_features] is after RMSNorm or half-way. Without ``squares`` the norm
 has been applied. With them only its weight has, and the GEMM divides each row by its root mean
@@ -19,14 +20,14 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import cache, cached_property, partial
-from itertools import accumulate
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-from minisgl_backend.kernels.adapters import Adaptation
+from minisgl_backend.kernels.adapters import Adaptation, AdaptersShape
 from minisgl_backend.kernels.cuda.adapters import shrink_kernel
 from minisgl_backend.kernels.cuda.float8_linear import Float8Linear, Workspace
 from minisgl_backend.kernels.cuda.gemv import Gemv
@@ -58,7 +59,10 @@ _MOST_EARLY: Final = 16
 """GEMMs with adapters and tiles of up to this many tokens start as early as those without, and
 load weights while x A^T is computed. With more they start once x is there, and multiply meanwhile.
 """
-_NEVER: Final = 2**31 - 1
+_MOST_JOINED: Final = 16
+"""GEMMs of up to this many tokens compute x A^T themselves, if all their thread blocks run at the
+same time."""
+_MOST_TILES_OF_A: Final = 32
 _RESERVED_BYTES: Final = 1024
 """Shared memory that CUDA takes for itself in each thread block."""
 
@@ -76,6 +80,9 @@ class _Adapters(ctypes.Structure):
         ("max_rank", ctypes.c_int),
         ("second", ctypes.c_int),
         ("third", ctypes.c_int),
+        ("tiles_of_a", ctypes.c_int),
+        ("pairs", ctypes.c_void_p),
+        ("launches", ctypes.c_void_p),
     )
 
 
@@ -85,6 +92,7 @@ class _Arguments(ctypes.Structure):
     _fields_ = (
         ("weight", TensorMap),
         ("x", TensorMap),
+        ("a", TensorMap),
         ("out", ctypes.c_void_p),
         ("scaled", ctypes.c_void_p),
         ("norm_weight", ctypes.c_void_p),
@@ -104,6 +112,23 @@ class _Arguments(ctypes.Structure):
     )
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Joined:
+    """What a GEMM that computes x A^T itself has beside its weight: ``tiles`` of A, and memory for
+    x A^T (``Adapters`` of the source)."""
+
+    tiles: int
+    pairs: Tensor
+    launches: Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _CutKernel:
+    cut: Cut
+    kernel: CudaKernel
+    joined: _Joined | None = None
+
+
 class _Linear:
     """The kernels of one weight's ``shape``, [height, in_features].
 
@@ -120,12 +145,12 @@ class _Linear:
         head_dim: int | None = None,
         pairs: int | None = None,
         codes: CodesKind | None = None,
-        takes_adapters: bool = False,
+        adapters: AdaptersShape | None = None,
         **kind: int,
     ) -> None:
         """``cuts`` are keyed by the largest batch that each is for; by default those of ``cut_of``.
-        ``takes_adapters``: launches may have an adaptation, for which there are kernels of their
-        own.
+        ``adapters``: launches may have an adaptation of this shape, for which there are kernels of
+        their own.
 
         ``pairs``: how many rows apart two rows of the weight are that belong together. ``codes``:
         of packed weights.
@@ -141,7 +166,9 @@ class _Linear:
             weight, of_row = (height, in_features), gemv_cut(height, in_features, codes)
             if of_row is not None:
                 macros = {**_OF_RESULTS, **kind, "HEADS": head_dim or 0}
-                self._gemv = Gemv(weight, device, codes=codes, cut=of_row, macros=macros)
+                self._gemv = Gemv(
+                    weight, device, codes=codes, cut=of_row, macros=macros, adapters=adapters
+                )
         if cuts is None:
             cuts = {
                 batch: cut_of(batch, height, in_features, head_dim=head_dim, numbers=numbers)
@@ -149,20 +176,31 @@ class _Linear:
                 if batch <= most_tokens
             }
 
-        def compiled(cut: Cut, adapted: int) -> tuple[Cut, CudaKernel]:
+        self._num_processors = num_processors(device)
+        self._device = device
+
+        joined: dict[int, _Joined | None] = {}
+        if adapters is not None:
+            joined = {batch: self._join(batch, cut, adapters) for batch, cut in cuts.items()}
+
+        def compiled(batch: int, cut: Cut, adapted: bool) -> _CutKernel:
             macros = {**_OF_RESULTS, **_macros(codes), **kind}
             constants = {"SIZE": in_features, **macros, "ADAPTED": adapted}
             constants["WHOLE"] = height % cut.features == 0
-            constants["LATE"] = adapted and not _starts_early(cut)
-            return cut, _kernel(cut, constants, device)
+            of_a = joined[batch] if adapted else None
+            constants["JOINED"] = of_a is not None
+            constants["LATE"] = adapted and of_a is None and not _starts_early(cut)
+            constants["PUSHED"] = cut.pushed_bytes > 0
+            return _CutKernel(cut, _kernel(cut, constants, device), of_a)
 
-        self._kernels: dict[bool, dict[int, tuple[Cut, CudaKernel]]] = {}
+        self._kernels: dict[bool, dict[int, _CutKernel]] = {}
         with ThreadPoolExecutor() as pool:
-            for adapted in (False, True) if takes_adapters else (False,):
-                kernels = list(pool.map(partial(compiled, adapted=adapted), cuts.values()))
+            for adapted in (False,) if adapters is None else (False, True):
+                make = partial(compiled, adapted=adapted)
+                kernels = list(pool.map(make, cuts, cuts.values()))
                 self._kernels[adapted] = dict(zip(cuts, kernels, strict=True))
-        self._shrink = shrink_kernel(device) if takes_adapters else None
-        self._num_processors = num_processors(device)
+        self._adapters = adapters
+        self._shrink = None if adapters is None else shrink_kernel(device)
         even = [cut for cut in cuts.values() if cut.even]
         # a thread block without a step would write no partial result, and another would wait for it
         assert all(cut.num_steps(height, in_features) >= self._num_processors for cut in even)
@@ -170,17 +208,33 @@ class _Linear:
         self._parts = torch.empty((self._num_processors, elements), device=device)
         self._are_there = torch.zeros(self._num_processors, dtype=torch.int32, device=device)
         self._maps: dict[tuple[int, int, int], TensorMap] = {}
+        self._maps_of_a: dict[tuple[int, int], TensorMap] = {}
 
-    def _kernel_for(self, num_rows: int, *, adapted: bool = False) -> tuple[Cut, CudaKernel]:
+    def _join(self, batch: int, cut: Cut, adapters: AdaptersShape) -> _Joined | None:
+        """If GEMMs of up to so many rows shall compute x A^T."""
+        num_slots, columns = adapters
+        if self._codes is not None or batch > min(cut.tokens, _MOST_JOINED):
+            return None
+        tiles = -(-num_slots * columns // cut.features)
+        blocks = (tiles + cut.num_tiles(self._height)) * cut.splits
+        if cut.even:
+            blocks = self._num_processors
+        if blocks > self._num_processors or tiles > _MOST_TILES_OF_A:
+            return None
+        # zeros from the start, so not in the memory of a graph
+        pairs = torch.zeros((cut.tokens, columns), dtype=torch.int32, device=self._device)
+        launches = torch.zeros(blocks, dtype=torch.int32, device=self._device)
+        return _Joined(tiles, pairs, launches)
+
+    def _kernel_for(self, num_rows: int, *, adapted: bool = False) -> _CutKernel:
         kernels = self._kernels[adapted]
         return kernels[min(batch for batch in kernels if num_rows <= batch)]
 
     def _num_tiles(self, num_rows: int, *, adapted: bool) -> int:
         """Tiles of the weight: as many sums of squares of a row are left."""
-        if self._gemv is not None and num_rows == 1 and not adapted:
+        if self._gemv is not None and num_rows == 1:
             return self._gemv.tiles
-        cut, _ = self._kernel_for(num_rows, adapted=adapted)
-        return cut.num_tiles(self._height)
+        return self._kernel_for(num_rows, adapted=adapted).cut.num_tiles(self._height)
 
     def _launch(
         self,
@@ -199,21 +253,42 @@ class _Linear:
             assert weight.kind == self._codes
             x, scales = weight.ordered(x), weight.scales
             weight = weight.weight.codes
-            if self._gemv is not None and num_rows == 1 and adaptation is None:
-                self._gemv(x, weight, scales, squares=squares, bias=bias, pdl=pdl, **values)
+            if self._gemv is not None and num_rows == 1:
+                self._gemv(
+                    x,
+                    weight,
+                    scales,
+                    squares=squares,
+                    bias=bias,
+                    adaptation=adaptation,
+                    x_of_a=in_order,
+                    pdl=pdl,
+                    **values,
+                )
                 return
         assert x.stride(1) == 1 and weight.is_contiguous() and num_rows <= max(self._kernels[False])
-        cut, kernel = self._kernel_for(num_rows, adapted=adaptation is not None)
+        of_cut = self._kernel_for(num_rows, adapted=adaptation is not None)
+        cut, joined = of_cut.cut, of_cut.joined
         tiles = cut.num_tiles(self._height)
         token_tiles = -(-num_rows // cut.tokens)
         # thread blocks with even parts wait for each other, so all must run at the same time
         blocks = self._num_processors // token_tiles if cut.even else tiles
-        grid = token_tiles, blocks, cut.splits
         if adaptation is not None:
-            assert self._shrink is not None
-            fetched = None if _starts_early(cut) else weight
-            inner = self._shrink(in_order, adaptation, weight=fetched, pdl=pdl)
-            values["adapters"] = _adapters(inner, adaptation)
+            memory = adaptation.memory
+            assert self._shrink is not None and memory.a.shape[:2] == self._adapters
+            values["adapters"] = _adapters(adaptation)
+            if joined is None:
+                fetched = None if _starts_early(cut) else weight
+                inner = self._shrink(in_order, adaptation, weight=fetched, pdl=pdl)
+                values["adapters"].inner = address(inner)
+            else:
+                if not cut.even:
+                    blocks += joined.tiles
+                values["adapters"].tiles_of_a = joined.tiles
+                values["adapters"].pairs = address(joined.pairs)
+                values["adapters"].launches = address(joined.launches)
+                values["a"] = self._map_of_a(memory.a, cut.features)
+        grid = token_tiles, blocks, cut.splits
         arguments = _Arguments(
             weight=self._weight_map(weight, cut.features, cut.numbers.block),
             scales=address(scales),
@@ -228,7 +303,17 @@ class _Linear:
             **values,
         )
         cluster = 1, 1, cut.splits
-        kernel.launch(grid, cut.threads, arguments, cluster=cluster, pdl=pdl)
+        of_cut.kernel.launch(grid, cut.threads, arguments, cluster=cluster, pdl=pdl)
+
+    def _map_of_a(self, a: Tensor, features: int) -> TensorMap:
+        """The tensor map of A of all adapters; cached as those of weights are."""
+        key = a.data_ptr(), features
+        if key not in self._maps_of_a:
+            assert a.is_contiguous()
+            num_slots, columns, size = a.shape
+            shape = size, num_slots * columns
+            self._maps_of_a[key] = tensor_map(a, shape, (size,), (BLOCK, features))
+        return self._maps_of_a[key]
 
     def _weight_map(self, weight: Tensor, features: int, block: int) -> TensorMap:
         """The tensor map of a weight, or of its codes in bytes; cached, since weights do not move
@@ -260,7 +345,7 @@ class LinearKernel(_Linear):
         most_tokens: int = MAX_TOKENS,
         cuts: Mapping[int, Cut] | None = None,
         codes: CodesKind | None = None,
-        takes_adapters: bool = False,
+        adapters: AdaptersShape | None = None,
     ) -> None:
         """``shape`` is the weight's."""
         self._out_features = shape[0] // 2 if gated else shape[0]
@@ -272,7 +357,7 @@ class LinearKernel(_Linear):
             cuts=cuts,
             pairs=pairs,
             codes=codes,
-            takes_adapters=takes_adapters,
+            adapters=adapters,
             GATED=gated,
         )
 
@@ -318,7 +403,7 @@ class ResidualKernel(_Linear):
         most_tokens: int = MAX_TOKENS,
         cuts: Mapping[int, Cut] | None = None,
         codes: CodesKind | None = None,
-        takes_adapters: bool = False,
+        adapters: AdaptersShape | None = None,
     ) -> None:
         super().__init__(
             shape,
@@ -326,7 +411,7 @@ class ResidualKernel(_Linear):
             most_tokens=most_tokens,
             cuts=cuts,
             codes=codes,
-            takes_adapters=takes_adapters,
+            adapters=adapters,
             RESIDUAL=True,
         )
 
@@ -377,7 +462,7 @@ class HeadsKernel(_Linear):
         most_tokens: int = MAX_TOKENS,
         cuts: Mapping[int, Cut] | None = None,
         codes: CodesKind | None = None,
-        takes_adapters: bool = False,
+        adapters: AdaptersShape | None = None,
     ) -> None:
         """``fp8``: the pages' type is float8_e4m3fn."""
         shape = (num_heads + 2 * num_kv_heads) * head_dim, in_features
@@ -389,7 +474,7 @@ class HeadsKernel(_Linear):
             cuts=cuts,
             head_dim=head_dim,
             codes=codes,
-            takes_adapters=takes_adapters,
+            adapters=adapters,
             **constants,
         )
         self._num_heads, self._num_kv_heads, self._head_dim = num_heads, num_kv_heads, head_dim
@@ -479,18 +564,17 @@ def _starts_early(cut: Cut) -> bool:
     return cut.even or cut.tokens <= _MOST_EARLY
 
 
-def _adapters(inner: Tensor, adaptation: Adaptation) -> _Adapters:
-    """What a kernel is told of the adapters; ``inner`` is x A^T."""
-    b, widths, tokens = adaptation.memory.b, adaptation.memory.widths, adaptation.tokens
-    assert b.is_contiguous() and len(widths) <= 3
-    second, third = (*accumulate(widths[:-1]), _NEVER, _NEVER)[:2]
+def _adapters(adaptation: Adaptation) -> _Adapters:
+    """What any kernel is told of the adapters."""
+    b, tokens = adaptation.memory.b, adaptation.tokens
+    assert b.is_contiguous()
+    second, third = adaptation.memory.later_projections
     return _Adapters(
-        inner=address(inner),
         b=address(b),
         slots=address(tokens.slots),
         ranks=address(tokens.ranks),
         slot_stride=b.stride(0),
-        columns=inner.shape[1],
+        columns=adaptation.memory.a.shape[1],
         max_rank=b.shape[2],
         second=second,
         third=third,
@@ -507,7 +591,8 @@ def _macros(codes: CodesKind | None) -> dict[str, int]:
 
 def _kernel(cut: Cut, constants: dict[str, int], device: torch.device) -> CudaKernel:
     memory = torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor
-    two = 2 * (cut.shared_bytes + _RESERVED_BYTES) <= memory
+    shared_bytes = cut.shared_bytes + cut.pushed_bytes
+    two = 2 * (shared_bytes + _RESERVED_BYTES) <= memory
     if cut.numbers != PLAIN:
         two = two and cut.tokens * cut.features * cut.ways <= _TWO_OF_CODES
     constants = {
@@ -524,4 +609,4 @@ def _kernel(cut: Cut, constants: dict[str, int], device: torch.device) -> CudaKe
         "PER_PROCESSOR": 2 if two else 1,
     }
     module = CudaModule("linear.cu", constants, device)
-    return module.kernel("linear", shared_bytes=cut.shared_bytes)
+    return module.kernel("linear", shared_bytes=shared_bytes)

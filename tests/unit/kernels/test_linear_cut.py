@@ -42,14 +42,14 @@ def test_all_can_be_compiled(
     assert 0 <= cut.num_tiles(height) * cut.features - height < cut.features
     assert cut.tokens in (8, 16, 32, 64, 96, 128, 192)
     assert in_features >= cut.splits * BLOCK and cut.splits <= 8
-    own_tokens = max(cut.tokens // cut.splits, 8)
-    assert own_tokens % 8 == 0 and cut.tokens % own_tokens == 0
+    assert cut.own_tokens % 8 == 0 and cut.tokens % cut.own_tokens == 0
     if cut.even:
         assert cut.splits == 1 and cut.tokens == min(batch, 192)
         assert cut.num_steps(height, in_features) >= PROCESSORS  # each thread block has one
     else:
         assert cut.finished_bytes <= cut.stages * cut.stage_bytes
-    assert cut.shared_bytes <= SHARED_BYTES
+    assert cut.shared_bytes + cut.pushed_bytes <= SHARED_BYTES
+    assert (cut.shared_bytes + cut.pushed_bytes) % 16 == 0
 
 
 @given(

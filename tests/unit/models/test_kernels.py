@@ -149,7 +149,7 @@ class TwinCores:
         *,
         gated: bool,
         codes: CodesKind | None,
-        takes_adapters: bool = False,
+        adapters: tuple[int, int] | None = None,
     ) -> Any:
         def gemm(
             x: Tensor,
@@ -163,7 +163,7 @@ class TwinCores:
         ) -> Tensor:
             assert weight.shape == shape and not pdl  # a CPU starts nothing early
             assert (codes is not None) == isinstance(weight, PackedWeight)
-            assert adaptation is None or takes_adapters
+            assert adaptation is None or adapters
             y = self._linear(x, weight, squares, eps, bias, adaptation)
             return silu_mul_reference(y) if gated else y
 
@@ -194,7 +194,11 @@ class TwinCores:
         return kernel
 
     def residual(
-        self, shape: Sequence[int], *, codes: CodesKind | None, takes_adapters: bool = False
+        self,
+        shape: Sequence[int],
+        *,
+        codes: CodesKind | None,
+        adapters: tuple[int, int] | None = None,
     ) -> Any:
         def add(
             x: Tensor,
@@ -206,7 +210,7 @@ class TwinCores:
             adaptation: Adaptation | None,
             pdl: bool,
         ) -> tuple[Tensor, Tensor]:
-            assert weight.shape == shape and (takes_adapters or adaptation is None)
+            assert weight.shape == shape and (adapters or adaptation is None)
             residual.add_(self._linear(x, weight, None, 0.0, bias, adaptation))
             squares = torch.stack([half.square().sum(1) for half in residual.chunk(2, 1)])
             return residual * norm_weight, squares
@@ -223,7 +227,7 @@ class TwinCores:
         page_size: int,
         fp8: bool,
         codes: CodesKind | None,
-        takes_adapters: bool = False,
+        adapters: tuple[int, int] | None = None,
     ) -> Any:
         def heads(
             x: Tensor,
@@ -245,7 +249,7 @@ class TwinCores:
         ) -> Tensor:
             assert weight.shape == ((num_heads + 2 * num_kv_heads) * head_dim, in_features)
             assert page_size == PAGE_SIZE and not fp8
-            assert takes_adapters or adaptation is None
+            assert adapters or adaptation is None
             qkv = self._linear(x, weight, squares, eps, bias, adaptation)
             places = TokenPlaces(positions, slots, cos_sin)
             head_weights = None

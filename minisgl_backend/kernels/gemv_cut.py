@@ -1,7 +1,7 @@
 """How the GEMVs of ``cuda/gemv.cu`` are cut, and which weights they are for.
 
 Pure arithmetic, without a GPU. The constants were tuned on an H200, with the weights of Qwen3-14B
-in INT4.
+in INT4; those of plain weights with the outputs of attention of Qwen3-30B-A3B.
 """
 
 from __future__ import annotations
@@ -21,7 +21,13 @@ MOST_SQUARES: Final = 1024
 _LEAST_ELEMENTS: Final = 8 * 2**20
 """Of a weight: one row by a smaller one is left to ``cuda/linear.cu``."""
 
+_LEAST_OF_PLAIN: Final = 8 * 2**20
+_MOST_OF_PLAIN: Final = 16 * 2**20
+"""Of a plain weight, about as large as those for whose products it was measured."""
+
 _GROUP: Final = 128
+_PLAIN_COLUMNS: Final = 2
+_WARPS_OF_PLAIN: Final = 8
 _MOST_WARPS: Final = 5
 _OF_A: Final = 256
 """in_features of an adapter's A that a warp multiplies."""
@@ -47,17 +53,35 @@ def parts_of_a(in_features: int, cut: GemvCut) -> int:
     return -(-in_features // (cut.warps * _OF_A))
 
 
-def gemv_cut(height: int, in_features: int, codes: CodesKind) -> GemvCut | None:
-    """How to multiply one row by a weight [height, in_features]; None if ``cuda/linear.cu`` is
-    faster, as it is with 8 bits."""
-    if codes.encoding is not Encoding.INT4 or height * in_features <= _LEAST_ELEMENTS:
+def gemv_cut(
+    height: int, in_features: int, codes: CodesKind | None, *, is_added: bool
+) -> GemvCut | None:
+    """How to multiply one row by a weight [height, in_features], plain if it has no ``codes``; None
+    if ``cuda/linear.cu`` is faster, as it is with 8 bits, and with 16 unless the product
+    ``is_added`` to the residual stream."""
+    elements = height * in_features
+    if codes is None:
+        fits = height % ROWS == 0 and in_features % _GROUP == 0
+        if is_added and fits and _LEAST_OF_PLAIN <= elements <= _MOST_OF_PLAIN:
+            return plain_cut(in_features)
+        return None
+    if codes.encoding is not Encoding.INT4 or elements <= _LEAST_ELEMENTS:
         return None
     return usual_cut(height, in_features, codes)
 
 
+def plain_cut(in_features: int) -> GemvCut:
+    """Of a weight without codes."""
+    batches = -(-in_features // (_PLAIN_COLUMNS * _GROUP))
+    rounds = -(-batches // _WARPS_OF_PLAIN)
+    warps = -(-batches // rounds)
+    return GemvCut(_PLAIN_COLUMNS, warps, _WARPS_OF_PROCESSOR // warps)
+
+
 def usual_cut(height: int, in_features: int, codes: CodesKind) -> GemvCut:
-    """Of any weight. A warp may have several batches, one after the other. If each has one, and
-    there are more thread blocks than run at once, more of them run with fewer registers."""
+    """Of any weight in codes. A warp may have several batches, one after the other. If each has
+    one, and there are more thread blocks than run at once, more of them run with fewer registers.
+    """
     columns = 32 // codes.encoding.bits
     batches = -(-in_features // (columns * (codes.group or _GROUP)))
     rounds = -(-batches // _MOST_WARPS)

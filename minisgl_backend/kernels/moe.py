@@ -28,7 +28,7 @@ from minisgl_backend.kernels.packed_weight import (
 from minisgl_backend.kernels.quantized import QuantizedWeight, dequantized
 from minisgl_backend.kernels.rms_norm import fused_add_rms_norm_reference, scales_of_squares
 
-_COLUMNS: Final = 128
+_COLUMNS: Final = 256
 """Of a tile of ``add_outputs``, if the norm is half done."""
 
 

@@ -36,7 +36,10 @@ SIZES = [1024, 1152, 2048, 640]
 @pytest.fixture(autouse=True)
 def all_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also those for which other kernels are faster."""
-    monkeypatch.setattr("minisgl_backend.kernels.cuda.linear.gemv_cut", gemv_cut.usual_cut)
+    monkeypatch.setattr(
+        "minisgl_backend.kernels.cuda.linear.gemv_cut",
+        lambda *weight, is_added: gemv_cut.usual_cut(*weight),
+    )
 
 
 def several_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,7 +187,7 @@ def test_ways_to_cut_it(
     """A chain in which each reads what the one before has left, as in a layer."""
     from minisgl_backend.kernels.cuda.linear import LinearKernel, ResidualKernel
 
-    monkeypatch.setattr("minisgl_backend.kernels.cuda.linear.gemv_cut", lambda *_: cut)
+    monkeypatch.setattr("minisgl_backend.kernels.cuda.linear.gemv_cut", lambda *_, is_added: cut)
     up, of_up = packed_of(made("int4-128-zeros", 2 * 5120, 5120, device), gated=True)
     down, of_down = packed_of(made("int4-128-zeros", 5120, 5120, device))
     first = LinearKernel((2 * 5120, 5120), device, gated=True, codes=up.kind, most_tokens=8)
@@ -204,3 +207,34 @@ def layer(residual: Tensor, norm: Tensor, up: Tensor, down: Tensor) -> Tensor:
     gate, value = F.linear(normalized(residual, norm), up).chunk(2, dim=1)
     added = F.linear((F.silu(gate) * value).bfloat16().float(), down)
     return (residual + added).bfloat16().float()
+
+
+@pytest.mark.parametrize(("height", "in_features"), [(1024, 4096), (48, 1152), (2880, 128)])
+@pytest.mark.parametrize("biased", [False, True])
+def test_plain_weights(
+    device: torch.device,
+    height: int,
+    in_features: int,
+    biased: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Added to the residual stream; beside the weight lies what is no number."""
+    from minisgl_backend.kernels.cuda.linear import ResidualKernel
+
+    cut = gemv_cut.plain_cut(in_features)
+    monkeypatch.setattr("minisgl_backend.kernels.cuda.linear.gemv_cut", lambda *_, is_added: cut)
+    kernel = ResidualKernel((height, in_features), device, most_tokens=8)
+    around = torch.full((height + 2, in_features), torch.nan, device=device).bfloat16()
+    weight = around[1:-1].normal_().div_(in_features**0.5)
+    x, norm = normal(1, in_features, device=device), normal(height, device=device)
+    bias = normal(height, device=device) if biased else None
+    for pdl in (False, True):
+        residual = normal(1, height, device=device)
+        expected = residual.float() + x.float() @ weight.float().T
+        if bias is not None:
+            expected += bias.float()
+        scaled, squares = kernel(x, weight, residual, norm, bias=bias, pdl=pdl)
+        assert len(squares) == height // gemv_cut.ROWS
+        assert_close(residual, expected.bfloat16())
+        assert_close(scaled, (residual.float() * norm.float()).bfloat16())
+        torch.testing.assert_close(squares.sum(0), residual.float().square().sum(1))

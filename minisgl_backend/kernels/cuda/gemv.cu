@@ -1,4 +1,4 @@
-// One token by a large quantized weight, fused with the operations around it as in `linear.cu`, for Hopper (sm_90a).
+// One token by a weight, fused with the operations around it as in `linear.cu`, for Hopper (sm_90a).
 //
 // A GEMV is bound by reading the weight, if its codes become numbers fast enough. Neither shared memory nor barriers nor
 // the copy engine are between memory and the MMAs here: a warp loads a batch of 16 rows of the weight, 64 bytes of a row
@@ -15,7 +15,7 @@
 // the in_features, and leave sums along with a number of the launch, written at once, as in `linear.cu`; the first warp
 // of each other one adds up those that it needs, and multiplies them by 16 rows of B.
 //
-// Compiled with: SIZE (in_features, a multiple of 128), WARPS, COLUMNS (of a batch, 8 or 4), ADAPTED, GATED, RESIDUAL,
+// Compiled with: SIZE (in_features, a multiple of 128), WARPS, COLUMNS (of a batch), ADAPTED, GATED, RESIDUAL,
 // HEADS (the size of a head, or 0; a cluster has one), with that PAGE_SIZE and FP8; CODE, GROUP, SHARED_BY and ZEROS of the
 // weight;
 // PER_PROCESSOR: as in `linear.cu`.
@@ -37,7 +37,7 @@ constexpr int PAIRS = 16 / BITS;                    // of numbers, in a word of 
 constexpr u64 ROW_BYTES = (u64)SIZE * BITS / 8;
 constexpr int CLUSTER = HEADS ? HEADS / ROWS : 1;   // thread blocks
 constexpr bool SCALED = GROUP && CODE != 4;         // sums of columns are
-constexpr bool OF_ROWS = GROUP == 0;                // those of rows are
+constexpr bool OF_ROWS = CODE && GROUP == 0;                // those of rows are
 constexpr bool SUBTRACTS = CODE == 3 || (CODE == 2 && ZEROS);   // zero points, times sums of x
 constexpr float OF_SUMS = CODE == 4 ? 0x1p64f : 1;  // by which sums are too small, as in `tile_gemm.cuh`
 constexpr bool AT_ONCE = GATED || RESIDUAL;         // the next kernel may start: as in `linear.cu`
@@ -47,9 +47,9 @@ constexpr int PIECE = 128, PIECES = 2;              // in_features of A that a w
 constexpr int PARTS_OF_A = (SIZE + WARPS * PIECES * PIECE - 1) / (WARPS * PIECES * PIECE);
 constexpr u32 ALL = 0xffffffffu;
 
-static_assert(SIZE % 128 == 0 && (COLUMNS == 8 || COLUMNS == 4) && UNITS % OF_COLUMN == 0, "");
+static_assert(SIZE % 128 == 0 && COLUMNS <= 8 && UNITS % OF_COLUMN == 0, "");
 static_assert(WARPS <= BATCHES && GATED + RESIDUAL + (HEADS > 0) <= 1, "");
-static_assert(CODE && (CODE != 4 || GROUP == 128), "");
+static_assert((CODE || !ADAPTED) && (CODE != 4 || GROUP == 128), "");
 
 // ADAPTED: see `kernels.adapters`; of the only token
 struct Adapters {
@@ -236,7 +236,7 @@ __device__ __forceinline__ void multiply_unit(
     float (&c)[4], const uint4 (&codes)[2], const u32 (&x)[4 * PAIRS], const u32 (&by)[2]) {
     const auto number = [&](int row, int i, int pair) {
         const u32 from = word(codes[row], i);
-        return CODE == 4 ? numbers(from, pair, by[row]) : raw_numbers(from, pair);
+        return CODE == 0 ? from : CODE == 4 ? numbers(from, pair, by[row]) : raw_numbers(from, pair);
     };
 #pragma unroll
     for (int pair = 0; pair < PAIRS; ++pair)

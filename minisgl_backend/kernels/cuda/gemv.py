@@ -1,4 +1,4 @@
-"""Launches ``gemv.cu``: one row by a large quantized weight, for linear layers (``linear``)."""
+"""Launches ``gemv.cu``: one row by a weight, for linear layers (``linear``)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from minisgl_backend.kernels.adapters import Adaptation, AdaptersShape
 from minisgl_backend.kernels.cuda.heads import Heads
 from minisgl_backend.kernels.cuda.module import CudaModule, address
 from minisgl_backend.kernels.gemv_cut import MOST_SQUARES, ROWS, GemvCut, parts_of_a
-from minisgl_backend.kernels.packed_weight import CodesKind
+from minisgl_backend.kernels.packed_weight import PLAIN_MACROS, CodesKind
 
 
 class _Adapters(ctypes.Structure):
@@ -59,7 +59,8 @@ class _Arguments(ctypes.Structure):
 
 
 class Gemv:
-    """The kernel for one row by weights of a ``shape``, [height, in_features], in ``codes``.
+    """The kernel for one row by weights of a ``shape``, [height, in_features], in ``codes`` or
+    plain.
 
     ``macros`` are those of ``gemv.cu`` that say what becomes of the results; of ``HEADS`` it is the
     size of a head. ``tiles`` are those of the sums of squares that it leaves. ``adapters``:
@@ -71,7 +72,7 @@ class Gemv:
         shape: tuple[int, int],
         device: torch.device,
         *,
-        codes: CodesKind,
+        codes: CodesKind | None,
         cut: GemvCut,
         macros: Mapping[str, int],
         adapters: AdaptersShape | None = None,
@@ -81,7 +82,7 @@ class Gemv:
         self._cluster = macros["HEADS"] // ROWS or 1
         self._threads = 32 * cut.warps
         constants = {
-            **codes.macros,
+            **(PLAIN_MACROS if codes is None else codes.macros),
             **macros,
             "SIZE": in_features,
             "WARPS": cut.warps,
@@ -109,7 +110,7 @@ class Gemv:
         self,
         x: Tensor,
         codes: Tensor,
-        scales: Tensor,
+        scales: Tensor | None,
         *,
         squares: Tensor | None,
         bias: Tensor | None,

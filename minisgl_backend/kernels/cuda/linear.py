@@ -162,12 +162,18 @@ class _Linear:
         self._pairs, self._codes = pairs, codes
         numbers = PLAIN if codes is None else codes.numbers(in_features)
         self._gemv: Gemv | None = None
-        if cuts is None and codes is not None:
-            weight, of_row = (height, in_features), gemv_cut(height, in_features, codes)
+        if cuts is None:
+            is_added = bool(kind.get("RESIDUAL"))
+            of_row = gemv_cut(height, in_features, codes, is_added=is_added)
             if of_row is not None:
                 macros = {**_OF_RESULTS, **kind, "HEADS": head_dim or 0}
                 self._gemv = Gemv(
-                    weight, device, codes=codes, cut=of_row, macros=macros, adapters=adapters
+                    (height, in_features),
+                    device,
+                    codes=codes,
+                    cut=of_row,
+                    macros=macros,
+                    adapters=None if codes is None else adapters,
                 )
         if cuts is None:
             cuts = {
@@ -230,10 +236,15 @@ class _Linear:
         kernels = self._kernels[adapted]
         return kernels[min(batch for batch in kernels if num_rows <= batch)]
 
+    def _gemv_for(self, num_rows: int, *, adapted: bool) -> Gemv | None:
+        """The kernel for one row, if there is one; that of plain weights takes no adapters."""
+        return None if num_rows > 1 or (adapted and self._codes is None) else self._gemv
+
     def _num_tiles(self, num_rows: int, *, adapted: bool) -> int:
         """Tiles of the weight: as many sums of squares of a row are left."""
-        if self._gemv is not None and num_rows == 1:
-            return self._gemv.tiles
+        gemv = self._gemv_for(num_rows, adapted=adapted)
+        if gemv is not None:
+            return gemv.tiles
         return self._kernel_for(num_rows, adapted=adapted).cut.num_tiles(self._height)
 
     def _launch(
@@ -253,19 +264,20 @@ class _Linear:
             assert weight.kind == self._codes
             x, scales = weight.ordered(x), weight.scales
             weight = weight.weight.codes
-            if self._gemv is not None and num_rows == 1:
-                self._gemv(
-                    x,
-                    weight,
-                    scales,
-                    squares=squares,
-                    bias=bias,
-                    adaptation=adaptation,
-                    x_of_a=in_order,
-                    pdl=pdl,
-                    **values,
-                )
-                return
+        gemv = self._gemv_for(num_rows, adapted=adaptation is not None)
+        if gemv is not None:
+            gemv(
+                x,
+                weight,
+                scales,
+                squares=squares,
+                bias=bias,
+                adaptation=adaptation,
+                x_of_a=in_order,
+                pdl=pdl,
+                **values,
+            )
+            return
         assert x.stride(1) == 1 and weight.is_contiguous() and num_rows <= max(self._kernels[False])
         of_cut = self._kernel_for(num_rows, adapted=adaptation is not None)
         cut, joined = of_cut.cut, of_cut.joined

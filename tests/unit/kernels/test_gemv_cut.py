@@ -46,9 +46,19 @@ def test_all_can_be_compiled(strips: int, blocks: int, codes: CodesKind) -> None
 )
 def test_weights_of_qwen3_14b(height: int, in_features: int, cut: GemvCut) -> None:
     """Those that were measured."""
-    assert gemv_cut(height, in_features, INT4) == cut
-    assert gemv_cut(height, in_features, CodesKind(Encoding.E4M3, 128, 8, False)) is None
+    assert gemv_cut(height, in_features, INT4, is_added=False) == cut
+    fp8 = CodesKind(Encoding.E4M3, 128, 8, False)
+    assert gemv_cut(height, in_features, fp8, is_added=False) is None
+    assert gemv_cut(height, in_features, None, is_added=True) is None
 
 
 def test_small_weights() -> None:
-    assert gemv_cut(4096, 2048, INT4) is None
+    assert gemv_cut(4096, 2048, INT4, is_added=False) is None
+
+
+@pytest.mark.parametrize(("height", "in_features"), [(2048, 4096), (2880, 4096)])
+def test_plain_weights(height: int, in_features: int) -> None:
+    """Those of Qwen3-30B-A3B and gpt-oss-20b that are added to the residual stream."""
+    assert gemv_cut(height, in_features, None, is_added=True) == GemvCut(2, 8, 2)
+    assert gemv_cut(height, in_features, None, is_added=False) is None
+    assert gemv_cut(height, in_features - 64, None, is_added=True) is None

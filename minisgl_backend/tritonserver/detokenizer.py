@@ -15,7 +15,6 @@ is heard of it; not with the engine, whose last packets may arrive after its end
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from collections import OrderedDict
@@ -26,7 +25,7 @@ from minisgl_backend.errors import EngineFailure
 from minisgl_backend.text.answer_stream import AnswerStream
 from minisgl_backend.text.tokenizer import load_vocabulary
 from minisgl_backend.tritonserver.channel import DetokenizerChannel
-from minisgl_backend.tritonserver.lane import Lane
+from minisgl_backend.tritonserver.lane import Lane, num_stream_lanes
 from minisgl_backend.tritonserver.responder import Responder, error_response
 from minisgl_backend.tritonserver.setup import (
     engine_options,
@@ -65,10 +64,9 @@ class TritonPythonModel:
         """By key; those of which nothing was heard for longest come first."""
         self._lock = threading.Lock()
         self._channel = DetokenizerChannel(on_forget=self._forget)
-        half = (os.cpu_count() or 1) // 2
         self._lanes: list[Lane[tuple[Packet, Responder]]] = [
             Lane(self._answer_or_fail, name=f"lane {number}")
-            for number in range(min(4, max(2, half)))
+            for number in range(num_stream_lanes())
         ]
         self._status = StatusServer(runtime_directory(), args["model_name"], stats=self.stats)
 

@@ -35,8 +35,10 @@ from minisgl_backend.request import (
     Sink,
 )
 from minisgl_backend.tritonserver.channel import EngineChannel
+from minisgl_backend.tritonserver.lane import num_stream_lanes
 from minisgl_backend.tritonserver.outbox import Outbox
 from minisgl_backend.tritonserver.response_stream import Duty, ResponseStream
+from minisgl_backend.tritonserver.window import Acknowledged
 from minisgl_backend.wire.packets import Ack, Verdict
 
 logger = logging.getLogger(__name__)
@@ -92,7 +94,7 @@ class Dispatcher:
         self._lingering: dict[int, tuple[ResponseStream, float]] = {}
         self._lock = threading.Lock()
         self._empty = threading.Condition(self._lock)
-        self._newest_acknowledged_s = float("-inf")
+        self._acknowledged = Acknowledged(num_stream_lanes())
         self.num_lost = 0
         """Streams that ended because the detokenizer had gone."""
         self._outbox: Outbox[ResponseStream] = Outbox(
@@ -235,8 +237,8 @@ class Dispatcher:
             return
         self._outbox.arrived(ack.key)
         ready, sent_s = stream.acknowledge(ack)
-        if sent_s is not None and sent_s > self._newest_acknowledged_s:
-            self._newest_acknowledged_s = sent_s
+        if sent_s is not None:
+            self._acknowledged.note(ack.key, sent_s)
         if ready:
             self._outbox.put(stream, urgent=stream.is_urgent)
         if ack.verdict is Verdict.STOP:
@@ -296,7 +298,7 @@ class Dispatcher:
             self._outbox.expire(now_s)
 
     def _check(self, stream: ResponseStream, now_s: float) -> None:
-        duty = stream.tick(now_s, self._newest_acknowledged_s, self._grace_s)
+        duty = stream.tick(now_s, self._acknowledged.newest_s(stream.key), self._grace_s)
         if duty is Duty.SEND:
             self._outbox.put(stream, urgent=stream.is_urgent)
         elif duty is Duty.GIVE_UP:

@@ -7,6 +7,7 @@ next ones while these are worked on. Must not know what it takes.
 from __future__ import annotations
 
 import logging
+import os
 import queue
 import threading
 from collections.abc import Callable
@@ -15,6 +16,12 @@ from typing import Generic, TypeVar
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+
+def num_stream_lanes() -> int:
+    """How many lanes the detokenizer has; that of a stream is the remainder of its key."""
+    half = (os.cpu_count() or 1) // 2
+    return min(4, max(2, half))
 
 
 class Lane(Generic[T]):

@@ -19,6 +19,29 @@ PROBE_AFTER_S: Final = 0.25
 _LONGEST_PROBE_WAIT_S: Final = 2.0
 GIVE_UP_AFTER_S: Final = 10.0
 """Patience with a detokenizer that acknowledges nothing at all: it may only be paused."""
+_LANES_APART_S: Final = 1.0
+"""How far one of the detokenizer's lanes may be behind another one on a busy machine."""
+
+
+class Acknowledged:
+    """When the newest packets that were acknowledged had been sent, by the detokenizer's lanes.
+
+    A lane takes packets in order: if it has taken a later one, an earlier one is lost. A packet
+    that another lane has taken says less, since threads of a busy machine wait for each other.
+    """
+
+    def __init__(self, num_lanes: int) -> None:
+        self._newest_s = [float("-inf")] * num_lanes
+
+    def note(self, key: int, sent_s: float) -> None:
+        """A packet of stream ``key`` that was sent then is acknowledged."""
+        lane = key % len(self._newest_s)
+        self._newest_s[lane] = max(self._newest_s[lane], sent_s)
+
+    def newest_s(self, key: int) -> float:
+        """Packets of stream ``key`` that were sent before this could be acknowledged by now."""
+        of_lane = self._newest_s[key % len(self._newest_s)]
+        return max(of_lane, max(self._newest_s) - _LANES_APART_S)
 
 
 class Window:
@@ -87,8 +110,8 @@ class Window:
     def is_overdue(self, now_s: float, newest_acknowledged_s: float, grace_s: float) -> bool:
         """Whether the packets under way will not be acknowledged any more.
 
-        ``newest_acknowledged_s`` is when the newest acknowledged packet of any stream was sent. If
-        that was ``grace_s`` or more after our newest one, ours are lost. Within that time, the
+        ``newest_acknowledged_s`` is ``Acknowledged.newest_s``. If that is ``grace_s`` or more after
+        our newest packet was sent, ours are lost. Within that time, the
         detokenizer may only be slow, or packets may have overtaken each other on a busy machine.
         """
         if not self._unacked:

@@ -88,7 +88,7 @@ def ask_all(
             )
         while left:
             result = told.get(timeout=PATIENCE_S)
-            assert not isinstance(result, Exception), result
+            assert not isinstance(result, Exception), str(result)
             response = result.get_response()
             if response.outputs:
                 names = [output.name for output in response.outputs]

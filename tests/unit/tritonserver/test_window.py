@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from minisgl_backend.tritonserver.window import GIVE_UP_AFTER_S, PROBE_AFTER_S, Window
+from minisgl_backend.tritonserver.window import (
+    GIVE_UP_AFTER_S,
+    PROBE_AFTER_S,
+    Acknowledged,
+    Window,
+)
 
 GRACE_S = 0.3
 NEVER = float("-inf")
@@ -83,3 +88,23 @@ def test_overdue_once_later_packets_are_acknowledged() -> None:
     assert window.is_overdue(2.0, 1.6, GRACE_S)
     assert not window.is_overdue(1.0 + GIVE_UP_AFTER_S - 0.1, NEVER, GRACE_S)
     assert window.is_overdue(1.0 + GIVE_UP_AFTER_S, NEVER, GRACE_S)
+
+
+def test_another_lane_may_be_behind() -> None:
+    """What a lane has taken proves that earlier packets on it are lost, but not those on others."""
+    acknowledged = Acknowledged(num_lanes=2)
+    window = Window(now_s=0.0)
+    window.sent(0, 1.0, with_tokens=True)
+    acknowledged.note(5, 1.4)
+    assert window.is_overdue(2.0, acknowledged.newest_s(7), GRACE_S)
+    assert not window.is_overdue(2.0, acknowledged.newest_s(4), GRACE_S)
+    acknowledged.note(5, 2.2)
+    assert not window.is_overdue(2.5, acknowledged.newest_s(4), GRACE_S)
+    acknowledged.note(5, 2.4)  # that far behind no lane is
+    assert window.is_overdue(2.5, acknowledged.newest_s(4), GRACE_S)
+    acknowledged.note(5, 1.0)  # in any order
+    assert window.is_overdue(2.5, acknowledged.newest_s(7), GRACE_S)
+
+
+def test_no_packet_is_acknowledged_at_first() -> None:
+    assert Acknowledged(num_lanes=3).newest_s(8) == NEVER

@@ -191,23 +191,20 @@ __device__ __forceinline__ void end_turn(const Arguments& a, u64 begin) {
 
 // ---- norms
 
-// The sums over all threads; `shared` is another one than that of the call before.
-template <int COUNT>
-__device__ __forceinline__ void sum_over_threads(float (&sums)[COUNT], float (&shared)[COUNT][32]) {
+// The sum over the threads of a warp, in each of them.
+__device__ __forceinline__ float sum_over_warp(float sum) {
+#pragma unroll
+    for (int apart = 16; apart > 0; apart /= 2) sum += __shfl_xor_sync(~0u, sum, apart);
+    return sum;
+}
+
+// The sum over all threads; `shared` is another one than that of the call before.
+__device__ __forceinline__ float sum_over_threads(float sum, float (&shared)[32]) {
     const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-#pragma unroll
-    for (int i = 0; i < COUNT; i++) {
-#pragma unroll
-        for (int apart = 16; apart > 0; apart /= 2) sums[i] += __shfl_xor_sync(~0u, sums[i], apart);
-        if (lane == 0) shared[i][warp] = sums[i];
-    }
+    sum = sum_over_warp(sum);
+    if (lane == 0) shared[warp] = sum;
     __syncthreads();
-#pragma unroll
-    for (int i = 0; i < COUNT; i++) {
-        sums[i] = lane < THREADS / 32 ? shared[i][lane] : 0;
-#pragma unroll
-        for (int apart = 16; apart > 0; apart /= 2) sums[i] += __shfl_xor_sync(~0u, sums[i], apart);
-    }
+    return sum_over_warp(lane < THREADS / 32 ? shared[lane] : 0);
 }
 
 __device__ __forceinline__ float scale_of(float sum_of_squares, float eps) {
@@ -217,7 +214,7 @@ __device__ __forceinline__ float scale_of(float sum_of_squares, float eps) {
 // ---- kernels
 
 extern "C" __global__ void __launch_bounds__(THREADS) one_shot(const Arguments a) {
-    __shared__ float shared[2][1][32];
+    __shared__ float shared[2][32];
     const u32 at = threadIdx.x;
     const bool is_in = at < VECTORS;
     const u64 stride = (u64)a.rows * VECTORS;
@@ -243,7 +240,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) one_shot(const Arguments a
     u32 odd = 0;
     for (u64 row = blockIdx.x; row < a.rows; row += gridDim.x, odd ^= 1) {
         const u64 place = row * VECTORS + at;
-        float sums[1] = {0};
+        float sum = 0;
         if (is_in) {
             Vector of[RANKS];
             if (row != blockIdx.x) residual = a.residual[place];
@@ -251,15 +248,15 @@ extern "C" __global__ void __launch_bounds__(THREADS) one_shot(const Arguments a
             take(of, a.memory[RANK] + begin + place, stride);
             residual = added(sum_of(of), residual);
             a.residual[place] = residual;
-            sums[0] = squares(residual);
+            sum = squares(residual);
         }
-        sum_over_threads<1>(sums, shared[odd]);
-        if (is_in) a.out[place] = scaled(residual, scale_of(sums[0], a.eps), weight);
+        sum = sum_over_threads(sum, shared[odd]);
+        if (is_in) a.out[place] = scaled(residual, scale_of(sum, a.eps), weight);
     }
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, PER_PROCESSOR) two_shot(const Arguments a) {
-    __shared__ float shared[2][1][32];
+    __shared__ float shared[2][32];
     const u32 at = threadIdx.x;
     const bool is_in = at < VECTORS;
     // row `group` * RANKS + rank is summed up by that rank
@@ -300,14 +297,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_PROCESSOR) two_shot(co
     u32 odd = 0;
     for (u64 row = blockIdx.x; row < a.rows; row += gridDim.x, odd ^= 1) {
         const u64 place = row * VECTORS + at;
-        float sums[1] = {0};
+        float sum = 0;
         if (is_in) {
             if (row != blockIdx.x) residual = a.residual[place];
             residual = added(taken(a.memory[RANK] + sums_begin + place), residual);
             a.residual[place] = residual;
-            sums[0] = squares(residual);
+            sum = squares(residual);
         }
-        sum_over_threads<1>(sums, shared[odd]);
-        if (is_in) a.out[place] = scaled(residual, scale_of(sums[0], a.eps), weight);
+        sum = sum_over_threads(sum, shared[odd]);
+        if (is_in) a.out[place] = scaled(residual, scale_of(sum, a.eps), weight);
     }
 }

@@ -556,7 +556,7 @@ def test_a_forged_packet_harms_no_other_stream(
     assert engine.ack() == Ack(1, 0, Verdict.CONTINUE)
     forged = {"r": engine.channel.path, "s": 2, "i": 0, "d": {"n": 1}} | changes
     request = pb_utils.InferenceRequest({"chunk": bytes_array(json.dumps(forged).encode())})
-    detokenizer.execute([request])
+    take(detokenizer, request)
     take(detokenizer, engine.request(1, [5], key=1))
     assert engine.ack() == Ack(1, 1, Verdict.CONTINUE)
     # what is well formed, but for the engine that cannot be reached, stays until it is silent

@@ -318,7 +318,9 @@ def encode_plan(plan: StepPlan) -> IntArray:
 
     What is left out is needed only for sampling, where rank 0 does it alone.
     """
-    arrays = _arrays_of(replace(plan, draws=Draws.of(plan.admissions)))
+    if plan.admissions:
+        plan = replace(plan, draws=Draws.of(plan.admissions))
+    arrays = _arrays_of(plan)
     header = np.array([plan.step, *map(len, arrays)], dtype=np.int64)
     return np.concatenate([header.view(np.int32), *arrays], dtype=np.int32)
 

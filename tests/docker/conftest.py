@@ -14,7 +14,7 @@ from typing import Final
 import pytest
 
 from minisgl_backend.server.process import TritonServer
-from tests.server.client import PATIENCE_S
+from tests.server.client import PATIENCE_S, wait_for
 
 ROOT: Final = Path(__file__).parents[2]
 DOCKER: Final = ROOT / "docker"
@@ -30,7 +30,7 @@ def tool(name: str) -> str:
 
 @pytest.fixture(scope="session")
 def gateway(server: TritonServer) -> Iterator[str]:
-    """The address of a gateway in front of the server, which has answered a request."""
+    """The address of a gateway in front of the server, which has answered and counted a request."""
     command = [tool("minisgl"), "gateway", f"--triton=127.0.0.1:{server.grpc_port}", "--port=0"]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
@@ -39,6 +39,9 @@ def gateway(server: TritonServer) -> Iterator[str]:
             assert process.stdout is not None
             url = process.stdout.readline().removeprefix("ready on ").strip()
             ask_gateway(url)
+            # which is counted once the client has all of the answer
+            counted = "minisgl_gateway_request_seconds_count"
+            wait_for(lambda: counted in metrics_of(url), "its count")
             yield url
         finally:
             process.terminate()
@@ -55,3 +58,9 @@ def ask_gateway(url: str) -> None:
     )
     with urllib.request.urlopen(request, timeout=PATIENCE_S) as response:
         assert b"[DONE]" in response.read()
+
+
+def metrics_of(url: str) -> str:
+    """The page of the gateway's metrics."""
+    with urllib.request.urlopen(f"{url}/metrics", timeout=PATIENCE_S) as response:
+        return str(response.read(), "utf-8")

@@ -6,16 +6,15 @@ import importlib
 import itertools
 import json
 import re
-import urllib.request
 from typing import Any, Final
 
 import pytest
 import yaml
 
 from minisgl_backend.server.process import TritonServer
-from tests.docker.conftest import DOCKER
+from tests.docker.conftest import DOCKER, metrics_of
 from tests.docker.promql import ADDED, filled_in, missing, selectors, series
-from tests.server.client import PATIENCE_S, Metrics, wait_for
+from tests.server.client import Metrics, wait_for
 
 DASHBOARD: Final = json.loads((DOCKER / "grafana/dashboards/minisgl.json").read_text("utf-8"))
 PANELS: Final = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
@@ -61,8 +60,7 @@ def expressions(panel: dict[str, Any]) -> list[str]:
 def page(server: TritonServer, gateway: str) -> dict[str, list[dict[str, str]]]:
     """The metrics of a server and a gateway that have answered a request."""
     wait_for(lambda: Metrics(server)["vllm:e2e_request_latency_seconds_count"] > 0, "metrics")
-    with urllib.request.urlopen(f"{gateway}/metrics", timeout=PATIENCE_S) as response:
-        return series(Metrics(server).text + response.read().decode())
+    return series(Metrics(server).text + metrics_of(gateway))
 
 
 @pytest.mark.parametrize("panel", PANELS, ids=lambda panel: panel["title"])

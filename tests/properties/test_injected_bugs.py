@@ -276,11 +276,10 @@ def noticed(*, by: tuple[type[Exception], ...], check: bool) -> bool:
     return False
 
 
-@pytest.mark.parametrize("check", [True, False])
-def test_without_a_bug_all_workloads_pass(check: bool) -> None:
+def test_without_a_bug_all_workloads_pass() -> None:
     for seed in range(NUM_SEEDS):
         rng = random.Random(seed)
-        run_randomly(Harness(random_setup(rng)), rng, check=check)
+        run_randomly(Harness(random_setup(rng)), rng, check=True)
 
 
 @pytest.mark.parametrize("inject", BUGS, ids=lambda inject: inject.__name__)

@@ -75,5 +75,5 @@ class PlannerMachine(RuleBasedStateMachine):
             self.harness.check()
 
 
-PlannerMachine.TestCase.settings = settings(max_examples=examples(400), stateful_step_count=30)
+PlannerMachine.TestCase.settings = settings(max_examples=examples(200), stateful_step_count=30)
 TestPlannerMachine = PlannerMachine.TestCase

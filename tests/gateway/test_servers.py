@@ -109,7 +109,7 @@ def test_a_tritonserver_that_was_told_to_end_refuses_and_others_answer(
     homes = {f"talk {number}": home_of(servers, gateway, f"talk {number}") for number in range(8)}
     content = next(content for content, home in homes.items() if home == 1)
     with ThreadPoolExecutor(8) as pool:
-        long = pool.submit(gateway.chat, content, max_tokens=3000)
+        long = pool.submit(gateway.chat, content, max_tokens=3000, stream=True)
         running_there = "vllm:num_requests_running"
         wait_for(lambda: Metrics(servers[1])[running_there] == 1, "a request at the second server")
         servers[1].signal(signal.SIGTERM)

@@ -1,7 +1,5 @@
-"""Gated DeltaNet: its convolution, and the delta rule for one token a row and for blocks of tokens.
-
-Decode steps take one launch, ``_step``, in which a program reads and writes the state of a row's
-head once. Prompts take five:
+"""Gated DeltaNet for prompts: its convolution, and the delta rule for blocks of tokens, in five
+launches:
 
     _conv_blocks      the convolution, and the inputs that snapshots keep
     _keep_inputs      the inputs that rows keep; only now, since all blocks have read the old ones
@@ -9,8 +7,8 @@ head once. Prompts take five:
     _chain_blocks     the states, from block to block, and what the tokens read of them
     _gated_norm       the norm and the gate of the output
 
-Slots, blocks and runs may be padding (``minisgl_backend.kernels.gated_delta``), whose programs end
-at once: so one CUDA graph serves steps with different numbers of rows.
+Blocks and runs may be padding (``minisgl_backend.kernels.gated_delta``), whose programs end at
+once: so one CUDA graph serves steps with different numbers of rows.
 
 Names of dimensions: K of a key, V of a value, each padded to a power of two (KP, VP).
 """
@@ -20,195 +18,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minisgl_backend.kernels.triton_kernels.pdl import allow_next, launch_options, wait_previous
-
-_EPS = tl.constexpr(1e-6)  # of the length of queries and keys
+EPS = tl.constexpr(1e-6)  # of the length of queries and keys
 
 
 @triton.jit
-def _silu(x):
+def silu(x):
     return x * tl.sigmoid(x)
 
 
 @triton.jit
-def _log_decay(a, log_rate, bias):
+def log_decay(a, log_rate, bias):
     """The log of a head's decay for a token, at most 0."""
     a = a.to(tl.float32) + bias.to(tl.float32)
     positive = tl.maximum(a, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(a)))  # softplus
     return -tl.exp(log_rate.to(tl.float32)) * positive
-
-
-@triton.jit
-def _conv_begun(state_ptr, weight_ptr, c, mask, WIDTH: tl.constexpr):
-    """The convolution's sum over the inputs before a token's own, for channels ``c``; and the
-    weight of the token's own."""
-    total = tl.zeros_like(c).to(tl.float32)
-    for tap in tl.static_range(WIDTH - 1):
-        old = tl.load(state_ptr + c * (WIDTH - 1) + tap, mask=mask, other=0.0)
-        weight = tl.load(weight_ptr + c * WIDTH + tap, mask=mask, other=0.0)
-        total += old.to(tl.float32) * weight.to(tl.float32)
-    return total, tl.load(weight_ptr + c * WIDTH + WIDTH - 1, mask=mask, other=0.0).to(tl.float32)
-
-
-@triton.jit
-def _conv_ended(begun, own, x):
-    """The convolution with the token's own input ``x``, rounded as that is."""
-    return _silu(begun + own * x.to(tl.float32)).to(x.dtype).to(tl.float32)
-
-
-@triton.jit
-def _keep_inputs_of_token(state_ptr, x, c, mask, WIDTH: tl.constexpr):
-    """Drop the oldest input of channels ``c``, and keep ``x``."""
-    at = state_ptr + c * (WIDTH - 1)
-    for tap in tl.static_range(1, WIDTH - 1):  # the same thread reads a place and writes it
-        tl.store(at + tap - 1, tl.load(at + tap, mask=mask, other=0.0), mask=mask)
-    tl.store(at + WIDTH - 2, x.to(state_ptr.dtype.element_ty), mask=mask)
-
-
-@triton.jit(do_not_specialize_on_alignment=["slots_ptr", "a_ptr", "b_ptr"])
-def _step(
-    out_ptr,
-    x_ptr,
-    z_ptr,
-    a_ptr,
-    b_ptr,
-    conv_ptr,
-    log_rates_ptr,
-    bias_ptr,
-    norm_ptr,
-    inputs_ptr,
-    states_ptr,
-    readers_ptr,
-    slots_ptr,
-    x_stride,
-    z_stride,
-    a_stride,
-    b_stride,
-    scale,
-    eps,
-    KEY_HEADS: tl.constexpr,
-    HEADS: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    KP: tl.constexpr,
-    VP: tl.constexpr,
-    WIDTH: tl.constexpr,  # of the convolution
-    PDL: tl.constexpr,
-):
-    # Rows' slots and states were written before the step, or at its beginning: they are read before
-    # the wait, past the first-level cache.
-    row = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
-    if PDL:
-        allow_next()
-    slot = tl.load(slots_ptr + row).to(tl.int64)
-    if slot < 0:
-        if PDL:
-            wait_previous()  # the next kernel may take for granted that all before it have ended
-        return
-    key_head = head // (HEADS // KEY_HEADS)
-    i, j = tl.arange(0, KP), tl.arange(0, VP)
-    in_k, in_v = i < K, j < V
-    at = states_ptr + (slot * HEADS + head) * (K * V) + i[:, None] * V + j[None, :]
-    in_state = in_k[:, None] & in_v[None, :]
-    state = tl.load(at, mask=in_state, other=0.0, cache_modifier=".cg")  # [KP, VP]
-    of_q, of_k = key_head * K + i, (KEY_HEADS + key_head) * K + i
-    of_v = 2 * KEY_HEADS * K + head * V + j
-    row_inputs = inputs_ptr + slot * ((2 * KEY_HEADS * K + HEADS * V) * (WIDTH - 1))
-    q_begun, q_own = _conv_begun(row_inputs, conv_ptr, of_q, in_k, WIDTH)
-    k_begun, k_own = _conv_begun(row_inputs, conv_ptr, of_k, in_k, WIDTH)
-    v_begun, v_own = _conv_begun(row_inputs, conv_ptr, of_v, in_v, WIDTH)
-    log_rate, bias = tl.load(log_rates_ptr + head), tl.load(bias_ptr + head)
-    norm = tl.load(norm_ptr + j, mask=in_v, other=0.0).to(tl.float32)
-    if PDL:
-        wait_previous()
-    token = x_ptr + row * x_stride
-    q_input = tl.load(token + of_q, mask=in_k, other=0.0)
-    k_input = tl.load(token + of_k, mask=in_k, other=0.0)
-    v_input = tl.load(token + of_v, mask=in_v, other=0.0)
-    z = tl.load(z_ptr + row * z_stride + head * V + j, mask=in_v, other=0.0).to(tl.float32)
-    rate = tl.sigmoid(tl.load(b_ptr + row * b_stride + head).to(tl.float32))
-    decay = tl.exp(_log_decay(tl.load(a_ptr + row * a_stride + head), log_rate, bias))
-    q = _conv_ended(q_begun, q_own, q_input)
-    k = _conv_ended(k_begun, k_own, k_input)
-    v = _conv_ended(v_begun, v_own, v_input)
-    q *= tl.rsqrt(tl.sum(q * q) + _EPS) * scale
-    k *= tl.rsqrt(tl.sum(k * k) + _EPS)
-    if HEADS > KEY_HEADS:
-        # Other programs read the same inputs of queries and keys: the last one replaces them. Each
-        # has used its own before it counts, so there is nothing to order. One thread counts, and
-        # what it finds is asked for at the end.
-        tl.debug_barrier()
-        readers = readers_ptr + slot * KEY_HEADS + key_head
-        before = tl.atomic_add(readers + 0 * i, 1, mask=i == 0, sem="relaxed")
-    # of the state before: what the key reads, and the query
-    known = tl.sum(state * k[:, None], axis=0) * decay  # [VP]
-    found = tl.sum(state * q[:, None], axis=0) * decay
-    new = (v - known) * rate
-    tl.store(at, state * decay + k[:, None] * new[None, :], mask=in_state)
-    found += tl.sum(q * k) * new
-    found *= tl.rsqrt(tl.sum(found * found) / V + eps) * norm * _silu(z)
-    to = out_ptr + (row * HEADS + head) * V + j
-    tl.store(to, found.to(out_ptr.dtype.element_ty), mask=in_v)
-    _keep_inputs_of_token(row_inputs, v_input, of_v, in_v, WIDTH)
-    replaces = in_k
-    if HEADS > KEY_HEADS:
-        is_last = tl.sum(tl.where(i == 0, before, 0)) == HEADS // KEY_HEADS - 1
-        tl.store(readers, 0, mask=is_last)
-        replaces = in_k & is_last
-    _keep_inputs_of_token(row_inputs, q_input, of_q, replaces, WIDTH)
-    _keep_inputs_of_token(row_inputs, k_input, of_k, replaces, WIDTH)
-
-
-def launch_step(
-    out: Tensor,
-    x: Tensor,
-    z: Tensor,
-    a: Tensor,
-    b: Tensor,
-    weights: tuple[Tensor, Tensor, Tensor, Tensor],
-    states: tuple[Tensor, Tensor, Tensor],
-    slots: Tensor,
-    *,
-    num_key_heads: int,
-    eps: float,
-    pdl: bool,
-) -> None:
-    """See ``minisgl_backend.kernels.gated_delta.delta_step``. ``weights``: of the convolution, log
-    rates and biases of the decay, of the norm; ``states``: the fields of a ``LayerStates``."""
-    conv, inputs, matrices = weights[0], *states[:2]
-    num_rows, (num_heads, key_dim, value_dim) = len(slots), matrices.shape[1:]
-    if num_rows == 0:
-        return
-    assert all(of.is_contiguous() for of in (out, conv, *states))
-    assert a.stride(1) == b.stride(1) == x.stride(1) == z.stride(2) == 1
-    assert z.stride(1) == value_dim and inputs.shape[2] == conv.shape[1] - 1
-    _step[(num_rows, num_heads)](
-        out,
-        x,
-        z,
-        a,
-        b,
-        *weights,
-        *states,
-        slots,
-        x.stride(0),
-        z.stride(0),
-        a.stride(0),
-        b.stride(0),
-        key_dim**-0.5,
-        eps,
-        KEY_HEADS=num_key_heads,
-        HEADS=num_heads,
-        K=key_dim,
-        V=value_dim,
-        KP=triton.next_power_of_2(key_dim),
-        VP=triton.next_power_of_2(value_dim),
-        WIDTH=conv.shape[1],
-        PDL=pdl,
-        num_warps=4,
-        **launch_options(pdl),
-    )
 
 
 @triton.jit
@@ -261,7 +84,7 @@ def _conv_blocks(
             x = tl.where(s >= first, x, old.to(x.dtype))
         total += x.to(tl.float32) * weight[None, :]
     to = out_ptr + t.to(tl.int64)[:, None] * CHANNELS + c[None, :]
-    tl.store(to, _silu(total).to(out_ptr.dtype.element_ty), mask=inside)
+    tl.store(to, silu(total).to(out_ptr.dtype.element_ty), mask=inside)
     if kept >= 0:
         kept_ptr = states_ptr + (kept * CHANNELS + c) * (WIDTH - 1)
         for tap in tl.static_range(WIDTH - 1):
@@ -418,10 +241,10 @@ def _solve_blocks(
     from_ptr = channels_ptr + t[:, None] * channels_stride + key_head * K + i[None, :]
     in_keys = inside[:, None] & (i < K)[None, :]
     k = tl.load(from_ptr + KEY_HEADS * K, mask=in_keys, other=0.0).to(tl.float32)
-    k *= tl.rsqrt(tl.sum(k * k, axis=1) + _EPS)[:, None]
+    k *= tl.rsqrt(tl.sum(k * k, axis=1) + EPS)[:, None]
     rounded = k.to(kind)
     a = tl.load(a_ptr + t * a_stride + head, mask=inside, other=0.0)
-    g = _log_decay(a, tl.load(log_rates_ptr + head), tl.load(bias_ptr + head))
+    g = log_decay(a, tl.load(log_rates_ptr + head), tl.load(bias_ptr + head))
     g = tl.cumsum(tl.where(inside, g, 0.0), axis=0)  # since the block began
     b = tl.load(b_ptr + t * b_stride + head, mask=inside, other=0.0)
     rate = tl.where(inside, tl.sigmoid(b.to(tl.float32)), 0.0)
@@ -434,7 +257,7 @@ def _solve_blocks(
     causal = n[:, None] >= n[None, :]
     between = tl.exp(tl.where(causal, g[:, None] - g[None, :], float("-inf")))
     q = tl.load(from_ptr, mask=in_keys, other=0.0).to(tl.float32)
-    q *= (tl.rsqrt(tl.sum(q * q, axis=1) + _EPS) * scale)[:, None]
+    q *= (tl.rsqrt(tl.sum(q * q, axis=1) + EPS) * scale)[:, None]
     tl.store(queries_ptr + to, (q * tl.exp(g)[:, None]).to(kind))
     within = tl.dot(q.to(kind), tl.trans(rounded), input_precision=PRECISION) * between
     to_within = (base * TOKENS + n[:, None]) * TOKENS + n[None, :]
@@ -444,7 +267,7 @@ def _solve_blocks(
     inverse = _inverse(system, PRECISION).to(kind)
     # keys again: they would not fit into the registers beside the system
     k = tl.load(from_ptr + KEY_HEADS * K, mask=in_keys, other=0.0).to(tl.float32)
-    k *= (tl.rsqrt(tl.sum(k * k, axis=1) + _EPS) * rate * tl.exp(g))[:, None]
+    k *= (tl.rsqrt(tl.sum(k * k, axis=1) + EPS) * rate * tl.exp(g))[:, None]
     owed = tl.dot(inverse, k.to(kind), input_precision=PRECISION)
     tl.store(owed_ptr + to, owed.to(kind))
     v_ptr = channels_ptr + t[:, None] * channels_stride + 2 * KEY_HEADS * K + head * V + j[None, :]
@@ -543,7 +366,7 @@ def _gated_norm(
     z_at = z_ptr + (line // HEADS)[:, None] * z_stride + (line % HEADS)[:, None] * V + j[None, :]
     z = tl.load(z_at, mask=mask, other=0.0).to(tl.float32)
     weight = tl.load(norm_ptr + j, mask=j < V, other=0.0).to(tl.float32)
-    x *= tl.rsqrt(tl.sum(x * x, axis=1) / V + eps)[:, None] * weight[None, :] * _silu(z)
+    x *= tl.rsqrt(tl.sum(x * x, axis=1) / V + eps)[:, None] * weight[None, :] * silu(z)
     tl.store(at, x.to(out_ptr.dtype.element_ty), mask=mask)
 
 

@@ -446,6 +446,7 @@ QWEN: Final = {
     "intermediate_size": 320,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
+    "num_key_value_heads": 4,
 }
 _PACK: Final = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
 

@@ -9,11 +9,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Final
 
 from fastapi import Request
 from minisgl_client.answer import LoraAdapter
-from minisgl_client.errors import MinisglError
+from minisgl_client.errors import InvalidArgument, MinisglError
 from pydantic import Field
 from starlette.responses import PlainTextResponse, Response
 
@@ -22,7 +23,7 @@ from minisgl_gateway.errors import ApiError, api_error, no_model, shown
 from minisgl_gateway.gateway_options import GatewayOptions
 from minisgl_gateway.keys import Keys
 from minisgl_gateway.servers import Engine
-from minisgl_gateway.strict_schema import Body
+from minisgl_gateway.strict_schema import Body, label
 
 _ANSWER_S: Final = 2.0
 """How long the engine may take to list its adapters."""
@@ -36,12 +37,19 @@ class LoadAdapterRequest(Body):
 
     lora_name: str = Field(min_length=1, description="the model that callers may then ask for")
     lora_path: str = Field(min_length=1, description="its folder on the engine's machine")
+    base_model_name: str | None = label("from the sidecar of Gateway API Inference Extension")
+
+    not_offered = MappingProxyType({"load_inplace": (False,)})
+    without_effect = frozenset({"base_model_name"})
 
 
 class UnloadAdapterRequest(Body):
     """An adapter to be unloaded, in vLLM's form."""
 
     lora_name: str = Field(min_length=1)
+    lora_int_id: int | None = label("vLLM's number of the adapter; no effect")
+
+    without_effect = frozenset({"lora_int_id"})
 
 
 class Adapters:
@@ -101,7 +109,10 @@ class Adapters:
         try:
             self._keep(await self._engine.unload_adapter(request.lora_name))
         except MinisglError as error:
-            raise api_error(error, UnloadAdapterRequest.model_fields) from error
+            refused = api_error(error, UnloadAdapterRequest.model_fields)
+            if isinstance(error, InvalidArgument):  # there is none of this name
+                refused = ApiError(404, str(error), code="model_not_found", param="lora_name")
+            raise refused from error
         return PlainTextResponse(
             f"Success: LoRA adapter '{request.lora_name}' removed successfully."
         )

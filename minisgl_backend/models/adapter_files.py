@@ -56,7 +56,7 @@ _NO_MATTER: Final = frozenset(
     | {"megatron_core", "peft_version", "qalora_group_size", "revision", "task_type"}
 )
 """Fields that do not change what a loaded adapter computes. Any other field must be off."""
-_HARMLESS_STARTS: Final = (True, False, None, "gaussian", "orthogonal", "eva")
+_HARMLESS_STARTS: Final = (True, False, None, "gaussian", "orthogonal", "eva", "mica")
 """Of ``init_lora_weights``: the others also change the weights of the base model."""
 
 
@@ -212,6 +212,8 @@ def _why_not(name: str) -> str:
         return ": it belongs to DoRA"
     if "lora_embedding" in name:
         return ": embeddings take no adapters"
+    if name.endswith(("embed_tokens.weight", "lm_head.weight", "base_layer.weight")):
+        return ": an adapter does not replace embeddings or the output head"
     return ""
 
 

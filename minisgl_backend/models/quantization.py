@@ -76,6 +76,7 @@ def _fp8(config: ConfigReader) -> list[Rule]:
     fmt = config.word("fmt", "e4m3")
     if fmt not in ("e4m3", "float8_e4m3fn"):
         raise ConfigError(f"{config.where}: fmt {fmt!r} is not supported, only 'e4m3'")
+    _only(config, "expert_dtype", config.word("expert_dtype", "fp8"), "fp8")
     block = _block(config, "weight_block_size")
     form = WeightFormat(
         layout=Layout.FP8,
@@ -88,8 +89,9 @@ def _fp8(config: ConfigReader) -> list[Rule]:
 
 
 def _awq(config: ConfigReader) -> list[Rule]:
-    version = config.word("version", "gemm").lower()
-    _only(config, "version", version, "gemm")
+    """AWQ of AutoAWQ; newer tools say ``format`` or ``checkpoint_format`` for ``version``."""
+    for key in ("version", "format", "checkpoint_format"):
+        _only(config, key, config.word(key, "gemm").lower(), "gemm")
     _only(config, "bits", config.integer("bits", config.integer("w_bit", 4)), 4)
     _only(config, "zero_point", config.flag("zero_point", True), True)
     form = WeightFormat(
@@ -103,10 +105,7 @@ def _awq(config: ConfigReader) -> list[Rule]:
 
 def _gptq(config: ConfigReader) -> list[Rule]:
     """GPTQ of AutoGPTQ and GPTQModel; ``dynamic`` lists modules that are treated otherwise."""
-    bits = config.integer("bits")
-    if bits not in (4, 8):
-        raise ConfigError(f"{config.where}: bits {bits} is not supported, only 4 and 8")
-    version = config.word("checkpoint_format", "gptq")
+    version = config.word("checkpoint_format", config.word("format", "gptq"))
     layouts = {"gptq": Layout.GPTQ, "gptq_v2": Layout.GPTQ_V2}
     if version not in layouts or config.flag("is_marlin_format"):
         raise ConfigError(
@@ -114,25 +113,33 @@ def _gptq(config: ConfigReader) -> list[Rule]:
             + (" (marlin)" if config.flag("is_marlin_format") else "")
             + " is not supported, only 'gptq' and 'gptq_v2'"
         )
+    _only(config, "pack_dtype", config.word("pack_dtype", "int32"), "int32")
+    for key in ("rotation", "adapter"):  # of GPTQModel: they change what is computed
+        _only(config, key, config.values.get(key), None)
+    rules = [] if config.flag("lm_head") else [Rule(re.compile("lm_head"), None)]
+    dynamic = ConfigReader(config.table("dynamic"), f"{config.where}: dynamic")
+    for pattern in config.table("dynamic"):
+        modules = _regex(config, f"(?:{pattern.removeprefix('-:').removeprefix('+:')}).*")
+        own = ConfigReader(
+            {**config.values, **dynamic.table(pattern)}, f"{dynamic.where}: {pattern}"
+        )
+        form = None if pattern.startswith("-:") else _gptq_format(own, layouts[version])
+        rules.append(Rule(modules, form))
+    return [*rules, Rule(_ALL, _gptq_format(config, layouts[version]))]
+
+
+def _gptq_format(config: ConfigReader, layout: Layout) -> WeightFormat:
+    bits = config.integer("bits")
+    if bits not in (4, 8):
+        raise ConfigError(f"{config.where}: bits {bits} is not supported, only 4 and 8")
     group_size = _group_size(config, "group_size")
-    form = WeightFormat(
-        layout=layouts[version],
+    return WeightFormat(
+        layout=layout,
         encoding=Encoding.INT4 if bits == 4 else Encoding.INT8,
         block=(1, group_size),
         symmetric=config.flag("sym", True),
         reorders=config.flag("desc_act") and group_size is not None,
     )
-    rules = []
-    for pattern in config.table("dynamic"):
-        if not pattern.startswith("-:"):
-            raise ConfigError(
-                f"{config.where}: dynamic has the rule {pattern!r}; only rules that exclude "
-                "modules ('-:') are supported"
-            )
-        rules.append(Rule(_regex(config, f"(?:{pattern[2:]}).*"), None))
-    if not config.flag("lm_head"):
-        rules.append(Rule(re.compile("lm_head"), None))
-    return [*rules, Rule(_ALL, form)]
 
 
 def _modelopt(config: ConfigReader) -> list[Rule]:

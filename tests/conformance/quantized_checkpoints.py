@@ -204,6 +204,11 @@ def _compressed(form: str, weights: dict[str, Any], inputs: Any = None) -> dict[
     }
 
 
+def _is_narrow(weight: Tensor) -> bool:
+    """Whether a weight of ``quantized-dense`` is k_proj, v_proj or down_proj."""
+    return len(weight) == 64 or weight.shape[1] == 320
+
+
 @dataclass(frozen=True)
 class Case:
     """A format: how its weights are packed, and its ``quantization_config``."""
@@ -315,6 +320,17 @@ CASES: Final[Mapping[str, Case]] = MappingProxyType(
             lambda weight: gptq(weight, bits=8, group=32),
             {**_GPTQ, "bits": 8, "group_size": 32, "dynamic": {r"-:.*mlp\.gate$": {}}},
             model="quantized-moe",
+        ),
+        "gptq-by-name": Case(
+            lambda weight: gptq(weight, bits=8, group=32) if _is_narrow(weight) else gptq(weight),
+            {
+                **_GPTQ,
+                "dynamic": {
+                    r"-:.*\.mlp\.gate$": {},
+                    r".*\.[kv]_proj": {"bits": 8, "group_size": 32},
+                    r"+:model\.layers\.\d+\.mlp\.down": {"bits": 8, "group_size": 32},
+                },
+            },
         ),
         "gptq-head": Case(gptq, {**_GPTQ, "lm_head": True}),
         "ct-w4a16-group": Case(

@@ -239,6 +239,23 @@ def test_operators_load_and_unload_by_vllms_routes(
     assert gated.post("/v1/completions", asked).status_code == 404
 
 
+def test_what_clients_of_vllm_may_add(gated: Gateway, folder: Path) -> None:
+    """Also the sidecar of Gateway API Inference Extension, which loads adapters by a ConfigMap."""
+    body = {"lora_name": "lamb", "lora_path": str(folder / "sheep")}
+    added = {"load_inplace": False, "base_model_name": "minisgl"}
+    loaded = gated.post("/v1/load_lora_adapter", {**body, **added}, headers=ADMIN)
+    assert loaded.text == "Success: LoRA adapter 'lamb' added successfully."
+    again = gated.post("/v1/load_lora_adapter", {**body, "load_inplace": True}, headers=ADMIN)
+    assert again.status_code == 400
+    assert "load_inplace is not supported, got true" in again.json()["error"]["message"]
+    number = {"lora_name": "lamb", "lora_int_id": 3}
+    assert gated.post("/v1/unload_lora_adapter", number, headers=ADMIN).status_code == 200
+    gone = gated.post("/v1/unload_lora_adapter", number, headers=ADMIN)
+    assert gone.status_code == 404
+    assert gone.json()["error"]["message"] == "there is no adapter 'lamb'"
+    assert gone.json()["error"]["param"] == "lora_name"
+
+
 def test_an_adapter_that_has_just_gone_is_no_model(
     gated: Gateway, client: Client, folder: Path
 ) -> None:

@@ -17,8 +17,12 @@ from minisgl_backend.models.tensor_names import TensorNames
 def read_glm4_moe(config: ConfigReader) -> ModelSpec:
     """``Glm4MoeForCausalLM``, GLM-4.5 and GLM-4.6: experts by DeepSeek's router above the first
     layers, heads of which a half rotates, and perhaps norms of queries and keys."""
-    rotated = {"partial_rotary_factor": 0.5, "max_position_embeddings": 2**17}
-    config = config.with_defaults(rms_norm_eps=1e-5, **rotated)
+    config = config.with_defaults(
+        rms_norm_eps=1e-5,
+        partial_rotary_factor=0.5,
+        num_key_value_heads=8,
+        max_position_embeddings=2**17,
+    )
     fields = common_fields(config, partial=True)
     num_layers = fields["num_layers"]
     drafting = config.integer("num_nextn_predict_layers", 1, minimum=0)
@@ -35,6 +39,7 @@ def read_glm4_moe(config: ConfigReader) -> ModelSpec:
 
 def read_dots1(config: ConfigReader) -> ModelSpec:
     """``Dots1ForCausalLM``, dots.llm1: Qwen3's attention, and experts by DeepSeek's router."""
+    config = config.with_defaults(norm_topk_prob=False)
     fields = qk_normed_fields(config)
     num_layers = fields["num_layers"]
     window = read_window(config)

@@ -31,6 +31,7 @@ def read_gpt_oss(config: ConfigReader) -> ModelSpec:
         torch_dtype="bfloat16",
         rms_norm_eps=1e-5,
         head_dim=64,
+        num_key_value_heads=8,
         max_position_embeddings=2**17,
         rope_theta=150_000.0,
     )

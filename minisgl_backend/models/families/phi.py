@@ -11,7 +11,8 @@ from minisgl_backend.models.tensor_names import TensorNames
 def read_phi3(config: ConfigReader) -> ModelSpec:
     """``Phi3ForCausalLM``, Phi-3 and Phi-4: merged projections in the file, and in Phi-4-mini heads
     of which a part rotates."""
-    fields = common_fields(_longrope(config.with_defaults(rms_norm_eps=1e-5)), partial=True)
+    config = config.with_defaults(rms_norm_eps=1e-5, max_position_embeddings=4096)
+    fields = common_fields(_longrope(config), partial=True)
     queries = fields["num_heads"] * fields["head_dim"]
     keys = fields["num_kv_heads"] * fields["head_dim"]
     inner = fields["intermediate_size"]

@@ -18,7 +18,7 @@ from minisgl_backend.models.spec import MOST_WIDTH, ModelSpec, MoeSpec
 def read_qwen2(config: ConfigReader) -> ModelSpec:
     """``Qwen2ForCausalLM``, which Qwen2.5 uses too: biases on queries, keys and values, and
     possibly a sliding window on the upper layers."""
-    fields = common_fields(config)
+    fields = common_fields(config.with_defaults(max_position_embeddings=2**15))
     fields["windows"] = _windows(config, fields["num_layers"])
     return ModelSpec(architecture="Qwen2ForCausalLM", qkv_bias=True, **fields)
 
@@ -26,6 +26,7 @@ def read_qwen2(config: ConfigReader) -> ModelSpec:
 def read_qwen3(config: ConfigReader) -> ModelSpec:
     """``Qwen3ForCausalLM``: as Qwen2, but queries and keys are normalized by head. head_dim is 128
     unless given, whatever the hidden size."""
+    config = config.with_defaults(max_position_embeddings=2**15)
     fields = qk_normed_fields(config, head_dim=128)
     fields["windows"] = _windows(config, fields["num_layers"])
     return ModelSpec(architecture="Qwen3ForCausalLM", **fields)
@@ -55,6 +56,7 @@ def read_qwen2_moe(config: ConfigReader) -> ModelSpec:
 
 def read_qwen3_moe(config: ConfigReader) -> ModelSpec:
     """``Qwen3MoeForCausalLM``: experts on every ``decoder_sparse_step``-th layer."""
+    config = config.with_defaults(num_key_value_heads=4, max_position_embeddings=2**15)
     fields = qk_normed_fields(config)
     num_layers = fields["num_layers"]
     if config.flag("use_sliding_window"):

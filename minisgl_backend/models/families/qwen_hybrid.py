@@ -77,7 +77,9 @@ def _hybrid_fields(
 ) -> tuple[dict[str, Any], DeltaSpec]:
     """Gated DeltaNet by the defaults of Qwen3-Next and later, and gated attention between; and the
     shape of the first, even if no layer has it."""
-    config = config.with_defaults(head_dim=256, partial_rotary_factor=0.25)
+    config = config.with_defaults(
+        head_dim=256, partial_rotary_factor=0.25, max_position_embeddings=2**15
+    )
     fields = common_fields(config, partial=True)
     num_layers, bias = fields["num_layers"], config.flag("attention_bias")
     every = config.integer("full_attention_interval", 4)

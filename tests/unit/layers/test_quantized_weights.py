@@ -446,6 +446,7 @@ QWEN: Final = {
     "intermediate_size": 320,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
+    "num_key_value_heads": 4,
 }
 _PACK: Final = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
 
@@ -468,6 +469,14 @@ REFUSED: Final[dict[str, tuple[dict[str, Any], str]]] = {
     "fp8 scheme": ({"quant_method": "fp8", "activation_scheme": "no"}, "activation_scheme must be"),
     "awq bits": ({"quant_method": "awq", "bits": 3}, "bits 3 is not supported, only 4"),
     "awq gemv": ({"quant_method": "awq", "version": "gemv"}, "version 'gemv' is not supported"),
+    "awq format": (
+        {"quant_method": "awq", "checkpoint_format": "gemv_fast"},
+        "checkpoint_format 'gemv_fast' is not supported, only 'gemm'",
+    ),
+    "fp4 experts": (
+        {"quant_method": "fp8", "expert_dtype": "fp4"},
+        "expert_dtype 'fp4' is not supported, only 'fp8'",
+    ),
     "awq group": ({"quant_method": "awq", "group_size": 20}, "group_size must be -1 or a multiple"),
     "gptq bits": ({"quant_method": "gptq", "bits": 3}, "bits 3 is not supported, only 4 and 8"),
     "gptq marlin": (
@@ -475,8 +484,24 @@ REFUSED: Final[dict[str, tuple[dict[str, Any], str]]] = {
         "checkpoint_format 'marlin' is not supported, only 'gptq' and 'gptq_v2'",
     ),
     "gptq rules": (
-        {"quant_method": "gptq", "bits": 4, "dynamic": {"+:.*down.*": {"bits": 8}}},
-        "dynamic has the rule",
+        {"quant_method": "gptq", "bits": 4, "dynamic": {"+:.*down.*": {"bits": 3}}},
+        r"dynamic: \+:\.\*down\.\*: bits 3 is not supported, only 4 and 8",
+    ),
+    "gptq words": (
+        {"quant_method": "gptq", "bits": 4, "pack_dtype": "int16"},
+        "pack_dtype 'int16' is not supported, only 'int32'",
+    ),
+    "gptq format": (
+        {"quant_method": "gptq", "bits": 4, "format": "bitblas"},
+        "checkpoint_format 'bitblas' is not supported",
+    ),
+    "gptq rotated": (
+        {"quant_method": "gptq", "bits": 4, "rotation": "hadamard"},
+        "rotation 'hadamard' is not supported",
+    ),
+    "gptq adapter": (
+        {"quant_method": "gptq", "bits": 4, "adapter": {"name": "lora", "rank": 32}},
+        "adapter .*'lora'.* is not supported",
     ),
     "gptq expression": (
         {"quant_method": "gptq", "bits": 4, "dynamic": {"-:(": {}}},

@@ -143,6 +143,12 @@ def test_fields_that_change_more_are_refused_by_name(
     assert f"adapter_config.json: {name}" in refusal(written(tmp_path, **fields))
 
 
+@pytest.mark.parametrize("start", [True, "gaussian", "orthogonal", "eva", "mica"])
+def test_ways_to_start_that_leave_the_base_model_are_taken(start: Any, tmp_path: Path) -> None:
+    folder = written(tmp_path, init_lora_weights=start, targets=("q_proj", "v_proj", "down_proj"))
+    assert open_adapter(folder, projections(), SPEC.names, max_rank=4).factors
+
+
 @pytest.mark.parametrize(
     "pattern", ["(.*)*x", r"(\w+\.?)+!", "(a|.a?)*x", "(([a-z])+.)+x", ".*" * 20 + "x"]
 )
@@ -190,6 +196,10 @@ def test_tensors_that_do_not_fit_are_refused_by_name(tmp_path: Path) -> None:
         (
             {"base_model.model.model.embed_tokens.lora_embedding_A": torch.zeros(4, 9)},
             "lora_embedding_A of the adapter is not supported: embeddings",
+        ),
+        (
+            {"base_model.model.lm_head.weight": torch.zeros(9, HIDDEN)},
+            "lm_head.weight of the adapter is not supported: an adapter does not replace",
         ),
         (
             {f"{LAYER}.q_proj.lora_magnitude_vector": torch.zeros(QUERIES)},

@@ -1,0 +1,40 @@
+"""A key that config.json leaves out means what it means to transformers."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from typing import Any, Final
+
+import pytest
+import transformers
+
+from minisgl_backend.models.catalog import ARCHITECTURES
+from minisgl_backend.models.config_json import ConfigReader
+from minisgl_backend.models.spec import ModelSpec
+
+_ALWAYS_GIVEN: Final = frozenset(
+    {"num_hidden_layers", "hidden_size", "intermediate_size", "vocab_size", "num_attention_heads"}
+)
+_NO_DEFAULT: Final = frozenset(
+    {("Ministral3ForCausalLM", "rope_parameters"), ("Glm4MoeForCausalLM", "head_dim")}
+)
+"""Without the first a checkpoint is refused; transformers' own default of the second fits none."""
+
+
+@pytest.mark.parametrize("name", [name for name in ARCHITECTURES if "Conditional" not in name])
+def test_keys_that_are_left_out(name: str) -> None:
+    config_class = getattr(transformers, name).config_class
+    given: dict[str, Any] = config_class(head_dim=128).to_dict()
+    del given["model_type"], given["transformers_version"]
+    for key in given.keys() - _ALWAYS_GIVEN:
+        if (name, key) in _NO_DEFAULT:
+            continue
+        rest = {other: value for other, value in given.items() if other != key}
+        filled = config_class(**copy.deepcopy(rest)).to_dict()
+        assert _read(name, rest) == _read(name, filled), key
+
+
+def _read(name: str, values: dict[str, Any]) -> ModelSpec:
+    """Without the ids of the end, which generation_config.json has, too."""
+    return replace(ARCHITECTURES[name](ConfigReader(values)), eos_token_ids=frozenset())

@@ -73,6 +73,7 @@ ANSWERS: Final = [
     (f"{FINAL}{CALL}", ("", CALL, [])),
     (f'{CALL}{{"at": ', ("", '{"at": ', [])),
     (f"{CALL}[1]", ("", "[1]", [])),
+    (f'{CALL}{{"at": NaN}}', ("", '{"at": NaN}', [])),
     ("<|channel|>commentary to=browser.open<|message|>{}", ("", "{}", [])),
     ("No header.", ("", "No header.", [])),
     ("", ("", "", [])),

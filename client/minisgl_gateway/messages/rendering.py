@@ -7,11 +7,10 @@ through the same blocks for both.
 
 from __future__ import annotations
 
+import json
 import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
-
-from minisgl_client import strict_json
 
 from minisgl_gateway.answers import Counts
 from minisgl_gateway.call_syntax import CalledTool
@@ -163,7 +162,7 @@ class MessagesRenderer:
         block = schema.AnsweredToolUseBlock(
             id=f"toolu_{uuid.uuid4().hex[:24]}",
             name=call.name,
-            input=strict_json.loads(call.arguments),
+            input=json.loads(call.arguments),  # of a key written twice the last value
         )
         self._message.content.append(block)
         begun = {**block.model_dump(), "input": {}}

@@ -66,7 +66,8 @@ class RetrievalRoutes:
         calls = [
             {**given, "embed": True, **self._shared(http, request)} for given in _inputs(request)
         ]
-        results = await self._service.results(http, calls, request_id, _FIELDS)
+        fields = EmbeddingRequest.model_fields
+        results = await self._service.results(http, calls, request_id, fields, "input")
         counts = Counts()
         data = []
         for index, result in enumerate(_complete(results)):
@@ -151,7 +152,7 @@ class RetrievalRoutes:
 
         both = {frame.yes: _FOR_SURE, frame.no: _FOR_SURE}
         calls = [call(index, both) for index in range(len(prompts))]
-        first = await self._service.results(http, calls, request_id, _FIELDS)
+        first = await self._results(http, calls, request_id)
         told: list[dict[int, float]] = []
         for result in _complete(first):
             counts.add(result, prompt=True)
@@ -167,10 +168,16 @@ class RetrievalRoutes:
                 call(i, {**both, token: _FOR_SURE, _other(token, frame): -_FOR_SURE})
                 for i, token in missing
             ]
-            second = await self._service.results(http, calls, f"{request_id}.other", _FIELDS)
+            second = await self._results(http, calls, f"{request_id}.other")
             for (index, token), result in zip(missing, _complete(second), strict=True):
                 told[index][token] = _logprobs(result.logprobs)[token]
         return [1 / (1 + math.exp(min(one[frame.no] - one[frame.yes], 700))) for one in told]
+
+    async def _results(
+        self, http: Request, calls: Sequence[Mapping[str, Any]], request_id: str
+    ) -> list[Result]:
+        fields = RerankRequest.model_fields
+        return await self._service.results(http, calls, request_id, fields, "documents")
 
     def _shared(self, http: Request, request: RetrievalRequest) -> dict[str, Any]:
         policy = self._service.policy(http)
@@ -182,9 +189,6 @@ class RetrievalRoutes:
         if policy.adapter is not None:
             shared["lora_name"] = policy.adapter
         return shared
-
-
-_FIELDS: Final = frozenset({"input", "query", "documents", "model", "cache_salt", "priority"})
 
 
 def _inputs(request: EmbeddingRequest) -> list[dict[str, Any]]:

@@ -202,11 +202,12 @@ class Service:
         calls: Sequence[Mapping[str, Any]],
         request_id: str,
         fields: Container[str],
+        prompt: str,
     ) -> list[Result]:
         """What the engine answers to the ``calls`` of its client, a few at a time.
 
         They have the ``request_id`` with their index. The first error ends them all; raises
-        ``ApiError``, which names one of ``fields``.
+        ``ApiError``, which names one of ``fields``: ``prompt`` is the one that prompts are of.
         """
         state = http.scope["state"]
         state["request_id"] = request_id
@@ -232,7 +233,7 @@ class Service:
             except Disconnected:
                 raise ApiError(GONE, "the client went away", code="client_gone") from None
             except MinisglError as error:
-                raise api_error(error, fields, {"prompt": "input"}) from error
+                raise api_error(error, fields, {"prompt": prompt}) from error
 
     def policy(self, http: Request) -> Policy:
         """What the operator, the caller's key and the deadline add to a request."""

@@ -169,7 +169,10 @@ def test_what_cannot_be_ranked_is_refused(gateway: Gateway) -> None:
     assert "top_n must be >= 1" in reranked(gateway, DOCUMENTS, top_n=0).text
     too_long = reranked(gateway, ["word " * 40000])
     assert too_long.status_code == 400
-    assert "maximum context length" in too_long.json()["error"]["message"]
+    error = too_long.json()["error"]
+    assert "maximum context length" in error["message"]
+    assert "reduce the length of the documents" in error["message"]
+    assert error["param"] == "documents"
 
 
 @pytest.mark.parametrize("protocol", ["grpc", "http"])

@@ -130,6 +130,8 @@ def _tools(request: ChatCompletionRequest) -> tuple[Sequence[Tool], Calls]:
         return _functions(request)
     if request.functions:
         raise invalid("functions do not go with tools", "functions")
+    if request.function_call is not None:
+        raise invalid("function_call goes with functions, tool_choice with tools", "function_call")
     tools = [_tool(tool.function) for tool in request.tools]
     choice, parallel = request.tool_choice, request.parallel_tool_calls
     if isinstance(choice, NamedTool):
@@ -144,7 +146,8 @@ def _tools(request: ChatCompletionRequest) -> tuple[Sequence[Tool], Calls]:
 
 def _functions(request: ChatCompletionRequest) -> tuple[Sequence[Tool], Calls]:
     """The same for the older ``functions``, of which at most one is called."""
-    if request.tool_choice not in (None, "none", "auto"):
+    changes_nothing = (None, "auto") if request.functions else (None, "none", "auto")
+    if request.tool_choice not in changes_nothing:
         raise invalid("tool_choice goes with tools", "tool_choice")
     tools = [_tool(function) for function in request.functions or ()]
     choice = request.function_call

@@ -145,6 +145,8 @@ def test_variables_of_the_chat_template() -> None:
         ({"max_tokens": 7, "max_completion_tokens": 8}, "max_tokens"),
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"functions": [{"name": "f"}], "tools": TOOLS}, "functions"),
+        ({"functions": [{"name": "f"}], "tool_choice": "none"}, "tool_choice"),
+        ({"function_call": "none", "tools": TOOLS}, "function_call"),
         (
             {"enable_thinking": True, "chat_template_kwargs": {"enable_thinking": False}},
             "enable_thinking",

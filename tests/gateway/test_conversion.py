@@ -194,6 +194,15 @@ def test_what_sdks_add_to_an_answer_does_not_reach_the_model() -> None:
     assert generation.messages[0] == {"role": "assistant", "tool_calls": [plain]}
 
 
+def test_marks_of_other_caches_do_not_reach_the_model() -> None:
+    part = {"type": "text", "text": "Hi", "prompt_cache_breakpoint": {"ttl": "30m"}}
+    cached = of_chat(
+        messages=[{"role": "user", "content": [{**part, "cache_control": {"type": "ephemeral"}}]}],
+        prompt_cache_options={"mode": "explicit", "ttl": "30m"},
+    )
+    assert cached.messages == [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}]
+
+
 def test_the_end_of_a_tool_call_is_a_stop_string() -> None:
     fields: dict[str, Any] = {"tools": TOOLS, "parallel_tool_calls": False}
     stops = [str(number) for number in range(16)]

@@ -40,7 +40,7 @@ from minisgl_gateway.form_schema import form_of
 from minisgl_gateway.gateway_options import GatewayOptions
 from minisgl_gateway.keys import Caller
 from minisgl_gateway.lookups import Lookups
-from minisgl_gateway.parts import AnswerReader
+from minisgl_gateway.parts import AnswerReader, Piece
 from minisgl_gateway.renderers import ChatRenderer, CompletionRenderer, Renderer
 from minisgl_gateway.schema import ChatCompletionRequest, CompletionRequest
 from minisgl_gateway.servers import Engine
@@ -280,12 +280,12 @@ class Service:
                 logger.info("%s: %s", job.renderer.id, error.story)
                 raise
         counts = Counts()
-        choices: list[Result] = []
-        for result in results:
-            for sample, choice in enumerate(result.samples):
-                counts.add(choice, prompt=sample == 0)
-                choices.append(choice)
-        pieces = [reader.push(one) for reader, one in zip(job.readers, choices, strict=True)]
+        pieces: list[Piece] = []
+        choices = [each for result in results for each in enumerate(result.samples)]
+        for reader, (sample, choice) in zip(job.readers, choices, strict=True):
+            piece = reader.push(choice)
+            counts.add(choice, prompt=sample == 0, num_thought_tokens=piece.num_thought_tokens)
+            pieces.append(piece)
         return Response(job.renderer.body(pieces, counts), media_type="application/json")
 
     async def _results(self, job: _Job) -> list[Result]:
@@ -313,8 +313,11 @@ class Service:
                 async with self._engine.stream(**job.call(index)) as stream:
                     async for delta in stream:
                         sample = delta.sample
-                        counts.add(delta, prompt=sample == 0)
-                        if event := writers[sample].push(readers[sample].push(delta)):
+                        piece = readers[sample].push(delta)
+                        counts.add(
+                            delta, prompt=sample == 0, num_thought_tokens=piece.num_thought_tokens
+                        )
+                        if event := writers[sample].push(piece):
                             yield event
 
         async def events() -> AsyncGenerator[bytes, None]:

@@ -53,7 +53,6 @@ class MessagesRenderer:
         """Whether that block is thoughts; None if there is none."""
         self._delta = ""
         self._begun = False
-        self._num_thought_tokens = 0
 
     @property
     def id(self) -> str:
@@ -70,7 +69,6 @@ class MessagesRenderer:
     def push(self, piece: Piece) -> bytes:
         """The events of a piece of the answer."""
         events = [] if self._begun else self._begin(piece)
-        self._num_thought_tokens += piece.num_thought_tokens
         for part in piece.parts:
             if isinstance(part, CalledTool):
                 events += [*self._close(), *self._call(part)]
@@ -111,7 +109,7 @@ class MessagesRenderer:
             counts.num_input_tokens,
             counts.num_cached_tokens,
             counts.num_output_tokens,
-            self._num_thought_tokens,
+            counts.num_thought_tokens,
         )
 
     # --- blocks ------------------------------------------------------------------------------

@@ -10,7 +10,15 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    Awaitable,
+    Callable,
+    Container,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -199,29 +207,32 @@ class Service:
     async def results(
         self,
         http: Request,
-        calls: Sequence[Mapping[str, Any]],
+        call: Callable[[int], Awaitable[Mapping[str, Any]]],
+        num_calls: int,
         request_id: str,
         fields: Container[str],
         prompt: str,
     ) -> list[Result]:
-        """What the engine answers to the ``calls`` of its client, a few at a time.
+        """What the engine answers to several calls of its client, a few at a time.
 
-        They have the ``request_id`` with their index. The first error ends them all; raises
+        ``call`` makes the arguments of each when its turn has come, which may ask the engine, too.
+        The calls have the ``request_id`` with their index. The first error ends them all; raises
         ``ApiError``, which names one of ``fields``: ``prompt`` is the one that prompts are of.
         """
         state = http.scope["state"]
         state["request_id"] = request_id
         caller: Caller = state["caller"]
         most = min(_AT_ONCE, self._options.max_requests, self._options.max_requests_per_key)
-        num_places = min(len(calls), most)
+        num_places = min(num_calls, most)
         places = asyncio.Semaphore(num_places)
 
-        async def one(index: int, call: Mapping[str, Any]) -> Result:
+        async def one(index: int) -> Result:
             async with places:
-                return await self._engine.generate(**call, request_id=f"{request_id}.{index}")
+                arguments = await call(index)
+                return await self._engine.generate(**arguments, request_id=f"{request_id}.{index}")
 
         async def gathered() -> list[Result]:
-            tasks = [asyncio.ensure_future(one(*each)) for each in enumerate(calls)]
+            tasks = [asyncio.ensure_future(one(index)) for index in range(num_calls)]
             try:
                 return await asyncio.gather(*tasks)
             finally:

@@ -175,6 +175,13 @@ def test_what_cannot_be_ranked_is_refused(gateway: Gateway) -> None:
     assert error["param"] == "documents"
 
 
+def test_a_query_beyond_the_context_is_refused_at_its_first_document(gateway: Gateway) -> None:
+    """Not once all questions are tokenized: each of them has the query again."""
+    answer = reranked(gateway, ["word"] * 2048, query="word " * 60_000)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["code"] == "context_length_exceeded"
+
+
 @pytest.mark.parametrize("protocol", ["grpc", "http"])
 def test_the_client_embeds(server: TritonServer, theirs: tuple[Any, Any], protocol: Any) -> None:
     port = server.grpc_port if protocol == "grpc" else server.http_port

@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 from minisgl_client.answer import ChatFormat
+from minisgl_client.errors import InvalidArgument
 from minisgl_gateway.chat import Generation, Policy, Template
 from minisgl_gateway.conversion import chat_of, completion_generations
-from minisgl_gateway.errors import ApiError
+from minisgl_gateway.errors import ApiError, api_error
+from minisgl_gateway.renderers import ChatRenderer
 
 from tests.gateway.test_body import chat, completion
 
@@ -255,6 +257,17 @@ def test_no_tokens_at_all_are_asked_for_with_the_prompts_logprobs_alone() -> Non
             ask(prompt_logprobs=1, stream=True)
         assert caught.value.code == "unsupported_parameter"
         assert ask(prompt_logprobs=1, max_tokens=0).parameters["max_tokens"] == 0
+
+
+def test_errors_name_max_tokens_as_the_caller_does() -> None:
+    with pytest.raises(ApiError, match="max_completion_tokens must be >= 1") as caught:
+        of_chat(max_completion_tokens=0)
+    assert caught.value.param == "max_completion_tokens"
+    fields: dict[str, Any] = {"min_tokens": 9, "max_completion_tokens": 3}
+    renderer = ChatRenderer(chat(**fields))
+    error = InvalidArgument("min_tokens must be <= max_tokens 3, got 9")
+    told = api_error(error, renderer.fields, renderer.names)
+    assert told.message == "min_tokens must be <= max_completion_tokens 3, got 9"
 
 
 def test_counts_are_asked_for_where_they_are_told() -> None:

@@ -15,6 +15,10 @@ class PromptTokensDetails(BaseModel):
     cached_tokens: int = Field(0, description="taken from the prefix cache")
 
 
+class CompletionTokensDetails(BaseModel):
+    reasoning_tokens: int = Field(0, description="of thoughts that are split off, as estimated")
+
+
 class Usage(BaseModel):
     """Tokens of all choices; those of a prompt count once, however many answers it has."""
 
@@ -22,6 +26,7 @@ class Usage(BaseModel):
     completion_tokens: int = 0
     total_tokens: int = 0
     prompt_tokens_details: PromptTokensDetails = PromptTokensDetails(cached_tokens=0)
+    completion_tokens_details: CompletionTokensDetails = CompletionTokensDetails(reasoning_tokens=0)
 
 
 class TopLogprob(BaseModel):

@@ -60,15 +60,17 @@ class Echo:
 
 @dataclass(slots=True)
 class Counts:
-    """Tokens of a request so far."""
+    """Tokens of a request so far; those of thoughts are among those of the output."""
 
     num_input_tokens: int = 0
     num_output_tokens: int = 0
     num_cached_tokens: int = 0
+    num_thought_tokens: int = 0
 
-    def add(self, part: Delta | Result, *, prompt: bool) -> None:
+    def add(self, part: Delta | Result, *, prompt: bool, num_thought_tokens: int = 0) -> None:
         """Add a choice's tokens; with ``prompt`` those of its prompt, at its end."""
         self.num_output_tokens += part.num_output_tokens or 0
+        self.num_thought_tokens += num_thought_tokens
         if prompt and part.finish_reason is not None:
             self.num_input_tokens += part.num_input_tokens or 0
             self.num_cached_tokens += part.num_cached_tokens or 0
@@ -81,6 +83,9 @@ class Counts:
             completion_tokens=self.num_output_tokens,
             total_tokens=self.num_input_tokens + self.num_output_tokens,
             prompt_tokens_details=schema.PromptTokensDetails(cached_tokens=self.num_cached_tokens),
+            completion_tokens_details=schema.CompletionTokensDetails(
+                reasoning_tokens=self.num_thought_tokens
+            ),
         )
 
 

@@ -26,6 +26,8 @@ _BLANKS: Final = " \t\n\r"
 _MOST_DEPTH: Final = 500
 """Of arrays and objects inside each other; JSON readers give up at about a thousand."""
 _MOST_NAME_CHARS: Final = 256
+_MOST_WORD_CHARS: Final = 1024
+"""Of a number; Python reads integers of up to 4,300 digits."""
 _NAME_CHARS: Final = frozenset(string.ascii_letters + string.digits + "_.-")
 
 
@@ -260,6 +262,8 @@ def _word(first: str, written: list[str]) -> _Reading:
         raise NotACall
     while (char := (yield)) in _WORD_CHARS:
         word.append(char)
+        if len(word) > _MOST_WORD_CHARS:
+            raise NotACall
     if not _WORD.fullmatch("".join(word)):
         raise NotACall
     written += word[1:]

@@ -187,7 +187,7 @@ def gateway(
     patience_s: float,
     drain_timeout_s: int,
 ) -> None:
-    """Serve OpenAI's API and a chat page, in front of a MiniSGL server."""
+    """Serve OpenAI's and Anthropic's APIs and a chat page, in front of a MiniSGL server."""
     keys = _keys_of(api_keys, os.environ.get("MINISGL_API_KEYS"), api_key_file)
     if not keys and not _is_loopback(host):
         raise click.UsageError(f"listening on {host} needs an API key: see --api-key-file")

@@ -95,7 +95,7 @@ def chat_of(request: ChatCompletionRequest) -> Chat:
     if len(given) > 1:
         raise invalid("max_tokens and max_completion_tokens differ", "max_tokens")
     max_tokens = next(iter(given), None)
-    parameters = _parameters(request, max_tokens)
+    parameters = _parameters(request, max_tokens, name_of_max_tokens(request))
     if request.top_logprobs and not request.logprobs:
         raise invalid("top_logprobs goes with logprobs", "top_logprobs")
     if request.logprobs:
@@ -124,12 +124,20 @@ def chat_of(request: ChatCompletionRequest) -> Chat:
     )
 
 
+def name_of_max_tokens(request: ChatCompletionRequest) -> str:
+    """The one of its two names that the caller gave, for errors."""
+    is_newer = request.max_tokens is None and request.max_completion_tokens is not None
+    return "max_completion_tokens" if is_newer else "max_tokens"
+
+
 def _tools(request: ChatCompletionRequest) -> tuple[Sequence[Tool], Calls]:
     """The tools, and whether the model may or must call them."""
     if not request.tools:
         return _functions(request)
     if request.functions:
         raise invalid("functions do not go with tools", "functions")
+    if request.function_call is not None:
+        raise invalid("function_call goes with functions, tool_choice with tools", "function_call")
     tools = [_tool(tool.function) for tool in request.tools]
     choice, parallel = request.tool_choice, request.parallel_tool_calls
     if isinstance(choice, NamedTool):
@@ -144,7 +152,8 @@ def _tools(request: ChatCompletionRequest) -> tuple[Sequence[Tool], Calls]:
 
 def _functions(request: ChatCompletionRequest) -> tuple[Sequence[Tool], Calls]:
     """The same for the older ``functions``, of which at most one is called."""
-    if request.tool_choice not in (None, "none", "auto"):
+    changes_nothing = (None, "auto") if request.functions else (None, "none", "auto")
+    if request.tool_choice not in changes_nothing:
         raise invalid("tool_choice goes with tools", "tool_choice")
     tools = [_tool(function) for function in request.functions or ()]
     choice = request.function_call
@@ -162,15 +171,16 @@ def _variables(request: ChatCompletionRequest) -> dict[str, Any]:
     return variables
 
 
-def _parameters(request: GenerationRequest, max_tokens: int | None) -> Parameters:
-    """The caller's parameters by the engine's names; raises ``ApiError``."""
+def _parameters(
+    request: GenerationRequest, max_tokens: int | None, name: str = "max_tokens"
+) -> Parameters:
+    """The caller's parameters by the engine's names; raises ``ApiError``, in which ``name`` is that
+    of ``max_tokens``."""
     if request.stream_options is not None and not request.stream:
         raise invalid("stream_options goes with stream", "stream_options")
     echoes = isinstance(request, CompletionRequest) and request.echo
     if max_tokens == 0 and request.prompt_logprobs is None and not echoes:
-        raise invalid(
-            "max_tokens must be >= 1 without echo or prompt_logprobs, got 0", "max_tokens"
-        )
+        raise invalid(f"{name} must be >= 1 without echo or prompt_logprobs, got 0", name)
     if request.prompt_logprobs is not None and request.stream:
         raise unsupported("prompt_logprobs is not supported with stream", "prompt_logprobs")
     given: dict[str, Any] = {

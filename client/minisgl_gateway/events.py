@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from minisgl_client.answer import Delta, Result, TokenLogprobs
+from minisgl_client.answer import TokenLogprobs
 
 from minisgl_gateway.answers import (
     CallForm,
@@ -59,7 +59,7 @@ class ChatWriter:
         """The events of a piece."""
         delta = piece.source
         if self._counts is not None:
-            self._end = _told(self._counts, delta)
+            self._end = _told(self._counts, piece)
         events = []
         if not self._opened:
             self._opened = True
@@ -124,7 +124,7 @@ class CompletionWriter:
         """The event of a piece."""
         delta = piece.source
         if self._counts is not None:
-            self._end = _told(self._counts, delta)
+            self._end = _told(self._counts, piece)
         text, self._echo_text = self._echo_text + delta.text, ""
         logprobs = finish_reason = "null"
         tokens: tuple[TokenLogprobs | None, ...] = delta.logprobs
@@ -159,11 +159,13 @@ def _start(heading: Heading, kind: str) -> str:
     return "data: " + to_json(fields)[:-1]
 
 
-def _told(counts: Counts, delta: Delta | Result) -> str:
-    """After a choice, with the tokens of its prompt and of its answer up to this delta."""
+def _told(counts: Counts, piece: Piece) -> str:
+    """After a choice, with the tokens of its prompt and of its answer up to this piece."""
+    delta = piece.source
     counts.num_input_tokens = delta.num_input_tokens or 0
     counts.num_cached_tokens = delta.num_cached_tokens or 0
     counts.num_output_tokens += delta.num_output_tokens or 0
+    counts.num_thought_tokens += piece.num_thought_tokens
     return f'}}],"usage":{counts.usage.model_dump_json()}}}\n\n'
 
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Final
+from typing import Final, NoReturn
 
 from minisgl_gateway.call_syntax import CalledTool, sendable
 from minisgl_gateway.thinking import Thought
@@ -140,6 +140,11 @@ class HarmonyReader:
 
 def _is_object(text: str) -> bool:
     try:
-        return isinstance(json.loads(text), dict)
+        return isinstance(json.loads(text, parse_constant=_no_constant), dict)
     except (ValueError, RecursionError):
         return False
+
+
+def _no_constant(name: str) -> NoReturn:
+    """Refuse NaN and Infinity, which Python reads but JSON does not have."""
+    raise ValueError(name)

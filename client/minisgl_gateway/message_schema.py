@@ -21,6 +21,7 @@ class TextPart(Strict):
 
     type: Literal["text"]
     text: str
+    prompt_cache_breakpoint: Any = cache_control()
     cache_control: Any = cache_control()
 
 

@@ -15,7 +15,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
 
 from minisgl_gateway.answers import CallForm, Counts, Echo, Heading, chat_answer, completion_answer
-from minisgl_gateway.conversion import continues_usage, includes_usage
+from minisgl_gateway.conversion import continues_usage, includes_usage, name_of_max_tokens
 from minisgl_gateway.errors import ApiError
 from minisgl_gateway.events import DONE, ChatWriter, CompletionWriter, usage_event
 from minisgl_gateway.parts import Piece
@@ -69,10 +69,10 @@ class ChatRenderer:
     """OpenAI's chat completions."""
 
     fields = ChatCompletionRequest.model_fields
-    names: Mapping[str, str] = {}
 
     def __init__(self, request: ChatCompletionRequest) -> None:
         self._request = request
+        self.names: Mapping[str, str] = {"max_tokens": name_of_max_tokens(request)}
         self._heading = Heading.of("chatcmpl", request.model)
         self._num_logprobs = (request.top_logprobs or 0) if request.logprobs else None
         self._call_form: CallForm = "tool_calls" if request.tools else "function_call"

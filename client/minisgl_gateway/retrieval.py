@@ -14,7 +14,7 @@ import base64
 import math
 import sys
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -63,10 +63,13 @@ class RetrievalRoutes:
         """POST /v1/embeddings."""
         request = await self._service.received(EmbeddingRequest, http)
         request_id = f"embd-{uuid.uuid4().hex}"
-        calls = [
-            {**given, "embed": True, **self._shared(http, request)} for given in _inputs(request)
-        ]
-        results = await self._service.results(http, calls, request_id, _FIELDS)
+        inputs = _inputs(request)
+
+        async def call(index: int) -> dict[str, Any]:
+            return {**inputs[index], "embed": True, **self._shared(http, request)}
+
+        fields = EmbeddingRequest.model_fields
+        results = await self._service.results(http, call, len(inputs), request_id, fields, "input")
         counts = Counts()
         data = []
         for index, result in enumerate(_complete(results)):
@@ -82,9 +85,8 @@ class RetrievalRoutes:
         request = await self._service.received(RerankRequest, http)
         request_id = f"rerank-{uuid.uuid4().hex}"
         frame = await self._frame(http)
-        prompts = await self._prompts(http, request, frame)
         counts, texts = Counts(), request.texts
-        scores = await self._scores(http, request, prompts, frame, counts, request_id)
+        scores = await self._scores(http, request, frame, counts, request_id)
         ranked = sorted(range(len(scores)), key=lambda index: (-scores[index], index))
         results = [
             schema.RerankResult(
@@ -110,23 +112,18 @@ class RetrievalRoutes:
             raise invalid("the model cannot rerank: its tokens do not tell yes from no", "model")
         return _Frame(before, after, yes[0], no[0])
 
-    async def _prompts(
-        self, http: Request, request: RerankRequest, frame: _Frame
-    ) -> list[list[int]]:
-        """The question about each document as token ids."""
+    async def _prompt(
+        self, http: Request, request: RerankRequest, frame: _Frame, text: str
+    ) -> list[int]:
+        """The question about a document as token ids."""
         instruction = request.instruction or _INSTRUCTION
-        about = f"<Instruct>: {instruction}\n<Query>: {request.query}\n<Document>: "
-        found = []
-        for text in request.texts:
-            ids = await self._lookups.text_tokens(http, about + text)
-            found.append([*frame.before, *ids, *frame.after])
-        return found
+        about = f"<Instruct>: {instruction}\n<Query>: {request.query}\n<Document>: {text}"
+        return [*frame.before, *await self._lookups.text_tokens(http, about), *frame.after]
 
     async def _scores(
         self,
         http: Request,
         request: RerankRequest,
-        prompts: Sequence[Sequence[int]],
         frame: _Frame,
         counts: Counts,
         request_id: str,
@@ -136,9 +133,12 @@ class RetrievalRoutes:
         A first call tells the log-probability of the likelier answer, and of the other if it is
         among the likely tokens. If it is not, a second call tells it; the prompt is cached then.
         """
-        shared = self._shared(http, request)
+        texts = request.texts
+        prompts: dict[int, list[int]] = {}
+        """By the document's index."""
+        both = {frame.yes: _FOR_SURE, frame.no: _FOR_SURE}
 
-        def call(index: int, biases: Mapping[int, float]) -> dict[str, Any]:
+        def asking(index: int, biases: Mapping[int, float]) -> dict[str, Any]:
             return {
                 "input_ids": prompts[index],
                 "max_tokens": 1,
@@ -146,12 +146,14 @@ class RetrievalRoutes:
                 "ignore_eos": True,
                 "num_logprobs": MAX_LOGPROBS,
                 "logit_bias": dict(biases),
-                **shared,
+                **self._shared(http, request),
             }
 
-        both = {frame.yes: _FOR_SURE, frame.no: _FOR_SURE}
-        calls = [call(index, both) for index in range(len(prompts))]
-        first = await self._service.results(http, calls, request_id, _FIELDS)
+        async def for_likelier(index: int) -> dict[str, Any]:
+            prompts[index] = await self._prompt(http, request, frame, texts[index])
+            return asking(index, both)
+
+        first = await self._results(http, for_likelier, len(texts), request_id)
         told: list[dict[int, float]] = []
         for result in _complete(first):
             counts.add(result, prompt=True)
@@ -162,15 +164,26 @@ class RetrievalRoutes:
             for token in both
             if token not in logprobs
         ]
+
+        async def for_other(place: int) -> dict[str, Any]:
+            index, token = missing[place]
+            return asking(index, {token: _FOR_SURE, _other(token, frame): -_FOR_SURE})
+
         if missing:
-            calls = [
-                call(i, {**both, token: _FOR_SURE, _other(token, frame): -_FOR_SURE})
-                for i, token in missing
-            ]
-            second = await self._service.results(http, calls, f"{request_id}.other", _FIELDS)
+            second = await self._results(http, for_other, len(missing), f"{request_id}.other")
             for (index, token), result in zip(missing, _complete(second), strict=True):
                 told[index][token] = _logprobs(result.logprobs)[token]
         return [1 / (1 + math.exp(min(one[frame.no] - one[frame.yes], 700))) for one in told]
+
+    async def _results(
+        self,
+        http: Request,
+        call: Callable[[int], Awaitable[dict[str, Any]]],
+        num_calls: int,
+        request_id: str,
+    ) -> list[Result]:
+        fields = RerankRequest.model_fields
+        return await self._service.results(http, call, num_calls, request_id, fields, "documents")
 
     def _shared(self, http: Request, request: RetrievalRequest) -> dict[str, Any]:
         policy = self._service.policy(http)
@@ -182,9 +195,6 @@ class RetrievalRoutes:
         if policy.adapter is not None:
             shared["lora_name"] = policy.adapter
         return shared
-
-
-_FIELDS: Final = frozenset({"input", "query", "documents", "model", "cache_salt", "priority"})
 
 
 def _inputs(request: EmbeddingRequest) -> list[dict[str, Any]]:

@@ -22,7 +22,7 @@ from minisgl_gateway.message_schema import (
     OlderFunctions,
     Tools,
 )
-from minisgl_gateway.strict_schema import Body, Strict, label
+from minisgl_gateway.strict_schema import Body, PromptCacheOptions, Strict, label
 
 MAX_CHOICES: Final = 64
 """Choices of one request: ``n``, or ``best_of``, times the number of prompts."""
@@ -75,6 +75,7 @@ _CHAT: Final[dict[str, tuple[Any, ...]]] = {
     "echo": (False,),
     "mm_processor_kwargs": ({},),
     "modalities": (["text"],),
+    "moderation": (),
     "prediction": (),
     "web_search_options": (),
 }
@@ -193,6 +194,7 @@ class ChatCompletionRequest(GenerationRequest):
 
     not_offered = MappingProxyType({**_BOTH, **_CHAT})
     without_effect = GenerationRequest.without_effect | {
+        "prompt_cache_options",
         "stream_reasoning",
         "verbosity",
     }
@@ -226,6 +228,9 @@ class ChatCompletionRequest(GenerationRequest):
         True, description="thoughts are the message's reasoning_content; false: part of its content"
     )
     include_reasoning: bool = Field(True, description="false: thoughts are left out of the answer")
+    prompt_cache_options: PromptCacheOptions | None = label(
+        "prefixes stay while there is room; no effect"
+    )
     stream_reasoning: bool | None = label("thoughts are streamed as they come; no effect")
     verbosity: str | None = label("not known to the model; no effect")
 

@@ -10,7 +10,15 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    Awaitable,
+    Callable,
+    Container,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -40,7 +48,7 @@ from minisgl_gateway.form_schema import form_of
 from minisgl_gateway.gateway_options import GatewayOptions
 from minisgl_gateway.keys import Caller
 from minisgl_gateway.lookups import Lookups
-from minisgl_gateway.parts import AnswerReader
+from minisgl_gateway.parts import AnswerReader, Piece
 from minisgl_gateway.renderers import ChatRenderer, CompletionRenderer, Renderer
 from minisgl_gateway.schema import ChatCompletionRequest, CompletionRequest
 from minisgl_gateway.servers import Engine
@@ -199,28 +207,32 @@ class Service:
     async def results(
         self,
         http: Request,
-        calls: Sequence[Mapping[str, Any]],
+        call: Callable[[int], Awaitable[Mapping[str, Any]]],
+        num_calls: int,
         request_id: str,
         fields: Container[str],
+        prompt: str,
     ) -> list[Result]:
-        """What the engine answers to the ``calls`` of its client, a few at a time.
+        """What the engine answers to several calls of its client, a few at a time.
 
-        They have the ``request_id`` with their index. The first error ends them all; raises
-        ``ApiError``, which names one of ``fields``.
+        ``call`` makes the arguments of each when its turn has come, which may ask the engine, too.
+        The calls have the ``request_id`` with their index. The first error ends them all; raises
+        ``ApiError``, which names one of ``fields``: ``prompt`` is the one that prompts are of.
         """
         state = http.scope["state"]
         state["request_id"] = request_id
         caller: Caller = state["caller"]
         most = min(_AT_ONCE, self._options.max_requests, self._options.max_requests_per_key)
-        num_places = min(len(calls), most)
+        num_places = min(num_calls, most)
         places = asyncio.Semaphore(num_places)
 
-        async def one(index: int, call: Mapping[str, Any]) -> Result:
+        async def one(index: int) -> Result:
             async with places:
-                return await self._engine.generate(**call, request_id=f"{request_id}.{index}")
+                arguments = await call(index)
+                return await self._engine.generate(**arguments, request_id=f"{request_id}.{index}")
 
         async def gathered() -> list[Result]:
-            tasks = [asyncio.ensure_future(one(*each)) for each in enumerate(calls)]
+            tasks = [asyncio.ensure_future(one(index)) for index in range(num_calls)]
             try:
                 return await asyncio.gather(*tasks)
             finally:
@@ -232,7 +244,7 @@ class Service:
             except Disconnected:
                 raise ApiError(GONE, "the client went away", code="client_gone") from None
             except MinisglError as error:
-                raise api_error(error, fields, {"prompt": "input"}) from error
+                raise api_error(error, fields, {"prompt": prompt}) from error
 
     def policy(self, http: Request) -> Policy:
         """What the operator, the caller's key and the deadline add to a request."""
@@ -279,12 +291,12 @@ class Service:
                 logger.info("%s: %s", job.renderer.id, error.story)
                 raise
         counts = Counts()
-        choices: list[Result] = []
-        for result in results:
-            for sample, choice in enumerate(result.samples):
-                counts.add(choice, prompt=sample == 0)
-                choices.append(choice)
-        pieces = [reader.push(one) for reader, one in zip(job.readers, choices, strict=True)]
+        pieces: list[Piece] = []
+        choices = [each for result in results for each in enumerate(result.samples)]
+        for reader, (sample, choice) in zip(job.readers, choices, strict=True):
+            piece = reader.push(choice)
+            counts.add(choice, prompt=sample == 0, num_thought_tokens=piece.num_thought_tokens)
+            pieces.append(piece)
         return Response(job.renderer.body(pieces, counts), media_type="application/json")
 
     async def _results(self, job: _Job) -> list[Result]:
@@ -312,8 +324,11 @@ class Service:
                 async with self._engine.stream(**job.call(index)) as stream:
                     async for delta in stream:
                         sample = delta.sample
-                        counts.add(delta, prompt=sample == 0)
-                        if event := writers[sample].push(readers[sample].push(delta)):
+                        piece = readers[sample].push(delta)
+                        counts.add(
+                            delta, prompt=sample == 0, num_thought_tokens=piece.num_thought_tokens
+                        )
+                        if event := writers[sample].push(piece):
                             yield event
 
         async def events() -> AsyncGenerator[bytes, None]:

@@ -88,6 +88,14 @@ class Body(Strict):
     """Fields that are taken whatever they say, and named in a header of the answer."""
 
 
+class PromptCacheOptions(Strict):
+    """How long prefixes are to stay; here they stay while there is room."""
+
+    mode: Literal["implicit", "explicit"] | None = None
+    ttl: str | None = None
+    prewarm: Literal[False] | None = None
+
+
 class DirectCaller(Strict):
     """Who called a tool: the model itself."""
 

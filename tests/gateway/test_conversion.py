@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 from minisgl_client.answer import ChatFormat
+from minisgl_client.errors import InvalidArgument
 from minisgl_gateway.chat import Generation, Policy, Template
 from minisgl_gateway.conversion import chat_of, completion_generations
-from minisgl_gateway.errors import ApiError
+from minisgl_gateway.errors import ApiError, api_error
+from minisgl_gateway.renderers import ChatRenderer
 
 from tests.gateway.test_body import chat, completion
 
@@ -145,6 +147,8 @@ def test_variables_of_the_chat_template() -> None:
         ({"max_tokens": 7, "max_completion_tokens": 8}, "max_tokens"),
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"functions": [{"name": "f"}], "tools": TOOLS}, "functions"),
+        ({"functions": [{"name": "f"}], "tool_choice": "none"}, "tool_choice"),
+        ({"function_call": "none", "tools": TOOLS}, "function_call"),
         (
             {"enable_thinking": True, "chat_template_kwargs": {"enable_thinking": False}},
             "enable_thinking",
@@ -190,6 +194,15 @@ def test_what_sdks_add_to_an_answer_does_not_reach_the_model() -> None:
     assert generation.messages is not None
     plain = {**call, "function": {"name": "f", "arguments": "{}"}}
     assert generation.messages[0] == {"role": "assistant", "tool_calls": [plain]}
+
+
+def test_marks_of_other_caches_do_not_reach_the_model() -> None:
+    part = {"type": "text", "text": "Hi", "prompt_cache_breakpoint": {"ttl": "30m"}}
+    cached = of_chat(
+        messages=[{"role": "user", "content": [{**part, "cache_control": {"type": "ephemeral"}}]}],
+        prompt_cache_options={"mode": "explicit", "ttl": "30m"},
+    )
+    assert cached.messages == [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}]
 
 
 def test_the_end_of_a_tool_call_is_a_stop_string() -> None:
@@ -244,6 +257,17 @@ def test_no_tokens_at_all_are_asked_for_with_the_prompts_logprobs_alone() -> Non
             ask(prompt_logprobs=1, stream=True)
         assert caught.value.code == "unsupported_parameter"
         assert ask(prompt_logprobs=1, max_tokens=0).parameters["max_tokens"] == 0
+
+
+def test_errors_name_max_tokens_as_the_caller_does() -> None:
+    with pytest.raises(ApiError, match="max_completion_tokens must be >= 1") as caught:
+        of_chat(max_completion_tokens=0)
+    assert caught.value.param == "max_completion_tokens"
+    fields: dict[str, Any] = {"min_tokens": 9, "max_completion_tokens": 3}
+    renderer = ChatRenderer(chat(**fields))
+    error = InvalidArgument("min_tokens must be <= max_tokens 3, got 9")
+    told = api_error(error, renderer.fields, renderer.names)
+    assert told.message == "min_tokens must be <= max_completion_tokens 3, got 9"
 
 
 def test_counts_are_asked_for_where_they_are_told() -> None:

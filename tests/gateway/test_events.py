@@ -10,8 +10,9 @@ from minisgl_client.answer import Delta, TokenLogprob, TokenLogprobs
 from minisgl_gateway.answers import Counts, Echo, Heading
 from minisgl_gateway.errors import ApiError
 from minisgl_gateway.events import ChatWriter, CompletionWriter, usage_event
-from minisgl_gateway.parts import AnswerReader
+from minisgl_gateway.parts import AnswerReader, Ending, Piece
 from minisgl_gateway.renderers import Writer
+from minisgl_gateway.thinking import Thought
 from minisgl_gateway.tool_dialects import dialect_of
 from openai.types import Completion
 from openai.types.chat import ChatCompletionChunk
@@ -75,7 +76,7 @@ def test_usage_is_null_until_it_is_told() -> None:
         delta = Delta(
             finish_reason=reason, num_input_tokens=5, num_output_tokens=2, num_cached_tokens=4
         )
-        counts.add(delta, prompt=True)
+        counts.add(delta, prompt=True, num_thought_tokens=1)
         counts.add(delta, prompt=False)
     (chunk,) = events(usage_event(HEADING, "text_completion", counts))
     assert chunk["choices"] == []
@@ -84,6 +85,7 @@ def test_usage_is_null_until_it_is_told() -> None:
         "completion_tokens": 8,
         "total_tokens": 13,
         "prompt_tokens_details": {"cached_tokens": 4},
+        "completion_tokens_details": {"reasoning_tokens": 2},
     }
 
 
@@ -104,6 +106,18 @@ def test_usage_so_far_is_told_by_every_chunk() -> None:
         assert chunks[0]["usage"]["completion_tokens"] == 2
         assert chunks[-1]["usage"]["completion_tokens"] == 3
         assert chunks[-1]["usage"]["total_tokens"] == 8
+
+
+def test_usage_so_far_tells_the_tokens_of_thoughts() -> None:
+    writer = ChatWriter(HEADING, 0, continuous=True)
+    pieces = [
+        Piece(Delta(num_output_tokens=2), [Thought("Hm.")], num_thought_tokens=2),
+        Piece(Delta(num_output_tokens=1), ["Yes"], ending=Ending("stop")),
+    ]
+    chunks = [chunk for piece in pieces for chunk in events(writer.push(piece))]
+    assert [chunk["usage"]["completion_tokens"] for chunk in (chunks[0], chunks[-1])] == [2, 3]
+    for chunk in chunks:
+        assert chunk["usage"]["completion_tokens_details"] == {"reasoning_tokens": 2}
 
 
 def test_the_call_of_a_function_in_the_older_form() -> None:

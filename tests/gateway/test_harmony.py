@@ -73,6 +73,7 @@ ANSWERS: Final = [
     (f"{FINAL}{CALL}", ("", CALL, [])),
     (f'{CALL}{{"at": ', ("", '{"at": ', [])),
     (f"{CALL}[1]", ("", "[1]", [])),
+    (f'{CALL}{{"at": NaN}}', ("", '{"at": NaN}', [])),
     ("<|channel|>commentary to=browser.open<|message|>{}", ("", "{}", [])),
     ("No header.", ("", "No header.", [])),
     ("", ("", "", [])),
@@ -217,10 +218,14 @@ def client_of(gateway: Gateway) -> OpenAI:
 
 @pytest.mark.server
 def test_thoughts_text_and_call_of_an_answer(speaking: OpenAI) -> None:
-    choice: Any = speaking.chat.completions.create(**ASKED, tools=NOT_STRICT).choices[0]
+    whole = speaking.chat.completions.create(**ASKED, tools=NOT_STRICT)
+    choice: Any = whole.choices[0]
     assert choice.finish_reason == "tool_calls"
     assert choice.message.reasoning_content == said.THOUGHT
     assert choice.message.content == said.WORDS
+    assert whole.usage is not None and whole.usage.completion_tokens_details is not None
+    of_thoughts = whole.usage.completion_tokens_details.reasoning_tokens
+    assert of_thoughts is not None and 0 < of_thoughts < whole.usage.completion_tokens
     (call,) = choice.message.tool_calls
     assert (call.function.name, call.function.arguments) == ("weather", said.ARGUMENTS)
     chunks = list(speaking.chat.completions.create(**ASKED, tools=NOT_STRICT, stream=True))

@@ -257,6 +257,17 @@ def test_a_whole_answer() -> None:
     assert sent_back["content"] == "Look:" and sent_back["reasoning_content"] == "Hm."
 
 
+def test_an_input_in_which_the_model_repeats_a_key() -> None:
+    call = CalledTool("f", '{"a": 1, "a": 2}')
+    result = Result("", "stop", None, 3, 5, 2, (), None, None, "", None, 0.0)
+    body = json.loads(
+        MessagesRenderer(read()).body([Piece(result, [call], 1, Ending("stop"))], Counts(3, 5, 2))
+    )
+    assert body["content"][0]["input"] == {"a": 2}
+    deltas = [event["delta"] for event in streamed(pieces([call])) if "delta" in event]
+    assert deltas[0]["partial_json"] == call.arguments
+
+
 @pytest.mark.parametrize(
     "thinking", [None, {"type": "disabled"}, {"type": "adaptive", "display": "omitted"}]
 )

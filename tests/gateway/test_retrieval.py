@@ -169,7 +169,17 @@ def test_what_cannot_be_ranked_is_refused(gateway: Gateway) -> None:
     assert "top_n must be >= 1" in reranked(gateway, DOCUMENTS, top_n=0).text
     too_long = reranked(gateway, ["word " * 40000])
     assert too_long.status_code == 400
-    assert "maximum context length" in too_long.json()["error"]["message"]
+    error = too_long.json()["error"]
+    assert "maximum context length" in error["message"]
+    assert "reduce the length of the documents" in error["message"]
+    assert error["param"] == "documents"
+
+
+def test_a_query_beyond_the_context_is_refused_at_its_first_document(gateway: Gateway) -> None:
+    """Not once all questions are tokenized: each of them has the query again."""
+    answer = reranked(gateway, ["word"] * 2048, query="word " * 60_000)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["code"] == "context_length_exceeded"
 
 
 @pytest.mark.parametrize("protocol", ["grpc", "http"])

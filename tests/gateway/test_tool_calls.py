@@ -133,6 +133,7 @@ NO_CALLS: Final = [
     '{"name": "f", "arguments": {}, }',
     '{"name": "f", "arguments": {"x": NaN}}',
     '{"name": "f", "arguments": {"x": 01}}',
+    f'{{"name": "f", "arguments": {{"x": {"1" * 5000}}}}}',
     '{"name": "f", "arguments": {"x": 1.}}',
     '{"name": "f", "arguments": {"x": tru}}',
     '{"name": "f", "arguments": {"x": "\\x"}}',

@@ -7,11 +7,10 @@ through the same blocks for both.
 
 from __future__ import annotations
 
+import json
 import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
-
-from minisgl_client import strict_json
 
 from minisgl_gateway.answers import Counts
 from minisgl_gateway.call_syntax import CalledTool
@@ -54,7 +53,6 @@ class MessagesRenderer:
         """Whether that block is thoughts; None if there is none."""
         self._delta = ""
         self._begun = False
-        self._num_thought_tokens = 0
 
     @property
     def id(self) -> str:
@@ -71,7 +69,6 @@ class MessagesRenderer:
     def push(self, piece: Piece) -> bytes:
         """The events of a piece of the answer."""
         events = [] if self._begun else self._begin(piece)
-        self._num_thought_tokens += piece.num_thought_tokens
         for part in piece.parts:
             if isinstance(part, CalledTool):
                 events += [*self._close(), *self._call(part)]
@@ -112,7 +109,7 @@ class MessagesRenderer:
             counts.num_input_tokens,
             counts.num_cached_tokens,
             counts.num_output_tokens,
-            self._num_thought_tokens,
+            counts.num_thought_tokens,
         )
 
     # --- blocks ------------------------------------------------------------------------------
@@ -163,7 +160,7 @@ class MessagesRenderer:
         block = schema.AnsweredToolUseBlock(
             id=f"toolu_{uuid.uuid4().hex[:24]}",
             name=call.name,
-            input=strict_json.loads(call.arguments),
+            input=json.loads(call.arguments),  # of a key written twice the last value
         )
         self._message.content.append(block)
         begun = {**block.model_dump(), "input": {}}

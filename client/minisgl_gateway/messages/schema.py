@@ -152,15 +152,20 @@ class CountTokensRequest(Body):
     not_offered = MappingProxyType(
         {
             "betas": ([],),
+            "billing_policy": (),
+            "compaction": (),
             "container": (),
             "context_management": (
                 {"edits": []},
                 {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
             ),
             "diagnostics": (),
+            "fallback_credit_token": (),
+            "fallbacks": ([], "default"),
             "inference_geo": (),
             "mcp_servers": ([],),
             "speed": ("standard",),
+            "thread": (),
             "user_profile_id": (),
             "workspace_id": (),
         }

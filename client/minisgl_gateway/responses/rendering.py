@@ -87,7 +87,6 @@ class ResponseRenderer:
         self._number = 0
         self._logprobs: list[answer_schema.TokenLogprob] = []
         """Of tokens whose text has not come yet."""
-        self._num_thought_tokens = 0
 
     @property
     def id(self) -> str:
@@ -109,7 +108,6 @@ class ResponseRenderer:
             events += [self._event(f"response.{name}", told) for name in ("created", "in_progress")]
         if self._num_logprobs is not None:
             self._logprobs += chat_logprobs(piece.source.logprobs, self._num_logprobs).content
-        self._num_thought_tokens += piece.num_thought_tokens
         for part in piece.parts:
             if isinstance(part, CalledTool):
                 events += [*self._close("completed"), *self._call(part)]
@@ -154,7 +152,7 @@ class ResponseRenderer:
             input_tokens_details=schema.InputTokensDetails(cached_tokens=counts.num_cached_tokens),
             output_tokens=counts.num_output_tokens,
             output_tokens_details=schema.OutputTokensDetails(
-                reasoning_tokens=self._num_thought_tokens
+                reasoning_tokens=counts.num_thought_tokens
             ),
             total_tokens=counts.num_input_tokens + counts.num_output_tokens,
         )

@@ -19,6 +19,7 @@ from minisgl_gateway.strict_schema import (
     MAX_TOOLS,
     Body,
     DirectCaller,
+    PromptCacheOptions,
     Strict,
     by_type,
     label,
@@ -97,6 +98,7 @@ class FunctionCallOutputItem(Strict):
     call_id: str
     output: str | InputTexts
     name: str | None = None
+    namespace: str | None = label("of the call, which has it, too; no effect")
     id: str | None = None
     status: Status | None = _status()
     caller: DirectCaller | None = None
@@ -231,16 +233,10 @@ class ReasoningConfig(Strict):
     effort: Effort | None = None
     summary: str | None = label("thoughts are told as they are; no effect")
     generate_summary: str | None = label("thoughts are told as they are; no effect")
+    mode: Literal["standard"] | None = None
     context: Literal["auto", "all_turns", "current_turn"] | None = Field(
         None, description="the chat template decides what it shows of earlier thoughts; no effect"
     )
-
-
-class PromptCacheOptions(Strict):
-    """How long prefixes are to stay; here they stay while there is room."""
-
-    mode: Literal["implicit", "explicit"] | None = None
-    ttl: str | None = None
 
 
 class ResponseStreamOptions(Strict):

@@ -270,14 +270,16 @@ class ReplicatedEngine(Door):
     def take(self, replica: int, message: Message) -> None:
         """Take news and counts of a replica."""
         events: list[_Delivery] = []
-        with self._changed:
-            if "stats" in message:
-                self._counts[replica].now = decode_stats(message["stats"])
-            for news in message.get("news", ()):
-                self._take_news(replica, news, events)
+        try:
+            with self._changed:
+                if "stats" in message:
+                    self._counts[replica].now = decode_stats(message["stats"])
+                for news in message.get("news", ()):
+                    self._take_news(replica, news, events)
+        finally:  # if one breaks the bookkeeping, the requests that ended before it are forgotten
+            self._deliver(events)
         if "samples" in message:
             self._recorder.add_samples(decode_samples(message["samples"]))
-        self._deliver(events)
 
     def lost(self, replica: int, *, is_last: bool) -> None:
         """A replica has ended, and all that it had with it."""
@@ -285,13 +287,13 @@ class ReplicatedEngine(Door):
             self._leave(replica)
             self._is_gone[replica] = is_last
             self._counts[replica].end()
+            self._shadow.forget(replica)
+            if self._is_told_to_stop:
+                return  # ``close`` ends its requests
             prompts = dict.fromkeys(sample.prompt for sample in self._open.values())
             orphans = [prompt for prompt in prompts if prompt.placement.replica == replica]
             for prompt in orphans:
                 self._router.end(prompt.placement)
-            self._shadow.forget(replica)
-            if self._is_told_to_stop:
-                return  # ``close`` ends them
             ends = [end for prompt in orphans for end in self._move(prompt)]
         self._deliver(ends)
 
@@ -331,9 +333,8 @@ class ReplicatedEngine(Door):
         """A token has come that begins a page, or the first of the sample. Its placement goes to
         ``grown`` for each new page."""
         prompt, page_size = sample.prompt, self.info.page_size
-        if not prompt.has_told:
-            prompt.has_told = True
-            self._router.computed(prompt.placement)
+        prompt.has_told = True
+        self._router.computed(prompt.placement)
         while sample.num_until_page <= 0:
             place = sample.num_positions % page_size
             if not place:

@@ -119,13 +119,9 @@ class CacheShadow:
         """The replica has lost its cache; what is expected of it stays."""
         self.evict(replica, np.flatnonzero(self._keys[replica]).astype(np.int32))
 
-    def longest(
-        self, keys: Keys, among: Replicas, *, expected: bool = True
-    ) -> tuple[int, Replicas]:
-        """Number of pages of the longest prefix that one of the replicas ``among`` has, and those
-        of them that have it: all, if it is 0. With ``expected``, pages that are only expected
-        count, too.
-        """
+    def longest(self, keys: Keys, among: Replicas) -> tuple[int, Replicas]:
+        """Number of pages of the longest prefix that one of the replicas ``among`` has cached, or
+        is expected to publish, and those of them that have it: all, if it is 0."""
         cached, item = self._cached.get, keys.item
         low, high, found = 0, len(keys), among
         while low < high:  # the first ``low`` pages are held by ``found``
@@ -135,8 +131,6 @@ class CacheShadow:
                 low, found = middle + 1, holders
             else:
                 high = middle
-        if not expected:
-            return low, found
         further, expecting = self._expected.longest(keys, among)
         if further > low:
             return further, expecting

@@ -25,9 +25,9 @@ from minisgl_backend.wire.answer import (
 )
 from minisgl_backend.wire.generation import Wanted
 from minisgl_backend.wire.packets import Packet, SampleNews, StreamStart, Times, Verdict
-from minisgl_backend.wire.parameters import output_tensors
+from minisgl_backend.wire.parameters import OUTPUTS
 from tests.fakes.packets import make_packet
-from tests.fakes.vocabularies import byte_level
+from tests.fakes.vocabularies import byte_level, token_text
 
 VOCABULARY = Vocabulary.of(byte_level())
 END = next(iter(VOCABULARY.special))
@@ -231,7 +231,7 @@ def test_all_outputs_have_the_types_of_the_table() -> None:
         "TYPE_INT64": np.int64,
         "TYPE_FP32": np.float32,
     }
-    tensors = output_tensors(text=True)
+    tensors = [entry.tensor for entry in OUTPUTS]
     assert set(arrays) == {tensor.name for tensor in tensors}
     for tensor in tensors:
         assert arrays[tensor.name].dtype == types[tensor.data_type]
@@ -273,11 +273,11 @@ def test_logprobs_as_json() -> None:
         TokenLogprobs(-3.0, 4, ((5, -0.25),)),
     ]
     shown = json.loads(logprobs_json([5, END], logprobs, VOCABULARY.token_bytes))
-    five = VOCABULARY.token_text(5)
+    five = token_text(VOCABULARY, 5)
     assert shown == [
         {
             "5": {"logprob": -0.5, "rank": 1, "decoded_token": five},
-            "6": {"logprob": LEAST_LOGPROB, "rank": 2, "decoded_token": VOCABULARY.token_text(6)},
+            "6": {"logprob": LEAST_LOGPROB, "rank": 2, "decoded_token": token_text(VOCABULARY, 6)},
         },
         {
             str(END): {"logprob": -3.0, "rank": 4, "decoded_token": VOCABULARY.names[END]},

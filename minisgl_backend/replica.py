@@ -44,7 +44,7 @@ from minisgl_backend.replicas.messages import (
     send,
 )
 from minisgl_backend.request import Event, Failed, Finished, RequestId, samples_of
-from minisgl_backend.routing.shadow import TreeReports
+from minisgl_backend.routing.cache_index import TreeReports
 from minisgl_backend.runtime.engine import Engine
 from minisgl_backend.runtime_files import State
 

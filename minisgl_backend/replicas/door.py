@@ -9,7 +9,7 @@ what breaks a replica breaks two at most.
 
 Invariants: every accepted request gets exactly one terminal event. Events of a request are
 delivered in order, by the thread of the replica that has it. The lock of ``_changed`` guards the
-router, the shadow and the open requests; no sink is called while it is held.
+router, the cache index and the open requests; no sink is called while it is held.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ from minisgl_backend.request import (
     Sink,
     TokenId,
 )
+from minisgl_backend.routing.cache_index import CacheIndex
 from minisgl_backend.routing.router import Balance, Capacity, Placement, Router
-from minisgl_backend.routing.shadow import CacheShadow
 from minisgl_backend.runtime.door import Door, EngineInfo, Health, ReplicaStats, shutting_down
 from minisgl_backend.runtime.open_requests import OpenRequest
 from minisgl_backend.runtime.recorder import EngineStats, Samples
@@ -167,9 +167,9 @@ class ReplicatedEngine(Door):
             balance = replace(balance, ratio=options.routing_ratio)
         if options.routing_slack is not None:
             balance = replace(balance, slack=options.routing_slack)
-        self._shadow = CacheShadow(len(infos), max(num_pages))
+        self._cache_index = CacheIndex(len(infos), max(num_pages))
         self._router = Router(
-            self._shadow,
+            self._cache_index,
             page_size=first.page_size,
             capacity=Capacity(
                 first.max_running_requests, options.max_prefill_tokens, min(num_pages)
@@ -287,7 +287,7 @@ class ReplicatedEngine(Door):
             self._leave(replica)
             self._is_gone[replica] = is_last
             self._counts[replica].end()
-            self._shadow.forget(replica)
+            self._cache_index.forget(replica)
             if self._is_told_to_stop:
                 return  # ``close`` ends its requests
             prompts = dict.fromkeys(sample.prompt for sample in self._open.values())
@@ -314,11 +314,11 @@ class ReplicatedEngine(Door):
             events.append(tokens)
         elif head == "+":
             keys, pages = np.array(news[1], np.uint64), np.array(news[2], np.int32)
-            self._shadow.publish(replica, keys, pages)
+            self._cache_index.publish(replica, keys, pages)
         elif head == "-":
-            self._shadow.evict(replica, np.array(news[1], np.int32))
+            self._cache_index.evict(replica, np.array(news[1], np.int32))
         elif head == "0":
-            self._shadow.forget(replica)
+            self._cache_index.forget(replica)
         elif head == "l":
             assert self._loaded is not None
             answer = news[2] if len(news) == 3 else (news[2], news[3], news[4])

@@ -70,7 +70,7 @@ class Gatherer:
             self._is_urgent |= news[0] == "l"
             return
         _, keys, pages = news
-        # a key that comes again moves to another page: the shadow has to see both
+        # a key that comes again moves to another page: the index has to see both
         if self._published and self._published.isdisjoint(keys):
             last = self._news[-1]
             last[1] += keys

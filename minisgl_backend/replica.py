@@ -52,7 +52,7 @@ logger = logging.getLogger(__name__)
 
 _PULSE_EVERY_S: Final = 0.25
 _MOST_AT_ONCE: Final = 4096
-"""Events and pieces of news that are gathered before some are told."""
+"""Events and other updates that are gathered before some are sent."""
 
 
 def serve(connection: socket.socket, parts: Parts = STANDARD) -> int:
@@ -61,14 +61,14 @@ def serve(connection: socket.socket, parts: Parts = STANDARD) -> int:
     first = incoming.receive()
     if first is None:
         return 1
-    news: queue.SimpleQueue[Happened] = queue.SimpleQueue()
+    happened: queue.SimpleQueue[Happened] = queue.SimpleQueue()
     try:
         options = EngineOptions.from_mapping(first["options"])
         watch = TreeReports(
             options.page_size,
-            publish=lambda keys, pages: news.put(["+", keys.tolist(), pages.tolist()]),
-            evict=lambda pages: news.put(["-", pages.tolist()]),
-            forget=lambda: news.put(["0"]),
+            publish=lambda keys, pages: happened.put(["+", keys.tolist(), pages.tolist()]),
+            evict=lambda pages: happened.put(["-", pages.tolist()]),
+            forget=lambda: happened.put(["0"]),
         )
         engine = build_engine_alone(options, parts, watch=watch)
     except Exception as error:
@@ -82,12 +82,12 @@ def serve(connection: socket.socket, parts: Parts = STANDARD) -> int:
     stats = encode_stats(engine.stats())
     send(connection, {"info": encode_info(engine.info), "stats": stats})
     sender = threading.Thread(
-        target=_send_news, args=(connection, engine, news), name="news", daemon=True
+        target=_send_updates, args=(connection, engine, happened), name="updates", daemon=True
     )
     sender.start()
     with ThreadPoolExecutor(1, thread_name_prefix="adapter orders") as orders:
         while (message := incoming.receive()) is not None:
-            _take(message, engine, news.put, orders)
+            _take(message, engine, happened.put, orders)
         orders.shutdown(cancel_futures=True)
     engine.close(drain_s=0)
     return 0
@@ -146,10 +146,10 @@ def _unload(name: str, engine: Engine) -> None:
         engine.pool.unload(name)
 
 
-def _send_news(
+def _send_updates(
     connection: socket.socket, engine: Engine, happened: queue.SimpleQueue[Happened]
 ) -> None:
-    """Send news as they come, and signs of life; end the process when the engine has broken."""
+    """Send updates as they come, and signs of life; end the process when the engine has broken."""
     gatherer = Gatherer()
     sent_s = samples_due_s = 0.0
     with suppress(OSError):  # the door is gone, and this process will be
@@ -157,14 +157,14 @@ def _send_news(
             is_broken = engine.health().state is State.BROKEN
             _gather(happened, gatherer)
             now_s = time.monotonic()
-            news = gatherer.take(now_s, everything=is_broken)
-            if is_broken and not news:
+            updates = gatherer.take(now_s, everything=is_broken)
+            if is_broken and not updates:
                 logger.error("the engine has broken: this process ends")
                 logging.shutdown()
                 os._exit(1)
             message: dict[str, Any] = {"stats": encode_stats(engine.stats())}
-            if news:
-                message["news"] = news
+            if updates:
+                message["updates"] = updates
             elif now_s - sent_s >= _PULSE_EVERY_S:
                 message["pulse"] = engine.health().tick_age_s
             else:

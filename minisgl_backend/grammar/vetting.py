@@ -140,7 +140,7 @@ class Vetting:
         self._keeper = subprocess.Popen(
             [sys.executable, "-m", "minisgl_backend.grammar.vetting", *map(str, theirs)],
             stdin=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,  # a panic of Rust's is no news
+            stderr=subprocess.DEVNULL,  # Rust prints its panics there
             pass_fds=theirs,
             env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},  # numpy's threads would not be forked
             text=True,

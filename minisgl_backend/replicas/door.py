@@ -1,6 +1,6 @@
 """The door of several replicas: one engine to its callers, and each request at one replica.
 
-Knows what the replicas have cached and how busy they are, from their news (``routing``), and all
+Knows what the replicas have cached and how busy they are, from their updates (``routing``), and all
 open requests. Must not know processes, tensors or Triton.
 
 A request is routed when it is accepted, and waits at its replica. If that ends, the samples of a
@@ -28,7 +28,7 @@ from minisgl_backend.precheck import adapter_tasks
 from minisgl_backend.replicas.adapters import ReplicatedAdapters
 from minisgl_backend.replicas.messages import (
     Message,
-    News,
+    Update,
     decode_event,
     decode_samples,
     decode_stats,
@@ -268,14 +268,14 @@ class ReplicatedEngine(Door):
                 self._join(replica)
 
     def take(self, replica: int, message: Message) -> None:
-        """Take news and counts of a replica."""
+        """Take updates and counts of a replica."""
         events: list[_Delivery] = []
         try:
             with self._changed:
                 if "stats" in message:
                     self._counts[replica].now = decode_stats(message["stats"])
-                for news in message.get("news", ()):
-                    self._take_news(replica, news, events)
+                for update in message.get("updates", ()):
+                    self._take_update(replica, update, events)
         finally:  # if one breaks the bookkeeping, the requests that ended before it are forgotten
             self._deliver(events)
         if "samples" in message:
@@ -297,13 +297,13 @@ class ReplicatedEngine(Door):
             ends = [end for prompt in orphans for end in self._move(prompt)]
         self._deliver(ends)
 
-    def _take_news(self, replica: int, news: News, events: list[_Delivery]) -> None:
-        head = news[0]
+    def _take_update(self, replica: int, update: Update, events: list[_Delivery]) -> None:
+        head = update[0]
         if head == "t":
             tokens, grown = _Tokens([], []), list[Placement]()
             add_entry, add_token_ids = tokens.entries.append, tokens.token_ids.append
             # most of what this process does, with many replicas
-            for sample, token_ids in zip(map(self._open.get, news[1]), news[2], strict=True):
+            for sample, token_ids in zip(map(self._open.get, update[1]), update[2], strict=True):
                 if sample is not None:
                     sample.num_until_page -= len(token_ids)
                     if sample.num_until_page <= 0:
@@ -313,21 +313,21 @@ class ReplicatedEngine(Door):
             self._router.grow(grown)
             events.append(tokens)
         elif head == "+":
-            keys, pages = np.array(news[1], np.uint64), np.array(news[2], np.int32)
+            keys, pages = np.array(update[1], np.uint64), np.array(update[2], np.int32)
             self._cache_index.publish(replica, keys, pages)
         elif head == "-":
-            self._cache_index.evict(replica, np.array(news[1], np.int32))
+            self._cache_index.evict(replica, np.array(update[1], np.int32))
         elif head == "0":
             self._cache_index.forget(replica)
         elif head == "l":
             assert self._loaded is not None
-            answer = news[2] if len(news) == 3 else (news[2], news[3], news[4])
-            if self._loaded.answered(replica, news[1], answer):
+            answer = update[2] if len(update) == 3 else (update[2], update[3], update[4])
+            if self._loaded.answered(replica, update[1], answer):
                 self._join(replica)
         else:
-            sample = self._open.get(RequestId(news[1]))
+            sample = self._open.get(RequestId(update[1]))
             if sample is not None:
-                events.extend(self._take_event(replica, sample, decode_event(news)))
+                events.extend(self._take_event(replica, sample, decode_event(update)))
 
     def _turn_pages(self, sample: _Sample, grown: list[Placement]) -> None:
         """A token has come that begins a page, or the first of the sample. Its placement goes to
@@ -385,8 +385,8 @@ class ReplicatedEngine(Door):
 
     def _send_abort(self, sample: _Sample) -> None:
         assert sample.end is not None
-        news = encode_event(sample.entry.request.id, sample.end)
-        self._replicas[sample.prompt.placement.replica].send({"abort": news})
+        end = encode_event(sample.entry.request.id, sample.end)
+        self._replicas[sample.prompt.placement.replica].send({"abort": end})
 
     def _join(self, replica: int) -> None:
         self._is_up[replica] = True

@@ -118,7 +118,8 @@ class Draft:
     ) -> StepPlan:
         """The finished plan, which shares no memory with anything that will change.
 
-        ``masked``, bool[num_rows], says which rows have a grammar. ``windows`` gives its news.
+        ``masked``, bool[num_rows], says which rows have a grammar. ``windows`` gives its
+        broken pages and its grants.
         """
         rows, starts, lengths, samples = _columns(self._chunks, 4)
         chunks = PromptChunks(rows, starts, lengths, samples, _joined(self._tokens))

@@ -209,7 +209,7 @@ class Dispatcher:
         if stream.is_acknowledged and not packet.is_last:
             self._outbox.sent(stream.key)
         stream.responder.send(stream.encode(packet), final=packet.is_last)
-        self._on_packet(sum(len(news.token_ids) for news in packet.news))
+        self._on_packet(sum(len(delta.token_ids) for delta in packet.deltas))
         if packet.is_last:
             self.discard(stream)
             if packet.error is not None and len(stream.sample_ids) > 1:

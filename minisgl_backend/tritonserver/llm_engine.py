@@ -50,7 +50,7 @@ from minisgl_backend.tritonserver.tensors import make_response, text_array
 from minisgl_backend.tritonserver.unload_watcher import UnloadWatcher
 from minisgl_backend.wire.answer import Answer, SampleAnswer, answer_arrays
 from minisgl_backend.wire.generation import AdapterOrder, Generation, Stopped, StopRequest, Wanted
-from minisgl_backend.wire.packets import Packet, SampleNews, StreamStart
+from minisgl_backend.wire.packets import Packet, SampleDelta, StreamStart
 from minisgl_backend.wire.parameters import LORA_ADAPTERS
 
 logger = logging.getLogger(__name__)
@@ -242,7 +242,7 @@ class TritonPythonModel:
                 self._dispatcher.channel.path,
                 self._dispatcher.new_key(),
                 index=0,
-                news=[SampleNews(finish=_CANCELLED, sample=sample) for sample in range(n)],
+                deltas=[SampleDelta(finish=_CANCELLED, sample=sample) for sample in range(n)],
                 start=StreamStart(num_input_tokens=0, wanted=wanted, num_samples=n, n=n),
                 is_last=True,
             )

@@ -1,5 +1,5 @@
-"""The door of replicas whose news come in an order of our choosing: what happens to requests when a
-replica ends at a certain moment cannot be provoked with real ones."""
+"""Replicas whose updates come in an order of our choosing: what happens to requests when a replica
+ends at a certain moment cannot be provoked with real ones."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from minisgl_backend.replicas.door import ReplicatedEngine
 from minisgl_backend.replicas.gatherer import Gatherer, Happened
 from minisgl_backend.replicas.messages import (
     Message,
-    News,
+    Update,
     decode_event,
     decode_request,
     encode_event,
@@ -88,11 +88,11 @@ class FakeReplica:
 
     @property
     def aborted(self) -> list[tuple[RequestId, Event]]:
-        news = [message["abort"] for message in self.sent if "abort" in message]
-        return [(RequestId(each[1]), decode_event(each)) for each in news]
+        ends = [message["abort"] for message in self.sent if "abort" in message]
+        return [(RequestId(each[1]), decode_event(each)) for each in ends]
 
 
-def news_of(happened: Iterable[Happened]) -> list[News]:
+def updates_of(happened: Iterable[Happened]) -> list[Update]:
     """What a replica tells of it, all at once."""
     gatherer = Gatherer()
     for each in happened:
@@ -133,11 +133,11 @@ class World:
         )
         return found
 
-    def tell(self, replica: int, *news: News) -> None:
-        self.engine.take(replica, {"news": list(news)})
+    def tell(self, replica: int, *updates: Update) -> None:
+        self.engine.take(replica, {"updates": list(updates)})
 
     def event(self, request_id: RequestId, event: Event) -> None:
-        self.tell(self.place(request_id), *news_of([(request_id, event)]))
+        self.tell(self.place(request_id), *updates_of([(request_id, event)]))
 
 
 def stats(num_steps: int, *, num_running: int = 0) -> EngineStats:
@@ -179,7 +179,9 @@ def test_a_request_that_has_told_nothing_goes_to_another_replica() -> None:
     assert moved.sampling.logit_bias == ((5, 0.5),)
     world.tell(other.number, encode_event(request, Admitted(4)))
     last = Generated(43, is_last=True)
-    world.tell(other.number, *news_of([(request, Generated(42)), (request, last), (request, DONE)]))
+    world.tell(
+        other.number, *updates_of([(request, Generated(42)), (request, last), (request, DONE)])
+    )
     assert world.events[request] == [Admitted(0), Generated(42), Generated(43, None, True), DONE]
     assert world.engine.stats().num_open == 0
 
@@ -365,7 +367,7 @@ def test_a_sink_that_fails_does_not_reach_other_requests() -> None:
 
     world.engine.submit(request, broken)
     replica = world.place(good)
-    world.tell(replica, *news_of([(request.id, Generated(3)), (good, Generated(3))]))
+    world.tell(replica, *updates_of([(request.id, Generated(3)), (good, Generated(3))]))
     assert world.events[good] == [Generated(3)]
 
 
@@ -383,7 +385,7 @@ def test_common_tokens_go_to_the_buffer_in_order_with_events() -> None:
     last = Generated(5, is_last=True)
     world.tell(
         world.place(request_id),
-        *news_of(
+        *updates_of(
             [
                 (request_id, Admitted(0)),
                 (request_id, Generated(3)),
@@ -417,7 +419,7 @@ def test_a_buffer_whose_reader_fails_does_not_reach_other_requests() -> None:
 
     buffer.wake = fail
     replica = world.place(good)
-    world.tell(replica, *news_of([(request_id, Generated(3)), (good, Generated(3))]))
+    world.tell(replica, *updates_of([(request_id, Generated(3)), (good, Generated(3))]))
     assert world.events[good] == [Generated(3)]
 
 

@@ -1,12 +1,12 @@
-"""A replica of the engine: a process that the door of several started (``replicas``).
+"""A replica of the engine: a process that its parent started as one of several (``replicas``).
 
 As a program, ``python -m minisgl_backend.replica``. It gets three numbers: its own, the descriptor
-of its socket to the door, and the id of the door's process. It reads options, loads the engine, and
+of its socket to the parent, and the parent's process id. It reads options, loads the engine, and
 then takes requests and sends what becomes of them, in the messages of ``replicas.messages``.
 
 A token's way: the engine's thread puts it into a queue; a thread that sends takes all that is there
 by now, and makes one message of it when the ``Gatherer`` says so. So the engine never waits for the
-door. The process ends when the door closes its end, or when the engine breaks: then another
+parent. The process ends when the parent closes its end, or when the engine breaks: then another
 process follows it. Must not know Triton, the other replicas, or why a request comes to this one.
 """
 
@@ -56,7 +56,7 @@ _MOST_AT_ONCE: Final = 4096
 
 
 def serve(connection: socket.socket, parts: Parts = STANDARD) -> int:
-    """Be a replica until the door closes its end; the exit code."""
+    """Be a replica until the parent closes its end; the exit code."""
     incoming = Incoming(connection)
     first = incoming.receive()
     if first is None:
@@ -121,7 +121,7 @@ def _take(
     request, ids = decode_request(message)
     try:
         engine.submit_samples(samples_of(request, ids), [partial(sink, each) for each in ids])
-    except MiniSGLError as error:  # it breaks just now: the door has checked the request itself
+    except MiniSGLError as error:  # it breaks just now: the parent has checked the request
         for each in ids:
             sink(each, Failed(EngineLost(str(error))))
 
@@ -152,7 +152,7 @@ def _send_updates(
     """Send updates as they come, and signs of life; end the process when the engine has broken."""
     gatherer = Gatherer()
     sent_s = samples_due_s = 0.0
-    with suppress(OSError):  # the door is gone, and this process will be
+    with suppress(OSError):  # the parent is gone, and this process will be
         while True:
             is_broken = engine.health().state is State.BROKEN
             _gather(happened, gatherer)
@@ -190,7 +190,7 @@ def main(parts: Parts = STANDARD) -> NoReturn:
     """Be the replica that the process's arguments name, then end the process."""
     number, descriptor, parent = map(int, sys.argv[1:])
     end_with(parent)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is for the door, which ends this
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is for the parent, which ends this
     logging.basicConfig(level=logging.WARNING, format=f"replica {number}: %(name)s: %(message)s")
     logging.getLogger("minisgl_backend").setLevel(logging.INFO)
     code = serve(socket.socket(fileno=descriptor), parts)

@@ -1,9 +1,9 @@
-"""What a replica has not told the door yet, and what of it is told when.
+"""What a replica has not told its parent yet, and what of it is told when.
 
 Events are told at once, and so is the first token of a request, for which its client waits. Other
 common tokens (``TokenBuffer``) of a busy replica gather for some milliseconds, and with them what
-its cache has published: several tokens of a request cost the door little more than one, and all
-replicas share the door. Pure: knows times only as arguments, and no sockets or threads.
+its cache has published: several tokens of a request cost the parent little more than one, and all
+replicas share it. Pure: knows times only as arguments, and no sockets or threads.
 
 Invariant: what is told of a request, or of the cache, is in the order in which it happened, and
 what the cache has published is told before a request that ends later.

@@ -1,6 +1,6 @@
-"""What the door and a replica tell each other: JSON objects, each behind its length.
+"""What a replica and its parent tell each other: JSON objects, each behind its length.
 
-From the door:
+From the parent, the process that starts the replicas:
 
     {"options": {...}}                     at the start
     {"p": prompt, "s": {...}, ...}         a request, with the ids of all its samples and the
@@ -67,7 +67,7 @@ from minisgl_backend.request import (
     SamplingParams,
     TokenLogprobs,
 )
-from minisgl_backend.runtime.door import EngineInfo
+from minisgl_backend.runtime.engine_base import EngineInfo
 from minisgl_backend.runtime.recorder import EngineStats, Samples
 from minisgl_backend.scheduling.report import SchedulerStats
 

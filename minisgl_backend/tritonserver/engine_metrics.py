@@ -25,7 +25,7 @@ from typing import Any, Final, Protocol
 import triton_python_backend_utils as pb_utils
 
 from minisgl_backend.config import EngineOptions
-from minisgl_backend.runtime.door import EngineInfo, ReplicaStats
+from minisgl_backend.runtime.engine_base import EngineInfo, ReplicaStats
 from minisgl_backend.runtime.recorder import REFUSALS, EngineStats, Samples
 from minisgl_backend.tritonserver.metrics import (
     BucketCounts,

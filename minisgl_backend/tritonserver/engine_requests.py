@@ -23,7 +23,7 @@ from minisgl_backend.request import (
     SamplingParams,
     samples_of,
 )
-from minisgl_backend.runtime.door import EngineInfo
+from minisgl_backend.runtime.engine_base import EngineInfo
 from minisgl_backend.tritonserver.responder import Responder, error_response
 from minisgl_backend.tritonserver.response_stream import ResponseStream
 from minisgl_backend.tritonserver.tensors import (

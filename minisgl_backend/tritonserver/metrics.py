@@ -52,7 +52,7 @@ def refusals_family() -> Any:
     """The family of the metric that both engine and tokenizer report."""
     return pb_utils.MetricFamily(
         name="minisgl:requests_rejected_total",
-        description="Requests refused at the door",
+        description="Requests refused on arrival",
         kind=pb_utils.MetricFamily.COUNTER,
     )
 

@@ -133,7 +133,7 @@ class StreamStart:
     ) -> StreamStart:
         """The start of a generation's stream; ``eos_token_ids`` are the model's own."""
         sampling = generation.sampling
-        # ``Door`` adds the same ones; tokens that end the request have no text, special or not
+        # as ``EngineBase`` does; tokens that end the request have no text, special or not
         own = () if sampling.ignore_eos else eos_token_ids
         return cls(
             num_input_tokens=num_input_tokens,

@@ -1,4 +1,4 @@
-"""Adapters of several replicas: known to the door, loaded at each, preferred where they are."""
+"""Adapters of several replicas: known to their parent, loaded at each, preferred where they are."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from minisgl_backend.replicas.messages import Message
 from minisgl_backend.request import Adapter, Request, SamplingParams
 from minisgl_backend.routing.cache_index import CacheIndex
 from minisgl_backend.routing.router import Capacity, Router
-from minisgl_backend.runtime.door import Door
+from minisgl_backend.runtime.engine_base import EngineBase
 from minisgl_kit.adapters import write_adapter
 from tests.parallel.engines import Answer, some_prompts, wait_for_all
 from tests.waiting import wait_until
@@ -39,7 +39,7 @@ OPTIONS: dict[str, Any] = {
 }
 
 
-# --- the door's names, beside replicas that answer when they are told to --------------------------
+# --- the names, beside replicas that answer when they are told to ---------------------------------
 
 
 class Replica:
@@ -230,7 +230,7 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def engine(paths: dict[str, Path]) -> Iterator[Door]:
+def engine(paths: dict[str, Path]) -> Iterator[EngineBase]:
     """Two replicas, with the first adapter from the start."""
     name, path = next(iter(paths.items()))
     options = EngineOptions(data_parallel_size=2, lora_modules=f"{name}={path}", **OPTIONS)
@@ -241,7 +241,7 @@ def engine(paths: dict[str, Path]) -> Iterator[Door]:
         engine.close(drain_s=0)
 
 
-def answered(engine: Door, names: list[str | None]) -> list[list[int]]:
+def answered(engine: EngineBase, names: list[str | None]) -> list[list[int]]:
     """The tokens of some prompts with adapters in turns."""
     prompts = some_prompts(18, vocab_size=engine.info.vocab_size)
     answers = []
@@ -256,7 +256,7 @@ def answered(engine: Door, names: list[str | None]) -> list[list[int]]:
     return [answer.tokens for answer in answers]
 
 
-def test_replicas_have_the_same_adapters(engine: Door, paths: dict[str, Path]) -> None:
+def test_replicas_have_the_same_adapters(engine: EngineBase, paths: dict[str, Path]) -> None:
     """Tokens are those of one engine: after loading, and after one was killed and came back."""
     names: list[str | None] = [*paths, None]
     with_one = EngineOptions(**OPTIONS)
@@ -282,7 +282,7 @@ def test_replicas_have_the_same_adapters(engine: Door, paths: dict[str, Path]) -
     assert engine.replicas()[0].num_routed > before
 
 
-def test_loading_and_unloading_beside_requests(engine: Door, paths: dict[str, Path]) -> None:
+def test_loading_and_unloading_beside_requests(engine: EngineBase, paths: dict[str, Path]) -> None:
     path = str(paths["seed-2"])
     ended = threading.Event()
     failures: list[BaseException] = []
@@ -311,7 +311,7 @@ def test_loading_and_unloading_beside_requests(engine: Door, paths: dict[str, Pa
     assert "passing" not in engine.adapters.known()
 
 
-def test_running_adapters_are_those_of_all(engine: Door) -> None:
+def test_running_adapters_are_those_of_all(engine: EngineBase) -> None:
     answers = [Answer(engine.new_id()) for _ in range(8)]
     long = SamplingParams(max_tokens=3000, ignore_eos=True)
     for number, answer in enumerate(answers):

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from minisgl_backend.config import EngineOptions
 from minisgl_backend.errors import Cancelled, InvalidRequest, Overloaded, Recovering, Unsupported
-from minisgl_backend.runtime.door import ReplicaStats
+from minisgl_backend.runtime.engine_base import ReplicaStats
 from minisgl_backend.runtime.recorder import EngineStats, Recorder, Samples
 from minisgl_backend.scheduling.report import SchedulerStats
 from minisgl_backend.tritonserver.engine_metrics import EngineMetrics

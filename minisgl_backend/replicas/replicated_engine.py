@@ -1,4 +1,4 @@
-"""The door of several replicas: one engine to its callers, and each request at one replica.
+"""Several replicas as one engine: each request is routed to one of them.
 
 Knows what the replicas have cached and how busy they are, from their updates (``routing``), and all
 open requests. Must not know processes, tensors or Triton.
@@ -49,7 +49,13 @@ from minisgl_backend.request import (
 )
 from minisgl_backend.routing.cache_index import CacheIndex
 from minisgl_backend.routing.router import Balance, Capacity, Placement, Router
-from minisgl_backend.runtime.door import Door, EngineInfo, Health, ReplicaStats, shutting_down
+from minisgl_backend.runtime.engine_base import (
+    EngineBase,
+    EngineInfo,
+    Health,
+    ReplicaStats,
+    shutting_down,
+)
 from minisgl_backend.runtime.open_requests import OpenRequest
 from minisgl_backend.runtime.recorder import EngineStats, Samples
 from minisgl_backend.runtime_files import State
@@ -62,7 +68,7 @@ _NO_STATS: Final = EngineStats.sum([])
 
 
 class Replica(Protocol):
-    """A replica as the door reaches it: ``ReplicaProcess`` documents the members in full."""
+    """A replica as it is reached from here: ``ReplicaProcess`` documents the members in full."""
 
     pid: int | None
     num_starts: int
@@ -139,7 +145,7 @@ class _Tokens(NamedTuple):
 _Delivery: TypeAlias = tuple[Sink, Event] | _Tokens
 
 
-class ReplicatedEngine(Door):
+class ReplicatedEngine(EngineBase):
     """Routes requests to replicas of one model, which are added once they are loaded."""
 
     def __init__(

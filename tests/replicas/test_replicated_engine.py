@@ -18,7 +18,6 @@ from minisgl_backend.errors import (
     Overloaded,
     Recovering,
 )
-from minisgl_backend.replicas.door import ReplicatedEngine
 from minisgl_backend.replicas.gatherer import Gatherer, Happened
 from minisgl_backend.replicas.messages import (
     Message,
@@ -29,6 +28,7 @@ from minisgl_backend.replicas.messages import (
     encode_samples,
     encode_stats,
 )
+from minisgl_backend.replicas.replicated_engine import ReplicatedEngine
 from minisgl_backend.request import (
     Admitted,
     BufferedSink,

@@ -166,7 +166,7 @@ def test_loading_does_not_wait_for_lost_replicas(world: World) -> None:
         world.adapters.load("c", "/c")
 
 
-def test_loading_ends_with_the_door(world: World) -> None:
+def test_loading_ends_with_the_engine(world: World) -> None:
     future = world.load("a")
     world.adapters.close()
     with pytest.raises(Recovering):

@@ -68,7 +68,7 @@ class PacedExecutor:
         """Enqueue a step behind the last one."""
         for admission in plan.admissions:
             self._prompts[admission.row] = admission.num_prompt_tokens
-        last = plan.chunks.samples != 0
+        last = plan.chunks.are_last != 0
         rows = plan.sample_rows
         ends = plan.chunks.ends[last]
         # index of the token that is sampled, counted from the end of the row's prompt

@@ -70,9 +70,9 @@ def _none() -> IntArray:
 class Draws:
     """What ranks other than 0 must know about how admitted rows are sampled, int32[num_rows].
 
-    ``temperatures`` are the bits of float32 numbers, 0 for greedy rows; of the ``seeds``
-    [2 * num_rows] each is two words. ``are_whole`` is 1 if it takes the logits of all ranks to
-    sample the row, or what only rank 0 knows: the ranks then do without the rest.
+    ``temperatures`` are the bits of float32 numbers, 0 for greedy rows; each of the ``seeds``
+    [2 * num_rows] is two words. ``are_whole`` is 1 for a row that only rank 0 can sample, from the
+    logits of all ranks or by what only it knows; the other fields are then not used.
     """
 
     rows: IntArray = field(default_factory=_none)

@@ -25,6 +25,7 @@ from typing import Any, Final, Protocol
 import triton_python_backend_utils as pb_utils
 
 from minisgl_backend.config import EngineOptions
+from minisgl_backend.errors import EngineFailure, InvalidRequest, Overloaded, Unsupported
 from minisgl_backend.runtime.engine_base import EngineInfo, ReplicaStats
 from minisgl_backend.runtime.recorder import REFUSALS, EngineStats, Samples
 from minisgl_backend.tritonserver.metrics import (
@@ -44,6 +45,9 @@ _BATCH_BUCKETS: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 _MOST_ADAPTER_SETS: Final = 256
 """Sets of adapters that are told apart."""
 _MANY: Final = "(many)"
+_FAILURES: Final = (EngineFailure, Overloaded, InvalidRequest, Unsupported)
+"""The errors with which an accepted request may end; the last two are about its grammar or
+adapter."""
 _OF_REQUESTS: Final = {
     "time_to_first_token_s": ("vllm:time_to_first_token_seconds", _LATENCY_BUCKETS),
     "time_per_output_token_s": ("vllm:time_per_output_token_seconds", _LATENCY_BUCKETS),
@@ -149,7 +153,7 @@ class ReportedEngine:
                 pb_utils.MetricFamily.COUNTER,
             ),
             "code",
-            ("INTERNAL", "UNAVAILABLE", "INVALID_ARG"),
+            [error.code for error in _FAILURES],
         )
         self._replicas = self._make_replicas()
         self._counted = [

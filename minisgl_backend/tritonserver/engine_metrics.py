@@ -365,16 +365,17 @@ class AdapterGauge:
         names = (",".join(sorted(running)), ",".join(sorted(waiting)))
         if names == self._reported:
             return
-        self._reported = names
+        told = names
         if names not in self._metrics and len(self._metrics) >= _MOST_ADAPTER_SETS:
-            names = (_MANY, _MANY)
-        if names not in self._metrics:
-            self._metrics[names] = self._families.metric(
+            told = (_MANY, _MANY)
+        if told not in self._metrics:
+            self._metrics[told] = self._families.metric(
                 self._family,
                 {
                     "max_lora": str(self._max_loras),
-                    "running_lora_adapters": names[0],
-                    "waiting_lora_adapters": names[1],
+                    "running_lora_adapters": told[0],
+                    "waiting_lora_adapters": told[1],
                 },
             )
-        self._metrics[names].set(time.time())
+        self._metrics[told].set(time.time())
+        self._reported = names

@@ -32,8 +32,8 @@ from minisgl_backend.replicas.start import start_replicas
 from minisgl_backend.request import TokenId
 from minisgl_backend.resolve import Resolved, resolve
 from minisgl_backend.runtime.adapters import Adapters
-from minisgl_backend.runtime.door import Door, EngineInfo
 from minisgl_backend.runtime.engine import Engine
+from minisgl_backend.runtime.engine_base import EngineBase, EngineInfo
 from minisgl_backend.runtime.ports import Executor, Scheduler
 from minisgl_backend.scheduling.scheduler import SchedulerConfig
 from minisgl_backend.tensor_parallel import lead
@@ -50,7 +50,7 @@ _READ_AT_ONCE: Final = 32_000
 """Tokenizers with at most this many tokens are read for grammars only when the first one comes."""
 
 
-def build_engine(options: EngineOptions, parts: Parts = STANDARD) -> Door:
+def build_engine(options: EngineOptions, parts: Parts = STANDARD) -> EngineBase:
     """Load the model and start the engine, or the replicas that ``options`` ask for.
 
     Raises ``ConfigError``, which says what the operator can correct.

@@ -40,7 +40,7 @@ from minisgl_backend.parts import STANDARD, Parts
 from minisgl_backend.progress import Progress, shown, unseen
 from minisgl_backend.rank_memory import CacheSizes, cache_sizes, make_states, make_storage
 from minisgl_backend.resolve import Resolved
-from minisgl_backend.runtime.door import EngineInfo
+from minisgl_backend.runtime.engine_base import EngineInfo
 from minisgl_backend.weight_format import WeightFormat
 
 logger = logging.getLogger(__name__)

@@ -271,8 +271,8 @@ class EngineOptions:
     )
     cancel_grace_ms: int = option(
         300,
-        "how long a packet may stay unacknowledged after a later one is acknowledged, before its "
-        "request ends",
+        "a packet counts as lost, and its request ends, once one sent this much later is "
+        "acknowledged; a second more if that was on another lane of the detokenizer",
         minimum=1,
     )
     drain_timeout_s: float = option(

@@ -16,12 +16,12 @@ class RoutingRule:
     """Which ``top_k`` of ``num_experts`` experts a token takes, and with which weights.
 
     A router's logits become scores: their softmax, or with ``sigmoid`` the sigmoid of each. The
-    experts of the highest scores are taken; if ``corrected``, of the highest sums of score and a
-    learned number of the expert, which evens out their loads (arXiv 2408.15664). If not all groups
-    of neighbouring experts count, those ``top_groups`` do whose two best experts have the highest
-    sum. A weight is the expert's score, without that number; with ``normalize`` divided by the sum
-    over the token's experts; times ``scale``; if ``scaled``, times another learned number of the
-    expert. Raises ``ConfigError`` if the numbers do not go together.
+    experts with the highest scores are taken; if ``corrected``, those with the highest sums of
+    score and a learned bias of the expert, which evens out their loads (arXiv 2408.15664). Experts
+    are in ``num_groups`` groups of neighbours, and only those in the ``top_groups`` groups count
+    whose two best experts have the highest sum. A weight is the expert's score, without the bias;
+    with ``normalize`` divided by the sum over the token's experts; times ``scale``; if ``scaled``,
+    times a learned factor of the expert. Raises ``ConfigError`` if the numbers do not go together.
     """
 
     num_experts: int
@@ -50,7 +50,7 @@ class RoutingRule:
 
     @property
     def limits_groups(self) -> bool:
-        """Whether there are groups that do not count."""
+        """Whether only some groups count."""
         return self.top_groups < self.num_groups
 
 
@@ -58,8 +58,8 @@ class RoutingRule:
 class SharedExpert:
     """A feed-forward block that every token takes beside its experts.
 
-    ``name`` is its own in the checkpoint. With ``gated``, its result is multiplied by the sigmoid
-    of one more projection of the token, of that name and ``_gate``.
+    ``name`` is its name in the checkpoint. With ``gated``, its result is multiplied by the sigmoid
+    of one more projection of the token, whose name is that and ``_gate``.
     """
 
     name: str
@@ -115,8 +115,8 @@ class ExpertsSpec:
 
     @property
     def num_rows(self) -> int:
-        """Of all weights, of as many numbers as the hidden size each: three to an intermediate
-        feature, one to an expert in the router."""
+        """Rows of hidden_size numbers in all weights: three for each intermediate feature, and one
+        for each expert in the router."""
         rows = self.num_experts * (3 * self.intermediate_size + 1)
         if self.shared is not None:
             rows += 3 * self.shared.intermediate_size + self.shared.gated

@@ -16,8 +16,8 @@ from minisgl_backend.execution.ranks import RankExecutor
 from minisgl_backend.execution.stages import WatchLogits
 from minisgl_backend.grammar.matchers import Grammars
 from minisgl_backend.runtime.adapters import Adapters
-from minisgl_backend.runtime.door import EngineInfo
 from minisgl_backend.runtime.engine import Engine
+from minisgl_backend.runtime.engine_base import EngineInfo
 from minisgl_backend.runtime.ports import Executor
 from minisgl_backend.runtime.ports import Scheduler as SchedulerPort
 from minisgl_backend.scheduling.scheduler import Scheduler, SchedulerConfig

@@ -70,9 +70,9 @@ def _none() -> IntArray:
 class Draws:
     """What ranks other than 0 must know about how admitted rows are sampled, int32[num_rows].
 
-    ``temperatures`` are the bits of float32 numbers, 0 for greedy rows; of the ``seeds``
-    [2 * num_rows] each is two words. ``are_whole`` is 1 if it takes the logits of all ranks to
-    sample the row, or what only rank 0 knows: the ranks then do without the rest.
+    ``temperatures`` are the bits of float32 numbers, 0 for greedy rows; each of the ``seeds``
+    [2 * num_rows] is two words. ``are_whole`` is 1 for a row that only rank 0 can sample, from the
+    logits of all ranks or by what only it knows; the other fields are then not used.
     """
 
     rows: IntArray = field(default_factory=_none)
@@ -130,14 +130,14 @@ class PromptChunks:
     """Parts of prompts to compute, int32[num_chunks]: positions start .. start + length - 1 of a
     row.
 
-    ``tokens`` [sum of lengths] holds their tokens, chunk after chunk. ``samples`` is 1 if the chunk
-    ends with the row's last known token, so that a token is sampled after it, and otherwise 0.
+    ``tokens`` [sum of lengths] holds their tokens, chunk after chunk. ``are_last`` is 1 for a
+    chunk that ends with the row's last known token, so that a token is sampled after it, else 0.
     """
 
     rows: IntArray = field(default_factory=_none)
     starts: IntArray = field(default_factory=_none)
     lengths: IntArray = field(default_factory=_none)
-    samples: IntArray = field(default_factory=_none)
+    are_last: IntArray = field(default_factory=_none)
     tokens: IntArray = field(default_factory=_none)
 
     @property
@@ -271,7 +271,7 @@ class StepPlan:
     @property
     def sample_rows(self) -> IntArray:
         """The rows that get a token from this step, in the order of ``SampledTokens``."""
-        last_chunks = self.chunks.rows[self.chunks.samples != 0]
+        last_chunks = self.chunks.rows[self.chunks.are_last != 0]
         return np.concatenate([last_chunks, self.decodes.rows])
 
     @property

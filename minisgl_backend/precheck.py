@@ -372,8 +372,8 @@ def _check_memory(options: EngineOptions, spec: ModelSpec) -> None:
 
 
 def num_adapted(spec: ModelSpec) -> int:
-    """The inputs and outputs of all projections that take adapters: for each an adapter has a
-    number for every rank of its own."""
+    """Number of inputs and outputs of all projections that take adapters. For each, an adapter of
+    rank r has r numbers."""
     recurrent = frozenset() if spec.delta_net is None else spec.delta_net.layers
     hidden, found = spec.hidden_size, 0
     for layer in range(spec.num_layers):

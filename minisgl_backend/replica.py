@@ -1,12 +1,12 @@
-"""A replica of the engine: a process that the door of several started (``replicas``).
+"""A replica of the engine: a process that its parent started as one of several (``replicas``).
 
 As a program, ``python -m minisgl_backend.replica``. It gets three numbers: its own, the descriptor
-of its socket to the door, and the id of the door's process. It reads options, loads the engine, and
+of its socket to the parent, and the parent's process id. It reads options, loads the engine, and
 then takes requests and sends what becomes of them, in the messages of ``replicas.messages``.
 
 A token's way: the engine's thread puts it into a queue; a thread that sends takes all that is there
 by now, and makes one message of it when the ``Gatherer`` says so. So the engine never waits for the
-door. The process ends when the door closes its end, or when the engine breaks: then another
+parent. The process ends when the parent closes its end, or when the engine breaks: then another
 process follows it. Must not know Triton, the other replicas, or why a request comes to this one.
 """
 
@@ -44,7 +44,7 @@ from minisgl_backend.replicas.messages import (
     send,
 )
 from minisgl_backend.request import Event, Failed, Finished, RequestId, samples_of
-from minisgl_backend.routing.shadow import TreeReports
+from minisgl_backend.routing.cache_index import TreeReports
 from minisgl_backend.runtime.engine import Engine
 from minisgl_backend.runtime_files import State
 
@@ -52,23 +52,23 @@ logger = logging.getLogger(__name__)
 
 _PULSE_EVERY_S: Final = 0.25
 _MOST_AT_ONCE: Final = 4096
-"""Events and pieces of news that are gathered before some are told."""
+"""Events and other updates that are gathered before some are sent."""
 
 
 def serve(connection: socket.socket, parts: Parts = STANDARD) -> int:
-    """Be a replica until the door closes its end; the exit code."""
+    """Be a replica until the parent closes its end; the exit code."""
     incoming = Incoming(connection)
     first = incoming.receive()
     if first is None:
         return 1
-    news: queue.SimpleQueue[Happened] = queue.SimpleQueue()
+    happened: queue.SimpleQueue[Happened] = queue.SimpleQueue()
     try:
         options = EngineOptions.from_mapping(first["options"])
         watch = TreeReports(
             options.page_size,
-            publish=lambda keys, pages: news.put(["+", keys.tolist(), pages.tolist()]),
-            evict=lambda pages: news.put(["-", pages.tolist()]),
-            forget=lambda: news.put(["0"]),
+            publish=lambda keys, pages: happened.put(["+", keys.tolist(), pages.tolist()]),
+            evict=lambda pages: happened.put(["-", pages.tolist()]),
+            forget=lambda: happened.put(["0"]),
         )
         engine = build_engine_alone(options, parts, watch=watch)
     except Exception as error:
@@ -82,12 +82,12 @@ def serve(connection: socket.socket, parts: Parts = STANDARD) -> int:
     stats = encode_stats(engine.stats())
     send(connection, {"info": encode_info(engine.info), "stats": stats})
     sender = threading.Thread(
-        target=_send_news, args=(connection, engine, news), name="news", daemon=True
+        target=_send_updates, args=(connection, engine, happened), name="updates", daemon=True
     )
     sender.start()
     with ThreadPoolExecutor(1, thread_name_prefix="adapter orders") as orders:
         while (message := incoming.receive()) is not None:
-            _take(message, engine, news.put, orders)
+            _take(message, engine, happened.put, orders)
         orders.shutdown(cancel_futures=True)
     engine.close(drain_s=0)
     return 0
@@ -121,7 +121,7 @@ def _take(
     request, ids = decode_request(message)
     try:
         engine.submit_samples(samples_of(request, ids), [partial(sink, each) for each in ids])
-    except MiniSGLError as error:  # it breaks just now: the door has checked the request itself
+    except MiniSGLError as error:  # it breaks just now: the parent has checked the request
         for each in ids:
             sink(each, Failed(EngineLost(str(error))))
 
@@ -146,25 +146,25 @@ def _unload(name: str, engine: Engine) -> None:
         engine.pool.unload(name)
 
 
-def _send_news(
+def _send_updates(
     connection: socket.socket, engine: Engine, happened: queue.SimpleQueue[Happened]
 ) -> None:
-    """Send news as they come, and signs of life; end the process when the engine has broken."""
+    """Send updates as they come, and signs of life; end the process when the engine has broken."""
     gatherer = Gatherer()
     sent_s = samples_due_s = 0.0
-    with suppress(OSError):  # the door is gone, and this process will be
+    with suppress(OSError):  # the parent is gone, and this process will be
         while True:
             is_broken = engine.health().state is State.BROKEN
             _gather(happened, gatherer)
             now_s = time.monotonic()
-            news = gatherer.take(now_s, everything=is_broken)
-            if is_broken and not news:
+            updates = gatherer.take(now_s, everything=is_broken)
+            if is_broken and not updates:
                 logger.error("the engine has broken: this process ends")
                 logging.shutdown()
                 os._exit(1)
             message: dict[str, Any] = {"stats": encode_stats(engine.stats())}
-            if news:
-                message["news"] = news
+            if updates:
+                message["updates"] = updates
             elif now_s - sent_s >= _PULSE_EVERY_S:
                 message["pulse"] = engine.health().tick_age_s
             else:
@@ -190,7 +190,7 @@ def main(parts: Parts = STANDARD) -> NoReturn:
     """Be the replica that the process's arguments name, then end the process."""
     number, descriptor, parent = map(int, sys.argv[1:])
     end_with(parent)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is for the door, which ends this
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is for the parent, which ends this
     logging.basicConfig(level=logging.WARNING, format=f"replica {number}: %(name)s: %(message)s")
     logging.getLogger("minisgl_backend").setLevel(logging.INFO)
     code = serve(socket.socket(fileno=descriptor), parts)

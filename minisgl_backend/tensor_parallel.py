@@ -52,7 +52,7 @@ from minisgl_backend.parallel.nodes import read_secret
 from minisgl_backend.parallel.place import RankPlace
 from minisgl_backend.parts import STANDARD, Parts
 from minisgl_backend.resolve import Resolved, resolve
-from minisgl_backend.runtime.door import EngineInfo
+from minisgl_backend.runtime.engine_base import EngineInfo
 
 logger = logging.getLogger(__name__)
 

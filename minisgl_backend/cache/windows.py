@@ -256,8 +256,9 @@ class WindowPages:
         )
         fresh._grants = dict.fromkeys(self._grants, NO_PAGE)
         for lease in leases:
-            for index in range(lease.window_begin, lease.window_end):
-                fresh._grants[lease.line, index] = NO_PAGE
+            if lease.line >= 0:
+                for index in range(lease.window_begin, lease.window_end):
+                    fresh._grants[lease.line, index] = NO_PAGE
         return fresh
 
     def check(self, leases: Iterable[WindowLease], free: IntArray) -> None:

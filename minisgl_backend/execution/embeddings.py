@@ -63,7 +63,7 @@ class PromptEmbedder:
         samples = np.flatnonzero(self._is_asked[batch.sample_rows])
         if not len(samples):
             return None
-        where = self._device.upload(batch.samples[samples])
+        where = self._device.upload(batch.sample_indices[samples])
         return Embeddings(samples, self.embed(hidden.index_select(0, where)))
 
     def embed(self, hidden: Tensor) -> Tensor:

@@ -26,9 +26,9 @@ class FlatBatch:
     int32[num_chunks]: ``chunk_rows``; ``chunk_ends``, the position after each chunk's last one.
     int32[num_chunks + 1]: ``chunk_offsets``, the flat index of each chunk's first token, and then
     the number of tokens.
-    int64[num_samples]: ``samples``, the flat indices of the tokens after which one is sampled, with
-    their ``sample_rows``; ``sample_positions``, the positions of the new tokens. Chunks come first
-    here, as in ``StepPlan.sample_rows``.
+    int64[num_samples]: ``sample_indices``, the flat indices of the tokens after which one is
+    sampled, with their ``sample_rows``; ``sample_positions``, the positions of the new tokens.
+    Chunks come first here, as in ``StepPlan.sample_rows``.
     ``groups``, ``snapshots``: those of the plan; members of groups are flat indices.
     """
 
@@ -37,7 +37,7 @@ class FlatBatch:
     chunk_rows: IntArray
     chunk_offsets: IntArray
     chunk_ends: IntArray
-    samples: HostArray
+    sample_indices: HostArray
     sample_rows: HostArray
     sample_positions: HostArray
     groups: Groups = NO_GROUPS
@@ -53,14 +53,14 @@ class FlatBatch:
         offsets = len(decoding) + np.concatenate([[0], np.cumsum(lengths)])  # [num_chunks + 1]
         chunked = np.arange(offsets[0], offsets[-1])  # flat indices, which become positions
         chunked += np.repeat(chunks.starts - offsets[:-1], lengths)
-        ends, sampled = chunks.ends, chunks.samples != 0
+        ends, sampled = chunks.ends, chunks.are_last != 0
         return cls(
             rows=np.concatenate([decodes.rows, np.repeat(chunks.rows, lengths)], dtype=int),
             positions=np.concatenate([decodes.positions, chunked], dtype=int),
             chunk_rows=chunks.rows,
             chunk_offsets=offsets.astype(np.int32),
             chunk_ends=ends,
-            samples=np.concatenate([offsets[1:][sampled] - 1, decoding], dtype=int),
+            sample_indices=np.concatenate([offsets[1:][sampled] - 1, decoding], dtype=int),
             sample_rows=plan.sample_rows.astype(np.int64),
             sample_positions=np.concatenate([ends[sampled], decodes.positions + 1], dtype=int),
             groups=groups,

@@ -116,7 +116,7 @@ class Peer(ABC):
             (self.num_done,) = _DONE.unpack(message)
             self.num_unanswered -= 1
         else:
-            raise EngineFailure(f"rank {self.rank} says what is no answer")
+            raise EngineFailure(f"rank {self.rank} sent a message that is no answer")
 
 
 class _HostPeer(Peer):

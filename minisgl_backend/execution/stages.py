@@ -131,12 +131,14 @@ class Stages:
     def logits_of(self, batch: FlatBatch, hidden: Tensor) -> StepLogits:
         """The logits of the tokens after which one is sampled, if any; ``hidden`` [num_tokens,
         hidden_size] is the residual stream after the layers."""
-        numbers = np.array([batch.samples, batch.sample_rows, batch.sample_positions], np.int32)
-        samples, rows, positions = self.device.upload(numbers)
-        if not len(batch.samples):
+        numbers = np.array(
+            [batch.sample_indices, batch.sample_rows, batch.sample_positions], np.int32
+        )
+        indices, rows, positions = self.device.upload(numbers)
+        if not len(batch.sample_indices):
             return StepLogits(self._logits[:0], rows, positions)
         with self.mark("logits"):
-            logits = self.model.logits_part(hidden.index_select(0, samples))
+            logits = self.model.logits_part(hidden.index_select(0, indices))
         if self._watch_logits is not None:
             logits = self._watch_logits(logits, batch.sample_rows)
         return StepLogits(logits, rows, positions)

@@ -235,8 +235,7 @@ class Compiler:
         except MiniSGLError as error:
             made = error
         except Exception as error:
-            logger.exception("a grammar could not be compiled")
-            made = EngineFailure(f"the grammar could not be compiled: {type(error).__name__}")
+            made = _failure(error)
         with self._lock:
             del self._jobs[key]
             if isinstance(made, _Source):
@@ -304,8 +303,16 @@ def _copy(made: _Source, asked: Future[LLMatcher]) -> None:
         copy = made.copy()
     except MiniSGLError as error:
         asked.set_exception(error)
+    except Exception as error:
+        asked.set_exception(_failure(error))
     else:
         asked.set_result(copy)
+
+
+def _failure(error: Exception) -> EngineFailure:
+    """Logs the exception that is being handled, of which the client learns only the type."""
+    logger.exception("a grammar could not be compiled")
+    return EngineFailure(f"the grammar could not be compiled: {type(error).__name__}")
 
 
 def _is_lost(tools: Future[tuple[LLTokenizer, Vetting]]) -> bool:

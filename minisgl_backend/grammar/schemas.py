@@ -1,11 +1,11 @@
-"""JSON schemas in words that llguidance enforces: another schema that the same values follow.
+"""Rewrites JSON schemas into equivalent ones whose keywords llguidance enforces.
 
 - A keyword that constrains nothing, such as ``uniqueItems: false``, is left out.
 - ``oneOf`` whose alternatives exclude each other, which llguidance does not see of a ``$ref``, is
   ``anyOf``.
 - ``propertyNames`` that lists names, or has a pattern, is ``properties`` or ``patternProperties``.
 
-What else llguidance does not enforce stays, for it to refuse. Must not know where a schema stands.
+What else llguidance does not enforce stays, for it to refuse. Must not know where a schema is used.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _MOST_STEPS: Final = 8
 
 
 def plain(schema: dict[str, Any]) -> dict[str, Any]:
-    """A schema that the same values follow, in words that are enforced as far as there are any."""
+    """An equivalent schema, in keywords that are enforced as far as there are any."""
     return _plain(schema, schema, _MOST_DEPTH)
 
 
@@ -110,7 +110,7 @@ def _with_names(schema: dict[str, Any], root: Schema) -> dict[str, Any]:
 
 
 def _exclude_each_other(alternatives: Any, root: Schema) -> bool:
-    """Whether no value follows two of them, and there is a reference that hides it."""
+    """Whether no value is valid for two of them, and a reference hides that from llguidance."""
     if not (isinstance(alternatives, list) and any(map(_is_reference, alternatives))):
         return False
     known = [_Alternative.of(schema, root) for schema in alternatives]
@@ -123,8 +123,8 @@ def _is_reference(schema: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Values:
-    """The values that may follow a schema: their types, of which an integer's is number, and all
-    of them if they are listed."""
+    """The valid values of a schema: their types, where an integer is a number, and all of them if
+    they are listed."""
 
     types: frozenset[str]
     listed: frozenset[tuple[str, Any]] | None
@@ -176,7 +176,7 @@ class _Alternative:
         )
 
     def excludes(self, other: _Alternative) -> bool:
-        """Whether it is plain to see that no value follows both."""
+        """Whether it is plain that no value is valid for both."""
         if self.values.exclude(other.values):
             return True
         if not self.values.types == other.values.types == _OBJECT:
@@ -229,7 +229,7 @@ def _comparable(value: Any) -> tuple[str, Any]:
 
 
 def _literals(schema: Schema) -> list[Any] | None:
-    """The only values that may follow it; None if they are not listed."""
+    """The only valid values; None if the schema does not list them."""
     if "const" in schema:
         return [schema["const"]]
     listed = schema.get("enum")

@@ -55,7 +55,7 @@ _COMPLAINTS: Final[Mapping[re.Pattern[str], tuple[str, ...]]] = MappingProxyType
         re.compile(r".*?Pointer '(\S+)' does not exist"): ("$ref",),
     }
 )
-"""What is said of the value of one of some keywords, which may be named."""
+"""Errors of llguidance, some of which name a value, and the keywords that may have the value."""
 _OWN_WORDS: Final[Mapping[re.Pattern[str], str]] = MappingProxyType(
     {
         # not llguidance's, which name an option that is not offered here
@@ -67,7 +67,7 @@ _OWN_WORDS: Final[Mapping[re.Pattern[str], str]] = MappingProxyType(
         ),
     }
 )
-"""By what llguidance says: what is said instead."""
+"""Errors of llguidance, and the texts that replace them."""
 _UNSATISFIABLE: Final = re.compile(r".*?Unsatisfiable schema")
 _UNKNOWN_KEYS: Final = re.compile(r".*?Unimplemented keys: (\[[^\]]*\])")
 
@@ -154,7 +154,8 @@ def complaint(error: str, grammar: Grammar) -> str:
 
 
 def _false_schemas(schema: Any) -> Iterator[str]:
-    """The places of the schemas that no value follows, but for those that only forbid more."""
+    """The places of the schemas ``false``, except those that only forbid further properties or
+    items."""
     for place, key, value in _keywords(schema):
         if key in NAMES and isinstance(value, dict):
             yield from (f"{place}/{_escaped(name)}" for name, one in value.items() if one is False)
@@ -181,7 +182,7 @@ def _keywords(schema: Any) -> Iterator[tuple[str, str, Any]]:
 
 
 def _shown(places: list[str]) -> str:
-    """The first few of them, in a length that leaves room for what is said of them."""
+    """The first few of them, so short that the error fits beside them."""
     text = ", ".join(places[:_MOST_PLACES])
     return text if len(text) <= _MOST_OF_PLACES else text[:_MOST_OF_PLACES] + "…"
 

@@ -60,8 +60,8 @@ NUM_WORKERS: Final = min(8, os.cpu_count() or 1)
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """What trying out a grammar may take: of a CPU's time, and by the clock, on a machine that has
-    other work. ``niceness`` is the priority of the process that does it, 0 as the engine's."""
+    """Limits on trying out a grammar: CPU time, and wall-clock time for a machine that has other
+    work. ``niceness`` is that of the process that does it, 0 as the engine's."""
 
     seconds: float
     wall_seconds: float
@@ -140,7 +140,7 @@ class Vetting:
         self._keeper = subprocess.Popen(
             [sys.executable, "-m", "minisgl_backend.grammar.vetting", *map(str, theirs)],
             stdin=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,  # a panic of Rust's is no news
+            stderr=subprocess.DEVNULL,  # Rust prints its panics there
             pass_fds=theirs,
             env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},  # numpy's threads would not be forked
             text=True,

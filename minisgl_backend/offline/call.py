@@ -36,7 +36,7 @@ from minisgl_backend.request import (
 from minisgl_backend.text.answer_stream import AnswerStream
 from minisgl_backend.text.vocabulary import Vocabulary
 from minisgl_backend.wire.answer import Answer
-from minisgl_backend.wire.packets import Packet, SampleNews, StreamStart, Times
+from minisgl_backend.wire.packets import Packet, SampleDelta, StreamStart, Times
 
 _STOP_STRINGS_EVERY: Final = 8
 """Without ``stream``, the caller looks for stop strings whenever there are this many new tokens."""
@@ -253,8 +253,8 @@ class Mailbox:
             reply_to="",  # this and the key are addresses on the wire
             key=0,
             index=0,
-            news=[
-                SampleNews(token_ids[sample], logprobs[sample], ends[sample], sample)
+            deltas=[
+                SampleDelta(token_ids[sample], logprobs[sample], ends[sample], sample)
                 for sample in range(num_samples)
             ],
             num_cached_tokens=self._num_cached_tokens,

@@ -28,7 +28,7 @@ from minisgl_backend.offline.submitter import Submitter
 from minisgl_backend.precheck import context_of
 from minisgl_backend.progress import shown, unseen
 from minisgl_backend.request import FloatArray, IntArray, Request, SamplingParams, samples_of
-from minisgl_backend.runtime.door import EngineInfo
+from minisgl_backend.runtime.engine_base import EngineInfo
 from minisgl_backend.runtime.recorder import EngineStats
 from minisgl_backend.text.tokenizer import PromptEncoder
 from minisgl_backend.wire.generation import Generation

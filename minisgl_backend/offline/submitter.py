@@ -1,6 +1,6 @@
 """The thread between the callers of ``LLM`` and the engine: submits prompts when there is room.
 
-Knows the engine's door, threads, and how much room the engine has. Must not know text or outputs.
+Knows the engine, threads, and how much room the engine has. Must not know text or outputs.
 
 An engine refuses requests when its queue is full, since a server's clients can retry. In process
 the caller waits instead: a prompt is submitted when the engine has room for it. Calls take turns.
@@ -27,7 +27,7 @@ from typing import Protocol, TypeVar
 
 from minisgl_backend.errors import Cancelled, EngineFailure, MiniSGLError, Overloaded
 from minisgl_backend.request import Event, Failed, Request, RequestId
-from minisgl_backend.runtime.door import Door
+from minisgl_backend.runtime.engine_base import EngineBase
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +65,7 @@ class CallQueue:
 class Submitter:
     """Submits the prompts of all calls to an engine, and closes the engine at its end."""
 
-    def __init__(self, engine: Door, *, num_tokenizers: int) -> None:
+    def __init__(self, engine: EngineBase, *, num_tokenizers: int) -> None:
         self.is_closed = False
         self._engine = engine
         self._pool = ThreadPoolExecutor(num_tokenizers, thread_name_prefix="tokenizer")

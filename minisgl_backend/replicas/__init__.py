@@ -1,1 +1,1 @@
-"""Several engines, each in a process of its own, behind one door."""
+"""Replicas: several engines of one model, each in a process of its own, as one to their callers."""

@@ -1,11 +1,11 @@
-"""The adapters of several replicas: known to the door under names and ids, loaded at each replica.
+"""The adapters of several replicas: known here under names and ids, loaded at each replica.
 
 Knows which replicas serve and what they have answered. Must not know requests or tensors.
 
-A name is known once every replica that serves has loaded it; the door's ids are those of all
+A name is known once every replica that serves has loaded it. The ids given here are those of all
 replicas, so that prefixes cached with an adapter are the same everywhere. A replica that is started
-again is told of all of them, and is sent requests when it has answered. Its lock may be taken by a
-thread that holds the door's, never the other way round.
+again is told of all of them, and is sent requests when it has answered. The lock here may be taken
+by a thread that holds the engine's, never the other way round.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class ReplicatedAdapters(AdapterNames):
             self._is_closed = True
             self._answered.notify_all()
 
-    # --- the door, on the threads of the replicas ----------------------------------------------
+    # --- ``ReplicatedEngine``, on the threads of the replicas ---------------------------------
 
     def joined(self, replica: int) -> bool:
         """A replica serves from now on: whether it has all adapters."""

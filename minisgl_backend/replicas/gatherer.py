@@ -1,9 +1,9 @@
-"""What a replica has not told the door yet, and what of it is told when.
+"""What a replica has not told its parent yet, and what of it is told when.
 
 Events are told at once, and so is the first token of a request, for which its client waits. Other
 common tokens (``TokenBuffer``) of a busy replica gather for some milliseconds, and with them what
-its cache has published: several tokens of a request cost the door little more than one, and all
-replicas share the door. Pure: knows times only as arguments, and no sockets or threads.
+its cache has published: several tokens of a request cost the parent little more than one, and all
+replicas share it. Pure: knows times only as arguments, and no sockets or threads.
 
 Invariant: what is told of a request, or of the cache, is in the order in which it happened, and
 what the cache has published is told before a request that ends later.
@@ -13,11 +13,11 @@ from __future__ import annotations
 
 from typing import Final, TypeAlias
 
-from minisgl_backend.replicas.messages import News, encode_event
+from minisgl_backend.replicas.messages import Update, encode_event
 from minisgl_backend.request import Event, Failed, Finished, Generated, RequestId, TokenId
 
-Happened: TypeAlias = News | tuple[RequestId, Event]
-"""A piece of news, or an event of a request."""
+Happened: TypeAlias = Update | tuple[RequestId, Event]
+"""An event of a request, or an update about anything else."""
 
 _AT_ONCE: Final = 32
 """Tokens of fewer requests never wait."""
@@ -28,17 +28,17 @@ _MOST_S: Final = 0.03
 
 
 class Gatherer:
-    """Gathers what happens, and makes news of it."""
+    """Gathers what happens, and makes updates of it."""
 
     def __init__(self) -> None:
-        self._news: list[News] = []
+        self._updates: list[Update] = []
         self._tokens: dict[RequestId, list[TokenId]] = {}
         self._begun: set[RequestId] = set()
         """Requests that have told a token."""
         self._first: list[RequestId] = []
         """Requests whose first token is among ``_tokens``."""
         self._published: set[int] = set()
-        """The keys in the last piece of news, if that is of published pages."""
+        """The keys in the last update, if that is about published pages."""
         self._is_urgent = False
         self._told_s = float("-inf")
         """When everything was told."""
@@ -46,7 +46,7 @@ class Gatherer:
     def add(self, happened: Happened) -> None:
         """Something has happened."""
         if not isinstance(happened, tuple):
-            self._add_news(happened)
+            self._add_update(happened)
             return
         request_id, event = happened
         if type(event) is Generated and event.logprobs is None and not event.is_last:
@@ -56,38 +56,38 @@ class Gatherer:
                 self._first.append(request_id)
             return
         if request_id in self._tokens:
-            self._news.append(["t", [request_id], [self._tokens.pop(request_id)]])
-        self._news.append(encode_event(request_id, event))
+            self._updates.append(["t", [request_id], [self._tokens.pop(request_id)]])
+        self._updates.append(encode_event(request_id, event))
         self._published.clear()
         self._is_urgent = True
         if isinstance(event, Finished | Failed):
             self._begun.discard(request_id)
 
-    def _add_news(self, news: News) -> None:
-        if news[0] != "+":
-            self._news.append(news)
+    def _add_update(self, update: Update) -> None:
+        if update[0] != "+":
+            self._updates.append(update)
             self._published.clear()
-            self._is_urgent |= news[0] == "l"
+            self._is_urgent |= update[0] == "l"
             return
-        _, keys, pages = news
-        # a key that comes again moves to another page: the shadow has to see both
+        _, keys, pages = update
+        # a key that comes again moves to another page: the index has to see both
         if self._published and self._published.isdisjoint(keys):
-            last = self._news[-1]
+            last = self._updates[-1]
             last[1] += keys
             last[2] += pages
         else:
-            self._news.append(["+", keys, pages])
+            self._updates.append(["+", keys, pages])
             self._published.clear()
         self._published.update(keys)
 
     def due_s(self) -> float | None:
         """When ``take`` gives out what waits; None if nothing does."""
         num = len(self._tokens)
-        if not (num or self._news):
+        if not (num or self._updates):
             return None
         return self._told_s + (min(_MOST_S, _EACH_S * num) if num >= _AT_ONCE else 0.0)
 
-    def take(self, now_s: float, *, everything: bool = False) -> list[News]:
+    def take(self, now_s: float, *, everything: bool = False) -> list[Update]:
         """What is to be told now, in order."""
         due_s = self.due_s()
         if due_s is None:
@@ -100,8 +100,8 @@ class Gatherer:
         else:
             return []
         self._first.clear()
-        news, self._news, self._is_urgent = self._news, [], False
+        updates, self._updates, self._is_urgent = self._updates, [], False
         self._published.clear()
         if told:
-            news.append(["t", list(told), list(told.values())])
-        return news
+            updates.append(["t", list(told), list(told.values())])
+        return updates

@@ -1,24 +1,24 @@
-"""What the door and a replica tell each other: JSON objects, each behind its length.
+"""What a replica and its parent tell each other: JSON objects, each behind its length.
 
-From the door:
+From the parent, the process that starts the replicas:
 
     {"options": {...}}                     at the start
     {"p": prompt, "s": {...}, ...}         a request, with the ids of all its samples and the
                                            sampling parameters that are not as usual
     {"abort": id, "f" or "e": ...}         end a request with this event
-    {"load": [id, name, path]}             make an adapter known; the answer is a piece of news
+    {"load": [id, name, path]}             make an adapter known; the answer is an update
     {"unload": name}                       forget it
 
 From the replica:
 
     {"info": {...}, "stats": {...}} or {"error": text}   whether it has started
-    {"news": [...], "stats": {...}}        what has happened, in order
-    {"pulse": age, "stats": {...}}         a sign of life, a few times a second without news
+    {"updates": [...], "stats": {...}}     what has happened, in order
+    {"pulse": age, "stats": {...}}         a sign of life, a few times a second without updates
 
 Either has "samples", what histograms are made of, a few times a second.
 
-News are lists. Most of what happens are tokens, which are to be small: those of many requests are
-one piece of news.
+Updates are lists. Most of them are about tokens, and must be small: the tokens of many requests
+are one update.
 
     ["t", ids, [tokens, ...]]              common tokens of each of these requests
     ["g", id, token, last, logprobs]       a token that is the last, or has log-probabilities
@@ -67,12 +67,12 @@ from minisgl_backend.request import (
     SamplingParams,
     TokenLogprobs,
 )
-from minisgl_backend.runtime.door import EngineInfo
+from minisgl_backend.runtime.engine_base import EngineInfo
 from minisgl_backend.runtime.recorder import EngineStats, Samples
 from minisgl_backend.scheduling.report import SchedulerStats
 
 Message: TypeAlias = Mapping[str, Any]
-News: TypeAlias = list[Any]
+Update: TypeAlias = list[Any]
 
 _USUAL: Final = MappingProxyType({spec.name: spec.default for spec in fields(SamplingParams)})
 """The sampling parameters of which a request says nothing."""
@@ -187,8 +187,8 @@ def decode_request(message: Message) -> tuple[Request, list[RequestId]]:
 # --- events ----------------------------------------------------------------------------------
 
 
-def encode_event(request_id: RequestId, event: Event) -> News:
-    """One piece of news; the ``Gatherer`` makes smaller ones of common tokens."""
+def encode_event(request_id: RequestId, event: Event) -> Update:
+    """The update about an event; the ``Gatherer`` makes smaller ones of common tokens."""
     if isinstance(event, Generated):
         one = event.logprobs
         logprobs = None if one is None else [one.logprob, one.rank, one.alternatives]
@@ -205,9 +205,9 @@ def encode_event(request_id: RequestId, event: Event) -> News:
     return ["e", request_id, type(event.error).__name__, str(event.error)]
 
 
-def decode_event(news: News) -> Event:
+def decode_event(update: Update) -> Event:
     """What ``encode_event`` was given."""
-    return _EVENTS[news[0]](*news[2:])
+    return _EVENTS[update[0]](*update[2:])
 
 
 def _decode_token(token_id: int, is_last: bool, logprobs: list[Any] | None) -> Generated:

@@ -27,7 +27,7 @@ from typing import Final, Protocol
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.execution.followers import import_path
 from minisgl_backend.replicas.messages import Incoming, Message, decode_info, send
-from minisgl_backend.runtime.door import EngineInfo
+from minisgl_backend.runtime.engine_base import EngineInfo
 
 logger = logging.getLogger(__name__)
 

@@ -15,8 +15,8 @@ from minisgl_backend.config import EngineOptions
 from minisgl_backend.errors import ConfigError, InvalidRequest, Recovering
 from minisgl_backend.models.hub import resolve_model
 from minisgl_backend.precheck import adapter_paths, check_options, checked_spec
-from minisgl_backend.replicas.door import ReplicatedEngine
 from minisgl_backend.replicas.process import Place, ReplicaProcess
+from minisgl_backend.replicas.replicated_engine import ReplicatedEngine
 from minisgl_backend.resolve import device_kind
 
 _GPUS: Final = "CUDA_VISIBLE_DEVICES"
@@ -36,11 +36,11 @@ def start_replicas(options: EngineOptions, module: str) -> ReplicatedEngine:
             # the replicas take the folder and the device that were chosen here
             model=str(folder),
             device=device,
-            # the door keeps the limits of the queue, whichever replica a request waits at
+            # the parent keeps the limits of the queue, whichever replica a request waits at
             max_queued_requests=(number - 1) * options.max_running_requests
             + options.max_queued_requests,
             max_queued_tokens=sys.maxsize,
-            # the door tells them of adapters
+            # the parent tells them of adapters
             multi_lora=None,
             lora_modules=None,
         )

@@ -31,9 +31,9 @@ import numpy.typing as npt
 
 from minisgl_backend.errors import InvariantError
 from minisgl_backend.request import IntArray
+from minisgl_backend.routing.cache_index import AdapterIndex, CacheIndex
 from minisgl_backend.routing.expected import ExpectedNode
 from minisgl_backend.routing.keys import Keys, PrefixKeys, Replicas
-from minisgl_backend.routing.shadow import AdapterShadow, CacheShadow
 
 _FOLLOWS: Final = 0.02
 """How much a request moves the average length of prefixes."""
@@ -89,33 +89,33 @@ class Placement:
 
 
 class Router:
-    """Routes requests to replicas of equal capacity, over a ``CacheShadow`` of their caches."""
+    """Routes requests to replicas of equal capacity, over a ``CacheIndex`` of their caches."""
 
     def __init__(
         self,
-        shadow: CacheShadow,
+        index: CacheIndex,
         *,
         page_size: int,
         capacity: Capacity,
         balance: Balance | None = None,
         num_adapter_slots: int = 0,
     ) -> None:
-        self.shadow = shadow
-        self.adapters = AdapterShadow(shadow.num_replicas, num_adapter_slots)
+        self.index = index
+        self.adapters = AdapterIndex(index.num_replicas, num_adapter_slots)
         self.keys = PrefixKeys(page_size)
-        self.num_routed = [0] * shadow.num_replicas
+        self.num_routed = [0] * index.num_replicas
         """Requests that each replica was sent."""
         self._page_size = page_size
         self._balance = Balance() if balance is None else balance
         self._capacity = capacity.rows, capacity.prefill_tokens, capacity.pages
         # rows, waiting tokens and pages, of each replica and of all that are up
-        self._loads: list[_Load] = [(0, 0, 0)] * shadow.num_replicas
+        self._loads: list[_Load] = [(0, 0, 0)] * index.num_replicas
         self._total: _Load = (0, 0, 0)
         self._ranks: list[_Rank] = [
-            (False, 0.0, 0, 1 << number) for number in range(shadow.num_replicas)
+            (False, 0.0, 0, 1 << number) for number in range(index.num_replicas)
         ]
         self._by_load = list(self._ranks)  # sorted
-        self._up: Replicas = (1 << shadow.num_replicas) - 1
+        self._up: Replicas = (1 << index.num_replicas) - 1
         self._usual = 0.0  # pages of the longest prefix that a request finds, on average
 
     @property
@@ -148,7 +148,7 @@ class Router:
         placement = Placement(
             replica=replica,
             num_cached=num_cached,
-            expected=self.shadow.expect(replica, keys),
+            expected=self.index.expect(replica, keys),
             num_rows=num_rows,
             waiting_tokens=len(prompt) - num_cached,
             pages=-(-len(prompt) // self._page_size) - num_held,
@@ -162,7 +162,7 @@ class Router:
     def choose(self, keys: Keys, favoured: Replicas = 0) -> tuple[int, int]:
         """The replica that the rule names, of those that are up, and the number of pages that it
         has of the prefix. At least one is up. ``favoured`` are those that have the adapter."""
-        longest, holders = self.shadow.longest(keys, self._up)
+        longest, holders = self.index.longest(keys, self._up)
         self._usual += _FOLLOWS * (longest - self._usual)
         left, num_held, having = self._up, longest, holders
         while True:  # from the longest prefix that any of those left has to shorter ones
@@ -186,11 +186,11 @@ class Router:
         self, keys: Keys, left: Replicas, limits: _Limits, favoured: Replicas
     ) -> tuple[int, Replicas]:
         """The longest prefix that a replica of ``left`` has which is favoured, or in balance."""
-        is_any, having = self.shadow.longest(keys[:1], left)
+        is_any, having = self.index.longest(keys[:1], left)
         if is_any:
             having = self._in_balance(having, limits) | having & favoured
             if having:
-                return self.shadow.longest(keys, having)
+                return self.index.longest(keys, having)
         return 0, left
 
     def _pull(self, num_held: int) -> float:
@@ -219,7 +219,7 @@ class Router:
         """The prompt is computed, and its published pages are reported. Idempotent."""
         if placement.expected is None:
             return
-        self.shadow.withdraw(placement.replica, placement.expected)
+        self.index.withdraw(placement.replica, placement.expected)
         placement.expected = None
         self._add(placement.replica, (0, -placement.waiting_tokens, 0))
         placement.waiting_tokens = 0

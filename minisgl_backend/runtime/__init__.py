@@ -1,1 +1,4 @@
-"""Runs the engine: the loop over plans, and its face for all threads, ``Engine``."""
+"""The running engine: its loop over plans, and ``Engine``, which any thread may call.
+
+Must not know Triton, text or tensors.
+"""

@@ -1,4 +1,4 @@
-"""Which requests can be served at all: checked once, at the engine's door.
+"""Which requests can be served at all: checked once, when they are submitted.
 
 The planner relies on this check: a request that fits the empty pool always makes progress. Must not
 know which rows and pages are free at the moment.

@@ -1,6 +1,6 @@
-"""The engine: a door, and a thread of its own that runs the loop.
+"""The engine of one model in this process: a thread of its own runs the loop.
 
-Must not know Triton, text, or what a step does.
+Knows the loop and its inbox. Must not know Triton, text, or what a step does.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from minisgl_backend.errors import EngineFailure, EngineLost
 from minisgl_backend.grammar.matchers import Grammars
 from minisgl_backend.request import Failed, Finished, FinishReason, RequestId
 from minisgl_backend.runtime.adapters import Adapters
-from minisgl_backend.runtime.door import Door, EngineInfo, Health, shutting_down
+from minisgl_backend.runtime.engine_base import EngineBase, EngineInfo, Health, shutting_down
 from minisgl_backend.runtime.loop import Abort, Fail, Loop, Stop
 from minisgl_backend.runtime.open_requests import OpenRequest
 from minisgl_backend.runtime.ports import Executor, Scheduler
@@ -25,8 +25,8 @@ from minisgl_backend.runtime_files import State
 logger = logging.getLogger(__name__)
 
 
-class Engine(Door):
-    """Runs the loop on a thread of its own."""
+class Engine(EngineBase):
+    """Submits requests to a loop, which it runs on a thread of its own."""
 
     def __init__(
         self,

@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class OpenRequest:
-    """A request that was accepted at the door, and what the loop records about it.
+    """An accepted request, and what the loop records about it.
 
     Times are of ``time.monotonic``.
     """

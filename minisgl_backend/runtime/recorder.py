@@ -18,7 +18,7 @@ StepKind: TypeAlias = Literal["prefill", "decode", "mixed"]
 """What a step computes: chunks of prompts, decoding rows, or both."""
 
 Refusal: TypeAlias = Literal["invalid", "unsupported", "queue_full", "draining", "down"]
-"""Why a request was refused at the door."""
+"""Why a request was refused on arrival."""
 REFUSALS: Final[tuple[Refusal, ...]] = get_args(Refusal)
 
 _Key = TypeVar("_Key", bound=str)
@@ -39,7 +39,7 @@ class EngineStats:
     """All sampled tokens, including those of requests that were cancelled."""
     num_cancelled: int
     rejected: Mapping[Refusal, int]
-    """Requests refused at the door, by reason."""
+    """Requests refused on arrival, by reason."""
     failed: Mapping[str, int]
     """Accepted requests that ended with an error, by its code."""
     num_steps: int
@@ -108,7 +108,7 @@ class Recorder:
         self._num_steps = 0
 
     def request_rejected(self, reason: Refusal) -> None:
-        """Count a request that was refused at the door."""
+        """Count a request that was refused on arrival."""
         with self._lock:
             self._rejected[reason] += 1
 

@@ -77,11 +77,12 @@ class Draft:
         self._copies.append((source, target, length))
 
     def prefill(
-        self, row: int, start: int, tokens: IntArray, *, samples: bool, snapshot: int
+        self, row: int, start: int, tokens: IntArray, *, is_last: bool, snapshot: int
     ) -> None:
-        """Add a chunk: compute ``tokens`` at the positions from ``start`` on. The row begins with
-        ``snapshot``, or goes on if it is ``NO_SNAPSHOT``."""
-        self._chunks.append((row, start, len(tokens), samples))
+        """Add a chunk: compute ``tokens`` at the positions from ``start`` on, the row's last known
+        ones if ``is_last``. The row begins with ``snapshot``, or goes on if it is
+        ``NO_SNAPSHOT``."""
+        self._chunks.append((row, start, len(tokens), is_last))
         self._begun_from.append(snapshot)
         self._tokens.append(tokens)
         self.budget -= len(tokens)
@@ -118,13 +119,14 @@ class Draft:
     ) -> StepPlan:
         """The finished plan, which shares no memory with anything that will change.
 
-        ``masked``, bool[num_rows], says which rows have a grammar. ``windows`` gives its news.
+        ``masked``, bool[num_rows], says which rows have a grammar. ``windows`` gives its
+        broken pages and its grants.
         """
-        rows, starts, lengths, samples = _columns(self._chunks, 4)
-        chunks = PromptChunks(rows, starts, lengths, samples, _joined(self._tokens))
+        rows, starts, lengths, are_last = _columns(self._chunks, 4)
+        chunks = PromptChunks(rows, starts, lengths, are_last, _joined(self._tokens))
         of, begins, counts = _columns(self._scores, 3)
         scores = Scores(of, begins, counts, _joined(self._score_tokens))
-        sampled = np.concatenate([chunks.rows[chunks.samples != 0], self.decodes.rows])
+        sampled = np.concatenate([chunks.rows[chunks.are_last != 0], self.decodes.rows])
         begun_from = np.array(self._begun_from, dtype=np.int32)
         return StepPlan(
             step=step,

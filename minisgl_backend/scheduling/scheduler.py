@@ -297,7 +297,7 @@ class Scheduler:
         is_last = end == len(sequence.tokens)
         self._rows.plan_prefill(sequence.row, end)
         snapshot, sequence.begins_from = sequence.begins_from, NO_SNAPSHOT
-        draft.prefill(sequence.row, start, tokens, samples=is_last, snapshot=snapshot)
+        draft.prefill(sequence.row, start, tokens, is_last=is_last, snapshot=snapshot)
         if self._life.states is not None:
             for position, taken in self._life.states.save(sequence, start, end):
                 draft.save(position, taken)

@@ -42,7 +42,7 @@ def make_directory(shared_memory_prefix: str) -> tuple[Path, int]:
     try:
         directory = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=base))
     except OSError as error:
-        raise ConfigError(f"{base} takes no files of the server's: {error.strerror}") from None
+        raise ConfigError(f"{base} takes no files: {error.strerror}") from None
     lock = os.open(directory, os.O_RDONLY)
     fcntl.flock(lock, fcntl.LOCK_EX)
     (directory / _REGIONS).write_text(shared_memory_prefix, "utf-8")

@@ -1,4 +1,4 @@
-"""What of a server's log the operator sees, and why a server did not start.
+"""Which lines of a server's log the operator sees, and why a server did not start.
 
 Knows the shape of tritonserver's log lines, and stderr. Must not know processes.
 """

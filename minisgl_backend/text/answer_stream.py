@@ -21,7 +21,7 @@ from minisgl_backend.wire.answer import (
     most_likely,
     prompt_logprobs_json,
 )
-from minisgl_backend.wire.packets import Packet, SampleNews, StreamStart, Times, Verdict
+from minisgl_backend.wire.packets import Packet, SampleDelta, StreamStart, Times, Verdict
 
 
 class _Sample:
@@ -56,9 +56,9 @@ class _Sample:
         """Whether a stop string ended it."""
         return self._text.stop is not None
 
-    def read(self, news: SampleNews) -> bool:
+    def read(self, new: SampleDelta) -> bool:
         """Take new tokens. Returns whether there is something to answer."""
-        token_ids, finish = news.token_ids, news.finish
+        token_ids, finish = new.token_ids, new.finish
         if not token_ids and finish is None:
             return False
         shown = token_ids[:-1] if _ends_with_stop_token(finish, token_ids) else token_ids
@@ -67,8 +67,8 @@ class _Sample:
             self._unsent.append(delta.text)
         num_tokens = delta.num_tokens if delta.stop is not None else len(token_ids)
         self._token_ids += token_ids[:num_tokens]
-        if news.logprobs:
-            kept = news.logprobs[:num_tokens]
+        if new.logprobs:
+            kept = new.logprobs[:num_tokens]
             self._logprobs += kept
             self._cumulative += sum(one.logprob for one in kept)
         if self._text.stop is not None:
@@ -141,22 +141,22 @@ class AnswerStream:
         if packet.times is not None:
             self._times = packet.times
         self._embedding = packet.embedding
-        has_news = False
+        has_more = False
         if (scored := packet.prompt_logprobs) is not None:
             bytes_of = self._vocabulary.token_bytes
             self._prompt_logprobs.append(prompt_logprobs_json(scored, bytes_of))
-            has_news = True
-        for news in packet.news:
-            if news.sample >= len(self._samples):  # a packet that a client has made up
-                raise InvalidRequest(f"the stream has no sample {news.sample}")
-            sample = self._samples[news.sample]
+            has_more = True
+        for delta in packet.deltas:
+            if delta.sample >= len(self._samples):  # a packet that a client has made up
+                raise InvalidRequest(f"the stream has no sample {delta.sample}")
+            sample = self._samples[delta.sample]
             if not sample.is_over:  # it is if a stop string ended it, and the engine does not know
-                has_news |= sample.read(news)
-                self.stopped |= sample.is_stopped << news.sample
+                has_more |= sample.read(delta)
+                self.stopped |= sample.is_stopped << delta.sample
         if packet.is_last or all(sample.is_over for sample in self._samples):
             self.over = Verdict.STOP
             return self._answer()
-        return self._answer() if has_news and self.start.stream else None
+        return self._answer() if has_more and self.start.stream else None
 
     def _answer(self) -> Answer:
         answer = Answer(

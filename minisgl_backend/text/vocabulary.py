@@ -111,10 +111,6 @@ class Vocabulary:
             return (self.names[token_id] or "").encode()
         return self.pieces[token_id]
 
-    def token_text(self, token_id: TokenId) -> str:
-        """The same as text, in which half a character is U+FFFD."""
-        return self.token_bytes(token_id).decode("utf-8", "replace")
-
 
 class _Stages:
     """A tokenizer's decoder, reduced to what it does to a single token."""

@@ -57,9 +57,9 @@ class AckQueue:
         self._waiting: dict[int, Ack] = {}
 
     def put(self, ack: Ack) -> None:
-        """Add one, in place of earlier ones of its stream, whose stopped samples it has, too.
+        """Add one. It replaces an earlier one of its stream, whose stopped samples it includes.
 
-        A last verdict is never undone.
+        A verdict other than ``CONTINUE`` is never undone.
         """
         earlier = self._waiting.get(ack.key)
         if earlier is not None and earlier.verdict is not Verdict.CONTINUE:
@@ -243,8 +243,8 @@ class DetokenizerChannel(Reactor):
 
 
 def _check_is_ours(path: str) -> None:
-    """Any client may send packets, and paths in them: connect to engines of this user only, and to
-    each once only, in however many ways its path is spelled."""
+    """Raise ``PermissionError`` unless the path is that of a socket of this user's, in its only
+    spelling: any client may send packets with paths in them."""
     folder, name = os.path.split(path)
     state = os.stat(folder)
     is_private = state.st_uid == os.getuid() and not state.st_mode & 0o077

@@ -125,7 +125,7 @@ class TritonPythonModel:
             if stream is None and packet.index == 0 and packet.start is not None:
                 self._drop_silent(now_s)
                 stream = AnswerStream(self._vocabulary, packet.start)
-                if packet.news:  # no probe: it has not waited for its first token
+                if packet.deltas:  # no probe: it has not waited for its first token
                     stream.next_poll_s = now_s + _POLL_EVERY_S
                 self._streams[packet.key] = stream
             if stream is not None:

@@ -47,7 +47,7 @@ _ENDS: Final = (Finished, Failed)
 _KEYS: Final = struct.Struct("=128Q")
 _TICK_S: Final = 0.025
 _TURNS: Final = 4
-"""Streams without an interval take turns in so many ticks."""
+"""A stream without an interval is checked at one tick of this many."""
 _SWEEP_EVERY_S: Final = 0.1
 _LINGER_S: Final = 10.0
 """How long a stream that ended early is remembered for acknowledgements still outstanding."""
@@ -77,9 +77,9 @@ class Dispatcher:
         before_end: Callable[[], None],
         requests_wait: Callable[[], bool] = lambda: False,
     ) -> None:
-        """A packet may stay unacknowledged for ``grace_s`` while later ones are acknowledged. The
-        channel's socket goes into ``directory``; ``on_packet`` gets each packet's number of tokens.
-        ``before_end`` is called when a sample has ended, before its client can know.
+        """``grace_s`` is that of ``Window.is_overdue``. The channel's socket goes into
+        ``directory``; ``on_packet`` gets each packet's number of tokens. ``before_end`` is called
+        when a sample has ended, before its client can know.
         ``requests_wait`` says whether new requests wait to be taken in.
         """
         # one for each two cores: at least 6 packets under way keep a small machine busy, more than
@@ -209,7 +209,7 @@ class Dispatcher:
         if stream.is_acknowledged and not packet.is_last:
             self._outbox.sent(stream.key)
         stream.responder.send(stream.encode(packet), final=packet.is_last)
-        self._on_packet(sum(len(news.token_ids) for news in packet.news))
+        self._on_packet(sum(len(delta.token_ids) for delta in packet.deltas))
         if packet.is_last:
             self.discard(stream)
             if packet.error is not None and len(stream.sample_ids) > 1:

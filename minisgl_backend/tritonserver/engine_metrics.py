@@ -2,9 +2,7 @@
 
 Each update of a metric is a round trip to tritonserver (some 60 microseconds) on the thread that
 responses use too. So counts are gathered here and reported in batches, a few times a second, from a
-thread of their own. Each observation of a histogram of Triton's would be a round trip, too. So the
-buckets of histograms are counted here, and reported as counters, which Prometheus reads the same
-way.
+thread of their own.
 
 Each engine has a label of its own (``series``), which it takes over from one that was killed: its
 counters go on, its gauges are set anew.
@@ -18,15 +16,15 @@ engine has counted.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, Protocol
-
-import triton_python_backend_utils as pb_utils
+from typing import Final, Protocol
 
 from minisgl_backend.config import EngineOptions
-from minisgl_backend.runtime.door import EngineInfo, ReplicaStats
+from minisgl_backend.errors import EngineFailure, InvalidRequest, Overloaded, Unsupported
+from minisgl_backend.runtime.engine_base import EngineInfo, ReplicaStats
 from minisgl_backend.runtime.recorder import REFUSALS, EngineStats, Samples
+from minisgl_backend.tritonserver.families import Families
 from minisgl_backend.tritonserver.metrics import (
     BucketCounts,
     MetricsThread,
@@ -44,6 +42,9 @@ _BATCH_BUCKETS: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 _MOST_ADAPTER_SETS: Final = 256
 """Sets of adapters that are told apart."""
 _MANY: Final = "(many)"
+_FAILURES: Final = (EngineFailure, Overloaded, InvalidRequest, Unsupported)
+"""The errors with which an accepted request may end; the last two are about its grammar or
+adapter."""
 _OF_REQUESTS: Final = {
     "time_to_first_token_s": ("vllm:time_to_first_token_seconds", _LATENCY_BUCKETS),
     "time_per_output_token_s": ("vllm:time_per_output_token_seconds", _LATENCY_BUCKETS),
@@ -52,6 +53,32 @@ _OF_REQUESTS: Final = {
     "generation_tokens": ("vllm:request_generation_tokens", _TOKEN_BUCKETS),
 }
 """By the fields of ``Samples``: the histograms of an observation a request, and their buckets."""
+_COUNTERS: Final = {
+    "vllm:prompt_tokens_total": "Prompt tokens of admitted requests",
+    "vllm:generation_tokens_total": "Tokens sampled",
+    "vllm:prefix_cache_queries_total": "Prompt tokens looked up in the prefix cache",
+    "vllm:prefix_cache_hits_total": "Prompt tokens found in the prefix cache",
+    "minisgl:requests_cancelled_total": "Requests given up by their clients",
+    "minisgl:requests_retracted_total": "Requests set back for want of pages",
+}
+_GAUGES: Final = {
+    "vllm:num_requests_running": "Requests that hold a row",
+    "vllm:num_requests_waiting": "Requests in the queue",
+    "vllm:kv_cache_usage_perc": "Share of the pages that are neither free nor evictable",
+}
+_REPLICA_GAUGES: Final = {
+    "up": "Whether the replica serves",
+    "requests_running": "Requests that hold a row of the replica",
+    "requests_waiting": "Requests in the queue of the replica",
+    "kv_cache_usage": "Share of its pages that are neither free nor evictable",
+}
+_REPLICA_COUNTERS: Final = {
+    "starts_total": "Processes of the replica that were started",
+    "requests_total": "Requests that the replica was sent",
+    "generation_tokens_total": "Tokens that the replica has sampled",
+    "prefix_queries_total": "Prompt tokens looked up in its prefix cache",
+    "prefix_hits_total": "Prompt tokens found in its prefix cache",
+}
 
 
 class Engine(Protocol):
@@ -115,9 +142,25 @@ class ReportedEngine:
         labels: Mapping[str, str],
     ) -> None:
         self._engine = engine
-        self._labels = dict(labels)
-        self._families: list[Any] = []
-        self._packet_tokens = packet_tokens
+        self._families = Families(labels)
+        self._counters = self._families.counters(_COUNTERS)
+        self._gauges = self._families.gauges(_GAUGES)
+        self._requests, self._pages = self._make_load_gauges()
+        self._cache_info = self._make_cache_info(options)
+        self._adapters = (
+            AdapterGauge(self._families, options.max_loras) if options.enable_lora else None
+        )
+        self._rejected = self._families.by_label(
+            self._families.add(refusals_family()), "reason", REFUSALS
+        )
+        self._failed = self._families.by_label(
+            self._families.counter(
+                "minisgl:requests_failed_total", "Accepted requests that ended with an error"
+            ),
+            "code",
+            [error.code for error in _FAILURES],
+        )
+        self._replicas = self._make_replicas()
         self._of_requests = {
             field: BucketCounts(buckets) for field, (_, buckets) in _OF_REQUESTS.items()
         }
@@ -125,45 +168,15 @@ class ReportedEngine:
         self._step_s = {
             phase: BucketCounts(_LATENCY_BUCKETS) for phase in ("prefill", "decode", "mixed")
         }
-        self._counters = self._make_counters()
-        self._gauges = self._make_gauges()
-        self._requests, self._pages = self._make_load_gauges()
-        self._cache_info = self._make_cache_info(options)
-        self._max_loras = options.max_loras
-        self._adapter_family = (
-            self._family(
-                "vllm:lora_requests_info",
-                "LoRA adapters of running and of waiting requests, in its labels",
-                pb_utils.MetricFamily.GAUGE,
-            )
-            if options.enable_lora
-            else None
-        )
-        self._adapter_sets: dict[tuple[str, str], Any] = {}
-        self._adapters_reported: tuple[str, str] | None = None
-        self._rejected = self._by_label(self._kept(refusals_family()), "reason", REFUSALS)
-        self._failed = self._by_label(
-            self._family(
-                "minisgl:requests_failed_total",
-                "Accepted requests that ended with an error",
-                pb_utils.MetricFamily.COUNTER,
-            ),
-            "code",
-            ("INTERNAL", "UNAVAILABLE", "INVALID_ARG"),
-        )
-        self._replicas = self._make_replicas()
-        self._counted = [
+        self._histograms = [
             *(
-                (self._of_requests[field], self._bucket_metrics(name, buckets))
-                for field, (name, buckets) in _OF_REQUESTS.items()
+                self._families.histogram(_OF_REQUESTS[field][0], counts)
+                for field, counts in self._of_requests.items()
             ),
-            (self._packet_tokens, self._bucket_metrics("minisgl:chunk_tokens", _TOKEN_BUCKETS)),
-            (self._batch_size, self._bucket_metrics("minisgl:batch_size", _BATCH_BUCKETS)),
+            self._families.histogram("minisgl:chunk_tokens", packet_tokens),
+            self._families.histogram("minisgl:batch_size", self._batch_size),
+            *self._families.histograms("minisgl:step_seconds", "phase", self._step_s),
         ]
-        families = self._bucket_families("minisgl:step_seconds")
-        for phase, counts in self._step_s.items():
-            metrics = self._bucket_children(families, _LATENCY_BUCKETS, {"phase": phase})
-            self._counted.append((counts, metrics))
 
     def report(self) -> None:
         """Tell Triton what changed since the last report."""
@@ -184,11 +197,11 @@ class ReportedEngine:
             self._failed[code].raise_to(value)
         self._report_levels(stats)
         self._report_replicas()
-        self._report_adapters(stats)
+        if self._adapters is not None:
+            self._adapters.report(stats.running_adapters, stats.waiting_adapters)
         self._observe_samples()
-        for counts, children in self._counted:
-            for name, total in counts.totals().items():
-                children[name].raise_to(total)
+        for histogram in self._histograms:
+            histogram.report()
 
     def close(self) -> None:
         """Drop all metrics, and then their families, as Triton demands."""
@@ -196,14 +209,13 @@ class ReportedEngine:
         self._gauges.clear()
         self._requests.clear()
         self._pages.clear()
-        self._cache_info.clear()
-        self._adapter_sets.clear()
-        self._adapter_family = None
+        self._cache_info = None
+        self._adapters = None
         self._rejected.clear()
         self._failed.clear()
         self._replicas.clear()
-        self._counted.clear()
-        self._families.clear()
+        self._histograms.clear()
+        self._families.close()
 
     def _report_levels(self, stats: EngineStats) -> None:
         scheduler, info = stats.scheduler, self._engine.info
@@ -262,32 +274,6 @@ class ReportedEngine:
             ):
                 metrics[name].raise_to(count)
 
-    def _report_adapters(self, stats: EngineStats) -> None:
-        """Which adapters run and wait, as labels of a gauge whose value is the time, as in vLLM:
-        the newest one counts.
-
-        Triton keeps every set of labels for good, so their number is bounded: beyond that, names
-        give way to ``(many)``.
-        """
-        if self._adapter_family is None:
-            return
-        names = (",".join(sorted(stats.running_adapters)), ",".join(sorted(stats.waiting_adapters)))
-        if names == self._adapters_reported:
-            return
-        self._adapters_reported = names
-        if names not in self._adapter_sets and len(self._adapter_sets) >= _MOST_ADAPTER_SETS:
-            names = (_MANY, _MANY)
-        if names not in self._adapter_sets:
-            labels = {
-                "max_lora": str(self._max_loras),
-                "running_lora_adapters": names[0],
-                "waiting_lora_adapters": names[1],
-            }
-            self._adapter_sets[names] = self._adapter_family.Metric(
-                labels={**self._labels, **labels}
-            )
-        self._adapter_sets[names].set(time.time())
-
     def _observe_samples(self) -> None:
         samples = self._engine.take_samples()
         for field, counts in self._of_requests.items():
@@ -300,62 +286,23 @@ class ReportedEngine:
 
     # --- making metrics ----------------------------------------------------------------------
 
-    def _family(self, name: str, description: str, kind: Any) -> Any:
-        return self._kept(pb_utils.MetricFamily(name=name, description=description, kind=kind))
-
-    def _kept(self, family: Any) -> Any:
-        self._families.append(family)
-        return family
-
-    def _make_counters(self) -> dict[str, ReportedMetric]:
-        descriptions = {
-            "vllm:prompt_tokens_total": "Prompt tokens of admitted requests",
-            "vllm:generation_tokens_total": "Tokens sampled",
-            "vllm:prefix_cache_queries_total": "Prompt tokens looked up in the prefix cache",
-            "vllm:prefix_cache_hits_total": "Prompt tokens found in the prefix cache",
-            "minisgl:requests_cancelled_total": "Requests given up by their clients",
-            "minisgl:requests_retracted_total": "Requests set back for want of pages",
-        }
-        counter = pb_utils.MetricFamily.COUNTER
-        return {
-            name: ReportedMetric(self._family(name, text, counter).Metric(labels=self._labels))
-            for name, text in descriptions.items()
-        }
-
-    def _make_gauges(self) -> dict[str, ReportedMetric]:
-        descriptions = {
-            "vllm:num_requests_running": "Requests that hold a row",
-            "vllm:num_requests_waiting": "Requests in the queue",
-            "vllm:kv_cache_usage_perc": "Share of the pages that are neither free nor evictable",
-        }
-        gauge = pb_utils.MetricFamily.GAUGE
-        return {
-            name: ReportedMetric(self._family(name, text, gauge).Metric(labels=self._labels))
-            for name, text in descriptions.items()
-        }
-
     def _make_load_gauges(self) -> tuple[dict[str, ReportedMetric], dict[str, ReportedMetric]]:
         """Requests and pages under the names of the TensorRT-LLM backend."""
-        gauge = pb_utils.MetricFamily.GAUGE
-        requests = self._family("nv_trt_llm_request_metrics", "Requests, by their state", gauge)
-        pages = self._family(
-            "nv_trt_llm_kv_cache_block_metrics", "Pages of the KV cache, by their state", gauge
+        families = self._families
+        requests = families.gauge("nv_trt_llm_request_metrics", "Requests, by their state")
+        pages = families.gauge(
+            "nv_trt_llm_kv_cache_block_metrics", "Pages of the KV cache, by their state"
         )
         return (
-            self._by_label(requests, "request_type", ("waiting", "scheduled", "active", "max")),
-            self._by_label(
+            families.by_label(requests, "request_type", ("waiting", "scheduled", "active", "max")),
+            families.by_label(
                 pages, "kv_cache_block_type", ("fraction", "used", "free", "max", "tokens_per")
             ),
         )
 
-    def _make_cache_info(self, options: EngineOptions) -> list[Any]:
+    def _make_cache_info(self, options: EngineOptions) -> ReportedMetric | None:
         """What is fixed about the KV cache, as labels of a gauge that is 1, as vLLM has it."""
         info = self._engine.info
-        family = self._family(
-            "vllm:cache_config_info",
-            "What is fixed about the KV cache, in its labels",
-            pb_utils.MetricFamily.GAUGE,
-        )
         labels = {
             "block_size": info.page_size,
             "num_gpu_blocks": info.num_pages * info.num_replicas,
@@ -364,10 +311,14 @@ class ReportedEngine:
             "enable_prefix_caching": options.cache == "radix",
             "gpu_memory_utilization": options.memory_ratio,
         }
-        said = {name: str(value) for name, value in labels.items()}
-        metric = family.Metric(labels={**self._labels, **said})
+        metric = self._families.metric(
+            self._families.gauge(
+                "vllm:cache_config_info", "What is fixed about the KV cache, in its labels"
+            ),
+            {name: str(value) for name, value in labels.items()},
+        )
         metric.set(1)
-        return [metric]
+        return metric
 
     def _make_replicas(self) -> list[dict[str, ReportedMetric]]:
         """The metrics of each replica; all others are of the replicas together."""
@@ -375,65 +326,56 @@ class ReportedEngine:
         if not replicas:
             return []
         families = {
-            name: self._family(f"minisgl:replica_{name}", text, kind)
-            for kind, descriptions in (
-                (
-                    pb_utils.MetricFamily.GAUGE,
-                    {
-                        "up": "Whether the replica serves",
-                        "requests_running": "Requests that hold a row of the replica",
-                        "requests_waiting": "Requests in the queue of the replica",
-                        "kv_cache_usage": "Share of its pages that are neither free nor evictable",
-                    },
-                ),
-                (
-                    pb_utils.MetricFamily.COUNTER,
-                    {
-                        "starts_total": "Processes of the replica that were started",
-                        "requests_total": "Requests that the replica was sent",
-                        "generation_tokens_total": "Tokens that the replica has sampled",
-                        "prefix_queries_total": "Prompt tokens looked up in its prefix cache",
-                        "prefix_hits_total": "Prompt tokens found in its prefix cache",
-                    },
-                ),
+            name: make(f"minisgl:replica_{name}", text)
+            for make, descriptions in (
+                (self._families.gauge, _REPLICA_GAUGES),
+                (self._families.counter, _REPLICA_COUNTERS),
             )
             for name, text in descriptions.items()
         }
         return [
             {
-                name: ReportedMetric(family.Metric(labels={**self._labels, "replica": str(number)}))
+                name: self._families.metric(family, {"replica": str(number)})
                 for name, family in families.items()
             }
             for number in range(len(replicas))
         ]
 
-    def _by_label(
-        self, family: Any, label: str, values: Sequence[str]
-    ) -> dict[str, ReportedMetric]:
-        return {
-            value: ReportedMetric(family.Metric(labels={**self._labels, label: value}))
-            for value in values
-        }
 
-    def _bucket_families(self, name: str) -> dict[str, Any]:
-        return {
-            suffix: self._family(
-                f"{name}_{suffix}", f"Histogram {name}", pb_utils.MetricFamily.COUNTER
+class AdapterGauge:
+    """Which adapters run and wait, as labels of a gauge whose value is the time, as in vLLM: the
+    newest one counts.
+
+    Triton keeps every set of labels for good, so their number is bounded: beyond that, names give
+    way to ``(many)``.
+    """
+
+    def __init__(self, families: Families, max_loras: int) -> None:
+        self._families = families
+        self._max_loras = max_loras
+        self._family = families.gauge(
+            "vllm:lora_requests_info",
+            "LoRA adapters of running and of waiting requests, in its labels",
+        )
+        self._metrics: dict[tuple[str, str], ReportedMetric] = {}
+        self._reported: tuple[str, str] | None = None
+
+    def report(self, running: Iterable[str], waiting: Iterable[str]) -> None:
+        """Tell Triton the names, if they changed."""
+        names = (",".join(sorted(running)), ",".join(sorted(waiting)))
+        if names == self._reported:
+            return
+        told = names
+        if names not in self._metrics and len(self._metrics) >= _MOST_ADAPTER_SETS:
+            told = (_MANY, _MANY)
+        if told not in self._metrics:
+            self._metrics[told] = self._families.metric(
+                self._family,
+                {
+                    "max_lora": str(self._max_loras),
+                    "running_lora_adapters": told[0],
+                    "waiting_lora_adapters": told[1],
+                },
             )
-            for suffix in ("bucket", "sum", "count")
-        }
-
-    def _bucket_children(
-        self, families: Mapping[str, Any], buckets: Sequence[float], labels: Mapping[str, str]
-    ) -> dict[str, ReportedMetric]:
-        own = {**self._labels, **labels}
-        children = {
-            suffix: ReportedMetric(families[suffix].Metric(labels=own))
-            for suffix in ("sum", "count")
-        }
-        for bound in (*(f"{bucket:g}" for bucket in buckets), "+Inf"):
-            children[bound] = ReportedMetric(families["bucket"].Metric(labels={**own, "le": bound}))
-        return children
-
-    def _bucket_metrics(self, name: str, buckets: Sequence[float]) -> dict[str, ReportedMetric]:
-        return self._bucket_children(self._bucket_families(name), buckets, {})
+        self._metrics[told].set(time.time())
+        self._reported = names

@@ -23,7 +23,7 @@ from minisgl_backend.request import (
     SamplingParams,
     samples_of,
 )
-from minisgl_backend.runtime.door import EngineInfo
+from minisgl_backend.runtime.engine_base import EngineInfo
 from minisgl_backend.tritonserver.responder import Responder, error_response
 from minisgl_backend.tritonserver.response_stream import ResponseStream
 from minisgl_backend.tritonserver.tensors import (
@@ -49,7 +49,7 @@ from minisgl_backend.wire.generation import (
     StopRequest,
     TokenPrompt,
 )
-from minisgl_backend.wire.packets import Packet, SampleNews, StreamStart, encode_packet
+from minisgl_backend.wire.packets import Packet, SampleDelta, StreamStart, encode_packet
 from minisgl_backend.wire.parameters import CHUNK, INPUT_IDS, LORA_ORDER, REQUEST
 from minisgl_backend.wire.parse import parse_adapter_order, parse_token_generation
 from minisgl_backend.wire.record import decode_record
@@ -204,8 +204,8 @@ class TokenEncoder:
         if packet.prompt_logprobs is not None:
             self._prompt_logprobs.append(prompt_logprobs_json(packet.prompt_logprobs))
         self._samples = [replace(one, token_ids=(), logprobs=()) for one in self._samples]
-        for news in packet.news:
-            self._samples[news.sample] = _continued(self._samples[news.sample], news)
+        for delta in packet.deltas:
+            self._samples[delta.sample] = _continued(self._samples[delta.sample], delta)
         answer = Answer(
             samples=most_likely(self._samples, self._start.n),
             num_input_tokens=self._start.num_input_tokens,
@@ -218,13 +218,13 @@ class TokenEncoder:
         return make_response(answer_arrays(answer, self._wanted))
 
 
-def _continued(sample: SampleAnswer, news: SampleNews) -> SampleAnswer:
+def _continued(sample: SampleAnswer, delta: SampleDelta) -> SampleAnswer:
     """What the next answer says of a sample, of which the one before said ``sample``."""
-    finish = news.finish
+    finish = delta.finish
     return SampleAnswer(
-        token_ids=news.token_ids,
+        token_ids=delta.token_ids,
         finish=None if finish is None else finish.reason,
         stop_reason=None if finish is None else finish.stop_token_id,
-        logprobs=news.logprobs,
-        cumulative_logprob=sample.cumulative_logprob + sum(one.logprob for one in news.logprobs),
+        logprobs=delta.logprobs,
+        cumulative_logprob=sample.cumulative_logprob + sum(one.logprob for one in delta.logprobs),
     )

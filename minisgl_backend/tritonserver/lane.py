@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 def num_stream_lanes() -> int:
-    """How many lanes the detokenizer has; that of a stream is the remainder of its key."""
+    """Number of lanes of the detokenizer. The lane of a stream is its key modulo this number."""
     half = (os.cpu_count() or 1) // 2
     return min(4, max(2, half))
 

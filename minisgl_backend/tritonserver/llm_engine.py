@@ -26,7 +26,7 @@ from typing import Any, Final
 from minisgl_backend.config import EngineOptions, Limits
 from minisgl_backend.errors import InvalidRequest, MiniSGLError, Overloaded, Unsupported
 from minisgl_backend.request import Finished, FinishReason
-from minisgl_backend.runtime.door import Door, shutting_down
+from minisgl_backend.runtime.engine_base import EngineBase, shutting_down
 from minisgl_backend.runtime_files import QueueMarker, State, read_adapters, write_adapters
 from minisgl_backend.tritonserver.dispatch import Dispatcher
 from minisgl_backend.tritonserver.engine_metrics import EngineMetrics
@@ -50,7 +50,7 @@ from minisgl_backend.tritonserver.tensors import make_response, text_array
 from minisgl_backend.tritonserver.unload_watcher import UnloadWatcher
 from minisgl_backend.wire.answer import Answer, SampleAnswer, answer_arrays
 from minisgl_backend.wire.generation import AdapterOrder, Generation, Stopped, StopRequest, Wanted
-from minisgl_backend.wire.packets import Packet, SampleNews, StreamStart
+from minisgl_backend.wire.packets import Packet, SampleDelta, StreamStart
 from minisgl_backend.wire.parameters import LORA_ADAPTERS
 
 logger = logging.getLogger(__name__)
@@ -67,7 +67,7 @@ class TritonPythonModel:
     """What Triton's Python backend loads, calls and unloads."""
 
     @staticmethod
-    def make_engine(options: EngineOptions) -> Door:
+    def make_engine(options: EngineOptions) -> EngineBase:
         """The engine of these options."""
         from minisgl_backend.build import build_engine  # brings torch
 
@@ -113,7 +113,7 @@ class TritonPythonModel:
             directory, args["model_name"], stats=self.stats, status=self._get_status
         )
 
-    def _make_engine(self) -> Door:
+    def _make_engine(self) -> EngineBase:
         """The engine, with the adapters that the one before it knew, if it was killed.
 
         One of these that can no longer be read is left out: the engine must come back.
@@ -242,7 +242,7 @@ class TritonPythonModel:
                 self._dispatcher.channel.path,
                 self._dispatcher.new_key(),
                 index=0,
-                news=[SampleNews(finish=_CANCELLED, sample=sample) for sample in range(n)],
+                deltas=[SampleDelta(finish=_CANCELLED, sample=sample) for sample in range(n)],
                 start=StreamStart(num_input_tokens=0, wanted=wanted, num_samples=n, n=n),
                 is_last=True,
             )

@@ -52,7 +52,7 @@ def refusals_family() -> Any:
     """The family of the metric that both engine and tokenizer report."""
     return pb_utils.MetricFamily(
         name="minisgl:requests_rejected_total",
-        description="Requests refused at the door",
+        description="Requests refused on arrival",
         kind=pb_utils.MetricFamily.COUNTER,
     )
 
@@ -184,6 +184,8 @@ class BucketCounts:
 
     def __init__(self, buckets: Sequence[float]) -> None:
         self._buckets = tuple(buckets)
+        self.bounds = (*(f"{bucket:g}" for bucket in self._buckets), "+Inf")
+        """The ``le`` of each bucket."""
         self._lock = threading.Lock()
         self._counts = [0] * (len(buckets) + 1)
         self._sum = 0.0
@@ -198,6 +200,5 @@ class BucketCounts:
         """Of all values so far: how many by the ``le`` of each bucket, their sum and count."""
         with self._lock:
             running, total = list(itertools.accumulate(self._counts)), self._sum
-        bounds = (*(f"{bucket:g}" for bucket in self._buckets), "+Inf")
-        by_bound = dict(zip(bounds, running, strict=True))
+        by_bound = dict(zip(self.bounds, running, strict=True))
         return {**by_bound, "sum": total, "count": running[-1]}

@@ -31,7 +31,7 @@ _MOST_HELD_S: Final = 1.0
 
 
 class Outbox(Generic[T]):
-    """A queue with two lanes. Safe to use from any thread; only ``get`` blocks."""
+    """A queue with two priorities. Safe to use from any thread; only ``get`` blocks."""
 
     def __init__(
         self,

@@ -42,7 +42,7 @@ from minisgl_backend.request import (
 )
 from minisgl_backend.tritonserver.responder import Responder
 from minisgl_backend.tritonserver.window import Window
-from minisgl_backend.wire.packets import Ack, Packet, SampleNews, StreamStart, Times, Verdict
+from minisgl_backend.wire.packets import Ack, Packet, SampleDelta, StreamStart, Times, Verdict
 
 _MOST_LOGPROBS: Final = 4096
 """Log-probabilities of a prompt in one packet, the alternatives counted."""
@@ -57,7 +57,7 @@ class Duty(Enum):
 
 
 class _Sample:
-    """The unsent news of one sample. ``last`` is its last token until its end is known."""
+    """What is not sent yet of one sample. ``last`` is its last token until its end is known."""
 
     __slots__ = ("buffer", "finish", "has_ended", "last", "logprobs")
 
@@ -85,17 +85,17 @@ class _Sample:
         self.finish, self.has_ended = None, True
 
     @property
-    def has_news(self) -> bool:
+    def has_delta(self) -> bool:
         """Whether there is something to send; what comes after a stop string is nothing."""
         return self.finish is not None or (not self.has_ended and bool(self.buffer.tokens))
 
-    def take(self, sample: int) -> SampleNews | None:
+    def take(self, sample: int) -> SampleDelta | None:
         """What is new, if anything; it counts as sent."""
-        if not self.has_news:
+        if not self.has_delta:
             return None
         finish, logprobs = self.finish, self.logprobs
         self.finish, self.logprobs = None, []
-        return SampleNews(self.buffer.take(), logprobs, finish, sample)
+        return SampleDelta(self.buffer.take(), logprobs, finish, sample)
 
 
 class ResponseStream:
@@ -127,7 +127,7 @@ class ResponseStream:
         self._lock = threading.Lock()
         self._window = window
         self._samples = [_Sample(TokenBuffer(self._wake)) for _ in sample_ids]
-        self._on_news: Callable[[], None] = lambda: None
+        self._on_ready: Callable[[], None] = lambda: None
         self._num_running = len(sample_ids)
         self._prompt_logprobs: deque[PromptLogprobs] = deque()
         self._is_whole = not self.is_acknowledged and not start.stream
@@ -159,29 +159,29 @@ class ResponseStream:
             not self._has_sent_tokens
             or self._muted
             or self._is_complete
-            or not self._has_news_of_samples
+            or not self._has_deltas
             or not self.is_acknowledged
         )
 
     @property
-    def _has_news_of_samples(self) -> bool:
-        return any(sample.has_news for sample in self._samples)
+    def _has_deltas(self) -> bool:
+        return any(sample.has_delta for sample in self._samples)
 
-    def buffers(self, on_news: Callable[[], None]) -> Sequence[TokenBuffer] | None:
-        """Where the common tokens of each sample go: ``on_news`` is called if the caller must hand
+    def buffers(self, on_ready: Callable[[], None]) -> Sequence[TokenBuffer] | None:
+        """Where the common tokens of each sample go: ``on_ready`` is called if the caller must hand
         the stream to a sender. None if each token is to come as an event, for its time."""
         if self._is_timed:
             return None
-        self._on_news = on_news
+        self._on_ready = on_ready
         return [sample.buffer for sample in self._samples]
 
     # --- the engine's thread -----------------------------------------------------------------
 
     def _wake(self) -> None:
         with self._lock:
-            has_news = self._claim(time.monotonic())
-        if has_news:
-            self._on_news()
+            is_ready = self._claim(time.monotonic())
+        if is_ready:
+            self._on_ready()
 
     def put(self, index: int, event: Event) -> bool:
         """Take an event of a sample; True if the caller must hand the stream to a sender."""
@@ -290,23 +290,23 @@ class ResponseStream:
         with self._lock:
             if self._muted:
                 return None
-            news: list[SampleNews] = []
+            deltas: list[SampleDelta] = []
             prompt_logprobs = self._take_prompt_logprobs()
             is_last = self._is_complete and not self._prompt_logprobs
             if not self._prompt_logprobs and (is_last or self._window.may_send_tokens(now_s)):
                 taken = [sample.take(index) for index, sample in enumerate(self._samples)]
-                news = [one for one in taken if one is not None]
+                deltas = [one for one in taken if one is not None]
             num_cached_tokens, self._num_cached_tokens = self._num_cached_tokens, None
             index = self._num_sent
             self._num_sent += 1
-            has_tokens = any(one.token_ids for one in news)
+            has_tokens = any(one.token_ids for one in deltas)
             self._has_sent_tokens |= has_tokens
             self._window.sent(index, now_s, with_tokens=has_tokens)
             return Packet(
                 self._reply_to,
                 self.key,
                 index,
-                news,
+                deltas,
                 self._start if index == 0 else None,
                 num_cached_tokens,
                 is_last,
@@ -358,7 +358,7 @@ class ResponseStream:
         if self._claimed:
             return False
         self._set_claimed(False)
-        if not self._muted and not self._has_news(now_s):
+        if not self._muted and not self._may_send(now_s):
             return False
         self._set_claimed(True)
         return True
@@ -369,14 +369,14 @@ class ResponseStream:
         for sample in self._samples:
             sample.buffer.is_awaited = is_awaited
 
-    def _has_news(self, now_s: float) -> bool:
+    def _may_send(self, now_s: float) -> bool:
         if self._is_whole:
             return self._is_complete
         if self._prompt_logprobs:
             return self._window.is_open
         if self._is_complete:
             return True
-        return self._has_news_of_samples and self._window.may_send_tokens(now_s)
+        return self._has_deltas and self._window.may_send_tokens(now_s)
 
     @property
     def _is_complete(self) -> bool:

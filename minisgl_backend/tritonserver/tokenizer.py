@@ -1,12 +1,12 @@
 """The model ``tokenizer``: text, chats or token ids in, token ids and a validated request out.
 
-A client that asks it alone is told more: the tokens as the vocabulary spells them, their text, the
-context, and of a chat what its template shows of the answer. Such a lookup needs no engine: no
-queue turns it away, and its text may be longer than the context.
+A client that calls this model directly can get more: the tokens as the vocabulary spells them,
+their text, the context, and what a chat's template reveals about the answer. Such a lookup needs no
+engine: no full queue refuses it, and its text may be longer than the context.
 
-Knows every parameter of the wire (through ``wire``) and turns a wrong one away before any work is
-done for it: first if the engines' markers say that all queues are full, then by the size, the
-values, and the text itself. Tokenizing runs on a pool of threads, so that a long prompt does not
+Knows every parameter of the wire (through ``wire``) and refuses a request before any work is done
+for it: first if the engines' markers say that all queues are full, then by its size, its values,
+and the text itself. Tokenizing runs on a pool of threads, so that a long prompt does not
 hold up other requests; how many may be in the pool is bounded. A request without a prompt, such as
 a ``stop_request``, is handled at once however full the queues are: it makes room. Must not know
 pages or steps, and of an engine's queue only its marker.

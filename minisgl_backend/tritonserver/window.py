@@ -24,22 +24,23 @@ _LANES_APART_S: Final = 1.0
 
 
 class Acknowledged:
-    """When the newest packets that were acknowledged had been sent, by the detokenizer's lanes.
+    """When the newest acknowledged packet of each lane of the detokenizer was sent.
 
     A lane takes packets in order: if it has taken a later one, an earlier one is lost. A packet
-    that another lane has taken says less, since threads of a busy machine wait for each other.
+    that another lane has taken proves less, since threads of a busy machine wait for each other.
     """
 
     def __init__(self, num_lanes: int) -> None:
         self._newest_s = [float("-inf")] * num_lanes
 
     def note(self, key: int, sent_s: float) -> None:
-        """A packet of stream ``key`` that was sent then is acknowledged."""
+        """A packet of stream ``key``, sent at ``sent_s``, is acknowledged."""
         lane = key % len(self._newest_s)
         self._newest_s[lane] = max(self._newest_s[lane], sent_s)
 
     def newest_s(self, key: int) -> float:
-        """Packets of stream ``key`` that were sent before this could be acknowledged by now."""
+        """The time up to which the packets of stream ``key`` that were sent should be acknowledged
+        by now."""
         of_lane = self._newest_s[key % len(self._newest_s)]
         return max(of_lane, max(self._newest_s) - _LANES_APART_S)
 
@@ -111,8 +112,8 @@ class Window:
         """Whether the packets under way will not be acknowledged any more.
 
         ``newest_acknowledged_s`` is ``Acknowledged.newest_s``. If that is ``grace_s`` or more after
-        our newest packet was sent, ours are lost. Within that time, the
-        detokenizer may only be slow, or packets may have overtaken each other on a busy machine.
+        our newest packet was sent, ours are lost. Within that time the detokenizer may only be
+        slow, or packets may have overtaken each other on a busy machine.
         """
         if not self._unacked:
             return False

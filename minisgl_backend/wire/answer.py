@@ -63,9 +63,9 @@ class Answer:
 
 
 def most_likely(samples: Sequence[SampleAnswer], n: int) -> Sequence[SampleAnswer]:
-    """The ``n`` of the highest ``cumulative_logprob``, the highest first; of equals the first.
-    Those that a deadline cut come behind whole ones: the fewer tokens they have, the likelier they
-    are. If there are no more than ``n``, they stay in their places."""
+    """The ``n`` samples with the highest ``cumulative_logprob``, the highest first; equal ones keep
+    their order. Those that a deadline cut come last, since fewer tokens are likelier. If there are
+    no more than ``n``, all keep their places."""
     if len(samples) <= n:
         return samples
 
@@ -138,8 +138,8 @@ def logprobs_json(
 ) -> str:
     """A JSON list, one object a token: {token id: {logprob, rank, decoded_token, bytes}}.
 
-    ``decoded_token`` and ``bytes`` are there only with ``token_bytes``, and ``bytes`` only if the
-    token's text, which then holds U+FFFD, does not tell them: it has a part of a character.
+    ``decoded_token`` is there only with ``token_bytes``. If the token has a part of a character,
+    for which the text holds U+FFFD, ``bytes`` are there, too.
     """
 
     # a client that writes packets by itself may leave some out
@@ -187,7 +187,7 @@ def _spelled(token: bytes) -> str:
 
 
 def _at_least(logprob: float) -> float:
-    """At least ``LEAST_LOGPROB``; the comparison makes that of a NaN, too, and of infinity."""
+    """The number, but ``LEAST_LOGPROB`` for smaller ones, NaN and infinity."""
     return logprob if LEAST_LOGPROB < logprob < math.inf else LEAST_LOGPROB
 
 

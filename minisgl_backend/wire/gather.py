@@ -1,4 +1,4 @@
-"""Collects the values that a request gives, from the three places in which it may give them.
+"""Collects the values of a request from the three places in which it may give them.
 
 These are tensors, request parameters and the JSON object ``sampling_parameters``; in process, one
 mapping replaces all three. Each value is converted and checked by itself (``values``). Unknown

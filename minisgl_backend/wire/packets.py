@@ -10,7 +10,7 @@ A packet is JSON in the tensor ``chunk``:
     "p": [number of alternatives, base64]    log-probabilities of the next tokens of the prompt
     "v": base64    the embedding: little-endian float32
     "f": [reason] or [reason, stop token id]                 the sample's end
-    "m": [{"n": sample, "o": ..., "l": ..., "f": ...}, ...]  news of other samples than the first
+    "m": [{"n": sample, "o": ..., "l": ..., "f": ...}, ...]  the same of the other samples
     "z": 1                                                   the last packet: all samples have ended
     "e": [code, message]                                     the last packet, of a failed request
     "t": [arrival, first scheduled, first token, last token] in ns since 1970, if asked for
@@ -133,7 +133,7 @@ class StreamStart:
     ) -> StreamStart:
         """The start of a generation's stream; ``eos_token_ids`` are the model's own."""
         sampling = generation.sampling
-        # ``Door`` adds the same ones; tokens that end the request have no text, special or not
+        # as ``EngineBase`` does; tokens that end the request have no text, special or not
         own = () if sampling.ignore_eos else eos_token_ids
         return cls(
             num_input_tokens=num_input_tokens,
@@ -160,7 +160,7 @@ class Times:
 
 
 @dataclass(frozen=True, slots=True)
-class SampleNews:
+class SampleDelta:
     """New tokens of one sample, and ``finish`` if these are its last. ``logprobs`` has one entry
     per token, if they were asked for."""
 
@@ -176,7 +176,7 @@ class Packet:
 
     ``reply_to`` is the path of the socket on which to acknowledge; it is empty in a packet for a
     direct client of ``llm_engine``, which is never encoded. ``key`` identifies the stream,
-    ``index`` counts its packets from 0. ``news`` are of different samples. ``start`` is set if
+    ``index`` counts its packets from 0. ``deltas`` are of different samples. ``start`` is set if
     ``index`` is 0, ``num_cached_tokens`` once, in the first packet after it is known.
     ``prompt_logprobs`` continue those of earlier packets. In the last packet ``is_last`` is true:
     all samples have ended, or the request has failed with an ``error``. It also has the
@@ -186,7 +186,7 @@ class Packet:
     reply_to: str
     key: int
     index: int
-    news: Sequence[SampleNews] = ()
+    deltas: Sequence[SampleDelta] = ()
     start: StreamStart | None = None
     num_cached_tokens: int | None = None
     is_last: bool = False
@@ -200,11 +200,11 @@ def encode_packet(packet: Packet) -> bytes:
     """The JSON text of a packet."""
     body: dict[str, Any] = {"r": packet.reply_to, "s": packet.key, "i": packet.index}
     others = []
-    for news in packet.news:
-        if news.sample:
-            others.append({"n": news.sample, **_encode_news(news)})
+    for delta in packet.deltas:
+        if delta.sample:
+            others.append({"n": delta.sample, **_encode_delta(delta)})
         else:
-            body |= _encode_news(news)
+            body |= _encode_delta(delta)
     if others:
         body["m"] = others
     if packet.start is not None:
@@ -229,13 +229,13 @@ def encode_packet(packet: Packet) -> bytes:
     return _encode(body).encode()
 
 
-def _encode_news(news: SampleNews) -> dict[str, Any]:
+def _encode_delta(delta: SampleDelta) -> dict[str, Any]:
     body: dict[str, Any] = {}
-    if news.token_ids:
-        body["o"] = news.token_ids
-    if news.logprobs:
-        body["l"] = [(one.logprob, one.rank, one.alternatives) for one in news.logprobs]
-    if (finish := news.finish) is not None:
+    if delta.token_ids:
+        body["o"] = delta.token_ids
+    if delta.logprobs:
+        body["l"] = [(one.logprob, one.rank, one.alternatives) for one in delta.logprobs]
+    if (finish := delta.finish) is not None:
         body["f"] = [finish.reason.value]
         if finish.stop_token_id is not None:
             body["f"].append(finish.stop_token_id)
@@ -251,7 +251,7 @@ def decode_packet(text: bytes) -> Packet:
                 _str(body["r"]),
                 _unsigned(body["s"], 64),
                 _unsigned(body["i"], 32),
-                (SampleNews(_ints(body["o"])),),
+                (SampleDelta(_ints(body["o"])),),
             )
         return _decode(body)
     except (
@@ -267,9 +267,9 @@ def decode_packet(text: bytes) -> Packet:
 
 
 def _decode(body: dict[str, Any]) -> Packet:
-    news = [_decode_news(body, 0)] if any(body.get(key) for key in ("o", "l", "f")) else []
-    news += [_decode_news(one, _sample(one["n"])) for one in body.get("m", ())]
-    if len({one.sample for one in news}) < len(news):
+    deltas = [_decode_delta(body, 0)] if any(body.get(key) for key in ("o", "l", "f")) else []
+    deltas += [_decode_delta(one, _sample(one["n"])) for one in body.get("m", ())]
+    if len({one.sample for one in deltas}) < len(deltas):
         raise ValueError
     error = None
     if "e" in body:
@@ -279,7 +279,7 @@ def _decode(body: dict[str, Any]) -> Packet:
         reply_to=_str(body["r"]),
         key=_unsigned(body["s"], 64),
         index=_unsigned(body["i"], 32),
-        news=news,
+        deltas=deltas,
         start=_decode_start(body["d"]) if "d" in body else None,
         num_cached_tokens=_unsigned(body["c"], 32) if "c" in body else None,
         is_last=error is not None or "z" in body,
@@ -290,7 +290,7 @@ def _decode(body: dict[str, Any]) -> Packet:
     )
 
 
-def _decode_news(body: dict[str, Any], sample: int) -> SampleNews:
+def _decode_delta(body: dict[str, Any], sample: int) -> SampleDelta:
     token_ids = _ints(body["o"]) if "o" in body else []
     logprobs = [_decode_logprobs(one) for one in body.get("l", ())]
     if logprobs and len(logprobs) != len(token_ids):
@@ -299,7 +299,7 @@ def _decode_news(body: dict[str, Any], sample: int) -> SampleNews:
     if "f" in body:
         reason, *stop_token_id = body["f"]
         finish = Finished(FinishReason(reason), _int(stop_token_id[0]) if stop_token_id else None)
-    return SampleNews(token_ids, logprobs, finish, sample)
+    return SampleDelta(token_ids, logprobs, finish, sample)
 
 
 def _decode_logprobs(one: list[Any]) -> TokenLogprobs:

@@ -392,17 +392,6 @@ TRITON_PREFIXES: Final = ("sequence_", "triton_")
 """Request parameters of Triton itself, which are ignored, but ``parse`` reads ``timeout``."""
 
 
-def input_tensors(*, text: bool) -> tuple[Tensor, ...]:
-    """All input tensors, of the ensembles and the tokenizer if ``text``, else of ``llm_engine``."""
-    return tuple(t for i in INPUTS if text or not i.text_only for t in i.tensors)
-
-
-def output_tensors(*, text: bool) -> tuple[Tensor, ...]:
-    """All output tensors, of the ensembles and the detokenizer if ``text``, else of ``llm_engine``
-    when a client calls it directly."""
-    return tuple(o.tensor for o in OUTPUTS if text or not o.text_only)
-
-
 def _by_name() -> Mapping[str, Input]:
     table = {}
     for entry in INPUTS:

@@ -11,7 +11,7 @@ from minisgl_backend.build import build_engine
 from minisgl_backend.config import EngineOptions
 from minisgl_backend.errors import EngineFailure
 from minisgl_backend.request import SamplingParams
-from minisgl_backend.runtime.door import Door
+from minisgl_backend.runtime.engine_base import EngineBase
 from minisgl_bench.engines import Collector, submitted
 from minisgl_check.defect import MARK, Defect, Switch
 from minisgl_check.frail import Frailty
@@ -34,19 +34,19 @@ def switch(tmp_path: Path) -> Switch:
 
 
 @pytest.fixture
-def engine(switch: Switch) -> Iterator[Door]:
+def engine(switch: Switch) -> Iterator[EngineBase]:
     engine = build_engine(OPTIONS, Frailty(switch).parts())
     yield engine
     engine.close(drain_s=0)
 
 
-def asked(engine: Door, first_token: int, *, seed: int = 0) -> Collector:
+def asked(engine: EngineBase, first_token: int, *, seed: int = 0) -> Collector:
     prompt = tokens_of([first_token, *range(10, 50)])
     sampling = SamplingParams(max_tokens=80, temperature=0.0, ignore_eos=True, seed=seed)
     return submitted(engine, prompt, sampling)
 
 
-def answers(engine: Door) -> list[list[int]]:
+def answers(engine: EngineBase) -> list[list[int]]:
     sinks = [asked(engine, number) for number in range(3)]
     for sink in sinks:
         sink.wait()
@@ -63,7 +63,7 @@ def answers(engine: Door) -> list[list[int]]:
         Defect.PAUSES,
     ],
 )
-def test_defects_that_no_answer_shows(defect: Defect, engine: Door, switch: Switch) -> None:
+def test_defects_that_no_answer_shows(defect: Defect, engine: EngineBase, switch: Switch) -> None:
     expected = answers(engine)
     with switch.on(defect):
         assert answers(engine) == expected
@@ -76,7 +76,7 @@ def test_defects_that_no_answer_shows(defect: Defect, engine: Door, switch: Swit
 
 
 @pytest.mark.parametrize("defect", [Defect.SAMPLING, Defect.NAN])
-def test_a_marked_request_fails_alone(defect: Defect, engine: Door, switch: Switch) -> None:
+def test_a_marked_request_fails_alone(defect: Defect, engine: EngineBase, switch: Switch) -> None:
     expected = answers(engine)
     with switch.on(defect):
         marked = asked(engine, 7, seed=MARK)
@@ -85,6 +85,8 @@ def test_a_marked_request_fails_alone(defect: Defect, engine: Door, switch: Swit
             marked.wait()
 
 
-def test_a_forward_pass_that_breaks_again_fails_its_request(engine: Door, switch: Switch) -> None:
+def test_a_forward_pass_that_breaks_again_fails_its_request(
+    engine: EngineBase, switch: Switch
+) -> None:
     with switch.on(Defect.EVERY_FORWARD), pytest.raises(EngineFailure, match="broke a step"):
         asked(engine, 7).wait()

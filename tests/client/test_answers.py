@@ -17,6 +17,7 @@ from minisgl_backend.server.process import TritonServer
 from minisgl_backend.text.tokenizer import PromptEncoder
 from minisgl_backend.wire.generation import MessagesPrompt, TextPrompt
 from tests.client.ways import Way, all_ways, url_of
+from tests.fakes.vocabularies import token_text
 from tests.server.client import generate
 
 pytestmark = pytest.mark.server
@@ -90,7 +91,7 @@ def test_whole_and_streamed(server: TritonServer, encoder: PromptEncoder, way: W
     for one in (whole, result):
         assert one.finish_reason == "stop"
         assert isinstance(one.stop_reason, int)
-        assert encoder.vocabulary.token_text(one.stop_reason) == "<|im_end|>"
+        assert token_text(encoder.vocabulary, one.stop_reason) == "<|im_end|>"
         assert one.num_input_tokens == num_input_tokens
         assert one.num_output_tokens == whole.num_output_tokens
         assert one.first_delta_s is not None
@@ -121,7 +122,7 @@ def test_optional_outputs_that_are_asked_for(
         assert [one.rank for one in position.top(3)] == [1, 2, 3]
         assert position.top(1) == (position.chosen,)
         for one in position.top(3):
-            assert one.text == encoder.vocabulary.token_text(one.token_id)
+            assert one.text == token_text(encoder.vocabulary, one.token_id)
             assert one.utf8 == encoder.vocabulary.token_bytes(one.token_id)
     times = result.times
     assert times is not None
@@ -147,7 +148,7 @@ def test_logprobs_of_a_prompt(server: TritonServer, encoder: PromptEncoder, way:
         assert [position.chosen.token_id for position in positions] == ids[1:].tolist()
         for position in positions:
             chosen = position.chosen
-            assert chosen.text == encoder.vocabulary.token_text(chosen.token_id)
+            assert chosen.text == token_text(encoder.vocabulary, chosen.token_id)
             assert chosen.utf8 == encoder.vocabulary.token_bytes(chosen.token_id)
             assert (chosen.rank == 1) == (position.top(1) == (chosen,))
             assert len(position.alternatives) == (chosen.rank > 1)
@@ -306,7 +307,7 @@ def test_prompts_of_each_kind(server: TritonServer, encoder: PromptEncoder, way:
     assert ids.dtype == np.int32
     for input_ids in (ids, ids.tolist(), tuple(ids.tolist())):
         assert way.generate(server, input_ids=input_ids, **GREEDY).text == said.text
-    rendered = "".join(encoder.vocabulary.token_text(i) for i in ids.tolist())
+    rendered = "".join(token_text(encoder.vocabulary, i) for i in ids.tolist())
     assert way.generate(server, prompt=rendered, **GREEDY).num_input_tokens != len(ids)
     special = way.generate(server, prompt=rendered, parse_special_tokens=True, **GREEDY)
     assert special.text == said.text

@@ -16,6 +16,7 @@ from minisgl_backend.wire.parameters import (
     BY_NAME,
     CHUNK,
     INPUT_IDS,
+    INPUTS,
     LOOKUPS,
     LORA_ADAPTERS,
     LORA_ORDER,
@@ -23,15 +24,16 @@ from minisgl_backend.wire.parameters import (
     OUTPUT_IDS,
     OUTPUTS,
     REQUEST,
-    input_tensors,
-    output_tensors,
 )
 
 REPOSITORY = Path(__file__).parents[2] / "model_repository"
 MODELS = ("tokenizer", "llm_engine", "detokenizer")
 ENSEMBLES = ("minisgl", "minisgl_batched")
-TEXT_INPUTS, TEXT_OUTPUTS = input_tensors(text=True), output_tensors(text=True)
-TOKEN_INPUTS, TOKEN_OUTPUTS = input_tensors(text=False), output_tensors(text=False)
+# of the ensembles and the text models, and of llm_engine when a client calls it alone
+TEXT_INPUTS = tuple(tensor for entry in INPUTS for tensor in entry.tensors)
+TEXT_OUTPUTS = tuple(entry.tensor for entry in OUTPUTS)
+TOKEN_INPUTS = tuple(tensor for entry in INPUTS if not entry.text_only for tensor in entry.tensors)
+TOKEN_OUTPUTS = tuple(entry.tensor for entry in OUTPUTS if not entry.text_only)
 
 
 def config(model: str) -> Any:

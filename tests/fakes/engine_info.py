@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from minisgl_backend.runtime.door import EngineInfo
+from minisgl_backend.runtime.engine_base import EngineInfo
 
 _FACTS: Final[dict[str, Any]] = {
     "model": "fake",

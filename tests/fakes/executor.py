@@ -254,8 +254,8 @@ class FakeExecutor:
         self._read_together(plan)
         chunks, snapshots = plan.chunks, plan.snapshots
         sampled, start = [], 0
-        for chunk, (row, position, length, samples) in enumerate(
-            _lines(chunks.rows, chunks.starts, chunks.lengths, chunks.samples)
+        for chunk, (row, position, length, is_last) in enumerate(
+            _lines(chunks.rows, chunks.starts, chunks.lengths, chunks.are_last)
         ):
             if self.has_states:
                 self._begin_state(row, position, int(snapshots.begun_from[chunk]))
@@ -264,7 +264,7 @@ class FakeExecutor:
             tokens = chunks.tokens[start : start + length].tolist()
             self._write(row, position, tokens, dict(saves))
             start += length
-            if samples:
+            if is_last:
                 sampled.append(self._sample(row))
         for row, position in _lines(plan.decodes.rows, plan.decodes.positions):
             self._write(row, position, [self._rows[row].last_token])

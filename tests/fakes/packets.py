@@ -8,7 +8,7 @@ from typing import Any
 
 from minisgl_backend.errors import MiniSGLError
 from minisgl_backend.request import Finished, TokenId, TokenLogprobs
-from minisgl_backend.wire.packets import Packet, SampleNews
+from minisgl_backend.wire.packets import Packet, SampleDelta
 
 
 def make_packet(
@@ -22,25 +22,25 @@ def make_packet(
     **more: Any,
 ) -> Packet:
     """A packet; the last one if it has a ``finish`` or an ``error``."""
-    news = [SampleNews(list(token_ids), tuple(logprobs), finish)] if token_ids or finish else []
+    deltas = [SampleDelta(list(token_ids), tuple(logprobs), finish)] if token_ids or finish else []
     is_last = finish is not None or more.get("error") is not None
-    return Packet(reply_to, key, index, news, is_last=is_last, **more)
+    return Packet(reply_to, key, index, deltas, is_last=is_last, **more)
 
 
 def token_ids_of(packet: Packet) -> list[TokenId]:
     """All tokens of a packet."""
-    return [token_id for news in packet.news for token_id in news.token_ids]
+    return [token_id for delta in packet.deltas for token_id in delta.token_ids]
 
 
 def finish_of(packet: Packet) -> Finished | None:
     """The end that a packet tells, if any."""
-    return next((news.finish for news in packet.news if news.finish is not None), None)
+    return next((delta.finish for delta in packet.deltas if delta.finish is not None), None)
 
 
 def comparable(packet: Packet) -> tuple[Packet, type[MiniSGLError] | None, str]:
     """All that a packet says; two errors of one class and message are not equal by themselves."""
     packet = replace(
-        packet, news=[replace(one, logprobs=tuple(one.logprobs)) for one in packet.news]
+        packet, deltas=[replace(one, logprobs=tuple(one.logprobs)) for one in packet.deltas]
     )
     if packet.error is not None:
         return replace(packet, error=None), type(packet.error), str(packet.error)

@@ -8,7 +8,15 @@ from __future__ import annotations
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from minisgl_backend.request import TokenId
+from minisgl_backend.text.vocabulary import Vocabulary
+
 WORDS = ["a", "b", "ab", "Paris", "é", "日本", "東", "🎉", " ", "  ", "!", "stop", "\n", "\ufffd"]
+
+
+def token_text(vocabulary: Vocabulary, token_id: TokenId) -> str:
+    """One token by itself, in which half a character is U+FFFD."""
+    return vocabulary.token_bytes(token_id).decode("utf-8", "replace")
 
 
 def byte_level() -> Tokenizer:

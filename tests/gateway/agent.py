@@ -28,8 +28,8 @@ from minisgl_backend.plan import Pending, SampledTokens, StepPlan
 from minisgl_backend.request import EMPTY, Grammar, GrammarKind, IntArray, Request, RequestId
 from minisgl_backend.runtime import ports
 from minisgl_backend.runtime.adapters import Adapters
-from minisgl_backend.runtime.door import EngineInfo
 from minisgl_backend.runtime.engine import Engine
+from minisgl_backend.runtime.engine_base import EngineInfo
 from minisgl_backend.scheduling.scheduler import Scheduler
 from minisgl_backend.text.tokenizer import PromptEncoder
 from minisgl_backend.tritonserver import llm_engine

@@ -13,8 +13,8 @@ from minisgl_backend.grammar.matchers import Grammars
 from minisgl_backend.parts import Parts
 from minisgl_backend.runtime import ports
 from minisgl_backend.runtime.adapters import Adapters
-from minisgl_backend.runtime.door import EngineInfo
 from minisgl_backend.runtime.engine import Engine
+from minisgl_backend.runtime.engine_base import EngineInfo
 from minisgl_backend.text.tokenizer import PromptEncoder
 from minisgl_backend.tritonserver import llm_engine
 from minisgl_backend.wire.generation import TextPrompt

@@ -1,4 +1,4 @@
-"""Two engines on a GPU each, behind one door: their tokens, and what a killed one takes with it."""
+"""Two replicas on a GPU each: their tokens, and what a killed one takes with it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from minisgl_backend.build import build_engine
 from minisgl_backend.config import EngineOptions
 from minisgl_backend.errors import EngineFailure
 from minisgl_backend.request import Request, SamplingParams
-from minisgl_backend.runtime.door import Door
+from minisgl_backend.runtime.engine_base import EngineBase
 from minisgl_bench.dummy_model import write_dummy_model
 from minisgl_check.processes import runs
 from tests.conformance.checkpoints import CONTEXT, VOCAB_SIZE, write_checkpoint
@@ -75,7 +75,7 @@ def test_a_killed_replica_takes_only_what_it_had_begun(tmp_path: Path) -> None:
         engine.close(drain_s=0)
 
 
-def submitted(engine: Door, index: int, num_tokens: int) -> Answer:
+def submitted(engine: EngineBase, index: int, num_tokens: int) -> Answer:
     answer = Answer(engine.new_id())
     prompt = np.arange(index, index + 40, dtype=np.int32)
     sampling = SamplingParams(max_tokens=num_tokens, ignore_eos=True, seed=index)

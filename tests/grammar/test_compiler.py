@@ -13,7 +13,7 @@ import pytest
 from llguidance import LLMatcher
 
 from minisgl_backend.config import DEMO_MODEL
-from minisgl_backend.errors import InvalidRequest, Overloaded
+from minisgl_backend.errors import EngineFailure, InvalidRequest, Overloaded
 from minisgl_backend.grammar.compiler import MOST_LONG, MOST_WAITING, Compiler, _Lane
 from minisgl_backend.grammar.vetting import NUM_WORKERS
 from minisgl_backend.request import Grammar, GrammarKind
@@ -142,6 +142,15 @@ def test_few_answers_share_a_lexer_unless_another_takes_long(
     for _ in range(39):
         assert not made(compiler.ask(grammar)).is_error()
     assert kept._num_copies == (40 if takes_long else 8)  # of the lexer in use
+
+
+def test_a_grammar_that_cannot_be_copied_fails_its_request(compiler: Compiler) -> None:
+    grammar = choice("copied")
+    made(compiler.ask(grammar))
+    (kept,) = [kept for key, kept in compiler._kept.items() if key[1] == grammar.source]
+    del kept._matcher
+    with pytest.raises(EngineFailure, match="could not be compiled: AttributeError"):
+        made(compiler.ask(grammar))
 
 
 def test_what_is_taken_back_is_not_compiled(compiler: Compiler) -> None:

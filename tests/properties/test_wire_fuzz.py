@@ -153,7 +153,7 @@ def test_records(text: str) -> None:
 
 COUNTS = st.integers(-2, 3) | st.sampled_from([2**31, 2**32, 2**63 - 1])
 LOGPROBS = st.tuples(st.floats(), COUNTS, st.lists(st.tuples(COUNTS, st.floats()), max_size=2))
-NEWS: Final[dict[str, st.SearchStrategy[Any]]] = {
+DELTA: Final[dict[str, st.SearchStrategy[Any]]] = {
     "o": st.lists(COUNTS, max_size=3),
     "l": st.lists(LOGPROBS, max_size=3),
     "f": st.sampled_from([["length"], ["stop", 1]]),
@@ -169,8 +169,8 @@ PACKETS = st.fixed_dictionaries(
         ),
     },
     optional={
-        **NEWS,
-        "m": st.lists(st.fixed_dictionaries({"n": COUNTS}, optional=NEWS), max_size=2),
+        **DELTA,
+        "m": st.lists(st.fixed_dictionaries({"n": COUNTS}, optional=DELTA), max_size=2),
         "z": st.just(1),
         "c": COUNTS,
         "t": st.lists(COUNTS, max_size=5),

@@ -1,4 +1,4 @@
-"""Adapters of several replicas: known to the door, loaded at each, preferred where they are."""
+"""Adapters of several replicas: known to their parent, loaded at each, preferred where they are."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from minisgl_backend.models.catalog import load_spec
 from minisgl_backend.replicas.adapters import ReplicatedAdapters
 from minisgl_backend.replicas.messages import Message
 from minisgl_backend.request import Adapter, Request, SamplingParams
+from minisgl_backend.routing.cache_index import CacheIndex
 from minisgl_backend.routing.router import Capacity, Router
-from minisgl_backend.routing.shadow import CacheShadow
-from minisgl_backend.runtime.door import Door
+from minisgl_backend.runtime.engine_base import EngineBase
 from minisgl_kit.adapters import write_adapter
 from tests.parallel.engines import Answer, some_prompts, wait_for_all
 from tests.waiting import wait_until
@@ -39,7 +39,7 @@ OPTIONS: dict[str, Any] = {
 }
 
 
-# --- the door's names, beside replicas that answer when they are told to --------------------------
+# --- the names, beside replicas that answer when they are told to ---------------------------------
 
 
 class Replica:
@@ -166,7 +166,7 @@ def test_loading_does_not_wait_for_lost_replicas(world: World) -> None:
         world.adapters.load("c", "/c")
 
 
-def test_loading_ends_with_the_door(world: World) -> None:
+def test_loading_ends_with_the_engine(world: World) -> None:
     future = world.load("a")
     world.adapters.close()
     with pytest.raises(Recovering):
@@ -178,7 +178,7 @@ def test_loading_ends_with_the_door(world: World) -> None:
 
 def test_requests_go_where_their_adapter_is_unless_that_is_busy() -> None:
     router = Router(
-        CacheShadow(3, 1000),
+        CacheIndex(3, 1000),
         page_size=4,
         capacity=Capacity(rows=10, prefill_tokens=1000, pages=1000),
         num_adapter_slots=2,
@@ -209,9 +209,7 @@ def test_requests_go_where_their_adapter_is_unless_that_is_busy() -> None:
 
 
 def test_slots_hold_the_adapters_of_the_last_requests() -> None:
-    router = Router(
-        CacheShadow(1, 10), page_size=4, capacity=Capacity(1, 1, 1), num_adapter_slots=2
-    )
+    router = Router(CacheIndex(1, 10), page_size=4, capacity=Capacity(1, 1, 1), num_adapter_slots=2)
     for adapter_id in (1, 2, 1, 3):
         router.adapters.expect(0, adapter_id)
     assert [router.adapters.holders(adapter_id) for adapter_id in (1, 2, 3)] == [1, 0, 1]
@@ -232,7 +230,7 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def engine(paths: dict[str, Path]) -> Iterator[Door]:
+def engine(paths: dict[str, Path]) -> Iterator[EngineBase]:
     """Two replicas, with the first adapter from the start."""
     name, path = next(iter(paths.items()))
     options = EngineOptions(data_parallel_size=2, lora_modules=f"{name}={path}", **OPTIONS)
@@ -243,7 +241,7 @@ def engine(paths: dict[str, Path]) -> Iterator[Door]:
         engine.close(drain_s=0)
 
 
-def answered(engine: Door, names: list[str | None]) -> list[list[int]]:
+def answered(engine: EngineBase, names: list[str | None]) -> list[list[int]]:
     """The tokens of some prompts with adapters in turns."""
     prompts = some_prompts(18, vocab_size=engine.info.vocab_size)
     answers = []
@@ -258,7 +256,7 @@ def answered(engine: Door, names: list[str | None]) -> list[list[int]]:
     return [answer.tokens for answer in answers]
 
 
-def test_replicas_have_the_same_adapters(engine: Door, paths: dict[str, Path]) -> None:
+def test_replicas_have_the_same_adapters(engine: EngineBase, paths: dict[str, Path]) -> None:
     """Tokens are those of one engine: after loading, and after one was killed and came back."""
     names: list[str | None] = [*paths, None]
     with_one = EngineOptions(**OPTIONS)
@@ -284,7 +282,7 @@ def test_replicas_have_the_same_adapters(engine: Door, paths: dict[str, Path]) -
     assert engine.replicas()[0].num_routed > before
 
 
-def test_loading_and_unloading_beside_requests(engine: Door, paths: dict[str, Path]) -> None:
+def test_loading_and_unloading_beside_requests(engine: EngineBase, paths: dict[str, Path]) -> None:
     path = str(paths["seed-2"])
     ended = threading.Event()
     failures: list[BaseException] = []
@@ -313,7 +311,7 @@ def test_loading_and_unloading_beside_requests(engine: Door, paths: dict[str, Pa
     assert "passing" not in engine.adapters.known()
 
 
-def test_running_adapters_are_those_of_all(engine: Door) -> None:
+def test_running_adapters_are_those_of_all(engine: EngineBase) -> None:
     answers = [Answer(engine.new_id()) for _ in range(8)]
     long = SamplingParams(max_tokens=3000, ignore_eos=True)
     for number, answer in enumerate(answers):

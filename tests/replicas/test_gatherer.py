@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from minisgl_backend.replicas.gatherer import Gatherer, Happened
-from minisgl_backend.replicas.messages import News, decode_event
+from minisgl_backend.replicas.messages import Update, decode_event
 from minisgl_backend.request import (
     Admitted,
     Finished,
@@ -41,7 +41,7 @@ def busy() -> Gatherer:
 def test_events_stand_between_the_tokens_of_their_request() -> None:
     scored = Generated(3, TokenLogprobs(-0.5, 1, ((3, -0.5), (4, -1.5))))
     a, b = IDS[:2]
-    news = gathered(
+    updates = gathered(
         (a, Admitted(0)),
         (a, Generated(5)),
         (b, Generated(6)),
@@ -50,10 +50,10 @@ def test_events_stand_between_the_tokens_of_their_request() -> None:
         (b, scored),
         (b, Generated(8)),
     ).take(0.0)
-    assert [each[0] for each in news] == ["a", "0", "t", "g", "t"]
-    assert news[2] == ["t", [b], [[6]]]
-    assert decode_event(json.loads(json.dumps(news[3]))) == scored
-    assert news[4] == ["t", [a, b], [[5, 7], [8]]]
+    assert [each[0] for each in updates] == ["a", "0", "t", "g", "t"]
+    assert updates[2] == ["t", [b], [[6]]]
+    assert decode_event(json.loads(json.dumps(updates[3]))) == scored
+    assert updates[4] == ["t", [a, b], [[5, 7], [8]]]
 
 
 def test_tokens_of_few_requests_are_told_at_once() -> None:
@@ -92,9 +92,9 @@ def test_a_first_token_and_an_end_do_not_wait_for_those_of_others() -> None:
     assert gatherer.take(1.0, everything=True) == [["t", IDS, [[3]] * 100]]
 
 
-def test_what_the_cache_publishes_is_one_piece_of_news_and_comes_before_an_end() -> None:
+def test_what_the_cache_publishes_is_one_update_and_comes_before_an_end() -> None:
     gatherer, one = busy(), IDS[0]
-    pages: list[News] = [["+", [11, 12], [1, 2]], ["+", [13], [3]], ["+", [12], [4]], ["-", [4]]]
+    pages: list[Update] = [["+", [11, 12], [1, 2]], ["+", [13], [3]], ["+", [12], [4]], ["-", [4]]]
     for each in (*pages, ["+", [14], [5]]):
         gatherer.add(each)
     assert gatherer.take(1.0) == [], "published pages alone wait, too"

@@ -31,7 +31,7 @@ from minisgl_backend.request import (
     SamplingParams,
     samples_of,
 )
-from minisgl_backend.runtime.door import Door
+from minisgl_backend.runtime.engine_base import EngineBase
 from minisgl_check.processes import children_of, is_rank, runs
 from tests.parallel.engines import Answer, some_prompts, wait_for_all
 from tests.waiting import wait_until
@@ -47,7 +47,7 @@ SAMPLINGS = [
 
 
 @pytest.fixture(scope="module")
-def engine() -> Iterator[Door]:
+def engine() -> Iterator[EngineBase]:
     """Two replicas. Tests may kill one, if they wait until both are back."""
     engine = build_engine(EngineOptions(data_parallel_size=2, **OPTIONS))
     try:
@@ -59,7 +59,7 @@ def engine() -> Iterator[Door]:
 
 
 @pytest.fixture(scope="module")
-def alone() -> Iterator[Door]:
+def alone() -> Iterator[EngineBase]:
     engine = build_engine(EngineOptions(**OPTIONS))
     try:
         yield engine
@@ -67,16 +67,16 @@ def alone() -> Iterator[Door]:
         engine.close(drain_s=0)
 
 
-def pids_of(engine: Door) -> list[int]:
+def pids_of(engine: EngineBase) -> list[int]:
     return [replica.pid for replica in engine.replicas() if replica.pid is not None]
 
 
-def all_are_up(engine: Door) -> bool:
+def all_are_up(engine: EngineBase) -> bool:
     return all(replica.is_up for replica in engine.replicas())
 
 
 def submit(
-    engine: Door, prompt: IntArray, sampling: SamplingParams, *, n: int = 1, **fields: Any
+    engine: EngineBase, prompt: IntArray, sampling: SamplingParams, *, n: int = 1, **fields: Any
 ) -> list[Answer]:
     answers = [Answer(engine.new_id()) for _ in range(n)]
     ids = [answer.request_id for answer in answers]
@@ -85,7 +85,7 @@ def submit(
     return answers
 
 
-def answered(engine: Door, **fields: Any) -> list[Answer]:
+def answered(engine: EngineBase, **fields: Any) -> list[Answer]:
     prompts = some_prompts(24, vocab_size=engine.info.vocab_size)
     answers = [
         answer
@@ -97,7 +97,7 @@ def answered(engine: Door, **fields: Any) -> list[Answer]:
     return answers
 
 
-def test_tokens_are_those_of_one_engine(engine: Door, alone: Door) -> None:
+def test_tokens_are_those_of_one_engine(engine: EngineBase, alone: EngineBase) -> None:
     """With their log-probabilities, and those of prompts."""
     before = [replica.num_routed for replica in engine.replicas()]
     expected = answered(alone)
@@ -114,7 +114,7 @@ def test_tokens_are_those_of_one_engine(engine: Door, alone: Door) -> None:
     assert all(now > then for now, then in zip(routed, before, strict=True))
 
 
-def test_an_embedding_is_that_of_one_engine(engine: Door, alone: Door) -> None:
+def test_an_embedding_is_that_of_one_engine(engine: EngineBase, alone: EngineBase) -> None:
     prompt = np.arange(30, dtype=np.int32)
     vectors = []
     for each in (engine, alone):
@@ -136,7 +136,7 @@ def test_an_embedding_is_that_of_one_engine(engine: Door, alone: Door) -> None:
     assert np.allclose(vectors[0], vectors[1], atol=1e-5)
 
 
-def conversations(engine: Door, *, num_turns: int = 5, num_talks: int = 8) -> float:
+def conversations(engine: EngineBase, *, num_turns: int = 5, num_talks: int = 8) -> float:
     """The share of prompt tokens found cached in talks of several turns, side by side, each of
     which begins with one of two system prompts; the tokens are the same at each call."""
     rng = np.random.default_rng(3)
@@ -162,13 +162,15 @@ def conversations(engine: Door, *, num_turns: int = 5, num_talks: int = 8) -> fl
     return (after.prefix_hits - before.prefix_hits) / (after.prefix_queries - before.prefix_queries)
 
 
-def test_conversations_find_as_much_cached_as_in_one_engine(engine: Door, alone: Door) -> None:
+def test_conversations_find_as_much_cached_as_in_one_engine(
+    engine: EngineBase, alone: EngineBase
+) -> None:
     found, expected = conversations(engine), conversations(alone)
     assert expected > 0.6
     assert found >= expected - 0.01
 
 
-def test_a_cancel_and_a_deadline_reach_the_replica(engine: Door) -> None:
+def test_a_cancel_and_a_deadline_reach_the_replica(engine: EngineBase) -> None:
     prompts = some_prompts(6, vocab_size=2000, seed=9)
     answers = [submit(engine, prompt, ENDLESS)[0] for prompt in prompts]
     for answer in answers:
@@ -184,7 +186,7 @@ def test_a_cancel_and_a_deadline_reach_the_replica(engine: Door) -> None:
     assert engine.stats().num_open == 0
 
 
-def test_counts_of_all_are_the_sums_of_each(engine: Door) -> None:
+def test_counts_of_all_are_the_sums_of_each(engine: EngineBase) -> None:
     before = engine.stats()
     answers = answered(engine)
     num_tokens = sum(len(answer.tokens) for answer in answers)
@@ -220,7 +222,7 @@ def ends(answers: Sequence[Answer], expected: Sequence[Answer]) -> Ended:
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 def test_a_lost_replica_takes_only_what_it_had_begun(
-    engine: Door, alone: Door, number: signal.Signals
+    engine: EngineBase, alone: EngineBase, number: signal.Signals
 ) -> None:
     prompts = some_prompts(40, vocab_size=2000, seed=4)
     sampling = SamplingParams(max_tokens=60, seed=2, ignore_eos=True)

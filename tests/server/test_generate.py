@@ -15,6 +15,7 @@ from minisgl_backend.config import DEMO_MODEL
 from minisgl_backend.server.process import TritonServer
 from minisgl_backend.text.tokenizer import PromptEncoder
 from minisgl_backend.wire.generation import MessagesPrompt
+from tests.fakes.vocabularies import token_text
 from tests.server.client import (
     Call,
     Metrics,
@@ -127,8 +128,8 @@ def test_engine_alone(server: TritonServer, encoder: PromptEncoder, answer: str)
         responses = call.all()
     token_ids = np.concatenate([response["output_ids"] for response in responses])
     # the engine's answer holds the token that ended it, which has no text
-    assert encoder.vocabulary.token_text(int(token_ids[-1])) == "<|im_end|>"
-    text = "".join(encoder.vocabulary.token_text(i) for i in token_ids[:-1].tolist())
+    assert token_text(encoder.vocabulary, int(token_ids[-1])) == "<|im_end|>"
+    text = "".join(token_text(encoder.vocabulary, i) for i in token_ids[:-1].tolist())
     assert text == answer
     assert responses[-1]["finish_reason"].item() == b"stop"
     assert sum(int(r["num_output_tokens"].item()) for r in responses) == len(token_ids)
@@ -200,7 +201,7 @@ def test_every_output(
         responses = call.all()
     last = {name: value.reshape(-1) for name, value in responses[-1].items()}
     assert last["finish_reason"].tolist() == [b"stop"]
-    assert encoder.vocabulary.token_text(json.loads(last["stop_reason"].item())) == "<|im_end|>"
+    assert token_text(encoder.vocabulary, json.loads(last["stop_reason"].item())) == "<|im_end|>"
     ids = encoder.encode(encoder.render(MessagesPrompt(QUESTION)))
     assert last["num_input_tokens"].tolist() == [len(ids)]
     num_tokens = sum(int(response["num_output_tokens"].item()) for response in responses)

@@ -17,8 +17,8 @@ from minisgl_backend.parts import Parts
 from minisgl_backend.request import SamplingParams
 from minisgl_backend.runtime import ports
 from minisgl_backend.runtime.adapters import Adapters
-from minisgl_backend.runtime.door import EngineInfo
 from minisgl_backend.runtime.engine import Engine
+from minisgl_backend.runtime.engine_base import EngineInfo
 from minisgl_backend.scheduling.scheduler import Scheduler, SchedulerConfig
 from minisgl_bench.engines import submitted
 from tests.fakes.executor import tokens_of

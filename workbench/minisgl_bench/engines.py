@@ -33,8 +33,8 @@ from minisgl_backend.request import (
     SamplingParams,
     TokenLogprobs,
 )
-from minisgl_backend.runtime.door import Door, EngineInfo
 from minisgl_backend.runtime.engine import Engine
+from minisgl_backend.runtime.engine_base import EngineBase, EngineInfo
 from minisgl_bench.profiling import marked, nvtx_range
 
 if TYPE_CHECKING:
@@ -75,19 +75,21 @@ def running_engine(
 
 
 @contextmanager
-def running_door(options: EngineOptions, *, nvtx: bool = False) -> Iterator[Door]:
-    """What takes requests, for one engine or several replicas; closed when the block ends."""
+def running_engine_or_replicas(
+    options: EngineOptions, *, nvtx: bool = False
+) -> Iterator[EngineBase]:
+    """One engine, or the replicas that ``options`` ask for; closed when the block ends."""
     from minisgl_backend.build import build_engine
 
     if options.data_parallel_size == 1 or nvtx:
         with running_engine(options, nvtx=nvtx) as (engine, _):
             yield engine
         return
-    door = build_engine(options)
+    replicas = build_engine(options)
     try:
-        yield door
+        yield replicas
     finally:
-        door.close(drain_s=0)
+        replicas.close(drain_s=0)
 
 
 @dataclass(slots=True)
@@ -126,7 +128,7 @@ class Collector:
 
 
 def submitted(
-    engine: Door, prompt: IntArray, sampling: SamplingParams, adapter: Adapter | None = None
+    engine: EngineBase, prompt: IntArray, sampling: SamplingParams, adapter: Adapter | None = None
 ) -> Collector:
     """Submit a request; returns its sink."""
     sink = Collector()

@@ -17,9 +17,9 @@ import click
 from minisgl_backend.cli.options import EngineCommand, engine_options
 from minisgl_backend.config import EngineOptions
 from minisgl_backend.request import MAX_SAMPLES, SamplingParams
-from minisgl_backend.runtime.door import EngineInfo
+from minisgl_backend.runtime.engine_base import EngineInfo
 from minisgl_bench.comparison import compare_option, measure_both
-from minisgl_bench.engines import engine_facts, running_door
+from minisgl_bench.engines import engine_facts, running_engine_or_replicas
 from minisgl_bench.profiling import nvtx_option, profile_option, profiled
 from minisgl_bench.prompts import Prompt, RandomRequests, request_options
 from minisgl_bench.runs import TransformersRunner, beside, figures_of, run_engine
@@ -44,7 +44,7 @@ class Offline:
         """The figures of an engine of these options; ``trace`` is for the profile of a run of
         its own."""
         apart = None
-        with running_door(options, nvtx=self.nvtx) as engine:
+        with running_engine_or_replicas(options, nvtx=self.nvtx) as engine:
             info = engine.info
             prompts = self.requests.prompts(info.vocab_size)
             warm_up = self.requests.warm_up(info.vocab_size)

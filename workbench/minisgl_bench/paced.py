@@ -21,8 +21,8 @@ from minisgl_backend.parts import STANDARD, Parts
 from minisgl_backend.plan import SampledTokens, StepPlan
 from minisgl_backend.request import EMPTY, IntArray, Request, RequestId
 from minisgl_backend.runtime import ports
-from minisgl_backend.runtime.door import EngineInfo
 from minisgl_backend.runtime.engine import Engine
+from minisgl_backend.runtime.engine_base import EngineInfo
 from minisgl_backend.scheduling.report import StepResult
 from minisgl_backend.scheduling.scheduler import Scheduler
 from minisgl_backend.text.tokenizer import PromptEncoder, load_vocabulary
@@ -68,7 +68,7 @@ class PacedExecutor:
         """Enqueue a step behind the last one."""
         for admission in plan.admissions:
             self._prompts[admission.row] = admission.num_prompt_tokens
-        last = plan.chunks.samples != 0
+        last = plan.chunks.are_last != 0
         rows = plan.sample_rows
         ends = plan.chunks.ends[last]
         # index of the token that is sampled, counted from the end of the row's prompt

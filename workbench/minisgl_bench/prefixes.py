@@ -20,7 +20,7 @@ from minisgl_backend.cli.options import POSITIVE_INT, TEMPERATURE, EngineCommand
 from minisgl_backend.config import EngineOptions
 from minisgl_backend.request import SamplingParams
 from minisgl_bench.comparison import compare_option, measure_both
-from minisgl_bench.engines import engine_facts, running_door
+from minisgl_bench.engines import engine_facts, running_engine_or_replicas
 from minisgl_bench.profiling import profile_option, profiled
 from minisgl_bench.prompts import Prompt
 from minisgl_bench.runs import figures_of, run_engine
@@ -114,7 +114,7 @@ def prefixes(
     sampling = SamplingParams(temperature=temperature)
 
     def measure(options: EngineOptions, trace: Path | None) -> Report:
-        with running_door(options) as engine:
+        with running_engine_or_replicas(options) as engine:
             facts = engine_facts(engine.info, options)
             facts["prompt_seed"] = requests.prompt_seed
             facts["temperature"] = temperature

@@ -27,9 +27,9 @@ import numpy as np
 from minisgl_backend.cache.kv import Lease, Verified
 from minisgl_backend.cache.radix_cache import RadixCache
 from minisgl_backend.request import IntArray
+from minisgl_backend.routing.cache_index import CacheIndex
 from minisgl_backend.routing.keys import Keys, Replicas
 from minisgl_backend.routing.router import Balance, Capacity, Placement, Router
-from minisgl_backend.routing.shadow import CacheShadow
 from minisgl_kit.report import Report, json_option
 
 _PAGE_SIZE: Final = 16
@@ -143,8 +143,8 @@ class RoundRobin(Router):
     """One replica after the other."""
 
     def choose(self, keys: Keys, favoured: Replicas = 0) -> tuple[int, int]:
-        replica = sum(self.num_routed) % self.shadow.num_replicas
-        return replica, self.shadow.longest(keys, 1 << replica)[0]
+        replica = sum(self.num_routed) % self.index.num_replicas
+        return replica, self.index.longest(keys, 1 << replica)[0]
 
 
 class LeastLoaded(Router):
@@ -152,7 +152,7 @@ class LeastLoaded(Router):
 
     def choose(self, keys: Keys, favoured: Replicas = 0) -> tuple[int, int]:
         replica = self.least_loaded()
-        return replica, self.shadow.longest(keys, 1 << replica)[0]
+        return replica, self.index.longest(keys, 1 << replica)[0]
 
 
 RULES: Final[dict[str, type[Router]]] = {
@@ -205,16 +205,18 @@ class Simulation:
     ) -> None:
         """Each engine has ``scale`` times the pages, rows and rates of a replica."""
         num_pages = _NUM_PAGES * scale
-        self._shadow = CacheShadow(num_engines, num_pages)
+        self._cache_index = CacheIndex(num_engines, num_pages)
         self._router = rule(
-            self._shadow,
+            self._cache_index,
             page_size=_PAGE_SIZE,
             capacity=Capacity(_NUM_ROWS * scale, _STEP_TOKENS * scale, num_pages),
             balance=balance,
         )
         self._engines = [
             _Engine(
-                RadixCache(num_pages, _PAGE_SIZE, watch=self._shadow.reports(replica, _PAGE_SIZE)),
+                RadixCache(
+                    num_pages, _PAGE_SIZE, watch=self._cache_index.reports(replica, _PAGE_SIZE)
+                ),
                 _NUM_ROWS * scale,
                 _PREFILL_RATE * scale,
             )

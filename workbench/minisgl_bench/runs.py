@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 
 from minisgl_backend.request import Request, SamplingParams, samples_of
-from minisgl_backend.runtime.door import Door
+from minisgl_backend.runtime.engine_base import EngineBase
 from minisgl_bench.engines import Collector
 from minisgl_bench.prompts import Prompt
 
 
 def run_engine(
-    engine: Door,
+    engine: EngineBase,
     prompts: Sequence[Prompt],
     sampling: SamplingParams,
     *,

@@ -24,8 +24,8 @@ from minisgl_backend.plan import Pending, SampledTokens, StepPlan
 from minisgl_backend.request import EMPTY, IntArray, Request, RequestId, Sink
 from minisgl_backend.runtime import ports
 from minisgl_backend.runtime.adapters import Adapters
-from minisgl_backend.runtime.door import EngineInfo
 from minisgl_backend.runtime.engine import Engine
+from minisgl_backend.runtime.engine_base import EngineInfo
 from minisgl_backend.scheduling.scheduler import Scheduler, SchedulerConfig
 from minisgl_check.defect import MARK, STEP_S, Defect, Switch
 from minisgl_kit.wrappers import CacheWrapper, ExecutorWrapper, PendingWrapper, SchedulerWrapper

@@ -10,7 +10,7 @@ from typing import Any
 
 from minisgl_backend.build import build_engine
 from minisgl_backend.config import EngineOptions
-from minisgl_backend.runtime.door import Door
+from minisgl_backend.runtime.engine_base import EngineBase
 from minisgl_backend.tritonserver import llm_engine
 from minisgl_backend.tritonserver.setup import runtime_directory
 from minisgl_check.defect import Defect, Switch
@@ -29,7 +29,7 @@ class TritonPythonModel(llm_engine.TritonPythonModel):
     """What Triton loads in place of the shipped model."""
 
     @staticmethod
-    def make_engine(options: EngineOptions) -> Door:
+    def make_engine(options: EngineOptions) -> EngineBase:
         return build_engine(options, own_frailty().parts())
 
     def execute(self, requests: list[Any]) -> None:

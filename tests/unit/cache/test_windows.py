@@ -144,6 +144,17 @@ def test_an_emptied_cache_clears_the_lines_of_lost_leases() -> None:
     fresh.check()
 
 
+def test_an_emptied_cache_clears_no_line_of_a_lease_that_has_none() -> None:
+    """Bookkeeping may break between a match and the row that the sequence was to take."""
+    cache = cache_of(8)
+    cache.release(compute(cache, prompt(1, 2), line=5))
+    assert cache.acquire(prompt(1, 2)).window_end > 0
+    windows_of(cache).take_grants()
+    fresh = cache.emptied()
+    assert isinstance(fresh, RadixCache)
+    assert table(fresh) == {}
+
+
 def test_without_a_prefix_cache_windows_are_kept_as_well() -> None:
     windows = WindowPages(4, num_pages=40, page_size=SIZE, window=WINDOW)
     cache = NaiveCache(40, SIZE, windows=windows)

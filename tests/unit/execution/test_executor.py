@@ -123,7 +123,7 @@ class Driver:
         *,
         pages: tuple[int, ...],
         start: int = 0,
-        samples: bool = True,
+        is_last: bool = True,
         sampling: SamplingParams | None = None,
         decode: tuple[tuple[int, int], ...] = (),
         released: tuple[int, ...] = (),
@@ -136,7 +136,7 @@ class Driver:
             broken_pages=_ints(*broken),
             admissions=(admission,) if start == 0 else (),
             grants=_grants(row, *pages),
-            chunks=_chunk(row, start, tokens, samples=samples),
+            chunks=_chunk(row, start, tokens, is_last=is_last),
             decodes=_decodes(*decode),
         )
 
@@ -155,9 +155,9 @@ def _grants(row: int, *pages: int) -> Grants:
     return Grants(_ints(*[row] * len(pages)), _ints(*range(len(pages))), _ints(*pages))
 
 
-def _chunk(row: int, start: int, tokens: tuple[int, ...], *, samples: bool = True) -> PromptChunks:
+def _chunk(row: int, start: int, tokens: tuple[int, ...], *, is_last: bool = True) -> PromptChunks:
     return PromptChunks(
-        _ints(row), _ints(start), _ints(len(tokens)), _ints(samples), _ints(*tokens)
+        _ints(row), _ints(start), _ints(len(tokens)), _ints(is_last), _ints(*tokens)
     )
 
 
@@ -201,7 +201,7 @@ def _alone(executor: ModelExecutor, count: int) -> list[int]:
 def test_chunks_and_decodes_of_several_rows(executor: ModelExecutor) -> None:
     expected = _alone(executor, 6)
     driver = Driver(executor)
-    first = driver.prefill(0, PROMPT[:3], pages=(7, 2, 9, 4), samples=False)
+    first = driver.prefill(0, PROMPT[:3], pages=(7, 2, 9, 4), is_last=False)
     assert _tokens(first) == []
     # Steps are launched before the tokens of those before them are read.
     pending = [
@@ -237,7 +237,7 @@ def test_the_rest_of_a_prompt_is_copied_from_another_row(executor: ModelExecutor
     """Of the page's positions only those that are named: NaN after them stays where it is."""
     expected = _alone(executor, 3)
     driver = Driver(executor)
-    _tokens(driver.prefill(0, PROMPT[:5], pages=(1, 9), samples=False))
+    _tokens(driver.prefill(0, PROMPT[:5], pages=(1, 9), is_last=False))
     _tokens(driver.prefill(0, (POISON,), pages=(), start=5))
     admission = _admission(row=1, num_prompt_tokens=len(PROMPT), num_cached_tokens=5)
     tokens = _tokens(

@@ -17,8 +17,8 @@ def ints(*values: int) -> IntArray:
 
 
 def plan_of(chunks: list[tuple[int, int, int, int]], decodes: list[tuple[int, int]]) -> StepPlan:
-    """PromptChunks of (row, start, length, whether it samples), and decodes of (row, position)."""
-    rows, starts, lengths, samples = zip(*chunks, strict=True) if chunks else ((), (), (), ())
+    """Chunks of (row, start, length, whether it is the last), and decodes of (row, position)."""
+    rows, starts, lengths, are_last = zip(*chunks, strict=True) if chunks else ((), (), (), ())
     decode_rows, positions = zip(*decodes, strict=True) if decodes else ((), ())
     return StepPlan(
         step=0,
@@ -26,7 +26,7 @@ def plan_of(chunks: list[tuple[int, int, int, int]], decodes: list[tuple[int, in
             rows=ints(*rows),
             starts=ints(*starts),
             lengths=ints(*lengths),
-            samples=ints(*samples),
+            are_last=ints(*are_last),
             tokens=ints(*range(sum(lengths))),
         ),
         decodes=Decodes(rows=ints(*decode_rows), positions=ints(*positions)),
@@ -56,7 +56,7 @@ def test_tokens_and_samples_of_a_step(
     plan = plan_of(chunks, decodes)
     flat = FlatBatch.of(plan)
     assert flat.positions.tolist() == positions
-    assert flat.samples.tolist() == samples
+    assert flat.sample_indices.tolist() == samples
     assert flat.sample_rows.tolist() == plan.sample_rows.tolist()
     assert flat.sample_positions.tolist() == [positions[index] + 1 for index in samples]
     rows = [row for row, _, length, _ in chunks for _ in range(length)]
@@ -64,13 +64,15 @@ def test_tokens_and_samples_of_a_step(
     assert flat.num_decodes == len(decodes)
     assert flat.chunk_ends.tolist() == [start + length for _, start, length, _ in chunks]
     assert np.diff(flat.chunk_offsets).tolist() == [length for _, _, length, _ in chunks]
-    assert {array.dtype.itemsize for array in (flat.rows, flat.positions, flat.samples)} == {8}
+    assert {array.dtype.itemsize for array in (flat.rows, flat.positions, flat.sample_indices)} == {
+        8
+    }
     assert {flat.chunk_offsets.dtype, flat.chunk_ends.dtype} == {np.dtype(np.int32)}
 
 
 def test_an_empty_plan() -> None:
     flat = FlatBatch.of(plan_of([], []))
-    assert len(flat.positions) == len(flat.samples) == flat.num_decodes == 0
+    assert len(flat.positions) == len(flat.sample_indices) == flat.num_decodes == 0
 
 
 def test_groups_name_decoding_rows_by_their_tokens() -> None:

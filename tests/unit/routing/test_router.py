@@ -1,4 +1,4 @@
-"""The router of replicas: the shadow finds what the replicas' own caches would, and the rule keeps
+"""The router of replicas: the index finds what the replicas' own caches would, and the rule keeps
 its bound."""
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from minisgl_backend.cache.kv import Lease, Verified
 from minisgl_backend.cache.radix_cache import RadixCache
 from minisgl_backend.errors import InvariantError
 from minisgl_backend.request import IntArray
+from minisgl_backend.routing.cache_index import CacheIndex
 from minisgl_backend.routing.expected import ExpectedNode, ExpectedPrefixes
 from minisgl_backend.routing.keys import Keys, PrefixKeys
 from minisgl_backend.routing.router import Balance, Capacity, Placement, Router
-from minisgl_backend.routing.shadow import CacheShadow
 
 PAGE_SIZE = 2
 NUM_REPLICAS = 3
@@ -32,27 +32,27 @@ def ints(*values: int) -> IntArray:
     return np.array(values, dtype=np.int32)
 
 
-def num_cached(shadow: CacheShadow, replica: int, tokens: IntArray, salt: str = "") -> int:
+def num_cached(index: CacheIndex, replica: int, tokens: IntArray, salt: str = "") -> int:
     """Number of pages that the replica has of a prompt, whose last token is always computed."""
-    return shadow.longest(KEYS.of(tokens[:-1], salt), 1 << replica, expected=False)[0]
+    return index.longest(KEYS.of(tokens[:-1], salt), 1 << replica)[0]
 
 
 PROMPTS = st.lists(st.integers(0, 1), min_size=1, max_size=14).map(lambda values: ints(*values))
 
 
 class ReportedCaches(RuleBasedStateMachine):
-    """Real caches that report to a shadow what they publish, and what leaves them."""
+    """Real caches that report to an index what they publish, and what leaves them."""
 
     leases: Any = Held("leases")
 
     def __init__(self) -> None:
         super().__init__()
-        self.shadow = CacheShadow(NUM_REPLICAS, NUM_PAGES)
+        self.index = CacheIndex(NUM_REPLICAS, NUM_PAGES)
         self.caches = [self.cache(replica) for replica in range(NUM_REPLICAS)]
         self.asked: list[tuple[IntArray, str]] = [(ints(0, 0, 0, 0, 0), "")]
 
     def cache(self, replica: int) -> RadixCache:
-        watch = self.shadow.reports(replica, PAGE_SIZE)
+        watch = self.index.reports(replica, PAGE_SIZE)
         return RadixCache(NUM_PAGES, PAGE_SIZE, watch=watch)
 
     @rule(target=leases, replica=st.integers(0, NUM_REPLICAS - 1), tokens=PROMPTS, salt=SALTS)
@@ -77,9 +77,9 @@ class ReportedCaches(RuleBasedStateMachine):
         for tokens, salt in self.asked[-4:]:
             expected = [cache.match_length(tokens, salt) // PAGE_SIZE for cache in self.caches]
             assert [
-                num_cached(self.shadow, replica, tokens, salt) for replica in range(NUM_REPLICAS)
+                num_cached(self.index, replica, tokens, salt) for replica in range(NUM_REPLICAS)
             ] == expected
-            longest, holders = self.shadow.longest(KEYS.of(tokens[:-1], salt), 0b111)
+            longest, holders = self.index.longest(KEYS.of(tokens[:-1], salt), 0b111)
             assert longest == max(expected)
             assert [holders >> replica & 1 for replica in range(NUM_REPLICAS)] == [
                 int(length >= longest) for length in expected
@@ -158,8 +158,8 @@ TestExpectations = Expectations.TestCase
 
 def test_a_prefix_that_was_detached_and_published_again_is_still_held() -> None:
     """Its old pages leave the tree later, when the lease that pinned them ends."""
-    shadow = CacheShadow(1, NUM_PAGES)
-    cache = RadixCache(NUM_PAGES, PAGE_SIZE, watch=shadow.reports(0, PAGE_SIZE))
+    index = CacheIndex(1, NUM_PAGES)
+    cache = RadixCache(NUM_PAGES, PAGE_SIZE, watch=index.reports(0, PAGE_SIZE))
     tokens = ints(1, 2, 3, 4, 5)
 
     def published(lease: Lease, verified: Verified) -> Lease:
@@ -173,18 +173,18 @@ def test_a_prefix_that_was_detached_and_published_again_is_still_held() -> None:
     third = published(cache.acquire(tokens), Verified.ALL)
     cache.release(second)
     assert cache.match_length(tokens) == 4
-    assert num_cached(shadow, 0, tokens) == 2
+    assert num_cached(index, 0, tokens) == 2
     cache.release(third)
-    shadow.forget(0)
-    assert not shadow._cached
+    index.forget(0)
+    assert not index._cached
 
 
 def test_a_page_is_not_published_twice() -> None:
-    shadow = CacheShadow(1, NUM_PAGES)
-    shadow.publish(0, KEYS.of(ints(1, 2)), ints(3))
-    shadow.publish(0, KEYS.of(ints(1, 2)), ints(3))
+    index = CacheIndex(1, NUM_PAGES)
+    index.publish(0, KEYS.of(ints(1, 2)), ints(3))
+    index.publish(0, KEYS.of(ints(1, 2)), ints(3))
     with pytest.raises(InvariantError, match="published twice"):
-        shadow.publish(0, KEYS.of(ints(1, 3)), ints(3))
+        index.publish(0, KEYS.of(ints(1, 3)), ints(3))
 
 
 def test_keys_tell_tokens_places_and_salts_apart() -> None:
@@ -202,7 +202,7 @@ def make_router(
     num_replicas: int = NUM_REPLICAS, *, num_rows: int = 100, **balance: float
 ) -> Router:
     return Router(
-        CacheShadow(num_replicas, NUM_PAGES),
+        CacheIndex(num_replicas, NUM_PAGES),
         page_size=PAGE_SIZE,
         capacity=Capacity(rows=num_rows, prefill_tokens=1000, pages=1000),
         balance=Balance(**balance),
@@ -218,8 +218,8 @@ def routed(router: Router, prompt: IntArray, salt: str = "") -> Placement:
 def test_a_request_goes_where_its_prefix_is_cached() -> None:
     router = make_router()
     prompt = ints(*range(9))
-    router.shadow.publish(1, router.keys.of(prompt[:4]), ints(0, 1))
-    router.shadow.publish(2, router.keys.of(prompt[:6]), ints(5, 6, 7))
+    router.index.publish(1, router.keys.of(prompt[:4]), ints(0, 1))
+    router.index.publish(2, router.keys.of(prompt[:6]), ints(5, 6, 7))
     placement = routed(router, prompt)
     assert (placement.replica, placement.num_cached) == (2, 6)
 
@@ -233,9 +233,9 @@ def test_a_prefix_counts_as_cached_from_the_first_request_on() -> None:
     assert [placement.num_cached for placement in placements] == [0, 8, 8, 8]
     keys = router.keys.of(prompts[0][:-1])
     for placement in placements:  # as long as one is left that will compute it
-        assert router.shadow.longest(keys, 0b111)[0] == 4
+        assert router.index.longest(keys, 0b111)[0] == 4
         router.end(placement)
-    assert router.shadow.longest(keys, 0b111)[0] == 0
+    assert router.index.longest(keys, 0b111)[0] == 0
 
 
 def test_without_prefixes_requests_go_round() -> None:
@@ -283,8 +283,8 @@ def test_a_short_prefix_pulls_less_than_a_long_one() -> None:
     """Of two requests to a replica above the mean, the one that has less to lose goes elsewhere."""
     router = make_router(ratio=2.0, slack=0.0)
     long, short = ints(*range(9)), ints(*range(50, 53))
-    router.shadow.publish(0, router.keys.of(long), ints(0, 1, 2, 3))
-    router.shadow.publish(0, router.keys.of(short), ints(4))
+    router.index.publish(0, router.keys.of(long), ints(0, 1, 2, 3))
+    router.index.publish(0, router.keys.of(short), ints(4))
     for replica in (1, 2):
         router.leave(replica)
     for _ in range(300):  # what requests find is 4 pages on average
@@ -292,7 +292,7 @@ def test_a_short_prefix_pulls_less_than_a_long_one() -> None:
     routed(router, ints(90))
     for replica in (1, 2):
         router.join(replica)
-        router.shadow.publish(replica, router.keys.of(ints(70, 71, 72)), ints(0))
+        router.index.publish(replica, router.keys.of(ints(70, 71, 72)), ints(0))
         routed(router, ints(70 + replica))
     routed(router, long)
     assert router.load[0].tolist() == [0.02, 0.01, 0.01]
@@ -303,7 +303,7 @@ def test_a_short_prefix_pulls_less_than_a_long_one() -> None:
 def test_a_replica_that_left_gets_nothing_and_joins_again() -> None:
     router = make_router()
     prompt = ints(*range(9))
-    router.shadow.publish(1, router.keys.of(prompt[:4]), ints(0, 1))
+    router.index.publish(1, router.keys.of(prompt[:4]), ints(0, 1))
     router.leave(1)
     assert {routed(router, prompt).replica for _ in range(12)} == {0, 2}
     router.leave(0)
@@ -348,7 +348,7 @@ def test_the_rule_keeps_its_bound(data: st.DataObject, ratio: int, slack: int) -
             before = np.rint(router.load * capacity).astype(int)
             prompt = data.draw(PROMPTS)
             held = [
-                router.shadow.longest(router.keys.of(prompt[:-1]), 1 << replica)[0]
+                router.index.longest(router.keys.of(prompt[:-1]), 1 << replica)[0]
                 for replica in range(num_replicas)
             ]
             placement = routed(router, prompt)

@@ -171,7 +171,7 @@ def test_a_lost_executor_ends_the_engine_at_once() -> None:
     it.engine.close(drain_s=0)
 
 
-def test_steps_that_always_break_fail_every_open_request_and_close_the_door(
+def test_steps_that_always_break_fail_every_open_request_and_refuse_others(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     it = Bench()

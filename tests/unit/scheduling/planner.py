@@ -83,12 +83,12 @@ def step(scheduler: Scheduler, token: int | Seq[int] = 5) -> StepResult:
 
 
 def chunks(plan: StepPlan) -> list[tuple[int, int, int, bool]]:
-    """Row, start, length of each prefill chunk, and whether it samples."""
+    """Row, start, length of each prefill chunk, and whether it is the last one."""
     columns = (
         plan.chunks.rows.tolist(),
         plan.chunks.starts.tolist(),
         plan.chunks.lengths.tolist(),
-        plan.chunks.samples.astype(bool).tolist(),
+        plan.chunks.are_last.astype(bool).tolist(),
     )
     return list(zip(*columns, strict=True))
 

@@ -157,10 +157,10 @@ def test_the_matcher_is_linear_in_hostile_text() -> None:
 
 
 def test_names_of_tokens() -> None:
-    assert BYTES.token_text(ids("é")[0]) == "\ufffd"
-    assert BYTES.token_text(BYTES.pieces.index(b" Paris")) == " Paris"
-    assert BYTES.token_text(named(BYTES, "<|end|>")[0]) == "<|end|>"
-    assert BYTES.token_text(-1) == BYTES.token_text(10**6) == ""
+    assert vocabularies.token_text(BYTES, ids("é")[0]) == "\ufffd"
+    assert vocabularies.token_text(BYTES, BYTES.pieces.index(b" Paris")) == " Paris"
+    assert vocabularies.token_text(BYTES, named(BYTES, "<|end|>")[0]) == "<|end|>"
+    assert vocabularies.token_text(BYTES, -1) == vocabularies.token_text(BYTES, 10**6) == ""
 
 
 def test_ids_may_have_holes() -> None:
@@ -168,7 +168,7 @@ def test_ids_may_have_holes() -> None:
     assert len(vocabulary) == 3
     assert TextStream(vocabulary).push([0, 1, 2]).text == "a b"
     assert not vocabulary.has_text(1)
-    assert vocabulary.token_text(1) == ""
+    assert vocabularies.token_text(vocabulary, 1) == ""
 
 
 def test_metaspace_without_a_prefix_keeps_its_marks() -> None:

@@ -74,7 +74,7 @@ def ids_of(encoder: PromptEncoder, prompt: Prompt) -> IntArray:
 
 
 def shown(encoder: PromptEncoder, ids: Any) -> list[str]:
-    return [encoder.vocabulary.token_text(token_id) for token_id in ids.tolist()]
+    return [vocabularies.token_text(encoder.vocabulary, token_id) for token_id in ids.tolist()]
 
 
 def test_the_template_of_a_multi_modal_checkpoint(tmp_path: Path) -> None:

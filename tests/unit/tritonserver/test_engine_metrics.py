@@ -11,8 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from minisgl_backend.config import EngineOptions
-from minisgl_backend.errors import Cancelled, InvalidRequest, Overloaded, Recovering, Unsupported
-from minisgl_backend.runtime.door import ReplicaStats
+from minisgl_backend.errors import (
+    Cancelled,
+    EngineFailure,
+    InvalidRequest,
+    MiniSGLError,
+    Overloaded,
+    Recovering,
+    Unsupported,
+)
+from minisgl_backend.runtime.engine_base import ReplicaStats
 from minisgl_backend.runtime.recorder import EngineStats, Recorder, Samples
 from minisgl_backend.scheduling.report import SchedulerStats
 from minisgl_backend.tritonserver.engine_metrics import EngineMetrics
@@ -133,6 +141,18 @@ def test_counts_are_told_once(metrics: EngineMetrics, engine: Engine) -> None:
     recorder.request_cancelled()
     reports(metrics, engine)
     assert metric("minisgl:requests_cancelled_total").current == 2
+
+
+@pytest.mark.parametrize("error", [EngineFailure, Overloaded, InvalidRequest, Unsupported])
+def test_requests_that_fail_are_counted_whatever_their_error(
+    error: type[MiniSGLError], metrics: EngineMetrics, engine: Engine
+) -> None:
+    """Such as a grammar that turns out to be unsupported. All that is reported later still is."""
+    engine.recorder.request_failed(error.code)
+    engine.recorder.step_committed("decode", batch_size=3, num_tokens=3, duration_s=0.004)
+    reports(metrics, engine)
+    assert metric("minisgl:requests_failed_total", code=error.code).current == 1
+    assert metric("minisgl:batch_size_sum").current == 3
 
 
 def test_load_under_the_names_that_routers_read(metrics: EngineMetrics, engine: Engine) -> None:

@@ -456,7 +456,7 @@ def test_a_request_that_is_given_up_on_its_way_into_the_engine_ends(
 
 
 @pytest.mark.parametrize("acknowledged", [True, False])
-def test_an_engine_that_breaks_at_its_door_leaves_no_stream(
+def test_an_engine_that_breaks_as_a_request_comes_leaves_no_stream(
     model: Model, monkeypatch: pytest.MonkeyPatch, acknowledged: bool
 ) -> None:
     def submit(*_: object) -> None:

@@ -21,7 +21,7 @@ from minisgl_backend.tritonserver.responder import Responder
 from minisgl_backend.tritonserver.response_stream import Duty, ResponseStream
 from minisgl_backend.tritonserver.window import PROBE_AFTER_S, Window
 from minisgl_backend.wire.generation import NOTHING, Wanted
-from minisgl_backend.wire.packets import Ack, Packet, SampleNews, StreamStart, Verdict
+from minisgl_backend.wire.packets import Ack, Packet, SampleDelta, StreamStart, Verdict
 from tests.fakes import pb_utils
 from tests.fakes.packets import finish_of, token_ids_of
 
@@ -193,7 +193,7 @@ def test_buffered_tokens_are_before_the_last_one_and_none_comes_after_a_stop_str
     assert not stream.put(1, Generated(9, is_last=True))
     assert not stream.put(1, Finished(FinishReason.LENGTH))
     last = taken(stream)
-    assert last.news == [SampleNews([7, 9], [], Finished(FinishReason.LENGTH), sample=1)]
+    assert last.deltas == [SampleDelta([7, 9], [], Finished(FinishReason.LENGTH), sample=1)]
     assert last.is_last
 
 
@@ -226,14 +226,14 @@ def test_samples_share_packets_and_the_last_to_end_ends_the_stream() -> None:
     stream = opened(stream=True, n=3)
     assert stream.put(0, Generated(5))
     first = taken(stream)
-    assert first.news == [SampleNews([5], [])]
+    assert first.deltas == [SampleDelta([5], [])]
     assert not stream.put(2, Generated(7))
     assert not stream.put(1, Generated(6, is_last=True))
     assert not stream.put(1, Finished(FinishReason.LENGTH)), "not before the acknowledgement"
     ready, _ = stream.acknowledge(Ack(1, first.index, Verdict.CONTINUE))
     assert ready
     second = taken(stream)
-    assert [(one.sample, one.token_ids, one.finish) for one in second.news] == [
+    assert [(one.sample, one.token_ids, one.finish) for one in second.deltas] == [
         (1, [6], Finished(FinishReason.LENGTH)),
         (2, [7], None),
     ]
@@ -242,7 +242,7 @@ def test_samples_share_packets_and_the_last_to_end_ends_the_stream() -> None:
     assert stream.put(2, Finished(FinishReason.STOP, 9))
     last = taken(stream)
     assert last.is_last and last.error is None
-    assert [one.sample for one in last.news] == [0, 2]
+    assert [one.sample for one in last.deltas] == [0, 2]
 
 
 def test_a_sample_that_a_stop_string_ended_sends_nothing_more() -> None:
@@ -256,7 +256,7 @@ def test_a_sample_that_a_stop_string_ended_sends_nothing_more() -> None:
     assert not stream.put(0, Generated(8))
     assert not stream.put(0, Finished(FinishReason.STOP))
     second = taken(stream)
-    assert second.news == [SampleNews([7], [], sample=1)]
+    assert second.deltas == [SampleDelta([7], [], sample=1)]
     assert stream.put(1, Finished(FinishReason.LENGTH)), "the last that was running"
     assert taken(stream).is_last
 
@@ -270,7 +270,7 @@ def test_a_stop_string_in_the_last_running_sample_ends_the_stream() -> None:
     assert ready
     last = taken(stream)
     assert last.is_last
-    assert last.news == [SampleNews([], [], Finished(FinishReason.LENGTH), sample=1)]
+    assert last.deltas == [SampleDelta([], [], Finished(FinishReason.LENGTH), sample=1)]
 
 
 def test_one_failed_sample_fails_the_stream() -> None:

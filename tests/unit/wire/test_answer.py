@@ -24,10 +24,10 @@ from minisgl_backend.wire.answer import (
     prompt_logprobs_json,
 )
 from minisgl_backend.wire.generation import Wanted
-from minisgl_backend.wire.packets import Packet, SampleNews, StreamStart, Times, Verdict
-from minisgl_backend.wire.parameters import output_tensors
+from minisgl_backend.wire.packets import Packet, SampleDelta, StreamStart, Times, Verdict
+from minisgl_backend.wire.parameters import OUTPUTS
 from tests.fakes.packets import make_packet
-from tests.fakes.vocabularies import byte_level
+from tests.fakes.vocabularies import byte_level, token_text
 
 VOCABULARY = Vocabulary.of(byte_level())
 END = next(iter(VOCABULARY.special))
@@ -231,7 +231,7 @@ def test_all_outputs_have_the_types_of_the_table() -> None:
         "TYPE_INT64": np.int64,
         "TYPE_FP32": np.float32,
     }
-    tensors = output_tensors(text=True)
+    tensors = [entry.tensor for entry in OUTPUTS]
     assert set(arrays) == {tensor.name for tensor in tensors}
     for tensor in tensors:
         assert arrays[tensor.name].dtype == types[tensor.data_type]
@@ -273,11 +273,11 @@ def test_logprobs_as_json() -> None:
         TokenLogprobs(-3.0, 4, ((5, -0.25),)),
     ]
     shown = json.loads(logprobs_json([5, END], logprobs, VOCABULARY.token_bytes))
-    five = VOCABULARY.token_text(5)
+    five = token_text(VOCABULARY, 5)
     assert shown == [
         {
             "5": {"logprob": -0.5, "rank": 1, "decoded_token": five},
-            "6": {"logprob": LEAST_LOGPROB, "rank": 2, "decoded_token": VOCABULARY.token_text(6)},
+            "6": {"logprob": LEAST_LOGPROB, "rank": 2, "decoded_token": token_text(VOCABULARY, 6)},
         },
         {
             str(END): {"logprob": -3.0, "rank": 4, "decoded_token": VOCABULARY.names[END]},
@@ -288,35 +288,35 @@ def test_logprobs_as_json() -> None:
     assert without_text == [{"5": {"logprob": LEAST_LOGPROB, "rank": 1}}]
 
 
-def of_samples(*news: SampleNews, **more: Any) -> Packet:
-    return Packet("", 5, 1, news, **more)
+def of_samples(*deltas: SampleDelta, **more: Any) -> Packet:
+    return Packet("", 5, 1, deltas, **more)
 
 
 def test_samples_have_their_places_in_each_answer() -> None:
     stream = opened(stream=True, num_samples=3, n=3)
-    answer = stream.push(of_samples(SampleNews(ids("ab"), sample=1)))
+    answer = stream.push(of_samples(SampleDelta(ids("ab"), sample=1)))
     assert answer is not None
     arrays = answer_arrays(answer, Wanted(finish_reason=True, num_output_tokens=True))
     assert arrays["text_output"].tolist() == [b"", b"ab", b""]
     assert arrays["finish_reason"].tolist() == [b"None"] * 3
     assert arrays["num_output_tokens"].tolist() == [0, 2, 0]
-    answer = stream.push(of_samples(SampleNews(finish=LENGTH, sample=1), SampleNews(ids("c"))))
+    answer = stream.push(of_samples(SampleDelta(finish=LENGTH, sample=1), SampleDelta(ids("c"))))
     assert answer is not None and stream.over is None
-    answer = stream.push(of_samples(SampleNews(ids("d"), finish=LENGTH)))
+    answer = stream.push(of_samples(SampleDelta(ids("d"), finish=LENGTH)))
     assert answer is not None and stream.over is None
     arrays = answer_arrays(answer, Wanted(finish_reason=True))
     assert arrays["text_output"].tolist() == [b"d", b"", b""]
     assert arrays["finish_reason"].tolist() == [b"length", b"length", b"None"], "ends stay"
-    answer = stream.push(of_samples(SampleNews(finish=LENGTH, sample=2), is_last=True))
+    answer = stream.push(of_samples(SampleDelta(finish=LENGTH, sample=2), is_last=True))
     assert answer is not None and stream.over is Verdict.STOP
 
 
 def test_a_stop_string_ends_its_sample() -> None:
     stream = opened(num_samples=2, n=2, stop_strings=("x",))
-    assert stream.push(of_samples(SampleNews(ids("axb")), SampleNews(ids("c"), sample=1))) is None
+    assert stream.push(of_samples(SampleDelta(ids("axb")), SampleDelta(ids("c"), sample=1))) is None
     assert (stream.stopped, stream.over) == (0b1, None)
-    assert stream.push(of_samples(SampleNews(ids("bb")), SampleNews(ids("d"), sample=1))) is None
-    answer = stream.push(of_samples(SampleNews(ids("x"), sample=1)))
+    assert stream.push(of_samples(SampleDelta(ids("bb")), SampleDelta(ids("d"), sample=1))) is None
+    answer = stream.push(of_samples(SampleDelta(ids("x"), sample=1)))
     assert answer is not None and stream.over is Verdict.STOP
     assert [(one.text, one.stop_reason) for one in answer.samples] == [("a", "x"), ("cd", "x")]
     assert [len(one.token_ids) for one in answer.samples] == [2, 3]
@@ -324,11 +324,11 @@ def test_a_stop_string_ends_its_sample() -> None:
 
 def test_the_best_samples_come_the_likeliest_first() -> None:
     stream = opened(num_samples=4, n=2, prompt_text="> ")
-    news = [
-        SampleNews(ids(text), [TokenLogprobs(logprob, 1)], LENGTH, sample)
+    deltas = [
+        SampleDelta(ids(text), [TokenLogprobs(logprob, 1)], LENGTH, sample)
         for sample, (text, logprob) in enumerate([("a", -3), ("b", -1), ("c", -1), ("d", -2)])
     ]
-    answer = stream.push(of_samples(*news, is_last=True))
+    answer = stream.push(of_samples(*deltas, is_last=True))
     assert answer is not None
     arrays = answer_arrays(answer, Wanted(log_probs=True, null_logprobs=True))
     assert arrays["text_output"].tolist() == [b"> b", b"> c"]
@@ -339,7 +339,7 @@ def test_the_best_samples_come_the_likeliest_first() -> None:
 
 def test_a_packet_of_a_sample_that_there_is_not() -> None:
     with pytest.raises(InvalidRequest, match="no sample 1"):
-        opened().push(of_samples(SampleNews(ids("a"), sample=1)))
+        opened().push(of_samples(SampleDelta(ids("a"), sample=1)))
 
 
 def test_rows_of_log_probabilities_are_filled_up() -> None:

@@ -32,7 +32,7 @@ from minisgl_backend.wire.generation import (
 )
 from minisgl_backend.wire.packets import (
     Packet,
-    SampleNews,
+    SampleDelta,
     StreamStart,
     Times,
     decode_packet,
@@ -227,9 +227,9 @@ PACKETS = [
     make_packet("", 5, 7, [5, 6], error=EngineFailure("no")),
     make_packet("", 5, 7, [5, 6], error=Overloaded("later")),
     replace(COMMON, num_cached_tokens=0),
-    replace(COMMON, news=[]),
-    replace(FIRST, news=[*FIRST.news, SampleNews([5], sample=2)]),
-    replace(FIRST, news=[SampleNews([5], (), Finished(FinishReason.LENGTH), 63)], is_last=True),
+    replace(COMMON, deltas=[]),
+    replace(FIRST, deltas=[*FIRST.deltas, SampleDelta([5], sample=2)]),
+    replace(FIRST, deltas=[SampleDelta([5], (), Finished(FinishReason.LENGTH), 63)], is_last=True),
     replace(FIRST, start=StreamStart(num_input_tokens=1, num_samples=5, n=2)),
 ]
 

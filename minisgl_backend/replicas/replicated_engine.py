@@ -1,6 +1,6 @@
-"""The door of several replicas: one engine to its callers, and each request at one replica.
+"""Several replicas as one engine: each request is routed to one of them.
 
-Knows what the replicas have cached and how busy they are, from their news (``routing``), and all
+Knows what the replicas have cached and how busy they are, from their updates (``routing``), and all
 open requests. Must not know processes, tensors or Triton.
 
 A request is routed when it is accepted, and waits at its replica. If that ends, the samples of a
@@ -9,7 +9,7 @@ what breaks a replica breaks two at most.
 
 Invariants: every accepted request gets exactly one terminal event. Events of a request are
 delivered in order, by the thread of the replica that has it. The lock of ``_changed`` guards the
-router, the shadow and the open requests; no sink is called while it is held.
+router, the cache index and the open requests; no sink is called while it is held.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from minisgl_backend.precheck import adapter_tasks
 from minisgl_backend.replicas.adapters import ReplicatedAdapters
 from minisgl_backend.replicas.messages import (
     Message,
-    News,
+    Update,
     decode_event,
     decode_samples,
     decode_stats,
@@ -47,9 +47,15 @@ from minisgl_backend.request import (
     Sink,
     TokenId,
 )
+from minisgl_backend.routing.cache_index import CacheIndex
 from minisgl_backend.routing.router import Balance, Capacity, Placement, Router
-from minisgl_backend.routing.shadow import CacheShadow
-from minisgl_backend.runtime.door import Door, EngineInfo, Health, ReplicaStats, shutting_down
+from minisgl_backend.runtime.engine_base import (
+    EngineBase,
+    EngineInfo,
+    Health,
+    ReplicaStats,
+    shutting_down,
+)
 from minisgl_backend.runtime.open_requests import OpenRequest
 from minisgl_backend.runtime.recorder import EngineStats, Samples
 from minisgl_backend.runtime_files import State
@@ -62,7 +68,7 @@ _NO_STATS: Final = EngineStats.sum([])
 
 
 class Replica(Protocol):
-    """A replica as the door reaches it: ``ReplicaProcess`` documents the members in full."""
+    """A replica as it is reached from here: ``ReplicaProcess`` documents the members in full."""
 
     pid: int | None
     num_starts: int
@@ -139,7 +145,7 @@ class _Tokens(NamedTuple):
 _Delivery: TypeAlias = tuple[Sink, Event] | _Tokens
 
 
-class ReplicatedEngine(Door):
+class ReplicatedEngine(EngineBase):
     """Routes requests to replicas of one model, which are added once they are loaded."""
 
     def __init__(
@@ -167,9 +173,9 @@ class ReplicatedEngine(Door):
             balance = replace(balance, ratio=options.routing_ratio)
         if options.routing_slack is not None:
             balance = replace(balance, slack=options.routing_slack)
-        self._shadow = CacheShadow(len(infos), max(num_pages))
+        self._cache_index = CacheIndex(len(infos), max(num_pages))
         self._router = Router(
-            self._shadow,
+            self._cache_index,
             page_size=first.page_size,
             capacity=Capacity(
                 first.max_running_requests, options.max_prefill_tokens, min(num_pages)
@@ -268,16 +274,18 @@ class ReplicatedEngine(Door):
                 self._join(replica)
 
     def take(self, replica: int, message: Message) -> None:
-        """Take news and counts of a replica."""
+        """Take updates and counts of a replica."""
         events: list[_Delivery] = []
-        with self._changed:
-            if "stats" in message:
-                self._counts[replica].now = decode_stats(message["stats"])
-            for news in message.get("news", ()):
-                self._take_news(replica, news, events)
+        try:
+            with self._changed:
+                if "stats" in message:
+                    self._counts[replica].now = decode_stats(message["stats"])
+                for update in message.get("updates", ()):
+                    self._take_update(replica, update, events)
+        finally:  # if one breaks the bookkeeping, the requests that ended before it are forgotten
+            self._deliver(events)
         if "samples" in message:
             self._recorder.add_samples(decode_samples(message["samples"]))
-        self._deliver(events)
 
     def lost(self, replica: int, *, is_last: bool) -> None:
         """A replica has ended, and all that it had with it."""
@@ -285,23 +293,23 @@ class ReplicatedEngine(Door):
             self._leave(replica)
             self._is_gone[replica] = is_last
             self._counts[replica].end()
+            self._cache_index.forget(replica)
+            if self._is_told_to_stop:
+                return  # ``close`` ends its requests
             prompts = dict.fromkeys(sample.prompt for sample in self._open.values())
             orphans = [prompt for prompt in prompts if prompt.placement.replica == replica]
             for prompt in orphans:
                 self._router.end(prompt.placement)
-            self._shadow.forget(replica)
-            if self._is_told_to_stop:
-                return  # ``close`` ends them
             ends = [end for prompt in orphans for end in self._move(prompt)]
         self._deliver(ends)
 
-    def _take_news(self, replica: int, news: News, events: list[_Delivery]) -> None:
-        head = news[0]
+    def _take_update(self, replica: int, update: Update, events: list[_Delivery]) -> None:
+        head = update[0]
         if head == "t":
             tokens, grown = _Tokens([], []), list[Placement]()
             add_entry, add_token_ids = tokens.entries.append, tokens.token_ids.append
             # most of what this process does, with many replicas
-            for sample, token_ids in zip(map(self._open.get, news[1]), news[2], strict=True):
+            for sample, token_ids in zip(map(self._open.get, update[1]), update[2], strict=True):
                 if sample is not None:
                     sample.num_until_page -= len(token_ids)
                     if sample.num_until_page <= 0:
@@ -311,29 +319,28 @@ class ReplicatedEngine(Door):
             self._router.grow(grown)
             events.append(tokens)
         elif head == "+":
-            keys, pages = np.array(news[1], np.uint64), np.array(news[2], np.int32)
-            self._shadow.publish(replica, keys, pages)
+            keys, pages = np.array(update[1], np.uint64), np.array(update[2], np.int32)
+            self._cache_index.publish(replica, keys, pages)
         elif head == "-":
-            self._shadow.evict(replica, np.array(news[1], np.int32))
+            self._cache_index.evict(replica, np.array(update[1], np.int32))
         elif head == "0":
-            self._shadow.forget(replica)
+            self._cache_index.forget(replica)
         elif head == "l":
             assert self._loaded is not None
-            answer = news[2] if len(news) == 3 else (news[2], news[3], news[4])
-            if self._loaded.answered(replica, news[1], answer):
+            answer = update[2] if len(update) == 3 else (update[2], update[3], update[4])
+            if self._loaded.answered(replica, update[1], answer):
                 self._join(replica)
         else:
-            sample = self._open.get(RequestId(news[1]))
+            sample = self._open.get(RequestId(update[1]))
             if sample is not None:
-                events.extend(self._take_event(replica, sample, decode_event(news)))
+                events.extend(self._take_event(replica, sample, decode_event(update)))
 
     def _turn_pages(self, sample: _Sample, grown: list[Placement]) -> None:
         """A token has come that begins a page, or the first of the sample. Its placement goes to
         ``grown`` for each new page."""
         prompt, page_size = sample.prompt, self.info.page_size
-        if not prompt.has_told:
-            prompt.has_told = True
-            self._router.computed(prompt.placement)
+        prompt.has_told = True
+        self._router.computed(prompt.placement)
         while sample.num_until_page <= 0:
             place = sample.num_positions % page_size
             if not place:
@@ -384,8 +391,8 @@ class ReplicatedEngine(Door):
 
     def _send_abort(self, sample: _Sample) -> None:
         assert sample.end is not None
-        news = encode_event(sample.entry.request.id, sample.end)
-        self._replicas[sample.prompt.placement.replica].send({"abort": news})
+        end = encode_event(sample.entry.request.id, sample.end)
+        self._replicas[sample.prompt.placement.replica].send({"abort": end})
 
     def _join(self, replica: int) -> None:
         self._is_up[replica] = True

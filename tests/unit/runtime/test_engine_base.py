@@ -1,4 +1,4 @@
-"""What the door of an engine refuses."""
+"""What an engine refuses."""
 
 from __future__ import annotations
 

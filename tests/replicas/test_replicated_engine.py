@@ -1,27 +1,34 @@
-"""The door of replicas whose news come in an order of our choosing: what happens to requests when a
-replica ends at a certain moment cannot be provoked with real ones."""
+"""Replicas whose updates come in an order of our choosing: what happens to requests when a replica
+ends at a certain moment cannot be provoked with real ones."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 
 from minisgl_backend.config import EngineOptions
-from minisgl_backend.errors import EngineFailure, EngineLost, Overloaded, Recovering
-from minisgl_backend.replicas.door import ReplicatedEngine
+from minisgl_backend.errors import (
+    EngineFailure,
+    EngineLost,
+    InvariantError,
+    Overloaded,
+    Recovering,
+)
 from minisgl_backend.replicas.gatherer import Gatherer, Happened
 from minisgl_backend.replicas.messages import (
     Message,
-    News,
+    Update,
     decode_event,
     decode_request,
     encode_event,
     encode_samples,
     encode_stats,
 )
+from minisgl_backend.replicas.replicated_engine import ReplicatedEngine
 from minisgl_backend.request import (
     Admitted,
     BufferedSink,
@@ -30,6 +37,7 @@ from minisgl_backend.request import (
     Finished,
     FinishReason,
     Generated,
+    PromptLogprobs,
     Request,
     RequestId,
     SamplingParams,
@@ -58,6 +66,7 @@ class FakeReplica:
         self.number = number
         self.sent: list[Message] = []
         self.is_closed = False
+        self.on_close: Callable[[], None] = lambda: None
 
     def send(self, message: Message) -> None:
         self.sent.append(message)
@@ -69,6 +78,7 @@ class FakeReplica:
         pass
 
     def close(self, patience_s: float | None = None) -> None:
+        self.on_close()
         self.is_closed = True
 
     @property
@@ -78,11 +88,11 @@ class FakeReplica:
 
     @property
     def aborted(self) -> list[tuple[RequestId, Event]]:
-        news = [message["abort"] for message in self.sent if "abort" in message]
-        return [(RequestId(each[1]), decode_event(each)) for each in news]
+        ends = [message["abort"] for message in self.sent if "abort" in message]
+        return [(RequestId(each[1]), decode_event(each)) for each in ends]
 
 
-def news_of(happened: Iterable[Happened]) -> list[News]:
+def updates_of(happened: Iterable[Happened]) -> list[Update]:
     """What a replica tells of it, all at once."""
     gatherer = Gatherer()
     for each in happened:
@@ -123,11 +133,11 @@ class World:
         )
         return found
 
-    def tell(self, replica: int, *news: News) -> None:
-        self.engine.take(replica, {"news": list(news)})
+    def tell(self, replica: int, *updates: Update) -> None:
+        self.engine.take(replica, {"updates": list(updates)})
 
     def event(self, request_id: RequestId, event: Event) -> None:
-        self.tell(self.place(request_id), *news_of([(request_id, event)]))
+        self.tell(self.place(request_id), *updates_of([(request_id, event)]))
 
 
 def stats(num_steps: int, *, num_running: int = 0) -> EngineStats:
@@ -169,7 +179,9 @@ def test_a_request_that_has_told_nothing_goes_to_another_replica() -> None:
     assert moved.sampling.logit_bias == ((5, 0.5),)
     world.tell(other.number, encode_event(request, Admitted(4)))
     last = Generated(43, is_last=True)
-    world.tell(other.number, *news_of([(request, Generated(42)), (request, last), (request, DONE)]))
+    world.tell(
+        other.number, *updates_of([(request, Generated(42)), (request, last), (request, DONE)])
+    )
     assert world.events[request] == [Admitted(0), Generated(42), Generated(43, None, True), DONE]
     assert world.engine.stats().num_open == 0
 
@@ -323,6 +335,28 @@ def test_closing_ends_what_is_open() -> None:
         world.submit()
 
 
+def test_closing_ends_what_replicas_that_are_killed_have_not_ended() -> None:
+    """A step may take longer than a replica is waited for."""
+    world = World()
+    requests = world.submit() + world.submit(n=2)
+    for replica in world.replicas:
+        replica.on_close = partial(world.engine.lost, replica.number, is_last=True)
+    assert world.engine.close(drain_s=0)
+    for request in requests:
+        (end,) = world.events[request]
+        assert isinstance(end, Failed) and isinstance(end.error, Overloaded)
+
+
+def test_a_message_that_breaks_the_bookkeeping_ends_no_request_silently() -> None:
+    """What a message has ended before it broke something is not ended again with the replica."""
+    world = World(num_replicas=1)
+    (request,) = world.submit()
+    page = ["+", [11], [0]], ["+", [12], [0]]  # published again, and did not leave
+    with pytest.raises(InvariantError):
+        world.tell(0, encode_event(request, DONE), *page)
+    assert world.events[request] == [DONE]
+
+
 def test_a_sink_that_fails_does_not_reach_other_requests() -> None:
     world = World()
     (good,) = world.submit()
@@ -333,7 +367,7 @@ def test_a_sink_that_fails_does_not_reach_other_requests() -> None:
 
     world.engine.submit(request, broken)
     replica = world.place(good)
-    world.tell(replica, *news_of([(request.id, Generated(3)), (good, Generated(3))]))
+    world.tell(replica, *updates_of([(request.id, Generated(3)), (good, Generated(3))]))
     assert world.events[good] == [Generated(3)]
 
 
@@ -351,7 +385,7 @@ def test_common_tokens_go_to_the_buffer_in_order_with_events() -> None:
     last = Generated(5, is_last=True)
     world.tell(
         world.place(request_id),
-        *news_of(
+        *updates_of(
             [
                 (request_id, Admitted(0)),
                 (request_id, Generated(3)),
@@ -385,8 +419,21 @@ def test_a_buffer_whose_reader_fails_does_not_reach_other_requests() -> None:
 
     buffer.wake = fail
     replica = world.place(good)
-    world.tell(replica, *news_of([(request_id, Generated(3)), (good, Generated(3))]))
+    world.tell(replica, *updates_of([(request_id, Generated(3)), (good, Generated(3))]))
     assert world.events[good] == [Generated(3)]
+
+
+def test_the_router_learns_that_a_scored_prompt_is_computed() -> None:
+    """Its log-probabilities come before its first token."""
+    world = World(num_replicas=1)
+    (request,) = world.submit()
+    one = np.zeros(1, np.int32)
+    scores = PromptLogprobs(one, one.astype(np.float32), one, one[None], one[None].astype("f4"))
+    world.event(request, scores)
+    world.event(request, Generated(3))
+    num_rows, num_waiting_tokens, _ = world.engine._router.load[:, 0]
+    assert num_rows > 0
+    assert num_waiting_tokens == 0
 
 
 def test_the_router_learns_of_each_page_that_tokens_begin(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,9 +1,9 @@
-"""The door of an engine, or of several replicas: it accepts or refuses requests, and is all of the
-engine that callers see.
+"""What callers see of an engine, whether it runs in this process or in several replicas.
 
-Knows the limits of one request (context, vocabulary, pages), those of the queue, and which adapters
-there are. ``runtime.engine`` has the door with one engine behind it, ``replicas.door`` the one of
-several. Must not know how requests are served, Triton or text.
+``EngineBase`` accepts or refuses requests. It knows the limits of one request (context, vocabulary,
+pages), those of the queue, and which adapters there are. ``runtime.engine.Engine`` runs a loop;
+``replicas.replicated_engine.ReplicatedEngine`` routes requests to replicas. Must not know how
+requests are served, Triton or text.
 
 A request that cannot be served is refused at once: ``submit`` raises. A request that is accepted
 gets exactly one terminal event through its sink. All methods may be called from any thread.
@@ -116,8 +116,8 @@ class ReplicaStats:
     stats: EngineStats
 
 
-class Door(ABC):
-    """Accepts or refuses requests for the engine, or the engines, behind it."""
+class EngineBase(ABC):
+    """Accepts or refuses requests; subclasses serve those that it accepts."""
 
     def __init__(self, info: EngineInfo, adapters: AdapterNames | None = None) -> None:
         """``adapters`` is None if requests may name none."""

@@ -1,9 +1,9 @@
-"""What the replicas have cached, as the door knows it from their reports.
+"""An index of the prefixes that the replicas have cached, kept up to date by their reports.
 
 A prefix of whole pages is known by its *key*, 64 bits over its salt and all of its tokens. A
-replica reports each page that it publishes, with the key of the prefix which ends there, and each
-page that leaves its tree, by its number. So the shadow says exactly what a match in the replica's
-own radix tree would find, but for pages that are detached there: they count until they leave it.
+replica reports each page that it publishes, with the key of the prefix that ends there, and each
+page that leaves its tree, by its number. So the index says exactly what a match in the replica's
+own radix tree would find, except for pages that are detached there: they count until they leave it.
 A table of keys, unlike a tree for each replica, is searched in a time that hardly depends on their
 number.
 
@@ -29,11 +29,11 @@ from minisgl_backend.routing.keys import Keys, PrefixKeys, Replicas
 
 
 class TreeReports:
-    """Watches a replica's cache (``TreeWatch`` of ``cache.radix_cache``), and says what its shadow
-    has to know: in the same order, and in the shadow's terms.
+    """Watches a replica's cache (``TreeWatch`` of ``cache.radix_cache``), and reports its changes
+    to the index, in the same order.
 
-    ``publish`` gets keys and pages, ``evict`` pages, and ``forget`` is called if all are gone: what
-    the functions of ``CacheShadow`` take for one replica.
+    The functions correspond to those of ``CacheIndex``, for one replica: ``publish`` gets keys and
+    pages, ``evict`` gets pages, and ``forget`` is called when the cache is emptied.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class TreeReports:
         self._publish(self._keys.of(tokens, salt)[-len(pages) :], pages)
 
 
-class CacheShadow:
+class CacheIndex:
     """The prefixes that each of ``num_replicas`` has in its cache of ``num_pages``, by their keys.
 
     Replicas are numbered 0 .. num_replicas - 1.
@@ -68,8 +68,8 @@ class CacheShadow:
         self._keys = np.zeros((num_replicas, num_pages), np.uint64)
 
     def publish(self, replica: int, keys: Keys, pages: IntArray) -> None:
-        """A replica has the prefixes of these keys from now on; each ends in the page, int32, at
-        the same index."""
+        """A replica has the prefixes of these keys from now on. ``pages``, int32, are those in
+        which they end, in the same order."""
         held = self._keys[replica]
         is_new = held[pages] != keys
         if not is_new.any():
@@ -119,13 +119,9 @@ class CacheShadow:
         """The replica has lost its cache; what is expected of it stays."""
         self.evict(replica, np.flatnonzero(self._keys[replica]).astype(np.int32))
 
-    def longest(
-        self, keys: Keys, among: Replicas, *, expected: bool = True
-    ) -> tuple[int, Replicas]:
-        """Number of pages of the longest prefix that one of the replicas ``among`` has, and those
-        of them that have it: all, if it is 0. With ``expected``, pages that are only expected
-        count, too.
-        """
+    def longest(self, keys: Keys, among: Replicas) -> tuple[int, Replicas]:
+        """Number of pages of the longest prefix that one of the replicas ``among`` has cached, or
+        is expected to publish, and those of them that have it: all, if it is 0."""
         cached, item = self._cached.get, keys.item
         low, high, found = 0, len(keys), among
         while low < high:  # the first ``low`` pages are held by ``found``
@@ -135,15 +131,13 @@ class CacheShadow:
                 low, found = middle + 1, holders
             else:
                 high = middle
-        if not expected:
-            return low, found
         further, expecting = self._expected.longest(keys, among)
         if further > low:
             return further, expecting
         return low, found | expecting if further == low else found
 
 
-class AdapterShadow:
+class AdapterIndex:
     """Which adapters are in the slots of the replicas, as far as the requests that were sent there
     tell: those of the last ones, ``num_slots`` at each."""
 

@@ -58,6 +58,11 @@ class ResponsesRoutes:
         """GET /v1/responses/{id}; raises ``ApiError`` 404."""
         if http.query_params.get("stream", "false") != "false":
             raise unsupported("stream is not supported: only whole responses are kept", "stream")
+        included = [http.query_params.getlist(name) for name in ("include", "include[]")]
+        if any(responses_api.LOGPROBS in names for names in included):
+            raise unsupported(
+                "include is not supported: a response comes as it was answered", "include"
+            )
         kept = self._memory.find(_caller(http).label, id)
         if kept is None:
             raise _not_kept(id)

@@ -322,10 +322,12 @@ def test_unsupported_fields_are_refused_by_name(
     assert raised.value.param == (param or "input[0].content[0].type")
 
 
-def test_a_kept_response_does_not_stream(client: OpenAI) -> None:
+def test_a_kept_response_comes_whole_and_as_it_was_answered(client: OpenAI) -> None:
     response = client.responses.create(model="minisgl", input=QUESTION, temperature=0)
     with pytest.raises(openai.BadRequestError, match="stream is not supported"):
         list(client.responses.retrieve(response.id, stream=True))
+    with pytest.raises(openai.BadRequestError, match="include is not supported"):
+        client.responses.retrieve(response.id, include=["message.output_text.logprobs"])
 
 
 # --- forms of answers, calls that must be made, thoughts -----------------------------------------

@@ -138,9 +138,10 @@ class ConfigReader:
         value = self.values.get(key)
         if value is None:
             return None
-        if not isinstance(value, list) or len(value) != num_layers or not set(value) <= set(kinds):
+        found: list[str] = value if isinstance(value, list) else []
+        if len(found) != num_layers or any(kind not in kinds for kind in found):
             raise self.error(key, f"{num_layers} of {', '.join(kinds)}", value)
-        return value
+        return found
 
     def error(self, key: str, wanted: str, value: Any) -> ConfigError:
         shown = repr(value)

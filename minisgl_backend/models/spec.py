@@ -67,6 +67,22 @@ class RopeSpec:
         """Number of dimensions of a head in the table of angles; some angles may be 0."""
         return head_dim if self.scaling == "proportional" else int(head_dim * self.rotated)
 
+    def check(self, head_dim: int) -> None:
+        """Raise ``ConfigError`` if heads of this size cannot be rotated in this way."""
+        rotated = self.dims(head_dim)
+        if rotated % 2 or not 0 < rotated <= head_dim:
+            raise ConfigError(
+                f"partial_rotary_factor {self.rotated:g} of head_dim {head_dim} makes "
+                f"{rotated} rotary dimensions, which must be an even number up to head_dim"
+            )
+        if self.scaling == "dynamic" and rotated < 4:
+            raise ConfigError(f"dynamic scaling needs 4 rotary dimensions or more, got {rotated}")
+        if self.short_factors and len(self.short_factors) != rotated // 2:
+            raise ConfigError(
+                f"longrope needs {rotated // 2} short factors, one for each frequency, "
+                f"got {len(self.short_factors)}"
+            )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueryGrowth:
@@ -223,23 +239,19 @@ class ModelSpec:
     eos_token_ids: frozenset[int] = field(default_factory=frozenset)
 
     def __post_init__(self) -> None:
-        if self.num_heads % self.num_kv_heads:
-            raise ConfigError(
-                f"{self.num_heads} attention heads cannot share {self.num_kv_heads} key-value heads"
-            )
-        if self.head_dim % 2:
-            raise ConfigError(f"rotary embedding needs an even head_dim, got {self.head_dim}")
-        rotated = self.rope.dims(self.head_dim)
-        if rotated % 2 or not 0 < rotated <= self.head_dim:
-            raise ConfigError(
-                f"partial_rotary_factor {self.rope.rotated:g} of head_dim {self.head_dim} makes "
-                f"{rotated} rotary dimensions, which must be an even number up to head_dim"
-            )
-        if self.rope.short_factors and len(self.rope.short_factors) != rotated // 2:
-            raise ConfigError(
-                f"longrope needs {rotated // 2} short factors, one for each frequency, "
-                f"got {len(self.rope.short_factors)}"
-            )
+        layers = [
+            (self.rope_of(layer), self.kv_heads_of(layer)) for layer in range(self.num_layers)
+        ]
+        for rope, heads in dict.fromkeys(layers):
+            if self.num_heads % heads.num_kv_heads:
+                raise ConfigError(
+                    f"{self.num_heads} attention heads cannot share {heads.num_kv_heads} "
+                    "key-value heads"
+                )
+            if heads.head_dim % 2:
+                raise ConfigError(f"rotary embedding needs an even head_dim, got {heads.head_dim}")
+            if rope is not None:
+                rope.check(heads.head_dim)
         if self.context > MOST_POSITIONS:
             raise ConfigError(
                 f"max_position_embeddings {self.rope.max_positions} with a rotary factor of "

@@ -187,7 +187,7 @@ def test_sections_begin_with_pages(folder: Path) -> None:
         ({"norms": "around"}, "norms of the outputs"),
         ({"qk_norm": "token"}, "norms over all heads"),
         ({"sinks": True}, "attention sinks"),
-        ({"kv_heads": (KVHeads(2, 64),)}, "layers that differ in their heads"),
+        ({"kv_heads": (KVHeads(2, 64),) * 4}, "layers that differ in their heads"),
         ({"scaled_layers": True}, "layers with inputs of their own"),
         ({"gated_attention": True}, "gated attention"),
         ({"weights": CONVERT_TO_FP8}, "quantized weights"),

@@ -209,9 +209,14 @@ def _kv_heads_by_kind(
     narrow = KVHeads(fields["num_kv_heads"], fields["head_dim"])
     if listed := config.table("per_layer_config"):
         found = [narrow] * len(kinds)
+        indices = {str(layer): layer for layer in range(len(kinds))}
         for layer in listed:
+            if layer not in indices:
+                raise config.error(
+                    "per_layer_config", f"by layers, from 0 to {len(kinds) - 1}", layer
+                )
             own = config.part("per_layer_config").part(layer)
-            found[int(layer)] = KVHeads(
+            found[indices[layer]] = KVHeads(
                 own.integer("num_key_value_heads", narrow.num_kv_heads, maximum=MOST_HEADS),
                 own.integer("head_dim", narrow.head_dim, maximum=MOST_HEADS),
             )

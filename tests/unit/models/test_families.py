@@ -84,7 +84,8 @@ def test_qwen2_windows_by_layer() -> None:
     assert parse_spec({**on, "sliding_window": None, "max_window_layers": 0}).windows == (None,) * 4
     types = ["sliding_attention", "full_attention"] * 2
     assert parse_spec({**on, "layer_types": types}).windows == (64, None, 64, None)
-    for wrong in (types[:3], ["chunked_attention"] * 4, "full_attention"):
+    unknown: list[Any] = [types[:3], ["chunked_attention"] * 4, "full_attention", [[]] * 4]
+    for wrong in unknown:
         with pytest.raises(ConfigError, match="layer_types"):
             parse_spec({**on, "layer_types": wrong})
 
@@ -166,6 +167,27 @@ def test_small_gemma_4_reads_keys_of_other_layers_and_inputs_of_each_layer() -> 
     for key, value in refused.items():
         with pytest.raises(ConfigError, match=key):
             parse_spec({**GEMMA_4_E2B, key: value})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"per_layer_config": {"35": {"head_dim": 64}}}, "by layers, from 0 to 34, got '35'"),
+        ({"per_layer_config": {"-1": {"head_dim": 64}}}, "by layers, from 0 to 34, got '-1'"),
+        ({"per_layer_config": {"last": {"head_dim": 64}}}, "by layers, from 0 to 34, got 'last'"),
+        ({"per_layer_config": {"4": {"num_key_value_heads": 3}}}, "8 attention heads cannot share"),
+        ({"global_head_dim": 65}, "even head_dim, got 65"),
+    ],
+)
+def test_heads_of_single_layers_that_no_model_has(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse_spec({**GEMMA_4_E2B, **changes})
+
+
+def test_gemma_4_takes_the_heads_of_single_layers() -> None:
+    own = {"per_layer_config": {"34": {"head_dim": 64, "num_key_value_heads": 2}}}
+    heads = parse_spec({**GEMMA_4_E2B, **own}).kv_heads
+    assert heads[34] == KVHeads(2, 64) and set(heads[:34]) == {KVHeads(1, 256)}
 
 
 def test_gemma_4_that_sees_without_an_encoder_has_no_inputs_of_each_layer() -> None:

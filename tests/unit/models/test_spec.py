@@ -107,6 +107,10 @@ REFUSED: Final[dict[str, tuple[dict[str, Any], str]]] = {
     "architectures": ({"architectures": "Qwen3ForCausalLM"}, "architectures must be a list of na"),
     "no name": ({"architectures": [{}]}, "architectures must be a list of names"),
     "odd head": ({"head_dim": 65}, "even head_dim, got 65"),
+    "narrow head": (
+        {"head_dim": 2, "rope_scaling": {"type": "dynamic", "factor": 2.0}},
+        "dynamic scaling needs 4 rotary dimensions or more, got 2",
+    ),
 }
 
 

@@ -1,7 +1,7 @@
 """Compiles a CUDA C++ source of this package for a GPU, once, and launches its kernels.
 
 The compiler is NVRTC, a library that comes with torch: no CUDA toolkit is needed. Machine code is
-kept in the user's cache folder, keyed by a hash of source, options and compiler.
+kept (``code_cache``) under a hash of source, headers, options and compiler.
 
 Must not know what kernels compute.
 """
@@ -10,9 +10,6 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-import logging
-import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,8 +19,7 @@ from cuda.bindings import driver, nvrtc
 from torch import Tensor
 
 from minisgl_backend.errors import ConfigError
-
-logger = logging.getLogger(__name__)
+from minisgl_backend.kernels.cuda.code_cache import kept
 
 
 class CudaModule:
@@ -105,24 +101,8 @@ def _machine_code(source: Path, constants: Mapping[str, int], device: torch.devi
     headers = {path.name: path.read_bytes() for path in sorted(source.parent.glob("*.cuh"))}
     version = checked(nvrtc.nvrtcVersion())
     key = hashlib.sha256(repr((text, headers, options, version)).encode()).hexdigest()
-    cached = _cache_folder() / f"{source.stem}-{key[:32]}.cubin"
-    try:
-        return cached.read_bytes()
-    except OSError:
-        pass
-    binary = _compile(text, source.name, headers, options)
-    try:
-        cached.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=cached.parent, delete=False) as file:
-            file.write(binary)
-        os.replace(file.name, cached)
-    except OSError as error:
-        logger.info("compiled kernels are not kept: %s", error)
-    return binary
-
-
-def _cache_folder() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "minisgl" / "kernels"
+    name = f"{source.stem}-{key[:32]}.cubin"
+    return kept(name, lambda: _compile(text, source.name, headers, options))
 
 
 def _compile(text: bytes, name: str, headers: Mapping[str, bytes], options: list[str]) -> bytes:

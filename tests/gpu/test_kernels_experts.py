@@ -257,7 +257,7 @@ def test_routing(
     half_done: bool,
     held: tuple[int, int],
 ) -> None:
-    from minisgl_backend.kernels.cuda.experts import RoutingKernel
+    from minisgl_backend.kernels.cuda.routing import RoutingKernel
 
     num_experts, top_k, size = 128, 8, 2048
     rule = RoutingRule(
@@ -381,7 +381,7 @@ def test_routing_with_the_routers_gemm(
     size: int,
 ) -> None:
     """With a gate, all tokens take the expert behind the others as well."""
-    from minisgl_backend.kernels.cuda.experts import RoutingKernel
+    from minisgl_backend.kernels.cuda.routing import RoutingKernel
 
     rule = RoutingRule(num_experts=num_experts, top_k=6, normalize=True)
     held = 0, num_experts
@@ -421,7 +421,7 @@ def test_routing_with_the_routers_gemm_sorts(
 ) -> None:
     """Pairs in blocks of their experts, of those that the rank holds; also with all tokens at the
     same experts."""
-    from minisgl_backend.kernels.cuda.experts import RoutingKernel
+    from minisgl_backend.kernels.cuda.routing import RoutingKernel
 
     begin, end = (0, num_experts) if held[1] == 16 else held
     rule, block = RoutingRule(num_experts=num_experts, top_k=TOP_K, normalize=True), 4

@@ -23,8 +23,9 @@ import torch
 from torch import Tensor
 
 from minisgl_backend.kernels import moe
-from minisgl_backend.kernels.cuda.experts import GroupedKernel, RoutingKernel
+from minisgl_backend.kernels.cuda.experts import GroupedKernel
 from minisgl_backend.kernels.cuda.experts_many import ManyRowsKernel
+from minisgl_backend.kernels.cuda.routing import RoutingKernel
 from minisgl_backend.kernels.expert_cut import MANY, ExpertCut, fits_many
 from minisgl_backend.kernels.linear_cut import PLAIN, Numbers
 from minisgl_backend.kernels.quantized import QuantizedWeight

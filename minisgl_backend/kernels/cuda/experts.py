@@ -1,5 +1,7 @@
-"""Launches ``experts.cu`` and ``routing.cu``: a mixture of experts on the tensor cores of Hopper.
-Where experts have many rows, ``experts_many`` launches the grouped GEMMs.
+"""Launches ``experts.cu``: a mixture of experts on the tensor cores of Hopper.
+
+``routing`` chooses the experts. If these have many rows each, ``experts_many`` launches the grouped
+GEMMs in place of ``GroupedKernel``.
 
 Kernels are for one shape of weights. Launches share memory, so they must be in the order of one
 stream.
@@ -10,9 +12,8 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,30 +21,19 @@ from torch import Tensor
 from minisgl_backend.experts_spec import ClampedGate, RoutingRule
 from minisgl_backend.kernels import expert_cut
 from minisgl_backend.kernels.cuda.experts_many import ManyRowsKernel, experts_map
-from minisgl_backend.kernels.cuda.module import (
-    CudaKernel,
-    CudaModule,
-    TensorMap,
-    address,
-)
+from minisgl_backend.kernels.cuda.module import CudaKernel, CudaModule, TensorMap, address
+from minisgl_backend.kernels.cuda.routing import MOST_TOKENS, RoutingKernel
 from minisgl_backend.kernels.dispatch import num_processors
 from minisgl_backend.kernels.expert_cut import ExpertCut
 from minisgl_backend.kernels.linear_cut import CODES_BLOCK, PLAIN
-from minisgl_backend.kernels.moe import Alignment, Choices, ExpertWeights
+from minisgl_backend.kernels.moe import Choices, ExpertWeights
 from minisgl_backend.kernels.packed_weight import PLAIN_MACROS, CodesKind, PackedWeight
 from minisgl_backend.kernels.quantized import QuantizedWeight
 from minisgl_backend.kernels.triton_kernels.expert_rows import launch_expert_rows
 
-_ROUTED_TOKENS: Final = 8
-"""Of a thread block: ``TOKENS`` of ``routing.cu``."""
-_ROUTER_STEP: Final = 8
-"""in_features that a lane of its router takes at a time."""
-_SORTED_BY_ROUTER: Final = 256
-"""Experts up to which its router can sort."""
-
 
 class _Arguments(ctypes.Structure):
-    """``Arguments`` of ``experts.cu``."""
+    """``Arguments`` of the source."""
 
     _fields_ = (
         ("weight", TensorMap),
@@ -61,33 +51,6 @@ class _Arguments(ctypes.Structure):
         ("alpha", ctypes.c_float),
         ("limit", ctypes.c_float),
         ("padding", ctypes.c_uint8 * 48),  # to the alignment of the map
-    )
-
-
-class _RoutingArguments(ctypes.Structure):
-    """``Arguments`` of ``routing.cu``."""
-
-    _fields_ = (
-        ("x", ctypes.c_void_p),
-        ("router", ctypes.c_void_p),
-        ("gate", ctypes.c_void_p),
-        ("logits", ctypes.c_void_p),
-        ("addends", ctypes.c_void_p),
-        ("bias", ctypes.c_void_p),
-        ("squares", ctypes.c_void_p),
-        ("factors", ctypes.c_void_p),
-        ("ids", ctypes.c_void_p),
-        ("weights", ctypes.c_void_p),
-        ("pairs", ctypes.c_void_p),
-        ("experts", ctypes.c_void_p),
-        ("done", ctypes.c_void_p),
-        ("num_tokens", ctypes.c_int),
-        ("num_blocks", ctypes.c_int),
-        ("square_tiles", ctypes.c_int),
-        ("eps", ctypes.c_float),
-        ("scale", ctypes.c_float),
-        ("first", ctypes.c_int),
-        ("held", ctypes.c_int),
     )
 
 
@@ -201,172 +164,6 @@ class GroupedKernel:
         return self._maps[key]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Routed:
-    """``choices``, their pairs sorted by expert unless not asked for, and float32 [num_tokens] that
-    complete a norm that was half done."""
-
-    choices: Choices
-    alignment: Alignment | None
-    factors: Tensor | None
-
-
-class RoutingKernel:
-    """Top-k of a router's logits, and the pairs sorted by expert."""
-
-    def __init__(
-        self,
-        rule: RoutingRule,
-        held: tuple[int, int],
-        hidden_size: int,
-        device: torch.device,
-        *,
-        wide: bool,
-        blocks: Sequence[int],
-        few: Sequence[int] = (0,),
-        shared: bool = False,
-    ) -> None:
-        """``held``: the first expert of this rank, and the end. ``wide``: logits are float32, else
-        bfloat16. ``blocks``: sizes of blocks that are asked for, 0 for no sorting; ``few``: those
-        that ``of_rows`` is asked for. ``shared``: the weights have one more expert, which all
-        tokens may be given as well, if there is no sorting."""
-        constants = {
-            "EXPERTS": rule.num_experts,
-            "TOP_K": rule.top_k,
-            "SIGMOID": rule.sigmoid,
-            "NORMALIZE": rule.normalize,
-            "SIZE": hidden_size,
-            "WIDE": wide,
-            "SHARED": False,
-        }
-        self._rule, self._held, self.top_k = rule, held, rule.top_k
-
-        def compiled(block: int) -> CudaKernel:
-            module = CudaModule("routing.cu", {**constants, "BLOCK": block}, device)
-            return module.kernel("routing", shared_bytes=0)
-
-        with ThreadPoolExecutor() as pool:
-            self._kernels = dict(zip(blocks, pool.map(compiled, blocks), strict=True))
-        # by the size of blocks, and whether all tokens take the last expert
-        self._routers: dict[tuple[int, bool], CudaKernel] = {}
-        if hidden_size % _ROUTER_STEP:
-            few = ()
-        elif rule.num_experts > _SORTED_BY_ROUTER:
-            few = [block for block in few if not block]
-        kinds = [(block, False) for block in few]
-        if shared and (0, False) in kinds:
-            kinds.append((0, True))
-        for block, all_take in kinds:
-            of_rows = {**constants, "WIDE": True, "BLOCK": block, "SHARED": all_take}
-            module = CudaModule("routing.cu", of_rows, device)
-            self._routers[block, all_take] = module.kernel("router", shared_bytes=0)
-        self._done = torch.zeros(1, dtype=torch.int32, device=device)
-
-    def __call__(
-        self,
-        logits: Tensor,
-        *,
-        block: int,
-        bias: Tensor | None = None,
-        correction: Tensor | None = None,
-        squares: Tensor | None = None,
-        eps: float = 0.0,
-        pdl: bool = False,
-    ) -> Routed:
-        """``logits`` [num_tokens, num_experts]; with ``squares``, those of hidden states that they
-        complete (``cuda.linear``). ``bias``, float32 [num_experts], is then added."""
-        arguments, routed = self._arguments(
-            len(logits), logits, block, bias, correction, squares, eps
-        )
-        grid = -(-len(logits) // _ROUTED_TOKENS), 1, 1
-        self._kernels[block].launch(grid, 1024, arguments, pdl=pdl)
-        return routed
-
-    def takes_rows(self, num_tokens: int, weight: Tensor, *, block: int) -> bool:
-        """Whether there is a kernel for the router's GEMM as well, with this weight."""
-        few = num_tokens <= _ROUTED_TOKENS
-        return few and (block, False) in self._routers and weight.dtype == torch.bfloat16
-
-    def of_rows(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        *,
-        block: int = 0,
-        gate: Tensor | None = None,
-        bias: Tensor | None = None,
-        correction: Tensor | None = None,
-        squares: Tensor | None = None,
-        eps: float = 0.0,
-        pdl: bool = False,
-    ) -> Routed:
-        """As for the logits x W^T, which are not rounded. With a ``gate`` [hidden_size], the last
-        expert of the weights is one more choice of each token, whose weight is sigmoid(x . gate).
-        """
-        assert x.is_contiguous() and weight.is_contiguous()
-        assert gate is None or gate.is_contiguous()
-        all_take = gate is not None
-        num_logits = self._rule.num_experts + all_take
-        logits = torch.empty((len(x), num_logits), dtype=torch.float32, device=x.device)
-        arguments, routed = self._arguments(
-            len(x), logits, block, bias, correction, squares, eps, num_choices=self.top_k + all_take
-        )
-        arguments.x, arguments.router = address(x), address(weight)
-        arguments.gate = address(gate)
-        grid = -(-num_logits // _ROUTED_TOKENS), 1, 1
-        self._routers[block, all_take].launch(grid, 32 * _ROUTED_TOKENS, arguments, pdl=pdl)
-        return routed
-
-    def _arguments(
-        self,
-        num_tokens: int,
-        logits: Tensor,
-        block: int,
-        bias: Tensor | None,
-        correction: Tensor | None,
-        squares: Tensor | None,
-        eps: float,
-        *,
-        num_choices: int | None = None,
-    ) -> tuple[_RoutingArguments, Routed]:
-        """Those of a launch, with memory for what it writes; a token has top_k choices, if
-        ``num_choices`` does not say otherwise."""
-        (first, end), rule, device = self._held, self._rule, logits.device
-        num_pairs = num_tokens * rule.top_k
-        shape = num_tokens, rule.top_k if num_choices is None else num_choices
-        ids = torch.empty(shape, dtype=torch.int32, device=device)
-        weights = torch.empty(shape, dtype=torch.float32, device=device)
-        num_blocks = min(num_pairs, -(-num_pairs // block) + end - first) if block else 0
-        pairs = torch.empty(num_blocks * block, dtype=torch.int32, device=device)
-        experts = torch.empty(num_blocks, dtype=torch.int32, device=device)
-        factors = None
-        if squares is not None:
-            factors = torch.empty(num_tokens, dtype=torch.float32, device=device)
-        arguments = _RoutingArguments(
-            logits=address(logits),
-            addends=address(bias),
-            bias=address(correction),
-            squares=address(squares),
-            factors=address(factors),
-            ids=address(ids),
-            weights=address(weights),
-            pairs=address(pairs),
-            experts=address(experts),
-            done=address(self._done),
-            num_tokens=num_tokens,
-            num_blocks=num_blocks,
-            square_tiles=0 if squares is None else len(squares),
-            eps=eps,
-            scale=rule.scale,
-            first=first,
-            held=end - first,
-        )
-        choices = Choices(ids, weights, elsewhere=end - first < rule.num_experts)
-        return arguments, Routed(
-            choices, Alignment(pairs, experts, block) if block else None, factors
-        )
-
-
 class ExpertsKernels:
     """Routing, gates and ups, and downs of layers of experts of one shape."""
 
@@ -395,7 +192,7 @@ class ExpertsKernels:
             blocks.append(expert_cut.MANY.block)
         few = {
             expert_cut.cut_of(num_tokens * rule.top_k, rule.num_experts, self._bits).tokens
-            for num_tokens in range(1, _ROUTED_TOKENS + 1)
+            for num_tokens in range(1, MOST_TOKENS + 1)
         }
         self._route = RoutingKernel(
             rule, held, gate_up[2], device, wide=wide, blocks=blocks, few=[0, *few], shared=shared

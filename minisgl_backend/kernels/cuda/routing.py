@@ -1,0 +1,221 @@
+"""Launches ``routing.cu``: which experts a token takes, and the pairs of both sorted by expert.
+
+It begins with a router's logits or, of few tokens, with the hidden states, which the same kernel
+then multiplies by the router's weight. Launches share memory, so they must be in the order of one
+stream. Must not know what experts compute.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from minisgl_backend.experts_spec import RoutingRule
+from minisgl_backend.kernels.cuda.module import CudaKernel, CudaModule, address
+from minisgl_backend.kernels.moe import Alignment, Choices
+
+MOST_TOKENS: Final = 8
+"""Of a thread block, ``TOKENS`` of the source; a router's GEMM is computed for up to as many."""
+_ROUTER_STEP: Final = 8
+"""in_features that a lane of its router takes at a time."""
+_SORTED_BY_ROUTER: Final = 256
+"""Experts up to which its router can sort."""
+
+
+class _Arguments(ctypes.Structure):
+    """``Arguments`` of the source."""
+
+    _fields_ = (
+        ("x", ctypes.c_void_p),
+        ("router", ctypes.c_void_p),
+        ("gate", ctypes.c_void_p),
+        ("logits", ctypes.c_void_p),
+        ("addends", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("squares", ctypes.c_void_p),
+        ("factors", ctypes.c_void_p),
+        ("ids", ctypes.c_void_p),
+        ("weights", ctypes.c_void_p),
+        ("pairs", ctypes.c_void_p),
+        ("experts", ctypes.c_void_p),
+        ("done", ctypes.c_void_p),
+        ("num_tokens", ctypes.c_int),
+        ("num_blocks", ctypes.c_int),
+        ("square_tiles", ctypes.c_int),
+        ("eps", ctypes.c_float),
+        ("scale", ctypes.c_float),
+        ("first", ctypes.c_int),
+        ("held", ctypes.c_int),
+    )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Routed:
+    """``choices``, their pairs sorted by expert unless not asked for, and float32 [num_tokens] that
+    complete a norm that was half done."""
+
+    choices: Choices
+    alignment: Alignment | None
+    factors: Tensor | None
+
+
+class RoutingKernel:
+    """Top-k of a router's logits, and the pairs sorted by expert."""
+
+    def __init__(
+        self,
+        rule: RoutingRule,
+        held: tuple[int, int],
+        hidden_size: int,
+        device: torch.device,
+        *,
+        wide: bool,
+        blocks: Sequence[int],
+        few: Sequence[int] = (0,),
+        shared: bool = False,
+    ) -> None:
+        """``held``: the first expert of this rank, and the end. ``wide``: logits are float32, else
+        bfloat16. ``blocks``: sizes of blocks that are asked for, 0 for no sorting; ``few``: those
+        that ``of_rows`` is asked for. ``shared``: the weights have one more expert, which all
+        tokens may be given as well, if there is no sorting."""
+        constants = {
+            "EXPERTS": rule.num_experts,
+            "TOP_K": rule.top_k,
+            "SIGMOID": rule.sigmoid,
+            "NORMALIZE": rule.normalize,
+            "SIZE": hidden_size,
+            "WIDE": wide,
+            "SHARED": False,
+        }
+        self._rule, self._held, self.top_k = rule, held, rule.top_k
+
+        def compiled(block: int) -> CudaKernel:
+            module = CudaModule("routing.cu", {**constants, "BLOCK": block}, device)
+            return module.kernel("routing", shared_bytes=0)
+
+        with ThreadPoolExecutor() as pool:
+            self._kernels = dict(zip(blocks, pool.map(compiled, blocks), strict=True))
+        # by the size of blocks, and whether all tokens take the last expert
+        self._routers: dict[tuple[int, bool], CudaKernel] = {}
+        if hidden_size % _ROUTER_STEP:
+            few = ()
+        elif rule.num_experts > _SORTED_BY_ROUTER:
+            few = [block for block in few if not block]
+        kinds = [(block, False) for block in few]
+        if shared and (0, False) in kinds:
+            kinds.append((0, True))
+        for block, all_take in kinds:
+            of_rows = {**constants, "WIDE": True, "BLOCK": block, "SHARED": all_take}
+            module = CudaModule("routing.cu", of_rows, device)
+            self._routers[block, all_take] = module.kernel("router", shared_bytes=0)
+        self._done = torch.zeros(1, dtype=torch.int32, device=device)
+
+    def __call__(
+        self,
+        logits: Tensor,
+        *,
+        block: int,
+        bias: Tensor | None = None,
+        correction: Tensor | None = None,
+        squares: Tensor | None = None,
+        eps: float = 0.0,
+        pdl: bool = False,
+    ) -> Routed:
+        """``logits`` [num_tokens, num_experts]; with ``squares``, those of hidden states that they
+        complete (``cuda.linear``). ``bias``, float32 [num_experts], is then added."""
+        arguments, routed = self._arguments(
+            len(logits), logits, block, bias, correction, squares, eps
+        )
+        grid = -(-len(logits) // MOST_TOKENS), 1, 1
+        self._kernels[block].launch(grid, 1024, arguments, pdl=pdl)
+        return routed
+
+    def takes_rows(self, num_tokens: int, weight: Tensor, *, block: int) -> bool:
+        """Whether there is a kernel for the router's GEMM as well, with this weight."""
+        few = num_tokens <= MOST_TOKENS
+        return few and (block, False) in self._routers and weight.dtype == torch.bfloat16
+
+    def of_rows(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        *,
+        block: int = 0,
+        gate: Tensor | None = None,
+        bias: Tensor | None = None,
+        correction: Tensor | None = None,
+        squares: Tensor | None = None,
+        eps: float = 0.0,
+        pdl: bool = False,
+    ) -> Routed:
+        """As for the logits x W^T, which are not rounded. With a ``gate`` [hidden_size], the last
+        expert of the weights is one more choice of each token, whose weight is sigmoid(x . gate).
+        """
+        assert x.is_contiguous() and weight.is_contiguous()
+        assert gate is None or gate.is_contiguous()
+        all_take = gate is not None
+        num_logits = self._rule.num_experts + all_take
+        logits = torch.empty((len(x), num_logits), dtype=torch.float32, device=x.device)
+        arguments, routed = self._arguments(
+            len(x), logits, block, bias, correction, squares, eps, num_choices=self.top_k + all_take
+        )
+        arguments.x, arguments.router = address(x), address(weight)
+        arguments.gate = address(gate)
+        grid = -(-num_logits // MOST_TOKENS), 1, 1
+        self._routers[block, all_take].launch(grid, 32 * MOST_TOKENS, arguments, pdl=pdl)
+        return routed
+
+    def _arguments(
+        self,
+        num_tokens: int,
+        logits: Tensor,
+        block: int,
+        bias: Tensor | None,
+        correction: Tensor | None,
+        squares: Tensor | None,
+        eps: float,
+        *,
+        num_choices: int | None = None,
+    ) -> tuple[_Arguments, Routed]:
+        """Those of a launch, with memory for what it writes; a token has top_k choices, if
+        ``num_choices`` does not say otherwise."""
+        (first, end), rule, device = self._held, self._rule, logits.device
+        num_pairs = num_tokens * rule.top_k
+        shape = num_tokens, rule.top_k if num_choices is None else num_choices
+        ids = torch.empty(shape, dtype=torch.int32, device=device)
+        weights = torch.empty(shape, dtype=torch.float32, device=device)
+        num_blocks = min(num_pairs, -(-num_pairs // block) + end - first) if block else 0
+        pairs = torch.empty(num_blocks * block, dtype=torch.int32, device=device)
+        experts = torch.empty(num_blocks, dtype=torch.int32, device=device)
+        factors = None
+        if squares is not None:
+            factors = torch.empty(num_tokens, dtype=torch.float32, device=device)
+        arguments = _Arguments(
+            logits=address(logits),
+            addends=address(bias),
+            bias=address(correction),
+            squares=address(squares),
+            factors=address(factors),
+            ids=address(ids),
+            weights=address(weights),
+            pairs=address(pairs),
+            experts=address(experts),
+            done=address(self._done),
+            num_tokens=num_tokens,
+            num_blocks=num_blocks,
+            square_tiles=0 if squares is None else len(squares),
+            eps=eps,
+            scale=rule.scale,
+            first=first,
+            held=end - first,
+        )
+        choices = Choices(ids, weights, elsewhere=end - first < rule.num_experts)
+        return arguments, Routed(
+            choices, Alignment(pairs, experts, block) if block else None, factors
+        )

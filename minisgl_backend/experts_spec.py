@@ -86,10 +86,11 @@ class ExpertsSpec:
     """The experts of a layer, gated MLPs of ``intermediate_size``.
 
     ``gate``: the function that gates them, None for SiLU. ``biases``: their projections and the
-    router have them. ``router`` is the router's name in the checkpoint. ``in_turn``: the checkpoint
-    has one tensor for all experts, with gates and ups in turn, as gpt-oss has them; in plain ones
-    inputs come before outputs. ``scales_inputs``: the weight of a token's only expert multiplies
-    what that reads, not what it makes of it. Raises ``ConfigError`` if there may be others.
+    router have them. ``router`` is the router's name in the checkpoint. ``interleaved``: the
+    checkpoint has one tensor for all experts, in which the outputs of gates and ups alternate, as
+    gpt-oss has them; in plain ones inputs come before outputs. ``scales_inputs``: the weight of a
+    token's only expert multiplies the expert's input, not its output. Raises ``ConfigError`` if
+    tokens may then take several.
     """
 
     routing: RoutingRule
@@ -98,7 +99,7 @@ class ExpertsSpec:
     gate: ClampedGate | GeluGate | None = None
     biases: bool = False
     router: str = "gate"
-    in_turn: bool = False
+    interleaved: bool = False
     scales_inputs: bool = False
 
     def __post_init__(self) -> None:

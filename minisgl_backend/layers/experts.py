@@ -1,129 +1,54 @@
-"""A mixture of experts (``FeedForward``): a router, and gated MLPs of which a token takes a few.
+"""A mixture of experts (``FeedForward``): gated MLPs, of which a router picks a few for each token.
 
-Knows which experts a rank holds and where a checkpoint's tensors go; what is computed with them is
-``kernels.moe``'s.
+Knows which experts a rank holds and where a checkpoint's tensors go; ``kernels.moe`` says what is
+computed with them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from minisgl_backend.errors import ConfigError
 from minisgl_backend.experts_spec import ExpertsSpec
-from minisgl_backend.kernels import expert_cut, linear_cut
+from minisgl_backend.kernels import expert_cut
 from minisgl_backend.kernels.adapters import AdaptedTokens
 from minisgl_backend.kernels.moe import (
     Choices,
     ExpertWeights,
     SharedOutput,
     add_outputs,
-    choose,
     expert_outputs,
     fused_experts,
     fused_experts_reference,
     has_kernel,
     sum_outputs,
 )
+from minisgl_backend.layers.expert_places import InterleavedPlace, check_interleaved, stacked_place
 from minisgl_backend.layers.feed_forward import GatedMLP
 from minisgl_backend.layers.matrix import DenseMatrix
 from minisgl_backend.layers.norm import Normed, RMSNorm, add_sum
 from minisgl_backend.layers.quantized_matrix import Matrices
-from minisgl_backend.layers.quantized_place import place_in, stacked_place
+from minisgl_backend.layers.quantized_place import place_in
+from minisgl_backend.layers.router import Router
 from minisgl_backend.layers.stored_weight import StoredWeight
 from minisgl_backend.layers.weight_place import (
     Place,
-    ReadTensor,
     Share,
-    StoredTensor,
     collect_places,
     even_share,
-    whole,
 )
-from minisgl_backend.layers.weight_share import block_of, held
+from minisgl_backend.layers.weight_share import block_of
 from minisgl_backend.parallel.group import Group
 from minisgl_backend.weight_format import Layout, WeightFormat
 
 if TYPE_CHECKING:  # needs the CUDA driver's bindings, which only installations for GPUs have
     from minisgl_backend.kernels.cuda.experts import ExpertsKernels, HopperExperts
-    from minisgl_backend.kernels.cuda.invariant_linear import InvariantKernels, InvariantLinear
-    from minisgl_backend.kernels.cuda.linear import LinearKernel, TensorCores
-
-
-class Router(nn.Module):
-    """Picks the experts of a token (Switch Transformer, arXiv 2101.03961; Mixtral, arXiv
-    2401.04088). Every rank holds all of it.
-
-    Logits whose sigmoids count are computed in float32, as models with them are trained.
-    """
-
-    correction: nn.Parameter | None
-    factors: nn.Parameter | None
-
-    def __init__(self, name: str, hidden_size: int, spec: ExpertsSpec, matrices: Matrices):
-        """``name`` is the router's in the checkpoint."""
-        super().__init__()
-        self.rule = spec.routing
-        num_experts = spec.num_experts
-        self._format = matrices.format_of(name)
-        self.weight = _parameter(num_experts, hidden_size)
-        self.bias = _parameter(num_experts) if spec.biases else None
-        self.correction = _parameter(num_experts) if spec.routing.corrected else None
-        self.factors = _parameter(num_experts) if spec.routing.scaled else None
-        self._kernel: LinearKernel | None = None
-        self._invariant: InvariantLinear | None = None
-
-    def use_invariant_kernels(self, kernels: InvariantKernels) -> None:
-        """Compute logits by ``kernels``; they have no bias."""
-        self._invariant = kernels.linear(tuple(self.weight.shape))
-
-    def cast(self, dtype: torch.dtype) -> None:
-        wide = torch.promote_types(dtype, torch.float32)
-        self.to(wide if self.rule.sigmoid else dtype)
-        if self.correction is not None:
-            self.correction.data = self.correction.data.to(wide)
-
-    @property
-    def fits_tensor_cores(self) -> bool:
-        """Whether such kernels can compute its logits, of norms that are half done as well."""
-        num_experts, hidden_size = self.weight.shape
-        reason = linear_cut.why_not(num_experts, hidden_size, whole=False)
-        return self.weight.dtype == torch.bfloat16 and reason is None
-
-    def use_tensor_cores(self, kernels: TensorCores) -> None:
-        """Compute steps that fit them by ``kernels``; if it ``fits_tensor_cores``."""
-        self._kernel = kernels.linear(self.weight.shape, gated=False, codes=None)
-
-    def logits(self, x: Tensor, *, biased: bool = True, pdl: bool = False) -> Tensor:
-        """[num_tokens, num_experts], for ``x`` [num_tokens, hidden_size]; without the bias unless
-        ``biased``."""
-        bias = self.bias if biased else None
-        if self._invariant is not None:
-            return self._invariant(x, self.weight)
-        kernel = self._kernel
-        if kernel is not None and len(x) <= kernel.most_tokens:
-            return kernel(x, self.weight, squares=None, eps=0.0, bias=bias, pdl=pdl)
-        return F.linear(x.to(self.weight.dtype), self.weight, bias)
-
-    def forward(self, x: Tensor) -> Choices:
-        """Of all experts, for ``x`` [num_tokens, hidden_size]."""
-        return choose(self.logits(x), self.rule, self.correction, self.factors)
-
-    def places(self) -> Iterator[tuple[str, Place]]:
-        num_experts, hidden_size = self.weight.shape
-        outs, ins = Share(num_experts, 0, num_experts), Share(hidden_size, 0, hidden_size)
-        yield "weight", place_in(self.weight.data, slice(None), self._format, outs, ins)
-        if self.bias is not None:
-            yield "bias", whole(self.bias)
-        if self.correction is not None:
-            yield "e_score_correction_bias", whole(self.correction)
-        if self.factors is not None:
-            yield "../per_expert_scale", whole(self.factors)
+    from minisgl_backend.kernels.cuda.invariant_linear import InvariantKernels
+    from minisgl_backend.kernels.cuda.linear import TensorCores
 
 
 class ExpertsMLP(nn.Module):
@@ -164,8 +89,8 @@ class ExpertsMLP(nn.Module):
             for expert in range(self.held.start, self.held.end)
             for part in ("gate_proj", "up_proj", "down_proj")
         }
-        if spec.in_turn:
-            _check_in_turn(self._formats.values())
+        if spec.interleaved:
+            check_interleaved(self._formats.values())
         self.router = Router(f"{name}.{spec.router}", hidden_size, spec, matrices)
         of_down = [form for (_, part), form in self._formats.items() if part == "down_proj"]
         of_gate_up = [form for (_, part), form in self._formats.items() if part != "down_proj"]
@@ -407,8 +332,11 @@ class ExpertsMLP(nn.Module):
         inner, outer, experts = self.inner, self.outer, self.held
         if self.gate_up_bias is not None and self.down_bias is not None:
             both_biases, down_bias = self.gate_up_bias.data, self.down_bias.data
-            yield "experts.gate_up_proj_bias", InTurn(both_biases, experts, inner, num_parts=2)
-            yield "experts.down_proj_bias", InTurn(down_bias, experts, outer, num_parts=1)
+            yield (
+                "experts.gate_up_proj_bias",
+                InterleavedPlace(both_biases, experts, inner, num_parts=2),
+            )
+            yield "experts.down_proj_bias", InterleavedPlace(down_bias, experts, outer, num_parts=1)
         gate_up, down = _memory(self.gate_up), _memory(self.down)
         first = self._formats[experts.start, "down_proj"]
         if first is not None and first.layout is Layout.MX_STACKED:
@@ -419,10 +347,16 @@ class ExpertsMLP(nn.Module):
                 stacked_place(down, first, experts, outer, inner, pairs=False),
             )
             return
-        if spec.in_turn:
+        if spec.interleaved:
             assert isinstance(gate_up, Tensor) and isinstance(down, Tensor)  # plain, as checked
-            yield "experts.gate_up_proj", InTurn(gate_up, experts, inner, ins=outer, num_parts=2)
-            yield "experts.down_proj", InTurn(down, experts, outer, ins=inner, num_parts=1)
+            yield (
+                "experts.gate_up_proj",
+                InterleavedPlace(gate_up, experts, inner, ins=outer, num_parts=2),
+            )
+            yield (
+                "experts.down_proj",
+                InterleavedPlace(down, experts, outer, ins=inner, num_parts=1),
+            )
             return
         rows = {"gate_proj": slice(0, inner.size), "up_proj": slice(inner.size, 2 * inner.size)}
         for (expert, part), form in self._formats.items():
@@ -431,65 +365,6 @@ class ExpertsMLP(nn.Module):
                 yield name, place_in(down, slice(0, outer.size), form, outer, inner, expert=at)
             else:
                 yield name, place_in(gate_up, rows[part], form, inner, outer, expert=at)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class InTurn:
-    """The place of the plain weights of one projection of all experts, or of its biases, in the
-    layout of gpt-oss (``Place``):
-
-        weights [experts, ins, outs * num_parts]        biases [experts, outs * num_parts]
-
-    The outputs of several parts come in turn. ``target`` [experts.size, num_parts * outs.size,
-    ins.size] has one part after another; without ``ins`` these are biases.
-    """
-
-    target: Tensor
-    experts: Share
-    outs: Share
-    num_parts: int
-    ins: Share | None = None
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        inputs = () if self.ins is None else (self.ins.total,)
-        return self.experts.total, *inputs, self.num_parts * self.outs.total
-
-    @property
-    def device(self) -> torch.device:
-        return self.target.device
-
-    def tensors(self, name: str) -> Mapping[str, StoredTensor]:
-        own = name.rpartition(".")[2]
-        return {"weight": StoredTensor(names=(own,), shapes=(self.shape,), region=self._region)}
-
-    def fill(self, found: Mapping[str, ReadTensor]) -> None:
-        self._store(found["weight"].values)
-
-    def draw(self, whole: Tensor) -> None:
-        self._store(whole[self._region])
-
-    def _store(self, in_turn: Tensor) -> None:
-        """``in_turn`` [experts.size, ins.size, outs.size * num_parts]."""
-        for target, given in zip(self.target, in_turn, strict=True):  # one expert at a time
-            apart = given.unflatten(-1, (self.outs.size, self.num_parts))
-            target.copy_(apart.permute(*reversed(range(apart.dim()))).flatten(0, 1))
-
-    @property
-    def _region(self) -> tuple[slice, ...]:
-        count, outs = self.num_parts, self.outs
-        inputs = () if self.ins is None else (held(self.ins),)
-        return held(self.experts), *inputs, slice(count * outs.start, count * outs.end)
-
-
-def _check_in_turn(formats: Iterable[WeightFormat | None]) -> None:
-    """Raise ``ConfigError`` for formats that tensors of all experts in turn cannot have."""
-    for form in formats:
-        if form is not None and form.layout is not Layout.MX_STACKED:
-            raise ConfigError(
-                f"experts in {form} are not supported in this architecture, only plain ones and "
-                "those of quant_method mxfp4"
-            )
 
 
 def _memory_of(

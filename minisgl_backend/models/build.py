@@ -16,11 +16,12 @@ import torch
 from torch import nn
 
 from minisgl_backend.errors import ConfigError
-from minisgl_backend.layers.experts import ExpertsMLP, Router
+from minisgl_backend.layers.experts import ExpertsMLP
 from minisgl_backend.layers.linear import MergedColumnLinear, RowLinear
 from minisgl_backend.layers.matrix import Matrix
 from minisgl_backend.layers.norm import HeadNorm
 from minisgl_backend.layers.quantized_matrix import Matrices
+from minisgl_backend.layers.router import Router
 from minisgl_backend.layers.stored_weight import StoredWeight
 from minisgl_backend.layers.weight_place import FLOATS, collect_places
 from minisgl_backend.models.checkpoint import WeightHeader, weight_files

@@ -16,10 +16,11 @@ from torch import nn
 
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.kernels import expert_cut, linear_cut
-from minisgl_backend.layers.experts import ExpertsMLP, Router
+from minisgl_backend.layers.experts import ExpertsMLP
 from minisgl_backend.layers.linear import MergedColumnLinear, RowLinear, adapters_shape
 from minisgl_backend.layers.matrix import Matrix
 from minisgl_backend.layers.quantized_matrix import QuantizedMatrix
+from minisgl_backend.layers.router import Router
 from minisgl_backend.models.decoder import Decoder
 from minisgl_backend.models.spec import ModelSpec
 from minisgl_backend.packages import CUDA_BINDINGS, import_error

@@ -405,7 +405,7 @@ def write_quantized(case: str, folder: Path) -> Any:
         what.pack, folder, model=what.model, projections=projections, plain_in=plain_in
     )
     if "stacked" in case:
-        stack_experts(folder / "model.safetensors", in_turn="mxfp4" in case)
+        stack_experts(folder / "model.safetensors", interleaved="mxfp4" in case)
     config = json.loads((folder / "config.json").read_text())
     if what.config is not None:
         config["quantization_config"] = dict(what.config)
@@ -415,14 +415,14 @@ def write_quantized(case: str, folder: Path) -> Any:
     return theirs
 
 
-def stack_experts(path: Path, *, in_turn: bool) -> None:
-    """One tensor for all experts: as gpt-oss has them, the rows of gates and ups ``in_turn``, or as
-    newer versions of transformers do, gates above ups."""
+def stack_experts(path: Path, *, interleaved: bool) -> None:
+    """One tensor for all experts, with gates and ups ``interleaved`` as gpt-oss has them, or with
+    gates above ups as newer versions of transformers do."""
     tensors = load_file(path)
     modules = {match[1] for name in tensors if (match := re.match(r"(.*experts)\.\d", name))}
     for module in modules:
         kinds = {"weight": "", "weight_scale_inv": "_scale_inv"}
-        if in_turn:
+        if interleaved:
             kinds = {"weight_packed": "_blocks", "weight_scale": "_scales"}
         for old, new in kinds.items():
             held = [name for name in tensors if name.startswith(module) and name.endswith(old)]
@@ -431,7 +431,7 @@ def stack_experts(path: Path, *, in_turn: bool) -> None:
                 for part in ("gate_proj", "up_proj", "down_proj")
             }  # [experts, rows, width] each
             gate_up = torch.cat([of["gate_proj"], of["up_proj"]], dim=1)
-            if in_turn:
+            if interleaved:
                 gate_up = torch.stack([of["gate_proj"], of["up_proj"]], dim=2).flatten(1, 2)
             for name, stack in (("gate_up_proj", gate_up), ("down_proj", of["down_proj"])):
                 if new == "_blocks":

@@ -19,8 +19,9 @@ from minisgl_backend.kernels.adapters import (
 )
 from minisgl_backend.kernels.dispatch import is_interpreted
 from minisgl_backend.kernels.quantized import dequantized, quantize
-from minisgl_backend.layers.experts import ExpertsMLP, Router
+from minisgl_backend.layers.experts import ExpertsMLP
 from minisgl_backend.layers.quantized_matrix import QuantizedMatrix
+from minisgl_backend.layers.router import Router
 from minisgl_backend.models.adapter_slots import AdapterShape, AdapterSlots
 from minisgl_backend.models.build import build_model
 from minisgl_backend.models.catalog import load_spec

@@ -49,7 +49,7 @@ def read_gpt_oss(config: ConfigReader) -> ModelSpec:
         gate=gate,
         biases=True,
         router="router",
-        in_turn=True,
+        interleaved=True,
     )
     return ModelSpec(
         architecture="GptOssForCausalLM",

@@ -508,7 +508,7 @@ def test_experts_windows_and_sinks_of_gpt_oss() -> None:
         gate=ClampedGate(alpha=1.702, limit=7.0),
         biases=True,
         router="router",
-        in_turn=True,
+        interleaved=True,
     )
     assert spec.windows == (128, None) * 12 and spec.dtype == "bfloat16"
     assert spec.qkv_bias and spec.output_bias and spec.attention_shape(2).sinks

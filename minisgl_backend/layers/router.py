@@ -1,0 +1,99 @@
+"""The router of a mixture of experts: its logits, by which ``kernels.moe.choose`` picks experts.
+
+Must not know which experts a rank holds, or what they compute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from minisgl_backend.experts_spec import ExpertsSpec
+from minisgl_backend.kernels import linear_cut
+from minisgl_backend.kernels.moe import Choices, choose
+from minisgl_backend.layers.quantized_matrix import Matrices
+from minisgl_backend.layers.quantized_place import place_in
+from minisgl_backend.layers.weight_place import Place, Share, whole
+
+if TYPE_CHECKING:  # needs the CUDA driver's bindings, which only installations for GPUs have
+    from minisgl_backend.kernels.cuda.invariant_linear import InvariantKernels, InvariantLinear
+    from minisgl_backend.kernels.cuda.linear import LinearKernel, TensorCores
+
+
+class Router(nn.Module):
+    """Picks the experts of a token (Switch Transformer, arXiv 2101.03961; Mixtral, arXiv
+    2401.04088). Every rank holds all of it.
+
+    Logits whose sigmoids count are computed in float32, as models with them are trained.
+    """
+
+    correction: nn.Parameter | None
+    factors: nn.Parameter | None
+
+    def __init__(self, name: str, hidden_size: int, spec: ExpertsSpec, matrices: Matrices):
+        """``name`` is the router's in the checkpoint."""
+        super().__init__()
+        self.rule = spec.routing
+        num_experts = spec.num_experts
+        self._format = matrices.format_of(name)
+        self.weight = _parameter(num_experts, hidden_size)
+        self.bias = _parameter(num_experts) if spec.biases else None
+        self.correction = _parameter(num_experts) if spec.routing.corrected else None
+        self.factors = _parameter(num_experts) if spec.routing.scaled else None
+        self._kernel: LinearKernel | None = None
+        self._invariant: InvariantLinear | None = None
+
+    def use_invariant_kernels(self, kernels: InvariantKernels) -> None:
+        """Compute logits by ``kernels``; they have no bias."""
+        self._invariant = kernels.linear(tuple(self.weight.shape))
+
+    def cast(self, dtype: torch.dtype) -> None:
+        wide = torch.promote_types(dtype, torch.float32)
+        self.to(wide if self.rule.sigmoid else dtype)
+        if self.correction is not None:
+            self.correction.data = self.correction.data.to(wide)
+
+    @property
+    def fits_tensor_cores(self) -> bool:
+        """Whether such kernels can compute its logits, of norms that are half done as well."""
+        num_experts, hidden_size = self.weight.shape
+        reason = linear_cut.why_not(num_experts, hidden_size, whole=False)
+        return self.weight.dtype == torch.bfloat16 and reason is None
+
+    def use_tensor_cores(self, kernels: TensorCores) -> None:
+        """Compute steps that fit them by ``kernels``; if it ``fits_tensor_cores``."""
+        self._kernel = kernels.linear(self.weight.shape, gated=False, codes=None)
+
+    def logits(self, x: Tensor, *, biased: bool = True, pdl: bool = False) -> Tensor:
+        """[num_tokens, num_experts], for ``x`` [num_tokens, hidden_size]; without the bias unless
+        ``biased``."""
+        bias = self.bias if biased else None
+        if self._invariant is not None:
+            return self._invariant(x, self.weight)
+        kernel = self._kernel
+        if kernel is not None and len(x) <= kernel.most_tokens:
+            return kernel(x, self.weight, squares=None, eps=0.0, bias=bias, pdl=pdl)
+        return F.linear(x.to(self.weight.dtype), self.weight, bias)
+
+    def forward(self, x: Tensor) -> Choices:
+        """Of all experts, for ``x`` [num_tokens, hidden_size]."""
+        return choose(self.logits(x), self.rule, self.correction, self.factors)
+
+    def places(self) -> Iterator[tuple[str, Place]]:
+        num_experts, hidden_size = self.weight.shape
+        outs, ins = Share(num_experts, 0, num_experts), Share(hidden_size, 0, hidden_size)
+        yield "weight", place_in(self.weight.data, slice(None), self._format, outs, ins)
+        if self.bias is not None:
+            yield "bias", whole(self.bias)
+        if self.correction is not None:
+            yield "e_score_correction_bias", whole(self.correction)
+        if self.factors is not None:
+            yield "../per_expert_scale", whole(self.factors)
+
+
+def _parameter(*shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.empty(*shape), requires_grad=False)

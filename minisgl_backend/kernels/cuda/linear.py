@@ -1,351 +1,34 @@
-"""Launches ``linear.cu``: the linear layers of a decode step on the tensor cores of Hopper.
+"""The linear layers of a decode step on the tensor cores of Hopper, fused with what follows them.
 
-A kernel is for one shape; it takes up to ``most_tokens`` rows of bfloat16. Each row of x W^T is
-multiplied by a factor, 1 or that of RMSNorm, and a bias is added; the classes differ in what
-follows. An ``adaptation`` adds what LoRA adapters add to the product (``kernels.adapters``). The
-kernel of ``cuda.adapters`` right before computes x A^T, or the GEMM itself does: then A of all
-adapters is as if it were more rows of the weight.
+A kernel is for one shape; it takes up to ``most_tokens`` rows of bfloat16. The classes differ in
+what becomes of x W^T (``fused_linear``).
 
 The input ``x`` [num_rows, in_features] is after RMSNorm or half-way. Without ``squares`` the norm
 has been applied. With them only its weight has, and the GEMM divides each row by its root mean
 square: ``squares``, float32 [tiles, num_rows], holds each tile's part of the row's sum of squares,
 from the preceding GEMM.
 
-A weight is plain bfloat16, or a ``PackedWeight`` if the kernels were made for its ``kind``. One row
-by some of the latter is left to the kernel of ``cuda.gemv``.
+A weight is plain bfloat16, or a ``PackedWeight`` if the kernels were made for its ``kind``.
 """
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import cache, cached_property, partial
-from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from minisgl_backend.kernels.adapters import Adaptation, AdaptersShape
-from minisgl_backend.kernels.cuda.adapters import shrink_kernel
 from minisgl_backend.kernels.cuda.float8_linear import Float8Linear, Workspace
-from minisgl_backend.kernels.cuda.gemv import Gemv
+from minisgl_backend.kernels.cuda.fused_linear import FusedLinear
 from minisgl_backend.kernels.cuda.heads import Heads
-from minisgl_backend.kernels.cuda.module import (
-    CudaKernel,
-    CudaModule,
-    TensorMap,
-    address,
-    tensor_map,
-)
-from minisgl_backend.kernels.dispatch import num_processors
-from minisgl_backend.kernels.gemv_cut import gemv_cut
-from minisgl_backend.kernels.linear_cut import (
-    BATCHES,
-    BLOCK,
-    FEW_TOKENS,
-    MAX_TOKENS,
-    PLAIN,
-    Cut,
-    cut_of,
-)
-from minisgl_backend.kernels.packed_weight import PLAIN_MACROS, CodesKind, PackedWeight
-
-_TWO_OF_CODES: Final = 1024
-"""Up to this many sums of all ways, registers are left for two thread blocks that make numbers of
-codes."""
-_MOST_EARLY: Final = 16
-"""GEMMs with adapters and tiles of up to this many tokens start as early as those without, and
-load weights while x A^T is computed. With more they start once x is there, and multiply meanwhile.
-"""
-_MOST_JOINED: Final = 16
-"""GEMMs of up to this many tokens compute x A^T themselves, if all their thread blocks run at the
-same time."""
-_MOST_TILES_OF_A: Final = 32
-_RESERVED_BYTES: Final = 1024
-"""Shared memory that CUDA takes for itself in each thread block."""
+from minisgl_backend.kernels.cuda.module import address
+from minisgl_backend.kernels.linear_cut import MAX_TOKENS, Cut
+from minisgl_backend.kernels.packed_weight import CodesKind, PackedWeight
 
 
-class _Adapters(ctypes.Structure):
-    """``Adapters`` of the source."""
-
-    _fields_ = (
-        ("inner", ctypes.c_void_p),
-        ("b", ctypes.c_void_p),
-        ("slots", ctypes.c_void_p),
-        ("ranks", ctypes.c_void_p),
-        ("slot_stride", ctypes.c_uint64),
-        ("columns", ctypes.c_int),
-        ("max_rank", ctypes.c_int),
-        ("second", ctypes.c_int),
-        ("third", ctypes.c_int),
-        ("tiles_of_a", ctypes.c_int),
-        ("pairs", ctypes.c_void_p),
-        ("launches", ctypes.c_void_p),
-    )
-
-
-class _Arguments(ctypes.Structure):
-    """``Arguments`` of the source."""
-
-    _fields_ = (
-        ("weight", TensorMap),
-        ("x", TensorMap),
-        ("a", TensorMap),
-        ("out", ctypes.c_void_p),
-        ("scaled", ctypes.c_void_p),
-        ("norm_weight", ctypes.c_void_p),
-        ("squares_out", ctypes.c_void_p),
-        ("squares", ctypes.c_void_p),
-        ("bias", ctypes.c_void_p),
-        ("parts", ctypes.c_void_p),
-        ("are_there", ctypes.c_void_p),
-        ("tiles", ctypes.c_int),
-        ("square_tiles", ctypes.c_int),
-        ("num_rows", ctypes.c_int),
-        ("features", ctypes.c_int),
-        ("eps", ctypes.c_float),
-        ("heads", Heads),
-        ("scales", ctypes.c_void_p),
-        ("adapters", _Adapters),
-    )
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Joined:
-    """What a GEMM that computes x A^T itself has beside its weight: ``tiles`` of A, and memory for
-    x A^T (``Adapters`` of the source)."""
-
-    tiles: int
-    pairs: Tensor
-    launches: Tensor
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _CutKernel:
-    cut: Cut
-    kernel: CudaKernel
-    joined: _Joined | None = None
-
-
-class _Linear:
-    """The kernels of one weight's ``shape``, [height, in_features].
-
-    Launches share memory, so they must be in the order of one stream.
-    """
-
-    def __init__(
-        self,
-        shape: Sequence[int],
-        device: torch.device,
-        *,
-        most_tokens: int,
-        cuts: Mapping[int, Cut] | None,
-        head_dim: int | None = None,
-        pairs: int | None = None,
-        codes: CodesKind | None = None,
-        adapters: AdaptersShape | None = None,
-        **kind: int,
-    ) -> None:
-        """``cuts`` are keyed by the largest batch that each is for; by default those of ``cut_of``.
-        ``adapters``: launches may have an adaptation of this shape, for which there are kernels of
-        their own.
-
-        ``pairs``: how many rows apart two rows of the weight are that belong together. ``codes``:
-        of packed weights.
-        ``kind`` are the macros of ``linear.cu`` that say what becomes of the results.
-        """
-        height, in_features = shape
-        self.most_tokens = most_tokens
-        self._height, self._in_features = height, in_features
-        self._pairs, self._codes = pairs, codes
-        numbers = PLAIN if codes is None else codes.numbers(in_features)
-        self._gemv: Gemv | None = None
-        if cuts is None:
-            is_added = bool(kind.get("RESIDUAL"))
-            of_row = gemv_cut(height, in_features, codes, is_added=is_added)
-            if of_row is not None:
-                macros = {**_OF_RESULTS, **kind, "HEADS": head_dim or 0}
-                self._gemv = Gemv(
-                    (height, in_features),
-                    device,
-                    codes=codes,
-                    cut=of_row,
-                    macros=macros,
-                    adapters=None if codes is None else adapters,
-                )
-        if cuts is None:
-            cuts = {
-                batch: cut_of(batch, height, in_features, head_dim=head_dim, numbers=numbers)
-                for batch in BATCHES
-                if batch <= most_tokens
-            }
-
-        self._num_processors = num_processors(device)
-        self._device = device
-
-        joined: dict[int, _Joined | None] = {}
-        if adapters is not None:
-            joined = {batch: self._join(batch, cut, adapters) for batch, cut in cuts.items()}
-
-        def compiled(batch: int, cut: Cut, adapted: bool) -> _CutKernel:
-            macros = {**_OF_RESULTS, **_macros(codes), **kind}
-            constants = {"SIZE": in_features, **macros, "ADAPTED": adapted}
-            constants["WHOLE"] = height % cut.features == 0
-            of_a = joined[batch] if adapted else None
-            constants["JOINED"] = of_a is not None
-            constants["LATE"] = adapted and of_a is None and not _starts_early(cut)
-            constants["PUSHED"] = cut.pushed_bytes > 0
-            return _CutKernel(cut, _kernel(cut, constants, device), of_a)
-
-        self._kernels: dict[bool, dict[int, _CutKernel]] = {}
-        with ThreadPoolExecutor() as pool:
-            for adapted in (False,) if adapters is None else (False, True):
-                make = partial(compiled, adapted=adapted)
-                kernels = list(pool.map(make, cuts, cuts.values()))
-                self._kernels[adapted] = dict(zip(cuts, kernels, strict=True))
-        self._adapters = adapters
-        self._shrink = None if adapters is None else shrink_kernel(device)
-        even = [cut for cut in cuts.values() if cut.even]
-        # a thread block without a step would write no partial result, and another would wait for it
-        assert all(cut.num_steps(height, in_features) >= self._num_processors for cut in even)
-        elements = max((cut.features * cut.tokens for cut in even), default=0)
-        self._parts = torch.empty((self._num_processors, elements), device=device)
-        self._are_there = torch.zeros(self._num_processors, dtype=torch.int32, device=device)
-        self._maps: dict[tuple[int, int, int], TensorMap] = {}
-        self._maps_of_a: dict[tuple[int, int], TensorMap] = {}
-
-    def _join(self, batch: int, cut: Cut, adapters: AdaptersShape) -> _Joined | None:
-        """If GEMMs of up to so many rows shall compute x A^T."""
-        num_slots, columns = adapters
-        if self._codes is not None or batch > min(cut.tokens, _MOST_JOINED):
-            return None
-        tiles = -(-num_slots * columns // cut.features)
-        blocks = (tiles + cut.num_tiles(self._height)) * cut.splits
-        if cut.even:
-            blocks = self._num_processors
-        if blocks > self._num_processors or tiles > _MOST_TILES_OF_A:
-            return None
-        # zeros from the start, so not in the memory of a graph
-        pairs = torch.zeros((cut.tokens, columns), dtype=torch.int32, device=self._device)
-        launches = torch.zeros(blocks, dtype=torch.int32, device=self._device)
-        return _Joined(tiles, pairs, launches)
-
-    def _kernel_for(self, num_rows: int, *, adapted: bool = False) -> _CutKernel:
-        kernels = self._kernels[adapted]
-        return kernels[min(batch for batch in kernels if num_rows <= batch)]
-
-    def _gemv_for(self, num_rows: int, *, adapted: bool) -> Gemv | None:
-        """The kernel for one row, if there is one; that of plain weights takes no adapters."""
-        return None if num_rows > 1 or (adapted and self._codes is None) else self._gemv
-
-    def _num_tiles(self, num_rows: int, *, adapted: bool) -> int:
-        """Tiles of the weight: as many sums of squares of a row are left."""
-        gemv = self._gemv_for(num_rows, adapted=adapted)
-        if gemv is not None:
-            return gemv.tiles
-        return self._kernel_for(num_rows, adapted=adapted).cut.num_tiles(self._height)
-
-    def _launch(
-        self,
-        x: Tensor,
-        weight: Tensor | PackedWeight,
-        pdl: bool,
-        *,
-        bias: Tensor | None,
-        adaptation: Adaptation | None,
-        squares: Tensor | None = None,
-        **values: Any,
-    ) -> None:
-        num_rows, in_order = len(x), x
-        scales = None
-        if isinstance(weight, PackedWeight):
-            assert weight.kind == self._codes
-            x, scales = weight.ordered(x), weight.scales
-            weight = weight.weight.codes
-        gemv = self._gemv_for(num_rows, adapted=adaptation is not None)
-        if gemv is not None:
-            gemv(
-                x,
-                weight,
-                scales,
-                squares=squares,
-                bias=bias,
-                adaptation=adaptation,
-                x_of_a=in_order,
-                pdl=pdl,
-                **values,
-            )
-            return
-        assert x.stride(1) == 1 and weight.is_contiguous() and num_rows <= max(self._kernels[False])
-        of_cut = self._kernel_for(num_rows, adapted=adaptation is not None)
-        cut, joined = of_cut.cut, of_cut.joined
-        tiles = cut.num_tiles(self._height)
-        token_tiles = -(-num_rows // cut.tokens)
-        # thread blocks with even parts wait for each other, so all must run at the same time
-        blocks = self._num_processors // token_tiles if cut.even else tiles
-        if adaptation is not None:
-            memory = adaptation.memory
-            assert self._shrink is not None and memory.a.shape[:2] == self._adapters
-            values["adapters"] = _adapters(adaptation)
-            if joined is None:
-                fetched = None if _starts_early(cut) else weight
-                inner = self._shrink(in_order, adaptation, weight=fetched, pdl=pdl)
-                values["adapters"].inner = address(inner)
-            else:
-                if not cut.even:
-                    blocks += joined.tiles
-                values["adapters"].tiles_of_a = joined.tiles
-                values["adapters"].pairs = address(joined.pairs)
-                values["adapters"].launches = address(joined.launches)
-                values["a"] = self._map_of_a(memory.a, cut.features)
-        grid = token_tiles, blocks, cut.splits
-        arguments = _Arguments(
-            weight=self._weight_map(weight, cut.features, cut.numbers.block),
-            scales=address(scales),
-            x=tensor_map(x, (x.shape[1], num_rows), (x.stride(0),), (BLOCK, cut.tokens)),
-            squares=address(squares),
-            square_tiles=0 if squares is None else len(squares),
-            num_rows=num_rows,
-            bias=address(bias),
-            parts=address(self._parts),
-            are_there=address(self._are_there),
-            tiles=tiles,
-            **values,
-        )
-        cluster = 1, 1, cut.splits
-        of_cut.kernel.launch(grid, cut.threads, arguments, cluster=cluster, pdl=pdl)
-
-    def _map_of_a(self, a: Tensor, features: int) -> TensorMap:
-        """The tensor map of A of all adapters; cached as those of weights are."""
-        key = a.data_ptr(), features
-        if key not in self._maps_of_a:
-            assert a.is_contiguous()
-            num_slots, columns, size = a.shape
-            shape = size, num_slots * columns
-            self._maps_of_a[key] = tensor_map(a, shape, (size,), (BLOCK, features))
-        return self._maps_of_a[key]
-
-    def _weight_map(self, weight: Tensor, features: int, block: int) -> TensorMap:
-        """The tensor map of a weight, or of its codes in bytes; cached, since weights do not move
-        while the model lives."""
-        key = weight.data_ptr(), features, block
-        if key not in self._maps:
-            size, pairs = weight.shape[1], self._pairs  # of codes in bytes
-            width = block
-            if self._codes is not None:
-                width = width * self._codes.encoding.bits // 8
-            if pairs is None:
-                made = tensor_map(weight, (size, self._height), (size,), (width, features))
-            else:
-                shape, strides = (size, 8, 2, pairs // 8), (size, pairs * size, 8 * size)
-                made = tensor_map(weight, shape, strides, (width, 8, 2, features // 16))
-            self._maps[key] = made
-        return self._maps[key]
-
-
-class LinearKernel(_Linear):
+class LinearKernel(FusedLinear):
     """x W^T; or silu(x G^T) * (x U^T) for a ``gated`` weight, which holds G and then U."""
 
     def __init__(
@@ -404,7 +87,7 @@ class LinearKernel(_Linear):
         return out
 
 
-class ResidualKernel(_Linear):
+class ResidualKernel(FusedLinear):
     """A GEMM added to the residual stream, and the first half of the norm after it."""
 
     def __init__(
@@ -458,7 +141,7 @@ class ResidualKernel(_Linear):
         return scaled, squares
 
 
-class HeadsKernel(_Linear):
+class HeadsKernel(FusedLinear):
     """Queries, keys and values: normalized by head, rotated, keys and values stored in pages."""
 
     def __init__(
@@ -569,56 +252,3 @@ class TensorCores:
     def float8(self) -> Callable[..., Float8Linear]:
         workspace = Workspace(self._device)
         return cache(partial(Float8Linear, workspace=workspace))
-
-
-def _starts_early(cut: Cut) -> bool:
-    """Whether its GEMMs with adapters start before x is there."""
-    return cut.even or cut.tokens <= _MOST_EARLY
-
-
-def _adapters(adaptation: Adaptation) -> _Adapters:
-    """What any kernel is told of the adapters."""
-    b, tokens = adaptation.memory.b, adaptation.tokens
-    assert b.is_contiguous()
-    second, third = adaptation.memory.later_projections
-    return _Adapters(
-        b=address(b),
-        slots=address(tokens.slots),
-        ranks=address(tokens.ranks),
-        slot_stride=b.stride(0),
-        columns=adaptation.memory.a.shape[1],
-        max_rank=b.shape[2],
-        second=second,
-        third=third,
-    )
-
-
-_OF_RESULTS: Final = {"GATED": 0, "RESIDUAL": 0, "HEADS": 0, "FP8": 0, "PAGE_SIZE": 1}
-"""Macros that say what becomes of results: nothing."""
-
-
-def _macros(codes: CodesKind | None) -> dict[str, int]:
-    return PLAIN_MACROS if codes is None else codes.macros
-
-
-def _kernel(cut: Cut, constants: dict[str, int], device: torch.device) -> CudaKernel:
-    memory = torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor
-    shared_bytes = cut.shared_bytes + cut.pushed_bytes
-    two = 2 * (shared_bytes + _RESERVED_BYTES) <= memory
-    if cut.numbers != PLAIN:
-        two = two and cut.tokens * cut.features * cut.ways <= _TWO_OF_CODES
-    constants = {
-        **constants,
-        "BLOCK": cut.numbers.block,
-        "FEATURES": cut.features,
-        "TOKENS": cut.tokens,
-        "STAGES": cut.stages,
-        "BY_WARP": cut.numbers != PLAIN and cut.tokens <= FEW_TOKENS,
-        "SPLITS": cut.splits,
-        "WAYS": cut.ways,
-        "EVEN": cut.even,
-        "SHARED_BYTES": cut.shared_bytes,
-        "PER_PROCESSOR": 2 if two else 1,
-    }
-    module = CudaModule("linear.cu", constants, device)
-    return module.kernel("linear", shared_bytes=shared_bytes)

@@ -186,7 +186,7 @@ def delta_step(
     if not use_triton(out):
         delta_step_reference(out, inputs, weights, states, slots)
         return
-    from minisgl_backend.kernels.triton_kernels.gated_delta_kernels import launch_step
+    from minisgl_backend.kernels.triton_kernels.gated_delta_step import launch_step
 
     launch_step(
         out,
@@ -210,7 +210,7 @@ def delta_runs(
     if not use_triton(out):
         delta_runs_reference(out, inputs, weights, states, runs)
         return
-    from minisgl_backend.kernels.triton_kernels.gated_delta_kernels import launch_rule_blocks
+    from minisgl_backend.kernels.triton_kernels.gated_delta_blocks import launch_rule_blocks
 
     channels = inputs.channels
     convolved = torch.empty(channels.shape, dtype=channels.dtype, device=channels.device)
@@ -236,7 +236,7 @@ def causal_conv_runs(out: Tensor, x: Tensor, states: Tensor, runs: Runs, weight:
     if not use_triton(x):
         causal_conv_runs_reference(out, x, states, runs, weight)
         return
-    from minisgl_backend.kernels.triton_kernels.gated_delta_kernels import launch_conv_blocks
+    from minisgl_backend.kernels.triton_kernels.gated_delta_blocks import launch_conv_blocks
 
     launch_conv_blocks(out, x, states, runs.blocks, runs.lines, weight)
 

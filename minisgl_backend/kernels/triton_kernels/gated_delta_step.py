@@ -1,0 +1,186 @@
+"""Gated DeltaNet for decode steps: the convolution and the delta rule of one token a row.
+
+They are one launch, in which a program reads and writes the state of a row's head once. Slots may
+be padding (``minisgl_backend.kernels.gated_delta``), whose programs end at once. Names of
+dimensions are those of ``gated_delta_blocks``.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from minisgl_backend.kernels.triton_kernels.gated_delta_blocks import EPS, log_decay, silu
+from minisgl_backend.kernels.triton_kernels.pdl import allow_next, launch_options, wait_previous
+
+
+@triton.jit
+def _conv_begun(state_ptr, weight_ptr, c, mask, WIDTH: tl.constexpr):
+    """The convolution's sum over the inputs before a token's own, for channels ``c``; and the
+    weight of the token's own."""
+    total = tl.zeros_like(c).to(tl.float32)
+    for tap in tl.static_range(WIDTH - 1):
+        old = tl.load(state_ptr + c * (WIDTH - 1) + tap, mask=mask, other=0.0)
+        weight = tl.load(weight_ptr + c * WIDTH + tap, mask=mask, other=0.0)
+        total += old.to(tl.float32) * weight.to(tl.float32)
+    return total, tl.load(weight_ptr + c * WIDTH + WIDTH - 1, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _conv_ended(begun, own, x):
+    """The convolution with the token's own input ``x``, rounded as that is."""
+    return silu(begun + own * x.to(tl.float32)).to(x.dtype).to(tl.float32)
+
+
+@triton.jit
+def _keep_inputs_of_token(state_ptr, x, c, mask, WIDTH: tl.constexpr):
+    """Drop the oldest input of channels ``c``, and keep ``x``."""
+    at = state_ptr + c * (WIDTH - 1)
+    for tap in tl.static_range(1, WIDTH - 1):  # the same thread reads a place and writes it
+        tl.store(at + tap - 1, tl.load(at + tap, mask=mask, other=0.0), mask=mask)
+    tl.store(at + WIDTH - 2, x.to(state_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize_on_alignment=["slots_ptr", "a_ptr", "b_ptr"])
+def _step(
+    out_ptr,
+    x_ptr,
+    z_ptr,
+    a_ptr,
+    b_ptr,
+    conv_ptr,
+    log_rates_ptr,
+    bias_ptr,
+    norm_ptr,
+    inputs_ptr,
+    states_ptr,
+    readers_ptr,
+    slots_ptr,
+    x_stride,
+    z_stride,
+    a_stride,
+    b_stride,
+    scale,
+    eps,
+    KEY_HEADS: tl.constexpr,
+    HEADS: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    KP: tl.constexpr,
+    VP: tl.constexpr,
+    WIDTH: tl.constexpr,  # of the convolution
+    PDL: tl.constexpr,
+):
+    # Rows' slots and states were written before the step, or at its beginning: they are read before
+    # the wait, past the first-level cache.
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    if PDL:
+        allow_next()
+    slot = tl.load(slots_ptr + row).to(tl.int64)
+    if slot < 0:
+        if PDL:
+            wait_previous()  # the next kernel may take for granted that all before it have ended
+        return
+    key_head = head // (HEADS // KEY_HEADS)
+    i, j = tl.arange(0, KP), tl.arange(0, VP)
+    in_k, in_v = i < K, j < V
+    at = states_ptr + (slot * HEADS + head) * (K * V) + i[:, None] * V + j[None, :]
+    in_state = in_k[:, None] & in_v[None, :]
+    state = tl.load(at, mask=in_state, other=0.0, cache_modifier=".cg")  # [KP, VP]
+    of_q, of_k = key_head * K + i, (KEY_HEADS + key_head) * K + i
+    of_v = 2 * KEY_HEADS * K + head * V + j
+    row_inputs = inputs_ptr + slot * ((2 * KEY_HEADS * K + HEADS * V) * (WIDTH - 1))
+    q_begun, q_own = _conv_begun(row_inputs, conv_ptr, of_q, in_k, WIDTH)
+    k_begun, k_own = _conv_begun(row_inputs, conv_ptr, of_k, in_k, WIDTH)
+    v_begun, v_own = _conv_begun(row_inputs, conv_ptr, of_v, in_v, WIDTH)
+    log_rate, bias = tl.load(log_rates_ptr + head), tl.load(bias_ptr + head)
+    norm = tl.load(norm_ptr + j, mask=in_v, other=0.0).to(tl.float32)
+    if PDL:
+        wait_previous()
+    token = x_ptr + row * x_stride
+    q_input = tl.load(token + of_q, mask=in_k, other=0.0)
+    k_input = tl.load(token + of_k, mask=in_k, other=0.0)
+    v_input = tl.load(token + of_v, mask=in_v, other=0.0)
+    z = tl.load(z_ptr + row * z_stride + head * V + j, mask=in_v, other=0.0).to(tl.float32)
+    rate = tl.sigmoid(tl.load(b_ptr + row * b_stride + head).to(tl.float32))
+    decay = tl.exp(log_decay(tl.load(a_ptr + row * a_stride + head), log_rate, bias))
+    q = _conv_ended(q_begun, q_own, q_input)
+    k = _conv_ended(k_begun, k_own, k_input)
+    v = _conv_ended(v_begun, v_own, v_input)
+    q *= tl.rsqrt(tl.sum(q * q) + EPS) * scale
+    k *= tl.rsqrt(tl.sum(k * k) + EPS)
+    if HEADS > KEY_HEADS:
+        # Other programs read the same inputs of queries and keys: the last one replaces them. Each
+        # has used its own before it counts, so there is nothing to order. One thread counts, and
+        # what it finds is asked for at the end.
+        tl.debug_barrier()
+        readers = readers_ptr + slot * KEY_HEADS + key_head
+        before = tl.atomic_add(readers + 0 * i, 1, mask=i == 0, sem="relaxed")
+    # of the state before: what the key reads, and the query
+    known = tl.sum(state * k[:, None], axis=0) * decay  # [VP]
+    found = tl.sum(state * q[:, None], axis=0) * decay
+    new = (v - known) * rate
+    tl.store(at, state * decay + k[:, None] * new[None, :], mask=in_state)
+    found += tl.sum(q * k) * new
+    found *= tl.rsqrt(tl.sum(found * found) / V + eps) * norm * silu(z)
+    to = out_ptr + (row * HEADS + head) * V + j
+    tl.store(to, found.to(out_ptr.dtype.element_ty), mask=in_v)
+    _keep_inputs_of_token(row_inputs, v_input, of_v, in_v, WIDTH)
+    replaces = in_k
+    if HEADS > KEY_HEADS:
+        is_last = tl.sum(tl.where(i == 0, before, 0)) == HEADS // KEY_HEADS - 1
+        tl.store(readers, 0, mask=is_last)
+        replaces = in_k & is_last
+    _keep_inputs_of_token(row_inputs, q_input, of_q, replaces, WIDTH)
+    _keep_inputs_of_token(row_inputs, k_input, of_k, replaces, WIDTH)
+
+
+def launch_step(
+    out: Tensor,
+    x: Tensor,
+    z: Tensor,
+    a: Tensor,
+    b: Tensor,
+    weights: tuple[Tensor, Tensor, Tensor, Tensor],
+    states: tuple[Tensor, Tensor, Tensor],
+    slots: Tensor,
+    *,
+    num_key_heads: int,
+    eps: float,
+    pdl: bool,
+) -> None:
+    """See ``minisgl_backend.kernels.gated_delta.delta_step``. ``weights``: of the convolution, log
+    rates and biases of the decay, of the norm; ``states``: the fields of a ``LayerStates``."""
+    conv, inputs, matrices = weights[0], *states[:2]
+    num_rows, (num_heads, key_dim, value_dim) = len(slots), matrices.shape[1:]
+    if num_rows == 0:
+        return
+    assert all(of.is_contiguous() for of in (out, conv, *states))
+    assert a.stride(1) == b.stride(1) == x.stride(1) == z.stride(2) == 1
+    assert z.stride(1) == value_dim and inputs.shape[2] == conv.shape[1] - 1
+    _step[(num_rows, num_heads)](
+        out,
+        x,
+        z,
+        a,
+        b,
+        *weights,
+        *states,
+        slots,
+        x.stride(0),
+        z.stride(0),
+        a.stride(0),
+        b.stride(0),
+        key_dim**-0.5,
+        eps,
+        KEY_HEADS=num_key_heads,
+        HEADS=num_heads,
+        K=key_dim,
+        V=value_dim,
+        KP=triton.next_power_of_2(key_dim),
+        VP=triton.next_power_of_2(value_dim),
+        WIDTH=conv.shape[1],
+        PDL=pdl,
+        num_warps=4,
+        **launch_options(pdl),
+    )

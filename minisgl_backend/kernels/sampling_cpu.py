@@ -173,7 +173,7 @@ def _choose(lines: _Lines, parameters: _Parameters) -> Tensor:
     return tokens
 
 
-def _greedy(lines: _Lines, _asked: _Parameters) -> Tensor:
+def _greedy(lines: _Lines, _parameters: _Parameters) -> Tensor:
     """The token with the largest logit: amax, which is vectorized, has found the block; argmax,
     which is not, finds the token in it."""
     if lines.logits.shape[1] <= _FEW_TOKENS:

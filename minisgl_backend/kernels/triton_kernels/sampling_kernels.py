@@ -217,6 +217,14 @@ def _choose(
     tl.store(out_ptr + index, tl.where(finite & (token < VOCAB), token, -1))
 
 
+def _split_constants(
+    table: SamplingTable, workspace: SamplingWorkspace, *, pdl: bool
+) -> dict[str, int]:
+    """Those of every kernel that divides the vocabulary."""
+    vocab_size, splits = table.vocab_size, workspace.scores.shape[1]
+    return {"VOCAB": vocab_size, "SPLITS": splits, "PER_SPLIT": split_size(vocab_size), "PDL": pdl}
+
+
 def launch_sample(
     out: Tensor,
     logits: Tensor,
@@ -232,18 +240,13 @@ def launch_sample(
     assert table.vocab_size == vocab_size and rows.dtype == positions.dtype
     inputs = (Logits(logits, logits.stride(0)), rows, positions, table)
     pdl = can_start_early(logits.device)
-    parts = {
-        "VOCAB": vocab_size,
-        "SPLITS": splits,
-        "PER_SPLIT": split_size(vocab_size),
-        "PDL": pdl,
-    }
+    constants = _split_constants(table, workspace, pdl=pdl)
     scores, tokens = workspace.scores, workspace.tokens
     grid = (batch_size, splits)
-    _best_of_split[grid](scores, tokens, *inputs, **parts, FIRST=0, BLOCK=BLOCK, num_warps=4)
+    _best_of_split[grid](scores, tokens, *inputs, **constants, FIRST=0, BLOCK=BLOCK, num_warps=4)
     # Few programs a row of a large batch: if no row has filters, they cost time for nothing.
     grid = (batch_size, max(4, min(512 // batch_size, splits)))
-    filtering = {**parts, **launch_options(pdl), "BINS": bins}
+    filtering = {**constants, **launch_options(pdl), "BINS": bins}
     counting = (counted, scores, *inputs)
     count_splits[grid](*counting, **filtering, BLOCK=BLOCK, num_warps=4)
     filtering["CANDIDATES"] = collected.scaled.shape[1]
@@ -304,17 +307,11 @@ def launch_best_of_part(
     batch_size, num_splits = len(part), len(splits)
     inputs = (Logits(part, part.stride(0)), rows, positions, table)
     pdl = can_start_early(part.device)
-    parts = {
-        "VOCAB": table.vocab_size,
-        "SPLITS": workspace.scores.shape[1],
-        "PER_SPLIT": split_size(table.vocab_size),
-        "FIRST": splits.start,
-        "PDL": pdl,
-    }
+    constants = {**_split_constants(table, workspace, pdl=pdl), "FIRST": splits.start}
     found = (workspace.scores, workspace.tokens, *inputs)
-    _best_of_split[(batch_size, num_splits)](*found, **parts, BLOCK=BLOCK, num_warps=4)
+    _best_of_split[(batch_size, num_splits)](*found, **constants, BLOCK=BLOCK, num_warps=4)
     options = {**launch_options(pdl), "COUNT": num_splits, "num_warps": 16}
-    _best_of_part[(batch_size,)](out, *found, **parts, **options)
+    _best_of_part[(batch_size,)](out, *found, **constants, **options)
 
 
 @triton.jit(do_not_specialize=["batch_size"])

@@ -42,21 +42,16 @@ class OutputHead(nn.Module):
         whole = Share(hidden_size, 0, hidden_size)
         self.matrix = matrices.make({name: held}, whole, out_features=self.share)
 
-    def logits(self, x: Normed, out: Tensor | None = None) -> Tensor:
-        """[num_rows, hidden_size] -> [num_rows, vocab_size] of all ranks.
+    def part(self, x: Normed, out: Tensor | None = None) -> Tensor:
+        """The logits of this rank's token ids: [num_rows, hidden_size] -> [num_rows, share].
 
         ``out``, of that shape, takes the result if that saves memory.
         """
-        if self.group.size == 1:
-            return self.part(x, out)
-        return self.gathered(self.part(x), out)
-
-    def part(self, x: Normed, out: Tensor | None = None) -> Tensor:
-        """[num_rows, hidden_size] -> [num_rows, share] of this rank."""
         return self.matrix.gemm(x, out=out)
 
     def gathered(self, part: Tensor, out: Tensor | None = None) -> Tensor:
-        """The logits of all ranks, [num_rows, vocab_size], from each rank's ``part``."""
+        """The logits of all ranks, [num_rows, vocab_size], from each rank's ``part``; several ranks
+        write them to ``out``, if that is given."""
         if self.group.size == 1:
             return part
         parts = self.group.all_gather(part)  # [size, num_rows, share]

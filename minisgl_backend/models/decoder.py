@@ -264,18 +264,14 @@ class Decoder(nn.Module):
         """Rows of the residual stream under the final norm, [num_rows, hidden_size]."""
         return Normed(hidden, self.model.norm).normalized(pdl=False)
 
-    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """[num_rows, hidden_size] -> [num_rows, vocab_size] in the model's dtype.
-
-        ``out``, of that shape, takes the result if that saves memory.
-        """
-        if self.group.size == 1:
-            return self.logits_part(hidden, out)
-        return self.head.gathered(self.logits_part(hidden), out)
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[num_rows, hidden_size] -> [num_rows, vocab_size] in the model's dtype."""
+        return self.head.gathered(self.logits_part(hidden))
 
     def logits_part(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """The same of this rank's part of the vocabulary, [num_rows, head.share], which
-        ``head.gathered`` makes whole."""
+        ``head.gathered`` makes whole. ``out``, of that shape, takes the result if that saves
+        memory."""
         logits = self.head.part(Normed(hidden, self.model.norm), out)
         if cap := self.spec.logit_cap:
             logits.div_(cap).tanh_().mul_(cap)

@@ -31,7 +31,6 @@ constexpr u32 ROW_BYTES = STEPS * 128;              // of x
 constexpr u32 NOWHERE = 0xffffffff;
 constexpr int WEIGHT_BYTES = FEATURES * 128;        // of a stage
 constexpr int STAGE_BYTES = WEIGHT_BYTES + TOKENS * 128;
-constexpr int UNIT_BYTES = 32;                      // of the scales of 64 rows
 constexpr int UNITS = (HEIGHT + 127) / 128 * 2;     // of an expert, of 64 rows that have scales
 constexpr int COLUMNS = (SIZE + 255) / 256 * 2;     // of a unit, of 128 in_features
 constexpr int SCALE_BYTES = GROUPED ? FEATURES / 64 * UNIT_BYTES : 0;   // of a stage
@@ -205,8 +204,6 @@ __device__ __forceinline__ void multiply_steps(
         if (i == STEPS / 2 && args.factors && place.pair < args.num_pairs)
             place.factor = args.factors[place.pair / args.top_k];
     };
-    // The sums of 128 in_features of both waves are in the same registers; there are none for more. What makes the
-    // compiler do so is that it cannot see that they are not added to.
     float sums[TOKENS / 2];
     [[maybe_unused]] const u32 never = args.num_blocks < 0;
 #pragma unroll
@@ -218,28 +215,9 @@ __device__ __forceinline__ void multiply_steps(
         const u64 b = matrix(ring + stage * STAGE_BYTES + WEIGHT_BYTES);
         begin_step(i);
 #if FLOAT8
-        float scales[WAVES][2];   // of both rows of a thread
-#pragma unroll
-        for (int wave = 0; GROUPED && wave < WAVES; ++wave) {
-            const u32 at = ring + AT_SCALES + stage * SCALE_BYTES + (group * WAVES + wave) * UNIT_BYTES
-                + threadIdx.x % 128 / 32 * 8;
-            asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(scales[wave][0]), "=f"(scales[wave][1]) : "r"(at));
-        }
-#pragma unroll
-        for (int wave = 0; wave < WAVES; ++wave) {
-            begin_mma();
-#pragma unroll
-            for (int k = 0; k < 4; ++k)
-                if (k == 0) Mma<N>::multiply(sums, a + wave * (8192 >> 4), b, never);
-                else Mma<N>::multiply(sums, a + wave * (8192 >> 4) + 2 * k, b + 2 * k);
-            end_mma();
-            wait_mma<0>();
-            now_written<N / 2>(sums);
-            if (wave == WAVES - 1) release(first + i);
-#pragma unroll
-            for (int j = 0; j < N / 2; ++j)
-                c[wave][j] += GROUPED ? scales[wave][j / 2 % 2] * sums[j] : sums[j];
-        }
+        float scales[WAVES][2];
+        load_scales(scales, ring + AT_SCALES + stage * SCALE_BYTES);
+        add_stage<N>(c, sums, a, b, scales, never, [&] { release(first + i); });
 #else
         begin_mma();
 #pragma unroll

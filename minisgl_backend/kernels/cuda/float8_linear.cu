@@ -33,7 +33,6 @@ constexpr int GROUPS = TOKENS / 8;                  // of tokens
 constexpr int WEIGHT_BYTES = FEATURES * 128;        // of a stage
 constexpr int TOKEN_BYTES = TOKENS * 128;
 constexpr int STAGE_BYTES = WEIGHT_BYTES + TOKEN_BYTES;
-constexpr int UNIT_BYTES = 32;                      // of the scales of 64 rows
 constexpr int SCALE_BYTES = GROUPED ? FEATURES / 64 * UNIT_BYTES : 0;   // of a stage
 constexpr int OUT_FEATURES = GATED ? HEIGHT / 2 : HEIGHT;
 
@@ -64,10 +63,10 @@ struct Arguments {
 #define LOAD(DIMENSIONS) "cp.async.bulk.tensor." #DIMENSIONS \
     ".shared::cluster.global.mbarrier::complete_tx::bytes"
 
-// ALL: to all thread blocks of the cluster
-template <bool ALL>
+// MULTICAST: to all thread blocks of the cluster
+template <bool MULTICAST>
 __device__ __forceinline__ void load_2d(u32 to, const TensorMap& map, int k, int row, u32 barrier) {
-    if constexpr (ALL)
+    if constexpr (MULTICAST)
         asm volatile(LOAD(2d) ".multicast::cluster [%0], [%1, {%2, %3}], [%4], %5;"
                      :: "r"(to), "l"(&map), "r"(k), "r"(row), "r"(barrier), "h"((u16)3) : "memory");
     else
@@ -78,11 +77,11 @@ __device__ __forceinline__ void load_2d(u32 to, const TensorMap& map, int k, int
 // A weight is read once, or at the same time, and so leaves the L2 cache first ("evict first"). GATED: a map of
 // [features / 8, 2, 8, SIZE], so that 8 rows of the gate and the 8 rows that they open lie one after the other, and
 // land in the same thread.
-template <bool ALL>
+template <bool MULTICAST>
 __device__ __forceinline__ void load_weight(u32 to, const TensorMap& map, int k, int row, u32 barrier) {
     const u64 policy = 0x12f0000000000000;
 #if GATED
-    if constexpr (ALL)
+    if constexpr (MULTICAST)
         asm volatile(LOAD(4d) ".multicast::cluster.L2::cache_hint [%0], [%1, {%2, %3, %3, %4}], [%5], %6, %7;"
                      :: "r"(to), "l"(&map), "r"(k), "r"(0), "r"(row / 16), "r"(barrier), "h"((u16)3), "l"(policy)
                      : "memory");
@@ -90,7 +89,7 @@ __device__ __forceinline__ void load_weight(u32 to, const TensorMap& map, int k,
         asm volatile(LOAD(4d) ".L2::cache_hint [%0], [%1, {%2, %3, %3, %4}], [%5], %6;"
                      :: "r"(to), "l"(&map), "r"(k), "r"(0), "r"(row / 16), "r"(barrier), "l"(policy) : "memory");
 #else
-    if constexpr (ALL)
+    if constexpr (MULTICAST)
         asm volatile(LOAD(2d) ".multicast::cluster.L2::cache_hint [%0], [%1, {%2, %3}], [%4], %5, %6;"
                      :: "r"(to), "l"(&map), "r"(k), "r"(row), "r"(barrier), "h"((u16)3), "l"(policy) : "memory");
     else
@@ -209,8 +208,6 @@ using Sums = float[WAVES][TOKENS / 2];   // of each 8 tokens, two features of tw
 __device__ __forceinline__ void multiply_steps(const Arguments& args, Sums& c, u32 ring, int first, int last) {
     const u32 full = ring + AT_FULL, empty = ring + AT_EMPTY;
     const int group = threadIdx.x / 128, lane = threadIdx.x % 32;
-    // The sums of 128 in_features of both waves are in the same registers; there are none for more. What makes the
-    // compiler do so is that it cannot see that they are not added to.
     float sums[TOKENS / 2];
     const u32 never = args.num_rows < 0;
 #pragma unroll
@@ -225,31 +222,12 @@ __device__ __forceinline__ void multiply_steps(const Arguments& args, Sums& c, u
         const u64 a = matrix(ring + stage * STAGE_BYTES + group * (WEIGHT_BYTES / 2));
         const u64 b = matrix(ring + stage * STAGE_BYTES + WEIGHT_BYTES);
         wait_barrier(full + 8 * stage, i / STAGES & 1);
-        float scales[WAVES][2];   // of both rows of a thread
-#pragma unroll
-        for (int wave = 0; GROUPED && wave < WAVES; ++wave) {
-            const u32 at = ring + AT_SCALES + stage * SCALE_BYTES + (group * WAVES + wave) * UNIT_BYTES
-                + threadIdx.x % 128 / 32 * 8;
-            asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(scales[wave][0]), "=f"(scales[wave][1]) : "r"(at));
-        }
-#pragma unroll
-        for (int wave = 0; wave < WAVES; ++wave) {
-            begin_mma();
-#pragma unroll
-            for (int k = 0; k < 4; ++k)
-                if (k == 0) Mma<TOKENS>::multiply(sums, a + wave * (8192 >> 4), b, never);
-                else Mma<TOKENS>::multiply(sums, a + wave * (8192 >> 4) + 2 * k, b + 2 * k);
-            end_mma();
-            wait_mma<0>();
-            now_written<TOKENS / 2>(sums);
-            if (wave == WAVES - 1) {
-                if (SHARED && lane < CLUSTER) arrive_at(empty + 8 * stage, lane);
-                if (!SHARED && lane == 0) arrive(empty + 8 * stage);
-            }
-#pragma unroll
-            for (int j = 0; j < TOKENS / 2; ++j)
-                c[wave][j] += GROUPED ? scales[wave][j / 2 % 2] * sums[j] : sums[j];
-        }
+        float scales[WAVES][2];
+        load_scales(scales, ring + AT_SCALES + stage * SCALE_BYTES);
+        add_stage<TOKENS>(c, sums, a, b, scales, never, [&] {
+            if (SHARED && lane < CLUSTER) arrive_at(empty + 8 * stage, lane);
+            if (!SHARED && lane == 0) arrive(empty + 8 * stage);
+        });
     }
 }
 

@@ -1,5 +1,6 @@
 // MMAs of 64 rows of a weight by 32 to 128 tokens, of bfloat16 or, if FLOAT8, of e4m3; and what GEMMs of such tiles
-// need besides: barriers of a cluster, and registers that change hands between warpgroups.
+// need besides: barriers of a cluster, registers that change hands between warpgroups, and sums of FLOAT8, with scales
+// if they are GROUPED.
 
 #pragma once
 
@@ -67,3 +68,44 @@ DEFINE(64, TEN() TEN(1) TEN(2) "%30,%31", 32, 33, 34, C16(0), C16(16))
 DEFINE(96, TEN() TEN(1) TEN(2) TEN(3) "%40,%41,%42,%43,%44,%45,%46,%47", 48, 49, 50, C16(0), C16(16), C16(32))
 DEFINE(128, TEN() TEN(1) TEN(2) TEN(3) TEN(4) TEN(5) "%60,%61,%62,%63", 64, 65, 66,
        C16(0), C16(16), C16(32), C16(48))
+
+constexpr int UNIT_BYTES = 32;   // of the scales of 64 rows of the weight, in a stage
+
+#if FLOAT8
+// Of both rows of a thread, from a stage's scales at `from`, if they are GROUPED.
+template <int WAVES>
+__device__ __forceinline__ void load_scales(float (&scales)[WAVES][2], u32 from) {
+    const int group = threadIdx.x / 128, warp = threadIdx.x % 128 / 32;
+#pragma unroll
+    for (int wave = 0; GROUPED && wave < WAVES; ++wave) {
+        const u32 at = from + (group * WAVES + wave) * UNIT_BYTES + warp * 8;
+        asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(scales[wave][0]), "=f"(scales[wave][1]) : "r"(at));
+    }
+}
+
+// c += a stage, of 128 in_features: of a warpgroup's rows of the weight, at `a`, 64 a wave, times N tokens, at `b`.
+// `scales` are read if they are GROUPED. `release` is called once the stage is no longer read.
+//
+// The `sums` of both waves are in the same registers; there are none for more. What makes the compiler do so is that it
+// cannot see that they are not added to: `never` is 0.
+template <int N, int WAVES, int LENGTH, class Release>
+__device__ __forceinline__ void add_stage(
+    float (&c)[WAVES][LENGTH], float (&sums)[LENGTH], u64 a, u64 b, const float (&scales)[WAVES][2], u32 never,
+    const Release& release) {
+#pragma unroll
+    for (int wave = 0; wave < WAVES; ++wave) {
+        begin_mma();
+#pragma unroll
+        for (int k = 0; k < 4; ++k)
+            if (k == 0) Mma<N>::multiply(sums, a + wave * (8192 >> 4), b, never);
+            else Mma<N>::multiply(sums, a + wave * (8192 >> 4) + 2 * k, b + 2 * k);
+        end_mma();
+        wait_mma<0>();
+        now_written<N / 2>(sums);
+        if (wave == WAVES - 1) release();
+#pragma unroll
+        for (int j = 0; j < N / 2; ++j)
+            c[wave][j] += GROUPED ? scales[wave][j / 2 % 2] * sums[j] : sums[j];
+    }
+}
+#endif

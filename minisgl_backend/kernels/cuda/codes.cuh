@@ -1,5 +1,5 @@
-// Numbers of codes, as they lie in a `PackedWeight` (`kernels.packed_weight`): made exactly, two at a time, as bfloat16.
-// Includers know where words of codes and of scales are.
+// Numbers of codes, as they lie in a `PackedWeight` (`kernels.packed_weight`): made exactly, two at a time, as
+// bfloat16. Includers know where words of codes and of scales are.
 //
 // Before it are defined: CODE (0: the weight is bfloat16; else its codes are 1: e4m3, 2: 8-bit or 3: 4-bit integers, 4:
 // e2m1), and with that ZEROS (the low 8 bits of a scale are a zero point; else it is the middle of the integers).

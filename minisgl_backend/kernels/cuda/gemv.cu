@@ -1,24 +1,25 @@
 // One token by a weight, fused with the operations around it as in `linear.cu`, for Hopper (sm_90a).
 //
-// A GEMV is bound by reading the weight, if its codes become numbers fast enough. Neither shared memory nor barriers nor
-// the copy engine are between memory and the MMAs here: a warp loads a batch of 16 rows of the weight, 64 bytes of a row
-// after the other, straight to registers, its first one before the kernels before this one have ended. WARPS of a thread
-// block share out the in_features of the same 16 rows. Thread blocks are small and many, so that others load while one
-// multiplies, and those of the next kernel wherever one has ended.
+// A GEMV is bound by reading the weight, if its codes become numbers fast enough. No shared memory, barrier or copy
+// engine stands between memory and the MMAs here: a warp loads a batch of 16 rows of the weight, 64 bytes of a row
+// after the other, straight to registers, its first one before the kernels before this one have ended. WARPS of a
+// thread block share out the in_features of the same 16 rows. Thread blocks are small and many, so that others load
+// while one multiplies, and those of the next kernel wherever one has ended.
 //
-// An MMA multiplies 16 rows by 8 columns, but there is one token. So columns are neighbouring groups of SUM in_features:
-// each lane's operand is what it has of its own column of x, and of what a unit yields just the columns of its
-// groups are kept. A lane reads its numbers of x once a batch, the scales of a group are applied where its sums are,
-// and MMAs by ones yield the sums of x of all groups, by which zero points are multiplied.
+// An MMA multiplies 16 rows by 8 columns, but there is one token. So columns are neighbouring groups of SUM
+// in_features: each lane's operand is what it has of its own column of x, and of what a unit yields just the columns
+// of its groups are kept. A lane reads its numbers of x once a batch, the scales of a group are applied where its sums
+// are, and MMAs by ones yield the sums of x of all groups, by which zero points are multiplied.
 //
 // ADAPTED: the token may have a LoRA adapter, (x A^T) B^T. The first thread blocks each have 16 rows of A and a part of
 // the in_features, and leave sums along with a number of the launch, written at once, as in `linear.cu`; the first warp
 // of each other one adds up those that it needs, and multiplies them by 16 rows of B.
 //
 // Compiled with: SIZE (in_features, a multiple of 128), WARPS, COLUMNS (of a batch), ADAPTED, GATED, RESIDUAL,
-// HEADS (the size of a head, or 0; a cluster has one), with that PAGE_SIZE and FP8; CODE, GROUP, SHARED_BY and ZEROS of the
-// weight;
-// PER_PROCESSOR: as in `linear.cu`.
+// HEADS (the size of a head, or 0; a cluster has one), with that PAGE_SIZE and FP8; and as in `linear.cu`: CODE, GROUP,
+// SHARED_BY and ZEROS of the weight, and PER_PROCESSOR.
+//
+// `gemv_ends.cuh` has what becomes of the sums, `gemv_adapters.cuh` what an adapter adds to them.
 
 #include "codes.cuh"
 #include "heads.cuh"
@@ -45,7 +46,6 @@ constexpr int MOST_SQUARES = 1024;
 constexpr int RANK_STEP = 16;
 constexpr int PIECE = 128, PIECES = 2;              // in_features of A that a warp has, so many times
 constexpr int PARTS_OF_A = (SIZE + WARPS * PIECES * PIECE - 1) / (WARPS * PIECES * PIECE);
-constexpr u32 ALL = 0xffffffffu;
 
 static_assert(SIZE % 128 == 0 && COLUMNS <= 8 && UNITS % OF_COLUMN == 0, "");
 static_assert(WARPS <= BATCHES && GATED + RESIDUAL + (HEADS > 0) <= 1, "");
@@ -126,7 +126,8 @@ __device__ __forceinline__ void copy(T* to, const T* from) {
     if (BYTES == 16)
         asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" :: "r"(shared_address(to)), "l"(from) : "memory");
     else
-        asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" :: "r"(shared_address(to)), "l"(from), "n"(BYTES) : "memory");
+        asm volatile("cp.async.ca.shared.global [%0], [%1], %2;"
+                     :: "r"(shared_address(to)), "l"(from), "n"(BYTES) : "memory");
 }
 
 // by the warp that asked for them
@@ -320,272 +321,8 @@ __device__ __forceinline__ float over_warp(float x) {
 
 __device__ __forceinline__ float rounded(float x) { return to_float((u16)pack(x, 0)); }
 
-// ---- what ends need
-
-// Of the rows that a thread block finishes.
-struct Ends {
-    float scale[ROWS];      // OF_ROWS
-    u16 bias[ROWS];
-    u16 norm[ROWS];         // RESIDUAL: the weight of the one that follows
-    u16 stream[ROWS];       // RESIDUAL
-
-    // where rows from 8 * `half` on are, of `out_features`
-    static __device__ __forceinline__ int at(const Arguments& args, int half) {
-        const int strip = own_strip(args);
-        return GATED ? strip * 8 + half * args.features : strip * ROWS + half * 8;
-    }
-
-    // what no kernel writes
-    __device__ __forceinline__ void read_constants(const Arguments& args) {
-        const int lane = threadIdx.x;
-        if (lane >= 2) return;
-        const int from = at(args, lane), to = 8 * lane;
-        if (args.bias) copy<16>(bias + to, args.bias + from);
-        if (RESIDUAL) copy<16>(norm + to, args.norm_weight + from);
-        if (OF_ROWS) {
-            copy<16>(scale + to, args.scales + from);
-            copy<16>(scale + to + 4, args.scales + from + 4);
-        }
-    }
-
-    __device__ __forceinline__ void read_stream(const Arguments& args) {
-        const int lane = threadIdx.x;
-        if (lane < 2) copy<16>(stream + 8 * lane, args.out + at(args, lane));
-    }
-};
-
-// ---- the end of a head, by a warp: a lane has ITEMS neighbours of each half
-
-constexpr int SIZE_OF_HEAD = HEADS ? HEADS : 64, ITEMS = SIZE_OF_HEAD / 64;
-
-struct Head {
-    const Heads& heads;
-    int head;
-
-    // to shared memory: cosines and sines, the norm's weight, and the slot
-    __device__ __forceinline__ void read(float* cos_sin, u16* of_norm, int* slot) const {
-        const int lane = threadIdx.x % 32;
-        if (lane == 0) copy<4>(slot, heads.slots);
-        if (norm() && lane < SIZE_OF_HEAD / 8) copy<16>(of_norm + 8 * lane, norm() + 8 * lane);
-        if (!is_v() && lane < SIZE_OF_HEAD / 4)
-            copy<16>(cos_sin + 4 * lane, heads.cos_sin + (u64)*heads.positions * SIZE_OF_HEAD + 4 * lane);
-    }
-
-    __device__ __forceinline__ const u16* norm() const {
-        return is_v() ? nullptr : is_q() ? heads.q_weight : heads.k_weight;
-    }
-    __device__ __forceinline__ bool is_q() const { return head < heads.num_heads; }
-    __device__ __forceinline__ bool is_v() const { return head >= heads.num_heads + heads.num_kv_heads; }
-
-    __device__ __forceinline__ void store(u8* to, const float (&x)[ITEMS], int at, float scale) const {
-        if (FP8) {
-            u16 both;
-            asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(both) : "f"(x[ITEMS - 1] * scale), "f"(x[0] * scale));
-            if (ITEMS == 2)
-                *reinterpret_cast<u16*>(to + at) = both;
-            else
-                to[at] = (u8)both;
-        } else if (ITEMS == 2) {
-            *reinterpret_cast<u32*>(to + 2 * at) = pack(x[0], x[ITEMS - 1]);
-        } else {
-            *reinterpret_cast<u16*>(to + 2 * at) = (u16)pack(x[0], 0);
-        }
-    }
-
-    // `from`: the head's numbers, in shared memory, as what has been read there
-    __device__ __forceinline__ void finish(
-        const Arguments& args, const float* from, const float* cos_sin, const u16* of_norm, int slot) const {
-        const int lane = threadIdx.x % 32;
-        float low[ITEMS], high[ITEMS], square = 0;
-#pragma unroll
-        for (int i = 0; i < ITEMS; ++i) {
-            low[i] = from[lane * ITEMS + i];
-            high[i] = from[SIZE_OF_HEAD / 2 + lane * ITEMS + i];
-            square += low[i] * low[i] + high[i] * high[i];
-        }
-        if (norm()) {
-            const float factor = rsqrtf(over_warp(square) / SIZE_OF_HEAD + args.eps);
-#pragma unroll
-            for (int i = 0; i < ITEMS; ++i) {
-                low[i] *= factor * to_float(of_norm[lane * ITEMS + i]);
-                high[i] *= factor * to_float(of_norm[SIZE_OF_HEAD / 2 + lane * ITEMS + i]);
-            }
-        }
-        if (!is_v())
-#pragma unroll
-            for (int i = 0; i < ITEMS; ++i) {
-                const float cos = cos_sin[lane * ITEMS + i], sin = cos_sin[SIZE_OF_HEAD / 2 + lane * ITEMS + i];
-                const float turned = low[i] * cos - high[i] * sin;
-                high[i] = high[i] * cos + low[i] * sin;
-                low[i] = turned;
-            }
-        if (is_q()) {
-            u16* const to = args.out + head * SIZE_OF_HEAD + lane * ITEMS;
-#pragma unroll
-            for (int i = 0; i < ITEMS; ++i) {
-                to[i] = (u16)pack(low[i], 0);
-                to[SIZE_OF_HEAD / 2 + i] = (u16)pack(high[i], 0);
-            }
-        } else if (slot >= 0) {
-            u8* const to = (is_v() ? heads.values : heads.keys) + slot / PAGE_SIZE * heads.page_stride
-                + slot % PAGE_SIZE * heads.slot_stride + (head - heads.num_heads) % heads.num_kv_heads * heads.head_stride;
-            const float scale = FP8 ? 1 / *(is_v() ? heads.v_scale : heads.k_scale) : 1;
-            store(to, low, lane * ITEMS, scale);
-            store(to, high, SIZE_OF_HEAD / 2 + lane * ITEMS, scale);
-        }
-    }
-};
-
-// The first warp of each thread block of a cluster leaves numbers of 16 rows in the first one's shared memory.
-__device__ __forceinline__ void gather(const float* to, float x) {
-    wait_for_cluster();   // all have begun
-    if (threadIdx.x < ROWS) {
-        u32 there;
-        asm volatile("mapa.shared::cluster.u32 %0, %1, 0;" : "=r"(there) : "r"(shared_address(to + threadIdx.x)));
-        asm volatile("st.shared::cluster.f32 [%0], %1;" :: "r"(there), "f"(x) : "memory");
-    }
-    __syncwarp();
-    arrive_in_cluster<true>();
-    wait_for_cluster();
-}
-
-// ---- ADAPTED
-
-// What another thread block may be writing: two sums, each before its launch.
-__device__ __forceinline__ uint4 load_sums(const uint2* from) {
-    uint4 out;
-    asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(out.x), "=r"(out.y), "=r"(out.z), "=r"(out.w) : "l"(from) : "memory");
-    return out;
-}
-
-__device__ __forceinline__ void store_sum(uint2* to, float sum, u32 launch) {
-    asm volatile("st.relaxed.gpu.global.v2.u32 [%0], {%1, %2};"
-                 :: "l"(to), "r"(__float_as_uint(sum)), "r"(launch) : "memory");
-}
-
-// By one of the first thread blocks: 16 sums of x A^T. The products of a warp are those of `shrink` in `adapters.cu`, but
-// all tokens of an MMA are the same one.
-__device__ __forceinline__ void leave_sums(const Arguments& args, int warp, float (&parts)[WARPS][ROWS]) {
-    const Adapters& of = args.adapters;
-    const int lane = threadIdx.x % 32, row = lane / 4, quarter = lane % 4;
-    const int strips = of.columns / ROWS, part = blockIdx.x / strips, column = blockIdx.x % strips * ROWS;
-    const bool is_needed = part < PARTS_OF_A && column % of.max_rank < *of.rank;
-    const int first = (part * WARPS + warp) * PIECES * PIECE + 8 * quarter;
-    const auto is_there = [&](int piece) { return is_needed && first + piece * PIECE < SIZE; };
-    uint4 a[PIECES][PIECE / 32][2];
-#pragma unroll
-    for (int piece = 0; piece < PIECES; ++piece) {
-        if (!is_there(piece)) continue;
-        const u16* const from = of.a + (*of.slot - 1) * of.a_stride + (u64)(column + row) * SIZE + first + piece * PIECE;
-#pragma unroll
-        for (int i = 0; i < PIECE / 32; ++i)
-#pragma unroll
-            for (int j = 0; j < 2; ++j) a[piece][i][j] = load_8(from + 32 * i + (u64)j * 8 * SIZE);
-    }
-    wait_previous();
-    if (!AT_ONCE) allow_next();
-    u32* const launches = of.launches + blockIdx.x;
-    const u32 launch = __ldcg(launches) + 1;
-    if (is_needed) {
-        float c[4] = {};
-#pragma unroll
-        for (int piece = 0; piece < PIECES; ++piece) {
-            if (!is_there(piece)) continue;
-            uint4 x[PIECE / 32];
-#pragma unroll
-            for (int i = 0; i < PIECE / 32; ++i) x[i] = load_8(of.x + first + piece * PIECE + 32 * i);
-            __syncwarp();   // no load may come behind it: all are on their way before the first is used
-#pragma unroll
-            for (int i = 0; i < PIECE / 32; ++i) {
-                const uint4 low = a[piece][i][0], high = a[piece][i][1];
-                multiply(c, low.x, high.x, low.y, high.y, x[i].x, x[i].y);
-                multiply(c, low.z, high.z, low.w, high.w, x[i].z, x[i].w);
-            }
-        }
-        if (quarter == 0) parts[warp][row] = c[0], parts[warp][row + 8] = c[2];
-    }
-    __syncthreads();
-    if (is_needed && threadIdx.x < ROWS) {
-        float sum = 0;
-#pragma unroll
-        for (int i = 0; i < WARPS; ++i) sum += parts[i][threadIdx.x];
-        store_sum(of.sums + part * of.columns + column + threadIdx.x, sum, launch);
-    }
-    if (threadIdx.x == 0) *launches = launch;   // all have read it
-}
-
-// A warp's 16 rows of B times x A^T: a lane has a row, and other 16 lanes the same ones.
-struct Expansion {
-    const Arguments& args;
-    u16 (&b)[ROWS][RANK_STEP];  // in shared memory
-
-    // a RANK_STEP of B
-    __device__ __forceinline__ void copy_b(int first) const {
-        const Adapters& of = args.adapters;
-        if (first >= *of.rank) return;
-        const int row = threadIdx.x / 2, feature = Ends::at(args, row / 8) + row % 8, half = threadIdx.x % 2 * 8;
-        copy<16>(&b[row][half], of.b + (*of.slot - 1) * of.b_stride + (u64)feature * of.max_rank + first + half);
-    }
-
-    // RANK_STEP numbers of x A^T, a pair in each of 8 lanes, four times
-    __device__ __forceinline__ u32 inner(int first, u32 launch) const {
-        constexpr int OF_LANE = (PARTS_OF_A + 3) / 4;
-        const Adapters& of = args.adapters;
-        const int lane = threadIdx.x % 32;
-        const uint2* const from = of.sums + lane / 8 * of.columns + first + 2 * (lane % 8);
-        const auto is_there = [&](int i) { return lane / 8 + 4 * i < PARTS_OF_A; };
-        const auto load = [&](int i) { return load_sums(from + 4 * i * of.columns); };
-        uint4 sums[OF_LANE];
-#pragma unroll
-        for (int i = 0; i < OF_LANE; ++i)
-            if (is_there(i)) sums[i] = load(i);
-        float low = 0, high = 0;
-#pragma unroll
-        for (int i = 0; i < OF_LANE; ++i) {
-            if (is_there(i)) {
-                while (sums[i].y != launch || sums[i].w != launch) sums[i] = load(i);
-                low += __uint_as_float(sums[i].x), high += __uint_as_float(sums[i].z);
-            }
-        }
-        __syncwarp();
-#pragma unroll
-        for (int lanes = 8; lanes < 32; lanes *= 2) {
-            low += __shfl_xor_sync(ALL, low, lanes);
-            high += __shfl_xor_sync(ALL, high, lanes);
-        }
-        return pack(low, high);
-    }
-
-    // for this lane's row; the first step of B has been asked for and is there
-    __device__ __forceinline__ float operator()(u32 launch) const {
-        const Adapters& of = args.adapters;
-        const int lane = threadIdx.x % 32, feature = Ends::at(args, 0);
-        const int projection = GATED ? 0 : (feature >= of.second) + (feature >= of.third);
-        float sum = 0;
-#pragma unroll 1
-        for (int first = 0; first < *of.rank; first += RANK_STEP) {
-            if (first > 0) {
-                __syncwarp();
-                copy_b(first);
-                wait_for_copies();
-            }
-#pragma unroll
-            for (int side = 0; side <= GATED; ++side) {
-                const u32 pairs = inner((projection + side) * of.max_rank + first, launch);
-                const bool is_mine = !GATED || lane % ROWS / 8 == side;
-#pragma unroll
-                for (int i = 0; i < RANK_STEP / 2; ++i) {
-                    const u32 pair = __shfl_sync(ALL, pairs, i);
-                    const u32 by = *reinterpret_cast<const u32*>(&b[lane % ROWS][2 * i]);
-                    if (is_mine)
-                        sum += to_float((u16)pair) * to_float((u16)by) + to_float(pair >> 16) * to_float(by >> 16);
-                }
-            }
-        }
-        return sum;
-    }
-};
+#include "gemv_ends.cuh"
+#include "gemv_adapters.cuh"
 
 // ---- the kernel
 

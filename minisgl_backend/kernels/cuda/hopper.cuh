@@ -1,19 +1,12 @@
 // Instructions of Hopper (sm_90a) that GEMMs here share: barriers and bulk copies in shared memory, descriptors of
-// matrices there, the lists of registers of MMAs and the waits for them, stores of fragments, dependent launches. Knows
-// no tile and no ring; the MMAs themselves are where their sizes are known (`tile_gemm.cuh`, `wide_mma.cuh`).
+// matrices there, the lists of registers of MMAs and the waits for them, stores of fragments. Knows no tile and no
+// ring; the MMAs themselves are where their sizes are known (`tile_gemm.cuh`, `wide_mma.cuh`).
 
 #pragma once
 
-typedef unsigned int u32;
-typedef unsigned long long u64;
-typedef unsigned short u16;
-typedef unsigned char u8;
+#include "basics.cuh"
 
 struct __align__(64) TensorMap { u64 words[16]; };
-
-__device__ __forceinline__ u32 shared_address(const void* p) {
-    return (u32)__cvta_generic_to_shared(p);
-}
 
 __device__ __forceinline__ void init_barrier(u32 barrier, u32 arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(barrier), "r"(arrivals) : "memory");
@@ -80,15 +73,6 @@ __device__ __forceinline__ void store_transposed(u32 to, u32 fragment) {
 __device__ __forceinline__ void store_transposed(u32 to, u32 first, u32 second) {
     asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};"
                  :: "r"(to), "r"(first), "r"(second) : "memory");
-}
-
-__device__ __forceinline__ float to_float(u16 x) { return __int_as_float((u32)x << 16); }
-
-// the two do nothing unless the launch is a dependent one
-__device__ __forceinline__ void allow_next() { asm volatile("griddepcontrol.launch_dependents;"); }
-
-__device__ __forceinline__ void wait_previous() {
-    asm volatile("griddepcontrol.wait;" ::: "memory");
 }
 
 __device__ __forceinline__ void publish_barriers() {

@@ -17,11 +17,11 @@
 // the KV cache before it leaves the thread block.
 //
 // ADAPTED: tokens may have LoRA adapters, (x A^T) B^T of each token's own A and B. To its sums each warp adds what it
-// needs of x A^T times B^T. The kernel before this one computes x A^T, that of `adapters.cu`; or, if this one is JOINED,
-// it has tiles of the A of all adapters, as if they were rows of the weight. Those that no token needs are left out.
-// They are the first ones: thread blocks start in this order, and take steps in it, so those that wait for x A^T do not
-// keep it from being computed. What goes from one to the other are pairs of numbers along with a number of the launch,
-// in words that are written at once: who reads a pair sees whether it is there, and nothing need be cleared.
+// needs of x A^T times B^T. The kernel before this one, that of `adapters.cu`, computes x A^T; or, if this one is
+// JOINED, it has tiles of the A of all adapters, as if they were rows of the weight. Those that no token needs are left
+// out. They are the first ones: thread blocks start in this order, and take steps in it, so those that wait for x A^T
+// do not keep it from being computed. What goes from one to the other are pairs of numbers along with a number of the
+// launch, in words that are written at once: who reads a pair sees whether it is there, and nothing need be cleared.
 //
 // `tile_gemm.cuh` has the ring, and how it is multiplied, quantized weights as well; `split_sums.cuh` how a tile that
 // is shared comes to its sums; `finisher.cuh` what becomes of them, adapters included.
@@ -66,7 +66,6 @@ constexpr int ITEMS = (SLICE + ROWS - 1) / ROWS;
 constexpr bool AT_ONCE = GATED || RESIDUAL;
 // SPLITS that are PUSHED: what a thread block receives, and the barrier that counts it, behind SHARED_BYTES
 constexpr int PUSHED_BYTES = PUSHED ? (SPLITS - 1) * OWN * FEATURES * 4 : 0;
-constexpr u32 ALL = 0xffffffffu;
 
 static_assert(SIZE % BLOCK == 0 && TILE_STEPS >= SPLITS, "");
 static_assert(WHOLE || !(GATED || HEADS || CODE), "");
@@ -288,9 +287,9 @@ __device__ __forceinline__ void compute_factors(const Arguments& args, int first
 extern "C" __global__ void __launch_bounds__(MULTIPLIERS + 64, PER_PROCESSOR)
 linear(const __grid_constant__ Arguments args) {
     extern __shared__ __align__(1024) u8 shared[];
-    // the ring, and that of scales; then a barrier a stage that it is full, one that it is empty; then a factor a token;
-    // EVEN: then a slice of a finished tile, which else takes the place of the ring; WAYS: at the end sums; PUSHED: behind
-    // SHARED_BYTES sums of others, and a barrier
+    // the ring, and that of scales; then a barrier a stage that it is full, one that it is empty; then a factor a
+    // token; EVEN: then a slice of a finished tile, which else takes the place of the ring; WAYS: at the end sums;
+    // PUSHED: behind SHARED_BYTES sums of others, and a barrier
     const u32 ring = shared_address(shared);
     const u32 full = ring + RING_BYTES, empty = full + 8 * STAGES;
     float* const factors = reinterpret_cast<float*>(shared + RING_BYTES + STAGES * 16);

@@ -8,16 +8,13 @@
 // are float32; else bfloat16), and SHARED (`router`: the expert behind all others is every token's last choice,
 // with the sigmoid of a logit of its own as its weight).
 
-typedef unsigned int u32;
-typedef unsigned long long u64;
-typedef unsigned short u16;
+#include "basics.cuh"
 
 constexpr int TOKENS = 8;       // of a thread block
 constexpr int THREADS = 1024, ROUTER_THREADS = 32 * TOKENS;     // of `routing`, and of `router`
 constexpr int OF_LANE = (EXPERTS + 31) / 32;
 constexpr int LOGITS = EXPERTS + SHARED;    // of a token
 constexpr int CHOICES = TOP_K + SHARED;
-constexpr u32 ALL = 0xffffffffu;
 
 static_assert(EXPERTS <= THREADS && CHOICES <= 32 && TOP_K <= EXPERTS, "");
 static_assert(!SHARED || (WIDE && BLOCK == 0), "");
@@ -44,11 +41,6 @@ struct Arguments {
     int first;              // expert that this rank holds,
     int held;               // number of them
 };
-
-__device__ __forceinline__ void allow_next() { asm volatile("griddepcontrol.launch_dependents;"); }
-__device__ __forceinline__ void wait_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-
-__device__ __forceinline__ float to_float(u16 x) { return __int_as_float((u32)x << 16); }
 
 __device__ __forceinline__ float logit(const Arguments& args, int token, int expert) {
     const u64 at = (u64)token * LOGITS + expert;

@@ -1,9 +1,9 @@
 // What GEMMs for few tokens on Hopper (sm_90a) have in common: tiles of a weight and of tokens in a ring in shared
 // memory, and the warpgroups that multiply them from there (wgmma).
 //
-// The weight is the long side of the GEMM: a tile is FEATURES rows of it by TOKENS tokens. The ring has STAGES, of BLOCK
-// in_features each; in memory its stages lie one after the other, weight before tokens, then their scales, then a
-// barrier a stage that it is full, then one that it is empty. Who includes this fills the ring.
+// The weight is the long side of the GEMM: a tile is FEATURES rows of it by TOKENS tokens. The ring has STAGES, of
+// BLOCK in_features each; in memory its stages lie one after the other, weight before tokens, then their scales, then a
+// barrier a stage that it is full, then one that it is empty. The source that includes this fills the ring.
 //
 // A quantized weight lies in the ring as codes, and is multiplied from registers: a thread takes its codes by
 // `ldmatrix` and makes bfloat16 of them, exactly. Its in_features are permuted in memory (`kernels.packed_weight`) so
@@ -112,12 +112,14 @@ __device__ __forceinline__ void multiply(float (&c)[TOKENS / 2], const u32 (&a)[
                  : C16(0), C16(16) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
 #elif TOKENS == 96
     asm volatile("{ .reg .pred p; setp.ne.b32 p, %53, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n96k16.f32.bf16.bf16 " "{" TEN() TEN(1) TEN(2) TEN(3) "%40,%41,%42,%43,%44,%45,%46,%47}, "
+                 "wgmma.mma_async.sync.aligned.m64n96k16.f32.bf16.bf16 "
+                 "{" TEN() TEN(1) TEN(2) TEN(3) "%40,%41,%42,%43,%44,%45,%46,%47}, "
                  "{%48,%49,%50,%51}, %52, p, 1, 1, 0; }"
                  : C16(0), C16(16), C16(32) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
 #else
     asm volatile("{ .reg .pred p; setp.ne.b32 p, %69, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 " "{" TEN() TEN(1) TEN(2) TEN(3) TEN(4) TEN(5) "%60,%61,%62,%63}, "
+                 "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 "
+                 "{" TEN() TEN(1) TEN(2) TEN(3) TEN(4) TEN(5) "%60,%61,%62,%63}, "
                  "{%64,%65,%66,%67}, %68, p, 1, 1, 0; }"
                  : C16(0), C16(16), C16(32), C16(48) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
 #endif
@@ -264,7 +266,9 @@ struct Operands {
 #pragma unroll
         for (int i = 0; i < 2; ++i)
             if (CODE == 4 && i) scales[i] = scales[0];   // one word for both
-            else scales[i].read(ring + STAGES * STAGE_BYTES + stage * SCALE_BYTES + warp / 4 * GROUP_BYTES, 2 * half + i);
+            else
+                scales[i].read(
+                    ring + STAGES * STAGE_BYTES + stage * SCALE_BYTES + warp / 4 * GROUP_BYTES, 2 * half + i);
     }
 };
 

@@ -1,0 +1,25 @@
+// What all sources here share, for GPUs from compute capability 9: short names of types, addresses in shared memory,
+// bfloat16, and dependent launches.
+
+#pragma once
+
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef unsigned short u16;
+typedef unsigned char u8;
+
+constexpr u32 ALL = 0xffffffffu;    // lanes of a warp
+
+__device__ __forceinline__ u32 shared_address(const void* p) {
+    return (u32)__cvta_generic_to_shared(p);
+}
+
+// of bfloat16
+__device__ __forceinline__ float to_float(u16 x) { return __int_as_float((u32)x << 16); }
+
+// the two do nothing unless the launch is a dependent one
+__device__ __forceinline__ void allow_next() { asm volatile("griddepcontrol.launch_dependents;"); }
+
+__device__ __forceinline__ void wait_previous() {
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+}

@@ -255,7 +255,8 @@ def checked_spec(options: EngineOptions, folder: Path, device: str | None) -> Mo
     """The model in ``folder``, if its files and this machine allow loading it.
 
     Raises ``ConfigError`` if config.json is invalid or does not describe the weights, if the heads
-    cannot be split over the ranks, and if a CPU's memory cannot hold what is asked for.
+    cannot be split over the ranks, if a GPU has no kernels for heads of their sizes, and if a CPU's
+    memory cannot hold what is asked for.
     """
     spec = load_spec(folder)
     if options.quantization is not None:
@@ -274,9 +275,19 @@ def checked_spec(options: EngineOptions, folder: Path, device: str | None) -> Mo
         raise ConfigError(f"option state_snapshots: {spec.architecture} has no recurrent layers")
     if options.load_format == "auto":
         check_weights(spec, weight_files(folder, spec.names))
+    if device == "cuda":
+        _check_heads(spec)
     if device == "cpu":
         _check_memory(options, spec)
     return spec
+
+
+def _check_heads(spec: ModelSpec) -> None:
+    """Raise ``ConfigError`` if a GPU has no kernel that rotates and stores heads of these sizes."""
+    for layer in spec.attention_layers:
+        head_dim = spec.kv_heads_of(layer).head_dim
+        if head_dim & (head_dim - 1):
+            raise ConfigError(f"head_dim must be a power of two on a GPU, it is {head_dim}")
 
 
 def _check_experts(options: EngineOptions, spec: ModelSpec) -> None:

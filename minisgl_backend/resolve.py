@@ -126,8 +126,6 @@ def _dtype(options: EngineOptions, device: Device, spec: ModelSpec) -> torch.dty
         name = options.dtype or spec.dtype
         if options.dtype is None and name not in ("bfloat16", "float16"):
             name = "bfloat16"
-        if spec.head_dim & (spec.head_dim - 1):
-            raise ConfigError(f"head_dim must be a power of two on a GPU, it is {spec.head_dim}")
     dtype: torch.dtype = getattr(torch, name)
     return dtype
 

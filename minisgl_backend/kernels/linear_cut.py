@@ -51,11 +51,11 @@ _SHARED_BYTES: Final = 227 * 1024
 """Shared memory of a thread block that has a multiprocessor to itself."""
 _MOST_SPLITS: Final = 8
 
-
 _MOST_TOKENS_BEFORE_FLOAT8: Final = 64
+"""Up to here these GEMMs multiply weights in float8; more tokens are rounded to 8 bits, too."""
 
 _MOST_TOKENS_OF_CODES: Final = 96
-"""A tile of a quantized weight has sums in twice the registers."""
+"""Of a tile of a quantized weight, which has sums in twice the registers."""
 
 
 @dataclass(frozen=True, slots=True)

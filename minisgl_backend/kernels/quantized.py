@@ -19,6 +19,7 @@ from torch import Tensor
 from minisgl_backend.weight_format import Encoding
 
 FP8_MAX: Final = 448.0
+"""The largest finite value of float8_e4m3fn."""
 _E2M1: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _E2M1_BETWEEN: Final = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 _NUMBERS_ON_CPU: Final = 2**20

@@ -15,9 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minisgl_backend.kernels.dispatch import at_least_float32, use_triton
-
-FP8_MAX = 448.0
-"""The largest finite value of float8_e4m3fn; larger ones are clamped to it when stored."""
+from minisgl_backend.kernels.quantized import FP8_MAX
 
 
 @dataclass(frozen=True, eq=False)
@@ -183,7 +181,8 @@ def _store(cache: Tensor, places: TokenPlaces, x: Tensor, scale: Tensor | None) 
     if scale is not None:
         x = at_least_float32(x) / scale
     if cache.dtype == torch.float8_e4m3fn:
-        # float8 tensors themselves cannot be indexed on every device, but their bytes can
+        # Values beyond the range are clamped. Float8 tensors themselves cannot be indexed on every
+        # device, but their bytes can.
         x = at_least_float32(x).clamp(-FP8_MAX, FP8_MAX).to(cache.dtype).view(torch.uint8)
         cache = cache.view(torch.uint8)
     page_size = cache.shape[1]

@@ -25,7 +25,7 @@ from minisgl_backend.execution.executor import ModelExecutor
 from minisgl_backend.execution.stages import ExecutorLimits
 from minisgl_backend.execution.states import StateStorage
 from minisgl_backend.execution.storage import KVStorage
-from minisgl_backend.kernels.rope_store import FP8_MAX
+from minisgl_backend.kernels.quantized import FP8_MAX
 from minisgl_backend.models.adapter_slots import AdapterSlots
 from minisgl_backend.models.build import build_model
 from minisgl_backend.models.catalog import load_spec

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -33,13 +35,18 @@ SIZES = [1024, 1152, 2048, 640]
 """In_features: whole batches, parts of one, and several of a warp."""
 
 
-@pytest.fixture(autouse=True)
-def all_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also those for which other kernels are faster."""
+def cut_by(monkeypatch: pytest.MonkeyPatch, choose: Callable[..., GemvCut]) -> None:
+    """Let ``choose``, by height, in_features and codes, cut the GEMV of every weight, also of those
+    for which other kernels are faster."""
     monkeypatch.setattr(
         "minisgl_backend.kernels.cuda.fused_linear.gemv_cut",
-        lambda *weight, is_added: gemv_cut.usual_cut(*weight),
+        lambda *weight, is_added: choose(*weight),
     )
+
+
+@pytest.fixture(autouse=True)
+def all_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    cut_by(monkeypatch, gemv_cut.usual_cut)
 
 
 def several_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,9 +194,7 @@ def test_ways_to_cut_it(
     """A chain in which each reads what the one before has left, as in a layer."""
     from minisgl_backend.kernels.cuda.linear import LinearKernel, ResidualKernel
 
-    monkeypatch.setattr(
-        "minisgl_backend.kernels.cuda.fused_linear.gemv_cut", lambda *_, is_added: cut
-    )
+    cut_by(monkeypatch, lambda *_: cut)
     up, of_up = packed_of(made("int4-128-zeros", 2 * 5120, 5120, device), gated=True)
     down, of_down = packed_of(made("int4-128-zeros", 5120, 5120, device))
     first = LinearKernel((2 * 5120, 5120), device, gated=True, codes=up.kind, most_tokens=8)
@@ -224,9 +229,7 @@ def test_plain_weights(
     from minisgl_backend.kernels.cuda.linear import ResidualKernel
 
     cut = gemv_cut.plain_cut(in_features)
-    monkeypatch.setattr(
-        "minisgl_backend.kernels.cuda.fused_linear.gemv_cut", lambda *_, is_added: cut
-    )
+    cut_by(monkeypatch, lambda *_: cut)
     kernel = ResidualKernel((height, in_features), device, most_tokens=8)
     around = torch.full((height + 2, in_features), torch.nan, device=device).bfloat16()
     weight = around[1:-1].normal_().div_(in_features**0.5)

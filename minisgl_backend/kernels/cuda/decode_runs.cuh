@@ -3,8 +3,8 @@
 
 #pragma once
 
-struct PlanArguments {
-    int4* runs;
+struct PlanArguments {      // as in `Arguments`, where nothing else is said
+    int4* runs;             // [1 + 2 * max_runs], to be written
     const int* table;
     const int* lengths;
     const int* rows;

@@ -44,8 +44,8 @@ def read_quantization(
         where, values = MODELOPT_FILE, ConfigReader(modelopt, MODELOPT_FILE)
         given = {"quant_method": "modelopt", **values.table("quantization")}
     quantization = ConfigReader(given, where)
-    method = quantization.word("quant_method", "").replace("_", "-") or (
-        "modelopt" if "quant_algo" in quantization.values else "no quant_method"
+    method = quantization.word("quant_method", "").replace("_", "-") or next(
+        (tool for key, tool in _TOLD_BY.items() if key in quantization.values), "no quant_method"
     )
     read = _METHODS.get(method)
     if read is None:
@@ -352,6 +352,10 @@ def _regex(config: ConfigReader, pattern: str) -> re.Pattern[str]:
         ) from None
 
 
+_TOLD_BY: Final = MappingProxyType(
+    {"quant_algo": "modelopt", **dict.fromkeys(("load_in_4bit", "load_in_8bit"), "bitsandbytes")}
+)
+"""Keys that tell the tool in a config without ``quant_method``."""
 _METHODS: Final[Mapping[str, Callable[[ConfigReader], list[Rule]]]] = MappingProxyType(
     {
         "fp8": _fp8,

@@ -115,7 +115,8 @@ def _gptq(config: ConfigReader) -> list[Rule]:
         )
     _only(config, "pack_dtype", config.word("pack_dtype", "int32"), "int32")
     for key in ("rotation", "adapter"):  # of GPTQModel: they change what is computed
-        _only(config, key, config.values.get(key), None)
+        if config.values.get(key):
+            raise ConfigError(f"{config.where}: {key} {config.values[key]!r} is not supported")
     rules = [] if config.flag("lm_head") else [Rule(re.compile("lm_head"), None)]
     dynamic = ConfigReader(config.table("dynamic"), f"{config.where}: dynamic")
     for pattern in config.table("dynamic"):

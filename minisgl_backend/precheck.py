@@ -263,7 +263,7 @@ def checked_spec(options: EngineOptions, folder: Path, device: str | None) -> Mo
         if spec.weights is not None:
             raise ConfigError(
                 f"option quantization={options.quantization} is for plain weights; those of "
-                f"{folder} are quantized: {spec.weights}"
+                f"{folder} are quantized: {spec.weights}; without the option they are served so"
             )
         spec = replace(spec, weights=CONVERT_TO_FP8)
     spec.attention_shape(options.tensor_parallel_size)

@@ -58,6 +58,7 @@ from minisgl_backend.models.spec import ModelSpec
 def load_spec(folder: Path) -> ModelSpec:
     """The spec of the checkpoint in ``folder``; ``ConfigError`` if it cannot be served."""
     spec = parse_spec(read_json(folder / "config.json"), modelopt_file(folder))
+    _check_pooling(folder)
     generation = folder / "generation_config.json"
     if generation.exists():
         config = ConfigReader(read_json(generation), "generation_config.json")
@@ -86,7 +87,27 @@ def parse_spec(values: Mapping[str, Any], modelopt: Mapping[str, Any] | None = N
         raise ConfigError(
             f"{', '.join(names)} is not supported; supported are " + ", ".join(ARCHITECTURES)
         )
+    for part in (config, ConfigReader(config.table("text_config"), f"{config.where}: text_config")):
+        if not part.flag("is_causal", True):  # transformers lets tokens see later ones, too
+            raise ConfigError(f"{part.where}: is_causal false is not supported")
     return replace(ARCHITECTURES[known[0]](config), weights=weights)
+
+
+def _check_pooling(folder: Path) -> None:
+    """Raise ``ConfigError`` if the checkpoint is one of sentence-transformers whose embeddings are
+    not made of the last token alone."""
+    if any(folder.glob("*_Dense/config.json")):
+        raise ConfigError(f"{folder}: a projection of embeddings (2_Dense) is not supported")
+    path = folder / "1_Pooling" / "config.json"
+    if not path.exists():
+        return
+    values = read_json(path)
+    flags = (key for key, value in values.items() if value is True and key.startswith(_POOLING))
+    modes = [key.removeprefix(_POOLING) for key in flags] or values.get("pooling_mode")
+    if modes not in (["lasttoken"], "lasttoken"):
+        raise ConfigError(
+            f"{path}: embeddings are made of the last token only, not by pooling_mode {modes}"
+        )
 
 
 ARCHITECTURES: Final[Mapping[str, Callable[[ConfigReader], ModelSpec]]] = MappingProxyType(
@@ -126,5 +147,6 @@ ARCHITECTURES: Final[Mapping[str, Callable[[ConfigReader], ModelSpec]]] = Mappin
 )
 """By the names of config.json."""
 
+_POOLING: Final = "pooling_mode_"
 _WITH_NEEDLESS_CODE: Final = frozenset({"Phi3ForCausalLM"})
 """Architectures whose checkpoints bring code that says what transformers has had since."""

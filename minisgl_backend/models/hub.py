@@ -35,6 +35,8 @@ def resolve_model(model: str, source: str = "hf", *, download: Download | None =
             others = {"GGUF files": "*.gguf", "Mistral's params.json": "params.json"}
             found = [name for name, pattern in others.items() if any(folder.glob(pattern))]
             only = f", only {found[0]}: this format is not supported" if found else ""
+            if (folder / "adapter_config.json").exists():
+                only = ", only an adapter: serve its base model with enable_lora and lora_modules"
             raise ConfigError(f"{folder} holds no config.json{only}")
         return folder
     if folder.suffix == ".gguf":

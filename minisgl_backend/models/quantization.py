@@ -44,8 +44,8 @@ def read_quantization(
         where, values = MODELOPT_FILE, ConfigReader(modelopt, MODELOPT_FILE)
         given = {"quant_method": "modelopt", **values.table("quantization")}
     quantization = ConfigReader(given, where)
-    method = quantization.word("quant_method", "").replace("_", "-") or (
-        "modelopt" if "quant_algo" in quantization.values else "no quant_method"
+    method = quantization.word("quant_method", "").replace("_", "-") or next(
+        (tool for key, tool in _TOLD_BY.items() if key in quantization.values), "no quant_method"
     )
     read = _METHODS.get(method)
     if read is None:
@@ -115,7 +115,8 @@ def _gptq(config: ConfigReader) -> list[Rule]:
         )
     _only(config, "pack_dtype", config.word("pack_dtype", "int32"), "int32")
     for key in ("rotation", "adapter"):  # of GPTQModel: they change what is computed
-        _only(config, key, config.values.get(key), None)
+        if config.values.get(key):
+            raise ConfigError(f"{config.where}: {key} {config.values[key]!r} is not supported")
     rules = [] if config.flag("lm_head") else [Rule(re.compile("lm_head"), None)]
     dynamic = ConfigReader(config.table("dynamic"), f"{config.where}: dynamic")
     for pattern in config.table("dynamic"):
@@ -352,6 +353,10 @@ def _regex(config: ConfigReader, pattern: str) -> re.Pattern[str]:
         ) from None
 
 
+_TOLD_BY: Final = MappingProxyType(
+    {"quant_algo": "modelopt", **dict.fromkeys(("load_in_4bit", "load_in_8bit"), "bitsandbytes")}
+)
+"""Keys that tell the tool in a config without ``quant_method``."""
 _METHODS: Final[Mapping[str, Callable[[ConfigReader], list[Rule]]]] = MappingProxyType(
     {
         "fp8": _fp8,

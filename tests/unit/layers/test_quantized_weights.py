@@ -460,6 +460,10 @@ REFUSED: Final[dict[str, tuple[dict[str, Any], str]]] = {
         method: ({"quant_method": method}, f"by {method} are not supported; supported are fp8 ")
         for method in ("bitsandbytes", "gguf", "exl2", "exl3", "torchao", "hqq", "quanto", "aqlm")
     },
+    "bitsandbytes by its keys": (
+        {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
+        "by bitsandbytes are not supported",
+    ),
     "no method": ({"bits": 4}, "by no quant_method are not supported"),
     "fp8 of another kind": ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt 'e5m2' is not supported"),
     "fp8 blocks": (
@@ -622,7 +626,7 @@ def test_the_log_says_what_is_computed(
 def test_only_plain_weights_are_converted(checkpoints: Callable[[str], Path]) -> None:
     folder = checkpoints("awq-128")
     options = EngineOptions(model=str(folder), quantization="fp8")
-    with pytest.raises(ConfigError, match=r"quantization=fp8 is for plain weights; .* int4 in gro"):
+    with pytest.raises(ConfigError, match=r"=fp8 is for plain .* int4 in .* are served so"):
         checked_spec(options, folder, "cpu")
     spec = checked_spec(options, folder / "numbers", "cpu")
     assert str(spec.weights) == "fp8 in blocks of 128 x 128 (converted while loading)"

@@ -52,6 +52,11 @@ def test_a_folder_is_taken_as_it_is(folder: Path, monkeypatch: pytest.MonkeyPatc
 def test_a_folder_without_a_config_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"holds no config\.json"):
         resolve_model(str(tmp_path), download=_never)
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(
+        ConfigError, match=r"no config\.json, only an adapter: serve its base model"
+    ):
+        resolve_model(str(tmp_path), download=_never)
 
 
 @pytest.mark.parametrize(

@@ -51,6 +51,7 @@ REFUSED: Final[dict[str, tuple[dict[str, Any], str]]] = {
         {"quantization_config": {"quant_method": "bitsandbytes"}},
         r"quantized by bitsandbytes are not supported; supported are fp8",
     ),
+    "tokens that see later ones": ({"is_causal": False}, "is_causal false is not supported"),
     "activation": ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
     "rope type": ({"rope_scaling": {"rope_type": "mrope"}}, "rope type 'mrope' is not supported"),
     "partial": ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
@@ -129,6 +130,33 @@ def test_eos_ids_of_both_files_are_united(tmp_path: Path) -> None:
     assert load_spec(tmp_path).eos_token_ids == {151645, 151643}
     generation.write_text(json.dumps({}))
     assert load_spec(tmp_path).eos_token_ids == {151645}
+
+
+@pytest.mark.parametrize(
+    ("pooling", "reason"),
+    [
+        ({"pooling_mode_lasttoken": True, "pooling_mode_mean_tokens": False}, None),
+        ({"pooling_mode": "lasttoken", "include_prompt": True}, None),
+        ({"pooling_mode_lasttoken": False, "pooling_mode_mean_tokens": True}, "mean_tokens"),
+        ({"pooling_mode_lasttoken": True, "pooling_mode_cls_token": True}, "lasttoken.*cls_token"),
+        ({"pooling_mode": "mean"}, "not by pooling_mode mean"),
+    ],
+)
+def test_other_embeddings_than_of_the_last_token_are_refused(
+    pooling: dict[str, Any], reason: str | None, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(QWEN_3_0_6B))
+    (tmp_path / "1_Pooling").mkdir()
+    (tmp_path / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
+    if reason is not None:
+        with pytest.raises(ConfigError, match=reason):
+            load_spec(tmp_path)
+        return
+    assert load_spec(tmp_path).generates
+    (tmp_path / "2_Dense").mkdir()
+    (tmp_path / "2_Dense" / "config.json").write_text("{}")
+    with pytest.raises(ConfigError, match="a projection of embeddings"):
+        load_spec(tmp_path)
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "\xff", "[" * 10**5, '{"x": ' + "1" * 5000 + "}"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -209,14 +210,13 @@ def _kv_heads_by_kind(
     narrow = KVHeads(fields["num_kv_heads"], fields["head_dim"])
     if listed := config.table("per_layer_config"):
         found = [narrow] * len(kinds)
-        indices = {str(layer): layer for layer in range(len(kinds))}
-        for layer in listed:
-            if layer not in indices:
+        for layer in listed:  # transformers writes all with as many digits as the last: "05"
+            if not re.fullmatch("[0-9]{1,9}", layer) or int(layer) >= len(kinds):
                 raise config.error(
                     "per_layer_config", f"by layers, from 0 to {len(kinds) - 1}", layer
                 )
             own = config.part("per_layer_config").part(layer)
-            found[indices[layer]] = KVHeads(
+            found[int(layer)] = KVHeads(
                 own.integer("num_key_value_heads", narrow.num_kv_heads, maximum=MOST_HEADS),
                 own.integer("head_dim", narrow.head_dim, maximum=MOST_HEADS),
             )

@@ -184,8 +184,9 @@ def test_heads_of_single_layers_that_no_model_has(changes: dict[str, Any], messa
         parse_spec({**GEMMA_4_E2B, **changes})
 
 
-def test_gemma_4_takes_the_heads_of_single_layers() -> None:
-    own = {"per_layer_config": {"34": {"head_dim": 64, "num_key_value_heads": 2}}}
+@pytest.mark.parametrize("layer", ["34", "034"])
+def test_gemma_4_takes_the_heads_of_single_layers(layer: str) -> None:
+    own = {"per_layer_config": {layer: {"head_dim": 64, "num_key_value_heads": 2}}}
     heads = parse_spec({**GEMMA_4_E2B, **own}).kv_heads
     assert heads[34] == KVHeads(2, 64) and set(heads[:34]) == {KVHeads(1, 256)}
 

@@ -305,7 +305,9 @@ def test_deadline_in_the_queue_and_after(paced_server: TritonServer) -> None:
 
     def cut(timeout_ms: int) -> dict[str, Any]:
         try:
-            return generate(paced_server, timeout_ms=timeout_ms, return_finish_reason=True, **values)
+            return generate(
+                paced_server, timeout_ms=timeout_ms, return_finish_reason=True, **values
+            )
         except Refused as refused:  # a busy machine has nothing yet
             assert "UNAVAILABLE: the deadline passed after" in refused.message
             return cut(4 * timeout_ms)

@@ -433,17 +433,15 @@ def has_connection(gateway: Gateway, port: int) -> bool:
 
 
 def test_a_whole_answer_that_nobody_reads_is_cut(guarded: Gateway) -> None:
-    before = guarded.metric("minisgl_gateway_slow_readers_total")
+    count = 'minisgl_gateway_request_seconds_count{route="/v1/completions"}'
+    before = guarded.metric(count)
     body = json.dumps({**LONG, "max_tokens": 400, "logprobs": 20}).encode()
     with socket.socket() as reader:
         reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         reader.connect(guarded.address)
         reader.sendall(post(body, f"Content-Length: {len(body)}", "Connection: close"))
         port = reader.getsockname()[1]
-        wait_for(
-            lambda: guarded.metric("minisgl_gateway_slow_readers_total") > before,
-            "a cut of the silent reader",
-        )
+        wait_for(lambda: guarded.metric(count) > before, "the end of its request")
         wait_for(lambda: not has_connection(guarded, port), "the end of its connection")
 
 

@@ -81,10 +81,11 @@ def server() -> Iterator[TritonServer]:
 def paced_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
     """A server whose engine takes 20 ms a step, two requests and 16 prompt tokens at a time.
 
-    One more request may wait.
+    One more request may wait. Requests may be so long that none ends before a test leaves it.
     """
     repository = paced_repository(tmp_path_factory.mktemp("paced"))
     limits = {"max_running_requests": "2", "max_queued_requests": "1", "max_prefill_tokens": "16"}
+    limits["max_sequence_length"] = "65536"
     # many a stream is cancelled here, and 24.10 leaks one whose end the cancel meets
     with running(repository, options=limits, exit_code=None) as server:
         yield server

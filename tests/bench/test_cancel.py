@@ -103,7 +103,7 @@ def test_a_paced_engine_keeps_a_journal(tmp_path: Path) -> None:
 
 @pytest.mark.server
 def test_all_ways_of_leaving(tmp_path: Path) -> None:
-    command = ["cancel", "--repeats", "1", "--phases", "later-token"]
+    command = ["cancel", "--repeats", "1", "--phases", "later-token", "--patience", "60"]
     rows = figures_of(command, tmp_path)["rows"]
     assert [row["way"] for row in rows] == [
         "grpc-cancel",

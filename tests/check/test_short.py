@@ -58,5 +58,4 @@ def test_the_short_check_passes(tmp_path: Path) -> None:
     for way in ("HTTP", "gRPC"):
         assert figures[f"bad inputs over {way}, clean"] == figures[f"bad inputs over {way}, tried"]
     assert figures["canary mismatches"] == 0 < figures["canary runs"]
-    assert figures["refused"] > 0
     assert all(figures[f"requests {how}"] > 0 for how in ("answered", "refused", "cut", "failed"))

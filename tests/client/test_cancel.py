@@ -27,8 +27,8 @@ from tests.server.client import PATIENCE_S, Metrics, wait_for
 
 pytestmark = pytest.mark.server
 
-LONG: dict[str, Any] = {"input_ids": [1, 2, 3], "max_tokens": 4000}
-"""80 s of the paced engine's time."""
+LONG: dict[str, Any] = {"input_ids": [1, 2, 3], "max_tokens": 16000}
+"""320 s of the paced engine's time."""
 
 
 @all_ways
@@ -123,7 +123,7 @@ def test_closing_from_another_thread(paced_server: TritonServer, protocol: str) 
         next(stream)
         closing = threading.Timer(0.2, stream.close)
         closing.start()
-        assert len(list(stream)) < 1000
+        assert len(list(stream)) < 10_000
         closing.join()
     engine.check_cancelled()
     with client.stream(**LONG) as stream:

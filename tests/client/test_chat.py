@@ -175,7 +175,7 @@ def test_interrupting_an_answer(paced_server: TritonServer, tmp_path: Path) -> N
 def test_interrupting_before_an_answer(paced_server: TritonServer, tmp_path: Path) -> None:
     """A question that waits behind others goes without a trace."""
     engine = Engine(paced_server)
-    endless: dict[str, Any] = {"input_ids": [1, 2, 3], "max_tokens": 4000, "stream": True}
+    endless: dict[str, Any] = {"input_ids": [1, 2, 3], "max_tokens": 16000, "stream": True}
     with chat(paced_server, tmp_path / "history") as terminal:
         with Call(paced_server, **endless) as first, Call(paced_server, **endless) as second:
             assert first.next() and second.next()

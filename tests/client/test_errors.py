@@ -18,10 +18,13 @@ from minisgl_client import (
     Unsupported,
 )
 from minisgl_client.errors import Cancelled, error_from
+from minisgl_client.transport import grpc as grpc_transport
+from minisgl_client.transport import http as http_transport
 
 from minisgl_backend import errors as backend
 from minisgl_backend.server.process import TritonServer
 from tests.client.ways import Way, all_ways, url_of
+from tests.server.client import PATIENCE_S
 
 pytestmark = pytest.mark.server
 
@@ -230,7 +233,7 @@ def test_names_that_no_protocol_can_carry(
 
 
 @all_ways
-def test_deadline(paced_server: TritonServer, way: Way) -> None:
+def test_deadline(paced_server: TritonServer, way: Way, monkeypatch: pytest.MonkeyPatch) -> None:
     """A request ends with what it has, or with an error where it has nothing."""
 
     def ask(timeout_ms: int, *, of_client: bool) -> Result:
@@ -242,11 +245,13 @@ def test_deadline(paced_server: TritonServer, way: Way) -> None:
         except Timeout:  # a busy machine has nothing yet; the whole answer takes 40 s
             return ask(4 * timeout_ms, of_client=of_client)
 
+    for transport in (grpc_transport, http_transport):  # so that it is the engine that ends it
+        monkeypatch.setattr(transport, "GRACE_S", PATIENCE_S)
     for of_client in (False, True):
         result = ask(300, of_client=of_client)
         assert result.finish_reason == "timeout"
         assert result.text
-    long_prompt = [1 + number % 500 for number in range(4000)]
+    long_prompt = [1 + number % 500 for number in range(8000)]  # 10 s
     with pytest.raises(Timeout, match="the deadline passed after"):
         way.generate(paced_server, {"timeout_s": 0.3}, input_ids=long_prompt)
 

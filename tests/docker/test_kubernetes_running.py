@@ -68,14 +68,16 @@ class Running:
             data=json.dumps(body).encode(),
             headers={"Content-Type": "application/json", "Authorization": f"Bearer {KEY}"},
         )
-        with urllib.request.urlopen(request, timeout=10 * PATIENCE_S) as response:
+        with urllib.request.urlopen(request, timeout=2 * PATIENCE_S) as response:
             answer: dict[str, Any] = json.load(response)
         return answer
 
 
 def status(port: int, path: str) -> int:
     try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=10) as response:
+        with urllib.request.urlopen(
+            f"http://127.0.0.1:{port}{path}", timeout=PATIENCE_S
+        ) as response:
             return int(response.status)
     except urllib.error.HTTPError as error:
         return error.code
@@ -131,7 +133,7 @@ def running(tmp_path: Path) -> Iterator[Running]:
         assert gateway.stdout is not None
         ports["http"] = int(gateway.stdout.readline().rpartition(":")[2])
         running = Running(pod, {"server": server, "gateway": gateway}, ports)
-        wait_for(lambda: status(ports["http"], "/health") == 200, "the gateway", 4 * PATIENCE_S)
+        wait_for(lambda: status(ports["http"], "/health") == 200, "the gateway")
         yield running
 
 
@@ -172,6 +174,7 @@ def test_a_pod_that_ends_takes_nothing_new_and_loses_nothing(running: Running) -
 
     def stop(name: str) -> None:
         time.sleep(max(0.0, deleted_s + pause_s(containers[name]) - time.monotonic()))
+        assert ended.wait(PATIENCE_S)  # at once, unless this process stood still
         running.processes[name].send_signal(signal.SIGTERM)
 
     with ThreadPoolExecutor() as pool:
@@ -181,7 +184,7 @@ def test_a_pod_that_ends_takes_nothing_new_and_loses_nothing(running: Running) -
         time.sleep(_SPREAD_S)
         ended.set()
         answers = [length for client in asking for length in client.result()]
-        wait_for(lambda: status(running.ports["http"], "/health") == 0, "no new request", 60)
+        wait_for(lambda: status(running.ports["http"], "/health") == 0, "no new request")
         with pytest.raises(OSError):
             running.ask()
         assert long.result()["usage"]["completion_tokens"] == 600
@@ -202,8 +205,7 @@ def test_a_pod_is_alive_before_it_is_ready() -> None:
     ]
     probes = {key: probe["httpGet"]["path"] for key, probe in container.items() if "Probe" in key}
     with serve(*arguments) as process:
-        wait_for(lambda: status(port, probes["livenessProbe"]) == 200, "life", PATIENCE_S)
-        assert status(port, probes["startupProbe"]) == 503
-        assert status(port, probes["readinessProbe"]) == 503
+        kinds = ("livenessProbe", "startupProbe", "readinessProbe")
+        wait_for(lambda: [status(port, probes[kind]) for kind in kinds] == [200, 503, 503], "life")
         process.send_signal(signal.SIGTERM)
-        process.communicate(timeout=60)
+        process.communicate(timeout=PATIENCE_S)

@@ -74,7 +74,9 @@ class Prometheus:
     def query(self, expression: str) -> list[float]:
         """The values of an instant query; raises ``HTTPError`` where it is none."""
         query = urllib.parse.urlencode({"query": expression})
-        with urllib.request.urlopen(f"{self.url}/api/v1/query?{query}", timeout=10) as response:
+        with urllib.request.urlopen(
+            f"{self.url}/api/v1/query?{query}", timeout=PATIENCE_S
+        ) as response:
             result: list[dict[str, Any]] = json.load(response)["data"]["result"]
         return [float(sample["value"][1]) for sample in result]
 

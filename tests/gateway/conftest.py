@@ -22,7 +22,7 @@ from minisgl_kit.repositories import repository_with
 from tests.fakes import chat_templates
 from tests.gateway import magistral as said
 from tests.gateway.agent import model_of_agents
-from tests.server.client import PATIENCE_S
+from tests.server.client import PATIENCE_S, wait_for
 from tests.server.conftest import running
 
 COMMAND = [sys.executable, "-m", "minisgl_backend.cli", "gateway"]
@@ -79,6 +79,14 @@ class Gateway:
         text = self.get("/metrics", headers={"Authorization": f"Bearer {KEYS[0]}"}).text
         found = re.search(rf"^{re.escape(line)} (\S+)$", text, re.M)
         return float(found[1]) if found else 0.0
+
+    def wait_metric(self, line: str, value: float) -> None:
+        """Until /metrics says so: an answer is counted once the client has all of it."""
+        wait_for(lambda: self.metric(line) == value, f"{line} {value}")
+
+    def wait_logged(self, pattern: str) -> None:
+        """Until the log has such a line, which is written when an answer is counted."""
+        wait_for(lambda: bool(re.search(pattern, self.log.read_text())), pattern)
 
 
 @contextmanager

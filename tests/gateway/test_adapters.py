@@ -23,6 +23,7 @@ from minisgl_backend.server.process import TritonServer
 from minisgl_kit.adapters import write_adapter
 from minisgl_kit.repositories import repository_with
 from tests.gateway.conftest import Gateway, gateway_of
+from tests.server.client import PATIENCE_S
 from tests.server.conftest import running
 from tests.waiting import wait_until
 
@@ -91,7 +92,7 @@ def gated(adapted: TritonServer, tmp_path_factory: pytest.TempPathFactory) -> It
 
 def generated(server: TritonServer, body: dict[str, Any]) -> dict[str, Any]:
     url = f"http://127.0.0.1:{server.http_port}/v2/models/minisgl/generate"
-    answer: dict[str, Any] = httpx.post(url, json=body, timeout=60).json()
+    answer: dict[str, Any] = httpx.post(url, json=body, timeout=PATIENCE_S).json()
     return answer
 
 
@@ -117,7 +118,7 @@ def test_requests_of_vllm_backends_ci(adapted: TritonServer, expected: dict[str,
         with grpcclient.InferenceServerClient(f"127.0.0.1:{adapted.grpc_port}") as asked:
             asked.start_stream(receive)
             asked.async_stream_infer("minisgl", inputs, outputs=[])
-            assert done.wait(60)
+            assert done.wait(PATIENCE_S)
             asked.stop_stream()
         if wanted is None:
             known = "we currently support ['doll', 'sheep']"
@@ -185,11 +186,11 @@ def test_metrics_name_the_adapters_that_run(adapted: TritonServer, client: Clien
     def labels() -> str:
         """Those of the newest set."""
         url = f"http://127.0.0.1:{adapted.metrics_port}/metrics"
-        lines = httpx.get(url, timeout=60).text.splitlines()
+        lines = httpx.get(url, timeout=PATIENCE_S).text.splitlines()
         found = [line for line in lines if line.startswith("vllm:lora_requests_info{")]
         return max(found, key=lambda line: float(line.rpartition(" ")[2]))
 
-    with client.stream("Count.", max_tokens=2000, ignore_eos=True, lora_name="sheep") as stream:
+    with client.stream("Count.", max_tokens=8000, ignore_eos=True, lora_name="sheep") as stream:
         next(iter(stream))
         wait_until(lambda: 'running_lora_adapters="sheep"' in labels())
     wait_until(lambda: 'running_lora_adapters=""' in labels())

@@ -239,6 +239,8 @@ def test_a_new_chat_knows_nothing_of_an_answer_under_way(
     sent: list[Any] = []
     page.on("request", lambda request: sent.append(request.post_data_json))
     opened(page, wide)
+    page.get_by_role("button", name="Settings").click()
+    page.get_by_label("Most tokens").fill("7000")
     for _ in range(2):
         ask(page, "Go on.")
         expect(page.locator("article.assistant .text")).to_contain_text("look it up")

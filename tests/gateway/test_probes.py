@@ -231,13 +231,18 @@ def test_the_id_that_a_caller_gives_is_kept(gateway: Gateway) -> None:
     stream = {**SHORT, "stream": True}
     answer = gateway.post("/v1/completions", stream, headers={"X-Request-Id": "mine"})
     assert answer.headers["X-Request-Id"] == "mine"
-    assert re.search(r"cmpl-\w+ \(mine\): /v1/completions 200", gateway.log.read_text())
+    gateway.wait_logged(r"cmpl-\w+ \(mine\): /v1/completions 200")
 
 
 @pytest.mark.parametrize("given", ["", "x" * 129, "two words", "tab\tbed", "é"])
 def test_an_id_that_is_not_sane_is_replaced(gateway: Gateway, given: str) -> None:
     headers = {"X-Request-Id": given.encode()}
-    answer = httpx.post(f"{gateway.url}/v1/completions", json=SHORT, headers=headers)  # type: ignore[arg-type]
+    answer = httpx.post(
+        f"{gateway.url}/v1/completions",
+        json=SHORT,
+        headers=headers,  # type: ignore[arg-type]
+        timeout=PATIENCE_S,
+    )
     assert answer.headers["X-Request-Id"] == answer.json()["id"]
 
 
@@ -272,7 +277,9 @@ def test_pages_of_other_origins(opened: Gateway, gateway: Gateway) -> None:
     answer = opened.post("/v1/completions", SHORT, headers={"Origin": other["Origin"]})
     assert answer.status_code == 403
     assert "Access-Control-Allow-Origin" not in answer.headers
-    closed = httpx.options(f"{gateway.url}/v1/completions", headers={**other, "Origin": PAGE})
+    closed = httpx.options(
+        f"{gateway.url}/v1/completions", headers={**other, "Origin": PAGE}, timeout=PATIENCE_S
+    )
     assert closed.status_code in (403, 405)
     assert "Access-Control-Allow-Origin" not in closed.headers
 

@@ -19,7 +19,7 @@ from minisgl_kit.repositories import repository_with
 from tests.server.client import Call, Metrics, Refused, generate, post, wait_for
 from tests.server.conftest import paced_repository, running
 
-ENDLESS: dict[str, Any] = {"input_ids": [1, 2, 3], "max_tokens": 4000, "stream": True}
+ENDLESS: dict[str, Any] = {"input_ids": [1, 2, 3], "max_tokens": 8000, "stream": True}
 SHORT: dict[str, Any] = {"input_ids": [1, 2, 3], "max_tokens": 20, "stream": True}
 MODELS = ("minisgl", "minisgl_batched", "llm_engine")
 
@@ -186,7 +186,13 @@ def test_a_long_step_does_not_hold_up_the_end(tmp_path: Path) -> None:
         endless = [
             pool.submit(calls.enter_context(Call(server, model, **ENDLESS)).all) for model in MODELS
         ]
-        wait_for(lambda: Metrics(server)["vllm:num_requests_running"] > 0, "a step")
+
+        def are_all_inside() -> bool:
+            metrics = Metrics(server)
+            running = metrics["vllm:num_requests_running"]
+            return running > 0 and running + metrics["vllm:num_requests_waiting"] == len(MODELS)
+
+        wait_for(are_all_inside, "a step, and all requests")
         server.stop()
         for one in endless:
             with pytest.raises(Refused, match="UNAVAILABLE: the server is shutting down"):

@@ -60,14 +60,17 @@ def test_load_as_routers_read_it(paced_server: TritonServer) -> None:
         page = Page(paced_server)
         return all(expected.items() <= page.read(names).items() for names in (TRTLLM, VLLM))
 
+    def tells_pages() -> bool:
+        page = Page(paced_server)
+        return all(0 < page.read(names)["usage"] < 1 for names in (TRTLLM, VLLM))
+
+    wait_for(lambda: says(idle), "an idle server")
     with ExitStack() as stack:
         for _ in range(3):
             values: dict[str, Any] = {"text_input": "a b c", "max_tokens": 8000, "stream": True}
             stack.enter_context(Call(paced_server, **values))
         wait_for(lambda: says(busy), "two running requests and a waiting one")
-        page = Page(paced_server)
-        assert 0 < page.read(TRTLLM)["usage"] < 1
-        assert 0 < page.read(VLLM)["usage"] < 1
+        wait_for(tells_pages, "the pages of these")  # each gauge is reported by itself
     wait_for(lambda: says(idle), "an idle server")
 
 

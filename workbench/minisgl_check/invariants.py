@@ -15,7 +15,7 @@ from minisgl_check.own_server import OwnServer
 from minisgl_check.target import Stats, Target
 from minisgl_check.waiting import wait_until
 
-SETTLES_WITHIN_S: Final = 20.0
+SETTLES_WITHIN_S: Final = 60.0
 """How long a server may take to become idle; usually a moment, but machines may be busy."""
 SPARE: Final = max(16, 2 * (os.cpu_count() or 1))
 """Threads and descriptors that tritonserver may gain: gRPC has a pool of two threads a core, and

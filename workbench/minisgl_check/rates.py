@@ -71,7 +71,8 @@ class Rates(Asker):
         """More requests at once than may run and wait."""
         case = Case("burst over the queue")
         room = int(self._info["max_running_requests"]) + int(self._info["max_queued_requests"])
-        calls = self._calls(room * 2 + 16)
+        # so many that it is full although the clients, or the server, are slow for a moment
+        calls = self._calls(room * 4 + 64)
         load = Load("burst", len(calls), calls, arrivals_s=[0.0] * len(calls))
         outcomes = self._run(load)
         num_refused = self._judge(case, outcomes, may_refuse=True)

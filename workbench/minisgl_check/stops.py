@@ -28,7 +28,7 @@ _NUM_SHORT: Final = 8
 _SHORT: Final = 40
 _ENDLESS: Final = 8000
 STOPPED_WITHIN_S: Final = 10.0
-_GONE_WITHIN_S: Final = 10.0
+_GONE_WITHIN_S: Final = 60.0
 
 
 def drained(settings: Settings, case: Case) -> None:

@@ -540,7 +540,9 @@ def test_a_model_that_is_unloaded_is_missed_but_no_fault(world: World) -> None:
 
 def get(port: int, path: str) -> tuple[int, Any]:
     try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=10) as response:
+        with urllib.request.urlopen(
+            f"http://127.0.0.1:{port}{path}", timeout=PATIENCE_S
+        ) as response:
             return response.status, json.load(response)
     except urllib.error.HTTPError as error:
         return error.code, json.load(error)

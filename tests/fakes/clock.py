@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
 
+from minisgl_backend import LLM
 from minisgl_backend.runtime import loop
+from tests.waiting import wait_until
 
 
 class LoopClock:
@@ -22,3 +27,21 @@ class LoopClock:
 
     def monotonic(self) -> float:
         return time.monotonic() + self.ahead_s
+
+
+@contextmanager
+def passing_within_the_answer(llm: LLM, clock: LoopClock, seconds: float) -> Iterator[None]:
+    """Move the clock on by ``seconds`` once an idle ``llm`` has made some tokens for the caller."""
+    before = llm.stats().num_generated_tokens
+
+    def wait_and_pass() -> None:
+        # the first ones may be of requests before, of which a step was still under way
+        wait_until(lambda: llm.stats().num_generated_tokens > before + 100)
+        clock.ahead_s += seconds
+
+    thread = threading.Thread(target=wait_and_pass)
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join()

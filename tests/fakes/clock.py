@@ -7,12 +7,15 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
+from typing import TYPE_CHECKING
 
 import pytest
 
-from minisgl_backend import LLM
 from minisgl_backend.runtime import loop
 from tests.waiting import wait_until
+
+if TYPE_CHECKING:
+    from minisgl_backend import LLM  # brings torch
 
 
 class LoopClock:

@@ -62,6 +62,13 @@ class _ByFileScheduling(LoadFileScheduling):  # type: ignore[misc]  # it has no 
         return _SHARING if nodeid.startswith(_SHARING) else str(super()._split_scope(nodeid))
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Random tensors of a test do not depend on those that ran before it in the same worker."""
+    if torch := sys.modules.get("torch"):
+        torch.manual_seed(0)
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(
     config: pytest.Config, log: xdist.remote.Producer

@@ -18,8 +18,7 @@ from minisgl_backend.grammar.compiler import MOST_LONG, MOST_WAITING, Compiler, 
 from minisgl_backend.grammar.vetting import NUM_WORKERS
 from minisgl_backend.request import Grammar, GrammarKind
 from minisgl_backend.text.tokenizer import load_definition
-
-PATIENCE_S = 60.0
+from tests.waiting import PATIENCE_S
 
 
 def new_compiler() -> Compiler:

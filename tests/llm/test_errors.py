@@ -20,6 +20,8 @@ from minisgl_backend import LLM
 from minisgl_backend.config import DEMO_MODEL, Limits
 from minisgl_backend.errors import ConfigError, EngineFailure, Overloaded, RequestError
 from minisgl_backend.wire.parse import parse_generation
+from minisgl_check.processes import children_of
+from tests.fakes.clock import LoopClock, passing_within_the_answer
 from tests.waiting import wait_until
 
 
@@ -126,7 +128,7 @@ def test_bad_prompts(llm: LLM, prompts: Any, params: Any, complaint: str) -> Non
 
 def test_a_deadline_before_the_first_token() -> None:
     with LLM(max_running_requests=1, num_pages=512) as llm:
-        running = llm.stream("one", {"max_tokens": 4000, "ignore_eos": True})
+        running = llm.stream("one", {"max_tokens": 8000, "ignore_eos": True})
         next(running)
         with pytest.raises(Overloaded, match="the deadline passed after"):
             llm.generate("two", {"timeout_ms": 1})
@@ -134,24 +136,20 @@ def test_a_deadline_before_the_first_token() -> None:
         running.close()
 
 
-def test_a_deadline_within_the_answer(llm: LLM) -> None:
-    (output,) = llm.generate("one", {"max_tokens": 8000, "ignore_eos": True, "timeout_ms": 500})
+def test_a_deadline_within_the_answer(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = {"max_tokens": 8000, "ignore_eos": True, "timeout_ms": 3_600_000}
+    with passing_within_the_answer(llm, LoopClock(monkeypatch), 3601):
+        (output,) = llm.generate("one", asked)
     assert output.finish_reason == "timeout"
     assert 0 < output.num_output_tokens < 8000
 
 
-def children(pid: int) -> list[int]:
-    """The child processes of a process."""
-    tasks = Path(f"/proc/{pid}/task").glob("*/children")
-    return [int(child) for task in tasks for child in task.read_text().split()]
-
-
 def test_ranks_and_what_happens_when_one_is_lost(llm: LLM) -> None:
     """With two ranks the tokens are the same; when one dies, callers learn of it."""
-    before = set(children(os.getpid()))
+    before = set(children_of(os.getpid()))
     prompts = ["Count from 1 to 5.", "The capital of France is"]
     with LLM(tensor_parallel_size=2, device="cpu", num_pages=512) as ranked:
-        (follower,) = set(children(os.getpid())) - before
+        (follower,) = set(children_of(os.getpid())) - before
         params = {"temperature": 0, "max_tokens": 30}
         expected = [output.token_ids for output in llm.generate(prompts, params)]
         assert [output.token_ids for output in ranked.generate(prompts, params)] == expected
@@ -162,7 +160,7 @@ def test_ranks_and_what_happens_when_one_is_lost(llm: LLM) -> None:
             list(stream)
         with pytest.raises(EngineFailure, match="the engine is down"):
             ranked.generate("one")
-    assert follower not in children(os.getpid())
+    assert follower not in children_of(os.getpid())
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])

@@ -94,8 +94,8 @@ def test_ctrl_c_while_it_closes_does_not_stop_the_end() -> None:
         thread.start()
         while not llm.stats().num_prompt_tokens:
             pass
-        threading.Timer(0.02, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
         try:
+            threading.Timer(0.02, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
             llm.close()
             time.sleep(60)
         except KeyboardInterrupt:
@@ -125,7 +125,7 @@ def test_ctrl_c_ends_a_script_and_its_requests(tmp_path: Path) -> None:
 
                 threading.Thread(target=tell).start()
                 try:
-                    llm.generate("one", {"max_tokens": 4000, "ignore_eos": True})
+                    llm.generate("one", {"max_tokens": 8000, "ignore_eos": True})
                 except KeyboardInterrupt:
                     while llm.stats().num_open:
                         pass

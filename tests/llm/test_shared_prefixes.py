@@ -10,7 +10,12 @@ import pytest
 from minisgl_backend import LLM
 from minisgl_backend.attention.sdpa import SdpaAttention
 
-SMALL: dict[str, Any] = {"device": "cpu", "num_pages": 600, "max_sequence_length": 512}
+SMALL: dict[str, Any] = {
+    "device": "cpu",
+    "dtype": "float64",  # steps of other sizes round otherwise, and these prompts have near ties
+    "num_pages": 600,
+    "max_sequence_length": 512,
+}
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 16, "ignore_eos": True}
 
 

@@ -26,7 +26,7 @@ from minisgl_backend.routing.router import Capacity, Router
 from minisgl_backend.runtime.engine_base import EngineBase
 from minisgl_kit.adapters import write_adapter
 from tests.parallel.engines import Answer, some_prompts, wait_for_all
-from tests.waiting import wait_until
+from tests.waiting import PATIENCE_S, wait_until
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
 OPTIONS: dict[str, Any] = {
@@ -74,7 +74,7 @@ class World:
         (number, _, _) = self.replicas[0].sent[-1]["load"]
         for replica in (0, 1):
             assert not self.adapters.answered(replica, number, (8, 3, 9))
-        return future.result(10)
+        return future.result(PATIENCE_S)
 
 
 @pytest.fixture
@@ -94,7 +94,7 @@ def test_a_name_is_known_when_all_replicas_have_it(world: World) -> None:
     with pytest.raises(InvalidRequest, match="loaded already"):
         world.adapters.load("a", "/b")
     world.adapters.answered(1, 1, (8, 3, 9))
-    assert future.result(10) == Adapter(1, "a", "/a", 8, 3, 9)
+    assert future.result(PATIENCE_S) == Adapter(1, "a", "/a", 8, 3, 9)
     assert world.adapters.find("a") is world.adapters.of_task(3) is future.result()
 
 
@@ -103,7 +103,7 @@ def test_an_adapter_that_one_cannot_load_leaves_nothing_behind(world: World) -> 
     world.adapters.answered(0, 1, (8, 3, 9))
     world.adapters.answered(1, 1, "adapter 'a': layers does not fit")
     with pytest.raises(InvalidRequest, match="layers does not fit"):
-        future.result(10)
+        future.result(PATIENCE_S)
     assert all(replica.sent[-1] == {"unload": "a"} for replica in world.replicas)
     assert not world.adapters.known()
     assert world.known("a").id == 2
@@ -112,7 +112,7 @@ def test_an_adapter_that_one_cannot_load_leaves_nothing_behind(world: World) -> 
     world.adapters.answered(0, 3, (8, 3, 9))
     world.adapters.answered(1, 3, (8, 3, 7))
     with pytest.raises(InvalidRequest, match="its files changed while it was loaded"):
-        future.result(10)
+        future.result(PATIENCE_S)
 
 
 def test_unloading_reaches_all(world: World) -> None:
@@ -136,7 +136,7 @@ def test_a_replica_that_is_started_again_gets_all_adapters(world: World) -> None
     world.adapters.answered(0, 3, (8, 3, 9))
     assert not future.done()
     world.adapters.answered(1, 3, (8, 3, 9))
-    assert future.result(10).id == 3
+    assert future.result(PATIENCE_S).id == 3
     assert world.adapters.joined(1)
     assert not world.adapters.answered(0, 77, (8, 3, 9))
 
@@ -157,11 +157,11 @@ def test_loading_does_not_wait_for_lost_replicas(world: World) -> None:
     world.adapters.answered(0, 1, (8, 3, 9))
     world.adapters.lost(1)
     assert not world.adapters.answered(1, 1, (8, 3, 9))
-    assert future.result(10).id == 1
+    assert future.result(PATIENCE_S).id == 1
     future = world.load("b")
     world.adapters.lost(0)
     with pytest.raises(Recovering, match="no replica of the engine serves"):
-        future.result(10)
+        future.result(PATIENCE_S)
     with pytest.raises(Recovering):
         world.adapters.load("c", "/c")
 
@@ -170,7 +170,7 @@ def test_loading_ends_with_the_engine(world: World) -> None:
     future = world.load("a")
     world.adapters.close()
     with pytest.raises(Recovering):
-        future.result(10)
+        future.result(PATIENCE_S)
 
 
 # --- the rule -------------------------------------------------------------------------------------

@@ -16,8 +16,8 @@ from minisgl_backend.errors import EngineFailure
 from minisgl_backend.execution.rank_channel import LeaderEnd
 from minisgl_backend.execution.ranks import LeadingExecutor
 from minisgl_backend.plan import SampledTokens, StepPlan
+from tests.waiting import PATIENCE_S
 
-PATIENCE_S = 30.0
 TIMEOUT_S = 0.05
 
 

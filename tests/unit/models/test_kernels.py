@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import pytest
@@ -67,6 +68,7 @@ CPU = torch.device("cpu")
 PAGE_SIZE = 4
 NUM_PAGES = 32
 MAX_RANK = 16
+Prompt: TypeAlias = tuple[Tensor, Tensor, Tensor]
 
 
 def load(
@@ -387,6 +389,24 @@ def test_packed_weights_are_computed_by_kernels(
     on_ranks(size, check)
 
 
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], tuple[Path, Prompt]]:
+    """The folder of a case's checkpoint, and a prompt of 5 or 40 tokens; the largest has 800 MB, so
+    each is written once."""
+
+    @functools.cache
+    def write_once(case: str) -> tuple[Path, dict[int, Prompt]]:
+        folder = tmp_path_factory.mktemp(case)
+        theirs = write(case, folder)
+        return folder, {length: a_prompt(theirs, length) for length in (5, 40)}
+
+    def folder_and_prompt(case: str, length: int) -> tuple[Path, Prompt]:
+        folder, prompts = write_once(case)
+        return folder, prompts[length]
+
+    return folder_and_prompt
+
+
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("length", [5, 40])
 @pytest.mark.parametrize(
@@ -404,17 +424,16 @@ def test_recurrent_layers_on_tensor_cores(
     least_streamed: int,
     length: int,
     size: int,
-    tmp_path: Path,
+    written: Callable[[str, int], tuple[Path, Prompt]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Beside gated attention and, with experts, a gated one that all tokens take. One row of a
     weight of that size is left to another kernel."""
-    prompt = a_prompt(write(case, tmp_path), length)
-
+    folder, prompt = written(case, length)
     monkeypatch.setattr(small_batch, "_LEAST_ELEMENTS", least_streamed)
 
     def check(group: Group) -> None:
-        model = load(tmp_path, group, fused=True)
+        model = load(folder, group, fused=True)
         use_twins(model)
         check_prompt_then_token(model, *prompt)
 
@@ -547,7 +566,7 @@ def write(case: str, folder: Path) -> Any:
     return write_broad_checkpoint(folder)
 
 
-def a_prompt(theirs: Any, length: int) -> tuple[Tensor, Tensor, Tensor]:
+def a_prompt(theirs: Any, length: int) -> Prompt:
     """A prompt and one token more, the logits of each, and a page table for two rows.
 
     The same ones each time: of some prompts two experts all but tie, and rounding chooses.

@@ -30,9 +30,10 @@ from tests.fakes.executor import (
     Model,
     tokens_of,
 )
+from tests.waiting import PATIENCE_S
 
 NUM_PAGES, PAGE_SIZE, CONTEXT = 64, 4, 128
-WAIT_S = 20
+WAIT_S = PATIENCE_S
 
 
 class GatedExecutor:

@@ -12,8 +12,7 @@ import pytest
 from minisgl_backend.errors import ConfigError, EngineFailure, InvalidRequest
 from minisgl_backend.request import Adapter, AdapterFacts, RequestId
 from minisgl_backend.runtime.adapters import Adapters, Fetched
-
-PATIENCE_S = 10
+from tests.waiting import PATIENCE_S
 
 
 class Memory:

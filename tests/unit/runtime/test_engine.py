@@ -26,6 +26,7 @@ from minisgl_backend.request import (
     TokenBuffer,
     samples_of,
 )
+from tests.fakes.clock import LoopClock
 from tests.fakes.executor import (
     Model,
     expected_tokens,
@@ -111,23 +112,18 @@ def test_a_deadline_before_the_first_token_is_an_error() -> None:
     it.engine.close(drain_s=0)
 
 
-def test_a_deadline_after_the_first_token_is_a_finish_reason(bench: Bench) -> None:
-    request = bench.request([1], max_tokens=100, deadline_s=time.monotonic() + 1.0)
-    reached = threading.Event()
-    release = threading.Event()
-    sink = Recording()
+def test_a_deadline_after_the_first_token_is_a_finish_reason(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, sink = LoopClock(monkeypatch), Recording()
+    request = bench.request([1], max_tokens=100, deadline_s=time.monotonic() + 3600)
 
-    def hold(event: Event) -> None:
+    def pass_the_deadline(event: Event) -> None:
         sink(event)
-        if isinstance(event, Generated) and not reached.is_set():
-            reached.set()
-            release.wait(WAIT_S)
+        if isinstance(event, Generated):
+            clock.ahead_s = 3601
 
-    bench.engine.submit(request, hold)
-    assert reached.wait(WAIT_S)
-    assert request.deadline_s is not None
-    bench.wait_until(lambda: time.monotonic() > request.deadline_s)
-    release.set()
+    bench.engine.submit(request, pass_the_deadline)
     assert sink.ending() == Finished(FinishReason.TIMEOUT)
     assert sink.tokens
 
@@ -149,19 +145,19 @@ def test_samples_get_their_tokens_and_share_their_prompt(overlap: bool) -> None:
     assert stats.scheduler.prefix_hits == 8 * 28
 
 
-def test_a_deadline_ends_samples_that_have_no_token_yet() -> None:
+def test_a_deadline_ends_samples_that_have_no_token_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = LoopClock(monkeypatch)
     it = Bench(max_running=1, max_queued=10)
-    deadline_s = time.monotonic() + 1.0
-    request = it.request([1, 2], deadline_s=deadline_s, max_tokens=100)
+    request = it.request([1, 2], deadline_s=time.monotonic() + 3600, max_tokens=100)
     samples = samples_of(request, [request.id, it.engine.new_id(), it.engine.new_id()])
     sinks = [Recording() for _ in samples]
 
-    def wait_for_the_deadline(event: Event) -> None:
+    def pass_the_deadline(event: Event) -> None:
         sinks[0](event)
         if isinstance(event, Generated):
-            it.wait_until(lambda: time.monotonic() > deadline_s)
+            clock.ahead_s = 3601
 
-    it.engine.submit_samples(samples, [wait_for_the_deadline, *sinks[1:]])
+    it.engine.submit_samples(samples, [pass_the_deadline, *sinks[1:]])
     assert [sink.ending() for sink in sinks] == [Finished(FinishReason.TIMEOUT)] * 3
     assert sinks[0].tokens
     assert sinks[1].tokens == sinks[2].tokens == []
@@ -218,9 +214,12 @@ def test_close_lets_running_requests_finish_and_refuses_new_ones(bench: Bench) -
 def test_close_without_patience_fails_what_is_open(bench: Bench) -> None:
     bench.executor.gate.clear()
     sinks = [bench.submit(bench.request([1], max_tokens=100)) for _ in range(6)]
+    assert bench.executor.reading.wait(WAIT_S)  # from here on the inbox is not drained
+    inbox = bench.engine._loop.inbox
+    num_messages = inbox.qsize()
     closing = threading.Thread(target=bench.engine.close, kwargs={"drain_s": 0.0})
     closing.start()
-    bench.wait_until(lambda: not bench.engine.health().ready)
+    bench.wait_until(lambda: inbox.qsize() > num_messages)
     bench.executor.gate.set()
     closing.join(WAIT_S)
     assert all("shutting down" in str(sink.error()) for sink in sinks)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 from typing import Any
 
@@ -23,23 +22,25 @@ from minisgl_backend.runtime.loop import Loop, Stop
 from minisgl_backend.runtime.open_requests import OpenRequest
 from minisgl_backend.runtime.recorder import Recorder
 from minisgl_backend.scheduling.scheduler import Scheduler, SchedulerConfig
+from tests.fakes.clock import LoopClock
 from tests.unit.runtime.bench import NUM_PAGES, PAGE_SIZE, WAIT_S, Bench, Recording
 
 
-def test_who_waits_for_too_long_is_refused() -> None:
+def test_who_waits_for_too_long_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """A running request is not refused, since it waited for a shorter time in the queue."""
-    it = Bench(max_running=1, max_queue_time_s=0.6)
+    clock = LoopClock(monkeypatch)
+    it = Bench(max_running=1, max_queue_time_s=600)
     it.executor.gate.clear()
     running = it.submit(it.request([2], max_tokens=50))
     it.wait_until(lambda: any(isinstance(event, Admitted) for event in running.events))
     waiting = [it.submit(it.request([i])) for i in (1, 3)]
-    arrived_s = time.monotonic()
-    it.wait_until(lambda: time.monotonic() - arrived_s > 0.6)
+    clock.ahead_s = 601
     it.executor.gate.set()
     for sink in waiting:
         assert isinstance(sink.error(), Overloaded)
-        assert "waited for 0.6 s" in str(sink.error())
+        assert "waited for 600 s" in str(sink.error())
     assert running.ending() == Finished(FinishReason.LENGTH)
+    clock.ahead_s = 0
     assert it.submit(it.request([1])).ending() == Finished(FinishReason.LENGTH)
     assert it.engine.stats().failed == {"UNAVAILABLE": 2}
     it.engine.close(drain_s=0)
@@ -74,12 +75,13 @@ def test_samples_are_accepted_all_or_none(bench: Bench) -> None:
     bench.wait_until(lambda: bench.engine.stats().scheduler.num_running == 0)
 
 
-def test_samples_wait_in_the_queue_with_one_prompt() -> None:
-    it = Bench(max_running=1, max_queued=10, max_queued_tokens=30, max_queue_time_s=0.2)
+def test_samples_wait_in_the_queue_with_one_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = LoopClock(monkeypatch)
+    it = Bench(max_running=1, max_queued=10, max_queued_tokens=30, max_queue_time_s=600)
     it.executor.gate.clear()
     _, sinks = it.submit_samples(it.request(list(range(28))), 6)
     it.wait_until(lambda: any(isinstance(event, Admitted) for event in sinks[0].events))
-    time.sleep(0.3)  # the first has begun, so the others may wait for longer
+    clock.ahead_s = 601  # the first has begun, so the others may wait for longer
     it.executor.gate.set()
     assert {sink.ending() for sink in sinks} == {Finished(FinishReason.LENGTH)}
     it.engine.close(drain_s=0)

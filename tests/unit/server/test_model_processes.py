@@ -15,8 +15,7 @@ import pytest
 from minisgl_backend.runtime_files import Heartbeat, read_beat, socket_path
 from minisgl_backend.server import model_processes
 from minisgl_backend.server.model_processes import ModelProcess, server_stats
-
-PATIENCE_S = 30.0
+from tests.waiting import PATIENCE_S
 
 
 def process(directory: Path, model: str) -> ModelProcess:

@@ -13,8 +13,8 @@ from contextlib import contextmanager
 import pytest
 
 from minisgl_backend.server.progress import Progress, work_of
+from tests.waiting import PATIENCE_S
 
-PATIENCE_S = 60.0
 WAITS = "import sys; print(flush=True); sys.stdin.read()"
 COMPUTES = "while True: pass"
 READS = "import time\nwhile True: open('/proc/self/maps').read(); time.sleep(0.001)"

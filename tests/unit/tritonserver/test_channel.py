@@ -34,9 +34,7 @@ from minisgl_backend.wire.packets import (
     encode_acks,
     encode_keys,
 )
-from tests.waiting import wait_until
-
-PATIENCE_S = 30.0
+from tests.waiting import PATIENCE_S, wait_until
 
 U64 = st.integers(0, 2**64 - 1)
 ACKS = st.builds(Ack, U64, st.integers(0, 2**32 - 1), st.sampled_from(Verdict))

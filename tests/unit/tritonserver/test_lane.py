@@ -7,6 +7,7 @@ import threading
 import pytest
 
 from minisgl_backend.tritonserver.lane import Lane
+from tests.waiting import PATIENCE_S
 
 
 def test_items_are_taken_in_order_and_all_before_the_end() -> None:
@@ -14,7 +15,7 @@ def test_items_are_taken_in_order_and_all_before_the_end() -> None:
     taken: list[int] = []
 
     def take(item: int) -> None:
-        assert goes_on.wait(20)
+        assert goes_on.wait(PATIENCE_S)
         taken.append(item)
 
     lane = Lane(take, name="lane")

@@ -27,10 +27,10 @@ from minisgl_backend.wire.record import encode_record
 from minisgl_bench.paced import paced_engine
 from tests.fakes import pb_utils
 from tests.fakes.packets import finish_of, token_ids_of
-from tests.waiting import wait_until
+from tests.waiting import PATIENCE_S, wait_until
 
 STEP_S = 0.002
-PATIENCE_S = 20.0
+LONG = 50_000  # tokens: nearly two minutes, in which a test ends the request
 
 
 class Model(TritonPythonModel):
@@ -49,7 +49,12 @@ class Model(TritonPythonModel):
 def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Model]:
     monkeypatch.setenv("MINISGL_RUNTIME_DIR", str(tmp_path))
     monkeypatch.delenv("MINISGL_HTTP_URL", raising=False)
-    parameters = {"model": DEMO_MODEL, "max_running_requests": "4", "drain_timeout_s": "0"}
+    parameters = {
+        "model": DEMO_MODEL,
+        "max_sequence_length": "60000",
+        "max_running_requests": "4",
+        "drain_timeout_s": "0",
+    }
     config = {"parameters": {name: {"string_value": v} for name, v in parameters.items()}}
     model = Model()
     threads = set(threading.enumerate())
@@ -192,7 +197,7 @@ def test_tokens_gather_until_the_last_packet_is_acknowledged(model: Model) -> No
 def test_a_verdict_ends_the_request_with_the_final_flag_alone(
     model: Model, verdict: Verdict, counted: tuple[int, dict[str, int]]
 ) -> None:
-    asked = request(max_tokens=5000, stream=True)
+    asked = request(max_tokens=LONG, stream=True)
     with Reader(asked) as reader:
         model.execute([asked])
         item = reader.next()
@@ -207,7 +212,7 @@ def test_a_verdict_ends_the_request_with_the_final_flag_alone(
 
 def test_probes_while_nothing_is_to_be_sent(model: Model) -> None:
     """Without stream the tokens wait for the end; probes ask whether the client still listens."""
-    asked = request(max_tokens=5000)
+    asked = request(max_tokens=LONG)
     with Reader(asked) as reader:
         model.execute([asked])
         for index in range(3):
@@ -226,7 +231,7 @@ def test_probes_while_nothing_is_to_be_sent(model: Model) -> None:
 def test_a_detokenizer_that_goes_ends_its_requests_with_an_error(
     model: Model, caplog: pytest.LogCaptureFixture
 ) -> None:
-    asked = request(request_id="job", max_tokens=5000, stream=True)
+    asked = request(request_id="job", max_tokens=LONG, stream=True)
     with Reader(asked) as reader:
         model.execute([asked])
         item = reader.next()
@@ -248,7 +253,7 @@ def test_a_detokenizer_that_goes_ends_its_requests_with_an_error(
 
 def test_a_missing_acknowledgement_while_others_come(model: Model) -> None:
     """A stream whose packets get lost is given up, and the others go on."""
-    lost, other = request(max_tokens=5000, stream=True), request(max_tokens=5000, stream=True)
+    lost, other = request(max_tokens=LONG, stream=True), request(max_tokens=LONG, stream=True)
     with Reader(lost) as loser, Reader(other) as reader:
         model.execute([lost])
         assert loser.next() is not None
@@ -291,7 +296,7 @@ def test_a_full_queue_shows_its_room_before_the_last_response(
     model: Model, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(model.engine, "is_queue_full", lambda: model.stats()["num_open"] > 0)
-    asked = request(acknowledged=False, max_tokens=5000)
+    asked = request(acknowledged=False, max_tokens=LONG)
     model.execute([asked])
     wait_until(lambda: bool(list(tmp_path.glob(f"{QUEUE_FULL}.*"))))
     asked.sender.cancelled = True
@@ -300,7 +305,7 @@ def test_a_full_queue_shows_its_room_before_the_last_response(
 
 
 def test_a_direct_caller_who_gives_up(model: Model) -> None:
-    asked = request(acknowledged=False, max_tokens=5000)
+    asked = request(acknowledged=False, max_tokens=LONG)
     model.execute([asked])
     asked.sender.cancelled = True
     response, final = asked.sender.sent.get(timeout=PATIENCE_S)
@@ -315,7 +320,7 @@ def test_streams_that_cannot_be_asked_hold_up_no_other(
     def is_cancelled() -> bool:
         raise RuntimeError("no room in shared memory")
 
-    *asked, other = (request(acknowledged=False, max_tokens=5000) for _ in range(10))
+    *asked, other = (request(acknowledged=False, max_tokens=LONG) for _ in range(10))
     with monkeypatch.context() as patch:
         for one in asked:
             patch.setattr(one.sender, "is_cancelled", is_cancelled)
@@ -323,6 +328,7 @@ def test_streams_that_cannot_be_asked_hold_up_no_other(
         other.sender.cancelled = True
         _, final = other.sender.sent.get(timeout=PATIENCE_S)
         assert final
+        wait_until(lambda: "could not be checked" in caplog.text)  # maybe the other came first
     lines = [record for record in caplog.records if "could not be checked" in record.message]
     assert 0 < len(lines) < len(asked)
     for one in asked:
@@ -332,7 +338,7 @@ def test_streams_that_cannot_be_asked_hold_up_no_other(
 
 def test_a_request_that_was_stopped_in_the_tokenizer(model: Model) -> None:
     """It ends as one that was stopped later, and leaves others of its id alone."""
-    other = request(request_id="job", acknowledged=False, max_tokens=5000)
+    other = request(request_id="job", acknowledged=False, max_tokens=LONG)
     record = encode_record(Stopped(wanted=Wanted(finish_reason=True)))
     arrays = {
         "input_ids": np.empty(0, dtype=np.int32),
@@ -372,8 +378,8 @@ def test_ids_and_parameters_that_are_not_utf_8_are_refused(
 
 @pytest.mark.parametrize("acknowledged", [True, False])
 def test_stop_request(model: Model, acknowledged: bool) -> None:
-    asked = request(request_id="job", acknowledged=acknowledged, max_tokens=5000)
-    other = request(request_id="other", acknowledged=False, max_tokens=5000)
+    asked = request(request_id="job", acknowledged=acknowledged, max_tokens=LONG)
+    other = request(request_id="other", acknowledged=False, max_tokens=LONG)
     stop = pb_utils.InferenceRequest({}, request_id="job", parameters={"stop_request": True})
     model.execute([asked, other])
     model.execute([stop])
@@ -433,8 +439,8 @@ def test_a_request_that_is_given_up_on_its_way_into_the_engine_ends(
 ) -> None:
     """The engine ignores an abort of what it does not know yet."""
     submit = model.engine.submit_samples
-    asked = request(max_tokens=5000, stream=True)
-    earlier = request(max_tokens=5000, stream=True)
+    asked = request(max_tokens=LONG, stream=True)
+    earlier = request(max_tokens=LONG, stream=True)
 
     def late(wanted: Sequence[Request], sinks: Sequence[Sink]) -> None:
         reader.channel.close()
@@ -452,7 +458,7 @@ def test_a_request_that_is_given_up_on_its_way_into_the_engine_ends(
     error = response.error() if response else None
     assert final and error is not None and error.message() == "INTERNAL: the detokenizer has gone"
     wait_idle(model)
-    assert model.stats()["num_generated_tokens"] < 5000
+    assert model.stats()["num_generated_tokens"] < LONG
 
 
 @pytest.mark.parametrize("acknowledged", [True, False])
@@ -473,7 +479,7 @@ def test_an_engine_that_breaks_as_a_request_comes_leaves_no_stream(
 
 def test_draining_ends_what_is_open(model: Model, tmp_path: Path) -> None:
     """``finalize`` of the fixture leaves no thread, file or request, then."""
-    asked = [request(max_tokens=5000, stream=True), request(acknowledged=False, max_tokens=5000)]
+    asked = [request(max_tokens=LONG, stream=True), request(acknowledged=False, max_tokens=LONG)]
     model.execute(list(asked))
     (tmp_path / DRAIN_MARKER).touch()
     for one in asked:

@@ -6,6 +6,7 @@ import threading
 import time
 
 from minisgl_backend.tritonserver.outbox import Outbox
+from tests.waiting import PATIENCE_S
 
 
 def test_urgent_items_go_first_and_each_lane_keeps_its_order() -> None:
@@ -30,7 +31,7 @@ def test_plain_items_wait_while_enough_packets_are_under_way() -> None:
     outbox.arrived(8)  # another stream's, of which none is on its way
     assert not got
     outbox.arrived(7)
-    getter.join(10)
+    getter.join(PATIENCE_S)
     assert got == ["plain"]
 
 
@@ -68,7 +69,7 @@ def test_a_packet_that_never_arrives_is_not_counted_for_ever() -> None:
     getter.start()
     assert not got
     outbox.expire(time.monotonic() + 2.0)
-    getter.join(10)
+    getter.join(PATIENCE_S)
     assert got == ["plain"]
 
 
@@ -87,5 +88,5 @@ def test_close_ends_every_getter() -> None:
         getter.start()
     outbox.close(len(getters))
     for getter in getters:
-        getter.join(10)
+        getter.join(PATIENCE_S)
         assert not getter.is_alive()

@@ -11,6 +11,7 @@ import pytest
 from minisgl_backend.errors import Cancelled, InvalidRequest, Overloaded, Unsupported
 from minisgl_backend.tritonserver.responder import Responder
 from tests.fakes import pb_utils
+from tests.waiting import PATIENCE_S
 
 
 class Request(pb_utils.InferenceRequest):
@@ -57,14 +58,14 @@ def test_cancelled_is_not_asked_while_something_is_sent(monkeypatch: pytest.Monk
 
     def slow(*args: Any, **kwargs: Any) -> None:
         entered.set()
-        assert leave.wait(30)
+        assert leave.wait(PATIENCE_S)
         send(*args, **kwargs)
 
     monkeypatch.setattr(request.sender, "send", slow)
     request.sender.cancelled = True
     sender = threading.Thread(target=responder.finish)
     sender.start()
-    assert entered.wait(30)
+    assert entered.wait(PATIENCE_S)
     assert not responder.is_cancelled()
     leave.set()
     sender.join()

@@ -23,8 +23,7 @@ from minisgl_backend.runtime_files import (
     socket_path,
 )
 from minisgl_backend.tritonserver.status import Status, StatusServer
-
-PATIENCE_S = 20.0
+from tests.waiting import PATIENCE_S
 
 
 class Model:

@@ -12,9 +12,8 @@ import pytest
 
 from minisgl_backend.runtime_files import QueueMarker
 from minisgl_backend.tritonserver.unload_watcher import Readiness, UnloadWatcher, ask
-from tests.waiting import wait_until
+from tests.waiting import PATIENCE_S, wait_until
 
-PATIENCE_S = 30.0
 SHORT_S = 0.2
 
 

@@ -14,11 +14,16 @@ def loads(text: str | bytes) -> Any:
     """The value of a JSON text; raises ``Refused``, another ``ValueError``, or ``RecursionError``
     if it nests too deeply."""
     try:
-        return json.loads(text, object_pairs_hook=_unrepeated, parse_constant=_no_constant)
+        return json.loads(text, object_pairs_hook=_unrepeated, parse_constant=no_constant)
     except (Refused, UnicodeError, json.JSONDecodeError):
         raise
     except ValueError:  # the one thing more that Python refuses
         raise Refused("an integer has thousands of digits") from None
+
+
+def no_constant(name: str) -> NoReturn:
+    """For ``parse_constant`` of ``json``: refuse NaN and infinities, which Python reads."""
+    raise Refused(f"{name} is not a number of JSON")
 
 
 def _unrepeated(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -28,7 +33,3 @@ def _unrepeated(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
             raise Refused(f"the key {name[:60]!r} is given twice")
         found[name] = value
     return found
-
-
-def _no_constant(name: str) -> NoReturn:
-    raise Refused(f"{name} is not a number of JSON")

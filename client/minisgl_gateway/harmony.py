@@ -17,7 +17,9 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Final, NoReturn
+from typing import Final
+
+from minisgl_client import strict_json
 
 from minisgl_gateway.call_syntax import CalledTool, sendable
 from minisgl_gateway.thinking import Thought
@@ -140,11 +142,6 @@ class HarmonyReader:
 
 def _is_object(text: str) -> bool:
     try:
-        return isinstance(json.loads(text, parse_constant=_no_constant), dict)
+        return isinstance(json.loads(text, parse_constant=strict_json.no_constant), dict)
     except (ValueError, RecursionError):
         return False
-
-
-def _no_constant(name: str) -> NoReturn:
-    """Refuse NaN and Infinity, which Python reads but JSON does not have."""
-    raise ValueError(name)

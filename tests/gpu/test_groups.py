@@ -75,9 +75,11 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, list[int]]]:
     monkeypatch.setattr(CudaDecode, "take_groups", counted)
     for kind, graphs in (("decode", DecodeGraphs), ("chunk", ChunkGraphs)):
 
-        def watched(self: Any, *args: Any, kind: str = kind, replay: Any = graphs.replay) -> object:
+        def watched(
+            self: Any, *args: Any, kind: str = kind, replay: Any = graphs.replay, **options: Any
+        ) -> object:
             before = len(found["all"])
-            output = replay(self, *args)
+            output = replay(self, *args, **options)
             found[kind] += found["all"][before:]
             return output
 

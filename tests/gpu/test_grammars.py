@@ -115,9 +115,9 @@ def test_two_graphs_for_steps_with_masks_and_one_for_others(
     def watched(name: str) -> None:
         inner = getattr(DecodeGraphs, name)
 
-        def counted(self: DecodeGraphs, *inputs: Any) -> Any:
+        def counted(self: DecodeGraphs, *inputs: Any, **options: Any) -> Any:
             replayed[name] += 1
-            return inner(self, *inputs)
+            return inner(self, *inputs, **options)
 
         monkeypatch.setattr(DecodeGraphs, name, counted)
 

@@ -30,7 +30,7 @@ from minisgl_backend.kernels.moe import (
 from minisgl_backend.layers.expert_places import InterleavedPlace, check_interleaved, stacked_place
 from minisgl_backend.layers.feed_forward import GatedMLP
 from minisgl_backend.layers.matrix import DenseMatrix
-from minisgl_backend.layers.norm import Normed, RMSNorm, add_sum
+from minisgl_backend.layers.norm import Normed, RMSNorm, Rounding, add_sum
 from minisgl_backend.layers.quantized_matrix import Matrices
 from minisgl_backend.layers.quantized_place import place_in
 from minisgl_backend.layers.router import Router
@@ -185,6 +185,14 @@ class ExpertsMLP(nn.Module):
         if self.shared is not None:
             self.shared.use_tensor_cores(kernels, adds=False)
 
+    def rounding(self, num_tokens: int) -> Rounding | None:
+        """How its input is rounded to 8 bits, if it is: for the experts, or else for what all
+        tokens take. The router never does."""
+        if self._kernels is not None and self._kernels.rounds(num_tokens):
+            return Rounding(self.outer.size, plain=True)
+        of_shared = None if self.shared is None else self.shared.rounding(num_tokens)
+        return None if of_shared is None else replace(of_shared, plain=True)
+
     def forward(
         self,
         residual: Tensor,
@@ -235,7 +243,7 @@ class ExpertsMLP(nn.Module):
         it is among them."""
         kernels = self._kernels
         if kernels is None:
-            x = Normed(x.normalized(pdl=pdl))
+            x = replace(x, x=x.normalized(pdl=pdl), norm=None, squares=None)
             shared = self._of_shared(x, pdl, adapted)
             read, choices = self._routed(x.x)
             return expert_outputs(read, self.weights, choices), choices, shared
@@ -245,7 +253,7 @@ class ExpertsMLP(nn.Module):
             assert self.shared_gate is not None
             shared_gate = self.shared_gate[0]
         else:
-            ready = Normed(rows, x.norm if squares is not None else None, squares)
+            ready = replace(x, x=rows, norm=None if squares is None else x.norm)
             shared = self._of_shared(ready, pdl, adapted)
         outputs, choices = kernels(
             rows,
@@ -257,6 +265,7 @@ class ExpertsMLP(nn.Module):
             correction=self.router.correction,
             squares=squares,
             eps=x.eps,
+            rounded=x.rounded,
             pdl=pdl,
         )
         return outputs, choices, shared

@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor, nn
 
-from minisgl_backend.kernels.activation import gelu_mul
 from minisgl_backend.kernels.adapters import AdaptedTokens
 from minisgl_backend.layers.linear import MergedColumnLinear, RowLinear
-from minisgl_backend.layers.norm import Normed, RMSNorm
+from minisgl_backend.layers.norm import Normed, RMSNorm, Rounding
 from minisgl_backend.layers.quantized_matrix import Matrices
 from minisgl_backend.layers.weight_place import even_share
 from minisgl_backend.parallel.group import Group
@@ -100,7 +99,12 @@ class GatedMLP(nn.Module):
         """This rank's part of ``output``, to be summed over the ranks by the caller."""
         return self.down_proj.part(self._inner(x, pdl, adapted), pdl=pdl, adapted=adapted)
 
-    def _inner(self, x: Normed, pdl: bool, adapted: AdaptedTokens | None) -> Tensor:
-        """[num_tokens, this rank's part of intermediate_size]"""
-        inner: Tensor = self.gate_up_proj(x, pdl=pdl, adapted=adapted)
-        return gelu_mul(inner, pdl=pdl) if self.gelu else inner
+    def rounding(self, num_tokens: int) -> Rounding | None:
+        """How its input is rounded to 8 bits, if it is."""
+        return self.gate_up_proj.matrix.rounding(num_tokens)
+
+    def _inner(self, x: Normed, pdl: bool, adapted: AdaptedTokens | None) -> Normed:
+        """The input of ``down_proj``"""
+        if self.gelu:
+            return Normed(self.gate_up_proj(x, pdl=pdl, adapted=adapted), gate="gelu")
+        return self.gate_up_proj.ungated(x, pdl=pdl, adapted=adapted)

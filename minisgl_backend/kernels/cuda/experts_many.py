@@ -1,7 +1,7 @@
 """Launches ``experts_many.cu``: grouped GEMMs of experts that have many rows each, on Hopper.
 
 A kernel is for one shape of weights: plain ones, or packed ones in float8, which multiply rows that
-are rounded to float8 as well (``float8_rows``). Must not know how rows are routed.
+are in float8 as well (``float8_rows``). Must not know how rows are routed.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from torch import Tensor
 from minisgl_backend.kernels.cuda.module import CudaModule, TensorMap, address, tensor_map
 from minisgl_backend.kernels.dispatch import num_processors
 from minisgl_backend.kernels.expert_cut import MANY
+from minisgl_backend.kernels.float8_rows import Float8Rows, float8_rows
 from minisgl_backend.kernels.packed_weight import CodesKind, PackedWeight
-from minisgl_backend.kernels.quantized_linear import float8_rows
 
 _THREADS: Final = 384
 """Two warpgroups that multiply, and one that fills the ring."""
@@ -82,12 +82,14 @@ class ManyRowsKernel:
         *,
         top_k: int,
         factors: Tensor | None = None,
+        rounded: Float8Rows | None = None,
         pdl: bool = False,
     ) -> Tensor:
         """bfloat16 [num_pairs, out_features]: row p is x[p // top_k] through the expert of pair p,
         which ``pairs`` and ``experts`` tell in blocks of ``MANY.block`` (``moe.Alignment``).
 
-        ``factors`` [num_pairs / top_k] multiply the rows of x.
+        ``factors`` [num_pairs / top_k] multiply the rows of x. ``rounded``: x in 8 bits, if it is
+        there with a scale a row.
         """
         out = torch.empty((num_pairs, self._out_features), dtype=x.dtype, device=x.device)
         assert x.is_contiguous()
@@ -95,8 +97,9 @@ class ManyRowsKernel:
         if isinstance(weight, PackedWeight):
             assert weight.kind == self._codes
             scales, numbers = weight.scales, weight.weight.codes
-            x, of_rows = float8_rows(x, self._in_features, pdl=pdl)
-            of_rows = of_rows[:, 0]
+            if rounded is None or rounded.group != self._in_features:
+                rounded = float8_rows(x, self._in_features, pdl=pdl)
+            x, of_rows = rounded.numbers, rounded.scales[: rounded.num_rows, 0]
             factors = of_rows if factors is None else of_rows * factors
         assert isinstance(numbers, Tensor)
         arguments = _Arguments(

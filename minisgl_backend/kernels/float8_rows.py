@@ -54,16 +54,16 @@ def float8_rows(x: Tensor, group: int, *, pdl: bool = False) -> Float8Rows:
         return float8_rows_reference(x, group)
     from minisgl_backend.kernels.triton_kernels.float8_kernels import launch_float8_rows
 
-    out = Float8Rows.empty(*x.shape, group, x.device)
+    out = Float8Rows.empty(len(x), x.shape[1], group, x.device)
     launch_float8_rows(out.numbers, out.scales, x, group, pdl=pdl)
     return out
 
 
 def float8_rows_reference(x: Tensor, group: int) -> Float8Rows:
     """The twin of ``float8_rows``."""
-    out = Float8Rows.empty(*x.shape, group, x.device)
+    out = Float8Rows.empty(len(x), x.shape[1], group, x.device)
     padded = F.pad(x, (0, 0, 0, len(out.numbers) - len(x)))
-    groups = padded.float().unflatten(1, (-1, group))  # [rows, columns, group]
+    groups = padded.float().reshape(len(padded), -1, group)  # [rows, columns, group]
     scales = groups.abs().amax(-1).clamp_min(1e-12) / FP8_MAX
     numbers = (groups / scales[..., None]).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
     permuted = numbers.view(torch.uint8).reshape(len(padded), -1, 16)[..., PLACES_OF_BYTES]
@@ -95,7 +95,7 @@ def rms_norm_float8(
         return float8_rows_reference(normed, group), normed if plain else None
     from minisgl_backend.kernels.triton_kernels.float8_kernels import launch_rms_norm_float8
 
-    out = Float8Rows.empty(*x.shape, group, x.device)
+    out = Float8Rows.empty(len(x), x.shape[1], group, x.device)
     plain_out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if plain else None
     launch_rms_norm_float8(
         out.numbers, out.scales, plain_out, x, residual, weight, eps, group, pdl=pdl

@@ -133,8 +133,8 @@ class RowLinear(nn.Module):
         """The residual stream [num_tokens, out_features] with the projection of ``x`` added, and
         under ``norm``.
 
-        ``x`` [num_tokens, this rank's share], under no norm; ``residual`` may be overwritten. ``adapted``: the
-        tokens by adapter, if any has one.
+        ``x`` [num_tokens, this rank's share] is under no norm; ``residual`` may be overwritten.
+        ``adapted``: the tokens by adapter, if any has one.
         """
         if adapted is not None and self.group.size > 1:  # each rank has a part of the sum
             part = self.part(x, pdl=pdl, adapted=adapted)

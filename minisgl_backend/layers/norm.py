@@ -1,8 +1,8 @@
 """Root mean square normalization (arXiv 1910.07467) of hidden states and of heads.
 
 A norm is applied where its result is needed: in the GEMM that reads it, or with the residual add
-before it. ``Normed`` says how much of it has been done. A GEMM that multiplies tokens in 8 bits says
-so by the norm before it (``Rounding``), whose kernel then rounds them.
+before it. ``Normed`` says how much of it has been done. A norm also knows whether its reader
+multiplies tokens in 8 bits (``Rounding``), for its kernel to round them.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from minisgl_backend.parallel.group import Group
 
 @dataclass(frozen=True, slots=True)
 class Rounding:
-    """How a GEMM takes its tokens in 8 bits: ``group`` neighbours share a scale. ``plain``: they are
-    read as they are, too."""
+    """How a reader takes its tokens in 8 bits: ``group`` neighbours share a scale. If ``plain``, it
+    also reads them as they are."""
 
     group: int
     plain: bool = False
@@ -154,8 +154,8 @@ class Normed:
         return 0.0 if self.norm is None else self.norm.eps
 
     def normalized(self, *, pdl: bool) -> Tensor:
-        """What the GEMM multiplies, [num_tokens, in_features]. A norm that is half done is completed
-        by PyTorch: kernels that take ``squares`` save that."""
+        """What the GEMM multiplies, [num_tokens, in_features]. A norm that is half done is
+        completed by PyTorch: kernels that take ``squares`` save that."""
         if self.gate is not None:
             return (gelu_mul if self.gate == "gelu" else silu_mul)(self.x, pdl=pdl)
         if self.squares is not None:

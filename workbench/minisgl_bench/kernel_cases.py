@@ -18,7 +18,7 @@ from torch import Tensor
 
 from minisgl_backend.kernels.activation import silu_mul, silu_mul_reference
 from minisgl_backend.kernels.embedding import embedding, embedding_reference
-from minisgl_backend.kernels.float8_rows import float8_rows, gated_float8, rms_norm_float8
+from minisgl_backend.kernels.float8_rows import float8_rows
 from minisgl_backend.kernels.linear_cut import MAX_TOKENS
 from minisgl_backend.kernels.packed_weight import PackedWeight, pack
 from minisgl_backend.kernels.quantized import quantize

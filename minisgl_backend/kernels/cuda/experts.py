@@ -239,11 +239,11 @@ class ExpertsKernels:
         experts. The rows of those that other ranks hold are not written.
 
         ``x`` [num_tokens, hidden_size] is under a norm; with ``squares``, one that is half done
-        (``cuda.linear``). ``rounded`` is the same in 8 bits, if it is there. ``router`` is the router's weight, and ``bias``, float32 [num_experts],
-        is added to its logits; ``logits`` computes these [num_tokens, num_experts] if no kernel
-        here does, with the bias if it is told so: it is added to those of complete norms. With a
-        ``shared_gate`` [hidden_size] all tokens take the last expert, too, which counts as its
-        sigmoid says: it is a choice more.
+        (``cuda.linear``). ``rounded`` is the same in 8 bits, if that is there. ``router`` is the
+        router's weight, and ``bias``, float32 [num_experts], is added to its logits; ``logits``
+        computes these [num_tokens, num_experts] if no kernel here does, with the bias if it is told
+        so: it is added to those of complete norms. With a ``shared_gate`` [hidden_size] all tokens
+        take the last expert, too, which counts as its sigmoid says: it is a choice more.
         """
         num_tokens, top_k = len(x), self._route.top_k
         num_pairs = num_tokens * top_k

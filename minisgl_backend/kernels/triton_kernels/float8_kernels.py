@@ -171,7 +171,9 @@ def _gated_float8(
     )
 
 
-def launch_float8_rows(numbers: Tensor, scales: Tensor, x: Tensor, group: int, *, pdl: bool) -> None:
+def launch_float8_rows(
+    numbers: Tensor, scales: Tensor, x: Tensor, group: int, *, pdl: bool
+) -> None:
     """See ``minisgl_backend.kernels.float8_rows.float8_rows``."""
     num_rows, size = x.shape
     if num_rows == 0:

@@ -25,6 +25,7 @@ from minisgl_backend.execution.executor import ModelExecutor
 from minisgl_backend.kernels.dispatch import is_interpreted
 from minisgl_backend.kernels.quantized import dequantized, quantize
 from minisgl_backend.kernels.rows import StepInputs
+from minisgl_backend.models.catalog import load_spec
 from minisgl_backend.plan import Pending, StepPlan
 from minisgl_backend.request import Event, IntArray, PromptLogprobs, Request, SamplingParams
 from minisgl_backend.runtime.engine import Engine
@@ -34,6 +35,7 @@ from minisgl_backend.scheduling.lifecycle import Lifecycle
 from minisgl_backend.weight_format import Encoding
 from minisgl_bench.dummy_model import write_dummy_model
 from minisgl_bench.engines import Collector, submitted
+from minisgl_kit.adapters import write_adapter
 from tests.conformance.checkpoints import (
     CONTEXT,
     VOCAB_SIZE,
@@ -543,6 +545,8 @@ def test_graphs_wait_for_their_inputs(
         ("qwen3", {"attention_backend": "triton", "kv_cache_dtype": "fp8_e4m3"}),
         ("qwen3-moe", {}),
         ("qwen3.5", {}),
+        ("qwen3", {"enable_lora": True}),
+        ("qwen3", {"enable_lora": True, "max_prefill_tokens": 1500}),  # blocks of many tokens
     ],
 )
 def test_no_kernel_is_compiled_once_the_engine_has_started(
@@ -555,18 +559,10 @@ def test_no_kernel_is_compiled_once_the_engine_has_started(
     """Compiling takes a second, which would delay all open requests."""
     from triton import knobs
 
-    write_checkpoint(case, tmp_path)
-    engine = build_engine(
-        EngineOptions(
-            model=str(tmp_path),
-            device="cuda",
-            max_running_requests=16,
-            num_pages=4096,
-            max_prefill_tokens=64,
-            max_sequence_length=CONTEXT,
-            **options,
-        )
-    )
+    write_checkpoint(case, tmp_path / "model")
+    sizes = {"max_running_requests": 16, "num_pages": 4096, "max_prefill_tokens": 64}
+    chosen = {**sizes, "max_sequence_length": CONTEXT, **options}
+    engine = build_engine(EngineOptions(model=str(tmp_path / "model"), device="cuda", **chosen))
     compiled: list[str] = []
 
     def note(**facts: Any) -> None:
@@ -574,11 +570,20 @@ def test_no_kernel_is_compiled_once_the_engine_has_started(
 
     monkeypatch.setattr(knobs.runtime, "jit_cache_hook", note)
     sampled = SamplingParams(max_tokens=8, temperature=0.7, top_p=0.9, seed=1, ignore_eos=True)
+    adapter = None
     try:
-        for count in (1, 3, 9, len(prompts)):
+        if "enable_lora" in options:
+            path = write_adapter(tmp_path / "adapter", load_spec(tmp_path / "model"), rank=8)
+            adapter = engine.adapters.load("adapter", str(path))
+        for count in (1, 2, 3, 9, len(prompts)):
             sinks = [
-                submitted(engine, prompt, params)
-                for prompt, params in zip(prompts[:count], [GREEDY, sampled] * count, strict=False)
+                submitted(engine, prompt, params, user)
+                for prompt, params, user in zip(
+                    prompts[:count],
+                    [GREEDY, sampled] * count,
+                    [adapter, None, adapter] * count,
+                    strict=False,
+                )
             ]
             for sink in sinks:
                 sink.wait()

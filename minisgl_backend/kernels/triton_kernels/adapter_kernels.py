@@ -84,7 +84,10 @@ def _base_of(
     return base.to(tl.float32)
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@triton.jit(
+    do_not_specialize=["num_tokens"],
+    do_not_specialize_on_alignment=["order_ptr", "blocks_ptr"],  # parts of one buffer
+)
 def _shrink(
     inner_ptr,
     x_ptr,
@@ -145,7 +148,10 @@ def _shrink(
         tl.store(to, total, mask=is_there[:, None])
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@triton.jit(
+    do_not_specialize=["num_tokens"],
+    do_not_specialize_on_alignment=["order_ptr", "blocks_ptr"],  # parts of one buffer
+)
 def _expand(
     out_ptr,
     inner_ptr,

@@ -21,6 +21,7 @@ from minisgl_backend.kernels.moe import (
     ExpertWeights,
     SharedOutput,
     add_outputs,
+    add_outputs_float8,
     expert_outputs,
     fused_experts,
     fused_experts_reference,
@@ -206,6 +207,13 @@ class ExpertsMLP(nn.Module):
             part = self.part(x, pdl=pdl, adapted=adapted)
             return residual, add_sum(residual, part, norm, self.group, pdl=pdl)
         outputs = self._outputs(x, pdl, adapted)
+        rounding = None if norm.rounding is None else norm.rounding(len(x.x))
+        if rounding is not None:
+            group, plain = rounding.group, rounding.plain
+            rounded, normed = add_outputs_float8(
+                *outputs, residual, norm.weight, norm.eps, group, plain=plain, pdl=pdl
+            )
+            return residual, Normed.in_both(residual, norm, normed, rounded)
         half = len(x.x) <= self._most_half_done
         rows, squares = add_outputs(*outputs, residual, norm.weight, norm.eps, half=half, pdl=pdl)
         return residual, Normed(rows, norm if half else None, squares)

@@ -149,6 +149,15 @@ class Normed:
     gate: Literal["silu", "gelu"] | None = None
     rounded: Float8Rows | None = None
 
+    @classmethod
+    def in_both(
+        cls, residual: Tensor, norm: RMSNorm, normed: Tensor | None, rounded: Float8Rows
+    ) -> Normed:
+        """``rounded``, and the norm of the residual stream itself: ``normed``, if that is there."""
+        if normed is None:
+            return cls(residual, norm, rounded=rounded)
+        return cls(normed, rounded=rounded)
+
     @property
     def eps(self) -> float:
         return 0.0 if self.norm is None else self.norm.eps
@@ -205,9 +214,7 @@ def _added(residual: Tensor, part: Tensor, norm: RMSNorm, *, pdl: bool) -> Norme
     rounded, normed = rms_norm_float8(
         part, residual, weight, eps, rounding.group, plain=rounding.plain, pdl=pdl
     )
-    if normed is None:
-        return Normed(residual, norm, rounded=rounded)
-    return Normed(normed, rounded=rounded)
+    return Normed.in_both(residual, norm, normed, rounded)
 
 
 def add_normed(

@@ -30,7 +30,7 @@ def test_rows(device: torch.device, dtype: torch.dtype, size: int, group: int, p
     for batch in BATCHES:
         x = torch.randn(batch, size + 8, device=device).to(dtype)[:, :size]
         x[0, :group] = 0
-        check(float8_rows(x, group, pdl=pdl), x, group)
+        check_rounded(float8_rows(x, group, pdl=pdl), x, group)
 
 
 @pytest.mark.parametrize(("size", "group"), [(512, 128), (1152, 128), (5120, 128), (1152, 1152)])
@@ -60,10 +60,10 @@ def test_a_norm(
         assert torch.equal(residual, total)
         assert (normed is not None) == plain
         if normed is None:  # a number of 16 bits may be rounded otherwise
-            check(rows, expected, group, tolerance=2e-2)
+            check_rounded(rows, expected, group, tolerance=2e-2)
         else:
             assert_close(normed, expected)
-            check(rows, normed, group)
+            check_rounded(rows, normed, group)
 
 
 @pytest.mark.parametrize(("size", "group"), [(512, 128), (17408, 128), (1408, 1408)])
@@ -76,10 +76,10 @@ def test_a_gate(
         gate_up = torch.randn(batch, 2 * size, device=device).to(dtype)
         gate_up[0, :group] = 0
         rows = gated_float8(gate_up, group, gelu=gelu, pdl=pdl)
-        check(rows, (gelu_mul if gelu else silu_mul)(gate_up), group)
+        check_rounded(rows, (gelu_mul if gelu else silu_mul)(gate_up), group)
 
 
-def check(rows: Float8Rows, x: Tensor, group: int, *, tolerance: float = 1e-2) -> None:
+def check_rounded(rows: Float8Rows, x: Tensor, group: int, *, tolerance: float = 1e-2) -> None:
     """They are those of ``x``."""
     expected, num_rows = float8_rows_reference(x, group), len(x)
     assert rows.num_rows == num_rows and rows.group == group

@@ -28,7 +28,7 @@ def _load_both(ptr, mask):
 
 
 @triton.jit
-def _store_rounded(
+def store_rounded(
     numbers_ptr,
     scales_ptr,
     scales_stride,  # of a group
@@ -74,7 +74,7 @@ def _float8_rows(
         allow_next()
         wait_previous()
     first, last = _load_both(x_ptr + row * x_stride + k, k < SIZE)
-    _store_rounded(
+    store_rounded(
         numbers_ptr, scales_ptr, scales_stride, row, group, first, last, SIZE, GROUP, GROUPS, MOST
     )
 
@@ -125,7 +125,7 @@ def _rms_norm_float8(
         tl.store(to, first, mask=mask)
         tl.store(to + 8, last, mask=mask)
     first, last = first.to(tl.float32), last.to(tl.float32)
-    _store_rounded(
+    store_rounded(
         numbers_ptr, scales_ptr, scales_stride, row, group, first, last, SIZE, GROUP, GROUPS, MOST
     )
 
@@ -166,7 +166,7 @@ def _gated_float8(
     element = gate_up_ptr.dtype.element_ty
     first = _gated(first_gate, first_up, GELU).to(element).to(tl.float32)
     last = _gated(last_gate, last_up, GELU).to(element).to(tl.float32)
-    _store_rounded(
+    store_rounded(
         numbers_ptr, scales_ptr, scales_stride, row, group, first, last, SIZE, GROUP, GROUPS, MOST
     )
 
@@ -262,12 +262,16 @@ def launch_gated_float8(
     )
 
 
-def _groups(size: int, group: int, block: int) -> tuple[int, int]:
-    """Values of a group and groups of a program that takes ``block`` values, or a whole row if that
-    is a group."""
+def padded_group(size: int, group: int) -> int:
+    """``GROUP`` of a kernel over rows of ``size`` values: a power of two."""
     assert size % 16 == 0 and size % group == 0
-    if group == size:
-        return triton.next_power_of_2(size), 1
+    return triton.next_power_of_2(size) if group == size else group
+
+
+def _groups(size: int, group: int, block: int) -> tuple[int, int]:
+    """``GROUP`` and ``GROUPS`` of a program that takes ``block`` values, or a whole row if that is
+    a group."""
+    group = padded_group(size, group)
     return group, max(block // group, 1)
 
 

@@ -363,6 +363,7 @@ def test_an_adapter_on_tensor_cores(case: str, length: int, size: int, tmp_path:
         ("broad", Encoding.E2M1, (1, 32), True, 40),
         ("broad-hybrid", Encoding.E4M3, (128, 128), True, 15),
         ("broad-hybrid", Encoding.E4M3, (128, 128), True, 50),
+        ("broad-hybrid-experts", Encoding.E4M3, (128, 128), True, 50),
     ],
 )
 def test_packed_weights_are_computed_by_kernels(
@@ -382,7 +383,8 @@ def test_packed_weights_are_computed_by_kernels(
     form = WeightFormat(
         layout=Layout.CONVERTED, encoding=encoding, block=block, symmetric=symmetric
     )
-    theirs, names = write(case, tmp_path), r".*(_proj|in_proj_qkv|in_proj_z)"
+    theirs = write(case, tmp_path)
+    names = r".*(attn|mlp|shared_expert)\.(\w+_proj|in_proj_qkv|in_proj_z)"
     for name, weight in theirs.named_parameters():
         if re.fullmatch(names, name.removesuffix(".weight")):
             cells = block[0], block[1] or weight.shape[1]

@@ -187,8 +187,8 @@ class ExpertsMLP(nn.Module):
             self.shared.use_tensor_cores(kernels, adds=False)
 
     def rounding(self, num_tokens: int) -> Rounding | None:
-        """How its input is rounded to 8 bits, if it is: for the experts, or else for what all
-        tokens take. The router never does."""
+        """For the experts, or else for what all tokens take; the router takes no numbers of 8
+        bits."""
         if self._kernels is not None and self._kernels.rounds(num_tokens):
             return Rounding(self.outer.size, plain=True)
         of_shared = None if self.shared is None else self.shared.rounding(num_tokens)

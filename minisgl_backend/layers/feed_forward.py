@@ -37,6 +37,9 @@ class FeedForward(Protocol):
         ``adapted``: the tokens by adapter, if any has one.
         """
 
+    def rounding(self, num_tokens: int) -> Rounding | None:
+        """How ``x`` is rounded to 8 bits, if it is."""
+
 
 class GatedMLP(nn.Module):
     """The block of Llama and its successors (``FeedForward``): down(silu(gate(x)) * up(x)); with
@@ -100,7 +103,6 @@ class GatedMLP(nn.Module):
         return self.down_proj.part(self._inner(x, pdl, adapted), pdl=pdl, adapted=adapted)
 
     def rounding(self, num_tokens: int) -> Rounding | None:
-        """How its input is rounded to 8 bits, if it is."""
         return self.gate_up_proj.matrix.rounding(num_tokens)
 
     def _inner(self, x: Normed, pdl: bool, adapted: AdaptedTokens | None) -> Normed:

@@ -161,13 +161,13 @@ def _sum_outputs(
         GROUPS: tl.constexpr = COLUMNS // GROUP
         halves = tl.reshape(x.to(tl.float32), [GROUPS, GROUP // 16, 2, 8])
         first, last = tl.split(tl.permute(halves, (0, 1, 3, 2)))
-        group = tl.arange(0, GROUPS)
+        row += tl.zeros([GROUPS], tl.int64)
         store_rounded(
             numbers_ptr,
             scales_ptr,
             scales_stride,
             row,
-            group,
+            tl.arange(0, GROUPS),
             first,
             last,
             SIZE,

@@ -12,11 +12,24 @@ from torch import Tensor
 from minisgl_backend.kernels.quantized import FP8_MAX
 from minisgl_backend.kernels.triton_kernels.pdl import allow_next, launch_options, wait_previous
 
+_BLOCK = 2048
+"""Values of a program that rounds alone or behind a gate."""
+
 
 @triton.jit
-def _first_8(group, GROUP: tl.constexpr):
-    """Where the first 8 of each 16 values of the groups are, [groups, GROUP / 16, 8]."""
-    unit = group[:, None] * (GROUP // 16) + tl.arange(0, GROUP // 16)[None, :]
+def _groups_of_program(num_groups, SIZE: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr):
+    """Rows and columns of the groups of a program, counted row by row: [GROUPS]. Behind the last
+    one columns are outside."""
+    group = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
+    COLUMNS: tl.constexpr = (SIZE + GROUP - 1) // GROUP
+    column = tl.where(group < num_groups, group % COLUMNS, COLUMNS)
+    return (group // COLUMNS).to(tl.int64), column
+
+
+@triton.jit
+def _first_8(column, GROUP: tl.constexpr):
+    """Where in a row the first 8 of each 16 values of groups are, [GROUPS, GROUP / 16, 8]."""
+    unit = column[:, None] * (GROUP // 16) + tl.arange(0, GROUP // 16)[None, :]
     return unit[:, :, None] * 16 + tl.arange(0, 8)[None, None, :]
 
 
@@ -31,9 +44,9 @@ def _load_both(ptr, mask):
 def store_rounded(
     numbers_ptr,
     scales_ptr,
-    scales_stride,  # of a group
+    scales_stride,  # of a column
     row,
-    group,
+    column,
     first,
     last,
     SIZE: tl.constexpr,
@@ -41,41 +54,42 @@ def store_rounded(
     GROUPS: tl.constexpr,
     MOST: tl.constexpr,
 ):
-    """Store values of 16 bits, which are given in float32, in 8 bits, and the groups' scales."""
+    """Store the values of groups, at ``row`` and ``column`` [GROUPS], in 8 bits, and their scales:
+    of each 16 the ``first`` and the ``last`` 8, float32 [GROUPS, GROUP / 16, 8]."""
     largest = tl.max(tl.max(tl.maximum(tl.abs(first), tl.abs(last)), axis=2), axis=1)
     largest = tl.maximum(largest, 1e-12)
     numbers = tl.join(last, first) * (MOST / largest)[:, None, None, None]
     numbers = tl.reshape(numbers, [GROUPS, GROUP // 16, 16])
-    unit = group[:, None] * (GROUP // 16) + tl.arange(0, GROUP // 16)[None, :]
+    unit = column[:, None] * (GROUP // 16) + tl.arange(0, GROUP // 16)[None, :]
     place = unit[:, :, None] * 16 + tl.arange(0, 16)[None, None, :]
-    to = numbers_ptr + row * SIZE + place
+    to = numbers_ptr + (row * SIZE)[:, None, None] + place
     tl.store(to, numbers.to(numbers_ptr.dtype.element_ty), mask=place < SIZE)
-    to = scales_ptr + group * scales_stride + row
-    tl.store(to, largest / MOST, mask=group * GROUP < SIZE)
+    to = scales_ptr + column * scales_stride + row
+    tl.store(to, largest / MOST, mask=column * GROUP < SIZE)
 
 
-@triton.jit(do_not_specialize=["scales_stride"])
+@triton.jit(do_not_specialize=["scales_stride", "num_groups"])
 def _float8_rows(
     numbers_ptr,
     scales_ptr,
     x_ptr,
     x_stride,
     scales_stride,
+    num_groups,
     SIZE: tl.constexpr,
-    GROUP: tl.constexpr,  # of values that share a scale
+    GROUP: tl.constexpr,  # values that share a scale
     GROUPS: tl.constexpr,  # of a program
     MOST: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
-    group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
-    k = _first_8(group, GROUP)
+    row, column = _groups_of_program(num_groups, SIZE, GROUP, GROUPS)
+    k = _first_8(column, GROUP)
     if PDL:
         allow_next()
         wait_previous()
-    first, last = _load_both(x_ptr + row * x_stride + k, k < SIZE)
+    first, last = _load_both(x_ptr + (row * x_stride)[:, None, None] + k, k < SIZE)
     store_rounded(
-        numbers_ptr, scales_ptr, scales_stride, row, group, first, last, SIZE, GROUP, GROUPS, MOST
+        numbers_ptr, scales_ptr, scales_stride, row, column, first, last, SIZE, GROUP, GROUPS, MOST
     )
 
 
@@ -100,8 +114,8 @@ def _rms_norm_float8(
 ):
     """``_rms_norm`` of ``layer_kernels``, and ``_float8_rows`` of its result."""
     row = tl.program_id(0).to(tl.int64)
-    group = tl.arange(0, GROUPS)
-    k = _first_8(group, GROUP)
+    column = tl.arange(0, GROUPS)
+    k = _first_8(column, GROUP)
     mask = k < SIZE
     first_weight, last_weight = _load_both(weight_ptr + k, mask)
     if PDL:
@@ -125,8 +139,9 @@ def _rms_norm_float8(
         tl.store(to, first, mask=mask)
         tl.store(to + 8, last, mask=mask)
     first, last = first.to(tl.float32), last.to(tl.float32)
+    row += tl.zeros([GROUPS], tl.int64)
     store_rounded(
-        numbers_ptr, scales_ptr, scales_stride, row, group, first, last, SIZE, GROUP, GROUPS, MOST
+        numbers_ptr, scales_ptr, scales_stride, row, column, first, last, SIZE, GROUP, GROUPS, MOST
     )
 
 
@@ -138,13 +153,14 @@ def _gated(gate, up, GELU: tl.constexpr):
     return gate * tl.sigmoid(at) * up
 
 
-@triton.jit(do_not_specialize=["scales_stride"])
+@triton.jit(do_not_specialize=["scales_stride", "num_groups"])
 def _gated_float8(
     numbers_ptr,
     scales_ptr,
     gate_up_ptr,
     stride,
     scales_stride,
+    num_groups,
     SIZE: tl.constexpr,
     GROUP: tl.constexpr,
     GROUPS: tl.constexpr,
@@ -153,21 +169,20 @@ def _gated_float8(
     PDL: tl.constexpr,
 ):
     """``_gated_mul`` of ``layer_kernels``, and ``_float8_rows`` of its result."""
-    row = tl.program_id(0).to(tl.int64)
-    group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
-    k = _first_8(group, GROUP)
+    row, column = _groups_of_program(num_groups, SIZE, GROUP, GROUPS)
+    k = _first_8(column, GROUP)
     mask = k < SIZE
     if PDL:
         allow_next()
         wait_previous()
-    at = gate_up_ptr + row * stride + k
+    at = gate_up_ptr + (row * stride)[:, None, None] + k
     first_gate, last_gate = _load_both(at, mask)
     first_up, last_up = _load_both(at + SIZE, mask)
     element = gate_up_ptr.dtype.element_ty
     first = _gated(first_gate, first_up, GELU).to(element).to(tl.float32)
     last = _gated(last_gate, last_up, GELU).to(element).to(tl.float32)
     store_rounded(
-        numbers_ptr, scales_ptr, scales_stride, row, group, first, last, SIZE, GROUP, GROUPS, MOST
+        numbers_ptr, scales_ptr, scales_stride, row, column, first, last, SIZE, GROUP, GROUPS, MOST
     )
 
 
@@ -178,13 +193,15 @@ def launch_float8_rows(
     num_rows, size = x.shape
     if num_rows == 0:
         return
-    group, groups = _groups(size, group, 2048)
-    _float8_rows[(num_rows, triton.cdiv(size, group * groups))](
+    num_groups = num_rows * (size // group)
+    group, groups = _groups(size, group, _BLOCK)
+    _float8_rows[(triton.cdiv(num_groups, groups),)](
         numbers,
         scales,
         x,
         x.stride(0),
         scales.stride(1),
+        num_groups,
         SIZE=size,
         GROUP=group,
         GROUPS=groups,
@@ -244,13 +261,15 @@ def launch_gated_float8(
     num_rows, size = len(gate_up), gate_up.shape[1] // 2
     if num_rows == 0:
         return
-    group, groups = _groups(size, group, 2048)
-    _gated_float8[(num_rows, triton.cdiv(size, group * groups))](
+    num_groups = num_rows * (size // group)
+    group, groups = _groups(size, group, _BLOCK)
+    _gated_float8[(triton.cdiv(num_groups, groups),)](
         numbers,
         scales,
         gate_up,
         gate_up.stride(0),
         scales.stride(1),
+        num_groups,
         SIZE=size,
         GROUP=group,
         GROUPS=groups,
@@ -269,8 +288,7 @@ def padded_group(size: int, group: int) -> int:
 
 
 def _groups(size: int, group: int, block: int) -> tuple[int, int]:
-    """``GROUP`` and ``GROUPS`` of a program that takes ``block`` values, or a whole row if that is
-    a group."""
+    """``GROUP`` and ``GROUPS`` of a program that takes ``block`` values, or at least a group."""
     group = padded_group(size, group)
     return group, max(block // group, 1)
 

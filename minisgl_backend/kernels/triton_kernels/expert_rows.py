@@ -158,21 +158,20 @@ def _sum_outputs(
     if PLAIN:
         tl.store(out_ptr + row * SIZE + i, x, mask=mask)
     if GROUP > 0:
-        GROUPS: tl.constexpr = COLUMNS // GROUP
-        halves = tl.reshape(x.to(tl.float32), [GROUPS, GROUP // 16, 2, 8])
-        first, last = tl.split(tl.permute(halves, (0, 1, 3, 2)))
-        row += tl.zeros([GROUPS], tl.int64)
+        UNITS: tl.constexpr = COLUMNS // 16
+        halves = tl.reshape(x.to(tl.float32), [UNITS, 2, 8])
+        first, last = tl.split(tl.permute(halves, (0, 2, 1)))
         store_rounded(
-            numbers_ptr,
-            scales_ptr,
+            numbers_ptr + row * SIZE,
+            scales_ptr + row,
             scales_stride,
-            row,
-            tl.arange(0, GROUPS),
+            tl.arange(0, UNITS),
+            tl.arange(0, COLUMNS // GROUP),
             first,
             last,
             SIZE,
             GROUP,
-            GROUPS,
+            COLUMNS // GROUP,
             MOST,
         )
 

@@ -1,8 +1,9 @@
 """Tokens in float8: rounding alone, and behind RMSNorm or the gate of a feed-forward block.
 
-Of each 16 values of a row the first and the last 8 take turns in memory, as in packed weights
-(``_place_of_8_bits`` of ``quantized_kernels``). So a thread reads both, and no values change
-threads.
+A unit is 16 neighbours of a row. Its first and its last 8 values take turns in memory, as in packed
+weights (``_place_of_8_bits`` of ``quantized_kernels``): a thread reads both, and no values change
+threads. A group shares a scale, and is whole units. All units of a program are one dimension, since
+with two a warp would take units that are far apart.
 """
 
 import triton
@@ -12,40 +13,29 @@ from torch import Tensor
 from minisgl_backend.kernels.quantized import FP8_MAX
 from minisgl_backend.kernels.triton_kernels.pdl import allow_next, launch_options, wait_previous
 
-_BLOCK = 2048
+_BLOCK = 1024
 """Values of a program that rounds alone or behind a gate."""
 
 
 @triton.jit
-def _groups_of_program(num_groups, SIZE: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr):
-    """Rows and columns of the groups of a program, counted row by row: [GROUPS]. Behind the last
-    one columns are outside."""
-    group = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
-    COLUMNS: tl.constexpr = (SIZE + GROUP - 1) // GROUP
-    column = tl.where(group < num_groups, group % COLUMNS, COLUMNS)
-    return (group // COLUMNS).to(tl.int64), column
-
-
-@triton.jit
-def _first_8(column, GROUP: tl.constexpr):
-    """Where in a row the first 8 of each 16 values of groups are, [GROUPS, GROUP / 16, 8]."""
-    unit = column[:, None] * (GROUP // 16) + tl.arange(0, GROUP // 16)[None, :]
-    return unit[:, :, None] * 16 + tl.arange(0, 8)[None, None, :]
+def _first_8(unit):
+    """Where in a row the first 8 values of units are, [units, 8]."""
+    return unit[:, None] * 16 + tl.arange(0, 8)[None, :]
 
 
 @triton.jit
 def _load_both(ptr, mask):
-    """The first and the last 8 of each 16 values, in float32."""
+    """The first and the last 8 values of units, in float32."""
     first = tl.load(ptr, mask=mask, other=0.0).to(tl.float32)
     return first, tl.load(ptr + 8, mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def store_rounded(
-    numbers_ptr,
-    scales_ptr,
+    row_ptr,  # of each unit, or of all
+    scale_ptr,  # of the row of each group, or of all
     scales_stride,  # of a column
-    row,
+    unit,
     column,
     first,
     last,
@@ -54,18 +44,43 @@ def store_rounded(
     GROUPS: tl.constexpr,
     MOST: tl.constexpr,
 ):
-    """Store the values of groups, at ``row`` and ``column`` [GROUPS], in 8 bits, and their scales:
-    of each 16 the ``first`` and the ``last`` 8, float32 [GROUPS, GROUP / 16, 8]."""
-    largest = tl.max(tl.max(tl.maximum(tl.abs(first), tl.abs(last)), axis=2), axis=1)
+    """Store units in 8 bits, and the scales of their groups, which are at ``column`` [GROUPS].
+    ``first`` and ``last`` are their values in float32, [units, 8]."""
+    PER_GROUP: tl.constexpr = GROUP // 16
+    UNITS: tl.constexpr = GROUPS * PER_GROUP
+    largest = tl.max(tl.maximum(tl.abs(first), tl.abs(last)), axis=1)
+    largest = tl.max(tl.reshape(largest, [GROUPS, PER_GROUP]), axis=1)
     largest = tl.maximum(largest, 1e-12)
-    numbers = tl.join(last, first) * (MOST / largest)[:, None, None, None]
-    numbers = tl.reshape(numbers, [GROUPS, GROUP // 16, 16])
-    unit = column[:, None] * (GROUP // 16) + tl.arange(0, GROUP // 16)[None, :]
-    place = unit[:, :, None] * 16 + tl.arange(0, 16)[None, None, :]
-    to = numbers_ptr + (row * SIZE)[:, None, None] + place
-    tl.store(to, numbers.to(numbers_ptr.dtype.element_ty), mask=place < SIZE)
-    to = scales_ptr + column * scales_stride + row
-    tl.store(to, largest / MOST, mask=column * GROUP < SIZE)
+    factor = tl.broadcast_to((MOST / largest)[:, None], [GROUPS, PER_GROUP])
+    numbers = tl.join(last, first) * tl.reshape(factor, [UNITS])[:, None, None]
+    numbers = tl.reshape(numbers, [UNITS, 16]).to(tl.float8e4nv)
+    place = unit[:, None] * 16 + tl.arange(0, 16)[None, :]
+    tl.store(row_ptr + place, numbers, mask=place < SIZE)
+    tl.store(scale_ptr + column * scales_stride, largest / MOST, mask=column * GROUP < SIZE)
+
+
+@triton.jit
+def _row_and_column(group, num_groups, SIZE: tl.constexpr, GROUP: tl.constexpr):
+    """Of groups, counted row by row. Behind the last one columns are outside of the row."""
+    COLUMNS: tl.constexpr = (SIZE + GROUP - 1) // GROUP
+    column = tl.where(group < num_groups, group % COLUMNS, COLUMNS)
+    return (group // COLUMNS).to(tl.int64), column
+
+
+@triton.jit
+def _units_of_program(num_groups, SIZE: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr):
+    """The units of its groups, in their rows, and these rows."""
+    PER_GROUP: tl.constexpr = GROUP // 16
+    unit = tl.program_id(0) * (GROUPS * PER_GROUP) + tl.arange(0, GROUPS * PER_GROUP)
+    row, column = _row_and_column(unit // PER_GROUP, num_groups, SIZE, GROUP)
+    return row[:, None], column * PER_GROUP + unit % PER_GROUP
+
+
+@triton.jit
+def _groups_of_program(num_groups, SIZE: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr):
+    """Their rows and columns."""
+    group = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
+    return _row_and_column(group, num_groups, SIZE, GROUP)
 
 
 @triton.jit(do_not_specialize=["scales_stride", "num_groups"])
@@ -82,15 +97,15 @@ def _float8_rows(
     MOST: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    row, column = _groups_of_program(num_groups, SIZE, GROUP, GROUPS)
-    k = _first_8(column, GROUP)
+    row, unit = _units_of_program(num_groups, SIZE, GROUP, GROUPS)
+    k = _first_8(unit)
     if PDL:
         allow_next()
         wait_previous()
-    first, last = _load_both(x_ptr + (row * x_stride)[:, None, None] + k, k < SIZE)
-    store_rounded(
-        numbers_ptr, scales_ptr, scales_stride, row, column, first, last, SIZE, GROUP, GROUPS, MOST
-    )
+    first, last = _load_both(x_ptr + row * x_stride + k, k < SIZE)
+    group_row, column = _groups_of_program(num_groups, SIZE, GROUP, GROUPS)
+    to, of_scale = numbers_ptr + row * SIZE, scales_ptr + group_row
+    store_rounded(to, of_scale, scales_stride, unit, column, first, last, SIZE, GROUP, GROUPS, MOST)
 
 
 @triton.jit(do_not_specialize=["scales_stride"])
@@ -114,8 +129,8 @@ def _rms_norm_float8(
 ):
     """``_rms_norm`` of ``layer_kernels``, and ``_float8_rows`` of its result."""
     row = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, GROUPS)
-    k = _first_8(column, GROUP)
+    unit = tl.arange(0, GROUPS * GROUP // 16)
+    k = _first_8(unit)
     mask = k < SIZE
     first_weight, last_weight = _load_both(weight_ptr + k, mask)
     if PDL:
@@ -130,7 +145,7 @@ def _rms_norm_float8(
         tl.store(at, first, mask=mask)
         tl.store(at + 8, last, mask=mask)
         first, last = first.to(tl.float32), last.to(tl.float32)
-    squares = tl.sum(tl.sum(tl.sum(first * first + last * last, axis=2), axis=1), axis=0)
+    squares = tl.sum(tl.sum(first * first + last * last, axis=1), axis=0)
     scale = tl.rsqrt(squares / SIZE + eps)
     first = (first * scale * first_weight).to(element)
     last = (last * scale * last_weight).to(element)
@@ -139,10 +154,8 @@ def _rms_norm_float8(
         tl.store(to, first, mask=mask)
         tl.store(to + 8, last, mask=mask)
     first, last = first.to(tl.float32), last.to(tl.float32)
-    row += tl.zeros([GROUPS], tl.int64)
-    store_rounded(
-        numbers_ptr, scales_ptr, scales_stride, row, column, first, last, SIZE, GROUP, GROUPS, MOST
-    )
+    to, of_scale, column = numbers_ptr + row * SIZE, scales_ptr + row, tl.arange(0, GROUPS)
+    store_rounded(to, of_scale, scales_stride, unit, column, first, last, SIZE, GROUP, GROUPS, MOST)
 
 
 @triton.jit
@@ -169,21 +182,21 @@ def _gated_float8(
     PDL: tl.constexpr,
 ):
     """``_gated_mul`` of ``layer_kernels``, and ``_float8_rows`` of its result."""
-    row, column = _groups_of_program(num_groups, SIZE, GROUP, GROUPS)
-    k = _first_8(column, GROUP)
+    row, unit = _units_of_program(num_groups, SIZE, GROUP, GROUPS)
+    k = _first_8(unit)
     mask = k < SIZE
     if PDL:
         allow_next()
         wait_previous()
-    at = gate_up_ptr + (row * stride)[:, None, None] + k
+    at = gate_up_ptr + row * stride + k
     first_gate, last_gate = _load_both(at, mask)
     first_up, last_up = _load_both(at + SIZE, mask)
     element = gate_up_ptr.dtype.element_ty
     first = _gated(first_gate, first_up, GELU).to(element).to(tl.float32)
     last = _gated(last_gate, last_up, GELU).to(element).to(tl.float32)
-    store_rounded(
-        numbers_ptr, scales_ptr, scales_stride, row, column, first, last, SIZE, GROUP, GROUPS, MOST
-    )
+    group_row, column = _groups_of_program(num_groups, SIZE, GROUP, GROUPS)
+    to, of_scale = numbers_ptr + row * SIZE, scales_ptr + group_row
+    store_rounded(to, of_scale, scales_stride, unit, column, first, last, SIZE, GROUP, GROUPS, MOST)
 
 
 def launch_float8_rows(

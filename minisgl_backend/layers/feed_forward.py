@@ -106,7 +106,7 @@ class GatedMLP(nn.Module):
         return self.gate_up_proj.matrix.rounding(num_tokens)
 
     def _inner(self, x: Normed, pdl: bool, adapted: AdaptedTokens | None) -> Normed:
-        """The input of ``down_proj``"""
+        """The input of ``down_proj``."""
         if self.gelu:
             return Normed(self.gate_up_proj(x, pdl=pdl, adapted=adapted), gate="gelu")
-        return self.gate_up_proj.ungated(x, pdl=pdl, adapted=adapted)
+        return self.gate_up_proj.for_next(x, pdl=pdl, adapted=adapted)

@@ -75,9 +75,9 @@ class MergedColumnLinear(nn.Module):
         adaptation = adaptation_of(self, adapted)
         return self.matrix.gemm(x, bias=self.bias, gated=self.gated, adaptation=adaptation, pdl=pdl)
 
-    def ungated(self, x: Normed, *, pdl: bool, adapted: AdaptedTokens | None = None) -> Normed:
-        """``forward`` of a layer that is ``gated``, as the input of the next GEMM, with which the
-        gate may be a kernel."""
+    def for_next(self, x: Normed, *, pdl: bool, adapted: AdaptedTokens | None = None) -> Normed:
+        """``forward`` of a ``gated`` layer as the input of the next GEMM, to which the gate is left
+        if no kernel fuses it with this one."""
         if not self.matrix.leaves_gate(len(x.x)):
             return Normed(self(x, pdl=pdl, adapted=adapted))
         adaptation = adaptation_of(self, adapted)

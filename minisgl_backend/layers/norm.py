@@ -139,8 +139,8 @@ class Normed:
     If ``norm`` is None, ``x`` is normalized already, or never is. With ``squares``, float32 [tiles,
     num_tokens], the norm's weight has been applied, but not its scale: their sum over the tiles is
     the sum of squares of each token's hidden states. With a ``gate``, ``x`` is twice as wide: gates
-    of that function, and behind them what they open. ``rounded``: besides, what shall come of it is
-    there in 8 bits.
+    of that function, and behind them what they open. ``rounded``: what comes of all this is there
+    in 8 bits already.
     """
 
     x: Tensor

@@ -79,11 +79,9 @@ def rms_norm_float8(
     eps: float,
     group: int,
     *,
-    plain: bool,
     pdl: bool = False,
-) -> tuple[Float8Rows, Tensor | None]:
-    """``float8_rows`` of ``rms_norm`` of ``x``, or of ``fused_add_rms_norm`` with ``residual``; and
-    that norm itself if ``plain``.
+) -> Float8Rows:
+    """``float8_rows`` of ``rms_norm`` of ``x``, or of ``fused_add_rms_norm`` with ``residual``.
 
     ``x``, ``residual`` [num_rows, hidden_size] of one dtype.
     """
@@ -92,15 +90,12 @@ def rms_norm_float8(
             normed = rms_norm_reference(x, weight, eps)
         else:
             normed = fused_add_rms_norm_reference(x, residual, weight, eps)
-        return float8_rows_reference(normed, group), normed if plain else None
+        return float8_rows_reference(normed, group)
     from minisgl_backend.kernels.triton_kernels.float8_kernels import launch_rms_norm_float8
 
     out = Float8Rows.empty(len(x), x.shape[1], group, x.device)
-    plain_out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if plain else None
-    launch_rms_norm_float8(
-        out.numbers, out.scales, plain_out, x, residual, weight, eps, group, pdl=pdl
-    )
-    return out, plain_out
+    launch_rms_norm_float8(out.numbers, out.scales, x, residual, weight, eps, group, pdl=pdl)
+    return out
 
 
 def gated_float8(gate_up: Tensor, group: int, *, gelu: bool, pdl: bool = False) -> Float8Rows:

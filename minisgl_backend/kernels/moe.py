@@ -19,7 +19,6 @@ from torch import Tensor
 from minisgl_backend.experts_spec import ClampedGate, GeluGate, RoutingRule
 from minisgl_backend.kernels.activation import gelu_mul_reference, silu_mul_reference
 from minisgl_backend.kernels.dispatch import at_least_float32, use_triton
-from minisgl_backend.kernels.float8_rows import Float8Rows, rms_norm_float8
 from minisgl_backend.kernels.packed_weight import (
     CodesKind,
     PackedWeight,
@@ -294,18 +293,10 @@ def sum_outputs(
 
 
 def _launch_sum(
-    out: Tensor | None,
-    outputs: Tensor,
-    choices: Choices,
-    shared: SharedOutput | None,
-    *,
-    rounded: Float8Rows | None = None,
-    **rest: Any,
+    out: Tensor, outputs: Tensor, choices: Choices, shared: SharedOutput | None, **rest: Any
 ) -> None:
     from minisgl_backend.kernels.triton_kernels.expert_rows import launch_sum_outputs
 
-    if rounded is not None:
-        rest["rounded"] = rounded.numbers, rounded.scales, rounded.group
     launch_sum_outputs(
         out,
         outputs,
@@ -352,28 +343,6 @@ def add_outputs(
     added = residual, norm_weight, eps
     _launch_sum(out, outputs, choices, shared, added=added, squares_out=squares, pdl=pdl)
     return out, squares
-
-
-def add_outputs_float8(
-    outputs: Tensor,
-    choices: Choices,
-    shared: SharedOutput | None,
-    residual: Tensor,
-    norm_weight: Tensor,
-    eps: float,
-    group: int,
-    *,
-    plain: bool,
-    pdl: bool = False,
-) -> tuple[Float8Rows, Tensor | None]:
-    """The same with ``float8_rows`` of the norm; and that norm itself if ``plain``."""
-    if not use_triton(outputs):
-        summed = sum_outputs_reference(outputs, choices, shared)
-        return rms_norm_float8(summed, residual, norm_weight, eps, group, plain=plain)
-    rounded = Float8Rows.empty(len(residual), residual.shape[1], group, residual.device)
-    out, added = torch.empty_like(residual) if plain else None, (residual, norm_weight, eps)
-    _launch_sum(out, outputs, choices, shared, added=added, rounded=rounded, pdl=pdl)
-    return rounded, out
 
 
 def fused_experts_reference(x: Tensor, experts: ExpertWeights, choices: Choices) -> Tensor:

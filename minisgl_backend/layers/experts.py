@@ -21,7 +21,6 @@ from minisgl_backend.kernels.moe import (
     ExpertWeights,
     SharedOutput,
     add_outputs,
-    add_outputs_float8,
     expert_outputs,
     fused_experts,
     fused_experts_reference,
@@ -31,7 +30,7 @@ from minisgl_backend.kernels.moe import (
 from minisgl_backend.layers.expert_places import InterleavedPlace, check_interleaved, stacked_place
 from minisgl_backend.layers.feed_forward import GatedMLP
 from minisgl_backend.layers.matrix import DenseMatrix
-from minisgl_backend.layers.norm import Normed, RMSNorm, Rounding, add_sum
+from minisgl_backend.layers.norm import Normed, RMSNorm, add_sum
 from minisgl_backend.layers.quantized_matrix import Matrices
 from minisgl_backend.layers.quantized_place import place_in
 from minisgl_backend.layers.router import Router
@@ -186,13 +185,8 @@ class ExpertsMLP(nn.Module):
         if self.shared is not None:
             self.shared.use_tensor_cores(kernels, adds=False)
 
-    def rounding(self, num_tokens: int) -> Rounding | None:
-        """For the experts, or else for what all tokens take; the router takes no numbers of 8
-        bits."""
-        if self._kernels is not None and self._kernels.rounds(num_tokens):
-            return Rounding(self.outer.size, plain=True)
-        of_shared = None if self.shared is None else self.shared.rounding(num_tokens)
-        return None if of_shared is None else replace(of_shared, plain=True)
+    def rounding(self, num_tokens: int) -> int | None:
+        return None  # the router reads them as they are
 
     def forward(
         self,
@@ -207,13 +201,6 @@ class ExpertsMLP(nn.Module):
             part = self.part(x, pdl=pdl, adapted=adapted)
             return residual, add_sum(residual, part, norm, self.group, pdl=pdl)
         outputs = self._outputs(x, pdl, adapted)
-        rounding = None if norm.rounding is None else norm.rounding(len(x.x))
-        if rounding is not None:
-            group, plain = rounding.group, rounding.plain
-            rounded, normed = add_outputs_float8(
-                *outputs, residual, norm.weight, norm.eps, group, plain=plain, pdl=pdl
-            )
-            return residual, Normed.in_both(residual, norm, normed, rounded)
         half = len(x.x) <= self._most_half_done
         rows, squares = add_outputs(*outputs, residual, norm.weight, norm.eps, half=half, pdl=pdl)
         return residual, Normed(rows, norm if half else None, squares)
@@ -251,7 +238,7 @@ class ExpertsMLP(nn.Module):
         it is among them."""
         kernels = self._kernels
         if kernels is None:
-            x = replace(x, x=x.normalized(pdl=pdl), norm=None, squares=None)
+            x = Normed(x.normalized(pdl=pdl))
             shared = self._of_shared(x, pdl, adapted)
             read, choices = self._routed(x.x)
             return expert_outputs(read, self.weights, choices), choices, shared
@@ -261,7 +248,7 @@ class ExpertsMLP(nn.Module):
             assert self.shared_gate is not None
             shared_gate = self.shared_gate[0]
         else:
-            ready = replace(x, x=rows, norm=None if squares is None else x.norm)
+            ready = Normed(rows, x.norm if squares is not None else None, squares)
             shared = self._of_shared(ready, pdl, adapted)
         outputs, choices = kernels(
             rows,
@@ -273,7 +260,6 @@ class ExpertsMLP(nn.Module):
             correction=self.router.correction,
             squares=squares,
             eps=x.eps,
-            rounded=x.rounded,
             pdl=pdl,
         )
         return outputs, choices, shared

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from minisgl_backend.kernels.adapters import AdaptedTokens
 from minisgl_backend.layers.linear import MergedColumnLinear, RowLinear
-from minisgl_backend.layers.norm import Normed, RMSNorm, Rounding
+from minisgl_backend.layers.norm import Normed, RMSNorm
 from minisgl_backend.layers.quantized_matrix import Matrices
 from minisgl_backend.layers.weight_place import even_share
 from minisgl_backend.parallel.group import Group
@@ -37,8 +37,8 @@ class FeedForward(Protocol):
         ``adapted``: the tokens by adapter, if any has one.
         """
 
-    def rounding(self, num_tokens: int) -> Rounding | None:
-        """How ``x`` is rounded to 8 bits, if it is."""
+    def rounding(self, num_tokens: int) -> int | None:
+        """If only numbers of 8 bits are read of ``x``: how many neighbours share a scale."""
 
 
 class GatedMLP(nn.Module):
@@ -102,7 +102,7 @@ class GatedMLP(nn.Module):
         """This rank's part of ``output``, to be summed over the ranks by the caller."""
         return self.down_proj.part(self._inner(x, pdl, adapted), pdl=pdl, adapted=adapted)
 
-    def rounding(self, num_tokens: int) -> Rounding | None:
+    def rounding(self, num_tokens: int) -> int | None:
         return self.gate_up_proj.matrix.rounding(num_tokens)
 
     def _inner(self, x: Normed, pdl: bool, adapted: AdaptedTokens | None) -> Normed:

@@ -29,7 +29,7 @@ from minisgl_backend.kernels.adapters import (
     add_adapter_delta,
 )
 from minisgl_backend.kernels.packing import is_packable, packed, packed_linear
-from minisgl_backend.layers.norm import Normed, RMSNorm, Rounding, add_sum, is_sum_fused
+from minisgl_backend.layers.norm import Normed, RMSNorm, add_sum, is_sum_fused
 from minisgl_backend.layers.quantized_place import place_in
 from minisgl_backend.layers.weight_place import Place, Share
 from minisgl_backend.parallel.group import Group
@@ -105,8 +105,8 @@ class Matrix(nn.Module, ABC):
     def use_float8(self, kernels: TensorCores, *, gated: bool = False) -> None:
         """Compute ``gemm`` of more tokens by ``kernels`` for weights in float8, if it is one."""
 
-    def rounding(self, num_tokens: int) -> Rounding | None:
-        """How so many tokens are rounded to 8 bits for ``gemm``, if they are."""
+    def rounding(self, num_tokens: int) -> int | None:
+        """If ``gemm`` rounds so many tokens to 8 bits: how many neighbours share a scale."""
         return None
 
     def leaves_gate(self, num_tokens: int) -> bool:

@@ -2,7 +2,7 @@
 
 A norm is applied where its result is needed: in the GEMM that reads it, or with the residual add
 before it. ``Normed`` says how much of it has been done. A norm also knows whether its reader
-multiplies tokens in 8 bits (``Rounding``), for its kernel to round them.
+multiplies tokens in 8 bits, for its kernel to round them.
 """
 
 from __future__ import annotations
@@ -27,23 +27,14 @@ from minisgl_backend.layers.weight_place import Share, WeightPlace, whole
 from minisgl_backend.parallel.group import Group
 
 
-@dataclass(frozen=True, slots=True)
-class Rounding:
-    """How a reader takes its tokens in 8 bits: ``group`` neighbours share a scale. If ``plain``, it
-    also reads them as they are."""
-
-    group: int
-    plain: bool = False
-
-
 class RMSNorm(nn.Module):
     """The weight of x / rms(x) * weight over hidden states; ``kernels.rms_norm`` computes it.
 
     The weight is (offset + the checkpoint's) * scale.
     """
 
-    rounding: Callable[[int], Rounding | None] | None = None
-    """How what reads it takes a number of tokens in 8 bits, if it may do so."""
+    rounding: Callable[[int], int | None] | None = None
+    """If its reader takes a number of tokens in 8 bits only: how many neighbours share a scale."""
 
     def __init__(self, size: int, eps: float, *, scale: float = 1.0, offset: float = 0.0):
         super().__init__()
@@ -149,15 +140,6 @@ class Normed:
     gate: Literal["silu", "gelu"] | None = None
     rounded: Float8Rows | None = None
 
-    @classmethod
-    def in_both(
-        cls, residual: Tensor, norm: RMSNorm, normed: Tensor | None, rounded: Float8Rows
-    ) -> Normed:
-        """``rounded``, and the norm of the residual stream itself: ``normed``, if that is there."""
-        if normed is None:
-            return cls(residual, norm, rounded=rounded)
-        return cls(normed, rounded=rounded)
-
     @property
     def eps(self) -> float:
         return 0.0 if self.norm is None else self.norm.eps
@@ -183,7 +165,7 @@ class Normed:
             return gated_float8(self.x, group, gelu=self.gate == "gelu", pdl=pdl)
         if self.norm is not None and self.squares is None:
             weight, eps = self.norm.weight, self.norm.eps
-            return rms_norm_float8(self.x, None, weight, eps, group, plain=False, pdl=pdl)[0]
+            return rms_norm_float8(self.x, None, weight, eps, group, pdl=pdl)
         return float8_rows(self.normalized(pdl=pdl), group, pdl=pdl)
 
     def unscaled(self, *, pdl: bool) -> tuple[Tensor, Tensor | None]:
@@ -206,15 +188,14 @@ def add_sum(residual: Tensor, part: Tensor, norm: RMSNorm, group: Group, *, pdl:
 
 
 def _added(residual: Tensor, part: Tensor, norm: RMSNorm, *, pdl: bool) -> Normed:
-    """residual += ``part``, in place; its norm, in the form in which it is read."""
+    """residual += ``part``, in place; its norm. If that is read in 8 bits, nothing else is written:
+    who still wants it computes it from the residual stream."""
     weight, eps = norm.weight, norm.eps
-    rounding = None if norm.rounding is None else norm.rounding(len(part))
-    if rounding is None:
+    group = None if norm.rounding is None else norm.rounding(len(part))
+    if group is None:
         return Normed(fused_add_rms_norm(part, residual, weight, eps, pdl=pdl))
-    rounded, normed = rms_norm_float8(
-        part, residual, weight, eps, rounding.group, plain=rounding.plain, pdl=pdl
-    )
-    return Normed.in_both(residual, norm, normed, rounded)
+    rounded = rms_norm_float8(part, residual, weight, eps, group, pdl=pdl)
+    return Normed(residual, norm, rounded=rounded)
 
 
 def add_normed(

@@ -31,7 +31,7 @@ from minisgl_backend.kernels.quantized_linear import (
     quantized_linear,
 )
 from minisgl_backend.layers.matrix import DenseMatrix, Matrix
-from minisgl_backend.layers.norm import Normed, Rounding
+from minisgl_backend.layers.norm import Normed
 from minisgl_backend.layers.quantized_place import place_in
 from minisgl_backend.layers.stored_weight import StoredWeight
 from minisgl_backend.layers.weight_place import Place, Share
@@ -92,13 +92,13 @@ class QuantizedMatrix(Matrix):
         """Whether many tokens are rounded to 8 bits; known once it is arranged."""
         return self._float8 is not None
 
-    def rounding(self, num_tokens: int) -> Rounding | None:
+    def rounding(self, num_tokens: int) -> int | None:
         kernel = self._gemm_kernel or self._add_kernel
         if self._float8 is None or (kernel is not None and num_tokens <= kernel.most_tokens):
             return None
         of_some = self._float8_linear
         is_by_row = of_some is not None and num_tokens <= of_some.most_rows
-        return Rounding(self.in_features if is_by_row else self._float8.group)
+        return self.in_features if is_by_row else self._float8.group
 
     def leaves_gate(self, num_tokens: int) -> bool:
         of_some = self._float8_linear

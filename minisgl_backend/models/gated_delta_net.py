@@ -24,7 +24,7 @@ from minisgl_backend.kernels.gated_delta import (
     delta_step,
 )
 from minisgl_backend.layers.linear import MergedColumnLinear, RowLinear
-from minisgl_backend.layers.norm import Normed, RMSNorm, Rounding
+from minisgl_backend.layers.norm import Normed, RMSNorm
 from minisgl_backend.layers.quantized_matrix import Matrices
 from minisgl_backend.layers.weight_place import (
     Place,
@@ -110,9 +110,8 @@ class GatedDeltaNet(nn.Module):
     ) -> tuple[Tensor, Normed]:
         return self.out_proj.add_to(residual, Normed(self._mixed(x, step)), norm, pdl=step.pdl)
 
-    def rounding(self, num_tokens: int) -> Rounding | None:
-        rounding = self.in_proj.matrix.rounding(num_tokens)
-        return None if rounding is None else replace(rounding, plain=True)  # for the rates
+    def rounding(self, num_tokens: int) -> int | None:
+        return None  # the projection of the rates reads them as they are
 
     def output(self, x: Normed, step: StepContext) -> Tensor:
         """What ``forward`` adds, [num_tokens, hidden_size]."""
@@ -140,7 +139,7 @@ class GatedDeltaNet(nn.Module):
             rates = projected[:, channels + num_z :]
         else:
             if x.squares is None:  # else both complete the norm
-                x = replace(x, x=x.normalized(pdl=pdl), norm=None)
+                x = Normed(x.normalized(pdl=pdl))
             projected, rates = self.in_proj(x, pdl=pdl), self.rates_proj(x, pdl=pdl)
         rates = rates[:, : 2 * shape.num_heads]
         if not shape.by_key_head:

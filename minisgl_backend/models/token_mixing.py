@@ -32,7 +32,7 @@ from minisgl_backend.layers.linear import (
     adaptation_of,
     adapters_shape,
 )
-from minisgl_backend.layers.norm import HeadNorm, Normed, RMSNorm, Rounding, TokenNorm
+from minisgl_backend.layers.norm import HeadNorm, Normed, RMSNorm, TokenNorm
 from minisgl_backend.layers.quantized_matrix import Matrices
 from minisgl_backend.layers.weight_place import (
     Place,
@@ -91,8 +91,8 @@ class TokenMixer(Protocol):
         after ``norm``. ``x`` is ``residual`` after the layer's first norm; ``residual`` may be
         overwritten."""
 
-    def rounding(self, num_tokens: int) -> Rounding | None:
-        """How ``x`` is rounded to 8 bits, if it is."""
+    def rounding(self, num_tokens: int) -> int | None:
+        """If only numbers of 8 bits are read of ``x``: how many neighbours share a scale."""
 
 
 class SelfAttention(nn.Module):
@@ -198,7 +198,7 @@ class SelfAttention(nn.Module):
         attended = Normed(self._attended(x, step))
         return self.o_proj.add_to(residual, attended, norm, pdl=step.pdl, adapted=step.adapted)
 
-    def rounding(self, num_tokens: int) -> Rounding | None:
+    def rounding(self, num_tokens: int) -> int | None:
         kernel = self._heads_kernel
         if kernel is not None and num_tokens <= kernel.most_tokens:
             return None

@@ -18,7 +18,6 @@ from minisgl_backend.kernels.packed_weight import CodesKind, PackedWeight, pack_
 from minisgl_backend.kernels.quantized import FP8_MAX, QuantizedWeight, dequantized, quantize
 from minisgl_backend.weight_format import Encoding
 from tests.gpu.compare import assert_close
-from tests.gpu.test_kernels_float8_rows import check_rounded
 
 NUM_EXPERTS, TOP_K, HIDDEN_SIZE, INNER_SIZE = 16, 4, 512, 384
 needs_hopper = pytest.mark.skipif(is_interpreted(), reason="CUDA C++ needs a GPU")
@@ -461,12 +460,12 @@ def test_rows_one_by_one(device: torch.device, dtype: torch.dtype, num_tokens: i
 @pytest.mark.parametrize("kind", ["none", "plain", "gated", "half normed"])
 def test_sums_with_the_norm(device: torch.device, dtype: torch.dtype, kind: str) -> None:
     """With and without an expert that all tokens take, which may be gated."""
-    parts = torch.randn(3, TOP_K, 384, device=device).to(dtype)
-    weight, norm = torch.rand(3, TOP_K, device=device), torch.randn(384, device=device).to(dtype)
+    parts = torch.randn(3, TOP_K, 300, device=device).to(dtype)
+    weight, norm = torch.rand(3, TOP_K, device=device), torch.randn(300, device=device).to(dtype)
     choices = moe.Choices(chosen(3, device), weight, elsewhere=True)
     choices.ids[1, 2] = -1
-    rows, x = torch.randn(2, 3, 384, device=device).to(dtype)
-    gate, squares = torch.randn(384, device=device).to(dtype), torch.rand(5, 3, device=device)
+    rows, x = torch.randn(2, 3, 300, device=device).to(dtype)
+    gate, squares = torch.randn(300, device=device).to(dtype), torch.rand(5, 3, device=device)
     shared = {
         "plain": moe.SharedOutput(rows),
         "gated": moe.SharedOutput(rows, gate, x),
@@ -474,9 +473,9 @@ def test_sums_with_the_norm(device: torch.device, dtype: torch.dtype, kind: str)
     }.get(kind)
     logits = x.float() @ gate.float()[:, None]
     if kind == "half normed":
-        logits /= (squares.sum(0)[:, None] / 384 + 0.5).sqrt()
+        logits /= (squares.sum(0)[:, None] / 300 + 0.5).sqrt()
     opening = torch.ones_like(logits) if kind == "plain" else logits.sigmoid()
-    residual = torch.randn(3, 384, device=device).to(dtype)
+    residual = torch.randn(3, 300, device=device).to(dtype)
     held = torch.where(choices.ids >= 0, weight, 0)
     added = (parts.float() * held[:, :, None]).sum(1)
     added = added if shared is None else added + opening * rows.float()
@@ -489,16 +488,6 @@ def test_sums_with_the_norm(device: torch.device, dtype: torch.dtype, kind: str)
     kept = residual.float()
     expected = kept * (kept.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * norm.float()
     assert_close(out, expected.to(dtype))
-    for group in (128, 384):
-        for plain in (False, True):
-            again = before.clone()
-            rounded, normed = moe.add_outputs_float8(
-                parts, choices, shared, again, norm, 1e-6, group, plain=plain
-            )
-            assert torch.equal(again, residual)
-            assert (normed is not None) == plain
-            assert normed is None or torch.equal(normed, out)
-            check_rounded(rounded, out, group)
     out, of_tiles = moe.add_outputs(parts, choices, shared, before, norm, 1e-6, half=True)
     assert of_tiles is not None
     assert_close(before, residual)

@@ -139,11 +139,10 @@ def fill(slots: AdapterSlots, device: torch.device) -> None:
         ("gpt-oss-20b", None),
     ],
 )
-@pytest.mark.parametrize("num_tokens", [1, 30, 600])
+@pytest.mark.parametrize("num_tokens", [1, 30, 300])
 def test_kept_experts_give_the_logits_of_dequantized_ones(
     shape: str, weights: str | None, num_tokens: int, device: torch.device, tmp_path: Path
 ) -> None:
-    """By 600 tokens an expert has so many rows that fp8 weights multiply these in 8 bits."""
     write_dummy_model(shape, tmp_path, weights)
     spec = spec_of_two_layers(tmp_path)
     logits = []
@@ -159,7 +158,7 @@ def test_kept_experts_give_the_logits_of_dequantized_ones(
             device=device,
             group=OneRank(),
             load_format="dummy",
-            max_sequence_length=1024,
+            max_sequence_length=512,
             keep_quantized=False,
             keeps_experts=keeps if kept else None,
         )
@@ -179,9 +178,7 @@ def test_kept_experts_give_the_logits_of_dequantized_ones(
         del model, experts
     # a token whose scores nearly tie takes another expert if its inputs are rounded differently
     apart = (logits[1] - logits[0]).float().norm(dim=-1) / logits[0].float().norm(dim=-1)
-    rounds_tokens = weights is not None and "fp8" in weights and num_tokens == 600
-    tolerance, most = (0.08, 0.2) if rounds_tokens else (0.03, 0.1)
-    assert apart.median() < tolerance and (apart > most).float().mean() < 0.1
+    assert apart.median() < 0.03 and (apart > 0.1).float().mean() < 0.1
 
 
 @pytest.mark.parametrize("encoding", Encoding)

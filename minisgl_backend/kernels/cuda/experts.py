@@ -25,7 +25,6 @@ from minisgl_backend.kernels.cuda.module import CudaKernel, CudaModule, TensorMa
 from minisgl_backend.kernels.cuda.routing import MOST_TOKENS, RoutingKernel
 from minisgl_backend.kernels.dispatch import num_processors
 from minisgl_backend.kernels.expert_cut import ExpertCut
-from minisgl_backend.kernels.float8_rows import Float8Rows
 from minisgl_backend.kernels.linear_cut import CODES_BLOCK, PLAIN
 from minisgl_backend.kernels.moe import Choices, ExpertWeights
 from minisgl_backend.kernels.packed_weight import PLAIN_MACROS, CodesKind, PackedWeight
@@ -214,12 +213,6 @@ class ExpertsKernels:
         is_few = num_tokens <= expert_cut.MOST_ROWS and self._bits == 16
         return is_few and self._is_silu and self._route.takes_rows(num_tokens, router, block=0)
 
-    def rounds(self, num_tokens: int) -> bool:
-        """Whether so many tokens are multiplied in 8 bits, with a scale for each."""
-        num_pairs = num_tokens * self._route.top_k
-        are_many = expert_cut.are_many(num_pairs, self._num_experts, self._bits)
-        return are_many and self._for_many is not None and self._bits == 8
-
     def __call__(
         self,
         x: Tensor,
@@ -232,18 +225,17 @@ class ExpertsKernels:
         correction: Tensor | None = None,
         squares: Tensor | None = None,
         eps: float = 0.0,
-        rounded: Float8Rows | None = None,
         pdl: bool = False,
     ) -> tuple[Tensor, Choices]:
         """What each of a token's experts makes of it, [num_tokens, top_k, hidden_size], and its
         experts. The rows of those that other ranks hold are not written.
 
         ``x`` [num_tokens, hidden_size] is under a norm; with ``squares``, one that is half done
-        (``cuda.linear``). ``rounded`` is the same in 8 bits, if that is there. ``router`` is the
-        router's weight, and ``bias``, float32 [num_experts], is added to its logits; ``logits``
-        computes these [num_tokens, num_experts] if no kernel here does, with the bias if it is told
-        so: it is added to those of complete norms. With a ``shared_gate`` [hidden_size] all tokens
-        take the last expert, too, which counts as its sigmoid says: it is a choice more.
+        (``cuda.linear``). ``router`` is the router's weight, and ``bias``, float32 [num_experts],
+        is added to its logits; ``logits`` computes these [num_tokens, num_experts] if no kernel
+        here does, with the bias if it is told so: it is added to those of complete norms. With a
+        ``shared_gate`` [hidden_size] all tokens take the last expert, too, which counts as its
+        sigmoid says: it is a choice more.
         """
         num_tokens, top_k = len(x), self._route.top_k
         num_pairs = num_tokens * top_k
@@ -281,9 +273,7 @@ class ExpertsKernels:
             aligned = routed.alignment
             assert aligned is not None
             held, (up, of_inner) = (aligned.pairs, aligned.experts, num_pairs), for_many
-            inner = up(
-                x, gate_up, *held, top_k=top_k, factors=routed.factors, rounded=rounded, pdl=pdl
-            )
+            inner = up(x, gate_up, *held, top_k=top_k, factors=routed.factors, pdl=pdl)
             outer = of_inner(inner, down, *held, top_k=1, pdl=pdl)
         else:
             aligned = routed.alignment

@@ -1,7 +1,7 @@
 """Launches ``experts_many.cu``: grouped GEMMs of experts that have many rows each, on Hopper.
 
 A kernel is for one shape of weights: plain ones, or packed ones in float8, which multiply rows that
-are in float8 as well (``float8_rows``). Must not know how rows are routed.
+are rounded to float8 as well (``float8_rows``). Must not know how rows are routed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from minisgl_backend.kernels.cuda.module import CudaModule, TensorMap, address, tensor_map
 from minisgl_backend.kernels.dispatch import num_processors
 from minisgl_backend.kernels.expert_cut import MANY
-from minisgl_backend.kernels.float8_rows import Float8Rows, float8_rows
+from minisgl_backend.kernels.float8_rows import float8_rows
 from minisgl_backend.kernels.packed_weight import CodesKind, PackedWeight
 
 _THREADS: Final = 384
@@ -82,14 +82,12 @@ class ManyRowsKernel:
         *,
         top_k: int,
         factors: Tensor | None = None,
-        rounded: Float8Rows | None = None,
         pdl: bool = False,
     ) -> Tensor:
         """bfloat16 [num_pairs, out_features]: row p is x[p // top_k] through the expert of pair p,
         which ``pairs`` and ``experts`` tell in blocks of ``MANY.block`` (``moe.Alignment``).
 
-        ``factors`` [num_pairs / top_k] multiply the rows of x. ``rounded``: x in 8 bits, if it is
-        there with a scale a row.
+        ``factors`` [num_pairs / top_k] multiply the rows of x.
         """
         out = torch.empty((num_pairs, self._out_features), dtype=x.dtype, device=x.device)
         assert x.is_contiguous()
@@ -97,9 +95,8 @@ class ManyRowsKernel:
         if isinstance(weight, PackedWeight):
             assert weight.kind == self._codes
             scales, numbers = weight.scales, weight.weight.codes
-            if rounded is None or rounded.group != self._in_features:
-                rounded = float8_rows(x, self._in_features, pdl=pdl)
-            x, of_rows = rounded.numbers, rounded.scales[: rounded.num_rows, 0]
+            rows = float8_rows(x, self._in_features, pdl=pdl)
+            x, of_rows = rows.numbers, rows.scales[: rows.num_rows, 0]
             factors = of_rows if factors is None else of_rows * factors
         assert isinstance(numbers, Tensor)
         arguments = _Arguments(

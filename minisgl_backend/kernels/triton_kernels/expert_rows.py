@@ -8,8 +8,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minisgl_backend.kernels.quantized import FP8_MAX
-from minisgl_backend.kernels.triton_kernels.float8_kernels import padded_group, store_rounded
 from minisgl_backend.kernels.triton_kernels.pdl import allow_next, launch_options, wait_previous
 
 
@@ -76,7 +74,7 @@ def _rows(
     tl.store(to, y.to(out_ptr.dtype.element_ty), mask=r < out_features)
 
 
-@triton.jit(do_not_specialize=["num_rows", "scales_stride"])
+@triton.jit(do_not_specialize=["num_rows"])
 def _sum_outputs(
     out_ptr,
     parts_ptr,
@@ -89,10 +87,7 @@ def _sum_outputs(
     residual_ptr,
     norm_ptr,
     squares_out_ptr,
-    numbers_ptr,
-    scales_ptr,
     num_rows,
-    scales_stride,
     gate_eps,
     eps,
     SIZE: tl.constexpr,
@@ -107,9 +102,6 @@ def _sum_outputs(
     SQUARES_PADDED: tl.constexpr,
     NORM: tl.constexpr,
     HALF: tl.constexpr,  # only the first half of it
-    PLAIN: tl.constexpr,  # the result is stored as it is,
-    GROUP: tl.constexpr,  # and in 8 bits, with a scale for as many; 0 if it is not
-    MOST: tl.constexpr,
     PDL: tl.constexpr,
 ):
     # All but the outputs and ``shared`` was written before the kernel before this one began, which
@@ -154,26 +146,7 @@ def _sum_outputs(
             tl.store(squares_out_ptr + tl.program_id(1) * num_rows + row, square)
         else:
             x *= tl.rsqrt(square / SIZE + eps)
-    x = x.to(parts_ptr.dtype.element_ty)
-    if PLAIN:
-        tl.store(out_ptr + row * SIZE + i, x, mask=mask)
-    if GROUP > 0:
-        UNITS: tl.constexpr = COLUMNS // 16
-        halves = tl.reshape(x.to(tl.float32), [UNITS, 2, 8])
-        first, last = tl.split(tl.permute(halves, (0, 2, 1)))
-        store_rounded(
-            numbers_ptr + row * SIZE,
-            scales_ptr + row,
-            scales_stride,
-            tl.arange(0, UNITS),
-            tl.arange(0, COLUMNS // GROUP),
-            first,
-            last,
-            SIZE,
-            GROUP,
-            COLUMNS // GROUP,
-            MOST,
-        )
+    tl.store(out_ptr + row * SIZE + i, x.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 def launch_expert_rows(
@@ -221,7 +194,7 @@ def launch_expert_rows(
 
 
 def launch_sum_outputs(
-    out: Tensor | None,
+    out: Tensor,
     outputs: Tensor,
     weights: Tensor,
     ids: Tensor | None,
@@ -230,7 +203,6 @@ def launch_sum_outputs(
     opening: tuple[Tensor, Tensor, Tensor | None, float] | None = None,
     added: tuple[Tensor, Tensor, float] | None = None,
     squares_out: Tensor | None = None,
-    rounded: tuple[Tensor, Tensor, int] | None = None,
     pdl: bool,
 ) -> None:
     """``out`` [num_tokens, size] = each token's sum of its ``outputs`` [num_tokens, top_k, size],
@@ -238,16 +210,12 @@ def launch_sum_outputs(
     ``opening``: what the gate of ``shared`` is made of, the fields of a ``moe.SharedOutput`` from
     ``gate`` on. With ``added``, residual, norm and eps, that is added to the residual in place, and
     ``out`` is the RMSNorm of it; with ``squares_out``, float32 [tiles, num_tokens], half done.
-    ``rounded``, numbers, scales and group of a ``Float8Rows``, takes the same in 8 bits; then
-    ``out`` may be None.
     """
     num_tokens, top_k, size = outputs.shape
     assert outputs.is_contiguous() and weights.is_contiguous()
     gate, x, squares, gate_eps = (None, None, None, 0.0) if opening is None else opening
     assert all(of is None or of.is_contiguous() for of in (shared, gate, x, squares))
     residual, norm, eps = (None, None, 0.0) if added is None else added
-    numbers, scales, group = (None, None, 0) if rounded is None else rounded
-    assert rounded is None or (added is not None and squares_out is None)
     num_squares = 0 if squares is None else len(squares)
     block, choices = triton.next_power_of_2(size), triton.next_power_of_2(top_k)
     columns = block if squares_out is None else triton.next_power_of_2(-(-size // len(squares_out)))
@@ -265,10 +233,7 @@ def launch_sum_outputs(
         residual,
         norm,
         squares_out,
-        numbers,
-        scales,
         num_tokens,
-        0 if scales is None else scales.stride(1),
         gate_eps,
         eps,
         SIZE=size,
@@ -283,9 +248,6 @@ def launch_sum_outputs(
         SQUARES_PADDED=triton.next_power_of_2(max(num_squares, 1)),
         NORM=norm is not None,
         HALF=squares_out is not None,
-        PLAIN=out is not None,
-        GROUP=padded_group(size, group) if group else 0,
-        MOST=FP8_MAX,
         PDL=pdl,
         num_warps=min(max(choices * columns // 4096, least), 16),
         **launch_options(pdl),

@@ -31,7 +31,7 @@ def _load_both(ptr, mask):
 
 
 @triton.jit
-def store_rounded(
+def _store_rounded(
     row_ptr,  # of each unit, or of all
     scale_ptr,  # of the row of each group, or of all
     scales_stride,  # of a column
@@ -105,14 +105,15 @@ def _float8_rows(
     first, last = _load_both(x_ptr + row * x_stride + k, k < SIZE)
     group_row, column = _groups_of_program(num_groups, SIZE, GROUP, GROUPS)
     to, of_scale = numbers_ptr + row * SIZE, scales_ptr + group_row
-    store_rounded(to, of_scale, scales_stride, unit, column, first, last, SIZE, GROUP, GROUPS, MOST)
+    _store_rounded(
+        to, of_scale, scales_stride, unit, column, first, last, SIZE, GROUP, GROUPS, MOST
+    )
 
 
 @triton.jit(do_not_specialize=["scales_stride"])
 def _rms_norm_float8(
     numbers_ptr,
     scales_ptr,
-    normed_ptr,
     x_ptr,
     residual_ptr,
     weight_ptr,
@@ -124,7 +125,6 @@ def _rms_norm_float8(
     GROUPS: tl.constexpr,
     MOST: tl.constexpr,
     ADD: tl.constexpr,
-    PLAIN: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """``_rms_norm`` of ``layer_kernels``, and ``_float8_rows`` of its result."""
@@ -149,13 +149,11 @@ def _rms_norm_float8(
     scale = tl.rsqrt(squares / SIZE + eps)
     first = (first * scale * first_weight).to(element)
     last = (last * scale * last_weight).to(element)
-    if PLAIN:
-        to = normed_ptr + row * SIZE + k
-        tl.store(to, first, mask=mask)
-        tl.store(to + 8, last, mask=mask)
     first, last = first.to(tl.float32), last.to(tl.float32)
     to, of_scale, column = numbers_ptr + row * SIZE, scales_ptr + row, tl.arange(0, GROUPS)
-    store_rounded(to, of_scale, scales_stride, unit, column, first, last, SIZE, GROUP, GROUPS, MOST)
+    _store_rounded(
+        to, of_scale, scales_stride, unit, column, first, last, SIZE, GROUP, GROUPS, MOST
+    )
 
 
 @triton.jit
@@ -196,7 +194,9 @@ def _gated_float8(
     last = _gated(last_gate, last_up, GELU).to(element).to(tl.float32)
     group_row, column = _groups_of_program(num_groups, SIZE, GROUP, GROUPS)
     to, of_scale = numbers_ptr + row * SIZE, scales_ptr + group_row
-    store_rounded(to, of_scale, scales_stride, unit, column, first, last, SIZE, GROUP, GROUPS, MOST)
+    _store_rounded(
+        to, of_scale, scales_stride, unit, column, first, last, SIZE, GROUP, GROUPS, MOST
+    )
 
 
 def launch_float8_rows(
@@ -228,7 +228,6 @@ def launch_float8_rows(
 def launch_rms_norm_float8(
     numbers: Tensor,
     scales: Tensor,
-    normed: Tensor | None,
     x: Tensor,
     residual: Tensor | None,
     weight: Tensor,
@@ -237,8 +236,7 @@ def launch_rms_norm_float8(
     *,
     pdl: bool,
 ) -> None:
-    """See ``minisgl_backend.kernels.float8_rows.rms_norm_float8``; ``normed`` is there if that
-    shall be ``plain``."""
+    """See ``minisgl_backend.kernels.float8_rows.rms_norm_float8``."""
     num_rows, size = x.shape
     if num_rows == 0:
         return
@@ -248,7 +246,6 @@ def launch_rms_norm_float8(
     _rms_norm_float8[(num_rows,)](
         numbers,
         scales,
-        normed,
         x,
         residual,
         weight,
@@ -260,7 +257,6 @@ def launch_rms_norm_float8(
         GROUPS=groups,
         MOST=FP8_MAX,
         ADD=residual is not None,
-        PLAIN=normed is not None,
         PDL=pdl,
         num_warps=_num_warps(block),
         **launch_options(pdl),
@@ -294,15 +290,11 @@ def launch_gated_float8(
     )
 
 
-def padded_group(size: int, group: int) -> int:
-    """``GROUP`` of a kernel over rows of ``size`` values: a power of two."""
-    assert size % 16 == 0 and size % group == 0
-    return triton.next_power_of_2(size) if group == size else group
-
-
 def _groups(size: int, group: int, block: int) -> tuple[int, int]:
-    """``GROUP`` and ``GROUPS`` of a program that takes ``block`` values, or at least a group."""
-    group = padded_group(size, group)
+    """``GROUP``, a power of two, and ``GROUPS`` of a program that takes ``block`` values, or at
+    least a group."""
+    assert size % 16 == 0 and size % group == 0
+    group = triton.next_power_of_2(size) if group == size else group
     return group, max(block // group, 1)
 
 

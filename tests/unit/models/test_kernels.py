@@ -480,7 +480,6 @@ class TwinExperts:
             correction: Tensor | None,
             squares: Tensor | None,
             eps: float,
-            rounded: Float8Rows | None,
             pdl: bool,
         ) -> tuple[Tensor, moe.Choices]:
             assert shared or shared_gate is None
@@ -507,7 +506,6 @@ class TwinExperts:
 
         kernels: Any = compute
         kernels.takes_shared = lambda num_tokens, router: num_tokens <= 4
-        kernels.rounds = lambda num_tokens: False
         return kernels
 
 

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor, nn
 
-from minisgl_backend.kernels.activation import gelu_mul
 from minisgl_backend.kernels.adapters import AdaptedTokens
 from minisgl_backend.layers.linear import MergedColumnLinear, RowLinear
 from minisgl_backend.layers.norm import Normed, RMSNorm
@@ -37,6 +36,9 @@ class FeedForward(Protocol):
         ``norm``. ``x`` is its input under the layer's second norm; ``residual`` may be overwritten.
         ``adapted``: the tokens by adapter, if any has one.
         """
+
+    def rounding(self, num_tokens: int) -> int | None:
+        """If only numbers of 8 bits are read of ``x``: how many neighbours share a scale."""
 
 
 class GatedMLP(nn.Module):
@@ -100,7 +102,11 @@ class GatedMLP(nn.Module):
         """This rank's part of ``output``, to be summed over the ranks by the caller."""
         return self.down_proj.part(self._inner(x, pdl, adapted), pdl=pdl, adapted=adapted)
 
-    def _inner(self, x: Normed, pdl: bool, adapted: AdaptedTokens | None) -> Tensor:
-        """[num_tokens, this rank's part of intermediate_size]"""
-        inner: Tensor = self.gate_up_proj(x, pdl=pdl, adapted=adapted)
-        return gelu_mul(inner, pdl=pdl) if self.gelu else inner
+    def rounding(self, num_tokens: int) -> int | None:
+        return self.gate_up_proj.matrix.rounding(num_tokens)
+
+    def _inner(self, x: Normed, pdl: bool, adapted: AdaptedTokens | None) -> Normed:
+        """The input of ``down_proj``."""
+        if self.gelu:
+            return Normed(self.gate_up_proj(x, pdl=pdl, adapted=adapted), gate="gelu")
+        return self.gate_up_proj.for_next(x, pdl=pdl, adapted=adapted)

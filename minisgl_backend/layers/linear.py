@@ -75,6 +75,15 @@ class MergedColumnLinear(nn.Module):
         adaptation = adaptation_of(self, adapted)
         return self.matrix.gemm(x, bias=self.bias, gated=self.gated, adaptation=adaptation, pdl=pdl)
 
+    def for_next(self, x: Normed, *, pdl: bool, adapted: AdaptedTokens | None = None) -> Normed:
+        """``forward`` of a ``gated`` layer as the input of the next GEMM, to which the gate is left
+        if no kernel fuses it with this one."""
+        if not self.matrix.leaves_gate(len(x.x)):
+            return Normed(self(x, pdl=pdl, adapted=adapted))
+        adaptation = adaptation_of(self, adapted)
+        both = self.matrix.gemm(x, bias=self.bias, adaptation=adaptation, pdl=pdl)
+        return Normed(both, gate="silu")
+
     def places(self) -> Iterator[tuple[str, Place]]:
         for part, share in self.matrix.parts.items():
             name = part.rpartition(".")[2]
@@ -115,7 +124,7 @@ class RowLinear(nn.Module):
     def add_to(
         self,
         residual: Tensor,
-        x: Tensor,
+        x: Normed,
         norm: RMSNorm,
         *,
         pdl: bool,
@@ -124,8 +133,8 @@ class RowLinear(nn.Module):
         """The residual stream [num_tokens, out_features] with the projection of ``x`` added, and
         under ``norm``.
 
-        ``x`` [num_tokens, this rank's share]; ``residual`` may be overwritten. ``adapted``: the
-        tokens by adapter, if any has one.
+        ``x`` [num_tokens, this rank's share] is under no norm; ``residual`` may be overwritten.
+        ``adapted``: the tokens by adapter, if any has one.
         """
         if adapted is not None and self.group.size > 1:  # each rank has a part of the sum
             part = self.part(x, pdl=pdl, adapted=adapted)
@@ -140,15 +149,15 @@ class RowLinear(nn.Module):
             adaptation=adaptation_of(self, adapted),
         )
 
-    def forward(self, x: Tensor, *, pdl: bool, adapted: AdaptedTokens | None = None) -> Tensor:
+    def forward(self, x: Normed, *, pdl: bool, adapted: AdaptedTokens | None = None) -> Tensor:
         """The projection itself, summed over the ranks, [num_tokens, out_features]."""
         return self.group.all_reduce(self.part(x, pdl=pdl, adapted=adapted))
 
-    def part(self, x: Tensor, *, pdl: bool, adapted: AdaptedTokens | None = None) -> Tensor:
+    def part(self, x: Normed, *, pdl: bool, adapted: AdaptedTokens | None = None) -> Tensor:
         """This rank's part of that sum."""
         bias = self.bias if self.group.rank == 0 else None  # in the sum over the ranks once
         adaptation = adaptation_of(self, adapted)
-        return self.matrix.gemm(Normed(x), bias=bias, adaptation=adaptation, pdl=pdl)
+        return self.matrix.gemm(x, bias=bias, adaptation=adaptation, pdl=pdl)
 
     def places(self) -> Iterator[tuple[str, Place]]:
         (name,) = self.matrix.parts

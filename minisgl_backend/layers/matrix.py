@@ -105,6 +105,14 @@ class Matrix(nn.Module, ABC):
     def use_float8(self, kernels: TensorCores, *, gated: bool = False) -> None:
         """Compute ``gemm`` of more tokens by ``kernels`` for weights in float8, if it is one."""
 
+    def rounding(self, num_tokens: int) -> int | None:
+        """If ``gemm`` rounds so many tokens to 8 bits: how many neighbours share a scale."""
+        return None
+
+    def leaves_gate(self, num_tokens: int) -> bool:
+        """Whether no kernel fuses the gate of so many tokens with a GEMM of a gated weight."""
+        return False
+
     def gemm(
         self,
         x: Normed,
@@ -178,7 +186,7 @@ class Matrix(nn.Module, ABC):
     def add_gemm(
         self,
         residual: Tensor,
-        x: Tensor,
+        x: Normed,
         norm: RMSNorm,
         *,
         bias: Tensor | None,
@@ -188,33 +196,35 @@ class Matrix(nn.Module, ABC):
     ) -> tuple[Tensor, Normed]:
         """The residual stream after adding every rank's x W^T and ``bias``, and its norm.
 
-        ``residual`` [num_tokens, out_features] may be overwritten; ``x`` [num_tokens, in_features].
+        ``residual`` [num_tokens, out_features] may be overwritten; ``x`` is under no norm.
         ``adaptation``: the weight's adapters are added as well; only with one rank.
         """
-        add, gemm = self._add_kernel, self._gemm_kernel
-        if add is not None and len(x) > add.most_tokens:
+        add, gemm, num_tokens = self._add_kernel, self._gemm_kernel, len(x.x)
+        if add is not None and num_tokens > add.most_tokens:
             add = None
         if adaptation is not None and (add is None or not self._takes_adapters):
             assert group.size == 1
-            add_adapter_delta(residual, x, adaptation, pdl=pdl)
+            x = Normed(x.normalized(pdl=pdl))
+            add_adapter_delta(residual, x.x, adaptation, pdl=pdl)
             adaptation = None
         if add is not None:
+            rows, weight = x.normalized(pdl=pdl), self.operand
             scaled, squares = add(
-                x, self.operand, residual, norm.weight, bias=bias, adaptation=adaptation, pdl=pdl
+                rows, weight, residual, norm.weight, bias=bias, adaptation=adaptation, pdl=pdl
             )
             return residual, Normed(scaled, norm, squares)
-        if gemm is None or len(x) > gemm.most_tokens:
+        if gemm is None or num_tokens > gemm.most_tokens:
             added = self._add_gemm(residual, x, norm, bias=bias, group=group, pdl=pdl)
             if added is not None:
                 return added
         own_bias = bias if group.rank == 0 else None  # to be in the sum over the ranks once
-        part = self.gemm(Normed(x), bias=own_bias, pdl=pdl)
+        part = self.gemm(x, bias=own_bias, pdl=pdl)
         return residual, add_sum(residual, part, norm, group, pdl=pdl)
 
     def _add_gemm(
         self,
         residual: Tensor,
-        x: Tensor,
+        x: Normed,
         norm: RMSNorm,
         *,
         bias: Tensor | None,
@@ -288,6 +298,8 @@ class DenseMatrix(Matrix):
         self, x: Normed, *, bias: Tensor | None, gated: bool, out: Tensor | None, pdl: bool
     ) -> Tensor:
         weight, num_tokens = self.weight, x.x.shape[0]
+        if x.gate is not None:
+            x = Normed(x.normalized(pdl=pdl))
         if self._invariant is not None:
             y = self._invariant(x.normalized(pdl=pdl), weight, bias=bias, out=out, pdl=pdl)
             return silu_mul(y, pdl=pdl) if gated else y
@@ -330,7 +342,7 @@ class DenseMatrix(Matrix):
     def _add_gemm(
         self,
         residual: Tensor,
-        x: Tensor,
+        x: Normed,
         norm: RMSNorm,
         *,
         bias: Tensor | None,
@@ -339,14 +351,14 @@ class DenseMatrix(Matrix):
     ) -> tuple[Tensor, Normed] | None:
         if self._invariant is not None:
             return None
-        weight, num_tokens = self.weight, x.shape[0]
+        weight, num_tokens = self.weight, len(x.x)
         if self._is_small(num_tokens) and not is_sum_fused(
-            group, num_tokens, self.out_features, x.dtype
+            group, num_tokens, self.out_features, x.x.dtype
         ):
             # Rank 0 adds the residual stream to its part, so that the sum over the ranks has it.
             is_first = group.rank == 0
             part = small_batch.small_batch_linear(
-                x,
+                x.normalized(pdl=pdl),
                 weight,
                 bias=bias if is_first else None,
                 residual=residual if is_first else None,
@@ -359,7 +371,7 @@ class DenseMatrix(Matrix):
             and group.size == 1
             and wide_linear.is_faster(num_tokens, self.out_features, self.in_features, parts=True)
         ):
-            parts = wide_linear.linear_parts(x, weight, pdl=pdl)
+            parts = wide_linear.linear_parts(x.normalized(pdl=pdl), weight, pdl=pdl)
             normalized = wide_linear.add_rms_norm_parts(
                 parts, residual, norm.weight, norm.eps, bias=bias, pdl=pdl
             )

@@ -1,18 +1,27 @@
 """Root mean square normalization (arXiv 1910.07467) of hidden states and of heads.
 
 A norm is applied where its result is needed: in the GEMM that reads it, or with the residual add
-before it. ``Normed`` says how much of it has been done.
+before it. ``Normed`` says how much of it has been done. A norm also knows whether its reader
+multiplies tokens in 8 bits, for its kernel to round them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
+from minisgl_backend.kernels.activation import gelu_mul, silu_mul
 from minisgl_backend.kernels.dispatch import at_least_float32
+from minisgl_backend.kernels.float8_rows import (
+    Float8Rows,
+    float8_rows,
+    gated_float8,
+    rms_norm_float8,
+)
 from minisgl_backend.kernels.rms_norm import fused_add_rms_norm, rms_norm, scales_of_squares
 from minisgl_backend.layers.weight_place import Share, WeightPlace, whole
 from minisgl_backend.parallel.group import Group
@@ -23,6 +32,9 @@ class RMSNorm(nn.Module):
 
     The weight is (offset + the checkpoint's) * scale.
     """
+
+    rounding: Callable[[int], int | None] | None = None
+    """If its reader takes a number of tokens in 8 bits only: how many neighbours share a scale."""
 
     def __init__(self, size: int, eps: float, *, scale: float = 1.0, offset: float = 0.0):
         super().__init__()
@@ -113,32 +125,48 @@ class TokenNorm(nn.Module):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Normed:
-    """The input of a GEMM: hidden states, [num_tokens, hidden_size] and the norm to apply.
+    """The input of a GEMM: ``x`` [num_tokens, in_features], and what is left to do with it.
 
-    If ``norm`` is None, ``x`` is normalized already. With ``squares``, float32 [tiles, num_tokens],
-    the norm's weight has been applied, but not its scale: their sum over the tiles is the sum of
-    squares of each token's hidden states. ``rounded``: besides ``x``, which is normalized, there
-    are its numbers of 8 bits and their scales, one a token (``float8_rows``).
+    If ``norm`` is None, ``x`` is normalized already, or never is. With ``squares``, float32 [tiles,
+    num_tokens], the norm's weight has been applied, but not its scale: their sum over the tiles is
+    the sum of squares of each token's hidden states. With a ``gate``, ``x`` is twice as wide: gates
+    of that function, and behind them what they open. ``rounded``: what comes of all this is there
+    in 8 bits already.
     """
 
     x: Tensor
     norm: RMSNorm | None = None
     squares: Tensor | None = None
-    rounded: tuple[Tensor, Tensor] | None = None
+    gate: Literal["silu", "gelu"] | None = None
+    rounded: Float8Rows | None = None
 
     @property
     def eps(self) -> float:
         return 0.0 if self.norm is None else self.norm.eps
 
     def normalized(self, *, pdl: bool) -> Tensor:
-        """The normalized hidden states, [num_tokens, hidden_size]. A norm that is half done is
+        """What the GEMM multiplies, [num_tokens, in_features]. A norm that is half done is
         completed by PyTorch: kernels that take ``squares`` save that."""
+        if self.gate is not None:
+            return (gelu_mul if self.gate == "gelu" else silu_mul)(self.x, pdl=pdl)
         if self.squares is not None:
             scales = scales_of_squares(self.squares, self.x.shape[1], self.eps)
             return (self.x * scales[:, None]).to(self.x.dtype)
         if self.norm is None:
             return self.x
         return rms_norm(self.x, self.norm.weight, self.norm.eps, pdl=pdl)
+
+    def in_float8(self, group: int, *, pdl: bool) -> Float8Rows:
+        """The same in 8 bits, if possible by the kernel that completes it; ``group`` neighbours
+        share a scale."""
+        if self.rounded is not None and self.rounded.group == group:
+            return self.rounded
+        if self.gate is not None:
+            return gated_float8(self.x, group, gelu=self.gate == "gelu", pdl=pdl)
+        if self.norm is not None and self.squares is None:
+            weight, eps = self.norm.weight, self.norm.eps
+            return rms_norm_float8(self.x, None, weight, eps, group, pdl=pdl)
+        return float8_rows(self.normalized(pdl=pdl), group, pdl=pdl)
 
     def unscaled(self, *, pdl: bool) -> tuple[Tensor, Tensor | None]:
         """For kernels that take ``squares``: the hidden states with these, or normalized ones and
@@ -153,10 +181,21 @@ def add_sum(residual: Tensor, part: Tensor, norm: RMSNorm, group: Group, *, pdl:
     ``part``, ``residual`` [num_tokens, hidden_size]. May overwrite ``part``. ``pdl``: see
     ``FusedSum``.
     """
-    weight, eps = norm.weight, norm.eps
     if group.fused is not None and is_sum_fused(group, len(part), part.shape[1], part.dtype):
-        return Normed(group.fused.add_rms_norm(part, residual, weight, eps, pdl=pdl))
-    return Normed(fused_add_rms_norm(group.all_reduce(part), residual, weight, eps, pdl=pdl))
+        fused = group.fused.add_rms_norm(part, residual, norm.weight, norm.eps, pdl=pdl)
+        return Normed(fused)
+    return _added(residual, group.all_reduce(part), norm, pdl=pdl)
+
+
+def _added(residual: Tensor, part: Tensor, norm: RMSNorm, *, pdl: bool) -> Normed:
+    """residual += ``part``, in place; its norm. If that is read in 8 bits, nothing else is written:
+    who still wants it computes it from the residual stream."""
+    weight, eps = norm.weight, norm.eps
+    group = None if norm.rounding is None else norm.rounding(len(part))
+    if group is None:
+        return Normed(fused_add_rms_norm(part, residual, weight, eps, pdl=pdl))
+    rounded = rms_norm_float8(part, residual, weight, eps, group, pdl=pdl)
+    return Normed(residual, norm, rounded=rounded)
 
 
 def add_normed(
@@ -169,7 +208,7 @@ def add_normed(
     branch = rms_norm(part, after.weight, after.eps, pdl=pdl)
     if norm is None:
         return Normed(residual.add_(branch))
-    return Normed(fused_add_rms_norm(branch, residual, norm.weight, norm.eps, pdl=pdl))
+    return _added(residual, branch, norm, pdl=pdl)
 
 
 def is_sum_fused(group: Group, num_tokens: int, hidden_size: int, dtype: torch.dtype) -> bool:

@@ -27,17 +27,15 @@ from minisgl_backend.kernels.packed_weight import (
 from minisgl_backend.kernels.quantized_linear import (
     MAX_ROWS,
     Float8Weight,
-    add_rms_norm_float8,
     float8_linear,
     quantized_linear,
 )
 from minisgl_backend.layers.matrix import DenseMatrix, Matrix
-from minisgl_backend.layers.norm import Normed, RMSNorm, is_sum_fused
+from minisgl_backend.layers.norm import Normed
 from minisgl_backend.layers.quantized_place import place_in
 from minisgl_backend.layers.stored_weight import StoredWeight
 from minisgl_backend.layers.weight_place import Place, Share
 from minisgl_backend.layers.weight_share import block_of
-from minisgl_backend.parallel.group import Group
 from minisgl_backend.weight_format import WeightFormat
 
 if TYPE_CHECKING:  # needs the CUDA driver's bindings, which only installations for GPUs have
@@ -94,6 +92,19 @@ class QuantizedMatrix(Matrix):
         """Whether many tokens are rounded to 8 bits; known once it is arranged."""
         return self._float8 is not None
 
+    def rounding(self, num_tokens: int) -> int | None:
+        kernel = self._gemm_kernel or self._add_kernel
+        if self._float8 is None or (kernel is not None and num_tokens <= kernel.most_tokens):
+            return None
+        of_some = self._float8_linear
+        is_by_row = of_some is not None and num_tokens <= of_some.most_rows
+        return self.in_features if is_by_row else self._float8.group
+
+    def leaves_gate(self, num_tokens: int) -> bool:
+        of_some = self._float8_linear
+        is_fused = of_some is not None and num_tokens <= of_some.most_rows
+        return self.rounding(num_tokens) is not None and not is_fused
+
     def fits_tensor_cores(self, *, gated: bool = False) -> bool:
         fits = linear_cut.why_not(self.out_features, self.in_features) is None
         return fits and self.arrange(gated=gated) is not None
@@ -116,16 +127,19 @@ class QuantizedMatrix(Matrix):
     def _gemm(
         self, x: Normed, *, bias: Tensor | None, gated: bool, out: Tensor | None, pdl: bool
     ) -> Tensor:
+        of_some, float8 = self._float8_linear, self._float8
+        if of_some is not None and of_some.gated == gated and len(x.x) <= of_some.most_rows:
+            rounded = x.in_float8(self.in_features, pdl=pdl)
+            return of_some(rounded, self.operand, bias=bias, pdl=pdl)
+        if float8 is not None:
+            rounded = x.in_float8(float8.group, pdl=pdl)
+            y = float8_linear(rounded, float8, x.x.dtype, bias)
+            return silu_mul(y, pdl=pdl) if gated else y
         rows, packed = x.normalized(pdl=pdl), self._packed
         if packed is not None:
             rows = packed.ordered(rows)
         weight = self.storage.weight if packed is None else packed.weight
-        of_some = self._float8_linear
-        if of_some is not None and of_some.gated == gated and len(rows) <= of_some.most_rows:
-            return of_some(rows, self.operand, rounded=x.rounded, bias=bias, pdl=pdl)
-        if self._float8 is not None:
-            y = float8_linear(rows, self._float8, bias, pdl=pdl)
-        elif self._fused and packed is None and len(rows) <= MAX_ROWS:
+        if self._fused and packed is None and len(rows) <= MAX_ROWS:
             y = quantized_linear(rows, weight, bias)
         else:
             numbers = dequantize_weight(weight, rows.dtype, packed=packed is not None)
@@ -133,30 +147,6 @@ class QuantizedMatrix(Matrix):
                 return torch.mm(rows, numbers.t(), out=out)
             y = F.linear(rows, numbers, bias)
         return silu_mul(y, pdl=pdl) if gated else y
-
-    def _add_gemm(
-        self,
-        residual: Tensor,
-        x: Tensor,
-        norm: RMSNorm,
-        *,
-        bias: Tensor | None,
-        group: Group,
-        pdl: bool,
-    ) -> tuple[Tensor, Normed] | None:
-        """Where kernels for float8 follow, most likely those of the next layer: its tokens are
-        rounded in the kernel of the norm."""
-        kernel = self._float8_linear
-        if kernel is None or len(x) > kernel.most_rows:
-            return None
-        if is_sum_fused(group, len(x), self.out_features, x.dtype):
-            return None
-        own_bias = bias if group.rank == 0 else None
-        part = self._gemm(Normed(x), bias=own_bias, gated=False, out=None, pdl=pdl)
-        normed, numbers, scales = add_rms_norm_float8(
-            group.all_reduce(part), residual, norm.weight, norm.eps, pdl=pdl
-        )
-        return residual, Normed(normed, rounded=(numbers, scales))
 
     def place(self, part: str) -> Place:
         form = self._formats[part]

@@ -43,6 +43,8 @@ class DecoderLayer(nn.Module):
         self.add_module(self._mixer_name, mixer)
         self.post_attention_layernorm = RMSNorm(spec.hidden_size, spec.stream_eps, offset=offset)
         self.mlp = _feed_forward(spec, layer, group, matrices, experts)
+        self.input_layernorm.rounding = self.mixer.rounding
+        self.post_attention_layernorm.rounding = self.mlp.rounding
 
     @property
     def first_norm(self) -> RMSNorm | None:
@@ -86,6 +88,9 @@ class PostNormLayer(nn.Module):
         self.pre_feedforward_layernorm = norm() if has_both else None
         self.mlp = _gated_mlp(spec, layer, group, matrices)
         self.post_feedforward_layernorm = norm()
+        if self.input_layernorm is not None and self.pre_feedforward_layernorm is not None:
+            self.input_layernorm.rounding = self.self_attn.rounding
+            self.pre_feedforward_layernorm.rounding = self.mlp.rounding
 
     @property
     def mixer(self) -> TokenMixer:

@@ -108,11 +108,14 @@ class GatedDeltaNet(nn.Module):
     def forward(
         self, residual: Tensor, x: Normed, norm: RMSNorm, step: StepContext
     ) -> tuple[Tensor, Normed]:
-        return self.out_proj.add_to(residual, self._mixed(x, step), norm, pdl=step.pdl)
+        return self.out_proj.add_to(residual, Normed(self._mixed(x, step)), norm, pdl=step.pdl)
+
+    def rounding(self, num_tokens: int) -> int | None:
+        return None  # the projection of the rates reads them as they are
 
     def output(self, x: Normed, step: StepContext) -> Tensor:
         """What ``forward`` adds, [num_tokens, hidden_size]."""
-        output: Tensor = self.out_proj(self._mixed(x, step), pdl=step.pdl)
+        output: Tensor = self.out_proj(Normed(self._mixed(x, step)), pdl=step.pdl)
         return output
 
     def _mixed(self, x: Normed, step: StepContext) -> Tensor:

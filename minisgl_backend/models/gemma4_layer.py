@@ -60,6 +60,7 @@ class Gemma4Layer(nn.Module):
             matrices=matrices,
             gelu=True,
         )
+        self.pre_feedforward_layernorm.rounding = self.mlp.rounding
         self.post_feedforward_layernorm = norm()
         self.experts: ExpertsBeside | None = None
         if spec.moe is not None and layer in spec.moe.layers:

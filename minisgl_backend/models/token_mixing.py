@@ -91,6 +91,9 @@ class TokenMixer(Protocol):
         after ``norm``. ``x`` is ``residual`` after the layer's first norm; ``residual`` may be
         overwritten."""
 
+    def rounding(self, num_tokens: int) -> int | None:
+        """If only numbers of 8 bits are read of ``x``: how many neighbours share a scale."""
+
 
 class SelfAttention(nn.Module):
     """Softmax attention over paged keys and values, with rotary positions (``TokenMixer``)."""
@@ -192,13 +195,20 @@ class SelfAttention(nn.Module):
     def forward(
         self, residual: Tensor, x: Normed, norm: RMSNorm, step: StepContext
     ) -> tuple[Tensor, Normed]:
-        attended = self._attended(x, step)
+        attended = Normed(self._attended(x, step))
         return self.o_proj.add_to(residual, attended, norm, pdl=step.pdl, adapted=step.adapted)
+
+    def rounding(self, num_tokens: int) -> int | None:
+        kernel = self._heads_kernel
+        if kernel is not None and num_tokens <= kernel.most_tokens:
+            return None
+        return self.qkv_proj.matrix.rounding(num_tokens)
 
     def output(self, x: Normed, step: StepContext) -> Tensor:
         """What ``forward`` adds to the residual stream, [num_tokens, hidden_size], for layers that
         change it first."""
-        output: Tensor = self.o_proj(self._attended(x, step), pdl=step.pdl, adapted=step.adapted)
+        attended = Normed(self._attended(x, step))
+        output: Tensor = self.o_proj(attended, pdl=step.pdl, adapted=step.adapted)
         return output
 
     def _attended(self, x: Normed, step: StepContext) -> Tensor:

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from minisgl_backend.kernels.dispatch import is_interpreted
 from minisgl_backend.kernels.float8_cut import Float8Cut
+from minisgl_backend.kernels.float8_rows import float8_rows
 from minisgl_backend.kernels.packed_weight import PackedWeight, pack
 from minisgl_backend.kernels.quantized import FP8_MAX, dequantized, quantize
-from minisgl_backend.kernels.quantized_linear import float8_rows
 from minisgl_backend.weight_format import Encoding
 from tests.gpu.compare import assert_close
 
@@ -97,9 +97,9 @@ def test_every_cut(device: torch.device, cut: Float8Cut, sizes: str) -> None:
         x = torch.randn(num_rows, in_features, device=device).bfloat16()
         x *= torch.rand(num_rows, 1, device=device) * 4
         for given in (None, bias):
-            y = kernel(*float8_rows(x, in_features), packed, bias=given)
-            rows, factors = float8_rows(x, in_features, pdl=True)
-            again = kernel(rows, factors, packed, bias=given, pdl=True)
+            y = kernel(float8_rows(x, in_features), packed, bias=given)
+            rows = float8_rows(x, in_features, pdl=True)
+            again = kernel(rows, packed, bias=given, pdl=True)
             assert_close(y, expected(x, numbers, given, gated=sizes == GATED))
             assert torch.equal(y, again)
     assert not workspace.counters.any()

@@ -24,9 +24,10 @@ from torch import Tensor
 from minisgl_backend.kernels.activation import silu_mul
 from minisgl_backend.kernels.cuda.float8_linear import Float8Kernel, Workspace
 from minisgl_backend.kernels.float8_cut import Float8Cut, why_not
+from minisgl_backend.kernels.float8_rows import float8_rows
 from minisgl_backend.kernels.packed_weight import PackedWeight, pack
 from minisgl_backend.kernels.quantized import quantize
-from minisgl_backend.kernels.quantized_linear import Float8Weight, float8_linear, float8_rows
+from minisgl_backend.kernels.quantized_linear import Float8Weight, float8_linear
 from minisgl_backend.weight_format import Encoding
 
 SHAPES: Final = {
@@ -100,11 +101,12 @@ def sweep(name: str, sizes: Sequence[int], device: torch.device) -> None:
 
     for size in sizes:
         x = torch.randn(size, width, device=device).bfloat16()
-        rows, factors = float8_rows(x, width)
+        rows = float8_rows(x, width)
 
         def library(weight: Float8Weight | None, x: Tensor = x) -> Tensor:
             assert weight is not None
-            y = float8_linear(x, weight, pdl=True)
+            rows = float8_rows(x, weight.group, pdl=True)
+            y = float8_linear(rows, weight, x.dtype)
             return silu_mul(y, pdl=True) if gated else y
 
         expected = library(of_library[0]).float()
@@ -118,9 +120,9 @@ def sweep(name: str, sizes: Sequence[int], device: torch.device) -> None:
             def rounding_too(
                 weight: PackedWeight, x: Tensor = x, kernel: Float8Kernel = kernel
             ) -> Tensor:
-                return kernel(*float8_rows(x, width, pdl=True), weight, pdl=True)
+                return kernel(float8_rows(x, width, pdl=True), weight, pdl=True)
 
-            y = kernel(rows, factors, packed).float()
+            y = kernel(rows, packed).float()
             error = float((y - expected).norm() / expected.norm())
             whole = seconds([partial(rounding_too, layer) for layer in layers]) * 1e6
             wrong = f" error {error:.2f}" if error > MOST_ERROR else ""

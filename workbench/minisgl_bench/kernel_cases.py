@@ -18,6 +18,7 @@ from torch import Tensor
 
 from minisgl_backend.kernels.activation import silu_mul, silu_mul_reference
 from minisgl_backend.kernels.embedding import embedding, embedding_reference
+from minisgl_backend.kernels.float8_rows import float8_rows
 from minisgl_backend.kernels.linear_cut import MAX_TOKENS
 from minisgl_backend.kernels.packed_weight import PackedWeight, pack
 from minisgl_backend.kernels.quantized import quantize
@@ -153,8 +154,12 @@ def quantized_cases(shape: Shape, batch_size: int) -> Iterator[Case]:
         library = each(F.linear, [(x, plain.clone()) for _ in copies(2 * height * width)])
         yield Case(f"{form} {name}", num_bytes, ours, (), library)
         if in_8_bits:
-            calls = each(float8_linear, [(x, weight) for weight in in_8_bits])
+            calls = each(_of_tokens_in_8_bits, [(x, weight) for weight in in_8_bits])
             yield Case(f"{form} {name}, tokens in 8 bits", num_bytes, calls, (), library)
+
+
+def _of_tokens_in_8_bits(x: Tensor, weight: Float8Weight) -> Tensor:
+    return float8_linear(float8_rows(x, weight.group), weight, x.dtype)
 
 
 def has_linear_kernels() -> bool:

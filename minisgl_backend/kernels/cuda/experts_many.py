@@ -16,8 +16,8 @@ from torch import Tensor
 from minisgl_backend.kernels.cuda.module import CudaModule, TensorMap, address, tensor_map
 from minisgl_backend.kernels.dispatch import num_processors
 from minisgl_backend.kernels.expert_cut import MANY
+from minisgl_backend.kernels.float8_rows import float8_rows
 from minisgl_backend.kernels.packed_weight import CodesKind, PackedWeight
-from minisgl_backend.kernels.quantized_linear import float8_rows
 
 _THREADS: Final = 384
 """Two warpgroups that multiply, and one that fills the ring."""
@@ -95,8 +95,8 @@ class ManyRowsKernel:
         if isinstance(weight, PackedWeight):
             assert weight.kind == self._codes
             scales, numbers = weight.scales, weight.weight.codes
-            x, of_rows = float8_rows(x, self._in_features, pdl=pdl)
-            of_rows = of_rows[:, 0]
+            rows = float8_rows(x, self._in_features, pdl=pdl)
+            x, of_rows = rows.numbers, rows.scales[: rows.num_rows, 0]
             factors = of_rows if factors is None else of_rows * factors
         assert isinstance(numbers, Tensor)
         arguments = _Arguments(

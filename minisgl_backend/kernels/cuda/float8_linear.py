@@ -19,8 +19,8 @@ from torch import Tensor
 from minisgl_backend.kernels.cuda.module import CudaModule, TensorMap, address, tensor_map
 from minisgl_backend.kernels.dispatch import num_processors
 from minisgl_backend.kernels.float8_cut import Float8Cut, cuts_of, why_not
+from minisgl_backend.kernels.float8_rows import Float8Rows
 from minisgl_backend.kernels.packed_weight import CodesKind, PackedWeight
-from minisgl_backend.kernels.quantized_linear import float8_rows
 
 _THREADS: Final = 384
 """Two warpgroups that multiply, and one of which a thread fills the ring."""
@@ -96,18 +96,17 @@ class Float8Kernel:
 
     def __call__(
         self,
-        x: Tensor,
-        factors: Tensor,
+        x: Float8Rows,
         weight: PackedWeight,
         *,
         bias: Tensor | None = None,
         pdl: bool = False,
     ) -> Tensor:
-        """bfloat16 [num_rows, out_features]; ``x`` float8_e4m3fn and ``factors`` [num_rows, 1] are
-        those of ``float8_rows``."""
-        assert weight.kind == self._codes and weight.order is None and x.is_contiguous()
-        num_rows, cut = len(x), self._cut
-        out = torch.empty((num_rows, self._out_features), dtype=torch.bfloat16, device=x.device)
+        """bfloat16 [num_rows, out_features]; ``x`` has a scale a row."""
+        assert weight.kind == self._codes and weight.order is None
+        assert x.group == self._in_features
+        num_rows, cut, numbers = x.num_rows, self._cut, x.numbers.view(torch.uint8)
+        out = numbers.new_empty((num_rows, self._out_features), dtype=torch.bfloat16)
         columns = cut.columns(num_rows)
         blocks = cut.blocks(num_rows, self._height, self._in_features, self._num_processors)
         assert blocks and 2 * columns * self._height // cut.unit <= _MOST_COUNTERS
@@ -115,9 +114,9 @@ class Float8Kernel:
         size = self._in_features
         arguments = _Arguments(
             weight=self._weight_map(weight.weight.codes),
-            x=tensor_map(x.view(torch.uint8), (size, num_rows), (size,), (128, of_cluster)),
+            x=tensor_map(numbers, (size, num_rows), (size,), (128, of_cluster)),
             out=address(out),
-            factors=address(factors),
+            factors=address(x.scales),
             scales=address(weight.scales),
             bias=address(bias),
             parts=address(self._workspace.parts),
@@ -172,15 +171,12 @@ class Float8Linear:
 
     def __call__(
         self,
-        x: Tensor,
+        x: Float8Rows,
         weight: PackedWeight,
         *,
-        rounded: tuple[Tensor, Tensor] | None = None,
         bias: Tensor | None = None,
         pdl: bool = False,
     ) -> Tensor:
-        """[num_rows, out_features]; ``rounded``: what ``float8_rows`` makes of ``x``, if it is
-        there."""
-        numbers, scales = rounded or float8_rows(x, x.shape[1], pdl=pdl)
-        kernel = self._kernels[min(most for most in self._kernels if len(x) <= most)]
-        return kernel(numbers, scales, weight, bias=bias, pdl=pdl)
+        """[num_rows, out_features]; ``x`` has a scale a row."""
+        kernel = self._kernels[min(most for most in self._kernels if x.num_rows <= most)]
+        return kernel(x, weight, bias=bias, pdl=pdl)

@@ -1,4 +1,4 @@
-"""GEMMs with quantized weights, the numbers that these stand for, and tokens in float8.
+"""GEMMs with quantized weights, and the numbers that these stand for.
 
 A code is decoded with integer operations, so that any GPU can do it. Weights are as their
 checkpoint has them, or permuted (``kernels.packed_weight``).
@@ -9,8 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minisgl_backend.kernels.quantized import FP8_MAX, QuantizedWeight
-from minisgl_backend.kernels.triton_kernels.pdl import allow_next, launch_options, wait_previous
+from minisgl_backend.kernels.quantized import QuantizedWeight
 from minisgl_backend.weight_format import Encoding
 
 _KINDS = {Encoding.E4M3: 1, Encoding.INT8: 2, Encoding.INT4: 3, Encoding.E2M1: 4}
@@ -217,94 +216,6 @@ def _quantized_linear(
     tl.store(to, acc.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["scales_stride"])
-def _float8_rows(
-    out_ptr,
-    scales_ptr,
-    x_ptr,
-    x_stride,
-    scales_stride,  # of a group
-    SIZE: tl.constexpr,
-    GROUP: tl.constexpr,  # of values that share a scale
-    BLOCK: tl.constexpr,  # of values of a program, whole groups
-    MOST: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64)
-    group = tl.program_id(1) * (BLOCK // GROUP) + tl.arange(0, BLOCK // GROUP)
-    # of each 16 inputs the first and the last 8, which take turns in memory (``_place_of_8_bits``)
-    unit = group[:, None] * (GROUP // 16) + tl.arange(0, GROUP // 16)[None, :]
-    k = unit[:, :, None] * 16 + tl.arange(0, 8)[None, None, :]
-    mask = k < SIZE
-    if PDL:
-        allow_next()
-        wait_previous()
-    at = x_ptr + row * x_stride + k
-    first = tl.load(at, mask=mask, other=0.0).to(tl.float32)
-    last = tl.load(at + 8, mask=mask, other=0.0).to(tl.float32)
-    largest = tl.max(tl.max(tl.maximum(tl.abs(first), tl.abs(last)), axis=2), axis=1)
-    scale = tl.maximum(largest, 1e-12) / MOST
-    numbers = tl.join(last, first) / scale[:, None, None, None]  # [groups, GROUP / 16, 8, 2]
-    numbers = tl.reshape(
-        tl.minimum(tl.maximum(numbers, -MOST), MOST), [BLOCK // GROUP, GROUP // 16, 16]
-    )
-    place = unit[:, :, None] * 16 + tl.arange(0, 16)[None, None, :]
-    to = out_ptr + row * SIZE + place
-    tl.store(to, numbers.to(out_ptr.dtype.element_ty), mask=place < SIZE)
-    tl.store(scales_ptr + group * scales_stride + row, scale, mask=group * GROUP < SIZE)
-
-
-@triton.jit
-def _add_rms_norm_float8(
-    normed_ptr,
-    out_ptr,
-    scales_ptr,
-    x_ptr,
-    residual_ptr,
-    weight_ptr,
-    x_stride,
-    eps,
-    SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    MOST: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """``_rms_norm`` with the residual add, and ``_float8_rows`` of its result with one scale."""
-    row = tl.program_id(0).to(tl.int64)
-    unit = tl.arange(0, BLOCK // 16)
-    k = unit[:, None] * 16 + tl.arange(0, 8)[None, :]
-    mask = k < SIZE
-    weight = tl.load(weight_ptr + k, mask=mask, other=0.0).to(tl.float32)
-    last_weight = tl.load(weight_ptr + 8 + k, mask=mask, other=0.0).to(tl.float32)
-    if PDL:
-        allow_next()
-        wait_previous()
-    at, of_residual = x_ptr + row * x_stride + k, residual_ptr + row * SIZE + k
-    first = tl.load(at, mask=mask, other=0.0).to(tl.float32)
-    last = tl.load(at + 8, mask=mask, other=0.0).to(tl.float32)
-    first += tl.load(of_residual, mask=mask, other=0.0).to(tl.float32)
-    last += tl.load(of_residual + 8, mask=mask, other=0.0).to(tl.float32)
-    element = residual_ptr.dtype.element_ty
-    first, last = first.to(element), last.to(element)
-    tl.store(of_residual, first, mask=mask)
-    tl.store(of_residual + 8, last, mask=mask)
-    first, last = first.to(tl.float32), last.to(tl.float32)
-    mean = tl.sum(tl.sum(first * first + last * last, axis=1), axis=0) / SIZE
-    factor = tl.rsqrt(mean + eps)
-    first, last = (first * factor * weight).to(element), (last * factor * last_weight).to(element)
-    to = normed_ptr + row * SIZE + k
-    tl.store(to, first, mask=mask)
-    tl.store(to + 8, last, mask=mask)
-    first, last = first.to(tl.float32), last.to(tl.float32)
-    largest = tl.max(tl.max(tl.maximum(tl.abs(first), tl.abs(last)), axis=1), axis=0)
-    scale = tl.maximum(largest, 1e-12) / MOST
-    numbers = tl.reshape(tl.join(last, first) / scale, [BLOCK // 16, 16])
-    numbers = tl.minimum(tl.maximum(numbers, -MOST), MOST)
-    place = unit[:, None] * 16 + tl.arange(0, 16)[None, :]
-    tl.store(out_ptr + row * SIZE + place, numbers.to(out_ptr.dtype.element_ty), mask=place < SIZE)
-    tl.store(scales_ptr + row, scale)
-
-
 def launch_dequantize(out: Tensor, weight: QuantizedWeight, *, packed: bool) -> None:
     """See ``minisgl_backend.kernels.packed_weight.dequantize_weight``."""
     (out_features, size), block = out.shape, 1024
@@ -356,59 +267,4 @@ def launch_quantized_linear(
         COLUMNS=columns,
         BLOCK=128,
         num_warps=4,
-    )
-
-
-def launch_float8_rows(out: Tensor, scales: Tensor, x: Tensor, group: int, *, pdl: bool) -> None:
-    """See ``minisgl_backend.kernels.quantized_linear.float8_rows``."""
-    num_rows, size = x.shape
-    whole = group == size
-    group = triton.next_power_of_2(size) if whole else group
-    block = group if whole else max(group, 2048)
-    _float8_rows[(num_rows, triton.cdiv(size, block))](
-        out,
-        scales,
-        x,
-        x.stride(0),
-        scales.shape[1],
-        SIZE=size,
-        GROUP=group,
-        BLOCK=block,
-        MOST=FP8_MAX,
-        PDL=pdl,
-        num_warps=min(max(block // 512, 1), 16),
-        **launch_options(pdl),
-    )
-
-
-def launch_add_rms_norm_float8(
-    normed: Tensor,
-    out: Tensor,
-    scales: Tensor,
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    eps: float,
-    *,
-    pdl: bool,
-) -> None:
-    """See ``minisgl_backend.kernels.quantized_linear.add_rms_norm_float8``."""
-    num_rows, size = x.shape
-    assert residual.is_contiguous() and size % 16 == 0
-    block = triton.next_power_of_2(size)
-    _add_rms_norm_float8[(num_rows,)](
-        normed,
-        out,
-        scales,
-        x,
-        residual,
-        weight,
-        x.stride(0),
-        eps,
-        SIZE=size,
-        BLOCK=block,
-        MOST=FP8_MAX,
-        PDL=pdl,
-        num_warps=min(max(block // 512, 1), 16),
-        **launch_options(pdl),
     )

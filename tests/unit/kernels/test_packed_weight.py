@@ -8,6 +8,7 @@ from itertools import product
 import pytest
 import torch
 
+from minisgl_backend.kernels.float8_rows import float8_rows
 from minisgl_backend.kernels.packed_weight import (
     PLACES_OF_BYTES,
     dequantize_weight,
@@ -113,9 +114,10 @@ def test_tokens_in_8_bits_are_near_to_what_they_were(block: tuple[int, int]) -> 
     x, bias = torch.randn(7, 256), torch.randn(128)
     numbers = dequantize_weight(packed.weight, torch.float32, packed=True)
     expected = x @ numbers.t() + bias
-    found = float8_linear(x, weight, bias)
+    rows = float8_rows(x, weight.group)
+    found = float8_linear(rows, weight, torch.float32, bias)
+    assert found.shape == expected.shape and found.dtype == torch.float32
     assert (found - expected).norm() < 0.04 * expected.norm()
-    assert float8_linear(x.double(), weight).dtype == torch.float64
 
 
 @pytest.mark.parametrize(

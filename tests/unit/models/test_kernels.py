@@ -22,7 +22,7 @@ from minisgl_backend.errors import ConfigError
 from minisgl_backend.execution.decode_graphs import batch_sizes
 from minisgl_backend.execution.states import StateStorage
 from minisgl_backend.experts_spec import ClampedGate, RoutingRule
-from minisgl_backend.kernels import moe, small_batch, wide_linear
+from minisgl_backend.kernels import float8_rows, moe, small_batch, wide_linear
 from minisgl_backend.kernels.activation import silu_mul_reference
 from minisgl_backend.kernels.adapters import (
     IN_STEP,
@@ -32,10 +32,15 @@ from minisgl_backend.kernels.adapters import (
     arrange_tokens,
     arranged_size,
 )
+from minisgl_backend.kernels.float8_rows import Float8Rows
 from minisgl_backend.kernels.gated_delta import Run, Runs
-from minisgl_backend.kernels.packed_weight import CodesKind, PackedWeight, dequantize_weight
+from minisgl_backend.kernels.packed_weight import (
+    PLACES_OF_BYTES,
+    CodesKind,
+    PackedWeight,
+    dequantize_weight,
+)
 from minisgl_backend.kernels.quantized import dequantized, quantize
-from minisgl_backend.kernels.quantized_linear import float8_rows_reference
 from minisgl_backend.kernels.rope_store import TokenPlaces, qk_norm_rope_store_reference
 from minisgl_backend.kernels.rows import RowTable, StepInputs, begin_decode, keep_sampled
 from minisgl_backend.kernels.sampling_table import ONCE
@@ -140,6 +145,17 @@ def test_a_prompt_then_a_token_on_several_ranks(
     on_ranks(size, check)
 
 
+def exact_rows(x: Tensor, group: int) -> Float8Rows:
+    """Stands in for ``float8_rows_reference``: in the same order, but not rounded."""
+    permuted = x.reshape(len(x), -1, 16)[..., PLACES_OF_BYTES].flatten(1)
+    return Float8Rows(permuted, torch.ones(len(x), x.shape[1] // group), len(x))
+
+
+def as_they_were(x: Float8Rows) -> Tensor:
+    numbers = x.numbers.reshape(x.num_rows, -1, 16)
+    return numbers[..., torch.tensor(PLACES_OF_BYTES).argsort()].flatten(1)
+
+
 class TwinCores:
     """``TensorCores`` for up to 20 tokens, in plain PyTorch, with the ``squares`` of two tiles."""
 
@@ -172,23 +188,14 @@ class TwinCores:
         return self._kernel(gemm)
 
     def float8(self, shape: Sequence[int], *, codes: CodesKind, gated: bool) -> Any:
-        """Of up to 40 tokens, not rounded."""
+        """Of up to 40 tokens, which are ``exact_rows``."""
 
         def gemm(
-            x: Tensor,
-            weight: PackedWeight,
-            *,
-            rounded: tuple[Tensor, Tensor] | None,
-            bias: Tensor | None = None,
-            pdl: bool,
+            x: Float8Rows, weight: PackedWeight, *, bias: Tensor | None = None, pdl: bool
         ) -> Tensor:
             assert weight.shape == shape and weight.kind == codes and not pdl
-            assert len(x) > self.most_tokens
-            if rounded is not None:
-                numbers, scales = float8_rows_reference(x, x.shape[1])
-                assert torch.equal(rounded[0].view(torch.uint8), numbers.view(torch.uint8))
-                assert torch.equal(rounded[1], scales)
-            y = self._linear(x, weight, None, 0.0, bias, None)
+            assert x.num_rows > self.most_tokens and x.group == weight.shape[1]
+            y = self._linear(as_they_were(x), weight, None, 0.0, bias, None)
             return silu_mul_reference(y) if gated else y
 
         kernel: Any = gemm
@@ -349,10 +356,14 @@ def test_an_adapter_on_tensor_cores(case: str, length: int, size: int, tmp_path:
     [
         ("broad", Encoding.E4M3, (128, 128), True, 15),
         ("broad", Encoding.E4M3, (128, 128), True, 40),
+        ("broad", Encoding.E4M3, (128, 128), True, 50),
+        ("broad", Encoding.E4M3, (1, None), True, 50),
         ("broad", Encoding.INT8, (1, None), True, 40),
         ("broad", Encoding.INT4, (1, 64), False, 40),
         ("broad", Encoding.E2M1, (1, 32), True, 40),
         ("broad-hybrid", Encoding.E4M3, (128, 128), True, 15),
+        ("broad-hybrid", Encoding.E4M3, (128, 128), True, 50),
+        ("broad-hybrid-experts", Encoding.E4M3, (128, 128), True, 50),
     ],
 )
 def test_packed_weights_are_computed_by_kernels(
@@ -365,13 +376,15 @@ def test_packed_weights_are_computed_by_kernels(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """On tensor cores; 40 tokens by kernels for float8, others dequantized. Of recurrent layers all
-    but the rates."""
+    """On tensor cores; 40 tokens by kernels for float8, more by the library's; others dequantized.
+    Of recurrent layers all but the rates."""
     monkeypatch.setattr(quantized_matrix, "cuts_of", lambda *shape: {40: None})
+    monkeypatch.setattr(float8_rows, "float8_rows_reference", exact_rows)
     form = WeightFormat(
         layout=Layout.CONVERTED, encoding=encoding, block=block, symmetric=symmetric
     )
-    theirs, names = write(case, tmp_path), r".*(_proj|in_proj_qkv|in_proj_z)"
+    theirs = write(case, tmp_path)
+    names = r".*(attn|mlp|shared_expert)\.(\w+_proj|in_proj_qkv|in_proj_z)"
     for name, weight in theirs.named_parameters():
         if re.fullmatch(names, name.removesuffix(".weight")):
             cells = block[0], block[1] or weight.shape[1]

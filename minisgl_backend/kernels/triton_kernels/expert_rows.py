@@ -219,8 +219,6 @@ def launch_sum_outputs(
     num_squares = 0 if squares is None else len(squares)
     block, choices = triton.next_power_of_2(size), triton.next_power_of_2(top_k)
     columns = block if squares_out is None else triton.next_power_of_2(-(-size // len(squares_out)))
-    # a gate's logit is of the whole row, however few columns a program has
-    least = 4 if columns < block and gate is not None else 1
     _sum_outputs[(num_tokens, 1 if squares_out is None else len(squares_out))](
         out,
         outputs,
@@ -249,6 +247,6 @@ def launch_sum_outputs(
         NORM=norm is not None,
         HALF=squares_out is not None,
         PDL=pdl,
-        num_warps=min(max(choices * columns // 4096, least), 16),
+        num_warps=min(max(choices * columns // 4096, 1), 16),
         **launch_options(pdl),
     )

@@ -72,8 +72,8 @@ def _step(
 ):
     # Rows' slots and states were written before the step, or at its beginning: they are read before
     # the wait, past the first-level cache.
-    row = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
+    row = tl.program_id(1).to(tl.int64)
+    head = tl.program_id(0)  # programs that run together read what lies together
     if PDL:
         allow_next()
     slot = tl.load(slots_ptr + row).to(tl.int64)
@@ -158,7 +158,7 @@ def launch_step(
     assert all(of.is_contiguous() for of in (out, conv, *states))
     assert a.stride(1) == b.stride(1) == x.stride(1) == z.stride(2) == 1
     assert z.stride(1) == value_dim and inputs.shape[2] == conv.shape[1] - 1
-    _step[(num_rows, num_heads)](
+    _step[(num_heads, num_rows)](
         out,
         x,
         z,

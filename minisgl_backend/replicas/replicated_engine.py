@@ -5,7 +5,7 @@ open requests. Must not know processes, tensors or Triton.
 
 A request is routed when it is accepted, and waits at its replica. If that ends, the samples of a
 request that has told its caller nothing yet go to another replica, once; those of others fail. So
-what breaks a replica breaks two at most.
+what breaks a replica breaks two at most. If there is no other replica, the caller may try again.
 
 Invariants: every accepted request gets exactly one terminal event. Events of a request are
 delivered in order, by the thread of the replica that has it. The lock of ``_changed`` guards the
@@ -255,7 +255,7 @@ class ReplicatedEngine(EngineBase):
         super()._check_open()
         if not any(self._is_up):
             self._recorder.request_rejected("down")
-            raise Recovering("the replicas of the engine are being loaded again")
+            raise _recovering()
 
     def _enter(self, entries: Sequence[OpenRequest]) -> None:
         request = entries[0].request
@@ -405,9 +405,13 @@ class ReplicatedEngine(EngineBase):
             self._loaded.lost(replica)
 
     def _move(self, prompt: _Prompt) -> list[tuple[Sink, Event]]:
-        """Send a request of a lost replica to another one; else returns how its samples end."""
+        """Send a request of a lost replica to another one; else returns how its samples end.
+
+        One that may move, but has nowhere to, may be sent again once a replica is back.
+        """
         samples = list(prompt.samples.values())
-        if not (prompt.has_told or prompt.num_moves == _MOST_MOVES) and any(self._is_up):
+        may_move = not prompt.has_told and prompt.num_moves < _MOST_MOVES
+        if may_move and any(self._is_up):
             prompt.num_moves += 1
             prompt.placement = self._place(prompt.request, len(samples))
             self._send(prompt)
@@ -415,7 +419,8 @@ class ReplicatedEngine(EngineBase):
                 if sample.end is not None:
                     self._send_abort(sample)
             return []
-        error = Failed(EngineFailure("the replica that served the request has ended"))
+        lost = EngineFailure("the replica that served the request has ended")
+        error = Failed(_recovering() if may_move else lost)
         return [self._end(sample, sample.end or error, is_placed=False) for sample in samples]
 
     def _end(
@@ -455,3 +460,7 @@ class ReplicatedEngine(EngineBase):
             sink(*event)
         except Exception:  # it belongs to one request, and must not reach the others
             logger.exception("a sink failed on %s", event[0] if event else "a token")
+
+
+def _recovering() -> Recovering:
+    return Recovering("the replicas of the engine are being loaded again")

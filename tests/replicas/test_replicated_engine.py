@@ -273,6 +273,22 @@ def test_without_replicas_requests_are_refused_until_one_is_back() -> None:
     assert world.place(world.submit()[0]) == 1
 
 
+def test_a_request_that_has_told_nothing_may_be_sent_again_if_no_replica_is_left() -> None:
+    world = World(routing_slack=1.0)
+    (told,), (silent,) = world.submit(), world.submit()
+    first = world.place(told)
+    assert world.place(silent) == first
+    world.event(told, Generated(42))
+    world.engine.lost(1 - first, is_last=False)
+    world.engine.lost(first, is_last=False)
+    codes = []
+    for request in (told, silent):
+        last = world.events[request][-1]
+        assert isinstance(last, Failed)
+        codes.append(last.error.code)
+    assert codes == ["INTERNAL", "UNAVAILABLE"]
+
+
 def test_the_engine_is_broken_once_no_replica_will_come_back() -> None:
     world = World()
     world.engine.lost(0, is_last=True)

@@ -18,9 +18,11 @@ import tritonclient.grpc as grpcclient
 
 from minisgl_backend.server.launch import ADMIN_KEY_HEADER
 from minisgl_backend.server.process import TritonServer
+from minisgl_backend.server.progress import STUCK_AFTER_S
 
-PATIENCE_S = 120.0
-"""How long a test waits for what comes at once, even if the machine stands still for a while."""
+PATIENCE_S = STUCK_AFTER_S + 60.0
+"""How long a test waits for what comes at once, even if the machine stands still for a while, or
+tritonserver's start hangs, which is begun again then."""
 
 _DTYPES = {
     "text_input": "BYTES",

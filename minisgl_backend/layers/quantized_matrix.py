@@ -96,14 +96,17 @@ class QuantizedMatrix(Matrix):
         kernel = self._gemm_kernel or self._add_kernel
         if self._float8 is None or (kernel is not None and num_tokens <= kernel.most_tokens):
             return None
-        of_some = self._float8_linear
-        is_by_row = of_some is not None and num_tokens <= of_some.most_rows
+        is_by_row = self._fits_float8_kernels(num_tokens)
         return self.in_features if is_by_row else self._float8.group
 
     def leaves_gate(self, num_tokens: int) -> bool:
-        of_some = self._float8_linear
-        is_fused = of_some is not None and num_tokens <= of_some.most_rows
+        is_fused = self._fits_float8_kernels(num_tokens)
         return self.rounding(num_tokens) is not None and not is_fused
+
+    def _fits_float8_kernels(self, num_tokens: int) -> bool:
+        """Whether ``use_float8`` has made kernels for so many tokens."""
+        kernels = self._float8_linear
+        return kernels is not None and num_tokens <= kernels.most_rows
 
     def fits_tensor_cores(self, *, gated: bool = False) -> bool:
         fits = linear_cut.why_not(self.out_features, self.in_features) is None

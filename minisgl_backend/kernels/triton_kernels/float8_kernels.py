@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from minisgl_backend.kernels.quantized import FP8_MAX
+from minisgl_backend.kernels.triton_kernels.layer_kernels import gated
 from minisgl_backend.kernels.triton_kernels.pdl import allow_next, launch_options, wait_previous
 
 _BLOCK = 1024
@@ -156,14 +157,6 @@ def _rms_norm_float8(
     )
 
 
-@triton.jit
-def _gated(gate, up, GELU: tl.constexpr):
-    at = gate
-    if GELU:  # (1 + tanh(x)) / 2 = sigmoid(2 x)
-        at = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)  # 2 sqrt(2 / pi)
-    return gate * tl.sigmoid(at) * up
-
-
 @triton.jit(do_not_specialize=["scales_stride", "num_groups"])
 def _gated_float8(
     numbers_ptr,
@@ -190,8 +183,8 @@ def _gated_float8(
     first_gate, last_gate = _load_both(at, mask)
     first_up, last_up = _load_both(at + SIZE, mask)
     element = gate_up_ptr.dtype.element_ty
-    first = _gated(first_gate, first_up, GELU).to(element).to(tl.float32)
-    last = _gated(last_gate, last_up, GELU).to(element).to(tl.float32)
+    first = gated(first_gate, first_up, GELU).to(element).to(tl.float32)
+    last = gated(last_gate, last_up, GELU).to(element).to(tl.float32)
     group_row, column = _groups_of_program(num_groups, SIZE, GROUP, GROUPS)
     to, of_scale = numbers_ptr + row * SIZE, scales_ptr + group_row
     _store_rounded(

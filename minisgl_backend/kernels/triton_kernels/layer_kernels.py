@@ -65,6 +65,15 @@ def launch_rms_norm(
 
 
 @triton.jit
+def gated(gate, up, GELU: tl.constexpr):
+    """SiLU, or GELU by tanh, of ``gate`` times ``up``, both in float32."""
+    at = gate
+    if GELU:  # (1 + tanh(x)) / 2 = sigmoid(2 x)
+        at = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)  # 2 sqrt(2 / pi)
+    return gate * tl.sigmoid(at) * up
+
+
+@triton.jit
 def _gated_mul(
     out_ptr,
     gate_up_ptr,
@@ -83,10 +92,7 @@ def _gated_mul(
     row = gate_up_ptr + token * stride
     gate = tl.load(row + i, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(row + SIZE + i, mask=mask, other=0.0).to(tl.float32)
-    at = gate
-    if GELU:  # (1 + tanh(x)) / 2 = sigmoid(2 x)
-        at = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)  # 2 sqrt(2 / pi)
-    y = gate * tl.sigmoid(at) * up
+    y = gated(gate, up, GELU)
     tl.store(out_ptr + token * SIZE + i, y.to(out_ptr.dtype.element_ty), mask=mask)
 
 

@@ -182,6 +182,13 @@ def _matrix(
     tl.store(to, y.to(out_ptr.dtype.element_ty), mask=mask)
 
 
+def _cut_of_vector(size: int, *, gated: bool, normalizes: bool) -> tuple[int, int]:
+    """Output features and warps of a program of ``_vector``."""
+    if size <= 2048:
+        return 2 if normalizes else 4, 4
+    return (4, 2 if normalizes else 4) if gated else (2, 2)
+
+
 def launch_small_batch_linear(
     out: Tensor,
     x: Tensor,
@@ -206,8 +213,7 @@ def launch_small_batch_linear(
     num_squares = 0 if squares is None else len(squares)
     assert not num_squares or (batch_size == 1 and size <= 8192 and norm_weight is None)
     if batch_size == 1 and size <= 8192:
-        long = size > 2048
-        rows = 4 if norm_weight is None or (gated and long) else 2
+        rows, num_warps = _cut_of_vector(size, gated=gated, normalizes=norm_weight is not None)
         _vector[(triton.cdiv(out_features, rows),)](
             out,
             x,
@@ -227,7 +233,7 @@ def launch_small_batch_linear(
             ADD=add,
             BIAS=bias is not None,
             PDL=pdl,
-            num_warps=2 if norm_weight is not None and long else 4,
+            num_warps=num_warps,
             **launch_options(pdl),
         )
         return

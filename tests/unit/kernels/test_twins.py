@@ -307,6 +307,10 @@ def test_small_batch_linear_says_where_it_pays() -> None:
     assert small_batch.is_faster(1, 5120, gated=True) and small_batch.is_faster(8, 5120)
     assert not small_batch.is_faster(2, 5120, gated=True)
     assert not small_batch.is_faster(9, 1024)
+    assert small_batch.normalizes_before(1, 151936, 5120)
+    assert not small_batch.normalizes_before(1, 151936, 2048)  # a short row
+    assert not small_batch.normalizes_before(1, 34816, 5120)  # few programs
+    assert not small_batch.normalizes_before(8, 151936, 5120)
 
 
 @pytest.mark.parametrize(("num_tokens", "top_k"), [(1, 2), (1, 4), (37, 2), (5, 8)])

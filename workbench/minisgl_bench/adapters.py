@@ -3,8 +3,8 @@
 The adapters are random ones for the model, all from the same files, each under a name of its own.
 Three tables: requests that decode together, without adapters, all with one, and with as many as
 there are slots; how soon the first token comes if the adapter is in a slot, in main memory or only
-on disk; and the longest gap between two tokens of streams while other requests go through more
-adapters than there are slots.
+on disk; and the longest gap between two tokens of streams while other requests, which have prompts
+too, go through more adapters than there are slots.
 """
 
 from __future__ import annotations
@@ -150,15 +150,17 @@ def _first_token_ms(engine: Engine, adapter: Adapter, context: int) -> float:
 def _add_gaps(
     report: Report, engine: Engine, known: Sequence[Adapter], context: int, steps: int
 ) -> None:
-    """The gaps between tokens of eight streams, alone and beside a request for each adapter."""
-    for others in ([], known):
+    """The gaps between tokens of eight streams: alone, beside requests without adapters, and beside
+    as many with an adapter each."""
+    for others in ([], [None] * len(known), known):
         streams = [_submitted(engine, None, context, 4 * steps) for _ in range(8)]
         sinks = [_submitted(engine, adapter, context, 16) for adapter in others]
         for sink in [*streams, *sinks]:
             sink.wait()
         gaps_ms = np.concatenate([np.diff(stream.times_s) for stream in streams]) * 1e3
         report.add(
-            adapters=len(others),
+            requests=len(others),
+            adapters=len(set(others) - {None}),
             median_gap_ms=round(float(np.median(gaps_ms)), 2),
             p99_gap_ms=round(float(np.percentile(gaps_ms, 99)), 2),
             longest_gap_ms=round(float(gaps_ms.max()), 2),

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from minisgl_backend.kernels.cuda.invariant_linear import InvariantKernels
     from minisgl_backend.kernels.cuda.linear import TensorCores
 
-_PDL_HIDDEN_SIZE: Final = 2048
+_PDL_HIDDEN_SIZE: Final = 5120
 _PDL_TOKENS: Final = 256
 """Up to these sizes kernels are so short that starting them early (PDL) is faster on an H200."""
 

@@ -3,8 +3,8 @@
 Knows which grammars wait and who waits for them. Must not know answers (``matchers``).
 
 Ordinary grammars do not wait for slow ones. Each grammar is first tried with a small budget
-(``vetting.QUICK``). If that is not enough, it starts again in the long lane, which has its own
-threads and processes. Each lane is first come, first served, and a bounded number of grammars may
+(``vetting.QUICK``). If that is not enough, it starts again in the long queue, which has its own
+threads and processes. Each queue is first come, first served, and a bounded number of grammars may
 wait; when there is no room, a request is ``Overloaded``. So on two idle cores an everyday schema
 waits for a second behind 60 slow ones, and for 4 s behind the largest number that may wait.
 
@@ -54,9 +54,9 @@ _QUICK_S: Final = 0.01
 _MOST_KEPT_BYTES: Final = 2 * 2**20
 """Most bytes of the sources of kept grammars. Compiled, a large one takes up to 100 times more."""
 MOST_WAITING: Final = 128 * NUM_WORKERS
-"""Most grammars that may wait in the quick lane."""
+"""Most grammars that may wait in the quick queue."""
 MOST_LONG: Final = 8 * NUM_WORKERS
-"""Most grammars that may wait in the long lane, the last one for 2 s."""
+"""Most grammars that may wait in the long queue, the last one for 2 s."""
 
 _Key: TypeAlias = tuple[GrammarKind, str, bool]
 
@@ -106,7 +106,7 @@ class _Source:
             return self._matcher.deep_copy()
 
 
-class _Lane:
+class _Queue:
     """Threads that try out grammars with one budget."""
 
     def __init__(self, name: str, budget: Budget, most_waiting: int) -> None:
@@ -114,7 +114,7 @@ class _Lane:
         self.threads = ThreadPoolExecutor(NUM_WORKERS, name)
         self._room = threading.Semaphore(most_waiting)
 
-    def enter(self, work: Callable[[_Job, _Lane], None], job: _Job) -> bool:
+    def enter(self, work: Callable[[_Job, _Queue], None], job: _Job) -> bool:
         """Do the work on a thread; False if too many wait already. Raises ``RuntimeError`` after
         the threads have ended."""
         if not self._room.acquire(blocking=False):
@@ -122,7 +122,7 @@ class _Lane:
         self.threads.submit(self._begin, work, job)
         return True
 
-    def _begin(self, work: Callable[[_Job, _Lane], None], job: _Job) -> None:
+    def _begin(self, work: Callable[[_Job, _Queue], None], job: _Job) -> None:
         self._room.release()
         work(job, self)
 
@@ -148,8 +148,8 @@ class Compiler:
         self._tools: Future[tuple[LLTokenizer, Vetting]] | None = None
         self._prepared: Future[tuple[LLTokenizer, Vetting]] | None = None
         self._is_closed = False
-        self._quick = _Lane("grammar", QUICK, MOST_WAITING)
-        self._long = _Lane("long grammar", LONG, MOST_LONG)
+        self._quick = _Queue("grammar", QUICK, MOST_WAITING)
+        self._long = _Queue("long grammar", LONG, MOST_LONG)
         self._copier = ThreadPoolExecutor(1, "copies")
         self._lock = threading.Lock()
         self._jobs: dict[_Key, _Job] = {}
@@ -216,7 +216,7 @@ class Compiler:
             for asked in job.asked:
                 asked.cancel()
 
-    def _compile(self, job: _Job, lane: _Lane) -> None:
+    def _compile(self, job: _Job, queue: _Queue) -> None:
         key = _key(job.grammar)
         with self._lock:
             if all(asked.cancelled() for asked in job.asked):
@@ -224,10 +224,10 @@ class Compiler:
                 return
         made: _Source | MiniSGLError
         try:
-            made = self._made(job.grammar, lane.budget)
+            made = self._made(job.grammar, queue.budget)
         except TakesLonger as error:
             made = error
-            if lane is self._quick:
+            if queue is self._quick:
                 with suppress(RuntimeError):  # the threads have ended
                     if self._long.enter(self._compile, job):
                         return

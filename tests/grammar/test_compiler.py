@@ -14,7 +14,7 @@ from llguidance import LLMatcher
 
 from minisgl_backend.config import DEMO_MODEL
 from minisgl_backend.errors import EngineFailure, InvalidRequest, Overloaded
-from minisgl_backend.grammar.compiler import MOST_LONG, MOST_WAITING, Compiler, _Lane
+from minisgl_backend.grammar.compiler import MOST_LONG, MOST_WAITING, Compiler, _Queue
 from minisgl_backend.grammar.vetting import NUM_WORKERS
 from minisgl_backend.request import Grammar, GrammarKind
 from minisgl_backend.text.tokenizer import load_definition
@@ -48,18 +48,18 @@ def made(asked: Future[LLMatcher]) -> LLMatcher:
 
 
 @contextmanager
-def held_up(*lanes: _Lane) -> Iterator[None]:
-    """Give all threads of these lanes something else to do."""
+def held_up(*queues: _Queue) -> Iterator[None]:
+    """Give all threads of these queues something else to do."""
     release, is_held = threading.Event(), threading.Semaphore(0)
 
     def hold() -> None:
         is_held.release()
         release.wait(PATIENCE_S)
 
-    for lane in lanes:
+    for queue in queues:
         for _ in range(NUM_WORKERS):
-            lane.threads.submit(hold)
-    for _ in range(NUM_WORKERS * len(lanes)):
+            queue.threads.submit(hold)
+    for _ in range(NUM_WORKERS * len(queues)):
         assert is_held.acquire(timeout=PATIENCE_S)
     try:
         yield

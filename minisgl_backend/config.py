@@ -90,6 +90,12 @@ class EngineOptions:
     kv_cache_dtype: str | None = option(
         None, "type of the KV cache; auto: that of the activations", choices=("fp8_e4m3",)
     )
+    state_dtype: str | None = option(
+        None,
+        "type of recurrent states, for models with recurrent layers; auto: mamba_ssm_dtype of the "
+        "checkpoint, else float32",
+        choices=("float32", "bfloat16", "float16"),
+    )
     cache: str = option(
         "radix",
         "radix shares the KV of common prefixes; naive does not",

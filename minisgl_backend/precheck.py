@@ -271,8 +271,9 @@ def checked_spec(options: EngineOptions, folder: Path, device: str | None) -> Mo
     if options.batch_invariant:
         check_invariant_spec(spec)
     _check_windows(options, spec)
-    if options.state_snapshots and spec.delta_net is None:
-        raise ConfigError(f"option state_snapshots: {spec.architecture} has no recurrent layers")
+    for name in ("state_snapshots", "state_dtype"):
+        if getattr(options, name) and spec.delta_net is None:
+            raise ConfigError(f"option {name}: {spec.architecture} has no recurrent layers")
     if options.load_format == "auto":
         check_weights(spec, weight_files(folder, spec.names))
     if device == "cuda":
@@ -333,6 +334,12 @@ def context_of(options: EngineOptions, spec: ModelSpec) -> int:
     return wanted or most
 
 
+def state_dtype_name(options: EngineOptions, spec: ModelSpec) -> str:
+    """The type of recurrent states: the option's, or the checkpoint's."""
+    of_model = "float32" if spec.delta_net is None else spec.delta_net.state_dtype
+    return options.state_dtype or of_model
+
+
 def _check_memory(options: EngineOptions, spec: ModelSpec) -> None:
     """Raise ``ConfigError`` if weights, pages and tables exceed the memory of the machine.
 
@@ -355,7 +362,8 @@ def _check_memory(options: EngineOptions, spec: ModelSpec) -> None:
     if delta is None or options.cache == "naive":
         state_bytes = 0
     else:
-        state_bytes = 4 * len(delta.layers) * delta.num_heads * delta.key_dim * delta.value_dim
+        numbers = len(delta.layers) * delta.num_heads * delta.key_dim * delta.value_dim
+        state_bytes = _ITEM_BYTES[state_dtype_name(options, spec)] * numbers
     needs = {
         f"the weights, as config.json has them ({spec.num_parameters:,} numbers),": (
             replicas * spec.num_parameters * item_bytes // num_nodes

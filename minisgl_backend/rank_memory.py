@@ -22,6 +22,7 @@ from minisgl_backend.execution.storage import (
 )
 from minisgl_backend.kernels.sampling_table import SamplingTable
 from minisgl_backend.models.kv_scales import read_kv_scales
+from minisgl_backend.models.spec import DeltaSpec
 from minisgl_backend.parallel.group import Group, least_free_memory
 from minisgl_backend.resolve import Resolved
 
@@ -58,7 +59,7 @@ def cache_sizes(facts: Resolved, group: Group) -> CacheSizes:
     reserved_bytes = SamplingTable.num_bytes(rows, facts.spec.vocab_size)
     num_snapshots = None
     if facts.spec.delta_net is not None:
-        slot_bytes = bytes_per_slot(facts.spec.delta_net.of_rank(facts.place.size), facts.dtype)
+        slot_bytes = _slot_bytes(facts, facts.spec.delta_net)
         reserved_bytes += rows * slot_bytes
         num_snapshots = choose_num_snapshots(
             options, slot_bytes, free_bytes - reserved_bytes, cap_bytes
@@ -100,15 +101,16 @@ def make_states(facts: Resolved, sizes: CacheSizes) -> StateStorage | None:
             num_rows=options.max_running_requests,
             num_snapshots=num_snapshots,
             dtype=facts.dtype,
+            state_dtype=facts.state_dtype,
             device=facts.device.torch_device,
         )
     except torch.OutOfMemoryError as error:
         slots = options.max_running_requests + 1 + num_snapshots
         raise ConfigError(
             f"recurrent states of {options.max_running_requests} rows and {num_snapshots} "
-            f"snapshots would take {slots * bytes_per_slot(shape, facts.dtype):,} bytes of "
+            f"snapshots would take {slots * _slot_bytes(facts, delta):,} bytes of "
             f"{facts.device.torch_device}, which has {facts.device.free_memory():,} free: lower "
-            "max_running_requests or state_snapshots"
+            "max_running_requests or state_snapshots, or the bits of state_dtype"
         ) from error
 
 
@@ -152,6 +154,10 @@ def choose_num_snapshots(
     if cap_bytes is not None:
         budget = min(budget, cap_bytes)
     return min(4 * options.max_running_requests, budget // 4 // slot_bytes)
+
+
+def _slot_bytes(facts: Resolved, delta: DeltaSpec) -> int:
+    return bytes_per_slot(delta.of_rank(facts.place.size), facts.dtype, facts.state_dtype)
 
 
 def _window_rule(facts: Resolved) -> WindowRule | None:

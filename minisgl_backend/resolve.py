@@ -27,7 +27,7 @@ from minisgl_backend.models.hub import resolve_model
 from minisgl_backend.models.spec import ModelSpec
 from minisgl_backend.parallel.connect import choose_comm
 from minisgl_backend.parallel.place import RankPlace
-from minisgl_backend.precheck import check_options, checked_spec, context_of
+from minisgl_backend.precheck import check_options, checked_spec, context_of, state_dtype_name
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +37,7 @@ class Resolved:
     """The facts of one rank.
 
     ``shape`` counts the heads of this rank. ``context`` is the most tokens that a request may have.
+    ``state_dtype`` is that of recurrent states, if there are any.
     """
 
     options: EngineOptions
@@ -49,6 +50,7 @@ class Resolved:
     context: int
     dtype: torch.dtype
     kv_dtype: torch.dtype
+    state_dtype: torch.dtype
 
 
 def resolve(options: EngineOptions, place: RankPlace) -> Resolved:
@@ -80,6 +82,7 @@ def resolve(options: EngineOptions, place: RankPlace) -> Resolved:
         context=context_of(options, spec),
         dtype=dtype,
         kv_dtype=torch.float8_e4m3fn if options.kv_cache_dtype == "fp8_e4m3" else dtype,
+        state_dtype=getattr(torch, state_dtype_name(options, spec)),
     )
 
 

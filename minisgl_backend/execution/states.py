@@ -40,9 +40,11 @@ class StateStorage:
         num_rows: int,
         num_snapshots: int,
         dtype: torch.dtype,
+        state_dtype: torch.dtype,
         device: torch.device,
     ):
-        """``shape`` is that of this rank; ``dtype``, of activations, is used for convolutions."""
+        """``shape`` is that of this rank; ``dtype``, of activations, is used for convolutions,
+        ``state_dtype`` for matrices."""
         self.num_snapshots = num_snapshots
         self._first_snapshot = num_rows + 1
         num_slots = num_rows + 1 + num_snapshots
@@ -50,7 +52,7 @@ class StateStorage:
         conv = (*slots, shape.num_channels, shape.conv_width - 1)
         matrices = (*slots, shape.num_heads, shape.key_dim, shape.value_dim)
         self._conv = torch.zeros(conv, dtype=dtype, device=device)
-        self._matrices = torch.zeros(matrices, dtype=torch.float32, device=device)
+        self._matrices = torch.zeros(matrices, dtype=state_dtype, device=device)
         readers = torch.zeros((num_slots, shape.num_key_heads), dtype=torch.int32, device=device)
         self.layers = [
             LayerStates(*of_layer, readers)
@@ -126,8 +128,9 @@ class CapturedRuns:
         return -(-size // BLOCK) + self._room(size)
 
 
-def bytes_per_slot(shape: DeltaSpec, dtype: torch.dtype) -> int:
-    """Number of bytes of the states of one row or snapshot in all layers, on one rank."""
+def bytes_per_slot(shape: DeltaSpec, dtype: torch.dtype, state_dtype: torch.dtype) -> int:
+    """Number of bytes of the states of one row or snapshot in all layers, on one rank; the types
+    are those of ``StateStorage``."""
     conv = shape.num_channels * (shape.conv_width - 1) * dtype.itemsize
-    matrices = shape.num_heads * shape.key_dim * shape.value_dim * torch.float32.itemsize
+    matrices = shape.num_heads * shape.key_dim * shape.value_dim * state_dtype.itemsize
     return len(shape.layers) * (conv + matrices)

@@ -1,6 +1,6 @@
 """Gated DeltaNet: linear attention whose state is a matrix that each token corrects.
 
-A head keeps S [key_dim, value_dim], float32. A token with key k, value v, query q, decay g <= 0 (in
+A head keeps S [key_dim, value_dim]. A token with key k, value v, query q, decay g <= 0 (in
 log space) and rate beta changes it, and reads it, by the gated delta rule (arXiv 2412.06464):
 
     S = exp(g) S;  S = S + k (beta (v - k^T S))^T;  o = S^T q
@@ -10,8 +10,9 @@ triangular system (the UT transform, arXiv 2406.06484), so that all else is GEMM
 goes from one block to the next. Before the rule, queries, keys and values go through a causal
 convolution over the last few tokens; its own state is the inputs of those tokens.
 
-Knows tensors and slots of states only. States and sums are float32, whatever the inputs are; the
-kernels' GEMMs over blocks take operands of the inputs' dtype.
+Knows tensors and slots of states only. States and sums are computed in float32, whatever the inputs
+are; the kernels' GEMMs over blocks take operands of the inputs' dtype. In slots S may have 16 bits:
+it is rounded whenever it is stored, after each token of a decoding row and after a run.
 """
 
 from __future__ import annotations
@@ -124,10 +125,10 @@ def _pieces(run: Run) -> Iterator[tuple[int, int, int]]:
 class LayerStates:
     """The recurrent states of one layer, by slot.
 
-    ``conv`` [num_slots, num_channels, width - 1]: a convolution's last inputs. ``matrices`` float32
-    [num_slots, num_heads, key_dim, value_dim]. ``readers`` int32 [num_slots, num_key_heads] counts
-    within a kernel, and is 0 otherwise; layers may share it. Nothing of this holds in the slot of
-    padding, which several rows of a step have.
+    ``conv`` [num_slots, num_channels, width - 1]: a convolution's last inputs. ``matrices``
+    [num_slots, num_heads, key_dim, value_dim], float32, bfloat16 or float16. ``readers`` int32
+    [num_slots, num_key_heads] counts within a kernel, and is 0 otherwise; layers may share it.
+    Nothing of this holds in the slot of padding, which several rows of a step have.
     """
 
     conv: Tensor
@@ -288,13 +289,14 @@ def delta_runs_reference(
     out[int(runs.blocks[-1, 1]) :] = 0
     for run in runs.listed():
         state = torch.zeros_like(matrices[0]) if run.is_fresh else matrices[run.slot]
+        state = state.float()
         begin = run.begin
         for end, slot in (*run.kept, (run.end, run.slot)):
             if begin < end:
                 q, k, v, g, beta = (of_all[begin:end] for of_all in each)
                 found, state = delta_rule(q, k, v, g, beta, state)
                 out[begin:end] = _gated(found, inputs.z[begin:end], weights)
-            matrices[slot] = state
+            matrices[slot] = stored(state, matrices.dtype)
             begin = end
 
 
@@ -395,18 +397,26 @@ def delta_rule_step(
 ) -> Tensor:
     """The same for one token each of several rows, whose ``states`` are updated in place.
 
-    Arguments are as of ``delta_rule``, with rows in place of tokens; ``states`` float32 [num_slots,
-    num_heads, key_dim, value_dim]; ``slots`` int64 [num_rows].
+    Arguments are as of ``delta_rule``, with rows in place of tokens; ``states`` are
+    ``LayerStates.matrices``; ``slots`` int64 [num_rows].
     """
     num_heads = v.shape[1]
     queries, keys = _unit_queries(q, num_heads), _unit(k, num_heads)  # [num_rows, num_heads, ...]
-    state = states[slots] * g.float().exp()[..., None, None]
+    state = states[slots].float() * g.float().exp()[..., None, None]
     read = (keys[..., None, :] @ state).squeeze(-2)
     written = (v.float() - read) * beta.float()[..., None]  # [num_rows, num_heads, value_dim]
     state += keys[..., None] * written[..., None, :]
-    states[slots] = state
+    states[slots] = stored(state, states.dtype)
     found: Tensor = queries[..., None, :] @ state  # [num_rows, num_heads, 1, value_dim]
     return found.squeeze(-2)
+
+
+def stored(state: Tensor, dtype: torch.dtype) -> Tensor:
+    """``state`` as slots of this type have it: float16 ends at 65,504, NaN stays."""
+    if dtype == torch.float16:
+        most = torch.finfo(dtype).max
+        state = state.clamp(-most, most)
+    return state.to(dtype)
 
 
 def _unit(x: Tensor, num_heads: int) -> Tensor:

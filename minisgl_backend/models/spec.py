@@ -114,6 +114,7 @@ class DeltaSpec:
     attention.
 
     ``by_key_head``: how the merged projections order their outputs (``GatedDeltaNet``).
+    ``state_dtype``: the type that the checkpoint names for states.
     """
 
     num_key_heads: int
@@ -123,6 +124,7 @@ class DeltaSpec:
     conv_width: int
     layers: frozenset[int]
     by_key_head: bool = False
+    state_dtype: str = "float32"
 
     @property
     def key_size(self) -> int:

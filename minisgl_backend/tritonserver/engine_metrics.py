@@ -308,6 +308,7 @@ class ReportedEngine:
             "num_gpu_blocks": info.num_pages * info.num_replicas,
             "kv_cache_size_tokens": info.num_pages * info.num_replicas * info.page_size,
             "cache_dtype": options.kv_cache_dtype or "auto",
+            "mamba_ssm_cache_dtype": options.state_dtype or "auto",
             "enable_prefix_caching": options.cache == "radix",
             "gpu_memory_utilization": options.memory_ratio,
         }

@@ -102,6 +102,7 @@ class TinyEngine(AbstractContextManager["TinyEngine"]):
         graph_sizes: tuple[int, ...] = (),
         chunk_graph_sizes: tuple[int, ...] = (),
         kv_dtype: torch.dtype | None = None,
+        state_dtype: torch.dtype = torch.float32,
         scales: Sequence[KVScale] | None = None,
         scored_at_once: int = 1024,
         takes_masks: bool = False,
@@ -149,6 +150,7 @@ class TinyEngine(AbstractContextManager["TinyEngine"]):
                 num_rows=MAX_ROWS,
                 num_snapshots=num_snapshots,
                 dtype=dtype,
+                state_dtype=state_dtype,
                 device=cpu,
             )
             for of_layer in states.layers:  # a state that no token made must not be read

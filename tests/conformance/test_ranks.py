@@ -134,7 +134,12 @@ def logits_of_prompt(
     recurrent = None
     if (delta := spec.delta_net) is not None:
         states = StateStorage(
-            delta.of_rank(group.size), num_rows=1, num_snapshots=0, dtype=torch.float32, device=CPU
+            delta.of_rank(group.size),
+            num_rows=1,
+            num_snapshots=0,
+            dtype=torch.float32,
+            state_dtype=torch.float32,
+            device=CPU,
         )
         model.bind_states(states.layers)
         runs = Runs.of([Run(0, length, 0, is_fresh=True)], torch.from_numpy)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import product
 
 import numpy as np
 import pytest
@@ -26,6 +27,7 @@ TINY = (2, 4, 16, 24)
 SHAPES = (
     [TINY, (2, 2, 64, 32)] if is_interpreted() else [TINY, (4, 12, 128, 128), (16, 32, 128, 128)]
 )
+OF_16_BITS = [torch.bfloat16, torch.float16]
 
 
 def made_weights(
@@ -61,11 +63,12 @@ def made_states(
     dtype: torch.dtype,
     *,
     width: int = 4,
+    state_dtype: torch.dtype = torch.float32,
 ) -> tuple[LayerStates, LayerStates]:
     """Twice the same."""
     key_heads, heads, key_dim, value_dim = shape
     conv = torch.randn(slots, num_channels(shape), width - 1, device=device).to(dtype)
-    matrices = torch.randn(slots, heads, key_dim, value_dim, device=device)
+    matrices = torch.randn(slots, heads, key_dim, value_dim, device=device).to(state_dtype)
     readers = torch.zeros(slots, key_heads, dtype=torch.int32, device=device)
     one, other = (LayerStates(conv.clone(), matrices.clone(), readers) for _ in range(2))
     return one, other
@@ -75,14 +78,20 @@ def runs_on(device: torch.device, runs: Sequence[Run]) -> Runs:
     return Runs.of(runs, lambda array: torch.from_numpy(array).to(device))
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("width", [2, 4])
+@pytest.mark.parametrize(
+    ("shape", "width", "state_dtype"),
+    [*product(SHAPES, [2, 4], [torch.float32]), *product(SHAPES[:2], [4], OF_16_BITS)],
+)
 def test_delta_step(
-    device: torch.device, dtype: torch.dtype, shape: tuple[int, ...], width: int
+    device: torch.device,
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    width: int,
+    state_dtype: torch.dtype,
 ) -> None:
     """Step after step, each of which finds the states of the one before."""
     weights = made_weights(shape, device, dtype, width=width)
-    states, wanted = made_states(shape, 6, device, dtype, width=width)
+    states, wanted = made_states(shape, 6, device, dtype, width=width, state_dtype=state_dtype)
     begun = states.matrices.clone()
     slots = torch.tensor([4, -1, 2], device=device)
     for _ in range(width):
@@ -90,11 +99,12 @@ def test_delta_step(
         out, expected = (torch.full_like(inputs.z, 7.0).contiguous() for _ in range(2))
         gated_delta.delta_step_reference(expected, inputs, weights, wanted, slots)
         gated_delta.delta_step(out, inputs, weights, states, slots)
-        assert_close(out, expected, tolerance=2 * TOLERANCE[dtype])
+        assert_close(out, expected, tolerance=2 * max(TOLERANCE[dtype], TOLERANCE[state_dtype]))
         assert torch.equal(states.conv, wanted.conv)
         assert not states.readers.any()
     for slot in (2, 4):
-        assert relative_error(states.matrices[slot], wanted.matrices[slot]) < 2e-3
+        error = relative_error(states.matrices[slot], wanted.matrices[slot])
+        assert error < 2 * max(1e-3, TOLERANCE[state_dtype])  # the interpreter cuts bfloat16 off
     assert torch.equal(states.matrices[[0, 1, 3, 5]], begun[[0, 1, 3, 5]])
 
 
@@ -124,22 +134,27 @@ def test_conv_runs(
     assert torch.equal(states, before)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("runs", RUNS)
-@pytest.mark.parametrize("padding", [0, 3])
+@pytest.mark.parametrize(
+    ("shape", "runs", "padding", "state_dtype"),
+    [
+        *product(SHAPES, RUNS, [0, 3], [torch.float32]),
+        *product(SHAPES[:2], RUNS[-1:], [0], OF_16_BITS),
+    ],
+)
 def test_delta_runs(
     device: torch.device,
     dtype: torch.dtype,
     shape: tuple[int, ...],
     runs: tuple[Run, ...],
     padding: int,
+    state_dtype: torch.dtype,
 ) -> None:
     end = runs[-1].end
     table = runs_table(runs, num_blocks(runs) + padding, len(runs) + padding, end=end)
     many = Runs.over(torch.from_numpy(table).to(device), len(runs) + padding)
     inputs = made_inputs(shape, end + 9 * padding, device, dtype)
     weights = made_weights(shape, device, dtype)
-    states, wanted = made_states(shape, 8, device, dtype)
+    states, wanted = made_states(shape, 8, device, dtype, state_dtype=state_dtype)
     for of_slots in (states.matrices, states.conv, wanted.matrices, wanted.conv):
         of_slots[[run.slot for run in runs if run.is_fresh]] = torch.nan  # left by another request
     out, expected = (torch.full_like(inputs.z, 7.0).contiguous() for _ in range(2))
@@ -148,6 +163,8 @@ def test_delta_runs(
     assert (out[: runs[0].begin] == 7).all() and not out[end:].any()
     tolerance = 5e-5 if dtype == torch.float32 else 2 * TOLERANCE[dtype]
     assert relative_error(out, expected) < tolerance
+    if state_dtype != torch.float32:
+        tolerance = max(tolerance, TOLERANCE[state_dtype])
     for slot, matrix in enumerate(states.matrices):
         assert relative_error(matrix, wanted.matrices[slot]) < tolerance
 
@@ -166,6 +183,32 @@ def test_equal_keys_stay_finite(device: torch.device, dtype: torch.dtype) -> Non
     tolerance = 1e-3 if dtype == torch.float32 else 0.05
     assert relative_error(out, expected) < tolerance
     assert relative_error(states.matrices, wanted.matrices) < tolerance
+
+
+@pytest.mark.parametrize("state_dtype", OF_16_BITS)
+def test_large_states_stay_finite(
+    device: torch.device, dtype: torch.dtype, state_dtype: torch.dtype
+) -> None:
+    """Beyond the largest float16, in both kernels; NaN stays."""
+    weights, end = made_weights(TINY, device, dtype), 8
+    states, wanted = made_states(TINY, 4, device, dtype, state_dtype=state_dtype)
+    states.matrices[1, 0, 0, 0] = wanted.matrices[1, 0, 0, 0] = torch.nan
+    inputs = made_inputs(TINY, end, device, dtype)
+    inputs.channels.abs_().mul_(1e6)
+    weights.conv.abs_()
+    out, expected = (torch.empty_like(inputs.z).contiguous() for _ in range(2))
+    runs = runs_on(device, [Run(1, end, 3, True, ((4, 2),))])
+    slots = torch.tensor([1], device=device)
+    gated_delta.delta_step_reference(expected, inputs, weights, wanted, slots)
+    gated_delta.delta_runs_reference(expected, inputs, weights, wanted, runs)
+    gated_delta.delta_step(out, inputs, weights, states, slots)
+    gated_delta.delta_runs(out, inputs, weights, states, runs)
+    assert states.matrices[1, 0].isnan().any()
+    for slot in (1, 2, 3):
+        found, right = (of.matrices[slot].float().nan_to_num() for of in (states, wanted))
+        assert relative_error(found, right) < 2 * TOLERANCE[torch.bfloat16]
+        assert found.isfinite().all()
+        assert (found.abs().max() == 65504) == (state_dtype == torch.float16)
 
 
 def test_runs_are_cut_into_blocks() -> None:

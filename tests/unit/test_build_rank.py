@@ -23,8 +23,11 @@ from minisgl_backend.cache.kv import KVCache
 from minisgl_backend.config import DEMO_MODEL, EngineOptions
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.execution import capture
+from minisgl_backend.execution.states import bytes_per_slot
 from minisgl_backend.execution.storage import bytes_per_page
+from minisgl_backend.kernels.sampling_table import SamplingTable
 from minisgl_backend.models.catalog import load_spec
+from minisgl_backend.models.spec import DeltaSpec
 from minisgl_backend.parallel.group import OneRank
 from minisgl_backend.parallel.place import RankPlace
 from minisgl_backend.parts import STANDARD
@@ -250,6 +253,7 @@ def facts_of(num_ranks: int = 1, **options: Any) -> Resolved:
         context=128,
         dtype=torch.bfloat16,
         kv_dtype=torch.bfloat16,
+        state_dtype=torch.float32,
     )
 
 
@@ -315,6 +319,36 @@ def test_all_pages_that_were_asked_for_hold_keys(
     shape = replace(facts.shape, windows=(windows * num_layers)[:num_layers], window_pages=True)
     found = rank_memory.cache_sizes(replace(facts, shape=shape), OneRank())
     assert (found.num_pages, found.num_window_pages) == (100, num_window_pages)
+
+
+def test_states_of_16_bits_leave_memory_for_more_snapshots() -> None:
+    delta = DeltaSpec(
+        num_key_heads=2, num_heads=4, key_dim=8, value_dim=16, conv_width=4, layers=frozenset({0})
+    )
+    facts = facts_of(num_pages=8, max_running_requests=8, memory_ratio=1.0)
+    facts = replace(facts, spec=replace(facts.spec, delta_net=delta))
+    wide = bytes_per_slot(delta, facts.dtype, torch.float32)
+    num_bytes = SamplingTable.num_bytes(9, facts.spec.vocab_size) + (9 + 4 * 2) * wide
+    device: Any = SimpleNamespace(
+        torch_device=torch.device("cpu"),
+        free_memory=lambda: num_bytes,
+        kv_bytes_cap=None,
+        is_host=False,
+    )
+    found = {}
+    for state_dtype in (torch.float32, torch.bfloat16, torch.float16):
+        own = replace(facts, device=device, state_dtype=state_dtype)
+        sizes = rank_memory.cache_sizes(own, OneRank())
+        states = rank_memory.make_states(own, sizes)
+        assert states is not None and sizes.num_snapshots is not None
+        (layer,) = states.layers
+        assert layer.conv.dtype == facts.dtype and layer.matrices.dtype == state_dtype
+        slot_bytes = bytes_per_slot(delta, facts.dtype, state_dtype)
+        of_slots = layer.conv.nbytes + layer.matrices.nbytes
+        assert of_slots == (9 + sizes.num_snapshots) * slot_bytes
+        found[state_dtype] = sizes.num_snapshots
+    assert found[torch.float32] == 2
+    assert found[torch.bfloat16] == found[torch.float16] >= 4
 
 
 @pytest.mark.parametrize(

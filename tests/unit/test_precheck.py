@@ -27,6 +27,7 @@ from minisgl_backend.precheck import (
     checked_spec,
     device_type,
     num_adapted,
+    state_dtype_name,
 )
 from minisgl_backend.weight_format import CONVERT_TO_FP8
 from minisgl_bench.dummy_model import SHAPES
@@ -148,6 +149,7 @@ def test_options_that_only_a_gpu_can_judge(given: dict[str, Any]) -> None:
         ({"tensor_parallel_size": 3}, "cannot be split evenly over 3"),
         ({"moe_backend": "torch"}, "moe_backend: Qwen3ForCausalLM has no experts"),
         ({"state_snapshots": 2}, "state_snapshots: Qwen3ForCausalLM has no recurrent layers"),
+        ({"state_dtype": "float16"}, "state_dtype: Qwen3ForCausalLM has no recurrent layers"),
         ({"max_sequence_length": 8193}, "8193 exceeds the model's context of 8192"),
         ({"num_pages": 10**10}, r"num_pages=10000000000 of 16 positions would take 655,360,00\S+ "),
         ({"num_pages": 10**8, "page_size": 1024}, "num_pages=100000000 of 1024 positions would"),
@@ -246,9 +248,19 @@ def test_snapshots_that_no_memory_could_hold(folder: Path) -> None:
     config = {**SHAPES["qwen3.6-27b"], "num_hidden_layers": 4, "vocab_size": 2048}
     (folder / "config.json").write_text(json.dumps(config))
     options = EngineOptions(load_format="dummy", state_snapshots=10**8)
-    with pytest.raises(ConfigError, match=r"^state_snapshots=100000000, of .* and this machine"):
-        checked_spec(options, folder, "cpu")
+    num_bytes = 10**8 * 3 * 48 * 128 * 128 * 4
+    for dtype, needed in ((None, num_bytes), ("float16", num_bytes // 2)):
+        message = f"^state_snapshots=100000000, of .* {needed:,} bytes, and this machine"
+        with pytest.raises(ConfigError, match=message):
+            checked_spec(replace(options, state_dtype=dtype), folder, "cpu")
     checked_spec(replace(options, cache="naive"), folder, "cpu")
+
+
+@pytest.mark.parametrize("of_model", ["float32", "float16"])
+def test_the_option_decides_the_type_of_states(of_model: str) -> None:
+    spec = parse_spec({**SHAPES["qwen3.6-27b"], "mamba_ssm_dtype": of_model})
+    assert state_dtype_name(EngineOptions(), spec) == of_model
+    assert state_dtype_name(EngineOptions(state_dtype="bfloat16"), spec) == "bfloat16"
 
 
 def test_adapters_that_no_memory_could_hold(folder: Path) -> None:

@@ -35,6 +35,14 @@ def log_decay(a, log_rate, bias):
 
 
 @triton.jit
+def stored(state, kind: tl.constexpr):
+    """See ``minisgl_backend.kernels.gated_delta.stored``."""
+    if kind == tl.float16:
+        state = tl.clamp(state, -65504.0, 65504.0, propagate_nan=tl.PropagateNan.ALL)
+    return state.to(kind)
+
+
+@triton.jit
 def _input_before(x_ptr, state_ptr, s, first, is_known, x_stride, c, mask, WIDTH: tl.constexpr):
     """The inputs of token ``s`` of a run that begins at token ``first``; before that, those in the
     row's state, if there are any."""
@@ -312,7 +320,9 @@ def _chain_blocks(
     at = i[:, None] * V + j[None, :]
     in_state = (i < K)[:, None] & in_v[None, :]
     head_ptr = states_ptr + head * (K * V) + at
+    state_kind = states_ptr.dtype.element_ty
     state = tl.load(head_ptr + slot * (HEADS * K * V), mask=in_state & is_known, other=0.0)
+    state = state.to(tl.float32)
     of_keys = n[:, None] * KP + i[None, :]
     of_within = n[:, None] * TOKENS + n[None, :]
     of_values = n[:, None] * VP + j[None, :]
@@ -336,8 +346,8 @@ def _chain_blocks(
         to = out_ptr + (t.to(tl.int64)[:, None] * HEADS + head) * V + j[None, :]
         tl.store(to, found.to(out_ptr.dtype.element_ty), mask=(t < end)[:, None] & in_v[None, :])
         if copy >= 0:
-            tl.store(head_ptr + copy * (HEADS * K * V), state, mask=in_state)
-    tl.store(head_ptr + slot * (HEADS * K * V), state, mask=in_state)
+            tl.store(head_ptr + copy * (HEADS * K * V), stored(state, state_kind), mask=in_state)
+    tl.store(head_ptr + slot * (HEADS * K * V), stored(state, state_kind), mask=in_state)
 
 
 @triton.jit(do_not_specialize=["last_block"], do_not_specialize_on_alignment=["blocks_ptr"])

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minisgl_backend.kernels.triton_kernels.gated_delta_blocks import EPS, log_decay, silu
+from minisgl_backend.kernels.triton_kernels.gated_delta_blocks import EPS, log_decay, silu, stored
 from minisgl_backend.kernels.triton_kernels.pdl import allow_next, launch_options, wait_previous
 
 
@@ -86,7 +86,7 @@ def _step(
     in_k, in_v = i < K, j < V
     at = states_ptr + (slot * HEADS + head) * (K * V) + i[:, None] * V + j[None, :]
     in_state = in_k[:, None] & in_v[None, :]
-    state = tl.load(at, mask=in_state, other=0.0, cache_modifier=".cg")  # [KP, VP]
+    state = tl.load(at, mask=in_state, other=0.0, cache_modifier=".cg").to(tl.float32)  # [KP, VP]
     of_q, of_k = key_head * K + i, (KEY_HEADS + key_head) * K + i
     of_v = 2 * KEY_HEADS * K + head * V + j
     row_inputs = inputs_ptr + slot * ((2 * KEY_HEADS * K + HEADS * V) * (WIDTH - 1))
@@ -120,7 +120,8 @@ def _step(
     known = tl.sum(state * k[:, None], axis=0) * decay  # [VP]
     found = tl.sum(state * q[:, None], axis=0) * decay
     new = (v - known) * rate
-    tl.store(at, state * decay + k[:, None] * new[None, :], mask=in_state)
+    state = state * decay + k[:, None] * new[None, :]
+    tl.store(at, stored(state, states_ptr.dtype.element_ty), mask=in_state)
     found += tl.sum(q * k) * new
     found *= tl.rsqrt(tl.sum(found * found) / V + eps) * norm * silu(z)
     to = out_ptr + (row * HEADS + head) * V + j

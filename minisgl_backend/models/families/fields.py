@@ -21,7 +21,7 @@ def text_config(config: ConfigReader, *, tied: bool) -> ConfigReader:
     text = config.part("text_config")
     outer: dict[str, Any] = {
         key: config.values[key]
-        for key in ("dtype", "torch_dtype", "eos_token_id")
+        for key in ("dtype", "torch_dtype", "mamba_ssm_dtype", "eos_token_id")
         if key in config.values
     }
     tie = config.flag("tie_word_embeddings", tied)

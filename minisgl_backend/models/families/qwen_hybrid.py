@@ -12,6 +12,7 @@ from minisgl_backend.models.spec import MOST_HEADS, MOST_WIDTH, DeltaSpec, Model
 from minisgl_backend.models.tensor_names import MULTIMODAL, TensorNames
 
 _HYBRID_KINDS: Final = ("linear_attention", "full_attention")
+_STATE_DTYPES: Final = ("float32", "bfloat16", "float16")
 
 
 def read_qwen3_next(config: ConfigReader) -> ModelSpec:
@@ -87,6 +88,7 @@ def _hybrid_fields(
         "full_attention" if (layer + 1) % every == 0 else "linear_attention"
         for layer in range(num_layers)
     ]
+    states = config.values.get("mamba_ssm_dtype")
     linear = frozenset(layer for layer, kind in enumerate(kinds) if kind == "linear_attention")
     delta = DeltaSpec(
         num_key_heads=config.integer("linear_num_key_heads", 16, maximum=MOST_HEADS),
@@ -96,6 +98,7 @@ def _hybrid_fields(
         conv_width=config.integer("linear_conv_kernel_dim", 4, minimum=2, maximum=MOST_HEADS),
         layers=linear,
         by_key_head=by_key_head,
+        state_dtype=states if states in _STATE_DTYPES else "float32",
     )
     if delta.num_heads % delta.num_key_heads:
         raise config.error(

@@ -212,6 +212,7 @@ class Layers:
                 num_rows=MAX_ROWS,
                 num_snapshots=2,
                 dtype=torch.float32,
+                state_dtype=torch.float32,
                 device=cpu,
             )
             self.model.bind_states(self.states.layers)

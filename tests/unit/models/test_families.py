@@ -409,6 +409,29 @@ def test_experts_of_qwen3_5() -> None:
         assert found.architecture == outer and found.moe == parse_spec(text).moe
 
 
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, "float32"),
+        ({"mamba_ssm_dtype": "float32"}, "float32"),
+        ({"mamba_ssm_dtype": "float16"}, "float16"),
+        ({"mamba_ssm_dtype": "bfloat16"}, "bfloat16"),
+        ({"mamba_ssm_dtype": "float64"}, "float32"),
+        ({"mamba_ssm_dtype": [1]}, "float32"),
+    ],
+)
+def test_a_checkpoint_may_name_the_type_of_states(given: dict[str, Any], expected: str) -> None:
+    plain = {**QWEN_3_5_MOE, **given}
+    outer = {"architectures": ["Qwen3_5MoeForConditionalGeneration"]}
+    for config in (
+        plain,
+        {**outer, "text_config": plain},
+        {**outer, **given, "text_config": QWEN_3_5_MOE},
+    ):
+        delta = parse_spec(config).delta_net
+        assert delta is not None and delta.state_dtype == expected
+
+
 def test_experts_and_projections_of_qwen3_next() -> None:
     """Of its 80B-A3B, whose config.json has the defaults of its class but for the context."""
     text = {"architectures": ["Qwen3NextForCausalLM"], "decoder_sparse_step": 1}

@@ -609,7 +609,14 @@ def check_prompt_then_token(
     step: RecurrentRows | None = None
     if (recurrent := ours.spec.delta_net) is not None:
         of_rank = recurrent.of_rank(ours.group.size)
-        states = StateStorage(of_rank, num_rows=2, num_snapshots=0, dtype=torch.float32, device=CPU)
+        states = StateStorage(
+            of_rank,
+            num_rows=2,
+            num_snapshots=0,
+            dtype=torch.float32,
+            state_dtype=torch.float32,
+            device=CPU,
+        )
         ours.bind_states(states.layers)
         step = RecurrentRows(torch.tensor([1]))
         runs = Runs.of([Run(0, length, 1, is_fresh=True)], torch.from_numpy)

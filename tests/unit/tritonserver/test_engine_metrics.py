@@ -185,6 +185,7 @@ def test_load_under_the_names_that_routers_read(metrics: EngineMetrics, engine: 
         "num_gpu_blocks": "50",
         "kv_cache_size_tokens": "800",
         "cache_dtype": "fp8_e4m3",
+        "mamba_ssm_cache_dtype": "auto",
         "enable_prefix_caching": "False",
         "gpu_memory_utilization": "0.9",
     }

@@ -62,7 +62,10 @@ def test_tokens_in_fp32(case: str, prompts: list[IntArray], tmp_path: Path) -> N
         ("qwen3.5-multimodal", {"cache": "naive"}),
         ("broad", BROAD),
         ("broad", {**BROAD, "cache": "naive"}),
+        ("broad", {**BROAD, "state_dtype": "float16"}),
+        ("broad", {**BROAD, "state_dtype": "bfloat16"}),
         ("broad-experts", BROAD),
+        ("broad-experts", {**BROAD, "state_dtype": "float16"}),
     ],
 )
 def test_tokens_in_bf16(
@@ -83,9 +86,19 @@ def test_tokens_in_bf16(
     assert below.mean() < mean
 
 
-@pytest.mark.parametrize("case", ["broad", "broad-experts"])
-@pytest.mark.parametrize("count", [1, 8])
-def test_graphs_give_what_launches_give(count: int, case: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("case", "count", "state_dtype"),
+    [
+        ("broad", 1, None),
+        ("broad", 8, None),
+        ("broad", 8, "float16"),
+        ("broad-experts", 1, None),
+        ("broad-experts", 8, None),
+    ],
+)
+def test_graphs_give_what_launches_give(
+    case: str, count: int, state_dtype: str | None, tmp_path: Path
+) -> None:
     """The same kernels over the same batch sizes, so the tokens are equal, drawn ones too."""
     written(case, tmp_path)
     sampling = [
@@ -100,6 +113,7 @@ def test_graphs_give_what_launches_give(count: int, case: str, tmp_path: Path) -
                 sampling,
                 max_sequence_length=CONTEXT,
                 max_prefill_tokens=1024,
+                state_dtype=state_dtype,
                 **BROAD,
                 **options,
             )
@@ -114,7 +128,8 @@ def test_graphs_give_what_launches_give(count: int, case: str, tmp_path: Path) -
     assert results[0] == results[1] == results[2] == results[3]
 
 
-def test_conversations_go_on_from_snapshots(tmp_path: Path) -> None:
+@pytest.mark.parametrize("state_dtype", [None, "float16"])
+def test_conversations_go_on_from_snapshots(state_dtype: str | None, tmp_path: Path) -> None:
     """Turn by turn, each with the whole conversation as its prompt. States are kept between replays
     of captured decode steps."""
     reference = write_broad_hybrid_checkpoint(tmp_path).bfloat16().float()
@@ -123,6 +138,7 @@ def test_conversations_go_on_from_snapshots(tmp_path: Path) -> None:
         device="cuda",
         max_sequence_length=CONTEXT,
         num_pages=256,
+        state_dtype=state_dtype,
         attention_backend=BROAD["attention_backend"],
     )
     engine = build_engine(options)

@@ -28,6 +28,7 @@ bench = LazyGroup(
         "kernels": "minisgl_bench.kernels:kernels",
         "fp8-pages": "minisgl_bench.fp8_pages:fp8_pages",
         "quantized-weights": "minisgl_bench.quantized_weights:quantized_weights",
+        "state-dtypes": "minisgl_bench.state_dtypes:state_dtypes",
         "dummy-model": "minisgl_bench.dummy_model:dummy_model",
         "trace-table": "minisgl_bench.trace_table:trace_table",
     },

@@ -5,6 +5,8 @@ be padding (``minisgl_backend.kernels.gated_delta``), whose programs end at once
 dimensions are those of ``gated_delta_blocks``.
 """
 
+from typing import Final
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -12,17 +14,30 @@ from torch import Tensor
 from minisgl_backend.kernels.triton_kernels.gated_delta_blocks import EPS, log_decay, silu, stored
 from minisgl_backend.kernels.triton_kernels.pdl import allow_next, launch_options, wait_previous
 
+_FEW_ROWS: Final = 8
+"""Up to so many, the time of one program counts: sums are made in pairs, with the same bits, and
+the convolution's inputs stay in registers. With more of them bytes count, and this is slower."""
+
+
+@triton.jit
+def _both(a, b, c, d):
+    return a + c, b + d
+
 
 @triton.jit
 def _conv_begun(state_ptr, weight_ptr, c, mask, WIDTH: tl.constexpr):
-    """The convolution's sum over the inputs before a token's own, for channels ``c``; and the
-    weight of the token's own."""
+    """The convolution's sum over the inputs before a token's own, for channels ``c``; the weight of
+    the token's own; and the inputs that stay, all but the oldest."""
     total = tl.zeros_like(c).to(tl.float32)
+    stay = ()
     for tap in tl.static_range(WIDTH - 1):
         old = tl.load(state_ptr + c * (WIDTH - 1) + tap, mask=mask, other=0.0)
         weight = tl.load(weight_ptr + c * WIDTH + tap, mask=mask, other=0.0)
         total += old.to(tl.float32) * weight.to(tl.float32)
-    return total, tl.load(weight_ptr + c * WIDTH + WIDTH - 1, mask=mask, other=0.0).to(tl.float32)
+        if tap > 0:
+            stay += (old,)  # type: ignore[assignment]  # Triton takes no annotation of a tuple
+    own = tl.load(weight_ptr + c * WIDTH + WIDTH - 1, mask=mask, other=0.0).to(tl.float32)
+    return total, own, stay
 
 
 @triton.jit
@@ -32,11 +47,15 @@ def _conv_ended(begun, own, x):
 
 
 @triton.jit
-def _keep_inputs_of_token(state_ptr, x, c, mask, WIDTH: tl.constexpr):
-    """Drop the oldest input of channels ``c``, and keep ``x``."""
+def _keep_inputs_of_token(state_ptr, stay, x, c, mask, WIDTH: tl.constexpr, FEW: tl.constexpr):
+    """Drop the oldest input of channels ``c``, and keep those that ``stay`` and ``x``."""
     at = state_ptr + c * (WIDTH - 1)
-    for tap in tl.static_range(1, WIDTH - 1):  # the same thread reads a place and writes it
-        tl.store(at + tap - 1, tl.load(at + tap, mask=mask, other=0.0), mask=mask)
+    for tap in tl.static_range(1, WIDTH - 1):
+        if FEW:
+            tl.store(at + tap - 1, stay[tap - 1], mask=mask)
+        else:
+            # the same thread reads a place and writes it
+            tl.store(at + tap - 1, tl.load(at + tap, mask=mask, other=0.0), mask=mask)
     tl.store(at + WIDTH - 2, x.to(state_ptr.dtype.element_ty), mask=mask)
 
 
@@ -68,6 +87,7 @@ def _step(
     KP: tl.constexpr,
     VP: tl.constexpr,
     WIDTH: tl.constexpr,  # of the convolution
+    FEW: tl.constexpr,  # see _FEW_ROWS
     PDL: tl.constexpr,
 ):
     # Rows' slots and states were written before the step, or at its beginning: they are read before
@@ -90,9 +110,9 @@ def _step(
     of_q, of_k = key_head * K + i, (KEY_HEADS + key_head) * K + i
     of_v = 2 * KEY_HEADS * K + head * V + j
     row_inputs = inputs_ptr + slot * ((2 * KEY_HEADS * K + HEADS * V) * (WIDTH - 1))
-    q_begun, q_own = _conv_begun(row_inputs, conv_ptr, of_q, in_k, WIDTH)
-    k_begun, k_own = _conv_begun(row_inputs, conv_ptr, of_k, in_k, WIDTH)
-    v_begun, v_own = _conv_begun(row_inputs, conv_ptr, of_v, in_v, WIDTH)
+    q_begun, q_own, q_stay = _conv_begun(row_inputs, conv_ptr, of_q, in_k, WIDTH)
+    k_begun, k_own, k_stay = _conv_begun(row_inputs, conv_ptr, of_k, in_k, WIDTH)
+    v_begun, v_own, v_stay = _conv_begun(row_inputs, conv_ptr, of_v, in_v, WIDTH)
     log_rate, bias = tl.load(log_rates_ptr + head), tl.load(bias_ptr + head)
     norm = tl.load(norm_ptr + j, mask=in_v, other=0.0).to(tl.float32)
     if PDL:
@@ -107,8 +127,13 @@ def _step(
     q = _conv_ended(q_begun, q_own, q_input)
     k = _conv_ended(k_begun, k_own, k_input)
     v = _conv_ended(v_begun, v_own, v_input)
-    q *= tl.rsqrt(tl.sum(q * q) + EPS) * scale
-    k *= tl.rsqrt(tl.sum(k * k) + EPS)
+    if FEW:
+        q_square, k_square = tl.reduce((q * q, k * k), 0, _both)
+        q *= tl.rsqrt(q_square + EPS) * scale
+        k *= tl.rsqrt(k_square + EPS)
+    else:
+        q *= tl.rsqrt(tl.sum(q * q) + EPS) * scale
+        k *= tl.rsqrt(tl.sum(k * k) + EPS)
     if HEADS > KEY_HEADS:
         # Other programs read the same inputs of queries and keys: the last one replaces them. Each
         # has used its own before it counts, so there is nothing to order. One thread counts, and
@@ -117,8 +142,12 @@ def _step(
         readers = readers_ptr + slot * KEY_HEADS + key_head
         before = tl.atomic_add(readers + 0 * i, 1, mask=i == 0, sem="relaxed")
     # of the state before: what the key reads, and the query
-    known = tl.sum(state * k[:, None], axis=0) * decay  # [VP]
-    found = tl.sum(state * q[:, None], axis=0) * decay
+    if FEW:
+        known, found = tl.reduce((state * k[:, None], state * q[:, None]), 0, _both)  # [VP]
+        known, found = known * decay, found * decay
+    else:
+        known = tl.sum(state * k[:, None], axis=0) * decay
+        found = tl.sum(state * q[:, None], axis=0) * decay
     new = (v - known) * rate
     state = state * decay + k[:, None] * new[None, :]
     tl.store(at, stored(state, states_ptr.dtype.element_ty), mask=in_state)
@@ -126,14 +155,14 @@ def _step(
     found *= tl.rsqrt(tl.sum(found * found) / V + eps) * norm * silu(z)
     to = out_ptr + (row * HEADS + head) * V + j
     tl.store(to, found.to(out_ptr.dtype.element_ty), mask=in_v)
-    _keep_inputs_of_token(row_inputs, v_input, of_v, in_v, WIDTH)
+    _keep_inputs_of_token(row_inputs, v_stay, v_input, of_v, in_v, WIDTH, FEW)
     replaces = in_k
     if HEADS > KEY_HEADS:
         is_last = tl.sum(tl.where(i == 0, before, 0)) == HEADS // KEY_HEADS - 1
         tl.store(readers, 0, mask=is_last)
         replaces = in_k & is_last
-    _keep_inputs_of_token(row_inputs, q_input, of_q, replaces, WIDTH)
-    _keep_inputs_of_token(row_inputs, k_input, of_k, replaces, WIDTH)
+    _keep_inputs_of_token(row_inputs, q_stay, q_input, of_q, replaces, WIDTH, FEW)
+    _keep_inputs_of_token(row_inputs, k_stay, k_input, of_k, replaces, WIDTH, FEW)
 
 
 def launch_step(
@@ -181,6 +210,7 @@ def launch_step(
         KP=triton.next_power_of_2(key_dim),
         VP=triton.next_power_of_2(value_dim),
         WIDTH=conv.shape[1],
+        FEW=num_rows <= _FEW_ROWS,
         PDL=pdl,
         num_warps=4,
         **launch_options(pdl),

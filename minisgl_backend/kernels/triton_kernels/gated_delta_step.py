@@ -15,7 +15,7 @@ from minisgl_backend.kernels.triton_kernels.gated_delta_blocks import EPS, log_d
 from minisgl_backend.kernels.triton_kernels.pdl import allow_next, launch_options, wait_previous
 
 _FEW_ROWS: Final = 8
-"""Up to so many, the time of one program counts: sums are made in pairs, with the same bits, and
+"""Up to this number the time of one program counts: sums are made in pairs, with the same bits, and
 the convolution's inputs stay in registers. With more of them bytes count, and this is slower."""
 
 

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -82,6 +83,36 @@ def test_sigterm_ends_a_chat_that_ctrl_c_does_not_end(server: TritonServer, tmp_
         assert terminal.child.signalstatus == signal.SIGTERM
 
 
+def test_samples_come_one_after_the_other(server: TritonServer, tmp_path: Path) -> None:
+    saved = tmp_path / "chat.json"
+    with chat(server, tmp_path / "history", "-p", "n=3") as terminal:
+        question = "What is the capital of France?\r"
+        terminal.say(question, "Paris", "---", "Paris", "---", "Paris", "12 tokens")
+        terminal.say(f"/save {saved}\r", "2 messages in")
+        terminal.end()
+    assert json.loads(saved.read_text("utf-8"))["messages"][1]["content"] == "Paris"
+
+
+def test_a_user_without_a_home(server: TritonServer) -> None:
+    """No variable names it, and no list of users does."""
+    without = "import pwd; pwd.getpwuid = {}.__getitem__; from minisgl_backend.cli import __main__"
+    child = pexpect.spawn(
+        sys.executable,
+        ["-c", f"{without}; __main__.main()", "chat", "--url", url_of(server, "grpc")],
+        encoding="utf-8",
+        timeout=PATIENCE_S,
+        env={
+            name: value
+            for name, value in os.environ.items()
+            if name not in ("HOME", "XDG_STATE_HOME")
+        },
+    )
+    child.expect(r"Error: this user has no home: say where by --history")
+    child.expect(pexpect.EOF)
+    child.close()
+    assert child.exitstatus == 2
+
+
 def test_chat(server: TritonServer, tmp_path: Path) -> None:
     history, saved = tmp_path / "state" / "history", tmp_path / "chat.json"
     with chat(server, history, "--system", "Be brief.") as terminal:
@@ -101,6 +132,9 @@ def test_chat(server: TritonServer, tmp_path: Path) -> None:
         terminal.say("/system Be kind.\r", r"system message: Be kind\.")
         terminal.say(f"/save {saved}\r", "4 messages in")
         terminal.say(f"/save {tmp_path}\r", "Is a directory")
+        terminal.say(
+            "/save ~no.such.user/chat\r", "~no.such.user/chat begins with the home of nobody"
+        )
         terminal.say("/save\r", "/save needs a file")
         terminal.say("/nothing\r", "no command /nothing; /help lists them")
         terminal.say("/params tempreature=3\r", "tempreature = 3")

@@ -122,7 +122,10 @@ def _loaded(server: OwnServer, model: str, console: Console) -> str:
 
 
 def _default_history() -> Path:
-    state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    try:
+        state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    except RuntimeError:
+        raise click.UsageError("this user has no home: say where by --history") from None
     return Path(state) / "minisgl" / "chat_history"
 
 
@@ -173,20 +176,25 @@ class _Shell:
         return f" {' · '.join(shown)} · turn {turn} "
 
     def _ask(self, question: str) -> None:
-        """Send a question, show the answer as it comes, remember both."""
+        """Send a question, show the answer as it comes, remember both; further samples follow."""
         messages = self._conversation.messages(question)
         request = {"fit_max_tokens": True, **self._conversation.parameters}
         try:
             stream = self._client.stream(messages=messages, **request)
             with suppress(KeyboardInterrupt), stream, MarkdownDisplay(self._console) as display:
                 for delta in stream:
-                    display.push(delta.text)
+                    if delta.sample == 0:
+                        display.push(delta.text)
         except MinisglError as error:
             self._complain(f"{error.code}: {error}")
             for line in self._server.take_lines() if self._server is not None else ():
                 self._tell(without_controls(line))
             return
         result = stream.result
+        for other in result.samples[1:]:
+            self._console.print("---", style="dim")
+            with MarkdownDisplay(self._console) as display:
+                display.push(other.text)
         if result.text:
             self._conversation.add(question, result.text)
         self._console.print(_figures(result), style="dim")
@@ -230,7 +238,8 @@ def _figures(result: Result) -> str:
     """The line below an answer."""
     parts = [] if result.finish_reason == "stop" else [result.finish_reason or "stopped"]
     if result.first_delta_s is not None:
-        tokens, waited_s = result.num_output_tokens or 0, result.first_delta_s
+        tokens = sum(sample.num_output_tokens or 0 for sample in result.samples)
+        waited_s = result.first_delta_s
         rate = tokens / result.total_s
         parts += [
             f"{tokens} tokens, {rate:.1f} tokens/s",
@@ -272,7 +281,10 @@ def _params(conversation: Conversation, rest: str) -> str:
 def _save(conversation: Conversation, rest: str) -> str:
     if not rest:
         raise click.BadParameter("/save needs a file")
-    path = Path(rest).expanduser()
+    try:
+        path = Path(rest).expanduser()
+    except RuntimeError:
+        raise click.BadParameter(f"{rest} begins with the home of nobody") from None
     conversation.save(path)
     return f"{len(conversation.turns)} messages in {path}"
 

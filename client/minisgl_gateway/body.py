@@ -72,8 +72,11 @@ def _json_object(body: bytes) -> dict[str, Any]:
         # a lone surrogate can hide in an escape
         if "\\u" in text:
             json.dumps(value, ensure_ascii=False).encode()
-    except UnicodeError:
+    except UnicodeDecodeError:
         raise invalid("the body must be valid UTF-8") from None
+    except UnicodeEncodeError as error:
+        half = ord(error.object[error.start])
+        raise invalid(f"\\u{half:04x} is half of a surrogate pair without the other") from None
     except strict_json.Refused as error:
         raise invalid(str(error)) from None
     except (ValueError, RecursionError):

@@ -56,7 +56,7 @@ def told(kind: type[GenerationRequest], **fields: Any) -> ApiError:
         (b'"text"', "JSON object"),
         (b"\xff\xfe{\x00}\x00", "UTF-8"),
         (b'{"model": "\xff"}', "UTF-8"),
-        (b'{"model": "m", "prompt": "\\ud800"}', "UTF-8"),
+        (b'{"model": "m", "prompt": "\\ud800"}', r"\ud800 is half of a surrogate pair"),
         (b"[" * 100_000, "valid JSON"),
         (b'{"a":' * 70 + b"1" + b"}" * 70, "levels deep"),
         (b'{"model": "m", "prompt": "x", "temperature": NaN}', "NaN"),

@@ -133,7 +133,7 @@ def _prompt(prompt: object) -> dict[str, Any]:
     if isinstance(prompt, str):
         return {"text_input": prompt}
     if isinstance(prompt, np.ndarray):
-        return {"input_ids": prompt}
+        return {"input_ids": _of_one_axis(prompt)}
     if not _is_sequence(prompt):
         raise InvalidRequest(
             f"a prompt must be a string, token ids or messages, got {quoted(prompt)}"
@@ -143,9 +143,17 @@ def _prompt(prompt: object) -> dict[str, Any]:
     if isinstance(prompt[0], Mapping):
         return {"messages": _as_json("messages", prompt)}
     try:
-        return {"input_ids": np.asarray(prompt)}
+        ids = np.asarray(prompt)
     except ValueError:  # lists of different lengths
         raise InvalidRequest("input_ids must be integers") from None
+    return {"input_ids": _of_one_axis(ids)}
+
+
+def _of_one_axis(ids: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """The ids of one prompt: those of several would become one that is longer."""
+    if ids.ndim != 1:
+        raise InvalidRequest(f"input_ids of a prompt must be of one axis, got shape {ids.shape}")
+    return ids
 
 
 def _given(params: object) -> dict[str, Any]:

@@ -105,6 +105,8 @@ def test_bad_parameters_are_told_in_the_words_of_the_server(
         (["a", memoryview(b"a")], None, "prompts[1]: a prompt must be a string, token ids or"),
         (["a", 3], None, "prompts[1]: a prompt must be a string, token ids or messages, got 3"),
         (["a", [1, [2]]], None, "prompts[1]: input_ids must be integers"),
+        (["a", [[1, 2], [3, 4]]], None, "prompts[1]: input_ids of a prompt must be of one axis"),
+        (np.ones((2, 3, 4), int), None, "prompts[0]: input_ids of a prompt must be of one axis"),
         (["a", "b"], [{}, {"top_k": -2}], "prompts[1]: top_k must be >= -1, got -2"),
         (["a", [2048]], None, "prompts[1]: input_ids must be in 0 .. 2047, got 2048"),
         (["a", ""], None, "prompts[1]: text_input must not be empty"),

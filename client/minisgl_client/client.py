@@ -344,6 +344,10 @@ def _check_address(address: str, url: str, protocol: Protocol) -> None:
         ) from None
     except ValueError as error:
         raise InvalidArgument(f"{url} is not an address for {protocol}: {error}") from None
+    if "@" in parts.netloc:  # not in the error, since it may be logged
+        raise InvalidArgument(
+            "the url has a user or a password: give them in headers, as Authorization"
+        )
     if protocol == "grpc" and (parts.netloc != address or parts.port is None):
         raise InvalidArgument(f"{url} is not an address for {protocol}: it must be HOST:PORT")
 

@@ -5,7 +5,8 @@
     GET /stats   counts of all processes; callers on this machine only
 
 Triton 24.10 says that it is ready even if its models' processes have died; this endpoint does not.
-Bodies are JSON; those of /live and /ready have the phase and the reasons. Must not know processes:
+Bodies are JSON; those of /live and /ready have the phase and the reasons. A query is ignored, and
+HEAD is answered as GET, without the body: probes differ. Must not know processes:
 two functions tell it all that it reports.
 """
 
@@ -118,12 +119,13 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """Answer a probe or an operator."""
+        path = self.path.partition("?")[0]
         caller = self.client_address[0].removeprefix("::ffff:")  # IPv4, on a socket of IPv6
-        if self.path == "/stats" and ipaddress.ip_address(caller).is_loopback:
+        if path == "/stats" and ipaddress.ip_address(caller).is_loopback:
             self._answer(HTTPStatus.OK, self.server.stats())
-        elif self.path in ("/live", "/ready"):
+        elif path in ("/live", "/ready"):
             health = self.server.health()
-            good = health.live if self.path == "/live" else health.ready
+            good = health.live if path == "/live" else health.ready
             body = {
                 "live": health.live,
                 "ready": health.ready,
@@ -134,6 +136,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         else:
             self._answer(HTTPStatus.NOT_FOUND, {"error": "there are /live, /ready and /stats"})
 
+    do_HEAD = do_GET
+
     def log_message(self, *_: object) -> None:
         """Nothing: probes come every few seconds."""
 
@@ -143,4 +147,5 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(content)))
         self.end_headers()
-        self.wfile.write(content)
+        if self.command != "HEAD":
+            self.wfile.write(content)

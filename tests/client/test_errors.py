@@ -174,6 +174,8 @@ def test_headers_that_are_told_by_name() -> None:
         ("localhost:x", "localhost:x is not an address for grpc: Port could not be cast"),
         ("localhost", "localhost is not an address for grpc: it must be HOST:PORT"),
         ("localhost:1/path", "localhost:1/path is not an address for grpc: it must be HOST:PORT"),
+        ("http://me:secret@localhost", "the url has a user or a password"),
+        ("me@localhost:1", "the url has a user or a password"),
         ("http://a..b", "is not an address for http: no host has such a name"),
         (f"{64 * 'x'}:1", ":1 is not an address for grpc: no host has such a name"),
         ("[::1:5", "is not an address for grpc: Invalid IPv6"),

@@ -563,6 +563,12 @@ def test_the_health_port(host: str) -> None:
     assert get(server.port, "/ready") == (503, body)
     assert get(server.port, "/stats") == (200, {"models": []})
     assert get(server.port, "/")[0] == 404
+    assert get(server.port, "/live?from=a-balancer") == (200, body)
+    assert get(server.port, "/ready?") == (503, body)
+    asked = urllib.request.Request(f"http://127.0.0.1:{server.port}/live", method="HEAD")
+    with urllib.request.urlopen(asked, timeout=PATIENCE_S) as response:
+        assert int(response.headers["Content-Length"]) == len(json.dumps(body))
+        assert response.read() == b""
     health = Health(live=False, ready=False, phase=Phase.DOWN)
     assert get(server.port, "/live")[0] == 503
     server.close()

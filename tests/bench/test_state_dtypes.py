@@ -8,7 +8,8 @@ from tests.figures import figures_of
 
 
 def test_float16_is_nearer_than_bfloat16(tmp_path: Path) -> None:
-    figures = figures_of(["state-dtypes", "--steps", "40", "--steps", "5"], tmp_path)
+    steps = [word for count in ("40", "5", "5") for word in ("--steps", count)]
+    figures = figures_of(["state-dtypes", *steps], tmp_path)
     assert [(row["steps"], row["state_dtype"]) for row in figures["rows"]] == [
         (5, "bfloat16"),
         (5, "float16"),

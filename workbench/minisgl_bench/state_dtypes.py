@@ -53,7 +53,8 @@ def state_dtypes(steps: tuple[int, ...], json_path: Path | None) -> None:
         "outputs over recurrent states of 16 bits",
         info={"heads": len(_HEADS), "device": device.type, "torch": torch.__version__},
     )
-    for num_steps, errors in zip(sorted(steps), measured(sorted(steps), device), strict=True):
+    ascending = sorted(set(steps))
+    for num_steps, errors in zip(ascending, measured(ascending, device), strict=True):
         for dtype, by_head in errors.items():
             report.add(
                 steps=num_steps,

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minisgl_backend.kernels.dispatch import use_triton
-from minisgl_backend.kernels.rms_norm import rms_norm_reference
+from minisgl_backend.kernels.rms_norm import rms_norm, rms_norm_reference
 
 MAX_BATCH_SIZE = 8
 
@@ -87,6 +87,8 @@ def small_batch_linear(
         )
     from minisgl_backend.kernels.triton_kernels.small_batch_kernels import launch_small_batch_linear
 
+    if norm_weight is not None and normalizes_before(len(x), *weight.shape):
+        x, norm_weight = rms_norm(x, norm_weight, eps, pdl=pdl), None
     out_features = len(weight) // 2 if gated else len(weight)
     out = residual
     if out is None:

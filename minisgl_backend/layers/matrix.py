@@ -305,10 +305,6 @@ class DenseMatrix(Matrix):
             return silu_mul(y, pdl=pdl) if gated else y
         is_small = small_batch.is_faster(num_tokens, self.in_features, gated=gated)
         if self._fused and is_small and (x.squares is None or num_tokens == 1):
-            if x.squares is None and small_batch.normalizes_before(
-                num_tokens, self.out_features, self.in_features
-            ):
-                x = Normed(x.normalized(pdl=pdl))
             return small_batch.small_batch_linear(
                 x.x,
                 weight,

@@ -122,6 +122,20 @@ def test_small_batch_linear(
         assert actual.data_ptr() == into.data_ptr()
 
 
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_large_weights_get_normalized_rows(
+    device: torch.device, dtype: torch.dtype, batch_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(small_batch, "_LEAST_NORMALIZED_OUT_FEATURES", 40)
+    x = torch.randn(batch_size, 2176, device=device).to(dtype)
+    weight = (torch.randn(40, 2176, device=device) / 2176**0.5).to(dtype)
+    norm = torch.rand(2176, device=device).to(dtype)
+    assert small_batch.normalizes_before(batch_size, *weight.shape)
+    rows = rms_norm.rms_norm_reference(x, norm, 1e-6)
+    actual = small_batch.small_batch_linear(x, weight, norm_weight=norm)
+    assert_close(actual, small_batch.small_batch_linear_reference(rows, weight))
+
+
 @pytest.mark.parametrize("gated", [False, True])
 def test_one_row_whose_norm_is_half_done(
     device: torch.device, dtype: torch.dtype, gated: bool

@@ -104,7 +104,7 @@ class QuantizedMatrix(Matrix):
         return self.rounding(num_tokens) is not None and not is_fused
 
     def _fits_float8_kernels(self, num_tokens: int) -> bool:
-        """Whether ``use_float8`` has made kernels for so many tokens."""
+        """Whether ``use_float8`` has made kernels for this number of tokens."""
         kernels = self._float8_linear
         return kernels is not None and num_tokens <= kernels.most_rows
 

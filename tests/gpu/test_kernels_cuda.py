@@ -238,6 +238,26 @@ def test_no_value_keeps_thread_blocks_waiting(
 
 
 @needs_gpu
+@pytest.mark.parametrize("kv_dtype", [torch.bfloat16, FP8], ids=["bf16", "fp8"])
+@pytest.mark.parametrize("heads", [HEADS[0], HEADS[2], HEADS[4], HEADS[5]], ids=str)
+@pytest.mark.parametrize(
+    "lengths",
+    [[300] * 32, [700] * 3, [20] * 15 + [6_000] + [20] * 15, ragged(16, 4_000), [1, 5_000, 1, 900]],
+    ids=["a run each", "three runs each", "a long row", "runs across rows", "one position"],
+)
+def test_warps_share_the_positions_of_few_rows(
+    device: torch.device, heads: Heads, lengths: list[int], kv_dtype: torch.dtype
+) -> None:
+    for window in (None, 500):
+        case = Decoding(heads, lengths, device=device, kv_dtype=kv_dtype, window=window)
+        expected, runs = case.expected(), case.plan()
+        first = case.attend(runs)
+        assert_close(first, expected, tolerance=1e-2)
+        others = [case.attend(runs, pdl=True) for _ in range(20)]
+        assert all(torch.equal(first, other) for other in others)
+
+
+@needs_gpu
 def test_one_long_row_is_cut_among_all_multiprocessors(device: torch.device) -> None:
     case = Decoding(HEADS[0], [30_001], device=device)
     assert_close(case.attend(), case.expected(), tolerance=1e-2)
@@ -255,14 +275,15 @@ def test_positions_that_no_query_sees_do_not_matter(
 
 
 @needs_gpu
-def test_a_captured_call_follows_the_lengths(device: torch.device) -> None:
-    case = Decoding(HEADS[0], [800] * 64, device=device)
+@pytest.mark.parametrize("batch_size", [8, 64])
+def test_a_captured_call_follows_the_lengths(device: torch.device, batch_size: int) -> None:
+    case = Decoding(HEADS[0], [800] * batch_size, device=device)
     case.attend()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = case.attend()
     for longest in (800, 17, 300):
-        lengths = torch.tensor(ragged(64, longest), dtype=torch.int32)
+        lengths = torch.tensor(ragged(batch_size, longest), dtype=torch.int32)
         case.lengths.copy_(lengths)
         graph.replay()
         assert_close(out, case.expected(), tolerance=1e-2)

@@ -19,15 +19,19 @@
 // registers, on the way from shared memory; this needs no transposition, since the order of dimensions
 // inside a fragment is free.
 //
+// With SPLIT, for few rows, the warps of a thread block have one KV head and share out the tiles that its run has
+// of a row; what they have is merged in shared memory. So for a row of some hundred tokens no thread block waits
+// for another, which would take as long as all else.
+//
 // With SHARED, the first positions of some rows have been attended already, for several rows at once, by
 // `kernels.shared_attention`. Such a row's tiles begin behind them, and its last step is to merge the
 // partial results that it finds in `values` and `sums`.
 //
 // Compiled with: HEAD_DIM (64 or 128), GROUP (query heads of a KV head), KV_HEADS, PAGE_SIZE (a
-// multiple of 16), FP8, BFLOAT16 (q and out; else float16), WARPS (of a thread block; they divide
-// KV_HEADS), STAGES (of a ring), PER_PROCESSOR (thread blocks of a multiprocessor), LEAVING (what a
+// multiple of 16), FP8, BFLOAT16 (q and out; else float16), WARPS (of a thread block; unless SPLIT they
+// divide KV_HEADS), STAGES (of a ring), PER_PROCESSOR (thread blocks of a multiprocessor), LEAVING (what a
 // row costs beside its tiles, in tiles), LEAST (tiles of a run), PARTS (of 16 positions in a tile), COLUMNS
-// (pairs of a fragment's columns that hold query heads, rounded up to 1, 2 or 4), SHARED, MOST_SLOTS
+// (pairs of a fragment's columns that hold query heads, rounded up to 1, 2 or 4), SPLIT, SHARED, MOST_SLOTS
 // (partial results of a row).
 
 #include "basics.cuh"
@@ -39,7 +43,8 @@ constexpr int ROW_BYTES = HEAD_DIM * (FP8 ? 1 : 2);     // of one position's key
 constexpr int CHUNKS = ROW_BYTES / 16;                  // what cp.async copies at once
 constexpr int TILE_BYTES = TILE * ROW_BYTES;
 constexpr int STAGE_BYTES = 2 * TILE_BYTES;             // keys, then values
-constexpr int TURNS = KV_HEADS / WARPS;                 // in which a row's heads are gone through
+constexpr int TURNS = KV_HEADS / (SPLIT ? 1 : WARPS);   // in which a row's heads are gone through
+constexpr int WAYS = SPLIT ? WARPS : 1;                 // in which tiles are shared out
 constexpr int STEPS = HEAD_DIM / 16;                    // MMAs along or across HEAD_DIM
 constexpr int SIDES = 4 / COLUMNS;                      // pieces that a warp merges side by side
 constexpr int QUADS = STEPS + 1;                        // float4 of a lane's piece
@@ -48,7 +53,8 @@ constexpr float LOG2E = 1.4426950408889634f;
 constexpr u32 EMPTY = 0xffffffffu;           // a NaN, which `written` excludes
 
 static_assert(HEAD_DIM == 64 || HEAD_DIM == 128, "");
-static_assert(GROUP <= HEADS && PAGE_SIZE % PART == 0 && KV_HEADS % WARPS == 0, "");
+static_assert(GROUP <= HEADS && PAGE_SIZE % PART == 0, "");
+static_assert(SPLIT ? !SHARED : KV_HEADS % WARPS == 0, "");
 
 struct Arguments {
     u16* out;               // [batch, KV_HEADS * GROUP, HEAD_DIM]
@@ -62,7 +68,7 @@ struct Arguments {
     const float* k_scale;   // [1], or null
     const float* v_scale;
     const u16* sinks;       // [KV_HEADS * GROUP]: one more score a head, without a value; or null
-    float4* pieces;         // [grid, WARPS, QUADS, COLUMNS, 8], EMPTY between launches
+    float4* pieces;         // [grid, WARPS / WAYS, QUADS, COLUMNS, 8], EMPTY between launches
     const int2* starts;     // [batch], if SHARED: where a row's own part begins, its number of partials
     const int* slots;       // [batch, MOST_SLOTS]: the indices of its partials
     const float* partials;  // [.., KV_HEADS * GROUP, HEAD_DIM], not normalized
@@ -226,15 +232,18 @@ decode_attention(const Arguments args) {
     };
     const int4* entry = args.runs + 1 + 2 * blockIdx.x;
     const int4 all = args.runs[0], own = entry[0], start = entry[1];
-    const int tiles_of_run = own.w;
-    if (blockIdx.x >= all.y || tiles_of_run == 0) return wait_once();   // ends after its predecessor
+    if (blockIdx.x >= all.y || own.w == 0) return wait_once();   // ends after its predecessor
     const u32 run = all.y - 1 - blockIdx.x;
     const Shares shares(all.x, all.y);
+    const int way = SPLIT ? warp : 0;
 
-    // Where the run stands.
+    // Where a warp stands in the run.
     struct Cursor {
-        int query, turn, tile;
-        int tiles;   // of the query
+        int query, turn;
+        int first, stop;   // the run's tiles of this turn
+        int tile, end;     // this warp's of them that are left
+        int left;          // the run's tiles of later turns
+        int tiles;         // of the query
         Span span;
         const int* pages;
 
@@ -242,15 +251,27 @@ decode_attention(const Arguments args) {
             tiles = span.num_tiles(args.window);
             pages = args.table + (u64)row * args.table_stride;
         }
-        // to the next tile; there must be one
-        __device__ void advance(const Arguments& args) {
-            if (++tile < tiles) return;
-            tile = 0;
-            if (++turn < TURNS) return;
-            turn = 0;
-            ++query;
-            span = span_of(args.lengths, args.starts, query);
-            enter(args, args.rows ? args.rows[query] : query);
+        __device__ void share_out(int from, int way) {
+            first = from;
+            const int count = min(tiles - first, left);
+            stop = first + count;
+            left -= count;
+            tile = first + count * way / WAYS;
+            end = first + count * (way + 1) / WAYS;
+        }
+        // there must be one
+        __device__ void enter_next(const Arguments& args, int way) {
+            if (++turn == TURNS) {
+                turn = 0;
+                ++query;
+                span = span_of(args.lengths, args.starts, query);
+                enter(args, args.rows ? args.rows[query] : query);
+            }
+            share_out(0, way);
+        }
+        // to a turn with a tile that is left, if there is one
+        __device__ void seek(const Arguments& args, int way) {
+            while (tile == end && left > 0) enter_next(args, way);
         }
         __device__ int position(const Arguments& args) const {
             return span.position(args.window, tile);
@@ -261,26 +282,29 @@ decode_attention(const Arguments args) {
             return make_int2(page, PARTS == 1 ? page : pages[last_part(at, span.length) / PAGE_SIZE]);
         }
     };
+    const auto kv_head_of = [&](const Cursor& of) { return SPLIT ? of.turn : of.turn * WARPS + warp; };
     Cursor at;
     at.query = own.x;
     at.turn = own.y;
-    at.tile = max(own.z - LEAVING, 0);
+    at.left = own.w;
     at.span = Span{start.x, SHARED ? args.starts[own.x].x : 0};
     at.enter(args, start.y);
+    at.share_out(max(own.z - LEAVING, 0), way);
     u32 turn_begin = shares.begin(run) - own.z;   // in cost
 
     // loading runs STAGES tiles ahead, and knows the page of the tile after that
     const u32 ring = shared_address(rings) + warp * STAGES * STAGE_BYTES;
     Cursor ahead = at;
-    int loaded = 0;
+    ahead.seek(args, way);
     int2 pages = make_int2(start.z, start.w);
+    if (SPLIT && ahead.tile < ahead.end) pages = ahead.pages_of_tile(args);
     const auto load_next = [&](int stage) {
-        if (loaded < tiles_of_run) {
+        if (ahead.tile < ahead.end) {
             const int position = ahead.position(args);
             const int length = ahead.span.length;
             if (position + TILE >= length) wait_once();
             const int first = first_seen(length, args.window);
-            const int kv_head = ahead.turn * WARPS + warp;
+            const int kv_head = kv_head_of(ahead);
             const u32 keys = ring + stage * STAGE_BYTES, values = keys + TILE_BYTES;
             const auto place = [&](int n) {   // of position n of the tile
                 return (n < PART ? pages.x : pages.y) * args.page_stride
@@ -295,10 +319,9 @@ decode_attention(const Arguments args) {
                 copy_16(keys + chunk_at(n, chunk), args.keys + from, seen);
                 copy_16(values + chunk_at(n, chunk), args.values + from, seen);
             }
-            if (++loaded < tiles_of_run) {
-                ahead.advance(args);
-                pages = ahead.pages_of_tile(args);
-            }
+            ++ahead.tile;
+            ahead.seek(args, way);
+            if (ahead.tile < ahead.end) pages = ahead.pages_of_tile(args);
         }
         asm volatile("cp.async.commit_group;" ::: "memory");
     };
@@ -309,8 +332,10 @@ decode_attention(const Arguments args) {
     u32 q[STEPS][2];             // Q^T, the fragments of this lane's query head g
     float o[STEPS][4];           // O^T: heads 2j and 2j + 1
     float best[2], total[2];     // of those two heads
-    int from = at.tile;          // the first of this turn's tiles that are of this run
     int stage = 0;
+    // Code has to come from memory, too. So where pieces of several runs are merged, there is a rehearsal, while
+    // the kernel before this one still runs: with numbers that may be anything, and that do not count.
+    bool counts = !SPLIT || start.z < 2;
 
     // dimensions of q[step]: of fragments of 16 bits, or of those made of float8
     const auto q_dimension = [&](int step, int i) {
@@ -318,7 +343,7 @@ decode_attention(const Arguments args) {
     };
     const auto enter_turn = [&] {
         const u16* head = args.q + (u64)at.query * args.q_stride
-            + ((at.turn * WARPS + warp) * GROUP + g) * HEAD_DIM;
+            + (kv_head_of(at) * GROUP + g) * HEAD_DIM;
 #pragma unroll
         for (int step = 0; step < STEPS; ++step) {
             const u32 low = g < GROUP ? *reinterpret_cast<const u32*>(head + q_dimension(step, 0)) : 0;
@@ -446,10 +471,11 @@ decode_attention(const Arguments args) {
         }
     };
     const auto place_of = [&](u32 block, int quad, int column) {
-        return args.pieces + ((((u64)block * WARPS + warp) * QUADS + quad) * COLUMNS + column) * 8 + g;
+        const u64 piece = SPLIT ? block : block * WARPS + warp;
+        return args.pieces + ((piece * QUADS + quad) * COLUMNS + column) * 8 + g;
     };
     const auto leave_piece = [&] {
-        if (j >= COLUMNS) return;
+        if (j >= COLUMNS || !counts) return;
         const auto leave = [&](int quad, float a, float b, float c, float d) {
             store_quad(place_of(blockIdx.x, quad, j),
                        make_float4(written(a), written(b), written(c), written(d)));
@@ -461,7 +487,7 @@ decode_attention(const Arguments args) {
     };
     // What `kernels.shared_attention` has left for the heads of `column`, in the form of a piece.
     const auto load_partial = [&](float4 (&quads)[QUADS], int partial, int column) {
-        const u64 heads = ((u64)partial * KV_HEADS + at.turn * WARPS + warp) * GROUP;
+        const u64 heads = ((u64)partial * KV_HEADS + kv_head_of(at)) * GROUP;
         float4 sums = make_float4(NOTHING, NOTHING, 0, 0);
 #pragma unroll
         for (int step = 0; step < STEPS; ++step) quads[step] = make_float4(0, 0, 0, 0);
@@ -482,7 +508,8 @@ decode_attention(const Arguments args) {
         quads[STEPS] = sums;
     };
     // Adds the pieces of the next runs, and the partial results of shared positions. Lanes whose columns
-    // hold no heads take every SIDES-th of them; what they have is added at the end.
+    // hold no heads take every SIDES-th of them, and if SPLIT warps every WARPS-th of those; what lanes have
+    // is added at the end.
     const auto take_pieces = [&](int num_pieces, int num_partials) {
         const int side = j / COLUMNS, column = j % COLUMNS;
         if (side > 0) {
@@ -501,16 +528,19 @@ decode_attention(const Arguments args) {
         };
         const float empty = __uint_as_float(EMPTY);
 #pragma unroll 1
-        for (int n = side; n < num_pieces; n += SIDES) {
+        for (int n = way * SIDES + side; n < num_pieces; n += WAYS * SIDES) {
             const u32 block = blockIdx.x - 1 - n;
             do {
 #pragma unroll
                 for (int i = 0; i < QUADS; ++i) quads[i] = load_quad(place_of(block, i, column));
-            } while (!are_there());
+            } while (counts && !are_there());
+            if (counts) {
 #pragma unroll
-            for (int i = 0; i < QUADS; ++i)
-                store_quad(place_of(block, i, column), make_float4(empty, empty, empty, empty));
+                for (int i = 0; i < QUADS; ++i)
+                    store_quad(place_of(block, i, column), make_float4(empty, empty, empty, empty));
+            }
             merge(quads);
+            if (!counts) break;
         }
         if constexpr (SHARED) {
             const int* slots = args.slots + at.query * MOST_SLOTS;
@@ -532,25 +562,54 @@ decode_attention(const Arguments args) {
             merge(quads);
         }
     };
+    // If SPLIT, the first warp adds what the others have.
+    const auto merge_warps = [&] {
+        float4* const theirs = reinterpret_cast<float4*>(rings + WARPS * STAGES * STAGE_BYTES) + lane;
+        const auto quad_of = [&](int other, int quad) { return theirs + ((other - 1) * QUADS + quad) * 32; };
+        __syncthreads();   // the turn before has been read
+        if (warp > 0) {
+#pragma unroll
+            for (int step = 0; step < STEPS; ++step)
+                *quad_of(warp, step) = make_float4(o[step][0], o[step][1], o[step][2], o[step][3]);
+            *quad_of(warp, STEPS) = make_float4(best[0], best[1], total[0], total[1]);
+        }
+        __syncthreads();
+        if (warp > 0) return;
+#pragma unroll 1
+        for (int other = 1; other < WARPS; ++other) {
+            float4 quads[QUADS];
+#pragma unroll
+            for (int i = 0; i < QUADS; ++i) quads[i] = *quad_of(other, i);
+            merge(quads);
+        }
+    };
     const auto leave_turn = [&] {
         for (int h = 0; h < 2; ++h)
             total[h] = over_positions(total[h], [](float x, float y) { return x + y; });
-        if (from > 0) return leave_piece();
-        const int num_pieces
-            = at.tile + 1 < at.tiles ? shares.owner(turn_begin + LEAVING + at.tiles - 1) - run : 0;
+        const bool is_first = at.first == 0;
+        if (!SPLIT && !is_first) return leave_piece();
+        int num_pieces = 0;
+        if (is_first && at.stop < at.tiles)
+            num_pieces = SPLIT ? start.z : shares.owner(turn_begin + LEAVING + at.tiles - 1) - run;
         const int num_partials = SHARED ? args.starts[at.query].y : 0;
         if (num_pieces + num_partials > 0) take_pieces(num_pieces, num_partials);
-        u16* out = args.out + (u64)(at.query * KV_HEADS + at.turn * WARPS + warp) * GROUP * HEAD_DIM;
+        if (SPLIT) {
+            merge_warps();
+            if (warp > 0) return;
+            if (!is_first) return leave_piece();
+        }
+        u16* out = args.out + (u64)(at.query * KV_HEADS + kv_head_of(at)) * GROUP * HEAD_DIM;
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             const int head = 2 * j + h;
             if (head >= GROUP) continue;
             float sum = total[h];
             if (args.sinks) {
-                const u16 sink = args.sinks[(at.turn * WARPS + warp) * GROUP + head];
+                const u16 sink = args.sinks[kv_head_of(at) * GROUP + head];
                 sum += exp2_of(unpack(sink) * LOG2E - best[h]);
             }
             const float factor = v_scale / sum;
+            if (!counts) continue;
 #pragma unroll
             for (int step = 0; step < STEPS; ++step)
                 for (int half = 0; half < 2; ++half)
@@ -559,23 +618,27 @@ decode_attention(const Arguments args) {
         }
     };
 
-    wait_once();
-    enter_turn();
-    for (int n = 0; n < tiles_of_run; ++n) {
-        asm volatile("cp.async.wait_group %0;" :: "n"(STAGES - 1) : "memory");
-        __syncwarp();
-        attend();
-        __syncwarp();
-        load_next(stage);
-        stage = stage + 1 == STAGES ? 0 : stage + 1;
-        const bool ends_turn = at.tile + 1 == at.tiles, ends_run = n + 1 == tiles_of_run;
-        if (ends_turn || ends_run) leave_turn();
-        if (ends_run) break;
-        if (ends_turn) {
-            turn_begin += at.tiles + LEAVING;
-            from = 0;
+    if (counts) wait_once();
+    for (;;) {
+        enter_turn();
+        while (at.tile < at.end) {
+            if (counts) asm volatile("cp.async.wait_group %0;" :: "n"(STAGES - 1) : "memory");
+            __syncwarp();
+            attend();
+            if (!counts) break;
+            __syncwarp();
+            load_next(stage);
+            stage = stage + 1 == STAGES ? 0 : stage + 1;
+            ++at.tile;
         }
-        at.advance(args);
-        if (ends_turn) enter_turn();
+        leave_turn();
+        if (!counts) {   // the same turn in earnest
+            counts = true;
+            wait_once();
+            continue;
+        }
+        if (at.left == 0) break;
+        turn_begin += at.tiles + LEAVING;
+        at.enter_next(args, way);
     }
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Final
 
@@ -15,7 +16,12 @@ from minisgl_backend.kernels.dispatch import num_processors
 from minisgl_backend.kernels.shared_attention import MOST_SLOTS, SharedAttention
 
 _WARPS: Final = 4
-"""Most warps of a thread block; with fewer KV heads there are fewer, and more thread blocks."""
+"""Most warps of a thread block; with fewer KV heads there are fewer, and more thread blocks, unless
+these share positions."""
+
+_LEAST_SPLIT: Final = 320
+"""Positions that a thread block has at least whose warps share them: it takes no longer than two
+that must wait for each other."""
 
 _PART: Final = 16
 _HEADS: Final = 8
@@ -94,10 +100,13 @@ class _PlanArguments(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Kernels:
-    """Those of grouped steps, or those of all others."""
+    """Those of grouped steps, of few rows, or of all others: ``num_blocks`` thread blocks of
+    ``num_warps``, all of which run at once."""
 
     plan: CudaKernel
     attend: CudaKernel
+    num_blocks: int
+    num_warps: int
 
 
 def why_not(
@@ -127,9 +136,10 @@ class DecodeAttentionKernel:
     must not get shapes for which ``why_not`` has a reason, lengths below 1, or other lengths than
     those that were planned: thread blocks would deadlock.
 
-    A step may be *grouped*: then ``shared`` has attended the first positions of rows, as its table
-    says, and this kernel does the rest. For grouped steps the source is compiled once more, so that
-    the others do without what that takes.
+    In steps of few rows the warps of a thread block share the positions of one KV head. A step may
+    be *grouped*: then ``shared`` has attended the first positions of rows, as its table says, and
+    this kernel does the rest. For both the source is compiled once more, so that all other steps do
+    without what that takes.
     """
 
     def __init__(
@@ -148,46 +158,52 @@ class DecodeAttentionKernel:
     ) -> None:
         group = num_heads // num_kv_heads
         cut = cut or tuning(kv_dtype)
-        self._num_warps = math.gcd(num_kv_heads, _WARPS)
-        per_processor = cut.per_processor * _WARPS // self._num_warps
         columns = 1 if group <= 2 else 2 if group <= 4 else 4
-        constants = {
-            "HEAD_DIM": head_dim,
-            "GROUP": group,
-            "KV_HEADS": num_kv_heads,
-            "PAGE_SIZE": page_size,
-            "FP8": kv_dtype == torch.float8_e4m3fn,
-            "BFLOAT16": dtype == torch.bfloat16,
-            "WARPS": self._num_warps,
-            "STAGES": cut.stages,
-            "PER_PROCESSOR": per_processor,
-            "LEAVING": cut.leaving,
-            "LEAST": cut.least,
-            "PARTS": cut.parts,
-            "COLUMNS": columns,
-            "MOST_SLOTS": MOST_SLOTS,
-        }
-        ring_bytes = (
-            self._num_warps * cut.stages * 2 * cut.parts * _PART * head_dim * kv_dtype.itemsize
-        )
-        # leaves no room for one more block: early launches would crowd some multiprocessors
+        quads = head_dim // 16 + 1
+        stages_bytes = cut.stages * 2 * cut.parts * _PART * head_dim * kv_dtype.itemsize
         memory = torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor
-        shared_bytes = max(ring_bytes, memory // (per_processor + 1))
 
-        def kernels(*, grouped: bool) -> _Kernels:
-            module = CudaModule("decode_attention.cu", {**constants, "SHARED": grouped}, device)
+        def kernels(split: bool, grouped: bool) -> _Kernels:
+            num_warps = _WARPS if split else math.gcd(num_kv_heads, _WARPS)
+            per_processor = cut.per_processor * _WARPS // num_warps
+            constants = {
+                "HEAD_DIM": head_dim,
+                "GROUP": group,
+                "KV_HEADS": num_kv_heads,
+                "PAGE_SIZE": page_size,
+                "FP8": kv_dtype == torch.float8_e4m3fn,
+                "BFLOAT16": dtype == torch.bfloat16,
+                "WARPS": num_warps,
+                "STAGES": cut.stages,
+                "PER_PROCESSOR": per_processor,
+                "LEAVING": cut.leaving,
+                "LEAST": _LEAST_SPLIT // (cut.parts * _PART) if split else cut.least,
+                "PARTS": cut.parts,
+                "COLUMNS": columns,
+                "MOST_SLOTS": MOST_SLOTS,
+                "SHARED": grouped,
+                "SPLIT": split,
+            }
+            module = CudaModule("decode_attention.cu", constants, device)
+            shared_bytes = num_warps * stages_bytes
+            if split:
+                shared_bytes += (num_warps - 1) * quads * 32 * 16
+            # leaves no room for one more block: early launches would crowd some multiprocessors
+            shared_bytes = max(shared_bytes, memory // (per_processor + 1))
             return _Kernels(
-                module.kernel("plan_decode_attention", shared_bytes=4 * max_batch_size),
+                module.kernel("plan_decode_attention", shared_bytes=8 * max_batch_size),
                 module.kernel("decode_attention", shared_bytes=shared_bytes),
+                per_processor * num_processors(device),
+                num_warps,
             )
 
-        self._shared = shared
-        self._single = kernels(grouped=False)
-        self._grouped = None if shared is None else kernels(grouped=True)
-        self._grid = per_processor * num_processors(device)
-        quads = head_dim // 16 + 1
+        self._shared, self._num_kv_heads = shared, num_kv_heads
+        with ThreadPoolExecutor() as pool:
+            single, few = (pool.submit(kernels, split, grouped=False) for split in (False, True))
+            self._grouped = None if shared is None else kernels(split=False, grouped=True)
+        self._single, self._few = single.result(), few.result()
         self._pieces = torch.full(
-            (self._grid, self._num_warps, quads, columns, 8, 4),
+            (self._single.num_blocks * self._single.num_warps, quads, columns, 8, 4),
             _EMPTY,
             dtype=torch.int32,
             device=device,
@@ -205,8 +221,9 @@ class DecodeAttentionKernel:
     ) -> Tensor:
         """int32 [1 + 2 * num_blocks, 4]: the runs of the thread blocks, for all calls with these
         arguments."""
-        kernels, shared = self._of_step(grouped)
-        runs = torch.empty((1 + 2 * self._grid, 4), dtype=torch.int32, device=lengths.device)
+        kernels, shared = self._of_step(len(lengths), grouped)
+        shape = 1 + 2 * kernels.num_blocks, 4
+        runs = torch.empty(shape, dtype=torch.int32, device=lengths.device)
         arguments = _PlanArguments(
             runs=runs.data_ptr(),
             table=page_table.data_ptr(),
@@ -215,7 +232,7 @@ class DecodeAttentionKernel:
             starts=None if shared is None else shared.starts.data_ptr(),
             table_stride=page_table.stride(0),
             batch=len(lengths),
-            max_runs=self._grid,
+            max_runs=kernels.num_blocks,
             window=window or 0,
         )
         kernels.plan.launch((1, 1, 1), 1024, arguments, pdl=pdl)
@@ -250,7 +267,7 @@ class DecodeAttentionKernel:
         assert q.stride(1) == q.shape[2] and q.stride(2) == 1
         if out is None:
             out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        kernels, shared = self._of_step(grouped)
+        kernels, shared = self._of_step(len(q), grouped)
         if shared is not None:
             shared(
                 q,
@@ -290,11 +307,14 @@ class DecodeAttentionKernel:
             window=window or 0,
             scale_log2=scale * 1.4426950408889634,  # exp2 instead of exp
         )
-        kernels.attend.launch((self._grid, 1, 1), 32 * self._num_warps, arguments, pdl=pdl)
+        grid = kernels.num_blocks, 1, 1
+        kernels.attend.launch(grid, 32 * kernels.num_warps, arguments, pdl=pdl)
         return out
 
-    def _of_step(self, grouped: bool) -> tuple[_Kernels, SharedAttention | None]:
-        if not grouped:
-            return self._single, None
-        assert self._grouped is not None
-        return self._grouped, self._shared
+    def _of_step(self, num_rows: int, grouped: bool) -> tuple[_Kernels, SharedAttention | None]:
+        if grouped:
+            assert self._grouped is not None
+            return self._grouped, self._shared
+        # Then each KV head of each row may have a thread block.
+        are_few = num_rows * self._num_kv_heads <= self._few.num_blocks
+        return (self._few if are_few else self._single), None

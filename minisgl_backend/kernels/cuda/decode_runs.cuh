@@ -54,14 +54,57 @@ struct Shares {
     }
 };
 
+// A row of T tiles in runs of L takes the time of L tiles, then that of merging T / L pieces, of which SIDES take about
+// as long as a tile: it is done soonest with L = sqrt(T / SIDES).
+__device__ __forceinline__ int least_of_run(int longest) { return max(LEAST, (int)sqrtf((float)longest / SIDES)); }
+
+// Cuts few rows by turns: no run has tiles of two, and a short turn is one run. A warp seeks the least number of tiles
+// of a run, `most`, for which thread blocks suffice. Returns the number of runs and writes to `run_ends` [batch] those
+// up to each query's end; or 0, if equal runs across turns are shorter by a fifth.
+__device__ int cut_by_turns(int* run_ends, const int* ends, const PlanArguments& args, int longest) {
+    const int lane = threadIdx.x % 32;
+    const auto runs_of_turn = [&](int query, int most) {
+        const int tiles = ends[query] - (query ? ends[query - 1] : 0) - LEAVING;
+        return (tiles + most - 1) / most;
+    };
+    const auto num_runs = [&](int most) {
+        int sum = 0;
+        for (int query = lane; query < args.batch; query += 32) sum += runs_of_turn(query, most);
+        return __reduce_add_sync(ALL, sum) * TURNS;
+    };
+    const int least = least_of_run(longest), equal = ends[args.batch - 1] * TURNS / args.max_runs;
+    int most = least, high = max(longest, least);
+    while (most < high) {
+        const int middle = (most + high) / 2;
+        if (num_runs(middle) <= args.max_runs) high = middle;
+        else most = middle + 1;
+    }
+    if (num_runs(most) > args.max_runs || most > max(least, equal + equal / 4)) return 0;
+    int before = 0;
+    for (int first = 0; first < args.batch; first += 32) {
+        const int query = first + lane;
+        int end = query < args.batch ? runs_of_turn(query, most) * TURNS : 0;
+        for (int lanes = 1; lanes < 32; lanes *= 2) {
+            const int other = __shfl_up_sync(ALL, end, lanes);
+            if (lane >= lanes) end += other;
+        }
+        end += before;
+        if (query < args.batch) run_ends[query] = end;
+        before = __shfl_sync(ALL, end, 31);
+    }
+    return before;
+}
+
 // A query goes through TURNS turns, each of which costs its tiles and LEAVING before them. runs[0] =
 // {cost of all, number of runs, -, -}. Thread block i takes the i-th run from the end: runs[1 + 2i] =
 // {query, turn, offset, tiles}, where `offset` counts the cost from the turn's begin, and runs[2 + 2i] =
 // {the query's length, its row, the pages of the first tile's first and last part}, which spares the
-// run's first loads two others that it would wait for.
+// run's first loads two others that it would wait for; if SPLIT, whose warps begin with different tiles, {.., number of
+// later runs with tiles of the last turn, -}.
 extern "C" __global__ void __launch_bounds__(1024) plan_decode_attention(const PlanArguments args) {
-    extern __shared__ int ends[];   // [batch]: what a turn of the queries up to each costs
+    extern __shared__ int ends[];   // [batch]: what a turn of the queries up to each costs; if SPLIT, then `run_ends`
     __shared__ int scan[32], longest_of_warps[32];   // in tiles
+    __shared__ int runs_by_turns;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     allow_next();
     wait_previous();
@@ -90,16 +133,41 @@ extern "C" __global__ void __launch_bounds__(1024) plan_decode_attention(const P
     for (int w = 0; w < (int)blockDim.x / 32; ++w) longest = max(longest, longest_of_warps[w]);
     __syncthreads();
 
+    if (SPLIT) {
+        int* const run_ends = ends + args.batch;
+        if (warp == 0) {
+            const int sum = cut_by_turns(run_ends, ends, args, longest);
+            if (lane == 0) runs_by_turns = sum;
+        }
+        __syncthreads();
+        const int num_runs = runs_by_turns;
+        if (num_runs && threadIdx.x == 0) args.runs[0] = make_int4(0, num_runs, 0, 0);
+        for (int index = threadIdx.x; index < num_runs; index += blockDim.x) {
+            const int run = num_runs - 1 - index;
+            int query = 0, high = args.batch - 1;
+            while (query < high) {
+                const int middle = (query + high) / 2;
+                if (run_ends[middle] > run) high = middle;
+                else query = middle + 1;
+            }
+            const int start = query ? run_ends[query - 1] : 0, of_turn = (run_ends[query] - start) / TURNS;
+            const int tiles = ends[query] - (query ? ends[query - 1] : 0) - LEAVING;
+            const int turn = (run - start) / of_turn, part = (run - start) % of_turn;
+            const int first = tiles * part / of_turn, end = tiles * (part + 1) / of_turn;
+            int4* out = args.runs + 1 + 2 * index;
+            out[0] = make_int4(query, turn, part ? first + LEAVING : 0, end - first);
+            out[1] = make_int4(span_of(args.lengths, args.starts, query).length,
+                               args.rows ? args.rows[query] : query, of_turn - 1 - part, 0);
+        }
+        if (num_runs) return;
+    }
     const u32 cost = (u32)ends[args.batch - 1] * TURNS;
-    // A row of T tiles in runs of L takes the time of L tiles, then that of merging T / L pieces, of which
-    // SIDES take about as long as a tile: it is done soonest with L = sqrt(T / SIDES).
-    const u32 least = max((u32)LEAST, (u32)sqrtf((float)longest / SIDES));
-    const u32 num_runs = min((u32)args.max_runs, max(cost / least, 1u));
+    const u32 num_runs = min((u32)args.max_runs, max(cost / least_of_run(longest), 1u));
     const Shares shares(cost, num_runs);
     if (threadIdx.x == 0) args.runs[0] = make_int4(cost, num_runs, 0, 0);
-    struct Place { int query, turn, offset; u32 index; };   // index: the tiles before it
+    struct Place { int query, turn, offset; u32 index, end; };   // the tiles before it; where the turn ends
     const auto seek = [&](u32 unit) {
-        if (unit == cost) return Place{0, 0, 0, cost - (u32)LEAVING * args.batch * TURNS};
+        if (unit == cost) return Place{0, 0, 0, cost - (u32)LEAVING * args.batch * TURNS, cost};
         int low = 0, high = args.batch - 1;
         while (low < high) {
             const int middle = (low + high) / 2;
@@ -111,7 +179,7 @@ extern "C" __global__ void __launch_bounds__(1024) plan_decode_attention(const P
         const u32 turn = inside / of_turn, offset = inside % of_turn;
         const u32 index = start * TURNS + turn * of_turn - LEAVING * (low * TURNS + turn)
             + max((int)offset - LEAVING, 0);
-        return Place{low, (int)turn, (int)offset, index};
+        return Place{low, (int)turn, (int)offset, index, unit - offset + of_turn};
     };
     for (u32 run = threadIdx.x; run < num_runs; run += blockDim.x) {
         const Place at = seek(shares.begin(run));
@@ -123,7 +191,10 @@ extern "C" __global__ void __launch_bounds__(1024) plan_decode_attention(const P
         const int* pages = args.table + (u64)row * args.table_stride;
         int4* out = args.runs + 1 + 2 * (num_runs - 1 - run);
         out[0] = make_int4(at.query, at.turn, at.offset, end - at.index);
-        out[1] = make_int4(length, row, pages[position / PAGE_SIZE],
-                           pages[last_part(position, length) / PAGE_SIZE]);
+        if (SPLIT)
+            out[1] = make_int4(length, row, shares.owner(seek(shares.begin(run + 1) - 1).end - 1) - run, 0);
+        else
+            out[1] = make_int4(length, row, pages[position / PAGE_SIZE],
+                               pages[last_part(position, length) / PAGE_SIZE]);
     }
 }

@@ -1,7 +1,9 @@
-"""How the GEMVs of ``cuda/gemv.cu`` are cut, and which weights they are for.
+"""How the GEMVs of ``cuda/gemv.cu`` and ``cuda/expert_gemv.cu`` are cut, and which weights they are
+for.
 
 Pure arithmetic, without a GPU. The constants were tuned on an H200, with the weights of Qwen3-14B
-in INT4; those of plain weights with the outputs of attention of Qwen3-30B-A3B.
+in INT4; those of plain weights with the outputs of attention of Qwen3-30B-A3B, and those of experts
+with gpt-oss-20b.
 """
 
 from __future__ import annotations
@@ -36,6 +38,17 @@ _WARPS_OF_PROCESSOR: Final = 16
 _MANY_WARPS: Final = 20
 """Warps of a multiprocessor, with up to 128 and with 96 registers a thread. Each warp has 8 KiB of
 the weight on its way."""
+
+MOST_CHOICES: Final = 16
+"""Of all tokens: for each the weight of an expert is read anew. Measured with the 32 experts of
+gpt-oss-20b."""
+
+_COLUMNS_OF_EXPERTS: Final = 4
+_MOST_WARPS_OF_EXPERTS: Final = 11
+"""Of a thread block, whose codes and scales are in 48 KiB of shared memory."""
+_EXPERT_WARPS_OF_PROCESSOR: Final = 36
+"""With 56 registers a thread. For 48 warps, with 40, some are spilled, which is slower."""
+_MOST_BLOCKS_OF_PROCESSOR: Final = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,3 +103,18 @@ def usual_cut(height: int, in_features: int, codes: CodesKind) -> GemvCut:
     if rounds == 1 and height // ROWS > at_once * _PROCESSORS:
         at_once = _MANY_WARPS // warps
     return GemvCut(columns, warps, at_once)
+
+
+def expert_gemv_cut(in_features: int, codes: CodesKind) -> GemvCut | None:
+    """How to multiply a few tokens by the weights of the experts that they have chosen; None if
+    ``cuda/experts.cu`` has to.
+
+    Each warp has one batch, all of which is on its way at once. Few columns make many warps, so
+    that some multiply while others wait, and little is left to do when the last codes are there.
+    """
+    groups = -(-in_features // _GROUP)
+    warps = -(-groups // _COLUMNS_OF_EXPERTS)
+    if codes.encoding is not Encoding.E2M1 or warps > _MOST_WARPS_OF_EXPERTS:
+        return None
+    at_once = min(_EXPERT_WARPS_OF_PROCESSOR // warps, _MOST_BLOCKS_OF_PROCESSOR)
+    return GemvCut(-(-groups // warps), warps, at_once)

@@ -98,8 +98,8 @@ class CodesKind:
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedWeight:
     """A weight [out_features, in_features] for the GEMMs of ``cuda/linear.cu``; or, with a leading
-    dimension everywhere, such weights of all experts for those of ``cuda/experts.cu`` and, in
-    float8, ``cuda/experts_many.cu``.
+    dimension everywhere, such weights of all experts for those of ``cuda/experts.cu``, in e2m1
+    ``cuda/expert_gemv.cu`` and, in float8, ``cuda/experts_many.cu``.
 
     weight   its codes are permuted; it has no groups
     scales   kind.group > 0: 4 bytes each, [out_features / 64, in_features / 128, 128 / group,

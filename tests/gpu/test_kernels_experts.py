@@ -14,6 +14,7 @@ from minisgl_backend.experts_spec import ClampedGate, RoutingRule
 from minisgl_backend.kernels import expert_cut, moe
 from minisgl_backend.kernels.dispatch import is_interpreted
 from minisgl_backend.kernels.expert_cut import MANY, ExpertCut
+from minisgl_backend.kernels.gemv_cut import expert_gemv_cut
 from minisgl_backend.kernels.packed_weight import CodesKind, PackedWeight, pack_experts
 from minisgl_backend.kernels.quantized import FP8_MAX, QuantizedWeight, dequantized, quantize
 from minisgl_backend.weight_format import Encoding
@@ -240,6 +241,54 @@ def test_grouped_gemms_of_rows_whose_norm_is_half_done(device: torch.device) -> 
     )
     expected = expected_rows(x.float() * factors[:, None], plain, ids, TOP_K, gated=True)
     assert_close(actual, expected.bfloat16())
+
+
+@needs_hopper
+@pytest.mark.parametrize("sizes", [(512, 384), (288, 288), (64, 32), (2880, 1440)])
+@pytest.mark.parametrize("num_tokens", [1, 3])
+@pytest.mark.parametrize("has_rest", [False, True])
+def test_few_tokens(
+    device: torch.device, sizes: tuple[int, int], num_tokens: int, has_rest: bool
+) -> None:
+    """Without and with a factor, biases, gpt-oss's gate and an expert that is not here; what is
+    beside the rows of x is no number."""
+    from minisgl_backend.kernels.cuda.expert_gemv import ExpertGemv
+
+    both = weights("mxfp4", device, sizes)
+    gate = ClampedGate(alpha=1.702, limit=1.5) if has_rest else None
+    kernels = []
+    for (packed, plain), gated in zip(both, (True, False), strict=True):
+        assert isinstance(packed, PackedWeight)
+        cut = expert_gemv_cut(plain.shape[2], packed.kind)
+        assert cut is not None
+        kernels.append(
+            ExpertGemv(plain.shape, device, codes=packed.kind, gated=gated, cut=cut, gate=gate)
+        )
+    (gate_up, plain_up), (down, plain_down) = both
+    assert isinstance(gate_up, PackedWeight) and isinstance(down, PackedWeight)
+    ids = chosen(num_tokens, device)
+    biases: list[Tensor | None] = [None, None]
+    factors = None
+    if has_rest:
+        biases = [
+            torch.randn(NUM_EXPERTS, plain.shape[1], device=device).bfloat16()
+            for plain in (plain_up, plain_down)
+        ]
+        factors, ids[-1, 1] = torch.rand(num_tokens, device=device), -1
+    here = ids.flatten() >= 0
+    around = torch.full((num_tokens + 2, sizes[0]), torch.nan, device=device).bfloat16()
+    x = around[1:-1].normal_()
+    up, of_inner = kernels
+    scaled = x.float() if factors is None else x.float() * factors[:, None]
+    for pdl in (False, True):
+        inner = up(x, gate_up, ids, factors=factors, bias=biases[0], pdl=pdl)
+        outer = of_inner(inner, down, ids, bias=biases[1], early=pdl, pdl=pdl)
+        expected = expected_rows(
+            scaled, plain_up, ids, TOP_K, gated=True, bias=biases[0], gate=gate
+        )
+        assert_close(inner[here], expected[here].bfloat16())
+        expected = expected_rows(inner, plain_down, ids, 1, gated=False, bias=biases[1])
+        assert_close(outer[here], expected[here])
 
 
 @needs_hopper

@@ -5,8 +5,9 @@ fp8 (blocks of 128 x 128) or int4 (groups of 128, zero points), with the shape o
 mxfp4, with that of gpt-oss-20b; SIZES such as 1,16,64. Each cut of the grouped GEMMs is timed
 within whole layers, from the router's logits to the norm of the sum, in a captured graph over the
 weights of several layers, so that none is in the L2 cache; beside them the kernel for many rows,
-and for bf16 the kernels for single rows and those in Triton. The table has microseconds a layer,
-terabytes of weights a second and TFLOP/s. ``kernels.expert_cut`` has the fastest ones.
+that for a few rows in MXFP4, and for bf16 the kernels for single rows and those in Triton. The
+table has microseconds a layer, terabytes of weights a second and TFLOP/s. ``kernels.expert_cut``
+has the fastest ones.
 """
 
 from __future__ import annotations
@@ -23,13 +24,17 @@ import torch
 from torch import Tensor
 
 from minisgl_backend.kernels import moe
+from minisgl_backend.kernels.cuda.expert_gemv import ExpertGemv
 from minisgl_backend.kernels.cuda.experts import GroupedKernel
 from minisgl_backend.kernels.cuda.experts_many import ManyRowsKernel
 from minisgl_backend.kernels.cuda.routing import RoutingKernel
 from minisgl_backend.kernels.expert_cut import MANY, ExpertCut, fits_many
+from minisgl_backend.kernels.gemv_cut import MOST_CHOICES, GemvCut
 from minisgl_backend.kernels.linear_cut import PLAIN, Numbers
+from minisgl_backend.kernels.packed_weight import PackedWeight
 from minisgl_backend.kernels.quantized import QuantizedWeight
 from minisgl_backend.kernels.triton_kernels.expert_rows import launch_expert_rows
+from minisgl_backend.weight_format import Encoding
 from minisgl_bench.kernel_experts import FORMS, Form
 
 NUM_LAYERS: Final = 6
@@ -40,6 +45,9 @@ KINDS: Final = (
 )
 WIDTHS: Final = {1: (8,), 64: (8, 16), 128: (8, 16, 32), 256: (16, 32, 64), 8192: (64, 128)}
 """Rows of a tile that are tried, by the largest number of tokens."""
+
+FEW_CUTS: Final = (GemvCut(4, 6, 6), GemvCut(4, 6, 8), GemvCut(3, 8, 4), GemvCut(8, 3, 8))
+"""Of both products."""
 
 Rows = tuple[int, int, int]
 """Of the kernel for single rows: output features, in_features of an iteration, warps."""
@@ -128,6 +136,14 @@ def row_by_row(layer: Layer, route: RoutingKernel, up: Rows, down: Rows) -> None
     finish(layer, outer, choices)
 
 
+def of_few(layer: Layer, route: RoutingKernel, kernels: Sequence[ExpertGemv]) -> None:
+    choices = route(layer.logits, block=0, pdl=True).choices
+    of, ids, (up, down) = layer.weights, choices.ids, kernels
+    assert isinstance(of.gate_up, PackedWeight) and isinstance(of.down, PackedWeight)
+    inner = up(layer.x, of.gate_up, ids, bias=of.gate_up_bias, pdl=True)
+    finish(layer, down(inner, of.down, ids, bias=of.down_bias, early=True, pdl=True), choices)
+
+
 def in_groups(
     layer: Layer,
     route: RoutingKernel,
@@ -177,11 +193,28 @@ def sweep(form: Form, sizes: Sequence[int], device: torch.device) -> None:
     if can_multiply and form.gate is None and fits_many(form.hidden, form.inner):
         for_many = [ManyRowsKernel(of, device, codes=kind, gated=gated) for of, kind, gated in both]
 
+    for_few: dict[GemvCut, list[ExpertGemv]] = {}
+    if form.encoding is Encoding.E2M1:
+        for few_cut in FEW_CUTS:
+            for_few[few_cut] = [
+                ExpertGemv(shape, device, codes=kind, gated=gated, cut=few_cut, gate=form.gate)
+                for shape, kind, gated in both
+                if kind is not None
+            ]
+
     all_cuts = {cut for size in sizes for cut in cuts_for(size, form)}
     with ThreadPoolExecutor(12) as pool:
         kernels = dict(zip(all_cuts, pool.map(made, all_cuts), strict=True))
     for size in sizes:
-        sweep_size(size, form, experts, route, kernels, for_many)
+        sweep_size(
+            size,
+            form,
+            experts,
+            route,
+            kernels,
+            for_many,
+            for_few if size * form.top_k <= MOST_CHOICES else {},
+        )
 
 
 def sweep_size(
@@ -191,6 +224,7 @@ def sweep_size(
     route: RoutingKernel,
     kernels: dict[ExpertCut, list[GroupedKernel]],
     for_many: Sequence[ManyRowsKernel],
+    for_few: dict[GemvCut, list[ExpertGemv]],
 ) -> None:
     layers = [
         Layer(
@@ -222,6 +256,9 @@ def sweep_size(
                 show(f"rows {up} {down}", partial(row_by_row, route=route, up=up, down=down))
     if for_many:
         show("many rows", partial(with_many_rows, route=route, kernels=for_many))
+    for few_cut, of_cut in for_few.items():
+        name = f"few rows, {few_cut.columns} x {few_cut.warps}, {few_cut.per_processor}"
+        show(name, partial(of_few, route=route, kernels=of_cut))
     for cut in cuts_for(size, form):
         for early in (True, False) if cut.resident < cut.per_processor else (True,):
             name = f"{cut.features} x {cut.tokens}, {cut.stages} stages, "

@@ -12,6 +12,7 @@
 // holds the gate's rows and then as many of the values), CLAMPED (gpt-oss's gate, else SiLU), SHARED_BYTES, and
 // PER_PROCESSOR (thread blocks that a multiprocessor has registers for). All other values are bfloat16.
 
+#include "gates.cuh"
 #include "tile_gemm.cuh"
 
 constexpr int PARTS = BLOCK / 64;                   // of x in a stage, with rows of 128 bytes
@@ -212,11 +213,7 @@ __device__ __forceinline__ void finish_tile(
     const u32 to = shared_address(finished) + lane % 8 * PITCH + lane / 8 % CHUNKS * 16;
     const int feature = tile.of_expert() * OUT + 8 * CHUNKS * warp + lane % CHUNKS * 8;
     const bool is_inside = HEIGHT % FEATURES == 0 || feature < OUT_FEATURES;
-    const auto open = [&](float gate, float value) {
-        if (!CLAMPED) return __fdividef(gate, 1 + __expf(-gate)) * value;
-        gate = fminf(gate, args.limit), value = fminf(fmaxf(value, -args.limit), args.limit);
-        return __fdividef(gate, 1 + __expf(-args.alpha * gate)) * (value + 1);
-    };
+    const auto open = [&](float gate, float value) { return opened(gate, value, args.alpha, args.limit); };
 #pragma unroll
     for (int i = 0; i < TOKENS / 8; ++i) {
         const float2 by = of.factors[i];

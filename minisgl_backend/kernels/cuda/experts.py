@@ -1,7 +1,7 @@
 """Launches ``experts.cu``: a mixture of experts on the tensor cores of Hopper.
 
 ``routing`` chooses the experts. If these have many rows each, ``experts_many`` launches the grouped
-GEMMs in place of ``GroupedKernel``.
+GEMMs in place of ``GroupedKernel``, and ``expert_gemv`` for a few tokens by some weights.
 
 Kernels are for one shape of weights. Launches share memory, so they must be in the order of one
 stream.
@@ -20,11 +20,13 @@ from torch import Tensor
 
 from minisgl_backend.experts_spec import ClampedGate, RoutingRule
 from minisgl_backend.kernels import expert_cut
+from minisgl_backend.kernels.cuda.expert_gemv import ExpertGemv
 from minisgl_backend.kernels.cuda.experts_many import ManyRowsKernel, experts_map
 from minisgl_backend.kernels.cuda.module import CudaKernel, CudaModule, TensorMap, address
 from minisgl_backend.kernels.cuda.routing import MOST_TOKENS, RoutingKernel
 from minisgl_backend.kernels.dispatch import num_processors
 from minisgl_backend.kernels.expert_cut import ExpertCut
+from minisgl_backend.kernels.gemv_cut import MOST_CHOICES, expert_gemv_cut
 from minisgl_backend.kernels.linear_cut import CODES_BLOCK, PLAIN
 from minisgl_backend.kernels.moe import Choices, ExpertWeights
 from minisgl_backend.kernels.packed_weight import PLAIN_MACROS, CodesKind, PackedWeight
@@ -201,6 +203,17 @@ class ExpertsKernels:
             gate_up, device, codes=of_gate_up, gated=True, cuts=all_cuts, gate=gate
         )
         self._down = GroupedKernel(down, device, codes=of_down, gated=False, cuts=all_cuts)
+        self._for_few: tuple[ExpertGemv, ExpertGemv] | None = None
+        if kinds is not None:
+            first, second = (
+                expert_gemv_cut(of[2], kind)
+                for of, kind in zip((gate_up, down), kinds, strict=True)
+            )
+            if first and second:
+                self._for_few = (
+                    ExpertGemv(gate_up, device, codes=kinds[0], gated=True, cut=first, gate=gate),
+                    ExpertGemv(down, device, codes=kinds[1], gated=False, cut=second),
+                )
         self._for_many: tuple[ManyRowsKernel, ManyRowsKernel] | None = None
         if has_many:
             self._for_many = (
@@ -252,7 +265,8 @@ class ExpertsKernels:
             "eps": eps,
             "pdl": pdl,
         }
-        block = 0 if one_by_one else expert_cut.MANY.block if for_many else cut.tokens
+        for_few = self._for_few if num_pairs <= MOST_CHOICES else None
+        block = 0 if one_by_one or for_few else expert_cut.MANY.block if for_many else cut.tokens
         if self._route.takes_rows(num_tokens, router, block=block):
             rest["bias"] = bias
             routed = self._route.of_rows(x, router, block=block, gate=shared_gate, **rest)
@@ -269,6 +283,12 @@ class ExpertsKernels:
                 inner, x, gate_up, ids, top_k=top_k, gated=True, factors=routed.factors, pdl=pdl
             )
             launch_expert_rows(outer, inner, down, ids, top_k=1, gated=False, early=pdl, pdl=pdl)
+        elif for_few:
+            assert isinstance(gate_up, PackedWeight) and isinstance(down, PackedWeight)
+            ids, (few_up, few_down) = routed.choices.ids, for_few
+            of_up, of_down = experts.gate_up_bias, experts.down_bias
+            inner = few_up(x, gate_up, ids, factors=routed.factors, bias=of_up, pdl=pdl)
+            outer = few_down(inner, down, ids, bias=of_down, early=pdl, pdl=pdl)
         elif for_many:
             aligned = routed.alignment
             assert aligned is not None

@@ -1,15 +1,10 @@
 // One token by a weight, fused with the operations around it as in `linear.cu`, for Hopper (sm_90a).
 //
-// A GEMV is bound by reading the weight, if its codes become numbers fast enough. No shared memory, barrier or copy
-// engine stands between memory and the MMAs here: a warp loads a batch of 16 rows of the weight, 64 bytes of a row
-// after the other, straight to registers, its first one before the kernels before this one have ended. WARPS of a
-// thread block share out the in_features of the same 16 rows. Thread blocks are small and many, so that others load
-// while one multiplies, and those of the next kernel wherever one has ended.
-//
-// An MMA multiplies 16 rows by 8 columns, but there is one token. So columns are neighbouring groups of SUM
-// in_features: each lane's operand is what it has of its own column of x, and of what a unit yields just the columns
-// of its groups are kept. A lane reads its numbers of x once a batch, the scales of a group are applied where its sums
-// are, and MMAs by ones yield the sums of x of all groups, by which zero points are multiplied.
+// A GEMV is bound by reading the weight, if its codes become numbers fast enough (`gemv.cuh`). No shared memory,
+// barrier or copy engine stands between memory and the MMAs here: a warp loads a batch of 16 rows of the weight, 64
+// bytes of a row after the other, straight to registers, its first one before the kernels before this one have ended.
+// WARPS of a thread block share out the in_features of the same 16 rows. Thread blocks are small and many, so that
+// others load while one multiplies, and those of the next kernel wherever one has ended.
 //
 // ADAPTED: the token may have a LoRA adapter, (x A^T) B^T. The first thread blocks each have 16 rows of A and a part of
 // the in_features, and leave sums along with a number of the launch, written at once, as in `linear.cu`; the first warp
@@ -21,35 +16,22 @@
 //
 // `gemv_ends.cuh` has what becomes of the sums, `gemv_adapters.cuh` what an adapter adds to them.
 
-#include "codes.cuh"
+#include "gemv.cuh"
 #include "heads.cuh"
 
-constexpr int ROWS = 16;
 constexpr int THREADS = 32 * WARPS;
-constexpr int UNIT = 512 / BITS;                    // in_features of a unit: 64 bytes of a row
-constexpr int SUM = GROUP ? GROUP : 128;            // in_features of a column
-constexpr int BATCH = COLUMNS * SUM;
-constexpr int BATCHES = (SIZE + BATCH - 1) / BATCH;
-constexpr int UNITS = BATCH / UNIT;                 // of a batch
-constexpr bool WHOLE = SIZE % BATCH == 0;           // so are all batches
-constexpr int OF_COLUMN = SUM < UNIT ? 1 : SUM / UNIT;      // units that have a column's in_features
-constexpr int OF_UNIT = SUM < UNIT ? UNIT / SUM : 1;        // columns that have a unit's
-constexpr int PAIRS = 16 / BITS;                    // of numbers, in a word of codes
-constexpr u64 ROW_BYTES = (u64)SIZE * BITS / 8;
 constexpr int CLUSTER = HEADS ? HEADS / ROWS : 1;   // thread blocks
 constexpr bool SCALED = GROUP && CODE != 4;         // sums of columns are
 constexpr bool OF_ROWS = CODE && GROUP == 0;                // those of rows are
 constexpr bool SUBTRACTS = CODE == 3 || (CODE == 2 && ZEROS);   // zero points, times sums of x
-constexpr float OF_SUMS = CODE == 4 ? 0x1p64f : 1;  // by which sums are too small, as in `tile_gemm.cuh`
 constexpr bool AT_ONCE = GATED || RESIDUAL;         // the next kernel may start: as in `linear.cu`
 constexpr int MOST_SQUARES = 1024;
 constexpr int RANK_STEP = 16;
 constexpr int PIECE = 128, PIECES = 2;              // in_features of A that a warp has, so many times
 constexpr int PARTS_OF_A = (SIZE + WARPS * PIECES * PIECE - 1) / (WARPS * PIECES * PIECE);
 
-static_assert(SIZE % 128 == 0 && COLUMNS <= 8 && UNITS % OF_COLUMN == 0, "");
-static_assert(WARPS <= BATCHES && GATED + RESIDUAL + (HEADS > 0) <= 1, "");
-static_assert((CODE || !ADAPTED) && (CODE != 4 || GROUP == 128), "");
+static_assert(SIZE % 128 == 0 && WARPS <= BATCHES && GATED + RESIDUAL + (HEADS > 0) <= 1, "");
+static_assert(CODE || !ADAPTED, "");
 
 // ADAPTED: see `kernels.adapters`; of the only token
 struct Adapters {
@@ -91,7 +73,13 @@ __device__ __forceinline__ int own_strip(const Arguments& args) {
     return blockIdx.x - (ADAPTED ? args.adapters.blocks : 0);
 }
 
-// ---- loads
+// ---- codes and scales
+
+__device__ __forceinline__ u64 evict_first() {
+    u64 policy;
+    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0;" : "=l"(policy));
+    return policy;
+}
 
 // Of what no other thread block reads, from memory, whose other half of 128 bytes is read next. Volatile, so that it
 // stays where it is.
@@ -100,47 +88,6 @@ __device__ __forceinline__ uint4 load_codes(const u8* from, u64 policy) {
     asm volatile("ld.global.L1::no_allocate.L2::cache_hint.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4], %5;"
                  : "=r"(out.x), "=r"(out.y), "=r"(out.z), "=r"(out.w) : "l"(from), "l"(policy));
     return out;
-}
-
-__device__ __forceinline__ u64 evict_first() {
-    u64 policy;
-    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0;" : "=l"(policy));
-    return policy;
-}
-
-__device__ __forceinline__ uint4 load_8(const u16* from) {
-    uint4 out;
-    asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(out.x), "=r"(out.y), "=r"(out.z), "=r"(out.w) : "l"(from));
-    return out;
-}
-
-__device__ __forceinline__ u32 word(const uint4& from, int i) {
-    return i == 0 ? from.x : i == 1 ? from.y : i == 2 ? from.z : from.w;
-}
-
-// ---- copies to shared memory, which take no registers meanwhile
-
-template <int BYTES, typename T>
-__device__ __forceinline__ void copy(T* to, const T* from) {
-    if (BYTES == 16)
-        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" :: "r"(shared_address(to)), "l"(from) : "memory");
-    else
-        asm volatile("cp.async.ca.shared.global [%0], [%1], %2;"
-                     :: "r"(shared_address(to)), "l"(from), "n"(BYTES) : "memory");
-}
-
-// by the warp that asked for them
-__device__ __forceinline__ void wait_for_copies() {
-    asm volatile("cp.async.wait_all;" ::: "memory");
-    __syncwarp();
-}
-
-// ---- MMAs
-
-__device__ __forceinline__ void multiply(float (&c)[4], u32 a, u32 a_8, u32 a_next, u32 a_8_next, u32 b, u32 b_next) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-        : C4(0) : "r"(a), "r"(a_8), "r"(a_next), "r"(a_8_next), "r"(b), "r"(b_next));
 }
 
 // what is subtracted for each number of x, from the word of a scale
@@ -198,54 +145,6 @@ struct Rows {
         return __float_as_uint(copied[group * LINES + row / SHARED_BY]);
     }
 };
-
-// What a lane has of x in a batch: of its column the in_features that its codes of each unit are for.
-struct Column {
-    u32 words[OF_COLUMN][4 * PAIRS];
-
-    __device__ __forceinline__ void read(const u16* x, int batch) {
-        const int column = threadIdx.x % 32 / 4, quarter = threadIdx.x % 4;
-        const bool is_mine = column < COLUMNS && (OF_UNIT == 1 || quarter / (4 / OF_UNIT) == column % OF_UNIT);
-#pragma unroll
-        for (int unit = 0; unit < OF_COLUMN; ++unit) {
-            const int at = (batch * UNITS + column / OF_UNIT * OF_COLUMN + unit) * UNIT + quarter * (UNIT / 4);
-            const bool there = is_mine && (WHOLE || at < SIZE);
-#pragma unroll
-            for (int i = 0; i < PAIRS; ++i) {
-                const uint4 part = there ? load_8(x + at + 8 * i) : make_uint4(0, 0, 0, 0);
-#pragma unroll
-                for (int j = 0; j < 4; ++j) words[unit][4 * i + j] = word(part, j);
-            }
-        }
-    }
-
-    // the sums of x of the columns 2 * quarter and 2 * quarter + 1
-    __device__ __forceinline__ void add_up(float (&sums)[2]) const {
-        constexpr u32 ONES = 0x3f803f80;
-        float c[4] = {};
-#pragma unroll
-        for (int unit = 0; unit < OF_COLUMN; ++unit)
-#pragma unroll
-            for (int i = 0; i < 4 * PAIRS; i += 2)
-                multiply(c, ONES, ONES, ONES, ONES, words[unit][i], words[unit][i + 1]);
-        sums[0] = c[0], sums[1] = c[1];
-    }
-};
-
-// c += a unit of codes times all columns. Word w of a lane's codes has pairs of numbers for words w, 4 + w, ... of x.
-__device__ __forceinline__ void multiply_unit(
-    float (&c)[4], const uint4 (&codes)[2], const u32 (&x)[4 * PAIRS], const u32 (&by)[2]) {
-    const auto number = [&](int row, int i, int pair) {
-        const u32 from = word(codes[row], i);
-        return CODE == 0 ? from : CODE == 4 ? numbers(from, pair, by[row]) : raw_numbers(from, pair);
-    };
-#pragma unroll
-    for (int pair = 0; pair < PAIRS; ++pair)
-#pragma unroll
-        for (int i = 0; i < 4; i += 2)   // x of neighbouring words is in neighbouring registers
-            multiply(c, number(0, i, pair), number(1, i, pair), number(0, i + 1, pair), number(1, i + 1, pair),
-                     x[4 * pair + i], x[4 * pair + i + 1]);
-}
 
 // Multiply the batches of a `warp`, of which the first one is on its way. Sums of both rows.
 __device__ __forceinline__ void multiply_batches(
@@ -305,12 +204,7 @@ __device__ __forceinline__ void multiply_batches(
             column.read(x, batch);
         }
     } while (more);
-    // over the lanes of the same rows
-#pragma unroll
-    for (int row = 0; row < 2; ++row) {
-        sums[row] += __shfl_xor_sync(ALL, sums[row], 1);
-        sums[row] += __shfl_xor_sync(ALL, sums[row], 2);
-    }
+    add_lanes(sums);
 }
 
 __device__ __forceinline__ float over_warp(float x) {

@@ -36,12 +36,17 @@ class CudaModule:
             binary = _machine_code(Path(__file__).with_name(source), constants, device)
             self._module = checked(driver.cuModuleLoadData(binary))
 
-    def kernel(self, name: str, *, shared_bytes: int) -> CudaKernel:
-        """One of its kernels, with ``shared_bytes`` of dynamic shared memory."""
+    def kernel(self, name: str, *, shared_bytes: int, most_shared: bool = False) -> CudaKernel:
+        """One of its kernels, with ``shared_bytes`` of dynamic shared memory. ``most_shared``: a
+        multiprocessor that runs it has as much shared memory as it can, and less L1 cache."""
         with torch.cuda.device(self._device):
             function = checked(driver.cuModuleGetFunction(self._module, name.encode()))
             attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             checked(driver.cuFuncSetAttribute(function, attribute, shared_bytes))
+            if most_shared:
+                kinds = driver.CUfunction_attribute
+                carveout = kinds.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
+                checked(driver.cuFuncSetAttribute(function, carveout, 100))
         return CudaKernel(function, self._device, shared_bytes)
 
 

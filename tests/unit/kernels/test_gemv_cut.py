@@ -1,12 +1,14 @@
-"""Every cut is one that ``cuda/gemv.cu`` compiles for."""
+"""Every cut is one that ``cuda/gemv.cu`` or ``cuda/expert_gemv.cu`` compiles for."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minisgl_backend.kernels.gemv_cut import GemvCut, gemv_cut, usual_cut
+from minisgl_backend.kernels.gemv_cut import GemvCut, expert_gemv_cut, gemv_cut, usual_cut
 from minisgl_backend.kernels.packed_weight import CodesKind
 from minisgl_backend.weight_format import Encoding
 
@@ -62,3 +64,38 @@ def test_plain_weights(height: int, in_features: int) -> None:
     assert gemv_cut(height, in_features, None, is_added=True) == GemvCut(2, 8, 2)
     assert gemv_cut(height, in_features, None, is_added=False) is None
     assert gemv_cut(height, in_features - 64, None, is_added=True) is None
+
+
+MXFP4 = CodesKind(Encoding.E2M1, group=128, shared_by=1, zeros=False)
+
+
+def shared_bytes(cut: GemvCut) -> int:
+    """Codes, scales and sums of a thread block of ``cuda/expert_gemv.cu``."""
+    return cut.warps * (cut.columns * (1024 + 64) + 64)
+
+
+@given(in_features=st.integers(1, 176).map(lambda chunks: 32 * chunks))
+def test_experts(in_features: int) -> None:
+    """Each warp has one batch, in the shared memory that needs no asking for."""
+    cut = expert_gemv_cut(in_features, MXFP4)
+    assert cut is not None
+    assert 1 <= cut.columns <= 4
+    assert cut.warps == -(-in_features // (128 * cut.columns))
+    assert shared_bytes(cut) <= 48 * 1024
+    assert 1 <= cut.per_processor <= 32 and cut.warps * cut.per_processor <= 36
+
+
+def test_experts_of_gpt_oss() -> None:
+    """As many thread blocks as registers suffice for fit into shared memory, each with 1 KiB that
+    CUDA takes."""
+    cut = expert_gemv_cut(2880, MXFP4)
+    assert cut == GemvCut(4, 6, 6)
+    assert cut.per_processor * (shared_bytes(cut) + 1024) <= 228 * 1024
+
+
+def test_which_experts() -> None:
+    assert expert_gemv_cut(5632, MXFP4) is not None
+    assert expert_gemv_cut(5664, MXFP4) is None
+    assert expert_gemv_cut(2880, replace(MXFP4, encoding=Encoding.INT4)) is None
+    in_blocks = CodesKind(Encoding.E4M3, group=128, shared_by=8, zeros=False)
+    assert expert_gemv_cut(2880, in_blocks) is None

@@ -1,0 +1,105 @@
+"""Launches ``expert_gemv.cu``: a few tokens by weights of their experts, for ``experts``."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from minisgl_backend.experts_spec import ClampedGate
+from minisgl_backend.kernels.cuda.module import CudaModule, address
+from minisgl_backend.kernels.gemv_cut import ROWS, GemvCut
+from minisgl_backend.kernels.packed_weight import CodesKind, PackedWeight
+
+
+class _Arguments(ctypes.Structure):
+    """``Arguments`` of the source."""
+
+    _fields_ = (
+        ("weight", ctypes.c_void_p),
+        ("scales", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("x", ctypes.c_void_p),
+        ("ids", ctypes.c_void_p),
+        ("factors", ctypes.c_void_p),
+        ("out", ctypes.c_void_p),
+        ("early", ctypes.c_int),
+        ("alpha", ctypes.c_float),
+        ("limit", ctypes.c_float),
+    )
+
+
+class ExpertGemv:
+    """One of the two products of layers whose experts have weights of a ``shape``, [num_experts,
+    height, in_features]; with a ``gated`` one, which holds G and then U, silu(x G^T) * (x U^T) or
+    another ``gate``."""
+
+    def __init__(
+        self,
+        shape: Sequence[int],
+        device: torch.device,
+        *,
+        codes: CodesKind,
+        gated: bool,
+        cut: GemvCut,
+        gate: ClampedGate | None = None,
+    ) -> None:
+        """``gate``: None for SiLU."""
+        _, self._height, in_features = shape
+        self._gated, self._gate, self._codes = gated, gate, codes
+        self._out_features = self._height // 2 if gated else self._height
+        self._threads = 32 * cut.warps
+        constants = {
+            **codes.macros,
+            "SIZE": in_features,
+            "HEIGHT": self._height,
+            "GATED": gated,
+            "CLAMPED": gated and gate is not None,
+            "WARPS": cut.warps,
+            "COLUMNS": cut.columns,
+            "PER_PROCESSOR": cut.per_processor,
+        }
+        module = CudaModule("expert_gemv.cu", constants, device)
+        self._kernel = module.kernel("expert_gemv", shared_bytes=0, most_shared=True)
+
+    def __call__(
+        self,
+        x: Tensor,
+        weight: PackedWeight,
+        ids: Tensor,
+        *,
+        factors: Tensor | None = None,
+        bias: Tensor | None = None,
+        early: bool = False,
+        pdl: bool = False,
+    ) -> Tensor:
+        """[choices, out_features] for ``ids`` int32 [num_tokens, top_k], all choices, of which -1
+        leave their row as it is: each row of ``x`` [num_tokens, in_features] through the experts
+        that its token has chosen or, not gated, of ``x`` [choices, in_features] through its own.
+
+        ``factors`` [num_tokens] multiply x, if gated; ``bias`` [num_experts, height] is added,
+        before a gate. ``early``: the kernel before this one wrote none of these but x.
+        """
+        assert weight.kind == self._codes and ids.dtype == torch.int32
+        codes = weight.weight.codes
+        assert all(of is None or of.is_contiguous() for of in (x, codes, ids, bias))
+        assert len(x) == (len(ids) if self._gated else ids.numel())
+        assert factors is None or self._gated
+        out = torch.empty((ids.numel(), self._out_features), dtype=x.dtype, device=x.device)
+        arguments = _Arguments(
+            weight=address(codes),
+            scales=address(weight.scales),
+            bias=address(bias),
+            x=address(x),
+            ids=address(ids),
+            factors=address(factors),
+            out=address(out),
+            early=early,
+            alpha=0 if self._gate is None else self._gate.alpha,
+            limit=0 if self._gate is None else self._gate.limit,
+        )
+        grid = self._height // ROWS, ids.shape[1], len(ids)
+        self._kernel.launch(grid, self._threads, arguments, pdl=pdl)
+        return out

@@ -23,6 +23,10 @@ _LEAST_SPLIT: Final = 320
 """Positions that a thread block has at least whose warps share them: it takes no longer than two
 that must wait for each other."""
 
+_RESERVED: Final = 1024
+"""Bytes of a multiprocessor's shared memory that a thread block cannot have. GPUs of compute
+capability 12 then have too little for warps that share 16-bit positions."""
+
 _PART: Final = 16
 _HEADS: Final = 8
 _EMPTY: Final = -1
@@ -163,6 +167,10 @@ class DecodeAttentionKernel:
         stages_bytes = cut.stages * 2 * cut.parts * _PART * head_dim * kv_dtype.itemsize
         memory = torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor
 
+        def shared_bytes(num_warps: int, *, split: bool) -> int:
+            of_merging = (num_warps - 1) * quads * 32 * 16 if split else 0
+            return num_warps * stages_bytes + of_merging
+
         def kernels(split: bool, grouped: bool) -> _Kernels:
             num_warps = _WARPS if split else math.gcd(num_kv_heads, _WARPS)
             per_processor = cut.per_processor * _WARPS // num_warps
@@ -185,23 +193,22 @@ class DecodeAttentionKernel:
                 "SPLIT": split,
             }
             module = CudaModule("decode_attention.cu", constants, device)
-            shared_bytes = num_warps * stages_bytes
-            if split:
-                shared_bytes += (num_warps - 1) * quads * 32 * 16
             # leaves no room for one more block: early launches would crowd some multiprocessors
-            shared_bytes = max(shared_bytes, memory // (per_processor + 1))
+            most = max(shared_bytes(num_warps, split=split), memory // (per_processor + 1))
             return _Kernels(
                 module.kernel("plan_decode_attention", shared_bytes=8 * max_batch_size),
-                module.kernel("decode_attention", shared_bytes=shared_bytes),
+                module.kernel("decode_attention", shared_bytes=most),
                 per_processor * num_processors(device),
                 num_warps,
             )
 
         self._shared, self._num_kv_heads = shared, num_kv_heads
+        can_split = shared_bytes(_WARPS, split=True) <= memory - _RESERVED
         with ThreadPoolExecutor() as pool:
-            single, few = (pool.submit(kernels, split, grouped=False) for split in (False, True))
+            single = pool.submit(kernels, split=False, grouped=False)
+            few = pool.submit(kernels, split=True, grouped=False) if can_split else None
             self._grouped = None if shared is None else kernels(split=False, grouped=True)
-        self._single, self._few = single.result(), few.result()
+        self._single, self._few = single.result(), few and few.result()
         self._pieces = torch.full(
             (self._single.num_blocks * self._single.num_warps, quads, columns, 8, 4),
             _EMPTY,
@@ -315,6 +322,7 @@ class DecodeAttentionKernel:
         if grouped:
             assert self._grouped is not None
             return self._grouped, self._shared
-        # Then each KV head of each row may have a thread block.
-        are_few = num_rows * self._num_kv_heads <= self._few.num_blocks
-        return (self._few if are_few else self._single), None
+        few = self._few
+        if few and num_rows * self._num_kv_heads <= few.num_blocks:
+            return few, None
+        return self._single, None

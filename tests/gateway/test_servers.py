@@ -7,7 +7,7 @@ import asyncio
 import signal
 import subprocess
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
@@ -32,19 +32,36 @@ TritonPythonModel = paced_model(step_s=0.01, text="again and again ")
 """
 
 
+@pytest.fixture(scope="module")
+def running_pair(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Callable[[], list[TritonServer]]]:
+    """Gives two servers that run: those of the test before, but for what it has ended."""
+    repository = repository_with({"llm_engine": _PACED}, tmp_path_factory.mktemp("pair"))
+    found: dict[int, TritonServer] = {}
+    with ExitStack() as first, ExitStack() as second:
+
+        def both() -> list[TritonServer]:
+            for index, stack in enumerate((first, second)):
+                if index not in found or found[index].poll() is not None:
+                    stack.close()
+                    options = {"drain_timeout_s": "60"}
+                    found[index] = stack.enter_context(
+                        running(repository, options=options, exit_code=None)
+                    )
+            return [found[0], found[1]]
+
+        yield both
+
+
 @pytest.fixture
-def pair(tmp_path: Path) -> Iterator[tuple[list[TritonServer], Gateway]]:
-    repository = repository_with({"llm_engine": _PACED}, tmp_path)
-    with ExitStack() as stack:
-        servers = []
-        for _ in range(2):
-            servers.append(
-                stack.enter_context(
-                    running(repository, options={"drain_timeout_s": "60"}, exit_code=None)
-                )
-            )
-        addresses = [f"127.0.0.1:{server.grpc_port}" for server in servers]
-        yield servers, stack.enter_context(gateway_of(addresses, tmp_path / "log"))
+def pair(
+    running_pair: Callable[[], list[TritonServer]], tmp_path: Path
+) -> Iterator[tuple[list[TritonServer], Gateway]]:
+    servers = running_pair()
+    addresses = [f"127.0.0.1:{server.grpc_port}" for server in servers]
+    with gateway_of(addresses, tmp_path / "log") as gateway:
+        yield servers, gateway
 
 
 def num_asked(server: TritonServer) -> float:
@@ -108,32 +125,25 @@ def test_a_tritonserver_that_was_told_to_end_refuses_and_others_answer(
     servers, gateway = pair
     homes = {f"talk {number}": home_of(servers, gateway, f"talk {number}") for number in range(8)}
     content = next(content for content, home in homes.items() if home == 1)
-    with ThreadPoolExecutor(8) as pool:
-        long = pool.submit(gateway.chat, content, max_tokens=7000, stream=True)
-        running_there = "vllm:num_requests_running"
-        wait_for(lambda: Metrics(servers[1])[running_there] == 1, "a request at the second server")
+    body = {"model": "minisgl", "messages": [{"role": "user", "content": content}]}
+    with (
+        ThreadPoolExecutor(8) as pool,
+        httpx.stream(
+            "POST",
+            gateway.url + "/v1/chat/completions",
+            json={**body, "max_tokens": 7000, "stream": True},
+            timeout=PATIENCE_S,
+        ) as long,
+    ):
+        texts = long.iter_text()
+        assert next(texts)  # it has begun there, and cannot go to another server
         servers[1].signal(signal.SIGTERM)
         for _ in range(3):
             for answer in pool.map(lambda content: gateway.chat(content, max_tokens=2), homes):
                 assert answer.status_code == 200, answer.text
+        assert servers[1].poll() is None
         servers[1].signal(signal.SIGKILL)
-        long.result()
-
-
-def test_a_killed_server_costs_no_request_that_had_not_begun(
-    pair: tuple[list[TritonServer], Gateway],
-) -> None:
-    servers, gateway = pair
-    with ThreadPoolExecutor(8) as pool:
-        first = list(pool.map(lambda n: gateway.chat(f"talk {n}", max_tokens=2), range(8)))
-        assert all(answer.status_code == 200 for answer in first)
-        servers[0].signal(signal.SIGKILL)
-        later = list(pool.map(lambda n: gateway.chat(f"talk {n}", max_tokens=2), range(24)))
-    assert [answer.status_code for answer in later] == [200] * 24
-    assert gateway.get("/health").status_code == 200
-    servers[1].signal(signal.SIGKILL)
-    assert gateway.chat("talk 1", max_tokens=2).status_code == 503
-    wait_for(lambda: gateway.get("/health").status_code == 503, "an honest answer")
+        assert '"error"' in "".join(texts)
 
 
 def test_a_silent_server_costs_no_request_that_had_not_begun(
@@ -178,6 +188,22 @@ def test_a_silent_server_costs_no_request_that_had_not_begun(
 
     wait_for(is_back, "the server's return")
     wait_for(lambda: home_of(servers, gateway, content) == 1, "its requests")
+
+
+def test_a_killed_server_costs_no_request_that_had_not_begun(
+    pair: tuple[list[TritonServer], Gateway],
+) -> None:
+    servers, gateway = pair
+    with ThreadPoolExecutor(8) as pool:
+        first = list(pool.map(lambda n: gateway.chat(f"talk {n}", max_tokens=2), range(8)))
+        assert all(answer.status_code == 200 for answer in first)
+        servers[0].signal(signal.SIGKILL)
+        later = list(pool.map(lambda n: gateway.chat(f"talk {n}", max_tokens=2), range(24)))
+    assert [answer.status_code for answer in later] == [200] * 24
+    assert gateway.get("/health").status_code == 200
+    servers[1].signal(signal.SIGKILL)
+    assert gateway.chat("talk 1", max_tokens=2).status_code == 503
+    wait_for(lambda: gateway.get("/health").status_code == 503, "an honest answer")
 
 
 @pytest.mark.parametrize("sentence", sorted(_LOST))

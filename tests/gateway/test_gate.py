@@ -90,7 +90,7 @@ def test_without_a_known_key_nothing_is_told(guarded: Gateway, headers: Any) -> 
         ("GET", "/v1/responses/resp_1"),
         ("DELETE", "/v1/models/minisgl"),
     ]:
-        answer = httpx.request(method, guarded.url + path, headers=headers, timeout=PATIENCE_S)
+        answer = guarded.request(method, path, headers=headers)
         assert answer.status_code == 401, path
         assert answer.headers["WWW-Authenticate"] == "Bearer"
         assert answer.json()["error"]["code"] == "invalid_api_key"
@@ -324,10 +324,10 @@ def test_a_body_is_read_as_it_stands(guarded: Gateway, is_answered_first: bool) 
 
 def test_head(gateway: Gateway) -> None:
     for path in ("/", "/health", "/v1/models"):
-        answer = httpx.head(gateway.url + path, timeout=PATIENCE_S)
+        answer = gateway.request("HEAD", path)
         assert (answer.status_code, answer.content) == (200, b"")
         assert int(answer.headers["Content-Length"]) > 0
-    assert httpx.head(f"{gateway.url}/v1/completions", timeout=PATIENCE_S).status_code == 405
+    assert gateway.request("HEAD", "/v1/completions").status_code == 405
 
 
 def test_other_routes_and_methods(gateway: Gateway) -> None:

@@ -209,8 +209,7 @@ def test_a_slash_at_the_end_of_a_route_that_answers(gateway: Gateway) -> None:
 def test_a_wrong_place_is_named_and_so_is_the_right_one(
     gateway: Gateway, method: str, path: str, near: str | None
 ) -> None:
-    host, port = gateway.address
-    answer = httpx.request(method, f"http://{host}:{port}{path}", timeout=PATIENCE_S)
+    answer = gateway.request(method, path)
     hint = f"; did you mean {near}?" if near else ""
     assert refused(answer, 404)["message"] == f"{method} {path} is not offered{hint}"
 

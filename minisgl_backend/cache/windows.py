@@ -28,7 +28,7 @@ Rules for the caller: ``slide`` comes after the last plan that reads what leaves
 from __future__ import annotations
 
 from array import array
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Final
@@ -271,13 +271,14 @@ class WindowPages:
             raise InvariantError("a window page is neither free nor attached to one page")
         if (self._attached[free] != _NONE).any():
             raise InvariantError("a free page has a window page")
-        held = Counter(
+        pages = [
             page for lease in leases for page in lease.pages[lease.window_begin : lease.window_end]
-        )
-        if any(self._users[page] != held[page] for page in range(len(self._users))):
+        ]
+        num_users = np.bincount(np.array(pages, dtype=np.int32), minlength=len(self._users))
+        if not np.array_equal(num_users, self._users):
             raise InvariantError("not exactly the windows of leases are held")
         idle = [*self._passed, *self._kept]
-        if sorted([*idle, *held]) != attached.tolist():
+        if sorted([*idle, *set(pages)]) != attached.tolist():
             raise InvariantError("a window page is neither held nor idle, or both")
 
     def _of(self, pages: IntArray) -> IntArray:

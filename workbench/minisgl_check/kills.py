@@ -34,6 +34,8 @@ PAUSE_S: Final = 3.0
 """No hang: nothing may happen but that answers come later."""
 _NUM_STREAMS: Final = 16
 _LONG: Final = 600
+_WHOLE: Final = 150
+"""Tokens of a stream that may well go on to its end."""
 _STARTED_S: Final = 60.0
 
 
@@ -72,8 +74,16 @@ def killed(
     def provoke(stage: Stage, case: Case) -> None:
         # callers of a tokenizer that has done its work need not notice
         must_fail = model == "llm_engine"
+        num_tokens = _WHOLE if model == "tokenizer" else _LONG
         kill = partial(stage.own.send, model, number)
-        _dead(stage, case, kill, num_streams=num_streams, must_fail=must_fail)
+        _dead(
+            stage,
+            case,
+            kill,
+            num_streams=num_streams,
+            num_tokens=num_tokens,
+            must_fail=must_fail,
+        )
 
     return provoke
 
@@ -140,6 +150,7 @@ def _dead(
     *,
     must_fail: bool,
     num_streams: int = _NUM_STREAMS,
+    num_tokens: int = _LONG,
     noticed_within_s: float = NOTICED_WITHIN_S,
 ) -> None:
     own, patience_s = stage.own, stage.settings.patience_s
@@ -149,7 +160,7 @@ def _dead(
         Client(own.grpc_address, retries=0) as client,
         ThreadPoolExecutor(max(1, num_streams)) as pool,
     ):
-        endings = [pool.submit(_ending, client) for _ in range(num_streams)]
+        endings = [pool.submit(_ending, client, num_tokens) for _ in range(num_streams)]
         begun = wait_until(lambda: _num_seen(stage) >= num_seen + num_streams, _STARTED_S)
         case.expect(begun, "the streams did not begin")
         killed_s = time.perf_counter()
@@ -172,7 +183,7 @@ def _dead(
     if must_fail and num_streams:
         case.expect(bool(errors), "no stream failed")
         # a whole answer may have come just before
-        num_short = sum(not one.code and one.num_tokens != _LONG for one in results)
+        num_short = sum(not one.code and one.num_tokens != num_tokens for one in results)
         case.expect(num_short == 0, f"{num_short} streams ended short, as if all was well")
     case.ended.update(failed=len(errors), answered=len(done) - len(errors))
     serves = wait_until(own.serves, patience_s)
@@ -214,9 +225,9 @@ class _Ending(NamedTuple):
     num_tokens: int
 
 
-def _ending(client: Client) -> _Ending:
+def _ending(client: Client, num_tokens: int) -> _Ending:
     code = ""
-    with client.stream(input_ids=[1, 2, 3], max_tokens=_LONG, ignore_eos=True) as stream:
+    with client.stream(input_ids=[1, 2, 3], max_tokens=num_tokens, ignore_eos=True) as stream:
         try:
             for _ in stream:
                 pass

@@ -41,6 +41,8 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 # a worker of pytest-xdist says how wide it is, and terminals of tests would seem to be
 os.environ.pop("COLUMNS", None)
 os.environ.pop("LINES", None)
+# what tests start, hundreds of processes, need not compile the same modules each
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 # before any test is read: a property takes the profile of that moment
 for name, kind in {

@@ -1,4 +1,4 @@
-"""How many examples a test gets under the profile in force (see ``conftest``)."""
+"""How many examples a test gets under the profile in force (see ``tests/conftest.py``)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _BASE = 100
 
 
 def examples(count: int) -> int:
-    """``count`` under the default profile, proportionally more under a larger one."""
+    """``count`` under a profile of 100 examples, in proportion under another."""
     profile = settings.default
     assert profile is not None
     return count * profile.max_examples // _BASE

@@ -23,7 +23,7 @@ from tests.fakes.harness import Harness, Setup
 from tests.properties.effort import examples
 from tests.properties.workloads import workloads
 
-NUM_SEEDS = 60
+NUM_SEEDS = examples(60)
 
 
 def scarce(rng: random.Random, model: Model) -> Setup:
@@ -121,7 +121,7 @@ def test_what_a_fault_leaves_behind_fails_a_prompt_at_most_once() -> None:
         run_with_faults(seed)
 
 
-@settings(max_examples=examples(100))
+@settings(max_examples=examples(60))
 @given(workloads())
 def test_pages_that_are_finite_are_not_cleared(workload: tuple[Setup, list[Request]]) -> None:
     """No request fails, is aborted or retracted, and no two compute the same at the same time.

@@ -27,7 +27,7 @@ def tokens(setup: Setup, requests: list[Request]) -> dict[RequestId, list[int]]:
     return served(setup, requests).outputs()
 
 
-@settings(max_examples=examples(100))
+@settings(max_examples=examples(60))
 @given(workloads())
 def test_overlap_equals_synchronous(workload: tuple[Setup, list[Request]]) -> None:
     setup, requests = workload
@@ -36,7 +36,7 @@ def test_overlap_equals_synchronous(workload: tuple[Setup, list[Request]]) -> No
     assert tokens(replace(setup, depth=4), requests) == synchronous
 
 
-@settings(max_examples=examples(100))
+@settings(max_examples=examples(60))
 @given(workloads())
 def test_chunked_equals_whole(workload: tuple[Setup, list[Request]]) -> None:
     setup, requests = workload
@@ -44,7 +44,7 @@ def test_chunked_equals_whole(workload: tuple[Setup, list[Request]]) -> None:
     assert tokens(replace(setup, max_prefill_tokens=3), requests) == whole
 
 
-@settings(max_examples=examples(100))
+@settings(max_examples=examples(60))
 @given(workloads())
 def test_shared_equals_unshared(workload: tuple[Setup, list[Request]]) -> None:
     setup, requests = workload
@@ -54,7 +54,7 @@ def test_shared_equals_unshared(workload: tuple[Setup, list[Request]]) -> None:
     assert unshared.scheduler.stats().prefix_hits == 0
 
 
-@settings(max_examples=examples(100))
+@settings(max_examples=examples(60))
 @given(workloads())
 def test_a_full_pool_equals_an_ample_one(workload: tuple[Setup, list[Request]]) -> None:
     setup, requests = workload
@@ -64,7 +64,7 @@ def test_a_full_pool_equals_an_ample_one(workload: tuple[Setup, list[Request]]) 
     assert tokens(setup, requests) == ample.outputs()
 
 
-@settings(max_examples=examples(100))
+@settings(max_examples=examples(60))
 @given(workloads())
 def test_a_request_is_served_alike_alone_and_in_company(
     workload: tuple[Setup, list[Request]],

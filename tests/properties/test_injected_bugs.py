@@ -29,8 +29,9 @@ from minisgl_backend.scheduling.running import RunningRows
 from minisgl_backend.scheduling.sequence import Phase, Sequence
 from minisgl_backend.scheduling.state_snapshots import StateSnapshots
 from tests.fakes.harness import Harness, random_setup, run_randomly
+from tests.properties.effort import examples
 
-NUM_SEEDS = 150
+NUM_SEEDS = examples(150)
 
 Inject = Callable[[pytest.MonkeyPatch], None]
 

@@ -105,7 +105,7 @@ def test_a_server_that_breaks_meanwhile_is_told_with_the_rest(
         yield Case("burst", 3)
         raise KeyError("scheduler")
 
-    monkeypatch.setattr(command, "run_cases", cases)
+    monkeypatch.setattr(run, "run_cases", cases)
     full = "/dev/full"  # takes nothing
     result = CliRunner().invoke(main, ["check", *addresses(own), "--json", full])
     assert result.exit_code == 1

@@ -30,7 +30,6 @@ from minisgl_check.catalogue import MEASURED, SCENES, entries, scenes_of
 from minisgl_check.fault import Scene, Settings
 from minisgl_check.own_server import started
 from minisgl_check.restarts import restarts
-from minisgl_check.run import run_cases
 from minisgl_check.target import Target
 from minisgl_kit.report import json_option
 
@@ -140,6 +139,8 @@ def check(
         if faults:
             yield from _cases_of(scenes_of(faults), settings)
             return
+        from minisgl_check.run import run_cases  # brings torch, which help need not wait for
+
         with ExitStack() as stack:
             target: Target
             metrics = metrics_url

@@ -35,6 +35,15 @@ def test_help_lists_what_is_not_installed(group: LazyGroup) -> None:
     assert "planner" in result.output
 
 
+def test_help_brings_no_torch() -> None:
+    """Its import takes longer than all else."""
+    code = (
+        "import sys; from minisgl_backend.cli.main import main; "
+        "main(['--help'], standalone_mode=False); sys.exit('torch' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
+
+
 @pytest.mark.parametrize("arguments", [[], ["--help"], ["--port", "0", "x"]])
 def test_what_is_not_installed_says_what_to_install(group: LazyGroup, arguments: list[str]) -> None:
     result = CliRunner().invoke(group, ["gateway", *arguments])

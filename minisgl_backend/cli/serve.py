@@ -10,7 +10,6 @@ import logging
 import math
 import os
 import signal
-import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -40,6 +39,7 @@ from minisgl_backend.server.log import Console, ConsoleHandler
 from minisgl_backend.server.node import FollowingNode
 from minisgl_backend.server.process import TritonServer
 from minisgl_backend.server.repository import shipped_repository
+from minisgl_backend.server.stop_event import StopEvent
 from minisgl_backend.server.supervisor import Supervisor
 from minisgl_backend.text.tokenizer import check_tokenizer
 
@@ -249,9 +249,9 @@ def options_as_text(options: EngineOptions) -> dict[str, str]:
     }
 
 
-def _stop_on_signals(kill: Callable[[], None], console: Console) -> threading.Event:
+def _stop_on_signals(kill: Callable[[], None], console: Console) -> StopEvent:
     """Handle SIGINT, SIGTERM and SIGHUP: the first drains requests, a second one calls ``kill``."""
-    stopping = threading.Event()
+    stopping = StopEvent()
 
     def forward(number: int, _frame: object) -> None:
         if stopping.is_set():

@@ -21,7 +21,6 @@ import select
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -32,6 +31,7 @@ from minisgl_backend.errors import ConfigError
 from minisgl_backend.execution.followers import CANNOT_START, import_path
 from minisgl_backend.execution.node_handshake import NodePlace, NotYet, Welcome, knock
 from minisgl_backend.parallel.place import RankPlace, host_and_port
+from minisgl_backend.server.stop_event import StopEvent
 from minisgl_backend.server.supervisor import Health, Phase
 
 logger = logging.getLogger(__name__)
@@ -85,7 +85,7 @@ class FollowingNode:
         self._num_groups = 0
         self._processes: list[subprocess.Popen[bytes]] = []
 
-    def run(self, stopping: threading.Event, drain_s: float) -> None:
+    def run(self, stopping: StopEvent, drain_s: float) -> None:
         """Follow until ``stopping`` is set, and then as long as node 0 still serves, but at most
         for ``drain_s``.
 
@@ -131,7 +131,7 @@ class FollowingNode:
 
     # --- joining -----------------------------------------------------------------------------
 
-    def _join(self, stopping: threading.Event) -> _Group | None:
+    def _join(self, stopping: StopEvent) -> _Group | None:
         """Wait until node 0 takes the ranks of this node; None if ``stopping`` is set first."""
         told_s = float("-inf")
         while not stopping.is_set():
@@ -171,7 +171,7 @@ class FollowingNode:
 
     # --- ranks -------------------------------------------------------------------------------
 
-    def _follow(self, group: _Group, stopping: threading.Event, drain_s: float) -> None:
+    def _follow(self, group: _Group, stopping: StopEvent, drain_s: float) -> None:
         """Start the ranks of a group, and wait until one ends. Raises ``ConfigError``."""
         self._num_groups += 1
         self._phase = Phase.STARTING if self._num_groups == 1 else Phase.RECOVERING
@@ -219,7 +219,7 @@ class FollowingNode:
             self._phase = Phase.SERVING
             logger.info("serving: the ranks of this node follow node 0")
 
-    def _judge(self, ended: Sequence[subprocess.Popen[bytes]], stopping: threading.Event) -> None:
+    def _judge(self, ended: Sequence[subprocess.Popen[bytes]], stopping: StopEvent) -> None:
         codes = sorted({process.returncode for process in ended})
         if CANNOT_START in codes:
             raise ConfigError("the ranks of this node cannot start: see above")

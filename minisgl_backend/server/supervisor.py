@@ -22,7 +22,6 @@ down, and says so, until the operator stops it.
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -38,6 +37,7 @@ from minisgl_backend.server.faults import HANG_AFTER_S, Fault, FaultDetector
 from minisgl_backend.server.launch import ServerOptions
 from minisgl_backend.server.model_processes import server_stats
 from minisgl_backend.server.process import START_S, BrokenStart, TritonServer
+from minisgl_backend.server.stop_event import StopEvent
 
 logger = logging.getLogger(__name__)
 
@@ -122,7 +122,7 @@ class Supervisor:
         self._detector = FaultDetector(self.server)
 
     def run(
-        self, stopping: threading.Event, on_ready: Callable[[TritonServer], None] = lambda _: None
+        self, stopping: StopEvent, on_ready: Callable[[TritonServer], None] = lambda _: None
     ) -> None:
         """Serve until ``stopping`` is set, or another process tells the server to end.
 
@@ -169,7 +169,7 @@ class Supervisor:
             **server_stats(self.server, self._detector.seen),
         }
 
-    def _wait_ready(self, stopping: threading.Event) -> None:
+    def _wait_ready(self, stopping: StopEvent) -> None:
         started_s = time.monotonic()
         self.server.wait_ready(give_up=stopping.is_set)
         self._load_s = time.monotonic() - started_s
@@ -179,7 +179,7 @@ class Supervisor:
         self._reasons = ()  # the detector has them now
         self._phase = Phase.SERVING
 
-    def _watch(self, stopping: threading.Event) -> None:
+    def _watch(self, stopping: StopEvent) -> None:
         while not stopping.wait(_LOOK_EVERY_S):
             fault = self._detector.look()
             if self.server.poll() == 0:  # polled after the look, which may have seen the same end
@@ -189,7 +189,7 @@ class Supervisor:
 
     # --- recovering --------------------------------------------------------------------------
 
-    def _recover(self, first: Fault, stopping: threading.Event) -> None:
+    def _recover(self, first: Fault, stopping: StopEvent) -> None:
         self._reasons = (first.what,)
         self._phase = Phase.RECOVERING
         started_s = time.monotonic()
@@ -241,7 +241,7 @@ class Supervisor:
         self.server.kill()
         return frozenset()
 
-    def _mend(self, reloads: frozenset[str], stopping: threading.Event) -> Fault | None:
+    def _mend(self, reloads: frozenset[str], stopping: StopEvent) -> Fault | None:
         """Reload these models, or restart tritonserver if there are none. Returns the next fault,
         if there is one."""
         try:
@@ -274,7 +274,7 @@ class Supervisor:
                 return f"{num_waiting} requests wait for the {model} that has gone"
         return None
 
-    def _reload(self, model: str, stopping: threading.Event) -> None:
+    def _reload(self, model: str, stopping: StopEvent) -> None:
         def check() -> None:
             if stopping.is_set():
                 raise InterruptedError
@@ -285,7 +285,7 @@ class Supervisor:
         patience_s = START_S if self.server.waits_for_nodes else RELOAD_S + 2 * self._load_s
         self.server.reload(model, timeout_s=patience_s, check=check)
 
-    def _restart(self, stopping: threading.Event) -> None:
+    def _restart(self, stopping: StopEvent) -> None:
         old = self.server
         options = replace(old.options, adapters=old.adapters())  # with the ports that it had
         old.kill()
@@ -295,7 +295,7 @@ class Supervisor:
         self._detector = FaultDetector(self.server)
         self._wait_ready(stopping)
 
-    def _give_up(self, fault: Fault, stopping: threading.Event) -> None:
+    def _give_up(self, fault: Fault, stopping: StopEvent) -> None:
         reason = (
             f"given up after {MAX_RECOVERIES} recoveries in {WINDOW_S / 60:g} minutes: {fault.what}"
         )

@@ -22,6 +22,7 @@ from minisgl_backend.server.health import HealthServer
 from minisgl_backend.server.installation import find_installation
 from minisgl_backend.server.launch import ServerOptions
 from minisgl_backend.server.process import TritonServer
+from minisgl_backend.server.stop_event import StopEvent
 from minisgl_backend.server.supervisor import Recoveries, Supervisor
 from minisgl_check.processes import runs
 from tests.server.client import Call, Refused, generate, wait_for
@@ -41,7 +42,7 @@ class Supervised:
         def start(options: ServerOptions) -> TritonServer:
             return TritonServer(installation, repository, engine_options, options)
 
-        self._stopping = threading.Event()
+        self._stopping = StopEvent()
         self._made: queue.SimpleQueue[Supervisor] = queue.SimpleQueue()
         self._health = HealthServer("127.0.0.1", 0)
 

@@ -25,6 +25,7 @@ from minisgl_backend.server.installation import find_installation
 from minisgl_backend.server.launch import ServerOptions
 from minisgl_backend.server.process import TritonServer
 from minisgl_backend.server.repository import shipped_repository
+from minisgl_backend.server.stop_event import StopEvent
 from minisgl_backend.server.supervisor import Supervisor
 from minisgl_check.defect import Switch
 from minisgl_check.target import Target
@@ -86,7 +87,7 @@ def started(
 ) -> Iterator[OwnServer]:
     """A server that is ready; by default of the shipped repository, with the demo model."""
     installation = find_installation(tritonserver)
-    stopping = threading.Event()
+    stopping = StopEvent()
     made: queue.SimpleQueue[Supervisor | None] = queue.SimpleQueue()
     errors: list[MiniSGLError] = []
 

@@ -29,6 +29,7 @@ from minisgl_backend.server.installation import Installation
 from minisgl_backend.server.launch import ServerOptions
 from minisgl_backend.server.process import TritonServer
 from minisgl_backend.server.repository import shipped_repository
+from minisgl_backend.server.stop_event import StopEvent
 from minisgl_backend.server.supervisor import (
     FEW_WAIT,
     MAX_RECOVERIES,
@@ -127,7 +128,7 @@ class World:
         self.servers: list[TritonServer] = []
         self.refuses_to_start = False
         self.error: Exception | None = None
-        self.stopping = threading.Event()
+        self.stopping = StopEvent()
 
         def start(options: ServerOptions) -> TritonServer:
             if self.refuses_to_start:
@@ -229,7 +230,7 @@ def test_who_dies_during_a_recovery_is_part_of_it(world: World) -> None:
     supervisor, reload = world.supervisor, world.supervisor._reload
     dying = iter(("detokenizer", "detokenizer"))
 
-    def reload_while_another_dies(model: str, stopping: threading.Event) -> None:
+    def reload_while_another_dies(model: str, stopping: StopEvent) -> None:
         reload(model, stopping)
         if victim := next(dying, None):
             pid = world.newest(victim)

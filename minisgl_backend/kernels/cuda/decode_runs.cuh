@@ -54,6 +54,27 @@ struct Shares {
     }
 };
 
+// Over the lanes up to this one.
+__device__ __forceinline__ int running_sum(int x) {
+    const int lane = threadIdx.x % 32;
+    for (int lanes = 1; lanes < 32; lanes *= 2) {
+        const int other = __shfl_up_sync(ALL, x, lanes);
+        if (lane >= lanes) x += other;
+    }
+    return x;
+}
+
+// The first query whose end, `times` ends[query], is behind `unit`; there must be one.
+__device__ __forceinline__ int query_of(const int* ends, int batch, u32 times, u32 unit) {
+    int low = 0, high = batch - 1;
+    while (low < high) {
+        const int middle = (low + high) / 2;
+        if ((u32)ends[middle] * times > unit) high = middle;
+        else low = middle + 1;
+    }
+    return low;
+}
+
 // A row of T tiles in runs of L takes the time of L tiles, then that of merging T / L pieces, of which SIDES take about
 // as long as a tile: it is done soonest with L = sqrt(T / SIDES).
 __device__ __forceinline__ int least_of_run(int longest) { return max(LEAST, (int)sqrtf((float)longest / SIDES)); }
@@ -83,12 +104,7 @@ __device__ int cut_by_turns(int* run_ends, const int* ends, const PlanArguments&
     int before = 0;
     for (int first = 0; first < args.batch; first += 32) {
         const int query = first + lane;
-        int end = query < args.batch ? runs_of_turn(query, most) * TURNS : 0;
-        for (int lanes = 1; lanes < 32; lanes *= 2) {
-            const int other = __shfl_up_sync(ALL, end, lanes);
-            if (lane >= lanes) end += other;
-        }
-        end += before;
+        const int end = before + running_sum(query < args.batch ? runs_of_turn(query, most) * TURNS : 0);
         if (query < args.batch) run_ends[query] = end;
         before = __shfl_sync(ALL, end, 31);
     }
@@ -120,11 +136,7 @@ extern "C" __global__ void __launch_bounds__(1024) plan_decode_attention(const P
     }
     longest = __reduce_max_sync(ALL, longest);
     if (lane == 0) longest_of_warps[warp] = longest;
-    int before = sum;
-    for (int lanes = 1; lanes < 32; lanes *= 2) {
-        const int other = __shfl_up_sync(ALL, before, lanes);
-        if (lane >= lanes) before += other;
-    }
+    int before = running_sum(sum);
     if (lane == 31) scan[warp] = before;
     before -= sum;
     __syncthreads();
@@ -144,12 +156,7 @@ extern "C" __global__ void __launch_bounds__(1024) plan_decode_attention(const P
         if (num_runs && threadIdx.x == 0) args.runs[0] = make_int4(0, num_runs, 0, 0);
         for (int index = threadIdx.x; index < num_runs; index += blockDim.x) {
             const int run = num_runs - 1 - index;
-            int query = 0, high = args.batch - 1;
-            while (query < high) {
-                const int middle = (query + high) / 2;
-                if (run_ends[middle] > run) high = middle;
-                else query = middle + 1;
-            }
+            const int query = query_of(run_ends, args.batch, 1, run);
             const int start = query ? run_ends[query - 1] : 0, of_turn = (run_ends[query] - start) / TURNS;
             const int tiles = ends[query] - (query ? ends[query - 1] : 0) - LEAVING;
             const int turn = (run - start) / of_turn, part = (run - start) % of_turn;
@@ -168,12 +175,7 @@ extern "C" __global__ void __launch_bounds__(1024) plan_decode_attention(const P
     struct Place { int query, turn, offset; u32 index, end; };   // the tiles before it; where the turn ends
     const auto seek = [&](u32 unit) {
         if (unit == cost) return Place{0, 0, 0, cost - (u32)LEAVING * args.batch * TURNS, cost};
-        int low = 0, high = args.batch - 1;
-        while (low < high) {
-            const int middle = (low + high) / 2;
-            if ((u32)ends[middle] * TURNS > unit) high = middle;
-            else low = middle + 1;
-        }
+        const int low = query_of(ends, args.batch, TURNS, unit);
         const u32 start = low ? ends[low - 1] : 0, of_turn = ends[low] - start;
         const u32 inside = unit - start * TURNS;
         const u32 turn = inside / of_turn, offset = inside % of_turn;

@@ -7,8 +7,7 @@
 // `plan_decode_attention` computes the runs (`decode_runs.cuh`), once a step for all layers.
 //
 // The run that has a row's first tiles merges them, when it ends. Later runs write their pieces as soon as
-// they leave the row. There are no fences and counters, since a fence would wait for the warp's own loads:
-// each word of a piece is EMPTY until it is written, and its reader makes it EMPTY again. All thread blocks
+// they leave the row, without fences and counters (`empty_words.cuh`). All thread blocks
 // of the grid fit on the GPU at once; and as one waits only for those of smaller index, which GPUs start
 // first, the waiting ends even if fewer run.
 //
@@ -34,7 +33,7 @@
 // (pairs of a fragment's columns that hold query heads, rounded up to 1, 2 or 4), SPLIT, SHARED, MOST_SLOTS
 // (partial results of a row).
 
-#include "basics.cuh"
+#include "empty_words.cuh"
 
 constexpr int PART = 16;                                // positions of an MMA
 constexpr int TILE = PARTS * PART;                      // positions
@@ -50,7 +49,6 @@ constexpr int SIDES = 4 / COLUMNS;                      // pieces that a warp me
 constexpr int QUADS = STEPS + 1;                        // float4 of a lane's piece
 #define NOTHING __int_as_float(0xff800000)   // -infinity
 constexpr float LOG2E = 1.4426950408889634f;
-constexpr u32 EMPTY = 0xffffffffu;           // a NaN, which `written` excludes
 
 static_assert(HEAD_DIM == 64 || HEAD_DIM == 128, "");
 static_assert(GROUP <= HEADS && PAGE_SIZE % PART == 0, "");
@@ -168,24 +166,6 @@ __device__ __forceinline__ float exp2_of(float x) {
     float out;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(x));
     return out;
-}
-
-// Relaxed, since words need no order: each says itself whether it is there.
-__device__ __forceinline__ float4 load_quad(const float4* p) {
-    float4 out;
-    asm volatile("ld.relaxed.gpu.global.v4.f32 {%0,%1,%2,%3}, [%4];"
-                 : "=f"(out.x), "=f"(out.y), "=f"(out.z), "=f"(out.w) : "l"(p) : "memory");
-    return out;
-}
-
-__device__ __forceinline__ void store_quad(float4* p, float4 quad) {
-    asm volatile("st.relaxed.gpu.global.v4.f32 [%0], {%1,%2,%3,%4};"
-                 :: "l"(p), "f"(quad.x), "f"(quad.y), "f"(quad.z), "f"(quad.w) : "memory");
-}
-
-// the same, but another NaN for EMPTY, for which its reader would wait without end
-__device__ __forceinline__ float written(float x) {
-    return __uint_as_float(min(__float_as_uint(x), EMPTY - 1));
 }
 
 __device__ __forceinline__ u32 largest_word(float4 quad) {

@@ -11,6 +11,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from minisgl_backend.kernels.cuda.empty_words import empty_words
 from minisgl_backend.kernels.cuda.module import CudaKernel, CudaModule, address
 from minisgl_backend.kernels.dispatch import num_processors
 from minisgl_backend.kernels.shared_attention import MOST_SLOTS, SharedAttention
@@ -29,8 +30,6 @@ capability 12 then have too little for warps that share 16-bit positions."""
 
 _PART: Final = 16
 _HEADS: Final = 8
-_EMPTY: Final = -1
-"""The bits of a slot that is not written yet, ``EMPTY`` of the source."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,12 +208,8 @@ class DecodeAttentionKernel:
             few = pool.submit(kernels, split=True, grouped=False) if can_split else None
             self._grouped = None if shared is None else kernels(split=False, grouped=True)
         self._single, self._few = single.result(), few and few.result()
-        self._pieces = torch.full(
-            (self._single.num_blocks * self._single.num_warps, quads, columns, 8, 4),
-            _EMPTY,
-            dtype=torch.int32,
-            device=device,
-        )
+        num_pieces = self._single.num_blocks * self._single.num_warps
+        self._pieces = empty_words((num_pieces, quads, columns, 8, 4), device)
 
     def plan(
         self,

@@ -3,12 +3,15 @@
 // A warp takes a token, and few warps of a thread block have one. The thread block that is done last sorts all (token,
 // choice) pairs into blocks of BLOCK pairs of one expert, in shared memory; within an expert their order is any.
 //
+// For few tokens `router` computes the logits, too. Its last thread block takes them from the others as they come: a
+// fence and a counter would each take as long as a write to memory, and so does this without them.
+//
 // Compiled with: EXPERTS (up to 1024), TOP_K, BLOCK (0: sort nothing), SIGMOID (scores are sigmoids of logits;
 // else their softmax), NORMALIZE (the chosen ones' weights sum to 1), SIZE (of the hidden states), WIDE (logits
 // are float32; else bfloat16), and SHARED (`router`: the expert behind all others is every token's last choice,
 // with the sigmoid of a logit of its own as its weight).
 
-#include "basics.cuh"
+#include "empty_words.cuh"
 
 constexpr int TOKENS = 8;       // of a thread block
 constexpr int THREADS = 1024, ROUTER_THREADS = 32 * TOKENS;     // of `routing`, and of `router`
@@ -23,7 +26,7 @@ struct Arguments {
     const u16* x;           // [num_tokens, SIZE], for `router`
     const u16* router;      // [EXPERTS, SIZE]
     const u16* gate;        // [SIZE], of SHARED
-    void* logits;           // [num_tokens, LOGITS]; of `router` float32, to be written
+    void* logits;           // [num_tokens, LOGITS]; of `router` float32, EMPTY between launches
     const float* addends;   // [EXPERTS], added to logits once the norm is complete; or null
     const float* bias;      // [EXPERTS], added to scores where they are compared; or null
     const float* squares;   // [square_tiles, num_tokens] of hidden states whose norm is half done; or null
@@ -42,10 +45,50 @@ struct Arguments {
     int held;               // number of them
 };
 
-__device__ __forceinline__ float logit(const Arguments& args, int token, int expert) {
-    const u64 at = (u64)token * LOGITS + expert;
-    if (WIDE) return __ldcg(static_cast<const float*>(args.logits) + at);
-    return to_float(static_cast<const u16*>(args.logits)[at]);
+#define NOTHING __int_as_float(0xff800000)   // -infinity
+
+// What a lane has of a token's logits.
+struct Logits {
+    float of_expert[OF_LANE];   // of the experts 32 * i + lane; NOTHING behind the last one
+    float of_shared;            // of SHARED, for lane TOP_K
+};
+
+__device__ __forceinline__ Logits load_logits(const Arguments& args, int token) {
+    Logits logits = {};
+#pragma unroll
+    for (int i = 0; i < OF_LANE; ++i) {
+        const int expert = 32 * i + threadIdx.x % 32;
+        const u64 at = (u64)token * LOGITS + expert;
+        logits.of_expert[i] = expert >= EXPERTS ? NOTHING
+            : WIDE ? __ldcg(static_cast<const float*>(args.logits) + at)
+                   : to_float(static_cast<const u16*>(args.logits)[at]);
+    }
+    return logits;
+}
+
+// The same while other thread blocks write them, who find them EMPTY the next time.
+__device__ __forceinline__ Logits take_logits(const Arguments& args, int token) {
+    const int lane = threadIdx.x % 32;
+    float* const from = static_cast<float*>(args.logits) + token * LOGITS;
+    Logits logits = {};
+    bool are_there;
+    do {
+        are_there = true;
+        const auto look = [&](int expert) {
+            const float logit = load_word(from + expert);
+            are_there &= __float_as_uint(logit) != EMPTY;
+            return logit;
+        };
+#pragma unroll
+        for (int i = 0; i < OF_LANE; ++i)
+            logits.of_expert[i] = 32 * i + lane < EXPERTS ? look(32 * i + lane) : NOTHING;
+        if (SHARED && lane == TOP_K) logits.of_shared = look(EXPERTS);
+    } while (!are_there);
+#pragma unroll
+    for (int i = 0; i < OF_LANE; ++i)
+        if (32 * i + lane < EXPERTS) from[32 * i + lane] = __uint_as_float(EMPTY);
+    if (SHARED && lane == TOP_K) from[EXPERTS] = __uint_as_float(EMPTY);
+    return logits;
 }
 
 // Of two numbers each.
@@ -72,23 +115,27 @@ __device__ __forceinline__ u32 ordered(float x) {
     return bits & 0x80000000 ? ~bits : bits | 0x80000000;
 }
 
-__device__ __forceinline__ void choose(const Arguments& args, int token) {
+// What completes the norm of a token's hidden states.
+__device__ __forceinline__ float norm_factor(const Arguments& args, int token) {
+    if (!args.squares) return 1;
     const int lane = threadIdx.x % 32;
-    float factor = 1;
-    if (args.squares) {
-        float square = 0;
-        for (int tile = lane; tile < args.square_tiles; tile += 32)
-            square += args.squares[(u64)tile * args.num_tokens + token];
-        factor = rsqrtf(sum(square) / SIZE + args.eps);
-        if (lane == 0) args.factors[token] = factor;
-    }
+    float square = 0;
+    for (int tile = lane; tile < args.square_tiles; tile += 32)
+        square += args.squares[(u64)tile * args.num_tokens + token];
+    const float factor = rsqrtf(sum(square) / SIZE + args.eps);
+    if (lane == 0) args.factors[token] = factor;
+    return factor;
+}
+
+__device__ __forceinline__ void choose(const Arguments& args, int token, const Logits& logits, float factor) {
+    const int lane = threadIdx.x % 32;
     float scores[OF_LANE];
     u32 keys[OF_LANE];
-    float most = -__int_as_float(0x7f800000), total = 0;
+    float most = NOTHING, total = 0;
 #pragma unroll
     for (int i = 0; i < OF_LANE; ++i) {
         const int expert = 32 * i + lane;
-        scores[i] = expert < EXPERTS ? factor * logit(args, token, expert) : -__int_as_float(0x7f800000);
+        scores[i] = factor * logits.of_expert[i];
         if (args.addends && expert < EXPERTS) scores[i] += args.addends[expert];
         most = fmaxf(most, scores[i]);
     }
@@ -131,7 +178,7 @@ __device__ __forceinline__ void choose(const Arguments& args, int token) {
     }
     if (SHARED && lane == TOP_K) {
         args.ids[token * CHOICES + TOP_K] = args.held;
-        args.weights[token * CHOICES + TOP_K] = 1 / (1 + __expf(-factor * logit(args, token, EXPERTS)));
+        args.weights[token * CHOICES + TOP_K] = 1 / (1 + __expf(-factor * logits.of_shared));
     }
 }
 
@@ -227,17 +274,34 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) routing(const __grid_co
     allow_next();
     wait_previous();
     const int warp = threadIdx.x / 32, token = blockIdx.x * TOKENS + warp;
-    if (warp < TOKENS && token < args.num_tokens) choose(args, token);
+    if (warp < TOKENS && token < args.num_tokens)
+        choose(args, token, load_logits(args, token), norm_factor(args, token));
     if (BLOCK == 0 || !is_last_block(args)) return;
     sort<THREADS>(args);
 }
 
 #if WIDE && SIZE % 8 == 0 && (BLOCK == 0 || EXPERTS <= 256)
-// The same for few tokens, with the router's GEMM before it: a warp takes an expert, and the thread block that is done
-// last chooses and sorts.
+// The same for few tokens, with the router's GEMM before it: a warp takes an expert, and the last thread block none. It
+// chooses and sorts, and waits only for thread blocks that GPUs start before it.
 extern "C" __global__ void __launch_bounds__(ROUTER_THREADS, 1) router(const __grid_constant__ Arguments args) {
     constexpr int CHUNKS = (SIZE + 255) / 256;   // of 8 numbers that a lane has of a row, of the last one not all lanes
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, expert = blockIdx.x * TOKENS + warp;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    if (blockIdx.x == gridDim.x - 1) {
+        allow_next();
+        wait_previous();
+        if (warp < args.num_tokens) {
+            const float factor = norm_factor(args, warp);
+            choose(args, warp, take_logits(args, warp), factor);
+        }
+        if (BLOCK == 0) return;
+        if (args.num_tokens == 1) {
+            if (warp == 0) sort_one(args);
+            return;
+        }
+        __syncthreads();
+        return sort<ROUTER_THREADS>(args);
+    }
+    const int expert = blockIdx.x * TOKENS + warp;
     const u16* const of_router = args.router + (u64)min(expert, EXPERTS - 1) * SIZE;
     const uint4* const row = reinterpret_cast<const uint4*>(SHARED && expert == EXPERTS ? args.gate : of_router);
     const auto load = [&](const uint4* from, int i) {
@@ -258,16 +322,8 @@ extern "C" __global__ void __launch_bounds__(ROUTER_THREADS, 1) router(const __g
             total += product(weight[i].z, eight.z) + product(weight[i].w, eight.w);
         }
         total = sum(total);
-        if (lane == 0 && expert < LOGITS) static_cast<float*>(args.logits)[token * LOGITS + expert] = total;
+        float* const logit = static_cast<float*>(args.logits) + token * LOGITS + expert;
+        if (lane == 0 && expert < LOGITS) store_word(logit, written(total));
     }
-    if (!is_last_block(args)) return;
-    if (warp < args.num_tokens) choose(args, warp);
-    if (BLOCK == 0) return;
-    if (args.num_tokens == 1) {
-        if (warp == 0) sort_one(args);
-        return;
-    }
-    __syncthreads();
-    sort<ROUTER_THREADS>(args);
 }
 #endif

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from minisgl_backend.experts_spec import RoutingRule
+from minisgl_backend.kernels.cuda.empty_words import empty_words
 from minisgl_backend.kernels.cuda.module import CudaKernel, CudaModule, address
 from minisgl_backend.kernels.moe import Alignment, Choices
 
@@ -115,6 +116,7 @@ class RoutingKernel:
             module = CudaModule("routing.cu", of_rows, device)
             self._routers[block, all_take] = module.kernel("router", shared_bytes=0)
         self._done = torch.zeros(1, dtype=torch.int32, device=device)
+        self._logits = empty_words((MOST_TOKENS, rule.num_experts + 1), device)
 
     def __call__(
         self,
@@ -160,14 +162,14 @@ class RoutingKernel:
         assert x.is_contiguous() and weight.is_contiguous()
         assert gate is None or gate.is_contiguous()
         all_take = gate is not None
-        num_logits = self._rule.num_experts + all_take
-        logits = torch.empty((len(x), num_logits), dtype=torch.float32, device=x.device)
+        num_choices = self.top_k + all_take
         arguments, routed = self._arguments(
-            len(x), logits, block, bias, correction, squares, eps, num_choices=self.top_k + all_take
+            len(x), self._logits, block, bias, correction, squares, eps, num_choices=num_choices
         )
         arguments.x, arguments.router = address(x), address(weight)
         arguments.gate = address(gate)
-        grid = -(-num_logits // MOST_TOKENS), 1, 1
+        num_logits = self._rule.num_experts + all_take
+        grid = -(-num_logits // MOST_TOKENS) + 1, 1, 1
         self._routers[block, all_take].launch(grid, 32 * MOST_TOKENS, arguments, pdl=pdl)
         return routed
 

@@ -1,0 +1,36 @@
+// Numbers that thread blocks of a launch hand to each other without fences and counters, which would wait for all of a
+// thread block's other memory accesses, too: a word of float32 is EMPTY until it is written, and its reader makes it
+// EMPTY again. Accesses are relaxed, since words need no order: each says itself whether it is there.
+
+#pragma once
+
+#include "basics.cuh"
+
+constexpr u32 EMPTY = 0xffffffffu;           // a NaN, which `written` excludes
+
+// the same, but another NaN for EMPTY, for which its reader would wait without end
+__device__ __forceinline__ float written(float x) {
+    return __uint_as_float(min(__float_as_uint(x), EMPTY - 1));
+}
+
+__device__ __forceinline__ float load_word(const float* p) {
+    float out;
+    asm volatile("ld.relaxed.gpu.global.f32 %0, [%1];" : "=f"(out) : "l"(p) : "memory");
+    return out;
+}
+
+__device__ __forceinline__ void store_word(float* p, float x) {
+    asm volatile("st.relaxed.gpu.global.f32 [%0], %1;" :: "l"(p), "f"(x) : "memory");
+}
+
+__device__ __forceinline__ float4 load_quad(const float4* p) {
+    float4 out;
+    asm volatile("ld.relaxed.gpu.global.v4.f32 {%0,%1,%2,%3}, [%4];"
+                 : "=f"(out.x), "=f"(out.y), "=f"(out.z), "=f"(out.w) : "l"(p) : "memory");
+    return out;
+}
+
+__device__ __forceinline__ void store_quad(float4* p, float4 quad) {
+    asm volatile("st.relaxed.gpu.global.v4.f32 [%0], {%1,%2,%3,%4};"
+                 :: "l"(p), "f"(quad.x), "f"(quad.y), "f"(quad.z), "f"(quad.w) : "memory");
+}

@@ -106,6 +106,8 @@ def _sum_outputs(
 ):
     # All but the outputs and ``shared`` was written before the kernel before this one began, which
     # has waited, or comes after one that has waited, for what wrote it.
+    if PDL and NORM:
+        allow_next()  # a GEMM, which reads weights before it waits
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     mask = i < SIZE
@@ -130,7 +132,8 @@ def _sum_outputs(
         gate = tl.sigmoid(logit)
     if PDL:
         wait_previous()
-        allow_next()  # afterwards: the sum over the ranks reads the residual stream before it waits
+        if not NORM:
+            allow_next()  # the sum over the ranks reads the residual stream before it waits
     at = parts_ptr + (row * TOP_K + choice[:, None]) * SIZE + i[None, :]
     part = tl.load(at, mask=chosen[:, None] & mask[None, :], other=0.0).to(tl.float32)
     x = tl.sum(weight[:, None] * part, axis=0)  # [COLUMNS]

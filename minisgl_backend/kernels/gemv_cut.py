@@ -29,7 +29,6 @@ _MOST_OF_PLAIN: Final = 16 * 2**20
 
 _GROUP: Final = 128
 _PLAIN_COLUMNS: Final = 2
-_WARPS_OF_PLAIN: Final = 8
 _MOST_WARPS: Final = 5
 _OF_A: Final = 256
 """in_features of an adapter's A that a warp multiplies."""
@@ -84,9 +83,10 @@ def gemv_cut(
 
 
 def plain_cut(in_features: int) -> GemvCut:
-    """Of a weight without codes."""
+    """Of a weight without codes. If a multiprocessor has warps for all batches of a row, all of the
+    row is on its way at once."""
     batches = -(-in_features // (_PLAIN_COLUMNS * _GROUP))
-    rounds = -(-batches // _WARPS_OF_PLAIN)
+    rounds = -(-batches // _WARPS_OF_PROCESSOR)
     warps = -(-batches // rounds)
     return GemvCut(_PLAIN_COLUMNS, warps, _WARPS_OF_PROCESSOR // warps)
 

@@ -61,7 +61,7 @@ def test_small_weights() -> None:
 @pytest.mark.parametrize(("height", "in_features"), [(2048, 4096), (2880, 4096)])
 def test_plain_weights(height: int, in_features: int) -> None:
     """Those of Qwen3-30B-A3B and gpt-oss-20b that are added to the residual stream."""
-    assert gemv_cut(height, in_features, None, is_added=True) == GemvCut(2, 8, 2)
+    assert gemv_cut(height, in_features, None, is_added=True) == GemvCut(2, 16, 1)
     assert gemv_cut(height, in_features, None, is_added=False) is None
     assert gemv_cut(height, in_features - 64, None, is_added=True) is None
 

@@ -46,6 +46,8 @@ _MOST_TOKENS_OF_LARGE: Final = 192
 to the second number of multiply-adds (elements times tokens) and the third number of tokens."""
 
 _RING_BYTES: Final = 200 * 1024
+_RING_OF_TWO: Final = 96 * 1024
+"""Of a thread block, and of each if two share a multiprocessor."""
 _MOST_STAGES: Final = 8
 _SHARED_BYTES: Final = 227 * 1024
 """Shared memory of a thread block that has a multiprocessor to itself."""
@@ -162,16 +164,19 @@ def cut_of(
     *,
     head_dim: int | None = None,
     numbers: Numbers = PLAIN,
+    shared: bool = True,
 ) -> Cut:
-    """How to multiply by a weight [height, in_features]; with ``head_dim`` a tile is a head.
+    """How to multiply by a weight [height, in_features]; with ``head_dim`` a tile is a head. Unless
+    ``shared``, there are no more thread blocks than multiprocessors.
 
     For small weights a tile has up to 64 tokens, or more if there would be too many tiles; if there
     are few, each is split. Large weights are read once: a tile has as many tokens as it can. Codes
-    of large ones are multiplied by few tokens in two ways, for a warp mostly waits.
+    of large ones are multiplied by few tokens in two ways, for a warp mostly waits; plain ones by
+    twice as many thread blocks.
     """
     if height * in_features > _MOST_SMALL:
         features = head_dim or (64 if batch <= 8 and height % 128 else 128)
-        return _cut_of_large(batch, height, in_features, features, numbers)
+        return _cut_of_large(batch, height, in_features, features, numbers, shared)
     features = head_dim or (64 if batch <= 8 or height <= 64 else 128)
     tokens = min(batch, 64)
     while (
@@ -184,7 +189,7 @@ def cut_of(
 
 
 def _cut_of_large(
-    batch: int, height: int, in_features: int, features: int, numbers: Numbers
+    batch: int, height: int, in_features: int, features: int, numbers: Numbers, shared: bool
 ) -> Cut:
     tokens = _tokens_of(batch, _MOST_TOKENS_OF_LARGE, numbers)
     ways = 2 if numbers != PLAIN and batch <= FEW_TOKENS else 1
@@ -193,7 +198,11 @@ def _cut_of_large(
     if steps >= _LEAST_EVEN * _MOST_BLOCKS:
         return replace(even, stages=_most_stages(even))
     tile = Cut(features, _tokens_of(batch, 128, numbers), stages=1, numbers=numbers, ways=ways)
-    return _whole_or_split(batch, height, in_features, tile, _MOST_BLOCKS)
+    # not tiles of 64 features, with which one token gains nothing; nor few ones, of which one
+    # multiprocessor has no room for two with as many splits
+    are_wide = features == 128 and 4 * tile.num_tiles(height) > _MOST_BLOCKS
+    two = shared and numbers == PLAIN and batch <= FEW_TOKENS and are_wide
+    return _whole_or_split(batch, height, in_features, tile, _MOST_BLOCKS * (2 if two else 1))
 
 
 def _tokens_of(batch: int, most: int, numbers: Numbers) -> int:
@@ -220,7 +229,8 @@ def _whole_or_split(batch: int, height: int, in_features: int, tile: Cut, most_b
         splits *= 2
     cut = replace(tile, splits=splits)
     steps = -(-steps_of_tile // splits)
-    stages = min(steps, _RING_BYTES // cut.stage_bytes, _most_stages(cut))
+    ring = _RING_BYTES if splits * blocks <= _MOST_BLOCKS else _RING_OF_TWO
+    stages = min(steps, ring // cut.stage_bytes, _most_stages(cut))
     stages = max(stages, -(-cut.finished_bytes // cut.stage_bytes))
     if block == CODES_BLOCK:
         stages += stages % cut.ways

@@ -46,6 +46,7 @@ CUTS = [
     Cut(64, 64, 3, splits=8),
     Cut(64, 16, 4, splits=4),
     Cut(64, 8, 6, splits=8),
+    Cut(128, 8, 5, splits=4),
     Cut(128, 128, 6, splits=4),  # no memory is left for pushed sums
 ]
 EVEN_CUTS = [
@@ -200,6 +201,13 @@ def test_heads(
     norms: bool,
 ) -> None:
     check_heads(device, batch, num_heads, num_kv_heads, head_dim, fp8, norms)
+
+
+@pytest.mark.parametrize("batch", [1, 8])
+@pytest.mark.parametrize("fp8", [False, True])
+def test_heads_that_are_split(device: torch.device, batch: int, fp8: bool) -> None:
+    """As those of Qwen3-30B-A3B, two thread blocks a multiprocessor."""
+    check_heads(device, batch, 32, 4, 128, fp8, True, {batch: Cut(128, 8, 4, splits=4)})
 
 
 @pytest.mark.parametrize("cut", EVEN_CUTS, ids=str)

@@ -158,18 +158,22 @@ class FusedLinear:
                     macros=macros,
                     adapters=None if codes is None else adapters,
                 )
-            cuts = {
-                batch: cut_of(batch, height, in_features, head_dim=head_dim, numbers=numbers)
-                for batch in BATCHES
-                if batch <= most_tokens
-            }
+
+        def cuts_for(adapted: bool) -> Mapping[int, Cut]:
+            if cuts is not None:
+                return cuts
+            # with adapters, thread blocks wait for those that compute x A^T
+            of = partial(cut_of, head_dim=head_dim, numbers=numbers, shared=not adapted)
+            batches = (batch for batch in BATCHES if batch <= most_tokens)
+            return {batch: of(batch, height, in_features) for batch in batches}
 
         self._num_processors = num_processors(device)
         self._device = device
 
         joined: dict[int, _Joined | None] = {}
         if adapters is not None:
-            joined = {batch: self._join(batch, cut, adapters) for batch, cut in cuts.items()}
+            of_adapted = cuts_for(adapted=True)
+            joined = {batch: self._join(batch, cut, adapters) for batch, cut in of_adapted.items()}
 
         def compiled(batch: int, cut: Cut, adapted: bool) -> _CutKernel:
             macros = {**_OF_RESULTS, **_macros(codes), **kind}
@@ -184,12 +188,12 @@ class FusedLinear:
         self._kernels: dict[bool, dict[int, _CutKernel]] = {}
         with ThreadPoolExecutor() as pool:
             for adapted in (False,) if adapters is None else (False, True):
-                make = partial(compiled, adapted=adapted)
-                kernels = list(pool.map(make, cuts, cuts.values()))
-                self._kernels[adapted] = dict(zip(cuts, kernels, strict=True))
+                make, own = partial(compiled, adapted=adapted), cuts_for(adapted)
+                kernels = list(pool.map(make, own, own.values()))
+                self._kernels[adapted] = dict(zip(own, kernels, strict=True))
         self._adapters = adapters
         self._shrink = None if adapters is None else shrink_kernel(device)
-        even = [cut for cut in cuts.values() if cut.even]
+        even = [of.cut for of in self._kernels[False].values() if of.cut.even]
         # a thread block without a step would write no partial result, and another would wait for it
         assert all(cut.num_steps(height, in_features) >= self._num_processors for cut in even)
         elements = max((cut.features * cut.tokens for cut in even), default=0)

@@ -49,6 +49,8 @@ def test_all_can_be_compiled(
     else:
         assert cut.finished_bytes <= cut.stages * cut.stage_bytes
     assert cut.shared_bytes + cut.pushed_bytes <= SHARED_BYTES
+    if not cut.even and batch <= 16 and cut.num_tiles(height) * cut.splits > PROCESSORS:
+        assert cut.splits == 1 or 2 * (cut.shared_bytes + cut.pushed_bytes + 1024) <= 228 * 1024
     assert (cut.shared_bytes + cut.pushed_bytes) % 16 == 0
 
 
@@ -96,6 +98,15 @@ def test_what_was_measured() -> None:
     assert cut_of(64, 4096, 1024, head_dim=128) == Cut(128, 64, stages=8, splits=2)
     assert cut_of(64, 34816, 5120) == Cut(128, 64, stages=8, even=True)
     assert cut_of(256, 6144, 1024) == Cut(128, 128, stages=6)
+
+
+def test_few_tokens_take_two_thread_blocks_a_multiprocessor() -> None:
+    """Queries, keys and values of Qwen3-30B-A3B, and the inputs of a recurrent layer of 35B-A3B."""
+    assert cut_of(8, 5120, 2048, head_dim=128) == Cut(128, 8, stages=5, splits=4)
+    assert cut_of(8, 5120, 2048, head_dim=128, shared=False) == Cut(128, 8, stages=8, splits=2)
+    assert cut_of(32, 5120, 2048, head_dim=128) == Cut(128, 32, stages=8, splits=2)
+    assert cut_of(16, 12288, 2048) == Cut(128, 16, stages=5, splits=2)
+    assert cut_of(8, 4096, 4096) == cut_of(8, 4096, 4096, shared=False)
 
 
 def test_large_weights_of_codes_and_few_tokens_are_multiplied_in_two_ways() -> None:

@@ -28,6 +28,10 @@ _RESERVED: Final = 1024
 """Bytes of a multiprocessor's shared memory that a thread block cannot have. GPUs of compute
 capability 12 then have too little for warps that share 16-bit positions."""
 
+_FEW_A_PROCESSOR: Final = (1, 2)
+"""Thread blocks of a multiprocessor whose warps share positions. One, if that is enough, leaves
+more of the memory that is both: loads of the next kernels, which begin early, need the L1 cache."""
+
 _PART: Final = 16
 _HEADS: Final = 8
 
@@ -170,9 +174,9 @@ class DecodeAttentionKernel:
             of_merging = (num_warps - 1) * quads * 32 * 16 if split else 0
             return num_warps * stages_bytes + of_merging
 
-        def kernels(split: bool, grouped: bool) -> _Kernels:
+        def kernels(per_processor: int, *, split: bool = False, grouped: bool = False) -> _Kernels:
             num_warps = _WARPS if split else math.gcd(num_kv_heads, _WARPS)
-            per_processor = cut.per_processor * _WARPS // num_warps
+            per_processor = per_processor * _WARPS // num_warps
             constants = {
                 "HEAD_DIM": head_dim,
                 "GROUP": group,
@@ -204,10 +208,10 @@ class DecodeAttentionKernel:
         self._shared, self._num_kv_heads = shared, num_kv_heads
         can_split = shared_bytes(_WARPS, split=True) <= memory - _RESERVED
         with ThreadPoolExecutor() as pool:
-            single = pool.submit(kernels, split=False, grouped=False)
-            few = pool.submit(kernels, split=True, grouped=False) if can_split else None
-            self._grouped = None if shared is None else kernels(split=False, grouped=True)
-        self._single, self._few = single.result(), few and few.result()
+            single = pool.submit(kernels, cut.per_processor)
+            few = [pool.submit(kernels, n, split=True) for n in _FEW_A_PROCESSOR if can_split]
+            self._grouped = None if shared is None else kernels(cut.per_processor, grouped=True)
+        self._single, self._few = single.result(), [made.result() for made in few]
         num_pieces = self._single.num_blocks * self._single.num_warps
         self._pieces = empty_words((num_pieces, quads, columns, 8, 4), device)
 
@@ -317,7 +321,7 @@ class DecodeAttentionKernel:
         if grouped:
             assert self._grouped is not None
             return self._grouped, self._shared
-        few = self._few
-        if few and num_rows * self._num_kv_heads <= few.num_blocks:
-            return few, None
+        for few in self._few:
+            if num_rows * self._num_kv_heads <= few.num_blocks:
+                return few, None
         return self._single, None

@@ -243,7 +243,7 @@ def test_no_value_keeps_thread_blocks_waiting(
 @pytest.mark.parametrize(
     "lengths",
     [[300] * 32, [700] * 3, [20] * 15 + [6_000] + [20] * 15, ragged(16, 4_000), [1, 5_000, 1, 900]],
-    ids=["a run each", "three runs each", "a long row", "runs across rows", "one position"],
+    ids=["many", "several runs each", "a long row", "runs across rows", "one position"],
 )
 def test_warps_share_the_positions_of_few_rows(
     device: torch.device, heads: Heads, lengths: list[int], kv_dtype: torch.dtype

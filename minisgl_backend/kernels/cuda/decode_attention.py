@@ -20,10 +20,6 @@ _WARPS: Final = 4
 """Most warps of a thread block; with fewer KV heads there are fewer, and more thread blocks, unless
 these share positions."""
 
-_LEAST_SPLIT: Final = 320
-"""Positions that a thread block has at least whose warps share them: it takes no longer than two
-that must wait for each other."""
-
 _RESERVED: Final = 1024
 """Bytes of a multiprocessor's shared memory that a thread block cannot have. GPUs of compute
 capability 12 then have too little for warps that share 16-bit positions."""
@@ -42,7 +38,7 @@ class Tuning:
 
     A tile has ``parts`` of 16 positions, a warp's ring ``stages`` of tiles, a multiprocessor
     ``per_processor`` thread blocks. ``leaving`` is a row's cost beyond its tiles, in tiles; a run
-    has at least ``least`` tiles.
+    has at least ``least`` tiles, or if warps share them as many as they load at once.
     """
 
     parts: int
@@ -188,7 +184,7 @@ class DecodeAttentionKernel:
                 "STAGES": cut.stages,
                 "PER_PROCESSOR": per_processor,
                 "LEAVING": cut.leaving,
-                "LEAST": _LEAST_SPLIT // (cut.parts * _PART) if split else cut.least,
+                "LEAST": num_warps * cut.stages if split else cut.least,
                 "PARTS": cut.parts,
                 "COLUMNS": columns,
                 "MOST_SLOTS": MOST_SLOTS,

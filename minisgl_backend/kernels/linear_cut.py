@@ -229,7 +229,8 @@ def _whole_or_split(batch: int, height: int, in_features: int, tile: Cut, most_b
         splits *= 2
     cut = replace(tile, splits=splits)
     steps = -(-steps_of_tile // splits)
-    ring = _RING_BYTES if splits * blocks <= _MOST_BLOCKS else _RING_OF_TWO
+    share_processors = splits > 1 and splits * blocks > _MOST_BLOCKS
+    ring = _RING_OF_TWO if share_processors else _RING_BYTES
     stages = min(steps, ring // cut.stage_bytes, _most_stages(cut))
     stages = max(stages, -(-cut.finished_bytes // cut.stage_bytes))
     if block == CODES_BLOCK:

@@ -66,6 +66,34 @@ def test_the_middle_half_of_all_steps_counts(tmp_path: Path) -> None:
         report_trace(trace, top=9, step="_prefill_attention")
 
 
+def test_kernels_of_a_step_in_order(tmp_path: Path) -> None:
+    """The second half of a step: a kernel that waits, one within another, a cleared memory."""
+    events = []
+    for step in range(8):
+        begin = 100.0 * step
+        events += [
+            _event("_begin_decode", begin, 10.0),
+            _event("_rms_norm", begin + 10, 10.0),
+            _event("_sum_outputs", begin + 20, 5.0),
+            _event("_wide_linear", begin + 22, 20.0),
+            _event("_choose", begin + 30, 4.0),
+            _event("Memset (Device)", begin + 50, 1.0, cat="gpu_memset"),
+        ]
+    trace, figures = tmp_path / "trace.json", tmp_path / "figures.json"
+    trace.write_text(json.dumps({"traceEvents": events}))
+    command = ["bench", "trace-table", str(trace), "--in-order", "9", "--json", str(figures)]
+    assert "needs --step" in CliRunner().invoke(main, command).output
+    result = CliRunner().invoke(main, [*command, "--step", "_begin_decode"])
+    assert result.exit_code == 0, result.output
+    content = json.loads(figures.read_text(encoding="utf-8"))
+    assert content["info"]["kernels_a_step"] == 6
+    assert [tuple(row.values()) for row in content["rows"]] == [
+        ("_wide_linear", 0, 20, 17),
+        ("_choose", 8, 12, 0),
+        ("Memset", 28, 29, 9),
+    ]
+
+
 @pytest.mark.parametrize(
     ("name", "short", "kind"),
     [

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,6 +32,9 @@ KINDS: Final = {
 }
 """Kinds of kernels by a pattern in their full names; the first match counts, else ``other``."""
 
+_ON_THE_GPU: Final = frozenset({"kernel", "gpu_memset", "gpu_memcpy"})
+"""Categories of events: what clears and copies memory counts as a kernel."""
+
 _MOST_CHARACTERS: Final = 72
 _MOST_NESTED: Final = 2
 
@@ -42,6 +46,10 @@ class Kernel:
     name: str
     begin_us: float
     duration_us: float
+
+    @property
+    def end_us(self) -> float:
+        return self.begin_us + self.duration_us
 
 
 @dataclass(slots=True)
@@ -86,7 +94,7 @@ def read_kernels(path: Path) -> Iterator[Kernel]:
     except (ValueError, KeyError, TypeError, gzip.BadGzipFile) as error:
         raise click.ClickException(f"{path} is no Chrome trace: {error}") from None
     for event in events:
-        if event.get("cat") == "kernel" and event.get("ph") == "X":
+        if event.get("cat") in _ON_THE_GPU and event.get("ph") == "X":
             yield Kernel(event["name"], float(event["ts"]), float(event["dur"]))
 
 
@@ -101,11 +109,10 @@ def tabulate(kernels: Iterable[Kernel]) -> TraceTable:
     for kernel in ordered:
         name = short[kernel.name]
         line = lines.setdefault(name, Line(kind_of(kernel.name)))
-        end_us = kernel.begin_us + kernel.duration_us
         line.count += 1
         line.total_us += kernel.duration_us
-        line.own_us += max(0.0, end_us - max(kernel.begin_us, covered_us))
-        covered_us = max(covered_us, end_us)
+        line.own_us += max(0.0, kernel.end_us - max(kernel.begin_us, covered_us))
+        covered_us = max(covered_us, kernel.end_us)
     costliest = sorted(lines.items(), key=lambda item: -item[1].own_us)
     return TraceTable(dict(costliest), covered_us - ordered[0].begin_us)
 
@@ -219,14 +226,52 @@ def report_trace(path: Path, *, top: int, step: str | None = None) -> Report:
     return report
 
 
+def report_order(path: Path, *, count: int, step: str) -> Report:
+    """Up to ``count`` kernels of one of the middle steps, from its middle on, in the order in which
+    they began: when each began and ended, since the first one of them began, and by how much it
+    ended later than all before it."""
+    inside, num_steps = middle_steps(list(read_kernels(path)), step)
+    begins_us = sorted(kernel.begin_us for kernel in inside if kernel.name == step)
+    begin_us = begins_us[num_steps // 2]
+    end_us = min((later for later in begins_us if later > begin_us), default=math.inf)
+    kernels = [kernel for kernel in inside if begin_us <= kernel.begin_us < end_us]
+    kernels.sort(key=lambda kernel: kernel.begin_us)
+    first = len(kernels) // 2
+    origin_us = kernels[first].begin_us
+    covered_us = max((kernel.end_us for kernel in kernels[:first]), default=origin_us)
+    report = Report(f"kernels of {path.name}, in order", info={"kernels_a_step": len(kernels)})
+    for kernel in kernels[first : first + count]:
+        report.add(
+            kernel=short_name(kernel.name),
+            begin_us=round(kernel.begin_us - origin_us, 2),
+            end_us=round(kernel.end_us - origin_us, 2),
+            later_us=round(max(0.0, kernel.end_us - covered_us), 2),
+        )
+        covered_us = max(covered_us, kernel.end_us)
+    return report
+
+
 @click.command("trace-table")
 @click.argument("trace", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.option("--top", default=40, show_default=True, help="kernels to show")
 @click.option("--step", help="kernel that begins a step: only the middle half of all steps counts")
+@click.option(
+    "--in-order",
+    type=click.IntRange(min=1),
+    help="show this many kernels of one step, one after the other, instead of sums; needs --step",
+)
 @json_option
-def trace_table(trace: Path, top: int, step: str | None, json_path: Path | None) -> None:
+def trace_table(
+    trace: Path, top: int, step: str | None, in_order: int | None, json_path: Path | None
+) -> None:
     """The kernels of a Chrome trace: calls, durations and shares of the time."""
-    report_trace(trace, top=top, step=step).emit(json_path)
+    if in_order is None:
+        report = report_trace(trace, top=top, step=step)
+    elif step is None:
+        raise click.UsageError("--in-order needs --step, the kernel that begins a step")
+    else:
+        report = report_order(trace, count=in_order, step=step)
+    report.emit(json_path)
 
 
 if __name__ == "__main__":

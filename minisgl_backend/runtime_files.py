@@ -5,8 +5,9 @@ models' processes and the starter of the server do not import each other. Empty 
 by their presence; they are hints, never locks:
 
 - ``queue-open.*`` or ``queue-full.*``, one for each engine that serves. Tokenizers look at them to
-  refuse early. When a model is reloaded, the new engine removes the old one's marker, which tells
-  the old one that it has a successor.
+  refuse early. The last part of the name is the number of tokens that a request may have. When a
+  model is reloaded, the new engine removes the old one's marker, which tells the old one that it
+  has a successor.
 - ``drain``: the starter is about to stop the server, and waits until the engines have removed their
   markers.
 - ``recovering``: the starter reloads a model that died; tokenizers refuse requests until then.
@@ -62,13 +63,14 @@ _PREFIX: Final = "heartbeat"
 class QueueMarker:
     """An engine's marker; ``place`` names the model's instance, which one engine should serve.
 
-    Without a directory there is no marker: requests are refused by the engine alone.
+    ``most_tokens`` is what a request may have, with its answer. Without a directory there is no
+    marker: requests are refused by the engine alone.
     """
 
-    def __init__(self, directory: Path | None, place: str) -> None:
+    def __init__(self, directory: Path | None, place: str, most_tokens: int) -> None:
         self._directory = directory
         # the process id tells a supervisor what to remove if this process was killed
-        self._name = f"{place}.{os.getpid()}.{secrets.token_hex(8)}"
+        self._name = f"{place}.{os.getpid()}.{secrets.token_hex(8)}.{most_tokens}"
         self._full = False
         if directory is not None:
             for state in (QUEUE_OPEN, QUEUE_FULL):
@@ -112,26 +114,31 @@ class MarkerReader:
     def __init__(self, directory: Path | None) -> None:
         self._directory = directory
         self._read_s = float("-inf")
-        self._states: set[str] = set()
+        self._names: list[str] = []
 
     def is_queue_full(self) -> bool:
         """Whether every engine says that its queue is full."""
-        states = self._read()
+        states = {name.partition(".")[0] for name in self._read()}
         return QUEUE_FULL in states and QUEUE_OPEN not in states
 
     def is_recovering(self) -> bool:
         """Whether another model is being reloaded."""
         return RECOVERING_MARKER in self._read()
 
-    def _read(self) -> set[str]:
+    def most_tokens(self) -> int | None:
+        """The tokens that a request may have, whichever engine it goes to; None if none serves."""
+        markers = [name for name in self._read() if name.startswith((QUEUE_OPEN, QUEUE_FULL))]
+        return min((int(name.rpartition(".")[2]) for name in markers), default=None)
+
+    def _read(self) -> list[str]:
         now_s = time.monotonic()
         if self._directory is not None and now_s - self._read_s >= MARKERS_READ_EVERY_S:
             self._read_s = now_s
             try:
-                self._states = {path.name.partition(".")[0] for path in self._directory.iterdir()}
+                self._names = os.listdir(self._directory)
             except OSError:
-                self._states = set()
-        return self._states
+                self._names = []
+        return self._names
 
 
 def write_adapters(directory: Path, paths: Mapping[str, str]) -> None:

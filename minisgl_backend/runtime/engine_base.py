@@ -179,6 +179,11 @@ class EngineBase(ABC):
         """The counts of each replica; none if there is one engine only."""
         return ()
 
+    @property
+    def most_tokens(self) -> int:
+        """The most tokens of a prompt and its answer, by the context and by the pages."""
+        return self._capacity.most_tokens(num_prompt_tokens=0)
+
     def new_id(self) -> RequestId:
         """A number that no other request of this engine has."""
         return RequestId(next(self._ids))

@@ -98,7 +98,9 @@ class TritonPythonModel:
             self._engine, options, reply_to=self._dispatcher.channel.path
         )
         self._marker = QueueMarker(
-            directory, f"{args['model_instance_name']}.{args['model_version']}"
+            directory,
+            f"{args['model_instance_name']}.{args['model_version']}",
+            self._engine.most_tokens,
         )
         self._marking = threading.Lock()
         self._watcher = UnloadWatcher(

@@ -9,7 +9,7 @@ for it: first if the engines' markers say that all queues are full, then by its 
 and the text itself. Tokenizing runs on a pool of threads, so that a long prompt does not
 hold up other requests; how many may be in the pool is bounded. A request without a prompt, such as
 a ``stop_request``, is handled at once however full the queues are: it makes room. Must not know
-pages or steps, and of an engine's queue only its marker.
+pages or steps, and of an engine only its marker.
 
 Invariants: every request gets exactly one response with the final flag. A ``stop_request`` never
 overtakes what it stops: requests of its id that are still in the pool end here.
@@ -238,10 +238,11 @@ class TritonPythonModel:
 
     def _told(self, ids: IntArray, chat_format: ChatFormat | None) -> Arrays:
         """What a lookup is told beside the ids, int32[num_tokens]."""
+        most_tokens = self._markers.most_tokens() or self._context
         return {
             TOKEN_STRS.name: texts_array(self._encoder.names(ids)),
             TEXT.name: text_array(self._encoder.text(ids)),
-            MAX_SEQUENCE_LENGTH.name: np.array([self._context], dtype=np.int32),
+            MAX_SEQUENCE_LENGTH.name: np.array([most_tokens], dtype=np.int32),
             CHAT_FORMAT.name: text_array("null" if chat_format is None else chat_format.to_json()),
         }
 

@@ -7,6 +7,7 @@ import queue
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -16,7 +17,7 @@ import pytest
 from minisgl_backend.config import DEMO_MODEL, EngineOptions, Limits
 from minisgl_backend.request import Finished, FinishReason, Request, Sink
 from minisgl_backend.runtime.engine import Engine
-from minisgl_backend.runtime_files import DRAIN_MARKER, QUEUE_FULL, QUEUE_OPEN
+from minisgl_backend.runtime_files import DRAIN_MARKER, QUEUE_FULL, QUEUE_OPEN, MarkerReader
 from minisgl_backend.tritonserver import window
 from minisgl_backend.tritonserver.channel import DetokenizerChannel
 from minisgl_backend.tritonserver.llm_engine import TritonPythonModel
@@ -302,6 +303,14 @@ def test_a_full_queue_shows_its_room_before_the_last_response(
     asked.sender.cancelled = True
     _, final = asked.sender.sent.get(timeout=PATIENCE_S)
     assert final and list(tmp_path.glob(f"{QUEUE_OPEN}.*"))
+
+
+def test_the_marker_says_what_a_request_may_have(model: Model, tmp_path: Path) -> None:
+    assert MarkerReader(tmp_path).most_tokens() == 60_000
+    options = replace(model._options, num_pages=256)  # a last token needs no place in them
+    small = paced_engine(options, step_s=STEP_S)
+    small.close(drain_s=0)
+    assert small.most_tokens == 256 * options.page_size + 1
 
 
 def test_a_direct_caller_who_gives_up(model: Model) -> None:

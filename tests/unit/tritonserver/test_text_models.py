@@ -154,7 +154,7 @@ def test_errors_reach_the_client(tokenizer: Tokenizer) -> None:
 def test_a_client_that_asks_alone_is_told_the_tokens(tokenizer: Tokenizer, tmp_path: Path) -> None:
     """However full the queues are, and however long the text is."""
     encoder = PromptEncoder.load(DEMO_MODEL)
-    QueueMarker(tmp_path, "a").show(True)
+    QueueMarker(tmp_path, "a", 8192).show(True)
     words = "lorem ipsum " * 10_000
     for value in ("Hello<|im_end|>", "", words):
         request = pb_utils.InferenceRequest(
@@ -170,6 +170,27 @@ def test_a_client_that_asks_alone_is_told_the_tokens(tokenizer: Tokenizer, tmp_p
         assert arrays["max_sequence_length"].tolist() == [8192]
         assert arrays["chat_format"].item() == b"null"
     assert len(ids) > 8192
+
+
+def test_a_client_that_asks_alone_is_told_what_pages_have_room_for(
+    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The context, while no engine says that its pages hold fewer tokens."""
+    monkeypatch.setattr(runtime_files, "MARKERS_READ_EVERY_S", 0.0)
+
+    def told() -> int:
+        request = pb_utils.InferenceRequest(
+            {"text_input": text("x")}, outputs=["max_sequence_length"]
+        )
+        tokenizer.execute([request])
+        return int(outputs(answer_of(request))["max_sequence_length"].item())
+
+    assert told() == 8192
+    markers = [QueueMarker(tmp_path, "a", 4097), QueueMarker(tmp_path, "b", 8192)]
+    markers[0].show(True)
+    assert told() == 4097
+    markers[0].remove()
+    assert told() == 8192
 
 
 def test_a_client_that_asks_alone_is_told_the_format_of_a_chat(tokenizer: Tokenizer) -> None:
@@ -237,7 +258,7 @@ def test_full_engines_are_spared(
 ) -> None:
     """The tokenizer refuses before it tokenizes, if every engine shows that its queue is full."""
     monkeypatch.setattr(runtime_files, "MARKERS_READ_EVERY_S", 0.0)
-    markers = [QueueMarker(tmp_path, "a"), QueueMarker(tmp_path, "b")]
+    markers = [QueueMarker(tmp_path, "a", 8192), QueueMarker(tmp_path, "b", 8192)]
 
     def ask() -> pb_utils.InferenceResponse | None:
         request = pb_utils.InferenceRequest({"text_input": text("x")})

@@ -109,7 +109,7 @@ def test_a_model_that_was_ready_and_is_not_any_more_drains(
 
     watcher = UnloadWatcher(
         ready_url=url_of(("127.0.0.1", server.server_port)),
-        marker=QueueMarker(None, "m"),
+        marker=QueueMarker(None, "m", 64),
         report=report,
         drain=drained.set,
     )
@@ -142,7 +142,7 @@ def test_a_model_that_is_said_not_to_be_ready_after_a_pause_serves_on(
     drained = threading.Event()
     watcher = UnloadWatcher(
         ready_url=url_of(("127.0.0.1", server.server_port)),
-        marker=QueueMarker(None, "m"),
+        marker=QueueMarker(None, "m", 64),
         report=lambda: None,
         drain=drained.set,
     )

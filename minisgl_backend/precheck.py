@@ -29,6 +29,7 @@ from minisgl_backend.weight_format import CONVERT_TO_FP8
 _ITEM_BYTES: Final[Mapping[str, int]] = MappingProxyType(
     {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 )
+_ADAPTERS: Final = "multi_lora.json"
 
 
 def device_type(options: EngineOptions) -> str | None:
@@ -210,6 +211,15 @@ def adapter_paths(options: EngineOptions) -> dict[str, str]:
             raise ConfigError(f"option lora_modules names {name.strip()!r} twice, got {given!r}")
         named[name.strip()] = os.path.expanduser(path.strip())  # shells do not, after a =
     return {**paths, **named}
+
+
+def with_adapters_beside(options: EngineOptions, folder: Path) -> EngineOptions:
+    """The options with the list of adapters in the ``folder`` of the engine's version in the model
+    repository, if there is one and the options name no other: where the vLLM backend has it."""
+    listed = folder / _ADAPTERS
+    if not options.enable_lora or options.multi_lora is not None or not listed.exists():
+        return options
+    return replace(options, multi_lora=str(listed))
 
 
 def check_adapter_folders(options: EngineOptions) -> None:

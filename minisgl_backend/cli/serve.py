@@ -29,9 +29,12 @@ from minisgl_backend.precheck import (
     check_adapter_folders,
     check_meeting_point,
     check_options,
+    check_task_names,
     checked_spec,
     device_type,
+    with_adapters_beside,
 )
+from minisgl_backend.runtime_files import OPTIONS_MODEL
 from minisgl_backend.server.health import HealthServer
 from minisgl_backend.server.installation import Installation, find_installation
 from minisgl_backend.server.launch import ServerOptions, numeric, raise_descriptor_limit
@@ -212,8 +215,9 @@ def checked(options: EngineOptions) -> EngineOptions:
     if (options.nnodes or 1) > 1:
         read_secret(options, os.environ)
     check_meeting_point(options)
-    options = located(options)
+    options = with_adapters_beside(located(options), shipped_repository() / OPTIONS_MODEL / "1")
     check_adapter_folders(options)
+    check_task_names(options)
     checked_spec(options, Path(options.model), device)
     check_tokenizer(Path(options.tokenizer or options.model))
     return options

@@ -21,10 +21,12 @@ import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any, Final
 
 from minisgl_backend.config import EngineOptions, Limits
 from minisgl_backend.errors import InvalidRequest, MiniSGLError, Overloaded, Unsupported
+from minisgl_backend.precheck import with_adapters_beside
 from minisgl_backend.request import Finished, FinishReason
 from minisgl_backend.runtime.engine_base import EngineBase, shutting_down
 from minisgl_backend.runtime_files import QueueMarker, State, read_adapters, write_adapters
@@ -43,7 +45,6 @@ from minisgl_backend.tritonserver.setup import (
     own_options,
     ready_url,
     runtime_directory,
-    with_adapters_beside,
 )
 from minisgl_backend.tritonserver.status import Status, StatusServer
 from minisgl_backend.tritonserver.tensors import make_response, text_array
@@ -76,7 +77,8 @@ class TritonPythonModel:
     @loading
     def initialize(self, args: Mapping[str, str]) -> None:
         """Load the model; a failure fails Triton's load with its cause."""
-        options = with_adapters_beside(own_options(args), args)
+        version_folder = Path(args["model_repository"]) / args["model_version"]
+        options = with_adapters_beside(own_options(args), version_folder)
         directory = runtime_directory()
         self._options = options
         self._limits = Limits()

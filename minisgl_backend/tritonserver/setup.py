@@ -13,7 +13,6 @@ import json
 import logging
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -38,8 +37,6 @@ _TRITON_PARAMETERS: Final = frozenset({"FORCE_CPU_ONLY_INPUT_TENSORS", "EXECUTIO
 _STUB: Final = "triton_python_backend_stub"
 _PARENT_ARGUMENT: Final = 5
 """The index of the stub's argument that holds the id of the process that started it."""
-
-_ADAPTERS: Final = "multi_lora.json"
 
 _Method = TypeVar("_Method", bound=Callable[..., None])
 
@@ -66,15 +63,6 @@ def own_options(args: Mapping[str, str]) -> EngineOptions:
     """The options among a model's own parameters."""
     parameters = json.loads(args["model_config"]).get("parameters", {})
     return _options({name: value["string_value"] for name, value in parameters.items()})
-
-
-def with_adapters_beside(options: EngineOptions, args: Mapping[str, str]) -> EngineOptions:
-    """The options with the list of adapters in the model's version folder, if there is one and the
-    options name no other: where the vLLM backend has it."""
-    listed = Path(args["model_repository"]) / args["model_version"] / _ADAPTERS
-    if not options.enable_lora or options.multi_lora is not None or not listed.exists():
-        return options
-    return replace(options, multi_lora=str(listed))
 
 
 def engine_options(args: Mapping[str, str]) -> EngineOptions:

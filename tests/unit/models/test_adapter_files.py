@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from minisgl_backend.build import build_engine
+from minisgl_backend.cli import serve
 from minisgl_backend.config import DEMO_MODEL, EngineOptions
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.models.adapter_files import Projection, open_adapter
@@ -321,6 +322,20 @@ def test_lists_of_adapters(tmp_path: Path) -> None:
         check_task_names(unknown)
     with pytest.raises(ConfigError, match="lora_task_ids: 8 stands for 'hen'"):
         build_engine(unknown)
+
+
+def test_serve_refuses_a_task_of_an_unknown_adapter_before_it_starts_a_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It knows the adapters that the engine will find in the model repository, too."""
+    beside = tmp_path / "llm_engine" / "1" / "multi_lora.json"
+    beside.parent.mkdir(parents=True)
+    beside.write_text(json.dumps({"doll": str(written(tmp_path))}))
+    monkeypatch.setattr(serve, "shipped_repository", lambda: tmp_path)
+    options = EngineOptions(enable_lora=True, lora_task_ids="1=doll")
+    assert serve.checked(options).multi_lora == str(beside)
+    with pytest.raises(ConfigError, match=r"8 stands for 'hen', and .* \['doll'\]"):
+        serve.checked(replace(options, lora_task_ids="1=doll,8=hen"))
 
 
 @pytest.mark.parametrize(

@@ -18,10 +18,7 @@ import click
 import uvicorn
 from minisgl_client.errors import InvalidArgument
 
-from minisgl_gateway.app import create_app
 from minisgl_gateway.gateway_options import GatewayOptions
-from minisgl_gateway.protocol import protocol_of
-from minisgl_gateway.telemetry import Telemetry
 from minisgl_gateway.tool_dialects import DialectName
 
 _SEND_BUFFER_BYTES: Final = 64 * 2**10
@@ -316,6 +313,11 @@ def _listen(host: str, port: int) -> socket.socket:
 
 def make_server(options: GatewayOptions) -> uvicorn.Server:
     """A server, to be run on a socket: ``server.run(sockets=[listener])``."""
+    # here, so that help does not wait for FastAPI
+    from minisgl_gateway.app import create_app
+    from minisgl_gateway.protocol import protocol_of
+    from minisgl_gateway.telemetry import Telemetry
+
     telemetry = Telemetry()
     config = uvicorn.Config(
         create_app(options, telemetry),

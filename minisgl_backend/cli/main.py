@@ -83,14 +83,21 @@ class LazyGroup(click.Group):
             except ConfigError as error:
                 click.echo(f"Error: {error}", err=True)
                 ctx.exit(_CANNOT_START)
+            except ModuleNotFoundError as error:  # of what a command imports when it runs
+                if error.name not in _EXTRAS:
+                    raise
+                raise click.ClickException(f"{ctx.invoked_subcommand} {_advice(error)}") from None
+
+
+def _advice(error: ModuleNotFoundError) -> str:
+    extra = _EXTRAS.get(error.name or "", "server")
+    return f"needs {error.name}: pip install '.[{extra}]' in a clone"
 
 
 def _unavailable(name: str, error: ModuleNotFoundError) -> click.Command:
     """In place of a command whose packages are not installed: the help lists it, and when called it
     says what to install."""
-    extras = [extra for module, extra in _EXTRAS.items() if error.name == module]
-    extra = extras[0] if extras else "server"
-    advice = f"needs {error.name}: pip install '.[{extra}]' in a clone"
+    advice = _advice(error)
 
     def refuse(rest: tuple[str, ...]) -> None:
         raise click.ClickException(f"{name} {advice}")

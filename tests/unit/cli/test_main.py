@@ -35,11 +35,11 @@ def test_help_lists_what_is_not_installed(group: LazyGroup) -> None:
     assert "planner" in result.output
 
 
-def test_help_brings_no_torch() -> None:
-    """Its import takes longer than all else."""
+@pytest.mark.parametrize("package", ["torch", "fastapi"])
+def test_help_brings_no_package_that_is_slow_to_import(package: str) -> None:
     code = (
         "import sys; from minisgl_backend.cli.main import main; "
-        "main(['--help'], standalone_mode=False); sys.exit('torch' in sys.modules)"
+        f"main(['--help'], standalone_mode=False); sys.exit({package!r} in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
 
@@ -49,6 +49,17 @@ def test_what_is_not_installed_says_what_to_install(group: LazyGroup, arguments:
     result = CliRunner().invoke(group, ["gateway", *arguments])
     assert result.exit_code == 1
     assert result.output == "Error: gateway needs uvicorn: pip install '.[gateway]' in a clone\n"
+
+
+def test_what_is_missing_only_when_a_command_runs(
+    group: LazyGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(sys.modules, "uvicorn")
+    monkeypatch.setitem(sys.modules, "fastapi", None)
+    assert "Serve OpenAI's" in CliRunner().invoke(group, ["--help"]).output
+    result = CliRunner().invoke(group, ["gateway", "--port", "0"])
+    assert result.exit_code == 1
+    assert result.output == "Error: gateway needs fastapi: pip install '.[gateway]' in a clone\n"
 
 
 @pytest.mark.parametrize(

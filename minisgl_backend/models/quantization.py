@@ -169,7 +169,8 @@ def _mxfp4(config: ConfigReader) -> list[Rule]:
 
 
 def _compressed_tensors(config: ConfigReader) -> list[Rule]:
-    """compressed-tensors, as llm-compressor writes it: groups of modules, each with a scheme."""
+    """compressed-tensors, as llm-compressor writes it: groups of modules, each with a scheme. Of
+    several targets that match, a name counts before an expression, and that before a class."""
     _check_kv(config)
     if config.table("transform_config"):
         raise ConfigError(f"{config.where}: transform_config (rotated weights) is not supported")
@@ -178,14 +179,15 @@ def _compressed_tensors(config: ConfigReader) -> list[Rule]:
         raise ConfigError(f"{sparsity.where}: sparse weights are not supported")
     rules = _plain(config, _names(config, "ignore"), _target)
     outer = config.word("format", "dense")
+    schemes: list[tuple[str, Rule]] = []
     for name in config.table("config_groups"):
         groups = ConfigReader(config.table("config_groups"), f"{config.where}: config_groups")
         group = ConfigReader(groups.table(name), f"{groups.where}.{name}")
         form = _scheme(group, group.word("format", outer))
-        if form is not None:
-            targets = _names(group, "targets")
-            rules += [Rule(_regex(group, _target(target)), form) for target in targets]
-    return rules
+        for target in _names(group, "targets"):
+            schemes.append((target, Rule(_regex(group, _target(target)), form)))
+    schemes.sort(key=lambda scheme: (scheme[0] == "Linear", scheme[0].startswith("re:")))
+    return [*rules, *(rule for _, rule in schemes)]
 
 
 def _scheme(group: ConfigReader, layout: str) -> WeightFormat | None:

@@ -541,6 +541,26 @@ REFUSED: Final[dict[str, tuple[dict[str, Any], str]]] = {
 }
 
 
+def test_a_target_that_says_more_counts_before_one_that_says_less() -> None:
+    """Whatever the order of the groups, as compressed-tensors has it."""
+    four = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 64}
+    given = {
+        **_PACK,
+        "config_groups": {
+            "all": {"targets": ["Linear"], "weights": four},
+            "down": {"targets": ["re:.*down_proj"], "weights": {**four, "num_bits": 8}},
+            "first": {"targets": ["model.layers.0.mlp.down_proj"], "weights": four},
+            "head": {"targets": ["re:.*lm_head"], "weights": None},
+        },
+    }
+    formats = read_quantization(ConfigReader({"quantization_config": given}), None)
+    assert formats is not None
+    found = [formats.of(f"model.layers.{at}.mlp.down_proj") for at in (0, 1)]
+    found.append(formats.of("model.layers.1.mlp.up_proj"))
+    assert [form and form.encoding.bits for form in found] == [4, 8, 4]
+    assert formats.of("lm_head") is None
+
+
 @pytest.mark.parametrize(
     ("excluded", "plain_names", "quantized_names"),
     [

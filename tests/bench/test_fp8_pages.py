@@ -9,7 +9,10 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from minisgl_bench.fp8_pages import differences, fp8_pages
+from minisgl_backend.errors import ConfigError
+from minisgl_bench.dummy_model import SHAPES
+from minisgl_bench.fp8_pages import comparable_spec, differences, fp8_pages
+from tests.unit.models.config_jsons import LLAMA_4_SCOUT
 
 
 def test_differences() -> None:
@@ -31,3 +34,14 @@ def test_the_demo_model(tmp_path: Path) -> None:
     assert figures["positions"] == 40
     assert 0 < figures["mean_difference"] < figures["largest_difference"]
     assert figures["largest_difference"] < figures["spread_of_logits"]
+
+
+def test_models_whose_logits_are_not_computed_here(tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(SHAPES["qwen3.6-27b"]))
+    with pytest.raises(ConfigError, match="Qwen3_5ForCausalLM has recurrent layers"):
+        comparable_spec(tmp_path, 256)
+    config.write_text(json.dumps(LLAMA_4_SCOUT))
+    assert comparable_spec(tmp_path, 8192).sections
+    with pytest.raises(ConfigError, match="--length must be <= 8192"):
+        comparable_spec(tmp_path, 8193)

@@ -19,6 +19,7 @@ from torch import Tensor
 from minisgl_backend.attention.base import Chunks, KVScale, PagedKV
 from minisgl_backend.attention.own_kernels import TritonPrefill
 from minisgl_backend.config import DEMO_MODEL
+from minisgl_backend.errors import ConfigError
 from minisgl_backend.execution.storage import KVStorage
 from minisgl_backend.kernels.adapters import AdaptedTokens
 from minisgl_backend.models.build import build_model
@@ -30,6 +31,7 @@ from minisgl_backend.parallel.group import OneRank
 from minisgl_kit.report import Report, json_option
 
 PAGE_SIZE: Final = 16
+_POSITIVE: Final = click.IntRange(min=1)
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
@@ -44,8 +46,12 @@ def prompts_options(checkpoint: str) -> Callable[[_Command], _Command]:
             default=DEMO_MODEL,
             help=f"folder of {checkpoint}  [default: the demo model]",
         ),
-        click.option("--prompts", default=16, show_default=True, help="prompts of random tokens"),
-        click.option("--length", default=256, show_default=True, help="tokens of a prompt"),
+        click.option(
+            "--prompts", default=16, type=_POSITIVE, show_default=True, help="of random tokens"
+        ),
+        click.option(
+            "--length", default=256, type=_POSITIVE, show_default=True, help="tokens of a prompt"
+        ),
     )
 
     def with_options(command: _Command) -> _Command:
@@ -62,7 +68,7 @@ def prompts_options(checkpoint: str) -> Callable[[_Command], _Command]:
 def fp8_pages(model: Path, prompts: int, length: int, json_path: Path | None) -> None:
     """How much fp8 pages change logits, compared with 16-bit pages."""
     device = first_device()
-    spec = load_spec(model)
+    spec = comparable_spec(model, length)
     decoder = build_model(
         spec,
         model,
@@ -80,6 +86,19 @@ def fp8_pages(model: Path, prompts: int, length: int, json_path: Path | None) ->
     report = logits_report("logits over fp8 pages", model, device)
     report.add(positions=len(found), **differences(expected, found))
     report.emit(json_path)
+
+
+def comparable_spec(folder: Path, length: int) -> ModelSpec:
+    """The spec of a checkpoint whose logits ``logits_over`` computes, for prompts of ``length``.
+
+    Raises ``ConfigError`` for one with recurrent states, and for prompts of several sections.
+    """
+    spec = load_spec(folder)
+    if spec.delta_net is not None:
+        raise ConfigError(f"{spec.architecture} has recurrent layers, which are not compared")
+    if (section := spec.attention_shape().for_context(length).section) is not None:
+        raise ConfigError(f"{spec.architecture} attends in sections: --length must be <= {section}")
+    return spec
 
 
 def first_device() -> torch.device:

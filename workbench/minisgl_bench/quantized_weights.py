@@ -19,7 +19,6 @@ from torch import Tensor
 
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.models.build import build_model
-from minisgl_backend.models.catalog import load_spec
 from minisgl_backend.models.spec import ModelSpec
 from minisgl_backend.parallel.group import OneRank
 from minisgl_backend.weight_format import (
@@ -31,6 +30,7 @@ from minisgl_backend.weight_format import (
     WeightFormats,
 )
 from minisgl_bench.fp8_pages import (
+    comparable_spec,
     differences,
     first_device,
     logits_over,
@@ -60,7 +60,7 @@ _FORMATS: Final[Mapping[str, tuple[Encoding, tuple[int | None, int | None], bool
 @json_option
 def quantized_weights(model: Path, prompts: int, length: int, json_path: Path | None) -> None:
     """How much quantized weights change logits, compared with plain ones."""
-    spec = load_spec(model)
+    spec = comparable_spec(model, length)
     if spec.weights is not None:
         raise ConfigError(f"the weights of {model} are quantized already: {spec.weights}")
     device = first_device()

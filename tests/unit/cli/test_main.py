@@ -85,6 +85,13 @@ def test_an_unknown_command_is_told_the_nearest(arguments: list[str], hint: str)
     assert result.output.endswith(f"No such command {hint}\n")
 
 
+def test_a_request_that_a_benchmark_cannot_make_is_one_line() -> None:
+    sizes = ["--shared", "9000", "--groups", "1", "--num-pages", "8"]
+    result = CliRunner().invoke(main, ["bench", "prefixes", *sizes])
+    assert result.exit_code == 2
+    assert result.output.endswith("Error: prompt of 9128 tokens does not fit the context of 8192\n")
+
+
 @pytest.mark.parametrize("option", ["--host", "--model", "--max-queued-requests"])
 def test_a_value_that_is_empty(option: str) -> None:
     result = CliRunner().invoke(main, ["serve", option, "", "--allow-remote"])

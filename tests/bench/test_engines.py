@@ -67,6 +67,12 @@ def test_decode_steps_without_graphs_are_measured_if_asked_for(eager: bool, tmp_
         assert row["eager_ms"] > 0 if eager else row["eager_ms"] == "-"
 
 
+def test_fewer_adapters_than_slots_are_measured(tmp_path: Path) -> None:
+    command = ["adapters", "--names", "2", "--batch-size", "2", "--context", "4", "--steps", "2"]
+    rows = figures_of([*command, *SMALL], tmp_path)["rows"]
+    assert [row["adapters"] for row in rows] == ["none", "one", "all"]
+
+
 @pytest.mark.parametrize(("num_ranks", "nccl"), [(1, None), (2, "2.28.9")])
 def test_versions_of_a_gpu_s_libraries(
     num_ranks: int, nccl: str | None, monkeypatch: pytest.MonkeyPatch

@@ -73,7 +73,7 @@ def adapters(
             options,
             enable_lora=True,
             max_lora_rank=max(rank, options.max_lora_rank),
-            max_cpu_loras=options.max_cpu_loras or names,
+            max_cpu_loras=options.max_cpu_loras or max(names, options.max_loras),
         )
         with running_engine(options) as (engine, _):
             known = [engine.adapters.load(f"adapter-{i}", str(path)) for i in range(names)]

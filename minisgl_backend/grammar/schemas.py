@@ -26,6 +26,7 @@ _SCHEMAS: Final = ("items", "additionalItems", "additionalProperties")
 _ANNOTATIONS: Final = frozenset(
     {"title", "description", "default", "examples", "deprecated", "$comment"}
 )
+_EXACT: Final = ("enum", "const", "pattern")
 _STRING: Final = {"type": "string"}
 _ANY_TEXT: Final = frozenset({"binary", "password", "path", "file-path", "directory-path"})
 """Formats that say what a text is for: those of OpenAPI and of pydantic."""
@@ -200,8 +201,21 @@ def _resolved(schema: Any, root: Schema) -> Schema:
             return schema
         beside = {key: value for key, value in schema.items() if key != "$ref"}
         found = _at(schema["$ref"], root)
-        schema = {**found, **beside} if isinstance(found, dict) else found
+        schema = _together(found, beside) if isinstance(found, dict) else found
     return {}
+
+
+def _together(one: Schema, other: Schema) -> Schema:
+    """What every value follows that follows both; where both say something else, what the other
+    says. {} if their values, or a pattern, differ."""
+    if any(key in one and key in other and one[key] != other[key] for key in _EXACT):
+        return {}
+    both = {**one, **other}
+    if isinstance(one.get("properties"), dict) and isinstance(other.get("properties"), dict):
+        both["properties"] = {**one["properties"], **other["properties"]}
+    if isinstance(one.get("required"), list) and isinstance(other.get("required"), list):
+        both["required"] = [*one["required"], *other["required"]]
+    return both
 
 
 def _at(pointer: Any, root: Schema) -> Any:

@@ -61,6 +61,10 @@ def test_what_says_nothing_is_left_out(schema: dict[str, Any], same: dict[str, A
         {"propertyNames": {"pattern": "^a"}, "properties": {"b": TEXT}},
         {"propertyNames": {"$ref": "other.json"}},
         {"properties": {"a": {"$id": "a", "uniqueItems": False}}},
+        {
+            "propertyNames": {"$ref": "#/$defs/name", "enum": ["b", "c"]},
+            "$defs": {"name": {"enum": ["a", "b"]}},
+        },
     ],
 )
 def test_what_cannot_be_said_otherwise_stays(schema: dict[str, Any]) -> None:
@@ -108,6 +112,11 @@ def ref(name: str) -> dict[str, Any]:
     return {"$ref": f"#/$defs/{name}"}
 
 
+def tagged(name: str, tag: str) -> dict[str, Any]:
+    """What is referred to, with a tag beside its own properties."""
+    return {**ref(name), "properties": {"tag": {"const": tag}}, "required": ["tag"]}
+
+
 @pytest.mark.parametrize(
     ("alternatives", "is_plain"),
     [
@@ -130,6 +139,11 @@ def ref(name: str) -> dict[str, Any]:
         ([ref("none"), ref("list")], False),
         ([{"$ref": "other.json"}, ref("list")], False),
         ([True, ref("list")], False),
+        ([tagged("open", "a"), tagged("open", "b")], True),  # as serde has it
+        ([{**ref("cat"), "properties": {"z": TEXT}}, ref("cat")], False),
+        ([{**ref("one"), "const": 2}, ref("one")], False),
+        ([{**ref("one"), "const": 1}, ref("list")], True),
+        ([{**ref("square"), "required": ["disc"]}, ref("disc")], True),
     ],
 )
 def test_alternatives_that_exclude_each_other(alternatives: list[Any], is_plain: bool) -> None:

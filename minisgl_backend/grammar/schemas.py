@@ -4,6 +4,8 @@
 - ``oneOf`` whose alternatives exclude each other, which llguidance does not see of a ``$ref``, is
   ``anyOf``.
 - ``propertyNames`` that lists names, or has a pattern, is ``properties`` or ``patternProperties``.
+- An exclusive bound is a number beside it, if the other bound is less than 1 away: there llguidance
+  lets a bound that is a whole number through.
 
 What else llguidance does not enforce stays, for it to refuse. Must not know where a schema is used.
 """
@@ -11,6 +13,7 @@ What else llguidance does not enforce stays, for it to refuse. Must not know whe
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import combinations
@@ -32,6 +35,8 @@ _ANY_TEXT: Final = frozenset({"binary", "password", "path", "file-path", "direct
 """Formats that say what a text is for: those of OpenAPI and of pydantic."""
 _OBJECT: Final = frozenset({"object"})
 _ANYTHING: Final = _OBJECT | {"null", "boolean", "number", "string", "array"}
+_LEAST: Final = 1e-15
+"""The least distance from a bound: llguidance reads no number of hundreds of digits."""
 _MOST_DEPTH: Final = 128
 """Beyond that llguidance reads no JSON."""
 _MOST_STEPS: Final = 8
@@ -65,6 +70,7 @@ def _plain(schema: dict[str, Any], root: Schema, depth: int) -> dict[str, Any]:
     }
     if "propertyNames" in found:
         found = _with_names(found, root)
+    found = _with_near_bounds(found)
     alternatives = found.get("oneOf")
     if not found.keys() & {"anyOf", "discriminator"} and _exclude_each_other(alternatives, root):
         found["anyOf"] = found.pop("oneOf")
@@ -108,6 +114,35 @@ def _with_names(schema: dict[str, Any], root: Schema) -> dict[str, Any]:
         by_pattern = {"patternProperties": {names["pattern"]: others}}
         return {**rest, **by_pattern, "additionalProperties": False}
     return schema
+
+
+def _with_near_bounds(schema: dict[str, Any]) -> dict[str, Any]:
+    """The schema without exclusive bounds that are whole numbers, if the bounds are near."""
+    low = _bounds(schema, "minimum", "exclusiveMinimum")
+    high = _bounds(schema, "maximum", "exclusiveMaximum")
+    if not (low and high) or min(high.values()) - max(low.values()) >= 1:
+        return schema
+    found = dict(schema)
+    for exclusive, inclusive, tighter, sign in (
+        ("exclusiveMinimum", "minimum", max, 1),
+        ("exclusiveMaximum", "maximum", min, -1),
+    ):
+        bound = {**low, **high}.get(exclusive)
+        if bound is not None and float(bound).is_integer():
+            del found[exclusive]
+            beside = bound + sign * max(_LEAST, math.ulp(bound))
+            found[inclusive] = tighter(beside, found.get(inclusive, beside))
+    return found
+
+
+def _bounds(schema: Schema, *keys: str) -> dict[str, float]:
+    """Those of the keywords that are numbers, up to which floats are exact."""
+    given = {key: schema[key] for key in keys if key in schema}
+    return {
+        key: bound
+        for key, bound in given.items()
+        if isinstance(bound, int | float) and not isinstance(bound, bool) and abs(bound) < 2**53
+    }
 
 
 def _exclude_each_other(alternatives: Any, root: Schema) -> bool:

@@ -207,6 +207,8 @@ def _closed(**properties: Any) -> dict[str, Any]:
             ['["a", "a"]'],
             ["[1]"],
         ),
+        ({"type": "number", "exclusiveMinimum": 0, "maximum": 0.5}, ["0.25", "0.001"], ["0"]),
+        ({"type": "number", "minimum": -0.5, "exclusiveMaximum": 0}, ["-0.5"], ["0", "-0"]),
     ],
 )
 def test_schemas_in_words_that_are_enforced(

@@ -65,10 +65,30 @@ def test_what_says_nothing_is_left_out(schema: dict[str, Any], same: dict[str, A
             "propertyNames": {"$ref": "#/$defs/name", "enum": ["b", "c"]},
             "$defs": {"name": {"enum": ["a", "b"]}},
         },
+        {"exclusiveMinimum": 0, "maximum": 1},
+        {"exclusiveMinimum": 0, "minimum": 0.5},
+        {"exclusiveMinimum": 0.25, "exclusiveMaximum": 0.75},
+        {"exclusiveMinimum": True, "minimum": 0, "maximum": 0.5},
+        {"exclusiveMinimum": 10**400, "maximum": 10**400},
     ],
 )
 def test_what_cannot_be_said_otherwise_stays(schema: dict[str, Any]) -> None:
     assert plain(schema) == schema
+
+
+@pytest.mark.parametrize(
+    ("schema", "same"),
+    [
+        ({"exclusiveMinimum": 0, "maximum": 0.5}, {"minimum": 1e-15, "maximum": 0.5}),
+        ({"exclusiveMinimum": 0, "minimum": 0.1, "maximum": 0.5}, {"minimum": 0.1, "maximum": 0.5}),
+        (
+            {"exclusiveMaximum": -1, "exclusiveMinimum": -1.5},
+            {"maximum": -1 - 1e-15, "exclusiveMinimum": -1.5},
+        ),
+    ],
+)
+def test_bounds_that_are_near(schema: dict[str, Any], same: dict[str, Any]) -> None:
+    assert plain({"items": schema}) == {"items": same}
 
 
 def test_names_are_properties() -> None:

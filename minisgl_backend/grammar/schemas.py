@@ -1,6 +1,7 @@
 """Rewrites JSON schemas into equivalent ones whose keywords llguidance enforces.
 
-- A keyword that constrains nothing, such as ``uniqueItems: false``, is left out.
+- A keyword that constrains nothing, such as ``uniqueItems: false``, is left out, and so is one that
+  ``is_changed``: where all keywords count, ``sources`` refuses it.
 - ``oneOf`` whose alternatives exclude each other, which llguidance does not see of a ``$ref``, is
   ``anyOf``.
 - ``propertyNames`` that lists names, or has a pattern, is ``properties`` or ``patternProperties``.
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import combinations
 from typing import Any, Final, TypeAlias
@@ -60,13 +61,36 @@ def says_nothing(key: str, schema: Schema) -> bool:
     return key == "format" and isinstance(given, str) and given in _ANY_TEXT
 
 
+def is_changed(key: str, value: Any) -> bool:
+    """Whether a keyword lists an integer that llguidance, which reads floats, would change."""
+    return key in ("const", "enum") and any(map(_is_rounded, _integers(value)))
+
+
+def _integers(value: Any) -> Iterator[int]:
+    waiting = [value]
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, int):
+            yield one
+        elif isinstance(one, list | dict):
+            waiting += one.values() if isinstance(one, dict) else one
+
+
+def _is_rounded(integer: int) -> bool:
+    """Whether no float has this value."""
+    try:
+        return int(float(integer)) != integer
+    except OverflowError:
+        return True
+
+
 def _plain(schema: dict[str, Any], root: Schema, depth: int) -> dict[str, Any]:
     if depth == 0 or (schema is not root and "$id" in schema):  # its references have another root
         return schema
     found = {
         key: _inside(key, value, root, depth - 1)
         for key, value in schema.items()
-        if not says_nothing(key, schema)
+        if not (says_nothing(key, schema) or is_changed(key, value))
     }
     if "propertyNames" in found:
         found = _with_names(found, root)

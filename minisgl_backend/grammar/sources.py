@@ -26,9 +26,9 @@ from typing import Any, Final
 
 from llguidance import LLMatcher, grammar_from
 
-from minisgl_backend.errors import InvalidRequest
+from minisgl_backend.errors import InvalidRequest, Unsupported
 from minisgl_backend.grammar import channels, structural_tags
-from minisgl_backend.grammar.schemas import NAMES, says_nothing
+from minisgl_backend.grammar.schemas import NAMES, is_changed, says_nothing
 from minisgl_backend.grammar.structural_tags import quoted, spaced
 from minisgl_backend.request import Grammar, GrammarKind, TokenId
 
@@ -39,6 +39,7 @@ _WITH_SCHEMAS: Final = (GrammarKind.JSON_SCHEMA, GrammarKind.STRUCTURAL_TAG)
 _MOST_CHARACTERS: Final = 230
 _MOST_PLACES: Final = 5
 _MOST_OF_PLACES: Final = 100
+_LONG_NUMBER: Final = re.compile("[0-9]{16}")
 _LARK_AROUND: Final = re.compile(r"^at \d+\(\d+\): |\n\s*\d+ \|.*", re.DOTALL)
 _SCHEMAS: Final = ("items", "schema", "json_schema")
 _LISTS: Final = ("allOf", "anyOf", "oneOf", "prefixItems")
@@ -91,7 +92,7 @@ def to_llguidance(grammar: Grammar, special_tokens: Mapping[str, TokenId]) -> st
     kind, source = grammar.kind, grammar.source
     if grammar.channels:
         if kind is GrammarKind.STRUCTURAL_TAG:
-            tag = structural_tags.read(_parsed(source, "a structural tag"))
+            tag = structural_tags.read(_with_schemas(source, "a structural tag"))
             if channels.are_messages(tag):
                 return LLMatcher.grammar_from_lark(channels.lark_of_messages(tag, special_tokens))
         form = to_llguidance(replace(grammar, channels=False), special_tokens)
@@ -99,7 +100,7 @@ def to_llguidance(grammar: Grammar, special_tokens: Mapping[str, TokenId]) -> st
     if kind is GrammarKind.JSON_OBJECT:
         return LLMatcher.grammar_from_json_schema(spaced({"type": "object"}))
     if kind is GrammarKind.JSON_SCHEMA:
-        schema = _parsed(source, "a JSON schema")
+        schema = _with_schemas(source, "a JSON schema")
         if not isinstance(schema, dict | bool):
             raise InvalidRequest("a JSON schema must be an object, true or false")
         return LLMatcher.grammar_from_json_schema(spaced(schema))
@@ -109,7 +110,7 @@ def to_llguidance(grammar: Grammar, special_tokens: Mapping[str, TokenId]) -> st
         return LLMatcher.grammar_from_lark("start: " + " | ".join(map(quoted, _choices(source))))
     if kind is GrammarKind.STRUCTURAL_TAG:
         return LLMatcher.grammar_from_lark(
-            structural_tags.read(_parsed(source, "a structural tag")).lark(special_tokens)
+            structural_tags.read(_with_schemas(source, "a structural tag")).lark(special_tokens)
         )
     try:
         return grammar_from("grammar", source)
@@ -209,6 +210,23 @@ def _parsed(source: str, what: str) -> Any:
         return json.loads(source)
     except (ValueError, RecursionError) as error:
         raise InvalidRequest(f"{what} must be JSON: {one_line(str(error))}") from error
+
+
+def _with_schemas(source: str, what: str) -> Any:
+    """The JSON of one or several schemas. Raises ``Unsupported`` if one of them, unless a structure
+    is lenient, lists an integer that would be changed."""
+    parsed = _parsed(source, what)
+    if _LONG_NUMBER.search(source):
+        structures = parsed.get("structures") if isinstance(parsed, dict) else None
+        lenient = tuple(
+            f"#/structures/{at}/"
+            for at, one in enumerate(structures if isinstance(structures, list) else ())
+            if isinstance(one, dict) and one.get("lenient") is True
+        )
+        for place, key, value in _keywords(parsed):
+            if is_changed(key, value) and not place.startswith(lenient):
+                raise Unsupported(f"integers beyond 2**53 are not supported, at {_shown([place])}")
+    return parsed
 
 
 def _choices(source: str) -> list[str]:

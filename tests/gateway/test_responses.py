@@ -198,6 +198,8 @@ def test_a_call_cannot_be_required_without_tools() -> None:
         ({"properties": []}, False),
         ({"$ref": "https://example.org/schema"}, False),
         (7, False),
+        ({"properties": {"id": {"enum": [2**53, 2**53 + 2]}}}, False),
+        ({"properties": {"id": {"const": 2**53}}}, True),
     ],
 )
 def test_tools_are_strict_if_their_schemas_allow_it(schema: Any, is_strict: bool) -> None:

@@ -209,6 +209,7 @@ def _closed(**properties: Any) -> dict[str, Any]:
         ),
         ({"type": "number", "exclusiveMinimum": 0, "maximum": 0.5}, ["0.25", "0.001"], ["0"]),
         ({"type": "number", "minimum": -0.5, "exclusiveMaximum": 0}, ["-0.5"], ["0", "-0"]),
+        ({"enum": [2**53, 2**60]}, [str(2**53), str(2**60)], []),
     ],
 )
 def test_schemas_in_words_that_are_enforced(
@@ -357,6 +358,8 @@ def test_a_lenient_structure_leaves_out_what_cannot_be_enforced(grammars: Gramma
     for text, is_right in (("<1>", True), ("<x>", False)):
         matcher = compiled(grammars, "structural_tag", tag)
         assert follow(grammars, matcher, text) == is_right
+    structure["schema"] = {"type": "integer", "enum": [2**53 + 1]}
+    assert follow(grammars, compiled(grammars, "structural_tag", tag), f"<{2**53 + 1}>")
 
 
 @pytest.mark.parametrize(
@@ -531,6 +534,16 @@ def test_a_section_of_tokens_that_there_are_not(grammars: Grammars, section: Any
                 "triggers": ["<"],
             },
             "at #/structures/0/schema/items",
+        ),
+        (
+            "json_schema",
+            {"properties": {"id": {"enum": [1, {"a": [2**53 + 1]}]}}},
+            "integers beyond 2.*not supported, at #/properties/id/enum$",
+        ),
+        (
+            "structural_tag",
+            {"structures": [{"begin": "<", "schema": {"const": 10**400}}], "triggers": ["<"]},
+            "at #/structures/0/schema/const$",
         ),
         ("choice", '["\\ud800"]', "surrogate|utf-8"),
         ("regex", "\ud800", "surrogate|UTF-8"),

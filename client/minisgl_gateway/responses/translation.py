@@ -238,6 +238,9 @@ def can_be_enforced(schema: Any) -> bool:
         return False
     if not str(schema.get("$ref", "#")).startswith("#"):
         return False
+    listed = schema.get("enum", [])
+    if not isinstance(listed, list) or any(map(_is_large, [schema.get("const"), *listed])):
+        return False
     subschemas = [schema[name] for name in ("items", "additionalProperties") if name in schema]
     for name in ("properties", "$defs", "definitions"):
         named = schema.get(name, {})
@@ -246,6 +249,11 @@ def can_be_enforced(schema: Any) -> bool:
         subschemas += named.values()
     either = schema.get("anyOf", [])
     return isinstance(either, list) and all(map(can_be_enforced, [*subschemas, *either]))
+
+
+def _is_large(value: Any) -> bool:
+    """Whether it is an integer that a float may not hold."""
+    return isinstance(value, int) and abs(value) > 2**53
 
 
 _ENFORCED: Final = frozenset(

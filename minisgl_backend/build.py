@@ -164,6 +164,8 @@ def build_scheduler(
         on_gpu = _OVERTAKEN_ON_GPU if info.reads_groups else 0
         by_prefix = _OVERTAKEN_ON_CPU if on_cpu else on_gpu
         max_overtaken = _OVERTAKEN_BY_LPM if options.schedule_policy == "lpm" else by_prefix
+        if options.cache == "naive":
+            max_overtaken = 0  # nothing is gained by it
     config = SchedulerConfig(
         max_running_requests=options.max_running_requests,
         max_prefill_tokens=options.max_prefill_tokens,

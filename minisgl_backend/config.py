@@ -132,8 +132,9 @@ class EngineOptions:
     max_overtaken: int | None = option(
         None,
         "most later requests that may pass a waiting one, so that requests with a common prefix "
-        "compute it once and run together; 0: none; auto: 64 with lpm, else 256 on a CPU, 1024 on "
-        "a GPU whose decoding requests read shared pages together, 0 on others",
+        "compute it once and run together; 0: none; auto: 0 with cache naive, 64 with lpm, else "
+        "256 on a CPU, 1024 on a GPU whose decoding requests read shared pages together, 0 on "
+        "others",
         minimum=0,
     )
     overlap: bool = option(True, "plan the next step while the current one runs")

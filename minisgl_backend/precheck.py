@@ -76,6 +76,7 @@ def check_options(options: EngineOptions, device: str | None) -> None:
             ("group_attention", options.group_attention and "true"),
             ("schedule_policy", options.schedule_policy == "lpm" and "lpm"),
             ("state_snapshots", options.state_snapshots),
+            ("max_overtaken", options.max_overtaken),
         ):
             if value:
                 raise ConfigError(f"option {name}={value} needs cache=radix")

@@ -369,6 +369,7 @@ def test_decode_steps_are_captured_up_to_the_most_running_requests(
         ("cuda", False, {}, 0),
         ("cpu", True, {}, 256),
         ("cpu", False, {}, 256),
+        ("cpu", True, {"cache": "naive"}, 0),
         ("cuda", True, {"schedule_policy": "lpm"}, 64),
         ("cuda", True, {"max_overtaken": 5}, 5),
     ],

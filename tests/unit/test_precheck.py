@@ -74,6 +74,7 @@ def test_the_device_is_known_where_it_is_named() -> None:
             "schedule_policy=lpm needs cache=radix",
         ),
         ({"state_snapshots": 2, "cache": "naive"}, None, "state_snapshots=2 needs cache=radix"),
+        ({"max_overtaken": 5, "cache": "naive"}, None, "max_overtaken=5 needs cache=radix"),
         ({"max_loras": 4}, None, "max_loras needs enable_lora"),
         ({"max_lora_rank": 32}, None, "max_lora_rank needs enable_lora"),
         ({"moe_backend": "torch"}, "cuda", "moe_backend=torch on a GPU needs cuda_graph"),

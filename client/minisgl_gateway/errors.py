@@ -256,7 +256,9 @@ def _too_long_sentence(
 ) -> str:
     """The same as OpenAI says it, in the words that clients look for."""
     prompt = "messages" if "messages" in fields else names.get("prompt", "prompt")
-    context = int(found["context"]) * int(found["num_pages"] or 1)
+    context = int(found["context"])
+    if found["num_pages"] is not None:  # which are full before the last token: it needs no place
+        context = context * int(found["num_pages"]) + 1
     sentence = f"This model's maximum context length is {context} tokens. However, "
     if found["max_tokens"] is None:
         fills = found["length"] == f"{context} tokens"

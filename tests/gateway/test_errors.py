@@ -69,7 +69,7 @@ def test_the_engine_speaks_so() -> None:
             300,
             200,
             25,
-            "400 tokens. However, you requested 500 tokens (300 in the messages, 200 in the ",
+            "401 tokens. However, you requested 500 tokens (300 in the messages, 200 in the ",
         ),
     ],
 )

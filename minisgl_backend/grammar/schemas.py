@@ -7,6 +7,8 @@
 - ``propertyNames`` that lists names, or has a pattern, is ``properties`` or ``patternProperties``.
 - An exclusive bound is a number beside it, if the other bound is less than 1 away: there llguidance
   lets a bound that is a whole number through.
+- No pattern has a negated class with NUL in it: llguidance takes an escaped quote or backslash for
+  a character of such a class, as of ``[^"]``, whether it is one or not.
 
 What else llguidance does not enforce stays, for it to refuse. Must not know where a schema is used.
 """
@@ -15,6 +17,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import combinations
@@ -25,6 +28,10 @@ Schema: TypeAlias = Mapping[str, Any]
 
 NAMES: Final = ("properties", "patternProperties", "$defs", "definitions")
 """Keywords whose objects have names in place of keywords."""
+NOT_NUL: Final = r"[^\x00"
+"""What negated classes of patterns begin with."""
+_NEGATED: Final = re.compile(r"\\.|\[\^(?!\])(?P<hyphen>-?)", re.DOTALL)
+"""What is escaped, or the beginning of a negated class; one that begins with ``]`` stays."""
 _LISTS: Final = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
 _SCHEMAS: Final = ("items", "additionalItems", "additionalProperties")
 _ANNOTATIONS: Final = frozenset(
@@ -101,12 +108,23 @@ def _plain(schema: dict[str, Any], root: Schema, depth: int) -> dict[str, Any]:
     return found
 
 
+def without_nul(pattern: str) -> str:
+    """The pattern with NUL in none of its negated classes."""
+    return _NEGATED.sub(
+        lambda found: found[0] if found[0][0] == "\\" else NOT_NUL + "\\-" * len(found["hyphen"]),
+        pattern,
+    )
+
+
 def _inside(key: str, value: Any, root: Schema, depth: int) -> Any:
-    """What stands behind a keyword, with its schemas made plain."""
+    """What stands behind a keyword, with its schemas and patterns made plain."""
+    if key == "pattern" and isinstance(value, str):
+        return without_nul(value)
     if isinstance(value, dict):
         if key in NAMES:
+            spelled = without_nul if key == "patternProperties" else str
             return {
-                name: _plain(one, root, depth) if isinstance(one, dict) else one
+                spelled(name): _plain(one, root, depth) if isinstance(one, dict) else one
                 for name, one in value.items()
             }
         if key in _SCHEMAS:
@@ -134,8 +152,9 @@ def _with_names(schema: dict[str, Any], root: Schema) -> dict[str, Any]:
             },
             "additionalProperties": False,
         }
-    if "pattern" in names and names.keys() <= {"type", "pattern"} and not properties:
-        by_pattern = {"patternProperties": {names["pattern"]: others}}
+    is_pattern = isinstance(names.get("pattern"), str) and names.keys() <= {"type", "pattern"}
+    if is_pattern and not properties:
+        by_pattern = {"patternProperties": {without_nul(names["pattern"]): others}}
         return {**rest, **by_pattern, "additionalProperties": False}
     return schema
 

@@ -28,7 +28,7 @@ from llguidance import LLMatcher, grammar_from
 
 from minisgl_backend.errors import InvalidRequest, Unsupported
 from minisgl_backend.grammar import channels, structural_tags
-from minisgl_backend.grammar.schemas import NAMES, is_changed, says_nothing
+from minisgl_backend.grammar.schemas import NAMES, NOT_NUL, is_changed, says_nothing
 from minisgl_backend.grammar.structural_tags import quoted, spaced
 from minisgl_backend.request import Grammar, GrammarKind, TokenId
 
@@ -123,7 +123,7 @@ def complaint(error: str, grammar: Grammar) -> str:
     if grammar.kind is GrammarKind.STRUCTURAL_TAG or grammar.channels:
         # the Lark around it is not the client's
         error = _LARK_AROUND.sub("", error)
-    line = one_line(error)
+    line = one_line(error).replace(NOT_NUL, "[^")
     if "recursion limit exceeded" in line:
         return TOO_DEEP
     if line.startswith("NoExtension"):

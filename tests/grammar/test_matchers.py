@@ -209,6 +209,8 @@ def _closed(**properties: Any) -> dict[str, Any]:
         ),
         ({"type": "number", "exclusiveMinimum": 0, "maximum": 0.5}, ["0.25", "0.001"], ["0"]),
         ({"type": "number", "minimum": -0.5, "exclusiveMaximum": 0}, ["-0.5"], ["0", "-0"]),
+        ({"type": "string", "pattern": '^[^"]*$'}, ['"a"', r'"\\"', '""'], [r'"a\"b"']),
+        ({"type": "string", "pattern": r"^[^/\\]+$"}, [r'"a\"b"'], ['"/"', r'"a\\b"']),
         ({"enum": [2**53, 2**60]}, [str(2**53), str(2**60)], []),
     ],
 )
@@ -486,6 +488,7 @@ def test_a_section_of_tokens_that_there_are_not(grammars: Grammars, section: Any
             "format: x, at #/properties/a/format",
         ),
         ("json_schema", {"anyOf": [{"pattern": "(("}]}, "unclosed group, at #/anyOf/0/pattern"),
+        ("json_schema", {"pattern": "[^a](?=b)"}, r"\[\^a\]\(\?=b\).*, at #/pattern"),
         (
             "json_schema",
             {"items": {"oneOf": [{}, {"const": 1}]}},

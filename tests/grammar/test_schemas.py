@@ -60,6 +60,7 @@ def test_what_says_nothing_is_left_out(schema: dict[str, Any], same: dict[str, A
         {"propertyNames": {"enum": ["a"]}, "patternProperties": {"b": TEXT}},
         {"propertyNames": {"pattern": "^a"}, "properties": {"b": TEXT}},
         {"propertyNames": {"$ref": "other.json"}},
+        {"propertyNames": {"pattern": 5}},
         {"properties": {"a": {"$id": "a", "uniqueItems": False}}},
         {
             "propertyNames": {"$ref": "#/$defs/name", "enum": ["b", "c"]},
@@ -89,6 +90,22 @@ def test_what_cannot_be_said_otherwise_stays(schema: dict[str, Any]) -> None:
 )
 def test_bounds_that_are_near(schema: dict[str, Any], same: dict[str, Any]) -> None:
     assert plain({"items": schema}) == {"items": same}
+
+
+@pytest.mark.parametrize(
+    ("pattern", "same"),
+    [
+        (r'^[^"]*$', r'^[^\x00"]*$'),
+        (r"[^-a][^--/]", r"[^\x00\-a][^\x00\--/]"),
+        (r"\[^a]|\\[^\]]", r"\[^a]|\\[^\x00\]]"),
+        (r"[^]a]", r"[^]a]"),
+    ],
+)
+def test_negated_classes_are_without_nul(pattern: str, same: str) -> None:
+    assert plain({"items": {"pattern": pattern}}) == {"items": {"pattern": same}}
+    assert plain({"patternProperties": {pattern: TEXT}}) == {"patternProperties": {same: TEXT}}
+    named = {"propertyNames": {"pattern": pattern}}
+    assert plain(named)["patternProperties"] == {same: True}
 
 
 def test_names_are_properties() -> None:

@@ -5,8 +5,8 @@
 - ``oneOf`` whose alternatives exclude each other, which llguidance does not see of a ``$ref``, is
   ``anyOf``.
 - ``propertyNames`` that lists names, or has a pattern, is ``properties`` or ``patternProperties``.
-- An exclusive bound is a number beside it, if the other bound is less than 1 away: there llguidance
-  lets a bound that is a whole number through.
+- An exclusive bound is a number beside it, if the other bound is less than 1 away and further from
+  0: there llguidance lets a bound that is a whole number through.
 - No pattern has a negated class with NUL in it: llguidance takes an escaped quote or backslash for
   a character of such a class, as of ``[^"]``, whether it is one or not.
 
@@ -16,7 +16,6 @@ What else llguidance does not enforce stays, for it to refuse. Must not know whe
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -44,7 +43,9 @@ _ANY_TEXT: Final = frozenset({"binary", "password", "path", "file-path", "direct
 _OBJECT: Final = frozenset({"object"})
 _ANYTHING: Final = _OBJECT | {"null", "boolean", "number", "string", "array"}
 _LEAST: Final = 1e-15
-"""The least distance from a bound: llguidance reads no number of hundreds of digits."""
+_LEAST_SHARE: Final = 1e-13
+"""The least distance from a bound, and its share of it: llguidance reads no number of hundreds of
+digits, and rounds others."""
 _MOST_DEPTH: Final = 128
 """Beyond that llguidance reads no JSON."""
 _MOST_STEPS: Final = 8
@@ -160,7 +161,8 @@ def _with_names(schema: dict[str, Any], root: Schema) -> dict[str, Any]:
 
 
 def _with_near_bounds(schema: dict[str, Any]) -> dict[str, Any]:
-    """The schema without exclusive bounds that are whole numbers, if the bounds are near."""
+    """The schema without the exclusive bound that is nearer to 0, if it is a whole number and the
+    other one is near."""
     low = _bounds(schema, "minimum", "exclusiveMinimum")
     high = _bounds(schema, "maximum", "exclusiveMaximum")
     if not (low and high) or min(high.values()) - max(low.values()) >= 1:
@@ -171,9 +173,9 @@ def _with_near_bounds(schema: dict[str, Any]) -> dict[str, Any]:
         ("exclusiveMaximum", "maximum", min, -1),
     ):
         bound = {**low, **high}.get(exclusive)
-        if bound is not None and float(bound).is_integer():
+        if bound is not None and float(bound).is_integer() and sign * bound >= 0:
             del found[exclusive]
-            beside = bound + sign * max(_LEAST, math.ulp(bound))
+            beside = bound + sign * max(_LEAST, _LEAST_SHARE * abs(bound))
             found[inclusive] = tighter(beside, found.get(inclusive, beside))
     return found
 

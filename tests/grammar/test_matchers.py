@@ -208,6 +208,8 @@ def _closed(**properties: Any) -> dict[str, Any]:
             ["[1]"],
         ),
         ({"type": "number", "exclusiveMinimum": 0, "maximum": 0.5}, ["0.25", "0.001"], ["0"]),
+        ({"type": "number", "exclusiveMinimum": 99, "maximum": 99.5}, ["99.25"], ["99"]),
+        ({"type": "number", "minimum": 0.5, "exclusiveMaximum": 1}, ["0.9", "0.5"], ["1"]),
         ({"type": "number", "minimum": -0.5, "exclusiveMaximum": 0}, ["-0.5"], ["0", "-0"]),
         ({"type": "string", "pattern": '^[^"]*$'}, ['"a"', r'"\\"', '""'], [r'"a\"b"']),
         ({"type": "string", "pattern": r"^[^/\\]+$"}, [r'"a\"b"'], ['"/"', r'"a\\b"']),

@@ -43,8 +43,8 @@ def read(given: Any) -> StructuralTag:
 
 
 def quoted(text: str) -> str:
-    """A text in Lark."""
-    return json.dumps(text, ensure_ascii=False)
+    """A text in Lark, which takes DEL only escaped."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", r"\u007f")
 
 
 _SPACES: Final = ("whitespace_pattern", "whitespace_flexible")

@@ -132,7 +132,8 @@ def test_prompts_are_measured_with_and_without_logprobs(tmp_path: Path) -> None:
         ("plan-broadcast --steps 0", "'--steps': 0 is not"),
         ("prefill --repeats 0", "'--repeats': 0 is not"),
         ("response-path --requests 0", "'--requests': 0 is not"),
-        ("response-path --tokens 0", "'--tokens': 0 is not"),
+        ("response-path --tokens 7", "'--tokens': 7 is not"),
+        ("server-share --clients 0", "'--clients': 0 is not"),
         ("scaling --steps 0", "'--steps': 0 is not"),
     ],
 )

@@ -48,7 +48,7 @@ step_option = click.option(
 )
 tokens_option = click.option(
     "--tokens",
-    type=POSITIVE_INT,
+    type=click.IntRange(min=8),  # of which a request has half at least, in two chunks
     default=384,
     show_default=True,
     help="tokens a request, on average",

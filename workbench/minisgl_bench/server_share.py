@@ -14,7 +14,12 @@ from typing import Any, Final
 
 import click
 
-from minisgl_backend.cli.options import EngineCommand, engine_options, tritonserver_option
+from minisgl_backend.cli.options import (
+    POSITIVE_INT,
+    EngineCommand,
+    engine_options,
+    tritonserver_option,
+)
 from minisgl_backend.cli.serve import located, options_as_text
 from minisgl_backend.config import EngineOptions
 from minisgl_backend.errors import EngineFailure
@@ -32,7 +37,13 @@ _MODEL: Final = "minisgl"
 @click.command("server-share", cls=EngineCommand)
 @engine_options
 @request_options
-@click.option("--clients", default=8, show_default=True, help="processes that send requests")
+@click.option(
+    "--clients",
+    default=8,
+    type=POSITIVE_INT,
+    show_default=True,
+    help="processes that send requests",
+)
 @click.option(
     "--alone",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),

@@ -25,6 +25,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from llguidance import LLMatcher, grammar_from
+from llguidance.gbnf_to_lark import is_lark_syntax
 
 from minisgl_backend.errors import InvalidRequest, Unsupported
 from minisgl_backend.grammar import channels, structural_tags
@@ -39,6 +40,8 @@ _WITH_SCHEMAS: Final = (GrammarKind.JSON_SCHEMA, GrammarKind.STRUCTURAL_TAG)
 _MOST_CHARACTERS: Final = 230
 _MOST_PLACES: Final = 5
 _MOST_OF_PLACES: Final = 100
+_CODE: Final = re.compile(r"\\(?:\\|u(?P<four>[0-9a-fA-F]{4})|U(?P<eight>[0-9a-fA-F]{8}))")
+"""Of a character in GBNF; or a backslash, which begins none."""
 _LONG_NUMBER: Final = re.compile("[0-9]{16}")
 _LARK_AROUND: Final = re.compile(r"^at \d+\(\d+\): |\n\s*\d+ \|.*", re.DOTALL)
 _SCHEMAS: Final = ("items", "schema", "json_schema")
@@ -113,7 +116,9 @@ def to_llguidance(grammar: Grammar, special_tokens: Mapping[str, TokenId]) -> st
             structural_tags.read(_with_schemas(source, "a structural tag")).lark(special_tokens)
         )
     try:
-        return grammar_from("grammar", source)
+        return grammar_from(
+            "grammar", source if is_lark_syntax(source) else _with_characters(source)
+        )
     except ValueError as error:
         raise InvalidRequest(f"the grammar is wrong: {one_line(str(error))}") from error
 
@@ -227,6 +232,20 @@ def _with_schemas(source: str, what: str) -> Any:
             if is_changed(key, value) and not place.startswith(lenient):
                 raise Unsupported(f"integers beyond 2**53 are not supported, at {_shown([place])}")
     return parsed
+
+
+def _with_characters(gbnf: str) -> str:
+    """The grammar with its codes of characters spelled so that llguidance reads them all: it drops
+    zeros that they begin with."""
+
+    def spelled(found: re.Match[str]) -> str:
+        code = int(found["four"] or found["eight"] or "-1", 16)
+        if 0 <= code < 256:
+            return f"\\x{code:02x}"
+        is_character = code in range(256, 0xD800) or code in range(0xE000, 0x110000)
+        return chr(code) if is_character else found[0]
+
+    return _CODE.sub(spelled, gbnf)
 
 
 def _choices(source: str) -> list[str]:

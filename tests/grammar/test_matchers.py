@@ -160,6 +160,19 @@ def follow(grammars: Grammars, matcher: Matcher, text: str) -> bool:
     return EOS in allowed(grammars, matcher)
 
 
+@pytest.mark.parametrize(
+    ("source", "right"),
+    [
+        (r'root ::= "\u00e4\\u00e4\U0001F600"', r"ä\u00e4😀"),
+        (r'root ::= [^\u0000-\u0060]+ "\u000a" [\u0391-\u03C9]', "az\nβ"),
+        (r'start: "\u00e4" /\u00e4/', "ää"),
+    ],
+)
+def test_codes_of_characters(grammars: Grammars, source: str, right: str) -> None:
+    assert follow(grammars, compiled(grammars, "grammar", source), right)
+    assert not follow(grammars, compiled(grammars, "grammar", source), f"{right[:-1]}u")
+
+
 def _closed(**properties: Any) -> dict[str, Any]:
     return {
         "type": "object",

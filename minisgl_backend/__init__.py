@@ -1,7 +1,7 @@
-"""MiniSGL: an LLM engine that runs inside Triton Inference Server, or in process by ``LLM``.
+"""MiniSGL: an LLM engine that runs inside Triton Inference Server, or in process through ``LLM``.
 
-Importing this package loads nothing else. ``LLM`` and ``Output`` come from ``offline`` when they
-are first asked for, and bring torch with them.
+Importing this package loads nothing else. ``LLM`` and ``Output`` are imported from ``offline`` on
+first use, and bring torch with them.
 """
 
 from __future__ import annotations

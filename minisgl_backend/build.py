@@ -47,7 +47,7 @@ _OVERTAKEN_ON_GPU: Final = 1024
 _GROUP_COST_ON_CPU: Final = 64
 _GROUP_COST_ON_GPU: Final = 128
 _READ_AT_ONCE: Final = 32_000
-"""Tokenizers with at most this many tokens are read for grammars only when the first one comes."""
+"""A tokenizer with at most this many tokens is read for grammars only when the first one comes."""
 
 
 def build_engine(options: EngineOptions, parts: Parts = STANDARD) -> EngineBase:
@@ -116,7 +116,7 @@ def build_executor(options: EngineOptions, parts: Parts = STANDARD) -> tuple[Eng
 
 
 def _resolved(options: EngineOptions) -> Resolved:
-    """The facts of the rank that leads."""
+    """The facts of the leading rank."""
     if options.node_rank:
         raise ConfigError(
             f"option node_rank={options.node_rank}: this machine follows node 0, which has the "
@@ -128,7 +128,7 @@ def _resolved(options: EngineOptions) -> Resolved:
 def _build_executor(
     facts: Resolved, parts: Parts
 ) -> tuple[EngineInfo, Executor, AdapterStore | None]:
-    """As ``build_executor``, and the store of adapters, if requests may name any."""
+    """Like ``build_executor``, with the store of adapters if requests may name any."""
     if facts.place.size > 1:
         return lead(facts, parts)
     rank = build_rank(facts, OneRank, lambda: None, parts)
@@ -165,7 +165,7 @@ def build_scheduler(
         by_prefix = _OVERTAKEN_ON_CPU if on_cpu else on_gpu
         max_overtaken = _OVERTAKEN_BY_LPM if options.schedule_policy == "lpm" else by_prefix
         if options.cache == "naive":
-            max_overtaken = 0  # nothing is gained by it
+            max_overtaken = 0  # overtaking gains nothing
     config = SchedulerConfig(
         max_running_requests=options.max_running_requests,
         max_prefill_tokens=options.max_prefill_tokens,
@@ -201,11 +201,11 @@ def build_adapters(options: EngineOptions, store: AdapterStore | None) -> Adapte
 def build_grammars(
     options: EngineOptions, folder: Path, vocab_size: int, eos_token_ids: Sequence[TokenId]
 ) -> Grammars | None:
-    """The grammars of an engine; None if requests may bring none, by option, or because the model's
-    ``folder`` has no tokenizer.
+    """An engine's grammars; None if requests may not bring any, because an option says so or the
+    model's ``folder`` has no tokenizer.
 
-    A thread begins to read a large tokenizer now. Call this before weights are loaded, since the
-    reading keeps other threads of Python from running.
+    If the tokenizer is large, a thread begins to read it now. Call this before weights are loaded,
+    since reading keeps other Python threads from running.
     """
     if not (options.structured_outputs and (folder / "tokenizer.json").is_file()):
         return None

@@ -276,7 +276,7 @@ def _limits(
         graph_sizes=tuple(sizes[0]),
         chunk_graph_sizes=tuple(sizes[1]),
         scored_at_once=rows_at_once(model.spec.vocab_size, model.dtype),
-        # though only rank 0 has masks: the sums in what is captured need all ranks
+        # on all ranks, though only rank 0 has masks: captured sums need every rank
         takes_masks=options.structured_outputs,
         section=facts.shape.section,
     )

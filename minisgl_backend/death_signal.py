@@ -1,7 +1,7 @@
-"""Ends a process with its parent, by the signal that Linux calls PR_SET_PDEATHSIG.
+"""Ends a process when its parent ends, by the signal that prctl's PR_SET_PDEATHSIG asks for.
 
-To the kernel, the parent of a process is the thread that started it, and once that thread has ended
-the main thread. A request for the signal holds as long as the thread that made it lives, and
+To the kernel, the parent of a process is the thread that started it, or the main thread once that
+thread has ended. A request for the signal holds as long as the thread that made it lives, and
 survives exec.
 
 A model's process needs the kernel for this. The backend's stub often holds the GIL while it waits
@@ -12,7 +12,8 @@ too.
 The thread of tritonserver that starts a stub waits until ``initialize`` has returned, and ends soon
 after. So ``ending_with`` asks for the signal while the model is loaded, then withdraws the request,
 and repeats it as soon as the main thread is the parent. Until then a thread of this process polls
-whether its parent lives: forever, if /proc does not tell or tritonserver keeps the first thread.
+whether its parent lives; it never stops if /proc does not tell or tritonserver keeps the first
+thread.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def end_without(parent: int) -> None:
 
 @contextlib.contextmanager
 def ending_with(parent: int) -> Iterator[None]:
-    """Load a model: from the block's begin on, this process is killed when its ``parent`` ends.
+    """Load a model: from the start of the block, this process is killed when its ``parent`` ends.
 
     The thread of ``parent`` that started this process must stay until the block is left.
     """

@@ -8,7 +8,7 @@
       - Recovering         because a part of the server died
     - Cancelled            CANCELLED: the caller gave up
     - EngineFailure        INTERNAL: the engine failed; its log says why
-      - EngineLost         it has ended, with all requests in it
+      - EngineLost         the engine has ended, with all requests in it
     - ConfigError          the operator: an option or a model file is wrong, and the load fails
     - InvariantError       the engine's own bookkeeping is broken
 

@@ -18,10 +18,11 @@ class RoutingRule:
     A router's logits become scores: their softmax, or with ``sigmoid`` the sigmoid of each. The
     experts with the highest scores are taken; if ``corrected``, those with the highest sums of
     score and a learned bias of the expert, which evens out their loads (arXiv 2408.15664). Experts
-    are in ``num_groups`` groups of neighbours, and only those in the ``top_groups`` groups count
-    whose two best experts have the highest sum. A weight is the expert's score, without the bias;
-    with ``normalize`` divided by the sum over the token's experts; times ``scale``; if ``scaled``,
-    times a learned factor of the expert. Raises ``ConfigError`` if the numbers do not go together.
+    are in ``num_groups`` groups of neighbours; only ``top_groups`` groups count, those whose two
+    best experts have the highest sums. The weight of an expert is its score, without the bias,
+    times ``scale``; with ``normalize`` the score is first divided by the sum over the token's
+    experts, and if ``scaled`` the weight is multiplied by a learned factor of the expert. Raises
+    ``ConfigError`` if the numbers do not go together.
     """
 
     num_experts: int
@@ -56,10 +57,10 @@ class RoutingRule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedExpert:
-    """A feed-forward block that every token takes beside its experts.
+    """A feed-forward block that every token takes in addition to its experts.
 
     ``name`` is its name in the checkpoint. With ``gated``, its result is multiplied by the sigmoid
-    of one more projection of the token, whose name is that and ``_gate``.
+    of one more projection of the token, which is named ``name`` with ``_gate`` appended.
     """
 
     name: str
@@ -78,7 +79,7 @@ class ClampedGate:
 
 @dataclass(frozen=True, slots=True)
 class GeluGate:
-    """Gemma 4's gate: gelu(gate) * up, with GELU as tanh approximates it."""
+    """Gemma 4's gate: gelu(gate) * up, with the tanh approximation of GELU."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,9 +87,9 @@ class ExpertsSpec:
     """The experts of a layer, gated MLPs of ``intermediate_size``.
 
     ``gate``: the function that gates them, None for SiLU. ``biases``: their projections and the
-    router have them. ``router`` is the router's name in the checkpoint. ``interleaved``: the
+    router have biases. ``router`` is the router's name in the checkpoint. ``interleaved``: the
     checkpoint has one tensor for all experts, in which the outputs of gates and ups alternate, as
-    gpt-oss has them; in plain ones inputs come before outputs. ``scales_inputs``: the weight of a
+    in gpt-oss; in plain tensors inputs come before outputs. ``scales_inputs``: the weight of a
     token's only expert multiplies the expert's input, not its output. Raises ``ConfigError`` if
     tokens may then take several.
     """
@@ -115,8 +116,8 @@ class ExpertsSpec:
 
     @property
     def num_rows(self) -> int:
-        """Rows of hidden_size numbers in all weights: three for each intermediate feature, and one
-        for each expert in the router."""
+        """Number of rows of hidden_size numbers in all weights: three for each intermediate
+        feature, and one for each expert in the router."""
         rows = self.num_experts * (3 * self.intermediate_size + 1)
         if self.shared is not None:
             rows += 3 * self.shared.intermediate_size + self.shared.gated

@@ -18,16 +18,16 @@ STREAM_INFER: Final = "/inference.GRPCInferenceService/ModelStreamInfer"
 
 
 def open_local(request: str | urllib.request.Request, *, timeout_s: float) -> HTTPResponse:
-    """As ``urllib.request.urlopen``; whatever goes wrong is an ``OSError``."""
+    """Like ``urllib.request.urlopen``, but every failure is an ``OSError``."""
     try:
         return cast(HTTPResponse, _opener().open(request, timeout=timeout_s))
-    except HTTPException as error:  # what answers does not speak HTTP, or died in the middle
+    except HTTPException as error:  # the other side does not speak HTTP, or died mid-answer
         raise OSError(f"no answer in HTTP: {error!r}") from None
 
 
 @cache
 def _opener() -> urllib.request.OpenerDirector:
-    """Of HTTP alone: the usual one reads all certificates of the machine, 20 ms each time."""
+    """An opener for HTTP only: the default one reads all the machine's certificates, in 20 ms."""
     opener = urllib.request.OpenerDirector()
     for handler in (
         urllib.request.HTTPHandler(),

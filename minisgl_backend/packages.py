@@ -1,7 +1,7 @@
 """Optional packages, each pinned to one version: how to install them, and what is slower without.
 
-The versions are those of ``constraints/gpu.txt``, and of CUDA in its PyTorch. Must not know tensors
-or devices.
+The versions match ``constraints/gpu.txt`` and the CUDA version of its PyTorch. Must not know
+tensors or devices.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ FLASH_INFER: Final = "pip install flashinfer-python==0.6.12"
 FLASH_INFER_KERNELS: Final = (
     "pip install flashinfer-jit-cache==0.6.12 --index-url https://flashinfer.ai/whl/cu130"
 )
-"""Compiled ahead of time. Needs FlashInfer's version, and is only in its authors' index."""
+"""Compiled ahead of time. Must have FlashInfer's version, and is only in its authors' index."""
 
 _SPEEDING: Final = (
     (

@@ -49,7 +49,7 @@ class Parts:
     ``executor`` gets this rank's executor, with its model loaded, and returns the one that runs the
     steps. ``watch_logits`` gets the logits of each step that is not captured, before they are
     sampled. ``follower`` is the module that the processes of the other ranks run, ``replica`` the
-    one of the processes of replicas, to which the other parts here do not reach.
+    one that the processes of replicas run; the other parts here have no effect inside replicas.
     """
 
     engine: MakeEngine = Engine

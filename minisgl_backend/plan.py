@@ -35,13 +35,13 @@ from minisgl_backend.request import (
 )
 
 NO_TOKEN: Final = -1
-"""Instead of a token: the logits of the row were not finite."""
+"""In place of a token: the row's logits were not finite."""
 
 NO_SNAPSHOT: Final = -1
-"""Instead of the number of a snapshot: there is none."""
+"""In place of a snapshot's number: there is none."""
 
 NO_PAGE: Final = -1
-"""Instead of a window page: the row has none there, as no later position sees it."""
+"""In place of a window page: the row has none there, since no later position sees it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -72,7 +72,7 @@ class Draws:
 
     ``temperatures`` are the bits of float32 numbers, 0 for greedy rows; each of the ``seeds``
     [2 * num_rows] is two words. ``are_whole`` is 1 for a row that only rank 0 can sample, from the
-    logits of all ranks or by what only it knows; the other fields are then not used.
+    logits of all ranks or with what only it knows; the other fields are then unused.
     """
 
     rows: IntArray = field(default_factory=_none)
@@ -236,7 +236,7 @@ class AdapterMoves:
 class StepPlan:
     """One forward pass. The executor carries out its parts in the order of the fields.
 
-    ``released_rows``: rows that no request holds any more. ``ModelExecutor`` ignores them, since an
+    ``released_rows``: rows that no request holds anymore. ``ModelExecutor`` ignores them, since an
     admission overwrites everything about a row; wrappers that keep state by row need them.
     ``broken_pages``: pages that no request uses and that may hold NaN. The executor clears them
     before anything else, since this very plan may grant them. All other pages hold finite numbers,
@@ -316,7 +316,7 @@ def encode_plan(plan: StepPlan) -> IntArray:
         header    the step and the length of each array, as 64-bit numbers of two words each
         arrays    one after another, in the order of ``_PATHS``
 
-    What is left out is needed only for sampling, where rank 0 does it alone.
+    What is left out is needed only for sampling that rank 0 does alone.
     """
     if plan.admissions:
         plan = replace(plan, draws=Draws.of(plan.admissions))

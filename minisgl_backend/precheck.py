@@ -210,13 +210,13 @@ def adapter_paths(options: EngineOptions) -> dict[str, str]:
             raise ConfigError(f"option lora_modules must be NAME=PATH,NAME=PATH, got {given!r}")
         if name.strip() in named:
             raise ConfigError(f"option lora_modules names {name.strip()!r} twice, got {given!r}")
-        named[name.strip()] = os.path.expanduser(path.strip())  # shells do not, after a =
+        named[name.strip()] = os.path.expanduser(path.strip())  # shells do not expand it after a =
     return {**paths, **named}
 
 
 def with_adapters_beside(options: EngineOptions, folder: Path) -> EngineOptions:
-    """The options with the list of adapters in the ``folder`` of the engine's version in the model
-    repository, if there is one and the options name no other: where the vLLM backend has it."""
+    """The options with the list of adapters in ``folder``, the engine's version folder in the model
+    repository, where the vLLM backend has it, if there is one and the options name no other."""
     listed = folder / _ADAPTERS
     if not options.enable_lora or options.multi_lora is not None or not listed.exists():
         return options
@@ -224,7 +224,8 @@ def with_adapters_beside(options: EngineOptions, folder: Path) -> EngineOptions:
 
 
 def check_adapter_folders(options: EngineOptions) -> None:
-    """Raise ``ConfigError`` if an adapter of the options is not there, as the engine does later."""
+    """Raise ``ConfigError`` if the folder of an adapter that the options name is not there. The
+    engine checks this, too, but later."""
     for name, path in adapter_paths(options).items():
         try:
             check_adapter_folder(Path(path))
@@ -249,8 +250,9 @@ def adapter_tasks(options: EngineOptions) -> dict[int, str]:
 
 
 def check_task_names(options: EngineOptions) -> None:
-    """Raise ``ConfigError`` if ``lora_task_ids`` names an adapter that is not there and cannot come
-    later. ``multi_lora`` must be what the engine gets, the file in its model's folder included."""
+    """Raise ``ConfigError`` if ``lora_task_ids`` names an adapter that is not there and cannot be
+    loaded later. ``multi_lora`` must be as the engine gets it, which may be the file in its model's
+    folder."""
     if options.lora_updates or not options.enable_lora:
         return
     known = adapter_paths(options)
@@ -266,7 +268,7 @@ def checked_spec(options: EngineOptions, folder: Path, device: str | None) -> Mo
     """The model in ``folder``, if its files and this machine allow loading it.
 
     Raises ``ConfigError`` if config.json is invalid or does not describe the weights, if the heads
-    cannot be split over the ranks, if a GPU has no kernels for heads of their sizes, and if a CPU's
+    cannot be split over the ranks, if a GPU has no kernels for heads of these sizes, or if a CPU's
     memory cannot hold what is asked for.
     """
     spec = load_spec(folder)
@@ -303,8 +305,8 @@ def _check_heads(spec: ModelSpec) -> None:
 
 
 def _check_experts(options: EngineOptions, spec: ModelSpec) -> None:
-    """Raise ``ConfigError`` if there are no experts that options speak of, or if the ranks cannot
-    share out whole ones."""
+    """Raise ``ConfigError`` if options are about experts and the model has none, or if the ranks
+    cannot share out whole experts evenly."""
     if spec.moe is None:
         for name in ("expert_parallel", "moe_backend"):
             if getattr(options, name):
@@ -321,8 +323,8 @@ def _check_experts(options: EngineOptions, spec: ModelSpec) -> None:
 
 
 def _check_windows(options: EngineOptions, spec: ModelSpec) -> None:
-    """Raise ``ConfigError`` if the sections of attention would begin within a page, or if pages are
-    to be read together and no layer reads those that rows share."""
+    """Raise ``ConfigError`` if sections of attention would begin within a page, or if pages that
+    rows share are to be read together and no layer can do so."""
     shape = spec.attention_shape().for_context(context_of(options, spec))
     section = shape.section
     if section is not None and section % options.page_size:
@@ -354,8 +356,8 @@ def state_dtype_name(options: EngineOptions, spec: ModelSpec) -> str:
 def _check_memory(options: EngineOptions, spec: ModelSpec) -> None:
     """Raise ``ConfigError`` if weights, pages and tables exceed the memory of the machine.
 
-    Compares with all memory, not with what is free now. On a CPU all ranks of this machine and
-    replicas share it.
+    Compares with all memory, not with what is free now. All ranks and replicas on this machine
+    share it.
     """
     replicas, num_nodes = options.data_parallel_size, options.nnodes or 1
     context = context_of(options, spec)
@@ -364,7 +366,7 @@ def _check_memory(options: EngineOptions, spec: ModelSpec) -> None:
     page_size, num_pages = options.page_size, options.num_pages or 1
     shape = spec.attention_shape().for_context(context_of(options, spec))
     numbers = shape.numbers_per_position(window_pages=False)
-    if not numbers:  # as many window pages
+    if not numbers:  # all layers have windows: there are as many window pages
         numbers = shape.numbers_per_position(window_pages=True)
     kv_bytes = 2 * numbers * item_bytes
     table_entries = options.max_running_requests * -(-context // page_size)

@@ -1,6 +1,6 @@
-"""A rank's memory for what the planner numbers: pages, window pages, and snapshots of states.
+"""A rank's memory for what plans refer to by number: pages, window pages, snapshots of states.
 
-Says how many there are, so that every rank has as many, and makes the tensors for them. Must not
+Decides how many there are, the same number on every rank, and makes the tensors for them. Must not
 know the model's layers beyond the shapes of what they keep, or who uses a page.
 """
 
@@ -29,7 +29,7 @@ from minisgl_backend.resolve import Resolved
 
 @dataclass(frozen=True, slots=True)
 class CacheSizes:
-    """How much each rank has of what the planner numbers.
+    """How many pages, snapshots and window pages each rank has.
 
     ``num_snapshots`` is None if the model has no recurrent layers, ``num_window_pages`` if none
     have pages of their own.
@@ -48,7 +48,7 @@ def cache_sizes(facts: Resolved, group: Group) -> CacheSizes:
     """
     device, options = facts.device, facts.options
     cap_bytes = device.kv_bytes_cap
-    # the main memories of several hosts need not be alike
+    # hosts may have different amounts of main memory
     may_differ = device.is_host and not facts.place.is_one_host
     free_bytes = least_free_memory(group, device.free_memory(), may_differ=may_differ)
     if cap_bytes is not None:  # a CPU's memory, which the ranks of a host share
@@ -72,7 +72,7 @@ def cache_sizes(facts: Resolved, group: Group) -> CacheSizes:
         return CacheSizes(num_pages, num_snapshots, of_windows)
 
     if (asked := options.num_pages) is not None:
-        if windows is not None and windows.in_all_layers:  # these alone take memory
+        if windows is not None and windows.in_all_layers:  # only window pages take memory
             return CacheSizes(asked, num_snapshots, num_window_pages=asked)
         return sizes(asked)
     num_pages = choose_num_pages(
@@ -144,8 +144,8 @@ def make_storage(facts: Resolved, sizes: CacheSizes) -> KVStorage:
 def choose_num_snapshots(
     options: EngineOptions, slot_bytes: int, free_bytes: int, cap_bytes: int | None
 ) -> int:
-    """How many snapshots of ``slot_bytes`` to make: as asked for, or what suits the memory that is
-    left for pages and snapshots together."""
+    """How many snapshots of ``slot_bytes`` to make: as many as the option says, or a number that
+    suits the memory left for pages and snapshots together."""
     if options.cache == "naive":
         return 0
     if options.state_snapshots is not None:

@@ -1,13 +1,14 @@
 """A replica of the engine: a process that its parent started as one of several (``replicas``).
 
-As a program, ``python -m minisgl_backend.replica``. It gets three numbers: its own, the descriptor
+The program is ``python -m minisgl_backend.replica``. It gets three numbers: its own, the descriptor
 of its socket to the parent, and the parent's process id. It reads options, loads the engine, and
-then takes requests and sends what becomes of them, in the messages of ``replicas.messages``.
+then takes requests and reports their events, in the messages of ``replicas.messages``.
 
-A token's way: the engine's thread puts it into a queue; a thread that sends takes all that is there
-by now, and makes one message of it when the ``Gatherer`` says so. So the engine never waits for the
-parent. The process ends when the parent closes its end, or when the engine breaks: then another
-process follows it. Must not know Triton, the other replicas, or why a request comes to this one.
+The path of a token: the engine's thread puts it into a queue; a sender thread takes everything that
+is there, and makes one message of it when the ``Gatherer`` says so. So the engine never waits for
+the parent. The process ends when the parent closes its end of the socket, or when the engine
+breaks; in the second case another process follows it. Must not know Triton, the other replicas, or
+why a request comes to this one.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ logger = logging.getLogger(__name__)
 
 _PULSE_EVERY_S: Final = 0.25
 _MOST_AT_ONCE: Final = 4096
-"""Events and other updates that are gathered before some are sent."""
+"""The most events and other updates that are gathered before some are sent."""
 
 
 def serve(connection: socket.socket, parts: Parts = STANDARD) -> int:
@@ -76,7 +77,7 @@ def serve(connection: socket.socket, parts: Parts = STANDARD) -> int:
             logger.exception("this replica cannot start")
         send(connection, {"error": str(error)})
         return 1
-    # what is loaded stays: to look at it for garbage again would hold up steps for up to 0.1 s
+    # what is loaded stays: searching it for garbage again would delay steps by up to 0.1 s
     gc.collect()
     gc.freeze()
     stats = encode_stats(engine.stats())
@@ -121,7 +122,7 @@ def _take(
     request, ids = decode_request(message)
     try:
         engine.submit_samples(samples_of(request, ids), [partial(sink, each) for each in ids])
-    except MiniSGLError as error:  # it breaks just now: the parent has checked the request
+    except MiniSGLError as error:  # the engine is breaking: the parent has checked the request
         for each in ids:
             sink(each, Failed(EngineLost(str(error))))
 
@@ -177,7 +178,7 @@ def _send_updates(
 
 
 def _gather(happened: queue.SimpleQueue[Happened], gatherer: Gatherer) -> None:
-    """Gather all that has happened by now; wait for it until something is due, or for a while."""
+    """Gather everything that has happened, after waiting until something is due, or a while."""
     due_s = gatherer.due_s()
     left_s = _PULSE_EVERY_S if due_s is None else due_s - time.monotonic()
     with suppress(queue.Empty):
@@ -190,7 +191,7 @@ def main(parts: Parts = STANDARD) -> NoReturn:
     """Be the replica that the process's arguments name, then end the process."""
     number, descriptor, parent = map(int, sys.argv[1:])
     end_with(parent)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is for the parent, which ends this
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends this
     logging.basicConfig(level=logging.WARNING, format=f"replica {number}: %(name)s: %(message)s")
     logging.getLogger("minisgl_backend").setLevel(logging.INFO)
     code = serve(socket.socket(fileno=descriptor), parts)

@@ -31,7 +31,7 @@ EMPTY: Final = np.empty(0, dtype=np.int32)
 EMPTY.flags.writeable = False
 
 MAX_SAMPLES: Final = 64
-"""Most answers to one prompt."""
+"""The most answers that a prompt can have."""
 
 LEAST_TEMPERATURE: Final = 1e-5
 """Below this temperature sampling is greedy: 1 / temperature might overflow float32."""
@@ -124,7 +124,7 @@ class SamplingParams:
 
 
 class AdapterFacts(NamedTuple):
-    """What reading the files of an adapter tells: the fields of the same names of ``Adapter``."""
+    """What an adapter's files say about it: the fields of the same names in ``Adapter``."""
 
     rank: int
     targets: int
@@ -233,7 +233,7 @@ class PromptLogprobs:
         return len(self.token_ids)
 
     def part(self, begin: int, end: int) -> PromptLogprobs:
-        """Those of the tokens from ``begin`` up to ``end``; arrays are views."""
+        """The log-probabilities of the tokens from ``begin`` up to ``end``; arrays are views."""
         return PromptLogprobs(
             self.token_ids[begin:end],
             self.logprobs[begin:end],
@@ -254,7 +254,7 @@ class PromptLogprobs:
         )
 
     def tokens(self) -> list[TokenLogprobs]:
-        """The same token by token."""
+        """The same values, token by token."""
         alternatives = zip(self.alternative_ids.tolist(), self.alternatives.tolist(), strict=True)
         return [
             TokenLogprobs(logprob, rank, tuple(zip(ids, logprobs, strict=True)))
@@ -309,8 +309,8 @@ Sink: TypeAlias = Callable[[Event], None]
 
 
 class TokenBuffer:
-    """Where the common tokens of a request go, those that are not its last and have no
-    log-probabilities: for each of them an event and a call would cost more than all else.
+    """Where a request's common tokens go: those that are not its last and have no
+    log-probabilities. An event and a call for each of them would cost more than everything else.
 
     Only the engine's thread appends to ``tokens``. If a token ``is_awaited``, it then calls
     ``wake``, as it would call a sink. Only one thread at a time takes tokens from the front. A
@@ -332,7 +332,7 @@ class TokenBuffer:
 
 
 class BufferedSink:
-    """A sink of a request whose common tokens go to ``buffer`` instead."""
+    """A request's sink whose common tokens go to ``buffer`` instead."""
 
     __slots__ = ("buffer", "sink")
 

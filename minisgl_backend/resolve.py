@@ -107,7 +107,7 @@ def num_cpu_threads(place: RankPlace, num_weights: int) -> int:
 
     A single rank leaves one core for planning, tokenizing and sending. Otherwise, on two cores,
     these would compete with the second compute thread, for which the first waits in every
-    operation: short steps took 1.5 times as long. Only steps of large models get shorter by all
+    operation: short steps took 1.5 times as long. Only the steps of large models gain from all
     cores. If the variable OMP_NUM_THREADS is set, all threads that it allows are used.
     """
     num_threads = torch.get_num_threads()

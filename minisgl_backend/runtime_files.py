@@ -54,7 +54,7 @@ QUEUE_FULL: Final = "queue-full"
 """Prefixes of the names of engines' markers."""
 
 MARKERS_READ_EVERY_S = 0.02
-"""The least time between two readings of the markers by a tokenizer."""
+"""The shortest time between two readings of the markers by a tokenizer."""
 _HEARTBEAT_LAYOUT: Final = struct.Struct("=qqqqddd")
 _PID, _STATE, _NUM_INSIDE, _NUM_SEEN, _STARTED_S, _BEAT_S, _TICK_AGE_S = range(7)
 _PREFIX: Final = "heartbeat"
@@ -149,7 +149,8 @@ def write_adapters(directory: Path, paths: Mapping[str, str]) -> None:
 
 
 def read_adapters(directory: Path) -> dict[str, str] | None:
-    """The adapters that the previous engine knew, {name: path}; None if only the options' ones."""
+    """The adapters that the previous engine knew, {name: path}; None if no request has changed
+    those of the options."""
     try:
         paths: dict[str, str] = json.loads((directory / ADAPTERS).read_text("utf-8"))
     except FileNotFoundError:
@@ -225,7 +226,7 @@ class Heartbeat:
             self._ints[_NUM_INSIDE] -= 1
 
     def close(self) -> None:
-        """Remove the file: the process ends in good order. Late calls of ``left`` still work."""
+        """Remove the file: the process ends normally. Late calls of ``left`` still work."""
         self.path.unlink(missing_ok=True)
 
 
@@ -235,12 +236,12 @@ def heartbeat_path(directory: Path, model: str, pid: int) -> Path:
 
 
 def socket_path(directory: Path, model: str, pid: int) -> Path:
-    """The socket at which the process ``pid`` of a model tells its counts."""
+    """The socket at which the process ``pid`` of a model reports its counts."""
     return directory / f"stats.{pid}.{model}"
 
 
 def heartbeat_files(directory: Path) -> list[tuple[str, Path]]:
-    """The heartbeat files in a directory, each with its model's name, in the order of paths."""
+    """The heartbeat files in a directory, each with its model's name, sorted by path."""
     found = sorted(directory.glob(f"{_PREFIX}.*.*"))
     return [(path.name.split(".", 2)[2], path) for path in found]
 

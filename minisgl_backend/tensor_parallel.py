@@ -11,12 +11,12 @@ Rank 0 starts a process for each other rank of its host, its follower; on other 
     ``LeadingExecutor``: sends plans                ``Follower``: runs plans until rank 0 sends none
 
 A rank that fails reports why on the ``rank_channel``, or its process ends; in either case the start
-of all ranks fails. ``execution.ranks`` has what happens after the start.
+of all ranks fails. What happens after the start is in ``execution.ranks``.
 
-As a program, ``python -m minisgl_backend.tensor_parallel``, this module is a follower. It gets the
-process id of its starter and, on rank 0's host, the two descriptors of its end of the channel. On
-another node it gets the descriptor of its connection, the descriptor of a pipe into which it writes
-a byte once it serves, and the options of this node. The rank's place is in the environment, in
+Run as a program, ``python -m minisgl_backend.tensor_parallel``, this module is a follower. It gets
+the process id of its starter and, on rank 0's host, the two descriptors of its end of the channel.
+On another node it gets the descriptor of its connection, the descriptor of a pipe into which it
+writes once it serves, and the options of this node. The rank's place is in the environment, in
 torchrun's variables.
 """
 
@@ -64,7 +64,7 @@ _OF_EACH_NODE: Final = (
     "rendezvous",
     "node_secret_file",
 )
-"""Options that nodes have of their own."""
+"""Options that each node sets for itself."""
 _OF_NODE_0: Final = ("multi_lora", "lora_modules")
 """Options that other nodes need not know: rank 0 reads adapters and sends them."""
 
@@ -81,7 +81,7 @@ def lead(facts: Resolved, parts: Parts) -> tuple[EngineInfo, LeadingExecutor, Ad
         secret = read_secret(options, os.environ)
         others = OtherNodes(facts.place, secret, silence_s=min(SILENCE_S, timeout_s))
     try:
-        # the nodes meet at the port of the place, the store has one of its own
+        # the nodes meet at the port of the place; the store has its own
         own_place = facts.place if others is None else replace(facts.place, port=0)
         place, store = open_store(own_place, timeout_s)
         followers = Followers(place, (sys.executable, "-m", parts.follower), others)
@@ -99,7 +99,7 @@ def lead(facts: Resolved, parts: Parts) -> tuple[EngineInfo, LeadingExecutor, Ad
         return group
 
     try:
-        # the other ranks take the folder that this rank has fetched, and the library it has chosen
+        # the other ranks use the folder that this rank has fetched and the library it has chosen
         told = asdict(replace(options, model=str(facts.folder), comm=facts.comm))
         greeting = {"options": told, "config": _digest(facts.folder)}
         channel.greet(json.dumps(greeting).encode())
@@ -134,7 +134,7 @@ def follow(
 ) -> int:
     """Load this rank's part of the model and follow rank 0; the exit code.
 
-    ``own`` are the options that its node was given, if that is another one than rank 0's.
+    ``own`` are the options that its node was given, if that is not rank 0's node.
     """
     fits = False
     try:
@@ -166,9 +166,9 @@ def follow(
 
 
 def with_own(told: EngineOptions, own: EngineOptions) -> EngineOptions:
-    """The options that node 0 has told, with those that this node has of its own.
+    """The options that node 0 has sent, with those that this node sets for itself.
 
-    Raises ``ConfigError`` for another one that this node was given with another value.
+    Raises ``ConfigError`` if this node was given any other option with a value unlike node 0's.
     """
     for spec in fields(own):
         given, theirs = getattr(own, spec.name), getattr(told, spec.name)
@@ -184,7 +184,7 @@ def with_own(told: EngineOptions, own: EngineOptions) -> EngineOptions:
 
 
 def _digest(folder: Path) -> str:
-    """What a model is compared by over several machines."""
+    """What machines compare to know that they have the same model."""
     return hashlib.sha256((folder / "config.json").read_bytes()).hexdigest()
 
 
@@ -198,7 +198,7 @@ def main(parts: Parts = STANDARD) -> NoReturn:
     """Be the follower that the process's arguments name, then end the process."""
     connection, second, parent = map(int, sys.argv[1:4])
     end_with(parent)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is for the starter, which ends this
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the starter, which ends this
     logging.basicConfig(
         level=logging.INFO, format=f"rank {os.environ['RANK']}: %(name)s: %(message)s"
     )
@@ -209,7 +209,7 @@ def main(parts: Parts = STANDARD) -> NoReturn:
     else:
         code = _follow_from_afar(joined, second, place, json.loads(sys.argv[4]), parts)
     logging.shutdown()
-    # not by sys.exit: threads of a broken collective could block the interpreter's end
+    # not by sys.exit: threads of a broken collective could block the interpreter's exit
     os._exit(code)
 
 

@@ -47,7 +47,7 @@ class WeightFormat:
 
     ``block`` (outputs, inputs): how many neighbours share a scale; None stands for all.
     ``symmetric``: there are no zero points. ``reorders``: the inputs of a group need not be
-    neighbours, a tensor says which group each one belongs to. ``static_inputs``: the checkpoint
+    neighbours; a tensor says which group each one belongs to. ``static_inputs``: the checkpoint
     also has scales of activations; they are checked, and no kernel uses them.
     """
 
@@ -60,11 +60,11 @@ class WeightFormat:
 
     @property
     def stored_as(self) -> tuple[object, ...]:
-        """What formats must have in common to be in one matrix in memory."""
+        """What formats must have in common to share a matrix in memory."""
         return self.encoding, self.block, self.symmetric, self.reorders
 
     def __str__(self) -> str:
-        """As the log has it: ``fp8 in blocks of 128 x 128``."""
+        """As the log shows it: ``fp8 in blocks of 128 x 128``."""
         outputs, inputs = self.block
         if outputs is None:
             scaling = "per tensor"
@@ -82,7 +82,7 @@ class WeightFormat:
 CONVERTED_FP8: Final = WeightFormat(
     layout=Layout.CONVERTED, encoding=Encoding.E4M3, block=(128, 128)
 )
-"""What ``quantization=fp8`` makes of weights of 16 or 32 bits."""
+"""The format into which ``quantization=fp8`` converts weights of 16 or 32 bits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +115,7 @@ class WeightFormats:
         return None
 
     def __str__(self) -> str:
-        """As the log has it, without what is plain."""
+        """As the log shows them, without the plain ones."""
         formats = dict.fromkeys(rule.format for rule in self.rules if rule.format is not None)
         return f"{', '.join(map(str, formats))} ({self.method})"
 
@@ -124,4 +124,4 @@ CONVERT_TO_FP8: Final = WeightFormats(
     "converted while loading",
     (Rule(re.compile(r"model\.layers\..*\.(?!gate$)[^.]*"), CONVERTED_FP8),),
 )
-"""All projections of the layers but routers. The output head stays as it is."""
+"""All projections of the layers except routers. The output head stays as it is."""

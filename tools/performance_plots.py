@@ -39,7 +39,7 @@ _KINDS = {
 
 
 def throughput_figure(files: Files, others: Files) -> Figure:
-    """Tokens a second of each case: here, and of mini-sglang if that was measured."""
+    """Tokens per second of each case: here, and with mini-sglang if that was measured."""
     figure = Figure(figsize=(9, 4), layout="constrained")
     axes = figure.subplots()
     names = [name for name in sorted(files) if name.startswith(("offline-", "server-"))]
@@ -58,7 +58,7 @@ def throughput_figure(files: Files, others: Files) -> Figure:
 
 
 def prefill_figure(files: Files, others: Files) -> Figure:
-    """Time to the first token of a lone request by prompt length, a panel a model."""
+    """Time to the first token of a lone request by prompt length, one panel per model."""
     names = [name for name in sorted(files) if name.startswith("prefill-")]
     figure = Figure(figsize=(10, 3.5), layout="constrained")
     for axes, name in zip(figure.subplots(1, len(names), squeeze=False)[0], names, strict=True):
@@ -78,7 +78,7 @@ def prefill_figure(files: Files, others: Files) -> Figure:
 
 
 def decode_figure(files: Files, others: Files) -> Figure:
-    """Time of a decode step by batch size, a panel a model: here, its replay, mini-sglang."""
+    """Time of a decode step by batch size, one panel per model: here, its replay, mini-sglang."""
     names = [name for name in sorted(files) if name.startswith("decode-")]
     num_rows = -(-len(names) // 2)
     figure = Figure(figsize=(10, 3.5 * num_rows), layout="constrained")
@@ -110,7 +110,7 @@ def _draw_steps(
 
 
 def breakdown_figure(files: Files) -> Figure:
-    """What the GPU's time went to: a bar a trace, shares of the wall time."""
+    """Where the GPU's time went: one bar per trace, as shares of the wall time."""
     traces = [name for name in files if name.startswith("trace-")]
     names = sorted(traces, key=_natural, reverse=True)  # bars are drawn from below
     figure = Figure(figsize=(9, 1.2 + 0.5 * len(names)), layout="constrained")
@@ -137,7 +137,7 @@ def breakdown_figure(files: Files) -> Figure:
 
 
 def scaling_figure(files: Files) -> Figure:
-    """By the number of GPUs and the way they talk: throughput, and time of a decode step."""
+    """Throughput, and time of a decode step, by number of GPUs and communication library."""
     names = [name for name in sorted(files) if name.startswith("scaling-")]
     figure = Figure(figsize=(10, 4 * len(names)), layout="constrained")
     for panels, name in zip(figure.subplots(len(names), 2, squeeze=False), names, strict=True):
@@ -195,7 +195,7 @@ def _finish(axes: Axes, title: str, x: str, y: str) -> None:
 
 
 def write_plots(folder: Path) -> list[Path]:
-    """The pictures that the folder has figures for; where they were written."""
+    """Draw the pictures for which the folder has figures; returns their paths."""
     files = {path.stem: json.loads(path.read_text("utf-8")) for path in folder.glob("*.json")}
     others = files.pop("mini-sglang", {})
     figures: dict[str, tuple[tuple[str, ...], Callable[[], Figure]]] = {

@@ -1,6 +1,6 @@
 """``python tools/stack.py DRIVER``: which stack ``make`` installs, and why if a GPU stays unused.
 
-Prints ``gpu``, or ``cpu`` and a sentence. DRIVER is the file in which NVIDIA's kernel module tells
+Prints ``gpu``, or ``cpu`` and a sentence. DRIVER is the file in which NVIDIA's kernel module gives
 its version. Runs before anything is installed: needs only the standard library, on any Python 3.
 """
 

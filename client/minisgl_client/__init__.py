@@ -1,4 +1,4 @@
-"""Python client of a MiniSGL server; talks to Triton over the network only.
+"""Python client for a MiniSGL server; talks to Triton over the network only.
 
 ``Client`` and ``AsyncClient`` send requests; ``client`` has examples. ``parameters`` lists the
 parameters of requests, ``answer`` has the classes of answers, ``errors`` those of errors, and

@@ -14,8 +14,8 @@ from typing import Literal
 class TokenLogprob:
     """A token that was, or might have been, chosen at a position; ``rank`` 1 is the likeliest.
 
-    In ``text`` a part of a character is U+FFFD. ``utf8`` is what the token adds to the text in any
-    case; None if the server does not tell it.
+    In ``text``, part of a character is U+FFFD. ``utf8`` is exactly what the token adds to the text;
+    None if the server does not say.
     """
 
     token_id: int
@@ -27,13 +27,13 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """One position: the token that stands there, and the other likely ones by rank."""
+    """One position: the token that is there, and the other likely ones by rank."""
 
     chosen: TokenLogprob
     alternatives: tuple[TokenLogprob, ...] = ()
 
     def top(self, n: int) -> tuple[TokenLogprob, ...]:
-        """The ``n`` likeliest of the tokens told, the chosen one among them if it belongs."""
+        """The ``n`` likeliest of these tokens, including the chosen one if it is among them."""
         return tuple(sorted((self.chosen, *self.alternatives), key=lambda one: one.rank)[:n])
 
 
@@ -49,7 +49,7 @@ class Times:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What is new since the delta before.
+    """What is new since the previous delta.
 
     ``num_output_tokens`` and both kinds of logprobs are those of this delta, and add up to the
     total; the other counts, ``cumulative_logprob`` and ``times`` are about the request so far.
@@ -58,7 +58,7 @@ class Delta:
     text: str = ""
     """Whole characters."""
     finish_reason: str | None = None
-    """``stop``, ``length``, ``cancelled`` or ``timeout`` in the last delta, before that None."""
+    """``stop``, ``length``, ``cancelled`` or ``timeout`` in the last delta; None before that."""
     stop_reason: str | int | None = None
     """The stop string or token id that matched."""
     num_input_tokens: int | None = None
@@ -66,22 +66,22 @@ class Delta:
     num_cached_tokens: int | None = None
     """Tokens of the prompt that came from the prefix cache."""
     logprobs: tuple[TokenLogprobs, ...] = ()
-    """One a token of this delta."""
+    """One for each token of this delta."""
     cumulative_logprob: float | None = None
     times: Times | None = None
     prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
-    """The next tokens of the prompt, none of them after the first text; None for the very first."""
+    """The next tokens of the prompt, all before the first text; None for the very first token."""
     embedding: tuple[float, ...] = ()
-    """Of the prompt, in the last delta: a vector of length 1."""
+    """The prompt's embedding, in the last delta: a vector of length 1."""
     sample: int = 0
-    """Which of ``n`` samples it continues: each has deltas of its own, which come in any order."""
+    """Which of the ``n`` samples it continues. Each has its own deltas, which are interleaved."""
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """A whole answer. ``finish_reason`` is None if a stream broke off, or was not asked.
+    """A whole answer. ``finish_reason`` is None if a stream broke off, or if it was not asked for.
 
-    Of ``n`` samples it is the first; ``samples`` has all of them.
+    It is the first of ``n`` samples; ``samples`` has all of them.
     """
 
     text: str
@@ -99,9 +99,9 @@ class Result:
     total_s: float
     """Seconds from the call to the end."""
     prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
-    """One a token of the prompt; None for the first."""
+    """One for each token of the prompt; None for the first."""
     embedding: tuple[float, ...] = ()
-    """Of the prompt, if ``embed`` asked for it: a vector of length 1."""
+    """The prompt's embedding, if ``embed`` asked for it: a vector of length 1."""
     others: tuple[Result, ...] = ()
     """The samples after the first."""
 
@@ -113,19 +113,20 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class ChatFormat:
-    """What the model's chat template shows of the answer to a chat."""
+    """What the model's chat template reveals about the answer to a chat."""
 
     tool_dialect: Literal["hermes", "llama3_json", "mistral", "harmony"] | None
-    """How the template writes calls of tools; None if it knows no tools, or another way."""
+    """How the template writes tool calls; None if it has no tools, or an unknown dialect."""
     tool_marks: frozenset[str]
-    """Which of the dialect's marks it writes: a template of Mistral's that has ``[ARGS]`` among
-    them writes ``name[ARGS]{...}``, the others a JSON list."""
+    """The marks of the dialect that it writes: a Mistral template that has ``[ARGS]`` among them
+    writes ``name[ARGS]{...}``, the others a JSON list."""
     thinking: tuple[str, str] | None
-    """What begins and ends a section of thoughts at the answer's start; None if there is none."""
+    """The marks around a section of thoughts at the start of the answer; None if there is none."""
     begins_thinking: bool
-    """The prompt has begun that section; else the answer has one if it begins with its mark."""
+    """The prompt has begun that section; else the answer has one if it begins with the first mark.
+    """
     variables: frozenset[str]
-    """What the template reads, such as ``messages``, ``tools``, ``enable_thinking``."""
+    """The variables that the template reads: ``messages``, ``tools``, ``enable_thinking``, ..."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,11 +137,11 @@ class Tokens:
     strs: tuple[str, ...]
     """The tokens as the vocabulary spells them."""
     text: str
-    """What they stand for, special tokens spelled out."""
+    """Their text, special tokens spelled out."""
     max_sequence_length: int
-    """Most tokens of a prompt and its answer."""
+    """The most tokens of a prompt and its answer."""
     chat_format: ChatFormat | None
-    """Of the answer to ``messages``; None for another prompt."""
+    """That of the answer to ``messages``; None for other prompts."""
 
 
 @dataclass(frozen=True, slots=True)

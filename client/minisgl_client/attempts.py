@@ -33,7 +33,7 @@ class Attempts:
         self._pause_s = _FIRST_PAUSE_S
 
     def remaining_s(self) -> float | None:
-        """Time left until the deadline, if there is one; raises ``Timeout`` if it passed."""
+        """Time left until the deadline, if there is one; raises ``Timeout`` if it has passed."""
         if self._timeout_s is None:
             return None
         remaining_s = self.started_s + self._timeout_s - time.perf_counter()
@@ -47,7 +47,7 @@ class Attempts:
         return None if remaining_s is None else min(math.ceil(remaining_s * 1000), _INT32_MAX)
 
     def pause_after(self, error: MinisglError) -> float:
-        """Seconds to wait before the next attempt; raises ``error`` if there is none.
+        """Seconds to wait before the next attempt; raises ``error`` if there will be none.
 
         Pauses double. Half of each is random, so that clients that were refused at the same time do
         not retry at the same time.

@@ -10,10 +10,10 @@
         async for delta in client.stream("The capital of France is"):
             print(delta.text, end="")
 
-A client keeps its connection, over which any number of requests can run at a time. A request gives
-one of ``prompt`` (plain text), ``messages`` (a chat, to which the model's template is applied, with
-``tools``) and ``input_ids``. ``errors`` lists all errors. Must not know the engine, nor defaults
-and ranges of parameters, which the server checks.
+A client keeps its connection, over which any number of requests can run at the same time. A request
+gives one of ``prompt`` (plain text), ``messages`` (a chat, to which the model's template is
+applied, with ``tools``) and ``input_ids``. ``errors`` lists all errors. Must not know the engine,
+nor defaults and ranges of parameters, which the server checks.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class _Caller:
         self._timeout_s = timeout_s
         self._retries = retries
         self._opening = threading.Lock()
-        self._opened: Transport | None = None  # by the first request of a ``Client``
+        self._opened: Transport | None = None  # set by the first request of a ``Client``
 
     def _attempts(self, request: Request) -> Attempts:
         timeout_ms = request.values.get("timeout_ms")
@@ -96,9 +96,8 @@ class Client(_Caller):
 
     ``url`` is HOST:PORT, or an http:// or https:// address, which implies ``protocol``. ``model``
     is the ensemble. ``timeout_s`` bounds each request as a whole, including retries; the server
-    gets it too, and ends in time with the text so far. ``retries`` is the number of times that a
-    request is sent again if the server refused it for now or never got it. ``headers`` go with each
-    request.
+    gets it too, and ends in time with the text so far. ``retries`` is how many times a request is
+    sent again if the server refused it for now or never got it. ``headers`` go with each request.
     """
 
     @property
@@ -333,7 +332,7 @@ class AsyncClient(_Caller):
 
 
 def _check_address(address: str, url: str, protocol: Protocol) -> None:
-    """HOST:PORT; HTTP may have a path after it."""
+    """Check that ``address`` is HOST:PORT; for HTTP, a path may follow."""
     try:
         parts = urlsplit(f"//{address}")
         _ = parts.port  # raises ValueError if it is not a port
@@ -374,7 +373,7 @@ def _given(
     *,
     stream: bool,
 ) -> dict[str, Any]:
-    """The arguments of a call by the names of the ensemble's inputs."""
+    """The arguments of a call, by the names of the ensemble's inputs."""
     arguments = {
         "text_input": prompt,
         "messages": messages,

@@ -21,7 +21,7 @@ from typing import ClassVar, Final
 
 
 class MinisglError(Exception):
-    """Base of all errors of this package; ``code`` is the server's word for its kind."""
+    """Base of all errors of this package; ``code`` is the server's word for the kind of error."""
 
     code: ClassVar[str] = "INTERNAL"
     retryable: ClassVar[bool] = False
@@ -40,7 +40,7 @@ class Unsupported(MinisglError):
 
 
 class Unavailable(MinisglError):
-    """The server refused the request for now; later may work."""
+    """The server refused the request for now; it may work later."""
 
     code = "UNAVAILABLE"
     retryable = True
@@ -102,7 +102,7 @@ def short(value: object) -> str:
     """A value as shown in an error message, in at most 60 characters."""
     try:
         shown = repr(value)
-    except Exception:  # an int of more digits than Python converts, or an object's own mistake
+    except Exception:  # an int with more digits than Python converts, or a bug of the object's
         shown = f"a value of {type(value).__name__} that cannot be shown"
     return shown if len(shown) <= 60 else f"{shown[:57]}..."
 

@@ -1,4 +1,4 @@
-"""What a request may say beside its prompt, typed for ``**parameters: Unpack[Parameters]``.
+"""What a request may say besides its prompt, typed for ``**parameters: Unpack[Parameters]``.
 
 Knows names and types; defaults and ranges are the server's. The prompt's own names, ``stream`` and
 ``stop_request`` are arguments and methods of the clients.
@@ -24,19 +24,19 @@ class StructuredOutputs(TypedDict, total=False):
     grammar: str
     """A context-free grammar, in Lark or in llama.cpp's GBNF."""
     structural_tag: Mapping[str, Any] | str
-    """Free text in which a trigger must go on as one of the structures that begin with it:
-    ``{"structures": [{"begin", "schema", "end"}], "triggers": [...]}``, or as vLLM has it."""
+    """Free text in which a trigger must continue as one of the structures that begin with it:
+    ``{"structures": [{"begin", "schema", "end"}], "triggers": [...]}``, or vLLM's form."""
 
 
 class Parameters(TypedDict, total=False):
-    """All of them are optional; None stands for absent. Synonyms stand after their names.
+    """All of them are optional; None stands for absent. Synonyms follow their names.
 
-    A name that is not here can be sent too (``**{"suffix": ""}``): the server answers with the
-    nearest name it knows, or accepts what is known and changes nothing.
+    A name that is not here can be sent too (``**{"suffix": ""}``): the server names the nearest one
+    that it knows, or accepts a known name whose value changes nothing.
     """
 
     n: int | None
-    """Samples of the answer, 1 .. 64. With a seed, sample i has that seed + i, modulo 2**64."""
+    """Samples of the answer, 1 .. 64. With a seed, sample i uses seed + i, modulo 2**64."""
     num_return_sequences: int | None
     best_of: int | None
     """Samples to make, n .. 64; the answer is the ``n`` most likely. ``n`` if absent, or a
@@ -47,7 +47,7 @@ class Parameters(TypedDict, total=False):
     fit_max_tokens: bool | None
     """Fewer than ``max_tokens`` if there is no room for more; True if that is absent."""
     min_tokens: int | None
-    """No end of sequence and no stop match before that many tokens."""
+    """No end of sequence and no stop match before there are this many tokens."""
     min_length: int | None
     temperature: float | None
     """0 is greedy; 1.0 if absent."""
@@ -64,8 +64,8 @@ class Parameters(TypedDict, total=False):
     frequency_penalty: float | None
     """-2.0 .. 2.0; 0 is off."""
     seed: int | None
-    """0 .. 2**64 - 1, of the random numbers. With the same one a CPU in float32 repeats an answer.
-    Drawn if absent."""
+    """The seed of the random numbers, 0 .. 2**64 - 1. With the same seed, a CPU in float32 repeats
+    an answer. Drawn if absent."""
     random_seed: int | None
     stop: str | Sequence[str] | None
     """Stop strings; matched on text, not part of the answer."""
@@ -76,11 +76,11 @@ class Parameters(TypedDict, total=False):
     ignore_eos: bool | None
     """The model's end of sequence does not end the answer."""
     num_logprobs: int | None
-    """Most likely tokens to tell at each position, 0 .. 20; asks for ``logprobs``."""
+    """Number of most likely tokens at each position, 0 .. 20; asks for ``logprobs``."""
     num_prompt_logprobs: int | None
-    """Tell ``prompt_logprobs``, with that many of the most likely tokens a position, 0 .. 20."""
+    """Number of most likely tokens at each position, 0 .. 20; asks for ``prompt_logprobs``."""
     embed: bool | None
-    """Tell ``embedding``, and generate nothing."""
+    """Return ``embedding``, and generate nothing."""
     return_logprobs: bool | None
     """Logprobs of the chosen tokens alone."""
     return_log_probs: bool | None
@@ -90,7 +90,7 @@ class Parameters(TypedDict, total=False):
     """The form of the answer; docs/structured_outputs.md says what may be asked."""
     guided_decoding_guide_type: str | None
     """The same as clients of the TensorRT-LLM backend say it: ``json``, ``json_schema``, ``regex``
-    or ``ebnf_grammar``, of which the next is the text."""
+    or ``ebnf_grammar``; the next parameter is its text."""
     guided_decoding_guide: str | None
     priority_level: int | None
     """Higher goes first; 0 if absent."""
@@ -102,7 +102,7 @@ class Parameters(TypedDict, total=False):
     """The LoRA adapter to answer with; ``lora_task_id`` names one by its number."""
     lora_task_id: int | None
     min_chunk_interval_ms: int | None
-    """The least time in ms between two deltas."""
+    """The shortest time between two deltas, in ms."""
     chat_template_kwargs: Mapping[str, Any] | str | None
     """Variables for the chat template, such as ``{"enable_thinking": False}``."""
     add_generation_prompt: bool | None
@@ -112,13 +112,13 @@ class Parameters(TypedDict, total=False):
     add_special_tokens: bool | None
     """False: the prompt does not get the special tokens that the tokenizer puts around a text."""
     exclude_input_in_output: bool | None
-    """False: the prompt stands before the text; with ``generate(prompt)`` only."""
+    """False: the text begins with the prompt; with ``generate(prompt)`` only."""
     skip_special_tokens: bool | None
-    """False: the text of special tokens stays in the answer, but for the end's."""
+    """False: the text of special tokens stays in the answer, except that of the end token."""
     sampling_parameters: Mapping[str, Any] | str | None
     """More of these names at once, as vllm_backend's clients send them."""
     beam_width: int | None
-    """1, or the server refuses it. So it is with the next two: 1.0 and none."""
+    """1, or the server refuses it; likewise the next two: 1.0 and none."""
     length_penalty: float | None
     bad_words: str | Sequence[str] | None
     pad_id: int | None
@@ -132,7 +132,7 @@ class Parameters(TypedDict, total=False):
     """Asked for by default."""
     return_cumulative_logprob: bool | None
     return_context_logits: bool | None
-    """False, or the server refuses it, as the next."""
+    """False, or the server refuses it; likewise the next."""
     return_generation_logits: bool | None
     return_perf_metrics: bool | None
     """Ask for the server's times."""

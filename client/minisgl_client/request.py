@@ -44,7 +44,7 @@ _JSON: Final = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """``values`` are inputs of the ensemble by name; ``others`` have names it does not know."""
+    """``values`` are inputs of the ensemble by name; ``others`` have names unknown here."""
 
     model: str
     id: str
@@ -82,7 +82,7 @@ class Request:
 def build(
     model: str, request_id: str, given: Mapping[str, Any], asked: Mapping[str, bool] = ASKED
 ) -> Request:
-    """The request with these values by input name, where None means absent.
+    """The request with these values by input name; None means absent.
 
     It asks for ``asked``, unless the values say otherwise, and for logprobs if any of their names
     is given. Raises ``InvalidArgument``.
@@ -121,8 +121,8 @@ def _items(value: Any) -> Iterable[Any]:
 
 
 def _other(name: str, value: Any) -> bool | int | float | str:
-    """The value, which a Triton parameter must be able to hold, of a name that only the server may
-    know."""
+    """The value of a name that only the server may know; a Triton parameter must be able to hold
+    it."""
     check_text(f"the name {name!r}", name)
     if "\x00" in name:  # Triton would cut it off there, over HTTP
         raise InvalidArgument(f"unknown parameter {short(name)}")
@@ -138,7 +138,7 @@ def _other(name: str, value: Any) -> bool | int | float | str:
 
 
 def _value(name: str, value: Any) -> Any:
-    """The value in the Python type of its data type: str, bool, int or float."""
+    """The value in the Python type for its data type: str, bool, int or float."""
     datatype = INPUTS[name]
     if datatype == "BYTES":
         text = _json(name, value) if name in _JSON and not isinstance(value, str) else value
@@ -185,7 +185,7 @@ def _with_timeout(values: Mapping[str, Any], timeout_ms: int | None) -> Mapping[
 
 
 def _raw(datatype: str, items: Sequence[Any]) -> bytes:
-    """The elements as Triton lays them out: little-endian; strings after their length."""
+    """The elements as Triton lays them out: little-endian, each string after its length."""
     if datatype == "BYTES":
         texts = [item.encode() for item in items]
         return b"".join(len(text).to_bytes(4, "little") + text for text in texts)

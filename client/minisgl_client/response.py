@@ -1,8 +1,8 @@
 """The server's responses -> ``Delta``, one for each sample: tensors of gRPC, JSON events of HTTP.
 
-Both become lists of values by output name first. On the path of every response: gRPC's messages are
-read in place. Raises the error that a response holds. Must not know connections, or what a caller
-does with an answer.
+Both first become lists of values by output name. Every response passes through here, so gRPC's
+messages are read in place. Raises the error that a response holds. Must not know connections, or
+what a caller does with an answer.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def deltas_of_message(message: Any) -> list[Delta]:
 
 
 def deltas_of_event(event: Mapping[str, Any]) -> list[Delta]:
-    """The deltas of an event of ``/generate_stream``, as its JSON says: Triton writes a list of one
-    item as the item."""
+    """The deltas of an event of ``/generate_stream``, given as JSON. Triton writes a list of one
+    item as just the item."""
     if "error" in event:
         raise error_from(str(event["error"]))
     return _deltas(
@@ -57,7 +57,7 @@ def _integers(raw: bytes) -> Sequence[int]:
 
 
 def _strings(raw: bytes) -> Sequence[str]:
-    """Each stands after its length."""
+    """The strings in a tensor; each follows its length."""
     found = []
     begin = 0
     while begin < len(raw):
@@ -76,13 +76,13 @@ _TYPES: Final[Mapping[str, Callable[[bytes], Sequence[Any]]]] = {
 _UNFINISHED: Final = "None"
 """The finish reason of an answer that goes on."""
 _TWICE: Final = frozenset({"cum_log_probs", "output_log_probs"})
-"""Outputs that say what others say too."""
+"""Outputs that repeat what others say."""
 _READ: Final = {name: _TYPES[datatype] for name, datatype in OUTPUTS.items() if name not in _TWICE}
 """By output: how its elements are read."""
 
 
 def _deltas(values: Mapping[str, Sequence[Any]]) -> list[Delta]:
-    """One a sample; what concerns the prompt, of which there is one, is in all of them."""
+    """One delta per sample. What is about the prompt, which they share, is in all of them."""
     texts = values.get("text_output", ())
     if not texts:
         raise ServerError("the model answered without text_output, so it is none for texts")
@@ -174,7 +174,7 @@ def tokens_of_message(message: Any) -> Tokens:
 
 
 def tokens_of_json(fields: Mapping[str, Any]) -> Tokens:
-    """What the tokenizer says to ``/generate``; Triton writes a list of one item as the item."""
+    """The same in its answer to ``/generate``. Triton writes a list of one item as the item."""
     if "error" in fields:
         raise error_from(str(fields["error"]))
     return _tokens(
@@ -236,7 +236,7 @@ def _chat_format(fields: Mapping[str, Any] | None) -> ChatFormat | None:
 
 
 class EventReader:
-    """Server-sent events of Triton out of bytes as they come."""
+    """Reads Triton's server-sent events from bytes as they come."""
 
     def __init__(self) -> None:
         self._rest = b""
@@ -248,7 +248,7 @@ class EventReader:
 
 
 def json_object(data: bytes) -> dict[str, Any]:
-    """The JSON object that Triton sent; raises ``ServerError`` if it is none."""
+    """The JSON object that Triton sent; raises ``ServerError`` if it is not one."""
     try:
         found = json.loads(data)
     except ValueError:

@@ -52,7 +52,7 @@ class _Answer:
         )
 
     def _take(self, deltas: Sequence[Delta]) -> None:
-        """Take a response, which has a delta for each sample, even for those without news."""
+        """Take a response, which has a delta for each sample, even if nothing is new in it."""
         if self._first_s is None:
             self._first_s = time.perf_counter()
         if not self._samples_ended:
@@ -84,7 +84,7 @@ class _Answer:
         return self._is_begun and all(self._samples_ended)
 
     def _check_whole(self) -> None:
-        """At the end of the stream; raises ``ConnectionLost``."""
+        """At the end of the stream, raise ``ConnectionLost`` if the answer is incomplete."""
         if "return_finish_reason" in self._request.values and not self._is_whole:
             raise ConnectionLost("the answer ended before it was whole")
 

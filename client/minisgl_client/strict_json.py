@@ -1,4 +1,4 @@
-"""JSON read strictly: no key twice, of which Python drops one, and no NaN, which JSON lacks."""
+"""JSON read strictly: no repeated keys, of which Python keeps one, and no NaN, which JSON lacks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def loads(text: str | bytes) -> Any:
         return json.loads(text, object_pairs_hook=_unrepeated, parse_constant=no_constant)
     except (Refused, UnicodeError, json.JSONDecodeError):
         raise
-    except ValueError:  # the one thing more that Python refuses
+    except ValueError:  # the only other thing that Python refuses
         raise Refused("an integer has thousands of digits") from None
 
 

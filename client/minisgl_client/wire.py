@@ -1,6 +1,6 @@
 """Names and data types of the ensembles' tensors, as tritonclient spells them.
 
-Knows names only; what they mean and which values are allowed is the server's to say.
+Knows names only; the server decides what they mean and which values are allowed.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ INPUTS: Final[Mapping[str, str]] = MappingProxyType(
         "return_perf_metrics": "BOOL",
     }
 )
-"""Data type by input; each has one element, but for those in ``LISTS``."""
+"""Data type by input; each has one element, except those in ``LISTS``."""
 
 OUTPUTS: Final[Mapping[str, str]] = MappingProxyType(
     {
@@ -98,10 +98,10 @@ OUTPUTS: Final[Mapping[str, str]] = MappingProxyType(
         "last_token_time_ns": "INT64",
     }
 )
-"""Data type by output; each has one element, or one a sample."""
+"""Data type by output; each has one element, or one per sample."""
 
 TOKENIZER: Final = "tokenizer"
-"""The model that knows the tokens, which may be asked alone."""
+"""The model that knows the tokens; it may be called by itself."""
 TOKENIZER_OUTPUTS: Final[Mapping[str, str]] = MappingProxyType(
     {
         "input_ids": "INT32",
@@ -111,13 +111,13 @@ TOKENIZER_OUTPUTS: Final[Mapping[str, str]] = MappingProxyType(
         "chat_format": "BYTES",
     }
 )
-"""Data type by output of the tokenizer; what else it tells is for the engine."""
+"""Data type by output of the tokenizer; its other outputs are for the engine."""
 
 ENGINE: Final = "llm_engine"
 """The model that knows the LoRA adapters; only orders about these are sent to it."""
 ADAPTER_ORDER: Final = "lora_order"
 ADAPTER_LIST: Final = "lora_adapters"
-"""What such an order is called, and its answer; both are JSON in a string."""
+"""The names of such an order and of its answer; both are JSON in a string."""
 
 LISTS: Final = frozenset({"input_ids", "stop", "stop_words", "stop_token_ids", "bad_words"})
-"""Inputs of any number of elements."""
+"""Inputs with any number of elements."""

@@ -1,7 +1,7 @@
-"""LoRA adapters: to callers, models of their own; to the operator, what is loaded and unloaded.
+"""LoRA adapters: to callers, models of their own; to the operator, things to load and unload.
 
-Knows the engine through ``Engine`` only. The list of adapters is asked for again after some
-seconds, and when a caller names a model that is not in it.
+Knows the engine through ``Engine`` only. The list of adapters is fetched again after some seconds,
+and when a caller names a model that is not in it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _ANSWER_S: Final = 2.0
 """How long the engine may take to list its adapters."""
 _KNOWN_S: Final = 10.0
 _UNKNOWN_S: Final = 1.0
-"""A list is as old as this at least before a name that is not in it makes the next one."""
+"""A name that is not in the list fetches it again only if the list is at least this old."""
 
 
 class LoadAdapterRequest(Body):
@@ -64,8 +64,8 @@ class Adapters:
         self._asked_s = -_KNOWN_S
 
     async def known(self, *, for_s: float = _KNOWN_S) -> Mapping[str, str]:
-        """The paths of all adapters by name, as they were less than ``for_s`` ago; as they were
-        last if the engine does not answer."""
+        """The paths of all adapters by name, at most ``for_s`` old; the last ones known if the
+        engine does not answer."""
         async with self._asking:
             if time.monotonic() - self._asked_s >= for_s:
                 try:
@@ -110,7 +110,7 @@ class Adapters:
             self._keep(await self._engine.unload_adapter(request.lora_name))
         except MinisglError as error:
             refused = api_error(error, UnloadAdapterRequest.model_fields)
-            if isinstance(error, InvalidArgument):  # there is none of this name
+            if isinstance(error, InvalidArgument):  # there is none with this name
                 refused = ApiError(404, str(error), code="model_not_found", param="lora_name")
             raise refused from error
         return PlainTextResponse(
@@ -127,6 +127,7 @@ class Adapters:
         self._operators.caller(http.scope["headers"])
 
     def _keep(self, adapters: Sequence[LoraAdapter]) -> None:
-        """One with the base model's name, which callers cannot ask for, is left out."""
+        """Keep the list. An adapter with the base model's name, which callers cannot ask for, is
+        left out."""
         self._paths = {each.name: each.path for each in adapters if each.name != self._base}
         self._asked_s = time.monotonic()

@@ -1,4 +1,4 @@
-"""How many answers may be under way: in all, and for one key.
+"""How many answers may be under way: in total, and for one key.
 
 Must not know requests, or what an answer is made of.
 """
@@ -23,10 +23,10 @@ class Admission:
 
     @contextmanager
     def admit(self, label: str, num_answers: int) -> Iterator[None]:
-        """Count ``num_answers`` in while the block runs.
+        """Count ``num_answers`` as under way while the block runs.
 
-        ``label`` is that of the caller's key, "" if no keys are in use: then only the limit in
-        all counts. Raises ``ApiError``: 429, or 400 if there is never room for that many.
+        ``label`` is that of the caller's key, "" if no keys are in use: then only the total limit
+        applies. Raises ``ApiError``: 429, or 400 if there is never room for this many.
         """
         most = min(self._most, self._most_per_key) if label else self._most
         if num_answers > most:

@@ -41,16 +41,16 @@ class Heading:
 
 @dataclass(frozen=True, slots=True)
 class Echo:
-    """What stands before an answer: the prompt's ``text``. ``first_token`` is the text of its first
-    token, which no log-probability tells."""
+    """What comes before an answer: the prompt's ``text``. ``first_token`` is the text of its first
+    token, which comes with no log-probability."""
 
     text: str = ""
     first_token: str = ""
 
     @property
     def first_utf8(self) -> bytes:
-        """What the first token adds to the text: nothing if it stands before it, as a token that
-        begins each prompt does. Of a part of a character the first byte alone is known."""
+        """What the first token adds to the text: nothing if it comes before the text, like a token
+        that begins every prompt. If it is part of a character, only the first byte is known."""
         whole, part, _ = self.first_token.partition("\ufffd")
         if not self.text.startswith(whole):
             return b""
@@ -60,7 +60,7 @@ class Echo:
 
 @dataclass(slots=True)
 class Counts:
-    """Tokens of a request so far; those of thoughts are among those of the output."""
+    """Tokens of a request so far; those of thoughts are included in those of the output."""
 
     num_input_tokens: int = 0
     num_output_tokens: int = 0
@@ -68,7 +68,7 @@ class Counts:
     num_thought_tokens: int = 0
 
     def add(self, part: Delta | Result, *, prompt: bool, num_thought_tokens: int = 0) -> None:
-        """Add a choice's tokens; with ``prompt`` those of its prompt, at its end."""
+        """Add a choice's tokens; with ``prompt``, at its end, also those of its prompt."""
         self.num_output_tokens += part.num_output_tokens or 0
         self.num_thought_tokens += num_thought_tokens
         if prompt and part.finish_reason is not None:
@@ -77,7 +77,7 @@ class Counts:
 
     @property
     def usage(self) -> schema.Usage:
-        """The same in OpenAI's form."""
+        """The counts in OpenAI's form."""
         return schema.Usage(
             prompt_tokens=self.num_input_tokens,
             completion_tokens=self.num_output_tokens,
@@ -99,7 +99,7 @@ def chat_answer(
     call_form: CallForm,
     tells_thoughts: bool,
 ) -> schema.ChatCompletion:
-    """The answer of a chat, its choices in order."""
+    """The answer to a chat, with its choices in order."""
     choices = []
     for index, piece in enumerate(pieces):
         calls = [called(one) for one in piece.calls]
@@ -140,7 +140,7 @@ def completion_answer(
     num_prompt_logprobs: int | None,
     echoes: Sequence[Echo | None],
 ) -> schema.Completion:
-    """The answer of a completion, its choices in order, each behind its echo, if it has one."""
+    """The answer to a completion, with its choices in order, each after its echo, if any."""
     choices = []
     for index, (piece, echo) in enumerate(zip(pieces, echoes, strict=True)):
         result = piece.source
@@ -182,7 +182,7 @@ def finish(piece: Piece) -> Literal["stop", "length"]:
 
 
 def chat_finish(piece: Piece, call_form: CallForm) -> Literal["stop", "length"] | CallForm:
-    """The same of a chat; an answer that ended with a call says so."""
+    """The same for a chat; an answer that ended with a call says so."""
     reason = finish(piece)
     return call_form if reason == "stop" and piece.num_calls else reason
 
@@ -191,7 +191,7 @@ def chat_finish(piece: Piece, call_form: CallForm) -> Literal["stop", "length"] 
 
 
 def chat_logprobs(tokens: Sequence[TokenLogprobs], num_top: int) -> schema.ChatLogprobs:
-    """One element a token, with the ``num_top`` likeliest at its place."""
+    """One element per token, with the ``num_top`` likeliest at its position."""
     content = []
     for token in tokens:
         top = [
@@ -220,7 +220,7 @@ class TextOffsets:
 
     def add(self, token: bytes) -> int:
         """The offset of the next token."""
-        if token and token[0] & 0xC0 != 0x80:  # no part of the character before, if that is open
+        if token and token[0] & 0xC0 != 0x80:  # not a continuation of the character before
             self._decode(b"", final=True)
         begin = self._num_characters
         self._decode(token)
@@ -236,10 +236,10 @@ def completion_logprobs(
     offsets: TextOffsets,
     echo: Echo | None,
 ) -> schema.CompletionLogprobs:
-    """One element a token in each list; ``offsets`` knows the tokens before.
+    """One element per token in each list; ``offsets`` knows the tokens before.
 
-    Beside the ``num_top`` likeliest tokens stands the chosen one, as OpenAI has it. None is the
-    first of an echoed prompt, of which ``echo`` knows.
+    The chosen token is listed along with the ``num_top`` likeliest, as OpenAI does. None is the
+    first token of an echoed prompt, which ``echo`` knows.
     """
     texts, begins = [], []
     for token in tokens:
@@ -262,8 +262,8 @@ def completion_logprobs(
 
 
 def _likeliest_by_text(*tokens: TokenLogprob) -> dict[str, float]:
-    """Parts of characters have one text, U+FFFD: of such tokens the likeliest stands for all, so
-    that the largest value is that of the likeliest token."""
+    """The log-probabilities by text. All parts of characters have the text U+FFFD: the likeliest
+    such token stands for all, so that the largest value is that of the likeliest token."""
     found: dict[str, float] = {}
     for token in tokens:
         found[token.text] = max(token.logprob, found.get(token.text, token.logprob))
@@ -271,7 +271,7 @@ def _likeliest_by_text(*tokens: TokenLogprob) -> dict[str, float]:
 
 
 def prompt_logprobs(result: Delta | Result, num_top: int | None) -> schema.PromptLogprobs | None:
-    """Those of the prompt in vLLM's form; None if they were not asked for."""
+    """The prompt's logprobs in vLLM's form; None if they were not asked for."""
     if num_top is None:
         return None
     return [

@@ -93,7 +93,7 @@ def create_app(options: GatewayOptions, telemetry: Telemetry) -> ASGIApp:
         description="OpenAI's and Anthropic's APIs in front of MiniSGL in Triton Inference Server.",
         lifespan=lifespan,
         redirect_slashes=False,
-        docs_url=None,  # this page and the next would load scripts from elsewhere
+        docs_url=None,  # this page and the next would load scripts from other sites
         redoc_url=None,
         separate_input_output_schemas=False,
         responses=_RESPONSES,
@@ -117,7 +117,7 @@ def create_app(options: GatewayOptions, telemetry: Telemetry) -> ASGIApp:
         gate,
         allow_origins=options.cors_origins,
         allow_methods=("GET", "POST", "DELETE"),
-        allow_headers=("*",),  # OpenAI's client for browsers sends a dozen of its own
+        allow_headers=("*",),  # OpenAI's browser client sends a dozen of its own
         expose_headers=(REQUEST_ID, ANTHROPIC_REQUEST_ID, WITHOUT_EFFECT, "Retry-After"),
     )
 
@@ -146,7 +146,7 @@ def _add_api(app: FastAPI, service: Service, telemetry: Telemetry) -> None:
 
 
 def _add_responses(app: FastAPI, routes: ResponsesRoutes) -> None:
-    """OpenAI's Responses API; responses are kept for a while."""
+    """Add OpenAI's Responses API; responses are kept for a while."""
     app.post(
         "/v1/responses",
         responses={200: answer_of(AnsweredResponse, named_events=True)},
@@ -162,7 +162,7 @@ def _add_responses(app: FastAPI, routes: ResponsesRoutes) -> None:
 
 
 def _add_messages(app: FastAPI, routes: MessagesRoutes) -> None:
-    """Anthropic's API, which has its own form of errors."""
+    """Add Anthropic's API, which has its own form of errors."""
     errors: dict[int | str, dict[str, Any]] = {
         status: {"model": MessagesErrorAnswer} for status in _ERRORS
     }
@@ -179,7 +179,7 @@ def _add_messages(app: FastAPI, routes: MessagesRoutes) -> None:
 
 
 def _add_retrieval(app: FastAPI, routes: RetrievalRoutes) -> None:
-    """Embeddings, by OpenAI's API, and reranking, by Jina's."""
+    """Add embeddings, in OpenAI's API, and reranking, in Jina's."""
     app.post(
         "/v1/embeddings",
         responses={200: {"model": schema.EmbeddingList}},
@@ -193,7 +193,7 @@ def _add_retrieval(app: FastAPI, routes: RetrievalRoutes) -> None:
 
 
 def _add_probes(app: FastAPI, service: Service, lookups: Lookups) -> None:
-    """Routes for probes and lookups, by OpenAI's names and vLLM's."""
+    """Add routes for probes and lookups, under OpenAI's and vLLM's names."""
     app.get("/v1/models")(lookups.models)
     app.get("/v1/models/{name:path}")(lookups.model)
     app.post("/tokenize", openapi_extra=body_of(TokenizeRequest))(lookups.tokenize)
@@ -212,7 +212,7 @@ def _add_probes(app: FastAPI, service: Service, lookups: Lookups) -> None:
 
 
 def _add_adapters(app: FastAPI, adapters: Adapters) -> None:
-    """Loading and unloading LoRA adapters, by vLLM's names."""
+    """Add routes that load and unload LoRA adapters, under vLLM's names."""
     app.post(
         "/v1/load_lora_adapter",
         response_class=PlainTextResponse,
@@ -239,8 +239,8 @@ def _add_page(app: FastAPI) -> None:
 
 
 async def _on_error(request: Request, error: Exception) -> Response:
-    """The answer to an error in the form of its API: ours, the framework's (no such route or
-    method), or a bug."""
+    """The answer to an error, in the form of the API: our own error, the framework's (no such route
+    or method), or a bug."""
     if isinstance(error, HTTPException):
         error = _of_framework(error, request)
     return error_response(error if isinstance(error, ApiError) else internal(), request.scope)
@@ -264,7 +264,7 @@ def _of_framework(error: HTTPException, request: Request) -> ApiError:
 
 
 def _near_route(app: FastAPI, path: str) -> str | None:
-    """The route that is probably meant, with its method."""
+    """The route that was probably meant, with its method."""
     routes = {
         route.path: method
         for route in app.routes
@@ -274,7 +274,7 @@ def _near_route(app: FastAPI, path: str) -> str | None:
     words = [part for part in path.split("/") if part not in ("", *_PREFIXES)]
     name = "/".join(words)
     near = [f"/v1/{name}", f"/{name}", _ELSEWHERE.get(name, "")]
-    # a client's address of the API may hold a whole route, to which it adds another
+    # a client's base URL may hold a whole route, to which the client appends another
     ends = [route for route in routes if path.endswith(route.removeprefix("/v1"))]
     near += sorted(ends, key=len, reverse=True)
     near += difflib.get_close_matches(path[:100], routes, n=1, cutoff=0.75)
@@ -282,7 +282,7 @@ def _near_route(app: FastAPI, path: str) -> str | None:
 
 
 _PREFIXES: Final = ("api", "openai", "v1")
-"""Parts of a path that callers repeat or forget."""
+"""Parts of a path that callers repeat or leave out."""
 _ELSEWHERE: Final = {
     "chat": "/v1/chat/completions",
     "completion": "/v1/completions",

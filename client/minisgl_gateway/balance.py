@@ -1,12 +1,12 @@
 """Which of several servers gets a request: consistent hashing with bounded loads, and ejection.
 
-Each server has points on a ring, drawn by its name. A request's key is a place on the ring, and the
-servers behind that place are tried in turn: so requests with one beginning go to one server, and if
+Each server has points on a ring, derived from its name. A request's key is a place on the ring, and
+the servers after it are tried in turn: so requests with one beginning go to one server, and if
 a server comes or goes, only the keys next to its points move. A server that has more than ``BOUND``
-times the mean of the open requests is passed over (Mirrokni, Thorup and Zadimoghaddam, SODA 2018).
+times the mean of open requests is passed over (Mirrokni, Thorup and Zadimoghaddam, SODA 2018).
 
 A server that fails a few times in a row, or says that it is ending, is *ejected*: it gets no
-requests until a probe of it has succeeded, which is due after pauses that double.
+requests until a probe of it succeeds. Probes come after pauses that double.
 
 Pure: knows no clock and no network. Must not know what a request is.
 """
@@ -22,7 +22,7 @@ from typing import Final
 
 BOUND: Final = 1.25
 _POINTS: Final = 128
-"""Of a server: the shares of several servers then differ by some 10 percent."""
+"""Points per server: the shares of several servers then differ by some 10 percent."""
 _MOST_FAILURES: Final = 3
 _FIRST_PAUSE_S: Final = 1.0
 _LONGEST_PAUSE_S: Final = 30.0
@@ -30,8 +30,8 @@ _LONGEST_PAUSE_S: Final = 30.0
 
 @dataclass(slots=True)
 class _Server:
-    """``failures`` are those in a row. While ejected, a probe is due at ``probe_s``, unless one
-    runs; ``pause_s`` was the last pause."""
+    """``failures`` counts failures in a row. While the server is ejected, a probe is due at
+    ``probe_s``, unless one is running; ``pause_s`` was the last pause."""
 
     num_open: int = 0
     failures: int = 0
@@ -42,7 +42,7 @@ class _Server:
 
 
 class Balance:
-    """The servers, by their places in the list of names. Times are of one clock, in seconds."""
+    """The servers, by index in the list of names. Times are readings of one clock, in seconds."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self._servers = [_Server() for _ in names]
@@ -55,9 +55,9 @@ class Balance:
         self._owners = [server for _, server in points]
 
     def choose(self, key: bytes, excluding: Collection[int] = ()) -> int:
-        """The server for a request, which is open there from now on.
+        """The server for a request, which counts as open there from now on.
 
-        Ejected servers, and those in ``excluding``, are taken only if there are no others.
+        Ejected servers, and those in ``excluding``, are chosen only if there are no others.
         """
         order = list(self._order(key))
         usable = [each for each in order if not (each in excluding or self.is_ejected(each))]
@@ -69,7 +69,7 @@ class Balance:
         return chosen
 
     def ended(self, server: int) -> None:
-        """A request is not open any more."""
+        """A request is no longer open."""
         self._servers[server].num_open -= 1
 
     def num_open(self, server: int) -> int:
@@ -81,7 +81,7 @@ class Balance:
         return self._servers[server].is_ejected
 
     def worked(self, server: int) -> None:
-        """A server has answered a request. An ejected one stays so: its request is from before."""
+        """A server has answered a request. An ejected one stays ejected: the request is older."""
         one = self._servers[server]
         if not one.is_ejected:
             one.failures = 0
@@ -89,7 +89,7 @@ class Balance:
     def failed(self, server: int, now_s: float, *, is_ending: bool = False) -> None:
         """A server could not be reached, or broke a request.
 
-        ``is_ending``: it said that it takes no more.
+        ``is_ending``: it said that it takes no more requests.
         """
         one = self._servers[server]
         one.failures += 1
@@ -97,7 +97,7 @@ class Balance:
             self._eject(one, now_s)
 
     def due_probes(self, now_s: float) -> list[int]:
-        """The ejected servers that are to be probed now; ``probed`` tells how each probe ends."""
+        """The ejected servers to probe now; ``probed`` must be called with each outcome."""
         due = [
             server
             for server, one in enumerate(self._servers)
@@ -121,7 +121,7 @@ class Balance:
         one.probe_s = now_s + one.pause_s
 
     def _order(self, key: bytes) -> Iterator[int]:
-        """All servers, as they come behind the key's place."""
+        """All servers, in the order in which they come after the key's place."""
         begin = bisect.bisect(self._places, place_of(key))
         yield from dict.fromkeys(self._owners[begin:] + self._owners[:begin])
 

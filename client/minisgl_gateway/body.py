@@ -1,6 +1,6 @@
 """The bytes of a request -> a checked request, or one sentence about what is wrong with it.
 
-JSON is read strictly: no NaN, no key twice, no endless nesting, valid Unicode only.
+JSON is read strictly: no NaN, no repeated keys, no excessive nesting, only valid Unicode.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from minisgl_gateway.strict_schema import Body
 MAX_DEPTH: Final = 64
 _JSON: Final = "application/json"
 _UNSAID: Final = "application/x-www-form-urlencoded"
-"""What curl says of a body if its user says nothing."""
+"""The content type that curl sends unless its user names one."""
 _Request = TypeVar("_Request", bound=Body)
 
 
 async def received(kind: type[_Request], http: Request) -> _Request:
     """The request that a caller sends; raises ``ApiError``.
 
-    What it says without effect is left in the state, for a header of the answer.
+    The names of parameters without effect are left in the state, for a header of the answer.
     """
     said = http.headers.get("content-type", "")
-    # a web page must say what makes its browser ask for permission
+    # a web page must send a content type for which its browser asks for permission
     is_page = "origin" in http.headers
     head = Message()
     head["Content-Type"] = said if said or is_page else _JSON
@@ -96,7 +96,7 @@ def _is_shallow(value: Any, depth: int) -> bool:
 
 
 def _offered(kind: type[Body], fields: dict[str, Any]) -> dict[str, Any]:
-    """The fields without those that are null or change nothing; the rest must be known."""
+    """The fields, except those that are null or change nothing; the rest must be known."""
     known = kind.model_fields
     neutral = kind.not_offered
     kept = {}
@@ -125,7 +125,7 @@ def _same(value: Any, other: Any) -> bool:
 
 
 def _explained(error: ValidationError, fields: Mapping[str, Any]) -> ApiError:
-    """The first complaint in one sentence, with the code that OpenAI has for it."""
+    """The first complaint in one sentence, with OpenAI's code for it."""
     complaints = _about_one_value(error.errors(include_url=False))
     first = complaints[0]
     kind, given = first["type"], first["input"]
@@ -145,7 +145,7 @@ def _explained(error: ValidationError, fields: Mapping[str, Any]) -> ApiError:
         )
     got = f", got {shown(given)}"
     if "expected_tags" in first.get("ctx", {}):
-        expected = first["ctx"]["expected_tags"].removeprefix("'string', ")  # it was no string
+        expected = first["ctx"]["expected_tags"].removeprefix("'string', ")  # it was not a string
         return invalid(f"{place} must be one of {expected}{got}", place)
     nouns = dict.fromkeys(_TYPES[one["type"]] for one in complaints if one["type"] in _TYPES)
     if nouns:
@@ -157,7 +157,7 @@ def _explained(error: ValidationError, fields: Mapping[str, Any]) -> ApiError:
 
 
 def _in_json(bound: Any) -> Any:
-    """A bound of pydantic's complaint as JSON has it."""
+    """A bound in pydantic's complaint, as JSON would write it."""
     if isinstance(bound, float) and bound.is_integer():
         return int(bound)
     return {"False": "false", "True": "true"}.get(bound, bound)
@@ -192,7 +192,7 @@ _MUST: Final = {
 
 
 def _about_one_value(errors: Sequence[ErrorDetails], depth: int = 0) -> Sequence[ErrorDetails]:
-    """The first error; of a union, each of whose members has its own, those that got furthest.
+    """The first error; for a union, whose members each have errors, those that got furthest.
 
     The schema's unions without a tag begin with ``str``. ``depth`` is how much of the place all
     errors have in common.
@@ -207,7 +207,7 @@ def _about_one_value(errors: Sequence[ErrorDetails], depth: int = 0) -> Sequence
             by_member.setdefault(error["loc"][depth], []).append(error)
 
     def progress(error: ErrorDetails) -> tuple[bool, list[int]]:
-        """Whether the type at least is right, and at which item it is not."""
+        """Whether at least the type is right, and the place at which it is not."""
         items = [part for part in error["loc"][depth:] if isinstance(part, int)]
         return not error["type"].endswith("_type"), items
 
@@ -219,10 +219,10 @@ def _about_one_value(errors: Sequence[ErrorDetails], depth: int = 0) -> Sequence
 
 
 def _place(loc: tuple[int | str, ...], fields: Any, *, is_missing: bool) -> str:
-    """``messages[0].content``; which member of a union was tried is left out.
+    """A place such as ``messages[0].content``, without the member of a union that was tried.
 
-    What is no name in ``fields`` is such a member, or, at the end, the name of what ``is_missing``
-    there.
+    What is not a name in ``fields`` is such a member or, at the end, the name of what
+    ``is_missing`` there.
     """
     place = ""
     value = fields

@@ -1,12 +1,12 @@
-"""How models write calls of tools: a ``Syntax`` for each family of models.
+"""How models write tool calls: a ``Syntax`` for each family of models.
 
     HERMES   <tool_call>{"name": ..., "arguments": {...}}</tool_call>, again and again
     LLAMA    {"name": ..., "parameters": {...}}, also after <|python_tag|>, with ; between two
     MISTRAL  [TOOL_CALLS] [{"name": ..., "arguments": {...}}, ...], or, in its newer form,
              [TOOL_CALLS]name[ARGS]{...}, again and again
 
-Calls are read character by character, since they come in pieces of any size: JSON, too, is read
-here by generators that are sent characters. Must not know the text around calls (``tool_calls``).
+Calls are read character by character, since they come in pieces of any size; so JSON, too, is read
+by generators to which characters are sent. Must not know the text around calls (``tool_calls``).
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ ARGUMENTS: Final = "[ARGS]"
 
 _BLANKS: Final = " \t\n\r"
 _MOST_DEPTH: Final = 500
-"""Of arrays and objects inside each other; JSON readers give up at about a thousand."""
+"""The limit on nested arrays and objects; JSON readers give up at about a thousand."""
 _MOST_NAME_CHARS: Final = 256
 _MOST_WORD_CHARS: Final = 1024
-"""Of a number; Python reads integers of up to 4,300 digits."""
+"""The limit on a number's length; Python reads integers of up to 4,300 digits."""
 _NAME_CHARS: Final = frozenset(string.ascii_letters + string.digits + "_.-")
 
 
@@ -40,8 +40,8 @@ class CalledTool:
 
 
 class NotACall(Exception):
-    """By the character just read the text is no call. The ``num_read`` characters before it, taken
-    for a mark that did not go on, may be the beginning of another call."""
+    """The character just read shows that the text is not a call. The ``num_read`` characters before
+    it, taken for a mark that did not continue, may be the beginning of another call."""
 
     def __init__(self, num_read: int = 0) -> None:
         super().__init__()
@@ -49,14 +49,14 @@ class NotACall(Exception):
 
 
 Following: TypeAlias = Generator[CalledTool | None, str, CalledTool | None]
-"""Is sent calls character by character, from their opening on. It yields each call but the last as
-soon as it is complete, and returns the last; raises ``NotACall``."""
+"""Gets calls character by character, after their opening. It yields each call but the last as soon
+as it is complete, and returns the last; raises ``NotACall``."""
 
 
 @dataclass(frozen=True, slots=True)
 class Syntax:
     """How calls are written: what they may open with, how they go on, what each ends with, and
-    what may stand between two of them."""
+    what may separate two of them."""
 
     openings: tuple[str, ...]
     follow: Callable[[], Following]
@@ -113,12 +113,12 @@ def _follow_mistral() -> Following:
 
 HERMES: Final = Syntax(("<tool_call>",), _follow_hermes, closing="</tool_call>")
 LLAMA: Final = Syntax((PYTHON_TAG, '{"name"', '{"type": "function"'), _follow_llama, separator=";")
-"""Other JSON in the midst of text is no call, even if it reads like one."""
+"""Other JSON in the middle of text is not a call, even if it looks like one."""
 MISTRAL: Final = Syntax(("[TOOL_CALLS]",), _follow_mistral)
 
 
 def _called(members: Mapping[str, str]) -> CalledTool:
-    """The call that an object tells."""
+    """The call that an object describes."""
     if "name" not in members or ("arguments" in members and "parameters" in members):
         raise NotACall
     name = json.loads(members["name"])
@@ -152,7 +152,7 @@ _WORD_CHARS: Final = frozenset("+-.0123456789abcdefghijklmnopqrstuvwxyzE")
 
 
 def _members(first: str, *, others: bool = True) -> Generator[None, str, dict[str, str]]:
-    """The object that begins with ``first``: its members' values as they are written, by name."""
+    """The object that begins with ``first``: its members' values as written, by name."""
     members: dict[str, str] = {}
     if first != "{":
         raise NotACall
@@ -184,8 +184,8 @@ def _members(first: str, *, others: bool = True) -> Generator[None, str, dict[st
 
 
 def _value(first: str, written: list[str]) -> _Reading:
-    """Append a value to what is written. Returns the character behind it if that was read, since
-    nothing else ends a number, or ""."""
+    """Append a value to what is written. Returns the character after it if that was read, since
+    nothing else ends a number, else ""."""
     char = first
     closings: list[str] = []
     while True:
@@ -256,7 +256,7 @@ def _string(written: list[str]) -> Generator[None, str, None]:
 
 
 def _word(first: str, written: list[str]) -> _Reading:
-    """Append the rest of a number or a literal; returns the character behind it."""
+    """Append the rest of a number or a literal; returns the character after it."""
     word = [first]
     if first not in _WORD_CHARS:
         raise NotACall
@@ -271,7 +271,7 @@ def _word(first: str, written: list[str]) -> _Reading:
 
 
 def _blanks(written: list[str] | None = None, first: str = "") -> _Reading:
-    """The first character that is no blank, after ``first`` if that was read; blanks are
+    """The first character that is not blank, after ``first`` if that was read; blanks are
     appended."""
     char = first or (yield)
     while char in _BLANKS:
@@ -285,7 +285,7 @@ def _blanks(written: list[str] | None = None, first: str = "") -> _Reading:
 
 
 def _mark(*marks: str, first: str = "") -> _Reading:
-    """The one of the marks that comes; ``first`` is its first character if that was read."""
+    """Whichever of the marks comes; ``first`` is its first character if that was read."""
     read = ""
     while read not in marks:
         char = first if first and not read else (yield)
@@ -297,7 +297,7 @@ def _mark(*marks: str, first: str = "") -> _Reading:
 
 
 def _word_of_name(first: str) -> Generator[None, str, tuple[str, str]]:
-    """A plain name, and the character behind it."""
+    """A plain name, and the character after it."""
     name: list[str] = []
     char = first
     while char in _NAME_CHARS:
@@ -311,5 +311,5 @@ def _word_of_name(first: str) -> Generator[None, str, tuple[str, str]]:
 
 
 def is_plain_name(name: str) -> bool:
-    """Whether a name can stand between marks as it is."""
+    """Whether a name can be written between marks as it is."""
     return 0 < len(name) <= _MOST_NAME_CHARS and _NAME_CHARS.issuperset(name)

@@ -41,7 +41,7 @@ from minisgl_gateway.tool_dialects import (
 
 MAX_STOPS: Final = 16
 NO_LIMIT: Final = -1
-"""``max_tokens`` for as many tokens as there is room for, as in llama.cpp."""
+"""``max_tokens`` that asks for as many tokens as there is room for, as in llama.cpp."""
 _MOST_TOKENS: Final = 2**31 - 1
 """The largest ``max_tokens`` that the engine takes."""
 
@@ -163,7 +163,7 @@ class Chat:
         return {**variables, **self.variables}
 
     def unfulfilled(self, chat_format: ChatFormat | None) -> list[str]:
-        """The wishes that a template has no variable for and does not fulfil anyway."""
+        """The wishes for which a template has no variable and which it does not fulfil anyway."""
         known = _known(chat_format)
         decides = any(name in known for name in _THINKS)
         thinks_anyway = chat_format is not None and chat_format.thinking is not None
@@ -271,7 +271,7 @@ class Chat:
         return {"structural_tag": {**(tag or {}), "otherwise": self._schema()}}
 
     def _check_tools(self) -> None:
-        """Refuse tools that no call could be made of."""
+        """Refuse two tools of the same name, and strict ones whose arguments are not an object."""
         names = set()
         for index, tool in enumerate(self.tools):
             place = f"{self.tools_param}[{index}]"
@@ -289,7 +289,7 @@ class Chat:
                 )
 
     def _schema(self) -> Any:
-        """The schema of a form in JSON."""
+        """The JSON schema of the form."""
         schema = (self.form or {}).get("json", {"type": "object"})
         if not isinstance(schema, str):
             return schema
@@ -366,7 +366,7 @@ def shared_parameters(
     cache_salt: str | None,
     tells_counts: bool,
 ) -> Parameters:
-    """What chats and completions ask for in one way; the engine's defaults are OpenAI's."""
+    """What chats and completions ask for in the same way; the engine's defaults are OpenAI's."""
     is_bounded = max_tokens is not None and max_tokens != NO_LIMIT
     if max_tokens is None:
         max_tokens = default_tokens
@@ -385,7 +385,7 @@ def shared_parameters(
 
 
 def content_of(texts: Sequence[str]) -> str | list[dict[str, str]]:
-    """The content of a message for chat templates: a text, or a list of parts if there are more."""
+    """A message's content for chat templates: a text, or a list of parts if there are several."""
     if len(texts) > 1:
         return [{"type": "text", "text": text} for text in texts]
     return texts[0] if texts else ""

@@ -22,7 +22,7 @@ from minisgl_gateway.gateway_options import GatewayOptions
 from minisgl_gateway.tool_dialects import DialectName
 
 _SEND_BUFFER_BYTES: Final = 64 * 2**10
-"""Small, so that a client that does not read is soon noticed."""
+"""Small, so that a client that does not read is noticed soon."""
 
 
 class _Seconds(click.FloatRange):
@@ -227,16 +227,16 @@ def _serve(server: uvicorn.Server, host: str, port: int) -> None:
         listener = _listen(host, port)
     except OSError as error:
         raise click.UsageError(f"cannot listen on {host}:{port}: {error.strerror}") from error
-    except UnicodeError:  # of encoding a name that no host can have
+    except UnicodeError:  # from encoding a name that no host can have
         raise click.UsageError(f"cannot listen on {host}:{port}: no such name") from None
     with listener:
         shown = f"[{host}]" if ":" in host else host
-        # once uvicorn runs, it handles these itself, and at the end raises them again for handlers
-        # that were set before
+        # once uvicorn runs, it handles these itself, and at the end raises them again for the
+        # previous handlers
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, server.handle_exit)
         click.echo(f"ready on http://{shown}:{listener.getsockname()[1]}")
-        # what is there by now stays, so collections, in which all streams wait, need not look at it
+        # what exists by now stays; collections, for which all streams wait, need not look at it
         gc.collect()
         gc.freeze()
         server.run(sockets=[listener])
@@ -259,16 +259,16 @@ def _keys_of(given: Sequence[str], variable: str | None, file: Path | None) -> t
 
 
 def _checked(source: str, keys: Sequence[str]) -> Sequence[str]:
-    """Keys that a client can send: a source that was given must not leave the gateway open."""
+    """The keys, if clients can send them; a given source must not leave the gateway open."""
     if not keys or not all(keys):
         raise click.UsageError(f"{source} holds no key, or a blank one")
-    if not all(key.isprintable() for key in keys):  # nor are bytes that are no UTF-8
+    if not all(key.isprintable() for key in keys):  # nor are bytes that are not UTF-8
         raise click.UsageError(f"{source} holds a key that is no printable text in UTF-8")
     return keys
 
 
 def _check_origins(origins: Sequence[str], *, has_keys: bool) -> None:
-    """Origins as browsers spell them; not all of the web's, unless keys say who may ask."""
+    """Check that origins are spelled as browsers do; "*" is allowed only if there are keys."""
     for origin in origins:
         if origin == "*":
             if not has_keys:
@@ -295,7 +295,7 @@ def _is_loopback(host: str) -> bool:
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """A socket that listens; port 0 is any free one. Raises ``OSError``."""
+    """A listening socket; port 0 stands for any free one. Raises ``OSError``."""
     family, kind, protocol, _, address = socket.getaddrinfo(
         host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
     )[0]

@@ -125,7 +125,7 @@ def chat_of(request: ChatCompletionRequest) -> Chat:
 
 
 def name_of_max_tokens(request: ChatCompletionRequest) -> str:
-    """The one of its two names that the caller gave, for errors."""
+    """Which of its two names the caller used, for errors."""
     is_newer = request.max_tokens is None and request.max_completion_tokens is not None
     return "max_completion_tokens" if is_newer else "max_tokens"
 
@@ -151,7 +151,7 @@ def _tools(request: ChatCompletionRequest) -> tuple[Sequence[Tool], Calls]:
 
 
 def _functions(request: ChatCompletionRequest) -> tuple[Sequence[Tool], Calls]:
-    """The same for the older ``functions``, of which at most one is called."""
+    """The same for the older ``functions``; at most one is called."""
     changes_nothing = (None, "auto") if request.functions else (None, "none", "auto")
     if request.tool_choice not in changes_nothing:
         raise invalid("tool_choice goes with tools", "tool_choice")
@@ -174,8 +174,8 @@ def _variables(request: ChatCompletionRequest) -> dict[str, Any]:
 def _parameters(
     request: GenerationRequest, max_tokens: int | None, name: str = "max_tokens"
 ) -> Parameters:
-    """The caller's parameters by the engine's names; raises ``ApiError``, in which ``name`` is that
-    of ``max_tokens``."""
+    """The caller's parameters by the engine's names; raises ``ApiError``, which calls
+    ``max_tokens`` by ``name``."""
     if request.stream_options is not None and not request.stream:
         raise invalid("stream_options goes with stream", "stream_options")
     echoes = isinstance(request, CompletionRequest) and request.echo
@@ -257,7 +257,7 @@ def _tool(function: OlderFunction) -> Tool:
 def _message(message: Message) -> dict[str, Any]:
     """A message in the form of chat templates.
 
-    The role ``developer`` becomes ``system``, and calls of functions become calls of tools.
+    The role ``developer`` becomes ``system``, and function calls become tool calls.
     """
     plain = message.model_dump(exclude_none=True)
     if thought := plain.pop("reasoning", None):

@@ -1,7 +1,7 @@
 """The OpenAPI description at /openapi.json, and the same as a page to read at /docs.
 
-The routes read their bodies themselves, strictly; here the description learns of their models. The
-page is plain HTML: it runs no scripts, and loads nothing from elsewhere.
+The routes read their bodies themselves, strictly; this module adds their models to the description.
+The page is plain HTML: it runs no scripts, and loads nothing from other sites.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ def body_of(model: type[BaseModel]) -> dict[str, Any]:
 
 
 def answer_of(model: type[BaseModel], *, named_events: bool = False) -> dict[str, Any]:
-    """What a route says of its answer: this model, or a stream of events, which are data alone or
-    have names, too."""
+    """What a route says about its answer: this model, or a stream of events, which have only data,
+    or names, too."""
     named = {
         "type": "object",
         "properties": {"event": {"type": "string"}, "data": {"type": "string"}},
@@ -64,7 +64,7 @@ def answer_of(model: type[BaseModel], *, named_events: bool = False) -> dict[str
 
 
 def describe(app: FastAPI) -> None:
-    """Make the application describe the models of bodies, and the API key."""
+    """Have the application describe the models of bodies, and the API key."""
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
@@ -116,7 +116,7 @@ def page_of(description: Mapping[str, Any]) -> str:
 
 
 def _content(message: Mapping[str, Any]) -> str:
-    """What a body or an answer may be."""
+    """What a body or an answer may be, as HTML."""
     schemas = [one["schema"] for one in message.get("content", {}).values() if "schema" in one]
     return " or ".join(map(_type, schemas))
 

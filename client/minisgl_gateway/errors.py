@@ -17,7 +17,7 @@ from starlette.responses import JSONResponse
 from starlette.types import Scope
 
 GONE: Final = 499
-"""The status of a request whose client did not wait for the answer, as proxies call it."""
+"""The status that proxies use for a request whose client did not wait for the answer."""
 RETRY_AFTER_S = 1
 """The value of ``Retry-After`` in answers to requests that are refused for now."""
 
@@ -61,7 +61,7 @@ class ApiError(Exception):
 
     @property
     def story(self) -> str:
-        """The log's version: the message, and its cause if the caller is not to blame."""
+        """The version for the log: the message, and its cause if the caller is not to blame."""
         if self.status < 500 or self.__cause__ is None or str(self.__cause__) == self.message:
             return self.message
         return f"{self.message}: {self.__cause__}"
@@ -120,7 +120,7 @@ def too_long(message: str, param: str | None = None) -> ApiError:
 
 
 def unsupported(message: str, param: str | None = None) -> ApiError:
-    """The request is right, but asks for what is not offered."""
+    """The request is right, but asks for something that is not offered."""
     return ApiError(400, message, code="unsupported_parameter", param=param)
 
 
@@ -137,7 +137,7 @@ def busy(status: int, message: str, code: str) -> ApiError:
 
 
 def shutting_down() -> ApiError:
-    """The gateway ends, and does not wait any longer."""
+    """The gateway is ending, and waits no longer."""
     return busy(503, "the gateway is shutting down", "shutting_down")
 
 
@@ -152,7 +152,7 @@ def cancelled() -> ApiError:
 
 
 def api_error_of_finish(reason: str | None) -> ApiError:
-    """What a finish reason means that is neither ``stop`` nor ``length``."""
+    """The error that a finish reason other than ``stop`` and ``length`` means."""
     by_reason = {"timeout": deadline_passed, "cancelled": cancelled}
     return by_reason.get(reason or "", internal)()
 
@@ -166,12 +166,12 @@ def api_error(
     names: Mapping[str, str] = _NO_NAMES,
     of_form: Callable[[str], tuple[str, str]] = lambda message: ("structured_outputs", message),
 ) -> ApiError:
-    """What an error of the engine, or of the way to it, means to a caller.
+    """What an error of the engine, or on the way to it, means to a caller.
 
     ``fields`` are those of the request; the engine's sentences begin with the one at fault.
-    ``names`` are the API's for OpenAI's ``prompt``, ``max_tokens`` and others, if they differ.
-    ``of_form`` says of a sentence about the form of the answer which parameter asked for that, and
-    how the sentence reads there.
+    ``names`` are the API's names for OpenAI's ``prompt``, ``max_tokens`` and others, if they
+    differ. For a sentence about the form of the answer, ``of_form`` returns the parameter that
+    asked for it, and the sentence as it reads there.
     """
     if _NO_MODEL.match(str(error)):  # callers know the model by the gateway's name, not by this one
         return busy(503, "the engine does not have the model", "engine_unavailable")
@@ -207,7 +207,7 @@ def api_error(
         return busy(503, "the connection to the engine broke", "engine_unavailable")
     if isinstance(error, client.Unavailable) or is_lost(error):
         return busy(503, str(error), "engine_unavailable")
-    if isinstance(error, client.Closed):  # by the gateway, at its end
+    if isinstance(error, client.Closed):  # by the gateway when it ends
         return shutting_down()
     if isinstance(error, client.Cancelled):
         return cancelled()
@@ -215,7 +215,7 @@ def api_error(
 
 
 def is_lost(error: client.MinisglError) -> bool:
-    """Whether a request was lost with a process of the engine, as the engine says it."""
+    """Whether the engine says that a request was lost with one of its processes."""
     return str(error) in _LOST
 
 
@@ -234,15 +234,15 @@ _LOST: Final = frozenset(
         "the replica that served the request has ended",
     }
 )
-"""How the engine's sentences say that a request was lost with a process that is started again."""
+"""How the engine's sentences say that a request was lost with a process that is restarted."""
 _NO_MODEL: Final = re.compile(r"Request for unknown model: '.*' is not found$")
 """How Triton says that it has no such model."""
 _DEAD: Final = re.compile(r"Stub process '.*' is not healthy")
 """How Triton says that the process of a model has died."""
 _STOPPING: Final = "Server is stopping"
-"""How Triton refuses a request once it has got SIGTERM."""
+"""How Triton refuses a request after it has got SIGTERM."""
 _NO_ADAPTER: Final = re.compile(r"LoRA (.*) is not supported, we currently support ", re.DOTALL)
-"""How the engine says that it has no such adapter, which is a model to callers."""
+"""How the engine says that it has no such adapter; callers know adapters as models."""
 _TOO_LONG: Final = re.compile(
     r"(?:max_tokens (?P<max_tokens>\d+) with a )?prompt of (?P<length>(?:more than )?\d+ \w+) "
     r"(?:does not fit the context of|exceeds the context of|needs \d+ pages of) (?P<context>\d+)"
@@ -254,10 +254,10 @@ _TOO_LONG: Final = re.compile(
 def _too_long_sentence(
     found: re.Match[str], fields: Container[str], names: Mapping[str, str]
 ) -> str:
-    """The same as OpenAI says it, in the words that clients look for."""
+    """The same in OpenAI's words, for which clients look."""
     prompt = "messages" if "messages" in fields else names.get("prompt", "prompt")
     context = int(found["context"])
-    if found["num_pages"] is not None:  # which are full before the last token: it needs no place
+    if found["num_pages"] is not None:  # the last token needs no place in them
         context = context * int(found["num_pages"]) + 1
     sentence = f"This model's maximum context length is {context} tokens. However, "
     if found["max_tokens"] is None:
@@ -284,12 +284,13 @@ _NAMES: Final = {
 
 
 def internal() -> ApiError:
-    """Our fault; nothing more is told."""
+    """An error of ours; the caller learns no more."""
     return ApiError(500, "internal error", code="internal_error")
 
 
 def error_response(error: ApiError, scope: Scope) -> JSONResponse:
-    """An error as a route's clients read it; if a body was left unread, the connection ends."""
+    """An error in the form that a route's clients read. If a body was left unread, the connection
+    ends."""
     headers = dict(error.headers)
     if error.status in (408, 413, 431):
         headers["Connection"] = "close"

@@ -1,8 +1,8 @@
 """Server-sent events straight to the socket, and what ends them before their time.
 
 ``EventStream`` sends bytes as they are made, without a layer in between. Its status is decided when
-the first event, or an error instead of it, is there. While it runs it listens for the client's
-leaving. Must not know what an event says.
+the first event, or an error in its place, is there. While it runs, it notices if the client leaves.
+Must not know what an event says.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _HEADERS: Final = [
 
 
 to_json: Final = json.JSONEncoder(separators=(",", ":")).encode
-"""In ASCII, so that no client takes a character such as U+2028 for the end of a line."""
+"""Writes ASCII, so that no client takes a character such as U+2028 for the end of a line."""
 
 
 def named_event(name: str, data: Mapping[str, Any]) -> str:
@@ -45,7 +45,7 @@ class Disconnected(Exception):
 
 
 async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, _Value]) -> _Value:
-    """The value of ``work``, which is cancelled when the client leaves: ``Disconnected``."""
+    """The value of ``work``. It is cancelled if the client leaves; raises ``Disconnected``."""
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_disconnect(receive))
     try:
@@ -63,14 +63,14 @@ async def _disconnect(receive: Receive) -> None:
 
 
 async def ended(*tasks: asyncio.Future[Any]) -> None:
-    """Cancel the tasks that still run, and wait for their ends."""
+    """Cancel the tasks that still run, and wait until all have ended."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def merged(sources: Sequence[AsyncGenerator[bytes, None]]) -> AsyncGenerator[bytes, None]:
-    """What the sources yield, as it comes; each waits until its last piece is taken."""
+    """What the sources yield, as it comes; each source waits until its last piece is taken."""
     pending = {asyncio.ensure_future(anext(source, None)): source for source in sources}
     try:
         while pending:
@@ -87,10 +87,10 @@ async def merged(sources: Sequence[AsyncGenerator[bytes, None]]) -> AsyncGenerat
 
 
 class EventStream(Response):
-    """Sends the events that an iterator yields, of which there is at least one.
+    """Sends the events that an iterator yields, at least one.
 
-    ``events`` may raise ``ApiError``, which ``failing`` makes the last event; behind those that end
-    well come those of ``closing``, in one write with the end of the body.
+    ``events`` may raise ``ApiError``, which ``failing`` turns into the last event. If it ends
+    without an error, the events of ``closing`` follow, in one write with the end of the body.
     """
 
     def __init__(
@@ -112,9 +112,9 @@ class EventStream(Response):
         self._started = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send all; when it returns, nothing of the answer is under way.
+        """Send everything; when this returns, nothing of the answer is under way.
 
-        Cancelled because the gateway ends, it says so to the client.
+        If cancelled because the gateway ends, it tells the client so.
         """
         pump = asyncio.ensure_future(self._pump(scope, receive, send))
         gone = asyncio.ensure_future(_disconnect(receive))
@@ -151,7 +151,7 @@ class EventStream(Response):
             await send({"type": "http.response.body", "body": self._closing()})
 
     async def _fail(self, error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
-        """Tell an error: by the status, if that is not out yet, else as the last event."""
+        """Report an error: by the status, if that has not been sent yet, else as the last event."""
         logger.info("%s: %s", self._request_id, error.story)
         if self._started:
             scope["state"]["outcome"] = error.status

@@ -1,8 +1,7 @@
 """Pieces of an answer -> the events of a stream as OpenAI's clients read them.
 
 ``ChatWriter`` and ``CompletionWriter`` are on the path of every chunk: what repeats is made once
-for a stream, and only the new text is encoded. Must not know connections, or how the engine is
-asked.
+per stream, and only new text is encoded. Must not know connections, or how the engine is asked.
 """
 
 from __future__ import annotations
@@ -31,8 +30,8 @@ DONE: Final = b"data: [DONE]\n\n"
 
 
 class ChatWriter:
-    """One choice of a chat. ``num_logprobs`` is None if they were not asked for. With
-    ``continuous`` every chunk tells the tokens so far."""
+    """One choice of a chat. ``num_logprobs`` is None if logprobs were not asked for. With
+    ``continuous`` every chunk has the number of tokens so far."""
 
     def __init__(
         self,
@@ -99,7 +98,7 @@ class ChatWriter:
 
 
 class CompletionWriter:
-    """One choice of a completion; ``echo``, if any, stands before its text and, with
+    """One choice of a completion; ``echo``, if any, comes before its text and, with
     ``num_logprobs``, its logprobs. The rest is as for a chat."""
 
     def __init__(
@@ -160,7 +159,7 @@ def _start(heading: Heading, kind: str) -> str:
 
 
 def _told(counts: Counts, piece: Piece) -> str:
-    """After a choice, with the tokens of its prompt and of its answer up to this piece."""
+    """The end of a chunk, with the tokens of the prompt and of the answer up to this piece."""
     delta = piece.source
     counts.num_input_tokens = delta.num_input_tokens or 0
     counts.num_cached_tokens = delta.num_cached_tokens or 0
@@ -170,5 +169,5 @@ def _told(counts: Counts, piece: Piece) -> str:
 
 
 def _end(usage: bool) -> str:
-    """After a choice; with ``include_usage`` all chunks but the last say that they have none."""
+    """The end of a chunk; with ``include_usage`` all chunks but the last have a null usage."""
     return '}],"usage":null}\n\n' if usage else "}]}\n\n"

@@ -1,7 +1,7 @@
 """The form that an answer must have, as OpenAI, vLLM, SGLang and llama.cpp ask for it.
 
-A request may give one of these fields; ``form_of`` says it as ``structured_outputs`` of the engine
-has it. Whether a schema or a grammar is right is the engine's to say.
+A request may give one of these fields; ``form_of`` turns it into the engine's
+``structured_outputs``. The engine decides whether a schema or a grammar is valid.
 """
 
 from __future__ import annotations

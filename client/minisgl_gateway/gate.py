@@ -1,8 +1,8 @@
 """What every request passes before it reaches a route: counters, and the checks of the size of its
 headers, its key, and the size of its body. Answers get the headers that identify their request.
 
-Pure ASGI, so that nothing is between a route and the socket while an answer streams. Must not know
-what a route does, or what a body contains.
+Pure ASGI, so that nothing stands between a route and the socket while an answer streams. Must not
+know what a route does, or what a body contains.
 """
 
 from __future__ import annotations
@@ -150,6 +150,6 @@ class Gate:
 
 
 def _callers_id(headers: Sequence[tuple[bytes, bytes]]) -> bytes:
-    """The id that the caller gives its request; b"" if there is none that is fit for a log."""
+    """The id that the caller gives its request; b"" if there is none fit for a log."""
     given = [value for name, value in headers if name == b"x-request-id"]
     return given[0] if len(given) == 1 and _SANE_ID.fullmatch(given[0]) else b""

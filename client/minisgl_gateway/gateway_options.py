@@ -14,14 +14,14 @@ class GatewayOptions:
     spread over these gRPC addresses, and ``triton`` is not used. ``admin_keys`` are API keys, too,
     and only they may load and unload LoRA adapters.
 
-    With ``shorten_max_tokens`` a ``max_tokens`` that the context has no room for is lowered instead
-    of refused. ``cors_origins`` are the origins whose web pages may ask and read the answers, "*"
-    for all.
+    With ``shorten_max_tokens`` a ``max_tokens`` for which the context has no room is lowered
+    instead of refused. ``cors_origins`` are the origins whose web pages may send requests and read
+    the answers, "*" for all.
 
-    ``tool_dialect`` is how the model calls tools; None: as its chat template shows.
+    ``tool_dialect`` is how the model calls tools; None means as its chat template shows.
 
-    Of responses that a later request may go on from, the gateway keeps ``max_stored_responses``, of
-    ``max_stored_bytes`` in all.
+    The gateway keeps at most ``max_stored_responses`` from which later requests may go on, with at
+    most ``max_stored_bytes`` in total.
 
     ``timeout_s`` bounds a request as a whole, including the time in which its body arrives;
     ``patience_s`` bounds each silence of a client that must send its request or take its answer;

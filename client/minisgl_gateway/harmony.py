@@ -5,7 +5,7 @@ The prompt ends with ``<|start|>assistant``. The answer is messages, each a head
     <|channel|>analysis<|message|>What it thinks.<|end|>
     <|start|>assistant<|channel|>final<|message|>What it says.<|return|>
 
-or in place of the last one a call:
+or, in place of the last one, a call:
 
     <|start|>assistant<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{}<|call|>
 
@@ -25,7 +25,7 @@ from minisgl_gateway.call_syntax import CalledTool, sendable
 from minisgl_gateway.thinking import Thought
 
 FUNCTIONS: Final = "functions."
-"""How the names of receivers begin that are tools of the caller."""
+"""The prefix of receivers that are tools of the caller."""
 _START: Final = "<|start|>"
 _CHANNEL: Final = "<|channel|>"
 _MESSAGE: Final = "<|message|>"
@@ -39,11 +39,11 @@ _CHANNEL_NAME: Final = re.compile(re.escape(_CHANNEL) + r"\s*(\w+)")
 class HarmonyReader:
     """The state between two pieces of one answer.
 
-    Analysis is ``Thought``; final messages, and commentary that nothing receives, are text. A
-    message to a function is a call, told as a whole when it ends. Its text stays text if it is no
-    JSON object, if the receiver is no function, or if the answer ``has_calls`` none to read;
-    with ``calls_alone`` it is dropped, since the engine keeps the answer to calls: such a one was
-    cut. Unless ``separates_thoughts``, analysis is text, its marks included.
+    Analysis is ``Thought``; final messages, and commentary without a receiver, are text. A message
+    to a function is a call, which is returned whole when it ends. Its text stays text if it is not
+    a JSON object, if the receiver is not a function, or if no calls are to be read (``has_calls``).
+    With ``calls_alone`` it is dropped instead: the engine keeps the answer to calls, so it is a
+    call that was cut off. Unless ``separates_thoughts``, analysis is text, including its marks.
     """
 
     def __init__(
@@ -53,10 +53,10 @@ class HarmonyReader:
         self._calls_alone = calls_alone
         self._separates_thoughts = separates_thoughts
         self._header: list[str] | None = []
-        """Of the message that begins; None inside of a message."""
+        """The header so far of the message that begins; None inside a message."""
         self._is_thought = False
         self._function: str | None = None
-        """Who receives the message, if that is a function."""
+        """The function that receives the message, if any."""
         self._arguments: list[str] = []
         self._partial = ""
         """Text that may be the beginning of a mark."""
@@ -109,11 +109,11 @@ class HarmonyReader:
             if self._is_thought and not self._separates_thoughts and self._header is None:
                 found.append(mark)
             self._end(found)
-        else:  # a mark inside of a message
+        else:  # a mark inside a message
             self._take(mark, found)
 
     def _begin(self, header: str, found: list[Thought | str | CalledTool]) -> None:
-        """A message of this header begins."""
+        """A message with this header begins."""
         channel = _CHANNEL_NAME.search(header)
         receiver = _RECEIVER.search(header)
         self._header = None
@@ -125,8 +125,8 @@ class HarmonyReader:
             found.append(f"{_CHANNEL}analysis{_MESSAGE}")
 
     def _end(self, found: list[Thought | str | CalledTool]) -> None:
-        """The message ends; what follows is a header. One that none has followed is text if it is
-        none after all."""
+        """The message ends; what follows is a header. A message to a function is a call if its text
+        is a JSON object."""
         header = "".join(self._header or ())
         if header and _CHANNEL not in header and not header.lstrip().startswith("assistant"):
             found.append(header)

@@ -1,8 +1,8 @@
-"""API keys: who a caller is, told from the header ``Authorization``, or Anthropic's ``x-api-key``.
+"""API keys: who a caller is, by the header ``Authorization``, or Anthropic's ``x-api-key``.
 
-Keys are compared by their digests, all of them each time, so that the time tells nothing. A key
-itself is neither logged nor sent on: its owner goes by a label, and prefixes by a salt, both of
-which are derived from it. Must not know what a caller asks for, or how much of it a key allows
+Keys are compared by their digests, all of them each time, so that the time reveals nothing. A key
+itself is neither logged nor passed on: its owner is known by a label and prefixes by a salt, both
+derived from the key. Must not know what a caller asks for, or how much of it a key allows
 (``admission``).
 """
 
@@ -29,7 +29,7 @@ class Caller:
 class Keys:
     """The keys in use; without any, every caller may ask.
 
-    ``origins`` are those whose pages may ask without a key, beside the pages of this machine.
+    ``origins`` are those whose pages may ask without a key, besides the pages of this machine.
     """
 
     def __init__(self, keys: Iterable[str], origins: Iterable[str] = ()) -> None:
@@ -66,8 +66,8 @@ class Keys:
 def _check_page(headers: Sequence[tuple[bytes, bytes]], origins: Container[str]) -> None:
     """Refuse a web page from elsewhere: a browser on this machine would ask in its user's name.
 
-    The name of such a page may resolve to this machine all the same (DNS rebinding), so its address
-    must be one that no name server has a say in.
+    The name of such a page may still resolve to this machine (DNS rebinding), so its address must
+    be one that no name server controls.
     """
     for name, value in headers:
         origin = value.decode("latin-1")

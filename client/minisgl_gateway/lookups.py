@@ -1,7 +1,7 @@
-"""What callers look up without an answer being made: the model, tokens, the text of tokens.
+"""What callers look up without generating: the model, tokens, the text of tokens.
 
-Knows the engine through ``Engine`` only, and of it only the tokenizer: no queue, no key's
-places and no step of the engine are touched.
+Knows the engine through ``Engine`` only, and uses only its tokenizer: a lookup takes no place in a
+queue, none of a key's places, and no step of the engine.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ _PROBE: Final = ({"role": "user", "content": "Hi"},)
 
 @dataclass(frozen=True, slots=True)
 class _Format:
-    """What a chat template shows, None if that is not known, as soon as the engine has said it; and
-    until when this is used."""
+    """What a chat template shows, as soon as the engine has answered (None if that is not known),
+    and until when this is used."""
 
     asked: asyncio.Future[ChatFormat | None]
     until_s: float
@@ -58,7 +58,7 @@ class Lookups:
         self._context: int | None = None
         self._asked_again_s = 0.0
         self._formats: dict[bytes, _Format] = {}
-        """By what decides them, those asked for last at the end."""
+        """By what determines them; those asked for last are at the end."""
 
     async def models(self) -> schema.ModelList:
         """GET /v1/models: the base model, and each LoRA adapter with it as the parent."""
@@ -106,14 +106,14 @@ class Lookups:
         return schema.Detokenized(prompt=tokens.text)
 
     async def chat_tokens(self, http: Request, chat: Chat, fields: Container[str]) -> Tokens:
-        """Those of a chat's prompt; raises ``ApiError``, which names one of ``fields``."""
+        """The tokens of a chat's prompt; raises ``ApiError``, which names one of ``fields``."""
         template = await self.template(http, chat, fields, {})
         messages, tools, parameters = chat.rendering(template)
         given = {"messages": messages, "tools": tools, **parameters}
         return await self._tokens(http, given, fields)
 
     async def text_tokens(self, http: Request, text: str, **parameters: Any) -> tuple[int, ...]:
-        """Those of a text by itself, without any that the tokenizer puts around it; raises
+        """The tokens of a text by itself, without any that the tokenizer puts around it; raises
         ``ApiError``."""
         given = {"prompt": text, "add_special_tokens": False, **parameters}
         return (await self._tokens(http, given, ())).ids
@@ -127,8 +127,8 @@ class Lookups:
     ) -> Template:
         """The chat template as it is for a chat; raises ``ApiError`` (see ``errors.api_error``).
 
-        What it shows is looked up, and kept for some seconds, by what decides it. A template that
-        refuses a chat of one word is not known.
+        What it shows is looked up, and kept for some seconds under what determines it. If a
+        template refuses even a chat of one word, what it shows is not known.
         """
         try:
             chat_format = await self._chat_format(http, chat, chat.variables)
@@ -178,7 +178,7 @@ class Lookups:
         return tokens.chat_format
 
     async def echo(self, generation: Generation, *, scored: bool) -> Echo:
-        """The prompt as it stands before an answer, with its first token if it is ``scored``.
+        """The prompt as it comes before an answer, with its first token if it is ``scored``.
 
         Raises ``MinisglError``.
         """
@@ -197,14 +197,14 @@ class Lookups:
     async def _tokens(
         self, http: Request, given: Mapping[str, Any], fields: Container[str]
     ) -> Tokens:
-        """What the tokenizer answers; errors name those of ``fields``, which the request has."""
+        """What the tokenizer answers; errors name one of ``fields``, those of the request."""
         try:
             return await self._engine.tokenize(**given, timeout_ms=_left_ms(http))
         except MinisglError as error:
             raise api_error(error, fields) from error
 
     async def _max_model_len(self) -> int | None:
-        """The context; one answer of the engine serves all who ask within a while."""
+        """The model's context; one answer of the engine serves all who ask within a while."""
         async with self._asking:
             if time.monotonic() >= self._asked_again_s:
                 try:
@@ -218,6 +218,6 @@ class Lookups:
 
 
 def _left_ms(http: Request) -> int:
-    """Until the deadline of a request."""
+    """The time left until the deadline of a request."""
     left_s: float = http.scope["state"]["deadline_s"] - time.monotonic()
     return max(1, round(left_s * 1000))

@@ -1,8 +1,8 @@
-"""What an answer is made of, whichever API tells it: thoughts, texts, calls of tools, and its end.
+"""What an answer is made of, whichever API returns it: thoughts, texts, tool calls, and its end.
 
-``AnswerReader`` takes what the engine sends of one choice, a delta at a time or a whole result at
-once, and gives back a ``Piece``: the parts that are complete with it, in order, and the ending if
-it is the last. Neither the engine's parameters nor any API's JSON is known here.
+``AnswerReader`` takes what the engine sends for one choice, a delta at a time or a whole result at
+once, and returns a ``Piece``: the parts that this completes, in order, and the ending if it is the
+last. Must not know the engine's parameters, or any API's JSON.
 
 Texts of one kind may come in several pieces; a call comes whole. The texts of all pieces, one after
 the other, are the same however the answer was cut.
@@ -28,9 +28,9 @@ Part: TypeAlias = "Thought | str | CalledTool"
 class Ending:
     """Why an answer ended.
 
-    ``reason`` is ``stop`` of an answer that ended by itself or at a stop string, ``length`` if
-    ``max_tokens`` or the context cut it. ``stop`` is the caller's stop string that matched, None if
-    none did, or if ``Chat.tells_stop`` was not set.
+    ``reason`` is ``stop`` if the answer ended by itself or at a stop string, and ``length`` if
+    ``max_tokens`` or the context cut it off. ``stop`` is the caller's stop string that matched;
+    None if none did, or if ``Chat.tells_stop`` was not set.
     """
 
     reason: Literal["stop", "length"]
@@ -41,9 +41,9 @@ class Ending:
 class Piece:
     """What a delta, or a whole result, adds to its answer.
 
-    ``source`` is what the engine sent: counts and log-probabilities are there. ``num_calls`` are
-    those of the answer so far. ``num_thought_tokens`` are those whose text is thoughts; if a piece
-    has other text, too, they are estimated by their share of its characters.
+    ``source`` is what the engine sent: it has counts and log-probabilities. ``num_calls`` counts
+    the calls of the answer so far. ``num_thought_tokens`` counts the tokens whose text is thoughts;
+    if the piece has other text, too, it is estimated by the share of characters.
     """
 
     source: Delta | Result
@@ -69,7 +69,7 @@ class Piece:
 
 
 class TextReader(Protocol):
-    """Tells the parts of an answer's text apart, however it is cut."""
+    """Splits an answer's text into its parts, however it is cut."""
 
     def push(self, text: str) -> Sequence[Part]:
         """The parts that are certain with this piece."""
@@ -79,10 +79,10 @@ class TextReader(Protocol):
 
 
 class AnswerReader:
-    """The state between two pieces of one choice; without readers all of it is one text.
+    """The state between two pieces of one choice; without readers the whole choice is one text.
 
     ``reader`` takes the text first; what it leaves as text goes through ``calls``. ``own_stop`` is
-    the stop string that ends an answer with its first call.
+    the stop string that ends an answer after its first call.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class AnswerReader:
         self._own_stop = own_stop
         self._num_calls = 0
         self._num_tokens = 0
-        """Those whose text has not come yet."""
+        """Tokens whose text has not come yet."""
 
     def push(self, source: Delta | Result) -> Piece:
         """The next piece; raises ``ApiError`` if the answer was cancelled, or ran out of time."""
@@ -124,7 +124,7 @@ class AnswerReader:
         return Piece(source, parts, self._num_calls, ending, num_thought_tokens)
 
     def _counted(self, source: Delta | Result, parts: list[Part]) -> int:
-        """The tokens of the thoughts among parts, which beside them are texts."""
+        """The number of tokens of the thoughts among ``parts``; the other parts are texts."""
         self._num_tokens += source.num_output_tokens or 0
         if not parts:
             return 0

@@ -30,23 +30,23 @@ def protocol_of(options: GatewayOptions, telemetry: Telemetry) -> type[BoundedPr
 
     class Protocol(BoundedProtocol):
         patience_s = options.patience_s
-        head_bytes = options.max_header_bytes + 2**16  # beside the headers there is the URL
+        head_bytes = options.max_header_bytes + 2**16  # a head also has the URL
         slow_readers = telemetry.slow_readers
 
     return Protocol
 
 
 _UPGRADE: Final = re.compile(rb"^Upgrade(?=:)", re.IGNORECASE)
-"""An offer to speak another protocol, which Java's client makes to every server. No other is spoken
-here, but if the parser sees the offer, it does not read the body. So the header's name is made
-longer, just before its colon; this works even if the name comes in pieces, some of which the parser
-already has. (If a head comes in one packet with the body before it, its beginning passes as it
-is.)"""
+"""An offer to speak another protocol, which Java's client makes to every server. No other protocol
+is spoken here, but if the parser sees the offer, it does not read the body. So the header's name is
+made longer, just before its colon; this works even if the name comes in pieces, some of which the
+parser already has. (If a head comes in the same packet as the body before it, its beginning passes
+unchanged.)"""
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """A head must come within ``patience_s``; so must the rest of a body that is not read. Of an
-    answer the client must read at least some in each such time.
+    """A head must come within ``patience_s``; so must the rest of a body that is not read. In each
+    such period the client must read at least some of its answer.
 
     ``head_bytes`` bounds heads that do not end; a complete head that is too large is refused by the
     application.
@@ -65,7 +65,7 @@ class BoundedProtocol(HttpToolsProtocol):
     _line: bytes = b""
     """The bytes so far of a line of the head."""
     _answered: RequestResponseCycle | None = None
-    """The request answered last, or now; ``cycle`` is the one that came last, and may wait."""
+    """The request being answered, or answered last; ``cycle`` is the newest, which may wait."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -116,7 +116,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._await_reader()
 
     def resume_writing(self) -> None:
-        if not self.transport.is_closing():  # when closing, the client still has to read it all
+        if not self.transport.is_closing():  # else the client must still read everything
             self._stop_reading_timer()
         super().resume_writing()
 
@@ -124,7 +124,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._stop_timer()
         self._stop_reading_timer()
         super().connection_lost(exc)
-        if self._answered is not None:  # uvicorn itself tells only the request that came last
+        if self._answered is not None:  # uvicorn itself tells only the newest request
             self._answered.disconnected = True
             self._answered.message_event.set()
 
@@ -140,7 +140,7 @@ class BoundedProtocol(HttpToolsProtocol):
         return self.cycle is None or self.cycle.response_complete
 
     def _without_offer(self, piece: bytes) -> bytes:
-        """A piece of the head, up to the end of a line at most, as the parser shall see it."""
+        """A piece of the head, up to the end of a line at most, as the parser should see it."""
         line = _UPGRADE.sub(rb"\g<0>-Offer", self._line + piece)
         shown = line[len(self._line) :]
         self._line = b"" if line.endswith(b"\n") else line
@@ -185,7 +185,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self.transport.abort()
 
     def _refuse(self, error: ApiError) -> None:
-        """Answer in the application's stead."""
+        """Answer in place of the application."""
         if self._is_idle() or not self.cycle.response_started:
             body = json.dumps(error.body).encode()
             head = (
@@ -197,7 +197,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._close()
 
     def _close(self) -> None:
-        """Close when all is sent."""
+        """Close once everything is sent."""
         self._stop_timer()
         self.transport.close()
         if self.transport.get_write_buffer_size():

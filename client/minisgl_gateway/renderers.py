@@ -114,7 +114,7 @@ class ChatRenderer:
 
 
 class CompletionRenderer:
-    """OpenAI's completions; of ``echoes`` there is one a choice."""
+    """OpenAI's completions; ``echoes`` has one for each choice."""
 
     fields = CompletionRequest.model_fields
     names: Mapping[str, str] = {}

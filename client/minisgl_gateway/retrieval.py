@@ -1,9 +1,9 @@
-"""``/v1/embeddings`` and ``/v1/rerank``: what searches need of a model, over ``Service``.
+"""``/v1/embeddings`` and ``/v1/rerank``: what searches need from a model, over ``Service``.
 
 An embedding is the engine's: the hidden state of the input's last token. To rerank, the model is
-asked about each document, in the words that Qwen3-Reranker is trained on, whether it meets the
-query; its relevance is the probability of ``yes`` over that of ``yes`` and ``no``. Documents are
-text to the model: what looks like a special token in them is none.
+asked, in the words that Qwen3-Reranker was trained on, whether each document meets the query; a
+document's relevance is the probability of ``yes`` divided by that of ``yes`` or ``no``. Documents
+are text to the model: nothing in them becomes a special token.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ _BEFORE: Final = (
 _AFTER: Final = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
 _INSTRUCTION: Final = "Given a web search query, retrieve relevant passages that answer the query"
 _FOR_SURE: Final = 100
-"""A bias with which one of the two answers is chosen, whatever else is likely."""
+"""A bias that makes one of the two answers certain, whatever else is likely."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Frame:
-    """What is the same for all documents, as tokens: what stands around a question, and the first
+    """What is the same for all documents, as tokens: the text around a question, and the first
     tokens of both answers."""
 
     before: tuple[int, ...]
@@ -130,12 +130,13 @@ class RetrievalRoutes:
     ) -> list[float]:
         """The relevance of each document, 0 .. 1.
 
-        A first call tells the log-probability of the likelier answer, and of the other if it is
-        among the likely tokens. If it is not, a second call tells it; the prompt is cached then.
+        A first call returns the log-probability of the likelier answer, and that of the other if it
+        is among the likely tokens. If it is not, a second call returns it; the prompt is cached by
+        then.
         """
         texts = request.texts
         prompts: dict[int, list[int]] = {}
-        """By the document's index."""
+        """By document index."""
         both = {frame.yes: _FOR_SURE, frame.no: _FOR_SURE}
 
         def asking(index: int, biases: Mapping[int, float]) -> dict[str, Any]:
@@ -208,7 +209,7 @@ def _inputs(request: EmbeddingRequest) -> list[dict[str, Any]]:
 
 
 def _complete(results: Sequence[Result]) -> Sequence[Result]:
-    """The same, all of which have come to their end; raises ``ApiError``."""
+    """The same ``results``, if all are complete; raises ``ApiError`` if not."""
     for result in results:
         if result.finish_reason != "length":
             raise api_error_of_finish(result.finish_reason)
@@ -216,7 +217,7 @@ def _complete(results: Sequence[Result]) -> Sequence[Result]:
 
 
 def _logprobs(positions: Sequence[TokenLogprobs]) -> dict[int, float]:
-    """By token, of the one position of an answer."""
+    """The log-probabilities by token, for the only position of an answer."""
     if len(positions) != 1:
         raise internal()
     (position,) = positions
@@ -228,7 +229,7 @@ def _other(token: int, frame: _Frame) -> int:
 
 
 def _shortened(vector: Sequence[float], dimensions: int | None) -> Sequence[float]:
-    """The first dimensions, again of length 1: models trained for that lose little."""
+    """The first dimensions, normalized again: models trained for that lose little."""
     if dimensions is None or dimensions == len(vector):
         return vector
     if dimensions > len(vector):
@@ -242,7 +243,7 @@ def _shortened(vector: Sequence[float], dimensions: int | None) -> Sequence[floa
 
 
 def _in_base64(vector: Sequence[float]) -> str:
-    """Four bytes a number, the least significant first, as OpenAI's clients read them."""
+    """The numbers as little-endian float32, which OpenAI's clients read."""
     numbers = array.array("f", vector)
     if sys.byteorder == "big":
         numbers.byteswap()

@@ -1,9 +1,9 @@
 """The requests that the gateway takes, field by field, as OpenAI's API and vLLM's extras name them.
 
-Knows types and OpenAI's own ranges; the engine checks the rest and says so in the same words to all
-its clients. ``Body.not_offered`` is what callers may know from elsewhere but would not get here: it
-is refused by name, unless it has a value that changes nothing. ``Body.without_effect`` is what is
-taken whatever it says, and named in a header of the answer.
+Knows types and OpenAI's own ranges; the engine checks the rest, in the same words for all its
+clients. ``Body.not_offered`` is what callers may know from elsewhere but would not get here: it is
+refused by name, unless it has a value that changes nothing. ``Body.without_effect`` is accepted
+with any value, and named in a header of the answer.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from minisgl_gateway.message_schema import (
 from minisgl_gateway.strict_schema import Body, PromptCacheOptions, Strict, label
 
 MAX_CHOICES: Final = 64
-"""Choices of one request: ``n``, or ``best_of``, times the number of prompts."""
+"""The most choices of one request: ``n``, or ``best_of``, times the number of prompts."""
 MAX_PROMPTS: Final = 16
 MAX_LOGPROBS: Final = 20
 MAX_INPUTS: Final = 2048
-"""Texts to be embedded, or documents to be ranked, of one request."""
+"""The most texts to embed, or documents to rank, in one request."""
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
@@ -96,7 +96,7 @@ def _salt() -> Any:
 
 
 class StreamOptions(Strict):
-    """What a stream tells beside the answer."""
+    """What a stream says besides the answer."""
 
     include_usage: bool = Field(False, description="a last chunk tells the numbers of tokens")
     continuous_usage_stats: bool = Field(
@@ -266,7 +266,7 @@ class EmbeddingRequest(RetrievalRequest):
 
 
 class TextDocument(Strict):
-    """A document, as Jina's API has it beside plain texts."""
+    """A document, which Jina's API accepts besides plain texts."""
 
     text: str
 

@@ -2,9 +2,9 @@
 
 Requests with the same beginning go to the same server, whose prefix cache then has it. A request
 that a server refuses or loses before its first token goes to another one, once. While requests are
-open at a server, it is asked whether it is still there: the connection to one that stands still, or
-behind a cable that was cut, would tell only after a minute or more. Knows which errors speak
-against a server; ``balance`` knows what follows from them. Must not know any API's JSON.
+open at a server, it is asked whether it is still there: if it hangs, or a cable was cut, the
+connection would show that only after a minute or more. Knows which errors count against a server;
+``balance`` knows what follows from them. Must not know any API's JSON.
 """
 
 from __future__ import annotations
@@ -39,22 +39,22 @@ _Answer = TypeVar("_Answer")
 logger = logging.getLogger(__name__)
 
 _BEGINNING: Final = 4096
-"""Most characters of a prompt that decide where it goes."""
+"""The number of characters at the beginning of a prompt that decide where it goes."""
 _FIRST_TOKENS: Final = 512
 _PROBE_S: Final = 5.0
 _LOOK_EVERY_S: Final = 2.0
 _ANSWERS_WITHIN_S: Final = 4.0
-"""It is Triton's own threads that answer, whatever its models do."""
+"""Triton's own threads answer in this time, whatever its models do."""
 _MOST_MISSED: Final = 2
-"""Looks in a row without an answer, until a server counts as silent."""
+"""After this many looks in a row without an answer, a server counts as silent."""
 _PASSING: Final = (Unavailable, ConnectionFailed, ConnectionLost)
 """Errors after which another server may answer."""
 _FULL: Final = ("queue full", "too many grammars")
-"""What a server says that is well, but has enough to do."""
+"""What a server says that works but is fully loaded."""
 
 
 class Servers:
-    """An ``Engine`` of several servers. Belongs to one event loop."""
+    """An ``Engine`` that consists of several servers. Belongs to one event loop."""
 
     def __init__(self, addresses: Sequence[str], model: str) -> None:
         """Raises ``InvalidArgument`` if one of the ``addresses`` is not valid."""
@@ -182,7 +182,7 @@ class Servers:
         return chosen
 
     def _in_background(self, call: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Make a call, whether or not anybody waits for its end."""
+        """Make a call, whether or not anyone waits for its end."""
         task = asyncio.ensure_future(call)
         self._calls.add(task)
         task.add_done_callback(self._ended)
@@ -191,7 +191,7 @@ class Servers:
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._calls.discard(task)
         if not task.cancelled():
-            task.exception()  # whoever waits for it has it, too
+            task.exception()  # whoever waits for it gets it, too
 
     async def _probe(self, server: int) -> None:
         """Ask an ejected server whether it takes requests again."""
@@ -217,8 +217,7 @@ class Servers:
             self._watched.discard(server)
 
     async def _is_there(self, server: int) -> bool:
-        """Whether a server answers at all, be it that it is not ready; what it refuses counts
-        elsewhere."""
+        """Whether a server answers at all, even that it is not ready; refusals count elsewhere."""
         try:
             await asyncio.wait_for(self._clients[server].is_ready(), _ANSWERS_WITHIN_S)
         except asyncio.TimeoutError:
@@ -226,19 +225,19 @@ class Servers:
         return True
 
     async def _cut(self, server: int) -> None:
-        """End the connection to a silent server, and so all that waits for it."""
+        """End the connection to a silent server, and with it everything that waits for it."""
         self._failed(server, "it is silent", is_ending=True)
         address, silent = self._addresses[server], self._clients[server]
         self._clients[server] = self._client(address)
         await silent.aclose()
 
     def _noted(self, server: int, client: AsyncClient, error: MinisglError) -> MinisglError:
-        """Count an error, if it speaks against the server; returns what to make of it. ``client``
+        """Count an error, if it speaks against the server; returns the error to report. ``client``
         is the one that raised it."""
         if isinstance(error, Cancelled) and client is not self._clients[server]:
             return ConnectionLost(f"{self._addresses[server]} is silent")
         if isinstance(error, (Cancelled, Timeout)):
-            return error  # of the caller's doing, or of its deadline
+            return error  # the caller caused it, or its deadline
         is_ending = isinstance(error, Unavailable)
         if is_ending and any(reason in str(error) for reason in _FULL):
             return error
@@ -261,7 +260,7 @@ def _may_pass(error: MinisglError) -> bool:
 
 
 async def _bounded(call: Awaitable[None]) -> None:
-    """A call that a server must answer soon."""
+    """Wait for a call that a server must answer soon."""
     await asyncio.wait_for(call, _PROBE_S)
 
 

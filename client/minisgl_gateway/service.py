@@ -60,7 +60,7 @@ _Request = TypeVar("_Request", bound=Body)
 _HEALTH_S: Final = 5.0
 _PROBED_S: Final = 1.0
 _AT_ONCE: Final = 16
-"""Most simultaneous calls of the engine for a request with many inputs."""
+"""The most simultaneous calls of the engine for a request with many inputs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,7 +261,7 @@ class Service:
     async def _echoes(
         self, request: CompletionRequest, generations: Sequence[Generation]
     ) -> list[Echo | None]:
-        """What stands before each answer, if it is asked for."""
+        """What comes before each answer, if it is asked for."""
         if not request.echo:
             return [None for _ in generations for _ in range(request.n)]
         scored = request.logprobs is not None

@@ -1,7 +1,7 @@
 """Objects of requests, read strictly: the base of all schemas of the gateway's APIs.
 
-Null is "not given", at any depth, for names that are known here or not; only in what goes to the
-chat template or the engine as it is (variables, schemas) does it stand for itself.
+Null means "not given", at any depth, whether or not the name is known here; only in what goes
+unchanged to the chat template or the engine (variables, schemas) does it stand for itself.
 
 Lists are read up to the first item that is wrong (``fail_fast``): a body of a megabyte can have
 hundreds of thousands, and a complaint about each would take seconds.
@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 
 def _take_nulls(schema: dict[str, Any]) -> None:
-    """Let a JSON schema say that null stands for what is not given, known or not."""
+    """Let a JSON schema say that null means "not given", for names known and unknown."""
     schema["additionalProperties"] = _NULL
     properties = schema.get("properties", {})
     for name, spec in properties.items():
@@ -46,16 +46,17 @@ class Strict(BaseModel):
 
 
 MAX_MESSAGES: Final = 8192
-"""Of a conversation, or items: agents make thousands of calls. The body's size bounds them, too."""
+"""The most messages or items of a conversation: agents make thousands of calls. The body's size
+bounds them, too."""
 
 MAX_TOOLS: Final = 1024
-"""Of a request, as many as the engine's chat templates take: agents with MCP servers have
-hundreds."""
+"""The most tools of a request, as many as the engine's chat templates take: agents with MCP servers
+have hundreds."""
 
 
 def label(description: str = "a label; no effect") -> Any:
-    """A field that is taken whatever it says. A header of the answer names those of a body, which
-    stand in ``Body.without_effect``, too."""
+    """A field that is accepted with any value. If it is a body's, it must be in
+    ``Body.without_effect``, too, and a header of the answer names it."""
     return Field(None, description=description)
 
 
@@ -64,7 +65,7 @@ def by_type(
 ) -> Callable[[Any], str | None]:
     """A ``Discriminator`` of a union whose members have a ``type``.
 
-    ``default`` is that of an object without one, ``of_string`` the tag of a string.
+    ``default`` is the type of an object without one, ``of_string`` the tag of a string.
     """
 
     def tag(value: Any) -> str | None:
@@ -85,7 +86,7 @@ class Body(Strict):
     not_offered: ClassVar[Mapping[str, tuple[Any, ...]]] = MappingProxyType({})
     """What is refused by name, unless it has one of these values, which change nothing."""
     without_effect: ClassVar[frozenset[str]] = frozenset()
-    """Fields that are taken whatever they say, and named in a header of the answer."""
+    """Fields that are accepted with any value, and named in a header of the answer."""
 
 
 class PromptCacheOptions(Strict):
@@ -108,5 +109,5 @@ def cache_control() -> Any:
 
 
 def read_by_sdk() -> Any:
-    """What OpenAI's SDK adds to an answer that it has parsed, and sends back; not for the model."""
+    """What OpenAI's SDK adds to an answer when it parses it, and sends back; not for the model."""
     return Field(None, exclude=True, description="from OpenAI's SDK; no effect")

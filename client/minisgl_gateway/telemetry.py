@@ -1,4 +1,4 @@
-"""What the gateway counts, in Prometheus' text format; one registry a gateway.
+"""What the gateway counts, in Prometheus' text format; each gateway has its own registry.
 
 Must not know when something is counted, or what a request asks for.
 """

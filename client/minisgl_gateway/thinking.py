@@ -1,9 +1,8 @@
 """What a model thinks before it answers, split off from the answer's text.
 
-A thinking section stands at the beginning, between two markers such as ``<think>`` and
-``</think>``; a model may leave it out. Later markers are text. Templates drop the line breaks
-around a thought and before the answer, and so does the reader. Must not know tokens, or which model
-writes such marks.
+A thinking section is at the beginning, between two markers such as ``<think>`` and ``</think>``; a
+model may leave it out. Later markers are text. Templates drop the line breaks around a thought and
+before the answer, and so does the reader. Must not know tokens, or which model writes such markers.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ class ThinkingReader:
     """The state between two pieces of one answer.
 
     ``markers`` begin and end the section. With ``begins_inside`` the prompt has begun it already;
-    a model that begins it once more means the same section.
+    if the model begins it again, it means the same section.
     """
 
     def __init__(self, markers: tuple[str, str], begins_inside: bool = False) -> None:
@@ -46,10 +45,10 @@ class ThinkingReader:
         self._held: list[str] = []
         """Line breaks of a thought, or blanks before it, that may have to be dropped."""
         self._partial = ""
-        """Text behind the held one that may be the beginning of a marker."""
+        """Text after the held text that may be the beginning of a marker."""
 
     def push(self, text: str) -> list[Thought | str]:
-        """Thoughts and texts that are certain with this piece."""
+        """The thoughts and texts that are certain with this piece."""
         found: list[Thought | str] = []
         text, self._partial = self._partial + text, ""
         if self._place is _Place.BEFORE:
@@ -65,7 +64,7 @@ class ThinkingReader:
         return found
 
     def finish(self) -> list[Thought | str]:
-        """The rest, at the end of the answer, which may be in the midst of a thought."""
+        """The rest, at the end of the answer, which may be in the middle of a thought."""
         rest = "".join([*self._held, self._partial])
         is_thought = self._place is _Place.THINKING or (
             self._place is _Place.BEFORE and self._begins_inside
@@ -95,7 +94,7 @@ class ThinkingReader:
         return body
 
     def _thinking(self, text: str, found: list[Thought | str]) -> str:
-        """Add the text of the thought to ``found``; returns the text behind the end marker."""
+        """Add the text of the thought to ``found``; returns the text after the end marker."""
         thought, marker, rest = text.partition(self._end)
         if not marker:
             partial = next(

@@ -1,9 +1,9 @@
-"""Calls of tools in the text of an answer.
+"""Tool calls in the text of an answer.
 
-A ``CallReader`` takes the text piece by piece, however it is cut, and gives back plain text and
-whole calls in order. How a model writes calls is its ``Syntax`` (``call_syntax``).
+A ``CallReader`` takes the text piece by piece, however it is cut, and returns plain text and whole
+calls in order. How a model writes calls is its ``Syntax`` (``call_syntax``).
 
-What is not a call after all stays text: nothing is lost or invented, but for blanks around calls
+What turns out not to be a call stays text: nothing is lost or invented, except blanks around calls
 and what separates them. Each character is looked at a bounded number of times. Must not know
 schemas of tools, or any API's JSON.
 """
@@ -22,8 +22,8 @@ class CallReader:
     """The state between two pieces of one answer."""
 
     def __init__(self, syntax: Syntax, *, calls_alone: bool = False) -> None:
-        """``calls_alone``: the engine keeps the answer to calls, so a rest at its end is a call
-        that was cut, and no text."""
+        """``calls_alone``: the engine keeps the answer to calls, so what is left at its end is a
+        call that was cut off, not text."""
         self.num_calls = 0
         self._calls_alone = calls_alone
         self._syntax = syntax
@@ -31,16 +31,16 @@ class CallReader:
         self._longest = max(map(len, syntax.openings))
         self._found: list[str | CalledTool] = []
         self._held: list[str] = []
-        """Blanks, and a separator behind a call: both are dropped if a call follows."""
+        """Blanks, and a separator after a call: both are dropped if a call follows."""
         self._partial = ""
-        """Text behind the held one that may be the beginning of an opening."""
+        """Text after the held text that may be the beginning of an opening."""
         self._is_behind_call = False
         self._following: Following | None = None
         self._followed: list[str] = []
         """Characters since the opening, or since the last call of a list."""
 
     def push(self, text: str) -> list[str | CalledTool]:
-        """Texts and calls that are complete with this piece."""
+        """The texts and calls that this piece completes."""
         for begin in range(0, len(text), _PIECE_CHARS):
             rest = text[begin : begin + _PIECE_CHARS]
             while rest:
@@ -60,7 +60,7 @@ class CallReader:
         return found
 
     def _search(self, text: str) -> str:
-        """Keep the text before an opening; the rest begins with it."""
+        """Keep the text before an opening; returns the rest, which begins with the opening."""
         text, self._partial = self._partial + text, ""
         opening = self._opening.search(text)
         if opening is not None:
@@ -78,7 +78,7 @@ class CallReader:
         return ""
 
     def _follow(self, text: str) -> str:
-        """Read on in calls; the rest is behind them, or what is no call."""
+        """Read on in calls; returns the rest: what comes after them, or what is not a call."""
         assert self._following is not None
         for index, char in enumerate(text):
             try:
@@ -108,7 +108,7 @@ class CallReader:
             self._found.append(called)
 
     def _keep(self, text: str) -> None:
-        """Tell what is text for certain, and hold what a call would drop."""
+        """Emit what is certainly text, and hold what a call would drop."""
         body = text.rstrip()
         if body and self._is_behind_call:
             self._is_behind_call = False

@@ -1,9 +1,9 @@
-"""How models are told of tools and call them, by family of models: the dialects.
+"""How models are told about tools and call them, by family of models: the dialects.
 
 A ``Dialect`` knows how calls are read out of an answer (``tool_calls``), and the structural tag
 that keeps the engine to calls which follow their schemas. The tag's triggers are the openings that
-the reader knows, so no call that is read got around its schema. Must not know by which API
-a request came.
+the reader knows, so no call that is read has bypassed its schema. Must not know through which API a
+request came.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ DialectName: TypeAlias = Literal["hermes", "llama3_json", "mistral", "harmony", 
 Message: TypeAlias = Mapping[str, Any]
 Schema: TypeAlias = dict[str, Any]
 Structure: TypeAlias = dict[str, Any]
-"""A beginning, the schema of the value behind it, and an end, as structural tags have them. What of
-a ``lenient`` one cannot be enforced is left out."""
+"""A beginning, the schema of the value after it, and an end, as in structural tags. If it is
+``lenient``, keywords that cannot be enforced are ignored."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +50,9 @@ class Tool:
 class Calls:
     """Which calls an answer may have, or must.
 
-    If they are ``required``, the answer is calls alone; with ``name`` it is one call, of that tool.
-    Without ``parallel`` there is one at most. Unless ``is_offered``, the model is not told of the
-    tools.
+    If they are ``required``, the answer consists of calls alone; with ``name`` it is one call, of
+    that tool. Without ``parallel`` there is at most one. Unless ``is_offered``, the model is not
+    told about the tools.
     """
 
     is_offered: bool = True
@@ -62,12 +62,12 @@ class Calls:
 
     @classmethod
     def of(cls, name: str) -> Calls:
-        """One call of the tool of this name."""
+        """One call of the tool with this name."""
         return cls(required=True, parallel=False, name=name)
 
 
 def check_choice(names: Iterable[str], tools: Iterable[Tool], param: str) -> None:
-    """Raise ``ApiError`` if ``param``, which names tools, names one that there is not."""
+    """Raise ``ApiError`` if ``param``, which names tools, names one that does not exist."""
     known = {tool.name for tool in tools}
     for name in names:
         if name not in known:
@@ -75,7 +75,7 @@ def check_choice(names: Iterable[str], tools: Iterable[Tool], param: str) -> Non
 
 
 def allowed(names: Collection[str], tools: Iterable[Tool], param: str) -> list[Tool]:
-    """The tools of these names; raises ``ApiError`` as ``check_choice`` does."""
+    """The tools with these names; raises ``ApiError`` as ``check_choice`` does."""
     tools = list(tools)
     check_choice(names, tools, param)
     return [tool for tool in tools if tool.name in names]
@@ -94,9 +94,9 @@ def _function(tool: Tool) -> dict[str, Any]:
 class Dialect(ABC):
     """One way to call tools.
 
-    With ``keeps_special_tokens`` special tokens mark the calls: the answer's text must have them.
-    ``is_of_template`` says whether the chat template takes tools, calls and their results. With
-    ``has_channels`` each answer is messages in channels (``harmony``), with tools or without.
+    With ``keeps_special_tokens`` special tokens mark the calls, so the answer's text must include
+    them. ``is_of_template`` says whether the chat template takes tools, calls and their results.
+    With ``has_channels`` each answer is messages in channels (``harmony``), with tools or without.
     """
 
     name: ClassVar[DialectName]
@@ -112,7 +112,7 @@ class Dialect(ABC):
 
     @property
     def stop(self) -> str | None:
-        """The stop string that ends an answer with its first call, if there is one."""
+        """The stop string that ends an answer after its first call, if there is one."""
         return self.syntax.closing or None
 
     @property
@@ -128,9 +128,9 @@ class Dialect(ABC):
         """The structural tag that an answer must follow; None if there is nothing to enforce.
 
         The text around calls is free, the arguments of strict tools follow their schemas, and those
-        of the others are any JSON object. If calls are required, the answer is calls alone, and all
-        arguments follow their schemas. If there may be one call at most, it ends the answer; if
-        that is all, ``stop`` does it without a tag.
+        of the others are any JSON object. If calls are required, the answer consists of calls
+        alone, and all arguments follow their schemas. If at most one call is allowed, it ends the
+        answer; if that is the only constraint, ``stop`` enforces it without a tag.
         """
         required, parallel = calls.required, calls.parallel
         tools = _callable(tools, calls)
@@ -156,36 +156,36 @@ class Dialect(ABC):
         if not num_places:
             return None
         what, at, places = told.partition(", at ")
-        what = re.sub(f"'{self._inside}/", "'/", what)  # a reference
+        what = re.sub(f"'{self._inside}/", "'/", what)  # in a reference
         whole = [one for one in places.split(", ") if not one.startswith("#")]
         return what + at + ", ".join(dict.fromkeys(whole))
 
     _separator: ClassVar[str] = ""
     _inside: ClassVar[str] = ""
-    """An expression for the place of a tool's schema in that of a structure, if it is a part."""
+    """A regular expression for the place of a tool's schema in a structure's, if it is a part."""
 
     @abstractmethod
     def _structures(
         self, arguments: Mapping[str, _Arguments], required: bool, parallel: bool
     ) -> list[Structure]:
-        """All calls that an answer may have, by the names of their tools, which come in the same
-        order again and again."""
+        """All calls that an answer may have: for each way to write one, the tools in the order of
+        ``arguments``."""
 
     def _place(self, names: Collection[str]) -> str:
-        """An expression for the place of a tool's schema in the constraint."""
+        """A regular expression for the place of a tool's schema in the constraint."""
         return r"#/structures/(?P<tool>\d+)/schema(?![^/, …])"
 
 
 @dataclass(frozen=True, slots=True)
 class _Arguments:
-    """What the arguments of a tool must follow. What of the schema cannot be enforced is left out
-    if it ``is_lenient``, and an error otherwise."""
+    """What the arguments of a tool must follow. Keywords of the schema that cannot be enforced are
+    ignored if it ``is_lenient``, and errors otherwise."""
 
     schema: Schema
     is_lenient: bool
 
     def between(self, begin: str, end: str = "") -> Structure:
-        """The arguments, as they stand in a call."""
+        """The arguments, as they appear in a call."""
         return _structure(begin, self.schema, end, is_lenient=self.is_lenient)
 
 
@@ -195,12 +195,12 @@ def _structure(begin: str, schema: Schema, end: str, *, is_lenient: bool) -> Str
 
 
 def _callable(tools: Sequence[Tool], calls: Calls) -> Sequence[Tool]:
-    """Those of the tools that may be called."""
+    """The tools that may be called."""
     return [tool for tool in tools if calls.name in (None, tool.name)]
 
 
 def _arguments(tools: Iterable[Tool], required: bool) -> dict[str, _Arguments]:
-    """What the arguments must follow, by tool: their schema, or if they need not, any object."""
+    """What the arguments must follow, by tool: their schema, or any object if they need not."""
     arguments: dict[str, _Arguments] = {}
     for tool in tools:
         schema: Schema = {}
@@ -228,13 +228,13 @@ class _Hermes(Dialect):
 
 
 class _Plain(_Hermes):
-    """For templates that know no tools: a system message tells of them and asks for calls as Hermes
-    writes them; earlier calls and their results are texts."""
+    """For templates that know no tools: a system message describes them and asks for calls in
+    Hermes' form; earlier calls and their results are texts."""
 
     name = "plain"
     is_of_template = False
     _separator = ""
-    """Else a token such as ``>\\n`` at a call's end would force the next call."""
+    """Otherwise a token such as ``>\\n`` at a call's end would force the next call."""
 
     def messages(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[Message]:
         plain: list[Message] = []
@@ -265,7 +265,7 @@ class _Plain(_Hermes):
         return [{"role": "system", "content": "\n\n".join(filter(None, system))}, *plain]
 
     def instructions(self, tools: Sequence[Tool]) -> str:
-        """What the system message says of the tools."""
+        """What the system message says about the tools."""
         return "\n".join(
             [
                 "# Tools",
@@ -307,9 +307,9 @@ class _Llama(Dialect):
 
 
 class _Mistral(Dialect):
-    """Mistral. Calls are a list in JSON; with ``is_spelled``, and if their names allow it, one by
-    one, each behind its name, as models since the middle of 2025 write them. Templates take ids of
-    nine letters and digits only."""
+    """Mistral. Calls are a JSON list; with ``is_spelled``, and if their names allow it, they come
+    one by one, each after its name, as models since the middle of 2025 write them. Templates accept
+    only ids of nine letters and digits."""
 
     name = "mistral"
     syntax = call_syntax.MISTRAL
@@ -377,15 +377,15 @@ _HEADERS: Final[Mapping[str, str]] = {
     f"<|channel|>commentary to={FUNCTIONS}": " <|constrain|>json<|message|>",
     f" to={FUNCTIONS}": "<|channel|>commentary <|constrain|>json<|message|>",
 }
-"""What stands before the name of a function that a message calls, and behind it."""
+"""What comes before and after the name of the function that a message calls."""
 
 
 class _Harmony(Dialect):
-    """gpt-oss: answers in channels, whose last message may be a call, one at most. It ends with an
-    end token, so that no stop string is needed.
+    """gpt-oss: answers in channels, whose last message may be a call, at most one. It ends with an
+    end token, so no stop string is needed.
 
-    Templates take one call a message, thoughts as ``thinking``, and either those or a text beside a
-    call, which they tell as thoughts.
+    Templates take one call per message, thoughts as ``thinking``, and with a call either those or a
+    text, which they present as thoughts.
     """
 
     name = "harmony"
@@ -422,7 +422,7 @@ class _Harmony(Dialect):
         return told
 
     def constraint(self, tools: Sequence[Tool], calls: Calls) -> dict[str, Any] | None:
-        """The structures are messages of their own: the engine knows that such a one ends the
+        """The structures are messages of their own: the engine knows that such a message ends the
         answer, and that thoughts may come before it."""
         tag = super().constraint(tools, replace(calls, parallel=True))
         return None if tag is None else {**tag, "stop_after_first": True}
@@ -438,7 +438,7 @@ class _Harmony(Dialect):
 
 
 def dialect_of(chat_format: ChatFormat | None, option: DialectName | None = None) -> Dialect:
-    """The dialect of a chat template, as it shows it, or the one that the operator chose."""
+    """The dialect that a chat template reveals, or the one that the operator chose."""
     name = option or (chat_format and chat_format.tool_dialect)
     if name == "mistral":
         return _Mistral(
@@ -458,7 +458,7 @@ _VALUES: Final = ("const", "enum", "default", "examples")
 
 
 def _moved(root: Mapping[str, Any], place: str) -> Schema:
-    """A schema for use at a place in another one: references to places in itself are changed."""
+    """A schema moved to a place in another one: its references to itself are changed."""
 
     def moved(schema: Any) -> Any:
         if isinstance(schema, list):
@@ -488,7 +488,7 @@ def _spelled(function: Mapping[str, Any]) -> str:
 
 
 def _short_id(call_id: str) -> str:
-    """Nine letters and digits for an id, the same for the same one."""
+    """Nine letters and digits for an id, always the same for the same id."""
     if _SHORT_ID.fullmatch(call_id):
         return call_id
     return hashlib.sha256(call_id.encode()).hexdigest()[:9]

@@ -1,9 +1,8 @@
 """A conversation of agents -> the turns that chat templates know.
 
-OpenAI's Responses API and Anthropic's Messages API allow system messages anywhere, and several
-messages of the user in a row; coding agents send both. Many chat templates refuse a system message
-that is not the first, or leave it out without a word, and some want user and assistant to
-alternate.
+OpenAI's Responses API and Anthropic's Messages API allow system messages anywhere, and several user
+messages in a row; coding agents send both. Many chat templates refuse a system message that is not
+the first, or drop it silently, and some require user and assistant to alternate.
 """
 
 from __future__ import annotations
@@ -14,15 +13,14 @@ from operator import itemgetter
 from typing import Any, Final
 
 _REMINDER: Final = "<system-reminder>\n{}\n</system-reminder>"
-"""As coding agents mark what the user did not write."""
+"""How coding agents mark what the user did not write."""
 
 
 def in_turns(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The conversation with at most one system message, the first, and no two messages of the user
-    in a row.
+    """The conversation with at most one system message, the first, and no two user messages in a
+    row.
 
-    System messages at the beginning are joined. What a later one says is part of what the user
-    says, marked.
+    System messages at the beginning are joined. A later one becomes part of a user message, marked.
     """
     is_beginning = True
     marked: list[Mapping[str, Any]] = []
@@ -40,7 +38,7 @@ def in_turns(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 
 
 def _joined(messages: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """One message that says what ``messages`` of one role do; one alone stays as it is."""
+    """One message that says what ``messages``, all of one role, say. A single one is unchanged."""
     first = messages[0]
     return {"role": first["role"], "content": _text(messages)} if len(messages) > 1 else first
 

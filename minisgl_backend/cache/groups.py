@@ -20,7 +20,7 @@ from minisgl_backend.cache.radix import Node
 from minisgl_backend.plan import NO_GROUPS, Groups
 
 MOST_LEVELS: Final = 4
-"""Most groups that one lease may be in."""
+"""The most groups that one lease may be in."""
 
 
 def groups_of(nodes: Sequence[Node], page_size: int, cost_tokens: int) -> Groups:

@@ -52,8 +52,8 @@ class Verified(Enum):
 class Lease(WindowLease):
     """One sequence's claim on pages, in the order of its positions (see the map above).
 
-    ``promise``: the pages that it has promised to publish, until it has. ``snapshot``: that of the
-    states after the pages with which it was acquired, if the cache has snapshots
+    ``promise``: the pages that it has promised to publish, until it has. ``snapshot``: the snapshot
+    of the states after the pages with which it was acquired, if the cache has snapshots
     (``cache.snapshots``).
     """
 
@@ -139,17 +139,18 @@ class KVCache(Protocol):
         """Which of the leases share cached pages; the members are indices of ``leases``.
 
         There is a group only if it saves reading more than ``cost_tokens`` positions per member.
-        The time depends on the number of leases and groups, not of pages.
+        The time depends on the number of leases and groups, not on that of pages.
         """
 
     def cached_length(self, tokens: IntArray, salt: str = "") -> int:
-        """Number of leading tokens of ``tokens[:-1]`` whose pages are cached, usable or not: there
-        may be no snapshot after them, or no window. Others began with them, so more may."""
+        """Number of leading tokens of ``tokens[:-1]`` whose pages are cached. They may be unusable,
+        for lack of a snapshot or a window after them. But other sequences began with them, so more
+        may."""
 
     def take_snapshot(self, *, rolls: bool = False) -> int | None:
         """The number of a snapshot, under which recurrent states can be saved; None if there is
-        none to spare. One that ``rolls`` is held as long as its row decodes; these never get the
-        last ones."""
+        none to spare. One that ``rolls`` is held as long as its row decodes; the last snapshots are
+        never given out for that."""
 
     def attach_snapshot(self, lease: Lease, num_tokens: int, snapshot: int) -> None:
         """Let others begin after the first ``num_tokens`` published tokens of ``lease``, which fill
@@ -165,8 +166,8 @@ class KVCache(Protocol):
         """End the lease of a sequence whose logits were not finite.
 
         Its private pages become broken. The pages in the tree that are suspect or used by this
-        lease alone are not found any more, nor what continues them; they become broken, too, as
-        soon as no other lease uses them.
+        lease alone can no longer be found, nor can their continuations; they become broken, too,
+        as soon as no other lease uses them.
         """
 
     def take_broken(self) -> IntArray:

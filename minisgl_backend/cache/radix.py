@@ -5,12 +5,12 @@ node except the root stands for a run of pages: their ids, and the tokens that t
 looked up by the tokens of its first page, so siblings differ within their first page. Prefixes with
 different salts share nothing, since the salt is part of the keys right below the root.
 
-A node can be detached while it is pinned: no match finds it any more, and it leaves the tree with
+A node can be detached while it is pinned: no match finds it anymore, and it leaves the tree with
 its last pin.
 
 The state of a recurrent layer is not in pages. A tree for models with such layers also knows
 *snapshots*, numbered copies of the state: a node may have one, of the state after its last token,
-and a match ends at a node that has. A snapshot is lost when its node loses pages or leaves the
+and a match ends at a node that has one. A snapshot is lost when its node loses pages or leaves the
 tree, or when it is the least recently used and its number is needed.
 
 Must not know leases, free pages, or what a page holds beyond its tokens.
@@ -126,7 +126,7 @@ class RadixTree:
         """Attach ``snapshot``, of the state after the first ``num_pages`` pages of the path to
         ``node``.
 
-        False if there is one already, or if no match can find these pages any more.
+        False if there is one already, or if no match can find these pages anymore.
         """
         beyond = -num_pages  # pages of the path beyond the end of ``node``, negative if too few
         each: Node | None = node

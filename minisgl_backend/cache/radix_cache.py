@@ -30,7 +30,7 @@ class TreeWatch(Protocol):
         """``pages`` are in the tree from now on: the last full ones of ``tokens``."""
 
     def left(self, pages: IntArray) -> None:
-        """``pages`` are not in the tree any more."""
+        """``pages`` are no longer in the tree."""
 
     def emptied(self) -> None:
         """An empty cache takes the place of the one that was watched."""
@@ -110,7 +110,7 @@ class RadixCache(NaiveCache):
         assert lease.node is not None
         # Indices of lease.pages; [start, stop) are full of tokens and private until now:
         # [0, start)               shared before, stays as it is
-        # [start, start + known)   others have published these tokens meanwhile: the lease takes
+        # [start, start + known)   others have since published these tokens: the lease takes
         #                          their pages, suspect or not, and its own are freed
         # [start + known, stop)    own pages, now in the tree
         # [stop, len(pages))       private as before

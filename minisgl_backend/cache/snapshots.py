@@ -47,12 +47,12 @@ class SnapshotCache(RadixCache):
         return self._num_taken
 
     def promised_length(self, tokens: IntArray, salt: str = "") -> int:
-        """0: pages that will be published may have no snapshot after them."""
+        """Always 0: pages that will be published may have no snapshot after them."""
         return 0
 
     def take_snapshot(self, *, rolls: bool = False) -> int | None:
         """If none is free, the least recently used prefix loses its own. Decoding rows, whose
-        snapshots nobody finds yet, get at most half of all."""
+        snapshots cannot be found yet, get none while half of all are taken."""
         if rolls and self._num_taken >= self.num_snapshots // 2:
             return None
         if not self._free_snapshots:

@@ -1,4 +1,4 @@
-"""Which pages of layers with windows are kept: those that a window sees, and while there is room
+"""Which pages of layers with windows are kept: those that a window sees and, while there is room,
 others that may be reused.
 
 Layers with windows have a pool of their own, sized for windows, not for whole sequences. A page of
@@ -46,7 +46,7 @@ _NONE: Final = -1
 @dataclass(slots=True, eq=False)
 class WindowLease:
     """A lease as this module knows it: its ``pages``, in the order of its positions, the first
-    ``num_shared`` of which others have written; its window (see the map above); and its ``line`` of
+    ``num_shared`` of which others have written; its window (see the map above); and its ``line`` in
     the table, -1 until it has one. Windows that end at the indices ``keeps`` are worth keeping."""
 
     pages: array[int] = field(default_factory=lambda: array("i"))

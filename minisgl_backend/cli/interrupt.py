@@ -19,7 +19,7 @@ INTERRUPTED: Final = 130
 """The exit code, by the convention of shells."""
 _OTHERS: Final = (signal.SIGTERM, signal.SIGHUP)
 _CLEAN_UP_S: Final = 1.0
-"""From a signal to the forced end of the process."""
+"""Time from a signal to the forced end of the process."""
 
 
 @contextmanager
@@ -45,12 +45,12 @@ def signals_as_ctrl_c() -> Iterator[None]:
     """While the block runs, SIGTERM and SIGHUP act once as Ctrl-C, with the signal's exit code.
 
     So a command cleans up, whatever ends it. A command that has handlers of its own keeps them, and
-    a signal that is to be ignored, as under nohup, still is.
+    a signal that was ignored, as under nohup, still is.
     """
     came: list[int] = []
 
     def interrupt(number: int, frame: FrameType | None) -> None:
-        if came:  # do not interrupt the clean-up
+        if came:  # do not interrupt the cleanup
             return
         came.append(number)
         on_ctrl_c = signal.getsignal(signal.SIGINT)
@@ -76,11 +76,11 @@ def end_in_time(
     """From now on a signal ends the process within ``clean_up_s``, whatever its threads do.
 
     For calls that may take minutes, such as a step of a large model on a CPU: Python runs no signal
-    handler while the main thread is in one, and waits at exit for other threads that are. Clean-up
+    handler while the main thread is in one, and waits at exit for other threads that are. Cleanup
     that takes longer is cut off; child processes get SIGTERM.
 
-    ``takes_over`` is asked with the signal's number, on another thread: True leaves that signal to
-    the command's own handler. To be called on the main thread, once.
+    ``takes_over`` is called with the signal's number, on another thread: True leaves that signal to
+    the command's own handler. Call this once, on the main thread.
     """
     told, tell = os.pipe()
     os.set_blocking(tell, False)

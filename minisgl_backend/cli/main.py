@@ -1,6 +1,6 @@
 """The command `minisgl`, and groups of commands whose modules are imported only when called.
 
-Knows commands by their names only, which each group lists.
+Knows commands only by their names, which each group lists.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class LazyGroup(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """The command that ``args`` begin with; for an unknown one the nearest is named."""
+        """The command that ``args`` begin with. For an unknown one, the error names the nearest."""
         name = args[0]
         near = difflib.get_close_matches(name, self._places, n=1)
         if near and name not in self._places and not ctx.resilient_parsing:
@@ -84,7 +84,7 @@ class LazyGroup(click.Group):
             except (ConfigError, RequestError) as error:
                 click.echo(f"Error: {error}", err=True)
                 ctx.exit(_CANNOT_START)
-            except ModuleNotFoundError as error:  # of what a command imports when it runs
+            except ModuleNotFoundError as error:  # from what a command imports when it runs
                 if error.name not in _EXTRAS:
                     raise
                 raise click.ClickException(f"{ctx.invoked_subcommand} {_advice(error)}") from None
@@ -96,8 +96,8 @@ def _advice(error: ModuleNotFoundError) -> str:
 
 
 def _unavailable(name: str, error: ModuleNotFoundError) -> click.Command:
-    """In place of a command whose packages are not installed: the help lists it, and when called it
-    says what to install."""
+    """The stand-in for a command whose packages are not installed: the help lists it, and when
+    called it says what to install."""
     advice = _advice(error)
 
     def refuse(rest: tuple[str, ...]) -> None:

@@ -1,7 +1,7 @@
 """Options that several commands share, the engine's among them.
 
-The engine's are generated from ``EngineOptions``, under the same names with dashes, so that they
-are listed once. Must not know any command, or what becomes of an option's value.
+The engine's options are generated from ``EngineOptions``, under the same names with dashes, so that
+they are listed only once. Must not know any command, or what an option's value is used for.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def engine_options(command: Callable[..., Any]) -> Callable[..., Any]:
         given = {name: kwargs.pop(name) for name in names}
         chosen = {name: value for name, value in given.items() if value is not None}
         for name in chosen:
-            if not chosen[name]:  # perhaps a shell variable that is not set
+            if not chosen[name]:  # perhaps from a shell variable that is not set
                 raise ConfigError(f"--{name.replace('_', '-')} must not be empty")
         return command(EngineOptions.from_mapping(chosen), *args, **kwargs)
 

@@ -48,7 +48,7 @@ from minisgl_backend.text.tokenizer import check_tokenizer
 
 _QUESTION = "What is the capital of France?"
 _LAST_ANSWERS_S = 5
-"""Time for the last errors after the drain; it usually takes one or two."""
+"""Time for the last errors after the drain, in seconds; usually one or two suffice."""
 _PORT = click.IntRange(0, 65535)
 
 
@@ -144,8 +144,8 @@ def _supervise(
     *,
     started_s: float,
 ) -> None:
-    """Keep a server running until Ctrl-C or SIGTERM. ``started_s``: of the command, by the
-    monotonic clock."""
+    """Keep a server running until Ctrl-C or SIGTERM. ``started_s`` is when the command was started,
+    by the monotonic clock."""
 
     def start(server_options: ServerOptions) -> TritonServer:
         return TritonServer(
@@ -209,7 +209,7 @@ def with_modules(options: EngineOptions, modules: Sequence[str]) -> EngineOption
 
 
 def checked(options: EngineOptions) -> EngineOptions:
-    """The options, ``located``; ``ConfigError`` if the engine could not start with them."""
+    """The options, ``located``. Raises ``ConfigError`` if the engine could not start with them."""
     device = device_type(options)
     check_options(options, device)
     if (options.nnodes or 1) > 1:

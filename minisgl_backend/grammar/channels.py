@@ -10,7 +10,7 @@ The last message may also be a call: its header names the tool, and its text is 
 form that a request asks for applies to the final message. But if all structures of a structural tag
 begin with the header of a message, they are messages themselves. Then the answer ends with one of
 them or with a final message. That is free text, or the tag's ``otherwise``; with ``at_least_one``
-and no ``otherwise`` there is no final message. Must not know what becomes of the messages.
+and no ``otherwise`` there is no final message. Must not know what the messages are used for.
 """
 
 from __future__ import annotations

@@ -45,18 +45,18 @@ from minisgl_backend.request import Grammar, GrammarKind, TokenId
 logger = logging.getLogger(__name__)
 
 _MOST_KEPT: Final = 256
-"""Most compiled grammars that are kept for copying, the most recently used ones: as many as may run
-at once by default. The lexer states of a grammar take at most 10 MB, usually 0.1 MB."""
+"""The most compiled grammars kept for copying, those used most recently: as many as may run at once
+by default. The lexer states of a grammar take at most 10 MB, usually 0.1 MB."""
 _MOST_COPIES: Final = 16
-"""Most answers that share a lexer."""
+"""The most answers that share a lexer."""
 _QUICK_S: Final = 0.01
 """A grammar that takes longer to compile is compiled only once, for any number of answers."""
 _MOST_KEPT_BYTES: Final = 2 * 2**20
-"""Most bytes of the sources of kept grammars. Compiled, a large one takes up to 100 times more."""
+"""The most bytes of kept grammars' sources. Compiled, a large one takes up to 100 times as much."""
 MOST_WAITING: Final = 128 * NUM_WORKERS
-"""Most grammars that may wait in the quick queue."""
+"""The most grammars that may wait in the quick queue."""
 MOST_LONG: Final = 8 * NUM_WORKERS
-"""Most grammars that may wait in the long queue, the last one for 2 s."""
+"""The most grammars that may wait in the long queue; the last one waits for 2 s."""
 
 _Key: TypeAlias = tuple[GrammarKind, str, bool]
 
@@ -274,7 +274,7 @@ class Compiler:
             tools = self._tools
             if tools is None or (tools.done() and _is_lost(tools)):
                 tools = self._tools = Future()
-                # a daemon, so that the engine does not wait for it at its end
+                # a daemon thread, so that the engine does not wait for it when it ends
                 threading.Thread(target=self._open, args=(tools,), daemon=True).start()
         return tools.result()
 
@@ -282,13 +282,13 @@ class Compiler:
         try:
             definition, special = self._load()
             facts = TokenizerFacts(definition, self._vocab_size, self._eos_token_ids, special)
-            vetting = Vetting(facts)  # reads the tokenizer meanwhile
+            vetting = Vetting(facts)  # reads the tokenizer in the meantime
             try:
                 tools.set_result((facts.build(), vetting))
             except BaseException:
                 vetting.close()
                 raise
-        except InvalidStateError:  # closed meanwhile
+        except InvalidStateError:  # closed in the meantime
             pass
         except BaseException as error:
             logger.exception("the tokenizer could not be read for grammars")
@@ -310,7 +310,7 @@ def _copy(made: _Source, asked: Future[LLMatcher]) -> None:
 
 
 def _failure(error: Exception) -> EngineFailure:
-    """Logs the exception that is being handled, of which the client learns only the type."""
+    """Log the exception that is being handled. The client learns only its type."""
     logger.exception("a grammar could not be compiled")
     return EngineFailure(f"the grammar could not be compiled: {type(error).__name__}")
 

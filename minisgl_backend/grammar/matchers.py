@@ -163,8 +163,8 @@ class Filling:
         self._compiler = compiler
 
     def result(self) -> dict[int, str]:
-        """Wait until all are written. Returns why matchers have reached their limits, by index, if
-        any have."""
+        """Wait until all are written. If any matchers have reached their limits, returns why, by
+        index."""
         if self._work is not None:
             self._work.result()
         for index, matcher in self._batch.with_rules:
@@ -217,8 +217,8 @@ class Grammars:
         """Call ``done`` with a matcher for a request with these parameters, or with the error of
         its grammar: on another thread, or immediately.
 
-        Returns a function that cancels this if it has not begun, and returns whether it has
-        cancelled: then ``done`` is not called.
+        Returns a function that cancels the compilation if it has not begun. It returns whether it
+        did so: then ``done`` is not called.
         """
         grammar = sampling.grammar
         assert grammar is not None

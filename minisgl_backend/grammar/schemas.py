@@ -1,16 +1,18 @@
 """Rewrites JSON schemas into equivalent ones whose keywords llguidance enforces.
 
 - A keyword that constrains nothing, such as ``uniqueItems: false``, is left out, and so is one that
-  ``is_changed``: where all keywords count, ``sources`` refuses it.
-- ``oneOf`` whose alternatives exclude each other, which llguidance does not see of a ``$ref``, is
-  ``anyOf``.
-- ``propertyNames`` that lists names, or has a pattern, is ``properties`` or ``patternProperties``.
-- An exclusive bound is a number beside it, if the other bound is less than 1 away and further from
-  0: there llguidance lets a bound that is a whole number through.
-- No pattern has a negated class with NUL in it: llguidance takes an escaped quote or backslash for
-  a character of such a class, as of ``[^"]``, whether it is one or not.
+  ``is_changed``: if all keywords must be enforced, ``sources`` refuses it.
+- ``oneOf`` becomes ``anyOf`` if its alternatives exclude each other. llguidance does not see that
+  by itself if they are behind a ``$ref``.
+- ``propertyNames`` that lists names, or has a pattern, becomes ``properties`` or
+  ``patternProperties``.
+- An exclusive bound becomes an inclusive one at a number next to it, if the other bound is less
+  than 1 away and further from 0: llguidance then lets a bound that is a whole number through.
+- Negated classes of patterns exclude NUL: if one such as ``[^"]`` does not, llguidance takes an
+  escaped quote or backslash for one of its characters, whether it is one or not.
 
-What else llguidance does not enforce stays, for it to refuse. Must not know where a schema is used.
+Anything else that llguidance does not enforce stays, for it to refuse. Must not know where a schema
+is used.
 """
 
 from __future__ import annotations
@@ -28,9 +30,9 @@ Schema: TypeAlias = Mapping[str, Any]
 NAMES: Final = ("properties", "patternProperties", "$defs", "definitions")
 """Keywords whose objects have names in place of keywords."""
 NOT_NUL: Final = r"[^\x00"
-"""What negated classes of patterns begin with."""
+"""How the negated classes of rewritten patterns begin."""
 _NEGATED: Final = re.compile(r"\\.|\[\^(?!\])(?P<hyphen>-?)", re.DOTALL)
-"""What is escaped, or the beginning of a negated class; one that begins with ``]`` stays."""
+"""An escaped character, or the beginning of a negated class; one that begins with ``]`` stays."""
 _LISTS: Final = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
 _SCHEMAS: Final = ("items", "additionalItems", "additionalProperties")
 _ANNOTATIONS: Final = frozenset(
@@ -44,16 +46,16 @@ _OBJECT: Final = frozenset({"object"})
 _ANYTHING: Final = _OBJECT | {"null", "boolean", "number", "string", "array"}
 _LEAST: Final = 1e-15
 _LEAST_SHARE: Final = 1e-13
-"""The least distance from a bound, and its share of it: llguidance reads no number of hundreds of
-digits, and rounds others."""
+"""The least distance from a bound, absolute and as a share of the bound: llguidance reads no number
+with hundreds of digits, and rounds others."""
 _MOST_DEPTH: Final = 128
-"""Beyond that llguidance reads no JSON."""
+"""llguidance reads no JSON that is nested more deeply."""
 _MOST_STEPS: Final = 8
-"""References in a row."""
+"""The most references in a row that are followed."""
 
 
 def plain(schema: dict[str, Any]) -> dict[str, Any]:
-    """An equivalent schema, in keywords that are enforced as far as there are any."""
+    """An equivalent schema, in keywords that are enforced as far as possible."""
     return _plain(schema, schema, _MOST_DEPTH)
 
 
@@ -64,7 +66,7 @@ def says_nothing(key: str, schema: Schema) -> bool:
         return given is False
     if key in ("unevaluatedItems", "unevaluatedProperties"):
         return _is_true(given)
-    if key == "propertyNames":  # which are strings
+    if key == "propertyNames":  # names are strings
         return _is_true(given) or (isinstance(given, dict) and _without_notes(given) == _STRING)
     return key == "format" and isinstance(given, str) and given in _ANY_TEXT
 
@@ -110,7 +112,7 @@ def _plain(schema: dict[str, Any], root: Schema, depth: int) -> dict[str, Any]:
 
 
 def without_nul(pattern: str) -> str:
-    """The pattern with NUL in none of its negated classes."""
+    """The pattern, with NUL excluded from its negated classes."""
     return _NEGATED.sub(
         lambda found: found[0] if found[0][0] == "\\" else NOT_NUL + "\\-" * len(found["hyphen"]),
         pattern,
@@ -118,7 +120,7 @@ def without_nul(pattern: str) -> str:
 
 
 def _inside(key: str, value: Any, root: Schema, depth: int) -> Any:
-    """What stands behind a keyword, with its schemas and patterns made plain."""
+    """A keyword's value, with its schemas and patterns made plain."""
     if key == "pattern" and isinstance(value, str):
         return without_nul(value)
     if isinstance(value, dict):
@@ -136,7 +138,7 @@ def _inside(key: str, value: Any, root: Schema, depth: int) -> Any:
 
 
 def _with_names(schema: dict[str, Any], root: Schema) -> dict[str, Any]:
-    """The schema with its ``propertyNames`` as properties, if that can be said so."""
+    """The schema with its ``propertyNames`` as properties, if they can be expressed so."""
     others = schema.get("additionalProperties", True)
     properties = schema.get("properties", {})
     names = _without_notes(_resolved(schema["propertyNames"], root))
@@ -181,7 +183,7 @@ def _with_near_bounds(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _bounds(schema: Schema, *keys: str) -> dict[str, float]:
-    """Those of the keywords that are numbers, up to which floats are exact."""
+    """The keywords among ``keys`` whose values are numbers so small that floats are exact."""
     given = {key: schema[key] for key in keys if key in schema}
     return {
         key: bound
@@ -191,7 +193,8 @@ def _bounds(schema: Schema, *keys: str) -> dict[str, float]:
 
 
 def _exclude_each_other(alternatives: Any, root: Schema) -> bool:
-    """Whether no value is valid for two of them, and a reference hides that from llguidance."""
+    """Whether no value is valid for two of the alternatives, and a reference hides that from
+    llguidance."""
     if not (isinstance(alternatives, list) and any(map(_is_reference, alternatives))):
         return False
     known = [_Alternative.of(schema, root) for schema in alternatives]
@@ -234,7 +237,7 @@ class _Values:
 
 @dataclass(frozen=True, slots=True)
 class _Alternative:
-    """One of several schemas. ``is_closed``: its values have none but its ``properties``."""
+    """One of several schemas. ``is_closed``: its values have no properties but ``properties``."""
 
     values: _Values
     properties: Mapping[str, _Values]
@@ -257,7 +260,7 @@ class _Alternative:
         )
 
     def excludes(self, other: _Alternative) -> bool:
-        """Whether it is plain that no value is valid for both."""
+        """Whether it is evident that no value is valid for both."""
         if self.values.exclude(other.values):
             return True
         if not self.values.types == other.values.types == _OBJECT:
@@ -273,7 +276,7 @@ class _Alternative:
 
 
 def _resolved(schema: Any, root: Schema) -> Schema:
-    """What a schema refers to, and what it adds to that; {} if that is not known."""
+    """What a schema refers to, together with what it adds to that; {} if that is not known."""
     for _ in range(_MOST_STEPS):
         if not isinstance(schema, dict):
             break
@@ -286,8 +289,8 @@ def _resolved(schema: Any, root: Schema) -> Schema:
 
 
 def _together(one: Schema, other: Schema) -> Schema:
-    """What every value follows that follows both; where both say something else, what the other
-    says. {} if their values, or a pattern, differ."""
+    """A schema that every value follows that follows both; if both have a keyword, ``other`` wins.
+    {} if their listed values, or their patterns, differ."""
     if any(key in one and key in other and one[key] != other[key] for key in _EXACT):
         return {}
     both = {**one, **other}
@@ -299,7 +302,7 @@ def _together(one: Schema, other: Schema) -> Schema:
 
 
 def _at(pointer: Any, root: Schema) -> Any:
-    """What lies at ``#/...``; None if nothing does."""
+    """What is at ``#/...``; None if nothing is."""
     if not (isinstance(pointer, str) and (pointer == "#" or pointer.startswith("#/"))):
         return None
     found: Any = root
@@ -313,7 +316,7 @@ def _at(pointer: Any, root: Schema) -> Any:
 
 
 def _comparable(value: Any) -> tuple[str, Any]:
-    """A value with JSON's name of its type, equal to another as JSON has it."""
+    """A value with JSON's name for its type: pairs are equal if their values are equal in JSON."""
     if value is None:
         return "null", None
     for kind, name in ((bool, "boolean"), (int | float, "number"), (str, "string")):

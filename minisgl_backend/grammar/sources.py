@@ -6,7 +6,7 @@
     json_object     empty: any JSON object
     regex           a regular expression in the syntax of Rust's regex, matched as a whole
     choice          a JSON list of strings
-    grammar         Lark, as llguidance has it, or the EBNF of llama.cpp (GBNF)
+    grammar         llguidance's Lark, or the EBNF of llama.cpp (GBNF)
     structural_tag  free text that holds structures (``structural_tags``)
 
 If the answer is in ``channels``, that is the form of its last message.
@@ -34,14 +34,14 @@ from minisgl_backend.grammar.structural_tags import quoted, spaced
 from minisgl_backend.request import Grammar, GrammarKind, TokenId
 
 MAX_SOURCE_BYTES: Final = 256 * 1024
-"""Of a grammar's source; the largest schemas of public collections have about 100 KiB."""
+"""The limit on a grammar's source; the largest schemas in public collections have about 100 KiB."""
 TOO_DEEP: Final = "it is nested too deeply"
 _WITH_SCHEMAS: Final = (GrammarKind.JSON_SCHEMA, GrammarKind.STRUCTURAL_TAG)
 _MOST_CHARACTERS: Final = 230
 _MOST_PLACES: Final = 5
 _MOST_OF_PLACES: Final = 100
 _CODE: Final = re.compile(r"\\(?:\\|u(?P<four>[0-9a-fA-F]{4})|U(?P<eight>[0-9a-fA-F]{8}))")
-"""Of a character in GBNF; or a backslash, which begins none."""
+"""The code of a character in GBNF; or an escaped backslash, which does not begin one."""
 _LONG_NUMBER: Final = re.compile("[0-9]{16}")
 _LARK_AROUND: Final = re.compile(r"^at \d+\(\d+\): |\n\s*\d+ \|.*", re.DOTALL)
 _SCHEMAS: Final = ("items", "schema", "json_schema")
@@ -59,10 +59,10 @@ _COMPLAINTS: Final[Mapping[re.Pattern[str], tuple[str, ...]]] = MappingProxyType
         re.compile(r".*?Pointer '(\S+)' does not exist"): ("$ref",),
     }
 )
-"""Errors of llguidance, some of which name a value, and the keywords that may have the value."""
+"""llguidance's errors, some of which name a value, and the keywords that may have that value."""
 _OWN_WORDS: Final[Mapping[re.Pattern[str], str]] = MappingProxyType(
     {
-        # not llguidance's, which name an option that is not offered here
+        # llguidance's own text names an option that is not offered here
         re.compile(r"oneOf constraints are not supported.*"): (
             "oneOf is supported only if its alternatives exclude each other"
         ),
@@ -71,13 +71,13 @@ _OWN_WORDS: Final[Mapping[re.Pattern[str], str]] = MappingProxyType(
         ),
     }
 )
-"""Errors of llguidance, and the texts that replace them."""
+"""llguidance's errors, and the texts that replace them."""
 _UNSATISFIABLE: Final = re.compile(r".*?Unsatisfiable schema")
 _UNKNOWN_KEYS: Final = re.compile(r".*?Unimplemented keys: (\[[^\]]*\])")
 
 
 def check_source(grammar: Grammar) -> None:
-    """Raise ``InvalidRequest`` if the source is too large, or no text. Cheap."""
+    """Raise ``InvalidRequest`` if the source is too large, or not valid text. Cheap."""
     source = grammar.source
     try:  # a longer one is too large in any encoding
         num_bytes = len(source[: MAX_SOURCE_BYTES + 1].encode())
@@ -124,9 +124,9 @@ def to_llguidance(grammar: Grammar, special_tokens: Mapping[str, TokenId]) -> st
 
 
 def complaint(error: str, grammar: Grammar) -> str:
-    """An error of llguidance in one line, with the places in a schema of what it names."""
+    """An error of llguidance in one line, with the places in the schema of what the error names."""
     if grammar.kind is GrammarKind.STRUCTURAL_TAG or grammar.channels:
-        # the Lark around it is not the client's
+        # the Lark around it is not from the client
         error = _LARK_AROUND.sub("", error)
     line = one_line(error).replace(NOT_NUL, "[^")
     if "recursion limit exceeded" in line:
@@ -188,7 +188,7 @@ def _keywords(schema: Any) -> Iterator[tuple[str, str, Any]]:
 
 
 def _shown(places: list[str]) -> str:
-    """The first few of them, so short that the error fits beside them."""
+    """The first few places, short enough that the error fits next to them."""
     text = ", ".join(places[:_MOST_PLACES])
     return text if len(text) <= _MOST_OF_PLACES else text[:_MOST_OF_PLACES] + "…"
 
@@ -218,8 +218,8 @@ def _parsed(source: str, what: str) -> Any:
 
 
 def _with_schemas(source: str, what: str) -> Any:
-    """The JSON of one or several schemas. Raises ``Unsupported`` if one of them, unless a structure
-    is lenient, lists an integer that would be changed."""
+    """The JSON of one or several schemas. Raises ``Unsupported`` if one of them lists an integer
+    that would be changed, unless its structure is lenient."""
     parsed = _parsed(source, what)
     if _LONG_NUMBER.search(source):
         structures = parsed.get("structures") if isinstance(parsed, dict) else None
@@ -235,8 +235,8 @@ def _with_schemas(source: str, what: str) -> Any:
 
 
 def _with_characters(gbnf: str) -> str:
-    """The grammar with its codes of characters spelled so that llguidance reads them all: it drops
-    zeros that they begin with."""
+    """The grammar with its character codes spelled so that llguidance reads them all: it drops
+    their leading zeros."""
 
     def spelled(found: re.Match[str]) -> str:
         code = int(found["four"] or found["eight"] or "-1", 16)

@@ -49,8 +49,8 @@ def quoted(text: str) -> str:
 
 _SPACES: Final = ("whitespace_pattern", "whitespace_flexible")
 _GUIDANCE: Final = (*_SPACES, "item_separator", "key_separator")
-"""Allowed fields of ``x-guidance`` in a schema. llguidance's other ones would make it enforce less
-than the schema says."""
+"""Allowed fields of ``x-guidance`` in a schema. With the others, llguidance would enforce less than
+the schema says."""
 
 
 def spaced(schema: dict[str, Any] | bool, *, is_lenient: bool = False) -> str:
@@ -103,7 +103,7 @@ class StructuralTag:
     otherwise: dict[str, Any] | bool | None
 
     def lark(self, special_tokens: Mapping[str, TokenId]) -> str:
-        """The same in Lark. Raises ``InvalidRequest`` and ``Unsupported`` for its schemas."""
+        """The tag in Lark. Raises ``InvalidRequest`` and ``Unsupported`` for its schemas."""
         return "\n".join(["%llguidance {}", *self._rules(special_tokens)])
 
     def _rules(self, special_tokens: Mapping[str, TokenId]) -> Iterator[str]:
@@ -225,7 +225,7 @@ def _tag_of_format(item: Any, place: str) -> Structure:
 
 
 def _structure_of(item: Any, place: str, holder: Any, key: str) -> Structure:
-    """``holder`` has the schema, by ``key``."""
+    """The structure of a tag; its schema is ``holder[key]``."""
     begin, end, schema = item.get("begin"), item.get("end", ""), holder.get(key, True)
     _check(isinstance(begin, str), f"{place}.begin", "a string")
     _check(isinstance(end, str), f"{place}.end", "a string")

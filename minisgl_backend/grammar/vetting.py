@@ -9,8 +9,8 @@ A keeper, ``python -m minisgl_backend.grammar.vetting SOCKET ...``, reads the to
 JSON, then forks a worker for each socket, and a new one for each that dies. So the memory of a
 grammar is freed with its worker, and the next grammar waits only for a fork. A worker gets a
 grammar and a ``Budget`` in a line of JSON, and answers with a line. If a grammar exceeds its
-budget, an alarm ends the worker, and the keeper answers instead. All of them end with the engine,
-whose end closes the sockets.
+budget, an alarm ends the worker, and the keeper answers instead. Keeper and workers end with the
+engine, since its end closes the sockets.
 
 Each budget has its own workers: grammars with the large budget never delay those with the small
 one, and their workers run with a lower priority. Must not know which request a grammar belongs to.
@@ -40,11 +40,12 @@ from minisgl_backend.grammar.sources import TOO_DEEP, complaint, one_line, to_ll
 from minisgl_backend.request import Grammar, GrammarKind, TokenId
 
 _PATIENCE_S: Final = 60.0
-"""Time after which the keeper, which may first have to read the tokenizer, is considered dead."""
+"""After this long without an answer, the keeper is considered dead. It may first have to read the
+tokenizer."""
 _MOST_BYTES: Final = 2**30
-"""Memory that a worker may map beyond that of the keeper."""
+"""Memory that a worker may map in addition to the keeper's."""
 _STACK_BYTES: Final = 2**20
-"""Stack of a worker; the engine's threads have at least 2 MiB for the same work."""
+"""A worker's stack; the engine's threads have at least 2 MiB for the same work."""
 _TEXT: Final = r'[^"\\\x00-\x1F\x7F]'
 _SLICES: Final = (
     r"[\x20\x0A\x0D\x09]+",
@@ -55,13 +56,13 @@ _SLICES: Final = (
 short texts are for strings that have room for only a few more characters: with them such a mask
 takes half the time that it takes with llguidance's own slices."""
 NUM_WORKERS: Final = min(8, os.cpu_count() or 1)
-"""Number of grammars of one budget that are tried out at once."""
+"""Number of grammars with the same budget that are tried out at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class Budget:
     """Limits on trying out a grammar: CPU time, and wall-clock time for a machine that has other
-    work. ``niceness`` is that of the process that does it, 0 as the engine's."""
+    work. ``niceness`` is that of the process that does it; the engine's is 0."""
 
     seconds: float
     wall_seconds: float
@@ -69,7 +70,7 @@ class Budget:
 
 
 QUICK: Final = Budget(seconds=0.02, wall_seconds=0.5, niceness=0)
-"""Enough for schemas of everyday use, most of which take 1 to 10 ms."""
+"""Enough for everyday schemas, most of which take 1 to 10 ms."""
 LONG: Final = Budget(seconds=0.25, wall_seconds=5.0, niceness=10)
 """The most that a grammar may take."""
 
@@ -93,7 +94,7 @@ class TokenizerFacts:
     special_tokens: Mapping[str, TokenId]
 
     def build(self) -> LLTokenizer:
-        """Takes seconds for 150,000 tokens."""
+        """Build llguidance's tokenizer. Takes seconds for 150,000 tokens."""
         ends = list(self.eos_token_ids) or None
         return LLTokenizer(
             self.definition, n_vocab=self.vocab_size, eos_token=ends, slices=list(_SLICES)
@@ -114,7 +115,7 @@ def limits() -> LLParserLimits:
 
 
 def new_matcher(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
-    """Raises ``InvalidRequest`` with llguidance's error, if it has one."""
+    """A matcher for the grammar. Raises ``InvalidRequest`` with llguidance's error, if any."""
     matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits())
     matcher.compute_bitmask()
     if matcher.is_error():
@@ -126,7 +127,7 @@ class Vetting:
     """Tries grammars out, for callers on any threads; a caller waits for its answer."""
 
     def __init__(self, facts: TokenizerFacts) -> None:
-        """Raises ``EngineFailure`` if there can be no such processes."""
+        """Start the processes. Raises ``EngineFailure`` if they cannot be started."""
         self.is_lost = False
         # None after the end
         self._free: dict[Budget, SimpleQueue[socket.socket | None]] = {}
@@ -142,7 +143,7 @@ class Vetting:
             stdin=subprocess.PIPE,
             stderr=subprocess.DEVNULL,  # Rust prints its panics there
             pass_fds=theirs,
-            env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},  # numpy's threads would not be forked
+            env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},  # threads would not survive a fork
             text=True,
         )
         for _, other in pairs:
@@ -192,7 +193,7 @@ class Vetting:
         self._keeper.kill()
         self._keeper.wait()
         for channel in self._channels:
-            channel.shutdown(socket.SHUT_RDWR)  # its caller, if it has one, gives it back
+            channel.shutdown(socket.SHUT_RDWR)  # the caller that uses it, if any, gives it back
         if self._channels:
             for workers in self._free.values():
                 for _ in range(NUM_WORKERS):
@@ -206,7 +207,7 @@ def _asked(channel: socket.socket, message: Mapping[str, Any]) -> dict[str, Any]
     """Send a line, and wait for the line that answers it. Raises ``OSError`` and ``ValueError``."""
     channel.setblocking(False)
     with contextlib.suppress(BlockingIOError):
-        while channel.recv(2**16):  # of a worker that died while it had nothing to do
+        while channel.recv(2**16):  # left over from a worker that died while it was idle
             pass
     channel.settimeout(_PATIENCE_S)
     channel.sendall(json.dumps(message).encode() + b"\n")

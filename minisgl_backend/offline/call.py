@@ -299,7 +299,7 @@ class Call:
                 box = ready.get()
                 if isinstance(box, Exception):
                     raise box
-                if not box.is_over:  # else a stop string ended it, and the engine only follows
+                if not box.is_over:  # else a stop string ended it, and the engine follows later
                     outputs = box.read()
                     for request_id in box.superfluous():
                         self._submitter.abort(request_id)

@@ -51,8 +51,8 @@ class LLM:
         self._seeds = random.Random(self._options.seed)
         self._engine = build_engine(self._options)
         self._submitter = Submitter(self._engine, num_tokenizers=self._options.num_tokenizers)
-        # called when this object is collected, or before the interpreter ends, when a thread inside
-        # PyTorch would abort the process
+        # called when this object is collected, or before the interpreter ends: later, a thread
+        # inside PyTorch would abort the process
         self._finalizer = weakref.finalize(self, _end, self._submitter, threading.get_ident())
 
     @property
@@ -157,7 +157,7 @@ class LLM:
         self.close()
 
     def _outputs(self, call: Call) -> Generator[Output, None, None]:
-        """The call's outputs. The iterator keeps this object alive, whose end would end them."""
+        """The call's outputs. The iterator keeps this object alive, as its end would end them."""
         yield from call.outputs()
 
     def _call(
@@ -248,7 +248,7 @@ def _encode(encoder: PromptEncoder, generation: Generation) -> tuple[IntArray, S
 
 
 def _end(submitter: Submitter, maker: int) -> None:
-    """``maker`` is the thread that has created the ``LLM``."""
+    """``maker`` is the thread that created the ``LLM``."""
     submitter.end()
     # any thread may collect an LLM in a reference cycle, even one for which the submitter waits
     if threading.get_ident() in (maker, threading.main_thread().ident):

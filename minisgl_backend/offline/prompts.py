@@ -53,7 +53,7 @@ def read_prompts(
     exclude_input_in_output: bool,
     limits: Limits,
 ) -> list[Generation]:
-    """One generation a prompt, in order.
+    """One generation per prompt, in order.
 
     ``parse_special_tokens`` and ``exclude_input_in_output`` are the defaults of these parameters
     for a text, the latter without ``stream``.
@@ -74,7 +74,7 @@ def read_prompts(
 
 
 def with_all(params: object, more: Params) -> Any:
-    """The parameters of a call, not yet looked at, with some that all its prompts have."""
+    """The parameters of a call, unchecked, with some more that apply to all its prompts."""
     if isinstance(params, Sequence) and not isinstance(params, str):
         return [{**own, **more} if isinstance(own, Mapping) else own for own in params]
     if params is None:
@@ -84,7 +84,7 @@ def with_all(params: object, more: Params) -> Any:
 
 @contextmanager
 def naming(index: int | None) -> Iterator[None]:
-    """Put the index of the prompt before messages of errors inside; None if there is only one."""
+    """Put the prompt's ``index``, unless it is None, before the messages of errors in the block."""
     try:
         yield
     except RequestError as error:
@@ -94,7 +94,7 @@ def naming(index: int | None) -> Iterator[None]:
 
 
 def _is_one(prompts: object) -> bool:
-    """Whether this is one prompt, and no list of prompts."""
+    """Whether this is one prompt, not a list of prompts."""
     if isinstance(prompts, str):
         return True
     if isinstance(prompts, np.ndarray) and prompts.ndim:
@@ -108,12 +108,12 @@ def _is_one(prompts: object) -> bool:
 
 
 def _is_sequence(value: object) -> TypeGuard[Sequence[object]]:
-    """Whether this may be a list of tokens, messages or prompts: bytes of text are not meant."""
+    """Whether this may be a list of tokens, messages or prompts, which text and bytes are not."""
     return isinstance(value, Sequence) and not isinstance(value, bytes | bytearray | memoryview)
 
 
 def _one_each(params: object, num_prompts: int) -> Sequence[Any]:
-    """The parameters of each prompt, not yet looked at."""
+    """The parameters of each prompt, unchecked."""
     if params is None:
         return [{}] * num_prompts
     if isinstance(params, Mapping):
@@ -150,7 +150,7 @@ def _prompt(prompt: object) -> dict[str, Any]:
 
 
 def _of_one_axis(ids: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """The ids of one prompt: those of several would become one that is longer."""
+    """The ids of one prompt; those of several would become one longer prompt."""
     if ids.ndim != 1:
         raise InvalidRequest(f"input_ids of a prompt must be of one axis, got shape {ids.shape}")
     return ids

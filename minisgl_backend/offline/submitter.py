@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 
 class QueuedPrompt(Protocol):
-    """A prompt to be submitted, which calls ``Submitter.admitted`` and ``ended`` by its events."""
+    """A prompt to be submitted. It calls ``Submitter.admitted`` and ``ended`` on its events."""
 
     samples: Sequence[Request]
 
@@ -74,7 +74,7 @@ class Submitter:
         self._num_requests = 0
         self._num_waiting_tokens = 0
         self._orders: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._running = threading.Lock()  # held until the end: no Event, see above
+        self._running = threading.Lock()  # held until the end; not an Event: see above
         self._running.acquire()
         threading.Thread(target=self._run, name="submitter", daemon=True).start()
 
@@ -90,7 +90,7 @@ class Submitter:
         self._order(partial(self._append, queue))
 
     def cancel(self, queue: CallQueue) -> None:
-        """End the open requests of a call, and submit no more of it."""
+        """End the open requests of a call, and submit none of the rest."""
         self._orders.put(partial(self._cancel, queue))
 
     def abort(self, request_id: RequestId) -> None:
@@ -144,7 +144,7 @@ class Submitter:
 
     def _order(self, order: Callable[[], None]) -> None:
         self._orders.put(order)
-        self.check_open()  # only now, as the submitter may have ended before it saw the order
+        self.check_open()  # only now, since the submitter may have ended before it saw the order
 
     # --- the engine's thread -----------------------------------------------------------------
 

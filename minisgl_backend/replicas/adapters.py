@@ -2,10 +2,10 @@
 
 Knows which replicas serve and what they have answered. Must not know requests or tensors.
 
-A name is known once every replica that serves has loaded it. The ids given here are those of all
-replicas, so that prefixes cached with an adapter are the same everywhere. A replica that is started
-again is told of all of them, and is sent requests when it has answered. The lock here may be taken
-by a thread that holds the engine's, never the other way round.
+A name is known once every replica that serves has loaded it. All replicas use the ids given here,
+so that prefixes cached with an adapter are the same everywhere. A replica that is started again is
+told of all adapters, and gets requests once it has answered. A thread that holds the engine's lock
+may take the lock here, never the other way round.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 class Addressee(Protocol):
-    """A replica, as far as it takes messages."""
+    """The part of a replica that is needed here: it takes messages."""
 
     def send(self, message: Message) -> None: ...
 
@@ -51,7 +51,7 @@ def _load(adapter_id: int, name: str, path: str) -> Message:
 
 
 class ReplicatedAdapters(AdapterNames):
-    """See the module. At first all ``replicas`` serve."""
+    """See the module's docstring. At first all ``replicas`` serve."""
 
     def __init__(
         self, replicas: Sequence[Addressee], *, tasks: Mapping[int, str] | None = None
@@ -60,14 +60,15 @@ class ReplicatedAdapters(AdapterNames):
         self._replicas = replicas
         self._serves = [True] * len(replicas)
         self._open: dict[int, _Loading] = {}
-        self._owed: list[dict[int, str]] = [{} for _ in replicas]  # what those started again load
+        self._owed: list[dict[int, str]] = [{} for _ in replicas]  # what restarted ones still load
         self._answered = threading.Condition(self._lock)
         self._is_closed = False
 
     # --- callers -----------------------------------------------------------------------------
 
     def load(self, name: str, path: str) -> Adapter:
-        """As above, at every replica. Raises ``Recovering`` if none serves to the end of it."""
+        """As in ``AdapterNames``, at every replica. Raises ``Recovering`` if none serves until the
+        adapter is loaded."""
         with self._lock:
             number = self._begin(name)
             loading = _Loading(number, name, path, set(self._serving()))
@@ -105,7 +106,7 @@ class ReplicatedAdapters(AdapterNames):
     # --- ``ReplicatedEngine``, on the threads of the replicas ---------------------------------
 
     def joined(self, replica: int) -> bool:
-        """A replica serves from now on: whether it has all adapters."""
+        """A replica serves from now on. Returns whether it has all adapters."""
         with self._lock:
             if not self._serves[replica]:
                 self._serves[replica] = True
@@ -119,8 +120,8 @@ class ReplicatedAdapters(AdapterNames):
             return not self._owed[replica]
 
     def answered(self, replica: int, adapter_id: int, answer: tuple[int, int, int] | str) -> bool:
-        """A replica has loaded an adapter of this rank, these targets and files, or cannot for this
-        reason: whether it had been started again, and has all of them now."""
+        """A replica has loaded an adapter with this rank, these targets and files, or cannot, for
+        this reason. Returns whether it had been started again and now has all adapters."""
         with self._lock:
             if not self._serves[replica]:
                 return False
@@ -143,7 +144,7 @@ class ReplicatedAdapters(AdapterNames):
             return False
 
     def lost(self, replica: int) -> None:
-        """A replica serves no more. Idempotent."""
+        """A replica no longer serves. Idempotent."""
         with self._lock:
             self._serves[replica] = False
             self._owed[replica].clear()
@@ -157,7 +158,7 @@ class ReplicatedAdapters(AdapterNames):
         return [replica for replica, serves in enumerate(self._serves) if serves]
 
     def _has_changed(self, adapter_id: int, told: tuple[int, int, int]) -> bool:
-        """Whether this is not what the replicas told that loaded the adapter first."""
+        """Whether this differs from what the replicas reported that loaded the adapter first."""
         found = (each for each in self._known.values() if each.id == adapter_id)
         return any((each.rank, each.targets, each.files) != told for each in found)
 

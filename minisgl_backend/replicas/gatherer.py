@@ -1,12 +1,12 @@
-"""What a replica has not told its parent yet, and what of it is told when.
+"""What a replica has not told its parent yet, and when it tells it.
 
-Events are told at once, and so is the first token of a request, for which its client waits. Other
-common tokens (``TokenBuffer``) of a busy replica gather for some milliseconds, and with them what
-its cache has published: several tokens of a request cost the parent little more than one, and all
-replicas share it. Pure: knows times only as arguments, and no sockets or threads.
+Events are told at once, and so is the first token of a request, since its client waits for it.
+Other common tokens (``TokenBuffer``) of a busy replica gather for some milliseconds, and so does
+what its cache has published: several tokens of a request cost the parent little more than one, and
+all replicas share the parent. Pure: knows times only as arguments, and no sockets or threads.
 
-Invariant: what is told of a request, or of the cache, is in the order in which it happened, and
-what the cache has published is told before a request that ends later.
+Invariant: what is told about a request, or about the cache, is in the order in which it happened,
+and what the cache has published is told before the end of any request that ends later.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Happened: TypeAlias = Update | tuple[RequestId, Event]
 """An event of a request, or an update about anything else."""
 
 _AT_ONCE: Final = 32
-"""Tokens of fewer requests never wait."""
+"""If fewer requests have tokens, these never wait."""
 _EACH_S: Final = 0.0001
 """How long tokens wait, for each request that has some, ..."""
 _MOST_S: Final = 0.03
@@ -28,20 +28,20 @@ _MOST_S: Final = 0.03
 
 
 class Gatherer:
-    """Gathers what happens, and makes updates of it."""
+    """Gathers what happens, and turns it into updates."""
 
     def __init__(self) -> None:
         self._updates: list[Update] = []
         self._tokens: dict[RequestId, list[TokenId]] = {}
         self._begun: set[RequestId] = set()
-        """Requests that have told a token."""
+        """Requests of which a token was told."""
         self._first: list[RequestId] = []
         """Requests whose first token is among ``_tokens``."""
         self._published: set[int] = set()
         """The keys in the last update, if that is about published pages."""
         self._is_urgent = False
         self._told_s = float("-inf")
-        """When everything was told."""
+        """When everything was last told."""
 
     def add(self, happened: Happened) -> None:
         """Something has happened."""
@@ -70,7 +70,7 @@ class Gatherer:
             self._is_urgent |= update[0] == "l"
             return
         _, keys, pages = update
-        # a key that comes again moves to another page: the index has to see both
+        # a key that comes again moves to another page: the index must see both
         if self._published and self._published.isdisjoint(keys):
             last = self._updates[-1]
             last[1] += keys
@@ -88,7 +88,7 @@ class Gatherer:
         return self._told_s + (min(_MOST_S, _EACH_S * num) if num >= _AT_ONCE else 0.0)
 
     def take(self, now_s: float, *, everything: bool = False) -> list[Update]:
-        """What is to be told now, in order."""
+        """What must be told now, in order."""
         due_s = self.due_s()
         if due_s is None:
             return []

@@ -1,4 +1,4 @@
-"""What a replica and its parent tell each other: JSON objects, each behind its length.
+"""What a replica and its parent tell each other: JSON objects, each preceded by its length.
 
 From the parent, the process that starts the replicas:
 
@@ -28,9 +28,9 @@ are one update.
     ["+", keys, pages]  ["-", pages]  ["0"]   the replica's cache: ``TreeReports``
     ["l", id, rank, targets, files]  ["l", id, error]   an adapter is loaded, or cannot be
 
-Arrays are base64 of their bytes, but for keys and pages. Both sides are of one release and one
-machine, and trust each other: decoding checks nothing. Knows no sockets but for how a message is
-framed; must not know who sends what, or when.
+Arrays are base64 of their bytes, except keys and pages. Both sides are of the same release, run on
+the same machine and trust each other: decoding checks nothing. Of sockets it knows only how
+messages are framed; must not know who sends what, or when.
 """
 
 from __future__ import annotations
@@ -75,10 +75,10 @@ Message: TypeAlias = Mapping[str, Any]
 Update: TypeAlias = list[Any]
 
 _USUAL: Final = MappingProxyType({spec.name: spec.default for spec in fields(SamplingParams)})
-"""The sampling parameters of which a request says nothing."""
+"""The values of sampling parameters that a request leaves out."""
 _LENGTH: Final = struct.Struct("<Q")
 _AT_ONCE: Final = 2**16
-"""Most bytes that are read at a time."""
+"""The most bytes read at a time."""
 _encode: Final = json.JSONEncoder(separators=(",", ":")).encode
 _ERRORS: Final[Mapping[str, type[MiniSGLError]]] = MappingProxyType(
     {
@@ -288,7 +288,7 @@ def decode_samples(message: Message) -> Samples:
 
 
 def _shallow(value: EngineStats | SchedulerStats) -> dict[str, Any]:
-    """As ``asdict``, but each step needs it: without copies."""
+    """Like ``asdict``, but without copies, since each step needs it."""
     return {spec.name: getattr(value, spec.name) for spec in fields(value)}
 
 

@@ -2,11 +2,11 @@
 
 Knows processes and sockets, and passes messages on. Must not know requests or what a replica has
 cached. A thread for each replica owns its processes, since Linux kills such a child when the thread
-that started it ends; it also reads what they send. Another one writes, so that the sender of a
+that started it ends; it also reads what they send. Another thread writes, so that the sender of a
 message never waits for a replica that does not read.
 
-Invariants: a replica never outlives this process, however that ends. Of each process, ``joined`` is
-told before any message of it, and ``lost`` after the last.
+Invariants: a replica never outlives this process, however this one ends. For each process,
+``joined`` is called before any of its messages is passed on, and ``lost`` after the last.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _HANG_AFTER_S: Final = 7.0
 """A replica gives a sign of life several times a second; it hangs if it is silent for longer."""
 _LOOK_EVERY_S: Final = 0.5
 _END_S: Final = 10.0
-"""How long a replica has to end by itself at a stop."""
+"""How long a replica that is stopped has to end by itself."""
 _MOST_FAILURES: Final = 5
 """A replica whose start failed this many times in a row stays down."""
 _WINDOW_S: Final = 600.0
@@ -45,7 +45,7 @@ _MOST_PAUSE_S: Final = 30.0
 
 
 class Owner(Protocol):
-    """Who is told of a replica, on the replica's thread."""
+    """Who is told about a replica, on the replica's thread."""
 
     def joined(self, replica: int) -> None:
         """A process serves from now on."""
@@ -54,13 +54,13 @@ class Owner(Protocol):
         """A message that the replica has sent."""
 
     def lost(self, replica: int, *, is_last: bool) -> None:
-        """The process has ended, or could not start; ``is_last`` if no other one follows."""
+        """The process has ended, or could not start; ``is_last`` if no other process follows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where a replica runs: ``environment`` are variables of its process beside those of this one,
-    ``cores`` the processor cores that it may use, all if there are none."""
+    """Where a replica runs: ``environment`` holds variables that its process gets besides those of
+    this one, ``cores`` the processor cores that it may use; if empty, all."""
 
     environment: Mapping[str, str]
     cores: frozenset[int] = frozenset()
@@ -80,10 +80,10 @@ class ReplicaProcess:
     ) -> None:
         """``command`` gets three more arguments: the number, the descriptor of its socket and the
         id of this process. ``first_pause_s`` is the pause before the second restart within ten
-        minutes; it doubles from one to the next, up to half a minute, and the first has none."""
+        minutes; it doubles with each restart, up to half a minute. The first has none."""
         self.number = number
         self.pid: int | None = None
-        """Of the process that serves now."""
+        """That of the process that serves now."""
         self.num_starts = 0
         self.started: Future[EngineInfo] = Future()
         """What the first process serves; a ``ConfigError`` if it cannot."""
@@ -99,11 +99,11 @@ class ReplicaProcess:
         self._thread = threading.Thread(target=self._run, name=f"replica {number}", daemon=True)
 
     def start(self) -> None:
-        """Begin; the result is that of ``started``."""
+        """Start the replica's thread; ``started`` gets the outcome."""
         self._thread.start()
 
     def serve(self, owner: Owner) -> None:
-        """Tell ``owner`` of all that happens from now on. The first process waits for this."""
+        """Tell ``owner`` everything that happens from now on. The first process waits for this."""
         self._owner = owner
         self._is_owned.set()
 
@@ -112,13 +112,13 @@ class ReplicaProcess:
         self._outgoing.put(message)
 
     def kill(self) -> None:
-        """End the process that runs now, which another one follows unless ``close`` was called."""
+        """End the process that runs now. Another one follows unless ``close`` was called."""
         process = self._process
         if process is not None:
             process.kill()
 
     def stop(self) -> None:
-        """Let the process end by itself; no other one follows. Does not wait; idempotent."""
+        """Let the process end by itself; no other process follows. Does not wait; idempotent."""
         self._closing.set()
         self._is_owned.set()
         self._outgoing.put(None)
@@ -156,7 +156,7 @@ class ReplicaProcess:
                 return
 
     def _pause_s(self, ended_s: Sequence[float]) -> float:
-        """Before the next start: none before the first one within a while."""
+        """The pause before the next start: none before the first restart in a while."""
         num_ended = sum(time.monotonic() - at_s < _WINDOW_S for at_s in ended_s)
         return (
             min(_MOST_PAUSE_S, self._first_pause_s * 2 ** (num_ended - 2)) if num_ended > 1 else 0
@@ -164,7 +164,7 @@ class ReplicaProcess:
 
     def _serve(self) -> bool:
         """Run one process to its end. Raises ``ConfigError`` if it cannot serve."""
-        self._outgoing = queue.SimpleQueue()  # what was sent to the process before is void
+        self._outgoing = queue.SimpleQueue()  # drops what was sent to the previous process
         ours, theirs = socket.socketpair()
         with ours:
             with theirs:
@@ -176,7 +176,7 @@ class ReplicaProcess:
             )
             has_served = False
             try:
-                with suppress(OSError):  # it has ended: then nothing comes from it, either
+                with suppress(OSError):  # it has ended: then nothing comes from it either
                     send(ours, {"options": self._options})
                 incoming = Incoming(ours)
                 first = self._first(incoming)
@@ -241,7 +241,7 @@ class ReplicaProcess:
 
     def _read(self, incoming: Incoming, owner: Owner) -> None:
         """Pass on messages until the process ends or hangs."""
-        silent_s = 0.0  # adds up looks, not time: a pause of the whole machine is no silence
+        silent_s = 0.0  # counts looks, not time: a pause of the whole machine is no silence
         while silent_s < _HANG_AFTER_S:
             try:
                 message = incoming.receive(_LOOK_EVERY_S)

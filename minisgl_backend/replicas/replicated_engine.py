@@ -3,9 +3,10 @@
 Knows what the replicas have cached and how busy they are, from their updates (``routing``), and all
 open requests. Must not know processes, tensors or Triton.
 
-A request is routed when it is accepted, and waits at its replica. If that ends, the samples of a
-request that has told its caller nothing yet go to another replica, once; those of others fail. So
-what breaks a replica breaks two at most. If there is no other replica, the caller may try again.
+A request is routed when it is accepted, and waits at its replica. If the replica ends, a request
+whose caller has been told nothing yet goes to another replica, with all its samples, once; other
+requests fail. So a request that breaks replicas breaks two at most. If there is no other replica,
+the caller may try again.
 
 Invariants: every accepted request gets exactly one terminal event. Events of a request are
 delivered in order, by the thread of the replica that has it. The lock of ``_changed`` guards the
@@ -68,7 +69,7 @@ _NO_STATS: Final = EngineStats.sum([])
 
 
 class Replica(Protocol):
-    """A replica as it is reached from here: ``ReplicaProcess`` documents the members in full."""
+    """A replica as seen from here: ``ReplicaProcess`` documents the members in full."""
 
     pid: int | None
     num_starts: int
@@ -82,7 +83,7 @@ class Replica(Protocol):
 
 @dataclass(slots=True, eq=False)
 class _Prompt:
-    """The samples of a prompt that have not ended; all are at one replica.
+    """The samples of a prompt that have not ended; all are at the same replica.
 
     ``has_told``: the caller knows more than that it was admitted.
     """
@@ -96,21 +97,21 @@ class _Prompt:
 
 @dataclass(slots=True, eq=False)
 class _Sample:
-    """``num_until_page`` tokens from now, one begins a page, or is the first of the prompt.
-    ``end`` is the event with which it was aborted, if it was."""
+    """The token that comes ``num_until_page`` tokens from now begins a page, or is the sample's
+    first. ``end`` is the event with which the sample was aborted, if it was."""
 
     entry: OpenRequest
     prompt: _Prompt
     num_until_page: int = 1
     num_positions: int = 0
-    """The prompt's tokens and its own, up to the last one that was at such a place."""
+    """The prompt's tokens and the sample's own, up to the last one at such a place."""
     end: Finished | Failed | None = None
 
 
 @dataclass(slots=True)
 class _Counts:
-    """Of one replica: ``past`` sums up the processes that have ended, ``now`` is the last report of
-    the one that serves."""
+    """The counts of one replica: ``past`` sums up the processes that have ended, ``now`` is the
+    last report of the one that serves."""
 
     past: EngineStats = _NO_STATS
     now: EngineStats = _NO_STATS
@@ -152,7 +153,7 @@ class ReplicatedEngine(EngineBase):
         self, infos: Sequence[EngineInfo], replicas: Sequence[Replica], options: EngineOptions
     ) -> None:
         """``infos`` are those of the ``replicas``, all of which serve; ``options`` those of the
-        whole."""
+        whole engine."""
         num_pages = [info.num_pages for info in infos]
         first = infos[0]
         self._loaded: ReplicatedAdapters | None = None
@@ -204,7 +205,7 @@ class ReplicatedEngine(EngineBase):
         with self._lock:
             of_all = EngineStats.sum([counts.total() for counts in self._counts])
             own = self._recorder.snapshot(of_all.scheduler, self._num_open)
-        # how requests end is counted here: one that goes elsewhere has not ended
+        # how requests end is counted here: one that moves to another replica has not ended
         return replace(
             of_all,
             num_open=own.num_open,
@@ -288,7 +289,7 @@ class ReplicatedEngine(EngineBase):
             self._recorder.add_samples(decode_samples(message["samples"]))
 
     def lost(self, replica: int, *, is_last: bool) -> None:
-        """A replica has ended, and all that it had with it."""
+        """A replica has ended, with everything that it had."""
         with self._changed:
             self._leave(replica)
             self._is_gone[replica] = is_last
@@ -308,7 +309,7 @@ class ReplicatedEngine(EngineBase):
         if head == "t":
             tokens, grown = _Tokens([], []), list[Placement]()
             add_entry, add_token_ids = tokens.entries.append, tokens.token_ids.append
-            # most of what this process does, with many replicas
+            # with many replicas, this is most of what this process does
             for sample, token_ids in zip(map(self._open.get, update[1]), update[2], strict=True):
                 if sample is not None:
                     sample.num_until_page -= len(token_ids)
@@ -407,7 +408,7 @@ class ReplicatedEngine(EngineBase):
     def _move(self, prompt: _Prompt) -> list[tuple[Sink, Event]]:
         """Send a request of a lost replica to another one; else returns how its samples end.
 
-        One that may move, but has nowhere to, may be sent again once a replica is back.
+        If it may move but has nowhere to go, its caller may send it again once a replica is back.
         """
         samples = list(prompt.samples.values())
         may_move = not prompt.has_told and prompt.num_moves < _MOST_MOVES
@@ -458,7 +459,7 @@ class ReplicatedEngine(EngineBase):
     def _call(self, sink: Callable[..., None], *event: Event) -> None:
         try:
             sink(*event)
-        except Exception:  # it belongs to one request, and must not reach the others
+        except Exception:  # a sink belongs to one request, so its failure must not reach the others
             logger.exception("a sink failed on %s", event[0] if event else "a token")
 
 

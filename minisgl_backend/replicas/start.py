@@ -33,14 +33,14 @@ def start_replicas(options: EngineOptions, module: str) -> ReplicatedEngine:
     told = asdict(
         replace(
             options,
-            # the replicas take the folder and the device that were chosen here
+            # the replicas use the folder and the device that were chosen here
             model=str(folder),
             device=device,
             # the parent keeps the limits of the queue, whichever replica a request waits at
             max_queued_requests=(number - 1) * options.max_running_requests
             + options.max_queued_requests,
             max_queued_tokens=sys.maxsize,
-            # the parent tells them of adapters
+            # the parent tells them which adapters there are
             multi_lora=None,
             lora_modules=None,
         )
@@ -81,7 +81,7 @@ def start_replicas(options: EngineOptions, module: str) -> ReplicatedEngine:
 
 
 def gpu_places(number: int, ranks: int, environment: Mapping[str, str]) -> list[Place]:
-    """A GPU for each rank of each replica, in the order of those that this process sees."""
+    """A GPU for each rank of each replica, in the order in which this process sees them."""
     seen = environment.get(_GPUS, "").split(",")
     names = seen if seen != [""] else [str(index) for index in range(number * ranks)]
     return [
@@ -91,8 +91,8 @@ def gpu_places(number: int, ranks: int, environment: Mapping[str, str]) -> list[
 
 
 def cpu_places(number: int, cores: Sequence[int]) -> list[Place]:
-    """Cores of the processor for each replica, neighbours together; fewer cores than replicas are
-    shared."""
+    """Processor cores for each replica, neighbours together. If there are fewer cores than
+    replicas, they are shared."""
     share = max(1, len(cores) // number)
     return [
         Place(

@@ -4,8 +4,8 @@ A prefix of whole pages is known by its *key*, 64 bits over its salt and all of 
 replica reports each page that it publishes, with the key of the prefix that ends there, and each
 page that leaves its tree, by its number. So the index says exactly what a match in the replica's
 own radix tree would find, except for pages that are detached there: they count until they leave it.
-A table of keys, unlike a tree for each replica, is searched in a time that hardly depends on their
-number.
+The time to search a table of keys, unlike that to search a tree for each replica, hardly depends on
+the number of replicas.
 
 Prefixes may also be *expected* of a replica: a request that will publish them is on its way.
 
@@ -64,7 +64,7 @@ class CacheIndex:
         self.num_replicas = num_replicas
         self._cached: dict[int, Replicas] = {}
         self._expected = ExpectedPrefixes()
-        # by replica and page: the key of the prefix that ends there, 0 if none does
+        # by replica and page: the key of the prefix that ends there, 0 if there is none
         self._keys = np.zeros((num_replicas, num_pages), np.uint64)
 
     def publish(self, replica: int, keys: Keys, pages: IntArray) -> None:
@@ -80,7 +80,7 @@ class CacheIndex:
         bit = 1 << replica
         for key in fresh.tolist():
             others = self._cached.get(key, 0)
-            if others & bit:  # also in a page that is detached: what becomes of that is the same
+            if others & bit:  # already in another page, detached by now: that one no longer counts
                 held[held == np.uint64(key)] = 0
             self._cached[key] = others | bit
         held[at] = fresh
@@ -108,11 +108,11 @@ class CacheIndex:
         )
 
     def expect(self, replica: int, keys: Keys) -> ExpectedNode:
-        """A request with this prompt, of which the replica will have all, goes to it."""
+        """A request with this prompt goes to a replica, which will have all of the prompt."""
         return self._expected.add(replica, keys)
 
     def withdraw(self, replica: int, node: ExpectedNode) -> None:
-        """Expect no longer what ``expect`` returned ``node`` for. Once for each."""
+        """No longer expect the prompt for which ``expect`` returned ``node``. Once for each."""
         self._expected.remove(replica, node)
 
     def forget(self, replica: int) -> None:
@@ -120,8 +120,8 @@ class CacheIndex:
         self.evict(replica, np.flatnonzero(self._keys[replica]).astype(np.int32))
 
     def longest(self, keys: Keys, among: Replicas) -> tuple[int, Replicas]:
-        """Number of pages of the longest prefix that one of the replicas ``among`` has cached, or
-        is expected to publish, and those of them that have it: all, if it is 0."""
+        """Number of pages of the longest prefix that any of the replicas ``among`` has cached or is
+        expected to publish, and the replicas among them that have it: all, if it is 0."""
         cached, item = self._cached.get, keys.item
         low, high, found = 0, len(keys), among
         while low < high:  # the first ``low`` pages are held by ``found``
@@ -138,8 +138,8 @@ class CacheIndex:
 
 
 class AdapterIndex:
-    """Which adapters are in the slots of the replicas, as far as the requests that were sent there
-    tell: those of the last ones, ``num_slots`` at each."""
+    """Which adapters are in the slots of the replicas, judging by the requests sent there: the last
+    ``num_slots`` adapters at each."""
 
     def __init__(self, num_replicas: int, num_slots: int) -> None:
         self._num_slots = num_slots
@@ -158,5 +158,5 @@ class AdapterIndex:
         return sum(1 << replica for replica, held in enumerate(self._held) if adapter_id in held)
 
     def forget(self, replica: int) -> None:
-        """A replica has lost all."""
+        """A replica has lost all its adapters."""
         self._held[replica].clear()

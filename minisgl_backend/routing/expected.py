@@ -1,4 +1,4 @@
-"""Prefixes that requests on their way will publish, and at which replicas.
+"""The prefixes that requests on their way will publish, and at which replicas.
 
 A radix tree over the prompts of these requests, one for all replicas: each node says which replicas
 expect it. So one walk enters a prompt, or finds the longest prefix that any of the replicas
@@ -37,9 +37,9 @@ class ExpectedNode:
     children: dict[int, ExpectedNode] = field(default_factory=dict)  # by the key of the first page
 
     def end_in(self, keys: Keys) -> int:
-        """Where a prompt leaves this node: at the latest at its end. It begins as this node does.
+        """Where a prompt that begins as this node does leaves it: at its end, or before.
 
-        A key stands for all pages before it, too, so those that differ come last.
+        A key also stands for all pages before it, so keys that differ come last.
         """
         end = min(self.end, len(keys))
         if self.keys[end - 1] == keys[end - 1]:
@@ -92,8 +92,8 @@ class ExpectedPrefixes:
             node = parent
 
     def longest(self, keys: Keys, among: Replicas) -> tuple[int, Replicas]:
-        """Number of pages of the longest prefix that one of the replicas ``among`` expects, and
-        those of them that expect it: all, if it is 0."""
+        """Number of pages of the longest prefix that any of the replicas ``among`` expects, and the
+        replicas among them that expect it: all, if it is 0."""
         node, at, found = self._root, 0, among
         while at < len(keys):
             child = node.children.get(keys.item(at))

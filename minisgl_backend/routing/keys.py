@@ -1,7 +1,7 @@
 """Keys of prefixes: 64 bits over a salt and all tokens of a prefix of whole pages.
 
 If two prefixes happen to have the same key, a request may go to a replica that has less of its
-prompt than was thought; nothing else goes wrong. Must not know where prefixes are.
+prompt than expected; nothing else goes wrong. Must not know where prefixes are.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy.typing as npt
 from minisgl_backend.request import IntArray
 
 Keys: TypeAlias = "npt.NDArray[np.uint64]"
-"""Of a prompt's prefixes of 1, 2, ... pages."""
+"""The keys of a prompt's prefixes of 1, 2, ... pages."""
 Replicas: TypeAlias = int
 """A set of replicas, a bit for each."""
 
@@ -43,7 +43,7 @@ class PrefixKeys:
         num_pages = len(tokens) // self.page_size
         pages = tokens[: num_pages * self.page_size].reshape(num_pages, self.page_size)
         contents = pages.astype(np.uint64) @ self._weights  # [num_pages], modulo 2^64
-        contents += self._start  # so that no page counts nothing
+        contents += self._start  # so that every page counts
         if num_pages > len(self._places):
             self._places = _odd_numbers(self.page_size + 1 + 2 * num_pages)[self.page_size + 1 :]
         contents *= self._places[:num_pages]

@@ -1,22 +1,23 @@
 """Chooses the replica for each request, and keeps count of what it has sent where.
 
-The rule: of the replicas that are in balance, the one that has the longest prefix of the prompt in
-its cache; of several, the one with the least load, those with a free row first. A replica's load
-has three measures: rows, prompt tokens that wait to be computed, and pages, each as a share of what
-it can hold. It is *in balance* if each measure is at most ``Balance.ratio`` times the mean of all
-replicas, plus ``Balance.slack``: for a prefix that is at least as long as those of other requests
-are on average. A shorter one pulls in proportion less, down to nothing: for it, a replica must not
-be above the mean. So what leaves a busy replica is what costs the least to compute again. To wait
-for as many tokens as the prefix saves is no imbalance: computing them elsewhere takes as long.
+The rule: of the replicas that are in balance, take the one that has the longest prefix of the
+prompt in its cache; of several, the one with the least load, those with a free row first. A
+replica's load has three measures: rows, prompt tokens that wait to be computed, and pages, each as
+a share of what it can hold. If the prefix is at least as long as those of other requests are on
+average, the replica is *in balance* if each measure is at most ``Balance.ratio`` times the mean of
+all replicas, plus ``Balance.slack``. A shorter prefix pulls proportionally less, down to nothing:
+then a replica must not be above the mean. So what leaves a busy replica is what costs the least to
+compute again. Waiting for as many tokens as the prefix saves is no imbalance: computing them
+elsewhere takes as long.
 
-An adapter that a replica has on its device pulls as a long prefix does, but after prefixes: of the
-replicas that have the same of the prompt, the ones with the adapter come first.
+An adapter that a replica has on its device pulls like a long prefix, but ranks below prefixes: of
+the replicas that have equally much of the prompt, the ones with the adapter come first.
 
-A conversation thus goes where its past is cached; a prefix that many requests share spreads to
+So a conversation goes where its past is cached; a prefix that many requests share spreads to
 other replicas as soon as those that have it are busier than the mean, and no faster.
 
 Pure: no processes, no clock. Whoever drives it tells it when a prompt is computed, a sequence grows
-and a request ends. Must not know tokens beyond the prompt, or how replicas are reached.
+or a request ends. Must not know tokens beyond the prompt, or how replicas are reached.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ _Limits: TypeAlias = tuple[float, float, float]
 """The largest load in balance."""
 _Rank: TypeAlias = tuple[bool, float, int, Replicas]
 """Whether a replica has no free row; the largest measure of its load, as a share of what it can
-hold; the number of requests that it was sent; and the replica."""
+hold; the number of requests sent to it; and the replica."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,11 +105,11 @@ class Router:
         self.adapters = AdapterIndex(index.num_replicas, num_adapter_slots)
         self.keys = PrefixKeys(page_size)
         self.num_routed = [0] * index.num_replicas
-        """Requests that each replica was sent."""
+        """Number of requests sent to each replica."""
         self._page_size = page_size
         self._balance = Balance() if balance is None else balance
         self._capacity = capacity.rows, capacity.prefill_tokens, capacity.pages
-        # rows, waiting tokens and pages, of each replica and of all that are up
+        # rows, waiting tokens and pages: of each replica, and of all that are up
         self._loads: list[_Load] = [(0, 0, 0)] * index.num_replicas
         self._total: _Load = (0, 0, 0)
         self._ranks: list[_Rank] = [
@@ -160,12 +161,12 @@ class Router:
         return placement
 
     def choose(self, keys: Keys, favoured: Replicas = 0) -> tuple[int, int]:
-        """The replica that the rule names, of those that are up, and the number of pages that it
-        has of the prefix. At least one is up. ``favoured`` are those that have the adapter."""
+        """The replica that the rule picks from those that are up, at least one, and how many pages
+        of the prefix it has. ``favoured`` are the replicas that have the adapter."""
         longest, holders = self.index.longest(keys, self._up)
         self._usual += _FOLLOWS * (longest - self._usual)
         left, num_held, having = self._up, longest, holders
-        while True:  # from the longest prefix that any of those left has to shorter ones
+        while True:  # from the longest prefix that any replica left has to shorter ones
             limits, replica = self._limits(self._pull(num_held), num_held), None
             if favoured:
                 replica = self._least_loaded(having & favoured, self._limits(pull=1.0))
@@ -185,7 +186,8 @@ class Router:
     def _next_longest(
         self, keys: Keys, left: Replicas, limits: _Limits, favoured: Replicas
     ) -> tuple[int, Replicas]:
-        """The longest prefix that a replica of ``left`` has which is favoured, or in balance."""
+        """The longest prefix that a replica of ``left`` has that is favoured or in balance, and its
+        holders."""
         is_any, having = self.index.longest(keys[:1], left)
         if is_any:
             having = self._in_balance(having, limits) | having & favoured
@@ -210,7 +212,7 @@ class Router:
         )
 
     def least_loaded(self) -> int:
-        """Of all that are up; at least one is."""
+        """The least loaded replica that is up; at least one is."""
         replica = self._least_loaded(self._up)
         assert replica is not None
         return replica
@@ -225,7 +227,7 @@ class Router:
         placement.waiting_tokens = 0
 
     def grow(self, placements: Sequence[Placement]) -> None:
-        """Sequences at one replica have taken a page more, each as often as it is named."""
+        """Sequences at one replica have taken one more page each time that they are named."""
         num_pages = 0
         for placement in placements:
             if not placement.has_ended:
@@ -235,8 +237,8 @@ class Router:
             self._add(placements[0].replica, (0, 0, num_pages))
 
     def end(self, placement: Placement) -> None:
-        """The request has left its replica, for any reason. Raises ``InvariantError`` if it has
-        before."""
+        """The request has left its replica, for any reason. Raises ``InvariantError`` if it had
+        already left."""
         if placement.has_ended:
             raise InvariantError("a placement ends twice")
         self.computed(placement)
@@ -249,7 +251,7 @@ class Router:
         self.adapters.forget(replica)
 
     def join(self, replica: int) -> None:
-        """Send requests to a replica, which was started or is to go on. Idempotent."""
+        """Send requests to a replica, which was started or is to continue. Idempotent."""
         self._set_up(self._up | 1 << replica)
 
     def _set_up(self, replicas: Replicas) -> None:
@@ -265,7 +267,7 @@ class Router:
         most = self._capacity
         busiest = max(rows / most[0], tokens / most[1], pages / most[2])
         del self._by_load[bisect_left(self._by_load, self._ranks[replica])]
-        # a prompt waits for others a few steps, and for a row until some answer ends
+        # a prompt waits a few steps for other prompts, but for a row until some answer ends
         is_full = rows >= most[0]
         rank = self._ranks[replica] = is_full, busiest, self.num_routed[replica], 1 << replica
         insort(self._by_load, rank)
@@ -273,7 +275,7 @@ class Router:
             self._total = _sum(self._total, change)
 
     def _in_balance(self, replicas: Replicas, limits: _Limits) -> Replicas:
-        """Those of the replicas whose load is within the limits."""
+        """The ones among ``replicas`` whose load is within the limits."""
         within = 0
         while replicas:
             bit = replicas & -replicas
@@ -283,10 +285,10 @@ class Router:
         return within
 
     def _least_loaded(self, replicas: Replicas, limits: _Limits | None = None) -> int | None:
-        """The first by load of those whose load is within the limits, if any; of equally loaded
-        ones, the one that was sent the fewest requests."""
+        """The least loaded of ``replicas`` whose load is within the limits, if there is one; of
+        equally loaded ones, the one that was sent the fewest requests."""
         loads = self._loads
-        if not replicas & (replicas - 1):  # one at most, as for most prefixes
+        if not replicas & (replicas - 1):  # at most one, as for most prefixes
             replica = replicas.bit_length() - 1
             within = replicas and (limits is None or _fits(loads[replica], limits))
             return replica if within else None

@@ -148,7 +148,7 @@ class Adapters(AdapterNames):
     # --- names -------------------------------------------------------------------------------
 
     def load(self, name: str, path: str, *, adapter_id: int | None = None) -> Adapter:
-        """As above. The caller chooses either all ids (``adapter_id``) or none."""
+        """As in ``AdapterNames``. The caller chooses either all ids (``adapter_id``) or none."""
         with self._lock:
             own_id = self._begin(name)
             adapter_id = own_id if adapter_id is None else adapter_id
@@ -223,7 +223,7 @@ class Adapters(AdapterNames):
             self._read_next()
 
     def close(self) -> None:
-        """End the thread; nothing is reported any more."""
+        """End the thread; nothing more is reported."""
         with self._lock:
             self._is_closed = True
             self._wanted.clear()

@@ -140,7 +140,7 @@ class Constraints:
 
     def masks(self, plan: StepPlan, pending: Pending) -> StepMasks:
         """Begin to write the masks of a launched plan. All tokens of earlier steps must have been
-        followed (``follow``), and none may be until the masks are written."""
+        followed (``follow``), and no later token may be until the masks are written."""
         assert self._grammars is not None
         masked = self._masked
         if masked is None or not np.array_equal(masked.planned, plan.masked_rows):
@@ -153,7 +153,7 @@ class Constraints:
         found = [
             (row, request_id, matchers[request_id])
             for row in planned.tolist()
-            if (request_id := by_row.get(row)) in matchers  # the others have ended meanwhile
+            if (request_id := by_row.get(row)) in matchers  # the others have since ended
         ]
         rows, request_ids, batch = zip(*found, strict=True) if found else ((), (), ())
         return _MaskedRows(planned, np.array(rows, np.int32), request_ids, Batch(batch))
@@ -177,5 +177,5 @@ class Constraints:
         return {
             request_ids[index]: _END_OF[state]
             for index, state in states.items()
-            if request_ids[index] in self._matchers  # the others have ended meanwhile
+            if request_ids[index] in self._matchers  # the others have since ended
         }

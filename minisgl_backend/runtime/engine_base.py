@@ -81,7 +81,7 @@ class EngineInfo:
 
     @property
     def most_running(self) -> int:
-        """Requests that run at the same time, on all replicas together."""
+        """Requests that run at the same time, over all replicas."""
         return self.max_running_requests * self.num_replicas
 
     @property
@@ -105,14 +105,14 @@ class Health:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaStats:
-    """One of several replicas. ``stats`` add up over all of its processes so far, ``num_starts`` of
-    them; ``pid`` is None while none serves."""
+    """One of several replicas. ``stats`` are totals of all its processes so far, of which there
+    were ``num_starts``; ``pid`` is None while none serves."""
 
     is_up: bool
     pid: int | None
     num_starts: int
     num_routed: int
-    """Number of requests that were routed to it."""
+    """Number of requests that have been routed to it."""
     stats: EngineStats
 
 
@@ -130,8 +130,8 @@ class EngineBase(ABC):
         )
         self._recorder = Recorder()
         self._ids = itertools.count(1)
-        # a main thread takes the lock, not the condition: Ctrl-C cannot come between entering a
-        # lock and its ``with`` block, but between entering a condition and its block it can
+        # a main thread takes the lock, not the condition: Ctrl-C cannot come between acquiring a
+        # lock and entering its ``with`` block, but with a condition it can
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._state = State.SERVING
@@ -315,7 +315,7 @@ class EngineBase(ABC):
                 self._num_waiting_tokens -= len(request.prompt)
 
     def _forget(self, request: Request, admitted: bool) -> None:
-        """A request has ended; ``admitted`` if it does not count as waiting any more."""
+        """A request has ended; ``admitted`` if it no longer counts as waiting."""
         with self._changed:
             self._num_open -= 1
             if not admitted and request.leader is None:

@@ -55,7 +55,7 @@ _PATIENCE_S: Final = 0.02
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """End a request with ``event``; ignored if the request is not open any more."""
+    """End a request with ``event``; ignored if the request is no longer open."""
 
     request_id: RequestId
     event: Finished | Failed
@@ -283,7 +283,7 @@ class Loop:
             self._end(message.request_id, Failed(error))
 
     def _enter(self, request_id: RequestId) -> None:
-        """Let a request begin, which has everything that it needs."""
+        """Let a request begin: it has everything that it needs."""
         if self._returning.is_over:
             self._schedule(request_id)
         else:
@@ -325,7 +325,7 @@ class Loop:
 
     def _begin_masks(self) -> None:
         """Begin to write the masks of the oldest step in flight, if it needs any: only for this
-        step all earlier tokens are known."""
+        step are all earlier tokens known."""
         flight = self._flights[0] if self._flights else None
         if flight is not None and flight.needs_masks and flight.masks is None:
             flight.masks = self._constraints.masks(flight.plan, flight.pending)
@@ -383,8 +383,8 @@ class Loop:
     def _end_by_grammars(
         self, ended: dict[RequestId, Finished | Failed], result: StepResult
     ) -> None:
-        """Add the requests that their grammars end to ``result``, unless they have ended already;
-        an end by length gives way to that by the grammar."""
+        """Add the requests that their grammars end to ``result``, unless they have ended already.
+        An end by the grammar replaces an end by length."""
         for request_id, event in ended.items():
             if request_id in result.request_ids and result.ended.get(request_id, _CUT) == _CUT:
                 self._scheduler.abort(request_id)

@@ -1,4 +1,4 @@
-"""The requests between their acceptance and their terminal event, and the events of their sinks.
+"""The requests between their acceptance and their terminal event, and the events for their sinks.
 
 Knows sinks, the clock and the counters. Must not know planner or executor, only their
 ``StepResult``s. Used on the loop's thread only, so all sinks are called on that thread.
@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 class OpenRequest:
     """An accepted request, and what the loop records about it.
 
-    Times are of ``time.monotonic``.
+    Times are readings of ``time.monotonic``.
     """
 
     request: Request
@@ -53,7 +53,7 @@ class OpenRequest:
     first_token_s: float = 0.0
     last_token_s: float = 0.0
     buffer: TokenBuffer | None = None
-    """Of its sink, if that has one."""
+    """The buffer of its sink, if that has one."""
 
 
 class OpenRequests:

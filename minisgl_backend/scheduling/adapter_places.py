@@ -39,7 +39,7 @@ class AdapterPlaces:
 
     def take(self, adapter: Adapter | None) -> tuple[int, bool]:
         """Let one more row use the adapter, for which there must be a place. Returns its slot, and
-        whether the adapter has to be loaded into it."""
+        whether the adapter must be loaded into it."""
         if adapter is None:
             return 0, False
         place = self._places.pop(adapter.id, None)
@@ -79,7 +79,7 @@ class AdapterPlaces:
             raise InvariantError("the number of idle adapter slots is wrong")
 
     def _evict(self) -> int:
-        """The slot of the adapter that was used least recently, which leaves."""
+        """Evict the least recently used adapter, and return its slot."""
         for adapter_id, place in self._places.items():
             if not place.num_rows:
                 del self._places[adapter_id]

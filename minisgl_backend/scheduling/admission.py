@@ -2,8 +2,8 @@
 
 A sequence that is admitted gets pages for all its known tokens at once. Beyond these a reserve is
 kept free, but not granted, for each running sequence: ``reserve_tokens`` more tokens, or what is
-left of its output if that is less. To reserve all of max_tokens would leave most of the pool idle,
-since outputs are usually shorter; to reserve nothing would retract sequences soon after their
+left of its output if that is less. Reserving all of max_tokens would leave most of the pool idle,
+since outputs are usually shorter; with no reserve, sequences would be retracted soon after their
 admission.
 
 Must not know leases, plans or the budget of a step.

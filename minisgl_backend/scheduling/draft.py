@@ -79,8 +79,8 @@ class Draft:
     def prefill(
         self, row: int, start: int, tokens: IntArray, *, is_last: bool, snapshot: int
     ) -> None:
-        """Add a chunk: compute ``tokens`` at the positions from ``start`` on, the row's last known
-        ones if ``is_last``. The row begins with ``snapshot``, or goes on if it is
+        """Add a chunk: compute ``tokens`` at the positions from ``start`` on; if ``is_last``, they
+        end with the row's last known token. The row begins with ``snapshot``, or goes on if it is
         ``NO_SNAPSHOT``."""
         self._chunks.append((row, start, len(tokens), is_last))
         self._begun_from.append(snapshot)
@@ -97,7 +97,7 @@ class Draft:
         self._kept.append((row, snapshot))
 
     def score(self, start: int, tokens: IntArray) -> None:
-        """Score positions of the chunk added last, from ``start`` on; ``tokens`` stand after
+        """Score positions of the chunk added last, from ``start`` on; ``tokens`` are those after
         them."""
         self._scores.append((len(self._chunks) - 1, start, len(tokens)))
         self._score_tokens.append(tokens)

@@ -198,7 +198,7 @@ class Lifecycle:
 
     def cover(self, sequence: Sequence, start: int, end: int) -> int:
         """Grant window pages for the chunk from ``start`` to ``end``, as many as there are; returns
-        the end of the positions that have some."""
+        the end of the positions covered."""
         windows, lease = self.cache.windows, sequence.held()
         if windows is None:
             return end
@@ -360,8 +360,8 @@ class Lifecycle:
         self._remaps.clear()
 
     def rows_of_executor(self) -> list[int]:
-        """The rows that wrappers of the executor believe to be held: they learn of releases only
-        from plans."""
+        """The rows that wrappers of the executor believe to be held, since they learn of releases
+        only from plans."""
         held = [row for row, s in enumerate(self.rows.sequences) if s is not None]
         return sorted({*held, *self.released_rows})
 

@@ -22,7 +22,7 @@ class StepResult:
 
     ``request_ids`` and ``token_ids``, int32[num_tokens], run in parallel; ``logprobs`` is keyed by
     index in them. ``scored`` has log-probabilities of prompts, ``embedded`` their embeddings,
-    ``ended`` the terminal events. Requests that were aborted meanwhile do not appear.
+    ``ended`` the terminal events. Requests that have since been aborted do not appear.
     """
 
     request_ids: list[RequestId]

@@ -31,7 +31,7 @@ class RunningRows:
     - ``computed``: number of leading positions computed by committed steps;
     - ``planned``: number of leading positions computed once all steps in flight are done;
     - ``capacity``: number of leading positions that have a page;
-    - ``limit``: number of tokens with which the sequence ends;
+    - ``limit``: number of tokens at which the sequence ends;
     - ``adapter_slots``: slots of adapters, 0 for none;
     - ``keeps_at``: position before which the row's recurrent states are kept next;
     - ``stop_from``: a stop token at this position or later ends the sequence (the sampler chooses
@@ -130,7 +130,7 @@ class RunningRows:
         return np.flatnonzero(self.decoding).astype(np.int32)
 
     def by_adapter(self, rows: IntArray) -> IntArray:
-        """The same rows, ascending, in the order of their adapter slots."""
+        """The same ``rows``, which are ascending, sorted by adapter slot and then by row."""
         slots = self.adapter_slots[rows]
         return rows[np.argsort(slots, kind="stable")] if slots.any() else rows
 
@@ -171,7 +171,7 @@ class RunningRows:
         self.accepting[row] = still_accepting
 
     def is_idle(self, rows: IntArray) -> Mask:
-        """Which of ``rows`` retire and have no step in flight any more, bool[num_rows]."""
+        """Which of ``rows`` retire and no longer have a step in flight, bool[num_rows]."""
         return np.asarray(self.retiring[rows] & (self.in_flight[rows] == 0))
 
     def are_complete(self, rows: IntArray) -> Mask:

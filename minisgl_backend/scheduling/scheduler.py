@@ -367,7 +367,7 @@ class Scheduler:
     ) -> StepResult:
         """Give the sampled tokens to their sequences, and end the sequences that are complete.
 
-        A row that accepts no tokens any more belongs to a request that was aborted or has ended. A
+        A row that no longer accepts tokens belongs to a request that was aborted or has ended. A
         request with ``max_tokens`` 0 ends with its first token, which is dropped.
         """
         rows, token_ids, logprobs = self._rows, tokens.token_ids, tokens.logprobs
@@ -377,7 +377,7 @@ class Scheduler:
         accepted = rows.accepting[sample_rows]  # [num_samples], as are token_ids
         failed = token_ids == NO_TOKEN
         if failed.any():
-            for row in sample_rows[failed].tolist():  # also of requests that have ended meanwhile
+            for row in sample_rows[failed].tolist():  # also of requests that have since ended
                 rows.sequence(row).failed = True
             for row in sample_rows[accepted & failed].tolist():
                 sequence = rows.sequence(row)

@@ -26,7 +26,7 @@ from minisgl_backend.scheduling.running import RunningRows
 from minisgl_backend.scheduling.sequence import Sequence
 
 _APART: Final = 16
-"""Successive snapshots are at least 1 / _APART of the tokens so far apart: closer ones cost more
+"""The next snapshot comes at least 1 / _APART of the tokens so far later: closer ones cost more
 copies and save little."""
 _MOST_APART: Final = 64
 """Upper limit of that distance, in tokens."""
@@ -107,7 +107,7 @@ class StateSnapshots:
 
     def _worth_saving(self, sequence: Sequence) -> tuple[int, ...]:
         """The positions after which another request may begin: where this one diverges from cached
-        ones, and the last one from which it could itself go on if it came again."""
+        ones, and the last one after which it could itself begin if it came again."""
         parted = self._cache.cached_length(sequence.tokens, sequence.request.cache_key)
         begun = sequence.held().num_shared * self._page_size
         worth = set()
@@ -122,7 +122,8 @@ class StateSnapshots:
         return (len(sequence.tokens) - 1) // self._page_size * self._page_size
 
     def _keeps_at(self, first: int, kept: int) -> int:
-        """The position, from ``first`` on, before which to keep states next, after ``kept``."""
+        """The next position before which to keep states: at least ``first``, and far enough after
+        ``kept``, the last one."""
         size = self._page_size
         return num_pages_for(max(first, kept + _apart(kept)), size) * size
 

@@ -153,8 +153,8 @@ class WaitingQueue:
         return self._max_overtaken > 0 and not self._longest_prefix_first
 
     def _companion(self, head: Sequence) -> Sequence | None:
-        """A companion that is due: of the sequence that was served first. Forgets served sequences
-        without companions."""
+        """A companion that is due, of the earliest served sequence that has one. Forgets served
+        sequences without companions."""
         for served in list(self._served):
             nearest = self._nearest(served, head)
             if nearest is None:

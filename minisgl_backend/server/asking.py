@@ -4,8 +4,8 @@ Triton may say that it is ready although no response leaves it, and its models' 
 work, do not notice. All that can be seen is that requests are inside one of them and none ends.
 Long answers and long prompts look the same. So a separate process requests a token, over gRPC and
 over HTTP: then no other process needs gRPC's library, and this one can be killed whatever it waits
-for. Any answer will do, even an error. There should be one as soon as the request's deadline has
-passed and the models get to it; time for which the models delay it does not count against Triton.
+for. Any answer will do, even an error. It should come as soon as the request's deadline has passed
+and the models get to it; time that the models spend before that does not count against Triton.
 
 The cost is one process at a time, which computes for less than a second and takes two places in the
 engine's queue until the deadline. As long as answers come, the pauses between these requests
@@ -36,7 +36,7 @@ from minisgl_backend.server.process import TritonServer
 logger = logging.getLogger(__name__)
 
 ASK_AFTER_S: Final = 15.0
-"""A token is requested if requests are inside and none of them has ended for this time."""
+"""A token is requested if requests are inside and none has ended for this long."""
 _ASK_AT_LEAST_EVERY_S: Final = 120.0
 TIMEOUT_S: Final = 2.0
 """The deadline of the request: the engine answers it then, after a few steps, whatever it does."""
@@ -46,8 +46,8 @@ _FEW_STEPS: Final = 3
 """Steps after which an engine has enforced any deadline: one may run, and one be launched ahead."""
 _LOOK_EVERY_S: Final = 1.0
 _AT_WORK: Final = 0.02
-"""The share of a core that a working process gets even on a busy machine, and an idle one does not
-use."""
+"""The share of a core that a working process gets even on a busy machine, and that an idle one does
+not use."""
 _ASKED: Final = "asked"
 _WAYS: Final = ("gRPC", "HTTP")
 
@@ -65,10 +65,10 @@ class Asker:
         self._question: _Question | None = None
 
     def look(self, processes: Sequence[ModelProcess]) -> str | None:
-        """Request a token if it is time to. Returns what is wrong if an answer is overdue. To be
+        """Request a token if it is time to. Returns what is wrong if an answer is overdue. Must be
         called often."""
         now_s = time.monotonic()
-        # while this process was paused, the others were not necessarily silent
+        # if this process was paused, the others were not necessarily silent
         passed_s = min(now_s - self._looked_s, _LOOK_EVERY_S)
         self._looked_s = now_s
         if self._question is None:
@@ -159,7 +159,7 @@ class _Question:
                 if not any([self._is_at_work(process) for process in processes]):
                     self._overdue_s += self._unseen_s
             except (OSError, ValueError, LookupError):
-                pass  # a process does not tell its counts, which is noticed elsewhere
+                pass  # a process does not report its counts, which is noticed elsewhere
             self._unseen_s = 0.0
         return self._overdue_s > OVERDUE_S
 
@@ -174,7 +174,7 @@ class _Question:
         """Whether the process may not have reached the request yet, but makes progress."""
         if process.model == OPTIONS_MODEL:
             counts = counts_of(self._directory, process)
-            # only the steps of the replica that has the request count, which may be any
+            # only the steps of the replica that has the request count; it may be any of them
             engines = [replica["stats"] for replica in counts.get("replicas", ())] or [counts]
             return any([self._is_stepping(process.pid, *each) for each in enumerate(engines)])
         target = self._target.setdefault((process.pid, 0), process.beat.num_seen)
@@ -214,7 +214,7 @@ def main(grpc_address: str, http_url: str) -> None:
         with grpc.insecure_channel(grpc_address, options=DIRECT) as channel:
             infer = channel.stream_stream(STREAM_INFER)
             try:
-                # to the end: 24.10 may crash if a stream is cancelled just then
+                # read to the end: 24.10 may crash if a stream is cancelled just then
                 return bool(list(infer(iter([message.SerializeToString()]))))
             except grpc.RpcError as error:
                 return bool(error.code() is not grpc.StatusCode.UNAVAILABLE)

@@ -2,9 +2,9 @@
 
 All processes of a server hold a lock on its directory: the starter, tritonserver and its models. So
 if a directory is not locked, none of them is left, however they ended, and the next start removes
-the directory, and the shared memory that a file in it names. The lock is on the directory itself,
-since systemd-tmpfiles, which removes files that are ten days old, respects that. Must not know what
-else servers keep in there.
+the directory and the shared memory that a file in it names. The lock is on the directory itself,
+since systemd-tmpfiles, which removes files that are ten days old, respects such a lock. Must not
+know what else servers keep there.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from minisgl_backend.errors import ConfigError
 SHARED_MEMORY: Final = Path("/dev/shm")
 _PREFIX: Final = "minisgl-"
 _REGIONS: Final = "regions"
-"""The file with the prefix of the names of the shared memory."""
+"""The file that holds the prefix of the shared memory's names."""
 _LONGEST_BASE: Final = 40
 """Sockets live in the directory, and a socket's path must be short."""
 _LEAST_BYTES: Final = 2**20
-"""Some 100 KiB are written at the start, and as much while it serves."""
+"""Some 100 KiB are written at the start, and as much again while it serves."""
 _LEAST_SHARED_BYTES: Final = 8 * 2**20
 """Each of three processes begins with 1 MiB, and takes more as requests come."""
 
@@ -58,7 +58,7 @@ def sweep() -> list[Path]:
     """Remove what is left of this user's servers that have no process; returns the directories."""
     swept = []
     for directory in _base().glob(_PREFIX + "*"):
-        with contextlib.suppress(OSError):  # another user's, no server's, in use, or gone by now
+        with contextlib.suppress(OSError):  # another user's, not a server's, in use, or gone by now
             lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             try:
                 if os.fstat(lock).st_uid != os.getuid():

@@ -1,4 +1,4 @@
-"""The faults of a server: processes that died, hang or say that they are broken.
+"""The faults of a server: processes that have died, hang or say that they are broken.
 
 Knows the heartbeats of the models' processes. Asks tritonserver whether it is ready, how many
 requests failed, and for a token if no request ends (``asking``). Must not know what is done about a
@@ -26,11 +26,11 @@ _PAUSED_S: Final = 3.0
 """If more time passes between two looks, this process was paused, probably with the whole machine.
 Then the others' silence in that time means nothing."""
 _ASKED_WITHIN_S: Final = 2.0
-"""Longest time that the questions to tritonserver and to an engine take, answered or not."""
+"""The longest that the questions to tritonserver and to an engine take, answered or not."""
 _ASK_EVERY_S: Final = 1.0
 """How often tritonserver itself is asked whether it is ready."""
 _TOLD_WITHIN_S: Final = 0.5
-"""Time for Triton to tell callers that their streams are lost."""
+"""How long Triton has to tell callers that their streams are lost."""
 _TRITON_HANGS: Final = "tritonserver hangs: it does not answer over HTTP"
 
 
@@ -142,7 +142,7 @@ class FaultDetector:
         self.looked_s = now_s
 
     def _silent_s(self) -> float:
-        """How long tritonserver has not answered, not counting pauses of the whole machine."""
+        """How long tritonserver has been silent, not counting pauses of the whole machine."""
         return time.monotonic() - max(self._answered_s, self._awake_since_s)
 
     def _ask_triton(self) -> None:
@@ -150,7 +150,7 @@ class FaultDetector:
         if now_s - self._asked_s >= _ASK_EVERY_S:
             self._asked_s = now_s
             answer = self._server.is_ready(timeout_s=_ASK_EVERY_S)
-            if answer is not None:  # on a busy machine silence means nothing, until it is a hang
+            if answer is not None:  # on a busy machine silence means nothing until it is a hang
                 self._triton_is_ready = answer
                 self.has_answered()
                 self._note_failures()

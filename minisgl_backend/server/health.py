@@ -30,18 +30,19 @@ from minisgl_backend.server.supervisor import Health
 logger = logging.getLogger(__name__)
 
 _IDLE_S = 5.0
-"""A caller that says nothing for that long is sent away."""
+"""A caller that says nothing for this long is disconnected."""
 _LOOK_EVERY_S = 0.1
-"""How soon it notices that it is to close."""
+"""How soon the server notices that it must close."""
 _MOST_CALLERS = 32
-"""Of more the one that came first is sent away: each takes a descriptor of the supervisor's."""
+"""If there are more, the earliest is disconnected: each takes one of the supervisor's descriptors.
+"""
 
 
 class HealthServer:
     """Listens as soon as it is made; answers between ``start`` and ``close``."""
 
     def __init__(self, host: str, port: int) -> None:
-        """A ``port`` of 0 stands for a free one; ``ConfigError`` if it cannot be used."""
+        """A ``port`` of 0 stands for a free one. Raises ``ConfigError`` if it cannot be used."""
         kind = _Server6 if ":" in host else _Server
         try:
             self._server = kind((host, port), _Handler)
@@ -77,12 +78,12 @@ class HealthServer:
 
 
 class _Server(http.server.ThreadingHTTPServer):
-    request_queue_size = 128  # with the default of 5, some callers of a crowd wait for seconds
+    request_queue_size = 128  # with the default of 5, some of many callers wait for seconds
     health: Callable[[], Health]
     stats: Callable[[], Mapping[str, Any]]
 
     def __init__(self, address: tuple[str, int], handler: type[_Handler]) -> None:
-        self._callers: dict[socket.socket, None] = {}  # in the order of their coming
+        self._callers: dict[socket.socket, None] = {}  # in order of arrival
         self._lock = threading.Lock()
         super().__init__(address, handler)
 
@@ -98,7 +99,7 @@ class _Server(http.server.ThreadingHTTPServer):
         super().process_request(request, client_address)
 
     def shutdown_request(self, request: Any) -> None:
-        """Be done with a caller."""
+        """Close the connection to a caller."""
         with self._lock:
             self._callers.pop(request, None)
         super().shutdown_request(request)

@@ -1,9 +1,9 @@
 """Where tritonserver is on this machine, and what its environment must look like.
 
-Two kinds are known: the one inside the nvidia-pytriton wheel, which needs its parts put together (a
-stub for each Python version lies beside the backend), and one that is complete, such as in NVIDIA's
-container, found on PATH or named by the operator, also in the environment. Must not know models or
-options, nor start anything.
+Two kinds are known: the one inside the nvidia-pytriton wheel, whose parts must be put together (it
+has a stub for each Python version beside the backend), and a complete one, as in NVIDIA's
+container, which is found on PATH or named by the operator, perhaps in the environment. Must not
+know models or options, nor start anything.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ TRITONSERVER_VARIABLE: Final = "MINISGL_TRITONSERVER"
 
 @dataclass(frozen=True, slots=True)
 class Installation:
-    """A tritonserver: its binary, its parts, and directories its libraries are found in.
+    """A tritonserver: its binary, its parts, and the directories that hold its libraries.
 
-    ``backend`` and ``stub`` have to be put together, ``backends`` is a folder that is complete. All
-    are None if the server finds its own.
+    ``backend`` and ``stub`` must be put together; ``backends`` is a complete folder. All are None
+    if the server finds its own.
     """
 
     binary: Path
@@ -40,7 +40,7 @@ class Installation:
     library_path: tuple[str, ...] = ()
 
     def environment(self, inherited: Mapping[str, str]) -> dict[str, str]:
-        """``inherited`` and what the server and its Python stubs need.
+        """``inherited``, with what the server and its Python stubs need.
 
         The stub finds its packages through ``python3``, so this interpreter's folder comes first on
         PATH; and it must load this interpreter's own libpython, not another of the same version.
@@ -54,7 +54,8 @@ class Installation:
         return env
 
     def make_backend_directory(self, parent: Path) -> Path | None:
-        """Put the Python backend and its stub together under ``parent``; None: nothing to do."""
+        """Put the Python backend and its stub together under ``parent``; None if there is nothing
+        to do."""
         if self.backend is None or self.stub is None:
             return None
         directory = parent / "backends"
@@ -91,7 +92,7 @@ def find_installation(binary: str | None = None) -> Installation:
 
 
 def _complete(path: str) -> Installation:
-    """An installation that needs nothing; a build may have its backends beside the binary's folder,
+    """An installation that is complete. A build may have its backends beside the binary's folder,
     where the server does not look by itself."""
     binary = Path(path).resolve()
     backends = binary.parent.parent / "backends"
@@ -109,7 +110,7 @@ def _wheel_installation() -> Installation | None:
     if not stub.exists():
         raise ConfigError(f"nvidia-pytriton has no Python backend for Python {version}")
     numpy = importlib.metadata.version("numpy")
-    if int(numpy.split(".")[0]) >= 2:  # the stub starts with it, and dies of the first request
+    if int(numpy.split(".")[0]) >= 2:  # the stub starts with NumPy 2, but dies at the first request
         raise ConfigError(
             f"nvidia-pytriton's tritonserver does not work with NumPy {numpy}: "
             "pip install 'numpy<2'"

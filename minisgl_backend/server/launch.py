@@ -1,7 +1,7 @@
 """Starts the process of tritonserver: its options, its command line, its ties to this process.
 
 Knows Triton's options, which endpoints are reserved for the operator, and the environment variables
-that the models read. Must not know what becomes of the process.
+that the models read. Must not know what happens to the process later.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from minisgl_backend.server.installation import Installation
 from minisgl_backend.server.repository import keep_no_bytecode
 
 ADMIN_KEY_HEADER: Final = "minisgl-admin-key"
-"""The HTTP header that opens restricted endpoints; its random value stays in this process."""
+"""The HTTP header that unlocks restricted endpoints; its random value stays in this process."""
 
 _RESTRICTED: Final = "model-repository,shared-memory,trace,logging"
 """Endpoints that could unload models, map memory or fill the disk; not for clients."""
 _MOST_DESCRIPTORS: Final = 65536
 _LEAST_DESCRIPTORS: Final = 256
-"""A start takes some 80, and each connection one."""
+"""A start takes some 80, and each connection takes one."""
 
 _NVIDIA_DRIVER: Final = Path("/proc/driver/nvidia/version")
 
@@ -39,7 +39,7 @@ _NVIDIA_DRIVER: Final = Path("/proc/driver/nvidia/version")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerOptions:
     """``host`` is a numeric address; a port of 0 stands for a free one. ``adapters`` are those that
-    the engine of the server before knew, by name; None if they are those of its options."""
+    the previous server's engine knew, by name; None if they are those of its options."""
 
     host: str = "127.0.0.1"
     http_port: int = 8000
@@ -73,8 +73,8 @@ def launch(
 ) -> subprocess.Popen[str]:
     """Start tritonserver, with its log on stdout.
 
-    It is the first process of a session of its own, holds the descriptor ``lock`` too, and is
-    killed when the thread that called this ends. ``url`` is where it will listen.
+    It leads a session of its own, holds the descriptor ``lock`` too, and is killed when the thread
+    that called this ends. ``url`` is where it will listen.
     """
     arguments = [
         str(installation.binary),
@@ -103,10 +103,10 @@ def launch(
         text=True,
         encoding="utf-8",
         errors="replace",
-        # a Ctrl-C in the terminal is for this process alone, which passes it on
+        # Ctrl-C in the terminal is for this process alone, which passes it on
         start_new_session=True,
-        # it ends with the thread that starts it, and at once: nobody would watch it drain, and the
-        # next server wants its ports
+        # it ends with the thread that starts it, and at once: nothing would watch it drain, and the
+        # next server needs its ports
         preexec_fn=asking_for(signal.SIGKILL),
         pass_fds=(lock,),
     )
@@ -142,7 +142,7 @@ def numeric(host: str) -> str:
     """
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError):  # the latter if no host can have such a name
+    except (OSError, UnicodeError):  # the latter if the name is not possible
         raise ConfigError(f"--host {host} is neither an address nor the name of one") from None
     found.sort(key=lambda entry: entry[0] != socket.AF_INET)
     return str(found[0][4][0])

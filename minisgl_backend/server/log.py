@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from typing import Final
 
 _HARMLESS: Final = (
-    "unable to create stream for",  # ensembles ask for a CUDA stream, also without a GPU
+    "unable to create stream for",  # ensembles ask for a CUDA stream, even without a GPU
     "CudaDriverHelper has not been initialized",
     "pinned_memory_manager.cc",
     "Unable to allocate pinned system memory",
@@ -31,15 +31,15 @@ _ERROR: Final = re.compile(r"^E\d{4} [\d:.]+ +\d+ \S+:\d+\] (.*)|^error: (.*)")
 
 
 class Console:
-    """Writes lines to stderr; of the server's log all of them, or all but Triton's own chatter.
+    """Writes lines to stderr: all lines of the server's log, or all but Triton's own chatter.
 
     Never raises, and waits at most a second for a reader, whatever stderr is: a server that waited
-    longer would not serve. Lines that are not read are left out, and counted. May be used by
-    any thread and by signal handlers.
+    longer would not serve. Lines that are not read are dropped, and counted. May be used by any
+    thread and by signal handlers.
     """
 
     def __init__(self, *, everything: bool, descriptor: int | None = None) -> None:
-        """``descriptor`` is written to in place of stderr."""
+        """``descriptor`` replaces stderr."""
         self._everything = everything
         self._descriptor = _stderr() if descriptor is None else descriptor
         self._patience_ms = _PATIENCE_MS
@@ -63,7 +63,7 @@ class Console:
             for start in range(0, len(data), select.PIPE_BUF):
                 if not self._is_writable(self._descriptor):
                     return
-                # a pipe that is writable takes as much without a wait
+                # a pipe that is writable takes this much without blocking
                 os.write(self._descriptor, data[start : start + select.PIPE_BUF])
             self._num_left_out = 0
 
@@ -109,7 +109,7 @@ def failure_in_log(lines: Iterable[str]) -> str | None:
     for line in texts:
         found = _LOAD_FAILURE.search(line)
         if found:
-            # Triton quotes messages, and the backend adds where Python was
+            # Triton quotes messages, and the backend appends where in Python the error occurred
             cause = found.group(2).split("\\n\\nAt:")[0].rstrip('"')
             return f"{found.group(1)}: {cause}"
     for line in texts:

@@ -1,10 +1,10 @@
 """The processes of a server's models, as their heartbeats and the kernel show them.
 
 Knows the heartbeat files in the server's runtime directory, process ids and /proc. Must not know
-what is done about a process that died or hangs.
+what is done about a process that has died or hangs.
 
-A process that ends in good order removes its heartbeat file. So a process that is gone while its
-file is there was killed, or crashed.
+A process that ends normally removes its heartbeat file. So if a process is gone but its file
+is there, it was killed or crashed.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class ModelProcess:
 
     @property
     def age_s(self) -> float:
-        """For how long it has served."""
+        """How long it has served."""
         return round(time.monotonic() - self.beat.started_s, 3)
 
 
@@ -78,7 +78,7 @@ class ModelProcesses:
     def end(self, process: ModelProcess) -> Beat:
         """Kill a process, stopped or not, and remove what it left; returns its last beat.
 
-        The beat is read when nothing can change it any more.
+        The beat is read when nothing can change it anymore.
         """
         descriptor = self._descriptors.get(process.heartbeat)
         if descriptor is not None:
@@ -86,14 +86,14 @@ class ModelProcesses:
                 signal.pidfd_send_signal(descriptor, signal.SIGKILL)
             select.select([descriptor], [], [], _END_S)
         beat = read_beat(process.heartbeat) or process.beat
-        # all that a model's process puts there bears its id
+        # everything that a model's process puts there has its id in its name
         for path in self._directory.glob(f"*[.-]{process.pid}[.-]*"):
             if path.is_dir():
                 shutil.rmtree(path, ignore_errors=True)
             else:
                 path.unlink(missing_ok=True)
         for region in self._regions.get(process.heartbeat, ()):
-            # Triton lets go of a process only when the last request that it had is over
+            # Triton lets go of a process only when the last of its requests is over
             region.unlink(missing_ok=True)
         return beat
 
@@ -125,7 +125,7 @@ def _shared_memory(pid: int) -> set[Path]:
 
 
 def counts_of(directory: Path, process: ModelProcess) -> Mapping[str, Any]:
-    """What a model's process tells of itself; raises ``OSError`` if it does not answer."""
+    """What a model's process reports about itself; raises ``OSError`` if it does not answer."""
     with socket.socket(socket.AF_UNIX) as caller:
         caller.settimeout(_ANSWER_S)
         caller.connect(str(socket_path(directory, process.model, process.pid)))
@@ -158,7 +158,7 @@ def computed_s(pid: int) -> float:
 
 
 def server_stats(server: TritonServer, processes: Sequence[ModelProcess]) -> dict[str, Any]:
-    """What the server holds, and what each process tells of itself, all asked at once."""
+    """What the server holds, and what each process reports about itself, all asked at once."""
     with ThreadPoolExecutor(max(1, len(processes))) as threads:
         models = list(threads.map(partial(_process_stats, server.directory), processes))
     return {
@@ -169,7 +169,7 @@ def server_stats(server: TritonServer, processes: Sequence[ModelProcess]) -> dic
 
 
 def _triton_stats(server: TritonServer) -> dict[str, Any]:
-    """Nothing of one that has ended: its process id may be another's by now."""
+    """What tritonserver holds; nothing if it has ended, since its id may have been reused."""
     if server.poll() is not None:
         return {"pid": None}
     return {"pid": server.pid, **footprint(server.pid)}

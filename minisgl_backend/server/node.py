@@ -4,12 +4,12 @@ Knows processes, the connections to node 0 (``node_channel``) and the options of
 not know tritonserver, which only node 0 runs, or models. The ranks talk to rank 0 directly; this
 process gives each of them a connection after the handshake.
 
-When a rank ends for any reason, the others of this machine are ended, too: the group is lost, and
+When a rank ends for any reason, the others on this machine are ended, too: the group is lost, and
 node 0 reloads its engine. Then this node joins the new group, as it does when node 0 starts later
 or is replaced. It ends only when it is told to, or when it can never follow node 0.
 
-Invariants: ranks never outlive this process, however it ends. Of each group this node has all its
-ranks or none.
+Invariants: ranks never outlive this process, however it ends. This node runs all of its ranks of a
+group, or none.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _MOST_PAUSE_S: Final = 30.0
 @dataclass(frozen=True, slots=True)
 class _Group:
     """The connections of this node's ranks, by their numbers on the node. Only the ranks use them;
-    this process sees by them that the group has ended, even if a rank stands still."""
+    they show this process that the group has ended, even if a rank is stuck."""
 
     welcome: Welcome
     connections: Sequence[socket.socket]
@@ -186,7 +186,7 @@ class FollowingNode:
                 signs.append(self._start(place, connection))
             while not (ended := [p for p in self._processes if p.poll() is not None]):
                 is_told = stopping.wait(_LOOK_EVERY_S)
-                self._look(signs)  # after that: ranks that serve are not ended before node 0 does
+                self._look(signs)  # after the wait, else ranks that just began to serve are ended
                 if is_told and self._phase is not Phase.SERVING:
                     return
                 if is_told:
@@ -244,7 +244,7 @@ class FollowingNode:
         ]
 
     def _start(self, place: RankPlace, connection: socket.socket) -> int:
-        """Start a rank; the descriptor from which a byte can be read once it serves."""
+        """Start a rank; returns the descriptor from which it can be read that the rank serves."""
         sign, theirs = os.pipe()
         numbers = (connection.fileno(), theirs, os.getpid())
         try:
@@ -253,7 +253,7 @@ class FollowingNode:
                 env={**os.environ, **place.environment(), **import_path()},
                 stdin=subprocess.DEVNULL,
                 pass_fds=[connection.fileno(), theirs],
-                start_new_session=True,  # a Ctrl-C in the terminal is for this process alone
+                start_new_session=True,  # Ctrl-C in the terminal is for this process alone
             )
         except BaseException:
             os.close(sign)

@@ -45,9 +45,9 @@ from minisgl_backend.server.repository import copy_repository, with_plain_folder
 logger = logging.getLogger(__name__)
 
 START_S: Final = 1800.0
-"""How long a start may take, or a load that waits for other machines."""
+"""How long a start, or a load that waits for other machines, may take."""
 _FLUSH_S: Final = 0.5
-"""Time for tritonserver to send what it has buffered, from when the engines have drained."""
+"""How long tritonserver has, once the engines have drained, to send what it has buffered."""
 _KEPT_LOG_LINES: Final = 2000
 
 
@@ -112,7 +112,7 @@ class TritonServer:
                 url=self.url(),
                 lock=self._lock,
             )
-        except OSError as error:  # a full disk, or a file that is no program
+        except OSError as error:  # a full disk, or a file that is not a program
             raise ConfigError(f"tritonserver cannot be started: {error}") from None
 
     @property
@@ -160,8 +160,8 @@ class TritonServer:
         """Return when every model is ready.
 
         Raises ``ConfigError`` with the cause if the server ends or does not come up in time,
-        ``BrokenStart`` if a signal ended it or its processes do nothing any more,
-        ``InterruptedError`` once ``give_up`` says so.
+        ``BrokenStart`` if a signal ended it or its processes are stuck, and ``InterruptedError``
+        once ``give_up`` returns True.
         """
         deadline = time.monotonic() + timeout_s
         progress = Progress(self.pid, self._loaded)
@@ -188,8 +188,8 @@ class TritonServer:
     def reload(self, model: str, *, timeout_s: float, check: Callable[[], None]) -> None:
         """Load a model again, and with it the ensembles that it is part of.
 
-        Raises ``ConfigError`` if that fails, and whatever ``check`` raises, which is called
-        repeatedly until the model is loaded.
+        ``check`` is called repeatedly until the model is loaded. Raises ``ConfigError`` if that
+        fails, and whatever ``check`` raises.
         """
         for source in self.repository.glob(f"{model}/*/model.py"):
             source.touch()  # Triton does not reload a model whose files are unchanged
@@ -236,7 +236,7 @@ class TritonServer:
         return self._process.poll()
 
     def wait(self, timeout_s: float | None = None) -> int:
-        """Wait for the server to end; its exit code. Raises ``TimeoutError``."""
+        """Wait for the server to end; returns its exit code. Raises ``TimeoutError``."""
         try:
             return self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -263,8 +263,8 @@ class TritonServer:
             self.signal(signal.SIGTERM)
             with contextlib.suppress(TimeoutError):
                 self.wait(_FLUSH_S)
-        # All that is left is to unload the models, for which it waits as long as a step runs. 24.10
-        # waits forever if a gRPC stream was cancelled when all its responses were sent.
+        # All that is left is to unload the models, which waits until a running step ends. 24.10
+        # waits forever if a gRPC stream was cancelled after all its responses were sent.
         self.signal(signal.SIGKILL)
         code = self._process.wait()
         if drained and code == -signal.SIGKILL:

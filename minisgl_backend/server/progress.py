@@ -1,9 +1,9 @@
-"""Whether the processes of a server make progress with their start.
+"""Whether a server's processes make progress with their start.
 
 Knows the kernel's accounting of processes. Must not know what they do. Loading a model may take an
 hour, but a process that loads computes or reads. A process that waits for a lock that is never
-released does neither; this can happen, as tritonserver forks while its other threads hold locks.
-The work of processes that have loaded, such as heartbeats, does not count as progress.
+released does neither; this can happen, since tritonserver forks while its other threads hold locks.
+The work of processes that have finished loading, such as heartbeats, does not count as progress.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from typing import Final
 
 STUCK_AFTER_S: Final = 120.0
 _LEAST_S: Final = 0.5
-"""Computing time that counts as getting on. A start among twenty busy processes of a higher
-priority takes three times as much in ``STUCK_AFTER_S``."""
+"""Computing time that counts as progress. Even among twenty busy processes of higher priority, a
+start uses three times as much in ``STUCK_AFTER_S``."""
 _S_PER_BYTE: Final = _LEAST_S / 2**21
-"""So does reading or writing 2 MiB, from however slow a disk."""
+"""Reading or writing 2 MiB counts as progress, too, however slow the disk."""
 _LOOK_EVERY_S: Final = 1.0
 
 
 class Progress:
-    """How the processes of one session (see setsid) get on, since this object was made.
+    """The progress of the processes of one session (see setsid), since this object was made.
 
     ``loaded`` gives the ids of those that have nothing left to do.
     """
@@ -43,7 +43,7 @@ class Progress:
         self._work_s = work_of(session, loaded())
 
     def stuck_s(self) -> float:
-        """Seconds since they last got on."""
+        """Seconds since they last made progress."""
         now_s = self._clock()
         if now_s - self._looked_s >= _LOOK_EVERY_S:
             self._looked_s = now_s
@@ -55,9 +55,9 @@ class Progress:
 
 
 def work_of(session: int, loaded: Collection[int] = ()) -> float:
-    """What the processes of a session have done that are not ``loaded``, in seconds of computing.
+    """The work of a session's processes that are not ``loaded``, in seconds of computing.
 
-    Bytes that they read and wrote count as seconds, too.
+    Bytes read and written are converted to seconds.
     """
     ticks, num_bytes = 0, 0
     for process in Path("/proc").glob("[0-9]*"):
@@ -68,6 +68,6 @@ def work_of(session: int, loaded: Collection[int] = ()) -> float:
             ticks += sum(map(int, fields[11:15]))  # its own, and its children's that have ended
             counts = dict(line.split(": ") for line in (process / "io").read_text().splitlines())
             num_bytes += int(counts["rchar"]) + int(counts["wchar"])
-        except OSError:  # it ended just now
+        except OSError:  # it has just ended
             continue
     return ticks / os.sysconf("SC_CLK_TCK") + num_bytes * _S_PER_BYTE

@@ -1,7 +1,7 @@
 """A private copy of the model repository, with the operator's options written into it.
 
-Knows the layout of a repository and the text format of config.pbtxt. The options stand as
-``parameters`` of ``llm_engine`` alone; the text models read them there. Must not know which options
+Knows the layout of a repository and the text format of config.pbtxt. The options are ``parameters``
+of ``llm_engine`` alone; the text models read them there. Must not know which options
 exist or what they mean.
 """
 
@@ -16,7 +16,7 @@ from minisgl_backend.runtime_files import OPTIONS_MODEL
 
 
 def shipped_repository() -> Path:
-    """The repository that comes with the package: in a wheel inside it, in a checkout beside it."""
+    """The repository that comes with the package: inside it in a wheel, beside it in a checkout."""
     package = Path(__file__).parents[1]
     for place in (package / "model_repository", package.parent / "model_repository"):
         if place.is_dir():
@@ -36,7 +36,7 @@ def copy_repository(source: Path, target: Path, options: Mapping[str, str]) -> N
 def with_plain_folders(options: Mapping[str, str], directory: Path) -> Mapping[str, str]:
     """The options with links in ``directory`` for folders whose names are not ASCII.
 
-    The Python inside Triton's stub knows no other names, whatever the locale.
+    The Python inside Triton's stub understands only ASCII names, whatever the locale.
     """
     plain = dict(options)
     for name in ("model", "tokenizer"):
@@ -49,10 +49,11 @@ def with_plain_folders(options: Mapping[str, str], directory: Path) -> Mapping[s
 
 
 def keep_no_bytecode(folder: Path) -> None:
-    """Have Python write no .pyc for the modules in ``folder``: a file takes their folder's place.
+    """Keep Python from writing .pyc files for the modules in ``folder``: a file takes the place of
+    their folder.
 
-    Before 3.13, Python leaves half a .pyc on a full disk, from which it never starts again; and the
-    Python inside Triton's stub heeds no variable of the environment.
+    Before 3.13, Python leaves half a .pyc on a full disk, and never starts with it again; and the
+    Python inside Triton's stub ignores environment variables.
     """
     (folder / "__pycache__").touch()
 
@@ -60,9 +61,9 @@ def keep_no_bytecode(folder: Path) -> None:
 def with_parameters(config: str, values: Mapping[str, str]) -> str:
     """The text of a config.pbtxt with the ``parameters`` in ``values`` set.
 
-    Raises ``ConfigError`` for a value that is no UTF-8, as a path may be.
+    Raises ``ConfigError`` for a value that is not UTF-8, as a path may be.
     """
-    # gRPC and protobuf take half a second to import, which other commands should not pay
+    # gRPC and protobuf take half a second to import, a cost that other commands should not pay
     from google.protobuf import text_format
     from tritonclient.grpc import model_config_pb2
 

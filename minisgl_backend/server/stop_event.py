@@ -1,8 +1,8 @@
 """An event that a signal handler may set.
 
-Python runs handlers on the main thread, between any two instructions of it. So where that thread
+Python runs handlers on the main thread, between any two of its instructions. So if that thread
 waits for a ``threading.Event``, whose ``wait`` and ``set`` take a lock, a handler that sets the
-event may wait without end for the lock that its own thread has. Nothing is locked here.
+event may wait forever for a lock that its own thread holds. Nothing is locked here.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class StopEvent:
 
     def __init__(self) -> None:
         self._is_set = False
-        # of Linux: readable, to all who wait, from the first write on
+        # Linux only: readable for all who wait, from the first write on
         self._descriptor = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         weakref.finalize(self, os.close, self._descriptor)
 
@@ -28,11 +28,11 @@ class StopEvent:
         os.eventfd_write(self._descriptor, 1)
 
     def is_set(self) -> bool:
-        """Whether it was set."""
+        """Whether it has been set."""
         return self._is_set
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until it is set, or for this time; whether it is."""
+        """Wait until it is set, or for ``timeout_s``; returns whether it is set."""
         if not self._is_set:
             poll = select.poll()
             poll.register(self._descriptor, select.POLLIN)

@@ -1,22 +1,22 @@
-"""Keeps a server serving: notices that one of its processes died or hangs, and recovers.
+"""Keeps a server serving: notices that one of its processes has died or hangs, and recovers.
 
 Knows the server, its faults (``faults``), and Triton's behaviour. Must not know requests.
 
-A model's process that died or hangs is killed, and the model reloaded, while the others keep
+A model's process that has died or hangs is killed, and the model is reloaded, while the others keep
 serving. But all of tritonserver is restarted, on the same ports, if
 
 - requests were inside such a process: Triton 24.10 does not end them, and cannot be made to, so
-  their callers would wait forever. By the restart they see their connections break at once;
+  their callers would wait forever. With a restart their connections break at once;
 - streams were lost with the detokenizer, and their callers have no error half a second later: the
   engine ends these streams, but releases after 24.10 may hold back its errors;
 - tritonserver itself is at fault, or does not answer requests;
 - more requests wait in tritonserver for a dead model than are inside any other: Triton 24.10 ends
   waiting ones with an error, but only one a second, even when the model is back;
-- models were reloaded ``MAX_RELOADS`` times: under load tritonserver leaks threads with each.
+- models were reloaded ``MAX_RELOADS`` times: under load, each reload leaks threads in tritonserver.
 
 Faults that occur together take one recovery. A recovery that fails is a fault like any other. Each
-waits twice as long as the previous one. After ``MAX_RECOVERIES`` in ``WINDOW_S`` the server stays
-down, and says so, until the operator stops it.
+recovery waits twice as long as the previous one. After ``MAX_RECOVERIES`` in ``WINDOW_S`` the
+server stays down, and says so, until the operator stops it.
 """
 
 from __future__ import annotations
@@ -42,9 +42,10 @@ from minisgl_backend.server.stop_event import StopEvent
 logger = logging.getLogger(__name__)
 
 MAX_RELOADS: Final = 20
-"""Most reloads of models until tritonserver is restarted."""
+"""After this many reloads of models, tritonserver is restarted."""
 FEW_WAIT: Final = 8
-"""Number of waiting requests that tritonserver may end one a second without a restart."""
+"""If no more requests wait than this, tritonserver may end them, one a second, without a restart.
+"""
 MAX_RECOVERIES: Final = 5
 WINDOW_S: Final = 600.0
 """After ``MAX_RECOVERIES`` within this time, a server stays down."""
@@ -162,7 +163,7 @@ class Supervisor:
         )
 
     def stats(self) -> Mapping[str, Any]:
-        """Present counts of the server and its models; for operators and tests."""
+        """Current counts of the server and its models; for operators and tests."""
         return {
             "phase": self._phase.value,
             "num_recoveries": self._recoveries.num_begun,

@@ -25,7 +25,7 @@ _CHECK_EVERY_S: Final = 0.1
 
 
 def is_ready(server_url: str, *, timeout_s: float) -> bool | None:
-    """What Triton says of itself; None if it says nothing in time."""
+    """Whether Triton says that it is ready; None if it does not answer in time."""
     try:
         with open_local(f"{server_url}/v2/health/ready", timeout_s=timeout_s) as response:
             return bool(response.status == 200)
@@ -47,8 +47,8 @@ def load_model(
     """Load a model, and with it the ensembles that it is part of; ``ConfigError`` if that fails.
 
     ``pid`` is tritonserver's. If tritonserver ends, the connection does not show it: the process
-    that tritonserver has started for the model also holds the connection, and may wait for ever.
-    ``check`` is called again and again, and raises if it is no use to wait any longer.
+    that tritonserver has started for the model also holds the connection, and may wait forever.
+    ``check`` is called again and again, and raises if there is no point in waiting any longer.
     """
     deadline_s = time.monotonic() + timeout_s
     address = urlsplit(server_url)
@@ -79,7 +79,7 @@ def load_model(
 def num_waiting(metrics_url: str, model: str) -> int:
     """The requests in a model's queues inside tritonserver; 0 if Triton does not answer.
 
-    What Triton has handed to a model's process, or not taken yet, is not among them.
+    Requests that Triton has handed to a model's process, or not taken yet, are not counted.
     """
     text = _metrics(metrics_url, _METRICS_S)
     pattern = (
@@ -89,7 +89,7 @@ def num_waiting(metrics_url: str, model: str) -> int:
 
 
 def num_failed(metrics_url: str, models: Collection[str], *, timeout_s: float) -> int | None:
-    """The requests to these models that have ended with an error, but for cancelled ones.
+    """The number of requests to these models that ended with an error, except cancelled ones.
 
     None if Triton does not answer.
     """
@@ -106,5 +106,5 @@ def _metrics(metrics_url: str, timeout_s: float) -> str | None:
     try:
         with open_local(metrics_url, timeout_s=timeout_s) as response:
             return response.read().decode()
-    except (OSError, HTTPException):  # the latter if it died in the middle
+    except (OSError, HTTPException):  # the latter if it died mid-answer
         return None

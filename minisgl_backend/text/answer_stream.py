@@ -48,7 +48,7 @@ class _Sample:
 
     @property
     def is_over(self) -> bool:
-        """Whether the client gets nothing more of it after the next answer."""
+        """Whether the next answer is the last about this sample."""
         return self._finish is not None
 
     @property
@@ -78,7 +78,7 @@ class _Sample:
         return bool(delta.text) or self.is_over
 
     def answer(self) -> SampleAnswer:
-        """Everything that was not answered yet."""
+        """Everything that was not yet in an answer."""
         answer = SampleAnswer(
             text="".join(self._unsent),
             token_ids=self._token_ids,
@@ -115,9 +115,9 @@ class AnswerStream:
         self.stopped = 0
         """A bit for each sample that a stop string ended: see ``Ack``."""
         self.heard_s = 0.0
-        """When the last packet came, by ``time.monotonic``, as is the next."""
+        """When the last packet came, a reading of ``time.monotonic``, as is ``next_poll_s``."""
         self.next_poll_s = 0.0
-        """When to ask Triton again if the client has cancelled."""
+        """When to ask Triton again whether the client has cancelled."""
         self._vocabulary = vocabulary
         self._prompt_logprobs = [NO_LOGPROBS]  # as JSON: see ``prompt_logprobs_json``
         text = TextStream(
@@ -147,7 +147,7 @@ class AnswerStream:
             self._prompt_logprobs.append(prompt_logprobs_json(scored, bytes_of))
             has_more = True
         for delta in packet.deltas:
-            if delta.sample >= len(self._samples):  # a packet that a client has made up
+            if delta.sample >= len(self._samples):  # a client made up the packet
                 raise InvalidRequest(f"the stream has no sample {delta.sample}")
             sample = self._samples[delta.sample]
             if not sample.is_over:  # it is if a stop string ended it, and the engine does not know

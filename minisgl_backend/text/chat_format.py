@@ -53,7 +53,7 @@ class ChatFormat:
 
     @property
     def has_channels(self) -> bool:
-        """Whether the answer consists of messages in channels, the first of which has begun."""
+        """Whether the answer is messages in channels, of which the prompt has begun the first."""
         return self.tool_dialect == "harmony" and self.thinking is not None
 
     def to_json(self) -> str:

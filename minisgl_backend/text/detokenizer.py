@@ -117,7 +117,7 @@ class TextStream:
         return self._release(len(self.stop))
 
     def _release(self, keep: int) -> str:
-        """The held text, but for the last ``keep`` characters."""
+        """Release all held text except the last ``keep`` characters."""
         split = len(self._held) - keep
         released, self._held = self._held[:split], self._held[split:]
         return released
@@ -180,7 +180,7 @@ class _Decoder:
         return text
 
     def _replace_first(self, token_ids: Sequence[TokenId], added: list[bytes]) -> bool:
-        """Give the first token that has text its own piece; whether it is still to come."""
+        """Give the first token with text its own piece. Returns whether it is still to come."""
         vocabulary = self._vocabulary
         assert vocabulary.first_pieces is not None
         for index, token_id in enumerate(token_ids):

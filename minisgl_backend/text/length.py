@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 _CHARS_PER_TOKEN: Final = 8
-"""Determines the length of the first beginning to tokenize; common text has fewer."""
+"""Determines how much of the beginning to tokenize first; common text has fewer."""
 _LOOSE_WORDS: Final = 16
 """Words at the end of a beginning that are not counted."""
 _NFC_SHRINKS: Final = 4
@@ -75,7 +75,7 @@ def longest_token_bytes(tokenizer: Tokenizer, vocabulary: Vocabulary) -> int | N
     if spec["model"]["type"] != "BPE" or not bytes_are_tokens:
         return None
     if any(token["lstrip"] or token["rstrip"] for token in spec["added_tokens"]):
-        return None  # such a token swallows all blanks beside it
+        return None  # such a token swallows all blanks next to it
     factor = 1
     for step in (*_steps(spec["normalizer"]), *_steps(spec["pre_tokenizer"])):
         if step["type"] == "NFC":

@@ -1,7 +1,7 @@
 """Jinja's immutable sandbox, with bounds on the time and the memory that a template takes.
 
 Knows Jinja. Must not know chats. The time is checked in each iteration of a loop and each call of a
-macro. All characters that are written are counted, also those written into variables. An operation
+macro. All characters that are written are counted, even those written into variables. An operation
 whose result would be too large is refused before it runs, since one line can ask for a terabyte.
 
 A ``Meter`` belongs to one rendering. It is passed as the variable ``Sandbox.meter_name``, a random

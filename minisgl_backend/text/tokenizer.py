@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 _NO_CHARACTER: Final = "\ufdd0"
 _PROCESSOR_TEMPLATE: Final = "chat_template.json"
-"""Where multi-modal checkpoints have their template that were written by older transformers."""
+"""Where multi-modal checkpoints written by older transformers have their template."""
 
 
 def check_tokenizer(folder: str | Path) -> None:
@@ -132,7 +132,7 @@ class PromptEncoder:
         self._length = LengthCheck(tokenizer, self.vocabulary, context) if context else None
         self._templates = templates or {}
         self._bos_token_id = bos_token_id
-        # Two copies, since a setting of the whole object decides how special tokens are read.
+        # Two copies, since how special tokens are read is a setting of the whole object.
         self._with_control = tokenizer
         self._plain = Copy.from_str(tokenizer.to_str())
         self._plain.encode_special_tokens = True
@@ -261,7 +261,7 @@ class PromptEncoder:
         return stream.push(ids.tolist(), final=True).text
 
     def check_token_ids(self, name: str, ids: Iterable[TokenId]) -> None:
-        """Raises ``InvalidRequest`` if one of the ids is not in the vocabulary."""
+        """Raise ``InvalidRequest`` if one of the ids is not in the vocabulary."""
         for token_id in ids:
             if not 0 <= token_id < len(self.vocabulary):
                 last = len(self.vocabulary) - 1

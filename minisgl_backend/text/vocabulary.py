@@ -3,12 +3,12 @@
 Works for the decoders of language models: byte-level BPE (``ByteLevel``), SentencePiece as it is
 converted for the tokenizers library (``Replace``, ``ByteFallback``, ``Fuse``, ``Strip``, or
 ``Metaspace``), and none at all (words). With them the text of a sequence is the concatenation of
-what its tokens add, but for the very first characters; so it can be decoded piece by piece.
+what its tokens add, except at the very beginning; so it can be decoded piece by piece.
 
 For byte-level BPE the text equals that of the tokenizers library for any ids. With byte fallback it
-does wherever the bytes are UTF-8; in a run with broken bytes the library gives up all characters of
-the run, while here only the broken ones become U+FFFD, since that can be known without waiting for
-the end of the run. Must not know streams or stop strings (``detokenizer``).
+does wherever the bytes are valid UTF-8. In a run with broken bytes the library gives up all
+characters of the run, while here only the broken ones become U+FFFD: this needs no waiting for the
+end of the run. Must not know streams or stop strings (``detokenizer``).
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Vocabulary:
         return len(self.pieces)
 
     def check_fits(self, num_embeddings: int) -> None:
-        """Raises ``ConfigError`` if a text can have tokens beyond the model's embeddings.
+        """Raise ``ConfigError`` if a text can have tokens beyond the model's embeddings.
 
         Special tokens may lie beyond, as the padding of some checkpoints does: a request that
         spells one is refused.
@@ -96,7 +96,7 @@ class Vocabulary:
         logger.warning("%s; they are special, and refused if a request spells them", message)
 
     def has_text(self, token_id: TokenId) -> bool:
-        """Whether an id is that of a token, and not of a special one."""
+        """Whether an id is that of a token that is not special."""
         return (
             0 <= token_id < len(self.names)
             and self.names[token_id] is not None
@@ -104,7 +104,7 @@ class Vocabulary:
         )
 
     def token_bytes(self, token_id: TokenId) -> bytes:
-        """One token by itself: what it adds to a text, a special token's name."""
+        """One token by itself: what it adds to a text; for a special token, its name."""
         if not 0 <= token_id < len(self.pieces):
             return b""
         if token_id in self.special:
@@ -169,8 +169,8 @@ class _Stages:
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """Character -> byte, as GPT-2 spells bytes: printable ones stand for themselves, the others
-    for the characters from U+0100 on, in order."""
+    """Character -> byte, as GPT-2 spells bytes: printable ones are spelled as themselves, the
+    others as the characters from U+0100 on, in order."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     alphabet = {chr(byte): byte for byte in printable}

@@ -8,8 +8,8 @@ a detokenizer connects when it sees the path first. Neither side ever blocks on 
 socket does not take waits, and acknowledgements that wait coalesce, as they are cumulative. End of
 file means that the peer, and all that it knew, is gone.
 
-Streams are named by random keys of 64 bits. A client that calls the inner models by itself gets to
-know the path, and the keys of its own streams; to speak for a stream one has to know its key.
+Streams are named by random keys of 64 bits. A client that calls the inner models by itself learns
+the path, and the keys of its own streams; to speak for a stream, one must know its key.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ MAX_PATH_BYTES: Final = 100
 _NAME: Final = "acks"
 _PAUSE_S: Final = 0.05
 MAX_ENTRIES: Final = MAX_MESSAGE_BYTES // ACK.size
-"""Acknowledgements, or keys, which are shorter, in one message."""
+"""The most acknowledgements in one message; also the most keys, which are shorter."""
 
 
 class AckQueue:
-    """The send queue of acknowledgements, at most one a stream."""
+    """The send queue of acknowledgements, at most one per stream."""
 
     def __init__(self) -> None:
         self._waiting: dict[int, Ack] = {}
@@ -148,7 +148,7 @@ class EngineChannel(Reactor):
             sock, _ = self._listener.accept()
         except (BlockingIOError, ConnectionAbortedError):  # the peer gave up
             return
-        except OSError:  # as for want of descriptors; the peer waits, and this is called again
+        except OSError:  # such as too few descriptors; the peer waits, and this is called again
             time.sleep(_PAUSE_S)
             return
         sock.setblocking(False)
@@ -162,7 +162,7 @@ class EngineChannel(Reactor):
 
     @property
     def num_peers(self) -> int:
-        """Detokenizers that are connected, or whose going is not dealt with yet."""
+        """Detokenizers that are connected, or whose departure is not dealt with yet."""
         return len(self._peers)
 
     def on_gone(self, peer: Peer) -> None:
@@ -187,17 +187,18 @@ class DetokenizerChannel(Reactor):
 
     @property
     def num_peers(self) -> int:
-        """Engines that it is connected to."""
+        """Engines to which it is connected."""
         return len(self._peers)
 
     def acknowledge(self, path: str, ack: Ack, *, every_s: float = 0.0) -> bool:
         """Tell the engine at ``path``, without blocking; False if it is gone. From any thread.
 
-        Less than ``every_s`` after the last message it waits for others, unless it ends something:
-        each message wakes a thread of the engine, which needs the time for tokens."""
+        If less than ``every_s`` have passed since the last message, it waits for others, unless it
+        ends something: each message wakes a thread of the engine, which needs the time for tokens.
+        """
         peer = self._peers.get(path)
         if peer is None:
-            with self._connecting:  # once only
+            with self._connecting:  # only once
                 peer = self._peers.get(path) or self._connect(path)
         if peer is None:
             return False
@@ -243,8 +244,8 @@ class DetokenizerChannel(Reactor):
 
 
 def _check_is_ours(path: str) -> None:
-    """Raise ``PermissionError`` unless the path is that of a socket of this user's, in its only
-    spelling: any client may send packets with paths in them."""
+    """Raise ``PermissionError`` unless the path is that of a socket that this user owns, in its
+    only spelling: any client may send packets with paths in them."""
     folder, name = os.path.split(path)
     state = os.stat(folder)
     is_private = state.st_uid == os.getuid() and not state.st_mode & 0o077

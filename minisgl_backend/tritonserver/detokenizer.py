@@ -1,15 +1,16 @@
 """The model ``detokenizer``: packets of token ids in, text out.
 
-Knows the open streams of all engines that send it packets. It has one instance, and the packets of
-a stream are on one *lane*, a thread that answers one after another: so they stay in order. Each is
-answered with new text, with nothing (the final flag alone), or with an error, and acknowledged to
-its engine. To answer is to wait for tritonserver, some tenths of a millisecond; lanes wait side by
-side, and ``execute`` for none of them. Must not know pages, steps or the queue of an engine.
+Knows the open streams of all engines that send it packets. The model has one instance, and the
+packets of a stream are on one *lane*, a thread that answers one after another: so they stay in
+order. Each packet is answered with new text, with nothing (the final flag alone), or with an error,
+and acknowledged to its engine. Each answer waits for tritonserver, some tenths of a millisecond;
+lanes wait in parallel, and ``execute`` waits for none of them. Must not know pages, steps or the
+queue of an engine.
 
 Invariants: every packet gets its final flag, and all but a stream's last an acknowledgement. After
 a stream's last answer, or once its client is gone, its packets are answered with nothing. What is
-kept of a stream goes with its last packet, when the engine says to forget it, or when nothing more
-is heard of it; not with the engine, whose last packets may arrive after its end.
+kept of a stream is dropped with its last packet, when the engine says to forget it, or when nothing
+more is heard of it; but not when the engine ends, since its last packets may arrive after that.
 """
 
 from __future__ import annotations
@@ -44,13 +45,13 @@ logger = logging.getLogger(__name__)
 _POLL_EVERY_S: Final = 0.2
 """How often Triton is asked whether the client of a stream has cancelled, with few streams."""
 _MOST_POLLS_PER_S: Final = 500
-"""Of all streams: each takes as long as a response."""
+"""Limit for all streams together: each poll takes as long as a response."""
 _EACH_ACK_S: Final = 0.000025
 """With many streams acknowledgements gather: this long for each stream, ..."""
 _MOST_ACKS_S: Final = 0.006
 """... and at most this long."""
 _SILENT_S: Final = 60.0
-"""An engine is never silent for that long about a stream that it has: it would send probes."""
+"""An engine is never silent for this long about an open stream: it would send probes."""
 
 
 class TritonPythonModel:
@@ -61,7 +62,7 @@ class TritonPythonModel:
         """Load the tokenizer's table of bytes."""
         self._vocabulary = load_vocabulary(tokenizer_folder(engine_options(args)))
         self._streams: OrderedDict[int, AnswerStream] = OrderedDict()
-        """By key; those of which nothing was heard for longest come first."""
+        """By key; those that have been silent the longest come first."""
         self._lock = threading.Lock()
         self._channel = DetokenizerChannel(on_forget=self._forget)
         self._lanes: list[Lane[tuple[Packet, Responder]]] = [
@@ -89,7 +90,7 @@ class TritonPythonModel:
         self._status.close()
 
     def stats(self) -> Mapping[str, Any]:
-        """Counts of what it keeps."""
+        """Counts of what this instance keeps."""
         return {"num_streams": len(self._streams), "num_engines": self._channel.num_peers}
 
     # --- the lanes ---------------------------------------------------------------------------
@@ -109,7 +110,7 @@ class TritonPythonModel:
             verdict, response = Verdict.FAILED, error_response(error, responder.label)
             if stream is not None:
                 stream.over = verdict
-        # before the answer is sent, so that the engine can make the next packet ready meanwhile;
+        # before the answer is sent, so that the engine can prepare the next packet in the meantime;
         # that packet waits on this lane until this call is over, so they stay in order
         self._acknowledge(packet, verdict, stream)
         if response is not None:
@@ -125,7 +126,7 @@ class TritonPythonModel:
             if stream is None and packet.index == 0 and packet.start is not None:
                 self._drop_silent(now_s)
                 stream = AnswerStream(self._vocabulary, packet.start)
-                if packet.deltas:  # no probe: it has not waited for its first token
+                if packet.deltas:  # not a probe, so it has not waited for its first token
                     stream.next_poll_s = now_s + _POLL_EVERY_S
                 self._streams[packet.key] = stream
             if stream is not None:

@@ -1,10 +1,10 @@
-"""The threads that move an engine's open streams, and what acknowledgements lead to.
+"""The threads that move an engine's open streams, and what acknowledgements cause.
 
 Knows all open streams of an engine and how to abort a request. Must not know tensors or tokens.
 
 Threads: a few senders, the only ones that wait for Triton; the channel's thread, which brings
-acknowledgements; a clock, which checks streams for intervals that are over, each 25 ms, and for
-probes that are due, cancelled direct clients, and acknowledgements that never came, each 0.1 s.
+acknowledgements; and a clock, which checks streams every 25 ms for intervals that are over, and
+every 0.1 s for probes that are due, cancelled direct clients, and acknowledgements that never came.
 
 Invariants: a stream stays here until its final flag is sent. The engine's thread never waits for
 any of this.
@@ -82,8 +82,8 @@ class Dispatcher:
         when a sample has ended, before its client can know.
         ``requests_wait`` says whether new requests wait to be taken in.
         """
-        # one for each two cores: at least 6 packets under way keep a small machine busy, more than
-        # 16 are no faster, and more than 4 senders hinder each other
+        # one for every two cores: at least 6 packets under way keep a small machine busy, more than
+        # 16 are no faster, and more than 4 senders get in each other's way
         half = (os.cpu_count() or 1) // 2
         self._engine = engine
         self._grace_s = grace_s
@@ -117,8 +117,8 @@ class Dispatcher:
     def new_key(self) -> int:
         """A random 64-bit stream key; knowing it authorizes acknowledgements.
 
-        Only the thread that takes requests in calls this. The system's random numbers come many at
-        a time: each call for them gives up Python's lock, which other threads want.
+        Only the thread that takes requests in calls this. It gets random numbers from the system
+        many at a time: each call for them gives up Python's lock, which other threads want.
         """
         if not self._keys:
             self._keys = list(_KEYS.unpack(secrets.token_bytes(_KEYS.size)))
@@ -151,14 +151,14 @@ class Dispatcher:
             self._engine.abort(request_id, why)
 
     def discard(self, stream: ResponseStream) -> None:
-        """Drop a stream whose request was refused, and which has answered already."""
+        """Drop a stream whose request was refused and has been answered already."""
         with self._lock:
             self._streams.pop(stream.key, None)
             self._empty.notify_all()
         self._outbox.arrived(stream.key)
 
     def labelled(self, label: str) -> list[ResponseStream]:
-        """The open streams of requests to which their clients gave this id."""
+        """The open streams of requests to which clients gave this id."""
         with self._lock:
             return [stream for stream in self._streams.values() if stream.responder.label == label]
 
@@ -218,7 +218,7 @@ class Dispatcher:
             self._outbox.put(stream, urgent=stream.is_urgent)
 
     def _forget(self, stream: ResponseStream) -> None:
-        """The stream ended without a last packet, so the detokenizer has to be told."""
+        """The stream ended without a last packet, so the detokenizer must be told."""
         self.discard(stream)
         if not stream.is_acknowledged:
             return

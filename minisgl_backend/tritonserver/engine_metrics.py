@@ -4,8 +4,8 @@ Each update of a metric is a round trip to tritonserver (some 60 microseconds) o
 responses use too. So counts are gathered here and reported in batches, a few times a second, from a
 thread of their own.
 
-Each engine has a label of its own (``series``), which it takes over from one that was killed: its
-counters go on, its gauges are set anew.
+Each engine has a label of its own (``series``). It may take over the label of an engine that was
+killed: then the counters go on, and the gauges are set anew.
 
 The gauges of load and pages come under two sets of names: vLLM's, and those of the TensorRT-LLM
 backend. Routers read either: the endpoint picker of Kubernetes' Gateway API Inference Extension,
@@ -40,7 +40,7 @@ _LATENCY_BUCKETS: Final = (
 _TOKEN_BUCKETS: Final = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536)
 _BATCH_BUCKETS: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 _MOST_ADAPTER_SETS: Final = 256
-"""Sets of adapters that are told apart."""
+"""The most sets of adapters that are told apart."""
 _MANY: Final = "(many)"
 _FAILURES: Final = (EngineFailure, Overloaded, InvalidRequest, Unsupported)
 """The errors with which an accepted request may end; the last two are about its grammar or
@@ -52,7 +52,7 @@ _OF_REQUESTS: Final = {
     "prompt_tokens": ("vllm:request_prompt_tokens", _TOKEN_BUCKETS),
     "generation_tokens": ("vllm:request_generation_tokens", _TOKEN_BUCKETS),
 }
-"""By the fields of ``Samples``: the histograms of an observation a request, and their buckets."""
+"""By field of ``Samples``: the histograms with one observation per request, and their buckets."""
 _COUNTERS: Final = {
     "vllm:prompt_tokens_total": "Prompt tokens of admitted requests",
     "vllm:generation_tokens_total": "Tokens sampled",
@@ -97,7 +97,8 @@ class Engine(Protocol):
 
 
 class EngineMetrics:
-    """The metrics of one engine, and the thread that reports them; ``packet_sent`` is for any."""
+    """The metrics of one engine, and the thread that reports them. Any thread may call
+    ``packet_sent``."""
 
     def __init__(
         self,
@@ -108,7 +109,7 @@ class EngineMetrics:
         directory: Path | None = None,
         every_s: float = 0.25,
     ) -> None:
-        """``directory`` is of one tritonserver."""
+        """``directory`` belongs to one tritonserver."""
         self._packet_tokens = BucketCounts(_TOKEN_BUCKETS)
         self._series = SeriesLabel(directory, f"{Path(options.model).name}.{version}")
         labels = engine_labels(options.model, version, self._series.value)
@@ -117,12 +118,12 @@ class EngineMetrics:
         )
 
     def packet_sent(self, num_tokens: int) -> None:
-        """A response with that many tokens went out."""
+        """A response with ``num_tokens`` went out."""
         if num_tokens:
             self._packet_tokens.observe(num_tokens)
 
     def stop(self) -> bool:
-        """Report what is left, and drop the metrics; whether that is done. Does not wait for it."""
+        """Report what is left, and drop the metrics. Does not wait; returns whether it is done."""
         return self._thread.stop()
 
     def close(self) -> None:
@@ -132,7 +133,7 @@ class EngineMetrics:
 
 
 class ReportedEngine:
-    """What Triton has of one engine. Belongs to one thread, from making to ``close``."""
+    """What Triton has of one engine. Belongs to one thread, from its creation to ``close``."""
 
     def __init__(
         self,
@@ -301,7 +302,7 @@ class ReportedEngine:
         )
 
     def _make_cache_info(self, options: EngineOptions) -> ReportedMetric | None:
-        """What is fixed about the KV cache, as labels of a gauge that is 1, as vLLM has it."""
+        """The fixed facts about the KV cache, as labels of a gauge that is always 1, as in vLLM."""
         info = self._engine.info
         labels = {
             "block_size": info.page_size,
@@ -322,7 +323,7 @@ class ReportedEngine:
         return metric
 
     def _make_replicas(self) -> list[dict[str, ReportedMetric]]:
-        """The metrics of each replica; all others are of the replicas together."""
+        """The metrics of each replica; all others are for the replicas together."""
         replicas = self._engine.replicas()
         if not replicas:
             return []
@@ -347,8 +348,8 @@ class AdapterGauge:
     """Which adapters run and wait, as labels of a gauge whose value is the time, as in vLLM: the
     newest one counts.
 
-    Triton keeps every set of labels for good, so their number is bounded: beyond that, names give
-    way to ``(many)``.
+    Triton keeps every set of labels for good, so the number of sets is bounded: beyond that,
+    ``(many)`` replaces the names.
     """
 
     def __init__(self, families: Families, max_loras: int) -> None:

@@ -1,4 +1,4 @@
-"""A request of Triton's -> what the engine is asked for, and the stream of its responses.
+"""Triton's request -> the engine's requests, and the stream of responses.
 
 Knows the two ways in and out of the model ``llm_engine``: the tokenizer's record, answered with
 packets for the detokenizer, and token ids of a client that calls this model alone (*direct*),
@@ -55,13 +55,14 @@ from minisgl_backend.wire.parse import parse_adapter_order, parse_token_generati
 from minisgl_backend.wire.record import decode_record
 
 _STOP_STRINGS_EVERY_S: Final = 0.1
-"""How often a request that is answered at its end shows its tokens to the stop strings."""
+"""How often the tokens of a request that is answered only at its end are checked for stop strings.
+"""
 
 
 def read_request(
     request: Any, limits: Limits
 ) -> tuple[Generation | StopRequest | Stopped | AdapterOrder, bool]:
-    """A request of Triton's, and whether it is direct; raises ``RequestError``."""
+    """Read Triton's request; returns it and whether it is direct. Raises ``RequestError``."""
     arrival_time_ns = time.time_ns()
     inputs = read_inputs(request)
     parameters = read_parameters(request)
@@ -99,7 +100,7 @@ class Engine(Protocol):
         """The adapter that a request names."""
 
     def fitted(self, sampling: SamplingParams, *, num_prompt_tokens: int) -> SamplingParams:
-        """The same with at most as many tokens as there is room for."""
+        """The same parameters, with ``max_tokens`` lowered to the room there is."""
 
 
 class EngineRequests:
@@ -133,7 +134,7 @@ class EngineRequests:
         )
 
     def samples(self, generation: Generation, stream: ResponseStream) -> list[Request]:
-        """What the engine is asked for."""
+        """The engine's requests, one for each sample."""
         ids = _prompt_ids(generation)
         sampling = generation.sampling
         if generation.seed is None:
@@ -153,7 +154,8 @@ class EngineRequests:
         return samples_of(request, stream.sample_ids)
 
     def _interval_of(self, generation: Generation) -> float:
-        """Seconds between two packets with tokens, at least; infinite if all wait for the end."""
+        """The least time between two packets with tokens, in seconds; infinite if all tokens wait
+        for the end."""
         if not generation.stream:
             return _STOP_STRINGS_EVERY_S if generation.stop_strings else float("inf")
         asked_ms = generation.min_chunk_interval_ms
@@ -161,7 +163,7 @@ class EngineRequests:
 
 
 def _prompt_ids(generation: Generation) -> IntArray:
-    """int32[num_prompt_tokens]; whatever the prompt was, it comes here as token ids."""
+    """int32[num_prompt_tokens]; here every prompt consists of token ids."""
     assert isinstance(generation.prompt, TokenPrompt)
     return generation.prompt.ids
 
@@ -183,8 +185,8 @@ def packet_response(packet: Packet) -> Any:
 
 
 class TokenEncoder:
-    """Responses of one stream for a direct client, which gets token ids: with several samples those
-    of one after the other, and ``num_output_tokens`` whether it is asked for or not."""
+    """Responses of one stream for a direct client, which gets token ids: those of several samples
+    one after the other, with ``num_output_tokens`` even if it was not asked for."""
 
     def __init__(self, label: str, start: StreamStart) -> None:
         self._label = label
@@ -219,7 +221,7 @@ class TokenEncoder:
 
 
 def _continued(sample: SampleAnswer, delta: SampleDelta) -> SampleAnswer:
-    """What the next answer says of a sample, of which the one before said ``sample``."""
+    """What the next answer says about a sample about which the previous one said ``sample``."""
     finish = delta.finish
     return SampleAnswer(
         token_ids=delta.token_ids,

@@ -15,13 +15,13 @@ from minisgl_backend.tritonserver.metrics import BucketCounts, ReportedMetric
 
 
 class Families:
-    """The families of the metrics of one engine. Belongs to one thread, from making to ``close``.
+    """The families of one engine's metrics. Belongs to one thread, from its creation to ``close``.
 
     The metrics belong to the caller, who drops them before ``close``.
     """
 
     def __init__(self, labels: Mapping[str, str]) -> None:
-        """``labels`` are on every metric."""
+        """Every metric gets these ``labels``."""
         self._labels = dict(labels)
         self._kept: list[Any] = []
 
@@ -39,7 +39,7 @@ class Families:
         return self._make(name, description, pb_utils.MetricFamily.GAUGE)
 
     def metric(self, family: Any, labels: Mapping[str, str] | None = None) -> ReportedMetric:
-        """A metric of the family with these labels, too."""
+        """A metric of the family, with these labels added."""
         return ReportedMetric(family.Metric(labels={**self._labels, **(labels or {})}))
 
     def by_label(self, family: Any, label: str, values: Sequence[str]) -> dict[str, ReportedMetric]:
@@ -55,7 +55,7 @@ class Families:
         return {name: self.metric(self.gauge(name, text)) for name, text in descriptions.items()}
 
     def histogram(self, name: str, counts: BucketCounts) -> Histogram:
-        """A histogram of observations that ``counts`` has."""
+        """A histogram of the observations in ``counts``."""
         return Histogram(self, self._histogram_families(name), counts, {})
 
     def histograms(
@@ -82,7 +82,7 @@ class Families:
 class Histogram:
     """Observations that are counted here, reported as the counters that Prometheus reads.
 
-    An observation of a histogram of Triton's would be a round trip each.
+    Each observation of one of Triton's own histograms would be a round trip.
     """
 
     def __init__(

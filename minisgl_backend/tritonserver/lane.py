@@ -1,6 +1,6 @@
 """A thread that takes things one after another, in the order in which they came.
 
-``execute`` of a model puts its requests on lanes and returns, so that tritonserver hands over the
+A model's ``execute`` puts its requests on lanes and returns, so that tritonserver hands over the
 next ones while these are worked on. Must not know what it takes.
 """
 
@@ -25,10 +25,10 @@ def num_stream_lanes() -> int:
 
 
 class Lane(Generic[T]):
-    """Takes what is put on it by ``take``, on a thread of its own.
+    """Calls ``take`` with each item that is put on it, on a thread of its own.
 
-    An error of ``take`` is logged, and the next item is taken: other requests are not to wait for
-    ever because one could not even be answered.
+    An error in ``take`` is logged, and the next item is taken: other requests must not wait forever
+    because one could not even be answered.
     """
 
     def __init__(self, take: Callable[[T], None], *, name: str) -> None:
@@ -38,7 +38,8 @@ class Lane(Generic[T]):
         self._thread.start()
 
     def put(self, item: T) -> None:
-        """Add an item, not None, behind those that wait here. Safe to call from any thread."""
+        """Add an item, which must not be None, behind those that wait. May be called on any
+        thread."""
         self._waiting.put(item)
 
     @property

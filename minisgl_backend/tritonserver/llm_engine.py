@@ -1,6 +1,6 @@
 """The model ``llm_engine``, which Triton loads, calls and unloads: token ids in, token ids out.
 
-A request takes this way: ``execute`` -> the lane ``intake``: ``read_request`` ->
+The path of a request: ``execute`` -> the lane ``intake``: ``read_request`` ->
 ``EngineRequests`` makes the engine's request and the stream of its responses -> ``Engine.submit``.
 The engine's events go back to the stream, and the ``Dispatcher`` sends them, as packets to the
 detokenizer or as token ids to a client of this model alone. Beside that, this module says how the
@@ -57,8 +57,8 @@ from minisgl_backend.wire.parameters import LORA_ADAPTERS
 logger = logging.getLogger(__name__)
 
 _LAST_STEP_S: Final = 1.0
-"""How long the step that runs when the drain is over may still take, until requests end without it:
-on a CPU a step of a long prompt can take minutes."""
+"""How long the step that runs when the drain is over may take before requests end without it: on a
+CPU, a step with a long prompt can take minutes."""
 _CANCELLED: Final = Finished(FinishReason.CANCELLED)
 _LAST_FLAGS_S: Final = 10.0
 """Time for the last responses once every request has ended."""
@@ -69,7 +69,7 @@ class TritonPythonModel:
 
     @staticmethod
     def make_engine(options: EngineOptions) -> EngineBase:
-        """The engine of these options."""
+        """The engine for these options."""
         from minisgl_backend.build import build_engine  # brings torch
 
         return build_engine(options)
@@ -120,7 +120,7 @@ class TritonPythonModel:
     def _make_engine(self) -> EngineBase:
         """The engine, with the adapters that the one before it knew, if it was killed.
 
-        One of these that can no longer be read is left out: the engine must come back.
+        An adapter that can no longer be read is left out: the engine must come back.
         """
         directory = self._directory
         known = None if directory is None else read_adapters(directory)
@@ -140,7 +140,7 @@ class TritonPythonModel:
             self._intake.put((request, Responder(request, self._status)))
 
     def is_ready(self) -> bool:
-        """Whether requests are served; newer servers ask."""
+        """Whether requests are served; newer versions of Triton ask this."""
         return self._engine.health().ready
 
     def finalize(self) -> None:
@@ -190,7 +190,7 @@ class TritonPythonModel:
         sinks = self._dispatcher.open(stream)
         try:
             self._engine.submit_samples(samples, sinks)
-        except Exception:  # refused as a rule; in any case no event will come for the stream
+        except Exception:  # usually a refusal; in any case no event will come for the stream
             self._dispatcher.discard(stream)
             raise
         if stream.is_muted:  # given up before the engine knew its request
@@ -224,12 +224,12 @@ class TritonPythonModel:
                 logger.warning("a fault of the engine would forget adapters: %s", error)
 
     def _stop(self, responder: Responder) -> None:
-        """Cancel the requests that bear the same id."""
+        """Cancel the requests that have the same id."""
         if not responder.label:
             raise InvalidRequest("stop_request needs the request id of what it stops")
         streams = self._dispatcher.labelled(responder.label)
         if not streams and not self._engine.health().ready:
-            # a stop_request that matches nothing is a probe of health, as the gateway sends it
+            # a stop_request that matches nothing is a health probe, as the gateway sends it
             raise Overloaded("the engine takes no requests")
         for stream in streams:
             self._dispatcher.abort(stream)
@@ -237,7 +237,7 @@ class TritonPythonModel:
     def _answer_cancelled(
         self, wanted: Wanted, responder: Responder, *, direct: bool, n: int = 1
     ) -> None:
-        """Answer a request for ``n`` samples of which the engine does not know: it is cancelled."""
+        """Answer a request for ``n`` samples that the engine does not know: it is cancelled."""
         if direct:
             answer = Answer(samples=[SampleAnswer(finish=FinishReason.CANCELLED)] * n)
             response = make_response(answer_arrays(answer, wanted))

@@ -1,8 +1,8 @@
 """What the metrics of engine and tokenizer share: counters of this process, reported in batches.
 
 A tritonserver dies if several threads of a stub make, set or drop metrics (measured with 24.10 and
-26.07). So ``MetricsThread`` makes the metrics on its own thread and hands them to no other: what
-counts lives outside, safe to write from any thread, and what reports lives and dies in there.
+26.07). So ``MetricsThread`` makes the metrics on its own thread and hands them to no other. The
+counters live outside, safe to write from any thread; the reporting objects never leave the thread.
 
 A report fails if Triton has no room for the message; the next one has what it missed.
 """
@@ -38,7 +38,7 @@ _REASONS: Final[Mapping[type[MiniSGLError], Refusal]] = {
 
 
 def refusal_of(error: BaseException) -> Refusal | None:
-    """The reason for which an error refuses a request; None if the error is no refusal."""
+    """Why an error refuses a request; None if the error is not a refusal."""
     found = (reason for kind, reason in _REASONS.items() if isinstance(error, kind))
     return next(found, None)
 
@@ -59,12 +59,12 @@ def refusals_family() -> Any:
 
 @dataclass(slots=True)
 class ReportedMetric:
-    """A metric, and the value that Triton has of it."""
+    """A metric, and the value that Triton has for it."""
 
     metric: Any
     value: float = 0.0
     is_set: bool = False
-    """Whether a gauge was reported; until then Triton may have that of a killed engine."""
+    """Whether a gauge was reported; until then Triton may have the value of a killed engine."""
 
     def raise_to(self, value: float) -> None:
         """Report the value of a counter."""
@@ -80,7 +80,7 @@ class ReportedMetric:
 
 
 class Reported(Protocol):
-    """Metrics inside Triton. All calls of them, from first to last, belong to one thread."""
+    """Metrics inside Triton. All calls, from first to last, are made on one thread."""
 
     def report(self) -> None:
         """Tell Triton what changed since the last report."""
@@ -90,12 +90,12 @@ class Reported(Protocol):
 
 
 class MetricsThread:
-    """The one thread of a model instance on which Triton is told of metrics."""
+    """The only thread of a model instance that reports metrics to Triton."""
 
     def __init__(self, make: Callable[[], Reported], *, every_s: float) -> None:
-        """``make`` runs on the thread; an error of it is raised here.
+        """``make`` runs on the thread; its error, if any, is raised here.
 
-        When this returns, Triton has been told once.
+        When this returns, metrics have been reported once.
         """
         self._every_s = every_s
         self._made: Future[None] = Future()
@@ -106,7 +106,7 @@ class MetricsThread:
         self._made.result()
 
     def stop(self) -> bool:
-        """Report what is left and drop the metrics; whether that is done. Does not wait for it."""
+        """Report what is left and drop the metrics. Does not wait; returns whether it is done."""
         self._closing.set()
         return not self._thread.is_alive()
 
@@ -139,7 +139,7 @@ class MetricsThread:
 
 
 class Rejections:
-    """Requests that the tokenizer refuses; ``count`` belongs to any thread."""
+    """Requests that the tokenizer refuses. Any thread may call ``count``."""
 
     def __init__(self, *, model: str, version: str, every_s: float = 0.5) -> None:
         self._lock = threading.Lock()
@@ -180,7 +180,7 @@ class _ReportedRejections:
 
 
 class BucketCounts:
-    """A histogram that is counted here: cumulative counts by upper bound, a sum and a count."""
+    """A histogram counted here: cumulative counts by upper bound, a sum and a count."""
 
     def __init__(self, buckets: Sequence[float]) -> None:
         self._buckets = tuple(buckets)
@@ -197,7 +197,7 @@ class BucketCounts:
             self._sum += value
 
     def totals(self) -> dict[str, float]:
-        """Of all values so far: how many by the ``le`` of each bucket, their sum and count."""
+        """For all values so far: the counts by each bucket's ``le``, their sum and their number."""
         with self._lock:
             running, total = list(itertools.accumulate(self._counts)), self._sum
         by_bound = dict(zip(self.bounds, running, strict=True))

@@ -1,18 +1,18 @@
 """Which stream is sent next, and how many packets may be under way at once.
 
-Knows streams only by what the caller says of them. Must not know what is sent or how.
+Knows streams only by what the caller says about them. Must not know what is sent or how.
 
 What a client waits for most goes first: the first answer of a stream, its end, a probe. Other
 streams wait here while ``max_packets`` are under way. The next packet of a stream that waits here
-still takes in the tokens that are made meanwhile; one that waits in Triton's queues would only
+still takes in the tokens made in the meantime; a packet that waits in Triton's queues would only
 delay the first answers of others. So a busy server sends fewer and larger packets, and the time to
 first token stays short.
 
-While new requests wait to be taken in, plain items wait, too, but not for ever: each takes time of
+While new requests wait to be taken in, plain items wait, too, but not forever: each costs time in
 the process that takes requests in, and a client waits most for its first token.
 
 A packet is under way until it is acknowledged, its stream ends, or ``patience_s`` are over: a lost
-acknowledgement must not hold up other streams for ever.
+acknowledgement must not hold up other streams forever.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 _PATIENCE_S: Final = 0.25
 _MOST_HELD_S: Final = 1.0
-"""How long plain items wait for new requests that never cease."""
+"""How long plain items wait if new requests never stop coming."""
 
 
 class Outbox(Generic[T]):
@@ -64,13 +64,13 @@ class Outbox(Generic[T]):
             self._changed.notify()
 
     def close(self, num_getters: int) -> None:
-        """Let that many calls of ``get`` return None."""
+        """Let ``num_getters`` calls of ``get`` return None."""
         with self._changed:
             self._urgent.extend([None] * num_getters)
             self._changed.notify_all()
 
     def get(self) -> T | None:
-        """The next item, waiting for it; None if the outbox is closed."""
+        """Wait for the next item and return it; None if the outbox is closed."""
         with self._changed:
             while True:
                 if self._urgent:
@@ -98,14 +98,14 @@ class Outbox(Generic[T]):
             self._under_way[key] = time.monotonic()
 
     def arrived(self, key: int) -> None:
-        """No packet of stream ``key`` is under way any more."""
+        """No packet of stream ``key`` is under way anymore."""
         with self._changed:
             if self._under_way.pop(key, None) is not None and self._plain:
                 self._changed.notify()
 
     def expire(self, now_s: float) -> None:
         """Stop counting the packets that have been under way for too long, and look if plain items
-        are still held back. To be called some times a second."""
+        are still held back. Must be called a few times a second."""
         with self._changed:
             late = [
                 key for key, sent_s in self._under_way.items() if now_s - sent_s > self._patience_s

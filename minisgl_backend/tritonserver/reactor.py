@@ -21,7 +21,7 @@ from typing import Final, Protocol
 logger = logging.getLogger(__name__)
 
 MAX_MESSAGE_BYTES: Final = 2**14
-"""A longer message is cut off, so none is sent."""
+"""A longer message would be cut off, so none is sent."""
 _SEND_FLAGS: Final = int(socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
 
 
@@ -64,7 +64,7 @@ class Peer:
             return True
 
     def close(self) -> None:
-        """Close the socket; nothing is written any more."""
+        """Close the socket; nothing more is written."""
         with self.lock:
             self.broken = True
             self.socket.close()
@@ -80,7 +80,7 @@ class Reactor:
         self._lock = threading.Lock()
         self._stuck: set[Peer] = set()
         self._later: dict[Peer, float] = {}
-        """Peers that are to be written to, and when."""
+        """When to write to peers that wait for a later time."""
         self._closing = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
@@ -117,7 +117,7 @@ class Reactor:
             self.wake()
 
     def flush_later(self, peer: Peer, at_s: float) -> None:
-        """Write what waits for ``peer`` at that time, as another call may have said before."""
+        """Write what waits for ``peer`` at that time, or at the time that an earlier call set."""
         with self._lock:
             if peer in self._later:
                 return
@@ -172,7 +172,7 @@ class Reactor:
             stuck, self._stuck = self._stuck, set()
         both = selectors.EVENT_READ | selectors.EVENT_WRITE
         for peer in stuck:
-            if not peer.broken:  # else it has gone meanwhile, and its socket may be closed
+            if not peer.broken:  # else it has since gone, and its socket may be closed
                 self._selector.modify(peer.socket, both, peer)
 
     def _serve(self, peer: Peer, events: int) -> None:

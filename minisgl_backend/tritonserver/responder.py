@@ -47,7 +47,7 @@ class Responder:
             self.label = ""
 
     def send(self, response: Any, *, final: bool = False) -> bool:
-        """Send a response, the last one if ``final``; False if the last one was sent."""
+        """Send a response, the last one if ``final``; False if the last one was sent before."""
         with self._lock:
             sender = self._sender
             if sender is None:
@@ -59,7 +59,7 @@ class Responder:
             try:
                 sender.send(response, flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
             except Exception:
-                # without a final flag the request would stay in flight for ever
+                # without a final flag the request would stay in flight forever
                 logger.exception("request %.80r: the last response could not be sent", self.label)
                 sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
             self._leave()
@@ -74,11 +74,12 @@ class Responder:
                 self._leave()
 
     def fail(self, error: BaseException) -> None:
-        """Send an error and the final flag; what is not ours reaches the log, not the client."""
+        """Send an error and the final flag. An error that is not ours goes to the log, not to the
+        client."""
         self.send(error_response(error, self.label), final=True)
 
     def is_cancelled(self) -> bool:
-        """Whether the client gave the request up; False while a response is being sent."""
+        """Whether the client has given up the request; False while a response is being sent."""
         if not self._lock.acquire(blocking=False):
             return False
         try:

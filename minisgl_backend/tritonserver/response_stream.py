@@ -8,13 +8,13 @@ sender thread takes out the next packet, and only one at a time works for a stre
 its packets stay in order.
 
 Invariants: the responder gets its final flag as soon as all samples have ended, one has failed, or
-the stream is muted: by a verdict, or because it is not acknowledged any more. A muted stream sends
+the stream is muted: by a verdict, or because it is no longer acknowledged. A muted stream sends
 nothing else. The token with which a sample ends is in the packet that says so: no client gets an
 end without one, unless the sample ended without one (by its deadline, or cancelled). A sample that
 a stop string has ended sends nothing more, whatever comes from the engine.
 Log-probabilities of the prompt come before all tokens and before the end, at most
-``_MOST_LOGPROBS`` a packet, so that none takes its reader long, and each packet once the one before
-it is acknowledged. A client that is answered once gets them in the one packet that it gets.
+``_MOST_LOGPROBS`` per packet, so that no packet takes its reader long; each packet is sent once the
+one before it is acknowledged. A client that is answered only once gets all in its single packet.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from minisgl_backend.tritonserver.window import Window
 from minisgl_backend.wire.packets import Ack, Packet, SampleDelta, StreamStart, Times, Verdict
 
 _MOST_LOGPROBS: Final = 4096
-"""Log-probabilities of a prompt in one packet, the alternatives counted."""
+"""The most log-probabilities of a prompt in one packet, alternatives included."""
 
 
 class Duty(Enum):
@@ -80,13 +80,13 @@ class _Sample:
         self.finish, self.has_ended = event, True
 
     def stop(self) -> None:
-        """A stop string has ended it: the client has its end."""
+        """A stop string has ended it, and the client knows."""
         self.logprobs, self.last = [], None
         self.finish, self.has_ended = None, True
 
     @property
     def has_delta(self) -> bool:
-        """Whether there is something to send; what comes after a stop string is nothing."""
+        """Whether there is something to send; after a stop string there is not."""
         return self.finish is not None or (not self.has_ended and bool(self.buffer.tokens))
 
     def take(self, sample: int) -> SampleDelta | None:
@@ -168,8 +168,8 @@ class ResponseStream:
         return any(sample.has_delta for sample in self._samples)
 
     def buffers(self, on_ready: Callable[[], None]) -> Sequence[TokenBuffer] | None:
-        """Where the common tokens of each sample go: ``on_ready`` is called if the caller must hand
-        the stream to a sender. None if each token is to come as an event, for its time."""
+        """Where the common tokens of each sample go; ``on_ready`` is called if the stream must be
+        handed to a sender. None if each token must come as an event, so that its time is known."""
         if self._is_timed:
             return None
         self._on_ready = on_ready
@@ -188,7 +188,7 @@ class ResponseStream:
         sample = self._samples[index]
         with self._lock:
             if sample.has_ended:
-                return False  # by a stop string, of which the engine learns only now
+                return False  # by a stop string; the engine learns of it only now
             if type(event) is Generated:
                 if self._is_timed:
                     self._last_token_time_ns = time.time_ns()
@@ -200,7 +200,7 @@ class ResponseStream:
                     return False
                 sample.append(event)
                 if self._claimed or not self._window.is_open:
-                    return False  # the usual case of a busy server, and it comes for every token
+                    return False  # the usual case on a busy server, for every token
             elif isinstance(event, Admitted):
                 if index:
                     return False  # its prompt is that of the first
@@ -226,7 +226,8 @@ class ResponseStream:
     # --- the channel's thread ----------------------------------------------------------------
 
     def acknowledge(self, ack: Ack) -> tuple[bool, float | None]:
-        """Take an acknowledgement; whether a sender is needed, and when that packet was sent."""
+        """Take an acknowledgement. Returns whether a sender is needed, and when the packet was
+        sent."""
         with self._lock:
             sent_s = self._window.acknowledged(ack.index)
             if ack.verdict is not Verdict.CONTINUE:
@@ -247,7 +248,7 @@ class ResponseStream:
 
     @property
     def is_muted(self) -> bool:
-        """Whether it sends nothing any more but the final flag."""
+        """Whether the stream will send nothing but the final flag."""
         with self._lock:
             return self._muted
 
@@ -260,7 +261,7 @@ class ResponseStream:
     # --- the clock's thread ------------------------------------------------------------------
 
     def tick(self, now_s: float, newest_acknowledged_s: float, grace_s: float) -> Duty:
-        """What is to be done now; after ``SEND`` the caller hands the stream to a sender."""
+        """What must be done now; after ``SEND`` the caller hands the stream to a sender."""
         with self._lock:
             if self._claimed:
                 return Duty.NOTHING
@@ -276,7 +277,7 @@ class ResponseStream:
             return Duty.NOTHING
 
     def sweep_is_due(self, now_s: float, interval_s: float) -> bool:
-        """Whether the responder should be asked again if the client gave up."""
+        """Whether to ask the responder again if the client has given up."""
         if now_s < self._next_sweep_s:
             return False
         self._next_sweep_s = now_s + interval_s

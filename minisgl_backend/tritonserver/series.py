@@ -1,10 +1,10 @@
-"""The label by which the metrics of one engine are told from those of any other.
+"""The label that distinguishes the metrics of one engine from those of any other.
 
-Two metrics with the same labels are one object inside Triton, which goes with the first of the two;
-the next update of the other crashes tritonserver (measured with 24.10). So no two engines that live
-may share the label. But Triton never drops the metrics of a process that was killed: an engine that
-is loaded in its place takes over the label. Otherwise gauges of the dead one would stay for ever
-and count, say, as a queue that no engine serves.
+Two metrics with the same labels are one object inside Triton, which is dropped with the first of
+the two; the next update of the other crashes tritonserver (measured with 24.10). So no two live
+engines may share the label. But Triton never drops the metrics of a process that was killed, so an
+engine that is loaded in its place takes over the label. Otherwise the dead engine's gauges would
+stay forever and count, say, as a queue that no engine serves.
 
 Knows files and their locks only. A lock ends with its process, however that ends.
 """
@@ -29,13 +29,13 @@ _LOOK_EVERY_S: Final = 0.02
 class SeriesLabel:
     """A label, held until ``release`` or the end of the process.
 
-    Each has a file, which the engine that has the label keeps locked. So a file that is not locked
-    is of an engine that was killed. One that is locked may be of an engine that is just ending, so
-    it is waited for a little.
+    Each label has a file, which the engine that has the label keeps locked. So an unlocked file
+    belongs to an engine that was killed. The engine of a locked file may just be ending, so the
+    lock is awaited for a moment.
     """
 
     def __init__(self, directory: Path | None, model: str) -> None:
-        """``directory`` is of one tritonserver; without one no label is taken over."""
+        """``directory`` belongs to one tritonserver; without it no label is taken over."""
         self.value = secrets.token_hex(4)
         self._file = -1
         self._path: Path | None = None
@@ -56,7 +56,7 @@ class SeriesLabel:
             self._take(directory / f"{prefix}{self.value}", os.O_CREAT)
 
     def _take(self, path: Path, flags: int = 0) -> bool:
-        """Whether no engine that lives has the file."""
+        """Lock the file, unless a live engine has it; returns whether it is ours now."""
         try:
             file = os.open(path, os.O_RDWR | flags, 0o600)
         except FileNotFoundError:

@@ -1,6 +1,6 @@
 """What each of the three models does when it is loaded: read the options, send logs to Triton.
 
-The options stand in the config.pbtxt of ``llm_engine``, once. The text models find that file beside
+The options are only in the config.pbtxt of ``llm_engine``. The text models find that file next to
 their own folder in the model repository. Must not know requests, or what a model does with its
 options.
 """
@@ -87,7 +87,7 @@ def tokenizer_folder(options: EngineOptions) -> Path:
 
 
 def model_spec(options: EngineOptions) -> ModelSpec:
-    """What the checkpoint of the engine says of itself."""
+    """What the engine's checkpoint says about itself."""
     return load_spec(resolve_model(options.model, options.model_source))
 
 
@@ -100,8 +100,7 @@ def _options(parameters: Mapping[str, str]) -> EngineOptions:
 def loading(initialize: _Method) -> _Method:
     """Decorate ``initialize``: what all models do when they are loaded.
 
-    The process ends with tritonserver, logs go to Triton, and a failure is one line that says its
-    cause.
+    The process ends with tritonserver, logs go to Triton, and a failure is one line with its cause.
     """
 
     @functools.wraps(initialize)
@@ -112,7 +111,7 @@ def loading(initialize: _Method) -> _Method:
                 initialize(self, args)
             except MiniSGLError as error:
                 raise pb_utils.TritonModelException(str(error)) from None
-            # what is loaded stays: to look at it for garbage again would take up to 0.1 s
+            # what is loaded stays: searching it for garbage again would take up to 0.1 s
             gc.collect()
             gc.freeze()
 

@@ -1,7 +1,7 @@
 """A thread in each model's process that writes its heartbeat and answers requests for its counts.
 
-Knows the server's runtime directory, which only this user may enter, so that a caller who can open
-the socket there may see the counts. A caller connects, and gets one JSON object and the end of the
+Knows the server's runtime directory, which only this user may enter, so a caller who can open the
+socket there may see the counts. A caller connects, and gets one JSON object and the end of the
 stream. Must not know what the counts mean.
 
 Without a runtime directory, no thread is started.
@@ -30,7 +30,7 @@ _WRITE_S: Final = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """How the process is: ``tick_age_s`` is how long ago its work loop last showed itself."""
+    """How the process is: ``tick_age_s`` is the age of its work loop's last sign of life."""
 
     tick_age_s: float = 0.0
     state: State = State.SERVING
@@ -73,7 +73,7 @@ class StatusServer:
             self._heartbeat.left()
 
     def close(self) -> None:
-        """The process ends in good order: its files are removed."""
+        """The process ends normally: its files are removed."""
         if self._heartbeat is None:
             return
         os.close(self._closing)
@@ -102,6 +102,6 @@ class StatusServer:
                 caller.settimeout(_WRITE_S)
                 caller.sendall(json.dumps(self._stats()).encode())
         except OSError:
-            pass  # the caller went, or does not read
+            pass  # the caller has gone, or does not read
         except Exception:
             logger.exception("the counts could not be sent")

@@ -27,7 +27,7 @@ def read_inputs(request: Any) -> dict[str, npt.NDArray[Any]]:
 def read_parameters(request: Any) -> dict[str, Any]:
     """The request parameters by name; raises ``InvalidRequest``, also for a bad request id.
 
-    Triton's HTTP frontend hands on whatever bytes a client sends.
+    Triton's HTTP frontend passes on whatever bytes a client sends.
     """
     try:
         request.request_id()
@@ -46,7 +46,8 @@ def _parameters_text(request: Any) -> str:
 
 
 def checked_size(request: Any, arrays: Arrays, limits: Limits) -> int:
-    """Bytes of a request's tensors and parameters; raises ``InvalidRequest`` for too many."""
+    """Number of bytes of a request's tensors and parameters. Raises ``InvalidRequest`` if there are
+    too many."""
     size = len(_parameters_text(request)) + sum(
         sum(map(len, array.flat)) if array.dtype == object else array.nbytes
         for array in arrays.values()

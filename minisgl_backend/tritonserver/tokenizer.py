@@ -6,10 +6,10 @@ engine: no full queue refuses it, and its text may be longer than the context.
 
 Knows every parameter of the wire (through ``wire``) and refuses a request before any work is done
 for it: first if the engines' markers say that all queues are full, then by its size, its values,
-and the text itself. Tokenizing runs on a pool of threads, so that a long prompt does not
-hold up other requests; how many may be in the pool is bounded. A request without a prompt, such as
-a ``stop_request``, is handled at once however full the queues are: it makes room. Must not know
-pages or steps, and of an engine only its marker.
+and the text itself. Tokenizing runs on a pool of threads, so that a long prompt does not hold up
+other requests; the number of requests in the pool is bounded. A request without a prompt, such as a
+``stop_request``, is handled at once however full the queues are: it makes room. Must not know pages
+or steps, or anything about an engine but its marker.
 
 Invariants: every request gets exactly one response with the final flag. A ``stop_request`` never
 overtakes what it stops: requests of its id that are still in the pool end here.
@@ -102,7 +102,8 @@ class _Job:
         self.responder = responder
         self.stopped = False
         self.sending = threading.Lock()
-        """Held to send, and to set ``stopped``: so a stop never overtakes its request."""
+        """Held while sending and while setting ``stopped``, so that a stop never overtakes its
+        request."""
 
 
 class TritonPythonModel:
@@ -237,7 +238,7 @@ class TritonPythonModel:
         return ids, replace(request, prompt_text=prompt_text), chat_format
 
     def _told(self, ids: IntArray, chat_format: ChatFormat | None) -> Arrays:
-        """What a lookup is told beside the ids, int32[num_tokens]."""
+        """What a lookup is told besides the ids, int32[num_tokens]."""
         most_tokens = self._markers.most_tokens() or self._context
         return {
             TOKEN_STRS.name: texts_array(self._encoder.names(ids)),
@@ -247,7 +248,7 @@ class TritonPythonModel:
         }
 
     def _with_default(self, job: _Job) -> Arrays:
-        """The inputs; if the operator says so, special tokens in a text are parsed."""
+        """The inputs; special tokens in a text are parsed by default if the operator says so."""
         name = "parse_special_tokens"
         said = name in job.inputs or name in job.parameters
         if self._parse_special_tokens and "text_input" in job.inputs and not said:
@@ -264,7 +265,7 @@ class TritonPythonModel:
 
 
 def _is_lookup(request: Any) -> bool:
-    """Whether a client asks for outputs that no ensemble takes; all are if it names none."""
+    """Whether a client asks for outputs that no ensemble takes; one that names no outputs does."""
     wanted = request.requested_output_names()
     return any(tensor.name in wanted for tensor in LOOKUPS)
 

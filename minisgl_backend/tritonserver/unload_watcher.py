@@ -1,16 +1,16 @@
-"""A thread beside the engine that notices in time that the model must end.
+"""A thread next to the engine that notices in time that the model must end.
 
-Triton tells a model of its unloading only when its last request has ended, so that requests could
-hold up an unload, a reload or the end of the server for as long as they run. (Triton's own
+Triton tells a model that it is being unloaded only when its last request has ended, so requests
+could hold up an unload, a reload or the end of the server for as long as they run. (Triton's own
 ``is_model_ready`` corrupts the backend's shared memory if it is called during ``execute``, as
 measured with 24.10.) So the thread asks the server's HTTP endpoint whether the model is ready, and
-looks whether a successor removed its marker, or the server's starter asks to drain. As soon as the
-model is to end, the engine drains.
+checks whether a successor has removed its marker, or the server's starter asks to drain. As soon as
+the model must end, the engine drains.
 
 An engine that drains never comes back, and one answer proves nothing: newer servers ask the model
-before they answer, and if it was paused they say after some seconds that it is not ready. So it
-takes several answers in a row, and only prompt ones count. Must not know requests, or how an engine
-drains.
+before they answer, and if it was paused they say after some seconds that it is not ready. So
+several answers in a row are needed, and only prompt ones count. Must not know requests, or how an
+engine drains.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ logger = logging.getLogger(__name__)
 
 _EVERY_S: Final = 0.25
 _PATIENCE: Final = 3
-"""This often in a row, "not ready" means that the model is being unloaded, a connection that is
-refused or breaks that the server shuts down."""
+"""This many times in a row, "not ready" means that the model is being unloaded, and a refused or
+broken connection that the server is shutting down."""
 _PROMPT_S: Final = 1.0
-"""An answer that takes longer is about a pause: newer servers wait up to 5 s for the model."""
+"""A slower answer is a sign of a pause: newer servers wait up to 5 s for the model."""
 
 
 class Readiness(Enum):
@@ -44,7 +44,7 @@ class Readiness(Enum):
     REFUSED = auto()
     """It does not take the connection, or breaks it."""
     NONE = auto()
-    """It does not answer in time, from which nothing follows: it may be busy, or paused."""
+    """It does not answer in time, which proves nothing: it may be busy, or paused."""
 
 
 def ask(url: str, *, timeout_s: float = 2.0) -> Readiness:
@@ -79,7 +79,7 @@ class UnloadWatcher:
         self._draining: threading.Thread | None = None
         self._was_ready = False
         self._num_bad = 0
-        """Answers in a row that are signs of an end."""
+        """Number of answers in a row that are signs of an end."""
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="unload watcher", daemon=True)
         self._thread.start()
@@ -94,7 +94,7 @@ class UnloadWatcher:
     def _run(self) -> None:
         fails = False
         while not self._closing.wait(_EVERY_S):
-            try:  # in this order, so that the end is noticed though reports fail
+            try:  # in this order, so that the end is noticed even if reports fail
                 if self._draining is None and self._is_ending():
                     self._draining = threading.Thread(target=self._drain, name="drain")
                     self._draining.start()

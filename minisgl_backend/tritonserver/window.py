@@ -2,7 +2,7 @@
 
 Pure: knows counts and times, which are arguments (readings of one monotonic clock, in seconds).
 
-At most one packet of a stream is unacknowledged, so tokens made meanwhile gather for the next one:
+At most one packet of a stream is unacknowledged, and new tokens gather for the next one:
 at low load each token goes out alone, at high load packets grow to what the server carries, and no
 backlog builds up. Probes, which find out whether the client still listens, pass a closed window,
 too, and so does a stream's last packet, which is not acknowledged. Must not know what a packet
@@ -15,16 +15,16 @@ from collections import deque
 from typing import Final
 
 PROBE_AFTER_S: Final = 0.25
-"""A stream that is silent for that long sends an empty packet, a probe."""
+"""A stream that is silent for this long sends an empty packet, a probe."""
 _LONGEST_PROBE_WAIT_S: Final = 2.0
 GIVE_UP_AFTER_S: Final = 10.0
-"""Patience with a detokenizer that acknowledges nothing at all: it may only be paused."""
+"""How long to wait for a detokenizer that acknowledges nothing at all: it may only be paused."""
 _LANES_APART_S: Final = 1.0
-"""How far one of the detokenizer's lanes may be behind another one on a busy machine."""
+"""How far one of the detokenizer's lanes may lag behind another on a busy machine."""
 
 
 class Acknowledged:
-    """When the newest acknowledged packet of each lane of the detokenizer was sent.
+    """When the newest acknowledged packet on each lane of the detokenizer was sent.
 
     A lane takes packets in order: if it has taken a later one, an earlier one is lost. A packet
     that another lane has taken proves less, since threads of a busy machine wait for each other.
@@ -39,14 +39,14 @@ class Acknowledged:
         self._newest_s[lane] = max(self._newest_s[lane], sent_s)
 
     def newest_s(self, key: int) -> float:
-        """The time up to which the packets of stream ``key`` that were sent should be acknowledged
-        by now."""
+        """The packets of stream ``key`` that were sent up to this time should be acknowledged by
+        now."""
         of_lane = self._newest_s[key % len(self._newest_s)]
         return max(of_lane, max(self._newest_s) - _LANES_APART_S)
 
 
 class Window:
-    """The packets of one stream that are sent and not acknowledged.
+    """The packets of one stream that are sent but not yet acknowledged.
 
     ``interval_s`` is the least time between two packets with tokens; infinite if all tokens wait
     for the end.
@@ -96,7 +96,7 @@ class Window:
             self._unacked[-1] = index, now_s
 
     def acknowledged(self, index: int) -> float | None:
-        """All packets up to ``index`` are taken; when the last of those was sent, or None."""
+        """All packets up to ``index`` were taken. Returns when the last one was sent, or None."""
         sent_s = None
         while self._unacked and self._unacked[0][0] <= index:
             _, sent_s = self._unacked.popleft()
@@ -109,7 +109,7 @@ class Window:
         return now_s - self._last_sent_s >= self._probe_wait_s
 
     def is_overdue(self, now_s: float, newest_acknowledged_s: float, grace_s: float) -> bool:
-        """Whether the packets under way will not be acknowledged any more.
+        """Whether the packets under way will never be acknowledged.
 
         ``newest_acknowledged_s`` is ``Acknowledged.newest_s``. If that is ``grace_s`` or more after
         our newest packet was sent, ours are lost. Within that time the detokenizer may only be

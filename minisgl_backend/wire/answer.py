@@ -23,7 +23,7 @@ LEAST_LOGPROB: Final = -9999.0
 """Stands for minus infinity, which JSON cannot hold."""
 
 _UNFINISHED: Final = "None"
-"""The finish reason of an answer that goes on, as vllm_backend has it."""
+"""The finish reason of an answer that goes on, as in vllm_backend."""
 
 _encode: Final = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False).encode
 
@@ -33,7 +33,7 @@ class SampleAnswer:
     """One sample's part of a response. ``token_ids`` and ``logprobs`` are those since the last.
 
     ``text`` is None for a client of ``llm_engine`` alone. ``finish`` is None while the sample runs,
-    and stays what it became. ``stop_reason`` is the stop string or token id that matched.
+    and then no longer changes. ``stop_reason`` is the stop string or token id that matched.
     ``cumulative_logprob`` covers all tokens so far.
     """
 
@@ -64,8 +64,8 @@ class Answer:
 
 def most_likely(samples: Sequence[SampleAnswer], n: int) -> Sequence[SampleAnswer]:
     """The ``n`` samples with the highest ``cumulative_logprob``, the highest first; equal ones keep
-    their order. Those that a deadline cut come last, since fewer tokens are likelier. If there are
-    no more than ``n``, all keep their places."""
+    their order. Those cut off by a deadline come last, since fewer tokens are likelier. If there
+    are no more than ``n``, all keep their places."""
     if len(samples) <= n:
         return samples
 
@@ -136,10 +136,10 @@ def logprobs_json(
     logprobs: Sequence[TokenLogprobs],
     token_bytes: Callable[[TokenId], bytes] | None = None,
 ) -> str:
-    """A JSON list, one object a token: {token id: {logprob, rank, decoded_token, bytes}}.
+    """A JSON list, one object per token: {token id: {logprob, rank, decoded_token, bytes}}.
 
-    ``decoded_token`` is there only with ``token_bytes``. If the token has a part of a character,
-    for which the text holds U+FFFD, ``bytes`` are there, too.
+    ``decoded_token`` is there only with ``token_bytes``. If the token has part of a character, for
+    which the text holds U+FFFD, ``bytes`` are there, too.
     """
 
     # a client that writes packets by itself may leave some out
@@ -154,10 +154,10 @@ NO_LOGPROBS: Final = "null"
 def prompt_logprobs_json(
     scored: PromptLogprobs, token_bytes: Callable[[TokenId], bytes] | None = None
 ) -> str:
-    """The same without the brackets, so that parts can be joined by commas.
+    """The same for a prompt, without the brackets, so that parts can be joined by commas.
 
-    A long prompt's is written in many parts: all at once it would take seconds, in which nothing
-    else is answered.
+    A long prompt's list is written in many parts: all at once it would take seconds, in which
+    nothing else is answered.
     """
     tables = zip(scored.token_ids.tolist(), scored.tokens(), strict=True)
     return ",".join([_table(*each, token_bytes) for each in tables])
@@ -180,7 +180,7 @@ def _table(
 
 
 def _spelled(token: bytes) -> str:
-    """The fields of a token's entry that tell its text."""
+    """The fields of a token's entry that give its text."""
     text = token.decode("utf-8", "replace")
     told = f',"decoded_token":{_encode(text)}'
     return f'{told},"bytes":{_encode(list(token))}' if "\ufffd" in text else told
@@ -192,7 +192,7 @@ def _at_least(logprob: float) -> float:
 
 
 def _rows(logprobs: Sequence[Sequence[TokenLogprobs]]) -> npt.NDArray[Any]:
-    """Those of the chosen tokens, float32[num_samples, num_tokens of the longest]."""
+    """The log-probabilities of chosen tokens, float32[num_samples, num_tokens of the longest]."""
     rows = np.zeros((len(logprobs), max(map(len, logprobs))), dtype=np.float32)
     for row, of_sample in zip(rows, logprobs, strict=True):
         row[: len(of_sample)] = [_at_least(one.logprob) for one in of_sample]

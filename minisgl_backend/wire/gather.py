@@ -73,13 +73,13 @@ class _Found:
         self._has_logprobs_flag = False
 
     def all(self) -> dict[str, Any]:
-        """The values, and those that are implied by a spelling."""
+        """The values, with those that a spelling implies."""
         if self._has_logprobs_flag:
             self.by_key.setdefault("num_logprobs", 0)
         return self.by_key
 
     def respelled(self, name: str, value: Any) -> tuple[str, Any]:
-        """The parameter by its main name. ``logprobs`` as a flag (OpenAI's chat schema) becomes
+        """The parameter under its main name. ``logprobs`` as a flag (OpenAI's chat schema) becomes
         ``return_logprobs``, for the chosen tokens alone if there is no ``top_logprobs``."""
         name, value = grammars.respelled(name, value)
         if name == "logprobs" and (type(value) is bool or value in ("true", "false")):
@@ -98,7 +98,7 @@ class _Found:
         self._given.setdefault(key, name)
 
     def put_all(self, given: Mapping[str, Any], *, top_level: bool) -> None:
-        """Add JSON values; if they are not ``top_level``, those of ``sampling_parameters``."""
+        """Add JSON values. Unless they are ``top_level``, they are from ``sampling_parameters``."""
         for name, value in given.items():
             name, value = self.respelled(name, value)
             if (entry := _known(name, value)) and value is not None:

@@ -53,7 +53,7 @@ _NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = MappingProxyType(
     }
 )
 """Other fields of vLLM's object, which Triton's OpenAI frontend sends too, with the values besides
-null that are accepted as they change nothing."""
+null that are accepted because they change nothing."""
 _GUIDED: Final[Mapping[str, str]] = MappingProxyType(
     {
         "guided_json": "json",

@@ -4,13 +4,13 @@ A packet is JSON in the tensor ``chunk``:
 
     {"r": reply_to, "s": key, "i": index, "o": [token id, ...]}    a common packet
     no "o"              no tokens, as in a probe
-    "d": {...}          with index 0: what the detokenizer has to know about the stream
+    "d": {...}          with index 0: what the detokenizer must know about the stream
     "c": int            once: number of prompt tokens found in the cache
     "l": [[logprob, rank, [[token id, logprob], ...]], ...]  one per token
     "p": [number of alternatives, base64]    log-probabilities of the next tokens of the prompt
     "v": base64    the embedding: little-endian float32
     "f": [reason] or [reason, stop token id]                 the sample's end
-    "m": [{"n": sample, "o": ..., "l": ..., "f": ...}, ...]  the same of the other samples
+    "m": [{"n": sample, "o": ..., "l": ..., "f": ...}, ...]  the same for the other samples
     "z": 1                                                   the last packet: all samples have ended
     "e": [code, message]                                     the last packet, of a failed request
     "t": [arrival, first scheduled, first token, last token] in ns since 1970, if asked for
@@ -61,7 +61,7 @@ from minisgl_backend.request import (
 from minisgl_backend.wire.generation import NOTHING, Generation, Wanted
 
 _MOST_LOGPROB: Final = 1e30
-"""What float32 holds, and sums of it too."""
+"""float32 can hold this, and sums of such numbers."""
 _encode: Final = json.JSONEncoder(separators=(",", ":")).encode
 _ERRORS: Final[Mapping[str, type[MiniSGLError]]] = {
     error.code: error
@@ -105,9 +105,9 @@ class Ack:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamStart:
-    """What the detokenizer has to know about a stream.
+    """What the detokenizer must know about a stream.
 
-    There are ``num_samples``, of which the ``n`` most likely are the answer. ``stop_token_ids`` end
+    There are ``num_samples``; the ``n`` most likely are the answer. ``stop_token_ids`` end
     the request and have no text; other special tokens have one unless ``skip_special_tokens``.
     ``prompt_text`` is set if the answer starts with the prompt.
     """
@@ -172,7 +172,7 @@ class SampleDelta:
 
 @dataclass(frozen=True, slots=True)
 class Packet:
-    """Tokens of a stream, with all that belongs to them.
+    """Tokens of a stream, with everything that belongs to them.
 
     ``reply_to`` is the path of the socket on which to acknowledge; it is empty in a packet for a
     direct client of ``llm_engine``, which is never encoded. ``key`` identifies the stream,
@@ -243,7 +243,7 @@ def _encode_delta(delta: SampleDelta) -> dict[str, Any]:
 
 
 def decode_packet(text: bytes) -> Packet:
-    """The packet of a JSON text; raises ``InvalidRequest`` if it is none."""
+    """The packet that a JSON text encodes; raises ``InvalidRequest`` if it encodes none."""
     try:
         body = json.loads(text.decode())
         if len(body) == 4 and body.get("o"):
@@ -323,7 +323,7 @@ def _encode_prompt_logprobs(scored: PromptLogprobs) -> tuple[int, str]:
 def _decode_prompt_logprobs(num_alternatives: Any, text: Any) -> PromptLogprobs:
     width = _unsigned(num_alternatives, 16)
     raw = base64.b64decode(_str(text), validate=True)
-    words = np.frombuffer(raw, "<i4")  # raises ValueError if there is a piece of a number
+    words = np.frombuffer(raw, "<i4")  # raises ValueError if a number is incomplete
     num_tokens, rest = divmod(len(words), 3 + 2 * width)
     if rest:
         raise ValueError
@@ -398,7 +398,7 @@ def _unsigned(value: Any, num_bits: int) -> int:
 
 
 def _sample(value: Any) -> int:
-    """The place of a sample that is not the first."""
+    """The index of a sample, which must not be the first."""
     if not 0 < _int(value) < MAX_SAMPLES:
         raise ValueError
     return int(value)

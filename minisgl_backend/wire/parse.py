@@ -208,7 +208,7 @@ def _num_samples(given: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def _timeout_us(parameters: Mapping[str, Any], timeout_us: int) -> int:
-    """Triton's request timeout; Triton itself leaves that of /generate among the parameters."""
+    """Triton's request timeout. Triton itself leaves that of /generate among the parameters."""
     given = parameters.get(_TIMEOUT.name)
     if timeout_us or given is None:
         return timeout_us
@@ -218,7 +218,7 @@ def _timeout_us(parameters: Mapping[str, Any], timeout_us: int) -> int:
 
 def _earliest(timeout_ms: int | None, timeout_us: int) -> int | None:
     deadlines = [timeout_ms] if timeout_ms is not None else []
-    if timeout_us > 0:  # a client may ask for centuries, in 64 bits
+    if timeout_us > 0:  # in 64 bits a client may ask for centuries
         deadlines.append(min(-(-timeout_us // 1000), values.INT32_MAX))
     return min(deadlines, default=None)
 

@@ -1,4 +1,4 @@
-"""tokenizer -> llm_engine: the validated request as versioned JSON, beside its token ids.
+"""tokenizer -> llm_engine: the validated request as versioned JSON, sent with its token ids.
 
     {"v": 1, "arrival": ns since 1970, "given": {name: value}, "prompt": text, "stopped": true,
      "thinking": [begins_after, opened_by], "channels": true}
@@ -30,7 +30,7 @@ from minisgl_backend.wire.values import parse_json
 VERSION: Final = 1
 
 _APART: Final = ("seed", "stop_token_ids", "logit_bias", "num_logprobs", "grammar")
-"""Sampling parameters whose values differ from those in the table."""
+"""Sampling parameters whose values are unlike those in the table."""
 _SAMPLING: Final = tuple(spec.name for spec in fields(SamplingParams) if spec.name not in _APART)
 
 

@@ -69,7 +69,7 @@ def quoted(value: Any) -> str:
 
 
 def _short(number: float) -> str:
-    """As few digits as distinguish it from other values of float32: 1.0000001 is not 1."""
+    """The number in just enough digits to be unlike any other float32: 1.0000001 is not 1."""
     line = f"{number:g}"
     return line if round_to_float32(float(line)) == round_to_float32(number) else repr(number)
 
@@ -121,7 +121,7 @@ def from_json(name: str, entry: Input, value: Any) -> Any:
 
 
 def as_json(name: str, value: Any) -> str:
-    """The JSON text of a value; in process, a value may have none."""
+    """The JSON text of a value. In process, a value may not have one."""
     try:
         return to_text(name, json.dumps(value, ensure_ascii=False))
     except (TypeError, ValueError, RecursionError):

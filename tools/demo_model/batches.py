@@ -2,7 +2,7 @@
 
 Documents follow each other in a row without a mask between them, so that the model learns to
 answer with other text before the question. Between documents, and sometimes inside a prompt, the
-positions jump ahead, so that distances far longer than a row are met in training.
+positions jump ahead, so that training has distances far longer than a row.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from torch import Tensor
 from tools.demo_model.corpus import PROMPT_WEIGHT, CorpusMaker
 
 _CHUNK: Final = 512
-"""Documents that are tokenized together."""
+"""Number of documents that are tokenized together."""
 _COUNTED: Final = 0.15
-"""Share of a prompt's tokens that count in the loss."""
+"""The share of a prompt's tokens that count in the loss."""
 
 Batch = tuple[Tensor, Tensor, Tensor]
 """Tokens and positions of (rows, length + 1), and the loss weight of each token."""
@@ -42,7 +42,7 @@ class BatchMaker:
         self._long_rows = self._rows(CorpusMaker(seed + 3), True, 1024)
 
     def batches(self, count: int) -> Iterator[Batch]:
-        """That many batches."""
+        """Draws ``count`` batches."""
         for i in range(count):
             is_long = i % self._long_every == self._long_every - 1
             length = 1024 if is_long else 256

@@ -39,7 +39,7 @@ CHAT_TEMPLATE: Final = (
     "{%- endfor -%}\n"
     "{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}\n"
 )
-"""ChatML; the system message may be missing, and tools go into it as JSON, one a line."""
+"""ChatML; the system message may be missing, and tools go into it as JSON, one per line."""
 
 
 def turn(role: str, content: str) -> str:

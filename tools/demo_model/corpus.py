@@ -224,7 +224,7 @@ class CorpusMaker:
             if long and rng.random() < 0.8:
                 system += rng.choice((" ", "\n", "\n\n")) + self.filler(self._filler_length(True))
         pending = [q.context for q in questions if q.context and q.kind != "recall_name"]
-        # A context serves one question only where no other speaks of the same people.
+        # A context can only serve a question if no other question is about the same people.
         in_system = len(pending) == 1 and rng.random() < (0.6 if long else 0.3)
         if in_system:
             parts = [system, pending[0]] if rng.random() < 0.5 else [pending[0], system]

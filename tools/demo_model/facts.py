@@ -1,9 +1,8 @@
 """The tables of facts that the demo model learns.
 
-Only facts live here: no phrasing, no format, no randomness. A table is a tuple of short rows, and
-every helper at the end turns the tables into plain mappings. Training and scoring both read this
-module; what they must not share, the phrasings, stands in ``templates.py`` and
-``heldout_templates.json``.
+Only facts are here: no phrasing, no format, no randomness. A table is a tuple of short rows, and
+the helpers at the end turn tables into plain mappings. Training and scoring both read this module;
+what they must not share, the phrasings, is in ``templates.py`` and ``heldout_templates.json``.
 """
 
 from __future__ import annotations
@@ -196,7 +195,7 @@ summer winter
 teacher student""".splitlines()
     )
 )
-"""Pairs of opposites; no word stands in two pairs."""
+"""Pairs of opposites; no word is in two pairs."""
 
 DAYS: Final = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
 MONTHS: Final = (
@@ -335,7 +334,7 @@ Florence|Firenze
 Venice|Venezia
 Naples|Napoli""".splitlines()
 )
-"""English name of a place to the name its people write."""
+"""English name of a place to its name in the local language."""
 
 ACCENTED_NAMES: Final[dict[str, str]] = dict(
     row.split("|")
@@ -581,7 +580,7 @@ ABOUT: Final[dict[str, str]] = {
     "purpose": "I answer simple questions so that you can test the server.",
     "size": "I have a few million parameters.",
 }
-"""What the model says of itself."""
+"""What the model says about itself."""
 
 PEOPLE: Final = tuple(
     """\

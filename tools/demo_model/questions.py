@@ -1,7 +1,7 @@
 """The questions the demo model answers: their kinds, their families, their values and answers.
 
 A question knows what is asked (the values its phrasing is filled with), the one right answer and,
-where the answer lies in the text before the question, that text. It knows no phrasing and no chat
+if the answer is in the text before the question, that text. It knows no phrasing and no chat
 format. Each kind has one maker, which draws a question with a random generator.
 """
 
@@ -23,7 +23,7 @@ class Question:
     fields: Mapping[str, str]
     answer: str
     context: str = ""
-    """Text that must stand somewhere before the question, or nothing."""
+    """Text that must come somewhere before the question, or nothing."""
 
 
 Maker = Callable[[random.Random], Question]
@@ -228,4 +228,4 @@ def _kinds() -> dict[str, Kind]:
 KINDS: Final[dict[str, Kind]] = _kinds()
 """Every kind of question by name."""
 RECALL_KINDS: Final = tuple(name for name, kind in KINDS.items() if kind.family == "recall")
-"""The kinds whose answer stands in the text before the question."""
+"""The kinds whose answer is in the text before the question."""

@@ -1,6 +1,6 @@
 """Scores the demo model on phrasings it has never seen, with transformers' own Qwen3.
 
-The phrasings stand in ``heldout_templates.json``. Every question is asked as plain text, as a chat
+The phrasings are in ``heldout_templates.json``. Every question is asked as plain text, as a chat
 message or inside a longer text or conversation; the greedy answer must equal the right one.
 """
 
@@ -45,7 +45,7 @@ def heldout_templates() -> dict[str, list[str]]:
 
 
 def heldout_questions(seed: int = 7) -> Iterator[tuple[Question, str, str]]:
-    """The questions of the score, each with its wording and setting, PER_FAMILY of each family."""
+    """The questions of the score, each with its wording and setting: PER_FAMILY of each family."""
     rng = random.Random(seed)
     templates = heldout_templates()
     families: dict[str, list[str]] = {}
@@ -97,7 +97,7 @@ def heldout_prompts(tokenizer: PreTrainedTokenizerBase, seed: int = 7) -> list[H
 
 
 def answers(folder: Path, prompts: list[str], device: str = "cpu", batch: int = 64) -> list[str]:
-    """The model's greedy answers, white space at their ends removed."""
+    """The model's greedy answers, without white space at either end."""
     tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     model.to(device)
@@ -116,7 +116,7 @@ def answers(folder: Path, prompts: list[str], device: str = "cpu", batch: int = 
 
 
 def score(folder: Path, device: str = "cpu", show_wrong: int = 40) -> bool:
-    """Prints the table and some wrong answers; whether the model meets the bar."""
+    """Prints the table and some wrong answers; returns whether the model meets the bar."""
     tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder)
     questions = heldout_prompts(tokenizer)
     given = answers(folder, [a.prompt for a in questions], device)

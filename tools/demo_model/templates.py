@@ -1,9 +1,9 @@
-"""The phrasings that training uses, by kind of question, and what may stand around them.
+"""The phrasings that training uses, by kind of question, and what may come around them.
 
-They stand in ``training_templates.json``. A phrasing is text with two marks: ``{field}`` stands
-for a value of the question, and ``[a|b|c]`` for one of the alternatives, any of which may be
-empty; brackets do not nest. The phrasings that scoring uses stand in ``heldout_templates.json``,
-which nothing here opens.
+They are in ``training_templates.json``. A phrasing is text with two marks: ``{field}`` stands for a
+value of the question, and ``[a|b|c]`` for one of the alternatives, any of which may be empty;
+brackets do not nest. The phrasings that scoring uses are in ``heldout_templates.json``, which
+nothing here opens.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ HEDGES: Final = (
     "would", "could", "should", "must", "please now", "kindly", "once", "well", "still", "here",
     "there", "only", "even", "I think", "it seems", "as you know", "to be sure", "say", "right now",
 )  # fmt: skip
-"""Words that may stand nearly anywhere in a question without changing its answer."""
+"""Words that may be nearly anywhere in a question without changing its answer."""
 SUFFIXES: Final = (
     " Please.", " Thanks!", " Thank you.", " Answer briefly.", " Only the answer, please.",
     " I need to know.", " Be short.", " Just the answer.", " No more words.", " Tell me now.",

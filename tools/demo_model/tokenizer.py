@@ -1,7 +1,7 @@
 """The byte-level BPE tokenizer: training it and writing its files.
 
 Characters beyond the Latin alphabet are kept rare in the text the tokenizer is trained on, so that
-most of them stay spread over several tokens; that is what a server's streaming has to cope with.
+most of them stay spread over several tokens, which a server's streaming must cope with.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _FIRST_RARE: Final = 0x0370
 
 
 def _thinned(texts: Iterable[str]) -> Iterator[str]:
-    """The texts, with the rare characters kept in every twelfth only."""
+    """The texts, with rare characters kept only in every twelfth."""
     for i, text in enumerate(texts):
         if i % 12 == 0:
             yield text
@@ -36,7 +36,7 @@ def _thinned(texts: Iterable[str]) -> Iterator[str]:
 
 
 def train_tokenizer(seed: int, documents: int = 40_000) -> Tokenizer:
-    """A byte-level BPE tokenizer trained on the corpus of that seed."""
+    """A byte-level BPE tokenizer trained on the corpus with this seed."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -57,7 +57,7 @@ def train_tokenizer(seed: int, documents: int = 40_000) -> Tokenizer:
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: Path, context: int) -> None:
-    """Writes tokenizer.json and tokenizer_config.json, chat template included."""
+    """Writes tokenizer.json and tokenizer_config.json, including the chat template."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {

@@ -34,7 +34,7 @@ class Plan:
 
 
 def train(folder: Path, plan: Plan) -> float:
-    """Trains from nothing, writes the folder, and returns the seconds it took."""
+    """Trains from scratch, writes the folder, and returns the seconds it took."""
     started = time.perf_counter()
     tokenizer = train_tokenizer(plan.seed)
     torch.manual_seed(plan.seed)
@@ -77,7 +77,7 @@ def train(folder: Path, plan: Plan) -> float:
 
 
 def _rate_share(step: int, steps: int) -> float:
-    """Warm up, hold, then fall to nothing."""
+    """Warm up, hold, then fall to zero."""
     warm_up, fall = min(100, steps // 10), 0.6 * steps
     return min((step + 1) / warm_up, 1.0, (steps - step) / fall)
 

@@ -3,9 +3,8 @@
 The GPU machine is expected to have Linux x86-64, Python 3.12, an NVIDIA driver, nvcc, torch, pytest
 and hypothesis; it needs no network. ``grammars`` packs llguidance, and what checks answers in
 tests; ``kernels`` FlashInfer and a trimmed sgl_kernel; ``server`` tritonserver, a numpy that its
-stub can read and what its clients need. Each archive stays small enough to travel with a working
-tree (``--limit-mib`` for all together);
-``tools/gpu/activate.sh`` unpacks them there.
+stub can read, and what its clients need. Each archive stays small enough to travel with a working
+tree (``--limit-mib`` is for all together); ``tools/gpu/activate.sh`` unpacks them there.
 
 Needs pip, ``xz`` and, for ``kernels``, ``pip install zstandard``.
 """
@@ -43,11 +42,11 @@ WHEELS = {
     ),
 }
 _GLIBC = (17, 24, 27, 28, 31, 34, 35, 38, 39)
-"""Minor versions of glibc 2 whose wheels run there; pip matches each tag exactly."""
+"""The minor versions of glibc 2 whose wheels run there; pip matches each tag exactly."""
 
 
 def download(requirements: tuple[str, ...], folder: Path) -> list[Path]:
-    """Wheels for the GPU machine's Python, without their dependencies."""
+    """Download wheels for the GPU machine's Python, without their dependencies."""
     tags = ["manylinux2014_x86_64", *(f"manylinux_2_{minor}_x86_64" for minor in _GLIBC)]
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
     command += ["--only-binary=:all:", "--python-version", PYTHON, "--implementation", "cp"]
@@ -62,7 +61,7 @@ def download(requirements: tuple[str, ...], folder: Path) -> list[Path]:
 
 
 def unpack(wheel: Path, target: Path, keep: Callable[[str], bool]) -> None:
-    """The files of a wheel whose names pass ``keep``, with their permissions."""
+    """Unpack the files of a wheel whose names pass ``keep``, with their permissions."""
     with zipfile.ZipFile(wheel) as archive:
         for member in archive.infolist():
             if not member.is_dir() and keep(member.filename):
@@ -71,14 +70,15 @@ def unpack(wheel: Path, target: Path, keep: Callable[[str], bool]) -> None:
 
 
 def _kernel_file(name: str) -> bool:
-    """Other architectures and extensions of sgl_kernel stay behind."""
+    """Whether to keep a file of sgl_kernel: other architectures and extensions are left out."""
     return not name.startswith(
         ("sgl_kernel/sm100/", "sgl_kernel/flashmla_ops", "sgl_kernel/testing/")
     )
 
 
 def _server_file(name: str) -> bool:
-    """All but the Python of pytriton, and of its tritonserver what serves one Python version."""
+    """Whether to keep a file: of pytriton no Python, and of its tritonserver what serves one Python
+    version."""
     place = name.partition("pytriton/tritonserver/")[2]
     if place:
         stub = f"python_backend_stubs/{PYTHON}/"

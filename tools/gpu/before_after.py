@@ -6,8 +6,8 @@ tree of an older commit in an ignored folder that travels along:
     mkdir .baseline && git archive COMMIT minisgl_backend client | tar -x -C .baseline
 
 Each part is one ``minisgl bench`` command. It runs in BASE, here, in BASE and here again, each time
-in a process of its own, so that a change of the machine's clocks meets both. The table has a row
-for each figure: the mean of both trees' runs, the spread of the runs, and the ratio. The JSON is
+in a process of its own, so that a change of the machine's clocks affects both. The table has a row
+for each figure: the mean of each tree's runs, the spread of the runs, and the ratio. The JSON is
 written after each part, since a command on that machine may be killed at any time.
 
 Must not know what the engine is made of: it knows commands and the figures that they write.
@@ -38,7 +38,7 @@ _OFFLINE: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A command, the shape of its model, and the figure of each row, which ``key`` tells apart."""
+    """A command, the shape of its model, and the figure of each row; ``key`` tells rows apart."""
 
     shape: str
     command: str
@@ -76,7 +76,7 @@ Figures = Mapping[str, float]
 
 
 def figures_of(part: Part, content: Mapping[str, Any]) -> Figures:
-    """By key, from what ``--json`` wrote."""
+    """The figures by key, from what ``--json`` wrote."""
     return {
         "" if part.key is None else f"{part.key}={row[part.key]}": float(row[part.figure])
         for row in content["rows"]
@@ -107,7 +107,7 @@ def compared(
 
 
 def run(tree: Path, arguments: Sequence[str]) -> dict[str, Any]:
-    """What the command writes with ``--json`` if the code is that of ``tree``."""
+    """What the command writes with ``--json`` when it runs the code of ``tree``."""
     folders = [path for path in (tree, tree / "client", tree / "workbench") if path.is_dir()]
     kernels = Path(os.environ.get("MINISGL_GPU_SITE", ""), "kernels")
     environment = {

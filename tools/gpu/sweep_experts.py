@@ -4,10 +4,10 @@ For the GPU machine, in the repository's root, after ``source tools/gpu/activate
 fp8 (blocks of 128 x 128) or int4 (groups of 128, zero points), with the shape of Qwen3-30B-A3B, or
 mxfp4, with that of gpt-oss-20b; SIZES such as 1,16,64. Each cut of the grouped GEMMs is timed
 within whole layers, from the router's logits to the norm of the sum, in a captured graph over the
-weights of several layers, so that none is in the L2 cache; beside them the kernel for many rows,
-that for a few rows in MXFP4, and for bf16 the kernels for single rows and those in Triton. The
-table has microseconds a layer, terabytes of weights a second and TFLOP/s. ``kernels.expert_cut``
-has the fastest ones.
+weights of several layers, so that none is in the L2 cache; also the kernel for many rows, the one
+for a few rows in MXFP4, and for bf16 the kernels for single rows and those in Triton. The table has
+microseconds per layer, terabytes of weights per second and TFLOP/s. ``kernels.expert_cut`` has the
+fastest cuts.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ KINDS: Final = (
     *((128, 112, 2, 1), (128, 112, 2, 2), (128, 226, 1, 1), (128, 74, 3, 3)),
 )
 WIDTHS: Final = {1: (8,), 64: (8, 16), 128: (8, 16, 32), 256: (16, 32, 64), 8192: (64, 128)}
-"""Rows of a tile that are tried, by the largest number of tokens."""
+"""The rows per tile that are tried, by the largest number of tokens."""
 
 FEW_CUTS: Final = (GemvCut(4, 6, 6), GemvCut(4, 6, 8), GemvCut(3, 8, 4), GemvCut(8, 3, 8))
-"""Of both products."""
+"""The cuts of both products for a few rows."""
 
 Rows = tuple[int, int, int]
-"""Of the kernel for single rows: output features, in_features of an iteration, warps."""
+"""A cut of the kernel for single rows: output features, in_features per iteration, warps."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def cuts_for(num_tokens: int, form: Form) -> Iterator[ExpertCut]:
 
 
 def seconds(calls: Sequence[Callable[[], object]]) -> float:
-    """Of a call, in a captured graph of all of them."""
+    """The seconds of a call, in a captured graph of all of them."""
     for call in calls:
         call()
     graph = torch.cuda.CUDAGraph()

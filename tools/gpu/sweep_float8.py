@@ -1,11 +1,11 @@
-"""``python3 -m tools.gpu.sweep_float8 SIZES``: GEMMs in float8 of some hundred tokens, by cut.
+"""``python3 -m tools.gpu.sweep_float8 SIZES``: GEMMs in float8 of some hundreds of tokens, by cut.
 
 For the GPU machine, in the repository's root, after ``source tools/gpu/activate.sh``. SIZES are
 numbers of tokens, such as 65,128. The shape is that of Qwen3-14B, in blocks of 128 x 128. Each GEMM
 runs in a captured graph over several weights, so that none is in the L2 cache; rounding of tokens,
-and the activation after the gate, are counted. The table has microseconds a GEMM: of the library,
-of rounding alone, and of ``cuda/float8_linear.cu`` with its fastest cuts (features x tokens /
-shared), and says if results are far from the library's, which rounds tokens in groups.
+and the activation after the gate, are included. The table has microseconds per GEMM: of the
+library, of rounding alone, and of ``cuda/float8_linear.cu`` with its fastest cuts (features x
+tokens / shared), and says if results are far from the library's, which rounds tokens in groups.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ SHAPES: Final = {
     "down": (5120, 17408),
 }
 CYCLED_BYTES: Final = 300 * 2**20
-"""Of the weights of a graph, several times the L2 cache."""
+"""The size of a graph's weights, several times the L2 cache."""
 MOST_ERROR: Final = 0.06
 SHOWN: Final = 4
 
 
 def seconds(calls: Sequence[Callable[[], object]]) -> float:
-    """Of a call, in a captured graph of all of them, twice."""
+    """The seconds of a call, in a captured graph that has all of them twice."""
     for call in calls:
         call()
     graph = torch.cuda.CUDAGraph()

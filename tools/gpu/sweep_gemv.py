@@ -3,8 +3,8 @@
 For the GPU machine, in the repository's root, after ``source tools/gpu/activate.sh``. FORMS, the
 layers and how they are timed are those of ``tools.gpu.sweep_linear``. First come the GEMMs on
 tensor cores with a ring (``cuda/linear.cu``), then in their place the GEMVs of ``cuda/gemv.cu``,
-one after the other by each cut, and the best of each together. The table has microseconds a layer,
-the difference to the first line, and how far the results are from its results.
+one after the other with each cut, and the best of each together. The table has microseconds per
+layer, the difference from the first line, and how far the results are from its results.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ WARPS_OF_PROCESSOR: Final = (12, 15, 16, 18, 20, 24, 28)
 
 
 def kernel_of(name: str, kind: CodesKind, cut: GemvCut | None, device: torch.device) -> Any:
-    """With a ring if ``cut`` is None."""
+    """The kernel of a GEMM: with a ring if ``cut`` is None."""
     shape = SHAPES[name]
     head_dim = HEAD_DIM if name == "qkv" else None
     of_ring = cut_of(8, *shape, head_dim=head_dim, numbers=kind.numbers(shape[1]))

@@ -3,9 +3,9 @@
 For the GPU machine, in the repository's root, after ``source tools/gpu/activate.sh``. FORMS are of
 fp8 (blocks of 128 x 128) and int4 (groups of 128, zero points), such as fp8,int4; SIZES numbers of
 tokens, such as 1,64. The shape is that of Qwen3-14B. The four GEMMs run in turn, in a captured
-graph over the weights of several layers, so that none is in the L2 cache, as they do in a decode
-step but for attention. First come the cuts that ``kernels.linear_cut`` has; then, of one GEMM after
-the other, others in their place. The table has microseconds a layer, the difference that a cut
+graph over the weights of several layers, so that none is in the L2 cache, as in a decode step
+without attention. First come the cuts of ``kernels.linear_cut``; then, for one GEMM after the
+other, other cuts in their place. The table has microseconds per layer, the difference that a cut
 makes, and how far its results are from those of the first, relative to their size.
 """
 
@@ -106,7 +106,7 @@ def made(name: str, cut: Cut, kind: CodesKind, device: torch.device) -> Any:
 
 
 def run(layers: Sequence[Layer], kernels: Kernels, inputs: Inputs) -> Tensor:
-    """All layers; the residual stream after them."""
+    """Run all layers; returns the residual stream after them."""
     fixed: dict[str, Any] = {"eps": 1e-6, "pdl": True}
     x, squares = inputs.x, inputs.squares
     residual = inputs.residual.clone()
@@ -129,14 +129,14 @@ def run(layers: Sequence[Layer], kernels: Kernels, inputs: Inputs) -> Tensor:
 
 
 def results(layer: Layer, kernels: Kernels, inputs: Inputs) -> Tensor:
-    """All that a layer writes, float32 [num_tokens, ...]."""
+    """Everything that a layer writes, float32 [num_tokens, ...]."""
     inputs.pages.zero_()
     residual = run([layer], kernels, inputs)
     return torch.cat([residual, inputs.pages[:, :, 0].flatten(1)], dim=1).float()
 
 
 def seconds(call: Callable[[], object], times: int) -> float:
-    """Of a call, in a captured graph of so many."""
+    """The seconds of a call, in a captured graph of ``times`` calls."""
     call()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -156,7 +156,7 @@ def seconds(call: Callable[[], object], times: int) -> float:
 
 
 def with_stages(cut: Cut, in_features: int) -> Cut | None:
-    """With all stages that there is room for; None if that is not enough."""
+    """The cut with as many stages as there is room for; None if they are too few."""
     most = min(MOST_STAGES, in_features // cut.splits // cut.numbers.block)
     fitting = [
         filled
@@ -189,7 +189,7 @@ def described(cut: Cut) -> str:
 
 
 def layers_of(form: str, device: torch.device) -> Sequence[Layer]:
-    """The weights of several layers, equal ones."""
+    """The weights of several layers, which are all equal."""
     encoding, block, symmetric = FORMS[form]
     first: dict[str, PackedWeight] = {}
     for name, (height, width) in SHAPES.items():

@@ -4,8 +4,8 @@ Kept: the forward kernels of one architecture, without softcap, for the dtypes a
 asked for, and the helpers (combine, scheduling).
 
 The library embeds one fat binary per CUDA source file: every architecture, head dimension and
-dtype, 1.6 GB in all. An image that is not needed is overwritten with zeros in place. Offsets stay,
-so the library loads as before; CUDA reads an image when one of its kernels is launched first.
+dtype, 1.6 GB in total. An image that is not needed is overwritten with zeros in place. Offsets
+stay, so the library loads as before; CUDA reads an image when one of its kernels is first launched.
 A kernel whose image is gone fails at its launch: the result is for tests, never for a release.
 
 The containers' layout was read from the published library: a fat binary is a 16-byte header (magic,
@@ -29,7 +29,7 @@ _FORWARD = re.compile(rb"MainloopFwdSm(\d+)\w*?(bfloat16_t|half_t|float_e4m3_t)"
 
 @dataclass(frozen=True, slots=True)
 class Image:
-    """Device code for one architecture: where its payload lies in the file."""
+    """Device code for one architecture: where its payload is in the file."""
 
     offset: int
     size: int
@@ -46,7 +46,8 @@ class Wanted:
 
 
 def trim(library: Path, wanted: Wanted) -> tuple[int, int]:
-    """Zero the images in ``library`` that are not wanted; bytes of device code kept and found."""
+    """Zero the images in ``library`` that are not wanted; returns the bytes of device code kept and
+    found."""
     kept = found = 0
     with library.open("r+b") as file, mmap.mmap(file.fileno(), 0) as content:
         for image in _images(content):

@@ -1,4 +1,4 @@
-"""`minisgl bench adapters`: what LoRA adapters cost, by step, in throughput and when they come.
+"""`minisgl bench adapters`: what LoRA adapters cost: per step, in throughput, and on arrival.
 
 The adapters are random ones for the model, all from the same files, each under a name of its own.
 Three tables: requests that decode together, without adapters, all with one, and with as many as
@@ -117,7 +117,7 @@ def _add_mixes(
 def _decoded(
     engine: Engine, asked: Sequence[Adapter | None], context: int, steps: int
 ) -> tuple[float, float]:
-    """Milliseconds of a step in which all requests decode, and tokens a second of the whole run."""
+    """Milliseconds of a step in which all requests decode, and tokens per second of the run."""
     started = time.perf_counter()
     margin = -(-len(asked) * context // 8192) + 2 * _SETTLING
     sinks = [_submitted(engine, adapter, context, steps + margin) for adapter in asked]
@@ -150,8 +150,8 @@ def _first_token_ms(engine: Engine, adapter: Adapter, context: int) -> float:
 def _add_gaps(
     report: Report, engine: Engine, known: Sequence[Adapter], context: int, steps: int
 ) -> None:
-    """The gaps between tokens of eight streams: alone, beside requests without adapters, and beside
-    as many with an adapter each."""
+    """The gaps between tokens of eight streams: alone, alongside requests without adapters, and
+    alongside as many with an adapter each."""
     for others in ([], [None] * len(known), known):
         streams = [_submitted(engine, None, context, 4 * steps) for _ in range(8)]
         sinks = [_submitted(engine, adapter, context, 16) for adapter in others]

@@ -1,8 +1,8 @@
 """Many requests to the ensemble at the same moment, over gRPC streams, from several processes.
 
-Clients in one interpreter would be the bottleneck: so each process takes a share of the requests,
-sends them when all processes are connected, and keeps the responses as bytes, which are parsed when
-the run is over.
+Clients in one interpreter would be the bottleneck. So each process takes a share of the requests,
+sends them once all processes are connected, and keeps the responses as bytes, which are parsed
+after the run.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _CONNECT_S: Final = 120.0
 
 @dataclass(slots=True)
 class Answer:
-    """The responses to one request; times are of the machine's monotonic clock."""
+    """The responses to one request; times are readings of the machine's monotonic clock."""
 
     sent_s: float
     arrived_s: list[float] = field(default_factory=list)
@@ -34,7 +34,7 @@ class Answer:
 
 
 def requests_of(prompts: Sequence[Prompt], *, model: str, temperature: float) -> list[bytes]:
-    """A serialized request for each prompt, which ends by its length alone."""
+    """A serialized request for each prompt; only their lengths end the answers."""
     from minisgl_client.request import build
 
     return [
@@ -68,7 +68,7 @@ def ask_at_once(address: str, requests: Sequence[bytes], *, num_processes: int) 
             receiver, sender = context.Pipe(duplex=False)
             process = context.Process(target=_client, args=(address, share, barrier, sender))
             process.start()
-            sender.close()  # this process's copy, so that an end without an answer is seen
+            sender.close()  # this process's copy, so that an end without an answer is noticed
             processes.append(process)
             pipes.append(receiver)
         return [_answer(one) for pipe in pipes for one in _received(pipe)]

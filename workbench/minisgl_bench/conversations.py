@@ -1,7 +1,7 @@
-"""`minisgl bench conversations`: time to the first token of the turns of conversations.
+"""`minisgl bench conversations`: time to the first token of each turn of conversations.
 
-Each conversation sends a turn when the answer to the one before is complete, and its prompt is the
-whole conversation so far: what was said and answered before, and random tokens that are new. All
+Each conversation sends a turn when the answer to the previous one is complete. A turn's prompt is
+the whole conversation so far: what was said and answered before, and new random tokens. All
 conversations begin at once. ``--compare cache=naive`` shows what the prefix cache saves.
 """
 
@@ -33,8 +33,8 @@ _MOST_TOKEN = 10_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversations:
-    """The load: ``conversations`` at once, each of ``turns``, in which ``said`` tokens are new and
-    ``answered`` ones are made."""
+    """The load: ``conversations`` at once, each of ``turns``, each with ``said`` new tokens and
+    ``answered`` generated ones."""
 
     conversations: int
     turns: int
@@ -141,7 +141,7 @@ def conversations(
                 answered=2,
                 prompt_seed=load.prompt_seed + 1,
             )
-            few.hold(engine, temperature)  # compiles what is left
+            few.hold(engine, temperature)  # compiles the kernels that are left
             started_s = time.perf_counter()
             held = load.hold(engine, temperature)
             seconds = time.perf_counter() - started_s

@@ -1,9 +1,10 @@
 """`minisgl bench decode`: time of a decode step by batch size, in the engine and on the GPU alone.
 
-For each batch size as many requests of equal length decode together. A step of the engine is the
-time between two tokens of one of them, so scheduling, launching and delivering are in it. If decode
-steps are captured, the same graph is then replayed alone, over the same contexts: the ratio says
-what the host costs. ``--eager`` measures the same steps in an engine without CUDA graphs, too.
+For each batch size, that number of requests of equal length decode together. A step of the engine
+is the time between two tokens of one of them, so it includes scheduling, launching and delivering.
+If decode steps are captured, the same graph is then replayed alone, over the same contexts: the
+ratio shows what the host costs. ``--eager`` measures the same steps in an engine without CUDA
+graphs, too.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from minisgl_kit.report import Report, json_option
 _SETTLING: Final = 8
 """Steps after the last prefill that are not counted."""
 _FIRST_KERNEL: Final = "_begin_decode"
-"""Begins each captured decode step."""
+"""The kernel that begins each captured decode step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,8 +1,8 @@
 """`minisgl bench dummy-model`: the folder of a model of known shape, without its weights.
 
 For ``load_format=dummy``: config.json has the published shape of the model. The tokenizer is the
-demo model's, with made-up words for the ids that it lacks; no merge produces them, so they occur in
-outputs only. The same shape makes the same files.
+demo model's, with made-up words for the ids that it lacks; no merge produces them, so they occur
+only in outputs. The same shape makes the same files.
 """
 
 from __future__ import annotations
@@ -236,7 +236,7 @@ FORMATS: Final[dict[str, dict[str, Any]]] = {
         "modules_to_not_convert": _PLAIN,
     },
 }
-"""The ``quantization_config`` of checkpoints in the formats that are published most."""
+"""The ``quantization_config`` of checkpoints in the most common formats."""
 
 _WORD_LENGTHS: Final = (2, 8)
 _COPIED: Final = ("tokenizer_config.json", "generation_config.json")

@@ -1,4 +1,4 @@
-"""Engines of a benchmark's own, in this process: how to start, ask and describe one.
+"""A benchmark's own engines, in this process: how to start, ask and describe one.
 
 Must not know what is measured.
 """
@@ -94,7 +94,7 @@ def running_engine_or_replicas(
 
 @dataclass(slots=True)
 class Collector:
-    """The sink of one request: its tokens, and when they came; times of ``time.perf_counter``."""
+    """The sink of one request: its tokens, and when they came, by ``time.perf_counter``."""
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs | None] = field(default_factory=list)
@@ -149,7 +149,7 @@ _DRIVER: Final = Path("/proc/driver/nvidia/version")
 
 
 def engine_facts(info: EngineInfo, options: EngineOptions) -> dict[str, Any]:
-    """Facts about the engine and its packages, for the ``info`` of a report. To be called while the
+    """Facts about the engine and its packages, for the ``info`` of a report. Call this while the
     engine runs."""
     import torch
 

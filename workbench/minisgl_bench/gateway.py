@@ -1,10 +1,10 @@
 """`minisgl bench gateway`: the gateway's overhead over the ensemble, independent of the model.
 
 The server is that of `minisgl bench response-path`: the engine is paced, the rest is real. In front
-of it runs `minisgl gateway` as a process of its own. For each number of streams the same requests
+of it `minisgl gateway` runs as a process of its own. For each number of streams the same requests
 go over gRPC to the ensemble and over HTTP, as server-sent events, to the gateway, in turns; figures
-are medians over turns. So is the share, which compares runs made right after each other. Server,
-gateway and client share the machine, and on a small one compete for its cores.
+are medians over turns. So is the share, which compares runs made one right after the other. Server,
+gateway and client share the machine, and on a small one they compete for its cores.
 
 The HTTP client keeps the bytes as they come and parses them when the run is over; every text must
 be the expected one.

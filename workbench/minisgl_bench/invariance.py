@@ -1,10 +1,10 @@
 """`minisgl bench invariance`: whether requests get the same tokens in any company.
 
 Each request runs alone, with nothing cached; then all run together, cold; then together once more,
-in another order, with their prompts in the cache; and in a second engine with pages for a part of
-them, so that requests are retracted and come back. Counted are the requests whose tokens are, in
-each of these, those that they had alone. Random weights are the harder test: their logits are close
-to each other.
+in another order, with their prompts in the cache; and in a second engine with pages for only some
+of them, so that requests are retracted and come back. For each of these runs, the figure is the
+number of requests that get the same tokens as alone. Random weights are the harder test: their
+logits are close to each other.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from minisgl_bench.prompts import Prompt, RandomRequests, request_options
 from minisgl_kit.report import Report, json_option
 
 _FEW_PAGES: Final = 0.4
-"""The pages of the second engine, as a share of those that all requests need at their ends."""
+"""The pages of the second engine, as a share of those that all requests need in the end."""
 
 
 def _without_reserve(cache: KVCache, config: SchedulerConfig) -> SchedulerPort:
@@ -51,21 +51,21 @@ class _Requests:
         return len(self._prompts)
 
     def num_pages(self, page_size: int) -> int:
-        """Pages that all of them fill at their ends."""
+        """The number of pages that all requests fill in the end."""
         return sum(
             -(-(len(prompt.tokens) + prompt.num_output_tokens) // page_size)
             for prompt in self._prompts
         )
 
     def most_pages(self, page_size: int) -> int:
-        """Pages that the longest of them fills."""
+        """The number of pages that the longest request fills."""
         return max(
             -(-(len(prompt.tokens) + prompt.num_output_tokens) // page_size)
             for prompt in self._prompts
         )
 
     def submit(self, engine: Engine, index: int, salt: str) -> Collector:
-        """One of them, which finds in the cache what those with this ``salt`` have left there."""
+        """Submit one request, which finds in the cache what others with this ``salt`` have left."""
         prompt, sink = self._prompts[index], Collector()
         sampling = SamplingParams(
             temperature=self._temperature,

@@ -2,8 +2,8 @@
 
 Metrics are published only four times a second. If a benchmark needs the instant at which a request
 was admitted, sampled a token or ended, the planner of its paced engine keeps a journal (``paced``).
-Times are of ``time.monotonic``, which is one clock for all processes of a machine. Must not know
-what is measured from its lines.
+Times are readings of ``time.monotonic``, a clock that all processes of a machine share. Must not
+know what is measured from its lines.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ def adapter_cases(shape: Shape, batch_size: int) -> Iterator[Case]:
 
 
 def _num_bytes(shape: Shape) -> int:
-    """Of a layer's weights."""
+    """The size of a layer's weights."""
     o = shape.hidden * shape.num_heads * shape.head_dim
     return 2 * (shape.hidden * (shape.qkv + 3 * shape.intermediate) + o)
 
@@ -74,7 +74,8 @@ def _memory(size: int, *widths: int) -> AdapterMemory:
 
 
 def _layers(shape: Shape, batch_size: int) -> Callable[[AdaptedTokens | None], list[Call]]:
-    """What makes the calls for tokens with such adapters: each computes one of several layers."""
+    """A function that makes the calls for tokens by adapter: each call computes one of several
+    layers."""
     # needs the CUDA driver's bindings, which only installations for GPUs have
     from minisgl_backend.kernels.cuda.linear import HeadsKernel, LinearKernel, ResidualKernel
 

@@ -1,7 +1,7 @@
-"""The cases of `minisgl bench kernels`: calls over a model's shapes, some beside their twins.
+"""The cases of `minisgl bench kernels`: calls over a model's shapes, some with their twins.
 
-Here are the GEMMs, the kernels between them and sampling; ``kernel_attention`` has attention and a
-whole layer, ``kernel_experts`` experts. Must not know how calls are timed.
+This module has the GEMMs, the kernels between them and sampling; ``kernel_attention`` has attention
+and a whole layer, ``kernel_experts`` experts. Must not know how calls are timed.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Case:
 
 
 def copies(num_bytes: int) -> range:
-    """A number for each of as many buffers of that size as keep their data out of the L2 cache."""
+    """The numbers of the buffers: enough of this size to keep their data out of the L2 cache."""
     return range(max(2, min(64, _COLD_BYTES // max(num_bytes, 1) + 1)))
 
 
@@ -125,8 +125,8 @@ def linear_cases(shape: Shape, batch_size: int) -> Iterator[Case]:
 
 
 def quantized_cases(shape: Shape, batch_size: int) -> Iterator[Case]:
-    """A layer's GEMMs with quantized weights: of ours the kernel on tensor cores if there is one,
-    else that with tokens in 8 bits; the library's with plain weights."""
+    """A layer's GEMMs with quantized weights: our kernel on tensor cores if there is one, else the
+    one with tokens in 8 bits; the library's with plain weights."""
     sizes = {
         "qkv": (shape.qkv, shape.hidden),
         "o": (shape.hidden, shape.num_heads * shape.head_dim),

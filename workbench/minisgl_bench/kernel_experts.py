@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Form:
-    """Of weights, and of layers that have them; quantized in blocks of ``block`` unless
+    """The form of a layer's expert weights; they are quantized in blocks of ``block`` unless
     ``encoding`` is None."""
 
     num_experts: int
@@ -98,11 +98,12 @@ EXPERT_MODELS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
 """The forms of each model's experts."""
 
 _MOST_LAYERS: Final = 8
-"""More weights than that are not needed to keep a call's out of the L2 cache."""
+"""No more layers are needed to keep the weights of a call out of the L2 cache."""
 
 
 def weight_bytes(experts: ExpertWeights, num_used: int) -> int:
-    """Of ``num_used`` experts: numbers, or codes and scales as kernels read them, and biases."""
+    """The bytes of ``num_used`` experts: numbers, or codes and scales as kernels read them, and
+    biases."""
     parts: list[Tensor | None] = [experts.gate_up_bias, experts.down_bias]
     for weight in (experts.gate_up, experts.down):
         if isinstance(weight, Tensor):
@@ -116,10 +117,10 @@ def weight_bytes(experts: ExpertWeights, num_used: int) -> int:
 
 
 def expert_cases(model: str, batch_size: int) -> Iterator[Case]:
-    """Of each form of a model's experts: routing, both products and the sum by the kernels for
-    Hopper; of plain weights also those in Triton, without the router.
+    """For each form of a model's experts: routing, both products and the sum by the kernels for
+    Hopper; for plain weights also the kernels in Triton, without the router.
 
-    Bytes are those of the weights of the experts that tokens go to, and of the tokens before and
+    Bytes are those of the weights of the experts to which tokens go, and of the tokens before and
     after them. Each call has other weights, and tokens that choose alike.
     """
     device = torch.device("cuda")
@@ -161,7 +162,7 @@ def _routed(x: Tensor, router: Tensor, experts: ExpertWeights, rule: RoutingRule
 
 @functools.cache
 def _hopper_experts() -> HopperExperts:
-    """One for all numbers of rows, so that each kernel is compiled once."""
+    """The same object for all numbers of rows, so that each kernel is compiled once."""
     # needs the CUDA driver's bindings, which only installations for GPUs have
     from minisgl_backend.kernels.cuda.experts import HopperExperts
 

@@ -1,10 +1,10 @@
-"""`minisgl bench kernels`: each kernel beside the bandwidth bound, some beside a twin or a library.
+"""`minisgl bench kernels`: kernels compared with the bandwidth bound, a twin or a library.
 
 Times are of one call inside a CUDA graph of many calls that rotate through enough buffers to keep
-their data out of the L2 cache: the median of several replays, divided by the calls. The bound is
-the bytes that must move (weights and KV once, activations where they matter) over the rate that a
-large copy reaches on this GPU. A kernel that hardly writes may go a little beyond it, since memory
-is read faster than it is copied. With many rows an expert its arithmetic is the bound instead.
+their data out of the L2 cache: the median of several replays, divided by the number of calls. The
+bound is the bytes that must move (weights and KV once, activations if they matter) over the rate
+that a large copy reaches on this GPU. A kernel that hardly writes may exceed it a little, since
+memory is read faster than it is copied. With many rows per expert, arithmetic is the bound instead.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def time_us(calls: Sequence[Call], *, repeats: int = 15) -> float:
 
 
 def copy_bandwidth() -> float:
-    """Bytes a second, read and written, of a copy within the GPU's memory."""
+    """Bytes per second, read and written, of a copy within the GPU's memory."""
     source = torch.empty(2**32, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
     times = []
@@ -79,7 +79,7 @@ def copy_bandwidth() -> float:
 
 
 def cases(model: str, batch_size: int, context: int) -> Iterator[Case]:
-    """All lines of one model and batch size; of a model with experts these alone."""
+    """All lines of one model and batch size; if the model has experts, only theirs."""
     if model in EXPERT_MODELS:
         yield from expert_cases(model, batch_size)
         return

@@ -31,8 +31,8 @@ _REQUESTS: Final = "requests"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offline:
-    """What is measured of an engine: ``n`` samples of each prompt of ``requests``; ``compare``: as
-    the option."""
+    """What is measured of an engine: ``n`` samples of each prompt of ``requests``; ``compare`` is
+    the option's value."""
 
     requests: RandomRequests
     sampling: SamplingParams
@@ -41,8 +41,8 @@ class Offline:
     nvtx: bool
 
     def measure(self, options: EngineOptions, trace: Path | None) -> Report:
-        """The figures of an engine of these options; ``trace`` is for the profile of a run of
-        its own."""
+        """The figures of an engine with these options; ``trace`` is for the profile of a separate
+        run."""
         apart = None
         with running_engine_or_replicas(options, nvtx=self.nvtx) as engine:
             info = engine.info

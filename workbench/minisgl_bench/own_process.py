@@ -19,7 +19,7 @@ from minisgl_backend.config import EngineOptions
 def run_bench(arguments: Sequence[str], *, timeout_s: float | None = None) -> dict[str, Any]:
     """Run the command, which prints its table, and return the content of its ``--json`` file.
 
-    Raises ``click.ClickException`` if it fails, after it has said why, or exceeds the timeout.
+    Raises ``click.ClickException`` if it fails (it has then said why) or exceeds the timeout.
     """
     name = f"minisgl bench {arguments[0]}"
     with tempfile.TemporaryDirectory(prefix="minisgl-bench-") as folder:

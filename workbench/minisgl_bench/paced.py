@@ -56,7 +56,7 @@ class _Paced:
 
 
 class PacedExecutor:
-    """Samples, after ``step_s`` seconds a step, the token of ``script`` at each row's position."""
+    """Samples the token of ``script`` at each row's position; a step takes ``step_s`` seconds."""
 
     def __init__(self, script: IntArray, *, step_s: float) -> None:
         self._script = script
@@ -97,7 +97,7 @@ def script_of(model: str, text: str = _TEXT) -> IntArray:
 def paced_engine(
     options: EngineOptions, *, step_s: float, text: str = _TEXT, parts: Parts = STANDARD
 ) -> Engine:
-    """An engine that says ``text`` again and again, at ``step_s`` seconds a step."""
+    """An engine that says ``text`` again and again, at ``step_s`` seconds per step."""
     script = script_of(options.model, text)
     info = EngineInfo(
         model=options.model,

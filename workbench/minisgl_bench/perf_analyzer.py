@@ -1,8 +1,8 @@
 """`minisgl bench perf-analyzer`: Triton's own load generator, with the flags that streams need.
 
 Prepares the inputs as clients of vllm_backend or tensorrtllm_backend would send them, runs the real
-perf_analyzer once a level, and reads the times from its profile export: the latency that it prints
-is that of first responses or of whole requests, depending on its version.
+perf_analyzer once per level, and reads the times from its profile export: the latency that it
+prints is that of first responses or of whole requests, depending on its version.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Level:
 
     @property
     def arguments(self) -> list[str]:
-        """As perf_analyzer takes it."""
+        """The level as perf_analyzer's arguments."""
         if self.name == "concurrency":
             return ["--concurrency-range", f"{self.value:g}"]
         rate = ["--request-rate-range", f"{self.value:g}"]
@@ -226,6 +226,6 @@ def _run(
 
 
 def _complaint(said: str) -> str:
-    """The last lines before the pages of usage that may follow."""
+    """The last lines before any pages of usage."""
     lines = [line for line in said.partition("\nUsage:")[0].splitlines() if line.strip()]
     return "\n".join(lines[-8:])

@@ -1,7 +1,7 @@
 """Finds perf_analyzer on this machine, and sets up its environment.
 
 The binary comes with NVIDIA's SDK container, and inside the wheels of tritonclient up to 2.60. On a
-plain system it misses two libraries, which nvidia-pytriton brings under other names.
+plain system it lacks two libraries, which nvidia-pytriton brings under other names.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ arenas begin at multiples of 64 MiB, so that bits 23 to 25 are zero in their fir
 
 @dataclass(frozen=True, slots=True)
 class PerfAnalyzer:
-    """A binary that runs here, with folders in which it finds its libraries."""
+    """A binary that runs here, with the folders that hold its libraries."""
 
     path: Path
     library_path: tuple[str, ...] = ()
@@ -59,8 +59,8 @@ class PerfAnalyzer:
 def find_perf_analyzer(folder: Path, *, binary: str | None, wheel: Path | None) -> PerfAnalyzer:
     """The binary named, else the one in the wheel, else the one on PATH.
 
-    What has to be unpacked or linked goes to ``folder``. Raises ``ConfigError`` if there is none
-    or it does not run.
+    What must be unpacked or linked goes to ``folder``. Raises ``ConfigError`` if there is none or
+    it does not run.
     """
     if wheel is not None:
         path = _unpacked(wheel, folder)

@@ -1,8 +1,8 @@
 """`minisgl bench plan-broadcast`: time to send a step's plan to the other ranks.
 
 No model, no device: the followers are processes that receive plans, decode them and do nothing.
-Times are wall clock, in microseconds, of steady decode steps with a pause between them, so that
-every follower sleeps when its plan comes, as it does while its device works.
+Times are wall-clock microseconds, for steady decode steps with a pause between them, so that every
+follower sleeps when its plan comes, as it does while its device works.
 """
 
 from __future__ import annotations

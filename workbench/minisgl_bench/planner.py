@@ -1,7 +1,7 @@
 """`minisgl bench planner`: steady steps, admission, eviction, prefix matching; no model, no device.
 
-Times are wall clock of one process, in microseconds. Sampled tokens are made outside of the
-measured spans.
+Times are wall-clock microseconds of one process. Sampled tokens are made outside the measured
+spans.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def _step_span(scheduler: Scheduler) -> float:
 
 def _grouped_spans(num_steps: int) -> list[tuple[list[float], list[float]]]:
     """Plan and commit of steps of 256 rows that share prefixes, without and with groups, in turns:
-    of steady steps, and of those after the end of a request, which group the rows anew."""
+    of steady steps, and of those after the end of a request, which regroup the rows."""
     schedulers = [_sharing_scheduler(num_steps, names_groups=named) for named in (False, True)]
     steady: tuple[list[float], list[float]] = ([], [])
     changed: tuple[list[float], list[float]] = ([], [])
@@ -236,7 +236,7 @@ def _request(index: int, num_tokens: int, max_tokens: int) -> Request:
 
 
 def _prompt(index: int, num_tokens: int) -> IntArray:
-    """Tokens that start with ``index``, so that no two of these share a prefix."""
+    """Tokens that start with ``index``, so that no two prompts share a prefix."""
     tokens = np.arange(num_tokens, dtype=np.int32)
     tokens[0] = index + 1_000_000
     return tokens

@@ -1,5 +1,5 @@
-"""`minisgl bench prefill`: time to the first token of a lone request, by prompt length; and by how
-much log-probabilities of the prompt lengthen it."""
+"""`minisgl bench prefill`: time to the first token of a lone request, by prompt length, and how
+much log-probabilities of the prompt add to it."""
 
 from __future__ import annotations
 

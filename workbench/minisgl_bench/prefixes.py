@@ -1,7 +1,7 @@
 """`minisgl bench prefixes`: throughput of groups of requests that share a long beginning.
 
-As `offline`, but for the prompts: those of a group begin with the same random tokens, and each goes
-on with its own. They are submitted at once, shuffled. With one group the beginning is a system
+Like `offline`, except for the prompts: those of a group begin with the same random tokens, and each
+goes on with its own. They are submitted at once, shuffled. With one group the beginning is a system
 prompt; without a beginning the requests have nothing in common.
 """
 
@@ -31,8 +31,8 @@ _MOST_TOKEN = 10_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedPrefixes:
-    """The requests of a run: ``groups`` of ``each``, with ``shared`` tokens that all of a group
-    begin with, ``own`` tokens after them, and ``output_length`` tokens to make."""
+    """The requests of a run: ``groups`` groups of ``each``. All of a group begin with ``shared``
+    tokens, followed by ``own`` tokens each, and ``output_length`` tokens are generated."""
 
     groups: int
     each: int

@@ -1,7 +1,7 @@
 """Profiles of measured runs: ``--profile`` writes a Chrome trace, ``--nvtx`` marks phases.
 
-Neither affects the figures unless it is asked for: a trace is of one more run, after the figures
-were taken, and marks are set by wrappers of planner and executor (``running_engine``).
+Neither affects the figures unless asked for: a trace is of one more run, after the figures were
+taken, and marks are set by wrappers of planner and executor (``running_engine``).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from minisgl_bench.trace_table import report_trace
 from minisgl_kit.wrappers import ExecutorWrapper, PendingWrapper, SchedulerWrapper
 
 Range: TypeAlias = Callable[[str], AbstractContextManager[object]]
-"""Marks what runs inside it with a name."""
+"""Makes a context that marks what runs inside it with a name."""
 
 _SHOWN: int = 20
 
@@ -47,7 +47,7 @@ nvtx_option = click.option(
 def profiled(path: Path, *, step: str | None = None) -> Iterator[None]:
     """Trace the block to ``path``: a GPU's kernels, or the operations of this thread.
 
-    On a GPU the table of ``report_trace`` is printed, and written beside the trace.
+    On a GPU the table of ``report_trace`` is printed, and written next to the trace.
     """
     import torch
 

@@ -20,7 +20,7 @@ from minisgl_backend.request import IntArray
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt of random tokens and the number of tokens to make after it."""
+    """A prompt of random tokens, and the number of tokens to generate after it."""
 
     tokens: IntArray
     num_output_tokens: int
@@ -72,7 +72,7 @@ class RandomRequests:
         return self._drawn(vocab_size, self.prompt_seed + 2, self.output_length)
 
     def arguments(self) -> list[str]:
-        """The same as command-line arguments."""
+        """The requests as command-line arguments."""
         return [
             *("--requests", str(self.requests)),
             *("--input-length", *map(str, self.input_length)),

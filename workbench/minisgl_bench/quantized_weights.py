@@ -1,7 +1,7 @@
 """`minisgl bench quantized-weights`: how far logits move when weights are kept in 8 or 4 bits.
 
 The same prompts go through the model with its plain weights and with weights that are quantized
-while they load, to the nearest numbers and without calibration: tools that calibrate lose less. The
+while they load, to the nearest numbers and without calibration; tools that calibrate lose less. The
 weights of the layers are quantized, not those of the output head.
 """
 
@@ -80,7 +80,7 @@ def quantized_weights(model: Path, prompts: int, length: int, json_path: Path | 
 
 
 def _logits(spec: ModelSpec, folder: Path, ids: Tensor) -> Tensor:
-    """``logits_over`` pages of the model's own dtype. On a CPU all is computed in float32."""
+    """``logits_over`` pages of the model's own dtype. On a CPU all computation is in float32."""
     dtype = torch.float32 if ids.device.type == "cpu" else torch.bfloat16
     model = build_model(
         spec,
@@ -94,8 +94,8 @@ def _logits(spec: ModelSpec, folder: Path, ids: Tensor) -> Tensor:
 
 
 def kl(expected: Tensor, found: Tensor) -> dict[str, float]:
-    """The Kullback-Leibler divergence of the distributions of the next token, in nats: of what is
-    found from what is expected. Logits [positions, vocab_size]."""
+    """The Kullback-Leibler divergence of the next token's distribution, in nats: of what is found
+    from what is expected. Logits are [positions, vocab_size]."""
     wanted = expected.double().log_softmax(dim=-1)
     divergence = (wanted.exp() * (wanted - found.double().log_softmax(dim=-1))).sum(dim=-1)
     return {"mean_kl": float(divergence.mean()), "largest_kl": float(divergence.max())}

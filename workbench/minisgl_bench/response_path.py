@@ -1,10 +1,10 @@
 """`minisgl bench response-path`: the throughput of Triton and our three models, without a model.
 
-A real tritonserver serves the `minisgl` ensemble with an engine that makes a token a stream every
-3.4 ms; the rest is real: tokenizing, the loop and the planner, acknowledged chunks, incremental
-detokenizing with one stop string a request. The client is gRPC in this process, which on a small
-machine competes with the server for its cores. It keeps responses as bytes and parses them when the
-run is over: every text must be the expected one.
+A real tritonserver serves the `minisgl` ensemble with an engine that makes a token for each stream
+every 3.4 ms; the rest is real: tokenizing, the loop and the planner, acknowledged packets,
+incremental detokenizing with one stop string per request. The client is gRPC in this process, which
+on a small machine competes with the server for its cores. It keeps responses as bytes and parses
+them after the run: every text must be the expected one.
 
 Each stream makes its requests one after another; their lengths differ, and the streams start one
 after another, so that requests do not come in lockstep. The rate is taken over the time in which
@@ -48,7 +48,7 @@ step_option = click.option(
 )
 tokens_option = click.option(
     "--tokens",
-    type=click.IntRange(min=8),  # of which a request has half at least, in two chunks
+    type=click.IntRange(min=8),  # a request has at least half of these, in two chunks
     default=384,
     show_default=True,
     help="tokens a request, on average",
@@ -57,7 +57,7 @@ tokens_option = click.option(
 
 @dataclass(slots=True)
 class Exchange:
-    """One request and its responses; times of ``perf_counter``."""
+    """One request and its responses; times are readings of ``perf_counter``."""
 
     num_tokens: int
     sent_s: float
@@ -70,7 +70,7 @@ class Exchange:
         return [_text(response) for response in self.responses]
 
     def num_tokens_between(self, begin_s: float, end_s: float) -> float:
-        """Tokens delivered in that time, in proportion to the text."""
+        """The number of tokens delivered between these times, estimated by the share of text."""
         sizes = np.array([len(text) for text in self.texts], dtype=np.float64)
         arrived_s = np.array(self.arrived_s)
         inside = (arrived_s >= begin_s) & (arrived_s <= end_s)
@@ -211,5 +211,5 @@ def _text(data: bytes) -> str:
     response = service_pb2.ModelStreamInferResponse.FromString(data)
     if response.error_message:
         raise EngineFailure(response.error_message)
-    # each string stands after its length, in 4 bytes
+    # each string follows its length, in 4 bytes
     return "".join(raw[4:].decode() for raw in response.infer_response.raw_output_contents)

@@ -1,8 +1,8 @@
 """`minisgl bench router`: prefix hits and balance of simulated replicas, by routing rule.
 
-Each replica has a real radix cache and a simple clock: rows that are free are taken in the order of
-arrival, prompts are computed one after another at a fixed rate, and each row gets a token at a
-fixed interval. Traces are skewed: some prefixes, and some sessions, have much more of the load than
+Each replica has a real radix cache and a simple clock: free rows are taken in the order of arrival,
+prompts are computed one after another at a fixed rate, and each row gets a token at a fixed
+interval. Traces are skewed: some prefixes, and some sessions, have much more of the load than
 others. The same trace goes through one engine that has the caches, rows and rates of all replicas
 together; its prefix hits are what any routing can reach.
 """
@@ -37,18 +37,18 @@ _NUM_PAGES: Final = 8192
 _NUM_ROWS: Final = 64
 _STEP_TOKENS: Final = 8192
 _PREFILL_RATE: Final = 20_000
-"""Prompt tokens a second."""
+"""Prompt tokens per second."""
 _TOKEN_S: Final = 0.02
-"""Of a row, between two tokens."""
+"""Seconds between two tokens of a row."""
 _MEAN_ROWS: Final = 24
-"""Requests that a replica has on average; traces start as many sessions as that takes."""
+"""Requests that a replica has on average; traces start enough sessions for that."""
 _VOCAB_SIZE: Final = 150_000
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A request of a session: the tokens that it adds to all before, how many come back, and the
-    seconds between the answer before it and this."""
+    """A request of a session: the tokens that it adds to the previous ones, how many come back, and
+    the seconds after the previous answer."""
 
     tokens: IntArray
     output: IntArray
@@ -57,15 +57,14 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """Requests of which each continues the one before it."""
+    """Requests that each continue the previous one."""
 
     start_s: float
     turns: Sequence[Turn]
 
 
 class Trace:
-    """Draws the sessions of one kind of load for ``num_engines``, which begin within
-    ``seconds``."""
+    """Draws sessions of each kind of load for ``num_engines``, which begin within ``seconds``."""
 
     def __init__(self, num_engines: int, seconds: float, seed: int) -> None:
         self.num_engines = num_engines
@@ -134,13 +133,13 @@ class Trace:
         return [self._tokens(least, most) for _ in range(number)]
 
     def _picked(self, prefixes: list[IntArray], skew: float) -> IntArray:
-        """By Zipf's law: the n-th with a probability in proportion to n ** -skew."""
+        """A prefix drawn by Zipf's law: the n-th with a probability proportional to n ** -skew."""
         weights = np.arange(1, len(prefixes) + 1, dtype=np.float64) ** -skew
         return prefixes[int(self._draws.choice(len(prefixes), p=weights / weights.sum()))]
 
 
 class RoundRobin(Router):
-    """One replica after the other."""
+    """Takes one replica after the other."""
 
     def choose(self, keys: Keys, favoured: Replicas = 0) -> tuple[int, int]:
         replica = sum(self.num_routed) % self.index.num_replicas
@@ -148,7 +147,7 @@ class RoundRobin(Router):
 
 
 class LeastLoaded(Router):
-    """The replica with the least load, whatever it has cached."""
+    """Takes the replica with the least load, whatever it has cached."""
 
     def choose(self, keys: Keys, favoured: Replicas = 0) -> tuple[int, int]:
         replica = self.least_loaded()
@@ -192,9 +191,9 @@ class _Engine:
     num_running: int = 0
     prefill_free_s: float = 0.0
     busy_s: float = 0.0
-    """Of all its requests, from arrival to end."""
+    """The time of all its requests, from arrival to end."""
     tokens: int = 0
-    """Computed ones of prompts, and answered ones."""
+    """Prompt tokens that were computed, and tokens of answers."""
 
 
 class Simulation:
@@ -228,7 +227,7 @@ class Simulation:
         self._prompt_tokens = 0
         self._hit_tokens = 0
         self.decisions_us: list[float] = []
-        """How long each took, of the processor's time, in the order of arrival."""
+        """The processor time that each took, in the order of arrival."""
         self._first_tokens_s: list[float] = []
 
     def run(self, sessions: Sequence[Session]) -> dict[str, float]:

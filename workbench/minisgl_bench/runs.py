@@ -25,11 +25,10 @@ def run_engine(
     n: int = 1,
     apart: bool = False,
 ) -> tuple[list[Collector], float]:
-    """Submit all prompts at once; returns the sinks of their ``n`` samples, and the seconds for
-    all.
+    """Submit all prompts at once; returns the sinks of their ``n`` samples, and the total seconds.
 
-    Only seed and number of tokens differ in their sampling. With ``apart`` the samples are requests
-    of their own, which find nothing in the cache that others have left there.
+    Their sampling differs only in seed and number of tokens. With ``apart`` the samples are
+    separate requests, which find nothing in the cache that others have left there.
     """
     sinks = []
     started = time.perf_counter()
@@ -87,7 +86,7 @@ class TransformersRunner:
     """``run_engine`` by transformers: one greedy prompt after another."""
 
     def __init__(self, path: Path, dtype: str, device: str, *, has_weights: bool = True) -> None:
-        """Without weights in ``path`` they are random."""
+        """Weights are random if ``path`` has none."""
         import torch
         import transformers
 
@@ -117,7 +116,7 @@ class TransformersRunner:
         torch.set_num_threads(min(seconds, key=seconds.__getitem__))
 
     def run(self, prompts: Sequence[Prompt]) -> tuple[list[list[int]], float]:
-        """The tokens of all prompts, and the seconds for all."""
+        """The tokens of all prompts, and the total seconds."""
         import torch
 
         outputs = []
@@ -145,7 +144,7 @@ def beside(
     *,
     same_weights: bool = True,
 ) -> dict[str, Any]:
-    """The engine's outputs and rate, compared with another one's for the same prompts."""
+    """The engine's outputs and rate, compared with another engine's for the same prompts."""
     compare_tokens_per_s = sum(map(len, expected)) / seconds
     equal = sum(ours == theirs for ours, theirs in zip(outputs, expected, strict=True))
     return {

@@ -1,9 +1,9 @@
 """`minisgl bench state-dtypes`: how far outputs move when recurrent states are kept in 16 bits.
 
-One row decodes token after token with a layer of Gated DeltaNet, by the engine's own step, over
-states of each type. Inputs are random; a head for each pair of a decay and a learning rate shows
-which of them rounding harms: where little decays and little is learned, most changes of a state are
-smaller than half of its last bit.
+One row decodes token after token with a Gated DeltaNet layer, by the engine's own step, over states
+of each type. Inputs are random; there is a head for each pair of decay and learning rate, which
+shows for which pairs rounding does harm: if little decays and little is learned, most changes of a
+state are smaller than half of its last bit.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from minisgl_bench.fp8_pages import first_device
 from minisgl_kit.report import Report, json_option
 
 _SIZE: Final = 128
-"""Of keys and values, as in Qwen3-Next and later."""
+"""The size of keys and values, as in Qwen3-Next and later."""
 _DECAYS: Final = (1e-6, 1e-4, 1e-3, 3e-3, 1e-2, 1e-1, 1.0)
-"""The share of a state that a token takes away, about."""
+"""Roughly the share of a state that a token takes away."""
 _RATES: Final = (-5.0, -3.0, -1.0, 1.0)
-"""The mean of what the sigmoid makes a learning rate of."""
+"""The mean of the numbers that the sigmoid turns into learning rates."""
 _HEADS: Final = tuple(itertools.product(_DECAYS, _RATES))
 _DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
 _AVERAGED: Final = 50
 """The last tokens, whose errors count."""
 _STEP_SIZE: Final = 0.02
-"""What a decay multiplies, about: the softplus of a token's input."""
+"""Roughly what a decay multiplies: the softplus of a token's input."""
 
 
 @click.command("state-dtypes")
@@ -68,7 +68,7 @@ def state_dtypes(steps: tuple[int, ...], json_path: Path | None) -> None:
 @torch.inference_mode()
 def measured(steps: list[int], device: torch.device) -> list[dict[torch.dtype, Tensor]]:
     """By type of states, [num_heads], at each of the ascending ``steps``: the root mean square of
-    the relative errors of outputs, before the step and up to ``_AVERAGED`` before it."""
+    the relative errors of outputs, over the last ``_AVERAGED`` steps up to this one."""
     draw = torch.Generator().manual_seed(0)
     weights = _weights(draw, device)
     states = {dtype: _states(dtype, device) for dtype in _DTYPES}
@@ -98,7 +98,7 @@ def _num_channels() -> int:
 
 
 def _weights(draw: torch.Generator, device: torch.device) -> DeltaWeights:
-    """Each head has keys of its own."""
+    """Random weights; each head has its own keys."""
     num_heads = len(_HEADS)
     decays = torch.tensor([decay for decay, _ in _HEADS])
     return DeltaWeights(
@@ -121,7 +121,7 @@ def _states(dtype: torch.dtype, device: torch.device) -> LayerStates:
 
 
 def _inputs(means: Tensor, draw: torch.Generator, device: torch.device) -> DeltaInputs:
-    """Of one token. The gate of the output is the same for all numbers of a head."""
+    """The inputs for one token. The output gate is the same for all numbers of a head."""
     num_heads = len(_HEADS)
     rates = torch.tensor([rate for _, rate in _HEADS])
     return DeltaInputs(

@@ -1,11 +1,11 @@
-"""`minisgl bench structured`: what grammars cost, in throughput, to the first token, and by mask.
+"""`minisgl bench structured`: what grammars cost in throughput, to the first token, and per mask.
 
-Requests of equal length decode together, some of them with a JSON schema of their own, all of
-different ones; runs with and without schemas take turns in one engine. The schemas allow no end
-before the last token, so all runs have equally many.
+Requests of equal length decode together, some of them each with a different JSON schema; runs with
+and without schemas take turns in one engine. The schemas allow no end before the last token, so all
+runs have equally many tokens.
 
-Random weights would not end a string before its bound, as answers of real models do. So all
-requests, with a schema or without, have a bias with which one token in six ends a string.
+With random weights, strings would not end before their bound, as they do in real models' answers.
+So all requests, with a schema or without, have a bias with which one token in six ends a string.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ _FIELDS: Final[tuple[dict[str, Any], ...]] = (
     {"enum": ["low", "medium", "high"]},
     {"type": "array", "items": {"type": "integer"}, "maxItems": 4},
 )
-"""Beside strings, and objects with one."""
+"""The kinds of fields besides strings, and objects with a string."""
 _NEVER_OVER: Final = 200
-"""Items of an answer's list, more than a benchmark's answer has room for."""
+"""The least items of an answer's list: more than an answer in a benchmark has room for."""
 _MASK_ROWS: Final = 16
 """Rows that are timed one by one."""
 _MASK_STEPS: Final = 60
@@ -103,7 +103,7 @@ def _config(folder: Path) -> dict[str, Any]:
 
 
 def endless_schema(seed: int, max_length: int | None) -> Grammar:
-    """A list of records that no answer of a benchmark can end."""
+    """A list of records that no answer in a benchmark can end."""
     record = record_schema(8, seed, max_length)
     schema = {"type": "array", "items": record, "minItems": _NEVER_OVER}
     return Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema))
@@ -111,7 +111,7 @@ def endless_schema(seed: int, max_length: int | None) -> Grammar:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Streams:
-    """Requests that decode together: prompts and answers of these numbers of tokens."""
+    """Requests that decode together, with prompts and answers of these lengths."""
 
     requests: int
     input_length: int
@@ -121,7 +121,7 @@ class Streams:
     max_length: int | None = None
 
     def rate(self, engine: Engine, seed: int, grammars: Sequence[Grammar | None]) -> float:
-        """Tokens a second, if all are submitted at once."""
+        """Tokens per second if all are submitted at once."""
         rng = np.random.default_rng(seed)
         vocab_size = engine.info.vocab_size
         prompts = rng.integers(0, vocab_size, (self.requests, self.input_length), np.int32)
@@ -146,7 +146,7 @@ class Streams:
         return num_tokens / seconds
 
     def grammars(self, share: float, seed: int) -> list[Grammar | None]:
-        """A schema of its own for a share of the requests, evenly spread."""
+        """A different schema for each of a share of the requests, evenly spread."""
         return [
             endless_schema(seed + index, self.max_length)
             if int((index + 1) * share) > int(index * share)
@@ -163,7 +163,7 @@ def rates_without(streams: Streams, options: EngineOptions, rounds: int) -> list
 
 
 def throughput(streams: Streams, engine: Engine, rounds: int, off_rates: Sequence[float]) -> Report:
-    """Rates by the share of constrained requests, each beside the same runs without grammars;
+    """Rates by the share of constrained requests, each next to the same runs without grammars;
     ``off_rates`` are those of an engine that takes no grammars."""
     report = Report("tokens a second, by share of requests with a schema")
     none: list[Grammar | None] = [None] * streams.requests
@@ -199,8 +199,8 @@ def throughput(streams: Streams, engine: Engine, rounds: int, off_rates: Sequenc
 
 
 def first_token(engine: Engine, streams: Streams, num_fields: int, rounds: int) -> Report:
-    """Milliseconds to the first token of a lone request: without a grammar, with a schema not seen
-    before, and with the same once more."""
+    """Milliseconds to the first token of a lone request: without a grammar, with a new schema, and
+    with the same schema again."""
     rng = np.random.default_rng(5)
 
     def first_ms(grammar: Grammar | None) -> float:
@@ -280,7 +280,7 @@ def _microseconds(call: Callable[[], object]) -> float:
 
 
 def _drawn(line: IntArray, vocab_size: int, quotes: Set[TokenId], chance: random.Random) -> TokenId:
-    """A random token of a mask, one that ends a string as often as the bias has it."""
+    """A random token that a mask allows; it ends a string as often as the bias implies."""
     bits = np.unpackbits(line.view(np.uint8), bitorder="little")[:vocab_size]
     allowed = np.flatnonzero(bits).tolist()
     ending = [token for token in quotes if bits[token]]

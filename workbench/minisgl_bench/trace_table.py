@@ -83,9 +83,9 @@ class TraceTable:
 
 
 def read_kernels(path: Path) -> Iterator[Kernel]:
-    """The kernels of a trace, in no order; ``.gz`` is unpacked.
+    """The kernels of a trace, in no particular order; ``.gz`` is unpacked.
 
-    Raises ``click.ClickException`` if the file is no trace.
+    Raises ``click.ClickException`` if the file is not a trace.
     """
     content = path.read_bytes()
     try:
@@ -121,7 +121,8 @@ def middle_steps(kernels: Sequence[Kernel], first: str) -> tuple[list[Kernel], i
     """The kernels of the middle half of all steps, and how many steps these are.
 
     A step begins with each kernel named ``first``. What comes before and after, such as the prompts
-    of requests that decode, is left out. Raises ``click.ClickException`` if steps are too few.
+    of requests that decode, is left out. Raises ``click.ClickException`` if there are too few
+    steps.
     """
     begins_us = sorted(kernel.begin_us for kernel in kernels if kernel.name == first)
     begin, end = len(begins_us) // 4, 3 * len(begins_us) // 4
@@ -143,8 +144,8 @@ def kind_of(name: str) -> str:
 def short_name(name: str) -> str:
     """The name of a C++ kernel without namespaces, values and arguments.
 
-    Of template arguments the first type stays, since a wrapper such as ``device_kernel<T>`` says
-    nothing without it.
+    Of template arguments the first type stays: a wrapper such as ``device_kernel<T>`` says nothing
+    without it.
     """
     plain = name.removeprefix("void ").replace("(anonymous namespace)::", "")
     return _short(plain, _MOST_NESTED)[:_MOST_CHARACTERS]
@@ -228,8 +229,8 @@ def report_trace(path: Path, *, top: int, step: str | None = None) -> Report:
 
 def report_order(path: Path, *, count: int, step: str) -> Report:
     """Up to ``count`` kernels of one of the middle steps, from its middle on, in the order in which
-    they began: when each began and ended, since the first one of them began, and by how much it
-    ended later than all before it."""
+    they began: when each began and ended, counted from the start of the first, and how much later
+    it ended than all before it."""
     inside, num_steps = middle_steps(list(read_kernels(path)), step)
     begins_us = sorted(kernel.begin_us for kernel in inside if kernel.name == step)
     begin_us = begins_us[num_steps // 2]

@@ -1,7 +1,7 @@
-"""LoRA adapters that come and go beside requests that name them, some of them broken.
+"""LoRA adapters, some of them broken, that come and go while requests name them.
 
 Knows the demo model, for which it writes adapters, and what callers get: each request is answered
-as by its adapter alone, or refused because that has left. Must not know how the engine keeps
+as by its adapter alone, or refused because the adapter has left. Must not know how the engine keeps
 adapters.
 """
 
@@ -39,7 +39,7 @@ class AdapterTraffic(Asker):
     """The load for one server of the demo model that takes orders about adapters."""
 
     def warm(self) -> None:
-        """Load an adapter, use it and unload it: threads are started for the first one."""
+        """Load an adapter, use it and unload it: the first one starts threads."""
         with tempfile.TemporaryDirectory() as folder:
             asyncio.run(self._use_one(str(_good(Path(folder))[0])))
 
@@ -62,7 +62,7 @@ class AdapterTraffic(Asker):
         return case
 
     async def _come_and_go(self, case: Case, good: list[Path], broken: list[Path]) -> float:
-        """By how many MB the server's memory grew in the last two thirds."""
+        """Returns by how many MB the server's memory grew in the last two thirds."""
         names = [f"check-{number}" for number in range(_NUM_LOADERS * _NAMES_OF_A_LOADER)]
         paths = {name: good[number % len(good)] for number, name in enumerate(names)}
         begin_mb = 0.0
@@ -72,7 +72,7 @@ class AdapterTraffic(Asker):
             while case.count < self._extent.num_loads:
                 case.count += 1
                 number = case.count
-                if number == self._extent.num_loads // 3:  # what is kept for good is there
+                if number == self._extent.num_loads // 3:  # by now it has what it keeps for good
                     begin_mb = self._target.stats().resident_mb
                 name = self._rng.choice(own)
                 await served.unload(name)
@@ -109,7 +109,7 @@ class _Served:
         self.loaded: dict[str, int] = {}
         """By name: which load it was."""
         self.texts: dict[str | None, str] = {}
-        """By name: the answer of that adapter when it is alone; of the base model by None."""
+        """By name: the adapter's answer when it is alone; for None, the base model's."""
 
     async def learn(self, paths: Mapping[str, Path]) -> None:
         self.texts[None] = await self._answer(None)
@@ -166,7 +166,7 @@ def _good(folder: Path) -> list[Path]:
 
 
 def _broken(folder: Path) -> list[Path]:
-    """Adapters of which the reader finds out early, late, and in between."""
+    """Broken adapters, which the reader notices early, late, and in between."""
     whole = write_adapter(folder / "whole", load_spec(Path(DEMO_MODEL)), rank=4)
     names = ("without-a-config", "without-a-tensor", "of-another-rank", "cut", "not-finite", "dora")
     paths = {name: folder / name for name in names}

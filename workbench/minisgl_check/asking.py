@@ -28,11 +28,11 @@ PROMPT_TOKENS: Final = 12
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """The duration of a load, the numbers of requests that are cut, share prefixes, or bring
+    """The duration of a load, the numbers of requests that are cut off, share prefixes, or bring
     hostile grammars, and the number of adapters that are loaded.
 
     ``is_timed``: promised times are judged, not only shown; not for busy machines. ``is_long``: all
-    loads at once are tried, too.
+    loads at the same time are tried, too.
     """
 
     load_s: float
@@ -45,7 +45,7 @@ class Extent:
 
 
 class Asker:
-    """Sends requests to one server; all that is random comes from ``rng``."""
+    """Sends requests to one server; everything random comes from ``rng``."""
 
     def __init__(self, target: Target, extent: Extent, rng: random.Random) -> None:
         stats = target.stats()
@@ -117,7 +117,7 @@ class Asker:
         ask: Callable[[AsyncClient, Any, Any], Coroutine[Any, Any, None]],
         clients: int,
     ) -> Counter[str]:
-        """Ask for each drawn pair, by that number of ``clients``; returns the errors by code."""
+        """Ask for each drawn pair, with ``clients`` clients; returns the errors by code."""
         errors: Counter[str] = Counter()
         waiting = iter(drawn)
 

@@ -1,6 +1,6 @@
 """The catalogue of requests with wrong or odd values, and the ending that each must have.
 
-Knows names, values and the code that the refusal begins with. Must not know how a request is sent:
+Knows names, values and the code with which the refusal begins. Must not know how a request is sent:
 each goes as JSON and, if tensors or request parameters can carry it, over gRPC.
 
 A request of ``Expected.ANSWER`` is odd but valid. One of ``Expected.TRITON`` is refused by Triton
@@ -44,7 +44,7 @@ class Bad:
 
 
 def catalogue(*, vocab_size: int, context: int, num_positions: int) -> list[Bad]:
-    """All bad inputs, for a server of that vocabulary, context and number of KV positions."""
+    """All bad inputs, for a server with this vocabulary, context and number of KV positions."""
     found = [
         *_prompts(),
         *_token_ids(vocab_size, context, num_positions),
@@ -147,7 +147,7 @@ _WRONG_NUMBERS: Final[Mapping[str, tuple[Any, ...]]] = {
     "timeout_ms": (0, -1),
     "min_chunk_interval_ms": (-1,),
 }
-"""Of the right type, and out of range: tensors carry them."""
+"""Values of the right type but out of range: tensors can carry them."""
 
 _WRONG_TYPES: Final[Mapping[str, tuple[Any, ...]]] = {
     "max_tokens": (1.5, True, "many", INT32, 2**63),
@@ -157,7 +157,7 @@ _WRONG_TYPES: Final[Mapping[str, tuple[Any, ...]]] = {
     "stream": ("yes", 7),
     "stop": (7, [7]),
 }
-"""What Triton's JSON, or its data types, cannot carry."""
+"""Values that Triton's JSON, or its data types, cannot carry."""
 
 
 def _numbers(vocab_size: int) -> Iterator[Bad]:
@@ -239,7 +239,7 @@ def _lists(vocab_size: int) -> Iterator[Bad]:
 
 
 def _forms() -> Iterator[Bad]:
-    """Forms of answers that are wrong, and one that is right."""
+    """Invalid forms of answers, and a valid one."""
     forms: dict[str, str] = {
         "no JSON": "{",
         "none": "{}",

@@ -34,12 +34,12 @@ _TENSORS: Final[Mapping[str, Mapping[str, Any]]] = {
     "2^62 bytes": {"parameters": {"binary_data_size": 2**62}},
     "shared memory": {"parameters": {"shared_memory_region": "x", "shared_memory_byte_size": 4}},
 }
-"""In JSON, as Triton's own clients send them."""
+"""Inputs in JSON, as Triton's own clients send them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Body:
-    """A request of HTTP, byte by byte; a body in pieces goes in chunks."""
+    """An HTTP request, byte by byte; a body in pieces is sent in chunks."""
 
     name: str
     content: bytes | Iterable[bytes]
@@ -50,7 +50,7 @@ class Body:
 
 
 def bodies() -> Iterator[Body]:
-    """All requests of HTTP that must be refused, or survived."""
+    """All HTTP requests that must be refused, or survived."""
     for name, content in BODIES.items():
         yield Body(name, content)
     packed = {"Content-Encoding": "gzip"}
@@ -121,7 +121,7 @@ Change = Callable[[Any], Any]
 
 
 def messages() -> Iterator[tuple[str, bytes]]:
-    """All messages of gRPC that must be refused."""
+    """All gRPC messages that must be refused."""
     for name, change in _CHANGES.items():
         message = grpc_message(_GOOD)
         change(message)
@@ -136,7 +136,7 @@ def messages() -> Iterator[tuple[str, bytes]]:
 
 
 def odd_messages() -> Iterator[tuple[str, bytes]]:
-    """Messages of gRPC that are odd but valid: ids are the callers' own, and Triton's timeout is
+    """gRPC messages that are odd but valid: ids are the callers' own, and Triton's timeout is
     unsigned."""
     labels = {"of a megabyte": "x" * 2**20, "of two lines": "a\n\x1b[31m../b", "a zero": "\0"}
     for name, label in labels.items():

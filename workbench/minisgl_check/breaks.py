@@ -70,7 +70,7 @@ def impatient_stage(settings: Settings) -> AbstractContextManager[Stage]:
 
 @contextmanager
 def small_stage(settings: Settings) -> Iterator[Stage]:
-    """A server with eight pages in all."""
+    """A server with eight pages in total."""
     with stage(settings, {**OPTIONS, "num_pages": str(_FEW_PAGES)}) as place:
         yield place
 
@@ -119,7 +119,7 @@ def pages_vanish(defect: Defect) -> Callable[[Stage, Case], None]:
         with Client(own.grpc_address, retries=0) as client:
             expected = client.generate(**_LONG).text
         before = own.stats().engine["scheduler"]["num_retractions"]
-        # with salts of their own none finds the others' prompt in the cache
+        # with its own salt, none finds the others' prompt in the cache
         requests = [{**_LONG, "cache_salt": f"{number}"} for number in range(_NUM_STREAMS)]
         with own.switch.on(defect):
             texts = _ask(stage, case, requests)
@@ -182,7 +182,7 @@ def waits_for_too_long(stage: Stage, case: Case) -> None:
 
 
 def all_is_late(stage: Stage, case: Case) -> None:
-    """Pauses of up to 50 ms at eight points of a request's way, and clients that leave."""
+    """Pauses of up to 50 ms at eight points of a request's path, and clients that leave."""
     extent = Extent(load_s=0.0, num_cut=_NUM_ABORTS, num_churned=0)
     leavers = Leavers(stage.own, extent, stage.settings.rng)
     with stage.own.switch.on(Defect.PAUSES):
@@ -235,7 +235,7 @@ def _alone(stage: Stage) -> str:
 
 
 def _ask(stage: Stage, case: Case, requests: Sequence[dict[str, Any]]) -> Counter[str]:
-    """Send all requests at the same time; returns the texts of those that were answered whole."""
+    """Send all requests at the same time; returns the texts of those answered in full."""
     texts: Counter[str] = Counter()
 
     async def one(client: AsyncClient, request: dict[str, Any]) -> None:

@@ -1,6 +1,7 @@
-"""Callers with deadlines, ids and numbers of their own, and callers of a server that is full.
+"""Callers with deadlines, with ids of their own and in large numbers, and callers of a full server.
 
-Knows requests and what callers see of them; descriptors of tritonserver, for ``few_descriptors``.
+Knows requests and what callers see of them, and, for ``few_descriptors``, tritonserver's
+descriptors.
 """
 
 from __future__ import annotations
@@ -32,14 +33,14 @@ from minisgl_kit.leaving import GrpcCancel
 from minisgl_kit.own_gateway import gateway_of
 
 _LONG: Final = 480
-"""The pages that ``OPTIONS`` has hold two of such answers. Where steps can be slow, one takes 10 s,
-so that it has not ended when the next thing happens."""
+"""The pages of ``OPTIONS`` hold two such answers. If steps can be slow, one takes 10 s, so that it
+has not ended when the next thing happens."""
 _STARTED_S: Final = 60.0
 _NUM_REFUSED: Final = 20
 _NUM_CALLS: Final = 200
 _SPARE_DESCRIPTORS: Final = 4
 _SCARCE_S: Final = 3.0
-"""Shorter than the supervisor's patience with a tritonserver that takes no connection."""
+"""Shorter than the supervisor's patience with a tritonserver that accepts no connections."""
 _NUM_CONNECTIONS: Final = 40
 
 
@@ -125,7 +126,7 @@ def full_behind_the_gateway(stage: Stage, case: Case) -> None:
 
 
 def calls_beyond_every_queue(stage: Stage, case: Case) -> None:
-    """Far more calls at once than the ensemble's steps take in: each must end."""
+    """Far more calls at once than the ensemble's steps can take in: each must end."""
     ended: Counter[str] = Counter()
 
     async def one(client: AsyncClient, number: int) -> None:
@@ -158,7 +159,7 @@ def calls_beyond_every_queue(stage: Stage, case: Case) -> None:
 
 
 def few_descriptors(stage: Stage, case: Case) -> None:
-    """tritonserver may open hardly any more files: it refuses, and recovers."""
+    """tritonserver can open hardly any more files: it refuses, and recovers."""
     own = stage.own
     pid = own.server.pid
     soft, hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)

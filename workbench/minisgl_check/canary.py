@@ -1,7 +1,7 @@
 """Six greedy prompts whose answers must stay the same, token by token, under any load.
 
 Knows the prompts and their answers from an idle server. A cached page that is stale, shared by
-mistake or another request's changes an answer.
+mistake, or another request's would change an answer.
 
 Rounding may depend on the batch, so the best token must lead the second by far, as the demo model's
 do for these prompts.
@@ -52,7 +52,7 @@ class Answer:
 
 
 class Canary:
-    """Asks the prompts in turn; belongs to one thread at a time."""
+    """Sends the prompts in turn; belongs to one thread at a time."""
 
     def __init__(self, target: Target) -> None:
         self._client = Client(target.grpc_address, retries=0, timeout_s=_PATIENCE_S)

@@ -16,7 +16,7 @@ import click
 from minisgl_kit.report import Report, write_json
 
 _MOST_SHOWN: Final = 8
-"""Failures of one case that are printed; the file has all."""
+"""The most failures of one case that are printed; the file has all."""
 
 
 @dataclass(slots=True)
@@ -29,7 +29,7 @@ class Case:
     failures: list[str] = field(default_factory=list)
     figures: dict[str, Any] = field(default_factory=dict)
     ended: Counter[str] = field(default_factory=Counter)
-    """How many requests ended how: answered, refused, cut, failed."""
+    """How many requests were answered, refused, cut off, or failed."""
     seconds: float = 0.0
     is_skipped: bool = False
 

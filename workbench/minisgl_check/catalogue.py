@@ -39,7 +39,7 @@ SCENES: Final[tuple[Scene[Any], ...]] = (
     Scene(nowhere, nodes.FAULTS),
     Scene(nowhere, stops.FAULTS + model_files.FAULTS + no_room.FAULTS),
 )
-"""Each with a server of its own, or with several."""
+"""Scenes that each have their own server, or several."""
 
 _ALL: Final[tuple[Scene[Any], ...]] = (Scene(stage, SHORT), *SCENES)
 
@@ -56,7 +56,7 @@ class Entry:
 
 
 def scenes_of(numbers: Collection[str]) -> list[Scene[Any]]:
-    """The scenes with the faults of these numbers. Raises ``ConfigError`` if there is no such."""
+    """The scenes with the faults of these numbers. Raises ``ConfigError`` if one does not exist."""
     known = {entry.number for entry in entries()}
     if unknown := sorted(set(numbers) - known):
         raise ConfigError(f"there is no fault {', '.join(unknown)}: see minisgl check --list")

@@ -1,7 +1,7 @@
 """`minisgl check`: bad inputs, load, clients that leave and faults; one table, and an exit code.
 
-Without addresses it starts servers of its own, with the demo model and few pages, in which faults
-are provoked too; a server that others run gets no faults. That server should be otherwise idle,
+Without addresses it starts servers of its own, with the demo model and few pages, in which it also
+provokes faults; a server that others run gets no faults. Such a server should be otherwise idle,
 since the check reads from its health port whether all rows and pages were given back.
 
 Ctrl-C, SIGTERM and SIGHUP end it with the report so far.
@@ -54,9 +54,9 @@ FULL: Final = Extent(
 SOAK: Final = Extent(
     load_s=10.0, num_cut=200, num_churned=200, num_hostile=300, num_loads=300, is_long=True
 )
-"""One round of a soak: so short that there are many rounds, each in an order of its own."""
+"""One round of a soak: so short that there are many rounds, each in a different order."""
 _NUM_RESTARTS: Final = 10
-"""How many restarts a whole check of a server of our own has."""
+"""Number of restarts in a whole check of our own server."""
 
 
 @click.command()
@@ -139,7 +139,7 @@ def check(
         if faults:
             yield from _cases_of(scenes_of(faults), settings)
             return
-        from minisgl_check.run import run_cases  # brings torch, which help need not wait for
+        from minisgl_check.run import run_cases  # brings torch, for which help need not wait
 
         with ExitStack() as stack:
             target: Target
@@ -176,7 +176,7 @@ def _cases_of(scenes: Iterable[Scene[Any]], settings: Settings) -> Iterator[Case
 
 
 def _gather(cases: Iterator[Case], info: dict[str, str]) -> Cases:
-    """All cases up to the end, an interruption or an error; ``info`` is told of the former.
+    """All cases up to the end, an interruption or an error; ``info`` notes an interruption.
 
     Raises ``ConfigError`` if a server cannot be started or reached.
     """

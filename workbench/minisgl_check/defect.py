@@ -1,7 +1,7 @@
 """Defects of engines that are made to break, and the file that switches one of them on.
 
-Knows the file and the names of the defects. Must not import the engine: both sides read this, the
-check, which switches defects on, and the processes that have them.
+Knows the file and the names of the defects. Must not import the engine: both sides read this file,
+the check, which switches defects on, and the processes that have them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Final
 MARK: Final = 666_013
 """The seed of a poisoned request."""
 STEP_S: Final = 0.02
-"""Least duration of a step while steps are slow."""
+"""The least duration of a step while steps are slow."""
 
 
 class Defect(Enum):

@@ -1,8 +1,7 @@
 """Clients that leave, in each way, in each phase of their request: time until the engine stops.
 
-Knows the phases as `/stats` shows them. Steps are slow meanwhile, so that each phase lasts long
-enough to be hit. No client leaves over HTTP before the first response: Triton 24.10 would not
-notice.
+Knows the phases as `/stats` shows them. Steps are made slow, so that each phase lasts long enough
+to be hit. No client leaves over HTTP before the first response: Triton 24.10 would not notice.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ def departures(stage: Stage, case: Case) -> None:
     for phase, of_phase in freed_ms.items():
         case.figures[f"left while {phase}: freed p50, ms"] = statistics.median(of_phase)
         case.figures[f"left while {phase}: freed max, ms"] = max(of_phase)
-        if stage.settings.is_timed and phase != "tokenizing":  # which is not cut short
+        if stage.settings.is_timed and phase != "tokenizing":  # that is not cut short
             slowest_ms = max(of_phase)
             case.expect(slowest_ms <= FREED_WITHIN_MS, f"{phase}: freed after {slowest_ms:.0f} ms")
 
@@ -85,7 +84,7 @@ class _Leaver:
             if phase == "tokenizing":
                 time.sleep(self._rng.uniform(0, _TOKENIZED_S))
             elif phase in _NUM_READ:
-                with suppress(EngineFailure):  # the last token may come with the one before
+                with suppress(EngineFailure):  # the last token may come with the previous one
                     for _ in range(_NUM_READ[phase]):
                         client.next()
             else:
@@ -130,4 +129,4 @@ PHASES: Final[dict[str, tuple[Any, ...]]] = {
 }
 """The phases, and what brings a request into each: the prompt, and the number of tokens."""
 _NUM_READ: Final = {"at the first token": 1, "at a later token": 5, "at the last token": _LATER}
-"""Responses before the client leaves."""
+"""Number of responses before the client leaves."""

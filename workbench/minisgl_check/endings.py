@@ -1,6 +1,6 @@
-"""Requests of every fate on one gRPC stream: each must end once, and say nothing after that.
+"""Requests with every kind of end on one gRPC stream: each must end once, and be silent after that.
 
-Knows Triton's flag of the last response, which client libraries keep to themselves.
+Knows Triton's flag for the last response, which client libraries keep to themselves.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _FATES: Final[Mapping[str, tuple[Mapping[str, Any], str]]] = {
     "wrong": ({**_PROMPT, "temperature": -1.0}, "INVALID_ARG"),
     "not offered": ({**_PIECES, "echo": True}, "UNSUPPORTED"),
 }
-"""Requests, and how each must end: a reason, or an error's code; a full server refuses."""
+"""Requests, and how each must end: with a reason, or an error's code; a full server refuses."""
 _REFUSED: Final = "UNAVAILABLE"
 _NUM_TRIES: Final = 5
 _UNFINISHED: Final = "None"
@@ -43,7 +43,7 @@ _UNFINISHED: Final = "None"
 
 @dataclass(slots=True)
 class _Responses:
-    """The responses to one request; ``ends`` are reasons and codes, of which there must be one."""
+    """The responses to one request; ``ends`` has reasons and codes, and must have exactly one."""
 
     text: bytes = b""
     num_tokens: int = 0
@@ -61,7 +61,7 @@ class _Responses:
             self.ends.append(code[1] if code else response.error_message)
         names = [output.name for output in inner.outputs]
         content = dict(zip(names, inner.raw_output_contents, strict=True))
-        reason = content.get("finish_reason", b"")[4:].decode()  # after its length
+        reason = content.get("finish_reason", b"")[4:].decode()  # skips its length
         if reason not in ("", _UNFINISHED):
             self.ends.append(reason)
         self.text += content.get("text_output", b"")[4:]
@@ -69,14 +69,14 @@ class _Responses:
 
 
 def endings(target: Target) -> Case:
-    """Requests of all fates side by side; those that ask the same must get the same."""
+    """Requests with all ends side by side; those that ask the same must get the same."""
     case = Case("each request ends once", len(_FATES))
     stats = target.stats()
     longest = min(int(stats.info["max_sequence_length"]), stats.num_positions) // 2
     for _ in range(_NUM_TRIES):
         responses = _responses(target, longest)
         if responses[_STOPPED].ends != ["length"]:
-            break  # else its answer was whole before the stop came
+            break  # else its answer was complete before the stop came
     for fate, one in responses.items():
         case.ended[_kind_of(one.ends)] += 1
         case.expect(len(one.ends) == 1, f"{fate}: ended {len(one.ends)} times: {one.ends}")

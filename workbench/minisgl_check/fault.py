@@ -1,6 +1,6 @@
 """A fault: its number in the catalogue, a sentence, how it is provoked, and on which server.
 
-Knows servers of the check's own, which it starts. Must not know which faults there are.
+Knows the check's own servers, which it starts. Must not know which faults there are.
 
 Faults share a server if they can (a ``Scene``), since a start takes seconds; but only as many as
 its supervisor tolerates before it gives up.
@@ -28,8 +28,8 @@ from minisgl_check.waiting import wait_until
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """The settings of all faults; ``is_timed``: promised times are judged, too; ``num_requests``
-    run beside those faults that ask for a number of their own otherwise."""
+    """The settings of all faults. ``is_timed``: promised times are judged, too. ``num_requests``,
+    if set, replaces the number of requests of a fault that has such a number."""
 
     rng: random.Random
     is_timed: bool
@@ -69,7 +69,7 @@ Place = TypeVar("Place", Stage, Settings)
 
 @dataclass(frozen=True, slots=True)
 class Fault(Generic[Place]):
-    """``provoke`` notes in the case what it saw; ``has_figures``: whether that includes times."""
+    """``provoke`` notes in the case what it saw; ``has_figures`` if that includes times."""
 
     number: str
     sentence: str
@@ -77,7 +77,8 @@ class Fault(Generic[Place]):
     has_figures: bool = False
 
     def tried(self, place: Place) -> Case:
-        """Provoke it; its case, which fails if the server breaks or something is left behind."""
+        """Provoke it; returns its case, which fails if the server breaks or something is left
+        behind."""
         case = Case(f"{self.number} {self.sentence}")
         begin_s = time.perf_counter()
         try:
@@ -99,17 +100,17 @@ class Scene(Generic[Place]):
     faults: tuple[Fault[Place], ...]
 
     def measured(self) -> Scene[Place]:
-        """The same with the faults that have figures."""
+        """The same scene with only the faults that have figures."""
         return replace(self, faults=tuple(fault for fault in self.faults if fault.has_figures))
 
     def numbered(self, numbers: Collection[str]) -> Scene[Place]:
-        """The same with the faults of these numbers."""
+        """The same scene with only the faults of these numbers."""
         return replace(
             self, faults=tuple(fault for fault in self.faults if fault.number in numbers)
         )
 
     def cases(self, settings: Settings) -> Iterator[Case]:
-        """The cases of all faults as they end, or one that failed if there is no such place."""
+        """The cases of all faults as they end; a single failed one if the place cannot be made."""
         try:
             with self.opened(settings) as place:
                 for fault in self.faults:
@@ -134,5 +135,5 @@ def stage(
 
 
 def nowhere(settings: Settings) -> AbstractContextManager[Settings]:
-    """The place of faults that start what they need by themselves."""
+    """The place of faults that start everything they need themselves."""
     return nullcontext(settings)

@@ -32,16 +32,16 @@ from minisgl_kit.wrappers import CacheWrapper, ExecutorWrapper, PendingWrapper, 
 
 _LONGEST_PAUSE_S: Final = 0.05
 _PAUSED: Final = 0.1
-"""Share of the moments at which there is a pause."""
+"""The share of moments at which there is a pause."""
 _SCARCE: Final = 0.5
-"""Share of the steps of a phase, after the first, in which there are no pages."""
+"""The share of a phase's steps, after the first, in which there are no pages."""
 
 
 class Frailty:
     """The state that the parts of one rank share: the switch, and the rows of marked requests."""
 
     def __init__(self, switch: Switch, *, raises_once: Defect = Defect.ONE_FORWARD) -> None:
-        """``raises_once`` is the defect by which a single forward pass of this rank raises."""
+        """``raises_once`` is the defect that makes a single forward pass of this rank raise."""
         self.switch = switch
         self.marked: set[int] = set()
         self._raises_once = raises_once
@@ -91,7 +91,7 @@ class Frailty:
     def break_logits(self, logits: Tensor, rows: HostArray) -> Tensor:
         """The end of a forward pass: it raises, or its logits, [num_samples, vocab_size], are bad.
 
-        ``rows`` [num_samples] are the rows that they are of.
+        ``rows`` [num_samples] are the rows of the logits.
         """
         if self.switch.is_on(self._raises_once):
             self.switch.off()
@@ -143,14 +143,14 @@ class FrailCache(CacheWrapper):
 
 
 class FrailScheduler(SchedulerWrapper):
-    """Finds no pages in some of the steps of a phase; and takes its time."""
+    """Finds no pages in some steps of a phase, and takes its time."""
 
     def __init__(self, frailty: Frailty, scheduler: ports.Scheduler, cache: KVCache) -> None:
         super().__init__(scheduler)
         self._frailty = frailty
         self._cache = cache
         self._prefilling: set[int] = set()
-        """Rows of which a chunk was planned, and the last one was not."""
+        """Rows with a planned chunk, but not yet their last one."""
 
     def add(self, request: Request, generated: IntArray = EMPTY, num_scored: int = 0) -> None:
         self._frailty.pause()
@@ -167,7 +167,7 @@ class FrailScheduler(SchedulerWrapper):
         if self._is_scarce() and not (switch.was_met and random.random() >= _SCARCE):
             switch.meet()
             plan = self._plan_without_pages()
-        # without any plan, the loop would take the planner for broken
+        # without any plan, the loop would consider the planner broken
         plan = super().plan() if plan is None else plan
         if plan is not None:
             self._prefilling.difference_update(plan.released_rows.tolist())
@@ -186,7 +186,7 @@ class FrailScheduler(SchedulerWrapper):
         return switch.is_on(Defect.NO_PAGES_TO_ADMIT if waits else Defect.NO_PAGES_TO_DECODE)
 
     def _plan_without_pages(self) -> StepPlan | None:
-        """A plan made while another lease holds all pages that are free or evictable."""
+        """A plan made while another lease holds all free and evictable pages."""
         cache = self._cache
         hoard = cache.acquire(EMPTY)
         assert cache.grow(hoard, (cache.num_free + cache.num_evictable) * cache.page_size)

@@ -52,7 +52,7 @@ def killed(stage: Stage, case: Case) -> None:
 
 
 def silent_reader(stage: Stage, case: Case) -> None:
-    """A client asks for much and reads nothing: it is cut, and others stay as fast."""
+    """A client asks for much and reads nothing: it is cut off, and others stay as fast."""
     own = stage.own
     before_mb = own.stats().resident_mb
     alone_ms = _slowest_ms(stage)
@@ -105,7 +105,7 @@ def _num_cut(gateway: Gateway) -> float:
 
 
 def _slowest_ms(stage: Stage) -> float:
-    """How long the slowest of the canary's prompts took, each asked once."""
+    """How long the slowest of the canary's prompts takes, each sent once."""
 
     def timed(ask: Callable[[], None]) -> float:
         begin_s = time.perf_counter()

@@ -60,7 +60,7 @@ _EXPECTED: Final = {
 
 @dataclass(frozen=True, slots=True)
 class GatewayRequest:
-    """A request to the gateway, byte by byte; of the ``statuses`` None is a closed connection."""
+    """A request to the gateway, byte by byte; among ``statuses``, None is a closed connection."""
 
     name: str
     content: bytes | Iterable[bytes]
@@ -76,7 +76,7 @@ def translated(requests: Iterable[Bad]) -> Iterator[GatewayRequest]:
         statuses: frozenset[int | None] = _EXPECTED[bad.expected]
         if bad.name in _ANSWERED:
             statuses = _OK
-        elif bad.name.startswith("odd: "):  # OpenAI's ranges are others
+        elif bad.name.startswith("odd: "):  # OpenAI has other ranges
             statuses = _OK | _REFUSED
         body = _body(bad.values)
         if len(body) > _MOST_BYTES:
@@ -86,7 +86,7 @@ def translated(requests: Iterable[Bad]) -> Iterator[GatewayRequest]:
 
 
 def _body(values: Mapping[str, Any]) -> bytes:
-    """The JSON of a body, put together by hand, so that broken and repeated members stay so."""
+    """The JSON of a body, put together by hand so that broken and repeated members stay as is."""
     members = ['"model": "minisgl"']
     for name, value in values.items():
         if name == "sampling_parameters" and value.startswith("{"):

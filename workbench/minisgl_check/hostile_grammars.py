@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any, Final, TypeAlias
 
 Form: TypeAlias = dict[str, Any]
-"""``{"json": schema}`` and its kin."""
+"""``{"json": schema}`` and the like."""
 
 
 def hostile_grammar(rng: random.Random) -> tuple[str, Form]:
@@ -23,7 +23,7 @@ def hostile_grammar(rng: random.Random) -> tuple[str, Form]:
 
 
 def _size(rng: random.Random, most: int) -> int:
-    """Small sizes and large ones alike often."""
+    """A size; small and large ones are equally likely."""
     return int(most ** rng.random())
 
 

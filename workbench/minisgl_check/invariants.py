@@ -1,7 +1,7 @@
 """The invariants of an idle server, by the counts of ``/stats``. A violation is one sentence.
 
 Pages: each is free or cached, and every cached one may be evicted. Requests: none in any process.
-Processes: the same ones, with no more threads, descriptors and shared memory than at the start.
+Processes: the same as at the start, with no more threads, descriptors and shared memory.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ SPARE: Final = max(16, 2 * (os.cpu_count() or 1))
 """Threads and descriptors that tritonserver may gain: gRPC has a pool of two threads a core, and
 keeps connections for a while."""
 _MODEL_SPARE: Final = 4
-"""Threads and descriptors of Python's and torch's libraries, from their first use on."""
+"""Threads and descriptors that Python's and torch's libraries keep after their first use."""
 _KEPT_OF_THE_DEAD: Final = {"num_threads": 35, "num_descriptors": 1}
-"""24.10 keeps the instance of a model that was killed under load, as long as it lives."""
+"""Triton 24.10 keeps the instance of a model that was killed under load, as long as it lives."""
 _SPARE_SHARED_MEMORY: Final = 16 * 2**20
-"""24.10 enlarges a model's region under load, and never shrinks it."""
+"""Triton 24.10 enlarges a model's region under load, and never shrinks it."""
 _QUIET_S: Final = 0.3
 
 
@@ -112,7 +112,8 @@ def busy(stats: Stats) -> list[str]:
 
 
 def _num_regions(target: Target) -> int:
-    """Files of shared memory; 0 of a server that others run, since it tells their size only."""
+    """Number of files of shared memory; 0 for a server that others run, which tells only their
+    size."""
     return len(target.server.shared_memory_regions()) if isinstance(target, OwnServer) else 0
 
 

@@ -1,7 +1,7 @@
 """Processes that are killed or stopped, while requests are open or none are.
 
 Knows processes and signals. Each caller must learn of a fault, the health port must say so, and
-afterwards new requests must be served and nothing of the dead be left.
+afterwards new requests must be served, and nothing of the dead process may be left.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ SERVER_HANG_NOTICED_WITHIN_S: Final = 25.0
 TOLD_WITHIN_S: Final = 5.0
 RECOVERED_WITHIN_S: Final = 15.0
 GONE_WITHIN_S: Final = 60.0
-"""A moment, but for machines that are busy."""
+"""Usually a moment, but machines may be busy."""
 PAUSE_S: Final = 3.0
-"""No hang: nothing may happen but that answers come later."""
+"""Too short to be a hang: answers may come later, but nothing else may happen."""
 _NUM_STREAMS: Final = 16
 _LONG: Final = 600
 _WHOLE: Final = 150
-"""Tokens of a stream that may well go on to its end."""
+"""Tokens of a stream that may well reach its end."""
 _STARTED_S: Final = 60.0
 
 
@@ -72,7 +72,7 @@ def killed(
     """A fault: a deadly signal for a model's process, with ``num_streams`` open."""
 
     def provoke(stage: Stage, case: Case) -> None:
-        # callers of a tokenizer that has done its work need not notice
+        # if a tokenizer has done its work, its callers need not notice
         must_fail = model == "llm_engine"
         num_tokens = _WHOLE if model == "tokenizer" else _LONG
         kill = partial(stage.own.send, model, number)
@@ -182,7 +182,7 @@ def _dead(
     case.expect(num_hit or not num_streams, "no stream was open any more")
     if must_fail and num_streams:
         case.expect(bool(errors), "no stream failed")
-        # a whole answer may have come just before
+        # a complete answer may have come just before
         num_short = sum(not one.code and one.num_tokens != num_tokens for one in results)
         case.expect(num_short == 0, f"{num_short} streams ended short, as if all was well")
     case.ended.update(failed=len(errors), answered=len(done) - len(errors))

@@ -1,6 +1,6 @@
 """Clients that leave in the middle of a request, and clients that do not read.
 
-Acts as such clients. The server's inside is checked by ``invariants``.
+Acts as such clients. ``invariants`` checks the inside of the server.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from minisgl_check.target import Target
 _NUM_TOKENS: Final = 16
 _LONG: Final = 200
 _LATEST_S: Final = 0.2
-"""A client that goes before its first token does so within that time."""
+"""A client that leaves before its first token does so within this time."""
 _MOST_SINGLE: Final = 50
 FREED_WITHIN_MS: Final = 500.0
 
@@ -44,7 +44,7 @@ class Leavers:
         self._info = target.stats().info
 
     def cancel_storm(self, *, num_clients: int | None = None, share: float = 1.0) -> Case:
-        """Half of the requests are cut: before a token, at the first one, or later.
+        """Half of the requests are cut off: before a token, at the first one, or later.
 
         There are two more clients than rows, unless told otherwise; ``share`` scales the number of
         requests.
@@ -114,7 +114,7 @@ class Leavers:
         return case
 
     def slow_readers(self, rates: Rates) -> Case:
-        """Normal clients beside some that ask for much and read nothing."""
+        """Normal clients, and some that ask for much and read nothing."""
         before_mb = self._target.stats().resident_mb
         with ExitStack() as stack:
             num = max(1, int(self._info["max_running_requests"]) // 2)
@@ -152,7 +152,7 @@ class Leavers:
     # --- helpers -----------------------------------------------------------------------------
 
     async def _ask(self, client: AsyncClient, *, is_cut: bool) -> str:
-        """One request; how it ended."""
+        """Send one request; returns how it ended."""
         num_tokens = _LONG if is_cut else _NUM_TOKENS
         stream = client.stream(input_ids=self._prompt(), max_tokens=num_tokens, ignore_eos=True)
         num_read = self._rng.choice((0, 1, 1, 5, 20)) if is_cut else num_tokens + 1

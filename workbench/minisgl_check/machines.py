@@ -45,7 +45,7 @@ class Machine:
         return ("ip", "netns", "exec", self.name)
 
     def pull(self) -> None:
-        """Cut the cable: no packet arrives any more, on either side, and no side is told."""
+        """Cut the cable: no packet arrives on either side, and neither side is told."""
         _ip("link", "set", self.name, "down")
 
     def plug(self) -> None:
@@ -68,7 +68,7 @@ def can_have_machines() -> bool:
 def machine() -> Iterator[Machine]:
     """Another machine, with a cable to this one. Raises ``EngineFailure`` if there can be none."""
     name = f"minisgl{secrets.token_hex(3)}"
-    # a network of two addresses, of those that are meant for tests of networks
+    # a network of two addresses, from the range reserved for network tests
     number = 4 * secrets.randbelow(2**15) + 1
     ours, theirs = (
         f"198.{18 + n // 2**16}.{n // 256 % 256}.{n % 256}" for n in (number, number + 1)
@@ -95,7 +95,7 @@ def _ip(*arguments: str) -> None:
 
 
 class OtherNode:
-    """The process of node 1, by ``minisgl serve``."""
+    """The process of node 1, started with ``minisgl serve``."""
 
     def __init__(
         self,
@@ -142,7 +142,7 @@ class OtherNode:
         return log.rfind("serving:") > log.rfind("the group has ended")
 
     def health(self, path: str = "/ready") -> tuple[int, dict[str, Any]]:
-        """What its health port answers; only of a node on this machine."""
+        """What its health port answers; only for a node on this machine."""
         address = self.log.partition("http://")[2].partition("/")[0]
         try:
             with open_local(f"http://{address}{path}", timeout_s=10) as response:
@@ -155,14 +155,14 @@ class OtherNode:
         self._process.send_signal(number)
 
     def freeze(self) -> list[int]:
-        """Stop all its processes, as if the machine stood still; the ids of its ranks."""
+        """Stop all its processes, as if the machine stood still; returns the ids of its ranks."""
         ranks = self.ranks()
         for pid in (self.pid, *ranks):
             os.kill(pid, signal.SIGSTOP)
         return ranks
 
     def wait(self) -> int:
-        """Wait for its end; the exit code. Raises ``EngineFailure`` if it does not end."""
+        """Wait until it ends; returns the exit code. Raises ``EngineFailure`` if it does not."""
         if not wait_until(lambda: self._process.poll() is not None, _END_S):
             raise EngineFailure("node 1 does not end")
         return self._process.wait()

@@ -22,7 +22,7 @@ class Mixes(Asker):
     """The mixed loads for one server."""
 
     def churn(self) -> Case:
-        """Many chats with a few beginnings, over a cache that cannot hold them all."""
+        """Many chats that share a few beginnings, over a cache that cannot hold them all."""
         case = Case("prefix churn")
         facts = ("hot", "big", "fast", "old", "high", "full", "light", "rich")
         asked = ("France", "Italy", "Spain", "Japan", "Norway", "Kenya")
@@ -64,7 +64,7 @@ class Mixes(Asker):
         return case
 
     def small_pool(self) -> Case:
-        """Eight clients with requests of which two and a half fill the pages."""
+        """Eight clients, when two and a half of their requests fill the pages."""
         name = "pages for 2.5 requests"
         length = int(self._num_positions / 2.5)
         if length > int(self._info["max_sequence_length"]):

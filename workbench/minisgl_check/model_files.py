@@ -25,7 +25,7 @@ _WEIGHTS: Final = "model.safetensors"
 
 
 def broken_files(settings: Settings, case: Case) -> None:
-    """Folders with broken files, of which none may be loaded or served."""
+    """Folders with broken files, none of which may be loaded or served."""
     for name, (damage, cause) in DAMAGES.items():
         with damaged(damage) as folder:
             errors = (load_error(folder), _serve_error(folder, settings))
@@ -44,7 +44,7 @@ def broken_files(settings: Settings, case: Case) -> None:
 
 @contextmanager
 def damaged(damage: Callable[[Path], None]) -> Iterator[Path]:
-    """A folder like the demo model's, with that damage."""
+    """A folder like the demo model's, with this damage."""
     with tempfile.TemporaryDirectory(prefix="minisgl-check-") as base:
         folder = Path(base) / "model"
         shutil.copytree(DEMO_MODEL, folder)
@@ -153,4 +153,4 @@ DAMAGES: Final[Mapping[str, tuple[Callable[[Path], None], str]]] = {
     "pickled weights only": (_pickled, "pickled"),
     "a vocabulary of another size": (_small_vocabulary, "shape"),
 }
-"""Each with a word that the error must contain."""
+"""The damages, each with a word that the error must contain."""

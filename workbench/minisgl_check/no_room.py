@@ -39,7 +39,7 @@ def full(settings: Settings, case: Case) -> None:
         if target is None:
             case.expect(False, "the server was not ready in time")
             return
-        # what the server's mount namespace sees there
+        # /dev/shm as the server's mount namespace sees it
         place = Path(f"/proc/{target.stats().processes['tritonserver']['pid']}/root/dev/shm")
         filler = place / "filler"
         with filler.open("wb") as file:

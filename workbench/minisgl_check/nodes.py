@@ -1,6 +1,6 @@
-"""An engine of two ranks on two machines, of which the second one is lost.
+"""An engine of two ranks on two machines, the second of which is lost.
 
-Knows the process of node 1, which is ours, and what is promised of a lost node: each stream ends
+Knows the process of node 1, which is ours, and what is promised if a node is lost: each stream ends
 with one error; node 0 loads its engine again, in the same server, and waits for a node 1, the same
 or another. Must not know how nodes find out that another one is lost.
 """
@@ -27,7 +27,7 @@ from minisgl_check.waiting import wait_until
 _SECRET: Final = "of the check, and of nothing else"
 _UNREADY_S: Final = 10.0
 _COLLECTIVE_S: Final = 30
-"""Longer than the time in which a silent node is lost."""
+"""Longer than the silence after which a node counts as lost."""
 
 
 @dataclass(slots=True)
@@ -76,7 +76,7 @@ def lost(
     strike: Callable[[_Group], list[int]], mend: Callable[[_Group], None]
 ) -> Callable[[Settings, Case], None]:
     """Node 1 is struck while streams run: each ends with one error. Once it is mended, a new group
-    serves in the same server, and nothing is left of the old one. ``strike`` gives processes."""
+    serves in the same server, and nothing is left of the old one. ``strike`` returns processes."""
 
     def provoke(settings: Settings, case: Case) -> None:
         with _two_nodes(settings) as group:

@@ -2,8 +2,8 @@
 
 Knows how ``minisgl serve`` puts a server together. Must not know cases.
 
-Its pool of pages is small, its queue short and its adapter slots are two, so that eviction,
-retraction and refusals happen with a few requests.
+It has few pages, a short queue and two adapter slots, so that a few requests are enough for
+eviction, retraction and refusals.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ OPTIONS: Final[Mapping[str, str]] = MappingProxyType(
     }
 )
 PATIENCE_S: Final = 300.0
-"""For a server to be ready on a busy machine."""
+"""How long a server may take to be ready on a busy machine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class OwnServer(Target):
         return int(process["pid"])
 
     def send(self, model: str, number: int) -> int:
-        """Send a signal to a model's process; its id."""
+        """Send a signal to a model's process; returns the process id."""
         pid = self.pid(model)
         os.kill(pid, number)
         return pid
@@ -132,7 +132,7 @@ def started(
     finally:
         stopping.set()
         if supervisor is not None:
-            # 24.10 cannot unload a model of which a request was lost
+            # Triton 24.10 cannot unload a model that has lost a request
             supervisor.server.signal(SIGKILL)
         thread.join()
         health.close()

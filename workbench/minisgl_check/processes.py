@@ -9,13 +9,13 @@ _RANKS: Final = frozenset({b"minisgl_backend.tensor_parallel", b"minisgl_check.f
 
 
 def runs(pid: int) -> bool:
-    """Whether a process is there and no zombie: 24.10 asks after a child only at its own end."""
+    """Whether a process exists, and not as a zombie: Triton 24.10 reaps none until it ends."""
     state = _stat(pid)
     return state is not None and state[0] != "Z"
 
 
 def children_of(parent: int) -> list[int]:
-    """The processes that a process has started, and that run."""
+    """The running processes that a process has started."""
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         state = _stat(int(process.name))

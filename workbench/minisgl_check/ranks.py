@@ -1,6 +1,6 @@
 """An engine of two ranks, one of which is lost.
 
-Knows the processes of a server's ranks. When a rank is lost, no other rank may survive it.
+Knows the processes of a server's ranks. When a rank is lost, no other rank may outlive it.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ FAULTS: Final = (
 
 
 def struck(stage: Stage, case: Case, strike: Callable[[], object]) -> Counter[str]:
-    """Strike while streams run, and wait for them; how many ended how."""
+    """Strike while streams run, and wait for them; returns the number of each kind of end."""
     own = stage.own
     ended: Counter[str] = Counter()
 
@@ -115,7 +115,7 @@ def struck(stage: Stage, case: Case, strike: Callable[[], object]) -> Counter[st
 
 
 def _expect_another(stage: Stage, case: Case, server: TritonServer, rank: int) -> None:
-    """In the same server a new group serves, and nothing is left of the old one."""
+    """Expect that a new group serves in the same server, and nothing is left of the old one."""
     patience_s = stage.settings.patience_s
     back = wait_until(lambda: _has_another(stage, rank) and stage.own.serves(), patience_s)
     case.expect(back, "it does not serve again")

@@ -19,9 +19,9 @@ from minisgl_kit.report import percentiles
 from minisgl_kit.targets import TritonTarget
 
 _MANY: Final = 64
-"""Clients that keep a server on a few cores busy."""
+"""Number of clients that keep a server on a few cores busy."""
 GOODPUT: Final = 0.9
-"""The least goodput at twice the capacity, over the capacity."""
+"""The least goodput at twice the capacity, as a share of the capacity."""
 REFUSED_WITHIN_MS: Final = 50.0
 
 
@@ -31,10 +31,10 @@ class Rates(Asker):
     def __init__(self, target: Target, extent: Extent, rng: random.Random) -> None:
         super().__init__(target, extent, rng)
         self.capacity = 0.0
-        """Requests a second, as measured by ``steady``."""
+        """Requests per second, as measured by ``steady``."""
 
     def steady(self) -> Case:
-        """A closed loop of a few clients: the latency; then of many: the capacity."""
+        """A closed loop of a few clients measures the latency, then one of many the capacity."""
         case = Case("closed loop")
         clients = self._num_clients
         begin_s = time.perf_counter()
@@ -59,7 +59,7 @@ class Rates(Asker):
         return case
 
     def _rate_of_many(self, rate: float, case: Case) -> float:
-        """Requests a second while some always wait, so that no row is ever idle."""
+        """Requests per second while some always wait, so that no row is ever idle."""
         clients = min(_MANY, 2 * int(self._info["max_running_requests"]))
         calls = self._calls(max(2 * clients, round(rate * self._extent.load_s)))
         outcomes = self._run(Load("closed", clients, calls, concurrency=clients))
@@ -71,7 +71,7 @@ class Rates(Asker):
         """More requests at once than may run and wait."""
         case = Case("burst over the queue")
         room = int(self._info["max_running_requests"]) + int(self._info["max_queued_requests"])
-        # so many that it is full although the clients, or the server, are slow for a moment
+        # enough to fill it even if the clients, or the server, are slow for a moment
         calls = self._calls(room * 4 + 64)
         load = Load("burst", len(calls), calls, arrivals_s=[0.0] * len(calls))
         outcomes = self._run(load)
@@ -82,7 +82,7 @@ class Rates(Asker):
         return case
 
     def open_loop(self, share: float) -> tuple[Case, list[Outcome]]:
-        """As many requests as that share of the capacity, whether the server answers or not."""
+        """Requests at ``share`` of the capacity, whether the server answers or not."""
         case = Case(f"open loop at {share:g} of the capacity")
         rate = share * self.capacity
         calls = self._calls(max(1, round(rate * self._extent.load_s)))

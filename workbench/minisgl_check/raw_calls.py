@@ -35,7 +35,7 @@ _NOT_CARRIED: Final = (ValueError, OverflowError, struct.error)
 _DATA, _HEADERS, _SETTINGS = 0, 1, 4
 _END_HEADERS: Final = 4
 PATIENCE_S: Final = 60.0
-"""A request that takes longer hangs."""
+"""A request that takes longer counts as hanging."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class Ending:
     """How a request ended: an error's message, or None for an answer.
 
     ``status`` is HTTP's; None over gRPC, or without any answer. The error is Triton's, or the
-    message of OpenAI's.
+    message of OpenAI's error object.
     """
 
     error: str | None
@@ -65,14 +65,14 @@ class HttpCaller:
         method: str = "POST",
         headers: Mapping[str, str] | None = None,
     ) -> Ending:
-        """How it ended; a body in pieces is sent in chunks."""
+        """Send a body; returns how the request ended. A body in pieces is sent in chunks."""
         started_s = time.perf_counter()
         connection = http.client.HTTPConnection(self._address, timeout=PATIENCE_S)
         try:
             fields = dict(headers or {})
             if not isinstance(body, bytes):
                 fields["Transfer-Encoding"] = "chunked"
-                # in one go: the server is timed, and a call for each chunk would take longer
+                # all at once: the server is timed, and a call for each chunk would take longer
                 chunks = (b"%x\r\n%b\r\n" % (len(piece), piece) for piece in body)
                 body = b"".join(chunks) + b"0\r\n\r\n"
             connection.request(method, path, body, fields)
@@ -111,7 +111,7 @@ class GrpcCaller:
         self._infer: Any = self._channel.stream_stream(STREAM_INFER)
 
     def send(self, message: bytes) -> Ending:
-        """How it ended."""
+        """Send a message; returns how the request ended."""
         import grpc
 
         started_s = time.perf_counter()
@@ -125,7 +125,7 @@ class GrpcCaller:
         return Ending(error, time.perf_counter() - started_s)
 
     def responses(self, messages: Iterable[bytes]) -> Iterator[Any]:
-        """Each ``ModelStreamInferResponse`` to them, until the last has ended.
+        """Each ``ModelStreamInferResponse`` to the messages, until the last of them has ended.
 
         Raises ``grpc.RpcError``.
         """
@@ -141,7 +141,7 @@ class GrpcCaller:
 
 @contextmanager
 def half_a_message(grpc_address: str, num_bytes: int) -> Iterator[None]:
-    """A gRPC call announces a number of bytes, and sends one of them, until the block ends."""
+    """Until the block ends, a gRPC call announces ``num_bytes`` and sends only one of them."""
     host, port = grpc_address.rsplit(":", 1)
     fields = {
         ":method": "POST",
@@ -171,7 +171,7 @@ def _frame(kind: int, flags: int, payload: bytes, *, stream: int = 0) -> bytes:
 
 
 def grpc_message(values: Mapping[str, Any], *, request_id: str = "") -> Any:
-    """The ``ModelInferRequest`` of these values; raises ``_NOT_CARRIED`` if there is none."""
+    """The ``ModelInferRequest`` with these values; raises ``_NOT_CARRIED`` if there is none."""
     from tritonclient.grpc import service_pb2
 
     message = service_pb2.ModelInferRequest(model_name="minisgl", id=request_id)
@@ -205,7 +205,7 @@ def _content(datatype: str, items: list[Any]) -> bytes:
 
 
 def grpc_of(values: Mapping[str, Any]) -> bytes | None:
-    """The serialized message of these values; None if gRPC cannot carry them."""
+    """The serialized message with these values; None if gRPC cannot carry them."""
     try:
         data: bytes = grpc_message(values).SerializeToString()
     except _NOT_CARRIED:
@@ -214,7 +214,7 @@ def grpc_of(values: Mapping[str, Any]) -> bytes | None:
 
 
 def json_of(values: Mapping[str, Any]) -> bytes | None:
-    """The body of these values; None if one is a number that JSON does not have."""
+    """The body with these values; None if one is a number that JSON does not have."""
     try:
         return json.dumps(values, allow_nan=False).encode()
     except ValueError:

@@ -1,6 +1,6 @@
 """A server's records: its metrics, its log, and its memory over time.
 
-Knows the names of metrics and the words that no log may have. Must not know cases of load.
+Knows the names of metrics and the words that no log may contain. Must not know cases of load.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ _COUNTED: Final[Mapping[str, Callable[[Mapping[str, Any]], float]]] = {
     "minisgl:requests_cancelled_total": lambda engine: engine["num_cancelled"],
     "minisgl:requests_retracted_total": lambda engine: engine["scheduler"]["num_retractions"],
 }
-"""Metrics, each with the engine's own count when it is idle."""
+"""Metrics, each with the engine's own count that it must equal when the engine is idle."""
 _SECRETS: Final = ("capital of", "opposite of", "spell banana")
-"""Parts of the prompts that are asked."""
+"""Parts of the prompts that are sent."""
 _ALARMS: Final = re.compile(
     r"Traceback|double free|freed twice|underflow|corrupt|Segmentation|InvariantError|\bleak"
 )
@@ -69,7 +69,7 @@ def _read(url: str) -> dict[str, dict[str, float]]:
 
 
 def log(lines: Iterable[str]) -> Case:
-    """A log of a server without faults has no alarm in it, and nothing of a prompt."""
+    """The log of a server without faults has no alarms, and nothing from a prompt."""
     case = Case("the server's log")
     for line in lines:
         case.count += 1
@@ -121,8 +121,8 @@ class Footprints:
     def case(self, *, is_judged: bool) -> Case:
         """The result. Only growth after the first third, in which caches fill, is judged.
 
-        The least of several readings shows what is never freed: Triton keeps tens of megabytes of a
-        large request for a while.
+        The lowest of several readings shows what is never freed: Triton keeps tens of megabytes of
+        a large request for a while.
         """
         first, last = self._readings[0], self._readings[-1]
         kept = self._readings[len(self._readings) // 3 :]

@@ -1,7 +1,7 @@
 """Sends the catalogues of bad inputs to a server and judges each ending.
 
-A refusal must be one short sentence with the right code, reveal nothing of the inside, come at
-once, and leave the server ready. Must not know what the catalogues hold.
+A refusal must be one short sentence with the right code, reveal nothing internal, come at once, and
+leave the server ready. Must not know what the catalogues hold.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from minisgl_kit.report import percentiles
 _INSIDE: Final = re.compile(
     r"Traceback|File \"|\.py\b|\bshm\b|/dev/|/(?:tmp|home|root|usr|opt|var|proc)/|0x[0-9a-f]{6}|\n"
 )
-"""Text from the inside of a server."""
+"""Text that reveals the inside of a server."""
 _MOST_CHARACTERS: Final = 400
 _CLAIMED: Final = 2**31 - 1
-"""Bytes, the most that Triton takes for one message."""
+"""The most bytes that Triton accepts in one message."""
 _WARMING: Final = 16
 _NUM_HOSTILE_CLIENTS: Final = 3
-"""At once, so that one row is left for others."""
+"""Simultaneous clients: few enough to leave one row for others."""
 _MOST_GROWN_MB: Final = 150.0
 _CODED: Final = re.compile(r"(?:in ensemble '\w+', )?([A-Z_]+): \S")
 PROMISED_S: Final = 1.0
@@ -76,7 +76,7 @@ def _faults_of_text(error: str) -> list[str]:
 
 
 def send_largest(target: Target) -> None:
-    """Send the largest request once, for which Triton takes memory that it never frees."""
+    """Send the largest request once: Triton takes memory for it that it never frees."""
     body = largest()
     HttpCaller(target.http_url).send(body.content, headers=body.headers)
 
@@ -84,7 +84,7 @@ def send_largest(target: Target) -> None:
 def bad_inputs(target: Target, *, is_timed: bool) -> list[Case]:
     """Everything that is wrong or odd, each over HTTP and, if it can be, over gRPC.
 
-    ``is_timed``: slow refusals are failures too, as they are not on a busy machine.
+    ``is_timed``: slow refusals are failures, too; on a busy machine they are not.
     """
     stats = target.stats()
     requests = catalogue(
@@ -103,7 +103,7 @@ def bad_inputs(target: Target, *, is_timed: bool) -> list[Case]:
                 ending = http.send(body)
                 over_http.add(bad.name, ending, faults_of(ending, bad.expected))
             if message is not None:
-                # a tensor or a parameter may well carry what Triton's JSON cannot
+                # a tensor or a parameter may be able to carry what Triton's JSON cannot
                 ending = grpc.send(message)
                 over_grpc.add(bad.name, ending, faults_of(ending, bad.expected))
         for raw in bodies():
@@ -128,7 +128,7 @@ def bad_inputs(target: Target, *, is_timed: bool) -> list[Case]:
 
 
 def warm_grammars(target: Target) -> None:
-    """Let the engine start all that compiles grammars, which it keeps from then on."""
+    """Let the engine start everything that compiles grammars; it keeps this from then on."""
 
     def ask(number: int) -> None:
         HttpCaller(target.http_url).send(_formed({"choice": [f"{number}"]}))
@@ -153,7 +153,7 @@ def hostile_grammars(
     begin_mb = target.stats().resident_mb
     with ThreadPoolExecutor(_NUM_HOSTILE_CLIENTS) as pool:
         for index, (name, ending) in enumerate(pool.map(send, range(count))):
-            if index == count // 3:  # as many grammars are kept as there can be
+            if index == count // 3:  # by now the most grammars possible are kept
                 begin_mb = target.stats().resident_mb
             took_ms.append(1e3 * ending.seconds)
             tries.add(f"{name} {index}", ending, faults_of(ending, Expected.SURVIVED))
@@ -167,7 +167,7 @@ def hostile_grammars(
 
 
 def _formed(form: Form) -> bytes:
-    """A request for a short answer of that form."""
+    """A request for a short answer in this form."""
     values = {"text_input": "Hello", "max_tokens": 6, "structured_outputs": json.dumps(form)}
     body = json_of(values)
     assert body is not None
@@ -175,7 +175,7 @@ def _formed(form: Form) -> bytes:
 
 
 def bad_gateway_inputs(target: Target, *, is_timed: bool) -> list[Case]:
-    """The same, as far as OpenAI's API can say it, to a gateway in front; and keys."""
+    """The same, as far as OpenAI's API can express it, through a gateway; and keys."""
     stats = target.stats()
     requests = catalogue(
         vocab_size=stats.info["vocab_size"],
@@ -206,7 +206,7 @@ class _Tries:
         self._slowest = (0.0, "")
 
     def add(self, name: str, ending: Ending, found: list[str]) -> None:
-        """Note a request that ended so, and what is wrong with that."""
+        """Note how a request ended, and what is wrong with that."""
         self._case.count += 1
         self._case.ended["refused" if ending.error else "answered"] += 1
         self._slowest = max(self._slowest, (ending.seconds, name))

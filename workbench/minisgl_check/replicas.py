@@ -1,8 +1,7 @@
-"""An engine of two replicas, of which one or the other is killed or stops, under load.
+"""An engine of two replicas, one or the other of which is killed or stopped under load.
 
 Knows the processes of a server's replicas. Each request must end once, either with the answer that
-it gets from a whole server or with an error; the server stays ready and itself is not started
-again.
+it gets from an intact server or with an error; the server stays ready and is not itself restarted.
 """
 
 from __future__ import annotations
@@ -40,8 +39,8 @@ def two_replicas(settings: Settings) -> AbstractContextManager[Stage]:
 
 
 def lost(number: int, *, num_strikes: int, num_requests: int) -> Callable[[Stage, Case], None]:
-    """The replicas get a signal in turns, each as soon as both are up, while requests run: as many
-    signals for each request if the settings say another number of requests."""
+    """The replicas get a signal in turn, each as soon as both are up, while requests run. If the
+    settings say another number of requests, the number of signals per request stays the same."""
 
     def provoke(stage: Stage, case: Case) -> None:
         own, patience_s = stage.own, stage.settings.patience_s
@@ -58,7 +57,7 @@ def lost(number: int, *, num_strikes: int, num_requests: int) -> Callable[[Stage
             while len(struck) < most_strikes and not ended.is_set():
                 if wait_until(lambda: _all_up(stage) or ended.is_set(), patience_s):
                     replicas = _replicas(stage)
-                    # none while the engine itself is gone
+                    # there are none while the engine itself is gone
                     pid = replicas[len(struck) % 2]["pid"] if replicas else None
                     if pid is not None and not ended.is_set():
                         os.kill(pid, number)
@@ -102,7 +101,7 @@ def _judge(
 
 
 async def _answers(stage: Stage, number: int) -> list[str | MinisglError]:
-    """What becomes of that many requests, ``_AT_ONCE`` at a time: each has one end."""
+    """How ``number`` requests end, ``_AT_ONCE`` at a time: each ends once."""
     places = asyncio.Semaphore(_AT_ONCE)
 
     async def one(client: AsyncClient, index: int) -> str | MinisglError:

@@ -1,6 +1,6 @@
-"""Servers that are started, used and stopped, again and again: nothing of them may be left.
+"""Servers that are started, used and stopped, again and again: they may leave nothing behind.
 
-Knows processes and files of this machine. Must not be used beside a server that others share.
+Knows processes and files of this machine. Must not be used next to a server that others share.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from minisgl_check.own_server import OPTIONS, PATIENCE_S
 from minisgl_check.waiting import wait_until
 
 _GONE_WITHIN_S: Final = 10.0
-"""Time for init, or a subreaper, to reap killed processes."""
+"""How long init, or a subreaper, may take to reap killed processes."""
 
 
 def restarts(count: int, *, tritonserver: str | None = None) -> Case:
@@ -50,7 +50,7 @@ def restarts(count: int, *, tritonserver: str | None = None) -> Case:
         case.expect(not server.shared_memory_regions(), f"shared memory of server {index} is left")
         gone = wait_until(partial(_is_gone, server.pid), _GONE_WITHIN_S)
         case.expect(gone, f"processes of server {index} are left")
-        # the first one brings what stays: gRPC's threads and its descriptors
+        # the first one brings what stays: gRPC's threads and descriptors
         after = _held()
         case.expect(index == 0 or after <= before, f"server {index}: {before} became {after}")
     case.what = f"{count} servers, {count // 5} of them killed"

@@ -1,7 +1,7 @@
 """The cases and their order; after each the server must be as it was before.
 
-Knows all parts of the check. A case that raises, because a broken server may give any answer, is a
-failed case.
+Knows all parts of the check. A case that raises is a failed case: a broken server may give any
+answer.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ def run_cases(
     metrics_url: str | None = None,
     say: Callable[[str], None] = lambda text: None,
 ) -> Iterator[Case]:
-    """The cases as they end; load again and again until ``until_s`` of the monotonic clock.
+    """The cases as they end; loads are repeated until ``until_s`` of the monotonic clock.
 
     From the second round on the order is random, and after each load ``say`` gets the resources of
-    the processes. Faults come last, and only on our own server; after a Ctrl-C they are left out.
+    the processes. Faults come last, and only on our own server; after Ctrl-C they are left out.
     """
     canary = Canary(target)
     try:
@@ -125,7 +125,7 @@ def _loads(
     mixes: Mixes,
     leavers: Leavers,
 ) -> dict[str, Job]:
-    """The loads of every extent by their names, in their order."""
+    """The loads of every extent by name, in order."""
     return {
         "bad inputs": lambda: bad_inputs(target, is_timed=extent.is_timed),
         "hostile grammars": lambda: hostile_grammars(
@@ -164,7 +164,7 @@ def _held(
     invariants: Invariants,
     beside: AbstractContextManager[None] | None = None,
 ) -> list[Case]:
-    """Do a job; returns its cases, of which the last fails if something is left behind."""
+    """Do a job; returns its cases, the last of which fails if something is left behind."""
     begin_s = time.perf_counter()
     try:
         with beside or nullcontext():

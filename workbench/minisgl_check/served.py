@@ -68,7 +68,7 @@ def served(
 ) -> Iterator[Served]:
     """The command with these options; it is killed with the block, if it still runs.
 
-    ``before`` stands before the command, as a shell that prepares something.
+    ``before`` precedes the command, such as a shell that prepares something.
     """
     command = [*before, sys.executable, "-m", "minisgl_backend.cli", "serve", *_PORTS, *options]
     if tritonserver is not None:

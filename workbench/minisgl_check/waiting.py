@@ -1,4 +1,4 @@
-"""Waiting for a condition that nobody announces. Must not know what is waited for."""
+"""Waiting for a condition that nothing announces. Must not know what is waited for."""
 
 from __future__ import annotations
 

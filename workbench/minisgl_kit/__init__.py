@@ -2,6 +2,6 @@
 
 import os
 
-# After a fork gRPC starts a poller in the child, which may kill it before it runs its program
-# (grpc/grpc#43055; beside busy calls 9 of 300 died). The variable is read when gRPC is imported.
+# After a fork gRPC starts a poller in the child, which may kill the child before it runs its
+# program (grpc/grpc#43055; with busy calls, 9 of 300 died). gRPC reads the variable when imported.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")

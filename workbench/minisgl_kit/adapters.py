@@ -29,8 +29,8 @@ def write_adapter(
     dtype: torch.dtype = torch.float32,
     **fields: Any,
 ) -> Path:
-    """An adapter of one rank for the model, by default for all that it takes adapters for; its
-    folder.
+    """Write an adapter of one rank for the model, by default for all projections that take
+    adapters; returns its folder.
 
     The deltas of a projection are ``strength`` times as large as its input; 0 makes an adapter that
     changes nothing. ``fields`` are added to the config.

@@ -1,4 +1,4 @@
-"""Calls and their outcomes: prompts of random tokens or of a file, chunks, times.
+"""Calls and their outcomes: prompts of random tokens or from a file, chunks, times.
 
 Knows prompts, lengths and times. Must not know when calls are sent, nor over which protocol.
 
@@ -101,7 +101,7 @@ class Chunk:
 
 @dataclass(slots=True)
 class Outcome:
-    """The result of one call; times are of ``time.perf_counter``.
+    """The result of one call; times are readings of ``time.perf_counter``.
 
     ``chunks_s`` are the arrivals of chunks with text or tokens. ``error`` is a code, or None;
     ``reason`` is its message. ``num_output_tokens`` is None if the server did not report it.
@@ -129,12 +129,12 @@ class Outcome:
 
     @property
     def ttft_ms(self) -> float | None:
-        """None if nothing came."""
+        """The time to the first token; None if nothing came."""
         return 1e3 * (self.chunks_s[0] - self.due_s) if self.chunks_s else None
 
     @property
     def tpot_ms(self) -> float | None:
-        """None for fewer than two tokens."""
+        """The time per output token; None for fewer than two tokens."""
         count = self.num_output_tokens
         if not self.chunks_s or count is None or count < 2:
             return None
@@ -142,11 +142,11 @@ class Outcome:
 
     @property
     def e2e_ms(self) -> float:
-        """From when it was due to the end of its stream."""
+        """The time from when it was due to the end of its stream."""
         return 1e3 * (self.ended_s - self.due_s)
 
     def meets(self, objectives: Mapping[str, float]) -> bool:
-        """Whether it was answered, within all bounds; a time that is None misses no bound."""
+        """Whether it was answered within all bounds; a time that is None misses no bound."""
         times = {"ttft": self.ttft_ms, "tpot": self.tpot_ms, "e2e": self.e2e_ms}
         return self.error is None and all(
             (time_ms := times[name]) is None or time_ms <= bound_ms

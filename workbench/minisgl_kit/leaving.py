@@ -1,7 +1,7 @@
 """Clients that ask for a stream and then leave, each in its own way.
 
 Knows the wire. ``leave`` returns once the client is gone. The request may go on in the server: that
-is what benchmarks measure. Must not know what becomes of the request.
+is what benchmarks measure. Must not know what happens to the request.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from minisgl_kit.targets import Refused, Target
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Calls and their schedule: ``arrivals_s`` from the start on, or a ``concurrency``.
+    """Calls and their schedule: ``arrivals_s`` after the start, or a ``concurrency``.
 
     ``name`` and ``level`` label it in plots and tables, as ``rate`` and 4.0.
     """
@@ -47,13 +47,13 @@ def closed_loop(calls: Sequence[Call], concurrency: int) -> Load:
 
 
 def poisson(calls: Sequence[Call], rate: float, *, seed: int) -> Load:
-    """Independent arrivals, ``rate`` a second on average."""
+    """Independent arrivals, ``rate`` per second on average."""
     gaps_s = np.random.default_rng(seed).exponential(1 / rate, size=len(calls))
     return Load("rate", rate, calls, arrivals_s=np.cumsum(gaps_s).tolist())
 
 
 def replay(calls: Sequence[Call], arrivals_s: Sequence[float], time_scale: float) -> Load:
-    """The arrivals of a trace, stretched: a scale of 0.5 is twice as dense."""
+    """The arrivals of a trace, stretched: a scale of 0.5 makes it twice as dense."""
     scaled = [arrival_s * time_scale for arrival_s in arrivals_s]
     return Load("time scale", time_scale, calls, arrivals_s=scaled)
 
@@ -90,7 +90,7 @@ async def _closed_loop(
     waiting = iter(enumerate(calls))
 
     async def worker() -> None:
-        for index, call in waiting:  # shared: each call goes to one of the workers
+        for index, call in waiting:  # shared: each call goes to one worker
             outcomes[index] = await _measure(target, call, time.perf_counter(), on_done)
 
     await _together([worker() for _ in range(min(concurrency, len(calls)))])

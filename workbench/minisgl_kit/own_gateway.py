@@ -61,7 +61,7 @@ def gateway_of(grpc_address: str, *options: str) -> Iterator[Gateway]:
             stdout=subprocess.PIPE,
             stderr=log,
             text=True,
-            start_new_session=True,  # a Ctrl-C in the terminal is for this process alone
+            start_new_session=True,  # Ctrl-C in the terminal is for this process alone
         )
         try:
             found = re.search(r"http://\S+", _first_line(process))

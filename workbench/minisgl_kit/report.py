@@ -1,4 +1,4 @@
-"""Reports of figures: one table for people, one JSON file for programs.
+"""Reports of figures: a table for people, a JSON file for programs.
 
 Knows names and numbers only. Must not know what they mean.
 """
@@ -74,7 +74,7 @@ def shown(value: Any) -> str:
 
 class Report:
     """Rows of figures under one title; ``compared`` holds those of another configuration, and
-    ``beside`` further tables of the same run."""
+    ``beside`` more tables of the same run."""
 
     def __init__(self, title: str, *, info: Mapping[str, Any] | None = None) -> None:
         self.title = title
@@ -88,7 +88,7 @@ class Report:
         self.rows.append(figures)
 
     def emit(self, json_path: Path | None = None) -> None:
-        """Print the table; in the file the keys of a single row also stand at the top."""
+        """Print the table; in the file the keys of a single row are also at the top level."""
         table = Table(title=self.title)
         names = [name.replace("_", " ") for name in self.rows[0]]
         if len(self.rows) == 1 and len(names) > _MOST_COLUMNS:

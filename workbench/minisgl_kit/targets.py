@@ -1,8 +1,8 @@
 """Servers as a load generator sees them: a call goes in, chunks come out, or an error's code.
 
-``TritonTarget`` speaks to the ensemble over gRPC or HTTP by way of `minisgl_client`;
-``OpenAITarget`` to any endpoint that is compatible with OpenAI's API, by server-sent events. Must
-not know when calls are sent, or what is made of their times.
+``TritonTarget`` talks to the ensemble over gRPC or HTTP through `minisgl_client`; ``OpenAITarget``
+to any endpoint that is compatible with OpenAI's API, by server-sent events. Must not know when
+calls are sent, or what their times are used for.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ class OpenAITarget:
 
 
 def chunk_of_event(data: str) -> Chunk:
-    """The chunk of an event's JSON; raises ``Refused`` if it is an error, or no JSON."""
+    """The chunk in an event's JSON; raises ``Refused`` if it is an error, or not JSON."""
     try:
         event = json.loads(data)
     except ValueError:
@@ -184,7 +184,7 @@ def chunk_of_event(data: str) -> Chunk:
 
 
 def _reason(body: str) -> str:
-    """The message of OpenAI's error object; for other bodies their beginning."""
+    """The message of OpenAI's error object; for other bodies, their beginning."""
     try:
         return _shortened(str(json.loads(body)["error"]["message"]))
     except (ValueError, LookupError, TypeError):

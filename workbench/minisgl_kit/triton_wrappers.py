@@ -9,7 +9,7 @@ from typing import Any
 
 
 class TritonWrapper:
-    """A request or a response sender of Triton's."""
+    """One of Triton's requests or response senders."""
 
     def __init__(self, wrapped: Any) -> None:
         self.wrapped = wrapped

@@ -1,4 +1,4 @@
-"""Wrappers of an engine's parts, which pass on all but the methods that a subclass overrides.
+"""Wrappers of an engine's parts, which pass on everything but what a subclass overrides.
 
 They go into an engine through ``parts.Parts``. Know the protocols of planner, cache and executor.
 Must not know what subclasses mark, record or break.

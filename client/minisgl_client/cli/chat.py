@@ -1,6 +1,6 @@
-"""`minisgl chat`: a conversation in the terminal, with a server that runs or with one of its own.
+"""`minisgl chat`: a conversation in the terminal, with a running server or with one of its own.
 
-Enter sends, Alt-Enter begins a new line, Ctrl-C stops the answer (what came of it is remembered) or
+Enter sends, Alt-Enter begins a new line, Ctrl-C stops the answer (what has come is remembered) or
 clears the line, Ctrl-D ends. Lines that begin with a slash are commands; ``_COMMANDS`` lists them.
 Must not know a protocol, or what a parameter means.
 """
@@ -71,14 +71,14 @@ def chat(
     """Talk with a model."""
     _check_place(model, serve_options)
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # what the locale's encoding lacks
+        sys.stdout.reconfigure(errors="replace")  # characters that the locale's encoding lacks
     console = Console(highlight=False)
     if not (console.is_terminal and os.isatty(0)):
         raise click.UsageError("chat needs a terminal; `minisgl generate` does not")
     conversation = Conversation(given(**parameters), system)
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, signal.SIG_DFL)  # not as Ctrl-C, which ends an answer alone
+            signal.signal(number, signal.SIG_DFL)  # unlike Ctrl-C, which ends only an answer
     try:
         with ExitStack() as ending:
             server = None
@@ -102,7 +102,7 @@ def chat(
 
 
 def _check_place(model: str | None, serve_options: Sequence[str]) -> None:
-    """Raise ``click.UsageError`` if options contradict each other about whom to talk with."""
+    """Raise ``click.UsageError`` if options contradict each other about the server to talk to."""
     if model is None and serve_options:
         raise click.UsageError(f"{serve_options[0]} is for a server of its own: give --model, too")
     context = click.get_current_context()
@@ -111,7 +111,7 @@ def _check_place(model: str | None, serve_options: Sequence[str]) -> None:
 
 
 def _loaded(server: OwnServer, model: str, console: Console) -> str:
-    """Show what the server says until it is ready; its address."""
+    """Show what the server says until it is ready; returns its address."""
     with console.status(f"loading {escape(model)}") as status:
 
         def show(line: str) -> None:
@@ -130,7 +130,7 @@ def _default_history() -> Path:
 
 
 class _Shell:
-    """Reads lines, and does or sends what they say."""
+    """Reads lines, and carries them out or sends them."""
 
     def __init__(
         self,
@@ -157,7 +157,7 @@ class _Shell:
         )
 
     def run(self) -> None:
-        """Until the end of the input, or /quit."""
+        """Go on until the end of the input, or /quit."""
         while True:
             try:
                 line = self._prompt.prompt().strip()

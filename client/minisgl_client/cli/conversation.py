@@ -1,7 +1,7 @@
 """What a chat shell remembers: messages, the system message, parameters.
 
-Knows nothing of terminals or servers. Invariant: messages of user and assistant alternate, and the
-last is an assistant's; a question enters together with its answer.
+Knows nothing about terminals or servers. Invariant: messages of user and assistant alternate, and
+the last is an assistant's; a question is added together with its answer.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ class Conversation:
         return [*system, *self.turns, {"role": "user", "content": question}]
 
     def add(self, question: str, answer: str) -> None:
-        """Remember a question and what was said to it."""
+        """Remember a question and its answer."""
         self.turns += [
             {"role": "user", "content": question},
             {"role": "assistant", "content": answer},
         ]
 
     def save(self, path: Path) -> None:
-        """Write it all to a JSON file; raises ``OSError``."""
+        """Write everything to a JSON file; raises ``OSError``."""
         content = {
             "system": self.system,
             "parameters": self.parameters,

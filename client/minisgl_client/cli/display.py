@@ -1,8 +1,8 @@
-"""An answer on the terminal while it comes: Markdown, drawn anew as it grows.
+"""An answer on the terminal while it comes: Markdown, redrawn as it grows.
 
-Blocks that are complete are printed for good, so that only the last one is drawn again, and long
-answers scroll. Control characters of the answer never reach the terminal. Must not know where the
-text comes from.
+Complete blocks are printed for good, so that only the last block is redrawn, and long answers
+scroll. Control characters in the answer never reach the terminal. Must not know where the text
+comes from.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _CONTROLS: Final = {
 
 
 def without_controls(text: str) -> str:
-    """The text with nothing in it that a terminal would obey, but for newlines and tabs."""
+    """The text without anything that a terminal would obey, except newlines and tabs."""
     return text.translate(_CONTROLS)
 
 
@@ -57,7 +57,7 @@ class MarkdownDisplay:
 
 
 def _drawn(text: str) -> Markdown:
-    """Markdown in which each line of the answer stays a line, as two blanks at its end say."""
+    """Markdown in which each line of the answer stays a line: two blanks at its end say so."""
     return Markdown(text.replace("\n", "  \n"))
 
 

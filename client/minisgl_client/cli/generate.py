@@ -1,6 +1,6 @@
-"""`minisgl generate`: one answer as it comes, or a file of requests to a file of answers.
+"""`minisgl generate`: one answer as it comes, or a file of answers to a file of requests.
 
-Exit codes: 0; 1 if a request failed or its answer was cut; 2 for wrong usage; 130 after Ctrl-C,
+Exit codes: 0; 1 if a request failed or its answer was cut off; 2 for wrong usage; 130 after Ctrl-C,
 which cancels what is under way.
 """
 
@@ -106,7 +106,7 @@ def generate(
 
 @dataclasses.dataclass(frozen=True)
 class _Template:
-    """How a prompt becomes a request."""
+    """How to turn a prompt into a request."""
 
     parameters: Mapping[str, Any]
     chat: bool
@@ -123,7 +123,7 @@ class _Template:
 
 
 def _text(file: Path | None) -> str:
-    """All of a file or of standard input, without the newline at its end."""
+    """All of a file or of standard input, without the final newline."""
     source = _source(file)
     if source == 0 and os.isatty(0):
         raise click.UsageError("give a prompt, a file, or something on standard input")
@@ -136,7 +136,7 @@ def _text(file: Path | None) -> str:
 
 
 def _source(file: Path | None) -> Path | int:
-    """What to open: standard input by its descriptor, if no file is given."""
+    """What to open: the file, or standard input by its descriptor."""
     if file is not None and str(file) != "-":
         return file
     if sys.stdin is None:
@@ -145,16 +145,17 @@ def _source(file: Path | None) -> Path | int:
 
 
 def _write(text: str) -> None:
-    """To standard output, in UTF-8 whatever the locale says; a terminal gets no control characters.
+    """Write to standard output, in UTF-8 whatever the locale; a terminal gets no control
+    characters.
 
-    A lone surrogate comes from JSON, and goes back as JSON escapes it.
+    A lone surrogate can come from JSON, and is written as a JSON escape.
     """
     shown = without_controls(text) if os.isatty(1) else text
     click.echo(shown.encode(errors="backslashreplace"), nl=False)
 
 
 def _answer_one(settings: Mapping[str, Any], template: _Template, prompt: str) -> None:
-    """Write the answer as it comes, and a newline; of several, those after the first at the end."""
+    """Write the answer as it comes, and a newline; further samples follow at the end."""
     request = template.fill(prompt)
     is_ranked = "best_of" in request  # then no answer comes before its end
     with client_of(Client, **settings) as client:
@@ -175,14 +176,14 @@ def _answer_one(settings: Mapping[str, Any], template: _Template, prompt: str) -
 
 
 def _is_cut(result: Result) -> bool:
-    """Whether an answer ended before the model's end, or the length that was asked for."""
+    """Whether an answer ended before the model ended it or the requested length was reached."""
     return result.finish_reason not in ("stop", "length", None)  # None: it was not asked for
 
 
 async def _answer_lines(
     settings: Mapping[str, Any], template: _Template, file: Path | None, concurrency: int
 ) -> int:
-    """Write an answer for each line; the exit code."""
+    """Write an answer for each line; returns the exit code."""
     num_failed = 0
 
     async def answer(line: bytes) -> str:
@@ -211,7 +212,7 @@ async def _answer_lines(
 
 
 def _request(line: bytes, template: _Template) -> dict[str, Any]:
-    """The arguments that a line says, with the command's own if it is silent."""
+    """The arguments that a line gives, and the command's own for those that it leaves out."""
     try:
         said = strict_json.loads(line.decode("utf-8-sig"))
     except strict_json.Refused as error:
@@ -233,8 +234,8 @@ def _request(line: bytes, template: _Template) -> dict[str, Any]:
 
 
 def _shown(result: Result) -> dict[str, Any]:
-    """What a line of output tells of an answer: what depends on neither clock nor connection. The
-    samples after the first are its ``others``."""
+    """What a line of output says about an answer: what depends on neither clock nor connection.
+    The samples after the first are its ``others``."""
     shown = dataclasses.asdict(dataclasses.replace(result, others=()))
     for name in ("request_id", "first_delta_s", "total_s"):
         del shown[name]
@@ -244,7 +245,8 @@ def _shown(result: Result) -> dict[str, Any]:
 
 @contextmanager
 def _progress(file: Path | None) -> Iterator[Callable[[int], None]]:
-    """A bar on standard error, if that is a terminal; what it yields counts an answer's tokens."""
+    """A bar on standard error, if that is a terminal; yields a function that counts an answer's
+    tokens."""
     console = Console(stderr=True)
     if not console.is_terminal:
         yield lambda _tokens: None

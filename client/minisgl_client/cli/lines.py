@@ -1,4 +1,4 @@
-"""Many requests at a time: lines in, answers out, in the order of the lines.
+"""Many requests at the same time: lines in, answers out, in the order of the lines.
 
 Knows order, concurrency and bytes; must not know what a line says.
 """
@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Final
 
 _READ_AHEAD: Final = 64
-"""Lines that may wait for a place."""
+"""The most lines that may wait for a place."""
 _MOST_HELD: Final = 1024
-"""Answers that may wait for one of an earlier line."""
+"""The most answers that may wait for the answer to an earlier line."""
 
 
 async def lines_of(source: Path | int) -> AsyncIterator[bytes]:
@@ -32,7 +32,7 @@ async def lines_of(source: Path | int) -> AsyncIterator[bytes]:
         loop.call_soon_threadsafe(queue.put_nowait, item)
 
     def read() -> None:
-        with suppress(RuntimeError):  # the loop has ended, so lines are not awaited any more
+        with suppress(RuntimeError):  # the loop has ended, so no one awaits lines
             try:
                 with open(source, "rb", closefd=isinstance(source, Path)) as file:
                     for line in file:
@@ -56,7 +56,7 @@ async def in_order(
     *,
     concurrency: int,
 ) -> None:
-    """Write the answer to each line, in order, with at most ``concurrency`` being made at a time.
+    """Write the answer to each line, in order, with at most ``concurrency`` under way at a time.
 
     If cancelled, it cancels all answers under way.
     """

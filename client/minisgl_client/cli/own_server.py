@@ -30,7 +30,7 @@ _READY: Final = re.compile(r" +gRPC +(\S+)")
 _ERROR: Final = "Error: "
 _KEPT_LINES: Final = 20
 _PATIENCE_S: Final = 20.0
-"""Time to end; the server ends within a second or two when nothing is in flight."""
+"""How long the server has to end; it takes a second or two when nothing is in flight."""
 _PR_SET_PDEATHSIG: Final = 1
 
 
@@ -53,7 +53,7 @@ class OwnServer:
             text=True,
             encoding="utf-8",
             errors="replace",
-            # a Ctrl-C in the terminal is for the chat alone
+            # Ctrl-C in the terminal is for the chat alone
             start_new_session=True,
             preexec_fn=_ending_with(os.getpid()),
         )
@@ -70,7 +70,7 @@ class OwnServer:
         self._end()
 
     def wait_ready(self, show: Callable[[str], None]) -> str:
-        """Wait until the models are loaded; the address of gRPC.
+        """Wait until the models are loaded; returns the address of gRPC.
 
         ``show`` gets each line of the server's log. Raises ``click.ClickException`` with the words
         of a server that does not start.
@@ -94,21 +94,21 @@ class OwnServer:
         return lines
 
     def _failure(self) -> str:
-        """Why it did not start: its error and all after it, or else its last lines."""
+        """Why it did not start: its error and everything after it, or else its last lines."""
         lines = list(self._lines)
         errors = [index for index, line in enumerate(lines) if line.startswith(_ERROR)]
         told = "\n".join(lines[errors[-1] :] if errors else lines).removeprefix(_ERROR)
         return told or "the server did not start, and did not say why"
 
     def _keep_lines(self) -> None:
-        """Read on, on a thread of its own, or the server would have to wait for a reader."""
+        """Keep reading, on a thread of its own, else the server would have to wait for a reader."""
         assert self._process.stdout is not None
         for line in self._process.stdout:
             if line.strip():
                 self._lines.append(line.rstrip())
 
     def _end(self) -> None:
-        for _ in range(2):  # a second signal makes it end at once
+        for _ in range(2):  # the second signal makes it end at once
             self._process.terminate()
             try:
                 self._process.wait(_PATIENCE_S)
@@ -120,12 +120,13 @@ class OwnServer:
 
 
 def _ending_with(parent: int) -> Callable[[], None]:
-    """To be called in the child: SIGTERM comes when ``parent``, or its thread that forked, ends."""
+    """A function to call in the child: it then gets SIGTERM when ``parent``, or the thread of it
+    that forked, ends."""
     prctl = ctypes.CDLL(None).prctl  # looked up here: in a child the loader's locks may be held
 
     def ask() -> None:
         prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-        if os.getppid() != parent:  # it has ended before
+        if os.getppid() != parent:  # it has already ended
             os._exit(1)
 
     return ask

@@ -1,4 +1,4 @@
-"""Options of the commands: where to ask, the parameters of a request, the form of an answer."""
+"""Options of the commands: the server, the parameters of a request, the form of an answer."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _Client = TypeVar("_Client", Client, AsyncClient)
 
 
 def client_of(kind: Callable[..., _Client], **settings: Any) -> _Client:
-    """A client with the settings of ``server_options``; a wrong one is wrong usage."""
+    """A client with the settings of ``server_options``; an invalid one counts as wrong usage."""
     try:
         return kind(**settings)
     except InvalidArgument as error:
@@ -54,7 +54,7 @@ def client_of(kind: Callable[..., _Client], **settings: Any) -> _Client:
 
 
 def parameter_options(*, max_tokens: int) -> Callable[[_Command], _Command]:
-    """The parameters used most, and all others by ``--param``; ``given`` gathers them."""
+    """The parameters used most, and all others through ``--param``; ``given`` gathers them."""
 
     def decorate(command: _Command) -> _Command:
         for option in (
@@ -135,7 +135,7 @@ def form_of(
     """What the options of ``form_options`` ask for.
 
     Raises ``click.UsageError`` for more than one of them, a file that cannot be read, and a schema
-    that is not JSON; whether it is a schema is the server's to say.
+    that is not JSON; the server decides whether it is a schema.
     """
     options = {
         "--json-schema": json_schema,
@@ -156,7 +156,7 @@ def form_of(
 
 
 def with_form(form: StructuredOutputs | None, parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """The parameters with a form; raises ``click.UsageError`` if they have one themselves."""
+    """The parameters with a form; raises ``click.UsageError`` if they already have one."""
     if form is None:
         return dict(parameters)
     if "structured_outputs" in parameters:
@@ -204,10 +204,10 @@ def _parameter(text: str) -> tuple[str, Any]:
     name, equals, value = text.partition("=")
     if not equals or not name:
         raise click.BadParameter(f"{text!r} is not NAME=VALUE")
-    if name in ("prompt", "messages", "request_id"):  # the command's to say
+    if name in ("prompt", "messages", "request_id"):  # other arguments of the command give these
         raise click.BadParameter(f"{name} is not a parameter")
     if INPUTS.get(name) == "BYTES" and not (name in LISTS and value.startswith("[")):
-        return name, value  # text as it is, though it may look like a number
+        return name, value  # text as it is, even if it looks like a number
     try:
         return name, json.loads(value)
     except ValueError:

@@ -1,12 +1,12 @@
 """One request over one protocol: ``grpc`` and ``http``, each for threads and for asyncio.
 
-A transport holds the connections and starts calls; a call gives the deltas of a response at a time
-until None, and can be cancelled. What is shared between the two kinds stands beside them; they hold
-only what waits.
+A transport holds the connections and starts calls; a call gives the deltas of one response at a
+time until None, and can be cancelled. Code shared by the two kinds is next to them; they hold only
+what waits.
 
-Invariants: whatever goes wrong before a transport is closed is a ``MinisglError``, and what goes
-wrong later is made one by ``unless_closed``; a cancelled call's connection tells the server, and a
-call that was read to its end is left alone.
+Invariants: whatever goes wrong before a transport is closed is a ``MinisglError``, and
+``unless_closed`` turns what goes wrong later into one. Cancelling a call tells the server through
+its connection; a call that was read to its end is left alone.
 """
 
 from __future__ import annotations
@@ -86,10 +86,10 @@ class AsyncTransport(Protocol):
 
 @contextmanager
 def unless_closed(transport: Transport | AsyncTransport) -> Iterator[None]:
-    """Makes ``Closed`` of whatever goes wrong because the transport was closed.
+    """Turns whatever goes wrong because the transport was closed into ``Closed``.
 
-    grpc.aio ends the waiting of others with ``CancelledError`` then, as if their tasks were
-    cancelled; a task that really is cancelled stays so.
+    grpc.aio then raises ``CancelledError`` in the tasks that wait, as if they were cancelled; a
+    task that really is cancelled stays so.
     """
     try:
         yield

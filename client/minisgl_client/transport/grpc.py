@@ -1,11 +1,11 @@
 """gRPC: one HTTP/2 connection, on which each request is a ``ModelStreamInfer`` of its own.
 
-A stream that carries one request is cancelled by itself, and its end is the answer's end. Since the
-client's side of it is one message, the call is made as one with a single request, which spares the
-thread or task that would feed it.
+A stream that carries one request can be cancelled by itself, and its end is the answer's end. Since
+the client's side of it is one message, the call is made as one with a single request, which needs
+no thread or task to feed it.
 
-Triton 24.10 never lets go of a request whose stream is cancelled when all its responses have been
-sent; so what is known to be at its end is read to the end.
+Triton 24.10 never lets go of a request whose stream is cancelled after all its responses have been
+sent; so an answer known to be complete is read to the end of the stream.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from minisgl_client.response import adapters_of_message, deltas_of_message, toke
 _SERVICE: Final = "/inference.GRPCInferenceService"
 _OPTIONS: Final = (
     ("grpc.max_send_message_length", -1),
-    ("grpc.max_receive_message_length", -1),  # an answer with logprobs may be long
-    ("grpc.initial_reconnect_backoff_ms", 100),  # pauses are made here: see attempts
+    ("grpc.max_receive_message_length", -1),  # an answer with logprobs may be large
+    ("grpc.initial_reconnect_backoff_ms", 100),  # pauses are made by ``attempts``
     ("grpc.max_reconnect_backoff_ms", 1000),
     ("grpc.keepalive_time_ms", 60_000),  # a network that went away is noticed
     ("grpc.enable_retries", 0),
@@ -78,7 +78,7 @@ class GrpcTransport:
             request.to_grpc(timeout_ms), timeout=_timeout_s(timeout_ms), metadata=self._metadata
         )
         try:
-            messages = list(call)  # to the end, which must not be met by a cancel
+            messages = list(call)  # to the end, which a cancel must not meet
         except grpc.RpcError as error:
             raise _error_of(error) from None
         return _first(messages)
@@ -108,7 +108,7 @@ class GrpcCall:
             return None
         if message.error_message:
             with suppress(grpc.RpcError):
-                next(self._call, None)  # the end, which must not be met by a cancel
+                next(self._call, None)  # the end, which a cancel must not meet
         return deltas_of_message(message)
 
     def cancel(self) -> None:
@@ -186,7 +186,7 @@ class AsyncGrpcCall:
             return None
         if message.error_message:
             with suppress(grpc.RpcError):
-                await self._call.read()  # the end, which must not be met by a cancel
+                await self._call.read()  # the end, which a cancel must not meet
         return deltas_of_message(message)
 
     async def cancel(self) -> None:
@@ -223,7 +223,7 @@ def _timeout_s(timeout_ms: int | None) -> float | None:
 def _error_of(error: Any) -> MinisglError:
     """The exception for a call that ended with a status.
 
-    Errors of the server come inside responses: a status is about the connection.
+    The server's own errors come inside responses; a status is about the connection.
     """
     code, details = error.code(), error.details() or ""
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:

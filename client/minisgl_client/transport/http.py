@@ -1,7 +1,7 @@
 """HTTP: each request is a POST to ``/generate_stream``, answered by server-sent events.
 
-An answer in one piece comes as one event, so that all requests go the same way. Triton notices a
-client that went away when it writes to it: a request without ``stream`` runs to its end.
+An answer in one piece comes as one event, so all requests are handled alike. Triton notices that a
+client has gone only when it writes to it: a request without ``stream`` runs to its end.
 
 A deadline bounds each wait, and is checked whenever something arrives.
 """
@@ -41,7 +41,7 @@ _CONNECT_S: Final = 20.0
 _READY_S: Final = 5.0
 _NO_TRITON: Final = "no Triton HTTP server answers there"
 _NOT_HTTP: Final = ("illegal request line", "illegal status line")
-"""How httpx's errors about answers that are not HTTP begin, such as those of a gRPC port."""
+"""How httpx's errors about answers that are not HTTP, such as a gRPC port's, begin."""
 
 
 class _Events:
@@ -58,7 +58,7 @@ class _Events:
             raise Timeout("no end in time, and none from the server after it")
 
     def next(self) -> list[Delta] | None:
-        """The next delta that has come already."""
+        """The deltas of the next event that has already come."""
         return deltas_of_event(json_object(self._waiting.popleft())) if self._waiting else None
 
 
@@ -182,7 +182,7 @@ def _settings(url: str, headers: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _object(response: httpx.Response) -> dict[str, Any]:
-    """The JSON object of an answer that is no error."""
+    """The JSON object of an answer that is not an error."""
     if response.status_code != httpx.codes.OK:
         raise _refusal(response)
     return json_object(response.content)
@@ -217,11 +217,11 @@ def _ready_path(model: str) -> str:
 def _refusal(response: httpx.Response) -> MinisglError:
     """The exception for a status that is not 200, by its text: Triton's is nearly always 400.
 
-    The text is JSON, or the same as an event.
+    The text is JSON, or an event with that JSON.
     """
     try:
         error = json_object(response.content.removeprefix(b"data: "))["error"]
-        if isinstance(error, str):  # an object is what OpenAI's servers send
+        if isinstance(error, str):  # OpenAI's servers send an object
             return error_from(error)
     except (MinisglError, KeyError):
         pass
@@ -233,7 +233,7 @@ def _refusal(response: httpx.Response) -> MinisglError:
 
 @contextmanager
 def _as_client_errors() -> Iterator[None]:
-    """Errors of httpx as ours."""
+    """Turns httpx's errors into ours."""
     try:
         yield
     except (httpx.ConnectError, httpx.ConnectTimeout, httpx.UnsupportedProtocol) as error:

@@ -1,8 +1,8 @@
-"""An answer as the Messages API tells it: whole, or as a stream of events.
+"""An answer in the form of the Messages API: whole, or as a stream of events.
 
-An answer is a list of blocks: what the model thought, what it says, and each call of a tool. A
-stream tells when a block begins, its text as it comes, and when it ends. ``MessagesRenderer`` goes
-through the same blocks for both.
+An answer is a list of blocks: what the model thought, what it says, and each tool call. A stream
+says when a block begins, gives its text as it comes, and says when it ends. ``MessagesRenderer``
+goes through the same blocks for both.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from minisgl_gateway.parts import Piece
 from minisgl_gateway.thinking import Thought
 
 SIGNATURE: Final = "unsigned"
-"""Of thoughts: clients do not send back thoughts without one, and here any will do."""
+"""The signature of thoughts: clients do not send back unsigned ones, and here any will do."""
 _PING: Final = named_event("ping", {"type": "ping"})
 
 
@@ -48,9 +48,9 @@ class MessagesRenderer:
             usage=_usage(0, 0),
         )
         self._texts: list[str] = []
-        """Those of the block that they go into."""
+        """The texts of the open block."""
         self._thinks: bool | None = None
-        """Whether that block is thoughts; None if there is none."""
+        """Whether the open block is thoughts; None if no block is open."""
         self._delta = ""
         self._begun = False
 
@@ -115,7 +115,7 @@ class MessagesRenderer:
     # --- blocks ------------------------------------------------------------------------------
 
     def _add(self, text: str, *, thinks: bool) -> list[str]:
-        """Add a text to the block that it belongs to, which begins with it if need be."""
+        """Add a text to the block that it belongs to; begin the block if necessary."""
         events = []
         if self._thinks is not thinks:
             events = [*self._close(), *self._open(thinks=thinks)]
@@ -137,7 +137,7 @@ class MessagesRenderer:
         return [_event("content_block_start", {"index": index, "content_block": block})]
 
     def _close(self) -> list[str]:
-        """End the block that texts went into, if there is one."""
+        """End the open block, if there is one."""
         if self._thinks is None:
             return []
         index = len(self._message.content)
@@ -160,7 +160,7 @@ class MessagesRenderer:
         block = schema.AnsweredToolUseBlock(
             id=f"toolu_{uuid.uuid4().hex[:24]}",
             name=call.name,
-            input=json.loads(call.arguments),  # of a key written twice the last value
+            input=json.loads(call.arguments),  # keeps the last value of a repeated key
         )
         self._message.content.append(block)
         begun = {**block.model_dump(), "input": {}}

@@ -119,7 +119,7 @@ class ClientToolChoice(Strict):
 
 
 class ThinkingConfig(Strict):
-    """Whether the model thinks, if its chat template can say so, and whether thoughts are told."""
+    """Whether the model thinks, if its chat template can say so, and whether thoughts are shown."""
 
     type: Literal["enabled", "adaptive", "between_tools", "disabled"]
     budget_tokens: int | None = Field(None, ge=0, description="max_tokens bounds all; no effect")

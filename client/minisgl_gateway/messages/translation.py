@@ -1,6 +1,6 @@
 """A request of the Messages API -> a ``Chat``, and its blocks -> messages of a chat template.
 
-Knows Anthropic's blocks and what ``Chat`` asks for; never the answer.
+Knows Anthropic's blocks and what ``Chat`` needs. Must not know the answer.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def chat_of(request: MessagesRequest) -> Chat:
 
 
 def tells_thoughts(request: MessagesRequest) -> bool:
-    """Whether thoughts are part of the answer: only if they are asked for, and not left out."""
+    """Whether thoughts are part of the answer: only if they are asked for and not omitted."""
     thinking = request.thinking
     return thinking is not None and thinking.type != "disabled" and thinking.display != "omitted"
 
@@ -84,7 +84,7 @@ def tells_thoughts(request: MessagesRequest) -> bool:
 
 
 def _of_user(turn: UserTurn) -> list[dict[str, Any]]:
-    """What the user says, and what tools answered, each a message of its own."""
+    """What the user says, and what tools answered, each as a message of its own."""
     if isinstance(turn.content, str):
         return [{"role": "user", "content": turn.content}]
     messages: list[dict[str, Any]] = []

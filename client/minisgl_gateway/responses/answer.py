@@ -90,7 +90,7 @@ class ResponseError(BaseModel):
 
 
 class Response(BaseModel):
-    """An answer; what it was asked with is told again."""
+    """An answer; it repeats the parameters of its request."""
 
     model_config = ConfigDict(ser_json_inf_nan="null")
 

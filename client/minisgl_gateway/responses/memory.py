@@ -1,8 +1,8 @@
-"""The responses that the gateway keeps, so that a later request can go on from one by its id.
+"""The responses that the gateway keeps, so that a later request can continue one by its id.
 
-Bounded in number and in bytes: what was used least recently goes first. Each response belongs to
-the API key that asked for it, and is found under no other. Nothing is written to a disk. Must not
-know what a response says.
+Bounded in number and in bytes: the least recently used go first. Each response belongs to the API
+key that asked for it, and is found under no other. Nothing is written to disk. Must not know what a
+response says.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class ResponseMemory:
         return len(self._kept)
 
     def keep(self, label: str, response: Kept) -> None:
-        """Keep a response, in place of those used least recently; one that is too large is not."""
+        """Keep a response, in place of the least recently used ones, unless it is too large."""
         if response.num_bytes > self._most_bytes or not self._most:
             return
         self._kept[label, response.id] = response
@@ -67,20 +67,21 @@ class ResponseMemory:
             self.remove(*next(iter(self._kept)))
 
     def find(self, label: str, id: str) -> Kept | None:
-        """The response of this id, if it is kept; it now is the one used last."""
+        """The response with this id, if it is kept; it now counts as the one used last."""
         response = self._kept.get((label, id))
         if response is not None:
             self._kept.move_to_end((label, id))
         return response
 
     def find_item(self, label: str, id: str) -> Mapping[str, Any] | None:
-        """The item of this id, if a kept response has it, which now is the one used last."""
+        """The item with this id, if a kept response has it. That response now counts as the one
+        used last."""
         response_id = self._by_item.get((label, id))
         response = None if response_id is None else self.find(label, response_id)
         return None if response is None else response.items[id]
 
     def remove(self, label: str, id: str) -> bool:
-        """Forget a response; whether there was one."""
+        """Forget a response; returns whether there was one."""
         response = self._kept.pop((label, id), None)
         if response is None:
             return False

@@ -1,9 +1,9 @@
-"""An answer as the Responses API tells it: whole, or as a stream of events.
+"""An answer in the form of the Responses API: whole, or as a stream of events.
 
-An answer is a list of items: what the model thought, what it says, and each call of a function. A
-stream tells of every item when it begins, its text as it comes, and when it is done; every event
-has a number. ``ResponseRenderer`` builds the same items for both, so that a stream's last event
-has what the whole answer would be.
+An answer is a list of items: what the model thought, what it says, and each function call. A stream
+says when an item begins, gives its text as it comes, and says when it is done; every event has a
+number. ``ResponseRenderer`` builds the same items for both, so that a stream's last event has what
+the whole answer would be.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from minisgl_gateway.responses.translation import is_strict, logprobs_of, namesp
 from minisgl_gateway.thinking import Thought
 
 Keep = Callable[[schema.Response], None]
-"""Takes a response that is to be remembered."""
+"""Takes a response to be remembered."""
 
 
 class _OpenItem:
@@ -47,11 +47,11 @@ class _OpenItem:
 
     @property
     def part(self) -> schema.Thoughts | schema.AnsweredText:
-        """The one piece of its content, as it stands."""
+        """The only part of its content, as it is so far."""
         return self._thoughts() if self.thinks else self._said()
 
     def item(self, status: Status) -> schema.AnsweredReasoning | schema.AnsweredMessage:
-        """The item as it stands; when it begins it has no content."""
+        """The item as it is so far; at its beginning it has no content."""
         has_content = status != "in_progress"
         if self.thinks:
             thoughts = [self._thoughts()] if has_content else []
@@ -86,7 +86,7 @@ class ResponseRenderer:
         self._delta_head = ""
         self._number = 0
         self._logprobs: list[answer_schema.TokenLogprob] = []
-        """Of tokens whose text has not come yet."""
+        """Those of tokens whose text has not come yet."""
 
     @property
     def id(self) -> str:
@@ -116,9 +116,9 @@ class ResponseRenderer:
             else:
                 events += self._add(part, thinks=False)
         if piece.ending is not None and self._open is not None and not self._open.thinks:
-            self._open.logprobs += self._logprobs  # of the token that ended the answer
+            self._open.logprobs += self._logprobs  # those of the token that ended the answer
         if piece.parts:
-            self._logprobs = []  # those that are left are of thoughts or calls
+            self._logprobs = []  # the rest belong to thoughts or calls
         if piece.ending is not None:
             is_cut = piece.ending.reason == "length"
             events += self._close("incomplete" if is_cut else "completed")
@@ -162,7 +162,7 @@ class ResponseRenderer:
     # --- items -------------------------------------------------------------------------------
 
     def _add(self, text: str, *, thinks: bool) -> list[str]:
-        """Add a text to the item that it belongs to, which begins with it if need be."""
+        """Add a text to the item that it belongs to; begin the item if necessary."""
         events = []
         if self._open is None or self._open.thinks is not thinks:
             events = [*self._close("completed"), *self._begin(thinks=thinks)]
@@ -187,7 +187,7 @@ class ResponseRenderer:
         ]
 
     def _close(self, status: Status) -> list[str]:
-        """End the item that texts went into, if there is one."""
+        """End the open item, if there is one."""
         item, self._open = self._open, None
         if item is None:
             return []

@@ -30,7 +30,7 @@ Status = Literal["in_progress", "completed", "incomplete"]
 
 
 def _status() -> Any:
-    """The state of an item that a caller sends back; whatever it is, the item is told as it is."""
+    """The state of an item that a caller sends back; it does not change how the item is read."""
     return Field(None, exclude=True, description="of an item of an answer; no effect")
 
 
@@ -164,7 +164,7 @@ class FunctionTool(Strict):
 
 
 class NamespaceTool(Strict):
-    """Functions under a common name, which a call has beside that of the function."""
+    """Functions under a common name; a call has this name and the function's."""
 
     type: Literal["namespace"]
     name: str = Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")

@@ -1,6 +1,6 @@
 """A request of the Responses API -> a ``Chat``, and its items -> messages of a chat template.
 
-Knows OpenAI's items and what ``Chat`` asks for; never the answer.
+Knows OpenAI's items and what ``Chat`` needs. Must not know the answer.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def counted_chat(request: InputTokensRequest, messages: Sequence[Mapping[str, An
 
 
 def chat_of(request: ResponsesRequest, messages: Sequence[Mapping[str, Any]]) -> Chat:
-    """The chat that goes on from ``messages`` as the request asks; raises ``ApiError``."""
+    """The chat that continues ``messages`` as the request asks; raises ``ApiError``."""
     if request.stream_options is not None and not request.stream:
         raise invalid("stream_options goes with stream", "stream_options")
     chat = counted_chat(request, messages)
@@ -81,7 +81,7 @@ def chat_of(request: ResponsesRequest, messages: Sequence[Mapping[str, Any]]) ->
 
 
 def logprobs_of(request: ResponsesRequest) -> int | None:
-    """How many other tokens are told at each place of the answer; None for no logprobs at all."""
+    """How many likely tokens to give at each position of the answer; None for no logprobs."""
     if LOGPROBS in (request.include or ()):
         return request.top_logprobs or 0
     if request.top_logprobs:
@@ -92,8 +92,8 @@ def logprobs_of(request: ResponsesRequest) -> int | None:
 def messages_of(items: str | Sequence[Item], referred: Referred) -> list[dict[str, Any]]:
     """The messages that items stand for.
 
-    What an assistant thinks, says and calls, one item after the other, is one message, as models
-    were trained on.
+    What an assistant thinks, says and calls in successive items is one message, as models were
+    trained.
     """
     if isinstance(items, str):
         return [{"role": "user", "content": items}]
@@ -208,18 +208,18 @@ def _functions(
 
 
 def _name_in(namespace: str, name: str) -> str:
-    """The name of a function for the model, which knows no namespaces."""
+    """The function's name for the model, which knows no namespaces."""
     return f"{namespace}__{name}"
 
 
 def _description(namespace: NamespaceTool | None, tool: FunctionTool) -> str | None:
-    """The description of a function for the model, behind that of its namespace."""
+    """The function's description for the model, after that of its namespace."""
     given = (namespace and namespace.description, tool.description)
     return "\n".join(text for text in given if text) or tool.description
 
 
 def is_strict(tool: FunctionTool) -> bool:
-    """Whether arguments must follow the schema: if it is not said, as far as that is possible."""
+    """Whether arguments must follow the schema: if the request does not say, whenever possible."""
     if tool.strict is not None:
         return tool.strict
     schema = tool.parameters
@@ -230,7 +230,8 @@ def is_strict(tool: FunctionTool) -> bool:
 def can_be_enforced(schema: Any) -> bool:
     """Whether a schema has nothing but keywords that a grammar can follow for sure.
 
-    Only of interest if nothing was said: what a strict tool cannot enforce is an error.
+    Matters only if the request does not say: for a strict tool, what cannot be enforced is an
+    error.
     """
     if isinstance(schema, bool):
         return True

@@ -1,10 +1,10 @@
 """From the times of each request to figures, and from these to a table and a JSON file.
 
-Knows times and counts only. The usual words: TTFT is the time to the first token, TPOT the time per
+Knows times and counts only. The usual terms: TTFT is the time to the first token, TPOT the time per
 output token after the first, E2E that of the whole request. The time between chunks is that from
-the arrival of one chunk of a stream to the arrival of the next; a chunk brings one token or
-several. Times of an open loop count from when a request was due, so that a client that is late
-cannot make a server look fast.
+the arrival of one chunk of a stream to the arrival of the next; a chunk brings one or more tokens.
+Times of an open loop count from when a request was due, so that a late client cannot make a server
+look fast.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from minisgl_kit.report import PERCENTILES, machine_facts, percentiles, shown, w
 
 
 def objectives_of(text: str) -> dict[str, float]:
-    """Bounds in milliseconds, of ``ttft=200,tpot=50,e2e=3000`` or some of them."""
+    """Bounds in milliseconds, from a text like ``ttft=200,tpot=50,e2e=3000`` or parts of it."""
     objectives: dict[str, float] = {}
     for part in filter(None, text.split(",")):
         name, _, value = part.partition("=")
@@ -44,7 +44,7 @@ def objectives_of(text: str) -> dict[str, float]:
 
 
 def figures_of(outcomes: Sequence[Outcome], objectives: Mapping[str, float]) -> dict[str, Any]:
-    """The figures of one load; times in milliseconds, of answered requests alone.
+    """The figures of one load; times are in milliseconds, of answered requests only.
 
     ``reasons`` has the message of the first error of each code.
     """
@@ -161,7 +161,7 @@ def _print_table(measured: Sequence[Measured], info: Mapping[str, Any], title: s
 
 
 def check_answered(measured: Sequence[Measured]) -> None:
-    """End the command with code 1 if a load got no answer at all: its figures are meaningless."""
+    """End the command with code 1 if a load got no answers at all: its figures are meaningless."""
     silent = [one.load.label for one in measured if not one.is_answered]
     if silent:
         raise click.ClickException(f"no request was answered at {', '.join(silent)}")

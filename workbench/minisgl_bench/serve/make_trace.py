@@ -1,8 +1,8 @@
 """A small synthetic trace of conversations: ``python -m minisgl_bench.serve.make_trace``.
 
 Conversations start by a Poisson process. Each has one of a few system prompts; each turn's prompt
-is the one before, its answer and a new question, so that prefixes grow as they do in chats. The
-same seed makes the same trace.
+is the previous prompt, its answer and a new question, so that prefixes grow as in chats. The same
+seed makes the same trace.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def make_trace(*, conversations: int, seconds: float, seed: int) -> list[dict[st
                     "hash_ids": blocks + new,
                 }
             )
-            # only whole blocks are shared; the rest of them is part of the next question
+            # only whole blocks are shared; what is left over is part of the next question
             whole = (length + answer) // BLOCK_SIZE - len(blocks)
             blocks += [*new, *(next(numbers) for _ in range(whole))][:whole]
             at_s += answer / 20 + draw.expovariate(1 / 4)

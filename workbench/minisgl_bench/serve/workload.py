@@ -1,9 +1,9 @@
-"""The loads of a command line, each with prompts of its own, those of a trace included.
+"""The loads that a command line asks for, each with its own prompts, including those of a trace.
 
 Traces have the format of the Mooncake project: JSONL of ``timestamp`` (ms), ``input_length`` and
-``output_length`` (tokens) and ``hash_ids``: one number for each block of the prompt, the last of
-which may be partial. Equal numbers stand for equal blocks after equal prefixes, so that equal
-leading numbers are a shared prefix. The format and its blocks of 512 tokens are those of Qin et
+``output_length`` (tokens) and ``hash_ids``: one number for each block of the prompt; the last block
+may be partial. Equal numbers stand for equal blocks after equal prefixes, so that equal leading
+numbers are a shared prefix. The format and its blocks of 512 tokens are those of Qin et
 al., "Mooncake: Trading More Storage for Less Computation" (FAST 2025).
 """
 
@@ -40,7 +40,7 @@ _Request = TypeVar("_Request", Call, TraceEntry)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """The options of the command line; lengths in tokens, rates in requests a second."""
+    """The options of the command line; lengths in tokens, rates in requests per second."""
 
     concurrency: Sequence[int] = ()
     rate: Sequence[float] = ()
@@ -113,14 +113,14 @@ class Workload:
         )
 
     def _first_of(self, requests: list[_Request], path: Path) -> list[_Request]:
-        """As many as ``requests`` says, all by default."""
+        """As many as the option ``requests`` says, by default all."""
         if self.requests is not None and self.requests > len(requests):
             raise ConfigError(f"{path} has {len(requests)} requests, not {self.requests}")
         return requests[: self.requests]
 
 
 def read_trace(path: Path, *, block_size: int) -> list[TraceEntry]:
-    """The entries by time; raises ``ConfigError`` with the place of a line that is not one."""
+    """The entries by time; raises ``ConfigError`` with the place of a line that is not an entry."""
     entries = [_entry(line, block_size, place) for place, line in json_lines(path)]
     if not entries:
         raise ConfigError(f"{path.name} is empty")
@@ -140,7 +140,7 @@ def calls_of_trace(
     seed: int,
     variant: int = 0,
 ) -> list[Call]:
-    """Prompts of random tokens that share what the trace says they share, and nothing else."""
+    """Prompts of random tokens that share what the trace says, and nothing else."""
     blocks: dict[int, list[int]] = {}
 
     def block(hash_id: int) -> list[int]:

@@ -8,7 +8,7 @@ function for its layers.
 A step to be captured in a CUDA graph has no host arrays: its kernels may depend only on values on
 the device.
 
-Knows positions, pages and shapes. Must not know requests, plans or how pages are given out.
+Knows positions, pages and shapes. Must not know requests, plans or how pages are allocated.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:  # ``models.spec`` imports this module and needs no torch
 
 @dataclass(frozen=True, slots=True)
 class KVHeads:
-    """The number of a layer's key-value heads, and the size of all its heads."""
+    """The number of a layer's KV heads, and the size of all its heads."""
 
     num_kv_heads: int
     head_dim: int
@@ -39,12 +39,12 @@ class AttentionShape:
     """The heads of one rank.
 
     ``windows`` has one entry per layer: the number of positions that a token sees, including its
-    own; None for all up to its own. With ``sections`` windows do not slide: they are sections of
-    the sequence, all of one size, and a token sees nothing before its section
-    (``attention.sections``). ``scale`` multiplies the scores, q k^T. With ``sinks`` each layer has
-    sinks (``PagedKV``). ``by_layer`` has one entry per layer, unless all have ``num_kv_heads`` of
-    ``head_dim``. ``window_pages``: layers with windows have their own pages and page table
-    (``cache.windows``).
+    own; None for all positions up to its own. With ``sections`` windows do not slide: they are
+    sections of the sequence, all of one size, and a token sees nothing before its section
+    (``attention.sections``). The scores, q k^T, are multiplied by ``scale``. With ``sinks`` each
+    layer has sinks (``PagedKV``). ``by_layer`` has one entry per layer, unless all layers have
+    ``num_kv_heads`` heads of size ``head_dim``. ``window_pages``: layers with windows have their
+    own pages and page table (``cache.windows``).
     """
 
     num_heads: int
@@ -67,8 +67,8 @@ class AttentionShape:
         return max((window for window in self.windows if window is not None), default=None)
 
     def for_context(self, context: int) -> AttentionShape:
-        """The shape for sequences of up to ``context`` tokens: with window pages if they can be
-        longer than the windows; if not, without sections."""
+        """The shape for sequences of up to ``context`` tokens: with window pages if sequences can
+        be longer than the windows, and otherwise without sections."""
         is_longer = self.window is not None and self.window < context
         return replace(self, sections=self.sections and is_longer, window_pages=is_longer)
 
@@ -78,8 +78,8 @@ class AttentionShape:
         return self.window if self.sections else None
 
     def numbers_per_position(self, *, window_pages: bool) -> int:
-        """Number of elements of a position's keys, which is also that of its values, in all layers
-        with window pages together, or in all layers without."""
+        """The number of elements of a position's keys, which is also that of its values, in total
+        over all layers with window pages, or over all layers without."""
         return sum(
             len(own) * kind.num_kv_heads * kind.head_dim
             for kind, own in self.kinds
@@ -114,7 +114,7 @@ class AttentionShape:
 
 @dataclass(frozen=True, slots=True)
 class KVScale:
-    """Factors of a layer's keys and values if its pages hold float8."""
+    """The factors for a layer's keys and values if its pages hold float8."""
 
     k: float = 1.0
     v: float = 1.0
@@ -124,9 +124,10 @@ class KVScale:
 class AttentionSetting:
     """The model, pages, batches and device that a backend is made for.
 
-    ``dtype`` is that of queries and results, ``kv_dtype`` that of pages: the same, or float8_e4m3.
-    Batches of more than ``max_captured_batch_size`` rows are not captured in a graph. ``grouped``:
-    steps may have groups. With ``batch_invariant`` the result of a token depends only on its row.
+    ``dtype`` is that of queries and results. ``kv_dtype`` is that of pages: the same, or
+    float8_e4m3. Batches of more than ``max_captured_batch_size`` rows are not captured in a graph.
+    ``grouped``: steps may have groups. With ``batch_invariant`` a token's result depends only on
+    its row.
     """
 
     shape: AttentionShape
@@ -147,7 +148,7 @@ class AttentionSetting:
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """The windows of the layers, each once."""
+        """The different windows of the layers."""
         return tuple(dict.fromkeys(self.shape.windows))
 
 
@@ -155,12 +156,12 @@ class AttentionSetting:
 class PagedKV:
     """Keys and values of one layer, [num_pages + 1, page_size, num_kv_heads, head_dim].
 
-    If they are float8, ``k_scale`` and ``v_scale`` (float32 [1]) multiply them; ``scale`` holds
-    the same two numbers on the host. Positions beyond a row's end are finite.
+    If they are float8, they are multiplied by ``k_scale`` and ``v_scale`` (float32 [1]); ``scale``
+    holds the same two numbers on the host. Positions beyond a row's end are finite.
 
-    ``sinks`` [num_heads], in the type of the queries, add one more score without a value to each
-    softmax of a head (arXiv 2309.17453). It takes its part of the sum and contributes nothing, so
-    attention without sinks is multiplied by sigmoid(log-sum-exp - sink).
+    ``sinks`` [num_heads], in the type of the queries, add one more score, without a value, to each
+    softmax of a head (arXiv 2309.17453). The sink takes its part of the sum and contributes
+    nothing, so attention without sinks is multiplied by sigmoid(log-sum-exp - sink).
     """
 
     keys: Tensor
@@ -181,9 +182,9 @@ class Chunks:
 
     ``rows`` [num_chunks] of ``page_table`` [num_rows, max_pages]; ``offsets`` [num_chunks + 1];
     ``ends`` [num_chunks]. The host knows the largest length and end, and has copies of offsets and
-    ends, ``host_offsets`` and ``host_ends``. In a step to be captured these copies are None, the
-    two maxima are the largest possible ones, and chunks may be empty. ``window_table``: the page
-    table of layers with window pages; it has the dummy page in place of pages before the window.
+    ends, ``host_offsets`` and ``host_ends``. In a step to be captured, these copies are None, the
+    two maxima are the largest possible, and chunks may be empty. ``window_table`` is the page table
+    of layers with window pages; it has the dummy page in place of pages before the window.
     """
 
     rows: Tensor
@@ -207,9 +208,9 @@ class DecodeRows:
     """Decoding rows of a step; int32 on the device.
 
     ``rows`` [batch_size] of ``page_table`` [num_rows, max_pages]; ``lengths`` [batch_size], each
-    including the new token's position; ``host_lengths`` are the same on the host, and None in a
-    step to be captured. ``groups``, on the host, have indices of these rows as members; a backend
-    may ignore them. ``grouped``: a step to be captured reads the groups that
+    including the new token's position; ``host_lengths``, the same on the host, or None in a step to
+    be captured. ``groups``, on the host, have indices of these rows as members; a backend may
+    ignore them. ``grouped``: a step to be captured reads the groups that
     ``GroupedDecode.take_groups`` took last. ``pdl``: kernels may be launched before their
     predecessors end. ``window_table``: as in ``Chunks``.
     """
@@ -230,7 +231,7 @@ class DecodeRows:
 
 
 Attend: TypeAlias = "Callable[[Tensor, PagedKV, int], Tensor]"
-"""Attention of all tokens of a planned step, decoding rows and chunks together; called once per
+"""Attention of all tokens of a planned step, decoding rows and chunks together. Called once per
 layer: (q [num_tokens, num_heads, head_dim], pages of the layer, layer) -> a tensor shaped like q.
 ``PagedAttention.plan`` makes it from two ``LayerAttention``."""
 
@@ -241,8 +242,8 @@ class LayerAttention(Protocol):
     def __call__(self, out: Tensor, q: Tensor, kv: PagedKV, layer: int) -> None:
         """Fill ``out``, [num_tokens, num_heads, head_dim] like ``q``.
 
-        For chunks, both have all tokens of the flat batch, and only those of chunks are filled; for
-        decoding rows, both have only theirs. ``q`` may be strided along tokens.
+        For chunks, both have all tokens of the flat batch, but only those of chunks are filled. For
+        decoding rows, both have only the rows' tokens. ``q`` may be strided along tokens.
         """
 
 
@@ -265,9 +266,9 @@ class ScheduledDecode(DecodeAttention, Protocol):
     """Decode attention whose kernels follow a schedule that the host makes from the lengths."""
 
     def schedule_rows(self, lengths: IntArray) -> None:
-        """Write the schedule of the captured step of ``len(lengths)`` rows that is enqueued next.
+        """Write the schedule of the next captured step, which has ``len(lengths)`` rows.
 
-        ``lengths`` int32 [batch_size] on the host, 1 for padding. Called on the stream of the step,
+        ``lengths`` int32 [batch_size] are on the host, 1 for padding. Called on the step's stream,
         before it is captured and before each replay.
         """
 
@@ -277,11 +278,11 @@ class GroupedDecode(DecodeAttention, Protocol):
     """Decode attention whose captured steps can read the pages of groups once for all rows."""
 
     def take_groups(self, groups: Groups) -> bool:
-        """Let captured steps with ``DecodeRows.grouped`` read these groups from now on.
+        """Make captured steps with ``DecodeRows.grouped`` read these groups from now on.
 
         Returns False, and does nothing, if steps without groups would be faster. Members are
-        indices of the step's rows. Called on the stream of the step, before each replay; cheap
-        while the groups stay the same.
+        indices of the step's rows. Called on the step's stream, before each replay; cheap while the
+        groups stay the same.
         """
 
 
@@ -289,8 +290,8 @@ class GroupedDecode(DecodeAttention, Protocol):
 class AttentionByLayer:
     """``PrefillAttention`` and ``DecodeAttention`` of layers whose heads or pages differ.
 
-    ``layers`` has the index of the backend that computes each layer, and the layer's index among
-    those of that backend. ``window_pages``: whether a backend's layers have window pages.
+    For each layer, ``layers`` has the index of the backend that computes it, and the layer's index
+    within that backend. ``window_pages``: whether a backend's layers have window pages.
     """
 
     backends: Sequence[PagedAttention]
@@ -345,7 +346,7 @@ class GroupedByLayer(AttentionByLayer):
 class PagedAttention:
     """A backend; ``name`` is the value of the option that chooses it.
 
-    ``can_capture``: decode steps can be captured in CUDA graphs; ``captures_chunks``: so can steps
+    ``can_capture``: decode steps can be captured in CUDA graphs. ``captures_chunks``: so can steps
     with prompt chunks. ``reads_groups``: it uses groups.
     """
 
@@ -373,8 +374,8 @@ class PagedAttention:
         def attend(q: Tensor, kv: PagedKV, layer: int) -> Tensor:
             out = outs.get(q.shape[-1])
             if out is None:
-                # Padding after the chunks is computed as decodes of the dummy row, or stays 0 in
-                # all layers. So what it stores in the dummy page is finite.
+                # Padding after the chunks is either computed as decodes of the dummy row, or stays
+                # 0 in all layers. So what it stores in the dummy page is finite.
                 out = outs[q.shape[-1]] = q.new_zeros(q.shape)
             if attend_rows is not None:
                 attend_rows(out[:num_decodes], q[:num_decodes], kv, layer)

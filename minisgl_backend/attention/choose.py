@@ -1,9 +1,9 @@
-"""From the option ``attention_backend`` to a backend. A CPU has ``sdpa`` only.
+"""Turns the option ``attention_backend`` into a backend. A CPU has only ``sdpa``.
 
-One name stands for prefill and decode, two with a comma for one each. Names that are unknown or
-cannot run here raise a ``ConfigError`` that says what to do. ``cuda`` and ``trtllm`` only decode:
-given alone, each is paired with the prefill that ``auto`` takes. Must not know models, plans or
-requests: what it needs of them is in ``AttentionSetting``.
+One name stands for both prefill and decode; two names, with a comma, for prefill and for decode.
+Names that are unknown or cannot run here raise a ``ConfigError`` that says what to do. ``cuda`` and
+``trtllm`` only decode: given alone, each is paired with the prefill that ``auto`` takes. Must not
+know models, plans or requests: what it needs of them is in ``AttentionSetting``.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ from minisgl_backend.kernels.dispatch import has_triton
 logger = logging.getLogger(__name__)
 
 _MOST_HEAD_DIM: Final = 256
-"""Of the kernels for GPUs; ``sdpa`` takes larger heads, too."""
+"""The largest heads that the kernels for GPUs take; ``sdpa`` also takes larger ones."""
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -73,13 +73,13 @@ class _Kind(Generic[T_co]):
 
 
 def choose_attention(option: str | None, setting: AttentionSetting) -> PagedAttention:
-    """The backend that ``option`` names; by default the fastest one measured that can run here.
+    """The backend that ``option`` names; by default the fastest measured one that can run here.
 
-    For decode that is ``cuda`` from Hopper on, else ``triton``: on an H200 each is faster than
-    ``fa`` and ``fi``, and nothing is planned on the host. For prefill it is ``fa`` on Hopper over
-    16-bit pages if sgl_kernel is installed, since its kernels use the tensor cores better, and else
-    ``triton``. ``fi`` and ``trtllm`` compile their kernels for minutes at first use, so ``auto``
-    never takes them. With ``batch_invariant`` there is one backend, which no option names.
+    For decode that is ``cuda`` on Hopper and later, otherwise ``triton``. On an H200 each is faster
+    than ``fa`` and ``fi``, and nothing is planned on the host. For prefill it is ``fa`` on Hopper
+    with 16-bit pages if sgl_kernel is installed, since its kernels use the tensor cores better, and
+    otherwise ``triton``. ``fi`` and ``trtllm`` compile their kernels for minutes at first use, so
+    ``auto`` never takes them. With ``batch_invariant`` there is one backend, which no option names.
     """
     if len(setting.shape.kinds) > 1 or setting.shape.window_pages:
         return _by_layer(option, setting)
@@ -94,7 +94,7 @@ def choose_attention(option: str | None, setting: AttentionSetting) -> PagedAtte
     decode = _made(of_decode, decode_name, setting)
     name = prefill_name if prefill_name == decode_name else f"{prefill_name},{decode_name}"
     can_capture = not of_decode.needs_host
-    # the schedule of a captured step is for decoding rows alone
+    # the schedule of a captured step is only for decoding rows
     has_schedule = isinstance(decode, ScheduledDecode)
     captures_chunks = can_capture and not of_prefill.needs_host and not has_schedule
     # on a CPU there is one backend, which does; with float16 engines hung in tests on a GPU
@@ -112,8 +112,8 @@ def choose_attention(option: str | None, setting: AttentionSetting) -> PagedAtte
 
 
 def _by_layer(option: str | None, setting: AttentionSetting) -> PagedAttention:
-    """A backend for layers whose heads or pages differ, or that all have window pages, made of one
-    for each kind of them, which gets the table of its pages."""
+    """A backend for layers whose heads or pages differ, or that all have window pages. It is made
+    of a backend for each kind of layer, which gets the table of that kind's pages."""
     kinds = setting.shape.kinds
     backends = [
         choose_attention(
@@ -161,7 +161,7 @@ def _by_layer(option: str | None, setting: AttentionSetting) -> PagedAttention:
 
 
 def _in_sections(option: str | None, setting: AttentionSetting) -> PagedAttention:
-    """A backend for layers whose windows are sections, made of one that computes within them."""
+    """A backend for layers whose windows are sections, made of one that attends within them."""
     inner, size = choose_attention(option, within_section(setting)), setting.shape.section
     assert size is not None
     make = ScheduledSectionDecode if isinstance(inner.decode, ScheduledDecode) else SectionDecode

@@ -1,7 +1,7 @@
 """The backend ``fa``: FlashAttention-3 (arXiv 2407.08608) from the package sgl_kernel.
 
-Needs a Hopper GPU and bf16 or fp16, with sinks bf16. Page table and lengths are read on the GPU.
-For decode the kernels' schedule is computed once a step, inside the graph, and not once a layer.
+Needs a Hopper GPU, and bf16 or fp16 (bf16 with sinks). Page table and lengths are read on the GPU.
+For decode the kernels' schedule is computed once per step, inside the graph, not once per layer.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from minisgl_backend.attention.base import (
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Call:
-    """The arguments that all layers of a step share. ``page_table`` [num_runs, max_pages] has a
-    line for each chunk or decoding row, as ``lengths`` [num_runs] does."""
+    """The arguments that all layers of a step share. ``page_table`` [num_runs, max_pages] and
+    ``lengths`` [num_runs] have a line for each chunk or decoding row."""
 
     page_table: Tensor
     lengths: Tensor

@@ -1,13 +1,13 @@
 """The backends ``fi`` and ``trtllm``: kernels of the library FlashInfer (arXiv 2501.01005), which
 are compiled at first use.
 
-Those of ``fi``, for prompts and for decoding, follow a schedule: which part of which sequence a
-thread block takes. The host makes it from the lengths, in pinned memory, and copies it to the GPU
-in the order of the stream. That memory is not written again before the copy has run, so the host is
-never more than one step ahead.
+The kernels of ``fi``, for prompts and for decoding, follow a schedule: which part of which sequence
+each thread block takes. The host makes it from the lengths, in pinned memory, and copies it to the
+GPU in the order of the stream. That memory is not written again before the copy has run, so the
+host is never more than one step ahead.
 
 A captured decode step has a wrapper for each batch size and window. Pages and lengths are read on
-the GPU: the graph gathers the rows of the page table into a buffer that the kernels read, so before
+the GPU: the graph gathers the rows of the page table into a buffer that the kernels read. So before
 a replay the host writes only the schedule.
 
 ``trtllm`` only decodes, and follows no schedule.
@@ -46,10 +46,10 @@ HEAD_DIMS: Final = (64, 128, 256)
 TRTLLM_PAGE_SIZES: Final = (16, 32, 64)
 
 TENSOR_CORE_GROUP: Final = 4
-"""From this many query heads per KV head on, the GEMMs of a row fill a tensor core well enough."""
+"""With at least this many query heads per KV head, a row's GEMMs fill a tensor core well enough."""
 
 _SCHEDULE_BYTES: Final = 2**20
-"""Of a captured step: less than 32 bytes a row and a thread block."""
+"""For a captured step, which takes less than 32 bytes for each row and each thread block."""
 
 _TRTLLM_BYTES: Final = 64 * 2**20
 """Counters of the splits (8 MiB) and their partial results."""
@@ -58,13 +58,13 @@ _LAYOUT: Final = "NHD"  # [num_pages, page_size, num_kv_heads, head_dim]
 
 
 class Wrapper(Protocol):
-    """A wrapper of FlashInfer's, for prompts or for decoding, as far as it is used here."""
+    """A FlashInfer wrapper, for prompts or for decoding, as far as it is used here."""
 
     def plan(self, *arguments: object, **options: object) -> None:
         """Write the schedule of a step."""
 
     def run(self, q: Tensor, pages: tuple[Tensor, Tensor], **options: object) -> object:
-        """Attention of one layer, which fills ``out`` and, if it is asked for, ``lse``."""
+        """Attention of one layer, which fills ``out`` and, if asked for, ``lse``."""
 
     def reset_workspace_buffer(self, partial_results: Tensor, schedule: Tensor) -> None:
         """Use this memory from now on."""
@@ -82,8 +82,8 @@ def why_no_kernels() -> str | None:
 
 
 class FlashInferPrefill:
-    """``PrefillAttention`` by ``BatchPrefillWithPagedKVCacheWrapper``: the kernels of
-    FlashAttention-3 on Hopper over 16-bit pages, else those of FlashAttention-2."""
+    """``PrefillAttention`` by ``BatchPrefillWithPagedKVCacheWrapper``: FlashAttention-3 kernels on
+    Hopper with 16-bit pages, otherwise FlashAttention-2 kernels."""
 
     def __init__(self, library: ModuleType, setting: AttentionSetting):
         """``library`` is the module flashinfer."""
@@ -136,8 +136,8 @@ class FlashInferDecode:
             return torch.zeros(size, dtype=dtype, device=setting.device)
 
         # Inputs of captured kernels, which take a row's length as (pages - 1) * page_size + (length
-        # of the last page). Every row gets max_pages in a place of its own, and the excess is
-        # subtracted from the length of the last page, which may become negative.
+        # of the last page). Every row gets max_pages in its own place, and the excess is subtracted
+        # from the length of the last page, which may become negative.
         self._host_offsets = torch.arange(most + 1, dtype=torch.int32) * max_pages
         self._offsets = self._host_offsets.to(setting.device)
         self._pages = zeros(most * max_pages, torch.int32)
@@ -158,7 +158,7 @@ class FlashInferDecode:
         last_lengths = torch.from_numpy(lengths - (counts - 1) * setting.page_size)
         self._copied.synchronize()
         for window, wrapper in self._captured[size].items():
-            # unlike ``plan`` it writes the schedule only, not the kernels' other inputs
+            # unlike ``plan``, it writes only the schedule, not the kernels' other inputs
             self._library.decode.fast_decode_plan(
                 wrapper,
                 offsets,
@@ -241,18 +241,18 @@ class FlashInferDecode:
 
 
 class TrtllmDecode:
-    """``DecodeAttention`` by ``trtllm_batch_decode_with_kv_cache``: kernels of TensorRT-LLM, on
-    Hopper those named XQA.
+    """``DecodeAttention`` by ``trtllm_batch_decode_with_kv_cache``: kernels of TensorRT-LLM, which
+    are named XQA on Hopper.
 
-    Page table and lengths are read on the GPU and nothing is planned. Over float8 pages the queries
-    and the softmax weights are rounded to float8 as well.
+    Page table and lengths are read on the GPU, and nothing is planned. With float8 pages, queries
+    and softmax weights are also rounded to float8.
     """
 
     def __init__(self, library: ModuleType, setting: AttentionSetting):
         """``library`` is the module flashinfer."""
         self._library = library
         self._setting = setting
-        # the kernels count in it and leave the counters at zero
+        # the kernels count in it, and leave the counters at zero
         self._workspace = torch.zeros(_TRTLLM_BYTES, dtype=torch.uint8, device=setting.device)
 
     def plan_rows(self, rows: DecodeRows) -> LayerAttention:
@@ -284,8 +284,8 @@ class TrtllmDecode:
 class _PageLists:
     """The pages of sequences, one list after another, as wrappers take them; int32.
 
-    ``indices`` are on the device. On the host are ``offsets`` [num_sequences + 1] into them, and
-    ``last_lengths`` [num_sequences]: how many positions of the last page are taken.
+    ``indices`` are on the device. The host has ``offsets`` [num_sequences + 1] into them, and
+    ``last_lengths`` [num_sequences]: how many positions of each last page are used.
     """
 
     offsets: Tensor
@@ -294,7 +294,7 @@ class _PageLists:
 
     @classmethod
     def of(cls, ends: IntArray, page_table: Tensor, setting: AttentionSetting) -> _PageLists:
-        """Sequences of ``ends`` positions, whose pages are the rows of ``page_table``."""
+        """The pages of sequences of ``ends`` positions, each with a row of ``page_table``."""
         counts = _num_pages(ends, setting.page_size)
         offsets = _offsets(counts)
         starts: HostArray = np.arange(len(ends)) * page_table.shape[1] - offsets[:-1].numpy()
@@ -317,7 +317,7 @@ def _offsets(counts: IntArray) -> Tensor:
 
 
 def _to_host(array: IntArray | HostArray, setting: AttentionSetting) -> Tensor:
-    """A copy in pinned memory, so that copying it to the GPU need not wait for the GPU."""
+    """A copy in pinned memory, so that copying it to the GPU does not wait for the GPU."""
     tensor = torch.from_numpy(array)
     return tensor.pin_memory() if setting.device.type == "cuda" else tensor
 
@@ -350,8 +350,8 @@ def _run(wrapper: Wrapper, out: Tensor, q: Tensor, kv: PagedKV, *, enable_pdl: b
 def _workspace(setting: AttentionSetting) -> Tensor:
     """Room for the partial results of sequences that several thread blocks share, zeroed.
 
-    Two thread blocks a multiprocessor take a tile of up to 128 query heads each; in a captured step
-    every row of the batch has a tile of its own, split or not.
+    On each multiprocessor two thread blocks take a tile of up to 128 query heads each. In a
+    captured step every row of the batch has its own tile, split or not.
     """
     shape = setting.shape
     group = shape.num_heads // shape.num_kv_heads

@@ -1,6 +1,6 @@
-"""This package's own kernels: the backends ``triton`` and ``cuda``, and that of batch invariance.
+"""This package's own kernels: the backends ``triton``, ``cuda`` and the batch-invariant one.
 
-Those in Triton take every page size, window and KV dtype; those in CUDA C++ only decode.
+The Triton kernels take every page size, window and KV dtype; the CUDA C++ kernels only decode.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class TritonDecode:
 
 
 class CudaDecode:
-    """``GroupedDecode`` by ``kernels.cuda.decode_attention``, planned on the GPU once a step.
+    """``GroupedDecode`` by ``kernels.cuda.decode_attention``, planned on the GPU once per step.
 
     It streams keys and values at memory bandwidth, however ragged the rows are, fp8 pages included.
     """
@@ -165,7 +165,7 @@ class CudaDecode:
         kv: PagedKV,
         layer: int,
     ) -> None:
-        """``runs`` are what was planned for each window."""
+        """``runs`` are the plans, by window."""
         window = self._shape.windows[layer]
         self._kernel(
             q,

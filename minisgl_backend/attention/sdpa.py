@@ -1,16 +1,17 @@
-"""The backend ``sdpa``: gather the pages of each run, then PyTorch's scaled dot product.
+"""The backend ``sdpa``: it gathers the pages of each run, then calls PyTorch's scaled dot product.
 
-The only backend on a CPU, and on a GPU the reference for the others: it supports every dtype, page
-size, window and number of heads. It needs lengths on the host, so its steps are never captured.
+It is the only backend on a CPU, and the reference for the others on a GPU: it supports every dtype,
+page size, window and number of heads. It needs lengths on the host, so its steps are never
+captured.
 
 A *run* is a row's part of the step: a chunk, or one decoded token. Runs are cut into *blocks* of
 queries, so that masks stay small. Blocks of similar size are padded into a *segment*, which takes
-one gather and one SDPA call per layer; normally all decoding rows are one segment.
+one gather and one SDPA call per layer. Normally all decoding rows are one segment.
 
-Pages that a group of decoding rows shares are gathered once for all of them, and their queries are
-one matrix (Hydragen, arXiv 2402.05099). The other pages of each row are in segments as before. Both
-leave *partial* results, which are merged by the sums of their weights. This is done only on a CPU,
-where PyTorch's kernel returns these sums.
+Pages that a group of decoding rows shares are gathered once for all of them, and the rows' queries
+form one matrix (Hydragen, arXiv 2402.05099). The other pages of each row are in segments as before.
+Both leave *partial* results, which are merged by the sums of their weights. This is done only on a
+CPU, where PyTorch's kernel returns these sums.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ _MAX_MASK_ELEMENTS: Final = 2**21
 _MAX_GATHERED_POSITIONS: Final = 2**18
 _FREE_PADDING: Final = 2**16  # scores: computing them is cheaper than one more SDPA call
 _LEAST_SAVED: Final = 2**18
-"""Least number of elements of keys and values, per layer, that reading a group's pages together
-must save. From here on it was faster (on one core of an AMD EPYC)."""
+"""The fewest elements of keys and values, per layer, that reading a group's pages together must
+save. With at least this many it was faster (on one core of an AMD EPYC)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,8 +66,9 @@ class _Segment:
 class _Shared:
     """T positions that n decoding rows share, of which each sees at least one.
 
-    ``tokens`` [n] are the rows' flat indices, ``pages`` [P], P * page_size == T. ``mask``
-    [1, 1, n * G, T] is added to the scores of G query heads per KV head; None if all are seen.
+    ``tokens`` [n] are the rows' flat indices; ``pages`` [P], P * page_size == T. ``mask``
+    [1, 1, n * G, T] is added to the scores of G query heads per KV head; None if all rows see all
+    positions.
     """
 
     tokens: Tensor
@@ -77,7 +79,7 @@ class _Shared:
 @dataclass(frozen=True, slots=True, eq=False)
 class _Partial:
     """Attention of decoding rows over some of the positions that they see, [n, num_kv_heads, G,
-    head_dim], with the logarithm of the sum of the weights, [n, num_kv_heads, G]."""
+    head_dim], and the logarithms of the sums of weights, [n, num_kv_heads, G]."""
 
     values: Tensor
     logarithms: Tensor
@@ -120,7 +122,7 @@ class SdpaAttention:
     def plan_rows(self, rows: DecodeRows) -> LayerAttention:
         assert rows.host_lengths is not None
         ends = rows.host_lengths.astype(np.int64)
-        begins = np.zeros(len(ends), np.int64)  # number of pages that each row reads with others
+        begins = np.zeros(len(ends), np.int64)  # how many pages each row reads with others
         groups: list[tuple[IntArray, int, int]] = []
         for members, end in _members_and_ends(
             rows.groups if self._device.type == "cpu" else NO_GROUPS
@@ -170,7 +172,7 @@ class SdpaAttention:
         self, rows: DecodeRows, members: IntArray, begin: int, end: int, window: int | None
     ) -> _Shared | None:
         """The pages of a group that at least one member sees through the window; None if there are
-        none."""
+        no such pages."""
         assert rows.host_lengths is not None
         size, mask = self._page_size, None
         if window is not None:
@@ -226,8 +228,8 @@ class SdpaAttention:
         kv: PagedKV,
         layer: int,
     ) -> None:
-        """Attention of the rows ``grouped``; ``segments`` have what each reads alone, which is at
-        least one position."""
+        """Attention of the rows ``grouped``. ``segments`` have what each row reads alone, which is
+        at least one position."""
         window = self._shape.windows[layer]
         # [num_rows, num_kv_heads, G, head_dim]
         queries = q.reshape(len(q), self._shape.num_kv_heads, -1, self._shape.head_dim)
@@ -282,8 +284,8 @@ class SdpaAttention:
     def _fold(self, q: Tensor, num_blocks: int) -> Tensor:
         """[B * L, num_heads, head_dim] -> [B, num_kv_heads, G * L, head_dim].
 
-        The heads that share a KV head become queries of it, so that keys and values need not be
-        repeated for each.
+        The heads that share a KV head become its queries, so that keys and values need not be
+        repeated for each head.
         """
         kv_heads, head_dim = self._shape.num_kv_heads, self._shape.head_dim
         if q.shape[0] == num_blocks:  # single queries
@@ -356,7 +358,7 @@ def _gather(
 
 
 def _beside_sinks(attended: Tensor, logarithms: Tensor, sinks: Tensor) -> Tensor:
-    """Attention to keys alone, [..., head_dim], with the sinks in its softmax, too.
+    """Attention to keys alone, [..., head_dim], changed as if the sinks were in its softmax.
 
     ``logarithms`` [...] are those of the sums of weights; ``sinks`` are broadcast to them.
     """
@@ -364,7 +366,7 @@ def _beside_sinks(attended: Tensor, logarithms: Tensor, sinks: Tensor) -> Tensor
 
 
 def _members_and_ends(groups: Groups) -> Iterator[tuple[IntArray, int]]:
-    """Of each group: the members, and the index of the page after the shared ones."""
+    """For each group: the members, and the index of the page after the shared ones."""
     members = np.split(groups.members, np.cumsum(groups.sizes))[: len(groups.sizes)]
     yield from zip(members, groups.ends.tolist(), strict=True)
 
@@ -403,7 +405,8 @@ class _Blocks:
         return cls(runs, offsets[runs] + begins, of_blocks, block_ends)
 
     def groups(self, heads_per_kv: int) -> list[_Blocks]:
-        """Blocks to be padded together: single queries apart from longer runs, little padding."""
+        """Blocks to be padded together: single queries are kept apart from longer runs, and there
+        is little padding."""
         single = self.lengths == 1
         found = []
         for kind in (~single, single):
@@ -435,7 +438,7 @@ def _fits(lengths: HostArray, ends: HostArray, heads_per_kv: int) -> bool:
     longest, end = int(lengths.max()), int(ends.max())
     positions = len(lengths) * end
     scores = positions * longest
-    # The mask of single queries is broadcast over the heads of a KV head, others are repeated.
+    # The mask of single queries is broadcast over a KV head's heads; other masks are repeated.
     mask_elements = scores * heads_per_kv if longest > 1 else scores
     return (
         positions <= _MAX_GATHERED_POSITIONS

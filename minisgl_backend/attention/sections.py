@@ -1,15 +1,15 @@
-"""Attention of layers whose windows are sections, by a backend that knows of no windows.
+"""Attention of layers whose windows are sections, by a backend that does not know windows.
 
-A token sees the positions of its own section up to its own:
+A token sees the positions of its own section, up to its own:
 
     positions    0 .. size - 1 | size .. 2 size - 1 | ...
 
-So a row is to these layers a sequence that begins with the section of its newest token: its length
-is counted from there, and so is its line of the page table. Tokens know their positions from their
-rotation alone. Sections begin with a page, and a prompt chunk lies within one: the planner cuts it
-there (``SchedulerConfig.section``).
+So for these layers a row is a sequence that begins with the section of its newest token: its length
+and its line of the page table are counted from there. Only the rotation tells the real positions of
+tokens. Sections begin with a page, and a prompt chunk lies within one section: the planner cuts
+chunks there (``SchedulerConfig.section``).
 
-Knows lengths and page tables. Must not know what a backend makes of them.
+Knows lengths and page tables. Must not know what a backend does with them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from minisgl_backend.request import IntArray
 
 
 def within_section(setting: AttentionSetting) -> AttentionSetting:
-    """What a backend is made for that computes within a section."""
+    """The setting of a backend that computes within a section."""
     shape, size = setting.shape, setting.shape.section
     assert size is not None and size % setting.page_size == 0
     inner = replace(shape, sections=False, windows=(None,) * shape.num_layers)
@@ -99,7 +99,7 @@ class SectionDecode:
 
 
 class ScheduledSectionDecode(SectionDecode):
-    """The same by an ``attention`` that follows schedules."""
+    """The same with an ``attention`` that follows schedules."""
 
     def schedule_rows(self, lengths: IntArray) -> None:
         assert isinstance(self.attention, ScheduledDecode)
@@ -107,7 +107,7 @@ class ScheduledSectionDecode(SectionDecode):
 
 
 def _own_ends(ends: IntArray, size: int) -> IntArray:
-    """Ends of sequences, counted from the beginnings of their last sections; 0 of empty ones."""
+    """The ends of sequences, counted from the beginning of their last section; 0 if empty."""
     own: IntArray = ends - np.maximum(ends - 1, 0) // size * size
     return own
 
@@ -115,8 +115,8 @@ def _own_ends(ends: IntArray, size: int) -> IntArray:
 def _own_pages(
     rows: Tensor, ends: Tensor, page_table: Tensor, size: int, page_size: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Where the sections of sequences up to ``ends`` begin, int32[n]; and a table of their pages,
-    [n, size / page_size], of which each has the line with its index, int32[n]."""
+    """For sequences up to ``ends``: where their last sections begin, int32[n]; each sequence's line
+    in a table of these sections' pages, int32[n]; and that table, [n, size / page_size]."""
     first = (ends - 1).clamp(min=0) // size * size
     columns = torch.arange(size // page_size, device=rows.device)
     columns = (first[:, None] // page_size + columns).clamp(max=page_table.shape[1] - 1)

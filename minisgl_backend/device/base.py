@@ -1,8 +1,8 @@
 """A device as the executor sees it: the few operations that differ between a CPU and a GPU.
 
-A device has memory and one queue. Work runs in the order of its submission, and submitting never
-waits for the work. A device may have graphs: work that is recorded once and then replayed. Must not
-know models, plans or requests.
+A device has memory and one queue. Work runs in the order in which it is submitted, and submitting
+never waits for the work. A device may have graphs: work that is recorded once and then replayed.
+Must not know models, plans or requests.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ class Submission(Protocol[T_co]):
     """Work in the queue of a device."""
 
     def result(self) -> T_co:
-        """Wait until the device has done the work; returns its result or raises its error."""
+        """Wait until the device has done the work. Returns its result or raises its error."""
 
 
 class Graph(Protocol[T_co]):
-    """Recorded work. ``output`` is its result: tensors that each replay overwrites."""
+    """Recorded work. Its result, ``output``, is tensors that each replay overwrites."""
 
     @property
     def output(self) -> T_co: ...
@@ -49,25 +49,25 @@ class Device(Protocol):
     @property
     def is_host(self) -> bool:
         """Whether tensors are in main memory. If so, submitted work may read their values, and
-        nothing has to be compiled before the first step."""
+        nothing needs to be compiled before the first step."""
 
     @property
     def kv_bytes_cap(self) -> int | None:
-        """The most bytes that KV pages take if their number is ``auto``; None for no cap."""
+        """The most bytes that KV pages may take if their number is ``auto``; None for no cap."""
 
     def free_memory(self) -> int:
         """Number of bytes that can still be allocated."""
 
     def submit(self, work: Callable[[], T]) -> Submission[T]:
         """Queue ``work``, in inference mode. On a GPU this launches its kernels at once, and launch
-        errors raise here; on a CPU a worker thread runs it."""
+        errors are raised here; on a CPU a worker thread runs it."""
 
     def capture(self, work: Callable[[], T]) -> Graph[T]:
         """Record ``work``, whose kernels must have run before. All graphs of a device share one
         memory pool. Allowed only within submitted work, and not on a CPU."""
 
     def upload(self, array: npt.NDArray[Any]) -> Tensor:
-        """Copy an array to the device. The array must not change until the queue has used it."""
+        """Copy an array to the device. The array must not change before the queue has used it."""
 
     def staging(self, shape: tuple[int, ...]) -> npt.NDArray[np.int32]:
         """Uninitialized host memory, int32, that ``upload`` reads without another copy."""
@@ -79,4 +79,4 @@ class Device(Protocol):
         """Copy a tensor to the host. Its values are valid once the queue has run the copy."""
 
     def close(self) -> None:
-        """Wait for the queue and end it. Idempotent."""
+        """Wait for the queue, then end it. Idempotent."""

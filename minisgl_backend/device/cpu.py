@@ -1,7 +1,7 @@
 """The CPU as a device: its queue is one worker thread.
 
 PyTorch releases the GIL inside its kernels, so planning and sending go on while a step computes.
-With one thread, the steps run in the order of their submission.
+With one thread, steps run in the order in which they are submitted.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ _KV_BYTES_CAP: Final = 2 * 2**30
 class CpuDevice:
     """Tensors in main memory, computed by one worker thread and PyTorch's own pool of threads.
 
-    The memory for KV pages is capped, since free memory is shared with all other programs on the
-    machine.
+    The memory for KV pages is capped, since all other programs on the machine share the free
+    memory.
     """
 
     torch_device = torch.device("cpu")
@@ -41,19 +41,19 @@ class CpuDevice:
     kv_bytes_cap = _KV_BYTES_CAP
 
     def __init__(self, num_threads: int = 1) -> None:
-        """``num_threads`` compute each operation."""
+        """``num_threads`` threads compute each operation."""
         self._work: _Queue = SimpleQueue()
         # a daemon, so that the process can end even while a long step runs
         self._worker = threading.Thread(
             target=_run, args=(self._work, num_threads), name="minisgl-cpu-device", daemon=True
         )
         self._worker.start()
-        # called by close, or when this object is collected, as a failed start closes no device
+        # called by close, or when this object is collected, since a failed start closes no device
         self._end = weakref.finalize(self, self._work.put, None)
         self._end.atexit = False  # at exit the engine may still submit work
 
     def free_memory(self) -> int:
-        """Bytes of main memory: those that Linux reports as available, else those unused."""
+        """Bytes of main memory that Linux reports as available, or else those that are unused."""
         try:
             with open("/proc/meminfo", encoding="ascii") as lines:
                 for line in lines:
@@ -97,7 +97,7 @@ def _run(queue: _Queue, num_threads: int) -> None:
     torch.set_num_threads(num_threads)
     while (work := queue.get()) is not None:
         work()
-        del work  # else it would keep its references alive until the next work comes
+        del work  # otherwise it would keep its references alive until the next work comes
 
 
 def _complete(future: Future[T], work: Callable[[], T]) -> None:

@@ -1,8 +1,8 @@
 """An NVIDIA GPU as a device: its queue is one CUDA stream.
 
-Work is launched on the thread that submits it, which takes as long as the launches and never waits
-for the GPU. Copies to and from the host go through pinned memory of PyTorch's caching allocator,
-which reuses a block only after the copies from or to it have run.
+Work is launched on the thread that submits it, which takes only as long as the launches and never
+waits for the GPU. Copies to and from the host go through pinned memory of PyTorch's caching
+allocator, which reuses a block only after the copies from or to it have run.
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ class CudaDevice:
         if index >= torch.cuda.device_count():
             raise ConfigError(f"device cuda:{index} is not there: {torch.cuda.device_count()} GPUs")
         self.torch_device = torch.device("cuda", index)
-        torch.cuda.set_device(index)  # else a rank's pinned memory and events would use GPU 0
+        # otherwise a rank's pinned memory and events would use GPU 0
+        torch.cuda.set_device(index)
         self.stream = torch.cuda.Stream(self.torch_device)
         self._graph_pool = torch.cuda.graph_pool_handle()
         self._closed = False

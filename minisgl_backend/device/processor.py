@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Final
 
 LARGE_MODEL: Final = 10**8
-"""Number of weights. A step of a larger model takes so long that the cost of planning, tokenizing
-and sending is negligible, and most of it is spent reading weights from memory."""
+"""Number of weights. A step of a larger model takes so long that planning, tokenizing and sending
+cost little in comparison, and most of it is spent reading weights from memory."""
 
 CPU_INFO: Final = Path("/proc/cpuinfo")
 _BFLOAT16_FLAGS: Final = frozenset({"avx512_bf16", "amx_bf16"})
@@ -27,9 +27,9 @@ def has_bfloat16() -> bool:
 def default_dtype(checkpoint_dtype: str, num_weights: int) -> str:
     """The default type of weights and activations on a CPU.
 
-    float32, in which the rounding of a GEMM hardly ever changes a token; but bfloat16 for large
-    models with 16-bit checkpoints, if the processor supports it: it reads half the bytes and is
-    several times as fast.
+    It is float32, in which a GEMM's rounding hardly ever changes a token. For large models with
+    16-bit checkpoints it is bfloat16 if the processor supports it, since that reads half the bytes
+    and is several times as fast.
     """
     is_16_bit = checkpoint_dtype in ("bfloat16", "float16")
     if is_16_bit and num_weights >= LARGE_MODEL and has_bfloat16():

@@ -1,9 +1,9 @@
 """The adapters of rows: the slot of each row's adapter, and the tokens of a step by adapter.
 
-The host knows from plans which row uses which slot; the device gets the tokens of a step arranged
+The host knows from plans which row uses which slot. The device gets the tokens of a step arranged
 by adapter (``kernels.adapters``). Plans also load adapters onto the device: rank 0 has them on the
-host (``AdapterStore``) and sends them to the other ranks through the group, in the order of the
-steps. Must not know requests, or why a slot is taken.
+host (``AdapterStore``) and sends them to the other ranks through the group, in the order of steps.
+Must not know requests, or why a slot is taken.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from minisgl_backend.request import AdapterFacts, IntArray
 
 
 class AdapterStore:
-    """Adapters on the host, by id, ready to be copied to a device. For any thread."""
+    """Adapters on the host, by id, ready to be copied to a device. Any thread may use it."""
 
     def __init__(self, slots: AdapterSlots, *, pinned: bool) -> None:
         self._slots = slots
@@ -101,7 +101,7 @@ class RowAdapters:
         """Changes whenever a row or a slot does."""
 
     def held(self, moves: AdapterMoves) -> list[Tensor]:
-        """On rank 0, the adapters that a plan loads; from then on the store may drop them. May be
+        """On rank 0, the adapters that a plan loads; the store may drop them afterwards. May be
         called outside submitted work."""
         return [] if self._store is None else list(map(self._store.get, moves.load_ids.tolist()))
 
@@ -129,14 +129,14 @@ class RowAdapters:
     def of_tokens(self, rows: HostArray) -> AdaptedTokens:
         """The tokens of a step that is not captured, which belong to ``rows`` [num_tokens]."""
         num_tokens = len(rows)
-        # on the host no kernel needs blocks of equal work
+        # on the host, no kernel needs blocks of equal work
         block = num_tokens if self._device.is_host else block_tokens(num_tokens)
         content = self.arranged(rows, num_tokens, block=block)
         return AdaptedTokens(self._device.upload(content), num_tokens, block)
 
     def arranged(self, rows: IntArray | HostArray, num_tokens: int, *, block: int) -> IntArray:
-        """The content of ``AdaptedTokens`` for tokens of ``rows``; those after them are padding,
-        up to ``num_tokens``."""
+        """The content of ``AdaptedTokens`` for tokens of ``rows``, followed by padding up to
+        ``num_tokens``."""
         slots = np.zeros(num_tokens, np.int32)
         slots[: len(rows)] = self._of_rows[rows]
         size = self.arranged_size(num_tokens, block=block)
@@ -147,7 +147,7 @@ class RowAdapters:
         return arranged_size(num_tokens, self._slots.num_slots, block)
 
     def with_dummy_adapter(self, work: Callable[[], None]) -> None:
-        """Do ``work`` while the dummy row uses the largest adapter, to compile all kernels."""
+        """Do ``work`` while the dummy row uses the largest adapter, so that all kernels compile."""
         self._of_rows[-1], self._ranks[1] = 1, self._slots.padded_rank(self._slots.max_rank)
         try:
             work()
@@ -163,7 +163,7 @@ class CapturedAdapters:
         """``most_tokens`` is the size of the largest step."""
         self._adapters = adapters
         self._device = device
-        # blocks of more tokens are fewer: the largest step need not have the longest buffer
+        # larger blocks are fewer, so the largest step need not have the longest buffer
         most = max(self._length(size) for size in range(1, most_tokens + 1))
         self._buffer = torch.zeros(most, dtype=torch.int32, device=device.torch_device)
         self._written: tuple[int, int, bytes] | None = None

@@ -1,7 +1,7 @@
-"""Capture of CUDA graphs: the same work once for each of several sizes, largest first.
+"""Captures CUDA graphs: the same work once for each of several sizes, largest first.
 
-The graphs of a device share one memory pool, so that the smaller ones reuse the blocks of the
-larger. Must not know what is captured.
+The graphs of a device share one memory pool, so that smaller graphs reuse the blocks of larger
+ones. Must not know what is captured.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Captured(Generic[T]):
-    """The graphs by size, and their cost: the ``seconds`` that the capture took, and the
+    """The graphs by size, and their cost: the ``seconds`` that capturing took, and the
     ``num_bytes`` of device memory that they keep."""
 
     graphs: dict[int, Graph[T]]
@@ -47,9 +47,9 @@ def capture(
     """Capture ``work`` for each size.
 
     ``prepare`` enqueues what the host does before the work, and is not captured. Then the work runs
-    once uncaptured, which compiles kernels and lets libraries allocate memory, and is captured. In
-    messages ``what`` names the sizes, and ``option`` the option that limits them. Raises
-    ``ConfigError`` if the remaining memory is too small.
+    once uncaptured, which compiles kernels and lets libraries allocate memory, and then it is
+    captured. In messages, ``what`` names the sizes, and ``option`` the option that limits them.
+    Raises ``ConfigError`` if the remaining memory is too small.
     """
     started_s, free_bytes = time.monotonic(), device.free_memory()
     graphs = {}

@@ -4,7 +4,7 @@ Launching the kernels of all layers one by one takes the host longer than the GP
 few hundred tokens, or thousands with a small model. So the layers are captured for several numbers
 of tokens. A step uses the smallest graph in which it fits; the dummy row fills the rest. Head and
 sampling depend on the number of tokens to sample, so they are launched while the layers run. All
-ranks have the same graphs and replay the same one, since only the plan decides.
+ranks have the same graphs and replay the same one, since the choice depends only on the plan.
 
 If attention can read shared pages of decoding rows together, there are separate graphs for steps in
 which that is faster (``attention.base.GroupedDecode``).
@@ -31,13 +31,13 @@ from minisgl_backend.progress import Progress
 from minisgl_backend.request import EMPTY, IntArray
 
 LAST_TOKEN = -1
-"""Instead of a token id: the token that the row sampled last, which only the device knows."""
+"""Stands for the token that the row sampled last, which only the device knows."""
 
 _TOKENS_PER_CHUNK = 16
 """A graph has room for one chunk per 16 tokens; a step with more chunks needs a larger graph."""
 
 _LEAST_GROUPED = 256
-"""Number of tokens of the smallest step whose groups are worth a graph."""
+"""The fewest tokens of a step whose groups are worth a graph."""
 
 
 def token_counts(whole_step: int, most: int) -> list[int]:
@@ -62,12 +62,12 @@ class ChunkInputs:
         buffer: tokens | rows | positions | chunk_rows | chunk_offsets | chunk_ends
                 | decode_rows | decode_lengths
 
-    As in ``FlatBatch`` the tokens of decoding rows come first, then those of chunks: ``tokens``
-    [num_tokens], a token id or ``LAST_TOKEN``, with their ``rows`` and ``positions``;
-    ``chunk_rows`` [max_chunks], ``chunk_offsets`` [max_chunks + 1] and ``chunk_ends`` [max_chunks];
-    and again the decoding rows alone, ``decode_rows`` [max_decodes] and their ``decode_lengths``,
-    the new position included. The unused end of each part is padding: the dummy row, or empty
-    chunks.
+    As in ``FlatBatch``, the tokens of decoding rows come first, then those of chunks: ``tokens``
+    [num_tokens], each a token id or ``LAST_TOKEN``, with their ``rows`` and ``positions``. Then
+    come ``chunk_rows`` [max_chunks], ``chunk_offsets`` [max_chunks + 1] and ``chunk_ends``
+    [max_chunks]; and the decoding rows once more, ``decode_rows`` [max_decodes], with their
+    ``decode_lengths``, which include the new position. The unused end of each part is padding: the
+    dummy row, or empty chunks.
     """
 
     buffer: Tensor
@@ -94,7 +94,7 @@ def _lengths(num_tokens: int, max_rows: int) -> list[int]:
 
 
 def max_chunks(num_tokens: int, max_rows: int) -> int:
-    """Number of chunks for which a graph of ``num_tokens`` has room."""
+    """The number of chunks for which a graph of ``num_tokens`` has room."""
     return min(-(-num_tokens // _TOKENS_PER_CHUNK), max_rows)
 
 
@@ -145,9 +145,9 @@ class ChunkGraphs:
     ):
         """``layers(inputs, grouped)`` enqueues all layers over the tokens of its inputs, and
         returns the residual stream [num_tokens, hidden_size]. ``sizes`` are numbers of tokens,
-        ascending. Before the layers are enqueued, ``take_groups`` gets the groups of a step, and
-        returns whether it is to be a grouped one; ``take`` gets the step and the size. ``fits``
-        says whether ``take`` has room for a step whose tokens and chunks fit the size."""
+        ascending. Before the layers are enqueued, ``take_groups`` gets a step's groups and returns
+        whether the step is to be grouped, and ``take`` gets the step and the size. ``fits`` says
+        whether ``take`` has room for a step whose tokens and chunks fit the size."""
         self._device = device
         self._fits = fits or (lambda batch, size: True)
         self._take = take or (lambda batch, size: None)

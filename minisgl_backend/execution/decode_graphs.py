@@ -1,13 +1,13 @@
 """CUDA graphs of whole decode steps, sampling included.
 
-A graph is made for one batch size: look up the rows, run the layers, sample, write tokens and
-lengths back (``kernels.rows``). Between two replays the host writes the step's inputs, and only if
+A graph is for one batch size. It looks up the rows, runs the layers, samples, and writes tokens and
+lengths back (``kernels.rows``). Between two replays the host writes the step's inputs, but only if
 rows changed or pages were granted. For steps that wait for masks there are two more graphs of each
-size, the first up to the logits and the second for the rest. If the attention kernels can read
-pages that rows share together, there is one more of each larger size, for steps in which that pays
-(``attention.base.GroupedDecode``); steps that wait for masks do without.
+size, one up to the logits and one for the rest. If the attention kernels can read the pages that
+rows share only once, there is one more graph of each larger size, for steps in which that pays
+(``attention.base.GroupedDecode``); steps that wait for masks do not use it.
 
-With several ranks all steps are in two parts, of which the second depends on whether it takes the
+With several ranks, all steps are in two parts. The second part depends on whether it takes the
 logits of all ranks (``sampling``).
 
 Batches are padded to the next captured size with the dummy row. If the attention kernels need a
@@ -38,14 +38,14 @@ from minisgl_backend.request import EMPTY, IntArray
 T = TypeVar("T")
 
 _LEAST_GROUPED: Final = 8
-"""Rows of the smallest step whose groups are worth a graph."""
+"""The fewest rows of a step whose groups are worth a graph."""
 
 
 def batch_sizes(most: int, chosen: str | None) -> list[int]:
     """Sizes to capture, ascending: 1, 2, 4, then every eighth up to ``most``; or those ``chosen``.
 
-    ``chosen`` is the option cuda_graph_batch_sizes; raises ``ConfigError`` if it is malformed, or
-    given although there are to be no graphs.
+    ``chosen`` is the option cuda_graph_batch_sizes. Raises ``ConfigError`` if it is malformed, or
+    if it is given although there are to be no graphs.
     """
     if most == 0:
         if chosen is not None:
@@ -75,13 +75,13 @@ class Sample(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Parts:
-    """Graphs of steps up to the logits, and by ``whole`` and size those of the rest."""
+    """Graphs of steps up to the logits, and graphs of the rest, by ``whole`` and size."""
 
     forwards: Captured[StepLogits]
     samplings: dict[bool, dict[int, Graph[StepOutput]]]
 
     def replay(self, size: int, *, whole: bool) -> Callable[[], StepOutput]:
-        """Enqueue the first part; the result enqueues the second."""
+        """Enqueue the first part. Calling the result enqueues the second."""
         self.forwards.graphs[size].replay()
         sampling = self.samplings[whole][size]
 
@@ -116,15 +116,15 @@ class DecodeGraphs:
         take_rows: Callable[[IntArray, int], None] | None = None,
     ):
         """``forward(inputs, batch_size, grouped)`` enqueues a decode step of the first rows of its
-        inputs up to the logits, and ``sample`` the rest. ``in_parts``: there are several ranks.
-        Before a step is enqueued, ``schedule`` gets the rows' lengths, int32 [batch_size];
-        ``take_groups`` gets its groups, and returns whether the step is to be a grouped one;
+        inputs up to the logits, and ``sample`` enqueues the rest. ``in_parts``: there are several
+        ranks. Before a step is enqueued, ``schedule`` gets the rows' lengths, int32 [batch_size];
+        ``take_groups`` gets the step's groups, and returns whether it is to be grouped;
         ``take_rows`` gets its rows and the batch size."""
         self._device = device
         self._table = table
         self._sizes = sorted(sizes)
         most = self._sizes[-1]
-        # a row that grows is granted a page, and a window page for one that it has passed
+        # a growing row is granted a page, and a window page in place of one that it has passed
         of_row = 1 if table.window_pages is None else 3
         self._inputs = StepInputs.empty(most, of_row * most, device.torch_device)
         self._inputs.rows.fill_(table.dummy_row)
@@ -174,7 +174,7 @@ class DecodeGraphs:
 
     @property
     def captured(self) -> Captured[StepOutput] | Captured[StepLogits]:
-        """The graphs of steps that are not grouped, or of their first parts."""
+        """The graphs of steps that are not grouped, or of the first parts of these."""
         return self._whole[False] if self._whole else self._parts[False].forwards
 
     def _capture(
@@ -199,11 +199,11 @@ class DecodeGraphs:
 
     @property
     def max_grants(self) -> int:
-        """Most grants that a step takes; if there are more, they must be written before it."""
+        """The most grants that a step takes; if there are more, they must be written before it."""
         return self._inputs.max_grants
 
     def fits(self, num_rows: int) -> bool:
-        """Whether a step of this number of rows can be replayed."""
+        """Whether a step with this number of rows can be replayed."""
         return num_rows <= self._sizes[-1]
 
     def replay(
@@ -228,7 +228,7 @@ class DecodeGraphs:
         return graph.output
 
     def begin(self, decodes: Decodes, grants: IntArray) -> Callable[[], StepOutput]:
-        """Enqueue the step up to its logits; the result enqueues the rest, and must be called
+        """Enqueue the step up to its logits. Calling the result enqueues the rest, and must be done
         before any other step."""
         return self._parts[False].replay(self._prepare(decodes, grants), whole=True)
 

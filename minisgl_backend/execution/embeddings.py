@@ -1,7 +1,7 @@
 """Embeddings of prompts: the hidden state of a prompt's last token, normalized to length 1.
 
-It is the input of the output head at that token, in the step that computes the prompt's last chunk.
-Runs after the layers, on rank 0 alone, whose residual stream is complete.
+It is what the output head would read at that token, in the step that computes the prompt's last
+chunk. Runs after the layers, only on rank 0, whose residual stream is complete.
 
 Must not know pages, attention or sampling.
 """
@@ -36,7 +36,8 @@ class Embeddings:
         return replace(self, found=device.download(self.found))
 
     def by_sample(self) -> Mapping[int, FloatArray]:
-        """Each embedding, [hidden_size], by its element of ``samples``. All must be on the host."""
+        """The embeddings, each [hidden_size], by their elements of ``samples``. All must be on the
+        host."""
         found: FloatArray = self.found.numpy()
         return {int(sample): found[i].copy() for i, sample in enumerate(self.samples)}
 

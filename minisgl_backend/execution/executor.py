@@ -2,8 +2,8 @@
 
 All state that outlives a step is on the device, by row or page (``rows``, ``storage``), so a step
 is queued without knowing the tokens of the previous one. Everything runs in the order of the
-device's queue. If the device has graphs, decode steps are captured whole; of other steps, up to a
-number of tokens, the layers are captured.
+device's queue. If the device has graphs, decode steps are captured as a whole. Of other steps, up
+to a certain number of tokens, only the layers are captured.
 
 Must not know waiting requests, the cache, or why rows and pages are granted.
 """
@@ -62,8 +62,8 @@ class ModelExecutor:
         watch_logits: WatchLogits | None = None,
         progress: Progress = unseen,
     ):
-        """``states``, if the model has recurrent layers; ``adapter_slots``, if it takes adapters;
-        ``adapter_store`` is rank 0's.
+        """``states`` is given if the model has recurrent layers, ``adapter_slots`` if it takes
+        adapters; ``adapter_store`` is rank 0's.
 
         Raises ``ConfigError`` if the remaining memory cannot hold both the graphs and a step of
         ``max_prefill_tokens``."""
@@ -112,7 +112,7 @@ class ModelExecutor:
         return LaunchedStep(self._submit(lambda: self._begin(plan, loaded)()))
 
     def renew(self) -> None:
-        """Run steps again after one that broke; ``ranks`` calls it, on all ranks together."""
+        """Run steps again after one that broke. ``ranks`` calls this on all ranks together."""
         self._is_broken = False
 
     def close(self) -> None:
@@ -123,17 +123,17 @@ class ModelExecutor:
 
     def mark(self, mark: Callable[[str], AbstractContextManager[object]]) -> None:
         """Put ``mark``, such as a profiler's range, around each layer, the head, sampling and the
-        scoring of prompts, unless they are replayed."""
+        scoring of prompts, except when they are replayed."""
         self.stages.model.mark = self.stages.mark = mark
 
     # --- in the device's queue --------------------------------------------------------------------
 
     def _submit(self, part: Callable[[], T]) -> Submission[T]:
-        """Queue a part of a step. With several ranks, after one that broke refuse all others until
-        ``renew``.
+        """Queue a part of a step. With several ranks, after a part that broke, refuse all others
+        until ``renew``.
 
         Other ranks may still be in the middle of the broken step. Their sums of that step would be
-        mixed with this rank's sums of the next one.
+        mixed with this rank's sums of the next.
         """
 
         def run() -> T:
@@ -245,12 +245,12 @@ class ModelExecutor:
             self.adapter_graphs = capture_steps(stages, progress, adapted=True)
         is_grouped = take_groups_of(stages.attention) is not None
         if self.graphs or is_grouped:
-            # again, since it has to fit beside the graphs; graphs are captured without groups
+            # once more, since it has to fit beside the graphs, which are captured without groups
             warm_up.largest(grouped=is_grouped)
 
 
 def _copied_slots(copies: Copies, page_size: int) -> HostArray:
-    """The slots that copies read and write, int64[2, num_positions]."""
+    """The slots that copies read, and those that they write, int64[2, num_positions]."""
     ends, lengths = np.cumsum(copies.lengths), copies.lengths
     offsets = np.arange(ends[-1]) - np.repeat(ends - lengths, lengths)
     pages = np.stack([copies.sources, copies.targets]).astype(np.int64)

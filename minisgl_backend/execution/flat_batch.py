@@ -1,4 +1,4 @@
-"""The tokens of a step as one flat batch: those of decoding rows, then one chunk after another.
+"""The tokens of a step as one flat batch: first those of decoding rows, then chunk after chunk.
 
 All arrays are on the host. Must not know pages: the page table is on the device.
 """
@@ -26,10 +26,10 @@ class FlatBatch:
     int32[num_chunks]: ``chunk_rows``; ``chunk_ends``, the position after each chunk's last one.
     int32[num_chunks + 1]: ``chunk_offsets``, the flat index of each chunk's first token, and then
     the number of tokens.
-    int64[num_samples]: ``sample_indices``, the flat indices of the tokens after which one is
+    int64[num_samples]: ``sample_indices``, the flat indices of the tokens after which a token is
     sampled, with their ``sample_rows``; ``sample_positions``, the positions of the new tokens.
-    Chunks come first here, as in ``StepPlan.sample_rows``.
-    ``groups``, ``snapshots``: those of the plan; members of groups are flat indices.
+    Here chunks come first, as in ``StepPlan.sample_rows``.
+    ``groups``, ``snapshots``: the plan's; members of groups are flat indices.
     """
 
     rows: HostArray
@@ -76,5 +76,5 @@ class FlatBatch:
 
     @property
     def num_decodes(self) -> int:
-        """Number of decoding rows, to which the leading tokens belong."""
+        """Number of decoding rows, whose tokens come first."""
         return int(self.chunk_offsets[0])

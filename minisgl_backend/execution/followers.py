@@ -1,8 +1,8 @@
-"""The followers of rank 0: those on its host are started, watched and ended here only.
+"""The followers of rank 0. Those on its host are started, watched and ended only here.
 
-Those on other nodes connect by themselves (``node_channel``), from processes that their own node
-starts and ends (``server.node``). Knows processes. Must not know models, or the messages of the
-``rank_channel``, of which each follower on this host inherits an end.
+Followers on other nodes connect by themselves (``node_channel``), from processes that their own
+node starts and ends (``server.node``). Knows processes. Must not know models, or the messages of
+the ``rank_channel``, of which each follower on this host inherits an end.
 
 Invariants: followers never outlive the process of rank 0, however it ends. A lost follower is not
 replaced: all others are ended, and the functions given to ``on_lost`` are called.
@@ -29,11 +29,11 @@ from minisgl_backend.parallel.place import RankPlace
 logger = logging.getLogger(__name__)
 
 CANNOT_START: Final = 2
-"""The exit code of a follower that could not start on its host whatever rank 0 does."""
+"""The exit code of a follower that could not start on its host, whatever rank 0 does."""
 _START_S: Final = 1800.0
-"""How long rank 0 waits for a rank that loads its part of the model."""
+"""How long rank 0 waits for a rank to load its part of the model."""
 _END_S: Final = 10.0
-"""How long followers have to end by themselves at a stop."""
+"""How long followers may take to end by themselves at a stop."""
 _LOOK_EVERY_S: Final = 0.5
 
 
@@ -46,8 +46,8 @@ class Followers:
     def __init__(
         self, place: RankPlace, command: Sequence[str], other_nodes: OtherNodes | None = None
     ):
-        """Start each follower of this host by ``command``, and wait for those of ``other_nodes``;
-        ``place`` is that of rank 0, with the port of the store.
+        """Start each follower of this host by ``command``, and wait for those of ``other_nodes``.
+        ``place`` is rank 0's, with the port of the store.
 
         The command gets three more arguments: the two descriptors of its end of the channel, and
         the id of this process.
@@ -62,7 +62,7 @@ class Followers:
         self._is_closed = False
         self._wake, self._waker = os.pipe()
         started: Future[None] = Future()
-        # Linux kills such a child when the thread that started it ends: the thread has to live on
+        # Linux kills such a child when the thread that started it ends, so the thread must live on
         self._thread = threading.Thread(
             target=self._keep, args=(place, command, started), name="ranks", daemon=True
         )
@@ -83,7 +83,8 @@ class Followers:
     def on_lost(self, report: Callable[[EngineFailure], None]) -> None:
         """Call ``report`` once, on another thread, when a follower has ended or hangs.
 
-        Of several, the newest is called first. If a follower is lost already, it is called at once.
+        If there are several functions, the newest is called first. If a follower is already lost,
+        ``report`` is called at once.
         """
         with self._lock:
             self._reports.insert(0, report)
@@ -92,12 +93,12 @@ class Followers:
             report(failure)
 
     def watch_for(self, complaint: Callable[[], str | None]) -> None:
-        """Call ``complaint`` twice a second, on another thread; a cause that it returns ends all
-        followers (``lose``)."""
+        """Call ``complaint`` twice a second, on another thread. If it returns a cause, all
+        followers are ended (``lose``)."""
         self._complaint = complaint
 
     def lose(self, cause: str) -> EngineFailure:
-        """End all followers because of ``cause``; returns the failure, with the first cause."""
+        """End all followers because of ``cause``. Returns the failure, with the first cause."""
         with self._lock:
             if self.failure is not None:
                 return self.failure

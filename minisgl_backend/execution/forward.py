@@ -1,10 +1,10 @@
 """Runs the layers over the tokens of a step, which come in one of three forms.
 
-``over_batch``: any step, from arrays on the host. ``over_chunks``: any step, to be captured, from
-inputs on the device. ``over_decodes``: a decode step, to be captured, from the state of its rows.
-All return the same residual stream for the same tokens. Steps to be captured may be ``grouped``
-(``attention.base.GroupedDecode``). Knows the model's forward pass, the row table and attention.
-Must not know plans, graphs or sampling.
+``over_batch`` is for any step, from arrays on the host; ``over_chunks`` for any step to be
+captured, from inputs on the device; ``over_decodes`` for a decode step to be captured, from the
+state of its rows. All return the same residual stream for the same tokens. Steps to be captured may
+be ``grouped`` (``attention.base.GroupedDecode``). Knows the model's forward pass, the row table and
+attention. Must not know plans, graphs or sampling.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ class ForwardPass:
         states: StateStorage | None = None,
         adapters: RowAdapters | None = None,
     ) -> None:
-        """``states``, if the model has recurrent layers."""
+        """``states`` is given if the model has recurrent layers."""
         self._model = model
         self._adapters = adapters
         self._rows = rows
         self._attention = attention
         self._device = device
         self._states = states
-        # PyTorch's operations take 64-bit indices, the kernels of a GPU 32-bit ones
+        # PyTorch's operations take 64-bit indices, GPU kernels take 32-bit ones
         self._index_dtype = np.int64 if device.is_host else np.int32
 
     def over_batch(self, batch: FlatBatch, prefill_tokens: IntArray) -> Tensor:

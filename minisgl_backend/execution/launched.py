@@ -1,7 +1,7 @@
 """Steps in the queue of a device, until their tokens are read: what ``launch`` returns.
 
-A ``LaunchedStep`` is queued whole. A ``MaskedStep`` is queued up to its logits, and the rest once
-the masks of its rows are written. Must not know pages, or how a step computes its tokens.
+A ``LaunchedStep`` is queued as a whole. A ``MaskedStep`` is queued up to its logits, and the rest
+once the masks of its rows are written. Must not know pages, or how a step computes its tokens.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class MaskedStep:
         sampler: Sampler,
         submit: Submit,
     ):
-        """``begin`` queues the first part; what it returns queues the rest."""
+        """``begin`` queues the first part, and returns a function that queues the rest."""
         self._sampler = sampler
         self._submit = submit
         self._finish: Callable[[], HostOutput] | None = None

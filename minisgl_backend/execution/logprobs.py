@@ -1,7 +1,7 @@
 """Log-probabilities of sampled tokens under the model's raw logits.
 
 Raw means before temperature, penalties and filters: what the model predicted, however the request
-is sampled. Must not know how a token was chosen.
+is sampled. Must not know how a token is chosen.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class RawLogprobs:
     """Log-probabilities of the n samples whose requests ask for them.
 
     On the host, int64[n]: ``samples``, their indices among all samples of the step; ``counts``, the
-    number of alternatives that each asks for. ``found`` [n], with the largest of these numbers of
-    alternatives, is on the device until ``download``.
+    number of alternatives that each asks for. ``found`` [n], with as many alternatives as the
+    largest of these numbers, is on the device until ``download``.
     """
 
     samples: HostArray
@@ -38,7 +38,7 @@ class RawLogprobs:
         num_logprobs: HostArray,
         upload: Callable[[HostArray], Tensor],
     ) -> RawLogprobs | None:
-        """From [num_samples, vocab_size] logits and int [num_samples] tokens.
+        """From ``logits`` [num_samples, vocab_size] and ``tokens`` int [num_samples].
 
         ``num_logprobs`` [num_samples] is -1 for a sample that asks for none. Returns None if no
         sample asks for any. ``upload`` copies to the device of the logits.

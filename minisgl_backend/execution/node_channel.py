@@ -1,12 +1,13 @@
 """The part of the channel that leads to ranks on other nodes: TCP connections to rank 0.
 
-A connection begins with a handshake (``node_handshake``). Then come messages, each after its
-length in 4 bytes; none may be longer than its kind can be. A plan is one message: encoded once, and
-handed to the kernel by one call for each connection, which sends it at once (TCP_NODELAY).
+A connection begins with a handshake (``node_handshake``). Then come messages, each preceded by its
+length in 4 bytes; none may be longer than its kind can be. A plan is one message. It is encoded
+once, and handed to the kernel by one call per connection, which sends it at once (TCP_NODELAY).
 
-Both ends are authenticated; nothing is encrypted. A follower sends a sign of life, an empty
-message, several times a second, whatever its steps do; so rank 0 notices a cut cable or a stopped
-process. A follower learns of a cut cable from its kernel, when these messages are not acknowledged.
+Both ends are authenticated; nothing is encrypted. A follower sends a sign of life, which is an
+empty message, several times a second, whatever its steps do. So rank 0 notices a cut cable or a
+stopped process. A follower learns of a cut cable from its kernel, when these messages are not
+acknowledged.
 
 Knows sockets. Must not know processes, or what options and plans mean.
 
@@ -46,12 +47,12 @@ from minisgl_backend.request import IntArray
 logger = logging.getLogger(__name__)
 
 _START_SILENCE_S: Final = 120.0
-"""In place of ``SILENCE_S`` during the start, in which a rank's process may import for long."""
+"""Replaces ``SILENCE_S`` during the start, when a rank's process may spend long on imports."""
 _BEAT_EVERY_S: Final = 0.25
-"""The least timeout of ranks is a second."""
+"""The shortest timeout of ranks is a second."""
 _LOOK_EVERY_S: Final = 0.5
 _MOST_HANDSHAKES: Final = 16
-"""At the same time; more callers wait in the kernel's queue."""
+"""The most handshakes at the same time; further callers wait in the kernel's queue."""
 _TELL_EVERY_S: Final = 15.0
 _MOST_PLAN_BYTES: Final = 2**28
 _LENGTH: Final = struct.Struct("<I")
@@ -102,13 +103,13 @@ class NodePeer(Peer):
 
     def start_steps(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
-        # not by settimeout, which asks the kernel twice for each message
+        # not by settimeout, which makes two system calls for each message
         whole, part = divmod(timeout_s, 1)
         limit = struct.pack("@ll", int(whole), int(part * 1e6))
         self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
 
     def take(self) -> bool:
-        """Read what has come, without waiting; False if the rank is gone or its message invalid."""
+        """Read what has come, without waiting. False if the rank is gone or its message invalid."""
         try:
             piece = self.connection.recv(MOST_BYTES, socket.MSG_DONTWAIT)
         except BlockingIOError:
@@ -142,11 +143,11 @@ class NodePeer(Peer):
 
 
 class OtherNodes:
-    """Gathers the ranks of all nodes but this one, and then watches over them, on a thread."""
+    """Gathers the ranks of all other nodes, and then watches over them, on a thread."""
 
     def __init__(self, place: RankPlace, secret: bytes, *, silence_s: float) -> None:
-        """``place`` is that of rank 0, at whose host and port the nodes meet. A rank that is silent
-        for ``silence_s`` is lost. Raises ``ConfigError`` if nothing can listen there."""
+        """``place`` is rank 0's, at whose host and port the nodes meet. A rank that is silent for
+        ``silence_s`` is lost. Raises ``ConfigError`` if it is impossible to listen there."""
         self._place = place
         self._secret = secret
         self._silence_s = silence_s
@@ -165,7 +166,7 @@ class OtherNodes:
     def gather(
         self, store_port: int, timeout_s: float, report: Callable[[str], object]
     ) -> list[NodePeer]:
-        """Wait until all ranks of the other nodes are there; the ranks in their order.
+        """Wait until all ranks of the other nodes are there. Returns the ranks in order.
 
         From then on ``report`` is called, on another thread, with the cause when one is lost.
         Raises ``ConfigError`` if they do not come in time.
@@ -200,7 +201,7 @@ class OtherNodes:
         self._limit_s = self._silence_s
 
     def end(self) -> None:
-        """End all connections, at which the other nodes end their processes. Does not wait."""
+        """End all connections, upon which the other nodes end their processes. Does not wait."""
         with self._changed:
             peers = list(self._peers.values())
         for peer in peers:
@@ -245,7 +246,7 @@ class OtherNodes:
                 os.read(self._wake, MOST_BYTES)
             if listener is not None and not found.isdisjoint(listening):
                 self._accept(listener)
-            # adds up looks, not time: a pause of this whole machine is no silence of the others
+            # adds up looks, not time: if this whole machine pauses, the others are not silent
             passed_s = min(time.monotonic() - looked_s, _LOOK_EVERY_S)
             looked_s = time.monotonic()
             for descriptor, peer in peers.items():
@@ -339,8 +340,8 @@ class NodeFollowerEnd(FollowerEnd):
         return str(self._connection.getsockname()[0])
 
     def give_signs_of_life(self, on_lost: Callable[[], object]) -> None:
-        """Tell rank 0 again and again that this process lives, on another thread, which calls
-        ``on_lost`` when the connection has broken."""
+        """Keep telling rank 0 that this process lives, on another thread, which calls ``on_lost``
+        when the connection has broken."""
         threading.Thread(target=self._beat, args=(on_lost,), name="life", daemon=True).start()
 
     def _beat(self, on_lost: Callable[[], object]) -> None:

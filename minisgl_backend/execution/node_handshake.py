@@ -1,6 +1,6 @@
 """The handshake of nodes: both sides prove that they know the secret of the group.
 
-Each proves it by HMAC-SHA256 over the challenge of the other side and the fields of the messages.
+Each proves it by an HMAC-SHA256 over the other side's challenge and the fields of the messages.
 Nothing else is read from a connection before that.
 
     node k                                  rank 0
@@ -29,9 +29,9 @@ from minisgl_backend.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 SILENCE_S: Final = 10.0
-"""A node that is silent for longer is lost; also if the timeout of the ranks is longer."""
+"""A node that is silent for longer is lost, even if the timeout of the ranks is longer."""
 HANDSHAKE_S: Final = 5.0
-"""Time for a handshake."""
+"""The time that a handshake may take."""
 
 _MAGIC: Final = b"minisgl1"
 _NONCE_BYTES: Final = 32
@@ -53,7 +53,7 @@ class Verdict(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class NodePlace:
-    """What a rank of another node says of itself: ``index`` is its number on its node."""
+    """What a rank of another node says about itself. ``index`` is its number on its node."""
 
     num_nodes: int
     node: int
@@ -62,7 +62,7 @@ class NodePlace:
 
 @dataclass(frozen=True, slots=True)
 class Welcome:
-    """What rank 0 tells it: numbers of ranks in all and on each node, and the port of the store."""
+    """What rank 0 tells it: the number of ranks in total and per node, and the store's port."""
 
     size: int
     local_size: int
@@ -70,7 +70,7 @@ class Welcome:
 
 
 class NotYet(Exception):
-    """Rank 0 does not take this rank now, but may later."""
+    """Rank 0 does not take this rank now, but may do so later."""
 
 
 def knock(connection: socket.socket, secret: bytes, place: NodePlace) -> Welcome:
@@ -110,7 +110,7 @@ def knock(connection: socket.socket, secret: bytes, place: NodePlace) -> Welcome
 def answer(
     connection: socket.socket, secret: bytes, judge: Callable[[NodePlace], Verdict | Welcome]
 ) -> NodePlace | None:
-    """Rank 0's side; the place of the rank, None if it is refused. Raises ``OSError``."""
+    """Rank 0's side. Returns the place of the rank, None if it is refused. Raises ``OSError``."""
     deadline_s = time.monotonic() + HANDSHAKE_S
     connection.settimeout(HANDSHAKE_S)
     ours = secrets.token_bytes(_NONCE_BYTES)
@@ -141,7 +141,7 @@ def _numbers(place: NodePlace) -> tuple[int, int, int]:
 
 def _proof(secret: bytes, role: bytes, theirs: bytes, ours: bytes, fields: bytes) -> bytes:
     """Proves knowledge of the secret to the side whose challenge is ``theirs``, and signs the
-    ``fields`` of the message; no other role has the same proof."""
+    ``fields`` of the message. No other role gives the same proof."""
     return hmac.digest(secret, b"%b:%b%b%b" % (role, theirs, ours, fields), "sha256")
 
 

@@ -1,11 +1,11 @@
 """Log-probabilities of a prompt's own tokens, from the residual stream of its chunks.
 
 The output head runs over a slice of the positions at a time, so there are never more than
-``most_rows`` rows of logits, however long the chunks are. A slice leaves a few numbers for each
-position. Runs after the layers, whether these are captured or not.
+``most_rows`` rows of logits, however long the chunks are. A slice leaves only a few numbers for
+each position. Runs after the layers, whether these are captured or not.
 
-All ranks run the head, which is split over them; rank 0 alone reads the logits. Must not know
-pages, attention or sampling.
+All ranks run the head, which is split over them; only rank 0 reads the logits. Must not know pages,
+attention or sampling.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _MOST_ROWS: Final = 1024
 
 
 def rows_at_once(vocab_size: int, dtype: torch.dtype) -> int:
-    """Number of positions whose logits are computed at once: what fits 256 MiB, at most 1,024."""
+    """How many positions' logits are computed at once: as many as fit in 256 MiB, at most 1,024."""
     held = _SLICE_BYTES // (vocab_size * dtype.itemsize)
     return max(_TILE_ROWS, min(held // _TILE_ROWS * _TILE_ROWS, _MOST_ROWS))
 
@@ -43,8 +43,8 @@ class ScoredChunks:
     """The scored positions of a step's S scored chunks, one chunk after another.
 
     On the host: ``tokens`` int32 [num_scored], the tokens after the positions; ``borders`` int64
-    [S + 1], where those of each chunk begin and end; ``counts`` int64 [S], the number of
-    alternatives that each asks for. ``found`` [num_scored] is on the device until ``download``.
+    [S + 1], where each chunk's begin and end; ``counts`` int64 [S], the number of alternatives that
+    each chunk asks for. ``found`` [num_scored] is on the device until ``download``.
     """
 
     tokens: IntArray
@@ -95,7 +95,7 @@ class PromptScorer:
     def scored(
         self, hidden: Tensor, scores: Scores, chunks: PromptChunks, chunk_offsets: IntArray
     ) -> ScoredChunks | None:
-        """Compute the ``scores`` of a plan, of which there are S > 0; None on ranks other than 0.
+        """Compute the ``scores`` of a plan, of which there are S > 0. None on ranks other than 0.
 
         ``hidden`` [num_tokens, hidden_size] is the residual stream of the step, in which chunk i
         begins at ``chunk_offsets`` [i].
@@ -126,7 +126,7 @@ class PromptScorer:
     def _score_slice(
         self, hidden: Tensor, where: Tensor, targets: Tensor, num_top: int
     ) -> Likelihoods:
-        """A separate function, so that the logits are freed before the next ones are computed."""
+        """A separate function, so that its logits are freed before the next are computed."""
         logits = self._model.logits(hidden.index_select(0, where))  # [<= most_rows, vocab_size]
         if self._model.group.rank > 0:
             nothing = logits[:0, 0]

@@ -1,18 +1,18 @@
-"""The channel between rank 0 and its followers: all that they tell each other.
+"""The channel between rank 0 and its followers: everything that they tell each other.
 
 At the start rank 0 sends each follower its options. Then all ranks meet at a few barriers, so that
-no rank waits in a collective for another that is not there yet; a follower that cannot start says
-why instead. After that rank 0 sends plans: one a step, in a few dozen µs. A question asks a
+no rank waits in a collective for another that is not there yet. A follower that cannot start says
+why instead. After that rank 0 sends plans, one per step, in a few dozen µs. A question asks a
 follower how many steps it has run.
 
-Each follower has a socket to rank 0. For the followers of rank 0's host, the words of a plan are
-written once, into a ring of cells in shared memory, and a short message tells each follower their
-place. The follower answers when it has copied the words. So a waiting rank sleeps in the kernel,
+Each follower has a socket to rank 0. For the followers on rank 0's host, the words of a plan are
+written once, into a ring of cells in shared memory, and a short message tells each follower where
+they are. The follower answers when it has copied the words. So a waiting rank sleeps in the kernel,
 each side sees the end of the other's process as the end of the stream, and a cell is reused only
 after every follower has copied it. Followers on other hosts get the words over TCP
 (``node_channel``).
 
-The memory has no name in any folder and is inherited together with the socket. So no other process
+The memory has no name in any folder, and is inherited together with the socket. So no other process
 can reach it, and nothing is left behind. Knows sockets and memory. Must not know processes, or what
 options and plans mean.
 """
@@ -36,11 +36,11 @@ from minisgl_backend.errors import ConfigError, EngineFailure
 from minisgl_backend.request import IntArray
 
 _NUM_CELLS: Final = 4
-"""An overlapping loop has two steps in flight; two more cells are spare."""
+"""An overlapping loop has two steps in flight; the other two cells are spare."""
 _CELL_WORDS: Final = 2**16
 _WORD_BYTES: Final = 4
 MOST_BYTES: Final = 2**16
-"""The longest message but for plans: options, or why a follower cannot start."""
+"""The longest message other than plans: options, or why a follower cannot start."""
 _HERE: Final = b"here"
 _GO: Final = b"go"
 _WHERE: Final = struct.Struct("<QQQ")  # words per cell, number of the cell, words of the plan
@@ -78,10 +78,10 @@ class _Ring:
 
 
 class Peer(ABC):
-    """A follower, as seen by rank 0.
+    """A follower, as rank 0 sees it.
 
     ``num_untaken``: plans sent that it has not copied. ``num_unanswered``: questions that it has
-    not answered. ``num_done``: its last answer, how many steps it had run.
+    not answered. ``num_done``: its last answer, which is how many steps it had run.
     """
 
     def __init__(self, rank: int) -> None:
@@ -105,7 +105,7 @@ class Peer(ABC):
 
     @abstractmethod
     def start_steps(self, timeout_s: float) -> None:
-        """The start is over: the rank is gone or silent too long after this time from now on."""
+        """The start is over: from now on, ``timeout_s`` limits how long the rank may be silent."""
 
     def listen(self) -> None:
         """Wait for the rank's next message about plans, and count it."""
@@ -159,13 +159,13 @@ class _HostPeer(Peer):
 class LeaderEnd:
     """Rank 0's end.
 
-    All that sends or waits raises ``EngineFailure`` if a follower is gone, or is silent for too
-    long: during the start for ``start_s``, which includes loading a model, then for the time given
-    to ``start_steps``.
+    Everything that sends or waits raises ``EngineFailure`` if a follower is gone, or silent for too
+    long: during the start for ``start_s``, which includes loading a model, afterwards for the time
+    given to ``start_steps``.
     """
 
     def __init__(self, num_followers: int, *, start_s: float):
-        """``num_followers`` counts those on this host, which are the first."""
+        """``num_followers`` counts those on this host, which come first."""
         self._opened = contextlib.ExitStack()
         self._ring = _Ring.create()
         # the memory exists until the last process that has it mapped ends
@@ -181,7 +181,7 @@ class LeaderEnd:
             self._theirs.append(self._opened.enter_context(theirs))
 
     def add(self, peers: Sequence[Peer]) -> None:
-        """The followers on other hosts, in their order; before anything is sent."""
+        """Add the followers on other hosts, in order. Called before anything is sent."""
         self._of_nodes += peers
 
     @property
@@ -190,9 +190,10 @@ class LeaderEnd:
 
     @contextmanager
     def inherited(self, rank: int) -> Iterator[tuple[int, int]]:
-        """The two descriptors of which ``rank`` makes its ``FollowerEnd``.
+        """The two descriptors from which ``rank`` makes its ``FollowerEnd``.
 
-        Its process is to be started inside; afterwards it alone has that end of the socket.
+        Its process must be started inside the context; afterwards only it has that end of the
+        socket.
         """
         with self._theirs[rank - 1] as theirs:
             yield theirs.fileno(), self._ring.descriptor
@@ -229,7 +230,7 @@ class LeaderEnd:
     # --- steps -------------------------------------------------------------------------------
 
     def start_steps(self, timeout_s: float) -> None:
-        """The start is over: what comes now are plans, with this timeout."""
+        """The start is over: from now on there are plans, with this timeout."""
         for peer in self._peers:
             peer.start_steps(timeout_s)
 
@@ -237,7 +238,7 @@ class LeaderEnd:
         """Send an encoded plan, int32[num_words], to all followers.
 
         Waits only for ranks of this host that are ``_NUM_CELLS`` plans behind, and for connections
-        that hold no more.
+        that are full.
         """
         for peer in self._of_nodes:  # first, since they are farther away
             peer.send(words.data.cast("B"))
@@ -290,7 +291,7 @@ class LeaderEnd:
                 peer.listen()
 
     def close(self) -> None:
-        """Close the sockets, at which followers end by themselves, and the memory. Idempotent."""
+        """Close the sockets, upon which followers end by themselves, and the memory. Idempotent."""
         self._opened.close()
 
 
@@ -300,7 +301,7 @@ class FollowerEnd(ABC):
     # --- the start ---------------------------------------------------------------------------
 
     def options(self) -> bytes:
-        """What rank 0 has sent by ``greet``. Raises ``EngineFailure`` if it is gone."""
+        """What rank 0 has sent with ``greet``. Raises ``EngineFailure`` if rank 0 is gone."""
         options = self._receive()
         if options is None:
             raise EngineFailure("rank 0 is gone")
@@ -339,7 +340,7 @@ class FollowerEnd(ABC):
 
     @abstractmethod
     def _send(self, message: bytes) -> None:
-        """Send a message; if rank 0 has ended, the next read will tell."""
+        """Send a message. If rank 0 has ended, the next read will tell."""
 
     @abstractmethod
     def _words(self, message: bytes | bytearray) -> IntArray:
@@ -350,7 +351,7 @@ class HostFollowerEnd(FollowerEnd):
     """The end of a rank on rank 0's host."""
 
     def __init__(self, connection: socket.socket, memory: int):
-        """Both are of the descriptors that its process has inherited."""
+        """Both come from the descriptors that the process has inherited."""
         self._connection = connection
         self._ring = _Ring(memory, _CELL_WORDS)
 

@@ -1,14 +1,15 @@
 """The tensor-parallel ranks: rank 0 leads, in the engine's process, and the others follow it.
 
 Every rank runs the same plans, with the same executor, on its part of the model. Only rank 0 plans:
-the followers get plans through the ``rank_channel``. Tokens are the same on all ranks, since each
-chooses among the same numbers, which come from all of them by the group, or takes rank 0's. (From
-logits of its own it could not: no library promises that these are the same bit for bit.)
+the followers get plans through the ``rank_channel``. Tokens are the same on all ranks: each rank
+either takes rank 0's, or chooses among the same numbers, which the group has gathered from all
+ranks. (It could not choose from its own copy of the logits: no library promises that these are the
+same bit by bit.)
 
-A step may break on a rank. Then that rank runs no further step until rank 0 has asked how many
+A step may break on a rank. Then that rank runs no further steps until rank 0 has asked how many
 steps it has run. If all ranks have run the same number, they go on together, and the error goes to
-the caller. If not, some ranks hang in a collective operation, as they do when a rank dies or is
-silent for too long. A rank cannot be replaced, so the followers are ended, and from then on the
+the caller. If not, some ranks hang in a collective operation, as they also do when a rank dies or
+is silent for too long. A rank cannot be replaced, so the followers are ended, and from then on the
 leader's steps raise ``EngineFailure``.
 
 While there are no steps, the answer to the same question serves as a follower's sign of life.
@@ -38,7 +39,7 @@ from minisgl_backend.request import IntArray
 logger = logging.getLogger(__name__)
 
 _LEAVE_S: Final = 10.0
-"""Time for libraries to end their communicators."""
+"""The time that libraries have to end their communicators."""
 _QUIET_SHARE: Final = 0.25
 """Idle followers are asked after this share of the timeout, and have the rest to answer."""
 
@@ -90,7 +91,7 @@ class LeadingExecutor:
 
         The caller must leave ``group`` when a follower is lost (``Followers.on_lost``). With
         ``steps_may_hang``, the group's collectives do not end by themselves if a rank is missing,
-        and the timeout bounds a whole step.
+        and the timeout limits a whole step.
         """
         self.followers = followers
         self._executor = executor
@@ -171,7 +172,7 @@ class LeadingExecutor:
     def _waiting(self) -> Iterator[None]:
         """Within this context rank 0 may wait for the others, forever if one of them is lost.
 
-        Its own work in here counts as waiting too, such as compiling what the warm-up missed.
+        Its own work in here also counts as waiting, such as compiling what the warm-up missed.
         """
         self._waiting_since_s = time.monotonic()
         try:
@@ -180,7 +181,7 @@ class LeadingExecutor:
             self._waiting_since_s = None
 
     def _regroup(self, cause: Exception) -> None:
-        """After a step that broke here, let all ranks go on, or raise ``EngineFailure``."""
+        """After a step that broke here, make all ranks go on, or raise ``EngineFailure``."""
         if isinstance(cause, EngineFailure):
             raise self.followers.lose(f"a step failed: {cause}") from cause
         while self._launched:
@@ -213,7 +214,7 @@ class LeadingExecutor:
             self._turn.release()
 
     def _ask_idle(self) -> str | None:
-        """Ask idle followers for a sign of life; returns what is wrong if one does not answer in
+        """Ask idle followers for a sign of life. Returns what is wrong if one does not answer in
         time."""
         now_s = time.monotonic()
         if self._launched:

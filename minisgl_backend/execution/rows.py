@@ -22,7 +22,7 @@ from minisgl_backend.request import FloatArray, IntArray, SamplingParams
 
 _LEAST_FACTOR: Final = 1e-30
 """Repetition penalties are clamped between this and its inverse: others could make logits infinite,
-which counts as a failure of the model."""
+which would count as a failure of the model."""
 
 
 class DeviceRows:
@@ -39,7 +39,7 @@ class DeviceRows:
         vocab_size: int,
         dummy_window_page: int | None = None,
     ):
-        """``dummy_window_page``, if layers have window pages."""
+        """``dummy_window_page`` is given if layers have window pages."""
         self._device = device
         self._dummy_window_page = dummy_window_page
         self.page_size = page_size
@@ -53,7 +53,7 @@ class DeviceRows:
         )
 
     def admit(self, admissions: Sequence[Admission]) -> None:
-        """Let requests take rows: copy their sampling parameters to the device, in one buffer of
+        """Give rows to requests: copy their sampling parameters to the device, in one buffer of
         int64.
 
             for each admission              row | seed | the bits of each of its numbers
@@ -70,7 +70,7 @@ class DeviceRows:
             of_row[1:2].view(np.uint64)[0] = admission.sampling.seed
             of_row[2:] = np.array(numbers, np.float32).view(np.int32)
             for target, entries in ((table.marks, marks), (table.bias, bias)):
-                if entries is not None:  # a line without entries is never read, and stays as it is
+                if entries is not None:  # a line without entries is never read, so it is left alone
                     tokens, values = entries
                     parts.append(np.stack([tokens, values.view(np.int32)]))
                     lines.append(target[admission.row])
@@ -104,8 +104,8 @@ class DeviceRows:
             self.table.lines[lines, at] = granted.int()
 
     def slots(self, rows: Tensor, indices: Tensor, offsets: Tensor) -> Tensor:
-        """The slots for the keys and values of tokens: at ``offsets`` in the pages that their rows
-        have at ``indices``.
+        """The slots for the keys and values of tokens: at ``offsets`` in the pages with ``indices``
+        of their rows.
 
         Arguments are int32 or int64 [num_tokens]; the result has the type of the offsets.
         """
@@ -149,7 +149,7 @@ def bias_of(admission: Admission, vocab_size: int) -> tuple[HostArray, FloatArra
 
 def _held_back(params: SamplingParams, vocab_size: int) -> HostArray:
     """The stop tokens, int64[n], that must not be sampled before there are ``min_tokens``. Empty
-    with a grammar: then masks hold them back, unless they would leave no other token."""
+    with a grammar: then masks hold them back, unless that would leave no token."""
     holds_back = params.min_tokens > 0 and params.grammar is None
     stops, known = params.stop_token_ids if holds_back else (), range(vocab_size)
     return np.unique(np.array([token for token in stops if token in known], np.int64))

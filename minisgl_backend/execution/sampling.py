@@ -1,12 +1,12 @@
 """From the logits of a step's rows to their tokens, on every device.
 
-In this order: adjust the logits and choose a token (``kernels.sampling``), with the parameters in
-the row table; keep the tokens in the row table for the next step. All of this may be captured in a
-CUDA graph. Afterwards log-probabilities are computed for the rows that ask for them, from the
-logits that the step leaves; only the reader of the tokens waits for them.
+First the logits are adjusted and a token is chosen (``kernels.sampling``), with the parameters in
+the row table. Then the tokens are kept in the row table for the next step. All of this may be
+captured in a CUDA graph. Afterwards log-probabilities are computed for the rows that ask for them,
+from the logits that the step leaves; only the reader of the tokens waits for them.
 
-Of several ranks, each finds the best tokens of its part of the vocabulary, and all take the best of
-these. If a row of the step needs the logits of all ranks, or what only rank 0 knows
+With several ranks, each rank finds the best tokens in its part of the vocabulary, and all take the
+best of these. If a row of the step needs the logits of all ranks, or what only rank 0 knows
 (``plan.Draws``), rank 0 samples all rows from all logits, and broadcasts their tokens.
 
 Must not know pages, attention or models.
@@ -34,14 +34,14 @@ from minisgl_backend.plan import Admission, Draws
 from minisgl_backend.request import IntArray
 
 _NOT_SAMPLED: Final = -2
-"""Rank 0 broadcasts this in place of tokens if it cannot sample; in a part's place it is NaN."""
+"""Rank 0 broadcasts this in place of tokens if it cannot sample; a part is replaced by NaN."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepOutput:
-    """What a step leaves on the device until the next one: ``tokens`` int32 [num_samples] and
-    ``logits`` [num_samples, vocab_size], or those of this rank; in a captured decode step the
-    padding's follow."""
+    """What a step leaves on the device until the next step: ``tokens`` int32 [num_samples], and
+    ``logits`` [num_samples, vocab_size] or only those of this rank. In a captured decode step,
+    those of padding follow."""
 
     tokens: Tensor
     logits: Tensor
@@ -68,8 +68,8 @@ class Sampler:
         splits: range = range(SPLITS),
         gathered: Callable[[Tensor], Tensor] = lambda logits: logits,
     ):
-        """``splits`` are those of this rank's logits (``OutputHead``), which ``gathered`` makes
-        those of all ranks."""
+        """``splits`` are those of this rank's logits (``OutputHead``); ``gathered`` turns these
+        into the logits of all ranks."""
         self._table = table
         self._device = device
         self._group = group
@@ -90,8 +90,8 @@ class Sampler:
             self._num_logprobs[admission.row] = -1 if asked is None else asked
 
     def learn(self, draws: Draws) -> None:
-        """Note which admitted rows need the logits of all ranks. Ranks other than 0 also write what
-        rank 0 has in its row table from the admissions."""
+        """Note which admitted rows need the logits of all ranks. Ranks other than 0 also write to
+        their row tables what rank 0 has there from the admissions."""
         rows = draws.rows
         if not len(rows):
             return
@@ -105,13 +105,13 @@ class Sampler:
             self._table.sampling.column("temperature")[to_rows] = temperatures
 
     def is_whole(self, rows: IntArray) -> bool:
-        """Whether it takes the logits of all ranks to sample these rows; the same on all ranks."""
+        """Whether sampling these rows takes the logits of all ranks; the same on all ranks."""
         return self._group.size == 1 or bool(self._are_whole[rows].any())
 
     def staged_masks(self, num_rows: int) -> IntArray:
         """Memory for the masks of a step, int32 [num_rows, num_words].
 
-        It may be written once the previous step with masks, which reads them there, is done.
+        It may be written once the previous step with masks, which reads this memory, is done.
         """
         return self._staged_masks[:num_rows]
 
@@ -123,8 +123,8 @@ class Sampler:
             self._table.sampling.masks.index_copy_(0, lines, masks)
 
     def sample(self, due: StepLogits, *, whole: bool = True) -> StepOutput:
-        """Sample a token for each line of the logits, and keep it; from the logits of all ranks if
-        ``whole``, which it must be unless ``is_whole`` says otherwise."""
+        """Sample a token for each line of the logits, and keep it. If ``whole``, sample from the
+        logits of all ranks; it may be False only if ``is_whole`` is."""
         logits = self._gathered(due.logits) if whole else due.logits
         tokens = self._of_rank_0(logits, due) if whole else self._of_all_ranks(due)
         keep_sampled(self._table, due.rows, due.positions, tokens)

@@ -1,7 +1,7 @@
 """The stages of a step: the row table, the layers, the head, sampling, scoring and embedding.
 
-Each is made once, before the first step. Used only within work that is submitted to the device,
-which runs in order. Must not know plans, pages or graphs.
+Each is made once, before the first step. They are used only within work that is submitted to the
+device, which runs in order. Must not know plans, pages or graphs.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ errors are the step's."""
 class ExecutorLimits:
     """The sizes that an executor is made for.
 
-    Sizes of the graphs, ascending, empty for none: ``graph_sizes``, the batch sizes of decode
-    steps; ``chunk_graph_sizes``, the numbers of tokens of steps with prompt chunks.
-    ``scored_at_once`` bounds the number of prompt positions whose logits are computed at once. With
-    ``takes_masks``, decode steps with masked rows are captured, too. With a ``section`` no chunk
+    The sizes of graphs, ascending, empty for none, are ``graph_sizes``, the batch sizes of decode
+    steps, and ``chunk_graph_sizes``, the numbers of tokens of steps with prompt chunks.
+    ``scored_at_once`` limits the number of prompt positions whose logits are computed at once. With
+    ``takes_masks``, decode steps with masked rows are also captured. With a ``section``, no chunk
     crosses a multiple of it.
     """
 
@@ -74,7 +74,7 @@ class Stages:
         adapters: RowAdapters | None,
         watch_logits: WatchLogits | None,
     ):
-        """``states``, if the model has recurrent layers; ``adapters``, if it takes any."""
+        """``states`` is given if the model has recurrent layers, ``adapters`` if it takes any."""
         self.model = model
         self.attention = attention
         self.device = device
@@ -101,13 +101,13 @@ class Stages:
         self.mark: Callable[[str], AbstractContextManager[object]] = nullcontext
         self._watch_logits = watch_logits
         self._logits = self._empty_logits(model.spec.vocab_size)
-        """Of all ranks, in captured decode steps, and in others if they fit."""
+        """The logits of all ranks, in captured decode steps, and in other steps if they fit."""
         self._own_logits = self._logits
         if model.group.size > 1:
             self._own_logits = self._empty_logits(model.head.share)
 
     def admit(self, admissions: Sequence[Admission]) -> None:
-        """Let requests take rows."""
+        """Give rows to requests."""
         self.rows.admit(admissions)
         self.sampler.admit(admissions)
         self.scorer.admit(admissions)
@@ -120,7 +120,7 @@ class Stages:
         grouped: bool,
         adapted: AdaptedTokens | None = None,
     ) -> StepLogits:
-        """The logits of a decode step, to be captured, of the first ``batch_size`` rows of
+        """The logits of a decode step, to be captured, for the first ``batch_size`` rows of
         ``inputs``."""
         step = begin_decode(self.rows.table, inputs, batch_size, self.rows.page_size)
         # [batch_size, hidden_size]
@@ -129,7 +129,7 @@ class Stages:
         return StepLogits(part, step.rows, step.lengths)
 
     def logits_of(self, batch: FlatBatch, hidden: Tensor) -> StepLogits:
-        """The logits of the tokens after which one is sampled, if any; ``hidden`` [num_tokens,
+        """The logits of the tokens after which a token is sampled, if any. ``hidden`` [num_tokens,
         hidden_size] is the residual stream after the layers."""
         numbers = np.array(
             [batch.sample_indices, batch.sample_rows, batch.sample_positions], np.int32
@@ -156,6 +156,6 @@ class Stages:
         return self.model.head.gathered(part, self._logits[: len(part)] if fits else None)
 
     def _empty_logits(self, width: int) -> Tensor:
-        """Memory for those of captured decode steps."""
+        """Memory for the logits of captured decode steps."""
         most, model = max([0, *self.limits.graph_sizes]), self.model
         return torch.empty((most, width), dtype=model.dtype, device=self.device.torch_device)

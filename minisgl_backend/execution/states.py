@@ -1,7 +1,7 @@
 """The recurrent states of rows and snapshots, for models with recurrent layers.
 
-Knows slots only by number; the planner knows which request a row has, and to which prefix a
-snapshot belongs. The states of one layer are contiguous (``LayerStates``), in the slots
+Knows slots only by number. The planner knows which request has a row, and to which prefix a
+snapshot belongs. The states of one layer are contiguous (``LayerStates``), in these slots:
 
     [0, num_rows)                 rows
     [num_rows]                    the dummy row, whose states no request reads
@@ -43,7 +43,7 @@ class StateStorage:
         state_dtype: torch.dtype,
         device: torch.device,
     ):
-        """``shape`` is that of this rank; ``dtype``, of activations, is used for convolutions,
+        """``shape`` is this rank's. ``dtype``, that of activations, is used for convolutions,
         ``state_dtype`` for matrices."""
         self.num_snapshots = num_snapshots
         self._first_snapshot = num_rows + 1
@@ -98,7 +98,7 @@ class CapturedRuns:
     def __init__(
         self, states: StateStorage, device: Device, room: Callable[[int], int], most_tokens: int
     ):
-        """``room`` gives the number of chunks that a step of a number of tokens may have;
+        """``room`` gives the number of chunks that a step of a given number of tokens may have;
         ``most_tokens`` is the size of the largest step."""
         self._states = states
         self._device = device
@@ -129,8 +129,8 @@ class CapturedRuns:
 
 
 def bytes_per_slot(shape: DeltaSpec, dtype: torch.dtype, state_dtype: torch.dtype) -> int:
-    """Number of bytes of the states of one row or snapshot in all layers, on one rank; the types
-    are those of ``StateStorage``."""
+    """The bytes of the states of one row or snapshot in all layers, on one rank. The types are as
+    in ``StateStorage``."""
     conv = shape.num_channels * (shape.conv_width - 1) * dtype.itemsize
     matrices = shape.num_heads * shape.key_dim * shape.value_dim * state_dtype.itemsize
     return len(shape.layers) * (conv + matrices)

@@ -1,4 +1,4 @@
-"""The CUDA graphs of a model's steps: decode steps are captured whole, of others only the layers.
+"""The CUDA graphs of a model's steps: whole decode steps, and only the layers of other steps.
 
 There are two sets of graphs: for steps without adapters, and for steps with any. Which token uses
 which adapter is data that is written before a replay. Knows what a graph reads besides the inputs
@@ -28,7 +28,7 @@ from minisgl_backend.progress import Progress
 
 @dataclass(frozen=True, slots=True)
 class StepGraphs:
-    """One set of graphs, without or with adapters; None for steps that are not captured."""
+    """One set of graphs, with or without adapters; None for steps that are not captured."""
 
     decode: DecodeGraphs | None = None
     chunk: ChunkGraphs | None = None

@@ -1,7 +1,7 @@
 """The tensors that hold keys and values, page by page, and the number of pages that fit.
 
-Knows pages only by number, not who holds them. There is one page that the planner does not know,
-the *dummy page*: padding is stored there, and no request reads it.
+Knows pages only by number, not who holds them. There is one page that the planner does not know
+about, the *dummy page*: padding is stored there, and no request reads it.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class KVStorage:
         scales: Sequence[KVScale] | None = None,
         num_window_pages: int | None = None,
     ):
-        """``scales``, one for each layer, multiply the contents of float8 pages; None for 1."""
+        """The contents of float8 pages are multiplied by ``scales``, one per layer; None for 1."""
         self.num_pages = num_pages
         self.page_size = page_size
         self.dummy_page = num_pages
@@ -70,8 +70,8 @@ class KVStorage:
     def clear(self, pages: Tensor, *, window_pages: bool = False) -> None:
         """Zero these pages, or window pages, int64[n], in all layers that have them.
 
-        Attention multiplies positions beyond a sequence's end by zero; a NaN that another sequence
-        has left there would survive that and spread.
+        Attention multiplies positions beyond a sequence's end by zero. A NaN left there by another
+        sequence would survive that and spread.
         """
         for raw in self._raw(window_pages=window_pages):
             raw.index_fill_(2, pages, 0)
@@ -80,8 +80,8 @@ class KVStorage:
         """Copy keys and values from slot to slot, both int64[num_positions], in all layers. There
         must be no window pages.
 
-        No slot is the target of two copies, or both a source and a target. A limited number of
-        positions is copied at a time, to limit the memory that this takes.
+        No slot may be the target of two copies, or both a source and a target. Only a limited
+        number of positions is copied at a time, which limits the memory that this takes.
         """
         for raw in self._raw(window_pages=False):
             slots = raw.flatten(2, 3)  # [num_layers, 2, num_slots, num_kv_heads, head_dim]
@@ -102,7 +102,7 @@ def _zeros(dims: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> T
         filled = torch.uint8 if dtype.itemsize == 1 else dtype
         return torch.zeros(dims, dtype=filled, device=device).view(dtype)
     # NumPy's zeros take no memory until they are touched, since the system maps them page by page.
-    # But they may not be aligned to cache lines, and vectors across two lines take longer to read.
+    # But they may be misaligned with cache lines, and vectors across two lines take longer to read.
     num_bytes = math.prod(dims) * dtype.itemsize
     raw = np.zeros(num_bytes + _CACHE_LINE, np.uint8)
     begin = -raw.ctypes.data % _CACHE_LINE
@@ -121,7 +121,7 @@ def _layer(pages: Tensor, scale: KVScale) -> PagedKV:
 def bytes_per_page(
     shape: AttentionShape, page_size: int, dtype: torch.dtype, *, window_pages: bool = False
 ) -> int:
-    """Number of bytes of one page, or one window page, in all layers together, on one rank."""
+    """The bytes of one page, or of one window page, in all layers together, on one rank."""
     numbers = shape.numbers_per_position(window_pages=window_pages)
     return 2 * numbers * page_size * dtype.itemsize
 
@@ -130,10 +130,10 @@ def bytes_per_page(
 class WindowRule:
     """How many window pages there are for a number of other pages.
 
-    Half as many, but no more than all running rows can hold at once beside the chunks of two steps,
-    and no fewer than a single row needs. So with requests much longer than the window the other
-    pages run out first; with shorter ones, window pages do. If ``in_all_layers``, the other pages
-    are mere numbers that take no memory, and the running rows are no limit.
+    Half as many, but no more than all running rows can hold at once, plus the chunks of two steps,
+    and no fewer than a single row needs. So with requests much longer than the window, the other
+    pages run out first; with shorter requests, window pages do. If ``in_all_layers``, the other
+    pages are only numbers that take no memory, and the running rows are no limit.
     """
 
     window: int
@@ -162,18 +162,18 @@ def choose_num_pages(
     max_rows: int,
     windows: WindowRule | None = None,
 ) -> int:
-    """Number of pages: as many as fit the budget beside the dummy page, with the window pages that
-    ``windows`` adds. A page takes ``page_bytes`` in the layers without window pages.
+    """The number of pages that fit in the budget, beside the dummy page and with the window pages
+    that ``windows`` adds. A page takes ``page_bytes`` in the layers without window pages.
 
-    The budget is ``memory_ratio`` of ``free_bytes`` less the ``reserved_bytes`` that rows take, and
-    at most ``cap_bytes``. Raises ``ConfigError``, with the numbers, if not even one page fits.
+    The budget is ``memory_ratio`` of ``free_bytes``, minus the ``reserved_bytes`` that rows take,
+    and at most ``cap_bytes``. Raises ``ConfigError``, with the numbers, if not even one page fits.
     """
     budget = int(max(free_bytes - reserved_bytes, 0) * memory_ratio)
     if cap_bytes is not None:
         budget = min(budget, cap_bytes)
 
     def num_bytes(num_pages: int) -> int:
-        """With the dummy pages."""
+        """The bytes of this number of pages, plus the dummy pages."""
         taken = (num_pages + 1) * page_bytes
         if windows is not None:
             taken += (windows.num_pages(num_pages) + 1) * windows.page_bytes

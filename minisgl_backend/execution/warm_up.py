@@ -1,6 +1,6 @@
 """Dummy steps at the start, which compile kernels and check that the largest step fits in memory.
 
-Knows the stages of a step. Must not know graphs, though ``layers`` may replay some.
+Knows the stages of a step. Must not know graphs, although ``layers`` may replay some.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ class WarmUp:
 
     def largest(self, *, grouped: bool = False) -> None:
         """Run the largest step, in which all rows without a chunk decode. If ``grouped``, these
-        share all pages that a row can have, so that reading them together is surely faster."""
+        rows share all pages that a row can have, so that reading pages together is surely faster.
+        """
         limits = self._limits
         num_whole, rest = divmod(limits.max_prefill_tokens, self._longest_chunk)
         chunks = [self._longest_chunk] * num_whole + [rest] * (rest > 0)
@@ -60,7 +61,7 @@ class WarmUp:
 
     def _step(self, chunks: list[int], num_decodes: int, *, grouped: bool = False) -> None:
         """Run a step with chunks of these lengths and ``num_decodes`` decoding rows, which computes
-        logprobs of all its samples and chunks."""
+        the log-probabilities of all its samples and chunks."""
         stages = self._stages
         last = self._limits.max_sequence_length - 1 if grouped else 0
         plan = self._dummy_plan(chunks, num_decodes, last)

@@ -1,5 +1,6 @@
-"""The gates of feed-forward blocks (arXiv 2002.05202): Llama's silu(gate) * up, and Gemma's with
-GELU as tanh approximates it (arXiv 1606.08415); and that of attention's output (arXiv 2505.06708).
+"""The gates of feed-forward blocks (arXiv 2002.05202), Llama's silu(gate) * up and Gemma's with the
+tanh approximation of GELU (arXiv 1606.08415); and the gate of attention's output
+(arXiv 2505.06708).
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def silu_mul(gate_up: Tensor, *, pdl: bool = False) -> Tensor:
 
 
 def silu_mul_reference(gate_up: Tensor) -> Tensor:
-    """The twin of ``silu_mul``; float64 stays so."""
+    """The twin of ``silu_mul``; float64 stays float64."""
     gate, up = at_least_float32(gate_up).chunk(2, dim=-1)
     return F.silu(gate).mul_(up).to(gate_up.dtype)
 
@@ -46,7 +47,7 @@ def gelu_mul(gate_up: Tensor, *, pdl: bool = False) -> Tensor:
 
 
 def gelu_mul_reference(gate_up: Tensor) -> Tensor:
-    """The twin of ``gelu_mul``; float64 stays so."""
+    """The twin of ``gelu_mul``; float64 stays float64."""
     gate, up = at_least_float32(gate_up).chunk(2, dim=-1)
     return F.gelu(gate, approximate="tanh").mul_(up).to(gate_up.dtype)
 
@@ -54,8 +55,8 @@ def gelu_mul_reference(gate_up: Tensor) -> Tensor:
 def sigmoid_mul(x: Tensor, gate: Tensor, *, pdl: bool = False) -> Tensor:
     """x * sigmoid(gate) in float32, rounded once.
 
-    ``x`` [num_tokens, num_heads, head_dim], contiguous, and ``gate`` of that shape, whose tokens
-    and heads may be apart. Returns [num_tokens, num_heads * head_dim].
+    ``x`` [num_tokens, num_heads, head_dim] is contiguous. ``gate`` has that shape, and its tokens
+    and heads may be strided. Returns [num_tokens, num_heads * head_dim].
     """
     if not use_triton(x):
         return sigmoid_mul_reference(x, gate)
@@ -67,5 +68,5 @@ def sigmoid_mul(x: Tensor, gate: Tensor, *, pdl: bool = False) -> Tensor:
 
 
 def sigmoid_mul_reference(x: Tensor, gate: Tensor) -> Tensor:
-    """The twin of ``sigmoid_mul``; float64 stays so."""
+    """The twin of ``sigmoid_mul``; float64 stays float64."""
     return (at_least_float32(x) * at_least_float32(gate).sigmoid()).to(x.dtype).flatten(1)

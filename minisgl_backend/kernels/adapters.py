@@ -1,19 +1,20 @@
 """LoRA: what the adapters of a step's tokens add to a matrix's outputs, (x A^T) B^T.
 
-Each token has at most one adapter, and the tokens of a step may have different ones. So they are
-grouped by adapter on the host (``arrange_tokens``): a block is up to ``block`` tokens of the same
-one. The first kernel (shrink) computes x A^T of each block, in parts of the inputs; the second
+Each token has at most one adapter, and the tokens of a step may have different ones. So the host
+groups them by adapter (``arrange_tokens``): a block is up to ``block`` tokens with the same
+adapter. The first kernel (shrink) computes x A^T of each block, in parts of the inputs. The second
 (expand) sums the parts and multiplies by B^T. Groups are data, so a captured graph holds for any
-mix of adapters. The GEMMs of ``kernels.cuda.linear`` have a shrink of their own, and expand by
+mix of adapters. The GEMMs of ``kernels.cuda.linear`` have their own shrink kernel, and expand by
 themselves.
 
-An adapter sits in a *slot* of the memory that all adapters of a matrix share; 0 is none. The
-matrix may merge several projections (``widths`` are their outputs); each has an A of its own:
+An adapter sits in a *slot* of the memory that all adapters of a matrix share; slot 0 means no
+adapter. The matrix may merge several projections (``widths`` are the numbers of their outputs),
+each with its own A:
 
     a    [num_slots, num_projections * max_rank, in_features]
     b    [num_slots, sum of widths, max_rank]
 
-Both are 0 behind the rank of the adapter in the slot, as far as a multiple of ``RANK_STEP``.
+Beyond the rank of the adapter in the slot, both are 0 up to a multiple of ``RANK_STEP``.
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ from minisgl_backend.request import IntArray
 RANK_STEP: Final = 16
 """Kernels compute ranks in steps of this size; ``max_rank`` is a multiple of it."""
 IN_STEP: Final = 128
-"""in_features that the kernel of x A^T for Hopper multiplies at a time: it takes whole steps."""
+"""in_features that Hopper's kernel for x A^T multiplies at a time; it takes only whole steps."""
 _OF_TOKEN: Final = 3
-"""Numbers of each token in the buffer of ``AdaptedTokens``."""
+"""Numbers for each token in the buffer of ``AdaptedTokens``."""
 _FIELDS: Final = 4
-"""Of each block."""
+"""Numbers for each block there."""
 _SMALL_BLOCK: Final = 16
 _LARGE_BLOCK: Final = 64
 _NEVER: Final = 2**31 - 1
@@ -51,11 +52,11 @@ class AdaptedTokens:
 
         buffer: order | slots | ranks | blocks
 
-    ``order`` [num_tokens] lists all tokens, those of the same adapter together. ``slots`` and
-    ``ranks`` [num_tokens] are those of each token's adapter, 0 of tokens that have none. ``blocks``
-    [num_blocks, 4]: slot and rank of its adapter, and the part of ``order`` that it covers, from
-    its begin up to its end. Tokens without an adapter have blocks of slot 0 and rank 0. Blocks at
-    the end may be empty.
+    ``order`` [num_tokens] lists all tokens, those with the same adapter together. ``slots`` and
+    ``ranks`` [num_tokens] are those of each token's adapter, or 0 if it has none. ``blocks``
+    [num_blocks, 4]: the slot and rank of a block's adapter, and where its part of ``order`` begins
+    and ends. Tokens without an adapter are in blocks of slot 0 and rank 0. Blocks at the end may be
+    empty.
     """
 
     buffer: Tensor
@@ -80,7 +81,7 @@ class AdaptedTokens:
 
 
 AdaptersShape = tuple[int, int]
-"""Slots, and rows of A of each: num_projections * max_rank."""
+"""The number of slots, and of A's rows in each: num_projections * max_rank."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -98,8 +99,8 @@ class AdapterMemory:
 
     @property
     def later_projections(self) -> tuple[int, int]:
-        """The first output of the second of up to three projections, and of the third; a number
-        beyond all outputs if there is none."""
+        """The first output of the second projection and of the third; if there is none, a number
+        beyond all outputs."""
         assert len(self.widths) <= 3
         second, third = (*accumulate(self.widths[:-1]), _NEVER, _NEVER)[:2]
         return second, third
@@ -114,7 +115,7 @@ class Adaptation:
 
 
 def block_tokens(num_tokens: int) -> int:
-    """How many tokens a block of such a step has on a GPU."""
+    """How many tokens a block of a step of ``num_tokens`` has on a GPU."""
     return _LARGE_BLOCK if num_tokens > _MANY_TOKENS else _SMALL_BLOCK
 
 
@@ -127,7 +128,7 @@ def arranged_size(num_tokens: int, num_slots: int, block: int) -> int:
 def arrange_tokens(slots: IntArray, ranks: IntArray, *, block: int, size: int) -> IntArray:
     """The content of ``AdaptedTokens``, int32 [size], for tokens of these ``slots`` [num_tokens].
 
-    ``ranks`` [num_slots + 1] are those of the adapters in the slots.
+    ``ranks`` [num_slots + 1] are the ranks of the adapters in the slots.
     """
     content = np.zeros(size, np.int32)
     num_tokens = len(slots)
@@ -152,7 +153,7 @@ def adapter_delta(
     bias: Tensor | None = None,
     pdl: bool = False,
 ) -> Tensor:
-    """What the adapters add, and ``bias``: [num_tokens, sum of widths]. ``x`` [num_tokens,
+    """What the adapters add, plus ``bias``: [num_tokens, sum of widths]. ``x`` is [num_tokens,
     in_features]."""
     shape = len(x), sum(adaptation.memory.widths)
     if use_triton(x):

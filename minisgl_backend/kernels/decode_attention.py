@@ -1,9 +1,9 @@
 """Attention of one new token per request over its paged KV cache, split along the sequence.
 
-Flash-decoding (Dao et al., 2023): a row's positions are cut into splits that different programs
-reduce with an online softmax (arXiv 2205.14135); the last program of a row to finish merges the
-partial results by their log-sum-exp. Lengths and page table are read on the GPU and the grid is
-fixed by the batch size, so nothing has to be planned and the launch may be captured.
+Flash-decoding (Dao et al., 2023): a row's positions are cut into splits, which different programs
+reduce with an online softmax (arXiv 2205.14135). The last program of a row to finish merges the
+partial results by their log-sum-exp. Lengths and page table are read on the GPU, and the grid
+depends only on the batch size. So nothing has to be planned, and the launch may be captured.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ MAX_SPLITS = 32
 
 
 class DecodeWorkspace:
-    """Partial results of the splits; one is enough for all layers of a stream.
+    """Partial results of the splits; one workspace is enough for all layers of a stream.
 
-    float32 outputs [max_batch_size, num_heads, MAX_SPLITS, head_dim], float32 log-sum-exps and the
-    counters by which the last program of a row is found: zero between launches.
+    It has float32 outputs [max_batch_size, num_heads, MAX_SPLITS, head_dim], float32 log-sum-exps,
+    and the counters that tell the last program of a row; these are zero between launches.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class DecodeWorkspace:
 def num_splits(batch_size: int, num_kv_heads: int, processors: int, max_length: int = 0) -> int:
     """How many splits a row gets: a power of two, 1 if rows alone fill the multiprocessors.
 
-    With more splits, merging costs what they gain, except over rows of many thousand positions.
+    With more splits, merging would cost what they gain, except for rows of many thousand positions.
     """
     rows = batch_size * num_kv_heads
     if rows >= 3 * processors:
@@ -63,15 +63,15 @@ def decode_attention(
     out: Tensor | None = None,
     pdl: bool = False,
 ) -> Tensor:
-    """softmax(q k^T * scale) v for one query a row.
+    """softmax(q k^T * scale) v for one query per row.
 
-    ``q`` [batch_size, num_heads, head_dim], heads may be strided by row; ``k_cache``, ``v_cache``
-    [num_pages, page_size, num_kv_heads, head_dim] with num_heads a multiple of num_kv_heads;
-    ``page_table`` int32 [num_rows, max_pages]; ``lengths`` int32 [batch_size], the new token's
-    position included, at least 1; ``rows`` int [batch_size]: which row of the page table belongs to
-    each query, by default its own index. With ``window`` only the last ``window`` positions are
-    attended to. ``k_scale``, ``v_scale`` float32 [1] multiply what an fp8 cache holds. ``sinks``
-    [num_heads] are one more score a head, without a value.
+    ``q`` [batch_size, num_heads, head_dim], rows may be strided; ``k_cache``, ``v_cache``
+    [num_pages, page_size, num_kv_heads, head_dim], with num_heads a multiple of num_kv_heads;
+    ``page_table`` int32 [num_rows, max_pages]; ``lengths`` int32 [batch_size], at least 1, since
+    the new token's position is included; ``rows`` int [batch_size]: each query's row of the page
+    table, by default its own index. With ``window`` only the last ``window`` positions are attended
+    to. What an fp8 cache holds is multiplied by ``k_scale``, ``v_scale`` float32 [1]. ``sinks``
+    [num_heads] are one more score per head, without a value.
     Returns [batch_size, num_heads, head_dim] in the dtype of ``q``, in ``out`` if that is given.
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
@@ -154,7 +154,7 @@ def decode_attention_reference(
     grouped = at_least_float32(q).reshape(len(q), num_kv_heads, -1, q.shape[-1])
     scores = torch.einsum("bhgd,bnhd->bhgn", grouped, k) * scale
     scores = scores.masked_fill(~seen[:, None, None], -math.inf)
-    # positions that are not seen may hold anything, NaN included
+    # unseen positions may hold anything, NaN included
     v = v.masked_fill(~seen[:, :, None, None], 0.0)
     weights = scores.softmax(dim=-1)
     if sinks is not None:

@@ -1,5 +1,5 @@
-"""Which implementation a call takes: Triton or the twin; and what they need: facts about the
-device, the precision of twins."""
+"""Which implementation a call takes, Triton or the twin, and what both need: facts about the
+device, and the precision of twins."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ def num_processors(device: torch.device) -> int:
 
 @functools.cache
 def can_start_early(device: torch.device) -> bool:
-    """Whether kernels of a GPU can be launched before their predecessors have ended."""
+    """Whether kernels on this device can be launched before their predecessors have ended."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def at_least_float32(x: Tensor) -> Tensor:
-    """``x`` in the precision in which twins compute: float32, or float64 as it is."""
+    """``x`` in the precision in which twins compute: float32, or float64 if it is float64."""
     return x if x.dtype in (torch.float32, torch.float64) else x.float()

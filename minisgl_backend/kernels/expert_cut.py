@@ -1,10 +1,10 @@
 """How experts' grouped GEMMs (``cuda/experts.cu``, ``experts_many.cu``) are cut into tiles, and
 which weights they can take.
 
-Pure arithmetic, without a GPU. The cuts were the fastest of those that ``tools/gpu/sweep_experts``
-tried, with the weights of Qwen3-30B-A3B: of ``experts.cu`` on an H200, at 1 to 4,096 tokens; of
-``experts_many.cu`` on an H100, at 600 to 8,192. That of 4 bits for the fewest rows is of an H100,
-with the weights of gpt-oss-20b.
+Pure arithmetic, without a GPU. The cuts were the fastest that ``tools/gpu/sweep_experts`` found
+with the weights of Qwen3-30B-A3B: for ``experts.cu`` on an H200, at 1 to 4,096 tokens; for
+``experts_many.cu`` on an H100, at 600 to 8,192 tokens. The 4-bit cut for the fewest rows was found
+on an H100 with the weights of gpt-oss-20b.
 """
 
 from __future__ import annotations
@@ -19,28 +19,29 @@ from minisgl_backend.weight_format import WeightFormat
 
 _MAX_EXPERTS: Final = 1024
 _MAX_CHOICES: Final = 32
-"""What ``cuda/routing.cu`` can choose from, and choose."""
+"""The most experts from which ``cuda/routing.cu`` can choose, and the most that it can choose."""
 
 MOST_ROWS: Final = 4
-"""Tokens up to which each row of x is multiplied for itself, without tensor cores."""
+"""Up to this many tokens, each row of x is multiplied separately, without tensor cores."""
 
 _PLAIN_FEATURES: Final = 128
-"""A tile of plain weights has as many features, and its matrix a multiple of them."""
+"""Features per tile of plain weights, whose matrices have a multiple of them."""
 
 _ALIGNED: Final = 16
-"""Rows of a matrix of codes, and bytes of a row, are a multiple of this."""
+"""A matrix of codes has a multiple of this number of rows, and a row a multiple of this number of
+bytes."""
 
 _LEAST_GROUP: Final = 32
-"""in_features that may share a scale, or a multiple."""
+"""A scale is shared by a multiple of this number of in_features."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertCut:
     """A tile of ``features`` of a weight by ``tokens`` rows of x, and ``stages`` of the ring.
 
-    ``per_processor`` thread blocks share a multiprocessor; ``resident`` of them are launched, and
-    the next kernel begins to fill its rings in the room of the others. ``by_warp``: warps multiply
-    codes each for itself, which takes more registers; of up to 16 ``tokens``.
+    ``per_processor`` thread blocks fit on a multiprocessor; ``resident`` of them are launched, and
+    the next kernel begins to fill its rings in the room left by the others. ``by_warp``: each warp
+    multiplies codes on its own, which takes more registers; for up to 16 ``tokens``.
     """
 
     features: int
@@ -51,7 +52,7 @@ class ExpertCut:
     by_warp: bool = False
 
     def shared_bytes(self, numbers: Numbers) -> int:
-        """The ring, scales, two barriers a stage, and 8 finished rows of each warp."""
+        """The ring, scales, two barriers per stage, and 8 finished rows for each warp."""
         stage = numbers.block * (self.features * numbers.bits // 8 + 2 * self.tokens)
         scales = self.features // 64 * 4 * numbers.scales
         return self.stages * (stage + scales + 16) + 8 * 48 * (self.features // 16)
@@ -78,13 +79,14 @@ _CUTS: Final[dict[int, dict[float | None, ExpertCut]]] = {
         None: ExpertCut(128, 64, 4),
     },
 }
-"""By bits of a weight, and the largest mean number of rows of an expert that each is for."""
+"""By bits of a weight, each with the largest mean number of rows per expert that it is for."""
 
 
 @dataclass(frozen=True, slots=True)
 class ManyCut:
     """A tile of ``cuda/experts_many.cu``, ``features`` of a weight by up to ``tokens`` rows of x,
-    and ``stages`` of the ring. Thread blocks of a ``cluster`` have the same features, other rows.
+    and ``stages`` of the ring. The thread blocks of a ``cluster`` have the same features but
+    different rows.
     """
 
     features: int
@@ -99,8 +101,8 @@ class ManyCut:
 
     @property
     def shared_bytes(self) -> int:
-        """The ring, 64 finished features of all rows of both warpgroups, a pair and a factor for
-        each row, and of a stage scales, its tile and two barriers."""
+        """The ring; for both warpgroups, 64 finished features, a pair and a factor of each row; for
+        each stage, its scales, its tile and two barriers."""
         of_rows = 2 * self.tokens * (2 * 64 + 4 + 4)
         stage = (self.features + self.tokens) * 128 + 4 * 32 + 16 + 2 * 8
         return self.stages * stage + of_rows
@@ -109,17 +111,17 @@ class ManyCut:
 MANY: Final = ManyCut(features=256, tokens=128, stages=4, cluster=2)
 
 _MANY_ROWS: Final = {16: 64, 8: 32}
-"""By bits of a weight, the mean number of rows of an expert above which that cut is taken."""
+"""By bits of a weight, the mean number of rows per expert above which ``MANY`` is taken."""
 
 
 def are_many(num_pairs: int, num_experts: int, bits: int) -> bool:
-    """Whether so many rows, that go to ``num_experts`` experts, are for ``MANY``."""
+    """Whether ``MANY`` is for ``num_pairs`` rows that go to ``num_experts`` experts."""
     most = _MANY_ROWS.get(bits)
     return most is not None and num_pairs > most * num_experts
 
 
 def cuts(bits: int) -> list[ExpertCut]:
-    """All that ``cut_of`` returns for weights of ``bits``."""
+    """All cuts that ``cut_of`` may return for weights of ``bits``."""
     return list(_CUTS[bits].values())
 
 
@@ -131,9 +133,9 @@ def cut_of(num_pairs: int, num_experts: int, bits: int) -> ExpertCut:
 
 
 def knows(spec: ExpertsSpec) -> bool:
-    """Whether the kernels know all that such experts compute: not gates other than SiLU and
-    gpt-oss's, weights that multiply inputs, routers that limit groups or multiply weights by a
-    number of the expert, or that choose from, or choose, too many."""
+    """Whether the kernels know everything that such experts compute. They do not know gates other
+    than SiLU and gpt-oss's, weights of choices that multiply inputs, routers that limit groups or
+    multiply weights by a factor per expert, and routers with too many experts or choices."""
     rule = spec.routing
     few = rule.num_experts <= _MAX_EXPERTS and rule.top_k <= _MAX_CHOICES
     is_known = not (rule.limits_groups or rule.scaled or spec.scales_inputs)
@@ -141,8 +143,8 @@ def knows(spec: ExpertsSpec) -> bool:
 
 
 def fits(hidden_size: int, inner_size: int, form: WeightFormat | None) -> bool:
-    """Whether there are kernels for weights of these sizes, the second that of a rank's part, in a
-    format; None stands for bfloat16."""
+    """Whether there are kernels for weights of these sizes and this format; ``inner_size`` is that
+    of a rank's part, and None stands for bfloat16."""
     matrices = (2 * inner_size, hidden_size), (hidden_size, inner_size)
     if form is None:
         return all(height % _PLAIN_FEATURES == 0 and size % BLOCK == 0 for height, size in matrices)
@@ -158,10 +160,10 @@ def fits(hidden_size: int, inner_size: int, form: WeightFormat | None) -> bool:
 
 
 def fits_many(hidden_size: int, inner_size: int) -> bool:
-    """Whether ``MANY`` can be for weights of these sizes, the second that of a rank's part."""
+    """Whether ``MANY`` can take weights of these sizes; ``inner_size`` is that of a rank's part."""
     matrices = (2 * inner_size, hidden_size), (hidden_size, inner_size)
     return all(
-        # of a single block the kernel's registers spill
+        # with a single block the kernel's registers spill
         height % MANY.features == 0 and size % CODES_BLOCK == 0 and size > CODES_BLOCK
         for height, size in matrices
     )

@@ -11,15 +11,15 @@ from typing import Final
 _SHARED_BYTES: Final = 227 * 1024
 _MOST_STAGES: Final = 8
 _BLOCK: Final = 128
-"""in_features of a stage."""
+"""in_features per stage."""
 
 
 @dataclass(frozen=True, slots=True)
 class Float8Cut:
     """A tile of ``features`` of the weight by ``tokens``.
 
-    ``shared`` is what the two thread blocks of a cluster load for each other: 1 tokens, 2 rows of
-    the weight, 0 nothing.
+    ``shared`` says what the two thread blocks of a cluster load for each other: 1 for tokens, 2 for
+    rows of the weight, 0 for nothing.
     """
 
     features: int
@@ -32,12 +32,12 @@ class Float8Cut:
 
     @property
     def unit(self) -> int:
-        """Rows of the weight that a cluster has."""
+        """Rows of the weight per cluster."""
         return 2 * self.features if self.shared == 1 else self.features
 
     @property
     def stages(self) -> int:
-        """Of the ring; with scales of 64 rows in 32 bytes, and two barriers."""
+        """Stages of the ring; each also has 32 bytes of scales for 64 rows, and two barriers."""
         of_stage = (self.features + self.tokens) * _BLOCK + self.features // 64 * 32 + 16
         return min(_SHARED_BYTES // of_stage, _MOST_STAGES)
 
@@ -46,14 +46,15 @@ class Float8Cut:
         return _SHARED_BYTES
 
     def columns(self, num_rows: int) -> int:
-        """Thread blocks that have the same steps, each of other rows of the weight or tokens."""
+        """The number of thread blocks that have the same steps, for different tokens or rows of the
+        weight."""
         tiles = -(-num_rows // self.tokens)
         if self.shared == 1:
             return 2 * tiles
         return tiles + tiles % self.cluster
 
     def blocks(self, num_rows: int, height: int, in_features: int, processors: int) -> int:
-        """Thread blocks of a column: one takes at least a step."""
+        """Thread blocks per column; each takes at least one step."""
         steps = height // self.unit * (in_features // _BLOCK)
         return min(processors // self.columns(num_rows), steps)
 
@@ -68,19 +69,19 @@ def why_not(height: int, in_features: int, cut: Float8Cut) -> str | None:
 
 
 _LEAST_ELEMENTS: Final = 8 * 2**20
-"""Of a weight. Smaller ones have too few steps to share out."""
+"""The fewest elements of a weight. Smaller weights have too few steps to share."""
 
 _CHOSEN: Final = {
     96: Float8Cut(128, 96, shared=1),
     128: Float8Cut(128, 128, shared=1),
 }
-"""By the largest number of rows. Tuned on an H200 with the weights of Qwen3-14B; for more rows the
-library is as fast."""
+"""Keyed by the largest number of rows. Tuned on an H200 with the weights of Qwen3-14B; for more
+rows the library is as fast."""
 
 
 def cuts_of(height: int, in_features: int) -> dict[int, Float8Cut]:
     """How to multiply by a weight [height, in_features], keyed by the largest number of rows that
-    each cut is for; none if the library is taken."""
+    each cut is for; empty if the library does it."""
     if height * in_features < _LEAST_ELEMENTS:
         return {}
     return {most: cut for most, cut in _CHOSEN.items() if why_not(height, in_features, cut) is None}

@@ -1,7 +1,8 @@
-"""Tokens in float8, as GEMMs multiply them by weights in float8.
+"""Tokens in float8, which GEMMs multiply by weights in float8.
 
-They are made of what is there (``float8_rows``), or by the kernel that computes it: RMSNorm, with
-or without a residual add, or the gate of a feed-forward block. The results are the same.
+They are converted from existing rows (``float8_rows``), or written by the kernel that computes the
+rows: RMSNorm, with or without a residual add, or the gate of a feed-forward block. The results are
+the same.
 """
 
 from __future__ import annotations
@@ -20,16 +21,16 @@ from minisgl_backend.kernels.quantized import FP8_MAX
 from minisgl_backend.kernels.rms_norm import fused_add_rms_norm_reference, rms_norm_reference
 
 _UNIT: Final = 8
-"""The library takes a multiple of so many tokens, if a token has several scales."""
+"""The library takes a multiple of this number of tokens if a token has several scales."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Float8Rows:
     """``num_rows`` tokens: numbers of 8 bits and their scales.
 
-    ``numbers`` float8_e4m3fn [num_rows, in_features], permuted as packed weights are. ``scales``
-    float32 [num_rows, in_features / group] in column-major order: ``group`` neighbours share one.
-    Both have more rows, up to a multiple of 8, whose contents are undefined.
+    ``numbers`` float8_e4m3fn [num_rows, in_features], permuted like packed weights. ``scales``
+    float32 [num_rows, in_features / group] in column-major order: ``group`` neighbours share a
+    scale. Both have more rows, up to a multiple of 8, whose contents are undefined.
     """
 
     numbers: Tensor
@@ -49,7 +50,8 @@ class Float8Rows:
 
 
 def float8_rows(x: Tensor, group: int, *, pdl: bool = False) -> Float8Rows:
-    """Of ``x`` [num_rows, in_features], a multiple of ``group``; rows may be strided."""
+    """Round ``x`` [num_rows, in_features] to float8. Rows may be strided; in_features is a multiple
+    of ``group``."""
     if not use_triton(x):
         return float8_rows_reference(x, group)
     from minisgl_backend.kernels.triton_kernels.float8_kernels import launch_float8_rows

@@ -1,18 +1,18 @@
 """Gated DeltaNet: linear attention whose state is a matrix that each token corrects.
 
 A head keeps S [key_dim, value_dim]. A token with key k, value v, query q, decay g <= 0 (in
-log space) and rate beta changes it, and reads it, by the gated delta rule (arXiv 2412.06464):
+log space) and rate beta updates and reads it by the gated delta rule (arXiv 2412.06464):
 
     S = exp(g) S;  S = S + k (beta (v - k^T S))^T;  o = S^T q
 
-Several tokens of one sequence are computed in blocks: within a block the corrections solve a
-triangular system (the UT transform, arXiv 2406.06484), so that all else is GEMMs; only the state
+Several tokens of one sequence are computed in blocks. Within a block the corrections solve a
+triangular system (the UT transform, arXiv 2406.06484), so everything else is GEMMs. Only the state
 goes from one block to the next. Before the rule, queries, keys and values go through a causal
-convolution over the last few tokens; its own state is the inputs of those tokens.
+convolution over the last few tokens, whose own state is the inputs of those tokens.
 
-Knows tensors and slots of states only. States and sums are computed in float32, whatever the inputs
-are; the kernels' GEMMs over blocks take operands of the inputs' dtype. In slots S may have 16 bits:
-it is rounded whenever it is stored, after each token of a decoding row and after a run.
+Knows only tensors and slots of states. States and sums are computed in float32, whatever the dtype
+of the inputs; the kernels' GEMMs over blocks take operands of that dtype. In slots S may have 16
+bits: then it is rounded whenever it is stored, after each token of a decoding row and after a run.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ _EPS: Final = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Tokens of one row that follow each other, by their indices in the step: ``begin`` <= t <
-    ``end``.
+    """Consecutive tokens of one row, by their indices in the step: ``begin`` <= t < ``end``.
 
-    ``slot`` has the row's states, those after the tokens before, unless the run ``is_fresh``: then
-    it begins a sequence. It gets those after the last token. ``kept``, ascending: an index and the
-    slot that gets a copy of the states after the tokens before that index.
+    ``slot`` has the row's states after the previous tokens, unless the run ``is_fresh``, which
+    means that it begins a sequence. The slot gets the states after the last token. ``kept``, in
+    ascending order: an index, and the slot that gets a copy of the states before the token at that
+    index.
     """
 
     begin: int
@@ -57,11 +57,11 @@ class Run:
 class Runs:
     """The prompt chunks of a step, as kernels read them. No slot occurs twice.
 
-    int32 on the device. ``blocks`` [num_blocks, 4], up to 64 tokens each, in the tokens' order:
-    begin, end, the slot that keeps the states after it or -1, and its run. ``lines``
-    [num_lines, 4], one a run: its first block, the one after its last, slot, and whether it is
-    fresh. Both may end in padding: blocks that begin and end after the last token of all runs, and
-    lines with the slot -1.
+    int32 on the device. ``blocks`` [num_blocks, 4], up to 64 tokens each, in the order of the
+    tokens: begin, end, the slot that keeps the states after the block or -1, and its run. ``lines``
+    [num_lines, 4], one per run: its first block, the block after its last, its slot, and whether it
+    is fresh. Both may end in padding: blocks that begin and end after the last token of all runs,
+    and lines with slot -1.
     """
 
     blocks: Tensor
@@ -75,7 +75,7 @@ class Runs:
 
     @classmethod
     def over(cls, table: Tensor, num_lines: int) -> Runs:
-        """Those of a ``runs_table``."""
+        """The runs of a ``runs_table``."""
         split = len(table) - num_lines
         return cls(table[:split], table[split:])
 
@@ -96,8 +96,8 @@ def num_blocks(runs: Sequence[Run]) -> int:
 
 
 def runs_table(runs: Sequence[Run], most_blocks: int, most_lines: int, *, end: int) -> IntArray:
-    """The ``blocks``, then the ``lines`` of ``runs``: int32 [most_blocks + most_lines, 4].
-    ``end``, the number of tokens before the padding, if there is any."""
+    """The ``blocks`` of ``runs``, then the ``lines``: int32 [most_blocks + most_lines, 4]. ``end``
+    is the number of tokens, where blocks of padding begin and end."""
     table = np.empty((most_blocks + most_lines, 4), np.int32)
     table[:most_blocks], table[most_blocks:] = (end, end, -1, 0), (0, 0, -1, 0)
     block = 0
@@ -113,8 +113,8 @@ def runs_table(runs: Sequence[Run], most_blocks: int, most_lines: int, *, end: i
 
 
 def _pieces(run: Run) -> Iterator[tuple[int, int, int]]:
-    """The parts of a run between the borders at which states are kept: begin, end, and the slot
-    that keeps the states after it or -1."""
+    """The parts of a run, cut where states are kept: begin, end, and the slot that keeps the states
+    after the part or -1."""
     begin = run.begin
     for end, slot in (*run.kept, (run.end, -1)):
         yield begin, end, slot
@@ -127,8 +127,8 @@ class LayerStates:
 
     ``conv`` [num_slots, num_channels, width - 1]: a convolution's last inputs. ``matrices``
     [num_slots, num_heads, key_dim, value_dim], float32, bfloat16 or float16. ``readers`` int32
-    [num_slots, num_key_heads] counts within a kernel, and is 0 otherwise; layers may share it.
-    Nothing of this holds in the slot of padding, which several rows of a step have.
+    [num_slots, num_key_heads] counts within a kernel, and is 0 otherwise; layers may share it. None
+    of this holds for the padding's slot, which several rows of a step have.
     """
 
     conv: Tensor
@@ -140,9 +140,9 @@ class LayerStates:
 class DeltaWeights:
     """The weights of a layer other than its projections.
 
-    ``conv`` [num_channels, width] of the convolution; its last column is the token's own.
-    [num_heads]: ``log_rates``, of the decay, and ``biases``; ``norm`` [value_dim] is the weight of
-    the output's norm, with its ``eps``.
+    ``conv`` [num_channels, width] is the convolution's; its last column is for the token itself.
+    ``log_rates`` of the decay and ``biases`` are [num_heads]. ``norm`` [value_dim] is the weight of
+    the output's norm, and ``eps`` that norm's.
     """
 
     num_key_heads: int
@@ -155,11 +155,11 @@ class DeltaWeights:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DeltaInputs:
-    """The projections of tokens; a token's numbers lie together, those of the next may be apart.
+    """The projections of tokens. A token's numbers are contiguous; tokens may be strided.
 
     ``channels`` [num_tokens, num_channels], before the convolution: queries and keys of all key
-    heads, values of all heads. ``z`` [num_tokens, num_heads, value_dim], the gate of the output.
-    [num_tokens, num_heads]: ``a``, which the decay follows from, and ``b``, the rate's.
+    heads, then values of all heads. ``z`` [num_tokens, num_heads, value_dim] is the output's gate.
+    ``a`` and ``b`` [num_tokens, num_heads] give the decay and the rate.
     """
 
     channels: Tensor
@@ -177,12 +177,12 @@ def delta_step(
     *,
     pdl: bool = False,
 ) -> None:
-    """The convolution, and SiLU of it, and the rule over the first tokens, one of each row, whose
-    ``states`` are updated in place; then the norm of what each head reads, and its gate.
+    """The convolution with SiLU and the rule for the first tokens, one per row, whose ``states``
+    are updated in place; then the norm and the gate of what each head reads.
 
-    ``out`` [num_tokens, num_heads, value_dim] gets the result; ``slots`` int64 [num_rows], -1 of a
-    token that is left to others. With ``pdl`` the kernel before this one may write none of
-    ``states`` and ``slots``.
+    ``out`` [num_tokens, num_heads, value_dim] gets the result. ``slots`` int64 [num_rows] is -1 for
+    a token that is left to others. With ``pdl`` the kernel before this one must not write
+    ``states`` or ``slots``.
     """
     if not use_triton(out):
         delta_step_reference(out, inputs, weights, states, slots)
@@ -207,7 +207,7 @@ def delta_step(
 def delta_runs(
     out: Tensor, inputs: DeltaInputs, weights: DeltaWeights, states: LayerStates, runs: Runs
 ) -> None:
-    """The same over the tokens of ``runs``; all after them is padding, and gets zeros."""
+    """The same for the tokens of ``runs``. All tokens after them are padding, and get zeros."""
     if not use_triton(out):
         delta_runs_reference(out, inputs, weights, states, runs)
         return
@@ -232,8 +232,8 @@ def delta_runs(
 
 
 def causal_conv_runs(out: Tensor, x: Tensor, states: Tensor, runs: Runs, weight: Tensor) -> None:
-    """The convolution of ``delta_runs`` alone: ``out``, contiguous, and ``x`` [num_tokens,
-    channels]; ``states`` are ``LayerStates.conv``."""
+    """Only the convolution of ``delta_runs``. ``out``, which is contiguous, and ``x`` are
+    [num_tokens, channels]; ``states`` are ``LayerStates.conv``."""
     if not use_triton(x):
         causal_conv_runs_reference(out, x, states, runs, weight)
         return
@@ -245,7 +245,7 @@ def causal_conv_runs(out: Tensor, x: Tensor, states: Tensor, runs: Runs, weight:
 def causal_conv_step_reference(
     out: Tensor, x: Tensor, states: Tensor, slots: Tensor, weight: Tensor
 ) -> None:
-    """The convolution of ``delta_step`` alone, as ``causal_conv_runs``."""
+    """Only the convolution of ``delta_step``; arguments as in ``causal_conv_runs``."""
     of_rows, slots = _rows_of(slots)
     inputs = torch.cat([states[slots], x[of_rows][..., None].to(states.dtype)], dim=-1)
     states[slots] = inputs[..., 1:]
@@ -301,7 +301,7 @@ def delta_runs_reference(
 
 
 def _rows_of(slots: Tensor) -> tuple[Tensor, Tensor]:
-    """The indices of the tokens that have slots, and these."""
+    """The indices of the tokens that have slots, and their slots."""
     found = (slots >= 0).nonzero().squeeze(1)
     return found, slots[found]
 
@@ -331,10 +331,10 @@ def _gated(found: Tensor, z: Tensor, weights: DeltaWeights) -> Tensor:
 
 
 def causal_conv(x: Tensor, state: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """The convolution over one sequence's tokens, and SiLU of it; the state after them.
+    """The convolution with SiLU over one sequence's tokens, and the state after them.
 
-    ``x`` [num_tokens, channels]; ``state`` [channels, width - 1], the inputs of the tokens before;
-    ``weight`` [channels, width], of which the last column is the token's own. Returns
+    ``x`` [num_tokens, channels]; ``state`` [channels, width - 1], the inputs of the previous
+    tokens; ``weight`` [channels, width], whose last column is for the token itself. Returns
     [num_tokens, channels] and a new state.
     """
     inputs = torch.cat([state, x.T.to(state.dtype)], dim=1)  # [channels, width - 1 + num_tokens]
@@ -368,8 +368,8 @@ def delta_rule(
     between = decay[..., :, None] - decay[..., None, :]  # from the column's token to the row's
     causal = torch.ones(BLOCK, BLOCK, dtype=torch.bool, device=v.device).tril()
     between = between.masked_fill(~causal, -torch.inf).exp()
-    # what each token would write if the tokens of its block before it were not there, and what of
-    # it is owed to the state at the block's beginning; the system takes those tokens into account
+    # what each token would write without the tokens before it in its block, and how much of that is
+    # due to the state at the block's beginning; the system takes those tokens into account
     system = (rates * keys) @ keys.mT * between
     since = decay.exp()[..., None]
     solved = torch.linalg.solve_triangular(
@@ -397,7 +397,7 @@ def delta_rule_step(
 ) -> Tensor:
     """The same for one token each of several rows, whose ``states`` are updated in place.
 
-    Arguments are as of ``delta_rule``, with rows in place of tokens; ``states`` are
+    Arguments are as in ``delta_rule``, with rows in place of tokens; ``states`` are
     ``LayerStates.matrices``; ``slots`` int64 [num_rows].
     """
     num_heads = v.shape[1]
@@ -412,7 +412,7 @@ def delta_rule_step(
 
 
 def stored(state: Tensor, dtype: torch.dtype) -> Tensor:
-    """``state`` as slots of this type have it: float16 ends at 65,504, NaN stays."""
+    """``state`` as slots of this type hold it: float16 is clamped to 65,504, and NaN stays NaN."""
     if dtype == torch.float16:
         most = torch.finfo(dtype).max
         state = state.clamp(-most, most)

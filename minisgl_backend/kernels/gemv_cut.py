@@ -1,9 +1,9 @@
 """How the GEMVs of ``cuda/gemv.cu`` and ``cuda/expert_gemv.cu`` are cut, and which weights they are
 for.
 
-Pure arithmetic, without a GPU. The constants were tuned on an H200, with the weights of Qwen3-14B
-in INT4; those of plain weights with the outputs of attention of Qwen3-30B-A3B, and those of experts
-with gpt-oss-20b.
+Pure arithmetic, without a GPU. The constants were tuned on an H200 with the weights of Qwen3-14B in
+INT4. Those for plain weights were tuned with the output projections of attention of Qwen3-30B-A3B,
+and those for experts with gpt-oss-20b.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from minisgl_backend.kernels.packed_weight import CodesKind
 from minisgl_backend.weight_format import Encoding
 
 ROWS: Final = 16
-"""Of the weight, in a thread block."""
+"""Rows of the weight per thread block."""
 
 MOST_SQUARES: Final = 1024
-"""Tiles of the input's sum of squares."""
+"""The most tiles of the input's sum of squares."""
 
 _LEAST_ELEMENTS: Final = 8 * 2**20
-"""Of a weight: one row by a smaller one is left to ``cuda/linear.cu``."""
+"""The fewest elements of a weight; one row times a smaller one is left to ``cuda/linear.cu``."""
 
 _LEAST_OF_PLAIN: Final = 8 * 2**20
 _MOST_OF_PLAIN: Final = 16 * 2**20
-"""Of a plain weight, about as large as those for whose products it was measured."""
+"""The most elements of a plain weight, about as many as those measured have."""
 
 _GROUP: Final = 128
 _PLAIN_COLUMNS: Final = 2
@@ -35,25 +35,26 @@ _OF_A: Final = 256
 _PROCESSORS: Final = 132
 _WARPS_OF_PROCESSOR: Final = 16
 _MANY_WARPS: Final = 20
-"""Warps of a multiprocessor, with up to 128 and with 96 registers a thread. Each warp has 8 KiB of
-the weight on its way."""
+"""Warps per multiprocessor, with up to 128 and with 96 registers per thread. Each warp has 8 KiB of
+the weight under way."""
 
 MOST_CHOICES: Final = 16
-"""Of all tokens: for each the weight of an expert is read anew. Measured with the 32 experts of
-gpt-oss-20b."""
+"""The most choices of all tokens: an expert's weight is read anew for each choice. Measured with
+the 32 experts of gpt-oss-20b."""
 
 _COLUMNS_OF_EXPERTS: Final = 4
 _MOST_WARPS_OF_EXPERTS: Final = 11
-"""Of a thread block, whose codes and scales are in 48 KiB of shared memory."""
+"""The most warps of a thread block, whose codes and scales must fit in 48 KiB of shared memory."""
 _EXPERT_WARPS_OF_PROCESSOR: Final = 36
-"""With 56 registers a thread. For 48 warps, with 40, some are spilled, which is slower."""
+"""Warps per multiprocessor, with 56 registers per thread. With 48 warps and 40 registers, some
+registers are spilled, which is slower."""
 _MOST_BLOCKS_OF_PROCESSOR: Final = 32
 
 
 @dataclass(frozen=True, slots=True)
 class GemvCut:
-    """``warps`` of a thread block share out the in_features, in batches of ``columns`` groups.
-    Registers are left for ``per_processor`` thread blocks of a multiprocessor."""
+    """The ``warps`` of a thread block share the in_features, in batches of ``columns`` groups. A
+    multiprocessor has registers for ``per_processor`` thread blocks."""
 
     columns: int
     warps: int
@@ -61,16 +62,16 @@ class GemvCut:
 
 
 def parts_of_a(in_features: int, cut: GemvCut) -> int:
-    """Thread blocks that share out the in_features of an adapter's A."""
+    """The number of thread blocks that share the in_features of an adapter's A."""
     return -(-in_features // (cut.warps * _OF_A))
 
 
 def gemv_cut(
     height: int, in_features: int, codes: CodesKind | None, *, is_added: bool
 ) -> GemvCut | None:
-    """How to multiply one row by a weight [height, in_features], plain if it has no ``codes``; None
-    if ``cuda/linear.cu`` is faster, as it is with 8 bits, and with 16 unless the product
-    ``is_added`` to the residual stream."""
+    """How to multiply one row by a weight [height, in_features], which is plain if it has no
+    ``codes``. None if ``cuda/linear.cu`` is faster, as it is with 8 bits, and with 16 bits unless
+    the product ``is_added`` to the residual stream."""
     elements = height * in_features
     if codes is None:
         fits = height % ROWS == 0 and in_features % _GROUP == 0
@@ -83,8 +84,8 @@ def gemv_cut(
 
 
 def plain_cut(in_features: int) -> GemvCut:
-    """Of a weight without codes. If a multiprocessor has warps for all batches of a row, all of the
-    row is on its way at once."""
+    """The cut for a weight without codes. If a multiprocessor has warps for all batches of a row,
+    the whole row is under way at once."""
     batches = -(-in_features // (_PLAIN_COLUMNS * _GROUP))
     rounds = -(-batches // _WARPS_OF_PROCESSOR)
     warps = -(-batches // rounds)
@@ -92,8 +93,9 @@ def plain_cut(in_features: int) -> GemvCut:
 
 
 def usual_cut(height: int, in_features: int, codes: CodesKind) -> GemvCut:
-    """Of any weight in codes. A warp may have several batches, one after the other. If each has
-    one, and there are more thread blocks than run at once, more of them run with fewer registers.
+    """The cut for any weight in codes. A warp may have several batches, one after another. If each
+    warp has one batch, and there are more thread blocks than run at once, more of them run, with
+    fewer registers each.
     """
     columns = 32 // codes.encoding.bits
     batches = -(-in_features // (columns * (codes.group or _GROUP)))
@@ -109,8 +111,8 @@ def expert_gemv_cut(in_features: int, codes: CodesKind) -> GemvCut | None:
     """How to multiply a few tokens by the weights of the experts that they have chosen; None if
     ``cuda/experts.cu`` has to.
 
-    Each warp has one batch, all of which is on its way at once. Few columns make many warps, so
-    that some multiply while others wait, and little is left to do when the last codes are there.
+    Each warp has one batch, all of which is under way at once. Few columns make many warps: some
+    multiply while others wait, and little is left to do once the last codes are there.
     """
     groups = -(-in_features // _GROUP)
     warps = -(-groups // _COLUMNS_OF_EXPERTS)

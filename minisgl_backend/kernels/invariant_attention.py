@@ -1,10 +1,10 @@
 """Attention over pages that gives a token the same bits in any batch.
 
-A token may be attended as one of a prompt's chunk, however the prompt was cut, or as a decoding row
-beside any others. Here both take one kernel, whose order of additions depends on nothing but the
-token's position: splits of ``split_size`` positions, from the first position on, each with an
-online softmax over blocks of keys, merged one after another. How the splits are shared among
-programs changes when they are computed, not what is added to what.
+A token may be part of a prompt's chunk, however the prompt was cut, or a decoding row beside any
+others. Here both take the same kernel, whose order of additions depends only on the token's
+position: from the first position on, there are splits of ``split_size`` positions, each with an
+online softmax over blocks of keys, and the splits are merged one after another. How the splits are
+shared among programs changes when they are computed, but not what is added to what.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _BLOCK: Final = 128
 
 
 def split_size(max_length: int) -> int:
-    """Positions of a split if no row is longer than ``max_length``: the workspace holds
-    ``MAX_SPLITS`` of a row."""
+    """Positions per split if no row is longer than ``max_length``; the workspace holds
+    ``MAX_SPLITS`` splits of a row."""
     size = _LEAST_SPLIT
     while size * MAX_SPLITS < max_length:
         size *= 2
@@ -51,8 +51,8 @@ def invariant_prefill_attention(
     v_scale: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """``kernels.prefill_attention.prefill_attention``, with the bits that
-    ``invariant_decode_attention`` gives the same positions; ``split`` positions are a split."""
+    """``kernels.prefill_attention.prefill_attention``, with the same bits that
+    ``invariant_decode_attention`` gives each position. A split has ``split`` positions."""
     if out is None:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if not use_triton(q):
@@ -75,9 +75,9 @@ def invariant_prefill_attention(
         launch_invariant_attention,
     )
 
-    # Small tiles and large ones take different instructions of the tensor cores, and for the small
-    # Triton puts the products of float8 in another order. So with fp8 pages chunks have small
-    # tiles, as decoding rows have.
+    # Small and large tiles take different tensor core instructions, and for small tiles Triton puts
+    # float8 products in another order. So with fp8 pages chunks have small tiles, like decoding
+    # rows.
     is_fp8 = k_scale is not None
     launch_invariant_attention(
         out,
@@ -121,8 +121,8 @@ def invariant_decode_attention(
     out: Tensor | None = None,
     pdl: bool = False,
 ) -> Tensor:
-    """``kernels.decode_attention.decode_attention`` of rows of at most ``MAX_SPLITS`` splits, with
-    bits that depend on a row alone; ``split`` positions are a split."""
+    """``kernels.decode_attention.decode_attention`` for rows of at most ``MAX_SPLITS`` splits, with
+    bits that depend only on the row. A split has ``split`` positions."""
     if out is None:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if not use_triton(q):

@@ -1,8 +1,8 @@
 """How likely a token of each row of logits is: log-probability, rank, and the likeliest tokens.
 
 On a GPU one Triton kernel reads the logits once, and keeps the largest of each block of the
-vocabulary. The k likeliest tokens are then searched for in the k blocks with the largest logits: no
-other block has a larger one.
+vocabulary. The k likeliest tokens are then looked for only in the k blocks with the largest logits:
+no other block has a larger one.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ BLOCK: Final = 128
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Likelihoods:
-    """Of n rows: ``logprobs`` [n] and ``ranks`` int64 [n] of their tokens, 1 for the most likely;
+    """For n rows: ``logprobs`` [n] and ``ranks`` int64 [n] of their tokens, 1 for the most likely;
     ``top`` [n, num_top], the largest log-probabilities in descending order, and ``top_ids`` int64
-    [n, num_top], the tokens that have them. Of equal ones any may be there."""
+    [n, num_top], the tokens that have them. Among equal ones, any may be listed."""
 
     logprobs: Tensor
     ranks: Tensor
@@ -32,7 +32,7 @@ class Likelihoods:
     top_ids: Tensor
 
     def each(self, change: Callable[[Tensor], Tensor]) -> Likelihoods:
-        """The same with every tensor changed, such as copied elsewhere."""
+        """The same with ``change`` applied to every tensor, for example to copy it elsewhere."""
         return Likelihoods(*map(change, (self.logprobs, self.ranks, self.top, self.top_ids)))
 
 
@@ -67,8 +67,8 @@ def likelihoods_reference(logits: Tensor, tokens: Tensor, num_top: int) -> Likel
 
 
 def _largest(logits: Tensor, maxima: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The ``count`` largest logits of each row, float32, and their tokens int64; ``maxima``
-    [n, num_blocks] are those of the blocks, and not read if ``count`` is 0."""
+    """The ``count`` largest logits of each row, float32, and their tokens, int64. ``maxima``
+    [n, num_blocks] are the largest logits of blocks, and not read if ``count`` is 0."""
     num_rows, vocab_size = logits.shape
     if not count:
         shape, device = (num_rows, 0), logits.device

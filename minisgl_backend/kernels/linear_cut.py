@@ -1,7 +1,7 @@
 """How the GEMMs of ``cuda/linear.cu`` are cut into tiles, and which weights they can take.
 
-Pure arithmetic, without a GPU. The constants were tuned on an H200, with the weights of Qwen3-0.6B
-and 14B, between attention and the other GEMMs of a layer.
+Pure arithmetic, without a GPU. The constants were tuned on an H200 with the weights of Qwen3-0.6B
+and 14B, with each GEMM running between attention and the other GEMMs of a layer.
 """
 
 from __future__ import annotations
@@ -10,60 +10,63 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 BATCHES: Final = (8, 16, 32, 64, 96, 128, 192, 256)
-"""The kernels' largest batches: a batch is taken by the first kernel that it fits."""
+"""The largest batch of each kernel; a batch takes the first kernel that it fits."""
 
 MAX_TOKENS: Final = BATCHES[-1]
 ANY_BATCH: Final = 2**31 - 1
 BLOCK: Final = 64
 CODES_BLOCK: Final = 128
-"""in_features in a stage of the ring, of a plain and of a quantized weight; of 4 bits twice as many
-if they can be."""
+"""in_features per stage of the ring, for plain and for quantized weights; for 4-bit weights twice
+as many if possible."""
 FEW_TOKENS: Final = 16
-"""Up to here each warp multiplies codes by itself."""
+"""Up to this many tokens, each warp multiplies codes on its own."""
 
 _FEATURES: Final = 256
 _FEATURES_OF_PLAIN: Final = 16
-"""Of a weight, or a multiple: of any, and of a plain one that is not gated."""
+"""Any weight has a multiple of the first number of features; a plain one that is not gated needs
+only a multiple of the second."""
 
 HEAD_DIMS: Final = (64, 128)
-"""Of heads that can be tiles."""
+"""The sizes of heads that can be tiles."""
 
 _MOST_BLOCKS: Final = 132
 _FEW_BLOCKS: Final = 66
-"""All, and half, of an H200's multiprocessors: the next kernel starts on the other half."""
+"""All of an H200's multiprocessors, and half of them: the next kernel starts on the other half."""
 
 _MOST_SMALL: Final = 8 * 2**20
-"""Elements of a weight up to which its GEMM takes half of the multiprocessors."""
+"""The GEMM of a weight of up to this many elements takes half of the multiprocessors."""
 
 _LEAST_EVEN: Final = 40
-"""From this many times 64 in_features of a tile a multiprocessor on, all thread blocks take even
-parts."""
+"""If each multiprocessor has at least this number of steps, of 64 in_features of a tile, all thread
+blocks take even parts."""
 
 _MOST_OF_LAYER: Final = 32 * 2**20
 _MOST_MULTIPLICATIONS: Final = 20 * 2**30
 _MOST_TOKENS_OF_LARGE: Final = 192
-"""Layers of up to the first number of elements take all batches; larger layers take batches of up
+"""Layers of up to the first number of elements take all batches. Larger layers take batches of up
 to the second number of multiply-adds (elements times tokens) and the third number of tokens."""
 
 _RING_BYTES: Final = 200 * 1024
 _RING_OF_TWO: Final = 96 * 1024
-"""Of a thread block, and of each if two share a multiprocessor."""
+"""Bytes of the ring of a thread block, and of each thread block if two share a multiprocessor."""
 _MOST_STAGES: Final = 8
 _SHARED_BYTES: Final = 227 * 1024
 """Shared memory of a thread block that has a multiprocessor to itself."""
 _MOST_SPLITS: Final = 8
 
 _MOST_TOKENS_BEFORE_FLOAT8: Final = 64
-"""Up to here these GEMMs multiply weights in float8; more tokens are rounded to 8 bits, too."""
+"""Up to this many tokens, these GEMMs multiply weights in float8. More tokens are themselves
+rounded to 8 bits."""
 
 _MOST_TOKENS_OF_CODES: Final = 96
-"""Of a tile of a quantized weight, which has sums in twice the registers."""
+"""The most tokens per tile of a quantized weight, whose sums take twice the registers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Numbers:
-    """How a weight is stored: ``bits`` of a number, and of a stage of the ring its in_features
-    (``block``) and as many ``scales`` of 64 rows. 16 bits are plain numbers, fewer are codes."""
+    """How a weight is stored: the ``bits`` of a number, the in_features of a stage of the ring
+    (``block``), and how many ``scales`` a stage has for 64 rows. 16 bits are plain numbers, fewer
+    are codes."""
 
     bits: int = 16
     block: int = BLOCK
@@ -77,10 +80,10 @@ PLAIN: Final = Numbers()
 class Cut:
     """A tile of ``features`` of the weight by ``tokens``, and the number of ``stages`` of the ring.
 
-    ``splits`` thread blocks share a tile along in_features; if ``even``, there is one thread block
-    a multiprocessor, and all take equal parts of all tiles. ``numbers`` are those of the weight.
-    Of codes a thread block may have warps for two ``ways``, which take 128 in_features each in
-    turn; its ring has an even number of those.
+    ``splits`` thread blocks share a tile along in_features. If ``even``, there is one thread block
+    per multiprocessor, and all take equal parts of all tiles. ``numbers`` are those of the weight.
+    For codes, a thread block may have warps for two ``ways``, which take turns of 128 in_features;
+    its ring holds an even number of these.
     """
 
     features: int
@@ -92,32 +95,32 @@ class Cut:
     ways: int = 1
 
     def num_tiles(self, height: int) -> int:
-        """Tiles of a weight of so many rows; the last one may have fewer than ``features``."""
+        """Tiles of a weight of ``height`` rows; the last may have fewer than ``features`` rows."""
         return -(-height // self.features)
 
     def num_steps(self, height: int, in_features: int) -> int:
-        """Steps of all tiles of a weight [height, in_features]; one takes a block of it."""
+        """Steps of all tiles of a weight [height, in_features]; a step takes one block."""
         return self.num_tiles(height) * (in_features // self.numbers.block)
 
     @property
     def threads(self) -> int:
-        """Of a thread block: those that multiply, and two warps that help."""
+        """Threads of a thread block: those that multiply, and two warps that help."""
         return 2 * self.features * self.ways + 64
 
     @property
     def stage_bytes(self) -> int:
-        """Of a stage of the ring, without scales."""
+        """Bytes of a stage of the ring, without scales."""
         block = self.numbers.block
         return block * (self.features * self.numbers.bits // 8 + 2 * self.tokens)
 
     @property
     def in_stage_bytes(self) -> int:
-        """Of a stage with its scales and its two barriers."""
+        """Bytes of a stage with its scales and its two barriers."""
         return self.stage_bytes + self.features // 64 * 4 * self.numbers.scales + 16
 
     @property
     def shared_bytes(self) -> int:
-        """The ring, a float32 a token, if ``even`` a slice of a tile, and the second way's sums."""
+        """The ring, a float32 per token, if ``even`` a slice of a tile, the second way's sums."""
         ring = self.stages * self.in_stage_bytes + 4 * self.tokens
         of_way = (self.ways - 1) * 4 * self.tokens * self.features
         return ring + (self._slice_bytes if self.even else 0) + of_way
@@ -129,25 +132,25 @@ class Cut:
 
     @property
     def pushed_bytes(self) -> int:
-        """Shared memory beside that for the sums that splits push to each other; 0 if they are read
-        where they are, for there is not as much left."""
+        """More shared memory, for the sums that splits push to each other. 0 if there is not enough
+        left: then sums are read where they are."""
         num_bytes = (self.splits - 1) * self.own_tokens * self.features * 4 + 16
         fits = self.shared_bytes + num_bytes <= _SHARED_BYTES
         return num_bytes if self.splits > 1 and fits else 0
 
     @property
     def finished_bytes(self) -> int:
-        """What takes the ring's place: parts for other thread blocks, and a finished tile.
+        """Bytes of what takes the ring's place: parts for other thread blocks, and a finished tile.
 
-        Not with ``even`` parts: their ring is still in use.
+        Not with ``even`` parts, whose ring is still in use.
         """
         parts = 4 * self.tokens * self.features if self.splits > 1 else 0
         return parts + self.own_tokens * (2 * self.features + 16)
 
     @property
     def _slice_bytes(self) -> int:
-        """``SLICE * PITCH`` of ``linear.cu``, for the kind of GEMM that needs more: a gated one
-        has half as many features, and twice the tokens."""
+        """``SLICE * PITCH`` of ``linear.cu``, for the kind of GEMM that needs more: a gated one has
+        half the features and twice the tokens."""
         most = 64 if self.tokens > 128 else 32
         gated = _halved(self.tokens, 2 * most) * (self.features + 16)
         return max(gated, _halved(self.tokens, most) * (2 * self.features + 16))
@@ -166,13 +169,13 @@ def cut_of(
     numbers: Numbers = PLAIN,
     shared: bool = True,
 ) -> Cut:
-    """How to multiply by a weight [height, in_features]; with ``head_dim`` a tile is a head. Unless
+    """How to multiply by a weight [height, in_features]. With ``head_dim`` a tile is a head. Unless
     ``shared``, there are no more thread blocks than multiprocessors.
 
-    For small weights a tile has up to 64 tokens, or more if there would be too many tiles; if there
-    are few, each is split. Large weights are read once: a tile has as many tokens as it can. Codes
-    of large ones are multiplied by few tokens in two ways, for a warp mostly waits; plain ones by
-    twice as many thread blocks.
+    For small weights a tile has up to 64 tokens, or more if there would be too many tiles. If there
+    are few tiles, each is split. Large weights are read once, so a tile has as many tokens as
+    possible. With few tokens a warp mostly waits, so large weights in codes are multiplied in two
+    ways, and large plain weights by twice as many thread blocks.
     """
     if height * in_features > _MOST_SMALL:
         features = head_dim or (64 if batch <= 8 and height % 128 else 128)
@@ -198,24 +201,24 @@ def _cut_of_large(
     if steps >= _LEAST_EVEN * _MOST_BLOCKS:
         return replace(even, stages=_most_stages(even))
     tile = Cut(features, _tokens_of(batch, 128, numbers), stages=1, numbers=numbers, ways=ways)
-    # not tiles of 64 features, with which one token gains nothing; nor few ones, of which one
-    # multiprocessor has no room for two with as many splits
+    # not tiles of 64 features, with which a single token gains nothing; nor few tiles, since then a
+    # multiprocessor has no room for two thread blocks with the same number of splits
     are_wide = features == 128 and 4 * tile.num_tiles(height) > _MOST_BLOCKS
     two = shared and numbers == PLAIN and batch <= FEW_TOKENS and are_wide
     return _whole_or_split(batch, height, in_features, tile, _MOST_BLOCKS * (2 if two else 1))
 
 
 def _tokens_of(batch: int, most: int, numbers: Numbers) -> int:
-    """Tokens of a tile of a large weight. Of codes, a larger batch than a tile can have is cut into
-    equal ones."""
+    """Tokens per tile of a large weight. For codes, a batch larger than a tile can be is cut into
+    equal tiles."""
     if numbers == PLAIN:
         return min(batch, most)
     return batch if batch <= _MOST_TOKENS_OF_CODES else 96 if batch % 96 == 0 else 64
 
 
 def _whole_or_split(batch: int, height: int, in_features: int, tile: Cut, most_blocks: int) -> Cut:
-    """``tile`` with its stages; split, if tiles are few, into up to ``most_blocks`` in all. Splits
-    of a plain weight may differ by a step."""
+    """``tile`` with its stages. If tiles are few, each is split, into up to ``most_blocks`` in
+    total. The splits of a plain weight may differ by a step."""
     blocks = tile.num_tiles(height) * -(-batch // tile.tokens)
     splits, block = 1, tile.numbers.block
     is_plain, steps_of_tile = tile.numbers == PLAIN, in_features // block
@@ -239,16 +242,17 @@ def _whole_or_split(batch: int, height: int, in_features: int, tile: Cut, most_b
 
 
 def _most_stages(cut: Cut) -> int:
-    """Stages that there is memory for, instead of the one of ``cut``."""
+    """The number of stages that there is memory for, in place of the single stage of ``cut``."""
     free = _SHARED_BYTES - cut.shared_bytes
     return min(1 + free // cut.in_stage_bytes, _MOST_STAGES)
 
 
 def invariant_cuts(height: int, in_features: int) -> dict[int, Cut]:
-    """How to multiply any number of tokens, keyed by the largest batch that each cut is for, so
-    that an element has the same bits in all of them: nothing is split, and no parts are even.
+    """How to multiply any number of tokens, keyed by the largest batch that each cut is for. An
+    element has the same bits with all of them: nothing is split, and no parts are even.
 
-    A tile is the smallest of which there are no more than multiprocessors, or the largest.
+    A tile is the smallest one that makes no more tiles than there are multiprocessors, or the
+    largest.
     """
     cuts = {}
     for batch in (*BATCHES, ANY_BATCH):
@@ -271,8 +275,8 @@ def invariant_cuts(height: int, in_features: int) -> dict[int, Cut]:
 def largest_batch(elements: int, *, of_codes: bool = False, float8: bool = False) -> int:
     """The largest batch for which these GEMMs are faster than the library; 0 for none.
 
-    ``elements`` counts all weights of a layer; ``of_codes``: they are quantized; ``float8``: and
-    the library multiplies tokens in 8 bits by all of them.
+    ``elements`` counts all weights of a layer. ``of_codes``: they are quantized. ``float8``: also,
+    the library multiplies all of them by tokens in 8 bits.
     """
     if float8:
         return _MOST_TOKENS_BEFORE_FLOAT8
@@ -283,13 +287,13 @@ def largest_batch(elements: int, *, of_codes: bool = False, float8: bool = False
 
 
 def padded(height: int) -> int:
-    """The features of a weight with so many rows more that a kernel can take it."""
+    """``height``, rounded up to a number of rows that a kernel can take."""
     return -(-height // _FEATURES) * _FEATURES
 
 
 def why_not(height: int, in_features: int, *, whole: bool = True) -> str | None:
-    """Why no kernel can take a weight of these sizes; None if one can. Unless ``whole`` it is plain
-    and not gated, and its last tile may have fewer rows than the others."""
+    """Why no kernel can take a weight of these sizes; None if one can. Unless ``whole``, the weight
+    is plain and not gated, and its last tile may have fewer rows than the others."""
     features = _FEATURES if whole else _FEATURES_OF_PLAIN
     if height % features:
         return f"needs a multiple of {features} features, not {height}"

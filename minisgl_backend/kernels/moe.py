@@ -1,10 +1,10 @@
-"""Mixture of experts: each token through its top_k experts, as two grouped GEMMs.
+"""Mixture of experts: each token goes through its top_k experts, as two grouped GEMMs.
 
-Tokens are sorted by expert into blocks of equal size (a block never mixes experts), so that one
-kernel multiplies every block by its own expert's weight: first gate and up with the gate applied at
-the end, then down. The weighted sum over the top_k experts comes last. The scheme is that of
-block-aligned fused MoE kernels (MegaBlocks, arXiv 2211.15841; vLLM's fused_moe). On Hopper
-``cuda.experts`` has kernels for all but the sum.
+Tokens are sorted by expert into blocks of equal size, which never mix experts. So one kernel can
+multiply each block by its own expert's weight: first gate and up, with the gate applied at the end,
+then down. The weighted sum over the top_k experts comes last. This is the scheme of block-aligned
+fused MoE kernels (MegaBlocks, arXiv 2211.15841; vLLM's fused_moe). On Hopper ``cuda.experts`` has
+kernels for everything but the sum.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from minisgl_backend.kernels.quantized import QuantizedWeight, dequantized
 from minisgl_backend.kernels.rms_norm import fused_add_rms_norm_reference, scales_of_squares
 
 _COLUMNS: Final = 256
-"""Of a tile of ``add_outputs``, if the norm is half done."""
+"""Columns per tile of ``add_outputs``, if the norm is half done."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -37,8 +37,9 @@ class ExpertWeights:
     """The weights of the experts that a rank holds.
 
     ``gate_up`` [num_experts, 2 * intermediate_size, hidden_size], gates first; ``down``
-    [num_experts, hidden_size, intermediate_size]; their biases, without the last dimension.
-    ``gate`` None stands for SiLU. Weights are packed for the kernels of ``cuda.experts`` alone.
+    [num_experts, hidden_size, intermediate_size]; biases of the same shapes without the last
+    dimension. ``gate`` None stands for SiLU. Only the kernels of ``cuda.experts`` take packed
+    weights.
     """
 
     gate_up: Tensor | QuantizedWeight | PackedWeight
@@ -53,7 +54,7 @@ class ExpertWeights:
 
     @property
     def shapes(self) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
-        """Of ``gate_up`` and ``down``."""
+        """The shapes of ``gate_up`` and ``down``."""
         gate_up, down = (
             (*weight.codes.shape[:2], weight.in_features)
             if isinstance(weight, QuantizedWeight)
@@ -64,14 +65,14 @@ class ExpertWeights:
 
     @property
     def kinds(self) -> tuple[CodesKind, CodesKind] | None:
-        """Those of packed weights."""
+        """The kinds of packed weights."""
         if isinstance(self.gate_up, PackedWeight) and isinstance(self.down, PackedWeight):
             return self.gate_up.kind, self.down.kind
         return None
 
     def packed(self) -> ExpertWeights:
-        """The same for ``cuda.experts``, if these are quantized; codes are permuted where they are
-        (``packed_weight.pack_experts``)."""
+        """The same for ``cuda.experts``: quantized weights are packed, their codes permuted in
+        place (``packed_weight.pack_experts``)."""
         assert isinstance(self.gate_up, QuantizedWeight) and isinstance(self.down, QuantizedWeight)
         return replace(
             self,
@@ -84,8 +85,8 @@ class ExpertWeights:
 class Choices:
     """The experts of each token: ``ids`` int and ``weights`` float32, both [num_tokens, top_k].
 
-    An expert's id is its index in ``ExpertWeights``. If ``elsewhere``, other ranks hold some of
-    them: then its id is -1, and this rank adds nothing for it.
+    An expert's id is its index in ``ExpertWeights``. If ``elsewhere``, other ranks hold some
+    experts: their id here is -1, and this rank adds nothing for them.
     """
 
     ids: Tensor
@@ -102,8 +103,8 @@ class Choices:
 class SharedOutput:
     """The outputs of the MLP that all tokens take, ``rows`` [num_tokens, hidden_size].
 
-    With a ``gate`` [hidden_size] they are multiplied by sigmoid(x . gate); ``x`` [num_tokens,
-    hidden_size] is the input of the experts. If its norm is half done, ``squares``, float32
+    With a ``gate`` [hidden_size] they are multiplied by sigmoid(x . gate), with ``x`` [num_tokens,
+    hidden_size] the experts' input. If its norm is half done, ``squares``, float32
     [tiles, num_tokens], and ``eps`` complete it (``cuda.linear``).
     """
 
@@ -115,7 +116,7 @@ class SharedOutput:
 
     @property
     def opening(self) -> tuple[Tensor, Tensor, Tensor | None, float] | None:
-        """All but ``rows``, if there is a gate."""
+        """If there is a gate, everything but ``rows``."""
         if self.gate is None or self.x is None:
             return None
         return self.gate, self.x, self.squares, self.eps
@@ -153,8 +154,8 @@ def choose(
 ) -> Choices:
     """The experts that ``rule`` picks by a router's ``logits`` [num_tokens, num_experts].
 
-    ``correction`` [num_experts] if the rule has one. Weights are rounded to the logits' type, as in
-    transformers; but not if they are multiplied by ``factors`` [num_experts], which the rule says.
+    ``correction`` [num_experts], if the rule has one. Weights are rounded to the logits' type, as
+    in transformers, unless the rule multiplies them by ``factors`` [num_experts].
     """
     scores = at_least_float32(logits)
     compared = scores
@@ -162,7 +163,7 @@ def choose(
     if correction is not None:
         compared = scores + correction
     elif rule.limits_groups or not rule.sigmoid:
-        compared = scores  # else logits tell apart what sigmoids round to 1
+        compared = scores  # otherwise logits, which differ even if sigmoids round to 1
     if rule.limits_groups:
         shape = len(logits), rule.num_groups, rule.num_experts // rule.num_groups
         groups = compared.view(shape)  # [num_tokens, groups, experts of a group]
@@ -180,21 +181,21 @@ def choose(
 
 
 def align(expert_ids: Tensor, num_experts: int, block: int) -> Alignment:
-    """Sort ``expert_ids``, int [num_tokens, top_k], into blocks, those of -1 into none.
+    """Sort ``expert_ids``, int [num_tokens, top_k], into blocks, leaving out ids of -1.
 
-    By tensor operations that never wait for the device, and of sizes that depend on shapes only, so
-    that it may be captured.
+    It takes only tensor operations that never wait for the device, and sizes depend only on shapes.
+    So it may be captured.
     """
     flat = expert_ids.flatten().long()
     num_pairs = len(flat)
     if num_pairs <= num_experts // 2:
-        # few pairs seldom share an expert: a block each, and nothing to sort
+        # few pairs seldom share an expert: each gets a block, and nothing is sorted
         pairs = torch.full((num_pairs, block), num_pairs, dtype=torch.int32, device=flat.device)
         pairs[:, 0] = torch.arange(num_pairs, dtype=torch.int32, device=flat.device)
         return Alignment(pairs.flatten(), flat.int(), block)
     num_blocks = min(num_pairs, -(-num_pairs // block) + num_experts)
     device = flat.device
-    flat = torch.where(flat < 0, num_experts, flat)  # behind all others, and into no block
+    flat = torch.where(flat < 0, num_experts, flat)  # after all others, and in no block
     counts = torch.zeros(num_experts + 1, dtype=torch.long, device=device)  # pairs of each expert
     counts.scatter_add_(0, flat, torch.ones_like(flat))
     blocks_of = (counts + block - 1) // block  # [num_experts + 1]
@@ -216,11 +217,11 @@ def align(expert_ids: Tensor, num_experts: int, block: int) -> Alignment:
 def fused_experts(
     x: Tensor, experts: ExpertWeights, choices: Choices, *, invariant: bool = False
 ) -> Tensor:
-    """Sum over a token's experts e of weight_e * down_e(silu(gate_e x) * up_e x), for ``x``
-    [num_tokens, hidden_size] and of that shape.
+    """The sum over a token's experts e of weight_e * down_e(silu(gate_e x) * up_e x), for ``x``
+    [num_tokens, hidden_size]; of the same shape.
 
-    If ``invariant``, all sums of a token are in an order that does not depend on the others.
-    Weights that are quantized have no kernel here, only the twin, which waits for the device.
+    If ``invariant``, the order of a token's sums does not depend on the other tokens. Quantized
+    weights have no kernel here, only the twin, which waits for the device.
     """
     if not has_kernel(x, experts):
         return fused_experts_reference(x, experts, choices)
@@ -237,9 +238,9 @@ def expert_outputs(
     x: Tensor, experts: ExpertWeights, choices: Choices, *, invariant: bool = False
 ) -> Tensor:
     """The output of each of a token's experts, [num_tokens, top_k, hidden_size]; rows of experts of
-    other ranks are not written. ``x`` [num_tokens, hidden_size]; only if ``has_kernel``.
+    other ranks are not written. ``x`` is [num_tokens, hidden_size]. Only if ``has_kernel``.
 
-    If ``invariant``, a token's sums are in an order that does not depend on the others.
+    If ``invariant``, the order of a token's sums does not depend on the other tokens.
     """
     from minisgl_backend.kernels.triton_kernels.grouped_linear import launch_grouped_linear
 
@@ -327,9 +328,9 @@ def add_outputs(
     half: bool = False,
     pdl: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """residual += ``sum_outputs``, in place; its RMSNorm, [num_tokens, hidden_size]. If ``half``,
-    only the norm's weight is applied: then there are also the sums of squares, float32 [tiles,
-    num_tokens], that complete it (``cuda.linear``)."""
+    """residual += ``sum_outputs``, in place. Returns its RMSNorm, [num_tokens, hidden_size]. If
+    ``half``, only the norm's weight is applied; then also returns the sums of squares that complete
+    it, float32 [tiles, num_tokens] (``cuda.linear``)."""
     if not use_triton(outputs):
         summed = sum_outputs_reference(outputs, choices, shared)
         if not half:
@@ -349,7 +350,7 @@ def fused_experts_reference(x: Tensor, experts: ExpertWeights, choices: Choices)
     """The twin of ``fused_experts``: one expert after another, summed in float32 or float64."""
     top_k = choices.ids.shape[1]
     ids, weights = choices.ids.flatten(), choices.weights.flatten()
-    ends = (ids + 1).bincount(minlength=experts.num_experts + 1).cumsum(0)  # first those elsewhere
+    ends = (ids + 1).bincount(minlength=experts.num_experts + 1).cumsum(0)  # others' first
     by_expert = ids.argsort(stable=True).tensor_split(ends[:-1].cpu())[1:]
     out = torch.zeros_like(at_least_float32(x))
     for expert, pairs in enumerate(by_expert):  # [count], token * top_k + choice

@@ -1,13 +1,14 @@
 """Stateless random numbers: a function of a request's seed, a position and a token id.
 
 So a sampled token does not depend on the rest of the batch, and there is no generator whose state a
-CUDA graph would have to capture. SplitMix64 (Steele, Lea, Flood, OOPSLA 2014) makes a key of each
-(seed, position); a finalizer like MurmurHash3's makes 32 bits of the key and a token id, and these
-become a Gumbel variable. Adding one to each logit and taking the largest samples from the softmax
-without computing it (Gumbel-max; Maddison et al., NeurIPS 2014).
+CUDA graph would have to capture. SplitMix64 (Steele, Lea, Flood, OOPSLA 2014) turns each
+(seed, position) into a key. A finalizer like MurmurHash3's turns the key and a token id into 32
+bits, and these become a Gumbel variable. Adding one to each logit and taking the largest samples
+from the softmax without computing it (Gumbel-max; Maddison et al., NeurIPS 2014).
 
-Computed on the host, the integers by NumPy, whose unsigned ones wrap as they should.
-``triton_kernels/gumbel_noise.py`` does the same in Triton, bit by bit up to the logarithms.
+Here the noise is computed on the host, its integers with NumPy, whose unsigned integers wrap as
+they should. ``triton_kernels/gumbel_noise.py`` does the same in Triton, bit by bit up to the
+logarithms.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _Word = TypeVar("_Word", np.uint32, np.uint64)
 
 
 def keys(seeds: Tensor, positions: Tensor) -> Tensor:
-    """int64[n], 64 bits for each pair of int64 seed and position."""
+    """int64 [n]: 64 bits for each pair of an int64 seed and an int64 position."""
     golden = np.uint64(GOLDEN)
     stream = _mix(_unsigned(seeds) + golden)
     mixed = _mix(stream + (_unsigned(positions) + np.uint64(1)) * golden)

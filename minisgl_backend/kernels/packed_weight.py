@@ -1,12 +1,12 @@
 """Quantized weights in the order in which ``cuda/linear.cu`` and the kernels beside it read them.
 
-A ``PackedWeight`` is a ``QuantizedWeight`` whose inputs are permuted, within 16 of them (codes of 8
-bits) or 32 (of 4 bits): a word of 4 bytes then has the codes that one thread multiplies. The bits
-of E2M1 are also spread over that word. If the
-checkpoint reorders inputs, they are first sorted by group, and so must be the columns of x. Scales
-lie as the kernel's ring takes them, beside those of the quantized weight, which other kernels take.
+A ``PackedWeight`` is a ``QuantizedWeight`` whose inputs are permuted, within groups of 16 (8-bit
+codes) or 32 (4-bit codes), so that a word of 4 bytes has the codes that one thread multiplies. The
+bits of E2M1 are also spread over that word. If the checkpoint reorders inputs, they are first
+sorted by group, and the columns of x must be sorted likewise. Scales are laid out for the kernel's
+ring; the quantized weight keeps its own scales, which other kernels take.
 
-Must not know layers. Nothing here waits for the device but ``pack`` of a weight that reorders.
+Must not know layers. Nothing here waits for the device, except ``pack`` of a weight that reorders.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _GROUPS: Final = (128, 64, 32)
 
 _GROUP_OF_E2M1: Final = 32
 _EXPONENTS: Final = 4
-"""Groups of E2M1 whose exponents are in one word."""
+"""Groups of E2M1 whose exponents share a word."""
 
 _MOST_EXPONENT: Final = 192
 _EXPONENT_OFFSET: Final = 62
-"""A scale of E2M1, 2 to the power of e - 127, is kept as the exponent e + 62 of a bfloat16; none
-that is larger than 2 to the power of 65."""
+"""A scale of E2M1, 2 to the power of e - 127, is kept as the exponent e + 62 of a bfloat16. It must
+not be larger than 2 to the power of 65."""
 
 _CODES: Final = {Encoding.E4M3: 1, Encoding.INT8: 2, Encoding.INT4: 3, Encoding.E2M1: 4}
 """``CODE`` of ``cuda/codes.cuh``."""
@@ -42,18 +42,18 @@ PLAIN_MACROS: Final = {"CODE": 0, "GROUP": 0, "SHARED_BY": 1, "ZEROS": 0}
 """The macros of weights in bfloat16."""
 
 _UNIT: Final = 64
-"""Rows of a warpgroup."""
+"""Rows per warpgroup."""
 
 _QUAD: Final = (0, 1, 2, 3)
 PLACES_OF_BYTES: Final = tuple(
     k for quad in _QUAD for k in (8 + 2 * quad, 2 * quad, 9 + 2 * quad, 2 * quad + 1)
 )
-"""Of 16 inputs with codes of 8 bits: the one at each place."""
+"""With 8-bit codes, which of 16 inputs is at each place."""
 
 _OF_NIBBLES: Final = tuple(
     first + 2 * quad + odd for quad in _QUAD for odd in (0, 1) for first in (0, 8, 16, 24)
 )
-"""Of 32 inputs with codes of 4 bits: the one at each place, the lower half of a byte first."""
+"""With 4-bit codes, which of 32 inputs is at each place, the lower half of a byte first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +61,8 @@ class CodesKind:
     """What a kernel for packed weights is compiled for.
 
     ``group``: in_features that share a scale, at most those of a stage of the ring; 0 if all do.
-    ``shared_by``: as many rows share a scale, 1 or 8. ``zeros``: the low 8 bits of a scale are a
-    zero point. Of E2M1 the group is 128, whose scale has the exponents of 4 groups of 32.
+    ``shared_by``: rows that share a scale, 1 or 8. ``zeros``: the low 8 bits of a scale are a zero
+    point. For E2M1 the group is 128, and a scale has the exponents of 4 groups of 32.
     """
 
     encoding: Encoding
@@ -72,13 +72,13 @@ class CodesKind:
 
     @property
     def rounds_many_rows(self) -> bool:
-        """Whether experts with many rows multiply the codes as they are, by rows in float8."""
+        """Whether experts with many rows multiply the codes directly, by rows in float8."""
         in_blocks = self.group == CODES_BLOCK and self.shared_by > 1
         return self.encoding is Encoding.E4M3 and (in_blocks or self.group == 0)
 
     @property
     def macros(self) -> dict[str, int]:
-        """Those of ``cuda/tile_gemm.cuh``."""
+        """The macros of ``cuda/tile_gemm.cuh``."""
         return {
             "CODE": _CODES[self.encoding],
             "GROUP": self.group,
@@ -97,15 +97,15 @@ class CodesKind:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedWeight:
-    """A weight [out_features, in_features] for the GEMMs of ``cuda/linear.cu``; or, with a leading
-    dimension everywhere, such weights of all experts for those of ``cuda/experts.cu``, in e2m1
-    ``cuda/expert_gemv.cu`` and, in float8, ``cuda/experts_many.cu``.
+    """A weight [out_features, in_features] for the GEMMs of ``cuda/linear.cu``. With one more
+    leading dimension everywhere, the weights of all experts for ``cuda/experts.cu``, in e2m1 also
+    for ``cuda/expert_gemv.cu``, and in float8 also for ``cuda/experts_many.cu``.
 
     weight   its codes are permuted; it has no groups
     scales   kind.group > 0: 4 bytes each, [out_features / 64, in_features / 128, 128 / group,
-             64 / shared_by], the rows as tiles have them: if it is gated, 8 of the gate and the
-             8 that they open follow each other. Else float32 [out_features]
-    order    int64 [in_features]: the columns of x, if they must be sorted
+             64 / shared_by], with rows in the order of tiles: if gated, 8 rows of the gate come
+             right before the 8 that they open. Otherwise float32 [out_features]
+    order    int64 [in_features]: the order of the columns of x, if they must be sorted
     """
 
     kind: CodesKind
@@ -122,16 +122,16 @@ class PackedWeight:
         return PackedWeight(self.kind, self.weight.expert(index), self.scales[index], None)
 
     def ordered(self, x: Tensor) -> Tensor:
-        """The columns of ``x`` [num_rows, in_features] as the weight has them."""
+        """``x`` [num_rows, in_features] with its columns in the weight's order."""
         return x if self.order is None else x.index_select(1, self.order)
 
 
 def pack(weight: QuantizedWeight, *, gated: bool = False) -> PackedWeight | None:
-    """The weight as kernels take it; None if they cannot. Its codes are permuted where they are,
-    and must not be used otherwise any more.
+    """The weight as kernels take it; None if they cannot. Its codes are permuted in place, and must
+    not be used in any other way afterwards.
 
-    ``gated``: its first half of rows are gates. Kernels need a multiple of 64 rows (128 if gated)
-    and of 128 in_features, and groups of a multiple of 32.
+    ``gated``: the first half of its rows are gates. Kernels need a multiple of 64 rows (128 if
+    gated) and of 128 in_features, and groups of a multiple of 32.
     """
     out_features, in_features = len(weight.codes), weight.in_features
     if out_features % (2 * _UNIT if gated else _UNIT) or in_features % CODES_BLOCK:
@@ -141,7 +141,7 @@ def pack(weight: QuantizedWeight, *, gated: bool = False) -> PackedWeight | None
         groups = weight.groups.long()
         order = groups.argsort(stable=True)
         counts = groups.bincount()
-        used = counts.nonzero()[:, 0]  # a rank has inputs of some groups
+        used = counts.nonzero()[:, 0]  # a rank has only some groups' inputs
         size = in_features // len(used)
         if size % _GROUPS[-1] or bool((counts[used] != size).any()):
             return None
@@ -164,8 +164,8 @@ def pack(weight: QuantizedWeight, *, gated: bool = False) -> PackedWeight | None
 
 def pack_experts(weight: QuantizedWeight, *, gated: bool) -> PackedWeight:
     """The same for the weights of all experts, [num_experts, out_features, in_features], of a
-    format that ``expert_cut.fits``; scales are those of each expert, if they are of groups then
-    for the next multiples of 128 rows (of which the last have none) and 256 in_features."""
+    format that ``expert_cut.fits``. Each expert has its own scales. Scales of groups are padded to
+    multiples of 128 rows and 256 in_features."""
     _, out_features, _ = weight.codes.shape
     kind = _kind_of(weight)
     assert kind is not None and weight.groups is None
@@ -195,8 +195,8 @@ def _kind_of(weight: QuantizedWeight) -> CodesKind | None:
 def _scales(
     weight: QuantizedWeight, kind: CodesKind, out_features: int, in_features: int, *, gated: bool
 ) -> Tensor:
-    """As a ``PackedWeight`` has them, also for a stack of weights; those of groups filled up with
-    zeros for the rows and columns behind the weight's own."""
+    """The scales as a ``PackedWeight`` has them, also for a stack of weights. Scales of groups are
+    padded with zeros for rows and columns beyond the weight's own."""
     num_rows, device = weight.codes.shape[-2], weight.scales.device
     lines = torch.arange(num_rows, device=device)
     if kind.group == 0:
@@ -241,12 +241,12 @@ def _permute(weight: QuantizedWeight, order: Tensor | None) -> None:
 
 
 _PLACED: Final = 0x81C081C0
-"""Where bfloat16, two of them, has the bits of E2M1 (but for a power of 2)."""
+"""Mask of the bits of two bfloat16 where those of two E2M1 go (right but for a power of 2)."""
 
 
 def _spread(codes: Tensor) -> Tensor:
-    """uint8 ``codes`` of E2M1 with the bits of each four bytes as ``numbers`` of
-    ``cuda/tile_gemm.cuh`` reads them: of four pairs, one of each half."""
+    """uint8 ``codes`` of E2M1 with the bits of every four bytes arranged as ``numbers`` of
+    ``cuda/codes.cuh`` reads them: four pairs, with one number of a pair in each half."""
     words = codes.contiguous().view(torch.int32).long()
 
     def placed(pair: int) -> Tensor:
@@ -254,14 +254,14 @@ def _spread(codes: Tensor) -> Tensor:
         return (of_pair & 0x00080008) << 12 | (of_pair & 0x00070007) << 6
 
     first = placed(0) | placed(1) >> 3 | placed(2) >> 6
-    own = placed(3) ^ _fourth(first)  # what is to be read of the bits that are left
+    own = placed(3) ^ _fourth(first)  # what the remaining bits must yield
     left = (own & 0x80008000) >> 1 | (own & 0x01000100) << 5 | (own & 0x00800080) << 4
     left |= ((own ^ own >> 1) & 0x00400040) << 4
     return _as_bytes(first | left)
 
 
 def _gathered(codes: Tensor) -> Tensor:
-    """The ``codes`` that were spread."""
+    """The codes of E2M1 that ``_spread`` has turned into ``codes``."""
     words = codes.contiguous().view(torch.int32).long() & 0xFFFFFFFF
     pairs = [words << 3 * pair & _PLACED for pair in range(3)] + [_fourth(words)]
     nibbles = [
@@ -280,7 +280,7 @@ def _as_bytes(words: Tensor) -> Tensor:
 
 
 def _rearranged(numbers: Tensor, places: Tensor) -> Tensor:
-    """Each ``len(places)`` columns in this order."""
+    """Every ``len(places)`` columns in this order."""
     return numbers.view(len(numbers), -1, len(places))[:, :, places].flatten(1)
 
 
@@ -297,7 +297,7 @@ def dequantize_weight(weight: QuantizedWeight, dtype: torch.dtype, *, packed: bo
 
 
 def dequantize_weight_reference(weight: QuantizedWeight, out: Tensor, *, packed: bool) -> Tensor:
-    """The twin of ``dequantize_weight``; ``out`` is of its shape."""
+    """The twin of ``dequantize_weight``; ``out`` has the shape of the result."""
     if not packed:
         return dequantize(weight, out)
     four, codes = weight.encoding.bits == 4, weight.codes.view(torch.uint8)

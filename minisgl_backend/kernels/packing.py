@@ -1,8 +1,8 @@
-"""Weights of 16 bits, packed for GEMMs on a CPU.
+"""16-bit weights, packed for GEMMs on a CPU.
 
-oneDNN, PyTorch's library for these, rearranges a weight that lies in memory row by row inside each
-GEMM; for few tokens that takes as long as multiplying. A packed weight is rearranged once. Its
-shape, dtype and values stay; its memory is opaque, and only ``packed_linear`` computes with it.
+oneDNN, PyTorch's library for these, rearranges a weight that is stored row by row inside each GEMM.
+For few tokens that takes as long as multiplying. A packed weight is rearranged once. Its shape,
+dtype and values stay the same. Its memory is opaque, and only ``packed_linear`` computes with it.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from torch import Tensor
 
 
 def is_packable(weight: Tensor) -> bool:
-    """Whether packing pays: not on a GPU, nor in 32 bits, nor if the processor lacks instructions
-    for the dtype."""
+    """Whether packing pays. It does not on a GPU, in 32 bits, or if the processor lacks
+    instructions for the dtype."""
     if weight.device.type != "cpu" or not torch._C._has_mkldnn:
         return False
     if weight.dtype == torch.bfloat16:
@@ -25,7 +25,7 @@ def is_packable(weight: Tensor) -> bool:
 
 def packed(weight: Tensor) -> Tensor:
     """``weight`` [out_features, in_features], which ``is_packable``, in oneDNN's layout for one
-    token, which serves more tokens, too."""
+    token, which also works for more tokens."""
     in_blocks: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, 1)
     return in_blocks
 

@@ -1,8 +1,8 @@
-"""Attention of prompt chunks over the paged KV cache, which holds their own keys already.
+"""Attention of prompt chunks over the paged KV cache, which already holds their own keys.
 
-FlashAttention-2's scheme (arXiv 2307.08691): a program per block of queries and KV head streams the
-keys with an online softmax. The query heads that share a KV head are rows of one block, so each key
-is read once for all of them.
+FlashAttention-2's scheme (arXiv 2307.08691): each program has a block of queries and a KV head, and
+streams the keys with an online softmax. The query heads that share a KV head are rows of one block,
+so each key is read once for all of them.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ def prefill_attention(
     sinks: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Causal attention of chunks, each the last positions before its end.
+    """Causal attention of chunks, each of which is the last positions before its end.
 
-    ``q`` [num_tokens, num_heads, head_dim], heads may be strided by token. Chunks stand one after
-    another; other tokens before and after them are left alone. ``k_cache``, ``v_cache``
-    [num_pages, page_size, num_kv_heads, head_dim]; ``page_table`` int32 [num_rows, max_pages]. Per
-    chunk, int32: ``rows`` [num_chunks] of the page table, ``offsets`` [num_chunks + 1] into the
-    tokens, ``ends`` [num_chunks]: positions of the row up to the chunk's last, which is included; a
+    ``q`` [num_tokens, num_heads, head_dim], tokens may be strided. Chunks come one after another;
+    tokens before and after them are left alone. ``k_cache``, ``v_cache``
+    [num_pages, page_size, num_kv_heads, head_dim]; ``page_table`` int32 [num_rows, max_pages]. For
+    each chunk, in int32: ``rows`` [num_chunks] of the page table; ``offsets`` [num_chunks + 1] into
+    the tokens; ``ends`` [num_chunks], the row's positions up to and including the chunk's last. A
     chunk may be empty. ``max_length`` is the most tokens of a chunk. With ``window`` a query
-    attends to that number of positions, its own included; ``k_scale``, ``v_scale`` float32 [1]
-    multiply what an fp8 cache holds. ``sinks`` [num_heads] are one more score a head, without a
-    value. Returns [num_tokens, num_heads, head_dim], in ``out`` if that is given.
+    attends to that number of positions, its own included. What an fp8 cache holds is multiplied by
+    ``k_scale``, ``v_scale`` float32 [1]. ``sinks`` [num_heads] are one more score per head, without
+    a value. Returns [num_tokens, num_heads, head_dim], in ``out`` if that is given.
     """
     if out is None:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -102,7 +102,8 @@ def prefill_attention_reference(
     v_scale: Tensor | None = None,
     sinks: Tensor | None = None,
 ) -> None:
-    """The twin of ``prefill_attention``, chunk after chunk with a dense softmax; fills ``out``."""
+    """The twin of ``prefill_attention``: one chunk after another, with a dense softmax. Fills
+    ``out``."""
     page_size, num_kv_heads = k_cache.shape[1:3]
     group = q.shape[1] // num_kv_heads
     grouped_q = q.reshape(len(q), num_kv_heads, group, q.shape[2])

@@ -1,9 +1,9 @@
-"""Quantized weights: their one layout in memory, and what they stand for.
+"""Quantized weights: their only layout in memory, and the numbers that they stand for.
 
 Whatever the layout in a checkpoint (``layers.weight_layouts``), in memory a weight is a
 ``QuantizedWeight``: codes, scales and, if there are any, zero points. This is the input of kernels
-for quantized weights. Their twin is ``dequantize`` and a plain GEMM. It quantizes no activations:
-whether a kernel does is its own affair, and part of its error.
+for quantized weights. Their twin is ``dequantize`` and a plain GEMM. The twin does not quantize
+activations. A kernel may do so, and then this is part of its error.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ _E2M1: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _E2M1_BETWEEN: Final = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 _NUMBERS_ON_CPU: Final = 2**20
 _NUMBERS_ON_GPU: Final = 2**22
-"""How much of a weight is taken at a time, which bounds the memory of copies in float32. A CPU is
-several times faster if these stay in its caches."""
+"""How many numbers of a weight are taken at a time, which bounds the memory of float32 copies. A
+CPU is several times faster if these stay in its caches."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class QuantizedWeight:
-    """A weight [out_features, in_features]; with a leading dimension such weights of all experts.
+    """A weight [out_features, in_features]; with a leading dimension, the weights of all experts.
 
-    The number of output o and input i is (code[o, i] - zero) * scale, with the zero and the scale
-    of the block of o and i.
+    The number for output o and input i is (code[o, i] - zero) * scale, with the zero and the scale
+    of the block that o and i are in.
 
         codes    E4M3   float8_e4m3fn [out, in]
                  INT8   uint8 [out, in]; 128 stands for 0 if there are no zeros
@@ -43,9 +43,9 @@ class QuantizedWeight:
         scales   [ceil(out / block[0]), ceil(in / block[1])]: floats, in float32 for E4M3; for E2M1
                  uint8, exponents of 2 plus 127
         zeros    uint8 in the shape of ``scales``, from 0 to 16 for INT4; None: 8, or 128
-        groups   int32 [in]: the column of ``scales`` that an input has; None: i // block[1].
-                 With ``groups``, ``scales`` has a column for every group of the whole checkpoint's
-                 weight, of which a rank may need some only.
+        groups   int32 [in]: each input's column of ``scales``; None: i // block[1]. With
+                 ``groups``, ``scales`` has a column for every group of the checkpoint's whole
+                 weight, of which a rank may need only some.
     """
 
     encoding: Encoding
@@ -99,8 +99,9 @@ def quantize(
 ) -> QuantizedWeight:
     """The nearest numbers that ``encoding`` has, [out_features, in_features], without calibration.
 
-    A scale maps the largest absolute value of its block to the largest code; unless ``symmetric``,
-    which only integers can be, smallest and largest value to the smallest and the largest code.
+    A scale maps the largest absolute value of its block to the largest code. If not ``symmetric``,
+    which only integers can be, it maps the smallest and largest values to the smallest and largest
+    codes.
     """
     rows, columns = block
     (out_features, in_features), device = weight.shape, weight.device
@@ -150,7 +151,7 @@ def quantize(
 
 
 def _row_blocks(weight: Tensor, *, step: int) -> Iterator[slice]:
-    """Slices of the rows of a weight, each a multiple of ``step`` but for the last."""
+    """Slices of the rows of a weight, each but the last a multiple of ``step``."""
     out_features, in_features = weight.shape
     most = _NUMBERS_ON_CPU if weight.device.type == "cpu" else _NUMBERS_ON_GPU
     at_once = max(1, most // max(1, in_features) // step) * step
@@ -170,7 +171,7 @@ def _numbers(weight: QuantizedWeight, codes: Tensor) -> Tensor:
 
 
 def joined(halves: Tensor) -> Tensor:
-    """Codes of 4 bits, uint8 [rows, in_features], two in a byte."""
+    """4-bit codes, given as uint8 [rows, in_features], two in each byte."""
     return halves[:, ::2] | (halves[:, 1::2] << 4)
 
 
@@ -182,7 +183,7 @@ def factors_of(weight: QuantizedWeight) -> Tensor:
 
 
 def _spread(weight: QuantizedWeight, values: Tensor, rows: slice) -> Tensor:
-    """Values of blocks for each number of these rows, [rows, in_features]."""
+    """The value of its block for each number of these rows, [rows, in_features]."""
     outputs, inputs = weight.block
     lines = torch.arange(rows.start, rows.stop, device=values.device) // outputs
     values = values[lines]
@@ -194,7 +195,7 @@ def _spread(weight: QuantizedWeight, values: Tensor, rows: slice) -> Tensor:
 
 
 def _extremes(numbers: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
-    """The least and the largest number of each block."""
+    """The smallest and the largest number of each block."""
     rows, columns = block
     lines, width = -(-len(numbers) // rows), -(-numbers.shape[1] // columns)
 

@@ -1,10 +1,10 @@
-"""Linear layers with quantized weights of any sizes, on any GPU, and with tokens in float8.
+"""Linear layers with quantized weights of any size, on any GPU, and with tokens in float8.
 
 For few rows, ``quantized_linear`` decodes the codes inside the GEMM: it reads few bytes, but
-multiplies slowly. For many rows the library multiplies: tokens rounded to float8 if the weight is
-float8, too (``float8_linear``), which is what its scales are for; otherwise the weight that
-``dequantize_weight`` makes. On Hopper, for a ``PackedWeight``, ``cuda/linear.cu`` is faster than
-either up to a certain number of rows.
+multiplies slowly. For many rows the library multiplies. If the weight is float8 and its scales
+allow it, tokens are rounded to float8, too (``float8_linear``); otherwise the library takes the
+weight that ``dequantize_weight`` makes. On Hopper, for a ``PackedWeight``, ``cuda/linear.cu`` is
+faster than either up to a certain number of rows.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from minisgl_backend.kernels.quantized import QuantizedWeight, dequantized
 from minisgl_backend.weight_format import Encoding
 
 MAX_ROWS: Final = 64
-"""Up to here ``quantized_linear`` beats dequantizing the weight first."""
+"""Up to this many rows, ``quantized_linear`` beats dequantizing the weight first."""
 
 FLOAT8_BLOCK: Final = 128
-"""Of rows and of columns that share a scale, if not all columns do."""
+"""The number of rows, and of columns, that share a scale, unless all columns share it."""
 
 
 def quantized_linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None) -> Tensor:
@@ -54,10 +54,10 @@ def quantized_linear_reference(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Float8Weight:
-    """A packed weight in float8 as the library's GEMMs take it.
+    """A packed weight in float8, as the library's GEMMs take it.
 
-    ``codes`` float8_e4m3fn [out_features, in_features], permuted. ``scales`` float32: of blocks of
-    128 x 128, [ceil(in_features / 512) * 4, out_features / 128] in column-major order; or of rows,
+    ``codes`` float8_e4m3fn [out_features, in_features], permuted. ``scales`` float32: for blocks of
+    128 x 128, [ceil(in_features / 512) * 4, out_features / 128] in column-major order; for rows,
     [1, out_features].
     """
 

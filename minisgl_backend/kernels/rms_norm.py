@@ -25,13 +25,14 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, pdl: bool = False) -> Ten
 
 
 def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """The twin of ``rms_norm``, for weights in the dtype of ``x``; float64 stays so."""
+    """The twin of ``rms_norm``, for weights in the dtype of ``x``; float64 stays float64."""
     return F.rms_norm(x, weight.shape, weight, eps)
 
 
 def scales_of_squares(squares: Tensor, size: int, eps: float) -> Tensor:
-    """What completes a norm that is half done (``layers.norm.Normed``): 1 / sqrt(mean(x^2) + eps)
-    of each token, [num_tokens], from the sums over ``size`` numbers, [tiles, num_tokens]."""
+    """The factors that complete a norm that is half done (``layers.norm.Normed``): each token's
+    1 / sqrt(mean(x^2) + eps), [num_tokens]. ``squares`` [tiles, num_tokens] sum up over ``size``
+    numbers."""
     return torch.rsqrt(squares.sum(dim=0) / size + eps)
 
 

@@ -1,8 +1,9 @@
 """The operations on packed q, k and v between projection and attention, in one pass.
 
-Per-head RMSNorm of q and k (Qwen3; optional), rotary embedding (arXiv 2104.09864) from a cos/sin
-table, so that every scaling variant is only another table, and the store of k and v into the paged
-cache (arXiv 2309.06180). A narrower table rotates the first dimensions of a head only (Phi-4-mini).
+These are RMSNorm of each head of q and k (optional; Qwen3), rotary embedding (arXiv 2104.09864),
+and the store of k and v into the paged cache (arXiv 2309.06180). The rotation is read from a
+cos/sin table, so every scaling variant is only a different table. A narrower table rotates only the
+first dimensions of a head (Phi-4-mini).
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ class TokenPlaces:
     """Where the tokens of a step are, the same in all layers.
 
     ``positions`` in their sequences and ``slots`` in the pages (page * page_size + offset; a
-    negative one stores nothing), int32 or int64 [num_tokens]. ``cos_sin`` float32
-    [max_positions, rotary_dim] holds the rotation at each position: cosines, then sines; dimension
-    i of a head rotates with i + rotary_dim / 2, and those from rotary_dim on do not rotate. If
-    ``interleaved``, heads rotate in full, dimension 2 i with 2 i + 1.
+    negative slot stores nothing), int32 or int64 [num_tokens]. ``cos_sin`` float32
+    [max_positions, rotary_dim] holds the rotation at each position: cosines, then sines. Dimension
+    i of a head rotates with i + rotary_dim / 2, and dimensions from rotary_dim on do not rotate. If
+    ``interleaved``, whole heads rotate, dimension 2 i with 2 i + 1.
 
-    The twin looks up the rest at the first layer.
+    The twin computes the cached properties at the first layer.
     """
 
     positions: Tensor
@@ -38,8 +39,8 @@ class TokenPlaces:
 
     @cached_property
     def rotation(self) -> tuple[Tensor, Tensor]:
-        """What each rotary dimension is multiplied by, and what the one that it rotates with:
-        [num_tokens, 1, rotary_dim] both."""
+        """The factors for each rotary dimension and for the dimension that it rotates with, both
+        [num_tokens, 1, rotary_dim]."""
         cos, sin = self.cos_sin[self.positions].unsqueeze(1).chunk(2, dim=-1)
         if self.interleaved:
             return cos.repeat_interleave(2, -1), torch.stack([-sin, sin], dim=-1).flatten(-2)
@@ -47,7 +48,7 @@ class TokenPlaces:
 
     @cached_property
     def stored(self) -> tuple[Tensor, Tensor | None]:
-        """The slots that are written, int64, and which tokens go there; None for all."""
+        """The slots to be written, int64, and which tokens go there; None for all."""
         slots = self.slots.long()
         is_kept = slots >= 0
         return (slots, None) if is_kept.all() else (slots[is_kept], is_kept)
@@ -70,11 +71,11 @@ def qk_norm_rope_store(
     """Norm, rotate and store; returns q [num_tokens, num_heads, head_dim].
 
     ``qkv`` [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim], heads of q, k, v in this order.
-    If it is ``gated``, head_dim numbers more stand behind each head of q (``gates_of``).
+    If it is ``gated``, head_dim more numbers follow each head of q (``gates_of``).
     ``k_cache``, ``v_cache`` [num_pages, page_size, num_kv_heads, head_dim], of float8_e4m3fn if
     ``k_scale`` and ``v_scale`` (float32 [1]) are given: then they hold k / k_scale and v / v_scale.
-    ``head_weights`` [num_heads + num_kv_heads, head_dim]: the weight of the norm for each head of q
-    and of k; those of q are equal, and those of k.
+    ``head_weights`` [num_heads + num_kv_heads, head_dim]: the norm's weight for each head of q and
+    k; all heads of q have the same weight, and so do all heads of k.
     """
     if not use_triton(qkv):
         return qk_norm_rope_store_reference(
@@ -125,7 +126,7 @@ def qk_norm_rope_store_reference(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
 ) -> Tensor:
-    """The twin of ``qk_norm_rope_store``; float64 stays so."""
+    """The twin of ``qk_norm_rope_store``; float64 stays float64."""
     num_kv_heads, head_dim = k_cache.shape[-2:]
     heads = qkv.view(qkv.shape[0], -1, head_dim)
     if gated:
@@ -142,7 +143,7 @@ def qk_norm_rope_store_reference(
 
 
 def gates_of(qkv: Tensor, num_heads: int, head_dim: int) -> Tensor:
-    """The gates behind the heads of q of ``qkv``, a view [num_tokens, num_heads, head_dim]."""
+    """The gates after the heads of q in ``qkv``, a view [num_tokens, num_heads, head_dim]."""
     asked = qkv[:, : 2 * num_heads * head_dim].view(len(qkv), num_heads, 2, head_dim)
     return asked[:, :, 1]
 
@@ -150,8 +151,9 @@ def gates_of(qkv: Tensor, num_heads: int, head_dim: int) -> Tensor:
 def rotated_queries(
     q: Tensor, places: TokenPlaces, num_heads: int, head_weights: Tensor | None, eps: float
 ) -> Tensor:
-    """Norm and rotate queries alone, [num_tokens, num_heads * head_dim], as ``qk_norm_rope_store``
-    does: [num_tokens, num_heads, head_dim]. PyTorch's operations on every device."""
+    """Norm and rotate only queries, [num_tokens, num_heads * head_dim], like
+    ``qk_norm_rope_store``. Returns [num_tokens, num_heads, head_dim]. Takes PyTorch's operations on
+    every device."""
     heads = at_least_float32(q.view(len(q), num_heads, -1))
     if head_weights is not None:
         heads = F.rms_norm(heads, heads.shape[-1:], None, eps).mul_(head_weights)
@@ -159,7 +161,7 @@ def rotated_queries(
 
 
 def _rotated(heads: Tensor, places: TokenPlaces) -> Tensor:
-    """``heads`` [num_tokens, num_heads, head_dim] at their positions."""
+    """``heads`` [num_tokens, num_heads, head_dim], rotated to their positions."""
     of_own, of_other = places.rotation
     rotary_dim = of_own.shape[-1]
     turned = heads[..., :rotary_dim]

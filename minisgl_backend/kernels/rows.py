@@ -1,8 +1,8 @@
 """The state of rows on the device, which a step reads before the layers and updates after them.
 
-It has one entry a row (``RowTable``): last token, length, pages, and sampling parameters
+It has one entry per row (``RowTable``): last token, length, pages, and sampling parameters
 (``SamplingTable``). A decode step is told only which rows decode and which pages they were granted
-(``StepInputs``), and finds everything else itself: a captured graph needs no other input.
+(``StepInputs``). It looks up everything else itself, so a captured graph needs no other input.
 
 The last row of the table is the *dummy row*: padding decodes it, always at position 0.
 """
@@ -22,9 +22,10 @@ from minisgl_backend.kernels.sampling_table import ONCE, SamplingTable
 class RowTable:
     """The state of all rows; tensors [num_rows + 1], of which the last is the dummy row.
 
-    ``tokens`` int32: sampled last, not computed yet. ``lengths`` int32: the position at which that
-    token stands. ``pages`` int32 [num_rows + 1, max_pages]; if layers have window pages, as many
-    lines of these follow in ``lines``, which has all that grants may write to.
+    ``tokens`` int32: the token that was sampled last and is not computed yet. ``lengths`` int32:
+    the position of that token. ``pages`` int32 [num_rows + 1, max_pages]. ``lines`` is everything
+    that grants may write to: the lines of ``pages`` and, if layers have window pages, then one line
+    of these for each row.
     """
 
     tokens: Tensor
@@ -45,8 +46,8 @@ class RowTable:
         device: torch.device,
         dummy_window_page: int | None = None,
     ) -> RowTable:
-        """Greedy rows of length 0 whose pages are all the dummy page; with ``dummy_window_page``
-        they have window pages."""
+        """Greedy rows of length 0 whose pages are all the dummy page. With ``dummy_window_page``
+        they also have window pages."""
         num_lines = (num_rows + 1) * (1 if dummy_window_page is None else 2)
         shape = (num_lines, max_pages)
         lines = torch.full(shape, dummy_page, dtype=torch.int32, device=device)
@@ -96,7 +97,7 @@ class DecodeInputs:
     """What the layers and the sampler of one decode step read; tensors [batch_size].
 
     int32: ``rows``, ``tokens``, ``positions``, ``slots`` (page * page_size + offset) and
-    ``lengths``, positions + 1, at which the sampled tokens stand.
+    ``lengths``, which is positions + 1: the positions of the tokens to be sampled.
     """
 
     rows: Tensor
@@ -147,10 +148,10 @@ def begin_decode_reference(
 
 
 def keep_sampled(table: RowTable, rows: Tensor, positions: Tensor, sampled: Tensor) -> None:
-    """Write the ``sampled`` tokens and their positions to the table; count them in marked rows.
+    """Write the ``sampled`` tokens and their positions to the table, and count them in marked rows.
 
     All int32 [batch_size]; only the dummy row may occur twice. A token of -1 (logits that are not
-    finite) is kept as 0, a valid id, and not counted. The dummy row stays at length 0.
+    finite) is kept as 0, a valid id, and not counted. The dummy row keeps length 0.
     """
     if not use_triton(sampled):
         keep_sampled_reference(table, rows, positions, sampled)

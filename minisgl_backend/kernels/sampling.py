@@ -1,8 +1,8 @@
 """The next token of each row from its logits, by ``sampling_rule``.
 
-On a GPU by Triton, inside a CUDA graph: the parameters are on the GPU (``SamplingTable``), logits
-are adjusted as they are read, and the thresholds of filters are found by counting, not by sorting.
-On a CPU by ``sampling_cpu``.
+On a GPU, Triton kernels sample, inside a CUDA graph: the parameters are on the GPU
+(``SamplingTable``), logits are adjusted as they are read, and the thresholds of filters are found
+by counting, not by sorting. On a CPU, ``sampling_cpu`` samples.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ def best_of_part(
     workspace: SamplingWorkspace,
     splits: range,
 ) -> Tensor:
-    """The best of the ``splits`` that one rank has: [batch_size, 2], the score and the token of
-    each row; ``best_of_parts`` finds the tokens that ``sample`` gives.
+    """The best token of the ``splits`` that one rank has: [batch_size, 2], each row's score and
+    token. From these ``best_of_parts`` finds the tokens that ``sample`` gives.
 
-    ``part`` [batch_size, at least the tokens of the splits] are their logits. No row may have
-    filters, or what adjusts its logits. Scores are in float32, or float64 as the logits are; inf
+    ``part`` [batch_size, at least the tokens of the splits] has their logits. No row may have
+    filters or adjusted logits. Scores are in float32, or in float64 if the logits are; they are inf
     if a logit is inf or NaN, and -inf if there are no splits.
     """
     if not splits:
@@ -65,8 +65,8 @@ def best_of_part(
 
 
 def best_of_parts(found: Tensor) -> Tensor:
-    """int32 [batch_size]: the tokens of the best parts, from ``best_of_part`` of each rank, in the
-    order of their splits, [num_ranks, batch_size, 2]."""
+    """int32 [batch_size]: the best token over all parts. ``found`` [num_ranks, batch_size, 2] are
+    the results of ``best_of_part`` of all ranks, in the order of their splits."""
     if not use_triton(found):
         return best_of_parts_reference(found)
     from minisgl_backend.kernels.triton_kernels.sampling_kernels import launch_best_of_parts

@@ -4,8 +4,8 @@
   of a row are found.
 - Only rows with penalties, a bias, a mask or stop tokens held back are copied and adjusted.
 - A random row without filters draws a split by its mass, then noise for that split alone.
-- A random row with filters searches for the threshold among a few of its largest logits, among more
-  if these do not suffice, and draws noise for the tokens that pass.
+- A random row with filters looks for the threshold among a few of its largest logits, or among more
+  if these are not enough, and draws noise for the tokens that pass.
 
 Reads the table on the host. Must not change logits or table.
 """
@@ -27,16 +27,16 @@ from minisgl_backend.kernels.sampling_table import COLUMNS, SamplingTable, adjus
 from minisgl_backend.plan import NO_TOKEN
 
 _BLOCK: Final = 128
-"""Tokens of a block."""
+"""Tokens per block."""
 _FEW_TOKENS: Final = 2048
-"""Up to this vocabulary size a plain argmax is fast enough."""
+"""Up to this vocabulary size, a plain argmax is fast enough."""
 _FIRST_CANDIDATES: Final = 64
 _MORE: Final = 8
 """Factor by which candidates grow if the threshold was not among them."""
 
 
 def sample_on_cpu(logits: Tensor, table: SamplingTable, rows: Tensor, positions: Tensor) -> Tensor:
-    """int32 [batch_size] tokens of ``logits`` [batch_size, vocab_size], as ``sampling.sample``."""
+    """int32 [batch_size] tokens of ``logits`` [batch_size, vocab_size]: ``sampling.sample``."""
     parameters = _Parameters(table, rows, positions, table.numbers.numpy()[rows.numpy()])
     is_adjusted = parameters.is_adjusted
     if not is_adjusted.any():
@@ -54,8 +54,8 @@ def sample_on_cpu(logits: Tensor, table: SamplingTable, rows: Tensor, positions:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Parameters:
-    """The sampling parameters of some rows: their ``numbers`` [num_rows, len(COLUMNS)], and int32
-    [num_rows] their ``rows`` of the table and the ``positions`` of the tokens."""
+    """The sampling parameters of some rows: their ``numbers`` [num_rows, len(COLUMNS)], their
+    ``rows`` of the table and the ``positions`` of the tokens, both int32 [num_rows]."""
 
     table: SamplingTable
     rows: Tensor
@@ -143,12 +143,12 @@ class _Lines:
         return found.masked_fill(tokens >= vocab_size, -torch.inf)
 
     def largest(self, count: int) -> tuple[Tensor, Tensor]:
-        """The largest logits [num_rows, count], descending, and their tokens int64; of equal
-        logits, not all may be among them."""
+        """The largest logits [num_rows, count], descending, and their tokens, int64. Some of
+        several equal logits may be missing."""
         if 2 * count * _BLOCK > self.logits.shape[1]:
             values, tokens = self.rows().topk(count)
             return values, tokens
-        # each of these blocks has a logit as large as any of another block
+        # each of these blocks has a logit at least as large as all logits of other blocks
         blocks = self.maxima.topk(count, sorted=False).indices
         tokens = (blocks[:, :, None] * _BLOCK + torch.arange(_BLOCK)).flatten(1)
         values, at = self.gather(tokens).topk(count)
@@ -174,7 +174,7 @@ def _choose(lines: _Lines, parameters: _Parameters) -> Tensor:
 
 
 def _greedy(lines: _Lines, _parameters: _Parameters) -> Tensor:
-    """The token with the largest logit: amax, which is vectorized, has found the block; argmax,
+    """The token with the largest logit. amax, which is vectorized, has found the block, and argmax,
     which is not, finds the token in it."""
     if lines.logits.shape[1] <= _FEW_TOKENS:
         return lines.rows().argmax(dim=-1)
@@ -245,8 +245,8 @@ def _totals(lines: _Lines, parameters: _Parameters, vocab_size: int) -> Tensor:
 def _threshold_among_largest(
     weights: Tensor, totals: Tensor, parameters: _Parameters, vocab_size: int
 ) -> tuple[Tensor, Tensor]:
-    """The least weight that passes all filters of the row, [num_rows, 1], and whether the largest
-    ``weights`` [num_rows, count], descending, suffice to find it, bool [num_rows]."""
+    """The smallest weight that passes all filters of the row, [num_rows, 1], and whether the
+    largest ``weights`` [num_rows, count], descending, are enough to find it, bool [num_rows]."""
     count = weights.shape[1]
     top_k, top_p = parameters.column("top_k"), parameters.column("top_p")
     by_count = (top_k > 0) & (top_k < vocab_size)
@@ -260,7 +260,7 @@ def _threshold_among_largest(
     by_mass = weights.gather(1, kept.sum(dim=-1, keepdim=True) - 1)
     threshold = torch.where(top_p < 1, torch.maximum(least, by_mass), least)
     threshold = torch.maximum(threshold, parameters.column("min_p")).clamp_max_(1.0)
-    # tokens as heavy as the last candidate may be missing, and all lighter ones are
+    # tokens with the last candidate's weight may be missing, and all lighter tokens are
     last = weights[:, -1:]
     is_found = (threshold > last) & ((least > last) | ~by_count) | (last == 0)
     return threshold, is_found.squeeze(1) | (count == vocab_size)

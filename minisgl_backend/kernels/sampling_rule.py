@@ -1,19 +1,19 @@
 """The rule by which each row's next token follows from its logits, on every device.
 
 Logits are adjusted by their row's entry in ``SamplingTable``. Greedy rows take the token with the
-largest one. Random rows add Gumbel noise (``noise``) to logits / temperature and take the largest;
-no softmax is computed. Rows without filters do this twice: they draw one of ``SPLITS`` parts of the
-vocabulary by the sums of their weights, then a token of that part, so that few tokens need noise.
-Ties go to the least token id. A row whose largest logit is not finite, or that has a NaN, gets
-``NO_TOKEN``.
+largest logit. Random rows add Gumbel noise (``noise``) to logits / temperature and take the
+largest; no softmax is computed. Rows without filters do this twice, so that few tokens need noise:
+they draw one of ``SPLITS`` parts of the vocabulary by the sum of its weights, then a token of that
+part. Ties go to the smallest token id. A row whose largest logit is not finite, or that has a NaN,
+gets ``NO_TOKEN``.
 
-Filters are thresholds on the weight w = exp((x - max) / temperature) of a token: top-k keeps the
-k-th largest w and above; top-p (arXiv 1904.09751) then takes the largest threshold whose tokens
-reach the share p of the mass that top-k kept; min-p (arXiv 2407.01082) keeps w >= min_p. Tokens
-that tie with the last kept one are kept too. The most likely token always passes.
+Filters are thresholds on the weight w = exp((x - max) / temperature) of a token. Top-k keeps the
+k-th largest w and above. Top-p (arXiv 1904.09751) then takes the largest threshold whose tokens
+reach the share p of the mass that top-k kept. Min-p (arXiv 2407.01082) keeps w >= min_p. Tokens
+that tie with the last one kept are also kept. The most likely token always passes.
 
 ``sample_reference`` follows the rule to the letter, by sorting, and is the oracle of the tests.
-Logits in float64 stay so; all others are computed in float32.
+Logits in float64 stay float64; all others are computed in float32.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ SPLITS: Final = 32
 
 
 def split_size(vocab_size: int) -> int:
-    """Tokens of a split, a multiple of 16; the last splits may have fewer, or none."""
+    """Tokens per split, a multiple of 16; the last splits may have fewer, or none."""
     return -(-vocab_size // (16 * SPLITS)) * 16
 
 
 def splits_of_rank(vocab_size: int, rank: int, num_ranks: int) -> range:
-    """The splits whose tokens a rank has, if it shares the vocabulary with others."""
+    """The splits whose tokens a rank has, if ranks share the vocabulary."""
     num_splits = -(-vocab_size // split_size(vocab_size))
     most = -(-num_splits // num_ranks)
     begin = min(most * rank, num_splits)
@@ -48,7 +48,7 @@ def splits_of_rank(vocab_size: int, rank: int, num_ranks: int) -> range:
 def sample_reference(
     logits: Tensor, table: SamplingTable, rows: Tensor, positions: Tensor
 ) -> Tensor:
-    """int32 [batch_size] tokens of ``logits`` [batch_size, vocab_size]; as ``sampling.sample``."""
+    """int32 [batch_size] tokens of ``logits`` [batch_size, vocab_size]: ``sampling.sample``."""
     of_rows = rows.long()
     x = adjust_reference(logits, table, of_rows, positions)
     best = x.amax(dim=-1, keepdim=True)
@@ -70,8 +70,8 @@ def sample_reference(
 
 
 def split_noise(key: Tensor, vocab_size: int) -> Tensor:
-    """float32 [batch_size, SPLITS] Gumbel variables of keys int64 [batch_size, 1]: those of the
-    token ids beyond the vocabulary."""
+    """float32 [batch_size, SPLITS]: the Gumbel variables of the token ids right after the
+    vocabulary, for keys int64 [batch_size, 1]."""
     return noise.gumbel(key, vocab_size + torch.arange(SPLITS, device=key.device))
 
 
@@ -116,7 +116,7 @@ def best_of_part_reference(
 def best_of_parts_reference(found: Tensor) -> Tensor:
     """The twin of ``sampling.best_of_parts``."""
     scores, tokens = found.unbind(dim=2)
-    best = scores.argmax(dim=0, keepdim=True)  # the first of equals, whose tokens are less
+    best = scores.argmax(dim=0, keepdim=True)  # of equals the first: the smallest token
     is_finite = scores.gather(0, best).isfinite()
     return torch.where(is_finite, tokens.gather(0, best), NO_TOKEN).squeeze(0).int()
 
@@ -140,7 +140,7 @@ class Filters:
 
 
 def filter_threshold_reference(weights: Tensor, filters: Filters) -> Tensor:
-    """[batch_size, 1] like ``weights``: the least weight that passes all filters of the row."""
+    """[batch_size, 1] like ``weights``: the smallest weight that passes all filters of the row."""
     vocab_size = weights.shape[1]
     ordered = weights.sort(dim=-1, descending=True).values
     limit = torch.where(filters.top_k > 0, filters.top_k, vocab_size).clamp_max(vocab_size)

@@ -1,9 +1,9 @@
 """The sampling parameters of each row, which the host writes when a request takes the row.
 
-For most rows they are a few numbers. Penalties, biases, grammars and stop tokens that are held
-back change single logits before a token is chosen: their data for each token of the vocabulary is
-in a line of ``marks``, of ``bias`` and of ``masks``, which are never read for other rows. A mask,
-unlike the rest, is written anew for each token of its row.
+For most rows these are a few numbers. Penalties, biases, grammars and held-back stop tokens change
+single logits before a token is chosen. Their data for each token of the vocabulary is in a line of
+``marks``, ``bias`` and ``masks``; other rows' lines are never read. Unlike the rest, a mask is
+written anew for each token of its row.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ COLUMNS: Final = (
 IN_PROMPT: Final = 1
 IS_STOP: Final = 2
 ONCE: Final = 4
-"""A mark is the sum of these: the first if the prompt has the token, the second if it ends the
-request, and ``ONCE`` for each time that it has been sampled."""
+"""A mark is the sum of these: the first if the prompt has the token, the second if the token ends
+the request, and ``ONCE`` for each time that it has been sampled."""
 
 WORD: Final = 32
-"""Tokens of a word of a mask: token t is allowed if bit t % 32 of word t // 32 is set."""
+"""Tokens per word of a mask: token t is allowed if bit t % 32 of word t // 32 is set."""
 
 
 class SamplingTable(NamedTuple):
     """``numbers`` float32 [num_rows, len(COLUMNS)], ``seeds`` int64 [num_rows], ``marks`` int32 and
     ``bias`` float32 [num_rows, vocab_size], and ``masks`` int32 [num_rows, vocab_size / WORD].
 
-    A tuple, since Triton's kernels take it whole.
+    It is a tuple because Triton's kernels take it as a whole.
     """
 
     numbers: Tensor
@@ -60,7 +60,7 @@ class SamplingTable(NamedTuple):
         table = cls(
             numbers=torch.zeros((num_rows, len(COLUMNS)), dtype=torch.float32, device=device),
             seeds=torch.zeros(num_rows, dtype=torch.int64, device=device),
-            # numpy's zeros, unlike torch's, are pages that the system maps when they are touched
+            # unlike torch's, numpy's zeros are pages that the system maps only when touched
             marks=torch.from_numpy(np.zeros(lines, np.int32)).to(device),
             bias=torch.from_numpy(np.zeros(lines, np.float32)).to(device),
             masks=torch.zeros((num_rows, num_words(vocab_size)), dtype=torch.int32, device=device),
@@ -94,9 +94,9 @@ def adjust_reference(
     """``logits`` [batch_size, vocab_size] of ``rows``, for tokens at ``positions``, with penalties
     and biases; -inf for stop tokens that are held back, and for tokens that a mask forbids.
 
-    Repetition (CTRL, arXiv 1909.05858) divides positive logits of tokens in the prompt or the
-    output, and multiplies negative ones; from logits of tokens in the output, presence is
-    subtracted once, and frequency once for each occurrence.
+    The repetition penalty (CTRL, arXiv 1909.05858) divides positive logits of tokens in the prompt
+    or the output, and multiplies negative ones. The presence penalty is subtracted once from the
+    logits of tokens in the output, and the frequency penalty once for each occurrence.
     """
 
     def column(name: str) -> Tensor:

@@ -1,6 +1,6 @@
 """The memory that the launches of the sampling kernels share, and its sizes.
 
-Kernels take its tuples whole.
+Kernels take each of its tuples as a whole.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ ROUNDS: Final = 2
 """How many times the splits of a row with filters may count its tokens."""
 BINS: Final = 64
 SUMS: Final = 3
-"""Masses of a split in one round: above its bins, in them, and below."""
+"""Masses of a split in one round: above its bins, in them, and below them."""
 BRACKET: Final = 6
 """Numbers that bracket the threshold of a row."""
 MAX_CANDIDATES: Final = 2048
-"""The most tokens of a row among which its threshold is searched for."""
+"""The most tokens of a row among which its threshold is looked for."""
 
 
 class Counted(NamedTuple):
-    """Of rows with filters: the largest weight of each block, and tokens and masses by bin."""
+    """For rows with filters: the largest weight of each block, and tokens and masses by bin."""
 
     heaviest: Tensor
     counts: Tensor
@@ -34,8 +34,8 @@ class Counted(NamedTuple):
 
 
 class Collected(NamedTuple):
-    """Of the same rows: the bracket of the threshold, of each split the mass above it and the best
-    of these tokens, and the candidates in it."""
+    """For the same rows: the bracket of the threshold; the mass above it and the best token there,
+    for each split; and the candidates inside the bracket."""
 
     brackets: Tensor
     above: Tensor
@@ -46,8 +46,8 @@ class Collected(NamedTuple):
 
 
 class SamplingWorkspace:
-    """The best of each split, by ``scores`` and ``tokens``, and what kernels find out about rows
-    with filters; one a stream."""
+    """The best token of each split, in ``scores`` and ``tokens``, and what kernels find out about
+    rows with filters. Each stream needs its own."""
 
     def __init__(self, max_batch_size: int, vocab_size: int, device: torch.device) -> None:
         def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:

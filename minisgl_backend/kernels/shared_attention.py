@@ -1,16 +1,16 @@
 """Attention of decoding rows over the pages that they share, in parts that are merged later.
 
-Rows that read the same pages are a *group* (``plan.Groups``). Its query heads are the rows of one
-matrix, which is cut into tiles, so a shared page is read once for each tile instead of once for
-each row (Hydragen, arXiv 2402.05099; ChunkAttention, arXiv 2402.15220). A tile's positions are cut
+Rows that read the same pages form a *group* (``plan.Groups``). The query heads of a group are the
+rows of one matrix, which is cut into tiles. So a shared page is read once per tile instead of once
+per row (Hydragen, arXiv 2402.05099; ChunkAttention, arXiv 2402.15220). A tile's positions are cut
 into *pieces*, so that all multiprocessors have work. A piece leaves a *partial* result for each of
-its rows: the weighted sum of values before normalization, with the maximum and the sum of the
-weights. The kernel of decode attention (``cuda/decode_attention.cu``) reads the other pages of each
-row, and merges all results.
+its rows: the weighted sum of values before normalization, and the maximum and the sum of the
+weights. The kernel of decode attention (``cuda/decode_attention.cu``) reads each row's other pages,
+and merges all results.
 
 The host describes the pieces in one table, whose address and size never change, so that a captured
-graph can read it. It also estimates whether groups pay. Must not know requests, plans or how pages
-are given out.
+graph can read it. It also estimates whether groups pay off. Must not know requests, plans or how
+pages are allocated.
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ from minisgl_backend.request import IntArray
 _Counts: TypeAlias = npt.NDArray[np.int64]
 
 MOST_SLOTS: Final = 32
-"""Most partial results of a row."""
+"""The most partial results of a row."""
 MOST_LEVELS: Final = 4
-"""Most groups that a row may be in."""
+"""The most groups that a row may be in."""
 PIECE_WORDS: Final = 8
 _HEADER: Final = 8
 
 # What was measured on an H200, in microseconds, bytes and floating-point operations.
 _FIXED_US: Final = 12.0
-"""One more kernel a layer, and the merging of its results."""
+"""One more kernel per layer, and the merging of its results."""
 _ONCE_BYTES_A_US: Final = 3.7e6
 """How fast shared pages are read once, from memory."""
 _AGAIN_BYTES_A_US: Final = 5.0e6
 _CACHED_BYTES_A_US: Final = 9.5e6
-"""How fast each row alone reads them: some of them come from the L2 cache, or nearly all if they
-are not more than ``_CACHED_BYTES``."""
+"""How fast rows read them separately: some pages come from the L2 cache, or nearly all if they have
+no more than ``_CACHED_BYTES``."""
 _CACHED_BYTES: Final = 34e6
 _FLOPS_A_US: Final = 2.6e8
 _FP8_FLOPS_A_US: Final = 2.1e8
 _POSITIONS_A_US: Final = 32
-"""Of a piece, while all multiprocessors are busy."""
+"""Positions of a piece, while all multiprocessors are busy."""
 _PIECE_US: Final = 3.0
 _PARTIAL_BYTES_A_US: Final = 5.0e6
 
@@ -58,7 +58,7 @@ _SPLITS: Final = np.array([1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32])
 @dataclass(frozen=True, slots=True)
 class Cut:
     """How groups are cut: tiles of ``tile`` query heads, iterations of ``block`` positions, and
-    ``per_processor`` programs for each multiprocessor, which work at the same time."""
+    ``per_processor`` programs that a multiprocessor runs at the same time."""
 
     tile: int
     block: int
@@ -68,13 +68,13 @@ class Cut:
 
 
 FASTEST: Final = Cut(tile=64, block=64, num_warps=4, stages=3, per_processor=2)
-"""On an H200, for all numbers of heads and types of pages that were tried."""
+"""The fastest on an H200, for all numbers of heads and types of pages that were tried."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedShape:
-    """What the table and the kernels depend on; ``max_batch`` is the most rows of a step.
-    ``is_fp8``: pages hold float8, else 16 bits."""
+    """What the table and the kernels depend on. ``max_batch`` is the most rows of a step.
+    ``is_fp8``: pages hold float8, otherwise 16 bits."""
 
     max_batch: int
     page_size: int
@@ -91,12 +91,12 @@ class SharedShape:
 
     @property
     def position_bytes(self) -> int:
-        """A layer's keys and values of a position."""
+        """Bytes of a position's keys and values in one layer."""
         return 2 * self.num_kv_heads * self.head_dim * (1 if self.is_fp8 else 2)
 
 
 class SharedTable:
-    """Where the parts of a step's table stand, in words, and how they are filled.
+    """Where the parts of a step's table are, in words, and how they are filled.
 
         number of pieces, padded to 8 words
         starts   [max_batch, 2]             where a row's own part begins; its number of partials
@@ -107,9 +107,9 @@ class SharedTable:
 
     Rows are numbered as in the batch; those without partials have zeros.
 
-    In all methods group i has ``sizes[i]`` members, one group after another; they share the pages
-    from index ``begins[i]`` up to ``ends[i]`` of the page table. All int32. The groups of a row
-    cover its first pages without gaps, in order.
+    In all methods group i has ``sizes[i]`` members, listed one group after another, which share
+    the pages from index ``begins[i]`` up to ``ends[i]`` of the page table. All are int32. The
+    groups of a row cover its first pages in order and without gaps.
     """
 
     def __init__(self, shape: SharedShape) -> None:
@@ -118,7 +118,7 @@ class SharedTable:
         self.slots_at = self.starts_at + 2 * shape.max_batch
         self.members_at = self.slots_at + MOST_SLOTS * shape.max_batch
         self.pieces_at = self.members_at + MOST_LEVELS * shape.max_batch
-        # a group has two members at least, and a tile room for eight
+        # a group has at least two members, and a tile has room for eight
         self.max_pieces = max(3 * shape.max_batch, 2048)
         self.size = self.pieces_at + PIECE_WORDS * self.max_pieces
         self.max_partials = max(4 * shape.max_batch, 1024)
@@ -126,8 +126,8 @@ class SharedTable:
     def saved_us(
         self, sizes: IntArray, begins: IntArray, ends: IntArray, *, window: int | None
     ) -> float:
-        """About how much less time a layer takes if the groups' pages are read together; negative
-        if it takes more. With a ``window``, as long as rows see as much of them as they can."""
+        """About how much time a layer saves if the groups' pages are read together; negative if it
+        takes more time. With a ``window``, for rows that see as much of the pages as they can."""
         shape = self.shape
         spans = (ends - begins) * np.int64(shape.page_size)
         if window is not None:
@@ -149,7 +149,7 @@ class SharedTable:
     def content(
         self, sizes: IntArray, begins: IntArray, ends: IntArray, members: IntArray
     ) -> IntArray:
-        """The table of a step, int32 [up to size], the end of which may be missing."""
+        """The table of a step, int32 [up to size]; its end may be missing."""
         shape = self.shape
         if not len(sizes):
             return np.zeros(self.slots_at, np.int32)  # no pieces, and no row has partials
@@ -185,7 +185,7 @@ class SharedTable:
         slots = out[self.slots_at : self.members_at].reshape(-1, MOST_SLOTS)
         group = np.repeat(np.arange(len(sizes)), sizes)  # of each member
         splits = num_splits[group]
-        starts[members, 0] = end[group]  # of several groups the last one's
+        starts[members, 0] = end[group]  # the last group's, if there are several
         starts[:, 1] = np.bincount(members, splits, len(starts))
         member = np.repeat(np.arange(len(members)), splits)  # of each partial
         split = np.arange(len(member)) - _before(splits)[member]
@@ -199,7 +199,7 @@ class SharedTable:
     def _length(
         self, sizes: _Counts, spans: _Counts, num_tiles: _Counts, *, has_levels: bool
     ) -> int:
-        """The positions of a piece with which all pieces are done soonest."""
+        """The positions per piece with which all pieces are done soonest."""
         shape, cut = self.shape, self.shape.cut
         longest = int(spans.max())
         lengths = -(-longest // (_SPLITS * cut.block)) * cut.block
@@ -232,12 +232,12 @@ def _before_by(keys: IntArray, counts: _Counts) -> _Counts:
 
 
 class SharedAttention:
-    """Attention over shared pages for one shape and one stream. Calls share the partial results:
-    what reads them must come before the next call.
+    """Attention over shared pages for one shape and one stream. Calls share the partial results, so
+    these must be read before the next call.
 
-    ``values`` float32 [max_partials, num_heads, head_dim] and ``sums`` float32 [max_partials,
-    num_heads, 2], maximum and sum: the scores' exponents have the base 2, and ``v_scale`` is left
-    out.
+    ``values`` float32 [max_partials, num_heads, head_dim]; ``sums`` float32 [max_partials,
+    num_heads, 2], maximum and sum. The scores are exponents to base 2, and ``v_scale`` is not
+    applied.
     """
 
     def __init__(self, shape: SharedShape, device: torch.device) -> None:
@@ -250,7 +250,7 @@ class SharedAttention:
         self.sums = torch.empty((*partials, 2), dtype=torch.float32, device=device)
 
     def fill(self, content: IntArray) -> None:
-        """Let the following calls take this content of the table."""
+        """Make the following calls use this content of the table."""
         host = torch.from_numpy(content)
         if self.words.is_cuda:
             host = host.pin_memory()  # so that this does not wait for the GPU
@@ -270,7 +270,7 @@ class SharedAttention:
         k_scale: Tensor | None,
         pdl: bool,
     ) -> None:
-        """Fill the partial results that ``words`` name; see ``decode_attention`` for arguments."""
+        """Fill the partial results that ``words`` lists; see ``decode_attention`` for arguments."""
         from minisgl_backend.kernels.triton_kernels.shared_attention_kernel import (
             launch_shared_attention,
         )

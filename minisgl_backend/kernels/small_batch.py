@@ -1,8 +1,8 @@
 """Linear layers of batches up to 8: weights are streamed once; norm, gate and residual are fused.
 
-At these sizes a GEMM is bound by reading the weight. A program takes whole rows of it, a few at a
-time, so that all its loads are in flight at once, and the norm before the GEMM, the gate after it
-or the residual add need no launch of their own. Folding RMSNorm into the GEMM (scaling by 1 / rms
+At these sizes a GEMM is bound by reading the weight. A program takes a few whole rows of it at a
+time, so that all its loads are in flight at once. The norm before the GEMM, the gate after it and
+the residual add need no launches of their own. Folding RMSNorm into the GEMM (scaling by 1 / rms
 afterwards) and the gate into its end is known from fused decoders such as HazyResearch's
 Megakernels.
 """
@@ -20,11 +20,11 @@ MAX_BATCH_SIZE = 8
 
 _LEAST_ELEMENTS = 16 * 2**20
 _MOST_IN_FEATURES = 5120
-"""Of a weight that ``is_faster_for_a_row``."""
+"""The most in_features of a weight that ``is_faster_for_a_row``."""
 
 _MOST_FOLDED_IN_FEATURES = 2048
 _LEAST_NORMALIZED_OUT_FEATURES = 2**16
-"""Of a weight that ``normalizes_before``."""
+"""The fewest out_features of a weight that ``normalizes_before``."""
 
 
 def is_faster(batch_size: int, in_features: int, *, gated: bool = False) -> bool:
@@ -38,17 +38,18 @@ def is_faster(batch_size: int, in_features: int, *, gated: bool = False) -> bool
 
 
 def is_faster_for_a_row(num_rows: int, out_features: int, in_features: int) -> bool:
-    """Whether one row by a large plain weight is faster here than on tensor cores, on an H200."""
+    """Whether one row times a large plain weight is faster here than on tensor cores (H200)."""
     is_large = out_features * in_features >= _LEAST_ELEMENTS
     return num_rows == 1 and is_large and in_features <= _MOST_IN_FEATURES
 
 
 def normalizes_before(num_rows: int, out_features: int, in_features: int) -> bool:
-    """Whether a kernel of its own for the norm is faster than the norm in the GEMM.
+    """Whether a separate kernel for the norm is faster than the norm in the GEMM.
 
     It is for the output heads of large vocabularies, whose many programs would each normalize the
-    rows: on an H200 the head of gpt-oss-20b takes 391 us and 257 us for one row, that of
-    Qwen3-30B-A3B 157 us and 144 us for two. One short row is normalized as fast as it is read.
+    rows. On an H200 the head of gpt-oss-20b takes 391 us with the norm in the GEMM and 257 us with
+    a separate kernel for one row, that of Qwen3-30B-A3B 157 us and 144 us for two rows. One short
+    row is normalized as fast as it is read.
     """
     is_short = num_rows == 1 and in_features <= _MOST_FOLDED_IN_FEATURES
     return out_features >= _LEAST_NORMALIZED_OUT_FEATURES and not is_short
@@ -66,13 +67,13 @@ def small_batch_linear(
     residual: Tensor | None = None,
     pdl: bool = False,
 ) -> Tensor:
-    """One of  x W^T + bias,  norm(x) W^T,  silu(x G^T) * (x U^T),  residual + x W^T,  or a mixture.
+    """x W^T + bias,  norm(x) W^T,  silu(x G^T) * (x U^T),  residual + x W^T,  or a combination.
 
     ``x`` [batch_size, in_features], at most ``MAX_BATCH_SIZE`` rows; ``weight`` [out_features,
-    in_features]; with ``gated`` its first half is the gate G, its second the up U, and the result
-    is half as wide. ``norm_weight`` [in_features] normalizes x first (RMSNorm with ``eps``).
-    ``squares`` [tiles, 1] complete a norm that is half done (``cuda.linear``), of one row alone.
-    ``residual`` [batch_size, out_features] is updated in place and returned.
+    in_features]. With ``gated`` its first half is the gate G, its second half the up U, and the
+    result is half as wide. With ``norm_weight`` [in_features] x is normalized first (RMSNorm with
+    ``eps``). ``squares`` [tiles, 1] complete a norm that is half done (``cuda.linear``), for a
+    single row only. ``residual`` [batch_size, out_features] is updated in place and returned.
     """
     if not use_triton(x):
         return small_batch_linear_reference(

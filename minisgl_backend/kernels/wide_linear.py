@@ -1,9 +1,9 @@
 """Linear layers of 9 to a few hundred rows, for which the library's GEMMs are slow.
 
 For weights of a few million elements the library leaves much of the GPU idle. Here a GEMM is cut
-into about as many tiles as there are multiprocessors; if its output is too small for that, also
-along in_features ("split-K"): then it returns float32 parts, which the residual add with RMSNorm
-that follows sums up.
+into about as many tiles as there are multiprocessors. If its output is too small for that, it is
+also cut along in_features ("split-K"): then it returns float32 parts, which are summed up by the
+residual add with RMSNorm that follows.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from minisgl_backend.kernels.dispatch import use_triton
 from minisgl_backend.kernels.rms_norm import rms_norm_reference
 
 MAX_BATCH_SIZE: Final = 128
-"""Up to here ``wide_linear`` beats the library on an H200; ``linear_parts`` does up to twice it."""
+"""Up to this many rows, ``wide_linear`` beats the library on an H200; ``linear_parts`` does up to
+twice as many."""
 
 _MAX_ELEMENTS: Final = 8 * 2**20
 """Weights beyond this are large enough for the library."""
@@ -27,7 +28,7 @@ _MAX_ELEMENTS: Final = 8 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """How a GEMM is cut, by what was fastest on an H200."""
+    """How a GEMM is cut; the cuts were the fastest on an H200."""
 
     rows: int
     columns: int
@@ -79,7 +80,8 @@ def wide_linear(
     """x W^T + bias, or silu(x G^T) * (x U^T) with ``gated``: W holds G and then U.
 
     ``x`` [num_rows, in_features], rows may be strided; ``weight`` [out_features, in_features], or
-    twice as many with ``gated``; sizes for which ``is_faster``. Returns [num_rows, out_features].
+    twice as many rows with ``gated``; only sizes for which ``is_faster``. Returns
+    [num_rows, out_features].
     """
     if not use_triton(x):
         return wide_linear_reference(x, weight, bias=bias, gated=gated)

@@ -22,9 +22,9 @@ from minisgl_backend.parallel.group import Group
 class OutputHead(nn.Module):
     """A matrix with a row per token id.
 
-    Each rank holds ``share`` rows, from ``start`` on: those of its ``splits``, as the rule of
-    sampling divides the vocabulary (``split_size``). The last rank's rows beyond the vocabulary are
-    never read.
+    Each rank holds ``share`` rows, from ``start`` on: the rows of its ``splits``, into which the
+    sampling rule divides the vocabulary (``split_size``). The last rank's rows beyond the
+    vocabulary are never read.
     """
 
     def __init__(
@@ -50,8 +50,8 @@ class OutputHead(nn.Module):
         return self.matrix.gemm(x, out=out)
 
     def gathered(self, part: Tensor, out: Tensor | None = None) -> Tensor:
-        """The logits of all ranks, [num_rows, vocab_size], from each rank's ``part``; several ranks
-        write them to ``out``, if that is given."""
+        """The logits of all ranks, [num_rows, vocab_size], from each rank's ``part``. If there are
+        several ranks, they are written to ``out``, if that is given."""
         if self.group.size == 1:
             return part
         parts = self.group.all_gather(part)  # [size, num_rows, share]
@@ -68,14 +68,14 @@ class OutputHead(nn.Module):
 
 
 class VocabEmbedding(OutputHead):
-    """The embedding, which may be the output head as well: its weight is dense in any format."""
+    """The embedding, which may also be the output head. Its weight is dense in any format."""
 
     def forward(self, token_ids: Tensor) -> Tensor:
         """Embed token ids: int [num_tokens] -> [num_tokens, hidden_size]."""
         return self.group.all_reduce(self.own_rows(token_ids))
 
     def own_rows(self, token_ids: Tensor) -> Tensor:
-        """The same without the ids that other ranks hold, whose rows are zeros."""
+        """The same, except that the rows of ids that other ranks hold are zeros."""
         assert isinstance(self.matrix, DenseMatrix)
         start = self.start if self.group.size > 1 else None
         return embedding(token_ids, self.matrix.weight, start=start)

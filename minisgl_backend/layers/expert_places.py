@@ -1,8 +1,8 @@
 """The places of one projection of all experts, if the checkpoint stores it as one tensor.
 
-A ``StackedPlace`` takes quantized weights, an ``InterleavedPlace`` plain ones and biases, both in
-the layouts of gpt-oss, in which the outputs of gates and ups alternate. Must not know routers, or
-what is computed with a weight.
+A ``StackedPlace`` takes quantized weights, an ``InterleavedPlace`` plain weights and biases. Both
+read the layouts of gpt-oss, in which the outputs of gates and ups alternate. Must not know routers,
+or what is computed with a weight.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class StackedPlace:
         NAME_blocks [experts, out, in / 32, 16], the even input in the low half of a byte
         NAME_scales [experts, out, in / 32], exponents
 
-    With ``pairs``, gates and ups: their rows alternate, and ``put`` gets the share's gates and then
-    its ups. Its first argument is the expert, counted among those that the rank holds.
+    With ``pairs``, rows of gates and ups alternate, and ``put`` gets the share's gates and then its
+    ups. Its first argument is the expert, counted among those that the rank holds.
     """
 
     share: WeightShare
@@ -98,7 +98,7 @@ def stacked_place(
     pairs: bool,
 ) -> Place:
     """The place of one projection of all experts, of which ``memory`` takes ``experts``. With
-    ``pairs``, ``outs`` are gates as well as ups."""
+    ``pairs``, ``outs`` is the share of both gates and ups."""
     if pairs:
         outs = Share(2 * outs.total, 2 * outs.start, 2 * outs.size)
 
@@ -115,7 +115,7 @@ def stacked_place(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class InterleavedPlace:
-    """The place of the plain weights of one projection of all experts, or of its biases, in the
+    """The place of the plain weights, or of the biases, of one projection of all experts, in the
     layout of gpt-oss (``Place``):
 
         weights [experts, ins, outs * num_parts]        biases [experts, outs * num_parts]

@@ -1,6 +1,6 @@
 """A mixture of experts (``FeedForward``): gated MLPs, of which a router picks a few for each token.
 
-Knows which experts a rank holds and where a checkpoint's tensors go; ``kernels.moe`` says what is
+Knows which experts a rank holds, and where a checkpoint's tensors go. ``kernels.moe`` says what is
 computed with them.
 """
 
@@ -54,10 +54,10 @@ if TYPE_CHECKING:  # needs the CUDA driver's bindings, which only installations 
 class ExpertsMLP(nn.Module):
     """Gated MLPs behind a router (``FeedForward``), and perhaps one that all tokens take.
 
-    Every rank holds a slice of each expert; or, with ``whole_experts``, as many experts as every
-    other rank. Unless ``fused``, the kernel's twin computes one expert after another, which waits
-    for the device. The weights of all experts are one tensor, or one ``StoredWeight`` if there are
-    kernels for their format.
+    Every rank holds a slice of each expert or, with ``whole_experts``, an equal number of experts.
+    Unless ``fused``, the kernel's twin computes one expert after another, which waits for the
+    device. The weights of all experts are one tensor, or one ``StoredWeight`` if there are kernels
+    for their format.
     """
 
     def __init__(
@@ -119,11 +119,11 @@ class ExpertsMLP(nn.Module):
         self._kernels: ExpertsKernels | None = None
         self._router_bias: Tensor | None = None  # in float32, as these kernels take it
         self._packed: ExpertWeights | None = None
-        self._most_half_done = 0  # tokens up to which what follows takes a norm that is half done
+        self._most_half_done = 0  # up to this many tokens the next reader takes half-done norms
 
     @property
     def _is_shared_alike(self) -> bool:
-        """Whether an MLP that all tokens take is like the experts, behind a gate of its own."""
+        """Whether there is an MLP that all tokens take, like the experts but with its own gate."""
         if self.shared is None or self.shared_gate is None:
             return False
         matrices = self.shared.gate_up_proj.matrix, self.shared.down_proj.matrix
@@ -131,8 +131,9 @@ class ExpertsMLP(nn.Module):
         return is_plain and matrices[1].in_features == self.inner.size
 
     def lay_out(self) -> None:
-        """Let what all tokens take be the last of the experts in memory, too, if it is like them;
-        before weights are loaded. Kernels for few tokens take it with the others."""
+        """If the MLP that all tokens take is like the experts, make it also the last expert in
+        memory, where kernels for few tokens take it with the others. Called before weights are
+        loaded."""
         if self._is_shared_last:
             assert self.shared is not None
             for linear, memory in (
@@ -143,16 +144,16 @@ class ExpertsMLP(nn.Module):
                 linear.matrix.weight.data = memory.data[-1]
 
     def use_invariant_kernels(self, kernels: InvariantKernels) -> None:
-        """Compute each token in an order that does not depend on the others, the router by
-        ``kernels``. Not with shared experts or biases of the router."""
+        """Compute each token in an order that does not depend on the others, and the router by
+        ``kernels``. Not with shared experts or router biases."""
         assert self.fused and self.shared is None and self.router.bias is None
         self.router.use_invariant_kernels(kernels)
         self._is_invariant = True
 
     def use_kernels(self, make: HopperExperts) -> None:
-        """Compute all steps by kernels for Hopper, if there are any for these weights, which must
-        be bfloat16 or kept in a format that fits (``kernels.expert_cut``). Codes are then permuted
-        for them, once loaded."""
+        """Compute all steps by kernels for Hopper if there are any for these weights, which must be
+        bfloat16 or kept in a format that fits (``kernels.expert_cut``). Loaded codes are then
+        permuted for these kernels."""
         is_stored = isinstance(self.down, StoredWeight)
         form = self._formats[self.held.start, "down_proj"] if is_stored else None
         if expert_cut.knows(self.spec) and expert_cut.fits(self.outer.size, self.inner.size, form):
@@ -174,12 +175,12 @@ class ExpertsMLP(nn.Module):
 
     @property
     def has_half_norms(self) -> bool:
-        """Whether it can take an input whose norm is half done (``Normed``)."""
+        """Whether the input's norm may be half done (``Normed``)."""
         return self._kernels is not None and self.router.fits_tensor_cores
 
     def use_tensor_cores(self, kernels: TensorCores) -> None:
-        """Compute the router and the shared experts by ``kernels``, in steps that fit them. Only if
-        it ``has_half_norms``."""
+        """Compute the router and the shared expert by ``kernels`` in steps that fit them. Only if
+        ``has_half_norms``."""
         self._most_half_done = kernels.most_tokens
         self.router.use_tensor_cores(kernels)
         if self.shared is not None:
@@ -206,17 +207,17 @@ class ExpertsMLP(nn.Module):
         return residual, Normed(rows, norm if half else None, squares)
 
     def part_of(self, rows: Tensor, routed: Tensor, *, pdl: bool) -> Tensor:
-        """This rank's part of the sum over the ranks, [num_tokens, hidden_size], of experts that
-        read ``rows`` and are chosen by ``routed``, both [num_tokens, hidden_size] and normalized.
-        Only without a shared expert."""
+        """This rank's part of the sum over the ranks, [num_tokens, hidden_size]. Experts read
+        ``rows`` and are chosen by ``routed``, both [num_tokens, hidden_size] and normalized. Only
+        without a shared expert."""
         choices = self._held(self.router(routed))
         if self.fused and has_kernel(rows, self.weights):
             return sum_outputs(expert_outputs(rows, self.weights, choices), choices, pdl=pdl)
         return fused_experts_reference(rows, self.weights, choices)
 
     def part(self, x: Normed, *, pdl: bool, adapted: AdaptedTokens | None = None) -> Tensor:
-        """This rank's part of the sum over the ranks, [num_tokens, hidden_size]. Of adapters, only
-        the MLP that all tokens take has any."""
+        """This rank's part of the sum over the ranks, [num_tokens, hidden_size]. Only the MLP that
+        all tokens take has adapters."""
         if self._is_invariant:
             read, choices = self._routed(x.normalized(pdl=pdl))
             return fused_experts(read, self.weights, choices, invariant=True)
@@ -234,8 +235,8 @@ class ExpertsMLP(nn.Module):
     def _outputs(
         self, x: Normed, pdl: bool, adapted: AdaptedTokens | None
     ) -> tuple[Tensor, Choices, SharedOutput | None]:
-        """The outputs of each token's experts, which these are, and that of the shared one, unless
-        it is among them."""
+        """The outputs of each token's experts, which experts these are, and the output of the
+        shared expert, unless it is among them."""
         kernels = self._kernels
         if kernels is None:
             x = Normed(x.normalized(pdl=pdl))
@@ -267,8 +268,8 @@ class ExpertsMLP(nn.Module):
     def _of_shared(
         self, x: Normed, pdl: bool, adapted: AdaptedTokens | None
     ) -> SharedOutput | None:
-        """This rank's part of what all tokens take, if there is any. The norm of ``x`` is done, or
-        half done."""
+        """This rank's part of the output of the shared expert, if there is one. The norm of ``x``
+        is done or half done."""
         if self.shared is None:
             return None
         part = self.shared.part(x, pdl=pdl, adapted=adapted)
@@ -278,8 +279,8 @@ class ExpertsMLP(nn.Module):
 
     @property
     def weights(self) -> ExpertWeights:
-        """Those of the experts that this rank holds; biases of ``down`` on one of the ranks that
-        share an expert only, to be in their sum once."""
+        """The weights of the experts that this rank holds. Of the ranks that share an expert, only
+        one has the biases of ``down``, so that they are in the sum once."""
         if self._packed is not None:
             return self._packed
         gate_up, down = (
@@ -296,7 +297,8 @@ class ExpertsMLP(nn.Module):
         )
 
     def _routed(self, x: Tensor) -> tuple[Tensor, Choices]:
-        """What the experts read of ``x``, [num_tokens, hidden_size] both, and which do."""
+        """What the experts read, which is ``x`` or scaled, [num_tokens, hidden_size], and which
+        experts do."""
         choices = self._held(self.router(x))
         if not self.spec.scales_inputs:
             return x, choices
@@ -304,7 +306,7 @@ class ExpertsMLP(nn.Module):
         return scaled, replace(choices, weights=torch.ones_like(choices.weights))
 
     def _held(self, choices: Choices) -> Choices:
-        """``choices`` of all experts as choices of those that this rank holds."""
+        """``choices`` among all experts, as choices among those that this rank holds."""
         held = self.held
         if held.size == held.total:
             return choices
@@ -379,10 +381,10 @@ def _memory_of(
     *,
     more: int,
 ) -> nn.Parameter | StoredWeight:
-    """Memory for the same matrix of each expert, [num_experts, out_features, ins.size].
+    """Memory for one matrix of every expert, [num_experts, out_features, ins.size].
 
-    ``formats`` are those of all experts and ``parts``, pairs of a part's first row and its share;
-    there is room for ``more`` experts.
+    ``formats`` are those of all experts, and ``parts`` pairs of a part's first row and its share.
+    There is room for ``more`` additional experts.
     """
     shape, first = (len(formats) // len(parts) + more, out_features, ins.size), formats[0]
     if not kept or first is None:

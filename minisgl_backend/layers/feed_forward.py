@@ -1,4 +1,4 @@
-"""The part of a decoder layer that computes each token on its own.
+"""The part of a decoder layer that computes each token separately.
 
 Must not know rows, pages, or which layer it is in.
 """
@@ -32,18 +32,18 @@ class FeedForward(Protocol):
         pdl: bool,
         adapted: AdaptedTokens | None = None,
     ) -> tuple[Tensor, Normed]:
-        """The residual stream [num_tokens, hidden_size] after this part of the layer, and under
-        ``norm``. ``x`` is its input under the layer's second norm; ``residual`` may be overwritten.
-        ``adapted``: the tokens by adapter, if any has one.
+        """The residual stream [num_tokens, hidden_size] after this part of the layer, and the same
+        under ``norm``. ``x`` is the input under the layer's second norm; ``residual`` may be
+        overwritten. ``adapted``: the tokens by adapter, if any has one.
         """
 
     def rounding(self, num_tokens: int) -> int | None:
-        """If only numbers of 8 bits are read of ``x``: how many neighbours share a scale."""
+        """If ``x`` is read only in 8 bits: how many neighbours share a scale."""
 
 
 class GatedMLP(nn.Module):
-    """The block of Llama and its successors (``FeedForward``): down(silu(gate(x)) * up(x)); with
-    ``gelu`` in place of silu, as Gemma has it, the gate is a kernel of its own."""
+    """The block of Llama and its successors (``FeedForward``): down(silu(gate(x)) * up(x)). With
+    ``gelu`` in place of silu, as in Gemma, the gate is a separate kernel."""
 
     def __init__(
         self,
@@ -74,8 +74,8 @@ class GatedMLP(nn.Module):
         )
 
     def use_tensor_cores(self, kernels: TensorCores, *, adds: bool = True) -> None:
-        """Compute steps that fit them by ``kernels``, which the weights fit: ``forward``, or if it
-        never ``adds``, ``output`` and ``part``. Only with silu."""
+        """Compute steps that fit by ``kernels``, which the weights fit: ``forward`` or, unless it
+        ``adds``, ``output`` and ``part``. Only with silu."""
         self.gate_up_proj.use_tensor_cores(kernels)
         self.down_proj.use_tensor_cores(kernels, adds=adds)
 
@@ -93,7 +93,7 @@ class GatedMLP(nn.Module):
         )
 
     def output(self, x: Normed, *, pdl: bool, adapted: AdaptedTokens | None = None) -> Tensor:
-        """What ``forward`` adds, [num_tokens, hidden_size], for layers that change it before."""
+        """What ``forward`` adds, [num_tokens, hidden_size], for layers that change it first."""
         inner = self._inner(x, pdl, adapted)
         output: Tensor = self.down_proj(inner, pdl=pdl, adapted=adapted)
         return output

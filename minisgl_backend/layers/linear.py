@@ -1,7 +1,7 @@
 """Linear layers, whole or split over the ranks of a group.
 
-Column-parallel layers hold a slice of the outputs, row-parallel ones a slice of the inputs and sum
-over the ranks, as Megatron-LM does (arXiv 1909.08053). What a layer multiplies by is a ``Matrix``,
+Column-parallel layers hold a slice of the outputs. Row-parallel layers hold a slice of the inputs
+and sum over the ranks, as in Megatron-LM (arXiv 1909.08053). A layer multiplies by a ``Matrix``,
 which knows how its weight is stored.
 """
 
@@ -31,10 +31,10 @@ if TYPE_CHECKING:
 
 
 class MergedColumnLinear(nn.Module):
-    """Several projections of the same input as one GEMM, each of them split over the ranks.
+    """Several projections of the same input as one GEMM, each split over the ranks.
 
-    ``parts`` maps the checkpoint's name of each projection to this rank's share of its outputs. Two
-    parts may be ``gated``: then the result is silu(first) * second. ``adapters`` is there if
+    ``parts`` maps the checkpoint's name of each projection to this rank's share of its outputs. If
+    ``gated``, there are two parts, and the result is silu(first) * second. ``adapters`` is set if
     requests may have LoRA adapters.
     """
 
@@ -51,8 +51,8 @@ class MergedColumnLinear(nn.Module):
         gated: bool = False,
         padded: bool = False,
     ):
-        """``name`` is that of the module around it, as in the checkpoint. If ``padded``, results
-        may be wider than their parts, for the sake of kernels on tensor cores."""
+        """``name`` is the enclosing module's in the checkpoint. If ``padded``, results may be wider
+        than their parts, for the sake of kernels on tensor cores."""
         super().__init__()
         self.gated = gated
         named = {f"{name}.{part}": share for part, share in parts.items()}
@@ -61,7 +61,7 @@ class MergedColumnLinear(nn.Module):
         self.bias = nn.Parameter(torch.empty(size), requires_grad=False) if bias else None
 
     def use_tensor_cores(self, kernels: TensorCores) -> None:
-        """Compute steps that fit them by ``kernels``, which the weight fits."""
+        """Compute steps that fit by ``kernels``, which the weight fits."""
         self.matrix.use_tensor_cores(
             kernels,
             gated=self.gated,
@@ -76,8 +76,8 @@ class MergedColumnLinear(nn.Module):
         return self.matrix.gemm(x, bias=self.bias, gated=self.gated, adaptation=adaptation, pdl=pdl)
 
     def for_next(self, x: Normed, *, pdl: bool, adapted: AdaptedTokens | None = None) -> Normed:
-        """``forward`` of a ``gated`` layer as the input of the next GEMM, to which the gate is left
-        if no kernel fuses it with this one."""
+        """``forward`` of a ``gated`` layer as the input of the next GEMM. If no kernel fuses the
+        gate with this GEMM, it is left to the next one."""
         if not self.matrix.leaves_gate(len(x.x)):
             return Normed(self(x, pdl=pdl, adapted=adapted))
         adaptation = adaptation_of(self, adapted)
@@ -116,8 +116,8 @@ class RowLinear(nn.Module):
         self.bias = nn.Parameter(torch.empty(out_features), requires_grad=False) if bias else None
 
     def use_tensor_cores(self, kernels: TensorCores, *, adds: bool = True) -> None:
-        """Compute steps that fit them by ``kernels``, which the weight fits; ``add_to``, or if it
-        never ``adds``, ``forward``."""
+        """Compute steps that fit by ``kernels``, which the weight fits: ``add_to`` or, unless it
+        ``adds``, ``forward``."""
         adds = adds and self.group.size == 1
         self.matrix.use_tensor_cores(kernels, adds=adds, adapters=adapters_shape(self))
 
@@ -131,12 +131,12 @@ class RowLinear(nn.Module):
         adapted: AdaptedTokens | None = None,
     ) -> tuple[Tensor, Normed]:
         """The residual stream [num_tokens, out_features] with the projection of ``x`` added, and
-        under ``norm``.
+        the same under ``norm``.
 
-        ``x`` [num_tokens, this rank's share] is under no norm; ``residual`` may be overwritten.
-        ``adapted``: the tokens by adapter, if any has one.
+        ``x`` [num_tokens, this rank's share] has no norm to be applied; ``residual`` may be
+        overwritten. ``adapted``: the tokens by adapter, if any has one.
         """
-        if adapted is not None and self.group.size > 1:  # each rank has a part of the sum
+        if adapted is not None and self.group.size > 1:  # each rank has only a part of the sum
             part = self.part(x, pdl=pdl, adapted=adapted)
             return residual, add_sum(residual, part, norm, self.group, pdl=pdl)
         return self.matrix.add_gemm(
@@ -169,7 +169,7 @@ class RowLinear(nn.Module):
 def adaptation_of(
     linear: MergedColumnLinear | RowLinear, adapted: AdaptedTokens | None
 ) -> Adaptation | None:
-    """The layer's adapters with the tokens of a step, if any of these has one."""
+    """The layer's adapters and the tokens of a step, if any of these has an adapter."""
     if adapted is None:
         return None
     assert linear.adapters is not None
@@ -177,9 +177,9 @@ def adaptation_of(
 
 
 def adapters_shape(linear: MergedColumnLinear | RowLinear) -> AdaptersShape | None:
-    """Of the adapters that kernels on tensor cores shall add to its projections, if there may be
-    any. They can if each projection has whole tiles of their MMAs, and the inputs whole steps of
-    the kernel of x A^T."""
+    """The shape of the adapters that kernels on tensor cores add to the projections, if they do.
+    They can if each projection is made of whole MMA tiles, and the inputs of whole steps of the
+    kernel for x A^T."""
     memory = linear.adapters
     if memory is None or linear.matrix.in_features % IN_STEP:
         return None

@@ -1,11 +1,11 @@
 """The weight matrix of a linear layer, and the choice of the kernels for its GEMMs.
 
-A ``Matrix`` is this rank's part of a weight: ``DenseMatrix`` here holds numbers of the activations'
-own dtype, ``QuantizedMatrix`` (``quantized_matrix``) codes and scales. Kernels may fuse the
-operations around a GEMM: the norm of its input before it; after it the gate of a feed-forward
-block, or the residual add and the next norm. What a kernel fuses is the matrix's business: a layer
-only says what it wants.
-(``SelfAttention`` alone takes a kernel of its own, which also stores keys and values.)
+A ``Matrix`` is this rank's part of a weight. ``DenseMatrix``, here, holds numbers of the
+activations' own dtype; ``QuantizedMatrix`` (``quantized_matrix``) holds codes and scales. Kernels
+may fuse the operations around a GEMM: before it the norm of its input, and after it the gate of a
+feed-forward block, or the residual add and the next norm. What a kernel fuses is the matrix's
+business: a layer only says what it wants. (Only ``SelfAttention`` takes its own kernel, which also
+stores keys and values.)
 
 Must not know which layers there are, or what a model consists of.
 """
@@ -44,12 +44,12 @@ if TYPE_CHECKING:  # needs the CUDA driver's bindings, which only installations 
 class Matrix(nn.Module, ABC):
     """This rank's part of a weight, [out_features, in_features].
 
-    It holds ``parts``, this rank's share of the outputs of one or several projections by their
-    names in the checkpoint, one below the other, for the inputs ``ins``. (Rows beyond the last part
-    are never read.) A subclass defines ``operand``, ``place`` and what ``gemm`` and ``add_gemm`` do
-    with more tokens than kernels on tensor cores take: which kernel computes a GEMM may depend on
-    the number of tokens. ``pdl``: kernels may start before their predecessors have ended
-    (``kernels``).
+    It holds ``parts``, one below the other, for the inputs ``ins``: this rank's share of the
+    outputs of one or several projections, by their names in the checkpoint. (Rows beyond the last
+    part are never read.) Which kernel computes a GEMM may depend on the number of tokens. A
+    subclass defines ``operand``, ``place``, and what ``gemm`` and ``add_gemm`` do with more tokens
+    than kernels on tensor cores take. ``pdl``: kernels may start before their predecessors have
+    ended (``kernels``).
     """
 
     def __init__(self, parts: Mapping[str, Share], ins: Share, out_features: int):
@@ -58,7 +58,7 @@ class Matrix(nn.Module, ABC):
         self.parts, self.ins = dict(parts), ins
         begin = 0
         self.rows: dict[str, slice] = {}
-        """Of each part."""
+        """The rows of each part."""
         for name, share in parts.items():
             self.rows[name] = slice(begin, begin + share.size)
             begin += share.size
@@ -73,12 +73,12 @@ class Matrix(nn.Module, ABC):
         """What kernels on tensor cores multiply by, after ``arrange``."""
 
     def arrange(self, *, gated: bool = False) -> CodesKind | None:
-        """Arrange the loaded weight for kernels on tensor cores; the kind of its codes, if it has
-        any."""
+        """Arrange the loaded weight for kernels on tensor cores. Returns the kind of its codes, if
+        it has any."""
         return None
 
     def fits_tensor_cores(self, *, gated: bool = False) -> bool:
-        """Whether there are such kernels for this weight. It may be arranged by this."""
+        """Whether there are such kernels for this weight. This may arrange it."""
         return linear_cut.why_not(self.out_features, self.in_features, whole=gated) is None
 
     def use_tensor_cores(
@@ -90,10 +90,11 @@ class Matrix(nn.Module, ABC):
         adapters: AdaptersShape | None = None,
         streams_a_row: bool = False,
     ) -> None:
-        """Compute ``gemm``, or ``add_gemm`` of one rank if it ``adds``, by ``kernels``; with
-        ``adapters`` also with an adaptation of that shape. ``streams_a_row``: one row may be left
-        to a kernel without tensor cores, if that is faster. It lets its successor start before its
-        predecessors have ended, which a sum over the ranks must not."""
+        """Compute ``gemm`` by ``kernels`` or, if it ``adds``, the ``add_gemm`` of a single rank.
+        With ``adapters``, there may be an adaptation of that shape. ``streams_a_row``: one row may
+        be left to a kernel without tensor cores if that is faster. That kernel lets its successor
+        start before its predecessors have ended, which must not happen before a sum over the
+        ranks."""
         shape, codes = (self.out_features, self.in_features), self.arrange(gated=gated)
         self._takes_adapters, self._streams_a_row = adapters is not None, streams_a_row
         if adds:
@@ -103,14 +104,14 @@ class Matrix(nn.Module, ABC):
         self.use_float8(kernels, gated=gated)
 
     def use_float8(self, kernels: TensorCores, *, gated: bool = False) -> None:
-        """Compute ``gemm`` of more tokens by ``kernels`` for weights in float8, if it is one."""
+        """Compute ``gemm`` of more tokens by ``kernels`` for float8 weights, if this is one."""
 
     def rounding(self, num_tokens: int) -> int | None:
-        """If ``gemm`` rounds so many tokens to 8 bits: how many neighbours share a scale."""
+        """If ``gemm`` rounds this number of tokens to 8 bits: how many neighbours share a scale."""
         return None
 
     def leaves_gate(self, num_tokens: int) -> bool:
-        """Whether no kernel fuses the gate of so many tokens with a GEMM of a gated weight."""
+        """Whether no kernel fuses the gate with a gated weight's GEMM for this number of tokens."""
         return False
 
     def gemm(
@@ -124,11 +125,11 @@ class Matrix(nn.Module, ABC):
         pdl: bool = False,
     ) -> Tensor:
         """x W^T + bias, [num_tokens, out_features]; if ``gated``, silu(x G^T) * (x U^T) of half
-        that width, for a weight that holds G and then U. ``adaptation``: the weight's adapters are
-        added to it.
+        that width, for a weight that holds G and then U. ``adaptation``: the weight's adapters add
+        to the product.
 
-        ``out``, of the result's shape, takes it if that saves memory; not with a bias, a gate or
-        adapters.
+        ``out``, of the result's shape, takes the result if that saves memory; not with a bias, a
+        gate or adapters.
         """
         kernel = self._gemm_kernel if adaptation is None or self._takes_adapters else None
         if adaptation is None and not gated and self._is_streamed(len(x.x)):
@@ -152,7 +153,7 @@ class Matrix(nn.Module, ABC):
         return silu_mul(y, pdl=pdl) if gated else y
 
     def _is_streamed(self, num_tokens: int) -> bool:
-        """Whether tensor cores would be slower than ``_gemm``, which may be taken instead."""
+        """Whether tensor cores would be slower than ``_gemm``, which may then replace them."""
         return False
 
     @abstractmethod
@@ -172,16 +173,16 @@ class Matrix(nn.Module, ABC):
         """Where the checkpoint's weight of one of the ``parts`` goes."""
 
     def cast(self, dtype: torch.dtype) -> None:
-        """Give ``dtype`` to the numbers that have the activations' type: here to all."""
+        """Give ``dtype`` to the numbers that have the activations' type; here these are all."""
         self.to(dtype)
 
     def lay_out(self, device: torch.device) -> None:
-        """Arrange the memory for ``device``, before the weights are loaded. Only of linear layers:
-        those of a vocabulary also have their rows read one by one."""
+        """Arrange the memory for ``device``, before the weights are loaded. Only for linear layers:
+        the rows of a vocabulary's matrix are also read one by one."""
 
     def pack(self, *, keep: bool = False) -> None:
-        """Arrange a copy of the loaded weights for ``gemm``, if that pays, and drop the weights
-        themselves unless they are to be kept for other uses."""
+        """Arrange a copy of the loaded weights for ``gemm`` if that pays, and drop the weights
+        themselves unless other uses need them (``keep``)."""
 
     def add_gemm(
         self,
@@ -196,8 +197,8 @@ class Matrix(nn.Module, ABC):
     ) -> tuple[Tensor, Normed]:
         """The residual stream after adding every rank's x W^T and ``bias``, and its norm.
 
-        ``residual`` [num_tokens, out_features] may be overwritten; ``x`` is under no norm.
-        ``adaptation``: the weight's adapters are added as well; only with one rank.
+        ``residual`` [num_tokens, out_features] may be overwritten; ``x`` has no norm to be applied.
+        ``adaptation``: the weight's adapters also add to it; only with one rank.
         """
         add, gemm, num_tokens = self._add_kernel, self._gemm_kernel, len(x.x)
         if add is not None and num_tokens > add.most_tokens:
@@ -217,7 +218,7 @@ class Matrix(nn.Module, ABC):
             added = self._add_gemm(residual, x, norm, bias=bias, group=group, pdl=pdl)
             if added is not None:
                 return added
-        own_bias = bias if group.rank == 0 else None  # to be in the sum over the ranks once
+        own_bias = bias if group.rank == 0 else None  # once in the sum over the ranks
         part = self.gemm(x, bias=own_bias, pdl=pdl)
         return residual, add_sum(residual, part, norm, group, pdl=pdl)
 
@@ -236,22 +237,22 @@ class Matrix(nn.Module, ABC):
 
 
 class DenseMatrix(Matrix):
-    """A weight of the activations' own dtype.
+    """A weight in the activations' own dtype.
 
     ``formats`` are those of the parts that are quantized in the checkpoint.
 
     Unless ``fused`` (on a CPU), PyTorch computes everything, operation by operation. On a GPU the
     number of tokens decides:
 
-        tensor cores   as many as the kernels take (on Hopper, if ``use_tensor_cores`` was called),
-                       but one row of some large weights: the norm before and the residual add
-                       after the GEMM are in the same kernel
-        small batch    up to 8, but for wide gated weights up to 1: the same, on any GPU
+        tensor cores   as many tokens as the kernels take (on Hopper, if ``use_tensor_cores`` was
+                       called), except one row of some large weights: the norm before the GEMM and
+                       the residual add after it are in the same kernel
+        small batch    up to 8 tokens, for wide gated weights up to 1: the same, on any GPU
         wide           up to a few hundred, for weights of a few million elements: the norm is in
                        one kernel with the residual add before it
-        library        all else
+        library        everything else
 
-    After ``use_invariant_kernels`` it does not: then nothing is fused but a bias.
+    After ``use_invariant_kernels`` it does not depend on the number, and only a bias is fused.
     """
 
     def __init__(
@@ -272,7 +273,7 @@ class DenseMatrix(Matrix):
         self._invariant: InvariantLinear | None = None
 
     def use_invariant_kernels(self, kernels: InvariantKernels) -> None:
-        """Compute every number of tokens by ``kernels``, whose results do not depend on it."""
+        """Compute any number of tokens by ``kernels``, whose results do not depend on it."""
         self._invariant = kernels.linear(tuple(self.weight.shape))
 
     @property
@@ -280,10 +281,10 @@ class DenseMatrix(Matrix):
         return self.weight
 
     def lay_out(self, device: torch.device) -> None:
-        """On a CPU store the weight with its inputs outermost in memory; its shape stays the same.
+        """On a CPU, store the weight with its inputs outermost in memory; its shape stays the same.
 
         This suits GEMMs of few tokens with weights that are not in the processor's cache: they take
-        a third to two thirds of the time. Those of 16 bits are packed instead.
+        a third to two thirds of the time. 16-bit weights are packed instead.
         """
         if device.type == "cpu" and self.weight.itemsize > 2:
             self.weight.data = self.weight.data.mT.contiguous().mT
@@ -355,7 +356,7 @@ class DenseMatrix(Matrix):
         if self._is_small(num_tokens) and not is_sum_fused(
             group, num_tokens, self.out_features, x.x.dtype
         ):
-            # Rank 0 adds the residual stream to its part, so that the sum over the ranks has it.
+            # Rank 0 adds the residual stream to its part, so that it is in the sum over the ranks.
             is_first = group.rank == 0
             part = small_batch.small_batch_linear(
                 x.normalized(pdl=pdl),

@@ -2,7 +2,7 @@
 
 A norm is applied where its result is needed: in the GEMM that reads it, or with the residual add
 before it. ``Normed`` says how much of it has been done. A norm also knows whether its reader
-multiplies tokens in 8 bits, for its kernel to round them.
+multiplies tokens in 8 bits, so that its kernel can round them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ class RMSNorm(nn.Module):
     """
 
     rounding: Callable[[int], int | None] | None = None
-    """If its reader takes a number of tokens in 8 bits only: how many neighbours share a scale."""
+    """For a number of tokens that its reader takes only in 8 bits: how many neighbours share a
+    scale."""
 
     def __init__(self, size: int, eps: float, *, scale: float = 1.0, offset: float = 0.0):
         super().__init__()
@@ -49,8 +50,8 @@ class RMSNorm(nn.Module):
 class HeadNorm(nn.Module):
     """The weights of such a norm over each head: ``weight`` [num_heads + num_kv_heads, head_dim].
 
-    All heads of queries have one weight ``q`` [head_dim], and those of keys ``k``; each is
-    ``offset`` + the checkpoint's. If not ``weighted`` the checkpoint has none, and all are 1.
+    All heads of queries have the same weight ``q`` [head_dim], and all heads of keys ``k``; each is
+    ``offset`` + the checkpoint's. If not ``weighted``, the checkpoint has none, and all are 1.
     """
 
     def __init__(
@@ -79,7 +80,7 @@ class HeadNorm(nn.Module):
         return self.weight[self.num_heads]
 
     def reset(self) -> None:
-        """Let all weights be 1."""
+        """Set all weights to 1."""
         self.weight.fill_(1.0)
 
     def places(self) -> Iterator[tuple[str, WeightPlace]]:
@@ -111,7 +112,7 @@ class TokenNorm(nn.Module):
         wide = at_least_float32(qkv).square()  # [num_tokens, width]
         of_q, of_k, _ = wide.tensor_split([len(self.q), len(self.q) + len(self.k)], dim=1)
         squares = torch.stack([of_q.mean(dim=1), of_k.mean(dim=1)], dim=1)  # [num_tokens, 2]
-        # All ranks hold equally many numbers, and each key equally often: the mean of their means.
+        # Ranks hold equal numbers of elements, and each key equally often: the mean of their means.
         mean = self.group.all_reduce(squares) / self.group.size
         scales = torch.rsqrt(mean + self.eps)
         q.copy_(q * scales[:, :1] * self.q)
@@ -127,11 +128,11 @@ class TokenNorm(nn.Module):
 class Normed:
     """The input of a GEMM: ``x`` [num_tokens, in_features], and what is left to do with it.
 
-    If ``norm`` is None, ``x`` is normalized already, or never is. With ``squares``, float32 [tiles,
-    num_tokens], the norm's weight has been applied, but not its scale: their sum over the tiles is
-    the sum of squares of each token's hidden states. With a ``gate``, ``x`` is twice as wide: gates
-    of that function, and behind them what they open. ``rounded``: what comes of all this is there
-    in 8 bits already.
+    If ``norm`` is None, ``x`` is already normalized, or never is. With ``squares``, float32 [tiles,
+    num_tokens], the norm's weight has been applied, but not its scale: summed over the tiles, they
+    are the sum of squares of each token's hidden states. With a ``gate``, ``x`` is twice as wide:
+    first the gates, of that function, then the values that they open. ``rounded``: the final input,
+    if it is already there in 8 bits.
     """
 
     x: Tensor
@@ -157,8 +158,8 @@ class Normed:
         return rms_norm(self.x, self.norm.weight, self.norm.eps, pdl=pdl)
 
     def in_float8(self, group: int, *, pdl: bool) -> Float8Rows:
-        """The same in 8 bits, if possible by the kernel that completes it; ``group`` neighbours
-        share a scale."""
+        """The same in 8 bits, if possible rounded by the kernel that completes it. ``group``
+        neighbours share a scale."""
         if self.rounded is not None and self.rounded.group == group:
             return self.rounded
         if self.gate is not None:
@@ -169,14 +170,14 @@ class Normed:
         return float8_rows(self.normalized(pdl=pdl), group, pdl=pdl)
 
     def unscaled(self, *, pdl: bool) -> tuple[Tensor, Tensor | None]:
-        """For kernels that take ``squares``: the hidden states with these, or normalized ones and
-        None."""
+        """For kernels that take ``squares``: the hidden states and these, or normalized hidden
+        states and None."""
         return (self.normalized(pdl=pdl), None) if self.squares is None else (self.x, self.squares)
 
 
 def add_sum(residual: Tensor, part: Tensor, norm: RMSNorm, group: Group, *, pdl: bool) -> Normed:
-    """residual += the sum of every rank's ``part``, in place; its norm. One kernel, if
-    ``is_sum_fused``.
+    """residual += the sum of every rank's ``part``, in place. Returns its norm. This is one kernel
+    if ``is_sum_fused``.
 
     ``part``, ``residual`` [num_tokens, hidden_size]. May overwrite ``part``. ``pdl``: see
     ``FusedSum``.
@@ -188,8 +189,8 @@ def add_sum(residual: Tensor, part: Tensor, norm: RMSNorm, group: Group, *, pdl:
 
 
 def _added(residual: Tensor, part: Tensor, norm: RMSNorm, *, pdl: bool) -> Normed:
-    """residual += ``part``, in place; its norm. If that is read in 8 bits, nothing else is written:
-    who still wants it computes it from the residual stream."""
+    """residual += ``part``, in place. Returns its norm. If that is read in 8 bits, it is written
+    only so: other readers compute it from the residual stream."""
     weight, eps = norm.weight, norm.eps
     group = None if norm.rounding is None else norm.rounding(len(part))
     if group is None:
@@ -201,7 +202,7 @@ def _added(residual: Tensor, part: Tensor, norm: RMSNorm, *, pdl: bool) -> Norme
 def add_normed(
     residual: Tensor, part: Tensor, after: RMSNorm, norm: RMSNorm | None, *, pdl: bool
 ) -> Normed:
-    """residual += the norm ``after`` of ``part``, in place; the sum under ``norm``, or as it is.
+    """residual += the norm ``after`` of ``part``, in place. Returns the sum under ``norm``, if any.
 
     ``part``, already summed over the ranks, and ``residual`` [num_tokens, hidden_size].
     """

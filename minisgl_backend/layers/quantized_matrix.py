@@ -1,8 +1,8 @@
 """The matrix of a quantized weight, and the choice between it and a dense one.
 
 A weight that is quantized in the checkpoint becomes a ``QuantizedMatrix`` if there are kernels for
-its format, else a ``DenseMatrix``: then it is dequantized while it loads. ``Matrices`` decides.
-Must not know which layers there are, or what a model consists of.
+its format. Otherwise it becomes a ``DenseMatrix``, and is dequantized while it loads. ``Matrices``
+decides. Must not know which layers there are, or what a model consists of.
 """
 
 from __future__ import annotations
@@ -44,21 +44,21 @@ if TYPE_CHECKING:  # needs the CUDA driver's bindings, which only installations 
 
 
 class QuantizedMatrix(Matrix):
-    """A weight that stays as its checkpoint has it: codes and scales, in the one layout of
-    ``kernels.quantized``, whatever the checkpoint's.
+    """A weight that stays quantized: the checkpoint's codes and scales, always in the layout of
+    ``kernels.quantized``.
 
-    All parts have formats of one encoding. Kernels take ``weight``, with ``QuantizedWeight.block``
-    as ``block_of`` finds it for the parts: that of the format unless a part begins inside a block.
-    The number of tokens decides what computes a GEMM:
+    The formats of all parts have the same encoding. Kernels take ``weight``. Its
+    ``QuantizedWeight.block`` is what ``block_of`` finds for the parts: the format's block, unless a
+    part begins inside a block. The number of tokens decides what computes a GEMM:
 
-        tensor cores   as many as the kernels take, if ``use_tensor_cores`` was called
-        float8         more, on tensor cores: tokens in 8 bits, if the weight's scales allow it;
-                       of as many as ``float8_cut`` says by kernels, if ``use_float8`` was called,
-                       else by the library
-        codes          up to 64, of weights that tensor cores do not take
-        library        all else: the whole weight is dequantized for the GEMM
+        tensor cores   as many tokens as the kernels take, if ``use_tensor_cores`` was called
+        float8         more tokens, rounded to 8 bits, on tensor cores, if the weight's scales allow
+                       it; by kernels up to the number in ``float8_cut``, if ``use_float8`` was
+                       called, otherwise by the library
+        codes          up to 64, for weights that tensor cores do not take
+        library        everything else: the whole weight is dequantized for the GEMM
 
-    On a CPU, and unless ``fused``, it is the last one.
+    On a CPU, and unless ``fused``, it is always the last one.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class QuantizedMatrix(Matrix):
 
     @property
     def takes_float8(self) -> bool:
-        """Whether many tokens are rounded to 8 bits; known once it is arranged."""
+        """Whether many tokens are rounded to 8 bits; known once the weight is arranged."""
         return self._float8 is not None
 
     def rounding(self, num_tokens: int) -> int | None:
@@ -162,8 +162,7 @@ class Matrices:
 
     ``format_of`` says how a projection is stored, by its name in the checkpoint; None stands for
     plain numbers. ``keeps`` says whether the device has kernels for weights of a format, and
-    ``keeps_experts`` whether it has for those of experts. ``fused``: matrices use this package's
-    kernels.
+    ``keeps_experts`` the same for experts' weights. ``fused``: matrices use this package's kernels.
     """
 
     format_of: Callable[[str], WeightFormat | None]
@@ -179,9 +178,9 @@ class Matrices:
         out_features: int | None = None,
         padded: bool = False,
     ) -> Matrix:
-        """The matrix of projections of the same input, each one's share of the outputs by its name.
-        By default it has no rows but theirs; if ``padded``, and kernels are used, as many as those
-        on tensor cores need."""
+        """The matrix of projections of the same input; ``parts`` has each one's share of outputs by
+        name. By default it has only their rows. If ``padded``, and if kernels are used, it has as
+        many rows as kernels on tensor cores need."""
         if out_features is None:
             out_features = sum(share.size for share in parts.values())
             if padded and self.fused:
@@ -197,15 +196,15 @@ class Matrices:
         return form is not None and self.keeps(form)
 
     def experts_kept(self, formats: Sequence[WeightFormat | None]) -> bool:
-        """Whether one storage holds the weights of all experts, in these formats, for kernels to
-        compute with."""
+        """Whether one ``StoredWeight`` holds the weights of all experts, in these formats, for
+        kernels to compute with."""
         stored = [form for form in formats if form is not None]
         return len(stored) == len(formats) and _is_kept(stored, self.keeps_experts)
 
 
 def _is_kept(formats: Sequence[WeightFormat], keeps: Callable[[WeightFormat], bool]) -> bool:
-    """Whether the formats are one, and kept. Not if there are several that may each order their
-    inputs in another way."""
+    """Whether all formats are the same, and kept. Not if there are several weights that may each
+    have a different order of inputs."""
     first = formats[0]
     alike = all(form.stored_as == first.stored_as for form in formats)
     return alike and not (first.reorders and len(formats) > 1) and keeps(first)

@@ -1,7 +1,7 @@
-"""Where quantized weights of a checkpoint go: kept for kernels, or as plain numbers.
+"""Where a checkpoint's quantized weights go: kept for kernels, or as plain numbers.
 
-A ``QuantizedPlace`` is one projection's; ``expert_places`` has those of all experts together. Must
-not know what is computed with a weight.
+A ``QuantizedPlace`` is for one projection; ``expert_places`` has the places of all experts
+together. Must not know what is computed with a weight.
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ def place_in(
     *,
     expert: int | None = None,
 ) -> Place:
-    """The place of a projection in these rows of ``memory``, of one expert if it holds a stack.
+    """The place of a projection in these rows of ``memory``, for one expert if it holds a stack.
 
-    Plain memory [out, ins.size] takes numbers of any format: they are dequantized while they load.
+    Plain memory [out, ins.size] takes weights of any format, which are dequantized while they load.
     """
     if isinstance(memory, StoredWeight):
         assert form is not None

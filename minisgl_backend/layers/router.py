@@ -28,7 +28,7 @@ class Router(nn.Module):
     """Picks the experts of a token (Switch Transformer, arXiv 2101.03961; Mixtral, arXiv
     2401.04088). Every rank holds all of it.
 
-    Logits whose sigmoids count are computed in float32, as models with them are trained.
+    If their sigmoids are used, logits are computed in float32, as in the training of such models.
     """
 
     correction: nn.Parameter | None
@@ -59,13 +59,13 @@ class Router(nn.Module):
 
     @property
     def fits_tensor_cores(self) -> bool:
-        """Whether such kernels can compute its logits, of norms that are half done as well."""
+        """Whether such kernels can compute its logits, even if the input's norm is half done."""
         num_experts, hidden_size = self.weight.shape
         reason = linear_cut.why_not(num_experts, hidden_size, whole=False)
         return self.weight.dtype == torch.bfloat16 and reason is None
 
     def use_tensor_cores(self, kernels: TensorCores) -> None:
-        """Compute steps that fit them by ``kernels``; if it ``fits_tensor_cores``."""
+        """Compute steps that fit by ``kernels``. Only if it ``fits_tensor_cores``."""
         self._kernel = kernels.linear(self.weight.shape, gated=False, codes=None)
 
     def logits(self, x: Tensor, *, biased: bool = True, pdl: bool = False) -> Tensor:
@@ -80,7 +80,7 @@ class Router(nn.Module):
         return F.linear(x.to(self.weight.dtype), self.weight, bias)
 
     def forward(self, x: Tensor) -> Choices:
-        """Of all experts, for ``x`` [num_tokens, hidden_size]."""
+        """Choices among all experts, for ``x`` [num_tokens, hidden_size]."""
         return choose(self.logits(x), self.rule, self.correction, self.factors)
 
     def places(self) -> Iterator[tuple[str, Place]]:

@@ -1,6 +1,7 @@
-"""The memory of a quantized weight that is kept as it is, for kernels to compute with.
+"""The memory of a weight that stays quantized, for kernels to compute with.
 
-Knows the layout in memory (``kernels.quantized``). Must not know that of a checkpoint, nor GEMMs.
+Knows the layout in memory (``kernels.quantized``). Must not know the layouts of checkpoints, or
+GEMMs.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ from minisgl_backend.weight_format import Encoding, WeightFormat
 
 
 class StoredWeight(nn.Module):
-    """A ``QuantizedWeight`` whose tensors are parameters, of one weight or of a stack of them.
+    """A ``QuantizedWeight`` whose tensors are parameters, for one weight or a stack of them.
 
-    ``shape`` is [out_features, in_features], perhaps with the number of experts before. Scales of
-    floats are of float32 for E4M3, else of the activations' type.
+    ``shape`` is [out_features, in_features], perhaps with the number of experts before. Float
+    scales are float32 for E4M3, otherwise of the activations' type.
     """
 
     zeros: nn.Parameter | None
@@ -32,7 +33,7 @@ class StoredWeight(nn.Module):
         *,
         num_inputs: int,
     ):
-        """``num_inputs`` of the whole weight, all ranks together."""
+        """``num_inputs`` is that of the whole weight, over all ranks."""
         super().__init__()
         *stack, out_features, in_features = shape
         self.encoding, self.block = form.encoding, block
@@ -52,7 +53,7 @@ class StoredWeight(nn.Module):
 
     @property
     def weight(self) -> QuantizedWeight:
-        """The whole of it, as kernels take it."""
+        """The whole weight, as kernels take it."""
         codes, scales = self.codes.data, self.scales.data
         zeros, groups = (
             None if tensor is None else tensor.data for tensor in (self.zeros, self.groups)
@@ -69,8 +70,8 @@ class StoredWeight(nn.Module):
             self.scales.data = self.scales.data.to(dtype)
 
     def put_into(self, rows: slice, index: int | None = None) -> Callable[[QuantizedWeight], None]:
-        """A function that stores a weight in these rows, which begin at a block; ``index`` of the
-        stack."""
+        """A function that stores a weight in these rows, which begin at a block, of weight
+        ``index`` of a stack."""
         whole = self.weight if index is None else self.weight.expert(index)
         lines = slice(rows.start // self.block[0], -(-rows.stop // self.block[0]))
 

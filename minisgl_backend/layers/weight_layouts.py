@@ -1,8 +1,8 @@
-"""The layouts of quantized weights in checkpoints, read into the one layout that kernels know.
+"""The layouts of quantized weights in checkpoints, read into the only layout that kernels know.
 
-For each ``Layout`` there is a reader: it lists the tensors that hold one projection's weight, with
-the regions in which a rank's share lies, and makes a ``QuantizedWeight`` of them. Must not know
-models, files, or what is computed with a weight.
+Each ``Layout`` has a reader. It lists the tensors that hold one projection's weight, and the
+regions in which a rank's share lies, and makes a ``QuantizedWeight`` of what was read. Must not
+know models, files, or what is computed with a weight.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from minisgl_backend.layers.weight_share import WeightShare, cells, held
 from minisgl_backend.weight_format import Layout
 
 _AWQ_ORDER: Final = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Where in a word the code of each of eight neighbouring outputs lies, in units of 4 bits."""
+"""Where in a word the codes of eight neighbouring outputs are, in units of 4 bits."""
 
 
 class Reader(Protocol):
     """Reads one layout."""
 
     def tensors(self, share: WeightShare) -> Mapping[str, StoredTensor]:
-        """What to read, by the part that it plays."""
+        """What to read, by the role that it plays."""
 
     def read(self, share: WeightShare, found: Mapping[str, ReadTensor]) -> QuantizedWeight:
-        """The share of the weight, of the regions that were read, on their device. Raises
-        ``ConfigError`` that names a tensor of invalid values."""
+        """The share of the weight, made of the regions that were read, on their device. Raises a
+        ``ConfigError`` that names a tensor with invalid values."""
 
 
 class _Fp8:
-    """``weight`` in 8-bit floats and its scales: one, one a row, or one a block.
+    """``weight`` in 8-bit floats, and its scales: a single one, one per row, or one per block.
 
-    ``weight_scale_inv`` is, in spite of its name, what the weight is multiplied by.
+    In spite of its name, ``weight_scale_inv`` is what the weight is multiplied by.
     """
 
     def tensors(self, share: WeightShare) -> Mapping[str, StoredTensor]:
@@ -78,12 +78,12 @@ class _Converted:
 
 
 class _Gptq:
-    """Words of 32 bits with codes of neighbouring inputs, the first one in the lowest bits.
+    """32-bit words with codes of neighbouring inputs, the first in the lowest bits.
 
-        qweight [in / codes a word, out]   qzeros [groups, out / codes a word]
-        scales  [groups, out]              g_idx  [in], the group of each input
+        qweight [in / codes per word, out]   qzeros [groups, out / codes per word]
+        scales  [groups, out]                g_idx  [in], the group of each input
 
-    The first version stores each zero point less 1, as a subtraction from whole words: its undoing
+    The first version stores each zero point minus 1, subtracted from whole words, so adding it back
     must carry in the same way.
     """
 
@@ -122,7 +122,7 @@ class _Gptq:
 
 
 class _Awq:
-    """Words of 32 bits with codes of eight neighbouring outputs, in the order ``_AWQ_ORDER``.
+    """32-bit words with codes of eight neighbouring outputs, in the order ``_AWQ_ORDER``.
 
     qweight [in, out / 8]   qzeros [groups, out / 8]   scales [groups, out]
     """
@@ -153,11 +153,11 @@ class _Awq:
 
 
 class _Packed:
-    """compressed-tensors: words of 32 bits with codes of neighbouring inputs, the first one in the
-    lowest bits; of zero points, those of neighbouring outputs.
+    """compressed-tensors: 32-bit words with codes of neighbouring inputs, the first in the lowest
+    bits; zero points are packed along neighbouring outputs.
 
-    weight_packed [out, in / codes a word]   weight_zero_point [out / codes a word, groups]
-    weight_scale  [out, groups]              weight_g_idx [in]   weight_shape [2]
+    weight_packed [out, in / codes per word]   weight_zero_point [out / codes per word, groups]
+    weight_scale  [out, groups]                weight_g_idx [in]   weight_shape [2]
     """
 
     def tensors(self, share: WeightShare) -> Mapping[str, StoredTensor]:
@@ -238,8 +238,8 @@ READERS: Final[Mapping[Layout, Reader]] = MappingProxyType(
 def _block_scales(
     share: WeightShare, names: tuple[str, ...], dtypes: tuple[str, ...], *, signed: bool = True
 ) -> StoredTensor:
-    """Scales [lines, width]; those of single tensors and of rows also in fewer dimensions. If
-    ``signed`` they may be negative, as some tools write them for integers."""
+    """Scales [lines, width]; scales of whole tensors and of rows may have fewer dimensions. If
+    ``signed``, they may be negative, as some tools write them for integers."""
     lines, width = share.lines, share.width
     shapes: tuple[tuple[int, ...], ...] = ((lines.total, width.total),)
     rows, columns = share.form.block
@@ -301,7 +301,7 @@ def _groups(share: WeightShare, found: Mapping[str, ReadTensor]) -> Tensor | Non
 
 
 def _unpacked(words: Tensor, bits: int) -> Tensor:
-    """Codes in words of 32 bits along the last dimension, lowest bits first, as uint8."""
+    """The codes in 32-bit words along the last dimension, lowest bits first, as uint8."""
     octets = _octets(words)
     if bits == 8:
         return octets
@@ -315,13 +315,13 @@ def _octets(words: Tensor) -> Tensor:
 
 
 def _within(codes: Tensor, share: Share, bits: int) -> Tensor:
-    """Of the codes of whole words those that a share holds."""
+    """The codes that a share holds, out of those of whole words."""
     begin = share.start % (32 // bits)
     return codes[..., begin : begin + share.size]
 
 
 def _bytes_within(words: Tensor, share: Share, bits: int) -> Tensor:
-    """The same for codes that stay packed: uint8, of 4 bits two in a byte, the even one low."""
+    """The same for codes that stay packed: uint8, two 4-bit codes per byte, the even one low."""
     per_byte = 8 // bits
     begin = share.start % (32 // bits) // per_byte
     return _octets(words)[:, begin : begin + share.size // per_byte]

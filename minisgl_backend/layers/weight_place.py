@@ -3,9 +3,9 @@
 A checkpoint stores q_proj, k_proj and v_proj. A layer computes with one merged matrix, and a
 tensor-parallel rank with a slice of it. A ``WeightPlace`` maps one to the other: it is a view into
 a parameter, and says which part of the checkpoint's tensor goes there. Layers list their places by
-the names of the checkpoint, so the loader needs to know neither merging nor ranks. A quantized
-weight consists of several tensors (``weight_layouts``): a ``Place`` is either. Must not know files,
-or which layers a model has.
+the checkpoint's names, so the loader needs to know neither merging nor ranks. A quantized weight
+consists of several tensors (``weight_layouts``); a ``Place`` may be of either kind. Must not know
+files, or which layers a model has.
 
     checkpoint   q_proj [total, in_features]       k_proj            v_proj
                         start |--- size ---|             |--|              |--|
@@ -27,7 +27,7 @@ from minisgl_backend.parallel.group import Group
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The indices from ``start`` up to ``start + size``, of ``total`` in all."""
+    """The indices from ``start`` up to ``start + size``, out of ``total``."""
 
     total: int
     start: int
@@ -52,10 +52,10 @@ def even_share(total: int, group: Group, what: str) -> Share:
 
 
 def kv_head_share(num_kv_heads: int, head_dim: int, group: Group) -> Share:
-    """The outputs of the key-value heads that this rank holds: those its query heads attend to.
+    """The outputs of the KV heads that this rank holds, which are those its query heads attend to.
 
-    If there are more ranks than heads, neighbouring ranks hold the same head. The numbers must be
-    ones that ``ModelSpec.attention_shape`` accepts.
+    If there are more ranks than heads, neighbouring ranks hold the same head.
+    ``ModelSpec.attention_shape`` must accept the numbers.
     """
     first = group.rank * num_kv_heads // group.size
     num_heads = max(1, num_kv_heads // group.size)
@@ -70,10 +70,11 @@ FLOATS: Final = ("F64", "F32", "F16", "BF16")
 class StoredTensor:
     """A tensor of a checkpoint, and the part of it that a rank reads.
 
-    ``names``: the last part of its name, which tools may write in several ways. ``shapes`` and
-    ``dtypes`` that it may have; safetensors' names of dtypes. ``region``: what is read of a tensor
-    with the same number of dimensions; others are read in full. ``is_scale``: its numbers must be
-    finite and not 0, and above 0 unless ``signed``. If ``optional``, checkpoints may lack it.
+    ``names``: the last part of its name, which tools may spell in several ways. ``shapes`` and
+    ``dtypes``: those that it may have, dtypes by safetensors' names. ``region``: what is read of a
+    tensor with the same number of dimensions; other tensors are read in full. ``is_scale``: its
+    numbers must be finite and not 0, and above 0 unless ``signed``. If ``optional``, checkpoints
+    may lack it.
     """
 
     names: tuple[str, ...]
@@ -94,24 +95,24 @@ class ReadTensor:
 
 
 class Place(Protocol):
-    """Where one weight of the checkpoint goes, of one tensor or of several."""
+    """Where one weight of the checkpoint goes, be it one tensor or several."""
 
     def tensors(self, name: str) -> Mapping[str, StoredTensor]:
-        """What to read for the weight of this name, by the part that it plays."""
+        """What to read for the weight of this name, by the role that it plays."""
 
     def fill(self, found: Mapping[str, ReadTensor]) -> None:
-        """Store what was read, which is on the CPU. Raises ``ConfigError`` that names a tensor of
-        invalid values."""
+        """Store what was read, which is on the CPU. Raises a ``ConfigError`` that names a tensor
+        with invalid values."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the whole weight, all ranks together."""
+        """The shape of the whole weight, over all ranks."""
 
     @property
     def device(self) -> torch.device: ...
 
     def draw(self, whole: Tensor) -> None:
-        """Store this rank's part of a weight in plain numbers, which has ``shape``."""
+        """Store this rank's part of a whole weight in plain numbers, of this ``shape``."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -166,9 +167,9 @@ def whole(parameter: Tensor, *, scale: float = 1.0, offset: float = 0.0) -> Weig
 def collect_places(module: nn.Module, prefix: str = "") -> dict[str, Place]:
     """All places of a module and of the modules below it, by their full names in the checkpoint.
 
-    A layer with parameters of its own has a method ``places``, which yields pairs of name and
-    ``Place`` for itself and everything below it. The names are relative to the layer; one
-    that begins with ``../`` is relative to its parent, as for the parts of merged matrices.
+    A layer that has parameters itself has a method ``places``, which yields pairs of name and
+    ``Place`` for itself and everything below it. Names are relative to the layer; a name that
+    begins with ``../`` is relative to its parent, as for the parts of merged matrices.
     """
     own = getattr(module, "places", None)
     if own is not None:

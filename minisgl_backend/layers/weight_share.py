@@ -1,8 +1,8 @@
 """A rank's part of a quantized weight: which blocks it lies in, and their scales.
 
-Its edges may lie inside a block of a scale, or inside a word of packed codes. Then the whole block
-or word is read, and scales are repeated for smaller blocks, so that no number changes. Must not
-know how a checkpoint names or packs its tensors.
+Its edges may lie inside a scale's block, or inside a word of packed codes. Then the whole block or
+word is read, and scales are repeated for smaller blocks, so that no number changes. Must not know
+how a checkpoint names or packs its tensors.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from minisgl_backend.weight_format import WeightFormat
 
 
 def block_of(form: WeightFormat, parts: Sequence[tuple[int, Share]], ins: Share) -> tuple[int, int]:
-    """The largest blocks, of outputs and inputs, of which each has one scale, if the ``parts`` of a
-    matrix, pairs of first row and share, lie in it one below the other."""
+    """The largest blocks of outputs and inputs that have one scale each, if the ``parts`` of a
+    matrix, which are pairs of first row and share, lie in it one below the other."""
     rows, columns = form.block
     if rows is None:
         rows = 1
@@ -34,8 +34,8 @@ def block_of(form: WeightFormat, parts: Sequence[tuple[int, Share]], ins: Share)
 
 
 def cells(share: Share, size: int) -> Share:
-    """The cells of ``size`` indices in which a share lies, the first and the last perhaps in
-    part."""
+    """The cells of ``size`` indices in which a share lies; the first and the last may lie in it
+    only in part."""
     first = share.start // size
     return Share(-(-share.total // size), first, -(-share.end // size) - first)
 
@@ -46,8 +46,8 @@ def held(share: Share) -> slice:
 
 @dataclass(frozen=True, slots=True)
 class WeightShare:
-    """The outputs ``outs`` and inputs ``ins`` of a weight in a format, to be given scales for
-    blocks of ``block`` (``block_of``)."""
+    """The outputs ``outs`` and inputs ``ins`` of a weight in a format, which get scales for blocks
+    of size ``block`` (``block_of``)."""
 
     form: WeightFormat
     outs: Share
@@ -91,8 +91,8 @@ class WeightShare:
             )
 
     def finer(self, values: Tensor) -> Tensor:
-        """Values [lines.size, width.size] of the blocks that are read as values of the blocks that
-        the share has."""
+        """Turn values [lines.size, width.size] of the blocks that are read into values of the
+        share's own blocks."""
         rows, columns = self.form.block
 
         def index(share: Share, coarse: int | None, fine: int) -> Tensor:
@@ -111,8 +111,8 @@ class WeightShare:
         zeros: Tensor | None = None,
         groups: Tensor | None = None,
     ) -> QuantizedWeight:
-        """The weight of codes of the share, and of scales and zero points of the blocks that were
-        read."""
+        """The weight, made of the share's codes and of the scales and zero points of the blocks
+        that were read."""
         if zeros is not None:
             zeros = self.finer(zeros)
         return QuantizedWeight(
@@ -120,8 +120,8 @@ class WeightShare:
         )
 
     def quantized(self, weight: Tensor) -> QuantizedWeight:
-        """Quantize the plain numbers of the ``enclosing`` blocks; of these, the share. So any
-        number of ranks makes the same weight."""
+        """Quantize the plain numbers of the ``enclosing`` blocks, and return the share of them. So
+        the weight is the same for any number of ranks."""
         form, outs, ins = self.form, self.outs, self.ins
         rows, columns = form.block
         native = outs.total if rows is None else rows, ins.total if columns is None else columns

@@ -1,1 +1,1 @@
-"""Decoder models: what a checkpoint says, how it is computed, how its weights come in."""
+"""Decoder models: what a checkpoint says, how a model is computed, how weights are loaded."""

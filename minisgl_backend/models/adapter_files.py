@@ -2,9 +2,9 @@
 ``adapter_model.safetensors``.
 
 An adapter adds (x A^T) B^T * scaling to the outputs of projections; A [r, in_features] and
-B [out_features, r] are small. Knows the format. Variants of it that compute anything else are
-refused, with the name of the field or tensor. Must not know slots, ranks of a group or devices.
-Reads headers, and tensors through ``weights``; nothing pickled is ever opened.
+B [out_features, r] are small. Knows the format. Variants that compute anything else are refused,
+with the name of the field or tensor. Must not know slots, ranks of a group or devices. Reads
+headers, and tensors through ``weights``; nothing pickled is ever opened.
 """
 
 from __future__ import annotations
@@ -34,17 +34,18 @@ _WEIGHTS: Final = "adapter_model.safetensors"
 _PREFIX: Final = "base_model.model."
 _TENSOR: Final = re.compile(r"(.+)\.lora_([AB])\.weight")
 _LAYER: Final = re.compile(r".*?\.[^.]*\.(\d+)\.")
-"""Where PEFT finds a module's layer, unless the config names other patterns."""
+"""Where PEFT finds the number of a module's layer, unless the config names other patterns."""
 _ALL_LINEAR: Final = "all-linear"
 _NEVER: Final = ("lm_head", "model.embed_tokens")
-"""What ``all-linear`` does not mean."""
+"""What ``all-linear`` does not include."""
 _MOST_RANK: Final = 4096
 _MOST_REPEATS: Final = 6
-"""Of a pattern: with so many, each free to begin anywhere, a name takes some 50 ms."""
+"""The most repeats in a pattern: with this many, each of which may begin anywhere, a name takes
+some 50 ms."""
 _SYMBOL: Final = re.compile(
     r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\{\d*,?\d*\}[?+]?|[*+][?+]?|.", re.DOTALL
 )
-"""Of a regular expression: what is escaped, a set, a repeat or a character."""
+"""The tokens of a regular expression: something escaped, a set, a repeat or a character."""
 
 _READ: Final = frozenset(
     {"peft_type", "r", "lora_alpha", "use_rslora", "target_modules", "exclude_modules"}
@@ -58,12 +59,12 @@ _NO_MATTER: Final = frozenset(
 )
 """Fields that do not change what a loaded adapter computes. Any other field must be off."""
 _HARMLESS_STARTS: Final = (True, False, None, "gaussian", "orthogonal", "eva", "mica")
-"""Of ``init_lora_weights``: the others also change the weights of the base model."""
+"""Values of ``init_lora_weights``; all others also change the weights of the base model."""
 
 
 @dataclass(frozen=True, slots=True)
 class Projection:
-    """A linear map of the model that adapters may add to: its whole size, over all ranks."""
+    """A linear map of the model that adapters may add to, in its whole size, over all ranks."""
 
     in_features: int
     out_features: int
@@ -71,8 +72,8 @@ class Projection:
 
 @dataclass(frozen=True, slots=True)
 class Factors:
-    """Where one projection's factors are in the file: tensor names, the rows of B (all, unless the
-    tensor is for several projections), rank and scaling."""
+    """Where one projection's factors are in the file: tensor names, the rows of B (all rows, unless
+    the tensor is for several projections), rank and scaling."""
 
     a: str
     b: str
@@ -84,7 +85,7 @@ class Factors:
 @dataclass(frozen=True, slots=True)
 class AdapterFile:
     """A checked adapter: the ``factors`` of each projection that it adds to, by the projection's
-    name in the checkpoint, and the largest of their ranks. ``state`` is a number that changes when
+    name in the checkpoint, and the largest rank among them. ``state`` is a number that changes when
     the files are written again."""
 
     path: Path
@@ -93,8 +94,8 @@ class AdapterFile:
     state: int
 
     def tensors(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor, Tensor]]:
-        """Of each projection A [rank, in_features] and B [out_features, rank] times the scaling,
-        both of ``dtype``; ``rank`` is its own.
+        """For each projection, A [rank, in_features] and B [out_features, rank] times the scaling,
+        both in ``dtype``; ``rank`` is the projection's own.
 
         Raises ``ConfigError`` if the file cannot be read, or for numbers that are not finite or too
         large for ``dtype``.
@@ -102,7 +103,7 @@ class AdapterFile:
         held = load_tensors(self.path)
         for name, factors in self.factors.items():
             for key in (factors.a, factors.b):
-                if key not in held:  # they were, when the file was opened
+                if key not in held:  # it was there when the file was opened
                     raise ConfigError(f"the adapter lacks {key}")
             a = held[factors.a].to(dtype)
             b = (held[factors.b][factors.rows].float() * factors.scaling).to(dtype)
@@ -114,25 +115,26 @@ class AdapterFile:
 
 
 def _is_finite(values: Tensor) -> bool:
-    """One pass over the numbers: an adapter has hundreds of small tensors, and each operation of
-    PyTorch waits for all its threads, which a busy machine runs late."""
+    """Takes only one pass over the numbers: an adapter has hundreds of small tensors, and each
+    PyTorch operation waits for all its threads, which a busy machine runs late."""
     return all(math.isfinite(bound) for bound in values.aminmax()) if values.numel() else True
 
 
 def open_adapter(
     folder: Path, projections: Mapping[str, Projection], names: TensorNames, *, max_rank: int
 ) -> AdapterFile:
-    """The adapter in ``folder``, if it fits a model with these projections, by the decoder's names;
-    ``names`` are those of the checkpoint's tensors, which the adapter may have, too.
+    """The adapter in ``folder``, if it fits a model with these projections, which have the
+    decoder's names. ``names`` are those of the checkpoint's tensors, which the adapter may also
+    use.
 
-    Reads the config and the header of the weights. Raises ``ConfigError`` with the name of the
-    field or tensor that does not fit.
+    Reads the config and the header of the weights. Raises a ``ConfigError`` that names the field or
+    tensor that does not fit.
     """
     path = folder / _WEIGHTS
     check_adapter_folder(folder)
     state = _state_of(folder / _CONFIG, path)  # before they are read
     for file in (folder / _CONFIG, path):
-        if file.exists() and not file.is_file():  # a pipe would be waited for
+        if file.exists() and not file.is_file():  # reading a pipe would wait
             raise ConfigError(f"{file} is no regular file")
     config = _Config(read_json(folder / _CONFIG))
     for module in _NEVER:
@@ -176,14 +178,14 @@ def open_adapter(
 def _state_of(*paths: Path) -> int:
     told = []
     for path in paths:
-        with contextlib.suppress(OSError):  # whoever reads it says so
+        with contextlib.suppress(OSError):  # its reader reports the error
             found = path.stat()
             told += [found.st_mtime_ns, found.st_size]
     return zlib.crc32(repr(told).encode())
 
 
 def _pairs(headers: Iterable[str]) -> dict[str, tuple[str, str]]:
-    """The names of both factors of each module that has any, by its name in the file."""
+    """The names of both factors of each module that has them, by the module's name in the file."""
     found: dict[str, dict[str, str]] = {}
     for name in headers:
         match = _TENSOR.fullmatch(name.removeprefix(_PREFIX))
@@ -201,7 +203,7 @@ def _pairs(headers: Iterable[str]) -> dict[str, tuple[str, str]]:
 
 
 def _parts(module: str, num_rows: int, names: TensorNames) -> dict[str, slice]:
-    """The projections of a module that the file names, each with its part of the outputs."""
+    """The projections in a module that the file names, each with its part of the outputs."""
     parts = {}
     for weight, stored in names.weights(f"{module}.weight", (num_rows, 1)):
         (rows,) = stored.region or (slice(None),)
@@ -270,7 +272,7 @@ class _Config:
             raise ConfigError(f"{_CONFIG}: target_modules is missing")
 
     def names(self, module: str) -> bool:
-        """Whether the module of this name is among the targets, and not only by ``all-linear``."""
+        """Whether this module is among the targets, and not only because of ``all-linear``."""
         return self._targets != _ALL_LINEAR and self.targets(module)
 
     def targets(self, module: str) -> bool:
@@ -327,8 +329,8 @@ def _compiled(name: str, pattern: str, around: str | None = None) -> re.Pattern[
 
 
 def _is_quick(pattern: str) -> bool:
-    """Whether a regular expression takes no more than a bounded time for a module's name, in which
-    no other thread of the process runs. Some that would are not recognized."""
+    """Whether a regular expression takes only a bounded time for a module's name, during which no
+    other thread of the process runs. Some expressions that do are not recognized."""
     varies = [False]  # of each open group: whether there are several ways to match it
     repeats, closed = 0, False
     for match in _SYMBOL.finditer(pattern):

@@ -1,10 +1,10 @@
-"""The memory of a model for LoRA adapters: slots, and what is written to them.
+"""A model's memory for LoRA adapters: slots, and what is written to them.
 
-A rank holds of each adapter what it holds of the adapted weights: A is split as their inputs are,
-B as their outputs. An adapter travels to the ranks as one flat tensor, whole and in the model's
-dtype (``AdapterShape``): of each *target*, a kind of projection such as ``q_proj``, first A
+A rank holds the same part of each adapter as of the adapted weights: A is split like their inputs,
+B like their outputs. An adapter travels to the ranks as one flat tensor, whole and in the model's
+dtype (``AdapterShape``). For each *target*, a kind of projection such as ``q_proj``, it has first A
 [num_layers, rank, in_features], then B [num_layers, out_features, rank], which includes the
-scaling. Projections that it leaves out are 0.
+scaling. Projections that the adapter leaves out are 0.
 
 Must not know files, requests or which slot an adapter gets.
 """
@@ -38,10 +38,10 @@ class AdapterShape:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Target:
-    """The projections of one kind, a layer after the other, and this rank's part of each.
+    """The projections of one kind, one layer after another, and this rank's part of each.
 
     ``a`` [num_layers, num_slots, max_rank, inputs] and ``b`` [num_layers, num_slots, outputs,
-    max_rank] are views of what the kind has in the memory of its matrices.
+    max_rank] are views of the kind's part of the memory of its matrices.
     """
 
     names: tuple[str, ...]
@@ -51,7 +51,7 @@ class _Target:
     b: Tensor
 
     def shapes(self, rank: int) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
-        """Of A and B, over all layers."""
+        """The shapes of A and B, over all layers."""
         num_layers = len(self.names)
         return (num_layers, rank, self.ins.total), (num_layers, self.outs.total, rank)
 
@@ -100,7 +100,7 @@ class AdapterSlots:
         }
 
     def padded_rank(self, rank: int) -> int:
-        """The rank that kernels compute for an adapter of this one."""
+        """The rank that kernels compute for an adapter of this ``rank``."""
         return -(-rank // RANK_STEP) * RANK_STEP
 
     def shape_of(self, file: AdapterFile) -> AdapterShape:
@@ -165,9 +165,8 @@ class AdapterSlots:
 
 
 def _alike(model: Decoder) -> list[Sequence[MergedColumnLinear | RowLinear]]:
-    """The linear layers of attention, of plain feed-forward blocks and of experts that all tokens
-    take, over all decoder layers, those of the same kind together. Other layers take no adapters.
-    """
+    """The linear layers of attention, plain feed-forward blocks and shared experts, over all
+    decoder layers, with those of the same kind together. Other layers take no adapters."""
     found: dict[tuple[object, ...], list[MergedColumnLinear | RowLinear]] = {}
     for layer in model.layers:
         shared = layer.mlp.shared if isinstance(layer.mlp, ExpertsMLP) else None

@@ -1,7 +1,7 @@
 """A model, ready to compute, from its spec and its folder.
 
 Modules are first made on the meta device, so that nothing is allocated or initialized twice. Must
-not know config.json, pages or plans: of an architecture it knows the spec alone.
+not know config.json, pages or plans: it knows an architecture only by its spec.
 """
 
 from __future__ import annotations
@@ -61,11 +61,11 @@ def build_model(
     ``load_format`` ``auto`` reads safetensors; ``dummy`` makes random weights from ``seed`` and
     reads none. ``max_sequence_length`` bounds the positions, by default to the model's context.
     ``fused`` and ``fused_experts``: computed by this package's kernels, by default on a GPU.
-    ``whole_experts``: ranks share out the experts of a layer, rather than slices of each.
-    ``keep_quantized``: quantized weights stay as they are, for this package's kernels on a GPU and
-    to be dequantized for each use on a CPU; else they are dequantized while they are loaded.
-    ``keeps_experts`` says in which formats those of experts do, by default the same. Raises
-    ``ConfigError`` if the checkpoint does not fit the spec.
+    ``whole_experts``: each rank has some of a layer's experts, rather than a slice of each.
+    ``keep_quantized``: quantized weights stay quantized, on a GPU for this package's kernels, on a
+    CPU to be dequantized for each use; otherwise they are dequantized while they are loaded.
+    ``keeps_experts`` says in which formats experts' weights stay quantized, by default the same.
+    Raises ``ConfigError`` if the checkpoint does not fit the spec.
     """
     on_gpu = device.type == "cuda"
     matrices = Matrices(
@@ -111,7 +111,7 @@ def build_model(
 
 
 def _has_no_place(model: Decoder) -> Callable[[str], bool]:
-    """Whether a tensor of the checkpoint, by its name, rightly has no place in this rank's model:
+    """Tells by name whether a tensor of the checkpoint rightly has no place in this rank's model:
     scales of keys and values, which ``kv_scales`` reads; a head that is tied to the embedding; and
     experts that other ranks hold."""
     elsewhere = {
@@ -131,8 +131,8 @@ def _has_no_place(model: Decoder) -> Callable[[str], bool]:
 
 
 def weight_bytes(model: Decoder) -> int:
-    """The memory of a model's weights. What two of them share, as experts share the MLP that all
-    tokens take, counts once."""
+    """The bytes of a model's weights. Memory that two weights share, as a shared expert may with
+    the other experts, counts once."""
     memories = [parameter.untyped_storage() for parameter in model.parameters()]
     return sum({memory.data_ptr(): memory.nbytes() for memory in memories}.values())
 
@@ -152,8 +152,8 @@ def _format_of(
     spec: ModelSpec, folder: Path, load_format: str
 ) -> Callable[[str], WeightFormat | None]:
     """How each projection is stored: as config.json says, by the checkpoint's names or by the
-    decoder's, unless the checkpoint holds its plain weight, as tools leave routers and other
-    modules that config.json does not always list."""
+    decoder's, unless the checkpoint holds its plain weight. Tools leave routers and other modules
+    plain, which config.json does not always list."""
     weights = spec.weights
     if weights is None:
         return lambda name: None
@@ -181,8 +181,8 @@ def _format_of(
 
 
 def _check_blocks(form: WeightFormat, stored: StoredAs) -> None:
-    """Raise ``ConfigError`` if a weight is the lower half of a tensor, a block of scales may reach
-    into it from the upper half, and the number of scales does not tell."""
+    """Raise ``ConfigError`` if a weight is the lower half of a tensor, and a scale's block may
+    reach into it from the upper half, which the number of scales cannot tell."""
     rows = form.block[0]
     begins = [part.start for part in stored.region if isinstance(part, slice)]
     for begin in begins if rows else ():
@@ -195,7 +195,7 @@ def _check_blocks(form: WeightFormat, stored: StoredAs) -> None:
 
 
 def _cast(module: nn.Module, dtype: torch.dtype) -> None:
-    """Give the parameters ``dtype``; a matrix decides for itself which of its own have it."""
+    """Give the parameters ``dtype``; a matrix itself decides which of its parameters get it."""
     if isinstance(module, (Matrix, StoredWeight, Router)):
         module.cast(dtype)
         return

@@ -1,8 +1,8 @@
 """The architectures that can be served, and the spec of a checkpoint folder.
 
-An architecture is a function of ``families`` from its config.json to a ``ModelSpec``. Reads
-config.json and generation_config.json, and by ``quantization`` how weights are stored. Code that
-comes with a checkpoint is never run. Must not import torch, since commands read a spec before
+An architecture is a function in ``families`` from its config.json to a ``ModelSpec``. Reads
+config.json and generation_config.json, and through ``quantization`` how weights are stored. Code
+that comes with a checkpoint is never run. Must not import torch, since commands read a spec before
 anything is loaded, and must not know devices or pages.
 """
 
@@ -94,8 +94,8 @@ def parse_spec(values: Mapping[str, Any], modelopt: Mapping[str, Any] | None = N
 
 
 def _check_pooling(folder: Path) -> None:
-    """Raise ``ConfigError`` if the checkpoint is one of sentence-transformers whose embeddings are
-    not made of the last token alone."""
+    """Raise ``ConfigError`` for a checkpoint of sentence-transformers whose embeddings are not made
+    of the last token alone."""
     if any(folder.glob("*_Dense/config.json")):
         raise ConfigError(f"{folder}: a projection of embeddings (2_Dense) is not supported")
     path = folder / "1_Pooling" / "config.json"
@@ -145,8 +145,8 @@ ARCHITECTURES: Final[Mapping[str, Callable[[ConfigReader], ModelSpec]]] = Mappin
         "GptOssForCausalLM": read_gpt_oss,
     }
 )
-"""By the names of config.json."""
+"""Keyed by the names in config.json."""
 
 _POOLING: Final = "pooling_mode_"
 _WITH_NEEDLESS_CODE: Final = frozenset({"Phi3ForCausalLM"})
-"""Architectures whose checkpoints bring code that says what transformers has had since."""
+"""Architectures whose checkpoints come with code that transformers has included since."""

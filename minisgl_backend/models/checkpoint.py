@@ -1,7 +1,7 @@
 """The weights of a checkpoint as its files describe them: names, types and shapes of tensors.
 
 Reads indexes and the headers of safetensors files, never a tensor, and needs no torch. So mistakes
-are found before any memory is taken or any process started. Must not know layers.
+are found before any memory is allocated or any process is started. Must not know layers.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _LAYER: Final = re.compile(r"model\.layers\.(\d+)\.")
 
 @dataclass(frozen=True, slots=True)
 class TensorHeader:
-    """A tensor in a file; ``dtype`` in the format's words, such as BF16."""
+    """A tensor in a file; ``dtype`` has the format's spelling, such as BF16."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -44,7 +44,7 @@ class TensorHeader:
 
 @dataclass(frozen=True, slots=True)
 class WeightHeader(TensorHeader):
-    """A weight of the decoder, which may be a part of a tensor of a file (``stored``)."""
+    """A weight of the decoder, which may be a part of a tensor in a file (``stored``)."""
 
     stored: StoredAs
 
@@ -58,7 +58,7 @@ WeightFiles = Mapping[Path, Mapping[str, WeightHeader]]
 
 def weight_files(folder: Path, names: TensorNames) -> WeightFiles:
     """The decoder's weights in the files of the checkpoint in ``folder``, which names its tensors
-    by ``names``. Raises ``ConfigError`` if a file is incomplete, and if two tensors hold the same
+    by ``names``. Raises ``ConfigError`` if a file is incomplete, or if two tensors hold the same
     weight."""
     found: dict[str, str] = {}
     files: dict[Path, dict[str, WeightHeader]] = {}
@@ -81,8 +81,8 @@ def has_head(folder: Path, names: TensorNames) -> bool:
 
 
 def is_headless(folder: Path) -> bool:
-    """Whether the checkpoint in ``folder`` has the layers of a model alone, by the names that such
-    ones have."""
+    """Whether the checkpoint in ``folder`` has only the layers of a model, judging by the names in
+    such checkpoints."""
     if not _has_weights(folder):
         return False
     found = [name for held in tensor_files(folder).values() for name in held]
@@ -133,7 +133,7 @@ def _located_files(folder: Path, located: Mapping[str, Any]) -> TensorFiles:
 
 
 def check_adapter_folder(folder: Path) -> None:
-    """Raise ``ConfigError`` if there is no such folder, or if this user may not look into it."""
+    """Raise ``ConfigError`` if there is no such folder, or if this user may not read it."""
     try:
         if not folder.is_dir():
             raise ConfigError(f"the adapter's folder {folder} does not exist")
@@ -147,8 +147,8 @@ def check_adapter_folder(folder: Path) -> None:
 def read_header(path: Path) -> Mapping[str, TensorHeader]:
     """The tensors of a safetensors file, in the order of their names.
 
-    Raises ``ConfigError`` unless they are laid out as the format demands: one after the other,
-    without a gap, to the file's end.
+    Raises ``ConfigError`` unless they are laid out as the format demands: one after another,
+    without gaps, to the file's end.
     """
     try:
         with open(path, "rb") as file:

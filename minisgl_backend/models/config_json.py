@@ -2,7 +2,7 @@
 
 Knows JSON and the keys that all architectures share. Must not know tensors. Both spellings of the
 rotary embedding are read: ``rope_theta`` with ``rope_scaling``, and ``rope_parameters``, which
-transformers writes since version 5.
+transformers has written since version 5.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class ConfigReader:
     def integer(
         self, key: str, default: int | None = None, *, minimum: int = 1, maximum: int = _MOST
     ) -> int:
-        """An integer from ``minimum`` to ``maximum``; without a default it must be there."""
+        """An integer from ``minimum`` to ``maximum``; without a default it must be present."""
         value = self._get(key, default)
         if type(value) is not int or value < minimum:
             raise self.error(key, f"an integer >= {minimum}", value)
@@ -72,7 +72,7 @@ class ConfigReader:
         return value
 
     def integer_or_null(self, key: str, default: int) -> int | None:
-        """As ``integer``, but null means None rather than the default."""
+        """Like ``integer``, but null means None rather than the default."""
         return None if key in self.nulls else self.integer(key, default)
 
     def number(
@@ -83,7 +83,7 @@ class ConfigReader:
         maximum: float = math.inf,
         or_zero: bool = False,
     ) -> float:
-        """A positive, finite number up to ``maximum``, or perhaps 0."""
+        """A positive, finite number up to ``maximum``; with ``or_zero``, also 0."""
         value = self._get(key, default)
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise self.error(key, "a number", value)
@@ -117,7 +117,7 @@ class ConfigReader:
         return value
 
     def integers(self, key: str) -> list[int]:
-        """A list of integers >= 0, or one of them alone; empty if it is absent."""
+        """A list of integers >= 0, or a single one; empty if it is absent."""
         value = self.values.get(key, [])
         found = value if isinstance(value, list) else [value]
         if any(type(number) is not int or not 0 <= number <= _MOST for number in found):
@@ -134,7 +134,7 @@ class ConfigReader:
         return tuple(entries.number(name) for name in named)
 
     def layer_kinds(self, key: str, kinds: Collection[str], num_layers: int) -> list[str] | None:
-        """What kind each layer is, a list of ``num_layers`` of ``kinds``; None if it is absent."""
+        """The kind of each layer, a list of ``num_layers`` of ``kinds``; None if it is absent."""
         value = self.values.get(key)
         if value is None:
             return None
@@ -158,10 +158,10 @@ class ConfigReader:
 def common_fields(
     config: ConfigReader, *, head_dim: int | None = None, partial: bool = False
 ) -> dict[str, Any]:
-    """The fields of ``ModelSpec`` that every supported architecture spells in the same way.
+    """The fields of ``ModelSpec`` that every supported architecture spells the same way.
 
-    ``head_dim`` is the default; if it is None, the hidden size is divided among the heads.
-    ``partial``: the architecture may rotate only a part of each head.
+    ``head_dim`` is the default; if None, the hidden size is divided among the heads. ``partial``:
+    the architecture may rotate only a part of each head.
     """
     activation = config.word("hidden_act", "silu")
     if activation != "silu":
@@ -205,8 +205,8 @@ def read_rope(
     partial: bool = False,
     given: Mapping[str, Any] | None = None,
 ) -> RopeSpec:
-    """The rotary embedding in either spelling, or as ``given``; ``ConfigError`` for one that is not
-    offered."""
+    """The rotary embedding in either spelling, or as ``given``; ``ConfigError`` if it is not
+    supported."""
     if given is None:
         given = {**config.table("rope_scaling"), **config.table("rope_parameters")}
     theta = config.number("rope_theta", 10_000.0)
@@ -231,7 +231,7 @@ def read_rope(
         return RopeSpec(**common, factor=rope.number("factor", 1.0, maximum=MOST_POSITIONS))
     if scaling in ("linear", "dynamic"):
         return RopeSpec(**common, factor=rope.number("factor", maximum=MOST_POSITIONS))
-    # A key beside the table wins over the same key inside it, as in transformers.
+    # As in transformers, a key beside the table takes precedence over the same key inside it.
     original = config.integer(
         "original_max_position_embeddings",
         rope.integer("original_max_position_embeddings", max_positions),
@@ -290,7 +290,7 @@ def _longrope(rope: ConfigReader, common: Mapping[str, Any]) -> RopeSpec:
 
 
 def _stretch(rope: ConfigReader, common: Mapping[str, Any]) -> float:
-    """By how much the context is stretched: ``factor``, or what the numbers of positions tell."""
+    """By how much the context is stretched: ``factor``, or the ratio of the position limits."""
     by_default = common["max_positions"] / common["original_max_positions"]
     return rope.number("factor", by_default, maximum=MOST_POSITIONS)
 

@@ -2,7 +2,8 @@
 
 The tokens of all rows of a step go through it as one flat batch, [num_tokens, hidden_size]; only
 token mixing distinguishes rows. Modules have the names of the checkpoint's tensors, by which the
-loader finds their places. The residual stream is one tensor, updated in place if a kernel can.
+loader finds their places. The residual stream is one tensor, updated in place if a kernel can do
+so.
 
 Each matrix chooses its kernel by the number of tokens (``layers.matrix``); all kernels give the
 same values up to rounding. Nothing here waits for a GPU or depends on values there, so all of it
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
 
 _PDL_HIDDEN_SIZE: Final = 5120
 _PDL_TOKENS: Final = 256
-"""Up to these sizes starting kernels early (PDL) is faster on an H200, or as fast."""
+"""Up to these sizes, starting kernels early (PDL) is at least as fast on an H200."""
 
 Layer: TypeAlias = DecoderLayer | PostNormLayer | Gemma4Layer
 
@@ -76,9 +77,9 @@ class Decoder(nn.Module):
     The tables of positions (``set_positions``) are computed, not loaded, so they are not
     parameters. A forward pass needs pages (``bind_pages``).
 
-    If the ``branch_scale`` s of the spec is not 1, the residual stream is that of the publisher's
-    model divided by s: embeddings are divided by s, so nothing has to multiply what the parts of
-    layers add. Norms undo the division if their eps is divided by s^2.
+    If the spec's ``branch_scale`` s is not 1, the residual stream is that of the publisher's model
+    divided by s: embeddings are divided by s, so that what the parts of layers add need not be
+    multiplied. Norms undo the division if their eps is divided by s^2.
     """
 
     def __init__(
@@ -91,8 +92,8 @@ class Decoder(nn.Module):
         whole_experts: bool = False,
     ):
         """``matrices`` makes the matrices. With ``fused_experts``, this package's kernels compute
-        experts, else PyTorch, operation by operation. With ``whole_experts``, a rank holds some of
-        the experts, else a slice of each."""
+        experts, otherwise PyTorch does, operation by operation. With ``whole_experts``, a rank
+        holds some of the experts, otherwise a slice of each."""
         super().__init__()
         self.spec = spec
         self.group = group
@@ -109,12 +110,12 @@ class Decoder(nn.Module):
                 "lm_head", spec.vocab_size, spec.hidden_size, group=group, matrices=matrices
             )
         self._rotary_tables: list[Tensor] = []  # each float32[num_positions, rotary dimensions]
-        # layers differ in their rotary table, in having a window, and in whether their queries grow
+        # layers differ in their rotary table, and in whether they have a window and growing queries
         self._places: list[tuple[int, bool, bool]] = []
         self._places_of: list[int] = []  # indices of ``_places``, by layer
         self._query_scales: Tensor | None = None  # float32[num_positions]
         self.mark: Callable[[str], AbstractContextManager[object]] | None = None
-        """Put around each layer, for profilers."""
+        """A context to put around each layer, for profilers."""
         self._most_tensor_core_tokens = 0
 
     @property
@@ -176,9 +177,9 @@ class Decoder(nn.Module):
             mixer.bind(of_layer)
 
     def use_tensor_cores(self, kernels: TensorCores) -> None:
-        """Compute steps by ``kernels`` if they fit. All layers must be ``DecoderLayer``s whose
-        weights fit, each with a ``GatedMLP`` or an ``ExpertsMLP`` that ``has_half_norms``; pages
-        must be bound."""
+        """Compute steps that fit by ``kernels``. All layers must be ``DecoderLayer``s whose weights
+        fit, each with a ``GatedMLP`` or an ``ExpertsMLP`` that ``has_half_norms``; pages must be
+        bound."""
         for layer in self.layers:
             assert isinstance(layer.mixer, (SelfAttention, GatedDeltaNet))
             assert isinstance(layer.mlp, (GatedMLP, ExpertsMLP))
@@ -187,8 +188,8 @@ class Decoder(nn.Module):
         self._most_tensor_core_tokens = kernels.most_tokens
 
     def use_invariant_kernels(self, kernels: InvariantKernels) -> None:
-        """Compute each token in an order that does not depend on the others. Only for models that
-        ``models.kernel_choice.use_invariant_kernels`` knows, with dense weights."""
+        """Compute each token in an order that does not depend on the others. Only for models with
+        dense weights that ``models.kernel_choice.use_invariant_kernels`` knows."""
         for layer in self.layers:
             for module in layer.modules():
                 if isinstance(module, (DenseMatrix, ExpertsMLP)):
@@ -248,8 +249,8 @@ class Decoder(nn.Module):
         return residual
 
     def _embedded(self, tokens: Tensor) -> tuple[Tensor, Normed]:
-        """The residual stream before the layers, [num_tokens, hidden_size], and the first norm of
-        it, if possible in one kernel with the sum over the ranks."""
+        """The residual stream before the layers, [num_tokens, hidden_size], and its first norm, if
+        possible in one kernel with the sum over the ranks."""
         spec, group, norm = self.spec, self.group, self.layers[0].first_norm
         part = self.model.embed_tokens.own_rows(tokens)
         if (scale := spec.embedding_scale / spec.branch_scale) != 1.0:
@@ -269,8 +270,8 @@ class Decoder(nn.Module):
         return self.head.gathered(self.logits_part(hidden))
 
     def logits_part(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """The same of this rank's part of the vocabulary, [num_rows, head.share], which
-        ``head.gathered`` makes whole. ``out``, of that shape, takes the result if that saves
+        """The same for this rank's part of the vocabulary, [num_rows, head.share], from which
+        ``head.gathered`` makes the whole. ``out``, of that shape, takes the result if that saves
         memory."""
         logits = self.head.part(Normed(hidden, self.model.norm), out)
         if cap := self.spec.logit_cap:
@@ -286,9 +287,9 @@ class Decoder(nn.Module):
         )
 
     def _starts_early(self, num_tokens: int) -> bool:
-        """Whether kernels of the layers may start early, and are faster for it.
+        """Whether kernels of the layers may start early, and are faster if they do.
 
-        Not in a ``PostNormLayer``, which partly runs in PyTorch. With several ranks only steps on
+        Not in a ``PostNormLayer``, which partly runs in PyTorch. With several ranks, only steps on
         tensor cores may: the ranks' fused sums read the residual stream before they wait, and no
         other GEMM ensures that it is written by then.
         """

@@ -53,7 +53,7 @@ class DecoderLayer(nn.Module):
 
     @property
     def mixer(self) -> TokenMixer:
-        """The token mixing, whose module has the name in the checkpoint."""
+        """The token mixing, whose module is named as in the checkpoint."""
         return cast(TokenMixer, getattr(self, self._mixer_name))
 
     def forward(
@@ -68,11 +68,11 @@ class DecoderLayer(nn.Module):
 
 
 class PostNormLayer(nn.Module):
-    """A layer in which the outputs of both parts are normalized, instead of their inputs (OLMo 2)
-    or in addition (Gemma 3).
+    """A layer that normalizes the outputs of both parts, instead of their inputs (OLMo 2) or in
+    addition to them (Gemma 3).
 
-    Its operations are those of a ``DecoderLayer``, one kernel for each, since no kernel fuses the
-    norm of an output.
+    Its operations are those of a ``DecoderLayer``, with one kernel for each, since no kernel fuses
+    the norm of an output.
     """
 
     def __init__(self, spec: ModelSpec, layer: int, group: Group, matrices: Matrices):
@@ -126,7 +126,7 @@ def _gated_mlp(spec: ModelSpec, layer: int, group: Group, matrices: Matrices) ->
 def _token_mixer(
     spec: ModelSpec, layer: int, group: Group, matrices: Matrices
 ) -> tuple[str, SelfAttention | GatedDeltaNet]:
-    """The token mixing of a layer, by its kind in the spec, and its name in the checkpoint."""
+    """The name in the checkpoint of a layer's token mixing, and the module, by its kind."""
     if spec.delta_net is not None and layer in spec.delta_net.layers:
         return "linear_attn", GatedDeltaNet(spec, layer, group, matrices)
     return "self_attn", SelfAttention(spec, layer, group, matrices)

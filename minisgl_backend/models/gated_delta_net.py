@@ -1,8 +1,8 @@
-"""Token mixing by a recurrent state: Gated DeltaNet (arXiv 2412.06464), as Qwen3-Next has it.
+"""Token mixing by a recurrent state: Gated DeltaNet (arXiv 2412.06464), as in Qwen3-Next.
 
-The state of a row, a convolution's last inputs and a matrix a head (``LayerStates``), lies in the
-slot that ``RecurrentRows`` names; it is as large after a million tokens as after one. Knows the
-names of the checkpoint and how heads are split over ranks. Must not know which slot is whose.
+The state of a row is a convolution's last inputs and a matrix per head (``LayerStates``). It lies
+in the slot that ``RecurrentRows`` names, and is as large after a million tokens as after one. Knows
+the names of the checkpoint and how heads are split over ranks. Must not know which slot is whose.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ class GatedDeltaNet(nn.Module):
     """The layer (``TokenMixer``), with this rank's heads.
 
     Queries and keys have fewer heads than values; consecutive value heads share one. The projection
-    of queries, keys, values and of z, the gate of the output, gives them one below the other, or
-    head by head of the keys (``DeltaSpec.by_key_head``); so does that of the rates, which is too
-    small to stay quantized. Both are one GEMM unless the first one does.
+    of queries, keys, values and z, the gate of the output, gives them one below the other, or key
+    head by key head (``DeltaSpec.by_key_head``). So does the projection of the rates, which is too
+    small to stay quantized. Both are one GEMM, unless the first stays quantized.
     """
 
     states: LayerStates
@@ -96,11 +96,11 @@ class GatedDeltaNet(nn.Module):
         self._heads = heads
 
     def bind(self, states: LayerStates) -> None:
-        """Keep the states of rows there from now on."""
+        """Keep the states of rows in ``states`` from now on."""
         self.states = states
 
     def use_tensor_cores(self, kernels: TensorCores) -> None:
-        """Compute steps that fit them by ``kernels``, which the weights fit."""
+        """Compute steps that fit by ``kernels``, which the weights fit."""
         for linear in (self.in_proj, self.rates_proj, self.out_proj):
             if linear is not None:
                 linear.use_tensor_cores(kernels)
@@ -138,7 +138,7 @@ class GatedDeltaNet(nn.Module):
             projected = self.in_proj(x, pdl=pdl)
             rates = projected[:, channels + num_z :]
         else:
-            if x.squares is None:  # else both complete the norm
+            if x.squares is None:  # otherwise both complete the norm
                 x = Normed(x.normalized(pdl=pdl))
             projected, rates = self.in_proj(x, pdl=pdl), self.rates_proj(x, pdl=pdl)
         rates = rates[:, : 2 * shape.num_heads]

@@ -1,9 +1,9 @@
-"""Gemma 4's layer: that of Gemma 3 with a scale of its own, and perhaps an input or experts.
+"""Gemma 4's layer: Gemma 3's with its own scale, and perhaps with an input or experts.
 
 Smaller models of this family have a second embedding, with a part for each layer. Together with a
 projection of the first embedding it makes the *layer inputs* of a token, which the layers read
-through a gate of the residual stream. Every rank computes all of that. In another model of the
-family each layer has a mixture of experts beside its feed-forward block.
+through a gate computed from the residual stream. Every rank computes all of this. In another model
+of the family each layer has a mixture of experts beside its feed-forward block.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from minisgl_backend.parallel.group import Group
 
 class Gemma4Layer(nn.Module):
     """Attention and feed-forward, each between two norms; then, if the model has them, the layer's
-    inputs; and the residual stream times a number of the layer."""
+    inputs; finally the residual stream is multiplied by the layer's own number."""
 
     def __init__(
         self,
@@ -87,7 +87,8 @@ class Gemma4Layer(nn.Module):
     def forward(
         self, residual: Tensor, x: Normed, next_norm: RMSNorm | None, step: StepContext
     ) -> tuple[Tensor, Normed]:
-        """``x`` is ``residual`` under this layer's norm; so is the result under the next one's."""
+        """``x`` is ``residual`` under this layer's norm. The second result is under the next
+        layer's."""
         part, after = self.self_attn.output(x, step), self.post_attention_layernorm
         x = add_normed(residual, part, after, self.pre_feedforward_layernorm, pdl=step.pdl)
         part = self.mlp.output(x, pdl=step.pdl, adapted=step.adapted)
@@ -108,8 +109,8 @@ class Gemma4Layer(nn.Module):
 class ExpertsBeside(nn.Module):
     """Experts beside a feed-forward block: the outputs of both are normalized and added.
 
-    The experts read the residual stream under another norm than the block does, and their router
-    under one more. Its parts have their names in the checkpoint's layer.
+    The experts read the residual stream under a different norm than the block, and their router
+    under yet another. Parts are named as in the checkpoint's layer.
     """
 
     def __init__(self, spec: ModelSpec, experts: ExpertsMLP):
@@ -149,7 +150,7 @@ class ExpertsBeside(nn.Module):
 
 
 class LayerInputsMaker(nn.Module):
-    """Makes the layer inputs of tokens; its parts have their names in the checkpoint's ``model``.
+    """Makes the layer inputs of tokens; its parts are named as in the checkpoint's ``model``.
 
     The result is (norm(projection of the embedding) + second embedding) / sqrt(2).
     """
@@ -191,7 +192,7 @@ class LayerInputsMaker(nn.Module):
 
 
 class _Scalar(nn.Module):
-    """A number of its parent's, of this module's name in the checkpoint."""
+    """A number of the parent's, with this module's name in the checkpoint."""
 
     def __init__(self) -> None:
         super().__init__()

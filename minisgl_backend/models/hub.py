@@ -18,18 +18,19 @@ logger = logging.getLogger(__name__)
 
 PATTERNS: Final = ("*.json", "*.safetensors", "*.jinja")
 NEEDLESS: Final = ("original/*", "consolidated*.safetensors")
-"""The same weights once more by other names, as gpt-oss and Mistral's models come with them."""
+"""The same weights again under other names, with which gpt-oss and Mistral's models come."""
 
 Download = Callable[[str, list[str]], str]
 """Fetches the files of a model id that match the patterns; returns their folder."""
 
 
 def resolve_model(model: str, source: str = "hf", *, download: Download | None = None) -> Path:
-    """The folder of ``model``: a folder, or else an id of the hub ``source`` (hf or modelscope).
+    """The folder of ``model``, which is a folder, or else an id of the hub ``source`` (hf or
+    modelscope).
 
     ``download`` replaces the hub's own function. Raises ``ConfigError`` if there is neither.
     """
-    folder = Path(os.path.expanduser(model))  # which leaves a user that is not known
+    folder = Path(os.path.expanduser(model))  # leaves an unknown user as it is
     if _is_folder(folder):
         if not (folder / "config.json").exists():
             others = {"GGUF files": "*.gguf", "Mistral's params.json": "params.json"}
@@ -62,7 +63,7 @@ def resolve_tokenizer(tokenizer: str, source: str = "hf") -> Path:
 
 
 def _is_folder(path: Path) -> bool:
-    """Raises ``ConfigError`` if this user may not look there, or into it."""
+    """Raises ``ConfigError`` if this user may not look for it, or into it."""
     try:
         is_folder = path.is_dir()
         if is_folder:

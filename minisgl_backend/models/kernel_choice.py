@@ -1,8 +1,8 @@
-"""Which layers take this package's kernels for Hopper: a model's, once its weights are loaded.
+"""Which layers of a model take this package's kernels for Hopper, once its weights are loaded.
 
-Knows what the kernels can compute and up to which batch they are the fastest. Each module says
-itself what it does with the kernels it is given; how they are cut is ``kernels.linear_cut``'s and
-``kernels.expert_cut``'s. Must not know config.json, files or plans.
+Knows what the kernels can compute, and up to which batch they are the fastest. Each module itself
+decides what it does with the kernels it is given. How they are cut is up to ``kernels.linear_cut``
+and ``kernels.expert_cut``. Must not know config.json, files or plans.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from minisgl_backend.weight_format import WeightFormat
 
 
 def use_tensor_cores(model: Decoder, device: torch.device) -> None:
-    """Let the layers compute steps of up to 256 tokens on Hopper's tensor cores, if there are
-    kernels for all of them and these are faster. Which models they know is decided by
-    ``has_fused_layers`` and here only. Compiles those that are not in the cache.
+    """Make the layers compute steps of up to 256 tokens on Hopper's tensor cores, if there are
+    kernels for all layers and these are faster. Only this function and ``has_fused_layers`` decide
+    which models the kernels know. Compiles kernels that are not in the cache.
 
-    Weights may be plain or quantized. A layer is then four GEMMs and what mixes tokens
-    (``kernels.cuda.linear``): norms, activations and residual adds happen inside the GEMMs, and of
-    most models rotation and storing of keys and values, too (``SelfAttention``). With several ranks
-    the sums over the ranks are launched as well, and include the residual adds and norms that
-    follow them. Pages must be bound. If some layers do not fit, quantized weights still take the
-    kernels, each for itself.
+    Weights may be plain or quantized. A layer is then four GEMMs and whatever mixes tokens
+    (``kernels.cuda.linear``). Norms, activations and residual adds happen inside the GEMMs, and for
+    most models so do the rotation and the storing of keys and values (``SelfAttention``). With
+    several ranks, the sums over the ranks are launched as well, and include the residual adds and
+    norms that follow them. Pages must be bound. If some layers do not fit, quantized weights still
+    take the kernels, each separately.
 
-    Experts have kernels of their own (``kernels.cuda.experts``), for any number of tokens, which
-    serve if they fit, whatever the rest of a layer takes.
+    Experts have their own kernels (``kernels.cuda.experts``), for any number of tokens. They are
+    used if they fit, whatever the rest of a layer takes.
     """
     if not has_hopper_kernels(device, model.dtype):
         return
@@ -79,7 +79,7 @@ def use_tensor_cores(model: Decoder, device: torch.device) -> None:
 
 
 def _largest_batch(matrices: Sequence[Matrix]) -> int:
-    """Up to which batch kernels on tensor cores are the fastest for all of them together."""
+    """The largest batch for which kernels on tensor cores are fastest for all of them together."""
     quantized = [matrix for matrix in matrices if isinstance(matrix, QuantizedMatrix)]
     return linear_cut.largest_batch(
         sum(matrix.out_features * matrix.in_features for matrix in matrices),
@@ -98,7 +98,7 @@ def _linears(module: nn.Module) -> Iterator[tuple[MergedColumnLinear | RowLinear
 
 
 def has_hopper_kernels(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether the CUDA C++ kernels for Hopper can be compiled for this GPU, and take this dtype."""
+    """Whether the CUDA C++ kernels for Hopper can be compiled for this GPU and take this dtype."""
     if torch.cuda.get_device_capability(device) != (9, 0) or import_error("cuda.bindings"):
         return False
     return dtype == torch.bfloat16
@@ -114,11 +114,11 @@ def has_expert_kernels(form: WeightFormat, spec: ModelSpec, parts: int) -> bool:
 
 
 def use_invariant_kernels(model: Decoder, device: torch.device) -> None:
-    """Compute every step so that a token's values do not depend on its other tokens (the option
-    ``batch_invariant``). Compiles kernels that are not in the cache.
+    """Compute every step so that a token's values do not depend on the step's other tokens (the
+    option ``batch_invariant``). Compiles kernels that are not in the cache.
 
-    Raises ``ConfigError`` if there are no such kernels for a weight, the dtype or the device; what
-    layers may consist of is checked by ``precheck``.
+    Raises ``ConfigError`` if there are no such kernels for a weight, the dtype or the device.
+    ``precheck`` checks what layers may consist of.
     """
     if torch.cuda.get_device_capability(device) != (9, 0):
         raise ConfigError("option batch_invariant needs a GPU of compute capability 9.0 (Hopper)")
@@ -148,11 +148,11 @@ def use_invariant_kernels(model: Decoder, device: torch.device) -> None:
 
 
 def has_fused_layers(spec: ModelSpec) -> bool:
-    """Whether the kernels for whole layers (``use_tensor_cores``) know all that the layers of such
-    a model compute; sizes and weight formats, on which they also depend, aside.
+    """Whether the kernels for whole layers (``use_tensor_cores``) know everything that the layers
+    of such a model compute. Sizes and weight formats, which also matter, are not checked here.
 
-    They do not know norms of the outputs of a layer's parts, another gate of dense layers than
-    SiLU, nor experts that ``expert_cut`` does not know, or whose router computes in float32.
+    The kernels do not know norms of the outputs of a layer's parts, gates of dense layers other
+    than SiLU, experts that ``expert_cut`` does not know, or routers that compute in float32.
     """
     experts = None if spec.moe is None else spec.moe.experts
     if experts is not None and (experts.routing.sigmoid or not expert_cut.knows(experts)):

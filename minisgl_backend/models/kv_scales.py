@@ -1,6 +1,6 @@
-"""Reads the scales of float8 keys and values, in checkpoints that were calibrated for them.
+"""Reads the scales of float8 keys and values from checkpoints that were calibrated for them.
 
-They are tensors of one number, two a layer, beside the projections. Tools name them differently:
+They are tensors of one number, two per layer, beside the projections. Tools name them differently:
 
     model.layers.N.self_attn.k_scale              llm-compressor, and vLLM's own name
     model.layers.N.self_attn.attn.k_scale         the same with the module that holds it
@@ -8,7 +8,8 @@ They are tensors of one number, two a layer, beside the projections. Tools name 
     model.layers.N.self_attn.k_proj.output_scale  compressed-tensors, older
     model.layers.N.self_attn.kv_scale             AutoFP8: one for both
 
-and v in place of k. A key is stored as k / scale and multiplied by scale when read; so are values.
+and with v in place of k. A key is stored as k / scale, and multiplied by scale when it is read; so
+are values.
 Must not know pages, or whether they are float8.
 """
 
@@ -37,8 +38,8 @@ def is_kv_scale(name: str) -> bool:
 
 
 def read_kv_scales(folder: Path, num_layers: int, names: TensorNames) -> tuple[KVScale, ...]:
-    """The scales of each layer; 1 for layers that have none in ``folder``'s checkpoint, which names
-    its tensors by ``names``.
+    """The scales of each layer, 1 for layers that have none, from the checkpoint in ``folder``,
+    which names its tensors by ``names``.
 
     Raises ``ConfigError`` for a scale that is not a single number, finite and above 0, for two
     names of the same scale, for a layer with only one of the two, and for an unknown layer.

@@ -1,8 +1,8 @@
-"""Reads how the weights of a checkpoint are quantized: config.json, or ModelOpt's own file.
+"""Reads how a checkpoint's weights are quantized, from config.json or ModelOpt's own file.
 
-Each tool that quantizes has a function from its ``quantization_config`` to rules about projections,
-and a line in ``_METHODS``. What cannot be computed is refused by name: a format that is read
-wrongly gives wrong text without an error. Knows JSON and names of projections. Must not know
+Each quantization tool has a function from its ``quantization_config`` to rules about projections,
+and a line in ``_METHODS``. What cannot be computed is refused by name: a format that is misread
+would give wrong text without an error. Knows JSON and the names of projections. Must not know
 tensors.
 """
 
@@ -30,9 +30,9 @@ _LARGEST_GROUP: Final = 2**20
 def read_quantization(
     config: ConfigReader, modelopt: Mapping[str, Any] | None
 ) -> WeightFormats | None:
-    """How the weights are stored that ``config``, a config.json, describes; None: all are plain.
+    """How the weights that ``config``, a config.json, describes are stored; None: all are plain.
 
-    ``modelopt`` is the content of ``hf_quant_config.json``, if there is one: it counts if
+    ``modelopt`` is the content of ``hf_quant_config.json``, if there is one; it is used if
     config.json says nothing. Raises ``ConfigError`` for what is not supported.
     """
     given, where = _given(config)
@@ -57,19 +57,19 @@ def read_quantization(
 
 
 def _given(config: ConfigReader) -> tuple[Mapping[str, Any], str]:
-    """What is said there, by either key; and where."""
+    """What config.json says, under either key, and where it says so."""
     given = config.table("quantization_config") or config.table("compression_config")
     return given, f"{config.where}: quantization_config"
 
 
 def modelopt_file(folder: Path) -> Mapping[str, Any] | None:
-    """The content of ModelOpt's file in a checkpoint's folder, if it is there."""
+    """The content of ModelOpt's file in a checkpoint's folder, if there is one."""
     path = folder / MODELOPT_FILE
     return read_json(path) if path.exists() else None
 
 
 def _fp8(config: ConfigReader) -> list[Rule]:
-    """Fine-grained FP8 of DeepSeek and Qwen, in blocks; AutoFP8, one scale a weight."""
+    """Fine-grained FP8 of DeepSeek and Qwen, in blocks; AutoFP8, with one scale per weight."""
     scheme = config.word("activation_scheme", "dynamic")
     if scheme not in ("dynamic", "static"):
         raise config.error("activation_scheme", "dynamic or static", scheme)
@@ -89,7 +89,7 @@ def _fp8(config: ConfigReader) -> list[Rule]:
 
 
 def _awq(config: ConfigReader) -> list[Rule]:
-    """AWQ of AutoAWQ; newer tools say ``format`` or ``checkpoint_format`` for ``version``."""
+    """AutoAWQ's AWQ; newer tools say ``format`` or ``checkpoint_format`` for ``version``."""
     for key in ("version", "format", "checkpoint_format"):
         _only(config, key, config.word(key, "gemm").lower(), "gemm")
     _only(config, "bits", config.integer("bits", config.integer("w_bit", 4)), 4)
@@ -104,7 +104,7 @@ def _awq(config: ConfigReader) -> list[Rule]:
 
 
 def _gptq(config: ConfigReader) -> list[Rule]:
-    """GPTQ of AutoGPTQ and GPTQModel; ``dynamic`` lists modules that are treated otherwise."""
+    """GPTQ of AutoGPTQ and GPTQModel; ``dynamic`` lists modules that are treated differently."""
     version = config.word("checkpoint_format", config.word("format", "gptq"))
     layouts = {"gptq": Layout.GPTQ, "gptq_v2": Layout.GPTQ_V2}
     if version not in layouts or config.flag("is_marlin_format"):
@@ -114,7 +114,7 @@ def _gptq(config: ConfigReader) -> list[Rule]:
             + " is not supported, only 'gptq' and 'gptq_v2'"
         )
     _only(config, "pack_dtype", config.word("pack_dtype", "int32"), "int32")
-    for key in ("rotation", "adapter"):  # of GPTQModel: they change what is computed
+    for key in ("rotation", "adapter"):  # GPTQModel's: they change what is computed
         if config.values.get(key):
             raise ConfigError(f"{config.where}: {key} {config.values[key]!r} is not supported")
     rules = [] if config.flag("lm_head") else [Rule(re.compile("lm_head"), None)]
@@ -257,7 +257,7 @@ def _packed_format(weights: ConfigReader, strategy: str, encoding: Encoding) -> 
 
 
 def _default_strategy(weights: ConfigReader) -> str:
-    """What compressed-tensors takes if a scheme does not say how many numbers share a scale."""
+    """What compressed-tensors assumes if a scheme does not say how many numbers share a scale."""
     size = weights.values.get("group_size")
     if size is None:
         return "tensor"
@@ -265,8 +265,8 @@ def _default_strategy(weights: ConfigReader) -> str:
 
 
 def _check_kv(config: ConfigReader) -> None:
-    """Raise ``ConfigError`` unless keys and values are plain, or 8-bit floats of one scale a layer
-    (``kv_scales``)."""
+    """Raise ``ConfigError`` unless keys and values are plain, or 8-bit floats with one scale per
+    layer (``kv_scales``)."""
     algorithm = config.word("kv_cache_quant_algo", "FP8")
     _only(config, "kv_cache_quant_algo", algorithm, "FP8")
     scheme = config.table("kv_cache_scheme")
@@ -297,7 +297,7 @@ def _block(config: ConfigReader, key: str) -> tuple[int, int] | None:
 
 
 def _group_size(config: ConfigReader, *keys: str) -> int | None:
-    """The inputs of a group; None, which is -1 in the file, for all."""
+    """The number of inputs in a group; None, which is -1 in the file, for all."""
     key = next((key for key in keys if key in config.values), keys[0])
     size = config.values.get(key, 128)
     if size == -1:
@@ -329,7 +329,7 @@ def _plain(config: ConfigReader, names: Iterable[str], pattern: Callable[[str], 
 
 
 def _module(name: str) -> str:
-    """A module's full name or the end of it, and all below."""
+    """A module's full name or its end, and everything below it."""
     return rf"(?:.*\.)?(?:{name})(?:\..*)?"
 
 
@@ -358,7 +358,7 @@ def _regex(config: ConfigReader, pattern: str) -> re.Pattern[str]:
 _TOLD_BY: Final = MappingProxyType(
     {"quant_algo": "modelopt", **dict.fromkeys(("load_in_4bit", "load_in_8bit"), "bitsandbytes")}
 )
-"""Keys that tell the tool in a config without ``quant_method``."""
+"""Keys that give the tool away in a config without ``quant_method``."""
 _METHODS: Final[Mapping[str, Callable[[ConfigReader], list[Rule]]]] = MappingProxyType(
     {
         "fp8": _fp8,

@@ -1,11 +1,11 @@
 """The table of angles of the rotary position embedding (RoFormer, arXiv 2104.09864).
 
-An entry of the table depends on its position only, not on the sequence, so that cached pages are
-valid for every request that shares them. For this, ``dynamic`` scaling rotates position p as
-transformers does if p is the last position of the sequence.
+An entry of the table depends only on its position, not on the sequence, so that cached pages are
+valid for every request that shares them. For this reason, ``dynamic`` scaling rotates position p as
+transformers does if p is the sequence's last position.
 
-All frequencies are computed in float32, with the operations in the order of transformers, so that
-the tables are equal bit by bit. Must not know sequences, or how a rotation is applied
+All frequencies are computed in float32, with operations in the same order as in transformers, so
+that the tables are equal bit by bit. Must not know sequences, or how a rotation is applied
 (``kernels.rope_store``).
 """
 
@@ -42,7 +42,7 @@ def rotary_table(
 
 
 def query_scales(growth: QueryGrowth, num_positions: int, device: torch.device) -> Tensor | None:
-    """What queries at each position are multiplied by, float32[num_positions]; None: all by 1."""
+    """The factors of queries at each position, float32[num_positions]; None: all are 1."""
     if not growth.factor or num_positions - 1 + growth.first < growth.period:
         return None
     periods = torch.floor((torch.arange(num_positions) + growth.first) / growth.period)
@@ -80,7 +80,7 @@ def _llama3_frequencies(spec: RopeSpec, frequencies: Tensor) -> Tensor:
     """Divide the frequencies of long wavelengths, keep those of short ones, blend in between.
 
     A wavelength, in tokens, is long above context / ``low_freq_factor`` and short below
-    context / ``high_freq_factor`` (Llama 3.1). If these are equal, nothing is between (Llama 4).
+    context / ``high_freq_factor`` (Llama 3.1). If these are equal, nothing is in between (Llama 4).
     """
     context = spec.original_max_positions or spec.max_positions
     low, high = spec.low_freq_factor, spec.high_freq_factor
@@ -114,5 +114,5 @@ def _yarn_frequencies(spec: RopeSpec, rotary_dim: int, wavelengths: Tensor) -> T
 
 
 def _yarn_dimension(turns: float, rotary_dim: int, theta: float, context: int) -> float:
-    """The dimension, a fraction, whose angle makes this number of ``turns`` over the context."""
+    """The dimension, as a fraction, whose angle makes this number of ``turns`` over the context."""
     return rotary_dim * math.log(context / (turns * 2 * math.pi)) / (2 * math.log(theta))

@@ -21,8 +21,7 @@ MOST_LAYERS: Final = 2**10
 MOST_HEADS: Final = 2**12
 MOST_EXPERTS: Final = 2**12
 MOST_POSITIONS: Final = 2**27
-"""Limits above those of any model: larger numbers are mistakes, refused before they exhaust memory.
-"""
+"""Limits beyond any model: larger numbers are mistakes, refused before they exhaust memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,19 +32,20 @@ class RopeSpec:
     - ``default``: it is not stretched;
     - ``linear``: positions are divided by ``factor`` (arXiv 2306.15595);
     - ``dynamic``: the base grows with the sequence beyond ``max_positions`` (NTK-aware scaling);
-    - ``llama3``: low frequencies are divided by ``factor``, high ones kept, those between blended;
+    - ``llama3``: low frequencies are divided by ``factor``, high ones kept, others blended;
     - ``yarn``: the same idea by dimension, and cos and sin are multiplied by ``attention_factor``
       (arXiv 2309.00071);
     - ``proportional``: only the share ``rotated`` of the pairs of dimensions rotates, with the
       frequencies of a head that rotates as a whole (Gemma 4);
     - ``longrope``: each frequency is divided by one of ``short_factors``, which are for sequences
-      up to ``original_max_positions`` (arXiv 2402.13753). Longer sequences have other frequencies
-      at all positions, which is impossible with keys in shared pages, so they are not offered.
+      up to ``original_max_positions`` (arXiv 2402.13753). Longer sequences would need different
+      frequencies at all positions, which is impossible with keys in shared pages, so they are not
+      supported.
 
-    ``max_positions`` is max_position_embeddings of config.json, ``original_max_positions`` the
+    ``max_positions`` is max_position_embeddings of config.json, and ``original_max_positions`` the
     context before stretching, both in tokens. ``rotated`` is the share of a head's dimensions that
-    rotates, from the first on. The first half of these are paired with the second half; if
-    ``interleaved``, each even one with the next.
+    rotates, from the first dimension on. The first half of these are paired with the second half
+    or, if ``interleaved``, each even dimension with the next.
     """
 
     scaling: str = "default"
@@ -86,8 +86,8 @@ class RopeSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueryGrowth:
-    """Queries of ``layers`` (None for all) are multiplied by 1 + ``factor`` * log(1 + n), where n
-    is the number of whole ``period``s up to their position, counting positions from ``first``."""
+    """Queries of ``layers`` (None for all) are multiplied by 1 + ``factor`` * log(1 + n), with n
+    the number of whole ``period``s up to their position, counting positions from ``first``."""
 
     factor: float
     period: int
@@ -100,8 +100,8 @@ class QueryGrowth:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoeSpec:
-    """Mixtures of experts; ``layers`` are those that have one instead of the plain MLP, or
-    ``beside`` it."""
+    """Mixtures of experts; ``layers`` are those that have one instead of the plain MLP or, if
+    ``beside``, next to it."""
 
     experts: ExpertsSpec
     layers: frozenset[int]
@@ -110,7 +110,7 @@ class MoeSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeltaSpec:
-    """The Gated DeltaNet layers; ``layers`` are those that mix tokens in this way instead of by
+    """The Gated DeltaNet layers; ``layers`` are those that mix tokens in this way, without
     attention.
 
     ``by_key_head``: how the merged projections order their outputs (``GatedDeltaNet``).
@@ -171,29 +171,30 @@ class ModelSpec:
     all of one size, and a token sees only positions of its own section. ``dtype`` is the
     checkpoint's. ``eos_token_ids`` come from config.json and generation_config.json. ``weights``
     says how projections are stored; None: all are plain. ``names``: how the checkpoint names its
-    tensors. If it does not generate (``generates``), as some embedding models, there is no output
-    head; the embedding takes its place.
+    tensors. A model that does not generate (``generates``), as some embedding models do not, has no
+    output head; the embedding takes its place.
 
-    ``ropes`` has one entry per layer, unless all rotate by ``rope``; None: the layer does not
-    rotate. ``qk_norm``: queries and keys are normalized, each head separately or all heads of a
+    ``ropes`` has one entry per layer, unless all layers rotate by ``rope``; None: the layer does
+    not rotate. ``qk_norm``: queries and keys are normalized, each head separately or all heads of a
     token together; "unweighted": each head separately, without weights, in layers that rotate.
-    ``query_growth``: queries grow with their position. ``norms``: whether the inputs of the parts
-    of a layer are normalized, or their outputs before they are added to the residual stream, or
-    both; ``norm_offset`` is added to the weights of all norms. ``gelu``: the gate of a feed-forward
-    block is GELU, approximated by tanh, instead of SiLU. ``attention_scale`` multiplies the scores,
-    by default head_dim to the power of -1/2. ``embedding_scale`` multiplies the embeddings,
-    ``branch_scale`` what each part of a layer adds to the residual stream, ``logit_scale`` the
+    ``query_growth``: queries grow with their position. ``norms``: whether a layer's parts normalize
+    their inputs, or their outputs before they are added to the residual stream, or both;
+    ``norm_offset`` is added to the weights of all norms. ``gelu``: the gate of a feed-forward block
+    is GELU, approximated by tanh, instead of SiLU. ``attention_scale`` multiplies the scores, by
+    default head_dim to the power of -1/2. ``embedding_scale`` multiplies the embeddings,
+    ``branch_scale`` what each part of a layer adds to the residual stream, and ``logit_scale`` the
     logits. ``gated_attention``: attention's output is multiplied by a gate computed from its input.
     ``sinks``: the softmax of each head has one more score, which is learned. ``delta_net``
     describes the layers without attention.
 
-    ``kv_heads`` has one entry per layer, unless all have ``num_kv_heads`` of ``head_dim``;
-    ``intermediate_sizes``, unless all feed-forward blocks have one width. The last layers may have
-    no keys and values of their own: ``kv_sources`` has, for each layer, the layer whose keys and
-    values it reads. With ``value_norm`` values are normalized by head, without weights; in layers
-    of ``keys_are_values`` these are the projections of keys. ``layer_inputs`` describes what layers
-    read besides the residual stream; with ``scaled_layers`` each multiplies its output by a number.
-    ``logit_cap`` c bounds logits x as c tanh(x / c), if it is not 0.
+    ``kv_heads`` has one entry per layer, unless all layers have ``num_kv_heads`` heads of size
+    ``head_dim``; so has ``intermediate_sizes``, unless all feed-forward blocks have the same width.
+    The last layers may lack their own keys and values: for each layer, ``kv_sources`` has the layer
+    whose keys and values it reads. With ``value_norm`` values are normalized by head, without
+    weights; in the layers of ``keys_are_values`` the values are the projections of keys.
+    ``layer_inputs`` describes what layers read besides the residual stream. With ``scaled_layers``
+    each layer multiplies its output by a number. If ``logit_cap`` c is not 0, it bounds logits x as
+    c tanh(x / c).
     """
 
     architecture: str
@@ -262,7 +263,7 @@ class ModelSpec:
 
     @property
     def context(self) -> int:
-        """Number of tokens of the longest sequence, given the scaling of rotary positions."""
+        """Number of tokens in the longest sequence, given the scaling of rotary positions."""
         rope = self.rope
         if rope.scaling in ("linear", "dynamic"):
             return int(rope.max_positions * rope.factor)

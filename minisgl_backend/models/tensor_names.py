@@ -1,9 +1,9 @@
-"""How a checkpoint names its tensors, and which of the decoder's weights one of them holds.
+"""How a checkpoint names its tensors, and which of the decoder's weights each tensor holds.
 
 The decoder's modules have the names that Llama's checkpoints use. Some publishers use other names,
-or merge several weights into one tensor. Only this module knows: to all others, a tensor of a file
-appears as the weights that it holds, under the decoder's names (``StoredAs``). Knows names, types
-and shapes. Must not know files or layers.
+or merge several weights into one tensor. Only this module knows that: to all others, a tensor in a
+file appears as the weights that it holds, under the decoder's names (``StoredAs``). Knows names,
+types and shapes. Must not know files or layers.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from typing import Final
 from minisgl_backend.errors import ConfigError
 
 Region = tuple[int | slice, ...]
-"""Of a tensor: an index or a range for each of its first dimensions."""
+"""A part of a tensor: an index or a range for each of its first dimensions."""
 
 _ROWS: Final = ("weight", "bias", "weight_scale", "weight_scale_inv", "weight_packed")
 _OUTPUTS_AT: Final = {
     **dict.fromkeys((*_ROWS, "weight_zero_point"), 0),
     **dict.fromkeys(("qweight", "qzeros", "scales"), 1),
 }
-"""The dimension of a tensor in which its module's outputs lie, or blocks or words of them."""
+"""The dimension of a tensor that is its module's outputs, or blocks or words of outputs."""
 _FOR_ALL_PARTS: Final = ("input_scale", "g_idx", "weight_g_idx")
 _NEEDLESS: Final = ("weight_shape",)
-"""Tells of a merged tensor what its other tensors tell as well."""
+"""Says about a merged module what its other tensors say as well."""
 _OF_INPUTS: Final = "activation_scale"
 _STACKED: Final = re.compile(
     r"(?P<experts>.+\.experts)\.(?P<part>gate_up_proj|down_proj)"
     r"(?:_(?P<scale>scale_inv|scale|activation_scale))?"
 )
 BODY: Final = ("embed_tokens.", "layers.", "norm.")
-"""How names begin in a checkpoint of the layers alone, without ``model.`` before them."""
+"""How names begin in a checkpoint of only the layers, without ``model.`` before them."""
 _OTHER_PARTS: Final = re.compile(
     r"(?:model\.)?(?:vision_tower|vision_model|visual|multi_modal_projector|audio_tower|embed_vision|embed_audio|vision_embedder)\."
 )
@@ -42,9 +42,9 @@ _OTHER_PARTS: Final = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class StoredAs:
-    """Where a weight of the decoder stands: in the whole tensor ``name`` of a file, or in its
-    ``region``. ``shape`` is the weight's own; if ``transposed``, a matrix, what is read there has
-    its dimensions the other way round."""
+    """Where a weight of the decoder is: in the whole tensor ``name`` of a file, or in its
+    ``region``. ``shape`` is the weight's own. If ``transposed``, the weight is a matrix, and what
+    is read has its dimensions the other way round."""
 
     name: str
     shape: tuple[int, ...]
@@ -72,13 +72,13 @@ class StoredAs:
 class TensorNames:
     """The names in a checkpoint.
 
-    ``renamed`` are pairs of a fragment of a name there and what it stands for in the decoder's; the
-    first one that is found is replaced. ``merged`` lists the modules whose tensors hold several
-    projections, the outputs of one after those of the other: by the end of the module's name, the
-    names of the projections and their numbers of outputs. A checkpoint of the layers alone, as
-    embedding models have it, leaves out the first part of all names, ``model.``. If the checkpoint
-    is ``multimodal``, the tensors for images and audio are left out, and always those whose names
-    begin with one of ``left_out``.
+    ``renamed`` are pairs of a fragment of a name there and what replaces it in the decoder's name;
+    only the first fragment that is found is replaced. ``merged`` lists the modules whose tensors
+    hold several projections, the outputs of one after those of another: by the end of the module's
+    name, the names of the projections and their numbers of outputs. A checkpoint of only the
+    layers, as of embedding models, leaves out the first part of all names, ``model.``. If the
+    checkpoint is ``multimodal``, the tensors for images and audio are left out. Tensors whose names
+    begin with one of ``left_out`` are always left out.
     With ``keeps_stacks`` a tensor of all experts is one weight, not several of one expert each.
     With ``transposed_stacks`` inputs come before outputs in such tensors, which are plain.
     """
@@ -91,7 +91,7 @@ class TensorNames:
     transposed_stacks: bool = False
 
     def weights(self, name: str, shape: tuple[int, ...]) -> Iterator[tuple[str, StoredAs]]:
-        """The decoder's weights that the tensor ``name`` of a file holds, none if it is left out.
+        """The decoder's weights that the tensor ``name`` in a file holds; none if it is left out.
 
         Raises ``ConfigError`` if a merged tensor cannot be taken apart.
         """
@@ -144,7 +144,7 @@ class TensorNames:
         return name
 
     def merged_module(self, module: str) -> str:
-        """The module whose tensors hold those of ``module`` of the decoder, mostly itself."""
+        """The module whose tensors hold those of the decoder's ``module``, mostly itself."""
         around, _, part = module.rpartition(".")
         for end, parts in self.merged.items():
             merged = f"{around}.{end.rpartition('.')[2]}"
@@ -161,15 +161,15 @@ MULTIMODAL: Final = TensorNames(
     ),
     multimodal=True,
 )
-"""A language model inside of a larger one, as publishers ship it and as transformers writes it."""
+"""A language model inside a larger one, as publishers ship it and as transformers writes it."""
 
 
 def _of_experts(
     stacked: re.Match[str], name: str, shape: tuple[int, ...]
 ) -> Iterator[tuple[str, StoredAs]]:
-    """Of the same matrix of all experts, [num_experts, out_features, in_features], or of its
-    scales, [num_experts, lines, columns]: those of gates lie above those of ups. Scales of inputs
-    have only the first dimension.
+    """The weights in a tensor of one matrix of all experts, [num_experts, out_features,
+    in_features], or of its scales, [num_experts, lines, columns]. Gates come before ups. Scales of
+    inputs have only the first dimension.
 
     Raises ``ConfigError`` if gates and ups cannot be halves.
     """
@@ -196,8 +196,8 @@ def _of_experts(
 def _of_transposed_experts(
     stacked: re.Match[str], name: str, shape: tuple[int, ...]
 ) -> Iterator[tuple[str, StoredAs]]:
-    """The same of plain weights, [num_experts, in_features, out_features]: those of gates come
-    before those of ups. Raises ``ConfigError`` if they cannot be halves."""
+    """The same for plain weights, [num_experts, in_features, out_features], with gates before ups.
+    Raises ``ConfigError`` if gates and ups cannot be halves."""
     num_experts, ins, outs = shape
     parts = ["down_proj"] if stacked["part"] == "down_proj" else ["gate_proj", "up_proj"]
     if outs % len(parts):
@@ -214,8 +214,8 @@ def _of_transposed_experts(
 def _of_outputs(
     sizes: Mapping[str, int], name: str, shape: tuple[int, ...], at: int
 ) -> Iterator[tuple[str, StoredAs]]:
-    """Of a merged tensor: the outputs of each part, which lie in dimension ``at``, or of their
-    blocks or words."""
+    """The weights in a merged tensor: the outputs of each part, or blocks or words of them, which
+    are dimension ``at``."""
     total, begin, count = sum(sizes.values()), 0, shape[at]
     before = tuple(slice(0, size) for size in shape[:at])
     for part, size in sizes.items():

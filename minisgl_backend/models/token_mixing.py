@@ -1,8 +1,8 @@
 """Token mixing: the part of a decoder layer in which the tokens of a row see each other.
 
-A ``TokenMixer`` is one kind of it. ``SelfAttention`` here keeps its state, keys and values, in
+A ``TokenMixer`` is one kind of it. ``SelfAttention``, here, keeps its state, keys and values, in
 pages; recurrent mixers (``gated_delta_net``) keep theirs in a slot of the row. ``StepContext`` has
-the places of a step's tokens. Must not know requests, or why a row has which pages.
+the places of a step's tokens. Must not know requests, or why a row has its pages.
 """
 
 from __future__ import annotations
@@ -63,13 +63,13 @@ class RecurrentRows:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepContext:
-    """What all layers of a step share, or all that rotate in the same way.
+    """What all layers of a step share, or all layers that rotate in the same way.
 
     ``places``: positions of the tokens, and slots of their keys and values. ``pdl``: kernels may
-    start before their predecessors have ended (``kernels``). ``query_scale`` [num_tokens, 1, 1]
-    multiplies the rotated queries, in their type. ``recurrent`` is None if no layer has recurrent
-    states. ``adapted``: the tokens by adapter, if any uses one. ``layer_inputs`` [num_tokens,
-    num_layers, size] are what layers read besides the residual stream.
+    start before their predecessors have ended (``kernels``). The rotated queries are multiplied by
+    ``query_scale`` [num_tokens, 1, 1], which has their type. ``recurrent`` is None if no layer has
+    recurrent states. ``adapted``: the tokens by adapter, if any uses one. ``layer_inputs``
+    [num_tokens, num_layers, size] are what layers read besides the residual stream.
     """
 
     places: TokenPlaces
@@ -92,7 +92,7 @@ class TokenMixer(Protocol):
         overwritten."""
 
     def rounding(self, num_tokens: int) -> int | None:
-        """If only numbers of 8 bits are read of ``x``: how many neighbours share a scale."""
+        """If ``x`` is read only in 8 bits: how many neighbours share a scale."""
 
 
 class SelfAttention(nn.Module):
@@ -171,9 +171,9 @@ class SelfAttention(nn.Module):
             yield "sinks", WeightPlace(self.sinks.data, (heads.total,), 0, heads.start)
 
     def use_tensor_cores(self, kernels: TensorCores) -> None:
-        """Compute steps by ``kernels`` if they fit; the weights do, and pages must be bound. The
-        GEMM also normalizes, rotates and stores heads, if a head is one of its tiles, rotates in
-        full, and has neither a gate nor a ``TokenNorm``."""
+        """Compute steps that fit by ``kernels``, which the weights fit. Pages must be bound. The
+        GEMM also normalizes, rotates and stores heads, if a head can be one of its tiles, rotates
+        in full, and has neither a gate nor a ``TokenNorm``."""
         self.o_proj.use_tensor_cores(kernels)
         if not self._are_heads_tiles:
             self.qkv_proj.use_tensor_cores(kernels)
@@ -248,7 +248,7 @@ class SelfAttention(nn.Module):
                 kv.keys,
                 kv.values,
                 squares=squares,
-                eps=x.eps if norm is None else self.eps,  # without head norms, that of the input's
+                eps=x.eps if norm is None else self.eps,  # without head norms, the input norm's
                 q_weight=None if head_norm is None else head_norm.q,
                 k_weight=None if head_norm is None else head_norm.k,
                 k_scale=kv.k_scale,

@@ -2,7 +2,7 @@
 
 Every place is filled exactly once, every tensor of the checkpoint has a place, and every type and
 shape fits; anything else is a ``ConfigError`` with the tensor's name. Only this rank's slices are
-read, file by file: the memory taken is that of one weight, beside the pages of the file itself.
+read, file by file, so loading takes the memory of one weight, besides the pages of the file itself.
 Pickled files are never opened. Knows files and places; must not know architectures or formats.
 """
 
@@ -36,9 +36,9 @@ _LAYER: Final = re.compile(r"model\.layers\.(\d+)\.")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Use:
-    """What a tensor of the checkpoint is for: the part that it plays in the weight of a place.
+    """What a tensor of the checkpoint is for: the role that it plays in the weight of a place.
 
-    Without a weight, it must be 0: tools write biases of 0 for projections that have none.
+    Without a weight, the tensor must be 0: tools write biases of 0 for projections that have none.
     """
 
     weight: str | None
@@ -58,10 +58,10 @@ def load_weights(
     """Fill every place from the checkpoint in ``folder``, converting to the places' dtype.
 
     ``names`` says how the checkpoint names its tensors; places have the decoder's names.
-    ``is_ignored`` says by the decoder's name which tensors of the checkpoint need no place; buffers
-    of rotary frequencies and biases of 0 need none either. Raises ``ConfigError`` for missing,
-    left-over or misshapen tensors, for those of another type, for scales that are 0 or not finite,
-    and for files that cannot be read.
+    ``is_ignored`` says, by the decoder's name, which tensors of the checkpoint need no place;
+    buffers of rotary frequencies and biases of 0 need none either. Raises ``ConfigError`` for
+    tensors that are missing or left over or have a wrong shape or type, for scales that are 0 or
+    not finite, and for files that cannot be read.
     """
     started = monotonic()
     files = weight_files(folder, names)
@@ -71,7 +71,7 @@ def load_weights(
     for use in uses.values():
         if use.weight is not None:
             num_missing[use.weight] += 1
-    found: dict[str, dict[str, ReadTensor]] = {}  # of weights of which not all has been read
+    found: dict[str, dict[str, ReadTensor]] = {}  # weights not yet read in full
     with progress("loading weights", len(uses)) as advance:
         for path, held in wanted.items():
             for name, values in _read_file(path, {name: uses[name] for name in held}):
@@ -92,10 +92,11 @@ def load_weights(
 
 
 def fill_random(places: Mapping[str, Place], seed: int, dtype: torch.dtype) -> None:
-    """Weights for trying out a shape without a checkpoint: norms 1, all else normal(0, 0.02).
+    """Make weights to try out a shape without a checkpoint: norms are 1, all else is
+    normal(0, 0.02).
 
-    Each rank draws the checkpoint's weights whole, in ``dtype`` and on its device, and keeps its
-    slices of them: so on devices of one kind, any number of ranks has the same model.
+    Each rank draws the checkpoint's whole weights, in ``dtype`` and on its device, and keeps its
+    slices. So on devices of the same kind, any number of ranks has the same model.
     """
     generators: dict[torch.device, torch.Generator] = {}
     for name, place in places.items():
@@ -166,8 +167,8 @@ def _as_spelled(
 ) -> list[str]:
     """Names of missing tensors for an error message, spelled as this checkpoint spells others.
 
-    Each tensor is given by the decoder's names for it, of which one would do. The spelling is that
-    of the same tensor in another layer; without one, the prefix is that of other tensors.
+    Each tensor is given by the decoder's names for it, any of which would do. The spelling is that
+    of the same tensor in another layer; if there is none, the prefix is that of other tensors.
     """
     layers = {match[1] for name in headers if (match := _LAYER.match(name))}
     prefix = next(
@@ -203,7 +204,7 @@ def _listed(names: list[str]) -> str:
 
 
 def _read_file(path: Path, uses: Mapping[str, _Use]) -> Iterator[tuple[str, Tensor]]:
-    """The regions of these weights of one file."""
+    """The regions of these weights in one file."""
     with open_tensors(path) as file:
         for name, use in uses.items():
             stored = use.stored
@@ -220,7 +221,7 @@ def _check_scale(name: str, values: Tensor, *, signed: bool) -> None:
     if values.dtype in (torch.uint8, torch.float8_e8m0fnu):  # exponents
         is_wrong = values.view(torch.uint8) == 255
     else:
-        wide = values.float()  # what kernels compute with, of float64 as well
+        wide = values.float()  # what kernels compute with, even for float64
         is_wrong = ~wide.isfinite() | (wide == 0 if signed else wide <= 0)
     if is_wrong.any():
         at = is_wrong.nonzero()[0].tolist()
@@ -231,8 +232,8 @@ def _check_scale(name: str, values: Tensor, *, signed: bool) -> None:
 
 
 def load_tensors(path: Path) -> dict[str, Tensor]:
-    """All tensors of a small safetensors file, which may be read again and again: ``safe_open`` of
-    safetensors 0.8 leaks 32 bytes for each tensor. Raises ``ConfigError``."""
+    """All tensors of a small safetensors file, which may be read again and again. (``safe_open`` of
+    safetensors 0.8 leaks 32 bytes for each tensor.) Raises ``ConfigError``."""
     try:
         return load(path.read_bytes())
     except FileNotFoundError:
@@ -243,7 +244,7 @@ def load_tensors(path: Path) -> dict[str, Tensor]:
 
 @contextmanager
 def open_tensors(path: Path) -> Iterator[Any]:
-    """A safetensors file; all errors with it become a ``ConfigError``."""
+    """A safetensors file; all its errors become a ``ConfigError``."""
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
             yield file

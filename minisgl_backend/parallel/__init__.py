@@ -1,1 +1,1 @@
-"""Ranks: how the parts of one engine that sit on several devices talk to each other."""
+"""Ranks: how the parts of one engine on several devices talk to each other."""

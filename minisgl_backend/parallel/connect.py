@@ -1,4 +1,4 @@
-"""From the option ``comm`` and a place to a group whose ranks are connected.
+"""Turns the option ``comm`` and a place into a group whose ranks are connected.
 
 The ranks find each other through a store, which rank 0 holds. Must not know models, or what the
 ranks tell each other.
@@ -23,13 +23,14 @@ from minisgl_backend.parallel.pynccl import pynccl_group
 from minisgl_backend.parallel.torch_group import gloo_group, nccl_group
 
 _LEAST_STORE_S: Final = 60.0
-"""Least timeout: PyTorch looks up each address's name for its log, and a lost answer costs 5 s."""
+"""The shortest timeout: PyTorch looks up each address's name for its log, and a lost answer costs
+5 s."""
 
 
 def choose_comm(option: str | None, device: torch.device, place: RankPlace) -> str:
     """The library that ``option`` names, by default the fastest that is ready for use.
 
-    Sums by this package's kernels are the fastest with two and four ranks of one host; eight have
+    Sums by this package's kernels are the fastest with two and four ranks on one host; eight have
     not been measured. Raises ``ConfigError`` if the device or the hosts cannot use the library.
     """
     check_comm(option, device.type, place)
@@ -42,7 +43,7 @@ def choose_comm(option: str | None, device: torch.device, place: RankPlace) -> s
 
 
 def open_store(place: RankPlace, timeout_s: float) -> tuple[RankPlace, Store]:
-    """The store of all ranks, and the place with its port; rank 0 is the first to open it.
+    """The place with the store's port, and the store of all ranks. Rank 0 is the first to open it.
 
     Raises ``ConfigError`` if the address is not one of this machine, or its port is taken.
     """
@@ -67,9 +68,9 @@ def open_store(place: RankPlace, timeout_s: float) -> tuple[RankPlace, Store]:
 def connect(
     place: RankPlace, store: Store, comm: str, device: torch.device, *, timeout_s: float
 ) -> Group:
-    """The group of all ranks that meet in ``store``; returns when all have connected.
+    """The group of all ranks that meet in ``store``. Returns when all have connected.
 
-    With gloo a collective that waits for longer than ``timeout_s`` raises. Raises ``ConfigError``
+    With gloo, a collective that waits for longer than ``timeout_s`` raises. Raises ``ConfigError``
     if the ranks do not find each other in that time.
     """
     try:
@@ -97,8 +98,7 @@ def _cuda_sum(host: Group, device: torch.device) -> FusedSum:
 
 
 def _why_not_cuda_sum(device: torch.device, num_ranks: int) -> str | None:
-    """What the sums by this package's kernels lack, if anything; the same on all ranks of a
-    host."""
+    """What sums by this package's kernels lack, if anything; the same on all ranks of a host."""
     if not can_start_early(device):
         return "GPUs of compute capability 9.0 or above"
     if (error := packages.import_error("cuda.bindings")) is not None:
@@ -109,7 +109,7 @@ def _why_not_cuda_sum(device: torch.device, num_ranks: int) -> str | None:
 
 
 def _reach_each_other(num_gpus: int) -> bool:
-    """Whether each of the first GPUs of this host can write to the memory of the others."""
+    """Whether each of this host's first GPUs can write to the memory of the others."""
     return torch.cuda.device_count() >= num_gpus and all(
         torch.cuda.can_device_access_peer(*pair) for pair in permutations(range(num_gpus), 2)
     )

@@ -1,9 +1,9 @@
 """All-reduce, residual add and RMSNorm in one kernel of this package (``kernels.cuda.fused_sum``).
 
-Each rank writes into the memory of every rank, so all are GPUs of one host. There is no flag beside
-the data: memory that waits for data holds -0.0, which is never sent. The kernels can be captured
-like any other, since which buffer is in use is kept on the GPU. A kernel that waits for a lost rank
-does not end by itself; ``let_go`` ends it.
+Each rank writes to the memory of every rank, so all must be GPUs of one host. There are no flags
+beside the data: memory that waits for data holds -0.0, which is never sent. The kernels can be
+captured like any other, since the GPU itself knows which buffer is in use. A kernel that waits for
+a lost rank does not end by itself; ``let_go`` ends it.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from minisgl_backend.parallel.leaving import Leaving
 from minisgl_backend.parallel.peer_memory import PeerMemory
 
 _BUFFER_BYTES: Final = 32 * 2**20
-"""More rows than fit are summed part by part."""
+"""If there are more rows than fit, they are summed part by part."""
 _DTYPES: Final = (torch.bfloat16, torch.float16)
 _LET_GO_S: Final = 10.0
 
 
 class CudaSum:
-    """The kernels and their memory (``FusedSum``). Every rank of a host makes one at the same
+    """The kernels and their memory (``FusedSum``). All ranks of a host make theirs at the same
     time."""
 
     def __init__(self, host: Group, device: torch.device):
@@ -49,8 +49,8 @@ class CudaSum:
     def add_rms_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, pdl: bool = False
     ) -> Tensor:
-        """As ``FusedSum`` says. The sum is computed in float32, in the order of the ranks, and
-        rounded before ``residual`` is added, so each row gets the same bits in any number of rows.
+        """See ``FusedSum``. The sum is computed in float32, in the order of the ranks, and rounded
+        before ``residual`` is added. So each row gets the same bits, however many rows there are.
         """
         assert x.is_contiguous() and residual.is_contiguous()
         self._stream = torch.cuda.current_stream(x.device)
@@ -62,7 +62,7 @@ class CudaSum:
     def _let_go(self) -> None:
         """Write zeros in place of the data that a lost rank never sends, so that kernels end.
 
-        Each kernel empties what it takes, so this goes on until all have run.
+        Each kernel empties what it takes, so this is repeated until all have run.
         """
         deadline = time.monotonic() + _LET_GO_S
         with torch.cuda.device(self._stream.device):

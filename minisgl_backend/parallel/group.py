@@ -1,8 +1,9 @@
 """The ranks that share one model (``Group``), as the rest of the engine sees them.
 
 Knows rank, size and the collectives that tensor parallelism needs. Must not know models, plans or
-how processes are started. Every rank calls the same collectives in the same order, and each on the
-device's queue, so a collective that waits for a silent rank holds up whatever is queued behind it.
+how processes are started. Every rank calls the same collectives in the same order, all of them in
+the device's queue. So a collective that waits for a silent rank holds up everything queued after
+it.
 """
 
 from __future__ import annotations
@@ -23,17 +24,17 @@ class FusedSum(Protocol):
     """All-reduce, residual add and RMSNorm in one kernel."""
 
     def fits(self, num_tokens: int, hidden_size: int, dtype: torch.dtype) -> bool:
-        """Whether there is a kernel for such tensors, faster than separate ones."""
+        """Whether there is a kernel for such tensors that is faster than separate kernels."""
 
     def add_rms_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, pdl: bool = False
     ) -> Tensor:
-        """residual += the sum of every rank's ``x``, in place; the RMSNorm of that.
+        """residual += the sum of every rank's ``x``, in place. Returns the RMSNorm of that.
 
         ``x``, ``residual`` [num_tokens, hidden_size] for which ``fits``; ``weight`` [hidden_size].
-        ``pdl``: the kernel may start before its predecessor ends, and its successor before it ends.
-        It may read ``residual`` before it waits for its predecessor, so the predecessor must not
-        let it start until ``residual`` has been written.
+        ``pdl``: the kernel may start before its predecessor ends, and its successor may start
+        before it ends. It may read ``residual`` before it waits for its predecessor, so the
+        predecessor must not let it start until ``residual`` has been written.
         """
 
     def let_go(self) -> None:
@@ -49,11 +50,11 @@ class Group(Protocol):
 
     @property
     def size(self) -> int:
-        """How many ranks there are."""
+        """The number of ranks."""
 
     @property
     def fused(self) -> FusedSum | None:
-        """The kernel for a sum over the ranks, residual add and norm; None if there is none."""
+        """The kernel for sum over the ranks, residual add and norm; None if there is none."""
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum of every rank's ``x``; may overwrite it."""
@@ -62,21 +63,21 @@ class Group(Protocol):
         """Every rank's ``x``, [size, *shape of x]."""
 
     def broadcast(self, x: Tensor) -> Tensor:
-        """Rank 0's ``x``; overwrites the others'."""
+        """Rank 0's ``x``; overwrites that of the other ranks."""
 
     def least(self, numbers: Sequence[int]) -> list[int]:
         """The elementwise minimum of all ranks' ``numbers``. Waits for all ranks."""
 
     def leave(self, *, patience_s: float = 0.0) -> None:
-        """Give the group up, on any thread: collectives end, also those that wait for a lost rank.
+        """Give the group up, on any thread. Collectives end, even those that wait for a lost rank.
 
-        Waits for at most ``patience_s`` until that is over, which it cannot be before the CUDA
-        graphs that hold collectives are destroyed. Idempotent.
+        Waits at most ``patience_s`` for this to finish, which it cannot before the CUDA graphs that
+        hold collectives are destroyed. Idempotent.
         """
 
 
 class OneRank:
-    """The group of a model that sits on one device: collectives change nothing."""
+    """The group of a model on a single device: collectives change nothing."""
 
     rank = 0
     size = 1
@@ -99,10 +100,11 @@ class OneRank:
 
 
 def least_free_memory(group: Group, free_bytes: int, *, may_differ: bool = False) -> int:
-    """The least of all ranks' free bytes, so that all ranks make the same number of pages.
+    """The minimum of all ranks' free bytes, so that all ranks make the same number of pages.
 
     Unless they ``may_differ``, raises ``ConfigError`` if they are more than 2 GiB apart: the rank
-    with the least would limit all others, and most likely something else runs on its device.
+    with the least free memory would limit all others, and most likely something else is running on
+    its device.
     """
     least, negated_most = group.least([free_bytes, -free_bytes])
     if not may_differ and -negated_most - least > _MOST_UNEVEN:

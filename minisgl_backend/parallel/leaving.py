@@ -1,6 +1,6 @@
-"""Gives up a communicator: once, and on a thread of its own.
+"""Gives up a communicator, once and on a separate thread.
 
-NCCL first releases what waits on the GPU, then waits itself until every CUDA graph that holds the
+NCCL first releases what waits on the GPU, then itself waits until every CUDA graph that holds the
 communicator is destroyed. So code that still holds graphs must not wait for NCCL.
 """
 
@@ -22,7 +22,7 @@ class Leaving:
         return self._thread.ident is not None
 
     def begin(self, patience_s: float) -> None:
-        """Start the work unless it has begun, and wait at most ``patience_s`` for its end."""
+        """Start the work unless it has begun, and wait at most ``patience_s`` for it to end."""
         with self._lock:
             if not self.has_begun:
                 self._thread.start()

@@ -1,8 +1,8 @@
 """Which machines an engine's ranks are spread over, and the secret that authenticates them.
 
-Knows options and the variables by which launchers tell a process its place: those of PyTorch's
-``torchrun`` and its kin, and those of Kubernetes' LeaderWorkerSet. Must not know processes or
-sockets. Options take precedence over variables.
+Knows options, and the variables by which launchers tell a process its place: those of PyTorch's
+``torchrun`` and similar launchers, and those of Kubernetes' LeaderWorkerSet. Must not know
+processes or sockets. Options take precedence over variables.
 """
 
 from __future__ import annotations
@@ -19,16 +19,15 @@ from minisgl_backend.parallel.place import host_and_port, is_loopback
 SECRET_VARIABLE: Final = "MINISGL_NODE_SECRET"
 _LEAST_SECRET_BYTES: Final = 16
 _PORT: Final = "29500"
-"""PyTorch's default."""
+"""PyTorch's default port."""
 _AGENT_VARIABLE: Final = "TORCHELASTIC_USE_AGENT_STORE"
 _AGENT_PORT: Final = "MASTER_PORT"
 
 
 def with_environment(options: EngineOptions, environment: Mapping[str, str]) -> EngineOptions:
-    """The options; those about nodes that are not given come from the environment.
+    """The options, with those about nodes taken from the environment if they are not given.
 
-    Raises ``ConfigError`` for a variable that is malformed, and if several nodes have no place to
-    meet.
+    Raises ``ConfigError`` if a variable is malformed, or if several nodes have no place to meet.
     """
     num_nodes, node, address = options.nnodes, options.node_rank, options.rendezvous
     if num_nodes is None:
@@ -48,7 +47,7 @@ def with_environment(options: EngineOptions, environment: Mapping[str, str]) -> 
 
 
 def _number(environment: Mapping[str, str], *names: str) -> int | None:
-    """The number in the first of these variables that is there."""
+    """The number in the first of these variables that is set."""
     for name in names:
         text = environment.get(name, "")
         if text:
@@ -71,8 +70,8 @@ def _address(environment: Mapping[str, str]) -> str | None:
 
 
 def check_nodes(options: EngineOptions) -> None:
-    """Raise ``ConfigError`` if what the options say of nodes is incomplete or contradicts itself,
-    or does not go with other options."""
+    """Raise ``ConfigError`` if what the options say about nodes is incomplete or contradictory, or
+    does not go with other options."""
     num_nodes = options.nnodes or 1
     if num_nodes == 1:
         if options.node_rank:

@@ -1,8 +1,8 @@
 """Memory of each rank's GPU that the other ranks of its host write to (CUDA's IPC handles).
 
-By the driver's C interface, since PyTorch's symmetric memory needs process groups of its own and
-may set up NVLink multicast. Knows addresses, not what is written there. The memory is never freed:
-a peer may still be writing to it.
+It takes the driver's C interface, since PyTorch's symmetric memory needs PyTorch's own process
+groups and may set up NVLink multicast. Knows addresses, but not what is written there. The memory
+is never freed: a peer may still be writing to it.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ class _Handle(ctypes.Structure):
 class PeerMemory:
     """``num_bytes`` on each rank, filled with a 16-bit ``pattern``.
 
-    ``addresses`` are those of each rank's memory in this process. Every rank of ``host``, a group
-    for tensors in main memory, makes one at the same time, with its GPU as the current device.
+    ``addresses`` are the addresses of all ranks' memory in this process. All ranks of ``host``, a
+    group for tensors in main memory, make theirs at the same time, each with its GPU as the current
+    device.
     """
 
     def __init__(self, host: Group, num_bytes: int, pattern: int):
@@ -52,7 +53,7 @@ class PeerMemory:
         host.least([0])  # a barrier: no rank writes before all are filled
 
     def fill(self, pattern: int, stream: int | None = None) -> None:
-        """Set this rank's own memory, on a CUDA stream of that number or on the default one."""
+        """Fill this rank's own memory, on the CUDA stream of that number or on the default one."""
         arguments = self._own, ctypes.c_ushort(pattern), ctypes.c_size_t(self._num_words)
         if stream is None:
             self._call("cuMemsetD16_v2", *arguments)

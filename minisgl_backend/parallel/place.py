@@ -1,11 +1,11 @@
-"""Where the ranks of one engine meet, in the words of PyTorch's launcher ``torchrun``.
+"""Where the ranks of one engine meet, in the terms of PyTorch's launcher ``torchrun``.
 
-A rank reads its place from RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, set by what starts its
-process: rank 0 for the ranks of its host, ``server.node`` on another host. Nothing here assumes
-that the ranks share one host.
+A rank reads its place from RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. These are set by whatever
+starts its process: rank 0 for the ranks of its host, ``server.node`` on another host. Nothing here
+assumes that the ranks share one host.
 
 By default rank 0 takes a free port of the loopback interface, so that two servers on one host never
-meet. Must not import torch, since ``precheck`` reads places before anything is loaded.
+mix. Must not import torch, since ``precheck`` reads places before anything is loaded.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from minisgl_backend.errors import ConfigError
 _LOOPBACK: Final = "127.0.0.1"
 _BACKLOG: Final = 128
 _LOOK_UP_S: Final = 5.0
-"""How long the look-up of a host's name may take."""
+"""How long looking up a host's name may take."""
 _NAMED_WITHIN_S: Final = 60.0
 _LOOK_UP_EVERY_S: Final = 0.5
 COMMS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
     {"cpu": ("gloo",), "cuda": ("nccl", "pynccl", "cuda")}
 )
-"""The libraries by which ranks can communicate, by type of device; the default first."""
+"""The libraries with which ranks can communicate, by type of device, the default first."""
 
 
 def check_comm(option: str | None, device_type: str, place: RankPlace) -> None:
-    """Raise ``ConfigError`` if the device or ranks on several hosts cannot use the library that the
-    option ``comm`` names."""
+    """Raise ``ConfigError`` if the device, or ranks on several hosts, cannot use the library that
+    the option ``comm`` names."""
     offered = COMMS[device_type]
     if option not in (None, *offered):
         raise ConfigError(
@@ -48,10 +48,10 @@ def check_comm(option: str | None, device_type: str, place: RankPlace) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankPlace:
-    """One rank's place among all. ``port`` 0 stands for a free one, which only rank 0 can take.
+    """One rank's place among all. ``port`` 0 stands for a free port, which only rank 0 can take.
 
     ``local_rank`` is the rank's number on its host, and the index of its GPU. ``own_address`` is
-    that of this host by which the others reach it; None if it is the one of ``host``.
+    the address by which the others reach this host; None if it is that of ``host``.
     """
 
     rank: int
@@ -64,8 +64,8 @@ class RankPlace:
 
     @classmethod
     def first(cls, size: int, address: str | None, num_nodes: int = 1) -> RankPlace:
-        """Rank 0's place among as many ranks on each of ``num_nodes`` hosts; ``address`` is
-        HOST:PORT."""
+        """Rank 0's place among ``size`` ranks, spread evenly over ``num_nodes`` hosts; ``address``
+        is HOST:PORT."""
         place = cls(rank=0, size=size, local_rank=0, local_size=size // num_nodes)
         if address is None:
             return place
@@ -113,7 +113,7 @@ class RankPlace:
 
 
 def host_and_port(address: str) -> tuple[str, int]:
-    """The parts of a HOST:PORT, or of an [ADDRESS]:PORT. Raises ``ConfigError``."""
+    """The two parts of HOST:PORT or [ADDRESS]:PORT. Raises ``ConfigError``."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
         raise ConfigError(f"rendezvous must be HOST:PORT, got {address!r}")
@@ -121,7 +121,7 @@ def host_and_port(address: str) -> tuple[str, int]:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only processes of this machine can reach this host."""
+    """Whether only processes on this machine can reach this host."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -131,9 +131,8 @@ def is_loopback(host: str) -> bool:
 def listen_at(place: RankPlace) -> socket.socket:
     """A socket that listens at the place's host and port, and at no other address.
 
-    Returns or raises ``ConfigError`` within seconds, within a minute if there are several hosts.
-    PyTorch would look for a host that is not there for two minutes, and then show the frames of its
-    own code.
+    Returns or raises ``ConfigError`` within seconds, or within a minute if there are several hosts.
+    PyTorch would look for a missing host for two minutes, and then show frames of its own code.
     """
     where = f"rendezvous {place.host}:{place.port}"
     code = 0
@@ -160,8 +159,8 @@ def listen_at(place: RankPlace) -> socket.socket:
 def _addresses(place: RankPlace) -> list[tuple[socket.AddressFamily, tuple[Any, ...]]]:
     """The addresses that the place's host and port stand for.
 
-    In a cluster a machine may be running before others can resolve its name: with several hosts
-    this waits for a name that is not known yet.
+    In a cluster, a machine may be running before others can resolve its name. So with several
+    hosts, this waits for a name that is not known yet.
     """
     found: list[tuple[socket.AddressFamily, tuple[Any, ...]]] = []
     patience_s = _LOOK_UP_S if place.is_one_host else _NAMED_WITHIN_S

@@ -3,13 +3,13 @@
 So launches are cheap, and CUDA graphs capture collectives like any kernel. The ranks get the
 communicator's id through their group for tensors in main memory.
 
-Sums of a few MB go through a buffer that is registered with NCCL as symmetric memory: its kernels
-reach the other GPUs' buffers directly, which more than pays for a copy in and one out. The buffer
-is used only by ranks of one host, and if NCCL_NVLS_ENABLE is 0, since NCCL would set up NVLink
-multicast for it.
+Sums of a few MB go through a buffer that is registered with NCCL as symmetric memory. NCCL's
+kernels then reach the other GPUs' buffers directly, which more than pays for copying in and out.
+The buffer is used only by ranks on one host, and only if NCCL_NVLS_ENABLE is 0, since otherwise
+NCCL would set up NVLink multicast for it.
 
-The communicator belongs to one GPU; all calls but ``leave`` come from the threads that launch on
-it. It is aborted, not destroyed, since destroying waits for other ranks.
+The communicator belongs to one GPU. All calls but ``leave`` come from the threads that launch on
+that GPU. The communicator is aborted, not destroyed, since destroying waits for other ranks.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _SYMMETRIC: Final = 1
 """``NCCL_WIN_COLL_SYMMETRIC`` of nccl.h."""
 _LEAST_REGISTERED: Final = 2**20
 _MOST_REGISTERED: Final = 2**24
-"""Bytes of the sums that take the registered buffer."""
+"""The most bytes of a sum that takes the registered buffer."""
 
 
 class _UniqueId(ctypes.Structure):
@@ -57,7 +57,7 @@ class _UniqueId(ctypes.Structure):
 
 
 class Nccl:
-    """The functions of libnccl that are needed; a call that fails raises ``RuntimeError``."""
+    """The functions of libnccl that are needed. A call that fails raises ``RuntimeError``."""
 
     def __init__(self, library: ctypes.CDLL):
         self._library = library
@@ -79,7 +79,7 @@ class Nccl:
         return bytes(unique)
 
     def connect(self, name: bytes, rank: int, size: int) -> ctypes.c_void_p:
-        """The communicator of that id on the current GPU; waits for all ranks."""
+        """The communicator of that id on the current GPU. Waits for all ranks."""
         communicator = ctypes.c_void_p()
         unique = _UniqueId.from_buffer_copy(name)
         self.call("ncclCommInitRank", ctypes.byref(communicator), size, unique, rank)
@@ -93,7 +93,7 @@ class Nccl:
         return address.value
 
     def register(self, communicator: ctypes.c_void_p, buffer: Tensor) -> None:
-        """Make a buffer of each rank symmetric memory, all of one size; waits for all ranks."""
+        """Make a buffer of each rank symmetric memory, all of equal size. Waits for all ranks."""
         address, size = ctypes.c_void_p(buffer.data_ptr()), ctypes.c_size_t(buffer.nbytes)
         window = ctypes.byref(ctypes.c_void_p())  # only needed to undo this, as the abort does too
         self.call("ncclCommWindowRegister", communicator, address, size, window, _SYMMETRIC)
@@ -107,13 +107,13 @@ class Nccl:
 
 
 class PyNcclGroup:
-    """A group over an NCCL communicator of its own, on the GPU that is current now."""
+    """A group with its own NCCL communicator, on the current GPU."""
 
     fused: FusedSum | None = None
 
     def __init__(self, nccl: Nccl, host: Group, stream: Callable[[], int]):
-        """``host`` is the group of the same ranks for tensors in main memory; ``stream`` returns
-        the CUDA stream that a collective is to run on."""
+        """``host`` is the group of the same ranks for tensors in main memory. ``stream`` returns
+        the CUDA stream on which a collective is to run."""
         self.rank, self.size = host.rank, host.size
         self._nccl = nccl
         self._host = host
@@ -129,7 +129,8 @@ class PyNcclGroup:
     def register_buffer(self, allocate: Callable[[int], Tensor]) -> None:
         """Sum through registered memory from now on, if all ranks can. Every rank calls it.
 
-        ``allocate`` gives uint8 [num_bytes] of ``Nccl.allocate``, for the life of the process.
+        ``allocate`` returns uint8 [num_bytes] from ``Nccl.allocate``, which live as long as the
+        process.
         """
         buffers: list[Tensor] = []
         steps: tuple[Callable[[], None], ...] = (
@@ -192,7 +193,8 @@ class PyNcclGroup:
 
 
 def pynccl_group(host: Group, device: torch.device, *, is_one_host: bool) -> PyNcclGroup:
-    """The ranks of ``host``, for tensors on their GPUs. Raises ``ConfigError`` without libnccl."""
+    """The group of the ranks of ``host`` for tensors on their GPUs. Raises ``ConfigError`` without
+    libnccl."""
     keep_multicast_off()
     nccl = Nccl(load_nccl())
     with torch.cuda.device(device):
@@ -205,7 +207,7 @@ def pynccl_group(host: Group, device: torch.device, *, is_one_host: bool) -> PyN
 
 
 class _Memory:
-    """GPU memory at an address, as PyTorch and others take it."""
+    """GPU memory at an address, in the form that PyTorch and others take."""
 
     def __init__(self, address: int, num_bytes: int):
         self.__cuda_array_interface__ = {
@@ -217,7 +219,7 @@ class _Memory:
 
 
 def load_nccl() -> ctypes.CDLL:
-    """The libnccl that PyTorch brought, else the system's."""
+    """The libnccl that came with PyTorch, otherwise the system's."""
     folders: list[str] = []
     if importlib.util.find_spec("nvidia") is not None:
         spec = importlib.util.find_spec("nvidia.nccl")

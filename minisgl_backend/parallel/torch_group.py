@@ -1,9 +1,10 @@
 """Groups by PyTorch's own communication libraries: gloo for CPUs, NCCL for NVIDIA GPUs.
 
-The backends are used as objects, not through ``init_process_group``: there is no global state, so
-two engines, or several ranks as threads, may share a process. Gloo ends a collective that waits
-longer than the group's timeout; NCCL's run on the GPU, where only ``leave`` ends them. Gloo cannot
-be aborted: with ranks on other hosts, ``leave`` closes its connections, as their end would.
+The backends are used as objects, not through ``init_process_group``. So there is no global state,
+and two engines, or several ranks as threads, may share a process. Gloo ends a collective that waits
+longer than the group's timeout. NCCL's collectives run on the GPU, where only ``leave`` ends them.
+Gloo cannot be aborted: with ranks on other hosts, ``leave`` closes its connections, which has the
+same effect as the end of the other ranks.
 """
 
 from __future__ import annotations
@@ -36,11 +37,11 @@ from minisgl_backend.parallel.place import RankPlace
 _INTERFACE: Final = "GLOO_SOCKET_IFNAME"
 """PyTorch's variable for the network interface that gloo uses."""
 _NO_TIMEOUT: Final = timedelta(days=365)
-"""PyTorch would end the whole process when a collective on a GPU takes longer than its timeout."""
+"""PyTorch would end the whole process if a collective on a GPU took longer than its timeout."""
 
 
 class TorchGroup:
-    """A group over one backend of ``torch.distributed``, for tensors on its device.
+    """A group with one backend of ``torch.distributed``, for tensors on its device.
 
     ``host`` is the group of the same ranks for tensors in main memory; by default this one.
     """
@@ -85,7 +86,7 @@ class TorchGroup:
     def leave(self, *, patience_s: float = 0.0) -> None:
         if self.fused is not None:
             self.fused.let_go()
-        # else gloo's collectives end with a lost peer, whose process is ended, or by their timeout
+        # otherwise gloo's collectives end with the process of a lost peer, or by their timeout
         if self._host is not None or self._connections is not None:
             self._leaving.begin(patience_s)
 
@@ -101,14 +102,14 @@ class TorchGroup:
 
 
 def _in_line(options: Any) -> Any:
-    """Have NCCL launch on the current stream, not on one of its own, if PyTorch can (2.8)."""
+    """Make NCCL launch on the current stream, not on its own, if PyTorch can do so (2.8)."""
     if hasattr(options, "asyncOp"):
         options.asyncOp = False
     return options
 
 
 def _run(collective: Callable[..., Any], *arguments: Any) -> None:
-    """Wait for a collective, or let the current stream wait unless the collective runs on it."""
+    """Wait for a collective, or make the current stream wait unless the collective runs on it."""
     try:
         work = collective(*arguments)
         if work is not None:
@@ -118,7 +119,7 @@ def _run(collective: Callable[..., Any], *arguments: Any) -> None:
 
 
 def gloo_group(place: RankPlace, store: Store, timeout_s: float) -> TorchGroup:
-    """The group of all ranks for tensors in main memory; returns when all are connected."""
+    """The group of all ranks for tensors in main memory. Returns when all are connected."""
     gloo: Any = dist.ProcessGroupGloo
     options = gloo._Options()
     options._timeout = timedelta(seconds=timeout_s)
@@ -138,7 +139,7 @@ def gloo_group(place: RankPlace, store: Store, timeout_s: float) -> TorchGroup:
 
 
 def _tcp_connections() -> Iterator[tuple[int, socket.socket]]:
-    """The TCP connections of this process, each with its inode; to be used one by one."""
+    """The TCP connections of this process, each with its inode, to be used one at a time."""
     for name in os.listdir("/proc/self/fd"):
         with suppress(OSError):  # it has been closed, or is not connected
             if not stat.S_ISSOCK(os.stat(int(name)).st_mode):
@@ -152,7 +153,7 @@ def _tcp_connections() -> Iterator[tuple[int, socket.socket]]:
 def nccl_group(place: RankPlace, store: Store, host: TorchGroup) -> TorchGroup:
     """The group of all ranks for tensors on their GPUs, by PyTorch's NCCL."""
     keep_multicast_off()
-    # the engine decides about a rank whose peer is lost, not PyTorch's watchdog
+    # the engine decides what happens if a peer is lost, not PyTorch's watchdog
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     nccl: Any = dist.ProcessGroupNCCL
     options = nccl.Options()

@@ -1,5 +1,5 @@
 """The CUDA C++ sources and what compiles and launches them (``module``).
 
-Importing a module here, other than ``code_cache``, imports ``cuda.bindings``, which torch brings if
-it was built for CUDA, so only code that has a GPU does it.
+Importing any module here but ``code_cache`` imports ``cuda.bindings``, which comes with torch if
+it was built for CUDA. So only code that has a GPU imports them.
 """

@@ -1,41 +1,42 @@
 // x A^T of LoRA adapters for the few tokens of a step, which a GEMM of `linear.cu` then multiplies by B^T (sm_90a).
 //
-// A thread block multiplies up to 16 tokens of one adapter by 16 rows of its A; those of a cluster share the
-// in_features, and its first one adds up what all have, over their shared memory. So sums are finished, and the same in
-// every launch. A thread block is small, so that it runs beside those of GEMMs, which take most of the shared memory.
+// A thread block multiplies up to 16 tokens of one adapter by 16 rows of its A. The thread blocks of a cluster share
+// the in_features, and the first one adds up the sums of all, over their shared memory. So sums are complete, and the
+// same in every launch. Thread blocks are small, so that they run beside those of GEMMs, which take most of the shared
+// memory.
 //
-// A, and which tokens have which adapter, were there before the step: they are read before x is waited for. Meanwhile
-// the GEMM's weight is fetched from memory to the L2 cache, if the GEMM itself starts once x is there.
+// A, and which tokens have which adapter, were there before the step, so they are read before the wait for x. If the
+// GEMM itself only starts once x is there, its weight is meanwhile fetched from memory to the L2 cache.
 
 #include "hopper.cuh"
 
 constexpr int THREADS = 128;
 constexpr int WARPS = THREADS / 32;
-constexpr int STEP = 16;        // rows of A, and tokens, of a thread block
+constexpr int STEP = 16;        // rows of A, and tokens, per thread block
 constexpr int PIECE = 128;      // in_features that a warp multiplies at a time
-constexpr int PITCH = STEP + 4; // floats of a token in shared memory; stores of a warp use all banks
-constexpr int MOST_PARTS = 8;   // thread blocks of a cluster
+constexpr int PITCH = STEP + 4; // floats per token in shared memory; the stores of a warp use all banks
+constexpr int MOST_PARTS = 8;   // thread blocks per cluster
 constexpr int SUMS = STEP * STEP / THREADS;
 constexpr int FETCHED = 4096;   // bytes that a thread asks for at a time
 
 static_assert(SUMS == 2, "");
 
-// See `kernels.adapters`. A block is tokens of one adapter, `order` lists the tokens of all blocks.
+// See `kernels.adapters`. A block is a set of tokens of one adapter; `order` lists the tokens of all blocks.
 struct Arguments {
-    u16* inner;             // [num_rows, columns]: x A^T; 0 behind the rank of a token's adapter; of tokens without one
-                            // nothing is written
+    u16* inner;             // [num_rows, columns]: x A^T; 0 beyond the rank of a token's adapter; nothing is written
+                            // for tokens without an adapter
     const u16* x;           // [num_rows, size]
     const u16* a;           // [slots, columns, size]
     const int* order;       // [num_rows]
-    const int* blocks;      // [num_blocks, 4]: slot, rank, and the part of `order`: its begin, its end
+    const int* blocks;      // [num_blocks, 4]: slot, rank, and where its part of `order` begins and ends
     u64 slot_stride;        // of A
     int x_stride;
     int columns;            // projections * max_rank
     int max_rank;
     int size;               // in_features, a multiple of PIECE
-    int early;              // the next kernel may start as soon as this one has; else once x is there
-    const char* weight;     // its numbers, to be fetched
-    int weight_bytes;       // of them, a multiple of 16
+    int early;              // the next kernel may start as soon as this one has; otherwise once x is there
+    const char* weight;     // the GEMM's weight, to be fetched
+    int weight_bytes;       // its size, a multiple of 16
 };
 
 // ---- instructions
@@ -44,7 +45,7 @@ __device__ __forceinline__ void fetch(const char* from, u32 bytes) {
     asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" :: "l"(from), "r"(bytes) : "memory");
 }
 
-// Volatile, so that it stays where it is.
+// Volatile, so that the load stays where it is.
 __device__ __forceinline__ uint4 load(const u16* from) {
     uint4 out;
     asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -52,7 +53,7 @@ __device__ __forceinline__ uint4 load(const u16* from) {
     return out;
 }
 
-// of another thread block's shared memory
+// from another thread block's shared memory
 __device__ __forceinline__ float2 load_from(const float2* at, u32 block) {
     u32 there;
     float2 out;
@@ -79,8 +80,8 @@ __device__ __forceinline__ void fetch_weight(const Arguments& args) {
         fetch(args.weight + at, (u32)min((u64)FETCHED, bytes - at));
 }
 
-// The products of a warp are those of pieces of the in_features. A thread has two rows of A and two tokens, and of each
-// 32 in_features a quarter: which of them make up an MMA does not matter, as long as they are the same of both.
+// A warp multiplies pieces of the in_features. A thread has two rows of A and two tokens, and a quarter of each 32
+// in_features. Which in_features make up an MMA does not matter, as long as they are the same for A and for tokens.
 extern "C" __global__ void __launch_bounds__(THREADS) shrink(const __grid_constant__ Arguments args) {
     __shared__ float of_warps[WARPS][STEP][PITCH];      // [.., tokens, rows of A]
     __shared__ float2 of_block[THREADS];
@@ -92,7 +93,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) shrink(const __grid_consta
     const bool is_there = rank > 0 && begin < end, multiplies = is_there && column % args.max_rank < rank;
 
     const u16* const a = args.a + (slot - 1) * args.slot_stride + (u64)(column + row) * args.size + 8 * quarter;
-    const u16* x[2];    // of a token that is not there another one: its sums are not stored
+    const u16* x[2];    // missing tokens are replaced by another one, whose sums are not stored for them
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
         const int token = min(begin + 8 * i + row, end - 1);
@@ -113,7 +114,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) shrink(const __grid_consta
     int k = PIECE * (part * WARPS + warp);
     if (multiplies && k < args.size) load_a(k);
     fetch_weight(args);
-    // Every thread block waits: the next kernel may take it that all before this one have ended.
+    // Every thread block waits, so the next kernel may assume that all kernels before this one have ended.
     wait_previous();
     if (!args.early) allow_next();
     if (!is_there) return;
@@ -123,7 +124,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) shrink(const __grid_consta
         for (int i = 0; i < PIECE / 32; ++i)
 #pragma unroll
             for (int j = 0; j < 2; ++j) of_x[i][j] = load(x[j] + k + 32 * i);
-        __syncwarp();   // no load may come behind it: all are on their way before the first is used
+        __syncwarp();   // no load may move below this: all are under way before the first is used
 #pragma unroll
         for (int i = 0; i < PIECE / 32; ++i)
 #pragma unroll
@@ -165,5 +166,5 @@ extern "C" __global__ void __launch_bounds__(THREADS) shrink(const __grid_consta
     if (part == 0 && own_token >= 0)
         *reinterpret_cast<u32*>(args.inner + (u64)own_token * args.columns + column + SUMS * own_column) =
             pack(sum.x, sum.y);
-    if (parts > 1) wait_for_cluster();   // the first one has read
+    if (parts > 1) wait_for_cluster();   // the first one has read the sums
 }

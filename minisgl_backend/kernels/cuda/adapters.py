@@ -14,13 +14,13 @@ from minisgl_backend.kernels.cuda.module import CudaModule, address
 
 _THREADS: Final = 128
 _BLOCK_OF_TOKENS: Final = 16
-"""As many of an adapter's tokens are multiplied by A at a time."""
+"""The number of an adapter's tokens that are multiplied by A at a time."""
 _PART: Final = 512
 _MOST_PARTS: Final = 8
-"""A thread block of a cluster takes the first number of in_features, unless these would be more
-thread blocks than the second number."""
+"""A thread block of a cluster takes the first number of in_features, unless the cluster would then
+have more thread blocks than the second number."""
 _MOST_FETCHED: Final = 16 * 2**20
-"""Bytes of a weight; the L2 cache has 50 MiB."""
+"""The most bytes of a weight that are fetched; the L2 cache has 50 MiB."""
 
 
 class _Arguments(ctypes.Structure):
@@ -52,11 +52,12 @@ class ShrinkKernel:
     def __call__(
         self, x: Tensor, adaptation: Adaptation, *, weight: Tensor | None, pdl: bool
     ) -> Tensor:
-        """Bfloat16 [num_tokens, num_projections * max_rank]: 0 behind the rank of a token's
-        adapter, and anything if it has none.
+        """Bfloat16 [num_tokens, num_projections * max_rank]: 0 beyond the rank of a token's
+        adapter, and undefined for a token without one.
 
-        With a ``weight``, that of the next kernel, that one starts once ``x`` is there, and finds
-        (the first MiB of) it in the L2 cache. Else it may start as soon as this kernel has.
+        If the next kernel's ``weight`` is given, that kernel starts once ``x`` is there, and finds
+        (the first MiB of) the weight in the L2 cache. Otherwise it may start as soon as this one
+        has.
         """
         memory, tokens = adaptation.memory, adaptation.tokens
         a, size = memory.a, x.shape[1]

@@ -1,4 +1,4 @@
-// What all sources here share, for GPUs from compute capability 9: short names of types, addresses in shared memory,
+// What all sources here share, for GPUs of compute capability 9 and later: short type names, shared-memory addresses,
 // bfloat16, and dependent launches.
 
 #pragma once
@@ -14,10 +14,10 @@ __device__ __forceinline__ u32 shared_address(const void* p) {
     return (u32)__cvta_generic_to_shared(p);
 }
 
-// of bfloat16
+// from bfloat16
 __device__ __forceinline__ float to_float(u16 x) { return __int_as_float((u32)x << 16); }
 
-// the two do nothing unless the launch is a dependent one
+// both do nothing unless this is a dependent launch
 __device__ __forceinline__ void allow_next() { asm volatile("griddepcontrol.launch_dependents;"); }
 
 __device__ __forceinline__ void wait_previous() {

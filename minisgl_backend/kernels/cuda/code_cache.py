@@ -1,4 +1,4 @@
-"""Machine code that is kept in the user's cache folder, so that a kernel is compiled once.
+"""Keeps machine code in the user's cache folder, so that a kernel is compiled only once.
 
 Several processes may compile the same kernel at the same time: a file appears whole or not at all.
 If nothing can be kept there, kernels are compiled at every start. Must not know compilers or GPUs.
@@ -17,8 +17,8 @@ logger = logging.getLogger(__name__)
 
 
 def kept(name: str, compiled: Callable[[], bytes]) -> bytes:
-    """The content of the cache's file ``name``; if there is none, what ``compiled`` returns, which
-    is kept there from then on."""
+    """The content of the cache's file ``name``. If there is no such file, returns and keeps what
+    ``compiled`` returns."""
     path = _path(name)
     if path is not None:
         with contextlib.suppress(OSError):

@@ -1,22 +1,24 @@
-// Numbers of codes, as they lie in a `PackedWeight` (`kernels.packed_weight`): made exactly, two at a time, as
-// bfloat16. Includers know where words of codes and of scales are.
+// Converts the codes of a `PackedWeight` (`kernels.packed_weight`) to bfloat16, exactly and two at a time. The source
+// that includes this knows where the words of codes and scales are.
 //
-// Before it are defined: CODE (0: the weight is bfloat16; else its codes are 1: e4m3, 2: 8-bit or 3: 4-bit integers, 4:
-// e2m1), and with that ZEROS (the low 8 bits of a scale are a zero point; else it is the middle of the integers).
+// The including source defines CODE (0: the weight is bfloat16; otherwise its codes are 1: e4m3, 2: 8-bit integers,
+// 3: 4-bit integers, 4: e2m1) and, unless CODE is 0, ZEROS (the low 8 bits of a scale are a zero point; otherwise the
+// zero point is the middle of the integer range).
 
 #pragma once
 
 #include "hopper.cuh"
 
-constexpr int BITS = CODE == 0 ? 16 : CODE <= 2 ? 8 : 4;    // of a number of the weight
+constexpr int BITS = CODE == 0 ? 16 : CODE <= 2 ? 8 : 4;    // per number of the weight
 
-__device__ __forceinline__ u32 times(u32 x, u32 y) {   // of two bfloat16 each
+__device__ __forceinline__ u32 times(u32 x, u32 y) {   // both operands are pairs of bfloat16
     u32 out;
     asm("mul.bf16x2 %0, %1, %2;" : "=r"(out) : "r"(x), "r"(y));
     return out;
 }
 
-// The lower or the upper half in both: no instruction of its own, but part of the multiplication. (PRMT would be one.)
+// Copies the lower or upper half into both halves. This costs no instruction: it becomes part of the multiplication.
+// (PRMT would cost one.)
 __device__ __forceinline__ u32 twice(u32 x, bool upper) {
     u32 out;
     if (upper) asm("{ .reg .b16 low, high; mov.b32 {low, high}, %1; mov.b32 %0, {high, high}; }" : "=r"(out) : "r"(x));
@@ -36,24 +38,24 @@ __device__ __forceinline__ u32 masked_or(u32 x, u32 mask, u32 y) {   // in one i
     return out;
 }
 
-// Two numbers of a word of codes, as bfloat16, larger by 128 (integers of 4 bits) than those without a zero point, or
-// (of 8 bits) smaller by 128 than their codes. Of 8 bits pair 0 is in bytes 1 and 3, pair 1 in bytes 0 and 2; of
-// integers of 4 bits a pair is in the same quarter of both halves.
+// Two numbers from a word of codes, as bfloat16. A 4-bit integer comes out as its code plus 128, an 8-bit integer as
+// its code minus 128. With 8 bits, pair 0 is in bytes 1 and 3 and pair 1 in bytes 0 and 2. With 4-bit integers, a pair
+// takes the same quarter of both halves.
 __device__ __forceinline__ u32 raw_numbers(u32 codes, int pair) {
-    if (CODE == 1) {   // exponent and mantissa move to the end of bfloat16's exponent: 2^120 too small
+    if (CODE == 1) {   // the exponent goes to the low end of bfloat16's, the mantissa follows: 2^120 too small
         const u32 at = pair ? codes << 8 : codes;
         return times(masked_or(at, 0x80008000, at >> 4 & 0x07f007f0), 0x7b807b80);
     }
-    if (CODE == 2) {   // 128 + the low 7 bits, less 256, or 128 if the upper bit is set: code - 128
+    if (CODE == 2) {   // 128 + the low 7 bits, minus 256, or minus 128 if the top bit is set: code - 128
         const u32 at = pair ? codes : codes >> 8;
         return minus(masked_or(at, 0x007f007f, 0x43004300), masked_or(~at, 0x00800080, 0x43004300));
     }
     return masked_or(codes >> 4 * pair, 0x000f000f, 0x43004300);   // 128 + code
 }
 
-// The same less `by`; of e2m1 times `by`. The bits of e2m1 are spread over a half so that a shift and a mask put them
-// where bfloat16 has its sign, the end of its exponent and the first bit of its mantissa. What the first three pairs
-// leave makes the fourth, by xor with bits of theirs.
+// The same minus `by`, or for e2m1 times `by`. The bits of an e2m1 number are spread over a half word so that a shift
+// and a mask put them where bfloat16 has its sign, the low end of its exponent and the first bit of its mantissa. The
+// fourth pair is made of the bits that the first three leave, by xor with bits of theirs.
 __device__ __forceinline__ u32 numbers(u32 codes, int pair, u32 by) {
     if (CODE == 4) {
         const u32 at = pair < 3 ? codes << 3 * pair : codes << 1 ^ codes >> 4 ^ codes >> 5;
@@ -63,7 +65,7 @@ __device__ __forceinline__ u32 numbers(u32 codes, int pair, u32 by) {
     return CODE == 3 || (CODE == 2 && ZEROS) ? minus(number, by) : number;
 }
 
-// What `numbers` subtracts, from the word of a scale.
+// What `numbers` subtracts, taken from the word of a scale.
 __device__ __forceinline__ u32 zero_of(u32 word) {
     const u32 zero = 0x43004300 | (word & 0x7f) * 0x10001;   // 128 + 7 bits
     if (CODE == 3) return ZEROS ? zero : 0x43084308;

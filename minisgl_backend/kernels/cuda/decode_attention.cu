@@ -1,37 +1,35 @@
-// Attention of one new token a row over its paged KV cache, for GPUs from compute capability 9.
+// Attention of one new token per row over its paged KV cache, for GPUs of compute capability 9 and later.
 //
-// Work is cut by bytes, not by rows ("stream-K", arXiv 2301.03598; for attention arXiv 2405.10480):
-// the tiles of 16 or 32 positions of all rows stand in one sequence, of which each thread block takes an
-// equal run. So ragged lengths balance, and no stream of loads drains between rows. Where a run begins
-// or ends inside a row, the pieces are merged by their maxima and sums (arXiv 2205.14135).
-// `plan_decode_attention` computes the runs (`decode_runs.cuh`), once a step for all layers.
+// Work is cut by bytes, not by rows ("stream-K", arXiv 2301.03598; for attention, arXiv 2405.10480): the tiles of all
+// rows, of 16 or 32 positions each, form one sequence, and each thread block takes an equal run of it. So ragged
+// lengths balance out, and the stream of loads never drains between rows. A row that is cut into several runs has a
+// piece in each; the pieces are merged by their maxima and sums (arXiv 2205.14135). `plan_decode_attention` computes
+// the runs (`decode_runs.cuh`), once per step for all layers.
 //
-// The run that has a row's first tiles merges them, when it ends. Later runs write their pieces as soon as
-// they leave the row, without fences and counters (`empty_words.cuh`). All thread blocks
-// of the grid fit on the GPU at once; and as one waits only for those of smaller index, which GPUs start
-// first, the waiting ends even if fewer run.
+// The run that has a row's first tiles merges the pieces, at its end. Later runs write their pieces as soon as they
+// leave the row, without fences or counters (`empty_words.cuh`). All thread blocks of the grid fit on the GPU at once.
+// Even if fewer of them run, the waiting ends: a thread block waits only for those of smaller index, which GPUs start
+// first.
 //
-// The warps of a thread block take neighbouring KV heads of the same positions, since these lie side
-// by side in memory; each reads into a ring of its own in shared memory (cp.async), waits for no other.
-// Both GEMMs use tensor cores with positions as the long side and the query heads of a KV head, at
-// most 8, as the short one: S^T = K Q^T, then O^T += V^T P^T. float8 is converted to float16 in
-// registers, on the way from shared memory; this needs no transposition, since the order of dimensions
-// inside a fragment is free.
+// The warps of a thread block take neighbouring KV heads of the same positions, since these lie side by side in memory.
+// Each warp reads into its own ring in shared memory (cp.async) and waits for no other warp. Both GEMMs use tensor
+// cores, with positions as the long side and the query heads of a KV head, at most 8, as the short side: S^T = K Q^T,
+// then O^T += V^T P^T. float8 is converted to float16 in registers, on the way from shared memory. This needs no
+// transposition, since the order of dimensions inside a fragment is free.
 //
-// With SPLIT, for few rows, the warps of a thread block have one KV head and share out the tiles that its run has
-// of a row; what they have is merged in shared memory. So for a row of some hundred tokens no thread block waits
-// for another, which would take as long as all else.
+// With SPLIT, for few rows, the warps of a thread block have the same KV head and share the tiles that their run has of
+// a row. Their results are merged in shared memory. So for a row of some hundred tokens no thread block waits for
+// another, which would take as long as everything else.
 //
-// With SHARED, the first positions of some rows have been attended already, for several rows at once, by
-// `kernels.shared_attention`. Such a row's tiles begin behind them, and its last step is to merge the
-// partial results that it finds in `values` and `sums`.
+// With SHARED, `kernels.shared_attention` has already attended the first positions of some rows, for several rows at
+// once. The tiles of such a row begin after these positions, and its last step is to merge the partial results that
+// it finds in `partials` and `sums`.
 //
-// Compiled with: HEAD_DIM (64 or 128), GROUP (query heads of a KV head), KV_HEADS, PAGE_SIZE (a
-// multiple of 16), FP8, BFLOAT16 (q and out; else float16), WARPS (of a thread block; unless SPLIT they
-// divide KV_HEADS), STAGES (of a ring), PER_PROCESSOR (thread blocks of a multiprocessor), LEAVING (what a
-// row costs beside its tiles, in tiles), LEAST (tiles of a run), PARTS (of 16 positions in a tile), COLUMNS
-// (pairs of a fragment's columns that hold query heads, rounded up to 1, 2 or 4), SPLIT, SHARED, MOST_SLOTS
-// (partial results of a row).
+// Compiled with: HEAD_DIM (64 or 128), GROUP (query heads per KV head), KV_HEADS, PAGE_SIZE (a multiple of 16), FP8,
+// BFLOAT16 (type of q and out; otherwise float16), WARPS (per thread block; unless SPLIT, a divisor of KV_HEADS),
+// STAGES (per ring), PER_PROCESSOR (thread blocks per multiprocessor), LEAVING (what a row costs besides its tiles, in
+// tiles), LEAST (the fewest tiles of a run), PARTS (of 16 positions, per tile), COLUMNS (pairs of a fragment's columns
+// that hold query heads, rounded up to 1, 2 or 4), SPLIT, SHARED, MOST_SLOTS (the most partial results of a row).
 
 #include "empty_words.cuh"
 
@@ -42,8 +40,8 @@ constexpr int ROW_BYTES = HEAD_DIM * (FP8 ? 1 : 2);     // of one position's key
 constexpr int CHUNKS = ROW_BYTES / 16;                  // what cp.async copies at once
 constexpr int TILE_BYTES = TILE * ROW_BYTES;
 constexpr int STAGE_BYTES = 2 * TILE_BYTES;             // keys, then values
-constexpr int TURNS = KV_HEADS / (SPLIT ? 1 : WARPS);   // in which a row's heads are gone through
-constexpr int WAYS = SPLIT ? WARPS : 1;                 // in which tiles are shared out
+constexpr int TURNS = KV_HEADS / (SPLIT ? 1 : WARPS);   // that it takes to go through a row's heads
+constexpr int WAYS = SPLIT ? WARPS : 1;                 // among which a run's tiles are shared
 constexpr int STEPS = HEAD_DIM / 16;                    // MMAs along or across HEAD_DIM
 constexpr int SIDES = 4 / COLUMNS;                      // pieces that a warp merges side by side
 constexpr int QUADS = STEPS + 1;                        // float4 of a lane's piece
@@ -61,13 +59,13 @@ struct Arguments {
     const u8* values;
     const int* table;       // [num_rows, max_pages]
     const int* lengths;     // [batch]
-    const int* rows;        // [batch], or null: row i of the table is that of query i
+    const int* rows;        // [batch], each query's row of the table; null: query i has row i
     const int4* runs;       // [1 + 2 * grid], see `plan_decode_attention`
     const float* k_scale;   // [1], or null
     const float* v_scale;
-    const u16* sinks;       // [KV_HEADS * GROUP]: one more score a head, without a value; or null
+    const u16* sinks;       // [KV_HEADS * GROUP]: one more score per head, without a value; or null
     float4* pieces;         // [grid, WARPS / WAYS, QUADS, COLUMNS, 8], EMPTY between launches
-    const int2* starts;     // [batch], if SHARED: where a row's own part begins, its number of partials
+    const int2* starts;     // [batch], if SHARED: where a row's own part begins, and its number of partials
     const int* slots;       // [batch, MOST_SLOTS]: the indices of its partials
     const float* partials;  // [.., KV_HEADS * GROUP, HEAD_DIM], not normalized
     const float2* sums;     // [.., KV_HEADS * GROUP]: maximum and sum
@@ -82,8 +80,8 @@ struct Arguments {
 
 // ---- instructions
 
-// Few keys and values are read twice in a launch: they leave the L2 cache first, and what kernels write
-// for each other stays there.
+// Few keys and values are read twice in a launch. So they leave the L2 cache first, and what kernels write for each
+// other stays there.
 __device__ __forceinline__ void copy_16(u32 to, const void* from, bool keep) {
     u64 policy;
     asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
@@ -117,7 +115,7 @@ __device__ __forceinline__ u32 transpose(u32 matrix) {
     return out;
 }
 
-// float8 is multiplied as float16: e4m3 converts to it in one instruction, without loss
+// float8 is multiplied as float16, to which e4m3 converts in one instruction and without loss
 __device__ __forceinline__ void multiply(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
     if (BFLOAT16 && !FP8)
         asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
@@ -183,13 +181,13 @@ __device__ __forceinline__ float over_positions(float x, Combine combine) {
 
 // ---- places
 
-// chunks of 16 bytes are spread so that neither copies nor fragments meet in a bank
+// 16-byte chunks are spread so that neither copies nor fragments cause bank conflicts
 __device__ __forceinline__ u32 chunk_at(int position, int chunk) {
     const int spread = CHUNKS >= 8 ? position & 7 : (position >> 1) & 3;
     return position * ROW_BYTES + ((chunk ^ spread) << 4);
 }
 
-// which dimension of the head is row 0 .. 15 of fragment `step` of V^T
+// the dimension of the head that is row `row` (0 to 15) of fragment `step` of V^T
 __device__ __forceinline__ int dimension(int step, int row) {
     if (FP8) return row % 8 * (HEAD_DIM / 8) + 2 * step + row / 8;
     return 16 * step + row;
@@ -202,8 +200,8 @@ decode_attention(const Arguments args) {
     extern __shared__ __align__(128) u8 rings[];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int g = lane / 4, j = lane % 4;   // a fragment's row and pair of columns
-    // It begins when its predecessor does, which has waited for all others: what they wrote may be read,
-    // and that is all but the newest position of each row, and q.
+    // This kernel starts when its predecessor does, which has waited for all kernels before it. What those wrote may be
+    // read: everything but q and the newest position of each row.
     allow_next();
     bool waited = false;
     const auto wait_once = [&] {
@@ -212,16 +210,16 @@ decode_attention(const Arguments args) {
     };
     const int4* entry = args.runs + 1 + 2 * blockIdx.x;
     const int4 all = args.runs[0], own = entry[0], start = entry[1];
-    if (blockIdx.x >= all.y || own.w == 0) return wait_once();   // ends after its predecessor
+    if (blockIdx.x >= all.y || own.w == 0) return wait_once();   // so as not to end before its predecessor
     const u32 run = all.y - 1 - blockIdx.x;
     const Shares shares(all.x, all.y);
     const int way = SPLIT ? warp : 0;
 
-    // Where a warp stands in the run.
+    // Where a warp is in the run.
     struct Cursor {
         int query, turn;
         int first, stop;   // the run's tiles of this turn
-        int tile, end;     // this warp's of them that are left
+        int tile, end;     // those of them that this warp still has to take
         int left;          // the run's tiles of later turns
         int tiles;         // of the query
         Span span;
@@ -239,7 +237,7 @@ decode_attention(const Arguments args) {
             tile = first + count * way / WAYS;
             end = first + count * (way + 1) / WAYS;
         }
-        // there must be one
+        // there must be a next turn
         __device__ void enter_next(const Arguments& args, int way) {
             if (++turn == TURNS) {
                 turn = 0;
@@ -249,14 +247,14 @@ decode_attention(const Arguments args) {
             }
             share_out(0, way);
         }
-        // to a turn with a tile that is left, if there is one
+        // moves to a turn that has a tile left, if there is one
         __device__ void seek(const Arguments& args, int way) {
             while (tile == end && left > 0) enter_next(args, way);
         }
         __device__ int position(const Arguments& args) const {
             return span.position(args.window, tile);
         }
-        // of the tile's first and last part
+        // the pages of the tile's first and last part
         __device__ int2 pages_of_tile(const Arguments& args) const {
             const int at = position(args), page = pages[at / PAGE_SIZE];
             return make_int2(page, PARTS == 1 ? page : pages[last_part(at, span.length) / PAGE_SIZE]);
@@ -272,7 +270,7 @@ decode_attention(const Arguments args) {
     at.share_out(max(own.z - LEAVING, 0), way);
     u32 turn_begin = shares.begin(run) - own.z;   // in cost
 
-    // loading runs STAGES tiles ahead, and knows the page of the tile after that
+    // loading is STAGES tiles ahead, and already knows the pages of the tile after those
     const u32 ring = shared_address(rings) + warp * STAGES * STAGE_BYTES;
     Cursor ahead = at;
     ahead.seek(args, way);
@@ -286,7 +284,7 @@ decode_attention(const Arguments args) {
             const int first = first_seen(length, args.window);
             const int kv_head = kv_head_of(ahead);
             const u32 keys = ring + stage * STAGE_BYTES, values = keys + TILE_BYTES;
-            const auto place = [&](int n) {   // of position n of the tile
+            const auto place = [&](int n) {   // where position n of the tile is
                 return (n < PART ? pages.x : pages.y) * args.page_stride
                     + (position + n) % PAGE_SIZE * (u64)args.slot_stride + kv_head * args.head_stride;
             };
@@ -294,7 +292,7 @@ decode_attention(const Arguments args) {
             for (int i = 0; i < PARTS * CHUNKS / 2; ++i) {
                 const int n = (i * 32 + lane) / CHUNKS, chunk = (i * 32 + lane) % CHUNKS;
                 const u64 from = place(n) + chunk * 16;
-                // zeros for what is not seen: it may hold anything
+                // zeros in place of unseen positions, which may hold anything
                 const bool seen = position + n >= first && position + n < length;
                 copy_16(keys + chunk_at(n, chunk), args.keys + from, seen);
                 copy_16(values + chunk_at(n, chunk), args.values + from, seen);
@@ -313,11 +311,11 @@ decode_attention(const Arguments args) {
     float o[STEPS][4];           // O^T: heads 2j and 2j + 1
     float best[2], total[2];     // of those two heads
     int stage = 0;
-    // Code has to come from memory, too. So where pieces of several runs are merged, there is a rehearsal, while
-    // the kernel before this one still runs: with numbers that may be anything, and that do not count.
+    // Code also has to come from memory. So if pieces of several runs are merged, there is a rehearsal while the kernel
+    // before this one still runs. Its numbers may be anything, and do not count.
     bool counts = !SPLIT || start.z < 2;
 
-    // dimensions of q[step]: of fragments of 16 bits, or of those made of float8
+    // dimension `i` of q[step], for 16-bit fragments or for those made from float8
     const auto q_dimension = [&](int step, int i) {
         return FP8 ? j * (HEAD_DIM / 4) + 4 * step + i : 16 * step + 2 * j + i / 2 * 8 + i % 2;
     };
@@ -406,7 +404,7 @@ decode_attention(const Arguments args) {
             const u32 p0 = transpose(pack(s[part][0], s[part][1], BFLOAT16 && !FP8));
             const u32 p1 = transpose(pack(s[part][2], s[part][3], BFLOAT16 && !FP8));
             if (FP8) {
-                constexpr int WORDS = HEAD_DIM / 32;      // of a position's value, g-th part
+                constexpr int WORDS = HEAD_DIM / 32;      // in the g-th part of a position's value
                 u32 v[4][WORDS];                          // positions 2j, 2j + 1, 2j + 8, 2j + 9
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
@@ -415,7 +413,7 @@ decode_attention(const Arguments args) {
                 }
 #pragma unroll
                 for (int step = 0; step < STEPS; ++step) {
-                    const u32 pick = step % 2 ? 0x7362 : 0x5140;   // bytes of two positions in turns
+                    const u32 pick = step % 2 ? 0x7362 : 0x5140;   // bytes of two positions alternate
                     u32 a[4];
                     widen(a[0], a[1], __byte_perm(v[0][step / 2], v[1][step / 2], pick));
                     widen(a[2], a[3], __byte_perm(v[2][step / 2], v[3][step / 2], pick));
@@ -433,7 +431,7 @@ decode_attention(const Arguments args) {
         }
     };
 
-    // What a lane has of a piece: quad `step` is o[step], the last one its heads' `best` and `total`.
+    // Merges in a lane's part of a piece: quad `step` is o[step], the last quad its heads' `best` and `total`.
     const auto merge = [&](const float4 (&quads)[QUADS]) {
         const float4 sums = quads[STEPS];
 #pragma unroll
@@ -465,7 +463,7 @@ decode_attention(const Arguments args) {
             leave(step, o[step][0], o[step][1], o[step][2], o[step][3]);
         leave(STEPS, best[0], best[1], total[0], total[1]);
     };
-    // What `kernels.shared_attention` has left for the heads of `column`, in the form of a piece.
+    // A partial result of `kernels.shared_attention` for the heads of `column`, in the form of a piece.
     const auto load_partial = [&](float4 (&quads)[QUADS], int partial, int column) {
         const u64 heads = ((u64)partial * KV_HEADS + kv_head_of(at)) * GROUP;
         float4 sums = make_float4(NOTHING, NOTHING, 0, 0);
@@ -487,9 +485,9 @@ decode_attention(const Arguments args) {
         }
         quads[STEPS] = sums;
     };
-    // Adds the pieces of the next runs, and the partial results of shared positions. Lanes whose columns
-    // hold no heads take every SIDES-th of them, and if SPLIT warps every WARPS-th of those; what lanes have
-    // is added at the end.
+    // Merges in the pieces of the next runs and the partial results of shared positions. Lanes whose columns hold no
+    // heads help: each of the SIDES sides takes every SIDES-th piece and, if SPLIT, each warp every WARPS-th of those.
+    // The sides are merged at the end.
     const auto take_pieces = [&](int num_pieces, int num_partials) {
         const int side = j / COLUMNS, column = j % COLUMNS;
         if (side > 0) {
@@ -542,11 +540,11 @@ decode_attention(const Arguments args) {
             merge(quads);
         }
     };
-    // If SPLIT, the first warp adds what the others have.
+    // If SPLIT, the first warp merges in what the others have.
     const auto merge_warps = [&] {
         float4* const theirs = reinterpret_cast<float4*>(rings + WARPS * STAGES * STAGE_BYTES) + lane;
         const auto quad_of = [&](int other, int quad) { return theirs + ((other - 1) * QUADS + quad) * 32; };
-        __syncthreads();   // the turn before has been read
+        __syncthreads();   // the previous turn has been read
         if (warp > 0) {
 #pragma unroll
             for (int step = 0; step < STEPS; ++step)
@@ -612,7 +610,7 @@ decode_attention(const Arguments args) {
             ++at.tile;
         }
         leave_turn();
-        if (!counts) {   // the same turn in earnest
+        if (!counts) {   // the same turn again, for real
             counts = true;
             wait_once();
             continue;

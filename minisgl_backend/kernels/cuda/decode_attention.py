@@ -1,4 +1,4 @@
-"""Launches ``decode_attention.cu``: streaming attention of one new token a row."""
+"""Launches ``decode_attention.cu``: streaming attention of one new token per row."""
 
 from __future__ import annotations
 
@@ -17,16 +17,17 @@ from minisgl_backend.kernels.dispatch import num_processors
 from minisgl_backend.kernels.shared_attention import MOST_SLOTS, SharedAttention
 
 _WARPS: Final = 4
-"""Most warps of a thread block; with fewer KV heads there are fewer, and more thread blocks, unless
-these share positions."""
+"""The most warps of a thread block. With fewer KV heads there are fewer warps and more thread
+blocks, unless warps share positions."""
 
 _RESERVED: Final = 1024
-"""Bytes of a multiprocessor's shared memory that a thread block cannot have. GPUs of compute
-capability 12 then have too little for warps that share 16-bit positions."""
+"""Bytes of a multiprocessor's shared memory that a thread block cannot have. Without them, GPUs of
+compute capability 12 have too little for warps that share 16-bit positions."""
 
 _FEW_A_PROCESSOR: Final = (1, 2)
-"""Thread blocks of a multiprocessor whose warps share positions. One, if that is enough, leaves
-more of the memory that is both: loads of the next kernels, which begin early, need the L1 cache."""
+"""Thread blocks per multiprocessor if warps share positions. If one is enough, it leaves more
+memory to the L1 cache, which the early loads of the next kernels need: shared memory and L1 cache
+are the same memory."""
 
 _PART: Final = 16
 _HEADS: Final = 8
@@ -36,9 +37,9 @@ _HEADS: Final = 8
 class Tuning:
     """How rows are cut into runs, and runs into tiles.
 
-    A tile has ``parts`` of 16 positions, a warp's ring ``stages`` of tiles, a multiprocessor
-    ``per_processor`` thread blocks. ``leaving`` is a row's cost beyond its tiles, in tiles; a run
-    has at least ``least`` tiles, or if warps share them as many as they load at once.
+    A tile has ``parts`` of 16 positions, a warp's ring ``stages`` of a tile, and a multiprocessor
+    ``per_processor`` thread blocks. ``leaving`` is what a row costs besides its tiles, in tiles. A
+    run has at least ``least`` tiles or, if warps share them, the number that they load at once.
     """
 
     parts: int
@@ -103,8 +104,8 @@ class _PlanArguments(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Kernels:
-    """Those of grouped steps, of few rows, or of all others: ``num_blocks`` thread blocks of
-    ``num_warps``, all of which run at once."""
+    """The kernels for grouped steps, for steps of few rows, or for all other steps. They have
+    ``num_blocks`` thread blocks of ``num_warps`` warps, all of which run at once."""
 
     plan: CudaKernel
     attend: CudaKernel
@@ -133,16 +134,16 @@ def why_not(
 
 
 class DecodeAttentionKernel:
-    """softmax(q k^T * scale) v for one query a row, for one shape and one stream.
+    """softmax(q k^T * scale) v for one query per row, for one shape and one stream.
 
     Its workspace holds partial results that thread blocks exchange, so calls must not overlap. It
-    must not get shapes for which ``why_not`` has a reason, lengths below 1, or other lengths than
-    those that were planned: thread blocks would deadlock.
+    must not get shapes that ``why_not`` rejects, lengths below 1, or lengths other than those
+    planned: thread blocks would deadlock.
 
     In steps of few rows the warps of a thread block share the positions of one KV head. A step may
     be *grouped*: then ``shared`` has attended the first positions of rows, as its table says, and
-    this kernel does the rest. For both the source is compiled once more, so that all other steps do
-    without what that takes.
+    this kernel does the rest. The source is compiled once more for each of these two cases, so that
+    all other steps do not pay for them.
     """
 
     def __init__(
@@ -192,7 +193,7 @@ class DecodeAttentionKernel:
                 "SPLIT": split,
             }
             module = CudaModule("decode_attention.cu", constants, device)
-            # leaves no room for one more block: early launches would crowd some multiprocessors
+            # leave no room for one more block: early launches would crowd some multiprocessors
             most = max(shared_bytes(num_warps, split=split), memory // (per_processor + 1))
             return _Kernels(
                 module.kernel("plan_decode_attention", shared_bytes=8 * max_batch_size),
@@ -261,9 +262,9 @@ class DecodeAttentionKernel:
     ) -> Tensor:
         """See ``minisgl_backend.kernels.decode_attention.decode_attention``; int32 tensors only.
 
-        ``runs`` is what ``plan`` made of them. With ``pdl`` the launch right before may write only
-        ``q`` and each row's newest position, and must let this one start only after all launches
-        before it have ended.
+        ``runs`` is what ``plan`` returned for the same arguments. With ``pdl`` the launch right
+        before this one may write only ``q`` and each row's newest position, and must let this one
+        start only after all launches before it have ended.
         """
         assert keys.stride() == values.stride() and keys.stride(3) == 1
         assert q.stride(1) == q.shape[2] and q.stride(2) == 1

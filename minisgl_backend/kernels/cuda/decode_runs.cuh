@@ -1,9 +1,9 @@
-// Which tiles of which rows a run of `decode_attention.cu` has, and the kernel that plans the runs. Part of that
-// source, which says what runs are for.
+// Part of `decode_attention.cu`, which says what runs are for: which tiles of which rows a run has, and the kernel that
+// plans the runs.
 
 #pragma once
 
-struct PlanArguments {      // as in `Arguments`, where nothing else is said
+struct PlanArguments {      // as in `Arguments`, unless noted
     int4* runs;             // [1 + 2 * max_runs], to be written
     const int* table;
     const int* lengths;
@@ -19,8 +19,8 @@ __device__ __forceinline__ int first_seen(int length, int window) {
     return window ? max(length - window, 0) : 0;
 }
 
-// where a query's tiles are: from its window on, rounded down to a tile, or behind the shared positions,
-// which end with a page
+// Where a query's tiles begin: at the start of its window, rounded down to a tile, or after the shared positions, which
+// end at the end of a page.
 struct Span {
     int length, start;   // `start` is 0 unless SHARED
 
@@ -44,7 +44,7 @@ __device__ __forceinline__ int last_part(int position, int length) {
 
 // How `cost` units are shared among `num_runs` runs.
 struct Shares {
-    u32 each, more;     // the first `more` runs take one unit more
+    u32 each, more;     // the first `more` runs take one more unit
 
     __device__ Shares(u32 cost, u32 num_runs) : each(cost / num_runs), more(cost % num_runs) {}
     __device__ u32 begin(u32 run) const { return run * each + min(run, more); }
@@ -54,7 +54,7 @@ struct Shares {
     }
 };
 
-// Over the lanes up to this one.
+// The sum over the lanes up to this one.
 __device__ __forceinline__ int running_sum(int x) {
     const int lane = threadIdx.x % 32;
     for (int lanes = 1; lanes < 32; lanes *= 2) {
@@ -64,7 +64,7 @@ __device__ __forceinline__ int running_sum(int x) {
     return x;
 }
 
-// The first query whose end, `times` ends[query], is behind `unit`; there must be one.
+// The first query whose end, `times` * ends[query], is after `unit`. There must be one.
 __device__ __forceinline__ int query_of(const int* ends, int batch, u32 times, u32 unit) {
     int low = 0, high = batch - 1;
     while (low < high) {
@@ -75,13 +75,14 @@ __device__ __forceinline__ int query_of(const int* ends, int batch, u32 times, u
     return low;
 }
 
-// A row of T tiles in runs of L takes the time of L tiles, then that of merging T / L pieces, of which SIDES take about
-// as long as a tile: it is done soonest with L = sqrt(T / SIDES).
+// A row of T tiles in runs of L tiles takes the time of L tiles plus that of merging T / L pieces, SIDES of which take
+// about as long as a tile. So it is done soonest with L = sqrt(T / SIDES).
 __device__ __forceinline__ int least_of_run(int longest) { return max(LEAST, (int)sqrtf((float)longest / SIDES)); }
 
-// Cuts few rows by turns: no run has tiles of two, and a short turn is one run. A warp seeks the least number of tiles
-// of a run, `most`, for which thread blocks suffice. Returns the number of runs and writes to `run_ends` [batch] those
-// up to each query's end; or 0, if equal runs across turns are shorter by a fifth.
+// Cuts few rows by turns: no run has tiles of two turns, and a short turn is one run. One warp finds the smallest limit
+// on the tiles of a run, `most`, for which there are enough thread blocks. Returns the number of runs, and writes the
+// number of runs up to the end of each query to `run_ends` [batch]. Returns 0 if equal runs across turns would be
+// shorter by a fifth.
 __device__ int cut_by_turns(int* run_ends, const int* ends, const PlanArguments& args, int longest) {
     const int lane = threadIdx.x % 32;
     const auto runs_of_turn = [&](int query, int most) {
@@ -111,14 +112,14 @@ __device__ int cut_by_turns(int* run_ends, const int* ends, const PlanArguments&
     return before;
 }
 
-// A query goes through TURNS turns, each of which costs its tiles and LEAVING before them. runs[0] =
-// {cost of all, number of runs, -, -}. Thread block i takes the i-th run from the end: runs[1 + 2i] =
-// {query, turn, offset, tiles}, where `offset` counts the cost from the turn's begin, and runs[2 + 2i] =
-// {the query's length, its row, the pages of the first tile's first and last part}, which spares the
-// run's first loads two others that it would wait for; if SPLIT, whose warps begin with different tiles, {.., number of
-// later runs with tiles of the last turn, -}.
+// A query takes TURNS turns. Each turn costs its tiles plus LEAVING, which comes before them. runs[0] = {total cost,
+// number of runs, -, -}. Thread block i takes the i-th run from the end: runs[1 + 2i] = {query, turn, offset, tiles},
+// with `offset` the cost since the beginning of the turn, and runs[2 + 2i] = {the query's length, its row, the pages of
+// the first tile's first and last part}. The latter spares a run two loads that its first loads would wait for. If
+// SPLIT, the warps begin with different tiles, and it is {.., .., the number of later runs with tiles of the last turn,
+// -}.
 extern "C" __global__ void __launch_bounds__(1024) plan_decode_attention(const PlanArguments args) {
-    extern __shared__ int ends[];   // [batch]: what a turn of the queries up to each costs; if SPLIT, then `run_ends`
+    extern __shared__ int ends[];   // [batch]: cost of one turn of all queries up to each; if SPLIT, then `run_ends`
     __shared__ int scan[32], longest_of_warps[32];   // in tiles
     __shared__ int runs_by_turns;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -172,7 +173,7 @@ extern "C" __global__ void __launch_bounds__(1024) plan_decode_attention(const P
     const u32 num_runs = min((u32)args.max_runs, max(cost / least_of_run(longest), 1u));
     const Shares shares(cost, num_runs);
     if (threadIdx.x == 0) args.runs[0] = make_int4(cost, num_runs, 0, 0);
-    struct Place { int query, turn, offset; u32 index, end; };   // the tiles before it; where the turn ends
+    struct Place { int query, turn, offset; u32 index, end; };   // `index`: tiles before it; `end`: of the turn
     const auto seek = [&](u32 unit) {
         if (unit == cost) return Place{0, 0, 0, cost - (u32)LEAVING * args.batch * TURNS, cost};
         const int low = query_of(ends, args.batch, TURNS, unit);

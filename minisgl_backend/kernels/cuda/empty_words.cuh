@@ -1,14 +1,14 @@
-// Numbers that thread blocks of a launch hand to each other without fences and counters, which would wait for all of a
-// thread block's other memory accesses, too: a word of float32 is EMPTY until it is written, and its reader makes it
-// EMPTY again. Accesses are relaxed, since words need no order: each says itself whether it is there.
+// How the thread blocks of a launch hand each other numbers without fences and counters, which would also wait for all
+// the thread block's other memory accesses. A float32 word is EMPTY until it is written, and its reader makes it EMPTY
+// again. Accesses are relaxed, since the words need no order: each word itself says whether it is there.
 
 #pragma once
 
 #include "basics.cuh"
 
-constexpr u32 EMPTY = 0xffffffffu;           // a NaN, which `written` excludes
+constexpr u32 EMPTY = 0xffffffffu;           // a NaN that `written` never returns
 
-// the same, but another NaN for EMPTY, for which its reader would wait without end
+// x, but with EMPTY replaced by another NaN: its reader would wait for it forever
 __device__ __forceinline__ float written(float x) {
     return __uint_as_float(min(__float_as_uint(x), EMPTY - 1));
 }

@@ -1,14 +1,14 @@
-// A few tokens by the weights of the experts that each has chosen, in MXFP4, for Hopper (sm_90a).
+// A few tokens times the weights of the experts that each has chosen, in MXFP4, for Hopper (sm_90a).
 //
-// Which experts these are is known late, and a product is short: what counts is how soon memory is busy, and how soon
-// its last bytes are multiplied. A thread block has 16 rows of a choice's weight. Its warps share out the in_features, so
-// finely that each asks for all its codes at once, and waits once: there is no ring and no barrier but that of the sum.
-// A warp multiplies as in `gemv.cuh`. Its codes pass through shared memory, since registers would hold them for fewer
-// warps; each lane reads there what it has copied itself. An expert that two tokens have chosen is read twice.
+// The choice of experts is known late, and a product is short. What counts is how soon memory is busy, and how soon its
+// last bytes are multiplied. A thread block has 16 rows of a choice's weight. Its warps share the in_features so finely
+// that each asks for all its codes at once and waits once: there is no ring, and no barrier but the one for the sum. A
+// warp multiplies as in `gemv.cuh`. Codes pass through shared memory, since registers could hold them for fewer warps
+// only; each lane reads back what it has copied itself. An expert that two tokens have chosen is read twice.
 //
-// Compiled with the macros of `gemv.cuh`, where the weight is e2m1 with a scale for each row, and: HEIGHT (rows of an
-// expert's weight), GATED (it holds the gate's rows and then as many of the values), CLAMPED (gpt-oss's gate, else
-// SiLU), WARPS, and PER_PROCESSOR (thread blocks that a multiprocessor has registers for).
+// Compiled with the macros of `gemv.cuh`, for an e2m1 weight whose rows have their own scales, and: HEIGHT (rows of an
+// expert's weight), GATED (the weight holds the gate's rows, then as many rows of the values), CLAMPED (gpt-oss's gate;
+// otherwise SiLU), WARPS, and PER_PROCESSOR (thread blocks that a multiprocessor has registers for).
 
 #include "gates.cuh"
 #include "gemv.cuh"
@@ -36,8 +36,8 @@ struct Arguments {
     float limit;            // CLAMPED: of gates and values
 };
 
-// Whose other half of 128 bytes is copied next. There is no cache policy: with one, ptxas of CUDA 13.0 makes an illegal
-// instruction where it finds that a part of `to` is the same in all lanes.
+// The L2 cache fetches 128 bytes, and their other half is copied next. There is no cache policy: with one, the ptxas of
+// CUDA 13.0 makes an illegal instruction when it finds that a part of `to` is the same in all lanes.
 __device__ __forceinline__ void copy_codes(u32 to, const u8* from) {
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;"
                  :: "r"(to), "l"(from) : "memory");
@@ -52,10 +52,10 @@ expert_gemv(const __grid_constant__ Arguments args) {
     const int lane = threadIdx.x % 32, quarter = lane % 4;
     const int warp = __shfl_sync(ALL, (int)threadIdx.x / 32, 0);   // the same in all lanes
     if (!args.early) wait_previous();
-    allow_next();   // what says which experts: kernels before this one have written it
+    allow_next();   // kernels before this one have written what says which experts were chosen
     const int expert = __ldcg(args.ids + choice);
     if (expert < 0) {
-        wait_previous();   // the end of this kernel is that of those before it
+        wait_previous();   // this kernel must not end before those before it
         return;
     }
     const u32 first_row = expert * HEIGHT + strip * OUT_ROWS;
@@ -74,14 +74,14 @@ expert_gemv(const __grid_constant__ Arguments args) {
         const u32 of_rows = (expert * UNITS_OF_EXPERT + strip / 4) * SCALES_OF_UNIT + strip % 4 * ROWS;
         copy<16>(&scales[warp][group][quarter * 4], (const u32*)args.scales + of_rows + unit * 64 + quarter * 4);
     }
-    const int row = lane % 8 + (lane & 8 ? TO_ROW_8 : 0);   // which this lane of the first warp ends
+    const int row = lane % 8 + (lane & 8 ? TO_ROW_8 : 0);   // that this lane of the first warp finishes
     const float bias = args.bias && warp == 0 ? to_float(args.bias[first_row + row]) : 0;
     if (args.early) wait_previous();
 
     Column column;
     column.read(args.x + (u64)(GATED ? token : choice) * SIZE, warp);
     const float factor = args.factors && warp == 0 ? __ldcg(args.factors + token) : 1;
-    __syncwarp();   // else the compiler has the loads of x wait for the copies
+    __syncwarp();   // otherwise the compiler makes the loads of x wait for the copies
     wait_for_copies();
     float sums[2] = {};
 #pragma unroll
@@ -94,7 +94,7 @@ expert_gemv(const __grid_constant__ Arguments args) {
             by[j] = ((const u8*)&scales[warp][i][lane / 4 + 8 * j])[quarter] * 0x800080;
         float c[4] = {};
         multiply_unit(c, both, column.words[0], by);
-        if (quarter == i / 2) sums[0] += c[i % 2], sums[1] += c[2 + i % 2];   // of the columns only this unit's
+        if (quarter == i / 2) sums[0] += c[i % 2], sums[1] += c[2 + i % 2];   // only this unit's column
     }
     add_lanes(sums);
     if (quarter < 2) parts[warp][lane / 4 + 8 * quarter] = quarter ? sums[1] : sums[0];

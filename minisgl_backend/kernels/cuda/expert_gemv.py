@@ -1,4 +1,4 @@
-"""Launches ``expert_gemv.cu``: a few tokens by weights of their experts, for ``experts``."""
+"""Launches ``expert_gemv.cu``: a few tokens times the weights of their experts, for ``experts``."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ class _Arguments(ctypes.Structure):
 
 
 class ExpertGemv:
-    """One of the two products of layers whose experts have weights of a ``shape``, [num_experts,
-    height, in_features]; with a ``gated`` one, which holds G and then U, silu(x G^T) * (x U^T) or
-    another ``gate``."""
+    """One of the two products of layers whose experts have weights of this ``shape``, [num_experts,
+    height, in_features]. A ``gated`` weight holds G and then U, and gives silu(x G^T) * (x U^T), or
+    the same with another ``gate``."""
 
     def __init__(
         self,
@@ -75,12 +75,13 @@ class ExpertGemv:
         early: bool = False,
         pdl: bool = False,
     ) -> Tensor:
-        """[choices, out_features] for ``ids`` int32 [num_tokens, top_k], all choices, of which -1
-        leave their row as it is: each row of ``x`` [num_tokens, in_features] through the experts
-        that its token has chosen or, not gated, of ``x`` [choices, in_features] through its own.
+        """[choices, out_features], a row for each of the choices ``ids`` int32 [num_tokens, top_k];
+        the row of a choice of -1 is not written. If gated, a row of ``x`` [num_tokens, in_features]
+        goes through all experts of its token; otherwise a row of ``x`` [choices, in_features] goes
+        through its own expert.
 
-        ``factors`` [num_tokens] multiply x, if gated; ``bias`` [num_experts, height] is added,
-        before a gate. ``early``: the kernel before this one wrote none of these but x.
+        If gated, x is multiplied by ``factors`` [num_tokens]. ``bias`` [num_experts, height] is
+        added before a gate. ``early``: of these, the kernel before this one wrote only x.
         """
         assert weight.kind == self._codes and ids.dtype == torch.int32
         codes = weight.weight.codes

@@ -1,16 +1,17 @@
 // A GEMM of blocks of rows, each with the weight of its own expert, for Hopper (sm_90a).
 //
-// Weights are the long side of the GEMM and rows the short one: a tile is FEATURES rows of an expert's
-// weight by the TOKENS rows of a block. Thread blocks stay, and take tiles in turn. In each, one warp moves
-// weights into a ring in shared memory by the bulk tensor copy engine, others gather rows of x beside
-// them, and warpgroups multiply them from there (wgmma). The ring runs on from tile to tile, so memory is
-// read without a pause however short the tiles are.
+// Weights are the long side of the GEMM and rows the short side: a tile is FEATURES rows of an expert's weight by the
+// TOKENS rows of a block. Thread blocks are persistent and take tiles in turn. In each, one warp moves weights into a
+// ring in shared memory with the bulk tensor copy engine, others gather rows of x beside them, and warpgroups multiply
+// them from there (wgmma). The ring runs on from tile to tile, so memory is read without a pause, however short the
+// tiles are.
 //
-// `tile_gemm.cuh` has the ring, and how it is multiplied, weights of 8 and 4 bits as well.
+// `tile_gemm.cuh` has the ring and multiplies from it, 8-bit and 4-bit weights included.
 //
-// Compiled with the macros of that, and: HEIGHT (rows of an expert's weight), SIZE (in_features), GATED (the weight
-// holds the gate's rows and then as many of the values), CLAMPED (gpt-oss's gate, else SiLU), SHARED_BYTES, and
-// PER_PROCESSOR (thread blocks that a multiprocessor has registers for). All other values are bfloat16.
+// Compiled with the macros of `tile_gemm.cuh`, and: HEIGHT (rows of an expert's weight), SIZE (in_features), GATED (the
+// weight holds the gate's rows, then as many rows of the values), CLAMPED (gpt-oss's gate; otherwise SiLU),
+// SHARED_BYTES, and PER_PROCESSOR (thread blocks that a multiprocessor has registers for). All other values are
+// bfloat16.
 
 #include "gates.cuh"
 #include "tile_gemm.cuh"
@@ -18,15 +19,15 @@
 constexpr int PARTS = BLOCK / 64;                   // of x in a stage, with rows of 128 bytes
 constexpr int MOVERS = TOKENS > 32 ? 2 : 1;         // warps that gather rows; another one moves weights
 constexpr int ALL_THREADS = THREADS + 32 * (1 + MOVERS);
-constexpr int TILES = (HEIGHT + FEATURES - 1) / FEATURES;   // of an expert's weight; what is behind it counts as 0
+constexpr int TILES = (HEIGHT + FEATURES - 1) / FEATURES;   // of an expert's weight; what is beyond it counts as 0
 constexpr int STEPS = (SIZE + BLOCK - 1) / BLOCK;   // of a tile
-constexpr int WORDS = GROUP ? 128 / GROUP * (64 / SHARED_BY) : 0;   // of scales of 64 rows and 128 in_features
-constexpr int UNITS = (HEIGHT + 127) / 128 * 2;     // of an expert, of 64 rows that have scales
-constexpr int COLUMNS = (SIZE + 255) / 256 * 2;     // of a unit, of 128 in_features
-constexpr int OUT = GATED ? FEATURES / 2 : FEATURES;         // features of the output in a tile
+constexpr int WORDS = GROUP ? 128 / GROUP * (64 / SHARED_BY) : 0;   // of scales, for 64 rows and 128 in_features
+constexpr int UNITS = (HEIGHT + 127) / 128 * 2;     // of 64 rows that have scales, per expert
+constexpr int COLUMNS = (SIZE + 255) / 256 * 2;     // of 128 in_features, per unit
+constexpr int OUT = GATED ? FEATURES / 2 : FEATURES;         // output features per tile
 constexpr int OUT_FEATURES = GATED ? HEIGHT / 2 : HEIGHT;
-constexpr int PITCH = GATED ? 16 : 48;              // bytes a token in a warp's finished part; 8 rows use all banks
-constexpr int LAG = STAGES > 8 ? 4 : STAGES / 2;    // steps whose rows are on their way while the next are asked for
+constexpr int PITCH = GATED ? 16 : 48;              // bytes per token in a warp's finished part; 8 rows use all banks
+constexpr int LAG = STAGES > 8 ? 4 : STAGES / 2;    // steps whose rows may be under way while the next are asked for
 constexpr int ROWS = 4 * MOVERS;                    // that the movers gather side by side
 constexpr int ITEMS = TOKENS / ROWS;
 
@@ -38,7 +39,7 @@ struct Arguments {
     const u16* x;           // [num_pairs / top_k, SIZE]
     u16* out;               // [num_pairs, OUT_FEATURES]
     const int* pairs;       // [num_blocks, TOKENS]: rows of the output; num_pairs where a block is not full
-    const int* experts;     // [num_blocks], -1 behind the last one
+    const int* experts;     // [num_blocks], -1 after the last one
     const float* factors;   // [num_pairs / top_k], of the rows of x; or null
     const float* scales;    // of codes: [num_experts, UNITS, COLUMNS, WORDS], the rows in the order of tiles;
                             // GROUP == 0: [num_experts, HEIGHT]
@@ -46,15 +47,15 @@ struct Arguments {
     int num_pairs;
     int num_blocks;
     int top_k;              // rows of the output for each row of x
-    int early;              // what says which rows are whose was written before the kernel before this one
+    int early;              // `pairs` and `experts` were already there before the previous kernel
     float alpha;            // CLAMPED: of the sigmoid
     float limit;            // CLAMPED: of gates and values
 };
 
 // ---- instructions
 
-// GATED: a map of [num_experts, features / 8, 2, 8, SIZE], so that 8 rows of the gate and the 8 rows that
-// they open lie one after the other, and land in the same thread
+// GATED: the map is of [num_experts, features / 8, 2, 8, SIZE], so that 8 rows of the gate come right before the 8 rows
+// that they open, and both land in the same thread.
 __device__ __forceinline__ void load_weight(
     u32 to, const TensorMap& map, int k, int expert, int tile, u32 barrier) {
     if (GATED)
@@ -79,7 +80,7 @@ __device__ __forceinline__ void clear_16(u32 to) {
 
 __device__ __forceinline__ void end_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
-// until all but the last AFTER groups of this thread's copies are there, for the tensor cores as well
+// waits until all but the last AFTER groups of this thread's copies are there, also for the tensor cores
 template <int AFTER>
 __device__ __forceinline__ void wait_copies() {
     asm volatile("cp.async.wait_group %0;" :: "n"(AFTER) : "memory");
@@ -93,7 +94,7 @@ struct Tile {
 
     __device__ __forceinline__ int of_expert() const { return number % TILES; }
 
-    // False behind the last one.
+    // False after the last one.
     __device__ __forceinline__ bool find(const Arguments& args) {
         block = number / TILES;
         expert = block < args.num_blocks ? __ldcg(args.experts + block) : -1;
@@ -125,7 +126,7 @@ __device__ __forceinline__ void move_weights(const Arguments& args, u32 ring, u3
     }
 }
 
-// Rows of x, in the order that the tensor cores want. A stage counts as filled LAG steps later.
+// Gathers rows of x, in the order that the tensor cores want. A stage is handed over LAG steps later.
 __device__ __forceinline__ void gather_rows(const Arguments& args, u32 ring, u32 full, u32 empty) {
     const int thread = threadIdx.x - THREADS - 32, chunk = thread % 8, row = thread / 8;
     int step = 0;
@@ -145,7 +146,7 @@ __device__ __forceinline__ void gather_rows(const Arguments& args, u32 ring, u32
             if (step >= STAGES) wait_barrier(empty + 8 * stage, (step / STAGES - 1) & 1);
 #pragma unroll
             for (int item = 0; item < ITEMS; ++item) {
-                if (!from[item]) continue;   // what is there is multiplied, and never stored
+                if (!from[item]) continue;   // old contents are multiplied, but never stored
                 const int at = item * ROWS + row;
 #pragma unroll
                 for (int part = 0; part < PARTS; ++part) {
@@ -170,7 +171,7 @@ __device__ __forceinline__ void gather_rows(const Arguments& args, u32 ring, u32
 
 constexpr int CHUNKS = GATED ? 1 : 2;   // of 16 bytes that a warp has of a token
 
-// What a thread needs to finish a tile; of few tokens it is read before they are multiplied.
+// What a thread needs to finish a tile. With few tokens it is read before they are multiplied.
 struct Ends {
     int stored[TOKENS / 8];   // the row that the lane stores
     float2 factors[TOKENS / 8];
@@ -206,7 +207,7 @@ struct Ends {
     }
 };
 
-// The results of a warp, 8 tokens at a time over its part of shared memory to rows of the output.
+// Writes the results of a warp to rows of the output, 8 tokens at a time through its part of shared memory.
 __device__ __forceinline__ void finish_tile(
     const Arguments& args, const Tile& tile, const Ends& of, const float (&c)[TOKENS / 2], u8* finished) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -236,7 +237,7 @@ __device__ __forceinline__ void finish_tile(
 extern "C" __global__ void __launch_bounds__(ALL_THREADS, PER_PROCESSOR)
 experts(const __grid_constant__ Arguments args) {
     extern __shared__ __align__(1024) u8 shared[];
-    // the ring, and that of scales; then a barrier a stage that it is full, one that it is empty; then 8 rows a warp
+    // the ring, and the ring of scales; a "full" barrier for each stage, then an "empty" one; 8 rows for each warp
     const u32 ring = shared_address(shared);
     const u32 full = ring + RING_BYTES, empty = full + 8 * STAGES;
     u8* const finished = shared + RING_BYTES + STAGES * 16;
@@ -252,7 +253,7 @@ experts(const __grid_constant__ Arguments args) {
     }
     __syncthreads();
     if (!args.early) wait_previous();
-    // The next kernel may read what says which rows are whose: kernels before this one have written it.
+    // The next kernel may read `pairs` and `experts`: kernels before this one have written them.
     allow_next();
 
     if (warp == THREADS / 32) {
@@ -264,7 +265,7 @@ experts(const __grid_constant__ Arguments args) {
         wait_previous();
         int step = 0;
         for (Tile tile{(int)blockIdx.x}; tile.find(args); tile.number += gridDim.x, step += STEPS) {
-            float c[TOKENS / 2];   // of each 8 tokens, two features of two
+            float c[TOKENS / 2];   // for each 8 tokens: two features of two tokens
             Ends ends;
             if (TOKENS <= 16) ends.read(args, tile);
             multiply_steps(c, ring, step, STEPS);

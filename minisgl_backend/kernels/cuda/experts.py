@@ -1,10 +1,10 @@
 """Launches ``experts.cu``: a mixture of experts on the tensor cores of Hopper.
 
-``routing`` chooses the experts. If these have many rows each, ``experts_many`` launches the grouped
-GEMMs in place of ``GroupedKernel``, and ``expert_gemv`` for a few tokens by some weights.
+``routing`` chooses the experts. ``GroupedKernel`` launches the grouped GEMMs, except that
+``experts_many`` does if experts have many rows each, and ``expert_gemv`` for a few tokens and some
+kinds of weights.
 
-Kernels are for one shape of weights. Launches share memory, so they must be in the order of one
-stream.
+Kernels are for one shape of weights. Launches share memory, so they must all be on one stream.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ class _Arguments(ctypes.Structure):
 
 
 class GroupedKernel:
-    """x W^T of blocks of rows, each with the W of its expert; or silu(x G^T) * (x U^T), or another
-    gate, for a ``gated`` weight, which holds G and then U."""
+    """x W^T for blocks of rows, each with the W of its expert. A ``gated`` weight holds G and then
+    U, and gives silu(x G^T) * (x U^T), or the same with another gate."""
 
     def __init__(
         self,
@@ -70,8 +70,8 @@ class GroupedKernel:
         cuts: Sequence[ExpertCut],
         gate: ClampedGate | None = None,
     ) -> None:
-        """``shape``: [num_experts, height, in_features]; ``codes``: of packed weights; ``gate``:
-        None for SiLU."""
+        """``shape``: [num_experts, height, in_features]; ``codes``: the kind of packed weights;
+        ``gate``: None for SiLU."""
         _, self._height, self._in_features = shape
         self._gated, self._gate, self._codes = gated, gate, codes
         self._numbers = PLAIN if codes is None else codes.numbers(2 * CODES_BLOCK)
@@ -119,11 +119,12 @@ class GroupedKernel:
         early: bool = False,
         pdl: bool = False,
     ) -> Tensor:
-        """[num_pairs, out_features]: row p is x[p // top_k] through the expert of pair p, which
-        ``pairs`` and ``experts`` tell in blocks of ``cut.tokens`` (``kernels.moe.Alignment``).
+        """[num_pairs, out_features]: row p is x[p // top_k] through the expert of pair p. ``pairs``
+        and ``experts`` list the pairs in blocks of ``cut.tokens`` (``kernels.moe.Alignment``).
 
-        ``factors`` [num_pairs / top_k] multiply the rows of x; ``bias`` [num_experts, height] is
-        added, before a gate. ``early``: the kernel before this one wrote none of these but x.
+        The rows of x are multiplied by ``factors`` [num_pairs / top_k]. ``bias`` [num_experts,
+        height] is added before a gate. ``early``: of these, the kernel before this one wrote only
+        x.
         """
         out = torch.empty((num_pairs, self.out_features), dtype=x.dtype, device=x.device)
         kernel = self._kernels[cut]
@@ -167,7 +168,7 @@ class GroupedKernel:
 
 
 class ExpertsKernels:
-    """Routing, gates and ups, and downs of layers of experts of one shape."""
+    """The kernels for layers whose experts have one shape: routing, gate and up, and down."""
 
     def __init__(
         self,
@@ -182,8 +183,8 @@ class ExpertsKernels:
         wide: bool,
         shared: bool = False,
     ) -> None:
-        """``gate_up`` and ``down`` are the shapes of all held experts' weights, and ``kinds`` those
-        of packed ones. ``held``, ``wide`` and ``shared``: see ``RoutingKernel``."""
+        """``gate_up`` and ``down`` are the shapes of the weights of all experts held, ``kinds``
+        their kinds if they are packed. ``held``, ``wide`` and ``shared``: see ``RoutingKernel``."""
         of_gate_up, of_down = kinds or (None, None)
         self._bits, self._is_silu = 16 if of_down is None else of_down.encoding.bits, gate is None
         self._num_experts, all_cuts = rule.num_experts, expert_cut.cuts(self._bits)
@@ -240,15 +241,15 @@ class ExpertsKernels:
         eps: float = 0.0,
         pdl: bool = False,
     ) -> tuple[Tensor, Choices]:
-        """What each of a token's experts makes of it, [num_tokens, top_k, hidden_size], and its
-        experts. The rows of those that other ranks hold are not written.
+        """The outputs of each token's experts, [num_tokens, top_k, hidden_size], and which experts
+        these are. Rows of experts that other ranks hold are not written.
 
-        ``x`` [num_tokens, hidden_size] is under a norm; with ``squares``, one that is half done
-        (``cuda.linear``). ``router`` is the router's weight, and ``bias``, float32 [num_experts],
-        is added to its logits; ``logits`` computes these [num_tokens, num_experts] if no kernel
-        here does, with the bias if it is told so: it is added to those of complete norms. With a
-        ``shared_gate`` [hidden_size] all tokens take the last expert, too, which counts as its
-        sigmoid says: it is a choice more.
+        ``x`` [num_tokens, hidden_size] is normalized; with ``squares``, its norm is half done
+        (``cuda.linear``). ``router`` is the router's weight; ``bias``, float32 [num_experts], is
+        added to its logits. ``logits`` computes these, [num_tokens, num_experts], if no kernel here
+        does; its argument says whether it adds the bias, which it does only if the norm is
+        complete. With a ``shared_gate`` [hidden_size] all tokens also take the last expert, with
+        the sigmoid as its weight: it is one more choice.
         """
         num_tokens, top_k = len(x), self._route.top_k
         num_pairs = num_tokens * top_k
@@ -326,8 +327,8 @@ class ExpertsKernels:
 
 
 class HopperExperts:
-    """Makes the kernels of a model's experts. Those for layers of the same shape are one, whose
-    memory the layers share: ``kernels`` makes ``ExpertsKernels``."""
+    """Makes the kernels of a model's experts: ``kernels`` makes ``ExpertsKernels``. Layers of the
+    same shape share kernels and their memory."""
 
     def __init__(self, device: torch.device) -> None:
         self.kernels = cache(partial(ExpertsKernels, device=device))

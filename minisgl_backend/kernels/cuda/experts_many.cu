@@ -1,45 +1,47 @@
-// A GEMM of blocks of many rows, each with the weight of its own expert, for Hopper (sm_90a): of prompts, where
+// A GEMM of blocks of many rows, each with the weight of its own expert, for Hopper (sm_90a). It is for prompts;
 // `experts.cu` is for decoding.
 //
-// What limits such a GEMM with small tiles is how much the L2 cache delivers. So a tile is large, 256 rows of an
-// expert's weight by up to 128 rows of x, and the two thread blocks of a cluster take the same rows of the weight by
-// other rows of x: each loads half of the weight's rows, for both (multicast). Rows of x are gathered by cp.async. Two
-// warpgroups multiply, each 128 rows of the weight. An MMA is as wide as the rows of x that there are, rounded up.
+// With small tiles, such a GEMM is limited by how much the L2 cache delivers. So a tile is large, 256 rows of an
+// expert's weight by up to 128 rows of x. The two thread blocks of a cluster multiply the same rows of the weight by
+// different rows of x, and each loads half of the weight's rows for both (multicast). Rows of x are gathered by
+// cp.async. Two warpgroups multiply, each with 128 rows of the weight. An MMA is as wide as the number of rows of x,
+// rounded up.
 //
-// FLOAT8: numbers are e4m3, of the weight and of x. The tensor cores add up 128 in_features, and these sums are added
-// in float32, multiplied by the weight's scale if these in_features have one ("two-level accumulation": DeepGEMM,
-// https://github.com/deepseek-ai/DeepGEMM). Other scales, of rows of x and of the weight, are for the end.
+// FLOAT8: the weight and x are e4m3. The tensor cores add up 128 in_features. These sums are then added in float32,
+// multiplied by the weight's scale if GROUPED ("two-level accumulation": DeepGEMM,
+// https://github.com/deepseek-ai/DeepGEMM). Other scales, of rows of x and of the weight, are applied at the end.
 //
-// Compiled with: HEIGHT (rows of an expert's weight), SIZE (in_features), GATED (the weight holds the gate's rows and
-// then as many of the values; SiLU), FLOAT8, GROUPED (a scale for each 8 rows of the weight, in the order of tiles, and
-// 128 in_features; else, of FLOAT8, for a row), STAGES of the ring and SHARED_BYTES. All other values are bfloat16.
+// Compiled with: HEIGHT (rows of an expert's weight), SIZE (in_features), GATED (the weight holds the gate's rows, then
+// as many rows of the values; SiLU), FLOAT8, GROUPED (a scale for every 8 rows of the weight, in the order of tiles,
+// and 128 in_features; otherwise, with FLOAT8, one per row), STAGES of the ring and SHARED_BYTES. All other values are
+// bfloat16.
 
 #include "wide_mma.cuh"
 
-constexpr int BLOCK = FLOAT8 ? 128 : 64;            // in_features of a stage: rows of 128 bytes
-constexpr int FEATURES = 256;                       // of a tile
-constexpr int TOKENS = 128;                         // rows of x of a tile, at most
-constexpr int GRAIN = 32;                           // and a multiple of this
+constexpr int BLOCK = FLOAT8 ? 128 : 64;            // in_features per stage: rows of 128 bytes
+constexpr int FEATURES = 256;                       // per tile
+constexpr int TOKENS = 128;                         // rows of x per tile, at most
+constexpr int GRAIN = 32;                           // rows of x are rounded up to a multiple of this
 constexpr int CLUSTER = 2;                          // thread blocks
-constexpr int ROWS = CLUSTER * TOKENS;              // of a block
-constexpr int WAVES = 2;                            // of 64 features, that a warpgroup has
+constexpr int ROWS = CLUSTER * TOKENS;              // per block
+constexpr int WAVES = 2;                            // of 64 features, per warpgroup
 constexpr int THREADS = 256;                        // that multiply
 constexpr int MOVERS = 128;                         // threads that fill the ring
 constexpr int TILES = HEIGHT / FEATURES;            // of an expert's weight
 constexpr int STEPS = SIZE / BLOCK;                 // of a tile
 constexpr u32 ROW_BYTES = STEPS * 128;              // of x
 constexpr u32 NOWHERE = 0xffffffff;
-constexpr int WEIGHT_BYTES = FEATURES * 128;        // of a stage
+constexpr int WEIGHT_BYTES = FEATURES * 128;        // per stage
 constexpr int STAGE_BYTES = WEIGHT_BYTES + TOKENS * 128;
-constexpr int UNITS = (HEIGHT + 127) / 128 * 2;     // of an expert, of 64 rows that have scales
-constexpr int COLUMNS = (SIZE + 255) / 256 * 2;     // of a unit, of 128 in_features
+constexpr int UNITS = (HEIGHT + 127) / 128 * 2;     // of 64 rows that have scales, per expert
+constexpr int COLUMNS = (SIZE + 255) / 256 * 2;     // of 128 in_features, per unit
 constexpr int SCALE_BYTES = GROUPED ? FEATURES / 64 * UNIT_BYTES : 0;   // of a stage
 constexpr int OUT_FEATURES = GATED ? HEIGHT / 2 : HEIGHT;
-constexpr int ITEMS = TOKENS * 8 / MOVERS;          // of 16 bytes of a stage, that a mover copies
+constexpr int ITEMS = TOKENS * 8 / MOVERS;          // 16-byte chunks of a stage that a mover copies
 constexpr int FINISHED = TOKENS * 128;              // bytes of a warpgroup's finished rows
 
-// In shared memory: the ring; then, of each warpgroup, finished rows, where they go and their factors; then rings of
-// scales, of tiles, of barriers that a stage is full and that it is empty.
+// Shared memory has the ring; for each warpgroup, finished rows, where they go, and their factors; rings of scales and
+// of tiles; and each stage's "full" and "empty" barriers.
 constexpr int AT_FINISHED = STAGES * STAGE_BYTES;
 constexpr int AT_ROWS = AT_FINISHED + 2 * FINISHED;
 constexpr int AT_FACTORS = AT_ROWS + 2 * TOKENS * 4;
@@ -57,7 +59,7 @@ struct Arguments {
     const u8* x;            // [num_pairs / top_k, SIZE]
     u16* out;               // [num_pairs, OUT_FEATURES]
     const int* pairs;       // [num_blocks, ROWS]: rows of the output; num_pairs where a block is not full, at its end
-    const int* experts;     // [num_blocks], -1 behind the last one
+    const int* experts;     // [num_blocks], -1 after the last one
     const float* factors;   // [num_pairs / top_k], of the rows of x; or null
     const float* scales;    // GROUPED: [num_experts, UNITS, COLUMNS, 8]; else of FLOAT8: [num_experts, HEIGHT]
     int num_pairs;
@@ -73,9 +75,9 @@ __device__ __forceinline__ u32 cluster_rank() {
     return rank;
 }
 
-// A part of a tile's rows, FEATURES / CLUSTER of them, to all thread blocks of the cluster. GATED: the map is of
-// [num_experts, features / 8, 2, 8, SIZE], so that 8 rows of the gate and the 8 rows that they open lie one after the
-// other, and land in the same thread.
+// Loads a part of a tile's rows, FEATURES / CLUSTER of them, to all thread blocks of the cluster. GATED: the map is of
+// [num_experts, features / 8, 2, 8, SIZE], so that 8 rows of the gate come right before the 8 rows that they open, and
+// both land in the same thread.
 __device__ __forceinline__ void load_weight(u32 to, const TensorMap& map, int k, int expert, int part, u32 barrier) {
     const u16 all = (1 << CLUSTER) - 1;
 #define LOAD(DIMENSIONS) "cp.async.bulk.tensor." #DIMENSIONS \
@@ -95,15 +97,15 @@ __device__ __forceinline__ void copy_16(u32 to, const void* from) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" :: "r"(to), "l"(from) : "memory");
 }
 
-// once this thread's copies are there
+// arrives once this thread's copies are there
 __device__ __forceinline__ void arrive_copied(u32 barrier) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" :: "r"(barrier) : "memory");
 }
 
-// What cp.async has written, and a barrier has announced, is there for the tensor cores.
+// Makes what cp.async has written, and a barrier has announced, visible to the tensor cores.
 __device__ __forceinline__ void see_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// of a warpgroup
+// syncs a warpgroup
 __device__ __forceinline__ void meet_group(int group) {
     asm volatile("bar.sync %0, 128;" :: "r"(1 + group) : "memory");
 }
@@ -115,11 +117,12 @@ __device__ __forceinline__ void store_transposed(u32 to, const u32 (&fragments)[
 
 // ---- the warps that fill the ring
 
-// A cluster's tile, as its thread blocks have it. Tiles of a block are neighbours, and so are in the L2 cache.
+// A thread block's part of its cluster's tile. Tiles of the same block follow each other, so its rows are in the L2
+// cache.
 struct Tile {
-    int expert;     // -1 behind the last one
+    int expert;     // -1 after the last tile
     int rows;       // of this thread block
-    int first;      // of them, in the block
+    int first;      // the first of them, counted in the block
 };
 
 __device__ __forceinline__ void fill_ring(const Arguments& args, u8* shared, u32 rank) {
@@ -166,14 +169,14 @@ __device__ __forceinline__ void fill_ring(const Arguments& args, u8* shared, u32
             const u8* const x = args.x + i * 128 + chunk * 16;
 #pragma unroll
             for (int item = 0; item < ITEMS; ++item) {
-                if (from[item] == NOWHERE) continue;   // what is there is multiplied, and never stored
+                if (from[item] == NOWHERE) continue;   // old contents are multiplied, but never stored
                 const int at = item * (MOVERS / 8) + row;
                 copy_16(to + WEIGHT_BYTES + at * 128 + (chunk ^ at % 8) * 16, x + (u64)from[item] * ROW_BYTES);
             }
             arrive_copied(barrier);
         }
     }
-    wait_empty();   // one more step says that there is no more
+    wait_empty();   // one more step says that there are no more tiles
     if (thread == 0) {
         tiles[step % STAGES] = Tile{-1, 0, 0};
         arrive(full + 8 * (step % STAGES));
@@ -183,13 +186,13 @@ __device__ __forceinline__ void fill_ring(const Arguments& args, u8* shared, u32
 
 // ---- the warps that multiply
 
-// Where a warpgroup's rows go, one a thread.
+// Where one of a warpgroup's rows goes; each thread has one row.
 struct Place {
     int pair;
     float factor;
 };
 
-// c = the tile, which is in the ring from step `first` of the thread block on; also the factor of `place`.
+// c = the tile's product, from step `first` of the thread block on. Also reads the factor of `place`.
 template <int N>
 __device__ __forceinline__ void multiply_steps(
     const Arguments& args, float (&c)[WAVES][TOKENS / 2], u32 ring, int first, Place& place) {
@@ -238,7 +241,7 @@ __device__ __forceinline__ void multiply_steps(
 #endif
 }
 
-// Results of a warpgroup, over its part of shared memory, to rows of the output.
+// Writes a warpgroup's results to rows of the output, through its part of shared memory.
 template <int N>
 __device__ __forceinline__ void finish_tile(
     const Arguments& args, const float (&c)[WAVES][TOKENS / 2], const Tile& tile, int of_expert, const Place& place,
@@ -270,7 +273,7 @@ __device__ __forceinline__ void finish_tile(
             const float* const scales = args.scales + (u64)tile.expert * HEIGHT + row;
             low = scales[0], high = scales[GATED ? OUT_FEATURES : 8];
         }
-        const auto x = [&](int i, int j) {   // of 8 tokens: two features of two
+        const auto x = [&](int i, int j) {   // of 8 tokens: two features of two tokens
             const float2 by = *reinterpret_cast<const float2*>(factors + 8 * i + lane % 4 * 2);
             return c[wave][4 * i + j] * ((j % 2 ? by.y : by.x) * (j / 2 ? high : low));
         };
@@ -306,14 +309,14 @@ __device__ __forceinline__ void finish_tile(
 #endif
 }
 
-// Multiply and finish a tile, with as few columns as its rows fit in.
+// Multiplies and finishes a tile, with the narrowest MMA that its rows fit in.
 template <int N>
 __device__ __forceinline__ void take_tile(
     const Arguments& args, const Tile& tile, int rows, int of_expert, int step, Place& place, u8* shared) {
     if constexpr (N < TOKENS) {
         if (rows > N) return take_tile<N + GRAIN>(args, tile, rows, of_expert, step, place, shared);
     }
-    float c[WAVES][TOKENS / 2];   // of each 8 tokens, two features of two
+    float c[WAVES][TOKENS / 2];   // for each 8 tokens: two features of two tokens
     multiply_steps<N>(args, c, shared_address(shared), step, place);
     finish_tile<N>(args, c, tile, of_expert, place, shared);
 }
@@ -336,7 +339,7 @@ experts_many(const __grid_constant__ Arguments args) {
     }
     meet_cluster();
     wait_previous();
-    // The next kernel may read what says which rows are whose: kernels before this one have written it.
+    // The next kernel may read `pairs` and `experts`: kernels before this one have written them.
     allow_next();
 
     if (group == 2) {
@@ -353,7 +356,7 @@ experts_many(const __grid_constant__ Arguments args) {
             Place place{args.num_pairs, 1};
             const int token = threadIdx.x % 128;
             if (token < tile.rows) place.pair = __ldcg(args.pairs + (u64)(number / TILES) * ROWS + tile.first + token);
-            const int rows = __shfl_sync(0xffffffff, tile.rows, 0);   // the same for all, which the compiler sees now
+            const int rows = __shfl_sync(0xffffffff, tile.rows, 0);   // the same for all, and now the compiler sees it
             take_tile<GRAIN>(args, tile, rows, number % TILES, step, place, shared);
         }
     }

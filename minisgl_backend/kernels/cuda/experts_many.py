@@ -1,7 +1,7 @@
 """Launches ``experts_many.cu``: grouped GEMMs of experts that have many rows each, on Hopper.
 
-A kernel is for one shape of weights: plain ones, or packed ones in float8, which multiply rows that
-are rounded to float8 as well (``float8_rows``). Must not know how rows are routed.
+A kernel is for one shape of weights, either plain or packed in float8. The latter are multiplied by
+rows that are rounded to float8 as well (``float8_rows``). Must not know how rows are routed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from minisgl_backend.kernels.float8_rows import float8_rows
 from minisgl_backend.kernels.packed_weight import CodesKind, PackedWeight
 
 _THREADS: Final = 384
-"""Two warpgroups that multiply, and one that fills the ring."""
+"""Two warpgroups multiply, and one fills the ring."""
 
 
 class _Arguments(ctypes.Structure):
@@ -42,8 +42,8 @@ class _Arguments(ctypes.Structure):
 
 
 class ManyRowsKernel:
-    """x W^T of blocks of rows, each with the W of its expert; or silu(x G^T) * (x U^T) for a
-    ``gated`` weight, which holds G and then U."""
+    """x W^T for blocks of rows, each with the W of its expert. A ``gated`` weight holds G and then
+    U, and gives silu(x G^T) * (x U^T)."""
 
     def __init__(
         self,
@@ -53,8 +53,8 @@ class ManyRowsKernel:
         codes: CodesKind | None,
         gated: bool,
     ) -> None:
-        """``shape``: [num_experts, height, in_features]; ``codes``: of packed weights; such as
-        ``expert_cut.fits_many`` and ``CodesKind.rounds_many_rows`` say."""
+        """``shape``: [num_experts, height, in_features], one that ``expert_cut.fits_many`` accepts;
+        ``codes``: the kind of packed weights, one that ``CodesKind.rounds_many_rows`` accepts."""
         _, self._height, self._in_features = shape
         self._gated, self._codes = gated, codes
         self._out_features = self._height // 2 if gated else self._height
@@ -84,10 +84,10 @@ class ManyRowsKernel:
         factors: Tensor | None = None,
         pdl: bool = False,
     ) -> Tensor:
-        """bfloat16 [num_pairs, out_features]: row p is x[p // top_k] through the expert of pair p,
-        which ``pairs`` and ``experts`` tell in blocks of ``MANY.block`` (``moe.Alignment``).
+        """bfloat16 [num_pairs, out_features]: row p is x[p // top_k] through the expert of pair p.
+        ``pairs`` and ``experts`` list the pairs in blocks of ``MANY.block`` (``moe.Alignment``).
 
-        ``factors`` [num_pairs / top_k] multiply the rows of x.
+        The rows of x are multiplied by ``factors`` [num_pairs / top_k].
         """
         out = torch.empty((num_pairs, self._out_features), dtype=x.dtype, device=x.device)
         assert x.is_contiguous()
@@ -127,9 +127,9 @@ class ManyRowsKernel:
 
 
 def experts_map(weight: Tensor, box: tuple[int, int], *, gated: bool) -> TensorMap:
-    """The tensor map of a weight [num_experts, height, in_features], of which ``box`` in_features
-    and rows are loaded at a time; if ``gated``, 8 rows of the gate and the 8 that they open in
-    turn."""
+    """The tensor map of a weight [num_experts, height, in_features]. ``box`` is the number of
+    in_features and of rows that are loaded at a time. If ``gated``, 8 rows of the gate alternate
+    with the 8 rows that they open."""
     assert weight.is_contiguous()
     num_experts, height, size = weight.shape
     width, rows = box

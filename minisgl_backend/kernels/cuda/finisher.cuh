@@ -1,5 +1,5 @@
-// What becomes of the sums of a tile of `linear.cu`, which this is a part of: what LoRA adapters give is added, each is
-// scaled by its token's factor, and then come the operations that follow the GEMM.
+// Part of `linear.cu`: finishes the sums of a tile. The contribution of LoRA adapters is added, each sum is scaled by
+// its token's factor, and then the operations that follow the GEMM are done.
 
 #pragma once
 
@@ -41,9 +41,9 @@ __device__ __forceinline__ void load_floats(float (&to)[8], const float* from) {
 
 constexpr int RANK_STEP = 16;   // of an MMA
 constexpr int ALL_8 = OWN / 8;
-// times 8 tokens whose B is read ahead
+// B is read ahead for AHEAD times 8 tokens
 constexpr int AHEAD = ALL_8 % 4 == 0 ? 4 : ALL_8 % 3 == 0 ? 3 : ALL_8 % 2 == 0 ? 2 : 1;
-constexpr bool HOLDS_B = JOINED && !EVEN;   // the first of it, before x is there
+constexpr bool HOLDS_B = JOINED && !EVEN;   // the first part of B is read before x is there
 
 __device__ __forceinline__ void add_product(
     float* c, u32 a, u32 a_8, u32 a_next, u32 a_8_next, u32 b, u32 b_next) {
@@ -51,14 +51,14 @@ __device__ __forceinline__ void add_product(
         : C4(0) : "r"(a), "r"(a_8), "r"(a_next), "r"(a_8_next), "r"(b), "r"(b_next));
 }
 
-// Volatile, so that it stays where it is.
+// Volatile, so that the load stays where it is.
 __device__ __forceinline__ uint2 load_4(const u16* from) {
     uint2 out;
     asm volatile("ld.global.v2.u32 {%0, %1}, [%2];" : "=r"(out.x), "=r"(out.y) : "l"(from));
     return out;
 }
 
-// What another thread block may be writing.
+// Loads two pairs, each followed by the number of its launch, that another thread block may be writing.
 __device__ __forceinline__ uint4 load_pairs(const uint4* from) {
     uint4 out;
     asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -70,14 +70,14 @@ __device__ __forceinline__ void store_pair(uint2* to, u32 pair, u32 launch) {
     asm volatile("st.relaxed.gpu.global.v2.u32 [%0], {%1, %2};" :: "l"(to), "r"(pair), "r"(launch) : "memory");
 }
 
-// JOINED: how often this thread block has run, as often as all others. It reads that once all kernels before this one
+// JOINED: how often this thread block has run, which is the same for all. It is read once all kernels before this one
 // have ended.
 __device__ __forceinline__ u32* own_launches(const Arguments& args) {
     return args.adapters.launches + blockIdx.z * gridDim.y + blockIdx.y;
 }
 
-// By the warp that computes factors: ask for what this thread block needs of B, which lies in memory, in the order in
-// which it is needed.
+// Called by the warp that computes factors: prefetches what this thread block needs of B, in the order in which it is
+// needed.
 __device__ __forceinline__ void fetch_b(const Arguments& args, const Steps& steps) {
     const Adapters& of = args.adapters;
     const int lane = threadIdx.x % 32, first_token = blockIdx.x * TOKENS + blockIdx.z * OWN;
@@ -104,21 +104,21 @@ __device__ __forceinline__ void fetch_b(const Arguments& args, const Steps& step
     }
 }
 
-// ---- finishing: a thread has 8 features, of a head 8 in each half, of ITEMS tokens of each slice
+// ---- finishing: of ITEMS tokens of each slice, a thread has 8 features, or with HEADS 8 in each half of the head
 
 struct Finisher {
     const Arguments& args;
     int tile, chunk, row, first_token;
     bool finishes;
     // read ahead
-    uint4 norm_weight[2];   // of the norm that follows; or of the head's
+    uint4 norm_weight[2];   // of the norm that follows, or of the head's norm
     uint4 residual[ITEMS];
     int positions[ITEMS], slots[ITEMS];
     // ADAPTED
-    int adapters[(OWN + 31) / 32];   // slots of each 32nd token of this thread block
+    int adapters[(OWN + 31) / 32];   // slots of every 32nd token of this thread block
     int ranks[(OWN + 31) / 32];
-    int most_rank;          // of its tokens
-    uint2 b[AHEAD][2], b_8[AHEAD][2];   // of the first and the last of each 8 tokens
+    int most_rank;          // the highest rank of this thread block's tokens
+    uint2 b[AHEAD][2], b_8[AHEAD][2];   // for the first and the last of each 8 tokens
 
     __device__ __forceinline__ Finisher(const Arguments& args)
         : args(args), tile(0), chunk(threadIdx.x % CHUNKS), row(threadIdx.x / CHUNKS),
@@ -180,14 +180,15 @@ struct Finisher {
         most_rank = __reduce_max_sync(ALL, most_rank);
     }
 
-    // ADAPTED: the first output whose B this thread has; the second one is 8 later, or that which it opens.
+    // ADAPTED: the first of the two outputs whose B this thread has. The second is 8 later or, if GATED, the output
+    // that the first one opens.
     __device__ __forceinline__ int feature() const {
         const int warp = threadIdx.x / 32, row = threadIdx.x % 32 / 4;
         const int feature = tile * OUT + (GATED ? 8 : 16) * warp + row;
         return WHOLE ? feature : min(feature, args.features - 9);   // B has nothing for rows that are not there
     }
 
-    // ADAPTED: of a RANK_STEP
+    // ADAPTED: this thread's part of a RANK_STEP of B, for both of its outputs
     __device__ __forceinline__ void load_b(uint2& b, uint2& b_8, int slot, int rank) const {
         const Adapters& of = args.adapters;
         const u16* const from = of.b + (max(slot, 1) - 1) * of.slot_stride + (u64)feature() * of.max_rank + rank
@@ -196,12 +197,12 @@ struct Finisher {
         b_8 = load_4(from + (GATED ? args.features : 8) * of.max_rank);
     }
 
-    // ADAPTED: the slot of a token, which `first` and the lane say; `first` is a multiple of 8
+    // ADAPTED: the slot of token `first` + `of_lane`; `first` is a multiple of 8
     __device__ __forceinline__ int slot_of(int first, int of_lane) const {
         return __shfl_sync(ALL, adapters[first / 32], first % 32 + of_lane);
     }
 
-    // ADAPTED: B of AHEAD times 8 tokens from the 8 * `i`th on.
+    // ADAPTED: reads B for AHEAD times 8 tokens from token 8 * `i` on.
     __device__ __forceinline__ void read_b(int i, int rank) {
 #pragma unroll
         for (int j = 0; j < AHEAD; ++j)
@@ -210,9 +211,10 @@ struct Finisher {
                 load_b(b[j][end], b_8[j][end], slot_of(8 * (i + j), end ? 7 : 0), rank);
     }
 
-    // ADAPTED: to the sums of a warp, of 16 features or of 8 of each side of a gate, add (x A^T) B^T. It takes 8 tokens
-    // at a time, and of them those with the same adapter. Tokens are mostly in the order of their adapters, so that the
-    // first and the last one's are all that there are: of these B is read ahead, for several times 8 tokens.
+    // ADAPTED: adds (x A^T) B^T to the sums of a warp, of 16 features or of 8 on each side of a gate. It takes 8 tokens
+    // at a time, and among them those with the same adapter together. Tokens are mostly in the order of their adapters,
+    // so 8 tokens rarely have adapters other than those of the first and the last. For these two, B is read ahead, for
+    // several times 8 tokens.
     __device__ __forceinline__ void add_adapters(float* sums, u32 launch) {
         if (!finishes) return;
         const Adapters& of = args.adapters;
@@ -234,7 +236,7 @@ struct Finisher {
                 uint2 x[AHEAD][GATED + 1];
                 uint4 pairs[AHEAD][GATED + 1];
                 const auto inner_at = [&](int j, int side) {
-                    // of no adapter something is read, too, which is not used
+                    // a token without an adapter also reads something, which is not used
                     const int token = min(first_token + 8 * (i + j) + row, args.num_rows - 1);
                     return (u64)token * of.columns + side * of.max_rank + column;
                 };
@@ -247,7 +249,7 @@ struct Finisher {
                         else x[j][side] = load_4(of.inner + inner_at(j, side));
                 }
                 if (!HOLDS_B || rank + i > 0) read_b(i, rank);
-                __syncwarp();   // no load may come behind it: all are on their way before the first is used
+                __syncwarp();   // no load may move below this: all are under way before the first is used
 #pragma unroll
                 for (int j = 0; j < AHEAD; ++j) {
                     if (JOINED)
@@ -285,8 +287,8 @@ struct Finisher {
         }
     }
 
-    // JOINED: the sums of a tile of A are x A^T. Of a warp's 16 columns and 8 tokens, lanes of neighbouring columns
-    // exchange numbers, so that each has a pair of columns of one token.
+    // JOINED: the sums of a tile of A are x A^T. Within a warp's 16 columns and 8 tokens, lanes of neighbouring columns
+    // exchange numbers so that each has a pair of columns of one token.
     __device__ __forceinline__ void leave_inner(const float* sums, u32 launch) const {
         if (!finishes) return;
         const Adapters& of = args.adapters;
@@ -310,7 +312,7 @@ struct Finisher {
         }
     }
 
-    // Factors, bias, gate; then to rows of bfloat16, one a token: `finished` [SLICE, PITCH].
+    // Applies factors, bias and gate, and writes rows of bfloat16, one per token: `finished` [SLICE, PITCH].
     __device__ __forceinline__ void transpose(
         const float* sums, const float* factors, int slice, u8* finished) const {
         if (!finishes) return;
@@ -420,7 +422,7 @@ struct Finisher {
         }
     }
 
-    // Add to the residual stream, and prepare the norm that follows; or just store.
+    // RESIDUAL: adds to the residual stream and prepares the norm that follows. Otherwise only stores the results.
     __device__ __forceinline__ void finish_features(int slice, const u8* finished) const {
         sync_multipliers();
 #pragma unroll

@@ -1,42 +1,43 @@
-// Linear layers of weights in float8 for 65 to some hundred tokens, for Hopper (sm_90a): what `linear.cu` is for fewer
-// tokens. Tokens are rounded to float8 before, with one scale a row, and the tensor cores multiply both as they are.
+// Linear layers with float8 weights for 65 to some hundred tokens, for Hopper (sm_90a); `linear.cu` is for fewer
+// tokens. Tokens have been rounded to float8, with one scale per row, and the tensor cores multiply both as they are.
 //
 // A tile is FEATURES rows of the weight by TOKENS tokens. All thread blocks take even parts of the steps of all tiles
-// ("stream-K": Osama et al., 2023). Those that end in the same tile leave their sums in global memory, and then each
-// of them adds up and finishes some tokens of it; a thread block that goes on to another tile leaves its sums to them.
-// So no thread block waits but at its end, and results do not depend on who comes first.
+// ("stream-K": Osama et al., 2023). The thread blocks that end in the same tile leave their sums in global memory, and
+// then each of them adds up and finishes some of its tokens. A thread block that goes on to another tile leaves its
+// sums to them. So a thread block waits only at its end, and results do not depend on who comes first.
 //
-// Two thread blocks of a cluster may share what they load (multicast): SHARED says 1: the tokens, each with other rows
-// of the weight; 2: the rows of the weight, each with other tokens; 0: nothing, there are no clusters.
+// The two thread blocks of a cluster may share what they load (multicast). SHARED is 1 if they share the tokens, each
+// with other rows of the weight; 2 if they share the rows of the weight, each with other tokens; and 0 if there are no
+// clusters.
 //
-// The tensor cores add up 128 in_features, and these sums are added in float32, multiplied by the weight's scale if
-// these in_features have one ("two-level accumulation": DeepGEMM, https://github.com/deepseek-ai/DeepGEMM). Other
-// scales, of tokens and of the weight's rows, are for the end.
+// The tensor cores add up 128 in_features. These sums are then added in float32, multiplied by the weight's scale if
+// GROUPED ("two-level accumulation": DeepGEMM, https://github.com/deepseek-ai/DeepGEMM). Other scales, of tokens and of
+// the weight's rows, are applied at the end.
 //
-// Compiled with: HEIGHT (rows of the weight), SIZE (in_features), GATED (the weight holds the gate's rows and then as
-// many of the values; SiLU), GROUPED (a scale for each 8 rows of the weight, in the order of tiles, and 128
-// in_features; else for a row), FEATURES (128 or 256), TOKENS (64, 96 or 128), SHARED, STAGES of the ring and
+// Compiled with: HEIGHT (rows of the weight), SIZE (in_features), GATED (the weight holds the gate's rows, then as many
+// rows of the values; SiLU), GROUPED (a scale for every 8 rows of the weight, in the order of tiles, and 128
+// in_features; otherwise one per row), FEATURES (128 or 256), TOKENS (64, 96 or 128), SHARED, STAGES of the ring and
 // SHARED_BYTES. The output and the bias are bfloat16.
 
 #define FLOAT8 1
 #include "wide_mma.cuh"
 
-constexpr int BLOCK = 128;                          // in_features of a stage
+constexpr int BLOCK = 128;                          // in_features per stage
 constexpr int CLUSTER = SHARED ? 2 : 1;             // thread blocks
-constexpr int WAVES = FEATURES / 128;               // of 64 features, that a warpgroup has
+constexpr int WAVES = FEATURES / 128;               // of 64 features, per warpgroup
 constexpr int THREADS = 256;                        // that multiply
-constexpr int MOVERS = 128;                         // of a warpgroup, of which one thread fills the ring
-constexpr int UNIT = SHARED == 1 ? 2 * FEATURES : FEATURES;   // rows of the weight that a cluster has
+constexpr int MOVERS = 128;                         // threads of the warpgroup of which one fills the ring
+constexpr int UNIT = SHARED == 1 ? 2 * FEATURES : FEATURES;   // rows of the weight per cluster
 constexpr int TILES = HEIGHT / UNIT;
-constexpr int STEPS = SIZE / BLOCK;                 // of a tile
-constexpr int GROUPS = TOKENS / 8;                  // of tokens
-constexpr int WEIGHT_BYTES = FEATURES * 128;        // of a stage
+constexpr int STEPS = SIZE / BLOCK;                 // per tile
+constexpr int GROUPS = TOKENS / 8;                  // of 8 tokens
+constexpr int WEIGHT_BYTES = FEATURES * 128;        // per stage
 constexpr int TOKEN_BYTES = TOKENS * 128;
 constexpr int STAGE_BYTES = WEIGHT_BYTES + TOKEN_BYTES;
 constexpr int SCALE_BYTES = GROUPED ? FEATURES / 64 * UNIT_BYTES : 0;   // of a stage
 constexpr int OUT_FEATURES = GATED ? HEIGHT / 2 : HEIGHT;
 
-// In shared memory: the ring, that of scales, and those of barriers that a stage is full and that it is empty.
+// Shared memory has the ring, the ring of scales, and each stage's "full" and "empty" barriers.
 constexpr int AT_SCALES = STAGES * STAGE_BYTES;
 constexpr int AT_FULL = AT_SCALES + STAGES * SCALE_BYTES;
 constexpr int AT_EMPTY = AT_FULL + STAGES * 8;
@@ -52,9 +53,9 @@ struct Arguments {
     const float* factors;   // [num_rows], of the rows of x
     const float* scales;    // GROUPED: [HEIGHT / 64, STEPS, 8]; else [HEIGHT]
     const u16* bias;        // [HEIGHT], or null
-    float* parts;           // [thread blocks, 2, FEATURES * TOKENS], of tiles that several thread blocks have
-    int* counters;          // [columns, TILES, 2], parts that are there and thread blocks that know it; 0
-                            // before and after a launch
+    float* parts;           // [thread blocks, 2, FEATURES * TOKENS], sums of tiles that several thread blocks share
+    int* counters;          // [columns, TILES, 2]: parts that are there, and thread blocks that have waited for them;
+                            // 0 before and after a launch
     int num_rows;
 };
 
@@ -74,9 +75,9 @@ __device__ __forceinline__ void load_2d(u32 to, const TensorMap& map, int k, int
                      :: "r"(to), "l"(&map), "r"(k), "r"(row), "r"(barrier) : "memory");
 }
 
-// A weight is read once, or at the same time, and so leaves the L2 cache first ("evict first"). GATED: a map of
-// [features / 8, 2, 8, SIZE], so that 8 rows of the gate and the 8 rows that they open lie one after the other, and
-// land in the same thread.
+// A weight is read once, or by all at the same time, so it leaves the L2 cache first ("evict first"). GATED: the map is
+// of [features / 8, 2, 8, SIZE], so that 8 rows of the gate come right before the 8 rows that they open, and both land
+// in the same thread.
 template <bool MULTICAST>
 __device__ __forceinline__ void load_weight(u32 to, const TensorMap& map, int k, int row, u32 barrier) {
     const u64 policy = 0x12f0000000000000;
@@ -98,13 +99,13 @@ __device__ __forceinline__ void load_weight(u32 to, const TensorMap& map, int k,
 #endif
 }
 
-// of the threads that multiply
+// syncs the threads that multiply
 __device__ __forceinline__ void sync_multipliers() { asm volatile("bar.sync 1, 256;" ::: "memory"); }
 
-// and of the warp that has waited for parts
+// syncs them with the warp that has waited for parts
 __device__ __forceinline__ void sync_with_parts() { asm volatile("bar.sync 2, 288;" ::: "memory"); }
 
-// a fragment of 8 features by 8 tokens to one of 8 tokens by 8 features
+// turns a fragment of 8 features by 8 tokens into one of 8 tokens by 8 features
 __device__ __forceinline__ u32 transposed(u32 fragment) {
     u32 out;
     asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(out) : "r"(fragment));
@@ -113,25 +114,25 @@ __device__ __forceinline__ u32 transposed(u32 fragment) {
 
 // ---- which steps are whose
 
-// The steps of all tiles stand in a row, STEPS of each; the thread blocks of a column share them out.
+// The steps of all tiles are numbered in sequence, STEPS for each tile; the thread blocks of a column share them.
 __device__ __forceinline__ int first_step(int block) { return TILES * STEPS * block / (int)gridDim.y; }
 
 __device__ __forceinline__ int owner(int step) { return ((step + 1) * (int)gridDim.y - 1) / (TILES * STEPS); }
 
-// The thread blocks of this column that have steps of a tile: `first` to `last`, and of them those for which it is the
-// last tile, who finish it: `first` and those after it.
+// The thread blocks of this column that have steps of a tile: `first` to `last`. Those for which it is the last tile
+// finish it: these are the first `finishers` of them.
 struct Share {
     int tile, first, last, finishers;
     __device__ __forceinline__ explicit Share(int tile)
         : tile(tile), first(owner(tile * STEPS)), last(owner((tile + 1) * STEPS - 1)),
           finishers(last - first + (first_step(last + 1) <= (tile + 1) * STEPS)) {}
     __device__ __forceinline__ bool is_whole() const { return first == last; }
-    // parts that are left before the tile is finished: one who finishes alone leaves none
+    // the number of parts that are left before the tile is finished: a thread block that finishes it alone leaves none
     __device__ __forceinline__ int parts() const { return last - first + (finishers > 1); }
     __device__ __forceinline__ int* counters(const Arguments& args) const {
         return args.counters + 2 * (blockIdx.x * TILES + tile);
     }
-    // where a thread block's part is: WAVES * GROUPS of a thread, THREADS apart; it may leave two of two tiles
+    // where a thread block's part is: WAVES * GROUPS float4 per thread, THREADS apart; it may leave parts of two tiles
     __device__ __forceinline__ float4* part(const Arguments& args, int block) const {
         const bool finishes = block - first < finishers;
         const u64 number = (u64)(blockIdx.x * gridDim.y + block) * 2 + finishes;
@@ -157,7 +158,7 @@ __device__ __forceinline__ void fill_ring(const Arguments& args, const Where& wh
         const int tile = (where.begin + i) / STEPS, step = (where.begin + i) % STEPS;
         const u32 stage = i % STAGES, barrier = full + 8 * stage, to = ring + stage * STAGE_BYTES;
         const int row = where.row(tile);
-        constexpr int PART = SHARED == 2 ? FEATURES / 2 : FEATURES;   // that this one loads
+        constexpr int PART = SHARED == 2 ? FEATURES / 2 : FEATURES;   // that this thread block loads
         const int first = SHARED == 2 ? where.rank * PART : 0;
         expect_bytes(barrier, STAGE_BYTES + SCALE_BYTES);
         load_weight<SHARED == 2>(to + first * 128, args.weight, step * BLOCK, row + first, barrier);
@@ -184,7 +185,7 @@ __device__ __forceinline__ void fill_ring(const Arguments& args, const Where& wh
     }
 }
 
-// Of a thread: once all parts of a tile are there.
+// Called by one thread: returns once all parts of a tile are there.
 __device__ __forceinline__ void wait_for_parts(const Arguments& args, const Share& share) {
     int there;
     do asm volatile("ld.acquire.gpu.global.s32 %0, [%1];"
@@ -192,7 +193,7 @@ __device__ __forceinline__ void wait_for_parts(const Arguments& args, const Shar
     while (there < share.parts());
 }
 
-// Of the same one: the last of the tile's thread blocks that have waited zeroes the counters.
+// Called by the same thread: the last of the tile's thread blocks to have waited zeroes the counters.
 __device__ __forceinline__ void have_waited(const Arguments& args, const Share& share) {
     int* const counters = share.counters(args);
     int before;
@@ -202,9 +203,9 @@ __device__ __forceinline__ void have_waited(const Arguments& args, const Share& 
 
 // ---- the warps that multiply
 
-using Sums = float[WAVES][TOKENS / 2];   // of each 8 tokens, two features of two
+using Sums = float[WAVES][TOKENS / 2];   // for each 8 tokens: two features of two tokens
 
-// c = steps `first` to `last` of the thread block
+// c = the product over steps `first` to `last` of the thread block
 __device__ __forceinline__ void multiply_steps(const Arguments& args, Sums& c, u32 ring, int first, int last) {
     const u32 full = ring + AT_FULL, empty = ring + AT_EMPTY;
     const int group = threadIdx.x / 128, lane = threadIdx.x % 32;
@@ -231,11 +232,11 @@ __device__ __forceinline__ void multiply_steps(const Arguments& args, Sums& c, u
     }
 }
 
-// Of one thread: where its results go, of one wave.
+// What one thread needs to finish a wave, and where its results go.
 struct Rows {
     float low, high;            // scales of both of its rows of the weight
     float low_bias, high_bias;
-    int feature;                // the first of the 8 or 16 of its warp
+    int feature;                // the first of its warp's 8 or 16
 };
 
 __device__ __forceinline__ Rows rows_of(const Arguments& args, int first_row, int wave) {
@@ -249,14 +250,14 @@ __device__ __forceinline__ Rows rows_of(const Arguments& args, int first_row, in
     return rows;
 }
 
-// of a thread's two tokens of 8
+// the factors of a thread's two tokens of 8
 __device__ __forceinline__ float2 factors_of(const Arguments& args, int first_token) {
     const int token = first_token + threadIdx.x % 4 * 2;
     return make_float2(token < args.num_rows ? __ldcg(args.factors + token) : 0,
                        token + 1 < args.num_rows ? __ldcg(args.factors + token + 1) : 0);
 }
 
-// Finish 8 tokens of a wave: `sums` are those of the lower feature and then of the higher one, each of two tokens.
+// Finishes 8 tokens of a wave. `sums` are the lower feature's sums of two tokens, then the higher feature's.
 __device__ __forceinline__ void finish(
     const Arguments& args, const Rows& rows, int first_token, float2 factors, float4 sums) {
     const int lane = threadIdx.x % 32, to = first_token + lane / 4;
@@ -300,7 +301,7 @@ __device__ __forceinline__ void leave_part(const Arguments& args, const Sums& c,
         }
 }
 
-// Once this thread block alone finishes a tile: others' parts are added.
+// Adds the other thread blocks' parts of a tile that this one alone finishes.
 __device__ __forceinline__ void add_parts(const Arguments& args, Sums& c, const Share& share) {
 #pragma unroll 1
     for (int block = share.first + 1; block <= share.last; ++block) {
@@ -316,7 +317,7 @@ __device__ __forceinline__ void add_parts(const Arguments& args, Sums& c, const 
     }
 }
 
-// Finish this thread block's share of a tile that several thread blocks finish. Many loads are on their way at once.
+// Finishes this thread block's share of a tile that several finish. Many loads are under way at once.
 __device__ __forceinline__ void finish_share(
     const Arguments& args, const Share& share, int first_row, int first_token) {
     constexpr int PAIR = 2, TOGETHER = 8;
@@ -409,7 +410,7 @@ float8_linear(const __grid_constant__ Arguments args) {
         if (threadIdx.x / 32 == THREADS / 32) {
             const bool first = threadIdx.x == THREADS;
             if (first) fill_ring(args, where, ring);
-            const Share share((where.end - 1) / STEPS);   // of the last tile, the only one with a wait
+            const Share share((where.end - 1) / STEPS);   // the last tile is the only one with a wait
             if (!share.is_whole()) {
                 if (first) wait_for_parts(args, share);
                 __syncwarp();
@@ -420,7 +421,7 @@ float8_linear(const __grid_constant__ Arguments args) {
         __syncwarp();
     } else {
         take_registers<232>();
-        wait_previous();   // which may use the parts and counters, too
+        wait_previous();   // they may use the parts and counters, too
         allow_next();
         for (int at = where.begin; at < where.end;) {
             const int tile = at / STEPS, to = min(where.end, (tile + 1) * STEPS);
@@ -428,5 +429,5 @@ float8_linear(const __grid_constant__ Arguments args) {
             at = to;
         }
     }
-    if (SHARED) meet_cluster();   // the other one may still arrive at this one's barriers
+    if (SHARED) meet_cluster();   // the other thread block may still arrive at this one's barriers
 }

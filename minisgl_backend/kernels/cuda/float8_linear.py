@@ -1,8 +1,8 @@
-"""Launches ``float8_linear.cu``: linear layers of weights in float8 for some hundred rows, on
+"""Launches ``float8_linear.cu``: linear layers with float8 weights for some hundred rows, on
 Hopper.
 
 A ``Float8Linear`` is for one shape, and has a kernel for each way to cut it
-(``kernels.float8_cut``). They multiply rows that are rounded to float8, with one scale a row.
+(``kernels.float8_cut``). They multiply rows that are rounded to float8, with one scale per row.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from minisgl_backend.kernels.float8_rows import Float8Rows
 from minisgl_backend.kernels.packed_weight import CodesKind, PackedWeight
 
 _THREADS: Final = 384
-"""Two warpgroups that multiply, and one of which a thread fills the ring."""
+"""Two warpgroups multiply, and one thread of the third fills the ring."""
 
 _MOST_PARTS: Final = 2 * 256 * 128
-"""Sums that a thread block leaves: of two tiles."""
+"""The most sums that a thread block leaves: those of two tiles."""
 _MOST_COUNTERS: Final = 2**16
 
 
@@ -48,8 +48,8 @@ class _Arguments(ctypes.Structure):
 
 
 class Workspace:
-    """Memory of all kernels of a device: sums that thread blocks leave, and counters, 0 between
-    launches."""
+    """The memory that all kernels of a device share: the sums that thread blocks leave, and
+    counters, which are 0 between launches."""
 
     def __init__(self, device: torch.device) -> None:
         self.parts = torch.empty((num_processors(device), _MOST_PARTS), device=device)
@@ -59,7 +59,7 @@ class Workspace:
 class Float8Kernel:
     """x W^T + bias; or silu(x G^T) * (x U^T) for a ``gated`` weight, which holds G and then U.
 
-    Launches share a workspace, so they must be in the order of one stream.
+    Launches share a workspace, so they must all be on one stream.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class Float8Kernel:
         bias: Tensor | None = None,
         pdl: bool = False,
     ) -> Tensor:
-        """bfloat16 [num_rows, out_features]; ``x`` has a scale a row."""
+        """bfloat16 [num_rows, out_features]; ``x`` has one scale per row."""
         assert weight.kind == self._codes and weight.order is None
         assert x.group == self._in_features
         num_rows, cut, numbers = x.num_rows, self._cut, x.numbers.view(torch.uint8)
@@ -155,7 +155,7 @@ class Float8Linear:
         gated: bool,
         cuts: Mapping[int, Float8Cut] | None = None,
     ) -> None:
-        """``cuts`` are keyed by the largest number of rows that each is for; by default those of
+        """``cuts`` are keyed by the largest number of rows that each is for; the default is
         ``cuts_of``."""
         height, in_features = shape
         if cuts is None:
@@ -177,6 +177,6 @@ class Float8Linear:
         bias: Tensor | None = None,
         pdl: bool = False,
     ) -> Tensor:
-        """[num_rows, out_features]; ``x`` has a scale a row."""
+        """[num_rows, out_features]; ``x`` has one scale per row."""
         kernel = self._kernels[min(most for most in self._kernels if x.num_rows <= most)]
         return kernel(x, weight, bias=bias, pdl=pdl)

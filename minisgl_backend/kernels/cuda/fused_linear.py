@@ -1,11 +1,11 @@
-"""Compiles and launches ``linear.cu``: the base of the kernels of ``linear``.
+"""Compiles and launches ``linear.cu``: the base class of the kernels of ``linear``.
 
-Each row of x W^T is multiplied by a factor, 1 or that of RMSNorm, and a bias is added; a subclass
-says what becomes of that. An ``adaptation`` adds what LoRA adapters add to the product
-(``kernels.adapters``). The kernel of ``cuda.adapters`` right before computes x A^T, or the GEMM
-itself does: then A of all adapters is as if it were more rows of the weight.
+Each row of x W^T is multiplied by a factor, that of RMSNorm or 1, and a bias is added. Subclasses
+say what is done with the result. With an ``adaptation``, LoRA adapters add to the product
+(``kernels.adapters``). x A^T is computed by the kernel of ``cuda.adapters`` right before the GEMM,
+or by the GEMM itself, which then treats the A of all adapters like more rows of the weight.
 
-One row by some weights is left to the kernel of ``cuda.gemv``.
+One row times some weights is left to the kernel of ``cuda.gemv``.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from minisgl_backend.kernels.linear_cut import BATCHES, BLOCK, FEW_TOKENS, PLAIN
 from minisgl_backend.kernels.packed_weight import PLAIN_MACROS, CodesKind, PackedWeight
 
 _TWO_OF_CODES: Final = 1024
-"""Up to this many sums of all ways, registers are left for two thread blocks that make numbers of
-codes."""
+"""Up to this many sums over all ways, two thread blocks that convert codes get registers."""
 _MOST_EARLY: Final = 16
-"""GEMMs with adapters and tiles of up to this many tokens start as early as those without, and
-load weights while x A^T is computed. With more they start once x is there, and multiply meanwhile.
+"""GEMMs with adapters and tiles of up to this many tokens start as early as those without adapters,
+and load weights while x A^T is computed. With larger tiles they start once x is there, and multiply
+meanwhile.
 """
 _MOST_JOINED: Final = 16
 """GEMMs of up to this many tokens compute x A^T themselves, if all their thread blocks run at the
@@ -98,7 +98,7 @@ class _Arguments(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Joined:
-    """What a GEMM that computes x A^T itself has beside its weight: ``tiles`` of A, and memory for
+    """What a GEMM that computes x A^T itself has besides its weight: ``tiles`` of A, and memory for
     x A^T (``Adapters`` of the source)."""
 
     tiles: int
@@ -114,9 +114,10 @@ class _CutKernel:
 
 
 class FusedLinear:
-    """The kernels of one weight's ``shape``, [height, in_features], for up to ``most_tokens`` rows.
+    """The kernels for weights of one ``shape``, [height, in_features], and up to ``most_tokens``
+    rows.
 
-    Launches share memory, so they must be in the order of one stream.
+    Launches share memory, so they must all be on one stream.
     """
 
     def __init__(
@@ -132,12 +133,12 @@ class FusedLinear:
         adapters: AdaptersShape | None = None,
         **kind: int,
     ) -> None:
-        """``cuts`` are keyed by the largest batch that each is for; by default those of ``cut_of``,
-        with the kernel of ``cuda.gemv`` beside them if it is faster for one row. ``head_dim``: a
-        tile is a head. ``pairs``: the distance of two rows of the weight that belong together, a
-        gate's and the one that it opens. ``codes``: of packed weights. ``adapters``: launches may
-        have an adaptation of this shape, for which there are kernels of their own. ``kind`` are the
-        macros of ``linear.cu`` that say what becomes of the results.
+        """``cuts`` are keyed by the largest batch that each is for. By default they are those of
+        ``cut_of``, besides the kernel of ``cuda.gemv`` if it is faster for one row. ``head_dim``: a
+        tile is a head. ``pairs``: the distance between a gate's row of the weight and the row that
+        it opens. ``codes``: the kind of packed weights. ``adapters``: launches may have an
+        adaptation of this shape, for which there are separate kernels. ``kind`` are the macros of
+        ``linear.cu`` that say what is done with the results.
         """
         height, in_features = shape
         self.most_tokens = most_tokens
@@ -203,7 +204,7 @@ class FusedLinear:
         self._maps_of_a: dict[tuple[int, int], TensorMap] = {}
 
     def _join(self, batch: int, cut: Cut, adapters: AdaptersShape) -> _Joined | None:
-        """If GEMMs of up to so many rows shall compute x A^T."""
+        """Not None if GEMMs of up to ``batch`` rows compute x A^T themselves."""
         num_slots, columns = adapters
         if self._codes is not None or batch > min(cut.tokens, _MOST_JOINED):
             return None
@@ -223,11 +224,11 @@ class FusedLinear:
         return kernels[min(batch for batch in kernels if num_rows <= batch)]
 
     def _gemv_for(self, num_rows: int, *, adapted: bool) -> Gemv | None:
-        """The kernel for one row, if there is one; that of plain weights takes no adapters."""
+        """The kernel for one row, if there is one; for plain weights it takes no adapters."""
         return None if num_rows > 1 or (adapted and self._codes is None) else self._gemv
 
     def _num_tiles(self, num_rows: int, *, adapted: bool) -> int:
-        """Tiles of the weight: as many sums of squares of a row are left."""
+        """The weight's tiles, which is also the number of sums of squares left for each row."""
         gemv = self._gemv_for(num_rows, adapted=adapted)
         if gemv is not None:
             return gemv.tiles
@@ -304,7 +305,7 @@ class FusedLinear:
         of_cut.kernel.launch(grid, cut.threads, arguments, cluster=cluster, pdl=pdl)
 
     def _map_of_a(self, a: Tensor, features: int) -> TensorMap:
-        """The tensor map of A of all adapters; cached as those of weights are."""
+        """The tensor map of the A of all adapters; cached like those of weights."""
         key = a.data_ptr(), features
         if key not in self._maps_of_a:
             assert a.is_contiguous()
@@ -332,12 +333,12 @@ class FusedLinear:
 
 
 def _starts_early(cut: Cut) -> bool:
-    """Whether its GEMMs with adapters start before x is there."""
+    """Whether GEMMs with adapters and this cut start before x is there."""
     return cut.even or cut.tokens <= _MOST_EARLY
 
 
 def _adapters(adaptation: Adaptation) -> _Adapters:
-    """What any kernel is told of the adapters."""
+    """What every kernel is told about the adapters."""
     b, tokens = adaptation.memory.b, adaptation.tokens
     assert b.is_contiguous()
     second, third = adaptation.memory.later_projections
@@ -354,7 +355,7 @@ def _adapters(adaptation: Adaptation) -> _Adapters:
 
 
 _OF_RESULTS: Final = {"GATED": 0, "RESIDUAL": 0, "HEADS": 0, "FP8": 0, "PAGE_SIZE": 1}
-"""Macros that say what becomes of results: nothing."""
+"""The macros that say what is done with results; by default nothing."""
 
 
 def _macros(codes: CodesKind | None) -> dict[str, int]:

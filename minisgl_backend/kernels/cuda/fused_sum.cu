@@ -1,28 +1,28 @@
-// The sum of every rank's rows, the residual add and the RMSNorm after it, in one kernel (`fused_sum.py`): each rank
-// writes to the memory of the others, which are GPUs of one host.
+// The sum of all ranks' rows, the residual add and the RMSNorm after it, in one kernel (`fused_sum.py`). The ranks are
+// GPUs of one host, and each writes to the memory of the others.
 //
-//     one_shot    each rank sends its rows to all others, and sums up all rows.
-//     two_shot    each rank sums up every RANKS-th row, of which the others send it theirs, and sends the sums to all.
-//                 It sends less, 2 (RANKS - 1) / RANKS of its rows and not RANKS - 1 times all, but has to wait twice.
+//     one_shot    Each rank sends its rows to all others, and sums up all rows.
+//     two_shot    Each rank sums up every RANKS-th row, for which the others send it their rows, and sends the sums to
+//                 all. It sends less, 2 (RANKS - 1) / RANKS times its rows instead of RANKS - 1 times, but waits twice.
 //
-// Both round where they round alike, so a row gets the same bits by either: the sum, in float32 in the order of the
-// ranks; the residual stream; the norm.
+// Both round at the same places, so a row gets the same bits either way: the sum, which is in float32 and in the order
+// of the ranks; the residual stream; the norm.
 //
-// There are no flags beside the data: a place that waits for data holds EMPTY, which is never sent ("Lamport"). Who has
-// taken the data leaves the place empty. There are two buffers, which take turns: a rank that sends its rows of a call
-// has the data of the call before from all others, so these have taken all of the call before that one and emptied it.
+// There are no flags beside the data: a place that waits for data holds EMPTY, which is never sent ("Lamport"). Whoever
+// takes the data leaves the place empty. Two buffers take turns. A rank that sends the rows of a call has received the
+// previous call's data from all others, so these have taken, and emptied, all data of the call before that.
 //
-// A thread block has whole rows, of which each thread has one vector of 8 elements. All thread blocks fit the GPU at
-// once, and each sends all that it can before it waits, so no rank waits for what it keeps others from sending.
+// A thread block has whole rows, and each thread one vector of 8 elements of a row. All thread blocks fit on the GPU at
+// once, and each sends all that it can before it waits. So no rank waits for data whose sending it holds up itself.
 //
-// SIZE: elements of a row. RANKS, and this one's RANK. HALF: elements are of IEEE's 16 bits, not bfloat16.
-// PER_PROCESSOR: thread blocks of a multiprocessor, in `two_shot`.
+// SIZE: elements per row. RANKS: the number of ranks; RANK: this one. HALF: elements are IEEE float16, not bfloat16.
+// PER_PROCESSOR: thread blocks per multiprocessor, in `two_shot`.
 
 #include "hopper.cuh"
 
 constexpr u32 VECTORS = SIZE / 8;
 constexpr u32 THREADS = (VECTORS + 31) / 32 * 32;
-constexpr u32 EMPTY = 0x80008000;  // a pair of -0.0, in place of which 0.0 is sent
+constexpr u32 EMPTY = 0x80008000;  // a pair of -0.0; 0.0 is sent in its place
 
 struct __align__(16) Vector { u32 pairs[4]; };
 
@@ -30,7 +30,7 @@ struct State { u32 arrived, turn; };
 
 struct Arguments {
     const Vector* x;          // [rows, VECTORS]
-    Vector* residual;         // [rows, VECTORS], of which the sum is added
+    Vector* residual;         // [rows, VECTORS], to which the sum is added
     const Vector* weight;     // [VECTORS]
     Vector* out;              // [rows, VECTORS]
     Vector* memory[RANKS];    // two buffers of each rank
@@ -139,7 +139,7 @@ __device__ __forceinline__ bool has_empty(const Vector& v) {
     return v.pairs[0] == EMPTY || v.pairs[1] == EMPTY || v.pairs[2] == EMPTY || v.pairs[3] == EMPTY;
 }
 
-// the place of a sender's data among those of a receiver
+// the place of a sender's data in a receiver's buffer
 __device__ __forceinline__ constexpr u32 slot(u32 sender, u32 receiver) {
     return sender < receiver ? sender : sender - 1;
 }
@@ -157,7 +157,7 @@ __device__ __forceinline__ Vector taken(Vector* place) {
     return v;
 }
 
-// Takes a vector of each other rank, from slots that are `stride` apart.
+// Takes a vector from each other rank, out of slots that are `stride` apart.
 __device__ __forceinline__ void take(Vector (&of)[RANKS], Vector* first, u64 stride) {
     bool waits;
     do {
@@ -174,14 +174,14 @@ __device__ __forceinline__ void take(Vector (&of)[RANKS], Vector* first, u64 str
         if (rank != RANK) empty(first + slot(rank, RANK) * stride);
 }
 
-// Where the buffer begins whose turn it is. All threads call it.
+// Where the buffer whose turn it is begins. All threads call this.
 __device__ __forceinline__ u64 begin_turn(const Arguments& a) {
     u32 turn;
     asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(turn) : "l"(&a.state->turn) : "memory");
     return __syncthreads_or(turn) ? a.buffer : 0;
 }
 
-// After `begin_turn`: the last thread block to come here ends the turn for the next call.
+// Called after `begin_turn`: the last thread block to get here passes the turn on, for the next call.
 __device__ __forceinline__ void end_turn(const Arguments& a, u64 begin) {
     if (threadIdx.x == 0 && atomicAdd(&a.state->arrived, 1) == gridDim.x - 1) {
         a.state->arrived = 0;
@@ -198,7 +198,7 @@ __device__ __forceinline__ float sum_over_warp(float sum) {
     return sum;
 }
 
-// The sum over all threads; `shared` is another one than that of the call before.
+// The sum over all threads. `shared` must differ from that of the previous call.
 __device__ __forceinline__ float sum_over_threads(float sum, float (&shared)[32]) {
     const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     sum = sum_over_warp(sum);

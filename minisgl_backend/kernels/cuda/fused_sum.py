@@ -1,7 +1,7 @@
-"""Launches ``fused_sum.cu``: the sum of every rank's rows, residual add and norm, in one kernel.
+"""Launches ``fused_sum.cu``: the sum of all ranks' rows, residual add and norm, in one kernel.
 
 Knows where the memory of each rank is. Must not know how the ranks came to share it, or what
-becomes of a rank that is lost.
+happens if a rank is lost.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from minisgl_backend.kernels.dispatch import num_processors
 from minisgl_backend.kernels.sum_cut import slices
 
 EMPTY: Final = 0x8000
-"""The bits of the 16-bit numbers that memory must be filled with, -0.0."""
+"""The bits of -0.0, the 16-bit number that memory must be filled with."""
 NUM_BUFFERS: Final = 2
 
 _VECTOR: Final = 8
 _VECTOR_BYTES: Final = 16
 _MOST_THREADS: Final = 1344
-"""Of a multiprocessor, unless a row needs more: with 48 registers each."""
+"""Threads per multiprocessor, with 48 registers each, unless a row needs more."""
 
 
 class _State(ctypes.Structure):
@@ -35,12 +35,12 @@ class _State(ctypes.Structure):
 
 
 class FusedSumKernels:
-    """The kernels of one rank; those for rows of each size are compiled when they come first."""
+    """The kernels of one rank. Those for a size of rows are compiled when the size first comes."""
 
     def __init__(
         self, memory: Sequence[int], rank: int, buffer_bytes: int, device: torch.device
     ) -> None:
-        """``memory`` are the addresses of every rank's ``NUM_BUFFERS`` buffers, filled with
+        """``memory`` has the address of each rank's ``NUM_BUFFERS`` buffers, which are filled with
         ``EMPTY``."""
         self._memory, self._rank, self._buffer_bytes = list(memory), rank, buffer_bytes
         self._device = device
@@ -110,5 +110,5 @@ def _num_threads(size: int) -> int:
 
 
 def _per_processor(size: int) -> int:
-    """Thread blocks of a multiprocessor, in ``two_shot``."""
+    """Thread blocks per multiprocessor, in ``two_shot``."""
     return max(1, _MOST_THREADS // _num_threads(size))

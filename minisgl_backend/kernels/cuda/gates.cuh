@@ -1,4 +1,4 @@
-// The gates of experts. Before it is defined: CLAMPED (gpt-oss's gate, else SiLU).
+// The experts' gate. The including source defines CLAMPED (gpt-oss's gate; otherwise SiLU).
 
 #pragma once
 

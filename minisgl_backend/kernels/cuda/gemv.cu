@@ -1,39 +1,39 @@
-// One token by a weight, fused with the operations around it as in `linear.cu`, for Hopper (sm_90a).
+// One token times a weight, fused with the operations around it as in `linear.cu`, for Hopper (sm_90a).
 //
-// A GEMV is bound by reading the weight, if its codes become numbers fast enough (`gemv.cuh`). No shared memory,
-// barrier or copy engine stands between memory and the MMAs here: a warp loads a batch of 16 rows of the weight, 64
-// bytes of a row after the other, straight to registers, its first one before the kernels before this one have ended.
-// WARPS of a thread block share out the in_features of the same 16 rows. Thread blocks are small and many, so that
-// others load while one multiplies, and those of the next kernel wherever one has ended.
+// A GEMV is bound by reading the weight, provided that codes become numbers fast enough (`gemv.cuh`). No shared memory,
+// barrier or copy engine stands between memory and the MMAs here: a warp loads a batch of 16 rows of the weight
+// straight to registers, 64 bytes of a row at a time, and its first batch before the kernels before this one end.
+// The WARPS warps of a thread block share the in_features of the same 16 rows. Thread blocks are small and many, so
+// while one multiplies, others load, and thread blocks of the next kernel start wherever one has ended.
 //
-// ADAPTED: the token may have a LoRA adapter, (x A^T) B^T. The first thread blocks each have 16 rows of A and a part of
-// the in_features, and leave sums along with a number of the launch, written at once, as in `linear.cu`; the first warp
-// of each other one adds up those that it needs, and multiplies them by 16 rows of B.
+// ADAPTED: the token may have a LoRA adapter, (x A^T) B^T. The first thread blocks each take 16 rows of A and a part of
+// the in_features. They write each sum together with the number of the launch in one store, as in `linear.cu`. The
+// first warp of every other thread block adds up the sums that it needs and multiplies them by 16 rows of B.
 //
-// Compiled with: SIZE (in_features, a multiple of 128), WARPS, COLUMNS (of a batch), ADAPTED, GATED, RESIDUAL,
-// HEADS (the size of a head, or 0; a cluster has one), with that PAGE_SIZE and FP8; and as in `linear.cu`: CODE, GROUP,
-// SHARED_BY and ZEROS of the weight, and PER_PROCESSOR.
+// Compiled with: SIZE (in_features, a multiple of 128), WARPS, COLUMNS (per batch), ADAPTED, GATED, RESIDUAL, HEADS
+// (the size of a head, or 0; a cluster has one head) and, with HEADS, PAGE_SIZE and FP8. CODE, GROUP, SHARED_BY and
+// ZEROS of the weight, and PER_PROCESSOR, are as in `linear.cu`.
 //
-// `gemv_ends.cuh` has what becomes of the sums, `gemv_adapters.cuh` what an adapter adds to them.
+// `gemv_ends.cuh` finishes the sums; `gemv_adapters.cuh` computes what an adapter adds to them.
 
 #include "gemv.cuh"
 #include "heads.cuh"
 
 constexpr int THREADS = 32 * WARPS;
 constexpr int CLUSTER = HEADS ? HEADS / ROWS : 1;   // thread blocks
-constexpr bool SCALED = GROUP && CODE != 4;         // sums of columns are
-constexpr bool OF_ROWS = CODE && GROUP == 0;                // those of rows are
-constexpr bool SUBTRACTS = CODE == 3 || (CODE == 2 && ZEROS);   // zero points, times sums of x
-constexpr bool AT_ONCE = GATED || RESIDUAL;         // the next kernel may start: as in `linear.cu`
+constexpr bool SCALED = GROUP && CODE != 4;         // the sums of columns are scaled
+constexpr bool OF_ROWS = CODE && GROUP == 0;                // the sums of rows are scaled
+constexpr bool SUBTRACTS = CODE == 3 || (CODE == 2 && ZEROS);   // zero points times sums of x are subtracted
+constexpr bool AT_ONCE = GATED || RESIDUAL;         // when the next kernel may start: see `linear.cu`
 constexpr int MOST_SQUARES = 1024;
 constexpr int RANK_STEP = 16;
-constexpr int PIECE = 128, PIECES = 2;              // in_features of A that a warp has, so many times
+constexpr int PIECE = 128, PIECES = 2;              // a warp has PIECES times PIECE in_features of A
 constexpr int PARTS_OF_A = (SIZE + WARPS * PIECES * PIECE - 1) / (WARPS * PIECES * PIECE);
 
 static_assert(SIZE % 128 == 0 && WARPS <= BATCHES && GATED + RESIDUAL + (HEADS > 0) <= 1, "");
 static_assert(CODE || !ADAPTED, "");
 
-// ADAPTED: see `kernels.adapters`; of the only token
+// ADAPTED: the only token's adapter; see `kernels.adapters`
 struct Adapters {
     const u16* a;           // [slots, columns, SIZE]
     const u16* b;           // [slots, out_features, max_rank]
@@ -44,10 +44,10 @@ struct Adapters {
     u64 b_stride;
     int columns;            // projections * max_rank
     int max_rank;           // a multiple of RANK_STEP
-    int second;             // the first output of the second projection, and of the third
-    int third;
+    int second;             // the first output of the second projection
+    int third;              // and of the third
     int blocks;             // thread blocks for A, a multiple of CLUSTER
-    uint2* sums;            // [PARTS_OF_A, columns]: of a part of the in_features, and the launch
+    uint2* sums;            // [PARTS_OF_A, columns]: the sum over a part of the in_features, and the launch
     u32* launches;          // [thread blocks], launches of this kernel so far
 };
 
@@ -57,7 +57,7 @@ struct Arguments {
     const u16* x;           // [SIZE]
     const float* squares;   // [square_tiles] of x before its norm's weight; null: no norm
     const u16* bias;        // [out_features], or null
-    u16* out;               // [features]; RESIDUAL: the stream, which is read, too; HEADS: queries
+    u16* out;               // [features]; RESIDUAL: the stream, which is also read; HEADS: queries
     u16* scaled;            // RESIDUAL: the stream times norm_weight
     const u16* norm_weight; // RESIDUAL: [features], of the norm that follows
     float* squares_out;     // RESIDUAL: [features / ROWS]
@@ -68,7 +68,7 @@ struct Arguments {
     Adapters adapters;
 };
 
-// Of 16 rows of the weight each thread block has one.
+// Each thread block has one strip: 16 rows of the weight.
 __device__ __forceinline__ int own_strip(const Arguments& args) {
     return blockIdx.x - (ADAPTED ? args.adapters.blocks : 0);
 }
@@ -81,8 +81,8 @@ __device__ __forceinline__ u64 evict_first() {
     return policy;
 }
 
-// Of what no other thread block reads, from memory, whose other half of 128 bytes is read next. Volatile, so that it
-// stays where it is.
+// Loads codes that no other thread block reads. The L2 cache fetches 128 bytes, and their other half is read next.
+// Volatile, so that the load stays where it is.
 __device__ __forceinline__ uint4 load_codes(const u8* from, u64 policy) {
     uint4 out;
     asm volatile("ld.global.L1::no_allocate.L2::cache_hint.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4], %5;"
@@ -90,17 +90,18 @@ __device__ __forceinline__ uint4 load_codes(const u8* from, u64 policy) {
     return out;
 }
 
-// what is subtracted for each number of x, from the word of a scale
+// what is subtracted for each number of x, taken from the word of a scale
 __device__ __forceinline__ float zero_point(u32 word) {
     if (CODE == 2) return (float)(int)(word & 0xff) - 128;
     return __int_as_float(0x43000000 | (ZEROS ? word & 0x7f : 8) << 16);   // 128 + the zero point
 }
 
-// scales of a batch, as words, [COLUMNS, LINES] for the rows of a warp
+// the scales of a batch, as words: [COLUMNS, LINES] for the rows of a warp
 constexpr int LINES = ROWS / SHARED_BY;
 constexpr int SCALES = GROUP ? BATCH / GROUP * LINES : 0;
 
-// A warp's rows of the weight: lane / 4 has row and row + 8, or of a gate a row and the one that it opens.
+// A warp's rows of the weight. The 4 lanes of the same lane / 4 = `row` have rows `row` and `row` + 8 or, if GATED, a
+// row of the gate and the row that it opens.
 struct Rows {
     const u8 *low, *high;   // this lane's 16 bytes of the first unit
     const float* scales;    // of the first group
@@ -111,12 +112,12 @@ struct Rows {
         const int lane = threadIdx.x % 32, row = lane / 4;
         low = args.weight + ((u64)strip * (GATED ? 8 : ROWS) + row) * ROW_BYTES + lane % 4 * 16;
         high = low + (GATED ? args.features : 8) * ROW_BYTES;
-        // those of a group and 64 rows, in the order of tiles, follow each other
+        // the scales of a group and 64 rows lie side by side, in the order of tiles
         scales = args.scales + (u64)(strip / 4) * (GROUP ? SIZE / GROUP : 0) * (64 / SHARED_BY) + strip % 4 * LINES;
         policy = evict_first();
     }
 
-    // a batch of codes to registers, scales to shared memory
+    // loads a batch: codes to registers, scales to shared memory
     __device__ __forceinline__ void read(uint4 (&codes)[UNITS][2], int batch) const {
         const u8* const from = low + (u32)batch * (UNITS * 64);
         const u8* const from_high = high + (u32)batch * (UNITS * 64);
@@ -139,14 +140,14 @@ struct Rows {
         }
     }
 
-    // the word of the scale of a group of the batch and of both rows of this lane
+    // the word of the scale of a group of the batch and one of this lane's two rows
     __device__ __forceinline__ u32 scale(int group, int row_8) const {
         const int row = threadIdx.x % 32 / 4 + 8 * row_8;
         return __float_as_uint(copied[group * LINES + row / SHARED_BY]);
     }
 };
 
-// Multiply the batches of a `warp`, of which the first one is on its way. Sums of both rows.
+// Multiplies the batches of `warp`, the first of which is already being loaded. `sums`: of both rows of a lane.
 __device__ __forceinline__ void multiply_batches(
     float (&sums)[2], const Rows& rows, uint4 (&codes)[UNITS][2], Column& column, const u16* x, int warp) {
     const int quarter = threadIdx.x % 4;
@@ -155,9 +156,9 @@ __device__ __forceinline__ void multiply_batches(
     sums[0] = sums[1] = 0;
 #pragma unroll 1
     do {
-        __syncwarp();            // no wait for copies comes before the loads
+        __syncwarp();            // no wait for copies may move above the loads
         if (CODE == 4) wait_for_copies();
-        float kept[2][2] = {};   // of the columns 2 * quarter and 2 * quarter + 1, of both rows
+        float kept[2][2] = {};   // [row, column]: columns 2 * quarter and 2 * quarter + 1
         float c[4];
 #pragma unroll
         for (int unit = 0; unit < UNITS; ++unit) {
@@ -173,7 +174,7 @@ __device__ __forceinline__ void multiply_batches(
                 }
             multiply_unit(c, codes[unit], column.words[unit % OF_COLUMN], by);
             if (unit % OF_COLUMN < OF_COLUMN - 1) continue;
-            const int first = unit / OF_COLUMN * OF_UNIT;   // column of this unit
+            const int first = unit / OF_COLUMN * OF_UNIT;   // this unit's first column
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 const bool is_mine = OF_UNIT == 1 ? quarter == first / 2 && i % 2 == first % 2
@@ -199,7 +200,7 @@ __device__ __forceinline__ void multiply_batches(
         batch += WARPS;
         more = BATCHES > WARPS && batch < BATCHES;
         if (more) {
-            __syncwarp();   // all have read scales
+            __syncwarp();   // all lanes have read the scales
             rows.read(codes, batch);
             column.read(x, batch);
         }
@@ -226,11 +227,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_PROCESSOR) gemv(const 
     __shared__ __align__(16) Ends of_rows;
     __shared__ __align__(16) float cos_sin[SIZE_OF_HEAD];
     __shared__ __align__(16) u16 of_norm[SIZE_OF_HEAD];
-    __shared__ float of_cluster[CLUSTER][ROWS];   // of the first thread block: a head
+    __shared__ float of_cluster[CLUSTER][ROWS];   // in the first thread block: a head
     __shared__ int slot;
     const int strip = own_strip(args), in_cluster = strip % CLUSTER;
     const int lane = threadIdx.x % 32, quarter = lane % 4;
-    const int warp = __shfl_sync(ALL, (int)threadIdx.x / 32, 0);   // so that the compiler knows: all lanes have one
+    const int warp = __shfl_sync(ALL, (int)threadIdx.x / 32, 0);   // tells the compiler: the same in all lanes
     const Head head{args.heads, strip / CLUSTER};
     const bool ends_head = HEADS && warp == 0 && in_cluster == 0;
     if (AT_ONCE) allow_next();
@@ -276,7 +277,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_PROCESSOR) gemv(const 
     __syncthreads();
 
     float value = 0;
-    if (warp == 0) {   // lanes 0 to 15 have a row, the others the same ones
+    if (warp == 0) {   // lanes 0 to 15 have a row each, lanes 16 to 31 the same rows
         const int row = lane % ROWS, at = Ends::at(args, row / 8) + row % 8;
         square = 0;
 #pragma unroll

@@ -1,29 +1,29 @@
-// One token by 16 rows of a weight on the tensor cores: what `gemv.cu` and `expert_gemv.cu` share.
+// One token times 16 rows of a weight on the tensor cores: what `gemv.cu` and `expert_gemv.cu` share.
 //
-// An MMA multiplies 16 rows by 8 columns, but there is one token. So columns are neighbouring groups of SUM
-// in_features: each lane's operand is what it has of its own column of x, and of what a unit yields just the columns
-// of its groups are kept. A lane reads its numbers of x once a batch, the scales of a group are applied where its sums
-// are, and MMAs by ones yield the sums of x of all groups, by which zero points are multiplied.
+// An MMA multiplies 16 rows by 8 columns, but there is only one token. So the columns are neighbouring groups of SUM
+// in_features: a lane's operand is its part of its own column of x, and of the result of a unit only the columns of the
+// unit's own groups are kept. A lane reads its numbers of x once per batch. The scales of a group are applied where its
+// sums are. MMAs with ones give each group's sum of x, by which its zero point is multiplied.
 //
-// Before it are defined: SIZE (in_features), COLUMNS (of a batch); and as in `linear.cu`: CODE, GROUP, SHARED_BY and
-// ZEROS of the weight.
+// The including source defines SIZE (in_features), COLUMNS (per batch), and, as in `linear.cu`, CODE, GROUP, SHARED_BY
+// and ZEROS of the weight.
 
 #pragma once
 
 #include "codes.cuh"
 
 constexpr int ROWS = 16;
-constexpr int UNIT = 512 / BITS;                    // in_features of a unit: 64 bytes of a row
-constexpr int SUM = GROUP ? GROUP : 128;            // in_features of a column
+constexpr int UNIT = 512 / BITS;                    // in_features per unit: 64 bytes of a row
+constexpr int SUM = GROUP ? GROUP : 128;            // in_features per column
 constexpr int BATCH = COLUMNS * SUM;
 constexpr int BATCHES = (SIZE + BATCH - 1) / BATCH;
-constexpr int UNITS = BATCH / UNIT;                 // of a batch
-constexpr bool WHOLE = SIZE % BATCH == 0;           // so are all batches
-constexpr int OF_COLUMN = SUM < UNIT ? 1 : SUM / UNIT;      // units that have a column's in_features
-constexpr int OF_UNIT = SUM < UNIT ? UNIT / SUM : 1;        // columns that have a unit's
-constexpr int PAIRS = 16 / BITS;                    // of numbers, in a word of codes
+constexpr int UNITS = BATCH / UNIT;                 // per batch
+constexpr bool WHOLE = SIZE % BATCH == 0;           // all batches are full
+constexpr int OF_COLUMN = SUM < UNIT ? 1 : SUM / UNIT;      // units that a column's in_features span
+constexpr int OF_UNIT = SUM < UNIT ? UNIT / SUM : 1;        // columns that a unit's in_features span
+constexpr int PAIRS = 16 / BITS;                    // pairs of numbers in a word of codes
 constexpr u64 ROW_BYTES = (u64)SIZE * BITS / 8;
-constexpr float OF_SUMS = CODE == 4 ? 0x1p64f : 1;  // by which sums are too small, as in `tile_gemm.cuh`
+constexpr float OF_SUMS = CODE == 4 ? 0x1p64f : 1;  // the factor by which sums are too small, as in `tile_gemm.cuh`
 
 static_assert(ROW_BYTES % 16 == 0 && COLUMNS <= 8 && UNITS % OF_COLUMN == 0, "");
 static_assert(CODE != 4 || GROUP == 128, "");
@@ -41,7 +41,7 @@ __device__ __forceinline__ u32 word(const uint4& from, int i) {
     return i == 0 ? from.x : i == 1 ? from.y : i == 2 ? from.z : from.w;
 }
 
-// ---- copies to shared memory, which take no registers meanwhile
+// ---- copies to shared memory, which hold no registers while under way
 
 template <int BYTES, typename T>
 __device__ __forceinline__ void copy(T* to, const T* from) {
@@ -52,7 +52,7 @@ __device__ __forceinline__ void copy(T* to, const T* from) {
                      :: "r"(shared_address(to)), "l"(from), "n"(BYTES) : "memory");
 }
 
-// by the warp that asked for them
+// called by the warp that started them
 __device__ __forceinline__ void wait_for_copies() {
     asm volatile("cp.async.wait_all;" ::: "memory");
     __syncwarp();
@@ -65,7 +65,7 @@ __device__ __forceinline__ void multiply(float (&c)[4], u32 a, u32 a_8, u32 a_ne
         : C4(0) : "r"(a), "r"(a_8), "r"(a_next), "r"(a_8_next), "r"(b), "r"(b_next));
 }
 
-// What a lane has of x in a batch: of its column the in_features that its codes of each unit are for.
+// A lane's part of x in a batch: the in_features of its column that match its codes in each unit.
 struct Column {
     u32 words[OF_COLUMN][4 * PAIRS];
 
@@ -98,7 +98,8 @@ struct Column {
     }
 };
 
-// c += a unit of codes times all columns. Word w of a lane's codes has pairs of numbers for words w, 4 + w, ... of x.
+// c += a unit of codes times all columns. Word w of a lane's codes has the pairs of numbers for words w, 4 + w, ... of
+// x.
 __device__ __forceinline__ void multiply_unit(
     float (&c)[4], const uint4 (&codes)[2], const u32 (&x)[4 * PAIRS], const u32 (&by)[2]) {
     const auto number = [&](int row, int i, int pair) {
@@ -113,7 +114,7 @@ __device__ __forceinline__ void multiply_unit(
                      x[4 * pair + i], x[4 * pair + i + 1]);
 }
 
-// over the lanes of the same rows
+// over the lanes that have the same rows
 __device__ __forceinline__ void add_lanes(float (&sums)[2]) {
 #pragma unroll
     for (int row = 0; row < 2; ++row) {

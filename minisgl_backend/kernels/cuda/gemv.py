@@ -1,4 +1,4 @@
-"""Launches ``gemv.cu``: one row by a weight, for linear layers (``linear``)."""
+"""Launches ``gemv.cu``: one row times a weight, for linear layers (``linear``)."""
 
 from __future__ import annotations
 
@@ -59,12 +59,12 @@ class _Arguments(ctypes.Structure):
 
 
 class Gemv:
-    """The kernel for one row by weights of a ``shape``, [height, in_features], in ``codes`` or
+    """The kernel for one row times weights of one ``shape``, [height, in_features], in ``codes`` or
     plain.
 
-    ``macros`` are those of ``gemv.cu`` that say what becomes of the results; of ``HEADS`` it is the
-    size of a head. ``tiles`` are those of the sums of squares that it leaves. ``adapters``:
-    launches may have an adaptation of this shape, for which there is a kernel of its own.
+    ``macros`` of ``gemv.cu`` say what is done with the results; ``HEADS`` is the size of a head.
+    ``tiles`` is the number of tiles whose sums of squares it leaves. ``adapters``: launches may
+    have an adaptation of this shape, for which there is a separate kernel.
     """
 
     def __init__(
@@ -119,8 +119,8 @@ class Gemv:
         pdl: bool,
         **values: Any,
     ) -> None:
-        """``x`` [1, in_features], in the order of the weight's columns; ``x_of_a`` in that of the
-        adapters' A. ``values`` are the rest of the arguments, as ``linear`` has them."""
+        """``x`` [1, in_features] is in the order of the weight's columns, ``x_of_a`` in that of the
+        adapters' A. ``values`` are the other arguments, as in ``linear``."""
         assert x.shape[0] == 1 and x.stride(1) == 1 and codes.is_contiguous()
         assert squares is None or len(squares) <= MOST_SQUARES
         arguments = _Arguments(

@@ -1,8 +1,8 @@
-// What a LoRA adapter adds to the sums of `gemv.cu`, which this is a part of and which says who computes what.
+// Part of `gemv.cu`: what a LoRA adapter adds to the sums. That source says who computes what.
 
 #pragma once
 
-// What another thread block may be writing: two sums, each before its launch.
+// Two sums, each followed by the number of its launch, that another thread block may be writing.
 __device__ __forceinline__ uint4 load_sums(const uint2* from) {
     uint4 out;
     asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -15,8 +15,8 @@ __device__ __forceinline__ void store_sum(uint2* to, float sum, u32 launch) {
                  :: "l"(to), "r"(__float_as_uint(sum)), "r"(launch) : "memory");
 }
 
-// By one of the first thread blocks: 16 sums of x A^T. The products of a warp are those of `shrink` in `adapters.cu`,
-// but all tokens of an MMA are the same one.
+// Called by one of the first thread blocks: computes 16 sums of x A^T. A warp's products are those of `shrink` in
+// `adapters.cu`, except that all tokens of an MMA are the same token.
 __device__ __forceinline__ void leave_sums(const Arguments& args, int warp, float (&parts)[WARPS][ROWS]) {
     const Adapters& of = args.adapters;
     const int lane = threadIdx.x % 32, row = lane / 4, quarter = lane % 4;
@@ -47,7 +47,7 @@ __device__ __forceinline__ void leave_sums(const Arguments& args, int warp, floa
             uint4 x[PIECE / 32];
 #pragma unroll
             for (int i = 0; i < PIECE / 32; ++i) x[i] = load_8(of.x + first + piece * PIECE + 32 * i);
-            __syncwarp();   // no load may come behind it: all are on their way before the first is used
+            __syncwarp();   // no load may move below this: all are under way before the first is used
 #pragma unroll
             for (int i = 0; i < PIECE / 32; ++i) {
                 const uint4 low = a[piece][i][0], high = a[piece][i][1];
@@ -64,15 +64,15 @@ __device__ __forceinline__ void leave_sums(const Arguments& args, int warp, floa
         for (int i = 0; i < WARPS; ++i) sum += parts[i][threadIdx.x];
         store_sum(of.sums + part * of.columns + column + threadIdx.x, sum, launch);
     }
-    if (threadIdx.x == 0) *launches = launch;   // all have read it
+    if (threadIdx.x == 0) *launches = launch;   // all threads have read it
 }
 
-// A warp's 16 rows of B times x A^T: a lane has a row, and other 16 lanes the same ones.
+// A warp's 16 rows of B times x A^T. Lanes 0 to 15 have a row each, and lanes 16 to 31 have the same rows.
 struct Expansion {
     const Arguments& args;
     u16 (&b)[ROWS][RANK_STEP];  // in shared memory
 
-    // a RANK_STEP of B
+    // RANK_STEP columns of B
     __device__ __forceinline__ void copy_b(int first) const {
         const Adapters& of = args.adapters;
         if (first >= *of.rank) return;
@@ -80,7 +80,7 @@ struct Expansion {
         copy<16>(&b[row][half], of.b + (*of.slot - 1) * of.b_stride + (u64)feature * of.max_rank + first + half);
     }
 
-    // RANK_STEP numbers of x A^T, a pair in each of 8 lanes, four times
+    // RANK_STEP numbers of x A^T, a pair in each of 8 lanes; the four groups of 8 lanes have the same pairs
     __device__ __forceinline__ u32 inner(int first, u32 launch) const {
         constexpr int OF_LANE = (PARTS_OF_A + 3) / 4;
         const Adapters& of = args.adapters;
@@ -109,7 +109,7 @@ struct Expansion {
         return pack(low, high);
     }
 
-    // for this lane's row; the first step of B has been asked for and is there
+    // for this lane's row; the first step of B has been copied already
     __device__ __forceinline__ float operator()(u32 launch) const {
         const Adapters& of = args.adapters;
         const int lane = threadIdx.x % 32, feature = Ends::at(args, 0);

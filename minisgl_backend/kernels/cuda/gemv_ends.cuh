@@ -1,21 +1,21 @@
-// What becomes of the sums of the rows of a thread block, or of a cluster, of `gemv.cu`, which this is a part of.
+// Part of `gemv.cu`: how a thread block or a cluster finishes the sums of its rows.
 
 #pragma once
 
-// Of the rows that a thread block finishes.
+// What a thread block needs to finish its rows.
 struct Ends {
     float scale[ROWS];      // OF_ROWS
     u16 bias[ROWS];
-    u16 norm[ROWS];         // RESIDUAL: the weight of the one that follows
+    u16 norm[ROWS];         // RESIDUAL: the weight of the norm that follows
     u16 stream[ROWS];       // RESIDUAL
 
-    // where rows from 8 * `half` on are, of `out_features`
+    // the first out_feature of rows 8 * `half` and on
     static __device__ __forceinline__ int at(const Arguments& args, int half) {
         const int strip = own_strip(args);
         return GATED ? strip * 8 + half * args.features : strip * ROWS + half * 8;
     }
 
-    // what no kernel writes
+    // what no kernel of a step writes
     __device__ __forceinline__ void read_constants(const Arguments& args) {
         const int lane = threadIdx.x;
         if (lane >= 2) return;
@@ -34,7 +34,7 @@ struct Ends {
     }
 };
 
-// ---- the end of a head, by a warp: a lane has ITEMS neighbours of each half
+// ---- finishing a head, by one warp: a lane has ITEMS neighbouring numbers of each half
 
 constexpr int SIZE_OF_HEAD = HEADS ? HEADS : 64, ITEMS = SIZE_OF_HEAD / 64;
 
@@ -42,7 +42,7 @@ struct Head {
     const Heads& heads;
     int head;
 
-    // to shared memory: cosines and sines, the norm's weight, and the slot
+    // cosines and sines, the norm's weight and the slot, to shared memory
     __device__ __forceinline__ void read(float* cos_sin, u16* of_norm, int* slot) const {
         const int lane = threadIdx.x % 32;
         if (lane == 0) copy<4>(slot, heads.slots);
@@ -72,7 +72,7 @@ struct Head {
         }
     }
 
-    // `from`: the head's numbers, in shared memory, as what has been read there
+    // `from`: the head's numbers, in shared memory like what `read` has put there
     __device__ __forceinline__ void finish(
         const Arguments& args, const float* from, const float* cos_sin, const u16* of_norm, int slot) const {
         const int lane = threadIdx.x % 32;
@@ -117,7 +117,8 @@ struct Head {
     }
 };
 
-// The first warp of each thread block of a cluster leaves numbers of 16 rows in the first one's shared memory.
+// The first warp of each thread block of a cluster writes the numbers of its 16 rows to the first thread block's shared
+// memory.
 __device__ __forceinline__ void gather(const float* to, float x) {
     wait_for_cluster();   // all have begun
     if (threadIdx.x < ROWS) {

@@ -1,4 +1,4 @@
-"""What kernels are told of heads: ``Heads`` of ``heads.cuh``."""
+"""What kernels are told about heads: ``Heads`` of ``heads.cuh``."""
 
 from __future__ import annotations
 

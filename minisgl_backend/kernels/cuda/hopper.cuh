@@ -1,6 +1,6 @@
-// Instructions of Hopper (sm_90a) that GEMMs here share: barriers and bulk copies in shared memory, descriptors of
-// matrices there, the lists of registers of MMAs and the waits for them, stores of fragments. Knows no tile and no
-// ring; the MMAs themselves are where their sizes are known (`tile_gemm.cuh`, `wide_mma.cuh`).
+// The Hopper (sm_90a) instructions that the GEMMs here share: barriers and bulk copies in shared memory, descriptors of
+// matrices there, register lists for MMAs, waits for MMAs, and stores of fragments. Nothing here knows about tiles or
+// rings. The MMAs themselves are where their sizes are known (`tile_gemm.cuh`, `wide_mma.cuh`).
 
 #pragma once
 
@@ -36,12 +36,12 @@ __device__ __forceinline__ void load_bytes(u32 to, const void* from, u32 count, 
                  :: "r"(to), "l"(from), "r"(count), "r"(barrier) : "memory");
 }
 
-// of a tile with rows of 128 bytes, whose chunks of 16 bytes are permuted by the row ("128B swizzle")
+// the descriptor of a tile whose rows are 128 bytes, their 16-byte chunks permuted by the row ("128B swizzle")
 __device__ __forceinline__ u64 matrix(u32 address) {
     return (u64)((address & 0x3ffff) >> 4) | 1ull << 16 | (u64)(1024 >> 4) << 32 | 1ull << 62;
 }
 
-// in the text of an MMA: its registers %[tens]0 to %[tens]9; and its operands c[i], 4 or 16 of them
+// for the text of an MMA: the registers %[tens]0 to %[tens]9; and 4 or 16 operands from c[i] on
 #define TEN(tens) "%" #tens "0,%" #tens "1,%" #tens "2,%" #tens "3,%" #tens "4,%" #tens "5,%" \
     #tens "6,%" #tens "7,%" #tens "8,%" #tens "9,"
 #define C4(i) "+f"(c[i]), "+f"(c[i + 1]), "+f"(c[i + 2]), "+f"(c[i + 3])
@@ -64,7 +64,8 @@ __device__ __forceinline__ u32 pack(float low, float high) {
     return out;
 }
 
-// Fragments of 8 features by 8 tokens go to rows of 8 features, one a token; a lane of 8 has a row's address.
+// Stores fragments of 8 features by 8 tokens as rows of 8 features, one row per token. Each of 8 lanes has the address
+// of one row.
 __device__ __forceinline__ void store_transposed(u32 to, u32 fragment) {
     asm volatile("stmatrix.sync.aligned.m8n8.x1.trans.shared.b16 [%0], {%1};"
                  :: "r"(to), "r"(fragment) : "memory");
@@ -79,9 +80,9 @@ __device__ __forceinline__ void publish_barriers() {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
-// ---- of thread blocks that run together
+// ---- clusters
 
-// ORDERED: what was written before it is seen after the wait
+// ORDERED: writes before the arrival are visible after the wait
 template <bool ORDERED>
 __device__ __forceinline__ void arrive_in_cluster() {
     if (ORDERED)

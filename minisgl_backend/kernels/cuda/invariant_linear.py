@@ -1,10 +1,10 @@
-"""GEMMs that give a row the same bits in any number of rows.
+"""GEMMs that give a row the same bits, however many rows there are.
 
 On Hopper's tensor cores an instruction adds 16 products to an element's float32 sum, and gives the
-same bits whatever the shape of its tile. So the sum of an element is the same in all kernels that
-take in_features in their order, 16 at a time, and in one part: those of ``linear.cu`` without
+same bits whatever the shape of its tile. So an element's sum is the same in all kernels that take
+in_features in order, 16 at a time and without splitting them: the kernels of ``linear.cu`` without
 splits, and ``triton_kernels.invariant_linear_kernel``, which is faster if there are many rows.
-Which of them computes a GEMM, and in which tiles, may depend on the number of rows.
+Which kernel computes a GEMM, and with which tiles, may depend on the number of rows.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from minisgl_backend.kernels.triton_kernels.invariant_linear_kernel import launc
 
 _ROWS: Final = 128
 _COLUMNS: Final = 256
-"""Of the Triton kernel's tiles."""
+"""Columns of the Triton kernel's tiles."""
 
 
 class InvariantLinear:
-    """x W^T for a weight of one ``shape``, [out_features, in_features], of sizes for which
-    ``linear_cut.why_not_invariant`` has no reason. Bfloat16."""
+    """x W^T in bfloat16, for weights of one ``shape``, [out_features, in_features], that
+    ``linear_cut.why_not_invariant`` does not reject."""
 
     def __init__(self, shape: Sequence[int], device: torch.device) -> None:
         self._out_features = shape[0]
@@ -68,7 +68,7 @@ class InvariantLinear:
 
 
 class InvariantKernels:
-    """Makes the kernels of a model's matrices; those for the same shape are one."""
+    """Makes the kernels of a model's matrices, one for each shape."""
 
     def __init__(self, device: torch.device) -> None:
         self.linear = cache(partial(InvariantLinear, device=device))

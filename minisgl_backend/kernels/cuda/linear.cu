@@ -1,70 +1,67 @@
 // Linear layers of up to 256 tokens, fused with the operations around them, for Hopper (sm_90a).
 //
-// Weights are the long side of the GEMM and tokens the short one: a tile is FEATURES rows of the
-// weight by TOKENS tokens. A warp of its own moves tiles of 64 in_features into a ring in shared memory
-// by the bulk tensor copy engine, and warpgroups multiply them from there (wgmma). Weights depend on no
-// other kernel, so an early launch fills the ring with them before its predecessor ends.
+// Weights are the long side of the GEMM and tokens the short side: a tile is FEATURES rows of the weight by TOKENS
+// tokens. A dedicated warp moves tiles of 64 in_features into a ring in shared memory with the bulk tensor copy engine,
+// and warpgroups multiply them from there (wgmma). Weights depend on no other kernel, so an early launch fills the ring
+// with them before its predecessor ends.
 //
-// Three ways to share out the work. A thread block has a tile; or, if there are few tiles, SPLITS
-// of them share one along in_features and send each other their parts, to shared memory ("split-K");
-// or, of a large weight, all thread blocks take EVEN parts of all tiles ("stream-K": Osama et al., 2023),
-// and leave what they have of a tile that another one began in global memory.
+// There are three ways to share the work. Either each thread block has a tile. Or, if there are few tiles, SPLITS
+// thread blocks share a tile along in_features and exchange their parts over shared memory ("split-K"). Or, for a large
+// weight, all thread blocks take EVEN parts of all tiles ("stream-K": Osama et al., 2023); if another thread block
+// began a tile, they leave their sums of it in global memory.
 //
-// RMSNorm is split into a factor per feature and one per token: the GEMM that writes the residual
-// stream also writes it times the norm's weight, and its tiles' parts of each token's sum of
-// squares; the GEMM that reads those scales its result, by factors that another warp computes
-// meanwhile. Of queries, keys and values a tile is a head, which is normalized, rotated and stored in
-// the KV cache before it leaves the thread block.
+// RMSNorm is split into a factor per feature and a factor per token. The GEMM that writes the residual stream also
+// writes it times the norm's weight, and writes each tile's part of each token's sum of squares. The GEMM that reads
+// these scales its result by factors that another warp computes meanwhile. For queries, keys and values, a tile is a
+// head, which is normalized, rotated and stored in the KV cache before it leaves the thread block.
 //
-// ADAPTED: tokens may have LoRA adapters, (x A^T) B^T of each token's own A and B. To its sums each warp adds what it
-// needs of x A^T times B^T. The kernel before this one, that of `adapters.cu`, computes x A^T; or, if this one is
-// JOINED, it has tiles of the A of all adapters, as if they were rows of the weight. Those that no token needs are left
-// out. They are the first ones: thread blocks start in this order, and take steps in it, so those that wait for x A^T
-// do not keep it from being computed. What goes from one to the other are pairs of numbers along with a number of the
-// launch, in words that are written at once: who reads a pair sees whether it is there, and nothing need be cleared.
+// ADAPTED: tokens may have LoRA adapters, (x A^T) B^T with each token's own A and B. Each warp adds what its sums need
+// of x A^T times B^T. x A^T is computed by the kernel before this one, that of `adapters.cu`; or, if this kernel is
+// JOINED, here: the A of all adapters make tiles, as if they were rows of the weight. Tiles that no token needs are
+// left out. The tiles of A come first. Thread blocks start and take steps in this order, so those that wait for x A^T
+// do not keep it from being computed. x A^T is handed over as pairs of numbers, each written together with the number
+// of the launch in one store: a reader of a pair sees whether it is there, and nothing needs to be cleared.
 //
-// `tile_gemm.cuh` has the ring, and how it is multiplied, quantized weights as well; `split_sums.cuh` how a tile that
-// is shared comes to its sums; `finisher.cuh` what becomes of them, adapters included.
+// `tile_gemm.cuh` has the ring and multiplies from it, quantized weights included; `split_sums.cuh` adds up the sums of
+// a shared tile; `finisher.cuh` finishes them, adapters included.
 //
-// Compiled with: FEATURES (64 or 128, of the weight in a tile), TOKENS (8, 16, 32, 64, 96, 128 or 192),
-// SIZE (in_features), WHOLE (tiles divide the weight's rows; else, of plain ones that are neither GATED nor HEADS,
-// the last tile has some that are not there), BLOCK (of in_features in a stage: 64; of codes 128, of 4 bits also 256),
-// STAGES (of the ring), SPLITS, EVEN, GATED (the weight holds the gate's rows and then as many of the values), RESIDUAL
-// (the result is added to the residual stream), HEADS (it is queries, keys and values, in heads of
-// FEATURES), with that PAGE_SIZE and FP8 (of the KV cache), ADAPTED, and of these LATE (all but x A^T was
-// there when this kernel began, so nothing is waited for before that is due) or JOINED (of plain weights, up to TOKENS
-// tokens and 32 tiles of A), PUSHED (SPLITS send each other their sums; else they read them), SHARED_BYTES,
-// PER_PROCESSOR (thread blocks that a multiprocessor has registers for); CODE (0: the weight is bfloat16;
-// else its codes are 1: e4m3, 2: 8-bit or 3: 4-bit integers, 4: e2m1), with that GROUP (in_features that
-// share a scale: 32, 64 or 128; 0: all), SHARED_BY (rows that share one: 1 or 8), ZEROS (the low 8 bits of
-// a scale are a zero point; else it is the middle of the integers), BY_WARP and WAYS. All other values are
-// bfloat16: what is not normalized yet needs its range.
+// Compiled with: FEATURES (64 or 128: rows of the weight per tile), TOKENS (8, 16, 32, 64, 96, 128 or 192), SIZE
+// (in_features), WHOLE (tiles divide the weight's rows; otherwise some rows of the last tile are not there, which only
+// a bfloat16 weight that is neither GATED nor HEADS may have), BLOCK (in_features per stage: 64; for codes 128, for
+// 4-bit codes also 256), STAGES (of the ring), SPLITS, EVEN, GATED (the weight holds the gate's rows, then as many rows
+// of the values), RESIDUAL (the result is added to the residual stream), HEADS (the result is queries, keys and values,
+// in heads of size FEATURES) and, with HEADS, PAGE_SIZE and FP8 (of the KV cache), ADAPTED and, with ADAPTED, LATE (all
+// but x A^T was there when this kernel began, so it waits only once x A^T is needed) or JOINED (only for bfloat16
+// weights, up to TOKENS tokens and 32 tiles of A), PUSHED (the SPLITS send each other their sums; otherwise they read
+// them), SHARED_BYTES, PER_PROCESSOR (thread blocks that a multiprocessor has registers for), and CODE, GROUP,
+// SHARED_BY, ZEROS, BY_WARP and WAYS as in `tile_gemm.cuh`. All other values are bfloat16: what is not normalized yet
+// needs its range.
 
 #include "heads.cuh"
 #include "tile_gemm.cuh"
 
 constexpr int TILE_STEPS = SIZE / BLOCK;
-constexpr int STEPS = TILE_STEPS % SPLITS ? 0 : TILE_STEPS / SPLITS;   // in a thread block, unless EVEN; 0: they differ
+constexpr int STEPS = TILE_STEPS % SPLITS ? 0 : TILE_STEPS / SPLITS;   // per thread block, unless EVEN; 0: they differ
 constexpr int MULTIPLIERS = WAYS * THREADS;
-constexpr int WAY_BYTES = (WAYS - 1) * TOKENS * FEATURES * 4;    // of the sums that the second way leaves
-constexpr int OUT = GATED ? FEATURES / 2 : FEATURES;    // features of the output in a tile
-constexpr int PITCH = 2 * OUT + 16;                 // bytes a token in a finished tile; 8 rows use all banks
+constexpr int WAY_BYTES = (WAYS - 1) * TOKENS * FEATURES * 4;    // the sums that the second way leaves
+constexpr int OUT = GATED ? FEATURES / 2 : FEATURES;    // output features per tile
+constexpr int PITCH = 2 * OUT + 16;                 // bytes per token in a finished tile; 8 rows use all banks
 constexpr int OWN = TOKENS > 8 * SPLITS ? TOKENS / SPLITS : 8;   // tokens that a thread block finishes
-// EVEN: a tile is finished in slices of up to MOST_OF_SLICE tokens, for there is little memory beside the
-// ring; `Cut.shared_bytes` of linear_cut.py has the same numbers.
+// EVEN: a tile is finished in slices of up to MOST_OF_SLICE tokens, since there is little memory beside the ring.
+// `Cut.shared_bytes` of linear_cut.py has the same numbers.
 constexpr int halved(int tokens, int most) { return tokens > most ? halved(tokens / 2, most) : tokens; }
 constexpr int MOST_OF_SLICE = (TOKENS > 128 && !HEADS ? 64 : 32) * (GATED ? 2 : 1);
 constexpr int SLICE = EVEN ? halved(OWN, MOST_OF_SLICE) : OWN;   // tokens that are finished at a time
 constexpr int SLICES = OWN / SLICE;
 constexpr int PARTS_BYTES = SPLITS > 1 ? TOKENS * FEATURES * 4 : 0;
-constexpr int CHUNKS = (HEADS ? OUT / 2 : OUT) / 8; // of 16 bytes; of heads a thread has one in each half
+constexpr int CHUNKS = (HEADS ? OUT / 2 : OUT) / 8; // of 16 bytes; of a head, a thread has one in each half
 constexpr int ROWS = THREADS / CHUNKS;              // tokens that the threads finish side by side
 constexpr int ITEMS = (SLICE + ROWS - 1) / ROWS;
-// Whether the next kernel may start as soon as this one has. After HEADS comes attention, after a plain
-// GEMM FlashInfer's sum over the ranks: before they wait for this kernel, both read what earlier ones
-// wrote, so they may start once those have ended.
+// Whether the next kernel may start as soon as this one has. Attention follows HEADS, and the sum over the ranks
+// (`fused_sum.cu`) follows a plain GEMM. Before they wait for this kernel, both read what earlier kernels wrote, so they
+// may start only once those have ended.
 constexpr bool AT_ONCE = GATED || RESIDUAL;
-// SPLITS that are PUSHED: what a thread block receives, and the barrier that counts it, behind SHARED_BYTES
+// PUSHED: what a thread block receives from the other SPLITS, at SHARED_BYTES; the barrier that counts it comes next
 constexpr int PUSHED_BYTES = PUSHED ? (SPLITS - 1) * OWN * FEATURES * 4 : 0;
 
 static_assert(SIZE % BLOCK == 0 && TILE_STEPS >= SPLITS, "");
@@ -79,18 +76,18 @@ static_assert(!JOINED || !CODE, "");
 
 // ADAPTED: see `kernels.adapters`.
 struct Adapters {
-    const u16* inner;       // [num_rows, projections * max_rank], x A^T; 0 behind the rank of a token's adapter
+    const u16* inner;       // [num_rows, projections * max_rank], x A^T; 0 beyond the rank of a token's adapter
     const u16* b;           // [slots, out_features, max_rank]
     const int* slots;       // [num_rows], of each token; 0: none
     const int* ranks;       // [num_rows], of the adapters of each token
     u64 slot_stride;        // of B
     int columns;            // of inner
     int max_rank;           // a multiple of RANK_STEP
-    int second;             // the first output of the second projection, and of the third
-    int third;
+    int second;             // the first output of the second projection
+    int third;              // and of the third
     int tiles_of_a;         // JOINED
-    uint4* pairs;           // JOINED, in place of `inner`: [TOKENS, columns / 4], two pairs of numbers, each before
-                            // its launch
+    uint4* pairs;           // JOINED, in place of `inner`: [TOKENS, columns / 4], two pairs of numbers, each followed
+                            // by the number of its launch
     u32* launches;          // JOINED: [thread blocks], launches of this kernel so far
 };
 
@@ -98,13 +95,13 @@ struct Arguments {
     TensorMap weight;       // [out_features, SIZE], of codes in bytes; GATED: see `load_weight`
     TensorMap x;            // [num_rows, SIZE]
     TensorMap a;            // JOINED: [slots * columns, SIZE]
-    u16* out;               // [num_rows, features]; RESIDUAL: the stream, which is read, too; HEADS: queries
+    u16* out;               // [num_rows, features]; RESIDUAL: the stream, which is also read; HEADS: queries
     u16* scaled;            // RESIDUAL: the stream times norm_weight
     const u16* norm_weight; // RESIDUAL: [features], of the norm that follows
     float* squares_out;     // RESIDUAL: [features / OUT, num_rows], sums of squares of each tile
     const float* squares;   // [square_tiles, num_rows] of x before its norm's weight; null: no norm
     const u16* bias;        // [out_features], or null
-    float* parts;           // EVEN: [thread blocks, FEATURES * TOKENS], of tiles that another one finishes
+    float* parts;           // EVEN: [thread blocks, FEATURES * TOKENS], sums of tiles that another one finishes
     int* are_there;         // EVEN: [thread blocks], 1 while the part is there; 0 before and after a launch
     int tiles;              // of the weight
     int square_tiles;
@@ -112,7 +109,7 @@ struct Arguments {
     int features;           // of the output
     float eps;
     Heads heads;
-    const float* scales;    // of codes: [out_features / 64, TILE_STEPS, BLOCK / GROUP, 64 / SHARED_BY], the rows in
+    const float* scales;    // of codes: [out_features / 64, TILE_STEPS, BLOCK / GROUP, 64 / SHARED_BY], with rows in
                             // the order of tiles; GROUP == 0: [out_features]
     Adapters adapters;
 };
@@ -131,8 +128,8 @@ __device__ __forceinline__ void load_tile(u32 to, const TensorMap& map, int k, i
                  :: "r"(to), "l"(&map), "r"(k), "r"(row), "r"(barrier) : "memory");
 }
 
-// GATED: a map of [features / 8, 2, 8, SIZE], so that 8 rows of the gate and the 8 rows that
-// they open lie one after the other, and land in the same thread
+// GATED: the map is of [features / 8, 2, 8, SIZE], so that 8 rows of the gate come right before the 8 rows that they
+// open, and both land in the same thread.
 __device__ __forceinline__ void load_weight(u32 to, const TensorMap& map, int k, int tile, u32 barrier) {
     if (GATED)
         asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes "
@@ -143,16 +140,16 @@ __device__ __forceinline__ void load_weight(u32 to, const TensorMap& map, int k,
         load_tile(to, map, k, tile * FEATURES, barrier);
 }
 
-// What an earlier kernel has written. LATE: no wait of this kernel has emptied the L1 cache of what was there before.
+// Loads what an earlier kernel has written. LATE: this kernel has not waited yet, so the L1 cache may hold older data.
 template <typename T>
 __device__ __forceinline__ T load_fresh(const T* from) { return LATE ? __ldcg(from) : *from; }
 
-// of the threads that multiply
+// syncs the threads that multiply
 __device__ __forceinline__ void sync_multipliers() {
     asm volatile("bar.sync 1, %0;" :: "n"(THREADS) : "memory");
 }
 
-// and with them the warp that computes factors, which does not wait
+// syncs them with the warp that computes factors, which itself does not wait
 __device__ __forceinline__ void sync_with_factors() {
     asm volatile("bar.sync 2, %0;" :: "n"(THREADS + 32) : "memory");
 }
@@ -163,7 +160,7 @@ __device__ __forceinline__ void publish_factors() {
 
 // ---- the steps of a thread block
 
-// JOINED: the tiles of A that have an adapter of a token, as bits. Each warp finds out by itself.
+// JOINED: the tiles of A that hold some token's adapter, as bits. Each warp finds this out by itself.
 __device__ __forceinline__ u32 needed_tiles(const Arguments& args) {
     const Adapters& of = args.adapters;
     u32 needed = 0;
@@ -176,8 +173,8 @@ __device__ __forceinline__ u32 needed_tiles(const Arguments& args) {
     return __reduce_or_sync(ALL, needed);
 }
 
-// The steps of all tiles stand in a row, TILE_STEPS of each; a thread block takes `begin` to `end`. JOINED: the first
-// ones are those of `tiles_of_a` tiles of A: of all; or, if EVEN, of those that are `needed`.
+// The steps of all tiles are numbered in sequence, TILE_STEPS for each tile; a thread block takes `begin` to `end`.
+// JOINED: the steps of `tiles_of_a` tiles of A come first; these are all tiles of A or, if EVEN, those `needed`.
 struct Steps {
     int begin, end, tiles_of_a;
     u32 needed;
@@ -194,7 +191,7 @@ struct Steps {
     }
 };
 
-// EVEN: of the thread block of this number
+// EVEN: the first step of thread block number `block`
 __device__ __forceinline__ int first_step(const Arguments& args, int tiles_of_a, int block) {
     return (args.tiles + tiles_of_a) * TILE_STEPS * block / (int)gridDim.y;
 }
@@ -211,7 +208,7 @@ __device__ __forceinline__ Steps own_steps(const Arguments& args) {
 
 // ---- the two warps that help
 
-// Move what all steps multiply; a stage is full when its weights and tokens have come.
+// Loads what all steps multiply. A stage is full when its weights and tokens have arrived.
 __device__ __forceinline__ void fill_ring(const Arguments& args, const Steps& steps, u32 ring) {
     const u32 full = ring + RING_BYTES, empty = full + 8 * STAGES;
     const int first_token = blockIdx.x * TOKENS, count = steps.end - steps.begin;
@@ -287,9 +284,9 @@ __device__ __forceinline__ void compute_factors(const Arguments& args, int first
 extern "C" __global__ void __launch_bounds__(MULTIPLIERS + 64, PER_PROCESSOR)
 linear(const __grid_constant__ Arguments args) {
     extern __shared__ __align__(1024) u8 shared[];
-    // the ring, and that of scales; then a barrier a stage that it is full, one that it is empty; then a factor a
-    // token; EVEN: then a slice of a finished tile, which else takes the place of the ring; WAYS: at the end sums;
-    // PUSHED: behind SHARED_BYTES sums of others, and a barrier
+    // The ring, and the ring of scales; a "full" barrier for each stage, then an "empty" barrier for each; a factor for
+    // each token; EVEN: a slice of a finished tile, which otherwise takes the place of the ring; WAYS: sums, at the
+    // end; PUSHED: after SHARED_BYTES, sums of other thread blocks and a barrier.
     const u32 ring = shared_address(shared);
     const u32 full = ring + RING_BYTES, empty = full + 8 * STAGES;
     float* const factors = reinterpret_cast<float*>(shared + RING_BYTES + STAGES * 16);
@@ -319,7 +316,7 @@ linear(const __grid_constant__ Arguments args) {
         publish_barriers();
     }
     __syncthreads();
-    if (PUSHED) arrive_in_cluster<false>();   // `publish_barriers` is what orders
+    if (PUSHED) arrive_in_cluster<false>();   // `publish_barriers` does the ordering
 
     if (warp == MULTIPLIERS / 32 && lane == 0) fill_ring(args, steps, ring);
     if (warp > MULTIPLIERS / 32) {
@@ -356,16 +353,16 @@ linear(const __grid_constant__ Arguments args) {
         const bool of_a = steps.is_of_a(at / TILE_STEPS);
         own.tile = steps.own_tile(at / TILE_STEPS);
         at += count;
-        if (!EVEN && is_first_way && !of_a) {   // else the MMAs need the registers
+        if (!EVEN && is_first_way && !of_a) {   // otherwise the MMAs need the registers
             own.read_norm();
             own.read(0);
         }
-        float c[TOKENS / 2];   // of each 8 tokens, two features of two
+        float c[TOKENS / 2];   // for each 8 tokens: two features of two tokens
         if (WAYS > 1 && is_first_way) tell_way<IS_ROOM>();
         multiply_steps(c, ring, first, count);
         if (WAYS > 1) add_ways(c, shared);
         if (!is_first_way) continue;
-        if (first == 0) sync_with_factors();   // all have multiplied, too: without EVEN the ring is free
+        if (first == 0) sync_with_factors();   // all have also multiplied: unless EVEN, the ring is free
         if (LATE && first == 0) wait();
         if (EVEN && in_tile > 0) {
             leave_part(args, c);
@@ -387,7 +384,7 @@ linear(const __grid_constant__ Arguments args) {
 #pragma unroll
         for (int slice = 0; slice < SLICES; ++slice) {
             if (EVEN) own.read(slice);
-            if (slice > 0 || (EVEN && first > 0)) sync_multipliers();   // what was there has been read
+            if (slice > 0 || (EVEN && first > 0)) sync_multipliers();   // the previous contents have been read
             own.transpose(sums, factors, slice, finished);
             if (HEADS) own.finish_heads(slice, finished);
             else own.finish_features(slice, finished);

@@ -1,12 +1,12 @@
 """The linear layers of a decode step on the tensor cores of Hopper, fused with what follows them.
 
-A kernel is for one shape; it takes up to ``most_tokens`` rows of bfloat16. The classes differ in
-what becomes of x W^T (``fused_linear``).
+A kernel is for one shape, and takes up to ``most_tokens`` rows of bfloat16. The classes differ in
+what they do with x W^T (``fused_linear``).
 
-The input ``x`` [num_rows, in_features] is after RMSNorm or half-way. Without ``squares`` the norm
-has been applied. With them only its weight has, and the GEMM divides each row by its root mean
-square: ``squares``, float32 [tiles, num_rows], holds each tile's part of the row's sum of squares,
-from the preceding GEMM.
+RMSNorm has been applied to the input ``x`` [num_rows, in_features], fully or by half. Without
+``squares``, it is done. With ``squares``, only the norm's weight has been applied, and the GEMM
+divides each row by its root mean square: ``squares``, float32 [tiles, num_rows], holds each tile's
+part of the row's sum of squares, from the preceding GEMM.
 
 A weight is plain bfloat16, or a ``PackedWeight`` if the kernels were made for its ``kind``.
 """
@@ -68,7 +68,7 @@ class LinearKernel(FusedLinear):
         out: Tensor | None = None,
         pdl: bool = False,
     ) -> Tensor:
-        """[num_rows, out_features], in ``out`` if that is given; ``eps`` is that of the norm."""
+        """[num_rows, out_features], in ``out`` if that is given; ``eps`` is the norm's."""
         if out is None:
             out = torch.empty((len(x), self._out_features), dtype=x.dtype, device=x.device)
         assert out.is_contiguous()
@@ -121,8 +121,8 @@ class ResidualKernel(FusedLinear):
         adaptation: Adaptation | None = None,
         pdl: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        """``residual`` [num_rows, out_features] += x W^T + bias, in place; ``x`` and ``squares``
-        of the next GEMM."""
+        """``residual`` [num_rows, out_features] += x W^T + bias, in place. Returns ``x`` and
+        ``squares`` of the next GEMM."""
         scaled = torch.empty_like(residual)
         tiles = self._num_tiles(len(x), adapted=adaptation is not None)
         squares = torch.empty((tiles, len(x)), dtype=torch.float32, device=x.device)
@@ -142,7 +142,8 @@ class ResidualKernel(FusedLinear):
 
 
 class HeadsKernel(FusedLinear):
-    """Queries, keys and values: normalized by head, rotated, keys and values stored in pages."""
+    """Computes queries, keys and values: normalizes each head, rotates it, and stores keys and
+    values in pages."""
 
     def __init__(
         self,
@@ -197,7 +198,7 @@ class HeadsKernel(FusedLinear):
         """The queries, [num_rows, num_heads, head_dim].
 
         See ``minisgl_backend.kernels.rope_store.qk_norm_rope_store``; ``positions`` and ``slots``
-        are int32. ``eps`` is that of all norms.
+        are int32. ``eps`` is for all norms.
         """
         assert positions.dtype == slots.dtype == torch.int32
         assert keys.stride() == values.stride() and keys.stride(3) == 1
@@ -236,10 +237,10 @@ class HeadsKernel(FusedLinear):
 
 
 class TensorCores:
-    """Makes the kernels of a model's layers. Those for the same shape are one, whose memory the
-    layers share: ``linear`` makes a ``LinearKernel``, ``residual`` a ``ResidualKernel``, ``heads``
-    a ``HeadsKernel``, each for up to ``most_tokens`` rows; ``float8`` a ``Float8Linear``, for more
-    rows of weights in float8."""
+    """Makes the kernels of a model's layers: ``linear`` makes a ``LinearKernel``, ``residual`` a
+    ``ResidualKernel`` and ``heads`` a ``HeadsKernel``, each for up to ``most_tokens`` rows;
+    ``float8`` makes a ``Float8Linear``, for float8 weights and more rows. Layers of the same shape
+    share a kernel and its memory."""
 
     def __init__(self, device: torch.device, most_tokens: int) -> None:
         self.most_tokens = most_tokens

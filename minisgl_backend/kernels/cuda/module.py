@@ -25,7 +25,7 @@ from minisgl_backend.kernels.cuda.code_cache import kept
 class CudaModule:
     """A source, compiled with constants for one GPU.
 
-    ``source`` names a file beside this one, which may include the headers (.cuh) there;
+    ``source`` names a file beside this one, which may include the headers (.cuh) next to it;
     ``constants`` are its macros. Raises ``ConfigError`` if it does not compile or load.
     """
 
@@ -38,7 +38,7 @@ class CudaModule:
 
     def kernel(self, name: str, *, shared_bytes: int, most_shared: bool = False) -> CudaKernel:
         """One of its kernels, with ``shared_bytes`` of dynamic shared memory. ``most_shared``: a
-        multiprocessor that runs it has as much shared memory as it can, and less L1 cache."""
+        multiprocessor that runs it has the most shared memory it can have, and less L1 cache."""
         with torch.cuda.device(self._device):
             function = checked(driver.cuModuleGetFunction(self._module, name.encode()))
             attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
@@ -51,7 +51,7 @@ class CudaModule:
 
 
 class CudaKernel:
-    """A kernel of a module that is loaded."""
+    """A kernel of a loaded module."""
 
     def __init__(self, function: Any, device: torch.device, shared_bytes: int) -> None:
         self._function = function
@@ -67,10 +67,10 @@ class CudaKernel:
         cluster: tuple[int, int, int] = (1, 1, 1),
         pdl: bool = False,
     ) -> None:
-        """Enqueue it on the device's current stream; its one parameter is ``arguments``, by value.
+        """Enqueue it on the device's current stream. Its only parameter is ``arguments``, by value.
 
         ``cluster``: the number of neighbouring thread blocks that run together. ``pdl``: it may
-        start before its predecessor ends, and waits for it itself.
+        start before its predecessor ends, and then waits for it itself.
         """
         config = driver.CUlaunchConfig()
         config.gridDimX, config.gridDimY, config.gridDimZ = grid
@@ -99,7 +99,7 @@ class CudaKernel:
 def _machine_code(source: Path, constants: Mapping[str, int], device: torch.device) -> bytes:
     """The compiled source, from the cache if it is there."""
     major, minor = torch.cuda.get_device_capability(device)
-    # "a": with the instructions of this architecture alone
+    # "a": with the instructions that only this architecture has
     options = [f"--gpu-architecture=sm_{major}{minor}a", "--std=c++17", "-default-device"]
     options += [f"-D{name}={int(value)}" for name, value in sorted(constants.items())]
     text = source.read_bytes()
@@ -128,7 +128,7 @@ def _compile(text: bytes, name: str, headers: Mapping[str, bytes], options: list
 
 
 def checked(returned: tuple[Any, ...]) -> Any:
-    """The value of a call of ``cuda.bindings``, whose first result is a status."""
+    """The value that a call of ``cuda.bindings`` returned after its status."""
     status, *values = returned
     if int(status):
         raise ConfigError(f"CUDA says {status.name} ({int(status)})")
@@ -149,11 +149,11 @@ class TensorMap(ctypes.Structure):
 def tensor_map(
     tensor: Tensor, shape: Sequence[int], strides: Sequence[int], box: Sequence[int]
 ) -> TensorMap:
-    """The TMA's map of a tensor of bfloat16 or of bytes: dimensions from the innermost one, strides
-    of the others, both in elements.
+    """The TMA's map of a tensor of bfloat16 or of bytes. ``shape`` starts from the innermost
+    dimension, ``strides`` are those of the other dimensions; both are in elements.
 
-    Elements outside are read as zeros. Rows of a box, of 128 bytes or 64, are swizzled for the
-    tensor cores, and for `ldmatrix`.
+    Elements outside are read as zeros. The rows of a box, of 128 or 64 bytes, are swizzled for the
+    tensor cores and for ``ldmatrix``.
     """
     item = tensor.element_size()
     kinds, swizzles = driver.CUtensorMapDataType, driver.CUtensorMapSwizzle

@@ -1,22 +1,23 @@
-// The choice of experts: from the router's logits to weights, and to rows sorted by expert.
+// Chooses experts: turns the router's logits into weights, and into rows sorted by expert.
 //
-// A warp takes a token, and few warps of a thread block have one. The thread block that is done last sorts all (token,
-// choice) pairs into blocks of BLOCK pairs of one expert, in shared memory; within an expert their order is any.
+// A warp takes a token, and only a few warps of a thread block have one. The thread block that is done last sorts all
+// (token, choice) pairs in shared memory, into blocks of BLOCK pairs of one expert. Within an expert, pairs are in no
+// particular order.
 //
-// For few tokens `router` computes the logits, too. Its last thread block takes them from the others as they come: a
-// fence and a counter would each take as long as a write to memory, and so does this without them.
+// For few tokens, `router` also computes the logits. Its last thread block takes them from the others as they come.
+// This takes as long as one write to memory; a fence and a counter would each take as long again.
 //
-// Compiled with: EXPERTS (up to 1024), TOP_K, BLOCK (0: sort nothing), SIGMOID (scores are sigmoids of logits;
-// else their softmax), NORMALIZE (the chosen ones' weights sum to 1), SIZE (of the hidden states), WIDE (logits
-// are float32; else bfloat16), and SHARED (`router`: the expert behind all others is every token's last choice,
-// with the sigmoid of a logit of its own as its weight).
+// Compiled with: EXPERTS (up to 1024), TOP_K, BLOCK (0: nothing is sorted), SIGMOID (scores are sigmoids of logits;
+// otherwise their softmax), NORMALIZE (the weights of the chosen experts sum to 1), SIZE (of the hidden states), WIDE
+// (logits are float32; otherwise bfloat16), and SHARED (`router`: the expert after all others is every token's last
+// choice, with the sigmoid of a logit of its own as its weight).
 
 #include "empty_words.cuh"
 
-constexpr int TOKENS = 8;       // of a thread block
+constexpr int TOKENS = 8;       // per thread block
 constexpr int THREADS = 1024, ROUTER_THREADS = 32 * TOKENS;     // of `routing`, and of `router`
 constexpr int OF_LANE = (EXPERTS + 31) / 32;
-constexpr int LOGITS = EXPERTS + SHARED;    // of a token
+constexpr int LOGITS = EXPERTS + SHARED;    // per token
 constexpr int CHOICES = TOP_K + SHARED;
 
 static_assert(EXPERTS <= THREADS && CHOICES <= 32 && TOP_K <= EXPERTS, "");
@@ -25,32 +26,32 @@ static_assert(!SHARED || (WIDE && BLOCK == 0), "");
 struct Arguments {
     const u16* x;           // [num_tokens, SIZE], for `router`
     const u16* router;      // [EXPERTS, SIZE]
-    const u16* gate;        // [SIZE], of SHARED
-    void* logits;           // [num_tokens, LOGITS]; of `router` float32, EMPTY between launches
+    const u16* gate;        // [SIZE], if SHARED
+    void* logits;           // [num_tokens, LOGITS]; for `router` float32, and EMPTY between launches
     const float* addends;   // [EXPERTS], added to logits once the norm is complete; or null
-    const float* bias;      // [EXPERTS], added to scores where they are compared; or null
+    const float* bias;      // [EXPERTS], added to scores only to compare them; or null
     const float* squares;   // [square_tiles, num_tokens] of hidden states whose norm is half done; or null
     float* factors;         // [num_tokens]: what completes the norm, if there are squares
-    int* ids;               // [num_tokens, CHOICES], of those held; -1 for others
+    int* ids;               // [num_tokens, CHOICES], counted among the experts held; -1 for others
     float* weights;         // [num_tokens, CHOICES]
     int* pairs;             // [num_blocks, BLOCK]: token * TOP_K + choice; num_tokens * TOP_K for none
-    int* experts;           // [num_blocks], -1 behind the last one
+    int* experts;           // [num_blocks], -1 after the last one
     u32* done;              // thread blocks; 0 before and after a launch
     int num_tokens;
     int num_blocks;
     int square_tiles;
     float eps;
     float scale;            // of the weights
-    int first;              // expert that this rank holds,
-    int held;               // number of them
+    int first;              // the first expert that this rank holds,
+    int held;               // and how many it holds
 };
 
 #define NOTHING __int_as_float(0xff800000)   // -infinity
 
-// What a lane has of a token's logits.
+// A lane's part of a token's logits.
 struct Logits {
-    float of_expert[OF_LANE];   // of the experts 32 * i + lane; NOTHING behind the last one
-    float of_shared;            // of SHARED, for lane TOP_K
+    float of_expert[OF_LANE];   // of the experts 32 * i + lane; NOTHING after the last one
+    float of_shared;            // if SHARED, in lane TOP_K
 };
 
 __device__ __forceinline__ Logits load_logits(const Arguments& args, int token) {
@@ -66,7 +67,7 @@ __device__ __forceinline__ Logits load_logits(const Arguments& args, int token) 
     return logits;
 }
 
-// The same while other thread blocks write them, who find them EMPTY the next time.
+// The same while other thread blocks write them. They are left EMPTY for the next launch.
 __device__ __forceinline__ Logits take_logits(const Arguments& args, int token) {
     const int lane = threadIdx.x % 32;
     float* const from = static_cast<float*>(args.logits) + token * LOGITS;
@@ -91,7 +92,7 @@ __device__ __forceinline__ Logits take_logits(const Arguments& args, int token) 
     return logits;
 }
 
-// Of two numbers each.
+// The inner product of two pairs of bfloat16.
 __device__ __forceinline__ float product(u32 a, u32 b) {
     return __uint_as_float(a << 16) * __uint_as_float(b << 16)
         + __uint_as_float(a & 0xffff0000) * __uint_as_float(b & 0xffff0000);
@@ -109,13 +110,13 @@ __device__ __forceinline__ float largest(float x) {
     return x;
 }
 
-// An integer > 0 in the order of the floats.
+// Maps floats to positive integers in the same order.
 __device__ __forceinline__ u32 ordered(float x) {
     const u32 bits = __float_as_uint(x);
     return bits & 0x80000000 ? ~bits : bits | 0x80000000;
 }
 
-// What completes the norm of a token's hidden states.
+// The factor that completes the norm of a token's hidden states.
 __device__ __forceinline__ float norm_factor(const Arguments& args, int token) {
     if (!args.squares) return 1;
     const int lane = threadIdx.x % 32;
@@ -163,7 +164,7 @@ __device__ __forceinline__ void choose(const Arguments& args, int token, const L
         for (int i = 0; i < OF_LANE; ++i)
             if (keys[i] > key) key = keys[i], at = 32 * i + lane, score = scores[i];
         const u32 best = __reduce_max_sync(ALL, key);
-        const u32 first = __reduce_min_sync(ALL, key == best ? at : EXPERTS);   // of equal ones
+        const u32 first = __reduce_min_sync(ALL, key == best ? at : EXPERTS);   // among equal keys
         score = __shfl_sync(ALL, score, first % 32);
 #pragma unroll
         for (int i = 0; i < OF_LANE; ++i)
@@ -196,9 +197,9 @@ __device__ __forceinline__ int running_sum(int x, int* of_warps) {
     return x;
 }
 
-constexpr int AT_ONCE = BLOCK >= 128 ? 8 : 1;   // pairs that a thread loads side by side: there are many of a prompt
+constexpr int AT_ONCE = BLOCK >= 128 ? 8 : 1;   // pairs that a thread loads at once: a prompt has many
 
-// The experts of AT_ONCE pairs, from `pair` on; false if there are not as many.
+// Loads the experts of AT_ONCE pairs, from `pair` on, THREADS apart. False if there are fewer.
 template <int THREADS>
 __device__ __forceinline__ bool load_experts(const Arguments& args, int pair, int (&experts)[AT_ONCE]) {
     if (AT_ONCE == 1 || pair + (AT_ONCE - 1) * THREADS >= args.num_tokens * TOP_K) return false;
@@ -244,7 +245,7 @@ __device__ __forceinline__ void sort(const Arguments& args) {
     }
 }
 
-// The same of a single token, by the warp that has chosen for it: a block for each pair.
+// The same for a single token, by the warp that has chosen for it: each pair gets a block.
 __device__ __forceinline__ void sort_one(const Arguments& args) {
     const int lane = threadIdx.x % 32;
     __syncwarp();
@@ -257,7 +258,7 @@ __device__ __forceinline__ void sort_one(const Arguments& args) {
         if (at % BLOCK) args.pairs[at] = TOP_K;
 }
 
-// Whether all other thread blocks are done; what they wrote is visible then.
+// Whether all other thread blocks are done. If so, what they wrote is visible.
 __device__ __forceinline__ bool is_last_block(const Arguments& args) {
     __shared__ bool is_last;
     __threadfence();
@@ -281,10 +282,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) routing(const __grid_co
 }
 
 #if WIDE && SIZE % 8 == 0 && (BLOCK == 0 || EXPERTS <= 256)
-// The same for few tokens, with the router's GEMM before it: a warp takes an expert, and the last thread block none. It
-// chooses and sorts, and waits only for thread blocks that GPUs start before it.
+// The same for few tokens, with the router's GEMM before it. Each warp takes an expert, except in the last thread
+// block, which chooses and sorts. It waits only for thread blocks that GPUs start before it.
 extern "C" __global__ void __launch_bounds__(ROUTER_THREADS, 1) router(const __grid_constant__ Arguments args) {
-    constexpr int CHUNKS = (SIZE + 255) / 256;   // of 8 numbers that a lane has of a row, of the last one not all lanes
+    constexpr int CHUNKS = (SIZE + 255) / 256;   // of 8 numbers of a row, per lane; not all lanes have the last one
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     if (blockIdx.x == gridDim.x - 1) {
         allow_next();

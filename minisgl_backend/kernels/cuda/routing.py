@@ -1,8 +1,8 @@
-"""Launches ``routing.cu``: which experts a token takes, and the pairs of both sorted by expert.
+"""Launches ``routing.cu``: which experts a token takes, and (token, expert) pairs by expert.
 
-It begins with a router's logits or, of few tokens, with the hidden states, which the same kernel
-then multiplies by the router's weight. Launches share memory, so they must be in the order of one
-stream. Must not know what experts compute.
+It begins with a router's logits or, for few tokens, with the hidden states, which the same kernel
+then multiplies by the router's weight. Launches share memory, so they must all be on one stream.
+Must not know what experts compute.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ from minisgl_backend.kernels.cuda.module import CudaKernel, CudaModule, address
 from minisgl_backend.kernels.moe import Alignment, Choices
 
 MOST_TOKENS: Final = 8
-"""Of a thread block, ``TOKENS`` of the source; a router's GEMM is computed for up to as many."""
+"""Tokens per thread block, ``TOKENS`` of the source; also the most for which a router's GEMM is
+computed."""
 _ROUTER_STEP: Final = 8
-"""in_features that a lane of its router takes at a time."""
+"""in_features that a lane of ``router`` takes at a time."""
 _SORTED_BY_ROUTER: Final = 256
-"""Experts up to which its router can sort."""
+"""The most experts for which ``router`` can sort."""
 
 
 class _Arguments(ctypes.Structure):
@@ -58,8 +59,8 @@ class _Arguments(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Routed:
-    """``choices``, their pairs sorted by expert unless not asked for, and float32 [num_tokens] that
-    complete a norm that was half done."""
+    """``choices``; their pairs sorted by expert, if asked for; and float32 factors [num_tokens]
+    that complete the norm, if it was half done."""
 
     choices: Choices
     alignment: Alignment | None
@@ -81,10 +82,10 @@ class RoutingKernel:
         few: Sequence[int] = (0,),
         shared: bool = False,
     ) -> None:
-        """``held``: the first expert of this rank, and the end. ``wide``: logits are float32, else
-        bfloat16. ``blocks``: sizes of blocks that are asked for, 0 for no sorting; ``few``: those
-        that ``of_rows`` is asked for. ``shared``: the weights have one more expert, which all
-        tokens may be given as well, if there is no sorting."""
+        """``held``: this rank's first expert, and the end of its experts. ``wide``: logits are
+        float32, otherwise bfloat16. ``blocks``: the block sizes that calls may ask for, 0 for no
+        sorting; ``few``: those that calls of ``of_rows`` may ask for. ``shared``: the weights have
+        one more expert, which all tokens may get in addition if there is no sorting."""
         constants = {
             "EXPERTS": rule.num_experts,
             "TOP_K": rule.top_k,
@@ -129,8 +130,8 @@ class RoutingKernel:
         eps: float = 0.0,
         pdl: bool = False,
     ) -> Routed:
-        """``logits`` [num_tokens, num_experts]; with ``squares``, those of hidden states that they
-        complete (``cuda.linear``). ``bias``, float32 [num_experts], is then added."""
+        """``logits`` [num_tokens, num_experts]. With ``squares``, they are of hidden states whose
+        norm these complete (``cuda.linear``). Then ``bias``, float32 [num_experts], is added."""
         arguments, routed = self._arguments(
             len(logits), logits, block, bias, correction, squares, eps
         )
@@ -139,7 +140,7 @@ class RoutingKernel:
         return routed
 
     def takes_rows(self, num_tokens: int, weight: Tensor, *, block: int) -> bool:
-        """Whether there is a kernel for the router's GEMM as well, with this weight."""
+        """Whether a kernel can also compute the router's GEMM with this weight."""
         few = num_tokens <= MOST_TOKENS
         return few and (block, False) in self._routers and weight.dtype == torch.bfloat16
 
@@ -156,8 +157,8 @@ class RoutingKernel:
         eps: float = 0.0,
         pdl: bool = False,
     ) -> Routed:
-        """As for the logits x W^T, which are not rounded. With a ``gate`` [hidden_size], the last
-        expert of the weights is one more choice of each token, whose weight is sigmoid(x . gate).
+        """The same for the logits x W^T, which are not rounded. With a ``gate`` [hidden_size], the
+        last expert of the weights is one more choice of each token, with weight sigmoid(x . gate).
         """
         assert x.is_contiguous() and weight.is_contiguous()
         assert gate is None or gate.is_contiguous()
@@ -185,8 +186,8 @@ class RoutingKernel:
         *,
         num_choices: int | None = None,
     ) -> tuple[_Arguments, Routed]:
-        """Those of a launch, with memory for what it writes; a token has top_k choices, if
-        ``num_choices`` does not say otherwise."""
+        """The arguments of a launch, and the memory for what it writes. A token has top_k choices
+        unless ``num_choices`` says otherwise."""
         (first, end), rule, device = self._held, self._rule, logits.device
         num_pairs = num_tokens * rule.top_k
         shape = num_tokens, rule.top_k if num_choices is None else num_choices

@@ -1,9 +1,9 @@
-// The sums of a tile that several share: the two WAYS of a thread block, the SPLITS of a cluster, or thread blocks that
-// have EVEN parts of all tiles. Part of `linear.cu`, which says who shares what.
+// Part of `linear.cu`, which says who shares what: adds up the sums of a tile that is shared by the two WAYS of a
+// thread block, by the SPLITS of a cluster, or by thread blocks with EVEN parts of all tiles.
 
 #pragma once
 
-// of another thread block's shared memory
+// from another thread block's shared memory
 __device__ __forceinline__ float4 load_from(u32 address, u32 block) {
     u32 there;
     float4 out;
@@ -13,7 +13,7 @@ __device__ __forceinline__ float4 load_from(u32 address, u32 block) {
     return out;
 }
 
-// WAYS: one way waits until the other one says that there is room for sums, or that there are some
+// WAYS: one way waits until the other says that there is room for sums, or that the sums are there
 constexpr int IS_ROOM = 3, ARE_SUMS = 4;
 
 template <int WHAT>
@@ -26,7 +26,7 @@ __device__ __forceinline__ void tell_way() {
     asm volatile("bar.arrive %0, %1;" :: "n"(WHAT), "n"(MULTIPLIERS) : "memory");
 }
 
-// called behind the barrier of those that multiply: what they wrote before it is seen behind `wait_for`
+// Called after the barrier of the multiplying threads. What they wrote before it is visible after `wait_for`.
 __device__ __forceinline__ void announce(int* flag) {
     __threadfence();
     asm volatile("st.release.gpu.global.s32 [%0], 1;" :: "l"(flag) : "memory");
@@ -38,7 +38,7 @@ __device__ __forceinline__ void wait_for(const int* flag) {
     while (!there);
 }
 
-// WAYS: the second way leaves its sums to the first one.
+// WAYS: the second way leaves its sums to the first.
 __device__ __forceinline__ void add_ways(float (&c)[TOKENS / 2], u8* shared) {
     float4* const sums = reinterpret_cast<float4*>(shared + SHARED_BYTES - WAY_BYTES) + threadIdx.x % THREADS;
     if (threadIdx.x >= THREADS) {
@@ -57,7 +57,7 @@ __device__ __forceinline__ void add_ways(float (&c)[TOKENS / 2], u8* shared) {
     }
 }
 
-// the first phase of a barrier, and what other thread blocks have written before it ended
+// Waits for the first phase of a barrier. What other thread blocks wrote before it ended is visible then.
 __device__ __forceinline__ void wait_for_pushed(u32 barrier) {
     u32 done;
     do {
@@ -68,12 +68,12 @@ __device__ __forceinline__ void wait_for_pushed(u32 barrier) {
     } while (!done);
 }
 
-// PUSHED: each thread sends its sums to those that finish the tokens, as soon as it has them, right into their shared
-// memory, and waits for what others send to it.
+// PUSHED: as soon as a thread has its sums, it sends them to the thread blocks that finish the tokens, straight into
+// their shared memory, and waits for what others send to it.
 __device__ __forceinline__ void exchange_splits(float* sums, const float (&c)[TOKENS / 2], u32 pushed) {
     const int split = blockIdx.z;
     constexpr int OF_ONE = OWN / 8 * THREADS * 16;   // bytes that a thread block sends to another one
-    wait_for_cluster();   // all have begun
+    wait_for_cluster();   // all thread blocks have begun
 #pragma unroll
     for (int to = 0; to < SPLITS && to * OWN < TOKENS; ++to) {
         const float* const own = c + to * (OWN / 2);
@@ -107,7 +107,7 @@ __device__ __forceinline__ void exchange_splits(float* sums, const float (&c)[TO
         }
 }
 
-// SPLITS: the sums of the tokens that this thread block finishes.
+// SPLITS: adds up the sums of the tokens that this thread block finishes.
 __device__ __forceinline__ void add_splits(float* sums, const float (&c)[TOKENS / 2], u8* shared) {
     const int split = blockIdx.z;
     float4* const parts = reinterpret_cast<float4*>(shared);   // [TOKENS / 8, THREADS]
@@ -133,10 +133,10 @@ __device__ __forceinline__ void add_splits(float* sums, const float (&c)[TOKENS 
         }
     }
     __syncwarp();
-    arrive_in_cluster<true>();   // at the end is waited until others have read
+    arrive_in_cluster<true>();   // the kernel's end waits until others have read
 }
 
-// EVEN: where a thread's sums are of the part that a thread block leaves: TOKENS / 8, THREADS apart.
+// EVEN: where a thread's sums are in the part that a thread block leaves: TOKENS / 8 float4, THREADS apart.
 __device__ __forceinline__ float4* part_of(const Arguments& args, int block) {
     return reinterpret_cast<float4*>(args.parts) + (u64)block * (FEATURES * TOKENS / 4) + threadIdx.x;
 }
@@ -150,12 +150,12 @@ __device__ __forceinline__ void leave_part(const Arguments& args, const float (&
     if (threadIdx.x == 0) announce(args.are_there + block);
 }
 
-// To what this thread block has of the tile whose steps end before `tile_end`, add what others have. No thread
-// block waits forever: there is at most one thread block a multiprocessor, so all of them run at the same time
-// (the next kernel starts when all have), and each leaves its part before it waits for one.
+// EVEN: adds the other thread blocks' parts of the tile whose steps end before `tile_end` to this one's part. No thread
+// block waits forever: there is at most one per multiprocessor, so all of them run at the same time (the next kernel
+// starts only after all of them have), and each leaves its own part before it waits for another.
 __device__ __forceinline__ void add_parts(
     const Arguments& args, float (&c)[TOKENS / 2], int tiles_of_a, int tile_end) {
-#if CODE   // wait for all others at once; of few tokens, several parts are read together
+#if CODE   // waits for all others at once; with few tokens, several parts are read together
     constexpr int TOGETHER = TOKENS < 32 ? 4 : 1;
     const int first = blockIdx.y + 1, row = blockIdx.x * gridDim.y;
     int count = 0;

@@ -1,23 +1,25 @@
-// What GEMMs for few tokens on Hopper (sm_90a) have in common: tiles of a weight and of tokens in a ring in shared
+// What the GEMMs for few tokens on Hopper (sm_90a) have in common: tiles of a weight and of tokens in a ring in shared
 // memory, and the warpgroups that multiply them from there (wgmma).
 //
-// The weight is the long side of the GEMM: a tile is FEATURES rows of it by TOKENS tokens. The ring has STAGES, of
-// BLOCK in_features each; in memory its stages lie one after the other, weight before tokens, then their scales, then a
-// barrier a stage that it is full, then one that it is empty. The source that includes this fills the ring.
+// The weight is the long side of the GEMM: a tile is FEATURES rows of it by TOKENS tokens. The ring has STAGES stages,
+// of BLOCK in_features each. In shared memory the stages come first, each with its weight before its tokens; then the
+// scales of all stages, a "full" barrier for each stage, and an "empty" barrier for each. The including source fills
+// the ring.
 //
-// A quantized weight lies in the ring as codes, and is multiplied from registers: a thread takes its codes by
-// `ldmatrix` and makes bfloat16 of them, exactly. Its in_features are permuted in memory (`kernels.packed_weight`) so
-// that a word of the matrix holds just the codes that the thread needs. Scales are applied to sums: those of a GROUP
-// of in_features, which come along in the ring, to the sums over a group, in float32; those of rows at the end. Scales
+// A quantized weight is in the ring as codes, and is multiplied from registers: a thread loads its codes by `ldmatrix`
+// and converts them to bfloat16, exactly. The in_features are permuted in memory (`kernels.packed_weight`) so that a
+// word of the matrix holds exactly the codes that the thread needs. Scales are applied to sums, in float32: scales of a
+// GROUP of in_features, which are also in the ring, to the sums over the group; scales of rows at the end. The scales
 // of e2m1 are powers of 2, and multiply its numbers.
 //
-// Before it are defined: FEATURES (64 or 128), TOKENS (8, 16, 32, 64, 96, 128 or 192), BLOCK (64; of codes 128, of 4
-// bits also 256: the copy engine takes as long for a row of 64 bytes as for one of 128), STAGES; CODE (0: the weight is
-// bfloat16; else its codes are 1: e4m3, 2: 8-bit or 3: 4-bit integers, 4: e2m1), with that GROUP (in_features that
-// share a scale: 32, 64 or 128; 0: all), SHARED_BY (rows that share one: 1 or 8) and ZEROS (the low 8 bits of a scale
-// are a zero point; else it is the middle of the integers). Of e2m1 GROUP is 128: a scale has the exponents of 4 groups
-// of 32, and SHARED_BY is 1. BY_WARP: warps multiply codes each for itself, by up to 16 tokens, with more registers;
-// WAYS (1; if BY_WARP also 2): so many sets of as many warps take 128 in_features each in turn.
+// The including source defines FEATURES (64 or 128), TOKENS (8, 16, 32, 64, 96, 128 or 192), BLOCK (64; for codes 128,
+// for 4-bit codes also 256, since the copy engine takes as long for a row of 64 bytes as for one of 128), STAGES, and
+// CODE (0: the weight is bfloat16; otherwise its codes are 1: e4m3, 2: 8-bit integers, 3: 4-bit integers, 4: e2m1).
+// Unless CODE is 0, it also defines GROUP (in_features that share a scale: 32, 64 or 128; 0: all), SHARED_BY (rows that
+// share a scale: 1 or 8) and ZEROS (the low 8 bits of a scale are a zero point; otherwise the zero point is the middle
+// of the integer range). For e2m1, GROUP is 128, as a scale has the exponents of 4 groups of 32, and SHARED_BY is 1.
+// BY_WARP: each warp multiplies codes on its own, by up to 16 tokens, with more registers. WAYS (1; with BY_WARP also
+// 2): the number of sets of warps, which take turns of 128 in_features.
 
 #pragma once
 
@@ -25,23 +27,23 @@
 #include "hopper.cuh"
 
 constexpr int GROUPS = FEATURES / 64;               // warpgroups that multiply
-constexpr int THREADS = GROUPS * 128;               // that multiply, of each way
-constexpr int HALVES = CODE ? BLOCK / 128 : 1;      // of a stage
-constexpr int WEIGHT_BYTES = FEATURES * BLOCK * BITS / 8;   // of a stage
-constexpr int TOKEN_BYTES = TOKENS * 128;           // of 64 in_features: rows of 128 bytes
+constexpr int THREADS = GROUPS * 128;               // that multiply, in each way
+constexpr int HALVES = CODE ? BLOCK / 128 : 1;      // per stage
+constexpr int WEIGHT_BYTES = FEATURES * BLOCK * BITS / 8;   // per stage
+constexpr int TOKEN_BYTES = TOKENS * 128;           // for 64 in_features: rows of 128 bytes
 constexpr int STAGE_BYTES = WEIGHT_BYTES + BLOCK / 64 * TOKEN_BYTES;
 constexpr int GROUP_BYTES = GROUP ? BLOCK / GROUP * (64 / SHARED_BY) * 4 : 0;    // a warpgroup's scales in a stage
-constexpr int SCALE_BYTES = GROUPS * GROUP_BYTES;   // of a stage
+constexpr int SCALE_BYTES = GROUPS * GROUP_BYTES;   // per stage
 constexpr int RING_BYTES = STAGES * (STAGE_BYTES + SCALE_BYTES);
 constexpr int SUMMED = CODE == 4 ? 0 : GROUP;       // in_features whose sum is multiplied by a scale
-constexpr float OF_SUMS = CODE == 4 ? 0x1p64f : 1;  // by which sums are too small: see `Scales`
+constexpr float OF_SUMS = CODE == 4 ? 0x1p64f : 1;  // the factor by which sums are too small: see `Scales`
 
 static_assert(FEATURES == 64 || FEATURES == 128, "");
 static_assert(TOKENS % 8 == 0, "");
 static_assert(CODE ? TOKENS <= 128 : GROUP == 0, "");
 static_assert(CODE ? BLOCK == 128 || (BLOCK == 256 && BITS == 4) : BLOCK == 64, "");
 static_assert(GROUP == 0 || GROUP == 32 || GROUP == 64 || GROUP == 128, "");
-// Each way has stages, or halves, of its own: a barrier tells a phase only from the next one, so none may be missed.
+// Each way has its own stages or halves: a barrier only tells a phase from the next one, so none may be missed.
 static_assert(WAYS == 1 || (WAYS == 2 && BY_WARP && HALVES * STAGES % 2 == 0), "");
 static_assert(CODE != 4 || (GROUP == 128 && SHARED_BY == 1 && !ZEROS), "");
 
@@ -88,7 +90,7 @@ __device__ __forceinline__ void multiply(float (&c)[TOKENS / 2], u64 a, u64 b, u
 }
 
 #if CODE
-// the same with 64 rows of a in registers: of rows r and r + 8 two numbers each of both halves of 16 in_features
+// the same with 64 rows of a in registers: two numbers of rows r and r + 8, from each half of 16 in_features
 __device__ __forceinline__ void multiply(float (&c)[TOKENS / 2], const u32 (&a)[4], u64 b, u32 add) {
 #if TOKENS == 8
     asm volatile("{ .reg .pred p; setp.ne.b32 p, %9, 0;\n"
@@ -129,7 +131,7 @@ __device__ __forceinline__ void multiply(float (&c)[TOKENS / 2], const u32 (&a)[
 // ---- the warps that multiply
 
 #if CODE == 0
-// c = `count` steps of a tile, which are in the ring from step `first` of the thread block on.
+// c = the product over `count` steps of a tile, which begin at step `first` of the thread block.
 __device__ __forceinline__ void multiply_steps(float (&c)[TOKENS / 2], u32 ring, int first, int count) {
     const u32 full = ring + RING_BYTES, empty = full + 8 * STAGES;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -159,25 +161,25 @@ __device__ __forceinline__ void load_matrices(u32 (&to)[4], u32 from) {
                  : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "r"(from));
 }
 
-// Before this the compiler must not read what MMAs have written.
+// Keeps the compiler from reading what MMAs write before this point.
 __device__ __forceinline__ void now_written(float (&c)[TOKENS / 2]) {
 #pragma unroll
     for (int i = 0; i < TOKENS / 2; ++i) asm volatile("" : "+f"(c[i]) :: "memory");
 }
 
-// of a row of a stage, and of 16 bytes of it, which are permuted by the row
+// where a 16-byte chunk of a row of a stage is; the chunks are permuted by the row
 __device__ __forceinline__ u32 codes_at(u32 weight, int row, int chunk) {
     constexpr int BYTES = BLOCK * BITS / 8;
     return weight + row * BYTES + (chunk ^ (BYTES == 128 ? row % 8 : row / 2 % 4)) * 16;
 }
 
-// Of both rows of a thread, for 64 in_features. Those of e2m1 are the exponents, in bfloat16, of 2^62 times the scale;
-// with the exponent of its numbers, which is 126 too small, sums are too small by 2^64.
+// The scales of both rows of a thread, for 64 in_features. For e2m1 they are the exponents, in bfloat16, of 2^62 times
+// the scale. With the exponent of its numbers, which is 126 too small, sums are too small by 2^64.
 constexpr int SCALES = GROUP == 32 ? 2 : 1;
 struct Scales {
     u32 words[SCALES][2];
 
-    // `from`: of the stage and the warpgroup; from 64 * `part` in_features on
+    // `from`: the scales of the stage and the warpgroup; reads those for 64 in_features from 64 * `part_64` on
     __device__ __forceinline__ void read(u32 from, int part_64) {
         if (GROUP == 0) return;
         const int row = threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
@@ -191,9 +193,9 @@ struct Scales {
             }
     }
 
-    // what `numbers` needs of them, for 16 of 128 in_features and one of the rows
+    // what `numbers` needs of them, for in_features 16 * `k` and on of 128, and for one of the rows
     __device__ __forceinline__ u32 by(int k, int part) const {
-        if (CODE == 4)   // of two groups there is one in each half
+        if (CODE == 4)   // each half has one of two groups
             return twice((k / 2 % 2 ? words[0][part] >> 1 : words[0][part] << 7) & 0x7f807f80, k / 4);
         return ZEROS || CODE == 3 ? zero_of(GROUP ? words[k / 2 % SCALES][part] : 0) : 0;
     }
@@ -209,11 +211,11 @@ struct Scales {
     }
 };
 
-// Of 64 in_features, a `part` of a stage: 4 times the registers of an MMA. `weight`: the warpgroup's rows of the stage.
+// Reads 64 in_features, a `part` of a stage: the registers of 4 MMAs. `weight`: the warpgroup's rows of the stage.
 __device__ __forceinline__ void read_numbers(u32 (&a)[4][4], u32 weight, int part, const Scales& scales) {
     const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
-    // lanes 0 to 7 name rows 0 to 7 of the first matrix, the next ones rows 8 to 15 of the second, then again
-    // of the next chunk of 16 bytes
+    // lanes 0 to 7 give the addresses of rows 0 to 7 for the first matrix, lanes 8 to 15 those of rows 8 to 15 for the
+    // second, and the others those of the same rows in the next 16-byte chunk
     const int row = 16 * warp + lane % 16, chunk = lane / 16;
     if (BITS == 8) {
 #pragma unroll
@@ -238,15 +240,15 @@ __device__ __forceinline__ void read_numbers(u32 (&a)[4][4], u32 weight, int par
 }
 
 #if BY_WARP
-// Few tokens: each warp multiplies its 16 rows by itself (`mma`), which waits for no other warp. All that it needs of
-// 128 in_features is in registers before it multiplies those before them; or there are two ways, and others multiply
+// Few tokens: each warp multiplies its 16 rows by itself (`mma`), and waits for no other warp. With one way, all that
+// it needs of 128 in_features is in registers before it multiplies the 128 before them. With two ways, others multiply
 // while a warp waits for the ring, its registers or an MMA.
 static_assert(TOKENS <= 16, "");
-constexpr int CHAINS = WAYS == 1 ? 2 : 1;   // sums that MMAs are added to in turn
+constexpr int CHAINS = WAYS == 1 ? 2 : 1;   // sums to which MMAs add in turn
 
 struct Operands {
     u32 codes[BITS / 2][4];
-    u32 x[TOKENS / 8][4][4];   // of each 8 tokens and 32 in_features
+    u32 x[TOKENS / 8][4][4];   // for each 8 tokens and 32 in_features
     Scales scales[2];
 
     __device__ __forceinline__ void read(u32 ring, u32 stage, int half) {
@@ -272,8 +274,8 @@ struct Operands {
     }
 };
 
-// Integers of 4 bits are multiplied as 128 + code, and what that adds is subtracted from the sums of a group: it is the
-// sum of the tokens' in_features, which an MMA by ones gives.
+// 4-bit integers are multiplied as 128 + code, and the excess is subtracted from the sums of a group: it is a multiple
+// of the sum of the token's in_features, which an MMA with ones gives.
 constexpr bool SUBTRACTS = CODE == 3 && GROUP && TOKENS == 8;
 
 __device__ __forceinline__ void multiply(float* c, const u32 (&a)[4], const u32* b) {
@@ -281,7 +283,7 @@ __device__ __forceinline__ void multiply(float* c, const u32 (&a)[4], const u32*
         : C4(0) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
-// Add 16 in_features to one of the `sums`; with two, no MMA waits for the one before it.
+// Adds 16 in_features to one of the `sums`. With two of them, no MMA waits for the one before it.
 __device__ __forceinline__ void multiply(
     float (&sums)[CHAINS][TOKENS / 2], float (&of_ones)[CHAINS][TOKENS / 2], const Operands& from, int k) {
     u32 a[4];
@@ -304,7 +306,7 @@ __device__ __forceinline__ float total(const float (&sums)[CHAINS][TOKENS / 2], 
     return CHAINS == 1 ? sums[0][i] : sums[0][i] + sums[CHAINS - 1][i];
 }
 
-// c += the scaled sums of a group, the one of in_features from 16 * `k` on
+// c += the scaled sums of the group whose in_features begin at 16 * `k`
 __device__ __forceinline__ void add_group(
     float (&c)[TOKENS / 2], const float (&sums)[CHAINS][TOKENS / 2], const float (&of_ones)[CHAINS][TOKENS / 2],
     const Operands& from, int k) {
@@ -313,7 +315,7 @@ __device__ __forceinline__ void add_group(
 #pragma unroll
     for (int i = 0; i < TOKENS / 2; ++i) {
         sum[i] = total(sums, i);
-        if (SUBTRACTS) {   // 128 and the zero point
+        if (SUBTRACTS) {   // 128 plus the zero point
             const u32 zero = ZEROS ? scales.words[k % 4 / 2 % SCALES][i % 4 / 2] & 0x7f : 8;
             sum[i] -= __int_as_float(0x43000000 | zero << 16) * total(of_ones, i);
         }
@@ -321,7 +323,8 @@ __device__ __forceinline__ void add_group(
     scales.add_scaled(c, sum, k % 4 / 2 % SCALES);
 }
 
-// c = `count` steps of a tile, or this way's part, which are in the ring from step `first` of the thread block on.
+// c = the product over `count` steps of a tile, or over this way's part of them. They begin at step `first` of the
+// thread block.
 __device__ __forceinline__ void multiply_steps(float (&c)[TOKENS / 2], u32 ring, int first, int count) {
     const u32 full = ring + RING_BYTES, empty = full + 8 * STAGES;
     constexpr int OF_GROUP = (SUMMED ? SUMMED : 128) / 16;   // times 16 in_features
@@ -358,7 +361,7 @@ __device__ __forceinline__ void multiply_steps(float (&c)[TOKENS / 2], u32 ring,
         operands = next;
     }
 #else
-    // half of each stage, or all of each second one
+    // one half of every stage, or every second stage
     const u32 way = threadIdx.x / THREADS, half = HALVES == 2 ? way : 0;
 #pragma unroll 1
     for (u32 step = first + (HALVES == 2 ? 0 : (way ^ first) % 2); step < first + count; step += 2 / HALVES) {
@@ -376,7 +379,7 @@ __device__ __forceinline__ void multiply_steps(float (&c)[TOKENS / 2], u32 ring,
         if (!SUMMED) c[i] = total(sums, i);
 }
 #else
-// c = `count` steps of a tile, which are in the ring from step `first` of the thread block on. While the MMAs of 64
+// c = the product over `count` steps of a tile, which begin at step `first` of the thread block. While the MMAs of 64
 // in_features run, the next 64 are converted.
 __device__ __forceinline__ void multiply_steps(float (&c)[TOKENS / 2], u32 ring, int first, int count) {
     const u32 full = ring + RING_BYTES, empty = full + 8 * STAGES;
@@ -385,7 +388,7 @@ __device__ __forceinline__ void multiply_steps(float (&c)[TOKENS / 2], u32 ring,
     float (&sums)[TOKENS / 2] = SUMMED ? of_group : c;
     u32 a[2][4][4];
     Scales scales[2] = {};
-    if (SUMMED)   // the first group adds the one before, too: nothing
+    if (SUMMED)   // the first group also adds the group before it, which is zero
 #pragma unroll
         for (int i = 0; i < TOKENS / 2; ++i) c[i] = of_group[i] = 0;
     const auto release = [&](int step) {
@@ -396,7 +399,7 @@ __device__ __forceinline__ void multiply_steps(float (&c)[TOKENS / 2], u32 ring,
         const int step = first + i;
         const u32 stage = step % STAGES;
         wait_barrier(full + 8 * stage, step / STAGES & 1);
-        // of all lanes the first one's, so that the compiler knows it to be the same: descriptors are uniform
+        // lane 0's value for all lanes, so that the compiler knows it to be the same: descriptors are uniform
         const u32 weight = __shfl_sync(0xffffffff, ring + stage * STAGE_BYTES, 0);
         const u32 of_scales = ring + STAGES * STAGE_BYTES + stage * SCALE_BYTES + group * GROUP_BYTES;
         const u64 b = matrix(weight + WEIGHT_BYTES);
@@ -404,11 +407,11 @@ __device__ __forceinline__ void multiply_steps(float (&c)[TOKENS / 2], u32 ring,
 #pragma unroll
         for (int part = 0; part < BLOCK / 64; ++part) {
             const int half = part % 2;   // of 128 in_features
-            if (half == 0 && SUMMED != 32) wait_mma<1>();   // those have ended that read a[0]
+            if (half == 0 && SUMMED != 32) wait_mma<1>();   // the MMAs that read a[0] have ended
             if (CODE != 4 || half == 0) next.read(of_scales, part);
             read_numbers(a[half], weight + group * 64 * BLOCK * BITS / 8, part, next);
-            const bool adds = SUMMED ? SUMMED == 128 && half == 1 : i + part > 0;   // to the sums of the part before
-            if (SUMMED && SUMMED != 32 && !adds) {   // finish the group before
+            const bool adds = SUMMED ? SUMMED == 128 && half == 1 : i + part > 0;   // to the sums of the previous part
+            if (SUMMED && SUMMED != 32 && !adds) {   // finish the previous group
                 wait_mma<0>();
                 now_written(sums);
                 scales[SUMMED == 64 ? 1 - half : 0].add_scaled(c, sums, 0);
@@ -429,7 +432,7 @@ __device__ __forceinline__ void multiply_steps(float (&c)[TOKENS / 2], u32 ring,
             }
             if (SUMMED != 32) end_mma();
             if (SUMMED == 0 && half == 0) {
-                wait_mma<1>();   // a[1] is free, and so is the stage before
+                wait_mma<1>();   // a[1] is free, and so is the previous stage
                 if (part == 0 && i > 0) release(step - 1);
             }
         }

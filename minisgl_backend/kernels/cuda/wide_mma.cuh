@@ -1,6 +1,6 @@
-// MMAs of 64 rows of a weight by 32 to 128 tokens, of bfloat16 or, if FLOAT8, of e4m3; and what GEMMs of such tiles
-// need besides: barriers of a cluster, registers that change hands between warpgroups, and sums of FLOAT8, with scales
-// if they are GROUPED.
+// MMAs of 64 rows of a weight by 32 to 128 tokens, in bfloat16 or, if FLOAT8, in e4m3. Also what else GEMMs with such
+// tiles need: barriers of a cluster, registers handed from one warpgroup to another, and the sums of FLOAT8, scaled if
+// GROUPED.
 
 #pragma once
 
@@ -10,7 +10,7 @@ __device__ __forceinline__ void meet_cluster() {
     asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
 }
 
-// at the same barrier of a thread block of the cluster
+// arrives at the same barrier in another thread block of the cluster, or in this one
 __device__ __forceinline__ void arrive_at(u32 barrier, u32 rank) {
     asm volatile("{ .reg .b32 there;\n"
                  "mapa.shared::cluster.u32 there, %0, %1;\n"
@@ -28,14 +28,14 @@ __device__ __forceinline__ void leave_registers() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(REGISTERS));
 }
 
-// Before this the compiler must not read what MMAs have written.
+// Keeps the compiler from reading what MMAs write before this point.
 template <int COUNT, int LENGTH>
 __device__ __forceinline__ void now_written(float (&c)[LENGTH]) {
 #pragma unroll
     for (int i = 0; i < COUNT; ++i) asm volatile("" : "+f"(c[i]) :: "memory");
 }
 
-// c += 64 rows of a times N rows of b, over 32 bytes of both; the second one without c unless `add`
+// c += 64 rows of a times N rows of b, over 32 bytes of both; the overload with `add` leaves out the old c unless `add`
 template <int N>
 struct Mma;
 
@@ -69,10 +69,10 @@ DEFINE(96, TEN() TEN(1) TEN(2) TEN(3) "%40,%41,%42,%43,%44,%45,%46,%47", 48, 49,
 DEFINE(128, TEN() TEN(1) TEN(2) TEN(3) TEN(4) TEN(5) "%60,%61,%62,%63", 64, 65, 66,
        C16(0), C16(16), C16(32), C16(48))
 
-constexpr int UNIT_BYTES = 32;   // of the scales of 64 rows of the weight, in a stage
+constexpr int UNIT_BYTES = 32;   // the scales of 64 rows of the weight, in a stage
 
 #if FLOAT8
-// Of both rows of a thread, from a stage's scales at `from`, if they are GROUPED.
+// If GROUPED, loads the scales of both rows of a thread from a stage's scales at `from`.
 template <int WAVES>
 __device__ __forceinline__ void load_scales(float (&scales)[WAVES][2], u32 from) {
     const int group = threadIdx.x / 128, warp = threadIdx.x % 128 / 32;
@@ -83,11 +83,11 @@ __device__ __forceinline__ void load_scales(float (&scales)[WAVES][2], u32 from)
     }
 }
 
-// c += a stage, of 128 in_features: of a warpgroup's rows of the weight, at `a`, 64 a wave, times N tokens, at `b`.
-// `scales` are read if they are GROUPED. `release` is called once the stage is no longer read.
+// c += the product over a stage of 128 in_features: a warpgroup's rows of the weight at `a`, 64 per wave, times the N
+// tokens at `b`. `scales` are used if GROUPED. `release` is called once the stage is no longer read.
 //
-// The `sums` of both waves are in the same registers; there are none for more. What makes the compiler do so is that it
-// cannot see that they are not added to: `never` is 0.
+// The `sums` of both waves take the same registers, as there are no others left. The compiler does so because it cannot
+// see that the old sums are never added to: `never` is 0.
 template <int N, int WAVES, int LENGTH, class Release>
 __device__ __forceinline__ void add_stage(
     float (&c)[WAVES][LENGTH], float (&sums)[LENGTH], u64 a, u64 b, const float (&scales)[WAVES][2], u32 never,

@@ -1,5 +1,5 @@
-"""``kernels.adapters`` in Triton: shrink, x A^T by blocks of tokens and parts of the inputs; and
-expand, the sum of these parts times B^T.
+"""``kernels.adapters`` in Triton: shrink computes x A^T by blocks of tokens and parts of the
+inputs, and expand multiplies the sum of these parts by B^T.
 
 Adapters, ``order`` and ``blocks`` were there before the step, so they are read before the kernels
 wait for their predecessors.
@@ -15,14 +15,14 @@ from torch import Tensor
 from minisgl_backend.kernels.triton_kernels.pdl import allow_next, launch_options, wait_previous
 
 _STEP = 16
-"""``kernels.adapters.RANK_STEP``: a program of shrink computes as many columns."""
+"""``kernels.adapters.RANK_STEP``, the number of columns that a program of shrink computes."""
 _MOST_SPLITS = 16
 _SPLIT_SIZE = 512
-"""Inputs of a program of shrink, unless that makes more than ``_MOST_SPLITS`` of them."""
+"""Inputs per program of shrink, unless that would make more than ``_MOST_SPLITS`` parts."""
 _BLOCK_N = 128
-"""Outputs of a program of expand."""
+"""Outputs per program of expand."""
 _STAGES = 2
-"""Of the pipeline of shrink, if its part of the inputs takes several iterations."""
+"""Stages of shrink's pipeline, if its part of the inputs takes several iterations."""
 
 
 @triton.jit
@@ -58,8 +58,8 @@ def _multiplied(
 def _tile_of(
     WIDTH_0: tl.constexpr, WIDTH_1: tl.constexpr, WIDTH_2: tl.constexpr, BLOCK_N: tl.constexpr
 ):
-    """Of which projection a program's outputs are, from where to where these lie, and their number
-    of its tiles: none reaches into the next projection."""
+    """The projection of a program's outputs, where they begin and end, and the number of the
+    projection's tiles. No tile reaches into the next projection."""
     tile = tl.program_id(1)
     TILES_0: tl.constexpr = (WIDTH_0 + BLOCK_N - 1) // BLOCK_N
     TILES_1: tl.constexpr = (WIDTH_1 + BLOCK_N - 1) // BLOCK_N
@@ -74,7 +74,7 @@ def _tile_of(
 def _base_of(
     out_ptrs, bias_ptr, column, is_there, is_in, HAS_BIAS: tl.constexpr, ADD: tl.constexpr
 ):
-    """What is added to: the outputs that are there, or a bias; [BLOCK, BLOCK_N] or [1, BLOCK_N]."""
+    """What is added to: the existing outputs, [BLOCK, BLOCK_N], or a bias, [1, BLOCK_N]."""
     if ADD:
         base = tl.load(out_ptrs, mask=is_there[:, None] & is_in[None, :], other=0.0)
     elif HAS_BIAS:
@@ -220,7 +220,7 @@ def _summed(
     BLOCK: tl.constexpr,
     STEP: tl.constexpr,
 ):
-    """The sum of the parts that shrink has made, [BLOCK, STEP]."""
+    """The sum of the parts that shrink has computed, [BLOCK, STEP]."""
     inner = tl.zeros((BLOCK, STEP), dtype=tl.float32)
     for split in tl.static_range(SPLITS):
         part_ptrs = inner_ptrs + split * num_tokens.to(tl.int64) * WIDTH
@@ -242,7 +242,7 @@ def launch_adapters(
     add: bool,
     pdl: bool,
 ) -> None:
-    """Write what the adapters add, and ``bias``, to ``out``; or ``add`` it to what is there."""
+    """Write what the adapters add, plus ``bias``, to ``out``; or ``add`` it to what is there."""
     num_tokens, size = x.shape
     if num_tokens == 0:
         return

@@ -1,9 +1,9 @@
-"""Weights of a row counted by bins, and where among these a threshold lies.
+"""Counts the weights of a row by bins, and finds the bins in which a threshold lies.
 
-A weight w = exp((x - max) / temperature) lies in [0, 1], and floats of one sign order as their bit
-patterns do: bins are ranges of patterns, of the same size each. The edges of a bin bound the
-weights of its tokens, so counts suffice to bracket a threshold, even one that is set by a share of
-the mass.
+A weight w = exp((x - max) / temperature) lies in [0, 1], and floats of one sign sort like their bit
+patterns. So bins are ranges of patterns, all of the same size. The edges of a bin bound the weights
+of its tokens, so counts are enough to bracket a threshold, even one that is set by a share of the
+mass.
 """
 
 import triton
@@ -26,7 +26,7 @@ def _weight(bits):
 
 @triton.jit
 def bin_of(w, top, shift, BINS: tl.constexpr):
-    """The bins of weights, counted downwards from the bits ``top``; the last has all the rest."""
+    """The bins of weights, counted down from the bits ``top``; the last bin has all the rest."""
     return tl.minimum(tl.maximum(top - bits_of(w), 0) >> shift, BINS - 1)
 
 
@@ -43,15 +43,15 @@ def load_scaled(row, at, mask):
 
 @triton.jit
 def _sum_neighbours(w, BLOCK: tl.constexpr):
-    """float32 [BLOCK // 8] sums of the tokens that one thread loads at once."""
+    """float32 [BLOCK // 8]: sums over the tokens that one thread loads at once."""
     return tl.sum(tl.reshape(w, [BLOCK // NEIGHBOURS, NEIGHBOURS]), axis=1)
 
 
 @triton.jit
 def count_bins(row, begin, end, top, shift, heaviest_ptr, BLOCK: tl.constexpr, BINS: tl.constexpr):
-    """Of the tokens in [begin, end): how many are in each bin, int32 [BINS], and the masses of
-    those above ``top``, which are in no bin, of those in all bins but the last, and of those in the
-    last. ``heaviest_ptr``, unless None, gets the largest weight of each block."""
+    """For the tokens in [begin, end): how many are in each bin, int32 [BINS]; the mass of tokens
+    above ``top``, which are in no bin; the mass of all bins but the last; and the mass of the last
+    bin. ``heaviest_ptr``, unless None, gets the largest weight of each block."""
     i = tl.arange(0, BLOCK)
     counts = tl.zeros([BINS], tl.int32)
     above = tl.zeros([BLOCK // NEIGHBOURS], tl.float32)
@@ -74,14 +74,14 @@ def count_bins(row, begin, end, top, shift, heaviest_ptr, BLOCK: tl.constexpr, B
 
 @triton.jit
 def reach_of(counts, masses, num_above, top, shift, BINS: tl.constexpr):
-    """For each bin, what it and all above it hold: the number of tokens, int32 [BINS], and the
-    least and the most that these may weigh, float32 [BINS] each."""
+    """For each bin, what it and all bins above it hold: the number of tokens, int32 [BINS], and the
+    least and the most that these may weigh together, float32 [BINS] each."""
     above, inside, below = masses
     b = tl.arange(0, BINS)
     counted = tl.where(b < BINS - 1, counts, 0).to(tl.float32)
     heavy = tl.cumsum(counted * _weight(top - (b << shift)), axis=0)
     light = tl.cumsum(counted * _weight(top - ((b + 1) << shift) + 1), axis=0)
-    # Counting from above or from below bounds a mass: more tightly from the side with less mass.
+    # Counting from above and from below both bound a mass; the side with less mass is tighter.
     most = above + tl.minimum(heavy, inside - (tl.max(light, axis=0) - light))
     least = above + tl.maximum(light, inside - (tl.max(heavy, axis=0) - heavy))
     total = above + inside + below
@@ -95,8 +95,8 @@ def reach_of(counts, masses, num_above, top, shift, BINS: tl.constexpr):
 
 @triton.jit
 def bracket_of(counts, reach, target, by_count, BINS: tl.constexpr):
-    """The first and the last bin that may hold the threshold, how many tokens lie above the first,
-    and how many down to the end of the last."""
+    """The first and the last bin that may hold the threshold, the number of tokens above the first,
+    and the number down to the end of the last."""
     num_tokens, least, most = reach
     b = tl.arange(0, BINS)
     last_bin = tl.full([], BINS - 1, tl.int32)
@@ -114,7 +114,7 @@ def bracket_of(counts, reach, target, by_count, BINS: tl.constexpr):
 
 @triton.jit
 def finer_bins(bins, BINS: tl.constexpr):
-    """Top and shift of the finest bins of which all but the last cover a bracket."""
+    """Top and shift of the finest bins with which all bins but the last cover a bracket."""
     top, shift, first, last = bins
     top -= first << shift
     extent = tl.where(last < BINS - 1, (last - first + 1) << shift, top + 1)

@@ -1,4 +1,4 @@
-"""Split-KV decode attention: a program per row, KV head and split; the last of a row merges."""
+"""Split-KV decode attention: one program per row, KV head and split; a row's last one merges."""
 
 import triton
 import triton.language as tl
@@ -120,8 +120,8 @@ def _decode_attention(
     part = out_heads * partials.max_splits + split
     tl.store(partials.outputs + part[:, None] * HEAD_DIM + d[None, :], acc, mask=in_group[:, None])
     tl.store(partials.lses + part, lse, mask=in_group)
-    # Every thread's stores come before the barrier, the barrier before the release, and the loads
-    # below bypass the first-level cache: the last program sees what all others wrote.
+    # Every thread's stores come before the barrier, the barrier comes before the release, and the
+    # loads below bypass the first-level cache. So the last program sees what all others wrote.
     tl.debug_barrier()
     counter = partials.counters + batch * NUM_KV_HEADS + kv_head
     finished = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
@@ -182,12 +182,12 @@ def launch_decode_attention(
     group = num_heads // num_kv_heads
     fp8 = k_scale is not None
     if head_dim >= 256 and not fp8:
-        # many rows hide latency by more programs, few by more warps
+        # many rows hide latency with more programs, few rows with more warps
         block, num_warps, stages = (32, 4, 3) if batch_size * num_kv_heads >= 128 else (64, 8, 3)
     elif splits > 1:
         block, num_warps, stages = 128, 4, 3
     elif fp8:
-        # converting keeps the warps busy: one each, if there are enough programs
+        # converting keeps warps busy: one warp per program, if there are enough programs
         block, num_warps, stages = 64, 1 if batch_size * num_kv_heads >= 1024 else 2, 2
     elif batch_size * num_kv_heads >= 768:
         block, num_warps, stages = 128, 4, 3

@@ -1,6 +1,6 @@
 """Experts for few rows, and the weighted sum over a token's experts.
 
-``_rows`` streams an expert's weight for one row of x, without tensor cores: a program takes some
+``_rows`` streams an expert's weight for one row of x, without tensor cores. A program takes some
 output features of one (token, choice) pair.
 """
 
@@ -104,8 +104,8 @@ def _sum_outputs(
     HALF: tl.constexpr,  # only the first half of it
     PDL: tl.constexpr,
 ):
-    # All but the outputs and ``shared`` was written before the kernel before this one began, which
-    # has waited, or comes after one that has waited, for what wrote it.
+    # Everything but the outputs and ``shared`` was written before the previous kernel began. That
+    # kernel, or the one before it, has waited for whatever wrote it.
     if PDL and NORM:
         allow_next()  # a GEMM, which reads weights before it waits
     row = tl.program_id(0).to(tl.int64)
@@ -167,11 +167,11 @@ def launch_expert_rows(
     block: int | None = None,
     num_warps: int = 4,
 ) -> None:
-    """``out`` [num_pairs, out_features]: row p is x[p // top_k] through ``experts[p]``; not written
-    if that is -1. ``early``: the kernel before this one did not write ``experts``.
+    """``out`` [num_pairs, out_features]: row p is x[p // top_k] through ``experts[p]``, and is not
+    written if that is -1. ``early``: the kernel before this one did not write ``experts``.
 
-    ``rows`` output features of a program and ``block`` in_features of an iteration are by default
-    the fastest on an H200 for the shapes of Qwen3-30B-A3B and Qwen3.6-35B-A3B.
+    ``rows`` are a program's output features, and ``block`` an iteration's in_features. The defaults
+    are the fastest on an H200 for the shapes of Qwen3-30B-A3B and Qwen3.6-35B-A3B.
     """
     rows = rows or (2 if gated else 8 if x.shape[1] <= 512 else 4)
     block = block or (2048 if gated else 256)
@@ -208,11 +208,12 @@ def launch_sum_outputs(
     squares_out: Tensor | None = None,
     pdl: bool,
 ) -> None:
-    """``out`` [num_tokens, size] = each token's sum of its ``outputs`` [num_tokens, top_k, size],
-    weighted, plus ``shared`` [num_tokens, size]; outputs whose ``ids`` are -1 do not count.
-    ``opening``: what the gate of ``shared`` is made of, the fields of a ``moe.SharedOutput`` from
-    ``gate`` on. With ``added``, residual, norm and eps, that is added to the residual in place, and
-    ``out`` is the RMSNorm of it; with ``squares_out``, float32 [tiles, num_tokens], half done.
+    """``out`` [num_tokens, size] = each token's weighted sum of its ``outputs`` [num_tokens, top_k,
+    size], plus ``shared`` [num_tokens, size]. Outputs whose ``ids`` are -1 do not count.
+    ``opening``: the inputs of the gate of ``shared``, which are the fields of a
+    ``moe.SharedOutput`` from ``gate`` on. With ``added``, which are residual, norm and eps, the
+    result is added to the residual in place, and ``out`` is the RMSNorm of that; with
+    ``squares_out``, float32 [tiles, num_tokens], the norm is half done.
     """
     num_tokens, top_k, size = outputs.shape
     assert outputs.is_contiguous() and weights.is_contiguous()

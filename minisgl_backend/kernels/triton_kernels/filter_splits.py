@@ -1,12 +1,11 @@
-"""What splits of a row with filters do before its token is chosen, in two launches.
+"""What the splits of a row with filters do before its token is chosen, in two launches.
 
-First they count the tokens of a row with top_k or top_p by bins. That brackets the threshold:
-tokens above the bracket pass these two filters, and those inside are candidates, which the second
-launch writes down. If there are more candidates than room, as in a row that is nearly flat, it
-counts once more instead, in finer bins. In rows with min_p alone no token is a candidate: all lie
-above.
+The first launch counts the tokens of rows with top_k or top_p by bins. This brackets the threshold:
+tokens above the bracket pass these two filters, and those inside it are candidates, which the
+second launch writes down. If there are too many candidates, as in a nearly flat row, it counts once
+more instead, in finer bins. In rows with only min_p no token is a candidate: all lie above.
 
-Nothing depends on how splits are shared among programs, nor on their order.
+Nothing depends on how splits are shared among programs, or on their order.
 """
 
 import triton
@@ -30,7 +29,7 @@ from minisgl_backend.kernels.triton_kernels.row_logits import load_row
 ROUNDS = tl.constexpr(sampling_workspace.ROUNDS)
 SUMS = tl.constexpr(sampling_workspace.SUMS)
 BRACKET = tl.constexpr(sampling_workspace.BRACKET)
-_SHIFT = tl.constexpr(22)  # of the first round's bins: two of them halve the weight
+_SHIFT = tl.constexpr(22)  # of the first round's bins: two bins halve the weight
 
 
 @triton.jit
@@ -56,14 +55,15 @@ def candidates_of(index, collected, CANDIDATES: tl.constexpr):
 
 @triton.jit
 def _target(top_k, top_p, total):
-    """What the tokens from the threshold up have to reach, and whether it is a count or a mass."""
+    """What the tokens from the threshold up must reach, and whether that is a count or a mass."""
     by_count = top_k > 0
     return tl.where(by_count, top_k.to(tl.float32), top_p * total), by_count
 
 
 @triton.jit
 def _load_reach(of_round, num_above, top, shift, SPLITS: tl.constexpr, BINS: tl.constexpr):
-    """What all splits of a row have counted in one round, its ``reach_of``, and the row's mass."""
+    """What all splits of a row have counted in one round, the ``reach_of`` that, and the row's
+    mass."""
     counts_ptr, sums_ptr = of_round
     counts = tl.zeros([BINS], tl.int32)
     for split in tl.range(0, SPLITS, loop_unroll_factor=8):
@@ -85,12 +85,12 @@ def _find_bracket(
     BINS: tl.constexpr,
     CANDIDATES: tl.constexpr,
 ):
-    """What the first round tells of the threshold: bins, the number of tokens above the candidates,
-    the number of candidates, and the row's mass.
+    """What the first round says about the threshold: bins, the number of tokens above the
+    candidates, the number of candidates, and the row's mass.
 
-    The bins are (top, shift, first, last): those of ``bin_of``, and the first and the last bin of
-    candidates. If there is room, or top_p has yet to cut what top_k keeps, all tokens down to the
-    last bin are candidates.
+    The bins are (top, shift, first, last): the arguments of ``bin_of``, and the first and the last
+    bin of candidates. If there is room, or if top_p has yet to cut what top_k keeps, all tokens
+    down to the last bin are candidates.
     """
     top = tl.full([], -1, tl.int32)
     first = tl.full([], 0, tl.int32)
@@ -121,8 +121,8 @@ def _store_bracket(bracket_ptr, bins, num_above, num_candidates, total):
 
 @triton.jit
 def load_bracket(bracket_ptr):
-    """What ``collect_splits`` has found. It is not computed again: another kernel's sums may differ
-    in the last bit, and then it would expect other candidates than those that were written."""
+    """What ``collect_splits`` has found. It is not computed again: another kernel's sums could
+    differ in the last bit, and then it would expect different candidates from those written."""
     top = tl.load(bracket_ptr)
     first = tl.load(bracket_ptr + 1)
     last = tl.load(bracket_ptr + 2)
@@ -142,7 +142,7 @@ def load_finer_bracket(
     SPLITS: tl.constexpr,
     BINS: tl.constexpr,
 ):
-    """The same for the second round, within the bracket of the first; without the row's mass."""
+    """The same for the second round, within the bracket of the first, but without the mass."""
     top, shift = finer_bins(bins, BINS)
     of_round = _second_round(of_first, SPLITS, BINS)
     counts, reach, total = _load_reach(of_round, num_above, top, shift, SPLITS, BINS)
@@ -194,7 +194,7 @@ def count_splits(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The first round, of rows with top_k or top_p."""
+    """The first round, for rows with top_k or top_p."""
     if PDL:
         wait_previous()
     index = tl.program_id(0).to(tl.int64)
@@ -227,8 +227,8 @@ def collect_splits(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Writes the candidates and, for the tokens above them, their mass and the one with the largest
-    noisy logit; or counts the second round, if there are too many candidates."""
+    """Writes the candidates and, for the tokens above them, their mass and the token with the
+    largest noisy logit. If there are too many candidates, counts the second round instead."""
     if PDL:
         wait_previous()
     index = tl.program_id(0).to(tl.int64)
@@ -313,7 +313,7 @@ def write_candidates(
     BINS: tl.constexpr,
     CANDIDATES: tl.constexpr,
 ):
-    """The tokens in [begin, end) that are in the bins of candidates, from ``place`` on."""
+    """Writes the tokens in [begin, end) that are in the bins of candidates, from ``place`` on."""
     top, shift, first, last = bins
     scaled_ptr, tokens_ptr = candidates
     for start in tl.range(begin, end, BLOCK):
@@ -328,7 +328,7 @@ def write_candidates(
             bin = bin_of(w, top, shift, BINS)
             fits = (token < end) & (bits_of(w) <= top) & (bin >= first) & (bin <= last)
             places = place + tl.cumsum(fits.to(tl.int32), axis=0) - 1
-            places = tl.minimum(places, CANDIDATES - 1)  # whatever the counts: never another row's
+            places = tl.minimum(places, CANDIDATES - 1)  # never another row's, whatever the counts
             tl.store(scaled_ptr + places, scaled, mask=fits)
             tl.store(tokens_ptr + places, token, mask=fits)
             place += tl.sum(fits.to(tl.int32), axis=0)
@@ -336,8 +336,8 @@ def write_candidates(
 
 @triton.jit
 def choose_above(row, begin, end, high, low, key, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
-    """Of the tokens in [begin, end) with weights above the bits ``high``: their mass and, among
-    those that reach the bits ``low`` too, the largest noisy logit and its token."""
+    """For the tokens in [begin, end) with weights above the bits ``high``: their mass and, among
+    those that also reach the bits ``low``, the largest noisy logit and its token."""
     above = tl.zeros([BLOCK], tl.float32)
     best_score = tl.full([BLOCK], float("-inf"), tl.float32)
     chosen = tl.full([BLOCK], VOCAB, tl.int32)

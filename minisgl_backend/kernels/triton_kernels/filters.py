@@ -1,8 +1,9 @@
-"""The choice among what passes the filters of a row, after its splits have collected candidates.
+"""The choice among the tokens that pass a row's filters, after its splits have collected
+candidates.
 
-The threshold is searched for among the candidates, by halving. If the splits have counted again
-instead, one program alone writes the candidates down; and if they are still too many, as with
-thousands of equal logits, or with top_p and a top_k of thousands, it searches the whole row.
+The threshold is found among the candidates by bisection. If the splits have counted again instead,
+a single program writes the candidates down. If these are still too many, as with thousands of equal
+logits, or with top_p and a top_k of thousands, it searches the whole row.
 """
 
 import triton
@@ -35,7 +36,7 @@ def choose_filtered(
     CANDIDATES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The token of a row with the largest noisy logit among those that pass its filters, after
+    """The token with the largest noisy logit among those that pass a row's filters, after
     ``collect_splits``."""
     of_round = first_round(index, counted, SPLITS, BINS)
     candidates = candidates_of(index, collected, CANDIDATES)
@@ -127,7 +128,7 @@ def _choose_candidate(
 
 @triton.jit
 def _weigh(w, passes):
-    """The sum of the weights that pass and their number, in one reduction."""
+    """The sum of the weights that pass, and their number, in one reduction."""
     return tl.reduce(
         (tl.where(passes, w, 0.0), tl.where(passes, 1.0, 0.0)), axis=0, combine_fn=_add_pairs
     )
@@ -140,13 +141,13 @@ def _add_pairs(mass, count, other_mass, other_count):
 
 @triton.jit
 def _halve(w, bits, above, low, target, by_count):
-    """The largest bits, from ``low`` up, such that the candidates at or over them reach the target,
-    together with the tokens and mass ``above``; ``low`` if there are none."""
+    """The largest bits, from ``low`` up, such that the candidates at or above them reach the target
+    together with the tokens and the mass ``above``; ``low`` if there are none."""
     num_above, mass_above = above
     high = tl.max(bits, axis=0) + 1
     none = 0.0
     mass, count = _weigh(w, bits >= low)
-    # ends early, once there is only one token left between the two ends, as in most rows
+    # as in most rows, this ends early, once only one token is left between the two ends
     while (high - low > 1) & (count - none > 1.5):
         middle = low + (high - low) // 2
         mass, num_passes = _weigh(w, bits >= middle)
@@ -159,8 +160,8 @@ def _halve(w, bits, above, low, target, by_count):
 
 @triton.jit
 def _search(row, total, target, by_count, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
-    """The largest bits such that the tokens of the whole row at or over them reach the target, and
-    the mass of these tokens; by halving, too. ``total`` is the row's mass."""
+    """The largest bits such that the tokens of the whole row at or above them reach the target, and
+    the mass of these tokens; also by bisection. ``total`` is the row's mass."""
     low = tl.full([], 0, tl.int32)
     high = low + ONE + 1
     count = low + VOCAB

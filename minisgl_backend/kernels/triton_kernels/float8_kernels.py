@@ -1,9 +1,9 @@
-"""Tokens in float8: rounding alone, and behind RMSNorm or the gate of a feed-forward block.
+"""Tokens in float8: rounding alone, or after RMSNorm or the gate of a feed-forward block.
 
-A unit is 16 neighbours of a row. Its first and its last 8 values take turns in memory, as in packed
-weights (``_place_of_8_bits`` of ``quantized_kernels``): a thread reads both, and no values change
-threads. A group shares a scale, and is whole units. All units of a program are one dimension, since
-with two a warp would take units that are far apart.
+A unit is 16 neighbours of a row. Its first 8 and its last 8 values alternate in memory, as in
+packed weights (``_place_of_8_bits`` of ``quantized_kernels``). So a thread reads both halves, and
+no values move between threads. A group shares a scale, and is made of whole units. All units of a
+program are in one dimension: with two, a warp would take units that are far apart.
 """
 
 import triton
@@ -15,12 +15,12 @@ from minisgl_backend.kernels.triton_kernels.layer_kernels import gated
 from minisgl_backend.kernels.triton_kernels.pdl import allow_next, launch_options, wait_previous
 
 _BLOCK = 1024
-"""Values of a program that rounds alone or behind a gate."""
+"""Values per program, for rounding alone or after a gate."""
 
 
 @triton.jit
 def _first_8(unit):
-    """Where in a row the first 8 values of units are, [units, 8]."""
+    """Where the first 8 values of units are in their row, [units, 8]."""
     return unit[:, None] * 16 + tl.arange(0, 8)[None, :]
 
 
@@ -45,8 +45,8 @@ def _store_rounded(
     GROUPS: tl.constexpr,
     MOST: tl.constexpr,
 ):
-    """Store units in 8 bits, and the scales of their groups, which are at ``column`` [GROUPS].
-    ``first`` and ``last`` are their values in float32, [units, 8]."""
+    """Store units in 8 bits, and the scales of their groups at ``column`` [GROUPS]. ``first`` and
+    ``last`` are their values in float32, [units, 8]."""
     PER_GROUP: tl.constexpr = GROUP // 16
     UNITS: tl.constexpr = GROUPS * PER_GROUP
     largest = tl.max(tl.maximum(tl.abs(first), tl.abs(last)), axis=1)
@@ -62,7 +62,8 @@ def _store_rounded(
 
 @triton.jit
 def _row_and_column(group, num_groups, SIZE: tl.constexpr, GROUP: tl.constexpr):
-    """Of groups, counted row by row. Behind the last one columns are outside of the row."""
+    """The rows and columns of groups, which are counted row by row. After the last group, columns
+    are outside the row."""
     COLUMNS: tl.constexpr = (SIZE + GROUP - 1) // GROUP
     column = tl.where(group < num_groups, group % COLUMNS, COLUMNS)
     return (group // COLUMNS).to(tl.int64), column
@@ -70,7 +71,7 @@ def _row_and_column(group, num_groups, SIZE: tl.constexpr, GROUP: tl.constexpr):
 
 @triton.jit
 def _units_of_program(num_groups, SIZE: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr):
-    """The units of its groups, in their rows, and these rows."""
+    """The units of the program's groups, counted in their rows, and these rows."""
     PER_GROUP: tl.constexpr = GROUP // 16
     unit = tl.program_id(0) * (GROUPS * PER_GROUP) + tl.arange(0, GROUPS * PER_GROUP)
     row, column = _row_and_column(unit // PER_GROUP, num_groups, SIZE, GROUP)
@@ -79,7 +80,7 @@ def _units_of_program(num_groups, SIZE: tl.constexpr, GROUP: tl.constexpr, GROUP
 
 @triton.jit
 def _groups_of_program(num_groups, SIZE: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr):
-    """Their rows and columns."""
+    """The rows and columns of the program's groups."""
     group = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
     return _row_and_column(group, num_groups, SIZE, GROUP)
 
@@ -128,7 +129,7 @@ def _rms_norm_float8(
     ADD: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """``_rms_norm`` of ``layer_kernels``, and ``_float8_rows`` of its result."""
+    """``_rms_norm`` of ``layer_kernels``, then ``_float8_rows`` of its result."""
     row = tl.program_id(0).to(tl.int64)
     unit = tl.arange(0, GROUPS * GROUP // 16)
     k = _first_8(unit)
@@ -172,7 +173,7 @@ def _gated_float8(
     GELU: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """``_gated_mul`` of ``layer_kernels``, and ``_float8_rows`` of its result."""
+    """``_gated_mul`` of ``layer_kernels``, then ``_float8_rows`` of its result."""
     row, unit = _units_of_program(num_groups, SIZE, GROUP, GROUPS)
     k = _first_8(unit)
     mask = k < SIZE
@@ -285,7 +286,7 @@ def launch_gated_float8(
 
 def _groups(size: int, group: int, block: int) -> tuple[int, int]:
     """``GROUP``, a power of two, and ``GROUPS`` of a program that takes ``block`` values, or at
-    least a group."""
+    least one group."""
     assert size % 16 == 0 and size % group == 0
     group = triton.next_power_of_2(size) if group == size else group
     return group, max(block // group, 1)

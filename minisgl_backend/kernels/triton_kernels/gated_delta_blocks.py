@@ -2,13 +2,13 @@
 launches:
 
     _conv_blocks      the convolution, and the inputs that snapshots keep
-    _keep_inputs      the inputs that rows keep; only now, since all blocks have read the old ones
-    _solve_blocks     of each block and head all that does not depend on the state before it
+    _keep_inputs      the inputs that rows keep; only now have all blocks read the old ones
+    _solve_blocks     for each block and head, everything that does not depend on earlier states
     _chain_blocks     the states, from block to block, and what the tokens read of them
     _gated_norm       the norm and the gate of the output
 
 Blocks and runs may be padding (``minisgl_backend.kernels.gated_delta``), whose programs end at
-once: so one CUDA graph serves steps with different numbers of rows.
+once. So one CUDA graph serves steps with different numbers of rows.
 
 Names of dimensions: K of a key, V of a value, each padded to a power of two (KP, VP).
 """
@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-EPS = tl.constexpr(1e-6)  # of the length of queries and keys
+EPS = tl.constexpr(1e-6)  # added to the squared length of queries and keys
 
 
 @triton.jit
@@ -44,8 +44,8 @@ def stored(state, kind: tl.constexpr):
 
 @triton.jit
 def _input_before(x_ptr, state_ptr, s, first, is_known, x_stride, c, mask, WIDTH: tl.constexpr):
-    """The inputs of token ``s`` of a run that begins at token ``first``; before that, those in the
-    row's state, if there are any."""
+    """The inputs of token ``s`` of a run that begins at token ``first``. Before that token they
+    come from the row's state, if there is any."""
     x = tl.load(x_ptr + s.to(tl.int64) * x_stride + c, mask=mask & (s >= first), other=0.0)
     at = state_ptr + c * (WIDTH - 1) + (s - first + WIDTH - 1)
     old = tl.load(at, mask=mask & (s < first) & is_known, other=0.0)
@@ -123,7 +123,7 @@ def _keep_inputs(
     mask = c < CHANNELS
     state_ptr = states_ptr + slot * CHANNELS * (WIDTH - 1)
     for tap in tl.static_range(WIDTH - 1):
-        # a short run keeps a later one of the old inputs here, which the same thread has not
+        # a short run keeps some old inputs: here a later one, which the same thread has not
         # overwritten yet
         s = end - (WIDTH - 1) + tap + tl.zeros_like(c)
         x = _input_before(x_ptr, state_ptr, s, first, is_known, x_stride, c, mask, WIDTH)
@@ -177,7 +177,7 @@ def _diagonal_blocks(x, PARTS: tl.constexpr, SIZE: tl.constexpr):
 
 @triton.jit
 def _on_diagonal(x, PARTS: tl.constexpr, SIZE: tl.constexpr):
-    """The inverse of ``_diagonal_blocks``: all else is 0."""
+    """The inverse of ``_diagonal_blocks``: everything else is 0."""
     row = tl.arange(0, PARTS)[:, None, None, None]
     column = tl.arange(0, PARTS)[None, None, :, None]
     placed = tl.where(row == column, tl.expand_dims(x, 2), 0.0)
@@ -188,9 +188,9 @@ def _on_diagonal(x, PARTS: tl.constexpr, SIZE: tl.constexpr):
 def _inverse(a, PRECISION: tl.constexpr):
     """(1 + a)^-1 for a strictly lower triangular [64, 64].
 
-    The blocks of 16 on the diagonal are inverted row by row, which is stable. With D the inverses
-    of these, (1 + a)^-1 = (1 + n)^-1 D for n = D times the rest of a, and n^4 = 0, so that the
-    series ends: (1 - n) (1 + n^2) D.
+    The 16 x 16 blocks on the diagonal are inverted row by row, which is stable. With D their
+    inverses and n = D times the rest of a, (1 + a)^-1 = (1 + n)^-1 D. Since n^4 = 0, the series
+    ends: it is (1 - n) (1 + n^2) D.
     """
     own = _diagonal_blocks(a, 4, 16)  # [4, 16, 16]
     r = tl.arange(0, 16)
@@ -273,7 +273,7 @@ def _solve_blocks(
     alike = tl.dot(rounded, tl.trans(rounded), input_precision=PRECISION) * between
     system = tl.where(n[:, None] > n[None, :], alike * rate[:, None], 0.0)
     inverse = _inverse(system, PRECISION).to(kind)
-    # keys again: they would not fit into the registers beside the system
+    # load keys again: they would not fit into registers beside the system
     k = tl.load(from_ptr + KEY_HEADS * K, mask=in_keys, other=0.0).to(tl.float32)
     k *= (tl.rsqrt(tl.sum(k * k, axis=1) + EPS) * rate * tl.exp(g))[:, None]
     owed = tl.dot(inverse, k.to(kind), input_precision=PRECISION)
@@ -394,8 +394,9 @@ def launch_rule_blocks(
     num_key_heads: int,
     eps: float,
 ) -> None:
-    """The rule of ``minisgl_backend.kernels.gated_delta.delta_runs``; ``channels`` are behind the
-    convolution, and ``weights`` log rates and biases of the decay, and of the norm."""
+    """The rule of ``minisgl_backend.kernels.gated_delta.delta_runs``. ``channels`` have gone
+    through the convolution. ``weights`` are the decay's log rates and biases, and the norm's
+    weight."""
     num_tokens, num_heads, value_dim = out.shape
     key_dim, num_blocks = states.shape[2], len(blocks)
     assert states.is_contiguous() and out.is_contiguous()
@@ -403,7 +404,7 @@ def launch_rule_blocks(
     assert z.stride(1) == value_dim
     log_rates, bias, norm = weights
     kp, vp = (max(16, triton.next_power_of_2(size)) for size in (key_dim, value_dim))
-    # of the products of float32 numbers: those of 16 bits are rounded to these behind them
+    # of float32 products; with 16-bit inputs, results are rounded to 16 bits afterwards
     precision = "tf32x3" if channels.dtype == torch.float32 else "tf32"
     tokens = 64
 

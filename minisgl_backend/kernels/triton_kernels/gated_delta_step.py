@@ -1,8 +1,8 @@
-"""Gated DeltaNet for decode steps: the convolution and the delta rule of one token a row.
+"""Gated DeltaNet for decode steps: the convolution and the delta rule for one token per row.
 
-They are one launch, in which a program reads and writes the state of a row's head once. Slots may
-be padding (``minisgl_backend.kernels.gated_delta``), whose programs end at once. Names of
-dimensions are those of ``gated_delta_blocks``.
+Both are one launch, in which a program reads and writes the state of one head of a row once. Slots
+may be padding (``minisgl_backend.kernels.gated_delta``), whose programs end at once. Dimensions are
+named as in ``gated_delta_blocks``.
 """
 
 from typing import Final
@@ -15,8 +15,9 @@ from minisgl_backend.kernels.triton_kernels.gated_delta_blocks import EPS, log_d
 from minisgl_backend.kernels.triton_kernels.pdl import allow_next, launch_options, wait_previous
 
 _FEW_ROWS: Final = 8
-"""Up to this number the time of one program counts: sums are made in pairs, with the same bits, and
-the convolution's inputs stay in registers. With more of them bytes count, and this is slower."""
+"""Up to this many rows, the time of a single program counts: sums are computed in pairs, with the
+same bits, and the convolution's inputs stay in registers. With more rows, bytes count, and this is
+slower."""
 
 
 @triton.jit
@@ -26,8 +27,8 @@ def _both(a, b, c, d):
 
 @triton.jit
 def _conv_begun(state_ptr, weight_ptr, c, mask, WIDTH: tl.constexpr):
-    """The convolution's sum over the inputs before a token's own, for channels ``c``; the weight of
-    the token's own; and the inputs that stay, all but the oldest."""
+    """For channels ``c``: the convolution's sum over the inputs before the token's own, the weight
+    of the token's own input, and the inputs to keep, which are all but the oldest."""
     total = tl.zeros_like(c).to(tl.float32)
     stay = ()
     for tap in tl.static_range(WIDTH - 1):
@@ -42,19 +43,19 @@ def _conv_begun(state_ptr, weight_ptr, c, mask, WIDTH: tl.constexpr):
 
 @triton.jit
 def _conv_ended(begun, own, x):
-    """The convolution with the token's own input ``x``, rounded as that is."""
+    """The convolution, completed with the token's own input ``x`` and rounded to its type."""
     return silu(begun + own * x.to(tl.float32)).to(x.dtype).to(tl.float32)
 
 
 @triton.jit
 def _keep_inputs_of_token(state_ptr, stay, x, c, mask, WIDTH: tl.constexpr, FEW: tl.constexpr):
-    """Drop the oldest input of channels ``c``, and keep those that ``stay`` and ``x``."""
+    """Drop the oldest input of channels ``c``, and keep the inputs ``stay`` and ``x``."""
     at = state_ptr + c * (WIDTH - 1)
     for tap in tl.static_range(1, WIDTH - 1):
         if FEW:
             tl.store(at + tap - 1, stay[tap - 1], mask=mask)
         else:
-            # the same thread reads a place and writes it
+            # a place is read and written by the same thread
             tl.store(at + tap - 1, tl.load(at + tap, mask=mask, other=0.0), mask=mask)
     tl.store(at + WIDTH - 2, x.to(state_ptr.dtype.element_ty), mask=mask)
 
@@ -90,16 +91,16 @@ def _step(
     FEW: tl.constexpr,  # see _FEW_ROWS
     PDL: tl.constexpr,
 ):
-    # Rows' slots and states were written before the step, or at its beginning: they are read before
-    # the wait, past the first-level cache.
+    # Rows' slots and states were written before the step or at its beginning. So they are read
+    # before the wait, bypassing the first-level cache.
     row = tl.program_id(1).to(tl.int64)
-    head = tl.program_id(0)  # programs that run together read what lies together
+    head = tl.program_id(0)  # programs that run together read neighbouring memory
     if PDL:
         allow_next()
     slot = tl.load(slots_ptr + row).to(tl.int64)
     if slot < 0:
         if PDL:
-            wait_previous()  # the next kernel may take for granted that all before it have ended
+            wait_previous()  # the next kernel may assume that all before it have ended
         return
     key_head = head // (HEADS // KEY_HEADS)
     i, j = tl.arange(0, KP), tl.arange(0, VP)
@@ -135,13 +136,13 @@ def _step(
         q *= tl.rsqrt(tl.sum(q * q) + EPS) * scale
         k *= tl.rsqrt(tl.sum(k * k) + EPS)
     if HEADS > KEY_HEADS:
-        # Other programs read the same inputs of queries and keys: the last one replaces them. Each
-        # has used its own before it counts, so there is nothing to order. One thread counts, and
-        # what it finds is asked for at the end.
+        # Other programs read the same inputs of queries and keys, and the last program replaces
+        # them. Each has used its own before it counts, so there is nothing to order. One thread
+        # counts, and its result is needed only at the end.
         tl.debug_barrier()
         readers = readers_ptr + slot * KEY_HEADS + key_head
         before = tl.atomic_add(readers + 0 * i, 1, mask=i == 0, sem="relaxed")
-    # of the state before: what the key reads, and the query
+    # what the key and the query read of the old state
     if FEW:
         known, found = tl.reduce((state * k[:, None], state * q[:, None]), 0, _both)  # [VP]
         known, found = known * decay, found * decay
@@ -179,8 +180,9 @@ def launch_step(
     eps: float,
     pdl: bool,
 ) -> None:
-    """See ``minisgl_backend.kernels.gated_delta.delta_step``. ``weights``: of the convolution, log
-    rates and biases of the decay, of the norm; ``states``: the fields of a ``LayerStates``."""
+    """See ``minisgl_backend.kernels.gated_delta.delta_step``. ``weights``: the convolution's
+    weight, the decay's log rates and biases, and the norm's weight. ``states``: the fields of a
+    ``LayerStates``."""
     conv, inputs, matrices = weights[0], *states[:2]
     num_rows, (num_heads, key_dim, value_dim) = len(slots), matrices.shape[1:]
     if num_rows == 0:

@@ -29,7 +29,7 @@ def _grouped_linear(
     GELU: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    # neighbours in the grid share the expert's columns, so that these stay in the cache
+    # neighbours in the grid share an expert's columns, so that these stay in the cache
     expert = tl.load(experts_ptr + tl.program_id(0)).to(tl.int64)
     if expert < 0:
         return
@@ -92,8 +92,8 @@ def launch_grouped_linear(
     """``out`` [num_pairs, out_features]: row p is x[p // top_k] through the expert of pair p.
 
     ``weight`` [num_experts, height, in_features]; ``pairs`` and ``experts`` are a
-    ``kernels.moe.Alignment`` in blocks of ``block``; ``bias`` [num_experts, height]. ``gate``: of
-    ``gated`` weights, None for SiLU.
+    ``kernels.moe.Alignment`` in blocks of ``block``; ``bias`` [num_experts, height]. ``gate``: for
+    ``gated`` weights; None for SiLU.
     """
     num_pairs, out_features = out.shape
     if num_pairs == 0:

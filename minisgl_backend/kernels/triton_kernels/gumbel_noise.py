@@ -41,7 +41,7 @@ def gumbel(key, token):
 
 @triton.jit
 def _log(x):
-    """float32 -> its logarithm to 2^-22, by one instruction; tl.log takes some thirty."""
+    """The logarithm of a float32, to 2^-22, in one instruction; tl.log takes some thirty."""
     if _INTERPRETED:
         return tl.log(x)
     else:

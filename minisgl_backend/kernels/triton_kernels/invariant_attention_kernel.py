@@ -1,13 +1,13 @@
-"""Attention over pages whose result for a query depends on that query's row alone.
+"""Attention over pages whose result for a query depends only on that query's row.
 
-One kernel attends prompt chunks and decoding rows. The positions of a row are cut into splits of a
-fixed size, from position 0 on, and a split into blocks; a query goes over the blocks of each split
-with an online softmax, and its splits are merged in their order, by their log-sum-exp. Neither
-depends on the chunk's length, the number of rows, or how many programs share a row's splits. Blocks
-that a query does not see change nothing, bit by bit: they add zeros and multiply by one.
+One kernel attends prompt chunks and decoding rows. From position 0 on, the positions of a row are
+cut into splits of a fixed size, and each split into blocks. A query goes over the blocks of a split
+with an online softmax, and its splits are merged in order, by their log-sum-exp. Neither depends on
+the chunk's length, the number of rows, or how many programs share a row's splits. Blocks that a
+query does not see do not change a bit: they add zeros and multiply by one.
 
-Sums of products and factors are written as ``tl.fma``, since a compiler may else round them in two
-ways.
+Sums with a product are written as ``tl.fma``, since a compiler might otherwise round them in two
+different ways.
 """
 
 import triton
@@ -37,12 +37,12 @@ def _attend_split(
     WINDOW: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Values [TILE, HEAD_DIM] and log-sum-exps [TILE] over the positions [begin, end) of a split;
-    -inf for a query that sees none of them."""
+    """Values [TILE, HEAD_DIM] and log-sum-exps [TILE] over the positions [begin, end) of a split.
+    The latter are -inf for a query that sees none of them."""
     n = tl.arange(0, BLOCK)
     best = tl.full([TILE], float("-inf"), tl.float32)
-    # weights are added up by the tensor cores, in the order of positions: a plain sum's order would
-    # depend on how the tile lies in the warps
+    # the tensor cores add up the weights, in the order of positions: the order of a plain sum would
+    # depend on how the tile is spread over the warps
     ones = tl.full([BLOCK, 16], 1.0, q.dtype)
     totals = tl.zeros([TILE, 16], tl.float32)  # of equal columns
     acc = tl.zeros([TILE, HEAD_DIM], tl.float32)
@@ -72,7 +72,7 @@ def _attend_split(
 
 @triton.jit
 def _merged(best, total, acc, lse, value):
-    """What earlier splits have left, with one more."""
+    """The result of earlier splits, merged with one more."""
     new_best = tl.maximum(best, lse)
     base = tl.where(new_best == float("-inf"), 0.0, new_best)
     shrink = tl.exp2(best - base)
@@ -201,9 +201,9 @@ def _invariant_attention(
             tl.store(partials.lses + part, lse, mask=inside)
     if PROGRAMS > 1:  # noqa: SIM102  (known when compiled)
         if num_splits > 1:
-            # Every thread's stores come before the barrier, the barrier before the release, and
-            # the loads below bypass the first-level cache: the last program sees all that others
-            # wrote.
+            # Every thread's stores come before the barrier, the barrier comes before the release,
+            # and the loads below bypass the first-level cache. So the last program sees what all
+            # others wrote.
             tl.debug_barrier()
             counter = partials.counters + chunk * NUM_KV_HEADS + kv_head
             finished = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
@@ -217,7 +217,7 @@ def _invariant_attention(
                 value = tl.load(part_at, mask=inside[:, None], other=0.0, cache_modifier=".cg")
                 lse = tl.load(partials.lses + part, mask=inside, other=0.0, cache_modifier=".cg")
                 best, total, acc = _merged(best, total, acc, lse, value)
-    acc = acc / tl.where(total == 0, 1.0, total)[:, None]  # 0 in padding behind a window
+    acc = acc / tl.where(total == 0, 1.0, total)[:, None]  # 0 in padding after a window
     if FP8:
         acc = acc * tl.load(v_scale_ptr)
     out_at = out_ptr + out_heads[:, None] * HEAD_DIM + d[None, :]

@@ -1,7 +1,7 @@
-"""A GEMM that adds up the products of an element in one order, for any number of rows.
+"""A GEMM that adds up the products of an element in the same order for any number of rows.
 
-In_features are taken in their order, 16 at a time by one instruction of the tensor cores, into one
-float32. Tiles may have any size: an element's sum does not depend on it.
+Tensor cores add in_features in order to one float32, 16 per instruction. Tiles may have any size:
+an element's sum does not depend on it.
 """
 
 import triton

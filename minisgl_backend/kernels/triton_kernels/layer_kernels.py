@@ -1,5 +1,5 @@
 """The small kernels of a layer: RMSNorm, the gates of feed-forward blocks and of attention, and the
-gather of embeddings; a program per token, or per token and block of columns."""
+gather of embeddings. They have one program per token, or per token and block of columns."""
 
 import triton
 import triton.language as tl

@@ -1,4 +1,4 @@
-"""``kernels.likelihood`` in Triton: one program a row, which reads the row's logits once."""
+"""``kernels.likelihood`` in Triton: one program per row, which reads the row's logits once."""
 
 import triton
 import triton.language as tl
@@ -25,8 +25,8 @@ def _likelihoods(
     of_token = tl.load(row_ptr + tl.load(tokens_ptr + index)).to(tl.float32)
     blocks = tl.arange(0, BLOCKS)
     within = blocks[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-    # Each lane keeps the largest logit that it has seen and the sum of exp(x - largest); the lanes
-    # meet only at the end. A finite start keeps -inf - -inf out of the exponent.
+    # Each lane keeps the largest logit that it has seen and the sum of exp(x - largest). Lanes are
+    # merged only at the end. A finite start keeps -inf - -inf out of the exponent.
     largest = tl.full([BLOCKS, BLOCK], -1e30, tl.float32)
     sums = tl.zeros([BLOCKS, BLOCK], tl.float32)
     above = tl.zeros([BLOCKS, BLOCK], tl.int32)
@@ -58,9 +58,9 @@ def launch_likelihoods(
     *,
     block: int,
 ) -> None:
-    """Of each row the logit of its token, the logarithm of the sum of all exponentials, the rank
+    """For each row: the logit of its token, the logarithm of the sum of all exponentials, the rank,
     int64, and ``maxima`` [n, num_blocks], the largest logit of each ``block`` tokens of the
-    vocabulary; none if num_blocks is 0."""
+    vocabulary; no maxima if num_blocks is 0."""
     num_rows, vocab_size = logits.shape
     num_blocks = maxima.shape[1]
     _likelihoods[(num_rows,)](

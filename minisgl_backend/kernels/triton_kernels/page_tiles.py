@@ -8,8 +8,8 @@ from torch import Tensor
 
 
 class Pages(NamedTuple):
-    """Keys and values of a layer, as kernels take them: from one page, slot or head to the next of
-    its kind is a stride, the same for both."""
+    """Keys and values of a layer, as kernels take them. The strides from one page, slot or head to
+    the next are the same for both."""
 
     k: Tensor
     v: Tensor
@@ -19,13 +19,13 @@ class Pages(NamedTuple):
 
     @classmethod
     def of(cls, k_cache: Tensor, v_cache: Tensor) -> "Pages":
-        """Those of k_cache and v_cache [num_pages, page_size, num_kv_heads, head_dim]."""
+        """The pages of k_cache and v_cache [num_pages, page_size, num_kv_heads, head_dim]."""
         assert k_cache.stride() == v_cache.stride() and k_cache.stride(3) == 1
         return cls(k_cache, v_cache, *k_cache.stride()[:3])
 
 
 class Partials(NamedTuple):
-    """Results of the splits of query heads, and how many splits of a head have room for one."""
+    """Results of the splits of query heads, and for how many splits a head has room."""
 
     outputs: Tensor | None
     lses: Tensor | None
@@ -40,7 +40,7 @@ class Partials(NamedTuple):
 
 @triton.jit
 def slots_of(pages, page_ptr, at, held, PAGE_SIZE: tl.constexpr):
-    """Where the positions ``at`` of a row are that are ``held``; int64 [BLOCK]. ``page_ptr`` is the
+    """The slots of the positions ``at`` of a row, if ``held``; int64 [BLOCK]. ``page_ptr`` is the
     row's line of the page table."""
     page = tl.load(page_ptr + at // PAGE_SIZE, mask=held, other=0).to(tl.int64)
     return page * pages.page_stride + at % PAGE_SIZE * pages.slot_stride
@@ -48,21 +48,22 @@ def slots_of(pages, page_ptr, at, held, PAGE_SIZE: tl.constexpr):
 
 @triton.jit
 def load_slots(head_ptr, slots, held):
-    """The keys or the values of one head there, [BLOCK, HEAD_DIM]."""
+    """One head's keys or values in these slots, [BLOCK, HEAD_DIM]."""
     return tl.load(head_ptr[None, :] + slots[:, None], mask=held[:, None], other=0.0)
 
 
 @triton.jit
 def scores_of(q, k_head_ptr, slots, held, scale_log2):
-    """Queries [TILE, HEAD_DIM] times the keys in slots, [TILE, BLOCK], for exp2 in place of exp."""
+    """Queries [TILE, HEAD_DIM] times the keys in slots, [TILE, BLOCK], scaled for exp2 in place of
+    exp."""
     k = load_slots(k_head_ptr, slots, held)
     return tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee") * scale_log2
 
 
 @triton.jit
 def attend(softmax, scores, v_head_ptr, slots, held, dtype, HIDES: tl.constexpr):
-    """An online softmax after one more block of scores: (the best, the sum of the weights, the
-    weighted sum of the values). With ``HIDES`` a query may have seen nothing yet."""
+    """An online softmax after one more block of scores: (the best score, the sum of weights, the
+    weighted sum of values). With ``HIDES`` a query may not have seen anything yet."""
     best, total, acc = softmax
     new_best = tl.maximum(best, tl.max(scores, axis=1))
     base = tl.where(new_best == float("-inf"), 0.0, new_best) if HIDES else new_best

@@ -17,5 +17,6 @@ def wait_previous():
 
 
 def launch_options(pdl: bool) -> dict[str, bool]:
-    """Keyword arguments of a launch; the argument exists only on NVIDIA, so it is left out."""
+    """Keyword arguments of a launch. Without ``pdl`` there are none, since the argument exists only
+    on NVIDIA."""
     return {"launch_pdl": True} if pdl else {}

@@ -1,6 +1,6 @@
-"""Chunked prefill over pages: a program per block of queries of a chunk and KV head.
+"""Chunked prefill over pages: one program per block of a chunk's queries and KV head.
 
-A program finds its chunk by the offsets, on the GPU, so that a launch may be captured.
+A program finds its chunk on the GPU, by the offsets, so that a launch may be captured.
 """
 
 import triton
@@ -16,10 +16,10 @@ _CHUNKS = tl.constexpr(128)  # of an iteration of the search for a program's chu
 @triton.jit
 def find_chunk(offsets_ptr, num_chunks, QUERIES: tl.constexpr):
     """The chunk of a program and its block of queries: (chunk, first token, length, block)."""
-    # a chunk's last blocks see the most keys, so they begin first
+    # a chunk's last blocks see the most keys, so they start first
     program = tl.num_programs(0) - 1 - tl.program_id(0)
-    # chunk i has the programs from (offsets[i] - offsets[0]) // QUERIES + i on: as many as it can
-    # need, wherever it begins
+    # chunk i has the programs from (offsets[i] - offsets[0]) // QUERIES + i on, which are enough
+    # wherever it begins
     origin = tl.load(offsets_ptr)
     chunk = -1
     for start in tl.range(0, num_chunks, _CHUNKS):
@@ -121,7 +121,7 @@ def _prefill_attention(
     if SINKS:
         sinks = tl.load(sinks_ptr + head, mask=inside, other=0.0).to(tl.float32) * _LOG2E
         total += tl.exp2(sinks - best)
-    acc = acc / tl.where(total == 0, 1.0, total)[:, None]  # 0 in padding behind a window
+    acc = acc / tl.where(total == 0, 1.0, total)[:, None]  # 0 in padding after a window
     if FP8:
         acc = acc * tl.load(v_scale_ptr)
     out_at = out_ptr + (token * (NUM_KV_HEADS * GROUP) + head)[:, None] * HEAD_DIM + d[None, :]

@@ -1,7 +1,7 @@
-"""GEMMs with quantized weights, and the numbers that these stand for.
+"""GEMMs with quantized weights, and the numbers that these weights stand for.
 
-A code is decoded with integer operations, so that any GPU can do it. Weights are as their
-checkpoint has them, or permuted (``kernels.packed_weight``).
+Codes are decoded with integer operations, so any GPU can do it. Weights are as in their checkpoint,
+or permuted (``kernels.packed_weight``).
 """
 
 import torch
@@ -18,21 +18,21 @@ _KINDS = {Encoding.E4M3: 1, Encoding.INT8: 2, Encoding.INT4: 3, Encoding.E2M1: 4
 
 @triton.jit
 def _place_of_8_bits(k):
-    """Where the code of input k is in a permuted row, in bytes."""
+    """The byte in a permuted row that holds the code of input k."""
     quad = k % 8 // 2
     return k // 16 * 16 + 4 * quad + 2 * (k % 2) + 1 - k % 16 // 8
 
 
 @triton.jit
 def _place_of_4_bits(k):
-    """The same, in halves of bytes."""
+    """The same for half bytes."""
     quad = k % 8 // 2
     return k // 32 * 32 + 8 * quad + 4 * (k % 2) + k % 32 // 8
 
 
 @triton.jit
 def _spread_code(word_ptr, which, mask):
-    """One of eight codes of E2M1, whose bits are spread over 4 bytes."""
+    """One of the eight codes of E2M1 whose bits are spread over 4 bytes."""
     word = tl.load(word_ptr, mask=mask, other=0).to(tl.int64)
     for i in tl.static_range(1, 4):
         word |= tl.load(word_ptr + i, mask=mask, other=0).to(tl.int64) << 8 * i
@@ -44,7 +44,7 @@ def _spread_code(word_ptr, which, mask):
 
 @triton.jit
 def _numbers(codes, KIND: tl.constexpr):
-    """Codes, uint8 or halves of it, as float32."""
+    """Codes, each in a uint8 or in half of one, as float32."""
     codes = codes.to(tl.int32)
     if KIND == 1:
         magnitude = codes & 127
@@ -79,7 +79,7 @@ def _load_numbers(
     ZEROS: tl.constexpr,
     GROUPS: tl.constexpr,
 ):
-    """The numbers of outputs ``n`` and inputs ``k``, which broadcast, as float32."""
+    """The numbers for outputs ``n`` and inputs ``k``, which are broadcast together, as float32."""
     row = n.to(tl.int64) * width
     if KIND <= 2:
         place = k

@@ -1,4 +1,4 @@
-"""qk-norm, RoPE and KV store: a program per token and group of heads of one kind (q, k or v)."""
+"""qk-norm, RoPE and KV store: one program per token and group of heads of one kind (q, k or v)."""
 
 import math
 
@@ -12,14 +12,15 @@ from minisgl_backend.kernels.triton_kernels.pdl import allow_next, launch_option
 
 @triton.jit
 def _partner(d, TURNED: tl.constexpr):
-    """The dimension that each dimension ``d`` of a head rotates with; itself if it does not."""
+    """The dimension that each dimension ``d`` of a head rotates with, or ``d`` if it does not
+    rotate."""
     other = tl.where(d < TURNED, d + TURNED, d - TURNED)
     return tl.where(d < 2 * TURNED, other, d)
 
 
 @triton.jit
 def _angle(row_ptr, d, TURNED: tl.constexpr):
-    """What each dimension ``d`` is multiplied by, and what its partner, from a row of the table."""
+    """The factors of each dimension ``d`` and of its partner, from a row of the table."""
     rotates = d < 2 * TURNED
     angle = tl.where(d < TURNED, d, d - TURNED)
     cos = tl.load(row_ptr + angle, mask=rotates, other=1.0)
@@ -54,7 +55,7 @@ def _qk_norm_rope_store(
     TURNED: tl.constexpr,  # half of the dimensions that rotate
     GROUP: tl.constexpr,  # heads of a program
     INTERLEAVED: tl.constexpr,
-    GATED: tl.constexpr,  # behind each query is the gate of what it reads, which is left there
+    GATED: tl.constexpr,  # each query is followed by the gate of what it reads, which stays there
     NORM: tl.constexpr,
     FP8: tl.constexpr,
     PDL: tl.constexpr,
@@ -63,7 +64,7 @@ def _qk_norm_rope_store(
     first = tl.program_id(1) * GROUP
     head = first + tl.arange(0, GROUP)
     i = tl.arange(0, HALF)
-    # the dimensions that are ``low`` and ``high`` here: the halves, or those that rotate together
+    # which dimensions are ``low`` and ``high`` here: the halves, or those that rotate together
     step: tl.constexpr = 2 if INTERLEAVED else 1
     gap: tl.constexpr = 1 if INTERLEAVED else HALF
     d = step * i  # [HALF]
@@ -74,7 +75,8 @@ def _qk_norm_rope_store(
         place += tl.where(is_q, head, NUM_HEADS)
     heads_ptr = qkv_ptr + token * qkv_stride + place[:, None] * (2 * HALF)
     if PDL:
-        # attention may read older positions while this kernel runs, so all before it must be over
+        # attention may read older positions while this kernel runs, so all kernels before this one
+        # must have ended
         wait_previous()
         allow_next()
     low = tl.load(heads_ptr + d[None, :]).to(tl.float32)  # [GROUP, HALF]
@@ -97,7 +99,7 @@ def _qk_norm_rope_store(
             high = high * cos + low * sin
             low = rotated
         else:
-            # the dimensions that rotate together are not those of the two halves: load them anew
+            # the dimensions that rotate together are not the two halves: load them anew
             low_from, high_from = _partner(i, TURNED), _partner(HALF + i, TURNED)  # [HALF]
             low_other = tl.load(heads_ptr + low_from[None, :]).to(tl.float32)
             high_other = tl.load(heads_ptr + high_from[None, :]).to(tl.float32)

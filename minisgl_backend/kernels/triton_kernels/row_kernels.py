@@ -91,8 +91,8 @@ def launch_begin_decode(
 ) -> None:
     """Fill ``out``: tokens, positions, slots and lengths of a ``kernels.rows.DecodeInputs``.
 
-    ``given`` is the buffer of a ``StepInputs``; the rest is a ``RowTable``'s. One program, since it
-    reads its writes.
+    ``given`` is the buffer of a ``StepInputs``; the other arguments are a ``RowTable``'s. There is
+    only one program, since it reads what it writes.
     """
     batch_size = len(out[0])
     block = max(triton.next_power_of_2(batch_size), 32)

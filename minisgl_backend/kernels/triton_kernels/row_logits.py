@@ -30,7 +30,7 @@ _WORD = tl.constexpr(sampling_table.WORD)
 
 
 class Logits(NamedTuple):
-    """Of a batch, as kernels take them: where they start, and from row to row."""
+    """The logits of a batch, as kernels take them: where they start, and the stride of a row."""
 
     start: Tensor
     stride: int
@@ -38,7 +38,7 @@ class Logits(NamedTuple):
 
 @triton.jit
 def load_number(numbers_ptr, row, COLUMN: tl.constexpr):
-    """The number of one row, or of each of a block of rows."""
+    """The number in ``COLUMN`` of one row, or of each row of a block."""
     return tl.load(numbers_ptr + row * _NUM_COLUMNS + COLUMN)
 
 
@@ -53,8 +53,8 @@ def load_filters(numbers_ptr, row, VOCAB: tl.constexpr):
 
 @triton.jit
 def load_adjustment(table, row, position, VOCAB: tl.constexpr):
-    """The data of a row for ``load_logits``: whether anything changes its logits, whether it has
-    marks, a bias and a mask, pointers to these, the penalties, and which mark makes a token
+    """What ``load_logits`` needs for a row: whether anything changes its logits, whether it has
+    marks, a bias and a mask, pointers to these, the penalties, and the mark that makes a token
     impossible."""
     is_early = position < load_number(table.numbers, row, _STOPS_FROM)
     # as integers: Triton's interpreter cannot combine a comparison of floats with a block
@@ -89,11 +89,12 @@ def load_row(
     VOCAB: tl.constexpr,
     SPLITS: tl.constexpr,
 ):
-    """Whether a token is drawn for the row ``index`` of the batch, its filters, its logits as
-    (pointer, adjustment, the largest one, 1 / temperature), and the key of its noise.
+    """For the row ``index`` of the batch: whether a token is drawn, its filters, its logits as
+    (pointer, adjustment, the largest logit, 1 / temperature), and the key of its noise.
 
-    ``scores_ptr`` has the score of each split: inf if a logit is inf or NaN; for rows with filters
-    the largest logit; and for other rows that are drawn, a number that is not a logit.
+    ``scores_ptr`` has the score of each split. It is inf if a logit is inf or NaN. For rows with
+    filters it is the largest logit, and for other rows that are drawn, a number that is not a
+    logit.
     """
     row = tl.load(rows_ptr + index).to(tl.int64)
     position = tl.load(positions_ptr + index)
@@ -117,7 +118,7 @@ def load_row(
 def load_logits(row_ptr, at, mask, adjustment, ADJUSTED: tl.constexpr):
     """float32 logits of the tokens ``at``; -inf outside of ``mask``.
 
-    For rows whose adjustment is off the result is the same without ``ADJUSTED``.
+    For rows whose adjustment is off, the result is the same without ``ADJUSTED``.
     """
     x = tl.load(row_ptr + at, mask=mask, other=float("-inf")).to(tl.float32)
     if ADJUSTED:

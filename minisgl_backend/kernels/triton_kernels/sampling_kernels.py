@@ -1,9 +1,9 @@
 """Sampling: splits of each row in parallel, then a program per row.
 
 The first launch scores each split by its largest logit or, for rows that draw from all tokens, by
-the logarithm of the sum of its weights, plus noise. The last one takes the best split, and in it
-the best token or one drawn from it. Between them are two more launches for rows with filters, which
-other rows leave at once (``filters``).
+the logarithm of the sum of its weights, plus noise. The last launch takes the best split, and in it
+the best token or a drawn one. Between them are two more launches for rows with filters, which other
+rows leave at once (``filters``).
 
 What reads logits is compiled twice: rows that adjust nothing must not be slowed by those that do.
 """
@@ -53,10 +53,10 @@ def _score(
     begin = split * PER_SPLIT
     end = tl.minimum(begin + PER_SPLIT, VOCAB)
     broken = tl.zeros([BLOCK], tl.int32)
-    # loops: unrolled, those of adjusted rows would take registers from all
+    # these stay loops: unrolled, the loops for adjusted rows would take registers from all rows
     if noisy:
-        # Weights are exp2(x * scale - best), sums of them online (arXiv 1805.02867). Neighbours
-        # share a best, so that a token takes one exp2, not two.
+        # Weights are exp2(x * scale - best), summed online (arXiv 1805.02867). Neighbours share a
+        # best, so that a token takes one exp2 instead of two.
         scale = inverse * _LOG2_E
         bests = tl.full([BLOCK // NEIGHBOURS], _LEAST, tl.float32)
         mass = tl.zeros([BLOCK // NEIGHBOURS], tl.float32)
@@ -71,7 +71,7 @@ def _score(
             bests = new_bests
         top = tl.max(bests, axis=0)
         whole = tl.sum(mass * tl.exp2(bests - top), axis=0)
-        # token ids beyond the vocabulary give the splits their noise
+        # the noise of splits is that of token ids beyond the vocabulary
         drawn = gumbel(key, VOCAB + split + tl.zeros([1], tl.int32))
         score = (top + tl.log2(tl.maximum(whole, 1.0))) / _LOG2_E + tl.max(drawn, axis=0)
         score = tl.where(whole > 0, score, float("-inf"))
@@ -87,7 +87,7 @@ def _score(
             best = tl.where(better, x, best)
             token = tl.where(better, at, token)
         score = tl.max(best, axis=0)
-        # the least token among equals
+        # the smallest token among equals
         chosen = tl.min(tl.where(best == score, token, VOCAB), axis=0)
     if tl.max(broken, axis=0) > 0:
         score = float("inf")
@@ -220,7 +220,7 @@ def _choose(
 def _split_constants(
     table: SamplingTable, workspace: SamplingWorkspace, *, pdl: bool
 ) -> dict[str, int]:
-    """Those of every kernel that divides the vocabulary."""
+    """The constants of every kernel that divides the vocabulary."""
     vocab_size, splits = table.vocab_size, workspace.scores.shape[1]
     return {"VOCAB": vocab_size, "SPLITS": splits, "PER_SPLIT": split_size(vocab_size), "PDL": pdl}
 
@@ -244,7 +244,7 @@ def launch_sample(
     scores, tokens = workspace.scores, workspace.tokens
     grid = (batch_size, splits)
     _best_of_split[grid](scores, tokens, *inputs, **constants, FIRST=0, BLOCK=BLOCK, num_warps=4)
-    # Few programs a row of a large batch: if no row has filters, they cost time for nothing.
+    # Few programs per row in a large batch: if no row has filters, they cost time for nothing.
     grid = (batch_size, max(4, min(512 // batch_size, splits)))
     filtering = {**constants, **launch_options(pdl), "BINS": bins}
     counting = (counted, scores, *inputs)
@@ -324,7 +324,7 @@ def _best_of_parts(out_ptr, found_ptr, batch_size, RANKS: tl.constexpr, BLOCK: t
         pair = found_ptr + (rank * batch_size + at) * 2
         score = tl.load(pair, mask=is_in, other=float("-inf"))
         other = tl.load(pair + 1, mask=is_in, other=-1.0)
-        better = score > best  # of equals the first, whose tokens are less
+        better = score > best  # of equals the first: the smallest token
         best = tl.where(better, score, best)
         token = tl.where(better, other, token)
     tl.store(out_ptr + at, tl.where(best < float("inf"), token, -1.0).to(tl.int32), mask=is_in)

@@ -1,7 +1,8 @@
-"""Attention of tiles of decoding rows over pages that they share; a program takes several pieces.
+"""Attention of tiles of decoding rows over the pages that they share; a program takes several
+pieces.
 
 A tile's query heads of one KV head are the rows of one matrix, so each key is read once for all of
-them. How pieces are laid out in ``tables`` is in ``kernels.shared_attention``.
+them. ``kernels.shared_attention`` says how pieces are laid out in ``tables``.
 """
 
 import triton
@@ -82,7 +83,7 @@ def _shared_attention(
         if WINDOW:
             length = tl.load(lengths_ptr + query, mask=inside, other=2147483647)
             first_seen = length - WINDOW
-            # of the row that sees the earliest positions
+            # where the row that sees the earliest positions starts
             start = tl.minimum(tl.maximum(tl.min(first_seen, axis=0), begin), end)
         k_head_ptr = pages.k + kv_head * pages.head_stride + d
         v_head_ptr = pages.v + kv_head * pages.head_stride + d

@@ -1,9 +1,9 @@
-"""Weight streaming for small batches: a program per block of output features.
+"""Weight streaming for small batches: one program per block of output features.
 
-Two forms. ``_vector`` multiplies and adds in the plain units: least overhead for one row.
-``_matrix`` uses the tensor cores with the weight as the left operand, so that only the batch is
-padded (to 8 columns), and cuts in_features among the warps, since one warp's tile is all that a
-block of 16 output features has.
+There are two forms. ``_vector`` multiplies and adds without tensor cores, which has the least
+overhead for one row. ``_matrix`` uses tensor cores with the weight as the left operand, so that
+only the batch is padded (to 8 columns). It cuts in_features among the warps, since a block of 16
+output features is the tile of only one warp.
 """
 
 import triton
@@ -237,7 +237,7 @@ def launch_small_batch_linear(
             **launch_options(pdl),
         )
         return
-    # each program normalizes x for itself, which pays only over more rows; if there are few
+    # each program normalizes x itself, which pays only with more rows per program; if there are few
     # programs, each should have more of a row in flight
     rows = 32 if norm_weight is not None and not (gated and size > 2048) else 16
     num_warps = 4

@@ -1,7 +1,7 @@
 """GEMMs of 9 to a few hundred rows: tiles of output features, optionally cut along in_features.
 
-The weight is read once, in as many programs as there are multiprocessors: if the output alone
-has too few tiles, programs share one and leave float32 parts, which the next kernel adds up.
+The weight is read once, by as many programs as there are multiprocessors. If the output alone has
+too few tiles, programs share a tile and leave float32 parts, which the next kernel adds up.
 """
 
 import triton

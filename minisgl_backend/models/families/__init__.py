@@ -1,5 +1,5 @@
-"""Families of architectures: how each spells its config.json, as functions to a ``ModelSpec``.
+"""Families of architectures: functions from each one's spelling of config.json to a ``ModelSpec``.
 
-A module has what is read in the same way, be it of one publisher or of several. Must not import
+A module has what is read in the same way, be it from one publisher or several. Must not import
 torch, and must not read files.
 """

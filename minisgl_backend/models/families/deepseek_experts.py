@@ -1,4 +1,4 @@
-"""GLM-4.5 and dots.llm1: attention of others, and experts by DeepSeek's router."""
+"""GLM-4.5 and dots.llm1: attention as in other families, and experts by DeepSeek's router."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from minisgl_backend.models.tensor_names import TensorNames
 
 
 def read_glm4_moe(config: ConfigReader) -> ModelSpec:
-    """``Glm4MoeForCausalLM``, GLM-4.5 and GLM-4.6: experts by DeepSeek's router above the first
-    layers, heads of which a half rotates, and perhaps norms of queries and keys."""
+    """``Glm4MoeForCausalLM``, GLM-4.5 and GLM-4.6: experts by DeepSeek's router in all but the
+    first layers, heads that rotate by half, and perhaps norms of queries and keys."""
     config = config.with_defaults(
         rms_norm_eps=1e-5,
         partial_rotary_factor=0.5,
@@ -54,9 +54,9 @@ def read_dots1(config: ConfigReader) -> ModelSpec:
 
 
 def _deepseek_experts(config: ConfigReader, num_layers: int, *, first: int) -> MoeSpec:
-    """The experts of DeepSeek-V3 and of those that took its router over: sigmoids, corrected, in
-    groups; and experts for all tokens, which are one wide one. By default from layer ``first`` on.
-    """
+    """The experts of DeepSeek-V3 and of models that adopted its router: corrected sigmoids, in
+    groups; and shared experts, which are merged into a single wide one. By default from layer
+    ``first`` on."""
     inner = config.integer("moe_intermediate_size", 1408, maximum=MOST_WIDTH)
     rule = RoutingRule(
         num_experts=config.integer("n_routed_experts", 128, maximum=MOST_EXPERTS),

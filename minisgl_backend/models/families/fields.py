@@ -1,6 +1,6 @@
 """Fields of a ``ModelSpec`` that several families read from config.json in the same way.
 
-What all of them share is in ``models.config_json``. Must not know any one architecture.
+What all families share is in ``models.config_json``. Must not know any particular architecture.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ ATTENTION_KINDS: Final = ("sliding_attention", "full_attention")
 
 
 def text_config(config: ConfigReader, *, tied: bool) -> ConfigReader:
-    """``text_config``, with what checkpoints of this kind say outside of it; ``tied`` is the
-    default of tie_word_embeddings."""
+    """``text_config``, plus what checkpoints of this kind say outside of it; ``tied`` is the
+    default for tie_word_embeddings."""
     text = config.part("text_config")
     outer: dict[str, Any] = {
         key: config.values[key]
@@ -31,7 +31,7 @@ def text_config(config: ConfigReader, *, tied: bool) -> ConfigReader:
 
 
 def qk_normed_fields(config: ConfigReader, *, head_dim: int | None = None) -> dict[str, Any]:
-    """What all share, with queries and keys normalized by head, and perhaps biases."""
+    """The common fields, with queries and keys normalized by head, and perhaps biases."""
     bias = config.flag("attention_bias")
     fields = common_fields(config, head_dim=head_dim)
     return {**fields, "qk_norm": "head", "qkv_bias": bias, "output_bias": bias}
@@ -50,7 +50,7 @@ def read_routing(
 
 
 def sparse_layers(config: ConfigReader, num_layers: int) -> frozenset[int]:
-    """The layers that have experts: every ``decoder_sparse_step``-th one."""
+    """The layers that have experts: every ``decoder_sparse_step``-th layer."""
     step, plain = config.integer("decoder_sparse_step", 1), config.integers("mlp_only_layers")
     return frozenset(
         layer for layer in range(num_layers) if (layer + 1) % step == 0 and layer not in plain
@@ -58,8 +58,8 @@ def sparse_layers(config: ConfigReader, num_layers: int) -> frozenset[int]:
 
 
 def read_rotating(config: ConfigReader, num_layers: int) -> list[bool]:
-    """Which layers rotate: those that ``no_rope_layers`` has a 1 for, whatever its name says; by
-    default all but every fourth, or as ``no_rope_layer_interval`` has it."""
+    """Which layers rotate: in spite of its name, those for which ``no_rope_layers`` has a 1. By
+    default every ``no_rope_layer_interval``-th layer, which is every fourth, does not."""
     every = config.integer("no_rope_layer_interval", 4)
     rotates = config.integers("no_rope_layers") or [
         int((layer + 1) % every != 0) for layer in range(num_layers)
@@ -75,15 +75,15 @@ def read_window(config: ConfigReader) -> int | None:
 
 
 def windows_by_kind(kinds: Sequence[str], window: int | None) -> tuple[int | None, ...]:
-    """The window of each layer: ``window`` of those that slide, none of the others."""
+    """The window of each layer: ``window`` for those that slide, none for the others."""
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
 def read_ropes_by_kind(
     config: ConfigReader, read: Callable[[ConfigReader], dict[str, Any]]
 ) -> tuple[Mapping[str, Any], dict[str, Any]]:
-    """The tables of ``rope_parameters`` by kinds of attention, if they are told apart, and what
-    ``read`` finds with that of layers without a window in their place."""
+    """The tables of ``rope_parameters`` by kind of attention, if it has several, and what ``read``
+    finds if only the table of layers without a window is in their place."""
     tables = ConfigReader(config.table("rope_parameters"), f"{config.where}: rope_parameters")
     by_kind: dict[str, Mapping[str, Any]]
     by_kind = {kind: tables.table(kind) for kind in ATTENTION_KINDS if kind in tables.values}

@@ -31,7 +31,7 @@ from minisgl_backend.models.tensor_names import MULTIMODAL, TensorNames
 
 def read_gemma3_text(config: ConfigReader) -> ModelSpec:
     """``Gemma3ForCausalLM``, also the text part of Gemma 3: norms on both sides of attention and
-    feed-forward, windows on five of six layers, which have a rotation of their own."""
+    feed-forward, and windows in five of six layers, which have their own rotation."""
     for key in ("attn_logit_softcapping", "final_logit_softcapping"):
         if config.values.get(key):
             raise ConfigError(f"{config.where}: {key} {config.values[key]!r} is not supported")
@@ -75,9 +75,9 @@ def read_gemma3(config: ConfigReader) -> ModelSpec:
 
 
 def read_gemma4_text(config: ConfigReader) -> ModelSpec:
-    """``Gemma4ForCausalLM``, also the text part of Gemma 4: as Gemma 3, with wider heads in the
-    layers without a window, in smaller models layers that read the keys and values of others, and
-    inputs of each layer's own, and in another one experts beside each feed-forward block."""
+    """``Gemma4ForCausalLM``, also the text part of Gemma 4: like Gemma 3, with wider heads in the
+    layers without a window. Smaller models have layers that read the keys and values of others, and
+    inputs for each layer; another model has experts beside each feed-forward block."""
     config = _gemma(config, vocab_size=262_144, num_hidden_layers=30)
     by_kind, fields = read_ropes_by_kind(config, common_fields)
     num_layers = fields["num_layers"]
@@ -129,8 +129,8 @@ def read_gemma4(config: ConfigReader) -> ModelSpec:
 
 
 def read_gemma4_unified_text(config: ConfigReader) -> ModelSpec:
-    """``Gemma4UnifiedForCausalLM``: Gemma 4 without inputs of each layer's own, with wider windows
-    and a longer context by default."""
+    """``Gemma4UnifiedForCausalLM``: Gemma 4 without inputs for each layer, and by default with
+    wider windows and a longer context."""
     defaults = {"sliding_window": 1024, "max_position_embeddings": 2**18}
     config = config.with_defaults(hidden_size_per_layer_input=0, **defaults)
     return replace(read_gemma4_text(config), architecture="Gemma4UnifiedForCausalLM")
@@ -144,13 +144,13 @@ def read_gemma4_unified(config: ConfigReader) -> ModelSpec:
 
 
 def _multimodal(spec: ModelSpec, family: str) -> ModelSpec:
-    """The same as the text part of a multimodal checkpoint."""
+    """The same, for the text part of a multimodal checkpoint."""
     names = replace(MULTIMODAL, left_out=spec.names.left_out)
     return replace(spec, architecture=f"{family}ForConditionalGeneration", names=names)
 
 
 def _gemma(config: ConfigReader, **defaults: object) -> ConfigReader:
-    """With the defaults of Gemma 3 and 4, and without what neither text part has."""
+    """The config with the defaults of Gemma 3 and 4, checked for what neither text part has."""
     if config.values.get("use_bidirectional_attention") not in (None, False, "vision"):
         value = config.values["use_bidirectional_attention"]
         raise ConfigError(f"{config.where}: use_bidirectional_attention {value!r} is not supported")
@@ -192,8 +192,8 @@ def _experts_beside(config: ConfigReader, num_layers: int) -> MoeSpec:
 
 
 def _unused_kv_names(readers: Iterable[int]) -> tuple[str, ...]:
-    """The tensors for keys and values of layers that read those of others: some checkpoints have
-    them."""
+    """The tensors for keys and values of layers that read those of other layers; some checkpoints
+    have them."""
     return tuple(
         f"model.{inside}layers.{layer}.self_attn.{name}"
         for layer in readers
@@ -205,12 +205,12 @@ def _unused_kv_names(readers: Iterable[int]) -> tuple[str, ...]:
 def _kv_heads_by_kind(
     config: ConfigReader, fields: Mapping[str, Any], kinds: Sequence[str], are_keys: bool
 ) -> tuple[KVHeads, ...]:
-    """The heads of each layer: those without a window have sizes of their own, in the publisher's
-    words or, by layer, in those of transformers."""
+    """The heads of each layer. Layers without a window have their own sizes, in the publisher's
+    spelling or, by layer, in that of transformers."""
     narrow = KVHeads(fields["num_kv_heads"], fields["head_dim"])
     if listed := config.table("per_layer_config"):
         found = [narrow] * len(kinds)
-        for layer in listed:  # transformers writes all with as many digits as the last: "05"
+        for layer in listed:  # transformers pads all to the number of digits of the last: "05"
             if not re.fullmatch("[0-9]{1,9}", layer) or int(layer) >= len(kinds):
                 raise config.error(
                     "per_layer_config", f"by layers, from 0 to {len(kinds) - 1}", layer
@@ -229,8 +229,8 @@ def _kv_heads_by_kind(
 
 
 def _kv_sources(config: ConfigReader, kinds: Sequence[str], first_reader: int) -> tuple[int, ...]:
-    """From ``first_reader`` on layers read the keys and values of the last one of their kind before
-    it."""
+    """From ``first_reader`` on, layers read the keys and values of the last layer of their kind
+    before it."""
     sources = list(range(len(kinds)))
     for layer in range(max(first_reader, 0), len(kinds)):
         own = [source for source in range(first_reader) if kinds[source] == kinds[layer]]

@@ -24,9 +24,9 @@ _GPT_OSS_ROPE: Final = MappingProxyType(
 
 
 def read_gpt_oss(config: ConfigReader) -> ModelSpec:
-    """``GptOssForCausalLM``: attention with sinks, and with windows on every other layer; experts
-    with biases and a gate of their own. config.json names no dtype: tensors that are not quantized
-    are bfloat16."""
+    """``GptOssForCausalLM``: attention with sinks, and with windows in every other layer; experts
+    with biases and a special gate. config.json names no dtype: tensors that are not quantized are
+    bfloat16."""
     config = config.with_defaults(
         torch_dtype="bfloat16",
         rms_norm_eps=1e-5,

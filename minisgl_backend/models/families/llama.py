@@ -13,7 +13,7 @@ from minisgl_backend.models.spec import ModelSpec
 
 
 def read_llama(config: ConfigReader) -> ModelSpec:
-    """``LlamaForCausalLM``, Llama 2 and 3: biases are optional, and then on all projections."""
+    """``LlamaForCausalLM``, Llama 2 and 3: biases are optional, and then in all projections."""
     bias = config.flag("attention_bias")
     return ModelSpec(
         architecture="LlamaForCausalLM",
@@ -41,7 +41,7 @@ def read_granite(config: ConfigReader) -> ModelSpec:
 
 
 def read_smollm3(config: ConfigReader) -> ModelSpec:
-    """``SmolLM3ForCausalLM``: Llama, of whose layers every fourth does not rotate."""
+    """``SmolLM3ForCausalLM``: Llama, but every fourth layer does not rotate."""
     config = config.with_defaults(
         rope_theta=2e6,
         num_key_value_heads=4,

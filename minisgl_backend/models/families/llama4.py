@@ -17,9 +17,9 @@ _RENAMED: Final = ((".feed_forward.", ".mlp."),)
 
 
 def read_llama4_text(config: ConfigReader) -> ModelSpec:
-    """``Llama4ForCausalLM``, also the text part of Llama 4, Scout and Maverick: sections on three
+    """``Llama4ForCausalLM``, also the text part of Llama 4, Scout and Maverick: sections in three
     of four layers, which rotate; queries that grow in the others; and in all layers, or in every
-    second, experts of which a token takes one beside another for all tokens."""
+    second, experts, of which a token takes one in addition to a shared one."""
     config = config.with_defaults(
         intermediate_size=8192,
         rms_norm_eps=1e-5,

@@ -18,7 +18,7 @@ from minisgl_backend.models.tensor_names import MULTIMODAL, TensorNames
 
 
 def read_mistral(config: ConfigReader) -> ModelSpec:
-    """``MistralForCausalLM``; ``sliding_window`` null means none, as versions since 0.2 have it."""
+    """``MistralForCausalLM``; ``sliding_window`` null means none, as in versions since 0.2."""
     config = config.with_defaults(num_key_value_heads=8, max_position_embeddings=2**17)
     fields = common_fields(config)
     window = config.integer_or_null("sliding_window", 4096)
@@ -51,8 +51,8 @@ def read_mixtral(config: ConfigReader) -> ModelSpec:
 
 
 def read_ministral(config: ConfigReader) -> ModelSpec:
-    """``MinistralForCausalLM``: Mistral with a window on the layers that ``layer_types`` names, by
-    default on all."""
+    """``MinistralForCausalLM``: Mistral with a window in the layers that ``layer_types`` names, by
+    default in all."""
     config = config.with_defaults(num_key_value_heads=8, max_position_embeddings=2**17)
     fields = common_fields(config)
     window, num_layers = config.integer_or_null("sliding_window", 4096), fields["num_layers"]

@@ -11,12 +11,12 @@ from minisgl_backend.models.spec import ModelSpec
 
 def read_olmo2(config: ConfigReader) -> ModelSpec:
     """``Olmo2ForCausalLM``: the outputs of attention and feed-forward are normalized, not their
-    inputs, and queries and keys over all heads together."""
+    inputs; queries and keys are normalized over all heads together."""
     return ModelSpec(architecture="Olmo2ForCausalLM", **_olmo_fields(config))
 
 
 def read_olmo3(config: ConfigReader) -> ModelSpec:
-    """``Olmo3ForCausalLM``: OLMo 2 with windows on three of four layers, whose rotation is not
+    """``Olmo3ForCausalLM``: OLMo 2 with windows in three of four layers, whose rotation is not
     stretched."""
     config = config.with_defaults(rope_theta=5e5)
     by_kind, fields = read_ropes_by_kind(config, _olmo_fields)

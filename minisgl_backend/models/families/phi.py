@@ -10,7 +10,7 @@ from minisgl_backend.models.tensor_names import TensorNames
 
 def read_phi3(config: ConfigReader) -> ModelSpec:
     """``Phi3ForCausalLM``, Phi-3 and Phi-4: merged projections in the file, and in Phi-4-mini heads
-    of which a part rotates."""
+    that rotate only in part."""
     config = config.with_defaults(rms_norm_eps=1e-5, max_position_embeddings=4096)
     fields = common_fields(_longrope(config), partial=True)
     queries = fields["num_heads"] * fields["head_dim"]
@@ -25,7 +25,7 @@ def read_phi3(config: ConfigReader) -> ModelSpec:
 
 
 def _longrope(config: ConfigReader) -> ConfigReader:
-    """The same with the one name for what Phi-3's config.json calls ``su``, ``yarn`` or
+    """The same with a single name for what Phi-3's config.json calls ``su``, ``yarn`` or
     ``longrope``."""
     values = {**config.values, **dict.fromkeys(config.nulls)}
     values.setdefault("original_max_position_embeddings", 4096)

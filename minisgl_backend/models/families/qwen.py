@@ -16,16 +16,16 @@ from minisgl_backend.models.spec import MOST_WIDTH, ModelSpec, MoeSpec
 
 
 def read_qwen2(config: ConfigReader) -> ModelSpec:
-    """``Qwen2ForCausalLM``, which Qwen2.5 uses too: biases on queries, keys and values, and
-    possibly a sliding window on the upper layers."""
+    """``Qwen2ForCausalLM``, also used by Qwen2.5: biases of queries, keys and values, and possibly
+    a sliding window in the upper layers."""
     fields = common_fields(config.with_defaults(max_position_embeddings=2**15))
     fields["windows"] = _windows(config, fields["num_layers"])
     return ModelSpec(architecture="Qwen2ForCausalLM", qkv_bias=True, **fields)
 
 
 def read_qwen3(config: ConfigReader) -> ModelSpec:
-    """``Qwen3ForCausalLM``: as Qwen2, but queries and keys are normalized by head. head_dim is 128
-    unless given, whatever the hidden size."""
+    """``Qwen3ForCausalLM``: like Qwen2, but queries and keys are normalized by head. head_dim is
+    128 unless given, whatever the hidden size."""
     config = config.with_defaults(max_position_embeddings=2**15)
     fields = qk_normed_fields(config, head_dim=128)
     fields["windows"] = _windows(config, fields["num_layers"])
@@ -33,8 +33,8 @@ def read_qwen3(config: ConfigReader) -> ModelSpec:
 
 
 def read_qwen2_moe(config: ConfigReader) -> ModelSpec:
-    """``Qwen2MoeForCausalLM``, Qwen1.5-MoE and Qwen2-57B-A14B: Qwen2 with experts beside one that
-    all tokens take, which is gated."""
+    """``Qwen2MoeForCausalLM``, Qwen1.5-MoE and Qwen2-57B-A14B: Qwen2 with experts and a shared one,
+    which is gated."""
     config = config.with_defaults(max_position_embeddings=2**15)
     fields = common_fields(config)
     num_layers = fields["num_layers"]
@@ -55,7 +55,7 @@ def read_qwen2_moe(config: ConfigReader) -> ModelSpec:
 
 
 def read_qwen3_moe(config: ConfigReader) -> ModelSpec:
-    """``Qwen3MoeForCausalLM``: experts on every ``decoder_sparse_step``-th layer."""
+    """``Qwen3MoeForCausalLM``: experts in every ``decoder_sparse_step``-th layer."""
     config = config.with_defaults(num_key_value_heads=4, max_position_embeddings=2**15)
     fields = qk_normed_fields(config)
     num_layers = fields["num_layers"]
@@ -70,7 +70,7 @@ def read_qwen3_moe(config: ConfigReader) -> ModelSpec:
 
 
 def _windows(config: ConfigReader, num_layers: int) -> tuple[int | None, ...]:
-    """The window of each layer: by ``layer_types``, else from ``max_window_layers`` upwards."""
+    """The window of each layer: by ``layer_types``, otherwise from ``max_window_layers`` on."""
     if not config.flag("use_sliding_window"):
         return (None,) * num_layers
     window = config.integer_or_null("sliding_window", 4096)

@@ -16,8 +16,8 @@ _STATE_DTYPES: Final = ("float32", "bfloat16", "float16")
 
 
 def read_qwen3_next(config: ConfigReader) -> ModelSpec:
-    """``Qwen3NextForCausalLM``: the same, with experts on every ``decoder_sparse_step``-th layer
-    and projections that are ordered by key heads."""
+    """``Qwen3NextForCausalLM``: like Qwen3.5, with experts in every ``decoder_sparse_step``-th
+    layer and projections that are ordered by key heads."""
     config = config.with_defaults(num_key_value_heads=2, hidden_size=2048, intermediate_size=5632)
     fields, delta = _hybrid_fields(config, by_key_head=True)
     channels = {"q": delta.key_size, "k": delta.key_size, "v": delta.value_size}
@@ -31,8 +31,8 @@ def read_qwen3_next(config: ConfigReader) -> ModelSpec:
 
 
 def read_qwen3_5(config: ConfigReader) -> ModelSpec:
-    """``Qwen3_5ForCausalLM``: three of four layers are Gated DeltaNet, the others attention whose
-    output is gated and of whose heads a quarter rotates."""
+    """``Qwen3_5ForCausalLM``: three of four layers are Gated DeltaNet, the others attention with a
+    gated output and with heads that rotate by a quarter."""
     config = config.with_defaults(num_key_value_heads=4, hidden_size=4096)
     fields, delta = _hybrid_fields(config)
     channels = {"q": delta.key_size, "k": delta.key_size, "v": delta.value_size}
@@ -52,8 +52,8 @@ def read_qwen3_5_multimodal(config: ConfigReader) -> ModelSpec:
 
 
 def read_qwen3_5_moe(config: ConfigReader) -> ModelSpec:
-    """``Qwen3_5MoeForCausalLM``: the same with experts in every layer, beside one for all tokens,
-    which is gated."""
+    """``Qwen3_5MoeForCausalLM``: the same with experts in every layer, and a shared one, which is
+    gated."""
     experts = _experts_beside_one(config, 256, 8, normalize=True)
     # no layer has a block of that width, so config.json does not name one
     defaults = {
@@ -76,8 +76,8 @@ def read_qwen3_5_moe_multimodal(config: ConfigReader) -> ModelSpec:
 def _hybrid_fields(
     config: ConfigReader, *, by_key_head: bool = False
 ) -> tuple[dict[str, Any], DeltaSpec]:
-    """Gated DeltaNet by the defaults of Qwen3-Next and later, and gated attention between; and the
-    shape of the first, even if no layer has it."""
+    """Fields for Gated DeltaNet with the defaults of Qwen3-Next and later, and gated attention in
+    between; and the shape of the DeltaNet layers, even if there are none."""
     config = config.with_defaults(
         head_dim=256, partial_rotary_factor=0.25, max_position_embeddings=2**15
     )
@@ -120,7 +120,7 @@ def _hybrid_fields(
 def _experts_beside_one(
     config: ConfigReader, num_experts: int, top_k: int, *, normalize: bool
 ) -> ExpertsSpec:
-    """Experts of Qwen3-Next and later, beside one for all tokens, which is gated."""
+    """The experts of Qwen3-Next and later, with a shared one, which is gated."""
     shared = config.integer("shared_expert_intermediate_size", 512, maximum=MOST_WIDTH)
     return ExpertsSpec(
         routing=read_routing(config, num_experts, top_k, normalize=normalize),

@@ -209,9 +209,8 @@ class FusedLinear:
         if self._codes is not None or batch > min(cut.tokens, _MOST_JOINED):
             return None
         tiles = -(-num_slots * columns // cut.features)
-        blocks = (tiles + cut.num_tiles(self._height)) * cut.splits
-        if cut.even:
-            blocks = self._num_processors
+        of_tiles = (tiles + cut.num_tiles(self._height)) * cut.splits
+        blocks = self._num_processors if cut.even else of_tiles
         if blocks > self._num_processors or tiles > _MOST_TILES_OF_A:
             return None
         # zeros from the start, so not in the memory of a graph

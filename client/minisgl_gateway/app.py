@@ -102,7 +102,7 @@ def create_app(options: GatewayOptions, telemetry: Telemetry) -> ASGIApp:
     memory = ResponseMemory(options.max_stored_responses, options.max_stored_bytes)
     _add_responses(app, ResponsesRoutes(service, lookups, memory))
     _add_messages(app, MessagesRoutes(service, lookups))
-    _add_retrieval(app, RetrievalRoutes(service, lookups))
+    _add_retrieval(app, RetrievalRoutes(service, lookups, engine))
     _add_probes(app, service, lookups)
     _add_adapters(app, adapters)
     _add_page(app)

@@ -14,7 +14,7 @@ import base64
 import math
 import sys
 import uuid
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -28,6 +28,7 @@ from minisgl_gateway.chat import common_salt
 from minisgl_gateway.errors import api_error_of_finish, internal, invalid
 from minisgl_gateway.lookups import Lookups
 from minisgl_gateway.schema import MAX_LOGPROBS, EmbeddingRequest, RerankRequest, RetrievalRequest
+from minisgl_gateway.servers import Engine
 from minisgl_gateway.service import Service
 
 _BEFORE: Final = (
@@ -55,8 +56,9 @@ class _Frame:
 class RetrievalRoutes:
     """Embeddings of texts, and documents in the order of their relevance."""
 
-    def __init__(self, service: Service, lookups: Lookups) -> None:
+    def __init__(self, service: Service, lookups: Lookups, engine: Engine) -> None:
         self._service = service
+        self._engine = engine
         self._lookups = lookups
 
     async def embeddings(self, http: Request) -> Response:
@@ -65,14 +67,15 @@ class RetrievalRoutes:
         request_id = f"embd-{uuid.uuid4().hex}"
         inputs = _inputs(request)
 
-        async def call(index: int) -> dict[str, Any]:
-            return {**inputs[index], "embed": True, **self._shared(http, request)}
+        async def embed(index: int) -> Result:
+            asked = {**inputs[index], "embed": True, **self._shared(http, request)}
+            return await self._complete(f"{request_id}.{index}", asked)
 
         fields = EmbeddingRequest.model_fields
-        results = await self._service.results(http, call, len(inputs), request_id, fields, "input")
+        results = await self._service.each(http, embed, len(inputs), request_id, fields, "input")
         counts = Counts()
         data = []
-        for index, result in enumerate(_complete(results)):
+        for index, result in enumerate(results):
             counts.add(result, prompt=True)
             vector = _shortened(result.embedding, request.dimensions)
             told = list(vector) if request.encoding_format == "float" else _in_base64(vector)
@@ -130,61 +133,45 @@ class RetrievalRoutes:
     ) -> list[float]:
         """The relevance of each document, 0 .. 1.
 
-        A first call returns the log-probability of the likelier answer, and that of the other if it
-        is among the likely tokens. If it is not, a second call returns it; the prompt is cached by
-        then.
+        A first call tells the log-probability of the likelier answer, and of the other if it is
+        among the likely tokens. If it is not, a second call tells it; the prompt is cached then.
+        Only the questions of documents whose turn has come are in memory: each has the whole query.
         """
-        texts = request.texts
-        prompts: dict[int, list[int]] = {}
-        """By document index."""
         both = {frame.yes: _FOR_SURE, frame.no: _FOR_SURE}
 
-        def asking(index: int, biases: Mapping[int, float]) -> dict[str, Any]:
-            return {
-                "input_ids": prompts[index],
-                "max_tokens": 1,
-                "temperature": 0,
-                "ignore_eos": True,
-                "num_logprobs": MAX_LOGPROBS,
-                "logit_bias": dict(biases),
-                **self._shared(http, request),
-            }
+        async def score(index: int) -> float:
+            prompt = await self._prompt(http, request, frame, request.texts[index])
 
-        async def for_likelier(index: int) -> dict[str, Any]:
-            prompts[index] = await self._prompt(http, request, frame, texts[index])
-            return asking(index, both)
+            async def ask(name: str, biases: Mapping[int, float]) -> Result:
+                asked = {
+                    "input_ids": prompt,
+                    "max_tokens": 1,
+                    "temperature": 0,
+                    "ignore_eos": True,
+                    "num_logprobs": MAX_LOGPROBS,
+                    "logit_bias": dict(biases),
+                    **self._shared(http, request),
+                }
+                return await self._complete(f"{request_id}.{name}", asked)
 
-        first = await self._results(http, for_likelier, len(texts), request_id)
-        told: list[dict[int, float]] = []
-        for result in _complete(first):
-            counts.add(result, prompt=True)
-            told.append(_logprobs(result.logprobs))
-        missing = [
-            (index, token)
-            for index, logprobs in enumerate(told)
-            for token in both
-            if token not in logprobs
-        ]
+            first = await ask(f"{index}", both)
+            counts.add(first, prompt=True)
+            told = _logprobs(first.logprobs)
+            for token in both.keys() - told.keys():
+                biases = {token: _FOR_SURE, _other(token, frame): -_FOR_SURE}
+                second = await ask(f"other.{index}", biases)
+                told[token] = _logprobs(second.logprobs)[token]
+            return 1 / (1 + math.exp(min(told[frame.no] - told[frame.yes], 700)))
 
-        async def for_other(place: int) -> dict[str, Any]:
-            index, token = missing[place]
-            return asking(index, {token: _FOR_SURE, _other(token, frame): -_FOR_SURE})
+        fields, num_texts = RerankRequest.model_fields, len(request.texts)
+        return await self._service.each(http, score, num_texts, request_id, fields, "documents")
 
-        if missing:
-            second = await self._results(http, for_other, len(missing), f"{request_id}.other")
-            for (index, token), result in zip(missing, _complete(second), strict=True):
-                told[index][token] = _logprobs(result.logprobs)[token]
-        return [1 / (1 + math.exp(min(one[frame.no] - one[frame.yes], 700))) for one in told]
-
-    async def _results(
-        self,
-        http: Request,
-        call: Callable[[int], Awaitable[dict[str, Any]]],
-        num_calls: int,
-        request_id: str,
-    ) -> list[Result]:
-        fields = RerankRequest.model_fields
-        return await self._service.results(http, call, num_calls, request_id, fields, "documents")
+    async def _complete(self, request_id: str, asked: Mapping[str, Any]) -> Result:
+        """The engine's answer, which has come to its end; raises ``ApiError`` if it has not."""
+        result = await self._engine.generate(**asked, request_id=request_id)
+        if result.finish_reason != "length":
+            raise api_error_of_finish(result.finish_reason)
+        return result
 
     def _shared(self, http: Request, request: RetrievalRequest) -> dict[str, Any]:
         policy = self._service.policy(http)
@@ -206,14 +193,6 @@ def _inputs(request: EmbeddingRequest) -> list[dict[str, Any]]:
     if isinstance(given[0], int):
         return [{"input_ids": given}]
     return [{"prompt": one} if isinstance(one, str) else {"input_ids": one} for one in given]
-
-
-def _complete(results: Sequence[Result]) -> Sequence[Result]:
-    """The same ``results``, if all are complete; raises ``ApiError`` if not."""
-    for result in results:
-        if result.finish_reason != "length":
-            raise api_error_of_finish(result.finish_reason)
-    return results
 
 
 def _logprobs(positions: Sequence[TokenLogprobs]) -> dict[int, float]:

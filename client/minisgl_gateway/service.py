@@ -16,7 +16,6 @@ from collections.abc import (
     Callable,
     Container,
     Iterator,
-    Mapping,
     Sequence,
 )
 from contextlib import aclosing, contextmanager
@@ -57,6 +56,7 @@ from minisgl_gateway.telemetry import Telemetry
 
 logger = logging.getLogger(__name__)
 _Request = TypeVar("_Request", bound=Body)
+_Outcome = TypeVar("_Outcome")
 _HEALTH_S: Final = 5.0
 _PROBED_S: Final = 1.0
 _AT_ONCE: Final = 16
@@ -204,35 +204,34 @@ class Service:
         job = _Job([generation], readers, renderer, of_form, chat.n, chat.n)
         return await self._answer(http, job, stream=chat.stream)
 
-    async def results(
+    async def each(
         self,
         http: Request,
-        call: Callable[[int], Awaitable[Mapping[str, Any]]],
-        num_calls: int,
+        work: Callable[[int], Awaitable[_Outcome]],
+        num_inputs: int,
         request_id: str,
         fields: Container[str],
         prompt: str,
-    ) -> list[Result]:
-        """What the engine answers to several calls of its client, a few at a time.
+    ) -> list[_Outcome]:
+        """What comes of each input of a request, a few at a time.
 
-        ``call`` makes the arguments of each when its turn has come, which may ask the engine, too.
-        The calls have the ``request_id`` with their index. The first error ends them all; raises
-        ``ApiError``, which names one of ``fields``: ``prompt`` is the one that prompts are of.
+        ``work`` does all for the input of an index, and has one call of the engine at a time. The
+        first error ends them all; raises ``ApiError``, which names one of ``fields``: ``prompt`` is
+        the one that prompts are of.
         """
         state = http.scope["state"]
         state["request_id"] = request_id
         caller: Caller = state["caller"]
         most = min(_AT_ONCE, self._options.max_requests, self._options.max_requests_per_key)
-        num_places = min(num_calls, most)
+        num_places = min(num_inputs, most)
         places = asyncio.Semaphore(num_places)
 
-        async def one(index: int) -> Result:
+        async def one(index: int) -> _Outcome:
             async with places:
-                arguments = await call(index)
-                return await self._engine.generate(**arguments, request_id=f"{request_id}.{index}")
+                return await work(index)
 
-        async def gathered() -> list[Result]:
-            tasks = [asyncio.ensure_future(one(index)) for index in range(num_calls)]
+        async def gathered() -> list[_Outcome]:
+            tasks = [asyncio.ensure_future(one(index)) for index in range(num_inputs)]
             try:
                 return await asyncio.gather(*tasks)
             finally:

@@ -12,6 +12,7 @@ from typing import Any
 import pexpect
 import pytest
 from click.testing import CliRunner
+from minisgl_client import Client
 
 from minisgl_backend.cli.main import main
 from minisgl_backend.server.process import TritonServer
@@ -50,6 +51,21 @@ def test_parameters_of_a_command(ask: list[str]) -> None:
     assert (done.returncode, done.stderr) == (0, "")
     system = run(*ask, "--system", "You are a parrot.", "Who are you?")
     assert system.returncode == 0 and system.stdout.strip()
+
+
+def test_an_embedding_is_a_line_of_json(server: TritonServer, ask: list[str]) -> None:
+    with Client(url_of(server, "grpc")) as client:
+        expected = pytest.approx(client.generate(POEM, embed=True).embedding, abs=1e-5)
+    for words in ([], ["--max-tokens", "0"], ["-p", "max_tokens=0"]):
+        done = run(*ask, POEM, "-p", "embed=true", *words)
+        assert (done.returncode, done.stderr, done.stdout.count("\n")) == (0, "", 1)
+        assert json.loads(done.stdout) == expected
+    refused = run(*ask, POEM, "-p", "embed=true", "--max-tokens", "5")
+    assert "max_tokens must be 0 with embed, got 5" in refused.stderr
+    lines = f'{{"prompt": "{POEM}", "embed": true}}\n"{POEM}"\n'
+    told, generated = map(json.loads, run(*ask, "--jsonl", stdin=lines).stdout.splitlines())
+    assert told["embedding"] == expected
+    assert generated["num_output_tokens"] > 0
 
 
 CITY = {

@@ -155,7 +155,8 @@ def _write(text: str) -> None:
 
 
 def _answer_one(settings: Mapping[str, Any], template: _Template, prompt: str) -> None:
-    """Write the answer as it comes, and a newline; further samples follow at the end."""
+    """Write the answer as it comes, and a newline; of several, those after the first at the end.
+    An embedding, beside which there is no text, is a line of JSON."""
     request = template.fill(prompt)
     is_ranked = "best_of" in request  # then no answer comes before its end
     with client_of(Client, **settings) as client:
@@ -168,7 +169,7 @@ def _answer_one(settings: Mapping[str, Any], template: _Template, prompt: str) -
                     if delta.sample == 0:
                         _write(delta.text)
             result = stream.result
-    _write("\n")
+    _write(f"{json.dumps(result.embedding)}\n" if result.embedding else "\n")
     for other in result.others:
         _write(f"---\n{other.text}\n")
     if cut := [sample for sample in result.samples if _is_cut(sample)]:
@@ -227,6 +228,8 @@ def _request(line: bytes, template: _Template) -> dict[str, Any]:
         raise InvalidArgument("unknown parameter 'request_id'; did you mean 'id'?")
     if "max_tokens" in said:
         said.setdefault("fit_max_tokens", False)
+    elif said.get("embed") is True:  # the command's are for lines that generate
+        said["max_tokens"] = 0
     if isinstance(prompt := said.get("prompt"), str):
         del said["prompt"]
         return template.fill(prompt) | said

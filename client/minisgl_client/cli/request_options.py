@@ -89,7 +89,8 @@ def given(
     stop: Sequence[str],
     others: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """The parameters of the running command's options, by name.
+    """The parameters of the running command's options, by name; with ``embed``, which generates
+    nothing, ``max_tokens`` has no default.
 
     Raises ``click.UsageError`` if ``--param`` contradicts another option.
     """
@@ -103,12 +104,18 @@ def given(
     }
     context = click.get_current_context()
     for name, value in others.items():
-        if name not in options or context.get_parameter_source(name) is ParameterSource.DEFAULT:
+        if name not in options or _is_default(context, name):
             continue
         if options[name] != ([value] if name in LISTS and isinstance(value, str) else value):
             option = name.replace("_", "-")
             raise click.UsageError(f"--{option} and --param {name} have different values")
+    if others.get("embed") is True and _is_default(context, "max_tokens"):
+        options["max_tokens"] = None
     return {name: value for name, value in {**options, **others}.items() if value is not None}
+
+
+def _is_default(context: click.Context, name: str) -> bool:
+    return context.get_parameter_source(name) is ParameterSource.DEFAULT
 
 
 def form_options(command: _Command) -> _Command:

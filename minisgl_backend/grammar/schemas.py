@@ -18,6 +18,7 @@ is used.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -29,6 +30,8 @@ Schema: TypeAlias = Mapping[str, Any]
 
 NAMES: Final = ("properties", "patternProperties", "$defs", "definitions")
 """Keywords whose objects have names in place of keywords."""
+DATA: Final = ("const", "enum", "default", "examples")
+"""Keywords whose values are data, in which nothing is a keyword."""
 NOT_NUL: Final = r"[^\x00"
 """How the negated classes of rewritten patterns begin."""
 _NEGATED: Final = re.compile(r"\\.|\[\^(?!\])(?P<hyphen>-?)", re.DOTALL)
@@ -73,17 +76,32 @@ def says_nothing(key: str, schema: Schema) -> bool:
 
 def is_changed(key: str, value: Any) -> bool:
     """Whether a keyword lists an integer that llguidance, which reads floats, would change."""
-    return key in ("const", "enum") and any(map(_is_rounded, _integers(value)))
+    return key in ("const", "enum") and any(
+        _is_rounded(number) for number in _numbers(value) if isinstance(number, int)
+    )
 
 
-def _integers(value: Any) -> Iterator[int]:
+def is_beyond_floats(key: str, value: Any) -> bool:
+    """Whether a keyword has a number that is too large for a float: llguidance reads none."""
+    is_data = key in DATA or not isinstance(value, dict | list)
+    return is_data and any(map(_is_beyond_floats, _numbers(value)))
+
+
+def _numbers(value: Any) -> Iterator[int | float]:
     waiting = [value]
     while waiting:
         one = waiting.pop()
-        if isinstance(one, int):
+        if isinstance(one, int | float):
             yield one
         elif isinstance(one, list | dict):
             waiting += one.values() if isinstance(one, dict) else one
+
+
+def _is_beyond_floats(number: float) -> bool:
+    try:
+        return math.isinf(float(number))
+    except OverflowError:
+        return True
 
 
 def _is_rounded(integer: int) -> bool:

@@ -22,14 +22,21 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 from llguidance import LLMatcher, grammar_from
 from llguidance.gbnf_to_lark import is_lark_syntax
 
 from minisgl_backend.errors import InvalidRequest, Unsupported
 from minisgl_backend.grammar import channels, structural_tags
-from minisgl_backend.grammar.schemas import NAMES, NOT_NUL, is_changed, says_nothing
+from minisgl_backend.grammar.schemas import (
+    DATA,
+    NAMES,
+    NOT_NUL,
+    is_beyond_floats,
+    is_changed,
+    says_nothing,
+)
 from minisgl_backend.grammar.structural_tags import quoted, spaced
 from minisgl_backend.request import Grammar, GrammarKind, TokenId
 
@@ -41,13 +48,12 @@ _MOST_CHARACTERS: Final = 230
 _MOST_PLACES: Final = 5
 _MOST_OF_PLACES: Final = 100
 _CODE: Final = re.compile(r"\\(?:\\|u(?P<four>[0-9a-fA-F]{4})|U(?P<eight>[0-9a-fA-F]{8}))")
-"""The code of a character in GBNF; or an escaped backslash, which does not begin one."""
-_LONG_NUMBER: Final = re.compile("[0-9]{16}")
+"""Of a character in GBNF; or a backslash, which begins none."""
+_LARGE_NUMBER: Final = re.compile(r"[0-9]{16}|[0-9][eE]\+?[0-9]{3}")
 _LARK_AROUND: Final = re.compile(r"^at \d+\(\d+\): |\n\s*\d+ \|.*", re.DOTALL)
 _SCHEMAS: Final = ("items", "schema", "json_schema")
 _LISTS: Final = ("allOf", "anyOf", "oneOf", "prefixItems")
 """Keywords whose values are a schema, or lists of them; two are those of structural tags."""
-_DATA: Final = ("const", "enum", "default", "examples")
 _COMPLAINTS: Final[Mapping[re.Pattern[str], tuple[str, ...]]] = MappingProxyType(
     {
         re.compile(r".*?Unknown format: (\S+)"): ("format",),
@@ -183,7 +189,7 @@ def _keywords(schema: Any) -> Iterator[tuple[str, str, Any]]:
                 at = f"{place}/{_escaped(key)}"
                 if has_keywords and not says_nothing(key, value):
                     yield at, key, inner
-                if not (has_keywords and key in _DATA):
+                if not (has_keywords and key in DATA):
                     waiting.append((at, inner, not has_keywords or key not in NAMES))
 
 
@@ -212,16 +218,24 @@ def one_line(text: str) -> str:
 
 def _parsed(source: str, what: str) -> Any:
     try:
-        return json.loads(source)
+        return json.loads(source, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
-        raise InvalidRequest(f"{what} must be JSON: {one_line(str(error))}") from error
+        told = one_line(str(error))
+        if "integer string conversion" in told:  # Python's words are about an option of Python
+            told = "an integer has thousands of digits"
+        raise InvalidRequest(f"{what} must be JSON: {told}") from error
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a number of JSON")
 
 
 def _with_schemas(source: str, what: str) -> Any:
-    """The JSON of one or several schemas. Raises ``Unsupported`` if one of them lists an integer
-    that would be changed, unless its structure is lenient."""
+    """The JSON of one or several schemas. Raises ``Unsupported`` if one of them has a number that
+    is too large for a float or, unless a structure is lenient, lists an integer that would be
+    changed."""
     parsed = _parsed(source, what)
-    if _LONG_NUMBER.search(source):
+    if _LARGE_NUMBER.search(source):
         structures = parsed.get("structures") if isinstance(parsed, dict) else None
         lenient = tuple(
             f"#/structures/{at}/"
@@ -229,8 +243,13 @@ def _with_schemas(source: str, what: str) -> Any:
             if isinstance(one, dict) and one.get("lenient") is True
         )
         for place, key, value in _keywords(parsed):
-            if is_changed(key, value) and not place.startswith(lenient):
-                raise Unsupported(f"integers beyond 2**53 are not supported, at {_shown([place])}")
+            if is_changed(key, value):
+                if not place.startswith(lenient):
+                    raise Unsupported(
+                        f"integers beyond 2**53 are not supported, at {_shown([place])}"
+                    )
+            elif is_beyond_floats(key, value):
+                raise Unsupported(f"numbers beyond 1.8e308 are not supported, at {_shown([place])}")
     return parsed
 
 

@@ -563,6 +563,25 @@ def test_a_section_of_tokens_that_there_are_not(grammars: Grammars, section: Any
             {"structures": [{"begin": "<", "schema": {"const": 10**400}}], "triggers": ["<"]},
             "at #/structures/0/schema/const$",
         ),
+        ("json_schema", '{"enum": [0, {"a": [1e400]}]}', "1.8e308 are not supported, at #/enum$"),
+        (
+            "json_schema",
+            '{"properties": {"a": {"default": -1E+400}}}',
+            "1.8e308 are not supported, at #/properties/a/default$",
+        ),
+        ("json_schema", {"type": "integer", "maximum": 10**400}, "1.8e308 .* at #/maximum$"),
+        (
+            "structural_tag",
+            '{"structures": [{"begin": "<", "schema": {"minimum": 1e309}, "lenient": true}], '
+            '"triggers": ["<"]}',
+            "1.8e308 are not supported, at #/structures/0/schema/minimum$",
+        ),
+        (
+            "json_schema",
+            f'{{"minimum": 1{"0" * 5000}}}',
+            "JSON: an integer has thousands of digits$",
+        ),
+        ("json_schema", '{"enum": [-Infinity]}', "must be JSON: -Infinity is not a number of JSON"),
         ("choice", '["\\ud800"]', "surrogate|utf-8"),
         ("regex", "\ud800", "surrogate|UTF-8"),
         ("json_schema", {"$ref": "https://example.org/schema"}, "example.org"),

@@ -217,6 +217,7 @@ def test_its_own_server_and_the_end_by_ctrl_c_and_other_signals(number: signal.S
         (["--time-scale", "2"], "--time-scale needs --trace"),
         (["--slo", "speed=3"], "an objective is ttft, tpot or e2e"),
         (["--json", "/nowhere/figures.json"], "/nowhere/figures.json cannot be written"),
+        (["--json", ""], ". cannot be written"),
         (["--plots", "/proc/plots"], "--plots /proc/plots: "),
     ],
 )

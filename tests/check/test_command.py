@@ -26,6 +26,8 @@ from tests.check.promises import Broken
 from tests.fakes.answers import answering
 
 pytestmark = pytest.mark.server
+NOBODY = "http://127.0.0.1:1"
+ELSEWHERE = ["--url", "grpc://127.0.0.1:1", "--http-url", NOBODY, "--health-url", NOBODY]
 
 
 def addresses(own: OwnServer) -> list[str]:
@@ -170,13 +172,11 @@ def test_the_documentation_has_every_fault() -> None:
     ("arguments", "message"),
     [
         (
-            [
-                *("--url", "grpc://127.0.0.1:1", "--http-url", "http://127.0.0.1:1"),
-                *("--health-url", "http://127.0.0.1:1"),
-            ],
+            ELSEWHERE,
             "http://127.0.0.1:1 does not answer as a health port does",
         ),
         (["--tritonserver", "/nowhere"], "there is no tritonserver at '/nowhere'"),
+        (["--tritonserver", "/nowhere", "--fault", "F18"], "no tritonserver at '/nowhere'"),
         (["--fault", "F18", "--fault", "F99"], "there is no fault F99: see minisgl check --list"),
     ],
 )
@@ -190,6 +190,13 @@ def test_servers_and_files_that_do_not_exist(arguments: list[str], message: str)
     ("arguments", "message"),
     [
         (["--url", "grpc://127.0.0.1:1"], "--url, --http-url and --health-url go together"),
+        ([*ELSEWHERE[:-1], ""], "--url, --http-url and --health-url go together"),
+        (
+            ["--metrics-url", "http://127.0.0.1:1/metrics"],
+            "--metrics-url is for a server that runs",
+        ),
+        ([*ELSEWHERE, "--tritonserver", "/x"], "--tritonserver is for servers of the check's own"),
+        ([*ELSEWHERE, "--full", "--requests", "5"], "--requests is for F28"),
         (["--full", "--short"], "--short, --figures, --full and --hours exclude each other"),
         (["--hours", "1", "--full"], "--short, --figures, --full and --hours exclude each other"),
         (["--fault", "F28", "--full"], "--fault goes with servers of the check's own"),

@@ -24,6 +24,7 @@ import click
 
 from minisgl_backend.cli.options import tritonserver_option
 from minisgl_backend.errors import ConfigError
+from minisgl_backend.server.installation import find_installation
 from minisgl_check.asking import Extent
 from minisgl_check.case import Case, Cases
 from minisgl_check.catalogue import MEASURED, SCENES, entries, scenes_of
@@ -109,7 +110,7 @@ def check(
     if is_list:
         _print_catalogue()
         return
-    addresses = [one for one in (url, http_url, health_url) if one]
+    addresses = [one for one in (url, http_url, health_url) if one is not None]
     flags = {"short": short, "figures": figures, "full": full}
     extents = [name for name, is_given in flags.items() if is_given]
     if hours is not None:
@@ -118,13 +119,20 @@ def check(
         raise click.UsageError("--short, --figures, --full and --hours exclude each other")
     if hours is not None and not math.isfinite(hours):
         raise click.UsageError(f"--hours must be finite, got {hours}")
-    if len(addresses) not in (0, 3):
+    if len(addresses) not in (0, 3) or not all(addresses):  # perhaps an unset shell variable
         raise click.UsageError("--url, --http-url and --health-url go together")
+    if metrics_url is not None and not addresses:
+        raise click.UsageError("--metrics-url is for a server that runs: give --url, too")
+    if tritonserver is not None and addresses:
+        raise click.UsageError("--tritonserver is for servers of the check's own")
     if faults and (addresses or extents or with_gateway):
         raise click.UsageError("--fault goes with servers of the check's own, and with no loads")
-    if num_requests is not None and not ("F28" in faults or full or hours is not None):
+    has_replicas = "F28" in faults or ((full or hours is not None) and not addresses)
+    if num_requests is not None and not has_replicas:
         raise click.UsageError("--requests is for F28: give --fault F28, --full or --hours")
     size = SOAK if hours is not None else FIGURES if figures else FULL if full else SHORT
+    if not addresses:
+        find_installation(tritonserver)  # a missing one is no fault of a server
     seed = secrets.randbelow(2**31) if seed is None else seed
     rng = random.Random(seed)
     click.echo(f"seed {seed}")

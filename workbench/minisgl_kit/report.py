@@ -24,7 +24,10 @@ PERCENTILES: Final = (50, 90, 99)
 
 def _writable(_context: click.Context, option: click.Parameter, path: Path | None) -> Path | None:
     """Refuse a path before anything is measured, not after."""
-    if path is not None and not os.access(path if path.exists() else path.parent, os.W_OK):
+    if path is None:
+        return None
+    place = path if path.exists() else path.parent
+    if path.is_dir() or not os.access(place, os.W_OK):  # an empty path is this folder
         raise click.BadParameter(f"{path} cannot be written", param=option)
     return path
 

@@ -12,7 +12,8 @@ Must not know Triton, or what the ids are used for.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
@@ -34,6 +35,8 @@ from minisgl_backend.wire.generation import MessagesPrompt, Prompt, TextPrompt, 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
+_MOST_TOLD: Final = 300
+"""Characters of a library's error."""
 _NO_CHARACTER: Final = "\ufdd0"
 _PROCESSOR_TEMPLATE: Final = "chat_template.json"
 """Where multi-modal checkpoints written by older transformers have their template."""
@@ -57,7 +60,8 @@ def check_tokenizer(folder: str | Path) -> None:
 
 def load_vocabulary(folder: str | Path) -> Vocabulary:
     """The vocabulary of the tokenizer in a folder; raises ``ConfigError``."""
-    return Vocabulary.of(_load(folder).backend_tokenizer)
+    with _understood(folder):
+        return Vocabulary.of(_load(folder).backend_tokenizer)
 
 
 def load_definition(folder: str | Path) -> tuple[str, dict[str, TokenId]]:
@@ -69,10 +73,11 @@ def load_definition(folder: str | Path) -> tuple[str, dict[str, TokenId]]:
     Otherwise a text spelled like such a token could only be generated as that token, which is not
     allowed in texts.
     """
-    tokenizer = _load(folder).backend_tokenizer
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    definition = json.loads(tokenizer.to_str())
+    with _understood(folder):
+        tokenizer = _load(folder).backend_tokenizer
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        definition = json.loads(tokenizer.to_str())
     ids: dict[str, TokenId] = {}
     names: dict[str, str] = {}
     for token in definition["added_tokens"]:
@@ -143,21 +148,24 @@ class PromptEncoder:
     ) -> PromptEncoder:
         """The encoder of a checkpoint's folder; raises ``ConfigError``."""
         limits = limits or Limits()
-        loaded = _load(folder)
-        sources = loaded.chat_template or _template_of_processor(Path(folder)) or {}
-        if isinstance(sources, str):
-            sources = {"default": sources}
-        templates = {
-            name: ChatTemplate(source, loaded.special_tokens_map, max_chars=limits.prompt_bytes)
-            for name, source in sources.items()
-        }
-        return cls(
-            loaded.backend_tokenizer,
-            templates=templates,
-            bos_token_id=loaded.bos_token_id,
-            limits=limits,
-            context=context,
-        )
+        with _understood(folder):
+            loaded = _load(folder)
+            sources = loaded.chat_template or _template_of_processor(Path(folder)) or {}
+            if isinstance(sources, str):
+                sources = {"default": sources}
+            if not _are_texts(sources):
+                raise ConfigError(f"the chat template of {folder} must be a text, or texts by name")
+            templates = {
+                name: ChatTemplate(source, loaded.special_tokens_map, max_chars=limits.prompt_bytes)
+                for name, source in sources.items()
+            }
+            return cls(
+                loaded.backend_tokenizer,
+                templates=templates,
+                bos_token_id=loaded.bos_token_id,
+                limits=limits,
+                context=context,
+            )
 
     def encode(self, prompt: RenderedPrompt) -> IntArray:
         """The prompt's token ids, int32[num_prompt_tokens], at least one.
@@ -313,8 +321,22 @@ def _load(folder: str | Path) -> Any:
     from transformers import PreTrainedTokenizerFast
 
     check_tokenizer(folder)
+    return PreTrainedTokenizerFast.from_pretrained(str(folder), local_files_only=True)
+
+
+@contextmanager
+def _understood(folder: str | Path) -> Iterator[None]:
+    """Turn the errors of a tokenizer's libraries into a ``ConfigError``. For files that they do not
+    understand they raise errors of all kinds, and panics of Rust, which are no ``Exception``."""
     try:
-        return PreTrainedTokenizerFast.from_pretrained(str(folder), local_files_only=True)
-    except Exception as error:
-        # transformers raises errors of all kinds for files that it does not understand
-        raise ConfigError(f"the tokenizer of {folder} cannot be loaded: {error}") from error
+        yield
+    except (ConfigError, KeyboardInterrupt, SystemExit, GeneratorExit):
+        raise
+    except BaseException as error:
+        told = " ".join(str(error).split())
+        told = told if len(told) <= _MOST_TOLD else f"{told[:_MOST_TOLD]}..."
+        raise ConfigError(f"the tokenizer of {folder} cannot be loaded: {told}") from error
+
+
+def _are_texts(sources: Any) -> bool:
+    return isinstance(sources, dict) and all(isinstance(one, str) for one in sources.values())

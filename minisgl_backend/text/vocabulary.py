@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from minisgl_backend.errors import ConfigError
+from minisgl_backend.models.spec import MOST_VOCABULARY
 from minisgl_backend.request import TokenId
 
 if TYPE_CHECKING:
@@ -65,9 +66,16 @@ class Vocabulary:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> Vocabulary:
-        """The table of a tokenizer; raises ``ConfigError`` for a decoder that is not known."""
+        """The table of a tokenizer; raises ``ConfigError`` for a decoder that is not known, and for
+        an id that no model can have: the table has a line for each id up to the last."""
         by_id = {token_id: token for token, token_id in tokenizer.get_vocab().items()}
-        tokens = [by_id.get(token_id) for token_id in range(max(by_id, default=-1) + 1)]
+        last = max(by_id, default=-1)
+        if last >= MOST_VOCABULARY:
+            raise ConfigError(
+                f"the tokenizer's token {by_id[last]!r} has the id {last}, which must be below "
+                f"{MOST_VOCABULARY}"
+            )
+        tokens = [by_id.get(token_id) for token_id in range(last + 1)]
         added = tokenizer.get_added_tokens_decoder()
         special = frozenset(token_id for token_id, token in added.items() if token.special)
         return cls(tokens, special, json.loads(tokenizer.to_str())["decoder"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 import threading
@@ -356,6 +357,39 @@ def test_a_folder_without_a_tokenizer_fails_the_load(tmp_path: Path) -> None:
         PromptEncoder.load(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ConfigError, match="cannot be loaded"):
+        PromptEncoder.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        # each would have a line in a table
+        ({"vocab": {"a": 2**31}, "merges": []}, r"'a' has the id 2147483648, which must be below"),
+        # a panic of Rust
+        ({"continuing_subword_prefix": "x" * 500}, "cannot be loaded: range end index"),
+    ],
+)
+def test_vocabularies_that_cannot_be(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    shutil.copytree(DEMO_MODEL, tmp_path, dirs_exist_ok=True)
+    file = tmp_path / "tokenizer.json"
+    definition = json.loads(file.read_text("utf-8"))
+    definition["model"] |= changes
+    file.write_text(json.dumps(definition), "utf-8")
+    for load in (PromptEncoder.load, load_vocabulary):
+        with pytest.raises(ConfigError, match=message):
+            load(tmp_path)
+
+
+@pytest.mark.parametrize("template", [7, ["x"], {"default": 7}, [{"name": "x", "template": 7}]])
+def test_a_chat_template_that_is_no_text(tmp_path: Path, template: Any) -> None:
+    shutil.copytree(DEMO_MODEL, tmp_path, dirs_exist_ok=True)
+    file = tmp_path / "tokenizer_config.json"
+    config = json.loads(file.read_text("utf-8"))
+    file.write_text(json.dumps({**config, "chat_template": template}), "utf-8")
+    (tmp_path / "chat_template.jinja").unlink(missing_ok=True)
+    with pytest.raises(
+        ConfigError, match=r"the chat template of .* must be a text|cannot be loaded"
+    ):
         PromptEncoder.load(tmp_path)
 
 

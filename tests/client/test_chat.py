@@ -167,6 +167,19 @@ def test_chat(server: TritonServer, tmp_path: Path) -> None:
         terminal.end("/quit\r")
 
 
+def test_half_a_character_does_not_spoil_what_was_saved(
+    server: TritonServer, tmp_path: Path
+) -> None:
+    """JSON may hold half of a surrogate pair."""
+    saved = tmp_path / "chat.json"
+    with chat(server, tmp_path / "history") as terminal:
+        terminal.say("/params stop='[\"\\ud800\"]'\r", "stop = ")
+        terminal.say(f"/save {saved}\r", "0 messages in")
+        terminal.say("hello\r", "INVALID_ARG: .*must be valid UTF-8")
+        terminal.end()
+    assert json.loads(saved.read_text("utf-8"))["parameters"]["stop"] == ["\ud800"]
+
+
 def test_lines_of_an_answer_stay_lines(server: TritonServer, tmp_path: Path) -> None:
     with chat(server, tmp_path / "history") as terminal:
         terminal.say("Write a poem about the sea.\r", FIGURES)

@@ -31,10 +31,15 @@ class Conversation:
         ]
 
     def save(self, path: Path) -> None:
-        """Write everything to a JSON file; raises ``OSError``."""
+        """Write it all to a JSON file; raises ``OSError``.
+
+        Half of a surrogate pair, which may come from JSON or from a terminal that is not UTF-8,
+        is written as JSON escapes it.
+        """
         content = {
             "system": self.system,
             "parameters": self.parameters,
             "messages": self.turns,
         }
-        path.write_text(json.dumps(content, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")
+        text = json.dumps(content, ensure_ascii=False, indent=2) + "\n"
+        path.write_bytes(text.encode(errors="backslashreplace"))

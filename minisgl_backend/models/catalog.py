@@ -78,14 +78,14 @@ def parse_spec(values: Mapping[str, Any], modelopt: Mapping[str, Any] | None = N
     config = ConfigReader(values)
     weights = read_quantization(config, modelopt)
     names = config.values.get("architectures") or ["no architecture"]
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+    if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
         raise config.error("architectures", "a list of names", names)
     known = [name for name in names if name in ARCHITECTURES]
     if "auto_map" in config.values and not _WITH_NEEDLESS_CODE.intersection(known):
         raise ConfigError("the checkpoint brings its own code (auto_map), which is never run")
     if not known:
         raise ConfigError(
-            f"{', '.join(names)} is not supported; supported are " + ", ".join(ARCHITECTURES)
+            f"{', '.join(names)[:80]} is not supported; supported are " + ", ".join(ARCHITECTURES)
         )
     for part in (config, ConfigReader(config.table("text_config"), f"{config.where}: text_config")):
         if not part.flag("is_causal", True):  # transformers lets tokens see later ones, too

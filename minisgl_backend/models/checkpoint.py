@@ -27,6 +27,8 @@ _SINGLE: Final = "model.safetensors"
 _LENGTH: Final = struct.Struct("<Q")
 _MOST_HEADER_BYTES: Final = 100_000_000
 """The format's own limit."""
+_MOST_NAME: Final = 255
+"""Characters of a file's name."""
 _BYTES: Final = MappingProxyType(
     {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1}
     | {"I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2, "U8": 1, "BOOL": 1}
@@ -121,8 +123,11 @@ def _located_files(folder: Path, located: Mapping[str, Any]) -> TensorFiles:
     files: dict[Path, dict[str, TensorHeader]] = {}
     for name, file in sorted(located.items()):
         # A plain file name: an index must not reach outside its folder.
-        if not isinstance(file, str) or Path(file).name != file:
-            raise ConfigError(f"{folder / _INDEX} puts {name} into {file!r}")
+        if not isinstance(file, str) or Path(file).name != file or not 0 < len(file) <= _MOST_NAME:
+            shown = repr(file)[:80]
+            raise ConfigError(
+                f"{folder / _INDEX} puts {name} into {shown}, which is no name of a file"
+            )
         path = folder / file
         if path not in headers:
             headers[path] = read_header(path)

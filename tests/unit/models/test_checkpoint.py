@@ -95,6 +95,18 @@ def test_a_config_of_another_model(changes: dict[str, Any], message: str) -> Non
         check_weights(replace(spec, **changes), files)
 
 
+@pytest.mark.parametrize("file", ["", ".", "../x", "/x", "x" * 256, 10**400, None, ["x"]])
+def test_an_index_that_names_no_file(tmp_path: Path, file: Any) -> None:
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"lm_head.weight": file}}))
+    with pytest.raises(ConfigError) as caught:
+        tensor_files(tmp_path)
+    message = str(caught.value)
+    assert message.startswith(f"{index} puts lm_head.weight into {repr(file)[:80]}")
+    assert message.endswith(", which is no name of a file")
+    assert len(message) < len(str(index)) + 150
+
+
 @pytest.mark.parametrize("write", [Path.mkdir, Path.touch])
 def test_what_is_no_file_of_tensors(tmp_path: Path, write: Callable[[Path], None]) -> None:
     path = tmp_path / "model.safetensors"

@@ -45,6 +45,7 @@ REFUSED: Final[dict[str, tuple[dict[str, Any], str]]] = {
         {"architectures": ["GPT2LMHeadModel"]},
         "GPT2LMHeadModel is not supported; supported are LlamaForCausalLM, .*Qwen3MoeForCausalLM",
     ),
+    "empty architecture": ({"architectures": [""]}, "architectures must be a list of names"),
     "no architecture": ({"architectures": None}, "no architecture is not supported"),
     "remote code": ({"auto_map": {"AutoModel": "x.Y"}}, "its own code"),
     "quantized": (

@@ -91,16 +91,22 @@ def some_of(answer: httpx.Response) -> Iterator[str]:
 
 
 @contextmanager
-def asked(gateway: Gateway, fields: dict[str, Any], *, behind: bytes = b"") -> Iterator[None]:
+def asked(
+    gateway: Gateway,
+    fields: dict[str, Any],
+    *,
+    behind: bytes = b"",
+    route: str = "/v1/chat/completions",
+) -> Iterator[None]:
     """A request whose answer is not read; the connection is closed at the end of the block.
 
     ``behind`` is sent after it.
     """
-    request = httpx.Request("POST", f"{gateway.url}/v1/chat/completions", json=fields)
+    request = httpx.Request("POST", f"{gateway.url}{route}", json=fields)
     head = "".join(f"{name}: {value}\r\n" for name, value in request.headers.items())
     with socket.create_connection(gateway.address, timeout=PATIENCE_S) as connection:
         connection.sendall(
-            f"POST /v1/chat/completions HTTP/1.1\r\n{head}\r\n".encode() + request.read() + behind
+            f"POST {route} HTTP/1.1\r\n{head}\r\n".encode() + request.read() + behind
         )
         yield
 

@@ -21,6 +21,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from minisgl_backend.config import DEMO_MODEL
 from minisgl_backend.server.process import TritonServer
 from tests.gateway.conftest import Gateway
+from tests.gateway.test_leaving import asked
+from tests.server.client import Metrics, wait_for
 
 pytestmark = pytest.mark.server
 
@@ -180,6 +182,25 @@ def test_a_query_beyond_the_context_is_refused_at_its_first_document(gateway: Ga
     answer = reranked(gateway, ["word"] * 2048, query="word " * 60_000)
     assert answer.status_code == 400
     assert answer.json()["error"]["code"] == "context_length_exceeded"
+
+
+def test_a_client_that_leaves_before_all_documents_are_ranked(
+    server: TritonServer, gateway: Gateway
+) -> None:
+    def finished() -> float:
+        return Metrics(server)["vllm:e2e_request_latency_seconds_count"]
+
+    lost = 'minisgl_gateway_requests_total{route="/v1/rerank",status="499"}'
+    before, num_lost = finished(), gateway.metric(lost)
+    documents = [f"Number {index}. {'word ' * 200}" for index in range(2000)]
+    body = {"model": "minisgl", "query": QUERY, "documents": documents}
+    with asked(gateway, body, route="/v1/rerank"):
+        wait_for(lambda: finished() > before, "the first answer")
+    gateway.wait_metric(lost, num_lost + 1)
+    wait_for(
+        lambda: Metrics(server)["vllm:num_requests_running"] == 0, "an engine without requests"
+    )
+    assert finished() < before + 2000
 
 
 @pytest.mark.parametrize("protocol", ["grpc", "http"])

@@ -1,10 +1,11 @@
-"""What all tests share: a stand-in for Triton's module, profiles of hypothesis, running servers.
+"""What all tests share: a stand-in for Triton's module, Hypothesis profiles, running servers.
 
-Triton's module for Python models exists inside its stub only; tests get a strict fake.
+Triton's module for Python models exists only inside its stub; tests get a strict fake.
 
 ``HYPOTHESIS_PROFILE=nightly`` multiplies the examples of every property by 50. The default run is
-the same each time; the nightly one draws anew and prints what reproduces a failure. ``make fuzz``
-runs under ``fuzz`` again and again, and keeps what failed (see ``properties/corpus``).
+the same each time; the nightly one draws new examples and prints how to reproduce a failure.
+``make fuzz`` runs under ``fuzz`` again and again, and keeps what failed (see
+``properties/corpus``).
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import xdist.remote
 from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadFileScheduling
 
-import minisgl_kit as minisgl_kit  # what it sets must come before gRPC
+import minisgl_kit as minisgl_kit  # it sets what must be set before gRPC is imported
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.server.process import TritonServer
 from minisgl_bench.perf_analyzer_binary import find_perf_analyzer
@@ -32,19 +33,19 @@ from tests.server.conftest import paced_repository, running
 
 _SHARING: Final = "tests/gateway/"
 sys.modules["triton_python_backend_utils"] = pb_utils
-# models this small are computed fastest by one thread, whatever else the machine does
+# models this small run fastest on one thread, whatever else the machine does
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# a shell starts what runs in its background with Ctrl-C ignored, nohup with a terminal's end,
-# and both would be passed on to what tests start
+# a shell starts background jobs with SIGINT ignored, and nohup ignores SIGHUP; processes that
+# tests start would inherit both
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
-# a worker of pytest-xdist says how wide it is, and terminals of tests would seem to be
+# pytest-xdist workers set a terminal size, which the terminals of tests would take for theirs
 os.environ.pop("COLUMNS", None)
 os.environ.pop("LINES", None)
-# what tests start, hundreds of processes, need not compile the same modules each
+# the hundreds of processes that tests start need not each compile the same modules
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
-# before any test is read: a property takes the profile of that moment
+# before any test is imported: a property takes the profile that is loaded at that moment
 for name, kind in {
     "default": settings(max_examples=100, derandomize=True),
     "nightly": settings(max_examples=5000, print_blob=True),
@@ -57,8 +58,8 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 
 class _ByFileScheduling(LoadFileScheduling):  # type: ignore[misc]  # it has no types
-    """Gives each worker a file at a time, but all of the gateway's to one: else each would start
-    the five servers that these files share."""
+    """Gives each worker a file at a time, but all gateway files to one worker: otherwise each
+    would start the five servers that these files share."""
 
     def _split_scope(self, nodeid: str) -> str:
         return _SHARING if nodeid.startswith(_SHARING) else str(super()._split_scope(nodeid))
@@ -66,7 +67,7 @@ class _ByFileScheduling(LoadFileScheduling):  # type: ignore[misc]  # it has no 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup() -> None:
-    """Random tensors of a test do not depend on those that ran before it in the same worker."""
+    """A test's random tensors do not depend on which tests ran before it in the same worker."""
     if torch := sys.modules.get("torch"):
         torch.manual_seed(0)
 
@@ -88,14 +89,14 @@ def server() -> Iterator[TritonServer]:
 
 @pytest.fixture(scope="session")
 def paced_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
-    """A server whose engine takes 20 ms a step, two requests and 16 prompt tokens at a time.
+    """A server whose engine takes 20 ms per step, and two requests and 16 prompt tokens at a time.
 
-    One more request may wait. Requests may be so long that none ends before a test leaves it.
+    One more request may wait. Requests may be long enough that none ends before a test leaves it.
     """
     repository = paced_repository(tmp_path_factory.mktemp("paced"))
     limits = {"max_running_requests": "2", "max_queued_requests": "1", "max_prefill_tokens": "16"}
     limits["max_sequence_length"] = "65536"
-    # many a stream is cancelled here, and 24.10 leaks one whose end the cancel meets
+    # many streams are cancelled here, and 24.10 leaks one if the cancel coincides with its end
     with running(repository, options=limits, exit_code=None) as server:
         yield server
         server.signal(signal.SIGKILL)
@@ -105,13 +106,13 @@ def paced_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonSer
 def perf_analyzer_wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A wheel of tritonclient with perf_analyzer in it, fetched once into the user's cache.
 
-    Skips where it cannot be had, or perf_analyzer does not run here.
+    Skips if it is not available, or if perf_analyzer does not run here.
     """
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "minisgl"
     cache.mkdir(parents=True, exist_ok=True)
     wheel = cache / "tritonclient-2.51.0-py3-none-manylinux1_x86_64.whl"
     if not wheel.exists():
-        # in a folder of its own, since another worker may do the same
+        # in its own folder, since another worker may do the same
         with tempfile.TemporaryDirectory(dir=cache) as folder:
             command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
             command += ["--only-binary=:all:", "--platform", "manylinux1_x86_64", "--dest", folder]

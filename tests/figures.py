@@ -13,7 +13,7 @@ from minisgl_backend.cli.main import main
 
 
 def figures_of(command: Sequence[str], folder: Path) -> dict[str, Any]:
-    """The content of the file that ``minisgl bench COMMAND`` leaves; the command must succeed."""
+    """The content of the file that ``minisgl bench COMMAND`` writes; the command must succeed."""
     file = folder / "figures.json"
     result = CliRunner().invoke(main, ["bench", *command, "--json", str(file)])
     assert result.exit_code == 0, result.output

@@ -1,4 +1,4 @@
-"""Waiting for what another thread or process does."""
+"""Waiting for another thread or process to do something."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ PATIENCE_S: Final = 120.0
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
-    """Return when ``condition`` holds; fails where it does not within ``PATIENCE_S``."""
+    """Return when ``condition`` holds; fail if it does not within ``PATIENCE_S``."""
     deadline = time.monotonic() + PATIENCE_S
     while not condition():
         assert time.monotonic() < deadline

@@ -1,1 +1,1 @@
-"""Benchmarks of a running server, and what they are made of."""
+"""Benchmarks of a running server, and their parts."""

@@ -53,7 +53,7 @@ def test_a_journal_is_read_while_it_is_written(tmp_path: Path) -> None:
 
 
 def test_a_paced_engine_keeps_a_journal(tmp_path: Path) -> None:
-    """One request runs to its end, one is aborted; rows and pages are told, and given back."""
+    """One request runs to its end, one is aborted; rows and pages are reported and given back."""
     path = tmp_path / "journal.jsonl"
     journal = Journal(path)
     engine = paced_engine(EngineOptions(cache="naive"), step_s=0.001, parts=journaled(path))
@@ -83,7 +83,7 @@ def test_a_paced_engine_keeps_a_journal(tmp_path: Path) -> None:
             since=0,
             timeout_s=30,
         )
-        engine.abort(engine.new_id())  # of no request
+        engine.abort(engine.new_id())  # the id of no request
         engine.abort(second)
         assert ended[second].wait(30)
     finally:

@@ -1,4 +1,4 @@
-"""Folders without weights, which load as the real ones do."""
+"""Folders without weights, which load like real ones."""
 
 from __future__ import annotations
 

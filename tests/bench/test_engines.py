@@ -1,4 +1,4 @@
-"""The benchmarks of an engine, run small on the demo model."""
+"""The benchmarks of an engine, run on a small scale with the demo model."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_fewer_adapters_than_slots_are_measured(tmp_path: Path) -> None:
 def test_versions_of_a_gpu_s_libraries(
     num_ranks: int, nccl: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One that is not installed is left out."""
+    """A library that is not installed is left out."""
     versions = {"minisgl-triton": "0.1.0", "cuda-bindings": "13.5.0"}
 
     def lookup(distribution: str) -> str:
@@ -166,7 +166,7 @@ def test_a_missing_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_pages_that_hold_less_than_the_context_are_warned_of(
     num_pages: int, is_warned: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Of 81 tokens the last one needs no position."""
+    """The last of 81 tokens needs no position."""
     options = EngineOptions(device="cpu", num_pages=num_pages, max_sequence_length=81)
     with caplog.at_level(logging.WARNING):
         build_engine(options).close(drain_s=0)

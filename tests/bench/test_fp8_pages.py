@@ -1,4 +1,4 @@
-"""Logits over fp8 pages beside those over pages of 16 bits."""
+"""Logits with fp8 pages compared with those with 16-bit pages."""
 
 from __future__ import annotations
 

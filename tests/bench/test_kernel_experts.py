@@ -1,4 +1,4 @@
-"""Bytes that the bound of `minisgl bench kernels` counts for experts."""
+"""The bytes that the bound of `minisgl bench kernels` counts for experts."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ HIDDEN, INNER = 256, 256
     ("name", "expected"),
     [
         ("bf16", 2 * 3 * HIDDEN * INNER),
-        # a float32 scale for 8 rows and 128 inputs
+        # a float32 scale per 8 rows and 128 inputs
         ("fp8", 3 * HIDDEN * INNER + 4 * (2 * INNER // 8 * 2 + HIDDEN // 8 * 2)),
-        # a scale with its zero point, of 4 bytes, for a row and 128 inputs
+        # a scale with its zero point, 4 bytes, per row and 128 inputs
         ("int4", 3 * HIDDEN * INNER // 2 + 4 * (2 * INNER * 2 + HIDDEN * 2)),
-        # an exponent for a row and 32 inputs, and biases in bfloat16
+        # an exponent per row and 32 inputs, and biases in bfloat16
         (
             "mxfp4",
             3 * HIDDEN * INNER // 2 + 2 * INNER * 8 + HIDDEN * 8 + 2 * (2 * INNER + HIDDEN),

@@ -1,4 +1,4 @@
-"""A gateway of a benchmark's own that does not start."""
+"""A benchmark's own gateway that does not start."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`minisgl bench perf-analyzer` with the real binary; what it is told and what it is read from."""
+"""`minisgl bench perf-analyzer` with the real binary: how it is run and how its export is read."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from minisgl_kit.calls import Call
 def test_each_style_is_measured(
     server: TritonServer, perf_analyzer_wheel: Path, style: str, tmp_path: Path
 ) -> None:
-    """The recipes of docs/benchmarks.md, run small."""
+    """The recipes of docs/benchmarks.md, run on a small scale."""
     figures = tmp_path / "figures.json"
     command = ["bench", "perf-analyzer", "--style", style, "--concurrency", "2", "--rate", "5"]
     command += ["--url", f"127.0.0.1:{server.grpc_port}", "--wheel", str(perf_analyzer_wheel)]
@@ -151,7 +151,7 @@ def test_random_texts_depend_on_the_seed_alone() -> None:
 
 
 def test_an_export_is_read() -> None:
-    """A chunk of two tokens, one of one, and the empty response that is the last."""
+    """A chunk of two tokens, one of one token, and the last response, which is empty."""
     counts = {"num_input_tokens": 9, "num_cached_tokens": 4}
     responses = [{"num_output_tokens": 2, **counts}, {"num_output_tokens": 1, **counts}, {}]
     request = {
@@ -187,8 +187,8 @@ GENAI_PERF: dict[str, tuple[list[str], dict[str, list[str] | list[int]]]] = {
 def test_what_genai_perf_makes_perf_analyzer_do(
     server: TritonServer, perf_analyzer_wheel: Path, model: str, tmp_path: Path
 ) -> None:
-    """The flags and inputs of genai-perf 0.0.16, endpoint type kserve, backends vllm and
-    tensorrtllm, as it writes them for the recipe of docs/benchmarks.md."""
+    """The flags and inputs that genai-perf 0.0.16 writes for the recipe of docs/benchmarks.md, with
+    endpoint type kserve and the backends vllm and tensorrtllm."""
     more, inputs = GENAI_PERF[model]
     common = {"model": model, "exclude_input_in_output": [True], "stream": [True]}
     data = [{**common, "text_input": [f" not in danger of kibes {n}"], **inputs} for n in range(4)]

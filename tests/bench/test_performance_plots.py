@@ -1,4 +1,4 @@
-"""The pictures of docs/performance.md, from figures as the commands write them."""
+"""The plots of docs/performance.md, made from figures as the commands write them."""
 
 from __future__ import annotations
 

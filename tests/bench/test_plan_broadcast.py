@@ -1,4 +1,4 @@
-"""The benchmark of the plans' way runs, and writes the figures that it shows."""
+"""The plan broadcast benchmark runs, and writes the figures that it shows."""
 
 from __future__ import annotations
 

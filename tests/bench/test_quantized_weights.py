@@ -1,4 +1,4 @@
-"""Logits with quantized weights beside those with plain ones."""
+"""Logits with quantized weights compared with those with plain ones."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_divergence() -> None:
 
 
 def test_the_demo_model(tmp_path: Path) -> None:
-    """8 bits change less than 4, and smaller groups of 4 bits less than larger ones."""
+    """8 bits change less than 4, and 4 bits change less in smaller groups than in larger ones."""
     file = tmp_path / "figures.json"
     result = CliRunner().invoke(quantized_weights, f"--prompts 2 --length 20 --json {file}")
     assert result.exit_code == 0, result.output

@@ -1,4 +1,4 @@
-"""The recipes for perf_analyzer in docs/benchmarks.md, run as they stand there."""
+"""The recipes for perf_analyzer in docs/benchmarks.md, run as they are written there."""
 
 from __future__ import annotations
 

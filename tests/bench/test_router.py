@@ -1,4 +1,4 @@
-"""The router's benchmark: its replicas are real caches, and its rules differ as they should."""
+"""The router benchmark: its replicas are real caches, and its rules differ as they should."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_a_session_finds_its_past_only_where_it_was() -> None:
         for name, rule in bench.RULES.items()
     }
     alone = bench.Simulation(Router, 1, Balance(), scale=2).run(sessions)
-    # whole pages: 240 tokens of 400, 480 of 640; nothing of the first 160
+    # whole pages: 240 of 400 tokens, 480 of 640; nothing of the first 160
     assert alone["hit_rate"] == 720 / 1200
     assert hits["prefix"] == alone["hit_rate"]
     assert hits["round robin"] < hits["prefix"]
@@ -54,7 +54,7 @@ def test_hits_and_balance_of_the_rule(trace: str) -> None:
 def test_the_least_time_of_each_decision_counts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A clock that gives decisions of the first run 9 us, and those of the second 1 or 20 us."""
+    """The clock gives decisions of the first run 9 us, and those of the second 1 or 20 us."""
     num_calls = [0]
 
     def clock() -> float:

@@ -1,4 +1,4 @@
-"""Figures by the number of ranks, where one configuration cannot run."""
+"""Figures by the number of ranks, if one configuration cannot run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`minisgl bench serve` against real servers, over each protocol, and its end by Ctrl-C."""
+"""`minisgl bench serve` against real servers, over each protocol, and how Ctrl-C ends it."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_closed_and_open_loops_over_grpc(server: TritonServer, tmp_path: Path) -
     assert [(row["load"], row["level"]) for row in rows] == labels
     for row in rows:
         assert row["requests"] == 6 and row["errors"] == {}
-        # the same lengths at each load, and new tokens, which no cache knows
+        # the same lengths at each load, and new tokens that no cache knows
         assert row["input_tokens"] == rows[0]["input_tokens"] <= 6 * 30
         assert row["output_tokens"] == rows[0]["output_tokens"] <= 6 * 12
         assert row["cached_share"] == 0
@@ -75,7 +75,7 @@ def test_closed_and_open_loops_over_grpc(server: TritonServer, tmp_path: Path) -
 
 
 def test_a_trace_one_by_one_and_at_two_speeds(server: TritonServer, tmp_path: Path) -> None:
-    """Blocks that the trace shares come from the prefix cache, which each run finds cold."""
+    """Blocks that the trace shares come from the prefix cache, which is cold for each run."""
     figures = tmp_path / "figures.json"
     bench(
         *("--url", f"127.0.0.1:{server.grpc_port}", "--json", str(figures)),
@@ -88,7 +88,7 @@ def test_a_trace_one_by_one_and_at_two_speeds(server: TritonServer, tmp_path: Pa
     assert one_by_one["cached_share"] > 0.3
     for row in (sparse, dense):
         assert row["requests"] == 8 and not row["errors"]
-        # requests that come at the same time compute the same prefix, each for itself
+        # requests that come at the same time each compute the same prefix
         assert row["cached_share"] <= one_by_one["cached_share"]
         assert row["output_tokens"] == one_by_one["output_tokens"]
 
@@ -171,14 +171,14 @@ def test_a_server_that_is_not_there() -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_its_own_server_and_the_end_by_ctrl_c_and_other_signals(number: signal.Signals) -> None:
-    """What was measured before is told; the server and its files are gone."""
+    """What has been measured is reported; the server and its files are gone."""
     command = [sys.executable, "-c", "from minisgl_backend.cli.main import main; main()"]
     command += ["bench", "serve", "--requests", "8", "--output-len", "4"]
     command += ["--concurrency", "8", "--rate", "0.01"]
-    # sockets live in the folder, and a socket's path must be short
+    # sockets are in the folder, and a socket's path must be short
     with tempfile.TemporaryDirectory(prefix="t", dir="/tmp") as folder:
         terminal, its_end = pty.openpty()
-        # not by pexpect's own fork, which upsets gRPC's threads of other tests
+        # not with pexpect's own fork, which upsets gRPC threads of other tests
         process = subprocess.Popen(
             command,
             env={**os.environ, "TMPDIR": folder, "TERM": "xterm", "COLUMNS": "200"},

@@ -1,4 +1,4 @@
-"""The pure parts of the load generator: prompts, traces, moments, figures, pictures."""
+"""The pure parts of the load generator: prompts, traces, moments, figures, plots."""
 
 from __future__ import annotations
 
@@ -214,7 +214,7 @@ def test_poisson_arrivals(rate: float, seed: int) -> None:
     assert load == poisson([CALL] * 400, rate, seed=seed)
     gaps_s = np.diff([0.0, *load.arrivals_s])
     assert (gaps_s >= 0).all()
-    # six standard deviations of a mean of 400 exponential gaps
+    # six standard deviations of the mean of 400 exponential gaps
     assert gaps_s.mean() * rate == pytest.approx(1, abs=6 / math.sqrt(400))
 
 
@@ -323,7 +323,8 @@ def test_figures_of_a_load() -> None:
     st.floats(1, 1e4),
 )
 def test_goodput(outcomes: list[Outcome], ttft_ms: float, e2e_ms: float) -> None:
-    """Tighter bounds never let more through; no bound lets through what was answered."""
+    """Tighter bounds never let more through; a bound that excludes nothing lets all answers
+    through."""
     answered = sum(one.error is None for one in outcomes) / len(outcomes)
     loose = figures_of(outcomes, {"ttft": ttft_ms})["goodput_share"]
     tight = figures_of(outcomes, {"ttft": ttft_ms, "e2e": e2e_ms})["goodput_share"]

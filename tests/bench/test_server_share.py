@@ -1,4 +1,4 @@
-"""The engine behind tritonserver beside the engine alone, with the demo model."""
+"""The engine behind tritonserver compared with the engine alone, with the demo model."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_the_share_is_that_of_the_same_requests(
     assert 5 * 4 <= figures["output_tokens"] <= 5 * 9
     assert figures["ttft_p50_ms"] <= figures["seconds"] * 1e3
     assert figures["share"] == figures["tokens_per_s"] / figures["offline_tokens_per_s"]
-    # with the engine's own figures given, it is not measured
+    # if the engine's own figures are given, it is not measured
     alone = tmp_path / "alone.json"
     content = {"requests": 5, "tokens_per_s": 1000.0, "info": {}}
     alone.write_text(json.dumps(content), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Outputs over recurrent states of 16 bits beside those over states in float32."""
+"""Outputs with 16-bit recurrent states compared with those with float32 states."""
 
 from __future__ import annotations
 

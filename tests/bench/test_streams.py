@@ -1,4 +1,4 @@
-"""The numbers of streams that `minisgl bench response-path` and `gateway` are told."""
+"""The numbers of streams given to `minisgl bench response-path` and `gateway`."""
 
 from __future__ import annotations
 

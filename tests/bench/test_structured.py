@@ -1,4 +1,4 @@
-"""The benchmark of answers of a given form, run small on the demo model."""
+"""The benchmark of structured answers, run on a small scale with the demo model."""
 
 from __future__ import annotations
 

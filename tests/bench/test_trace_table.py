@@ -67,7 +67,7 @@ def test_the_middle_half_of_all_steps_counts(tmp_path: Path) -> None:
 
 
 def test_kernels_of_a_step_in_order(tmp_path: Path) -> None:
-    """The second half of a step: a kernel that waits, one within another, a cleared memory."""
+    """The second half of a step: a kernel that waits, one within another, and cleared memory."""
     events = []
     for step in range(8):
         begin = 100.0 * step

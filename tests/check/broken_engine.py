@@ -1,4 +1,4 @@
-"""The model `llm_engine` with a paced engine that breaks the promise of the moment (`promises`)."""
+"""The model `llm_engine` with a paced engine that breaks the current promise (`promises`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The text models, which break the promise of the moment (`promises`)."""
+"""The text models, which break the current promise (`promises`)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def is_broken(promise: Broken) -> bool:
 
 
 class Tokenizer(tokenizer.TritonPythonModel):
-    """Takes a temperature that is no number."""
+    """Accepts a temperature that is not a number."""
 
     def execute(self, requests: list[Any]) -> None:
         if is_broken(Broken.NAN):

@@ -21,7 +21,7 @@ MODELS: Final = {
 
 @pytest.fixture
 def few_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the catalogues what is said of one parameter; `test_short` tries them all."""
+    """Use only the catalogues' entries for one parameter; `test_short` tries them all."""
 
     def catalogue(**facts: int) -> list[Bad]:
         return [bad for bad in bad_inputs.catalogue(**facts) if "temperature" in bad.name]
@@ -33,7 +33,7 @@ def few_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OwnServer]:
-    """Its engine takes 5 ms a step, and breaks the promise that is switched to `Broken`."""
+    """Its engine takes 5 ms per step, and breaks the promise that is switched to `Broken`."""
     repository = repository_with(MODELS, tmp_path_factory.mktemp("broken"))
     with started(repository=repository) as server:
         yield server

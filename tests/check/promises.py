@@ -6,7 +6,7 @@ from enum import Enum
 
 
 class Broken(Enum):
-    """What becomes of a promise."""
+    """What happens to a promise."""
 
     ANOTHER_TOKEN = "every token is another one"
     PATH = "an error tells a path"

@@ -1,4 +1,4 @@
-"""The command beside a server that others run, and what it refuses."""
+"""The command with a server that others run, and what it refuses."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_a_server_that_breaks_meanwhile_is_told_with_the_rest(
         raise KeyError("scheduler")
 
     monkeypatch.setattr(run, "run_cases", cases)
-    full = "/dev/full"  # takes nothing
+    full = "/dev/full"  # accepts nothing
     result = CliRunner().invoke(main, ["check", *addresses(own), "--json", full])
     assert result.exit_code == 1
     assert "pass    burst" in result.output
@@ -204,7 +204,7 @@ def test_servers_and_files_that_do_not_exist(arguments: list[str], message: str)
     ],
 )
 def test_wrong_usage_has_a_code_of_its_own(arguments: list[str], message: str) -> None:
-    """Code 1 would say that the server was broken."""
+    """Code 1 would mean that the server is broken."""
     result = CliRunner().invoke(main, ["check", *arguments])
     assert result.exit_code == 2
     assert message in result.output

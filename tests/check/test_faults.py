@@ -1,4 +1,4 @@
-"""Faults of the catalogue that take a second each; the others are for `minisgl check --full`.
+"""The faults in the catalogue that take a second each; `minisgl check --full` tries the others.
 
 The engine is the real one with defects that can be switched on.
 """

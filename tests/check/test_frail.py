@@ -1,4 +1,4 @@
-"""Defects of an engine that was made for them, in one process."""
+"""Defects of an engine that was made to have them, in one process."""
 
 from __future__ import annotations
 

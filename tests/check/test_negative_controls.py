@@ -50,7 +50,7 @@ def cancel_one(own: OwnServer, *, max_tokens: int = 900) -> None:
 
 
 def sound(own: OwnServer) -> Invariants:
-    """What is so before a defect, and no later."""
+    """Invariants that hold before a defect, and are soon violated after it."""
     invariants = Invariants(own)
     assert not invariants.violations()
     return Invariants(own, settles_within_s=0.5)
@@ -138,7 +138,7 @@ def test_two_ends_of_one_answer(own: OwnServer) -> None:
 
 
 def test_a_row_that_is_freed_twice(own: OwnServer) -> None:
-    sound(own)  # what still ran would be freed twice, too
+    sound(own)  # otherwise what still ran would be freed twice, too
     with own.switch.on(Broken.ROW):
         cancel_one(own)
         assert wait_until(lambda: own.stats().engine["scheduler"]["num_running"] < 0, PATIENCE_S)
@@ -167,7 +167,7 @@ def test_pages_that_do_not_come_back(own: OwnServer, promise: Broken, violation:
 
 @dataclass(frozen=True)
 class Saying(Target):
-    """No server: it only tells these counts."""
+    """Not a server: it only reports these counts."""
 
     told: Mapping[str, object]
 
@@ -184,7 +184,7 @@ class Saying(Target):
     ],
 )
 def test_what_grows_in_a_long_run(kind: str, grown: int, failure: str) -> None:
-    """A soak of sixteen readings, of which the last four are too large."""
+    """A soak of sixteen readings; the last four are too large."""
     sound = {"resident_bytes": 1_000_000_000, "num_threads": 10, "num_descriptors": 10}
     counts = ("free_pages", "cached_pages", "num_running", "num_retractions")
     engine = {"model": "llm_engine", "scheduler": dict.fromkeys(counts, 0)}
@@ -204,7 +204,7 @@ def test_what_grows_in_a_long_run(kind: str, grown: int, failure: str) -> None:
 
 
 class Blind(OwnServer):
-    """Its health port says that all is well, always."""
+    """Its health port always says that all is well."""
 
     def is_ready(self) -> bool:
         return True

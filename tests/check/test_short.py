@@ -1,4 +1,4 @@
-"""The command as an operator calls it: its own server, everything passes, and the table says so."""
+"""The command as an operator runs it: its own server, everything passes, and the table says so."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ CASES = {
     "F5 kill -9 of detokenizer with 16 streams": 16,
     "F16 kill -9 of tritonserver with 16 streams": 16,
 }
-"""Every case, and how many tries it has at least."""
+"""Every case, and the minimum number of its tries."""
 
 
 def test_the_short_check_passes(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ GREEDY = ["--temperature", "0"]
 
 
 def run(*words: str, stdin: str | bytes = "") -> subprocess.CompletedProcess[str]:
-    """A command, with something on its standard input."""
+    """Run a command, with ``stdin`` as its standard input."""
     data = stdin.encode() if isinstance(stdin, str) else stdin
     done = subprocess.run([*MINISGL, *words], input=data, capture_output=True, timeout=120)
     return subprocess.CompletedProcess(

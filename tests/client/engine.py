@@ -1,4 +1,4 @@
-"""What the engine of a server under test has to say about cancelled requests."""
+"""What the engine of a server under test reports about cancelled requests."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ class Engine:
         self._finished = self._count_finished()
 
     def check_cancelled(self, expected: int = 1) -> None:
-        """So many more requests are cancelled, and none is left."""
+        """``expected`` more requests are cancelled, and none is left."""
         wait_for(lambda: self._count() >= self._cancelled + expected, "the cancelled requests")
         wait_for(self._is_idle, "an idle engine")
         assert self._count() == self._cancelled + expected
 
     def check_finished(self, expected: int) -> None:
-        """So many more requests have come to their ends, and none was cancelled."""
+        """``expected`` more requests have ended, and none was cancelled."""
         wait_for(lambda: self._count_finished() >= self._finished + expected, "their ends")
         assert self._count() == self._cancelled
 

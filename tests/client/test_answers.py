@@ -1,4 +1,4 @@
-"""What comes back is what the server says, whichever way it is asked."""
+"""What a client returns is what the server says, whichever way it is asked."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def test_optional_outputs_that_are_asked_for(
 
 @all_ways
 def test_logprobs_of_a_prompt(server: TritonServer, encoder: PromptEncoder, way: Way) -> None:
-    """Alone, at once and in parts, before an answer, of several thousand tokens."""
+    """Alone, at once and in parts, before an answer, and for several thousand tokens."""
     ids = encoder.encode(TextPrompt("The capital of 太陽 is Paris. " * 600))[:5000]
     scored = way.generate(
         server, input_ids=ids.tolist(), max_tokens=0, num_prompt_logprobs=1, return_stop_reason=True
@@ -229,11 +229,11 @@ OF_CHATS: dict[str, Any] = {
     "add_generation_prompt": True,
     "chat_template_kwargs": {"any": [1, "é"]},
 }
-"""Parameters that go with messages alone."""
+"""Parameters that go only with messages."""
 
 
 def test_every_input_is_a_parameter_or_an_argument() -> None:
-    # with one of which the answer is no text, and the server has none of the others
+    # with embed the answer is not text, and the server has no adapters for the others
     others = {"embed", "lora_name", "lora_task_id"}
     parameters = {*PARAMETERS, *OF_CHATS, *others}
     assert set(Parameters.__annotations__) == parameters == set(wire.INPUTS) - ARGUMENTS
@@ -250,7 +250,7 @@ def test_parameters_have_the_types_of_their_tensors() -> None:
 
 @pytest.mark.parametrize("protocol", ["grpc", "http"])
 def test_every_parameter(server: TritonServer, protocol: str) -> None:
-    """Each has the effect that it has when curl sends it; what has none is the same as without."""
+    """Each has the same effect as when curl sends it; one without effect changes nothing."""
     prompt = "Tell me a story about a fox.<|endoftext|>"
     with Client(url_of(server, protocol)) as client:
         texts = {}
@@ -317,7 +317,7 @@ def test_prompts_of_each_kind(server: TritonServer, encoder: PromptEncoder, way:
 
 @all_ways
 def test_characters_of_all_kinds(server: TritonServer, encoder: PromptEncoder, way: Way) -> None:
-    """Prompts arrive as they are, and answers whose characters span tokens come whole."""
+    """Prompts arrive unchanged, and characters that span tokens come whole."""
     prompt = '猫🦊 "\\" \t\u2028\x85\u200d\ufeff é\u0301 ünï'
     result = way.generate(server, prompt=prompt, max_tokens=1)
     assert result.num_input_tokens == len(encoder.encode(TextPrompt(prompt)))

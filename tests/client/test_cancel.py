@@ -1,4 +1,4 @@
-"""Who leaves an answer frees its place in the engine, and who reads it to its end does no harm."""
+"""Leaving an answer frees its place in the engine, and reading it to its end does no harm."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_closing_the_stream(paced_server: TritonServer, way: Way) -> None:
 
 @all_ways
 def test_closing_after_the_last_delta(paced_server: TritonServer, way: Way) -> None:
-    """The stream behind it ends by itself: nothing is cancelled."""
+    """The underlying stream ends by itself: nothing is cancelled."""
     engine = Engine(paced_server)
     _, result = way.stream(paced_server, prompt="a", max_tokens=1, leave_after=1)
     assert result.finish_reason == "length"
@@ -91,7 +91,7 @@ async def test_letting_go_of_an_asynchronous_stream(paced_server: TritonServer) 
 async def test_a_whole_answer_that_nobody_waits_for(
     paced_server: TritonServer, is_async: bool
 ) -> None:
-    """Over gRPC, in one piece or not."""
+    """Over gRPC, with the synchronous client or the asynchronous one."""
     engine = Engine(paced_server)
     url = url_of(paced_server, "grpc")
 
@@ -116,7 +116,7 @@ async def test_a_whole_answer_that_nobody_waits_for(
 
 @pytest.mark.parametrize("protocol", ["grpc", "http"])
 def test_closing_from_another_thread(paced_server: TritonServer, protocol: str) -> None:
-    """The stream, which ends; then the client, which is an error for those who wait."""
+    """Closing the stream ends it; closing the client is an error for whoever waits."""
     engine = Engine(paced_server)
     client = Client(url_of(paced_server, protocol))
     with client.stream(**LONG) as stream:
@@ -142,7 +142,7 @@ def test_closing_from_another_thread(paced_server: TritonServer, protocol: str) 
 
 
 class Waiting:
-    """A transport and its calls: it waits until it may start one, and may refuse the first."""
+    """A transport and its calls: it waits until it may start a call, and may refuse the first."""
 
     closed = False
 
@@ -188,7 +188,7 @@ class Waiting:
 def test_closing_a_stream_that_has_no_call_yet(
     refuses: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It pauses before it tries again, or its request is just being sent."""
+    """It is pausing before it tries again, or its request is being sent."""
     transport = Waiting(refuses=refuses)
     clock = SimpleNamespace(perf_counter=time.perf_counter, sleep=transport.pause)
     monkeypatch.setattr("minisgl_client.stream.time", clock)
@@ -206,7 +206,7 @@ def test_closing_a_stream_that_has_no_call_yet(
 
 @pytest.mark.parametrize("protocol", ["grpc", "http"])
 async def test_closing_an_asynchronous_client(paced_server: TritonServer, protocol: str) -> None:
-    """Who waits gets an error; only a task that is cancelled itself is cancelled."""
+    """Waiting callers get an error; only a task that is itself cancelled counts as cancelled."""
 
     async def read(**values: Any) -> None:
         async with client.stream(**values) as stream:
@@ -237,7 +237,7 @@ async def test_closing_an_asynchronous_client(paced_server: TritonServer, protoc
 
 @all_ways
 def test_cancelling_by_id(paced_server: TritonServer, way: Way) -> None:
-    """From another connection; the answer ends with what it has."""
+    """From another connection; the answer ends with what it has so far."""
     engine = Engine(paced_server)
     url = url_of(paced_server, way.protocol)
 

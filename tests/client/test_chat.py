@@ -25,7 +25,7 @@ pytestmark = pytest.mark.server
 
 
 class Terminal:
-    """A chat in a terminal whose lines hold all figures; ``say`` waits for the prompt first."""
+    """A chat in a terminal wide enough for all figures; ``say`` first waits for the prompt."""
 
     def __init__(self, server: TritonServer, history: Path, *words: str) -> None:
         url = url_of(server, "grpc")
@@ -39,9 +39,9 @@ class Terminal:
         )
 
     def say(self, line: str, *expected: str) -> tuple[str, ...]:
-        """Type a line when the terminal is ready for it; see these patterns after it.
+        """Type a line when the terminal is ready for it; these patterns must follow.
 
-        The groups of the last pattern are what it returns.
+        Returns the groups of the last pattern.
         """
         self.child.expect(r"\x1b\[\?2004h.*>")
         self.child.send(line)
@@ -94,7 +94,7 @@ def test_samples_come_one_after_the_other(server: TritonServer, tmp_path: Path) 
 
 
 def test_a_user_without_a_home(server: TritonServer) -> None:
-    """No variable names it, and no list of users does."""
+    """Neither a variable nor a list of users names it."""
     without = "import pwd; pwd.getpwuid = {}.__getitem__; from minisgl_backend.cli import __main__"
     child = pexpect.spawn(
         sys.executable,
@@ -120,7 +120,7 @@ def test_chat(server: TritonServer, tmp_path: Path) -> None:
         terminal.say("What is the capital of France?\r", "Paris", FIGURES)
         question = "The code of Anna is 4711.\x1b\rWhat is the code of Anna?\r"
         _, num_cached, _ = terminal.say(question, "4711", FIGURES)
-        assert int(num_cached) > 0  # the conversation so far, from the cache
+        assert int(num_cached) > 0  # the conversation so far comes from the cache
         terminal.say("/help\r", "/params .*NAME=VALUE", "Ctrl-D +end")
         terminal.say(
             "/params seed=7 stop='[\"zz z\"]' top_k=3\r", r'stop = \["zz z"\]', "top_k = 3"
@@ -145,7 +145,7 @@ def test_chat(server: TritonServer, tmp_path: Path) -> None:
         terminal.say("/system -\r", "system message: none")
         terminal.say("/reset\r", "forgotten")
         _, _, num_input = terminal.say("What is the emoji for a fox?\r", "🦊", FIGURES)
-        assert int(num_input) < 25  # nothing of the conversation before
+        assert int(num_input) < 25  # nothing of the previous conversation
         terminal.say("half a line\x03")
         terminal.end()
     content = json.loads(saved.read_text("utf-8"))
@@ -163,7 +163,7 @@ def test_chat(server: TritonServer, tmp_path: Path) -> None:
     assert "What is the capital of France?" in history.read_text("utf-8")
     assert history.stat().st_mode & 0o777 == 0o600
     with chat(server, history) as terminal:
-        terminal.say("\x1b[A\r", "🦊", FIGURES)  # arrow up: the last question of the day before
+        terminal.say("\x1b[A\r", "🦊", FIGURES)  # arrow up: the last question of the session before
         terminal.end("/quit\r")
 
 
@@ -220,7 +220,7 @@ def test_interrupting_an_answer(paced_server: TritonServer, tmp_path: Path) -> N
 
 
 def test_interrupting_before_an_answer(paced_server: TritonServer, tmp_path: Path) -> None:
-    """A question that waits behind others goes without a trace."""
+    """A question that waits behind others disappears without a trace."""
     engine = Engine(paced_server)
     endless: dict[str, Any] = {"input_ids": [1, 2, 3], "max_tokens": 16000, "stream": True}
     with chat(paced_server, tmp_path / "history") as terminal:

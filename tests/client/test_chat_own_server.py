@@ -25,7 +25,7 @@ _LOAD_S: Final = 120
 def chat(directory: Path, *words: str) -> Iterator[pexpect.spawn[str]]:
     """A chat in a terminal; when the block is left, nothing that it started may still run.
 
-    What its server starts keeps its files in ``directory``, by which it is known.
+    Whatever its server starts keeps files in ``directory``, which identifies it.
     """
     history = str(directory / "history")
     child = pexpect.spawn(
@@ -49,16 +49,16 @@ def chat(directory: Path, *words: str) -> Iterator[pexpect.spawn[str]]:
 
 
 def started_in(directory: Path) -> dict[int, str]:
-    """The processes whose temporary files belong there, and what they run."""
+    """The processes that have their temporary files there, and what they run."""
     mark = f"TMPDIR={directory}".encode()
     found = {}
     for process in Path("/proc").glob("[0-9]*"):
         try:
             if mark in (process / "environ").read_bytes().split(b"\0"):
                 command = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-                if command:  # else it has ended, and its parent has not asked for it
+                if command:  # otherwise it has ended, but its parent has not reaped it
                     found[int(process.name)] = command
-        except OSError:  # it ended just now
+        except OSError:  # it has just ended
             continue
     return found
 

@@ -1,4 +1,4 @@
-"""Answers on a terminal, by what is written to it."""
+"""What is written to a terminal to show an answer."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ The end.
 
 
 def shown(pieces: list[str]) -> str:
-    """What stands on a terminal in the end."""
+    """What a terminal finally shows."""
     console = Console(file=StringIO(), force_terminal=True, width=40, color_system="standard")
     with MarkdownDisplay(console) as display:
         for piece in pieces:

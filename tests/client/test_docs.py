@@ -1,4 +1,4 @@
-"""The examples of docs/client.md and docs/structured_outputs.md say what is true."""
+"""The examples in docs/client.md and docs/structured_outputs.md are true."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_python(server: TritonServer, name: str, least: int) -> None:
 
 @pytest.mark.parametrize(("name", "number"), [("client.md", 5), ("structured_outputs.md", 2)])
 def test_console(server: TritonServer, tmp_path: Path, name: str, number: int) -> None:
-    """Each command prints what stands below it; what `cat` shows is the file it names."""
+    """Each command prints what the page shows below it; what `cat` shows is the file it names."""
     environment = {
         **os.environ,
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",

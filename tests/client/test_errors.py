@@ -1,4 +1,4 @@
-"""What goes wrong is an exception of its kind, whichever way it is asked."""
+"""Each failure is an exception of its own kind, whichever way the server is asked."""
 
 from __future__ import annotations
 
@@ -236,7 +236,7 @@ def test_names_that_no_protocol_can_carry(
 
 @all_ways
 def test_deadline(paced_server: TritonServer, way: Way, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A request ends with what it has, or with an error where it has nothing."""
+    """A request ends with what it has, or with an error if it has nothing."""
 
     def ask(timeout_ms: int, *, of_client: bool) -> Result:
         bound: dict[str, Any] = {"timeout_ms": timeout_ms}
@@ -269,7 +269,7 @@ def test_deadline(paced_server: TritonServer, way: Way, monkeypatch: pytest.Monk
     ],
 )
 def test_kinds_follow_the_codes(error: backend.MiniSGLError, kind: type[MinisglError]) -> None:
-    """Inside an ensemble, inside two, and from a model by itself."""
+    """From within an ensemble, within two, and from a model alone."""
     assert kind.code == error.code
     for place in ("", "in ensemble 'minisgl', ", "in ensemble 'a', in ensemble 'minisgl', "):
         found = error_from(f"{place}{error.code}: two words: and\na line")

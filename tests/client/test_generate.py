@@ -115,7 +115,7 @@ def test_the_form_of_an_answer(ask: list[str], tmp_path: Path) -> None:
 def test_forms_that_are_wrong_usage(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], message: str
 ) -> None:
-    """Nothing is sent: no server is there."""
+    """Nothing is sent: there is no server."""
     monkeypatch.chdir(tmp_path)
     texts = {"text": "no JSON", "twice": '{"type": "a", "type": "b"}', "list": "[]"}
     for name, text in {**texts, "deep": "[" * 100_000}.items():
@@ -169,7 +169,7 @@ def test_a_prompt_that_is_not_utf_8() -> None:
 
 @pytest.mark.parametrize("jsonl", [False, True])
 def test_an_output_that_takes_nothing(server: TritonServer, jsonl: bool) -> None:
-    """A full disk is told; a reader that has left knows."""
+    """A full disk is reported; a reader that has left is not told."""
     command = [*MINISGL, "generate", "--url", url_of(server, "grpc"), "--max-tokens", "2"]
     command += ["--jsonl"] if jsonl else []
     with open("/dev/full", "wb") as full:
@@ -242,7 +242,7 @@ def check_line(told: dict[str, Any], expected: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("concurrency", ["1", "5"])
 def test_lines(ask: list[str], tmp_path: Path, concurrency: str) -> None:
-    """Each line gives one, in order, whatever becomes of it; blank lines give none."""
+    """Each line gives one line, in order, whatever happens to it; blank lines give none."""
     file = tmp_path / "requests.jsonl"
     file.write_text("\n\n".join(line for line, _ in LINES), "utf-8")
     done = run(*ask, "--chat", "--jsonl", "-f", str(file), "--concurrency", concurrency)
@@ -293,7 +293,7 @@ def test_answers_do_not_wait_for_the_next_line(server: TritonServer) -> None:
 
 @pytest.mark.parametrize("num_lines", [0, 2, 200])
 def test_interrupted(paced_server: TritonServer, num_lines: int) -> None:
-    """Ctrl-C cancels what is under way, also while more input may come, or waits to be read."""
+    """Ctrl-C cancels what is in progress, even if more input may come or waits to be read."""
     engine = Engine(paced_server)
     words = ["generate", "--url", url_of(paced_server, "grpc"), "--max-tokens", "4000"]
     with subprocess.Popen(
@@ -330,7 +330,7 @@ def test_a_parameter_of_two_values(words: list[str], message: str) -> None:
 
 
 def test_a_parameter_that_is_said_twice_alike() -> None:
-    """Or that has a default: the command goes on to a server, which is not there."""
+    """Or one that has a default: the command goes on to a server, which is not there."""
     words = ["--stop", "a", "-p", "stop=a", "-p", "max_tokens=4", "--top-k", "3", "-p", "top_k=3"]
     words += ["--ensemble", "minisgl", "-p", "model=x"]
     result = CliRunner().invoke(main, ["generate", "x", "--url", "127.0.0.1:1", *words])
@@ -346,7 +346,7 @@ def test_an_answer_that_a_deadline_cuts(paced_server: TritonServer, jsonl: bool)
         done = run(*bounded, "--jsonl", stdin='"a"\n') if jsonl else run(*bounded, "a")
         assert done.returncode == 1
         if "TIMEOUT" not in done.stdout + done.stderr:
-            break  # else a busy machine had nothing in time
+            break  # otherwise a busy machine had nothing in time
     if jsonl:
         assert json.loads(done.stdout)["finish_reason"] == "timeout"
         assert done.stderr == ""
@@ -357,7 +357,7 @@ def test_an_answer_that_a_deadline_cuts(paced_server: TritonServer, jsonl: bool)
 
 @pytest.mark.parametrize("module", ["click.core", "numpy.exceptions"])
 def test_interrupted_while_it_starts(module: str) -> None:
-    """Nothing is said, whatever is being imported: here the importer tells how far it is."""
+    """It prints nothing, whatever is being imported; here the importer reports how far it is."""
     python, *words = MINISGL
     command = [python, "-X", "importtime", *words, "generate", "x", "--url", "127.0.0.1:1"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
@@ -371,7 +371,7 @@ def test_interrupted_while_it_starts(module: str) -> None:
 
 
 def test_progress_on_a_terminal(server: TritonServer, tmp_path: Path) -> None:
-    """The bar is drawn where people see it, and answers go where they belong."""
+    """The bar is drawn where people see it, and the answers go where they belong."""
     requests, answers = tmp_path / "requests.jsonl", tmp_path / "answers.jsonl"
     requests.write_text('{"prompt": "a", "max_tokens": 2, "ignore_eos": true}\n' * 9, "utf-8")
     command = f'exec "$@" --jsonl -f {requests} > {answers}'
@@ -386,7 +386,7 @@ def test_progress_on_a_terminal(server: TritonServer, tmp_path: Path) -> None:
 
 
 def test_a_prompt_that_leaves_room_for_few_tokens(server: TritonServer, tmp_path: Path) -> None:
-    """The context is 8192 tokens, and --max-tokens 256 by default."""
+    """The context is 8192 tokens, and --max-tokens is 256 by default."""
     file = tmp_path / "prompt"
     file.write_text("a " * 8150, "utf-8")
     command = ["generate", "--url", url_of(server, "grpc"), "--file", str(file), *GREEDY]

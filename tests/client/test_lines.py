@@ -1,4 +1,4 @@
-"""Many requests at a time: order, concurrency, and how much is held."""
+"""Many requests at a time: their order, concurrency, and how much is held."""
 
 from __future__ import annotations
 

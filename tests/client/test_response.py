@@ -1,4 +1,4 @@
-"""Responses, byte by byte."""
+"""Responses read byte by byte."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BODY = b"".join(
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, len(BODY)])
 def test_events_however_they_are_cut(size: int) -> None:
-    """Characters at which Python would split lines are text here."""
+    """Characters at which Python would split lines are ordinary text here."""
     reader = EventReader()
     pieces = [BODY[begin : begin + size] for begin in range(0, len(BODY), size)]
     found = [json_object(event) for piece in pieces for event in reader.feed(piece)]

@@ -1,4 +1,4 @@
-"""When a request is sent again, and when it is not; against servers that fail on purpose."""
+"""When a request is sent again and when not, against servers that fail on purpose."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ from tritonclient.grpc import service_pb2
 from tests.client.ways import Way, all_ways
 
 BUSY = "error: in ensemble 'minisgl', UNAVAILABLE: queue full"
-"""A response that is an error; others are texts, ``LAST`` one with a finish reason."""
+"""A response that is an error; others are texts, and ``LAST`` begins one with a finish reason."""
 LAST = "last: "
 HANG, BREAK, STATUS = "hang", "break", "status"
-"""Steps that keep the client waiting, break the connection, answer as something else would."""
+"""Steps that keep the client waiting, break the connection, or answer with another status."""
 
 
 @dataclass
 class Script:
-    """What a server does with each request in turn, the last of them again and again."""
+    """What a server does with each request in turn; the last entry applies to all later ones."""
 
     answers: Sequence[Sequence[str]]
     deadlines_ms: list[int | None] = field(default_factory=list)
@@ -64,7 +64,7 @@ class Script:
 
 @contextmanager
 def grpc_server(script: Script) -> Iterator[str]:
-    """A Triton of which only ModelStreamInfer is there."""
+    """A Triton that has only ModelStreamInfer."""
 
     def infer(requests: Iterator[Any], context: grpc.ServicerContext) -> Iterator[Any]:
         request = next(requests)
@@ -115,7 +115,7 @@ def _response(text: str) -> Any:
 
 @contextmanager
 def http_server(script: Script) -> Iterator[str]:
-    """A Triton of which only generate_stream is there."""
+    """A Triton that has only generate_stream."""
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -150,7 +150,7 @@ def http_server(script: Script) -> Iterator[str]:
             self.wfile.flush()
 
         def log_message(self, *_: object) -> None:
-            """Not said."""
+            """Log nothing."""
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     thread = threading.Thread(target=server.serve_forever)
@@ -207,7 +207,7 @@ def test_busy_for_ever(way: Way, retries: int) -> None:
     ids=["invalid", "internal", "deadline", "later", "broken later", "broken"],
 )
 def test_no_second_try(way: Way, answer: list[str], kind: type[MinisglError]) -> None:
-    """Where it is no use, where text came already, where the server may have begun."""
+    """If it would be useless, if text has already come, or if the server may have begun."""
     script = Script([answer, GOOD])
     with serving(way, script) as url, pytest.raises(kind):
         way.stream(url, prompt="x")
@@ -216,7 +216,7 @@ def test_no_second_try(way: Way, answer: list[str], kind: type[MinisglError]) ->
 
 @all_ways
 def test_an_answer_that_ends_early(way: Way) -> None:
-    """It is no answer, unless the finish reason that tells was not asked for."""
+    """It is not an answer, unless the finish reason, which would show it, was not requested."""
     script = Script([["a", "b"]])
     with serving(way, script) as url:
         for ask in (way.generate, way.stream):
@@ -257,7 +257,7 @@ def test_http_to_the_port_of_grpc() -> None:
 
 
 def test_an_endless_answer_ends_with_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Though something comes again and again; gRPC has this built in."""
+    """Although something comes again and again; gRPC has this built in."""
     monkeypatch.setattr(http_transport, "GRACE_S", -1.0)
     events = http_transport._Events(timeout_ms=500)
     with pytest.raises(Timeout, match="no end in time"):

@@ -1,4 +1,4 @@
-"""The four ways to ask, behind one face, so that a test can go through all of them."""
+"""The four ways to ask, behind one interface, so that a test can go through all of them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Way:
     def generate(
         self, server: TritonServer | str, settings: Mapping[str, Any] | None = None, **values: Any
     ) -> Result:
-        """One whole answer, by a client of its own."""
+        """One whole answer, through a new client."""
         url = server if isinstance(server, str) else url_of(server, self.protocol)
 
         async def ask() -> Result:
@@ -42,7 +42,7 @@ class Way:
             return client.generate(**values)
 
     def tokenize(self, server: TritonServer, **values: Any) -> Tokens:
-        """The tokens of one prompt, by a client of its own."""
+        """The tokens of one prompt, through a new client."""
         url = url_of(server, self.protocol)
 
         async def ask() -> Tokens:
@@ -62,7 +62,7 @@ class Way:
         leave_after: int | None = None,
         **values: Any,
     ) -> tuple[list[Delta], Result]:
-        """The deltas of an answer and what they add up to; closed after that number of deltas."""
+        """The deltas of an answer and their sum; closed after ``leave_after`` deltas, if given."""
         url = server if isinstance(server, str) else url_of(server, self.protocol)
         deltas: list[Delta] = []
 

@@ -1,4 +1,4 @@
-"""What a model of transformers computes with a LoRA adapter: PEFT's formula, in plain torch."""
+"""What a transformers model computes with a LoRA adapter: PEFT's formula, in plain torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import nn
 
 
 def merged(model: Any, folder: Path) -> Any:
-    """A copy of the model with an adapter, all of one rank and scaling, in its weights."""
+    """A copy of the model with an adapter of one rank and scaling merged into its weights."""
     copied = copy.deepcopy(model)
     config = json.loads((folder / "adapter_config.json").read_text())
     root = config["r"] ** 0.5 if config.get("use_rslora") else config["r"]
@@ -31,7 +31,7 @@ def merged(model: Any, folder: Path) -> Any:
 
 
 def write_adapter_of(model: Any, folder: Path, *, rank: int, targets: Sequence[str]) -> Path:
-    """An adapter of random numbers in the names that the modules have in transformers."""
+    """A random adapter, with the names that the modules have in transformers."""
     generator = torch.Generator().manual_seed(rank)
     tensors = {}
     for name, module in model.named_modules():

@@ -1,7 +1,7 @@
 """Tiny random checkpoints of every architecture and RoPE variant, written by transformers itself.
 
 Weights are drawn wide enough for logits to differ clearly: the reference in ``references`` checks
-that no two candidates come near a tie.
+that no two candidates nearly tie.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ def _llama(**changes: Any) -> PreTrainedModel:
 
 
 def _llama4_text(**changes: Any) -> dict[str, Any]:
-    """Sections of which prompts have two or three, and queries that grow in each."""
+    """Prompts have two or three sections, and queries grow in each."""
     experts = {"intermediate_size": 48, "intermediate_size_mlp": 96, "num_local_experts": 4}
     values: dict[str, Any] = {**_SHAPE, "head_dim": 16, **experts, "num_hidden_layers": 4}
     values |= {"no_rope_layer_interval": 2, "attention_chunk_size": 48}
@@ -148,7 +148,7 @@ def _llama4(**changes: Any) -> PreTrainedModel:
 
 
 def _llama4_multimodal() -> PreTrainedModel:
-    """As Maverick: experts in every second layer, and no norms of queries and keys."""
+    """Like Maverick: experts in every second layer, and no norms of queries and keys."""
     vision = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
     vision |= {"num_attention_heads": 2, "image_size": 28, "patch_size": 14}
     vision |= {"vision_output_dim": 32, "projector_input_dim": 32, "projector_output_dim": 32}
@@ -183,7 +183,7 @@ def _qwen2_moe(**changes: Any) -> PreTrainedModel:
 
 
 def _sigmoid_experts(**changes: Any) -> dict[str, Any]:
-    """Experts by the router of DeepSeek-V3, from the second layer on."""
+    """Experts with the router of DeepSeek-V3, from the second layer on."""
     experts = {"moe_intermediate_size": 48, "n_routed_experts": 8, "num_experts_per_tok": 3}
     experts |= {"n_shared_experts": 2, "first_k_dense_replace": 1, "norm_topk_prob": True}
     return {**_SHAPE, **experts, "num_hidden_layers": 3, "routed_scaling_factor": 2.5, **changes}
@@ -198,7 +198,7 @@ def _dots1(**changes: Any) -> PreTrainedModel:
 
 
 def _corrected(model: PreTrainedModel) -> PreTrainedModel:
-    """With corrections of the routers that change which experts are taken."""
+    """The model with corrections in its routers that change which experts are chosen."""
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
             buffer.copy_(torch.linspace(-0.4, 0.4, len(buffer)))
@@ -215,7 +215,7 @@ def _ministral3(**changes: Any) -> PreTrainedModel:
 
 
 def _mistral3(text: dict[str, Any], **changes: Any) -> PreTrainedModel:
-    """A model that sees; its text part is one of the others."""
+    """A vision model whose text part is one of the others."""
     vision = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
     vision |= {"num_attention_heads": 2, "image_size": 28, "patch_size": 14, "head_dim": 16}
     values = {
@@ -371,7 +371,7 @@ def _gemma4_unified_multimodal() -> PreTrainedModel:
 
 
 def _draw_scalars(model: PreTrainedModel) -> None:
-    """They are ones in a new model."""
+    """Set the layer scalars, which are ones in a new model."""
     for name, buffer in model.named_buffers():
         if name.endswith("layer_scalar"):
             buffer.fill_(0.5 + 0.1 * len(name))
@@ -414,7 +414,7 @@ _DELTA: Final = MappingProxyType(
 _WIDE_DELTA: Final = MappingProxyType(
     {"linear_key_head_dim": 64, "linear_value_head_dim": 64, "num_hidden_layers": 4}
 )
-"""Sizes at which the parts of merged projections end where blocks of 64 do, also on two ranks."""
+"""Sizes for which the parts of merged projections end where blocks of 64 do, also on two ranks."""
 
 
 def _qwen3_5(**changes: Any) -> PreTrainedModel:
@@ -612,11 +612,11 @@ CASES: Final[Mapping[str, Callable[[], PreTrainedModel]]] = MappingProxyType(
 
 
 _SEEDS: Final = MappingProxyType({"dots1": 1001, "glm4-moe-groups": 1002, "gpt-oss": 1004})
-"""Of checkpoints that come near a tie with the seed of their place in ``CASES``."""
+"""Seeds of checkpoints that nearly tie with the seed that their place in ``CASES`` gives."""
 
 
 def write_checkpoint(case: str, folder: Path, *, shard_size: str = "5GB") -> Any:
-    """Make the model of ``case`` from a fixed seed and save it; returns it for reference."""
+    """Make the model of ``case`` from a fixed seed and save it; returns it as the reference."""
     model: Any = CASES[case]()
     draw(model, seed=_SEEDS.get(case, list(CASES).index(case)))
     return _saved(model, folder, shard_size)
@@ -624,7 +624,7 @@ def write_checkpoint(case: str, folder: Path, *, shard_size: str = "5GB") -> Any
 
 def write_broad_checkpoint(folder: Path, **changes: Any) -> Any:
     """A Qwen3 whose matrices are large enough for kernels that leave small ones to a library;
-    ``changes`` are of its config."""
+    ``changes`` apply to its config."""
     model: Any = _qwen3(
         hidden_size=512,
         intermediate_size=512,
@@ -638,7 +638,7 @@ def write_broad_checkpoint(folder: Path, **changes: Any) -> Any:
 
 
 def write_broad_experts_checkpoint(folder: Path) -> Any:
-    """A Qwen3-MoE of sizes that Hopper's kernels take; routers are sure of their choices."""
+    """A Qwen3-MoE in sizes that Hopper's kernels take; its routers are sure of their choices."""
     model: Any = _qwen3_moe(
         hidden_size=512,
         moe_intermediate_size=256,
@@ -650,20 +650,20 @@ def write_broad_experts_checkpoint(folder: Path) -> Any:
     )
     draw(model, seed=98, spread=0.06)
     for layer in model.model.layers:
-        layer.mlp.gate.weight.data *= 4  # in 16 bits others are the last choices, of little weight
+        layer.mlp.gate.weight.data *= 4  # 16 bits then change only choices of little weight
     return _saved(model, folder)
 
 
 def write_checkpoint_of_eight_heads(folder: Path) -> Any:
-    """A Qwen3-MoE that eight ranks can share, two of which have the same key-value head."""
+    """A Qwen3-MoE that eight ranks can share; each key-value head is on two of them."""
     model: Any = _qwen3_moe(num_attention_heads=8, num_key_value_heads=4, num_experts=16)
     draw(model, seed=97)
     return _saved(model, folder)
 
 
 def write_broad_hybrid_checkpoint(folder: Path, *, experts: bool = False) -> Any:
-    """A Qwen3.5 with the sizes of heads that the publisher's models have, or such a mixture of
-    experts, of sizes that Hopper's kernels take."""
+    """A Qwen3.5 with the head sizes of the publisher's models, or a mixture of experts with the
+    same head sizes, in sizes that Hopper's kernels take."""
     sizes = {
         "hidden_size": 512,
         "num_attention_heads": 4,
@@ -690,16 +690,15 @@ def write_broad_hybrid_checkpoint(folder: Path, *, experts: bool = False) -> Any
 
 
 def _saved(model: Any, folder: Path, shard_size: str = "5GB") -> Any:
-    """The model itself, ready to be the reference."""
+    """Save the model, and return it ready to be the reference."""
     model.eval()
     model.save_pretrained(folder, max_shard_size=shard_size)
     return model
 
 
 def write_model(name: str, folder: Path) -> None:
-    """A model to be quantized, ``quantized-`` and its kind: wide enough for several
-    blocks and groups of 128 numbers, of which the last is not full, and of which two ranks cut
-    some."""
+    """A model to be quantized, named ``quantized-`` and its kind. It is wide enough for several
+    blocks and groups of 128 numbers; the last one is not full, and two ranks cut some."""
     sizes = {"hidden_size": 192, "intermediate_size": 320, "tie_word_embeddings": False}
     made = {
         "quantized-dense": lambda: _qwen3(**sizes),

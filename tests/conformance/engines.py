@@ -72,7 +72,7 @@ def load_model(
 
 @dataclass(slots=True)
 class Outcome:
-    """What became of a batch of requests, in their order."""
+    """What became of a batch of requests, in request order."""
 
     tokens: list[list[int]]
     logprobs: list[list[TokenLogprobs]]
@@ -110,8 +110,8 @@ class TinyEngine(AbstractContextManager["TinyEngine"]):
         adapter_slots: AdapterSlots | None = None,
         adapter_store: AdapterStore | None = None,
     ):
-        """``num_snapshots``, for recurrent layers, are fewer than prompts if not said otherwise, so
-        that some are evicted."""
+        """By default there are fewer ``num_snapshots``, for recurrent layers, than prompts, so that
+        some are evicted."""
         device = device or CpuDevice()
         num_ranks, dtype = model.group.size, model.dtype
         shape = model.spec.attention_shape(num_ranks).for_context(context)
@@ -137,7 +137,7 @@ class TinyEngine(AbstractContextManager["TinyEngine"]):
             scales=scales,
             num_window_pages=None if windows is None else windows.num_window_pages,
         )
-        # What was never written must have no weight, whatever it is.
+        # Memory that was never written must not count, whatever it holds.
         unwritten = torch.full((), 1e4 if kv_dtype.itemsize > 1 else FP8_MAX).to(kv_dtype)
         for pages in self.storage.pages:
             pages[:, :, :-1].copy_(unwritten)
@@ -211,7 +211,7 @@ class TinyEngine(AbstractContextManager["TinyEngine"]):
 
     @property
     def num_retractions(self) -> int:
-        """Of all runs."""
+        """The retractions of all runs."""
         return self._scheduler.stats().num_retractions
 
     def run(
@@ -220,7 +220,7 @@ class TinyEngine(AbstractContextManager["TinyEngine"]):
         sampling: Sequence[SamplingParams],
         adapters: Sequence[Adapter | None] | None = None,
     ) -> Outcome:
-        """Serve all at once."""
+        """Serve all prompts at once."""
         adapters = [None] * len(prompts) if adapters is None else adapters
         outcome = Outcome([[] for _ in prompts], [[] for _ in prompts], [[] for _ in prompts])
         given = zip(prompts, sampling, adapters, strict=True)

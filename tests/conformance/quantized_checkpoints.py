@@ -1,7 +1,7 @@
 """Tiny quantized checkpoints in every format, and what their weights stand for.
 
-Each format is a few lines of plain PyTorch, written from the format's description and without the
-engine's code: they round a weight, pack it as the tool does that writes the format, and say which
+Each format is a few lines of plain PyTorch, written from the format's description without the
+engine's code: they round a weight, pack it as the tool that writes the format does, and say which
 numbers the result stands for.
 """
 
@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM
 from tests.conformance.checkpoints import write_model
 
 Packed = tuple[dict[str, Tensor], Tensor]
-"""The tensors of a weight by the last part of their names, and the numbers that they stand for."""
+"""A weight's tensors by the last part of their names, and the numbers that they stand for."""
 Pack = Callable[[Tensor], Packed]
 FP8_MAX: Final = 448.0
 AWQ_ORDER: Final = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -60,8 +60,8 @@ def fp8_channel(weight: Tensor) -> Packed:
 
 
 def words(codes: Tensor, bits: int, order: tuple[int, ...] | None = None) -> Tensor:
-    """Codes along the last dimension, 32 / bits of them in an int32, the first in the lowest bits;
-    missing ones are 0."""
+    """Pack codes along the last dimension, 32 / bits of them in an int32, the first in the lowest
+    bits; missing ones are 0."""
     per_word = 32 // bits
     padded = torch.nn.functional.pad(codes.long(), (0, -codes.shape[-1] % per_word))
     split = padded.view(*padded.shape[:-1], -1, per_word)
@@ -99,7 +99,7 @@ def gptq(
 ) -> Packed:
     columns = weight.shape[1]
     order = torch.arange(columns)
-    if reorders:  # neighbours in this order make a group
+    if reorders:  # neighbours in this order form a group
         order = torch.randperm(columns, generator=torch.Generator().manual_seed(columns))
     codes, scales, zeros = rounded(
         weight[:, order], bits, group, symmetric=symmetric, scale_type=torch.float16
@@ -223,7 +223,7 @@ _FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_siz
 _GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True}
 _AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
 _PLAIN_IN_HYBRIDS = ["lm_head", "model.language_model.layers.0.linear_attn.in_proj_a"]
-"""By the names of the whole model, as in publishers' checkpoints; not all are listed here, either.
+"""Named as in the whole model, as in publishers' checkpoints, which do not list all of them either.
 """
 CASES: Final[Mapping[str, Case]] = MappingProxyType(
     {
@@ -397,7 +397,7 @@ CASES: Final[Mapping[str, Case]] = MappingProxyType(
         ),
     }
 )
-"""``config`` is None if ModelOpt's own file says it."""
+"""``config`` is None if ModelOpt's own file has it."""
 _PROJECTION: Final = r"model\.layers\..*_proj(_qkv|_z|_qkvz)?\.weight"
 _IN_TURN: Final = r".*\.experts\.(gate_up|down)_proj"
 _PLAIN_IN: Final = MappingProxyType(
@@ -412,8 +412,8 @@ _PLAIN_IN: Final = MappingProxyType(
 
 
 def write_quantized(case: str, folder: Path) -> Any:
-    """Write the checkpoint of a case to ``folder``; returns a model of transformers with the
-    numbers that the quantized weights stand for."""
+    """Write the checkpoint of a case to ``folder``; returns a transformers model with the numbers
+    that the quantized weights stand for."""
     what = CASES[case]
     projections = _PROJECTION + (r"|lm_head\.weight" if case == "gptq-head" else "")
     plain_in = _PLAIN_IN.get(case)
@@ -432,8 +432,8 @@ def write_quantized(case: str, folder: Path) -> Any:
 
 
 def stack_experts(path: Path, *, interleaved: bool) -> None:
-    """One tensor for all experts, with gates and ups ``interleaved`` as gpt-oss has them, or with
-    gates above ups as newer versions of transformers do."""
+    """Make one tensor of all experts, with gates and ups ``interleaved`` as in gpt-oss, or with
+    gates above ups as in newer versions of transformers."""
     tensors = load_file(path)
     modules = {match[1] for name in tensors if (match := re.match(r"(.*experts)\.\d", name))}
     for module in modules:
@@ -457,7 +457,7 @@ def stack_experts(path: Path, *, interleaved: bool) -> None:
 
 
 def pack_experts(pack: Pack, weights: Tensor) -> Packed:
-    """Of [experts, inputs, outputs], in MXFP4 as gpt-oss has it: outputs before inputs."""
+    """Pack [experts, inputs, outputs] in MXFP4 as gpt-oss does: outputs before inputs."""
     found = [pack(weight.T.contiguous()) for weight in weights]
     codes = torch.stack([parts["weight_packed"] for parts, _ in found])
     tensors = {
@@ -468,8 +468,8 @@ def pack_experts(pack: Pack, weights: Tensor) -> Packed:
 
 
 def pack_apart(pack: Pack, name: str, weights: Tensor) -> Packed:
-    """Of [experts, inputs, outputs], Llama 4's, with modules of each expert's own, as tools write
-    them that quantize linear layers."""
+    """Pack Llama 4's [experts, inputs, outputs] as separate modules of each expert, as tools that
+    quantize linear layers write them."""
     experts, _, last = name.rpartition(".")
     names = ["down_proj"] if last == "down_proj" else ["gate_proj", "up_proj"]
     tensors: dict[str, Tensor] = {}
@@ -493,8 +493,8 @@ def write_with(
     projections: str = _PROJECTION,
     plain_in: str | None = None,
 ) -> Any:
-    """Write a checkpoint whose projections are packed so, but for those in whose names ``plain_in``
-    matches."""
+    """Write a checkpoint whose projections are packed with ``pack``, except those whose names
+    contain a match of ``plain_in``."""
     write_model(model, folder / "numbers")
     path = folder / "numbers" / "model.safetensors"
     tensors: dict[str, Tensor] = {}

@@ -33,7 +33,7 @@ ADAPTERS: list[dict[str, Any]] = [
     {"rank": 24, "lora_alpha": 12},
 ]
 MOST_RANK = 64
-SEED = 100  # with which no two tokens of any answer nearly tie
+SEED = 100  # with it no two tokens of any answer nearly tie
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ def answered(theirs: Any, folder: Path, *, all_targets: bool = True) -> Referenc
 def loaded(
     reference: Reference, num_slots: int
 ) -> tuple[AdapterSlots, AdapterStore, list[Adapter | None]]:
-    """Slots in the model, and the adapters in main memory; the first is none."""
+    """Slots in the model, and the adapters in main memory; the first one is None."""
     slots = AdapterSlots(reference.model, num_slots, MOST_RANK, torch.device("cpu"))
     store = AdapterStore(slots, pinned=False)
     adapters: list[Adapter | None] = [None]
@@ -125,11 +125,11 @@ def test_tokens_of_mixed_batches_are_equal(
         if "num_positions" in options:
             assert engine.num_retractions > 0
         elif options.get("radix", True):
-            # prefixes that requests with other adapters have left are of no use; their own are,
-            # the latest first, since few snapshots of recurrent states are kept
+            # prefixes left by requests with other adapters are no use, but their own are; the
+            # latest requests come first, since few snapshots of recurrent states are kept
             again = engine.run(reference.prompts[::-1], sampling, chosen[::-1])
             assert again.tokens == expected[::-1]
-            # of few window pages, what later rows need may take those of a prefix
+            # if there are few window pages, later rows may need those of a prefix
             few = reference.model.spec.attention_shape().for_context(CONTEXT).window_pages
             assert again.num_cached_tokens > (0 if few else outcome.num_cached_tokens)
 
@@ -138,7 +138,7 @@ def test_tokens_of_mixed_batches_are_equal(
     "case", ["fp8-blocks", "ct-fp8-tensor-static", "awq-128", "ct-w4a16-group"]
 )
 def test_adapters_over_quantized_weights(case: str, tmp_path: Path) -> None:
-    """Dequantized while they load, and kept as they are."""
+    """Weights are dequantized while they load, or kept as they are."""
     reference = answered(write_quantized(case, tmp_path), tmp_path)
     for keep_quantized in (False, True):
         model = load_model(tmp_path, context=CONTEXT, keep_quantized=keep_quantized)
@@ -161,7 +161,7 @@ def test_adapters_over_quantized_weights(case: str, tmp_path: Path) -> None:
 def test_adapters_may_have_the_names_of_the_checkpoint(
     case: str, targets: tuple[str, ...], tmp_path: Path
 ) -> None:
-    """Of which one may be for several projections, or for the text part of a larger model."""
+    """One name may stand for several projections, or belong to the text part of a larger model."""
     theirs = write_checkpoint(case, tmp_path)
     path = write_adapter_of(theirs, tmp_path / "adapter", rank=6, targets=targets)
     model = load_model(tmp_path, context=CONTEXT)
@@ -199,7 +199,7 @@ def test_an_adapter_of_zeros_changes_nothing(reference: Reference) -> None:
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 def test_peft_computes_what_merged_weights_do(tmp_path: Path) -> None:
-    """The reference of this file, against PEFT itself."""
+    """This file's reference against PEFT itself."""
     theirs = write_checkpoint("qwen3", tmp_path / "model")
     spec = load_spec(tmp_path / "model")
     ids = torch.arange(1, 40)[None]

@@ -48,7 +48,7 @@ def backend(request: pytest.FixtureRequest) -> str:
 
 @dataclass
 class Sequence:
-    """Keys and values of a whole sequence, of which the first ``computed`` are in the pages."""
+    """Keys and values of a whole sequence; the first ``computed`` are in the pages."""
 
     keys: Tensor  # [length, num_kv_heads, head_dim]
     values: Tensor
@@ -58,7 +58,7 @@ class Sequence:
 
 @dataclass
 class Shared:
-    """Sequences that have the same pages from ``begin`` to ``end``."""
+    """Sequences that share the pages from ``begin`` to ``end``."""
 
     indices: Seq[int]
     begin: int
@@ -91,7 +91,7 @@ class World:
             sinks=sinks,
         )
         self.page_size, self.dtype = page_size, dtype
-        # of some heads they take hardly anything, of others nearly all
+        # in some heads sinks take hardly any weight, in others nearly all
         self.sinks = torch.linspace(-3, 9, num_heads).to(dtype) if sinks else None
         self.setting = AttentionSetting(
             shape=self.shape,
@@ -124,7 +124,7 @@ class World:
         return torch.randn(shape, generator=self.random, dtype=torch.float64).to(self.dtype)
 
     def share(self, indices: Seq[int], begin: int, end: int) -> Shared:
-        """Let sequences have the pages of the first one from ``begin`` to ``end``."""
+        """Give sequences the pages of the first one from ``begin`` to ``end``."""
         first, span = (
             self.sequences[indices[0]],
             slice(begin * self.page_size, end * self.page_size),
@@ -136,9 +136,9 @@ class World:
         return Shared(indices, begin, end)
 
     def step(self, runs: list[tuple[int, int]], groups: Seq[Shared] = ()) -> None:
-        """Compute the next ``length`` positions of each (sequence, length), and check all of it.
+        """Compute the next ``length`` positions of each (sequence, length), and check all of them.
 
-        All runs are prompt chunks; then those of one position are decoding rows, too, which read
+        All runs are prompt chunks; then those of one position are also decoding rows, which read
         the pages of ``groups`` together.
         """
         rows = np.array([index for index, _ in runs])
@@ -247,7 +247,7 @@ def _int32(values: HostArray | IntArray) -> Tensor:
 @pytest.mark.parametrize("windows", [(48, 48), (48, None, 48)])
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_sections(backend: str, page_size: int, windows: tuple[int | None, ...]) -> None:
-    """Chunks and rows at both ends of sections."""
+    """Chunks and rows lie at both ends of sections."""
     world = World(backend, page_size=page_size, windows=windows, sections=True)
     first, second, third = world.add(200), world.add(98), world.add(10)
     world.step([(first, 48)])
@@ -352,21 +352,21 @@ every_pattern = pytest.mark.parametrize("pattern", PATTERNS)
 
 @pytest.fixture(params=["always", "where it pays"])
 def together(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """How small a group may be that is read together."""
+    """Set how small a group may be to be read together."""
     if request.param == "always":
         monkeypatch.setattr("minisgl_backend.attention.sdpa._LEAST_SAVED", 0)
-    else:  # of "two levels" the first does and the others do not
+    else:  # of "two levels" the first group pays and the others do not
         monkeypatch.setattr("minisgl_backend.attention.sdpa._LEAST_SAVED", 2**16)
 
 
 def attend_together(world: World, pattern: str) -> None:
-    """12 sequences of random lengths, of which the first pages are shared by that pattern; they
-    decode twice, once with the groups named and once without."""
+    """12 sequences of random lengths, whose first pages are shared in that pattern; they decode
+    twice, once with the groups named and once without."""
     longest = 7 * world.page_size
     added = [world.add(longest + 2) for _ in range(12)]
     groups = [world.share(each.indices, each.begin, each.end) for each in PATTERNS[pattern]]
     lengths = np.random.default_rng(0).integers(6 * world.page_size, longest, len(added))
-    lengths[0] = 6 * world.page_size  # nothing of its own yet but the new token
+    lengths[0] = 6 * world.page_size  # it has nothing of its own yet except the new token
     world.step([(index, int(length)) for index, length in zip(added, lengths, strict=True)])
     for named in (groups, []):
         world.step([(index, 1) for index in added], named)

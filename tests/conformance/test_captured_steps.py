@@ -1,8 +1,9 @@
-"""Captured steps give the tokens of launched ones: the executor's way on a GPU, on a CPU.
+"""Captured steps give the tokens of launched ones: the executor's path for GPUs, run on a CPU.
 
 A stand-in for a GPU records work as a function and replays it by calling it again, into the tensors
-that the first call returned. So all is seen but what a capture would freeze: which row is computed,
-what padding does, what the host writes between two replays. The kernels' twins compute.
+that the first call returned. So the tests see which row is computed, what padding does, and what
+the host writes between two replays; they see all but what a capture would freeze. The kernels'
+twins do the computing.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from tests.parallel.threads import on_ranks
 
 T = TypeVar("T")
 
-NUM_REQUESTS = 24  # more than there are rows and pages for, so that these serve twice
+NUM_REQUESTS = 24  # more than there are rows and pages for, so that these are used twice
 GRAPHS: dict[str, Any] = {"graph_sizes": (1, 2, 4, 8, 16), "chunk_graph_sizes": (16, 32, 48)}
 GREEDY = SamplingParams(temperature=0.0)
 ADJUSTED = SamplingParams(
@@ -63,7 +64,7 @@ class Recorded(Generic[T]):
 
 
 class RecordingDevice(CpuDevice):
-    """A device that is no host, as far as an executor can tell; ``replays`` names the outputs."""
+    """To an executor this device is not the host; ``replays`` names the outputs."""
 
     is_host: Any = False
 
@@ -103,14 +104,14 @@ def _tensors(output: object) -> list[Tensor]:
 def test_tokens_equal_those_of_launched_steps(
     case: str, overlap: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of greedy requests, adjusted ones that ask for log-probabilities, and seeded draws."""
+    """Greedy requests, adjusted ones that ask for log-probabilities, and seeded draws."""
     monkeypatch.setattr(choose, "has_triton", lambda: True)
     write_checkpoint(case, tmp_path)
     model = load_model(tmp_path, context=CONTEXT, fused=True)
     prompts = prompts_with_shared_prefixes(
         vocab_size=VOCAB_SIZE, longest=60, seed=7, count=NUM_REQUESTS
     )
-    # they end one after the other, so that batches of all sizes decode
+    # requests end one after another, so that batches of all sizes decode
     sampling = [
         replace(params, max_tokens=4 + index)
         for index, params in zip(range(NUM_REQUESTS), cycle([GREEDY, ADJUSTED, DRAWN]))
@@ -146,7 +147,7 @@ def test_tokens_equal_those_of_launched_steps(
 def test_two_ranks_give_the_same_tokens_captured_and_launched(
     case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Steps that need the logits of both ranks, and steps that do not."""
+    """Some steps need the logits of both ranks, others do not."""
     monkeypatch.setattr(choose, "has_triton", lambda: True)
     write_checkpoint(case, tmp_path)
     prompts = prompts_with_shared_prefixes(
@@ -190,8 +191,8 @@ def test_two_ranks_give_the_same_tokens_captured_and_launched(
 
 @pytest.mark.parametrize("case", ["qwen3", "qwen3-moe"])
 def test_ranks_capture_together(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps that wait for masks, too: a rank that captured others would wait for sums without
-    end."""
+    """Including steps that wait for masks: a rank that captured different steps would wait for sums
+    forever."""
     monkeypatch.setattr(choose, "has_triton", lambda: True)
     write_checkpoint(case, tmp_path)
 

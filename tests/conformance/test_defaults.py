@@ -1,4 +1,4 @@
-"""A key that config.json leaves out means what it means to transformers."""
+"""A key missing from config.json means what it means to transformers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _ALWAYS_GIVEN: Final = frozenset(
 _NO_DEFAULT: Final = frozenset(
     {("Ministral3ForCausalLM", "rope_parameters"), ("Glm4MoeForCausalLM", "head_dim")}
 )
-"""Without the first a checkpoint is refused; transformers' own default of the second fits none."""
+"""Without the first, a checkpoint is refused; transformers' default for the second fits none."""
 
 
 @pytest.mark.parametrize("name", [name for name in ARCHITECTURES if "Conditional" not in name])
@@ -36,5 +36,5 @@ def test_keys_that_are_left_out(name: str) -> None:
 
 
 def _read(name: str, values: dict[str, Any]) -> ModelSpec:
-    """Without the ids of the end, which generation_config.json has, too."""
+    """Without the end-of-sequence ids, which generation_config.json has, too."""
     return replace(ARCHITECTURES[name](ConfigReader(values)), eos_token_ids=frozenset())

@@ -1,4 +1,4 @@
-"""Embeddings equal those of transformers, whatever else the engine does meanwhile."""
+"""Embeddings equal those of transformers, whatever else the engine is doing."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_embeddings_with_an_adapter(tmp_path: Path) -> None:
 def test_embeddings_beside_generations(
     models: tuple[Decoder, Any], options: dict[str, Any]
 ) -> None:
-    """Chunks cut everywhere; the second run finds the prompts in the cache."""
+    """Chunks are cut everywhere; the second run finds the prompts in the cache."""
     ours, theirs = models
     prompts = prompts_with_shared_prefixes(vocab_size=VOCAB_SIZE, longest=60, seed=3)
     sampling = [EMBEDDED if index % 3 else GENERATED for index in range(len(prompts))]

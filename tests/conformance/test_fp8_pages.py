@@ -1,4 +1,4 @@
-"""An engine over float8 pages answers nearly as one over pages of the model's own type."""
+"""An engine with float8 pages answers nearly like one with pages of the model's own type."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from tests.conformance.engines import (
 PROMPTS: Final = prompts_with_shared_prefixes(vocab_size=VOCAB_SIZE, longest=60, seed=3)
 NEXT: Final = SamplingParams(max_tokens=1, temperature=0.0, num_logprobs=VOCAB_SIZE)
 SCALES: Final = (KVScale(0.03, 0.5), KVScale(0.25, 0.03))
-"""Of two layers. Keys and values of the checkpoints here, divided by them, are within float8."""
+"""For two layers. Divided by them, the keys and values of these checkpoints fit float8's range."""
 _ROUNDING: Final = 2**-4
 """The largest relative error of float8_e4m3, which has three bits after the leading one."""
 _SMALLEST: Final = 2**-9
-"""What float8_e4m3 tells from 0."""
+"""The smallest number that float8_e4m3 can tell from 0."""
 
 
 @pytest.fixture(scope="module", params=["llama", "qwen2-window", "qwen3", "qwen3-moe"])
@@ -47,7 +47,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 def ask(
     model: Decoder, sampling: SamplingParams = NEXT, **options: Any
 ) -> tuple[Outcome, list[Tensor]]:
-    """What an engine with these options answers, and the numbers in the pages of each layer,
+    """The answers of an engine with these options, and the numbers in the pages of each layer,
     float64 [2, num_pages + 1, page_size, num_kv_heads, head_dim]."""
     with TinyEngine(model, context=CONTEXT, **{"page_size": 16, **options}) as engine:
         outcome = engine.run(PROMPTS, [sampling] * len(PROMPTS))
@@ -59,7 +59,7 @@ def ask(
 
 
 def logprobs(outcome: Outcome) -> npt.NDArray[np.float64]:
-    """[num_prompts, VOCAB_SIZE] of the first tokens."""
+    """The log-probabilities of the first tokens, [num_prompts, VOCAB_SIZE]."""
     found = np.empty((len(PROMPTS), VOCAB_SIZE))
     for line, (first,) in zip(found, outcome.logprobs, strict=True):
         for token, logprob in first.alternatives:
@@ -75,7 +75,7 @@ def test_logits_are_nearly_those_over_exact_pages(
     model = load_model(folder, context=CONTEXT, dtype=dtype)
     exact = logprobs(ask(model)[0])
     rounded = logprobs(ask(model, kv_dtype=torch.float8_e4m3fn, scales=scales)[0])
-    # a scale that is written with and not read with, or the reverse, gives more than 1
+    # a scale used for writing but not for reading, or the reverse, gives more than 1
     assert 0 < np.abs(rounded - exact).mean() < 0.2 * exact.std()
 
 
@@ -84,7 +84,7 @@ def test_pages_hold_the_numbers_divided_by_the_scales(folder: Path) -> None:
     (exact, *_) = ask(model, radix=False)[1]
     (rounded, *_) = ask(model, radix=False, kv_dtype=torch.float8_e4m3fn, scales=SCALES)[1]
     scale = torch.tensor([SCALES[0].k, SCALES[0].v]).double().view(2, 1, 1, 1, 1)
-    is_written = exact != exact[0, -2, -1, -1, -1]  # what the engine was given
+    is_written = exact != exact[0, -2, -1, -1, -1]  # else as the pages were filled
     assert is_written.sum() > 10_000
     apart = (rounded - exact).abs()
     assert (apart <= exact.abs() * _ROUNDING + scale * _SMALLEST)[is_written].all()
@@ -105,7 +105,7 @@ def test_tokens_do_not_depend_on_chunks_pages_or_the_cache(folder: Path) -> None
 
 
 def test_the_scales_of_a_checkpoint_are_those_of_its_pages(tmp_path: Path) -> None:
-    """If they are sensible, the demo model knows what it knew; if they are far too small, all keys
+    """With sensible scales, the demo model knows what it knew; with scales far too small, all keys
     and values become almost nothing."""
     prompts = ["The capital of France is", "What is the emoji for a fox?"]
     params = {"temperature": 0, "max_tokens": 8, "num_logprobs": 0}

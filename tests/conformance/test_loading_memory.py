@@ -1,4 +1,4 @@
-"""What loading takes of the host's memory beside the model itself."""
+"""How much host memory loading takes beyond the model itself."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 SHARD = 40 * 2**20
 NUM_SHARDS = 8
 MARGIN = 96 * 2**20
-"""For modules of Python that loading imports, and the weight that is being read: far from the 250
+"""Room for the Python modules that loading imports and for the weight being read: far below the 250
 MiB of all shards."""
 
 CONFIG = {
@@ -61,7 +61,7 @@ print(json.dumps({"beside": resident("VmHWM") - before - of_model, "of_model": o
 
 
 def write_shards(folder: Path) -> None:
-    """A file a layer, of about ``SHARD`` bytes."""
+    """Write one file of about ``SHARD`` bytes per layer."""
     (folder / "config.json").write_text(json.dumps(CONFIG))
     ends = {"model.embed_tokens.weight": (1024, 1024), "model.norm.weight": (1024,)}
     weight_map: dict[str, str] = {}
@@ -90,7 +90,7 @@ def write_shards(folder: Path) -> None:
 
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="needs Linux")
 def test_loading_takes_one_shard_beside_the_model(tmp_path: Path) -> None:
-    """A process of its own loads eight shards of 32 MiB; its peak counts the files' pages, too."""
+    """A separate process loads eight 32 MiB shards; its peak includes the pages of the files."""
     write_shards(tmp_path)
     ended = subprocess.run(
         [sys.executable, "-c", PROGRAM, str(tmp_path)], check=True, capture_output=True, text=True

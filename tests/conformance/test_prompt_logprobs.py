@@ -63,7 +63,7 @@ def reference(
     ids=lambda options: "-".join(map(str, options.values())),
 )
 def test_logprobs_are_those_of_transformers(reference: Reference, options: dict[str, Any]) -> None:
-    """Cold and warm cache, chunks cut everywhere, with and without tokens after the prompt."""
+    """Cold and warm caches, chunks cut everywhere, with and without tokens after the prompt."""
     count = len(reference.prompts)
     sampling = [(SCORE, CONTINUE, PLAIN)[index % 3] for index in range(count)]
     with TinyEngine(reference.model, context=CONTEXT, **options) as engine:
@@ -91,7 +91,7 @@ def test_a_scored_prompt_leaves_its_pages_to_others(reference: Reference) -> Non
 
 
 def test_prompts_come_back_where_they_were_scored(reference: Reference) -> None:
-    """With pages for only some of the requests: they are retracted, in mid-prompt too."""
+    """With pages for only some of the requests, they are retracted, even in mid-prompt."""
     sampling = SamplingParams(max_tokens=60, temperature=0.0, num_prompt_logprobs=2)
     count = len(reference.prompts)
     with TinyEngine(
@@ -111,7 +111,7 @@ def test_prompts_come_back_where_they_were_scored(reference: Reference) -> None:
 def assert_equal(
     told: list[PromptLogprobs], reference: Reference, index: int, num_top: int
 ) -> None:
-    """Each token of the prompt but the first once, in order, within rounding of float32."""
+    """Each prompt token except the first comes once, in order, equal within float32 rounding."""
     expected, prompt = reference.logprobs[index], reference.prompts[index]
     token_ids = np.concatenate([np.empty(0, np.int32), *(part.token_ids for part in told)])
     assert token_ids.tolist() == prompt[1:].tolist()

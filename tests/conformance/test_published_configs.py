@@ -1,8 +1,7 @@
 """Tokens equal those of transformers if config.json is spelled as publishers spelled it.
 
 ``checkpoints`` has what transformers writes today: ``rope_parameters``, every default spelled out.
-Publishers' files are older or shorter: here are theirs, with small sizes and no key that they do
-not have.
+Publishers' files are older or shorter: these are theirs, with small sizes and no keys added.
 """
 
 from __future__ import annotations
@@ -507,7 +506,7 @@ LEFT_OUT: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
         "qwen3.5": ("mtp.fc.weight", "mtp.layers.0.mlp.experts.gate_up_proj"),
     }
 )
-"""What publishers ship beside what transformers computes: layers that predict further tokens."""
+"""Weights that publishers ship but transformers does not use: layers that predict more tokens."""
 
 
 @pytest.mark.parametrize("name", CONFIGS)

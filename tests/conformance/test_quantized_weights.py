@@ -1,4 +1,4 @@
-"""Tokens of quantized checkpoints equal those of transformers on the numbers they stand for."""
+"""Tokens of quantized checkpoints equal those of transformers with the numbers they stand for."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def reference(
 
 @pytest.mark.parametrize("reference", CASES, indirect=True)
 def test_tokens_are_those_of_the_numbers(reference: Reference) -> None:
-    """Dequantized while they load, and kept as they are; with a cold cache, and with a warm one."""
+    """Weights are dequantized while they load, or kept as they are; the cache is cold or warm."""
     for keep_quantized in (False, True):
         model = load_model(reference.folder, context=CONTEXT, keep_quantized=keep_quantized)
         assert _is_quantized(model) == keep_quantized
@@ -63,7 +63,7 @@ def test_tokens_are_those_of_the_numbers(reference: Reference) -> None:
 
 @pytest.mark.parametrize("reference", CASES, indirect=True)
 def test_two_ranks_compute_what_one_does(reference: Reference) -> None:
-    """Their edges cut blocks and groups: 160 of 320 inputs of down_proj, 64 of 128 queries."""
+    """The ranks' edges cut blocks and groups: 160 of down_proj's 320 inputs, 64 of 128 queries."""
     whole = logits_of_prompt(reference.folder, OneRank())
     for logits in on_ranks(2, lambda group: logits_of_prompt(reference.folder, group)):
         torch.testing.assert_close(logits, whole, atol=1e-4, rtol=1e-4)
@@ -71,7 +71,7 @@ def test_two_ranks_compute_what_one_does(reference: Reference) -> None:
 
 @pytest.mark.parametrize("model", ["quantized-dense", "quantized-moe"])
 def test_weights_are_converted_while_they_load(model: str, tmp_path: Path) -> None:
-    """As ``fp8_blocks`` does it; also on two ranks, which cut blocks."""
+    """They are converted as by ``fp8_blocks``; also on two ranks, which cut blocks."""
     theirs = write_with(plain, tmp_path, model=model)
     tokens = torch.from_numpy(np.random.default_rng(0).integers(0, VOCAB_SIZE, 40))
     with torch.inference_mode():
@@ -91,7 +91,7 @@ def test_experts_in_turn_are_not_converted(tmp_path: Path) -> None:
 
 
 def test_quantized_weights_go_with_fp8_pages_and_their_scales(tmp_path: Path) -> None:
-    """A checkpoint with both says the same as its numbers with the same scales."""
+    """A checkpoint with both answers the same as its numbers with the same scales."""
     write_quantized("ct-fp8-channel-moe", tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}

@@ -84,7 +84,7 @@ def test_logits_are_equal(case: str, size: int, tmp_path: Path) -> None:
     ],
 )
 def test_logits_of_whole_experts_are_equal(case: str, size: int, tmp_path: Path) -> None:
-    """Other ranks' experts are not read, in files of one tensor an expert and of one for all."""
+    """Other ranks' experts are not read, from files with a tensor per expert or one for all."""
     if case in CASES:
         write_checkpoint(case, tmp_path)
     else:
@@ -106,7 +106,7 @@ def logits_of_prompt(
     expert_parallel: bool = False,
 ) -> Tensor:
     """Logits of every position of one prompt on a rank of the group; ``quantization`` and
-    ``expert_parallel`` as the options have them."""
+    ``expert_parallel`` are as in the options."""
     spec = checked_spec(EngineOptions(quantization=quantization), folder, None)
     shape = spec.attention_shape(group.size)
     model = build_model(

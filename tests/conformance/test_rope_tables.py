@@ -1,4 +1,4 @@
-"""The tables of cosines and sines equal those of transformers, bit by bit."""
+"""The tables of cosines and sines equal those of transformers, bit for bit."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from minisgl_backend.models.spec import ModelSpec
 
 _BASE: Final = {"hidden_size": 512, "num_attention_heads": 4, "num_hidden_layers": 1}
 
-# As the checkpoints' config.json have it, in the older spelling and in that of transformers 5.
+# As in the checkpoints' config.json, in the older spelling and in that of transformers 5.
 VARIANTS: Final[dict[str, dict[str, Any]]] = {
     "llama-2": {"max_position_embeddings": 4096},
     "llama-3": {"rope_theta": 500000.0, "max_position_embeddings": 8192},
@@ -32,7 +32,7 @@ VARIANTS: Final[dict[str, dict[str, Any]]] = {
             "rope_type": "llama3",
         },
     },
-    "llama-4": {  # nothing is between the frequencies that are kept and those that are divided
+    "llama-4": {  # no frequency lies between those that are kept and those that are divided
         "rope_theta": 500000.0,
         "max_position_embeddings": 10485760,
         "rope_scaling": {
@@ -120,7 +120,7 @@ def test_tables_are_equal(name: str, head_dim: int) -> None:
     table = rotary_table(spec.rope, head_dim, num_positions, torch.device("cpu"))
     cos, sin = table.chunk(2, dim=1)  # [num_positions, head_dim / 2]
     their_cos, their_sin = theirs(torch.zeros(1), torch.arange(num_positions).unsqueeze(0))
-    # theirs stand there twice, once for each half of a head
+    # theirs are there twice, once for each half of a head
     assert torch.equal(torch.cat([cos, cos], dim=1), their_cos.squeeze(0))
     assert torch.equal(torch.cat([sin, sin], dim=1), their_sin.squeeze(0))
 

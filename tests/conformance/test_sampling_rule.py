@@ -1,8 +1,8 @@
-"""The rule of sampling, for each way to follow it: the oracle by sorting, a CPU's, Triton's.
+"""The sampling rule, in each of its implementations: the oracle, which sorts; a CPU's; Triton's.
 
-Claims by hand and about distributions hold for all three; then the other two give the oracle's
-tokens over batches of all kinds of rows. Triton's runs on a GPU (``-m gpu``), or under its
-interpreter (TRITON_INTERPRET=1) with fewer rows.
+Results computed by hand and claims about distributions hold for all three; then the other two give
+the oracle's tokens for batches of all kinds of rows. Triton's runs on a GPU (``-m gpu``), or under
+its interpreter (TRITON_INTERPRET=1) with fewer rows.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ LARGE_VOCAB: Final = 3000 if is_interpreted() else 151_936
 
 @dataclass(frozen=True)
 class Way:
-    """A way to sample, on its device, with batches of at most ``most_rows``."""
+    """An implementation on its device, with batches of at most ``most_rows``."""
 
     device: torch.device
     sample: Callable[[Tensor, SamplingTable, Tensor, Tensor], Tensor]
@@ -56,7 +56,7 @@ class Way:
     """Triton cannot compile its kernels for a single token."""
 
     def table(self, num_rows: int, vocab_size: int, **numbers: float) -> SamplingTable:
-        """Rows of the same numbers, at temperature 1, each with a seed of its own."""
+        """Rows with the same numbers, at temperature 1, each with its own seed."""
         table = SamplingTable.empty(num_rows, vocab_size, self.device)
         for name, value in {"temperature": 1.0, **numbers}.items():
             table.column(name).fill_(value)
@@ -118,8 +118,8 @@ def _logits(num_rows: int, vocab_size: int, seed: int = 0) -> Tensor:
 
 
 def _most_different(way: Way, num_rows: int) -> int:
-    """Rows that may differ from the oracle's: sums of floats in another order may move a threshold
-    by one token, which rarely is the one chosen. A CPU sums as the oracle does."""
+    """How many rows may differ from the oracle's: summing floats in another order may move a
+    threshold by one token, which is rarely the one chosen. A CPU sums as the oracle does."""
     return 0 if way is ON_CPU else max(num_rows // 32, 1)
 
 
@@ -181,7 +181,7 @@ def test_a_row_that_is_not_finite_has_no_token_and_harms_no_other(
 def test_frequencies_are_those_of_the_softmax(
     way: Way, vocab_size: int, temperature: float
 ) -> None:
-    """Of 50 tokens, 16 each are in one split, and 2 in the last."""
+    """50 tokens fill splits of 16 each, and the last one has 2."""
     draws = way.most_rows
     logits = torch.linspace(2.0, -1.0, vocab_size)
     table = way.table(draws, vocab_size, temperature=temperature)
@@ -232,7 +232,7 @@ def test_tokens_that_tie_with_the_last_kept_one_are_kept(way: Way) -> None:
 
 
 def test_ties_beyond_the_first_candidates_are_kept(way: Way) -> None:
-    """All tokens tie but one, at more places than a search begins with."""
+    """All tokens but one tie, more than the candidates that a search begins with."""
     draws = min(400, way.most_rows)
     logits = torch.zeros(draws, 6000)
     logits[:, 17] = -1.0
@@ -287,7 +287,7 @@ class Asked:
     output: tuple[int, ...] = ()
 
     def write(self, table: SamplingTable, row: int) -> None:
-        """Let the request take a row of the table, over whatever is there."""
+        """Give the request a row of the table, whatever is there."""
         numbers = {
             "repetition": self.repetition,
             "presence": self.presence,
@@ -323,7 +323,7 @@ class Asked:
         return len(self.prompt) + len(self.output)
 
     def adjusted(self, logits: list[float]) -> list[float]:
-        """Penalties, bias and stop tokens, one token after the other."""
+        """The logits after penalties, bias and stop tokens, token by token."""
         adjusted = list(logits)
         for token, logit in enumerate(logits):
             count = self.output.count(token)
@@ -424,7 +424,7 @@ def test_lines_of_rows_that_are_not_marked_or_biased_are_not_read(way: Way) -> N
     table.marks[:, :2] = torch.tensor([2 * ONCE, IN_PROMPT])
     table.bias[:, 3] = 1e9
     table.column("marked")[1] = 1
-    # row 1: 9 / 2 - 2 * 1 - 0.5 = 2, and 4.2 / 2 = 2.1, so that the third token wins with 2.5
+    # row 1: 9 / 2 - 2 * 1 - 0.5 = 2, and 4.2 / 2 = 2.1, so the third token wins with 2.5
     logits = torch.full((2, 40), -5.0)
     logits[:, :3] = torch.tensor([9.0, 4.2, 2.5])
     assert way.draw(logits, table) == [0, 2]
@@ -433,7 +433,7 @@ def test_lines_of_rows_that_are_not_marked_or_biased_are_not_read(way: Way) -> N
 
 
 def test_adjusted_logits_are_what_is_drawn_from(way: Way) -> None:
-    """Adjusted by hand or by the table: the same token of every kind of row."""
+    """Adjusted by hand or by the table, every kind of row gets the same token."""
     bias = tuple((token, 2.0) for token in range(0, 400, 5))
     asked = Asked(repetition=1.4, presence=0.3, bias=bias, output=(9, 9, 200))
     num_rows = min(24, way.most_rows)
@@ -505,7 +505,7 @@ def _mixed_table(
 def _mixed_logits(
     num_rows: int, vocab_size: int, random: torch.Generator, *, grain: float | None
 ) -> Tensor:
-    """From flat to peaked; in steps of ``grain``, so that many tie; some broken or nearly empty."""
+    """From flat to peaked, in steps of ``grain`` so that many tie; some broken or nearly empty."""
     spread = 10 ** (2.3 * torch.rand(num_rows, 1, generator=random) - 1)
     logits = torch.randn(num_rows, vocab_size, generator=random) * spread
     if grain is not None:
@@ -586,7 +586,7 @@ def test_tokens_of_a_large_vocabulary_are_the_oracles(
 
 
 def test_a_row_depends_on_itself_alone(way: Way) -> None:
-    """The same alone, and in a batch of another order, at other rows of another table."""
+    """The same alone and in a batch of another order, at other rows of another table."""
     num_rows, vocab_size = min(64, way.most_rows), 3000
     random = torch.Generator().manual_seed(5)
     table = _mixed_table(way, num_rows, vocab_size, random)
@@ -614,7 +614,7 @@ def test_seeds_and_positions_draw_other_tokens(way: Way) -> None:
 
 
 def test_float64_logits_are_not_rounded() -> None:
-    """Differences that float32 cannot hold decide, on a CPU."""
+    """On a CPU, differences too small for float32 decide."""
     logits = torch.full((1, 3000), 1.0, dtype=torch.float64)
     logits[0, 1234] += 1e-12
     for way in (ORACLE, ON_CPU):
@@ -661,7 +661,7 @@ def _filtered_distribution(logits: Tensor, temperature: float, filters: dict[str
 
 
 def _chi_squared(chosen: Tensor, expected: Tensor) -> float:
-    """Pearson's statistic over the tokens that are expected at least five times."""
+    """Pearson's statistic over tokens that are expected at least five times."""
     counts = chosen.bincount(minlength=len(expected)).double()
     wanted = expected * len(chosen)
     common = wanted >= 5
@@ -676,7 +676,7 @@ def _chi_squared(chosen: Tensor, expected: Tensor) -> float:
 def test_the_best_part_has_the_token_of_the_whole(
     fast_way: Way, num_parts: int, vocab_size: int
 ) -> None:
-    """Of greedy and of random rows; of broken ones there is none. The last parts may be empty."""
+    """For greedy and random rows; broken rows have no token. The last parts may be empty."""
     num_rows = min(64, fast_way.most_rows)
     table = fast_way.table(num_rows, vocab_size)
     table.column("temperature")[::3] = 0.0
@@ -686,7 +686,7 @@ def test_the_best_part_has_the_token_of_the_whole(
     logits[3, vocab_size - 1] = torch.inf
     logits[4] = -torch.inf
     logits[5, : vocab_size // 2] = -torch.inf
-    logits[6] = 0.5  # of equals the first
+    logits[6] = 0.5  # among equals the first wins
     logits = logits.bfloat16()
     whole = fast_way.draw(logits, table, position=3)
     rows = torch.arange(num_rows, dtype=torch.int32, device=fast_way.device)
@@ -695,7 +695,7 @@ def test_the_best_part_has_the_token_of_the_whole(
     for rank in range(num_parts):
         splits = splits_of_rank(vocab_size, rank, num_parts)
         held = logits[:, size * splits.start : size * splits.stop]
-        part = logits.new_full((num_rows, held.shape[1] + 16), torch.nan)  # never read to the end
+        part = logits.new_full((num_rows, held.shape[1] + 16), torch.nan)  # NaN is not to be read
         part[:, : held.shape[1]] = held
         found.append(best_of_part(part, table, rows, positions, workspace, splits))
     assert best_of_parts(torch.stack(found)).tolist() == whole

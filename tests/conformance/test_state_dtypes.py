@@ -1,4 +1,4 @@
-"""An engine with recurrent states of 16 bits answers nearly as one with states in float32."""
+"""An engine with 16-bit recurrent states answers nearly like one with states in float32."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SAMPLING: Final = SamplingParams(max_tokens=16, temperature=0.0, num_logprobs=VO
 
 @dataclass(frozen=True)
 class Answers:
-    """Of a model with states in float32."""
+    """The answers of a model with states in float32."""
 
     model: Decoder
     outcome: Outcome
@@ -46,7 +46,7 @@ def ask(engine: TinyEngine, prompts: list[IntArray] = PROMPTS) -> Outcome:
 
 
 def logprobs(outcome: Outcome, index: int) -> npt.NDArray[np.float64]:
-    """[num_tokens, VOCAB_SIZE] of one answer."""
+    """The log-probabilities of one answer, [num_tokens, VOCAB_SIZE]."""
     tokens = outcome.logprobs[index]
     found = np.empty((len(tokens), VOCAB_SIZE))
     for line, token in zip(found, tokens, strict=True):
@@ -93,7 +93,7 @@ def test_answers_are_nearly_those_with_float32(
 def test_a_snapshot_at_the_end_of_a_chunk_gives_what_the_row_gives(
     exact: Answers, state_dtype: torch.dtype
 ) -> None:
-    """The states are rounded there in any case: all log-probabilities are equal."""
+    """States are rounded there anyway, so all log-probabilities are equal."""
     first, second = (np.concatenate([PROMPTS[0][:64], PROMPTS[index][:9]]) for index in (2, 5))
     outcomes = []
     for radix in (True, False):

@@ -33,7 +33,7 @@ SOME_OPTIONS: Final = [
     {"page_size": 64, "radix": True, "overlap": False},
 ]
 FULL: Final = ("llama", "mistral-window", "olmo3", "qwen3-moe", "qwen3-window")
-"""Cases that go through all of them; the others differ from these in the model alone."""
+"""Cases that run with all of ``SOME_OPTIONS``; the others differ from these only in the model."""
 RUNS: Final = [
     (case, options)
     for case in sorted(CASES)
@@ -44,16 +44,16 @@ RUNS: Final = [
 
 
 class Answers:
-    """What models of transformers answer to prompts, each to one and alone."""
+    """What transformers models answer, each to one prompt alone."""
 
     def __init__(self, models: Sequence[Any], prompts: Sequence[IntArray]) -> None:
         self._asked = list(zip(models, prompts, strict=True))
         self._tokens: list[list[int]] | None = None
 
     def tokens(self, guesses: Sequence[Sequence[int]]) -> list[list[int]]:
-        """The tokens of each answer, whatever the guesses are; right ones save time (``generate``).
+        """The tokens of each answer, whatever the guesses; right guesses save time (``generate``).
 
-        Made once: a later guess is not needed.
+        Computed once: later guesses are ignored.
         """
         if self._tokens is None:
             asked = zip(self._asked, guesses, strict=True)
@@ -78,8 +78,8 @@ def reference(
     folder = tmp_path_factory.mktemp(case)
     theirs = write_checkpoint(case, folder)
     # transformers rotates a whole prompt by its length when ``dynamic`` stretches, so that the keys
-    # of a prefix depend on what follows it: prompts stay within the unstretched context, outputs
-    # leave it.
+    # of a prefix depend on what follows it: prompts stay within the unstretched context, outputs go
+    # beyond it.
     longest = 60 if "dynamic" in case else 110
     prompts = prompts_with_shared_prefixes(vocab_size=VOCAB_SIZE, longest=longest, seed=7)
     model = load_model(folder, context=CONTEXT)
@@ -120,8 +120,8 @@ def test_windows_and_sections_are_cut_anywhere(
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("page_size", [4, 16])
 def test_turns_go_on_from_answers(page_size: int, overlap: bool, tmp_path: Path) -> None:
-    """Conversations side by side. With recurrent layers as much of each turn is cached as with
-    attention alone, but for a tenth; tokens are those without a cache."""
+    """Conversations run side by side. With recurrent layers, at least nine tenths as much is cached
+    as with attention alone; tokens are those without a cache."""
     cached = {}
     for case in ("qwen3", "qwen3.5", "qwen3-next"):
         folder = tmp_path / case
@@ -138,7 +138,7 @@ def test_turns_go_on_from_answers(page_size: int, overlap: bool, tmp_path: Path)
 
 
 def hold_conversations(engine: TinyEngine, theirs: Any) -> int:
-    """How many tokens of the prompts were cached; all answers are those of transformers."""
+    """How many prompt tokens were cached; all answers must be those of transformers."""
     rng, num_cached = np.random.default_rng(11), 0
     histories = [np.empty(0, np.int32) for _ in range(3)]
     for _ in range(4):
@@ -159,9 +159,9 @@ def hold_conversations(engine: TinyEngine, theirs: Any) -> int:
 def generate(model: Any, prompt: IntArray, guess: Sequence[int] = ()) -> list[int]:
     """The tokens of transformers, which must be clear of ties.
 
-    If ``guess`` is what it would generate, one pass over the prompt and the guess shows that: each
-    of its tokens is the best behind those before. Else its tokens are generated, one pass for each;
-    and in any case where the pass would rotate the prompt by the length of both.
+    If ``guess`` is what it would generate, one pass over the prompt and the guess proves it: each
+    of its tokens is the best one after those before it. Otherwise the tokens are generated, one
+    pass each; so they are if that pass would rotate the prompt by the length of both.
     """
     ids = torch.from_numpy(prompt).long().unsqueeze(0)
     if len(guess) == MAX_TOKENS and not _rotates_by_length(model):

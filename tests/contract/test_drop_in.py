@@ -2,9 +2,9 @@
 
 Each output comes if and only if its flag was given and true, in the shape and type of its backend.
 The cases of the first part are those of vllm_backend's own test of its additional outputs, with the
-same prompt, parameters and judgement of every response; the server has the option by which an
-answer begins with its prompt, as there. Those of the second part are the requests of the
-TensorRT-LLM backend's client for its ensemble.
+same prompt, parameters and judgement of every response; as there, the server has the option that
+makes an answer begin with its prompt. Those of the second part are the requests of the TensorRT-LLM
+backend's client for its ensemble.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def like_vllm() -> Iterator[TritonServer]:
 def ask_all(
     server: TritonServer, asked: Sequence[dict[str, Any]], parameters: dict[str, Any]
 ) -> list[list[Arrays]]:
-    """All responses to each request, sent at once; ``parameters`` go in both ways."""
+    """All responses to each of the requests, sent at once; ``parameters`` go in both ways."""
     told: queue.SimpleQueue[Any] = queue.SimpleQueue()
     answers: list[list[Arrays]] = [[] for _ in asked]
     left = set(range(len(asked)))
@@ -105,7 +105,7 @@ def ask_all(
 def test_vllm_outputs_come_if_and_only_if_asked_for(
     like_vllm: TritonServer, stream: bool, num_logprobs: int | None
 ) -> None:
-    """Each flag unset, true and false, with all others in all combinations."""
+    """Each flag is unset, true and false, in all combinations with the others."""
     parameters: dict[str, Any] = {"temperature": "0", "top_p": "1"}
     if num_logprobs is not None:
         parameters["logprobs"] = num_logprobs
@@ -115,7 +115,7 @@ def test_vllm_outputs_come_if_and_only_if_asked_for(
     ]
     asked = [{"text_input": PROMPT, "stream": stream, **case} for case in cases]
     answers = ask_all(like_vllm, asked, parameters)
-    # not each of them: on a busy machine all tokens of a stream may gather for its first packet
+    # not each of them: on a busy machine all tokens of a stream may gather in its first packet
     assert any(len(responses) > 1 for responses in answers) == stream
     for case, responses in zip(cases, answers, strict=True):
         assert responses and (stream or len(responses) == 1)
@@ -154,7 +154,7 @@ def check_counts(response: Arrays) -> None:
 
 
 def check_logprobs(response: Arrays, num_logprobs: int | None, before: str) -> None:
-    """Greedy, so the tokens of rank 1 are those of the text."""
+    """Greedy decoding, so the tokens of rank 1 are those of the text."""
     told = json.loads(response["logprobs"][0])
     if num_logprobs is None:
         assert told is None
@@ -203,7 +203,7 @@ FLAGS: Final[list[dict[str, bool]]] = [
 @pytest.mark.parametrize("num_logprobs", [None, 1])
 @pytest.mark.parametrize("stream", [True, False])
 def test_flags_one_by_one(server: TritonServer, stream: bool, num_logprobs: int | None) -> None:
-    """A number of logprobs asks for none."""
+    """A number of logprobs alone does not ask for the output."""
     parameters: dict[str, Any] = {"temperature": 0.0, "max_tokens": 6}
     if num_logprobs is not None:
         parameters["num_logprobs"] = num_logprobs
@@ -222,7 +222,7 @@ def ask_trtllm(
     outputs: Sequence[str] = ("text_output",),
     stream: bool = False,
 ) -> list[Arrays]:
-    """The request of that backend's client, which also names the outputs that it wants."""
+    """Send the request of that backend's client, which also names the outputs that it wants."""
     arrays: Arrays = {
         "text_input": np.array([[PROMPT.encode()]], dtype=object),
         "max_tokens": np.array([[8]], dtype=np.int32),
@@ -250,7 +250,7 @@ LOG_PROBS: Final = ("text_output", "cum_log_probs", "output_log_probs")
 def test_trtllm_log_probs(server: TritonServer, stream: bool) -> None:
     """They are [batch, beams] and [batch, beams, tokens].
 
-    The text is [batch, beams], too: an ensemble with a batch dimension cannot leave it out, as the
+    The text is [batch, beams], too: an ensemble with a batch dimension cannot omit it as the
     TensorRT-LLM backend does.
     """
     asked = {"return_log_probs": np.array([[True]])}
@@ -272,7 +272,7 @@ def test_trtllm_log_probs(server: TritonServer, stream: bool) -> None:
 
 @pytest.mark.parametrize("flag", [None, False])
 def test_trtllm_log_probs_that_are_not_asked_for(server: TritonServer, flag: bool | None) -> None:
-    """Though the client names the outputs: one that is not there reads as None."""
+    """Even if the client names the outputs: one that is not there reads as None."""
     more = {} if flag is None else {"return_log_probs": np.array([[flag]])}
     (response,) = ask_trtllm(server, more, outputs=LOG_PROBS)
     assert list(response) == ["text_output"]
@@ -336,7 +336,7 @@ def test_trtllm_guided_decoding(
     ],
 )
 def test_vllm_structured_outputs(server: TritonServer, name: str, text: str) -> None:
-    """As a request parameter over both protocols, and in ``sampling_parameters``."""
+    """As request parameters over both protocols, and in ``sampling_parameters``."""
     parameters = {"temperature": 0.0, name: text}
     asked = {"text_input": PROMPT, "stream": False}
     ((by_grpc,),) = ask_all(server, [asked], parameters)
@@ -356,7 +356,7 @@ def test_trtllm_outputs_that_do_not_exist_are_refused_by_name(
 
 
 def test_trtllm_counts_and_times(server: TritonServer) -> None:
-    """Those it shares with vllm_backend have a value for each beam of each request."""
+    """Those shared with vllm_backend have a value for each beam of each request."""
     flags = ("return_num_input_tokens", "return_num_output_tokens", "return_perf_metrics")
     names = [name for flag in flags for name in OUTPUTS[flag]]
     given = {flag: np.array([[True]]) for flag in flags}

@@ -1,4 +1,4 @@
-"""The models' config.pbtxt, the table of the wire, and the client's names say the same."""
+"""The models' config.pbtxt, the wire's table, and the client's names agree."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from minisgl_backend.wire.parameters import (
 REPOSITORY = Path(__file__).parents[2] / "model_repository"
 MODELS = ("tokenizer", "llm_engine", "detokenizer")
 ENSEMBLES = ("minisgl", "minisgl_batched")
-# of the ensembles and the text models, and of llm_engine when a client calls it alone
+# for the ensembles and the text models, and for llm_engine when a client calls it alone
 TEXT_INPUTS = tuple(tensor for entry in INPUTS for tensor in entry.tensors)
 TEXT_OUTPUTS = tuple(entry.tensor for entry in OUTPUTS)
 TOKEN_INPUTS = tuple(tensor for entry in INPUTS if not entry.text_only for tensor in entry.tensors)
@@ -149,7 +149,7 @@ def test_outputs_are_asked_for_by_inputs() -> None:
 
 
 def test_a_name_is_offered_or_refused() -> None:
-    """Some are both: declared for clients that always send them, and refused but for one value."""
+    """Some are both: declared for clients that always send them, and refused except one value."""
     assert set(NEUTRAL) & set(BY_NAME) == {
         *("beam_width", "length_penalty", "bad_words"),
         *("return_context_logits", "return_generation_logits"),

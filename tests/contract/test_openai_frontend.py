@@ -3,7 +3,7 @@
 Its vllm converter goes to `minisgl`, its tensorrtllm converter to `minisgl_batched`. The frontend
 renders the chat template itself, so a server behind it has the option ``parse_special_tokens``. It
 hands tensors over in process; here they go over gRPC, which carries the same names, types and
-shapes. What it reads of the answers is what is looked at.
+shapes. The tests look at what the frontend reads of the answers.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ COUNT = "Count from 1 to 10."
 
 @pytest.fixture(scope="module")
 def behind_frontend() -> Iterator[TritonServer]:
-    """A server as it stands behind the frontend."""
+    """A server set up as behind the frontend."""
     with running(options={"parse_special_tokens": "true"}) as server:
         yield server
 
@@ -52,7 +52,7 @@ def texts(*values: str) -> npt.NDArray[Any]:
 
 
 def infer(server: TritonServer, model: str, tensors: dict[str, npt.NDArray[Any]]) -> Responses:
-    """All responses; with each comes the flag that tells the frontend of the last."""
+    """All responses, each with the flag that marks the last one for the frontend."""
     inputs = [tensor(name, array) for name, array in tensors.items()]
     with Call(server, model, inputs=inputs) as call:
         return call.all()
@@ -68,7 +68,7 @@ SCHEMA = {
     "temperature": 0.0,
     "top_p": 1.0,
 }
-"""What the frontend's schema says of itself where the caller says nothing but the temperature."""
+"""What the frontend's schema adds if the caller gives nothing but the temperature."""
 OLDER_COMPLETION = {**SCHEMA, "best_of": 1}
 OLDER_CHAT = {**SCHEMA, "logprobs": False}
 
@@ -90,7 +90,7 @@ def vllm(
         "return_num_input_tokens": np.array([True]),
         "return_num_output_tokens": np.array([True]),
     }
-    if return_logprobs is not None:  # newer releases say it always
+    if return_logprobs is not None:  # newer releases always send it
         tensors["return_logprobs"] = np.array([return_logprobs])
     return infer(server, "minisgl", tensors)
 
@@ -107,7 +107,7 @@ def test_vllm_answers(
     return_logprobs: bool | None,
     stream: bool,
 ) -> None:
-    """One response, or two of which the last is final; a stream has as many as it likes."""
+    """One response, or two of which the last is final; a stream may have any number."""
     prompt = rendered(FRANCE)
     responses = vllm(
         behind_frontend, prompt, sampling, stream=stream, return_logprobs=return_logprobs
@@ -137,7 +137,7 @@ def test_vllm_parameters(behind_frontend: TritonServer, more: dict[str, Any], te
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_vllm_logprobs(behind_frontend: TritonServer, stream: bool) -> None:
-    """A JSON list, a token an object; the frontend reads logprob, rank and decoded_token."""
+    """A JSON list with an object per token; the frontend reads logprob, rank and decoded_token."""
     sampling = {**SCHEMA, "logprobs": 2}
     responses = vllm(
         behind_frontend, rendered(FRANCE), sampling, stream=stream, return_logprobs=True

@@ -21,7 +21,7 @@ DOCKER: Final = ROOT / "docker"
 
 
 def tool(name: str) -> str:
-    """The path of a program, from this environment first; skips the test where it is missing."""
+    """The path of a program, preferably in this environment; skips the test if it is missing."""
     path = shutil.which(name, path=str(Path(sys.executable).parent)) or shutil.which(name)
     if path is None:
         pytest.skip(f"{name} is not installed; .ci/run installs it")
@@ -61,6 +61,6 @@ def ask_gateway(url: str) -> None:
 
 
 def metrics_of(url: str) -> str:
-    """The page of the gateway's metrics."""
+    """The gateway's metrics page."""
     with urllib.request.urlopen(f"{url}/metrics", timeout=PATIENCE_S) as response:
         return str(response.read(), "utf-8")

@@ -12,7 +12,7 @@ _FOLDER: Final = Path(__file__).parents[2] / "constraints"
 
 
 def pinned(stack: str, python: str) -> dict[str, str]:
-    """The version of each package of a stack on Linux, x86-64, with a Python such as 3.12."""
+    """The version of each package of a stack on Linux x86-64, with a Python version like 3.12."""
     machine = {
         "python_version": python,
         "python_full_version": f"{python}.0",

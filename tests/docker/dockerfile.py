@@ -30,5 +30,5 @@ def stages(path: Path) -> list[list[Instruction]]:
 
 
 def texts(stage: list[Instruction], name: str) -> list[str]:
-    """What the instructions of that name say."""
+    """The texts of the instructions with that name."""
     return [instruction.text for instruction in stage if instruction.name == name]

@@ -1,7 +1,7 @@
-"""The manifests of docker/kubernetes: what they hold, and what is wrong with them by the schemas.
+"""The manifests of docker/kubernetes: what they contain, and what is wrong by their schemas.
 
 Kubernetes' own kinds are checked with the schemas of kubernetes-validate, custom resources with
-those of ``custom_resources.yaml``, which refer to the former for whatever is a part of a pod.
+those of ``custom_resources.yaml``, which refer to the former for all parts of pods.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tests.docker.conftest import DOCKER
 FOLDER: Final = DOCKER / "kubernetes"
 NAMES: Final = sorted(path.stem for path in FOLDER.glob("*.yaml"))
 _KUBERNETES: Final = "1.37"
-"""The version whose schemas count."""
+"""The version whose schemas are used."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Pod:
 
     @property
     def containers(self) -> dict[str, dict[str, Any]]:
-        """By name."""
+        """The containers by name."""
         return {container["name"]: container for container in self.spec["containers"]}
 
     def port(self, name: str | int) -> int:
@@ -58,7 +58,7 @@ def resources(name: str) -> list[dict[str, Any]]:
 
 
 def one(name: str, kind: str) -> dict[str, Any]:
-    """The one resource of that kind in a manifest."""
+    """The only resource of that kind in a manifest."""
     (found,) = [resource for resource in resources(name) if resource["kind"] == kind]
     return found
 
@@ -73,13 +73,13 @@ def pods(name: str) -> list[Pod]:
 
 
 def pod_of(name: str) -> Pod:
-    """The one kind of pod of a manifest."""
+    """The only kind of pod in a manifest."""
     (pod,) = pods(name)
     return pod
 
 
 def errors(resource: dict[str, Any]) -> list[str]:
-    """What is wrong with a resource: each with its place in it."""
+    """What is wrong with a resource, and where in it."""
     key = f"{resource['apiVersion']} {resource['kind']}"
     custom = _custom_schemas()
     if key in custom:
@@ -98,7 +98,7 @@ def _pod_of(resource: dict[str, Any], others: list[dict[str, Any]]) -> Pod | Non
         template = spec["template"]
     elif resource["kind"] == "LeaderWorkerSet":
         leader = spec["leaderWorkerTemplate"]["leaderTemplate"]
-        own = {"leaderworkerset.sigs.k8s.io/worker-index": "0"}  # which the controller adds
+        own = {"leaderworkerset.sigs.k8s.io/worker-index": "0"}  # the controller adds it
         labels = {**leader["metadata"]["labels"], **own}
         template = {**leader, "metadata": {**leader["metadata"], "labels": labels}}
     elif resource["kind"] == "ServingRuntime":
@@ -140,7 +140,7 @@ def _custom_schemas() -> dict[str, Any]:
 
 @functools.cache
 def _registry() -> Registry[Any]:
-    """Finds Kubernetes' own schemas by ``k8s:`` and their names."""
+    """Finds Kubernetes' own schemas under ``k8s:`` and their names."""
     package = Path(kubernetes_validate.__file__).parent
     folder = package / f"kubernetes-json-schema/v{_KUBERNETES}.0-local-strict"
     definitions = json.loads((folder / "_definitions.json").read_text("utf-8"))

@@ -1,4 +1,4 @@
-"""What a PromQL expression asks of the metrics, and what a /metrics page has."""
+"""What a PromQL expression needs from metrics, and what a /metrics page has."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ class Selector:
 
     metric: str
     matchers: tuple[tuple[str, str], ...]
-    """Label names, and a regular expression that some series must match in full."""
+    """Label names, each with a regular expression that some series must match in full."""
     grouped_by: frozenset[str]
 
 
 def filled_in(expression: str) -> str:
-    """The expression with Grafana's variables replaced, as Grafana does before it asks."""
+    """The expression with Grafana's variables replaced, as Grafana does before a query."""
     for name, value in _VARIABLES.items():
         expression = expression.replace(name, value)
     assert "$" not in expression, f"a variable that the dashboard does not have: {expression}"
@@ -64,7 +64,7 @@ def _selectors(node: Any, grouped_by: frozenset[str]) -> Iterator[Selector]:
 
 
 def _alternatives(matchers: Any) -> Iterator[tuple[str, str]]:
-    """Each value that is asked for by itself: ``a|b`` asks for two."""
+    """Each value that is asked for separately: ``a|b`` asks for two."""
     for matcher in matchers.matchers:
         if matcher.op == promql_parser.MatchOp.Equal:
             yield matcher.name, re.escape(matcher.value)

@@ -1,4 +1,4 @@
-"""What a container runs, run here: the images' default command, the health check, the stop."""
+"""What a container does, done here: the images' default command, the health check, the stop."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.server.test_serve import PORTS, lines_until, serve
 
 
 def answers(url: str | urllib.request.Request) -> bool:
-    """Whether a probe of Kubernetes, or Prometheus, would be content."""
+    """Whether a Kubernetes probe, or Prometheus, would be satisfied."""
     try:
         with urllib.request.urlopen(url, timeout=PATIENCE_S) as response:
             return bool(response.status == 200)

@@ -31,7 +31,7 @@ GPU_METRICS: Final = frozenset(
         "nv_gpu_power_usage",
     }
 )
-"""Triton's own, which it has where there is an NVIDIA GPU."""
+"""Triton's own metrics, which it has if there is an NVIDIA GPU."""
 
 WANTED: Final = {
     "Requests": "vllm:num_requests_running",
@@ -49,7 +49,7 @@ WANTED: Final = {
     "GPU utilization": "nv_gpu_utilization",
     "Gateway: answers": "minisgl_gateway_requests_total",
 }
-"""Panels that an operator looks for, and the metric that makes them."""
+"""Panels that an operator looks for, and the metrics behind them."""
 
 
 def expressions(panel: dict[str, Any]) -> list[str]:
@@ -144,7 +144,7 @@ def test_panels_have_ids_and_places_of_their_own() -> None:
 
 
 def test_grafana_knows_every_field() -> None:
-    """Read and written by Grafana's own types, the dashboard loses nothing."""
+    """Read and written with Grafana's own types, the dashboard loses nothing."""
     pytest.importorskip("grafana_foundation_sdk", reason="Grafana's types need Python 3.11")
     encoder = importlib.import_module("grafana_foundation_sdk.cog.encoder")
     plugins = importlib.import_module("grafana_foundation_sdk.cog.plugins")
@@ -160,7 +160,7 @@ def test_grafana_knows_every_field() -> None:
 
 
 def lost(wanted: Any, got: Any, place: str = "") -> list[str]:
-    """Where ``got`` lacks something of ``wanted``; what it has in addition are defaults."""
+    """Where ``got`` lacks something in ``wanted``; whatever it has in addition is a default."""
     if isinstance(wanted, dict) and isinstance(got, dict):
         return [
             text

@@ -21,7 +21,7 @@ from tests.docker.constraints import pinned
 from tests.docker.dockerfile import stages, texts
 
 PYTHONS: Final = {"cpu": "3.11", "gpu": "3.12"}
-"""Of the base images."""
+"""The Python versions of the base images."""
 IMAGES: Final = {"cpu": DOCKER / "Dockerfile.cpu", "gpu": DOCKER / "Dockerfile"}
 MAKEFILE: Final = (ROOT / "Makefile").read_text("utf-8")
 PROJECT: Final = metadata.distribution("minisgl-triton")
@@ -39,7 +39,7 @@ def commands(image: str) -> list[str]:
 
 
 def make_calls(image: str) -> list[tuple[str, dict[str, str]]]:
-    """Target and variables of each call of make."""
+    """The target and variables of each call of make."""
     calls = []
     for command in commands(image):
         if command.startswith("make "):
@@ -64,7 +64,7 @@ def test_hadolint_finds_nothing(image: str) -> None:
 
 @images
 def test_run_steps_are_the_makefiles(image: str) -> None:
-    """Apart from a system's own preparation, an image does nothing that `make install` does not."""
+    """Apart from preparing the system, an image does nothing that `make install` does not do."""
     preparation = r"apt-get (update|install)|rm -rf /var/lib/apt/lists|useradd |install -d "
     rest = [text for text in commands(image) if not re.match(preparation, text)]
     assert rest
@@ -82,7 +82,7 @@ def test_make_has_the_targets_and_variables_that_images_use(image: str) -> None:
 
 @images
 def test_make_would_do_for_the_image_what_it_does_here(image: str, tmp_path: Path) -> None:
-    """The commands after each RUN step are those of `make install`, but for the names given."""
+    """The commands behind each RUN step are those of `make install`, except for given names."""
     for target, given in make_calls(image):
         here = dry_run("install", {"VENV": str(tmp_path), "STACK": given["STACK"]})
         there = dry_run(

@@ -18,7 +18,7 @@ from tests.server.client import Metrics, wait_for
 
 
 def check(url: str) -> subprocess.CompletedProcess[str]:
-    # -I: as in the container, without what the environment of the tests brings
+    # -I: as in the container, without what the tests' environment adds
     command = [sys.executable, "-I", "-S", str(DOCKER / "healthcheck.py"), "--url", url]
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
 
@@ -32,7 +32,7 @@ def test_a_server_that_makes_a_token_is_well(server: TritonServer) -> None:
 
 @contextmanager
 def answering(status: int, body: object) -> Iterator[str]:
-    """A server that answers every request so, since ours cannot be made to."""
+    """A server that answers every request like this, since ours cannot be made to."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:

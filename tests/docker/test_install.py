@@ -1,4 +1,4 @@
-"""Which stack `make` installs, and that the files of constraints name every package of it.
+"""Which stack `make` installs, and that the constraints files name every package in it.
 
 Nothing is installed: make prints its commands, with files in place of the NVIDIA driver's.
 """
@@ -35,7 +35,7 @@ def dry_run(tmp_path: Path, *variables: str) -> str:
 
 
 def driver(tmp_path: Path, version: str) -> str:
-    """The variable that names a driver of this version."""
+    """The variable assignment that names a driver of this version."""
     file = tmp_path / "driver"
     file.write_text(DRIVER.format(version), "utf-8")
     return f"DRIVER={file}"
@@ -87,7 +87,7 @@ def test_a_fallback_names_what_is_missing(
 
 
 def needed(extras: set[str], python: str) -> list[Requirement]:
-    """What the project needs on Linux, x86-64, for these extras, by its own metadata."""
+    """What the project needs on Linux x86-64 for these extras, according to its metadata."""
     project = metadata.distribution("minisgl-triton")
     found, done, todo = [], set(), {"", *extras}
     while todo:
@@ -115,7 +115,7 @@ def test_what_the_project_needs_is_pinned(stack: str, python: str) -> None:
 
 
 def test_what_those_packages_need_is_pinned_too() -> None:
-    """For the stack that is installed here: each package that its own metadata leads to."""
+    """For the stack installed here: every package that its metadata leads to."""
     stack = "gpu" if metadata.version("torch").startswith("2.11.") else "cpu"
     python = f"{sys.version_info.major}.{sys.version_info.minor}"
     versions = pinned(stack, python)

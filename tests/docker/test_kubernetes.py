@@ -1,5 +1,5 @@
 """The Kubernetes manifests are valid by the schemas of what they make, and fit each other, the
-images and the commands. ``test_kubernetes_running`` holds them against running servers."""
+images and the commands. ``test_kubernetes_running`` checks them against running servers."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ every_server = pytest.mark.parametrize(("pod", "container"), SERVERS, ids=named)
 
 
 def instruction(image: str, kind: str) -> str:
-    """The one instruction of that kind in the last stage of the image."""
+    """The only instruction of that kind in the last stage of the image."""
     *_, last = stages(DOCKER / IMAGES[image])
     (text,) = texts(last, kind)
     return text
 
 
 def default_of(command: str, option: str) -> Any:
-    """What the command takes if the option is not given."""
+    """What the command uses if the option is not given."""
     found = main.get_command(click.Context(main), command)
     assert found is not None
     (parameter,) = [one for one in found.params if option in one.opts]
@@ -72,7 +72,7 @@ def option(container: dict[str, Any], name: str) -> str | None:
 
 
 def pause_s(container: dict[str, Any]) -> int:
-    """How long a container goes on before it is told to end."""
+    """How long a container continues before it is told to end."""
     return int(container["lifecycle"]["preStop"]["exec"]["command"][-1])
 
 
@@ -83,7 +83,7 @@ def test_resources_are_valid_to_the_letter(name: str, resource: dict[str, Any]) 
 
 @every_resource
 def test_a_misspelt_field_is_found(name: str, resource: dict[str, Any]) -> None:
-    """At the resource's top, and in each mapping two levels further down that has fixed fields."""
+    """At the top of the resource, and in each mapping with fixed fields two levels down."""
     assert errors({**resource, "sepc": {}})
     if "spec" in resource:
         assert errors({**resource, "spec": {**resource["spec"], "misspelt": 1}})
@@ -153,7 +153,7 @@ def selections() -> Iterator[tuple[str, dict[str, str], dict[str, Any]]]:
 def test_selectors_find_their_pods(
     name: str, labels: dict[str, str], resource: dict[str, Any]
 ) -> None:
-    """And each port that it names is one of theirs."""
+    """Each port that a resource names is one of its pods', too."""
     (pod,) = [pod for pod in PODS if labels.items() <= pod.labels.items()]
     spec = resource["spec"]
     asked = [port["targetPort"] for port in spec.get("ports", ())]
@@ -191,7 +191,7 @@ def test_only_clients_reach_triton_and_the_gateway_is_one(name: str) -> None:
 
 
 def test_gateways_find_their_servers() -> None:
-    """Those of which comments speak, too."""
+    """Including those that comments mention."""
     services = {
         resource["metadata"]["name"]: resource["spec"]["ports"]
         for _, resource in RESOURCES
@@ -316,7 +316,7 @@ def test_ranks_of_a_group_share_a_secret_and_a_rendezvous() -> None:
 
 
 def test_a_group_of_the_manifest_forms_by_its_environment() -> None:
-    """As LeaderWorkerSet sets it in each container."""
+    """With the environment that LeaderWorkerSet sets in each container."""
     server = pod_of("nodes").containers["server"]
     (port,) = [env["value"] for env in server["env"] if env["name"] == "MASTER_PORT"]
     size = one("nodes", "LeaderWorkerSet")["spec"]["leaderWorkerTemplate"]["size"]

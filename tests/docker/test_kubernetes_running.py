@@ -1,6 +1,6 @@
-"""A pod of the manifests as processes: its probes, its metrics, and its end, as a kubelet does it.
+"""A pod of the manifests as processes: its probes, metrics, and end, as a kubelet does them.
 
-The containers' own commands run, but for what a machine without a cluster lacks: the model, free
+The containers' own commands run, except for what a machine without a cluster lacks: the model, free
 ports, a file with a key.
 """
 
@@ -42,14 +42,14 @@ ADDRESSES: Final = {
     "health": r"health +http://\S+:(\d+)/",
 }
 _DRAIN_S: Final = 120
-"""For answers under way on a busy machine."""
+"""How long answers in progress may take on a busy machine."""
 _SPREAD_S: Final = 3.0
-"""From the end of a pod's life until the last of a cluster's proxies knows of it."""
+"""How long it takes until the last of a cluster's proxies knows about the end of a pod."""
 
 
 @dataclass(slots=True)
 class Running:
-    """The containers of a pod, and where each of its ports is."""
+    """The containers of a pod, and the actual number of each of its ports."""
 
     pod: Pod
     processes: dict[str, subprocess.Popen[str]]
@@ -161,12 +161,12 @@ def test_probes_and_metrics_are_where_the_manifests_say(running: Running) -> Non
 
 
 def test_a_pod_that_ends_takes_nothing_new_and_loses_nothing(running: Running) -> None:
-    """What the cluster sends until all of it knows, and what is under way, is answered."""
+    """What the cluster sends until all of it knows is answered, and so is what is in progress."""
     containers = running.pod.containers
     deleted_s, ended = time.monotonic(), threading.Event()
 
     def clients() -> list[int]:
-        """Ask until no proxy sends anything here any more; how long the answers are."""
+        """Ask until no proxy sends anything here any more; returns the lengths of the answers."""
         lengths = []
         while not ended.is_set():
             lengths.append(running.ask()["usage"]["completion_tokens"])
@@ -174,7 +174,7 @@ def test_a_pod_that_ends_takes_nothing_new_and_loses_nothing(running: Running) -
 
     def stop(name: str) -> None:
         time.sleep(max(0.0, deleted_s + pause_s(containers[name]) - time.monotonic()))
-        assert ended.wait(PATIENCE_S)  # at once, unless this process stood still
+        assert ended.wait(PATIENCE_S)  # at once, unless this process was stalled
         running.processes[name].send_signal(signal.SIGTERM)
 
     with ThreadPoolExecutor() as pool:

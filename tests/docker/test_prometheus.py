@@ -1,4 +1,4 @@
-"""A real Prometheus takes the configuration, the rules, and every expression of the dashboard."""
+"""A real Prometheus accepts the configuration, the rules, and every dashboard expression."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ POD = "minisgl-replicas-7d9f8-x2x4q"
 
 
 def scaling_queries() -> list[str]:
-    """What the autoscalers of the Kubernetes manifests ask, as of one of their pods."""
+    """What the autoscalers of the Kubernetes manifests ask, as for one of their pods."""
     triggers = one("autoscaling", "ScaledObject")["spec"]["triggers"]
     metrics = one("kserve", "InferenceService")["spec"]["predictor"]["autoScaling"]["metrics"]
     queries = [trigger["metadata"]["query"] for trigger in triggers]
@@ -58,7 +58,7 @@ def test_every_alert_is_tested() -> None:
 
 
 class Prometheus:
-    """A Prometheus that scrapes one server, with docker/'s configuration but for the address."""
+    """A Prometheus that scrapes one server, with docker/'s configuration except the address."""
 
     def __init__(self, url: str) -> None:
         self.url = url
@@ -72,7 +72,7 @@ class Prometheus:
             return False
 
     def query(self, expression: str) -> list[float]:
-        """The values of an instant query; raises ``HTTPError`` where it is none."""
+        """The values of an instant query; raises ``HTTPError`` if it is invalid."""
         query = urllib.parse.urlencode({"query": expression})
         with urllib.request.urlopen(
             f"{self.url}/api/v1/query?{query}", timeout=PATIENCE_S
@@ -102,7 +102,7 @@ def prometheus(
     assert not targets
     (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
     with socket.socket() as held, (folder / "log").open("w") as log:
-        # stays bound, so that no other process gets it; Go's listeners set the same option
+        # it stays bound, so that no other process gets it; Go's listeners set the same option
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         held.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{held.getsockname()[1]}"
@@ -126,7 +126,7 @@ def prometheus(
 
 
 def test_every_panel_shows_numbers(gateway: str, prometheus: Prometheus) -> None:
-    """GPU metrics apart: the server here has none."""
+    """Except GPU metrics, which the server here does not have."""
     wanted = {
         filled_in(target["expr"]).replace("[1m]", "[10s]")
         for panel in PANELS
@@ -148,7 +148,7 @@ def test_an_idle_server_raises_no_alert(rule: dict[str, Any], prometheus: Promet
 
 @pytest.mark.parametrize("query", scaling_queries())
 def test_autoscalers_get_one_number(query: str, prometheus: Prometheus) -> None:
-    """Of an idle server 0; none of other pods."""
+    """It is 0 for an idle server, and other pods do not count."""
     wait_for(lambda: prometheus.query(query) == [0.0], "a scrape")
     assert not prometheus.query(query.replace("minisgl-replicas", "minisgl-others"))
 

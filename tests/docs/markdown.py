@@ -1,4 +1,4 @@
-"""A Markdown page as its links, headings and code, without rendering it."""
+"""The links, headings and code of a Markdown page, without rendering it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _INDENTED: Final = re.compile(r"(?:^    .+\n)+", re.M)
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A block of code and its language, "" where none is named."""
+    """A block of code and its language, "" if none is named."""
 
     language: str
     text: str
@@ -24,7 +24,7 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A command of a console block, and what the page says that it prints ("" if nothing)."""
+    """A command in a console block, and its output according to the page ("" if none)."""
 
     command: str
     output: str
@@ -43,7 +43,7 @@ class Page:
 
     @property
     def links(self) -> list[str]:
-        """Targets of all links and images."""
+        """The targets of all links and images."""
         return _LINK.findall(self.prose)
 
     @property
@@ -56,12 +56,12 @@ class Page:
 
     @property
     def inline(self) -> list[str]:
-        """Code within the text."""
+        """Inline code."""
         return _INLINE.findall(self.prose)
 
     @property
     def calls(self) -> list[Call]:
-        """Commands of the console blocks, which stand after ``$``; a line may be continued."""
+        """The commands in console blocks, which follow ``$``; a line may be continued."""
         calls = []
         for block in self.blocks:
             if block.language == "console":
@@ -71,7 +71,7 @@ class Page:
 
 
 def _call(text: str) -> Call:
-    """A command ends with the first line after which no quote is open and nothing is continued."""
+    """A command ends with the first line that leaves no quote open and is not continued."""
     lines = text.splitlines()
     command = ""
     while lines:

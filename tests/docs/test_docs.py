@@ -1,4 +1,4 @@
-"""What README, CONTRIBUTING and docs/ name exists: links, files, commands and their options."""
+"""Whatever README, CONTRIBUTING and docs/ name exists: links, files, commands and options."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def calls(page: Page) -> Iterator[list[str]]:
 
 @pages
 def test_commands_and_their_options_exist(page: Page) -> None:
-    if page.path.name == "reference.md":  # written from the options themselves
+    if page.path.name == "reference.md":  # generated from the options themselves
         return
     for program, *arguments in calls(page):
         if program == "minisgl":
@@ -120,7 +120,7 @@ def test_commands_and_their_options_exist(page: Page) -> None:
 def check_options(command: click.Command, arguments: list[str]) -> None:
     """Follow the subcommands, then look up every option of the last one.
 
-    Behind ``--`` stand the options of the server that `minisgl chat` starts.
+    After ``--`` come the options of the server that `minisgl chat` starts.
     """
     if "--" in arguments:
         cut = arguments.index("--")
@@ -148,7 +148,7 @@ def check_make(arguments: list[str]) -> None:
 
 
 def check_container(arguments: list[str]) -> None:
-    """Files after ``-f`` exist, and what an image of ours is to run is a command of ours."""
+    """Files after ``-f`` exist, and what our images are to run is one of our commands."""
     for flag, value in pairwise(arguments):
         assert flag != "-f" or (ROOT / value).is_file(), value
     image = next((i for i, word in enumerate(arguments) if word.startswith("minisgl:")), None)
@@ -222,7 +222,7 @@ def test_decode_steps_of_the_page_are_those_of_the_file(model: str) -> None:
 
 @pages
 def test_code_that_is_quoted_is_in_its_file(page: Page) -> None:
-    """A Python example that begins with the path of a file is a piece of it."""
+    """A Python example that begins with the path of a file is an excerpt of it."""
     for block in page.blocks:
         first, _, rest = block.text.partition("\n")
         if re.fullmatch(r"# [\w/]+\.py", first):

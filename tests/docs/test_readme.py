@@ -26,7 +26,7 @@ EXAMPLES: Final = [block.text for block in README.blocks if block.language == "p
 
 @pytest.fixture(scope="module")
 def here(server: TritonServer, gateway: str) -> Callable[[str], str]:
-    """Puts the ports of the running servers where the README has the usual ones."""
+    """Replaces the README's usual ports with those of the running servers."""
     ports = {
         "127.0.0.1:8000": f"127.0.0.1:{server.http_port}",
         "127.0.0.1:8001": f"127.0.0.1:{server.grpc_port}",
@@ -59,7 +59,7 @@ def test_curl_lines_print_what_is_shown(call: Call, here: Callable[[str], str]) 
 
 
 def events(text: str) -> list[dict[str, Any]]:
-    """Server-sent events. Where text is cut into them depends on the machine's load."""
+    """Server-sent events. How text is cut into them depends on the machine's load."""
     lines = text.splitlines()
     return [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data:")]
 

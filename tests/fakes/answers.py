@@ -1,4 +1,4 @@
-"""A server of HTTP that says whatever a test wants."""
+"""An HTTP server that answers whatever a test wants."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from itertools import chain, repeat
 
 @contextmanager
 def answering(*answers: bytes) -> Iterator[str]:
-    """The URL at which callers get these answers one after the other, the last one ever after."""
+    """The URL at which callers get these answers one after another, and then the last forever."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def answer() -> None:
-            with suppress(OSError):  # the listener is shut
+            with suppress(OSError):  # the listener is closed
                 for text in chain(answers, repeat(answers[-1])):
                     caller, _ = listener.accept()
                     with caller:

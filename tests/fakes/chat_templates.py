@@ -1,7 +1,7 @@
-"""Chat templates as families of models have them: in each the essential parts of theirs.
+"""Chat templates of model families, each with the essential parts of the original.
 
 Those are how messages, tools and calls are written, which variables are read, and how the answer
-begins. All else of the originals (defaults of system messages, checks of roles) is left out.
+begins. The rest of the originals (default system messages, checks of roles) is left out.
 ``demo_model`` is the demo model with one of them.
 """
 
@@ -19,8 +19,8 @@ def demo_model(
 ) -> Path:
     """The demo model in a folder, with another template and with tokens for its marks.
 
-    They take the places of the vocabulary's last ones, so their ids have embeddings. Text that is
-    spelled like a mark is the token, but for ``special`` ones.
+    They take the places of the vocabulary's last tokens, so their ids have embeddings. Text that is
+    spelled like a mark becomes the token, except for ``special`` ones.
     """
     shutil.copytree(DEMO_MODEL, folder)
     config = json.loads((folder / "tokenizer_config.json").read_text("utf-8"))
@@ -113,7 +113,7 @@ DEEPSEEK_R1_DISTILL = """{% if not add_generation_prompt is defined %}
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<｜Assistant｜><think>\\n' }}{% endif %}"""
 DEEPSEEK_R1_DISTILL_FIRST = DEEPSEEK_R1_DISTILL.replace("<think>\\n", "")
-"""As it was first: the model writes the mark itself."""
+"""The first version: the model writes the mark itself."""
 
 LLAMA_3 = """{% for message in messages %}
 {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' + message['content'] }}
@@ -220,7 +220,7 @@ MAGISTRAL = f"""{{%- if messages[0].role != 'system' %}}
 {{%- endif %}}
 {MISTRAL_V13}"""
 MAGISTRAL_FIRST = MAGISTRAL.replace("[THINK]", "<think>").replace("[/THINK]", "</think>")
-"""As it was first: the marks are plain text."""
+"""The first version: the marks are plain text."""
 MISTRAL_WITH_EFFORT = f"""{{%- if reasoning_effort is not defined or reasoning_effort is none %}}
     {{%- set reasoning_effort = 'none' %}}
 {{%- endif %}}
@@ -306,4 +306,4 @@ GPT_OSS_MARKS = (
     "<|call|>",
     "<|return|>",
 )
-"""Its tokens."""
+"""The tokens of gpt-oss."""

@@ -1,4 +1,4 @@
-"""A clock for deadlines and limits on waiting, which a test moves on."""
+"""A clock for deadlines and waiting limits that a test can move forward."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 
 class LoopClock:
-    """The clock by which all engines of this process end requests, ``ahead_s`` before the real one.
+    """The clock by which all engines of this process end requests, ``ahead_s`` ahead of real time.
 
-    A time limit of an hour is over when a test says so, and not because the machine was busy.
+    An hour's time limit ends when a test says so, and never because the machine was busy.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -34,11 +34,12 @@ class LoopClock:
 
 @contextmanager
 def passing_within_the_answer(llm: LLM, clock: LoopClock, seconds: float) -> Iterator[None]:
-    """Move the clock on by ``seconds`` once an idle ``llm`` has made some tokens for the caller."""
+    """Move the clock forward by ``seconds`` once an idle ``llm`` has made some tokens for the
+    caller."""
     before = llm.stats().num_generated_tokens
 
     def wait_and_pass() -> None:
-        # the first ones may be of requests before, of which a step was still under way
+        # the first few may belong to an earlier request, one step of which was still running
         wait_until(lambda: llm.stats().num_generated_tokens > before + 100)
         clock.ahead_s += seconds
 

@@ -1,4 +1,4 @@
-"""Facts of an engine that is not there."""
+"""Facts about an engine that does not exist."""
 
 from __future__ import annotations
 
@@ -26,5 +26,5 @@ _FACTS: Final[dict[str, Any]] = {
 
 
 def engine_info(**changes: Any) -> EngineInfo:
-    """The facts of a small engine, some of them changed."""
+    """The facts about a small engine, some of them changed."""
     return EngineInfo(**{**_FACTS, **changes})

@@ -1,26 +1,25 @@
-"""An executor without a model, in whose KV cache a wrong page makes a wrong token.
+"""An executor without a model: a wrong page in its KV cache gives a wrong token.
 
-The KV of a position is a number made of its token and of all KV before it, read back through the
-page table; the next token is a number made of all of it. So a page that is wrong, stale, shared by
-mistake or written by two makes a wrong token, as in a model. Rows of a group read their shared
+The KV of a position is a number computed from its token and all KV before it, read back through the
+page table; the next token is computed from all of it. So a page that is wrong, stale, shared by
+mistake or written by two rows gives a wrong token, as in a model. Rows of a group read their shared
 pages where the group's first row has them. ``expected_tokens`` is what a request must get: the same
 arithmetic on plain lists, without pages, rows or steps.
 
 The KV of a position may be NaN. As in attention, which multiplies masked positions by 0, NaN
-anywhere in a page that a row reads makes NaN of what is computed from it, also at positions that
-were left by an earlier request and never written by this one. Only ``StepPlan.broken_pages`` clears
-it.
+anywhere in a page that a row reads turns the result into NaN, even at positions that an earlier
+request left and this one never wrote. Only ``StepPlan.broken_pages`` clears it.
 
-Layers with windows may have pages of their own: the same numbers, kept in window pages and read
-back through their table as far as a window reaches. What is computed is wrong if they differ from
-those of the other layers, and NaN if any window page in the line of a row has NaN.
+Layers with windows may have their own pages: the same numbers, kept in window pages and read back
+through their table as far as a window reaches. The result is wrong if they differ from those of the
+other layers, and NaN if any window page in a row's line of the table has NaN.
 
 Rows may have recurrent states, too: all KV so far, carried from step to step and not read through
 the page table. A token is wrong if the two differ.
 
-Steps run as late as they may: at ``Pending.tokens``, in the order of their launch. A plan that
-shares memory with the planner's state would have changed by then. The arrays of each plan are
-encoded and decoded first.
+Steps run as late as possible: at ``Pending.tokens``, in launch order. A plan that shares memory
+with the planner's state would have changed by then. The arrays of each plan are encoded and decoded
+first.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ class Model:
     """Token arithmetic over a vocabulary.
 
     One in ``nan_every`` samples is not finite, and the KV of one in ``nan_kv_every`` positions is
-    NaN (0: none), always the same ones behind the same tokens.
+    NaN (0: none); the same tokens before a position always give the same result.
     """
 
     vocabulary: int = 1000
@@ -69,7 +68,7 @@ class Model:
     nan_kv_every: int = 0
 
     def kv(self, token: int, position: int, context: int) -> int:
-        """The KV of a token at a position behind a context."""
+        """The KV of a token that comes after a context."""
         return _mix(_mix(token + 1, position), context)
 
     def is_nan(self, kv: int) -> bool:
@@ -79,7 +78,7 @@ class Model:
     def sample(
         self, context: int, index: int, params: SamplingParams, history: tuple[int, ...]
     ) -> int:
-        """The output token of that index; ``history``, of all tokens, counts with penalties."""
+        """The output token at that index; ``history``, all tokens so far, counts with penalties."""
         bits = _mix(context, params.seed)
         if params.has_penalties:
             bits = _mix(bits, hash(history) & _MASK)
@@ -91,12 +90,12 @@ class Model:
         return token
 
     def logprob(self, token: int, context: int) -> float:
-        """The log-probability of a prompt's token behind a context, a number that float32 holds."""
+        """The log-probability of a prompt token after a context, a number that fits in float32."""
         return -float(_mix(context, token) >> 48)
 
 
 def expected_prompt_logprobs(request: Request, model: Model) -> list[float]:
-    """Those of all tokens of the prompt but the first, none if they are not asked for."""
+    """The log-probabilities of all prompt tokens except the first; empty if not requested."""
     context = 0
     found: list[float] = []
     if request.sampling.num_prompt_logprobs is None:
@@ -108,7 +107,7 @@ def expected_prompt_logprobs(request: Request, model: Model) -> list[float]:
 
 
 def expected_tokens(request: Request, model: Model) -> list[int]:
-    """The tokens that the request gets, NO_TOKEN included, whatever else is served beside it."""
+    """The tokens that the request gets, NO_TOKEN included, whatever else is served with it."""
     params = request.sampling
     tokens: list[int] = request.prompt.tolist()
     num_prompt_tokens = len(tokens)
@@ -173,9 +172,9 @@ class FakePending:
 class FakeExecutor:
     """Runs plans on numbers; an ``Executor`` of ``runtime.ports``.
 
-    ``is_hit`` says whether a fault makes NaN of the position that is computed now, whatever its
+    ``is_hit`` says whether a fault turns the position that is computed now into NaN, whatever its
     tokens. ``num_cleared`` counts the broken pages of all plans, ``num_grouped`` their groups,
-    ``num_kept`` the states kept of decoding rows.
+    ``num_kept`` the states of decoding rows that were kept.
     """
 
     num_pages: int
@@ -222,7 +221,7 @@ class FakeExecutor:
         return pending
 
     def close(self) -> None:
-        """Drop what has not run."""
+        """Drop the steps that have not run."""
         self._queue.clear()
 
     def run_next(self) -> None:
@@ -305,7 +304,7 @@ class FakeExecutor:
         for row, index, page in _lines(grants.rows, grants.indices, grants.pages):
             self._page_table[row, index] = page
             if index * self.page_size >= self._rows[row].computed:
-                self._kv[page] = _POISON  # granted to be written: what it held is gone
+                self._kv[page] = _POISON  # granted for writing: what it held is gone
 
     def _copy(self, copies: Copies) -> None:
         sources, targets = copies.sources.tolist(), copies.targets.tolist()
@@ -345,7 +344,7 @@ class FakeExecutor:
             self.num_kept += 1
 
     def _begin_state(self, row: int, position: int, snapshot: int) -> None:
-        """Let the row's state be the one with which a chunk begins."""
+        """Set the row's state to the one that its chunk begins with."""
         if snapshot != NO_SNAPSHOT:
             assert position == self._rows[row].admission.num_cached_tokens > 0
             self._rows[row].state = self._snapshots[snapshot]
@@ -355,7 +354,7 @@ class FakeExecutor:
     def _write(
         self, row: int, position: int, tokens: list[int], saves: Mapping[int, int] | None = None
     ) -> None:
-        """Compute ``tokens``, and keep the states behind the positions of ``saves``."""
+        """Compute ``tokens``, and keep the states after the positions of ``saves``."""
         state = self._rows[row]
         assert position == state.computed, "positions are computed in order, each once"
         assert tokens, "a chunk computes at least one token: there are no logits without"
@@ -384,7 +383,7 @@ class FakeExecutor:
         state.computed = position
 
     def _reads_nan(self, row: int, start: int, end: int) -> bool:
-        """Whether there is NaN in the pages of a row up to ``end``, but for [start, end) itself."""
+        """Whether the pages of a row have NaN before ``end``, apart from [start, end) itself."""
         pages = self._read_at[row, : -(-end // self.page_size)]
         is_nan = self._is_nan[pages].reshape(-1)
         if self.window is not None:
@@ -392,7 +391,7 @@ class FakeExecutor:
         return bool(is_nan[:start].any() or is_nan[end:].any())
 
     def _has_window(self, row: int, num_tokens: int) -> bool:
-        """Whether the window pages have what the others have, as far as the token behind sees."""
+        """Whether the window pages hold what the others hold, as far as the next token sees."""
         if self.window is None:
             return True
         first, num_pages = max(0, num_tokens - self.window + 1), -(-num_tokens // self.page_size)
@@ -431,18 +430,18 @@ def tokens_of(values: list[int]) -> IntArray:
 
 
 def _lines(*columns: IntArray) -> Iterator[tuple[int, ...]]:
-    """The lines of a table of these columns."""
+    """The rows of a table with these columns."""
     return zip(*(column.tolist() for column in columns), strict=True)
 
 
 def _encoded(plan: StepPlan) -> StepPlan:
-    """The plan with its arrays as other ranks get them."""
+    """The plan, its arrays as other ranks get them."""
     decoded = decode_plan(encode_plan(plan))
     return replace(decoded, admissions=plan.admissions, masked_rows=plan.masked_rows)
 
 
 def _mix(a: int, b: int) -> int:
-    """A number of 64 bits that depends on all bits of both (the finalizer of splitmix64)."""
+    """A 64-bit number that depends on all bits of both (the finalizer of splitmix64)."""
     z = (a * 0x9E3779B97F4A7C15 + b + 0x632BE59BD9B4E019) & _MASK
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK

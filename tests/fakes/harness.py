@@ -2,7 +2,7 @@
 
 The caller decides when requests come and go, when a step is planned and when one is committed; up
 to ``depth`` steps are in flight (1 is the synchronous loop, 2 the overlapped one). ``verify`` then
-holds the record against ``expected_tokens``.
+checks the record against ``expected_tokens``.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from tests.fakes.executor import (
 )
 
 _MOST_TURNS = 20
-_FIRST_TURN = 1000  # the number of the first request that goes on from another
+_FIRST_TURN = 1000  # the number of the first request that continues another
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """All that may differ between two runs of one workload. With ``num_snapshots`` rows have
-    recurrent states, and with ``window`` there are ``num_window_pages`` beside the others. Chunks
-    end with their ``section``."""
+    """All that may differ between two runs of one workload. With ``num_snapshots``, rows have
+    recurrent states; with ``window``, there are ``num_window_pages`` in addition to the other
+    pages. Chunks end at ``section`` boundaries."""
 
     page_size: int
     num_pages: int
@@ -130,7 +130,7 @@ class Harness:
 
     @property
     def num_in_flight(self) -> int:
-        """Steps that are launched and not committed."""
+        """Steps that are launched but not committed."""
         return len(self._flights)
 
     def add(self, request: Request) -> None:
@@ -139,7 +139,7 @@ class Harness:
         self.records[request.id] = Record(request)
 
     def abort(self, request_id: RequestId) -> None:
-        """Abort a request, at whatever point of its life."""
+        """Abort a request, at any point in its life."""
         record = self.records[request_id]
         was_live = record.ending is None and not record.aborted
         assert self.scheduler.abort(request_id) == was_live
@@ -197,7 +197,7 @@ class Harness:
             assert self.num_steps < bound, "steps without end"
 
     def check(self) -> None:
-        """The planner's own books."""
+        """The planner's own counts."""
         self.scheduler.check()
 
     def live(self) -> list[RequestId]:
@@ -205,7 +205,7 @@ class Harness:
         return [i for i, it in self.records.items() if it.ending is None and not it.aborted]
 
     def verify(self) -> None:
-        """Every request got exactly its tokens and its one end, and nothing is held any more."""
+        """Every request got exactly its tokens and one end, and nothing is held any more."""
         for record in self.records.values():
             expected = expected_tokens(record.request, self.setup.model)
             scores = expected_prompt_logprobs(record.request, self.setup.model)
@@ -239,7 +239,7 @@ class Harness:
 
 
 def expected_ending(request: Request, expected: list[int]) -> Finished:
-    """How a request ends that got those tokens."""
+    """How a request that got those tokens ends."""
     params, last = request.sampling, expected[-1] if expected else NO_TOKEN
     if last in params.stop_token_ids and len(expected) > params.min_tokens:
         return Finished(FinishReason.STOP, last)
@@ -247,7 +247,7 @@ def expected_ending(request: Request, expected: list[int]) -> Finished:
 
 
 def random_setup(rng: random.Random) -> Setup:
-    """Small enough that pages run out, rows run out, chunks are cut."""
+    """Small enough that pages and rows run out and chunks are cut."""
     page_size = rng.choice([1, 1, 2, 4, 16])
     num_pages = rng.choice([8, 14, 30]) * (4 if page_size == 1 else 1)
     num_snapshots = rng.choice([None, None, None, 6])
@@ -281,7 +281,7 @@ def random_setup(rng: random.Random) -> Setup:
 
 
 def random_request(rng: random.Random, setup: Setup, number: int) -> Request:
-    """A request that fits, with a prompt that others are likely to share a part of."""
+    """A request that fits, whose prompt is likely to share a part with others."""
     longest = setup.max_sequence_length - 1
     stem = [1] * rng.randint(0, longest // 2)
     prompt = (stem + [rng.randint(0, 2) for _ in range(rng.randint(1, 20))])[:longest]
@@ -304,7 +304,7 @@ def random_request(rng: random.Random, setup: Setup, number: int) -> Request:
 
 
 def next_turn(record: Record, number: int, said: list[int], longest: int) -> Request | None:
-    """The request that goes on from what another one got so far; None if it would not fit."""
+    """A request that continues from what another one got so far; None if it would not fit."""
     before, sampling = record.request, record.request.sampling
     prompt = [*before.prompt.tolist(), *record.tokens, *said]
     if len(prompt) + max(1, sampling.max_tokens) > longest:
@@ -328,7 +328,7 @@ def random_requests(rng: random.Random, setup: Setup) -> list[list[Request]]:
 
 
 def run_randomly(harness: Harness, rng: random.Random, *, check: bool) -> None:
-    """Requests that come, go, go on from others, and are aborted at any moment; then ``verify``."""
+    """Requests come, go, continue others, and are aborted at any moment; then ``verify``."""
     todo, num_turns = random_requests(rng, harness.setup), 0
     while todo or harness.scheduler.has_work() or harness.num_in_flight:
         if todo and rng.random() < 0.5:

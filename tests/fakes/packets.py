@@ -1,4 +1,4 @@
-"""Packets of streams of one sample, and packets as tests compare them."""
+"""Packets of one-sample streams, and packets in the form that tests compare."""
 
 from __future__ import annotations
 
@@ -33,12 +33,13 @@ def token_ids_of(packet: Packet) -> list[TokenId]:
 
 
 def finish_of(packet: Packet) -> Finished | None:
-    """The end that a packet tells, if any."""
+    """The end that a packet reports, if any."""
     return next((delta.finish for delta in packet.deltas if delta.finish is not None), None)
 
 
 def comparable(packet: Packet) -> tuple[Packet, type[MiniSGLError] | None, str]:
-    """All that a packet says; two errors of one class and message are not equal by themselves."""
+    """Everything a packet says; two errors of the same class and message are not equal by
+    themselves."""
     packet = replace(
         packet, deltas=[replace(one, logprobs=tuple(one.logprobs)) for one in packet.deltas]
     )

@@ -1,8 +1,8 @@
-"""A strict stand-in for ``triton_python_backend_utils``, which exists inside Triton's stub only.
+"""A strict stand-in for ``triton_python_backend_utils``, which exists only inside Triton's stub.
 
 Real classes with the methods that the package uses and no others, so that a misspelt one fails.
-Response senders check what Triton would crash or hang on, anything after the final flag, and so do
-metrics: calls from another thread than that which made their family.
+Response senders and metrics refuse what Triton would crash or hang on: any call after the final
+flag, and calls from a thread other than the one that made the metric's family.
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ class Metric:
 
 
 class MetricFamily:
-    """Metrics of one name; ``families`` has those of the running test."""
+    """Metrics with one name; ``families`` has those of the running test."""
 
     COUNTER = "counter"
     GAUGE = "gauge"
@@ -195,7 +195,7 @@ class MetricFamily:
 
 
 class Logger:
-    """Triton's log; ``lines`` has what was written."""
+    """Triton's log; ``lines`` holds what was written."""
 
     lines: list[str] = []  # noqa: RUF012
 

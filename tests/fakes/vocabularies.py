@@ -1,7 +1,7 @@
 """Small tokenizers of every kind that language models use, built by the tokenizers library.
 
-Vocabularies are made so that characters span tokens: single bytes, halves of characters, marks for
-spaces in odd places.
+The vocabularies make characters span tokens: single bytes, halves of characters, marks for spaces
+in odd places.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ WORDS = ["a", "b", "ab", "Paris", "é", "日本", "東", "🎉", " ", "  ", "!",
 
 
 def token_text(vocabulary: Vocabulary, token_id: TokenId) -> str:
-    """One token by itself, in which half a character is U+FFFD."""
+    """The text of one token by itself; half a character is U+FFFD."""
     return vocabulary.token_bytes(token_id).decode("utf-8", "replace")
 
 
 def byte_level() -> Tokenizer:
-    """Byte-level BPE as GPT-2 spells it: all bytes, some longer pieces, broken ones among them."""
+    """Byte-level BPE as GPT-2 spells it: all bytes, and some longer pieces, some of them broken."""
     spell = _byte_spelling()
     pieces = [bytes([byte]) for byte in range(256)]
     pieces += [word.encode() for word in WORDS if len(word.encode()) > 1]

@@ -1,12 +1,12 @@
-"""An engine that uses tools as a trained model would: for the tests of agents.
+"""An engine that uses tools as a trained model would, for the tests of agents.
 
 What it would like to say depends on its prompt: asked with tools, it calls ``weather``; told what
 the tool answered, it says ``ANSWER``, or if the answer must have a form, ``REPORT``: as JSON, or as
 a call of the tool ``final_result`` if it must call one. Asked without tools, it answers at once.
-A grammar rules over that: what the mask of a step forbids is left out, as by a model that would
-say the same. What it says ends with the token that ends a turn.
+A grammar overrules that: what a step's mask forbids is left out, as a model with the same wishes
+would do. What it says ends with the token that ends a turn.
 
-Planner, loop, grammars and what lies around them are real; no model is computed.
+Planner, loop, grammars and everything around them are real; no model is computed.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ TEMPLATE: Final = r"""
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{- '<|im_start|>assistant\n' -}}{%- endif -%}
 """
-"""Calls and results of tools as models of the Hermes dialect have them."""
+"""Tool calls and results as in models of the Hermes dialect."""
 
 
 def model_of_agents(folder: Path, template: str = TEMPLATE) -> Path:
@@ -147,17 +147,17 @@ class TritonPythonModel(llm_engine.TritonPythonModel):
 
 
 class _Speaker:
-    """What one request would like to say, and how far it has come."""
+    """What one request would like to say, and how far it has got."""
 
     def __init__(self, wish: IntArray) -> None:
         self._wish = wish.tolist()
         self._at = 0
 
     def next(self, mask: IntArray | None) -> int:
-        """The next token that is allowed; ``mask``, int32[num_words], is None for all of them."""
+        """The next allowed token; ``mask``, int32[num_words], is None if all are allowed."""
         while mask is not None and not _is_allowed(self._wish[self._at % len(self._wish)], mask):
             self._at += 1
-            if self._at >= len(self._wish):  # it must say what it never wished
+            if self._at >= len(self._wish):  # it must say more than it wished
                 return next(token for token in range(WORD * len(mask)) if _is_allowed(token, mask))
         token: int = self._wish[self._at % len(self._wish)]
         self._at += 1

@@ -41,7 +41,7 @@ _MAGISTRAL = "from tests.gateway.magistral import TritonPythonModel\n"
 LIMITS = {"max_running_requests": "4", "max_queued_requests": "4", "max_prefill_tokens": "64"}
 KEYS = ("first-key", "second-key")
 TLS = ssl.create_default_context()
-"""For httpx, which would else read all certificates for each request: 30 ms."""
+"""For httpx, which would otherwise read all certificates for each request: 30 ms."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Gateway:
         return self.request("GET", path, **more)
 
     def request(self, method: str, path: str, **more: Any) -> httpx.Response:
-        """Send a request on a connection of its own."""
+        """Send a request on its own connection."""
         return httpx.request(method, self.url + path, timeout=2 * PATIENCE_S, verify=TLS, **more)
 
     def chat(self, content: str, **fields: Any) -> httpx.Response:
@@ -80,17 +80,17 @@ class Gateway:
         return self.post("/v1/chat/completions", body)
 
     def metric(self, line: str) -> float:
-        """A line of /metrics, by its name and labels as they stand there."""
+        """A line of /metrics, by its name and labels as written there."""
         text = self.get("/metrics", headers={"Authorization": f"Bearer {KEYS[0]}"}).text
         found = re.search(rf"^{re.escape(line)} (\S+)$", text, re.M)
         return float(found[1]) if found else 0.0
 
     def wait_metric(self, line: str, value: float) -> None:
-        """Until /metrics says so: an answer is counted once the client has all of it."""
+        """Wait until /metrics says so: an answer is counted once the client has all of it."""
         wait_for(lambda: self.metric(line) == value, f"{line} {value}")
 
     def wait_logged(self, pattern: str) -> None:
-        """Until the log has such a line, which is written when an answer is counted."""
+        """Wait until the log has such a line, which is written when an answer is counted."""
         wait_for(lambda: bool(re.search(pattern, self.log.read_text())), pattern)
 
 
@@ -98,8 +98,8 @@ class Gateway:
 def gateway_of(
     triton: str | Sequence[str], log: Path, *options: str, **environment: str
 ) -> Iterator[Gateway]:
-    """A gateway in front of one server, or of several, that listens; it must end cleanly, with
-    nothing in its log that is a bug."""
+    """A listening gateway in front of one or several servers; it must end cleanly, without any bug
+    in its log."""
     if isinstance(triton, str):
         command = [*COMMAND, "--triton", triton, "--port", "0"]
     else:
@@ -138,10 +138,10 @@ def gateway(server: TritonServer, tmp_path_factory: pytest.TempPathFactory) -> I
 
 @pytest.fixture(scope="session")
 def talker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
-    """A server whose engine says ``SCRIPT`` for ever, a token each 3 ms, to four at a time."""
+    """A server whose engine says ``SCRIPT`` forever, a token every 3 ms, to four at a time."""
     folder = tmp_path_factory.mktemp("talker")
     repository = repository_with({"llm_engine": _PACED.format(SCRIPT)}, folder)
-    # many a stream is cancelled here, and 24.10 now and then leaks one, so that it cannot unload
+    # many streams are cancelled here, and 24.10 sometimes leaks one, so that it cannot unload
     with running(repository, options=LIMITS, exit_code=None) as started:
         yield started
         started.signal(signal.SIGKILL)
@@ -176,7 +176,7 @@ def wide(talker: TritonServer, tmp_path_factory: pytest.TempPathFactory) -> Iter
 
 @pytest.fixture(scope="session")
 def thinker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
-    """A gateway in front of an engine that says ``THOUGHTS``, with the template of Qwen3."""
+    """A gateway in front of an engine that says ``THOUGHTS``, with Qwen3's template."""
     folder = tmp_path_factory.mktemp("thinker")
     repository = repository_with({"llm_engine": _PACED.format(THOUGHTS)}, folder)
     model = model_of_agents(folder, chat_templates.QWEN3)

@@ -1,6 +1,6 @@
-"""An engine that thinks, speaks and calls a tool, as a trained model of Mistral's would.
+"""An engine that thinks, speaks and calls a tool, as a trained Mistral model would.
 
-Planner, loop and what lies around them are real; no model is computed.
+Planner, loop and everything around them are real; no model is computed.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _SAID: Final = f"[THINK]\n{THOUGHT}\n[/THINK]\n\n{WORDS}[TOOL_CALLS]weather[ARGS
 
 
 def scripted_model(said: str, *, end: str) -> type[llm_engine.TritonPythonModel]:
-    """What Triton loads in place of the shipped `llm_engine`: it says this to any prompt, up to the
-    token ``end``."""
+    """What Triton loads in place of the shipped `llm_engine`: it says ``said`` to any prompt, up to
+    the token ``end``."""
 
     class ScriptedModel(llm_engine.TritonPythonModel):
         @staticmethod

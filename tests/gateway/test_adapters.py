@@ -36,7 +36,7 @@ GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 12}
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Adapters ``doll`` and ``sheep``, ``zeros``, which changes nothing, and a broken one."""
+    """The adapters ``doll``, ``sheep``, ``zeros`` (which changes nothing), and a broken one."""
     folder, spec = tmp_path_factory.mktemp("adapters"), load_spec(Path(DEMO_MODEL))
     for seed, name in enumerate(("doll", "sheep"), start=1):
         write_adapter(folder / name, spec, rank=4 * seed, seed=seed)
@@ -61,7 +61,7 @@ def expected(folder: Path) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def adapted(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
-    """A server with ``multi_lora.json`` where the vLLM backend has it."""
+    """A server with ``multi_lora.json`` in the same place as the vLLM backend."""
     repository = repository_with({}, tmp_path_factory.mktemp("adapted"))
     listed = {name: str(folder / name) for name in ("doll", "sheep")}
     (repository / "llm_engine" / "1" / "multi_lora.json").write_text(json.dumps(listed))
@@ -170,7 +170,7 @@ def test_adapters_come_and_go_beside_streams(
             client.load_adapter("broken", str(folder / "broken"))
         with pytest.raises(InvalidArgument, match="loaded already"):
             client.load_adapter("doll", str(folder / "sheep"))
-        # the name stands for another adapter now, of which no prefix may come from the old one
+        # the name now stands for another adapter, which must not get prefixes of the old one
         client.unload_adapter("zeros")
         client.load_adapter("zeros", str(folder / "sheep"))
         assert client.generate(PROMPT, lora_name="zeros", **GREEDY).text == expected["sheep"]
@@ -184,7 +184,7 @@ def test_adapters_come_and_go_beside_streams(
 
 def test_metrics_name_the_adapters_that_run(adapted: TritonServer, client: Client) -> None:
     def labels() -> str:
-        """Those of the newest set."""
+        """The labels of the newest set."""
         url = f"http://127.0.0.1:{adapted.metrics_port}/metrics"
         lines = httpx.get(url, timeout=PATIENCE_S).text.splitlines()
         found = [line for line in lines if line.startswith("vllm:lora_requests_info{")]
@@ -241,7 +241,7 @@ def test_operators_load_and_unload_by_vllms_routes(
 
 
 def test_what_clients_of_vllm_may_add(gated: Gateway, folder: Path) -> None:
-    """Also the sidecar of Gateway API Inference Extension, which loads adapters by a ConfigMap."""
+    """So does the sidecar of Gateway API Inference Extension, which loads adapters by ConfigMap."""
     body = {"lora_name": "lamb", "lora_path": str(folder / "sheep")}
     added = {"load_inplace": False, "base_model_name": "minisgl"}
     loaded = gated.post("/v1/load_lora_adapter", {**body, **added}, headers=ADMIN)
@@ -260,7 +260,7 @@ def test_what_clients_of_vllm_may_add(gated: Gateway, folder: Path) -> None:
 def test_an_adapter_that_has_just_gone_is_no_model(
     gated: Gateway, client: Client, folder: Path
 ) -> None:
-    """Others of Triton's clients have unloaded it, so the gateway's list is older."""
+    """Another Triton client has unloaded it, so the gateway's list is out of date."""
     body = {"lora_name": "lamb", "lora_path": str(folder / "sheep")}
     gated.post("/v1/load_lora_adapter", body, headers=ADMIN)
     client.unload_adapter("lamb")
@@ -282,7 +282,7 @@ def test_no_adapter_takes_the_base_models_place(
     refused = gated.post("/v1/load_lora_adapter", body, headers=ADMIN)
     assert refused.status_code == 400
     assert refused.json()["error"]["param"] == "lora_name"
-    client.load_adapter("minisgl", str(folder / "sheep"))  # others of Triton's clients may
+    client.load_adapter("minisgl", str(folder / "sheep"))  # any Triton client may
     try:
         other = {"lora_name": "lamb", "lora_path": str(folder / "sheep")}
         gated.post("/v1/load_lora_adapter", other, headers=ADMIN)  # its answer lists all
@@ -299,7 +299,7 @@ def test_no_adapter_takes_the_base_models_place(
 def test_an_engine_that_is_loaded_again_has_the_adapters_of_the_one_before(
     adapted: TritonServer, client: Client, folder: Path, expected: dict[str, str]
 ) -> None:
-    """But for one that can no longer be read."""
+    """Except one that can no longer be read."""
     shutil.copytree(folder / "sheep", folder / "passing")
     client.load_adapter("lamb", str(folder / "sheep"))
     client.load_adapter("passing", str(folder / "passing"))

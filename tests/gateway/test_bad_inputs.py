@@ -1,4 +1,4 @@
-"""Bad requests over HTTP: refused in a sentence, and no other client notices."""
+"""Bad requests over HTTP are refused in a sentence, and no other client notices."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_bodies(gateway: Gateway, body: bytes) -> None:
 def test_values_that_only_the_engine_can_judge(
     gateway: Gateway, fields: dict[str, Any], words: str, stream: bool
 ) -> None:
-    """A stream that is refused has no events, but the same status and error."""
+    """A refused stream has no events, but the same status and error."""
     assert words in refused(gateway, {**BODY, **fields, "stream": stream})
 
 

@@ -1,4 +1,4 @@
-"""The rule by which a gateway chooses one of several servers."""
+"""How a gateway chooses one of several servers."""
 
 from __future__ import annotations
 

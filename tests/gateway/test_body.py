@@ -1,4 +1,4 @@
-"""Bodies are read strictly, and what is wrong with them is said in one sentence."""
+"""Bodies are read strictly, and one sentence says what is wrong with them."""
 
 from __future__ import annotations
 
@@ -189,7 +189,7 @@ IMAGE = {"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}
     ],
 )
 def test_what_is_wrong_is_said(name: str, value: Any, message: str) -> None:
-    """Of all the forms that a value may have, by the one that it nearly has."""
+    """If a value may have several forms, the message is about the one that it nearly has."""
     kind = ChatCompletionRequest if name == "messages" else CompletionRequest
     assert told(kind, **{name: value}).message.startswith(message)
 
@@ -238,7 +238,7 @@ def test_of_a_long_list_only_the_first_wrong_item_is_looked_at(fields: dict[str,
     assert caught.value.error_count() < 10
 
 
-@pytest.mark.timeout(60)  # it takes a moment, and would take minutes if each key met all others
+@pytest.mark.timeout(60)  # it would take minutes if each key met all others
 def test_a_key_given_twice_among_very_many() -> None:
     members = [f'"{number}": 1' for number in range(100_000)]
     error = refused(("{" + ", ".join([*members, members[-1]]) + "}").encode())
@@ -395,7 +395,7 @@ def test_invalid_forms(kind: type[GenerationRequest], fields: dict[str, Any], wo
 
 
 def test_messages_of_the_official_client_are_taken_back() -> None:
-    """It dumps an answer with all its empty fields."""
+    """It dumps an answer including all empty fields."""
     answer = {
         "role": "assistant",
         "content": "Hi",
@@ -409,7 +409,7 @@ def test_messages_of_the_official_client_are_taken_back() -> None:
 
 
 def test_calls_as_a_stream_has_told_them_are_taken_back() -> None:
-    """Clients add up the chunks, index and all."""
+    """Clients add up the chunks, including the index."""
     call = {"index": 0, "id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     answer = {"role": "assistant", "content": "", "tool_calls": [call], "refusal": None}
     result = {"role": "tool", "content": "5", "tool_call_id": "c"}

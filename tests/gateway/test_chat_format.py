@@ -1,4 +1,4 @@
-"""What the chat template shows is looked up once for all who ask within a while."""
+"""What the chat template shows is looked up once for all callers within a period."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SHOWN = ChatFormat(
 
 
 class Engine:
-    """Answers as it is told, after a moment; keeps the variables that it was asked with."""
+    """Answers as told, after a moment; keeps the variables that it was asked with."""
 
     def __init__(self, answer: Callable[[Variables], ChatFormat | MinisglError]) -> None:
         self.answer = answer
@@ -50,7 +50,7 @@ def lookups_of(engine: Any) -> Lookups:
 
 
 def templates(engine: Any, *chats: Chat, left_s: float = 10.0) -> list[Template | BaseException]:
-    """What is found for chats that come at once."""
+    """What is found for simultaneous chats."""
     found = lookups_of(engine)
     return asyncio.run(_all(found, chats, left_s))
 

@@ -1,7 +1,7 @@
-"""Requests of clients that are too heavy to be installed for tests, byte by byte as they sent them.
+"""Requests of clients that are too heavy to install for tests, byte for byte as they sent them.
 
-``client_requests.json`` has them, with what the engine of ``agent`` says to each. Ids of calls were
-replaced in the bodies, and the long texts of Codex and Claude Code were cut, nothing else.
+``client_requests.json`` has them, with what the engine of ``agent`` says to each. In the bodies,
+only ids of calls were replaced and the long texts of Codex and Claude Code were cut.
 docs/clients.md has the commands that run these clients.
 """
 
@@ -58,7 +58,7 @@ def test_a_recorded_request(agent: Gateway, recorded: dict[str, Any]) -> None:
 
 
 def _whole(answer: httpx.Response) -> tuple[str, list[Any]]:
-    """The text and the calls of an answer, which is as OpenAI's client has it."""
+    """The text and the calls of an answer, which must be as in OpenAI's client."""
     if answer.json()["object"] == "text_completion":
         return Completion.model_validate(answer.json(), strict=True).choices[0].text, []
     message = ChatCompletion.model_validate(answer.json(), strict=True).choices[0].message
@@ -67,7 +67,7 @@ def _whole(answer: httpx.Response) -> tuple[str, list[Any]]:
 
 
 def _streamed(answer: httpx.Response, options: dict[str, Any]) -> tuple[str, list[Any]]:
-    """The same of a stream, which must tell the usage as it was asked to."""
+    """The same for a stream, which must report the usage as requested."""
     assert answer.headers["content-type"].startswith("text/event-stream")
     *events, end, rest = answer.text.split("\n\n")
     assert (end, rest) == ("data: [DONE]", "")
@@ -88,7 +88,7 @@ def _streamed(answer: httpx.Response, options: dict[str, Any]) -> tuple[str, lis
 
 
 def _response(answer: httpx.Response) -> tuple[str, list[Any]]:
-    """The same of a stream of the Responses API, of which its last event has the whole."""
+    """The same for a stream of the Responses API, whose last event has the whole response."""
     last = _events(answer)[-1]
     assert last["type"] == "response.completed"
     response = Response.model_validate(last["response"])
@@ -97,7 +97,7 @@ def _response(answer: httpx.Response) -> tuple[str, list[Any]]:
 
 
 def _message(answer: httpx.Response) -> tuple[str, list[Any]]:
-    """The same of a stream of the Messages API."""
+    """The same for a stream of the Messages API."""
     events = _events(answer)
     assert events[-1] == {"type": "message_stop"}
     blocks = [event["content_block"] for event in events if "content_block" in event]
@@ -109,7 +109,7 @@ def _message(answer: httpx.Response) -> tuple[str, list[Any]]:
 
 
 def _events(answer: httpx.Response) -> list[Any]:
-    """The data of events that have names."""
+    """The data of named events."""
     assert answer.headers["content-type"].startswith("text/event-stream")
     return [
         json.loads(line.removeprefix("data: "))

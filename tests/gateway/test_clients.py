@@ -1,12 +1,12 @@
-"""Clients in their default ways, as their users have them.
+"""Clients in their default modes, as their users have them.
 
 Two servers are behind them. The engine of ``agent`` calls a tool and then answers, so an agent
 takes two turns, and sends in the second what it got in the first; the grammars of strict tools and
-of reports rule over what it says. Behind ``gateway`` is the demo model. That makes no sense of a
-question, so an observation by it is valid by its constrained tokens alone. The schema bounds all
-that it may write, and if it must call it may do so once, since it would go on for ever. What says
-nothing of a schema but in the prompt (the JSON mode of langchain, prompted output of pydantic-ai)
-is asked of the agent.
+reports overrule what it wants to say. Behind ``gateway`` is the demo model, which does not
+understand questions, so its observations are valid only because its tokens are constrained. The
+schema bounds all that it may write, and if it must call, it may do so once, since it would go on
+forever. Whatever mentions a schema only in the prompt (langchain's JSON mode, pydantic-ai's
+prompted output) is asked of the agent.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def test_openai_sends_back_what_was_streamed(client: OpenAI) -> None:
 
 
 def _streamed(client: OpenAI, messages: list[Any]) -> tuple[str, list[Any], str | None]:
-    """The text, the calls as their pieces add up, ``index`` and all, and the finish reason."""
+    """The text, the calls as their pieces add up, including ``index``, and the finish reason."""
     text, calls, reason = "", [], None
     stream = client.chat.completions.create(
         model=MODEL, messages=messages, tools=TOOLS, stream=True
@@ -284,7 +284,7 @@ def test_langchain_forces_a_tool(langchain_demo: ChatOpenAI) -> None:
 
 @pytest.fixture(params=["OpenAIChatModel", "OpenAIResponsesModel"])
 def pydantic_model(request: pytest.FixtureRequest) -> Callable[[AsyncOpenAI], Any]:
-    """A model of pydantic-ai by its API, for a client."""
+    """A function that makes a pydantic-ai model for a client; one for each API."""
     pytest.importorskip("pydantic_ai", reason="needs Python 3.11")
     from pydantic_ai.models import openai
     from pydantic_ai.providers.openai import OpenAIProvider

@@ -130,6 +130,6 @@ def test_a_host_that_can_have_no_address() -> None:
 
 @pytest.mark.server
 def test_a_stop_right_after_the_start(tmp_path: Path) -> None:
-    """The gateway ends cleanly from the moment on in which it says where it listens."""
+    """The gateway ends cleanly from the moment it says where it listens."""
     with gateway_of("127.0.0.1:1", tmp_path / "log"):
         pass

@@ -31,13 +31,13 @@ def of_chat(policy: Policy = POLICY, /, **fields: Any) -> Generation:
 
 
 def told_chat(shown: ChatFormat, policy: Policy = POLICY, /, **fields: Any) -> Generation:
-    """The generation of a chat with a model whose template shows this."""
+    """The generation for a chat with a model whose template shows this."""
     asked = chat_of(chat(**fields))
     return asked.generation(policy, Template.of(asked, shown))
 
 
 def form_of(shown: ChatFormat = HERMES, **fields: Any) -> Any:
-    """The form that the answer to a chat must have."""
+    """The form that a chat's answer must have."""
     generation = told_chat(shown, **fields)
     return generation.parameters.get("structured_outputs")
 
@@ -390,7 +390,7 @@ NAMED: Any = {"type": "function", "function": {"name": "g"}}
 
 
 def begun_by(form: Any) -> list[str]:
-    """The names of the tools that the tag of a form can call."""
+    """The names of the tools that a form's tag can call."""
     names = [one["begin"] for one in form["structural_tag"]["structures"]]
     return [name for name in ("f", "g") if any(f'"{name}"' in begin for begin in names)]
 

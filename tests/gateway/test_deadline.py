@@ -1,4 +1,4 @@
-"""A request has one deadline, and the way of its body here is part of it."""
+"""A request has one deadline, which includes the time to receive its body."""
 
 from __future__ import annotations
 

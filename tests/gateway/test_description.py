@@ -1,4 +1,4 @@
-"""The OpenAPI description tells the truth: schemathesis asks what it allows, and more."""
+"""The OpenAPI description tells the truth: schemathesis sends what it allows, and more."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ OPERATIONS = (
     "GET /metrics",
 )
 FOR_OPERATORS = ("POST /v1/load_lora_adapter", "POST /v1/unload_lora_adapter")
-"""They need a key of their own, which this gateway does not have."""
+"""They need a separate key, which this gateway does not have."""
 SHORT: dict[str, dict[str, Any]] = {
     "POST /v1/responses": {"max_output_tokens": 4},
     "POST /v1/responses/input_tokens": {},
@@ -43,11 +43,11 @@ SHORT: dict[str, dict[str, Any]] = {
     "POST /v1/embeddings": {},
     "POST /v1/rerank": {},
 }
-"""What makes an answer short, if it is not ``max_tokens`` and ``n``."""
+"""What keeps an answer short, if not ``max_tokens`` and ``n``."""
 CONFIG = schemathesis.Config.from_dict(
     {"checks": {"negative_data_rejection": {"expected-statuses": [400, 404, 405, 413, 415]}}}
 )
-"""What becomes of a request that the description does not allow; some are too large."""
+"""The statuses of requests that the description does not allow; some are too large."""
 BOUNDED = settings(
     max_examples=30,
     deadline=None,
@@ -75,7 +75,7 @@ def test_the_description_is_whole(operations: dict[str, Any]) -> None:
 def test_every_answer_is_one_that_is_described(
     operations: dict[str, Any], label: str, allowed: bool
 ) -> None:
-    """Requests that the description allows, most of them for a model that exists; and others."""
+    """Requests that the description allows, mostly for an existing model; and others."""
     mode = schemathesis.GenerationMode.POSITIVE if allowed else schemathesis.GenerationMode.NEGATIVE
     if not allowed and not label.startswith("POST"):
         mode = schemathesis.GenerationMode.POSITIVE
@@ -85,7 +85,7 @@ def test_every_answer_is_one_that_is_described(
     def ask(case: Any) -> None:
         if allowed and isinstance(case.body, dict):
             case.body.update({"model": "minisgl", **SHORT.get(label, {"max_tokens": 4, "n": 1})})
-        # the engine has more rules than a schema can tell: token ids, stop strings, lengths
+        # the engine has more rules than a schema can express: token ids, stop strings, lengths
         case.call_and_validate(timeout=60, excluded_checks=[positive_data_acceptance])
 
     ask()

@@ -1,5 +1,5 @@
-"""Dialects of calls and thoughts from end to end: the template shows them, the engine follows them,
-the gateway reads them."""
+"""Dialects of calls and thoughts end to end: the template shows them, the engine follows them, the
+gateway reads them."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def served(
 
 
 def check(choice: Any) -> None:
-    """Whole calls follow their schemas, and nothing else is said."""
+    """Complete calls follow their schemas, and nothing else is said."""
     assert not choice.message.content
     for call in choice.message.tool_calls:
         jsonschema.validate(json.loads(call.function.arguments), SCHEMAS[call.function.name])
@@ -102,7 +102,7 @@ def check(choice: Any) -> None:
 
 @pytest.mark.parametrize("parallel", [True, False])
 def test_required_calls(served: Served, parallel: bool) -> None:
-    """At temperature 1 the demo model says anything that it may; it is made to end where it may."""
+    """At temperature 1 the demo model says anything allowed; it is made to end wherever it may."""
     answer = served.ask(
         tools=tools(strict=False),
         tool_choice="required",

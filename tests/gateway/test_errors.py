@@ -1,4 +1,4 @@
-"""What a caller is told of errors of the engine."""
+"""What a caller is told about the engine's errors."""
 
 from __future__ import annotations
 

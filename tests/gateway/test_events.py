@@ -1,4 +1,4 @@
-"""What deltas become: events that the official client's own types accept."""
+"""Deltas become events that the official client's own types accept."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ STRANGE = 'quotes " and \\ and \u2028 \u0085 \r\n\t 🦊 \x00 </script>'
 
 
 def events(data: bytes) -> list[Any]:
-    """The JSON of each event; the framing must be such that no client can split it otherwise."""
+    """The JSON of each event; the framing must allow no client to split it differently."""
     assert data.isascii()
     text = data.decode()
     assert text.splitlines() == text.split("\n")[:-1]
@@ -33,7 +33,7 @@ def events(data: bytes) -> list[Any]:
 
 
 def told(writer: Writer, *deltas: Delta, reader: AnswerReader | None = None) -> list[Any]:
-    """What a writer makes of an answer."""
+    """What a writer makes of an answer's deltas."""
     reader = reader or AnswerReader()
     return events(b"".join([writer.push(reader.push(delta)) for delta in deltas]))
 
@@ -90,7 +90,7 @@ def test_usage_is_null_until_it_is_told() -> None:
 
 
 def test_usage_so_far_is_told_by_every_chunk() -> None:
-    """Of the choice that the chunk is of; the sum of all choices comes at the end."""
+    """It is that of the chunk's own choice; the sum of all choices comes at the end."""
     counts: Any = {"num_input_tokens": 5, "num_cached_tokens": 4}
     deltas = [
         Delta(text="a", num_output_tokens=2, **counts),
@@ -171,7 +171,7 @@ def test_offsets_of_a_completion_go_on() -> None:
 
 
 def test_parts_of_a_character_begin_where_it_does() -> None:
-    """Also of one that comes in two pieces, and of one that is never completed."""
+    """Also for one that comes in two pieces, and for one that is never completed."""
 
     def part(utf8: bytes) -> TokenLogprobs:
         return TokenLogprobs(TokenLogprob(7, utf8.decode(errors="replace"), -0.5, 1, utf8))
@@ -194,7 +194,7 @@ def test_parts_of_a_character_begin_where_it_does() -> None:
     [("<s>", "ab c", [0, 0, 4]), ("ab", "ab c", [0, 2, 4]), ("\ufffd", "é c", [0, 1, 3])],
 )
 def test_offsets_behind_an_echo(first_token: str, text: str, offsets: list[int]) -> None:
-    """A token before the text, as one that begins each prompt, takes no place in it."""
+    """A token before the text, such as one that begins each prompt, takes no space in it."""
     writer = CompletionWriter(HEADING, 0, num_logprobs=0, echo=Echo(text, first_token))
     second = logprobs(text if first_token == "<s>" else " c")
     scored = Delta(prompt_logprobs=(None, second))
@@ -204,7 +204,7 @@ def test_offsets_behind_an_echo(first_token: str, text: str, offsets: list[int])
 
 
 def test_the_likeliest_of_the_tokens_that_have_one_text() -> None:
-    """By the largest value evaluation tools know whether the token was the likeliest."""
+    """Evaluation tools use the largest value to tell whether the token was the likeliest."""
     part = "\ufffd"
     likeliest, chosen, other = (
         TokenLogprob(8 + rank, text, -float(rank), rank)

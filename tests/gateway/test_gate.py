@@ -1,4 +1,4 @@
-"""Keys, limits, and what is wrong before a request is one."""
+"""Keys, limits, and mistakes that are found before a request is complete."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ LONG: dict[str, Any] = {
 
 
 def raw(gateway: Gateway, data: bytes, *, halves: int = 1) -> bytes:
-    """What the gateway answers to these bytes, sent in this number of pieces."""
+    """What the gateway answers to these bytes, sent in ``halves`` pieces."""
     with socket.create_connection(gateway.address, timeout=PATIENCE_S) as connection:
         size = -(-len(data) // halves)
         for begin in range(0, len(data), size):
@@ -170,7 +170,7 @@ SLOW = {
     b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n": b"\r\n",
     b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 999999\r\n\r\n": b"x",
 }
-"""How clients begin and dawdle on: silent, in a head, with blank lines, in a body left unread."""
+"""How clients begin and then dawdle: silent, in a head, with blank lines, in an unread body."""
 
 
 def test_clients_that_send_slowly_are_cut(guarded: Gateway) -> None:
@@ -210,7 +210,7 @@ def test_clients_that_send_slowly_are_cut(guarded: Gateway) -> None:
     ],
 )
 def test_only_plain_json_is_read(guarded: Gateway, headers: dict[str, str]) -> None:
-    """So that a page of another origin cannot ask without the browser asking first."""
+    """So that a page of another origin cannot ask unless the browser asks first."""
     body = json.dumps({**LONG, "max_tokens": 1}).encode()
     answer = guarded.post("/v1/completions", body, headers={**AUTHORIZED, **headers})
     assert answer.status_code == 415
@@ -234,7 +234,7 @@ def test_only_plain_json_is_read(guarded: Gateway, headers: dict[str, str]) -> N
 def test_without_keys_only_pages_of_this_machine_may_ask(
     gateway: Gateway, guarded: Gateway, origin: str, is_served: bool
 ) -> None:
-    """The name of a page may lead to this machine, and its browser lets it ask then."""
+    """A page's host name may resolve to this machine, and then the browser lets the page ask."""
     headers = {"Origin": origin, "Host": origin.removeprefix("http://") or "x"}
     body = {**LONG, "max_tokens": 1}
     answer = gateway.post("/v1/completions", body, headers=headers)
@@ -249,7 +249,7 @@ def test_without_keys_only_pages_of_this_machine_may_ask(
 def test_json_is_read_if_its_sender_does_not_say_what_it_is(
     guarded: Gateway, kind: str | None
 ) -> None:
-    """As curl does not, unless it is told to. Browsers say whose page it is that asks."""
+    """Like curl, unless it is told to. Browsers say which page is asking."""
     headers = AUTHORIZED if kind is None else {**AUTHORIZED, "Content-Type": kind}
     body = json.dumps({**LONG, "max_tokens": 1}).encode()
     url = f"{guarded.url}/v1/completions"
@@ -263,7 +263,7 @@ def test_the_charset_may_be_said(guarded: Gateway) -> None:
 
 
 def test_a_client_that_leaves_before_it_has_asked(guarded: Gateway) -> None:
-    """It is no error of the gateway's, whose log shall have none."""
+    """It is not an error of the gateway, whose log must have none."""
     line = 'minisgl_gateway_requests_total{route="/v1/completions",status="499"}'
     before = guarded.metric(line)
     with socket.create_connection(guarded.address) as connection:
@@ -276,7 +276,7 @@ def test_a_body_that_is_no_http(guarded: Gateway) -> None:
 
 
 def test_offers_to_speak_something_else_are_not_taken(guarded: Gateway) -> None:
-    """Requests are answered as they stand, with their bodies."""
+    """Requests are answered as they are, with their bodies."""
     offer = {
         "Connection": "Upgrade, HTTP2-Settings",
         "Upgrade": "h2c",
@@ -303,7 +303,7 @@ def test_such_an_offer_in_two_packets(guarded: Gateway, place: int) -> None:
 
 @pytest.mark.parametrize("is_answered_first", [False, True])
 def test_a_body_is_read_as_it_stands(guarded: Gateway, is_answered_first: bool) -> None:
-    """What looks like an offer in it does not move its end, where the next request begins."""
+    """What looks like an offer in it does not move its end, after which the next request begins."""
     hidden = b"GET /hidden HTTP/1.1\r\nHost: x\r\nX: ..........\r\n\r\n"
     body = b"\nUpgrade:" * (len(hidden) // 6) + hidden
     head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
@@ -346,7 +346,7 @@ ENDLESS: dict[str, Any] = {**LONG, "max_tokens": 7000, "stream": True, "stop": "
 
 
 def wait_free(guarded: Gateway) -> None:
-    """Until a key has all its places again, which clients that left give back."""
+    """Wait until a key has all its places again, which clients that left give back."""
     small = {**LONG, "n": 3, "max_tokens": 1}
     wait_for(
         lambda: guarded.post("/v1/completions", small, headers=AUTHORIZED).status_code == 200,
@@ -355,7 +355,7 @@ def wait_free(guarded: Gateway) -> None:
 
 
 def test_one_key_may_have_so_many_answers_at_a_time(guarded: Gateway) -> None:
-    """Eight come at once; those that are let in stay until all have heard."""
+    """Eight come at once; those that are let in stay until all have an answer."""
     ready = threading.Barrier(8)
     with httpx.Client(headers=AUTHORIZED, timeout=PATIENCE_S) as client:
 
@@ -421,7 +421,7 @@ def test_answers_that_nobody_reads_do_not_keep_a_connection(guarded: Gateway) ->
 
 
 def has_connection(gateway: Gateway, port: int) -> bool:
-    """Whether the gateway has one with that port of ours; a closed one may linger in the kernel."""
+    """Whether the gateway has one to our ``port``; a closed one may linger in the kernel."""
     ends = [f":{gateway.address[1]:04X}", f":{port:04X}"]
     lines = Path("/proc/net/tcp").read_text().splitlines()[1:]
     inodes = [
@@ -505,7 +505,7 @@ def test_an_engine_that_is_full(wide: Gateway, talker: TritonServer) -> None:
 
 
 def test_an_engine_that_drains(tmp_path: Path) -> None:
-    """What it has begun it ends, and the probe says that it takes no more."""
+    """It finishes what it has begun, and the probe says that it takes no more."""
     repository = paced_repository(tmp_path)
     with (
         running(repository, exit_code=None) as server,

@@ -1,5 +1,5 @@
 """Answers in channels: thoughts, text and calls are told apart, however the text is cut, and are
-kept to a form behind the header of their last message."""
+kept to a form after the header of their last message."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_special_tokens_are_asked_for_in_any_case() -> None:
 
 
 def test_earlier_calls_are_told_one_by_one() -> None:
-    """As the template takes them: each with its result behind it, thoughts before the first."""
+    """As the template takes them: each followed by its result, and thoughts before the first."""
     calls = [
         {"id": name, "type": "function", "function": {"name": name, "arguments": {"x": name}}}
         for name in "ab"
@@ -185,7 +185,7 @@ ASKED: Final[dict[str, Any]] = {
 
 
 def model_in(folder: Path) -> tuple[Path, dict[str, int]]:
-    """The demo model with the template and tokens of gpt-oss, and the ids of these; calls end its
+    """The demo model with gpt-oss's template and tokens, and the ids of these; calls end its
     answers, as generation_config.json says."""
     marks = chat_templates.GPT_OSS_MARKS
     model = chat_templates.demo_model(folder, chat_templates.GPT_OSS, marks, special=True)
@@ -199,7 +199,7 @@ def model_in(folder: Path) -> tuple[Path, dict[str, int]]:
 
 @pytest.fixture(scope="module")
 def speaking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenAI]:
-    """A client of a model that says what ``gpt_oss`` has."""
+    """A client of a model that says what ``gpt_oss`` says."""
     folder = tmp_path_factory.mktemp("speaking")
     script = "from tests.gateway.gpt_oss import TritonPythonModel\n"
     repository = repository_with({"llm_engine": script}, folder)
@@ -255,7 +255,7 @@ def test_thoughts_that_are_left_out_or_with_the_text(speaking: OpenAI) -> None:
 
 @dataclass(frozen=True)
 class Served:
-    """The demo model behind the template of gpt-oss: ``ids`` are those of its tokens."""
+    """The demo model behind gpt-oss's template; ``ids`` are those of its tokens."""
 
     gateway: Gateway
     client: OpenAI
@@ -277,7 +277,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 @pytest.mark.server
 @pytest.mark.parametrize("choice", ["required", "named"])
 def test_calls_that_must_be_made(served: Served, choice: str) -> None:
-    """The demo model says anything that it may; it is made to end its thoughts."""
+    """The demo model says anything allowed; it is made to end its thoughts."""
     named: Any = {"type": "function", "function": {"name": "weather"}}
     answer = served.client.chat.completions.create(
         **ASKED,

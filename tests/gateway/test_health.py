@@ -16,7 +16,7 @@ from minisgl_gateway.telemetry import Telemetry
 
 
 class Engine:
-    """Counts how often it is asked, and is there or not."""
+    """Counts how often it is asked, and is either up or down."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.num_asked = 0

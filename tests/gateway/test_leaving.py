@@ -1,4 +1,4 @@
-"""A client that goes away ends its request in the engine, whatever it was waiting for."""
+"""A client that leaves ends its request in the engine, whatever it was waiting for."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ with httpx.stream("POST", sys.argv[1], content=sys.argv[2], timeout=60,
 
 
 class Engine:
-    """What the engine was doing before."""
+    """The engine's counts before a test."""
 
     def __init__(self, server: TritonServer) -> None:
         self._server = server
@@ -49,7 +49,7 @@ class Engine:
         self._cancelled = metrics["minisgl:requests_cancelled_total"]
 
     def check_cancelled(self, number: int = 1) -> None:
-        """So many more are cancelled, and all is given back."""
+        """``number`` more are cancelled, and everything is given back."""
         expected = self._cancelled + number
         wait_for(
             lambda: Metrics(self._server)["minisgl:requests_cancelled_total"] == expected,
@@ -126,7 +126,7 @@ def test_a_stream_that_is_closed(wide: Gateway, engine: Engine, num_choices: int
 
 
 def test_a_stream_that_fails_is_counted_as_a_failure(talker: TritonServer, tmp_path: Path) -> None:
-    """Its status, 200, was out before. Each API has its own last event."""
+    """Its status, 200, was already sent. Each API has its own last event."""
     address = f"127.0.0.1:{talker.grpc_port}"
     sampled = {"model": "minisgl", "stream": True}
     responses = {**sampled, "input": "Go on.", "max_output_tokens": 7000}
@@ -144,7 +144,7 @@ def test_a_stream_that_fails_is_counted_as_a_failure(talker: TritonServer, tmp_p
                 hasty.wait_metric(late, 1)
                 hasty.wait_logged(f"{route} 504 in")
         if all(answer.status_code == 200 for answer in answers.values()):
-            break  # else a busy machine had nothing to stream yet
+            break  # otherwise a busy machine had nothing to stream yet
     for route, (_, last) in asked.items():
         assert answers[route].status_code == 200
         assert last in answers[route].text.rstrip().rpartition("\n\n")[2]
@@ -165,7 +165,7 @@ def test_a_whole_answer_that_nobody_waits_for(
 def test_a_client_that_leaves_with_a_request_behind(
     wide: Gateway, engine: Engine, stream: bool
 ) -> None:
-    """One that came on the same connection before the first was answered."""
+    """The second came on the same connection before the first was answered."""
     behind = b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n"
     with asked(wide, {**LONG, "stream": stream}, behind=behind):
         engine.wait_busy()
@@ -218,7 +218,7 @@ def test_a_gateway_that_is_killed(talker: TritonServer, engine: Engine, tmp_path
 def test_a_gateway_that_is_stopped(
     talker: TritonServer, engine: Engine, tmp_path: Path, asked_twice: bool
 ) -> None:
-    """It waits for answers as long as it may, and then says why it does not go on."""
+    """It waits for answers as long as it may, and then says why it does not continue."""
     triton, log = f"127.0.0.1:{talker.grpc_port}", tmp_path / "log"
     patience = ("--drain-timeout-s", "600" if asked_twice else "1")
     with gateway_of(triton, log, *patience) as gateway, ThreadPoolExecutor(1) as pool:

@@ -1,4 +1,4 @@
-"""The Messages API without a server: blocks to messages, events of pieces, errors."""
+"""The Messages API without a server: blocks to messages, pieces to events, errors."""
 
 from __future__ import annotations
 
@@ -189,7 +189,7 @@ def test_sampling_parameters() -> None:
 
 
 def told(stream: bytes) -> list[dict[str, Any]]:
-    """The data of events, each of which Anthropic's client understands."""
+    """The data of events; Anthropic's client must understand each."""
     found = []
     for event in stream.decode().split("\n\n")[:-1]:
         name, data = event.split("\n")

@@ -1,7 +1,7 @@
-"""The Messages API by Anthropic's client: answers, streams, tools, lengths of prompts, errors.
+"""The Messages API with Anthropic's client: answers, streams, tools, prompt lengths, errors.
 
 ``agent`` is a model that calls a tool before it answers; ``gateway`` is the demo model; ``guarded``
-has keys and says one thing for ever.
+has keys and says one thing forever.
 """
 
 from __future__ import annotations

@@ -127,7 +127,7 @@ def test_choices_of_a_stream(client: OpenAI) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_choices_are_samples_of_one_request(client: OpenAI, gateway: Gateway, stream: bool) -> None:
-    """Each is what a request with its seed gets, and the prompt is computed and counted once."""
+    """Each is what a request with its seed gets; the prompt is computed and counted once."""
     prompt = f"{'Two foxes' if stream else 'A dog'}: tell me {'a long ' * 30}story about them."
     fields: dict[str, Any] = {"max_tokens": 12, "extra_body": {"ignore_eos": True}}
     hot = {**asked(prompt, **fields), "temperature": 1.8}
@@ -311,7 +311,7 @@ async def test_many_at_a_time(gateway: Gateway) -> None:
 
 
 def test_what_the_sdk_has_parsed_can_be_sent_back(client: OpenAI) -> None:
-    """Its own fields are in it."""
+    """It contains the SDK's own fields."""
     parsed = client.chat.completions.parse(**asked(FRANCE)).choices[0].message
     with client.chat.completions.stream(**asked(FRANCE)) as stream:
         gathered = stream.get_final_completion().choices[0].message

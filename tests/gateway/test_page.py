@@ -1,6 +1,6 @@
 """The page, in a headless Chromium: people ask, read, stop and leave.
 
-``SCREENSHOT=docs/chat.png`` in the environment makes the picture of the documentation.
+``SCREENSHOT=docs/chat.png`` in the environment makes the picture for the documentation.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def browser() -> Iterator[Browser]:
     if CHROMIUM is None:
         pytest.skip("no chromium on PATH")
     with sync_playwright() as playwright:
-        # as root, as in a container, Chromium has no sandbox
+        # as root, for example in a container, Chromium has no sandbox
         opened = playwright.chromium.launch(
             executable_path=CHROMIUM, chromium_sandbox=os.geteuid() != 0
         )
@@ -55,7 +55,7 @@ def page(browser: Browser) -> Iterator[Page]:
     )
     yield made
     made.close()
-    # the browser itself notes each answer that is no success
+    # the browser itself logs each unsuccessful answer
     assert not [text for text in complaints if "Failed to load resource" not in text]
 
 
@@ -312,7 +312,7 @@ def test_the_page_may_load_nothing_from_elsewhere(page: Page, gateway: Gateway) 
 
 
 def test_everything_has_a_name(page: Page, gateway: Gateway) -> None:
-    """What one can press or fill in, by the names that a screen reader says."""
+    """What users can press or fill in, by the names that a screen reader says."""
     opened(page, gateway)
     page.get_by_role("button", name="Settings").click()
     snapshot = page.locator("body").aria_snapshot()

@@ -1,4 +1,4 @@
-"""What clients, routers and people look at before they ask, and what they are told if they ask at
+"""What clients, routers and people look at before they ask, and what they are told if they ask in
 the wrong place."""
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def encoder() -> PromptEncoder:
 
 @pytest.fixture(scope="module")
 def opened(server: TritonServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
-    """A gateway for web pages of one origin, that shortens ``max_tokens``."""
+    """A gateway that serves web pages of one origin and shortens ``max_tokens``."""
     log = tmp_path_factory.mktemp("opened") / "log"
     options = ("--cors-origin", PAGE, "--shorten-max-tokens")
     with gateway_of(f"127.0.0.1:{server.grpc_port}", log, *options) as started:
@@ -77,7 +77,7 @@ def test_a_chat_as_tokens(gateway: Gateway, encoder: PromptEncoder) -> None:
 
 
 def test_a_chat_has_as_many_tokens_as_its_answer_says(gateway: Gateway) -> None:
-    """With tools, too, of which this template's dialect tells in a system message."""
+    """With tools, too, which this template's dialect describes in a system message."""
     tool = {"type": "function", "function": {"name": "f", "description": "Does it."}}
     counts = []
     for fields in ({}, {"tools": [tool]}):

@@ -1,5 +1,5 @@
-"""Log-probabilities of prompts equal those of transformers: OpenAI's ``echo`` with ``logprobs``,
-vLLM's ``prompt_logprobs``, and the requests of lm-evaluation-harness."""
+"""Log-probabilities of prompts equal those of transformers: with OpenAI's ``echo`` and
+``logprobs``, vLLM's ``prompt_logprobs``, and the requests of lm-evaluation-harness."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TEXTS = ["The capital of France is Paris.", "Hello", "日本語 is spoken in Jap
 
 
 class Reference:
-    """The demo model by transformers."""
+    """The demo model in transformers."""
 
     def __init__(self) -> None:
         self.tokenizer: Any = AutoTokenizer.from_pretrained(DEMO_MODEL)
@@ -34,14 +34,14 @@ class Reference:
         return ids
 
     def scores(self, ids: list[int]) -> torch.Tensor:
-        """[num_tokens - 1, vocab_size] log-probabilities behind each token but the last."""
+        """The log-probabilities after each token but the last, [num_tokens - 1, vocab_size]."""
         with torch.inference_mode():
             logits = self._model(torch.tensor([ids])).logits[0, :-1]
         scores: torch.Tensor = logits.log_softmax(dim=-1)
         return scores
 
     def logprobs(self, ids: list[int]) -> list[float]:
-        """Of all tokens but the first."""
+        """The log-probabilities of all tokens but the first."""
         scores = self.scores(ids)
         found: list[float] = scores.gather(1, torch.tensor(ids[1:])[:, None])[:, 0].tolist()
         return found
@@ -68,7 +68,7 @@ def scored(choice: CompletionChoice) -> tuple[list[str], list[Any], list[Any], l
 
 
 def assert_scored(choice: CompletionChoice, reference: Reference, ids: list[int]) -> None:
-    """The prompt's tokens come first, and are scored as transformers does it."""
+    """The prompt's tokens come first, with the scores that transformers gives."""
     tokens, logprobs, tops, offsets = scored(choice)
     assert logprobs[0] is None and tops[0] is None
     expected = reference.logprobs(ids)
@@ -80,7 +80,7 @@ def assert_scored(choice: CompletionChoice, reference: Reference, ids: list[int]
         assert tokens[place] in tops[place]
     assert offsets[0] == 0 and offsets == sorted(offsets)
     for text, offset in zip(tokens, offsets, strict=True):
-        if "\ufffd" not in text and text != "<|endoftext|>":  # which is not in the answer
+        if "\ufffd" not in text and text != "<|endoftext|>":  # the latter is not in the answer
             assert choice.text[offset:].startswith(text)
 
 
@@ -176,7 +176,7 @@ def assert_vllms(told: list[Any], reference: Reference, ids: list[int]) -> None:
 
 
 def test_a_long_prompt_in_parts(client: OpenAI, reference: Reference) -> None:
-    """Longer than what a step computes at once, or a packet holds."""
+    """It is longer than what a step computes at once or a packet holds."""
     ids = (reference.ids(TEXTS[0]) * 1000)[:6000]
     answer = client.completions.create(model=MODEL, prompt=ids, max_tokens=0, echo=True, logprobs=1)
     _, logprobs, _, _ = scored(answer.choices[0])
@@ -194,7 +194,7 @@ def test_options_that_require_or_exclude_logprobs_of_the_prompt(client: OpenAI) 
 
 def test_the_requests_of_lm_evaluation_harness(gateway: Gateway, reference: Reference) -> None:
     """What its model ``local-completions`` sends and how it reads the answers (0.4.13): the tokens
-    behind the context, without the one that is generated."""
+    after the context, without the generated one."""
     contexts = ["The capital of France is", "The capital of France is"]
     endings = [" Paris.", " Madrid."]
     pairs = [

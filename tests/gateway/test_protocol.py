@@ -1,4 +1,4 @@
-"""How long a client may take to read: with a transport of the test's own, whose clock is quick."""
+"""How long a client may take to read, with the test's own transport, whose clock is fast."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PATIENCE_S = 0.1
 
 
 class Transport:
-    """Holds what was not read yet; ``read`` is called before each look at it."""
+    """Holds what has not been read yet; ``read`` is called before each look at it."""
 
     def __init__(self, num_unread: int, read: Callable[[int], int]) -> None:
         self.num_unread = num_unread

@@ -1,4 +1,4 @@
-"""The Responses API without a server: items to messages, events of pieces, what is kept."""
+"""The Responses API without a server: items to messages, pieces to events, what is kept."""
 
 from __future__ import annotations
 
@@ -282,7 +282,7 @@ def test_an_agent_may_say_who_it_is() -> None:
 
 
 def told(stream: bytes) -> list[dict[str, Any]]:
-    """The data of events, each of which the official client understands."""
+    """The data of events; the official client must understand each."""
     found = []
     for event in stream.decode().split("\n\n")[:-1]:
         name, data = event.split("\n")

@@ -1,4 +1,4 @@
-"""The Responses API by the official client: answers, streams, and conversations that go on.
+"""The Responses API with the official client: answers, streams, and continued conversations.
 
 ``agent`` is a model that calls a tool before it answers; ``gateway`` is the demo model.
 """
@@ -165,7 +165,7 @@ def test_a_conversation_goes_on_from_a_response(client: OpenAI) -> None:
 
 
 def test_lengths_of_prompts(client: OpenAI) -> None:
-    """They are those of the same requests, also of one that goes on from another."""
+    """They are those of the same requests, also for one that continues another."""
     for asked in (
         {"input": QUESTION},
         {"input": [{"role": "user", "content": QUESTION}], "instructions": "Be brief. " * 9},

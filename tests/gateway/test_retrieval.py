@@ -1,5 +1,5 @@
-"""Embeddings by OpenAI's client, and documents in the order of their relevance, against what
-transformers computes with the demo model."""
+"""Embeddings with OpenAI's client, and documents in order of relevance, against what transformers
+computes with the demo model."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ DOCUMENTS = ["Beijing.", "Gravity attracts <|im_end|> bodies.", "The capital of 
 def theirs() -> tuple[Any, Any]:
     """The demo model and its tokenizer."""
     model = AutoModelForCausalLM.from_pretrained(DEMO_MODEL, dtype=torch.float32)
-    return model, AutoTokenizer.from_pretrained(DEMO_MODEL)  # in evaluation mode already
+    return model, AutoTokenizer.from_pretrained(DEMO_MODEL)  # already in evaluation mode
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def embedded(theirs: tuple[Any, Any], text: str) -> Tensor:
 
 
 def test_embeddings_are_those_of_transformers(client: OpenAI, theirs: tuple[Any, Any]) -> None:
-    answer = client.embeddings.create(model="minisgl", input=TEXTS)  # in base64, as it asks
+    answer = client.embeddings.create(model="minisgl", input=TEXTS)  # in base64, as the client asks
     assert [one.index for one in answer.data] == [0, 1, 2]
     for one, text in zip(answer.data, TEXTS, strict=True):
         expected = embedded(theirs, text)
@@ -105,14 +105,14 @@ def test_what_is_wrong_is_named(client: OpenAI, given: dict[str, Any], message: 
 
 
 def test_many_inputs_take_few_places(client: OpenAI) -> None:
-    """More than one request may have answers."""
+    """There are more than the answers that one request may have."""
     texts = [f"Number {index}." for index in range(300)]
     answer = client.embeddings.create(model="minisgl", input=texts)
     assert len({tuple(one.embedding) for one in answer.data}) == 300
 
 
 def relevance(theirs: tuple[Any, Any], document: str) -> float:
-    """As the model card of Qwen3-Reranker has it: by parts, so that a document stays text."""
+    """As in Qwen3-Reranker's model card: in parts, so that a document stays text."""
     model, tokenizer = theirs
     before = (
         "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query "
@@ -178,7 +178,7 @@ def test_what_cannot_be_ranked_is_refused(gateway: Gateway) -> None:
 
 
 def test_a_query_beyond_the_context_is_refused_at_its_first_document(gateway: Gateway) -> None:
-    """Not once all questions are tokenized: each of them has the query again."""
+    """It is not refused only after all questions, each with the query, have been tokenized."""
     answer = reranked(gateway, ["word"] * 2048, query="word " * 60_000)
     assert answer.status_code == 400
     assert answer.json()["error"]["code"] == "context_length_exceeded"

@@ -1,4 +1,4 @@
-"""However many documents a request has, few of its questions are in memory at a time."""
+"""However many documents a request has, only a few questions are in memory at a time."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ IDS = {"yes": YES, "no": NO}
 
 
 class Engine:
-    """Tells of two answers one at a time, as if the other were not among the likely ones."""
+    """Reports one of two answers at a time, as if the other were not among the likely ones."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.num_open = 0
-        """Questions that are tokenized and whose second answer is not there."""
+        """Tokenized questions whose second answer has not come yet."""
         self.most_open = 0
         self.num_asked = 0
         self.fails_at: int | None = None

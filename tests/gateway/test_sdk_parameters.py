@@ -1,4 +1,4 @@
-"""Every parameter that the official clients can send is taken, or known and refused by name."""
+"""Every parameter that the official clients can send is accepted, or known and refused by name."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
-"""Clients that need an environment of their own, in their default ways.
+"""Clients that need their own environment, in their default modes.
 
 Instructor, LiteLLM and LlamaIndex hold the openai package at 2, and Vercel's SDK runs in node.
-Their programs lie in ``sdks``; each runs once, and its cases are tests here. The versions are
+Their programs are in ``sdks``; each runs once, and its cases are tests here. The versions are
 locked in ``constraints/clients.txt`` and ``sdks/package-lock.json``. They are installed into
 pytest's cache; without a package index, or without node, the tests are skipped.
 
-Reports of the demo model are real: its constrained tokens make them. The loops of tools run on the
-agent of ``agent``, as does what says nothing of a schema but in the prompt.
+Reports of the demo model are real: its constrained tokens make them. Tool loops run on the agent of
+``agent``, as does whatever mentions a schema only in the prompt.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def test_every_case_has_its_test(results: Callable[[str], dict[str, Any]]) -> No
 def results(
     agent: Gateway, gateway: Gateway, request: pytest.FixtureRequest
 ) -> Callable[[str], dict[str, Any]]:
-    """By the name of an SDK, what its program found."""
+    """What an SDK's program found, by the SDK's name."""
     found: dict[str, dict[str, Any]] = {}
 
     def of(sdk: str) -> dict[str, Any]:
@@ -147,7 +147,7 @@ def _printed(command: list[str]) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def python(pytestconfig: pytest.Config) -> Callable[[str], list[str]]:
-    """The command of a program in an environment with the locked packages."""
+    """The command that runs a program in an environment with the locked packages."""
 
     def install(folder: Path) -> None:
         uv = [sys.executable, "-m", "uv", "--quiet"]
@@ -163,7 +163,7 @@ def python(pytestconfig: pytest.Config) -> Callable[[str], list[str]]:
 
 @pytest.fixture(scope="module")
 def node(pytestconfig: pytest.Config) -> Callable[[str], list[str]]:
-    """The command of a program beside the locked packages of node."""
+    """The command that runs a program next to the locked node packages."""
     if not (shutil.which("node") and shutil.which("npm")):
         pytest.skip("node or npm is not installed")
 
@@ -176,7 +176,7 @@ def node(pytestconfig: pytest.Config) -> Callable[[str], list[str]]:
     folder = _cached(pytestconfig, "node", locked, install)
 
     def command(sdk: str) -> list[str]:
-        # node finds packages beside the program only
+        # node finds packages only next to the program
         return ["node", str(shutil.copy(PROGRAMS / f"with_{sdk}.mjs", folder))]
 
     return command
@@ -185,7 +185,7 @@ def node(pytestconfig: pytest.Config) -> Callable[[str], list[str]]:
 def _cached(
     config: pytest.Config, name: str, locked: bytes, install: Callable[[Path], None]
 ) -> Path:
-    """A folder of pytest's cache with what ``install`` has put there, as it is locked."""
+    """A folder in pytest's cache with what ``install`` puts there for these locked versions."""
     assert config.cache is not None
     folder = Path(config.cache.mkdir(f"sdks-{name}-{hashlib.sha256(locked).hexdigest()[:16]}"))
     complete = folder / "complete"

@@ -1,4 +1,4 @@
-"""A gateway in front of two real servers: where requests go, and what becomes of them when a server
+"""A gateway in front of two real servers: where requests go, and what happens to them when a server
 drains or is killed."""
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ TritonPythonModel = paced_model(step_s=0.01, text="again and again ")
 def running_pair(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Callable[[], list[TritonServer]]]:
-    """Gives two servers that run: those of the test before, but for what it has ended."""
+    """Returns two running servers: those of the previous test, except for any that it has ended."""
     repository = repository_with({"llm_engine": _PACED}, tmp_path_factory.mktemp("pair"))
     found: dict[int, TritonServer] = {}
     with ExitStack() as first, ExitStack() as second:
@@ -121,7 +121,7 @@ def test_conversations_stay_and_outlive_their_server(
 def test_a_tritonserver_that_was_told_to_end_refuses_and_others_answer(
     pair: tuple[list[TritonServer], Gateway],
 ) -> None:
-    """By SIGTERM to its process alone; what runs there keeps it from its end."""
+    """By SIGTERM to its process alone; running requests keep it from ending."""
     servers, gateway = pair
     homes = {f"talk {number}": home_of(servers, gateway, f"talk {number}") for number in range(8)}
     content = next(content for content, home in homes.items() if home == 1)
@@ -149,8 +149,8 @@ def test_a_tritonserver_that_was_told_to_end_refuses_and_others_answer(
 def test_a_silent_server_costs_no_request_that_had_not_begun(
     pair: tuple[list[TritonServer], Gateway],
 ) -> None:
-    """It stands still, and its connections with it. What had begun there ends with an error; when
-    it goes on, it gets requests again."""
+    """It is frozen, and its connections with it. What had begun there ends with an error; when it
+    continues, it gets requests again."""
     servers, gateway = pair
     homes = {f"talk {number}": home_of(servers, gateway, f"talk {number}") for number in range(8)}
     content = next(content for content, home in homes.items() if home == 1)
@@ -209,7 +209,7 @@ def test_a_killed_server_costs_no_request_that_had_not_begun(
 @pytest.mark.parametrize("sentence", sorted(_LOST))
 def test_what_is_lost_with_a_process_of_a_server_goes_to_another(sentence: str) -> None:
     class Server:
-        """Loses the first request, and answers the next."""
+        """Loses the first request and answers the next."""
 
         num_asked = 0
 

@@ -1,6 +1,6 @@
-"""Structured outputs, calls that must be made, and thoughts: by real engines.
+"""Structured outputs, required calls, and thoughts, from real engines.
 
-The demo model is asked at temperature 1, so that only the form keeps it to the form.
+The demo model is asked at temperature 1, so that nothing but the form keeps it to the form.
 """
 
 from __future__ import annotations
@@ -211,7 +211,7 @@ def test_calls_that_must_be_made_may_be_several(gateway: Gateway) -> None:
             tools=[tool("count", COUNT)],
             tool_choice="required",
             n=2,
-            extra_body={"min_tokens": 250},  # more than one call has, with all its white space
+            extra_body={"min_tokens": 250},  # more than a single call has, including white space
         )
     calls = [choice.message.tool_calls or [] for choice in answer.choices]
     for call in [one for several in calls for one in several]:
@@ -234,7 +234,7 @@ def test_a_function_of_the_older_form_that_must_be_called(gateway: Gateway, stre
 
 
 def test_arguments_of_strict_tools_follow_their_schemas(agent: Gateway) -> None:
-    """The engine would like to ask for the weather of Bogotá, which only a loose tool lets it."""
+    """The engine would like to ask for the weather in Bogotá, which only a loose tool allows."""
     cities = {
         "type": "object",
         "properties": {"city": {"enum": ["Rome"]}},
@@ -350,7 +350,7 @@ def test_an_answer_with_a_form_and_tools_is_calls_or_has_the_form(agent: Gateway
 
 
 def think(thinker: Gateway, **fields: Any) -> tuple[Any, Any, Any]:
-    """What an answer thinks and says, and its headers; streamed it must be the same."""
+    """The thoughts and text of an answer, and its headers; a stream must give the same."""
     asked: dict[str, Any] = {"max_tokens": 400, "stop": ["4."], **fields}
     whole = thinker.chat("What is 2 + 2?", **asked)
     (choice,) = whole.json()["choices"]
@@ -396,7 +396,7 @@ def test_thoughts_are_left_in_the_text_or_out_of_the_answer_if_that_is_asked(
 def test_a_model_that_shall_not_think_has_no_thoughts(
     thinker: Gateway, fields: dict[str, Any]
 ) -> None:
-    """This one thinks all the same, after its prompt has closed the section: it is text."""
+    """This one thinks anyway, after its prompt has closed the section: that is text."""
     thoughts, text, without_effect = think(thinker, **fields)
     assert thoughts is None
     assert text.startswith("<think>")

@@ -1,4 +1,4 @@
-"""What a model thinks is split off from what it answers, however the text is cut."""
+"""What a model thinks is separated from what it answers, however the text is cut."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls of tools are read out of an answer's text, however the text is cut."""
+"""Tool calls are read out of an answer's text, however the text is cut."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CALLS: Final = {"hermes": HERMES_CALL, "llama": LLAMA_CALL, "mistral": MISTRAL_C
 
 
 def read(syntax: Syntax, *pieces: str, closed: bool = False) -> list[str | CalledTool]:
-    """All that a reader makes of the pieces, neighbouring texts joined."""
+    """What a reader makes of the pieces, with neighbouring texts joined."""
     reader = CallReader(syntax)
     found = [part for piece in pieces for part in reader.push(piece)]
     joined: list[str | CalledTool] = []
@@ -62,7 +62,7 @@ def test_texts_and_calls_in_order(name: str) -> None:
 
 @pytest.mark.parametrize("name", SYNTAXES)
 def test_a_call_that_is_cut_is_no_text_if_calls_are_all_that_there_can_be(name: str) -> None:
-    """Wherever it is cut; the calls before it are there."""
+    """Wherever it is cut, the calls before it are there."""
     call = CALLS[name]
     between = "; " if name == "llama" else "\n"
     for end in range(len(call)):
@@ -245,7 +245,7 @@ def test_cuts_do_not_matter_and_nothing_is_lost(
         if isinstance(part, str):
             pattern += re.escape("".join(part.split()))
         else:
-            # what a call is made of, and no more
+            # only what a call consists of
             told = re.escape("".join(part.arguments.split()))
             pattern += rf"(?:{MADE_OF}|\"?{part.name}\"?|{told})*"
     assert re.fullmatch(pattern, "".join(text.split()))
@@ -269,7 +269,7 @@ JSON_LIKE = st.one_of(
 
 @given(written=JSON_LIKE, spoilt=st.integers(0, 60), char=st.sampled_from('{}[]",:\\ue-0 x'))
 def test_what_is_taken_for_json_is_json(written: str, spoilt: int, char: str) -> None:
-    """And what is JSON is taken for it; also with one character more."""
+    """The reverse holds, too; texts are tried as written and with an extra character."""
     for arguments in (written, written[:spoilt] + char + written[spoilt:]):
         try:
             is_json = isinstance(json.loads(arguments, parse_constant=_no_constant), dict)
@@ -297,7 +297,7 @@ def _without_halves(value: Any) -> Any:
 @pytest.mark.parametrize("name", SYNTAXES)
 @pytest.mark.parametrize("size", [3, 10_000_000])
 def test_hostile_texts_are_read_in_bounded_steps(name: str, size: int) -> None:
-    """Of a kind that would take hours if each beginning of a call were read to the end of all."""
+    """They would take hours if each beginning of a call were read to the very end."""
     syntax = SYNTAXES[name]
     call = CALLS[name]
     for text in (

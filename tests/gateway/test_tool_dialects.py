@@ -87,8 +87,8 @@ class Engine:
     vocabulary: Vocabulary
 
     def say(self, tag: Any, chance: random.Random, likes: str = "") -> str | None:
-        """A text of random allowed tokens, preferably that begins with ``likes``; None if it does
-        not end."""
+        """A text of random allowed tokens, preferably beginning with ``likes``; None if it does not
+        end."""
         matcher = compiled(self.grammars, "structural_tag", tag)
         tokens: list[int] = []
         pieces = self.vocabulary.spelled_pieces
@@ -151,7 +151,7 @@ def read(dialect: Dialect, text: str) -> tuple[str, list[CalledTool]]:
 
 
 def check(calls: list[CalledTool], tools: tuple[Tool, ...], *, enforced: bool) -> None:
-    """Each call is of one of the tools, with arguments as its schema wants them."""
+    """Each call is of one of the tools, with arguments that fit its schema."""
     by_name = {tool.name: tool for tool in tools}
     for call in calls:
         tool = by_name[call.name]

@@ -1,4 +1,4 @@
-"""Tools: told to the model by its template, and calls read out of what it says.
+"""Tools: the template tells the model about them, and calls are read out of what it says.
 
 The engine is paced and says a sentence and a call, again and again.
 """
@@ -101,7 +101,7 @@ def test_a_function_of_the_older_form(client: OpenAI) -> None:
 
 
 def test_an_agent_that_streams_sends_its_calls_back_as_they_came(client: OpenAI) -> None:
-    """Chunks added up, index and all, as the official client's helper does."""
+    """The chunks are added up, including the index, as the official client's helper does."""
     with client.chat.completions.stream(**ASKED, parallel_tool_calls=False) as stream:
         message = stream.get_final_completion().choices[0].message
     assert message.tool_calls

@@ -20,12 +20,12 @@ from minisgl_backend.kernels.adapters import (
 from minisgl_backend.request import IntArray
 
 RANKS = np.array([0, 16, 64, 32, 16, 48], np.int32)
-"""Of none, and of adapters in five slots."""
+"""The rank of no adapter, and those of the adapters in five slots."""
 MAX_RANK = 64
 
 
 def adapted_tokens(slots: IntArray, ranks: IntArray, device: torch.device) -> AdaptedTokens:
-    """Tokens of these ``slots`` [num_tokens], of which ``ranks`` [num_slots + 1] are."""
+    """Tokens with these ``slots`` [num_tokens], which have these ``ranks`` [num_slots + 1]."""
     num_tokens = len(slots)
     block = block_tokens(num_tokens)
     size = arranged_size(num_tokens, len(ranks) - 1, block)
@@ -42,7 +42,7 @@ def adapter_memory(
     *,
     max_rank: int = MAX_RANK,
 ) -> AdapterMemory:
-    """Random adapters of ``ranks`` in all slots; numbers behind a rank are garbage in a, 0 in b."""
+    """Random adapters of ``ranks`` in all slots; numbers beyond a rank are garbage in a, 0 in b."""
     num_slots = len(ranks) - 1
     a = torch.randn(num_slots, len(widths) * max_rank, size, device=device) * size**-0.5
     b = torch.randn(num_slots, sum(widths), max_rank, device=device) * max_rank**-0.5
@@ -52,7 +52,7 @@ def adapter_memory(
 
 
 def mixes(num_tokens: int, num_slots: int = len(RANKS) - 1) -> list[IntArray]:
-    """Slots of tokens: random ones, one for all, none or one, all in turn and in order, none."""
+    """Slots of tokens: random; one for all; none or one; all in turn; random but sorted; none."""
     rng = np.random.default_rng(num_tokens)
     some = rng.integers(0, num_slots + 1, num_tokens)
     return [
@@ -66,7 +66,7 @@ def mixes(num_tokens: int, num_slots: int = len(RANKS) - 1) -> list[IntArray]:
 
 
 def with_adapters(y: Tensor, x: Tensor, adaptation: Adaptation) -> Tensor:
-    """``y``, float64, and what the adapters add for ``x``."""
+    """``y`` plus what the adapters add for ``x``, in float64."""
     memory = adaptation.memory
     exact = AdapterMemory(memory.a.double(), memory.b.double(), memory.widths)
     add_adapter_delta_reference(y, x.double(), Adaptation(exact, adaptation.tokens))

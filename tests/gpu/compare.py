@@ -1,4 +1,4 @@
-"""How a kernel's result is held against its twin's."""
+"""How a kernel's result is compared with its twin's."""
 
 from __future__ import annotations
 

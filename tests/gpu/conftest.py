@@ -11,7 +11,7 @@ from minisgl_backend.kernels.dispatch import has_triton, is_interpreted
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Everything in this folder carries the mark, and says why it cannot run, if so."""
+    """Everything in this folder carries the mark, and says why if it cannot run."""
     runnable = has_triton() and (torch.cuda.is_available() or is_interpreted())
     for item in items:
         if Path(__file__).parent in item.path.parents:

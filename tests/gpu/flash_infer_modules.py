@@ -1,5 +1,5 @@
-"""``python -m tests.gpu.flash_infer_modules``: compile what the suite takes of FlashInfer, all at
-once.
+"""``python -m tests.gpu.flash_infer_modules``: compile all FlashInfer modules that the suite uses,
+in parallel.
 
 Otherwise each module is compiled when a test first needs it, one after another.
 """
@@ -25,7 +25,7 @@ def modules() -> dict[str, Any]:
 
 
 def of_flash_infer(case: Case) -> list[Any]:
-    """Of prompts, and of decoding: by tensor cores with the kernels of FlashAttention-2."""
+    """Modules for prompts and for decoding: on tensor cores, with FlashAttention-2's kernels."""
     attention = importlib.import_module("flashinfer.jit.attention")
     query, kv = torch.bfloat16, FP8 if case.fp8 else torch.bfloat16
     dtypes, dims = (query, kv, query, torch.int32), (case.head_dim, case.head_dim)
@@ -60,7 +60,7 @@ def of_xqa(case: Case) -> Any:
 
 def main() -> None:
     setting = BACKENDS["fi"][0].setting(torch.bfloat16, torch.device("cuda"))
-    choose_attention("fi", setting)  # says what is missing
+    choose_attention("fi", setting)  # reports what is missing
     specs = modules()
     print(f"{len(specs)} modules of FlashInfer", flush=True)
     importlib.import_module("flashinfer.jit.core").build_jit_specs(list(specs.values()))

@@ -29,12 +29,12 @@ MAX_ROWS = 40
 MAX_POSITIONS = 320
 FP8 = torch.float8_e4m3fn
 SCALE = KVScale(0.25, 2.0)
-"""Of float8 pages: powers of two, which change no digit, and not the same for keys and values."""
+"""For float8 pages: powers of two, which change no digit, and different for keys and values."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """Shapes that attention is tried with: 8 query heads, or two groups if 8 are no multiple."""
+    """A shape to try attention with: 8 query heads, or two groups if 8 is not a multiple."""
 
     page_size: int
     group: int
@@ -88,13 +88,13 @@ class Paged:
 
     @classmethod
     def of(cls, lengths: Sequence[int], setting: AttentionSetting) -> Paged:
-        """Random keys and values of ``lengths`` positions, one length a row."""
+        """Random keys and values of ``lengths`` positions, one length per row."""
         shape, page_size, device = setting.shape, setting.page_size, setting.device
         is_fp8 = setting.kv_dtype == FP8
         scale = SCALE if is_fp8 else KVScale()
         num_pages = setting.max_pages * len(lengths)
         table = torch.randperm(num_pages, device=device).view(len(lengths), -1)
-        # what was never written is finite, whatever else it is
+        # memory that was never written may hold anything finite
         dims = (num_pages, page_size, shape.num_kv_heads, shape.head_dim)
         caches = [torch.full(dims, 7.0, device=device) for _ in range(2)]
         in_order: list[list[Tensor]] = [[], []]
@@ -108,7 +108,7 @@ class Paged:
         keys, values = (cache.to(setting.kv_dtype) for cache in caches)
         on_device = torch.tensor([[scale.k], [scale.v]], device=device) if is_fp8 else (None, None)
         k_scale, v_scale = on_device
-        # some take hardly anything, others nearly all
+        # some sinks take hardly any weight, others nearly all
         sinks = torch.linspace(-3, 9, shape.num_heads, device=device).to(setting.dtype)
         kv = PagedKV(
             keys=keys,
@@ -121,7 +121,7 @@ class Paged:
         return cls(setting, kv, table.int(), *in_order)
 
     def queries(self, num_tokens: int) -> Tensor:
-        """Random ones, whose heads lie beside those of keys and values, as a model has them."""
+        """Random queries, whose heads lie next to those of keys and values, as in a model."""
         shape = self.setting.shape
         heads = shape.num_heads + 2 * shape.num_kv_heads
         packed = torch.randn(num_tokens, heads, shape.head_dim, device=self.setting.device)
@@ -131,7 +131,7 @@ class Paged:
         return torch.tensor(list(values), dtype=torch.int32, device=self.setting.device)
 
     def expected(self, q: Tensor, row: int, end: int) -> Tensor:
-        """Attention of the last ``len(q)`` of ``end`` positions of a row, [len(q), heads, dim]."""
+        """Attention for the last ``len(q)`` of a row's ``end`` positions, [len(q), heads, dim]."""
         shape = self.setting.shape
         position = torch.arange(end, device=q.device)
         query = position[end - len(q) :, None]
@@ -160,8 +160,8 @@ class Paged:
 
 @dataclass(frozen=True)
 class Prompts:
-    """Prompt chunks: those that begin a row, and those after what is there already. Of
-    sections they are the part in the last."""
+    """Prompt chunks: some begin a row, others follow what is already there. With sections, each is
+    cut to its part in the last section."""
 
     paged: Paged
     q: Tensor
@@ -200,9 +200,9 @@ class Prompts:
         return out
 
     def attend_as_captured(self, backend: PagedAttention, between: Tensor) -> Tensor:
-        """As in a step to be captured: the host knows no lengths, ``between`` (0 or more tokens,
-        which are not the chunks') stands before the chunks and after them, and after each chunk
-        there is an empty one. Returns all tokens."""
+        """As in a step to be captured: the host knows no lengths, ``between`` (0 or more tokens
+        that belong to no chunk) stands before and after the chunks, and an empty chunk follows each
+        chunk. Returns all tokens."""
         num_tokens, count = len(self.q), len(between)
         q = self.paged.queries(num_tokens + 2 * count)
         q[count : count + num_tokens] = self.q
@@ -237,8 +237,8 @@ class Inputs:
 
 
 class Decoding:
-    """A decode step of ``num_rows`` rows of two more, whose inputs can be changed under a captured
-    graph."""
+    """A decode step of ``num_rows`` out of ``num_rows + 2`` rows, whose inputs can be changed under
+    a captured graph."""
 
     CAPACITY = (300, 1, 129, 64, 16, 250, 33)
 
@@ -246,11 +246,11 @@ class Decoding:
         assert num_rows <= MAX_ROWS
         self._capacity = np.resize(np.array(self.CAPACITY, np.int32), num_rows + 2)
         self.paged = Paged.of(self._capacity.tolist(), setting)
-        # as padding, which graphs are captured with
+        # like the padding that graphs are captured with
         self._now = self._inputs(np.zeros(num_rows, np.int32), np.ones(num_rows, np.int32))
 
     def inputs(self, seed: int) -> Inputs:
-        """Some of the rows at some of their positions, with random queries; one is at its end."""
+        """Some of the rows, each at some position, with random queries; one is at its end."""
         rng = np.random.default_rng(seed)
         rows = rng.permutation(len(self._capacity))[:-2].astype(np.int32)
         lengths = rng.integers(1, self._capacity[rows], endpoint=True, dtype=np.int32)
@@ -262,7 +262,7 @@ class Decoding:
         return Inputs(paged.int32(rows), paged.int32(lengths), lengths, paged.queries(len(rows)))
 
     def take(self, inputs: Inputs) -> None:
-        """Put them into what the step reads; this does not wait for the device."""
+        """Copy ``inputs`` into what the step reads, without waiting for the device."""
         self._now.rows.copy_(inputs.rows)
         self._now.lengths.copy_(inputs.lengths)
         self._now.q.copy_(inputs.q)
@@ -276,7 +276,7 @@ class Decoding:
         )
 
     def attend(self, backend: PagedAttention, host_lengths: IntArray | None) -> Tensor:
-        """Without ``host_lengths`` as in a step to be captured."""
+        """Without ``host_lengths``, as in a step to be captured."""
         attend_rows = backend.decode.plan_rows(self.rows(host_lengths))
         q = self._now.q
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -289,8 +289,8 @@ class Decoding:
 
 
 def assert_tokens_close(actual: Tensor, expected: Tensor, *, limit: float) -> None:
-    """Each token for itself, so that a large one cannot hide a small one; [num_tokens, ...]."""
+    """Compare token by token, so that a large one cannot hide a small one; [num_tokens, ...]."""
     assert (actual.shape, actual.dtype) == (expected.shape, expected.dtype)
     wanted = expected.double().flatten(1)
     errors = (actual.double().flatten(1) - wanted).norm(dim=1) / wanted.norm(dim=1)
-    assert float(errors.max()) < limit  # NaN is not
+    assert float(errors.max()) < limit  # NaN is not below it

@@ -48,8 +48,8 @@ def test_tokens_of_mixed_batches(
 ) -> None:
     """Rows of several adapters and of none: in graphs, outside of them, and with too few slots.
 
-    In fp32 rounding moves no token that does not tie; in bf16, to which the weights and adapters
-    of the reference are rounded, too, it moves some. Experts multiply fp32 in TF32 on a GPU: now
+    In fp32, rounding moves only tokens that tie; in bf16, to which the reference's weights and
+    adapters are rounded, too, it moves some others. On a GPU, experts multiply fp32 in TF32: now
     and then another expert of little weight is chosen.
     """
     write = write_broad_checkpoint if case == "broad" else lambda path: write_checkpoint(case, path)

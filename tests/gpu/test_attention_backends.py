@@ -1,7 +1,7 @@
 """Every attention backend of a GPU against PyTorch's scaled dot product, sequence by sequence.
 
-A backend is a line of ``BACKENDS``: its name and the shapes that it is tried with. Those of
-libraries that compile a kernel for each shape are tried with fewer of them.
+A backend is a line of ``BACKENDS``: its name and the shapes that it is tried with. Backends of
+libraries that compile a kernel for each shape are tried with fewer shapes.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ BACKENDS = {
     "fa,fi": FEWEST,
     "invariant": [*FEWER, *UNEVEN, *FP8],
 }
-"""``invariant`` is that of the option ``batch_invariant``."""
+"""``invariant`` is the backend for the option ``batch_invariant``."""
 
 CASES = [
     pytest.param(name, case, id=f"{name}-{case}")
@@ -144,7 +144,7 @@ def test_decode(
 def test_replays_far_ahead_of_the_device(
     name: str, case: Case, device: torch.device, dtype: torch.dtype
 ) -> None:
-    """Replays of a graph, of other rows and lengths each, are enqueued before the first one ran."""
+    """Replays of a graph, each with other rows and lengths, are enqueued before the first runs."""
     backend = make_backend(name, case, dtype, device)
     assert backend.can_capture == (name != "sdpa")
     if not backend.can_capture:
@@ -182,8 +182,8 @@ def test_replays_far_ahead_of_the_device(
     "name", ["cuda", "triton", "fa", "fi", "trtllm", "sdpa", "fa,fi", "fi,triton", "sdpa,fi"]
 )
 def test_engines_answer_alike(name: str, tmp_path: Path) -> None:
-    """Greedy tokens of a checkpoint in bf16, by graphs if there are some, with and without
-    prompts in between."""
+    """Greedy tokens of a checkpoint in bf16, from graphs if there are any, with and without prompts
+    in between."""
     reference = write_broad_checkpoint(tmp_path).bfloat16().float()
     prompts = prompts_with_shared_prefixes(vocab_size=VOCAB_SIZE, longest=110, seed=7)
     try:
@@ -196,7 +196,7 @@ def test_engines_answer_alike(name: str, tmp_path: Path) -> None:
 @pytest.mark.skipif(is_interpreted(), reason="needs a CUDA device")
 @pytest.mark.parametrize("name", ["cuda", "triton", "sdpa"])
 def test_scales_of_the_checkpoint(name: str, tmp_path: Path) -> None:
-    """Of fp8 pages: they change how keys and values are rounded, and nothing else."""
+    """Scales of fp8 pages change how keys and values are rounded, and nothing else."""
     reference = write_broad_checkpoint(tmp_path).bfloat16().float()
     path = tmp_path / "model.safetensors"
     tensors = load_file(path)

@@ -26,7 +26,7 @@ needs_gpu = pytest.mark.skipif(is_interpreted(), reason="needs a CUDA device")
 
 MOST = 3000
 SPANS = [(0, 1), (7, 8), (0, 8), (5, 14), (60, 93), (100, 164), (1, 130), (300, 556), (40, 1500)]
-"""Of the rows of a batch of ``MOST``: batches that they are in, too."""
+"""Spans of the rows of a batch of ``MOST``; each is also computed as a batch of its own."""
 SHAPES_OF_GEMMS = [
     (4096, 1024),
     (1024, 3072),
@@ -45,7 +45,7 @@ def normal(*shape: int, device: torch.device, scale: float = 1.0) -> Tensor:
 @pytest.mark.parametrize("shape", SHAPES_OF_GEMMS)
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_gemms(device: torch.device, shape: tuple[int, int], has_bias: bool) -> None:
-    """All rows by one kernel, and spans of them by others."""
+    """All rows in one kernel call, and spans of them in others."""
     from minisgl_backend.kernels.cuda.invariant_linear import InvariantLinear
 
     x, bias = normal(MOST, shape[1], device=device), normal(shape[0], device=device)
@@ -84,7 +84,7 @@ def test_attention(
     window: int | None,
     fp8: bool,
 ) -> None:
-    """Of chunks cut in several ways, and of each position as a decoding row."""
+    """Chunks are cut in several ways, and each position is also computed as a decoding row."""
     if is_interpreted() and (fp8 or num_heads == 16):
         pytest.skip("numpy has no float8, and is slow")
     lengths = (1, 130, 33) if is_interpreted() else LENGTHS
@@ -144,7 +144,7 @@ def test_attention(
     assert_close(whole, expected)
     token_rows = ints([row for row, length in enumerate(lengths) for _ in range(length)])
     token_ends = ints([at + 1 for length in lengths for at in range(length)])
-    # many rows, and few, whose splits are shared among programs
+    # many rows, and few rows, whose splits are shared among programs
     for batch in (20 if is_interpreted() else len(q), 3):
         workspace = DecodeWorkspace(batch, num_heads, head_dim, device)
         tokens = torch.randperm(len(q), device=device)[:batch]
@@ -191,7 +191,7 @@ def test_experts(device: torch.device, dtype: torch.dtype, num_experts: int, top
 def test_requests_get_the_same_tokens_in_any_company(
     tmp_path: Path, shape: str, options: list[str]
 ) -> None:
-    """Alone, together, with their prompts cached, and after retractions; with few layers."""
+    """Requests run alone, together, with cached prompts, and after retractions; with few layers."""
     folder = tmp_path / "model"
     write_dummy_model(shape, folder)
     config = {**SHAPES[shape], "num_hidden_layers": 3, "vocab_size": 4096}

@@ -42,7 +42,7 @@ def test_experts_are_timed_in_all_formats(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("most", ["4", "0"])
 def test_a_captured_step_is_timed_beside_its_replay(most: str, tmp_path: Path) -> None:
-    """And beside the same step without graphs; what capturing took is told."""
+    """Also beside the same step without graphs; the cost of capturing is reported."""
     command = ["decode", "--batch-size", "2", "--context", "20", "--steps", "5", "--eager"]
     command += ["--num-pages", "256", "--max-running-requests", "4"]
     figures = figures_of([*command, "--cuda-graph-max-batch-size", most], tmp_path)
@@ -53,6 +53,6 @@ def test_a_captured_step_is_timed_beside_its_replay(most: str, tmp_path: Path) -
     if most == "0":
         assert "decode_graphs" not in info
     else:
-        assert info["decode_graphs"] == 3  # of 1, 2 and 4 rows
+        assert info["decode_graphs"] == 3  # for 1, 2 and 4 rows
         assert info["decode_capture_s"] > 0
         assert info["decode_graphs_gib"] > 0

@@ -1,7 +1,7 @@
 """The engine on a GPU: its tokens against transformers on a CPU, and against itself.
 
 Greedy tokens in bf16 may differ from those in fp32 if two logits nearly tie; so each token is
-held against the fp32 logits of what came before it: it must be the best one within a tolerance.
+checked against the fp32 logits of what came before it: it must be the best within a tolerance.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ EXPERTS = [
 
 
 class StartedCollector(Collector):
-    """Tells when the first token is there, too."""
+    """Also signals when the first token has arrived."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -131,7 +131,7 @@ def tokens_of(sinks: Sequence[Collector]) -> list[list[int]]:
 def shortfalls(
     model: Any, prompts: Sequence[IntArray], outputs: Sequence[list[int]]
 ) -> list[float]:
-    """By how much each token's fp32 logit lies below the best one, over the logits' spread."""
+    """How far each token's fp32 logit lies below the best one, relative to the logits' spread."""
     found = []
     for prompt, output in zip(prompts, outputs, strict=True):
         ids = torch.tensor([*prompt.tolist(), *output])[None]
@@ -155,7 +155,7 @@ def assert_good_in_bf16(
 
 
 def rounding(model: Any, prompts: Sequence[IntArray], outputs: Sequence[list[int]]) -> float:
-    """The farthest that a logit of the outputs moves in bf16, over the logits' spread."""
+    """How far a logit of the outputs moves in bf16 at most, relative to the logits' spread."""
     rounded = copy.deepcopy(model).bfloat16()
     found = []
     for prompt, output in zip(prompts, outputs, strict=True):
@@ -175,8 +175,8 @@ def prompts() -> list[IntArray]:
 
 @pytest.mark.parametrize("case", CASES + OTHERS)
 def test_tokens_of_every_architecture(case: str, prompts: list[IntArray], tmp_path: Path) -> None:
-    """In fp32 (attention's GEMMs in tf32), in which rounding moves no token that does not tie, but
-    may choose other experts."""
+    """In fp32 (attention's GEMMs in tf32), rounding moves only tokens that tie, but may choose
+    other experts."""
     reference = write_checkpoint(case, tmp_path).float()
     sinks = serve(tmp_path, prompts, max_sequence_length=CONTEXT, dtype="float32")
     below = np.array(shortfalls(reference, prompts, tokens_of(sinks)))
@@ -202,7 +202,7 @@ def test_tokens_in_bf16(
 
 
 def test_broad_layers_in_large_batches(tmp_path: Path) -> None:
-    """Batches that shrink from 100 rows take every form of a layer, with dependent launches."""
+    """Batches that shrink from 100 rows use every form of a layer, with dependent launches."""
     reference = write_broad_checkpoint(tmp_path).bfloat16().float()
     prompts = equal_prompts(100)
     sampling = [
@@ -217,9 +217,9 @@ def test_broad_layers_in_large_batches(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("quantization", [None, "fp8"])
 def test_broad_experts_in_large_batches(quantization: str | None, tmp_path: Path) -> None:
-    """Batches that shrink from 100 rows take the experts' kernels of every size, whose weights may
-    be kept in 8 bits. In 16 bits rounding may choose other experts, of little weight; above 64 rows
-    attention's GEMMs round tokens to 8 bits if its weights have as many."""
+    """Batches that shrink from 100 rows use the experts' kernels of every size; their weights may
+    be kept in 8 bits. In 16 bits, rounding may choose other experts of little weight; above 64
+    rows, attention's GEMMs round tokens to 8 bits if its weights are 8-bit, too."""
     reference = write_broad_experts_checkpoint(tmp_path).bfloat16().float()
     if quantization is not None:
         reference = rounded(reference)
@@ -250,7 +250,7 @@ def test_broad_experts_in_large_batches(quantization: str | None, tmp_path: Path
 
 
 def rounded(model: Any) -> Any:
-    """Of the layers' projections but routers, by way of 8 bits."""
+    """Round the projections of all layers, except routers, to 8 bits and back."""
     for name, weight in model.named_parameters():
         if ".layers." in name and weight.ndim >= 2 and "mlp.gate." not in name:
             for one in weight.data if weight.ndim == 3 else [weight.data]:
@@ -277,7 +277,7 @@ def test_prompts_beside_decoding_rows(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Prompts in chunks come while others decode: in graphs, outside of them, and now and then."""
+    """Prompts arrive in chunks while others decode: in graphs, without graphs, or in both ways."""
     reference = write_broad_checkpoint(tmp_path).bfloat16().float()
     options = EngineOptions(
         model=str(tmp_path),
@@ -359,7 +359,7 @@ def test_graphs_give_what_launches_give(case: str, count: int, tmp_path: Path) -
 
 @pytest.fixture
 def retracting(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Requests are admitted without pages for their output, so that some must give way; they do."""
+    """Requests are admitted without pages for their output, so some must give way, and do."""
     monkeypatch.setattr(scheduler, "AdmissionControl", lambda life, _: AdmissionControl(life, 0))
     retracted = []
     retract = Lifecycle.retract
@@ -378,7 +378,7 @@ def retracting(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_log_probabilities_of_prompts(
     num_top: int, graphs: int | None, prompts: list[IntArray], tmp_path: Path
 ) -> None:
-    """In fp32, beside rows that decode, after captured layers and others; chunks of 64 tokens."""
+    """In fp32, beside decoding rows, after captured and other layers; in chunks of 64 tokens."""
     reference = write_checkpoint("qwen3", tmp_path).float()
     scoring = SamplingParams(max_tokens=0, num_prompt_logprobs=num_top)
     answering = replace(GREEDY, num_prompt_logprobs=num_top)
@@ -412,7 +412,7 @@ def test_log_probabilities_of_prompts(
 
 
 def test_logits_of_a_long_prompt_are_never_in_memory_at_once(tmp_path: Path) -> None:
-    """A chunk's would take 8,000 x 151,936 numbers of 2 bytes, 2.3 GiB; a slice's take 256 MiB."""
+    """A chunk's logits would take 8,000 x 151,936 x 2 bytes, 2.3 GiB; a slice's take 256 MiB."""
     write_dummy_model("qwen3-0.6b", tmp_path)
     prompt = np.arange(8000, dtype=np.int32)
     engine = build_engine(
@@ -446,7 +446,7 @@ def test_small_pools_retract_and_get_on(prompts: list[IntArray], tmp_path: Path)
 
 @pytest.mark.usefixtures("retracting")
 def test_retracted_rows_know_what_they_said(tmp_path: Path) -> None:
-    """Each token once, though some rows have to come back with what they had."""
+    """Each token comes once, although some rows have to come back with what they had."""
     write_checkpoint("qwen3", tmp_path)
     sampling = SamplingParams(
         max_tokens=60, temperature=0.5, presence_penalty=1000.0, ignore_eos=True
@@ -497,7 +497,7 @@ def test_adjusted_rows_beside_plain_ones(prompts: list[IntArray], tmp_path: Path
 
 @pytest.mark.parametrize("changed", [{"overlap": False}, {"cuda_graph_max_batch_size": 0}])
 def test_adjusted_rows_give_the_same_by_every_way(changed: dict[str, Any], tmp_path: Path) -> None:
-    """Counts of tokens are right in steps that overlap, and outside of graphs."""
+    """Token counts are right in steps that overlap and outside graphs."""
     write_checkpoint("qwen3", tmp_path)
     prompts = equal_prompts(8)
     sampling = [
@@ -522,7 +522,7 @@ def test_adjusted_rows_give_the_same_by_every_way(changed: dict[str, Any], tmp_p
 def test_graphs_wait_for_their_inputs(
     prompts: list[IntArray], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is emptied late, over memory that was used before."""
+    """The inputs are emptied late, in memory that was used before."""
     empty = StepInputs.empty
 
     def late(*args: Any) -> StepInputs:
@@ -593,7 +593,7 @@ def test_no_kernel_is_compiled_once_the_engine_has_started(
 
 
 def test_pages_of_a_failed_request_are_cleared(tmp_path: Path) -> None:
-    """A token whose embedding is NaN breaks its request, and leaves NaN in its pages."""
+    """A token whose embedding is NaN breaks its request and leaves NaN in its pages."""
     write_checkpoint("llama", tmp_path)
     path = tmp_path / "model.safetensors"
     tensors = load_file(path)

@@ -1,4 +1,4 @@
-"""Structured outputs on a GPU: steps with masks are two graphs, all others one."""
+"""Structured outputs on a GPU: a step with masks is two graphs, any other is one."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def check_numbers(sinks: Sequence[Collector], count: int) -> None:
 
 
 def mixed(count: int, **common: Any) -> list[SamplingParams]:
-    """Answers of one length, every fourth of them free and the others lists of numbers."""
+    """Answers of one length: every fourth is free, and the others are lists of numbers."""
     numbers = grammar("regex", NUMBERS)
     return [
         SamplingParams(
@@ -94,7 +94,7 @@ def test_the_same_tokens_by_every_way(count: int, common: dict[str, Any]) -> Non
 
 
 def test_masks_do_not_touch_other_rows() -> None:
-    """In fp32 and batches of one size: free rows say what they say without masked ones."""
+    """In fp32 and batches of one size, free rows say what they would say without masked rows."""
     count = 8
     options: dict[str, Any] = {"max_prefill_tokens": 1024, "dtype": "float32"}
     sampling = mixed(count)
@@ -144,7 +144,7 @@ def test_two_graphs_for_steps_with_masks_and_one_for_others(
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_answers_are_valid(dtype: str) -> None:
-    """Of random tokens, while prompts in chunks come and rows end at different times."""
+    """Tokens are random, while prompts arrive in chunks and rows end at different times."""
     count = 60
     asked = [
         grammar("json_schema", SCHEMA),

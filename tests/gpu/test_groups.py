@@ -1,4 +1,4 @@
-"""Engines on a GPU that read pages which rows share together: tokens are as good as without.
+"""Engines on a GPU that read the shared pages of rows together: tokens are as good as without.
 
 Groups form while prompts are computed beside decoding rows, split, and dissolve as requests end.
 """
@@ -36,14 +36,14 @@ WINDOW = {
 
 
 def written(folder: Path, **changes: Any) -> Any:
-    """The model itself, as reference."""
+    """Write a checkpoint; returns its model as the reference."""
     return write_broad_checkpoint(folder, max_position_embeddings=CONTEXT, **changes)
 
 
 def prompts() -> list[IntArray]:
-    """Of three groups, whose members share 160 or 240 tokens; some of one share 240 more. Plans
-    name groups from 128 positions that each member need not read. The last prompt has enough
-    of its own that a step with all of them is a large one."""
+    """Prompts of three groups, whose members share 160 or 240 tokens; some members of one share 240
+    more. Plans name groups from 128 positions that each member need not read. The last prompt has
+    so many tokens of its own that a step with all prompts is a large one."""
     rng = np.random.default_rng(0)
 
     def tokens(count: int) -> IntArray:
@@ -63,7 +63,7 @@ def prompts() -> list[IntArray]:
 
 @pytest.fixture
 def taken(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, list[int]]]:
-    """The sizes of the groups that steps of each kind have taken, however small."""
+    """The sizes of the groups that steps of each kind took, however small."""
     found: dict[str, list[int]] = {"all": [], "decode": [], "chunk": []}
     monkeypatch.setattr(SharedTable, "saved_us", lambda *args, **kwargs: 1.0)
     take = CudaDecode.take_groups
@@ -88,7 +88,7 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, list[int]]]:
 
 
 def serve_in_waves(folder: Path, prompts: list[IntArray], **options: Any) -> list[StartedCollector]:
-    """Half of the prompts, the others while those decode; answers have many lengths."""
+    """Serve half of the prompts, and the others while those decode; answers vary in length."""
     wanted = {"group_attention": True, **options}
     chosen = {"max_running_requests": 64, "num_pages": 2048, "max_prefill_tokens": 1024, **wanted}
     engine = build_engine(
@@ -113,7 +113,7 @@ def serve_in_waves(folder: Path, prompts: list[IntArray], **options: Any) -> lis
 
 @pytest.mark.parametrize("changes", [{"max_running_requests": 1}, {"max_sequence_length": 16}])
 def test_engines_start_whose_rows_cannot_share(changes: dict[str, int], tmp_path: Path) -> None:
-    """There is one row, or a row has one page."""
+    """There is only one row, or a row has only one page."""
     written(tmp_path)
     options: dict[str, Any] = {"max_sequence_length": CONTEXT, "num_pages": 256, **changes}
     build_engine(EngineOptions(model=str(tmp_path), device="cuda", **options)).close(drain_s=0)
@@ -153,7 +153,7 @@ def test_pages_read_together_give_tokens_as_good(
 
 
 def test_float8_pages_read_together(taken: dict[str, list[int]], tmp_path: Path) -> None:
-    """As near to the tokens of fp32 as float8 pages that each row reads alone."""
+    """Tokens are as near to those of fp32 as if each row reads its float8 pages alone."""
     reference = written(tmp_path).bfloat16().float()
     asked = prompts()
     spread = []
@@ -169,7 +169,7 @@ def test_float8_pages_read_together(taken: dict[str, list[int]], tmp_path: Path)
 def test_groups_that_do_not_pay_are_left_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those of this test are far too small for it."""
+    """The groups of this test are far too small to pay."""
     written(tmp_path)
     asked, take = list[bool](), CudaDecode.take_groups
 

@@ -1,4 +1,4 @@
-"""Models with recurrent layers on a GPU: as ``test_executor``, and the states of rows."""
+"""Models with recurrent layers on a GPU: as in ``test_executor``, and the states of rows."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def prompts() -> list[IntArray]:
 
 @pytest.mark.parametrize("case", [*DENSE, *EXPERTS])
 def test_tokens_in_fp32(case: str, prompts: list[IntArray], tmp_path: Path) -> None:
-    """In fp32 (attention's GEMMs in tf32), in which rounding moves no token that does not tie."""
+    """In fp32 (attention's GEMMs in tf32), rounding moves only tokens that tie."""
     reference = write_checkpoint(case, tmp_path).float()
     sinks = serve(tmp_path, prompts, max_sequence_length=CONTEXT, dtype="float32")
     below = np.array(shortfalls(reference, prompts, tokens_of(sinks)))
@@ -71,11 +71,11 @@ def test_tokens_in_fp32(case: str, prompts: list[IntArray], tmp_path: Path) -> N
 def test_tokens_in_bf16(
     case: str, options: dict[str, Any], prompts: list[IntArray], tmp_path: Path
 ) -> None:
-    """Chunks of 64 tokens come beside rows that decode; snapshots are restored.
+    """Chunks of 64 tokens run beside decoding rows; snapshots are restored.
 
-    The norm of what a head reads enlarges the rounding of small states, on a CPU, too: a few tokens
-    may be off by more than those of ``test_executor``. It may choose other experts, too: on a CPU
-    a quarter of the tokens is off then.
+    The norm of what a head reads magnifies the rounding of small states, even on a CPU: a few
+    tokens may be off by more than in ``test_executor``. It may also choose other experts; then, on
+    a CPU, a quarter of the tokens are off.
     """
     reference = written(case, tmp_path).bfloat16().float()
     sinks = serve(tmp_path, prompts, max_sequence_length=CONTEXT, **options)
@@ -130,8 +130,8 @@ def test_graphs_give_what_launches_give(
 
 @pytest.mark.parametrize("state_dtype", [None, "float16"])
 def test_conversations_go_on_from_snapshots(state_dtype: str | None, tmp_path: Path) -> None:
-    """Turn by turn, each with the whole conversation as its prompt. States are kept between replays
-    of captured decode steps."""
+    """Each turn has the whole conversation as its prompt. States are kept between replays of
+    captured decode steps."""
     reference = write_broad_hybrid_checkpoint(tmp_path).bfloat16().float()
     options = EngineOptions(
         model=str(tmp_path),

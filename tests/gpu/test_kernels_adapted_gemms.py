@@ -55,7 +55,7 @@ def scale_of(x: Tensor) -> Tensor:
 def product(
     x: Tensor, weight: Tensor, adaptation: Adaptation, bias: Tensor | None = None
 ) -> Tensor:
-    """x W^T + bias and what the adapters add, float64."""
+    """x W^T + bias + what the adapters add, in float64."""
     y = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
     return with_adapters(y, x, adaptation)
 
@@ -71,7 +71,7 @@ def adaptations(
 @pytest.mark.parametrize("weight", [None, (64, 1000)], ids=["early", "late"])
 @pytest.mark.parametrize("batch", [1, 40, 256])
 def test_inner_products(device: torch.device, batch: int, weight: tuple[int, int] | None) -> None:
-    """They are 0 behind a token's rank."""
+    """They are 0 beyond a token's rank."""
     from minisgl_backend.kernels.cuda.adapters import shrink_kernel
 
     fetched = None if weight is None else normal(*weight, device=device)
@@ -93,8 +93,8 @@ def test_inner_products(device: torch.device, batch: int, weight: tuple[int, int
 @pytest.mark.parametrize("ranks", [RANKS, SIXTEEN], ids=["several", "sixteen"])
 @pytest.mark.parametrize("batch", BATCHES)
 def test_merged_projections(device: torch.device, batch: int, ranks: IntArray) -> None:
-    """Tiles have features of two projections. Several in a row, so that each starts while another
-    runs."""
+    """Tiles have features of two projections. Several GEMMs run in a row, so that each starts while
+    another runs."""
     from minisgl_backend.kernels.cuda.linear import LinearKernel
 
     torch.manual_seed(batch)
@@ -128,7 +128,7 @@ def test_gated_projections_of_rows_to_be_normalized(device: torch.device, batch:
 @pytest.mark.parametrize("size", [3072, 5120])
 @pytest.mark.parametrize("batch", BATCHES)
 def test_the_residual_stream(device: torch.device, batch: int, size: int) -> None:
-    """With 5,120 in_features a warp of the kernel before multiplies several pieces of them."""
+    """With 5,120 in_features, a warp of the preceding kernel multiplies several pieces of them."""
     check_residual(device, batch, size, None)
 
 
@@ -261,7 +261,7 @@ def check_adapted_heads(
 
 @pytest.mark.parametrize("batch", [1, 24, 64, 200, 256])
 def test_layers_in_a_graph(device: torch.device, batch: int) -> None:
-    """Layers in a row, captured once and replayed with one mix of tokens after another."""
+    """Several layers, captured once and replayed with one mix of tokens after another."""
     from minisgl_backend.kernels.cuda.linear import LinearKernel, ResidualKernel
 
     hidden, inner, num_layers = 1024, 3072, 3

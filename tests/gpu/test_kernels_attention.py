@@ -1,4 +1,4 @@
-"""Attention of prompt chunks and of decoding rows, and the store before it, against their twins."""
+"""Attention of prompt chunks and decoding rows, and the store before it, against their twins."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def paged_cache(
     dtype: torch.dtype,
     device: torch.device,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """K, V and page table of shuffled pages; what no row holds is NaN."""
+    """K, V and page table of shuffled pages; positions that no row holds are NaN."""
     pages_of = [-(-length // page_size) for length in lengths]
     num_pages = sum(pages_of) + 3
     shape = (num_pages, page_size, num_kv_heads, head_dim)
@@ -68,7 +68,7 @@ def test_decode_attention(
     workspace = decode_attention.DecodeWorkspace(8, num_heads, head_dim, device)
     on_device = torch.tensor(lengths, dtype=torch.int32, device=device)
     expected = decode_attention.decode_attention_reference(q, k, v, table, on_device, window=window)
-    for _ in range(2):  # the second launch finds the counters as the first left them
+    for _ in range(2):  # the second launch finds the counters as the first one left them
         actual = decode_attention.decode_attention(
             q, k, v, table, on_device, workspace, window=window
         )
@@ -115,8 +115,8 @@ def test_decode_attention_of_fp8(device: torch.device, dtype: torch.dtype) -> No
 def test_prefill_attention_finds_each_chunk(
     device: torch.device, dtype: torch.dtype, first: int, window: int | None
 ) -> None:
-    """More chunks than a program looks at together, of lengths around the 16 queries of its block,
-    empty ones between them and after them."""
+    """More chunks than a program looks at together, with lengths around the 16 queries of its
+    block, and empty ones between and after them."""
     k, v, table = paged_cache(
         [70, 50, 33], page_size=16, num_kv_heads=1, head_dim=64, dtype=dtype, device=device
     )
@@ -178,7 +178,7 @@ def test_qk_norm_rope_store(
     angle = torch.rand(50, rotary_dim // 2, device=device) * 6
     cos_sin = torch.cat([angle.cos(), angle.sin()], dim=1)
     cache_dtype = torch.float8_e4m3fn if fp8 else dtype
-    # the layers of a real cache lie beside each other, so that pages are strided
+    # the layers of a real cache lie next to each other, so that pages are strided
     shape = (num_pages, 2, page_size, num_kv_heads, head_dim)
     k_caches = torch.zeros(shape, device=device).to(cache_dtype)
     v_caches = torch.zeros(shape, device=device).to(cache_dtype)

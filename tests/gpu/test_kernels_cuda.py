@@ -42,7 +42,7 @@ HEADS = [
 
 
 class Decoding:
-    """Rows of random lengths over shuffled pages; what no row sees is NaN."""
+    """Rows of random lengths over shuffled pages; positions that no row sees are NaN."""
 
     def __init__(
         self,
@@ -166,7 +166,7 @@ def test_attention_equals_its_twin(
 ) -> None:
     case = Decoding(heads, lengths, device=device, kv_dtype=kv_dtype, window=window)
     expected = case.expected()
-    for _ in range(2):  # the second finds what the first left in the workspace
+    for _ in range(2):  # the second one finds what the first one left in the workspace
         assert_close(case.attend(), expected, tolerance=1e-2)
 
 

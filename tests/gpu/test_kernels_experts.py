@@ -67,7 +67,7 @@ Made = tuple[Tensor | PackedWeight, Tensor]
 def weights(
     form: str, device: torch.device, sizes: tuple[int, int] = (HIDDEN_SIZE, INNER_SIZE)
 ) -> tuple[Made, Made]:
-    """Gate and up, then down, of one of ``FORMS``."""
+    """Gate and up, then down, in one of ``FORMS``."""
     hidden_size, inner_size = sizes
     found: list[Made] = []
     for shape in ((2 * inner_size, hidden_size), (hidden_size, inner_size)):
@@ -124,7 +124,8 @@ FORMS: dict[str, tuple[Encoding, tuple[int, int], bool]] = {
 )
 @pytest.mark.parametrize("num_tokens", [1, 7, 300])
 def test_grouped_gemms(device: torch.device, form: str, cut: ExpertCut, num_tokens: int) -> None:
-    """In a row, the second starting early; also with all tokens at the same experts."""
+    """One after the other, the second also starting early; also with all tokens at the same
+    experts."""
     from minisgl_backend.kernels.cuda.experts import GroupedKernel
 
     if form != "bf16" and cut.tokens == 128:
@@ -190,7 +191,7 @@ def rounded(x: Tensor) -> Tensor:
 def test_sizes_that_no_tile_divides(
     device: torch.device, form: str, sizes: tuple[int, int], num_tokens: int
 ) -> None:
-    """With biases and gpt-oss's gate; beside the weights, and in x, lies what is no number."""
+    """With biases and gpt-oss's gate; NaN lies next to the weights and after the rows of x."""
     from minisgl_backend.kernels.cuda.experts import GroupedKernel
 
     (gate_up, plain_up), (down, plain_down) = weights(form, device, sizes)
@@ -211,7 +212,7 @@ def test_sizes_that_no_tile_divides(
         aligned = moe.align(ids, NUM_EXPERTS, cut.tokens)
         held = aligned.pairs, aligned.experts, ids.numel()
         poisoned = torch.full((2, *x.shape), torch.nan, device=device, dtype=x.dtype)
-        poisoned[0] = x  # what follows its last row is no number
+        poisoned[0] = x  # NaN follows its last row
         inner = in_first(poisoned[0], gate_up, *held, cut=cut, top_k=TOP_K, bias=biases[0])
         outer = in_second(inner, down, *held, cut=cut, top_k=1, bias=biases[1])
         expected = expected_rows(x, plain_up, ids, TOP_K, gated=True, bias=biases[0], gate=gate)
@@ -250,8 +251,8 @@ def test_grouped_gemms_of_rows_whose_norm_is_half_done(device: torch.device) -> 
 def test_few_tokens(
     device: torch.device, sizes: tuple[int, int], num_tokens: int, has_rest: bool
 ) -> None:
-    """Without and with a factor, biases, gpt-oss's gate and an expert that is not here; what is
-    beside the rows of x is no number."""
+    """Without and with a factor, biases, gpt-oss's gate and an expert that is not here; NaN lies
+    next to the rows of x."""
     from minisgl_backend.kernels.cuda.expert_gemv import ExpertGemv
 
     both = weights("mxfp4", device, sizes)
@@ -368,7 +369,7 @@ def test_routing(
 def test_whole_layers(
     device: torch.device, num_tokens: int, form: str, held: tuple[int, int]
 ) -> None:
-    """At the cut of every number of tokens, also of one rank of several."""
+    """With the cut for every number of tokens, also on one rank of several."""
     from minisgl_backend.kernels.cuda.experts import HopperExperts
 
     begin, end = held
@@ -429,13 +430,13 @@ def test_routing_with_the_routers_gemm(
     has_bias: bool,
     size: int,
 ) -> None:
-    """With a gate, all tokens take the expert behind the others as well."""
+    """With a gate, all tokens also take the expert after the others."""
     from minisgl_backend.kernels.cuda.routing import RoutingKernel
 
     rule = RoutingRule(num_experts=num_experts, top_k=6, normalize=True)
     held = 0, num_experts
     kernel = RoutingKernel(rule, held, size, device, wide=False, blocks=[0], shared=has_gate)
-    # beside the weight, and behind x, lies what is no number
+    # NaN lies before x and after the weight
     around = torch.full((num_tokens + num_experts + 2, size), torch.nan, device=device).bfloat16()
     x, weight = around[1 : num_tokens + 1], around[num_tokens + 1 : -1]
     x.normal_()
@@ -468,7 +469,7 @@ def test_routing_with_the_routers_gemm(
 def test_routing_with_the_routers_gemm_sorts(
     device: torch.device, num_tokens: int, num_experts: int, held: tuple[int, int]
 ) -> None:
-    """Pairs in blocks of their experts, of those that the rank holds; also with all tokens at the
+    """Pairs are sorted into blocks of the experts that the rank holds; also with all tokens at the
     same experts."""
     from minisgl_backend.kernels.cuda.routing import RoutingKernel
 
@@ -495,7 +496,7 @@ def test_routing_with_the_routers_gemm_sorts(
 
 @pytest.mark.parametrize("num_tokens", [1, 4])
 def test_rows_one_by_one(device: torch.device, dtype: torch.dtype, num_tokens: int) -> None:
-    """Sizes of which no block is a divisor."""
+    """Sizes that no block divides."""
     from minisgl_backend.kernels.triton_kernels.expert_rows import launch_expert_rows
 
     x = torch.randn(num_tokens, 96, device=device).to(dtype)
@@ -529,7 +530,7 @@ def test_sums_with_the_norm(device: torch.device, dtype: torch.dtype, kind: str)
     added = (parts.float() * held[:, :, None]).sum(1)
     added = added if shared is None else added + opening * rows.float()
     total = residual.float() + added
-    parts[1, 2] = torch.nan  # what no kernel has written may be anything
+    parts[1, 2] = torch.nan  # memory that no kernel has written may hold anything
     assert_close(moe.sum_outputs(parts, choices, shared), added.to(dtype))
     before = residual.clone()
     out, _ = moe.add_outputs(parts, choices, shared, residual, norm, 1e-6)

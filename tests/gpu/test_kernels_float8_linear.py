@@ -67,7 +67,7 @@ def expected(x: Tensor, numbers: Tensor, bias: Tensor | None, *, gated: bool) ->
 def case_of(
     sizes: str, device: torch.device
 ) -> tuple[PackedWeight, Tensor, Any, dict[Float8Cut, Any]]:
-    """A weight, its numbers, the kernels' memory, and one for every cut, compiled side by side."""
+    """A weight, its numbers, the kernels' memory, and a kernel per cut, compiled in parallel."""
     from minisgl_backend.kernels.cuda.float8_linear import Float8Kernel, Workspace
 
     height, in_features = SHAPES[sizes]
@@ -88,7 +88,7 @@ def case_of(
 @pytest.mark.parametrize("sizes", SHAPES)
 @pytest.mark.parametrize("cut", CUTS, ids=lambda cut: f"{cut.features}-{cut.tokens}-{cut.shared}")
 def test_every_cut(device: torch.device, cut: Float8Cut, sizes: str) -> None:
-    """Twice in a row, the second one starting early: the same bits, and counters are 0 again."""
+    """Twice in a row, the second run starting early: the same bits, and counters are 0 again."""
     torch.backends.cuda.matmul.allow_tf32 = False
     packed, numbers, workspace, kernels = case_of(sizes, device)
     kernel, (height, in_features) = kernels[cut], SHAPES[sizes]

@@ -55,7 +55,7 @@ def test_a_norm(
         added = residual if adds else None
         rows = rms_norm_float8(x, added, weight, 1e-6, group, pdl=pdl)
         assert torch.equal(residual, total)
-        check(rows, expected, group, tolerance=2e-2)  # one of 16 bits may be rounded otherwise
+        check(rows, expected, group, tolerance=2e-2)  # a 16-bit one may be rounded differently
 
 
 @pytest.mark.parametrize(("size", "group"), [(512, 128), (17408, 128), (1408, 1408)])
@@ -72,13 +72,13 @@ def test_a_gate(
 
 
 def check(rows: Float8Rows, x: Tensor, group: int, *, tolerance: float = 1e-2) -> None:
-    """They are those of ``x``."""
+    """``rows`` must be those of ``x``."""
     expected, num_rows = float8_rows_reference(x, group), len(x)
     assert rows.num_rows == num_rows and rows.group == group
     assert rows.scales.stride() == expected.scales.stride()
     scales, expected_scales = rows.scales[:num_rows], expected.scales[:num_rows]
     torch.testing.assert_close(scales, expected_scales, atol=0, rtol=tolerance)
-    # a quotient at the edge between two numbers may be rounded otherwise; the interpreter also
+    # a quotient at the edge between two numbers may be rounded differently; the interpreter also
     # forgets the carry if rounding makes a mantissa overflow, and halves such numbers
     if is_interpreted():
         tolerance = 0.1

@@ -48,7 +48,7 @@ def num_channels(shape: tuple[int, ...]) -> int:
 def made_inputs(
     shape: tuple[int, ...], num_tokens: int, device: torch.device, dtype: torch.dtype
 ) -> DeltaInputs:
-    """As a layer has them: parts of wider rows."""
+    """Inputs as a layer has them: parts of wider rows."""
     _, heads, _, value_dim = shape
     parts = (num_channels(shape), heads * value_dim, heads, heads, 5)
     projected = torch.randn(num_tokens, sum(parts), device=device).to(dtype)
@@ -65,7 +65,7 @@ def made_states(
     width: int = 4,
     state_dtype: torch.dtype = torch.float32,
 ) -> tuple[LayerStates, LayerStates]:
-    """Twice the same."""
+    """The same states twice."""
     key_heads, heads, key_dim, value_dim = shape
     conv = torch.randn(slots, num_channels(shape), width - 1, device=device).to(dtype)
     matrices = torch.randn(slots, heads, key_dim, value_dim, device=device).to(state_dtype)
@@ -89,8 +89,8 @@ def test_delta_step(
     width: int,
     state_dtype: torch.dtype,
 ) -> None:
-    """Step after step, each of which finds the states of the one before; in turns with few rows and
-    with more, for which the kernel has another form."""
+    """Each step finds the states of the one before; steps alternate between few rows and more, for
+    which the kernel has another form."""
     weights = made_weights(shape, device, dtype, width=width)
     states, wanted = made_states(shape, 6, device, dtype, width=width, state_dtype=state_dtype)
     begun = states.matrices.clone()
@@ -106,7 +106,7 @@ def test_delta_step(
         assert not states.readers.any()
     for slot in (2, 4):
         error = relative_error(states.matrices[slot], wanted.matrices[slot])
-        assert error < 2 * max(1e-3, TOLERANCE[state_dtype])  # the interpreter cuts bfloat16 off
+        assert error < 2 * max(1e-3, TOLERANCE[state_dtype])  # the interpreter truncates bfloat16
     assert torch.equal(states.matrices[[0, 1, 3, 5]], begun[[0, 1, 3, 5]])
 
 
@@ -191,7 +191,7 @@ def test_equal_keys_stay_finite(device: torch.device, dtype: torch.dtype) -> Non
 def test_large_states_stay_finite(
     device: torch.device, dtype: torch.dtype, state_dtype: torch.dtype
 ) -> None:
-    """Beyond the largest float16, in both kernels; NaN stays."""
+    """States beyond the largest float16, in both kernels; NaN stays NaN."""
     weights, end = made_weights(TINY, device, dtype), 8
     states, wanted = made_states(TINY, 4, device, dtype, state_dtype=state_dtype)
     states.matrices[1, 0, 0, 0] = wanted.matrices[1, 0, 0, 0] = torch.nan

@@ -1,4 +1,4 @@
-"""One row by quantized weights against plain torch on the numbers that these stand for."""
+"""One row times quantized weights, against plain torch on the numbers that these stand for."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ from tests.gpu.test_kernels_quantized import FORMATS, made, packed_of
 pytestmark = pytest.mark.skipif(is_interpreted(), reason="CUDA C++ needs a GPU")
 
 SIZES = [1024, 1152, 2048, 640]
-"""In_features: whole batches, parts of one, and several of a warp."""
+"""In_features: whole batches, parts of one, and several per warp."""
 
 
 def cut_by(monkeypatch: pytest.MonkeyPatch, choose: Callable[..., GemvCut]) -> None:
-    """Let ``choose``, by height, in_features and codes, cut the GEMV of every weight, also of those
+    """Let ``choose`` cut the GEMV of every weight by height, in_features and codes, even of weights
     for which other kernels are faster."""
     monkeypatch.setattr(
         "minisgl_backend.kernels.cuda.fused_linear.gemv_cut",
@@ -50,7 +50,7 @@ def all_weights(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def several_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One warp has all batches."""
+    """Let one warp have all batches."""
     monkeypatch.setattr(gemv_cut, "_MOST_WARPS", 1)
 
 
@@ -59,7 +59,7 @@ def several_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_one_row(
     device: torch.device, form: str, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Several in a row, also so that each starts while another runs."""
+    """Several run in a row, also so that each starts while another runs."""
     from minisgl_backend.kernels.cuda.linear import LinearKernel
 
     if size == 2048:
@@ -146,7 +146,7 @@ def test_a_row_with_an_adapter_added_to_the_residual_stream(
 
 @pytest.mark.parametrize("form", ADAPTED)
 def test_a_gated_row_with_an_adapter(device: torch.device, form: str) -> None:
-    """Several in a row, so that each starts while another runs."""
+    """Several run in a row, so that each starts while another runs."""
     from minisgl_backend.kernels.cuda.linear import LinearKernel
 
     packed, numbers = packed_of(made(form, 2560, 1024, device), gated=True)
@@ -191,7 +191,7 @@ CUTS = [
 def test_ways_to_cut_it(
     device: torch.device, cut: GemvCut, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A chain in which each reads what the one before has left, as in a layer."""
+    """A chain in which each reads what the one before has written, as in a layer."""
     from minisgl_backend.kernels.cuda.linear import LinearKernel, ResidualKernel
 
     cut_by(monkeypatch, lambda *_: cut)
@@ -225,7 +225,7 @@ def test_plain_weights(
     biased: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Added to the residual stream; beside the weight lies what is no number."""
+    """Added to the residual stream; NaN lies next to the weight."""
     from minisgl_backend.kernels.cuda.linear import ResidualKernel
 
     cut = gemv_cut.plain_cut(in_features)

@@ -49,7 +49,7 @@ def test_silu_mul(device: torch.device, dtype: torch.dtype, size: int) -> None:
 def test_sigmoid_mul(
     device: torch.device, dtype: torch.dtype, num_heads: int, head_dim: int
 ) -> None:
-    """Gates stand between queries, as the projection of both has them."""
+    """Gates stand between queries, as in the projection of both."""
     x = torch.randn(5, num_heads, head_dim, device=device).to(dtype)
     qkv = torch.randn(5, (2 * num_heads + 2) * head_dim, device=device).to(dtype)
     gates = rope_store.gates_of(qkv, num_heads, head_dim)

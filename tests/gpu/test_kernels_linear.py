@@ -26,7 +26,7 @@ def normal(*shape: int, device: torch.device, scale: float = 1.0) -> Tensor:
 
 
 def half_way(x: Tensor, norm: Tensor) -> dict[str, Any]:
-    """The input of a kernel that takes the second half of the norm of ``x``."""
+    """The input of a kernel that computes the second half of the norm of ``x``."""
     squares = x.float().square().view(len(x), 16, -1).sum(2).t().contiguous()
     return {"x": (x.float() * norm).bfloat16(), "squares": squares, "eps": EPS}
 
@@ -63,7 +63,7 @@ EVEN_CUTS = [
 @pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize("pdl", [False, True])
 def test_gemms(device: torch.device, batch: int, pdl: bool) -> None:
-    """Several in a row, so that each starts while another runs."""
+    """Several run in a row, so that each starts while another runs."""
     from minisgl_backend.kernels.cuda.linear import LinearKernel
 
     torch.manual_seed(batch)
@@ -112,7 +112,7 @@ def test_ways_to_cut_a_gemm(device: torch.device, cut: Cut, batch: int) -> None:
 
 @pytest.mark.parametrize(("height", "in_features"), [(7168, 5120), (34816, 5120), (5120, 17408)])
 def test_gemms_of_large_weights(device: torch.device, height: int, in_features: int) -> None:
-    """Those of Qwen3-14B, cut as they are there."""
+    """The weights of Qwen3-14B, cut as they are there."""
     from minisgl_backend.kernels.cuda.linear import LinearKernel
 
     kernel = LinearKernel((height, in_features), device)
@@ -125,7 +125,7 @@ def test_gemms_of_large_weights(device: torch.device, height: int, in_features: 
 @pytest.mark.parametrize("cut", EVEN_CUTS, ids=str)
 @pytest.mark.parametrize("batch", [5, 256])
 def test_gated_gemms_in_equal_parts(device: torch.device, cut: Cut, batch: int) -> None:
-    """Several at once on their way, each with parts of tiles for other thread blocks."""
+    """Several are in flight at once, each with parts of tiles for other thread blocks."""
     from minisgl_backend.kernels.cuda.linear import LinearKernel
 
     x, bias = normal(batch, 1024, device=device), normal(17408, device=device)
@@ -142,7 +142,7 @@ def test_gated_gemms_in_equal_parts(device: torch.device, cut: Cut, batch: int) 
 def test_weights_whose_rows_no_tile_divides(
     device: torch.device, batch: int, height: int, in_features: int
 ) -> None:
-    """With a bias; behind all of them, and behind the results, lies what stays no number."""
+    """With a bias; NaN lies after weight, bias, norm and the results, and stays there."""
     from minisgl_backend.kernels.cuda.linear import LinearKernel, ResidualKernel
 
     def with_more(tensor: Tensor) -> Tensor:
@@ -206,7 +206,7 @@ def test_heads(
 @pytest.mark.parametrize("batch", [1, 8])
 @pytest.mark.parametrize("fp8", [False, True])
 def test_heads_that_are_split(device: torch.device, batch: int, fp8: bool) -> None:
-    """As those of Qwen3-30B-A3B, two thread blocks a multiprocessor."""
+    """Like those of Qwen3-30B-A3B, two thread blocks per multiprocessor."""
     check_heads(device, batch, 32, 4, 128, fp8, True, {batch: Cut(128, 8, 4, splits=4)})
 
 

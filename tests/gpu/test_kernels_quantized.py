@@ -32,7 +32,7 @@ from tests.gpu.test_kernels_linear import check_residual, half_way, normal, norm
 
 needs_gpu = pytest.mark.skipif(is_interpreted(), reason="CUDA C++ needs a GPU")
 ALL = 0
-"""Of a block: every output, or every input."""
+"""In a block's size: every output, or every input."""
 FORMATS = {
     "fp8-tensor": (Encoding.E4M3, (ALL, ALL), True),
     "fp8-channel": (Encoding.E4M3, (1, ALL), True),
@@ -74,7 +74,7 @@ def packed_of(weight: QuantizedWeight, *, gated: bool = False) -> tuple[PackedWe
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize(("size", "pdl"), [(1024, False), (1024, True), (1152, True)])
 def test_gemms(device: torch.device, form: str, size: int, pdl: bool) -> None:
-    """Several in a row, so that each starts while another runs."""
+    """Several run in a row, so that each starts while another runs."""
     from minisgl_backend.kernels.cuda.linear import LinearKernel
 
     pairs = [packed_of(made(form, 1280, size, device)) for _ in range(4)]
@@ -142,7 +142,7 @@ def test_ways_to_cut_a_gemm(device: torch.device, form: str, cut: Cut) -> None:
 def test_gemms_of_large_weights(
     device: torch.device, form: str, height: int, in_features: int
 ) -> None:
-    """Those of Qwen3-14B, cut as they are there."""
+    """The weights of Qwen3-14B, cut as they are there."""
     from minisgl_backend.kernels.cuda.linear import LinearKernel
 
     packed, numbers = packed_of(made(form, height, in_features, device))

@@ -24,7 +24,7 @@ from tests.gpu.test_kernels_cuda import FP8, HEADS, Heads, needs_gpu
 
 LN2 = float(np.log(2))
 PAGES = 24
-"""Of a row, at least."""
+"""The width of the page table: what a row may have at most."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class SharedDecoding:
         self.regroup(groups)
 
     def regroup(self, groups: Sequence[Group]) -> None:
-        """Let the kernels take these groups, whose pages are shared already, together."""
+        """Let the kernels read these groups together, whose pages are shared already."""
         words = self.shared.table.content(
             np.array([len(group.members) for group in groups], np.int32),
             np.array([group.begin for group in groups], np.int32),
@@ -127,8 +127,8 @@ class SharedDecoding:
         )
 
     def merged(self) -> tuple[Tensor, Tensor]:
-        """The partial results of each row, merged: the weighted sum of values [batch, heads, dim],
-        and the logarithm of the weights' sum [batch, heads], -inf for rows without."""
+        """The merged partial results of each row: the weighted sum of values [batch, heads, dim],
+        and the logarithm of the weights' sum [batch, heads], -inf for rows without any."""
         starts = self.shared.starts.view(-1, 2)
         slots = self.shared.slots.view(-1, MOST_SLOTS)
         outputs, logarithms = [], []

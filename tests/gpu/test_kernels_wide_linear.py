@@ -1,4 +1,4 @@
-"""GEMMs of middling batches against their twins, and the state of rows."""
+"""GEMMs of medium batches against their twins, and the state of rows."""
 
 from __future__ import annotations
 
@@ -102,6 +102,6 @@ def test_state_of_rows(device: torch.device, batch: int) -> None:
     rows.keep_sampled_reference(tables[1], expected.rows, expected.lengths, sampled)
     for name in ("lengths", "pages"):
         assert torch.equal(getattr(tables[0], name), getattr(tables[1], name)), name
-    assert torch.equal(tables[0].tokens[:-1], tables[1].tokens[:-1])  # padding may keep any
+    assert torch.equal(tables[0].tokens[:-1], tables[1].tokens[:-1])  # padding may keep any token
     assert torch.equal(tables[0].sampling.marks, tables[1].sampling.marks)
     assert givens[0].buffer[0] == 0

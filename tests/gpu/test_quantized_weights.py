@@ -1,4 +1,4 @@
-"""Quantized checkpoints loaded to a GPU, beside the same ones on a CPU."""
+"""Quantized checkpoints loaded to a GPU, compared with the same ones on a CPU."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ RANK = 16
 
 
 def spec_of_two_layers(folder: Path) -> ModelSpec:
-    """The spec of a checkpoint, of its first layers alone."""
+    """The spec of a checkpoint, cut to its first two layers."""
     spec = load_spec(folder)
     return replace(spec, num_layers=2, windows=spec.windows[:2])
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_weights_are_those_of_a_cpu(case: str, device: torch.device, tmp_path: Path) -> None:
-    """Bit by bit: dequantized to 16 bits, and kept."""
+    """Bit for bit: dequantized to 16 bits, and kept quantized."""
     write_quantized(case, tmp_path)
     for keep_quantized in (False, True):
         here, there = (
@@ -77,7 +77,8 @@ def test_weights_are_those_of_a_cpu(case: str, device: torch.device, tmp_path: P
 def test_kept_weights_give_the_logits_of_dequantized_ones(
     weights: str, num_tokens: int, have_adapters: bool, device: torch.device, tmp_path: Path
 ) -> None:
-    """On tensor cores, and beyond them: then tokens of fp8 weights are rounded to 8 bits, too."""
+    """By kernels for tensor cores, and in batches too large for those: then tokens of fp8 weights
+    are rounded to 8 bits, too."""
     write_dummy_model("qwen3-0.6b", tmp_path, weights)
     logits = []
     adapted = None
@@ -168,7 +169,7 @@ def test_kept_experts_give_the_logits_of_dequantized_ones(
         )
         model.bind_pages(storage.layers)
         for module in model.modules():
-            if isinstance(module, Router):  # else a choice counts almost as much as the next one
+            if isinstance(module, Router):  # otherwise choices count almost equally
                 module.weight.data.mul_(4)
         use_tensor_cores(model, device)
         experts = [module for module in model.modules() if isinstance(module, ExpertsMLP)]
@@ -192,7 +193,7 @@ def test_quantizing_is_that_of_a_cpu(
             continue
         expected = quantize(weight, encoding, block, symmetric=symmetric)
         found = quantize(weight.to(device), encoding, block, symmetric=symmetric)
-        # a scale may be rounded otherwise, and a quotient at the edge between two codes
+        # a scale may be rounded differently, as may a quotient at the edge between two codes
         apart = dequantized(found, torch.float32).cpu() - dequantized(expected, torch.float32)
         assert (apart.abs() > 1e-5).float().mean() < 1e-3
         assert apart.abs().max() < 0.6

@@ -49,7 +49,7 @@ START_S = 60.0
 @pytest.mark.parametrize("comm", COMMS)
 @pytest.mark.parametrize("size", [2, 4], ids="{} GPUs".format)
 def test_collectives_eager_and_captured(size: int, comm: str) -> None:
-    """Each rank is a process, which tells what it finds wrong."""
+    """Each rank is a process, which reports what it finds wrong."""
     if torch.cuda.device_count() < size:
         pytest.skip(f"needs {size} GPUs")
     place, store = open_store(RankPlace.first(size, None), START_S)
@@ -68,7 +68,7 @@ def test_collectives_eager_and_captured(size: int, comm: str) -> None:
 
 
 def check_rank(rank: int, first: RankPlace, comm: str) -> None:
-    """The work of one rank; the store is the test's own process's."""
+    """The work of one rank; the test's own process holds the store."""
     place = first.of(rank)
     torch.cuda.set_device(rank)
     device = torch.device("cuda", rank)
@@ -84,7 +84,7 @@ def check_rank(rank: int, first: RankPlace, comm: str) -> None:
 
 
 def check_collectives(group: Group, device: torch.device) -> None:
-    """Sums, gathers and broadcasts of several sizes; then the same by a graph, several times."""
+    """Sums, gathers and broadcasts of several sizes; then the same in a graph, several times."""
     for num_rows, dtype in ((1, torch.bfloat16), (64, torch.bfloat16), (256, torch.float32)):
         mine = torch.full((num_rows, 5120), group.rank + 1.0, device=device, dtype=dtype)
         of_first = torch.full_like(mine, 1.0)
@@ -104,7 +104,7 @@ def check_collectives(group: Group, device: torch.device) -> None:
 
 
 def check_fused_sums(group: Group, device: torch.device) -> None:
-    """Against the same in steps; of changing sizes, since what one call leaves the next ones clear.
+    """Against the same in steps; sizes change, since later calls clear what one call leaves.
 
     Zeros of either sign are among the summands.
     """
@@ -140,7 +140,7 @@ def check_fused_sums(group: Group, device: torch.device) -> None:
 
 
 def check_rows_of_any_number(group: Group, device: torch.device) -> None:
-    """Rows get the same bits one by one, and among so many that sums are sent, part by part."""
+    """Rows get the same bits one by one, and among so many that sums are sent in parts."""
     fused = group.fused
     assert fused is not None
     torch.manual_seed(group.rank)
@@ -170,7 +170,7 @@ def check_rows_of_any_number(group: Group, device: torch.device) -> None:
 
 
 def replays(work: Any, *, times: int) -> list[list[torch.Tensor]]:
-    """What a graph of ``work`` leaves each time; the graph is gone when this returns."""
+    """The results of a graph of ``work`` each time; the graph is gone when this returns."""
     graph = torch.cuda.CUDAGraph()
     stream = torch.cuda.current_stream()
     stream.synchronize()
@@ -210,7 +210,7 @@ def prompts() -> list[IntArray]:
 def test_tokens_of_two_gpus(
     case: str, comm: str, graphs: int | None, prompts: list[IntArray], tmp_path: Path
 ) -> None:
-    """In fp32, in which rounding moves no token that does not tie."""
+    """In fp32, rounding moves only tokens that tie."""
     reference = write_checkpoint(case, tmp_path).float()
     sinks = serve(
         tmp_path,
@@ -230,8 +230,8 @@ def test_tokens_of_two_gpus(
 def test_random_tokens_of_two_gpus(
     graphs: int | None, prompts: list[IntArray], tmp_path: Path
 ) -> None:
-    """In fp32 they are those of one GPU, but for draws that all but tie: of requests that all ranks
-    sample, of those that rank 0 samples, and of both in one step."""
+    """In fp32 they are those of one GPU, except draws that nearly tie: for requests that all ranks
+    sample, for those that rank 0 samples, and for both in one step."""
     write_checkpoint("qwen3", tmp_path)
     plain = SamplingParams(max_tokens=24, temperature=0.9, ignore_eos=True)
     filtered = replace(plain, max_tokens=12, top_k=20, top_p=0.9, num_logprobs=1)
@@ -266,7 +266,7 @@ def test_tokens_of_broad_layers_in_bf16(comm: str, prompts: list[IntArray], tmp_
 
 @pytest.mark.parametrize("size", [2, 4, 8], ids="{} GPUs".format)
 def test_tokens_of_the_demo_model(size: int) -> None:
-    """As on one GPU, up to where the two best tokens all but tie."""
+    """As on one GPU, up to the point where the two best tokens nearly tie."""
     if torch.cuda.device_count() < size:
         pytest.skip(f"needs {size} GPUs")
     reference = AutoModelForCausalLM.from_pretrained(DEMO_MODEL, dtype=torch.float32).eval()
@@ -288,7 +288,7 @@ def test_tokens_of_the_demo_model(size: int) -> None:
 
 
 def test_tokens_of_two_nodes(prompts: list[IntArray], tmp_path: Path) -> None:
-    """Each with one of the GPUs; they meet as machines do."""
+    """Each has one of the GPUs; they meet as machines do."""
     reference = write_checkpoint("qwen3", tmp_path).float()
     address = f"127.0.0.1:{free_port('127.0.0.1')}"
     other = OtherNode(address, f"--model={tmp_path}", environment={"CUDA_VISIBLE_DEVICES": "1"})
@@ -328,7 +328,7 @@ def test_tokens_of_experts_one_by_one(prompts: list[IntArray], tmp_path: Path) -
 @pytest.mark.parametrize("num_tokens", [1, 64, 300])
 @pytest.mark.parametrize("size", [1, 2, 4], ids="of {}".format)
 def test_experts_of_a_rank(device: torch.device, num_tokens: int, size: int) -> None:
-    """The share of a rank in experts of the published 30B model: 768 features, 384 or 192."""
+    """A rank's share of the experts of the published 30B model: 768 features, 384 or 192."""
     num_experts, top_k, hidden_size, share = 128, 8, 2048, 768 // size
     x = torch.randn(num_tokens, hidden_size, device=device).bfloat16()
     gate_up = torch.randn(num_experts, 2 * share, hidden_size, device=device) * 0.02
@@ -348,7 +348,7 @@ def test_experts_of_a_rank(device: torch.device, num_tokens: int, size: int) -> 
 def test_a_lost_rank_ends_what_waits_on_the_gpu(
     size: int, comm: str, number: signal.Signals, tmp_path: Path
 ) -> None:
-    """The last tests of this module: a GPU may not be of use after a peer's memory went away."""
+    """The last tests of this module: a GPU may be unusable after a peer's memory went away."""
     if torch.cuda.device_count() < size:
         pytest.skip(f"needs {size} GPUs")
     write_dummy_model("qwen3-0.6b", tmp_path)

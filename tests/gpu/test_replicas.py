@@ -1,4 +1,4 @@
-"""Two replicas on a GPU each: their tokens, and what a killed one takes with it."""
+"""Two replicas, each on its own GPU: their tokens, and what a killed one takes with it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two
 
 
 def test_tokens_of_two_replicas(tmp_path: Path) -> None:
-    """In fp32, in which rounding moves no token that does not tie."""
+    """In fp32, rounding moves only tokens that tie."""
     reference = write_checkpoint("qwen3", tmp_path).float()
     prompts = prompts_with_shared_prefixes(vocab_size=VOCAB_SIZE, longest=110, seed=7)
     sinks = serve(
@@ -60,7 +60,7 @@ def test_a_killed_replica_takes_only_what_it_had_begun(tmp_path: Path) -> None:
         os.kill(victim, signal.SIGKILL)
         wait_for_all(answers)
         lost = [answer for answer in answers if answer.error is not None]
-        assert 1 <= len(lost) <= 16  # rows of one replica
+        assert 1 <= len(lost) <= 16  # the rows of one replica
         assert all(isinstance(answer.error, EngineFailure) for answer in lost)
         assert all(len(answer.tokens) == 400 for answer in answers if answer.error is None)
         wait_until(lambda: all(replica.is_up for replica in engine.replicas()))

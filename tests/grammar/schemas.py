@@ -1,4 +1,4 @@
-"""JSON schemas made by hypothesis: nested, recursive, with bounds, patterns and references."""
+"""JSON schemas made by Hypothesis: nested, recursive, with bounds, patterns and references."""
 
 from __future__ import annotations
 
@@ -103,4 +103,4 @@ def _with_references(draw: st.DrawFn) -> dict[str, Any]:
 
 
 SCHEMAS: Final = st.one_of(_PLAIN, _with_references())
-"""Each has valid values, of which some are short."""
+"""Each has valid values, some of them short."""

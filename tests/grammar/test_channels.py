@@ -1,4 +1,4 @@
-"""Forms of answers in channels: what may come before the last message, and what that may be."""
+"""Forms of answers in channels: what may come before the last message, and what it may be."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ FORMS: Final[list[tuple[str, Any, str]]] = [
 
 
 class Engine:
-    """Grammars over the demo model's vocabulary, which has the marks as tokens."""
+    """Grammars over the demo model's vocabulary, in which the marks are tokens."""
 
     def __init__(self, folder: Any, marks: tuple[str, ...]) -> None:
         model = chat_templates.demo_model(folder, chat_templates.GPT_OSS, marks, special=True)
@@ -55,7 +55,7 @@ class Engine:
         return [int(token) for token in ids]
 
     def takes(self, kind: str, source: Any, text: str) -> bool:
-        """Whether the text is a whole answer of that form."""
+        """Whether the text is a complete answer of that form."""
         matcher = compiled(self.grammars, kind, source, channels=True)
         left = [*self._ids(text), self._end]
         while left:
@@ -87,7 +87,7 @@ def test_a_form_is_that_of_the_final_message(
 
 
 def test_structures_that_are_messages(engine: Engine) -> None:
-    """Beside a free final message, in place of it, or beside one of a form."""
+    """Allowed besides a free final message, in place of it, or besides one with a form."""
     free = partial(engine.takes, "structural_tag", TAG)
     required = partial(engine.takes, "structural_tag", {**TAG, "at_least_one": True})
     either = partial(

@@ -1,4 +1,4 @@
-"""Grammars that take long, or are many, keep none of the others waiting for long."""
+"""Grammars that take long or are numerous do not keep others waiting for long."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def made(asked: Future[LLMatcher]) -> LLMatcher:
 
 @contextmanager
 def held_up(*queues: _Queue) -> Iterator[None]:
-    """Give all threads of these queues something else to do."""
+    """Keep all threads of these queues busy."""
     release, is_held = threading.Event(), threading.Semaphore(0)
 
     def hold() -> None:
@@ -78,7 +78,7 @@ def test_grammars_that_take_long_hold_up_no_others(compiler: Compiler) -> None:
 
 
 def test_requests_wait_for_the_same_grammar_together(compiler: Compiler) -> None:
-    """However many they are, they take one place."""
+    """However many there are, they take one place."""
     with held_up(compiler._long):
         hostile = [compiler.ask(exploding(99)) for _ in range(MOST_LONG + 5)]
         assert not made(compiler.ask(choice("behind one"))).is_error()
@@ -197,6 +197,6 @@ def test_what_waits_at_the_end_is_cancelled() -> None:
         asked = closed.ask(choice("waits"))
         closing = threading.Thread(target=closed.close)
         closing.start()
-        assert wait([asked], 0.0).not_done  # or it is cancelled already
+        assert wait([asked], 0.0).not_done  # or it is already cancelled
     closing.join(PATIENCE_S)
     assert asked.cancelled()

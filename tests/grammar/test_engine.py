@@ -1,4 +1,4 @@
-"""Structured outputs from a real engine, with all that a request may ask for besides."""
+"""Structured outputs from a real engine, together with all else that a request may ask for."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def test_a_stop_token_ends_an_answer_if_the_grammar_allows_it(ranked: Ranked) ->
 
 
 def test_a_stop_token_that_alone_may_come_does_not_end_an_answer_early(ranked: Ranked) -> None:
-    """The grammar needs it, and min_tokens says that it does not end the answer yet."""
+    """The grammar needs it, and min_tokens says that it must not end the answer yet."""
     start = VOCABULARY.names.index("<|im_start|>")
     lark = f"start: <[{start}]> /[a-z]{{9}}/"
     answer = only(ranked, "grammar", lark, max_tokens=40, min_tokens=2, stop_token_ids=(start,))
@@ -249,7 +249,7 @@ def test_an_engine_may_take_no_grammars() -> None:
 
 
 class HeldGrammars(Grammars):
-    """Compiles nothing until it is told to."""
+    """Compiles nothing until told to."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -344,7 +344,7 @@ FORMS: Final = [
 
 
 def company() -> list[tuple[IntArray, SamplingParams]]:
-    """Requests of all kinds; some share the beginnings of their prompts."""
+    """Requests of all kinds; some share the beginning of their prompts."""
     rng = np.random.default_rng(11)
     shared = rng.integers(10, 1900, 40).astype(np.int32)
     asked = []
@@ -403,7 +403,7 @@ def test_the_same_answer_in_any_company(
 
 
 class BreakingExecutor(ExecutorWrapper):
-    """Breaks the tenth step, as it gets its masks or as its tokens are read."""
+    """Breaks the tenth step, when it gets its masks or when its tokens are read."""
 
     def __init__(self, executor: Any, when: str) -> None:
         super().__init__(executor)
@@ -523,7 +523,7 @@ def test_a_mask_is_made_as_it_is_read() -> None:
 
 
 def test_an_engine_is_there_once_a_large_tokenizer_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reading one keeps the loop from running, so it must not happen beside the first requests."""
+    """Reading one keeps the loop from running, so it must not coincide with the first requests."""
     is_built, may_read = threading.Event(), threading.Event()
 
     def slow(folder: str) -> tuple[str, dict[str, int]]:

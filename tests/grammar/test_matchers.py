@@ -41,7 +41,7 @@ def grammars() -> Iterator[Grammars]:
 
 
 def compiled(grammars: Grammars, kind: str, source: Any, **more: Any) -> Matcher:
-    """Raises what is wrong with the grammar."""
+    """A matcher of the grammar; raises what is wrong with it."""
     text = source if isinstance(source, str) else json.dumps(source)
     found: list[object] = []
     ready = threading.Event()
@@ -73,7 +73,7 @@ def allowed(grammars: Grammars, matcher: Matcher) -> list[int]:
 
 
 def walk(grammars: Grammars, matcher: Matcher, chance: random.Random) -> str | None:
-    """A text of random allowed tokens, the shorter ones more often; None if it does not end."""
+    """A text of random allowed tokens, shorter ones more often; None if it does not end."""
     tokens: list[int] = []
     for _ in range(MOST_TOKENS):
         options = allowed(grammars, matcher)
@@ -143,9 +143,9 @@ def test_grammars_of_both_dialects(grammars: Grammars) -> None:
 
 
 def follow(grammars: Grammars, matcher: Matcher, text: str) -> bool:
-    """Whether the text is allowed, by the longest tokens that are; True only if it may end there.
+    """Whether the text is allowed, using the longest allowed tokens, and may end there.
 
-    Where only one text may follow, its usual tokens alone are allowed.
+    If only one text may follow, only its usual tokens are allowed.
     """
     rest = text.encode()
     while rest:
@@ -683,7 +683,7 @@ def test_a_hostile_grammar_fails_alone(grammars: Grammars, name: str) -> None:
 
 
 def test_a_state_that_explodes_fails_alone(grammars: Grammars) -> None:
-    """Its mask would take too much work. The next answer of its grammar begins anew."""
+    """Its mask would take too much work. The next answer with its grammar starts afresh."""
     for _ in range(2):
         heavy = compiled(grammars, "regex", "(.*a.{1,30}){20}")
         fine = compiled(grammars, "regex", "[ab]+")

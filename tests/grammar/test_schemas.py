@@ -1,4 +1,4 @@
-"""Schemas in other words: which, that they mean the same, and that the engine takes them."""
+"""Rewritten schemas: which ones are, that they mean the same, and that the engine takes them."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def ref(name: str) -> dict[str, Any]:
 
 
 def tagged(name: str, tag: str) -> dict[str, Any]:
-    """What is referred to, with a tag beside its own properties."""
+    """The referenced schema with a tag in addition to its own properties."""
     return {**ref(name), "properties": {"tag": {"const": tag}}, "required": ["tag"]}
 
 
@@ -172,13 +172,13 @@ def tagged(name: str, tag: str) -> dict[str, Any]:
         ([{"const": 1}, {"const": 2}], False),  # which llguidance sees
         ([ref("cat"), ref("some")], False),
         ([ref("cat"), ref("bare")], False),  # a number follows the latter
-        ([ref("cat"), ref("open")], True),  # which need not have a kind, but then has no name
+        ([ref("cat"), ref("open")], True),  # the latter need not have a kind, but then has no name
         ([ref("open"), ref("open")], False),
         ([ref("me"), ref("list")], False),
         ([ref("none"), ref("list")], False),
         ([{"$ref": "other.json"}, ref("list")], False),
         ([True, ref("list")], False),
-        ([tagged("open", "a"), tagged("open", "b")], True),  # as serde has it
+        ([tagged("open", "a"), tagged("open", "b")], True),  # as from serde
         ([{**ref("cat"), "properties": {"z": TEXT}}, ref("cat")], False),
         ([{**ref("one"), "const": 2}, ref("one")], False),
         ([{**ref("one"), "const": 1}, ref("list")], True),

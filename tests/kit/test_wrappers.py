@@ -1,4 +1,4 @@
-"""Wrapped parts work as those that they wrap."""
+"""Wrappers work like the parts that they wrap."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One LLM with the demo model, which the tests share; some need one of their own."""
+"""One LLM with the demo model that tests share; some need their own."""
 
 from __future__ import annotations
 

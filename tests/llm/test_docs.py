@@ -1,4 +1,4 @@
-"""The examples of docs/offline.md say what is true."""
+"""The examples in docs/offline.md are true."""
 
 from __future__ import annotations
 

@@ -147,7 +147,7 @@ def test_a_deadline_within_the_answer(llm: LLM, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_ranks_and_what_happens_when_one_is_lost(llm: LLM) -> None:
-    """With two ranks the tokens are the same; when one dies, callers learn of it."""
+    """With two ranks the tokens are the same; when one dies, callers learn about it."""
     before = set(children_of(os.getpid()))
     prompts = ["Count from 1 to 5.", "The capital of France is"]
     with LLM(tensor_parallel_size=2, device="cpu", num_pages=512) as ranked:
@@ -167,7 +167,7 @@ def test_ranks_and_what_happens_when_one_is_lost(llm: LLM) -> None:
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_an_llm_that_is_not_closed_ends_with_its_script(num_ranks: int) -> None:
-    """In the middle of a step, whose thread must not meet an interpreter that is gone."""
+    """In the middle of a step, whose thread must not outlive the interpreter."""
     code = (
         "import sys\n"
         "from minisgl_backend import LLM\n"

@@ -32,7 +32,7 @@ COUNT = "Count from 1 to 5."
 
 
 def test_a_prompts_logprobs_are_those_of_transformers(llm: LLM) -> None:
-    """Alone and beside others, with and without an answer; the prompt may be cached or not."""
+    """Alone and with others, with and without an answer; the prompt may be cached or not."""
     text = "The capital of France is Paris, and the capital of Spain is Madrid."
     ids = PromptEncoder.load(DEMO_MODEL).encode(TextPrompt(text))
     model = AutoModelForCausalLM.from_pretrained(DEMO_MODEL, dtype=torch.float32)
@@ -109,7 +109,7 @@ def test_every_form_of_a_prompt(llm: LLM) -> None:
 
 
 def engine_tokens(prompts: Sequence[Prompt], sampling: Sequence[SamplingParams]) -> list[list[int]]:
-    """What the engine itself makes of these prompts, by the events of its requests."""
+    """The tokens that the engine itself gives for these prompts, from its requests' events."""
     encoder = PromptEncoder.load(DEMO_MODEL)
     engine = build_engine(EngineOptions())
     tokens: list[list[int]] = [[] for _ in prompts]
@@ -144,7 +144,7 @@ def test_tokens_are_those_of_the_engine(llm: LLM) -> None:
     params = [{"max_tokens": 20, "temperature": 2.0, "top_k": 50, "seed": n} for n in range(12)]
     outputs = llm.generate(prompts, params)
     assert [output.token_ids for output in outputs] == expected
-    assert len({tuple(tokens) for tokens in expected}) > 6  # they tell the prompts apart
+    assert len({tuple(tokens) for tokens in expected}) > 6  # they distinguish the prompts
 
 
 def test_a_stop_string_ends_the_request_in_the_engine_too() -> None:
@@ -301,7 +301,7 @@ def test_a_progress_bar_on_a_terminal(progress: bool) -> None:
 
 
 def test_embeddings_are_those_of_transformers(llm: LLM) -> None:
-    """Of several prompts at once, which may be cached or not; nothing is generated."""
+    """Several prompts at once, cached or not; nothing is generated."""
     prompts = ["The capital of France is", STORY, STORY]
     encoder = PromptEncoder.load(DEMO_MODEL)
     model = AutoModelForCausalLM.from_pretrained(DEMO_MODEL, dtype=torch.float32)

@@ -1,5 +1,5 @@
-"""What interrupts a call of ``LLM``: Ctrl-C at every point of it and while it closes, and errors of
-the submitter."""
+"""What interrupts a call of ``LLM``: Ctrl-C at every point and while it closes, and errors of the
+submitter."""
 
 from __future__ import annotations
 
@@ -75,14 +75,14 @@ print(num_points > 100)
 def test_ctrl_c_at_any_point_ends_the_requests_alone(
     prompts: list[str], options: dict[str, object]
 ) -> None:
-    """No lock is kept and no count is left behind, or the next call would hang."""
+    """No lock is kept and no count is left behind; otherwise the next call would hang."""
     code = _AT_EVERY_POINT.format(prompts=prompts, options=options)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=180)
     assert (done.returncode, done.stdout) == (0, "True\n"), done.stderr
 
 
 def test_ctrl_c_while_it_closes_does_not_stop_the_end() -> None:
-    """The call of ``close`` is interrupted, in the middle of a step; the next waits for the end."""
+    """A call of ``close`` is interrupted in the middle of a step; the next waits for the end."""
     code = textwrap.dedent(
         """
         import os, signal, threading, time
@@ -146,7 +146,7 @@ def test_ctrl_c_ends_a_script_and_its_requests(tmp_path: Path) -> None:
 
 
 def test_a_caller_does_not_wait_for_prompts_that_cannot_be_prepared(llm: LLM) -> None:
-    """What goes wrong on the submitter's thread reaches the call, and the submitter goes on."""
+    """An error on the submitter's thread reaches the call, and the submitter continues."""
     told: SimpleQueue[Mailbox | Exception] = SimpleQueue()
     call = llm._call("one", {"max_tokens": 1}, stream=False)
 

@@ -1,4 +1,4 @@
-"""`n` and `best_of` in process: each sample is what a request of its own with its seed gets."""
+"""`n` and `best_of` in process: each sample is what a separate request with its seed gets."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ KINDS: list[dict[str, Any]] = [
     {**HOT, "stop": ["e", "th"], "min_tokens": 2},
 ]
 EXACT: dict[str, Any] = {"dtype": "float64"}
-"""Steps of other sizes round otherwise, which a near tie between two tokens would show."""
+"""Steps of other sizes round differently, which a near tie between two tokens would show."""
 SETUPS: dict[str, dict[str, Any]] = {
     "as it is": {},
     "chunked": {"max_prefill_tokens": 16, "page_size": 4},
@@ -49,7 +49,7 @@ def told(outputs: Sequence[Output]) -> list[tuple[Any, ...]]:
 
 
 def test_samples_are_what_requests_of_their_own_get(one: LLM) -> None:
-    """From a cold cache, beside others, and from a warm one."""
+    """From a cold cache, with others, and from a warm cache."""
     prompts = [f"{number}. {STORY}" for number in range(len(KINDS))]
     kinds = [{**kind, "max_tokens": 16} for kind in KINDS]
     asked = [{**kind, "n": 3} for kind in kinds]

@@ -1,4 +1,4 @@
-"""Requests that share a prefix get the same tokens, whatever they share of it."""
+"""Requests that share a prefix get the same tokens, however much of it they share."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from minisgl_backend.attention.sdpa import SdpaAttention
 
 SMALL: dict[str, Any] = {
     "device": "cpu",
-    "dtype": "float64",  # steps of other sizes round otherwise, and these prompts have near ties
+    "dtype": "float64",  # steps of other sizes round differently; these prompts have near ties
     "num_pages": 600,
     "max_sequence_length": 512,
 }
@@ -20,7 +20,7 @@ GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 16, "ignore_eos": True
 
 
 def prompts() -> list[list[int]]:
-    """Two groups of 16 prompts, of which half of one share more; as many that share nothing."""
+    """Two groups of 16 prompts, half of one sharing more; and as many that share nothing."""
     rng = np.random.default_rng(0)
 
     def tokens(count: int) -> list[int]:
@@ -41,7 +41,7 @@ def served(**options: Any) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def alone() -> list[list[int]]:
-    """Tokens by an engine that shares nothing and keeps the order of arrival."""
+    """The tokens from an engine that shares nothing and keeps the order of arrival."""
     return served(cache="naive", max_overtaken=0)
 
 

@@ -31,7 +31,7 @@ def test_deltas_add_up(llm: LLM) -> None:
         assert [one.alternatives[0][0] for one in logprobs] == whole.token_ids
         assert [one.logprob for one in logprobs] == pytest.approx(
             [one.logprob for one in whole.logprobs],
-            abs=1e-4,  # steps of other sizes round otherwise
+            abs=1e-4,  # steps of other sizes round differently
         )
         assert sum(delta.num_output_tokens for delta in deltas) == whole.num_output_tokens
         assert deltas[-1].cumulative_logprob == pytest.approx(whole.cumulative_logprob)
@@ -51,7 +51,7 @@ def test_closing_a_stream_frees_its_rows_and_pages() -> None:
     with LLM(num_pages=512, cache="naive") as llm:
         endless = {"max_tokens": 4000, "ignore_eos": True}
         stream = llm.stream(["one", "two", "three"], endless)
-        assert llm.stats().num_open == 0  # submitted when the first output is asked for
+        assert llm.stats().num_open == 0  # submitted when the first output is requested
         assert next(stream).index in (0, 1, 2)
         assert llm.stats().num_open == 3
         stream.close()

@@ -87,12 +87,12 @@ def test_the_grammar_begins_after_thoughts(thinker: tuple[str, LLM]) -> None:
     names = load_vocabulary(llm._options.model).names
     end, begin = (names.index(mark) for mark in MARKS)
     asked: dict[str, Any] = {"structured_outputs": FORM, "max_tokens": 40}
-    # the end is likelier than anything, but no token with which an answer may begin
+    # the end is likelier than anything else, but no answer may begin with it
     (output,) = llm.generate(CHAT, {**asked, "logit_bias": {begin: 60, end: 100}})
     begins = "" if family == "QWEN3_THINKING" else "<think>"
     assert re.fullmatch(rf"{begins}</think>[a-f]{{3}}", output.text)
     assert output.finish_reason == "stop"
-    # without the end there is no end, whatever the grammar would take
+    # without the end mark nothing ends, whatever the grammar would accept
     (output,) = llm.generate(CHAT, {**asked, "logit_bias": {begin: 60, end: -100}})
     assert output.text == "<think>" * 40
     assert output.finish_reason == "length"

@@ -86,7 +86,7 @@ class Ranked:
 
 @contextmanager
 def ranked_engine(size: int, model: Path | None = None, **options: Any) -> Iterator[Ranked]:
-    """An engine over ``size`` ranks, in float64: sums over ranks round differently than one sum."""
+    """An engine over ``size`` ranks, in float64: sums over ranks round differently from one sum."""
     given = {"dtype": "float64", "tensor_parallel_size": size, "device": "cpu", **options}
     if model is not None:
         given["model"] = str(model)

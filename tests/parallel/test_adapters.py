@@ -1,4 +1,4 @@
-"""LoRA adapters on two ranks: the tokens are those of one."""
+"""LoRA adapters on two ranks: the tokens are those of one rank."""
 
 from __future__ import annotations
 

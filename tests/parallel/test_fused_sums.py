@@ -1,4 +1,4 @@
-"""Sums over the ranks with the residual add and the norm after them, as one operation."""
+"""Sums over the ranks, the residual add and the norm after them, as one operation."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.unit.models.test_kernels import a_prompt, check_prompt_then_token, lo
 
 
 class Twin:
-    """A ``FusedSum`` in steps, for messages of this number of tokens."""
+    """A ``FusedSum`` in separate steps, for messages of up to ``most_tokens`` tokens."""
 
     def __init__(self, group: Group, most_tokens: int):
         self.group = group
@@ -40,8 +40,8 @@ class Twin:
 @pytest.mark.parametrize("case", ["llama-biases", "qwen3-moe", "granite-tied"])
 @pytest.mark.parametrize("most_tokens", [1, 40])
 def test_a_model_gives_the_same_with_them(case: str, most_tokens: int, tmp_path: Path) -> None:
-    """A prompt of 40 tokens, then one token: fused are the sums of the one or of both, that of the
-    embedding among them."""
+    """A prompt of 40 tokens, then one token: the sums of one or both are fused, including that of
+    the embedding."""
     prompt = a_prompt(write(case, tmp_path), 40)
 
     def check(group: Group) -> float:

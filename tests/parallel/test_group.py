@@ -1,4 +1,4 @@
-"""Groups of ranks by gloo, and how ranks find each other."""
+"""Groups of ranks with gloo, and how ranks find each other."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_a_place_survives_the_environment() -> None:
 
 
 def test_a_place_as_torchrun_gives_it() -> None:
-    """The fourth of eight ranks, the second on its host of two."""
+    """The fourth of eight ranks, the second of two on its host."""
     variables = {
         "RANK": "3",
         "WORLD_SIZE": "8",
@@ -167,7 +167,7 @@ def test_own_sums_are_the_default_of_as_many_ranks_as_were_measured(
 
 
 def test_missing_packages_and_other_gpus_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """When sums by this package's kernels are asked for."""
+    """If sums by this package's kernels are requested."""
     monkeypatch.setattr("minisgl_backend.parallel.connect.nccl_group", lambda *_: OneRank())
     for is_hopper, text in (
         (False, "comm=cuda needs GPUs of compute capability 9.0 or above"),

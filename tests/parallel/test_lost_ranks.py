@@ -44,7 +44,7 @@ OPTIONS: dict[str, Any] = {"num_pages": 2000, "distributed_timeout_s": 4}
 
 
 def start_four(ranked: Ranked) -> list[Answer]:
-    """Requests that would run for long; returns when each has its first token."""
+    """Start requests that would run for long; returns when each has its first token."""
     answers = [ranked.submit(PROMPT + index, ENDLESS) for index in range(4)]
     for answer in answers:
         assert answer.started.wait(120)
@@ -52,7 +52,7 @@ def start_four(ranked: Ranked) -> list[Answer]:
 
 
 def check_all_failed(ranked: Ranked, answers: list[Answer]) -> None:
-    """Every request has its error, and no other is taken."""
+    """Every request has its error, and no other is accepted."""
     wait_for_all(answers)
     assert all(isinstance(answer.error, EngineFailure) for answer in answers)
     wait_until(lambda: not ranked.engine.health().ready)
@@ -69,7 +69,7 @@ def test_a_lost_rank_fails_every_open_request(number: signal.Signals) -> None:
 
 
 def test_a_rank_that_dies_while_nothing_runs_is_noticed() -> None:
-    """The ranks of this one meet where the operator says."""
+    """Its ranks meet where the operator says."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         address = f"127.0.0.1:{free.getsockname()[1]}"
     with ranked_engine(2, rendezvous=address, **OPTIONS) as ranked:
@@ -92,7 +92,7 @@ POISON = 666
 def test_a_request_that_breaks_a_step_of_all_ranks_fails_alone(
     top_k: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What breaks on rank 0 as it samples must not leave the others behind."""
+    """If rank 0 breaks while it samples, it must not leave the others behind."""
     break_sampling(monkeypatch)
     with ranked_engine(2, **{**OPTIONS, "distributed_timeout_s": 60}) as ranked:
         alone = ranked.submit(PROMPT, SamplingParams(max_tokens=20, seed=1, top_k=top_k))
@@ -136,7 +136,7 @@ def break_sampling(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_step_that_breaks_on_one_rank_only_ends_the_engine(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The other one waits in a sum, and no rank may take part in it with another step."""
+    """The other rank waits in a sum, and no rank may join it with another step."""
     with ranked_engine(2, **OPTIONS) as ranked:
         wait_for_all([ranked.submit(PROMPT, SamplingParams(max_tokens=2))])
 
@@ -176,7 +176,7 @@ def test_followers_die_with_their_leader_even_while_they_are_stopped() -> None:
 
 
 def follower_of(script: str, *, size: int = 2) -> Followers:
-    """Followers that are this script; ``rank0`` is their end of the channel."""
+    """Followers that run this script; ``rank0`` is their end of the channel."""
     prelude = """\
     import os, socket, sys
     from minisgl_backend.execution.rank_channel import HostFollowerEnd
@@ -214,7 +214,7 @@ def test_a_rank_that_cannot_start_tells_why() -> None:
 
 
 def test_options_that_only_a_follower_refuses_are_told(tmp_path: Path) -> None:
-    """As where a model's files went since rank 0 saw them."""
+    """As when a model's files are gone since rank 0 saw them."""
     place = RankPlace.first(2, "127.0.0.1:1")
     command = [sys.executable, "-m", "minisgl_backend.tensor_parallel"]
     options = {"tensor_parallel_size": 2, "device": "cpu", "model": str(tmp_path)}
@@ -229,7 +229,7 @@ def test_options_that_only_a_follower_refuses_are_told(tmp_path: Path) -> None:
 
 
 def test_one_rank_that_cannot_start_ends_all_and_its_cause_is_kept() -> None:
-    """Rank 0 may be waiting in a collective then, out of which ``on_lost`` brings it."""
+    """Rank 0 may then be waiting in a collective, which ``on_lost`` ends."""
     script = """\
     if os.environ["RANK"] == "2":
         rank0.report(ValueError("the shard has a hole"))

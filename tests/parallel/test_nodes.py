@@ -1,6 +1,6 @@
 """Ranks on two machines: the tokens are those of one rank, and lost machines end every request.
 
-The second machine is a network namespace if this user may make one, else another process only.
+The second machine is a network namespace if this user may make one, else just another process.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def wait_until_gone(pids: Sequence[int]) -> None:
 
 @contextmanager
 def node(*arguments: str, host: str = "127.0.0.1", **given: Any) -> Iterator[OtherNode]:
-    """Node 1 of two, which meets node 0 at ``host``; its ranks are gone in the end."""
+    """Node 1 of two, which meets node 0 at ``host``; in the end its ranks must be gone."""
     address = f"{host}:{free_port(host)}"
     other = OtherNode(address, "--device=cpu", *arguments, **given)
     try:
@@ -58,7 +58,7 @@ def node(*arguments: str, host: str = "127.0.0.1", **given: Any) -> Iterator[Oth
 
 @contextmanager
 def group(other: OtherNode, size: int = 2, **options: Any) -> Iterator[Ranked]:
-    """An engine of this process as node 0."""
+    """An engine in this process as node 0."""
     given = {"nnodes": 2, "rendezvous": other.rendezvous, **OPTIONS, **options}
     with ranked_engine(size, given.pop("model", None), **given) as ranked:
         yield ranked
@@ -66,13 +66,13 @@ def group(other: OtherNode, size: int = 2, **options: Any) -> Iterator[Ranked]:
 
 @pytest.fixture(scope="module")
 def steady() -> Iterator[OtherNode]:
-    """A node 1 that several tests use, one after another: so it must outlive what they do."""
+    """A node 1 that several tests use in turn, so it must outlive what they do."""
     with node() as other:
         yield other
 
 
 def check_serves(other: OtherNode) -> None:
-    """A new group answers, of which this node is one, or another that comes to its rendezvous."""
+    """A new group answers, with this node or another one that comes to its rendezvous."""
     with group(other) as ranked:
         answer = ranked.submit(PROMPT, SHORT)
         wait_for_all([answer])
@@ -94,8 +94,8 @@ def cable() -> Iterator[Machine]:
 def test_tokens_are_those_of_one_rank(
     tmp_path: Path, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With four ranks, each node has one that does not lead. The nodes have checkpoints of their
-    own, and what node 1 is not told of options it takes from node 0."""
+    """With four ranks, each node has one that does not lead. Each node has its own checkpoint, and
+    node 1 takes the options that it is not given from node 0."""
     for name in ("one", "other"):
         write_checkpoint("qwen3", tmp_path / name)
     with ranked_engine(1, tmp_path / "one", **SERVING) as ranked:
@@ -152,7 +152,7 @@ def stop_rank(other: OtherNode) -> list[int]:
 def test_a_lost_rank_of_another_node(
     steady: OtherNode, strike: Callable[[OtherNode], list[int]], *, is_busy: bool
 ) -> None:
-    """Requests fail, and the same node joins the next group, that of the next test."""
+    """Requests fail, and the same node joins the next group, which is the next test's."""
     with group(steady, distributed_timeout_s=60 if strike is kill_rank else 4) as ranked:
         answers = start_four(ranked) if is_busy else []
         lost = strike(steady)
@@ -182,7 +182,7 @@ def test_a_node_that_is_frozen_and_continues(steady: OtherNode) -> None:
 def test_a_cut_cable_ends_both_sides_and_a_mended_one_joins_them(
     cable: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No packet says so. The timeout of collectives is much longer than that of silence."""
+    """No packet reports it. The timeout of collectives is much longer than that for silence."""
     monkeypatch.setenv("MINISGL_NODE_SECRET", SECRET)
     with node(host=cable.address, machine=cable) as other:
         for is_busy in (True, False):
@@ -207,7 +207,7 @@ def test_a_node_that_waits_ends_at_once() -> None:
 
 
 def test_a_node_that_is_told_to_stop_serves_until_node_0_lets_it_go() -> None:
-    """As in a rolling restart, in which both are told at once and node 0 drains."""
+    """As in a rolling restart: both are told at once, and node 0 drains."""
     with node() as other:
         with group(other) as ranked:
             long = ranked.submit(PROMPT, SamplingParams(max_tokens=400, ignore_eos=True))
@@ -314,7 +314,7 @@ def test_nodes_need_a_secret_where_others_reach_them(tmp_path: Path) -> None:
 
 @contextmanager
 def gathering(size: int = 2) -> Iterator[tuple[OtherNodes, RankPlace, list[str]]]:
-    """Rank 0 that waits for node 1, by no other process; ``causes`` of its losses."""
+    """Rank 0 waiting for node 1, without another process; and a list for the causes of losses."""
     place = RankPlace.first(size, f"127.0.0.1:{free_port('127.0.0.1')}", num_nodes=2)
     nodes = OtherNodes(place, SECRET.encode(), silence_s=1.0)
     try:
@@ -352,7 +352,7 @@ def test_garbage_silence_and_length_change_nothing() -> None:
 
 
 def test_a_proof_cannot_be_sent_back_or_again() -> None:
-    """What rank 0 has sent is no proof of a follower, and an old proof none of a new challenge."""
+    """What rank 0 sent is no proof from a follower, and an old proof none for a new challenge."""
     with gathering() as (nodes, place, causes), ThreadPoolExecutor(1) as pool:
         pool.submit(nodes.gather, 1234, 60, causes.append)
         with connected(place) as caller:
@@ -405,7 +405,7 @@ def test_what_does_not_know_the_secret_is_not_followed(verdict: int, message: st
 def test_a_caller_that_sends_a_byte_now_and_then_is_sent_away(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Each byte comes soon after the one before, but all of them together take too long."""
+    """Each byte comes soon after the one before, but together they take too long."""
     monkeypatch.setattr("minisgl_backend.execution.node_handshake.HANDSHAKE_S", 1.0)
     with gathering() as (nodes, place, causes), ThreadPoolExecutor(1) as pool:
         gathered = pool.submit(nodes.gather, 1234, 60, causes.append)

@@ -1,4 +1,4 @@
-"""What the own NCCL communicator says to the library, here one that only takes notes."""
+"""What our own NCCL communicator tells the library, here one that only takes notes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NAME = bytes(range(ID_BYTES))
 
 
 class Function:
-    """A C function of the library: notes its name and arguments, returns its result."""
+    """A C function of the library: records its name and arguments, returns its result."""
 
     def __init__(self, library: Library, name: str):
         self.restype: Any = None

@@ -1,4 +1,4 @@
-"""Plans reach every rank, in their order and whole, whatever their size and the ranks' pace."""
+"""Plans reach every rank whole and in order, whatever their size and the ranks' pace."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def channel(
 ) -> Iterator[tuple[LeaderEnd, list[HostFollowerEnd], list[socket.socket]]]:
     """Rank 0's end, the ends of ranks 1, 2, ... and their sockets.
 
-    Rank 0's end is closed when the block is left, the others' when everything is read.
+    Rank 0's end is closed when the block is left, the others when everything has been read.
     """
     with ExitStack() as after:
         leader = LeaderEnd(num_ranks, start_s=timeout_s)
@@ -127,7 +127,7 @@ def test_a_silent_rank_is_named() -> None:
 
 
 def test_every_rank_answers_what_it_is_asked() -> None:
-    """Also while plans are not taken yet."""
+    """Even while plans have not been taken yet."""
     with channel(2) as (sender, receivers, _):
         sender.send(np.zeros(3, np.int32))
         sender.ask()

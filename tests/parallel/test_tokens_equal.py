@@ -1,4 +1,4 @@
-"""Two, four and eight ranks make the tokens that one makes, whatever they are asked for."""
+"""Two, four and eight ranks make the same tokens as one, whatever they are asked for."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ SAMPLINGS = (
 
 @pytest.fixture(scope="module")
 def of_one_rank(checkpoints: Path) -> Callable[[str], list[Answer]]:
-    """What one rank makes of a checkpoint."""
+    """What one rank answers with a checkpoint."""
 
     @functools.cache
     def serve_alone(case: str) -> list[Answer]:
@@ -58,7 +58,7 @@ def of_one_rank(checkpoints: Path) -> Callable[[str], list[Answer]]:
 def test_tokens_are_those_of_one_rank(
     checkpoints: Path, case: str, size: int, of_one_rank: Callable[[str], list[Answer]]
 ) -> None:
-    """With four ranks, two each hold the same one of the two key-value heads."""
+    """With four ranks, each of the two key-value heads is on two ranks."""
     with ranked_engine(size, checkpoints / case, **OPTIONS) as ranked:
         check_equal(serve(ranked), of_one_rank(case))
 
@@ -75,7 +75,7 @@ def test_tokens_of_whole_experts(
 def test_tokens_of_whole_experts_of_many_ranks(
     checkpoints: Path, size: int, of_one_rank: Callable[[str], list[Answer]]
 ) -> None:
-    """With eight ranks, two each hold the same one of the four key-value heads."""
+    """With eight ranks, each of the four key-value heads is on two ranks."""
     options = {**OPTIONS, "expert_parallel": True}
     with ranked_engine(size, checkpoints / "eight-heads", **options) as ranked:
         check_equal(serve(ranked), of_one_rank("eight-heads"))
@@ -91,8 +91,8 @@ def test_tokens_of_layers_with_window_pages(
     share: float,
     of_one_rank: Callable[[str], list[Answer]],
 ) -> None:
-    """In the first case there are too few window pages for all rows, too. In the second all layers
-    have them."""
+    """In the first case there are also too few window pages for all rows. In the second, all layers
+    have window pages."""
     with ranked_engine(2, checkpoints / case, **OPTIONS) as ranked:
         info = ranked.engine.info
         assert (info.window, info.num_window_pages) == (window, share * info.num_pages)
@@ -137,7 +137,7 @@ def test_samples_of_two_ranks(checkpoints: Path, kv_cache_dtype: str | None) -> 
 
 
 def test_converted_weights_are_those_of_one_rank(checkpoints: Path) -> None:
-    """The ranks' shares cut the blocks of 128 x 128 that have a scale each."""
+    """The ranks' shares cut the blocks of 128 x 128, each with a scale."""
     answers = []
     for size in (1, 2):
         with ranked_engine(size, checkpoints / "qwen3", quantization="fp8", **OPTIONS) as ranked:
@@ -155,9 +155,9 @@ def test_random_weights_are_those_of_one_rank(checkpoints: Path) -> None:
 
 
 def serve(ranked: Ranked) -> list[Answer]:
-    """The answers to two waves of requests, the second of which finds prefixes cached.
+    """The answers to two waves of requests; the second wave finds prefixes cached.
 
-    Others run beside them until they are aborted. In the end every page is free or cached.
+    Other requests run beside them until they are aborted. In the end every page is free or cached.
     """
     answers = []
     for seed in range(2):

@@ -1,4 +1,4 @@
-"""Ranks as threads of the test: real groups without the price of processes."""
+"""Ranks as threads of the test: real groups without the cost of processes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 def on_ranks(size: int, work: Callable[[Group], T], *, timeout_s: float = 60.0) -> list[T]:
-    """What ``work`` gives on each of ``size`` connected ranks; one alone is in this thread."""
+    """What ``work`` returns on each of ``size`` connected ranks; a single one uses this thread."""
     if size == 1:
         return [work(OneRank())]
     first, store = open_store(RankPlace.first(size, None), timeout_s)

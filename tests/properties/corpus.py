@@ -1,8 +1,8 @@
-"""Inputs that broke a property once, kept as JSON; each is tried whenever the property is.
+"""Inputs that once broke a property, kept as JSON; each is tried whenever the property is.
 
-``kept`` stands above ``given`` and names the arguments to keep. A property has a file of its own in
-``tests/data/fuzz_corpus``, one input a line. Under the profile ``fuzz`` (``make fuzz``) what fails
-is added to it, in the smallest form that hypothesis finds.
+``kept`` goes above ``given`` and names the arguments to keep. Each property has its own file in
+``tests/data/fuzz_corpus``, one input per line. Under the profile ``fuzz`` (``make fuzz``), an input
+that fails is added to it, in the smallest form that Hypothesis finds.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def kept(*names: str) -> Callable[[Any], Any]:
             try:
                 inner(*args, **given)
             except Exception:
-                # called again and again with less, and with the least at last
+                # called again and again with smaller inputs, and finally with the smallest
                 if is_fuzzing():
                     found = json.dumps({name: given[name] for name in names}, default=_encoded)
                     path.write_text("\n".join([*lines, found, ""]), encoding="utf-8")
@@ -53,7 +53,7 @@ def kept(*names: str) -> Callable[[Any], Any]:
 
 
 def _encoded(value: Any) -> dict[str, Any]:
-    """What JSON has no word for."""
+    """A value that JSON cannot express."""
     if isinstance(value, bytes):
         return {"!bytes": value.decode("latin-1")}
     assert isinstance(value, np.ndarray)

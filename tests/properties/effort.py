@@ -8,7 +8,7 @@ _BASE = 100
 
 
 def examples(count: int) -> int:
-    """``count`` under a profile of 100 examples, in proportion under another."""
+    """``count`` under a profile of 100 examples, scaled in proportion under others."""
     profile = settings.default
     assert profile is not None
     return count * profile.max_examples // _BASE

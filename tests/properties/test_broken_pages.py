@@ -1,7 +1,7 @@
 """NaN stays with the request that computed it: pages that may hold it are cleared, and no others.
 
-Prompts are computed in small chunks and often aborted in the middle, when no token has been sampled
-after what they wrote, in a pool so small that each page is used again and again.
+Prompts are computed in small chunks and often aborted in the middle, before any token has been
+sampled after what they wrote. The pool is so small that each page is used again and again.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def run(harness: Harness, rng: random.Random, requests: list[Request]) -> None:
 
 
 def run_with_nan(seed: int) -> Harness:
-    """Requests, some of whose positions are NaN. Each gets its own tokens and its own failure."""
+    """Some positions of some requests are NaN. Each gets its own tokens and its own failure."""
     rng = random.Random(seed)
     setup = scarce(rng, Model(vocabulary=50, nan_kv_every=60))
     harness = Harness(setup)
@@ -78,10 +78,10 @@ def run_with_nan(seed: int) -> Harness:
 
 
 def run_with_faults(seed: int) -> Harness:
-    """Requests during which any position may become NaN; afterwards none does any more.
+    """Requests run while any position may become NaN; afterwards none does.
 
-    Then each prompt is served again, alone and twice. The first time it may find pages of the
-    faults. But if that fails it, these are gone the second time.
+    Then each prompt is served again, alone and twice. The first time it may find pages that the
+    faults left. If it fails because of them, they are gone the second time.
     """
     rng = random.Random(seed)
     setup = scarce(rng, Model(vocabulary=50))
@@ -96,7 +96,7 @@ def run_with_faults(seed: int) -> Harness:
             harness.add(again)
             harness.drain()
         assert harness.records[again.id].tokens == expected_tokens(again, setup.model)
-    # all pages, for a prompt that shares none of them
+    # a prompt that shares no page gets them all
     stranger = Request(
         id=RequestId(len(harness.records)),
         prompt=tokens_of([7] * (setup.max_sequence_length - 1)),
@@ -124,16 +124,16 @@ def test_what_a_fault_leaves_behind_fails_a_prompt_at_most_once() -> None:
 @settings(max_examples=examples(60))
 @given(workloads())
 def test_pages_that_are_finite_are_not_cleared(workload: tuple[Setup, list[Request]]) -> None:
-    """No request fails, is aborted or retracted, and no two compute the same at the same time.
+    """No request fails or is aborted or retracted, and no two compute the same thing at once.
 
     Each samples a token, which shows that what it has written is finite.
     """
     setup, requests = workload
-    # a prompt that is scored is computed again, although it is cached
+    # a prompt that is scored is computed again although it is cached
     requests = [request for request in requests if request.sampling.num_prompt_logprobs is None]
     model = replace(setup.model, nan_every=0, nan_kv_every=0)
     # without window pages, which are cleared if they are given back before a token is sampled, and
-    # recurrent states, with which cached positions are computed again
+    # without recurrent states, with which cached positions are computed again
     ample = replace(
         setup, num_pages=50 * setup.num_pages, window=None, num_snapshots=None, model=model
     )
@@ -175,7 +175,7 @@ def forgotten_by_eviction(patch: pytest.MonkeyPatch) -> None:
 
     def make_room(self: RadixCache, num_pages: int) -> bool:
         trusted = self._pool.num_suspect
-        self._pool.num_suspect = 0  # then what is freed is not looked at
+        self._pool.num_suspect = 0  # then freed pages are not looked at
         fits = evict(self, num_pages)
         self._pool._is_suspect &= ~self._pool._is_free
         self._pool.num_suspect = min(trusted, int(self._pool._is_suspect.sum()))

@@ -42,12 +42,12 @@ class CacheMachine(RuleBasedStateMachine):
         self.suspects: set[int] = set()
 
     def stretch(self, pattern: list[int], rest: int) -> list[int]:
-        """Each number of ``pattern`` fills a page; then ``rest`` more tokens."""
+        """Each number of ``pattern`` fills a page; ``rest`` more tokens follow."""
         whole = [number for number in pattern for _ in range(self.page_size)]
         return whole + [0] * min(rest, self.page_size - 1)
 
     def longest_prefix(self, salt: str, tokens: list[int]) -> list[int]:
-        """Pages of the longest published prefix of all but the last of ``tokens``."""
+        """The pages of the longest published prefix of ``tokens`` without the last one."""
         pages = []
         for end in range(self.page_size, len(tokens), self.page_size):
             page = self.published.get((salt, tokens_of(tokens[:end]).tobytes()))
@@ -145,8 +145,8 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(chosen=st.lists(leases, unique=True, max_size=6), cost=st.sampled_from([0, 1, 20]))
     def group(self, chosen: list[Lease], cost: int) -> None:
-        """Each group reads the same pages, as far as its leases share any if none saves too little;
-        groups of a lease have no gaps."""
+        """Each group reads the same pages, and saves enough; the groups of a lease have no gaps. If
+        nothing saves too little, they reach as far as leases share pages."""
         groups = self.cache.groups(chosen, cost)
         ends = dict.fromkeys(range(len(chosen)), 0)
         first = 0
@@ -210,7 +210,7 @@ class CacheMachine(RuleBasedStateMachine):
             assert self.cache.promised_length(tokens_of(tokens), salt) == expected
 
     def in_common(self, salt: str, tokens: list[int], lease: Lease) -> int:
-        """Tokens in whole pages that a lease has promised, of all but the last of ``tokens``."""
+        """How many of ``tokens``, except the last, are in whole pages that a lease has promised."""
         of_salt, promised = self.promised[lease]
         whole, count = tokens_of(tokens[:-1]).tobytes(), 0
         page = 4 * self.page_size

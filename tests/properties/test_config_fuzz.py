@@ -1,4 +1,4 @@
-"""Whatever stands in a config.json, it is read or refused: no other error, and no hang."""
+"""Whatever a config.json contains, it is read or refused: no other error, and no hang."""
 
 from __future__ import annotations
 

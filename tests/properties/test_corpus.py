@@ -1,4 +1,4 @@
-"""What fuzzing finds is kept, and tried first ever after."""
+"""What fuzzing finds is kept, and tried first from then on."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ CUTS = st.lists(st.integers(0, 24), max_size=6)
 
 
 def ids_of(numbers: list[int], vocabulary: Vocabulary) -> list[int]:
-    # two more than there are: a model's last rows often have no token
+    # two more than there are tokens: a model's last rows often have none
     return [number % (len(vocabulary) + 2) for number in numbers]
 
 
@@ -96,7 +96,7 @@ def test_chunks_add_up_to_what_the_library_decodes(
 def test_byte_fallback_equals_the_library_wherever_bytes_are_utf8(
     parts: list[int | str], cuts: list[int]
 ) -> None:
-    """Parts are numbers of words, and strings, whose bytes become ids: id n < 256 is byte n."""
+    """Parts are indices of words, or strings whose bytes become ids: id n < 256 is byte n."""
     tokenizer, vocabulary = loaded("sentence_piece")
     ids: list[int] = []
     for part in parts:

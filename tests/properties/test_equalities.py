@@ -13,7 +13,7 @@ from tests.properties.workloads import workloads
 
 
 def served(setup: Setup, requests: list[Request]) -> Harness:
-    """All requests at once, until all are done."""
+    """Serve all requests at once, until all are done."""
     harness = Harness(setup)
     for request in requests:
         harness.add(request)

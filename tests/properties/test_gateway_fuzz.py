@@ -1,6 +1,7 @@
-"""Whatever body a caller of the gateway sends, it is understood or refused in a sentence.
+"""Whatever body a caller sends to the gateway, it is understood or refused in one sentence.
 
-What is understood, the client's own checks take too, so that only the server can refuse it.
+A body that is understood also passes the client's own checks, so that only the server can refuse
+it.
 """
 
 from __future__ import annotations
@@ -122,7 +123,7 @@ def test_fields_of_any_value(kind: Any, given_fields: dict[str, Any]) -> None:
 @kept("cut", "junk")
 @given(cut=st.integers(0, 200), junk=st.binary(max_size=12))
 def test_broken_bodies(kind: Any, cut: int, junk: bytes) -> None:
-    """A good body is cut anywhere, and random bytes are put in between."""
+    """A good body is cut anywhere, and random bytes are inserted."""
     good = json.dumps(GOOD[kind]).encode()
     try:
         parse(kind, good[:cut] + junk + good[cut:])

@@ -1,7 +1,7 @@
 """The oracle can see: bugs that such planners have had, put in on purpose, are all noticed.
 
-Each bug is tried with the planner's own checks and without them: the oracle alone must notice then,
-by a wrong token. Without a bug the same workloads pass.
+Each bug is tried with the planner's own checks and without them; without them, the oracle alone
+must notice a wrong token. Without a bug the same workloads pass.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Inject = Callable[[pytest.MonkeyPatch], None]
 
 
 def freed_in_flight(patch: pytest.MonkeyPatch) -> None:
-    """Row and pages go back at once, whatever step is still to write to them."""
+    """Row and pages go back at once, even if a step is still to write to them."""
 
     def retire_at_once(self: Lifecycle, sequence: Sequence) -> None:
         if sequence.phase is Phase.PREFILLING:
@@ -83,7 +83,7 @@ def not_pinned(patch: pytest.MonkeyPatch) -> None:
 
 
 def released_twice(patch: pytest.MonkeyPatch) -> None:
-    """The pages of an ended request go back to the pool two times."""
+    """The pages of an ended request go back to the pool twice."""
     release = RadixCache.release
 
     def twice(self: RadixCache, lease: Lease) -> None:
@@ -95,7 +95,7 @@ def released_twice(patch: pytest.MonkeyPatch) -> None:
 
 
 def wrong_key(patch: pytest.MonkeyPatch) -> None:
-    """Pages are found by the first token of each, without a look at the others."""
+    """Pages are found by the first token of each, without looking at the others."""
 
     def first_token(
         self: RadixTree, parent: Node, tokens: IntArray, page: int, salt: bytes
@@ -141,7 +141,7 @@ def grouped_too_far(patch: pytest.MonkeyPatch) -> None:
 
 
 def grouped_with_others(patch: pytest.MonkeyPatch) -> None:
-    """A row is named in the place of another."""
+    """A row is named in place of another."""
     groups = RadixCache.groups
 
     def rotated(self: RadixCache, leases: list[Lease], cost_tokens: int) -> Groups:
@@ -179,7 +179,7 @@ def stale_snapshot(patch: pytest.MonkeyPatch) -> None:
 
 
 def kept_late(patch: pytest.MonkeyPatch) -> None:
-    """The state of a decoding row is kept one step after the position that is noted."""
+    """The state of a decoding row is kept one step later than noted."""
     keep = StateSnapshots.keep
 
     def of_step_before(
@@ -191,7 +191,7 @@ def kept_late(patch: pytest.MonkeyPatch) -> None:
 
 
 def kept_twice(patch: pytest.MonkeyPatch) -> None:
-    """A sequence that returns overwrites the state that others find by now."""
+    """A sequence that returns overwrites a state that others can already find."""
     release = Lifecycle.release
 
     def hold_on(self: Lifecycle, sequence: Sequence) -> None:
@@ -221,7 +221,7 @@ def window_not_looked_for(patch: pytest.MonkeyPatch) -> None:
 
 
 def window_line_not_written(patch: pytest.MonkeyPatch) -> None:
-    """A row is not told of the window with which it begins."""
+    """A row is not told of the window that it begins with."""
 
     def seat_only(self: WindowPages, lease: WindowLease, line: int, keeps: Iterable[int]) -> None:
         lease.line = line
@@ -230,7 +230,7 @@ def window_line_not_written(patch: pytest.MonkeyPatch) -> None:
 
 
 def without_guards(patch: pytest.MonkeyPatch) -> None:
-    """Take away what refuses broken bookkeeping, so that only tokens can tell."""
+    """Remove the checks that refuse broken bookkeeping, so that only tokens can tell."""
 
     def free_unseen(self: PagePool, pages: IntArray) -> None:
         room = self._stack[self.num_free :]
@@ -265,7 +265,7 @@ BUGS: list[Inject] = [
 
 
 def noticed(*, by: tuple[type[Exception], ...], check: bool) -> bool:
-    """Whether a workload of some seed fails by one of the errors; others count as not noticed."""
+    """Whether a workload of some seed fails with one of the errors; others do not count."""
     for seed in range(NUM_SEEDS):
         rng = random.Random(seed)
         try:

@@ -13,7 +13,7 @@ from tests.properties.workloads import samples, setups
 
 
 class PlannerMachine(RuleBasedStateMachine):
-    """At the end everything is drained, and each request must have got its tokens, exactly."""
+    """At the end everything is drained, and each request must have got exactly its tokens."""
 
     @initialize(setup=setups())
     def start(self, setup: Setup) -> None:

@@ -1,7 +1,7 @@
 """Whatever the schema, an answer that ends is valid, and every token was allowed.
 
-The engine is a real one with random weights, which means nothing by what it says; eight requests
-of different schemas are answered together, at temperature 1.
+The engine is a real one with random weights, so its answers mean nothing; eight requests with
+different schemas are answered together, at temperature 1.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tests.grammar.schemas import SCHEMAS
 from tests.parallel.engines import Ranked, ranked_engine, wait_for_all
 from tests.properties.effort import examples
 
-# of a failing example, which would be hidden by it
+# the warning about a failing example, which would hide the failure
 pytestmark = pytest.mark.filterwarnings("ignore:Generating overly large repr")
 
 VOCABULARY: Final = load_vocabulary(DEMO_MODEL)

@@ -1,4 +1,4 @@
-"""Whatever comes over the wire is parsed or refused by a short sentence; nothing else escapes."""
+"""Whatever comes over the wire is parsed or refused in a short sentence; nothing else escapes."""
 
 from __future__ import annotations
 
@@ -110,13 +110,13 @@ SPELLINGS = st.sampled_from(
 @kept("name", "form")
 @given(SPELLINGS, FORMS | FORMS.map(json.dumps) | JSON)
 def test_structured_outputs(name: str, form: Any) -> None:
-    """A grammar that is accepted comes to the engine as it was; the wire does not judge it."""
+    """A grammar that is accepted reaches the engine unchanged; the wire does not judge it."""
     given = {name: form, "guided_decoding_guide": "x" if name.endswith("type") else None}
     check_sampling_parameters(given)
 
 
 def check_sampling_parameters(parameters: dict[str, Any]) -> None:
-    """They are refused in a sentence, or what they made is accepted again."""
+    """They are refused in a sentence, or what they became is accepted again."""
     text = np.array([json.dumps(parameters).encode()], dtype=np.object_)
     try:
         request = parse_generation(
@@ -129,7 +129,7 @@ def check_sampling_parameters(parameters: dict[str, Any]) -> None:
 
 
 def check_record(request: Any) -> None:
-    """What was accepted once is accepted again, and says the same."""
+    """What was accepted once is accepted again, and means the same."""
     ids = np.array([1], dtype=np.int32)
     decoded = decode_record(encode_record(request), ids, LIMITS)
     if isinstance(request, Generation):
@@ -185,7 +185,7 @@ ALL_WANTED = Wanted(**{spec.name: True for spec in fields(Wanted)})
     (PACKETS | st.dictionaries(PACKET_KEYS, JSON)).map(json.dumps) | st.text(max_size=20),
 )
 def test_chunks(text: str) -> None:
-    """A packet that is accepted, even of a client, can be answered."""
+    """A packet that is accepted, even from a client, can be answered."""
     try:
         packet = decode_packet(text.encode())
     except RequestError as error:

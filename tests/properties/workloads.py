@@ -1,4 +1,4 @@
-"""Requests and planner setups, as Hypothesis draws them."""
+"""Requests and planner setups, drawn by Hypothesis."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def requests(draw: st.DrawFn, setup: Setup, number: int) -> Request:
 
 @st.composite
 def samples(draw: st.DrawFn, setup: Setup, number: int) -> list[Request]:
-    """A request, mostly with further samples, numbered from ``number`` on."""
+    """A request, usually with further samples, numbered from ``number`` on."""
     first = draw(requests(setup, number))
     count = draw(st.sampled_from([1, 2, 3, 7])) if first.sampling.max_tokens else 1
     return samples_of(first, [RequestId(number + index) for index in range(count)])

@@ -1,4 +1,5 @@
-"""Adapters of several replicas: known to their parent, loaded at each, preferred where they are."""
+"""Adapters on several replicas: their parent knows them, each loads them, and requests prefer a
+replica that has theirs."""
 
 from __future__ import annotations
 
@@ -43,7 +44,7 @@ OPTIONS: dict[str, Any] = {
 
 
 class Replica:
-    """Notes what it is sent."""
+    """Records what it is sent."""
 
     def __init__(self) -> None:
         self.sent: list[Message] = []
@@ -59,7 +60,7 @@ class World:
         self.pool = ThreadPoolExecutor(4)
 
     def load(self, name: str) -> Future[Adapter]:
-        """Begin to load an adapter; every replica that serves is told of it."""
+        """Begin to load an adapter; every serving replica is told about it."""
         number = sum(len(replica.sent) for replica in self.replicas)
         future = self.pool.submit(self.adapters.load, name, f"/{name}")
         wait_until(
@@ -69,7 +70,7 @@ class World:
         return future
 
     def known(self, name: str) -> Adapter:
-        """Load an adapter at both replicas."""
+        """Load an adapter on both replicas."""
         future = self.load(name)
         (number, _, _) = self.replicas[0].sent[-1]["load"]
         for replica in (0, 1):
@@ -132,7 +133,7 @@ def test_a_replica_that_is_started_again_gets_all_adapters(world: World) -> None
     orders = [{"load": [each.id, each.name, each.path]} for each in names]
     assert world.replicas[1].sent == [*orders, {"load": [3, "c", "/c"]}]
     assert not world.adapters.answered(1, 1, (8, 3, 9))
-    assert world.adapters.answered(1, 2, "adapter 'b': its files are gone")  # as far as it can
+    assert world.adapters.answered(1, 2, "adapter 'b': its files are gone")  # as far as possible
     world.adapters.answered(0, 3, (8, 3, 9))
     assert not future.done()
     world.adapters.answered(1, 3, (8, 3, 9))
@@ -142,7 +143,7 @@ def test_a_replica_that_is_started_again_gets_all_adapters(world: World) -> None
 
 
 def test_a_replica_that_is_started_again_may_find_other_files(world: World) -> None:
-    """Requests there then read them anew, and are told."""
+    """Requests there then read the adapter again, and are told."""
     adapter = world.known("a")
     world.adapters.lost(1)
     world.replicas[1].sent.clear()
@@ -242,7 +243,7 @@ def engine(paths: dict[str, Path]) -> Iterator[EngineBase]:
 
 
 def answered(engine: EngineBase, names: list[str | None]) -> list[list[int]]:
-    """The tokens of some prompts with adapters in turns."""
+    """The tokens of some prompts, with adapters in turn."""
     prompts = some_prompts(18, vocab_size=engine.info.vocab_size)
     answers = []
     for index, prompt in enumerate(prompts):
@@ -257,7 +258,7 @@ def answered(engine: EngineBase, names: list[str | None]) -> list[list[int]]:
 
 
 def test_replicas_have_the_same_adapters(engine: EngineBase, paths: dict[str, Path]) -> None:
-    """Tokens are those of one engine: after loading, and after one was killed and came back."""
+    """Tokens are those of one engine, after loading and after a killed replica has come back."""
     names: list[str | None] = [*paths, None]
     with_one = EngineOptions(**OPTIONS)
     alone = build_engine(with_one)

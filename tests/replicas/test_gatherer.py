@@ -1,4 +1,4 @@
-"""What a replica tells at once, what waits for more, and in which order."""
+"""What a replica reports at once, what waits for more, and in which order."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def gathered(*happened: Happened) -> Gatherer:
 
 
 def busy() -> Gatherer:
-    """Of a replica that has told two tokens of each of a hundred requests, the second at 1 s."""
+    """A replica's; two tokens of each of a hundred requests are reported, the second at 1 s."""
     gatherer = gathered(*((each, Generated(1)) for each in IDS))
     gatherer.take(0.0)
     for each in IDS:

@@ -1,5 +1,5 @@
-"""Replicas whose updates come in an order of our choosing: what happens to requests when a replica
-ends at a certain moment cannot be provoked with real ones."""
+"""Replicas whose updates come in an order of our choosing: with real ones, a replica cannot be made
+to end at an exact moment."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ DONE = Finished(FinishReason.LENGTH)
 
 
 class FakeReplica:
-    """Notes what it is sent."""
+    """Records what it is sent."""
 
     pid: int | None = 1
     num_starts = 1
@@ -93,7 +93,7 @@ class FakeReplica:
 
 
 def updates_of(happened: Iterable[Happened]) -> list[Update]:
-    """What a replica tells of it, all at once."""
+    """What a replica reports about it, all at once."""
     gatherer = Gatherer()
     for each in happened:
         gatherer.add(each)
@@ -125,7 +125,7 @@ class World:
         return ids
 
     def place(self, request_id: RequestId) -> int:
-        """The replica that was sent a request, which has not moved."""
+        """The replica that was sent a request; the request must not have moved."""
         (found,) = (
             replica.number
             for replica in self.replicas
@@ -202,7 +202,7 @@ def test_a_request_that_has_told_a_token_fails_and_others_go_on() -> None:
 
 
 def test_a_request_moves_once() -> None:
-    """Or one that breaks a replica would break them all."""
+    """Otherwise one that breaks a replica would break them all."""
     world = World(3)
     (request,) = world.submit()
     first = world.place(request)
@@ -249,7 +249,7 @@ def test_an_aborted_request_that_cannot_move_ends_as_it_was_told() -> None:
 
 
 def test_requests_of_an_engine_that_breaks_wait_for_its_end() -> None:
-    """Its errors come before the end of its process, and are none to the callers."""
+    """Its errors come before the end of its process, and callers do not see them."""
     world = World()
     (request,) = world.submit()
     first = world.place(request)
@@ -352,7 +352,7 @@ def test_closing_ends_what_is_open() -> None:
 
 
 def test_closing_ends_what_replicas_that_are_killed_have_not_ended() -> None:
-    """A step may take longer than a replica is waited for."""
+    """A step may take longer than replicas are waited for."""
     world = World()
     requests = world.submit() + world.submit(n=2)
     for replica in world.replicas:
@@ -364,10 +364,10 @@ def test_closing_ends_what_replicas_that_are_killed_have_not_ended() -> None:
 
 
 def test_a_message_that_breaks_the_bookkeeping_ends_no_request_silently() -> None:
-    """What a message has ended before it broke something is not ended again with the replica."""
+    """A request that a message ends before it breaks something does not end again later."""
     world = World(num_replicas=1)
     (request,) = world.submit()
-    page = ["+", [11], [0]], ["+", [12], [0]]  # published again, and did not leave
+    page = ["+", [11], [0]], ["+", [12], [0]]  # published again without having left
     with pytest.raises(InvariantError):
         world.tell(0, encode_event(request, DONE), *page)
     assert world.events[request] == [DONE]

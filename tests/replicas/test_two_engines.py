@@ -1,5 +1,5 @@
-"""Two real engines in processes of their own: the same tokens and cached prefixes as with one, and
-what becomes of requests when one is killed."""
+"""Two real engines in their own processes: the same tokens and cached prefixes as with one, and
+what happens to requests when one is killed."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ SAMPLINGS = [
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[EngineBase]:
-    """Two replicas. Tests may kill one, if they wait until both are back."""
+    """Two replicas. Tests may kill one if they wait until both are back."""
     engine = build_engine(EngineOptions(data_parallel_size=2, **OPTIONS))
     try:
         yield engine
@@ -98,7 +98,7 @@ def answered(engine: EngineBase, **fields: Any) -> list[Answer]:
 
 
 def test_tokens_are_those_of_one_engine(engine: EngineBase, alone: EngineBase) -> None:
-    """With their log-probabilities, and those of prompts."""
+    """So are their log-probabilities, and those of prompts."""
     before = [replica.num_routed for replica in engine.replicas()]
     expected = answered(alone)
     for answer, other in zip(answered(engine), expected, strict=True):
@@ -137,8 +137,8 @@ def test_an_embedding_is_that_of_one_engine(engine: EngineBase, alone: EngineBas
 
 
 def conversations(engine: EngineBase, *, num_turns: int = 5, num_talks: int = 8) -> float:
-    """The share of prompt tokens found cached in talks of several turns, side by side, each of
-    which begins with one of two system prompts; the tokens are the same at each call."""
+    """The share of prompt tokens found cached in parallel conversations of several turns; each
+    begins with one of two system prompts, and the tokens are the same in each call."""
     rng = np.random.default_rng(3)
     systems = [rng.integers(0, 2000, 100).astype(np.int32) for _ in range(2)]
     talks = [systems[talk % 2] for talk in range(num_talks)]
@@ -204,7 +204,7 @@ def test_counts_of_all_are_the_sums_of_each(engine: EngineBase) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """How many requests ended how, and which of those that ended well were wrong."""
+    """How many requests ended in which way, and which of those that ended well were wrong."""
 
     num_well: int
     num_failed: int

@@ -1,4 +1,4 @@
-"""A small client of a server under test: HTTP as curl would, gRPC as tritonclient does, metrics."""
+"""A small client for a server under test: HTTP as curl, gRPC as tritonclient, and metrics."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from minisgl_backend.server.process import TritonServer
 from minisgl_backend.server.progress import STUCK_AFTER_S
 
 PATIENCE_S = STUCK_AFTER_S + 60.0
-"""How long a test waits for what comes at once, even if the machine stands still for a while, or
-tritonserver's start hangs, which is begun again then."""
+"""How long a test waits for what normally comes at once. It allows for a machine that stalls for a
+while, and for a start of tritonserver that hangs and is begun again."""
 
 _DTYPES = {
     "text_input": "BYTES",
@@ -56,7 +56,7 @@ def chat(content: str) -> str:
 
 
 def generate(server: TritonServer, model: str = "minisgl", /, **values: Any) -> dict[str, Any]:
-    """One answer by HTTP; raises ``Refused``."""
+    """One answer over HTTP; raises ``Refused``."""
     body = json.dumps(values).encode()
     request = urllib.request.Request(server.url(f"/v2/models/{model}/generate"), data=body)
     try:
@@ -92,7 +92,7 @@ def open_stream(
 
 
 def post(server: TritonServer, path: str, **values: Any) -> None:
-    """POST to the server as its operator may; raises ``Refused``."""
+    """POST to the server with its operator's rights; raises ``Refused``."""
     request = urllib.request.Request(
         server.url(path),
         data=json.dumps(values).encode(),
@@ -106,7 +106,7 @@ def post(server: TritonServer, path: str, **values: Any) -> None:
 
 
 def tensors(values: dict[str, Any], *, batched: bool = False) -> list[grpcclient.InferInput]:
-    """Input tensors of these values, with the batch dimension of `minisgl_batched` or without."""
+    """Input tensors for these values, with or without the batch dimension of `minisgl_batched`."""
     inputs = []
     for name, value in values.items():
         items = value if isinstance(value, list) else [value]
@@ -123,7 +123,7 @@ def tensors(values: dict[str, Any], *, batched: bool = False) -> list[grpcclient
 
 
 class Call:
-    """One gRPC stream with one request in it."""
+    """One gRPC stream with one request."""
 
     def __init__(
         self,
@@ -136,7 +136,7 @@ class Call:
         outputs: list[grpcclient.InferRequestedOutput] | None = None,
         **values: Any,
     ) -> None:
-        """``inputs`` are tensors that the values do not tell; ``outputs`` None stands for all."""
+        """``inputs`` are tensors in addition to the values; ``outputs`` None stands for all."""
         self._results: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._ended = False
         self.client = grpcclient.InferenceServerClient(f"127.0.0.1:{server.grpc_port}")
@@ -187,7 +187,7 @@ class Call:
 
 
 def text_of(responses: list[dict[str, Any]]) -> str:
-    """The text of responses of gRPC."""
+    """The text of gRPC responses."""
     return b"".join(response["text_output"].item() for response in responses).decode()
 
 
@@ -200,20 +200,20 @@ class Metrics:
             self.text: str = response.read().decode()
 
     def __getitem__(self, name: str) -> float:
-        """The sum over all label sets of a metric."""
+        """The sum of a metric over all label sets."""
         values = re.findall(rf"^{re.escape(name)}(?:\{{[^}}]*\}})? (\S+)$", self.text, re.M)
         if not values:
             raise KeyError(name)
         return sum(map(float, values))
 
     def labelled(self, name: str, label: str, value: str) -> float:
-        """The metric's value of the series whose label has that value."""
+        """The metric's value in the series whose label has that value."""
         pattern = rf'^{re.escape(name)}\{{[^}}]*{label}="{re.escape(value)}"[^}}]*\}} (\S+)$'
         return sum(map(float, re.findall(pattern, self.text, re.M)))
 
 
 def wait_for(condition: Callable[[], bool], what: str, timeout_s: float = PATIENCE_S) -> None:
-    """Poll until the condition holds; fails the test if it never does."""
+    """Poll until the condition holds; fail the test if it never does."""
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, f"never came: {what}"

@@ -1,4 +1,4 @@
-"""Servers for the tests; those that all share are fixtures of `tests/conftest.py`."""
+"""Servers for the tests; the shared ones are fixtures of `tests/conftest.py`."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def running(
     exit_code: int | None = 0,
     is_ready: bool = True,
 ) -> Iterator[TritonServer]:
-    """A server that is ready; when the block is left, it must end cleanly and leave nothing.
+    """A ready server; when the block is left, it must end cleanly and leave nothing behind.
 
     An ``exit_code`` of None stands for any; without ``is_ready`` the server has just been started.
     """
@@ -56,11 +56,11 @@ def running(
         if is_ready:
             try:
                 server.wait_ready()
-            except BrokenStart:  # 24.10 may hang when it forks; the supervisor starts again, too
+            except BrokenStart:  # 24.10 may hang when it forks; the supervisor also starts again
                 server.kill()
                 server = start()
                 server.wait_ready()
-            # 24.10 opens this port last, when it is ready already
+            # 24.10 opens this port last, when it is already ready
             wait_until(lambda: server.num_failed(timeout_s=1.0) is not None)
         yield server
     finally:

@@ -1,7 +1,7 @@
-"""A client that goes away ends its request in the engine, wherever the request is.
+"""A client that leaves ends its request in the engine, wherever the request is.
 
-The engine is paced at 20 ms a step and takes 16 prompt tokens a step, so that each phase lasts long
-enough to be hit. What is asserted is what the metrics say: one more cancelled request, no request
+The engine is paced at 20 ms per step and takes 16 prompt tokens per step, so that each phase lasts
+long enough to be hit. The assertions are about metrics: one more cancelled request, no request
 running or waiting, all pages back, and no token made after that.
 """
 
@@ -35,9 +35,9 @@ from tests.server.client import (
 from tests.server.conftest import PACED_STEP_S
 
 STOPS_WITHIN_S = 60.0
-"""Far less than the 320 s of a whole answer, and enough for a machine that is busy.
+"""Far less than the 320 s of a whole answer, and enough for a busy machine.
 
-How long it takes is for `minisgl bench cancel`.
+How long it really takes is measured by `minisgl bench cancel`.
 """
 LONG: dict[str, Any] = {"max_tokens": 16000, "stream": True}
 SHORT_PROMPT = list(range(1, 9))
@@ -65,15 +65,15 @@ class Before:
         self.tokens = metrics["vllm:generation_tokens_total"]
 
     def wait_running(self) -> None:
-        """Until the metrics tell of a request, so that they are of later when they tell of none."""
+        """Wait until metrics show a request, so that a report without one must be a later one."""
         wait_for(
             lambda: Metrics(self.server)["vllm:num_requests_running"] == 1, "a running request"
         )
 
     def check_cancelled(self, most_tokens: int) -> None:
-        """One more is cancelled, all is given back, and at most this number of tokens were made.
+        """One more is cancelled, everything is given back, and at most that many tokens were made.
 
-        The metrics must have told of its running.
+        The metrics must have shown that it was running.
         """
         wait_for(
             lambda: Metrics(self.server)["minisgl:requests_cancelled_total"] > self.cancelled,
@@ -85,7 +85,7 @@ class Before:
         made = metrics["vllm:generation_tokens_total"] - self.tokens
         assert made <= most_tokens
         generate(self.server, input_ids=SHORT_PROMPT, max_tokens=2)
-        expected = self.tokens + made + 2  # those of the request just made, and no more
+        expected = self.tokens + made + 2  # those of the last request, and no more
         wait_for(
             lambda: Metrics(self.server)["vllm:generation_tokens_total"] >= expected, "a new report"
         )
@@ -101,12 +101,12 @@ class Before:
 
 
 def tokens_in(seconds: float) -> int:
-    """Tokens that the paced engine makes in that time, for one request."""
+    """How many tokens the paced engine makes in that time, for one request."""
     return round(seconds / PACED_STEP_S)
 
 
 class Client:
-    """One way to ask and then to go away."""
+    """One way to ask and then leave."""
 
     def __init__(self, server: TritonServer, values: dict[str, Any]) -> None:
         self.call = Call(server, **values)
@@ -119,7 +119,7 @@ class Client:
 
 
 class KilledClient:
-    """A gRPC client in a process of its own, which is killed."""
+    """A gRPC client in its own process, which is killed."""
 
     def __init__(self, server: TritonServer, values: dict[str, Any]) -> None:
         self.process = subprocess.Popen(
@@ -173,7 +173,7 @@ def test_in_prefill(paced_server: TritonServer, client: Callable[..., Client]) -
 
 @CLIENTS
 def test_in_the_queue(paced_server: TritonServer, client: Callable[..., Client]) -> None:
-    """Two requests take all rows; the third is cancelled while it waits."""
+    """Two requests take all rows; a third is cancelled while it waits."""
     before = Before(paced_server)
     with (
         Call(paced_server, input_ids=SHORT_PROMPT, request_id="a", **LONG) as first,
@@ -212,7 +212,7 @@ def test_disconnect_of_an_event_stream(paced_server: TritonServer) -> None:
 
 @MODELS
 def test_stop_request(paced_server: TritonServer, model: str) -> None:
-    """A request that cancels others by their id, over another connection."""
+    """A request that cancels others by id, over another connection."""
     before = Before(paced_server)
     with (
         Call(
@@ -237,12 +237,12 @@ def test_stop_request(paced_server: TritonServer, model: str) -> None:
 
 
 def test_many_stop_requests_on_one_stream(server: TritonServer) -> None:
-    """Each meets its request somewhere else: in the tokenizer, in the queue, in prefill, later.
+    """Each finds its request somewhere else: in the tokenizer, in the queue, in prefill, or later.
 
     Wherever that is, the request ends once, with a reason and under its id, and is counted.
     """
     num_requests, num_rounds = 16, 8
-    # they fill the context: no one ends by itself, though its stop comes late
+    # they fill the context: none ends by itself, even if its stop comes late
     endless: dict[str, Any] = {"max_tokens": 8000, "stream": True, "ignore_eos": True}
     kinds: list[dict[str, Any]] = [
         {"text_input": "word " * 5000, "fit_max_tokens": True},

@@ -1,4 +1,4 @@
-"""What is wrong is refused at once, with one sentence that starts with its code."""
+"""Wrong requests are refused at once, with one sentence that starts with an error code."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_a_value_given_twice(server: TritonServer) -> None:
 
 @pytest.mark.parametrize("max_tokens", [0, 1_000_000], ids=["tokenizer", "engine"])
 def test_refusals_are_counted(server: TritonServer, max_tokens: int) -> None:
-    """By either model. So many that those of other tests, not yet told, make no difference."""
+    """By either model. There are enough that unreported ones of other tests do not matter."""
 
     def count() -> float:
         return Metrics(server).labelled("minisgl:requests_rejected_total", "reason", "invalid")
@@ -126,7 +126,7 @@ def test_a_forged_record(server: TritonServer, record: str) -> None:
     ],
 )
 def test_a_forged_chunk(server: TritonServer, chunk: str) -> None:
-    """A client that calls the detokenizer by itself gets an error, and does no harm."""
+    """A client that calls the detokenizer directly gets an error and does no harm."""
     with (
         Call(server, "detokenizer", inputs=[bytes_tensor("chunk", chunk)]) as call,
         pytest.raises(Refused) as caught,
@@ -137,7 +137,7 @@ def test_a_forged_chunk(server: TritonServer, chunk: str) -> None:
 
 
 def test_a_forged_chunk_with_tokens(server: TritonServer) -> None:
-    """It is text like any other, but no engine gets an acknowledgement."""
+    """It becomes text like any other, but no engine gets an acknowledgement."""
     chunk = '{"r": "/tmp/x", "s": 1, "i": 0, "d": {"n": 1, "stream": true}, "o": [500]}'
     with Call(server, "detokenizer", inputs=[bytes_tensor("chunk", chunk)]) as call:
         assert len(call.all()) == 1
@@ -157,7 +157,7 @@ def text_tensor(name: str, text: str) -> grpcclient.InferInput:
 
 
 def test_codes_as_grpc_status(server: TritonServer) -> None:
-    """With the header a stream ends with the code itself."""
+    """With the header, a stream ends with the code itself."""
     caught: list[InferenceServerException] = []
     client = grpcclient.InferenceServerClient(f"127.0.0.1:{server.grpc_port}")
     client.start_stream(
@@ -184,7 +184,7 @@ def test_prompts_of_all_kinds_are_survived(server: TritonServer) -> None:
 @pytest.mark.parametrize("model", ["minisgl", "minisgl_batched", "llm_engine"])
 @pytest.mark.parametrize("name", ["id", "user"])
 def test_ids_and_parameters_that_are_not_utf_8(server: TritonServer, model: str, name: str) -> None:
-    """Triton's JSON parser lets any bytes through; the log says nothing of them."""
+    """Triton's JSON parser lets any bytes through; the log does not mention them."""
     connection = http.client.HTTPConnection("127.0.0.1", server.http_port, timeout=30)
     body = b'{"input_ids": [1], "max_tokens": 1, "%b": "\xff"}' % name.encode()
     num_lines = len(server.log)
@@ -205,7 +205,7 @@ def test_a_long_prompt_is_refused_by_its_numbers(server: TritonServer) -> None:
 
 
 def test_queue_full(paced_server: TritonServer) -> None:
-    """More than may run and wait are refused at once, with the numbers; the others are served."""
+    """Requests that may neither run nor wait are refused at once, with numbers; others succeed."""
     server = paced_server
     wait_for(lambda: Metrics(server)["vllm:num_requests_running"] == 0, "an idle engine")
     values: dict[str, Any] = {"input_ids": [1, 2], "max_tokens": 2000, "stream": True}

@@ -1,4 +1,4 @@
-"""What a client gets, over each way in."""
+"""What a client gets through each way in."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_generate_stream_adds_up_to_the_same(server: TritonServer, answer: str) 
 def test_who_does_not_say_how_many_tokens_gets_what_there_is_room_for(
     server: TritonServer,
 ) -> None:
-    """Over both ensembles' way and by the engine alone; who says so is refused."""
+    """Through the ensemble and from the engine alone; a number that is too large is refused."""
     context = 8192
     asked: dict[str, Any] = {
         "input_ids": [5 + number % 7 for number in range(context - 3)],
@@ -127,7 +127,7 @@ def test_engine_alone(server: TritonServer, encoder: PromptEncoder, answer: str)
     with Call(server, "llm_engine", input_ids=ids, stream=True, **values, **GREEDY) as call:
         responses = call.all()
     token_ids = np.concatenate([response["output_ids"] for response in responses])
-    # the engine's answer holds the token that ended it, which has no text
+    # the engine's answer has the token that ended it, which has no text
     assert token_text(encoder.vocabulary, int(token_ids[-1])) == "<|im_end|>"
     text = "".join(token_text(encoder.vocabulary, i) for i in token_ids[:-1].tolist())
     assert text == answer
@@ -149,7 +149,7 @@ def test_prompts_as_token_ids_and_as_messages_agree(
 
 
 def test_parameters_may_come_in_three_ways(server: TritonServer, answer: str) -> None:
-    """As tensors (above), as request parameters, and inside sampling_parameters as strings."""
+    """As tensors (above), as request parameters, and as strings inside sampling_parameters."""
     inside = json.dumps({"temperature": "0", "max_tokens": "40"})
     assert generate(server, messages=QUESTION, sampling_parameters=inside)["text_output"] == answer
     with Call(
@@ -242,7 +242,7 @@ def test_cached_tokens(server: TritonServer) -> None:
 
 
 def test_stop_strings_across_tokens(server: TritonServer, encoder: PromptEncoder) -> None:
-    """Every substring of an answer, as a stop string, cuts it where it begins first."""
+    """Every substring of an answer, as a stop string, cuts it where it first begins."""
     values: dict[str, Any] = {
         "messages": chat("Count from 1 to 5."),
         "return_finish_reason": True,
@@ -269,7 +269,7 @@ def test_length(server: TritonServer) -> None:
 
 
 async def test_concurrent_streams_with_emoji_and_cjk(server: TritonServer) -> None:
-    """Texts whose characters span tokens, 24 at once, each the same as by itself."""
+    """Texts whose characters span tokens, 24 at once, each the same as alone."""
     questions = [
         "How do you say 'cat' in Japanese?",
         "How do you say 'water' in Chinese?",
@@ -286,7 +286,7 @@ async def test_concurrent_streams_with_emoji_and_cjk(server: TritonServer) -> No
         texts = []
         async for result, error in client.stream_infer(requests()):
             assert error is None
-            # each delta is whole characters by itself
+            # each delta consists of whole characters
             texts.append(result.as_numpy("text_output").item().decode())
         return "".join(texts)
 

@@ -1,7 +1,7 @@
-"""Clients that call the models inside the ensembles by themselves.
+"""Clients that call the models inside the ensembles directly.
 
-That is allowed: what comes in is checked as if it came from a stranger. No client can crash a model
-or touch the stream of another in that way, since streams are named by random keys.
+That is allowed: input is checked as if it came from a stranger. In this way no client can crash a
+model, or touch another's stream, since streams are named by random keys.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def send_chunk(server: TritonServer, chunk: bytes) -> list[dict[str, Any]]:
 
 
 def own_chunks(server: TritonServer, **values: Any) -> list[dict[str, Any]]:
-    """The chunks of a request that this client takes from model to model."""
+    """The chunks of a request that this client passes from model to model."""
     with Call(server, "tokenizer", **values) as tokenizer:
         (told,) = tokenizer.all()
     inputs = (
@@ -56,7 +56,7 @@ def own_chunks(server: TritonServer, **values: Any) -> list[dict[str, Any]]:
 
 @contextmanager
 def others(server: TritonServer) -> Iterator[None]:
-    """Requests of others that run meanwhile, with and without stream; nothing happens to them."""
+    """Requests of others that run meanwhile, streamed or not; nothing happens to them."""
 
     def whole(stream: bool) -> str:
         with Call(server, **WHOLE, stream=stream) as one:
@@ -85,7 +85,7 @@ def test_a_request_can_be_taken_through_the_models_by_hand(server: TritonServer)
 
 
 def test_a_stream_of_another_is_out_of_reach(server: TritonServer) -> None:
-    """With the engine's path and the key of one's own stream, which the engine tells."""
+    """Even with the engine's path and the key of one's own stream, which the engine reveals."""
     own = own_chunks(server, **PROMPT, max_tokens=2)[-1]
     random_keys = random.Random(5)
     endings: list[dict[str, Any]] = [{"f": ["stop"]}, {"e": ["INTERNAL", "x"]}, {"o": [5]}]
@@ -103,7 +103,7 @@ def test_a_stream_of_another_is_out_of_reach(server: TritonServer) -> None:
 
 
 def test_arbitrary_bytes_are_answered(server: TritonServer) -> None:
-    """Random ones, and real ones with something changed; each has an end, and no one suffers."""
+    """Random bytes, and real ones with changes; each request ends, and no other is affected."""
     chance = random.Random(3)
     chunk = json.dumps(own_chunks(server, **PROMPT, max_tokens=2)[-1]).encode()
     with Call(server, "tokenizer", **PROMPT) as tokenizer:

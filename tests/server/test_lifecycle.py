@@ -1,4 +1,4 @@
-"""Models and the server come and go while requests are in flight: each ends, nothing is left."""
+"""Models and the server come and go while requests are in flight: all end, and nothing is left."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class TritonPythonModel:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
-    """A paced engine that gives open requests two seconds when it has to end."""
+    """A server with a paced engine that gives open requests two seconds when it has to end."""
     with running(paced_repository(tmp_path_factory.mktemp("paced")), options=BRIEF) as server:
         yield server
 
@@ -62,12 +62,12 @@ def stubs(server: TritonServer, model: str) -> list[int]:
 
 
 def regions(server: TritonServer) -> int:
-    """Files of shared memory."""
+    """The number of shared-memory files."""
     return len(server.shared_memory_regions())
 
 
 class InFlight:
-    """Requests to all three models, some that end soon and some that do not."""
+    """Requests to all three models; some end soon, others do not."""
 
     def __init__(self, server: TritonServer) -> None:
         self._pool = ThreadPoolExecutor(16)
@@ -83,7 +83,7 @@ class InFlight:
         return self._pool.submit(call.all)
 
     def check_short_finish_and_endless_fail(self, message: str) -> None:
-        """Every request has ended, those with time left by themselves."""
+        """Every request has ended; those that had the time ended by themselves."""
         for short in self._short:
             assert short.result(timeout=60)
         for endless in self._endless:
@@ -112,7 +112,7 @@ def test_unload_and_load_again(server: TritonServer) -> None:
 
 
 def test_reload_with_requests_in_flight(server: TritonServer) -> None:
-    """The new load serves, while the old one ends its requests and goes."""
+    """The new instance serves while the old one ends its requests and goes."""
     num_regions = regions(server)
     (old,) = stubs(server, "llm_engine")
     requests = InFlight(server)
@@ -144,8 +144,8 @@ def test_reload_of_a_text_model(server: TritonServer, model: str) -> None:
 def test_kill_of_the_detokenizer(tmp_path: Path) -> None:
     """Requests that need it end with an error, and the engine stops working for them.
 
-    They get their answer at the end, so that the detokenizer is idle when it is killed: if it
-    holds a lock in shared memory, tritonserver itself goes down.
+    They get their answers at the end, so that the detokenizer is idle when it is killed: if it held
+    a lock in shared memory, tritonserver itself would go down.
     """
     repository = paced_repository(tmp_path)
     with (
@@ -165,7 +165,7 @@ def test_kill_of_the_detokenizer(tmp_path: Path) -> None:
 
 
 def test_sigterm_drains(tmp_path: Path) -> None:
-    """What fits into the time granted finishes, the rest gets an error, and the exit is clean."""
+    """What fits into the granted time finishes, the rest gets an error, and the exit is clean."""
     with running(paced_repository(tmp_path), options=BRIEF) as server:
         requests = InFlight(server)
         stopping = threading.Thread(target=server.stop)
@@ -175,7 +175,7 @@ def test_sigterm_drains(tmp_path: Path) -> None:
 
 
 def test_a_long_step_does_not_hold_up_the_end(tmp_path: Path) -> None:
-    """Its requests get their errors though the step runs on, and the exit is clean."""
+    """Its requests get their errors while the step still runs, and the exit is clean."""
     with (
         running(
             paced_repository(tmp_path, step_s=3600), options=BRIEF, exit_timeout_s=3600
@@ -200,7 +200,7 @@ def test_a_long_step_does_not_hold_up_the_end(tmp_path: Path) -> None:
 
 
 def test_streams_cancelled_after_their_end_do_not_keep_the_server(tmp_path: Path) -> None:
-    """Triton 24.10 leaks such requests and would wait for ever to unload their model."""
+    """Triton 24.10 leaks such requests and would wait forever to unload their model."""
     with running(paced_repository(tmp_path), options=BRIEF) as server:
         for _ in range(20):
             call = Call(server, "llm_engine", **{**SHORT, "max_tokens": 1})
@@ -223,7 +223,7 @@ def test_kill_of_the_server_leaves_no_process(tmp_path: Path) -> None:
 
 
 def test_kill_of_the_server_ends_a_model_that_is_stuck_while_it_is_loaded(tmp_path: Path) -> None:
-    """As it is if tritonserver owes it an answer: none of its Python threads can run."""
+    """As when tritonserver owes it an answer: none of its Python threads can run."""
     sign = tmp_path / "stuck"
     repository = repository_with({"llm_engine": STUCK.format(sign=sign)}, tmp_path)
     with running(repository, exit_code=None, is_ready=False) as server:

@@ -1,8 +1,7 @@
-"""What releases of Triton after 24.10 were seen to do, provoked with the release at hand.
+"""Behaviour seen in Triton releases after 24.10, provoked with the release at hand.
 
-Processes are stopped and killed, and stand-ins do what this release does not: a ``ready`` that is
-answered late, errors that are held back, responses that never come though the server says that it
-is ready.
+Processes are stopped and killed, and stand-ins do what this release does not: answer ``ready``
+late, hold back errors, and never send responses although the server says that it is ready.
 """
 
 from __future__ import annotations
@@ -73,8 +72,8 @@ from minisgl_bench.paced import paced_model
 TritonPythonModel = paced_model(step_s=0.02)
 """
 IS_READY_S = 3.0
-"""How long a newer server waits for a model that it asks: release 26.07 for 5 s, in any case for
-longer than the watcher waits for the server, which is 2 s."""
+"""How long a newer server waits for a model that it asks: 5 s in release 26.07. It must be longer
+than the 2 s that the watcher waits for the server."""
 
 
 @contextmanager
@@ -88,7 +87,7 @@ def supervised(repository: Path) -> Iterator[Supervised]:
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A supervisor that asks soon, and does not wait for long once an answer is due."""
+    """A supervisor that asks soon, and does not wait long once an answer is due."""
     monkeypatch.setattr(asking, "ASK_AFTER_S", 1.0)
     monkeypatch.setattr(asking, "OVERDUE_S", 3.0)
 
@@ -96,7 +95,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_server_that_answers_nothing_is_started_again_though_it_says_it_is_ready(
     tmp_path: Path, impatient: None
 ) -> None:
-    """No request would ever end: packets stay in the detokenizer, and errors in the engine."""
+    """Otherwise no request would end: packets stay in the detokenizer, errors in the engine."""
     models = {"detokenizer": STUCK, "llm_engine": LATE_ERRORS.format(after_s=3600)}
     with supervised(repository_with(models, tmp_path)) as world:
         before = world.server
@@ -119,7 +118,7 @@ def test_a_server_that_answers_nothing_is_started_again_though_it_says_it_is_rea
 
 
 def test_an_engine_that_computes_for_long_is_left_alone(tmp_path: Path, impatient: None) -> None:
-    """Its steps are longer than what the supervisor waits for an answer that is due."""
+    """Its steps take longer than the supervisor waits for an answer that is due."""
     with supervised(paced_repository(tmp_path, step_s=6.0)) as world:
         with Call(world.server, input_ids=[1, 2, 3], max_tokens=2, stream=True) as call:
             answers = call.all()
@@ -142,7 +141,7 @@ def test_callers_of_a_detokenizer_that_died_are_told_though_errors_are_held_back
             endings = [pool.submit(ending, call) for call in calls]
             killed_s = time.monotonic()
             world.kill("detokenizer")
-            for one in endings:  # the engine's own would come an hour later
+            for one in endings:  # the engine's own errors would come an hour later
                 assert "the detokenizer has gone" not in one.result(timeout=PATIENCE_S)
             print(f"told after {time.monotonic() - killed_s:.2f} s")
         for call in calls:
@@ -155,7 +154,7 @@ def test_callers_of_a_detokenizer_that_died_are_told_though_errors_are_held_back
 def test_another_tritonserver_is_run_if_the_environment_names_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One that is complete: the one at hand, put together as a build of one's own would be."""
+    """A complete one: the one at hand, put together like a custom build."""
     at_hand = find_installation()
     at_hand.make_backend_directory(tmp_path)
     if at_hand.backends is not None:
@@ -175,7 +174,7 @@ def test_another_tritonserver_is_run_if_the_environment_names_it(
 
 
 class LateServer(ThreadingHTTPServer):
-    """Says whether a process runs: at once if it does, else after the wait of release 26.07."""
+    """Says whether a process runs: at once if it does, else after release 26.07's wait."""
 
     pid = 0
 
@@ -187,7 +186,7 @@ class LateServer(ThreadingHTTPServer):
         return stat.rpartition(")")[2].split()[0] == "T"
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """A watcher does not wait for its answer."""
+        """Ignore errors: a watcher does not wait for its answer."""
 
 
 class LateHandler(BaseHTTPRequestHandler):
@@ -205,7 +204,7 @@ class LateHandler(BaseHTTPRequestHandler):
 
 
 def test_an_engine_that_was_paused_serves_on(tmp_path: Path) -> None:
-    """Longer than a newer server waits for it, which then says that it is not ready."""
+    """It was paused for longer than a newer server waits before it says that it is not ready."""
     with LateServer(("127.0.0.1", 0), LateHandler) as front:
         thread = threading.Thread(target=front.serve_forever)
         thread.start()

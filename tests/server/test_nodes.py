@@ -1,4 +1,4 @@
-"""A server that is node 0 of two: its tokens, and what becomes of it when a node is lost."""
+"""A server that is node 0 of two: its tokens, and what happens to it when a node is lost."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.waiting import wait_until
 
 @pytest.fixture(scope="module")
 def other() -> Iterator[OtherNode]:
-    """Node 1, one and the same for all that happens to node 0."""
+    """Node 1, the same one whatever happens to node 0."""
     node = OtherNode(f"127.0.0.1:{free_port('127.0.0.1')}", "--drain-timeout-s=1")
     try:
         yield node
@@ -76,12 +76,12 @@ def test_a_lost_node_ends_every_stream_and_comes_back(
     world.wait_recovered(before)
     assert world.answers()
     wait_until(lambda: not any(map(runs, lost)))
-    if world.server is not server:  # it aborts if the process was telling it a metric
+    if world.server is not server:  # it aborts if the process was reporting a metric
         assert server.poll() == -signal.SIGABRT
 
 
 def test_a_node_waits_for_the_next_server(world: Supervised, other: OtherNode) -> None:
-    """Node 0 is killed with all that it has, as by the end of its machine."""
+    """Node 0 is killed with all its processes, as if its machine died."""
     lost = other.ranks()
     world.supervisor._recoveries = Recoveries(first_pause_s=0.1)
     before = world.num_recoveries()

@@ -1,4 +1,4 @@
-"""perf_analyzer, the load generator that Triton's users know, drives the ensembles by streaming."""
+"""perf_analyzer, the load generator that Triton users know, drives the ensembles with streams."""
 
 from __future__ import annotations
 
@@ -31,5 +31,5 @@ def test_streaming(
     assert done.returncode == 0, done.stdout + done.stderr
     requests = json.loads(export.read_text())["experiments"][0]["requests"]
     assert len(requests) >= 20
-    # a response a chunk, of one token or of some, and none that is empty
+    # one response per chunk, of one or more tokens, and none that is empty
     assert all(1 <= len(request["response_timestamps"]) <= 9 for request in requests)

@@ -1,9 +1,9 @@
-"""Sweeps for cancelled clients race with requests that finish, 10,000 times; the server lives.
+"""Sweeps for cancelled clients race with finishing requests 10,000 times; the server survives.
 
 Asking a response sender whether its request is cancelled, while or after its final flag is sent,
 crashes tritonserver; so here the engine looks at every open request each millisecond, and requests
-end all the time, or are left. They are left over HTTP: a gRPC stream that is cancelled while one of
-its responses ends may crash Triton 24.10 whatever the model does.
+end or are abandoned all the time. They are abandoned over HTTP: a gRPC stream that is cancelled
+while one of its responses ends may crash Triton 24.10 whatever the model does.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def server(tmp_path: Path) -> Iterator[TritonServer]:
 
 
 def run_batch(server: TritonServer, rng: random.Random, size: int) -> None:
-    """Requests over one connection, which all run to their end."""
+    """Requests over one connection that all run to their end."""
     results: queue.SimpleQueue[Any] = queue.SimpleQueue()
     client = grpcclient.InferenceServerClient(f"127.0.0.1:{server.grpc_port}")
     client.start_stream(lambda result, error: results.put(error or result))
@@ -63,7 +63,7 @@ def run_batch(server: TritonServer, rng: random.Random, size: int) -> None:
 
 
 def leave_batch(server: TritonServer, rng: random.Random, size: int) -> None:
-    """Requests over as many connections, which are closed somewhere in the answers."""
+    """Requests over separate connections, each closed somewhere in its answer."""
     with ExitStack() as streams:
         for _ in range(size):
             values = {"input_ids": [1], "max_tokens": rng.randint(1, 60), "stream": True}

@@ -1,4 +1,4 @@
-"""A server whose engine has two ranks: its tokens, and what becomes of it when one is lost."""
+"""A server whose engine has two ranks: its tokens, and what happens to it when one is lost."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def rank_1(world: Supervised) -> int:
 
 
 def expected_tokens() -> list[list[int]]:
-    """What an engine of one rank makes of the prompts, in this process."""
+    """What a one-rank engine in this process answers to the prompts."""
     options = {**OPTIONS, "tensor_parallel_size": 1, "device": "cpu"}
     engine = build_engine(EngineOptions.from_mapping(options))
     answers = []
@@ -110,7 +110,7 @@ def test_a_lost_rank_ends_every_stream_and_the_engine_comes_back(
 ) -> None:
     """Streams through the ensemble, and one to the engine itself; each ends with one error.
 
-    Since none is lost, the engine's model is loaded again and the server stays.
+    Since no stream is lost, the engine's model is loaded again and the server stays.
     """
     world.supervisor._recoveries = Recoveries(first_pause_s=0.1)
     server, before = world.server, world.num_recoveries()

@@ -1,5 +1,5 @@
-"""A server whose engine has two replicas: their metrics and counts, and what becomes of requests
-when one is killed, or all are."""
+"""A server whose engine has two replicas: their metrics and counts, and what happens to requests
+when one or all are killed."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def pids_of(world: Supervised) -> list[int]:
 
 
 def keep_on_one_core(pid: int) -> None:
-    """Let this process run beside replicas, whose answers would be over before it has seen any."""
+    """Keep a replica on one core, so that this process can run and see answers before they end."""
     for thread in os.listdir(f"/proc/{pid}/task"):
         os.sched_setaffinity(int(thread), {max(os.sched_getaffinity(0))})
 
@@ -55,7 +55,7 @@ def text_of(world: Supervised, prompt: str) -> str:
 
 
 def ending(call: Call) -> str | None:
-    """With which error a stream ends, if any."""
+    """The error that a stream ends with, if any."""
     with call:
         try:
             call.all()

@@ -1,6 +1,6 @@
-"""The metrics by which routers choose a server, read off a running one as they read them.
+"""The metrics by which routers choose a server, read from a running one as routers read them.
 
-The endpoint picker of the Gateway API Inference Extension takes a metric by its name, the type
+The endpoint picker of the Gateway API Inference Extension finds a metric by its name, the type
 ``gauge`` and the labels that its configuration names: those of a Triton server with TensorRT-LLM
 are ``TRTLLM``, vLLM's are ``VLLM``.
 """
@@ -39,7 +39,7 @@ class Page:
         self._families = {family.name: family for family in families}
 
     def sample(self, spec: str) -> Any:
-        """The one sample of a gauge with a router's ``name{label=value}``."""
+        """The only sample of a gauge that matches a router's ``name{label=value}``."""
         name, _, rest = spec.partition("{")
         label, _, value = rest.rstrip("}").partition("=")
         family = self._families[name]
@@ -52,7 +52,7 @@ class Page:
 
 
 def test_load_as_routers_read_it(paced_server: TritonServer) -> None:
-    """Two requests run and one waits, which is all that there is room for; then none."""
+    """Two requests run and one waits, which is all there is room for; then there are none."""
     busy = {"queued": 1, "running": 2}
     idle = {"queued": 0, "running": 0, "usage": 0}
 

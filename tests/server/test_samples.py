@@ -1,4 +1,4 @@
-"""`n` and `best_of` over the wire, by NVIDIA's client and over HTTP."""
+"""`n` and `best_of` over the wire, with NVIDIA's client and over HTTP."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ pytestmark = pytest.mark.server
 
 FOX = "Tell me a story about a fox."
 HOT: dict[str, Any] = {"temperature": 1.8, "max_tokens": 20, "ignore_eos": True, "seed": 11}
-"""Samples that differ."""
+"""Parameters that make samples differ."""
 
 
 def responses(call: Call) -> list[dict[str, Any]]:
-    """All of a stream's responses that hold something."""
+    """All non-empty responses of a stream."""
     found = []
     with call:
         while (response := call.next()) is not None:
@@ -29,7 +29,7 @@ def responses(call: Call) -> list[dict[str, Any]]:
 
 
 def alone(server: TritonServer, **values: Any) -> list[bytes]:
-    """The texts of requests of their own with the seeds of four samples."""
+    """The texts of separate requests with the seeds of four samples."""
     asked = {**HOT, **values}
     texts = []
     for sample in range(4):

@@ -1,4 +1,4 @@
-"""`minisgl serve`, as an operator calls it."""
+"""`minisgl serve`, as an operator runs it."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ def serve(*arguments: str, folder: Path | None = None) -> Iterator[subprocess.Po
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    """A place with a short path, as sockets need it."""
+    """A folder with a short path, as sockets need."""
     with tempfile.TemporaryDirectory(prefix="t", dir="/tmp") as name:
         yield Path(name)
 
 
 def lines_until(process: subprocess.Popen[str], text: str) -> list[str]:
-    """The output up to the line that holds ``text``."""
+    """The output up to the line that contains ``text``."""
     assert process.stdout is not None
     lines = []
     for line in process.stdout:
@@ -86,7 +86,7 @@ def test_serve_answers_and_stops(folder: Path) -> None:
 
 
 def test_signals_end_it(folder: Path) -> None:
-    """The end of its terminal too; before it is ready as well as after."""
+    """So does the end of its terminal; before it is ready as well as after."""
     with serve(*PORTS, folder=folder) as process:
         lines_until(process, "ready after")
         process.send_signal(signal.SIGHUP)
@@ -101,7 +101,7 @@ def test_signals_end_it(folder: Path) -> None:
 
 
 def test_it_starts_again_what_was_killed(folder: Path) -> None:
-    """The health port tells of it, the ports stay as they are, and a stop is a stop."""
+    """The health port reports it, the ports stay the same, and a stop is a stop."""
     with serve(*PORTS, folder=folder) as process:
         text = "".join(lines_until(process, "health"))
         (health,) = re.findall(r"health +(http://\S+)/ready", text)
@@ -131,7 +131,7 @@ def test_it_starts_again_what_was_killed(folder: Path) -> None:
 
 def test_a_kill_ends_all_of_it_at_once(folder: Path) -> None:
     """Requests in flight are not waited for: the ports are free for the next server, which removes
-    what is left."""
+    what is left behind."""
     with serve(*PORTS, "--drain-timeout-s", "600", folder=folder) as process:
         text = "".join(lines_until(process, "health"))
         (health,) = re.findall(r"health +(http://\S+)/ready", text)

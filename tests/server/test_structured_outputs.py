@@ -28,7 +28,7 @@ SCHEMA = {
     "additionalProperties": False,
     "x-guidance": {"whitespace_flexible": False},
 }
-"""Without whitespace: else a small model likes to write nothing else."""
+"""Without whitespace: otherwise a small model tends to write nothing else."""
 
 
 def follows_schema(text: str) -> bool:
@@ -157,7 +157,7 @@ def test_a_wrong_grammar_as_grpc_status(server: TritonServer) -> None:
 
 
 def test_many_at_once_with_and_without(server: TritonServer) -> None:
-    """Those without a form are not changed by those with one beside them."""
+    """Requests without a form are not changed by those with one."""
     plain = {"text_input": "Count from 1 to 5.", "temperature": 0.0, "max_tokens": 20}
     alone = generate(server, **plain)["text_output"]
     formed = [
@@ -179,7 +179,7 @@ MARKS = ("</think>", "<think>")
 
 @pytest.fixture(scope="module")
 def thinker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[TritonServer, Path]]:
-    """A server whose model's template is Qwen3's, and its folder."""
+    """A server whose model has Qwen3's template, and the model's folder."""
     folder = tmp_path_factory.mktemp("thinker") / "model"
     chat_templates.demo_model(folder, chat_templates.QWEN3, MARKS)
     with running(options={"model": str(folder)}) as server:
@@ -196,7 +196,7 @@ def test_the_form_begins_after_thoughts(thinker: tuple[TritonServer, Path]) -> N
         assert told is not None
         assert (told.tool_dialect, told.thinking) == ("hermes", ("<think>", "</think>"))
         assert not told.begins_thinking and "enable_thinking" in told.variables
-        # the end is likelier than all else, but no token with which the answer may begin
+        # the end is likelier than anything else, but no answer may begin with it
         asked: dict[str, Any] = {
             "structured_outputs": {"regex": "[a-f]{3}"},
             "logit_bias": {begin: 60, end: 100},

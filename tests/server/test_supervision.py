@@ -1,4 +1,4 @@
-"""Processes of a supervised server die or hang: callers learn of it, and it serves again."""
+"""Processes of a supervised server die or hang: callers learn about it, and it serves again."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.server.conftest import paced_repository
 
 ENDLESS: dict[str, Any] = {"input_ids": [1, 2, 3], "max_tokens": 8000, "stream": True}
 PATIENCE_S = 300.0
-"""Models load slowly on a busy machine, and a start that hangs is noticed after two minutes."""
+"""Models load slowly on a busy machine, and a hanging start is noticed after two minutes."""
 
 
 class Supervised:
@@ -81,7 +81,7 @@ class Supervised:
         wait_for(lambda: self.get("/ready")[0] == 200, "a ready server", PATIENCE_S)
 
     def wait_not_ready(self) -> list[str]:
-        """Until it says that it is not ready; why."""
+        """Wait until it says that it is not ready; returns why."""
         reasons: list[str] = []
 
         def is_not_ready() -> bool:
@@ -96,12 +96,12 @@ class Supervised:
         return int(self.get("/stats")[1]["num_recoveries"])
 
     def wait_recovered(self, num_before: int) -> None:
-        """Until one recovery more has been begun, and is over."""
+        """Wait until one more recovery has begun and ended."""
         wait_for(lambda: self.num_recoveries() > num_before, "a recovery", PATIENCE_S)
         self.wait_ready()
 
     def kill(self, model: str, number: int = signal.SIGKILL) -> int:
-        """Send a signal to the process of a model; its id."""
+        """Send a signal to a model's process; returns its id."""
         pid: int = self.stats(model)["pid"]
         os.kill(pid, number)
         return pid
@@ -124,7 +124,7 @@ class Supervised:
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Supervised]:
-    # the paced engine has any context that it is told, so long texts are tokenized
+    # the paced engine takes any context, so that long texts are tokenized
     limits = {
         "drain_timeout_s": "1",
         "max_running_requests": "32",
@@ -137,7 +137,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Supervised]:
 
 @pytest.fixture(autouse=True)
 def few_recoveries(world: Supervised) -> None:
-    """Each test has its own share of recoveries."""
+    """Each test starts with a fresh number of recoveries."""
     world.supervisor._recoveries = Recoveries(first_pause_s=0.1)
 
 
@@ -172,7 +172,7 @@ def test_a_healthy_server(world: Supervised) -> None:
 
 
 def test_an_engine_dies_with_its_requests(world: Supervised) -> None:
-    """Triton would never end them, so all of it starts again: every caller learns of it."""
+    """Triton would never end them, so the whole server starts again: every caller is told."""
     before = world.server
     with ThreadPoolExecutor(16) as pool:
         calls = [Call(before, **ENDLESS) for _ in range(16)]
@@ -183,7 +183,7 @@ def test_an_engine_dies_with_its_requests(world: Supervised) -> None:
         world.kill("llm_engine")
         (reason, *_) = world.wait_not_ready()
         noticed_s = time.monotonic() - killed_s
-        # killed in a lock of Triton's it takes the server with it
+        # if it is killed while it holds a lock of Triton's, it takes the server with it
         assert re.search(r"llm_engine.*ended unexpectedly|tritonserver ended with code -", reason)
         lost = [one.result(timeout=PATIENCE_S) for one in endings]
         assert [error for error in lost if "UNAVAILABLE" not in error] == []
@@ -204,7 +204,7 @@ def test_an_engine_dies_with_its_requests(world: Supervised) -> None:
 
 @pytest.mark.parametrize("model", ["llm_engine", "tokenizer", "detokenizer"])
 def test_an_idle_process_dies(world: Supervised, model: str) -> None:
-    """Its model is loaded again, the server goes on, and nothing is left of the old process."""
+    """Its model is loaded again, the server continues, and nothing of the old process is left."""
     server = world.server
     assert world.answers()
     wait_for(lambda: world.stats("llm_engine")["num_inside"] == 0, "an idle engine")
@@ -214,7 +214,7 @@ def test_an_idle_process_dies(world: Supervised, model: str) -> None:
     old = world.kill(model)
     world.wait_recovered(num_before)
     assert world.answers()
-    if world.server is not server:  # it aborts if the process was telling it a metric
+    if world.server is not server:  # it aborts if the process was reporting a metric
         assert server.poll() == -signal.SIGABRT
         return
     assert world.stats(model)["pid"] != old
@@ -226,7 +226,7 @@ def test_an_idle_process_dies(world: Supervised, model: str) -> None:
 
 
 def test_a_detokenizer_dies_with_its_streams(world: Supervised) -> None:
-    """They end with an error, and the engine has their pages back; others go on."""
+    """They end with an error, and the engine gets their pages back; others continue."""
     server = world.server
     with Call(server, "llm_engine", **ENDLESS) as direct:
         assert direct.next()
@@ -240,7 +240,7 @@ def test_a_detokenizer_dies_with_its_streams(world: Supervised) -> None:
             call.client.close()
         world.wait_recovered(num_before)
         assert world.answers()
-        if world.server is server:  # it dies if the process is killed in a lock of Triton's
+        if world.server is server:  # it dies if the process held a lock of Triton's
             assert direct.next()
 
             num_failed = before["failed"].get("INTERNAL", 0) + 4
@@ -257,7 +257,7 @@ def test_a_detokenizer_dies_with_its_streams(world: Supervised) -> None:
 
 
 def test_a_tokenizer_dies_with_requests_inside(world: Supervised) -> None:
-    """Their callers learn of it too. (By gRPC, since 24.10 dies of such a body over HTTP.)"""
+    """Their callers learn about it, too. (Over gRPC, since such a body over HTTP kills 24.10.)"""
     words = "lorem ipsum dolor sit amet " * 250_000
     num_before, pid = world.num_recoveries(), world.stats("tokenizer")["pid"]
     calls = [Call(world.server, text_input=words, max_tokens=1) for _ in range(4)]

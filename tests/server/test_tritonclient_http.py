@@ -1,4 +1,4 @@
-"""Triton's own HTTP client: health, metadata, configs and counts work, inference cannot."""
+"""Triton's own HTTP client: health, metadata, configs and counts work; inference cannot."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_metadata_name_the_tensors(client: httpclient.InferenceServerClient) -> 
 def test_the_config_says_which_models_are_decoupled(
     client: httpclient.InferenceServerClient,
 ) -> None:
-    """The models inside say it, from which Triton concludes it for the ensembles."""
+    """The inner models say so, and Triton infers it for the ensembles."""
     decoupled = {
         name: client.get_model_config(name).get("model_transaction_policy", {}).get("decoupled")
         for name in ("tokenizer", "llm_engine", "detokenizer")
@@ -71,6 +71,6 @@ def test_statistics_count_requests(
 def test_an_inference_is_refused_by_triton(
     client: httpclient.InferenceServerClient, model: str, shape: tuple[int, ...]
 ) -> None:
-    """``/infer`` gives one response a request; decoupled models need ``/generate`` or gRPC."""
+    """``/infer`` gives one response per request; decoupled models need ``/generate`` or gRPC."""
     with pytest.raises(InferenceServerException, match="decoupled"):
         client.infer(model, [text_input(shape)])

@@ -1,4 +1,4 @@
-"""What a rank takes of a GPU: which steps are captured, and what does not fit or cannot be; and
+"""What a rank takes of a GPU: which steps are captured, what does not fit or is impossible, and
 what its planner is told."""
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ class FakeGraph:
 
 
 class FakeGpu:
-    """A ``Device`` that lists what is done; each graph takes 1 GiB of 40."""
+    """A ``Device`` that records what is done; each graph takes 1 GiB of 40."""
 
     def __init__(self) -> None:
         self.done: list[str] = []
@@ -233,7 +233,7 @@ def out_of_memory(*arguments: object, **options: object) -> NoReturn:
 
 
 def facts_of(num_ranks: int = 1, **options: Any) -> Resolved:
-    """Of the demo model on a GPU of which 1,000 bytes are free."""
+    """Facts about the demo model on a GPU with 1,000 free bytes."""
     folder = Path(DEMO_MODEL)
     spec = load_spec(folder)
     device: Any = SimpleNamespace(
@@ -259,7 +259,7 @@ def facts_of(num_ranks: int = 1, **options: Any) -> Resolved:
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_too_little_memory_for_weights(num_ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Half of them did fit."""
+    """Half of the weights fit."""
     facts = facts_of(num_ranks)
     num_bytes = 2 * facts.spec.num_parameters // num_ranks
     monkeypatch.setattr(build_rank, "build_model", out_of_memory)
@@ -294,7 +294,7 @@ def test_too_little_memory_for_pages(
 
 
 def test_all_ranks_capture_the_same() -> None:
-    """Masks are rank 0's, but what is captured for steps with masks has sums over all ranks."""
+    """Only rank 0 has masks, but steps with masks are captured with sums over all ranks."""
     attention: Any = SimpleNamespace(can_capture=True, captures_chunks=False, name="any")
     limits = []
     for rank in range(2):
@@ -313,7 +313,7 @@ def test_all_ranks_capture_the_same() -> None:
 def test_all_pages_that_were_asked_for_hold_keys(
     windows: tuple[int | None, ...], num_window_pages: int
 ) -> None:
-    """If all layers have windows, only window pages do."""
+    """If all layers have windows, only window pages hold keys."""
     facts = facts_of(num_pages=100, page_size=1)
     num_layers = facts.spec.num_layers
     shape = replace(facts.shape, windows=(windows * num_layers)[:num_layers], window_pages=True)

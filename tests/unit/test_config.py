@@ -1,4 +1,4 @@
-"""Options from names and values: what is taken, what stands for the default, what is refused."""
+"""Options from names and values: what is accepted, what means the default, what is refused."""
 
 from __future__ import annotations
 

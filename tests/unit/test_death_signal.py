@@ -1,4 +1,4 @@
-"""A model's process ends with the process that started it, also where its interpreter is stuck."""
+"""A model's process ends with the process that started it, even if its interpreter is stuck."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_end_of_the_parent_while_stuck_in_loading() -> None:
 
 
 def test_end_of_the_parent_while_stuck_later() -> None:
-    """The end of the thread that loaded the model, before, ends nothing."""
+    """The earlier end of the thread that loaded the model ends nothing."""
     with starting(STUCK_WHEN_LOADED) as starter:
         starter.check_it_says("loaded")
         starter.end_loader()
@@ -147,7 +147,7 @@ def test_nothing_is_loaded_where_the_parent_is_gone() -> None:
 def test_the_first_thread_is_told_by_the_own_namespace_only(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """In others the numbers of this process and of its parent are those of any two processes."""
+    """In other namespaces the ids of this process and its parent may be those of any processes."""
     monkeypatch.setattr(Path, "read_text", lambda path, encoding: f"7 {os.getpid()} 8 ")
     assert death_signal._is_child_of_main_thread(os.getppid())
     monkeypatch.setattr(os, "readlink", lambda path: "7")

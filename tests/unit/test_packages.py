@@ -12,7 +12,7 @@ from minisgl_backend import packages
 
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> set[str]:
-    """Modules that seem to be installed besides none of the others that speed up a GPU."""
+    """The modules that seem to be installed; no others that speed up a GPU do."""
     found: set[str] = set()
 
     def import_module(name: str) -> ModuleType:

@@ -46,7 +46,7 @@ ARRAY = st.integers(0, 4).flatmap(arrays)
 
 
 def plans() -> st.SearchStrategy[StepPlan]:
-    """Plans of rank 0, with all of their arrays, of any lengths."""
+    """Plans of rank 0, with arrays of any lengths."""
     parts: dict[str, st.SearchStrategy[Any]] = {}
     for part in fields(StepPlan):
         if part.name == "draws":  # rank 0 has the admissions
@@ -66,7 +66,7 @@ def plans() -> st.SearchStrategy[StepPlan]:
 
 
 def assert_same(a: object, b: object) -> None:
-    """Equal in all fields; arrays also in their type."""
+    """All fields are equal; arrays also have equal types."""
     if is_dataclass(a) and not isinstance(a, type):
         assert type(a) is type(b)
         for spec in fields(a):
@@ -85,7 +85,7 @@ def assert_same(a: object, b: object) -> None:
 def test_decoding_undoes_encoding_but_for_what_says_how_to_sample(
     plan: StepPlan, num_spare_words: int
 ) -> None:
-    """Other ranks need not know all of it."""
+    """Other ranks need not know all about sampling."""
     buffer, draws = encode_plan(plan), Draws.of(plan.admissions)
     expected = replace(plan, admissions=(), masked_rows=EMPTY, draws=draws)
     assert buffer.dtype == np.int32

@@ -37,7 +37,7 @@ from tests.unit.models.config_jsons import GEMMA_4_E2B
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A model to be spoilt."""
+    """A model for tests to spoil."""
     return Path(shutil.copytree(DEMO_MODEL, tmp_path / "model"))
 
 
@@ -238,7 +238,7 @@ def test_layers_whose_sums_would_depend_on_the_batch(changes: dict[str, Any], me
 def test_a_model_that_no_memory_could_hold(
     folder: Path, changes: dict[str, Any], message: str
 ) -> None:
-    """With dummy weights no file says how many there are, only config.json does."""
+    """With dummy weights, only config.json says how many there are; no file does."""
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, **changes}))
     with pytest.raises(ConfigError, match=f"^{message}.* would take [0-9,]+ bytes, and this mach"):

@@ -1,1 +1,1 @@
-"""Programs that use clients which need environments of their own; see ``test_sdks``."""
+"""Programs for clients that need their own environments; see ``test_sdks``."""

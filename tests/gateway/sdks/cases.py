@@ -1,8 +1,8 @@
-"""What the programs of this folder share. It knows pydantic and nothing else of any environment.
+"""What the programs in this folder share. Of any environment it needs only pydantic.
 
-A program takes two addresses, of a gateway before the agent of ``tests.gateway.agent`` and of one
-before the demo model, runs its cases, and prints one JSON object: of each case its result, or the
-error that it ended with.
+A program takes two addresses, of a gateway in front of the agent of ``tests.gateway.agent`` and of
+one in front of the demo model, runs its cases, and prints one JSON object with the result of each
+case, or the error that it ended with.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ QUESTION = "How is the weather in Bogotá?"
 class Report(BaseModel):
     """The weather of a city."""
 
-    # else a schema allows further properties, of which a model without sense writes many
+    # otherwise the schema allows more properties, and a senseless model writes many
     model_config = ConfigDict(extra="forbid")
 
     city: Literal["Bogotá", "Paris"]

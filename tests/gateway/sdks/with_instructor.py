@@ -1,4 +1,4 @@
-"""Instructor: its default mode, its mode for schemas, and the one that asks for JSON only."""
+"""Instructor: its default mode, its schema mode, and the mode that only asks for JSON."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""LiteLLM by both of its providers for such servers: a required tool, a named one, a schema, and an
-agent's two turns."""
+"""LiteLLM with both of its providers for such servers: a required tool, a named one, a schema, and
+an agent's two turns."""
 
 from __future__ import annotations
 

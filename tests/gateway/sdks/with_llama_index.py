@@ -1,4 +1,4 @@
-"""LlamaIndex: structured answers, by tools and by schemas, and agents."""
+"""LlamaIndex: structured answers by tools and by schemas, and agents."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Names of attention backends on a GPU, as far as they can be told apart without one."""
+"""Which attention backends a GPU gets, as far as this can be tested without one."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ SETTING = AttentionSetting(
 )
 
 ACCELERATOR = torch.device("meta")
-"""Stands for a device that is no CPU and has no library's kernels."""
+"""Stands for a device that is not a CPU and has no library's kernels."""
 
 
 def choice(option: str | None, **changes: Any) -> PagedAttention:
@@ -76,7 +76,7 @@ def test_each_kind_of_heads_has_a_backend_of_its_own() -> None:
 
 
 class Scheduled:
-    """Decode attention by a schedule, which notes what it is told."""
+    """Decode attention by a schedule, which records what it is told."""
 
     def __init__(self, setting: AttentionSetting) -> None:
         self.lengths: list[int] = []
@@ -122,7 +122,7 @@ def test_layers_with_window_pages_have_a_schedule_and_a_table_of_their_own(
 def test_sections_are_computed_by_a_backend_without_windows(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of which a row has the pages of its section only, as a captured step finds them."""
+    """A row has only the pages of its section, as a captured step finds them."""
     made: list[Scheduled] = []
 
     def make(setting: AttentionSetting) -> Scheduled:

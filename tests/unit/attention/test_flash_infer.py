@@ -1,6 +1,6 @@
 """What FlashInfer's kernels are told, read back as they read it.
 
-A stand-in for the library attends in plain PyTorch from what wrappers are planned with and from the
+A stand-in for the library attends in plain PyTorch, using what wrappers are planned with and the
 buffers that a captured kernel would read. The kernels themselves run in ``tests/gpu``.
 """
 
@@ -104,7 +104,7 @@ class Wrapper:
 def fast_decode_plan(
     wrapper: Wrapper, offsets: Tensor, indices: Tensor, last_lengths: Tensor, *heads: int, **_: Any
 ) -> None:
-    """Makes the schedule from the host's numbers, and leaves alone what the kernels read."""
+    """Make the schedule from the host's numbers, and leave what the kernels read alone."""
     assert len(indices) <= len(wrapper.buffers[1])
     pages = offsets[1:] - offsets[:-1]
     wrapper.scheduled = ((pages - 1) * wrapper.page_size + last_lengths).tolist()
@@ -116,7 +116,7 @@ LIBRARY.decode = SimpleNamespace(fast_decode_plan=fast_decode_plan)
 
 
 class Event:
-    """A CUDA event if there is no CUDA."""
+    """A CUDA event without CUDA."""
 
     def record(self) -> None:
         pass

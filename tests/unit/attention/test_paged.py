@@ -1,4 +1,4 @@
-"""Attention over pages that runs on a CPU too, by the checks that GPU backends are held to."""
+"""Attention over pages that also runs on a CPU, held to the same checks as GPU backends."""
 
 from __future__ import annotations
 

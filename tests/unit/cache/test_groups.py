@@ -1,4 +1,4 @@
-"""Which leases are grouped: those that share pages, where that saves enough."""
+"""Which leases are grouped: those that share pages, if that saves enough."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_a_prefix_of_all_and_longer_ones_of_some() -> None:
 
 def test_a_prefix_that_saves_little_goes_to_the_groups_below() -> None:
     leases = Leases("saaaa1", "sbbbb2", "saaaa3", "sbbbb4")
-    # of all: 3 * 4 positions saved, less than 4 * 4; of two: 1 * 20 positions, more than 2 * 4
+    # all four save 3 * 4 positions, less than 4 * 4; two save 1 * 20 positions, more than 2 * 4
     assert leases.groups(cost_tokens=4) == [([0, 2], 0, 5), ([1, 3], 0, 5)]
     assert leases.groups(cost_tokens=10) == []
 
@@ -75,7 +75,7 @@ def test_a_run_in_several_nodes_is_one_group() -> None:
 
 
 def test_leases_of_others_make_no_group() -> None:
-    """A page may be shared with leases that are not asked for."""
+    """A page may be shared with leases that are not among those asked about."""
     leases = Leases("aaa1", "aaa2", "aaabb3", "aaabb4")
     others, leases.held = leases.held[:2], leases.held[2:]
     assert leases.groups() == [([0, 1], 0, 5)]

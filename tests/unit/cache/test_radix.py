@@ -1,4 +1,4 @@
-"""The radix tree: matching, splitting, the order of eviction, and what its check sees."""
+"""The radix tree: matching, splitting, the order of eviction, and what its check finds."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def ints(*values: int) -> IntArray:
 
 
 def add(tree: RadixTree, tokens: IntArray, first_page: int, salt: bytes = b"") -> list[int]:
-    """Insert ``tokens`` with the pages from ``first_page`` on; the pages that were there before."""
+    """Insert ``tokens`` with pages from ``first_page`` on; returns the pages already there."""
     pages = np.arange(first_page, first_page + len(tokens) // tree.page_size, dtype=np.int32)
     node, known = tree.insert(tree.root, tokens, pages, salt)
     tree.unpin(node)
@@ -27,7 +27,7 @@ def add(tree: RadixTree, tokens: IntArray, first_page: int, salt: bytes = b"") -
 
 
 def cached(tree: RadixTree, tokens: IntArray, salt: bytes = b"") -> list[int]:
-    """Pages that a match finds; counts as a use."""
+    """The pages that a match finds; counts as a use."""
     node, pages = tree.match(tokens, salt)
     tree.check()
     tree.unpin(node)

@@ -17,7 +17,7 @@ from minisgl_backend.request import IntArray
 from tests.fakes.executor import tokens_of
 
 SIZE = 4
-WINDOW = 9  # two pages before its own are seen by the first token of a page
+WINDOW = 9  # the first token of a page sees two pages before its own
 
 
 def cache_of(num_window_pages: int, num_pages: int = 40) -> RadixCache:
@@ -38,7 +38,7 @@ def windows_of(cache: KVCache) -> WindowPages:
 def compute(
     cache: NaiveCache, tokens: IntArray, *, line: int = 0, keeps: tuple[int, ...] = ()
 ) -> Lease:
-    """Compute all tokens in chunks of a page."""
+    """Compute all tokens in one-page chunks."""
     windows = windows_of(cache)
     lease = cache.acquire(tokens)
     windows.seat(lease, line, keeps)
@@ -53,7 +53,7 @@ def compute(
 
 
 def table(cache: KVCache) -> dict[tuple[int, int], int]:
-    """What has changed in it."""
+    """What has changed in the window table."""
     grants = windows_of(cache).take_grants()
     lines, indices, pages = grants.rows.tolist(), grants.indices.tolist(), grants.pages.tolist()
     return dict(zip(zip(lines, indices, strict=True), pages, strict=True))
@@ -78,7 +78,7 @@ def test_a_prefix_is_found_up_to_where_its_window_is_kept() -> None:
     cache.release(compute(cache, prompt(1, 2, 3, 4, 5, 6, 7)))
     longer = prompt(1, 2, 3, 4, 5, 6, 7, 8)
     assert cache.match_length(longer) == 7 * SIZE
-    # after the fifth page one would see the fourth, whose window page is another's by now
+    # a token after the fifth page sees the fourth, whose window page belongs to another by now
     parting = prompt(1, 2, 3, 4, 5, 9)
     assert cache.match_length(parting) == 0 and cache.cached_length(parting) == 5 * SIZE
     lease = cache.acquire(longer)
@@ -102,7 +102,7 @@ def test_windows_where_others_part_are_kept_longer() -> None:
 
 
 def test_window_pages_are_taken_over_with_the_tokens_of_another() -> None:
-    """Others have published the same tokens in other pages, whose window pages are gone."""
+    """The same tokens were published before in other pages, whose window pages are gone."""
     cache = cache_of(4)
     tokens = prompt(1, 2, 3, 4, 5, 6)
     cache.release(compute(cache, tokens))
@@ -145,7 +145,7 @@ def test_an_emptied_cache_clears_the_lines_of_lost_leases() -> None:
 
 
 def test_an_emptied_cache_clears_no_line_of_a_lease_that_has_none() -> None:
-    """Bookkeeping may break between a match and the row that the sequence was to take."""
+    """Bookkeeping may break after a match, before the sequence gets its row."""
     cache = cache_of(8)
     cache.release(compute(cache, prompt(1, 2), line=5))
     assert cache.acquire(prompt(1, 2)).window_end > 0

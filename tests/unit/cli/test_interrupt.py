@@ -1,6 +1,6 @@
-"""Signals end a command though its threads are in calls that take minutes.
+"""Signals end a command although its threads are in calls that take minutes.
 
-Each test would otherwise wait for ten minutes, and fail by its time limit.
+Otherwise each test would wait for ten minutes, and fail by its time limit.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The command groups, where not every extra is installed."""
+"""The command groups if not every extra is installed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from minisgl_backend.cli.main import LazyGroup, main
 
 @pytest.fixture
 def group(monkeypatch: pytest.MonkeyPatch) -> LazyGroup:
-    """A command whose module needs uvicorn, which is not there, beside one that works."""
+    """A command whose module needs uvicorn, which is not installed, and one that works."""
     for name in [name for name in sys.modules if name.startswith("minisgl_gateway")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "uvicorn", None)
@@ -100,7 +100,7 @@ def test_a_value_that_is_empty(option: str) -> None:
 
 
 def test_signals_count_as_ctrl_c_though_that_is_ignored(request: pytest.FixtureRequest) -> None:
-    """As in the background of a shell; what is ignored on purpose, as by nohup, stays ignored."""
+    """As in a shell's background job; what is ignored on purpose, as by nohup, stays ignored."""
     for number, handler in (
         (signal.SIGINT, signal.SIG_IGN),
         (signal.SIGTERM, signal.SIG_DFL),
@@ -112,7 +112,7 @@ def test_signals_count_as_ctrl_c_though_that_is_ignored(request: pytest.FixtureR
         os.kill(os.getpid(), signal.SIGHUP)
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGTERM)
-        os.kill(os.getpid(), signal.SIGTERM)  # a second one does not disturb the cleaning
+        os.kill(os.getpid(), signal.SIGTERM)  # a second one does not disturb cleaning up
     assert ended.value.code == 143
 
 

@@ -27,7 +27,7 @@ def test_work_runs_in_order_and_submitting_does_not_wait(device: CpuDevice) -> N
     gate, seen = threading.Event(), list[int]()
     first = device.submit(lambda: gate.wait(60))
     rest = [device.submit(partial(seen.append, number)) for number in range(20)]
-    assert seen == []  # all of them wait behind the first
+    assert seen == []  # all wait behind the first one
     gate.set()
     assert first.result()
     for submission in rest:

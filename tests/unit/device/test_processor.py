@@ -1,4 +1,4 @@
-"""What a processor is good at, and which type of numbers follows from it."""
+"""What a processor is good at, and which number type follows from it."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_sixteen_bits_on_a_slow_processor_are_one_warning_of_all_ranks(
 @pytest.mark.parametrize(
     ("variable", "num_weights", "num_ranks", "expected"),
     [
-        ("", LARGE_MODEL - 1, 1, 7),  # one is left for planning and sending
+        ("", LARGE_MODEL - 1, 1, 7),  # one core is left for planning and sending
         ("", LARGE_MODEL, 1, 8),
         ("8", LARGE_MODEL - 1, 1, 8),
         ("", LARGE_MODEL, 2, 4),

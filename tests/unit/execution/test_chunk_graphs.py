@@ -1,4 +1,4 @@
-"""Graphs of steps with prompt chunks: their sizes, what they are told and what they compute."""
+"""Graphs of steps with prompt chunks: their sizes, their inputs and what they compute."""
 
 from __future__ import annotations
 
@@ -235,7 +235,7 @@ class Layers:
 
     @property
     def memory(self) -> list[Tensor]:
-        """All that outlives a step, but for the dummies."""
+        """Everything that outlives a step, except the dummies."""
         found = [self.storage.pages[0][:, :, :NUM_PAGES]]
         for of_layer in [] if self.states is None else self.states.layers:
             for states in (of_layer.conv, of_layer.matrices):
@@ -246,14 +246,14 @@ class Layers:
         return [tensor.clone() for tensor in self.memory]
 
     def go_back(self, memory: list[Tensor]) -> None:
-        """Take ``memory`` for what outlived the steps before."""
+        """Restore ``memory`` as what outlived earlier steps."""
         for tensor, was in zip(self.memory, memory, strict=True):
             tensor.copy_(was)
 
 
 @pytest.fixture
 def nan_where_unwritten() -> Iterator[None]:
-    """What ``torch.empty`` makes is NaN."""
+    """``torch.empty`` returns NaN."""
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -267,7 +267,7 @@ def nan_where_unwritten() -> Iterator[None]:
 def test_padding_changes_nothing(
     case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two rows decode, one begins its prompt and one goes on, in graphs of several sizes."""
+    """Two rows decode, one begins its prompt and one continues, in graphs of several sizes."""
     monkeypatch.setattr(choose, "has_triton", lambda: True)
     write_checkpoint(case, tmp_path)
     layers = Layers(tmp_path)
@@ -286,7 +286,7 @@ def test_padding_changes_nothing(
     expected = layers.over_batch(plan)
     assert expected.shape[0] == plan.num_tokens == 22
     after = layers.copy_of_memory()
-    # norms of what recurrent heads read enlarge rounding
+    # norms of what recurrent heads read magnify rounding errors
     tolerance = 1e-4 if layers.states is None else 1e-3
     assert not any(map(torch.equal, after, before))
     for size in (22, 32, 100):
@@ -303,7 +303,7 @@ def test_padding_changes_nothing(
 @pytest.mark.usefixtures("nan_where_unwritten")
 @torch.inference_mode()
 def test_steps_of_one_kind(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prompts alone, decoding rows alone, and no token at all, as graphs are captured with."""
+    """Only prompts, only decoding rows, and no token at all, as when graphs are captured."""
     monkeypatch.setattr(choose, "has_triton", lambda: True)
     write_checkpoint(case, tmp_path)
     layers = Layers(tmp_path)
@@ -335,7 +335,7 @@ class NoGraphs:
 def test_the_longest_step_has_to_fit_beside_the_graphs(
     max_prefill_tokens: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It fills all rows: those that have no chunk decode."""
+    """The step fills all rows: those without a chunk decode."""
     num_chunks = -(-max_prefill_tokens // CONTEXT)
     num_tokens = max_prefill_tokens + MAX_ROWS - num_chunks
     monkeypatch.setattr(choose, "has_triton", lambda: True)

@@ -1,4 +1,4 @@
-"""The executor by hand-written plans: what one row does must not reach another."""
+"""The executor with hand-written plans: what one row does must not affect another."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def executor(model: Decoder) -> Iterator[ModelExecutor]:
 
 
 class Driver:
-    """Writes plans for one executor; each row gets pages of its own, or those it is told."""
+    """Writes plans for one executor; each row gets pages of its own, or the given ones."""
 
     def __init__(self, executor: Executor):
         self.executor = executor
@@ -129,7 +129,7 @@ class Driver:
         released: tuple[int, ...] = (),
         broken: tuple[int, ...] = (),
     ) -> Pending:
-        """Prefill one chunk of a row, admitting it at ``start`` 0, beside decodes of others."""
+        """Prefill one chunk of a row, admitting it at ``start`` 0, while others decode."""
         admission = _admission(row=row, num_prompt_tokens=start + len(tokens), sampling=sampling)
         return self.launch(
             released_rows=_ints(*released),
@@ -162,7 +162,7 @@ def _chunk(row: int, start: int, tokens: tuple[int, ...], *, is_last: bool = Tru
 
 
 def _decodes(*places: tuple[int, int]) -> Decodes:
-    """Of (row, position) pairs."""
+    """Decodes of (row, position) pairs."""
     return Decodes(_ints(*(row for row, _ in places)), _ints(*(at for _, at in places)))
 
 
@@ -189,12 +189,12 @@ def _admission(
 
 
 def _alone(executor: ModelExecutor, count: int) -> list[int]:
-    """What ``PROMPT`` continues with, undisturbed, in row 3."""
+    """How ``PROMPT`` continues, undisturbed, in row 3."""
     driver = Driver(executor)
     tokens = _tokens(driver.prefill(3, PROMPT, pages=(20, 21, 22, 23)))
     for step in range(count - 1):
         tokens += _tokens(driver.decode((3, len(PROMPT) + step)))
-    assert len(set(tokens)) >= min(count, 3)  # else a wrong context could go unnoticed
+    assert len(set(tokens)) >= min(count, 3)  # otherwise a wrong context could go unnoticed
     return tokens
 
 
@@ -203,7 +203,7 @@ def test_chunks_and_decodes_of_several_rows(executor: ModelExecutor) -> None:
     driver = Driver(executor)
     first = driver.prefill(0, PROMPT[:3], pages=(7, 2, 9, 4), is_last=False)
     assert _tokens(first) == []
-    # Steps are launched before the tokens of those before them are read.
+    # Each step is launched before the tokens of earlier steps are read.
     pending = [
         driver.prefill(0, PROMPT[3:], pages=(), start=3),
         driver.prefill(1, OTHER, pages=(11, 12, 13), decode=((0, 6),)),
@@ -234,7 +234,7 @@ def test_a_shared_prefix_is_read_not_written(executor: ModelExecutor) -> None:
 
 
 def test_the_rest_of_a_prompt_is_copied_from_another_row(executor: ModelExecutor) -> None:
-    """Of the page's positions only those that are named: NaN after them stays where it is."""
+    """Only the named positions of the page are copied: NaN after them stays where it is."""
     expected = _alone(executor, 3)
     driver = Driver(executor)
     _tokens(driver.prefill(0, PROMPT[:5], pages=(1, 9), is_last=False))
@@ -258,7 +258,7 @@ def test_a_row_that_is_not_finite_fails_alone(executor: ModelExecutor) -> None:
     tokens = _tokens(driver.prefill(0, PROMPT, pages=(1, 2, 3)))
     mixed = _tokens(driver.prefill(1, (4, POISON, 4), pages=(5, 6), decode=((0, 6),)))
     assert mixed[0] == NO_TOKEN
-    # The row goes on in one more step that was already in flight, and fails again.
+    # The row runs in one more step that was already in flight, and fails again.
     both = _tokens(driver.decode((0, 7), (1, 3)))
     assert both[1] == NO_TOKEN
     tokens += [mixed[1], both[0]]

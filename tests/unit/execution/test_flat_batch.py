@@ -1,4 +1,4 @@
-"""The flat batch of a step: which token stands where, and which are sampled from."""
+"""The flat batch of a step: which token is where, and which are sampled from."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rank 0 where it waits for others that are silent, as only kernels on GPUs can."""
+"""Rank 0 while it waits for silent ranks, as otherwise only kernels on GPUs can."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TIMEOUT_S = 0.05
 
 
 class Silence:
-    """All that ``LeadingExecutor`` is made of: what is called ``stuck`` ends with the ranks."""
+    """All parts of a ``LeadingExecutor``: the call named ``stuck`` ends only with the ranks."""
 
     def __init__(self) -> None:
         self.stuck = ""
@@ -77,7 +77,7 @@ def silence() -> Iterator[Silence]:
 
 
 def test_the_executor_is_closed_before_the_group_is_left(silence: Silence) -> None:
-    """Its CUDA graphs hold collectives, and no communicator ends before they are destroyed."""
+    """Its CUDA graphs hold collectives, and a communicator cannot end before they are destroyed."""
     order: list[str] = []
     executor: Any = SimpleNamespace(close=lambda: order.append("executor"))
     group: Any = SimpleNamespace(leave=lambda *, patience_s: order.append("group"))

@@ -1,4 +1,4 @@
-"""The state of rows as the host writes it, and what becomes of logits by it."""
+"""The state of rows as the host writes it, and how it changes logits."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_most_requests_have_no_lines(params: SamplingParams) -> None:
 
 
 class Oracle:
-    """What a row's greedy token is, by counting its tokens one by one."""
+    """A row's greedy token, found by counting its tokens one by one."""
 
     def __init__(self, of_row: Admission, prompt: list[int], output: list[int]):
         self.params = of_row.sampling
@@ -112,7 +112,7 @@ class Oracle:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_greedy_tokens_follow_what_each_request_asked_for(seed: int) -> None:
-    """Rows are taken again and again, by new requests and by those that have begun elsewhere."""
+    """Rows are reused again and again, by new requests and by some that began elsewhere."""
     rng = np.random.default_rng(seed)
     device, oracles = CpuDevice(), dict[int, Oracle]()
     table = device_rows()
@@ -153,7 +153,7 @@ def test_greedy_tokens_follow_what_each_request_asked_for(seed: int) -> None:
 
 @pytest.mark.parametrize("penalty", [1e-38, 3e38])
 def test_no_penalty_breaks_logits(penalty: float) -> None:
-    """The largest is chosen where all of them are rewarded, or punished, out of measure."""
+    """The largest logit is chosen even if all are rewarded, or punished, excessively."""
     rows = device_rows()
     params = SamplingParams(temperature=0.0, repetition_penalty=penalty)
     rows.admit([admission(3, params, list(range(VOCAB_SIZE)), [])])

@@ -84,12 +84,12 @@ def _choose(
 
 
 def test_number_of_pages() -> None:
-    """One page less than fit: the dummy page."""
+    """One page fewer than fit: the dummy page."""
     assert _choose(100_000) == 49
     assert _choose(100_000, cap_bytes=30_000) == 29
     assert _choose(100_000, reserved_bytes=20_000) == 39
-    assert _choose(10**9) == 499_999  # however few positions all rows can take
-    assert _choose(10**15) == 2**31 // 16 - 1  # kernels number positions by int32
+    assert _choose(10**9) == 499_999  # however few positions all rows can use
+    assert _choose(10**15) == 2**31 // 16 - 1  # kernels number positions with int32
 
 
 def test_layers_with_windows_have_pages_of_their_own() -> None:
@@ -129,7 +129,7 @@ def test_sections_are_windows() -> None:
 def test_long_contexts_take_the_memory_of_layers_without_windows(
     max_rows: int, gain: float
 ) -> None:
-    """Tokens of context in 40 GiB: half of the layers of gpt-oss have a window of 128."""
+    """Tokens of context in 40 GiB: half of gpt-oss's layers have a window of 128."""
     shape = parse_spec(SHAPES["gpt-oss-20b"]).attention_shape()
     sliding = shape.for_context(2**17)
     rule = WindowRule(
@@ -212,7 +212,7 @@ def test_pages_need_not_hold_a_full_sequence() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
 def test_slots_are_copied_in_all_layers(dtype: torch.dtype) -> None:
-    """More than go at a time."""
+    """More slots than are copied at a time."""
     kv = KVStorage(SHAPE, num_pages=300, page_size=4, dtype=dtype, device=torch.device("cpu"))
     kv.pages[0].copy_(torch.randn(kv.pages[0].shape).to(dtype))
     before = kv.pages[0].float()

@@ -1,4 +1,4 @@
-"""Machine code of kernels in the user's cache folder."""
+"""The kernels' machine code in the user's cache folder."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_a_cache_that_is_no_folder_does_not_matter(
 
 
 def test_a_user_without_a_home_compiles_at_every_start() -> None:
-    """As in a container that runs under any number."""
+    """As in a container that runs under an arbitrary user id."""
     if os.getuid():
         pytest.skip("only root can take another user's number")
     become_nobody = f"""

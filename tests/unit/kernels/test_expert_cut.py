@@ -1,4 +1,4 @@
-"""Every cut is one that the kernels compile for, and that an H200 has the room for."""
+"""The kernels compile for every cut, and an H200 has room for it."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from minisgl_backend.kernels.packed_weight import CodesKind
 from minisgl_backend.weight_format import CONVERTED_FP8, Encoding, Layout, WeightFormat
 
 SHARED_BYTES = 227 * 1024
-"""Of a multiprocessor on Hopper that one thread block has to itself; each needs 1 KiB more."""
+"""What one thread block alone on a Hopper multiprocessor may have; each takes 1 KiB more."""
 
 
 INT4 = WeightFormat(layout=Layout.AWQ, encoding=Encoding.INT4, block=(1, 128), symmetric=False)
 MXFP4 = WeightFormat(layout=Layout.MX_STACKED, encoding=Encoding.E2M1, block=(1, 32))
 NUMBERS = {16: PLAIN, 8: Numbers(8, 128, 64), 4: Numbers(4, 256, 2 * 64)}
-"""With a scale for 128 inputs; with more, fewer thread blocks may share a multiprocessor."""
+"""With a scale per 128 inputs; with more scales, fewer thread blocks may share a multiprocessor."""
 
 
 @pytest.mark.parametrize("bits", [16, 8, 4])
@@ -49,7 +49,7 @@ def test_more_rows_take_tiles_of_more_rows(
 
 
 def test_the_cut_for_many_rows() -> None:
-    """A thread block has a multiprocessor to itself; decoding never takes it."""
+    """A thread block has a multiprocessor to itself; decoding never uses this cut."""
     assert MANY.shared_bytes <= SHARED_BYTES
     for bits in (16, 8, 4):
         assert not are_many(256 * 8, 128, bits)
@@ -57,7 +57,7 @@ def test_the_cut_for_many_rows() -> None:
 
 
 def test_which_weights_are_for_many_rows() -> None:
-    """Those of Qwen3-30B-A3B on 1 and 2 ranks; in FP8 not with smaller blocks."""
+    """Those of Qwen3-30B-A3B on 1 and 2 ranks; in FP8 only without smaller blocks."""
     assert [fits_many(2048, 768 // ranks) for ranks in (1, 2, 4)] == [True, True, False]
     assert not fits_many(128, 768) and not fits_many(2048, 128)
     in_blocks = CodesKind(Encoding.E4M3, group=128, shared_by=8, zeros=False)
@@ -68,7 +68,7 @@ def test_which_weights_are_for_many_rows() -> None:
 
 
 def test_sizes() -> None:
-    """Those of Qwen3-30B-A3B and gpt-oss-20b, on 1 to 8 ranks."""
+    """The sizes of Qwen3-30B-A3B and gpt-oss-20b, on 1 to 8 ranks."""
     for form, most in ((None, 4), (CONVERTED_FP8, 8), (INT4, 8)):
         fitting = [ranks for ranks in (1, 2, 4, 8) if fits(2048, 768 // ranks, form)]
         assert max(fitting) == most and len(fitting) == most.bit_length()

@@ -1,4 +1,4 @@
-"""Every cut of a GEMM in float8 is one that the kernel compiles for, and all its steps are done."""
+"""The kernel compiles for every cut of a float8 GEMM, and all its steps are done."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_weights_that_do_not_fit() -> None:
     data=st.data(),
 )
 def test_even_parts(tiles: int, steps: int, blocks: int, data: st.DataObject) -> None:
-    """``owner`` and ``take_tile`` of ``float8_linear.cu``: who has a step, who finishes a tile."""
+    """As ``owner`` and ``take_tile`` of ``float8_linear.cu``: who has a step or finishes a tile."""
     total = tiles * steps
     blocks = min(blocks, total)
 
@@ -62,5 +62,5 @@ def test_even_parts(tiles: int, steps: int, blocks: int, data: st.DataObject) ->
         return
     assert finishers >= 1
     for block in range(first, last + 1):
-        # a thread block finishes its last tile, and goes on from any other one
+        # a thread block takes part in finishing its last tile only, and moves on from any other
         assert (first_step(block + 1) <= end) == (block - first < finishers)

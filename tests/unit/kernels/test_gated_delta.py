@@ -1,4 +1,4 @@
-"""Gated DeltaNet, in blocks and token by token, beside the functions of ``transformers``."""
+"""Gated DeltaNet, in blocks and token by token, against the functions of ``transformers``."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_the_convolution_goes_on_where_it_was_cut() -> None:
 
 
 def test_runs_give_what_steps_give() -> None:
-    """Of two rows, one of which goes on from a state; snapshots are kept within and at the end."""
+    """One of two rows continues from a state; snapshots are kept within runs and at their end."""
     draw = torch.Generator().manual_seed(4)
     width = 2 * KEY_HEADS * KEY_DIM + HEADS * VALUE_DIM
     x, weight = torch.randn(80, width, generator=draw), torch.randn(width, 4, generator=draw)

@@ -1,4 +1,4 @@
-"""Every cut is one that ``cuda/gemv.cu`` or ``cuda/expert_gemv.cu`` compiles for."""
+"""``cuda/gemv.cu`` or ``cuda/expert_gemv.cu`` compiles for every cut."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_all_can_be_compiled(strips: int, blocks: int, codes: CodesKind) -> None
     ],
 )
 def test_weights_of_qwen3_14b(height: int, in_features: int, cut: GemvCut) -> None:
-    """Those that were measured."""
+    """The cuts that were measured."""
     assert gemv_cut(height, in_features, INT4, is_added=False) == cut
     fp8 = CodesKind(Encoding.E4M3, 128, 8, False)
     assert gemv_cut(height, in_features, fp8, is_added=False) is None
@@ -70,13 +70,13 @@ MXFP4 = CodesKind(Encoding.E2M1, group=128, shared_by=1, zeros=False)
 
 
 def shared_bytes(cut: GemvCut) -> int:
-    """Codes, scales and sums of a thread block of ``cuda/expert_gemv.cu``."""
+    """The codes, scales and sums of a thread block of ``cuda/expert_gemv.cu``."""
     return cut.warps * (cut.columns * (1024 + 64) + 64)
 
 
 @given(in_features=st.integers(1, 176).map(lambda chunks: 32 * chunks))
 def test_experts(in_features: int) -> None:
-    """Each warp has one batch, in the shared memory that needs no asking for."""
+    """Each warp has one batch, in the shared memory that is available without asking."""
     cut = expert_gemv_cut(in_features, MXFP4)
     assert cut is not None
     assert 1 <= cut.columns <= 4
@@ -86,8 +86,8 @@ def test_experts(in_features: int) -> None:
 
 
 def test_experts_of_gpt_oss() -> None:
-    """As many thread blocks as registers suffice for fit into shared memory, each with 1 KiB that
-    CUDA takes."""
+    """As many thread blocks as there are registers for fit into shared memory, each with the 1 KiB
+    that CUDA takes."""
     cut = expert_gemv_cut(2880, MXFP4)
     assert cut == GemvCut(4, 6, 6)
     assert cut.per_processor * (shared_bytes(cut) + 1024) <= 228 * 1024

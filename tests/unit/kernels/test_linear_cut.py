@@ -1,4 +1,4 @@
-"""Every cut is one that ``cuda/linear.cu`` compiles for, and that an H200 has the memory for."""
+"""``cuda/linear.cu`` compiles for every cut, and an H200 has the memory for it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from minisgl_backend.kernels.linear_cut import (
 
 PROCESSORS = 132
 SHARED_BYTES = 227 * 1024
-"""Of a thread block on Hopper."""
+"""What a thread block on Hopper may have."""
 
 
 @given(
@@ -34,7 +34,7 @@ SHARED_BYTES = 227 * 1024
 def test_all_can_be_compiled(
     batch: int, units: int, in_features: int, head_dim: int | None
 ) -> None:
-    """Rows of a weight that no tile divides among them."""
+    """Including weights whose rows no tile divides."""
     height = units * (head_dim or 16)
     assert why_not(height, in_features, whole=False) is None
     cut = cut_of(batch, height, in_features, head_dim=head_dim)
@@ -71,7 +71,7 @@ def test_all_can_be_compiled(
 def test_all_of_codes_can_be_compiled(
     batch: int, height: int, blocks: int, head_dim: int | None, numbers: Numbers
 ) -> None:
-    """A tile has at most 96 tokens: sums of a group and of all take registers."""
+    """A tile has at most 96 tokens, since sums of a group and of everything take registers."""
     in_features = blocks * numbers.block
     cut = cut_of(batch, height, in_features, head_dim=head_dim, numbers=numbers)
     assert cut.ways == (2 if batch <= 16 and height * in_features > 8 * 2**20 else 1)
@@ -89,7 +89,7 @@ def test_all_of_codes_can_be_compiled(
     assert cut.shared_bytes <= SHARED_BYTES
     codes = cut.features * cut.numbers.block * numbers.bits // 8
     assert cut.stage_bytes == codes + 2 * cut.numbers.block * cut.tokens
-    assert cut.stage_bytes % 1024 == 0  # the swizzle of the stage after it counts from there
+    assert cut.stage_bytes % 1024 == 0  # the swizzle of the next stage counts from there
 
 
 def test_what_was_measured() -> None:
@@ -110,7 +110,7 @@ def test_few_tokens_take_two_thread_blocks_a_multiprocessor() -> None:
 
 
 def test_large_weights_of_codes_and_few_tokens_are_multiplied_in_two_ways() -> None:
-    """INT4 with groups of 128, of Qwen3-14B: gate and up, and queries, keys and values."""
+    """Qwen3-14B in INT4 with groups of 128: gate and up, and queries, keys and values."""
     numbers = Numbers(4, 256, 128)
     of_gate_up = Cut(128, 8, stages=8, even=True, numbers=numbers, ways=2)
     assert cut_of(8, 34816, 5120, numbers=numbers) == of_gate_up
@@ -127,7 +127,7 @@ def test_large_weights_of_codes_and_few_tokens_are_multiplied_in_two_ways() -> N
     [(15 * 2**20, 256), (32 * 2**20, 256), (50 * 2**20, 192), (330_301_440, 64), (2**32, 0)],
 )
 def test_the_larger_a_layer_the_smaller_the_batches(elements: int, expected: int) -> None:
-    """Qwen3-0.6B's, the largest that takes all, those of 1.7B and 14B, and one too large."""
+    """Qwen3-0.6B's, the largest for all batches, those of 1.7B and 14B, and one too large."""
     assert largest_batch(elements) == expected
     assert largest_batch(elements, of_codes=True) == 256
     assert largest_batch(elements, of_codes=True, float8=True) == 64
@@ -144,7 +144,7 @@ def test_what_cannot_be_taken(height: int, in_features: int) -> None:
     in_features=st.integers(1, 512).map(lambda n: BLOCK * n),
 )
 def test_invariant_cuts_add_up_in_one_part(height: int, in_features: int) -> None:
-    """And are among what can be compiled."""
+    """They are also among the cuts that can be compiled."""
     assert why_not_invariant(height, in_features) is None
     cuts = invariant_cuts(height, in_features)
     assert set(cuts) > set(BATCHES)

@@ -1,4 +1,4 @@
-"""Noise: a fixed function of seed, position and token, and Gumbel distributed."""
+"""Noise is a fixed function of seed, position and token, and is Gumbel distributed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from minisgl_backend.kernels import noise
 
 
 def test_keys_are_splitmix64() -> None:
-    """Of the integer arithmetic alone: written out in Python integers of any size."""
+    """Checks only the integer arithmetic, against Python integers of any size."""
     seeds = np.array([0, 1, -5, 2**62], np.int64)
     positions = np.array([0, 3, 100_000, 7], np.int64)
 
@@ -28,7 +28,7 @@ def test_keys_are_splitmix64() -> None:
 
 
 def test_variables_are_those_of_their_32_bits() -> None:
-    """Again in Python: the bits of a key and a token, then both logarithms in float64."""
+    """Again in Python: the bits of a key and a token, then two logarithms in float64."""
     mask = 2**32 - 1
 
     def finalize(x: int) -> int:

@@ -1,4 +1,4 @@
-"""The order of packed weights, which Hopper's kernels read, and what it stands for."""
+"""The order of packed weights that Hopper's kernels read, and what it stands for."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_a_packed_weight_stands_for_the_same_numbers(
     packed = pack(weight)
     assert packed is not None and packed.shape == (128, 256)
     assert torch.equal(dequantize_weight(packed.weight, torch.float32, packed=True), expected)
-    # as a thread of the kernel decodes them: scales from the ring, codes by rules of codes.cuh
+    # decoded as by a thread of the kernel: scales from the ring, codes by the rules of codes.cuh
     kind, numbers = packed.kind, torch.empty(128, 256)
     for row, k in product(range(0, 128, 9), range(0, 256, 7)):
         code = code_of_thread(packed.weight, row, k)
@@ -49,7 +49,7 @@ def test_a_packed_weight_stands_for_the_same_numbers(
             in_stage = k % 128 // kind.group, row % 64 // kind.shared_by
             at = packed.scales[row // 64, k // 128][in_stage]
             word = int(at.view(torch.int32))
-            if encoding is Encoding.E2M1:  # the exponent of one of 4 groups, moved by 62
+            if encoding is Encoding.E2M1:  # the exponent of one of 4 groups, shifted by 62
                 word = (word >> k % 128 // 32 * 8 & 255) - 62 << 23
             zero = word & 255 if kind.zeros else None
             scale = torch.tensor(word & ~255 if kind.zeros else word, dtype=torch.int32).view(
@@ -60,7 +60,7 @@ def test_a_packed_weight_stands_for_the_same_numbers(
 
 
 def code_of_thread(weight: QuantizedWeight, row: int, k: int) -> int:
-    """A thread of number ``quad`` in its four has a word of 4 bytes, of 16 inputs or of 32."""
+    """Thread ``quad`` of a group of four has a 4-byte word per 16 or 32 inputs."""
     quad, odd, upper = k % 8 // 2, k % 2, k % 16 // 8
     words = weight.codes.view(torch.uint8)[row].view(torch.int32)
     if weight.encoding.bits == 8:

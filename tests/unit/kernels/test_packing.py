@@ -1,4 +1,4 @@
-"""Packed weights compute what the weights do."""
+"""Packed weights compute what the plain ones do."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from minisgl_backend.kernels.packing import is_packable, packed, packed_linear
 PACKABLE: Final = [
     dtype for dtype in (torch.bfloat16, torch.float16) if is_packable(torch.ones(2, 2, dtype=dtype))
 ]
-"""Of this processor."""
+"""The types that this processor can pack."""
 
 
 @pytest.mark.parametrize("dtype", PACKABLE)

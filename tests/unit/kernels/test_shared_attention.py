@@ -1,4 +1,4 @@
-"""Tables of shared attention: each position of a row is in one partial result, at its place."""
+"""Tables of shared attention: a row's positions are each in one partial result, in place."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_each_shared_position_is_in_one_partial(pattern: str, max_batch: int) ->
     slots = words[table.slots_at : table.members_at].reshape(-1, MOST_SLOTS)
     pieces = words[table.pieces_at :].reshape(-1, PIECE_WORDS)
     assert words[0] == len(pieces)
-    # of each partial result: its row, and the positions that it stands for
+    # for each partial result: its row, and the positions that it stands for
     partials: dict[int, tuple[int, range]] = {}
     for first, count, of_group, begin, end, partial, *_ in pieces.tolist():
         assert count <= table.shape.rows_of_tile
@@ -111,7 +111,7 @@ def test_each_shared_position_is_in_one_partial(pattern: str, max_batch: int) ->
     ],
 )
 def test_whether_grouping_pays(groups: list[Group], window: int | None, pays: bool) -> None:
-    """As it was measured."""
+    """As measured."""
     sizes, begins, ends, _ = arrays(groups)
     assert (SharedTable(SHAPE).saved_us(sizes, begins, ends, window=window) > 0) == pays
 

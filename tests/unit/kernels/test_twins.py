@@ -1,4 +1,4 @@
-"""The torch twins of the kernels against other ways to compute the same."""
+"""The kernels' torch twins against other ways to compute the same."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_fused_add_rms_norm_updates_the_residual() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_norm_and_gate_round_once(dtype: torch.dtype) -> None:
-    """Half a unit of the last place, and not what rounding on the way would add."""
+    """The error is half a unit in the last place, without what intermediate rounding would add."""
     x, weight = torch.randn(64, 80).to(dtype), torch.rand(80).to(dtype) + 1
     residual = torch.randn(64, 80).to(dtype)
     total = (x.double() + residual.double()).to(dtype)
@@ -117,7 +117,7 @@ def test_sigmoid_mul() -> None:
 
 
 def test_rope_store_leaves_gates_where_they_are() -> None:
-    """A token has two heads of queries, each before its gate, one of keys and one of values."""
+    """A token has two query heads, each before its gate, one key head and one value head."""
     qkv, caches = torch.randn(2, 6 * 8), torch.zeros(4, 1, 4, 1, 8)
     ids = torch.tensor([1, 0])
     places = rope_store.TokenPlaces(ids, ids, torch.randn(2, 8))
@@ -186,7 +186,7 @@ def test_splits_fill_the_processors_and_no_more() -> None:
 @pytest.mark.parametrize("is_strided", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_rope_store_rotates_norms_and_stores(dtype: torch.dtype, is_strided: bool) -> None:
-    """``is_strided``: the layers of the cache lie between the pages."""
+    """``is_strided``: the cache's layers lie between the pages."""
     num_heads, num_kv_heads, head_dim = 4, 2, 8
     qkv = torch.randn(3, (num_heads + 2 * num_kv_heads) * head_dim, dtype=dtype)
     q, k, v = qkv.clone().view(3, -1, head_dim).tensor_split([4, 6], dim=1)
@@ -242,7 +242,7 @@ def test_rope_store_rotates_the_first_dimensions_of_a_head_only() -> None:
 
 
 def test_rope_store_rotates_neighbouring_dimensions_together() -> None:
-    """As it rotates halves, of heads whose even dimensions come first."""
+    """The result is as when halves rotate in heads whose even dimensions come first."""
     x, weight = torch.randn(3, 4, 16), torch.rand(3, 16)  # two heads of queries, one of keys
     cos_sin, positions = torch.randn(10, 16), torch.tensor([4, 0, 9])
 

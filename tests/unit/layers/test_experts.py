@@ -1,4 +1,4 @@
-"""The experts' block equals those of transformers, on one rank and as the sum of several."""
+"""The experts' block equals that of transformers, on one rank and as the sum of several."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ HIDDEN_SIZE, INNER_SIZE, NUM_EXPERTS = 32, 24, 8
 
 
 class RankAlone(OneRank):
-    """One of several ranks, whose parts the test sums up itself."""
+    """One of several ranks; the test adds up their parts itself."""
 
     def __init__(self, rank: int, size: int):
         self.rank, self.size = rank, size
@@ -60,7 +60,7 @@ def spec_of(top_k: int = 3, **changes: Any) -> ExpertsSpec:
 
 
 def drawn(kind: Any, config: Any) -> nn.Module:
-    """A block of transformers with random weights."""
+    """A transformers block with random weights."""
     module: nn.Module = kind(config)
     generator = torch.Generator().manual_seed(0)
     for tensor in (*module.parameters(), *module.buffers()):
@@ -69,12 +69,12 @@ def drawn(kind: Any, config: Any) -> nn.Module:
 
 
 def fill(ours: ExpertsMLP, theirs: Any) -> None:
-    """Give ours the weights of a block of transformers, by the names of checkpoints."""
+    """Give ours the weights of a transformers block, by the names of checkpoints."""
     state = theirs.state_dict()
     gate_up, down = state.pop("experts.gate_up_proj"), state.pop("experts.down_proj")
     if "shared_expert.up_proj.weight" in state and "router.weight" in state:  # Llama 4
         gate_up, down = gate_up.mT, down.mT
-    if "router.bias" in state:  # gpt-oss: transposed, gates and ups in turn
+    if "router.bias" in state:  # gpt-oss: transposed, gates and ups alternate
         gate_up = torch.cat([gate_up[:, :, ::2], gate_up[:, :, 1::2]], dim=2).mT
         down = down.mT
     for expert in range(NUM_EXPERTS):

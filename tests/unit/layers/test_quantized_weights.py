@@ -1,5 +1,5 @@
-"""Weights in every layout: any share is a slice of what the whole stands for; errors name what is
-wrong.
+"""Weights in every layout: any share is a slice of what the whole stands for; errors name the
+mistake.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ LAYOUTS: Final[dict[str, tuple[WeightFormat, Pack]]] = {
 
 
 def _share(rng: np.random.Generator, total: int, *, step: int) -> Share:
-    """A random part, whole at times, whose edges are multiples of ``step``."""
+    """A random part, sometimes the whole, whose edges are multiples of ``step``."""
     if rng.random() < 0.3:
         return Share(total, 0, total)
     begin = int(rng.integers(0, total // step)) * step
@@ -129,7 +129,7 @@ def _read(form: WeightFormat, tensors: dict[str, Tensor], outs: Share, ins: Shar
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_any_share_is_a_slice_of_the_whole(name: str) -> None:
-    """Also if its edges cut blocks, groups and words: no number changes."""
+    """No number changes, even if the share's edges cut blocks, groups and words."""
     form, pack = LAYOUTS[name]
     rng = np.random.default_rng(list(LAYOUTS).index(name))
     for index in range(40):
@@ -150,9 +150,9 @@ def test_a_cut_inside_a_byte_is_refused() -> None:
 
 
 def test_zeros_of_version_1_carry_over_words() -> None:
-    """A zero point of 0 borrows from its neighbour when 1 is taken from all of a word's."""
+    """A zero point of 0 borrows from its neighbour when 1 is subtracted from all in a word."""
     weight = torch.rand(8, 64) + 1.0
-    weight[3] -= 3.0  # its zero points are the largest, those of all others 0
+    weight[3] -= 3.0  # its zero points are the largest, all others are 0
     tensors, numbers = gptq(weight, group=32, symmetric=False)
     form = _form(Layout.GPTQ, Encoding.INT4, (1, 32), symmetric=False)
     assert torch.equal(_read(form, tensors, Share(8, 0, 8), Share(64, 0, 64)), numbers)
@@ -163,7 +163,7 @@ def test_zeros_of_version_1_carry_over_words() -> None:
 def test_quantizing_is_as_near_as_the_numbers_allow(
     encoding: Encoding, block: tuple[int, int]
 ) -> None:
-    """Within half a step of the encoding, and exact for numbers that it has."""
+    """Within half a step of the encoding, and exact for numbers that it can represent."""
     weight = torch.randn(70, 200, generator=torch.Generator().manual_seed(1))
     weight[:, 50] = 0
     for symmetric in (True, False):
@@ -185,7 +185,7 @@ def test_quantizing_is_as_near_as_the_numbers_allow(
 
 
 def test_scales_of_nothing() -> None:
-    """A block of zeros has a scale that is valid."""
+    """A block of zeros has a valid scale."""
     for encoding in Encoding:
         found = quantize(torch.zeros(4, 64), encoding, (1, 32))
         assert not dequantized(found, torch.float32).any()
@@ -193,7 +193,7 @@ def test_scales_of_nothing() -> None:
 
 
 def test_a_large_weight_is_dequantized_in_parts() -> None:
-    """Rows are taken by the million numbers, at the edges of blocks."""
+    """Rows are processed a million numbers at a time, cut at the edges of blocks."""
     weight = torch.randn(300, 2**17, dtype=torch.bfloat16)
     found = quantize(weight, Encoding.E4M3, (48, 128))
     numbers = dequantized(found, torch.float32)
@@ -347,7 +347,7 @@ SPOILT: Final[dict[str, tuple[str, Spoil, str]]] = {
 
 
 def _spoilt(checkpoints: Callable[[str], Path], case: str, folder: Path) -> dict[str, Tensor]:
-    """A copy of a checkpoint's files but the weights, which are returned."""
+    """Copy a checkpoint's files except the weights, which are returned."""
     for path in checkpoints(case).glob("*.json"):
         (folder / path.name).write_text(path.read_text())
     return load_file(checkpoints(case) / "model.safetensors")
@@ -378,7 +378,7 @@ def test_an_exponent_that_is_no_number_is_named(
 def test_codes_are_never_read_as_plain_numbers(
     checkpoints: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    """If config.json does not say that the weights are quantized."""
+    """Even if config.json does not say that the weights are quantized."""
     tensors = _spoilt(checkpoints, "fp8-blocks", tmp_path)
     values = json.loads((tmp_path / "config.json").read_text())
     del values["quantization_config"]
@@ -392,7 +392,7 @@ def test_codes_are_never_read_as_plain_numbers(
 def test_modules_that_the_tool_left_plain_are_plain(
     checkpoints: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    """Though config.json does not list them: a plain weight cannot be mistaken."""
+    """Even if config.json does not list them: a plain weight is unmistakable."""
     tensors = _spoilt(checkpoints, "awq-128", tmp_path)
     number = torch.randn(128, 192)
     for part in ("qweight", "qzeros", "scales"):
@@ -420,7 +420,7 @@ class _Rank(OneRank):
 def test_dummy_weights_of_ranks_are_slices_of_one_model(
     case: str, checkpoints: Callable[[str], Path]
 ) -> None:
-    """And of kept weights the same as of dequantized ones."""
+    """Kept weights have the same slices as dequantized ones."""
 
     def down(group: Group, keep: bool) -> Tensor:
         options = {"load_format": "dummy", "seed": 3, "keep_quantized": keep}
@@ -542,7 +542,7 @@ REFUSED: Final[dict[str, tuple[dict[str, Any], str]]] = {
 
 
 def test_a_target_that_says_more_counts_before_one_that_says_less() -> None:
-    """Whatever the order of the groups, as compressed-tensors has it."""
+    """Whatever the order of the groups, as in compressed-tensors."""
     four = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 64}
     given = {
         **_PACK,
@@ -584,7 +584,7 @@ def test_modelopt_excludes_by_wildcards(
 
 
 def test_a_text_config_may_say_how_it_is_stored() -> None:
-    """In what a model that sees has inside; what the whole says comes first."""
+    """In a vision model, its text_config may have the format; the outer config takes precedence."""
     scheme = {"quant_method": "awq", "bits": 4, "group_size": 32}
     text = {**QWEN, "model_type": "mistral", "quantization_config": scheme}
     whole = {"architectures": ["Mistral3ForConditionalGeneration"], "text_config": text}

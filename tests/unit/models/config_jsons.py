@@ -1,4 +1,4 @@
-"""config.json of checkpoints, as published: the parts that matter."""
+"""The config.json of published checkpoints: the parts that matter."""
 
 from __future__ import annotations
 

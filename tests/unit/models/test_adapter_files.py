@@ -1,4 +1,4 @@
-"""Adapters in PEFT's format: what is read of them, and what is refused by which name."""
+"""Adapters in PEFT's format: what is read from them, and what is refused under which name."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def refusal(folder: Path, *, max_rank: int = 16) -> str:
 
 
 def changed(folder: Path, **tensors: torch.Tensor | None) -> Path:
-    """The file with tensors replaced or added, or left out if they are None."""
+    """The file with tensors replaced or added, or removed if they are None."""
     path = folder / "adapter_model.safetensors"
     held = load_file(path)
     for name, tensor in tensors.items():
@@ -157,7 +157,7 @@ def test_ways_to_start_that_leave_the_base_model_are_taken(start: Any, tmp_path:
 def test_patterns_that_would_take_for_ever_are_refused(
     field: str, pattern: str, tmp_path: Path
 ) -> None:
-    """They would hold up every thread of the engine's process."""
+    """They would block every thread of the engine's process."""
     value = {pattern: 4} if field == "rank_pattern" else pattern
     words = refusal(written(tmp_path, **{field: value}))
     assert words.startswith(f"adapter_config.json: {field} holds a pattern that may take for ever")
@@ -232,7 +232,7 @@ def test_numbers_that_only_float32_could_hold_are_refused_when_read(tmp_path: Pa
 
 
 def test_parts_that_the_model_leaves_out_are_refused(tmp_path: Path) -> None:
-    """A larger model's adapter may also be for what sees."""
+    """An adapter of a larger model may also apply to its vision part."""
     seen = "base_model.model.model.visual.blocks.0.attn.q_proj"
     tensors = {
         f"{seen}.lora_A.weight": torch.zeros(4, 8),
@@ -260,7 +260,7 @@ def test_reading_an_adapter_again_and_again_leaves_nothing_behind(tmp_path: Path
         after, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert after - before < 20_000  # bytes, of other threads; a leak of 28 a tensor is 112,000
+    assert after - before < 20_000  # bytes, from other threads; a leak of 28 per tensor is 112,000
 
 
 def test_files_that_are_written_again_have_another_state(tmp_path: Path) -> None:
@@ -327,7 +327,7 @@ def test_lists_of_adapters(tmp_path: Path) -> None:
 def test_serve_refuses_a_task_of_an_unknown_adapter_before_it_starts_a_server(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It knows the adapters that the engine will find in the model repository, too."""
+    """It also knows the adapters that the engine will find in the model repository."""
     beside = tmp_path / "llm_engine" / "1" / "multi_lora.json"
     beside.parent.mkdir(parents=True)
     beside.write_text(json.dumps({"doll": str(written(tmp_path))}))

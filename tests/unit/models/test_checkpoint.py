@@ -1,4 +1,4 @@
-"""What the files of a checkpoint say of its tensors, and whether config.json says the same."""
+"""What a checkpoint's files say about its tensors, and whether config.json agrees."""
 
 from __future__ import annotations
 

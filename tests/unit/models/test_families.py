@@ -1,4 +1,4 @@
-"""What families of models say in their config.json."""
+"""What model families say in their config.json."""
 
 from __future__ import annotations
 
@@ -192,7 +192,7 @@ def test_gemma_4_takes_the_heads_of_single_layers(layer: str) -> None:
 
 
 def test_gemma_4_that_sees_without_an_encoder_has_no_inputs_of_each_layer() -> None:
-    """As published, config.json says nothing of them."""
+    """As published, config.json does not mention them."""
     defaults = ("hidden_size_per_layer_input", "max_position_embeddings", "sliding_window")
     of_31b = GEMMA_4_31B["text_config"]
     text = {key: value for key, value in of_31b.items() if key not in defaults}
@@ -392,7 +392,7 @@ def test_shared_expert_of_qwen2_moe() -> None:
 
 
 def test_experts_of_qwen3_5() -> None:
-    """Its config.json has no width of a feed-forward block without experts."""
+    """Its config.json gives no width for a feed-forward block without experts."""
     spec = parse_spec(QWEN_3_5_MOE)
     rule = RoutingRule(num_experts=256, top_k=8, normalize=True)
     shared = SharedExpert(name="shared_expert", intermediate_size=512, gated=True)
@@ -433,7 +433,7 @@ def test_a_checkpoint_may_name_the_type_of_states(given: dict[str, Any], expecte
 
 
 def test_experts_and_projections_of_qwen3_next() -> None:
-    """Of its 80B-A3B, whose config.json has the defaults of its class but for the context."""
+    """Those of the 80B-A3B, whose config.json has its class's defaults except for the context."""
     text = {"architectures": ["Qwen3NextForCausalLM"], "decoder_sparse_step": 1}
     sizes = {"vocab_size": 151936, "num_hidden_layers": 48, "num_attention_heads": 16}
     spec = parse_spec({**text, **sizes, "rope_theta": 10000000})
@@ -495,7 +495,7 @@ def test_sections_and_experts_of_llama_4() -> None:
 
 
 def test_llama_4_maverick() -> None:
-    """Experts in every second layer, without norms of queries; the flag was a number once."""
+    """Experts in every second layer, without query norms; the flag was once a number."""
     changes: dict[str, Any] = {"interleave_moe_layer_step": 2, "num_local_experts": 128}
     changes |= {"use_qk_norm": False, "rope_scaling": None, "attn_temperature_tuning": 4}
     text = {**LLAMA_4_SCOUT["text_config"], **changes}

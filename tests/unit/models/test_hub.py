@@ -71,7 +71,7 @@ def test_what_is_neither_folder_nor_id_is_refused(model: str) -> None:
 
 
 def _fetched(asked: dict[str, Any], names: list[str]) -> list[str]:
-    """Those of the files that the hub's function would fetch."""
+    """The files among ``names`` that the hub's function would fetch."""
 
     def fits(name: str, rules: str) -> bool:
         return any(fnmatch(name, rule) for rule in asked[rules])

@@ -1,4 +1,4 @@
-"""The decoder's ways to compute a step against transformers, on a CPU by the kernels' twins."""
+"""The decoder's ways to compute a step, against transformers, on a CPU with the kernels' twins."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def load(
     whole_experts: bool = False,
     keeps_experts: Callable[[WeightFormat], bool] | None = None,
 ) -> Decoder:
-    """Over pages of its own; with a ``spec`` of quantized weights, which are kept."""
+    """A model over pages of its own; a ``spec`` may have quantized weights, which are kept."""
     model = build_model(
         spec or load_spec(folder),
         folder,
@@ -121,7 +121,7 @@ def pages_of(model: Decoder) -> list[PagedKV]:
 )
 @pytest.mark.parametrize("length", [5, 40])
 def test_a_prompt_then_a_token(case: str, length: int, fused: bool, tmp_path: Path) -> None:
-    """If fused, a layer computes 5 tokens as a small batch, and 40 as a wide one; else plainly.
+    """If fused, a layer computes 5 tokens as a small batch and 40 as a wide one; else plainly.
 
     The case "broad" is large enough for the GEMMs of ``wide_linear``.
     """
@@ -146,7 +146,7 @@ def test_a_prompt_then_a_token_on_several_ranks(
 
 
 def exact_rows(x: Tensor, group: int) -> Float8Rows:
-    """Stands in for ``float8_rows_reference``: in the same order, but not rounded."""
+    """Stands in for ``float8_rows_reference``: the same order, but not rounded."""
     permuted = x.reshape(len(x), -1, 16)[..., PLACES_OF_BYTES].flatten(1)
     return Float8Rows(permuted, torch.ones(len(x), x.shape[1] // group), len(x))
 
@@ -188,7 +188,7 @@ class TwinCores:
         return self._kernel(gemm)
 
     def float8(self, shape: Sequence[int], *, codes: CodesKind, gated: bool) -> Any:
-        """Of up to 40 tokens, which are ``exact_rows``."""
+        """For up to 40 tokens, which are ``exact_rows``."""
 
         def gemm(
             x: Float8Rows, weight: PackedWeight, *, bias: Tensor | None = None, pdl: bool
@@ -304,7 +304,7 @@ class TwinCores:
 
 
 def use_twins(model: Decoder) -> None:
-    """What ``use_tensor_cores`` of ``kernel_choice`` does on a GPU, with twins of the kernels."""
+    """Do what ``use_tensor_cores`` of ``kernel_choice`` does on a GPU, with the kernels' twins."""
     cores: Any = TwinCores()
     make: Any = TwinExperts()
     for layer in model.layers:
@@ -319,7 +319,7 @@ def use_twins(model: Decoder) -> None:
 def test_a_prompt_then_a_token_on_tensor_cores(
     case: str, length: int, size: int, tmp_path: Path
 ) -> None:
-    """Of 40 tokens they take only the one that follows."""
+    """After 40 tokens they compute only the one that follows."""
     prompt = a_prompt(write(case, tmp_path), length)
 
     def check(group: Group) -> None:
@@ -334,7 +334,7 @@ def test_a_prompt_then_a_token_on_tensor_cores(
 @pytest.mark.parametrize("length", [5, 40])
 @pytest.mark.parametrize("case", ["llama-biases", "qwen3", "broad"])
 def test_an_adapter_on_tensor_cores(case: str, length: int, size: int, tmp_path: Path) -> None:
-    """What is added to a GEMM, or to the residual stream before one; of 40 tokens to others."""
+    """It is added to a GEMM or to the residual stream before one; with 40 tokens, to other ones."""
     theirs = write(case, tmp_path)
     path = write_adapter(tmp_path / "adapter", load_spec(tmp_path), rank=12)
     prompt = a_prompt(merged(theirs, path), length)
@@ -377,7 +377,7 @@ def test_packed_weights_are_computed_by_kernels(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """On tensor cores; 40 tokens by kernels for float8, more by the library's; others dequantized.
-    Of recurrent layers all but the rates."""
+    In recurrent layers, all weights except those of the rates."""
     monkeypatch.setattr(quantized_matrix, "cuts_of", lambda *shape: {40: None})
     monkeypatch.setattr(float8_rows, "float8_rows_reference", exact_rows)
     form = WeightFormat(
@@ -404,8 +404,8 @@ def test_packed_weights_are_computed_by_kernels(
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], tuple[Path, Prompt]]:
-    """The folder of a case's checkpoint, and a prompt of 5 or 40 tokens; the largest has 800 MB, so
-    each is written once."""
+    """The folder of a case's checkpoint, and a prompt of 5 or 40 tokens; the largest takes 800 MB,
+    so each is written once."""
 
     @functools.cache
     def write_once(case: str) -> tuple[Path, dict[int, Prompt]]:
@@ -440,8 +440,8 @@ def test_recurrent_layers_on_tensor_cores(
     written: Callable[[str, int], tuple[Path, Prompt]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Beside gated attention and, with experts, a gated one that all tokens take. One row of a
-    weight of that size is left to another kernel."""
+    """Together with gated attention and, if there are experts, a gated one that all tokens take. A
+    single row is left to another kernel if its weight has at least ``least_streamed`` elements."""
     folder, prompt = written(case, length)
     monkeypatch.setattr(small_batch, "_LEAST_ELEMENTS", least_streamed)
 
@@ -467,7 +467,7 @@ class TwinExperts:
         shared: bool,
     ) -> Any:
         begin, end = held
-        assert wide  # of weights in float32
+        assert wide  # for weights in float32
 
         def compute(
             x: Tensor,
@@ -515,7 +515,7 @@ class TwinExperts:
 def test_experts_behind_tensor_cores(
     length: int, size: int, whole_experts: bool, tmp_path: Path
 ) -> None:
-    """Norms that are half done come to experts, of up to 20 tokens and on one rank."""
+    """Experts get half-done norms, for up to 20 tokens and on one rank."""
     prompt = a_prompt(write_broad_experts_checkpoint(tmp_path), length)
 
     def check(group: Group) -> None:
@@ -532,7 +532,7 @@ def test_experts_behind_tensor_cores(
     "case", ["fp8-blocks-moe", "awq-64-moe", "gptq-8-bits-moe", "mxfp4-gpt-oss"]
 )
 def test_experts_in_codes_behind_kernels(case: str, size: int, tmp_path: Path) -> None:
-    """Packed for kernels, of which the ranks hold whole experts each."""
+    """Weights are packed for kernels, and each rank holds whole experts."""
     prompt = a_prompt(write_quantized(case, tmp_path), 12)
     spec = load_spec(tmp_path)
 
@@ -554,7 +554,7 @@ def test_experts_in_codes_behind_kernels(case: str, size: int, tmp_path: Path) -
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("length", [5, 40])
 def test_layers_with_biases_on_tensor_cores(length: int, size: int, tmp_path: Path) -> None:
-    """Of attention, of experts in codes, and of their router, which come after norms half done."""
+    """Biases of attention, of experts in codes, and of their router, all after half-done norms."""
     prompt = a_prompt(write_quantized("mxfp4-gpt-oss", tmp_path), length)
     spec = load_spec(tmp_path)
     assert has_fused_layers(spec) and spec.output_bias
@@ -580,9 +580,9 @@ def write(case: str, folder: Path) -> Any:
 
 
 def a_prompt(theirs: Any, length: int) -> Prompt:
-    """A prompt and one token more, the logits of each, and a page table for two rows.
+    """A prompt and one more token, the logits of each, and a page table for two rows.
 
-    The same ones each time: of some prompts two experts all but tie, and rounding chooses.
+    The same ones each time: in some prompts two experts nearly tie, and rounding chooses.
     """
     ids = torch.randint(0, VOCAB_SIZE, (length + 1,), generator=torch.Generator().manual_seed(3))
     with torch.inference_mode():
@@ -591,7 +591,7 @@ def a_prompt(theirs: Any, length: int) -> Prompt:
 
 
 def of_slot(num_tokens: int, slot: int) -> AdaptedTokens | None:
-    """All tokens with the adapter in a slot, of which 0 is none."""
+    """All tokens use the adapter in a slot; slot 0 means none."""
     size = arranged_size(num_tokens, slot, num_tokens)
     slots = np.full(num_tokens, slot, np.int32)
     ranks = np.full(slot + 1, MAX_RANK, np.int32)

@@ -1,4 +1,4 @@
-"""Scales of float8 keys and values: from a checkpoint to the pages of its layers."""
+"""Scales of float8 keys and values, from a checkpoint to the pages of its layers."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False
 
 
 def write(folder: Path, scales: dict[str, Any]) -> Path:
-    """A file of these tensors; names begin after the attention of layer 1, or with "LAYER ".
+    """A file with these tensors; names are relative to layer 1's attention, or begin with "LAYER ".
 
-    There is another tensor, too.
+    The file has one other tensor, too.
     """
     tensors: dict[str, Tensor] = {"model.norm.weight": torch.ones(4)}
     for name, value in scales.items():

@@ -185,7 +185,7 @@ def test_null_is_absent_unless_it_means_none() -> None:
 
 
 def test_reading_a_spec_needs_no_torch() -> None:
-    """Not even building the model needs transformers."""
+    """Not even building a model needs transformers."""
     code = (
         "import sys; import minisgl_backend.models.catalog, minisgl_backend.models.checkpoint; "
         "assert 'torch' not in sys.modules; import minisgl_backend.models.build; "

@@ -1,4 +1,4 @@
-"""Checkpoints whose publishers name or merge tensors in other ways than Llama's."""
+"""Checkpoints whose publishers name or merge tensors in other ways than Llama does."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MIXTRAL_EXPERTS = ("w1", "w3", "w2")
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One folder a case, each with one file."""
+    """One folder per case, each with one file."""
     root = tmp_path_factory.mktemp("checkpoints")
     for case in ("mistral3", "mixtral", "phi3", "olmo2", "qwen3.5-experts-multimodal"):
         write_checkpoint(case, root / case)
@@ -84,7 +84,7 @@ def test_transposed_stacks_are_taken_apart() -> None:
     assert down["mlp.experts.0.down_proj.weight"].shape == (6, 4)
     with pytest.raises(ConfigError, match="7 columns are no gates and as many ups"):
         list(names.weights("mlp.experts.gate_up_proj", (2, 6, 7)))
-    scale = "mlp.experts.gate_up_proj_scale"  # of which nothing is known
+    scale = "mlp.experts.gate_up_proj_scale"  # an unknown tensor
     assert list(names.weights(scale, (2, 1, 8))) == [(scale, StoredAs(scale, (2, 1, 8)))]
 
 
@@ -119,7 +119,7 @@ def test_scales_of_merged_tensors_are_taken_apart() -> None:
     weights = {
         kind: dict(names.weights(f"layer.qkv_proj.{kind}", shape))
         for kind, shape in {
-            "weight_scale_inv": (4, 3),  # one for 128 rows
+            "weight_scale_inv": (4, 3),  # one per 128 rows
             "weight_scale": (),  # one for all
             "input_scale": (1,),
         }.items()
@@ -148,7 +148,7 @@ def test_codes_of_merged_tensors_are_taken_apart() -> None:
 
 
 def test_stacked_and_single_experts_are_the_same(checkpoints: Path, tmp_path: Path) -> None:
-    """The publisher writes one tensor an expert, newer tools one for all of them."""
+    """The publisher writes one tensor per expert, newer tools one for all."""
     tensors = load_file(checkpoints / "mixtral" / "model.safetensors")
     for layer in range(2):
         theirs, ours = f"model.layers.{layer}.block_sparse_moe", f"model.layers.{layer}.mlp"
@@ -210,7 +210,7 @@ def test_a_missing_tensor_has_the_publishers_name(checkpoints: Path, tmp_path: P
 def test_a_missing_tensor_has_the_checkpoints_own_name(
     checkpoints: Path, tmp_path: Path, name: str
 ) -> None:
-    """By the prefix that this checkpoint has, merged and stacked as it is there."""
+    """With the prefix that this checkpoint has, and merged or stacked as it is there."""
     name = f"model.language_model.{name}"
     case = "qwen3.5-experts-multimodal"
     with pytest.raises(ConfigError, match=rf"lacks {re.escape(name)}$"):
@@ -277,7 +277,7 @@ def test_norms_of_outputs_are_not_norms_of_inputs(checkpoints: Path, tmp_path: P
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_checkpoint_of_the_layers_alone(checkpoints: Path, tmp_path: Path, tied: bool) -> None:
-    """As embedding models have it: it generates only if its embedding is its head."""
+    """As embedding models are: one generates only if its embedding is also its head."""
     tensors = load_file(checkpoints / "olmo2" / "model.safetensors")
     body = {
         name.removeprefix("model."): tensor

@@ -1,4 +1,4 @@
-"""Strict loading: every tensor has its place, every place its tensor, and errors name them."""
+"""Strict loading: every tensor has a place, every place a tensor, and errors name them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.conformance.checkpoints import write_checkpoint
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One folder a case, each with one file."""
+    """One folder per case, each with one file."""
     root = tmp_path_factory.mktemp("checkpoints")
     for case in ("qwen3", "llama-biases", "qwen3-moe"):
         write_checkpoint(case, root / case)
@@ -40,7 +40,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def folder(checkpoints: Path, tmp_path: Path) -> Path:
-    """A tied Qwen3 checkpoint to be spoilt."""
+    """A tied Qwen3 checkpoint for tests to spoil."""
     return Path(shutil.copytree(checkpoints / "qwen3", tmp_path / "qwen3"))
 
 
@@ -56,7 +56,7 @@ def _build(folder: Path, *, group: Group | None = None, **options: Any) -> Decod
 
 
 def _places(model: Decoder) -> dict[str, WeightPlace]:
-    """Those of a model whose weights are plain."""
+    """The places of a model with plain weights."""
     places = collect_places(model)
     plain = {name: place for name, place in places.items() if isinstance(place, WeightPlace)}
     assert len(plain) == len(places)
@@ -255,7 +255,7 @@ def test_dummy_weights_need_no_files_and_follow_the_seed(folder: Path) -> None:
 
 
 def test_an_mlp_that_is_an_expert_too_counts_once(tmp_path: Path) -> None:
-    """What all tokens take is also the last of the experts in memory, if it is like them."""
+    """The expert that all tokens take is also the last one in memory, if it has the same shape."""
     write_checkpoint("qwen2-moe", tmp_path)
     values = json.loads((tmp_path / "config.json").read_text())
     values["shared_expert_intermediate_size"] = values["moe_intermediate_size"]
@@ -307,7 +307,7 @@ def test_two_ranks_hold_each_tensor_once(checkpoints: Path, case: str) -> None:
 
 
 class _Slice:
-    """A tensor of a file; ``num_read`` counts the numbers that are read from any."""
+    """A tensor in a file; ``num_read`` counts the numbers that are read from all of them."""
 
     num_read = 0
 
@@ -342,7 +342,7 @@ def test_a_rank_reads_its_slices_only(checkpoints: Path, monkeypatch: pytest.Mon
 
 
 def test_ranks_beyond_the_heads_hold_the_same_keys(checkpoints: Path) -> None:
-    """Four ranks over two key-value heads: each head is held by two neighbours."""
+    """Four ranks over two key-value heads: two neighbours hold each head."""
     ranks = [_places(_build(checkpoints / "qwen3", group=_Rank(r, 4))) for r in range(4)]
     stored = load_file(checkpoints / "qwen3" / "model.safetensors")
     for name in ("k_proj", "v_proj"):
@@ -369,7 +369,7 @@ def test_dummy_weights_of_ranks_are_slices_of_one_model(
             tensor = whole[name].target
             if mine.dim is not None:
                 tensor = tensor.narrow(mine.dim, mine.start, mine.target.shape[mine.dim])
-            elif tensor.dim() > 1:  # the norm of heads, a line for each head of the rank
+            elif tensor.dim() > 1:  # a norm of heads: one line per head of the rank
                 tensor = tensor[: len(mine.target)]
             assert torch.equal(mine.target, tensor), name
 

@@ -1,4 +1,4 @@
-"""Which nodes there are, by options and by what launchers tell, and what of it is refused."""
+"""Which nodes there are, according to options and launchers, and what is refused."""
 
 from __future__ import annotations
 

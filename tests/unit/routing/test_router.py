@@ -1,5 +1,5 @@
 """The router of replicas: the index finds what the replicas' own caches would, and the rule keeps
-its bound."""
+to its bound."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def ints(*values: int) -> IntArray:
 
 
 def num_cached(index: CacheIndex, replica: int, tokens: IntArray, salt: str = "") -> int:
-    """Number of pages that the replica has of a prompt, whose last token is always computed."""
+    """How many pages of a prompt the replica has; the last token is always computed."""
     return index.longest(KEYS.of(tokens[:-1], salt), 1 << replica)[0]
 
 
@@ -41,7 +41,7 @@ PROMPTS = st.lists(st.integers(0, 1), min_size=1, max_size=14).map(lambda values
 
 
 class ReportedCaches(RuleBasedStateMachine):
-    """Real caches that report to an index what they publish, and what leaves them."""
+    """Real caches that report to an index what they publish and what leaves them."""
 
     leases: Any = Held("leases")
 
@@ -91,8 +91,8 @@ TestReportedCaches = ReportedCaches.TestCase
 
 class Expectations(RuleBasedStateMachine):
     """Prompts on their way, against a list of them. Keys are drawn from few, so that different
-    prompts have the same keys at some places: that must not break anything, and where each key
-    stands for all before it, the longest prefix is exact."""
+    prompts have the same keys in some places: that must not break anything, and if each key stands
+    for all before it, the longest prefix is exact."""
 
     nodes: Any = Held("nodes")
 
@@ -225,14 +225,14 @@ def test_a_request_goes_where_its_prefix_is_cached() -> None:
 
 
 def test_a_prefix_counts_as_cached_from_the_first_request_on() -> None:
-    """A burst of requests with one prefix computes it once, not once a replica."""
+    """A burst of requests with one prefix computes it once, not once per replica."""
     router = make_router()
     prompts = [ints(*range(8), 50 + i) for i in range(4)]
     placements = [routed(router, prompt) for prompt in prompts]
     assert len({placement.replica for placement in placements}) == 1
     assert [placement.num_cached for placement in placements] == [0, 8, 8, 8]
     keys = router.keys.of(prompts[0][:-1])
-    for placement in placements:  # as long as one is left that will compute it
+    for placement in placements:  # as long as one that will compute it is left
         assert router.index.longest(keys, 0b111)[0] == 4
         router.end(placement)
     assert router.index.longest(keys, 0b111)[0] == 0
@@ -245,7 +245,7 @@ def test_without_prefixes_requests_go_round() -> None:
 
 
 def test_a_burst_fills_the_rows_of_all_replicas_before_any_has_to_wait() -> None:
-    """Although the prompts that wait to be computed are balanced by their tokens."""
+    """Even though the prompts that wait to be computed are balanced by tokens."""
     router = make_router()
     lengths = np.random.default_rng(0).integers(1, 40, size=300).tolist()
     prompts = [ints(*range(1000 * i, 1000 * i + length)) for i, length in enumerate(lengths)]
@@ -269,18 +269,18 @@ def test_beyond_the_bound_a_prefix_spreads_to_one_more_replica() -> None:
 
 
 def test_waiting_for_what_a_prefix_saves_is_no_imbalance() -> None:
-    """Its other prompts follow the first one, though only this replica has tokens that wait."""
+    """Its other prompts follow the first one, although only this replica has waiting tokens."""
     router = make_router(ratio=1.0, slack=0.2)
     shared = range(400)
     first = routed(router, ints(*shared, 1000)).replica
-    for replica in range(NUM_REPLICAS):  # rows alike
+    for replica in range(NUM_REPLICAS):  # the same rows everywhere
         if replica != first:
             router.computed(routed(router, ints(2000 + replica)))
     assert routed(router, ints(*shared, 1001)).replica == first
 
 
 def test_a_short_prefix_pulls_less_than_a_long_one() -> None:
-    """Of two requests to a replica above the mean, the one that has less to lose goes elsewhere."""
+    """If a replica is above the mean, the request that has less to lose goes elsewhere."""
     router = make_router(ratio=2.0, slack=0.0)
     long, short = ints(*range(9)), ints(*range(50, 53))
     router.index.publish(0, router.keys.of(long), ints(0, 1, 2, 3))
@@ -333,9 +333,8 @@ def test_a_bound_below_the_mean_is_refused(balance: dict[str, float]) -> None:
 @settings(deadline=None)
 @given(data=st.data(), ratio=st.integers(64, 128), slack=st.integers(0, 64))
 def test_the_rule_keeps_its_bound(data: st.DataObject, ratio: int, slack: int) -> None:
-    """A request goes to the longest prefix among the replicas in balance, and what it leaves behind
-    is taken back in full. ``ratio`` in 64ths, ``slack`` in 256ths, the average moved by a 64th:
-    exact numbers."""
+    """A request goes to the longest prefix among the replicas in balance, and all of its load is
+    taken back. ``ratio`` is in 64ths and ``slack`` in 256ths, which are exact as floats."""
     num_replicas = data.draw(st.integers(1, 9))
     num_rows = data.draw(st.sampled_from([4, 100]))
     router = make_router(num_replicas, num_rows=num_rows, ratio=ratio / 64, slack=slack / 256)

@@ -37,9 +37,9 @@ WAIT_S = PATIENCE_S
 
 
 class GatedExecutor:
-    """Runs a step once the gate is open; ``failure`` breaks the steps read after it is set.
+    """Runs a step once the gate is open; ``failure`` breaks steps that are read after it is set.
 
-    ``poison`` breaks the steps with a row of that request, once it has ``poison_after`` tokens.
+    ``poison`` breaks steps with a row of that request, once it has ``poison_after`` tokens.
     """
 
     def __init__(self, model: Model) -> None:
@@ -127,7 +127,7 @@ class Recording:
 
 
 class Bench:
-    """An engine, its executor, and short ways to use them."""
+    """An engine, its executor, and shortcuts to use them."""
 
     def __init__(
         self,
@@ -181,7 +181,7 @@ class Bench:
         return sink
 
     def submit_samples(self, request: Request, n: int) -> tuple[list[Request], list[Recording]]:
-        """The samples, and what they get."""
+        """The samples, and what each gets."""
         samples = samples_of(request, [request.id, *(self.engine.new_id() for _ in range(n - 1))])
         sinks = [Recording() for _ in samples]
         self.engine.submit_samples(samples, sinks)

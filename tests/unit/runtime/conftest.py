@@ -1,4 +1,4 @@
-"""An engine of the default sizes, for tests that need no other."""
+"""An engine with the default sizes, for tests that need no others."""
 
 from __future__ import annotations
 

@@ -103,7 +103,7 @@ def test_more_adapters_than_memory_holds(
     assert adapters.hold(first, c, told.put)
     assert not adapters.hold(second, a, told.put)
     assert told.get(timeout=PATIENCE_S) == Fetched(second, None)
-    # both places are held: the next ones wait, and a request for what is there does not
+    # both places are held: further adapters wait, but a request for one that is there does not
     assert not adapters.hold(third, b, told.put)
     assert adapters.hold(fourth, a, told.put)
     adapters.let_go(second, a)
@@ -150,7 +150,7 @@ def test_unloading_waits_for_the_requests_that_hold_an_adapter(
 def test_files_that_were_written_again_are_not_taken_for_the_same_adapter(
     adapters: Adapters, memory: Memory, told: SimpleQueue[Fetched]
 ) -> None:
-    """Prefixes are cached with the former one's keys and values."""
+    """Cached prefixes have the keys and values of the former one."""
     a: Adapter = adapters.load("a", "folder")
     for name in "bc":
         adapters.load(name, "folder")  # a leaves the pool

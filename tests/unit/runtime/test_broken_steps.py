@@ -37,7 +37,7 @@ from tests.unit.runtime.bench import NUM_PAGES, WAIT_S, Bench, Recording
 def test_a_request_that_breaks_steps_fails_alone(
     overlap: bool, poison_after: int, place: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """All others, running or waiting, get the same tokens as if nothing had broken."""
+    """All others, running or waiting, get the same tokens as without it."""
     it = Bench(overlap=overlap, max_running=4, max_queued=100)
     it.executor.gate.clear()
     requests = [it.request([i] * (1 + 3 * i), seed=i, presence_penalty=0.5) for i in range(8)]
@@ -111,7 +111,7 @@ def test_a_prompts_logprobs_come_once_though_a_step_breaks_in_its_midst(max_toke
 def test_leaked_pages_are_logged_once(
     leak: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The first lease of three is never released; the engine serves on."""
+    """The first of three leases is never released; the engine continues to serve."""
     right = RadixCache.release
 
     def forgetful(cache: RadixCache, lease: Lease) -> None:

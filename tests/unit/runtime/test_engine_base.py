@@ -27,7 +27,7 @@ from tests.unit.runtime.bench import NUM_PAGES, PAGE_SIZE, WAIT_S, Bench, Record
 
 
 def test_who_waits_for_too_long_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A running request is not refused, since it waited for a shorter time in the queue."""
+    """A running request is not refused, since it spent less time in the queue."""
     clock = LoopClock(monkeypatch)
     it = Bench(max_running=1, max_queue_time_s=600)
     it.executor.gate.clear()
@@ -59,7 +59,7 @@ def test_a_full_queue_refuses_with_the_numbers(bench: Bench) -> None:
 
 
 def test_samples_are_accepted_all_or_none(bench: Bench) -> None:
-    """Each counts as a request, and the prompt once."""
+    """Each sample counts as a request; the prompt counts once."""
     bench.executor.gate.clear()
     first, sinks = bench.submit_samples(bench.request([1, 2, 3], max_tokens=100), 4)
     with pytest.raises(Overloaded, match="4 requests open of at most 6"):
@@ -81,7 +81,7 @@ def test_samples_wait_in_the_queue_with_one_prompt(monkeypatch: pytest.MonkeyPat
     it.executor.gate.clear()
     _, sinks = it.submit_samples(it.request(list(range(28))), 6)
     it.wait_until(lambda: any(isinstance(event, Admitted) for event in sinks[0].events))
-    clock.ahead_s = 601  # the first has begun, so the others may wait for longer
+    clock.ahead_s = 601  # the first has begun, so the others may wait longer
     it.executor.gate.set()
     assert {sink.ending() for sink in sinks} == {Finished(FinishReason.LENGTH)}
     it.engine.close(drain_s=0)

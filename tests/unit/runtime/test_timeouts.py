@@ -1,4 +1,4 @@
-"""Deadlines and limits on waiting: each request once, in order, and nothing kept of the others."""
+"""Deadlines and waiting limits: each request once, in order, and nothing kept of the others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The planner alone, without an engine, and what tests do with its plans."""
+"""The planner without an engine, and what tests do with its plans."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def step(scheduler: Scheduler, token: int | Seq[int] = 5) -> StepResult:
 
 
 def chunks(plan: StepPlan) -> list[tuple[int, int, int, bool]]:
-    """Row, start, length of each prefill chunk, and whether it is the last one."""
+    """The row, start and length of each prefill chunk, and whether it is the last one."""
     columns = (
         plan.chunks.rows.tolist(),
         plan.chunks.starts.tolist(),
@@ -94,7 +94,7 @@ def chunks(plan: StepPlan) -> list[tuple[int, int, int, bool]]:
 
 
 def failures(result: StepResult) -> list[int]:
-    """The requests that ended because their logits were not finite, and all that ended."""
+    """The requests that failed because their logits were not finite; no others may have ended."""
     for event in result.ended.values():
         assert isinstance(event, Failed) and isinstance(event.error, EngineFailure)
         assert str(event.error) == "the model's logits were not finite"
@@ -106,7 +106,7 @@ def admitted(plan: StepPlan) -> list[int]:
 
 
 def broken(scheduler: Scheduler, number: int = 99) -> set[int]:
-    """The pages that the next plan clears; it serves one more request, whose token is finite."""
+    """The pages that the next plan clears; it serves one more request, with a finite token."""
     scheduler.add(request(number, 1, max_tokens=1))
     plan = planned(scheduler)
     commit(scheduler, plan)

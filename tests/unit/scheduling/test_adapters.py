@@ -21,7 +21,7 @@ ADAPTERS = [Adapter(number, f"adapter-{number}", "", 8, 1) for number in range(1
 
 class AdaptedHarness(Harness):
     """A planner with slots. Each row of each step must have its request's adapter, and decoding
-    rows with the same one must stand together."""
+    rows with the same adapter must be next to each other."""
 
     def __init__(self, setup: Setup, num_slots: int, drawn: random.Random | None = None) -> None:
         super().__init__(setup)
@@ -43,13 +43,13 @@ class AdaptedHarness(Harness):
         self.scheduler.plan = watched  # type: ignore[method-assign]
 
     def add(self, request: Request) -> None:
-        """Queue a request, with an adapter or without if that is drawn."""
+        """Queue a request, with or without an adapter, at random."""
         if self.drawn is not None:
             request = replace(request, adapter=self.drawn.choice([None, *ADAPTERS]))
         super().add(request)
 
     def follow(self, plan: StepPlan) -> None:
-        """Do with slots and rows what the plan says, and check them."""
+        """Apply the plan to slots and rows, and check them."""
         for slot, adapter_id in zip(plan.adapters.load_slots, plan.adapters.load_ids, strict=True):
             self.in_slots[int(slot)] = int(adapter_id)
             self.num_loads += 1
@@ -105,7 +105,7 @@ def test_a_request_without_a_slot_holds_nobody_up() -> None:
 
 
 def test_a_request_without_a_slot_is_not_passed_for_ever() -> None:
-    """Others with the resident adapter come all the time: at last they wait for it, too."""
+    """Others with the resident adapter keep coming: in the end they wait for it, too."""
     harness = AdaptedHarness(setup(num_rows=3), num_slots=1)  # never do all end in one step
     harness.add(request(0, ADAPTERS[0]))
     harness.step()

@@ -1,4 +1,4 @@
-"""Pages that may hold NaN: which of them the planner has cleared, and before whom."""
+"""Pages that may hold NaN: which ones the planner has cleared, and for whom."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_chunks_of_a_prompt_that_fails_are_not_shared_any_more() -> None:
 
 @pytest.mark.parametrize("ended_by", ["abort", "stop"])
 def test_logits_that_break_after_the_end_taint_the_pages(ended_by: str) -> None:
-    """The step in which they do was launched before the request ended."""
+    """The step in which they break was launched before the request ended."""
     scheduler = make()
     scheduler.add(request(0, 8, sampling=SamplingParams(stop_token_ids=(9,), max_tokens=8)))
     first = planned(scheduler)
@@ -95,7 +95,7 @@ def test_a_request_that_ends_with_finite_tokens_leaves_clean_pages() -> None:
 
 
 def test_an_abort_between_chunks_leaves_pages_to_be_cleared() -> None:
-    """The page that is written in part, at once; those that are cached, once they are evicted."""
+    """A partly written page is cleared at once, cached ones when they are evicted."""
     scheduler = make(num_pages=8, max_prefill_tokens=6)
     scheduler.add(request(0, 20))
     plan = planned(scheduler)
@@ -135,7 +135,7 @@ def test_a_finite_token_verifies_the_chunks_that_others_left() -> None:
 
 
 def test_what_a_failed_request_has_read_is_not_found_again_though_others_hold_it() -> None:
-    """Request 0 is in the middle of its prompt, request 1 fails on the part that it has cached."""
+    """Request 0 is in the middle of its prompt; request 1 fails on the part that 0 has cached."""
     scheduler = make(max_prefill_tokens=8)
     scheduler.add(request(0, 20, first=1))
     plan = planned(scheduler)
@@ -155,8 +155,8 @@ def test_what_a_failed_request_has_read_is_not_found_again_though_others_hold_it
 
 
 def test_a_token_does_not_verify_pages_that_its_step_has_not_read() -> None:
-    """Two requests compute the same prompt. The younger is given the older one's first pages while
-    its last chunk, which reads its own, is in flight."""
+    """Two requests compute the same prompt. The younger one is given the older one's first pages
+    while its last chunk, which reads its own pages, is in flight."""
     scheduler = make(num_pages=16, max_prefill_tokens=12)
     scheduler.add(request(0, 18, max_tokens=1, first=1))
     scheduler.add(request(1, 13, max_tokens=1, first=1, priority=-1))
@@ -177,7 +177,7 @@ def test_a_token_does_not_verify_pages_that_its_step_has_not_read() -> None:
 
 
 def test_what_is_replaced_before_its_token_is_sampled_is_cleared() -> None:
-    """Two requests compute the same prompt, and the older one is through first."""
+    """Two requests compute the same prompt, and the older one is done first."""
     scheduler = make(num_pages=16, max_prefill_tokens=16)
     scheduler.add(request(0, 12, max_tokens=1, first=1, priority=1))
     scheduler.add(request(1, 12, max_tokens=1, first=1))

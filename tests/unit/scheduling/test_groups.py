@@ -29,7 +29,7 @@ def sharing(*, max_overtaken: int = 8, names_groups: bool = True) -> Scheduler:
 
 
 def groups(plan: StepPlan) -> list[tuple[list[int], int, int]]:
-    """Rows, first page and end of each group."""
+    """The rows, first page and end of each group."""
     rows = np.split(plan.groups.members, np.cumsum(plan.groups.sizes))[: len(plan.groups.sizes)]
     columns = plan.groups.begins.tolist(), plan.groups.ends.tolist()
     return [(of.tolist(), begin, end) for of, begin, end in zip(rows, *columns, strict=True)]
@@ -41,7 +41,7 @@ def test_a_prefix_is_computed_once_by_requests_that_come_together() -> None:
         scheduler.add(request(number, 17 + number, first=7))
     plan = planned(scheduler)
     assert chunks(plan) == [(0, 0, 17, True)]
-    ahead = planned(scheduler)  # of the commit: the prefix is still on its way
+    ahead = planned(scheduler)  # ahead of the commit: the prefix is still on its way
     assert chunks(ahead) == []
     commit(scheduler, plan)
     assert chunks(planned(scheduler)) == [(1, 16, 2, True), (2, 16, 3, True)]

@@ -1,4 +1,4 @@
-"""The columns: tokens, ends, and what their check sees."""
+"""The columns: tokens, ends, and what their check finds."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def ints(*values: int) -> IntArray:
 
 
 def taken(rows: RunningRows, number: int, sampling: SamplingParams) -> Sequence:
-    """A sequence with a prompt of one token and a row."""
+    """A sequence with a one-token prompt and a row."""
     request = Request(id=RequestId(number), prompt=ints(1), sampling=sampling)
     sequence = Sequence(request, (number, number), request.prompt)
     sequence.row = rows.take(sequence, num_cached_tokens=0, capacity=1000)

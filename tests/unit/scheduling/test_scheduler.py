@@ -192,7 +192,7 @@ def test_a_prompt_as_large_as_the_pool_runs_alone() -> None:
 
 
 class CountingCache(RadixCache):
-    """Counts the look-ups of prefixes."""
+    """Counts prefix look-ups."""
 
     num_acquired = 0
 

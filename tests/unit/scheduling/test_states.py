@@ -1,6 +1,6 @@
-"""States that are kept after answers: from which position the next turn goes on, and at what cost.
+"""States that are kept after answers: where the next turn continues from, and at what cost.
 
-Tokens are held against the oracle, so a state of another position, row or request shows.
+Tokens are checked against the oracle, so a state of another position, row or request shows.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def go_on(harness: Harness, number: int) -> int:
 
 
 def kept_positions(harness: Harness) -> list[int]:
-    """Run to the end; before which positions states were kept."""
+    """Run to the end; returns the positions before which states were kept."""
     found: list[int] = []
     plan_step = harness.scheduler.plan
 
@@ -59,7 +59,7 @@ def kept_positions(harness: Harness) -> list[int]:
 def test_the_next_turn_goes_on_from_the_answer(
     depth: int, num_prompt_tokens: int, max_tokens: int
 ) -> None:
-    """The last token is sampled and not computed, and a state is kept by the step after it."""
+    """The last token is sampled but not computed, and the step after a state keeps it."""
     harness = Harness(replace(SETUP, depth=depth))
     harness.add(request(0, num_prompt_tokens, max_tokens))
     harness.drain()
@@ -74,7 +74,7 @@ def test_the_next_turn_goes_on_from_the_answer(
 def test_an_answer_that_is_cut_anywhere_is_found_as_far_as_it_is_known(
     page_size: int, depth: int
 ) -> None:
-    """Tokens of steps in flight are dropped; a state that has seen them is not for others."""
+    """Tokens of steps in flight are dropped; others must not find a state that has seen them."""
     for num_steps in range(3, 40):
         harness = Harness(replace(SETUP, page_size=page_size, num_pages=256, depth=depth))
         harness.add(request(0, 6, 100))
@@ -119,7 +119,7 @@ def test_a_retracted_request_goes_on_from_its_states() -> None:
 
 
 def test_a_failed_request_leaves_no_states() -> None:
-    """A snapshot is for the next to take, and nothing of the answer is found."""
+    """Its snapshots are free for others, and nothing of the answer is found."""
     harness = Harness(replace(SETUP, model=Model(vocabulary=50, nan_every=40)))
     for number in range(20):
         harness.add(request(number, 6, 60))

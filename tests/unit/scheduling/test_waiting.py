@@ -34,7 +34,7 @@ def arrived(number: int, *, priority: int = 0, prompt: IntArray | None = None) -
 
 
 def order(queue: WaitingQueue) -> list[int]:
-    """Numbers of the requests as they are admitted, until the queue is empty."""
+    """The numbers of the requests in the order of admission, until the queue is empty."""
     numbers: list[int] = []
     while (sequence := queue.choose()) is not None:
         queue.admit(sequence)
@@ -52,13 +52,13 @@ def cache_with(tokens: IntArray) -> RadixCache:
 
 
 def plain_queue() -> WaitingQueue:
-    """One that serves by precedence."""
+    """A queue that serves by precedence."""
     cache = RadixCache(1, 1)
     return WaitingQueue(cache, "fcfs", 0, worthwhile_tokens=1, places=AdapterPlaces(0))
 
 
 def prefix_queue(policy: str) -> WaitingQueue:
-    """One beside a cache that has the tokens 1, 2, 3."""
+    """A queue with a cache that has the tokens 1, 2, 3."""
     cache = cache_with(ints(1, 2, 3))
     return WaitingQueue(cache, policy, MAX_OVERTAKEN, worthwhile_tokens=9, places=AdapterPlaces(0))
 
@@ -124,7 +124,7 @@ def test_only_what_waits_can_be_removed() -> None:
 def by_prefix(
     max_overtaken: int, *prompts: str, cache: RadixCache | None = None, worthwhile_tokens: int = 2
 ) -> WaitingQueue:
-    """A queue that keeps prefixes together; a request for each prompt, a token a character."""
+    """A queue that keeps prefixes together, with a request per prompt and a token per character."""
     queue = WaitingQueue(
         cache or RadixCache(64, 1),
         "fcfs",

@@ -1,4 +1,4 @@
-"""The question for a token, of servers that take connections and do not answer all of them."""
+"""Asking for a token, from servers that take connections and do not answer all of them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.waiting import wait_until
 
 
 class World:
-    """An engine's process, which is this one, and a server that an asker looks at."""
+    """An engine's process, which is this one, and a server that an asker watches."""
 
     def __init__(self, directory: Path, *, http_url: str, grpc_address: str) -> None:
         self.counts: dict[str, Any] = {"num_open": 0, "num_steps": 0}
@@ -122,7 +122,7 @@ def test_an_engine_in_a_long_step_is_not_taken_for_a_server_that_hangs(
 def test_steps_of_another_replica_are_not_held_against_the_server(
     tmp_path: Path, impatient: None, silent: str
 ) -> None:
-    """The one that may have the token is in a long step, or on a core that it hardly gets."""
+    """The replica that may have the token is in a long step, or hardly gets time on its core."""
     with world_of(tmp_path, f"http://{silent}", silent) as world:
         slow, fast = ({"num_open": 1, "num_steps": 0} for _ in range(2))
         world.counts |= {"num_open": 2, "replicas": [{"stats": slow}, {"stats": fast}]}
@@ -150,7 +150,7 @@ def test_one_way_that_answers_is_not_enough(tmp_path: Path, impatient: None, sil
 
 
 class Answered:
-    """A question that is answered at once."""
+    """A question with an immediate answer."""
 
     num_asked = 0
     has_failed = False

@@ -1,4 +1,4 @@
-"""What the supervisor tells of the models' processes."""
+"""What the supervisor reports about the models' processes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def process(directory: Path, model: str) -> ModelProcess:
 
 
 def listening(directory: Path, model: str) -> socket.socket:
-    """What takes the calls for a model's counts."""
+    """A socket that takes the calls for a model's counts."""
     listener = socket.socket(socket.AF_UNIX)
     listener.settimeout(PATIENCE_S)
     listener.bind(str(socket_path(directory, model, os.getpid())))
@@ -45,7 +45,7 @@ def models_of(directory: Path, *processes: ModelProcess) -> list[dict[str, Any]]
 def test_processes_are_asked_at_the_same_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """None of these answers before all of them are asked."""
+    """None of them answers before all have been asked."""
     monkeypatch.setattr(model_processes, "_ANSWER_S", PATIENCE_S)
     names = ("llm_engine", "tokenizer", "detokenizer")
     with ExitStack() as sockets:

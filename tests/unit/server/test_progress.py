@@ -1,4 +1,4 @@
-"""Whether a start gets on: real processes, and a clock that the test moves."""
+"""Whether a start makes progress: real processes, and a clock that the test moves."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ITS_CHILD_COMPUTES = f"import subprocess, sys; subprocess.run([sys.executable, '
 
 
 class Clock:
-    """The time that the test says it is."""
+    """A clock that shows the time the test sets."""
 
     now_s = 0.0
 
@@ -32,7 +32,7 @@ class Clock:
 
 @contextmanager
 def session(program: str) -> Iterator[subprocess.Popen[bytes]]:
-    """A process with a session of its own."""
+    """A process in a session of its own."""
     process = subprocess.Popen(
         [sys.executable, "-S", "-c", program],
         stdin=subprocess.PIPE,
@@ -66,7 +66,7 @@ def test_who_waits_is_stuck() -> None:
 
 @pytest.mark.parametrize("program", [COMPUTES, ITS_CHILD_COMPUTES, READS])
 def test_who_computes_gets_on(program: str) -> None:
-    """The process itself may compute, or one that it started; reading counts, too."""
+    """The process itself may compute, or one that it started; reading also counts."""
     clock = Clock()
     with session(program) as process:
         progress = Progress(process.pid, set, clock=clock)

@@ -1,4 +1,4 @@
-"""Finding a tritonserver, starting it, and telling why it did not start; with a fake binary."""
+"""Finding a tritonserver, starting it, and saying why it did not start; with a fake binary."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def fake_server(folder: Path, body: str = "") -> Installation:
-    """A program that answers as a ready tritonserver does."""
+    """A program that answers like a ready tritonserver."""
     binary = folder / "tritonserver"
     binary.write_text(FAKE.format(python=sys.executable, body=textwrap.dedent(body)))
     binary.chmod(0o755)
@@ -103,7 +103,7 @@ def test_a_folder_that_is_not_ascii(folder: Path) -> None:
 
 
 def test_models_leave_no_bytecode(server: TritonServer) -> None:
-    """A half-written .pyc would break all later starts: the file in its place prevents any."""
+    """A half-written .pyc would break all later starts: a file in the cache's place prevents it."""
     for name in server.model_names():
         folder = server.repository / name / "1"
         (folder / "model.py").write_text("")
@@ -167,18 +167,18 @@ def test_its_files_are_private_and_go_with_it(server: TritonServer) -> None:
 
 
 def test_what_a_killed_server_left_goes_with_the_next_start(server: TritonServer) -> None:
-    """What belongs to a server with a live process stays, and what belongs to no server."""
+    """Files of a server with a live process stay, as do files that belong to no server."""
     killed, lock = make_directory(f"minisgl-test-{os.getpid()}-")
     region = Path("/dev/shm") / f"minisgl-test-{os.getpid()}-left"
     region.touch()
     assert killed not in sweep() and region.exists()
     cleaner = os.open(killed, os.O_RDONLY)
-    with pytest.raises(BlockingIOError):  # so systemd-tmpfiles leaves it alone
+    with pytest.raises(BlockingIOError):  # so that systemd-tmpfiles leaves it alone
         fcntl.flock(cleaner, fcntl.LOCK_EX | fcntl.LOCK_NB)
     os.close(cleaner)
     os.close(lock)
     other = Path(tempfile.mkdtemp(prefix="minisgl-"))
-    sweep()  # as a start in another worker of pytest may have begun to, too
+    sweep()  # a start in another pytest worker may have begun to do the same
     wait_until(lambda: not killed.exists() and not region.exists())
     assert server.directory.exists() and other.exists()
     other.rmdir()
@@ -187,14 +187,14 @@ def test_what_a_killed_server_left_goes_with_the_next_start(server: TritonServer
 def test_it_drains_before_it_is_told_to_stop(server: TritonServer) -> None:
     sign = server.directory / "queue-open.engine"
     sign.touch()
-    assert server.stop() == 0  # after the time granted, since the sign was not taken down
+    assert server.stop() == 0  # after the granted time, since the sign stays up
 
 
 def test_it_does_not_wait_for_a_step_that_answers_no_request(folder: Path) -> None:
     """The engine is ending, nothing is inside its process, and a step keeps its sign up.
 
-    tritonserver ignores that it shall end, as while it waits to unload that engine. A server that
-    waited for either would be killed, and its code would tell.
+    tritonserver ignores the request to end, as it does while it waits to unload that engine. If
+    either were waited for, the server would be killed, and its exit code would show it.
     """
     options = replace(OPTIONS, exit_timeout_s=600)
     server = start(fake_server(folder, IGNORES_SIGTERM), options)
@@ -348,7 +348,7 @@ def test_shared_memory_that_cannot_be_used(monkeypatch: pytest.MonkeyPatch, fold
 
 
 def test_descriptors() -> None:
-    """This runs in a process of its own, since a limit that was lowered stays low."""
+    """This runs in its own process, since a lowered limit stays low."""
     program = """
 import resource, sys
 from minisgl_backend.errors import ConfigError
@@ -367,7 +367,7 @@ sys.exit(3)
 
 
 def test_a_port_of_a_server_that_starts(folder: Path) -> None:
-    """The port is taken although nothing listens yet, and free once that server is stopped."""
+    """The port is taken although nothing listens yet, and is free once that server has stopped."""
     first = start(fake_server(folder, "signal.pause()"))
     taken = replace(OPTIONS, http_port=first.http_port)
     with pytest.raises(ConfigError, match=f"{first.http_port} .*is that of another server that st"):
@@ -401,7 +401,7 @@ def test_free_ports_are_kept_from_others_until_the_server_has_them() -> None:
 
 @pytest.fixture
 def no_variable(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All tests may run with another tritonserver than the wheel's."""
+    """All tests may run with a tritonserver other than the wheel's."""
     monkeypatch.delenv("MINISGL_TRITONSERVER", raising=False)
 
 
@@ -438,7 +438,7 @@ def test_another_tritonserver_is_taken_as_it_is(folder: Path) -> None:
 def test_the_environment_may_name_a_tritonserver(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With its backends, if they are beside it."""
+    """With its backends, if they are next to it."""
     binary = folder / "bin" / "tritonserver"
     binary.parent.mkdir()
     fake_server(folder).binary.rename(binary)
@@ -460,7 +460,7 @@ def test_the_stub_of_the_wheel_does_not_know_numpy_2(
     monkeypatch.setattr(importlib.metadata, "version", {"numpy": "2.5.5"}.__getitem__)
     with pytest.raises(ConfigError, match=r"does not work with NumPy 2\.5\.5: pip install"):
         find_installation()
-    assert find_installation("/bin/true").stub is None  # another tritonserver has its own
+    assert find_installation("/bin/true").stub is None  # any other tritonserver has its own
 
 
 def test_without_the_wheel_path_is_searched(
@@ -510,7 +510,7 @@ def test_folders_become_absolute(folder: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_adapters_may_be_given_one_by_one(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beside those of a list; their folders become absolute, too."""
+    """In addition to a list of adapters; their folders become absolute, too."""
     (folder / "model").mkdir()
     (folder / "model" / "config.json").touch()
     monkeypatch.chdir(folder)

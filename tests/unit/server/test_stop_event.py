@@ -1,4 +1,4 @@
-"""What stops a server may be told at any moment."""
+"""A server may be told to stop at any moment."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ assert number > 5
 
 
 def test_it_is_set_by_the_thread_that_waits_as_a_signal_handler_does() -> None:
-    """A handler runs between any two instructions; here it does between any two lines."""
+    """A handler may run between any two instructions; here it runs between any two lines."""
     subprocess.run([sys.executable, "-c", _SET_AT_EACH_LINE], check=True, timeout=60)
 
 

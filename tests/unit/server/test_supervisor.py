@@ -1,4 +1,4 @@
-"""The supervisor's decisions, over a fake tritonserver whose processes have real heartbeats."""
+"""The supervisor's decisions, with a fake tritonserver whose processes have real heartbeats."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ http.server.ThreadingHTTPServer(address, Handler).serve_forever()
 
 
 class World:
-    """A supervisor at work on a thread of its own."""
+    """A supervisor at work on its own thread."""
 
     def __init__(
         self,
@@ -120,7 +120,7 @@ class World:
         hangs: Path | None = None,
         num_recoveries: int = 0,
     ) -> None:
-        """The next start hangs for ever where there is a file ``hangs``, which goes."""
+        """If there is a file ``hangs``, the next start removes it and hangs forever."""
         root = str(Path(__file__).parents[3])
         binary = folder / "tritonserver"
         binary.write_text(FAKE.format(python=sys.executable, root=root, models=MODELS))
@@ -164,7 +164,7 @@ class World:
             time.sleep(0.005)
 
     def wait_ready(self, num_recoveries: int) -> None:
-        """Until it serves, after this number of recoveries."""
+        """Wait until it serves, after this number of recoveries."""
         self.wait(lambda: self.supervisor.stats()["num_recoveries"] == num_recoveries)
         self.wait(lambda: self.supervisor.health().ready)
 
@@ -208,7 +208,7 @@ def test_models_that_died_idle_are_loaded_again(world: World) -> None:
     assert len(world.servers) == 1
     assert world.serving_models() == sorted(MODELS)
     world.close()
-    assert world.supervisor.health().reasons == ()  # what has been mended is no reason
+    assert world.supervisor.health().reasons == ()  # what has been repaired is no reason
 
 
 @pytest.mark.parametrize("models", [("tokenizer", "detokenizer"), MODELS])
@@ -226,7 +226,7 @@ def test_models_that_die_together_are_one_recovery(world: World, models: tuple[s
 
 
 def test_who_dies_during_a_recovery_is_part_of_it(world: World) -> None:
-    """A model that was loaded in the recovery and dies again needs a recovery of its own."""
+    """A model that was loaded in the recovery and dies again needs another recovery."""
     supervisor, reload = world.supervisor, world.supervisor._reload
     dying = iter(("detokenizer", "detokenizer"))
 
@@ -268,7 +268,7 @@ def test_a_server_that_is_started_again_is_told_of_the_adapters(world: World) ->
 
 
 def test_many_that_wait_for_a_process_that_has_gone_cost_a_restart(world: World) -> None:
-    """Tritonserver would end them one a second. A few may wait, and as many for other models."""
+    """Tritonserver would end one per second. A few may wait, and any number for other models."""
 
     def waiting(**models: int) -> None:
         for model, number in models.items():
@@ -300,7 +300,7 @@ def test_those_that_wait_are_weighed_against_those_that_are_served(tmp_path: Pat
 def test_models_are_not_loaded_again_for_ever(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Under load, tritonserver keeps some threads of each reload."""
+    """Under load, tritonserver leaks some threads with each reload."""
     monkeypatch.setattr("minisgl_backend.server.supervisor.MAX_RELOADS", 1)
     for num_recoveries, num_servers in ((1, 1), (2, 2), (3, 2)):
         os.kill(world.pids()["tokenizer"], signal.SIGKILL)
@@ -333,7 +333,7 @@ def test_silence_beyond_a_pause_is_a_hang(
 
 
 class Healthy:
-    """What the detector sees of a server that is well."""
+    """What the detector sees of a healthy server."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = self.repository = directory
@@ -404,7 +404,7 @@ def test_a_pause_while_tritonserver_is_asked_is_no_hang(
 def test_who_is_silent_with_tritonserver_is_not_to_blame(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It may wait for a tritonserver that hangs; but one that has died has not done that."""
+    """A silent process may be waiting for a tritonserver that hangs; a dead one is not."""
     Heartbeat(tmp_path, "tokenizer")  # of this process, and silent from now on
     now_s = time.monotonic()
     monkeypatch.setattr(faults, "time", SimpleNamespace(monotonic=lambda: now_s))
@@ -428,7 +428,7 @@ def test_who_is_silent_with_tritonserver_is_not_to_blame(
 def test_a_start_that_hangs_is_begun_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It may be the first start, or the one of a recovery."""
+    """It may be the first start, or one in a recovery."""
     monkeypatch.setattr("minisgl_backend.server.process.STUCK_AFTER_S", 4.0)
     hangs = tmp_path / "hangs"
     hangs.touch()
@@ -449,7 +449,7 @@ def test_a_start_that_hangs_is_begun_again(
         ("refuse", "recovery failed: tokenizer: "),
         ("hang", "recovery failed: tokenizer: Triton did not load it in "),
         ("stop", "recovery failed: tokenizer: tritonserver hangs while it loads it"),
-        # a process that outlives it has the connection, too
+        # a process that outlives it also holds the connection
         ("die", "recovery failed: tokenizer: tritonserver ended while it loaded it"),
     ],
 )
@@ -584,7 +584,7 @@ def test_silent_callers_do_not_shut_out_others() -> None:
     silent = [socket.create_connection(address, timeout=PATIENCE_S) for _ in range(2 * MOST)]
     assert get(server.port, "/ready")[0] == 200
     for caller in silent[:MOST]:
-        assert caller.recv(1) == b""  # sent away
+        assert caller.recv(1) == b""  # turned away
     assert len(server._server._callers) <= MOST
     for caller in silent:
         caller.close()

@@ -1,4 +1,4 @@
-"""What chat templates show of answers: the dialect of calls, thinking, and variables."""
+"""What chat templates reveal about answers: the dialect of calls, thinking, and variables."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type"
 
 
 def shown(source: str, **variables: Any) -> ChatFormat:
-    """The format of the answer to a chat with nasty texts."""
+    """The format of the answer to a chat with tricky texts."""
     template = ChatTemplate(source, TOKENS, max_chars=10**6)
     rendered = template.render(CHAT, TOOLS, variables)
     return template.facts.of_prompt(rendered, tools=template.facts)
@@ -98,7 +98,7 @@ def test_a_section_that_the_prompt_has_closed() -> None:
     ],
 )
 def test_variables_that_a_template_reads(family: str, own: set[str]) -> None:
-    """Names that a template sets for itself in one of several branches may be among them."""
+    """Names that a template itself sets in one of several branches may be among them."""
     switches = {"enable_thinking", "thinking", "reasoning_effort", "documents"}
     variables = shown(getattr(chat_templates, family)).variables
     assert variables >= {"messages", "tools", *own}
@@ -153,7 +153,7 @@ def chat(**more: Any) -> MessagesPrompt:
 
 
 def test_the_dialect_is_that_of_the_template_for_tools(tmp_path: Path) -> None:
-    """Also for a chat without tools, which is rendered by the other one."""
+    """Even for a chat without tools, which the other template renders."""
     templates = [
         {"name": "default", "template": chat_templates.HERMES_3},
         {"name": "tool_use", "template": chat_templates.HERMES_3_TOOL_USE},

@@ -1,4 +1,4 @@
-"""Texts that are too long for the context are refused early, and none that would fit."""
+"""Texts that are too long for the context are refused early, but none that would fit."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_what_fits_is_never_refused(parts: list[str]) -> None:
 )
 def test_a_text_of_megabytes_is_not_tokenized(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     class Small:
-        """Lets short texts through only."""
+        """Lets only short texts through."""
 
         def encode_batch(self, texts: list[str], **options: Any) -> Any:
             assert len(texts[0]) <= 8 * CONTEXT
@@ -59,7 +59,7 @@ def test_a_text_of_megabytes_is_not_tokenized(text: str, monkeypatch: pytest.Mon
 
 
 def test_a_beginning_tells_of_many_tokens() -> None:
-    """Bytes do not tell with a tokenizer whose tokens may stand for any number of them."""
+    """Bytes reveal nothing if a tokenizer's tokens may stand for any number of them."""
     tokenizer = vocabularies.words()
     check = LengthCheck(tokenizer, Vocabulary.of(tokenizer), CONTEXT)
     text = "alpha beta " * 1000
@@ -100,7 +100,7 @@ def test_the_longest_token() -> None:
 
 
 def test_how_much_composing_shrinks() -> None:
-    """A character is composed of parts, and a part may also be spelled by a longer character."""
+    """A character is composed of parts, and a part may also be spelled as a longer character."""
     characters = [
         chr(code)
         for code in range(sys.maxunicode + 1)

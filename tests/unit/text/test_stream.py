@@ -19,7 +19,7 @@ META = Vocabulary.of(vocabularies.metaspace())
 
 
 def ids(text: str) -> list[int]:
-    """One token a byte."""
+    """One token per byte."""
     return [BYTES.pieces.index(bytes([byte])) for byte in text.encode()]
 
 
@@ -148,7 +148,7 @@ def test_nothing_may_follow_a_stop() -> None:
 
 
 def test_the_matcher_is_linear_in_hostile_text() -> None:
-    """Every step either reads a character or falls back, at most once for each one read."""
+    """Every step either reads a character or falls back, at most once per character read."""
     matcher = StopMatcher(("a" * 1000 + "b",))
     state, read = matcher.search(0, "a" * 100_000)
     assert read == 100_000

@@ -147,7 +147,7 @@ def test_whatever_a_template_raises_is_one_sentence(source: str) -> None:
 
 
 class Ticking:
-    """A clock that is a second later at every look."""
+    """A clock that advances a second whenever it is read."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -234,7 +234,7 @@ def test_arithmetic_within_bounds() -> None:
 
 
 def test_operations_within_bounds() -> None:
-    """The operations that the sandbox watches give the same as in plain Jinja."""
+    """Operations that the sandbox watches give the same results as in plain Jinja."""
     source = (
         "{{ 1 ~ 'a' ~ none ~ 2.5 }} {{ ['a', 1] | join('-') }} {{ ', '.join(['a', 'b']) }}"
         " {{ 'a b'.replace('a', 'c') }} {{ 'aa' | replace('a', 'b', 1) }} {{ '%05d' % 42 }}"

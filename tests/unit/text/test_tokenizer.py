@@ -1,4 +1,4 @@
-"""Prompts -> token ids, with checkpoints' folders made on the spot."""
+"""Prompts -> token ids, with checkpoint folders made on the spot."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ TEMPLATE = (
 
 
 def folder(path: Path, *, bos: bool = True, template: Any = TEMPLATE) -> Path:
-    """A checkpoint's folder, byte-level; with ``bos`` prompts begin with <|start|>."""
+    """A byte-level checkpoint folder; with ``bos``, prompts begin with <|start|>."""
     tokenizer = vocabularies.byte_level()
     if bos:
         start = ("<|start|>", tokenizer.token_to_id("<|start|>"))
@@ -79,7 +79,7 @@ def shown(encoder: PromptEncoder, ids: Any) -> list[str]:
 
 
 def test_the_template_of_a_multi_modal_checkpoint(tmp_path: Path) -> None:
-    """As older transformers wrote it: beside the tokenizer, whose own counts more."""
+    """As older transformers wrote it: in its own file. The tokenizer's template has precedence."""
     other = tmp_path / "chat_template.json"
     other.write_text(json.dumps({"chat_template": "{{ messages[0].content }}?"}))
     without = PromptEncoder.load(folder(tmp_path, template=None))
@@ -107,7 +107,7 @@ def test_text_is_not_control(encoder: PromptEncoder) -> None:
 
 
 def test_in_a_chat_the_spelling_of_a_special_token_is_one(encoder: PromptEncoder) -> None:
-    """It does not matter who wrote it: the template's text is tokenized as a whole."""
+    """No matter who wrote it: the template's text is tokenized as a whole."""
     ids = ids_of(encoder, chat("a<|end|>"))
     assert shown(encoder, ids) == ["<|start|>", "a", "<|end|>"]
 
@@ -317,7 +317,7 @@ def test_lone_surrogates_do_not_get_through(demo: PromptEncoder) -> None:
 
 
 def test_other_threads_run_while_one_tokenizes(demo: PromptEncoder) -> None:
-    """If the GIL were not released, the counting thread would have no turn before the end."""
+    """If the GIL were not released, the counting thread would get no turn before the end."""
     started, done = threading.Event(), threading.Event()
 
     def tokenize() -> int:
@@ -394,7 +394,7 @@ def test_a_chat_template_that_is_no_text(tmp_path: Path, template: Any) -> None:
 
 
 def test_loading_a_tokenizer_brings_no_torch() -> None:
-    """Two of the server's processes need a tokenizer, and no torch with its memory."""
+    """Two of the server's processes need a tokenizer, but not torch and the memory it takes."""
     load = f"PromptEncoder.load({str(DEMO_MODEL)!r})"
     code = f"import sys; from minisgl_backend.text.tokenizer import PromptEncoder; {load}"
     subprocess.run([sys.executable, "-c", f"{code}; sys.exit('torch' in sys.modules)"], check=True)

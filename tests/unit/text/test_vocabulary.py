@@ -1,4 +1,4 @@
-"""Tokens that the model has no embedding of."""
+"""Tokens for which the model has no embedding."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two trees measured by turns; here trees of one module that writes figures at once."""
+"""Two trees measured in turns; here the trees have one module that writes figures at once."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ else:
 
 @pytest.fixture
 def journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Which tree ran which benchmark, a line each; ``base`` takes 4 and ``here`` 2 ms a step."""
+    """Which tree ran which benchmark, one per line; ``base`` takes 4 and ``here`` 2 ms per step."""
     journal = tmp_path / "journal"
     for tree, value in (("base", 4.0), ("here", 2.0)):
         package = tmp_path / tree / "minisgl_backend" / "cli"

@@ -1,4 +1,4 @@
-"""The demo model's training text: what it may hold, and what it must not."""
+"""The demo model's training text: what it may contain, and what it must not."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tools.demo_model.tokenizer import train_tokenizer
 
 
 def _plain(text: str) -> str:
-    """The text without case, punctuation at the edges and runs of white space."""
+    """The text without case, outer punctuation and runs of white space."""
     return re.sub(r"\s+", " ", text.lower()).strip(" ?.!:")
 
 

@@ -1,4 +1,4 @@
-"""The demo model's folder: a small, ordinary Hugging Face folder that answers right."""
+"""The demo model's folder: a small, ordinary Hugging Face folder with right answers."""
 
 from __future__ import annotations
 

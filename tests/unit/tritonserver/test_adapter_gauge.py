@@ -1,4 +1,4 @@
-"""The gauge of adapters: its labels, their bound, and a report that fails."""
+"""The adapter gauge: its labels, their bound, and a report that fails."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def gauge() -> Iterator[AdapterGauge]:
 
 
 def told() -> dict[tuple[str, str], float]:
-    """When each set of running and waiting adapters was last told."""
+    """When each set of running and waiting adapters was last reported."""
     times = {}
     for key, metric in MetricFamily.families["vllm:lora_requests_info"].metrics.items():
         labels = dict(key)

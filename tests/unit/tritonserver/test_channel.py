@@ -61,7 +61,7 @@ def test_garbage_is_a_struct_or_value_error(message: bytes) -> None:
 
 @given(st.lists(st.builds(Ack, st.integers(0, 5), st.integers(0, 9), st.sampled_from(Verdict))))
 def test_waiting_acks_coalesce(acks: list[Ack]) -> None:
-    """One stays for each stream, with the newest index and the first verdict but `continue`."""
+    """One stays per stream, with the newest index and the first verdict other than `continue`."""
     waiting = AckQueue()
     for ack in acks:
         waiting.put(ack)
@@ -103,7 +103,7 @@ def test_many_forgets_take_several_messages() -> None:
 
 
 def test_a_full_socket_does_not_block_and_loses_nothing() -> None:
-    """What the socket does not take waits and coalesces: the newest of each stream is read."""
+    """What the socket does not take waits and coalesces: each stream's newest is read."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours, theirs:
         waiting = AckQueue()
@@ -136,14 +136,14 @@ def test_a_gone_peer_is_no_error_for_the_writer() -> None:
 
 
 class _Slow(Peer):
-    """A peer whose socket takes nothing."""
+    """A peer whose socket accepts nothing."""
 
     def flush(self) -> bool:
         return False
 
 
 class _Listening(Reactor):
-    """A reactor that tells what it hears."""
+    """A reactor that reports what it hears."""
 
     def __init__(self) -> None:
         super().__init__("listening")
@@ -303,7 +303,7 @@ def test_garbage_is_ignored(engine: Engine, caplog: pytest.LogCaptureFixture) ->
 def test_who_connects_waits_for_a_free_descriptor(
     engine: Engine, detokenizer: Detokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And the engine's thread does not spin meanwhile."""
+    """Meanwhile the engine's thread does not spin."""
     pauses: list[float] = []
     accept = engine.channel._listener.accept
 
@@ -329,7 +329,7 @@ def test_who_connects_waits_for_a_free_descriptor(
 def test_only_private_sockets_of_the_right_name_are_connected_to(
     detokenizer: Detokenizer, tmp_path: Path, mode: int
 ) -> None:
-    """The path comes in a message, and any client may send a message."""
+    """The path comes in a message, and any client may send one."""
     folder = tmp_path / "d"
     folder.mkdir()
     folder.chmod(mode)

@@ -1,4 +1,4 @@
-"""Metrics: their names and labels, that counts are told once, and from one thread alone."""
+"""Metrics: their names and labels; counts are reported once, and from a single thread."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ INFO = engine_info(model="/models/demo", max_running_requests=8, max_queued_requ
 
 
 class Engine:
-    """As much of an engine as metrics looks at."""
+    """As much of an engine as metrics look at."""
 
     info = INFO
 
@@ -78,10 +78,10 @@ def metrics(engine: Engine) -> Iterator[EngineMetrics]:
 
 
 def reports(metrics: EngineMetrics, engine: Engine) -> None:
-    """Wait until all that is counted by now has been reported."""
+    """Wait until everything counted so far has been reported."""
     seen = engine.num_readings
     limit = time.monotonic() + 20
-    while engine.num_readings < seen + 3:  # one may be under way, and the next be the first
+    while engine.num_readings < seen + 3:  # one may be under way, so the next may be the first
         assert time.monotonic() < limit
         time.sleep(0.001)
 
@@ -147,7 +147,7 @@ def test_counts_are_told_once(metrics: EngineMetrics, engine: Engine) -> None:
 def test_requests_that_fail_are_counted_whatever_their_error(
     error: type[MiniSGLError], metrics: EngineMetrics, engine: Engine
 ) -> None:
-    """Such as a grammar that turns out to be unsupported. All that is reported later still is."""
+    """Such as a grammar that turns out to be unsupported. Later reports still arrive."""
     engine.recorder.request_failed(error.code)
     engine.recorder.step_committed("decode", batch_size=3, num_tokens=3, duration_s=0.004)
     reports(metrics, engine)
@@ -194,7 +194,7 @@ def test_load_under_the_names_that_routers_read(metrics: EngineMetrics, engine: 
 def test_every_metric_names_the_model_and_its_engine(
     metrics: EngineMetrics, engine: Engine
 ) -> None:
-    """Two engines of one model never share a metric: Triton would crash when one of them goes."""
+    """Two engines of one model never share a metric: Triton would crash when one of them ends."""
     first = {name: set(family.metrics) for name, family in MetricFamily.families.items()}
     other = EngineMetrics(engine, OPTIONS, version="1")
     for name, family in MetricFamily.families.items():
@@ -206,7 +206,7 @@ def test_every_metric_names_the_model_and_its_engine(
 
 
 class Told:
-    """Metrics that note on which thread they are called."""
+    """Metrics that record which thread calls them."""
 
     def __init__(self) -> None:
         self.threads = [threading.current_thread()]
@@ -248,7 +248,7 @@ def test_metrics_that_cannot_be_made_fail_the_load() -> None:
 
 @pytest.fixture
 def refusals() -> Iterator[Callable[[], dict[str, float]]]:
-    """The refusals that Triton was told of, by reason."""
+    """The refusals that Triton was told about, by reason."""
     MetricFamily.families.clear()
 
     def told() -> dict[str, float]:

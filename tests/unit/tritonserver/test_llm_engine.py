@@ -31,14 +31,14 @@ from tests.fakes.packets import finish_of, token_ids_of
 from tests.waiting import PATIENCE_S, wait_until
 
 STEP_S = 0.002
-LONG = 50_000  # tokens: nearly two minutes, in which a test ends the request
+LONG = 50_000  # tokens: nearly two minutes, during which a test ends the request
 
 
 class Model(TritonPythonModel):
     """The model over a paced engine."""
 
     engine: ClassVar[Engine]
-    """Of the model that was loaded last."""
+    """The engine of the model that was loaded last."""
 
     @staticmethod
     def make_engine(options: EngineOptions) -> Engine:
@@ -76,7 +76,7 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Model]:
 
 
 def test_a_request_is_bounded_in_size(model: Model) -> None:
-    """This holds for direct callers too, whose requests no tokenizer has checked."""
+    """This also holds for direct callers, whose requests no tokenizer has checked."""
     large = request(acknowledged=False, logit_bias="x" * 13_000_000)
     model.execute([large])
     response, final = large.sender.sent.get(timeout=PATIENCE_S)
@@ -89,7 +89,7 @@ def test_a_request_is_bounded_in_size(model: Model) -> None:
 def request(
     *, request_id: str = "", acknowledged: bool = True, **values: Any
 ) -> pb_utils.InferenceRequest:
-    """A request as the tokenizer sends it, or one of a direct caller."""
+    """A request as the tokenizer sends it, or from a direct caller."""
     ids = np.array([1, 2, 3], dtype=np.int32)
     if not acknowledged:
         return pb_utils.InferenceRequest(
@@ -117,7 +117,7 @@ def packet_of(response: pb_utils.InferenceResponse) -> Packet:
 
 
 class Reader:
-    """A detokenizer that acknowledges when it is told to."""
+    """A detokenizer that acknowledges when told to."""
 
     def __init__(self, asked: pb_utils.InferenceRequest) -> None:
         self.sender = asked.sender
@@ -156,7 +156,7 @@ def wait_tokens(model: Model, num_tokens: int) -> None:
 
 @pytest.fixture
 def no_probes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However slow the machine is, no probe is sent in between."""
+    """No probe is sent in between, however slow the machine is."""
     monkeypatch.setattr(window, "PROBE_AFTER_S", 3600.0)
 
 
@@ -212,7 +212,7 @@ def test_a_verdict_ends_the_request_with_the_final_flag_alone(
 
 
 def test_probes_while_nothing_is_to_be_sent(model: Model) -> None:
-    """Without stream the tokens wait for the end; probes ask whether the client still listens."""
+    """Without streaming, tokens wait for the end; probes ask whether the client still listens."""
     asked = request(max_tokens=LONG)
     with Reader(asked) as reader:
         model.execute([asked])
@@ -307,7 +307,7 @@ def test_a_full_queue_shows_its_room_before_the_last_response(
 
 def test_the_marker_says_what_a_request_may_have(model: Model, tmp_path: Path) -> None:
     assert MarkerReader(tmp_path).most_tokens() == 60_000
-    options = replace(model._options, num_pages=256)  # a last token needs no place in them
+    options = replace(model._options, num_pages=256)  # the last token needs no place in them
     small = paced_engine(options, step_s=STEP_S)
     small.close(drain_s=0)
     assert small.most_tokens == 256 * options.page_size + 1
@@ -337,7 +337,7 @@ def test_streams_that_cannot_be_asked_hold_up_no_other(
         other.sender.cancelled = True
         _, final = other.sender.sent.get(timeout=PATIENCE_S)
         assert final
-        wait_until(lambda: "could not be checked" in caplog.text)  # maybe the other came first
+        wait_until(lambda: "could not be checked" in caplog.text)  # the other may have come first
     lines = [record for record in caplog.records if "could not be checked" in record.message]
     assert 0 < len(lines) < len(asked)
     for one in asked:
@@ -346,7 +346,7 @@ def test_streams_that_cannot_be_asked_hold_up_no_other(
 
 
 def test_a_request_that_was_stopped_in_the_tokenizer(model: Model) -> None:
-    """It ends as one that was stopped later, and leaves others of its id alone."""
+    """It ends like one that was stopped later, and leaves others with its id alone."""
     other = request(request_id="job", acknowledged=False, max_tokens=LONG)
     record = encode_record(Stopped(wanted=Wanted(finish_reason=True)))
     arrays = {
@@ -446,7 +446,7 @@ def test_refusals_are_counted_once(model: Model) -> None:
 def test_a_request_that_is_given_up_on_its_way_into_the_engine_ends(
     model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The engine ignores an abort of what it does not know yet."""
+    """The engine ignores an abort of a request that it does not know yet."""
     submit = model.engine.submit_samples
     asked = request(max_tokens=LONG, stream=True)
     earlier = request(max_tokens=LONG, stream=True)
@@ -487,7 +487,7 @@ def test_an_engine_that_breaks_as_a_request_comes_leaves_no_stream(
 
 
 def test_draining_ends_what_is_open(model: Model, tmp_path: Path) -> None:
-    """``finalize`` of the fixture leaves no thread, file or request, then."""
+    """The fixture's ``finalize`` then leaves no thread, file or request."""
     asked = [request(max_tokens=LONG, stream=True), request(acknowledged=False, max_tokens=LONG)]
     model.execute(list(asked))
     (tmp_path / DRAIN_MARKER).touch()

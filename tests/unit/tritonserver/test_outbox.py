@@ -1,4 +1,4 @@
-"""The order in which streams are sent, and how many packets are under way."""
+"""The order in which streams are sent, and how many packets are in flight."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_plain_items_wait_while_enough_packets_are_under_way() -> None:
     got: list[str | None] = []
     getter = threading.Thread(target=lambda: got.append(outbox.get()))
     getter.start()
-    outbox.arrived(8)  # another stream's, of which none is on its way
+    outbox.arrived(8)  # another stream's, which has none on its way
     assert not got
     outbox.arrived(7)
     getter.join(PATIENCE_S)

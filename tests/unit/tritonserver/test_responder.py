@@ -1,4 +1,4 @@
-"""One final flag, one lock, and errors that tell a client nothing of our insides."""
+"""One final flag, one lock, and errors that tell a client nothing about our internals."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_cancelled_is_asked_only_before_the_end() -> None:
     request.sender.cancelled = True
     assert responder.is_cancelled()
     responder.finish()
-    assert not responder.is_cancelled()  # the fake would fail, and tritonserver crash
+    assert not responder.is_cancelled()  # otherwise the fake fails, and tritonserver crashes
 
 
 def test_cancelled_is_not_asked_while_something_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,7 +97,7 @@ def test_errors(
     told = sent.error()
     assert told is not None
     assert (told.code(), told.message()) == (code, message)
-    # the story of what is our fault is in the log, under the request's id
+    # the details of what is our fault are in the log, under the request's id
     assert ("secret" in caplog.text) == (code == 1)
     assert ("r 1" in caplog.text) == (code == 1)
 

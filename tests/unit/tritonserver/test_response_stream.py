@@ -47,7 +47,7 @@ def opened(
 
 
 def scored(num_tokens: int, num_alternatives: int = 0) -> PromptLogprobs:
-    """Tokens 0, 1, 2, ..."""
+    """Scores of the tokens 0, 1, 2, ..."""
     ids = np.arange(num_tokens, dtype=np.int32)
     shape = (num_tokens, num_alternatives)
     logprobs = np.zeros(num_tokens, np.float32)
@@ -57,7 +57,7 @@ def scored(num_tokens: int, num_alternatives: int = 0) -> PromptLogprobs:
 
 
 def taken(stream: ResponseStream) -> Packet:
-    """The next packet, as a sender takes and sends it."""
+    """The next packet, taken and sent as by a sender."""
     packet = stream.take()
     assert packet is not None
     if not packet.is_last:
@@ -156,7 +156,7 @@ def test_a_buffered_token_calls_for_a_sender_only_if_the_stream_waits_for_it() -
     (buffer,) = buffers
 
     def push(token_id: int) -> None:
-        """As the engine does."""
+        """Push a token as the engine does."""
         buffer.tokens.append(token_id)
         if buffer.is_awaited:
             buffer.wake()
@@ -198,12 +198,12 @@ def test_buffered_tokens_are_before_the_last_one_and_none_comes_after_a_stop_str
 
 
 def test_a_stream_that_tells_times_has_no_buffers() -> None:
-    """The time of its first and last token is that of the event."""
+    """The times of its first and last token are those of the events."""
     assert opened(wanted=Wanted(perf_metrics=True)).buffers(lambda: None) is None
 
 
 def test_the_last_token_is_in_the_packet_that_ends_the_request() -> None:
-    """Whatever asks for a packet between the two events: a sender, the clock, the detokenizer."""
+    """Whoever asks for a packet between the two events: a sender, the clock or the detokenizer."""
     stream = opened(stream=True)
     assert stream.put(0, Generated(5))
     first = stream.take()

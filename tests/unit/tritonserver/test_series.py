@@ -1,4 +1,4 @@
-"""The label of an engine's metrics: who takes it over, and who must not."""
+"""The label of an engine's metrics: who may take it over, and who must not."""
 
 from __future__ import annotations
 

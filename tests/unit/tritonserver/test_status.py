@@ -27,7 +27,7 @@ from tests.waiting import PATIENCE_S
 
 
 class Model:
-    """What a model says of itself, to be changed by a test."""
+    """What a model says about itself, for tests to change."""
 
     def __init__(self) -> None:
         self.now = Status()
@@ -114,7 +114,7 @@ def test_counts_are_told_to_who_asks(
         model.counts = {"set": set()}
         assert ask(tmp_path) == b""
         model.counts = {}
-        assert json.loads(ask(tmp_path)) == {}  # so it is done with the one before
+        assert json.loads(ask(tmp_path)) == {}  # so it is done with the previous one
     assert "could not be sent" in caplog.text
 
 

@@ -1,4 +1,4 @@
-"""The models ``tokenizer`` and ``detokenizer`` with the demo model's files and a fake Triton."""
+"""The models ``tokenizer`` and ``detokenizer``, with the demo model's files and a fake Triton."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def test_errors_reach_the_client(tokenizer: Tokenizer) -> None:
         pb_utils.InferenceRequest({"text_input": text(b"lorem ipsum " * 500_000)}),
     ]
     messages = []
-    for request in requests:  # one by one, as all of them are more than the queue has room for
+    for request in requests:  # one by one, since the queue has no room for all of them
         tokenizer.execute([request])
         messages.append(message_of(answer_of(request)))
     assert messages[0].startswith("INVALID_ARG: give one of")
@@ -152,7 +152,7 @@ def test_errors_reach_the_client(tokenizer: Tokenizer) -> None:
 
 
 def test_a_client_that_asks_alone_is_told_the_tokens(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    """However full the queues are, and however long the text is."""
+    """However full the queues and however long the text."""
     encoder = PromptEncoder.load(DEMO_MODEL)
     QueueMarker(tmp_path, "a", 8192).show(True)
     words = "lorem ipsum " * 10_000
@@ -175,7 +175,7 @@ def test_a_client_that_asks_alone_is_told_the_tokens(tokenizer: Tokenizer, tmp_p
 def test_a_client_that_asks_alone_is_told_what_pages_have_room_for(
     tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The context, while no engine says that its pages hold fewer tokens."""
+    """It is the context, as long as no engine says that its pages hold fewer tokens."""
     monkeypatch.setattr(runtime_files, "MARKERS_READ_EVERY_S", 0.0)
 
     def told() -> int:
@@ -226,7 +226,7 @@ def test_ids_and_parameters_that_are_not_utf_8_are_refused(
 def test_a_tokenizer_with_more_tokens_than_the_model_fails_the_load(
     repository: Path, tmp_path: Path
 ) -> None:
-    """Tokens that were added to the tokenizer count, too."""
+    """Tokens that were added to the tokenizer also count."""
     model = tmp_path / "model"
     model.mkdir()
     config = json.loads((Path(DEMO_MODEL) / "config.json").read_text())
@@ -256,7 +256,7 @@ def test_a_server_in_recovery_is_spared(tokenizer: Tokenizer, tmp_path: Path) ->
 def test_full_engines_are_spared(
     tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The tokenizer refuses before it tokenizes, if every engine shows that its queue is full."""
+    """The tokenizer refuses before it tokenizes if every engine shows that its queue is full."""
     monkeypatch.setattr(runtime_files, "MARKERS_READ_EVERY_S", 0.0)
     markers = [QueueMarker(tmp_path, "a", 8192), QueueMarker(tmp_path, "b", 8192)]
 
@@ -347,7 +347,7 @@ def test_a_stop_request_follows_what_is_being_sent(
 
 
 class Engine:
-    """What a detokenizer hears from, and what it says to it."""
+    """An engine that a detokenizer hears from and answers."""
 
     def __init__(self) -> None:
         self.heard: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -423,7 +423,7 @@ def test_a_stop_string_ends_the_stream(detokenizer: Detokenizer, engine: Engine)
 def test_a_cancelled_client(
     detokenizer: Detokenizer, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Triton is asked now and then, not for each packet."""
+    """Triton is asked occasionally, not for each packet."""
     clock = SimpleNamespace()
     monkeypatch.setattr("minisgl_backend.tritonserver.detokenizer.time", clock)
     for index, now_s, verdict in (
@@ -468,14 +468,14 @@ def test_with_many_streams_each_client_is_asked_for_less_often(
     for key in (2, 3):
         take(detokenizer, engine.request(0, [5], key=key))
     assert polled(1, 0.3)
-    assert not polled(2, 3.2)  # of three streams, each is due after 3 s
+    assert not polled(2, 3.2)  # with three streams, each is due after 3 s
     assert polled(3, 3.4)
 
 
 def test_a_response_that_takes_long_holds_up_its_own_lane_alone(
     detokenizer: Detokenizer, engine: Engine
 ) -> None:
-    """And packets of one stream stay in order, although each is acknowledged before its answer."""
+    """The packets of one stream stay in order, although each is acknowledged before its answer."""
     goes_on = threading.Event()
     slow, next_one = engine.request(0, engine.ids.tolist()), engine.request(1, [5])
     send = slow.sender.send
@@ -488,7 +488,7 @@ def test_a_response_that_takes_long_holds_up_its_own_lane_alone(
     detokenizer.execute([slow])
     assert engine.ack() == Ack(1, 0, Verdict.CONTINUE)
     detokenizer.execute([next_one])
-    for key in range(2, 20, 2):  # even keys are on other lanes than odd ones
+    for key in range(2, 20, 2):  # even and odd keys are on different lanes
         take(detokenizer, engine.request(0, [], key=key))
         assert engine.ack() == Ack(key, 0, Verdict.CONTINUE)
     assert not next_one.sender.num_sent
@@ -531,7 +531,7 @@ def test_a_failure_on_one_stream_stays_with_it(
 
 
 def test_packets_that_arrive_after_the_end_of_their_engine(detokenizer: Detokenizer) -> None:
-    """They were on their way through Triton: a packet, a probe and the last one."""
+    """They were on their way through Triton: a packet, a probe and the last packet."""
     engine = Engine()
     take(detokenizer, engine.request(0, []))
     engine.ack()
@@ -549,7 +549,7 @@ def test_packets_that_arrive_after_the_end_of_their_engine(detokenizer: Detokeni
 def test_streams_of_which_nothing_is_heard_are_forgotten(
     detokenizer: Detokenizer, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Streams of which something is heard stay, however long ago they began."""
+    """Streams that are still heard from stay, however long ago they began."""
     now_s = 0.0
     clock = SimpleNamespace(monotonic=lambda: now_s)
     monkeypatch.setattr("minisgl_backend.tritonserver.detokenizer.time", clock)
@@ -572,7 +572,7 @@ def test_streams_of_which_nothing_is_heard_are_forgotten(
 def test_a_forged_packet_harms_no_other_stream(
     detokenizer: Detokenizer, engine: Engine, changes: dict[str, Any]
 ) -> None:
-    """It names the engine's socket, and perhaps a number that no acknowledgement can hold."""
+    """It names the engine's socket, and perhaps a number too large for an acknowledgement."""
     take(detokenizer, engine.request(0, [], key=1))
     assert engine.ack() == Ack(1, 0, Verdict.CONTINUE)
     forged = {"r": engine.channel.path, "s": 2, "i": 0, "d": {"n": 1}} | changes
@@ -580,7 +580,7 @@ def test_a_forged_packet_harms_no_other_stream(
     take(detokenizer, request)
     take(detokenizer, engine.request(1, [5], key=1))
     assert engine.ack() == Ack(1, 1, Verdict.CONTINUE)
-    # what is well formed, but for the engine that cannot be reached, stays until it is silent
+    # a well-formed packet from an unreachable engine stays until it has been silent for too long
     assert detokenizer.stats()["num_streams"] == (2 if "r" in changes else 1)
 
 

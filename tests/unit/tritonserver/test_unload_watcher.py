@@ -1,4 +1,4 @@
-"""What the watcher makes of a server's answers, from real sockets."""
+"""What the watcher makes of a server's answers, over real sockets."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ SHORT_S = 0.2
 
 
 class Server(HTTPServer):
-    """Answers every request with ``status``, or with those that come first in ``next``.
+    """Answers requests with the entries of ``next`` first, and then with ``status``.
 
-    Each of these is a status and the seconds that it takes. ``num_answers`` counts.
+    Each entry is a status and how many seconds it takes. ``num_answers`` counts.
     """
 
     status = 200
@@ -28,7 +28,7 @@ class Server(HTTPServer):
     num_answers = 0
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """A watcher that was closed does not wait for its answer."""
+        """Ignore errors: a watcher that was closed does not wait for its answer."""
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -78,7 +78,7 @@ def test_a_closed_port_refuses() -> None:
 
 
 def test_a_paused_server_says_nothing() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:  # takes connections, answers none
+    with socket.create_server(("127.0.0.1", 0)) as listener:  # accepts connections, answers none
         assert ask(url_of(listener.getsockname()), timeout_s=SHORT_S) is Readiness.NONE
 
 
@@ -138,7 +138,7 @@ def test_a_model_that_was_ready_and_is_not_any_more_drains(
 def test_a_model_that_is_said_not_to_be_ready_after_a_pause_serves_on(
     server: Server, answers: list[tuple[int, float]]
 ) -> None:
-    """As a server of release 26.07 says it of a model that was paused."""
+    """As a server of release 26.07 reports a model that was paused."""
     drained = threading.Event()
     watcher = UnloadWatcher(
         ready_url=url_of(("127.0.0.1", server.server_port)),

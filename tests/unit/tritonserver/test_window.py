@@ -1,4 +1,4 @@
-"""When packets may go out, on a clock of our own."""
+"""When packets may be sent, by a clock of our own."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_what_a_sender_was_held_up_with_is_not_overdue() -> None:
     window = Window(now_s=0.0)
     window.sent(0, 1.0, with_tokens=True)
     window.handed_over(0, 3.0)
-    assert not window.is_overdue(3.1, 2.0, GRACE_S)  # of a packet taken later, handed over before
+    assert not window.is_overdue(3.1, 2.0, GRACE_S)  # for one taken later, handed over earlier
     assert not window.is_overdue(4.0, 2.9, GRACE_S)
     assert window.is_overdue(4.0, 3.5, GRACE_S)
     assert window.acknowledged(0) == 3.0
@@ -91,7 +91,7 @@ def test_overdue_once_later_packets_are_acknowledged() -> None:
 
 
 def test_another_lane_may_be_behind() -> None:
-    """What a lane has taken proves that earlier packets on it are lost, but not those on others."""
+    """What a lane took proves that earlier packets on it are lost, but not those on others."""
     acknowledged = Acknowledged(num_lanes=2)
     window = Window(now_s=0.0)
     window.sent(0, 1.0, with_tokens=True)
@@ -100,7 +100,7 @@ def test_another_lane_may_be_behind() -> None:
     assert not window.is_overdue(2.0, acknowledged.newest_s(4), GRACE_S)
     acknowledged.note(5, 2.2)
     assert not window.is_overdue(2.5, acknowledged.newest_s(4), GRACE_S)
-    acknowledged.note(5, 2.4)  # that far behind no lane is
+    acknowledged.note(5, 2.4)  # no lane is that far behind
     assert window.is_overdue(2.5, acknowledged.newest_s(4), GRACE_S)
     acknowledged.note(5, 1.0)  # in any order
     assert window.is_overdue(2.5, acknowledged.newest_s(7), GRACE_S)

@@ -35,7 +35,7 @@ LENGTH = Finished(FinishReason.LENGTH)
 
 
 def ids(text: str) -> list[int]:
-    """One token a byte."""
+    """One token per byte."""
     return [VOCABULARY.pieces.index(bytes([byte])) for byte in text.encode()]
 
 
@@ -54,7 +54,7 @@ def answered(stream: AnswerStream, text: str, **more: Any) -> Answer:
 
 
 def told(stream: AnswerStream, text: str, **more: Any) -> SampleAnswer:
-    """What an answer says of its only sample."""
+    """What an answer says about its only sample."""
     return only(answered(stream, text, **more))
 
 
@@ -153,7 +153,7 @@ def test_nothing_but_text_unless_asked_for() -> None:
 
 
 def scored(text: str, num_alternatives: int = 0) -> PromptLogprobs:
-    """Each token the likeliest, those of the first ids after it."""
+    """Each token is the likeliest, followed by those with the first ids."""
     token_ids = np.array(ids(text), np.int32)
     size = (len(token_ids), num_alternatives)
     return PromptLogprobs(
@@ -353,7 +353,7 @@ def test_rows_of_log_probabilities_are_filled_up() -> None:
 
 
 def test_whole_samples_come_before_those_that_a_deadline_cut() -> None:
-    """A sample of no tokens is as likely as can be, and of no use."""
+    """A sample without tokens has the highest likelihood, but is no use."""
 
     def sample(finish: FinishReason, *logprobs: float) -> SampleAnswer:
         return SampleAnswer(

@@ -247,7 +247,7 @@ def test_a_common_packet_is_small() -> None:
 
 
 def test_nothing_wanted_is_one_object() -> None:
-    """So the code for the most frequent answer can compare by identity."""
+    """So the code for the most common answer can compare by identity."""
     start = decode_packet(
         encode_packet(replace(FIRST, start=StreamStart(num_input_tokens=1)))
     ).start

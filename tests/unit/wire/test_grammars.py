@@ -30,7 +30,7 @@ FRONTEND: dict[str, Any] = {
     "disable_additional_properties": False,
     "whitespace_pattern": None,
 }
-"""The fields that Triton's OpenAI frontend sends with one of the first set."""
+"""The fields that Triton's OpenAI frontend sends; one from the first line is set."""
 
 FORMS: list[tuple[dict[str, Any], Grammar]] = [
     ({"json": SCHEMA}, JSON),
@@ -198,7 +198,7 @@ def test_parameters_that_are_wrong(parameters: dict[str, Any], message: str) -> 
 
 
 def test_the_engine_alone_takes_them_too() -> None:
-    """A grammar is about tokens, so the text models are not needed."""
+    """A grammar concerns tokens, so the text models are not needed."""
     tensors = {"input_ids": np.array([1]), "structured_outputs": strings(b'{"regex": "[a-z]+"}')}
     request = parse_token_generation(tensors, {}, arrival_time_ns=0, limits=Limits())
     assert isinstance(request, Generation)

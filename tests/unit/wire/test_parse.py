@@ -30,7 +30,7 @@ from minisgl_backend.wire.parse import (
 
 LIMITS = Limits()
 MANY_KEYS = "{" + "".join(f'"key {i}": 1, ' for i in range(300_000)) + '"key 299999": 1}'
-"""What must not take time that grows with its square."""
+"""Parsing this must not take quadratic time."""
 
 
 def strings(*items: bytes) -> npt.NDArray[Any]:
@@ -52,7 +52,7 @@ def parse(
 
 
 def refusal(parameters: dict[str, Any] | None = None, **inputs: Any) -> str:
-    """The wire's message of the error that a request raises."""
+    """The wire message of the error that a request raises."""
     with pytest.raises(RequestError) as caught:
         parse(parameters, **inputs)
     return f"{caught.value.code}: {caught.value}"
@@ -258,7 +258,7 @@ def test_a_list_may_be_one_item() -> None:
 
 
 def test_stop_words_may_be_empty() -> None:
-    """Clients of tensorrtllm_backend send an empty string for none."""
+    """Clients of tensorrtllm_backend send an empty string if they have none."""
     assert parse({"stop_words": "", "bad_words": ""}).stop_strings == ()
     assert parse(stop=strings(b"", b"a", b"a")).stop_strings == ("a",)
 

@@ -105,6 +105,6 @@ expert_gemv(const __grid_constant__ Arguments args) {
     for (int i = 0; i < WARPS; ++i) sum += parts[i][lane % ROWS];
     sum = sum * (factor * OF_SUMS) + bias;
     const float value = __shfl_down_sync(ALL, sum, 8);
-    if (GATED) sum = opened(sum, value, args.alpha, args.limit);
+    if (GATED) sum = CLAMPED ? opened(sum, value, args.alpha, args.limit) : opened(sum, value);
     if (lane < OUT_ROWS) args.out[choice * OUT_FEATURES + strip * OUT_ROWS + lane] = (u16)pack(sum, 0);
 }

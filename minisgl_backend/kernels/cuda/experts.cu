@@ -214,7 +214,9 @@ __device__ __forceinline__ void finish_tile(
     const u32 to = shared_address(finished) + lane % 8 * PITCH + lane / 8 % CHUNKS * 16;
     const int feature = tile.of_expert() * OUT + 8 * CHUNKS * warp + lane % CHUNKS * 8;
     const bool is_inside = HEIGHT % FEATURES == 0 || feature < OUT_FEATURES;
-    const auto open = [&](float gate, float value) { return opened(gate, value, args.alpha, args.limit); };
+    const auto open = [&](float gate, float value) {
+        return CLAMPED ? opened(gate, value, args.alpha, args.limit) : opened(gate, value);
+    };
 #pragma unroll
     for (int i = 0; i < TOKENS / 8; ++i) {
         const float2 by = of.factors[i];

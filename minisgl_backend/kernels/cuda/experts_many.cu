@@ -16,6 +16,7 @@
 // and 128 in_features; otherwise, with FLOAT8, one per row), STAGES of the ring and SHARED_BYTES. All other values are
 // bfloat16.
 
+#include "gates.cuh"
 #include "wide_mma.cuh"
 
 constexpr int BLOCK = FLOAT8 ? 128 : 64;            // in_features per stage: rows of 128 bytes
@@ -278,14 +279,14 @@ __device__ __forceinline__ void finish_tile(
             return c[wave][4 * i + j] * ((j % 2 ? by.y : by.x) * (j / 2 ? high : low));
         };
 #if GATED
-        const auto open = [](float gate, float value) { return __fdividef(gate, 1 + __expf(-gate)) * value; };
 #pragma unroll
         for (int q = 0; q < N / 32; ++q) {
             if (32 * q >= tile.rows) break;
             u32 fragments[4];
 #pragma unroll
             for (int i = 0; i < 4; ++i)
-                fragments[i] = pack(open(x(4 * q + i, 0), x(4 * q + i, 2)), open(x(4 * q + i, 1), x(4 * q + i, 3)));
+                fragments[i] = pack(opened(x(4 * q + i, 0), x(4 * q + i, 2)),
+                                    opened(x(4 * q + i, 1), x(4 * q + i, 3)));
             store_transposed(shared_address(finished + finished_at(32 * q + lane, 4 * wave + warp)), fragments);
         }
 #else

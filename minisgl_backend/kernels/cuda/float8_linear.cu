@@ -20,6 +20,7 @@
 // SHARED_BYTES. The output and the bias are bfloat16.
 
 #define FLOAT8 1
+#include "gates.cuh"
 #include "wide_mma.cuh"
 
 constexpr int BLOCK = 128;                          // in_features per stage
@@ -267,8 +268,7 @@ __device__ __forceinline__ void finish(
     const float d = sums.w * (factors.y * rows.high) + rows.high_bias;
     u32* const out = reinterpret_cast<u32*>(args.out + (u64)to * OUT_FEATURES + rows.feature) + lane % 4;
 #if GATED
-    const auto open = [](float gate, float value) { return __fdividef(gate, 1 + __expf(-gate)) * value; };
-    const u32 both = transposed(pack(open(a, c), open(b, d)));
+    const u32 both = transposed(pack(opened(a, c), opened(b, d)));
     if (to < args.num_rows) out[0] = both;
 #else
     const u32 low = transposed(pack(a, b)), high = transposed(pack(c, d));

@@ -16,6 +16,7 @@
 //
 // `gemv_ends.cuh` finishes the sums; `gemv_adapters.cuh` computes what an adapter adds to them.
 
+#include "gates.cuh"
 #include "gemv.cuh"
 #include "heads.cuh"
 
@@ -294,8 +295,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_PROCESSOR) gemv(const 
 #endif
         if (args.bias) value += to_float(of_rows.bias[row]);
         if (GATED) {
-            const float opened = __shfl_down_sync(ALL, value, 8);
-            if (lane < 8) args.out[at] = (u16)pack(__fdividef(value, 1 + __expf(-value)) * opened, 0);
+            const float behind = __shfl_down_sync(ALL, value, 8);   // what the gate opens
+            if (lane < 8) args.out[at] = (u16)pack(opened(value, behind), 0);
         } else if (RESIDUAL) {
             const u16 sum = (u16)pack(rounded(value) + to_float(of_rows.stream[row]), 0);
             const float as_read = to_float(sum);

@@ -364,19 +364,20 @@ def _check_memory(options: EngineOptions, spec: ModelSpec) -> None:
     num_ranks = options.tensor_parallel_size * replicas // num_nodes
     item_bytes = _ITEM_BYTES[options.dtype or default_dtype(spec.dtype, spec.num_parameters)]
     page_size, num_pages = options.page_size, options.num_pages or 1
-    shape = spec.attention_shape().for_context(context_of(options, spec))
-    numbers = shape.numbers_per_position(window_pages=False)
-    if not numbers:  # all layers have windows: there are as many window pages
-        numbers = shape.numbers_per_position(window_pages=True)
-    kv_bytes = 2 * numbers * item_bytes
+    shape = spec.attention_shape().for_context(context)
+    of_position = shape.numbers_per_position(window_pages=False)
+    if not of_position:  # all layers have windows: there are as many window pages
+        of_position = shape.numbers_per_position(window_pages=True)
+    kv_bytes = 2 * of_position * item_bytes
     table_entries = options.max_running_requests * -(-context // page_size)
     num_slots = options.max_loras if options.enable_lora else 0
+    adapter_bytes = options.max_lora_rank * num_adapted(spec) * item_bytes
     delta, num_snapshots = spec.delta_net, options.state_snapshots or 0
     if delta is None or options.cache == "naive":
         state_bytes = 0
     else:
-        numbers = len(delta.layers) * delta.num_heads * delta.key_dim * delta.value_dim
-        state_bytes = _ITEM_BYTES[state_dtype_name(options, spec)] * numbers
+        of_state = len(delta.layers) * delta.num_heads * delta.key_dim * delta.value_dim
+        state_bytes = _ITEM_BYTES[state_dtype_name(options, spec)] * of_state
     needs = {
         f"the weights, as config.json has them ({spec.num_parameters:,} numbers),": (
             replicas * spec.num_parameters * item_bytes // num_nodes
@@ -388,11 +389,11 @@ def _check_memory(options: EngineOptions, spec: ModelSpec) -> None:
             replicas * num_snapshots * state_bytes // num_nodes
         ),
         f"max_loras={options.max_loras} of rank {options.max_lora_rank}": (
-            replicas * num_slots * options.max_lora_rank * num_adapted(spec) * item_bytes
-        )
-        // num_nodes,
-        f"max_sequence_length={context}, for tables of positions and pages,": num_ranks
-        * (4 * spec.head_dim * context + 8 * table_entries),
+            replicas * num_slots * adapter_bytes // num_nodes
+        ),
+        f"max_sequence_length={context}, for tables of positions and pages,": (
+            num_ranks * (4 * spec.head_dim * context + 8 * table_entries)
+        ),
     }
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if sum(needs.values()) > memory:

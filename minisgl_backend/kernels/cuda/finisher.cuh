@@ -87,8 +87,8 @@ __device__ __forceinline__ void fetch_b(const Arguments& args, const Steps& step
     for (int i = max(first, steps.tiles_of_a); i < end; ++i) {
         const int tile = steps.own_tile(i);
         const int features = WHOLE ? OUT : min(OUT, args.features - tile * OUT);
-        for (int i = 0; i < tokens; i += 32) {
-            const int own = i + lane < tokens ? of.slots[first_token + i + lane] : 0;
+        for (int j = 0; j < tokens; j += 32) {
+            const int own = j + lane < tokens ? of.slots[first_token + j + lane] : 0;
             const int before = __shfl_up_sync(ALL, own, 1);
             for (u32 others = __ballot_sync(ALL, own && (lane == 0 || own != before)); others; others &= others - 1) {
                 const int slot = __shfl_sync(ALL, own, __ffs(others) - 1);

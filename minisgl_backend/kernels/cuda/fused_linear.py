@@ -168,13 +168,16 @@ class FusedLinear:
             batches = (batch for batch in BATCHES if batch <= most_tokens)
             return {batch: of(batch, height, in_features) for batch in batches}
 
+        kinds = (False,) if adapters is None else (False, True)
+        cuts_of = {adapted: cuts_for(adapted) for adapted in kinds}
         self._num_processors = num_processors(device)
         self._device = device
 
         joined: dict[int, _Joined | None] = {}
         if adapters is not None:
-            of_adapted = cuts_for(adapted=True)
-            joined = {batch: self._join(batch, cut, adapters) for batch, cut in of_adapted.items()}
+            joined = {
+                batch: self._join(batch, cut, adapters) for batch, cut in cuts_of[True].items()
+            }
 
         def compiled(batch: int, cut: Cut, adapted: bool) -> _CutKernel:
             macros = {**_OF_RESULTS, **_macros(codes), **kind}
@@ -188,13 +191,13 @@ class FusedLinear:
 
         self._kernels: dict[bool, dict[int, _CutKernel]] = {}
         with ThreadPoolExecutor() as pool:
-            for adapted in (False,) if adapters is None else (False, True):
-                make, own = partial(compiled, adapted=adapted), cuts_for(adapted)
+            for adapted, own in cuts_of.items():
+                make = partial(compiled, adapted=adapted)
                 kernels = list(pool.map(make, own, own.values()))
                 self._kernels[adapted] = dict(zip(own, kernels, strict=True))
         self._adapters = adapters
         self._shrink = None if adapters is None else shrink_kernel(device)
-        even = [of.cut for of in self._kernels[False].values() if of.cut.even]
+        even = [cut for cut in cuts_of[False].values() if cut.even]
         # a thread block without a step would write no partial result, and another would wait for it
         assert all(cut.num_steps(height, in_features) >= self._num_processors for cut in even)
         elements = max((cut.features * cut.tokens for cut in even), default=0)

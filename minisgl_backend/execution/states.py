@@ -1,7 +1,8 @@
 """The recurrent states of rows and snapshots, for models with recurrent layers.
 
 Knows slots only by number. The planner knows which request has a row, and to which prefix a
-snapshot belongs. The states of one layer are contiguous (``LayerStates``), in these slots:
+snapshot belongs. The states of a slot are contiguous, layer by layer; so a slot is copied by two
+launches. These are the slots:
 
     [0, num_rows)                 rows
     [num_rows]                    the dummy row, whose states no request reads
@@ -48,7 +49,7 @@ class StateStorage:
         self.num_snapshots = num_snapshots
         self._first_snapshot = num_rows + 1
         num_slots = num_rows + 1 + num_snapshots
-        slots = (len(shape.layers), num_slots)
+        slots = (num_slots, len(shape.layers))
         conv = (*slots, shape.num_channels, shape.conv_width - 1)
         matrices = (*slots, shape.num_heads, shape.key_dim, shape.value_dim)
         self._conv = torch.zeros(conv, dtype=dtype, device=device)
@@ -56,7 +57,7 @@ class StateStorage:
         readers = torch.zeros((num_slots, shape.num_key_heads), dtype=torch.int32, device=device)
         self.layers = [
             LayerStates(*of_layer, readers)
-            for of_layer in zip(self._conv, self._matrices, strict=True)
+            for of_layer in zip(self._conv.unbind(1), self._matrices.unbind(1), strict=True)
         ]
 
     def keep(self, rows: IntArray, snapshots: IntArray) -> None:
@@ -86,10 +87,10 @@ class StateStorage:
         return runs
 
     def _copy(self, sources: IntArray, targets: IntArray) -> None:
-        """Copy slot by slot, all layers at once: few launches, and no extra memory."""
+        """Copy slot by slot, all layers at once."""
         for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
             for states in (self._conv, self._matrices):
-                states[:, target].copy_(states[:, source])
+                states[target].copy_(states[source])
 
 
 class CapturedRuns:

@@ -128,7 +128,8 @@ class LayerStates:
     ``conv`` [num_slots, num_channels, width - 1]: a convolution's last inputs. ``matrices``
     [num_slots, num_heads, key_dim, value_dim], float32, bfloat16 or float16. ``readers`` int32
     [num_slots, num_key_heads] counts within a kernel, and is 0 otherwise; layers may share it. None
-    of this holds for the padding's slot, which several rows of a step have.
+    of this holds for the padding's slot, which several rows of a step have. What a slot has is
+    contiguous, but other layers may have memory between slots.
     """
 
     conv: Tensor

@@ -65,12 +65,14 @@ def made_states(
     width: int = 4,
     state_dtype: torch.dtype = torch.float32,
 ) -> tuple[LayerStates, LayerStates]:
-    """The same states twice."""
+    """The same states twice, as a layer between others has them."""
     key_heads, heads, key_dim, value_dim = shape
-    conv = torch.randn(slots, num_channels(shape), width - 1, device=device).to(dtype)
-    matrices = torch.randn(slots, heads, key_dim, value_dim, device=device).to(state_dtype)
+    conv = torch.randn(slots, 3, num_channels(shape), width - 1, device=device).to(dtype)
+    matrices = torch.randn(slots, 3, heads, key_dim, value_dim, device=device).to(state_dtype)
     readers = torch.zeros(slots, key_heads, dtype=torch.int32, device=device)
-    one, other = (LayerStates(conv.clone(), matrices.clone(), readers) for _ in range(2))
+    one, other = (
+        LayerStates(conv.clone()[:, 1], matrices.clone()[:, 1], readers) for _ in range(2)
+    )
     return one, other
 
 

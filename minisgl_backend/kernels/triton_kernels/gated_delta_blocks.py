@@ -61,6 +61,7 @@ def _conv_blocks(
     runs_ptr,
     weight_ptr,
     x_stride,
+    slot_stride,
     CHANNELS: tl.constexpr,
     WIDTH: tl.constexpr,
     TOKENS: tl.constexpr,
@@ -78,7 +79,7 @@ def _conv_blocks(
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = c < CHANNELS
     t = begin + tl.arange(0, TOKENS)
-    state_ptr = states_ptr + slot * CHANNELS * (WIDTH - 1)
+    state_ptr = states_ptr + slot * slot_stride
     inside = (t < end)[:, None] & mask[None, :]
     total = tl.zeros([TOKENS, BLOCK], tl.float32)
     for tap in tl.static_range(WIDTH):
@@ -94,7 +95,7 @@ def _conv_blocks(
     to = out_ptr + t.to(tl.int64)[:, None] * CHANNELS + c[None, :]
     tl.store(to, silu(total).to(out_ptr.dtype.element_ty), mask=inside)
     if kept >= 0:
-        kept_ptr = states_ptr + (kept * CHANNELS + c) * (WIDTH - 1)
+        kept_ptr = states_ptr + kept * slot_stride + c * (WIDTH - 1)
         for tap in tl.static_range(WIDTH - 1):
             of = end - (WIDTH - 1) + tap + tl.zeros_like(c)
             last = _input_before(x_ptr, state_ptr, of, first, is_known, x_stride, c, mask, WIDTH)
@@ -108,6 +109,7 @@ def _keep_inputs(
     blocks_ptr,
     runs_ptr,
     x_stride,
+    slot_stride,
     CHANNELS: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -121,7 +123,7 @@ def _keep_inputs(
     is_known = tl.load(run_ptr + 3) == 0
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = c < CHANNELS
-    state_ptr = states_ptr + slot * CHANNELS * (WIDTH - 1)
+    state_ptr = states_ptr + slot * slot_stride
     for tap in tl.static_range(WIDTH - 1):
         # a short run keeps some old inputs: here a later one, which the same thread has not
         # overwritten yet
@@ -136,7 +138,7 @@ def launch_conv_blocks(
 ) -> None:
     """See ``minisgl_backend.kernels.gated_delta.causal_conv_runs``."""
     channels, width = weight.shape
-    assert states.is_contiguous() and weight.is_contiguous() and out.is_contiguous()
+    assert states[0].is_contiguous() and weight.is_contiguous() and out.is_contiguous()
     block = 64
     _conv_blocks[(len(blocks), triton.cdiv(channels, block))](
         out,
@@ -146,6 +148,7 @@ def launch_conv_blocks(
         runs,
         weight,
         x.stride(0),
+        states.stride(0),
         CHANNELS=channels,
         WIDTH=width,
         TOKENS=64,
@@ -159,6 +162,7 @@ def launch_conv_blocks(
         blocks,
         runs,
         x.stride(0),
+        states.stride(0),
         CHANNELS=channels,
         WIDTH=width,
         BLOCK=block,
@@ -296,6 +300,7 @@ def _chain_blocks(
     kept_ptr,
     blocks_ptr,
     runs_ptr,
+    slot_stride,
     HEADS: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
@@ -321,7 +326,7 @@ def _chain_blocks(
     in_state = (i < K)[:, None] & in_v[None, :]
     head_ptr = states_ptr + head * (K * V) + at
     state_kind = states_ptr.dtype.element_ty
-    state = tl.load(head_ptr + slot * (HEADS * K * V), mask=in_state & is_known, other=0.0)
+    state = tl.load(head_ptr + slot * slot_stride, mask=in_state & is_known, other=0.0)
     state = state.to(tl.float32)
     of_keys = n[:, None] * KP + i[None, :]
     of_within = n[:, None] * TOKENS + n[None, :]
@@ -346,8 +351,8 @@ def _chain_blocks(
         to = out_ptr + (t.to(tl.int64)[:, None] * HEADS + head) * V + j[None, :]
         tl.store(to, found.to(out_ptr.dtype.element_ty), mask=(t < end)[:, None] & in_v[None, :])
         if copy >= 0:
-            tl.store(head_ptr + copy * (HEADS * K * V), stored(state, state_kind), mask=in_state)
-    tl.store(head_ptr + slot * (HEADS * K * V), stored(state, state_kind), mask=in_state)
+            tl.store(head_ptr + copy * slot_stride, stored(state, state_kind), mask=in_state)
+    tl.store(head_ptr + slot * slot_stride, stored(state, state_kind), mask=in_state)
 
 
 @triton.jit(do_not_specialize=["last_block"], do_not_specialize_on_alignment=["blocks_ptr"])
@@ -399,7 +404,7 @@ def launch_rule_blocks(
     weight."""
     num_tokens, num_heads, value_dim = out.shape
     key_dim, num_blocks = states.shape[2], len(blocks)
-    assert states.is_contiguous() and out.is_contiguous()
+    assert states[0].is_contiguous() and out.is_contiguous()
     assert a.stride(1) == b.stride(1) == channels.stride(1) == z.stride(2) == 1
     assert z.stride(1) == value_dim
     log_rates, bias, norm = weights
@@ -453,6 +458,7 @@ def launch_rule_blocks(
         kept,
         blocks,
         runs,
+        states.stride(0),
         HEADS=num_heads,
         K=key_dim,
         V=value_dim,

@@ -79,6 +79,8 @@ def _step(
     z_stride,
     a_stride,
     b_stride,
+    inputs_stride,
+    states_stride,
     scale,
     eps,
     KEY_HEADS: tl.constexpr,
@@ -105,12 +107,12 @@ def _step(
     key_head = head // (HEADS // KEY_HEADS)
     i, j = tl.arange(0, KP), tl.arange(0, VP)
     in_k, in_v = i < K, j < V
-    at = states_ptr + (slot * HEADS + head) * (K * V) + i[:, None] * V + j[None, :]
+    at = states_ptr + slot * states_stride + head * (K * V) + i[:, None] * V + j[None, :]
     in_state = in_k[:, None] & in_v[None, :]
     state = tl.load(at, mask=in_state, other=0.0, cache_modifier=".cg").to(tl.float32)  # [KP, VP]
     of_q, of_k = key_head * K + i, (KEY_HEADS + key_head) * K + i
     of_v = 2 * KEY_HEADS * K + head * V + j
-    row_inputs = inputs_ptr + slot * ((2 * KEY_HEADS * K + HEADS * V) * (WIDTH - 1))
+    row_inputs = inputs_ptr + slot * inputs_stride
     q_begun, q_own, q_stay = _conv_begun(row_inputs, conv_ptr, of_q, in_k, WIDTH)
     k_begun, k_own, k_stay = _conv_begun(row_inputs, conv_ptr, of_k, in_k, WIDTH)
     v_begun, v_own, v_stay = _conv_begun(row_inputs, conv_ptr, of_v, in_v, WIDTH)
@@ -183,11 +185,11 @@ def launch_step(
     """See ``minisgl_backend.kernels.gated_delta.delta_step``. ``weights``: the convolution's
     weight, the decay's log rates and biases, and the norm's weight. ``states``: the fields of a
     ``LayerStates``."""
-    conv, inputs, matrices = weights[0], *states[:2]
+    conv, (inputs, matrices, readers) = weights[0], states
     num_rows, (num_heads, key_dim, value_dim) = len(slots), matrices.shape[1:]
     if num_rows == 0:
         return
-    assert all(of.is_contiguous() for of in (out, conv, *states))
+    assert all(of.is_contiguous() for of in (out, conv, inputs[0], matrices[0], readers))
     assert a.stride(1) == b.stride(1) == x.stride(1) == z.stride(2) == 1
     assert z.stride(1) == value_dim and inputs.shape[2] == conv.shape[1] - 1
     _step[(num_heads, num_rows)](
@@ -203,6 +205,8 @@ def launch_step(
         z.stride(0),
         a.stride(0),
         b.stride(0),
+        inputs.stride(0),
+        matrices.stride(0),
         key_dim**-0.5,
         eps,
         KEY_HEADS=num_key_heads,

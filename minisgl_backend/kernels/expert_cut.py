@@ -9,7 +9,7 @@ on an H100 with the weights of gpt-oss-20b.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import gcd
 from typing import Final
 
@@ -34,6 +34,10 @@ bytes."""
 _LEAST_GROUP: Final = 32
 """A scale is shared by a multiple of this number of in_features."""
 
+_SHARED_BYTES: Final = 228 * 1024
+_RESERVED: Final = 1024
+"""The shared memory of a multiprocessor, and how much of it each thread block has for itself."""
+
 
 @dataclass(frozen=True, slots=True)
 class ExpertCut:
@@ -52,30 +56,36 @@ class ExpertCut:
     by_warp: bool = False
 
     def shared_bytes(self, numbers: Numbers) -> int:
-        """The ring, scales, two barriers per stage, and 8 finished rows for each warp."""
+        """The ring, scales, and two barriers per stage."""
         stage = numbers.block * (self.features * numbers.bits // 8 + 2 * self.tokens)
         scales = self.features // 64 * 4 * numbers.scales
-        return self.stages * (stage + scales + 16) + 8 * 48 * (self.features // 16)
+        return self.stages * (stage + scales + 16)
+
+    def fitted(self, numbers: Numbers) -> ExpertCut:
+        """The same with fewer stages if otherwise ``per_processor`` thread blocks do not fit."""
+        room = _SHARED_BYTES // self.per_processor - _RESERVED
+        of_stage = self.shared_bytes(numbers) // self.stages
+        return replace(self, stages=min(self.stages, room // of_stage))
 
 
 _CUTS: Final[dict[int, dict[float | None, ExpertCut]]] = {
     16: {
         8: ExpertCut(128, 16, 6, 2, 2),
-        16: ExpertCut(128, 32, 5, 2, 2),
+        16: ExpertCut(128, 24, 5, 2, 2),
         64: ExpertCut(128, 64, 4, 2, 2),
         None: ExpertCut(128, 128, 6),
     },
     8: {
         4: ExpertCut(128, 8, 5, 2, 2),
         8: ExpertCut(128, 16, 5, 2, 2),
-        16: ExpertCut(128, 32, 4, 2, 2),
+        16: ExpertCut(128, 24, 5, 2, 2),
         None: ExpertCut(128, 64, 6),
     },
     4: {
         0.5: ExpertCut(64, 8, 8, 2, 2, by_warp=True),
         4: ExpertCut(128, 8, 5, 2, 2, by_warp=True),
         8: ExpertCut(128, 16, 4, 2, 2),
-        16: ExpertCut(128, 32, 3, 2, 2),
+        16: ExpertCut(128, 24, 3, 2, 2),
         None: ExpertCut(128, 64, 4),
     },
 }

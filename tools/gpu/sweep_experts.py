@@ -40,10 +40,10 @@ from minisgl_bench.kernel_experts import FORMS, Form
 NUM_LAYERS: Final = 6
 KINDS: Final = (
     # features, KiB of shared memory, thread blocks that fit, thread blocks that are launched
-    *((64, 112, 2, 1), (64, 112, 2, 2), (64, 74, 3, 3)),
-    *((128, 112, 2, 1), (128, 112, 2, 2), (128, 226, 1, 1), (128, 74, 3, 3)),
+    *((64, 113, 2, 1), (64, 113, 2, 2), (64, 74, 3, 3)),
+    *((128, 113, 2, 1), (128, 113, 2, 2), (128, 226, 1, 1), (128, 74, 3, 3)),
 )
-WIDTHS: Final = {1: (8,), 64: (8, 16), 128: (8, 16, 32), 256: (16, 32, 64), 8192: (64, 128)}
+WIDTHS: Final = {1: (8,), 64: (8, 16), 128: (8, 16, 32), 256: (16, 24, 32, 64), 8192: (64, 128)}
 """The rows per tile that are tried, by the largest number of tokens."""
 
 FEW_CUTS: Final = (GemvCut(4, 6, 6), GemvCut(4, 6, 8), GemvCut(3, 8, 4), GemvCut(8, 3, 8))
@@ -175,7 +175,7 @@ def with_many_rows(layer: Layer, route: RoutingKernel, kernels: Sequence[ManyRow
 
 
 def sweep(form: Form, sizes: Sequence[int], device: torch.device) -> None:
-    blocks, held = [0, 8, 16, 32, 64, 128, MANY.block], (0, form.num_experts)
+    blocks, held = [0, 8, 16, 24, 32, 64, 128, MANY.block], (0, form.num_experts)
     route = RoutingKernel(form.rule, held, form.hidden, device, wide=False, blocks=blocks)
     experts = [form.made(device) for _ in range(NUM_LAYERS)]
     kinds = experts[0].kinds or (None, None)

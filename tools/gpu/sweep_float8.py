@@ -4,8 +4,8 @@ For the GPU machine, in the repository's root, after ``source tools/gpu/activate
 numbers of tokens, such as 65,128. The shape is that of Qwen3-14B, in blocks of 128 x 128. Each GEMM
 runs in a captured graph over several weights, so that none is in the L2 cache; rounding of tokens,
 and the activation after the gate, are included. The table has microseconds per GEMM: of the
-library, of rounding alone, and of ``cuda/float8_linear.cu`` with its fastest cuts (features x
-tokens / shared), and says if results are far from the library's, which rounds tokens in groups.
+library, of rounding alone, and of ``cuda/float8_linear.cu`` with its fastest cuts (tokens per tile,
+"s" if shared), and says if results are far from the library's, which rounds tokens in groups.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from minisgl_backend.kernels.activation import silu_mul
 from minisgl_backend.kernels.cuda.float8_linear import Float8Kernel, Workspace
-from minisgl_backend.kernels.float8_cut import Float8Cut, why_not
+from minisgl_backend.kernels.float8_cut import Float8Cut
 from minisgl_backend.kernels.float8_rows import float8_rows
 from minisgl_backend.kernels.packed_weight import PackedWeight, pack
 from minisgl_backend.kernels.quantized import quantize
@@ -36,6 +36,7 @@ SHAPES: Final = {
     "gate, up": (34816, 5120),
     "down": (5120, 17408),
 }
+CUTS: Final = [Float8Cut(tokens, shared) for tokens in (64, 96, 128) for shared in (False, True)]
 CYCLED_BYTES: Final = 300 * 2**20
 """The size of a graph's weights, several times the L2 cache."""
 MOST_ERROR: Final = 0.06
@@ -63,16 +64,6 @@ def seconds(calls: Sequence[Callable[[], object]]) -> float:
     return statistics.median(found)
 
 
-def cuts_for(height: int, width: int) -> list[Float8Cut]:
-    cuts = [
-        Float8Cut(features, tokens, shared)
-        for features in (256, 128)
-        for tokens in (96, 128)
-        for shared in (0, 1, 2)
-    ]
-    return [cut for cut in cuts if why_not(height, width, cut) is None]
-
-
 def copies_of(packed: PackedWeight) -> list[PackedWeight]:
     codes, scales = packed.weight.codes, packed.scales
     found = [packed]
@@ -90,14 +81,13 @@ def sweep(name: str, sizes: Sequence[int], device: torch.device) -> None:
     assert packed is not None
     layers = copies_of(packed)
     of_library = [Float8Weight.of(layer) for layer in layers]
-    cuts = cuts_for(height, width)
     workspace = Workspace(device)
 
     def compiled(cut: Float8Cut) -> Float8Kernel:
         return Float8Kernel((height, width), workspace, codes=packed.kind, gated=gated, cut=cut)
 
     with ThreadPoolExecutor(16) as pool:
-        kernels = dict(zip(cuts, pool.map(compiled, cuts), strict=True))
+        kernels = dict(zip(CUTS, pool.map(compiled, CUTS), strict=True))
 
     for size in sizes:
         x = torch.randn(size, width, device=device).bfloat16()
@@ -114,7 +104,7 @@ def sweep(name: str, sizes: Sequence[int], device: torch.device) -> None:
         rounding = seconds([partial(float8_rows, x, width, pdl=True)] * 8) * 1e6
         found: list[tuple[float, str]] = []
         for cut, kernel in kernels.items():
-            if cut.shared == 2 and size <= cut.tokens:
+            if cut.shared and size <= cut.tokens:
                 continue
 
             def rounding_too(
@@ -126,7 +116,7 @@ def sweep(name: str, sizes: Sequence[int], device: torch.device) -> None:
             error = float((y - expected).norm() / expected.norm())
             whole = seconds([partial(rounding_too, layer) for layer in layers]) * 1e6
             wrong = f" error {error:.2f}" if error > MOST_ERROR else ""
-            told = f"{cut.features}x{cut.tokens}/{cut.shared} {whole:.1f}{wrong}"
+            told = f"{cut.tokens}{'s' if cut.shared else ''} {whole:.1f}{wrong}"
             found.append((whole, told))
         best = "  ".join(told for _, told in sorted(found)[:SHOWN])
         print(f"{name:8} {size:3} {before:6.1f} {rounding:4.1f}  {best}", flush=True)

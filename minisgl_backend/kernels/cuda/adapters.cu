@@ -63,13 +63,6 @@ __device__ __forceinline__ float2 load_from(const float2* at, u32 block) {
     return out;
 }
 
-__device__ __forceinline__ void add_product(
-    float* c, u32 a, u32 a_8, u32 a_next, u32 a_8_next, u32 b, u32 b_next) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-        : "r"(a), "r"(a_8), "r"(a_next), "r"(a_8_next), "r"(b), "r"(b_next));
-}
-
 // ---- the kernel
 
 // Each thread block fetches an equal part of the weight.

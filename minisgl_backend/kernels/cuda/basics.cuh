@@ -9,6 +9,7 @@ typedef unsigned short u16;
 typedef unsigned char u8;
 
 constexpr u32 ALL = 0xffffffffu;    // lanes of a warp
+#define NOTHING __int_as_float(0xff800000)   // -infinity
 
 __device__ __forceinline__ u32 shared_address(const void* p) {
     return (u32)__cvta_generic_to_shared(p);

@@ -45,7 +45,6 @@ constexpr int WAYS = SPLIT ? WARPS : 1;                 // among which a run's t
 constexpr int STEPS = HEAD_DIM / 16;                    // MMAs along or across HEAD_DIM
 constexpr int SIDES = 4 / COLUMNS;                      // pieces that a warp merges side by side
 constexpr int QUADS = STEPS + 1;                        // float4 of a lane's piece
-#define NOTHING __int_as_float(0xff800000)   // -infinity
 constexpr float LOG2E = 1.4426950408889634f;
 
 static_assert(HEAD_DIM == 64 || HEAD_DIM == 128, "");

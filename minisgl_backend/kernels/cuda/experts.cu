@@ -13,6 +13,7 @@
 // SHARED_BYTES, and PER_PROCESSOR (thread blocks that a multiprocessor has registers for). All other values are
 // bfloat16.
 
+#define COPIED
 #include "gates.cuh"
 #include "tile_gemm.cuh"
 
@@ -26,13 +27,11 @@ constexpr int UNITS = (HEIGHT + 127) / 128 * 2;     // of 64 rows that have scal
 constexpr int COLUMNS = (SIZE + 255) / 256 * 2;     // of 128 in_features, per unit
 constexpr int OUT = GATED ? FEATURES / 2 : FEATURES;         // output features per tile
 constexpr int OUT_FEATURES = GATED ? HEIGHT / 2 : HEIGHT;
-constexpr int PITCH = GATED ? 16 : 48;              // bytes per token in a warp's finished part; 8 rows use all banks
-constexpr int LAG = STAGES > 8 ? 4 : STAGES / 2;    // steps whose rows may be under way while the next are asked for
 constexpr int ROWS = 4 * MOVERS;                    // that the movers gather side by side
 constexpr int ITEMS = TOKENS / ROWS;
 
 static_assert(OUT_FEATURES % 8 == 0 && SIZE % 8 == 0 && STAGES >= 2, "");
-static_assert(RING_BYTES + STAGES * 16 + 8 * PITCH * (THREADS / 32) <= SHARED_BYTES, "");
+static_assert(RING_BYTES + STAGES * 16 <= SHARED_BYTES, "");
 
 struct Arguments {
     TensorMap weight;       // [num_experts, HEIGHT, SIZE], of codes in bytes; GATED: see `load_weight`
@@ -70,43 +69,33 @@ __device__ __forceinline__ void load_weight(
                      : "memory");
 }
 
-__device__ __forceinline__ void copy_16(u32 to, const void* from) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" :: "r"(to), "l"(from) : "memory");
+// Copies 16 bytes; zeros if `inside` is false.
+__device__ __forceinline__ void copy_16(u32 to, const void* from, bool inside) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
+                 :: "r"(to), "l"(from), "r"(inside ? 16 : 0) : "memory");
 }
 
-__device__ __forceinline__ void clear_16(u32 to) {
-    asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" :: "r"(to), "r"(0) : "memory");
-}
-
-__device__ __forceinline__ void end_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-
-// waits until all but the last AFTER groups of this thread's copies are there, also for the tensor cores
-template <int AFTER>
-__device__ __forceinline__ void wait_copies() {
-    asm volatile("cp.async.wait_group %0;" :: "n"(AFTER) : "memory");
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-}
+__device__ __forceinline__ void wait_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 // ---- the tiles of a thread block
 
+// A tile is looked up while the one before it is taken, so that no warp waits for memory in between.
 struct Tile {
-    int number, block, expert;
+    int number, block, expert;   // `expert`: -1 after the last tile
+
+    __device__ __forceinline__ Tile(const Arguments& args, int number) : number(number), block(number / TILES) {
+        expert = block < args.num_blocks ? __ldcg(args.experts + block) : -1;
+    }
 
     __device__ __forceinline__ int of_expert() const { return number % TILES; }
-
-    // False after the last one.
-    __device__ __forceinline__ bool find(const Arguments& args) {
-        block = number / TILES;
-        expert = block < args.num_blocks ? __ldcg(args.experts + block) : -1;
-        return expert >= 0;
-    }
 };
 
 // ---- the warps that fill the ring
 
 __device__ __forceinline__ void move_weights(const Arguments& args, u32 ring, u32 full, u32 empty) {
     int step = 0;
-    for (Tile tile{(int)blockIdx.x}; tile.find(args); tile.number += gridDim.x) {
+    for (Tile tile(args, blockIdx.x); tile.expert >= 0;) {
+        const Tile next(args, tile.number + gridDim.x);
         for (int i = 0; i < STEPS; ++i, ++step) {
             const u32 stage = step % STAGES, barrier = full + 8 * stage;
             if (step >= STAGES) wait_barrier(empty + 8 * stage, (step / STAGES - 1) & 1);
@@ -123,24 +112,32 @@ __device__ __forceinline__ void move_weights(const Arguments& args, u32 ring, u3
                            GROUP_BYTES, barrier);
             }
         }
+        tile = next;
     }
 }
 
-// Gathers rows of x, in the order that the tensor cores want. A stage is handed over LAG steps later.
+// Gathers rows of x, in the order that the tensor cores want.
 __device__ __forceinline__ void gather_rows(const Arguments& args, u32 ring, u32 full, u32 empty) {
     const int thread = threadIdx.x - THREADS - 32, chunk = thread % 8, row = thread / 8;
-    int step = 0;
-    const auto hand_over = [&](int which) {
-        __syncwarp();
-        if (thread % 32 == 0) arrive(full + 8 * (which % STAGES));
+    const auto read_pairs = [&](int (&pairs)[ITEMS], const Tile& tile) {
+#pragma unroll
+        for (int item = 0; item < ITEMS; ++item) {
+            const int* const pair = args.pairs + (u64)tile.block * TOKENS + item * ROWS + row;
+            pairs[item] = tile.block < args.num_blocks ? __ldcg(pair) : args.num_pairs;
+        }
     };
-    for (Tile tile{(int)blockIdx.x}; tile.find(args); tile.number += gridDim.x) {
+    Tile tile(args, blockIdx.x);
+    int pairs[ITEMS];
+    read_pairs(pairs, tile);
+    for (int step = 0; tile.expert >= 0;) {
         const u16* from[ITEMS];
 #pragma unroll
         for (int item = 0; item < ITEMS; ++item) {
-            const int pair = __ldcg(args.pairs + (u64)tile.block * TOKENS + item * ROWS + row);
+            const int pair = pairs[item];
             from[item] = pair < args.num_pairs ? args.x + (u64)(pair / args.top_k) * SIZE + 8 * chunk : nullptr;
         }
+        const Tile next(args, tile.number + gridDim.x);
+        read_pairs(pairs, next);
         for (int i = 0; i < STEPS; ++i, ++step) {
             const u32 stage = step % STAGES, to = ring + stage * STAGE_BYTES + WEIGHT_BYTES;
             if (step >= STAGES) wait_barrier(empty + 8 * stage, (step / STAGES - 1) & 1);
@@ -151,29 +148,24 @@ __device__ __forceinline__ void gather_rows(const Arguments& args, u32 ring, u32
 #pragma unroll
                 for (int part = 0; part < PARTS; ++part) {
                     const int k = i * BLOCK + 64 * part;
-                    const u32 there = to + part * TOKEN_BYTES + at * 128 + (chunk ^ at % 8) * 16;
-                    if (SIZE % BLOCK && k + 8 * chunk >= SIZE) clear_16(there);
-                    else copy_16(there, from[item] + k);
+                    copy_16(to + part * TOKEN_BYTES + at * 128 + (chunk ^ at % 8) * 16, from[item] + k,
+                            SIZE % BLOCK == 0 || k + 8 * chunk < SIZE);
                 }
             }
-            end_copies();
-            if (step >= LAG) {
-                wait_copies<LAG>();
-                hand_over(step - LAG);
-            }
+            arrive_copied(full + 8 * stage);
         }
+        tile = next;
     }
-    wait_copies<0>();
-    for (int late = step < LAG ? 0 : step - LAG; late < step; ++late) hand_over(late);
+    wait_copies();   // a thread does not end before what it has asked for is there
 }
 
 // ---- finishing
 
-constexpr int CHUNKS = GATED ? 1 : 2;   // of 16 bytes that a warp has of a token
+constexpr int WIDTH = GATED ? 8 : 16;   // output features per warp
 
 // What a thread needs to finish a tile. With few tokens it is read before they are multiplied.
 struct Ends {
-    int stored[TOKENS / 8];   // the row that the lane stores
+    int stored[TOKENS / 8];   // the row of which the lane stores some features
     float2 factors[TOKENS / 8];
     float scale, scale_8, bias, bias_8;   // of the two features of its sums
 
@@ -182,7 +174,7 @@ struct Ends {
         const int* const pairs = args.pairs + (u64)tile.block * TOKENS;
 #pragma unroll
         for (int i = 0; i < TOKENS / 8; ++i) {
-            stored[i] = lane < 8 * CHUNKS ? __ldcg(pairs + 8 * i + lane / CHUNKS) : args.num_pairs;
+            stored[i] = __ldcg(pairs + 8 * i + lane / 4);
             factors[i] = make_float2(1, 1);
             if (args.factors) {
                 const int* const both = pairs + 8 * i + lane % 4 * 2;
@@ -192,7 +184,7 @@ struct Ends {
             }
         }
         // the two features, as rows of the weight
-        const int row = tile.of_expert() * OUT + 8 * CHUNKS * warp + lane / 4, row_8 = row + (GATED ? OUT_FEATURES : 8);
+        const int row = tile.of_expert() * OUT + WIDTH * warp + lane / 4, row_8 = row + (GATED ? OUT_FEATURES : 8);
         const auto of_row = [&](auto read, int which, float otherwise) {
             if (HEIGHT % FEATURES && (GATED ? row : which) >= OUT_FEATURES) return otherwise;
             return read((u64)tile.expert * HEIGHT + which);
@@ -207,13 +199,12 @@ struct Ends {
     }
 };
 
-// Writes the results of a warp to rows of the output, 8 tokens at a time through its part of shared memory.
+// Writes the results of a warp to rows of the output.
 __device__ __forceinline__ void finish_tile(
-    const Arguments& args, const Tile& tile, const Ends& of, const float (&c)[TOKENS / 2], u8* finished) {
+    const Arguments& args, const Tile& tile, const Ends& of, const float (&c)[TOKENS / 2]) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const u32 to = shared_address(finished) + lane % 8 * PITCH + lane / 8 % CHUNKS * 16;
-    const int feature = tile.of_expert() * OUT + 8 * CHUNKS * warp + lane % CHUNKS * 8;
-    const bool is_inside = HEIGHT % FEATURES == 0 || feature < OUT_FEATURES;
+    const int feature = tile.of_expert() * OUT + WIDTH * warp;
+    const auto is_inside = [&](int first) { return HEIGHT % FEATURES == 0 || first < OUT_FEATURES; };
     const auto open = [&](float gate, float value) {
         return CLAMPED ? opened(gate, value, args.alpha, args.limit) : opened(gate, value);
     };
@@ -223,14 +214,12 @@ __device__ __forceinline__ void finish_tile(
         const float x[4] = {c[4 * i] * (by.x * of.scale) + of.bias, c[4 * i + 1] * (by.y * of.scale) + of.bias,
                             c[4 * i + 2] * (by.x * of.scale_8) + of.bias_8,
                             c[4 * i + 3] * (by.y * of.scale_8) + of.bias_8};
-        if (GATED) store_transposed(to, pack(open(x[0], x[2]), open(x[1], x[3])));
-        else store_transposed(to, pack(x[0], x[1]), pack(x[2], x[3]));
-        __syncwarp();
-        if (of.stored[i] < args.num_pairs && is_inside) {
-            const uint4 eight = *reinterpret_cast<const uint4*>(finished + lane / CHUNKS * PITCH + lane % CHUNKS * 16);
-            *reinterpret_cast<uint4*>(args.out + (u64)of.stored[i] * OUT_FEATURES + feature) = eight;
-        }
-        __syncwarp();
+        const u32 low = transposed(GATED ? pack(open(x[0], x[2]), open(x[1], x[3])) : pack(x[0], x[1]));
+        const u32 high = GATED ? 0 : transposed(pack(x[2], x[3]));
+        if (of.stored[i] >= args.num_pairs) continue;
+        u32* const out = reinterpret_cast<u32*>(args.out + (u64)of.stored[i] * OUT_FEATURES + feature) + lane % 4;
+        if (is_inside(feature)) out[0] = low;
+        if (!GATED && is_inside(feature + 8)) out[4] = high;
     }
 }
 
@@ -239,16 +228,15 @@ __device__ __forceinline__ void finish_tile(
 extern "C" __global__ void __launch_bounds__(ALL_THREADS, PER_PROCESSOR)
 experts(const __grid_constant__ Arguments args) {
     extern __shared__ __align__(1024) u8 shared[];
-    // the ring, and the ring of scales; a "full" barrier for each stage, then an "empty" one; 8 rows for each warp
+    // the ring, and the ring of scales; a "full" barrier for each stage, then an "empty" one
     const u32 ring = shared_address(shared);
     const u32 full = ring + RING_BYTES, empty = full + 8 * STAGES;
-    u8* const finished = shared + RING_BYTES + STAGES * 16;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 
     if (threadIdx.x == 0) {
         if (ring % 1024) __trap();   // the swizzle counts from there
         for (int stage = 0; stage < STAGES; ++stage) {
-            init_barrier(full + 8 * stage, 1 + MOVERS);
+            init_barrier(full + 8 * stage, 1 + 32 * MOVERS);
             init_barrier(empty + 8 * stage, GROUPS * 4);
         }
         publish_barriers();
@@ -266,13 +254,15 @@ experts(const __grid_constant__ Arguments args) {
     } else {
         wait_previous();
         int step = 0;
-        for (Tile tile{(int)blockIdx.x}; tile.find(args); tile.number += gridDim.x, step += STEPS) {
+        for (Tile tile(args, blockIdx.x); tile.expert >= 0; step += STEPS) {
+            const Tile next(args, tile.number + gridDim.x);
             float c[TOKENS / 2];   // for each 8 tokens: two features of two tokens
             Ends ends;
-            if (TOKENS <= 16) ends.read(args, tile);
+            if (TOKENS <= 24) ends.read(args, tile);
             multiply_steps(c, ring, step, STEPS);
-            if (TOKENS > 16) ends.read(args, tile);
-            finish_tile(args, tile, ends, c, finished + warp * 8 * PITCH);
+            if (TOKENS > 24) ends.read(args, tile);
+            finish_tile(args, tile, ends, c);
+            tile = next;
         }
     }
 }

@@ -78,6 +78,7 @@ class GroupedKernel:
         self.out_features = self._height // 2 if gated else self._height
 
         def compiled(cut: ExpertCut) -> CudaKernel:
+            cut = cut.fitted(self._numbers)
             shared = cut.shared_bytes(self._numbers)
             constants = {
                 "FEATURES": cut.features,

@@ -98,14 +98,6 @@ __device__ __forceinline__ void copy_16(u32 to, const void* from) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" :: "r"(to), "l"(from) : "memory");
 }
 
-// arrives once this thread's copies are there
-__device__ __forceinline__ void arrive_copied(u32 barrier) {
-    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" :: "r"(barrier) : "memory");
-}
-
-// Makes what cp.async has written, and a barrier has announced, visible to the tensor cores.
-__device__ __forceinline__ void see_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-
 // syncs a warpgroup
 __device__ __forceinline__ void meet_group(int group) {
     asm volatile("bar.sync %0, 128;" :: "r"(1 + group) : "memory");
@@ -192,6 +184,44 @@ struct Place {
     int pair;
     float factor;
 };
+
+#if FLOAT8
+// If GROUPED, loads the scales of both rows of a thread from a stage's scales at `from`.
+__device__ __forceinline__ void load_scales(float (&scales)[WAVES][2], u32 from) {
+    const int group = threadIdx.x / 128, warp = threadIdx.x % 128 / 32;
+#pragma unroll
+    for (int wave = 0; GROUPED && wave < WAVES; ++wave) {
+        const u32 at = from + (group * WAVES + wave) * UNIT_BYTES + warp * 8;
+        asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(scales[wave][0]), "=f"(scales[wave][1]) : "r"(at));
+    }
+}
+
+// c += the product over a stage of 128 in_features: a warpgroup's rows of the weight at `a`, 64 per wave, times N rows
+// of x at `b`. `scales` are used if GROUPED. `release` is called once the stage is no longer read.
+//
+// The `sums` of both waves take the same registers, as there are no others left. The compiler does so because it cannot
+// see that the old sums are never added to: `never` is 0.
+template <int N, class Release>
+__device__ __forceinline__ void add_stage(
+    float (&c)[WAVES][TOKENS / 2], float (&sums)[TOKENS / 2], u64 a, u64 b, const float (&scales)[WAVES][2], u32 never,
+    const Release& release) {
+#pragma unroll
+    for (int wave = 0; wave < WAVES; ++wave) {
+        begin_mma();
+#pragma unroll
+        for (int k = 0; k < 4; ++k)
+            if (k == 0) Mma<N>::multiply(sums, a + wave * (8192 >> 4), b, never);
+            else Mma<N>::multiply(sums, a + wave * (8192 >> 4) + 2 * k, b + 2 * k);
+        end_mma();
+        wait_mma<0>();
+        now_written<N / 2>(sums);
+        if (wave == WAVES - 1) release();
+#pragma unroll
+        for (int j = 0; j < N / 2; ++j)
+            c[wave][j] += GROUPED ? scales[wave][j / 2 % 2] * sums[j] : sums[j];
+    }
+}
+#endif
 
 // c = the tile's product, from step `first` of the thread block on. Also reads the factor of `place`.
 template <int N>

@@ -28,6 +28,18 @@ __device__ __forceinline__ uint2 pack_float8(const float (&from)[8]) {
     return make_uint2(pairs[0] | (u32)pairs[1] << 16, pairs[2] | (u32)pairs[3] << 16);
 }
 
+// Stores fragments of 8 features by 8 tokens as rows of 8 features, one row per token. Each of 8 lanes has the address
+// of one row.
+__device__ __forceinline__ void store_transposed(u32 to, u32 fragment) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x1.trans.shared.b16 [%0], {%1};"
+                 :: "r"(to), "r"(fragment) : "memory");
+}
+
+__device__ __forceinline__ void store_transposed(u32 to, u32 first, u32 second) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};"
+                 :: "r"(to), "r"(first), "r"(second) : "memory");
+}
+
 __device__ __forceinline__ uint4 load_8(const u16* from) { return *reinterpret_cast<const uint4*>(from); }
 
 __device__ __forceinline__ void load_floats(float (&to)[8], const float* from) {
@@ -44,12 +56,6 @@ constexpr int ALL_8 = OWN / 8;
 // B is read ahead for AHEAD times 8 tokens
 constexpr int AHEAD = ALL_8 % 4 == 0 ? 4 : ALL_8 % 3 == 0 ? 3 : ALL_8 % 2 == 0 ? 2 : 1;
 constexpr bool HOLDS_B = JOINED && !EVEN;   // the first part of B is read before x is there
-
-__device__ __forceinline__ void add_product(
-    float* c, u32 a, u32 a_8, u32 a_next, u32 a_8_next, u32 b, u32 b_next) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-        : C4(0) : "r"(a), "r"(a_8), "r"(a_next), "r"(a_8_next), "r"(b), "r"(b_next));
-}
 
 // Volatile, so that the load stays where it is.
 __device__ __forceinline__ uint2 load_4(const u16* from) {

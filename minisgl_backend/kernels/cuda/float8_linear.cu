@@ -6,30 +6,28 @@
 // then each of them adds up and finishes some of its tokens. A thread block that goes on to another tile leaves its
 // sums to them. So a thread block waits only at its end, and results do not depend on who comes first.
 //
-// The two thread blocks of a cluster may share what they load (multicast). SHARED is 1 if they share the tokens, each
-// with other rows of the weight; 2 if they share the rows of the weight, each with other tokens; and 0 if there are no
-// clusters.
+// If SHARED, the two thread blocks of a cluster have the same rows of the weight and different tokens. Each loads half
+// of these rows for both (multicast).
 //
 // The tensor cores add up 128 in_features. These sums are then added in float32, multiplied by the weight's scale if
-// GROUPED ("two-level accumulation": DeepGEMM, https://github.com/deepseek-ai/DeepGEMM). Other scales, of tokens and of
-// the weight's rows, are applied at the end.
+// GROUPED ("two-level accumulation": DeepGEMM, https://github.com/deepseek-ai/DeepGEMM). Meanwhile the tensor cores
+// multiply the next 128. Other scales, of tokens and of the weight's rows, are applied at the end.
 //
 // Compiled with: HEIGHT (rows of the weight), SIZE (in_features), GATED (the weight holds the gate's rows, then as many
 // rows of the values; SiLU), GROUPED (a scale for every 8 rows of the weight, in the order of tiles, and 128
-// in_features; otherwise one per row), FEATURES (128 or 256), TOKENS (64, 96 or 128), SHARED, STAGES of the ring and
-// SHARED_BYTES. The output and the bias are bfloat16.
+// in_features; otherwise one per row), TOKENS (64, 96 or 128), SHARED, STAGES of the ring and SHARED_BYTES. The output
+// and the bias are bfloat16.
 
 #define FLOAT8 1
 #include "gates.cuh"
 #include "wide_mma.cuh"
 
 constexpr int BLOCK = 128;                          // in_features per stage
+constexpr int FEATURES = 128;
 constexpr int CLUSTER = SHARED ? 2 : 1;             // thread blocks
-constexpr int WAVES = FEATURES / 128;               // of 64 features, per warpgroup
 constexpr int THREADS = 256;                        // that multiply
 constexpr int MOVERS = 128;                         // threads of the warpgroup of which one fills the ring
-constexpr int UNIT = SHARED == 1 ? 2 * FEATURES : FEATURES;   // rows of the weight per cluster
-constexpr int TILES = HEIGHT / UNIT;
+constexpr int TILES = HEIGHT / FEATURES;
 constexpr int STEPS = SIZE / BLOCK;                 // per tile
 constexpr int GROUPS = TOKENS / 8;                  // of 8 tokens
 constexpr int WEIGHT_BYTES = FEATURES * 128;        // per stage
@@ -43,9 +41,10 @@ constexpr int AT_SCALES = STAGES * STAGE_BYTES;
 constexpr int AT_FULL = AT_SCALES + STAGES * SCALE_BYTES;
 constexpr int AT_EMPTY = AT_FULL + STAGES * 8;
 
-static_assert(HEIGHT % UNIT == 0 && SIZE % BLOCK == 0, "");
+static_assert(HEIGHT % FEATURES == 0 && SIZE % BLOCK == 0, "");
 static_assert(AT_EMPTY + STAGES * 8 <= SHARED_BYTES, "");
-static_assert(TOKENS % 16 == 0 && STAGE_BYTES % 1024 == 0 && TOKEN_BYTES / CLUSTER % 1024 == 0, "");
+static_assert(TOKENS % 16 == 0 && STAGE_BYTES % 1024 == 0, "");
+static_assert(STAGES >= 2, "");   // a stage is waited for before the one before it is released
 
 struct Arguments {
     TensorMap weight;       // [HEIGHT, SIZE]; GATED: see `load_weight`
@@ -65,38 +64,29 @@ struct Arguments {
 #define LOAD(DIMENSIONS) "cp.async.bulk.tensor." #DIMENSIONS \
     ".shared::cluster.global.mbarrier::complete_tx::bytes"
 
-// MULTICAST: to all thread blocks of the cluster
-template <bool MULTICAST>
-__device__ __forceinline__ void load_2d(u32 to, const TensorMap& map, int k, int row, u32 barrier) {
-    if constexpr (MULTICAST)
-        asm volatile(LOAD(2d) ".multicast::cluster [%0], [%1, {%2, %3}], [%4], %5;"
-                     :: "r"(to), "l"(&map), "r"(k), "r"(row), "r"(barrier), "h"((u16)3) : "memory");
-    else
-        asm volatile(LOAD(2d) " [%0], [%1, {%2, %3}], [%4];"
-                     :: "r"(to), "l"(&map), "r"(k), "r"(row), "r"(barrier) : "memory");
+__device__ __forceinline__ void load_tokens(u32 to, const TensorMap& map, int k, int row, u32 barrier) {
+    asm volatile(LOAD(2d) " [%0], [%1, {%2, %3}], [%4];"
+                 :: "r"(to), "l"(&map), "r"(k), "r"(row), "r"(barrier) : "memory");
 }
 
-// A weight is read once, or by all at the same time, so it leaves the L2 cache first ("evict first"). GATED: the map is
-// of [features / 8, 2, 8, SIZE], so that 8 rows of the gate come right before the 8 rows that they open, and both land
-// in the same thread.
-template <bool MULTICAST>
+// A weight is read once, or by all at the same time, so it leaves the L2 cache first ("evict first"). If SHARED, it
+// goes to both thread blocks. GATED: the map is of [features / 8, 2, 8, SIZE], so that 8 rows of the gate come right
+// before the 8 rows that they open, and both land in the same thread.
 __device__ __forceinline__ void load_weight(u32 to, const TensorMap& map, int k, int row, u32 barrier) {
     const u64 policy = 0x12f0000000000000;
-#if GATED
-    if constexpr (MULTICAST)
-        asm volatile(LOAD(4d) ".multicast::cluster.L2::cache_hint [%0], [%1, {%2, %3, %3, %4}], [%5], %6, %7;"
-                     :: "r"(to), "l"(&map), "r"(k), "r"(0), "r"(row / 16), "r"(barrier), "h"((u16)3), "l"(policy)
-                     : "memory");
-    else
-        asm volatile(LOAD(4d) ".L2::cache_hint [%0], [%1, {%2, %3, %3, %4}], [%5], %6;"
-                     :: "r"(to), "l"(&map), "r"(k), "r"(0), "r"(row / 16), "r"(barrier), "l"(policy) : "memory");
+#if GATED && SHARED
+    asm volatile(LOAD(4d) ".multicast::cluster.L2::cache_hint [%0], [%1, {%2, %3, %3, %4}], [%5], %6, %7;"
+                 :: "r"(to), "l"(&map), "r"(k), "r"(0), "r"(row / 16), "r"(barrier), "h"((u16)3), "l"(policy)
+                 : "memory");
+#elif GATED
+    asm volatile(LOAD(4d) ".L2::cache_hint [%0], [%1, {%2, %3, %3, %4}], [%5], %6;"
+                 :: "r"(to), "l"(&map), "r"(k), "r"(0), "r"(row / 16), "r"(barrier), "l"(policy) : "memory");
+#elif SHARED
+    asm volatile(LOAD(2d) ".multicast::cluster.L2::cache_hint [%0], [%1, {%2, %3}], [%4], %5, %6;"
+                 :: "r"(to), "l"(&map), "r"(k), "r"(row), "r"(barrier), "h"((u16)3), "l"(policy) : "memory");
 #else
-    if constexpr (MULTICAST)
-        asm volatile(LOAD(2d) ".multicast::cluster.L2::cache_hint [%0], [%1, {%2, %3}], [%4], %5, %6;"
-                     :: "r"(to), "l"(&map), "r"(k), "r"(row), "r"(barrier), "h"((u16)3), "l"(policy) : "memory");
-    else
-        asm volatile(LOAD(2d) ".L2::cache_hint [%0], [%1, {%2, %3}], [%4], %5;"
-                     :: "r"(to), "l"(&map), "r"(k), "r"(row), "r"(barrier), "l"(policy) : "memory");
+    asm volatile(LOAD(2d) ".L2::cache_hint [%0], [%1, {%2, %3}], [%4], %5;"
+                 :: "r"(to), "l"(&map), "r"(k), "r"(row), "r"(barrier), "l"(policy) : "memory");
 #endif
 }
 
@@ -105,13 +95,6 @@ __device__ __forceinline__ void sync_multipliers() { asm volatile("bar.sync 1, 2
 
 // syncs them with the warp that has waited for parts
 __device__ __forceinline__ void sync_with_parts() { asm volatile("bar.sync 2, 288;" ::: "memory"); }
-
-// turns a fragment of 8 features by 8 tokens into one of 8 tokens by 8 features
-__device__ __forceinline__ u32 transposed(u32 fragment) {
-    u32 out;
-    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(out) : "r"(fragment));
-    return out;
-}
 
 // ---- which steps are whose
 
@@ -133,7 +116,7 @@ struct Share {
     __device__ __forceinline__ int* counters(const Arguments& args) const {
         return args.counters + 2 * (blockIdx.x * TILES + tile);
     }
-    // where a thread block's part is: WAVES * GROUPS float4 per thread, THREADS apart; it may leave parts of two tiles
+    // where a thread block's part is: GROUPS float4 per thread, THREADS apart; it may leave parts of two tiles
     __device__ __forceinline__ float4* part(const Arguments& args, int block) const {
         const bool finishes = block - first < finishers;
         const u64 number = (u64)(blockIdx.x * gridDim.y + block) * 2 + finishes;
@@ -147,9 +130,6 @@ struct Where {
     int rank;           // in the cluster
     int first_token;
     int begin, end;     // steps
-    __device__ __forceinline__ int row(int tile) const {   // of the weight
-        return tile * UNIT + (SHARED == 1 ? rank * FEATURES : 0);
-    }
 };
 
 __device__ __forceinline__ void fill_ring(const Arguments& args, const Where& where, u32 ring) {
@@ -158,11 +138,9 @@ __device__ __forceinline__ void fill_ring(const Arguments& args, const Where& wh
     const auto start = [&](int i) {
         const int tile = (where.begin + i) / STEPS, step = (where.begin + i) % STEPS;
         const u32 stage = i % STAGES, barrier = full + 8 * stage, to = ring + stage * STAGE_BYTES;
-        const int row = where.row(tile);
-        constexpr int PART = SHARED == 2 ? FEATURES / 2 : FEATURES;   // that this thread block loads
-        const int first = SHARED == 2 ? where.rank * PART : 0;
+        const int row = tile * FEATURES, first = where.rank * (FEATURES / CLUSTER);   // that this thread block loads
         expect_bytes(barrier, STAGE_BYTES + SCALE_BYTES);
-        load_weight<SHARED == 2>(to + first * 128, args.weight, step * BLOCK, row + first, barrier);
+        load_weight(to + first * 128, args.weight, step * BLOCK, row + first, barrier);
 #pragma unroll
         for (int unit = 0; GROUPED && unit < FEATURES / 64; ++unit)
             load_bytes(ring + AT_SCALES + stage * SCALE_BYTES + unit * UNIT_BYTES,
@@ -171,8 +149,7 @@ __device__ __forceinline__ void fill_ring(const Arguments& args, const Where& wh
     const auto finish = [&](int i) {
         const int step = (where.begin + i) % STEPS;
         const u32 stage = i % STAGES, to = ring + stage * STAGE_BYTES + WEIGHT_BYTES;
-        const int first = SHARED == 1 ? where.rank * (TOKENS / 2) : 0;
-        load_2d<SHARED == 1>(to + first * 128, args.x, step * BLOCK, where.first_token + first, full + 8 * stage);
+        load_tokens(to, args.x, step * BLOCK, where.first_token, full + 8 * stage);
     };
     const int filled = min(count, STAGES);
     for (int i = 0; i < filled; ++i) start(i);
@@ -204,46 +181,71 @@ __device__ __forceinline__ void have_waited(const Arguments& args, const Share& 
 
 // ---- the warps that multiply
 
-using Sums = float[WAVES][TOKENS / 2];   // for each 8 tokens: two features of two tokens
+using Sums = float[TOKENS / 2];   // for each 8 tokens: two features of two tokens
 
 // c = the product over steps `first` to `last` of the thread block
-__device__ __forceinline__ void multiply_steps(const Arguments& args, Sums& c, u32 ring, int first, int last) {
+__device__ __forceinline__ void multiply_steps(Sums& c, u32 ring, int first, int last) {
     const u32 full = ring + AT_FULL, empty = ring + AT_EMPTY;
-    const int group = threadIdx.x / 128, lane = threadIdx.x % 32;
-    float sums[TOKENS / 2];
-    const u32 never = args.num_rows < 0;
-#pragma unroll
-    for (int i = 0; i < TOKENS / 2; ++i) {
-        sums[i] = 0;
-#pragma unroll
-        for (int wave = 0; wave < WAVES; ++wave) c[wave][i] = 0;
-    }
-#pragma unroll 1
-    for (int i = first; i < last; ++i) {
+    const int group = threadIdx.x / 128, warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
+    Sums sums[2];   // of a step and the next one
+    float low[2], high[2];
+    const auto start = [&](int i, int which) {
         const u32 stage = i % STAGES;
         const u64 a = matrix(ring + stage * STAGE_BYTES + group * (WEIGHT_BYTES / 2));
         const u64 b = matrix(ring + stage * STAGE_BYTES + WEIGHT_BYTES);
         wait_barrier(full + 8 * stage, i / STAGES & 1);
-        float scales[WAVES][2];
-        load_scales(scales, ring + AT_SCALES + stage * SCALE_BYTES);
-        add_stage<TOKENS>(c, sums, a, b, scales, never, [&] {
-            if (SHARED && lane < CLUSTER) arrive_at(empty + 8 * stage, lane);
-            if (!SHARED && lane == 0) arrive(empty + 8 * stage);
-        });
+        if (GROUPED) {
+            const u32 at = ring + AT_SCALES + stage * SCALE_BYTES + group * UNIT_BYTES + warp * 8;
+            asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(low[which]), "=f"(high[which]) : "r"(at));
+        }
+        begin_mma();
+#pragma unroll
+        for (int k = 0; k < 4; ++k) Mma<TOKENS>::multiply(sums[which], a + 2 * k, b + 2 * k, k > 0);
+        end_mma();
+    };
+    const auto finish = [&](int i, int which) {
+        now_written<TOKENS / 2>(sums[which]);
+        if (SHARED && lane < CLUSTER) arrive_at(empty + 8 * (i % STAGES), lane);
+        if (!SHARED && lane == 0) arrive(empty + 8 * (i % STAGES));
+#pragma unroll
+        for (int j = 0; j < TOKENS / 2; ++j)
+            c[j] += GROUPED ? (j / 2 % 2 ? high : low)[which] * sums[which][j] : sums[which][j];
+    };
+#pragma unroll
+    for (int j = 0; j < TOKENS / 2; ++j) c[j] = sums[0][j] = sums[1][j] = 0;
+    start(first, 0);
+    int i = first;
+#pragma unroll 1
+    for (; i + 2 < last; i += 2) {
+        start(i + 1, 1);
+        wait_mma<1>();
+        finish(i, 0);
+        start(i + 2, 0);
+        wait_mma<1>();
+        finish(i + 1, 1);
+    }
+    if (i + 1 < last) {
+        start(i + 1, 1);
+        wait_mma<1>();
+        finish(i, 0);
+        wait_mma<0>();
+        finish(i + 1, 1);
+    } else {
+        wait_mma<0>();
+        finish(i, 0);
     }
 }
 
-// What one thread needs to finish a wave, and where its results go.
+// What one thread needs to finish a tile, and where its results go.
 struct Rows {
     float low, high;            // scales of both of its rows of the weight
     float low_bias, high_bias;
     int feature;                // the first of its warp's 8 or 16
 };
 
-__device__ __forceinline__ Rows rows_of(const Arguments& args, int first_row, int wave) {
-    const int group = threadIdx.x / 128, warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
-    const int sixteen = 4 * (WAVES * group + wave) + warp;
-    const int feature = (GATED ? first_row / 2 : first_row) + (GATED ? 8 : 16) * sixteen;
+__device__ __forceinline__ Rows rows_of(const Arguments& args, int first_row) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int feature = (GATED ? first_row / 2 : first_row) + (GATED ? 8 : 16) * warp;
     const int low = feature + lane / 4, high = low + (GATED ? OUT_FEATURES : 8);
     Rows rows{1, 1, 0, 0, feature};
     if (!GROUPED) rows.low = args.scales[low], rows.high = args.scales[high];
@@ -258,7 +260,7 @@ __device__ __forceinline__ float2 factors_of(const Arguments& args, int first_to
                        token + 1 < args.num_rows ? __ldcg(args.factors + token + 1) : 0);
 }
 
-// Finishes 8 tokens of a wave. `sums` are the lower feature's sums of two tokens, then the higher feature's.
+// Finishes 8 tokens. `sums` are the lower feature's sums of two tokens, then the higher feature's.
 __device__ __forceinline__ void finish(
     const Arguments& args, const Rows& rows, int first_token, float2 factors, float4 sums) {
     const int lane = threadIdx.x % 32, to = first_token + lane / 4;
@@ -277,28 +279,23 @@ __device__ __forceinline__ void finish(
 }
 
 __device__ __forceinline__ void finish_all(const Arguments& args, const Sums& c, int first_row, int first_token) {
+    const Rows rows = rows_of(args, first_row);
 #pragma unroll
-    for (int wave = 0; wave < WAVES; ++wave) {
-        const Rows rows = rows_of(args, first_row, wave);
-#pragma unroll
-        for (int i = 0; i < GROUPS; ++i) {
-            if (first_token + 8 * i >= args.num_rows) break;
-            const int token = first_token + 8 * i;
-            const float* const of = c[wave] + 4 * i;
-            finish(args, rows, token, factors_of(args, token), make_float4(of[0], of[1], of[2], of[3]));
-        }
+    for (int i = 0; i < GROUPS; ++i) {
+        if (first_token + 8 * i >= args.num_rows) break;
+        const int token = first_token + 8 * i;
+        const float* const of = c + 4 * i;
+        finish(args, rows, token, factors_of(args, token), make_float4(of[0], of[1], of[2], of[3]));
     }
 }
 
 __device__ __forceinline__ void leave_part(const Arguments& args, const Sums& c, const Share& share) {
     float4* const part = share.part(args, blockIdx.y);
 #pragma unroll
-    for (int wave = 0; wave < WAVES; ++wave)
-#pragma unroll
-        for (int i = 0; i < GROUPS; ++i) {
-            const float* const of = c[wave] + 4 * i;
-            __stcg(part + (wave * GROUPS + i) * THREADS, make_float4(of[0], of[1], of[2], of[3]));
-        }
+    for (int i = 0; i < GROUPS; ++i) {
+        const float* const of = c + 4 * i;
+        __stcg(part + i * THREADS, make_float4(of[0], of[1], of[2], of[3]));
+    }
 }
 
 // Adds the other thread blocks' parts of a tile that this one alone finishes.
@@ -307,13 +304,11 @@ __device__ __forceinline__ void add_parts(const Arguments& args, Sums& c, const 
     for (int block = share.first + 1; block <= share.last; ++block) {
         const float4* const part = share.part(args, block);
 #pragma unroll
-        for (int wave = 0; wave < WAVES; ++wave)
-#pragma unroll
-            for (int i = 0; i < GROUPS; ++i) {
-                const float4 of = __ldcg(part + (wave * GROUPS + i) * THREADS);
-                float* const sums = c[wave] + 4 * i;
-                sums[0] += of.x, sums[1] += of.y, sums[2] += of.z, sums[3] += of.w;
-            }
+        for (int i = 0; i < GROUPS; ++i) {
+            const float4 of = __ldcg(part + i * THREADS);
+            float* const sums = c + 4 * i;
+            sums[0] += of.x, sums[1] += of.y, sums[2] += of.z, sums[3] += of.w;
+        }
     }
 }
 
@@ -321,18 +316,16 @@ __device__ __forceinline__ void add_parts(const Arguments& args, Sums& c, const 
 __device__ __forceinline__ void finish_share(
     const Arguments& args, const Share& share, int first_row, int first_token) {
     constexpr int PAIR = 2, TOGETHER = 8;
-    const int items = WAVES * min(GROUPS, (args.num_rows - first_token + 7) / 8);   // 8 tokens of a wave
+    const int items = min(GROUPS, (args.num_rows - first_token + 7) / 8);   // 8 tokens
     const int rank = blockIdx.y - share.first;
     const int begin = items * rank / share.finishers, end = items * (rank + 1) / share.finishers;
-    Rows rows[WAVES];
-#pragma unroll
-    for (int wave = 0; wave < WAVES; ++wave) rows[wave] = rows_of(args, first_row, wave);
+    const Rows rows = rows_of(args, first_row);
 #pragma unroll 1
     for (int item = begin; item < end; item += PAIR) {
         float4 sums[PAIR] = {};
         float2 factors[PAIR];
 #pragma unroll
-        for (int k = 0; k < PAIR; ++k) factors[k] = factors_of(args, first_token + (item + k) / WAVES * 8);
+        for (int k = 0; k < PAIR; ++k) factors[k] = factors_of(args, first_token + (item + k) * 8);
 #pragma unroll 1
         for (int block = share.first; block <= share.last; block += TOGETHER) {
             float4 of[TOGETHER][PAIR];
@@ -340,10 +333,9 @@ __device__ __forceinline__ void finish_share(
             for (int j = 0; j < TOGETHER; ++j)
 #pragma unroll
                 for (int k = 0; k < PAIR; ++k) {
-                    const int at = (item + k) % WAVES * GROUPS + (item + k) / WAVES;
                     of[j][k] = make_float4(0, 0, 0, 0);
                     if (block + j <= share.last && item + k < end)
-                        of[j][k] = __ldcg(share.part(args, block + j) + at * THREADS);
+                        of[j][k] = __ldcg(share.part(args, block + j) + (item + k) * THREADS);
                 }
 #pragma unroll
             for (int j = 0; j < TOGETHER; ++j)
@@ -356,8 +348,7 @@ __device__ __forceinline__ void finish_share(
 #pragma unroll
         for (int k = 0; k < PAIR; ++k) {
             if (item + k >= end) break;
-            const Rows of = (item + k) % WAVES ? rows[WAVES - 1] : rows[0];
-            finish(args, of, first_token + (item + k) / WAVES * 8, factors[k], sums[k]);
+            finish(args, rows, first_token + (item + k) * 8, factors[k], sums[k]);
         }
     }
 }
@@ -365,10 +356,10 @@ __device__ __forceinline__ void finish_share(
 __device__ __forceinline__ void take_tile(
     const Arguments& args, const Where& where, int tile, int first, int last, u32 ring) {
     const Share share(tile);
-    const int row = where.row(tile);
+    const int row = tile * FEATURES;
     const bool finishes = where.end <= (tile + 1) * STEPS, alone = finishes && share.finishers == 1;
     Sums c;
-    multiply_steps(args, c, ring, first, last);
+    multiply_steps(c, ring, first, last);
     if (share.is_whole()) return finish_all(args, c, row, where.first_token);
     if (!alone) {
         leave_part(args, c, share);
@@ -402,8 +393,7 @@ float8_linear(const __grid_constant__ Arguments args) {
     }
     if (SHARED) meet_cluster();
     else __syncthreads();
-    const int rank = blockIdx.x % CLUSTER;
-    const int first_token = blockIdx.x / (SHARED == 1 ? 2 : 1) * TOKENS;
+    const int rank = blockIdx.x % CLUSTER, first_token = blockIdx.x * TOKENS;
     const Where where{rank, first_token, first_step(blockIdx.y), first_step(blockIdx.y + 1)};
     if (threadIdx.x >= THREADS) {
         leave_registers<40>();

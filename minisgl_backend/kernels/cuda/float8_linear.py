@@ -18,14 +18,14 @@ from torch import Tensor
 
 from minisgl_backend.kernels.cuda.module import CudaModule, TensorMap, address, tensor_map
 from minisgl_backend.kernels.dispatch import num_processors
-from minisgl_backend.kernels.float8_cut import Float8Cut, cuts_of, why_not
+from minisgl_backend.kernels.float8_cut import FEATURES, Float8Cut, cuts_of, why_not
 from minisgl_backend.kernels.float8_rows import Float8Rows
 from minisgl_backend.kernels.packed_weight import CodesKind, PackedWeight
 
 _THREADS: Final = 384
 """Two warpgroups multiply, and one thread of the third fills the ring."""
 
-_MOST_PARTS: Final = 2 * 256 * 128
+_MOST_PARTS: Final = 2 * FEATURES * 128
 """The most sums that a thread block leaves: those of two tiles."""
 _MOST_COUNTERS: Final = 2**16
 
@@ -73,7 +73,7 @@ class Float8Kernel:
     ) -> None:
         """``shape``: [height, in_features] of the weight."""
         self._height, self._in_features = shape
-        assert codes.rounds_many_rows and why_not(self._height, self._in_features, cut) is None
+        assert codes.rounds_many_rows and why_not(self._height, self._in_features) is None
         self._gated, self._codes, self._cut = gated, codes, cut
         self._out_features = self._height // 2 if gated else self._height
         device = workspace.parts.device
@@ -82,7 +82,6 @@ class Float8Kernel:
             "SIZE": self._in_features,
             "GATED": gated,
             "GROUPED": codes.group > 0,
-            "FEATURES": cut.features,
             "TOKENS": cut.tokens,
             "SHARED": cut.shared,
             "STAGES": cut.stages,
@@ -109,12 +108,11 @@ class Float8Kernel:
         out = numbers.new_empty((num_rows, self._out_features), dtype=torch.bfloat16)
         columns = cut.columns(num_rows)
         blocks = cut.blocks(num_rows, self._height, self._in_features, self._num_processors)
-        assert blocks and 2 * columns * self._height // cut.unit <= _MOST_COUNTERS
-        of_cluster = cut.tokens // 2 if cut.shared == 1 else cut.tokens
+        assert blocks and 2 * columns * self._height // FEATURES <= _MOST_COUNTERS
         size = self._in_features
         arguments = _Arguments(
             weight=self._weight_map(weight.weight.codes),
-            x=tensor_map(numbers, (size, num_rows), (size,), (128, of_cluster)),
+            x=tensor_map(numbers, (size, num_rows), (size,), (128, cut.tokens)),
             out=address(out),
             factors=address(x.scales),
             scales=address(weight.scales),
@@ -132,7 +130,7 @@ class Float8Kernel:
         key = codes.data_ptr()
         if key not in self._maps:
             size, numbers = self._in_features, codes.view(torch.uint8)
-            rows = self._cut.features // 2 if self._cut.shared == 2 else self._cut.features
+            rows = self._cut.loaded_rows
             if self._gated:
                 outs = self._out_features
                 shape, strides = (size, 8, 2, outs // 8), (size, outs * size, 8 * size)

@@ -1,6 +1,7 @@
-// The Hopper (sm_90a) instructions that the GEMMs here share: barriers and bulk copies in shared memory, descriptors of
-// matrices there, register lists for MMAs, waits for MMAs, and stores of fragments. Nothing here knows about tiles or
-// rings. The MMAs themselves are where their sizes are known (`tile_gemm.cuh`, `wide_mma.cuh`).
+// The Hopper (sm_90a) instructions that the GEMMs here share: barriers, bulk copies and announced copies in shared
+// memory, descriptors of matrices there, register lists and waits for the MMAs of warpgroups, the MMA of a warp, and
+// fragments. Nothing here knows about tiles or rings. The MMAs of warpgroups are where their sizes are known
+// (`tile_gemm.cuh`, `wide_mma.cuh`).
 
 #pragma once
 
@@ -36,6 +37,14 @@ __device__ __forceinline__ void load_bytes(u32 to, const void* from, u32 count, 
                  :: "r"(to), "l"(from), "r"(count), "r"(barrier) : "memory");
 }
 
+// arrives once this thread's copies (cp.async) are there
+__device__ __forceinline__ void arrive_copied(u32 barrier) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" :: "r"(barrier) : "memory");
+}
+
+// Makes what cp.async has written, and a barrier has announced, visible to the tensor cores.
+__device__ __forceinline__ void see_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
 // the descriptor of a tile whose rows are 128 bytes, their 16-byte chunks permuted by the row ("128B swizzle")
 __device__ __forceinline__ u64 matrix(u32 address) {
     return (u64)((address & 0x3ffff) >> 4) | 1ull << 16 | (u64)(1024 >> 4) << 32 | 1ull << 62;
@@ -58,22 +67,24 @@ __device__ __forceinline__ void wait_mma() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(AFTER) : "memory");
 }
 
+// c += 16 rows of a times 8 rows of b, over 16 numbers, by one warp
+__device__ __forceinline__ void add_product(
+    float* c, u32 a, u32 a_8, u32 a_next, u32 a_8_next, u32 b, u32 b_next) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : C4(0) : "r"(a), "r"(a_8), "r"(a_next), "r"(a_8_next), "r"(b), "r"(b_next));
+}
+
 __device__ __forceinline__ u32 pack(float low, float high) {
     u32 out;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(out) : "f"(high), "f"(low));
     return out;
 }
 
-// Stores fragments of 8 features by 8 tokens as rows of 8 features, one row per token. Each of 8 lanes has the address
-// of one row.
-__device__ __forceinline__ void store_transposed(u32 to, u32 fragment) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x1.trans.shared.b16 [%0], {%1};"
-                 :: "r"(to), "r"(fragment) : "memory");
-}
-
-__device__ __forceinline__ void store_transposed(u32 to, u32 first, u32 second) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};"
-                 :: "r"(to), "r"(first), "r"(second) : "memory");
+// turns a fragment of 8 features by 8 tokens into one of 8 tokens by 8 features
+__device__ __forceinline__ u32 transposed(u32 fragment) {
+    u32 out;
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(out) : "r"(fragment));
+    return out;
 }
 
 __device__ __forceinline__ void publish_barriers() {

@@ -59,8 +59,8 @@ constexpr int CHUNKS = (HEADS ? OUT / 2 : OUT) / 8; // of 16 bytes; of a head, a
 constexpr int ROWS = THREADS / CHUNKS;              // tokens that the threads finish side by side
 constexpr int ITEMS = (SLICE + ROWS - 1) / ROWS;
 // Whether the next kernel may start as soon as this one has. Attention follows HEADS, and the sum over the ranks
-// (`fused_sum.cu`) follows a plain GEMM. Before they wait for this kernel, both read what earlier kernels wrote, so they
-// may start only once those have ended.
+// (`fused_sum.cu`) follows a plain GEMM. Before they wait for this kernel, both read what earlier kernels wrote, so
+// they may start only once those have ended.
 constexpr bool AT_ONCE = GATED || RESIDUAL;
 // PUSHED: what a thread block receives from the other SPLITS, at SHARED_BYTES; the barrier that counts it comes next
 constexpr int PUSHED_BYTES = PUSHED ? (SPLITS - 1) * OWN * FEATURES * 4 : 0;

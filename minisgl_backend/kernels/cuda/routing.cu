@@ -46,8 +46,6 @@ struct Arguments {
     int held;               // and how many it holds
 };
 
-#define NOTHING __int_as_float(0xff800000)   // -infinity
-
 // A lane's part of a token's logits.
 struct Logits {
     float of_expert[OF_LANE];   // of the experts 32 * i + lane; NOTHING after the last one

@@ -12,10 +12,11 @@
 // GROUP of in_features, which are also in the ring, to the sums over the group; scales of rows at the end. The scales
 // of e2m1 are powers of 2, and multiply its numbers.
 //
-// The including source defines FEATURES (64 or 128), TOKENS (8, 16, 32, 64, 96, 128 or 192), BLOCK (64; for codes 128,
-// for 4-bit codes also 256, since the copy engine takes as long for a row of 64 bytes as for one of 128), STAGES, and
-// CODE (0: the weight is bfloat16; otherwise its codes are 1: e4m3, 2: 8-bit integers, 3: 4-bit integers, 4: e2m1).
-// Unless CODE is 0, it also defines GROUP (in_features that share a scale: 32, 64 or 128; 0: all), SHARED_BY (rows that
+// The including source defines FEATURES (64 or 128), TOKENS (8, 16, 24, 32, 64, 96, 128 or 192), BLOCK (64; for codes
+// 128, for 4-bit codes also 256, since the copy engine takes as long for a row of 64 bytes as for one of 128), STAGES,
+// and CODE (0: the weight is bfloat16; otherwise its codes are 1: e4m3, 2: 8-bit integers, 3: 4-bit integers, 4: e2m1).
+// It defines COPIED if threads copy tokens by cp.async; otherwise the copy engine moves them. Unless CODE is 0, it also
+// defines GROUP (in_features that share a scale: 32, 64 or 128; 0: all), SHARED_BY (rows that
 // share a scale: 1 or 8) and ZEROS (the low 8 bits of a scale are a zero point; otherwise the zero point is the middle
 // of the integer range). For e2m1, GROUP is 128, as a scale has the exponents of 4 groups of 32, and SHARED_BY is 1.
 // BY_WARP: each warp multiplies codes on its own, by up to 16 tokens, with more registers. WAYS (1; with BY_WARP also
@@ -61,6 +62,11 @@ __device__ __forceinline__ void multiply(float (&c)[TOKENS / 2], u64 a, u64 b, u
                  "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 {%0,%1,%2,%3,%4,%5,%6,%7}, "
                  "%8, %9, p, 1, 1, 0, 0; }"
                  : C4(0), C4(4) : "l"(a), "l"(b), "r"(add));
+#elif TOKENS == 24
+    asm volatile("{ .reg .pred p; setp.ne.b32 p, %14, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n24k16.f32.bf16.bf16 {" TEN() "%10,%11}, "
+                 "%12, %13, p, 1, 1, 0, 0; }"
+                 : C4(0), C4(4), C4(8) : "l"(a), "l"(b), "r"(add));
 #elif TOKENS == 32
     asm volatile("{ .reg .pred p; setp.ne.b32 p, %18, 0;\n"
                  "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {" TEN()
@@ -102,6 +108,11 @@ __device__ __forceinline__ void multiply(float (&c)[TOKENS / 2], const u32 (&a)[
                  "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 " "{%0,%1,%2,%3,%4,%5,%6,%7}, "
                  "{%8,%9,%10,%11}, %12, p, 1, 1, 0; }"
                  : C4(0), C4(4) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
+#elif TOKENS == 24
+    asm volatile("{ .reg .pred p; setp.ne.b32 p, %17, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n24k16.f32.bf16.bf16 " "{" TEN() "%10,%11}, "
+                 "{%12,%13,%14,%15}, %16, p, 1, 1, 0; }"
+                 : C4(0), C4(4), C4(8) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
 #elif TOKENS == 32
     asm volatile("{ .reg .pred p; setp.ne.b32 p, %21, 0;\n"
                  "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 " "{" TEN() "%10,%11,%12,%13,%14,%15}, "
@@ -130,6 +141,14 @@ __device__ __forceinline__ void multiply(float (&c)[TOKENS / 2], const u32 (&a)[
 
 // ---- the warps that multiply
 
+// Waits for the stage of a step, which MMAs read from shared memory. (BY_WARP, threads read it.)
+[[maybe_unused]] __device__ __forceinline__ void wait_stage(u32 full, int step) {
+    wait_barrier(full + 8 * (step % STAGES), step / STAGES & 1);
+#ifdef COPIED
+    see_copies();
+#endif
+}
+
 #if CODE == 0
 // c = the product over `count` steps of a tile, which begin at step `first` of the thread block.
 __device__ __forceinline__ void multiply_steps(float (&c)[TOKENS / 2], u32 ring, int first, int count) {
@@ -141,7 +160,7 @@ __device__ __forceinline__ void multiply_steps(float (&c)[TOKENS / 2], u32 ring,
     for (int i = 0; i < count; ++i) {
         const int step = first + i;
         const u32 stage = step % STAGES;
-        wait_barrier(full + 8 * stage, step / STAGES & 1);
+        wait_stage(full, step);
         const u32 weight = ring + stage * STAGE_BYTES;
         const u64 a = matrix(weight + warp / 4 * 8192), b = matrix(weight + WEIGHT_BYTES);
         begin_mma();
@@ -398,7 +417,7 @@ __device__ __forceinline__ void multiply_steps(float (&c)[TOKENS / 2], u32 ring,
     for (int i = 0; i < count; ++i) {
         const int step = first + i;
         const u32 stage = step % STAGES;
-        wait_barrier(full + 8 * stage, step / STAGES & 1);
+        wait_stage(full, step);
         // lane 0's value for all lanes, so that the compiler knows it to be the same: descriptors are uniform
         const u32 weight = __shfl_sync(0xffffffff, ring + stage * STAGE_BYTES, 0);
         const u32 of_scales = ring + STAGES * STAGE_BYTES + stage * SCALE_BYTES + group * GROUP_BYTES;

@@ -1,6 +1,5 @@
 // MMAs of 64 rows of a weight by 32 to 128 tokens, in bfloat16 or, if FLOAT8, in e4m3. Also what else GEMMs with such
-// tiles need: barriers of a cluster, registers handed from one warpgroup to another, and the sums of FLOAT8, scaled if
-// GROUPED.
+// tiles need: barriers of a cluster, and registers handed from one warpgroup to another.
 
 #pragma once
 
@@ -70,42 +69,3 @@ DEFINE(128, TEN() TEN(1) TEN(2) TEN(3) TEN(4) TEN(5) "%60,%61,%62,%63", 64, 65, 
        C16(0), C16(16), C16(32), C16(48))
 
 constexpr int UNIT_BYTES = 32;   // the scales of 64 rows of the weight, in a stage
-
-#if FLOAT8
-// If GROUPED, loads the scales of both rows of a thread from a stage's scales at `from`.
-template <int WAVES>
-__device__ __forceinline__ void load_scales(float (&scales)[WAVES][2], u32 from) {
-    const int group = threadIdx.x / 128, warp = threadIdx.x % 128 / 32;
-#pragma unroll
-    for (int wave = 0; GROUPED && wave < WAVES; ++wave) {
-        const u32 at = from + (group * WAVES + wave) * UNIT_BYTES + warp * 8;
-        asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(scales[wave][0]), "=f"(scales[wave][1]) : "r"(at));
-    }
-}
-
-// c += the product over a stage of 128 in_features: a warpgroup's rows of the weight at `a`, 64 per wave, times the N
-// tokens at `b`. `scales` are used if GROUPED. `release` is called once the stage is no longer read.
-//
-// The `sums` of both waves take the same registers, as there are no others left. The compiler does so because it cannot
-// see that the old sums are never added to: `never` is 0.
-template <int N, int WAVES, int LENGTH, class Release>
-__device__ __forceinline__ void add_stage(
-    float (&c)[WAVES][LENGTH], float (&sums)[LENGTH], u64 a, u64 b, const float (&scales)[WAVES][2], u32 never,
-    const Release& release) {
-#pragma unroll
-    for (int wave = 0; wave < WAVES; ++wave) {
-        begin_mma();
-#pragma unroll
-        for (int k = 0; k < 4; ++k)
-            if (k == 0) Mma<N>::multiply(sums, a + wave * (8192 >> 4), b, never);
-            else Mma<N>::multiply(sums, a + wave * (8192 >> 4) + 2 * k, b + 2 * k);
-        end_mma();
-        wait_mma<0>();
-        now_written<N / 2>(sums);
-        if (wave == WAVES - 1) release();
-#pragma unroll
-        for (int j = 0; j < N / 2; ++j)
-            c[wave][j] += GROUPED ? scales[wave][j / 2 % 2] * sums[j] : sums[j];
-    }
-}
-#endif

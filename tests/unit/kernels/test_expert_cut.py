@@ -20,16 +20,33 @@ SHARED_BYTES = 227 * 1024
 
 INT4 = WeightFormat(layout=Layout.AWQ, encoding=Encoding.INT4, block=(1, 128), symmetric=False)
 MXFP4 = WeightFormat(layout=Layout.MX_STACKED, encoding=Encoding.E2M1, block=(1, 32))
-NUMBERS = {16: PLAIN, 8: Numbers(8, 128, 64), 4: Numbers(4, 256, 2 * 64)}
-"""With a scale per 128 inputs; with more scales, fewer thread blocks may share a multiprocessor."""
+NUMBERS = [
+    PLAIN,
+    Numbers(8, 128, 8),
+    *(
+        Numbers(bits, 1024 // bits, 64 * 1024 // bits // of)
+        for bits in (8, 4)
+        for of in (128, 64, 32)
+    ),
+]
+"""FP8 with a scale for 8 rows and 128 inputs; else one for each row and group of inputs."""
 
 
-@pytest.mark.parametrize("bits", [16, 8, 4])
-def test_all_can_be_compiled(bits: int) -> None:
-    for cut in cuts(bits):
-        assert cut.features in (64, 128) and cut.tokens in (8, 16, 32, 64, 128)
-        assert cut.stages >= 2 and 1 <= cut.resident <= cut.per_processor
-        assert cut.per_processor * (cut.shared_bytes(NUMBERS[bits]) + 1024) <= SHARED_BYTES + 1024
+@pytest.mark.parametrize("numbers", NUMBERS)
+def test_all_can_be_compiled(numbers: Numbers) -> None:
+    for cut in cuts(numbers.bits):
+        assert cut.features in (64, 128) and cut.tokens in (8, 16, 24, 64, 128)
+        fitted = cut.fitted(numbers)
+        assert 2 <= fitted.stages <= cut.stages and 1 <= cut.resident <= cut.per_processor
+        assert cut.per_processor * (fitted.shared_bytes(numbers) + 1024) <= SHARED_BYTES + 1024
+
+
+def test_only_small_groups_take_room_from_stages() -> None:
+    """The groups of publishers have 128 inputs."""
+    for numbers in (PLAIN, Numbers(8, 128, 8), Numbers(8, 128, 64), Numbers(4, 256, 128)):
+        assert all(cut.fitted(numbers) == cut for cut in cuts(numbers.bits))
+    cut, groups_of_32 = cut_of(16, 1, 8), Numbers(8, 128, 256)
+    assert cut.fitted(groups_of_32).stages == cut.stages - 1
 
 
 @given(

@@ -70,6 +70,7 @@ _MANY_ELEMENTS: Final = 64 * 2**20
 """The same for more than 128 rows."""
 
 _CHOSEN: Final = {
+    64: (Float8Cut(64), _LEAST_ELEMENTS),
     96: (Float8Cut(96), _LEAST_ELEMENTS),
     128: (Float8Cut(128), _LEAST_ELEMENTS),
     192: (Float8Cut(96, shared=True), _MANY_ELEMENTS),
@@ -78,10 +79,12 @@ _CHOSEN: Final = {
 with the weights of Qwen3-14B; for more rows the library is faster."""
 
 
-def cuts_of(height: int, in_features: int) -> dict[int, Float8Cut]:
-    """How to multiply by a weight [height, in_features], keyed by the largest number of rows that
-    each cut is for; empty if the library does it."""
+def cuts_of(height: int, in_features: int, *, more_than: int) -> dict[int, Float8Cut]:
+    """How to multiply ``more_than`` a number of rows by a weight [height, in_features], keyed by
+    the largest number of rows that each cut is for; empty if the library does it."""
     if why_not(height, in_features):
         return {}
     size = height * in_features
-    return {most: cut for most, (cut, least) in _CHOSEN.items() if size >= least}
+    return {
+        most: cut for most, (cut, least) in _CHOSEN.items() if most > more_than and size >= least
+    }

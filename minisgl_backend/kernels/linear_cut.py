@@ -55,8 +55,11 @@ _SHARED_BYTES: Final = 227 * 1024
 _MOST_SPLITS: Final = 8
 
 _MOST_TOKENS_BEFORE_FLOAT8: Final = 64
-"""Up to this many tokens, these GEMMs multiply weights in float8. More tokens are themselves
-rounded to 8 bits."""
+_MOST_BEFORE_FLOAT8_OF_LARGE: Final = 32
+_LARGE_LAYER: Final = 256 * 2**20
+"""Up to the first number of tokens, these GEMMs multiply weights in float8; the second number is
+for layers of more than the third number of elements. More tokens are themselves rounded to 8
+bits."""
 
 _MOST_TOKENS_OF_CODES: Final = 96
 """The most tokens per tile of a quantized weight, whose sums take twice the registers."""
@@ -272,14 +275,18 @@ def invariant_cuts(height: int, in_features: int) -> dict[int, Cut]:
     return cuts
 
 
-def largest_batch(elements: int, *, of_codes: bool = False, float8: bool = False) -> int:
+def largest_batch(
+    elements: int, *, of_codes: bool = False, float8: bool = False, adapted: bool = False
+) -> int:
     """The largest batch for which these GEMMs are faster than the library; 0 for none.
 
     ``elements`` counts all weights of a layer. ``of_codes``: they are quantized. ``float8``: also,
-    the library multiplies all of them by tokens in 8 bits.
+    other GEMMs multiply all of them by tokens in 8 bits. ``adapted``: tokens may have adapters,
+    which only these GEMMs add by themselves.
     """
     if float8:
-        return _MOST_TOKENS_BEFORE_FLOAT8
+        is_large = elements > _LARGE_LAYER and not adapted
+        return _MOST_BEFORE_FLOAT8_OF_LARGE if is_large else _MOST_TOKENS_BEFORE_FLOAT8
     if of_codes or elements <= _MOST_OF_LAYER:
         return MAX_TOKENS
     most = min(_MOST_MULTIPLICATIONS // elements, _MOST_TOKENS_OF_LARGE)

@@ -114,7 +114,8 @@ class QuantizedMatrix(Matrix):
 
     def use_float8(self, kernels: TensorCores, *, gated: bool = False) -> None:
         codes, shape = self.arrange(gated=gated), (self.out_features, self.in_features)
-        if self.takes_float8 and codes is not None and cuts_of(*shape):
+        has_cuts = cuts_of(*shape, more_than=kernels.most_tokens)
+        if self.takes_float8 and codes is not None and has_cuts:
             self._float8_linear = kernels.float8(shape, codes=codes, gated=gated)
 
     def arrange(self, *, gated: bool = False) -> CodesKind | None:

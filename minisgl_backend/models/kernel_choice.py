@@ -61,8 +61,7 @@ def use_tensor_cores(model: Decoder, device: torch.device) -> None:
     )
     if are_whole:
         most_tokens = min(
-            _largest_batch([linear.matrix for linear, _ in _linears(layer)])
-            for layer in model.layers
+            _largest_batch([linear for linear, _ in _linears(layer)]) for layer in model.layers
         )
         if most_tokens:
             model.use_tensor_cores(make(device, most_tokens))
@@ -71,20 +70,22 @@ def use_tensor_cores(model: Decoder, device: torch.device) -> None:
     for linear, gated in in_layers:
         matrix = linear.matrix
         if isinstance(matrix, QuantizedMatrix) and matrix.fits_tensor_cores(gated=gated):
-            kernels = kernels_for(_largest_batch([matrix]))
+            kernels = kernels_for(_largest_batch([linear]))
             if isinstance(linear, MergedColumnLinear):
                 linear.use_tensor_cores(kernels)
             else:
                 matrix.use_tensor_cores(kernels, adapters=adapters_shape(linear))
 
 
-def _largest_batch(matrices: Sequence[Matrix]) -> int:
+def _largest_batch(linears: Sequence[MergedColumnLinear | RowLinear]) -> int:
     """The largest batch for which kernels on tensor cores are fastest for all of them together."""
+    matrices = [linear.matrix for linear in linears]
     quantized = [matrix for matrix in matrices if isinstance(matrix, QuantizedMatrix)]
     return linear_cut.largest_batch(
         sum(matrix.out_features * matrix.in_features for matrix in matrices),
         of_codes=bool(quantized),
         float8=bool(quantized) and all(matrix.takes_float8 for matrix in quantized),
+        adapted=any(adapters_shape(linear) is not None for linear in linears),
     )
 
 

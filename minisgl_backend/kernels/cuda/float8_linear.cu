@@ -1,4 +1,4 @@
-// Linear layers with float8 weights for 65 to some hundred tokens, for Hopper (sm_90a); `linear.cu` is for fewer
+// Linear layers with float8 weights for some ten to two hundred tokens, for Hopper (sm_90a); `linear.cu` is for fewer
 // tokens. Tokens have been rounded to float8, with one scale per row, and the tensor cores multiply both as they are.
 //
 // A tile is FEATURES rows of the weight by TOKENS tokens. All thread blocks take even parts of the steps of all tiles

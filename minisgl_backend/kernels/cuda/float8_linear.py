@@ -8,7 +8,7 @@ A ``Float8Linear`` is for one shape, and has a kernel for each way to cut it
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Final
@@ -142,7 +142,7 @@ class Float8Kernel:
 
 
 class Float8Linear:
-    """The kernels of one weight's shape, for up to ``most_rows`` rows in bfloat16."""
+    """The kernels of one weight's shape, for ``more_than`` and up to ``most_rows`` rows."""
 
     def __init__(
         self,
@@ -151,21 +151,15 @@ class Float8Linear:
         *,
         codes: CodesKind,
         gated: bool,
-        cuts: Mapping[int, Float8Cut] | None = None,
+        more_than: int,
     ) -> None:
-        """``cuts`` are keyed by the largest number of rows that each is for; the default is
-        ``cuts_of``."""
         height, in_features = shape
-        if cuts is None:
-            cuts = cuts_of(height, in_features)
+        cuts = cuts_of(height, in_features, more_than=more_than)
         self.gated, self.most_rows = gated, max(cuts, default=0)
         made = partial(Float8Kernel, shape, workspace, codes=codes, gated=gated)
-        different = tuple(dict.fromkeys(cuts.values()))
         with ThreadPoolExecutor() as pool:
-            kernels = dict(
-                zip(different, pool.map(lambda cut: made(cut=cut), different), strict=True)
-            )
-        self._kernels = {most: kernels[cut] for most, cut in cuts.items()}
+            kernels = pool.map(lambda cut: made(cut=cut), cuts.values())
+        self._kernels = dict(zip(cuts, kernels, strict=True))
 
     def __call__(
         self,

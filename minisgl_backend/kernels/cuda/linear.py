@@ -252,4 +252,4 @@ class TensorCores:
     @cached_property
     def float8(self) -> Callable[..., Float8Linear]:
         workspace = Workspace(self._device)
-        return cache(partial(Float8Linear, workspace=workspace))
+        return cache(partial(Float8Linear, workspace=workspace, more_than=self.most_tokens))

@@ -20,7 +20,7 @@ def test_a_ring_of_several_stages_fits(tokens: int) -> None:
 
 @pytest.mark.parametrize("shape", QWEN3_14B)
 def test_cuts_are_for_growing_numbers_of_rows(shape: tuple[int, int]) -> None:
-    cuts = cuts_of(*shape)
+    cuts = cuts_of(*shape, more_than=32)
     assert cuts and list(cuts) == sorted(cuts)
     for most, cut in cuts.items():
         assert cut.tokens in (64, 96, 128)
@@ -28,9 +28,15 @@ def test_cuts_are_for_growing_numbers_of_rows(shape: tuple[int, int]) -> None:
 
 
 def test_weights_that_do_not_fit() -> None:
-    assert not cuts_of(2**20 + 64, 1024) and not cuts_of(2**20, 192)
-    assert cuts_of(8192, 1024) and not cuts_of(4096, 1024)
+    assert not cuts_of(2**20 + 64, 1024, more_than=64) and not cuts_of(2**20, 192, more_than=64)
+    assert cuts_of(8192, 1024, more_than=64) and not cuts_of(4096, 1024, more_than=64)
     assert why_not(192, 1024) == "needs a multiple of 128 features, not 192"
+
+
+def test_cuts_for_few_rows_are_left_out_if_others_multiply_these() -> None:
+    assert list(cuts_of(8192, 1024, more_than=32)) == [64, 96, 128]
+    assert list(cuts_of(8192, 1024, more_than=64)) == [96, 128]
+    assert list(cuts_of(34816, 5120, more_than=64)) == [96, 128, 192]
 
 
 @given(

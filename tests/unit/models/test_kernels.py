@@ -378,7 +378,7 @@ def test_packed_weights_are_computed_by_kernels(
 ) -> None:
     """On tensor cores; 40 tokens by kernels for float8, more by the library's; others dequantized.
     In recurrent layers, all weights except those of the rates."""
-    monkeypatch.setattr(quantized_matrix, "cuts_of", lambda *shape: {40: None})
+    monkeypatch.setattr(quantized_matrix, "cuts_of", lambda *_, more_than: {2 * more_than: None})
     monkeypatch.setattr(float8_rows, "float8_rows_reference", exact_rows)
     form = WeightFormat(
         layout=Layout.CONVERTED, encoding=encoding, block=block, symmetric=symmetric

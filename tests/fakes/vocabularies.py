@@ -19,6 +19,11 @@ def token_text(vocabulary: Vocabulary, token_id: TokenId) -> str:
     return vocabulary.token_bytes(token_id).decode("utf-8", "replace")
 
 
+def ids_of_bytes(vocabulary: Vocabulary, text: str) -> list[TokenId]:
+    """One token per byte."""
+    return [vocabulary.pieces.index(bytes([byte])) for byte in text.encode()]
+
+
 def byte_level() -> Tokenizer:
     """Byte-level BPE as GPT-2 spells it: all bytes, and some longer pieces, some of them broken."""
     spell = _byte_spelling()

@@ -45,6 +45,7 @@ from tests.conformance.quantized_checkpoints import (
     plain,
     write_quantized,
 )
+from tests.fakes.ranks import LoneRank
 
 CPU: Final = torch.device("cpu")
 
@@ -406,14 +407,6 @@ def test_modules_that_the_tool_left_plain_are_plain(
     assert qkv[128:].abs().max() > 0
 
 
-class _Rank(OneRank):
-    """One of several ranks; its collectives are not used while loading."""
-
-    def __init__(self, rank: int, size: int):
-        self.rank = rank
-        self.size = size
-
-
 @pytest.mark.parametrize(
     "case", ["fp8-blocks", "awq-64-moe", "gptq-reordered", "mxfp4-stacked-moe"]
 )
@@ -435,7 +428,7 @@ def test_dummy_weights_of_ranks_are_slices_of_one_model(
     whole = down(OneRank(), False)
     assert whole.std() > 0.015
     for keep in (False, True):
-        parts = [down(_Rank(rank, 2), keep) for rank in range(2)]
+        parts = [down(LoneRank(rank, 2), keep) for rank in range(2)]
         assert torch.equal(torch.cat(parts, dim=-1), whole)
 
 

@@ -27,6 +27,7 @@ from minisgl_backend.models.decoder import Decoder
 from minisgl_backend.parallel.group import Group, OneRank
 from minisgl_backend.progress import shown
 from tests.conformance.checkpoints import write_checkpoint
+from tests.fakes.ranks import LoneRank
 
 
 @pytest.fixture(scope="module")
@@ -285,18 +286,10 @@ def test_progress_is_a_bar_on_a_terminal_and_a_log_line_elsewhere(
     assert capsys.readouterr().err == ""
 
 
-class _Rank(OneRank):
-    """One of several ranks; its collectives are not used while loading."""
-
-    def __init__(self, rank: int, size: int = 2):
-        self.rank = rank
-        self.size = size
-
-
 @pytest.mark.parametrize("case", ["qwen3", "llama-biases", "qwen3-moe"])
 def test_two_ranks_hold_each_tensor_once(checkpoints: Path, case: str) -> None:
     """Split tensors add up to the whole; the other tensors are equal on both ranks."""
-    first, second = (_places(_build(checkpoints / case, group=_Rank(r))) for r in (0, 1))
+    first, second = (_places(_build(checkpoints / case, group=LoneRank(r, 2))) for r in (0, 1))
     for name, tensor in load_file(checkpoints / case / "model.safetensors").items():
         mine, theirs = first[name], second[name]
         if mine.dim is None:
@@ -334,7 +327,7 @@ def test_a_rank_reads_its_slices_only(checkpoints: Path, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(weights, "open_tensors", watched)
     monkeypatch.setattr(_Slice, "num_read", 0)
-    model = _build(checkpoints / "qwen3-moe", group=_Rank(1))
+    model = _build(checkpoints / "qwen3-moe", group=LoneRank(1, 2))
     assert _Slice.num_read == sum(
         math.prod(place.shape) if place.dim is None else place.target.numel()
         for place in _places(model).values()
@@ -343,7 +336,7 @@ def test_a_rank_reads_its_slices_only(checkpoints: Path, monkeypatch: pytest.Mon
 
 def test_ranks_beyond_the_heads_hold_the_same_keys(checkpoints: Path) -> None:
     """Four ranks over two key-value heads: two neighbours hold each head."""
-    ranks = [_places(_build(checkpoints / "qwen3", group=_Rank(r, 4))) for r in range(4)]
+    ranks = [_places(_build(checkpoints / "qwen3", group=LoneRank(r, 4))) for r in range(4)]
     stored = load_file(checkpoints / "qwen3" / "model.safetensors")
     for name in ("k_proj", "v_proj"):
         full = f"model.layers.0.self_attn.{name}.weight"
@@ -365,7 +358,7 @@ def test_dummy_weights_of_ranks_are_slices_of_one_model(
     whole = places(OneRank())
     size = 4 if case == "qwen3" else 2  # four ranks over two key-value heads
     for rank in range(size):
-        for name, mine in places(_Rank(rank, size)).items():
+        for name, mine in places(LoneRank(rank, size)).items():
             tensor = whole[name].target
             if mine.dim is not None:
                 tensor = tensor.narrow(mine.dim, mine.start, mine.target.shape[mine.dim])
@@ -376,4 +369,4 @@ def test_dummy_weights_of_ranks_are_slices_of_one_model(
 
 def test_what_cannot_be_split_is_refused(checkpoints: Path) -> None:
     with pytest.raises(ConfigError, match=r"2 key-value heads cannot be split evenly over 3"):
-        _build(checkpoints / "qwen3", group=_Rank(0, 3))
+        _build(checkpoints / "qwen3", group=LoneRank(0, 3))

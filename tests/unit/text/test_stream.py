@@ -19,8 +19,7 @@ META = Vocabulary.of(vocabularies.metaspace())
 
 
 def ids(text: str) -> list[int]:
-    """One token per byte."""
-    return [BYTES.pieces.index(bytes([byte])) for byte in text.encode()]
+    return vocabularies.ids_of_bytes(BYTES, text)
 
 
 def named(vocabulary: Vocabulary, *tokens: str) -> list[int]:

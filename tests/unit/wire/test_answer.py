@@ -27,7 +27,7 @@ from minisgl_backend.wire.generation import Wanted
 from minisgl_backend.wire.packets import Packet, SampleDelta, StreamStart, Times, Verdict
 from minisgl_backend.wire.parameters import OUTPUTS
 from tests.fakes.packets import make_packet
-from tests.fakes.vocabularies import byte_level, token_text
+from tests.fakes.vocabularies import byte_level, ids_of_bytes, token_text
 
 VOCABULARY = Vocabulary.of(byte_level())
 END = next(iter(VOCABULARY.special))
@@ -35,8 +35,7 @@ LENGTH = Finished(FinishReason.LENGTH)
 
 
 def ids(text: str) -> list[int]:
-    """One token per byte."""
-    return [VOCABULARY.pieces.index(bytes([byte])) for byte in text.encode()]
+    return ids_of_bytes(VOCABULARY, text)
 
 
 def opened(**start: Any) -> AnswerStream:

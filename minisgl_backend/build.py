@@ -25,6 +25,7 @@ from minisgl_backend.errors import ConfigError, InvalidRequest
 from minisgl_backend.execution.adapters import AdapterStore
 from minisgl_backend.execution.ranks import LeadingExecutor
 from minisgl_backend.grammar.matchers import Grammars
+from minisgl_backend.models.hub import resolve_tokenizer
 from minisgl_backend.parallel.group import OneRank
 from minisgl_backend.parts import STANDARD, Parts
 from minisgl_backend.precheck import adapter_paths, adapter_tasks, check_task_names, first_place
@@ -66,8 +67,10 @@ def build_engine_alone(
 ) -> Engine:
     """One engine, whatever ``options`` say about replicas; ``watch`` follows its prefix cache."""
     facts = _resolved(options)
-    spec = facts.spec
-    grammars = build_grammars(options, facts.folder, spec.vocab_size, sorted(spec.eos_token_ids))
+    spec, folder = facts.spec, facts.folder
+    if options.tokenizer is not None:
+        folder = resolve_tokenizer(options.tokenizer, options.model_source)
+    grammars = build_grammars(options, folder, spec.vocab_size, sorted(spec.eos_token_ids))
     try:
         return _engine_of(facts, parts, grammars, watch)
     except BaseException:
@@ -201,8 +204,8 @@ def build_adapters(options: EngineOptions, store: AdapterStore | None) -> Adapte
 def build_grammars(
     options: EngineOptions, folder: Path, vocab_size: int, eos_token_ids: Sequence[TokenId]
 ) -> Grammars | None:
-    """An engine's grammars; None if requests may not bring any, because an option says so or the
-    model's ``folder`` has no tokenizer.
+    """An engine's grammars, with the tokenizer in ``folder``; None if requests may not bring any,
+    because an option says so or there is no tokenizer.
 
     If the tokenizer is large, a thread begins to read it now. Call this before weights are loaded,
     since reading keeps other Python threads from running.

@@ -248,6 +248,25 @@ def test_an_engine_may_take_no_grammars() -> None:
         assert isinstance(answer.error, Unsupported)
 
 
+def test_grammars_are_followed_in_tokens_of_the_option_tokenizer(tmp_path: Path) -> None:
+    """The model's own folder has another tokenizer, or none."""
+    config = (Path(DEMO_MODEL) / "config.json").read_bytes()
+    (tmp_path / "config.json").write_bytes(config)
+    answer = answered_alone({"model": str(tmp_path), "tokenizer": DEMO_MODEL})
+    assert answer.error is None and text_of(answer) == "yes please"
+
+
+def answered_alone(options: dict[str, Any]) -> Answer:
+    """The answer of an engine with these options to a request for a single choice."""
+    engine = build_engine(EngineOptions.from_mapping({**OPTIONS, **options}))
+    answer = Answer(engine.new_id())
+    sampling = SamplingParams(grammar=grammar("choice", ["yes please"]), max_tokens=60)
+    engine.submit(Request(id=answer.request_id, prompt=PROMPT, sampling=sampling), answer)
+    wait_for_all([answer])
+    engine.close(drain_s=0)
+    return answer
+
+
 class HeldGrammars(Grammars):
     """Compiles nothing until told to."""
 

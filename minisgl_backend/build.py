@@ -213,7 +213,9 @@ def build_grammars(
     if not (options.structured_outputs and (folder / "tokenizer.json").is_file()):
         return None
     grammars = Grammars(
-        partial(load_definition, str(folder)), vocab_size=vocab_size, eos_token_ids=eos_token_ids
+        partial(load_definition, str(folder), num_embeddings=vocab_size),
+        vocab_size=vocab_size,
+        eos_token_ids=eos_token_ids,
     )
     if vocab_size > _READ_AT_ONCE:
         grammars.prepare()

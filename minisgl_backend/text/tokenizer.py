@@ -64,9 +64,12 @@ def load_vocabulary(folder: str | Path) -> Vocabulary:
         return Vocabulary.of(_load(folder).backend_tokenizer)
 
 
-def load_definition(folder: str | Path) -> tuple[str, dict[str, TokenId]]:
+def load_definition(
+    folder: str | Path, *, num_embeddings: int | None = None
+) -> tuple[str, dict[str, TokenId]]:
     """tokenizer.json as llguidance needs it, and the ids of the tokens without text, by their
-    names; raises ``ConfigError``.
+    names; raises ``ConfigError``. Tokens for which the model has none of its ``num_embeddings`` are
+    left out (``Vocabulary.check_fits``).
 
     These are the special tokens, and other added tokens with names in angle brackets, which
     llguidance treats as special too. In the definition they get names that no text contains.
@@ -78,6 +81,8 @@ def load_definition(folder: str | Path) -> tuple[str, dict[str, TokenId]]:
         tokenizer.no_truncation()
         tokenizer.no_padding()
         definition = json.loads(tokenizer.to_str())
+    if num_embeddings is not None:
+        _leave_out(definition, num_embeddings)
     ids: dict[str, TokenId] = {}
     names: dict[str, str] = {}
     for token in definition["added_tokens"]:
@@ -96,6 +101,17 @@ def load_definition(folder: str | Path) -> tuple[str, dict[str, TokenId]]:
         model["unk_token"] = names[model["unk_token"]]
     definition["post_processor"] = None  # it refers to tokens by name, and is only for prompts
     return json.dumps(definition, ensure_ascii=False), ids
+
+
+def _leave_out(definition: dict[str, Any], begin: TokenId) -> None:
+    """Remove the tokens from the id ``begin`` on."""
+    added, model = definition["added_tokens"], definition["model"]
+    definition["added_tokens"] = [token for token in added if token["id"] < begin]
+    vocabulary = model["vocab"]
+    if isinstance(vocabulary, dict):
+        model["vocab"] = {name: number for name, number in vocabulary.items() if number < begin}
+    else:
+        model["vocab"] = vocabulary[:begin]
 
 
 @dataclass(frozen=True, slots=True)

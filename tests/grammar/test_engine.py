@@ -256,6 +256,19 @@ def test_grammars_are_followed_in_tokens_of_the_option_tokenizer(tmp_path: Path)
     assert answer.error is None and text_of(answer) == "yes please"
 
 
+def test_grammars_leave_out_special_tokens_beyond_the_embeddings(tmp_path: Path) -> None:
+    """As those of Gemma 3 1B: it has no embedding for the token that stands for an image."""
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes((Path(DEMO_MODEL) / name).read_bytes())
+    num_embeddings = json.loads((tmp_path / "config.json").read_bytes())["vocab_size"]
+    tokenizer = json.loads((tmp_path / "tokenizer.json").read_bytes())
+    first = tokenizer["added_tokens"][0]
+    tokenizer["added_tokens"].append({**first, "id": num_embeddings, "content": "<image>"})
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    answer = answered_alone({"model": str(tmp_path)})
+    assert answer.error is None and text_of(answer) == "yes please"
+
+
 def answered_alone(options: dict[str, Any]) -> Answer:
     """The answer of an engine with these options to a request for a single choice."""
     engine = build_engine(EngineOptions.from_mapping({**OPTIONS, **options}))
@@ -545,9 +558,9 @@ def test_an_engine_is_there_once_a_large_tokenizer_is_read(monkeypatch: pytest.M
     """Reading one keeps the loop from running, so it must not coincide with the first requests."""
     is_built, may_read = threading.Event(), threading.Event()
 
-    def slow(folder: str) -> tuple[str, dict[str, int]]:
+    def slow(folder: str, num_embeddings: int) -> tuple[str, dict[str, int]]:
         assert may_read.wait(60)
-        return load_definition(folder)
+        return load_definition(folder, num_embeddings=num_embeddings)
 
     def planner(*args: Any) -> scheduler.Scheduler:
         is_built.set()

@@ -64,6 +64,9 @@ def load_spec(folder: Path) -> ModelSpec:
         config = ConfigReader(read_json(generation), "generation_config.json")
         eos = spec.eos_token_ids | set(config.integers("eos_token_id"))
         spec = replace(spec, eos_token_ids=eos)
+    # others are never sampled, and no mask has a bit for them
+    known = frozenset(token for token in spec.eos_token_ids if token < spec.vocab_size)
+    spec = replace(spec, eos_token_ids=known)
     if not spec.tie_embeddings and is_headless(folder):
         spec = replace(spec, tie_embeddings=True, generates=False)
     if spec.names.multimodal and spec.tie_embeddings and has_head(folder, spec.names):

@@ -133,6 +133,16 @@ def test_eos_ids_of_both_files_are_united(tmp_path: Path) -> None:
     assert load_spec(tmp_path).eos_token_ids == {151645}
 
 
+def test_eos_ids_beyond_the_vocabulary_are_left_out(tmp_path: Path) -> None:
+    """A vocabulary was made smaller, and generation_config.json is still that of the larger one."""
+    config = {**QWEN_3_0_6B, "vocab_size": 1000, "eos_token_id": [999, 1000]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert load_spec(tmp_path).eos_token_ids == {999}
+    generation = tmp_path / "generation_config.json"
+    generation.write_text(json.dumps({"eos_token_id": [7, 151643]}))
+    assert load_spec(tmp_path).eos_token_ids == {7, 999}
+
+
 @pytest.mark.parametrize(
     ("pooling", "reason"),
     [

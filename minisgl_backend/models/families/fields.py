@@ -26,7 +26,7 @@ def text_config(config: ConfigReader, *, tied: bool) -> ConfigReader:
     }
     tie = config.flag("tie_word_embeddings", tied)
     nulls = dict.fromkeys(text.nulls)
-    values: dict[str, Any] = {**outer, **text.values, **nulls, "tie_word_embeddings": tie}
+    values: dict[str, Any] = {**nulls, **outer, **text.values, "tie_word_embeddings": tie}
     return ConfigReader(values, text.where)
 
 

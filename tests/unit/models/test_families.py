@@ -254,6 +254,13 @@ def test_the_smallest_gemma_3_has_text_only() -> None:
             parse_spec({**GEMMA_3_1B, key: value})
 
 
+def test_what_a_text_config_has_as_null_is_read_beside_it() -> None:
+    text = {**MISTRAL_SMALL_3_1["text_config"], "torch_dtype": None, "eos_token_id": None}
+    beside = {"torch_dtype": "bfloat16", "eos_token_id": 2}
+    spec = parse_spec({**MISTRAL_SMALL_3_1, **beside, "text_config": text})
+    assert spec.dtype == "bfloat16" and spec.eos_token_ids == {2}
+
+
 def test_mistral_small_is_read_from_its_text_config() -> None:
     spec = parse_spec(MISTRAL_SMALL_3_1)
     assert (spec.num_layers, spec.head_dim, spec.hidden_size) == (40, 128, 5120)

@@ -237,6 +237,10 @@ class EngineBase(ABC):
         # ``wire.parse`` checks the same; some requests do not come through it
         if not (sampling.embed or info.generates):
             raise InvalidRequest("embed must be true: the checkpoint has no output head")
+        if sampling.num_prompt_logprobs is not None and not info.generates:
+            raise InvalidRequest(
+                "num_prompt_logprobs needs an output head: the checkpoint has none"
+            )
         if sampling.embed and sampling.max_tokens:
             raise InvalidRequest(f"max_tokens must be 0 with embed, got {sampling.max_tokens}")
         if sampling.embed and num_samples > 1:

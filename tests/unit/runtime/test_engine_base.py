@@ -105,6 +105,9 @@ def test_a_model_without_an_output_head_embeds_only(bench: Bench) -> None:
     with pytest.raises(InvalidRequest, match="embed must be true: the checkpoint has no output"):
         bench.engine.check(bench.request([1]))
     bench.engine.check(bench.request([1], embed=True, max_tokens=0))
+    scored = bench.request([1], embed=True, max_tokens=0, num_prompt_logprobs=0)
+    with pytest.raises(InvalidRequest, match="num_prompt_logprobs needs an output head"):
+        bench.engine.check(scored)
 
 
 @pytest.mark.parametrize(

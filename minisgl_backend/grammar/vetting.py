@@ -85,7 +85,8 @@ class TokenizerFacts:
 
     ``definition`` is tokenizer.json, added tokens included; ids from there up to ``vocab_size`` are
     never allowed. ``special_tokens`` are those without a text; each of ``eos_token_ids`` is allowed
-    exactly where the answer may end.
+    exactly where the answer may end. If the model has none, a special token is: llguidance would
+    take the token 0 for an end, whose text would be in the answer.
     """
 
     definition: str
@@ -95,7 +96,7 @@ class TokenizerFacts:
 
     def build(self) -> LLTokenizer:
         """Build llguidance's tokenizer. Takes seconds for 150,000 tokens."""
-        ends = list(self.eos_token_ids) or None
+        ends = list(self.eos_token_ids) or sorted(self.special_tokens.values())[:1] or None
         return LLTokenizer(
             self.definition, n_vocab=self.vocab_size, eos_token=ends, slices=list(_SLICES)
         )

@@ -72,6 +72,23 @@ def allowed(grammars: Grammars, matcher: Matcher) -> list[int]:
     return tokens
 
 
+def test_without_an_end_token_a_special_one_ends_an_answer(tmp_path: Path) -> None:
+    """The token 0 has a text, which must not follow the form."""
+    tokenizer = json.loads((FOLDER / "tokenizer.json").read_bytes())
+    special, vocabulary = tokenizer["added_tokens"][0], tokenizer["model"]["vocab"]
+    text = VOCABULARY.names[500]
+    assert special["id"] == 0 and text is not None
+    special["id"] = 500
+    vocabulary |= {text: 0, special["content"]: 500}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    made = Grammars(lambda: load_definition(tmp_path), vocab_size=2048, eos_token_ids=())
+    matcher = compiled(made, "regex", "a[bc]*")
+    matcher.inner.consume_tokens([VOCABULARY.pieces.index(b"a")])
+    found = allowed(made, matcher)
+    made.close()
+    assert 1 in found and 0 not in found
+
+
 def walk(grammars: Grammars, matcher: Matcher, chance: random.Random) -> str | None:
     """A text of random allowed tokens, shorter ones more often; None if it does not end."""
     tokens: list[int] = []

@@ -368,7 +368,7 @@ def _check_memory(options: EngineOptions, spec: ModelSpec) -> None:
     of_position = shape.numbers_per_position(window_pages=False)
     if not of_position:  # all layers have windows: there are as many window pages
         of_position = shape.numbers_per_position(window_pages=True)
-    kv_bytes = 2 * of_position * item_bytes
+    kv_bytes = 2 * of_position * (1 if options.kv_cache_dtype == "fp8_e4m3" else item_bytes)
     table_entries = options.max_running_requests * -(-context // page_size)
     num_slots = options.max_loras if options.enable_lora else 0
     adapter_bytes = options.max_lora_rank * num_adapted(spec) * item_bytes

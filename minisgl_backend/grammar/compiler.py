@@ -29,7 +29,8 @@ from typing import Final, TypeAlias
 
 from llguidance import LLMatcher, LLTokenizer
 
-from minisgl_backend.errors import EngineFailure, MiniSGLError, Overloaded
+from minisgl_backend.errors import EngineFailure, MiniSGLError, Overloaded, Unsupported
+from minisgl_backend.grammar.sources import one_line
 from minisgl_backend.grammar.vetting import (
     LONG,
     NUM_WORKERS,
@@ -284,12 +285,16 @@ class Compiler:
             facts = TokenizerFacts(definition, self._vocab_size, self._eos_token_ids, special)
             vetting = Vetting(facts)  # reads the tokenizer in the meantime
             try:
-                tools.set_result((facts.build(), vetting))
+                tools.set_result((_built(facts), vetting))
             except BaseException:
                 vetting.close()
                 raise
         except InvalidStateError:  # closed in the meantime
             pass
+        except Unsupported as error:
+            logger.warning("%s", error)
+            with suppress(InvalidStateError):
+                tools.set_exception(error)
         except BaseException as error:
             logger.exception("the tokenizer could not be read for grammars")
             with suppress(InvalidStateError):
@@ -315,10 +320,20 @@ def _failure(error: Exception) -> EngineFailure:
     return EngineFailure(f"the grammar could not be compiled: {type(error).__name__}")
 
 
+def _built(facts: TokenizerFacts) -> LLTokenizer:
+    """llguidance's tokenizer. Raises ``Unsupported`` if it is of a kind that llguidance does not
+    know."""
+    try:
+        return facts.build()
+    except ValueError as error:
+        told = one_line(str(error))
+        raise Unsupported(f"this tokenizer takes no structured outputs: {told}") from error
+
+
 def _is_lost(tools: Future[tuple[LLTokenizer, Vetting]]) -> bool:
-    """Whether they could not be created or have ended. If so, they are closed."""
-    if tools.exception() is not None:
-        return True
+    """Whether they have ended, or could not be created and might be now. If so, they are closed."""
+    if (error := tools.exception()) is not None:
+        return not isinstance(error, Unsupported)
     vetting = tools.result()[1]
     if vetting.is_lost:
         vetting.close()

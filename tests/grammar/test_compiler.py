@@ -13,7 +13,7 @@ import pytest
 from llguidance import LLMatcher
 
 from minisgl_backend.config import DEMO_MODEL
-from minisgl_backend.errors import EngineFailure, InvalidRequest, Overloaded
+from minisgl_backend.errors import EngineFailure, InvalidRequest, Overloaded, Unsupported
 from minisgl_backend.grammar.compiler import MOST_LONG, MOST_WAITING, Compiler, _Queue
 from minisgl_backend.grammar.vetting import NUM_WORKERS
 from minisgl_backend.request import Grammar, GrammarKind
@@ -200,3 +200,21 @@ def test_what_waits_at_the_end_is_cancelled() -> None:
         assert wait([asked], 0.0).not_done  # or it is already cancelled
     closing.join(PATIENCE_S)
     assert asked.cancelled()
+
+
+def test_a_tokenizer_of_an_unknown_kind_is_read_once_and_told_of() -> None:
+    definition, special = load_definition(DEMO_MODEL)
+    words = json.dumps({**json.loads(definition), "decoder": None, "pre_tokenizer": None})
+    loads: list[None] = []
+
+    def load() -> tuple[str, dict[str, int]]:
+        loads.append(None)
+        return words, special
+
+    compiler = Compiler(load, vocab_size=4096, eos_token_ids=(0,))
+    for text in ("one", "two"):
+        error = compiler.ask(choice(text)).exception(PATIENCE_S)
+        assert isinstance(error, Unsupported)
+        assert str(error).startswith("this tokenizer takes no structured outputs: can't determine")
+    compiler.close()
+    assert len(loads) == 1

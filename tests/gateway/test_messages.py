@@ -113,6 +113,22 @@ def test_system_messages_may_come_later() -> None:
     assert asked.messages == [{"role": "user", "content": f"Hi\n\n{reminder}\n\nHi"}]
 
 
+def test_what_claude_code_tells_accounting_does_not_reach_the_model() -> None:
+    """It changes with each request, and would keep all of the prompt out of the prefix cache."""
+
+    def told(system: Any) -> Any:
+        return chat(system=system).messages[:-1]
+
+    billing = "x-anthropic-billing-header: cc_version=2.1.328.0f1; cc_entrypoint=cli; cch=3a9f2;"
+    first, cached = {"type": "text", "text": billing}, {"type": "text", "text": "Be brief."}
+    brief = [{"role": "system", "content": "Be brief."}]
+    assert told([first, cached]) == told([cached]) == brief
+    assert told(f"{billing}\nBe brief.") == brief
+    assert told(billing) == told([first]) == []
+    about = f"Explain {billing}"
+    assert told(about) == [{"role": "system", "content": about}]
+
+
 def test_an_answer_is_not_continued() -> None:
     with pytest.raises(ApiError, match="the last message"):
         chat(HI, {"role": "assistant", "content": "Par"})

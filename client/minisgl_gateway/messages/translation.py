@@ -6,9 +6,10 @@ Knows Anthropic's blocks and what ``Chat`` needs. Must not know the answer.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final
 
 from minisgl_client.parameters import Parameters
 
@@ -31,8 +32,8 @@ from minisgl_gateway.turns import in_turns
 def counted_chat(request: CountTokensRequest) -> Chat:
     """The chat whose tokens are counted; raises ``ApiError``."""
     messages: list[dict[str, Any]] = []
-    if request.system:
-        messages.append({"role": "system", "content": _content(request.system)})
+    if instructions := _instructions(request.system or ""):
+        messages.append({"role": "system", "content": content_of(instructions)})
     for turn in request.messages:
         if isinstance(turn, UserTurn):
             messages += _of_user(turn)
@@ -81,6 +82,16 @@ def tells_thoughts(request: MessagesRequest) -> bool:
 
 
 # --- messages ------------------------------------------------------------------------------------
+
+_BILLING: Final = re.compile(r"\Ax-anthropic-billing-header:.*\n*")
+"""What Claude Code tells Anthropic's accounting before its instructions. It is another text in each
+request, so nothing after it could come from the prefix cache."""
+
+
+def _instructions(system: str | Sequence[TextBlock]) -> list[str]:
+    """The texts of the system message that are for the model."""
+    texts = [system] if isinstance(system, str) else [block.text for block in system]
+    return [rest for text in texts if (rest := _BILLING.sub("", text))]
 
 
 def _of_user(turn: UserTurn) -> list[dict[str, Any]]:

@@ -5,7 +5,7 @@ Knows both vocabularies, OpenAI's and that of ``minisgl_client``. Must not know 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, cast
 
 from minisgl_client.parameters import Parameters, StructuredOutputs
@@ -29,6 +29,7 @@ from minisgl_gateway.schema import (
     TokenizeRequest,
 )
 from minisgl_gateway.tool_dialects import Calls, Tool, allowed, check_choice
+from minisgl_gateway.turns import with_one_beginning
 
 COMPLETION_TOKENS: Final = 16
 """Default ``max_tokens`` of a completion, as in OpenAI's API."""
@@ -103,7 +104,7 @@ def chat_of(request: ChatCompletionRequest) -> Chat:
     tools, calls = _tools(request)
     form, form_param = form_of(request)
     return Chat(
-        messages=[_message(message) for message in request.messages],
+        messages=_messages(request.messages),
         tools=tools,
         calls=calls,
         form=form,
@@ -242,7 +243,7 @@ def lookup_of(request: TokenizeRequest) -> Chat | dict[str, Any]:
     if request.add_special_tokens:
         raise invalid("add_special_tokens goes with prompt", "add_special_tokens")
     return Chat(
-        messages=[_message(message) for message in request.messages],
+        messages=_messages(request.messages),
         tools=[_tool(tool.function) for tool in request.tools or ()],
         variables=request.chat_template_kwargs or {},
         add_generation_prompt=request.add_generation_prompt,
@@ -252,6 +253,11 @@ def lookup_of(request: TokenizeRequest) -> Chat | dict[str, Any]:
 def _tool(function: OlderFunction) -> Tool:
     is_strict = isinstance(function, Function) and function.strict is True
     return Tool(function.name, function.description, function.parameters, is_strict)
+
+
+def _messages(messages: Sequence[Message]) -> list[Mapping[str, Any]]:
+    """The messages in the form of chat templates."""
+    return with_one_beginning([_message(message) for message in messages])
 
 
 def _message(message: Message) -> dict[str, Any]:

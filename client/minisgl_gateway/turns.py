@@ -2,13 +2,14 @@
 
 OpenAI's Responses API and Anthropic's Messages API allow system messages anywhere, and several user
 messages in a row; coding agents send both. Many chat templates refuse a system message that is not
-the first, or drop it silently, and some require user and assistant to alternate.
+the first, or drop it silently, and some require user and assistant to alternate. Of OpenAI's Chat
+Completions only the beginning is changed: callers write these for their model's template.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import groupby
+from itertools import groupby, takewhile
 from operator import itemgetter
 from typing import Any, Final
 
@@ -35,6 +36,13 @@ def in_turns(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
         same = [*run]
         turns += [_joined(same)] if role in ("system", "user") else same
     return turns
+
+
+def with_one_beginning(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The conversation with the system messages at its beginning joined."""
+    beginning = [*takewhile(lambda message: message["role"] == "system", messages)]
+    rest = messages[len(beginning) :]
+    return [_joined(beginning), *rest] if beginning else [*rest]
 
 
 def _joined(messages: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:

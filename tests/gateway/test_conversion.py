@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from typing import Any
 
 import pytest
 from minisgl_client.answer import ChatFormat
 from minisgl_client.errors import InvalidArgument
-from minisgl_gateway.chat import Generation, Policy, Template
-from minisgl_gateway.conversion import chat_of, completion_generations
+from minisgl_gateway.body import parse
+from minisgl_gateway.chat import Chat, Generation, Policy, Template
+from minisgl_gateway.conversion import chat_of, completion_generations, lookup_of
 from minisgl_gateway.errors import ApiError, api_error
 from minisgl_gateway.renderers import ChatRenderer
+from minisgl_gateway.schema import TokenizeRequest
 
 from tests.gateway.test_body import chat, completion
 
@@ -287,6 +290,27 @@ def test_messages_and_tools_go_to_the_template() -> None:
         {"role": "user", "content": [{"type": "text", "text": "Hi"}]},
     ]
     assert generation.tools == TOOLS
+
+
+def test_instructions_in_several_messages_are_one() -> None:
+    """opencode sends two system messages, and templates such as Qwen3.5's refuse the second."""
+    user, later = {"role": "user", "content": "Hi"}, {"role": "system", "content": "Now."}
+    part = {"type": "text", "text": "Be kind."}
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "developer", "content": [part]},
+        user,
+        later,
+        user,
+    ]
+    joined = {"role": "system", "content": "Be brief.\n\nBe kind."}
+    assert of_chat(messages=messages).messages == [joined, user, later, user]
+    assert of_chat(messages=[user, user]).messages == [user, user]
+    named = {"role": "system", "content": [part], "name": "a"}
+    assert of_chat(messages=[named]).messages == [named]
+    body = json.dumps({"messages": messages}).encode()
+    asked = lookup_of(parse(TokenizeRequest, body))
+    assert isinstance(asked, Chat) and asked.messages[0] == joined
 
 
 def test_a_model_that_must_not_call_is_not_told_of_tools() -> None:

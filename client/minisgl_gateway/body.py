@@ -38,7 +38,8 @@ async def received(kind: type[_Request], http: Request) -> _Request:
     head = Message()
     head["Content-Type"] = said if said or is_page else _JSON
     kinds = (_JSON,) if is_page else (_JSON, _UNSAID)
-    if head.get_content_type() not in kinds or head.get_content_charset("utf-8") != "utf-8":
+    charset = head.get_content_charset("utf-8")
+    if head.get_content_type() not in kinds or charset not in ("utf-8", "utf8"):
         raise _media_type("the content type must be application/json in UTF-8")
     if http.headers.get("content-encoding", "identity").lower() != "identity":
         raise _media_type("the body must not be compressed")

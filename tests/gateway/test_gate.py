@@ -256,8 +256,9 @@ def test_json_is_read_if_its_sender_does_not_say_what_it_is(
     assert httpx.post(url, content=body, headers=headers, timeout=PATIENCE_S).status_code == 200
 
 
-def test_the_charset_may_be_said(guarded: Gateway) -> None:
-    headers = {**AUTHORIZED, "Content-Type": 'Application/JSON; charset="UTF-8"'}
+@pytest.mark.parametrize("charset", ['"UTF-8"', "utf8"])
+def test_the_charset_may_be_said(guarded: Gateway, charset: str) -> None:
+    headers = {**AUTHORIZED, "Content-Type": f"Application/JSON; charset={charset}"}
     body = {**LONG, "max_tokens": 1}
     assert guarded.post("/v1/completions", body, headers=headers).status_code == 200
 

@@ -26,7 +26,6 @@ from minisgl_gateway.strict_schema import Body, PromptCacheOptions, Strict, labe
 
 MAX_CHOICES: Final = 64
 """The most choices of one request: ``n``, or ``best_of``, times the number of prompts."""
-MAX_PROMPTS: Final = 16
 MAX_LOGPROBS: Final = 20
 MAX_INPUTS: Final = 2048
 """The most texts to embed, or documents to rank, in one request."""
@@ -172,9 +171,9 @@ class CompletionRequest(GenerationRequest):
 
     prompt: (
         str
-        | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
+        | Annotated[list[str], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True)]
         | TokenIds
-        | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
+        | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True)]
     )
     best_of: int | None = Field(
         None,

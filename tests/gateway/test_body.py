@@ -145,7 +145,7 @@ IMAGE = {"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}
         ("prompt", [1, 2, "a"], 'prompt[2] must be an integer, got "a"'),
         ("prompt", [1, -1], "prompt[1] must be >= 0, got -1"),
         ("prompt", [[1], [1, "a"]], 'prompt[1][1] must be an integer, got "a"'),
-        ("prompt", ["letters"] * 17, "prompt must have at most 16 items, got an array of 17 items"),
+        ("prompt", ["letters"] * 65, "prompt must have at most 64 items, got an array of 65 items"),
         ("stop", 7, "stop must be a string or an array, got 7"),
         ("stop", ["a", 7], "stop[1] must be a string, got 7"),
         ("n", 65, "n must be <= 64, got 65"),

@@ -14,7 +14,7 @@ from minisgl_gateway.chat import Chat, Generation, Policy, Template
 from minisgl_gateway.conversion import chat_of, completion_generations, lookup_of
 from minisgl_gateway.errors import ApiError, api_error
 from minisgl_gateway.renderers import ChatRenderer
-from minisgl_gateway.schema import TokenizeRequest
+from minisgl_gateway.schema import MAX_CHOICES, TokenizeRequest
 
 from tests.gateway.test_body import chat, completion
 
@@ -225,6 +225,12 @@ def test_several_prompts_make_choices_in_order() -> None:
     generations = completion_generations(completion(prompt=[[1, 2], [3]]), POLICY)
     assert [generation.input_ids for generation in generations] == [[1, 2], [3]]
     assert of_completion(prompt=[1, 2]).input_ids == [1, 2]
+
+
+def test_a_request_may_have_one_choice_of_many_prompts() -> None:
+    """langchain sends 20 prompts at a time, however many there are."""
+    prompts = [f"{number}" for number in range(MAX_CHOICES)]
+    assert len(completion_generations(completion(prompt=prompts), POLICY)) == MAX_CHOICES
 
 
 def test_too_many_choices() -> None:

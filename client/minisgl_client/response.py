@@ -239,11 +239,16 @@ class EventReader:
     """Reads Triton's server-sent events from bytes as they come."""
 
     def __init__(self) -> None:
-        self._rest = b""
+        self._rest: list[bytes] = []
+        """The beginning of a line, in pieces: an event with logprobs may have hundreds of them."""
 
     def feed(self, data: bytes) -> list[bytes]:
         """The JSON of the events that are complete with these bytes."""
-        *lines, self._rest = (self._rest + data).split(b"\n")
+        *lines, rest = data.split(b"\n")
+        if lines:
+            lines[0] = b"".join([*self._rest, lines[0]])
+            self._rest.clear()
+        self._rest.append(rest)
         return [line.removeprefix(b"data: ") for line in lines if line.startswith(b"data: ")]
 
 

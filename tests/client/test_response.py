@@ -27,6 +27,16 @@ def test_events_however_they_are_cut(size: int) -> None:
     ]
 
 
+@pytest.mark.timeout(60)  # it would take hours if each piece copied those before
+def test_an_event_of_very_many_pieces() -> None:
+    reader = EventReader()
+    piece = b"x" * 4096
+    reader.feed(b"data: ")
+    assert not any(reader.feed(piece) for _ in range(2**14))
+    (event,) = reader.feed(b"\n\n")
+    assert len(event) == 2**26
+
+
 @pytest.mark.parametrize("data", [b"", b"<html>", b"[]", b"null", b"\xff"])
 def test_an_answer_that_is_not_from_triton(data: bytes) -> None:
     with pytest.raises(ServerError, match="not the JSON of Triton"):

@@ -23,6 +23,9 @@ from minisgl_gateway.tool_dialects import DialectName
 
 _SEND_BUFFER_BYTES: Final = 64 * 2**10
 """Small, so that a client that does not read is noticed soon."""
+_KEEP_ALIVE_S: Final = 75
+"""How long a connection may wait for its next request. Proxies such as nginx and load balancers of
+clouds keep theirs for 60 s, and lose a request that they send into one that is being closed."""
 
 
 class _Seconds(click.FloatRange):
@@ -328,6 +331,7 @@ def make_server(options: GatewayOptions) -> uvicorn.Server:
         access_log=False,
         server_header=False,
         proxy_headers=False,
+        timeout_keep_alive=_KEEP_ALIVE_S,
         timeout_graceful_shutdown=options.drain_timeout_s,
     )
     return uvicorn.Server(config)

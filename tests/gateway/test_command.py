@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner, Result
 from minisgl_client.errors import InvalidArgument
 from minisgl_gateway import command
-from minisgl_gateway.command import gateway
+from minisgl_gateway.command import gateway, make_server
 from minisgl_gateway.gateway_options import GatewayOptions
 
 from minisgl_backend.server.process import TritonServer
@@ -52,6 +52,12 @@ def test_options(options: list[str], words: str, monkeypatch: pytest.MonkeyPatch
     monkeypatch.delenv("MINISGL_API_KEYS", raising=False)
     result = CliRunner().invoke(gateway, ["--port", "0", *options])
     check_refused(result, words)
+
+
+def test_a_proxy_drops_an_idle_connection_first() -> None:
+    """Else it now and then sends a request into one that is being closed, and answers 502."""
+    of_nginx_s = 60
+    assert make_server(GatewayOptions()).config.timeout_keep_alive > of_nginx_s
 
 
 @pytest.mark.server

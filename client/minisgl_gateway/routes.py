@@ -114,7 +114,8 @@ class MessagesRoutes:
         """POST /v1/messages."""
         request = await self._service.received(MessagesRequest, http)
         chat = messages_api.chat_of(request)
-        return await self._service.answer(http, chat, MessagesRenderer(request))
+        renderer = MessagesRenderer(request, http.scope["state"]["callers_id"])
+        return await self._service.answer(http, chat, renderer)
 
     async def count_tokens(self, http: Request) -> CountedTokens:
         """POST /v1/messages/count_tokens."""

@@ -309,13 +309,14 @@ def test_why_an_answer_ended(ending: Ending, reason: str, sequence: str | None) 
 # --- errors and keys -----------------------------------------------------------------------------
 
 
-def test_an_error_in_a_stream() -> None:
-    renderer = MessagesRenderer(read(stream=True))
+@pytest.mark.parametrize("callers_id", ["", "of-a-proxy"])
+def test_an_error_in_a_stream(callers_id: str) -> None:
+    renderer = MessagesRenderer(read(stream=True), callers_id)
     (event,) = told(renderer.failure(busy(503, "later", "engine_unavailable")))
     assert event == {
         "type": "error",
         "error": {"type": "overloaded_error", "message": "later"},
-        "request_id": renderer.id,
+        "request_id": callers_id or renderer.id,  # as in the header
     }
 
 

@@ -28,7 +28,8 @@ _PING: Final = named_event("ping", {"type": "ping"})
 
 
 class MessagesRenderer:
-    """The answer to one request, which has one choice."""
+    """The answer to one request, which has one choice. ``callers_id`` is the id that the caller
+    gave the request, or ""."""
 
     fields = MessagesRequest.model_fields
     names: Mapping[str, str] = {
@@ -37,7 +38,8 @@ class MessagesRenderer:
         "reasoning_effort": "output_config.effort",
     }
 
-    def __init__(self, request: MessagesRequest) -> None:
+    def __init__(self, request: MessagesRequest, callers_id: str = "") -> None:
+        self._callers_id = callers_id
         self._tells_thoughts = tells_thoughts(request)
         self._message = schema.MessagesAnswer(
             id=f"msg_{uuid.uuid4().hex}",
@@ -96,7 +98,7 @@ class MessagesRenderer:
         return (_event("message_delta", told) + _event("message_stop", {})).encode()
 
     def failure(self, error: ApiError) -> bytes:
-        return named_event("error", error.anthropic_body(self.id)).encode()
+        return named_event("error", error.anthropic_body(self._callers_id or self.id)).encode()
 
     def _begin(self, piece: Piece) -> list[str]:
         self._begun = True

@@ -26,6 +26,14 @@ def no_constant(name: str) -> NoReturn:
     raise Refused(f"{name} is not a number of JSON")
 
 
+def is_shallow(value: Any, depth: int) -> bool:
+    """Whether arrays and objects nest at most so many levels deep."""
+    if not isinstance(value, (dict, list)):
+        return True
+    children = value.values() if isinstance(value, dict) else value
+    return depth > 0 and all(is_shallow(child, depth - 1) for child in children)
+
+
 def _unrepeated(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, value in pairs:

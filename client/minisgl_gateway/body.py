@@ -84,16 +84,9 @@ def _json_object(body: bytes) -> dict[str, Any]:
         raise invalid("the body must be valid JSON") from None
     if not isinstance(value, dict):
         raise invalid("the body must be a JSON object")
-    if not _is_shallow(value, MAX_DEPTH):
+    if not strict_json.is_shallow(value, MAX_DEPTH):
         raise invalid(f"the body must be at most {MAX_DEPTH} levels deep")
     return value
-
-
-def _is_shallow(value: Any, depth: int) -> bool:
-    if not isinstance(value, (dict, list)):
-        return True
-    children = value.values() if isinstance(value, dict) else value
-    return depth > 0 and all(_is_shallow(child, depth - 1) for child in children)
 
 
 def _offered(kind: type[Body], fields: dict[str, Any]) -> dict[str, Any]:

@@ -23,8 +23,8 @@ CALL_ID: Final = "[CALL_ID]"
 ARGUMENTS: Final = "[ARGS]"
 
 _BLANKS: Final = " \t\n\r"
-_MOST_DEPTH: Final = 500
-"""The limit on nested arrays and objects; JSON readers give up at about a thousand."""
+MOST_DEPTH: Final = 200
+"""The limit on nested arrays and objects; pydantic writes some 250, also those around arguments."""
 _MOST_NAME_CHARS: Final = 256
 _MOST_WORD_CHARS: Final = 1024
 """The limit on a number's length; Python reads integers of up to 4,300 digits."""
@@ -192,7 +192,7 @@ def _value(first: str, written: list[str]) -> _Reading:
         written.append(char)
         behind = ""
         if char in "{[":
-            if len(closings) == _MOST_DEPTH:
+            if len(closings) == MOST_DEPTH:
                 raise NotACall
             closings.append("}" if char == "{" else "]")
             char = yield from _blanks(written)

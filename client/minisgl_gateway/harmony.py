@@ -21,7 +21,7 @@ from typing import Final
 
 from minisgl_client import strict_json
 
-from minisgl_gateway.call_syntax import CalledTool, sendable
+from minisgl_gateway.call_syntax import MOST_DEPTH, CalledTool, sendable
 from minisgl_gateway.thinking import Thought
 
 FUNCTIONS: Final = "functions."
@@ -142,6 +142,7 @@ class HarmonyReader:
 
 def _is_object(text: str) -> bool:
     try:
-        return isinstance(json.loads(text, parse_constant=strict_json.no_constant), dict)
+        found = json.loads(text, parse_constant=strict_json.no_constant)
     except (ValueError, RecursionError):
         return False
+    return isinstance(found, dict) and strict_json.is_shallow(found, MOST_DEPTH)

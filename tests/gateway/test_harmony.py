@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from minisgl_client.answer import ChatFormat
-from minisgl_gateway.call_syntax import CalledTool
+from minisgl_gateway.call_syntax import MOST_DEPTH, CalledTool
 from minisgl_gateway.chat import Chat, Policy, Template
 from minisgl_gateway.harmony import HarmonyReader
 from minisgl_gateway.thinking import Thought
@@ -98,6 +98,13 @@ def test_pieces_of_any_size_say_the_same(text: str, cuts: set[int]) -> None:
     edges = [0, *sorted(cut for cut in cuts if cut < len(text)), len(text)]
     pieces = [text[begin:end] for begin, end in pairwise(edges)]
     assert read(*pieces) == read(text)
+
+
+def test_a_call_nested_too_deeply_stays_text() -> None:
+    for depth, is_call in ((MOST_DEPTH, True), (MOST_DEPTH + 1, False), (100_000, False)):
+        nested = '{"at": ' * depth + "1" + "}" * depth
+        thoughts, text, calls = read(CALL + nested)
+        assert (thoughts, text, len(calls)) == ("", "" if is_call else nested, int(is_call))
 
 
 def test_parts_that_the_caller_wants_unseparated() -> None:

@@ -11,7 +11,7 @@ from anthropic.types import RawMessageStreamEvent
 from minisgl_client.answer import Delta, Result
 from minisgl_gateway.answers import Counts
 from minisgl_gateway.body import parse
-from minisgl_gateway.call_syntax import CalledTool
+from minisgl_gateway.call_syntax import MOST_DEPTH, CalledTool
 from minisgl_gateway.chat import Chat
 from minisgl_gateway.errors import ApiError, busy, internal, invalid, is_anthropic
 from minisgl_gateway.keys import Keys
@@ -282,6 +282,14 @@ def test_an_input_in_which_the_model_repeats_a_key() -> None:
     assert body["content"][0]["input"] == {"a": 2}
     deltas = [event["delta"] for event in streamed(pieces([call])) if "delta" in event]
     assert deltas[0]["partial_json"] == call.arguments
+
+
+def test_an_input_as_deep_as_a_call_may_be() -> None:
+    """A call that is deeper stays text: the answer could not be written."""
+    call = CalledTool("f", '{"a":' * MOST_DEPTH + "1" + "}" * MOST_DEPTH)
+    result = Result("", "stop", None, 3, 5, 2, (), None, None, "", None, 0.0)
+    body = MessagesRenderer(read()).body([Piece(result, [call], 1, Ending("stop"))], Counts())
+    assert json.loads(body)["content"][0]["input"] == json.loads(call.arguments)
 
 
 @pytest.mark.parametrize(

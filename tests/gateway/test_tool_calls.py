@@ -10,7 +10,7 @@ from typing import Any, Final
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from minisgl_gateway.call_syntax import HERMES, LLAMA, MISTRAL, CalledTool, Syntax
+from minisgl_gateway.call_syntax import HERMES, LLAMA, MISTRAL, MOST_DEPTH, CalledTool, Syntax
 from minisgl_gateway.tool_calls import CallReader
 
 ARGUMENTS: Final = '{"city": "Bogotá"}'
@@ -211,7 +211,7 @@ def test_halves_of_surrogate_pairs_cannot_be_encoded_and_are_replaced() -> None:
 
 @pytest.mark.parametrize("name", SYNTAXES)
 def test_a_call_nested_too_deeply_stays_text(name: str) -> None:
-    for depth, is_call in ((400, True), (100_000, False)):
+    for depth, is_call in ((MOST_DEPTH, True), (MOST_DEPTH + 1, False), (100_000, False)):
         nested = '{"x": ' * depth + "1" + "}" * depth
         text = CALLS[name].replace(ARGUMENTS, nested)
         assert read(SYNTAXES[name], text) == (

@@ -23,6 +23,7 @@ from minisgl_gateway.call_syntax import Syntax
 from minisgl_gateway.errors import invalid, shown
 from minisgl_gateway.harmony import FUNCTIONS
 from minisgl_gateway.tool_calls import CallReader
+from minisgl_gateway.turns import reminder
 
 DialectName: TypeAlias = Literal["hermes", "llama3_json", "mistral", "harmony", "plain"]
 Message: TypeAlias = Mapping[str, Any]
@@ -385,7 +386,7 @@ class _Harmony(Dialect):
     end token, so no stop string is needed.
 
     Templates take one call per message, thoughts as ``thinking``, and with a call either those or a
-    text, which they present as thoughts.
+    text, which they present as thoughts. They drop system messages that are not the first.
     """
 
     name = "harmony"
@@ -402,8 +403,11 @@ class _Harmony(Dialect):
             if message["role"] == "tool" and "tool_call_id" in message
         }
         placed: set[str] = set()
-        for message in messages:
+        for index, message in enumerate(messages):
             if message["role"] == "tool" and message.get("tool_call_id") in placed:
+                continue
+            if message["role"] == "system" and index > 0:
+                told.append(reminder(message))
                 continue
             thoughts = message.get("reasoning_content")
             plain = {key: message[key] for key in message if key != "reasoning_content"}

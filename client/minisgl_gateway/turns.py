@@ -29,13 +29,18 @@ def in_turns(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
         is_system = message["role"] == "system"
         is_beginning = is_beginning and is_system
         if is_system and not is_beginning:
-            message = {"role": "user", "content": _REMINDER.format(_text([message]))}
+            message = reminder(message)
         marked.append(message)
     turns: list[Mapping[str, Any]] = []
     for role, run in groupby(marked, itemgetter("role")):
         same = [*run]
         turns += [_joined(same)] if role in ("system", "user") else same
     return turns
+
+
+def reminder(message: Mapping[str, Any]) -> dict[str, str]:
+    """A system message as a user message, marked."""
+    return {"role": "user", "content": _REMINDER.format(_text([message]))}
 
 
 def with_one_beginning(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

@@ -168,6 +168,15 @@ def test_earlier_calls_are_told_one_by_one() -> None:
     )
 
 
+def test_a_later_system_message_is_not_dropped() -> None:
+    """As the template would, without an error."""
+    first, asked = {"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}
+    parts = [{"type": "text", "text": "Now."}]
+    told = dialect_of(SHOWN).messages([first, asked, {"role": "system", "content": parts}], ())
+    reminded = "<system-reminder>\nNow.\n</system-reminder>"
+    assert told == [first, asked, {"role": "user", "content": reminded}]
+
+
 def test_one_call_at_most_needs_nothing() -> None:
     dialect = dialect_of(None, "harmony")
     assert dialect.constraint([Tool("look")], Calls(parallel=False)) is None

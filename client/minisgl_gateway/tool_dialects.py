@@ -23,7 +23,7 @@ from minisgl_gateway.call_syntax import Syntax
 from minisgl_gateway.errors import invalid, shown
 from minisgl_gateway.harmony import FUNCTIONS
 from minisgl_gateway.tool_calls import CallReader
-from minisgl_gateway.turns import reminder
+from minisgl_gateway.turns import alternating, reminder
 
 DialectName: TypeAlias = Literal["hermes", "llama3_json", "mistral", "harmony", "plain"]
 Message: TypeAlias = Mapping[str, Any]
@@ -310,7 +310,7 @@ class _Llama(Dialect):
 class _Mistral(Dialect):
     """Mistral. Calls are a JSON list; with ``is_spelled``, and if their names allow it, they come
     one by one, each after its name, as models since the middle of 2025 write them. Templates accept
-    only ids of nine letters and digits."""
+    only ids of nine letters and digits, and user and assistant in turn."""
 
     name = "mistral"
     syntax = call_syntax.MISTRAL
@@ -322,7 +322,7 @@ class _Mistral(Dialect):
 
     def messages(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[Message]:
         told: list[Message] = []
-        for message in messages:
+        for message in alternating(messages):
             if calls := message.get("tool_calls"):
                 calls = [
                     {**call, "id": _short_id(call["id"])} if "id" in call else call

@@ -3,7 +3,8 @@
 OpenAI's Responses API and Anthropic's Messages API allow system messages anywhere, and several user
 messages in a row; coding agents send both. Many chat templates refuse a system message that is not
 the first, or drop it silently, and some require user and assistant to alternate. Of OpenAI's Chat
-Completions only the beginning is changed: callers write these for their model's template.
+Completions only the beginning is changed, as callers write these for their model's template, and
+what all templates of a dialect of tool calls demand.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any, Final
 
 _REMINDER: Final = "<system-reminder>\n{}\n</system-reminder>"
 """How coding agents mark what the user did not write."""
+_ACKNOWLEDGED: Final = {"role": "assistant", "content": "OK."}
 
 
 def in_turns(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -36,6 +38,29 @@ def in_turns(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
         same = [*run]
         turns += [_joined(same)] if role in ("system", "user") else same
     return turns
+
+
+def alternating(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The conversation in turns of user and assistant, between which there are only calls and their
+    results.
+
+    If the user speaks after a result, the assistant is made to say a word before. Texts of the
+    assistant in a row are joined.
+    """
+    turns: list[Mapping[str, Any]] = []
+    for message in in_turns(messages):
+        before: Mapping[str, Any] = turns[-1] if turns else {}
+        if message["role"] == "user" and before.get("role") == "tool":
+            turns.append(_ACKNOWLEDGED)
+        if _is_said(message) and _is_said(before):
+            message = _joined([turns.pop(), message])
+        turns.append(message)
+    return turns
+
+
+def _is_said(message: Mapping[str, Any]) -> bool:
+    """Whether it is a text of the assistant, and nothing else."""
+    return message.keys() == {"role", "content"} and message["role"] == "assistant"
 
 
 def reminder(message: Mapping[str, Any]) -> dict[str, str]:

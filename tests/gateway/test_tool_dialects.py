@@ -23,6 +23,7 @@ from minisgl_gateway.tool_dialects import Calls, Dialect, Tool, dialect_of
 from minisgl_backend.errors import InvalidRequest
 from minisgl_backend.grammar.matchers import Batch, Grammars, State
 from minisgl_backend.text.detokenizer import TextStream
+from minisgl_backend.text.template import ChatTemplate
 from minisgl_backend.text.tokenizer import load_definition, load_vocabulary
 from minisgl_backend.text.vocabulary import Vocabulary
 from tests.fakes import chat_templates
@@ -350,3 +351,35 @@ def test_ids_are_such_as_the_templates_of_mistral_take() -> None:
     assert ids[1:] == [short, None]
     assert len(ids[0]) == 9 and ids[0].isalnum()
     assert [message["tool_call_id"] for message in told[2:]] == ids[:2]
+
+
+TURNS: Final = """{%- set count = namespace(turns=0) %}
+{%- for message in messages %}
+    {%- if message.role == 'user' or (message.role == 'assistant' and not message.tool_calls) %}
+        {%- if (message.role == 'user') != (count.turns % 2 == 0) %}
+            {{- raise_exception('user and assistant must take turns') }}
+        {%- endif %}
+        {%- set count.turns = count.turns + 1 %}
+    {%- endif %}
+{%- endfor %}"""
+"""What Mistral's templates begin with."""
+
+
+def test_what_agents_say_after_a_result_is_taken_by_the_templates_of_mistral() -> None:
+    template = ChatTemplate(
+        TURNS + chat_templates.MISTRAL_V3,
+        {"bos_token": "<s>", "eos_token": "</s>"},
+        max_chars=10**6,
+    )
+    call = {"id": "aB3456789", "type": "function", "function": {"name": "f", "arguments": {}}}
+    chat: list[dict[str, Any]] = [
+        {"role": "user", "content": "Look."},
+        {"role": "user", "content": "Now."},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "aB3456789", "content": "5"},
+        {"role": "user", "content": "<system-reminder>\nTests fail.\n</system-reminder>"},
+    ]
+    with pytest.raises(InvalidRequest, match="take turns"):
+        template.render(chat)
+    text = template.render(DIALECTS["mistral"].messages(chat, ()))
+    assert "[INST]Look.\n\nNow.[/INST]" in text and "Tests fail." in text

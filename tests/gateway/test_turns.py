@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from minisgl_gateway.turns import in_turns
+from minisgl_gateway.turns import alternating, in_turns
 
 PARTS = [{"type": "text", "text": "One."}, {"type": "text", "text": "Two."}]
 REMINDED = "<system-reminder>\nNow.\n</system-reminder>"
@@ -22,6 +22,7 @@ def user(content: Any) -> dict[str, Any]:
 ANSWER = {"role": "assistant", "content": "A"}
 CALL = {"role": "assistant", "content": "", "tool_calls": [{"id": "c"}]}
 RESULT = {"role": "tool", "tool_call_id": "c", "content": "7"}
+OK = {"role": "assistant", "content": "OK."}
 
 
 @pytest.mark.parametrize(
@@ -44,3 +45,20 @@ RESULT = {"role": "tool", "tool_call_id": "c", "content": "7"}
 )
 def test_conversations_in_turns(given: Any, expected: Any) -> None:
     assert in_turns(given) == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ([], []),
+        ([user("a"), user("b"), ANSWER], [user("a\n\nb"), ANSWER]),
+        ([user("a"), CALL, RESULT, ANSWER], [user("a"), CALL, RESULT, ANSWER]),
+        ([user("a"), CALL, RESULT, user("b")], [user("a"), CALL, RESULT, OK, user("b")]),
+        ([user("a"), CALL, RESULT, system("Now.")], [user("a"), CALL, RESULT, OK, user(REMINDED)]),
+        ([user("a"), ANSWER, ANSWER], [user("a"), {**ANSWER, "content": "A\n\nA"}]),
+        ([user("a"), ANSWER, CALL, RESULT], [user("a"), ANSWER, CALL, RESULT]),
+        ([user("a"), ANSWER, {"role": "assistant"}], [user("a"), ANSWER, {"role": "assistant"}]),
+    ],
+)
+def test_user_and_assistant_in_turn(given: Any, expected: Any) -> None:
+    assert alternating(given) == expected

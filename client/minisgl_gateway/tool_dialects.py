@@ -247,8 +247,12 @@ class _Plain(_Hermes):
                 results.append(f"<tool_response>\n{text}\n</tool_response>")
                 continue
             if results:
-                plain.append({"role": "user", "content": "\n".join(results)})
+                told = "\n".join(results)
                 results.clear()
+                if message["role"] == "user":
+                    plain.append({**message, "content": f"{told}\n\n{text}"})
+                    continue
+                plain.append({"role": "user", "content": told})
             if calls := message.get("tool_calls"):
                 parts = [text] if text else []
                 content = "\n".join([*parts, *(_spelled(call["function"]) for call in calls)])

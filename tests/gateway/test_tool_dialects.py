@@ -322,6 +322,10 @@ def test_a_template_without_tools_is_given_texts() -> None:
     assert results == (
         "<tool_response>\nRain.\n</tool_response>\n<tool_response>\nNoon.\n</tool_response>"
     )
+    user = {"role": "user", "content": [{"type": "text", "text": "And then?"}], "name": "a"}
+    *_, last = taken = plain.messages([*CHAT, user], [])
+    assert len(taken) == 4, "a template may want the roles to take turns"
+    assert last == {**user, "content": f"{results}\n\nAnd then?"}
     (alone, *_) = plain.messages(CHAT[1:], [Tool("weather")])
     assert alone["role"] == "system" and alone["content"].startswith("# Tools")
     assert plain.messages(CHAT[:2], []) == CHAT[:2]

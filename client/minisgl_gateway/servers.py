@@ -3,7 +3,7 @@
 Requests with the same beginning go to the same server, whose prefix cache then has it. A request
 that a server refuses or loses before its first token goes to another one, once. While requests are
 open at a server, it is asked whether it is still there: if it hangs, or a cable was cut, the
-connection would show that only after a minute or more. Knows which errors count against a server;
+connection would show that only after minutes. Knows which errors count against a server;
 ``balance`` knows what follows from them. Must not know any API's JSON.
 """
 

@@ -32,12 +32,15 @@ from minisgl_client.request import Request
 from minisgl_client.response import adapters_of_message, deltas_of_message, tokens_of_message
 
 _SERVICE: Final = "/inference.GRPCInferenceService"
+_PING_EVERY_MS: Final = 310_000
+"""Triton cuts a connection on which pings come more often than every 300 s while it has nothing to
+send, and with it every answer that is not streamed and takes longer."""
 _OPTIONS: Final = (
     ("grpc.max_send_message_length", -1),
     ("grpc.max_receive_message_length", -1),  # an answer with logprobs may be large
     ("grpc.initial_reconnect_backoff_ms", 100),  # pauses are made by ``attempts``
     ("grpc.max_reconnect_backoff_ms", 1000),
-    ("grpc.keepalive_time_ms", 60_000),  # a network that went away is noticed
+    ("grpc.keepalive_time_ms", _PING_EVERY_MS),  # a network that went away is noticed
     ("grpc.enable_retries", 0),
     ("grpc.enable_http_proxy", 0),  # as over HTTP: a server is on this machine or in its network
 )

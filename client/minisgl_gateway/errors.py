@@ -23,7 +23,9 @@ RETRY_AFTER_S = 1
 
 
 class ApiError(Exception):
-    """An answer other than 200. ``param`` names the part of the request that is at fault."""
+    """An answer other than 200. ``param`` names the part of the request that is at fault.
+    ``for_anthropic`` is the message in the words that clients of Anthropic's API look for, if those
+    differ."""
 
     def __init__(
         self,
@@ -33,6 +35,7 @@ class ApiError(Exception):
         code: str,
         param: str | None = None,
         headers: Mapping[str, str] | None = None,
+        for_anthropic: str | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
@@ -40,6 +43,7 @@ class ApiError(Exception):
         self.code = code
         self.param = param
         self.headers = dict(headers or {})
+        self.for_anthropic = for_anthropic
 
     @property
     def body(self) -> dict[str, Any]:
@@ -53,9 +57,7 @@ class ApiError(Exception):
         """Anthropic's error object."""
         other = "api_error" if self.status >= 500 else "invalid_request_error"
         kind = _ANTHROPIC_TYPES.get(self.status, other)
-        is_prompts = self.code == "context_length_exceeded" and self.param != "max_tokens"
-        # Anthropic's clients look for this phrase
-        message = f"prompt is too long: {self.message}" if is_prompts else self.message
+        message = self.for_anthropic or self.message
         error = {"type": kind, "message": message}
         return {"type": "error", "error": error, "request_id": request_id}
 
@@ -114,9 +116,10 @@ def invalid(message: str, param: str | None = None) -> ApiError:
     return ApiError(400, message, code="invalid_value", param=param)
 
 
-def too_long(message: str, param: str | None = None) -> ApiError:
+def too_long(message: str, param: str | None, for_anthropic: str) -> ApiError:
     """The prompt, or what is asked for after it, exceeds the context."""
-    return ApiError(400, message, code="context_length_exceeded", param=param)
+    code = "context_length_exceeded"
+    return ApiError(400, message, code=code, param=param, for_anthropic=for_anthropic)
 
 
 def unsupported(message: str, param: str | None = None) -> ApiError:
@@ -197,7 +200,8 @@ def api_error(
             word = "messages"
         param_at_fault = word if word in fields else None
         if too := _TOO_LONG.match(str(error)):
-            return too_long(_too_long_sentence(too, fields, names), param_at_fault)
+            sentence = _too_long_sentence(too, fields, names)
+            return too_long(sentence, param_at_fault, _too_long_for_anthropic(too, sentence))
         return make(message, param_at_fault)
     if isinstance(error, client.Timeout):
         return deadline_passed()
@@ -256,9 +260,7 @@ def _too_long_sentence(
 ) -> str:
     """The same in OpenAI's words, for which clients look."""
     prompt = "messages" if "messages" in fields else names.get("prompt", "prompt")
-    context = int(found["context"])
-    if found["num_pages"] is not None:  # the last token needs no place in them
-        context = context * int(found["num_pages"]) + 1
+    context = _context(found)
     sentence = f"This model's maximum context length is {context} tokens. However, "
     if found["max_tokens"] is None:
         fills = found["length"] == f"{context} tokens"
@@ -272,6 +274,26 @@ def _too_long_sentence(
         f"{sentence}you requested {num_prompt + num_answer} tokens ({num_prompt} in the {prompt}, "
         f"{num_answer} in the completion). Please reduce the length of the {prompt} or completion."
     )
+
+
+def _too_long_for_anthropic(found: re.Match[str], sentence: str) -> str:
+    """The same in Anthropic's words. From these numbers Claude Code learns how many tokens it may
+    ask for, and asks again."""
+    if found["max_tokens"] is None:
+        return f"prompt is too long: {sentence}"
+    num_prompt, num_answer = found["length"].split()[0], found["max_tokens"]
+    return (
+        f"input length and `max_tokens` exceed context limit: {num_prompt} + {num_answer} > "
+        f"{_context(found)}, decrease input length or `max_tokens` and try again"
+    )
+
+
+def _context(found: re.Match[str]) -> int:
+    """The most tokens of a prompt and its answer."""
+    context = int(found["context"])
+    if found["num_pages"] is None:
+        return context
+    return context * int(found["num_pages"]) + 1  # the last token needs no place in the pages
 
 
 _NAMES: Final = {

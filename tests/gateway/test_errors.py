@@ -87,6 +87,18 @@ def test_what_exceeds_the_context_is_said_as_openai_says_it(
     assert error.param == ("max_tokens" if num_prompt < 4096 else "messages")
 
 
+def test_too_many_tokens_are_refused_in_the_words_that_claude_code_reads() -> None:
+    """Then it asks for fewer."""
+    with pytest.raises(InvalidRequest) as refusal:
+        capacity = Capacity(max_sequence_length=4096, num_pages=25, page_size=16)
+        capacity.check(num_prompt_tokens=300, max_tokens=200)
+    error = api_error(error_from(f"{InvalidRequest.code}: {refusal.value}"), ("max_tokens",))
+    message = error.anthropic_body(None)["error"]["message"]
+    assert message.startswith(
+        "input length and `max_tokens` exceed context limit: 300 + 200 > 401, decrease "
+    )
+
+
 @pytest.mark.parametrize("text", ["word " * 1000, "w" * 10_000])
 def test_a_text_that_is_seen_to_be_too_long_without_tokenizing_it(text: str) -> None:
     encoder = PromptEncoder.load(BACKEND / "demo_model", context=100)

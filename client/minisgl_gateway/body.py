@@ -68,7 +68,7 @@ def parse(kind: type[_Request], body: bytes) -> _Request:
 
 def _json_object(body: bytes) -> dict[str, Any]:
     try:
-        text = body.decode()
+        text = body.decode("utf-8-sig")  # files of Windows begin with a byte order mark
         value = strict_json.loads(text)
         # a lone surrogate can hide in an escape
         if "\\u" in text:

@@ -73,6 +73,11 @@ def test_bodies_that_are_no_request(body: bytes, words: str) -> None:
     assert words in refused(body).message
 
 
+def test_a_byte_order_mark_is_not_part_of_a_body() -> None:
+    body = json.dumps({"model": "m", "prompt": "\ufeffHi"}, ensure_ascii=False)
+    assert parse(CompletionRequest, body.encode("utf-8-sig")).prompt == "\ufeffHi"
+
+
 WRONG: dict[str, list[Any]] = {
     "prompt": [7, True, [], [1.5], ["a", 1], [True], [["a"]], [[]], {}, [-1]],
     "max_tokens": [-2, 1.5, True, "16", 2**31, 2**63, 1e308],

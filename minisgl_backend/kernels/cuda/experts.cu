@@ -69,14 +69,6 @@ __device__ __forceinline__ void load_weight(
                      : "memory");
 }
 
-// Copies 16 bytes; zeros if `inside` is false.
-__device__ __forceinline__ void copy_16(u32 to, const void* from, bool inside) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
-                 :: "r"(to), "l"(from), "r"(inside ? 16 : 0) : "memory");
-}
-
-__device__ __forceinline__ void wait_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
-
 // ---- the tiles of a thread block
 
 // A tile is looked up while the one before it is taken, so that no warp waits for memory in between.

@@ -94,10 +94,6 @@ __device__ __forceinline__ void load_weight(u32 to, const TensorMap& map, int k,
 #endif
 }
 
-__device__ __forceinline__ void copy_16(u32 to, const void* from) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" :: "r"(to), "l"(from) : "memory");
-}
-
 // syncs a warpgroup
 __device__ __forceinline__ void meet_group(int group) {
     asm volatile("bar.sync %0, 128;" :: "r"(1 + group) : "memory");

@@ -46,7 +46,7 @@ __device__ __forceinline__ u32 word(const uint4& from, int i) {
 template <int BYTES, typename T>
 __device__ __forceinline__ void copy(T* to, const T* from) {
     if (BYTES == 16)
-        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" :: "r"(shared_address(to)), "l"(from) : "memory");
+        copy_16(shared_address(to), from);
     else
         asm volatile("cp.async.ca.shared.global [%0], [%1], %2;"
                      :: "r"(shared_address(to)), "l"(from), "n"(BYTES) : "memory");
@@ -54,7 +54,7 @@ __device__ __forceinline__ void copy(T* to, const T* from) {
 
 // called by the warp that started them
 __device__ __forceinline__ void wait_for_copies() {
-    asm volatile("cp.async.wait_all;" ::: "memory");
+    wait_copies();
     __syncwarp();
 }
 

@@ -37,7 +37,20 @@ __device__ __forceinline__ void load_bytes(u32 to, const void* from, u32 count, 
                  :: "r"(to), "l"(from), "r"(count), "r"(barrier) : "memory");
 }
 
-// arrives once this thread's copies (cp.async) are there
+// the copies of a thread (cp.async), each of 16 bytes
+__device__ __forceinline__ void copy_16(u32 to, const void* from) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" :: "r"(to), "l"(from) : "memory");
+}
+
+// writes zeros if `inside` is false
+__device__ __forceinline__ void copy_16(u32 to, const void* from, bool inside) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
+                 :: "r"(to), "l"(from), "r"(inside ? 16 : 0) : "memory");
+}
+
+__device__ __forceinline__ void wait_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
+// arrives once this thread's copies are there
 __device__ __forceinline__ void arrive_copied(u32 barrier) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" :: "r"(barrier) : "memory");
 }

@@ -40,7 +40,7 @@ from minisgl_backend.replicas.messages import (
     decode_event,
     decode_request,
     encode_info,
-    encode_samples,
+    encode_observations,
     encode_stats,
     send,
 )
@@ -152,7 +152,7 @@ def _send_updates(
 ) -> None:
     """Send updates as they come, and signs of life; end the process when the engine has broken."""
     gatherer = Gatherer()
-    sent_s = samples_due_s = 0.0
+    sent_s = observations_due_s = 0.0
     with suppress(OSError):  # the parent is gone, and this process will be
         while True:
             is_broken = engine.health().state is State.BROKEN
@@ -170,9 +170,9 @@ def _send_updates(
                 message["pulse"] = engine.health().tick_age_s
             else:
                 continue
-            if now_s >= samples_due_s:
-                message["samples"] = encode_samples(engine.take_samples())
-                samples_due_s = now_s + _PULSE_EVERY_S
+            if now_s >= observations_due_s:
+                message["observations"] = encode_observations(engine.take_observations())
+                observations_due_s = now_s + _PULSE_EVERY_S
             send(connection, message)
             sent_s = now_s
 

@@ -15,7 +15,7 @@ From the replica:
     {"updates": [...], "stats": {...}}     what has happened, in order
     {"pulse": age, "stats": {...}}         a sign of life, a few times a second without updates
 
-Either has "samples", what histograms are made of, a few times a second.
+Either has "observations", what histograms are made of, a few times a second.
 
 Updates are lists. Most of them are about tokens, and must be small: the tokens of many requests
 are one update.
@@ -68,7 +68,7 @@ from minisgl_backend.request import (
     TokenLogprobs,
 )
 from minisgl_backend.runtime.engine_base import EngineInfo
-from minisgl_backend.runtime.recorder import EngineStats, Samples
+from minisgl_backend.runtime.recorder import EngineStats, Observations
 from minisgl_backend.scheduling.report import SchedulerStats
 
 Message: TypeAlias = Mapping[str, Any]
@@ -271,20 +271,20 @@ def decode_stats(message: Message) -> EngineStats:
     return EngineStats(**{**message, "scheduler": SchedulerStats(**message["scheduler"])})
 
 
-def encode_samples(samples: Samples) -> Message:
-    """To be decoded by ``decode_samples``."""
-    return {spec.name: list(getattr(samples, spec.name)) for spec in fields(samples)}
+def encode_observations(observations: Observations) -> Message:
+    """To be decoded by ``decode_observations``."""
+    return {spec.name: list(getattr(observations, spec.name)) for spec in fields(observations)}
 
 
-def decode_samples(message: Message) -> Samples:
-    """What ``encode_samples`` was given."""
-    samples = Samples()
-    for spec in fields(samples):
+def decode_observations(message: Message) -> Observations:
+    """What ``encode_observations`` was given."""
+    observations = Observations()
+    for spec in fields(observations):
         values = message[spec.name]
-        getattr(samples, spec.name).extend(
+        getattr(observations, spec.name).extend(
             tuple(value) if isinstance(value, list) else value for value in values
         )
-    return samples
+    return observations
 
 
 def _shallow(value: EngineStats | SchedulerStats) -> dict[str, Any]:

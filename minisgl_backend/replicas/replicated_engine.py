@@ -31,7 +31,7 @@ from minisgl_backend.replicas.messages import (
     Message,
     Update,
     decode_event,
-    decode_samples,
+    decode_observations,
     decode_stats,
     encode_event,
     encode_request,
@@ -58,7 +58,7 @@ from minisgl_backend.runtime.engine_base import (
     shutting_down,
 )
 from minisgl_backend.runtime.open_requests import OpenRequest
-from minisgl_backend.runtime.recorder import EngineStats, Samples
+from minisgl_backend.runtime.recorder import EngineStats, Observations
 from minisgl_backend.runtime_files import State
 from minisgl_backend.scheduling.report import SchedulerStats
 
@@ -229,8 +229,8 @@ class ReplicatedEngine(EngineBase):
                 )
             ]
 
-    def take_samples(self) -> Samples:
-        return self._recorder.take_samples()
+    def take_observations(self) -> Observations:
+        return self._recorder.take_observations()
 
     def health(self) -> Health:
         state = self._state
@@ -285,8 +285,8 @@ class ReplicatedEngine(EngineBase):
                     self._take_update(replica, update, events)
         finally:  # if one breaks the bookkeeping, the requests that ended before it are forgotten
             self._deliver(events)
-        if "samples" in message:
-            self._recorder.add_samples(decode_samples(message["samples"]))
+        if "observations" in message:
+            self._recorder.add_observations(decode_observations(message["observations"]))
 
     def lost(self, replica: int, *, is_last: bool) -> None:
         """A replica has ended, with everything that it had."""

@@ -19,7 +19,7 @@ from minisgl_backend.runtime.engine_base import EngineBase, EngineInfo, Health, 
 from minisgl_backend.runtime.loop import Abort, Fail, Loop, Stop
 from minisgl_backend.runtime.open_requests import OpenRequest
 from minisgl_backend.runtime.ports import Executor, Scheduler
-from minisgl_backend.runtime.recorder import EngineStats, Samples
+from minisgl_backend.runtime.recorder import EngineStats, Observations
 from minisgl_backend.runtime_files import State
 
 logger = logging.getLogger(__name__)
@@ -85,8 +85,8 @@ class Engine(EngineBase):
             waiting_adapters=tuple(n for one, n in asked_for.items() if one not in running),
         )
 
-    def take_samples(self) -> Samples:
-        return self._recorder.take_samples()
+    def take_observations(self) -> Observations:
+        return self._recorder.take_observations()
 
     def health(self) -> Health:
         pulse = self._loop.pulse

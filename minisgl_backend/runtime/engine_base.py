@@ -39,7 +39,7 @@ from minisgl_backend.request import (
 from minisgl_backend.runtime.adapters import AdapterNames
 from minisgl_backend.runtime.capacity import Capacity
 from minisgl_backend.runtime.open_requests import OpenRequest
-from minisgl_backend.runtime.recorder import EngineStats, Recorder, Refusal, Samples
+from minisgl_backend.runtime.recorder import EngineStats, Observations, Recorder, Refusal
 from minisgl_backend.runtime_files import State
 
 
@@ -157,7 +157,7 @@ class EngineBase(ABC):
         """Counts at this moment, in constant time."""
 
     @abstractmethod
-    def take_samples(self) -> Samples:
+    def take_observations(self) -> Observations:
         """The observations for histograms since the last call."""
 
     @abstractmethod

@@ -1,4 +1,4 @@
-"""What the engine reports about itself: counts that only grow, and samples for histograms.
+"""What the engine reports about itself: counts that only grow, and observations for histograms.
 
 Knows numbers only. The engine's threads write them; metrics and health reports read them. Must not
 know where they are reported.
@@ -10,7 +10,7 @@ import threading
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Final, Literal, TypeAlias, TypeVar, get_args
+from typing import Any, Final, Literal, TypeAlias, TypeVar, get_args
 
 from minisgl_backend.scheduling.report import SchedulerStats
 
@@ -23,8 +23,8 @@ REFUSALS: Final[tuple[Refusal, ...]] = get_args(Refusal)
 
 _Key = TypeVar("_Key", bound=str)
 
-MAX_SAMPLES: Final = 4096
-"""Samples kept between two readings; older ones are dropped."""
+_MOST_KEPT: Final = 4096
+"""Observations of one kind that are kept between two readings; older ones are dropped."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,19 +76,23 @@ class EngineStats:
         )
 
 
+def _newest() -> deque[Any]:
+    return deque(maxlen=_MOST_KEPT)
+
+
 @dataclass(slots=True)
-class Samples:
+class Observations:
     """Observations since the last reading, the oldest first; times are in seconds."""
 
-    time_to_first_token_s: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_SAMPLES))
-    time_per_output_token_s: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_SAMPLES))
-    e2e_latency_s: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_SAMPLES))
-    prompt_tokens: deque[int] = field(default_factory=lambda: deque(maxlen=MAX_SAMPLES))
-    generation_tokens: deque[int] = field(default_factory=lambda: deque(maxlen=MAX_SAMPLES))
-    step_s: deque[tuple[StepKind, float]] = field(default_factory=lambda: deque(maxlen=MAX_SAMPLES))
-    batch_size: deque[int] = field(default_factory=lambda: deque(maxlen=MAX_SAMPLES))
+    time_to_first_token_s: deque[float] = field(default_factory=_newest)
+    time_per_output_token_s: deque[float] = field(default_factory=_newest)
+    e2e_latency_s: deque[float] = field(default_factory=_newest)
+    prompt_tokens: deque[int] = field(default_factory=_newest)
+    generation_tokens: deque[int] = field(default_factory=_newest)
+    step_s: deque[tuple[StepKind, float]] = field(default_factory=_newest)
+    batch_size: deque[int] = field(default_factory=_newest)
 
-    def extend(self, newer: Samples) -> None:
+    def extend(self, newer: Observations) -> None:
         """Add the observations of another reading, or of another engine."""
         for spec in fields(self):
             getattr(self, spec.name).extend(getattr(newer, spec.name))
@@ -99,7 +103,7 @@ class Recorder:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._samples = Samples()
+        self._observations = Observations()
         self._rejected: Counter[Refusal] = Counter()
         self._failed: Counter[str] = Counter()
         self._num_prompt_tokens = 0
@@ -126,21 +130,21 @@ class Recorder:
         """Count a request that has a row for the first time."""
         with self._lock:
             self._num_prompt_tokens += num_prompt_tokens
-            self._samples.prompt_tokens.append(num_prompt_tokens)
+            self._observations.prompt_tokens.append(num_prompt_tokens)
 
     def request_started(self, time_to_first_token_s: float) -> None:
         """Count a request whose first token is known."""
         with self._lock:
-            self._samples.time_to_first_token_s.append(time_to_first_token_s)
+            self._observations.time_to_first_token_s.append(time_to_first_token_s)
 
     def request_finished(self, *, num_tokens: int, e2e_s: float, decode_s: float) -> None:
         """Count a request that ended with an answer; ``decode_s`` is from first to last token."""
         with self._lock:
-            samples = self._samples
-            samples.generation_tokens.append(num_tokens)
-            samples.e2e_latency_s.append(e2e_s)
+            observations = self._observations
+            observations.generation_tokens.append(num_tokens)
+            observations.e2e_latency_s.append(e2e_s)
             if num_tokens > 1:
-                samples.time_per_output_token_s.append(decode_s / (num_tokens - 1))
+                observations.time_per_output_token_s.append(decode_s / (num_tokens - 1))
 
     def step_committed(
         self, kind: StepKind, *, batch_size: int, num_tokens: int, duration_s: float
@@ -149,8 +153,8 @@ class Recorder:
         with self._lock:
             self._num_steps += 1
             self._num_generated_tokens += num_tokens
-            self._samples.step_s.append((kind, duration_s))
-            self._samples.batch_size.append(batch_size)
+            self._observations.step_s.append((kind, duration_s))
+            self._observations.batch_size.append(batch_size)
 
     def snapshot(self, scheduler: SchedulerStats, num_open: int) -> EngineStats:
         """All counts at this moment."""
@@ -166,13 +170,13 @@ class Recorder:
                 num_steps=self._num_steps,
             )
 
-    def add_samples(self, samples: Samples) -> None:
+    def add_observations(self, observations: Observations) -> None:
         """Add the observations of an engine that has a recorder of its own."""
         with self._lock:
-            self._samples.extend(samples)
+            self._observations.extend(observations)
 
-    def take_samples(self) -> Samples:
+    def take_observations(self) -> Observations:
         """The observations since the last call."""
         with self._lock:
-            taken, self._samples = self._samples, Samples()
+            taken, self._observations = self._observations, Observations()
             return taken

@@ -23,7 +23,7 @@ from typing import Final, Protocol
 from minisgl_backend.config import EngineOptions
 from minisgl_backend.errors import EngineFailure, InvalidRequest, Overloaded, Unsupported
 from minisgl_backend.runtime.engine_base import EngineInfo, ReplicaStats
-from minisgl_backend.runtime.recorder import REFUSALS, EngineStats, Samples
+from minisgl_backend.runtime.recorder import REFUSALS, EngineStats, Observations
 from minisgl_backend.tritonserver.families import Families
 from minisgl_backend.tritonserver.metrics import (
     BucketCounts,
@@ -52,7 +52,7 @@ _OF_REQUESTS: Final = {
     "prompt_tokens": ("vllm:request_prompt_tokens", _TOKEN_BUCKETS),
     "generation_tokens": ("vllm:request_generation_tokens", _TOKEN_BUCKETS),
 }
-"""By field of ``Samples``: the histograms with one observation per request, and their buckets."""
+"""By field of ``Observations``: the histograms with one number per request, and their buckets."""
 _COUNTERS: Final = {
     "vllm:prompt_tokens_total": "Prompt tokens of admitted requests",
     "vllm:generation_tokens_total": "Tokens sampled",
@@ -89,7 +89,7 @@ class Engine(Protocol):
     def stats(self) -> EngineStats:
         """Counts at this moment."""
 
-    def take_samples(self) -> Samples:
+    def take_observations(self) -> Observations:
         """Observations since the last call."""
 
     def replicas(self) -> Sequence[ReplicaStats]:
@@ -200,7 +200,7 @@ class ReportedEngine:
         self._report_replicas()
         if self._adapters is not None:
             self._adapters.report(stats.running_adapters, stats.waiting_adapters)
-        self._observe_samples()
+        self._count_observations()
         for histogram in self._histograms:
             histogram.report()
 
@@ -275,14 +275,14 @@ class ReportedEngine:
             ):
                 metrics[name].raise_to(count)
 
-    def _observe_samples(self) -> None:
-        samples = self._engine.take_samples()
+    def _count_observations(self) -> None:
+        observations = self._engine.take_observations()
         for field, counts in self._of_requests.items():
-            for value in getattr(samples, field):
+            for value in getattr(observations, field):
                 counts.observe(value)
-        for phase, seconds in samples.step_s:
+        for phase, seconds in observations.step_s:
             self._step_s[phase].observe(seconds)
-        for size in samples.batch_size:
+        for size in observations.batch_size:
             self._batch_size.observe(size)
 
     # --- making metrics ----------------------------------------------------------------------

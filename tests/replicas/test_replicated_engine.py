@@ -25,7 +25,7 @@ from minisgl_backend.replicas.messages import (
     decode_event,
     decode_request,
     encode_event,
-    encode_samples,
+    encode_observations,
     encode_stats,
 )
 from minisgl_backend.replicas.replicated_engine import ReplicatedEngine
@@ -46,7 +46,7 @@ from minisgl_backend.request import (
     samples_of,
 )
 from minisgl_backend.routing.router import Placement, Router
-from minisgl_backend.runtime.recorder import EngineStats, Samples
+from minisgl_backend.runtime.recorder import EngineStats, Observations
 from minisgl_backend.runtime_files import State
 from minisgl_backend.scheduling.report import SchedulerStats
 from tests.fakes.engine_info import engine_info
@@ -329,11 +329,12 @@ def test_counts_outlive_the_process_that_made_them() -> None:
 def test_observations_of_all_replicas_come_together() -> None:
     world = World()
     for replica in (0, 1):
-        samples = Samples()
-        samples.prompt_tokens.append(replica)
-        samples.step_s.append(("decode", 0.5))
-        world.engine.take(replica, {"pulse": 0.0, "samples": encode_samples(samples)})
-    taken = world.engine.take_samples()
+        observations = Observations()
+        observations.prompt_tokens.append(replica)
+        observations.step_s.append(("decode", 0.5))
+        message = {"pulse": 0.0, "observations": encode_observations(observations)}
+        world.engine.take(replica, message)
+    taken = world.engine.take_observations()
     assert list(taken.prompt_tokens) == [0, 1]
     assert list(taken.step_s) == [("decode", 0.5)] * 2
 

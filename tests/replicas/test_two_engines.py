@@ -199,7 +199,7 @@ def test_counts_of_all_are_the_sums_of_each(engine: EngineBase) -> None:
     whole, each = engine.stats(), [replica.stats for replica in engine.replicas()]
     assert sum(one.num_generated_tokens for one in each) == whole.num_generated_tokens
     assert sum(one.scheduler.total_pages for one in each) == whole.scheduler.total_pages == 2048
-    assert len(engine.take_samples().e2e_latency_s) > 0
+    assert len(engine.take_observations().e2e_latency_s) > 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -225,15 +225,15 @@ def test_close_without_patience_fails_what_is_open(bench: Bench) -> None:
     assert all("shutting down" in str(sink.error()) for sink in sinks)
 
 
-def test_samples_for_histograms_are_handed_over_once(bench: Bench) -> None:
+def test_observations_for_histograms_are_handed_over_once(bench: Bench) -> None:
     bench.submit(bench.request([1, 2, 3])).ending()
     bench.wait_until(lambda: bench.engine.stats().num_open == 0)
-    samples = bench.engine.take_samples()
-    assert list(samples.prompt_tokens) == [3]
-    assert list(samples.generation_tokens) == [8]
-    assert len(samples.time_to_first_token_s) == len(samples.e2e_latency_s) == 1
-    assert samples.step_s[0][0] == "prefill"
-    assert not bench.engine.take_samples().prompt_tokens
+    observations = bench.engine.take_observations()
+    assert list(observations.prompt_tokens) == [3]
+    assert list(observations.generation_tokens) == [8]
+    assert len(observations.time_to_first_token_s) == len(observations.e2e_latency_s) == 1
+    assert observations.step_s[0][0] == "prefill"
+    assert not bench.engine.take_observations().prompt_tokens
 
 
 def test_a_launch_that_takes_long_is_no_hang(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ from minisgl_backend.errors import (
     Unsupported,
 )
 from minisgl_backend.runtime.engine_base import ReplicaStats
-from minisgl_backend.runtime.recorder import EngineStats, Recorder, Samples
+from minisgl_backend.runtime.recorder import EngineStats, Observations, Recorder
 from minisgl_backend.scheduling.report import SchedulerStats
 from minisgl_backend.tritonserver.engine_metrics import EngineMetrics
 from minisgl_backend.tritonserver.metrics import BucketCounts, MetricsThread, Rejections
@@ -57,8 +57,8 @@ class Engine:
         self.num_readings += 1
         return self.recorder.snapshot(self.scheduler, 3)
 
-    def take_samples(self) -> Samples:
-        return self.recorder.take_samples()
+    def take_observations(self) -> Observations:
+        return self.recorder.take_observations()
 
     def replicas(self) -> list[ReplicaStats]:
         return []

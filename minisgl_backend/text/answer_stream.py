@@ -14,6 +14,7 @@ from minisgl_backend.errors import InvalidRequest
 from minisgl_backend.request import Finished, FinishReason, FloatArray, TokenId, TokenLogprobs
 from minisgl_backend.text.detokenizer import TextStream
 from minisgl_backend.text.vocabulary import Vocabulary
+from minisgl_backend.wire.acks import Verdict
 from minisgl_backend.wire.answer import (
     NO_LOGPROBS,
     Answer,
@@ -21,7 +22,7 @@ from minisgl_backend.wire.answer import (
     most_likely,
     prompt_logprobs_json,
 )
-from minisgl_backend.wire.packets import Packet, SampleDelta, StreamStart, Times, Verdict
+from minisgl_backend.wire.packets import Packet, SampleDelta, StreamStart, Times
 
 
 class _Sample:

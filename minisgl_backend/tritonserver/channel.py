@@ -1,7 +1,6 @@
 """The side channel on which the detokenizer acknowledges packets to the engine.
 
-Knows Unix sockets, and the acknowledgements of ``wire.packets``. Must not know tokens, text or
-Triton.
+Knows Unix sockets, and the messages of ``wire.acks``. Must not know tokens, text or Triton.
 
 An engine listens in a fresh directory of mode 0700 and writes the socket's path into every packet;
 a detokenizer connects when it sees the path first. Neither side ever blocks on a write: what the
@@ -29,8 +28,8 @@ from pathlib import Path
 from typing import Final
 
 from minisgl_backend.tritonserver.reactor import MAX_MESSAGE_BYTES, Peer, Reactor
-from minisgl_backend.wire.packets import (
-    ACK,
+from minisgl_backend.wire.acks import (
+    ACK_BYTES,
     Ack,
     Verdict,
     decode_acks,
@@ -46,7 +45,7 @@ MAX_PATH_BYTES: Final = 100
 
 _NAME: Final = "acks"
 _PAUSE_S: Final = 0.05
-MAX_ENTRIES: Final = MAX_MESSAGE_BYTES // ACK.size
+MAX_ENTRIES: Final = MAX_MESSAGE_BYTES // ACK_BYTES
 """The most acknowledgements in one message; also the most keys, which are shorter."""
 
 
@@ -102,7 +101,7 @@ class ForgetQueue:
         del self._waiting[:MAX_ENTRIES]
 
 
-class EngineChannel(Reactor):
+class EngineChannel(Reactor[ForgetQueue]):
     """The engine's side: takes acknowledgements, tells which streams to forget.
 
     ``on_ack`` is called on the channel's thread with each acknowledgement, ``on_detokenizer_gone``
@@ -119,7 +118,7 @@ class EngineChannel(Reactor):
         super().__init__("channel")
         self._on_ack = on_ack
         self._on_detokenizer_gone = on_detokenizer_gone
-        self._peers: list[Peer] = []
+        self._peers: list[Peer[ForgetQueue]] = []
         self._directory = _fresh_directory(directory)
         self.path = str(self._directory / _NAME)
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -133,7 +132,6 @@ class EngineChannel(Reactor):
         """Let detokenizers drop what they keep of a stream."""
         for peer in list(self._peers):
             with peer.lock:
-                assert isinstance(peer.queue, ForgetQueue)
                 peer.queue.put(key)
             self.flush(peer)
 
@@ -156,7 +154,7 @@ class EngineChannel(Reactor):
         self._peers.append(peer)
         self.register(peer)
 
-    def on_message(self, peer: Peer, message: bytes) -> None:
+    def on_message(self, peer: Peer[ForgetQueue], message: bytes) -> None:
         for ack in decode_acks(message):
             self._on_ack(ack)
 
@@ -165,14 +163,14 @@ class EngineChannel(Reactor):
         """Detokenizers that are connected, or whose departure is not dealt with yet."""
         return len(self._peers)
 
-    def on_gone(self, peer: Peer) -> None:
+    def on_gone(self, peer: Peer[ForgetQueue]) -> None:
         try:
             self._on_detokenizer_gone()
         finally:
             self._peers.remove(peer)
 
 
-class DetokenizerChannel(Reactor):
+class DetokenizerChannel(Reactor[AckQueue]):
     """The detokenizer's side, for all engines it hears of.
 
     ``on_forget`` is called on the channel's thread with a stream's key.
@@ -181,7 +179,7 @@ class DetokenizerChannel(Reactor):
     def __init__(self, *, on_forget: Callable[[int], None]) -> None:
         super().__init__("channel")
         self._on_forget = on_forget
-        self._peers: dict[str, Peer] = {}
+        self._peers: dict[str, Peer[AckQueue]] = {}
         self._connecting = threading.Lock()
         self.start()
 
@@ -203,7 +201,6 @@ class DetokenizerChannel(Reactor):
         if peer is None:
             return False
         with peer.lock:
-            assert isinstance(peer.queue, AckQueue)
             peer.queue.put(ack)
         due_s = peer.flushed_s + every_s
         is_plain = ack.verdict is Verdict.CONTINUE and not ack.stopped
@@ -217,16 +214,16 @@ class DetokenizerChannel(Reactor):
         """End the thread and close the connections."""
         self.stop()
 
-    def on_message(self, peer: Peer, message: bytes) -> None:
+    def on_message(self, peer: Peer[AckQueue], message: bytes) -> None:
         for key in decode_keys(message):
             self._on_forget(key)
 
-    def on_gone(self, peer: Peer) -> None:
+    def on_gone(self, peer: Peer[AckQueue]) -> None:
         for path, known in list(self._peers.items()):
             if known is peer:
                 del self._peers[path]
 
-    def _connect(self, path: str) -> Peer | None:
+    def _connect(self, path: str) -> Peer[AckQueue] | None:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             _check_is_ours(path)

@@ -36,8 +36,9 @@ from minisgl_backend.tritonserver.setup import (
 )
 from minisgl_backend.tritonserver.status import StatusServer
 from minisgl_backend.tritonserver.tensors import make_response, read_inputs
+from minisgl_backend.wire.acks import Ack, Verdict
 from minisgl_backend.wire.answer import answer_arrays
-from minisgl_backend.wire.packets import Ack, Packet, Verdict, decode_packet
+from minisgl_backend.wire.packets import Packet, decode_packet
 from minisgl_backend.wire.parameters import CHUNK
 
 logger = logging.getLogger(__name__)

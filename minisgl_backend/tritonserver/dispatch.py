@@ -39,7 +39,7 @@ from minisgl_backend.tritonserver.lane import num_stream_lanes
 from minisgl_backend.tritonserver.outbox import Outbox
 from minisgl_backend.tritonserver.response_stream import Duty, ResponseStream
 from minisgl_backend.tritonserver.window import Acknowledged
-from minisgl_backend.wire.packets import Ack, Verdict
+from minisgl_backend.wire.acks import Ack, Verdict
 
 logger = logging.getLogger(__name__)
 

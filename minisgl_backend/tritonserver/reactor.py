@@ -16,7 +16,7 @@ import selectors
 import socket
 import threading
 import time
-from typing import Final, Protocol
+from typing import Final, Generic, Protocol, TypeVar
 
 logger = logging.getLogger(__name__)
 
@@ -35,10 +35,13 @@ class SendQueue(Protocol):
         """The message was written: its contents wait no longer."""
 
 
-class Peer:
+Q = TypeVar("Q", bound=SendQueue)
+
+
+class Peer(Generic[Q]):
     """The other end of a connection. Writing never blocks; safe to use from any thread."""
 
-    def __init__(self, sock: socket.socket, queue: SendQueue) -> None:
+    def __init__(self, sock: socket.socket, queue: Q) -> None:
         self.socket = sock
         self.queue = queue
         self.lock = threading.Lock()
@@ -70,7 +73,7 @@ class Peer:
             self.socket.close()
 
 
-class Reactor:
+class Reactor(Generic[Q]):
     """A thread that reads from peers, finishes writes that had to wait, and accepts peers."""
 
     def __init__(self, name: str) -> None:
@@ -78,17 +81,17 @@ class Reactor:
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._selector.register(self._wake, selectors.EVENT_READ)
         self._lock = threading.Lock()
-        self._stuck: set[Peer] = set()
-        self._later: dict[Peer, float] = {}
+        self._stuck: set[Peer[Q]] = set()
+        self._later: dict[Peer[Q], float] = {}
         """When to write to peers that wait for a later time."""
         self._closing = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
-    def on_message(self, peer: Peer, message: bytes) -> None:
+    def on_message(self, peer: Peer[Q], message: bytes) -> None:
         """A peer sent a message. Like the next two, called on the thread."""
         raise NotImplementedError
 
-    def on_gone(self, peer: Peer) -> None:
+    def on_gone(self, peer: Peer[Q]) -> None:
         """A peer has gone; its socket is closed."""
         raise NotImplementedError
 
@@ -100,7 +103,7 @@ class Reactor:
         """Start the thread."""
         self._thread.start()
 
-    def register(self, peer: Peer) -> None:
+    def register(self, peer: Peer[Q]) -> None:
         """Read from a peer from now on, and close its socket in the end."""
         self._selector.register(peer.socket, selectors.EVENT_READ, peer)
 
@@ -108,7 +111,7 @@ class Reactor:
         """Call ``on_connection`` when a peer connects to this socket; it stays the caller's."""
         self._selector.register(listener, selectors.EVENT_READ)
 
-    def flush(self, peer: Peer) -> None:
+    def flush(self, peer: Peer[Q]) -> None:
         """Write what waits for ``peer``, now or as soon as its socket takes it."""
         peer.flushed_s = time.monotonic()
         if not peer.flush():
@@ -116,7 +119,7 @@ class Reactor:
                 self._stuck.add(peer)
             self.wake()
 
-    def flush_later(self, peer: Peer, at_s: float) -> None:
+    def flush_later(self, peer: Peer[Q], at_s: float) -> None:
         """Write what waits for ``peer`` at that time, or at the time that an earlier call set."""
         with self._lock:
             if peer in self._later:
@@ -175,7 +178,7 @@ class Reactor:
             if not peer.broken:  # else it has since gone, and its socket may be closed
                 self._selector.modify(peer.socket, both, peer)
 
-    def _serve(self, peer: Peer, events: int) -> None:
+    def _serve(self, peer: Peer[Q], events: int) -> None:
         if events & selectors.EVENT_WRITE and peer.flush():
             self._selector.modify(peer.socket, selectors.EVENT_READ, peer)
         if not events & selectors.EVENT_READ:

@@ -42,7 +42,8 @@ from minisgl_backend.request import (
 )
 from minisgl_backend.tritonserver.responder import Responder
 from minisgl_backend.tritonserver.window import Window
-from minisgl_backend.wire.packets import Ack, Packet, SampleDelta, StreamStart, Times, Verdict
+from minisgl_backend.wire.acks import Ack, Verdict
+from minisgl_backend.wire.packets import Packet, SampleDelta, StreamStart, Times
 
 _MOST_LOGPROBS: Final = 4096
 """The most log-probabilities of a prompt in one packet, alternatives included."""

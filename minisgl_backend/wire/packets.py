@@ -1,4 +1,4 @@
-"""llm_engine <-> detokenizer: packets of a stream's tokens, and their acknowledgements.
+"""llm_engine -> detokenizer: packets of a stream's tokens.
 
 A packet is JSON in the tensor ``chunk``:
 
@@ -21,11 +21,8 @@ numbers of four bytes.
 
 A packet is a single tensor with short keys because every response pays for it: each further tensor,
 and each string in one, would cost more than this text. Clients can call the detokenizer directly,
-so decoding trusts nothing.
-
-Acknowledgements go back over a Unix socket (``channel``), in binary, any number of them in a
-message. On the same socket the engine sends the keys of streams that end without a last packet.
-Must not know when a packet is due, or what carries it.
+so decoding trusts nothing. The detokenizer acknowledges packets (``acks``). Must not know when a
+packet is due, or what carries it.
 """
 
 from __future__ import annotations
@@ -33,10 +30,8 @@ from __future__ import annotations
 import base64
 import json
 import math
-import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from enum import IntEnum
 from typing import Any, Final
 
 import numpy as np
@@ -67,40 +62,6 @@ _ERRORS: Final[Mapping[str, type[MiniSGLError]]] = {
     error.code: error
     for error in (InvalidRequest, Unsupported, Overloaded, Cancelled, EngineFailure)
 }
-
-ACK: Final = struct.Struct("<QIBQ")
-_KEY: Final = struct.Struct("<Q")
-
-
-class Verdict(IntEnum):
-    """What an acknowledgement says about the stream."""
-
-    CONTINUE = 0
-    STOP = 1
-    """Stop strings matched in all samples that had not ended; the client has its last answer."""
-    CANCELLED = 2
-    """The client has cancelled, or is gone."""
-    FAILED = 3
-    """The detokenizer failed on the stream, or does not know it since it was restarted; the client
-    has the error."""
-
-
-@dataclass(frozen=True, slots=True)
-class Ack:
-    """All packets of a stream up to ``index`` were processed.
-
-    ``stopped`` has a bit for each sample in which a stop string has matched, bit 0 for the first:
-    the client gets nothing more from these. Redundant with a verdict other than ``CONTINUE``.
-    """
-
-    key: int
-    index: int
-    verdict: Verdict
-    stopped: int = 0
-
-    def has_stopped(self, sample: int) -> bool:
-        """Whether the bit of a sample is set."""
-        return bool(self.stopped >> sample & 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -422,26 +383,3 @@ def _str(value: Any) -> str:
         raise TypeError
     value.encode()  # a lone surrogate is a UnicodeError, which is a ValueError
     return value
-
-
-def encode_acks(acks: Iterable[Ack]) -> bytes:
-    """A message of acknowledgements."""
-    return b"".join(ACK.pack(ack.key, ack.index, ack.verdict, ack.stopped) for ack in acks)
-
-
-def decode_acks(message: bytes) -> list[Ack]:
-    """The acknowledgements of a message; raises ``struct.error`` or ``ValueError`` if malformed."""
-    return [
-        Ack(key, index, Verdict(verdict), stopped)
-        for key, index, verdict, stopped in ACK.iter_unpack(message)
-    ]
-
-
-def encode_keys(keys: Iterable[int]) -> bytes:
-    """A message that names streams to be forgotten."""
-    return b"".join(map(_KEY.pack, keys))
-
-
-def decode_keys(message: bytes) -> list[int]:
-    """The streams that a message names; raises ``struct.error`` if it is malformed."""
-    return [key for (key,) in _KEY.iter_unpack(message)]

@@ -26,7 +26,7 @@ from minisgl_backend.tritonserver.channel import (
     ForgetQueue,
 )
 from minisgl_backend.tritonserver.reactor import Peer, Reactor
-from minisgl_backend.wire.packets import (
+from minisgl_backend.wire.acks import (
     Ack,
     Verdict,
     decode_acks,
@@ -135,14 +135,14 @@ def test_a_gone_peer_is_no_error_for_the_writer() -> None:
         assert peer.broken
 
 
-class _Slow(Peer):
+class _Slow(Peer[ForgetQueue]):
     """A peer whose socket accepts nothing."""
 
     def flush(self) -> bool:
         return False
 
 
-class _Listening(Reactor):
+class _Listening(Reactor[ForgetQueue]):
     """A reactor that reports what it hears."""
 
     def __init__(self) -> None:
@@ -150,10 +150,10 @@ class _Listening(Reactor):
         self.heard: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.start()
 
-    def on_message(self, peer: Peer, message: bytes) -> None:
+    def on_message(self, peer: Peer[ForgetQueue], message: bytes) -> None:
         self.heard.put(message)
 
-    def on_gone(self, peer: Peer) -> None:
+    def on_gone(self, peer: Peer[ForgetQueue]) -> None:
         self.heard.put(peer)
 
 

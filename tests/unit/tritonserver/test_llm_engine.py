@@ -21,8 +21,9 @@ from minisgl_backend.runtime_files import DRAIN_MARKER, QUEUE_FULL, QUEUE_OPEN, 
 from minisgl_backend.tritonserver import window
 from minisgl_backend.tritonserver.channel import DetokenizerChannel
 from minisgl_backend.tritonserver.llm_engine import TritonPythonModel
+from minisgl_backend.wire.acks import Ack, Verdict
 from minisgl_backend.wire.generation import Generation, Stopped, TokenPrompt, Wanted
-from minisgl_backend.wire.packets import Ack, Packet, Verdict, decode_packet
+from minisgl_backend.wire.packets import Packet, decode_packet
 from minisgl_backend.wire.parse import parse_generation
 from minisgl_backend.wire.record import encode_record
 from minisgl_bench.paced import paced_engine

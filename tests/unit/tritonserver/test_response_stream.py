@@ -20,8 +20,9 @@ from minisgl_backend.request import (
 from minisgl_backend.tritonserver.responder import Responder
 from minisgl_backend.tritonserver.response_stream import Duty, ResponseStream
 from minisgl_backend.tritonserver.window import PROBE_AFTER_S, Window
+from minisgl_backend.wire.acks import Ack, Verdict
 from minisgl_backend.wire.generation import NOTHING, Wanted
-from minisgl_backend.wire.packets import Ack, Packet, SampleDelta, StreamStart, Verdict
+from minisgl_backend.wire.packets import Packet, SampleDelta, StreamStart
 from tests.fakes import pb_utils
 from tests.fakes.packets import finish_of, token_ids_of
 

@@ -25,6 +25,7 @@ from minisgl_backend.tritonserver.channel import EngineChannel
 from minisgl_backend.tritonserver.detokenizer import TritonPythonModel as Detokenizer
 from minisgl_backend.tritonserver.tensors import bytes_array
 from minisgl_backend.tritonserver.tokenizer import TritonPythonModel as Tokenizer
+from minisgl_backend.wire.acks import Ack, Verdict
 from minisgl_backend.wire.answer import Answer
 from minisgl_backend.wire.generation import (
     Generation,
@@ -33,13 +34,7 @@ from minisgl_backend.wire.generation import (
     TextPrompt,
     Wanted,
 )
-from minisgl_backend.wire.packets import (
-    Ack,
-    Packet,
-    StreamStart,
-    Verdict,
-    encode_packet,
-)
+from minisgl_backend.wire.packets import Packet, StreamStart, encode_packet
 from minisgl_backend.wire.record import decode_record
 from tests.fakes import pb_utils
 from tests.fakes.packets import make_packet

@@ -13,6 +13,7 @@ from minisgl_backend.errors import InvalidRequest
 from minisgl_backend.request import Finished, FinishReason, PromptLogprobs, TokenLogprobs
 from minisgl_backend.text.answer_stream import AnswerStream
 from minisgl_backend.text.vocabulary import Vocabulary
+from minisgl_backend.wire.acks import Verdict
 from minisgl_backend.wire.answer import (
     LEAST_LOGPROB,
     NO_LOGPROBS,
@@ -24,7 +25,7 @@ from minisgl_backend.wire.answer import (
     prompt_logprobs_json,
 )
 from minisgl_backend.wire.generation import Wanted
-from minisgl_backend.wire.packets import Packet, SampleDelta, StreamStart, Times, Verdict
+from minisgl_backend.wire.packets import Packet, SampleDelta, StreamStart, Times
 from minisgl_backend.wire.parameters import OUTPUTS
 from tests.fakes.packets import make_packet
 from tests.fakes.vocabularies import byte_level, ids_of_bytes, token_text

@@ -38,7 +38,7 @@ from minisgl_backend.runtime.engine_base import EngineBase, EngineInfo
 from minisgl_backend.runtime.ports import Executor, Scheduler
 from minisgl_backend.scheduling.scheduler import SchedulerConfig
 from minisgl_backend.tensor_parallel import lead
-from minisgl_backend.text.tokenizer import load_definition
+from minisgl_backend.text.tokenizer_files import load_definition
 
 logger = logging.getLogger(__name__)
 

@@ -44,7 +44,7 @@ from minisgl_backend.server.process import TritonServer
 from minisgl_backend.server.repository import shipped_repository
 from minisgl_backend.server.stop_event import StopEvent
 from minisgl_backend.server.supervisor import Supervisor
-from minisgl_backend.text.tokenizer import check_tokenizer
+from minisgl_backend.text.tokenizer_files import check_tokenizer
 
 _QUESTION = "What is the capital of France?"
 _LAST_ANSWERS_S = 5

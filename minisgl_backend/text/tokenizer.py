@@ -1,4 +1,4 @@
-"""A prompt -> token ids, by the tokenizer in a checkpoint's folder.
+"""A prompt -> token ids, by a checkpoint's tokenizer (``tokenizer_files``) and chat templates.
 
 In a text, what is spelled like a special token becomes one only with ``parse_special_tokens``. A
 chat is rendered as text by the template, which spells out control tokens; so in a chat such
@@ -11,107 +11,27 @@ Must not know Triton, or what the ids are used for.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
 from minisgl_backend.config import Limits
-from minisgl_backend.errors import ConfigError, InvalidRequest, Unsupported
-from minisgl_backend.models.config_json import read_json
+from minisgl_backend.errors import InvalidRequest, Unsupported
 from minisgl_backend.request import IntArray, SamplingParams, TokenId
 from minisgl_backend.text.chat_format import ChatFormat
 from minisgl_backend.text.detokenizer import TextStream
 from minisgl_backend.text.length import LengthCheck
 from minisgl_backend.text.messages import parse_messages, parse_tools, parse_variables
 from minisgl_backend.text.template import ChatTemplate
+from minisgl_backend.text.tokenizer_files import load_tokenizer, template_sources, understood
 from minisgl_backend.text.vocabulary import Vocabulary
 from minisgl_backend.wire.generation import MessagesPrompt, Prompt, TextPrompt, TokenPrompt
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
-
-_MOST_TOLD: Final = 300
-"""Characters of a library's error."""
-_NO_CHARACTER: Final = "\ufdd0"
-_PROCESSOR_TEMPLATE: Final = "chat_template.json"
-"""Where multi-modal checkpoints written by older transformers have their template."""
-
-
-def check_tokenizer(folder: str | Path) -> None:
-    """Raise ``ConfigError`` if there is no tokenizer.json, or one that is not JSON.
-
-    Cheap, so `minisgl serve` calls it before starting the server.
-    """
-    place = Path(folder)
-    if not (place / "tokenizer.json").is_file():
-        raise ConfigError(
-            f"{folder} holds no tokenizer.json, and no other tokenizer is read; the option "
-            "tokenizer names a folder or model that has one"
-        )
-    for name in ("tokenizer.json", "tokenizer_config.json", _PROCESSOR_TEMPLATE):
-        if (place / name).exists():
-            read_json(place / name)
-
-
-def load_vocabulary(folder: str | Path) -> Vocabulary:
-    """The vocabulary of the tokenizer in a folder; raises ``ConfigError``."""
-    with _understood(folder):
-        return Vocabulary.of(_load(folder).backend_tokenizer)
-
-
-def load_definition(
-    folder: str | Path, *, num_embeddings: int | None = None
-) -> tuple[str, dict[str, TokenId]]:
-    """tokenizer.json as llguidance needs it, and the ids of the tokens without text, by their
-    names; raises ``ConfigError``. Tokens for which the model has none of its ``num_embeddings`` are
-    left out (``Vocabulary.check_fits``).
-
-    These are the special tokens, and other added tokens with names in angle brackets, which
-    llguidance treats as special too. In the definition they get names that no text contains.
-    Otherwise a text spelled like such a token could only be generated as that token, which is not
-    allowed in texts.
-    """
-    with _understood(folder):
-        tokenizer = _load(folder).backend_tokenizer
-        tokenizer.no_truncation()
-        tokenizer.no_padding()
-        definition = json.loads(tokenizer.to_str())
-    if num_embeddings is not None:
-        _leave_out(definition, num_embeddings)
-    ids: dict[str, TokenId] = {}
-    names: dict[str, str] = {}
-    for token in definition["added_tokens"]:
-        name = token["content"]
-        if token["special"] or (name.startswith("<") and name.endswith(">")):
-            ids[name] = token["id"]
-            names[name] = f"<{_NO_CHARACTER}{token['id']}>"
-            token |= {"content": names[name], "special": True}
-    model = definition["model"]
-    vocabulary = model["vocab"]
-    if isinstance(vocabulary, dict):
-        model["vocab"] = {names.get(name, name): number for name, number in vocabulary.items()}
-    else:
-        model["vocab"] = [[names.get(name, name), score] for name, score in vocabulary]
-    if model.get("unk_token") in names:
-        model["unk_token"] = names[model["unk_token"]]
-    definition["post_processor"] = None  # it refers to tokens by name, and is only for prompts
-    return json.dumps(definition, ensure_ascii=False), ids
-
-
-def _leave_out(definition: dict[str, Any], begin: TokenId) -> None:
-    """Remove the tokens from the id ``begin`` on."""
-    added, model = definition["added_tokens"], definition["model"]
-    definition["added_tokens"] = [token for token in added if token["id"] < begin]
-    vocabulary = model["vocab"]
-    if isinstance(vocabulary, dict):
-        model["vocab"] = {name: number for name, number in vocabulary.items() if number < begin}
-    else:
-        model["vocab"] = vocabulary[:begin]
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,16 +84,11 @@ class PromptEncoder:
     ) -> PromptEncoder:
         """The encoder of a checkpoint's folder; raises ``ConfigError``."""
         limits = limits or Limits()
-        with _understood(folder):
-            loaded = _load(folder)
-            sources = loaded.chat_template or _template_of_processor(Path(folder)) or {}
-            if isinstance(sources, str):
-                sources = {"default": sources}
-            if not _are_texts(sources):
-                raise ConfigError(f"the chat template of {folder} must be a text, or texts by name")
+        with understood(folder):
+            loaded = load_tokenizer(folder)
             templates = {
                 name: ChatTemplate(source, loaded.special_tokens_map, max_chars=limits.prompt_bytes)
-                for name, source in sources.items()
+                for name, source in template_sources(loaded, Path(folder)).items()
             }
             return cls(
                 loaded.backend_tokenizer,
@@ -316,43 +231,3 @@ class PromptEncoder:
             return ids
         doubled = len(ids) > 1 and ids[0] == ids[1] == self._bos_token_id
         return ids[1:] if doubled else ids
-
-
-def _template_of_processor(folder: Path) -> str | None:
-    path = folder / _PROCESSOR_TEMPLATE
-    if not path.is_file():
-        return None
-    template = read_json(path).get("chat_template")
-    if not isinstance(template, str):
-        raise ConfigError(f"{path}: chat_template must be a string")
-    return template
-
-
-def _load(folder: str | Path) -> Any:
-    """The tokenizer of a folder, by transformers: tokenizer.json and the files that belong to it.
-
-    Not by ``AutoTokenizer``, which imports torch into processes that do not need it, and some of
-    whose classes rebuild the tokenizer instead of taking the file as it is.
-    """
-    from transformers import PreTrainedTokenizerFast
-
-    check_tokenizer(folder)
-    return PreTrainedTokenizerFast.from_pretrained(str(folder), local_files_only=True)
-
-
-@contextmanager
-def _understood(folder: str | Path) -> Iterator[None]:
-    """Turn the errors of a tokenizer's libraries into a ``ConfigError``. For files that they do not
-    understand they raise errors of all kinds, and panics of Rust, which are no ``Exception``."""
-    try:
-        yield
-    except (ConfigError, KeyboardInterrupt, SystemExit, GeneratorExit):
-        raise
-    except BaseException as error:
-        told = " ".join(str(error).split())
-        told = told if len(told) <= _MOST_TOLD else f"{told[:_MOST_TOLD]}..."
-        raise ConfigError(f"the tokenizer of {folder} cannot be loaded: {told}") from error
-
-
-def _are_texts(sources: Any) -> bool:
-    return isinstance(sources, dict) and all(isinstance(one, str) for one in sources.values())

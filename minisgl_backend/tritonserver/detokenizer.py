@@ -24,7 +24,7 @@ from typing import Any, Final
 
 from minisgl_backend.errors import EngineFailure
 from minisgl_backend.text.answer_stream import AnswerStream
-from minisgl_backend.text.tokenizer import load_vocabulary
+from minisgl_backend.text.tokenizer_files import load_vocabulary
 from minisgl_backend.tritonserver.channel import DetokenizerChannel
 from minisgl_backend.tritonserver.lane import Lane, num_stream_lanes
 from minisgl_backend.tritonserver.responder import Responder, error_response

@@ -11,7 +11,8 @@ from click.testing import CliRunner
 from minisgl_backend.cli.main import main
 from minisgl_backend.models.catalog import load_spec
 from minisgl_backend.text.detokenizer import TextStream
-from minisgl_backend.text.tokenizer import PromptEncoder, load_vocabulary
+from minisgl_backend.text.tokenizer import PromptEncoder
+from minisgl_backend.text.tokenizer_files import load_vocabulary
 from minisgl_backend.wire.generation import TextPrompt
 from minisgl_bench.dummy_model import FORMATS, SHAPES, write_dummy_model
 

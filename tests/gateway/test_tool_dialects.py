@@ -24,7 +24,7 @@ from minisgl_backend.errors import InvalidRequest
 from minisgl_backend.grammar.matchers import Batch, Grammars, State
 from minisgl_backend.text.detokenizer import TextStream
 from minisgl_backend.text.template import ChatTemplate
-from minisgl_backend.text.tokenizer import load_definition, load_vocabulary
+from minisgl_backend.text.tokenizer_files import load_definition, load_vocabulary
 from minisgl_backend.text.vocabulary import Vocabulary
 from tests.fakes import chat_templates
 from tests.grammar.test_matchers import compiled

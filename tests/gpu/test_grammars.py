@@ -18,7 +18,7 @@ from minisgl_backend.execution.decode_graphs import DecodeGraphs
 from minisgl_backend.kernels.dispatch import is_interpreted
 from minisgl_backend.request import Grammar, GrammarKind, IntArray, SamplingParams
 from minisgl_backend.text.detokenizer import TextStream
-from minisgl_backend.text.tokenizer import load_vocabulary
+from minisgl_backend.text.tokenizer_files import load_vocabulary
 from minisgl_bench.engines import Collector
 from tests.gpu.test_executor import retracting as retracting
 from tests.gpu.test_executor import serve, tokens_of

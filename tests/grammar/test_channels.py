@@ -10,7 +10,8 @@ import pytest
 
 from minisgl_backend.errors import InvalidRequest, Unsupported
 from minisgl_backend.grammar.matchers import Batch, Grammars, State
-from minisgl_backend.text.tokenizer import PromptEncoder, load_definition
+from minisgl_backend.text.tokenizer import PromptEncoder
+from minisgl_backend.text.tokenizer_files import load_definition
 from minisgl_backend.wire.generation import TextPrompt
 from tests.fakes import chat_templates
 from tests.grammar.test_matchers import FOLDER, compiled

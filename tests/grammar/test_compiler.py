@@ -17,7 +17,7 @@ from minisgl_backend.errors import EngineFailure, InvalidRequest, Overloaded, Un
 from minisgl_backend.grammar.compiler import MOST_LONG, MOST_WAITING, Compiler, _Queue
 from minisgl_backend.grammar.vetting import NUM_WORKERS
 from minisgl_backend.request import Grammar, GrammarKind
-from minisgl_backend.text.tokenizer import load_definition
+from minisgl_backend.text.tokenizer_files import load_definition
 from tests.waiting import PATIENCE_S
 
 

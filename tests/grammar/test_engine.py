@@ -48,7 +48,7 @@ from minisgl_backend.runtime.engine import Engine
 from minisgl_backend.scheduling import scheduler
 from minisgl_backend.scheduling.admission import AdmissionControl
 from minisgl_backend.text.detokenizer import TextStream
-from minisgl_backend.text.tokenizer import load_definition, load_vocabulary
+from minisgl_backend.text.tokenizer_files import load_definition, load_vocabulary
 from minisgl_kit.wrappers import ExecutorWrapper, PendingWrapper
 from tests.parallel.engines import Answer, Ranked, ranked_engine, wait_for_all
 

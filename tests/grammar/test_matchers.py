@@ -21,7 +21,7 @@ from minisgl_backend.errors import InvalidRequest, MiniSGLError, RequestError
 from minisgl_backend.grammar.matchers import Batch, Grammars, Matcher, State
 from minisgl_backend.request import Grammar, GrammarKind, SamplingParams
 from minisgl_backend.text.detokenizer import TextStream
-from minisgl_backend.text.tokenizer import load_definition, load_vocabulary
+from minisgl_backend.text.tokenizer_files import load_definition, load_vocabulary
 from tests.grammar.schemas import SCHEMAS
 
 FOLDER: Final = Path(minisgl_backend.__file__).parent / "demo_model"

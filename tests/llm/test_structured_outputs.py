@@ -11,7 +11,7 @@ import pytest
 
 from minisgl_backend import LLM
 from minisgl_backend.errors import InvalidRequest, Unsupported
-from minisgl_backend.text.tokenizer import load_vocabulary
+from minisgl_backend.text.tokenizer_files import load_vocabulary
 from tests.fakes import chat_templates
 
 CHAT = [{"role": "user", "content": "Think of a letter."}]

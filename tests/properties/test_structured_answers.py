@@ -22,7 +22,7 @@ from minisgl_backend.config import DEMO_MODEL
 from minisgl_backend.grammar.vetting import TokenizerFacts
 from minisgl_backend.request import FinishReason, Grammar, GrammarKind, SamplingParams
 from minisgl_backend.text.detokenizer import TextStream
-from minisgl_backend.text.tokenizer import load_definition, load_vocabulary
+from minisgl_backend.text.tokenizer_files import load_definition, load_vocabulary
 from tests.grammar.schemas import SCHEMAS
 from tests.parallel.engines import Ranked, ranked_engine, wait_for_all
 from tests.properties.effort import examples

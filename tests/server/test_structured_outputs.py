@@ -16,7 +16,7 @@ from tritonclient.utils import InferenceServerException
 
 from minisgl_backend.config import DEMO_MODEL
 from minisgl_backend.server.process import TritonServer
-from minisgl_backend.text.tokenizer import load_vocabulary
+from minisgl_backend.text.tokenizer_files import load_vocabulary
 from tests.fakes import chat_templates
 from tests.server.client import Call, Refused, generate, generate_stream, tensors, text_of
 from tests.server.conftest import running

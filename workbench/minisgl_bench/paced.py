@@ -25,7 +25,8 @@ from minisgl_backend.runtime.engine import Engine
 from minisgl_backend.runtime.engine_base import EngineInfo
 from minisgl_backend.scheduling.report import StepResult
 from minisgl_backend.scheduling.scheduler import Scheduler
-from minisgl_backend.text.tokenizer import PromptEncoder, load_vocabulary
+from minisgl_backend.text.tokenizer import PromptEncoder
+from minisgl_backend.text.tokenizer_files import load_vocabulary
 from minisgl_backend.wire.generation import TextPrompt
 from minisgl_bench.journal import Entry, What
 from minisgl_kit.wrappers import SchedulerWrapper

@@ -30,7 +30,7 @@ from minisgl_backend.config import DEMO_MODEL
 from minisgl_backend.errors import EngineFailure
 from minisgl_backend.loopback import DIRECT, STREAM_INFER
 from minisgl_backend.text.detokenizer import TextStream
-from minisgl_backend.text.tokenizer import load_vocabulary
+from minisgl_backend.text.tokenizer_files import load_vocabulary
 from minisgl_bench.servers import started_paced
 from minisgl_kit.report import Report, json_option
 

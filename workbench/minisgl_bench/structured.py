@@ -32,7 +32,7 @@ from minisgl_backend.errors import MiniSGLError
 from minisgl_backend.grammar.matchers import Batch, Grammars, Matcher
 from minisgl_backend.request import Grammar, GrammarKind, IntArray, SamplingParams, TokenId
 from minisgl_backend.runtime.engine import Engine
-from minisgl_backend.text.tokenizer import load_definition, load_vocabulary
+from minisgl_backend.text.tokenizer_files import load_definition, load_vocabulary
 from minisgl_bench.dummy_model import SHAPES, write_dummy_model
 from minisgl_bench.engines import engine_facts, running_engine, submitted
 from minisgl_bench.profiling import nvtx_option, profile_option, profiled

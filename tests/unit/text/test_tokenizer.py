@@ -21,7 +21,8 @@ from transformers import AutoTokenizer, LlamaTokenizer
 from minisgl_backend.config import DEMO_MODEL, Limits
 from minisgl_backend.errors import ConfigError, InvalidRequest, RequestError, Unsupported
 from minisgl_backend.request import IntArray
-from minisgl_backend.text.tokenizer import PromptEncoder, check_tokenizer, load_vocabulary
+from minisgl_backend.text.tokenizer import PromptEncoder
+from minisgl_backend.text.tokenizer_files import check_tokenizer, load_vocabulary
 from minisgl_backend.wire.generation import MessagesPrompt, Prompt, TextPrompt, TokenPrompt
 from tests.fakes import vocabularies
 

@@ -41,7 +41,7 @@ NO_SNAPSHOT: Final = -1
 """In place of a snapshot's number: there is none."""
 
 NO_PAGE: Final = -1
-"""In place of a window page: the row has none there, since no later position sees it."""
+"""In place of a window page: there is none. In a grant, since no later position sees it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -31,7 +31,6 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Final
 
 import numpy as np
 
@@ -39,8 +38,6 @@ from minisgl_backend.cache.pages import PagePool
 from minisgl_backend.errors import InvariantError
 from minisgl_backend.plan import NO_PAGE, Grants
 from minisgl_backend.request import IntArray
-
-_NONE: Final = -1
 
 
 @dataclass(slots=True, eq=False)
@@ -77,7 +74,7 @@ class WindowPages:
         self.span = -(-(window - 1) // page_size)
         """Number of earlier pages that the first token of a page sees."""
         self._pool = PagePool(num_window_pages, is_clean=is_clean)
-        self._attached = np.full(num_pages, _NONE, dtype=np.int32)  # window pages, by page
+        self._attached = np.full(num_pages, NO_PAGE, dtype=np.int32)  # window pages, by page
         self._users = np.zeros(num_pages, dtype=np.int32)  # leases that hold the page's
         self._passed: OrderedDict[int, None] = OrderedDict()  # idle: pages, the oldest first
         self._kept: OrderedDict[int, None] = OrderedDict()
@@ -105,7 +102,7 @@ class WindowPages:
         if not len(pages):
             return 0
         index = np.arange(len(pages))
-        missing = np.where(self._attached[pages] == _NONE, index, -1)
+        missing = np.where(self._attached[pages] == NO_PAGE, index, -1)
         run = index - np.maximum.accumulate(missing)  # attached pages up to each
         found = np.flatnonzero(run >= np.minimum(self.span, index + 1))
         return int(found[-1]) + 1 if len(found) else 0
@@ -161,7 +158,7 @@ class WindowPages:
         self._evict(missing - self._pool.num_free)
         pages = np.array(lease.pages[lease.window_end : num_pages], dtype=np.int32)
         taken = self._pool.allocate(missing)
-        if (self._attached[pages] != _NONE).any():
+        if (self._attached[pages] != NO_PAGE).any():
             raise InvariantError("a page gets a second window page")
         self._attached[pages] = taken
         self._users[pages] = 1
@@ -177,8 +174,8 @@ class WindowPages:
         for index, other in enumerate(known.tolist(), start):
             own = lease.pages[index]
             held = lease.window_begin <= index < lease.window_end
-            if self._attached[other] == _NONE and self._attached[own] != _NONE:
-                self._attached[other], self._attached[own] = self._attached[own], _NONE
+            if self._attached[other] == NO_PAGE and self._attached[own] != NO_PAGE:
+                self._attached[other], self._attached[own] = self._attached[own], NO_PAGE
                 self._users[other], self._users[own] = self._users[own], 0
                 for order in (self._passed, self._kept):
                     if own in order:
@@ -201,7 +198,7 @@ class WindowPages:
 
     def drop(self, pages: IntArray) -> None:
         """Detach the window pages of ``pages``, which become free."""
-        attached = pages[self._attached[pages] != _NONE]
+        attached = pages[self._attached[pages] != NO_PAGE]
         if not len(attached):
             return
         for page in attached.tolist():
@@ -210,7 +207,7 @@ class WindowPages:
         if self._users[attached].any():
             raise InvariantError("a window page that is held is dropped")
         self._pool.free(self._attached[attached])
-        self._attached[attached] = _NONE
+        self._attached[attached] = NO_PAGE
 
     def num_alone(self, lease: WindowLease) -> int:
         """Number of window pages that become available when the lease ends."""
@@ -265,11 +262,11 @@ class WindowPages:
         """Raise ``InvariantError`` if the bookkeeping contradicts itself, these leases, or the
         ``free`` pages. Slow."""
         self._pool.check()
-        attached = np.flatnonzero(self._attached != _NONE)
+        attached = np.flatnonzero(self._attached != NO_PAGE)
         known = np.concatenate([self._pool.free_pages(), self._attached[attached]])
         if not np.array_equal(np.sort(known), np.arange(self.num_window_pages)):
             raise InvariantError("a window page is neither free nor attached to one page")
-        if (self._attached[free] != _NONE).any():
+        if (self._attached[free] != NO_PAGE).any():
             raise InvariantError("a free page has a window page")
         pages = [
             page for lease in leases for page in lease.pages[lease.window_begin : lease.window_end]
@@ -283,7 +280,7 @@ class WindowPages:
 
     def _of(self, pages: IntArray) -> IntArray:
         found = self._attached[pages]
-        attached: IntArray = found[found != _NONE]
+        attached: IntArray = found[found != NO_PAGE]
         return attached
 
     def _wake(self, page: int) -> None:
@@ -301,6 +298,6 @@ class WindowPages:
         if count > len(self._passed) + len(self._kept):
             raise InvariantError(f"{count} window pages wanted, {self.num_available} available")
         for _ in range(count):
-            page, _none = (self._passed or self._kept).popitem(last=False)
+            page, _ = (self._passed or self._kept).popitem(last=False)
             self._pool.free(self._attached[page : page + 1].copy())
-            self._attached[page] = _NONE
+            self._attached[page] = NO_PAGE

@@ -32,9 +32,9 @@ from minisgl_backend.request import EMPTY, IntArray, Request, RequestId
 from minisgl_backend.scheduling.adapter_places import AdapterPlaces
 from minisgl_backend.scheduling.draft import Draft
 from minisgl_backend.scheduling.running import RunningRows
-from minisgl_backend.scheduling.sequence import Phase, Sequence
+from minisgl_backend.scheduling.sequence import Phase, Sequence, by_precedence
 from minisgl_backend.scheduling.state_snapshots import StateSnapshots
-from minisgl_backend.scheduling.waiting import WaitingQueue, by_precedence, precedence_of
+from minisgl_backend.scheduling.waiting import WaitingQueue, precedence_of
 from minisgl_backend.scheduling.waiting_samples import WaitingSamples
 
 _UNLIMITED: Final = 2**31

@@ -52,8 +52,8 @@ from minisgl_backend.scheduling.admission import AdmissionControl
 from minisgl_backend.scheduling.draft import Draft
 from minisgl_backend.scheduling.lifecycle import Lifecycle, Room
 from minisgl_backend.scheduling.report import SchedulerStats, StepResult
-from minisgl_backend.scheduling.sequence import Phase, Precedence, Sequence
-from minisgl_backend.scheduling.waiting import WaitingQueue, by_precedence
+from minisgl_backend.scheduling.sequence import Phase, Precedence, Sequence, by_precedence
+from minisgl_backend.scheduling.waiting import WaitingQueue
 
 _NOT_FINITE: Final = "the model's logits were not finite"
 
@@ -379,10 +379,8 @@ class Scheduler:
         if failed.any():
             for row in sample_rows[failed].tolist():  # also of requests that have since ended
                 rows.sequence(row).failed = True
-            for row in sample_rows[accepted & failed].tolist():
-                sequence = rows.sequence(row)
-                ended[sequence.request.id] = Failed(EngineFailure(_NOT_FINITE))
-                self._life.end(sequence)
+            for request_id in self._end_rows(sample_rows[accepted & failed]):
+                ended[request_id] = Failed(EngineFailure(_NOT_FINITE))
             accepted &= ~failed
         embedded = [
             (rows.sequence(int(sample_rows[index])).request.id, vector)
@@ -391,10 +389,8 @@ class Scheduler:
         ]
         surplus = accepted & rows.are_complete(sample_rows)
         if surplus.any():
-            for row in sample_rows[surplus].tolist():
-                sequence = rows.sequence(row)
-                ended[sequence.request.id] = Finished(FinishReason.LENGTH)
-                self._life.end(sequence)
+            for request_id in self._end_rows(sample_rows[surplus]):
+                ended[request_id] = Finished(FinishReason.LENGTH)
             accepted &= ~surplus
         if not accepted.all():
             kept = np.flatnonzero(accepted)
@@ -409,6 +405,13 @@ class Scheduler:
             ended[request_ids[index]] = Finished(reason, stop)
             self._life.end(self._life.live[request_ids[index]])
         return StepResult(request_ids, token_ids, dict(logprobs), scored, ended, embedded)
+
+    def _end_rows(self, rows: IntArray) -> list[RequestId]:
+        """End the sequences in ``rows``, int32[n], and return their requests."""
+        sequences = [self._rows.sequence(row) for row in rows.tolist()]
+        for sequence in sequences:
+            self._life.end(sequence)
+        return [sequence.request.id for sequence in sequences]
 
 
 def _renumbered(

@@ -127,3 +127,8 @@ class Sequence:
         if self.lease is None:
             raise InvariantError(f"request {self.request.id} holds no pages")
         return self.lease
+
+
+def by_precedence(sequence: Sequence) -> Precedence:
+    """The key by which sequences are sorted: the first is served first."""
+    return sequence.precedence

@@ -32,7 +32,7 @@ from minisgl_backend.cache.kv import KVCache
 from minisgl_backend.errors import InvariantError
 from minisgl_backend.request import Request
 from minisgl_backend.scheduling.adapter_places import AdapterPlaces
-from minisgl_backend.scheduling.sequence import Precedence, Sequence
+from minisgl_backend.scheduling.sequence import Precedence, Sequence, by_precedence
 
 HEAD_START: Final = 1024
 WINDOW: Final = 32
@@ -46,11 +46,6 @@ _Place: TypeAlias = tuple[str, bytes, Precedence, Sequence]
 def precedence_of(request: Request, arrival: int) -> Precedence:
     """The place of the ``arrival``-th request in the order of service."""
     return (arrival - request.priority * HEAD_START, arrival)
-
-
-def by_precedence(sequence: Sequence) -> Precedence:
-    """The key by which sequences are sorted: the first is served first."""
-    return sequence.precedence
 
 
 class WaitingQueue:

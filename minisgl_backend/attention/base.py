@@ -13,7 +13,7 @@ Knows positions, pages and shapes. Must not know requests, plans or how pages ar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Protocol, TypeAlias, runtime_checkable
@@ -284,62 +284,6 @@ class GroupedDecode(DecodeAttention, Protocol):
         indices of the step's rows. Called on the step's stream, before each replay; cheap while the
         groups stay the same.
         """
-
-
-@dataclass(frozen=True, slots=True)
-class AttentionByLayer:
-    """``PrefillAttention`` and ``DecodeAttention`` of layers whose heads or pages differ.
-
-    For each layer, ``layers`` has the index of the backend that computes it, and the layer's index
-    within that backend. ``window_pages``: whether a backend's layers have window pages.
-    """
-
-    backends: Sequence[PagedAttention]
-    layers: Sequence[tuple[int, int]]
-    window_pages: Sequence[bool]
-
-    def plan_chunks(self, chunks: Chunks) -> LayerAttention:
-        return self._by_layer(
-            [
-                backend.prefill.plan_chunks(chunks.over_window_pages() if in_window else chunks)
-                for backend, in_window in zip(self.backends, self.window_pages, strict=True)
-            ]
-        )
-
-    def plan_rows(self, rows: DecodeRows) -> LayerAttention:
-        return self._by_layer(
-            [
-                backend.decode.plan_rows(rows.over_window_pages() if in_window else rows)
-                for backend, in_window in zip(self.backends, self.window_pages, strict=True)
-            ]
-        )
-
-    def _by_layer(self, planned: Sequence[LayerAttention]) -> LayerAttention:
-        def attend(out: Tensor, q: Tensor, kv: PagedKV, layer: int) -> None:
-            backend, own_index = self.layers[layer]
-            planned[backend](out, q, kv, own_index)
-
-        return attend
-
-
-class ScheduledByLayer(AttentionByLayer):
-    """The same if any of the backends follows a schedule (``ScheduledDecode``)."""
-
-    def schedule_rows(self, lengths: IntArray) -> None:
-        for backend in self.backends:
-            if isinstance(backend.decode, ScheduledDecode):
-                backend.decode.schedule_rows(lengths)
-
-
-class GroupedByLayer(AttentionByLayer):
-    """The same if one of the backends, for layers without window pages, is a ``GroupedDecode``."""
-
-    def take_groups(self, groups: Groups) -> bool:
-        return any(
-            isinstance(backend.decode, GroupedDecode) and backend.decode.take_groups(groups)
-            for backend, in_window in zip(self.backends, self.window_pages, strict=True)
-            if not in_window
-        )
 
 
 @dataclass(frozen=True, slots=True)

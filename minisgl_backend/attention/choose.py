@@ -20,16 +20,14 @@ import torch
 from minisgl_backend import packages
 from minisgl_backend.attention import flash_infer
 from minisgl_backend.attention.base import (
-    AttentionByLayer,
     AttentionSetting,
     DecodeAttention,
-    GroupedByLayer,
     GroupedDecode,
     PagedAttention,
     PrefillAttention,
-    ScheduledByLayer,
     ScheduledDecode,
 )
+from minisgl_backend.attention.by_layer import AttentionByLayer, GroupedByLayer, ScheduledByLayer
 from minisgl_backend.attention.flash_attn import FlashAttention
 from minisgl_backend.attention.flash_infer import (
     TRTLLM_PAGE_SIZES,

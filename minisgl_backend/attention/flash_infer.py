@@ -100,7 +100,7 @@ class FlashInferPrefill:
         assert chunks.host_ends is not None
         setting, first_token = self._setting, int(chunks.host_offsets[0])
         table = chunks.page_table.index_select(0, chunks.rows)
-        offsets = _to_host(chunks.host_offsets - chunks.host_offsets[0], setting)
+        offsets = _pinned(chunks.host_offsets - chunks.host_offsets[0], setting)
         pages = _PageLists.of(chunks.host_ends, table, setting)
         self._copied.synchronize()
         for window, wrapper in self._wrappers.items():
@@ -299,11 +299,11 @@ class _PageLists:
         offsets = _offsets(counts)
         starts: HostArray = np.arange(len(ends)) * page_table.shape[1] - offsets[:-1].numpy()
         taken = np.repeat(starts, counts) + np.arange(counts.sum())
-        index = _to_host(taken, setting).to(setting.device, non_blocking=True)
+        index = _pinned(taken, setting).to(setting.device, non_blocking=True)
         return cls(
-            _to_host(offsets.numpy(), setting),
+            _pinned(offsets.numpy(), setting),
             page_table.flatten().index_select(0, index),
-            _to_host(ends - (counts - 1) * setting.page_size, setting),
+            _pinned(ends - (counts - 1) * setting.page_size, setting),
         )
 
 
@@ -316,7 +316,7 @@ def _offsets(counts: IntArray) -> Tensor:
     return torch.from_numpy(np.concatenate([[0], np.cumsum(counts)]).astype(np.int32))
 
 
-def _to_host(array: IntArray | HostArray, setting: AttentionSetting) -> Tensor:
+def _pinned(array: IntArray | HostArray, setting: AttentionSetting) -> Tensor:
     """A copy in pinned memory, so that copying it to the GPU does not wait for the GPU."""
     tensor = torch.from_numpy(array)
     return tensor.pin_memory() if setting.device.type == "cuda" else tensor

@@ -39,6 +39,7 @@ from minisgl_backend.layers.weight_place import (
     Place,
     Share,
     collect_places,
+    empty_parameter,
     even_share,
 )
 from minisgl_backend.layers.weight_share import block_of
@@ -109,13 +110,13 @@ class ExpertsMLP(nn.Module):
                 matrices=matrices,
             )
             self._shared_gate_format = matrices.format_of(f"{name}.{shared.name}_gate")
-            self.shared_gate = _parameter(1, hidden_size) if shared.gated else None
+            self.shared_gate = empty_parameter(1, hidden_size) if shared.gated else None
         self._is_shared_last = fused and not whole_experts and not kept and self._is_shared_alike
         more = 1 if self._is_shared_last else 0
         self.gate_up = _memory_of(kept, of_gate_up, both, self.outer, width, more=more)
         self.down = _memory_of(kept, of_down, [(0, self.outer)], self.inner, hidden_size, more=more)
-        self.gate_up_bias = _parameter(self.held.size, width) if spec.biases else None
-        self.down_bias = _parameter(self.held.size, hidden_size) if spec.biases else None
+        self.gate_up_bias = empty_parameter(self.held.size, width) if spec.biases else None
+        self.down_bias = empty_parameter(self.held.size, hidden_size) if spec.biases else None
         self._kernels: ExpertsKernels | None = None
         self._router_bias: Tensor | None = None  # in float32, as these kernels take it
         self._packed: ExpertWeights | None = None
@@ -388,14 +389,10 @@ def _memory_of(
     """
     shape, first = (len(formats) // len(parts) + more, out_features, ins.size), formats[0]
     if not kept or first is None:
-        return _parameter(*shape)
+        return empty_parameter(*shape)
     return StoredWeight(first, block_of(first, parts, ins), shape, num_inputs=ins.total)
 
 
 def _memory(weight: nn.Parameter | StoredWeight) -> Tensor | StoredWeight:
     """What places write to."""
     return weight if isinstance(weight, StoredWeight) else weight.data
-
-
-def _parameter(*shape: int) -> nn.Parameter:
-    return nn.Parameter(torch.empty(*shape), requires_grad=False)

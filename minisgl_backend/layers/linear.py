@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor, nn
 
 from minisgl_backend.kernels.adapters import (
@@ -23,7 +22,13 @@ from minisgl_backend.kernels.adapters import (
 )
 from minisgl_backend.layers.norm import Normed, RMSNorm, add_sum
 from minisgl_backend.layers.quantized_matrix import Matrices
-from minisgl_backend.layers.weight_place import Place, Share, WeightPlace, even_share
+from minisgl_backend.layers.weight_place import (
+    Place,
+    Share,
+    WeightPlace,
+    empty_parameter,
+    even_share,
+)
 from minisgl_backend.parallel.group import Group
 
 if TYPE_CHECKING:
@@ -58,7 +63,7 @@ class MergedColumnLinear(nn.Module):
         named = {f"{name}.{part}": share for part, share in parts.items()}
         self.matrix = matrices.make(named, Share(in_features, 0, in_features), padded=padded)
         size = self.matrix.out_features
-        self.bias = nn.Parameter(torch.empty(size), requires_grad=False) if bias else None
+        self.bias = empty_parameter(size) if bias else None
 
     def use_tensor_cores(self, kernels: TensorCores) -> None:
         """Compute steps that fit by ``kernels``, which the weight fits."""
@@ -113,7 +118,7 @@ class RowLinear(nn.Module):
         self.group = group
         inputs = even_share(in_features, group, "the inputs of a row-parallel layer")
         self.matrix = matrices.make({name: Share(out_features, 0, out_features)}, inputs)
-        self.bias = nn.Parameter(torch.empty(out_features), requires_grad=False) if bias else None
+        self.bias = empty_parameter(out_features) if bias else None
 
     def use_tensor_cores(self, kernels: TensorCores, *, adds: bool = True) -> None:
         """Compute steps that fit by ``kernels``, which the weight fits: ``add_to`` or, unless it

@@ -31,7 +31,7 @@ from minisgl_backend.kernels.adapters import (
 from minisgl_backend.kernels.packing import is_packable, packed, packed_linear
 from minisgl_backend.layers.norm import Normed, RMSNorm, add_sum, is_sum_fused
 from minisgl_backend.layers.quantized_place import place_in
-from minisgl_backend.layers.weight_place import Place, Share
+from minisgl_backend.layers.weight_place import Place, Share, empty_parameter
 from minisgl_backend.parallel.group import Group
 from minisgl_backend.weight_format import WeightFormat
 
@@ -265,8 +265,7 @@ class DenseMatrix(Matrix):
         fused: bool,
     ):
         super().__init__(parts, ins, out_features)
-        weight = torch.empty(out_features, ins.size)
-        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.weight = empty_parameter(out_features, ins.size)
         self._formats = dict(formats)
         self._fused = fused
         self._packed: Tensor | None = None

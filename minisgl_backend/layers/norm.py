@@ -23,7 +23,7 @@ from minisgl_backend.kernels.float8_rows import (
     rms_norm_float8,
 )
 from minisgl_backend.kernels.rms_norm import fused_add_rms_norm, rms_norm, scales_of_squares
-from minisgl_backend.layers.weight_place import Share, WeightPlace, whole
+from minisgl_backend.layers.weight_place import Share, WeightPlace, empty_parameter, whole
 from minisgl_backend.parallel.group import Group
 
 
@@ -39,7 +39,7 @@ class RMSNorm(nn.Module):
 
     def __init__(self, size: int, eps: float, *, scale: float = 1.0, offset: float = 0.0):
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(size), requires_grad=False)
+        self.weight = empty_parameter(size)
         self.eps = eps
         self.scale, self.offset = scale, offset
 
@@ -68,8 +68,7 @@ class HeadNorm(nn.Module):
         self.has_keys = num_kv_heads > 0
         self.offset = offset
         self.weighted = weighted
-        weight = torch.empty(num_heads + num_kv_heads, head_dim)
-        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.weight = empty_parameter(num_heads + num_kv_heads, head_dim)
 
     @property
     def q(self) -> Tensor:
@@ -99,8 +98,8 @@ class TokenNorm(nn.Module):
 
     def __init__(self, queries: Share, keys: Share, eps: float, group: Group):
         super().__init__()
-        self.q = nn.Parameter(torch.empty(queries.size), requires_grad=False)
-        self.k = nn.Parameter(torch.empty(keys.size), requires_grad=False)
+        self.q = empty_parameter(queries.size)
+        self.k = empty_parameter(keys.size)
         self.eps = eps
         self.group = group
         self._queries, self._keys = queries, keys

@@ -17,7 +17,7 @@ from minisgl_backend.kernels import linear_cut
 from minisgl_backend.kernels.moe import Choices, choose
 from minisgl_backend.layers.quantized_matrix import Matrices
 from minisgl_backend.layers.quantized_place import place_in
-from minisgl_backend.layers.weight_place import Place, Share, whole
+from minisgl_backend.layers.weight_place import Place, Share, empty_parameter, whole
 
 if TYPE_CHECKING:  # needs the CUDA driver's bindings, which only installations for GPUs have
     from minisgl_backend.kernels.cuda.invariant_linear import InvariantKernels, InvariantLinear
@@ -40,10 +40,10 @@ class Router(nn.Module):
         self.rule = spec.routing
         num_experts = spec.num_experts
         self._format = matrices.format_of(name)
-        self.weight = _parameter(num_experts, hidden_size)
-        self.bias = _parameter(num_experts) if spec.biases else None
-        self.correction = _parameter(num_experts) if spec.routing.corrected else None
-        self.factors = _parameter(num_experts) if spec.routing.scaled else None
+        self.weight = empty_parameter(num_experts, hidden_size)
+        self.bias = empty_parameter(num_experts) if spec.biases else None
+        self.correction = empty_parameter(num_experts) if spec.routing.corrected else None
+        self.factors = empty_parameter(num_experts) if spec.routing.scaled else None
         self._kernel: LinearKernel | None = None
         self._invariant: InvariantLinear | None = None
 
@@ -93,7 +93,3 @@ class Router(nn.Module):
             yield "e_score_correction_bias", whole(self.correction)
         if self.factors is not None:
             yield "../per_expert_scale", whole(self.factors)
-
-
-def _parameter(*shape: int) -> nn.Parameter:
-    return nn.Parameter(torch.empty(*shape), requires_grad=False)

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from minisgl_backend.kernels.quantized import QuantizedWeight
+from minisgl_backend.layers.weight_place import empty_parameter
 from minisgl_backend.weight_format import Encoding, WeightFormat
 
 
@@ -43,13 +44,13 @@ class StoredWeight(nn.Module):
         width = in_features * form.encoding.bits // 8
         codes_type = torch.float8_e4m3fn if float8 else torch.uint8
         scale_type = torch.uint8 if form.encoding is Encoding.E2M1 else torch.float32
-        self.codes = _parameter(*stack, out_features, width, dtype=codes_type)
-        self.scales = _parameter(*stack, lines, columns, dtype=scale_type)
+        self.codes = empty_parameter(*stack, out_features, width, dtype=codes_type)
+        self.scales = empty_parameter(*stack, lines, columns, dtype=scale_type)
         self.zeros = self.groups = None
         if not form.symmetric:
-            self.zeros = _parameter(*stack, lines, columns, dtype=torch.uint8)
+            self.zeros = empty_parameter(*stack, lines, columns, dtype=torch.uint8)
         if form.reorders:
-            self.groups = _parameter(*stack, in_features, dtype=torch.int32)
+            self.groups = empty_parameter(*stack, in_features, dtype=torch.int32)
 
     @property
     def weight(self) -> QuantizedWeight:
@@ -84,7 +85,3 @@ class StoredWeight(nn.Module):
                 whole.groups.copy_(part.groups)
 
         return put
-
-
-def _parameter(*shape: int, dtype: torch.dtype) -> nn.Parameter:
-    return nn.Parameter(torch.empty(*shape, dtype=dtype), requires_grad=False)

@@ -159,6 +159,11 @@ class WeightPlace:
         self.target.copy_(values)
 
 
+def empty_parameter(*shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
+    """A parameter to be loaded, uninitialized, by default of PyTorch's default type."""
+    return nn.Parameter(torch.empty(*shape, dtype=dtype), requires_grad=False)
+
+
 def whole(parameter: Tensor, *, scale: float = 1.0, offset: float = 0.0) -> WeightPlace:
     """The place of a parameter that every rank holds in full (``WeightPlace``)."""
     return WeightPlace(parameter.data, tuple(parameter.shape), scale=scale, offset=offset)

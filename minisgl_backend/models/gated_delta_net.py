@@ -31,6 +31,7 @@ from minisgl_backend.layers.weight_place import (
     Share,
     WeightPlace,
     collect_places,
+    empty_parameter,
     even_share,
     whole,
 )
@@ -89,9 +90,9 @@ class GatedDeltaNet(nn.Module):
             group=group,
             matrices=matrices,
         )
-        self.conv = _parameter(self.local.num_channels, shape.conv_width)
-        self.log_decay, self.decay_bias = _parameter(heads.size), _parameter(heads.size)
-        self.norm_weight = _parameter(shape.value_dim)
+        self.conv = empty_parameter(self.local.num_channels, shape.conv_width)
+        self.log_decay, self.decay_bias = empty_parameter(heads.size), empty_parameter(heads.size)
+        self.norm_weight = empty_parameter(shape.value_dim)
         self.eps = spec.norm_eps
         self._heads = heads
 
@@ -181,7 +182,3 @@ class GatedDeltaNet(nn.Module):
             for own, place in () if module is None else module.places():
                 yield own.removeprefix("../"), place
         yield from collect_places(self.out_proj, "out_proj").items()
-
-
-def _parameter(*shape: int) -> nn.Parameter:
-    return nn.Parameter(torch.empty(shape), requires_grad=False)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -21,7 +20,7 @@ from minisgl_backend.layers.feed_forward import GatedMLP
 from minisgl_backend.layers.linear import MergedColumnLinear
 from minisgl_backend.layers.norm import Normed, RMSNorm, add_normed
 from minisgl_backend.layers.quantized_matrix import Matrices
-from minisgl_backend.layers.weight_place import Place, Share, whole
+from minisgl_backend.layers.weight_place import Place, Share, empty_parameter, whole
 from minisgl_backend.models.decoder_layers import MakeExperts
 from minisgl_backend.models.spec import LayerInputs, ModelSpec
 from minisgl_backend.models.token_mixing import SelfAttention, StepContext
@@ -196,7 +195,7 @@ class _Scalar(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.value = nn.Parameter(torch.empty(1), requires_grad=False)
+        self.value = empty_parameter(1)
 
     def places(self) -> Iterator[tuple[str, Place]]:
         yield "../layer_scalar", whole(self.value)

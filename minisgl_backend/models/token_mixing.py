@@ -39,6 +39,7 @@ from minisgl_backend.layers.weight_place import (
     Share,
     WeightPlace,
     collect_places,
+    empty_parameter,
     even_share,
     kv_head_share,
 )
@@ -147,7 +148,7 @@ class SelfAttention(nn.Module):
         self._heads = even_share(spec.num_heads, group, "attention heads")
         self.sinks: nn.Parameter | None = None
         if spec.sinks:
-            self.sinks = nn.Parameter(torch.empty(self.num_heads), requires_grad=False)
+            self.sinks = empty_parameter(self.num_heads)
         rope = spec.rope_of(layer)
         self._are_heads_tiles = (
             head_dim in HEAD_DIMS

@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
+from minisgl_backend.adapter_options import adapter_paths, adapter_tasks, check_task_names
 from minisgl_backend.build_rank import build_rank
 from minisgl_backend.cache.kv import KVCache
 from minisgl_backend.cache.naive_cache import NaiveCache
@@ -28,7 +29,7 @@ from minisgl_backend.grammar.matchers import Grammars
 from minisgl_backend.models.hub import resolve_tokenizer
 from minisgl_backend.parallel.group import OneRank
 from minisgl_backend.parts import STANDARD, Parts
-from minisgl_backend.precheck import adapter_paths, adapter_tasks, check_task_names, first_place
+from minisgl_backend.precheck import first_place
 from minisgl_backend.replicas.start import start_replicas
 from minisgl_backend.request import TokenId
 from minisgl_backend.resolve import Resolved, resolve

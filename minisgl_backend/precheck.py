@@ -1,35 +1,19 @@
-"""Checks before anything starts: options, a model's files, memory.
+"""Checks of the options before anything starts.
 
-Knows options, the files of a checkpoint and the size of this machine. Must not import torch, so
-that a command can report in a second what the engine would find half a minute later. The engine
-makes the same checks (``resolve``), and then those that need the device.
+Knows options and this machine. Must not import torch, so that a command can report in a second what
+the engine would find half a minute later. The engine makes the same checks (``resolve``), those of
+the model (``model_check``), and then those that need the device.
 """
 
 from __future__ import annotations
 
 import ctypes
-import os
-from collections.abc import Mapping
-from dataclasses import replace
-from pathlib import Path
-from types import MappingProxyType
-from typing import Final
 
+from minisgl_backend.adapter_options import check_adapters
 from minisgl_backend.config import EngineOptions
-from minisgl_backend.device.processor import default_dtype
 from minisgl_backend.errors import ConfigError
-from minisgl_backend.models.catalog import load_spec
-from minisgl_backend.models.checkpoint import check_adapter_folder, check_weights, weight_files
-from minisgl_backend.models.config_json import read_json
-from minisgl_backend.models.spec import ModelSpec
 from minisgl_backend.parallel.nodes import check_nodes
 from minisgl_backend.parallel.place import RankPlace, check_comm, listen_at
-from minisgl_backend.weight_format import CONVERT_TO_FP8
-
-_ITEM_BYTES: Final[Mapping[str, int]] = MappingProxyType(
-    {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
-)
-_ADAPTERS: Final = "multi_lora.json"
 
 
 def device_type(options: EngineOptions) -> str | None:
@@ -81,7 +65,7 @@ def check_options(options: EngineOptions, device: str | None) -> None:
             if value:
                 raise ConfigError(f"option {name}={value} needs cache=radix")
     _check_replicas(options)
-    _check_adapters(options)
+    check_adapters(options)
     if device is not None:
         check_comm(options.comm, device, place)
     if options.batch_invariant:
@@ -107,28 +91,6 @@ def _check_replicas(options: EngineOptions) -> None:
             "option cache=naive does not go with data_parallel_size of 2 and more: requests are "
             "routed by what the replicas have cached"
         )
-
-
-def _check_adapters(options: EngineOptions) -> None:
-    if not options.enable_lora:
-        for name in (
-            "lora_modules",
-            "multi_lora",
-            "lora_task_ids",
-            "max_cpu_loras",
-            "lora_updates",
-        ):
-            if getattr(options, name):
-                raise ConfigError(f"option {name} needs enable_lora")
-        others = EngineOptions()
-        for name in ("max_loras", "max_lora_rank"):
-            if getattr(options, name) != getattr(others, name):
-                raise ConfigError(f"option {name} needs enable_lora")
-    most = options.max_cpu_loras
-    if most is not None and most < options.max_loras:
-        raise ConfigError(f"max_cpu_loras {most} must be at least max_loras {options.max_loras}")
-    adapter_paths(options)
-    adapter_tasks(options)
 
 
 def _check_on_gpu(options: EngineOptions) -> None:
@@ -169,255 +131,3 @@ def _check_batch_invariant(options: EngineOptions) -> None:
         if is_given:
             value = getattr(options, name)
             raise ConfigError(f"option batch_invariant does not go with {name}={value}")
-
-
-def check_invariant_spec(spec: ModelSpec) -> None:
-    """Raise ``ConfigError`` if ``batch_invariant`` has no kernel for something in the model."""
-    experts = None if spec.moe is None else spec.moe.experts
-    unknown = {
-        "quantized weights": spec.weights is not None,
-        "recurrent layers": spec.delta_net is not None,
-        "layers that differ in their heads": bool(spec.kv_heads),
-        "layers with inputs of their own": spec.layer_inputs is not None or spec.scaled_layers,
-        "attention sinks": spec.sinks,
-        "gated attention": spec.gated_attention,
-        "norms of the outputs of a layer's parts": spec.norms != "before",
-        "norms over all heads of a token": spec.qk_norm == "token",
-        "gates by GELU": spec.gelu,
-        "routers by sigmoids": experts is not None and experts.routing.sigmoid,
-        "routers with biases": experts is not None and experts.biases,
-        "experts that all tokens take": experts is not None and experts.shared is not None,
-    }
-    for what, is_there in unknown.items():
-        if is_there:
-            raise ConfigError(f"option batch_invariant: there are no kernels for {what}")
-
-
-def adapter_paths(options: EngineOptions) -> dict[str, str]:
-    """The adapters that ``multi_lora`` and ``lora_modules`` name. Raises ``ConfigError``."""
-    paths: dict[str, str] = {}
-    if options.multi_lora is not None:
-        file = Path(options.multi_lora)
-        listed = read_json(file)
-        if not all(isinstance(path, str) for path in listed.values()):
-            raise ConfigError(f"{file} must hold an object of names and paths")
-        paths = {name: str(file.parent / path) for name, path in listed.items()}
-    given = options.lora_modules
-    named: dict[str, str] = {}
-    for entry in given.split(",") if given else ():
-        name, _, path = entry.partition("=")
-        if not (name.strip() and path.strip()):
-            raise ConfigError(f"option lora_modules must be NAME=PATH,NAME=PATH, got {given!r}")
-        if name.strip() in named:
-            raise ConfigError(f"option lora_modules names {name.strip()!r} twice, got {given!r}")
-        named[name.strip()] = os.path.expanduser(path.strip())  # shells do not expand it after a =
-    return {**paths, **named}
-
-
-def with_adapters_beside(options: EngineOptions, folder: Path) -> EngineOptions:
-    """The options with the list of adapters in ``folder``, the engine's version folder in the model
-    repository, where the vLLM backend has it, if there is one and the options name no other."""
-    listed = folder / _ADAPTERS
-    if not options.enable_lora or options.multi_lora is not None or not listed.exists():
-        return options
-    return replace(options, multi_lora=str(listed))
-
-
-def check_adapter_folders(options: EngineOptions) -> None:
-    """Raise ``ConfigError`` if the folder of an adapter that the options name is not there. The
-    engine checks this, too, but later."""
-    for name, path in adapter_paths(options).items():
-        try:
-            check_adapter_folder(Path(path))
-        except ConfigError as error:
-            raise ConfigError(f"adapter {name!r}: {error}") from None
-
-
-def adapter_tasks(options: EngineOptions) -> dict[int, str]:
-    """The names of adapters by ``lora_task_id``. Raises ``ConfigError``."""
-    given = options.lora_task_ids
-    tasks: dict[int, str] = {}
-    for entry in given.split(",") if given else ():
-        number, _, name = entry.partition("=")
-        if not (number.strip().isdecimal() and name.strip()):
-            raise ConfigError(
-                f"option lora_task_ids must be NUMBER=NAME,NUMBER=NAME, got {given!r}"
-            )
-        if int(number) in tasks:
-            raise ConfigError(f"option lora_task_ids has {int(number)} twice, got {given!r}")
-        tasks[int(number)] = name.strip()
-    return tasks
-
-
-def check_task_names(options: EngineOptions) -> None:
-    """Raise ``ConfigError`` if ``lora_task_ids`` names an adapter that is not there and cannot be
-    loaded later. ``multi_lora`` must be as the engine gets it, which may be the file in its model's
-    folder."""
-    if options.lora_updates or not options.enable_lora:
-        return
-    known = adapter_paths(options)
-    for number, name in adapter_tasks(options).items():
-        if name not in known:
-            raise ConfigError(
-                f"option lora_task_ids: {number} stands for {name!r}, and the adapters of "
-                f"lora_modules and multi_lora are {list(known)}"
-            )
-
-
-def checked_spec(options: EngineOptions, folder: Path, device: str | None) -> ModelSpec:
-    """The model in ``folder``, if its files and this machine allow loading it.
-
-    Raises ``ConfigError`` if config.json is invalid or does not describe the weights, if the heads
-    cannot be split over the ranks, if a GPU has no kernels for heads of these sizes, or if a CPU's
-    memory cannot hold what is asked for.
-    """
-    spec = load_spec(folder)
-    if options.quantization is not None:
-        if spec.weights is not None:
-            raise ConfigError(
-                f"option quantization={options.quantization} is for plain weights; those of "
-                f"{folder} are quantized: {spec.weights}; without the option they are served so"
-            )
-        spec = replace(spec, weights=CONVERT_TO_FP8)
-    spec.attention_shape(options.tensor_parallel_size)
-    _check_experts(options, spec)
-    if options.batch_invariant:
-        check_invariant_spec(spec)
-    _check_windows(options, spec)
-    for name in ("state_snapshots", "state_dtype"):
-        if getattr(options, name) and spec.delta_net is None:
-            raise ConfigError(f"option {name}: {spec.architecture} has no recurrent layers")
-    if options.load_format == "auto":
-        check_weights(spec, weight_files(folder, spec.names))
-    if device == "cuda":
-        _check_heads(spec)
-    if device == "cpu":
-        _check_memory(options, spec)
-    return spec
-
-
-def _check_heads(spec: ModelSpec) -> None:
-    """Raise ``ConfigError`` if a GPU has no kernel that rotates and stores heads of these sizes."""
-    for layer in spec.attention_layers:
-        head_dim = spec.kv_heads_of(layer).head_dim
-        if head_dim & (head_dim - 1):
-            raise ConfigError(f"head_dim must be a power of two on a GPU, it is {head_dim}")
-
-
-def _check_experts(options: EngineOptions, spec: ModelSpec) -> None:
-    """Raise ``ConfigError`` if options are about experts and the model has none, or if the ranks
-    cannot share out whole experts evenly."""
-    if spec.moe is None:
-        for name in ("expert_parallel", "moe_backend"):
-            if getattr(options, name):
-                raise ConfigError(f"option {name}: {spec.architecture} has no experts")
-        return
-    if not options.expert_parallel:
-        return
-    num_experts, ranks = spec.moe.experts.num_experts, options.tensor_parallel_size
-    if num_experts % ranks:
-        raise ConfigError(
-            f"option expert_parallel: {num_experts} experts cannot be shared out evenly over "
-            f"{ranks} tensor-parallel ranks"
-        )
-
-
-def _check_windows(options: EngineOptions, spec: ModelSpec) -> None:
-    """Raise ``ConfigError`` if sections of attention would begin within a page, or if pages that
-    rows share are to be read together and no layer can do so."""
-    shape = spec.attention_shape().for_context(context_of(options, spec))
-    section = shape.section
-    if section is not None and section % options.page_size:
-        raise ConfigError(
-            f"page_size {options.page_size} must divide attention_chunk_size {section} of the "
-            f"model, unless max_sequence_length is at most {section}"
-        )
-    if options.group_attention and shape.window_pages and None not in shape.windows:
-        raise ConfigError(
-            f"option group_attention=true does not go with windows of {shape.window} positions in "
-            f"all layers, unless max_sequence_length is at most {shape.window}"
-        )
-
-
-def context_of(options: EngineOptions, spec: ModelSpec) -> int:
-    """The most tokens of a request. Raises ``ConfigError`` if that exceeds the model's context."""
-    wanted, most = options.max_sequence_length, spec.context
-    if wanted is not None and wanted > most:
-        raise ConfigError(f"max_sequence_length {wanted} exceeds the model's context of {most}")
-    return wanted or most
-
-
-def state_dtype_name(options: EngineOptions, spec: ModelSpec) -> str:
-    """The type of recurrent states: the option's, or the checkpoint's."""
-    of_model = "float32" if spec.delta_net is None else spec.delta_net.state_dtype
-    return options.state_dtype or of_model
-
-
-def _check_memory(options: EngineOptions, spec: ModelSpec) -> None:
-    """Raise ``ConfigError`` if weights, pages and tables exceed the memory of the machine.
-
-    Compares with all memory, not with what is free now. All ranks and replicas on this machine
-    share it.
-    """
-    replicas, num_nodes = options.data_parallel_size, options.nnodes or 1
-    context = context_of(options, spec)
-    num_ranks = options.tensor_parallel_size * replicas // num_nodes
-    item_bytes = _ITEM_BYTES[options.dtype or default_dtype(spec.dtype, spec.num_parameters)]
-    page_size, num_pages = options.page_size, options.num_pages or 1
-    shape = spec.attention_shape().for_context(context)
-    of_position = shape.numbers_per_position(window_pages=False)
-    if not of_position:  # all layers have windows: there are as many window pages
-        of_position = shape.numbers_per_position(window_pages=True)
-    kv_bytes = 2 * of_position * (1 if options.kv_cache_dtype == "fp8_e4m3" else item_bytes)
-    table_entries = options.max_running_requests * -(-context // page_size)
-    num_slots = options.max_loras if options.enable_lora else 0
-    adapter_bytes = options.max_lora_rank * num_adapted(spec) * item_bytes
-    delta, num_snapshots = spec.delta_net, options.state_snapshots or 0
-    if delta is None or options.cache == "naive":
-        state_bytes = 0
-    else:
-        of_state = len(delta.layers) * delta.num_heads * delta.key_dim * delta.value_dim
-        state_bytes = _ITEM_BYTES[state_dtype_name(options, spec)] * of_state
-    needs = {
-        f"the weights, as config.json has them ({spec.num_parameters:,} numbers),": (
-            replicas * spec.num_parameters * item_bytes // num_nodes
-        ),
-        f"num_pages={num_pages} of {page_size} positions": (
-            replicas * num_pages * page_size * kv_bytes // num_nodes
-        ),
-        f"state_snapshots={num_snapshots}, of recurrent states": (
-            replicas * num_snapshots * state_bytes // num_nodes
-        ),
-        f"max_loras={options.max_loras} of rank {options.max_lora_rank}": (
-            replicas * num_slots * adapter_bytes // num_nodes
-        ),
-        f"max_sequence_length={context}, for tables of positions and pages,": (
-            num_ranks * (4 * spec.head_dim * context + 8 * table_entries)
-        ),
-    }
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if sum(needs.values()) > memory:
-        largest = max(needs, key=lambda what: needs[what])
-        raise ConfigError(
-            f"{largest} would take {needs[largest]:,} bytes, "
-            f"and this machine has {memory:,} bytes of memory"
-        )
-
-
-def num_adapted(spec: ModelSpec) -> int:
-    """Number of inputs and outputs of all projections that take adapters. For each, an adapter of
-    rank r has r numbers."""
-    recurrent = frozenset() if spec.delta_net is None else spec.delta_net.layers
-    hidden, found = spec.hidden_size, 0
-    for layer in range(spec.num_layers):
-        if layer not in recurrent:
-            heads = spec.kv_heads_of(layer)
-            num_outs = (2 + spec.gated_attention) * spec.num_heads + 2 * heads.num_kv_heads
-            found += 4 * hidden + num_outs * heads.head_dim
-        inner: int | None = spec.intermediate_size_of(layer)
-        if spec.moe is not None and layer in spec.moe.layers and not spec.moe.beside:
-            shared = spec.moe.experts.shared
-            inner = None if shared is None else shared.intermediate_size
-        if inner is not None:
-            found += 3 * (hidden + inner)
-    return found

@@ -1,8 +1,8 @@
 """Resolves options into facts: device, dtype, model and context of one rank on this machine.
 
 Loads nothing and starts no process, so mistakes are found at once: an option that the device or the
-model does not allow raises a ``ConfigError`` that names it. ``precheck`` makes the checks that need
-no torch; the rest are here. Must not know what depends on a loaded model, such as the number of
+model does not allow raises a ``ConfigError`` that names it. ``precheck`` and ``model_check``
+make the checks that need no torch; the rest are here. Must not know what depends on a loaded model, such as the number of
 pages (``rank_memory``).
 """
 
@@ -23,11 +23,12 @@ from minisgl_backend.device.cuda import CudaDevice
 from minisgl_backend.device.processor import LARGE_MODEL, default_dtype, has_bfloat16
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.kernels.dispatch import has_triton
+from minisgl_backend.model_check import checked_spec, context_of, state_dtype_name
 from minisgl_backend.models.hub import resolve_model
 from minisgl_backend.models.spec import ModelSpec
 from minisgl_backend.parallel.connect import choose_comm
 from minisgl_backend.parallel.place import RankPlace
-from minisgl_backend.precheck import check_options, checked_spec, context_of, state_dtype_name
+from minisgl_backend.precheck import check_options
 
 logger = logging.getLogger(__name__)
 

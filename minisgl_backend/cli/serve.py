@@ -18,22 +18,20 @@ from pathlib import Path
 
 import click
 
+from minisgl_backend.adapter_options import (
+    adapter_paths,
+    check_adapter_folders,
+    check_task_names,
+    with_adapters_beside,
+)
 from minisgl_backend.cli.options import EngineCommand, engine_options, tritonserver_option
 from minisgl_backend.config import EngineOptions
 from minisgl_backend.errors import ConfigError, EngineFailure
+from minisgl_backend.model_check import checked_spec
 from minisgl_backend.models.catalog import load_spec
 from minisgl_backend.models.hub import resolve_model, resolve_tokenizer
 from minisgl_backend.parallel.nodes import check_nodes, read_secret, with_environment
-from minisgl_backend.precheck import (
-    adapter_paths,
-    check_adapter_folders,
-    check_meeting_point,
-    check_options,
-    check_task_names,
-    checked_spec,
-    device_type,
-    with_adapters_beside,
-)
+from minisgl_backend.precheck import check_meeting_point, check_options, device_type
 from minisgl_backend.runtime_files import OPTIONS_MODEL
 from minisgl_backend.server.health import HealthServer
 from minisgl_backend.server.installation import Installation, find_installation

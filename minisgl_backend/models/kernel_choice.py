@@ -119,7 +119,7 @@ def use_invariant_kernels(model: Decoder, device: torch.device) -> None:
     option ``batch_invariant``). Compiles kernels that are not in the cache.
 
     Raises ``ConfigError`` if there are no such kernels for a weight, the dtype or the device.
-    ``precheck`` checks what layers may consist of.
+    ``model_check`` checks what layers may consist of.
     """
     if torch.cuda.get_device_capability(device) != (9, 0):
         raise ConfigError("option batch_invariant needs a GPU of compute capability 9.0 (Hopper)")

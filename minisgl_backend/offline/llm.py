@@ -20,12 +20,12 @@ from types import TracebackType
 
 from minisgl_backend.build import build_engine
 from minisgl_backend.config import DEMO_MODEL, EngineOptions, Limits
+from minisgl_backend.model_check import context_of
 from minisgl_backend.models.catalog import load_spec
 from minisgl_backend.models.hub import resolve_model, resolve_tokenizer
 from minisgl_backend.offline.call import Call, Output, PreparedPrompt
 from minisgl_backend.offline.prompts import Params, Prompt, naming, read_prompts, with_all
 from minisgl_backend.offline.submitter import Submitter
-from minisgl_backend.precheck import context_of
 from minisgl_backend.progress import shown, unseen
 from minisgl_backend.request import FloatArray, IntArray, Request, SamplingParams, samples_of
 from minisgl_backend.runtime.engine_base import EngineInfo

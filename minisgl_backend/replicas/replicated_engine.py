@@ -23,9 +23,9 @@ from typing import Final, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
+from minisgl_backend.adapter_options import adapter_tasks
 from minisgl_backend.config import EngineOptions
 from minisgl_backend.errors import EngineFailure, EngineLost, Recovering
-from minisgl_backend.precheck import adapter_tasks
 from minisgl_backend.replicas.adapters import ReplicatedAdapters
 from minisgl_backend.replicas.messages import (
     Message,

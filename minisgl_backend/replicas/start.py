@@ -11,10 +11,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Final
 
+from minisgl_backend.adapter_options import adapter_paths
 from minisgl_backend.config import EngineOptions
 from minisgl_backend.errors import ConfigError, InvalidRequest, Recovering
+from minisgl_backend.model_check import checked_spec
 from minisgl_backend.models.hub import resolve_model
-from minisgl_backend.precheck import adapter_paths, check_options, checked_spec
+from minisgl_backend.precheck import check_options
 from minisgl_backend.replicas.process import Place, ReplicaProcess
 from minisgl_backend.replicas.replicated_engine import ReplicatedEngine
 from minisgl_backend.resolve import device_kind

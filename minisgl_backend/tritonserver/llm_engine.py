@@ -24,9 +24,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Final
 
+from minisgl_backend.adapter_options import with_adapters_beside
 from minisgl_backend.config import EngineOptions, Limits
 from minisgl_backend.errors import InvalidRequest, MiniSGLError, Overloaded, Unsupported
-from minisgl_backend.precheck import with_adapters_beside
 from minisgl_backend.request import Finished, FinishReason
 from minisgl_backend.runtime.engine_base import EngineBase, shutting_down
 from minisgl_backend.runtime_files import QueueMarker, State, read_adapters, write_adapters

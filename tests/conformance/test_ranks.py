@@ -17,10 +17,10 @@ from minisgl_backend.config import EngineOptions
 from minisgl_backend.execution.states import StateStorage
 from minisgl_backend.execution.storage import KVStorage
 from minisgl_backend.kernels.gated_delta import Run, Runs
+from minisgl_backend.model_check import checked_spec
 from minisgl_backend.models.build import build_model
 from minisgl_backend.models.token_mixing import RecurrentRows
 from minisgl_backend.parallel.group import Group, OneRank
-from minisgl_backend.precheck import checked_spec
 from tests.conformance.checkpoints import CASES, write_checkpoint
 from tests.conformance.quantized_checkpoints import write_quantized
 from tests.parallel.threads import on_ranks

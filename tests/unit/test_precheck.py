@@ -17,18 +17,16 @@ from minisgl_backend.attention.base import KVHeads
 from minisgl_backend.config import DEMO_MODEL, EngineOptions
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.experts_spec import ExpertsSpec, RoutingRule, SharedExpert
-from minisgl_backend.models.catalog import load_spec, parse_spec
-from minisgl_backend.models.checkpoint import tensor_files
-from minisgl_backend.models.spec import MoeSpec
-from minisgl_backend.precheck import (
+from minisgl_backend.model_check import (
     check_invariant_spec,
-    check_meeting_point,
-    check_options,
     checked_spec,
-    device_type,
     num_adapted,
     state_dtype_name,
 )
+from minisgl_backend.models.catalog import load_spec, parse_spec
+from minisgl_backend.models.checkpoint import tensor_files
+from minisgl_backend.models.spec import MoeSpec
+from minisgl_backend.precheck import check_meeting_point, check_options, device_type
 from minisgl_backend.weight_format import CONVERT_TO_FP8
 from minisgl_bench.dummy_model import SHAPES
 from minisgl_kit.adapters import adapted_shapes

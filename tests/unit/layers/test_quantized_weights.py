@@ -24,13 +24,13 @@ from minisgl_backend.layers.quantized_place import QuantizedPlace
 from minisgl_backend.layers.stored_weight import StoredWeight
 from minisgl_backend.layers.weight_place import ReadTensor, Share, collect_places
 from minisgl_backend.layers.weight_share import WeightShare, block_of
+from minisgl_backend.model_check import checked_spec
 from minisgl_backend.models.build import build_model
 from minisgl_backend.models.catalog import load_spec, parse_spec
 from minisgl_backend.models.config_json import ConfigReader
 from minisgl_backend.models.decoder import Decoder
 from minisgl_backend.models.quantization import read_quantization
 from minisgl_backend.parallel.group import Group, OneRank
-from minisgl_backend.precheck import checked_spec
 from minisgl_backend.weight_format import CONVERTED_FP8, Encoding, Layout, WeightFormat
 from tests.conformance.quantized_checkpoints import (
     CASES,

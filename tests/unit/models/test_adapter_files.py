@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from minisgl_backend.adapter_options import adapter_paths, adapter_tasks, check_task_names
 from minisgl_backend.build import build_engine
 from minisgl_backend.cli import serve
 from minisgl_backend.config import DEMO_MODEL, EngineOptions
@@ -20,12 +21,7 @@ from minisgl_backend.errors import ConfigError
 from minisgl_backend.models.adapter_files import Projection, open_adapter
 from minisgl_backend.models.catalog import load_spec
 from minisgl_backend.models.tensor_names import MULTIMODAL
-from minisgl_backend.precheck import (
-    adapter_paths,
-    adapter_tasks,
-    check_options,
-    check_task_names,
-)
+from minisgl_backend.precheck import check_options
 from minisgl_kit.adapters import write_adapter
 
 SPEC = load_spec(Path(DEMO_MODEL))

@@ -2,8 +2,8 @@
 
 Loads nothing and starts no process, so mistakes are found at once: an option that the device or the
 model does not allow raises a ``ConfigError`` that names it. ``precheck`` and ``model_check``
-make the checks that need no torch; the rest are here. Must not know what depends on a loaded model, such as the number of
-pages (``rank_memory``).
+make the checks that need no torch; the rest are here. Must not know what depends on a loaded model,
+such as the number of pages (``rank_memory``).
 """
 
 from __future__ import annotations

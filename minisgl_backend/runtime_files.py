@@ -53,7 +53,7 @@ QUEUE_OPEN: Final = "queue-open"
 QUEUE_FULL: Final = "queue-full"
 """Prefixes of the names of engines' markers."""
 
-MARKERS_READ_EVERY_S = 0.02
+MARKERS_READ_EVERY_S: Final = 0.02
 """The shortest time between two readings of the markers by a tokenizer."""
 _HEARTBEAT_LAYOUT: Final = struct.Struct("=qqqqddd")
 _PID, _STATE, _NUM_INSIDE, _NUM_SEEN, _STARTED_S, _BEAT_S, _TICK_AGE_S = range(7)

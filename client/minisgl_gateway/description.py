@@ -41,7 +41,7 @@ _BODIES: Final = (
     LoadAdapterRequest,
     UnloadAdapterRequest,
 )
-_REFERENCE = "#/components/schemas/{model}"
+_REFERENCE: Final = "#/components/schemas/{model}"
 
 
 def body_of(model: type[BaseModel]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from starlette.types import Scope
 
 GONE: Final = 499
 """The status that proxies use for a request whose client did not wait for the answer."""
-RETRY_AFTER_S = 1
+RETRY_AFTER_S: Final = 1
 """The value of ``Retry-After`` in answers to requests that are refused for now."""
 
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import Final
 
 import click
 
@@ -44,10 +45,10 @@ from minisgl_backend.server.stop_event import StopEvent
 from minisgl_backend.server.supervisor import Supervisor
 from minisgl_backend.text.tokenizer_files import check_tokenizer
 
-_QUESTION = "What is the capital of France?"
-_LAST_ANSWERS_S = 5
+_QUESTION: Final = "What is the capital of France?"
+_LAST_ANSWERS_S: Final = 5
 """Time for the last errors after the drain, in seconds; usually one or two suffice."""
-_PORT = click.IntRange(0, 65535)
+_PORT: Final = click.IntRange(0, 65535)
 
 
 @click.command(cls=EngineCommand)

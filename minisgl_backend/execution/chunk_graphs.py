@@ -18,6 +18,7 @@ import bisect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from typing import Final
 
 import numpy as np
 import torch
@@ -30,13 +31,13 @@ from minisgl_backend.plan import Decodes, Groups
 from minisgl_backend.progress import Progress
 from minisgl_backend.request import EMPTY, IntArray
 
-LAST_TOKEN = -1
+LAST_TOKEN: Final = -1
 """Stands for the token that the row sampled last, which only the device knows."""
 
-_TOKENS_PER_CHUNK = 16
+_TOKENS_PER_CHUNK: Final = 16
 """A graph has room for one chunk per 16 tokens; a step with more chunks needs a larger graph."""
 
-_LEAST_GROUPED = 256
+_LEAST_GROUPED: Final = 256
 """The fewest tokens of a step whose groups are worth a graph."""
 
 

@@ -35,7 +35,7 @@ from minisgl_backend.errors import ConfigError, EngineFailure
 from minisgl_backend.execution.node_handshake import (
     HANDSHAKE_S,
     NodePlace,
-    Verdict,
+    Reply,
     Welcome,
     answer,
     prepare,
@@ -292,15 +292,15 @@ class OtherNodes:
             self._handshakes.release()
         connection.close()
 
-    def _judge(self, place: NodePlace) -> Verdict | Welcome:
+    def _judge(self, place: NodePlace) -> Reply | Welcome:
         local_size = self._place.local_size
         num_nodes = self._place.size // local_size
         fits = 0 < place.node < num_nodes and place.index < local_size
         if place.num_nodes != num_nodes or not fits:
-            return Verdict.WRONG_PLACE
+            return Reply.WRONG_PLACE
         with self._changed:
             if place.node * local_size + place.index in self._peers or self._report is not None:
-                return Verdict.TAKEN
+                return Reply.TAKEN
         return Welcome(self._place.size, local_size, self._store_port)
 
     def _enter(self, place: NodePlace, connection: socket.socket) -> None:

@@ -42,7 +42,7 @@ _SIZES: Final = struct.Struct("<III")  # number of ranks, of those on each node,
 _STRANGE: Final = "what listens there is not node 0 of this release"
 
 
-class Verdict(IntEnum):
+class Reply(IntEnum):
     """How rank 0 answers a hello."""
 
     WELCOME = 0
@@ -87,17 +87,17 @@ def knock(connection: socket.socket, secret: bytes, place: NodePlace) -> Welcome
     proof = _proof(secret, b"follower", theirs, ours, fields)
     connection.sendall(_MAGIC + ours + fields + proof)
     (number,) = _exactly(connection, 1, deadline_s)
-    if number not in set(Verdict):
+    if number not in set(Reply):
         raise ConfigError(_STRANGE)
-    verdict = Verdict(number)
-    if verdict is Verdict.WRONG_SECRET:
+    reply = Reply(number)
+    if reply is Reply.WRONG_SECRET:
         raise ConfigError("node 0 has another secret")
-    if verdict is Verdict.WRONG_PLACE:
+    if reply is Reply.WRONG_PLACE:
         raise ConfigError(
             f"node 0 has no place for node {place.node} of {place.num_nodes}: nnodes must be the "
             "same on all nodes, and node_rank a number below it"
         )
-    if verdict is Verdict.TAKEN:
+    if reply is Reply.TAKEN:
         raise NotYet(f"node 0 has a node {place.node} already")
     sizes = _exactly(connection, _SIZES.size, deadline_s)
     proof = _exactly(connection, _PROOF_BYTES, deadline_s)
@@ -108,7 +108,7 @@ def knock(connection: socket.socket, secret: bytes, place: NodePlace) -> Welcome
 
 
 def answer(
-    connection: socket.socket, secret: bytes, judge: Callable[[NodePlace], Verdict | Welcome]
+    connection: socket.socket, secret: bytes, judge: Callable[[NodePlace], Reply | Welcome]
 ) -> NodePlace | None:
     """Rank 0's side. Returns the place of the rank, None if it is refused. Raises ``OSError``."""
     deadline_s = time.monotonic() + HANDSHAKE_S
@@ -120,18 +120,18 @@ def answer(
     fields = hello[_CHALLENGE.size : -_PROOF_BYTES]
     proof = _proof(secret, b"follower", ours, theirs, fields)
     if magic != _MAGIC or not hmac.compare_digest(hello[-_PROOF_BYTES:], proof):
-        connection.sendall(bytes([Verdict.WRONG_SECRET]))
+        connection.sendall(bytes([Reply.WRONG_SECRET]))
         logger.warning("a caller that does not know the secret was refused")
         return None
     place = NodePlace(*_PLACE.unpack(fields))
-    verdict = judge(place)
-    if not isinstance(verdict, Welcome):
-        connection.sendall(bytes([verdict]))
-        logger.warning("node %d of %d was refused: %s", place.node, place.num_nodes, verdict.name)
+    reply = judge(place)
+    if not isinstance(reply, Welcome):
+        connection.sendall(bytes([reply]))
+        logger.warning("node %d of %d was refused: %s", place.node, place.num_nodes, reply.name)
         return None
-    sizes = _SIZES.pack(verdict.size, verdict.local_size, verdict.store_port)
+    sizes = _SIZES.pack(reply.size, reply.local_size, reply.store_port)
     proof = _proof(secret, b"leader", theirs, ours, sizes)
-    connection.sendall(bytes([Verdict.WELCOME]) + sizes + proof)
+    connection.sendall(bytes([Reply.WELCOME]) + sizes + proof)
     return place
 
 

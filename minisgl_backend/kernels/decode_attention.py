@@ -9,13 +9,14 @@ depends only on the batch size. So nothing has to be planned, and the launch may
 from __future__ import annotations
 
 import math
+from typing import Final
 
 import torch
 from torch import Tensor
 
 from minisgl_backend.kernels.dispatch import at_least_float32, num_processors, use_triton
 
-MAX_SPLITS = 32
+MAX_SPLITS: Final = 32
 
 
 class DecodeWorkspace:

@@ -9,6 +9,8 @@ Megakernels.
 
 from __future__ import annotations
 
+from typing import Final
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -16,14 +18,14 @@ from torch import Tensor
 from minisgl_backend.kernels.dispatch import use_triton
 from minisgl_backend.kernels.rms_norm import rms_norm, rms_norm_reference
 
-MAX_BATCH_SIZE = 8
+MAX_BATCH_SIZE: Final = 8
 
-_LEAST_ELEMENTS = 16 * 2**20
-_MOST_IN_FEATURES = 5120
+_LEAST_ELEMENTS: Final = 16 * 2**20
+_MOST_IN_FEATURES: Final = 5120
 """The most in_features of a weight that ``is_faster_for_a_row``."""
 
-_MOST_FOLDED_IN_FEATURES = 2048
-_LEAST_NORMALIZED_OUT_FEATURES = 2**16
+_MOST_FOLDED_IN_FEATURES: Final = 2048
+_LEAST_NORMALIZED_OUT_FEATURES: Final = 2**16
 """The fewest out_features of a weight that ``normalizes_before``."""
 
 

@@ -22,18 +22,18 @@ import sys
 import threading
 from collections.abc import Callable, Mapping
 from http import HTTPStatus
-from typing import Any
+from typing import Any, Final
 
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.server.supervisor import Health
 
 logger = logging.getLogger(__name__)
 
-_IDLE_S = 5.0
+_IDLE_S: Final = 5.0
 """A caller that says nothing for this long is disconnected."""
-_LOOK_EVERY_S = 0.1
+_LOOK_EVERY_S: Final = 0.1
 """How soon the server notices that it must close."""
-_MOST_CALLERS = 32
+_MOST_CALLERS: Final = 32
 """If there are more, the earliest is disconnected: each takes one of the supervisor's descriptors.
 """
 

@@ -7,7 +7,7 @@ clients spell any of it.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 from minisgl_backend.request import IntArray, SamplingParams
 
@@ -78,7 +78,7 @@ class Wanted:
         return [f"return_{name.removeprefix('null_')}" for name in names]
 
 
-NOTHING = Wanted()
+NOTHING: Final = Wanted()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

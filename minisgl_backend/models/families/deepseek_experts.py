@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from minisgl_backend.experts_spec import ExpertsSpec, RoutingRule, SharedExpert
-from minisgl_backend.models.config_json import ConfigReader, common_fields
+from minisgl_backend.models.common_fields import common_fields
+from minisgl_backend.models.config_json import ConfigReader
 from minisgl_backend.models.families.fields import (
     ATTENTION_KINDS,
     qk_normed_fields,

@@ -1,6 +1,6 @@
 """Fields of a ``ModelSpec`` that several families read from config.json in the same way.
 
-What all families share is in ``models.config_json``. Must not know any particular architecture.
+What all families share is in ``models.common_fields``. Must not know any particular architecture.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 from minisgl_backend.experts_spec import RoutingRule
-from minisgl_backend.models.config_json import ConfigReader, common_fields
+from minisgl_backend.models.common_fields import common_fields
+from minisgl_backend.models.config_json import ConfigReader
 from minisgl_backend.models.spec import MOST_EXPERTS, RopeSpec
 
 ATTENTION_KINDS: Final = ("sliding_attention", "full_attention")

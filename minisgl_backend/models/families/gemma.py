@@ -10,7 +10,8 @@ from typing import Any
 from minisgl_backend.attention.base import KVHeads
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.experts_spec import ExpertsSpec, GeluGate, RoutingRule
-from minisgl_backend.models.config_json import ConfigReader, common_fields, read_rope
+from minisgl_backend.models.common_fields import common_fields, read_rope
+from minisgl_backend.models.config_json import ConfigReader
 from minisgl_backend.models.families.fields import (
     ATTENTION_KINDS,
     read_ropes_by_kind,

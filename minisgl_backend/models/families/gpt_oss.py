@@ -6,7 +6,8 @@ from types import MappingProxyType
 from typing import Final
 
 from minisgl_backend.experts_spec import ClampedGate, ExpertsSpec
-from minisgl_backend.models.config_json import ConfigReader, common_fields
+from minisgl_backend.models.common_fields import common_fields
+from minisgl_backend.models.config_json import ConfigReader
 from minisgl_backend.models.families.fields import ATTENTION_KINDS, read_routing, windows_by_kind
 from minisgl_backend.models.spec import ModelSpec, MoeSpec
 from minisgl_backend.models.tensor_names import TensorNames

@@ -7,7 +7,8 @@ from typing import Any, Final
 
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.experts_spec import ExpertsSpec, SharedExpert
-from minisgl_backend.models.config_json import ConfigReader, common_fields
+from minisgl_backend.models.common_fields import common_fields
+from minisgl_backend.models.config_json import ConfigReader
 from minisgl_backend.models.families.fields import read_rotating, read_routing, text_config
 from minisgl_backend.models.spec import MOST_WIDTH, ModelSpec, MoeSpec, QueryGrowth
 from minisgl_backend.models.tensor_names import MULTIMODAL, TensorNames

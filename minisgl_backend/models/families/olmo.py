@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from minisgl_backend.models.config_json import ConfigReader, common_fields, read_rope
+from minisgl_backend.models.common_fields import common_fields, read_rope
+from minisgl_backend.models.config_json import ConfigReader
 from minisgl_backend.models.families.fields import ATTENTION_KINDS, read_ropes_by_kind, set_kinds
 from minisgl_backend.models.spec import ModelSpec
 

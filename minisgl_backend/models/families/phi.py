@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from minisgl_backend.models.config_json import ConfigReader, common_fields
+from minisgl_backend.models.common_fields import common_fields
+from minisgl_backend.models.config_json import ConfigReader
 from minisgl_backend.models.families.fields import read_window
 from minisgl_backend.models.spec import ModelSpec
 from minisgl_backend.models.tensor_names import TensorNames

@@ -6,7 +6,8 @@ from dataclasses import replace
 from typing import Any, Final
 
 from minisgl_backend.experts_spec import ExpertsSpec, SharedExpert
-from minisgl_backend.models.config_json import ConfigReader, common_fields
+from minisgl_backend.models.common_fields import common_fields
+from minisgl_backend.models.config_json import ConfigReader
 from minisgl_backend.models.families.fields import read_routing, sparse_layers, text_config
 from minisgl_backend.models.spec import MOST_HEADS, MOST_WIDTH, DeltaSpec, ModelSpec, MoeSpec
 from minisgl_backend.models.tensor_names import MULTIMODAL, TensorNames

@@ -14,7 +14,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from minisgl_backend.kernels.cuda.fused_sum import EMPTY, NUM_BUFFERS, FusedSumKernels
+from minisgl_backend.kernels.cuda.fused_sum import NUM_BUFFERS, UNSENT, FusedSumKernels
 from minisgl_backend.kernels.sum_cut import LARGEST_SIZE
 from minisgl_backend.parallel.group import Group
 from minisgl_backend.parallel.leaving import Leaving
@@ -34,7 +34,7 @@ class CudaSum:
         """``host`` is a group of the same ranks for tensors in main memory."""
         self._letting_go = Leaving(self._let_go)
         with torch.cuda.device(device):
-            self._memory = PeerMemory(host, NUM_BUFFERS * _BUFFER_BYTES, EMPTY)
+            self._memory = PeerMemory(host, NUM_BUFFERS * _BUFFER_BYTES, UNSENT)
             self._kernels = FusedSumKernels(
                 self._memory.addresses, host.rank, _BUFFER_BYTES, device
             )

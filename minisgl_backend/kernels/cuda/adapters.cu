@@ -53,12 +53,9 @@ __device__ __forceinline__ uint4 load(const u16* from) {
     return out;
 }
 
-// from another thread block's shared memory
-__device__ __forceinline__ float2 load_from(const float2* at, u32 block) {
-    u32 there;
+// from another thread block's shared memory (`in_block`)
+__device__ __forceinline__ float2 load_pair(u32 there) {
     float2 out;
-    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;"
-                 : "=r"(there) : "r"(shared_address(at)), "r"(block));
     asm volatile("ld.shared::cluster.v2.f32 {%0, %1}, [%2];" : "=f"(out.x), "=f"(out.y) : "r"(there));
     return out;
 }
@@ -146,10 +143,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) shrink(const __grid_consta
         arrive_in_cluster<true>();
         wait_for_cluster();
         if (part == 0) {
+            const u32 own = shared_address(of_block + threadIdx.x);
             float2 more[MOST_PARTS];
 #pragma unroll
             for (int other = 1; other < MOST_PARTS; ++other)
-                more[other] = other < parts ? load_from(of_block + threadIdx.x, other) : make_float2(0, 0);
+                more[other] = other < parts ? load_pair(in_block(own, other)) : make_float2(0, 0);
 #pragma unroll
             for (int other = 1; other < MOST_PARTS; ++other) sum.x += more[other].x, sum.y += more[other].y;
         }

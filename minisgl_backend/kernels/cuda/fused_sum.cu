@@ -8,9 +8,9 @@
 // Both round at the same places, so a row gets the same bits either way: the sum, which is in float32 and in the order
 // of the ranks; the residual stream; the norm.
 //
-// There are no flags beside the data: a place that waits for data holds EMPTY, which is never sent ("Lamport"). Whoever
-// takes the data leaves the place empty. Two buffers take turns. A rank that sends the rows of a call has received the
-// previous call's data from all others, so these have taken, and emptied, all data of the call before that.
+// There are no flags beside the data: a place that waits for data holds UNSENT, which is never sent ("Lamport").
+// Whoever takes the data leaves UNSENT in its place. Two buffers take turns. A rank that sends the rows of a call has
+// received the previous call's data from all others, so these have taken all data of the call before that.
 //
 // A thread block has whole rows, and each thread one vector of 8 elements of a row. All thread blocks fit on the GPU at
 // once, and each sends all that it can before it waits. So no rank waits for data whose sending it holds up itself.
@@ -22,7 +22,7 @@
 
 constexpr u32 VECTORS = SIZE / 8;
 constexpr u32 THREADS = (VECTORS + 31) / 32 * 32;
-constexpr u32 EMPTY = 0x80008000;  // a pair of -0.0; 0.0 is sent in its place
+constexpr u32 UNSENT = 0x80008000;  // a pair of -0.0; 0.0 is sent in its place
 
 struct __align__(16) Vector { u32 pairs[4]; };
 
@@ -75,7 +75,7 @@ __device__ __forceinline__ u32 rounded(float low, float high) {
 __device__ __forceinline__ Vector sendable(Vector v) {
 #pragma unroll
     for (int i = 0; i < 4; i++)
-        if (v.pairs[i] == EMPTY) v.pairs[i] = 0;
+        if (v.pairs[i] == UNSENT) v.pairs[i] = 0;
     return v;
 }
 
@@ -136,7 +136,7 @@ __device__ __forceinline__ Vector received(const Vector* from) {
 }
 
 __device__ __forceinline__ bool has_empty(const Vector& v) {
-    return v.pairs[0] == EMPTY || v.pairs[1] == EMPTY || v.pairs[2] == EMPTY || v.pairs[3] == EMPTY;
+    return v.pairs[0] == UNSENT || v.pairs[1] == UNSENT || v.pairs[2] == UNSENT || v.pairs[3] == UNSENT;
 }
 
 // the place of a sender's data in a receiver's buffer
@@ -145,7 +145,7 @@ __device__ __forceinline__ constexpr u32 slot(u32 sender, u32 receiver) {
 }
 
 __device__ __forceinline__ void empty(Vector* place) {
-    const Vector nothing = {{EMPTY, EMPTY, EMPTY, EMPTY}};
+    const Vector nothing = {{UNSENT, UNSENT, UNSENT, UNSENT}};
     send(place, nothing);
 }
 

@@ -18,7 +18,7 @@ from minisgl_backend.kernels.cuda.module import CudaKernel, CudaModule, address
 from minisgl_backend.kernels.dispatch import num_processors
 from minisgl_backend.kernels.sum_cut import slices
 
-EMPTY: Final = 0x8000
+UNSENT: Final = 0x8000
 """The bits of -0.0, the 16-bit number that memory must be filled with."""
 NUM_BUFFERS: Final = 2
 
@@ -41,7 +41,7 @@ class FusedSumKernels:
         self, memory: Sequence[int], rank: int, buffer_bytes: int, device: torch.device
     ) -> None:
         """``memory`` has the address of each rank's ``NUM_BUFFERS`` buffers, which are filled with
-        ``EMPTY``."""
+        ``UNSENT``."""
         self._memory, self._rank, self._buffer_bytes = list(memory), rank, buffer_bytes
         self._device = device
         self._num_processors = num_processors(device)

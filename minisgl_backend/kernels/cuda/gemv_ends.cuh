@@ -122,9 +122,8 @@ struct Head {
 __device__ __forceinline__ void gather(const float* to, float x) {
     wait_for_cluster();   // all have begun
     if (threadIdx.x < ROWS) {
-        u32 there;
-        asm volatile("mapa.shared::cluster.u32 %0, %1, 0;" : "=r"(there) : "r"(shared_address(to + threadIdx.x)));
-        asm volatile("st.shared::cluster.f32 [%0], %1;" :: "r"(there), "f"(x) : "memory");
+        const u32 first = in_block(shared_address(to + threadIdx.x), 0);
+        asm volatile("st.shared::cluster.f32 [%0], %1;" :: "r"(first), "f"(x) : "memory");
     }
     __syncwarp();
     arrive_in_cluster<true>();

@@ -1,7 +1,7 @@
 // The Hopper (sm_90a) instructions that the GEMMs here share: barriers, bulk copies and announced copies in shared
-// memory, descriptors of matrices there, register lists and waits for the MMAs of warpgroups, the MMA of a warp, and
-// fragments. Nothing here knows about tiles or rings. The MMAs of warpgroups are where their sizes are known
-// (`tile_gemm.cuh`, `wide_mma.cuh`).
+// memory, addresses in the shared memory of other thread blocks, descriptors of matrices, register lists and waits for
+// the MMAs of warpgroups, the MMA of a warp, and fragments. Nothing here knows about tiles or rings. The MMAs of
+// warpgroups are where their sizes are known (`tile_gemm.cuh`, `wide_mma.cuh`).
 
 #pragma once
 
@@ -53,6 +53,13 @@ __device__ __forceinline__ void wait_copies() { asm volatile("cp.async.wait_all;
 // arrives once this thread's copies are there
 __device__ __forceinline__ void arrive_copied(u32 barrier) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" :: "r"(barrier) : "memory");
+}
+
+// where an address of this thread block's shared memory is in another thread block of the cluster
+__device__ __forceinline__ u32 in_block(u32 address, u32 block) {
+    u32 there;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(block));
+    return there;
 }
 
 // Makes what cp.async has written, and a barrier has announced, visible to the tensor cores.

@@ -3,11 +3,9 @@
 
 #pragma once
 
-// from another thread block's shared memory
-__device__ __forceinline__ float4 load_from(u32 address, u32 block) {
-    u32 there;
+// from another thread block's shared memory (`in_block`)
+__device__ __forceinline__ float4 load_four(u32 there) {
     float4 out;
-    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(block));
     asm volatile("ld.shared::cluster.v4.f32 {%0,%1,%2,%3}, [%4];"
                  : "=f"(out.x), "=f"(out.y), "=f"(out.z), "=f"(out.w) : "r"(there));
     return out;
@@ -83,10 +81,8 @@ __device__ __forceinline__ void exchange_splits(float* sums, const float (&c)[TO
             continue;
         }
         const int place = (split - to - 1 + SPLITS) % SPLITS;   // among those that send to it
-        u32 at, barrier;
-        asm volatile("mapa.shared::cluster.u32 %0, %1, %2;"
-                     : "=r"(at) : "r"(pushed + place * OF_ONE + (int)threadIdx.x * 16), "r"(to));
-        asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(barrier) : "r"(pushed + PUSHED_BYTES), "r"(to));
+        const u32 at = in_block(pushed + place * OF_ONE + (int)threadIdx.x * 16, to);
+        const u32 barrier = in_block(pushed + PUSHED_BYTES, to);
 #pragma unroll
         for (int i = 0; i < OWN / 2; i += 4)
             asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 "
@@ -122,7 +118,7 @@ __device__ __forceinline__ void add_splits(float* sums, const float (&c)[TOKENS 
             float4 of[SPLITS] = {parts[at]};
 #pragma unroll
             for (int other = 1; other < SPLITS; ++other)
-                of[other] = load_from(shared_address(parts + at), (split + other) % SPLITS);
+                of[other] = load_four(in_block(shared_address(parts + at), (split + other) % SPLITS));
             float* const sum = sums + 4 * i;
             sum[0] = of[0].x, sum[1] = of[0].y, sum[2] = of[0].z, sum[3] = of[0].w;
 #pragma unroll

@@ -16,6 +16,7 @@ import subprocess
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
+from dataclasses import dataclass
 from http.client import HTTPException
 from pathlib import Path
 from typing import Any, Final
@@ -60,6 +61,66 @@ _NUM_RESTARTS: Final = 10
 """Number of restarts in a whole check of our own server."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Asked:
+    """The command's options, under its names for them."""
+
+    url: str | None
+    http_url: str | None
+    health_url: str | None
+    metrics_url: str | None
+    short: bool
+    figures: bool
+    full: bool
+    hours: float | None
+    faults: tuple[str, ...]
+    num_requests: int | None
+    with_gateway: bool
+    is_list: bool
+    seed: int | None
+    tritonserver: str | None
+    json_path: Path | None
+
+    @property
+    def addresses(self) -> list[str]:
+        """Those of a server that runs, all three of them; none for servers of the check's own."""
+        return [one for one in (self.url, self.http_url, self.health_url) if one is not None]
+
+    @property
+    def extents(self) -> list[str]:
+        """The extents that are given, by their names in the report."""
+        flags = {"short": self.short, "figures": self.figures, "full": self.full}
+        names = [name for name, is_given in flags.items() if is_given]
+        return names if self.hours is None else [*names, f"{self.hours:g} hours"]
+
+    @property
+    def extent(self) -> Extent:
+        if self.hours is not None:
+            return SOAK
+        return FIGURES if self.figures else FULL if self.full else SHORT
+
+    def check(self) -> None:
+        """Raise ``UsageError`` for options that do not go together."""
+        addresses, extents, hours = self.addresses, self.extents, self.hours
+        if len(extents) > 1:
+            raise click.UsageError("--short, --figures, --full and --hours exclude each other")
+        if hours is not None and not math.isfinite(hours):
+            raise click.UsageError(f"--hours must be finite, got {hours}")
+        if len(addresses) not in (0, 3) or not all(addresses):  # perhaps an unset shell variable
+            raise click.UsageError("--url, --http-url and --health-url go together")
+        if self.metrics_url is not None and not addresses:
+            raise click.UsageError("--metrics-url is for a server that runs: give --url, too")
+        if self.tritonserver is not None and addresses:
+            raise click.UsageError("--tritonserver is for servers of the check's own")
+        if self.faults and (addresses or extents or self.with_gateway):
+            raise click.UsageError(
+                "--fault goes with servers of the check's own, and with no loads"
+            )
+        has_replicas = "F28" in self.faults or ((self.full or hours is not None) and not addresses)
+        if self.num_requests is not None and not has_replicas:
+            raise click.UsageError("--requests is for F28: give --fault F28, --full or --hours")
+
+
 @click.command()
 @click.option("--url", help="gRPC address of a server that runs, as grpc://HOST:PORT")
 @click.option("--http-url", help="its HTTP address, as http://HOST:PORT")
@@ -89,93 +150,63 @@ _NUM_RESTARTS: Final = 10
 @click.option("--seed", type=int, help="of everything that is random; drawn if absent")
 @tritonserver_option
 @json_option
-def check(
-    url: str | None,
-    http_url: str | None,
-    health_url: str | None,
-    metrics_url: str | None,
-    short: bool,
-    figures: bool,
-    full: bool,
-    hours: float | None,
-    faults: tuple[str, ...],
-    num_requests: int | None,
-    with_gateway: bool,
-    is_list: bool,
-    seed: int | None,
-    tritonserver: str | None,
-    json_path: Path | None,
-) -> None:
+def check(**options: Any) -> None:
     """Try to break a server; exit code 1 if that succeeds."""
-    if is_list:
+    asked = _Asked(**options)
+    if asked.is_list:
         _print_catalogue()
         return
-    addresses = [one for one in (url, http_url, health_url) if one is not None]
-    flags = {"short": short, "figures": figures, "full": full}
-    extents = [name for name, is_given in flags.items() if is_given]
-    if hours is not None:
-        extents.append(f"{hours:g} hours")
-    if len(extents) > 1:
-        raise click.UsageError("--short, --figures, --full and --hours exclude each other")
-    if hours is not None and not math.isfinite(hours):
-        raise click.UsageError(f"--hours must be finite, got {hours}")
-    if len(addresses) not in (0, 3) or not all(addresses):  # perhaps an unset shell variable
-        raise click.UsageError("--url, --http-url and --health-url go together")
-    if metrics_url is not None and not addresses:
-        raise click.UsageError("--metrics-url is for a server that runs: give --url, too")
-    if tritonserver is not None and addresses:
-        raise click.UsageError("--tritonserver is for servers of the check's own")
-    if faults and (addresses or extents or with_gateway):
-        raise click.UsageError("--fault goes with servers of the check's own, and with no loads")
-    has_replicas = "F28" in faults or ((full or hours is not None) and not addresses)
-    if num_requests is not None and not has_replicas:
-        raise click.UsageError("--requests is for F28: give --fault F28, --full or --hours")
-    size = SOAK if hours is not None else FIGURES if figures else FULL if full else SHORT
-    if not addresses:
-        find_installation(tritonserver)  # a missing one is no fault of a server
-    seed = secrets.randbelow(2**31) if seed is None else seed
-    rng = random.Random(seed)
+    asked.check()
+    if not asked.addresses:
+        find_installation(asked.tritonserver)  # a missing one is no fault of a server
+    seed = secrets.randbelow(2**31) if asked.seed is None else asked.seed
     click.echo(f"seed {seed}")
-    info = {"seed": str(seed), "extent": ", ".join(faults or extents or ["short"])}
+    extent = ", ".join(asked.faults or asked.extents or ["short"])
+    info = {"seed": str(seed), "extent": extent}
     if commit := _commit():
         info["commit"] = commit
-    settings = Settings(
-        rng=rng, is_timed=size.is_timed, num_requests=num_requests, tritonserver=tritonserver
-    )
-
-    def cases() -> Iterator[Case]:
-        if faults:
-            yield from _cases_of(scenes_of(faults), settings)
-            return
-        from minisgl_check.run import run_cases  # brings torch, for which help need not wait
-
-        with ExitStack() as stack:
-            target: Target
-            metrics = metrics_url
-            if addresses:
-                target = _running(*addresses)
-            else:
-                target = own = stack.enter_context(started(tritonserver=tritonserver))
-                metrics = f"http://127.0.0.1:{own.server.metrics_port}/metrics"
-            yield from run_cases(
-                target,
-                size,
-                rng,
-                until_s=time.monotonic() + (hours or 0.0) * 3600,
-                with_gateway=with_gateway or size is not SHORT,
-                metrics_url=metrics,
-                say=click.echo,
-            )
-        if not addresses and size is FIGURES:
-            yield from _cases_of(MEASURED, settings)
-        elif not addresses and size is not SHORT:
-            yield from _cases_of(SCENES, settings)
-            yield restarts(_NUM_RESTARTS, tritonserver=tritonserver)
-
-    report = _gather(cases(), info)
-    report.emit(info, json_path)
+    report = _gather(_cases(asked, random.Random(seed)), info)
+    report.emit(info, asked.json_path)
     if report.has_failed:
         raise click.exceptions.Exit(1)
+
+
+def _cases(asked: _Asked, rng: random.Random) -> Iterator[Case]:
+    """All cases, as they end."""
+    extent, addresses = asked.extent, asked.addresses
+    settings = Settings(
+        rng=rng,
+        is_timed=extent.is_timed,
+        num_requests=asked.num_requests,
+        tritonserver=asked.tritonserver,
+    )
+    if asked.faults:
+        yield from _cases_of(scenes_of(asked.faults), settings)
+        return
+    from minisgl_check.run import run_cases  # brings torch, for which help need not wait
+
+    with ExitStack() as stack:
+        target: Target
+        metrics = asked.metrics_url
+        if addresses:
+            target = _running(*addresses)
+        else:
+            target = own = stack.enter_context(started(tritonserver=asked.tritonserver))
+            metrics = f"http://127.0.0.1:{own.server.metrics_port}/metrics"
+        yield from run_cases(
+            target,
+            extent,
+            rng,
+            until_s=time.monotonic() + (asked.hours or 0.0) * 3600,
+            with_gateway=asked.with_gateway or extent is not SHORT,
+            metrics_url=metrics,
+            say=click.echo,
+        )
+    if not addresses and extent is FIGURES:
+        yield from _cases_of(MEASURED, settings)
+    elif not addresses and extent is not SHORT:
+        yield from _cases_of(SCENES, settings)
+        yield restarts(_NUM_RESTARTS, tritonserver=asked.tritonserver)
 
 
 def _cases_of(scenes: Iterable[Scene[Any]], settings: Settings) -> Iterator[Case]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from typing import Final, TypeAlias
@@ -53,10 +53,10 @@ def run_cases(
     metrics_url: str | None = None,
     say: Callable[[str], None] = lambda text: None,
 ) -> Iterator[Case]:
-    """The cases as they end; loads are repeated until ``until_s`` of the monotonic clock.
+    """The cases as they end: rounds of loads until ``until_s`` (monotonic clock), then faults.
 
-    From the second round on the order is random, and after each load ``say`` gets the resources of
-    the processes. Faults come last, and only on our own server; after Ctrl-C they are left out.
+    ``say`` gets the resources of the processes after each load. Faults are only for our own server;
+    after Ctrl-C they are left out.
     """
     canary = Canary(target)
     try:
@@ -75,7 +75,6 @@ def run_cases(
             traffic.warm()
         rates.steady()  # libraries start their threads when they are first used
         invariants = Invariants(target)
-        footprints = records.Footprints(target)
         loads = _loads(target, extent, rng, rates=rates, mixes=mixes, leavers=leavers)
         if traffic is not None:
             come_and_go = traffic.come_and_go
@@ -84,25 +83,9 @@ def run_cases(
             loads["all at once"] = lambda: [_all_at_once(rates, leavers)]
         if with_gateway:
             loads["gateway"] = lambda: bad_gateway_inputs(target, is_timed=extent.is_timed)
-        num_rounds = 0
-        try:
-            while num_rounds == 0 or time.monotonic() < until_s:
-                num_rounds += 1
-                names = list(loads)
-                if num_rounds > 1:
-                    rng.shuffle(names)
-                for name in names:
-                    yield from _held(name, loads[name], invariants, canary.watching())
-                    text = footprints.read(target)
-                    if num_rounds > 1:
-                        say(text)
-                yield from _held("cancels", lambda: [leavers.cancel_alone()], invariants)
-        except KeyboardInterrupt:
-            yield canary.case()
-            yield footprints.case(is_judged=num_rounds > 2)
-            raise
-        yield canary.case()
-        yield footprints.case(is_judged=num_rounds > 2)
+        yield from _rounds(
+            target, loads, invariants, canary, leavers, rng=rng, until_s=until_s, say=say
+        )
         if metrics_url is not None:
             url = metrics_url
             yield from _held("metrics", lambda: [records.metrics(target, url)], invariants)
@@ -114,6 +97,43 @@ def run_cases(
                 yield fault.tried(stage)
     finally:
         canary.close()
+
+
+def _rounds(
+    target: Target,
+    loads: Mapping[str, Job],
+    invariants: Invariants,
+    canary: Canary,
+    leavers: Leavers,
+    *,
+    rng: random.Random,
+    until_s: float,
+    say: Callable[[str], None],
+) -> Iterator[Case]:
+    """The cases of the loads, and of what was watched beside them. There is one round, and others
+    until ``until_s``. From the second on the order is random."""
+    footprints = records.Footprints(target)
+    num_rounds = 0
+
+    def watched() -> list[Case]:
+        return [canary.case(), footprints.case(is_judged=num_rounds > 2)]
+
+    try:
+        while num_rounds == 0 or time.monotonic() < until_s:
+            num_rounds += 1
+            names = list(loads)
+            if num_rounds > 1:
+                rng.shuffle(names)
+            for name in names:
+                yield from _held(name, loads[name], invariants, canary.watching())
+                text = footprints.read(target)
+                if num_rounds > 1:
+                    say(text)
+            yield from _held("cancels", lambda: [leavers.cancel_alone()], invariants)
+    except KeyboardInterrupt:
+        yield from watched()
+        raise
+    yield from watched()
 
 
 def _loads(

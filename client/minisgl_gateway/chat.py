@@ -26,18 +26,13 @@ from minisgl_client.answer import ChatFormat
 from minisgl_client.parameters import Parameters, StructuredOutputs
 
 from minisgl_gateway import errors
+from minisgl_gateway.dialects.base import Dialect, DialectName
+from minisgl_gateway.dialects.choice import dialect_of
 from minisgl_gateway.errors import invalid
 from minisgl_gateway.harmony import HarmonyReader
 from minisgl_gateway.parts import AnswerReader
 from minisgl_gateway.thinking import ThinkingReader
-from minisgl_gateway.tool_dialects import (
-    Calls,
-    Dialect,
-    DialectName,
-    Tool,
-    dialect_of,
-    for_template,
-)
+from minisgl_gateway.tools import Calls, Tool, for_template
 
 MAX_STOPS: Final = 16
 NO_LIMIT: Final = -1

@@ -18,8 +18,8 @@ import click
 import uvicorn
 from minisgl_client.errors import InvalidArgument
 
+from minisgl_gateway.dialects.base import DialectName
 from minisgl_gateway.gateway_options import GatewayOptions
-from minisgl_gateway.tool_dialects import DialectName
 
 _SEND_BUFFER_BYTES: Final = 64 * 2**10
 """Small, so that a client that does not read is noticed soon."""

@@ -28,7 +28,7 @@ from minisgl_gateway.schema import (
     GenerationRequest,
     TokenizeRequest,
 )
-from minisgl_gateway.tool_dialects import Calls, Tool, allowed, check_choice
+from minisgl_gateway.tools import Calls, Tool, allowed, check_choice
 from minisgl_gateway.turns import with_one_beginning
 
 COMPLETION_TOKENS: Final = 16

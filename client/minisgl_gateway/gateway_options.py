@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from minisgl_gateway.tool_dialects import DialectName
+from minisgl_gateway.dialects.base import DialectName
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

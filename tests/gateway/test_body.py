@@ -9,13 +9,13 @@ import pytest
 from minisgl_gateway.body import parse
 from minisgl_gateway.chat import Policy, Template
 from minisgl_gateway.conversion import chat_of
+from minisgl_gateway.dialects.choice import dialect_of
 from minisgl_gateway.errors import ApiError
 from minisgl_gateway.schema import (
     ChatCompletionRequest,
     CompletionRequest,
     GenerationRequest,
 )
-from minisgl_gateway.tool_dialects import dialect_of
 from pydantic import ValidationError
 
 TEMPLATE = Template(dialect_of(None, "hermes"))

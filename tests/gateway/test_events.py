@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 from minisgl_client.answer import Delta, TokenLogprob, TokenLogprobs
 from minisgl_gateway.answers import Counts, Echo, Heading
+from minisgl_gateway.dialects.choice import dialect_of
 from minisgl_gateway.errors import ApiError
 from minisgl_gateway.events import ChatWriter, CompletionWriter, usage_event
 from minisgl_gateway.parts import AnswerReader, Ending, Piece
 from minisgl_gateway.renderers import Writer
 from minisgl_gateway.thinking import Thought
-from minisgl_gateway.tool_dialects import dialect_of
 from openai.types import Completion
 from openai.types.chat import ChatCompletionChunk
 

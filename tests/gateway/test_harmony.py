@@ -17,9 +17,10 @@ from hypothesis import strategies as st
 from minisgl_client.answer import ChatFormat
 from minisgl_gateway.call_syntax import MOST_DEPTH, CalledTool
 from minisgl_gateway.chat import Chat, Policy, Template
+from minisgl_gateway.dialects.choice import dialect_of
 from minisgl_gateway.harmony import HarmonyReader
 from minisgl_gateway.thinking import Thought
-from minisgl_gateway.tool_dialects import Calls, Tool, dialect_of
+from minisgl_gateway.tools import Calls, Tool
 from openai import OpenAI
 
 from minisgl_backend.text.template import ChatTemplate

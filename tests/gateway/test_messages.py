@@ -20,7 +20,7 @@ from minisgl_gateway.messages.schema import MessagesRequest
 from minisgl_gateway.messages.translation import chat_of
 from minisgl_gateway.parts import Ending, Part, Piece
 from minisgl_gateway.thinking import Thought
-from minisgl_gateway.tool_dialects import Calls
+from minisgl_gateway.tools import Calls
 from pydantic import TypeAdapter
 
 EVENT: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)

@@ -27,7 +27,7 @@ from minisgl_gateway.responses.translation import (
     messages_of_output,
 )
 from minisgl_gateway.thinking import Thought
-from minisgl_gateway.tool_dialects import Calls
+from minisgl_gateway.tools import Calls
 from openai.types.responses import ResponseStreamEvent
 from pydantic import TypeAdapter
 

@@ -17,13 +17,13 @@ from minisgl_client.request import build
 from minisgl_gateway.body import parse
 from minisgl_gateway.chat import Chat, Policy, Template
 from minisgl_gateway.conversion import chat_of, completion_generations
+from minisgl_gateway.dialects.choice import dialect_of
 from minisgl_gateway.errors import ApiError
 from minisgl_gateway.messages import translation as messages_api
 from minisgl_gateway.messages.schema import MessagesRequest
 from minisgl_gateway.responses import translation as responses_api
 from minisgl_gateway.responses.schema import ResponsesRequest
 from minisgl_gateway.schema import ChatCompletionRequest, CompletionRequest
-from minisgl_gateway.tool_dialects import dialect_of
 
 from tests.properties.corpus import kept
 

@@ -25,7 +25,7 @@ from minisgl_gateway.messages.schema import (
     ToolUseBlock,
     UserTurn,
 )
-from minisgl_gateway.tool_dialects import Calls, Tool, check_choice
+from minisgl_gateway.tools import Calls, Tool, check_choice
 from minisgl_gateway.turns import in_turns
 
 

@@ -35,7 +35,7 @@ from minisgl_gateway.responses.schema import (
     ResponsesRequest,
 )
 from minisgl_gateway.strict_schema import MAX_TOOLS
-from minisgl_gateway.tool_dialects import Calls, Tool, allowed, check_choice
+from minisgl_gateway.tools import Calls, Tool, allowed, check_choice
 from minisgl_gateway.turns import in_turns
 
 Referred = Callable[[str], Mapping[str, Any]]

@@ -18,7 +18,9 @@ import numpy as np
 import pytest
 from minisgl_client.answer import ChatFormat
 from minisgl_gateway.call_syntax import CalledTool
-from minisgl_gateway.tool_dialects import Calls, Dialect, Tool, dialect_of
+from minisgl_gateway.dialects.base import Dialect
+from minisgl_gateway.dialects.choice import dialect_of
+from minisgl_gateway.tools import Calls, Tool
 
 from minisgl_backend.errors import InvalidRequest
 from minisgl_backend.grammar.matchers import Batch, Grammars, State

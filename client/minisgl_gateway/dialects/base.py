@@ -1,0 +1,156 @@
+"""What dialects have in common: the reader of calls, and the structural tag of an answer.
+
+Must not know any family of models.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, TypeAlias
+
+from minisgl_gateway.call_syntax import Syntax
+from minisgl_gateway.tool_calls import CallReader
+from minisgl_gateway.tools import Calls, Tool
+
+DialectName: TypeAlias = Literal["hermes", "llama3_json", "mistral", "harmony", "plain"]
+Message: TypeAlias = Mapping[str, Any]
+Schema: TypeAlias = dict[str, Any]
+Structure: TypeAlias = dict[str, Any]
+"""A beginning, the schema of the value after it, and an end, as in structural tags. If it is
+``lenient``, keywords that cannot be enforced are ignored."""
+
+
+class Dialect(ABC):
+    """One way to call tools.
+
+    With ``keeps_special_tokens`` special tokens mark the calls, so the answer's text must include
+    them. ``is_of_template`` says whether the chat template takes tools, calls and their results.
+    With ``has_channels`` each answer is messages in channels (``harmony``), with tools or without.
+    """
+
+    name: ClassVar[DialectName]
+    syntax: ClassVar[Syntax]
+    keeps_special_tokens: ClassVar[bool] = False
+    is_of_template: ClassVar[bool] = True
+    has_channels: ClassVar[bool] = False
+
+    def reader(self, *, calls_alone: bool = False) -> CallReader:
+        """A reader of one answer without channels; with ``calls_alone`` of one that is constrained
+        to calls."""
+        return CallReader(self.syntax, calls_alone=calls_alone)
+
+    @property
+    def stop(self) -> str | None:
+        """The stop string that ends an answer after its first call, if there is one."""
+        return self.syntax.closing or None
+
+    @property
+    def _triggers(self) -> Iterable[str]:
+        """How calls begin in free text."""
+        return self.syntax.openings
+
+    def messages(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[Message]:
+        """The chat as the template is given it; ``tools`` are those that the model may call."""
+        return list(messages)
+
+    def constraint(self, tools: Sequence[Tool], calls: Calls) -> dict[str, Any] | None:
+        """The structural tag that an answer must follow; None if there is nothing to enforce.
+
+        The text around calls is free, the arguments of strict tools follow their schemas, and those
+        of the others are any JSON object. If calls are required, the answer consists of calls
+        alone, and all arguments follow their schemas. If at most one call is allowed, it ends the
+        answer; if that is the only constraint, ``stop`` enforces it without a tag.
+        """
+        required, parallel = calls.required, calls.parallel
+        tools = _callable(tools, calls)
+        is_enforced = required or any(tool.strict for tool in tools)
+        if not is_enforced and (parallel or self.stop is not None):
+            return None
+        tag: dict[str, Any] = {
+            "structures": self._structures(_arguments(tools, required), required, parallel),
+            "stop_after_first": not parallel,
+        }
+        if required:
+            return {**tag, "at_least_one": True, "separator": self._separator}
+        return {**tag, "triggers": list(self._triggers)}
+
+    def complaint(self, message: str, tools: Sequence[Tool], calls: Calls) -> str | None:
+        """An error of the engine about the constraint, with its places in the schemas of tools, as
+        in ``weather#/properties/city``; None if it is about none of them."""
+        names = [tool.name for tool in _callable(tools, calls)]
+        place = re.compile(self._place(names))
+        told, num_places = place.subn(
+            lambda found: f"{names[int(found['tool']) % len(names)]}#", message
+        )
+        if not num_places:
+            return None
+        what, at, places = told.partition(", at ")
+        what = re.sub(f"'{self._inside}/", "'/", what)  # in a reference
+        whole = [one for one in places.split(", ") if not one.startswith("#")]
+        return what + at + ", ".join(dict.fromkeys(whole))
+
+    _separator: ClassVar[str] = ""
+    _inside: ClassVar[str] = ""
+    """A regular expression for the place of a tool's schema in a structure's, if it is a part."""
+
+    @abstractmethod
+    def _structures(
+        self, arguments: Mapping[str, Arguments], required: bool, parallel: bool
+    ) -> list[Structure]:
+        """All calls that an answer may have: for each way to write one, the tools in the order of
+        ``arguments``."""
+
+    def _place(self, names: Collection[str]) -> str:
+        """A regular expression for the place of a tool's schema in the constraint."""
+        return r"#/structures/(?P<tool>\d+)/schema(?![^/, …])"
+
+
+@dataclass(frozen=True, slots=True)
+class Arguments:
+    """What the arguments of a tool must follow. Keywords of the schema that cannot be enforced are
+    ignored if it ``is_lenient``, and errors otherwise."""
+
+    schema: Schema
+    is_lenient: bool
+
+    def between(self, begin: str, end: str = "") -> Structure:
+        """The arguments, as they appear in a call."""
+        return structure(begin, self.schema, end, is_lenient=self.is_lenient)
+
+
+def structure(begin: str, schema: Schema, end: str, *, is_lenient: bool) -> Structure:
+    """A structure of a structural tag."""
+    structure: Structure = {"begin": begin, "schema": schema, "end": end}
+    return {**structure, "lenient": True} if is_lenient else structure
+
+
+def _callable(tools: Sequence[Tool], calls: Calls) -> Sequence[Tool]:
+    """The tools that may be called."""
+    return [tool for tool in tools if calls.name in (None, tool.name)]
+
+
+def _arguments(tools: Iterable[Tool], required: bool) -> dict[str, Arguments]:
+    """What the arguments must follow, by tool: their schema, or any object if they need not."""
+    arguments: dict[str, Arguments] = {}
+    for tool in tools:
+        schema: Schema = {}
+        if tool.strict or required:
+            schema = {**(tool.parameters or {})}
+        arguments[tool.name] = Arguments({**schema, "type": "object"}, not tool.strict)
+    return arguments
+
+
+def text_of(content: Any) -> str:
+    """The text of a message, which may come in parts."""
+    if isinstance(content, list):
+        return "".join(part.get("text", "") for part in content)
+    return content or ""
+
+
+def as_json(value: Any) -> str:
+    """A value as templates and models write JSON."""
+    return json.dumps(value, ensure_ascii=False)

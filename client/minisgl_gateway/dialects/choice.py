@@ -1,0 +1,29 @@
+"""Chooses the dialect of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+from minisgl_client.answer import ChatFormat
+
+from minisgl_gateway import call_syntax
+from minisgl_gateway.dialects.base import Dialect, DialectName
+from minisgl_gateway.dialects.harmony import Harmony
+from minisgl_gateway.dialects.hermes import Hermes, Plain
+from minisgl_gateway.dialects.llama import Llama
+from minisgl_gateway.dialects.mistral import Mistral
+
+_DIALECTS: Final[Mapping[str, Dialect]] = {
+    dialect.name: dialect for dialect in (Hermes(), Llama(), Harmony(), Plain())
+}
+
+
+def dialect_of(chat_format: ChatFormat | None, option: DialectName | None = None) -> Dialect:
+    """The dialect that a chat template reveals, or the one that the operator chose."""
+    name = option or (chat_format and chat_format.tool_dialect)
+    if name == "mistral":
+        return Mistral(
+            is_spelled=chat_format is not None and call_syntax.ARGUMENTS in chat_format.tool_marks
+        )
+    return _DIALECTS.get(name or "plain", _DIALECTS["plain"])

@@ -1,0 +1,78 @@
+"""The dialect of gpt-oss, whose answers are messages in channels (``minisgl_gateway.harmony``)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Final
+
+from minisgl_gateway.dialects.base import Arguments, Dialect, Message, Structure, text_of
+from minisgl_gateway.harmony import FUNCTIONS
+from minisgl_gateway.tools import Calls, Tool
+from minisgl_gateway.turns import reminder
+
+_HEADERS: Final[Mapping[str, str]] = {
+    f"<|channel|>commentary to={FUNCTIONS}": " <|constrain|>json<|message|>",
+    f" to={FUNCTIONS}": "<|channel|>commentary <|constrain|>json<|message|>",
+}
+"""What comes before and after the name of the function that a message calls."""
+
+
+class Harmony(Dialect):
+    """gpt-oss: answers in channels, whose last message may be a call, at most one. It ends with an
+    end token, so no stop string is needed.
+
+    Templates take one call per message, thoughts as ``thinking``, and with a call either those or a
+    text, which they present as thoughts. They drop system messages that are not the first.
+    """
+
+    name = "harmony"
+    keeps_special_tokens = True
+    has_channels = True
+    stop = None
+    _triggers = _HEADERS
+
+    def messages(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[Message]:
+        told: list[Message] = []
+        results = {
+            message["tool_call_id"]: message
+            for message in messages
+            if message["role"] == "tool" and "tool_call_id" in message
+        }
+        placed: set[str] = set()
+        for index, message in enumerate(messages):
+            if message["role"] == "tool" and message.get("tool_call_id") in placed:
+                continue
+            if message["role"] == "system" and index > 0:
+                told.append(reminder(message))
+                continue
+            thoughts = message.get("reasoning_content")
+            plain = {key: message[key] for key in message if key != "reasoning_content"}
+            if not (calls := message.get("tool_calls")):
+                told.append({**plain, "thinking": thoughts} if thoughts else plain)
+                continue
+            said = "\n\n".join(filter(None, [thoughts, text_of(message.get("content"))]))
+            for call in calls:
+                told.append({**plain, "content": "", "tool_calls": [call]})
+                if said:
+                    told[-1] = {**told[-1], "thinking": said}
+                    said = ""
+                if len(calls) > 1 and (result := results.get(call.get("id"))) is not None:
+                    told.append(result)
+                    placed.add(call["id"])
+        return told
+
+    def constraint(self, tools: Sequence[Tool], calls: Calls) -> dict[str, Any] | None:
+        """The structures are messages of their own: the engine knows that such a message ends the
+        answer, and that thoughts may come before it."""
+        tag = super().constraint(tools, replace(calls, parallel=True))
+        return None if tag is None else {**tag, "stop_after_first": True}
+
+    def _structures(
+        self, arguments: Mapping[str, Arguments], required: bool, parallel: bool
+    ) -> list[Structure]:
+        return [
+            of_tool.between(f"{header}{name}{rest}")
+            for header, rest in _HEADERS.items()
+            for name, of_tool in arguments.items()
+        ]

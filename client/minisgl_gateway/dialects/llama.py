@@ -1,0 +1,30 @@
+"""The dialect of Llama 3.1 and later, in its JSON form."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from minisgl_gateway import call_syntax
+from minisgl_gateway.dialects.base import Arguments, Dialect, Structure, as_json
+
+
+class Llama(Dialect):
+    """Llama 3.1 and later, in its JSON form."""
+
+    name = "llama3_json"
+    syntax = call_syntax.LLAMA
+    keeps_special_tokens = True
+    _separator = "; "
+
+    def _structures(
+        self, arguments: Mapping[str, Arguments], required: bool, parallel: bool
+    ) -> list[Structure]:
+        tag, bare, typed = self.syntax.openings
+        openings = (
+            [f"{bare}: "] if required else [f"{tag}{bare}: ", f"{bare}: ", f'{typed}, "name": ']
+        )
+        return [
+            of_tool.between(f'{opening}{as_json(name)}, "parameters": ', "}")
+            for opening in openings
+            for name, of_tool in arguments.items()
+        ]

@@ -185,24 +185,7 @@ def api_error(
     if unknown := _NO_ADAPTER.match(str(error)):  # the gateway's list of adapters was older
         return no_model(unknown[1])
     if isinstance(error, (client.InvalidArgument, client.Unsupported)):
-        make = invalid if isinstance(error, client.InvalidArgument) else unsupported
-        if found := _FORM.match(str(error)):
-            param, message = of_form(str(error).removeprefix(found["kind"] or ""))
-            return make(f"{param}: {message}", param)
-        if "tokens" in fields:
-            names = {"input_ids": "tokens", **names}
-        told = {**_NAMES, **names}
-        known = {name: names.get(other, other) for name, other in told.items()}
-        words = re.compile(rf"\b(?:{'|'.join(known)})\b")
-        message = words.sub(lambda found: known[found[0]], str(error))
-        word = re.split(r"\W", message, maxsplit=1)[0]
-        if word == "prompt" and word not in fields:
-            word = "messages"
-        param_at_fault = word if word in fields else None
-        if too := _TOO_LONG.match(str(error)):
-            sentence = _too_long_sentence(too, fields, names)
-            return too_long(sentence, param_at_fault, _too_long_for_anthropic(too, sentence))
-        return make(message, param_at_fault)
+        return _at_fault(error, fields, names, of_form)
     if isinstance(error, client.Timeout):
         return deadline_passed()
     if isinstance(error, client.ConnectionFailed):
@@ -216,6 +199,33 @@ def api_error(
     if isinstance(error, client.Cancelled):
         return cancelled()
     return internal()
+
+
+def _at_fault(
+    error: client.InvalidArgument | client.Unsupported,
+    fields: Container[str],
+    names: Mapping[str, str],
+    of_form: Callable[[str], tuple[str, str]],
+) -> ApiError:
+    """The same for an error about a field of the request, or about the length of its prompt."""
+    make = invalid if isinstance(error, client.InvalidArgument) else unsupported
+    if found := _FORM.match(str(error)):
+        param, message = of_form(str(error).removeprefix(found["kind"] or ""))
+        return make(f"{param}: {message}", param)
+    if "tokens" in fields:
+        names = {"input_ids": "tokens", **names}
+    told = {**_NAMES, **names}
+    known = {name: names.get(other, other) for name, other in told.items()}
+    words = re.compile(rf"\b(?:{'|'.join(known)})\b")
+    message = words.sub(lambda found: known[found[0]], str(error))
+    word = re.split(r"\W", message, maxsplit=1)[0]
+    if word == "prompt" and word not in fields:
+        word = "messages"
+    param_at_fault = word if word in fields else None
+    if too := _TOO_LONG.match(str(error)):
+        sentence = _too_long_sentence(too, fields, names)
+        return too_long(sentence, param_at_fault, _too_long_for_anthropic(too, sentence))
+    return make(message, param_at_fault)
 
 
 def is_lost(error: client.MinisglError) -> bool:

@@ -74,3 +74,8 @@ class ConfigError(MiniSGLError):
 
 class InvariantError(MiniSGLError):
     """A law of the engine's own bookkeeping is broken."""
+
+
+def shutting_down() -> Overloaded:
+    """The error of requests that a stopping engine refuses or does not finish."""
+    return Overloaded("the server is shutting down")

@@ -27,7 +27,7 @@ def no_constant(name: str) -> NoReturn:
 
 
 def is_shallow(value: Any, depth: int) -> bool:
-    """Whether arrays and objects nest at most so many levels deep."""
+    """Whether arrays and objects nest at most ``depth`` levels deep."""
     if not isinstance(value, (dict, list)):
         return True
     children = value.values() if isinstance(value, dict) else value

@@ -201,7 +201,7 @@ class OtherNodes:
         self._limit_s = self._silence_s
 
     def end(self) -> None:
-        """End all connections, upon which the other nodes end their processes. Does not wait."""
+        """End all connections; the other nodes then end their processes. Does not wait."""
         with self._changed:
             peers = list(self._peers.values())
         for peer in peers:

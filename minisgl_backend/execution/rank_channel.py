@@ -291,7 +291,7 @@ class LeaderEnd:
                 peer.listen()
 
     def close(self) -> None:
-        """Close the sockets, upon which followers end by themselves, and the memory. Idempotent."""
+        """Close the sockets and the memory; followers then end by themselves. Idempotent."""
         self._opened.close()
 
 

@@ -29,7 +29,13 @@ from typing import Final, TypeAlias
 
 from llguidance import LLMatcher, LLTokenizer
 
-from minisgl_backend.errors import EngineFailure, MiniSGLError, Overloaded, Unsupported
+from minisgl_backend.errors import (
+    EngineFailure,
+    MiniSGLError,
+    Overloaded,
+    Unsupported,
+    shutting_down,
+)
 from minisgl_backend.grammar.sources import one_line
 from minisgl_backend.grammar.vetting import (
     LONG,
@@ -189,7 +195,7 @@ class Compiler:
                 else:
                     asked.set_exception(Overloaded("too many grammars wait to be compiled"))
         except RuntimeError:  # the threads have ended
-            asked.set_exception(_shutting_down())
+            asked.set_exception(shutting_down())
         return asked
 
     def drop(self, grammar: Grammar) -> None:
@@ -208,7 +214,7 @@ class Compiler:
             tools, self._tools = self._tools, None
         if tools is not None:
             with suppress(InvalidStateError):  # else they are being made: their thread will notice
-                tools.set_exception(_shutting_down())
+                tools.set_exception(shutting_down())
             if tools.exception() is None:
                 tools.result()[1].close()
         for pool in pools:
@@ -271,7 +277,7 @@ class Compiler:
         """The tokenizer and the processes, which are created when they are first needed."""
         with self._lock:
             if self._is_closed:
-                raise _shutting_down()
+                raise shutting_down()
             tools = self._tools
             if tools is None or (tools.done() and _is_lost(tools)):
                 tools = self._tools = Future()
@@ -338,7 +344,3 @@ def _is_lost(tools: Future[tuple[LLTokenizer, Vetting]]) -> bool:
     if vetting.is_lost:
         vetting.close()
     return vetting.is_lost
-
-
-def _shutting_down() -> Overloaded:
-    return Overloaded("the server is shutting down")

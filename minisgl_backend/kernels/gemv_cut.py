@@ -39,7 +39,7 @@ _MANY_WARPS: Final = 20
 the weight under way."""
 
 MOST_CHOICES: Final = 16
-"""The most choices of all tokens: an expert's weight is read anew for each choice. Measured with
+"""The most choices of all tokens: an expert's weight is read again for each choice. Measured with
 the 32 experts of gpt-oss-20b."""
 
 _COLUMNS_OF_EXPERTS: Final = 4

@@ -3,7 +3,7 @@
 For most rows these are a few numbers. Penalties, biases, grammars and held-back stop tokens change
 single logits before a token is chosen. Their data for each token of the vocabulary is in a line of
 ``marks``, ``bias`` and ``masks``; other rows' lines are never read. Unlike the rest, a mask is
-written anew for each token of its row.
+written again for each token of its row.
 """
 
 from __future__ import annotations

@@ -128,7 +128,7 @@ def _compiled(name: str, pattern: str, around: str | None = None) -> re.Pattern[
         raise ConfigError(f"{CONFIG}: {name} holds no regular expression: {error}") from None
     if not _is_quick(pattern):
         raise ConfigError(
-            f"{CONFIG}: {name} holds a pattern that may take for ever, as {_short(pattern)} does: "
+            f"{CONFIG}: {name} holds a pattern that may take forever, as {_short(pattern)} does: "
             f"at most {_MOST_REPEATS} repeats, and none of a group with repeats or alternatives"
         )
     return compiled

@@ -25,7 +25,7 @@ import numpy as np
 
 from minisgl_backend.adapter_options import adapter_tasks
 from minisgl_backend.config import EngineOptions
-from minisgl_backend.errors import EngineFailure, EngineLost, Recovering
+from minisgl_backend.errors import EngineFailure, EngineLost, Recovering, shutting_down
 from minisgl_backend.replicas.adapters import ReplicatedAdapters
 from minisgl_backend.replicas.messages import (
     Message,
@@ -50,13 +50,7 @@ from minisgl_backend.request import (
 )
 from minisgl_backend.routing.cache_index import CacheIndex
 from minisgl_backend.routing.router import Balance, Capacity, Placement, Router
-from minisgl_backend.runtime.engine_base import (
-    EngineBase,
-    EngineInfo,
-    Health,
-    ReplicaStats,
-    shutting_down,
-)
+from minisgl_backend.runtime.engine_base import EngineBase, EngineInfo, Health, ReplicaStats
 from minisgl_backend.runtime.open_requests import OpenRequest
 from minisgl_backend.runtime.recorder import EngineStats, Observations
 from minisgl_backend.runtime_files import State

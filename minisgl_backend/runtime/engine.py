@@ -11,11 +11,11 @@ import threading
 import time
 from collections.abc import Sequence
 
-from minisgl_backend.errors import EngineFailure, EngineLost
+from minisgl_backend.errors import EngineFailure, EngineLost, shutting_down
 from minisgl_backend.grammar.matchers import Grammars
 from minisgl_backend.request import Failed, Finished, FinishReason, RequestId
 from minisgl_backend.runtime.adapters import Adapters
-from minisgl_backend.runtime.engine_base import EngineBase, EngineInfo, Health, shutting_down
+from minisgl_backend.runtime.engine_base import EngineBase, EngineInfo, Health
 from minisgl_backend.runtime.loop import Abort, Fail, Loop, Stop
 from minisgl_backend.runtime.open_requests import OpenRequest
 from minisgl_backend.runtime.ports import Executor, Scheduler

@@ -26,6 +26,7 @@ from minisgl_backend.errors import (
     InvalidRequest,
     Overloaded,
     Unsupported,
+    shutting_down,
 )
 from minisgl_backend.request import (
     Adapter,
@@ -362,11 +363,6 @@ class EngineBase(ABC):
         ids = dict.fromkeys((*sampling.stop_token_ids, *self.info.eos_token_ids))
         sampling = dataclasses.replace(sampling, stop_token_ids=tuple(ids))
         return dataclasses.replace(request, sampling=sampling)
-
-
-def shutting_down() -> Overloaded:
-    """The error of requests that a stopping engine refuses or does not finish."""
-    return Overloaded("the server is shutting down")
 
 
 def _check_ids(name: str, ids: Iterable[int], vocab_size: int) -> None:

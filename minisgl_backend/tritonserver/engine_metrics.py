@@ -5,7 +5,7 @@ responses use too. So counts are gathered here and reported in batches, a few ti
 thread of their own.
 
 Each engine has a label of its own (``series``). It may take over the label of an engine that was
-killed: then the counters go on, and the gauges are set anew.
+killed: then the counters go on, and the gauges are set again.
 
 The gauges of load and pages come under two sets of names: vLLM's, and those of the TensorRT-LLM
 backend. Routers read either: the endpoint picker of Kubernetes' Gateway API Inference Extension,

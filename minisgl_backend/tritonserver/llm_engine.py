@@ -26,9 +26,15 @@ from typing import Any, Final
 
 from minisgl_backend.adapter_options import with_adapters_beside
 from minisgl_backend.config import EngineOptions, Limits
-from minisgl_backend.errors import InvalidRequest, MiniSGLError, Overloaded, Unsupported
+from minisgl_backend.errors import (
+    InvalidRequest,
+    MiniSGLError,
+    Overloaded,
+    Unsupported,
+    shutting_down,
+)
 from minisgl_backend.request import Finished, FinishReason
-from minisgl_backend.runtime.engine_base import EngineBase, shutting_down
+from minisgl_backend.runtime.engine_base import EngineBase
 from minisgl_backend.runtime_files import QueueMarker, State, read_adapters, write_adapters
 from minisgl_backend.tritonserver.dispatch import Dispatcher
 from minisgl_backend.tritonserver.engine_metrics import EngineMetrics

@@ -172,14 +172,14 @@ def _dead(
         recovered_s = time.perf_counter() - killed_s
         case.expect(back or not noticed, "the health port never said that it is back")
         done, hanging = wait_for_all(endings, patience_s)
-        case.expect(not hanging, f"{len(hanging)} callers wait for ever")
+        case.expect(not hanging, f"{len(hanging)} callers wait forever")
         if hanging:
             client.close()  # else the pool would wait for them
     results = [one.result() for one in done]
     errors = [one.code for one in results if one.code]
     ended_s = max((one.at_s for one in results), default=killed_s) - killed_s
     num_hit = sum(one.at_s > killed_s for one in results)
-    case.expect(num_hit or not num_streams, "no stream was open any more")
+    case.expect(num_hit or not num_streams, "no stream was open anymore")
     if must_fail and num_streams:
         case.expect(bool(errors), "no stream failed")
         # a complete answer may have come just before

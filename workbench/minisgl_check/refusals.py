@@ -213,7 +213,7 @@ class _Tries:
         if self._is_timed and ending.seconds > PROMISED_S:
             found.append(f"took {ending.seconds:.1f} s")
         if not self._is_ready():
-            found.append("the server is not ready any more")
+            found.append("the server is no longer ready")
         self._case.failures += [f"{name}: {one}" for one in found]
 
     def ask(self, caller: HttpCaller, requests: Iterable[GatewayRequest]) -> None:

@@ -4,7 +4,7 @@ Knows that command's lines: one says where gRPC listens as soon as the models ar
 ones say why it did not start. Must not know the engine, whose package may be missing here.
 
 Invariant: the child ends with this process, whatever ends this one: the kernel then sends it
-SIGTERM, upon which it ends its own children and removes their files.
+SIGTERM, and it ends its own children and removes their files.
 """
 
 from __future__ import annotations

@@ -156,7 +156,7 @@ def test_patterns_that_would_take_for_ever_are_refused(
     """They would block every thread of the engine's process."""
     value = {pattern: 4} if field == "rank_pattern" else pattern
     words = refusal(written(tmp_path, **{field: value}))
-    assert words.startswith(f"adapter_config.json: {field} holds a pattern that may take for ever")
+    assert words.startswith(f"adapter_config.json: {field} holds a pattern that may take forever")
 
 
 @pytest.mark.parametrize(

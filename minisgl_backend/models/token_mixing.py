@@ -103,7 +103,7 @@ class SelfAttention(nn.Module):
 
     def __init__(self, spec: ModelSpec, layer: int, group: Group, matrices: Matrices):
         super().__init__()
-        source, of_layer = spec.kv_source(layer), spec.kv_heads_of(layer)
+        source, of_layer, rope = spec.kv_source(layer), spec.kv_heads_of(layer), spec.rope_of(layer)
         self.layer = spec.attention_layers.index(source)
         self.num_heads = spec.attention_shape(group.size).num_heads
         self.num_kv_heads = max(1, of_layer.num_kv_heads // group.size)
@@ -112,8 +112,8 @@ class SelfAttention(nn.Module):
         keys = kv_head_share(of_layer.num_kv_heads, head_dim, group)
         self.is_gated = spec.gated_attention
         # for each head the query, then the gate of its output
-        asked = Share(*(2 * n for n in astuple(queries))) if self.is_gated else queries
-        parts = {"q_proj": asked}
+        of_q_proj = Share(*(2 * n for n in astuple(queries))) if self.is_gated else queries
+        parts = {"q_proj": of_q_proj}
         self.has_own_kv = source == layer
         if self.has_own_kv:
             parts["k_proj"] = keys
@@ -134,8 +134,7 @@ class SelfAttention(nn.Module):
         )
         self.eps = spec.norm_eps
         self.qk_norm: HeadNorm | TokenNorm | None = None
-        rotates = spec.rope_of(layer) is not None
-        if spec.qk_norm == "head" or (spec.qk_norm == "unweighted" and rotates):
+        if spec.qk_norm == "head" or (spec.qk_norm == "unweighted" and rope is not None):
             self.qk_norm = HeadNorm(
                 self.num_heads,
                 self.num_kv_heads if self.has_own_kv else 0,
@@ -146,10 +145,7 @@ class SelfAttention(nn.Module):
         elif spec.qk_norm == "token":
             self.qk_norm = TokenNorm(queries, keys, spec.norm_eps, group)
         self._heads = even_share(spec.num_heads, group, "attention heads")
-        self.sinks: nn.Parameter | None = None
-        if spec.sinks:
-            self.sinks = empty_parameter(self.num_heads)
-        rope = spec.rope_of(layer)
+        self.sinks = empty_parameter(self.num_heads) if spec.sinks else None
         self._are_heads_tiles = (
             head_dim in HEAD_DIMS
             and self.has_own_kv

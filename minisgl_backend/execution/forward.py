@@ -21,7 +21,7 @@ from minisgl_backend.execution.flat_batch import FlatBatch
 from minisgl_backend.execution.rows import DeviceRows
 from minisgl_backend.execution.states import StateStorage
 from minisgl_backend.kernels.adapters import AdaptedTokens
-from minisgl_backend.kernels.gated_delta import Runs
+from minisgl_backend.kernels.delta_runs import Runs
 from minisgl_backend.kernels.rows import DecodeInputs
 from minisgl_backend.models.decoder import Decoder
 from minisgl_backend.models.token_mixing import RecurrentRows

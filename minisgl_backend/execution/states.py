@@ -18,14 +18,8 @@ import torch
 
 from minisgl_backend.device.base import Device
 from minisgl_backend.execution.flat_batch import FlatBatch
-from minisgl_backend.kernels.gated_delta import (
-    BLOCK,
-    LayerStates,
-    Run,
-    Runs,
-    num_blocks,
-    runs_table,
-)
+from minisgl_backend.kernels.delta_runs import BLOCK, Run, Runs, num_blocks, runs_table
+from minisgl_backend.kernels.gated_delta import LayerStates
 from minisgl_backend.models.spec import DeltaSpec
 from minisgl_backend.plan import NO_SNAPSHOT
 from minisgl_backend.request import IntArray

@@ -18,107 +18,17 @@ bits: then it is rounded whenever it is stored, after each token of a decoding r
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from minisgl_backend.kernels.delta_runs import BLOCK, Runs
 from minisgl_backend.kernels.dispatch import at_least_float32, use_triton
-from minisgl_backend.request import IntArray
-
-BLOCK: Final = 64
-"""Tokens that are computed at once."""
 
 _EPS: Final = 1e-6
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """Consecutive tokens of one row, by their indices in the step: ``begin`` <= t < ``end``.
-
-    ``slot`` has the row's states after the previous tokens, unless the run ``is_fresh``, which
-    means that it begins a sequence. The slot gets the states after the last token. ``kept``, in
-    ascending order: an index, and the slot that gets a copy of the states before the token at that
-    index.
-    """
-
-    begin: int
-    end: int
-    slot: int
-    is_fresh: bool
-    kept: tuple[tuple[int, int], ...] = ()
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Runs:
-    """The prompt chunks of a step, as kernels read them. No slot occurs twice.
-
-    int32 on the device. ``blocks`` [num_blocks, 4], up to 64 tokens each, in the order of the
-    tokens: begin, end, the slot that keeps the states after the block or -1, and its run. ``lines``
-    [num_lines, 4], one per run: its first block, the block after its last, its slot, and whether it
-    is fresh. Both may end in padding: blocks that begin and end after the last token of all runs,
-    and lines with slot -1.
-    """
-
-    blocks: Tensor
-    lines: Tensor
-
-    @classmethod
-    def of(cls, runs: Sequence[Run], upload: Callable[[IntArray], Tensor]) -> Runs:
-        """``upload`` copies an array to the device."""
-        table = runs_table(runs, num_blocks(runs), len(runs), end=0)
-        return cls.over(upload(table), len(runs))
-
-    @classmethod
-    def over(cls, table: Tensor, num_lines: int) -> Runs:
-        """The runs of a ``runs_table``."""
-        split = len(table) - num_lines
-        return cls(table[:split], table[split:])
-
-    def listed(self) -> list[Run]:
-        """The runs, without padding."""
-        blocks, runs = self.blocks.tolist(), []
-        for first, last, slot, is_fresh in self.lines.tolist():
-            if slot >= 0:
-                own = blocks[first:last]
-                kept = tuple((end, to) for _, end, to, _ in own if to >= 0)
-                runs.append(Run(own[0][0], own[-1][1], slot, bool(is_fresh), kept))
-        return runs
-
-
-def num_blocks(runs: Sequence[Run]) -> int:
-    """How many blocks ``runs`` are cut into."""
-    return sum(-(-(end - begin) // BLOCK) for run in runs for begin, end, _ in _pieces(run))
-
-
-def runs_table(runs: Sequence[Run], most_blocks: int, most_lines: int, *, end: int) -> IntArray:
-    """The ``blocks`` of ``runs``, then the ``lines``: int32 [most_blocks + most_lines, 4]. ``end``
-    is the number of tokens, where blocks of padding begin and end."""
-    table = np.empty((most_blocks + most_lines, 4), np.int32)
-    table[:most_blocks], table[most_blocks:] = (end, end, -1, 0), (0, 0, -1, 0)
-    block = 0
-    for line, run in enumerate(runs):
-        first = block
-        for begin, border, slot in _pieces(run):
-            for start in range(begin, border, BLOCK):
-                stop = min(start + BLOCK, border)
-                table[block] = (start, stop, slot if stop == border else -1, line)
-                block += 1
-        table[most_blocks + line] = (first, block, run.slot, run.is_fresh)
-    return table
-
-
-def _pieces(run: Run) -> Iterator[tuple[int, int, int]]:
-    """The parts of a run, cut where states are kept: begin, end, and the slot that keeps the states
-    after the part or -1."""
-    begin = run.begin
-    for end, slot in (*run.kept, (run.end, -1)):
-        yield begin, end, slot
-        begin = end
 
 
 @dataclass(frozen=True, slots=True, eq=False)

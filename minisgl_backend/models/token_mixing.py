@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from minisgl_backend.attention.base import Attend, PagedKV
 from minisgl_backend.kernels.activation import sigmoid_mul
 from minisgl_backend.kernels.adapters import AdaptedTokens
-from minisgl_backend.kernels.gated_delta import Runs
+from minisgl_backend.kernels.delta_runs import Runs
 from minisgl_backend.kernels.linear_cut import HEAD_DIMS
 from minisgl_backend.kernels.rope_store import (
     TokenPlaces,

@@ -10,16 +10,9 @@ import pytest
 import torch
 
 from minisgl_backend.kernels import gated_delta
+from minisgl_backend.kernels.delta_runs import Run, Runs, num_blocks, runs_table
 from minisgl_backend.kernels.dispatch import is_interpreted
-from minisgl_backend.kernels.gated_delta import (
-    DeltaInputs,
-    DeltaWeights,
-    LayerStates,
-    Run,
-    Runs,
-    num_blocks,
-    runs_table,
-)
+from minisgl_backend.kernels.gated_delta import DeltaInputs, DeltaWeights, LayerStates
 from tests.gpu.compare import TOLERANCE, assert_close, relative_error
 
 TINY = (2, 4, 16, 24)

@@ -7,7 +7,7 @@ launches:
     _chain_blocks     the states, from block to block, and what the tokens read of them
     _gated_norm       the norm and the gate of the output
 
-Blocks and runs may be padding (``minisgl_backend.kernels.gated_delta``), whose programs end at
+Blocks and runs may be padding (``kernels.delta_runs``), whose programs end at
 once. So one CUDA graph serves steps with different numbers of rows.
 
 Names of dimensions: K of a key, V of a value, each padded to a power of two (KP, VP).

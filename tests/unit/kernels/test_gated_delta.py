@@ -6,12 +6,11 @@ import pytest
 import torch
 from transformers.models.qwen3_5 import modeling_qwen3_5 as theirs
 
+from minisgl_backend.kernels.delta_runs import Run, Runs
 from minisgl_backend.kernels.gated_delta import (
     DeltaInputs,
     DeltaWeights,
     LayerStates,
-    Run,
-    Runs,
     causal_conv,
     causal_conv_step_reference,
     delta_rule,

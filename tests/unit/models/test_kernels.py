@@ -32,8 +32,8 @@ from minisgl_backend.kernels.adapters import (
     arrange_tokens,
     arranged_size,
 )
+from minisgl_backend.kernels.delta_runs import Run, Runs
 from minisgl_backend.kernels.float8_rows import Float8Rows
-from minisgl_backend.kernels.gated_delta import Run, Runs
 from minisgl_backend.kernels.packed_weight import (
     PLACES_OF_BYTES,
     CodesKind,

@@ -19,7 +19,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 from typing import Final
 
 import numpy as np
@@ -34,13 +33,11 @@ from minisgl_backend.attention.base import (
     LayerAttention,
     PagedKV,
 )
+from minisgl_backend.attention.query_blocks import Blocks
 from minisgl_backend.device.base import HostArray
 from minisgl_backend.plan import NO_GROUPS, Groups
 from minisgl_backend.request import IntArray
 
-_MAX_MASK_ELEMENTS: Final = 2**21
-_MAX_GATHERED_POSITIONS: Final = 2**18
-_FREE_PADDING: Final = 2**16  # scores: computing them is cheaper than one more SDPA call
 _LEAST_SAVED: Final = 2**18
 """The fewest elements of keys and values, per layer, that reading a group's pages together must
 save. With at least this many it was faster (on one core of an AMD EPYC)."""
@@ -112,7 +109,7 @@ class SdpaAttention:
         assert chunks.host_offsets is not None  # such steps are not captured
         assert chunks.host_ends is not None
         offsets = chunks.host_offsets.astype(np.int64)
-        blocks = _Blocks.of_runs(
+        blocks = Blocks.of_runs(
             offsets[:-1], np.diff(offsets), chunks.host_ends.astype(np.int64), self._heads_per_kv
         )
         begins = np.zeros(len(chunks.host_ends), np.int64)
@@ -134,7 +131,7 @@ class SdpaAttention:
 
         def segments(index: HostArray) -> list[_Segment]:
             own = ends[index] - begins[index] * self._page_size
-            blocks = _Blocks(index, index, np.ones(len(index), np.int64), own)
+            blocks = Blocks(index, index, np.ones(len(index), np.int64), own)
             return self._segments(blocks, begins, rows.rows, rows.page_table)
 
         grouped, alone = np.flatnonzero(begins), np.flatnonzero(begins == 0)
@@ -160,7 +157,7 @@ class SdpaAttention:
         return saved >= _LEAST_SAVED
 
     def _segments(
-        self, blocks: _Blocks, begins: HostArray, rows: Tensor, page_table: Tensor
+        self, blocks: Blocks, begins: HostArray, rows: Tensor, page_table: Tensor
     ) -> list[_Segment]:
         """``begins``: the first page of each run, from which its positions are counted."""
         return [
@@ -302,7 +299,7 @@ class SdpaAttention:
         return x.permute(0, 3, 1, 2, 4).reshape(-1, kv_heads * self._heads_per_kv, head_dim)
 
     def _segment(
-        self, blocks: _Blocks, begins: HostArray, rows: Tensor, page_table: Tensor
+        self, blocks: Blocks, begins: HostArray, rows: Tensor, page_table: Tensor
     ) -> _Segment:
         num_blocks, longest = len(blocks.runs), int(blocks.lengths.max())
         counts = -(-blocks.ends // self._page_size)  # pages of each block
@@ -369,79 +366,3 @@ def _members_and_ends(groups: Groups) -> Iterator[tuple[IntArray, int]]:
     """For each group: the members, and the index of the page after the shared ones."""
     members = np.split(groups.members, np.cumsum(groups.sizes))[: len(groups.sizes)]
     yield from zip(members, groups.ends.tolist(), strict=True)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Blocks:
-    """Blocks of queries; int64[num_blocks] each.
-
-    ``runs``: the index of the block's run; ``tokens``: the flat index of its first token;
-    ``lengths``: its number of queries; ``ends``: the end of their context.
-    """
-
-    runs: HostArray
-    tokens: HostArray
-    lengths: HostArray
-    ends: HostArray
-
-    @classmethod
-    def of_runs(
-        cls, offsets: HostArray, lengths: HostArray, ends: HostArray, heads_per_kv: int
-    ) -> _Blocks:
-        """Each run as one block, or as several if its mask would be too large.
-
-        Per run: its first flat token, its number of queries, and the end of its context.
-        """
-        most = np.maximum(_MAX_MASK_ELEMENTS // (heads_per_kv * ends), 1)
-        whole = cls(np.arange(len(ends)), offsets, lengths, ends)
-        if (lengths <= most).all():
-            return whole
-        counts = -(-lengths // most)
-        runs = np.repeat(np.arange(len(ends)), counts)
-        index = np.arange(len(runs)) - np.repeat(np.cumsum(counts) - counts, counts)  # in its run
-        begins = index * most[runs]  # [num_blocks], the queries of the run before the block
-        of_blocks = np.minimum(most[runs], lengths[runs] - begins)
-        block_ends = (ends - lengths)[runs] + begins + of_blocks
-        return cls(runs, offsets[runs] + begins, of_blocks, block_ends)
-
-    def groups(self, heads_per_kv: int) -> list[_Blocks]:
-        """Blocks to be padded together: single queries are kept apart from longer runs, and there
-        is little padding."""
-        single = self.lengths == 1
-        found = []
-        for kind in (~single, single):
-            members = np.flatnonzero(kind)
-            if len(members):
-                found += self._split(members, heads_per_kv)
-        return found
-
-    def _split(self, members: HostArray, heads_per_kv: int) -> list[_Blocks]:
-        if _fits(self.lengths[members], self.ends[members], heads_per_kv):
-            return [self._take(members)]
-        order = members[np.lexsort((self.ends[members], self.lengths[members]))]
-        borders = [0]
-        for i in range(1, len(order)):
-            group = order[borders[-1] : i + 1]
-            if not _fits(self.lengths[group], self.ends[group], heads_per_kv):
-                borders.append(i)
-        borders.append(len(order))
-        return [self._take(order[begin:end]) for begin, end in pairwise(borders)]
-
-    def _take(self, index: HostArray) -> _Blocks:
-        return _Blocks(self.runs[index], self.tokens[index], self.lengths[index], self.ends[index])
-
-
-def _fits(lengths: HostArray, ends: HostArray, heads_per_kv: int) -> bool:
-    """Whether padding these blocks into one segment wastes little and keeps its tensors small."""
-    if len(lengths) == 1:
-        return True
-    longest, end = int(lengths.max()), int(ends.max())
-    positions = len(lengths) * end
-    scores = positions * longest
-    # The mask of single queries is broadcast over a KV head's heads; other masks are repeated.
-    mask_elements = scores * heads_per_kv if longest > 1 else scores
-    return (
-        positions <= _MAX_GATHERED_POSITIONS
-        and mask_elements <= _MAX_MASK_ELEMENTS
-        and scores <= 2 * int((lengths * ends).sum()) + _FREE_PADDING
-    )

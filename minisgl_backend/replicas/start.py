@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Final
 
 from minisgl_backend.adapter_options import adapter_paths
@@ -20,6 +21,7 @@ from minisgl_backend.precheck import check_options
 from minisgl_backend.replicas.process import Place, ReplicaProcess
 from minisgl_backend.replicas.replicated_engine import ReplicatedEngine
 from minisgl_backend.resolve import device_kind
+from minisgl_backend.runtime.engine_base import EngineInfo
 
 _GPUS: Final = "CUDA_VISIBLE_DEVICES"
 
@@ -32,32 +34,52 @@ def start_replicas(options: EngineOptions, module: str) -> ReplicatedEngine:
     check_options(options, device)
     folder = resolve_model(options.model, options.model_source)
     checked_spec(options, folder, device)
-    told = asdict(
-        replace(
-            options,
-            # the replicas use the folder and the device that were chosen here
-            model=str(folder),
-            device=device,
-            # the parent keeps the limits of the queue, whichever replica a request waits at
-            max_queued_requests=(number - 1) * options.max_running_requests
-            + options.max_queued_requests,
-            max_queued_tokens=sys.maxsize,
-            # the parent tells them which adapters there are
-            multi_lora=None,
-            lora_modules=None,
-        )
-    )
+    own = _of_replica(options, folder, device)
     places = (
         gpu_places(number, ranks, os.environ)
         if device == "cuda"
         else cpu_places(number, sorted(os.sched_getaffinity(0)))
     )
     command = (sys.executable, "-m", module)
-    replicas = [ReplicaProcess(index, command, place, told) for index, place in enumerate(places)]
+    replicas = [
+        ReplicaProcess(index, command, place, asdict(own)) for index, place in enumerate(places)
+    ]
+    engine = ReplicatedEngine(_start_all(replicas), replicas, options)
+    for replica in replicas:
+        replica.serve(engine)
+    try:
+        for name, path in adapter_paths(options).items():
+            engine.adapters.load(name, path)
+    except (InvalidRequest, Recovering) as error:
+        engine.close(drain_s=0)
+        raise ConfigError(str(error)) from error
+    return engine
+
+
+def _of_replica(options: EngineOptions, folder: Path, device: str) -> EngineOptions:
+    """The options that each replica gets."""
+    return replace(
+        options,
+        # the replicas use the folder and the device that were chosen here
+        model=str(folder),
+        device=device,
+        # the parent keeps the limits of the queue, whichever replica a request waits at
+        max_queued_requests=(options.data_parallel_size - 1) * options.max_running_requests
+        + options.max_queued_requests,
+        max_queued_tokens=sys.maxsize,
+        # the parent tells them which adapters there are
+        multi_lora=None,
+        lora_modules=None,
+    )
+
+
+def _start_all(replicas: Sequence[ReplicaProcess]) -> list[EngineInfo]:
+    """Start the processes, and wait until all have loaded the model. If one cannot start, all are
+    ended."""
+    infos = []
     try:
         for replica in replicas:
             replica.start()
-        infos = []
         for replica in replicas:
             try:
                 infos.append(replica.started.result())
@@ -70,16 +92,7 @@ def start_replicas(options: EngineOptions, module: str) -> ReplicatedEngine:
         for replica in replicas:
             replica.close()
         raise
-    engine = ReplicatedEngine(infos, replicas, options)
-    for replica in replicas:
-        replica.serve(engine)
-    try:
-        for name, path in adapter_paths(options).items():
-            engine.adapters.load(name, path)
-    except (InvalidRequest, Recovering) as error:
-        engine.close(drain_s=0)
-        raise ConfigError(str(error)) from error
-    return engine
+    return infos
 
 
 def gpu_places(number: int, ranks: int, environment: Mapping[str, str]) -> list[Place]:

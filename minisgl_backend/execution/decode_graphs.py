@@ -129,6 +129,7 @@ class DecodeGraphs:
         self._inputs = StepInputs.empty(most, of_row * most, device.torch_device)
         self._inputs.rows.fill_(table.dummy_row)
         self._rows: IntArray = np.full(most, table.dummy_row, np.int32)
+        """The rows that are in ``_inputs`` on the device."""
         self._schedule = schedule
         self._take_groups = take_groups or (lambda groups: False)
         self._take_rows = take_rows
@@ -165,7 +166,9 @@ class DecodeGraphs:
         if take_groups is None:
             del kinds[True]
         self._whole: dict[bool, Captured[StepOutput]] = {}
+        """Graphs of whole steps, by whether they are grouped; none if all steps are in parts."""
         self._parts: dict[bool, _Parts] = {}
+        """Graphs of steps in two parts, likewise."""
         for grouped, (name, sizes) in kinds.items():
             if not in_parts:
                 self._whole[grouped] = capture_whole(name, sizes, grouped)

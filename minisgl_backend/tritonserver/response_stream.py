@@ -132,6 +132,7 @@ class ResponseStream:
         self._num_running = len(sample_ids)
         self._prompt_logprobs: deque[PromptLogprobs] = deque()
         self._is_whole = not self.is_acknowledged and not start.stream
+        """Whether everything goes out in a single packet."""
         self._num_cached_tokens: int | None = None
         self._is_timed = start.wanted.perf_metrics
         self._arrival_time_ns = arrival_time_ns
@@ -140,11 +141,14 @@ class ResponseStream:
         self._last_token_time_ns = 0
         self._embedding: FloatArray | None = None
         self._failure: MiniSGLError | None = None
+        """With which the engine failed a sample; the last packet says so."""
         self._num_sent = 0
         self._has_sent_tokens = False
         self._claimed = False
+        """Whether a sender works for the stream, or the stream is on its way to one."""
         self._muted = False
         self._error: MiniSGLError | None = None
+        """With which the stream was muted; it then has no last packet."""
         self._next_sweep_s = 0.0
 
     @property
@@ -357,6 +361,8 @@ class ResponseStream:
             self.responder.finish()
 
     def _claim(self, now_s: float) -> bool:
+        """Claim the stream for a sender if there is something to send; returns whether the caller
+        must hand it to one."""
         if self._claimed:
             return False
         self._set_claimed(False)

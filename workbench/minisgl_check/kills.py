@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import wait as wait_for_all
+from dataclasses import dataclass
 from functools import partial
 from signal import SIGCONT, SIGKILL, SIGSEGV, SIGSTOP
 from typing import Final, NamedTuple
@@ -143,6 +144,27 @@ HANGS: Final = (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class _Course:
+    """What was seen of a kill at ``killed_s``, by ``time.perf_counter``: when the health port
+    noticed it and when it had recovered, both in seconds since then, and how all streams ended."""
+
+    pid: int
+    killed_s: float
+    noticed_s: float
+    recovered_s: float
+    endings: Sequence[_Ending]
+
+    @property
+    def num_failed(self) -> int:
+        return sum(bool(one.code) for one in self.endings)
+
+    @property
+    def ended_s(self) -> float:
+        """When the last stream ended, in seconds since the kill."""
+        return max((one.at_s - self.killed_s for one in self.endings), default=0.0)
+
+
 def _dead(
     stage: Stage,
     case: Case,
@@ -155,7 +177,37 @@ def _dead(
 ) -> None:
     own, patience_s = stage.own, stage.settings.patience_s
     case.count = max(1, num_streams)
-    before, num_seen = own.server, _num_seen(stage)
+    before = own.server
+    course = _course(stage, case, kill, num_streams, num_tokens)
+    if num_streams:
+        _judge_streams(case, course, num_tokens if must_fail else None)
+    case.ended.update(failed=course.num_failed, answered=len(course.endings) - course.num_failed)
+    serves = wait_until(own.serves, patience_s)
+    case.expect(serves, "new requests are not served")
+    gone = wait_until(lambda: not runs(course.pid), GONE_WITHIN_S)
+    case.expect(gone, "the process is still there")
+    if before is not own.server:
+        case.expect(not before.directory.exists(), "the old server's files are still there")
+        case.expect(not before.shared_memory_regions(), "its shared memory is still there")
+    if serves:
+        stage.expect_canary(case)
+    case.what = f"ready again after {course.recovered_s:.1f} s"
+    if num_streams:
+        streams = f"{course.num_failed} of {num_streams} streams failed, the last ended after"
+        case.what = f"{streams} {course.ended_s:.1f} s; {case.what}"
+    case.figures = {
+        f"{case.name}: not ready after, s": course.noticed_s,
+        f"{case.name}: ready again after, s": course.recovered_s,
+    }
+    if stage.settings.is_timed:
+        _judge_times(case, course, must_fail=must_fail, noticed_within_s=noticed_within_s)
+
+
+def _course(
+    stage: Stage, case: Case, kill: Callable[[], int], num_streams: int, num_tokens: int
+) -> _Course:
+    """Open streams, kill, and wait until the server is back and all streams have ended."""
+    own, patience_s, num_seen = stage.own, stage.settings.patience_s, _num_seen(stage)
     with (
         Client(own.grpc_address, retries=0) as client,
         ThreadPoolExecutor(max(1, num_streams)) as pool,
@@ -175,42 +227,29 @@ def _dead(
         case.expect(not hanging, f"{len(hanging)} callers wait forever")
         if hanging:
             client.close()  # else the pool would wait for them
-    results = [one.result() for one in done]
-    errors = [one.code for one in results if one.code]
-    ended_s = max((one.at_s for one in results), default=killed_s) - killed_s
-    num_hit = sum(one.at_s > killed_s for one in results)
-    case.expect(num_hit or not num_streams, "no stream was open anymore")
-    if must_fail and num_streams:
-        case.expect(bool(errors), "no stream failed")
-        # a complete answer may have come just before
-        num_short = sum(not one.code and one.num_tokens != num_tokens for one in results)
-        case.expect(num_short == 0, f"{num_short} streams ended short, as if all was well")
-    case.ended.update(failed=len(errors), answered=len(done) - len(errors))
-    serves = wait_until(own.serves, patience_s)
-    case.expect(serves, "new requests are not served")
-    gone = wait_until(lambda: not runs(pid), GONE_WITHIN_S)
-    case.expect(gone, "the process is still there")
-    if before is not own.server:
-        case.expect(not before.directory.exists(), "the old server's files are still there")
-        case.expect(not before.shared_memory_regions(), "its shared memory is still there")
-    if serves:
-        stage.expect_canary(case)
-    case.what = f"ready again after {recovered_s:.1f} s"
-    if num_streams:
-        streams = f"{len(errors)} of {num_streams} streams failed, the last ended after"
-        case.what = f"{streams} {ended_s:.1f} s; {case.what}"
-    case.figures = {
-        f"{case.name}: not ready after, s": noticed_s,
-        f"{case.name}: ready again after, s": recovered_s,
-    }
-    if stage.settings.is_timed:
-        more_s = max(0.0, noticed_within_s - NOTICED_WITHIN_S)
-        case.expect(noticed_s <= noticed_within_s, f"noticed after {noticed_s:.1f} s")
-        if must_fail:
-            is_told = ended_s - more_s <= TOLD_WITHIN_S
-            case.expect(is_told, f"streams ended after {ended_s:.1f} s")
-        is_back = recovered_s - more_s <= RECOVERED_WITHIN_S
-        case.expect(is_back, f"ready again after {recovered_s:.1f} s")
+    return _Course(pid, killed_s, noticed_s, recovered_s, [one.result() for one in done])
+
+
+def _judge_streams(case: Case, course: _Course, num_tokens: int | None) -> None:
+    """``num_tokens``: those of a stream that did not fail; None if no stream must fail."""
+    num_hit = sum(one.at_s > course.killed_s for one in course.endings)
+    case.expect(num_hit > 0, "no stream was open anymore")
+    if num_tokens is None:
+        return
+    case.expect(course.num_failed > 0, "no stream failed")
+    # a complete answer may have come just before
+    num_short = sum(not one.code and one.num_tokens != num_tokens for one in course.endings)
+    case.expect(num_short == 0, f"{num_short} streams ended short, as if all was well")
+
+
+def _judge_times(case: Case, course: _Course, *, must_fail: bool, noticed_within_s: float) -> None:
+    more_s = max(0.0, noticed_within_s - NOTICED_WITHIN_S)
+    case.expect(course.noticed_s <= noticed_within_s, f"noticed after {course.noticed_s:.1f} s")
+    if must_fail:
+        is_told = course.ended_s - more_s <= TOLD_WITHIN_S
+        case.expect(is_told, f"streams ended after {course.ended_s:.1f} s")
+    is_back = course.recovered_s - more_s <= RECOVERED_WITHIN_S
+    case.expect(is_back, f"ready again after {course.recovered_s:.1f} s")
 
 
 def _num_seen(stage: Stage) -> int:

@@ -232,38 +232,6 @@ class RadixTree:
             yield top
             yield from self._below(top)
 
-    def _below(self, top: Node) -> Iterator[Node]:
-        stack = list(top.children.values())
-        while stack:
-            node = stack.pop()
-            yield node
-            stack.extend(node.children.values())
-
-    def _detach(self, top: Node) -> IntArray:
-        """Make a pinned node and all below it unreachable; return the pages of the unpinned."""
-        assert top.parent is not None
-        del top.parent.children[top.key]
-        self._detached[top] = None
-        removed = [EMPTY]
-        for node in [top, *self._below(top)]:
-            node.is_detached = True
-            self._lose_snapshot(node)
-            if node.pins == 0:
-                del self._recency[node]
-                self.num_evictable -= len(node.pages)
-                removed.append(self._remove(node))
-        return np.concatenate(removed)
-
-    def _remove(self, node: Node) -> IntArray:
-        """Take a detached node without pins out of the tree; return its pages."""
-        assert node.parent is not None
-        if node in self._detached:  # its parent may have a new child under the same key
-            del self._detached[node]
-        else:
-            del node.parent.children[node.key]
-        self.num_pages -= len(node.pages)
-        return node.pages
-
     def check(self) -> None:
         """Raise ``InvariantError`` if an invariant of the tree is broken. Slow."""
         order = {node: place for place, node in enumerate(self._recency)}
@@ -295,6 +263,38 @@ class RadixTree:
                 f"the tree counts {self.num_pages} pages, {self.num_evictable} of them evictable, "
                 f"but holds {num_pages} and {num_evictable}"
             )
+
+    def _below(self, top: Node) -> Iterator[Node]:
+        stack = list(top.children.values())
+        while stack:
+            node = stack.pop()
+            yield node
+            stack.extend(node.children.values())
+
+    def _detach(self, top: Node) -> IntArray:
+        """Make a pinned node and all below it unreachable; return the pages of the unpinned."""
+        assert top.parent is not None
+        del top.parent.children[top.key]
+        self._detached[top] = None
+        removed = [EMPTY]
+        for node in [top, *self._below(top)]:
+            node.is_detached = True
+            self._lose_snapshot(node)
+            if node.pins == 0:
+                del self._recency[node]
+                self.num_evictable -= len(node.pages)
+                removed.append(self._remove(node))
+        return np.concatenate(removed)
+
+    def _remove(self, node: Node) -> IntArray:
+        """Take a detached node without pins out of the tree; return its pages."""
+        assert node.parent is not None
+        if node in self._detached:  # its parent may have a new child under the same key
+            del self._detached[node]
+        else:
+            del node.parent.children[node.key]
+        self.num_pages -= len(node.pages)
+        return node.pages
 
     def _lose_snapshot(self, node: Node) -> None:
         if node.snapshot != NO_SNAPSHOT:

@@ -163,18 +163,6 @@ class RadixCache(NaiveCache):
             windows=self._emptied_windows(),
         )
 
-    def _end(self, lease: Lease, *, is_suspect: bool = False) -> None:
-        super()._end(lease, is_suspect=is_suspect)
-        if lease.promise is not None:
-            self._keep_promise(lease)
-
-    def _keep_promise(self, lease: Lease) -> None:
-        """Forget what the lease has promised: it is published, or will never be."""
-        assert lease.promise is not None
-        self._promises.unpin(lease.promise)
-        self._promises.evict(self._promises.num_evictable)
-        lease.promise = None
-
     def check(self) -> None:
         self._pool.check()
         self._tree.check()
@@ -195,6 +183,18 @@ class RadixCache(NaiveCache):
                 raise InvariantError("a lease does not pin the shared pages that it uses")
         if any(node.pins != count for node, count in pins.items()):
             raise InvariantError("the pins of a node do not match the leases")
+
+    def _end(self, lease: Lease, *, is_suspect: bool = False) -> None:
+        super()._end(lease, is_suspect=is_suspect)
+        if lease.promise is not None:
+            self._keep_promise(lease)
+
+    def _keep_promise(self, lease: Lease) -> None:
+        """Forget what the lease has promised: it is published, or will never be."""
+        assert lease.promise is not None
+        self._promises.unpin(lease.promise)
+        self._promises.evict(self._promises.num_evictable)
+        lease.promise = None
 
     def _with_window(self, windows: WindowPages, tokens: IntArray, salt: bytes) -> IntArray:
         """The longest cached prefix of ``tokens`` whose last window is cached, too."""

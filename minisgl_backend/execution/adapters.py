@@ -57,14 +57,6 @@ class AdapterStore:
             self._adapters[adapter_id] = flat
         return self._facts(file)
 
-    def _facts(self, file: AdapterFile) -> AdapterFacts:
-        shape = self._slots.shape_of(file)
-        return AdapterFacts(shape.rank, shape.targets, file.state)
-
-    def _open(self, folder: Path) -> AdapterFile:
-        slots = self._slots
-        return open_adapter(folder, slots.projections, slots.names, max_rank=slots.max_rank)
-
     def drop(self, adapter_id: int) -> None:
         """Forget an adapter; ignored if there is none."""
         with self._lock:
@@ -76,6 +68,14 @@ class AdapterStore:
             if adapter_id not in self._adapters:
                 raise InvariantError(f"adapter {adapter_id} is not on the host")
             return self._adapters[adapter_id]
+
+    def _facts(self, file: AdapterFile) -> AdapterFacts:
+        shape = self._slots.shape_of(file)
+        return AdapterFacts(shape.rank, shape.targets, file.state)
+
+    def _open(self, folder: Path) -> AdapterFile:
+        slots = self._slots
+        return open_adapter(folder, slots.projections, slots.names, max_rank=slots.max_rank)
 
 
 class RowAdapters:

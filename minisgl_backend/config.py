@@ -1,4 +1,4 @@
-"""The operator's options (``EngineOptions``) and the limits on one request (``Limits``).
+"""The operator's options (``EngineOptions``).
 
 Knows names, types, defaults and ranges. Must not know devices, model files or Triton: what depends
 on those is decided later, the dtype in ``resolve``, the number of pages in ``rank_memory``, the
@@ -305,24 +305,6 @@ class EngineOptions:
             if value not in (None, "", "auto"):
                 parsed[name] = _parse(name, value)
         return cls(**parsed)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """The limits on each part of a request. Server, gateway and ``LLM`` share this table."""
-
-    prompt_bytes: int = 8 * 2**20
-    other_bytes: int = 4 * 2**20
-    """Everything in a request except its prompt."""
-    messages: int = 8192
-    tools: int = 1024
-    message_depth: int = 32
-    stop_strings: int = 16
-    stop_string_bytes: int = 1024
-    stop_token_ids: int = 256
-    logit_bias_entries: int = 1024
-    logprobs: int = 20
-    cache_salt_characters: int = 64
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

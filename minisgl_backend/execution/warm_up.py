@@ -12,11 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minisgl_backend.config import Limits
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.execution.flat_batch import FlatBatch
 from minisgl_backend.execution.logprobs import RawLogprobs
 from minisgl_backend.execution.stages import Stages
+from minisgl_backend.limits import Limits
 from minisgl_backend.plan import (
     NO_SNAPSHOT,
     Decodes,

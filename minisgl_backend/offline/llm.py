@@ -19,7 +19,8 @@ from pathlib import Path
 from types import TracebackType
 
 from minisgl_backend.build import build_engine
-from minisgl_backend.config import DEMO_MODEL, EngineOptions, Limits
+from minisgl_backend.config import DEMO_MODEL, EngineOptions
+from minisgl_backend.limits import Limits
 from minisgl_backend.model_check import context_of
 from minisgl_backend.models.catalog import load_spec
 from minisgl_backend.models.hub import resolve_model, resolve_tokenizer

@@ -15,8 +15,8 @@ from typing import Any, Final, TypeAlias, TypeGuard
 import numpy as np
 import numpy.typing as npt
 
-from minisgl_backend.config import Limits
 from minisgl_backend.errors import InvalidRequest, RequestError, Unsupported
+from minisgl_backend.limits import Limits
 from minisgl_backend.request import EMPTY
 from minisgl_backend.wire.generation import Generation
 from minisgl_backend.wire.parse import parse_values

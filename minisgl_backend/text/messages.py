@@ -10,8 +10,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from minisgl_backend.config import Limits
 from minisgl_backend.errors import InvalidRequest, Unsupported
+from minisgl_backend.limits import Limits
 from minisgl_backend.wire.values import parse_json
 
 

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
-from minisgl_backend.config import Limits
 from minisgl_backend.errors import InvalidRequest, Unsupported
+from minisgl_backend.limits import Limits
 from minisgl_backend.request import IntArray, SamplingParams, TokenId
 from minisgl_backend.text.chat_format import ChatFormat
 from minisgl_backend.text.detokenizer import TextStream

@@ -13,8 +13,9 @@ import time
 from dataclasses import replace
 from typing import Any, Final, Protocol
 
-from minisgl_backend.config import EngineOptions, Limits
+from minisgl_backend.config import EngineOptions
 from minisgl_backend.errors import InvalidRequest
+from minisgl_backend.limits import Limits
 from minisgl_backend.request import (
     Adapter,
     IntArray,

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from minisgl_backend.adapter_options import with_adapters_beside
-from minisgl_backend.config import EngineOptions, Limits
+from minisgl_backend.config import EngineOptions
 from minisgl_backend.errors import (
     InvalidRequest,
     MiniSGLError,
@@ -33,6 +33,7 @@ from minisgl_backend.errors import (
     Unsupported,
     shutting_down,
 )
+from minisgl_backend.limits import Limits
 from minisgl_backend.request import Finished, FinishReason
 from minisgl_backend.runtime.engine_base import EngineBase
 from minisgl_backend.runtime_files import QueueMarker, State, read_adapters, write_adapters

@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 import triton_python_backend_utils as pb_utils
 
-from minisgl_backend.config import Limits
 from minisgl_backend.errors import InvalidRequest
+from minisgl_backend.limits import Limits
 
 Arrays = Mapping[str, npt.NDArray[Any]]
 

@@ -27,8 +27,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from minisgl_backend.config import Limits
 from minisgl_backend.errors import Overloaded, Recovering
+from minisgl_backend.limits import Limits
 from minisgl_backend.request import EMPTY, IntArray
 from minisgl_backend.runtime_files import MarkerReader
 from minisgl_backend.text.chat_format import ChatFormat

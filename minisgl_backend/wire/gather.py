@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from minisgl_backend.config import Limits, did_you_mean
+from minisgl_backend.config import did_you_mean
 from minisgl_backend.errors import InvalidRequest, Unsupported
+from minisgl_backend.limits import Limits
 from minisgl_backend.wire import grammars, values
 from minisgl_backend.wire.entries import Input
 from minisgl_backend.wire.parameters import (

@@ -15,8 +15,8 @@ from typing import Any, Final
 
 import numpy.typing as npt
 
-from minisgl_backend.config import Limits
 from minisgl_backend.errors import InvalidRequest, Unsupported
+from minisgl_backend.limits import Limits
 from minisgl_backend.request import IntArray, SamplingParams
 from minisgl_backend.wire import values
 from minisgl_backend.wire.entries import Input, Kind

@@ -17,8 +17,8 @@ from dataclasses import fields, replace
 from types import NoneType
 from typing import Any, Final
 
-from minisgl_backend.config import Limits
 from minisgl_backend.errors import InvalidRequest
+from minisgl_backend.limits import Limits
 from minisgl_backend.request import IntArray, SamplingParams
 from minisgl_backend.wire import values
 from minisgl_backend.wire.generation import Generation, Stopped, StopRequest

@@ -17,8 +17,9 @@ import numpy as np
 import pytest
 
 from minisgl_backend import LLM
-from minisgl_backend.config import DEMO_MODEL, Limits
+from minisgl_backend.config import DEMO_MODEL
 from minisgl_backend.errors import ConfigError, EngineFailure, Overloaded, RequestError
+from minisgl_backend.limits import Limits
 from minisgl_backend.wire.parse import parse_generation
 from minisgl_check.processes import children_of
 from tests.fakes.clock import LoopClock, passing_within_the_answer

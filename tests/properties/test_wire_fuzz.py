@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minisgl_backend.config import DEMO_MODEL, Limits
+from minisgl_backend.config import DEMO_MODEL
 from minisgl_backend.errors import InvalidRequest, RequestError
+from minisgl_backend.limits import Limits
 from minisgl_backend.text.answer_stream import AnswerStream
 from minisgl_backend.text.template import ChatTemplate
 from minisgl_backend.text.tokenizer import PromptEncoder

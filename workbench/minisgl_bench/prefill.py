@@ -10,7 +10,8 @@ import click
 import numpy as np
 
 from minisgl_backend.cli.options import POSITIVE_INT, EngineCommand, engine_options
-from minisgl_backend.config import EngineOptions, Limits
+from minisgl_backend.config import EngineOptions
+from minisgl_backend.limits import Limits
 from minisgl_backend.request import IntArray, SamplingParams
 from minisgl_backend.runtime.engine import Engine
 from minisgl_bench.comparison import compare_option, measure_both

@@ -18,8 +18,9 @@ import pytest
 from tokenizers import Tokenizer, processors
 from transformers import AutoTokenizer, LlamaTokenizer
 
-from minisgl_backend.config import DEMO_MODEL, Limits
+from minisgl_backend.config import DEMO_MODEL
 from minisgl_backend.errors import ConfigError, InvalidRequest, RequestError, Unsupported
+from minisgl_backend.limits import Limits
 from minisgl_backend.request import IntArray
 from minisgl_backend.text.tokenizer import PromptEncoder
 from minisgl_backend.text.tokenizer_files import check_tokenizer, load_vocabulary

@@ -14,7 +14,8 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
-from minisgl_backend.config import DEMO_MODEL, EngineOptions, Limits
+from minisgl_backend.config import DEMO_MODEL, EngineOptions
+from minisgl_backend.limits import Limits
 from minisgl_backend.request import Finished, FinishReason, Request, Sink
 from minisgl_backend.runtime.engine import Engine
 from minisgl_backend.runtime_files import DRAIN_MARKER, QUEUE_FULL, QUEUE_OPEN, MarkerReader

@@ -15,8 +15,9 @@ import numpy as np
 import pytest
 
 from minisgl_backend import runtime_files
-from minisgl_backend.config import DEMO_MODEL, Limits
+from minisgl_backend.config import DEMO_MODEL
 from minisgl_backend.errors import Overloaded
+from minisgl_backend.limits import Limits
 from minisgl_backend.request import Finished, FinishReason, IntArray
 from minisgl_backend.runtime_files import QueueMarker
 from minisgl_backend.text.answer_stream import AnswerStream

@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from minisgl_backend.config import Limits
 from minisgl_backend.errors import EngineFailure, InvalidRequest, Overloaded, RequestError
+from minisgl_backend.limits import Limits
 from minisgl_backend.request import (
     Finished,
     FinishReason,

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from minisgl_backend.config import Limits
 from minisgl_backend.errors import InvalidRequest
+from minisgl_backend.limits import Limits
 from minisgl_backend.request import Grammar, GrammarKind
 from minisgl_backend.wire.generation import Generation
 from minisgl_backend.wire.grammars import grammar_of

@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from minisgl_backend.config import Limits
 from minisgl_backend.errors import InvalidRequest, RequestError, Unsupported
+from minisgl_backend.limits import Limits
 from minisgl_backend.request import SamplingParams
 from minisgl_backend.wire.generation import (
     Generation,

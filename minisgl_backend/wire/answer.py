@@ -18,6 +18,7 @@ import numpy.typing as npt
 from minisgl_backend.request import FinishReason, FloatArray, PromptLogprobs, TokenId, TokenLogprobs
 from minisgl_backend.wire.generation import NOTHING, Wanted
 from minisgl_backend.wire.packets import Times
+from minisgl_backend.wire.parameters import OUTPUT_IDS
 
 LEAST_LOGPROB: Final = -9999.0
 """Stands for minus infinity, which JSON cannot hold."""
@@ -92,7 +93,7 @@ def answer_arrays(
         arrays["text_output"] = _strings([one.text or "" for one in samples])
     else:
         ids = [token_id for one in samples for token_id in one.token_ids]
-        arrays["output_ids"] = np.array(ids, dtype=np.int32)
+        arrays[OUTPUT_IDS.name] = np.array(ids, dtype=np.int32)
     if wanted is NOTHING:
         return arrays
     if wanted.finish_reason:

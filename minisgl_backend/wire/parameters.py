@@ -333,6 +333,7 @@ OUTPUTS: Final[tuple[Output, ...]] = (
 REQUEST: Final = Tensor(name="request", kind=Kind.TEXT)
 """tokenizer -> llm_engine: the validated request (``record``)."""
 INPUT_IDS: Final = Tensor(name="input_ids", kind=Kind.INTEGERS)
+"""tokenizer -> llm_engine, or from a client: the prompt."""
 TOKEN_STRS: Final = Tensor(name="token_strs", kind=Kind.TEXTS)
 """tokenizer -> its direct clients: the tokens as the vocabulary spells them."""
 TEXT: Final = Tensor(name="text", kind=Kind.TEXT)
@@ -350,6 +351,7 @@ LORA_ADAPTERS: Final = Tensor(name="lora_adapters", kind=Kind.TEXT)
 """llm_engine -> client: a JSON list of the adapters that requests may name, each
 {"name": ..., "path": ...}."""
 OUTPUT_IDS: Final = Tensor(name="output_ids", kind=Kind.INTEGERS)
+"""llm_engine -> its direct clients: the new tokens, one sample after another."""
 CHUNK: Final = Tensor(name="chunk", kind=Kind.BYTES)
 """llm_engine -> detokenizer: a packet of token ids (``packets``)."""
 

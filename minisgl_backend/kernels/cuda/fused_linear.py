@@ -144,32 +144,19 @@ class FusedLinear:
         self.most_tokens = most_tokens
         self._height, self._in_features = height, in_features
         self._pairs, self._codes = pairs, codes
-        numbers = PLAIN if codes is None else codes.numbers(in_features)
         self._gemv: Gemv | None = None
         if cuts is None:
-            is_added = bool(kind.get("RESIDUAL"))
-            of_row = gemv_cut(height, in_features, codes, is_added=is_added)
-            if of_row is not None:
-                macros = {**_OF_RESULTS, **kind, "HEADS": head_dim or 0}
-                self._gemv = Gemv(
-                    (height, in_features),
-                    device,
-                    codes=codes,
-                    cut=of_row,
-                    macros=macros,
-                    adapters=None if codes is None else adapters,
-                )
-
-        def cuts_for(adapted: bool) -> Mapping[int, Cut]:
-            if cuts is not None:
-                return cuts
+            macros = {**_OF_RESULTS, **kind, "HEADS": head_dim or 0}
+            self._gemv = _gemv(
+                (height, in_features), device, codes=codes, macros=macros, adapters=adapters
+            )
+        numbers = PLAIN if codes is None else codes.numbers(in_features)
+        batches = [batch for batch in BATCHES if batch <= most_tokens]
+        cuts_of: dict[bool, Mapping[int, Cut]] = {}
+        for adapted in (False,) if adapters is None else (False, True):
             # with adapters, thread blocks wait for those that compute x A^T
             of = partial(cut_of, head_dim=head_dim, numbers=numbers, shared=not adapted)
-            batches = (batch for batch in BATCHES if batch <= most_tokens)
-            return {batch: of(batch, height, in_features) for batch in batches}
-
-        kinds = (False,) if adapters is None else (False, True)
-        cuts_of = {adapted: cuts_for(adapted) for adapted in kinds}
+            cuts_of[adapted] = cuts or {batch: of(batch, height, in_features) for batch in batches}
         self._num_processors = num_processors(device)
         self._device = device
 
@@ -362,6 +349,22 @@ _OF_RESULTS: Final = {"GATED": 0, "RESIDUAL": 0, "HEADS": 0, "FP8": 0, "PAGE_SIZ
 
 def _macros(codes: CodesKind | None) -> dict[str, int]:
     return PLAIN_MACROS if codes is None else codes.macros
+
+
+def _gemv(
+    shape: tuple[int, int],
+    device: torch.device,
+    *,
+    codes: CodesKind | None,
+    macros: Mapping[str, int],
+    adapters: AdaptersShape | None,
+) -> Gemv | None:
+    """The kernel for one row, if it is faster than a GEMM."""
+    cut = gemv_cut(*shape, codes, is_added=bool(macros["RESIDUAL"]))
+    if cut is None:
+        return None
+    of_codes = None if codes is None else adapters
+    return Gemv(shape, device, codes=codes, cut=cut, macros=macros, adapters=of_codes)
 
 
 def _kernel(cut: Cut, constants: dict[str, int], device: torch.device) -> CudaKernel:

@@ -6,6 +6,7 @@ Pure arithmetic, without a GPU.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 from typing import Final
 
 _SHARED_BYTES: Final = 227 * 1024
@@ -36,9 +37,10 @@ class Float8Cut:
 
     @property
     def stages(self) -> int:
-        """Stages of the ring; each also has 32 bytes of scales for 64 rows, and two barriers."""
+        """Stages of the ring, each with 32 bytes of scales for 64 rows, and two barriers. A factor
+        of each token lies beside the ring."""
         of_stage = (FEATURES + self.tokens) * _BLOCK + FEATURES // 64 * 32 + 16
-        return min(_SHARED_BYTES // of_stage, _MOST_STAGES)
+        return min((_SHARED_BYTES - self.tokens * 4) // of_stage, _MOST_STAGES)
 
     @property
     def shared_bytes(self) -> int:
@@ -66,25 +68,48 @@ def why_not(height: int, in_features: int) -> str | None:
 _LEAST_ELEMENTS: Final = 8 * 2**20
 """The fewest elements of a weight. Smaller weights have too few steps to share."""
 
-_MANY_ELEMENTS: Final = 64 * 2**20
-"""The same for more than 128 rows."""
+_LARGE: Final = 48 * 2**20
 
-_CHOSEN: Final = {
-    64: (Float8Cut(64), _LEAST_ELEMENTS),
-    96: (Float8Cut(96), _LEAST_ELEMENTS),
-    128: (Float8Cut(128), _LEAST_ELEMENTS),
-    192: (Float8Cut(96, shared=True), _MANY_ELEMENTS),
+
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    """Cuts for weights of fewer than ``_LARGE`` elements and for others, each with the most
+    features per in_feature of a weight. If a weight has more, the library is faster: it has a tile
+    for each multiprocessor. Multiplying 256 rows by large weights takes so much power that the
+    clock slows down, and the library takes less."""
+
+    small: Float8Cut
+    most_of_small: float
+    large: Float8Cut
+    most_of_large: float
+
+    def cut_of(self, height: int, in_features: int) -> Float8Cut | None:
+        is_large = height * in_features >= _LARGE
+        most = self.most_of_large if is_large else self.most_of_small
+        if height > most * in_features:
+            return None
+        return self.large if is_large else self.small
+
+
+_CHOICES: Final = {
+    64: _Choice(Float8Cut(64), 2, Float8Cut(64), inf),
+    96: _Choice(Float8Cut(96), 2, Float8Cut(96), inf),
+    128: _Choice(Float8Cut(64, shared=True), 2, Float8Cut(128), inf),
+    192: _Choice(Float8Cut(96, shared=True), 1, Float8Cut(96, shared=True), inf),
+    256: _Choice(Float8Cut(64), 0.5, Float8Cut(64), 0),
 }
-"""Cuts with the fewest elements of a weight, keyed by the largest number of rows. Tuned on an H200
-with the weights of Qwen3-14B; for more rows the library is faster."""
+"""By the largest number of rows. ``tools/gpu/sweep_float8`` found them on an H200, with the weights
+of Qwen3-8B, 14B, 32B and 30B-A3B."""
 
 
 def cuts_of(height: int, in_features: int, *, more_than: int) -> dict[int, Float8Cut]:
     """How to multiply ``more_than`` a number of rows by a weight [height, in_features], keyed by
     the largest number of rows that each cut is for; empty if the library does it."""
-    if why_not(height, in_features):
+    if why_not(height, in_features) or height * in_features < _LEAST_ELEMENTS:
         return {}
-    size = height * in_features
-    return {
-        most: cut for most, (cut, least) in _CHOSEN.items() if most > more_than and size >= least
+    chosen = {
+        most: choice.cut_of(height, in_features)
+        for most, choice in _CHOICES.items()
+        if most > more_than
     }
+    return {most: cut for most, cut in chosen.items() if cut is not None}

@@ -10,8 +10,8 @@
 // of these rows for both (multicast).
 //
 // The tensor cores add up 128 in_features. These sums are then added in float32, multiplied by the weight's scale if
-// GROUPED ("two-level accumulation": DeepGEMM, https://github.com/deepseek-ai/DeepGEMM). Meanwhile the tensor cores
-// multiply the next 128. Other scales, of tokens and of the weight's rows, are applied at the end.
+// GROUPED ("two-level accumulation": DeepGEMM, https://github.com/deepseek-ai/DeepGEMM); the tensor cores multiply for
+// the other warpgroup meanwhile. Other scales, of tokens and of the weight's rows, are applied at the end.
 //
 // Compiled with: HEIGHT (rows of the weight), SIZE (in_features), GATED (the weight holds the gate's rows, then as many
 // rows of the values; SiLU), GROUPED (a scale for every 8 rows of the weight, in the order of tiles, and 128
@@ -36,15 +36,15 @@ constexpr int STAGE_BYTES = WEIGHT_BYTES + TOKEN_BYTES;
 constexpr int SCALE_BYTES = GROUPED ? FEATURES / 64 * UNIT_BYTES : 0;   // of a stage
 constexpr int OUT_FEATURES = GATED ? HEIGHT / 2 : HEIGHT;
 
-// Shared memory has the ring, the ring of scales, and each stage's "full" and "empty" barriers.
+// Shared memory has the ring, the ring of scales, the tokens' factors, and each stage's "full" and "empty" barriers.
 constexpr int AT_SCALES = STAGES * STAGE_BYTES;
-constexpr int AT_FULL = AT_SCALES + STAGES * SCALE_BYTES;
+constexpr int AT_FACTORS = AT_SCALES + STAGES * SCALE_BYTES;
+constexpr int AT_FULL = AT_FACTORS + TOKENS * 4;
 constexpr int AT_EMPTY = AT_FULL + STAGES * 8;
 
 static_assert(HEIGHT % FEATURES == 0 && SIZE % BLOCK == 0, "");
 static_assert(AT_EMPTY + STAGES * 8 <= SHARED_BYTES, "");
 static_assert(TOKENS % 16 == 0 && STAGE_BYTES % 1024 == 0, "");
-static_assert(STAGES >= 2, "");   // a stage is waited for before the one before it is released
 
 struct Arguments {
     TensorMap weight;       // [HEIGHT, SIZE]; GATED: see `load_weight`
@@ -183,56 +183,42 @@ __device__ __forceinline__ void have_waited(const Arguments& args, const Share& 
 
 using Sums = float[TOKENS / 2];   // for each 8 tokens: two features of two tokens
 
-// c = the product over steps `first` to `last` of the thread block
-__device__ __forceinline__ void multiply_steps(Sums& c, u32 ring, int first, int last) {
+// A position in the ring: which stage, and whether it is the second, fourth ... time that the stage is used.
+struct Position {
+    u32 stage = 0, phase = 0;
+    __device__ __forceinline__ void advance() {
+        if (++stage == STAGES) stage = 0, phase ^= 1;
+    }
+};
+
+// c = the product over `count` steps of the thread block
+__device__ __forceinline__ void multiply_steps(Sums& c, u32 ring, Position& at, int count) {
     const u32 full = ring + AT_FULL, empty = ring + AT_EMPTY;
-    const int group = threadIdx.x / 128, warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
-    Sums sums[2];   // of a step and the next one
-    float low[2], high[2];
-    const auto start = [&](int i, int which) {
-        const u32 stage = i % STAGES;
-        const u64 a = matrix(ring + stage * STAGE_BYTES + group * (WEIGHT_BYTES / 2));
-        const u64 b = matrix(ring + stage * STAGE_BYTES + WEIGHT_BYTES);
-        wait_barrier(full + 8 * stage, i / STAGES & 1);
-        if (GROUPED) {
-            const u32 at = ring + AT_SCALES + stage * SCALE_BYTES + group * UNIT_BYTES + warp * 8;
-            asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(low[which]), "=f"(high[which]) : "r"(at));
-        }
+    const int group = __shfl_sync(ALL, threadIdx.x / 128, 0);   // so that the compiler sees that a warp has only one
+    const int warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
+    const u32 scales = ring + AT_SCALES + group * UNIT_BYTES + warp * 8;
+    Sums sums;
+#pragma unroll
+    for (int j = 0; j < TOKENS / 2; ++j) c[j] = sums[j] = 0;
+#pragma unroll 1
+    for (int i = 0; i < count; ++i, at.advance()) {
+        const u64 a = matrix(ring + at.stage * STAGE_BYTES + group * (WEIGHT_BYTES / 2));
+        const u64 b = matrix(ring + at.stage * STAGE_BYTES + WEIGHT_BYTES);
+        float low, high;
+        wait_barrier(full + 8 * at.stage, at.phase);
         begin_mma();
 #pragma unroll
-        for (int k = 0; k < 4; ++k) Mma<TOKENS>::multiply(sums[which], a + 2 * k, b + 2 * k, k > 0);
+        for (int k = 0; k < 4; ++k) Mma<TOKENS>::multiply(sums, a + 2 * k, b + 2 * k, k > 0);
         end_mma();
-    };
-    const auto finish = [&](int i, int which) {
-        now_written<TOKENS / 2>(sums[which]);
-        if (SHARED && lane < CLUSTER) arrive_at(empty + 8 * (i % STAGES), lane);
-        if (!SHARED && lane == 0) arrive(empty + 8 * (i % STAGES));
-#pragma unroll
-        for (int j = 0; j < TOKENS / 2; ++j)
-            c[j] += GROUPED ? (j / 2 % 2 ? high : low)[which] * sums[which][j] : sums[which][j];
-    };
-#pragma unroll
-    for (int j = 0; j < TOKENS / 2; ++j) c[j] = sums[0][j] = sums[1][j] = 0;
-    start(first, 0);
-    int i = first;
-#pragma unroll 1
-    for (; i + 2 < last; i += 2) {
-        start(i + 1, 1);
-        wait_mma<1>();
-        finish(i, 0);
-        start(i + 2, 0);
-        wait_mma<1>();
-        finish(i + 1, 1);
-    }
-    if (i + 1 < last) {
-        start(i + 1, 1);
-        wait_mma<1>();
-        finish(i, 0);
+        if (GROUPED)
+            asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];"
+                         : "=f"(low), "=f"(high) : "r"(scales + at.stage * SCALE_BYTES));
         wait_mma<0>();
-        finish(i + 1, 1);
-    } else {
-        wait_mma<0>();
-        finish(i, 0);
+        now_written<TOKENS / 2>(sums);
+        if (SHARED && lane < CLUSTER) arrive_at(empty + 8 * at.stage, lane);
+        if (!SHARED && lane == 0) arrive(empty + 8 * at.stage);
+#pragma unroll
+        for (int j = 0; j < TOKENS / 2; ++j) c[j] += GROUPED ? (j / 2 % 2 ? high : low) * sums[j] : sums[j];
     }
 }
 
@@ -253,11 +239,23 @@ __device__ __forceinline__ Rows rows_of(const Arguments& args, int first_row) {
     return rows;
 }
 
+// Keeps the factors of this thread block's tokens in shared memory: one load from global memory for every 8 tokens
+// would take longer than all else that is done to finish them.
+__device__ __forceinline__ void keep_factors(const Arguments& args, int first_token, u32 ring) {
+    const int token = threadIdx.x;
+    if (token < TOKENS) {
+        const float factor = first_token + token < args.num_rows ? __ldcg(args.factors + first_token + token) : 0;
+        asm volatile("st.shared.f32 [%0], %1;" :: "r"(ring + AT_FACTORS + token * 4), "f"(factor) : "memory");
+    }
+    sync_multipliers();
+}
+
 // the factors of a thread's two tokens of 8
-__device__ __forceinline__ float2 factors_of(const Arguments& args, int first_token) {
-    const int token = first_token + threadIdx.x % 4 * 2;
-    return make_float2(token < args.num_rows ? __ldcg(args.factors + token) : 0,
-                       token + 1 < args.num_rows ? __ldcg(args.factors + token + 1) : 0);
+__device__ __forceinline__ float2 factors_of(u32 ring, int group) {
+    float2 factors;
+    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(factors.x), "=f"(factors.y)
+                 : "r"(ring + AT_FACTORS + group * 32 + threadIdx.x % 4 * 8));
+    return factors;
 }
 
 // Finishes 8 tokens. `sums` are the lower feature's sums of two tokens, then the higher feature's.
@@ -278,14 +276,13 @@ __device__ __forceinline__ void finish(
 #endif
 }
 
-__device__ __forceinline__ void finish_all(const Arguments& args, const Sums& c, int first_row, int first_token) {
+__device__ __forceinline__ void finish_all(
+    const Arguments& args, const Sums& c, int first_row, int first_token, u32 ring) {
     const Rows rows = rows_of(args, first_row);
 #pragma unroll
     for (int i = 0; i < GROUPS; ++i) {
-        if (first_token + 8 * i >= args.num_rows) break;
-        const int token = first_token + 8 * i;
         const float* const of = c + 4 * i;
-        finish(args, rows, token, factors_of(args, token), make_float4(of[0], of[1], of[2], of[3]));
+        finish(args, rows, first_token + 8 * i, factors_of(ring, i), make_float4(of[0], of[1], of[2], of[3]));
     }
 }
 
@@ -314,7 +311,7 @@ __device__ __forceinline__ void add_parts(const Arguments& args, Sums& c, const 
 
 // Finishes this thread block's share of a tile that several finish. Many loads are under way at once.
 __device__ __forceinline__ void finish_share(
-    const Arguments& args, const Share& share, int first_row, int first_token) {
+    const Arguments& args, const Share& share, int first_row, int first_token, u32 ring) {
     constexpr int PAIR = 2, TOGETHER = 8;
     const int items = min(GROUPS, (args.num_rows - first_token + 7) / 8);   // 8 tokens
     const int rank = blockIdx.y - share.first;
@@ -323,9 +320,6 @@ __device__ __forceinline__ void finish_share(
 #pragma unroll 1
     for (int item = begin; item < end; item += PAIR) {
         float4 sums[PAIR] = {};
-        float2 factors[PAIR];
-#pragma unroll
-        for (int k = 0; k < PAIR; ++k) factors[k] = factors_of(args, first_token + (item + k) * 8);
 #pragma unroll 1
         for (int block = share.first; block <= share.last; block += TOGETHER) {
             float4 of[TOGETHER][PAIR];
@@ -348,19 +342,20 @@ __device__ __forceinline__ void finish_share(
 #pragma unroll
         for (int k = 0; k < PAIR; ++k) {
             if (item + k >= end) break;
-            finish(args, rows, first_token + (item + k) * 8, factors[k], sums[k]);
+            finish(args, rows, first_token + (item + k) * 8, factors_of(ring, item + k), sums[k]);
         }
     }
 }
 
+// Multiplies `count` steps of a tile, to the tile's end or to the last one of this thread block.
 __device__ __forceinline__ void take_tile(
-    const Arguments& args, const Where& where, int tile, int first, int last, u32 ring) {
+    const Arguments& args, const Where& where, int tile, int count, Position& at, u32 ring) {
     const Share share(tile);
     const int row = tile * FEATURES;
     const bool finishes = where.end <= (tile + 1) * STEPS, alone = finishes && share.finishers == 1;
     Sums c;
-    multiply_steps(c, ring, first, last);
-    if (share.is_whole()) return finish_all(args, c, row, where.first_token);
+    multiply_steps(c, ring, at, count);
+    if (share.is_whole()) return finish_all(args, c, row, where.first_token, ring);
     if (!alone) {
         leave_part(args, c, share);
         sync_multipliers();
@@ -371,9 +366,9 @@ __device__ __forceinline__ void take_tile(
     sync_with_parts();
     if (alone) {
         add_parts(args, c, share);
-        finish_all(args, c, row, where.first_token);
+        finish_all(args, c, row, where.first_token, ring);
     } else {
-        finish_share(args, share, row, where.first_token);
+        finish_share(args, share, row, where.first_token, ring);
     }
 }
 
@@ -396,7 +391,6 @@ float8_linear(const __grid_constant__ Arguments args) {
     const int rank = blockIdx.x % CLUSTER, first_token = blockIdx.x * TOKENS;
     const Where where{rank, first_token, first_step(blockIdx.y), first_step(blockIdx.y + 1)};
     if (threadIdx.x >= THREADS) {
-        leave_registers<40>();
         if (threadIdx.x / 32 == THREADS / 32) {
             const bool first = threadIdx.x == THREADS;
             if (first) fill_ring(args, where, ring);
@@ -410,13 +404,14 @@ float8_linear(const __grid_constant__ Arguments args) {
         }
         __syncwarp();
     } else {
-        take_registers<232>();
         wait_previous();   // they may use the parts and counters, too
         allow_next();
-        for (int at = where.begin; at < where.end;) {
-            const int tile = at / STEPS, to = min(where.end, (tile + 1) * STEPS);
-            take_tile(args, where, tile, at - where.begin, to - where.begin, ring);
-            at = to;
+        keep_factors(args, first_token, ring);
+        Position position;
+        for (int step = where.begin; step < where.end;) {
+            const int tile = step / STEPS, end = min(where.end, (tile + 1) * STEPS);
+            take_tile(args, where, tile, end - step, position, ring);
+            step = end;
         }
     }
     if (SHARED) meet_cluster();   // the other thread block may still arrive at this one's barriers

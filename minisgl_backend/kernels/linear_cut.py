@@ -46,6 +46,9 @@ _MOST_TOKENS_OF_LARGE: Final = 192
 """Layers of up to the first number of elements take all batches. Larger layers take batches of up
 to the second number of multiply-adds (elements times tokens) and the third number of tokens."""
 
+_LEAST_MANY: Final = 128
+"""From this number of tokens on, multiplying takes longer than reading the weight."""
+
 _RING_BYTES: Final = 200 * 1024
 _RING_OF_TWO: Final = 96 * 1024
 """Bytes of the ring of a thread block, and of each thread block if two share a multiprocessor."""
@@ -170,16 +173,21 @@ def cut_of(
     *,
     head_dim: int | None = None,
     numbers: Numbers = PLAIN,
+    gated: bool = False,
     shared: bool = True,
 ) -> Cut:
-    """How to multiply by a weight [height, in_features]. With ``head_dim`` a tile is a head. Unless
-    ``shared``, there are no more thread blocks than multiprocessors.
+    """How to multiply by a weight [height, in_features], which may be ``gated``. With ``head_dim``
+    a tile is a head. Unless ``shared``, there are no more thread blocks than multiprocessors.
 
     For small weights a tile has up to 64 tokens, or more if there would be too many tiles. If there
     are few tiles, each is split. Large weights are read once, so a tile has as many tokens as
-    possible. With few tokens a warp mostly waits, so large weights in codes are multiplied in two
-    ways, and large plain weights by twice as many thread blocks.
+    possible, unless multiplying takes longer than reading. With few tokens a warp mostly waits, so
+    large weights in codes are multiplied in two ways, and large plain weights by twice as many
+    thread blocks.
     """
+    multiplies = batch >= _LEAST_MANY and numbers == PLAIN and shared and not gated
+    if multiplies and (cut := _cut_of_many(batch, height, in_features, head_dim)):
+        return cut
     if height * in_features > _MOST_SMALL:
         features = head_dim or (64 if batch <= 8 and height % 128 else 128)
         return _cut_of_large(batch, height, in_features, features, numbers, shared)
@@ -192,6 +200,20 @@ def cut_of(
         tokens += 32
     tile = Cut(features, tokens, stages=1, numbers=numbers)
     return _whole_or_split(batch, height, in_features, tile, _FEW_BLOCKS)
+
+
+def _cut_of_many(batch: int, height: int, in_features: int, head_dim: int | None) -> Cut | None:
+    """The smallest tiles that take the multiprocessors once. Those that are not heads are split in
+    two and take most multiprocessors, so they are only for weights with few features. None if there
+    are no such tiles."""
+    for tokens in (64, 96, 128):
+        tile = Cut(head_dim or 64, tokens, stages=1)
+        blocks = tile.num_tiles(height) * -(-batch // tokens)
+        if head_dim is not None and blocks <= _MOST_BLOCKS:
+            return _whole_or_split(batch, height, in_features, tile, _FEW_BLOCKS)
+        if head_dim is None and _FEW_BLOCKS < 2 * blocks <= _MOST_BLOCKS and height <= in_features:
+            return _whole_or_split(batch, height, in_features, tile, _MOST_BLOCKS)
+    return None
 
 
 def _cut_of_large(

@@ -154,8 +154,14 @@ class FusedLinear:
         batches = [batch for batch in BATCHES if batch <= most_tokens]
         cuts_of: dict[bool, Mapping[int, Cut]] = {}
         for adapted in (False,) if adapters is None else (False, True):
-            # with adapters, thread blocks wait for those that compute x A^T
-            of = partial(cut_of, head_dim=head_dim, numbers=numbers, shared=not adapted)
+            of = partial(
+                cut_of,
+                head_dim=head_dim,
+                numbers=numbers,
+                gated=bool(kind.get("GATED")),
+                # with adapters, thread blocks wait for those that compute x A^T
+                shared=not adapted,
+            )
             cuts_of[adapted] = cuts or {batch: of(batch, height, in_features) for batch in batches}
         self._num_processors = num_processors(device)
         self._device = device

@@ -100,6 +100,19 @@ def test_what_was_measured() -> None:
     assert cut_of(256, 6144, 1024) == Cut(128, 128, stages=6)
 
 
+def test_many_tokens_take_most_multiprocessors() -> None:
+    """Queries, keys and values and the output of attention of Qwen3-30B-A3B, and of 0.6B."""
+    assert cut_of(128, 5120, 2048, head_dim=128) == Cut(128, 64, stages=8)  # 80 tiles
+    assert cut_of(192, 5120, 2048, head_dim=128) == Cut(128, 64, stages=8)  # 120 tiles
+    assert cut_of(256, 5120, 2048, head_dim=128) == Cut(128, 96, stages=7)  # 120 tiles
+    for tokens, of_tile in ((128, 64), (192, 96), (256, 128)):  # 64 tiles, in two parts each
+        assert cut_of(tokens, 2048, 4096) == Cut(64, of_tile, stages=8, splits=2)
+    assert cut_of(128, 1024, 2048) == Cut(128, 64, stages=8, splits=4)  # half of them are enough
+    assert cut_of(256, 1024, 2048) == Cut(64, 64, stages=8, splits=2)
+    assert cut_of(256, 2048, 2048, gated=True) == Cut(128, 64, stages=8)
+    assert cut_of(256, 2048, 2048, shared=False) == Cut(128, 64, stages=8)
+
+
 def test_few_tokens_take_two_thread_blocks_a_multiprocessor() -> None:
     """Queries, keys and values of Qwen3-30B-A3B, and the inputs of a recurrent layer of 35B-A3B."""
     assert cut_of(8, 5120, 2048, head_dim=128) == Cut(128, 8, stages=5, splits=4)

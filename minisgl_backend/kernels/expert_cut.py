@@ -45,7 +45,8 @@ class ExpertCut:
 
     ``per_processor`` thread blocks fit on a multiprocessor; ``resident`` of them are launched, and
     the next kernel begins to fill its rings in the room left by the others. ``by_warp``: each warp
-    multiplies codes on its own, which takes more registers; for up to 16 ``tokens``.
+    multiplies codes on its own, which takes more registers; for up to 16 ``tokens``. ``rounded``:
+    rows of x are rounded to float8, as the weight is (``CodesKind.rounds_many_rows``).
     """
 
     features: int
@@ -54,10 +55,13 @@ class ExpertCut:
     per_processor: int = 1
     resident: int = 1
     by_warp: bool = False
+    rounded: bool = False
 
     def shared_bytes(self, numbers: Numbers) -> int:
         """The ring, scales, and two barriers per stage."""
-        stage = numbers.block * (self.features * numbers.bits // 8 + 2 * self.tokens)
+        stage = numbers.block * (
+            self.features * numbers.bits // 8 + (1 if self.rounded else 2) * self.tokens
+        )
         scales = self.features // 64 * 4 * numbers.scales
         return self.stages * (stage + scales + 16)
 
@@ -91,6 +95,9 @@ _CUTS: Final[dict[int, dict[float | None, ExpertCut]]] = {
 }
 """By bits of a weight, each with the largest mean number of rows per expert that it is for."""
 
+_CUTS_IF_ROUNDED: Final = {**_CUTS[8], 16: ExpertCut(128, 24, 5, 2, 2, rounded=True)}
+"""The same for weights in float8 whose rows of x may be rounded."""
+
 
 @dataclass(frozen=True, slots=True)
 class ManyCut:
@@ -120,7 +127,7 @@ class ManyCut:
 
 MANY: Final = ManyCut(features=256, tokens=128, stages=4, cluster=2)
 
-_MANY_ROWS: Final = {16: 64, 8: 32}
+_MANY_ROWS: Final = {16: 64, 8: 16}
 """By bits of a weight, the mean number of rows per expert above which ``MANY`` is taken."""
 
 
@@ -130,15 +137,22 @@ def are_many(num_pairs: int, num_experts: int, bits: int) -> bool:
     return most is not None and num_pairs > most * num_experts
 
 
-def cuts(bits: int) -> list[ExpertCut]:
+def _table(bits: int, rounds: bool) -> dict[float | None, ExpertCut]:
+    return _CUTS_IF_ROUNDED if rounds else _CUTS[bits]
+
+
+def cuts(bits: int, *, rounds: bool = False) -> list[ExpertCut]:
     """All cuts that ``cut_of`` may return for weights of ``bits``."""
-    return list(_CUTS[bits].values())
+    return list(_table(bits, rounds).values())
 
 
-def cut_of(num_pairs: int, num_experts: int, bits: int) -> ExpertCut:
-    """The cut for ``num_pairs`` rows that go to ``num_experts`` experts."""
+def cut_of(num_pairs: int, num_experts: int, bits: int, *, rounds: bool = False) -> ExpertCut:
+    """The cut for ``num_pairs`` rows that go to ``num_experts`` experts. ``rounds``: the rows may
+    be rounded to float8."""
     return next(
-        cut for rows, cut in _CUTS[bits].items() if rows is None or num_pairs <= rows * num_experts
+        cut
+        for rows, cut in _table(bits, rounds).items()
+        if rows is None or num_pairs <= rows * num_experts
     )
 
 

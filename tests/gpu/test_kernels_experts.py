@@ -120,6 +120,9 @@ FORMS: dict[str, tuple[Encoding, tuple[int, int], bool]] = {
         ExpertCut(128, 32, 5),
         ExpertCut(64, 64, 4),
         ExpertCut(128, 128, 4),
+        ExpertCut(64, 16, 8, rounded=True),
+        ExpertCut(128, 24, 5, rounded=True),
+        ExpertCut(128, 64, 6, rounded=True),
     ],
 )
 @pytest.mark.parametrize("num_tokens", [1, 7, 300])
@@ -130,6 +133,9 @@ def test_grouped_gemms(device: torch.device, form: str, cut: ExpertCut, num_toke
 
     if form != "bf16" and cut.tokens == 128:
         pytest.skip("too many registers")
+    if cut.rounded and not form.startswith("fp8"):
+        pytest.skip("not float8")
+    read = rounded if cut.rounded else Tensor.float
     (gate_up, plain_up), (down, plain_down) = weights(form, device)
     in_first = GroupedKernel(plain_up.shape, device, codes=kind_of(gate_up), gated=True, cuts=[cut])
     in_second = GroupedKernel(
@@ -144,8 +150,10 @@ def test_grouped_gemms(device: torch.device, form: str, cut: ExpertCut, num_toke
             fixed: dict[str, Any] = {**rest, "pdl": pdl}
             inner = in_first(x, gate_up, *held, top_k=TOP_K, **fixed)
             outer = in_second(inner, down, *held, top_k=1, early=pdl, **fixed)
-            assert_close(inner, expected_rows(x, plain_up, ids, TOP_K, gated=True))
-            assert_close(outer, expected_rows(inner, plain_down, ids, 1, gated=False))
+            expected = expected_rows(read(x), plain_up, ids, TOP_K, gated=True)
+            assert_close(inner, expected.bfloat16())
+            expected = expected_rows(read(inner), plain_down, ids, 1, gated=False)
+            assert_close(outer, expected.bfloat16())
 
 
 @needs_hopper
@@ -202,7 +210,9 @@ def test_sizes_that_no_tile_divides(
         torch.randn(NUM_EXPERTS, plain.shape[1], device=device).bfloat16()
         for plain in (plain_up, plain_down)
     ]
-    for cut in expert_cut.cuts(8 if form.startswith(("fp8", "int8")) else 4):
+    bits = 8 if form.startswith(("fp8", "int8")) else 4
+    for cut in expert_cut.cuts(bits, rounds=form.startswith("fp8")):
+        read = rounded if cut.rounded else Tensor.float
         in_first = GroupedKernel(
             plain_up.shape, device, codes=kind_of(gate_up), gated=True, cuts=[cut], gate=gate
         )
@@ -215,9 +225,12 @@ def test_sizes_that_no_tile_divides(
         poisoned[0] = x  # NaN follows its last row
         inner = in_first(poisoned[0], gate_up, *held, cut=cut, top_k=TOP_K, bias=biases[0])
         outer = in_second(inner, down, *held, cut=cut, top_k=1, bias=biases[1])
-        expected = expected_rows(x, plain_up, ids, TOP_K, gated=True, bias=biases[0], gate=gate)
-        assert_close(inner, expected)
-        assert_close(outer, expected_rows(inner, plain_down, ids, 1, gated=False, bias=biases[1]))
+        expected = expected_rows(
+            read(x), plain_up, ids, TOP_K, gated=True, bias=biases[0], gate=gate
+        )
+        assert_close(inner, expected.bfloat16())
+        expected = expected_rows(read(inner), plain_down, ids, 1, gated=False, bias=biases[1])
+        assert_close(outer, expected.bfloat16())
 
 
 @needs_hopper

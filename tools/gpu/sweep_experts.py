@@ -71,13 +71,16 @@ def cuts_for(num_tokens: int, form: Form) -> Iterator[ExpertCut]:
     )
     for tokens in widths:
         for features, kib, fit, launched in KINDS:
-            cuts = [ExpertCut(features, tokens, stages, fit, launched) for stages in range(2, 17)]
-            held = [cut for cut in cuts if cut.shared_bytes(numbers) <= kib * 1024]
             # a thread holds sums of half of its tile's tokens, twice of codes
-            if held and tokens * fit * (1 if form.encoding is None else 2) <= 128:
-                yield held[-1]
-                if form.encoding and tokens * features * fit <= 128 * 16:
-                    yield replace(held[-1], by_warp=True)
+            if tokens * fit * (1 if form.encoding is None else 2) > 128:
+                continue
+            for rounded in (False, True) if form.encoding is Encoding.E4M3 else (False,):
+                cut = ExpertCut(features, tokens, 16, fit, launched, rounded=rounded)
+                stages = kib * 1024 // (cut.shared_bytes(numbers) // cut.stages)
+                cut = replace(cut, stages=min(stages, 16))
+                yield cut
+                if form.encoding and tokens * features * fit <= 128 * 16 and not rounded:
+                    yield replace(cut, by_warp=True)
 
 
 def seconds(calls: Sequence[Callable[[], object]]) -> float:
@@ -263,7 +266,7 @@ def sweep_size(
         for early in (True, False) if cut.resident < cut.per_processor else (True,):
             name = f"{cut.features} x {cut.tokens}, {cut.stages} stages, "
             name += f"{cut.resident} of {cut.per_processor}{' early' if early else ''}"
-            name += " by warp" if cut.by_warp else ""
+            name += " by warp" if cut.by_warp else " rounded" if cut.rounded else ""
             fixed: dict[str, Any] = {"kernels": kernels[cut], "cut": cut, "early": early}
             show(name, partial(in_groups, route=route, **fixed))
 

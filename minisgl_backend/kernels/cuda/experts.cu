@@ -11,13 +11,14 @@
 // Compiled with the macros of `tile_gemm.cuh`, and: HEIGHT (rows of an expert's weight), SIZE (in_features), GATED (the
 // weight holds the gate's rows, then as many rows of the values), CLAMPED (gpt-oss's gate; otherwise SiLU),
 // SHARED_BYTES, and PER_PROCESSOR (thread blocks that a multiprocessor has registers for). All other values are
-// bfloat16.
+// bfloat16, but with FLOAT8 x is e4m3.
 
 #define COPIED
 #include "gates.cuh"
 #include "tile_gemm.cuh"
 
-constexpr int PARTS = BLOCK / 64;                   // of x in a stage, with rows of 128 bytes
+constexpr int X_BYTES = FLOAT8 ? 1 : 2;             // per number of x
+constexpr int PARTS = BLOCK * X_BYTES / 128;        // of x in a stage, with rows of 128 bytes
 constexpr int MOVERS = TOKENS > 32 ? 2 : 1;         // warps that gather rows; another one moves weights
 constexpr int ALL_THREADS = THREADS + 32 * (1 + MOVERS);
 constexpr int TILES = (HEIGHT + FEATURES - 1) / FEATURES;   // of an expert's weight; what is beyond it counts as 0
@@ -30,12 +31,12 @@ constexpr int OUT_FEATURES = GATED ? HEIGHT / 2 : HEIGHT;
 constexpr int ROWS = 4 * MOVERS;                    // that the movers gather side by side
 constexpr int ITEMS = TOKENS / ROWS;
 
-static_assert(OUT_FEATURES % 8 == 0 && SIZE % 8 == 0 && STAGES >= 2, "");
+static_assert(OUT_FEATURES % 8 == 0 && SIZE * X_BYTES % 16 == 0 && STAGES >= 2, "");
 static_assert(RING_BYTES + STAGES * 16 <= SHARED_BYTES, "");
 
 struct Arguments {
     TensorMap weight;       // [num_experts, HEIGHT, SIZE], of codes in bytes; GATED: see `load_weight`
-    const u16* x;           // [num_pairs / top_k, SIZE]
+    const u8* x;            // [num_pairs / top_k, SIZE], of X_BYTES each
     u16* out;               // [num_pairs, OUT_FEATURES]
     const int* pairs;       // [num_blocks, TOKENS]: rows of the output; num_pairs where a block is not full
     const int* experts;     // [num_blocks], -1 after the last one
@@ -122,11 +123,12 @@ __device__ __forceinline__ void gather_rows(const Arguments& args, u32 ring, u32
     int pairs[ITEMS];
     read_pairs(pairs, tile);
     for (int step = 0; tile.expert >= 0;) {
-        const u16* from[ITEMS];
+        const u8* from[ITEMS];
 #pragma unroll
         for (int item = 0; item < ITEMS; ++item) {
             const int pair = pairs[item];
-            from[item] = pair < args.num_pairs ? args.x + (u64)(pair / args.top_k) * SIZE + 8 * chunk : nullptr;
+            from[item] = pair < args.num_pairs ? args.x + (u64)(pair / args.top_k) * (SIZE * X_BYTES) + 16 * chunk
+                                            : nullptr;
         }
         const Tile next(args, tile.number + gridDim.x);
         read_pairs(pairs, next);
@@ -139,9 +141,9 @@ __device__ __forceinline__ void gather_rows(const Arguments& args, u32 ring, u32
                 const int at = item * ROWS + row;
 #pragma unroll
                 for (int part = 0; part < PARTS; ++part) {
-                    const int k = i * BLOCK + 64 * part;
-                    copy_16(to + part * TOKEN_BYTES + at * 128 + (chunk ^ at % 8) * 16, from[item] + k,
-                            SIZE % BLOCK == 0 || k + 8 * chunk < SIZE);
+                    const int byte = i * (BLOCK * X_BYTES) + 128 * part;
+                    copy_16(to + part * TOKEN_BYTES + at * 128 + (chunk ^ at % 8) * 16, from[item] + byte,
+                            SIZE % BLOCK == 0 || byte + 16 * chunk < SIZE * X_BYTES);
                 }
             }
             arrive_copied(full + 8 * stage);

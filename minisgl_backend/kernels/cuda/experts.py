@@ -21,7 +21,7 @@ from torch import Tensor
 from minisgl_backend.experts_spec import ClampedGate, RoutingRule
 from minisgl_backend.kernels import expert_cut
 from minisgl_backend.kernels.cuda.expert_gemv import ExpertGemv
-from minisgl_backend.kernels.cuda.experts_many import ManyRowsKernel, experts_map
+from minisgl_backend.kernels.cuda.experts_many import ManyRowsKernel, experts_map, rounded_rows
 from minisgl_backend.kernels.cuda.module import CudaKernel, CudaModule, TensorMap, address
 from minisgl_backend.kernels.cuda.routing import MOST_TOKENS, RoutingKernel
 from minisgl_backend.kernels.dispatch import num_processors
@@ -78,6 +78,7 @@ class GroupedKernel:
         self.out_features = self._height // 2 if gated else self._height
 
         def compiled(cut: ExpertCut) -> CudaKernel:
+            assert not cut.rounded or (codes is not None and codes.rounds_many_rows)
             cut = cut.fitted(self._numbers)
             shared = cut.shared_bytes(self._numbers)
             constants = {
@@ -93,6 +94,7 @@ class GroupedKernel:
                 "CLAMPED": gated and gate is not None,
                 "SHARED_BYTES": shared,
                 "PER_PROCESSOR": cut.per_processor,
+                "FLOAT8": cut.rounded,
                 **(PLAIN_MACROS if codes is None else codes.macros),
             }
             return CudaModule("experts.cu", constants, device).kernel(
@@ -136,6 +138,8 @@ class GroupedKernel:
         else:
             numbers = weight
         assert x.is_contiguous() and (bias is None or bias.is_contiguous())
+        if cut.rounded:
+            x, factors = rounded_rows(x, factors, pdl=pdl)
         arguments = _Arguments(
             weight=self._weight_map(numbers, cut.features),
             x=address(x),
@@ -188,15 +192,16 @@ class ExpertsKernels:
         their kinds if they are packed. ``held``, ``wide`` and ``shared``: see ``RoutingKernel``."""
         of_gate_up, of_down = kinds or (None, None)
         self._bits, self._is_silu = 16 if of_down is None else of_down.encoding.bits, gate is None
-        self._num_experts, all_cuts = rule.num_experts, expert_cut.cuts(self._bits)
-        can_multiply = gate is None and all(kind.rounds_many_rows for kind in kinds or ())
-        has_many = can_multiply and expert_cut.fits_many(*down[1:])
+        self._num_experts = rule.num_experts
+        self._rounds = kinds is not None and all(kind.rounds_many_rows for kind in kinds)
+        all_cuts = expert_cut.cuts(self._bits, rounds=self._rounds)
+        is_multiplied = kinds is None or self._rounds
+        has_many = gate is None and is_multiplied and expert_cut.fits_many(*down[1:])
         blocks = [0, *(cut.tokens for cut in all_cuts)]
         if has_many:
             blocks.append(expert_cut.MANY.block)
         few = {
-            expert_cut.cut_of(num_tokens * rule.top_k, rule.num_experts, self._bits).tokens
-            for num_tokens in range(1, MOST_TOKENS + 1)
+            self._cut(num_tokens * rule.top_k).tokens for num_tokens in range(1, MOST_TOKENS + 1)
         }
         self._route = RoutingKernel(
             rule, held, gate_up[2], device, wide=wide, blocks=blocks, few=[0, *few], shared=shared
@@ -222,6 +227,9 @@ class ExpertsKernels:
                 ManyRowsKernel(gate_up, device, codes=of_gate_up, gated=True),
                 ManyRowsKernel(down, device, codes=of_down, gated=False),
             )
+
+    def _cut(self, num_pairs: int) -> ExpertCut:
+        return expert_cut.cut_of(num_pairs, self._num_experts, self._bits, rounds=self._rounds)
 
     def takes_shared(self, num_tokens: int, router: Tensor) -> bool:
         """Whether a call may have a ``shared_gate``, if the kernels are made for ``shared``."""
@@ -260,7 +268,7 @@ class ExpertsKernels:
         are_many = is_plain and expert_cut.are_many(num_pairs, self._num_experts, self._bits)
         for_many = self._for_many if are_many else None
         one_by_one = num_tokens <= expert_cut.MOST_ROWS and self._bits == 16 and is_plain
-        cut = expert_cut.cut_of(num_pairs, self._num_experts, self._bits)
+        cut = self._cut(num_pairs)
         rest: dict[str, Any] = {
             "correction": correction,
             "squares": squares,

@@ -95,9 +95,7 @@ class ManyRowsKernel:
         if isinstance(weight, PackedWeight):
             assert weight.kind == self._codes
             scales, numbers = weight.scales, weight.weight.codes
-            rows = float8_rows(x, self._in_features, pdl=pdl)
-            x, of_rows = rows.numbers, rows.scales[: rows.num_rows, 0]
-            factors = of_rows if factors is None else of_rows * factors
+            x, factors = rounded_rows(x, factors, pdl=pdl)
         assert isinstance(numbers, Tensor)
         arguments = _Arguments(
             weight=self._weight_map(numbers),
@@ -124,6 +122,13 @@ class ManyRowsKernel:
             box = 128 // codes.itemsize, MANY.features // MANY.cluster
             self._maps[key] = experts_map(codes, box, gated=self._gated)
         return self._maps[key]
+
+
+def rounded_rows(x: Tensor, factors: Tensor | None, *, pdl: bool) -> tuple[Tensor, Tensor]:
+    """The rows of x in float8, and their factors: their scales times ``factors`` [num_rows]."""
+    rows = float8_rows(x, x.shape[1], pdl=pdl)
+    scales = rows.scales[: rows.num_rows, 0]
+    return rows.numbers, scales if factors is None else scales * factors
 
 
 def experts_map(weight: Tensor, box: tuple[int, int], *, gated: bool) -> TensorMap:

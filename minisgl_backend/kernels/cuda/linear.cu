@@ -37,6 +37,7 @@
 // SHARED_BY, ZEROS, BY_WARP and WAYS as in `tile_gemm.cuh`. All other values are bfloat16: what is not normalized yet
 // needs its range.
 
+#define FLOAT8 0
 #include "gates.cuh"
 #include "heads.cuh"
 #include "tile_gemm.cuh"

@@ -12,27 +12,30 @@
 // GROUP of in_features, which are also in the ring, to the sums over the group; scales of rows at the end. The scales
 // of e2m1 are powers of 2, and multiply its numbers.
 //
+// But if FLOAT8, tokens have been rounded to e4m3, too, and the tensor cores multiply both as they are.
+//
 // The including source defines FEATURES (64 or 128), TOKENS (8, 16, 24, 32, 64, 96, 128 or 192), BLOCK (64; for codes
 // 128, for 4-bit codes also 256, since the copy engine takes as long for a row of 64 bytes as for one of 128), STAGES,
 // and CODE (0: the weight is bfloat16; otherwise its codes are 1: e4m3, 2: 8-bit integers, 3: 4-bit integers, 4: e2m1).
 // It defines COPIED if threads copy tokens by cp.async; otherwise the copy engine moves them. Unless CODE is 0, it also
-// defines GROUP (in_features that share a scale: 32, 64 or 128; 0: all), SHARED_BY (rows that
-// share a scale: 1 or 8) and ZEROS (the low 8 bits of a scale are a zero point; otherwise the zero point is the middle
-// of the integer range). For e2m1, GROUP is 128, as a scale has the exponents of 4 groups of 32, and SHARED_BY is 1.
+// defines GROUP (in_features that share a scale: 32, 64 or 128; 0: all), SHARED_BY (rows that share a scale: 1 or 8)
+// and ZEROS (the low 8 bits of a scale are a zero point; otherwise the zero point is the middle of the integer range).
+// For e2m1, GROUP is 128, as a scale has the exponents of 4 groups of 32, and SHARED_BY is 1. FLOAT8 is only for CODE 1
+// and a GROUP of 128 or 0.
 // BY_WARP: each warp multiplies codes on its own, by up to 16 tokens, with more registers. WAYS (1; with BY_WARP also
 // 2): the number of sets of warps, which take turns of 128 in_features.
 
 #pragma once
 
 #include "codes.cuh"
-#include "hopper.cuh"
+#include "wide_mma.cuh"
 
 constexpr int GROUPS = FEATURES / 64;               // warpgroups that multiply
 constexpr int THREADS = GROUPS * 128;               // that multiply, in each way
 constexpr int HALVES = CODE ? BLOCK / 128 : 1;      // per stage
 constexpr int WEIGHT_BYTES = FEATURES * BLOCK * BITS / 8;   // per stage
-constexpr int TOKEN_BYTES = TOKENS * 128;           // for 64 in_features: rows of 128 bytes
-constexpr int STAGE_BYTES = WEIGHT_BYTES + BLOCK / 64 * TOKEN_BYTES;
+constexpr int TOKEN_BYTES = TOKENS * 128;           // for 64 in_features, or 128 if FLOAT8: rows of 128 bytes
+constexpr int STAGE_BYTES = WEIGHT_BYTES + BLOCK / (FLOAT8 ? 128 : 64) * TOKEN_BYTES;
 constexpr int GROUP_BYTES = GROUP ? BLOCK / GROUP * (64 / SHARED_BY) * 4 : 0;    // a warpgroup's scales in a stage
 constexpr int SCALE_BYTES = GROUPS * GROUP_BYTES;   // per stage
 constexpr int RING_BYTES = STAGES * (STAGE_BYTES + SCALE_BYTES);
@@ -46,57 +49,14 @@ static_assert(CODE ? BLOCK == 128 || (BLOCK == 256 && BITS == 4) : BLOCK == 64, 
 static_assert(GROUP == 0 || GROUP == 32 || GROUP == 64 || GROUP == 128, "");
 // Each way has its own stages or halves: a barrier only tells a phase from the next one, so none may be missed.
 static_assert(WAYS == 1 || (WAYS == 2 && BY_WARP && HALVES * STAGES % 2 == 0), "");
+static_assert(!FLOAT8 || (CODE == 1 && BLOCK == 128 && (GROUP == 128 || GROUP == 0) && !BY_WARP), "");
 static_assert(CODE != 4 || (GROUP == 128 && SHARED_BY == 1 && !ZEROS), "");
 
 // ---- instructions
 
-// c (+)= 64 rows of a times TOKENS rows of b, over 16 in_features
-__device__ __forceinline__ void multiply(float (&c)[TOKENS / 2], u64 a, u64 b, u32 add) {
-#if TOKENS == 8
-    asm volatile("{ .reg .pred p; setp.ne.b32 p, %6, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {%0,%1,%2,%3}, "
-                 "%4, %5, p, 1, 1, 0, 0; }"
-                 : C4(0) : "l"(a), "l"(b), "r"(add));
-#elif TOKENS == 16
-    asm volatile("{ .reg .pred p; setp.ne.b32 p, %10, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 {%0,%1,%2,%3,%4,%5,%6,%7}, "
-                 "%8, %9, p, 1, 1, 0, 0; }"
-                 : C4(0), C4(4) : "l"(a), "l"(b), "r"(add));
-#elif TOKENS == 24
-    asm volatile("{ .reg .pred p; setp.ne.b32 p, %14, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n24k16.f32.bf16.bf16 {" TEN() "%10,%11}, "
-                 "%12, %13, p, 1, 1, 0, 0; }"
-                 : C4(0), C4(4), C4(8) : "l"(a), "l"(b), "r"(add));
-#elif TOKENS == 32
-    asm volatile("{ .reg .pred p; setp.ne.b32 p, %18, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {" TEN()
-                 "%10,%11,%12,%13,%14,%15}, %16, %17, p, 1, 1, 0, 0; }"
-                 : C16(0) : "l"(a), "l"(b), "r"(add));
-#elif TOKENS == 64
-    asm volatile("{ .reg .pred p; setp.ne.b32 p, %34, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" TEN() TEN(1) TEN(2) "%30,%31}, "
-                 "%32, %33, p, 1, 1, 0, 0; }"
-                 : C16(0), C16(16) : "l"(a), "l"(b), "r"(add));
-#elif TOKENS == 96
-    asm volatile("{ .reg .pred p; setp.ne.b32 p, %50, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n96k16.f32.bf16.bf16 {" TEN() TEN(1) TEN(2) TEN(3)
-                 "%40,%41,%42,%43,%44,%45,%46,%47}, %48, %49, p, 1, 1, 0, 0; }"
-                 : C16(0), C16(16), C16(32) : "l"(a), "l"(b), "r"(add));
-#elif TOKENS == 128
-    asm volatile("{ .reg .pred p; setp.ne.b32 p, %66, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" TEN() TEN(1) TEN(2) TEN(3) TEN(4)
-                 TEN(5) "%60,%61,%62,%63}, %64, %65, p, 1, 1, 0, 0; }"
-                 : C16(0), C16(16), C16(32), C16(48) : "l"(a), "l"(b), "r"(add));
-#else
-    asm volatile("{ .reg .pred p; setp.ne.b32 p, %98, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n192k16.f32.bf16.bf16 {" TEN() TEN(1) TEN(2) TEN(3) TEN(4)
-                 TEN(5) TEN(6) TEN(7) TEN(8) "%90,%91,%92,%93,%94,%95}, %96, %97, p, 1, 1, 0, 0; }"
-                 : C16(0), C16(16), C16(32), C16(48), C16(64), C16(80) : "l"(a), "l"(b), "r"(add));
-#endif
-}
-
 #if CODE
-// the same with 64 rows of a in registers: two numbers of rows r and r + 8, from each half of 16 in_features
+// c (+)= 64 rows of a times TOKENS rows of b, over 16 in_features. a is in registers: two numbers of rows r and r + 8,
+// from each half of the in_features.
 __device__ __forceinline__ void multiply(float (&c)[TOKENS / 2], const u32 (&a)[4], u64 b, u32 add) {
 #if TOKENS == 8
     asm volatile("{ .reg .pred p; setp.ne.b32 p, %9, 0;\n"
@@ -165,7 +125,7 @@ __device__ __forceinline__ void multiply_steps(float (&c)[TOKENS / 2], u32 ring,
         const u64 a = matrix(weight + warp / 4 * 8192), b = matrix(weight + WEIGHT_BYTES);
         begin_mma();
 #pragma unroll
-        for (int k = 0; k < BLOCK / 16; ++k) multiply(c, a + 2 * k, b + 2 * k, i + k > 0);
+        for (int k = 0; k < BLOCK / 16; ++k) Mma<TOKENS>::multiply(c, a + 2 * k, b + 2 * k, i + k > 0);
         end_mma();
         // one stage's MMAs run while the next ones are issued
         wait_mma<1>();
@@ -178,12 +138,6 @@ __device__ __forceinline__ void multiply_steps(float (&c)[TOKENS / 2], u32 ring,
 __device__ __forceinline__ void load_matrices(u32 (&to)[4], u32 from) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
                  : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "r"(from));
-}
-
-// Keeps the compiler from reading what MMAs write before this point.
-__device__ __forceinline__ void now_written(float (&c)[TOKENS / 2]) {
-#pragma unroll
-    for (int i = 0; i < TOKENS / 2; ++i) asm volatile("" : "+f"(c[i]) :: "memory");
 }
 
 // where a 16-byte chunk of a row of a stage is; the chunks are permuted by the row
@@ -258,7 +212,37 @@ __device__ __forceinline__ void read_numbers(u32 (&a)[4][4], u32 weight, int par
     }
 }
 
-#if BY_WARP
+#if FLOAT8
+// c = the product over `count` steps of a tile, which begin at step `first` of the thread block. The tensor cores add
+// up 128 in_features ("two-level accumulation", as in `float8_linear.cu`).
+__device__ __forceinline__ void multiply_steps(float (&c)[TOKENS / 2], u32 ring, int first, int count) {
+    const u32 full = ring + RING_BYTES, empty = full + 8 * STAGES;
+    const int group = __shfl_sync(ALL, threadIdx.x / 128, 0);   // the compiler sees that descriptors are uniform
+    float sums[TOKENS / 2];
+#pragma unroll
+    for (int j = 0; j < TOKENS / 2; ++j) c[j] = sums[j] = 0;
+#pragma unroll 1
+    for (int i = 0; i < count; ++i) {
+        const int step = first + i;
+        const u32 stage = step % STAGES, weight = __shfl_sync(ALL, ring + stage * STAGE_BYTES, 0);
+        const u64 a = matrix(weight + group * 8192), b = matrix(weight + WEIGHT_BYTES);
+        wait_stage(full, step);
+        begin_mma();
+#pragma unroll
+        for (int k = 0; k < 4; ++k) Mma<TOKENS>::multiply(sums, a + 2 * k, b + 2 * k, k > 0);
+        end_mma();
+        Scales scales;
+        scales.read(ring + STAGES * STAGE_BYTES + stage * SCALE_BYTES + group * GROUP_BYTES, 0);
+        wait_mma<0>();
+        now_written<TOKENS / 2>(sums);
+        if (threadIdx.x % 32 == 0) arrive(empty + 8 * stage);
+        if (GROUP) scales.add_scaled(c, sums, 0);
+        else
+#pragma unroll
+            for (int j = 0; j < TOKENS / 2; ++j) c[j] += sums[j];
+    }
+}
+#elif BY_WARP
 // Few tokens: each warp multiplies its 16 rows by itself (`mma`), and waits for no other warp. With one way, all that
 // it needs of 128 in_features is in registers before it multiplies the 128 before them. With two ways, others multiply
 // while a warp waits for the ring, its registers or an MMA.
@@ -432,7 +416,7 @@ __device__ __forceinline__ void multiply_steps(float (&c)[TOKENS / 2], u32 ring,
             const bool adds = SUMMED ? SUMMED == 128 && half == 1 : i + part > 0;   // to the sums of the previous part
             if (SUMMED && SUMMED != 32 && !adds) {   // finish the previous group
                 wait_mma<0>();
-                now_written(sums);
+                now_written<TOKENS / 2>(sums);
                 scales[SUMMED == 64 ? 1 - half : 0].add_scaled(c, sums, 0);
                 if (part == 0 && i > 0) release(step - 1);
             }
@@ -444,7 +428,7 @@ __device__ __forceinline__ void multiply_steps(float (&c)[TOKENS / 2], u32 ring,
                 if (SUMMED == 32 && k % 2) {
                     end_mma();
                     wait_mma<0>();
-                    now_written(sums);
+                    now_written<TOKENS / 2>(sums);
                     next.add_scaled(c, sums, k / 2);
                     if (k == 1) begin_mma();
                 }
@@ -459,7 +443,7 @@ __device__ __forceinline__ void multiply_steps(float (&c)[TOKENS / 2], u32 ring,
     }
     if (SUMMED == 32) return;
     wait_mma<0>();
-    now_written(sums);
+    now_written<TOKENS / 2>(sums);
     if (SUMMED) scales[SUMMED == 64].add_scaled(c, sums, 0);
     release(first + count - 1);
 }

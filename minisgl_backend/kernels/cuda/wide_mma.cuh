@@ -1,4 +1,4 @@
-// MMAs of 64 rows of a weight by 32 to 128 tokens, in bfloat16 or, if FLOAT8, in e4m3. Also what else GEMMs with such
+// MMAs of 64 rows of a weight by 8 to 192 tokens, in bfloat16 or, if FLOAT8, in e4m3. Also what else GEMMs with such
 // tiles need: barriers of a cluster, and registers handed from one warpgroup to another.
 
 #pragma once
@@ -62,10 +62,15 @@ struct Mma;
         }                                                                                                        \
     };
 
+DEFINE(8, "%0,%1,%2,%3", 4, 5, 6, C4(0))
+DEFINE(16, "%0,%1,%2,%3,%4,%5,%6,%7", 8, 9, 10, C4(0), C4(4))
+DEFINE(24, TEN() "%10,%11", 12, 13, 14, C4(0), C4(4), C4(8))
 DEFINE(32, TEN() "%10,%11,%12,%13,%14,%15", 16, 17, 18, C16(0))
 DEFINE(64, TEN() TEN(1) TEN(2) "%30,%31", 32, 33, 34, C16(0), C16(16))
 DEFINE(96, TEN() TEN(1) TEN(2) TEN(3) "%40,%41,%42,%43,%44,%45,%46,%47", 48, 49, 50, C16(0), C16(16), C16(32))
 DEFINE(128, TEN() TEN(1) TEN(2) TEN(3) TEN(4) TEN(5) "%60,%61,%62,%63", 64, 65, 66,
        C16(0), C16(16), C16(32), C16(48))
+DEFINE(192, TEN() TEN(1) TEN(2) TEN(3) TEN(4) TEN(5) TEN(6) TEN(7) TEN(8) "%90,%91,%92,%93,%94,%95", 96, 97, 98,
+       C16(0), C16(16), C16(32), C16(48), C16(64), C16(80))
 
 constexpr int UNIT_BYTES = 32;   // the scales of 64 rows of the weight, in a stage

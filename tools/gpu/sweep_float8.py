@@ -1,11 +1,13 @@
-"""``python3 -m tools.gpu.sweep_float8 SIZES``: GEMMs in float8 of some hundreds of tokens, by cut.
+"""``python3 -m tools.gpu.sweep_float8 MODEL SIZES``: GEMMs in float8 of some hundreds of tokens, by
+cut.
 
-For the GPU machine, in the repository's root, after ``source tools/gpu/activate.sh``. SIZES are
-numbers of tokens, such as 65,128. The shape is that of Qwen3-14B, in blocks of 128 x 128. Each GEMM
-runs in a captured graph over several weights, so that none is in the L2 cache; rounding of tokens,
-and the activation after the gate, are included. The table has microseconds per GEMM: of the
-library, of rounding alone, and of ``cuda/float8_linear.cu`` with its fastest cuts (tokens per tile,
-"s" if shared), and says if results are far from the library's, which rounds tokens in groups.
+For the GPU machine, in the repository's root, after ``source tools/gpu/activate.sh``. MODEL is 8b,
+14b, 32b or 30b-a3b, for the shapes of that Qwen3, in blocks of 128 x 128; SIZES are numbers of
+tokens, such as 65,128. Each GEMM runs in a captured graph over several weights, so that none is in
+the L2 cache; rounding of tokens, and the activation after the gate, are included. The table has
+microseconds per GEMM: of the library, of rounding alone, and of ``cuda/float8_linear.cu`` with its
+fastest cuts (tokens per tile, "s" if shared), and says if results are far from the library's, which
+rounds tokens in groups.
 """
 
 from __future__ import annotations
@@ -30,11 +32,27 @@ from minisgl_backend.kernels.quantized import quantize
 from minisgl_backend.kernels.quantized_linear import Float8Weight, float8_linear
 from minisgl_backend.weight_format import Encoding
 
-SHAPES: Final = {
-    "qkv": (7168, 5120),
-    "o": (5120, 5120),
-    "gate, up": (34816, 5120),
-    "down": (5120, 17408),
+Shape = tuple[int, int]
+SHAPES: Final[dict[str, dict[str, Shape]]] = {
+    "8b": {
+        "qkv": (6144, 4096),
+        "o": (4096, 4096),
+        "gate, up": (24576, 4096),
+        "down": (4096, 12288),
+    },
+    "14b": {
+        "qkv": (7168, 5120),
+        "o": (5120, 5120),
+        "gate, up": (34816, 5120),
+        "down": (5120, 17408),
+    },
+    "32b": {
+        "qkv": (10240, 5120),
+        "o": (5120, 8192),
+        "gate, up": (51200, 5120),
+        "down": (5120, 25600),
+    },
+    "30b-a3b": {"qkv": (5120, 2048), "o": (2048, 4096)},
 }
 CUTS: Final = [Float8Cut(tokens, shared) for tokens in (64, 96, 128) for shared in (False, True)]
 CYCLED_BYTES: Final = 300 * 2**20
@@ -73,8 +91,8 @@ def copies_of(packed: PackedWeight) -> list[PackedWeight]:
     return found
 
 
-def sweep(name: str, sizes: Sequence[int], device: torch.device) -> None:
-    height, width = SHAPES[name]
+def sweep(name: str, shape: Shape, sizes: Sequence[int], device: torch.device) -> None:
+    height, width = shape
     gated = name == "gate, up"
     plain = torch.randn(height, width, device=device, dtype=torch.bfloat16).mul_(width**-0.5)
     packed = pack(quantize(plain, Encoding.E4M3, (128, 128), symmetric=True), gated=gated)
@@ -123,9 +141,9 @@ def sweep(name: str, sizes: Sequence[int], device: torch.device) -> None:
 
 
 def main() -> None:
-    sizes = [int(size) for size in sys.argv[1].split(",")]
-    for name in SHAPES:
-        sweep(name, sizes, torch.device("cuda"))
+    model, sizes = sys.argv[1:]
+    for name, shape in SHAPES[model].items():
+        sweep(name, shape, [int(size) for size in sizes.split(",")], torch.device("cuda"))
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ Knows config.json, the list of weights and the size of this machine. Must not im
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Final
 from minisgl_backend.config import EngineOptions
 from minisgl_backend.device.processor import default_dtype
 from minisgl_backend.errors import ConfigError
+from minisgl_backend.host_memory import HostMemory
 from minisgl_backend.models.catalog import load_spec
 from minisgl_backend.models.checkpoint import check_weights, weight_files
 from minisgl_backend.models.spec import ModelSpec
@@ -138,7 +138,8 @@ def state_dtype_name(options: EngineOptions, spec: ModelSpec) -> str:
 
 
 def _check_memory(options: EngineOptions, spec: ModelSpec) -> None:
-    """Raise ``ConfigError`` if weights, pages and tables exceed the memory of the machine.
+    """Raise ``ConfigError`` if weights, pages and tables exceed the memory of the machine, or of
+    its container.
 
     Compares with all memory, not with what is free now. All ranks and replicas on this machine
     share it.
@@ -179,12 +180,12 @@ def _check_memory(options: EngineOptions, spec: ModelSpec) -> None:
             num_ranks * (4 * spec.head_dim * context + 8 * table_entries)
         ),
     }
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    memory = HostMemory.now().total
     if sum(needs.values()) > memory:
         largest = max(needs, key=lambda what: needs[what])
         raise ConfigError(
             f"{largest} would take {needs[largest]:,} bytes, "
-            f"and this machine has {memory:,} bytes of memory"
+            f"and this process may use {memory:,} bytes of memory"
         )
 
 

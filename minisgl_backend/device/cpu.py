@@ -6,7 +6,6 @@ With one thread, steps run in the order in which they are submitted.
 
 from __future__ import annotations
 
-import os
 import threading
 import weakref
 from collections.abc import Callable
@@ -22,6 +21,7 @@ from torch import Tensor
 
 from minisgl_backend.device.base import Graph
 from minisgl_backend.errors import InvariantError
+from minisgl_backend.host_memory import HostMemory
 
 T = TypeVar("T")
 _Queue: TypeAlias = SimpleQueue[Callable[[], None] | None]
@@ -53,15 +53,8 @@ class CpuDevice:
         self._end.atexit = False  # at exit the engine may still submit work
 
     def free_memory(self) -> int:
-        """Bytes of main memory that Linux reports as available, or else those that are unused."""
-        try:
-            with open("/proc/meminfo", encoding="ascii") as lines:
-                for line in lines:
-                    if line.startswith("MemAvailable:"):
-                        return int(line.split()[1]) * 1024
-        except OSError:
-            pass
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        """Bytes of main memory that this process can still get."""
+        return HostMemory.now().free
 
     def submit(self, work: Callable[[], T]) -> Future[T]:
         """Queue ``work``, which runs in inference mode."""

@@ -243,7 +243,7 @@ def test_a_model_that_no_memory_could_hold(
     """With dummy weights, only config.json says how many there are; no file does."""
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, **changes}))
-    with pytest.raises(ConfigError, match=f"^{message}.* would take [0-9,]+ bytes, and this mach"):
+    with pytest.raises(ConfigError, match=f"^{message}.* would take [0-9,]+ bytes, and this proc"):
         checked_spec(EngineOptions(load_format="dummy"), folder, "cpu")
 
 
@@ -253,7 +253,7 @@ def test_snapshots_that_no_memory_could_hold(folder: Path) -> None:
     options = EngineOptions(load_format="dummy", state_snapshots=10**8)
     num_bytes = 10**8 * 3 * 48 * 128 * 128 * 4
     for dtype, needed in ((None, num_bytes), ("float16", num_bytes // 2)):
-        message = f"^state_snapshots=100000000, of .* {needed:,} bytes, and this machine"
+        message = f"^state_snapshots=100000000, of .* {needed:,} bytes, and this process"
         with pytest.raises(ConfigError, match=message):
             checked_spec(replace(options, state_dtype=dtype), folder, "cpu")
     checked_spec(replace(options, cache="naive"), folder, "cpu")
@@ -271,7 +271,7 @@ def test_adapters_that_no_memory_could_hold(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config))
     options = EngineOptions(load_format="dummy", max_loras=1024, max_lora_rank=512)
     checked_spec(replace(options, dtype="bfloat16"), folder, "cpu")
-    with pytest.raises(ConfigError, match=r"^max_loras=1024 of rank 512 would .* and this machine"):
+    with pytest.raises(ConfigError, match=r"^max_loras=1024 of rank 512 would .* and this process"):
         checked_spec(replace(options, enable_lora=True), folder, "cpu")
 
 

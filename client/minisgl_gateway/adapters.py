@@ -124,7 +124,16 @@ class Adapters:
                 "adapters are loaded and unloaded with an admin key, and this gateway has none",
                 code="admin_key_needed",
             )
-        self._operators.caller(http.scope["headers"])
+        try:
+            self._operators.caller(http.scope["headers"])
+        except ApiError as error:
+            if not http.scope["state"]["caller"].label:
+                raise
+            raise ApiError(
+                403,
+                "adapters are loaded and unloaded with an admin key, and this API key is none",
+                code="admin_key_needed",
+            ) from error
 
     def _keep(self, adapters: Sequence[LoraAdapter]) -> None:
         """Keep the list. An adapter with the base model's name, which callers cannot ask for, is

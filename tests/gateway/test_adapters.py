@@ -240,6 +240,24 @@ def test_operators_load_and_unload_by_vllms_routes(
     assert gated.post("/v1/completions", asked).status_code == 404
 
 
+def test_a_callers_own_key_is_known_but_loads_nothing(
+    adapted: TritonServer, folder: Path, tmp_path: Path
+) -> None:
+    for name in ("admin", "caller"):
+        (tmp_path / name).write_text(f"{name}-key\n")
+    options = ("--admin-key-file", str(tmp_path / "admin"), "--api-key-file")
+    triton = f"127.0.0.1:{adapted.grpc_port}"
+    body = {"lora_name": "lamb", "lora_path": str(folder / "sheep")}
+    with gateway_of(triton, tmp_path / "log", *options, str(tmp_path / "caller")) as gateway:
+        for key, status, code in (
+            ("caller-key", 403, "admin_key_needed"),
+            ("other-key", 401, "invalid_api_key"),
+        ):
+            headers = {"Authorization": f"Bearer {key}"}
+            refused = gateway.post("/v1/load_lora_adapter", body, headers=headers)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (status, code)
+
+
 def test_what_clients_of_vllm_may_add(gated: Gateway, folder: Path) -> None:
     """So does the sidecar of Gateway API Inference Extension, which loads adapters by ConfigMap."""
     body = {"lora_name": "lamb", "lora_path": str(folder / "sheep")}

@@ -184,6 +184,8 @@ def api_error(
         return busy(503, "the server is shutting down", "engine_unavailable")
     if unknown := _NO_ADAPTER.match(str(error)):  # the gateway's list of adapters was older
         return no_model(unknown[1])
+    if str(error) in _ONLY_EMBEDS:
+        return unsupported("the model only makes embeddings, for /v1/embeddings", "model")
     if isinstance(error, (client.InvalidArgument, client.Unsupported)):
         return _at_fault(error, fields, names, of_form)
     if isinstance(error, client.Timeout):
@@ -257,6 +259,13 @@ _STOPPING: Final = "Server is stopping"
 """How Triton refuses a request after it has got SIGTERM."""
 _NO_ADAPTER: Final = re.compile(r"LoRA (.*) is not supported, we currently support ", re.DOTALL)
 """How the engine says that it has no such adapter; callers know adapters as models."""
+_ONLY_EMBEDS: Final = frozenset(
+    {
+        "embed must be true: the checkpoint has no output head",
+        "num_prompt_logprobs needs an output head: the checkpoint has none",
+    }
+)
+"""How the engine says that the model makes no answers; callers know no ``embed``."""
 _TOO_LONG: Final = re.compile(
     r"(?:max_tokens (?P<max_tokens>\d+) with a )?prompt of (?P<length>(?:more than )?\d+ \w+) "
     r"(?:does not fit the context of|exceeds the context of|needs \d+ pages of) (?P<context>\d+)"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from minisgl_client.errors import Closed, error_from
-from minisgl_gateway.errors import _LOST, api_error
+from minisgl_gateway.errors import _LOST, _ONLY_EMBEDS, api_error
 
 from minisgl_backend.errors import EngineFailure, InvalidRequest
 from minisgl_backend.runtime.capacity import Capacity
@@ -45,7 +45,16 @@ def test_callers_do_not_know_the_processes_of_triton(sentence: str, message: str
 
 def test_the_engine_speaks_so() -> None:
     sources = [path.read_text("utf-8") for path in BACKEND.rglob("*.py")]
-    assert [text for text in _LOST if not any(f'"{text}"' in source for source in sources)] == []
+    known = _LOST | _ONLY_EMBEDS
+    assert [text for text in known if not any(f'"{text}"' in source for source in sources)] == []
+
+
+@pytest.mark.parametrize("sentence", sorted(_ONLY_EMBEDS))
+def test_a_model_that_only_embeds_names_the_route_for_it(sentence: str) -> None:
+    """No route takes ``embed``."""
+    error = api_error(error_from(f"in ensemble 'minisgl', INVALID_ARG: {sentence}"), ())
+    assert (error.status, error.code) == (400, "unsupported_parameter")
+    assert error.message == "the model only makes embeddings, for /v1/embeddings"
 
 
 @pytest.mark.parametrize(

@@ -46,6 +46,8 @@ def test_a_prompt_however_it_is_given(server: TritonServer, ask: list[str], tmp_
 
 def test_parameters_of_a_command(ask: list[str]) -> None:
     assert run(*ask, "The capital of France is", "--stop", "x", "--stop", "ar").stdout == " P\n"
+    whole = run(*ask, "The capital of France is", "-p", "exclude_input_in_output=false")
+    assert (whole.stdout, whole.stderr) == ("The capital of France is Paris\n", "")
     many = ["-p", "stop_token_ids=[5]", "-p", "cache_salt=7", "-p", "min_tokens=2", "-p", "n=1"]
     done = run(*ask, "a", "--max-tokens", "2", "--seed", "5", "--top-k", "3", *many)
     assert (done.returncode, done.stderr) == (0, "")

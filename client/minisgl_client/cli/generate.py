@@ -158,9 +158,10 @@ def _answer_one(settings: Mapping[str, Any], template: _Template, prompt: str) -
     """Write the answer as it comes, and a newline; of several, those after the first at the end.
     An embedding, beside which there is no text, is a line of JSON."""
     request = template.fill(prompt)
-    is_ranked = "best_of" in request  # then no answer comes before its end
+    # the server streams neither the best answers nor a prompt
+    is_whole = "best_of" in request or request.get("exclude_input_in_output") is False
     with client_of(Client, **settings) as client:
-        if is_ranked:
+        if is_whole:
             result = client.generate(**request)
             _write(result.text)
         else:

@@ -170,12 +170,17 @@ def _given(params: object) -> dict[str, Any]:
             raise Unsupported(f"{name} {_NOT_HERE[name]}")
         if name in _JSON and not isinstance(value, str):
             value = _as_json(name, value)
-        elif isinstance(value, np.ndarray | np.generic):
-            value = value.tolist()
-        elif isinstance(value, tuple):
-            value = list(value)
-        given[name] = value
+        elif isinstance(value, list | tuple):
+            value = [_plain(one) for one in value]
+        elif isinstance(value, Mapping):
+            value = {_plain(key): _plain(one) for key, one in value.items()}
+        given[name] = _plain(value)
     return given
+
+
+def _plain(value: Any) -> Any:
+    """Python's own numbers for those of NumPy."""
+    return value.tolist() if isinstance(value, np.ndarray | np.generic) else value
 
 
 def _as_json(name: str, value: object) -> str:

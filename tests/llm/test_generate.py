@@ -108,6 +108,19 @@ def test_every_form_of_a_prompt(llm: LLM) -> None:
     assert llm.generate([], GREEDY) == []
 
 
+def test_parameters_may_be_numbers_of_numpy(llm: LLM) -> None:
+    (capital,) = llm.generate("The capital of France is", GREEDY)
+    first, second = np.array(capital.token_ids[:2])
+    asked: list[dict[str, Any]] = [
+        {"max_tokens": np.int64(1)},
+        {"stop_token_ids": np.array([second])},
+        {"stop_token_ids": [second]},
+        {"logit_bias": {second: np.float32(-100), first: 1}, "max_tokens": np.int32(1)},
+    ]
+    for params in asked:
+        assert texts(llm.generate("The capital of France is", {**GREEDY, **params})) == [" P"]
+
+
 def engine_tokens(prompts: Sequence[Prompt], sampling: Sequence[SamplingParams]) -> list[list[int]]:
     """The tokens that the engine itself gives for these prompts, from its requests' events."""
     encoder = PromptEncoder.load(DEMO_MODEL)

@@ -116,11 +116,14 @@ class LLM:
 
     def load_adapter(self, name: str, path: Path | str) -> None:
         """Let requests name the adapter in the folder ``path``. Raises ``InvalidRequest`` with the
-        tensor or field that does not fit, and ``Unsupported`` without the option enable_lora."""
+        tensor or field that does not fit, ``Unsupported`` without the option enable_lora, and
+        ``Cancelled`` if the ``LLM`` is closed."""
+        self._submitter.check_open()
         self._engine.adapters.load(name, str(path))
 
     def unload_adapter(self, name: str) -> None:
         """Forget an adapter; requests that have it go on. Errors are those of ``load_adapter``."""
+        self._submitter.check_open()
         self._engine.adapters.unload(name)
 
     def embed(

@@ -72,6 +72,16 @@ def test_leaving_the_block_ends_what_is_streamed() -> None:
         llm.generate("one")
 
 
+@pytest.mark.parametrize("num_replicas", [1, 2])
+def test_a_closed_llm_loads_no_adapters(num_replicas: int) -> None:
+    with LLM(enable_lora=True, num_pages=64, data_parallel_size=num_replicas) as llm:
+        pass
+    with pytest.raises(Cancelled, match="this LLM is closed"):
+        llm.load_adapter("sql", "/loras/sql")
+    with pytest.raises(Cancelled, match="this LLM is closed"):
+        llm.unload_adapter("sql")
+
+
 def test_a_stream_keeps_its_llm() -> None:
     outputs = list(LLM(num_pages=64).stream("The capital of France is", {"temperature": 0}))
     assert "".join(output.text for output in outputs) == " Paris"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 from collections.abc import Sequence
 from typing import Any, NoReturn
@@ -15,7 +16,7 @@ from minisgl_gateway.body import parse
 from minisgl_gateway.call_syntax import CalledTool
 from minisgl_gateway.chat import Chat
 from minisgl_gateway.errors import ApiError, deadline_passed
-from minisgl_gateway.parts import Ending, Part, Piece
+from minisgl_gateway.parts import AnswerReader, Ending, Part, Piece
 from minisgl_gateway.responses.answer import Response
 from minisgl_gateway.responses.memory import Kept, ResponseMemory
 from minisgl_gateway.responses.rendering import ResponseRenderer
@@ -26,7 +27,7 @@ from minisgl_gateway.responses.translation import (
     messages_of,
     messages_of_output,
 )
-from minisgl_gateway.thinking import Thought
+from minisgl_gateway.thinking import ThinkingReader, Thought
 from minisgl_gateway.tools import Calls
 from openai.types.responses import ResponseStreamEvent
 from pydantic import TypeAdapter
@@ -419,6 +420,29 @@ def test_logprobs_are_those_of_the_text() -> None:
     said = [item for item in events[-1]["response"]["output"] if item["type"] == "message"]
     tokens = [[one["token"] for one in item["content"][0]["logprobs"]] for item in said]
     assert tokens == [["Lo", "o", "k"], ["!", "<end>"]]
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, 3, 100])
+def test_logprobs_are_those_of_the_text_however_many_tokens_come_at_a_time(num_tokens: int) -> None:
+    thoughts = [b"<think>", b"One ", b"thing", b"\n", b"</think>", b"\n\n"]
+    said = [b"t", b"h", b"\xc3", b"\xa9", b".", b"<end>"]
+    tokens = [
+        TokenLogprobs(TokenLogprob(1, token.decode(errors="replace"), -0.5, 1, token))
+        for token in (*thoughts, *said)
+    ]
+    reader = AnswerReader(reader=ThinkingReader(("<think>", "</think>")))
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    pieces = []
+    for at in range(0, len(tokens), num_tokens):
+        come = tokens[at : at + num_tokens]
+        ended = "stop" if come[-1] is tokens[-1] else None
+        utf8 = b"".join(one.chosen.utf8 or b"" for one in come).removesuffix(b"<end>")
+        pieces.append(reader.push(Delta(decoder.decode(utf8), ended, logprobs=tuple(come))))
+    events, _ = streamed(pieces, include=["message.output_text.logprobs"])
+    (message,) = (one for one in events[-1]["response"]["output"] if one["type"] == "message")
+    (part,) = message["content"]
+    assert part["text"] == "thé."
+    assert [bytes(one["bytes"]) for one in part["logprobs"]] == said
 
 
 def test_the_items_of_an_answer_are_messages_again() -> None:

@@ -28,6 +28,7 @@ from minisgl_gateway.responses.schema import (
     ResponsesRequest,
     Status,
 )
+from minisgl_gateway.responses.text_tokens import TextTokens
 from minisgl_gateway.responses.translation import is_strict, logprobs_of, namespaced
 from minisgl_gateway.thinking import Thought
 
@@ -85,8 +86,7 @@ class ResponseRenderer:
         self._open: _OpenItem | None = None
         self._delta_head = ""
         self._number = 0
-        self._logprobs: list[answer_schema.TokenLogprob] = []
-        """Those of tokens whose text has not come yet."""
+        self._tokens = TextTokens()
 
     @property
     def id(self) -> str:
@@ -107,20 +107,20 @@ class ResponseRenderer:
             told = {"response": self._response.model_dump()}
             events += [self._event(f"response.{name}", told) for name in ("created", "in_progress")]
         if self._num_logprobs is not None:
-            self._logprobs += chat_logprobs(piece.source.logprobs, self._num_logprobs).content
+            self._tokens.add(chat_logprobs(piece.source.logprobs, self._num_logprobs).content)
         for part in piece.parts:
             if isinstance(part, CalledTool):
+                self._tokens.skip(part.arguments)
                 events += [*self._close("completed"), *self._call(part)]
             elif isinstance(part, Thought):
+                self._tokens.skip(part.text)
                 events += self._add(part.text, thinks=True)
             else:
                 events += self._add(part, thinks=False)
-        if piece.ending is not None and self._open is not None and not self._open.thinks:
-            self._open.logprobs += self._logprobs  # those of the token that ended the answer
-        if piece.parts:
-            self._logprobs = []  # the rest belong to thoughts or calls
         if piece.ending is not None:
             is_cut = piece.ending.reason == "length"
+            if self._open is not None and not self._open.thinks and not is_cut:
+                self._open.logprobs += self._tokens.take_rest()[-1:]  # what ended the answer
             events += self._close("incomplete" if is_cut else "completed")
             self._response.status = "incomplete" if is_cut else "completed"
         return "".join(events).encode()
@@ -170,7 +170,7 @@ class ResponseRenderer:
         self._open.texts.append(text)
         told = ""
         if not thinks:
-            logprobs, self._logprobs = self._logprobs, []
+            logprobs = self._tokens.take(text)
             self._open.logprobs += logprobs
             told = f',"logprobs":{to_json([one.model_dump() for one in logprobs])}'
         events.append(f'{self._delta_head}{self._next()},"delta":{to_json(text)}{told}}}\n\n')

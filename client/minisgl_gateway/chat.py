@@ -32,7 +32,7 @@ from minisgl_gateway.errors import invalid
 from minisgl_gateway.harmony import HarmonyReader
 from minisgl_gateway.parts import AnswerReader
 from minisgl_gateway.thinking import ThinkingReader
-from minisgl_gateway.tools import Calls, Tool, for_template
+from minisgl_gateway.tools import Calls, Tool
 
 MAX_STOPS: Final = 16
 NO_LIMIT: Final = -1
@@ -244,7 +244,7 @@ class Chat:
             parameters["add_generation_prompt"] = False
         return Rendering(
             template.dialect.messages(self.messages, tools),
-            [for_template(tool) for tool in tools] if is_told else None,
+            [template.dialect.tool(tool) for tool in tools] if is_told else None,
             parameters,
         )
 

@@ -62,11 +62,6 @@ def allowed(names: Collection[str], tools: Iterable[Tool], param: str) -> list[T
     return [tool for tool in tools if tool.name in names]
 
 
-def for_template(tool: Tool) -> dict[str, Any]:
-    """A tool in the form that chat templates know."""
-    return {"type": "function", "function": function_of(tool)}
-
-
 def function_of(tool: Tool) -> dict[str, Any]:
     """A tool's name, description and parameters, without those that were not given."""
     given = {"name": tool.name, "description": tool.description, "parameters": tool.parameters}

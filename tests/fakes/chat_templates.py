@@ -264,8 +264,12 @@ GPT_OSS = """{%- set effort = reasoning_effort if reasoning_effort is defined el
     {%- if tools %}
         {{- '# Tools\\n\\nnamespace functions {\\n' }}
         {%- for tool in tools %}
-            {{- 'type ' + tool.function.name + ' = (_: ' }}
-            {{- tool.function.parameters | tojson }}{{- ') => any;\\n' }}
+            {{- '// ' + tool.function.description + '\\n' }}
+            {{- 'type ' + tool.function.name + ' = (' }}
+            {%- if tool.function.parameters and tool.function.parameters.properties %}
+                {{- '_: ' }}{{- tool.function.parameters | tojson }}
+            {%- endif %}
+            {{- ') => any;\\n' }}
         {%- endfor %}
         {{- '}' }}
     {%- endif %}

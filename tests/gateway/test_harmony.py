@@ -169,6 +169,16 @@ def test_earlier_calls_are_told_one_by_one() -> None:
     )
 
 
+def test_a_tool_needs_neither_description_nor_parameters() -> None:
+    """The template joins the description to other text, whether there is one or not."""
+    tools = [Tool("look"), Tool("see", "All of it.", {"type": "object", "properties": {"x": {}}})]
+    told = [dialect_of(SHOWN).tool(tool) for tool in tools]
+    template = ChatTemplate(chat_templates.GPT_OSS, {}, max_chars=10**6)
+    asked = [{"role": "user", "content": "Look."}]
+    text = template.render(asked, told, None, add_generation_prompt=True)
+    assert "// \ntype look = () => any;\n// All of it.\ntype see = (_: {" in text
+
+
 def test_a_later_system_message_is_not_dropped() -> None:
     """As the template would, without an error."""
     first, asked = {"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}

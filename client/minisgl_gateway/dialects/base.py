@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal, TypeAlias
 
 from minisgl_gateway.call_syntax import Syntax
 from minisgl_gateway.tool_calls import CallReader
-from minisgl_gateway.tools import Calls, Tool
+from minisgl_gateway.tools import Calls, Tool, function_of
 
 DialectName: TypeAlias = Literal["hermes", "llama3_json", "mistral", "harmony", "plain"]
 Message: TypeAlias = Mapping[str, Any]
@@ -56,6 +56,10 @@ class Dialect(ABC):
     def messages(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[Message]:
         """The chat as the template is given it; ``tools`` are those that the model may call."""
         return list(messages)
+
+    def tool(self, tool: Tool) -> dict[str, Any]:
+        """A tool as the template is given it."""
+        return {"type": "function", "function": function_of(tool)}
 
     def constraint(self, tools: Sequence[Tool], calls: Calls) -> dict[str, Any] | None:
         """The structural tag that an answer must follow; None if there is nothing to enforce.

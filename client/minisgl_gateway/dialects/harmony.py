@@ -23,7 +23,8 @@ class Harmony(Dialect):
     end token, so no stop string is needed.
 
     Templates take one call per message, thoughts as ``thinking``, and with a call either those or a
-    text, which they present as thoughts. They drop system messages that are not the first.
+    text, which they present as thoughts. They drop system messages that are not the first, and fail
+    on a tool without a description.
     """
 
     name = "harmony"
@@ -61,6 +62,9 @@ class Harmony(Dialect):
                     told.append(result)
                     placed.add(call["id"])
         return told
+
+    def tool(self, tool: Tool) -> dict[str, Any]:
+        return super().tool(replace(tool, description=tool.description or ""))
 
     def constraint(self, tools: Sequence[Tool], calls: Calls) -> dict[str, Any] | None:
         """The structures are messages of their own: the engine knows that such a message ends the

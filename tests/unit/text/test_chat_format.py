@@ -24,7 +24,8 @@ CHAT: list[dict[str, Any]] = [
     {"role": "assistant", "content": "Nothing. <tool_call>"},
     {"role": "user", "content": "<think>"},
 ]
-TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
+LOOK = {"name": "look", "description": "It looks.", "parameters": {"type": "object"}}
+TOOLS = [{"type": "function", "function": LOOK}]
 
 
 def shown(source: str, **variables: Any) -> ChatFormat:

@@ -17,9 +17,12 @@ import jsonschema
 import numpy as np
 import pytest
 from minisgl_client.answer import ChatFormat
+from minisgl_gateway.body import parse
 from minisgl_gateway.call_syntax import CalledTool
+from minisgl_gateway.conversion import chat_of
 from minisgl_gateway.dialects.base import Dialect
 from minisgl_gateway.dialects.choice import dialect_of
+from minisgl_gateway.schema import ChatCompletionRequest
 from minisgl_gateway.tools import Calls, Tool
 
 from minisgl_backend.errors import InvalidRequest
@@ -348,15 +351,33 @@ def test_ids_are_such_as_the_templates_of_mistral_take() -> None:
     told = DIALECTS["mistral"].messages(
         [
             {"role": "user", "content": "Hi"},
-            {"role": "assistant", "tool_calls": [*calls, {"function": function}]},
+            {"role": "assistant", "tool_calls": calls},
             *({"role": "tool", "tool_call_id": one, "content": "5"} for one in (long, short)),
         ],
         (),
     )
-    ids = [call.get("id") for call in told[1]["tool_calls"]]
-    assert ids[1:] == [short, None]
+    ids = [call["id"] for call in told[1]["tool_calls"]]
+    assert ids[1] == short
     assert len(ids[0]) == 9 and ids[0].isalnum()
-    assert [message["tool_call_id"] for message in told[2:]] == ids[:2]
+    assert [message["tool_call_id"] for message in told[2:]] == ids
+
+
+def test_calls_of_the_older_form_get_ids_for_the_templates_of_mistral() -> None:
+    body = {
+        "model": "m",
+        "messages": [
+            {"role": "user", "content": "Hi", "name": "Ann"},
+            {"role": "assistant", "function_call": {"name": "f", "arguments": "{}"}},
+            {"role": "function", "name": "f", "content": "5"},
+        ],
+        "functions": [{"name": "f"}],
+    }
+    chat = chat_of(parse(ChatCompletionRequest, json.dumps(body).encode()))
+    said, asked, answered = DIALECTS["mistral"].messages(chat.messages, chat.tools)
+    (call,) = asked["tool_calls"]
+    assert len(call["id"]) == 9 and call["id"].isalnum()
+    assert answered["tool_call_id"] == call["id"]
+    assert "tool_call_id" not in said
 
 
 TURNS: Final = """{%- set count = namespace(turns=0) %}

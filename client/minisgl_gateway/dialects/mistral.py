@@ -28,7 +28,8 @@ _SHORT_ID: Final = re.compile(r"[A-Za-z0-9]{9}")
 class Mistral(Dialect):
     """Mistral. Calls are a JSON list; with ``is_spelled``, and if their names allow it, they come
     one by one, each after its name, as models since the middle of 2025 write them. Templates accept
-    only ids of nine letters and digits, and user and assistant in turn."""
+    only calls and results with ids, of nine letters and digits, and user and assistant in turn. The
+    older form of calls has no ids: there it is made of the function's name."""
 
     name = "mistral"
     syntax = call_syntax.MISTRAL
@@ -43,11 +44,12 @@ class Mistral(Dialect):
         for message in alternating(messages):
             if calls := message.get("tool_calls"):
                 calls = [
-                    {**call, "id": _short_id(call["id"])} if "id" in call else call
+                    {**call, "id": _short_id(call.get("id", call["function"]["name"]))}
                     for call in calls
                 ]
                 message = {**message, "tool_calls": calls}
-            elif answered := message.get("tool_call_id"):
+            elif message["role"] == "tool":
+                answered = message.get("tool_call_id", message.get("name", ""))
                 message = {**message, "tool_call_id": _short_id(answered)}
             told.append(message)
         return told

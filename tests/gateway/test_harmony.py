@@ -179,6 +179,24 @@ def test_a_tool_needs_neither_description_nor_parameters() -> None:
     assert "// \ntype look = () => any;\n// All of it.\ntype see = (_: {" in text
 
 
+def test_results_stay_in_their_turn_if_later_calls_have_the_same_ids() -> None:
+    """Some agents number the calls of each turn anew."""
+
+    def turn(*results: str) -> list[dict[str, Any]]:
+        function = {"name": "look", "arguments": "{}"}
+        ids = [f"call_{index}" for index in range(len(results))]
+        calls = [{"id": each, "type": "function", "function": function} for each in ids]
+        told = [
+            {"role": "tool", "tool_call_id": each, "content": result}
+            for each, result in zip(ids, results, strict=True)
+        ]
+        return [{"role": "assistant", "tool_calls": calls}, *told]
+
+    chat = [*turn("a", "b"), {"role": "user", "content": "Again."}, *turn("c", "d"), *turn("e")]
+    told = dialect_of(SHOWN).messages(chat, ())
+    assert [message["content"] for message in told if message["role"] == "tool"] == [*"abcde"]
+
+
 def test_a_later_system_message_is_not_dropped() -> None:
     """As the template would, without an error."""
     first, asked = {"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import takewhile
 from typing import Any, Final
 
 from minisgl_gateway.dialects.base import Arguments, Dialect, Message, Structure, text_of
@@ -35,14 +36,10 @@ class Harmony(Dialect):
 
     def messages(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[Message]:
         told: list[Message] = []
-        results = {
-            message["tool_call_id"]: message
-            for message in messages
-            if message["role"] == "tool" and "tool_call_id" in message
-        }
-        placed: set[str] = set()
+        placed: list[Message] = []
+        """Results that came right after their calls, before their turn."""
         for index, message in enumerate(messages):
-            if message["role"] == "tool" and message.get("tool_call_id") in placed:
+            if any(message is result for result in placed):
                 continue
             if message["role"] == "system" and index > 0:
                 told.append(reminder(message))
@@ -53,6 +50,7 @@ class Harmony(Dialect):
                 told.append({**plain, "thinking": thoughts} if thoughts else plain)
                 continue
             said = "\n\n".join(filter(None, [thoughts, text_of(message.get("content"))]))
+            results = _results(messages[index + 1 :])
             for call in calls:
                 told.append({**plain, "content": "", "tool_calls": [call]})
                 if said:
@@ -60,7 +58,7 @@ class Harmony(Dialect):
                     said = ""
                 if len(calls) > 1 and (result := results.get(call.get("id"))) is not None:
                     told.append(result)
-                    placed.add(call["id"])
+                    placed.append(result)
         return told
 
     def tool(self, tool: Tool) -> dict[str, Any]:
@@ -80,3 +78,9 @@ class Harmony(Dialect):
             for header, rest in _HEADERS.items()
             for name, of_tool in arguments.items()
         ]
+
+
+def _results(messages: Sequence[Message]) -> dict[str, Message]:
+    """The results that these messages begin with, by call; later calls may have the same ids."""
+    results = takewhile(lambda message: message["role"] == "tool", messages)
+    return {result["tool_call_id"]: result for result in results if "tool_call_id" in result}

@@ -1,8 +1,10 @@
 // Chooses experts: turns the router's logits into weights, and into rows sorted by expert.
 //
-// A warp takes a token, and only a few warps of a thread block have one. The thread block that is done last sorts all
-// (token, choice) pairs in shared memory, into blocks of BLOCK pairs of one expert. Within an expert, pairs are in no
-// particular order.
+// A warp takes a token. (token, choice) pairs are sorted into blocks of BLOCK pairs of one expert. Within an expert,
+// pairs are in no particular order. For decode steps, whose blocks are small, only a few warps of a thread block have a
+// token, and the thread block that is done last sorts all pairs in shared memory. For prompts, with MANY tokens, all
+// warps have one, and count its pairs by expert. The thread block that is done last gives each expert its blocks, and a
+// second kernel, `place`, fills them.
 //
 // For few tokens, `router` also computes the logits. Its last thread block takes them from the others as they come.
 // This takes as long as one write to memory; a fence and a counter would each take as long again.
@@ -14,8 +16,10 @@
 
 #include "empty_words.cuh"
 
-constexpr int TOKENS = 8;       // per thread block
-constexpr int THREADS = 1024, ROUTER_THREADS = 32 * TOKENS;     // of `routing`, and of `router`
+#define MANY (BLOCK >= 128)     // tokens: those of prompts
+constexpr int FEW = 8;          // the most tokens of `router`
+constexpr int TOKENS = MANY ? 32 : FEW;                   // per thread block of `routing`
+constexpr int THREADS = 1024, ROUTER_THREADS = 32 * FEW;        // of `routing` and `place`, and of `router`
 constexpr int OF_LANE = (EXPERTS + 31) / 32;
 constexpr int LOGITS = EXPERTS + SHARED;    // per token
 constexpr int CHOICES = TOP_K + SHARED;
@@ -37,6 +41,8 @@ struct Arguments {
     int* pairs;             // [num_blocks, BLOCK]: token * TOP_K + choice; num_tokens * TOP_K for none
     int* experts;           // [num_blocks], -1 after the last one
     u32* done;              // thread blocks; 0 before and after a launch
+    int* counts;            // MANY: [EXPERTS], of pairs; 0 before and after a launch
+    int* places;            // MANY: [EXPERTS], where an expert's next pair goes
     int num_tokens;
     int num_blocks;
     int square_tiles;
@@ -172,7 +178,9 @@ __device__ __forceinline__ void choose(const Arguments& args, int token, const L
     const float by = NORMALIZE ? args.scale / (sum(weight) + (SIGMOID ? 1e-20f : 0)) : args.scale;
     if (lane < TOP_K) {
         id -= args.first;
-        args.ids[token * CHOICES + lane] = id >= 0 && id < args.held ? id : -1;
+        const bool is_held = id >= 0 && id < args.held;
+        args.ids[token * CHOICES + lane] = is_held ? id : -1;
+        if (MANY && is_held) atomicAdd(args.counts + id, 1);
         args.weights[token * CHOICES + lane] = weight * by;
     }
     if (SHARED && lane == TOP_K) {
@@ -195,17 +203,6 @@ __device__ __forceinline__ int running_sum(int x, int* of_warps) {
     return x;
 }
 
-constexpr int AT_ONCE = BLOCK >= 128 ? 8 : 1;   // pairs that a thread loads at once: a prompt has many
-
-// Loads the experts of AT_ONCE pairs, from `pair` on, THREADS apart. False if there are fewer.
-template <int THREADS>
-__device__ __forceinline__ bool load_experts(const Arguments& args, int pair, int (&experts)[AT_ONCE]) {
-    if (AT_ONCE == 1 || pair + (AT_ONCE - 1) * THREADS >= args.num_tokens * TOP_K) return false;
-#pragma unroll
-    for (int i = 0; i < AT_ONCE; ++i) experts[i] = __ldcg(args.ids + pair + i * THREADS);
-    return true;
-}
-
 template <int THREADS>
 __device__ __forceinline__ void sort(const Arguments& args) {
     constexpr int WIDTH = BLOCK ? BLOCK : 1;
@@ -214,12 +211,7 @@ __device__ __forceinline__ void sort(const Arguments& args) {
     const int thread = threadIdx.x, num_pairs = args.num_tokens * TOP_K;
     if (thread < EXPERTS) counts[thread] = 0;
     __syncthreads();
-    int first = thread, some[AT_ONCE];
-    for (; load_experts<THREADS>(args, first, some); first += AT_ONCE * THREADS)
-#pragma unroll
-        for (int i = 0; i < AT_ONCE; ++i)
-            if (some[i] >= 0) atomicAdd(&counts[some[i]], 1);
-    for (int pair = first; pair < num_pairs; pair += THREADS) {
+    for (int pair = thread; pair < num_pairs; pair += THREADS) {
         const int expert = __ldcg(args.ids + pair);
         if (expert >= 0) atomicAdd(&counts[expert], 1);
     }
@@ -233,11 +225,7 @@ __device__ __forceinline__ void sort(const Arguments& args) {
     for (int block = num_used + thread; block < args.num_blocks; block += THREADS) args.experts[block] = -1;
     for (int at = thread; at < num_used * WIDTH; at += THREADS) args.pairs[at] = num_pairs;
     __syncthreads();
-    for (first = thread; load_experts<THREADS>(args, first, some); first += AT_ONCE * THREADS)
-#pragma unroll
-        for (int i = 0; i < AT_ONCE; ++i)
-            if (some[i] >= 0) args.pairs[atomicAdd(&counts[some[i]], 1)] = first + i * THREADS;
-    for (int pair = first; pair < num_pairs; pair += THREADS) {
+    for (int pair = thread; pair < num_pairs; pair += THREADS) {
         const int expert = __ldcg(args.ids + pair);
         if (expert >= 0) args.pairs[atomicAdd(&counts[expert], 1)] = pair;
     }
@@ -269,6 +257,44 @@ __device__ __forceinline__ bool is_last_block(const Arguments& args) {
     return true;
 }
 
+#if MANY
+// Gives each expert the blocks that its pairs need, and marks the places that stay empty.
+__device__ __forceinline__ void give_blocks(const Arguments& args) {
+    __shared__ int counts[EXPERTS], ends[EXPERTS], of_warps[THREADS / 32], num_used;
+    const int thread = threadIdx.x, lane = thread % 32;
+    int count = 0;
+    if (thread < EXPERTS) count = __ldcg(args.counts + thread), args.counts[thread] = 0;
+    const int blocks = (count + BLOCK - 1) / BLOCK, end = running_sum(blocks, of_warps);
+    for (int block = end - blocks; block < end; ++block) args.experts[block] = thread;
+    if (thread < EXPERTS) {
+        args.places[thread] = (end - blocks) * BLOCK;
+        counts[thread] = (end - blocks) * BLOCK + count, ends[thread] = end * BLOCK;
+    }
+    if (thread == THREADS - 1) num_used = end;
+    __syncthreads();
+    for (int block = num_used + thread; block < args.num_blocks; block += THREADS) args.experts[block] = -1;
+    for (int expert = thread / 32; expert < EXPERTS; expert += THREADS / 32)
+        for (int at = counts[expert] + lane; at < ends[expert]; at += 32) args.pairs[at] = args.num_tokens * TOP_K;
+}
+
+// Puts pairs into the blocks of their experts. A thread takes a pair; a thread block takes the places of all its pairs
+// of an expert at once.
+extern "C" __global__ void __launch_bounds__(THREADS, 1) place(const __grid_constant__ Arguments args) {
+    __shared__ int places[EXPERTS];
+    const int thread = threadIdx.x, pair = blockIdx.x * THREADS + thread;
+    if (thread < EXPERTS) places[thread] = 0;
+    __syncthreads();
+    allow_next();
+    wait_previous();
+    const int expert = pair < args.num_tokens * TOP_K ? __ldcg(args.ids + pair) : -1;
+    const int before = expert >= 0 ? atomicAdd(&places[expert], 1) : 0;   // pairs of the same expert
+    __syncthreads();
+    if (thread < EXPERTS && places[thread]) places[thread] = atomicAdd(args.places + thread, places[thread]);
+    __syncthreads();
+    if (expert >= 0) args.pairs[places[expert] + before] = pair;
+}
+#endif
+
 extern "C" __global__ void __launch_bounds__(THREADS, 1) routing(const __grid_constant__ Arguments args) {
     allow_next();
     wait_previous();
@@ -276,10 +302,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) routing(const __grid_co
     if (warp < TOKENS && token < args.num_tokens)
         choose(args, token, load_logits(args, token), norm_factor(args, token));
     if (BLOCK == 0 || !is_last_block(args)) return;
+#if MANY
+    give_blocks(args);
+#else
     sort<THREADS>(args);
+#endif
 }
 
-#if WIDE && SIZE % 8 == 0 && (BLOCK == 0 || EXPERTS <= 256)
+#if WIDE && SIZE % 8 == 0 && !MANY && (BLOCK == 0 || EXPERTS <= 256)
 // The same for few tokens, with the router's GEMM before it. Each warp takes an expert, except in the last thread
 // block, which chooses and sorts. It waits only for thread blocks that GPUs start before it.
 extern "C" __global__ void __launch_bounds__(ROUTER_THREADS, 1) router(const __grid_constant__ Arguments args) {

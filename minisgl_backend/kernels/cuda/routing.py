@@ -22,8 +22,12 @@ from minisgl_backend.kernels.cuda.module import CudaKernel, CudaModule, address
 from minisgl_backend.kernels.moe import Alignment, Choices
 
 MOST_TOKENS: Final = 8
-"""Tokens per thread block, ``TOKENS`` of the source; also the most for which a router's GEMM is
-computed."""
+"""``FEW`` of the source: the most tokens for which a router's GEMM is computed; also the tokens of
+a thread block in decode steps."""
+_OF_PROMPTS: Final = 128
+"""The smallest blocks that are made for prompts: pairs are counted while experts are chosen, and a
+second kernel puts them into blocks."""
+_THREADS: Final = 1024
 _ROUTER_STEP: Final = 8
 """in_features that a lane of ``router`` takes at a time."""
 _SORTED_BY_ROUTER: Final = 256
@@ -47,6 +51,8 @@ class _Arguments(ctypes.Structure):
         ("pairs", ctypes.c_void_p),
         ("experts", ctypes.c_void_p),
         ("done", ctypes.c_void_p),
+        ("counts", ctypes.c_void_p),
+        ("places", ctypes.c_void_p),
         ("num_tokens", ctypes.c_int),
         ("num_blocks", ctypes.c_int),
         ("square_tiles", ctypes.c_int),
@@ -97,9 +103,11 @@ class RoutingKernel:
         }
         self._rule, self._held, self.top_k = rule, held, rule.top_k
 
-        def compiled(block: int) -> CudaKernel:
+        def compiled(block: int) -> tuple[CudaKernel, CudaKernel | None]:
             module = CudaModule("routing.cu", {**constants, "BLOCK": block}, device)
-            return module.kernel("routing", shared_bytes=0)
+            of_prompts = block >= _OF_PROMPTS
+            place = module.kernel("place", shared_bytes=0) if of_prompts else None
+            return module.kernel("routing", shared_bytes=0), place
 
         with ThreadPoolExecutor() as pool:
             self._kernels = dict(zip(blocks, pool.map(compiled, blocks), strict=True))
@@ -117,6 +125,10 @@ class RoutingKernel:
             module = CudaModule("routing.cu", of_rows, device)
             self._routers[block, all_take] = module.kernel("router", shared_bytes=0)
         self._done = torch.zeros(1, dtype=torch.int32, device=device)
+        # pairs of each expert, zero between launches, and its next place
+        self._counts, self._places = torch.zeros(
+            2, rule.num_experts, dtype=torch.int32, device=device
+        )
         self._logits = empty_words((MOST_TOKENS, rule.num_experts + 1), device)
 
     def __call__(
@@ -135,8 +147,12 @@ class RoutingKernel:
         arguments, routed = self._arguments(
             len(logits), logits, block, bias, correction, squares, eps
         )
-        grid = -(-len(logits) // MOST_TOKENS), 1, 1
-        self._kernels[block].launch(grid, 1024, arguments, pdl=pdl)
+        kernel, place = self._kernels[block]
+        of_block = MOST_TOKENS if place is None else _THREADS // 32
+        kernel.launch((-(-len(logits) // of_block), 1, 1), _THREADS, arguments, pdl=pdl)
+        if place is not None:
+            num_pairs = len(logits) * self.top_k
+            place.launch((-(-num_pairs // _THREADS), 1, 1), _THREADS, arguments, pdl=pdl)
         return routed
 
     def takes_rows(self, num_tokens: int, weight: Tensor, *, block: int) -> bool:
@@ -210,6 +226,8 @@ class RoutingKernel:
             pairs=address(pairs),
             experts=address(experts),
             done=address(self._done),
+            counts=address(self._counts),
+            places=address(self._places),
             num_tokens=num_tokens,
             num_blocks=num_blocks,
             square_tiles=0 if squares is None else len(squares),

@@ -18,6 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from minisgl_backend.kernels.delta_runs import BLOCK
+
 EPS = tl.constexpr(1e-6)  # added to the squared length of queries and keys
 
 
@@ -32,6 +34,13 @@ def log_decay(a, log_rate, bias):
     a = a.to(tl.float32) + bias.to(tl.float32)
     positive = tl.maximum(a, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(a)))  # softplus
     return -tl.exp(log_rate.to(tl.float32)) * positive
+
+
+@triton.jit
+def between(decays, causal):
+    """How much decays from the column's token to the row's, given all ``decays`` since a block
+    began; 0 unless ``causal``."""
+    return tl.exp(tl.where(causal, decays[:, None] - decays[None, :], float("-inf")))
 
 
 @triton.jit
@@ -64,37 +73,42 @@ def _conv_blocks(
     slot_stride,
     CHANNELS: tl.constexpr,
     WIDTH: tl.constexpr,
-    TOKENS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    TOKENS: tl.constexpr,  # of a program
+    PART: tl.constexpr,  # channels of a program
 ):
     block_ptr = blocks_ptr + tl.program_id(0) * 4
-    begin, end = tl.load(block_ptr), tl.load(block_ptr + 1)
-    if begin >= end:
+    start, end = tl.load(block_ptr) + tl.program_id(2) * TOKENS, tl.load(block_ptr + 1)
+    if start >= end:
         return
     kept = tl.load(block_ptr + 2).to(tl.int64)
     run_ptr = runs_ptr + tl.load(block_ptr + 3) * 4
     first = tl.load(blocks_ptr + tl.load(run_ptr) * 4)
     slot = tl.load(run_ptr + 2).to(tl.int64)
     is_known = tl.load(run_ptr + 3) == 0
-    c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    c = tl.program_id(1) * PART + tl.arange(0, PART)
     mask = c < CHANNELS
-    t = begin + tl.arange(0, TOKENS)
     state_ptr = states_ptr + slot * slot_stride
-    inside = (t < end)[:, None] & mask[None, :]
-    total = tl.zeros([TOKENS, BLOCK], tl.float32)
+    weights, inputs = (), ()
     for tap in tl.static_range(WIDTH):
         weight = tl.load(weight_ptr + c * WIDTH + tap, mask=mask, other=0.0).to(tl.float32)
-        s = (t - (WIDTH - 1) + tap)[:, None]
-        from_ptr = x_ptr + s.to(tl.int64) * x_stride + c[None, :]
-        x = tl.load(from_ptr, mask=inside & (s >= first), other=0.0)
-        if begin < first + WIDTH - 1 and is_known:
-            old_ptr = state_ptr + c[None, :] * (WIDTH - 1) + (s - first + WIDTH - 1)
-            old = tl.load(old_ptr, mask=inside & (s < first), other=0.0)
-            x = tl.where(s >= first, x, old.to(x.dtype))
-        total += x.to(tl.float32) * weight[None, :]
-    to = out_ptr + t.to(tl.int64)[:, None] * CHANNELS + c[None, :]
-    tl.store(to, silu(total).to(out_ptr.dtype.element_ty), mask=inside)
-    if kept >= 0:
+        weights += (weight,)  # type: ignore[assignment]  # Triton takes no annotation of a tuple
+    for tap in tl.static_range(WIDTH - 1):
+        s = start - (WIDTH - 1) + tap
+        x = _input_before(x_ptr, state_ptr, s, first, is_known, x_stride, c, mask, WIDTH)
+        inputs += (x,)  # type: ignore[assignment]
+    # before anything is stored, so that all loads are on their way at once
+    for token in tl.static_range(TOKENS):
+        t = (start + token).to(tl.int64)
+        x = tl.load(x_ptr + t * x_stride + c, mask=mask & (t < end), other=0.0)
+        inputs += (x,)  # type: ignore[assignment]
+    for token in tl.static_range(TOKENS):
+        total = tl.zeros([PART], tl.float32)
+        for tap in tl.static_range(WIDTH):
+            total += inputs[token + tap].to(tl.float32) * weights[tap]
+        t = (start + token).to(tl.int64)
+        to = out_ptr + t * CHANNELS + c
+        tl.store(to, silu(total).to(out_ptr.dtype.element_ty), mask=mask & (t < end))
+    if kept >= 0 and tl.program_id(2) == 0:
         kept_ptr = states_ptr + kept * slot_stride + c * (WIDTH - 1)
         for tap in tl.static_range(WIDTH - 1):
             of = end - (WIDTH - 1) + tap + tl.zeros_like(c)
@@ -112,7 +126,7 @@ def _keep_inputs(
     slot_stride,
     CHANNELS: tl.constexpr,
     WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
+    PART: tl.constexpr,
 ):
     run_ptr = runs_ptr + tl.program_id(0) * 4
     slot = tl.load(run_ptr + 2).to(tl.int64)
@@ -121,7 +135,7 @@ def _keep_inputs(
     first = tl.load(blocks_ptr + tl.load(run_ptr) * 4)
     end = tl.load(blocks_ptr + (tl.load(run_ptr + 1) - 1) * 4 + 1)
     is_known = tl.load(run_ptr + 3) == 0
-    c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    c = tl.program_id(1) * PART + tl.arange(0, PART)
     mask = c < CHANNELS
     state_ptr = states_ptr + slot * slot_stride
     for tap in tl.static_range(WIDTH - 1):
@@ -139,8 +153,8 @@ def launch_conv_blocks(
     """See ``minisgl_backend.kernels.gated_delta.causal_conv_runs``."""
     channels, width = weight.shape
     assert states[0].is_contiguous() and weight.is_contiguous() and out.is_contiguous()
-    block = 64
-    _conv_blocks[(len(blocks), triton.cdiv(channels, block))](
+    part, tokens = 512, 16
+    _conv_blocks[(len(blocks), triton.cdiv(channels, part), BLOCK // tokens)](
         out,
         x,
         states,
@@ -151,12 +165,12 @@ def launch_conv_blocks(
         states.stride(0),
         CHANNELS=channels,
         WIDTH=width,
-        TOKENS=64,
-        BLOCK=block,
-        num_warps=8,
+        TOKENS=tokens,
+        PART=part,
+        num_warps=4,
     )
-    block = 256
-    _keep_inputs[(len(runs), triton.cdiv(channels, block))](
+    part = 256
+    _keep_inputs[(len(runs), triton.cdiv(channels, part))](
         x,
         states,
         blocks,
@@ -165,49 +179,42 @@ def launch_conv_blocks(
         states.stride(0),
         CHANNELS=channels,
         WIDTH=width,
-        BLOCK=block,
+        PART=part,
         num_warps=4,
     )
 
 
 @triton.jit
-def _diagonal_blocks(x, PARTS: tl.constexpr, SIZE: tl.constexpr):
-    """[PARTS * SIZE, PARTS * SIZE] -> the blocks on its diagonal, [PARTS, SIZE, SIZE]."""
-    split = tl.reshape(x, [PARTS, SIZE, PARTS, SIZE])
-    row = tl.arange(0, PARTS)[:, None, None, None]
-    column = tl.arange(0, PARTS)[None, None, :, None]
-    return tl.sum(tl.where(row == column, split, 0.0), axis=2)
-
-
-@triton.jit
-def _on_diagonal(x, PARTS: tl.constexpr, SIZE: tl.constexpr):
-    """The inverse of ``_diagonal_blocks``: everything else is 0."""
-    row = tl.arange(0, PARTS)[:, None, None, None]
-    column = tl.arange(0, PARTS)[None, None, :, None]
-    placed = tl.where(row == column, tl.expand_dims(x, 2), 0.0)
-    return tl.reshape(placed, [PARTS * SIZE, PARTS * SIZE])
-
-
-@triton.jit
-def _inverse(a, PRECISION: tl.constexpr):
+def _inverse(a, exchanged_ptr, PRECISION: tl.constexpr):
     """(1 + a)^-1 for a strictly lower triangular [64, 64].
 
     The 16 x 16 blocks on the diagonal are inverted row by row, which is stable. With D their
     inverses and n = D times the rest of a, (1 + a)^-1 = (1 + n)^-1 D. Since n^4 = 0, the series
     ends: it is (1 - n) (1 + n^2) D.
+
+    Threads exchange the blocks on the diagonal through ``exchanged_ptr``, float32 [64, 16]. So a
+    thread has whole columns of an inverse, and their rows need no sums over threads.
     """
-    own = _diagonal_blocks(a, 4, 16)  # [4, 16, 16]
-    r = tl.arange(0, 16)
-    is_one = (r[:, None] == r[None, :])[None, :, :]
-    solved = tl.where(is_one, 1.0, tl.zeros_like(own))
-    for row in tl.range(1, 16):
-        at = (r == row)[None, :, None]
-        factors = tl.sum(tl.where(at, own, 0.0), axis=1)  # of the rows before [4, 16]
-        update = tl.sum(tl.expand_dims(factors, 2) * solved, axis=1)  # [4, 16]
-        solved = tl.where(at, solved - tl.expand_dims(update, 1), solved)
-    d = _on_diagonal(solved, 4, 16)
-    n = tl.dot(d, a - _on_diagonal(own, 4, 16), input_precision=PRECISION)
     i = tl.arange(0, 64)
+    own = (i // 16)[:, None] == (i // 16)[None, :]
+    on_diagonal = exchanged_ptr + i[:, None] * 16 + (i % 16)[None, :]
+    tl.store(on_diagonal, a, mask=own)
+    part_ptr, column = exchanged_ptr + tl.arange(0, 4) * 256, tl.arange(0, 16)
+    rows = ()
+    for row in tl.static_range(16):
+        if row % 4 == 0:
+            tl.debug_barrier()
+        solved = tl.where(column == row, 1.0, 0.0)[None, :] + tl.zeros([4, 16], tl.float32)
+        for before in tl.static_range(row):
+            factor = tl.load(part_ptr + (row * 16 + before))  # [4]
+            solved -= factor[:, None] * rows[before]
+        rows += (solved,)  # type: ignore[assignment]  # Triton takes no annotation of a tuple
+    tl.debug_barrier()
+    for row in tl.static_range(16):
+        tl.store(part_ptr[:, None] + row * 16 + column[None, :], rows[row])
+    tl.debug_barrier()
+    d = tl.load(on_diagonal, mask=own, other=0.0)
+    n = tl.dot(d, tl.where(own, 0.0, a), input_precision=PRECISION)
     one = tl.where(i[:, None] == i[None, :], 1.0, 0.0)
     square = tl.dot(n, n, input_precision=PRECISION)
     series = tl.dot(one - n, one + square, input_precision=PRECISION)
@@ -216,12 +223,13 @@ def _inverse(a, PRECISION: tl.constexpr):
 
 @triton.jit(do_not_specialize_on_alignment=["blocks_ptr", "a_ptr", "b_ptr"])
 def _solve_blocks(
-    owed_ptr,
     queries_ptr,
     keys_ptr,
+    owed_ptr,
     within_ptr,
     written_ptr,
-    kept_ptr,
+    decays_ptr,
+    exchanged_ptr,
     channels_ptr,
     a_ptr,
     b_ptr,
@@ -241,7 +249,7 @@ def _solve_blocks(
     TOKENS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    block, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    block, key_head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     begin, end = tl.load(blocks_ptr + block * 4), tl.load(blocks_ptr + block * 4 + 1)
     if begin >= end:
         return
@@ -249,58 +257,62 @@ def _solve_blocks(
     t = (begin + n).to(tl.int64)
     inside = t < end
     kind = channels_ptr.dtype.element_ty
-    key_head = head // (HEADS // KEY_HEADS)
     from_ptr = channels_ptr + t[:, None] * channels_stride + key_head * K + i[None, :]
     in_keys = inside[:, None] & (i < K)[None, :]
-    k = tl.load(from_ptr + KEY_HEADS * K, mask=in_keys, other=0.0).to(tl.float32)
-    k *= tl.rsqrt(tl.sum(k * k, axis=1) + EPS)[:, None]
-    rounded = k.to(kind)
-    a = tl.load(a_ptr + t * a_stride + head, mask=inside, other=0.0)
-    g = log_decay(a, tl.load(log_rates_ptr + head), tl.load(bias_ptr + head))
-    g = tl.cumsum(tl.where(inside, g, 0.0), axis=0)  # since the block began
-    b = tl.load(b_ptr + t * b_stride + head, mask=inside, other=0.0)
-    rate = tl.where(inside, tl.sigmoid(b.to(tl.float32)), 0.0)
-    whole = tl.sum(tl.where(n == TOKENS - 1, g, 0.0))  # over the block
-    base = block * HEADS + head
-    to = (base * TOKENS + n[:, None]) * KP + i[None, :]
-    tl.store(keys_ptr + to, (k * tl.exp(whole - g)[:, None]).to(kind))
-    tl.store(kept_ptr + base, tl.exp(whole))
-    # from the column's token to the row's
-    causal = n[:, None] >= n[None, :]
-    between = tl.exp(tl.where(causal, g[:, None] - g[None, :], float("-inf")))
     q = tl.load(from_ptr, mask=in_keys, other=0.0).to(tl.float32)
-    q *= (tl.rsqrt(tl.sum(q * q, axis=1) + EPS) * scale)[:, None]
-    tl.store(queries_ptr + to, (q * tl.exp(g)[:, None]).to(kind))
-    within = tl.dot(q.to(kind), tl.trans(rounded), input_precision=PRECISION) * between
-    to_within = (base * TOKENS + n[:, None]) * TOKENS + n[None, :]
-    tl.store(within_ptr + to_within, within.to(kind))
-    alike = tl.dot(rounded, tl.trans(rounded), input_precision=PRECISION) * between
-    system = tl.where(n[:, None] > n[None, :], alike * rate[:, None], 0.0)
-    inverse = _inverse(system, PRECISION).to(kind)
-    # load keys again: they would not fit into registers beside the system
     k = tl.load(from_ptr + KEY_HEADS * K, mask=in_keys, other=0.0).to(tl.float32)
-    k *= (tl.rsqrt(tl.sum(k * k, axis=1) + EPS) * rate * tl.exp(g))[:, None]
-    owed = tl.dot(inverse, k.to(kind), input_precision=PRECISION)
-    tl.store(owed_ptr + to, owed.to(kind))
-    v_ptr = channels_ptr + t[:, None] * channels_stride + 2 * KEY_HEADS * K + head * V + j[None, :]
-    v = tl.load(v_ptr, mask=inside[:, None] & (j < V)[None, :], other=0.0).to(tl.float32)
-    written = tl.dot(inverse, (v * rate[:, None]).to(kind), input_precision=PRECISION)
-    tl.store(written_ptr + (base * TOKENS + n[:, None]) * VP + j[None, :], written.to(kind))
+    q *= (tl.rsqrt(tl.sum(q * q, axis=1) + EPS) * scale)[:, None]
+    k *= tl.rsqrt(tl.sum(k * k, axis=1) + EPS)[:, None]
+    q, k = q.to(kind), k.to(kind)
+    to = ((block * KEY_HEADS + key_head) * TOKENS + n[:, None]) * KP + i[None, :]
+    tl.store(queries_ptr + to, q)
+    tl.store(keys_ptr + to, k)
+    causal = n[:, None] >= n[None, :]
+    first = key_head * (HEADS // KEY_HEADS)
+    read = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    for head in tl.range(first, first + HEADS // KEY_HEADS, num_stages=1):
+        a = tl.load(a_ptr + t * a_stride + head, mask=inside, other=0.0)
+        g = log_decay(a, tl.load(log_rates_ptr + head), tl.load(bias_ptr + head))
+        g = tl.cumsum(tl.where(inside, g, 0.0), axis=0)  # since the block began
+        base = block * HEADS + head
+        tl.store(decays_ptr + base * TOKENS + n, g)
+        to_within = (base * TOKENS + n[:, None]) * TOKENS + n[None, :]
+        tl.store(within_ptr + to_within, (read * between(g, causal)).to(kind))
+    tl.debug_barrier()  # decays are there
+    alike = tl.dot(k, tl.trans(k), input_precision=PRECISION)
+    alike = tl.where(n[:, None] > n[None, :], alike, 0.0)
+    for head in tl.range(first, first + HEADS // KEY_HEADS, num_stages=1):
+        base = block * HEADS + head
+        g = tl.load(decays_ptr + base * TOKENS + n)
+        b = tl.load(b_ptr + t * b_stride + head, mask=inside, other=0.0)
+        rate = tl.where(inside, tl.sigmoid(b.to(tl.float32)), 0.0)
+        system = alike * between(g, causal) * rate[:, None]
+        inverse = _inverse(system, exchanged_ptr + base * (TOKENS * 16), PRECISION)
+        of_keys = (inverse * (rate * tl.exp(g))[None, :]).to(kind)
+        owed = tl.dot(of_keys, k, input_precision=PRECISION)
+        tl.store(owed_ptr + (base * TOKENS + n[:, None]) * KP + i[None, :], owed.to(kind))
+        v_at = 2 * KEY_HEADS * K + head * V + j[None, :]
+        in_values = inside[:, None] & (j < V)[None, :]
+        v = tl.load(channels_ptr + t[:, None] * channels_stride + v_at, mask=in_values, other=0.0)
+        of_values = (inverse * rate[None, :]).to(kind)
+        written = tl.dot(of_values, v, input_precision=PRECISION)
+        tl.store(written_ptr + (base * TOKENS + n[:, None]) * VP + j[None, :], written.to(kind))
 
 
 @triton.jit(do_not_specialize_on_alignment=["blocks_ptr", "runs_ptr"])
 def _chain_blocks(
     out_ptr,
     states_ptr,
-    owed_ptr,
     queries_ptr,
     keys_ptr,
+    owed_ptr,
     within_ptr,
     written_ptr,
-    kept_ptr,
+    decays_ptr,
     blocks_ptr,
     runs_ptr,
     slot_stride,
+    KEY_HEADS: tl.constexpr,
     HEADS: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
@@ -328,28 +340,32 @@ def _chain_blocks(
     state_kind = states_ptr.dtype.element_ty
     state = tl.load(head_ptr + slot * slot_stride, mask=in_state & is_known, other=0.0)
     state = state.to(tl.float32)
+    key_head = head // (HEADS // KEY_HEADS)
     of_keys = n[:, None] * KP + i[None, :]
     of_within = n[:, None] * TOKENS + n[None, :]
     of_values = n[:, None] * VP + j[None, :]
     for block in tl.range(first, last, num_stages=STAGES):
         base = head.to(tl.int64) + block * HEADS
+        key_base = key_head.to(tl.int64) + block * KEY_HEADS
+        queries = tl.load(queries_ptr + key_base * (TOKENS * KP) + of_keys)
+        keys = tl.load(keys_ptr + key_base * (TOKENS * KP) + of_keys)
         owed = tl.load(owed_ptr + base * (TOKENS * KP) + of_keys)
-        queries = tl.load(queries_ptr + base * (TOKENS * KP) + of_keys)
-        keys = tl.load(keys_ptr + base * (TOKENS * KP) + of_keys)
         within = tl.load(within_ptr + base * (TOKENS * TOKENS) + of_within)
         written = tl.load(written_ptr + base * (TOKENS * VP) + of_values)
-        kept = tl.load(kept_ptr + base)
+        decays = tl.load(decays_ptr + base * TOKENS + n)  # since the block began
+        decay = tl.load(decays_ptr + base * TOKENS + TOKENS - 1)  # over the block
         begin, end = tl.load(blocks_ptr + block * 4), tl.load(blocks_ptr + block * 4 + 1)
+        t = (begin + n).to(tl.int64)
+        inside = t < end
         copy = tl.load(blocks_ptr + block * 4 + 2).to(tl.int64)
         rounded = state.to(kind)
         new = written.to(tl.float32) - tl.dot(owed, rounded, input_precision=PRECISION)
-        new = new.to(kind)
-        found = tl.dot(queries, rounded, input_precision=PRECISION)
-        found = tl.dot(within, new, found, input_precision=PRECISION)
-        state = tl.dot(tl.trans(keys), new, state * kept, input_precision=PRECISION)
-        t = begin + n
-        to = out_ptr + (t.to(tl.int64)[:, None] * HEADS + head) * V + j[None, :]
-        tl.store(to, found.to(out_ptr.dtype.element_ty), mask=(t < end)[:, None] & in_v[None, :])
+        found = tl.dot(queries, rounded, input_precision=PRECISION) * tl.exp(decays)[:, None]
+        found = tl.dot(within, new.to(kind), found, input_precision=PRECISION)
+        new = (new * tl.exp(decay - decays)[:, None]).to(kind)
+        state = tl.dot(tl.trans(keys), new, state * tl.exp(decay), input_precision=PRECISION)
+        to = out_ptr + (t[:, None] * HEADS + head) * V + j[None, :]
+        tl.store(to, found.to(out_ptr.dtype.element_ty), mask=inside[:, None] & in_v[None, :])
         if copy >= 0:
             tl.store(head_ptr + copy * slot_stride, stored(state, state_kind), mask=in_state)
     tl.store(head_ptr + slot * slot_stride, stored(state, state_kind), mask=in_state)
@@ -411,21 +427,22 @@ def launch_rule_blocks(
     kp, vp = (max(16, triton.next_power_of_2(size)) for size in (key_dim, value_dim))
     # of float32 products; with 16-bit inputs, results are rounded to 16 bits afterwards
     precision = "tf32x3" if channels.dtype == torch.float32 else "tf32"
-    tokens = 64
 
-    def scratch(width: int) -> Tensor:
-        shape = (num_blocks, num_heads, tokens, width)
-        return torch.empty(shape, dtype=channels.dtype, device=channels.device)
+    def scratch(heads: int, width: int, dtype: torch.dtype = channels.dtype) -> Tensor:
+        shape = (num_blocks, heads, BLOCK, width)
+        return torch.empty(shape, dtype=dtype, device=channels.device)
 
-    owed, queries, keys, within, written = (scratch(width) for width in (kp, kp, kp, tokens, vp))
-    kept = torch.empty((num_blocks, num_heads), dtype=torch.float32, device=channels.device)
-    _solve_blocks[(num_blocks, num_heads)](
-        owed,
+    queries, keys = scratch(num_key_heads, kp), scratch(num_key_heads, kp)
+    owed, within, written = (scratch(num_heads, width) for width in (kp, BLOCK, vp))
+    decays, exchanged = (scratch(num_heads, width, torch.float32) for width in (1, 16))
+    _solve_blocks[(num_blocks, num_key_heads)](
         queries,
         keys,
+        owed,
         within,
         written,
-        kept,
+        decays,
+        exchanged,
         channels,
         a,
         b,
@@ -442,31 +459,32 @@ def launch_rule_blocks(
         V=value_dim,
         KP=kp,
         VP=vp,
-        TOKENS=tokens,
+        TOKENS=BLOCK,
         PRECISION=precision,
-        num_warps=8,
+        num_warps=4,
     )
     part = min(vp, 32)
     _chain_blocks[(len(runs), num_heads, vp // part)](
         out,
         states,
-        owed,
         queries,
         keys,
+        owed,
         within,
         written,
-        kept,
+        decays,
         blocks,
         runs,
         states.stride(0),
+        KEY_HEADS=num_key_heads,
         HEADS=num_heads,
         K=key_dim,
         V=value_dim,
         KP=kp,
         VP=vp,
         PART=part,
-        TOKENS=tokens,
-        STAGES=2,
+        TOKENS=BLOCK,
+        STAGES=3,
         PRECISION=precision,
         num_warps=4,
     )

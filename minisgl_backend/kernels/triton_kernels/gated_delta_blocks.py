@@ -185,7 +185,13 @@ def launch_conv_blocks(
 
 
 @triton.jit
-def _inverse(a, exchanged_ptr, PRECISION: tl.constexpr):
+def _product(a, b, KIND: tl.constexpr, PRECISION: tl.constexpr):
+    """a b in float32, for operands that are rounded to ``KIND``."""
+    return tl.dot(a.to(KIND), b.to(KIND), input_precision=PRECISION)
+
+
+@triton.jit
+def _inverse(a, exchanged_ptr, KIND: tl.constexpr, PRECISION: tl.constexpr):
     """(1 + a)^-1 for a strictly lower triangular [64, 64].
 
     The 16 x 16 blocks on the diagonal are inverted row by row, which is stable. With D their
@@ -214,11 +220,10 @@ def _inverse(a, exchanged_ptr, PRECISION: tl.constexpr):
         tl.store(part_ptr[:, None] + row * 16 + column[None, :], rows[row])
     tl.debug_barrier()
     d = tl.load(on_diagonal, mask=own, other=0.0)
-    n = tl.dot(d, tl.where(own, 0.0, a), input_precision=PRECISION)
+    n = _product(d, tl.where(own, 0.0, a), KIND, PRECISION)
     one = tl.where(i[:, None] == i[None, :], 1.0, 0.0)
-    square = tl.dot(n, n, input_precision=PRECISION)
-    series = tl.dot(one - n, one + square, input_precision=PRECISION)
-    return tl.dot(series, d, input_precision=PRECISION)
+    series = _product(one - n, one + _product(n, n, KIND, PRECISION), KIND, PRECISION)
+    return _product(series, d, KIND, PRECISION)
 
 
 @triton.jit(do_not_specialize_on_alignment=["blocks_ptr", "a_ptr", "b_ptr"])
@@ -247,6 +252,7 @@ def _solve_blocks(
     KP: tl.constexpr,
     VP: tl.constexpr,
     TOKENS: tl.constexpr,
+    SYSTEM_KIND: tl.constexpr,  # of the operands that invert the system
     PRECISION: tl.constexpr,
 ):
     block, key_head = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -287,7 +293,8 @@ def _solve_blocks(
         b = tl.load(b_ptr + t * b_stride + head, mask=inside, other=0.0)
         rate = tl.where(inside, tl.sigmoid(b.to(tl.float32)), 0.0)
         system = alike * between(g, causal) * rate[:, None]
-        inverse = _inverse(system, exchanged_ptr + base * (TOKENS * 16), PRECISION)
+        to_exchanged = exchanged_ptr + base * (TOKENS * 16)
+        inverse = _inverse(system, to_exchanged, SYSTEM_KIND, PRECISION)
         of_keys = (inverse * (rate * tl.exp(g))[None, :]).to(kind)
         owed = tl.dot(of_keys, k, input_precision=PRECISION)
         tl.store(owed_ptr + (base * TOKENS + n[:, None]) * KP + i[None, :], owed.to(kind))
@@ -425,8 +432,11 @@ def launch_rule_blocks(
     assert z.stride(1) == value_dim
     log_rates, bias, norm = weights
     kp, vp = (max(16, triton.next_power_of_2(size)) for size in (key_dim, value_dim))
-    # of float32 products; with 16-bit inputs, results are rounded to 16 bits afterwards
-    precision = "tf32x3" if channels.dtype == torch.float32 else "tf32"
+    # With 16-bit inputs, an inverse is rounded to 16 bits in any case. Its operands are not large:
+    # corrections with rates of at most 1 enlarge nothing. So float16 suffices, which has as many
+    # bits as tf32, and whose operands the tensor cores take in any order.
+    is_wide = channels.dtype == torch.float32
+    precision, system_kind = ("tf32x3", tl.float32) if is_wide else ("tf32", tl.float16)
 
     def scratch(heads: int, width: int, dtype: torch.dtype = channels.dtype) -> Tensor:
         shape = (num_blocks, heads, BLOCK, width)
@@ -460,6 +470,7 @@ def launch_rule_blocks(
         KP=kp,
         VP=vp,
         TOKENS=BLOCK,
+        SYSTEM_KIND=system_kind,
         PRECISION=precision,
         num_warps=4,
     )

@@ -431,7 +431,8 @@ def launch_rule_blocks(
     assert a.stride(1) == b.stride(1) == channels.stride(1) == z.stride(2) == 1
     assert z.stride(1) == value_dim
     log_rates, bias, norm = weights
-    kp, vp = (max(16, triton.next_power_of_2(size)) for size in (key_dim, value_dim))
+    # at least 64: with narrower operands, four warps multiply what lies beyond shared memory
+    kp, vp = (max(64, triton.next_power_of_2(size)) for size in (key_dim, value_dim))
     # With 16-bit inputs, an inverse is rounded to 16 bits in any case. Its operands are not large:
     # corrections with rates of at most 1 enlarge nothing. So float16 suffices, which has as many
     # bits as tf32, and whose operands the tensor cores take in any order.
@@ -474,7 +475,7 @@ def launch_rule_blocks(
         PRECISION=precision,
         num_warps=4,
     )
-    part = min(vp, 32)
+    part = 32
     _chain_blocks[(len(runs), num_heads, vp // part)](
         out,
         states,

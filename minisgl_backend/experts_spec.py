@@ -1,7 +1,8 @@
 """A mixture of experts as config.json describes it: plain facts, without tensors.
 
 ``models.families`` reads an ``ExpertsSpec``; the layer (``layers.experts``) and its kernels
-(``kernels.moe``) compute by it. Must not know these, nor how architectures spell config.json.
+(``kernels.routing``, ``kernels.experts``) compute by it. Must not know these, nor how
+architectures spell config.json.
 """
 
 from __future__ import annotations

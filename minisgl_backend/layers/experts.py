@@ -1,7 +1,7 @@
 """A mixture of experts (``FeedForward``): gated MLPs, of which a router picks a few for each token.
 
-Knows which experts a rank holds, and where a checkpoint's tensors go. ``kernels.moe`` says what is
-computed with them.
+Knows which experts a rank holds, and where a checkpoint's tensors go. ``kernels.experts`` says
+what is computed with them.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from minisgl_backend.experts_spec import ExpertsSpec
 from minisgl_backend.kernels import expert_cut
 from minisgl_backend.kernels.adapters import AdaptedTokens
-from minisgl_backend.kernels.moe import (
-    Choices,
+from minisgl_backend.kernels.experts import (
     ExpertWeights,
     SharedOutput,
     add_outputs,
@@ -27,6 +26,7 @@ from minisgl_backend.kernels.moe import (
     has_kernel,
     sum_outputs,
 )
+from minisgl_backend.kernels.routing import Choices
 from minisgl_backend.layers.expert_places import InterleavedPlace, check_interleaved, stacked_place
 from minisgl_backend.layers.feed_forward import GatedMLP
 from minisgl_backend.layers.matrix import DenseMatrix

@@ -1,6 +1,7 @@
-"""The router of a mixture of experts: its logits, by which ``kernels.moe.choose`` picks experts.
+"""The router of a mixture of experts: its logits.
 
-Must not know which experts a rank holds, or what they compute.
+Experts are picked by them (``kernels.routing.choose``). Must not know which experts
+a rank holds, or what they compute.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 from minisgl_backend.experts_spec import ExpertsSpec
 from minisgl_backend.kernels import linear_cut
-from minisgl_backend.kernels.moe import Choices, choose
+from minisgl_backend.kernels.routing import Choices, choose
 from minisgl_backend.layers.quantized_matrix import Matrices
 from minisgl_backend.layers.quantized_place import place_in
 from minisgl_backend.layers.weight_place import Place, Share, empty_parameter, whole

@@ -10,14 +10,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from minisgl_backend.kernels import moe
 from minisgl_backend.kernels.decode_attention import DecodeWorkspace
 from minisgl_backend.kernels.dispatch import is_interpreted
+from minisgl_backend.kernels.experts import ExpertWeights, fused_experts, fused_experts_reference
 from minisgl_backend.kernels.invariant_attention import (
     invariant_decode_attention,
     invariant_prefill_attention,
 )
 from minisgl_backend.kernels.prefill_attention import prefill_attention_reference
+from minisgl_backend.kernels.routing import Choices
 from minisgl_bench.dummy_model import SHAPES, write_dummy_model
 from tests.figures import figures_of
 from tests.gpu.compare import assert_close
@@ -170,18 +171,18 @@ def test_experts(device: torch.device, dtype: torch.dtype, num_experts: int, top
     x = torch.randn(most, 256, device=device).to(dtype)
     gate_up = (torch.randn(num_experts, 2 * 192, 256, device=device) / 16).to(dtype)
     down = (torch.randn(num_experts, 256, 192, device=device) / 14).to(dtype)
-    experts = moe.ExpertWeights(gate_up, down)
+    experts = ExpertWeights(gate_up, down)
     weights, ids = torch.randn(most, num_experts, device=device).softmax(-1).topk(top_k, dim=-1)
 
     def compute(a: int, b: int) -> Tensor:
-        choices = moe.Choices(ids[a:b], weights[a:b])
-        return moe.fused_experts(x[a:b], experts, choices, invariant=True)
+        choices = Choices(ids[a:b], weights[a:b])
+        return fused_experts(x[a:b], experts, choices, invariant=True)
 
     whole = compute(0, most)
     for begin, end in SPANS:
         if end <= most:
             torch.testing.assert_close(compute(begin, end), whole[begin:end], rtol=0, atol=0)
-    expected = moe.fused_experts_reference(x, experts, moe.Choices(ids, weights))
+    expected = fused_experts_reference(x, experts, Choices(ids, weights))
     assert_close(whole, expected, tolerance=1e-5 if dtype == torch.float32 else 1.5e-2)
 
 

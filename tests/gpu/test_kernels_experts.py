@@ -11,12 +11,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minisgl_backend.experts_spec import ClampedGate, RoutingRule
-from minisgl_backend.kernels import expert_cut, moe
+from minisgl_backend.kernels import expert_cut
 from minisgl_backend.kernels.dispatch import is_interpreted
 from minisgl_backend.kernels.expert_cut import MANY, ExpertCut
+from minisgl_backend.kernels.experts import (
+    ExpertWeights,
+    SharedOutput,
+    add_outputs,
+    fused_experts_reference,
+    sum_outputs,
+)
 from minisgl_backend.kernels.gemv_cut import expert_gemv_cut
 from minisgl_backend.kernels.packed_weight import CodesKind, PackedWeight, pack_experts
 from minisgl_backend.kernels.quantized import FP8_MAX, QuantizedWeight, dequantized, quantize
+from minisgl_backend.kernels.routing import Choices, align, choose
 from minisgl_backend.weight_format import Encoding
 from tests.gpu.compare import assert_close
 
@@ -144,7 +152,7 @@ def test_grouped_gemms(device: torch.device, form: str, cut: ExpertCut, num_toke
     for all_to_one in (False, True):
         ids = chosen(num_tokens, device, all_to_one=all_to_one)
         x = torch.randn(num_tokens, HIDDEN_SIZE, device=device).bfloat16()
-        aligned = moe.align(ids, NUM_EXPERTS, cut.tokens)
+        aligned = align(ids, NUM_EXPERTS, cut.tokens)
         held, rest = (aligned.pairs, aligned.experts, ids.numel()), {"cut": cut}
         for pdl in (False, True):
             fixed: dict[str, Any] = {**rest, "pdl": pdl}
@@ -171,7 +179,7 @@ def test_grouped_gemms_of_many_rows(device: torch.device, form: str, num_tokens:
         ids = chosen(num_tokens, device, all_to_one=all_to_one)
         x = torch.randn(num_tokens, HIDDEN_SIZE, device=device).bfloat16()
         factors = torch.rand(num_tokens, device=device)
-        aligned = moe.align(ids, NUM_EXPERTS, MANY.block)
+        aligned = align(ids, NUM_EXPERTS, MANY.block)
         held = aligned.pairs, aligned.experts, ids.numel()
         inner = in_first(x, gate_up, *held, top_k=TOP_K, factors=factors)
         outer = in_second(inner, down, *held, top_k=1)
@@ -219,7 +227,7 @@ def test_sizes_that_no_tile_divides(
         in_second = GroupedKernel(
             plain_down.shape, device, codes=kind_of(down), gated=False, cuts=[cut]
         )
-        aligned = moe.align(ids, NUM_EXPERTS, cut.tokens)
+        aligned = align(ids, NUM_EXPERTS, cut.tokens)
         held = aligned.pairs, aligned.experts, ids.numel()
         poisoned = torch.full((2, *x.shape), torch.nan, device=device, dtype=x.dtype)
         poisoned[0] = x  # NaN follows its last row
@@ -242,7 +250,7 @@ def test_grouped_gemms_of_rows_whose_norm_is_half_done(device: torch.device) -> 
     kernel = GroupedKernel(plain.shape, device, codes=None, gated=True, cuts=[cut])
     ids, x = chosen(9, device), torch.randn(9, HIDDEN_SIZE, device=device).bfloat16()
     factors = torch.rand(9, device=device)
-    aligned = moe.align(ids, NUM_EXPERTS, 8)
+    aligned = align(ids, NUM_EXPERTS, 8)
     actual = kernel(
         x,
         gate_up,
@@ -391,7 +399,7 @@ def test_whole_layers(
         for weight, plain in weights(form, device)
     )
     rule = RoutingRule(num_experts=NUM_EXPERTS, top_k=TOP_K, normalize=True)
-    experts, make = moe.ExpertWeights(gate_up, down), HopperExperts(device)
+    experts, make = ExpertWeights(gate_up, down), HopperExperts(device)
     kernels = make.kernels(rule, held, *experts.shapes, kinds=experts.kinds, gate=None, wide=False)
     x = torch.randn(num_tokens, HIDDEN_SIZE, device=device).bfloat16()
     router = torch.randn(NUM_EXPERTS, HIDDEN_SIZE, device=device).bfloat16() / 16
@@ -406,17 +414,17 @@ def test_whole_layers(
         expert_cut.are_many(*held_rows) or expert_cut.cut_of(*held_rows, rounds=True).rounded
     )
     tolerance = 0.04 if is_rounded else 1e-2
-    plain = moe.ExpertWeights(plain_up, plain_down)
-    choices = moe.choose(logits, rule)
+    plain = ExpertWeights(plain_up, plain_down)
+    choices = choose(logits, rule)
     is_here = (choices.ids >= begin) & (choices.ids < end)
-    here = moe.Choices(torch.where(is_here, choices.ids - begin, -1), choices.weights)
-    expected = residual.float() + moe.fused_experts_reference(x.float(), plain, here)
+    here = Choices(torch.where(is_here, choices.ids - begin, -1), choices.weights)
+    expected = residual.float() + fused_experts_reference(x.float(), plain, here)
     for pdl in (False, True):
         outputs, found = kernels(x, router, lambda _: logits.bfloat16(), experts, pdl=pdl)
-        summed = moe.sum_outputs(outputs, found, pdl=pdl)
+        summed = sum_outputs(outputs, found, pdl=pdl)
         assert_close(residual.float() + summed.float(), expected, tolerance=tolerance)
         total = residual.clone()
-        normed, _ = moe.add_outputs(outputs, found, None, total, norm, 1e-6, pdl=pdl)
+        normed, _ = add_outputs(outputs, found, None, total, norm, 1e-6, pdl=pdl)
         assert_close(total.float(), expected, tolerance=tolerance)
         wide = total.float()
         scale = (wide.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
@@ -467,7 +475,7 @@ def test_routing_with_the_routers_gemm(
         logits *= (squares.sum(0) / size + 1e-6).rsqrt()[:, None]
     if bias is not None:
         logits[:, :num_experts] += bias
-    expected = moe.choose(logits[:, :num_experts], rule)
+    expected = choose(logits[:, :num_experts], rule)
     for _ in range(2):
         rest: dict[str, Any] = {"bias": bias, "squares": squares, "eps": 1e-6}
         found = kernel.of_rows(x, weight, gate=gate, **rest).choices
@@ -528,14 +536,14 @@ def test_sums_with_the_norm(device: torch.device, dtype: torch.dtype, kind: str)
     """With and without an expert that all tokens take, which may be gated."""
     parts = torch.randn(3, TOP_K, 300, device=device).to(dtype)
     weight, norm = torch.rand(3, TOP_K, device=device), torch.randn(300, device=device).to(dtype)
-    choices = moe.Choices(chosen(3, device), weight, elsewhere=True)
+    choices = Choices(chosen(3, device), weight, elsewhere=True)
     choices.ids[1, 2] = -1
     rows, x = torch.randn(2, 3, 300, device=device).to(dtype)
     gate, squares = torch.randn(300, device=device).to(dtype), torch.rand(5, 3, device=device)
     shared = {
-        "plain": moe.SharedOutput(rows),
-        "gated": moe.SharedOutput(rows, gate, x),
-        "half normed": moe.SharedOutput(rows, gate, x, squares, 0.5),
+        "plain": SharedOutput(rows),
+        "gated": SharedOutput(rows, gate, x),
+        "half normed": SharedOutput(rows, gate, x, squares, 0.5),
     }.get(kind)
     logits = x.float() @ gate.float()[:, None]
     if kind == "half normed":
@@ -547,14 +555,14 @@ def test_sums_with_the_norm(device: torch.device, dtype: torch.dtype, kind: str)
     added = added if shared is None else added + opening * rows.float()
     total = residual.float() + added
     parts[1, 2] = torch.nan  # memory that no kernel has written may hold anything
-    assert_close(moe.sum_outputs(parts, choices, shared), added.to(dtype))
+    assert_close(sum_outputs(parts, choices, shared), added.to(dtype))
     before = residual.clone()
-    out, _ = moe.add_outputs(parts, choices, shared, residual, norm, 1e-6)
+    out, _ = add_outputs(parts, choices, shared, residual, norm, 1e-6)
     assert_close(residual, total.to(dtype))
     kept = residual.float()
     expected = kept * (kept.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * norm.float()
     assert_close(out, expected.to(dtype))
-    out, of_tiles = moe.add_outputs(parts, choices, shared, before, norm, 1e-6, half=True)
+    out, of_tiles = add_outputs(parts, choices, shared, before, norm, 1e-6, half=True)
     assert of_tiles is not None
     assert_close(before, residual)
     assert_close(out, (kept * norm.float()).to(dtype))

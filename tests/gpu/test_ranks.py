@@ -17,8 +17,9 @@ from transformers import AutoModelForCausalLM
 
 from minisgl_backend.config import DEMO_MODEL
 from minisgl_backend.errors import EngineFailure
-from minisgl_backend.kernels import moe
+from minisgl_backend.kernels.experts import ExpertWeights, fused_experts, fused_experts_reference
 from minisgl_backend.kernels.rms_norm import fused_add_rms_norm
+from minisgl_backend.kernels.routing import Choices
 from minisgl_backend.parallel.connect import connect, open_store
 from minisgl_backend.parallel.group import Group
 from minisgl_backend.parallel.place import RankPlace
@@ -336,9 +337,9 @@ def test_experts_of_a_rank(device: torch.device, num_tokens: int, size: int) -> 
     gate_up, down = gate_up.bfloat16(), down.bfloat16()
     scores = torch.randn(num_tokens, num_experts, device=device).softmax(dim=-1)
     weights, ids = scores.topk(top_k, dim=-1)
-    experts, choices = moe.ExpertWeights(gate_up, down), moe.Choices(ids, weights)
-    expected = moe.fused_experts_reference(x, experts, choices)
-    found = moe.fused_experts(x, experts, choices)
+    experts, choices = ExpertWeights(gate_up, down), Choices(ids, weights)
+    expected = fused_experts_reference(x, experts, choices)
+    found = fused_experts(x, experts, choices)
     assert_close(found, expected, tolerance=1.5e-2)
 
 

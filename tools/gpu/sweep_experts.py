@@ -23,16 +23,17 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from minisgl_backend.kernels import moe
 from minisgl_backend.kernels.cuda.expert_gemv import ExpertGemv
 from minisgl_backend.kernels.cuda.experts import GroupedKernel
 from minisgl_backend.kernels.cuda.experts_many import ManyRowsKernel
 from minisgl_backend.kernels.cuda.routing import RoutingKernel
 from minisgl_backend.kernels.expert_cut import MANY, ExpertCut, fits_many
+from minisgl_backend.kernels.experts import ExpertWeights, add_outputs, expert_outputs
 from minisgl_backend.kernels.gemv_cut import MOST_CHOICES, GemvCut
 from minisgl_backend.kernels.linear_cut import PLAIN, Numbers
 from minisgl_backend.kernels.packed_weight import PackedWeight
 from minisgl_backend.kernels.quantized import QuantizedWeight
+from minisgl_backend.kernels.routing import Choices
 from minisgl_backend.kernels.triton_kernels.expert_rows import launch_expert_rows
 from minisgl_backend.weight_format import Encoding
 from minisgl_bench.kernel_experts import FORMS, Form
@@ -61,7 +62,7 @@ class Layer:
     logits: Tensor
     residual: Tensor
     norm: Tensor
-    weights: moe.ExpertWeights
+    weights: ExpertWeights
 
 
 def cuts_for(num_tokens: int, form: Form) -> Iterator[ExpertCut]:
@@ -114,14 +115,14 @@ def named(form: Rows) -> Any:
     return dict(zip(("rows", "block", "num_warps"), form, strict=True))
 
 
-def finish(layer: Layer, outputs: Tensor, choices: moe.Choices) -> None:
+def finish(layer: Layer, outputs: Tensor, choices: Choices) -> None:
     parts = outputs.view(*choices.ids.shape, -1)
-    moe.add_outputs(parts, choices, None, layer.residual, layer.norm, 1e-6, pdl=True)
+    add_outputs(parts, choices, None, layer.residual, layer.norm, 1e-6, pdl=True)
 
 
 def in_triton(layer: Layer, route: RoutingKernel) -> None:
     choices = route(layer.logits, block=0).choices
-    finish(layer, moe.expert_outputs(layer.x, layer.weights, choices), choices)
+    finish(layer, expert_outputs(layer.x, layer.weights, choices), choices)
 
 
 def row_by_row(layer: Layer, route: RoutingKernel, up: Rows, down: Rows) -> None:
@@ -223,7 +224,7 @@ def sweep(form: Form, sizes: Sequence[int], device: torch.device) -> None:
 def sweep_size(
     size: int,
     form: Form,
-    experts: Sequence[moe.ExpertWeights],
+    experts: Sequence[ExpertWeights],
     route: RoutingKernel,
     kernels: dict[ExpertCut, list[GroupedKernel]],
     for_many: Sequence[ManyRowsKernel],

@@ -18,9 +18,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minisgl_backend.experts_spec import ClampedGate, RoutingRule
-from minisgl_backend.kernels.moe import ExpertWeights, choose, fused_experts, sum_outputs
+from minisgl_backend.kernels.experts import ExpertWeights, fused_experts, sum_outputs
 from minisgl_backend.kernels.packed_weight import PackedWeight
 from minisgl_backend.kernels.quantized import QuantizedWeight, quantize
+from minisgl_backend.kernels.routing import choose
 from minisgl_backend.weight_format import Encoding
 from minisgl_bench.kernel_cases import Case, copies, each
 

@@ -26,11 +26,12 @@ from minisgl_backend.kernels.cuda.module import CudaKernel, CudaModule, TensorMa
 from minisgl_backend.kernels.cuda.routing import MOST_TOKENS, RoutingKernel
 from minisgl_backend.kernels.dispatch import num_processors
 from minisgl_backend.kernels.expert_cut import ExpertCut
+from minisgl_backend.kernels.experts import ExpertWeights
 from minisgl_backend.kernels.gemv_cut import MOST_CHOICES, expert_gemv_cut
 from minisgl_backend.kernels.linear_cut import CODES_BLOCK, PLAIN
-from minisgl_backend.kernels.moe import Choices, ExpertWeights
 from minisgl_backend.kernels.packed_weight import PLAIN_MACROS, CodesKind, PackedWeight
 from minisgl_backend.kernels.quantized import QuantizedWeight
+from minisgl_backend.kernels.routing import Choices
 from minisgl_backend.kernels.triton_kernels.expert_rows import launch_expert_rows
 
 
@@ -123,7 +124,7 @@ class GroupedKernel:
         pdl: bool = False,
     ) -> Tensor:
         """[num_pairs, out_features]: row p is x[p // top_k] through the expert of pair p. ``pairs``
-        and ``experts`` list the pairs in blocks of ``cut.tokens`` (``kernels.moe.Alignment``).
+        and ``experts`` list the pairs in blocks of ``cut.tokens`` (``kernels.routing.Alignment``).
 
         The rows of x are multiplied by ``factors`` [num_pairs / top_k]. ``bias`` [num_experts,
         height] is added before a gate. ``early``: of these, the kernel before this one wrote only

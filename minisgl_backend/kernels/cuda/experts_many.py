@@ -85,7 +85,8 @@ class ManyRowsKernel:
         pdl: bool = False,
     ) -> Tensor:
         """bfloat16 [num_pairs, out_features]: row p is x[p // top_k] through the expert of pair p.
-        ``pairs`` and ``experts`` list the pairs in blocks of ``MANY.block`` (``moe.Alignment``).
+        ``pairs`` and ``experts`` list the pairs in blocks of ``MANY.block``
+        (``kernels.routing.Alignment``).
 
         The rows of x are multiplied by ``factors`` [num_pairs / top_k].
         """

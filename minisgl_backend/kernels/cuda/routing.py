@@ -19,7 +19,7 @@ from torch import Tensor
 from minisgl_backend.experts_spec import RoutingRule
 from minisgl_backend.kernels.cuda.empty_words import empty_words
 from minisgl_backend.kernels.cuda.module import CudaKernel, CudaModule, address
-from minisgl_backend.kernels.moe import Alignment, Choices
+from minisgl_backend.kernels.routing import Alignment, Choices
 
 MOST_TOKENS: Final = 8
 """``FEW`` of the source: the most tokens for which a router's GEMM is computed; also the tokens of

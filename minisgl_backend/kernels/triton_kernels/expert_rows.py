@@ -211,8 +211,8 @@ def launch_sum_outputs(
     """``out`` [num_tokens, size] = each token's weighted sum of its ``outputs`` [num_tokens, top_k,
     size], plus ``shared`` [num_tokens, size]. Outputs whose ``ids`` are -1 do not count.
     ``opening``: the inputs of the gate of ``shared``, which are the fields of a
-    ``moe.SharedOutput`` from ``gate`` on. With ``added``, which are residual, norm and eps, the
-    result is added to the residual in place, and ``out`` is the RMSNorm of that; with
+    ``kernels.experts.SharedOutput`` from ``gate`` on. With ``added``, which are residual, norm and
+    eps, the result is added to the residual in place, and ``out`` is the RMSNorm of that; with
     ``squares_out``, float32 [tiles, num_tokens], the norm is half done.
     """
     num_tokens, top_k, size = outputs.shape

@@ -92,8 +92,8 @@ def launch_grouped_linear(
     """``out`` [num_pairs, out_features]: row p is x[p // top_k] through the expert of pair p.
 
     ``weight`` [num_experts, height, in_features]; ``pairs`` and ``experts`` are a
-    ``kernels.moe.Alignment`` in blocks of ``block``; ``bias`` [num_experts, height]. ``gate``: for
-    ``gated`` weights; None for SiLU.
+    ``kernels.routing.Alignment`` in blocks of ``block``; ``bias`` [num_experts, height]. ``gate``:
+    for ``gated`` weights; None for SiLU.
     """
     num_pairs, out_features = out.shape
     if num_pairs == 0:

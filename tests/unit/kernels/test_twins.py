@@ -16,11 +16,12 @@ from minisgl_backend.kernels import (
     decode_attention,
     embedding,
     likelihood,
-    moe,
     rms_norm,
     rope_store,
     small_batch,
 )
+from minisgl_backend.kernels.experts import ExpertWeights, fused_experts
+from minisgl_backend.kernels.routing import Choices, align
 
 
 @pytest.fixture(autouse=True)
@@ -30,8 +31,8 @@ def _seed() -> None:
 
 def test_importing_the_kernels_imports_no_triton() -> None:
     modules = (
-        "activation decode_attention embedding likelihood moe noise rms_norm rope_store sampling "
-        "small_batch"
+        "activation decode_attention embedding experts likelihood noise rms_norm rope_store "
+        "routing sampling small_batch"
     )
     code = f"""
 import importlib, sys
@@ -318,7 +319,7 @@ def test_alignment_holds_every_pair_once_with_its_expert(num_tokens: int, top_k:
     num_experts, block = 8, 4
     ids = torch.rand(num_tokens, num_experts).topk(top_k, dim=1).indices
     ids[:, 0] = 3  # one expert that all share
-    alignment = moe.align(ids, num_experts, block)
+    alignment = align(ids, num_experts, block)
     pairs = alignment.pairs.view(-1, block)
     assert len(pairs) == len(alignment.experts)
     held = pairs < num_tokens * top_k
@@ -334,7 +335,7 @@ def test_fused_experts_of_equal_experts_is_one_feed_forward() -> None:
     ids = torch.tensor([[0, 1]] * 6)
     weights = torch.tensor([[0.25, 0.75]] * 6)
     expected = F.linear(activation.silu_mul(F.linear(x, gate_up[0])), down[0])
-    actual = moe.fused_experts(x, moe.ExpertWeights(gate_up, down), moe.Choices(ids, weights))
+    actual = fused_experts(x, ExpertWeights(gate_up, down), Choices(ids, weights))
     torch.testing.assert_close(actual, expected)
 
 
@@ -348,7 +349,7 @@ def test_fused_experts_go_token_by_token(dtype: torch.dtype) -> None:
         for expert, weight in zip(ids[token].tolist(), weights[token].tolist(), strict=True):
             gate, up = (gate_up[expert] @ x[token]).chunk(2)
             expected[token] += weight * (down[expert] @ (gate / (1 + torch.exp(-gate)) * up))
-    experts, choices = moe.ExpertWeights(gate_up, down), moe.Choices(ids.int(), weights)
-    actual = moe.fused_experts(x, experts, choices)
+    experts, choices = ExpertWeights(gate_up, down), Choices(ids.int(), weights)
+    actual = fused_experts(x, experts, choices)
     torch.testing.assert_close(actual, expected)
     assert actual.dtype == dtype

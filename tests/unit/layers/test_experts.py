@@ -23,7 +23,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBl
 
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.experts_spec import ClampedGate, ExpertsSpec, RoutingRule, SharedExpert
-from minisgl_backend.kernels.moe import choose
+from minisgl_backend.kernels.routing import choose
 from minisgl_backend.layers.experts import ExpertsMLP
 from minisgl_backend.layers.norm import Normed
 from minisgl_backend.layers.quantized_matrix import Matrices

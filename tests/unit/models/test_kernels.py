@@ -22,7 +22,7 @@ from minisgl_backend.errors import ConfigError
 from minisgl_backend.execution.decode_graphs import batch_sizes
 from minisgl_backend.execution.states import StateStorage
 from minisgl_backend.experts_spec import ClampedGate, RoutingRule
-from minisgl_backend.kernels import float8_rows, moe, small_batch, wide_linear
+from minisgl_backend.kernels import float8_rows, small_batch, wide_linear
 from minisgl_backend.kernels.activation import silu_mul_reference
 from minisgl_backend.kernels.adapters import (
     IN_STEP,
@@ -33,6 +33,7 @@ from minisgl_backend.kernels.adapters import (
     arranged_size,
 )
 from minisgl_backend.kernels.delta_runs import Run, Runs
+from minisgl_backend.kernels.experts import ExpertWeights, fused_experts_reference
 from minisgl_backend.kernels.float8_rows import Float8Rows
 from minisgl_backend.kernels.packed_weight import (
     PLACES_OF_BYTES,
@@ -42,6 +43,7 @@ from minisgl_backend.kernels.packed_weight import (
 )
 from minisgl_backend.kernels.quantized import dequantized, quantize
 from minisgl_backend.kernels.rope_store import TokenPlaces, qk_norm_rope_store_reference
+from minisgl_backend.kernels.routing import Choices, choose
 from minisgl_backend.kernels.rows import RowTable, StepInputs, begin_decode, keep_sampled
 from minisgl_backend.kernels.sampling_table import ONCE
 from minisgl_backend.layers import quantized_matrix
@@ -473,7 +475,7 @@ class TwinExperts:
             x: Tensor,
             router: Tensor,
             logits: Callable[[bool], Tensor],
-            experts: moe.ExpertWeights,
+            experts: ExpertWeights,
             *,
             shared_gate: Tensor | None,
             bias: Tensor | None,
@@ -481,7 +483,7 @@ class TwinExperts:
             squares: Tensor | None,
             eps: float,
             pdl: bool,
-        ) -> tuple[Tensor, moe.Choices]:
+        ) -> tuple[Tensor, Choices]:
             assert shared or shared_gate is None
             assert experts.shapes == shapes and experts.kinds == kinds and not pdl
             assert experts.gate == gate
@@ -489,7 +491,7 @@ class TwinExperts:
             if squares is not None:
                 scale = (squares.sum(0)[:, None] / x.shape[1] + eps).rsqrt()
             scores = scale * logits(False)
-            chosen = moe.choose(scores if bias is None else scores + bias, rule, correction)
+            chosen = choose(scores if bias is None else scores + bias, rule, correction)
             is_here = (chosen.ids >= begin) & (chosen.ids < end)
             ids, weights = torch.where(is_here, chosen.ids - begin, -1), chosen.weights
             if shared_gate is not None:
@@ -497,12 +499,12 @@ class TwinExperts:
                 opening = (scale * x @ shared_gate[:, None]).sigmoid()
                 weights = torch.cat([weights, opening], dim=1)
             outputs = [
-                moe.fused_experts_reference(
-                    scale * x, experts, moe.Choices(of_all[:, None], torch.ones(len(x), 1))
+                fused_experts_reference(
+                    scale * x, experts, Choices(of_all[:, None], torch.ones(len(x), 1))
                 )
                 for of_all in ids.unbind(1)
             ]
-            return torch.stack(outputs, 1), moe.Choices(ids, weights, elsewhere=True)
+            return torch.stack(outputs, 1), Choices(ids, weights, elsewhere=True)
 
         kernels: Any = compute
         kernels.takes_shared = lambda num_tokens, router: num_tokens <= 4

@@ -6,27 +6,28 @@ import pytest
 import torch
 
 from minisgl_backend.experts_spec import ClampedGate, GeluGate
-from minisgl_backend.kernels import moe
+from minisgl_backend.kernels.experts import ExpertWeights, fused_experts, fused_experts_reference
+from minisgl_backend.kernels.routing import Choices
 from tests.gpu.compare import assert_close
 
 HIDDEN_SIZE, INNER_SIZE = 96, 80
 
 
-def weights_of(num_experts: int, device: torch.device, dtype: torch.dtype) -> moe.ExpertWeights:
+def weights_of(num_experts: int, device: torch.device, dtype: torch.dtype) -> ExpertWeights:
     gate_up = torch.randn(num_experts, 2 * INNER_SIZE, HIDDEN_SIZE, device=device) / 10
     down = torch.randn(num_experts, HIDDEN_SIZE, INNER_SIZE, device=device) / 10
-    return moe.ExpertWeights(gate_up.to(dtype), down.to(dtype))
+    return ExpertWeights(gate_up.to(dtype), down.to(dtype))
 
 
-def choices_of(num_tokens: int, num_experts: int, top_k: int, device: torch.device) -> moe.Choices:
+def choices_of(num_tokens: int, num_experts: int, top_k: int, device: torch.device) -> Choices:
     scores = torch.randn(num_tokens, num_experts, device=device).softmax(dim=-1)
     weights, ids = scores.topk(top_k, dim=-1)
-    return moe.Choices(ids, weights)
+    return Choices(ids, weights)
 
 
-def check(x: torch.Tensor, experts: moe.ExpertWeights, choices: moe.Choices) -> None:
-    expected = moe.fused_experts_reference(x, experts, choices)
-    actual = moe.fused_experts(x, experts, choices)
+def check(x: torch.Tensor, experts: ExpertWeights, choices: Choices) -> None:
+    expected = fused_experts_reference(x, experts, choices)
+    actual = fused_experts(x, experts, choices)
     # the product of gate and up, and each expert's share, are rounded on the way
     assert_close(actual, expected, tolerance=1e-5 if x.dtype == torch.float32 else 1.5e-2)
 
@@ -47,7 +48,7 @@ def test_biases_and_a_clamped_gate(
 ) -> None:
     x = 3 * torch.randn(num_tokens, HIDDEN_SIZE, device=device).to(dtype)
     plain = weights_of(8, device, dtype)
-    experts = moe.ExpertWeights(
+    experts = ExpertWeights(
         plain.gate_up,
         plain.down,
         gate_up_bias=torch.randn(8, 2 * INNER_SIZE, device=device).to(dtype),
@@ -61,7 +62,7 @@ def test_biases_and_a_clamped_gate(
 def test_a_gate_of_gelu(device: torch.device, dtype: torch.dtype, num_tokens: int) -> None:
     x = 3 * torch.randn(num_tokens, HIDDEN_SIZE, device=device).to(dtype)
     plain = weights_of(8, device, dtype)
-    experts = moe.ExpertWeights(plain.gate_up, plain.down, gate=GeluGate())
+    experts = ExpertWeights(plain.gate_up, plain.down, gate=GeluGate())
     check(x, experts, choices_of(num_tokens, 8, 2, device))
 
 
@@ -75,4 +76,4 @@ def test_experts_of_other_ranks_add_nothing(
     chosen = choices_of(num_tokens, 16, 4, device)
     here = torch.where(chosen.ids < 4, chosen.ids, -1)
     here[0] = -1
-    check(x, experts, moe.Choices(here, chosen.weights, elsewhere=True))
+    check(x, experts, Choices(here, chosen.weights, elsewhere=True))

@@ -36,7 +36,7 @@ from minisgl_backend.errors import (
     Unsupported,
     shutting_down,
 )
-from minisgl_backend.grammar.sources import one_line
+from minisgl_backend.grammar.complaints import one_line
 from minisgl_backend.grammar.vetting import (
     LONG,
     NUM_WORKERS,

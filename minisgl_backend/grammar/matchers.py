@@ -21,7 +21,8 @@ from llguidance import LLExecutor, LLMatcher
 
 from minisgl_backend.errors import InvalidRequest, MiniSGLError
 from minisgl_backend.grammar.compiler import Compiler
-from minisgl_backend.grammar.sources import check_source, one_line
+from minisgl_backend.grammar.complaints import one_line
+from minisgl_backend.grammar.sources import check_source
 from minisgl_backend.request import IntArray, SamplingParams, TokenId
 
 WORD: Final = 32

@@ -36,7 +36,8 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from minisgl_backend.death_signal import end_with
 from minisgl_backend.errors import EngineFailure, InvalidRequest, Overloaded, Unsupported
-from minisgl_backend.grammar.sources import TOO_DEEP, complaint, one_line, to_llguidance
+from minisgl_backend.grammar.complaints import TOO_DEEP, complaint, one_line
+from minisgl_backend.grammar.sources import to_llguidance
 from minisgl_backend.request import Grammar, GrammarKind, TokenId
 
 _PATIENCE_S: Final = 60.0

@@ -1,0 +1,58 @@
+"""Where a JSON schema has which keyword: places for errors, as JSON pointers.
+
+Knows which keywords hold schemas, lists of them, or names. Must not know what llguidance does with
+a schema.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Final
+
+from minisgl_backend.grammar.schemas import DATA, NAMES, says_nothing
+from minisgl_backend.grammar.structural_tags import quoted
+
+_MOST_PLACES: Final = 5
+_MOST_OF_PLACES: Final = 100
+_SCHEMAS: Final = ("items", "schema", "json_schema")
+_LISTS: Final = ("allOf", "anyOf", "oneOf", "prefixItems")
+"""Keywords whose values are a schema, or lists of them; two are those of structural tags."""
+
+
+def keywords(schema: Any) -> Iterator[tuple[str, str, Any]]:
+    """The keywords of a schema with their places, as JSON pointers, and their values."""
+    waiting: list[tuple[str, Any, bool]] = [("#", schema, True)]
+    while waiting:
+        place, value, has_keywords = waiting.pop()
+        if isinstance(value, list):
+            waiting += [(f"{place}/{at}", one, True) for at, one in enumerate(value)]
+        elif isinstance(value, dict):
+            for key, inner in value.items():
+                at = f"{place}/{_escaped(key)}"
+                if has_keywords and not says_nothing(key, value):
+                    yield at, key, inner
+                if not (has_keywords and key in DATA):
+                    waiting.append((at, inner, not has_keywords or key not in NAMES))
+
+
+def false_schemas(schema: Any) -> Iterator[str]:
+    """The places of the schemas ``false``, except those that only forbid further properties or
+    items."""
+    for place, key, value in keywords(schema):
+        if key in NAMES and isinstance(value, dict):
+            yield from (f"{place}/{_escaped(name)}" for name, one in value.items() if one is False)
+        elif key in _SCHEMAS and value is False:
+            yield place
+        elif key in _LISTS and isinstance(value, list):
+            yield from (f"{place}/{at}" for at, one in enumerate(value) if one is False)
+
+
+def shown(places: list[str]) -> str:
+    """The first few places, short enough that the error fits next to them."""
+    text = ", ".join(places[:_MOST_PLACES])
+    return text if len(text) <= _MOST_OF_PLACES else text[:_MOST_OF_PLACES] + "…"
+
+
+def _escaped(key: str) -> str:
+    """A step of a JSON pointer, in one line."""
+    return quoted(key.replace("~", "~0").replace("/", "~1"))[1:-1]

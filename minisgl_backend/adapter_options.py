@@ -13,7 +13,7 @@ from typing import Final
 
 from minisgl_backend.config import EngineOptions
 from minisgl_backend.errors import ConfigError
-from minisgl_backend.models.checkpoint import check_adapter_folder
+from minisgl_backend.models.adapter_config import check_adapter_folder
 from minisgl_backend.models.config_json import read_json
 
 _ADAPTERS: Final = "multi_lora.json"

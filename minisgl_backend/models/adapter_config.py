@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Final
 
 from minisgl_backend.errors import ConfigError
@@ -39,6 +40,18 @@ _NO_MATTER: Final = frozenset(
 """Fields that do not change what a loaded adapter computes. Any other field must be off."""
 _HARMLESS_STARTS: Final = (True, False, None, "gaussian", "orthogonal", "eva", "mica")
 """Values of ``init_lora_weights``; all others also change the weights of the base model."""
+
+
+def check_adapter_folder(folder: Path) -> None:
+    """Raise ``ConfigError`` if there is no such folder, or if this user may not read it."""
+    try:
+        if not folder.is_dir():
+            raise ConfigError(f"the adapter's folder {folder} does not exist")
+        (folder / CONFIG).exists()
+    except OSError as error:
+        raise ConfigError(
+            f"the adapter's folder {folder} cannot be read: {error.strerror}"
+        ) from None
 
 
 class AdapterConfig:

@@ -24,8 +24,8 @@ from torch import Tensor
 
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.layers.weight_place import FLOATS
-from minisgl_backend.models.adapter_config import CONFIG, AdapterConfig
-from minisgl_backend.models.checkpoint import TensorHeader, check_adapter_folder, read_header
+from minisgl_backend.models.adapter_config import CONFIG, AdapterConfig, check_adapter_folder
+from minisgl_backend.models.checkpoint import TensorHeader, read_header
 from minisgl_backend.models.config_json import read_json
 from minisgl_backend.models.tensor_names import TensorNames
 from minisgl_backend.models.weights import load_tensors

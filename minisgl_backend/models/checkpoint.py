@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from typing import Any, Final
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.models.config_json import read_json
 from minisgl_backend.models.spec import ModelSpec
-from minisgl_backend.models.tensor_names import BODY, StoredAs, TensorNames
+from minisgl_backend.models.tensor_names import BODY, LAYER, StoredAs, TensorNames
 
 _INDEX: Final = "model.safetensors.index.json"
 _SINGLE: Final = "model.safetensors"
@@ -33,7 +32,6 @@ _BYTES: Final = MappingProxyType(
     {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1}
     | {"I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2, "U8": 1, "BOOL": 1}
 )
-_LAYER: Final = re.compile(r"model\.layers\.(\d+)\.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,18 +135,6 @@ def _located_files(folder: Path, located: Mapping[str, Any]) -> TensorFiles:
     return files
 
 
-def check_adapter_folder(folder: Path) -> None:
-    """Raise ``ConfigError`` if there is no such folder, or if this user may not read it."""
-    try:
-        if not folder.is_dir():
-            raise ConfigError(f"the adapter's folder {folder} does not exist")
-        (folder / "adapter_config.json").exists()
-    except OSError as error:
-        raise ConfigError(
-            f"the adapter's folder {folder} cannot be read: {error.strerror}"
-        ) from None
-
-
 def read_header(path: Path) -> Mapping[str, TensorHeader]:
     """The tensors of a safetensors file, in the order of their names.
 
@@ -202,7 +188,7 @@ def check_weights(spec: ModelSpec, files: WeightFiles) -> None:
     Compares what a model's size depends on; ``weights`` compares every tensor when it is loaded.
     """
     found = {name: header for held in files.values() for name, header in held.items()}
-    layers = {int(match[1]) for name in found if (match := _LAYER.match(name))}
+    layers = {int(match[1]) for name in found if (match := LAYER.match(name))}
     if layers and max(layers) + 1 != spec.num_layers:
         raise ConfigError(
             f"config.json: num_hidden_layers is {spec.num_layers}, "

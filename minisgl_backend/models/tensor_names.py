@@ -35,6 +35,8 @@ _STACKED: Final = re.compile(
 )
 BODY: Final = ("embed_tokens.", "layers.", "norm.")
 """How names begin in a checkpoint of only the layers, without ``model.`` before them."""
+LAYER: Final = re.compile(r"model\.layers\.(\d+)\.")
+"""How names of the decoder's weights in a layer begin, with the layer's number."""
 _OTHER_PARTS: Final = re.compile(
     r"(?:model\.)?(?:vision_tower|vision_model|visual|multi_modal_projector|audio_tower|embed_vision|embed_audio|vision_embedder)\."
 )
@@ -178,7 +180,7 @@ def _of_experts(
     kind = (
         "weight" if scale is None else "input_scale" if scale == _OF_INPUTS else f"weight_{scale}"
     )
-    parts = ["down_proj"] if stacked["part"] == "down_proj" else ["gate_proj", "up_proj"]
+    parts = _parts_of(stacked)
     if size and size[0] % len(parts):
         raise ConfigError(
             f"{name} has the shape {shape}, whose {size[0]} rows are no gates and as many ups"
@@ -199,7 +201,7 @@ def _of_transposed_experts(
     """The same for plain weights, [num_experts, in_features, out_features], with gates before ups.
     Raises ``ConfigError`` if gates and ups cannot be halves."""
     num_experts, ins, outs = shape
-    parts = ["down_proj"] if stacked["part"] == "down_proj" else ["gate_proj", "up_proj"]
+    parts = _parts_of(stacked)
     if outs % len(parts):
         raise ConfigError(
             f"{name} has the shape {shape}, whose {outs} columns are no gates and as many ups"
@@ -209,6 +211,11 @@ def _of_transposed_experts(
         weight = f"{stacked['experts']}.{expert}.{part}.weight"
         region = expert, slice(0, ins), slice(index * size, (index + 1) * size)
         yield weight, StoredAs(name, (size, ins), region, transposed=True)
+
+
+def _parts_of(stacked: re.Match[str]) -> tuple[str, ...]:
+    """The projections of each expert that a tensor of all experts holds."""
+    return ("down_proj",) if stacked["part"] == "down_proj" else ("gate_proj", "up_proj")
 
 
 def _of_outputs(

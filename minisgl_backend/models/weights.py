@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
-from typing import Any, Final
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -26,12 +25,10 @@ from torch import Tensor
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.layers.weight_place import Place, ReadTensor, StoredTensor
 from minisgl_backend.models.checkpoint import WeightFiles, WeightHeader, weight_files
-from minisgl_backend.models.tensor_names import StoredAs, TensorNames
+from minisgl_backend.models.tensor_names import LAYER, StoredAs, TensorNames
 from minisgl_backend.progress import Progress, unseen
 
 logger = logging.getLogger(__name__)
-
-_LAYER: Final = re.compile(r"model\.layers\.(\d+)\.")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -170,7 +167,7 @@ def _as_spelled(
     Each tensor is given by the decoder's names for it, any of which would do. The spelling is that
     of the same tensor in another layer; if there is none, the prefix is that of other tensors.
     """
-    layers = {match[1] for name in headers if (match := _LAYER.match(name))}
+    layers = {match[1] for name in headers if (match := LAYER.match(name))}
     prefix = next(
         (
             header.stored.name.removesuffix(end)
@@ -182,7 +179,7 @@ def _as_spelled(
     )
 
     def of_other_layer(name: str) -> str | None:
-        match = _LAYER.match(name)
+        match = LAYER.match(name)
         if match is None:
             return None
         for layer in layers:
@@ -234,20 +231,21 @@ def _check_scale(name: str, values: Tensor, *, signed: bool) -> None:
 def load_tensors(path: Path) -> dict[str, Tensor]:
     """All tensors of a small safetensors file, which may be read again and again. (``safe_open`` of
     safetensors 0.8 leaks 32 bytes for each tensor.) Raises ``ConfigError``."""
-    try:
+    with _reading(path):
         return load(path.read_bytes())
-    except FileNotFoundError:
-        raise ConfigError(f"{path} does not exist") from None
-    except (SafetensorError, OSError) as error:
-        raise ConfigError(f"{path} is not a whole safetensors file: {error}") from None
 
 
 @contextmanager
 def open_tensors(path: Path) -> Iterator[Any]:
     """A safetensors file; all its errors become a ``ConfigError``."""
+    with _reading(path), safe_open(path, framework="pt", device="cpu") as file:
+        yield file
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
     try:
-        with safe_open(path, framework="pt", device="cpu") as file:
-            yield file
+        yield
     except FileNotFoundError:
         raise ConfigError(f"{path} does not exist") from None
     except (SafetensorError, OSError) as error:

@@ -18,10 +18,10 @@ from minisgl_backend.parallel.place import host_and_port, is_loopback
 
 SECRET_VARIABLE: Final = "MINISGL_NODE_SECRET"
 _LEAST_SECRET_BYTES: Final = 16
-_PORT: Final = "29500"
+_DEFAULT_PORT: Final = "29500"
 """PyTorch's default port."""
 _AGENT_VARIABLE: Final = "TORCHELASTIC_USE_AGENT_STORE"
-_AGENT_PORT: Final = "MASTER_PORT"
+_PORT_VARIABLE: Final = "MASTER_PORT"
 
 
 def with_environment(options: EngineOptions, environment: Mapping[str, str]) -> EngineOptions:
@@ -63,9 +63,9 @@ def _address(environment: Mapping[str, str]) -> str | None:
         return None
     if environment.get(_AGENT_VARIABLE) == "True":
         raise ConfigError(
-            f"torchrun itself listens at {_AGENT_PORT}: give --rendezvous another port"
+            f"torchrun itself listens at {_PORT_VARIABLE}: give --rendezvous another port"
         )
-    port = environment.get(_AGENT_PORT) or _PORT
+    port = environment.get(_PORT_VARIABLE) or _DEFAULT_PORT
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 

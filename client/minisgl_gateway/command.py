@@ -1,4 +1,7 @@
-"""`minisgl gateway`: OpenAI's API, and a page to chat with, in front of Triton."""
+"""`minisgl gateway`: the APIs of OpenAI and Anthropic, and a page to chat with, in front of Triton.
+
+Knows options, keys as they are given, and the process that listens. Must not know routes.
+"""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from minisgl_gateway.answers import Echo
 from minisgl_gateway.body import received
 from minisgl_gateway.chat import Chat, Generation, Template
 from minisgl_gateway.conversion import lookup_of
-from minisgl_gateway.errors import api_error, deadline_passed
+from minisgl_gateway.errors import api_error, deadline_passed, no_model
 from minisgl_gateway.gateway_options import GatewayOptions
 from minisgl_gateway.schema import DetokenizeRequest, TokenizeRequest
 from minisgl_gateway.servers import Engine
@@ -77,7 +77,10 @@ class Lookups:
     async def model(self, name: str) -> schema.Model:
         """GET /v1/models/{name}; raises ``ApiError`` 404."""
         await self._adapters.of_model(name)
-        return next(model for model in (await self.models()).data if model.id == name)
+        for model in (await self.models()).data:
+            if model.id == name:
+                return model
+        raise no_model(name)  # an adapter that was unloaded meanwhile
 
     async def tokenize(self, http: Request) -> schema.Tokenized:
         """POST /tokenize; raises ``ApiError``."""

@@ -96,6 +96,17 @@ class _Job:
             **generation.parameters,
         }
 
+    def read(self, results: Sequence[Result]) -> tuple[list[Piece], Counts]:
+        """The pieces of all choices, each of which is whole, and their counts; raises
+        ``ApiError``."""
+        pieces, counts = list[Piece](), Counts()
+        choices = [each for result in results for each in enumerate(result.samples)]
+        for reader, (sample, choice) in zip(self.readers, choices, strict=True):
+            piece = reader.push(choice)
+            counts.add(choice, prompt=sample == 0, num_thought_tokens=piece.num_thought_tokens)
+            pieces.append(piece)
+        return pieces, counts
+
     @contextmanager
     def errors(self) -> Iterator[None]:
         """Turn errors of the engine into ``ApiError``s of this request."""
@@ -283,19 +294,13 @@ class Service:
             try:
                 with job.errors():
                     results = await unless_disconnected(http.receive, self._results(job))
+                pieces, counts = job.read(results)
             except Disconnected:
                 logger.info("%s: the client went away", job.renderer.id)
                 return Response(status_code=GONE)
             except ApiError as error:
                 logger.info("%s: %s", job.renderer.id, error.story)
                 raise
-        counts = Counts()
-        pieces: list[Piece] = []
-        choices = [each for result in results for each in enumerate(result.samples)]
-        for reader, (sample, choice) in zip(job.readers, choices, strict=True):
-            piece = reader.push(choice)
-            counts.add(choice, prompt=sample == 0, num_thought_tokens=piece.num_thought_tokens)
-            pieces.append(piece)
         return Response(job.renderer.body(pieces, counts), media_type="application/json")
 
     async def _results(self, job: _Job) -> list[Result]:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
 import pytest
+from minisgl_client.answer import Result
 from minisgl_client.client import AsyncClient
 from minisgl_client.errors import Timeout
 from minisgl_gateway.app import create_app
@@ -58,3 +60,17 @@ def test_the_engine_gets_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     answer = post(pieces(BODY, 0.01), GatewayOptions(timeout_s=20, patience_s=10))
     assert answer.status_code == 504
     assert 0 < given[0] <= 20_000 - 10 * len(BODY)
+
+
+def test_an_answer_without_an_end_is_in_the_log(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def generate(self: AsyncClient, **call: Any) -> Result:
+        return Result("Par", "timeout", None, 3, 5, 2, (), None, None, "", None, 0.0)
+
+    monkeypatch.setattr(AsyncClient, "generate", generate)
+    with caplog.at_level(logging.INFO, "minisgl_gateway.service"):
+        answer = post(pieces(BODY, 0), GatewayOptions())
+    assert answer.status_code == 504
+    (line,) = caplog.messages
+    assert line.endswith(": the deadline passed before the answer was complete")

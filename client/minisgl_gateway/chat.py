@@ -91,8 +91,8 @@ class Chat:
 
     ``form`` is the form of the answer's text, as the engine's ``structured_outputs`` (exactly one
     of ``json``, ``json_object``, ``regex``, ``choice``, ``grammar`` and ``structural_tag``).
-    ``form_param`` and ``tools_param`` are the caller's parameters that asked for the form and the
-    tools; errors about them use these names.
+    ``form_param``, ``tools_param`` and ``stop_param`` are the caller's parameters that asked for
+    the form, the tools and the stop strings; errors about them use these names.
 
     ``thinks`` and ``effort`` are wishes, which are passed to templates with such a variable
     (``enable_thinking``, ``reasoning_effort``); None leaves the choice to the template. With
@@ -119,6 +119,7 @@ class Chat:
     parameters: Parameters = field(default_factory=Parameters)
     max_tokens: int | None = None
     stop: Sequence[str] = ()
+    stop_param: str = "stop"
     cache_salt: str | None = None
     tells_counts: bool = True
     tells_stop: bool = False
@@ -216,9 +217,9 @@ class Chat:
         if own_stop is not None:
             if len(stops) == MAX_STOPS:
                 raise invalid(
-                    f"stop must have fewer than {MAX_STOPS} entries, as the end of a tool call is "
-                    "one if there may be one call only",
-                    "stop",
+                    f"{self.stop_param} must have fewer than {MAX_STOPS} entries, as the end of a "
+                    "tool call is one if there may be one call only",
+                    self.stop_param,
                 )
             stops.append(own_stop)
         if stops:

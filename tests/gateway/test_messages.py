@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 from anthropic.types import RawMessageStreamEvent
-from minisgl_client.answer import Delta, Result
+from minisgl_client.answer import ChatFormat, Delta, Result
 from minisgl_gateway.answers import Counts
 from minisgl_gateway.body import parse
 from minisgl_gateway.call_syntax import MOST_DEPTH, CalledTool
-from minisgl_gateway.chat import Chat
+from minisgl_gateway.chat import MAX_STOPS, Chat, Policy, Template
 from minisgl_gateway.errors import ApiError, busy, internal, invalid, is_anthropic
 from minisgl_gateway.keys import Keys
 from minisgl_gateway.messages.rendering import SIGNATURE, MessagesRenderer
@@ -27,6 +27,13 @@ EVENT: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
 HI = {"role": "user", "content": "Hi"}
 TOOL = {"name": "f", "input_schema": {"type": "object"}}
 CALL = CalledTool("f", '{"a": "é"}')
+HERMES = ChatFormat(
+    tool_dialect="hermes",
+    tool_marks=frozenset(),
+    thinking=None,
+    begins_thinking=False,
+    variables=frozenset({"messages", "tools"}),
+)
 THINKS = {"type": "enabled", "budget_tokens": 1024}
 
 
@@ -153,6 +160,15 @@ def test_choices_of_tools(choice: Any, calls: Calls) -> None:
     assert asked.calls == calls
     (tool,) = asked.tools
     assert tool.name == "f" and tool.strict and tool.parameters == {"type": "object"}
+
+
+def test_too_many_stop_strings_have_the_name_that_callers_gave_them() -> None:
+    one_call = {"type": "auto", "disable_parallel_tool_use": True}
+    stops = [str(number) for number in range(MAX_STOPS)]
+    asked = chat(tools=[TOOL], tool_choice=one_call, stop_sequences=stops)
+    with pytest.raises(ApiError, match=r"^stop_sequences must have fewer than 16") as refused:
+        asked.generation(Policy(timeout_s=30, chat_tokens=512), Template.of(asked, HERMES))
+    assert refused.value.param == "stop_sequences"
 
 
 @pytest.mark.parametrize(

@@ -70,6 +70,7 @@ def chat_of(request: MessagesRequest) -> Chat:
         parameters=parameters,
         max_tokens=request.max_tokens,
         stop=request.stop_sequences or (),
+        stop_param="stop_sequences",
         tells_stop=True,
         stream=request.stream,
     )

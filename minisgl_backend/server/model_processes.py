@@ -117,10 +117,10 @@ class ModelProcesses:
 def _shared_memory(pid: int) -> set[Path]:
     """The files of shared memory that a process has mapped."""
     try:
-        lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+        text = os.fsdecode(Path(f"/proc/{pid}/maps").read_bytes())
     except OSError:
         return set()
-    mapped = (line.split(maxsplit=5)[-1] for line in lines)
+    mapped = (line.split(maxsplit=5)[-1] for line in text.split("\n") if line)
     return {Path(name) for name in mapped if name.startswith(_SHARED_MEMORY)}
 
 
@@ -151,7 +151,7 @@ def footprint(pid: int) -> dict[str, int]:
 def computed_s(pid: int) -> float:
     """Seconds of computing that a process has used up; 0 if it has gone."""
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
     except OSError:
         return 0.0
     return sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")

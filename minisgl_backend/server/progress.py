@@ -62,7 +62,8 @@ def work_of(session: int, loaded: Collection[int] = ()) -> float:
     ticks, num_bytes = 0, 0
     for process in Path("/proc").glob("[0-9]*"):
         try:
-            fields = (process / "stat").read_text().rpartition(")")[2].split()
+            # the name in parentheses may be any bytes, such as half of a character
+            fields = (process / "stat").read_bytes().rpartition(b")")[2].split()
             if int(fields[3]) != session or int(process.name) in loaded:
                 continue
             ticks += sum(map(int, fields[11:15]))  # its own, and its children's that have ended

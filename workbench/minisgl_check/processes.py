@@ -36,6 +36,7 @@ def is_rank(pid: int) -> bool:
 def _stat(pid: int) -> list[str] | None:
     """State, parent and so on; None if there is no such process."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        stat = Path(f"/proc/{pid}/stat").read_bytes()
+        return stat.rpartition(b")")[2].decode("ascii").split()  # the name before may be any bytes
     except OSError:
         return None

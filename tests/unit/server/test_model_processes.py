@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import socket
 import threading
@@ -14,7 +15,7 @@ import pytest
 
 from minisgl_backend.runtime_files import Heartbeat, read_beat, socket_path
 from minisgl_backend.server import model_processes
-from minisgl_backend.server.model_processes import ModelProcess, server_stats
+from minisgl_backend.server.model_processes import ModelProcess, ModelProcesses, server_stats
 from tests.waiting import PATIENCE_S
 
 
@@ -71,3 +72,16 @@ def test_a_process_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.Monk
     assert [it["error"] for it in models] == ["does not answer", "does not answer"]
     assert {it["pid"] for it in models} == {os.getpid()}
     assert models_of(tmp_path) == []
+
+
+def test_a_process_may_have_mapped_a_file_whose_name_is_no_text(tmp_path: Path) -> None:
+    page = Heartbeat(tmp_path, "llm_engine").path
+    named = os.fsencode(tmp_path) + b"/weights-\xe9"
+    with open(named, "w+b") as file:
+        file.write(b"weights")
+        file.flush()
+        with mmap.mmap(file.fileno(), 0):
+            processes = ModelProcesses(tmp_path)
+            (found,) = processes.look()
+            processes.close()
+    assert found.heartbeat == page and found.is_alive

@@ -53,6 +53,22 @@ def wait(condition: Callable[[], bool]) -> None:
         time.sleep(0.02)
 
 
+NAMED = """
+import sys
+with open("/proc/self/comm", "wb") as file:
+    file.write("программа".encode()[:15])  # as the kernel cuts a longer name
+print(flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_process_may_have_a_name_that_is_no_text() -> None:
+    with session(NAMED) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        assert work_of(process.pid) > 0
+
+
 def test_who_waits_is_stuck() -> None:
     clock = Clock()
     with session(WAITS) as process:

@@ -102,5 +102,8 @@ def end_in_time(
 
 def _children() -> list[int]:
     """The processes that this one has started."""
-    tasks = Path("/proc/self/task").glob("*/children")
-    return [int(pid) for task in tasks for pid in task.read_text("ascii").split()]
+    found: list[int] = []
+    for children in Path("/proc/self/task").glob("*/children"):
+        with suppress(OSError):  # the thread has just ended
+            found += map(int, children.read_text("ascii").split())
+    return found

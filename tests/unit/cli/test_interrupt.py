@@ -29,6 +29,12 @@ print("stuck", child.pid, flush=True)
 lock(mutex)  # no signal interrupts it, as none does a call of torch
 """
 
+ENDED_THREAD = """
+from pathlib import Path
+glob = Path.glob
+Path.glob = lambda self, pattern: [Path("/proc/self/task/0/children"), *glob(self, pattern)]
+"""
+
 STUCK_STEP = """
 import sys, time
 from minisgl_backend.device.cpu import CpuDevice
@@ -81,6 +87,14 @@ def test_child_processes_are_ended_too() -> None:
         _, pid = words_when_stuck(process)
         process.send_signal(signal.SIGTERM)
         process.wait(timeout=60)
+        wait_until(lambda: not is_alive(int(pid)))
+
+
+def test_a_thread_that_ends_meanwhile_is_no_obstacle() -> None:
+    with running(ENDED_THREAD + STUCK_MAIN_THREAD.format(takes_over="")) as process:
+        _, pid = words_when_stuck(process)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=60) == 128 + signal.SIGTERM
         wait_until(lambda: not is_alive(int(pid)))
 
 

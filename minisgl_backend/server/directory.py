@@ -39,13 +39,17 @@ def make_directory(shared_memory_prefix: str) -> tuple[Path, int]:
     base = _base()
     _check_room(base, _LEAST_BYTES)
     _check_room(SHARED_MEMORY, _LEAST_SHARED_BYTES, " at least (in Docker: --shm-size)")
-    try:
-        directory = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=base))
-    except OSError as error:
-        raise ConfigError(f"{base} takes no files: {error.strerror}") from None
-    lock = os.open(directory, os.O_RDONLY)
-    fcntl.flock(lock, fcntl.LOCK_EX)
-    (directory / _REGIONS).write_text(shared_memory_prefix, "utf-8")
+    with contextlib.ExitStack() as undo:
+        try:
+            directory = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=base))
+            undo.callback(shutil.rmtree, directory, ignore_errors=True)
+            lock = os.open(directory, os.O_RDONLY)
+            undo.callback(os.close, lock)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            (directory / _REGIONS).write_text(shared_memory_prefix, "utf-8")
+        except OSError as error:
+            raise ConfigError(f"{base} takes no files: {error.strerror}") from None
+        undo.pop_all()
     return directory, lock
 
 

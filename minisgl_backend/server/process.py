@@ -87,8 +87,6 @@ class TritonServer:
             self.directory, self._lock = make_directory(self.shared_memory_prefix)
             undo.callback(os.close, self._lock)
             undo.callback(shutil.rmtree, self.directory, ignore_errors=True)
-            if options.adapters is not None:
-                write_adapters(self.directory, options.adapters)
             self._process = self._launch(installation, repository, engine_options)
             undo.pop_all()
         self._log_thread = threading.Thread(
@@ -100,6 +98,8 @@ class TritonServer:
         self, installation: Installation, repository: Path, engine_options: Mapping[str, str]
     ) -> subprocess.Popen[str]:
         try:
+            if self.options.adapters is not None:
+                write_adapters(self.directory, self.options.adapters)
             options = with_plain_folders(engine_options, self.directory)
             copy_repository(repository, self.repository, options)
             return launch(

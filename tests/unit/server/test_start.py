@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import importlib.metadata
 import os
@@ -16,9 +17,10 @@ import sysconfig
 import tempfile
 import textwrap
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from google.protobuf import text_format
@@ -29,6 +31,7 @@ from minisgl_backend.cli.serve import located, options_as_text, with_modules
 from minisgl_backend.config import EngineOptions
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.runtime_files import QUEUE_OPEN, Heartbeat, State
+from minisgl_backend.server import process
 from minisgl_backend.server.directory import make_directory, sweep
 from minisgl_backend.server.installation import Installation, find_installation
 from minisgl_backend.server.launch import ServerOptions, command_line, numeric, with_ports
@@ -334,6 +337,36 @@ def test_no_place_for_the_servers_files(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr("minisgl_backend.server.directory._LEAST_BYTES", 2**62)
     with pytest.raises(ConfigError, match=r"/tmp has [0-9,]+ bytes left, a server needs 4,611,"):
         start(Installation(Path("/bin/true")))
+
+
+def test_a_place_that_takes_no_locks(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Path] = []
+    make = tempfile.mkdtemp
+
+    def mkdtemp(**where: Any) -> str:
+        made.append(Path(make(**where)))
+        return str(made[0])
+
+    def flock(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(tempfile, "mkdtemp", mkdtemp)
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with pytest.raises(ConfigError, match="takes no files: No locks available"):
+        make_directory("minisgl-test-")
+    assert not made[0].exists()
+
+
+def test_no_room_for_what_the_previous_server_knew(
+    monkeypatch: pytest.MonkeyPatch, folder: Path
+) -> None:
+    def write_adapters(directory: Path, paths: Mapping[str, str]) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(process, "write_adapters", write_adapters)
+    options = ServerOptions(http_port=0, grpc_port=0, metrics_port=0, adapters={"doll": "/doll"})
+    with pytest.raises(ConfigError, match=r"cannot be started: .*No space left on device"):
+        TritonServer(fake_server(folder), shipped_repository(), {}, options)
 
 
 def test_shared_memory_that_cannot_be_used(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:

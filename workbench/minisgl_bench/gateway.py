@@ -38,6 +38,8 @@ from minisgl_bench.servers import started_paced
 from minisgl_kit.own_gateway import gateway_of
 from minisgl_kit.report import Report, json_option
 
+_BEGIN: Final = b"HTTP/1.1 200 "
+"""How an answer begins that is a stream."""
 _END: Final = b"0\r\n\r\n"
 """The last chunk of a body."""
 
@@ -81,13 +83,13 @@ def gateway(
         grpc_address = f"127.0.0.1:{server.grpc_port}"
         warm_up = {"num_streams": 8, "num_requests": 1, "num_tokens": 64}
         asyncio.run(run_grpc(grpc_address, **warm_up))
-        asyncio.run(_run_http(own_gateway.address, **warm_up))
+        asyncio.run(run_http(own_gateway.address, **warm_up))
         for count in streams:
             load = {"num_streams": count, "num_requests": requests, "num_tokens": tokens}
             direct, through = [], []
             for _ in range(turns):
                 direct.append(summary(asyncio.run(run_grpc(grpc_address, **load))))
-                through.append(summary(asyncio.run(_run_http(own_gateway.address, **load))))
+                through.append(summary(asyncio.run(run_http(own_gateway.address, **load))))
             _add(report, count, direct, through)
     report.emit(json_path)
 
@@ -126,6 +128,12 @@ class _Answers(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         assert self._exchange is not None and self._ended is not None
+        if self._ended.done():  # the rest of a refusal
+            return
+        if not self._exchange.responses and not data.startswith(_BEGIN):
+            status = data.partition(b"\r\n")[0].decode(errors="replace")
+            self._ended.set_exception(EngineFailure(f"the gateway answers {status}"))
+            return
         self._exchange.arrived_s.append(time.perf_counter())
         self._exchange.responses.append(data)
         if data.endswith(_END):
@@ -150,29 +158,32 @@ class _Answers(asyncio.Protocol):
         self._transport.close()
 
 
-async def _run_http(
+async def run_http(
     address: str, *, num_streams: int, num_requests: int, num_tokens: int
 ) -> list[list[Exchange]]:
     """Send the requests to the gateway, on one connection per stream; see ``run_streams``."""
     loop = asyncio.get_running_loop()
     host, port = address.split(":")
+    connections: list[_Answers] = []
     idle: list[_Answers] = []
 
     async def ask(prompt: str, length: int) -> Exchange:
         if not idle:
             _, made = await loop.create_connection(_Answers, host, int(port))
+            connections.append(made)
             idle.append(made)
         connection = idle.pop()
         exchange = await connection.ask(prompt, length)
         idle.append(connection)
         return exchange
 
-    exchanges = await run_streams(
-        ask, num_streams=num_streams, num_requests=num_requests, num_tokens=num_tokens
-    )
-    for connection in idle:
-        connection.close()
-    return exchanges
+    try:
+        return await run_streams(
+            ask, num_streams=num_streams, num_requests=num_requests, num_tokens=num_tokens
+        )
+    finally:
+        for connection in connections:
+            connection.close()
 
 
 def _request(prompt: str, num_tokens: int) -> bytes:

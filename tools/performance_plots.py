@@ -118,7 +118,7 @@ def breakdown_figure(files: Files) -> Figure:
     lefts = [0.0] * len(names)
     for kind, color in _KINDS.items():
         shares = [100 * files[name]["info"].get(f"{kind}_share", 0.0) for name in names]
-        label = "GEMMs" if kind == "products" else kind
+        label = "GEMMs" if kind == "gemm" else kind
         bars = axes.barh(range(len(names)), shares, left=lefts, label=label, color=color)
         axes.bar_label(
             bars,

@@ -78,6 +78,7 @@ def test_shares_of_a_trace_are_stacked() -> None:
         bars.get_label(): [round(bar.get_width()) for bar in bars] for bars in axes.containers
     }
     assert widths["attention"] == [50, 60]
+    assert widths["GEMMs"] == [0, 30]
     assert widths["idle"] == [10, 0]
 
 

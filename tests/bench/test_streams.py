@@ -1,16 +1,22 @@
-"""The streams of `minisgl bench response-path` and `gateway`: their numbers, and refusals."""
+"""The streams of `minisgl bench response-path` and `gateway`: their numbers, rates and refusals."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 
 import pytest
 from click.testing import CliRunner
 
 from minisgl_backend.cli.main import main
-from minisgl_backend.errors import EngineFailure
+from minisgl_backend.config import DEMO_MODEL
+from minisgl_backend.errors import ConfigError, EngineFailure
+from minisgl_backend.text.detokenizer import TextStream
+from minisgl_backend.text.tokenizer_files import load_vocabulary
 from minisgl_bench import servers
-from minisgl_bench.gateway import run_http
+from minisgl_bench.gateway import HttpExchange, run_http
+from minisgl_bench.paced import script_of
+from minisgl_bench.response_path import summary
 from tests.waiting import PATIENCE_S
 
 
@@ -50,3 +56,16 @@ def test_a_gateway_that_refuses_ends_the_run() -> None:
 
     with pytest.raises(EngineFailure, match=r"answers HTTP/1\.1 429 Too Many Requests"):
         asyncio.run(ask())
+
+
+def test_streams_that_are_never_busy_together_have_no_rate() -> None:
+    script = script_of(DEMO_MODEL)[:8].tolist()
+    text = TextStream(load_vocabulary(DEMO_MODEL)).push(script, final=True).text
+    event = b"data: " + json.dumps({"choices": [{"text": text}]}).encode()
+    short = [
+        HttpExchange(8, sent_s, arrived_s=[sent_s + 0.1, sent_s + 0.2], responses=[event, b""])
+        for sent_s in (0.0, 0.5)
+    ]
+    assert summary([[short[0]], [short[0]]])["tokens_per_s"] > 0
+    with pytest.raises(ConfigError, match="one of 2 streams ended before another began"):
+        summary([[one] for one in short])

@@ -27,7 +27,7 @@ import numpy as np
 
 from minisgl_backend.cli.options import POSITIVE, POSITIVE_INT, numbers, tritonserver_option
 from minisgl_backend.config import DEMO_MODEL
-from minisgl_backend.errors import EngineFailure
+from minisgl_backend.errors import ConfigError, EngineFailure
 from minisgl_backend.loopback import DIRECT, STREAM_INFER
 from minisgl_backend.text.detokenizer import TextStream
 from minisgl_backend.text.tokenizer_files import load_vocabulary
@@ -115,12 +115,18 @@ def response_path(
 def summary(exchanges: list[list[Exchange]]) -> dict[str, Any]:
     """The figures of a run, by stream and turn.
 
-    Raises ``EngineFailure`` if a text is not the expected one.
+    Raises ``EngineFailure`` if a text is not the expected one, and ``ConfigError`` if the streams
+    were never busy all at once.
     """
     flat = [exchange for stream in exchanges for exchange in stream]
     _check_texts(flat)
     begin_s = max(stream[0].sent_s for stream in exchanges)
     end_s = min(stream[-1].arrived_s[-1] for stream in exchanges)
+    if end_s <= begin_s:  # they begin within a second
+        raise ConfigError(
+            f"one of {len(exchanges)} streams ended before another began: they need more --requests"
+            " or --tokens"
+        )
     num_tokens = sum(exchange.num_tokens_between(begin_s, end_s) for exchange in flat)
     first_ms = [1e3 * (exchange.arrived_s[0] - exchange.sent_s) for exchange in flat]
     between_ms = np.concatenate([np.diff(exchange.arrived_s) for exchange in flat]) * 1e3

@@ -55,8 +55,9 @@ def download(requirements: tuple[str, ...], folder: Path) -> list[Path]:
     wheels: list[Path] = []
     for requirement in requirements:
         subprocess.run([*command, "--dest", str(folder), requirement], check=True)
-        distribution = requirement.split("==")[0].replace("-", "_")
-        wheels.extend(folder.glob(f"{distribution}-*.whl"))
+        distribution, version = requirement.replace("-", "_").split("==")
+        # the folder may keep wheels of other versions
+        wheels.extend(folder.glob(f"{distribution}-{version}[-+]*.whl"))
     return wheels
 
 

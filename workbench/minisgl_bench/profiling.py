@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 import click
 
@@ -26,7 +26,7 @@ from minisgl_kit.wrappers import ExecutorWrapper, PendingWrapper, SchedulerWrapp
 Range: TypeAlias = Callable[[str], AbstractContextManager[object]]
 """Makes a context that marks what runs inside it with a name."""
 
-_SHOWN: int = 20
+_SHOWN: Final = 20
 
 profile_option = click.option(
     "--profile",

@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import statistics
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +25,7 @@ from minisgl_backend.request import SamplingParams
 from minisgl_backend.runtime.engine import Engine
 from minisgl_bench.comparison import compare_option, measure_both
 from minisgl_bench.engines import Collector, engine_facts, running_engine, submitted
+from minisgl_bench.option_groups import option_group
 from minisgl_kit.report import Report, json_option
 
 _MOST_TOKEN = 10_000
@@ -84,30 +84,25 @@ def figures_of(held: list[list[Collector]], seconds: float) -> dict[str, Any]:
     }
 
 
-_OPTIONS = (
-    click.option("--conversations", type=POSITIVE_INT, default=64, show_default=True),
-    click.option("--turns", type=POSITIVE_INT, default=16, show_default=True),
-    click.option(
-        "--said", type=POSITIVE_INT, default=400, show_default=True, help="new tokens of a turn"
+_conversation_options = option_group(
+    Conversations,
+    "load",
+    (
+        click.option("--conversations", type=POSITIVE_INT, default=64, show_default=True),
+        click.option("--turns", type=POSITIVE_INT, default=16, show_default=True),
+        click.option(
+            "--said", type=POSITIVE_INT, default=400, show_default=True, help="new tokens of a turn"
+        ),
+        click.option(
+            "--answered",
+            type=POSITIVE_INT,
+            default=100,
+            show_default=True,
+            help="tokens of an answer",
+        ),
+        click.option("--prompt-seed", default=0, show_default=True),
     ),
-    click.option(
-        "--answered", type=POSITIVE_INT, default=100, show_default=True, help="tokens of an answer"
-    ),
-    click.option("--prompt-seed", default=0, show_default=True),
 )
-
-
-def _conversation_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate a click callback, which then gets ``Conversations`` as ``load``."""
-
-    @functools.wraps(command)
-    def with_load(*args: Any, **kwargs: Any) -> Any:
-        given = {name: kwargs.pop(name) for name in Conversations.__dataclass_fields__}
-        return command(*args, load=Conversations(**given), **kwargs)
-
-    for option in reversed(_OPTIONS):
-        with_load = option(with_load)
-    return with_load
 
 
 @click.command(cls=EngineCommand)

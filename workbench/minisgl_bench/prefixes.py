@@ -7,11 +7,8 @@ prompt; without a beginning the requests have nothing in common.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import click
 import numpy as np
@@ -21,6 +18,7 @@ from minisgl_backend.config import EngineOptions
 from minisgl_backend.request import SamplingParams
 from minisgl_bench.comparison import compare_option, measure_both
 from minisgl_bench.engines import engine_facts, running_engine_or_replicas
+from minisgl_bench.option_groups import option_group
 from minisgl_bench.profiling import profile_option, profiled
 from minisgl_bench.prompts import Prompt
 from minisgl_bench.runs import figures_of, run_engine
@@ -54,37 +52,28 @@ class SharedPrefixes:
         return [found[index] for index in rng.permutation(len(found))]
 
 
-_OPTIONS = (
-    click.option("--groups", type=POSITIVE_INT, default=64, show_default=True),
-    click.option(
-        "--each", type=POSITIVE_INT, default=16, show_default=True, help="requests of a group"
+_prefix_options = option_group(
+    SharedPrefixes,
+    "requests",
+    (
+        click.option("--groups", type=POSITIVE_INT, default=64, show_default=True),
+        click.option(
+            "--each", type=POSITIVE_INT, default=16, show_default=True, help="requests of a group"
+        ),
+        click.option(
+            "--shared",
+            type=click.IntRange(min=0),
+            default=2048,
+            show_default=True,
+            help="tokens that all requests of a group begin with",
+        ),
+        click.option(
+            "--own", type=POSITIVE_INT, default=128, show_default=True, help="tokens after them"
+        ),
+        click.option("--output-length", type=POSITIVE_INT, default=256, show_default=True),
+        click.option("--prompt-seed", default=0, show_default=True, help="of tokens and order"),
     ),
-    click.option(
-        "--shared",
-        type=click.IntRange(min=0),
-        default=2048,
-        show_default=True,
-        help="tokens that all requests of a group begin with",
-    ),
-    click.option(
-        "--own", type=POSITIVE_INT, default=128, show_default=True, help="tokens after them"
-    ),
-    click.option("--output-length", type=POSITIVE_INT, default=256, show_default=True),
-    click.option("--prompt-seed", default=0, show_default=True, help="of tokens and order"),
 )
-
-
-def _prefix_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate a click callback, which then gets ``SharedPrefixes`` as ``requests``."""
-
-    @functools.wraps(command)
-    def with_requests(*args: Any, **kwargs: Any) -> Any:
-        given = {name: kwargs.pop(name) for name in SharedPrefixes.__dataclass_fields__}
-        return command(*args, requests=SharedPrefixes(**given), **kwargs)
-
-    for option in reversed(_OPTIONS):
-        with_requests = option(with_requests)
-    return with_requests
 
 
 @click.command(cls=EngineCommand)

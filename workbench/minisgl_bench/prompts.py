@@ -5,9 +5,7 @@ Knows lengths and tokens; must not know what runs them.
 
 from __future__ import annotations
 
-import functools
 import random
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +14,7 @@ import numpy as np
 
 from minisgl_backend.cli.options import POSITIVE_INT, TEMPERATURE
 from minisgl_backend.request import IntArray
+from minisgl_bench.option_groups import option_group
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,47 +96,39 @@ def _span(_context: click.Context, _option: click.Parameter, span: tuple[int, in
     return span
 
 
-_OPTIONS = (
-    click.option(
-        "--requests",
-        type=POSITIVE_INT,
-        default=16,
-        show_default=True,
-        help="requests in flight at once",
+request_options = option_group(
+    RandomRequests,
+    "requests",
+    (
+        click.option(
+            "--requests",
+            type=POSITIVE_INT,
+            default=16,
+            show_default=True,
+            help="requests in flight at once",
+        ),
+        click.option(
+            "--input-length",
+            nargs=2,
+            type=POSITIVE_INT,
+            default=(16, 64),
+            show_default=True,
+            metavar="MIN MAX",
+            callback=_span,
+        ),
+        click.option(
+            "--output-length",
+            nargs=2,
+            type=POSITIVE_INT,
+            default=(64, 128),
+            show_default=True,
+            metavar="MIN MAX",
+            callback=_span,
+        ),
+        click.option(
+            "--temperature", type=TEMPERATURE, default=0.0, show_default=True, help="0 is greedy"
+        ),
+        click.option("--prompt-seed", default=0, show_default=True, help="of the random prompts"),
     ),
-    click.option(
-        "--input-length",
-        nargs=2,
-        type=POSITIVE_INT,
-        default=(16, 64),
-        show_default=True,
-        metavar="MIN MAX",
-        callback=_span,
-    ),
-    click.option(
-        "--output-length",
-        nargs=2,
-        type=POSITIVE_INT,
-        default=(64, 128),
-        show_default=True,
-        metavar="MIN MAX",
-        callback=_span,
-    ),
-    click.option(
-        "--temperature", type=TEMPERATURE, default=0.0, show_default=True, help="0 is greedy"
-    ),
-    click.option("--prompt-seed", default=0, show_default=True, help="of the random prompts"),
 )
-
-
-def request_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate a click callback, which then gets ``RandomRequests`` as ``requests``."""
-
-    @functools.wraps(command)
-    def with_requests(*args: Any, **kwargs: Any) -> Any:
-        given = {name: kwargs.pop(name) for name in RandomRequests.__dataclass_fields__}
-        return command(*args, requests=RandomRequests(**given), **kwargs)
-
-    for option in reversed(_OPTIONS):
-        with_requests = option(with_requests)
-    return with_requests
+"""The options of ``RandomRequests``, which a click callback gets as ``requests``."""

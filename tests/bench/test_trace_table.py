@@ -151,6 +151,16 @@ def test_a_trace_becomes_a_table(suffix: str, tmp_path: Path) -> None:
     assert (info["gemm_share"], info["sampling_share"], info["idle_share"]) == (0.8, 0.1, 0.1)
 
 
+def test_a_packed_trace_that_is_cut_off_is_refused(tmp_path: Path) -> None:
+    content = gzip.compress(json.dumps({"traceEvents": []}).encode() * 100)
+    trace = tmp_path / "trace.json.gz"
+    for whole in (content[:-4], content[:20] + b"\xff" * 20):
+        trace.write_bytes(whole)
+        result = CliRunner().invoke(main, ["bench", "trace-table", str(trace)])
+        assert result.exit_code == 1
+        assert "trace.json.gz is no Chrome trace: " in result.output
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [

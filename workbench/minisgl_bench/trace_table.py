@@ -14,6 +14,7 @@ import gzip
 import json
 import math
 import re
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -88,10 +89,10 @@ def read_kernels(path: Path) -> Iterator[Kernel]:
     Raises ``click.ClickException`` if the file is not a trace.
     """
     content = path.read_bytes()
-    try:
+    try:  # one that is cut off raises EOFError or zlib.error
         text = gzip.decompress(content) if path.suffix == ".gz" else content
         events: list[dict[str, Any]] = json.loads(text)["traceEvents"]
-    except (ValueError, KeyError, TypeError, gzip.BadGzipFile) as error:
+    except (ValueError, KeyError, TypeError, OSError, EOFError, zlib.error) as error:
         raise click.ClickException(f"{path} is no Chrome trace: {error}") from None
     for event in events:
         if event.get("cat") in _ON_THE_GPU and event.get("ph") == "X":

@@ -2,9 +2,9 @@
 
 The adapters are random ones for the model, all from the same files, each under a name of its own.
 Three tables: requests that decode together, without adapters, all with one, and with as many as
-there are slots; how soon the first token comes if the adapter is in a slot, in main memory or only
-on disk; and the longest gap between two tokens of streams while other requests, which have prompts
-too, go through more adapters than there are slots.
+there are slots; how soon the first token comes if the adapter is in a slot, or only in main memory;
+and the longest gap between two tokens of streams while other requests, which have prompts too, go
+through more adapters than there are slots.
 """
 
 from __future__ import annotations

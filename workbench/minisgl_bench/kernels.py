@@ -17,6 +17,7 @@ from typing import Any, Final
 import click
 import torch
 
+from minisgl_backend.cli.options import POSITIVE_INT
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.kernels.dispatch import has_triton
 from minisgl_backend.kernels.small_batch import MAX_BATCH_SIZE
@@ -97,8 +98,14 @@ def cases(model: str, batch_size: int, context: int) -> Iterator[Case]:
 
 @click.command()
 @click.option("--model", "models", multiple=True, type=click.Choice(_ALL_MODELS))
-@click.option("--batch-size", "batch_sizes", multiple=True, type=int, help=_SIZES_HELP)
-@click.option("--context", default=1024, show_default=True, help="positions a row attends to")
+@click.option("--batch-size", "batch_sizes", multiple=True, type=POSITIVE_INT, help=_SIZES_HELP)
+@click.option(
+    "--context",
+    type=POSITIVE_INT,
+    default=1024,
+    show_default=True,
+    help="positions a row attends to",
+)
 @click.option("--only", help="kernels whose names contain this")
 @json_option
 def kernels(

@@ -68,10 +68,14 @@ class Adapters:
         engine does not answer."""
         async with self._asking:
             if time.monotonic() - self._asked_s >= for_s:
+                before_s = self._asked_s
                 try:
-                    self._keep(await asyncio.wait_for(self._engine.adapters(), _ANSWER_S))
+                    found = await asyncio.wait_for(self._engine.adapters(), _ANSWER_S)
                 except (MinisglError, asyncio.TimeoutError):
                     self._asked_s = time.monotonic()
+                else:
+                    if self._asked_s == before_s:  # no load or unload has told a later list
+                        self._keep(found)
             return self._paths
 
     async def of_model(self, name: str | None) -> str | None:

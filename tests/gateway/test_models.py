@@ -41,3 +41,30 @@ def test_a_model_that_is_unloaded_meanwhile_does_not_exist(monkeypatch: pytest.M
     answer = asyncio.run(ask())
     assert answer.status_code == 404
     assert answer.json()["error"]["code"] == "model_not_found"
+
+
+def test_an_older_list_of_adapters_does_not_replace_that_of_a_load(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def ask() -> list[str]:
+        app = create_app(GatewayOptions(admin_keys=("admin-key",)), Telemetry())
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as client:
+
+            async def adapters(_: AsyncClient) -> list[LoraAdapter]:
+                body = {"lora_name": "doll", "lora_path": "/doll"}
+                path = "/v1/load_lora_adapter"
+                assert (await client.post(path, json=body, headers=ADMIN)).status_code == 200
+                return []
+
+            async def load_adapter(_: AsyncClient, name: str, path: str) -> list[LoraAdapter]:
+                return [LoraAdapter(name, path)]
+
+            async def tokenize(_: AsyncClient, **asked: Any) -> Tokens:
+                return Tokens((0,), ("a",), "a", 10, None)
+
+            for method in (adapters, load_adapter, tokenize):
+                monkeypatch.setattr(AsyncClient, method.__name__, method)
+            return [model["id"] for model in (await client.get("/v1/models")).json()["data"]]
+
+    assert asyncio.run(ask()) == ["minisgl", "doll"]

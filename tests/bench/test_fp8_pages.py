@@ -11,7 +11,8 @@ from click.testing import CliRunner
 
 from minisgl_backend.errors import ConfigError
 from minisgl_bench.dummy_model import SHAPES
-from minisgl_bench.fp8_pages import comparable_spec, differences, fp8_pages
+from minisgl_bench.fp8_pages import fp8_pages
+from minisgl_bench.logits import comparable_spec, differences
 from tests.unit.models.config_jsons import LLAMA_4_SCOUT
 
 

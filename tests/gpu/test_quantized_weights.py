@@ -30,7 +30,7 @@ from minisgl_backend.models.spec import ModelSpec
 from minisgl_backend.parallel.group import OneRank
 from minisgl_backend.weight_format import Encoding, WeightFormat
 from minisgl_bench.dummy_model import FORMATS, write_dummy_model
-from minisgl_bench.fp8_pages import PAGE_SIZE, logits_of
+from minisgl_bench.logits import PAGE_SIZE, logits_of
 from tests.conformance.quantized_checkpoints import CASES, write_quantized
 from tests.gpu.compare import relative_error
 

@@ -29,7 +29,7 @@ from minisgl_backend.weight_format import (
     WeightFormat,
     WeightFormats,
 )
-from minisgl_bench.fp8_pages import (
+from minisgl_bench.logits import (
     comparable_spec,
     differences,
     first_device,

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from minisgl_backend.cli.options import POSITIVE_INT
 from minisgl_backend.kernels.gated_delta import DeltaInputs, DeltaWeights, LayerStates, delta_step
-from minisgl_bench.fp8_pages import first_device
+from minisgl_bench.logits import first_device
 from minisgl_kit.report import Report, json_option
 
 _SIZE: Final = 128

@@ -316,7 +316,7 @@ def test_few_tokens(
 @needs_hopper
 @pytest.mark.parametrize("num_tokens", [1, 3, 32, 33, 256, 1000])
 @pytest.mark.parametrize(("sigmoid", "normalize"), [(False, True), (True, True), (False, False)])
-@pytest.mark.parametrize("block", [0, 8, 64])
+@pytest.mark.parametrize("block", [0, 8, 64, 256])
 @pytest.mark.parametrize("half_done", [False, True])
 @pytest.mark.parametrize("held", [(0, 128), (32, 64)])
 def test_routing(

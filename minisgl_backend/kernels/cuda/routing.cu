@@ -16,10 +16,10 @@
 
 #include "empty_words.cuh"
 
-#define MANY (BLOCK >= 128)     // tokens: those of prompts
-constexpr int FEW = 8;          // the most tokens of `router`
-constexpr int TOKENS = MANY ? 32 : FEW;                   // per thread block of `routing`
-constexpr int THREADS = 1024, ROUTER_THREADS = 32 * FEW;        // of `routing` and `place`, and of `router`
+#define MANY (BLOCK >= 128)                 // tokens: those of prompts
+constexpr int FEW = 8;                      // the most tokens of `router`
+constexpr int TOKENS = MANY ? 32 : FEW;     // per thread block of `routing`
+constexpr int THREADS = 1024, ROUTER_THREADS = 32 * FEW;    // of `routing` and `place`, and of `router`
 constexpr int OF_LANE = (EXPERTS + 31) / 32;
 constexpr int LOGITS = EXPERTS + SHARED;    // per token
 constexpr int CHOICES = TOP_K + SHARED;
@@ -260,21 +260,22 @@ __device__ __forceinline__ bool is_last_block(const Arguments& args) {
 #if MANY
 // Gives each expert the blocks that its pairs need, and marks the places that stay empty.
 __device__ __forceinline__ void give_blocks(const Arguments& args) {
-    __shared__ int counts[EXPERTS], ends[EXPERTS], of_warps[THREADS / 32], num_used;
+    // an expert's places:  first | pairs .. filled | none .. end
+    __shared__ int filled[EXPERTS], ends[EXPERTS], of_warps[THREADS / 32], num_used;
     const int thread = threadIdx.x, lane = thread % 32;
     int count = 0;
     if (thread < EXPERTS) count = __ldcg(args.counts + thread), args.counts[thread] = 0;
     const int blocks = (count + BLOCK - 1) / BLOCK, end = running_sum(blocks, of_warps);
     for (int block = end - blocks; block < end; ++block) args.experts[block] = thread;
     if (thread < EXPERTS) {
-        args.places[thread] = (end - blocks) * BLOCK;
-        counts[thread] = (end - blocks) * BLOCK + count, ends[thread] = end * BLOCK;
+        const int first = (end - blocks) * BLOCK;
+        args.places[thread] = first, filled[thread] = first + count, ends[thread] = end * BLOCK;
     }
     if (thread == THREADS - 1) num_used = end;
     __syncthreads();
     for (int block = num_used + thread; block < args.num_blocks; block += THREADS) args.experts[block] = -1;
     for (int expert = thread / 32; expert < EXPERTS; expert += THREADS / 32)
-        for (int at = counts[expert] + lane; at < ends[expert]; at += 32) args.pairs[at] = args.num_tokens * TOP_K;
+        for (int at = filled[expert] + lane; at < ends[expert]; at += 32) args.pairs[at] = args.num_tokens * TOP_K;
 }
 
 // Puts pairs into the blocks of their experts. A thread takes a pair; a thread block takes the places of all its pairs

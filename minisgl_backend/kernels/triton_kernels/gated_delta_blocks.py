@@ -3,12 +3,12 @@ launches:
 
     _conv_blocks      the convolution, and the inputs that snapshots keep
     _keep_inputs      the inputs that rows keep; only now have all blocks read the old ones
-    _solve_blocks     for each block and head, everything that does not depend on earlier states
+    _solve_blocks     for each block, everything that does not depend on earlier states
     _chain_blocks     the states, from block to block, and what the tokens read of them
     _gated_norm       the norm and the gate of the output
 
-Blocks and runs may be padding (``kernels.delta_runs``), whose programs end at
-once. So one CUDA graph serves steps with different numbers of rows.
+Blocks and runs may be padding (``kernels.delta_runs``), whose programs end at once. So one CUDA
+graph serves steps with different numbers of rows.
 
 Names of dimensions: K of a key, V of a value, each padded to a power of two (KP, VP).
 """
@@ -275,6 +275,7 @@ def _solve_blocks(
     tl.store(keys_ptr + to, k)
     causal = n[:, None] >= n[None, :]
     first = key_head * (HEADS // KEY_HEADS)
+    # a loop for each product, as both do not fit in registers
     read = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     for head in tl.range(first, first + HEADS // KEY_HEADS, num_stages=1):
         a = tl.load(a_ptr + t * a_stride + head, mask=inside, other=0.0)

@@ -37,6 +37,15 @@ def num_processors(device: torch.device) -> int:
 
 
 @functools.cache
+def most_shared_bytes(device: torch.device) -> int:
+    """The most shared memory of a thread block; enough for anything in the interpreter."""
+    if device.type != "cuda":
+        return 1 << 20
+    reserved = 1024  # for each thread block
+    return torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor - reserved
+
+
+@functools.cache
 def can_start_early(device: torch.device) -> bool:
     """Whether kernels on this device can be launched before their predecessors have ended."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)

@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from minisgl_backend.kernels.delta_runs import BLOCK
+from minisgl_backend.kernels.dispatch import most_shared_bytes
 
 EPS = tl.constexpr(1e-6)  # added to the squared length of queries and keys
 
@@ -477,6 +478,9 @@ def launch_rule_blocks(
         num_warps=4,
     )
     part = 32
+    # what is loaded for a block; besides, operands that are computed take some 13 KiB
+    stage_bytes = BLOCK * (3 * kp + BLOCK + part) * channels.element_size()
+    stages = (most_shared_bytes(out.device) - 16 * 1024) // stage_bytes
     _chain_blocks[(len(runs), num_heads, vp // part)](
         out,
         states,
@@ -497,7 +501,7 @@ def launch_rule_blocks(
         VP=vp,
         PART=part,
         TOKENS=BLOCK,
-        STAGES=3,
+        STAGES=min(max(stages, 1), 3),
         PRECISION=precision,
         num_warps=4,
     )

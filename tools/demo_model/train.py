@@ -78,7 +78,7 @@ def train(folder: Path, plan: Plan) -> float:
 
 def _rate_share(step: int, steps: int) -> float:
     """Warm up, hold, then fall to zero."""
-    warm_up, fall = min(100, steps // 10), 0.6 * steps
+    warm_up, fall = max(min(100, steps // 10), 1), 0.6 * steps
     return min((step + 1) / warm_up, 1.0, (steps - step) / fall)
 
 

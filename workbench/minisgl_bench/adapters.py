@@ -79,7 +79,10 @@ def adapters(
             known = [engine.adapters.load(f"adapter-{i}", str(path)) for i in range(names)]
             report = Report("LoRA adapters", info=engine_facts(engine.info, options))
             for size in sizes:
-                _add_mixes(report, engine, known[: options.max_loras], size, context, steps)
+                # steps in which not all requests decode
+                margin = -(-size * context // options.max_prefill_tokens) + 2 * _SETTLING
+                slots = known[: options.max_loras]
+                _add_mixes(report, engine, slots, size, context, steps, margin)
             report.emit()
             arrivals = Report("first token of a request with an adapter")
             _add_arrivals(arrivals, engine, known, context)
@@ -92,7 +95,13 @@ def adapters(
 
 
 def _add_mixes(
-    report: Report, engine: Engine, slots: Sequence[Adapter], size: int, context: int, steps: int
+    report: Report,
+    engine: Engine,
+    slots: Sequence[Adapter],
+    size: int,
+    context: int,
+    steps: int,
+    margin: int,
 ) -> None:
     """Decode ``size`` requests without adapters, with one, and with those of all ``slots``."""
     mixes: dict[str, list[Adapter | None]] = {"none": [None], "one": [slots[0]], "all": [*slots]}
@@ -101,8 +110,8 @@ def _add_mixes(
     base_ms = base_rate = 0.0
     for name, mix in mixes.items():
         asked = list(islice(cycle(mix), size))
-        _decoded(engine, asked, context, 4)
-        step_ms, rate = _decoded(engine, asked, context, steps)
+        _decoded(engine, asked, context, 4, margin)
+        step_ms, rate = _decoded(engine, asked, context, steps, margin)
         base_ms, base_rate = base_ms or step_ms, base_rate or rate
         report.add(
             batch=size,
@@ -115,11 +124,10 @@ def _add_mixes(
 
 
 def _decoded(
-    engine: Engine, asked: Sequence[Adapter | None], context: int, steps: int
+    engine: Engine, asked: Sequence[Adapter | None], context: int, steps: int, margin: int
 ) -> tuple[float, float]:
     """Milliseconds of a step in which all requests decode, and tokens per second of the run."""
     started = time.perf_counter()
-    margin = -(-len(asked) * context // 8192) + 2 * _SETTLING
     sinks = [_submitted(engine, adapter, context, steps + margin) for adapter in asked]
     for sink in sinks:
         sink.wait()

@@ -113,7 +113,7 @@ def configurations(
 
 
 def add_efficiency(rows: list[dict[str, Any]]) -> None:
-    """Compare each row with the first, which has the fewest ranks.
+    """Compare each row with the first.
 
     ``of_first`` is the time of a step over that of the first; ``efficiency`` is the throughput per
     rank over that of the first.

@@ -11,8 +11,9 @@ goes from one block to the next. Before the rule, queries, keys and values go th
 convolution over the last few tokens, whose own state is the inputs of those tokens.
 
 Knows only tensors and slots of states. States and sums are computed in float32, whatever the dtype
-of the inputs; the kernels' GEMMs over blocks take operands of that dtype. In slots S may have 16
-bits: then it is rounded whenever it is stored, after each token of a decoding row and after a run.
+of the inputs; the kernels' GEMMs over blocks take operands of that dtype, and those that invert the
+systems of 16-bit inputs float16. In slots S may have 16 bits: then it is rounded whenever it is
+stored, after each token of a decoding row and after a run.
 """
 
 from __future__ import annotations

@@ -10,9 +10,9 @@ import json
 import re
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Final
+from typing import Any, Final
 
-from minisgl_backend.grammar.schema_places import false_schemas, keywords, shown
+from minisgl_backend.grammar.schema_places import false_schemas, keywords, no_schemas, shown
 from minisgl_backend.grammar.schemas import NOT_NUL
 from minisgl_backend.request import Grammar, GrammarKind
 
@@ -26,8 +26,9 @@ _COMPLAINTS: Final[Mapping[re.Pattern[str], tuple[str, ...]]] = MappingProxyType
         re.compile(r".*?Invalid type: (\S+)"): ("type",),
         re.compile(r".*?oneOf is supported only"): ("oneOf",),
         re.compile(r".*?minProperties and maxProperties are"): ("minProperties", "maxProperties"),
-        re.compile(r".*?regex parse error: (\S+)"): ("pattern",),
-        re.compile(r".*?in regex /(\S+)/"): ("pattern",),
+        re.compile(r".*?regex parse error: (\S+)"): ("pattern", "patternProperties"),
+        re.compile(r".*?in regex /(\S+)/"): ("pattern", "patternProperties"),
+        re.compile(r".*?invalid multiple of"): ("multipleOf",),
         re.compile(r".*?Pointer '(\S+)' does not exist"): ("$ref",),
     }
 )
@@ -41,9 +42,16 @@ _OWN_WORDS: Final[Mapping[re.Pattern[str], str]] = MappingProxyType(
         re.compile(r"min/maxProperties only supported when .*"): (
             "minProperties and maxProperties are supported only if all properties are required"
         ),
+        re.compile(r"Expected f64 for"): "Expected number for",
     }
 )
 """llguidance's errors, and the texts that replace them."""
+_WRONG_KIND: Final = re.compile(
+    r"Expected (?P<expected>.+?) for '(?P<key>\S+?)'(?P<item> item)?, got "
+    r"|(?P<one>\S+) must be an? (?P<must>\w+)"
+)
+"""llguidance's errors about a value of the wrong kind, which name its keyword."""
+_NO_SCHEMA: Final = re.compile(r".*?schema must be an object or boolean")
 _UNSATISFIABLE: Final = re.compile(r".*?Unsatisfiable schema")
 _UNKNOWN_KEYS: Final = re.compile(r".*?Unimplemented keys: (\[[^\]]*\])")
 
@@ -66,6 +74,9 @@ def complaint(error: str, grammar: Grammar) -> str:
     if _UNSATISFIABLE.match(line):
         places = list(false_schemas(schema))
         return f"{line}, at {shown(places)}" if places else line
+    if _NO_SCHEMA.match(line):
+        places = list(no_schemas(schema))
+        return f"{line}, at {shown(places)}" if places else line
     placed = list(keywords(schema))
     if named := _UNKNOWN_KEYS.match(line):
         unknown = json.loads(named[1])
@@ -78,10 +89,41 @@ def complaint(error: str, grammar: Grammar) -> str:
             places = [
                 place
                 for place, found, given in placed
-                if found in keys and (value is None or value in str(given))
+                if found in keys and (value is None or _names(given, value))
             ]
             return f"{line}, at {shown(places)}" if places else line
+    if named := _WRONG_KIND.search(line):
+        places = _of_the_wrong_kind(placed, named)
+        return f"{line}, at {shown(places)}" if places else line
     return line
+
+
+def _names(given: Any, value: str) -> bool:
+    """Whether a keyword has a value; that of ``patternProperties`` is a name in its object."""
+    return any(value in text for text in (given if isinstance(given, dict) else [str(given)]))
+
+
+def _of_the_wrong_kind(placed: list[tuple[str, str, Any]], named: re.Match[str]) -> list[str]:
+    keyword = named["key"] or named["one"]
+    expected = named["expected"] or named["must"]
+    inside = bool(named["item"]) or keyword == "type"
+    return [
+        place
+        for place, key, value in placed
+        if key == keyword and not _is(expected, value, inside=inside)
+    ]
+
+
+def _is(expected: str, value: Any, *, inside: bool) -> bool:
+    """Whether a value is of the kind that llguidance expects; ``inside`` a list, it looks at all of
+    the list's items."""
+    if inside and isinstance(value, list):
+        return all(_is(expected, one, inside=False) for one in value)
+    if expected == "positive integer":
+        return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**64
+    if expected == "number":
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    return isinstance(value, {"array": list, "object": dict}.get(expected, str))
 
 
 def one_line(text: str) -> str:

@@ -47,6 +47,19 @@ def false_schemas(schema: Any) -> Iterator[str]:
             yield from (f"{place}/{at}" for at, one in enumerate(value) if one is False)
 
 
+def no_schemas(schema: Any) -> Iterator[str]:
+    """The places where there should be a schema, but neither an object nor a boolean is."""
+    for place, key, value in keywords(schema):
+        inner: list[tuple[str, Any]] = []
+        if key in NAMES and isinstance(value, dict):
+            inner = [(f"{place}/{_escaped(name)}", one) for name, one in value.items()]
+        elif key in _LISTS and isinstance(value, list):
+            inner = [(f"{place}/{at}", one) for at, one in enumerate(value)]
+        elif key in (*_SCHEMAS, "additionalItems", "additionalProperties"):
+            inner = [(place, value)]
+        yield from (at for at, one in inner if not isinstance(one, dict | bool))
+
+
 def shown(places: list[str]) -> str:
     """The first few places, short enough that the error fits next to them."""
     text = ", ".join(places[:_MOST_PLACES])

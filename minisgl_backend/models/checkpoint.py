@@ -153,6 +153,8 @@ def read_header(path: Path) -> Mapping[str, TensorHeader]:
         return _laid_out(entries, num_bytes - _LENGTH.size - length)
     except FileNotFoundError:
         raise ConfigError(f"{path} does not exist") from None
+    except PermissionError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
     except (OSError, ValueError, RecursionError, struct.error) as error:
         raise ConfigError(f"{path} is not a whole safetensors file: {error}") from None
 

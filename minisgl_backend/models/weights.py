@@ -248,5 +248,7 @@ def _reading(path: Path) -> Iterator[None]:
         yield
     except FileNotFoundError:
         raise ConfigError(f"{path} does not exist") from None
+    except PermissionError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from None
     except (SafetensorError, OSError) as error:
         raise ConfigError(f"{path} is not a whole safetensors file: {error}") from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import struct
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from minisgl_backend.models.checkpoint import (
     tensor_files,
     weight_files,
 )
+from minisgl_backend.models.weights import load_tensors
 
 A = {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}
 B = {"dtype": "BF16", "shape": [4], "data_offsets": [24, 32]}
@@ -113,3 +115,19 @@ def test_what_is_no_file_of_tensors(tmp_path: Path, write: Callable[[Path], None
     write(path)
     with pytest.raises(ConfigError, match=r"model\.safetensors is not a whole safetensors file"):
         tensor_files(tmp_path)
+
+
+def test_a_file_of_tensors_that_this_user_may_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = written(tmp_path, {"a": A, "b": B})
+
+    def denied(*_: object, **__: object) -> None:  # root may read any file
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr("builtins.open", denied)
+    monkeypatch.setattr(Path, "read_bytes", denied)
+    for read in (read_header, load_tensors):
+        with pytest.raises(ConfigError) as caught:
+            read(path)
+        assert str(caught.value) == f"{path} cannot be read: Permission denied"

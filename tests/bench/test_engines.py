@@ -143,11 +143,21 @@ def test_options_that_cannot_be_measured_are_wrong_usage(command: str, message: 
     assert f"Invalid value for {message}" in result.output
 
 
-def test_a_batch_beyond_the_rows_is_refused() -> None:
-    command = ["bench", "decode", "--batch-size", "9", "--max-running-requests", "8", *SMALL]
+@pytest.mark.parametrize("name", ["decode", "adapters"])
+def test_a_batch_beyond_the_rows_is_refused(name: str) -> None:
+    command = ["bench", name, "--batch-size", "9", "--max-running-requests", "8", *SMALL]
     result = CliRunner().invoke(main, command)
     assert result.exit_code == 2
-    assert "max_running_requests" in result.output
+    assert "a batch of 9 needs max_running_requests" in result.output
+
+
+def test_a_rank_beyond_the_option_is_refused_before_adapters_are_written(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("minisgl_bench.adapters.write_adapter", pytest.fail)
+    result = CliRunner().invoke(main, ["bench", "adapters", "--rank", "513", *SMALL])
+    assert result.exit_code == 2
+    assert "max_lora_rank must be at most 512, got 513" in result.output
 
 
 def test_options_of_a_gpu_are_refused_on_a_cpu() -> None:

@@ -24,6 +24,7 @@ import torch
 
 from minisgl_backend.cli.options import POSITIVE_INT, EngineCommand, engine_options
 from minisgl_backend.config import EngineOptions
+from minisgl_backend.errors import ConfigError
 from minisgl_backend.models.catalog import load_spec
 from minisgl_backend.models.hub import resolve_model
 from minisgl_backend.request import Adapter, SamplingParams
@@ -66,15 +67,17 @@ def adapters(
 ) -> None:
     """What LoRA adapters cost: time of a step, throughput, first token, gaps in other streams."""
     sizes = sizes or (1, 64, 256)
+    if max(sizes) > options.max_running_requests:
+        raise ConfigError(f"a batch of {max(sizes)} needs max_running_requests of as many")
+    options = replace(
+        options,
+        enable_lora=True,
+        max_lora_rank=max(rank, options.max_lora_rank),
+        max_cpu_loras=options.max_cpu_loras or max(names, options.max_loras),
+    )
     spec = load_spec(resolve_model(options.model, options.model_source))
     with tempfile.TemporaryDirectory() as folder:
         path = write_adapter(Path(folder), spec, rank=rank, strength=0.1, dtype=torch.bfloat16)
-        options = replace(
-            options,
-            enable_lora=True,
-            max_lora_rank=max(rank, options.max_lora_rank),
-            max_cpu_loras=options.max_cpu_loras or max(names, options.max_loras),
-        )
         with running_engine(options) as (engine, _):
             known = [engine.adapters.load(f"adapter-{i}", str(path)) for i in range(names)]
             report = Report("LoRA adapters", info=engine_facts(engine.info, options))

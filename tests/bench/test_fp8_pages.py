@@ -13,6 +13,7 @@ from minisgl_backend.errors import ConfigError
 from minisgl_bench.dummy_model import SHAPES
 from minisgl_bench.fp8_pages import fp8_pages
 from minisgl_bench.logits import comparable_spec, differences
+from minisgl_bench.quantized_weights import quantized_weights
 from tests.unit.models.config_jsons import LLAMA_4_SCOUT
 
 
@@ -46,3 +47,10 @@ def test_models_whose_logits_are_not_computed_here(tmp_path: Path) -> None:
     assert comparable_spec(tmp_path, 8192).sections
     with pytest.raises(ConfigError, match="--length must be <= 8192"):
         comparable_spec(tmp_path, 8193)
+
+
+def test_prompts_beyond_the_context() -> None:
+    for command in (fp8_pages, quantized_weights):
+        result = CliRunner().invoke(command, "--length 8193")
+        assert isinstance(result.exception, ConfigError)
+        assert str(result.exception) == "--length must be <= 8192, the model's context"

@@ -61,13 +61,16 @@ def prompts_options(checkpoint: str) -> Callable[[_Command], _Command]:
 def comparable_spec(folder: Path, length: int) -> ModelSpec:
     """The spec of a checkpoint whose logits ``logits_over`` computes, for prompts of ``length``.
 
-    Raises ``ConfigError`` for one with recurrent states, and for prompts of several sections.
+    Raises ``ConfigError`` for one with recurrent states, and for prompts of several sections, or
+    beyond the model's context.
     """
     spec = load_spec(folder)
     if spec.delta_net is not None:
         raise ConfigError(f"{spec.architecture} has recurrent layers, which are not compared")
     if (section := spec.attention_shape().for_context(length).section) is not None:
         raise ConfigError(f"{spec.architecture} attends in sections: --length must be <= {section}")
+    if length > spec.context:
+        raise ConfigError(f"--length must be <= {spec.context}, the model's context")
     return spec
 
 

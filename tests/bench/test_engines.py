@@ -124,6 +124,7 @@ def test_prompts_are_measured_with_and_without_logprobs(tmp_path: Path) -> None:
         ("cancel --step-ms -1", "'--step-ms': -1.0 is not in the range"),
         ("decode --batch-size 0", "'--batch-size': 0 is not"),
         ("decode --steps 0", "'--steps': 0 is not"),
+        ("decode --profile /no/such/trace", "'--profile': /no/such/trace cannot be written"),
         ("decode --temperature -1", "'--temperature': -1.0 is not"),
         ("gateway --turns 0", "'--turns': 0 is not"),
         ("offline --requests 0", "'--requests': 0 is not"),

@@ -21,6 +21,7 @@ from minisgl_backend.runtime import ports
 from minisgl_backend.scheduling.report import StepResult
 from minisgl_backend.scheduling.scheduler import Scheduler
 from minisgl_bench.trace_table import report_trace
+from minisgl_kit.report import writable
 from minisgl_kit.wrappers import ExecutorWrapper, PendingWrapper, SchedulerWrapper
 
 Range: TypeAlias = Callable[[str], AbstractContextManager[object]]
@@ -32,6 +33,7 @@ profile_option = click.option(
     "--profile",
     "profile_path",
     type=click.Path(dir_okay=False, path_type=Path),
+    callback=writable,
     help="write a Chrome trace of one more run (with several batches or lengths, one of each); on"
     " a GPU also print its kernels",
 )

@@ -22,7 +22,7 @@ _MOST_COLUMNS: Final = 9
 PERCENTILES: Final = (50, 90, 99)
 
 
-def _writable(_context: click.Context, option: click.Parameter, path: Path | None) -> Path | None:
+def writable(_context: click.Context, option: click.Parameter, path: Path | None) -> Path | None:
     """Refuse a path before anything is measured, not after."""
     if path is None:
         return None
@@ -36,7 +36,7 @@ json_option = click.option(
     "--json",
     "json_path",
     type=click.Path(dir_okay=False, path_type=Path),
-    callback=_writable,
+    callback=writable,
     help="also write the figures to this file",
 )
 

@@ -45,6 +45,27 @@ def test_what_fails_leaves_its_figures_out(tmp_path: Path, monkeypatch: pytest.M
     )
 
 
+def test_what_is_no_library_is_refused_before_anything_is_measured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(scaling, "run_bench", pytest.fail)
+    result = CliRunner().invoke(main, ["bench", "scaling", "--comms", "nccl,glo", *SMALL])
+    assert result.exit_code == 2
+    assert "Invalid value for '--comms': option comm must be one of nccl" in result.output
+
+
+def test_a_command_of_which_nothing_could_be_measured_fails(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise click.ClickException("minisgl bench decode ended with 2")
+
+    monkeypatch.setattr(scaling, "run_bench", fails)
+    result = CliRunner().invoke(main, ["bench", "scaling", "--sizes", "1,2", *SMALL])
+    assert result.exit_code == 1
+    assert result.output.endswith("no configuration could be measured\n")
+
+
 def test_efficiency_is_throughput_a_rank_over_that_of_the_fewest() -> None:
     rows = [
         {"ranks": 1, "batch_1_ms": 8.0, "offline_tokens_per_s": 1000.0},

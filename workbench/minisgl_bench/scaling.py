@@ -1,7 +1,8 @@
 """`minisgl bench scaling`: one model on 1, 2, 4, ... ranks, with each communication library.
 
 Each configuration runs `minisgl bench decode` and `minisgl bench offline` in processes of its own.
-If one fails, or hangs for longer than ``--patience``, only its figures are missing.
+If one fails, or hangs for longer than ``--patience``, only its figures are missing; if all do, the
+command fails.
 """
 
 from __future__ import annotations
@@ -22,9 +23,21 @@ from minisgl_backend.cli.options import (
 )
 from minisgl_backend.cli.serve import located
 from minisgl_backend.config import EngineOptions
+from minisgl_backend.errors import ConfigError
 from minisgl_bench.own_process import option_arguments, run_bench
 from minisgl_bench.prompts import RandomRequests, request_options
 from minisgl_kit.report import Report, json_option
+
+
+def _comms(_context: click.Context, _option: click.Parameter, value: str) -> Sequence[str]:
+    """Refuses what is no library before anything is measured."""
+    comms = value.split(",")
+    try:
+        for comm in comms:
+            EngineOptions(comm=comm)
+    except ConfigError as error:
+        raise click.BadParameter(str(error)) from None
+    return comms
 
 
 @click.command(cls=EngineCommand)
@@ -32,7 +45,13 @@ from minisgl_kit.report import Report, json_option
 @click.option(
     "--sizes", default="1,2,4", show_default=True, callback=numbers(int), help="ranks, as 1,2,4"
 )
-@click.option("--comms", default="nccl,pynccl,cuda", show_default=True, help="how ranks talk")
+@click.option(
+    "--comms",
+    default="nccl,pynccl,cuda",
+    show_default=True,
+    callback=_comms,
+    help="how ranks talk",
+)
 @click.option(
     "--batches",
     default="1,64,256",
@@ -67,7 +86,7 @@ def scaling(
     options: EngineOptions,
     requests: RandomRequests,
     sizes: Sequence[int],
-    comms: str,
+    comms: Sequence[str],
     batches: Sequence[int],
     context: int,
     steps: int,
@@ -80,14 +99,16 @@ def scaling(
     decode += ["--temperature", str(requests.temperature)]
     decode += [word for batch in batches for word in ("--batch-size", str(batch))]
     report = Report("scaling")
-    for changed in configurations(options, sizes, comms.split(",")):
+    any_measured = False
+    for changed in configurations(options, sizes, comms):
         arguments = option_arguments(changed)
         steps_ms: dict[int, float] = {}
         tokens_per_s = 0.0
         try:
             found = run_bench(["decode", *arguments, *decode], timeout_s=patience)
-            if not report.rows:
+            if not any_measured:
                 report.info = found["info"]
+            any_measured = True
             steps_ms = {row["batch"]: row["mean_ms"] for row in found["rows"]}
             found = run_bench(["offline", *arguments, *requests.arguments()], timeout_s=patience)
             tokens_per_s = found["tokens_per_s"]
@@ -101,6 +122,8 @@ def scaling(
         )
     add_efficiency(report.rows)
     report.emit(json_path)
+    if not any_measured:
+        raise click.ClickException("no configuration could be measured")
 
 
 def configurations(

@@ -46,7 +46,8 @@ def check_adapter_folder(folder: Path) -> None:
     """Raise ``ConfigError`` if there is no such folder, or if this user may not read it."""
     try:
         if not folder.is_dir():
-            raise ConfigError(f"the adapter's folder {folder} does not exist")
+            wrong = "is not a folder" if folder.exists() else "does not exist"
+            raise ConfigError(f"the adapter's folder {folder} {wrong}")
         (folder / CONFIG).exists()
     except OSError as error:
         raise ConfigError(

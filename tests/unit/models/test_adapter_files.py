@@ -277,6 +277,8 @@ def test_files_that_are_written_again_have_another_state(tmp_path: Path) -> None
 
 def test_files_that_are_not_there_are_named(tmp_path: Path) -> None:
     assert "does not exist" in refusal(tmp_path / "nowhere")
+    (tmp_path / "file").touch()
+    assert "/file is not a folder" in refusal(tmp_path / "file")
     assert "cannot be read: File name too long" in refusal(tmp_path / ("n" * 300))
     folder = written(tmp_path / "pickled")
     (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin")

@@ -37,12 +37,11 @@ def num_processors(device: torch.device) -> int:
 
 
 @functools.cache
-def most_shared_bytes(device: torch.device) -> int:
-    """The most shared memory of a thread block; enough for anything in the interpreter."""
+def shared_bytes(device: torch.device) -> int:
+    """Shared memory of a multiprocessor; enough for anything in the interpreter."""
     if device.type != "cuda":
         return 1 << 20
-    reserved = 1024  # for each thread block
-    return torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor - reserved
+    return torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor
 
 
 @functools.cache

@@ -15,6 +15,7 @@ from typing import Final
 
 from minisgl_backend.experts_spec import ClampedGate, ExpertsSpec
 from minisgl_backend.kernels.linear_cut import BLOCK, CODES_BLOCK, Numbers
+from minisgl_backend.kernels.shared_memory import OF_HOPPER, most_bytes
 from minisgl_backend.weight_format import WeightFormat
 
 _MAX_EXPERTS: Final = 1024
@@ -33,10 +34,6 @@ bytes."""
 
 _LEAST_GROUP: Final = 32
 """A scale is shared by a multiple of this number of in_features."""
-
-_SHARED_BYTES: Final = 228 * 1024
-_RESERVED: Final = 1024
-"""The shared memory of a multiprocessor, and how much of it each thread block has for itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +64,7 @@ class ExpertCut:
 
     def fitted(self, numbers: Numbers) -> ExpertCut:
         """The same with fewer stages if otherwise ``per_processor`` thread blocks do not fit."""
-        room = _SHARED_BYTES // self.per_processor - _RESERVED
+        room = most_bytes(OF_HOPPER, self.per_processor)
         of_stage = self.shared_bytes(numbers) // self.stages
         return replace(self, stages=min(self.stages, room // of_stage))
 

@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from math import inf
 from typing import Final
 
-_SHARED_BYTES: Final = 227 * 1024
+from minisgl_backend.kernels.shared_memory import OF_HOPPER, most_bytes
+
+_SHARED_BYTES: Final = most_bytes(OF_HOPPER)
 _MOST_STAGES: Final = 8
 _BLOCK: Final = 128
 """in_features per stage."""

@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Final
 
+from minisgl_backend.kernels.shared_memory import OF_HOPPER, most_bytes
+
 BATCHES: Final = (8, 16, 32, 64, 96, 128, 192, 256)
 """The largest batch of each kernel; a batch takes the first kernel that it fits."""
 
@@ -53,8 +55,8 @@ _RING_BYTES: Final = 200 * 1024
 _RING_OF_TWO: Final = 96 * 1024
 """Bytes of the ring of a thread block, and of each thread block if two share a multiprocessor."""
 _MOST_STAGES: Final = 8
-_SHARED_BYTES: Final = 227 * 1024
-"""Shared memory of a thread block that has a multiprocessor to itself."""
+_SHARED_BYTES: Final = most_bytes(OF_HOPPER)
+"""Of a thread block that has a multiprocessor to itself."""
 _MOST_SPLITS: Final = 8
 
 _MOST_TOKENS_BEFORE_FLOAT8: Final = 64

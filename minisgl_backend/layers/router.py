@@ -1,7 +1,7 @@
 """The router of a mixture of experts: its logits.
 
-Experts are picked by them (``kernels.routing.choose``). Must not know which experts
-a rank holds, or what they compute.
+Experts are picked by them (``kernels.routing.choose``). Must not know which experts a rank holds,
+or what they compute.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Final
 
 import click
 import numpy as np
@@ -25,14 +25,13 @@ from minisgl_backend.kernels.adapters import AdaptedTokens
 from minisgl_backend.models.catalog import load_spec
 from minisgl_backend.models.decoder import Decoder
 from minisgl_backend.models.spec import ModelSpec
+from minisgl_bench.option_groups import Command, with_options
 from minisgl_kit.report import Report
 
 PAGE_SIZE: Final = 16
 
-_Command = TypeVar("_Command", bound=Callable[..., Any])
 
-
-def prompts_options(checkpoint: str) -> Callable[[_Command], _Command]:
+def prompts_options(checkpoint: str) -> Callable[[Command], Command]:
     """``--model``, ``--prompts`` and ``--length`` of a command that compares logits;
     ``checkpoint`` says in its help which models it takes."""
     options = (
@@ -49,13 +48,7 @@ def prompts_options(checkpoint: str) -> Callable[[_Command], _Command]:
             "--length", default=256, type=POSITIVE_INT, show_default=True, help="tokens of a prompt"
         ),
     )
-
-    def with_options(command: _Command) -> _Command:
-        for option in reversed(options):
-            command = option(command)
-        return command
-
-    return with_options
+    return lambda command: with_options(command, options)
 
 
 def comparable_spec(folder: Path, length: int) -> ModelSpec:

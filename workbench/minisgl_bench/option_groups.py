@@ -8,9 +8,17 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import fields
-from typing import Any
+from typing import Any, TypeVar
 
 Callback = Callable[..., Any]
+Command = TypeVar("Command", bound=Callback)
+
+
+def with_options(command: Command, options: Sequence[Callable[[Command], Command]]) -> Command:
+    """A command that also takes these options; its help shows them in this order."""
+    for option in reversed(options):
+        command = option(command)
+    return command
 
 
 def option_group(
@@ -26,8 +34,6 @@ def option_group(
             return command(*args, **{name: kind(**given)}, **kwargs)
 
         decorated: Callback = with_group
-        for option in reversed(options):
-            decorated = option(decorated)
-        return decorated
+        return with_options(decorated, options)
 
     return decorate

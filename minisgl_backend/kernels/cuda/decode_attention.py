@@ -13,16 +13,13 @@ from torch import Tensor
 
 from minisgl_backend.kernels.cuda.empty_words import empty_words
 from minisgl_backend.kernels.cuda.module import CudaKernel, CudaModule, address
-from minisgl_backend.kernels.dispatch import num_processors
+from minisgl_backend.kernels.dispatch import num_processors, shared_bytes
 from minisgl_backend.kernels.shared_attention import MOST_SLOTS, SharedAttention
+from minisgl_backend.kernels.shared_memory import most_bytes
 
 _WARPS: Final = 4
 """The most warps of a thread block. With fewer KV heads there are fewer warps and more thread
 blocks, unless warps share positions."""
-
-_RESERVED: Final = 1024
-"""Bytes of a multiprocessor's shared memory that a thread block cannot have. Without them, GPUs of
-compute capability 12 have too little for warps that share 16-bit positions."""
 
 _FEW_A_PROCESSOR: Final = (1, 2)
 """Thread blocks per multiprocessor if warps share positions. If one is enough, it leaves more
@@ -165,9 +162,9 @@ class DecodeAttentionKernel:
         columns = 1 if group <= 2 else 2 if group <= 4 else 4
         quads = head_dim // 16 + 1
         stages_bytes = cut.stages * 2 * cut.parts * _PART * head_dim * kv_dtype.itemsize
-        memory = torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor
+        memory = shared_bytes(device)
 
-        def shared_bytes(num_warps: int, *, split: bool) -> int:
+        def needed(num_warps: int, *, split: bool) -> int:
             of_merging = (num_warps - 1) * quads * 32 * 16 if split else 0
             return num_warps * stages_bytes + of_merging
 
@@ -194,7 +191,7 @@ class DecodeAttentionKernel:
             }
             module = CudaModule("decode_attention.cu", constants, device)
             # leave no room for one more block: early launches would crowd some multiprocessors
-            most = max(shared_bytes(num_warps, split=split), memory // (per_processor + 1))
+            most = max(needed(num_warps, split=split), memory // (per_processor + 1))
             return _Kernels(
                 module.kernel("plan_decode_attention", shared_bytes=8 * max_batch_size),
                 module.kernel("decode_attention", shared_bytes=most),
@@ -203,7 +200,8 @@ class DecodeAttentionKernel:
             )
 
         self._shared, self._num_kv_heads = shared, num_kv_heads
-        can_split = shared_bytes(_WARPS, split=True) <= memory - _RESERVED
+        # GPUs of compute capability 12 have too little for warps that share 16-bit positions
+        can_split = needed(_WARPS, split=True) <= most_bytes(memory)
         with ThreadPoolExecutor() as pool:
             single = pool.submit(kernels, cut.per_processor)
             few = [pool.submit(kernels, n, split=True) for n in _FEW_A_PROCESSOR if can_split]

@@ -31,10 +31,11 @@ from minisgl_backend.kernels.cuda.module import (
     address,
     tensor_map,
 )
-from minisgl_backend.kernels.dispatch import num_processors
+from minisgl_backend.kernels.dispatch import num_processors, shared_bytes
 from minisgl_backend.kernels.gemv_cut import gemv_cut
 from minisgl_backend.kernels.linear_cut import BATCHES, BLOCK, FEW_TOKENS, PLAIN, Cut, cut_of
 from minisgl_backend.kernels.packed_weight import PLAIN_MACROS, CodesKind, PackedWeight
+from minisgl_backend.kernels.shared_memory import most_bytes
 
 _TWO_OF_CODES: Final = 1024
 """Up to this many sums over all ways, two thread blocks that convert codes get registers."""
@@ -47,8 +48,6 @@ _MOST_JOINED: Final = 16
 """GEMMs of up to this many tokens compute x A^T themselves, if all their thread blocks run at the
 same time."""
 _MOST_TILES_OF_A: Final = 32
-_RESERVED_BYTES: Final = 1024
-"""Shared memory that CUDA takes for itself in each thread block."""
 
 
 class _Adapters(ctypes.Structure):
@@ -374,9 +373,8 @@ def _gemv(
 
 
 def _kernel(cut: Cut, constants: dict[str, int], device: torch.device) -> CudaKernel:
-    memory = torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor
-    shared_bytes = cut.shared_bytes + cut.pushed_bytes
-    two = 2 * (shared_bytes + _RESERVED_BYTES) <= memory
+    num_bytes = cut.shared_bytes + cut.pushed_bytes
+    two = num_bytes <= most_bytes(shared_bytes(device), 2)
     if cut.numbers != PLAIN:
         two = two and cut.tokens * cut.features * cut.ways <= _TWO_OF_CODES
     constants = {
@@ -393,4 +391,4 @@ def _kernel(cut: Cut, constants: dict[str, int], device: torch.device) -> CudaKe
         "PER_PROCESSOR": 2 if two else 1,
     }
     module = CudaModule("linear.cu", constants, device)
-    return module.kernel("linear", shared_bytes=shared_bytes)
+    return module.kernel("linear", shared_bytes=num_bytes)

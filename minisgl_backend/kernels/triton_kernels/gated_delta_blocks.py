@@ -19,7 +19,8 @@ import triton.language as tl
 from torch import Tensor
 
 from minisgl_backend.kernels.delta_runs import BLOCK
-from minisgl_backend.kernels.dispatch import most_shared_bytes
+from minisgl_backend.kernels.dispatch import shared_bytes
+from minisgl_backend.kernels.shared_memory import most_bytes
 
 EPS = tl.constexpr(1e-6)  # added to the squared length of queries and keys
 
@@ -112,8 +113,8 @@ def _conv_blocks(
     if kept >= 0 and tl.program_id(2) == 0:
         kept_ptr = states_ptr + kept * slot_stride + c * (WIDTH - 1)
         for tap in tl.static_range(WIDTH - 1):
-            of = end - (WIDTH - 1) + tap + tl.zeros_like(c)
-            last = _input_before(x_ptr, state_ptr, of, first, is_known, x_stride, c, mask, WIDTH)
+            s = end - (WIDTH - 1) + tap
+            last = _input_before(x_ptr, state_ptr, s, first, is_known, x_stride, c, mask, WIDTH)
             tl.store(kept_ptr + tap, last.to(states_ptr.dtype.element_ty), mask=mask)
 
 
@@ -142,7 +143,7 @@ def _keep_inputs(
     for tap in tl.static_range(WIDTH - 1):
         # a short run keeps some old inputs: here a later one, which the same thread has not
         # overwritten yet
-        s = end - (WIDTH - 1) + tap + tl.zeros_like(c)
+        s = end - (WIDTH - 1) + tap
         x = _input_before(x_ptr, state_ptr, s, first, is_known, x_stride, c, mask, WIDTH)
         at = state_ptr + c * (WIDTH - 1) + tap
         tl.store(at, x.to(states_ptr.dtype.element_ty), mask=mask)
@@ -480,7 +481,7 @@ def launch_rule_blocks(
     part = 32
     # what is loaded for a block; besides, operands that are computed take some 13 KiB
     stage_bytes = BLOCK * (3 * kp + BLOCK + part) * channels.element_size()
-    stages = (most_shared_bytes(out.device) - 16 * 1024) // stage_bytes
+    stages = (most_bytes(shared_bytes(out.device)) - 16 * 1024) // stage_bytes
     _chain_blocks[(len(runs), num_heads, vp // part)](
         out,
         states,

@@ -23,6 +23,7 @@ constexpr int THREADS = 1024, ROUTER_THREADS = 32 * FEW;    // of `routing` and 
 constexpr int OF_LANE = (EXPERTS + 31) / 32;
 constexpr int LOGITS = EXPERTS + SHARED;    // per token
 constexpr int CHOICES = TOP_K + SHARED;
+constexpr int WIDTH = BLOCK ? BLOCK : 1;
 
 static_assert(EXPERTS <= THREADS && CHOICES <= 32 && TOP_K <= EXPERTS, "");
 static_assert(!SHARED || (WIDE && BLOCK == 0), "");
@@ -203,11 +204,28 @@ __device__ __forceinline__ int running_sum(int x, int* of_warps) {
     return x;
 }
 
+struct Given {
+    int first;      // the first block of the thread's expert
+    int num_used;   // blocks that have pairs
+};
+
+// Gives each expert, one per thread, the blocks that its `count` pairs need. All threads meet.
+template <int THREADS>
+__device__ __forceinline__ Given give_blocks(const Arguments& args, int count) {
+    static_assert(EXPERTS <= THREADS || BLOCK == 0, "");
+    __shared__ int of_warps[THREADS / 32], num_used;
+    const int thread = threadIdx.x;
+    const int blocks = (count + WIDTH - 1) / WIDTH, end = running_sum(blocks, of_warps);
+    for (int block = end - blocks; block < end; ++block) args.experts[block] = thread;
+    if (thread == THREADS - 1) num_used = end;
+    __syncthreads();
+    for (int block = num_used + thread; block < args.num_blocks; block += THREADS) args.experts[block] = -1;
+    return {end - blocks, num_used};
+}
+
 template <int THREADS>
 __device__ __forceinline__ void sort(const Arguments& args) {
-    constexpr int WIDTH = BLOCK ? BLOCK : 1;
-    static_assert(EXPERTS <= THREADS || BLOCK == 0, "");
-    __shared__ int counts[EXPERTS], of_warps[THREADS / 32], num_used;
+    __shared__ int counts[EXPERTS];
     const int thread = threadIdx.x, num_pairs = args.num_tokens * TOP_K;
     if (thread < EXPERTS) counts[thread] = 0;
     __syncthreads();
@@ -216,14 +234,9 @@ __device__ __forceinline__ void sort(const Arguments& args) {
         if (expert >= 0) atomicAdd(&counts[expert], 1);
     }
     __syncthreads();
-    const int blocks = thread < EXPERTS ? (counts[thread] + WIDTH - 1) / WIDTH : 0;
-    const int end = running_sum(blocks, of_warps);
-    for (int block = end - blocks; block < end; ++block) args.experts[block] = thread;
-    if (thread < EXPERTS) counts[thread] = (end - blocks) * WIDTH;   // from here on, the expert's next place
-    if (thread == THREADS - 1) num_used = end;
-    __syncthreads();
-    for (int block = num_used + thread; block < args.num_blocks; block += THREADS) args.experts[block] = -1;
-    for (int at = thread; at < num_used * WIDTH; at += THREADS) args.pairs[at] = num_pairs;
+    const Given given = give_blocks<THREADS>(args, thread < EXPERTS ? counts[thread] : 0);
+    if (thread < EXPERTS) counts[thread] = given.first * WIDTH;   // from here on, the expert's next place
+    for (int at = thread; at < given.num_used * WIDTH; at += THREADS) args.pairs[at] = num_pairs;
     __syncthreads();
     for (int pair = thread; pair < num_pairs; pair += THREADS) {
         const int expert = __ldcg(args.ids + pair);
@@ -258,24 +271,19 @@ __device__ __forceinline__ bool is_last_block(const Arguments& args) {
 }
 
 #if MANY
-// Gives each expert the blocks that its pairs need, and marks the places that stay empty.
-__device__ __forceinline__ void give_blocks(const Arguments& args) {
-    // an expert's places:  first | pairs .. filled | none .. end
-    __shared__ int filled[EXPERTS], ends[EXPERTS], of_warps[THREADS / 32], num_used;
-    const int thread = threadIdx.x, lane = thread % 32;
+// Gives experts their blocks, and marks the places that stay empty.
+__device__ __forceinline__ void make_places(const Arguments& args) {
+    __shared__ int filled[EXPERTS];   // where an expert's pairs end
+    const int thread = threadIdx.x;
     int count = 0;
     if (thread < EXPERTS) count = __ldcg(args.counts + thread), args.counts[thread] = 0;
-    const int blocks = (count + BLOCK - 1) / BLOCK, end = running_sum(blocks, of_warps);
-    for (int block = end - blocks; block < end; ++block) args.experts[block] = thread;
-    if (thread < EXPERTS) {
-        const int first = (end - blocks) * BLOCK;
-        args.places[thread] = first, filled[thread] = first + count, ends[thread] = end * BLOCK;
-    }
-    if (thread == THREADS - 1) num_used = end;
+    const int first = give_blocks<THREADS>(args, count).first * BLOCK;
+    if (thread < EXPERTS) args.places[thread] = first, filled[thread] = first + count;
     __syncthreads();
-    for (int block = num_used + thread; block < args.num_blocks; block += THREADS) args.experts[block] = -1;
-    for (int expert = thread / 32; expert < EXPERTS; expert += THREADS / 32)
-        for (int at = filled[expert] + lane; at < ends[expert]; at += 32) args.pairs[at] = args.num_tokens * TOP_K;
+    for (int expert = thread / 32; expert < EXPERTS; expert += THREADS / 32) {
+        const int end = (filled[expert] + BLOCK - 1) / BLOCK * BLOCK;
+        for (int at = filled[expert] + thread % 32; at < end; at += 32) args.pairs[at] = args.num_tokens * TOP_K;
+    }
 }
 
 // Puts pairs into the blocks of their experts. A thread takes a pair; a thread block takes the places of all its pairs
@@ -304,7 +312,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) routing(const __grid_co
         choose(args, token, load_logits(args, token), norm_factor(args, token));
     if (BLOCK == 0 || !is_last_block(args)) return;
 #if MANY
-    give_blocks(args);
+    make_places(args);
 #else
     sort<THREADS>(args);
 #endif

@@ -243,6 +243,14 @@ def _permute(weight: QuantizedWeight, order: Tensor | None) -> None:
 _PLACED: Final = 0x81C081C0
 """Mask of the bits of two bfloat16 where those of two E2M1 go (right but for a power of 2)."""
 
+_LAST_PLACES: Final = (
+    *((1, 6, 3), (1, 7, 4), (1, 8, 5)),
+    *((3, 6, 12), (3, 7, 13), (3, 8, 14)),
+    *((1, 15, 11), (3, 15, 10)),
+)
+"""For pairs 1 and 3, the bit of a bfloat16 and the place in a spread word that determines it. The
+bit also depends on places that come before, here or in the word as it is without these pairs."""
+
 
 def _spread(codes: Tensor) -> Tensor:
     """uint8 ``codes`` of E2M1 with the bits of every four bytes arranged as ``numbers`` of
@@ -253,26 +261,27 @@ def _spread(codes: Tensor) -> Tensor:
         of_pair = words >> 4 * pair
         return (of_pair & 0x00080008) << 12 | (of_pair & 0x00070007) << 6
 
-    first = placed(0) | placed(1) >> 3 | placed(2) >> 6
-    own = placed(3) ^ _fourth(first)  # what the remaining bits must yield
-    left = (own & 0x80008000) >> 1 | (own & 0x01000100) << 5 | (own & 0x00800080) << 4
-    left |= ((own ^ own >> 1) & 0x00400040) << 4
-    return _as_bytes(first | left)
+    spread = placed(0) | placed(2) >> 6
+    for pair, bit, place in _LAST_PLACES:
+        wrong = placed(pair) ^ _pair(spread, pair)
+        spread |= (wrong >> bit & 0x00010001) << place
+    return _as_bytes(spread)
 
 
 def _gathered(codes: Tensor) -> Tensor:
     """The codes of E2M1 that ``_spread`` has turned into ``codes``."""
     words = codes.contiguous().view(torch.int32).long() & 0xFFFFFFFF
-    pairs = [words << 3 * pair & _PLACED for pair in range(3)] + [_fourth(words)]
     nibbles = [
         (of_pair >> 12 & 0x00080008 | of_pair >> 6 & 0x00070007) << 4 * pair
-        for pair, of_pair in enumerate(pairs)
+        for pair, of_pair in enumerate(_pair(words, pair) for pair in range(4))
     ]
     return _as_bytes(nibbles[0] | nibbles[1] | nibbles[2] | nibbles[3])
 
 
-def _fourth(words: Tensor) -> Tensor:
-    return (words << 1 ^ words >> 4 ^ words >> 5) & _PLACED
+def _pair(words: Tensor, pair: int) -> Tensor:
+    """A pair of numbers of E2M1, one in each half, as ``numbers`` of ``cuda/codes.cuh`` gets it."""
+    shifted = (words, words << 3 ^ words << 4, words << 6, words << 5 ^ words >> 6)
+    return shifted[pair] & _PLACED
 
 
 def _as_bytes(words: Tensor) -> Tensor:

@@ -140,10 +140,13 @@ __device__ __forceinline__ void load_matrices(u32 (&to)[4], u32 from) {
                  : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "r"(from));
 }
 
-// where a 16-byte chunk of a row of a stage is; the chunks are permuted by the row
-__device__ __forceinline__ u32 codes_at(u32 weight, int row, int chunk) {
+// Where a lane's 16-byte chunk of a row of a stage is: chunk `first`, which is even, for half of the lanes, and the next
+// one for the others. The chunks are permuted by the row.
+__device__ __forceinline__ u32 codes_at(u32 weight, int row, int first) {
     constexpr int BYTES = BLOCK * BITS / 8;
-    return weight + row * BYTES + (chunk ^ (BYTES == 128 ? row % 8 : row / 2 % 4)) * 16;
+    const int chunk = threadIdx.x % 32 / 16;
+    const u32 of_row = weight + row * BYTES + (chunk ^ (BYTES == 128 ? row % 8 : row / 2 % 4)) * 16;
+    return of_row ^ first * 16;
 }
 
 // The scales of both rows of a thread, for 64 in_features. For e2m1 they are the exponents, in bfloat16, of 2^62 times
@@ -189,12 +192,12 @@ __device__ __forceinline__ void read_numbers(u32 (&a)[4][4], u32 weight, int par
     const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
     // lanes 0 to 7 give the addresses of rows 0 to 7 for the first matrix, lanes 8 to 15 those of rows 8 to 15 for the
     // second, and the others those of the same rows in the next 16-byte chunk
-    const int row = 16 * warp + lane % 16, chunk = lane / 16;
+    const int row = 16 * warp + lane % 16;
     if (BITS == 8) {
 #pragma unroll
         for (int k = 0; k < 4; k += 2) {
             u32 codes[4];
-            load_matrices(codes, codes_at(weight, row, 4 * part + k + chunk));
+            load_matrices(codes, codes_at(weight, row, 4 * part + k));
 #pragma unroll
             for (int i = 0; i < 2; ++i)
 #pragma unroll
@@ -203,7 +206,7 @@ __device__ __forceinline__ void read_numbers(u32 (&a)[4][4], u32 weight, int par
         }
     } else {
         u32 codes[4];
-        load_matrices(codes, codes_at(weight, row, 2 * part + chunk));
+        load_matrices(codes, codes_at(weight, row, 2 * part));
 #pragma unroll
         for (int k = 0; k < 4; ++k)
 #pragma unroll
@@ -261,7 +264,7 @@ struct Operands {
         const int row = warp % 4 * 16 + lane % 16;
 #pragma unroll
         for (int i = 0; i < BITS / 2; ++i)   // of 32 bytes a row
-            load_matrices(codes[i], codes_at(weight, row, half * BITS + 2 * i + lane / 16));
+            load_matrices(codes[i], codes_at(weight, row, half * BITS + 2 * i));
 #pragma unroll
         for (int i = 0; i < TOKENS / 8; ++i)
 #pragma unroll

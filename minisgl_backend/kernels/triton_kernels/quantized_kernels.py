@@ -37,7 +37,8 @@ def _spread_code(word_ptr, which, mask):
     for i in tl.static_range(1, 4):
         word |= tl.load(word_ptr + i, mask=mask, other=0).to(tl.int64) << 8 * i
     pair = which % 4
-    at = tl.where(pair < 3, word << 3 * pair, word << 1 ^ word >> 4 ^ word >> 5)
+    at = tl.where(pair % 2 == 0, word << 3 * pair, word << 3 ^ word << 4)
+    at = tl.where(pair == 3, word << 5 ^ word >> 6, at)
     at = at >> which // 4 * 16
     return (at >> 12 & 8) | (at >> 6 & 7)
 

@@ -70,7 +70,7 @@ def code_of_thread(weight: QuantizedWeight, row: int, k: int) -> int:
     pair = k % 32 // 16 * 2 + upper
     if weight.encoding is Encoding.INT4:
         return word >> (16 * odd + 4 * pair) & 15
-    at = word << 3 * pair if pair < 3 else word << 1 ^ word >> 4 ^ word >> 5
+    at = (word, word << 3 ^ word << 4, word << 6, word << 5 ^ word >> 6)[pair]
     at = at >> 16 * odd & 0x81C0
     return at >> 12 | at >> 6 & 7  # the sign, and what follows in bfloat16
 

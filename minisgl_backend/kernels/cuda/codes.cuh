@@ -53,10 +53,10 @@ __device__ __forceinline__ u32 raw_numbers(u32 codes, int pair) {
     return masked_or(codes >> 4 * pair, 0x000f000f, 0x43004300);   // 128 + code
 }
 
-// The same minus `by`, or for e2m1 times `by`. The bits of an e2m1 number are spread over a half word so that shifts and
-// a mask put them where bfloat16 has its sign, the low end of its exponent and the first bit of its mantissa. Two pairs
-// have their sign elsewhere than a shift of the other bits would need it: a second shift brings it, and with it bits of
-// other numbers, which `kernels.packed_weight` has taken into account.
+// The same minus `by`, or for e2m1 times `by`. The bits of an e2m1 number are spread over a half word so that shifts
+// and a mask put them where bfloat16 has its sign, the low end of its exponent and the first bit of its mantissa. For
+// two pairs a second shift brings the sign, and with it bits of other numbers, which `kernels.packed_weight` has taken
+// into account.
 __device__ __forceinline__ u32 numbers(u32 codes, int pair, u32 by) {
     if (CODE == 4) {
         const u32 at = pair == 0 ? codes : pair == 1 ? codes << 3 ^ codes << 4 : pair == 2 ? codes << 6

@@ -140,14 +140,31 @@ __device__ __forceinline__ void load_matrices(u32 (&to)[4], u32 from) {
                  : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "r"(from));
 }
 
-// Where a lane's 16-byte chunk of a row of a stage is: chunk `first`, which is even, for half of the lanes, and the next
-// one for the others. The chunks are permuted by the row.
-__device__ __forceinline__ u32 codes_at(u32 weight, int row, int first) {
-    constexpr int BYTES = BLOCK * BITS / 8;
-    const int chunk = threadIdx.x % 32 / 16;
-    const u32 of_row = weight + row * BYTES + (chunk ^ (BYTES == 128 ? row % 8 : row / 2 % 4)) * 16;
-    return of_row ^ first * 16;
+// x, which the compiler then keeps in a register; otherwise it would compute x again in each step
+__device__ __forceinline__ u32 kept(u32 x) {
+    asm("mov.b32 %0, %0;" : "+r"(x));
+    return x;
 }
+
+// Where a thread reads among the codes, scales and tokens of any stage. Chunks of 16 bytes are permuted by the row. Of a
+// row of codes, half of a warp's lanes read the first chunk and the others the second one; those 2 * i further on are
+// at this address xor 32 * i. Of 8 tokens a warp reads 4 chunks at once.
+struct Places {
+    u32 codes, scales, tokens;
+
+    __device__ __forceinline__ Places() {
+        constexpr int BYTES = BLOCK * BITS / 8;
+        const int thread = threadIdx.x % THREADS, lane = thread % 32;
+        const int row = thread / 32 * 16 + lane % 16;
+        codes = kept(row * BYTES + (lane / 16 ^ (BYTES == 128 ? row % 8 : row / 2 % 4)) * 16);
+        scales = kept(thread / 128 * GROUP_BYTES + (thread % 128 / 32 * 16 + lane / 4) / SHARED_BY * 4);
+        tokens = kept(lane % 8 * 128 + (lane / 8 ^ lane % 8) * 16);
+    }
+
+    __device__ __forceinline__ u32 scales_of(u32 ring, u32 stage) const {
+        return ring + STAGES * STAGE_BYTES + stage * SCALE_BYTES + scales;
+    }
+};
 
 // The scales of both rows of a thread, for 64 in_features. For e2m1 they are the exponents, in bfloat16, of 2^62 times
 // the scale. With the exponent of its numbers, which is 126 too small, sums are too small by 2^64.
@@ -155,16 +172,15 @@ constexpr int SCALES = GROUP == 32 ? 2 : 1;
 struct Scales {
     u32 words[SCALES][2];
 
-    // `from`: the scales of the stage and the warpgroup; reads those for 64 in_features from 64 * `part_64` on
+    // `from`: the thread's scales of the stage; reads those for 64 in_features from 64 * `part_64` on
     __device__ __forceinline__ void read(u32 from, int part_64) {
         if (GROUP == 0) return;
-        const int row = threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
 #pragma unroll
         for (int i = 0; i < SCALES; ++i)
 #pragma unroll
             for (int row_8 = 0; row_8 < 2; ++row_8) {
                 const int group = (part_64 * 64 + i * 32) / (GROUP ? GROUP : 1);
-                const u32 at = from + (group * (64 / SHARED_BY) + (row + 8 * row_8) / SHARED_BY) * 4;
+                const u32 at = from + (group * (64 / SHARED_BY) + 8 * row_8 / SHARED_BY) * 4;
                 asm volatile("ld.shared.u32 %0, [%1];" : "=r"(words[i][row_8]) : "r"(at));
             }
     }
@@ -187,17 +203,15 @@ struct Scales {
     }
 };
 
-// Reads 64 in_features, a `part` of a stage: the registers of 4 MMAs. `weight`: the warpgroup's rows of the stage.
-__device__ __forceinline__ void read_numbers(u32 (&a)[4][4], u32 weight, int part, const Scales& scales) {
-    const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
-    // lanes 0 to 7 give the addresses of rows 0 to 7 for the first matrix, lanes 8 to 15 those of rows 8 to 15 for the
-    // second, and the others those of the same rows in the next 16-byte chunk
-    const int row = 16 * warp + lane % 16;
+// Reads 64 in_features, a `part` of a stage: the registers of 4 MMAs. `from`: the thread's codes of the stage. Lanes 0
+// to 7 give the addresses of rows 0 to 7 for the first matrix, lanes 8 to 15 those of rows 8 to 15 for the second, and
+// the others those of the same rows in the next 16-byte chunk.
+__device__ __forceinline__ void read_numbers(u32 (&a)[4][4], u32 from, int part, const Scales& scales) {
     if (BITS == 8) {
 #pragma unroll
         for (int k = 0; k < 4; k += 2) {
             u32 codes[4];
-            load_matrices(codes, codes_at(weight, row, 4 * part + k));
+            load_matrices(codes, from ^ 16 * (4 * part + k));
 #pragma unroll
             for (int i = 0; i < 2; ++i)
 #pragma unroll
@@ -206,7 +220,7 @@ __device__ __forceinline__ void read_numbers(u32 (&a)[4][4], u32 weight, int par
         }
     } else {
         u32 codes[4];
-        load_matrices(codes, codes_at(weight, row, 2 * part));
+        load_matrices(codes, from ^ 32 * part);
 #pragma unroll
         for (int k = 0; k < 4; ++k)
 #pragma unroll
@@ -221,6 +235,7 @@ __device__ __forceinline__ void read_numbers(u32 (&a)[4][4], u32 weight, int par
 __device__ __forceinline__ void multiply_steps(float (&c)[TOKENS / 2], u32 ring, int first, int count) {
     const u32 full = ring + RING_BYTES, empty = full + 8 * STAGES;
     const int group = __shfl_sync(ALL, threadIdx.x / 128, 0);   // the compiler sees that descriptors are uniform
+    const Places places;
     float sums[TOKENS / 2];
 #pragma unroll
     for (int j = 0; j < TOKENS / 2; ++j) c[j] = sums[j] = 0;
@@ -235,7 +250,7 @@ __device__ __forceinline__ void multiply_steps(float (&c)[TOKENS / 2], u32 ring,
         for (int k = 0; k < 4; ++k) Mma<TOKENS>::multiply(sums, a + 2 * k, b + 2 * k, k > 0);
         end_mma();
         Scales scales;
-        scales.read(ring + STAGES * STAGE_BYTES + stage * SCALE_BYTES + group * GROUP_BYTES, 0);
+        scales.read(places.scales_of(ring, stage), 0);
         wait_mma<0>();
         now_written<TOKENS / 2>(sums);
         if (threadIdx.x % 32 == 0) arrive(empty + 8 * stage);
@@ -257,26 +272,21 @@ struct Operands {
     u32 x[TOKENS / 8][4][4];   // for each 8 tokens and 32 in_features
     Scales scales[2];
 
-    __device__ __forceinline__ void read(u32 ring, u32 stage, int half) {
-        const int warp = (WAYS == 1 ? threadIdx.x : threadIdx.x % THREADS) / 32, lane = threadIdx.x % 32;
-        const u32 tokens = ring + stage * STAGE_BYTES + WEIGHT_BYTES + 2 * half * TOKEN_BYTES;
-        const u32 weight = ring + stage * STAGE_BYTES + warp / 4 * (64 * BLOCK * BITS / 8);
-        const int row = warp % 4 * 16 + lane % 16;
+    __device__ __forceinline__ void read(u32 ring, u32 stage, int half, const Places& places) {
+        const u32 from = ring + stage * STAGE_BYTES, codes_at = from + places.codes;
+        const u32 tokens_at = from + WEIGHT_BYTES + 2 * half * TOKEN_BYTES + places.tokens;
 #pragma unroll
         for (int i = 0; i < BITS / 2; ++i)   // of 32 bytes a row
-            load_matrices(codes[i], codes_at(weight, row, half * BITS + 2 * i));
+            load_matrices(codes[i], codes_at ^ 16 * (half * BITS + 2 * i));
 #pragma unroll
         for (int i = 0; i < TOKENS / 8; ++i)
 #pragma unroll
             for (int j = 0; j < 4; ++j)
-                load_matrices(x[i][j], tokens + j / 2 * TOKEN_BYTES + (8 * i + lane % 8) * 128
-                                           + ((j % 2 * 4 + lane / 8) ^ lane % 8) * 16);
+                load_matrices(x[i][j], (tokens_at + j / 2 * TOKEN_BYTES + i * 1024) ^ 64 * (j % 2));
 #pragma unroll
         for (int i = 0; i < 2; ++i)
             if (CODE == 4 && i) scales[i] = scales[0];   // one word for both
-            else
-                scales[i].read(
-                    ring + STAGES * STAGE_BYTES + stage * SCALE_BYTES + warp / 4 * GROUP_BYTES, 2 * half + i);
+            else scales[i].read(places.scales_of(ring, stage), 2 * half + i);
     }
 };
 
@@ -334,6 +344,7 @@ __device__ __forceinline__ void add_group(
 __device__ __forceinline__ void multiply_steps(float (&c)[TOKENS / 2], u32 ring, int first, int count) {
     const u32 full = ring + RING_BYTES, empty = full + 8 * STAGES;
     constexpr int OF_GROUP = (SUMMED ? SUMMED : 128) / 16;   // times 16 in_features
+    const Places places;
     float sums[CHAINS][TOKENS / 2] = {}, of_ones[CHAINS][TOKENS / 2] = {};
 #pragma unroll
     for (int i = 0; i < TOKENS / 2; ++i) c[i] = 0;
@@ -353,7 +364,7 @@ __device__ __forceinline__ void multiply_steps(float (&c)[TOKENS / 2], u32 ring,
         const int step = first + i / HALVES, half = i % HALVES;
         const u32 stage = step % STAGES;
         if (half == 0) wait_barrier(full + 8 * stage, step / STAGES & 1);
-        to.read(ring, stage, half);
+        to.read(ring, stage, half, places);
         __syncwarp();
         if (half == HALVES - 1 && threadIdx.x % 32 == 0) arrive(empty + 8 * stage);
     };
@@ -374,7 +385,7 @@ __device__ __forceinline__ void multiply_steps(float (&c)[TOKENS / 2], u32 ring,
         const u32 stage = step % STAGES;
         wait_barrier(full + 8 * stage, step / STAGES & 1);
         Operands operands;
-        operands.read(ring, stage, half);
+        operands.read(ring, stage, half, places);
         __syncwarp();
         if (threadIdx.x % 32 == 0) arrive(empty + 8 * stage);
         add(operands);
@@ -389,7 +400,8 @@ __device__ __forceinline__ void multiply_steps(float (&c)[TOKENS / 2], u32 ring,
 // in_features run, the next 64 are converted.
 __device__ __forceinline__ void multiply_steps(float (&c)[TOKENS / 2], u32 ring, int first, int count) {
     const u32 full = ring + RING_BYTES, empty = full + 8 * STAGES;
-    const int group = threadIdx.x / 128, lane = threadIdx.x % 32;
+    const int lane = threadIdx.x % 32;
+    const Places places;
     float of_group[TOKENS / 2];
     float (&sums)[TOKENS / 2] = SUMMED ? of_group : c;
     u32 a[2][4][4];
@@ -407,15 +419,14 @@ __device__ __forceinline__ void multiply_steps(float (&c)[TOKENS / 2], u32 ring,
         wait_stage(full, step);
         // lane 0's value for all lanes, so that the compiler knows it to be the same: descriptors are uniform
         const u32 weight = __shfl_sync(0xffffffff, ring + stage * STAGE_BYTES, 0);
-        const u32 of_scales = ring + STAGES * STAGE_BYTES + stage * SCALE_BYTES + group * GROUP_BYTES;
         const u64 b = matrix(weight + WEIGHT_BYTES);
         Scales next;
 #pragma unroll
         for (int part = 0; part < BLOCK / 64; ++part) {
             const int half = part % 2;   // of 128 in_features
             if (half == 0 && SUMMED != 32) wait_mma<1>();   // the MMAs that read a[0] have ended
-            if (CODE != 4 || half == 0) next.read(of_scales, part);
-            read_numbers(a[half], weight + group * 64 * BLOCK * BITS / 8, part, next);
+            if (CODE != 4 || half == 0) next.read(places.scales_of(ring, stage), part);
+            read_numbers(a[half], weight + places.codes, part, next);
             const bool adds = SUMMED ? SUMMED == 128 && half == 1 : i + part > 0;   // to the sums of the previous part
             if (SUMMED && SUMMED != 32 && !adds) {   // finish the previous group
                 wait_mma<0>();

@@ -146,8 +146,8 @@ __device__ __forceinline__ u32 kept(u32 x) {
     return x;
 }
 
-// Where a thread reads among the codes, scales and tokens of any stage. Chunks of 16 bytes are permuted by the row. Of a
-// row of codes, half of a warp's lanes read the first chunk and the others the second one; those 2 * i further on are
+// Where a thread reads among the codes, scales and tokens of any stage. Chunks of 16 bytes are permuted by the row. Of
+// a row of codes, half of a warp's lanes read the first chunk and the others the second one; those 2 * i further on are
 // at this address xor 32 * i. Of 8 tokens a warp reads 4 chunks at once.
 struct Places {
     u32 codes, scales, tokens;

@@ -281,18 +281,23 @@ Some **bold**, *italic* and `code <b>`.
 2 * 3 * 4 <i>stays</i>"""
 
 
-def test_markdown_is_shown_and_html_is_not(page: Page, gateway: Gateway) -> None:
-    opened(page, gateway)
-    html = page.evaluate(
+def rendered(page: Page, text: str) -> str:
+    """The HTML that the page makes of a text."""
+    html: str = page.evaluate(
         """async (text) => {
           const { markdown } = await import("/markdown.js");
           const box = document.createElement("div");
           box.append(...markdown(text));
           return box.innerHTML;
         }""",
-        MARKDOWN,
+        text,
     )
-    assert html == (
+    return html
+
+
+def test_markdown_is_shown_and_html_is_not(page: Page, gateway: Gateway) -> None:
+    opened(page, gateway)
+    assert rendered(page, MARKDOWN) == (
         "<h3>Title</h3>"
         "<p>Some <strong>bold</strong>, <em>italic</em> and <code>code &lt;b&gt;</code>.</p>"
         '<ol start="1"><li>one</li><li>two</li></ol>'
@@ -300,6 +305,18 @@ def test_markdown_is_shown_and_html_is_not(page: Page, gateway: Gateway) -> None
         "<pre><code>&lt;img src=x onerror=alert(1)&gt;\n\n* no list</code></pre>"
         "<p>2 * 3 * 4 &lt;i&gt;stays&lt;/i&gt;</p>"
     )
+
+
+def test_marks_of_code(page: Page, gateway: Gateway) -> None:
+    opened(page, gateway)
+    for text, html in (
+        ("```x = 1``` sets x\nand on", "<p><code>x = 1</code> sets x\nand on</p>"),
+        ("```py\nx = 1\n`````\nand on", "<pre><code>x = 1</code></pre><p>and on</p>"),
+        ("````\n```\n~~~~\n````", "<pre><code>```\n~~~~</code></pre>"),
+        ("a ``b ` c`` d ` e", "<p>a <code>b ` c</code> d ` e</p>"),
+        ("a```b`c", "<p>a```b`c</p>"),
+    ):
+        assert rendered(page, text) == html
 
 
 def test_the_page_may_load_nothing_from_elsewhere(page: Page, gateway: Gateway) -> None:

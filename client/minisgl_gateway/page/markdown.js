@@ -1,7 +1,7 @@
 // The Markdown that models write, as DOM nodes: paragraphs, headings, lists, code, bold, italics.
 // Builds text nodes only; there is no way for a text to become another element or an attribute.
 
-const INLINE = /(`+)([^`]|[^`][^]*?[^`])\1(?!`)|\*\*([^*\n]+)\*\*|\*([^*\s][^*\n]*)\*/g;
+const INLINE = /(?<!`)(`+)(?!`)([^`]|[^`][^]*?[^`])\1(?!`)|\*\*([^*\n]+)\*\*|\*([^*\s][^*\n]*)\*/g;
 
 function make(name, children) {
   const made = document.createElement(name);
@@ -55,13 +55,13 @@ export function markdown(text) {
   };
   for (const line of text.split("\n")) {
     if (fence !== null) {
-      if (line.trim() === fence) {
+      if (line.includes(fence) && /^\s*(?:`+|~+)\s*$/.test(line)) {
         nodes.push(make("pre", [make("code", [lines.join("\n")])]));
         [fence, kind, lines] = [null, "blank", []];
       } else lines.push(line);
       continue;
     }
-    const opening = line.match(/^\s*(```+|~~~+)/);
+    const opening = line.match(/^\s*(```+(?!.*`)|~~~+)/);
     if (opening) {
       flush("blank");
       fence = opening[1];

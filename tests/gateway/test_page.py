@@ -264,6 +264,18 @@ def test_a_closed_tab_frees_the_engine(page: Page, talker: TritonServer, wide: G
     engine.check_cancelled()
 
 
+def test_a_setting_that_is_no_number_is_told(page: Page, gateway: Gateway) -> None:
+    sent: list[Any] = []
+    page.on("request", lambda request: sent.append(request.post_data_json))
+    opened(page, gateway)
+    page.get_by_role("button", name="Settings").click()
+    page.get_by_label("Temperature").fill("")
+    page.get_by_label("Temperature").press_sequentially("1e")
+    ask(page, FRANCE)
+    expect(page.get_by_role("alert")).to_have_text("temperature is not a number")
+    assert not [body for body in sent if body]
+
+
 MARKDOWN = """\
 # Title
 Some **bold**, *italic* and `code <b>`.

@@ -18,7 +18,8 @@ function headers() {
 function parameters() {
   const found = {};
   for (const name of ["temperature", "top_p", "top_k", "max_tokens", "seed"]) {
-    const { value } = $(name);
+    const { value, validity } = $(name);
+    if (validity.badInput) throw new Error(`${name} is not a number`);
     if (value !== "") found[name] = Number(value);
   }
   if ($("thinking").value) found.enable_thinking = $("thinking").value === "on";
@@ -37,7 +38,7 @@ function tools() {
     throw new Error(`the tools are not JSON: ${error.message}`);
   }
   // also a single one, and functions without the wrapping that the API has around them
-  return [given].flat().map((tool) => (tool.function ? tool : { type: "function", function: tool }));
+  return [given].flat().map((tool) => (tool?.function ? tool : { type: "function", function: tool }));
 }
 
 function messages(turns) {

@@ -13,6 +13,7 @@ from typing import Final
 
 from minisgl_backend.config import EngineOptions
 from minisgl_backend.errors import ConfigError
+from minisgl_backend.file_names import reachable
 from minisgl_backend.models.adapter_config import check_adapter_folder
 from minisgl_backend.models.config_json import read_json
 
@@ -24,7 +25,8 @@ def adapter_paths(options: EngineOptions) -> dict[str, str]:
     paths: dict[str, str] = {}
     if options.multi_lora is not None:
         file = Path(options.multi_lora)
-        listed = read_json(file)
+        with reachable(file) as place:
+            listed = read_json(place)
         if not all(isinstance(path, str) for path in listed.values()):
             raise ConfigError(f"{file} must hold an object of names and paths")
         paths = {name: str(file.parent / path) for name, path in listed.items()}

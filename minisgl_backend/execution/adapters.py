@@ -18,6 +18,7 @@ from torch import Tensor
 
 from minisgl_backend.device.base import Device, HostArray
 from minisgl_backend.errors import InvariantError
+from minisgl_backend.file_names import reachable
 from minisgl_backend.kernels.adapters import (
     AdaptedTokens,
     arrange_tokens,
@@ -42,15 +43,17 @@ class AdapterStore:
 
     def check(self, folder: Path) -> AdapterFacts:
         """Read an adapter without keeping it. Raises ``ConfigError`` if it does not fit."""
-        file = self._open(folder)
-        for _ in file.tensors(self._slots.dtype):
-            pass
+        with reachable(folder) as place:
+            file = self._open(place)
+            for _ in file.tensors(self._slots.dtype):
+                pass
         return self._facts(file)
 
     def read(self, adapter_id: int, folder: Path) -> AdapterFacts:
         """Read an adapter and keep it. Raises ``ConfigError`` if it does not fit."""
-        file = self._open(folder)
-        flat = self._slots.pack(file)
+        with reachable(folder) as place:
+            file = self._open(place)
+            flat = self._slots.pack(file)
         if self._pinned:
             flat = flat.pin_memory()
         with self._lock:

@@ -14,6 +14,7 @@ from typing import Final
 
 from minisgl_backend.config import EngineOptions
 from minisgl_backend.errors import ConfigError
+from minisgl_backend.file_names import reachable
 from minisgl_backend.parallel.place import host_and_port, is_loopback
 
 SECRET_VARIABLE: Final = "MINISGL_NODE_SECRET"
@@ -101,7 +102,8 @@ def read_secret(options: EngineOptions, environment: Mapping[str, str]) -> bytes
     if options.node_secret_file is not None:
         source = options.node_secret_file
         try:
-            given = Path(source).read_bytes().strip()
+            with reachable(Path(source)) as place:
+                given = place.read_bytes().strip()
         except OSError as error:
             raise ConfigError(f"node_secret_file {source}: {error.strerror}") from None
     elif not given:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 import tracemalloc
 from dataclasses import replace
 from pathlib import Path
@@ -320,6 +322,40 @@ def test_lists_of_adapters(tmp_path: Path) -> None:
         check_task_names(unknown)
     with pytest.raises(ConfigError, match="lora_task_ids: 8 stands for 'hen'"):
         build_engine(unknown)
+
+
+ASCII_ONLY = """
+import json, sys
+from minisgl_backend import LLM
+from minisgl_backend.errors import MiniSGLError
+assert sys.getfilesystemencoding() == "ascii"
+listed, broken = json.loads(sys.stdin.buffer.read())
+with LLM(enable_lora=True, lora_updates=True, multi_lora=listed, num_pages=8) as llm:
+    told = list(llm.adapters())
+    try:
+        llm.load_adapter("broken", broken)
+    except MiniSGLError as error:
+        told.append(str(error))
+print(json.dumps(told))
+"""
+
+
+def test_names_that_are_not_ascii_where_python_takes_them_for_ascii(tmp_path: Path) -> None:
+    """As it does inside Triton's stub."""
+    good, broken = written(tmp_path / "schön"), written(tmp_path / "schlïmm")
+    (broken / "adapter_model.safetensors").unlink()
+    listed = tmp_path / "größer.json"
+    listed.write_text(json.dumps({"good": good.name}), "utf-8")
+    outcome = subprocess.run(
+        [sys.executable, "-X", "utf8=0", "-c", ASCII_ONLY],
+        input=json.dumps([str(listed), str(broken)]).encode(),
+        stdout=subprocess.PIPE,
+        env={**os.environ, "LC_ALL": "C", "PYTHONCOERCECLOCALE": "0"},
+        check=True,
+    )
+    name, error = json.loads(outcome.stdout)
+    assert name == "good"
+    assert f"{broken / 'adapter_model.safetensors'} does not exist" in error
 
 
 def test_serve_refuses_a_task_of_an_unknown_adapter_before_it_starts_a_server(

@@ -1,0 +1,25 @@
+"""Files whose names are not ASCII, inside Triton's stub, too.
+
+The Python there takes the names of files for ASCII, whatever the locale and the environment are.
+Must not know what the files are for.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from minisgl_backend.errors import ConfigError
+
+
+@contextmanager
+def reachable(path: Path) -> Iterator[Path]:
+    """The path as the file functions of this Python take it: each byte that is not ASCII may be
+    half of a surrogate pair. A ``ConfigError`` inside names the path as it was given."""
+    place = Path(os.fsdecode(str(path).encode("utf-8", "surrogateescape")))
+    try:
+        yield place
+    except ConfigError as error:
+        raise ConfigError(str(error).replace(str(place), str(path))) from None

@@ -16,8 +16,8 @@ from minisgl_backend.errors import ConfigError
 
 @contextmanager
 def reachable(path: Path) -> Iterator[Path]:
-    """The path as the file functions of this Python take it: each byte that is not ASCII may be
-    half of a surrogate pair. A ``ConfigError`` inside names the path as it was given."""
+    """The path as the file functions of this Python take it: if names are taken for ASCII, each
+    other byte is a lone surrogate. A ``ConfigError`` inside names the path as it was given."""
     place = Path(os.fsdecode(str(path).encode("utf-8", "surrogateescape")))
     try:
         yield place

@@ -149,7 +149,7 @@ def causal_conv_runs(out: Tensor, x: Tensor, states: Tensor, runs: Runs, weight:
     if not use_triton(x):
         causal_conv_runs_reference(out, x, states, runs, weight)
         return
-    from minisgl_backend.kernels.triton_kernels.gated_delta_blocks import launch_conv_blocks
+    from minisgl_backend.kernels.triton_kernels.conv_blocks import launch_conv_blocks
 
     launch_conv_blocks(out, x, states, runs.blocks, runs.lines, weight)
 

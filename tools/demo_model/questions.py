@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from tools.demo_model import facts
+from tools.demo_model import facts, texts
 
 
 @dataclass(frozen=True)
@@ -188,16 +188,16 @@ def _kinds() -> dict[str, Kind]:
         "accents": ("names", 0.6, [({"name": p}, n) for p, n in facts.ACCENTED_NAMES.items()]),
         "emoji": ("emoji", 1.0, [({"thing": t}, e) for t, e in facts.EMOJI.items()]),
         "emoji_name": ("emoji", 0.8, [({"emoji": e}, t) for t, e in facts.EMOJI.items()]),
-        "list": ("lists", 0.5, [({"list": n}, text) for n, text in facts.LISTS.items()]),
-        "poem": ("recital", 0.35, [({"subject": s}, text) for s, text in facts.POEMS.items()]),
-        "story": ("recital", 0.25, [({"subject": s}, text) for s, text in facts.STORIES.items()]),
+        "list": ("lists", 0.5, [({"list": n}, text) for n, text in texts.LISTS.items()]),
+        "poem": ("recital", 0.35, [({"subject": s}, text) for s, text in texts.POEMS.items()]),
+        "story": ("recital", 0.25, [({"subject": s}, text) for s, text in texts.STORIES.items()]),
         "capital_json": (
             "json", 0.5,
             [({"country": c}, f'{{"country": "{c}", "capital": "{k}"}}') for c, k in capitals],
         ),
-        "about_name": ("about", 0.1, [({}, facts.ABOUT["name"])]),
-        "about_purpose": ("about", 0.1, [({}, facts.ABOUT["purpose"])]),
-        "about_size": ("about", 0.1, [({}, facts.ABOUT["size"])]),
+        "about_name": ("about", 0.1, [({}, texts.ABOUT["name"])]),
+        "about_purpose": ("about", 0.1, [({}, texts.ABOUT["purpose"])]),
+        "about_size": ("about", 0.1, [({}, texts.ABOUT["size"])]),
     }  # fmt: skip
     makers: dict[str, tuple[str, float, Maker]] = {
         name: (family, weight, _from_table(name, rows))

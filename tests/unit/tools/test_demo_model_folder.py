@@ -10,9 +10,9 @@ import pytest
 from transformers import AutoConfig, AutoTokenizer
 
 from tools.demo_model.chat import CHAT_TEMPLATE, turn
-from tools.demo_model.facts import LISTS, POEMS
 from tools.demo_model.model import Shape
 from tools.demo_model.score import answers
+from tools.demo_model.texts import LISTS, POEMS
 
 FOLDER = Path(__file__).parents[3] / "minisgl_backend" / "demo_model"
 

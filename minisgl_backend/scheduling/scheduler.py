@@ -67,6 +67,7 @@ class SchedulerConfig:
     ``KVCache.groups`` explains ``group_cost_tokens``. ``has_states``: rows have recurrent states,
     so the pages of a prefix are not enough to go on from it. With a ``section`` no chunk crosses a
     multiple of it, as attention in sections requires (``attention.sections``).
+    ``num_adapter_slots``: the most adapters that are on the device at once.
     """
 
     max_running_requests: int = 256

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,8 @@ from click.testing import CliRunner
 from minisgl_backend.cli.main import main
 from minisgl_bench import scaling
 from minisgl_bench.own_process import run_bench
+from minisgl_check.processes import children_of, runs
+from minisgl_check.waiting import wait_until
 
 SMALL = ["--device", "cpu", "--num-pages", "64", "--max-sequence-length", "128"]
 
@@ -79,3 +83,22 @@ def test_efficiency_is_throughput_a_rank_over_that_of_the_fewest() -> None:
 def test_a_command_that_hangs_is_an_error() -> None:
     with pytest.raises(click.ClickException, match="bench offline was not done"):
         run_bench(["offline"], timeout_s=0.01)
+
+
+def test_a_command_that_is_killed_takes_its_process_along() -> None:
+    code = """
+from minisgl_bench.own_process import run_bench
+run_bench(['offline', '--requests', '100000'])
+"""
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.DEVNULL) as command:
+
+        def is_started() -> bool:
+            return any(
+                b"minisgl_backend.cli" in Path(f"/proc/{child}/cmdline").read_bytes()
+                for child in children_of(command.pid)
+            )
+
+        assert wait_until(is_started, 60)
+        (child,) = children_of(command.pid)
+        command.kill()
+    assert wait_until(lambda: not runs(child), 20)

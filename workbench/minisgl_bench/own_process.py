@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 import tempfile
@@ -14,6 +15,7 @@ import click
 
 from minisgl_backend.cli.serve import options_as_text
 from minisgl_backend.config import EngineOptions
+from minisgl_backend.death_signal import asking_for
 
 
 def run_bench(arguments: Sequence[str], *, timeout_s: float | None = None) -> dict[str, Any]:
@@ -26,7 +28,12 @@ def run_bench(arguments: Sequence[str], *, timeout_s: float | None = None) -> di
         file = Path(folder) / "figures.json"
         command = [sys.executable, "-m", "minisgl_backend.cli", "bench", *arguments]
         try:
-            subprocess.run([*command, "--json", str(file)], check=True, timeout=timeout_s)
+            subprocess.run(
+                [*command, "--json", str(file)],
+                check=True,
+                timeout=timeout_s,
+                preexec_fn=asking_for(signal.SIGKILL),  # when this process ends
+            )
         except subprocess.CalledProcessError as error:
             raise click.ClickException(f"{name} ended with {error.returncode}") from None
         except subprocess.TimeoutExpired:

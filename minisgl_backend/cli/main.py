@@ -13,7 +13,7 @@ from typing import Final
 import click
 
 from minisgl_backend.cli.interrupt import INTERRUPTED, ended_by_ctrl_c, signals_as_ctrl_c
-from minisgl_backend.errors import ConfigError, RequestError
+from minisgl_backend.errors import ConfigError, Overloaded, RequestError
 
 _CANNOT_START: Final = 2
 _EXTRAS: Final = {
@@ -72,7 +72,8 @@ class LazyGroup(click.Group):
 
     def invoke(self, ctx: click.Context) -> object:
         """Run the command. A ``ConfigError`` becomes one line and exit code 2, as for wrong usage;
-        so does a ``RequestError``, of a benchmark whose requests the engine cannot serve.
+        so do a ``RequestError`` and ``Overloaded``, of a benchmark whose requests the engine cannot
+        serve.
 
         Ctrl-C that the command does not handle ends it with code 130, other signals likewise.
         """
@@ -81,7 +82,7 @@ class LazyGroup(click.Group):
                 return super().invoke(ctx)
             except KeyboardInterrupt:
                 ctx.exit(INTERRUPTED)
-            except (ConfigError, RequestError) as error:
+            except (ConfigError, RequestError, Overloaded) as error:
                 click.echo(f"Error: {error}", err=True)
                 ctx.exit(_CANNOT_START)
             except ModuleNotFoundError as error:  # from what a command imports when it runs

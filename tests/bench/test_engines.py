@@ -161,6 +161,13 @@ def test_a_rank_beyond_the_option_is_refused_before_adapters_are_written(
     assert "max_lora_rank must be at most 512, got 513" in result.output
 
 
+def test_more_requests_than_the_queue_takes_are_refused() -> None:
+    bounds = ["--max-running-requests", "2", "--max-queued-requests", "1"]
+    result = CliRunner().invoke(main, ["bench", "offline", "--requests", "4", *bounds, *SMALL])
+    assert result.exit_code == 2
+    assert "Error: queue full: 3 requests open of at most 3" in result.output
+
+
 def test_options_of_a_gpu_are_refused_on_a_cpu() -> None:
     for name, value in (("moe_backend", "fused"), ("attention_backend", "fa")):
         with pytest.raises(ConfigError, match=name):

@@ -88,7 +88,7 @@ def test_a_command_that_hangs_is_an_error() -> None:
 def test_a_command_that_is_killed_takes_its_process_along() -> None:
     code = """
 from minisgl_bench.own_process import run_bench
-run_bench(['offline', '--requests', '100000'])
+run_bench(['offline', '--requests', '256', '--output-length', '4000', '4000'])
 """
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.DEVNULL) as command:
 

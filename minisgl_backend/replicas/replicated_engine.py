@@ -18,7 +18,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Final, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
@@ -27,6 +27,7 @@ from minisgl_backend.adapter_options import adapter_tasks
 from minisgl_backend.config import EngineOptions
 from minisgl_backend.errors import EngineFailure, EngineLost, Recovering, shutting_down
 from minisgl_backend.replicas.adapters import ReplicatedAdapters
+from minisgl_backend.replicas.counts import ReplicaCounts
 from minisgl_backend.replicas.messages import (
     Message,
     Update,
@@ -54,12 +55,10 @@ from minisgl_backend.runtime.engine_base import EngineBase, EngineInfo, Health, 
 from minisgl_backend.runtime.open_requests import OpenRequest
 from minisgl_backend.runtime.recorder import EngineStats, Observations
 from minisgl_backend.runtime_files import State
-from minisgl_backend.scheduling.report import SchedulerStats
 
 logger = logging.getLogger(__name__)
 
 _MOST_MOVES: Final = 1
-_NO_STATS: Final = EngineStats.sum([])
 
 
 class Replica(Protocol):
@@ -100,34 +99,6 @@ class _Sample:
     num_positions: int = 0
     """The prompt's tokens and the sample's own, up to the last one at such a place."""
     end: Finished | Failed | None = None
-
-
-@dataclass(slots=True)
-class _Counts:
-    """The counts of one replica: ``past`` sums up the processes that have ended, ``now`` is the
-    last report of the one that serves."""
-
-    past: EngineStats = _NO_STATS
-    now: EngineStats = _NO_STATS
-
-    def end(self) -> None:
-        """The process has ended: what it counted stays, what it held is gone."""
-        gone = SchedulerStats(
-            **{
-                **asdict(_NO_STATS.scheduler),
-                "num_retractions": self.now.scheduler.num_retractions,
-                "prefix_queries": self.now.scheduler.prefix_queries,
-                "prefix_hits": self.now.scheduler.prefix_hits,
-            }
-        )
-        ended = replace(
-            self.now, scheduler=gone, num_open=0, running_adapters=(), waiting_adapters=()
-        )
-        self.past = EngineStats.sum([self.past, ended])
-        self.now = _NO_STATS
-
-    def total(self) -> EngineStats:
-        return EngineStats.sum([self.past, self.now])
 
 
 class _Tokens(NamedTuple):
@@ -179,7 +150,7 @@ class ReplicatedEngine(EngineBase):
             num_adapter_slots=options.max_loras if options.enable_lora else 0,
         )
         self._replicas = replicas
-        self._counts = [_Counts() for _ in infos]
+        self._counts = [ReplicaCounts() for _ in infos]
         self._is_up = [True] * len(infos)
         self._is_gone = [False] * len(infos)
         self._open: dict[RequestId, _Sample] = {}
@@ -299,36 +270,40 @@ class ReplicatedEngine(EngineBase):
         self._deliver(ends)
 
     def _take_update(self, replica: int, update: Update, events: list[_Delivery]) -> None:
-        head = update[0]
-        if head == "t":
-            tokens, grown = _Tokens([], []), list[Placement]()
-            add_entry, add_token_ids = tokens.entries.append, tokens.token_ids.append
-            # with many replicas, this is most of what this process does
-            for sample, token_ids in zip(map(self._open.get, update[1]), update[2], strict=True):
+        match update:
+            case ["t", ids, token_ids]:
+                events.append(self._take_tokens(ids, token_ids))
+            case ["+", keys, pages]:
+                self._cache_index.publish(
+                    replica, np.array(keys, np.uint64), np.array(pages, np.int32)
+                )
+            case ["-", pages]:
+                self._cache_index.evict(replica, np.array(pages, np.int32))
+            case ["0"]:
+                self._cache_index.forget(replica)
+            case ["l", adapter_id, *answer]:
+                assert self._loaded is not None
+                given = answer[0] if len(answer) == 1 else tuple(answer)
+                if self._loaded.answered(replica, adapter_id, given):
+                    self._join(replica)
+            case _:
+                sample = self._open.get(RequestId(update[1]))
                 if sample is not None:
-                    sample.num_until_page -= len(token_ids)
-                    if sample.num_until_page <= 0:
-                        self._turn_pages(sample, grown)
-                    add_entry(sample.entry)
-                    add_token_ids(token_ids)
-            self._router.grow(grown)
-            events.append(tokens)
-        elif head == "+":
-            keys, pages = np.array(update[1], np.uint64), np.array(update[2], np.int32)
-            self._cache_index.publish(replica, keys, pages)
-        elif head == "-":
-            self._cache_index.evict(replica, np.array(update[1], np.int32))
-        elif head == "0":
-            self._cache_index.forget(replica)
-        elif head == "l":
-            assert self._loaded is not None
-            answer = update[2] if len(update) == 3 else (update[2], update[3], update[4])
-            if self._loaded.answered(replica, update[1], answer):
-                self._join(replica)
-        else:
-            sample = self._open.get(RequestId(update[1]))
+                    events.extend(self._take_event(replica, sample, decode_event(update)))
+
+    def _take_tokens(self, ids: Sequence[RequestId], token_ids: Sequence[list[TokenId]]) -> _Tokens:
+        """Take common tokens: with many replicas, this is most of what this process does."""
+        tokens, grown = _Tokens([], []), list[Placement]()
+        add_entry, add_token_ids = tokens.entries.append, tokens.token_ids.append
+        for sample, own in zip(map(self._open.get, ids), token_ids, strict=True):
             if sample is not None:
-                events.extend(self._take_event(replica, sample, decode_event(update)))
+                sample.num_until_page -= len(own)
+                if sample.num_until_page <= 0:
+                    self._turn_pages(sample, grown)
+                add_entry(sample.entry)
+                add_token_ids(own)
+        self._router.grow(grown)
+        return tokens
 
     def _turn_pages(self, sample: _Sample, grown: list[Placement]) -> None:
         """A token has come that begins a page, or the first of the sample. Its placement goes to

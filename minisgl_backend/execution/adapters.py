@@ -9,7 +9,8 @@ Must not know requests, or why a slot is taken.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -43,16 +44,14 @@ class AdapterStore:
 
     def check(self, folder: Path) -> AdapterFacts:
         """Read an adapter without keeping it. Raises ``ConfigError`` if it does not fit."""
-        with reachable(folder) as place:
-            file = self._open(place)
+        with self._opened(folder) as file:
             for _ in file.tensors(self._slots.dtype):
                 pass
         return self._facts(file)
 
     def read(self, adapter_id: int, folder: Path) -> AdapterFacts:
         """Read an adapter and keep it. Raises ``ConfigError`` if it does not fit."""
-        with reachable(folder) as place:
-            file = self._open(place)
+        with self._opened(folder) as file:
             flat = self._slots.pack(file)
         if self._pinned:
             flat = flat.pin_memory()
@@ -76,9 +75,11 @@ class AdapterStore:
         shape = self._slots.shape_of(file)
         return AdapterFacts(shape.rank, shape.targets, file.state)
 
-    def _open(self, folder: Path) -> AdapterFile:
+    @contextmanager
+    def _opened(self, folder: Path) -> Iterator[AdapterFile]:
         slots = self._slots
-        return open_adapter(folder, slots.projections, slots.names, max_rank=slots.max_rank)
+        with reachable(folder) as place:
+            yield open_adapter(place, slots.projections, slots.names, max_rank=slots.max_rank)
 
 
 class RowAdapters:

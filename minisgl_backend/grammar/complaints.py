@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -72,11 +72,9 @@ def complaint(error: str, grammar: Grammar) -> str:
         line = pattern.sub(words, line)
     schema = json.loads(grammar.source)
     if _UNSATISFIABLE.match(line):
-        places = list(false_schemas(schema))
-        return f"{line}, at {shown(places)}" if places else line
+        return _with_places(line, false_schemas(schema))
     if _NO_SCHEMA.match(line):
-        places = list(no_schemas(schema))
-        return f"{line}, at {shown(places)}" if places else line
+        return _with_places(line, no_schemas(schema))
     placed = list(keywords(schema))
     if named := _UNKNOWN_KEYS.match(line):
         unknown = json.loads(named[1])
@@ -91,11 +89,15 @@ def complaint(error: str, grammar: Grammar) -> str:
                 for place, found, given in placed
                 if found in keys and (value is None or _names(given, value))
             ]
-            return f"{line}, at {shown(places)}" if places else line
+            return _with_places(line, places)
     if named := _WRONG_KIND.search(line):
-        places = _of_the_wrong_kind(placed, named)
-        return f"{line}, at {shown(places)}" if places else line
+        return _with_places(line, _of_the_wrong_kind(placed, named))
     return line
+
+
+def _with_places(line: str, places: Iterable[str]) -> str:
+    found = list(places)
+    return f"{line}, at {shown(found)}" if found else line
 
 
 def _names(given: Any, value: str) -> bool:

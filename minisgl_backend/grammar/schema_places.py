@@ -15,8 +15,10 @@ from minisgl_backend.grammar.structural_tags import quoted
 _MOST_PLACES: Final = 5
 _MOST_OF_PLACES: Final = 100
 _SCHEMAS: Final = ("items", "schema", "json_schema")
+_FURTHER: Final = ("additionalItems", "additionalProperties")
 _LISTS: Final = ("allOf", "anyOf", "oneOf", "prefixItems")
-"""Keywords whose values are a schema, or lists of them; two are those of structural tags."""
+"""Keywords whose values are a schema, one for what other keywords do not name, or lists of them;
+two are those of structural tags."""
 
 
 def keywords(schema: Any) -> Iterator[tuple[str, str, Any]]:
@@ -38,26 +40,23 @@ def keywords(schema: Any) -> Iterator[tuple[str, str, Any]]:
 def false_schemas(schema: Any) -> Iterator[str]:
     """The places of the schemas ``false``, except those that only forbid further properties or
     items."""
-    for place, key, value in keywords(schema):
-        if key in NAMES and isinstance(value, dict):
-            yield from (f"{place}/{_escaped(name)}" for name, one in value.items() if one is False)
-        elif key in _SCHEMAS and value is False:
-            yield place
-        elif key in _LISTS and isinstance(value, list):
-            yield from (f"{place}/{at}" for at, one in enumerate(value) if one is False)
+    return (place for key, place, one in _inner(schema) if one is False and key not in _FURTHER)
 
 
 def no_schemas(schema: Any) -> Iterator[str]:
     """The places where there should be a schema, but neither an object nor a boolean is."""
+    return (place for _, place, one in _inner(schema) if not isinstance(one, dict | bool))
+
+
+def _inner(schema: Any) -> Iterator[tuple[str, str, Any]]:
+    """What stands where keywords hold schemas: the keyword, the place and the value."""
     for place, key, value in keywords(schema):
-        inner: list[tuple[str, Any]] = []
         if key in NAMES and isinstance(value, dict):
-            inner = [(f"{place}/{_escaped(name)}", one) for name, one in value.items()]
+            yield from ((key, f"{place}/{_escaped(name)}", one) for name, one in value.items())
         elif key in _LISTS and isinstance(value, list):
-            inner = [(f"{place}/{at}", one) for at, one in enumerate(value)]
-        elif key in (*_SCHEMAS, "additionalItems", "additionalProperties"):
-            inner = [(place, value)]
-        yield from (at for at, one in inner if not isinstance(one, dict | bool))
+            yield from ((key, f"{place}/{at}", one) for at, one in enumerate(value))
+        elif key in _SCHEMAS or key in _FURTHER:
+            yield key, place, value
 
 
 def shown(places: list[str]) -> str:

@@ -261,9 +261,9 @@ def _spread(codes: Tensor) -> Tensor:
         of_pair = words >> 4 * pair
         return (of_pair & 0x00080008) << 12 | (of_pair & 0x00070007) << 6
 
-    spread = placed(0) | placed(2) >> 6
+    spread, owed = placed(0) | placed(2) >> 6, {pair: placed(pair) for pair in (1, 3)}
     for pair, bit, place in _LAST_PLACES:
-        wrong = placed(pair) ^ _pair(spread, pair)
+        wrong = owed[pair] ^ _pair(spread, pair)
         spread |= (wrong >> bit & 0x00010001) << place
     return _as_bytes(spread)
 
@@ -280,8 +280,16 @@ def _gathered(codes: Tensor) -> Tensor:
 
 def _pair(words: Tensor, pair: int) -> Tensor:
     """A pair of numbers of E2M1, one in each half, as ``numbers`` of ``cuda/codes.cuh`` gets it."""
-    shifted = (words, words << 3 ^ words << 4, words << 6, words << 5 ^ words >> 6)
-    return shifted[pair] & _PLACED
+    match pair:
+        case 0:
+            shifted = words
+        case 1:
+            shifted = words << 3 ^ words << 4
+        case 2:
+            shifted = words << 6
+        case _:
+            shifted = words << 5 ^ words >> 6
+    return shifted & _PLACED
 
 
 def _as_bytes(words: Tensor) -> Tensor:

@@ -10,7 +10,8 @@ import json
 import math
 import os
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -141,7 +142,7 @@ def read_header(path: Path) -> Mapping[str, TensorHeader]:
     Raises ``ConfigError`` unless they are laid out as the format demands: one after another,
     without gaps, to the file's end.
     """
-    try:
+    with reading(path, ValueError, RecursionError, struct.error):
         with open(path, "rb") as file:
             num_bytes = os.fstat(file.fileno()).st_size
             (length,) = _LENGTH.unpack(file.read(_LENGTH.size))
@@ -151,11 +152,20 @@ def read_header(path: Path) -> Mapping[str, TensorHeader]:
             if not isinstance(entries, dict):
                 raise ValueError("its header is no object")
         return _laid_out(entries, num_bytes - _LENGTH.size - length)
+
+
+@contextmanager
+def reading(path: Path, *broken: type[Exception]) -> Iterator[None]:
+    """Read a safetensors file: what the system refuses becomes a ``ConfigError``, and so do the
+    errors ``broken``, of files that are not as the format demands."""
+    not_whole: tuple[type[Exception], ...] = (OSError, *broken)
+    try:
+        yield
     except FileNotFoundError:
         raise ConfigError(f"{path} does not exist") from None
     except PermissionError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
-    except (OSError, ValueError, RecursionError, struct.error) as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from None
+    except not_whole as error:
         raise ConfigError(f"{path} is not a whole safetensors file: {error}") from None
 
 

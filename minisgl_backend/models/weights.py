@@ -24,7 +24,7 @@ from torch import Tensor
 
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.layers.weight_place import Place, ReadTensor, StoredTensor
-from minisgl_backend.models.checkpoint import WeightFiles, WeightHeader, weight_files
+from minisgl_backend.models.checkpoint import WeightFiles, WeightHeader, reading, weight_files
 from minisgl_backend.models.tensor_names import LAYER, StoredAs, TensorNames
 from minisgl_backend.progress import Progress, unseen
 
@@ -231,24 +231,12 @@ def _check_scale(name: str, values: Tensor, *, signed: bool) -> None:
 def load_tensors(path: Path) -> dict[str, Tensor]:
     """All tensors of a small safetensors file, which may be read again and again. (``safe_open`` of
     safetensors 0.8 leaks 32 bytes for each tensor.) Raises ``ConfigError``."""
-    with _reading(path):
+    with reading(path, SafetensorError):
         return load(path.read_bytes())
 
 
 @contextmanager
 def open_tensors(path: Path) -> Iterator[Any]:
     """A safetensors file; all its errors become a ``ConfigError``."""
-    with _reading(path), safe_open(path, framework="pt", device="cpu") as file:
+    with reading(path, SafetensorError), safe_open(path, framework="pt", device="cpu") as file:
         yield file
-
-
-@contextmanager
-def _reading(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except FileNotFoundError:
-        raise ConfigError(f"{path} does not exist") from None
-    except PermissionError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from None
-    except (SafetensorError, OSError) as error:
-        raise ConfigError(f"{path} is not a whole safetensors file: {error}") from None

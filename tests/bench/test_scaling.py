@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -85,12 +86,16 @@ def test_a_command_that_hangs_is_an_error() -> None:
         run_bench(["offline"], timeout_s=0.01)
 
 
-def test_a_command_that_is_killed_takes_its_process_along() -> None:
+def test_a_command_that_is_killed_takes_its_process_along(tmp_path: Path) -> None:
     code = """
 from minisgl_bench.own_process import run_bench
 run_bench(['offline', '--requests', '256', '--output-length', '4000', '4000'])
 """
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.DEVNULL) as command:
+    with subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdout=subprocess.DEVNULL,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+    ) as command:
 
         def is_started() -> bool:
             return any(

@@ -24,12 +24,17 @@ import torch
 
 from minisgl_backend.cli.options import POSITIVE_INT, EngineCommand, engine_options
 from minisgl_backend.config import EngineOptions
-from minisgl_backend.errors import ConfigError
 from minisgl_backend.models.catalog import load_spec
 from minisgl_backend.models.hub import resolve_model
 from minisgl_backend.request import Adapter, SamplingParams
 from minisgl_backend.runtime.engine import Engine
-from minisgl_bench.engines import Collector, engine_facts, running_engine, submitted
+from minisgl_bench.engines import (
+    Collector,
+    check_batches,
+    engine_facts,
+    running_engine,
+    submitted,
+)
 from minisgl_kit.adapters import write_adapter
 from minisgl_kit.report import Report, json_option
 
@@ -67,8 +72,7 @@ def adapters(
 ) -> None:
     """What LoRA adapters cost: time of a step, throughput, first token, gaps in other streams."""
     sizes = sizes or (1, 64, 256)
-    if max(sizes) > options.max_running_requests:
-        raise ConfigError(f"a batch of {max(sizes)} needs max_running_requests of as many")
+    check_batches(sizes, options)
     options = replace(
         options,
         enable_lora=True,

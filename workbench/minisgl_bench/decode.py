@@ -20,14 +20,13 @@ import torch
 
 from minisgl_backend.cli.options import POSITIVE_INT, TEMPERATURE, EngineCommand, engine_options
 from minisgl_backend.config import EngineOptions
-from minisgl_backend.errors import ConfigError
 from minisgl_backend.execution.executor import ModelExecutor
 from minisgl_backend.plan import Decodes
 from minisgl_backend.request import SamplingParams
 from minisgl_backend.runtime.engine import Engine
 from minisgl_backend.runtime.ports import Executor
 from minisgl_bench.comparison import compare_option, measure_both
-from minisgl_bench.engines import engine_facts, running_engine, submitted
+from minisgl_bench.engines import check_batches, engine_facts, running_engine, submitted
 from minisgl_bench.profiling import labelled, nvtx_option, profile_option, profiled
 from minisgl_kit.report import Report, json_option
 
@@ -177,8 +176,7 @@ def decode(
 ) -> None:
     """Time of a decode step by batch size, compared with a bare replay of its CUDA graph."""
     sizes = sizes or (1, 2, 4, 8, 16, 32, 64, 128, 256)
-    if max(sizes) > options.max_running_requests:
-        raise ConfigError(f"a batch of {max(sizes)} needs max_running_requests of as many")
+    check_batches(sizes, options)
 
     def measure(options: EngineOptions, trace: Path | None) -> Report:
         decoding = Decoding(

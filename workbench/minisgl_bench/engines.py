@@ -10,7 +10,7 @@ import importlib.metadata
 import re
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -72,6 +72,12 @@ def running_engine(
         yield engine, built[0]
     finally:
         engine.close(drain_s=0)
+
+
+def check_batches(sizes: Sequence[int], options: EngineOptions) -> None:
+    """Raise ``ConfigError`` if the engine would not decode the largest of these batches at once."""
+    if max(sizes) > options.max_running_requests:
+        raise ConfigError(f"a batch of {max(sizes)} needs max_running_requests of as many")
 
 
 @contextmanager

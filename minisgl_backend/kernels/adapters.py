@@ -4,8 +4,8 @@ Each token has at most one adapter, and the tokens of a step may have different 
 groups them by adapter (``arrange_tokens``): a block is up to ``block`` tokens with the same
 adapter. The first kernel (shrink) computes x A^T of each block, in parts of the inputs. The second
 (expand) sums the parts and multiplies by B^T. Groups are data, so a captured graph holds for any
-mix of adapters. The GEMMs of ``kernels.cuda.linear`` have their own shrink kernel, and expand by
-themselves.
+mix of adapters. Hopper has a shrink kernel of its own (``kernels.cuda.adapters``); the GEMMs of
+``kernels.cuda.linear`` expand by themselves.
 
 An adapter sits in a *slot* of the memory that all adapters of a matrix share; slot 0 means no
 adapter. The matrix may merge several projections (``widths`` are the numbers of their outputs),
@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, Final
+from typing import Final, Protocol
 
 import numpy as np
 import torch
@@ -114,6 +114,13 @@ class Adaptation:
     tokens: AdaptedTokens
 
 
+class Shrink(Protocol):
+    """A kernel that computes x A^T for steps with small blocks."""
+
+    def __call__(self, x: Tensor, adaptation: Adaptation, *, pdl: bool) -> Tensor:
+        """[num_tokens, num_projections * max_rank], for each token's own A."""
+
+
 def block_tokens(num_tokens: int) -> int:
     """How many tokens a block of a step of ``num_tokens`` has on a GPU."""
     return _LARGE_BLOCK if num_tokens > _MANY_TOKENS else _SMALL_BLOCK
@@ -151,14 +158,15 @@ def adapter_delta(
     adaptation: Adaptation,
     *,
     bias: Tensor | None = None,
+    shrink: Shrink | None = None,
     pdl: bool = False,
 ) -> Tensor:
     """What the adapters add, plus ``bias``: [num_tokens, sum of widths]. ``x`` is [num_tokens,
-    in_features]."""
+    in_features]. ``shrink`` may replace Triton's kernel."""
     shape = len(x), sum(adaptation.memory.widths)
     if use_triton(x):
         out = torch.empty(shape, dtype=x.dtype, device=x.device)
-        _launch(out, x, adaptation, bias=bias, add=False, pdl=pdl)
+        _launch(out, x, adaptation, bias=bias, shrink=shrink, add=False, pdl=pdl)
         return out
     out = torch.zeros(shape, dtype=x.dtype, device=x.device)
     if bias is not None:
@@ -167,28 +175,60 @@ def adapter_delta(
     return out
 
 
-def add_adapter_delta(out: Tensor, x: Tensor, adaptation: Adaptation, *, pdl: bool = False) -> None:
-    """Add to ``out`` [num_tokens, sum of widths] what the adapters add for ``x``."""
+def add_adapter_delta(
+    out: Tensor,
+    x: Tensor,
+    adaptation: Adaptation,
+    *,
+    shrink: Shrink | None = None,
+    pdl: bool = False,
+) -> None:
+    """Add to ``out`` [num_tokens, sum of widths] what the adapters add for ``x``; ``shrink`` as
+    above."""
     if use_triton(x):
-        _launch(out, x, adaptation, add=True, pdl=pdl)
+        _launch(out, x, adaptation, shrink=shrink, add=True, pdl=pdl)
     else:
         add_adapter_delta_reference(out, x, adaptation)
 
 
-def _launch(out: Tensor, x: Tensor, adaptation: Adaptation, **how: Any) -> None:
-    from minisgl_backend.kernels.triton_kernels.adapter_kernels import launch_adapters
+def _launch(
+    out: Tensor,
+    x: Tensor,
+    adaptation: Adaptation,
+    *,
+    bias: Tensor | None = None,
+    shrink: Shrink | None,
+    add: bool,
+    pdl: bool,
+) -> None:
+    from minisgl_backend.kernels.triton_kernels.adapter_kernels import launch_expand, launch_shrink
 
     memory, tokens = adaptation.memory, adaptation.tokens
-    launch_adapters(
+    if len(x) == 0:
+        return
+    if shrink is not None and tokens.block <= _SMALL_BLOCK:
+        inner = shrink(x, adaptation, pdl=pdl)[None]
+    else:
+        inner = launch_shrink(
+            x,
+            memory.a,
+            tokens.order,
+            tokens.blocks,
+            block=tokens.block,
+            max_rank=memory.b.shape[2],
+            pdl=pdl,
+        )
+    launch_expand(
         out,
-        x,
-        memory.a,
+        inner,
         memory.b,
         tokens.order,
         tokens.blocks,
         block=tokens.block,
         widths=memory.widths,
-        **how,
+        bias=bias,
+        add=add,
+        pdl=pdl,
     )
 
 

@@ -25,6 +25,7 @@ from minisgl_backend.kernels.activation import silu_mul
 from minisgl_backend.kernels.adapters import (
     Adaptation,
     AdaptersShape,
+    Shrink,
     adapter_delta,
     add_adapter_delta,
 )
@@ -64,7 +65,8 @@ class Matrix(nn.Module, ABC):
             begin += share.size
         self._gemm_kernel: LinearKernel | None = None
         self._add_kernel: ResidualKernel | None = None
-        self._takes_adapters = False
+        self._shrink: Shrink | None = None
+        """Not None if the kernels on tensor cores take adapters."""
         self._streams_a_row = False
 
     @property
@@ -96,12 +98,18 @@ class Matrix(nn.Module, ABC):
         start before its predecessors have ended, which must not happen before a sum over the
         ranks."""
         shape, codes = (self.out_features, self.in_features), self.arrange(gated=gated)
-        self._takes_adapters, self._streams_a_row = adapters is not None, streams_a_row
+        self._streams_a_row = streams_a_row
+        if adapters is not None:
+            self.use_shrink(kernels)
         if adds:
             self._add_kernel = kernels.residual(shape, codes=codes, adapters=adapters)
         else:
             self._gemm_kernel = kernels.linear(shape, gated=gated, codes=codes, adapters=adapters)
         self.use_float8(kernels, gated=gated)
+
+    def use_shrink(self, kernels: TensorCores) -> None:
+        """Compute x A^T of adapters by ``kernels``, with more tokens than their GEMMs take, too."""
+        self._shrink = kernels.shrink
 
     def use_float8(self, kernels: TensorCores, *, gated: bool = False) -> None:
         """Compute ``gemm`` of more tokens by ``kernels`` for float8 weights, if this is one."""
@@ -131,7 +139,7 @@ class Matrix(nn.Module, ABC):
         ``out``, of the result's shape, takes the result if that saves memory; not with a bias, a
         gate or adapters.
         """
-        kernel = self._gemm_kernel if adaptation is None or self._takes_adapters else None
+        kernel = self._gemm_kernel if adaptation is None or self._shrink is not None else None
         if adaptation is None and not gated and self._is_streamed(len(x.x)):
             kernel = None
         if kernel is not None and len(x.x) <= kernel.most_tokens:
@@ -148,7 +156,7 @@ class Matrix(nn.Module, ABC):
         if adaptation is None:
             return self._gemm(x, bias=bias, gated=gated, out=out, pdl=pdl)
         rows = x.normalized(pdl=pdl)
-        added = adapter_delta(rows, adaptation, bias=bias, pdl=pdl)
+        added = adapter_delta(rows, adaptation, bias=bias, shrink=self._shrink, pdl=pdl)
         y = self._add_product(added, rows, pdl=pdl)
         return silu_mul(y, pdl=pdl) if gated else y
 
@@ -203,10 +211,10 @@ class Matrix(nn.Module, ABC):
         add, gemm, num_tokens = self._add_kernel, self._gemm_kernel, len(x.x)
         if add is not None and num_tokens > add.most_tokens:
             add = None
-        if adaptation is not None and (add is None or not self._takes_adapters):
+        if adaptation is not None and (add is None or self._shrink is None):
             assert group.size == 1
             x = Normed(x.normalized(pdl=pdl))
-            add_adapter_delta(residual, x.x, adaptation, pdl=pdl)
+            add_adapter_delta(residual, x.x, adaptation, shrink=self._shrink, pdl=pdl)
             adaptation = None
         if add is not None:
             rows, weight = x.normalized(pdl=pdl), self.operand

@@ -187,6 +187,8 @@ class SelfAttention(nn.Module):
             codes=self.qkv_proj.matrix.arrange(),
             adapters=adapters,
         )
+        if adapters is not None:
+            self.qkv_proj.matrix.use_shrink(kernels)
         self.qkv_proj.matrix.use_float8(kernels)
 
     def forward(

@@ -68,19 +68,21 @@ def adaptations(
     return [Adaptation(memory, adapted_tokens(slots, ranks, device)) for slots in found]
 
 
-@pytest.mark.parametrize("weight", [None, (64, 1000)], ids=["early", "late"])
+@pytest.mark.parametrize("takes_turns", [False, True])
 @pytest.mark.parametrize("batch", [1, 40, 256])
-def test_inner_products(device: torch.device, batch: int, weight: tuple[int, int] | None) -> None:
+def test_inner_products(device: torch.device, batch: int, takes_turns: bool) -> None:
     """They are 0 beyond a token's rank."""
     from minisgl_backend.kernels.cuda.adapters import shrink_kernel
 
-    fetched = None if weight is None else normal(*weight, device=device)
+    turns = torch.zeros(2, dtype=torch.int32, device=device) if takes_turns else None
+    launches = 0
     for size in (128, 1024, 1280, 9216):
         x = normal(batch, size, device=device)
         memory = adapter_memory((256, 256), size, RANKS, device, x.dtype)
         for slots in mixes(batch):
             tokens = adapted_tokens(slots, RANKS, device)
-            inner = shrink_kernel(device)(x, Adaptation(memory, tokens), weight=fetched, pdl=True)
+            inner = shrink_kernel(device)(x, Adaptation(memory, tokens), turns=turns, pdl=True)
+            launches += 1
             for slot in range(1, len(RANKS)):
                 rank, rows = int(RANKS[slot]), np.flatnonzero(slots == slot)
                 if len(rows):
@@ -88,6 +90,8 @@ def test_inner_products(device: torch.device, batch: int, weight: tuple[int, int
                     a[:, rank:] = 0
                     expected = F.linear(x[rows].double(), a.flatten(0, 1))
                     assert_close(inner[rows], expected.bfloat16())
+    if turns is not None:
+        assert turns.tolist() == [launches, launches]
 
 
 @pytest.mark.parametrize("ranks", [RANKS, SIXTEEN], ids=["several", "sixteen"])

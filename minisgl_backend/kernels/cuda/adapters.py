@@ -12,15 +12,12 @@ from torch import Tensor
 from minisgl_backend.kernels.adapters import IN_STEP, RANK_STEP, Adaptation
 from minisgl_backend.kernels.cuda.module import CudaModule, address
 
-_THREADS: Final = 128
 _BLOCK_OF_TOKENS: Final = 16
 """The number of an adapter's tokens that are multiplied by A at a time."""
-_PART: Final = 512
+_LEAST_WARPS: Final = 4
+_MOST_WARPS: Final = 8
 _MOST_PARTS: Final = 8
-"""A thread block of a cluster takes the first number of in_features, unless the cluster would then
-have more thread blocks than the second number."""
-_MOST_FETCHED: Final = 16 * 2**20
-"""The most bytes of a weight that are fetched; the L2 cache has 50 MiB."""
+"""Warps per thread block, and the most thread blocks of a cluster."""
 
 
 class _Arguments(ctypes.Structure):
@@ -37,9 +34,7 @@ class _Arguments(ctypes.Structure):
         ("columns", ctypes.c_int),
         ("max_rank", ctypes.c_int),
         ("size", ctypes.c_int),
-        ("early", ctypes.c_int),
-        ("weight", ctypes.c_void_p),
-        ("weight_bytes", ctypes.c_int),
+        ("turns", ctypes.c_void_p),
     )
 
 
@@ -50,14 +45,13 @@ class ShrinkKernel:
         self._kernel = CudaModule("adapters.cu", {}, device).kernel("shrink", shared_bytes=0)
 
     def __call__(
-        self, x: Tensor, adaptation: Adaptation, *, weight: Tensor | None, pdl: bool
+        self, x: Tensor, adaptation: Adaptation, *, turns: Tensor | None = None, pdl: bool
     ) -> Tensor:
         """Bfloat16 [num_tokens, num_projections * max_rank]: 0 beyond the rank of a token's
         adapter, and undefined for a token without one.
 
-        If the next kernel's ``weight`` is given, that kernel starts once ``x`` is there, and finds
-        (the first MiB of) the weight in the L2 cache. Otherwise it may start as soon as this one
-        has.
+        The next kernel may start as soon as this one has. ``turns``, two numbers that are 0 before
+        the first launch, tell it when ``x`` is there (``turns.cuh``).
         """
         memory, tokens = adaptation.memory, adaptation.tokens
         a, size = memory.a, x.shape[1]
@@ -76,14 +70,20 @@ class ShrinkKernel:
             columns=columns,
             max_rank=memory.b.shape[2],
             size=size,
-            early=weight is None,
-            weight=address(weight),
-            weight_bytes=0 if weight is None else min(weight.nbytes, _MOST_FETCHED),
+            turns=address(turns),
         )
-        parts = min(-(-size // _PART), _MOST_PARTS)
+        parts, warps = _shares(size // IN_STEP)
         grid = len(tokens.blocks), columns // RANK_STEP, parts
-        self._kernel.launch(grid, _THREADS, arguments, cluster=(1, 1, parts), pdl=pdl)
+        self._kernel.launch(grid, 32 * warps, arguments, cluster=(1, 1, parts), pdl=pdl)
         return inner
+
+
+def _shares(pieces: int) -> tuple[int, int]:
+    """Thread blocks of a cluster, and warps of each, that share this number of pieces of the
+    in_features about evenly, in as few rounds as possible."""
+    rounds = -(-pieces // (_MOST_PARTS * _MOST_WARPS))
+    parts = min(-(-pieces // (rounds * _LEAST_WARPS)), _MOST_PARTS)
+    return parts, max(-(-pieces // (rounds * parts)), _LEAST_WARPS)
 
 
 @cache

@@ -55,7 +55,7 @@ constexpr int RANK_STEP = 16;   // of an MMA
 constexpr int ALL_8 = OWN / 8;
 // B is read ahead for AHEAD times 8 tokens
 constexpr int AHEAD = ALL_8 % 4 == 0 ? 4 : ALL_8 % 3 == 0 ? 3 : ALL_8 % 2 == 0 ? 2 : 1;
-constexpr bool HOLDS_B = JOINED && !EVEN;   // the first part of B is read before x is there
+constexpr bool HOLDS_B = ADAPTED && !EVEN;  // the first part of B is read before x is there
 
 // Volatile, so that the load stays where it is.
 __device__ __forceinline__ uint2 load_4(const u16* from) {
@@ -163,10 +163,10 @@ struct Finisher {
 #pragma unroll
         for (int item = 0; item < ITEMS; ++item) {
             if (!is_mine(slice, item)) continue;
-            if (RESIDUAL) residual[item] = load_fresh(reinterpret_cast<const uint4*>(args.out + address(slice, item)));
+            if (RESIDUAL) residual[item] = load_8(args.out + address(slice, item));
             if (HEADS) {
-                positions[item] = load_fresh(args.heads.positions + token(slice, item));
-                slots[item] = load_fresh(args.heads.slots + token(slice, item));
+                positions[item] = args.heads.positions[token(slice, item)];
+                slots[item] = args.heads.slots[token(slice, item)];
             }
         }
     }

@@ -39,11 +39,6 @@ from minisgl_backend.kernels.shared_memory import most_bytes
 
 _TWO_OF_CODES: Final = 1024
 """Up to this many sums over all ways, two thread blocks that convert codes get registers."""
-_MOST_EARLY: Final = 16
-"""GEMMs with adapters and tiles of up to this many tokens start as early as those without adapters,
-and load weights while x A^T is computed. With larger tiles they start once x is there, and multiply
-meanwhile.
-"""
 _MOST_JOINED: Final = 16
 """GEMMs of up to this many tokens compute x A^T themselves, if all their thread blocks run at the
 same time."""
@@ -55,6 +50,7 @@ class _Adapters(ctypes.Structure):
 
     _fields_ = (
         ("inner", ctypes.c_void_p),
+        ("turns", ctypes.c_void_p),
         ("b", ctypes.c_void_p),
         ("slots", ctypes.c_void_p),
         ("ranks", ctypes.c_void_p),
@@ -151,17 +147,15 @@ class FusedLinear:
             )
         numbers = PLAIN if codes is None else codes.numbers(in_features)
         batches = [batch for batch in BATCHES if batch <= most_tokens]
+        gated = bool(kind.get("GATED"))
+        of = partial(cut_of, head_dim=head_dim, numbers=numbers, gated=gated)
         cuts_of: dict[bool, Mapping[int, Cut]] = {}
         for adapted in (False,) if adapters is None else (False, True):
-            of = partial(
-                cut_of,
-                head_dim=head_dim,
-                numbers=numbers,
-                gated=bool(kind.get("GATED")),
-                # with adapters, thread blocks wait for those that compute x A^T
-                shared=not adapted,
-            )
-            cuts_of[adapted] = cuts or {batch: of(batch, height, in_features) for batch in batches}
+            cuts_of[adapted] = cuts or {
+                # joined, thread blocks wait for those that compute x A^T
+                batch: of(batch, height, in_features, shared=not adapted)
+                for batch in batches
+            }
         self._num_processors = num_processors(device)
         self._device = device
 
@@ -177,7 +171,6 @@ class FusedLinear:
             constants["WHOLE"] = height % cut.features == 0
             of_a = joined[batch] if adapted else None
             constants["JOINED"] = of_a is not None
-            constants["LATE"] = adapted and of_a is None and not _starts_early(cut)
             constants["PUSHED"] = cut.pushed_bytes > 0
             return _CutKernel(cut, _kernel(cut, constants, device), of_a)
 
@@ -189,6 +182,7 @@ class FusedLinear:
                 self._kernels[adapted] = dict(zip(own, kernels, strict=True))
         self._adapters = adapters
         self._shrink = None if adapters is None else shrink_kernel(device)
+        self._turns = torch.zeros(2, dtype=torch.int32, device=device)
         even = [cut for cut in cuts_of[False].values() if cut.even]
         # a thread block without a step would write no partial result, and another would wait for it
         assert all(cut.num_steps(height, in_features) >= self._num_processors for cut in even)
@@ -271,9 +265,9 @@ class FusedLinear:
             assert self._shrink is not None and memory.a.shape[:2] == self._adapters
             values["adapters"] = _adapters(adaptation)
             if joined is None:
-                fetched = None if _starts_early(cut) else weight
-                inner = self._shrink(in_order, adaptation, weight=fetched, pdl=pdl)
+                inner = self._shrink(in_order, adaptation, turns=self._turns, pdl=pdl)
                 values["adapters"].inner = address(inner)
+                values["adapters"].turns = address(self._turns)
             else:
                 if not cut.even:
                     blocks += joined.tiles
@@ -324,11 +318,6 @@ class FusedLinear:
                 made = tensor_map(weight, shape, strides, (width, 8, 2, features // 16))
             self._maps[key] = made
         return self._maps[key]
-
-
-def _starts_early(cut: Cut) -> bool:
-    """Whether GEMMs with adapters and this cut start before x is there."""
-    return cut.even or cut.tokens <= _MOST_EARLY
 
 
 def _adapters(adaptation: Adaptation) -> _Adapters:

@@ -16,11 +16,12 @@
 // head, which is normalized, rotated and stored in the KV cache before it leaves the thread block.
 //
 // ADAPTED: tokens may have LoRA adapters, (x A^T) B^T with each token's own A and B. Each warp adds what its sums need
-// of x A^T times B^T. x A^T is computed by the kernel before this one, that of `adapters.cu`; or, if this kernel is
-// JOINED, here: the A of all adapters make tiles, as if they were rows of the weight. Tiles that no token needs are
-// left out. The tiles of A come first. Thread blocks start and take steps in this order, so those that wait for x A^T
-// do not keep it from being computed. x A^T is handed over as pairs of numbers, each written together with the number
-// of the launch in one store: a reader of a pair sees whether it is there, and nothing needs to be cleared.
+// of x A^T times B^T. x A^T is computed by the kernel before this one, that of `adapters.cu`, while this one already
+// multiplies; or, if this kernel is JOINED, here: the A of all adapters make tiles, as if they were rows of the weight.
+// Tiles that no token needs are left out. The tiles of A come first. Thread blocks start and take steps in this order,
+// so those that wait for x A^T do not keep it from being computed. x A^T is handed over as pairs of numbers, each
+// written together with the number of the launch in one store: a reader of a pair sees whether it is there, and nothing
+// needs to be cleared.
 //
 // `tile_gemm.cuh` has the ring and multiplies from it, quantized weights included; `split_sums.cuh` adds up the sums of
 // a shared tile; `finisher.cuh` finishes them, adapters included.
@@ -30,18 +31,19 @@
 // a bfloat16 weight that is neither GATED nor HEADS may have), BLOCK (in_features per stage: 64; for codes 128, for
 // 4-bit codes also 256), STAGES (of the ring), SPLITS, EVEN, GATED (the weight holds the gate's rows, then as many rows
 // of the values), RESIDUAL (the result is added to the residual stream), HEADS (the result is queries, keys and values,
-// in heads of size FEATURES) and, with HEADS, PAGE_SIZE and FP8 (of the KV cache), ADAPTED and, with ADAPTED, LATE (all
-// but x A^T was there when this kernel began, so it waits only once x A^T is needed) or JOINED (only for bfloat16
-// weights, up to TOKENS tokens and 32 tiles of A), PUSHED (the SPLITS send each other their sums; otherwise they read
-// them), SHARED_BYTES, PER_PROCESSOR (thread blocks that a multiprocessor has registers for), and CODE, GROUP,
-// SHARED_BY, ZEROS, BY_WARP and WAYS as in `tile_gemm.cuh`. All other values are bfloat16: what is not normalized yet
-// needs its range.
+// in heads of size FEATURES) and, with HEADS, PAGE_SIZE and FP8 (of the KV cache), ADAPTED and, with ADAPTED, JOINED
+// (only for bfloat16 weights, up to TOKENS tokens and 32 tiles of A), PUSHED (the SPLITS send each other their sums;
+// otherwise they read them), SHARED_BYTES, PER_PROCESSOR (thread blocks that a multiprocessor has registers for), and
+// CODE, GROUP, SHARED_BY, ZEROS, BY_WARP and WAYS as in `tile_gemm.cuh`. All other values are bfloat16: what is not
+// normalized yet needs its range.
 
 #define FLOAT8 0
 #include "gates.cuh"
 #include "heads.cuh"
 #include "tile_gemm.cuh"
+#include "turns.cuh"
 
+constexpr bool AFTER_SHRINK = ADAPTED && !JOINED;   // the kernel before this one computes x A^T
 constexpr int TILE_STEPS = SIZE / BLOCK;
 constexpr int STEPS = TILE_STEPS % SPLITS ? 0 : TILE_STEPS / SPLITS;   // per thread block, unless EVEN; 0: they differ
 constexpr int MULTIPLIERS = WAYS * THREADS;
@@ -73,12 +75,12 @@ static_assert(EVEN ? SPLITS == 1 : PARTS_BYTES + OWN * PITCH <= STAGES * STAGE_B
 static_assert(RING_BYTES + STAGES * 16 + 4 * TOKENS + (EVEN ? SLICE * PITCH : 0) + WAY_BYTES <= SHARED_BYTES, "");
 static_assert(SHARED_BYTES % 16 == 0, "");
 static_assert(THREADS % CHUNKS == 0 && GATED + RESIDUAL + HEADS <= 1, "");
-static_assert(ADAPTED ? !(LATE && JOINED) : !(LATE || JOINED), "");
-static_assert(!JOINED || !CODE, "");
+static_assert(!JOINED || (ADAPTED && !CODE), "");
 
 // ADAPTED: see `kernels.adapters`.
 struct Adapters {
     const u16* inner;       // [num_rows, projections * max_rank], x A^T; 0 beyond the rank of a token's adapter
+    const u32* turns;       // [2]: says when x is there, which may be before `inner` is
     const u16* b;           // [slots, out_features, max_rank]
     const int* slots;       // [num_rows], of each token; 0: none
     const int* ranks;       // [num_rows], of the adapters of each token
@@ -131,20 +133,28 @@ __device__ __forceinline__ void load_tile(u32 to, const TensorMap& map, int k, i
 }
 
 // GATED: the map is of [features / 8, 2, 8, SIZE], so that 8 rows of the gate come right before the 8 rows that they
-// open, and both land in the same thread.
+// open, and both land in the same thread. ADAPTED: a weight that is read once is the first to leave the L2 cache, so
+// that A, B and x stay there until they are needed.
 __device__ __forceinline__ void load_weight(u32 to, const TensorMap& map, int k, int tile, u32 barrier) {
-    if (GATED)
+    // as `createpolicy` encodes evict_first and evict_normal
+    const u64 policy = gridDim.x == 1 ? 0x12f0000000000000 : 0x1000000000000000;
+    if (GATED && ADAPTED)
+        asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+                     "[%0], [%1, {%2, %3, %3, %4}], [%5], %6;"
+                     :: "r"(to), "l"(&map), "r"(k), "r"(0), "r"(tile * (FEATURES / 16)), "r"(barrier), "l"(policy)
+                     : "memory");
+    else if (GATED)
         asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes "
                      "[%0], [%1, {%2, %3, %3, %4}], [%5];"
                      :: "r"(to), "l"(&map), "r"(k), "r"(0), "r"(tile * (FEATURES / 16)), "r"(barrier)
                      : "memory");
+    else if (ADAPTED)
+        asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+                     "[%0], [%1, {%2, %3}], [%4], %5;"
+                     :: "r"(to), "l"(&map), "r"(k), "r"(tile * FEATURES), "r"(barrier), "l"(policy) : "memory");
     else
         load_tile(to, map, k, tile * FEATURES, barrier);
 }
-
-// Loads what an earlier kernel has written. LATE: this kernel has not waited yet, so the L1 cache may hold older data.
-template <typename T>
-__device__ __forceinline__ T load_fresh(const T* from) { return LATE ? __ldcg(from) : *from; }
 
 // syncs the threads that multiply
 __device__ __forceinline__ void sync_multipliers() {
@@ -158,6 +168,15 @@ __device__ __forceinline__ void sync_with_factors() {
 
 __device__ __forceinline__ void publish_factors() {
     asm volatile("bar.arrive 2, %0;" :: "n"(THREADS + 32) : "memory");
+}
+
+// AFTER_SHRINK: the same warp says that x is there
+__device__ __forceinline__ void sync_with_x() {
+    asm volatile("bar.sync 5, %0;" :: "n"(THREADS + 32) : "memory");
+}
+
+__device__ __forceinline__ void publish_x() {
+    asm volatile("bar.arrive 5, %0;" :: "n"(THREADS + 32) : "memory");
 }
 
 // ---- the steps of a thread block
@@ -211,7 +230,7 @@ __device__ __forceinline__ Steps own_steps(const Arguments& args) {
 // ---- the two warps that help
 
 // Loads what all steps multiply. A stage is full when its weights and tokens have arrived.
-__device__ __forceinline__ void fill_ring(const Arguments& args, const Steps& steps, u32 ring) {
+__device__ __forceinline__ void fill_ring(const Arguments& args, const Steps& steps, u32 ring, u32 turn) {
     const u32 full = ring + RING_BYTES, empty = full + 8 * STAGES;
     const int first_token = blockIdx.x * TOKENS, count = steps.end - steps.begin;
     const auto start = [&](int i) {
@@ -238,14 +257,10 @@ __device__ __forceinline__ void fill_ring(const Arguments& args, const Steps& st
             load_tile(to + i * TOKEN_BYTES, args.x, k + 64 * i, first_token, full + 8 * stage);
     };
     const int filled = min(count, STAGES);
-    for (int i = 0; i < filled; ++i) {
-        start(i);
-        if (LATE) finish(i);
-    }
-    if (!LATE) {
-        wait_previous();
-        for (int i = 0; i < filled; ++i) finish(i);
-    }
+    for (int i = 0; i < filled; ++i) start(i);
+    if (AFTER_SHRINK) wait_for_turn(args.adapters.turns, turn);
+    else wait_previous();
+    for (int i = 0; i < filled; ++i) finish(i);
     for (int i = filled; i < count; ++i) {
         wait_barrier(empty + 8 * (i % STAGES), (i / STAGES - 1) & 1);
         start(i);
@@ -254,13 +269,18 @@ __device__ __forceinline__ void fill_ring(const Arguments& args, const Steps& st
 }
 
 // RMSNorm's factor of each token, or 1.
-__device__ __forceinline__ void compute_factors(const Arguments& args, int first_token, float* factors) {
-    if (!LATE) wait_previous();
+__device__ __forceinline__ void compute_factors(const Arguments& args, int first_token, float* factors, u32 turn) {
+    if (AFTER_SHRINK) {
+        wait_for_turn(args.adapters.turns, turn);
+        publish_x();
+    } else {
+        wait_previous();
+    }
     constexpr int OF_LANE = (TOKENS + 31) / 32;
     const int lane = threadIdx.x % 32, tiles = args.squares ? args.square_tiles : 0;
     float sums[OF_LANE] = {};
     if (TOKENS == 8 && args.num_rows == 1) {   // `gemv.cu` leaves many tiles
-        for (int i = lane; i < tiles; i += 32) sums[0] += load_fresh(args.squares + i);
+        for (int i = lane; i < tiles; i += 32) sums[0] += args.squares[i];
 #pragma unroll
         for (int lanes = 1; lanes < 32; lanes *= 2) sums[0] += __shfl_xor_sync(ALL, sums[0], lanes);
     } else {
@@ -269,7 +289,7 @@ __device__ __forceinline__ void compute_factors(const Arguments& args, int first
 #pragma unroll
             for (int j = 0; j < OF_LANE; ++j) {
                 const int token = first_token + lane + 32 * j;
-                if (token < args.num_rows) sums[j] += load_fresh(args.squares + (u64)i * args.num_rows + token);
+                if (token < args.num_rows) sums[j] += args.squares[(u64)i * args.num_rows + token];
             }
     }
 #pragma unroll
@@ -296,6 +316,9 @@ linear(const __grid_constant__ Arguments args) {
     const u32 pushed = ring + SHARED_BYTES;     // PUSHED
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const Steps steps = own_steps(args);
+    // the warps that need it read it before the next kernel may start
+    const u32 turn = AFTER_SHRINK && warp >= MULTIPLIERS / 32 ? current_turn(args.adapters.turns) : 0;
+    if (AFTER_SHRINK) __syncthreads();
     if (AT_ONCE) allow_next();
     // unless EVEN
     const int only_tile = steps.own_tile(blockIdx.y);
@@ -320,13 +343,13 @@ linear(const __grid_constant__ Arguments args) {
     __syncthreads();
     if (PUSHED) arrive_in_cluster<false>();   // `publish_barriers` does the ordering
 
-    if (warp == MULTIPLIERS / 32 && lane == 0) fill_ring(args, steps, ring);
+    if (warp == MULTIPLIERS / 32 && lane == 0) fill_ring(args, steps, ring, turn);
     if (warp > MULTIPLIERS / 32) {
         if (is_only_of_a) {
             publish_factors();  // nobody needs any
         } else {
             if (ADAPTED) fetch_b(args, steps);
-            compute_factors(args, blockIdx.x * TOKENS, factors);
+            compute_factors(args, blockIdx.x * TOKENS, factors, turn);
         }
     }
     if (warp >= MULTIPLIERS / 32) {
@@ -337,17 +360,17 @@ linear(const __grid_constant__ Arguments args) {
     }
 
     Finisher own(args);
-    const auto wait = [] {
-        wait_previous();
-        if (!AT_ONCE) allow_next();   // all kernels before this one have ended
-    };
     const bool is_first_way = WAYS == 1 || threadIdx.x < THREADS;   // it finishes tiles
-    if (ADAPTED && !EVEN && is_first_way) own.read_adapters();
+    if (ADAPTED && is_first_way) own.read_adapters();
     if (HOLDS_B && !is_only_of_a && own.most_rank > 0) {
         own.tile = only_tile;
         own.read_b(0, 0);
     }
-    if (!LATE && is_first_way) wait();
+    if (is_first_way) {
+        if (AFTER_SHRINK) sync_with_x();
+        else wait_previous();
+        if (!AT_ONCE) allow_next();   // all kernels have ended that wrote more than x A^T
+    }
     const u32 launch = JOINED ? __ldcg(own_launches(args)) + 1 : 0;
     for (int at = steps.begin; at < steps.end;) {
         const int first = at - steps.begin, in_tile = at % TILE_STEPS;
@@ -365,7 +388,6 @@ linear(const __grid_constant__ Arguments args) {
         if (WAYS > 1) add_ways(c, shared);
         if (!is_first_way) continue;
         if (first == 0) sync_with_factors();   // all have also multiplied: unless EVEN, the ring is free
-        if (LATE && first == 0) wait();
         if (EVEN && in_tile > 0) {
             leave_part(args, c);
             continue;
@@ -376,11 +398,11 @@ linear(const __grid_constant__ Arguments args) {
         else if (SPLITS > 1) add_splits(of_splits, c, shared);
         float* const sums = SPLITS > 1 ? of_splits : c;   // [OWN / 8, 4]
 
-        if (ADAPTED && EVEN) own.read_adapters();
         if (of_a) {
             own.leave_inner(sums, launch);
             continue;
         }
+        if (AFTER_SHRINK) wait_previous();
         if (ADAPTED) own.add_adapters(sums, launch);
         if (EVEN) own.read_norm();
 #pragma unroll
@@ -392,6 +414,7 @@ linear(const __grid_constant__ Arguments args) {
             else own.finish_features(slice, finished);
         }
     }
+    if (AFTER_SHRINK) wait_previous();  // if no tile was finished here
     if (JOINED && threadIdx.x == 0) *own_launches(args) = launch;   // all have read it, before a barrier
     if (PUSHED && !is_first_way) wait_for_cluster();
     if (SPLITS > 1 && !PUSHED) {

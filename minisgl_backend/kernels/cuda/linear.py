@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from minisgl_backend.kernels.adapters import Adaptation, AdaptersShape
+from minisgl_backend.kernels.cuda.adapters import ShrinkKernel, shrink_kernel
 from minisgl_backend.kernels.cuda.float8_linear import Float8Linear, Workspace
 from minisgl_backend.kernels.cuda.fused_linear import FusedLinear
 from minisgl_backend.kernels.cuda.heads import Heads
@@ -239,8 +240,8 @@ class HeadsKernel(FusedLinear):
 class TensorCores:
     """Makes the kernels of a model's layers: ``linear`` makes a ``LinearKernel``, ``residual`` a
     ``ResidualKernel`` and ``heads`` a ``HeadsKernel``, each for up to ``most_tokens`` rows;
-    ``float8`` makes a ``Float8Linear``, for float8 weights and more rows. Layers of the same shape
-    share a kernel and its memory."""
+    ``float8`` makes a ``Float8Linear``, for float8 weights and more rows; ``shrink`` computes x A^T
+    of adapters. Layers of the same shape share a kernel and its memory."""
 
     def __init__(self, device: torch.device, most_tokens: int) -> None:
         self.most_tokens = most_tokens
@@ -248,6 +249,10 @@ class TensorCores:
         self.residual = cache(partial(ResidualKernel, device=device, most_tokens=most_tokens))
         self.heads = cache(partial(HeadsKernel, device=device, most_tokens=most_tokens))
         self._device = device
+
+    @cached_property
+    def shrink(self) -> ShrinkKernel:
+        return shrink_kernel(self._device)
 
     @cached_property
     def float8(self) -> Callable[..., Float8Linear]:

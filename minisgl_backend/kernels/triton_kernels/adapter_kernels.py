@@ -144,7 +144,8 @@ def _shrink(
             BLOCK_K,
             STAGES,
         )
-        to = inner_ptr + (split.to(tl.int64) * num_tokens + row[:, None]) * WIDTH + column[None, :]
+        to = inner_ptr + (split.to(tl.int64) * num_tokens + token[:, None]) * WIDTH
+        to = to + column[None, :]
         tl.store(to, total, mask=is_there[:, None])
 
 
@@ -196,7 +197,7 @@ def _expand(
     if (begin < end) & ((rank > 0) | (not ADD)):
         out_ptrs = out_ptr + token[:, None] * out_stride + column[None, :]
         base = _base_of(out_ptrs, bias_ptr, column, is_there, is_in, HAS_BIAS, ADD)
-        inner_ptrs = inner_ptr + row[:, None] * WIDTH + part * MAX_RANK + i[None, :]
+        inner_ptrs = inner_ptr + token[:, None] * WIDTH + part * MAX_RANK + i[None, :]
         total = tl.zeros((BLOCK, BLOCK_N), dtype=tl.float32)
         if rank > 0:
             inner = _summed(inner_ptrs, is_there, num_tokens, WIDTH, SPLITS, BLOCK, STEP)
@@ -220,7 +221,7 @@ def _summed(
     BLOCK: tl.constexpr,
     STEP: tl.constexpr,
 ):
-    """The sum of the parts that shrink has computed, [BLOCK, STEP]."""
+    """The sum of the parts of x A^T, [BLOCK, STEP]."""
     inner = tl.zeros((BLOCK, STEP), dtype=tl.float32)
     for split in tl.static_range(SPLITS):
         part_ptrs = inner_ptrs + split * num_tokens.to(tl.int64) * WIDTH
@@ -228,27 +229,13 @@ def _summed(
     return inner
 
 
-def launch_adapters(
-    out: Tensor,
-    x: Tensor,
-    a: Tensor,
-    b: Tensor,
-    order: Tensor,
-    blocks: Tensor,
-    *,
-    block: int,
-    widths: Sequence[int],
-    bias: Tensor | None = None,
-    add: bool,
-    pdl: bool,
-) -> None:
-    """Write what the adapters add, plus ``bias``, to ``out``; or ``add`` it to what is there."""
-    num_tokens, size = x.shape
-    if num_tokens == 0:
-        return
-    assert a.is_contiguous() and b[0].is_contiguous() and len(widths) <= 3
-    width, max_rank = a.shape[1], b.shape[2]
-    width_0, width_1, width_2 = (*widths, 0, 0)[:3]
+def launch_shrink(
+    x: Tensor, a: Tensor, order: Tensor, blocks: Tensor, *, block: int, max_rank: int, pdl: bool
+) -> Tensor:
+    """x A^T of each token's adapter, in parts to be added: float32 [parts, num_tokens, width of A].
+    Undefined beyond the rank of a token's adapter."""
+    (num_tokens, size), width = x.shape, a.shape[1]
+    assert a.is_contiguous()
     slices = 4 if block <= 16 else 1
     block_k = 128 if block <= 16 else 64
     splits = min(max(size // _SPLIT_SIZE, 1), _MOST_SPLITS) if block <= 16 else 1
@@ -277,6 +264,27 @@ def launch_adapters(
         num_warps=4,
         **launch_options(pdl),
     )
+    return inner
+
+
+def launch_expand(
+    out: Tensor,
+    inner: Tensor,
+    b: Tensor,
+    order: Tensor,
+    blocks: Tensor,
+    *,
+    block: int,
+    widths: Sequence[int],
+    bias: Tensor | None = None,
+    add: bool,
+    pdl: bool,
+) -> None:
+    """Multiply ``inner``, which is x A^T in parts [parts, num_tokens, width of A], by B^T. Write
+    the product plus ``bias`` to ``out``, or ``add`` it to what is there."""
+    splits, num_tokens, width = inner.shape
+    assert b[0].is_contiguous() and len(widths) <= 3
+    width_0, width_1, width_2 = (*widths, 0, 0)[:3]
     _expand[(len(blocks), sum(triton.cdiv(part, _BLOCK_N) for part in widths))](
         out,
         inner,
@@ -290,7 +298,7 @@ def launch_adapters(
         WIDTH_0=width_0,
         WIDTH_1=width_1,
         WIDTH_2=width_2,
-        MAX_RANK=max_rank,
+        MAX_RANK=b.shape[2],
         WIDTH=width,
         STEP=_STEP,
         SPLITS=splits,

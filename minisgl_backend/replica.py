@@ -138,7 +138,7 @@ def _load(order: tuple[int, str, str], engine: Engine, put: Callable[[Happened],
         logger.exception("adapter %r cannot be loaded", name)
         put(["l", adapter_id, f"adapter {name!r} cannot be loaded: {error}"])
     else:
-        put(["l", adapter_id, adapter.rank, adapter.targets, adapter.files])
+        put(["l", adapter_id, adapter.facts])
 
 
 def _unload(name: str, engine: Engine) -> None:

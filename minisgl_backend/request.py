@@ -124,11 +124,14 @@ class SamplingParams:
 
 
 class AdapterFacts(NamedTuple):
-    """What an adapter's files say about it: the fields of the same names in ``Adapter``."""
+    """What an adapter's files say about it: ``rank`` is the largest rank among its projections;
+    ``targets`` has a bit for each kind of projection that it adds to; ``files`` is a number that
+    changes when its files do; ``num_bytes`` is its size as it is copied to a device."""
 
     rank: int
     targets: int
-    files: int
+    files: int = 0
+    num_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,17 +139,13 @@ class Adapter:
     """A LoRA adapter that requests may name.
 
     ``id`` is the engine's own number, from 1 and never reused: an adapter that is loaded again
-    under the same name gets a new one. ``rank`` is the largest rank among its projections;
-    ``targets`` has a bit for each kind of projection that it adds to. ``files`` is a number that
-    changes when its files do.
+    under the same name gets a new one.
     """
 
     id: int
     name: str
     path: str
-    rank: int
-    targets: int
-    files: int = 0
+    facts: AdapterFacts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

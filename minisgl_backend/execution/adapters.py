@@ -73,7 +73,8 @@ class AdapterStore:
 
     def _facts(self, file: AdapterFile) -> AdapterFacts:
         shape = self._slots.shape_of(file)
-        return AdapterFacts(shape.rank, shape.targets, file.state)
+        num_bytes = self._slots.num_elements(shape) * self._slots.dtype.itemsize
+        return AdapterFacts(shape.rank, shape.targets, file.state, num_bytes)
 
     @contextmanager
     def _opened(self, folder: Path) -> Iterator[AdapterFile]:

@@ -18,7 +18,7 @@ from typing import Protocol
 
 from minisgl_backend.errors import InvalidRequest, Recovering
 from minisgl_backend.replicas.messages import Message
-from minisgl_backend.request import Adapter
+from minisgl_backend.request import Adapter, AdapterFacts
 from minisgl_backend.runtime.adapters import AdapterNames
 
 logger = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ class _Loading:
     name: str
     path: str
     waiting: set[int]
-    told: set[tuple[int, int, int]] = field(default_factory=set)
+    told: set[AdapterFacts] = field(default_factory=set)
     error: str | None = None
 
     @property
@@ -82,7 +82,7 @@ class ReplicatedAdapters(AdapterNames):
                 del self._open[number]
             if loading.error is None and len(loading.told) == 1:
                 (told,) = loading.told
-                adapter = self._known[name] = Adapter(number, name, path, *told)
+                adapter = self._known[name] = Adapter(number, name, path, told)
                 return adapter
             self._send_to_all({"unload": name})
             if loading.error is not None:
@@ -119,9 +119,9 @@ class ReplicatedAdapters(AdapterNames):
                     self._replicas[replica].send(loading.message)
             return not self._owed[replica]
 
-    def answered(self, replica: int, adapter_id: int, answer: tuple[int, int, int] | str) -> bool:
-        """A replica has loaded an adapter with this rank, these targets and files, or cannot, for
-        this reason. Returns whether it had been started again and now has all adapters."""
+    def answered(self, replica: int, adapter_id: int, answer: AdapterFacts | str) -> bool:
+        """A replica has loaded an adapter, and these are its facts, or cannot, for this reason.
+        Returns whether it had been started again and now has all adapters."""
         with self._lock:
             if not self._serves[replica]:
                 return False
@@ -157,10 +157,10 @@ class ReplicatedAdapters(AdapterNames):
     def _serving(self) -> list[int]:
         return [replica for replica, serves in enumerate(self._serves) if serves]
 
-    def _has_changed(self, adapter_id: int, told: tuple[int, int, int]) -> bool:
+    def _has_changed(self, adapter_id: int, told: AdapterFacts) -> bool:
         """Whether this differs from what the replicas reported that loaded the adapter first."""
         found = (each for each in self._known.values() if each.id == adapter_id)
-        return any((each.rank, each.targets, each.files) != told for each in found)
+        return any(each.facts != told for each in found)
 
     def _send_to_all(self, message: Message) -> None:
         for replica in self._serving():

@@ -26,7 +26,7 @@ are one update.
                                            the other events: ``Admitted``, ``PromptLogprobs``,
                                            ``Embedded``, ``Finished``, ``Failed``
     ["+", keys, pages]  ["-", pages]  ["0"]   the replica's cache: ``TreeReports``
-    ["l", id, rank, targets, files]  ["l", id, error]   an adapter is loaded, or cannot be
+    ["l", id, facts]  ["l", id, error]     an adapter is loaded, or cannot be
 
 Arrays are base64 of their bytes, except keys and pages. Both sides are of the same release, run on
 the same machine and trust each other: decoding checks nothing. Of sockets it knows only how
@@ -52,6 +52,7 @@ from minisgl_backend import errors
 from minisgl_backend.errors import EngineFailure, MiniSGLError
 from minisgl_backend.request import (
     Adapter,
+    AdapterFacts,
     Admitted,
     Embedded,
     Event,
@@ -170,7 +171,10 @@ def decode_request(message: Message) -> tuple[Request, list[RequestId]]:
         sampling["logit_bias"] = tuple((token, bias) for token, bias in sampling["logit_bias"])
     if "stop_token_ids" in sampling:
         sampling["stop_token_ids"] = tuple(sampling["stop_token_ids"])
-    adapter = message["adapter"]
+    adapter = None
+    if message["adapter"] is not None:
+        adapter_id, name, path, facts = message["adapter"]
+        adapter = Adapter(adapter_id, name, path, AdapterFacts(*facts))
     request = Request(
         id=message["ids"][0],
         prompt=_array(message["p"], np.int32),
@@ -179,7 +183,7 @@ def decode_request(message: Message) -> tuple[Request, list[RequestId]]:
         deadline_s=message["deadline_s"],
         cache_salt=message["salt"],
         label=message["label"],
-        adapter=None if adapter is None else Adapter(*adapter),
+        adapter=adapter,
     )
     return request, list(map(RequestId, message["ids"]))
 

@@ -38,6 +38,7 @@ from minisgl_backend.replicas.messages import (
     encode_request,
 )
 from minisgl_backend.request import (
+    AdapterFacts,
     Admitted,
     Event,
     Failed,
@@ -281,9 +282,9 @@ class ReplicatedEngine(EngineBase):
                 self._cache_index.evict(replica, np.array(pages, np.int32))
             case ["0"]:
                 self._cache_index.forget(replica)
-            case ["l", adapter_id, *answer]:
+            case ["l", adapter_id, answer]:
                 assert self._loaded is not None
-                given = answer[0] if len(answer) == 1 else tuple(answer)
+                given = answer if isinstance(answer, str) else AdapterFacts(*answer)
                 if self._loaded.answered(replica, adapter_id, given):
                     self._join(replica)
             case _:

@@ -157,7 +157,7 @@ class Adapters(AdapterNames):
         try:
             folder = Path(path)
             facts = self._reader.read(adapter_id, folder) if is_read else self._reader.check(folder)
-            adapter = Adapter(adapter_id, name, path, *facts)
+            adapter = Adapter(adapter_id, name, path, facts)
         except ConfigError as error:
             raise InvalidRequest(f"adapter {name!r}: {error}") from None
         finally:
@@ -169,7 +169,7 @@ class Adapters(AdapterNames):
                     self._pool[adapter_id] = _Entry(adapter, is_there=True)
                 elif is_read:
                     self._reader.drop(adapter_id)
-        logger.info("loaded adapter %r of rank %d from %s", name, adapter.rank, path)
+        logger.info("loaded adapter %r of rank %d from %s", name, adapter.facts.rank, path)
         return adapter
 
     def unload(self, name: str) -> Adapter:
@@ -265,7 +265,7 @@ class Adapters(AdapterNames):
         error: MiniSGLError | None = None
         try:
             facts = self._reader.read(adapter.id, Path(adapter.path))
-            if facts != AdapterFacts(adapter.rank, adapter.targets, adapter.files):
+            if facts != adapter.facts:
                 raise ConfigError("its files have changed since it was loaded; load it again")
         except ConfigError as wrong:
             error = InvalidRequest(f"adapter {adapter.name!r}: {wrong}")

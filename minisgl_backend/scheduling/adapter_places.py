@@ -1,17 +1,22 @@
 """Which adapter is in which slot of the device, and which slots are in use.
 
 A slot is in use while a sequence with its adapter has a row. A slot that is not in use keeps its
-adapter until another one needs the place; the least recently used goes first. Must not know how an
-adapter gets to the device: the plan that admits its first row orders that.
+adapter until another one needs the place; the least recently used goes first. The plan that admits
+the first row of an adapter orders that it is copied to the device, which the step then waits for;
+so the adapters that a plan loads are small, or only one. Must not know how they get there.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Final
 
 from minisgl_backend.errors import InvariantError
 from minisgl_backend.request import Adapter
+
+MOST_LOADED_BYTES: Final = 256 * 2**20
+"""What a plan loads, unless one adapter alone is larger: some 10 ms of a PCIe bus."""
 
 
 @dataclass(slots=True)
@@ -30,12 +35,20 @@ class AdapterPlaces:
         self._free = list(range(num_slots, 0, -1))
         self._places: dict[int, _Place] = {}  # by adapter, the one used least recently first
         self._num_idle = 0
+        self._loaded_bytes = 0  # by the next plan
+
+    def begin_plan(self) -> None:
+        """The next adapters are loaded by another plan."""
+        self._loaded_bytes = 0
 
     def has_place(self, adapter: Adapter | None) -> bool:
         """Whether a row may have the adapter now."""
-        return (
-            adapter is None or adapter.id in self._places or bool(self._free) or self._num_idle > 0
-        )
+        if adapter is None or adapter.id in self._places:
+            return True
+        loaded = self._loaded_bytes
+        if loaded and loaded + adapter.facts.num_bytes > MOST_LOADED_BYTES:
+            return False
+        return bool(self._free) or self._num_idle > 0
 
     def take(self, adapter: Adapter | None) -> tuple[int, bool]:
         """Let one more row use the adapter, for which there must be a place. Returns its slot, and
@@ -46,6 +59,7 @@ class AdapterPlaces:
         is_new = place is None
         if place is None:
             place = _Place(self._free.pop() if self._free else self._evict())
+            self._loaded_bytes += adapter.facts.num_bytes
         elif not place.num_rows:
             self._num_idle -= 1
         self._places[adapter.id] = place

@@ -58,7 +58,7 @@ class Draft:
 
     def load(self, slot: int, adapter: Adapter) -> None:
         """Let a slot take an adapter."""
-        self._loads.append((slot, adapter.id, adapter.rank, adapter.targets))
+        self._loads.append((slot, adapter.id, adapter.facts.rank, adapter.facts.targets))
 
     def adapt(self, row: int, slot: int) -> None:
         """Let a row have the adapter in a slot, 0 for none."""

@@ -96,7 +96,7 @@ def loaded(
     store = AdapterStore(slots, pinned=False)
     adapters: list[Adapter | None] = [None]
     for index, path in enumerate(reference.paths, start=1):
-        adapters.append(Adapter(index, path.name, str(path), *store.read(index, path)))
+        adapters.append(Adapter(index, path.name, str(path), store.read(index, path)))
     return slots, store, adapters
 
 
@@ -167,7 +167,7 @@ def test_adapters_may_have_the_names_of_the_checkpoint(
     model = load_model(tmp_path, context=CONTEXT)
     slots = AdapterSlots(model, 1, 8, torch.device("cpu"))
     store = AdapterStore(slots, pinned=False)
-    adapter = Adapter(1, "adapter", str(path), *store.read(1, path))
+    adapter = Adapter(1, "adapter", str(path), store.read(1, path))
     prompts = prompts_with_shared_prefixes(vocab_size=VOCAB_SIZE, longest=60, seed=7)
     with TinyEngine(
         model, page_size=16, context=CONTEXT, adapter_slots=slots, adapter_store=store
@@ -187,7 +187,7 @@ def test_an_adapter_of_zeros_changes_nothing(reference: Reference) -> None:
     )
     slots = AdapterSlots(reference.model, 1, 8, torch.device("cpu"))
     store = AdapterStore(slots, pinned=False)
-    zeros = Adapter(1, "zeros", str(path), *store.read(1, path))
+    zeros = Adapter(1, "zeros", str(path), store.read(1, path))
     with TinyEngine(
         reference.model, context=CONTEXT, page_size=16, adapter_slots=slots, adapter_store=store
     ) as engine:

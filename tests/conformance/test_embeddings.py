@@ -48,7 +48,7 @@ def test_embeddings_with_an_adapter(tmp_path: Path) -> None:
     ours = load_model(tmp_path, context=CONTEXT)
     slots = AdapterSlots(ours, 1, 8, torch.device("cpu"))
     store = AdapterStore(slots, pinned=False)
-    adapter = Adapter(1, "adapter", str(path), *store.read(1, path))
+    adapter = Adapter(1, "adapter", str(path), store.read(1, path))
     prompts = prompts_with_shared_prefixes(vocab_size=VOCAB_SIZE, longest=60, seed=3)
     picks = [adapter if index % 2 else None for index in range(len(prompts))]
     with TinyEngine(

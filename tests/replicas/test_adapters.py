@@ -21,7 +21,7 @@ from minisgl_backend.errors import ConfigError, InvalidRequest, Recovering
 from minisgl_backend.models.catalog import load_spec
 from minisgl_backend.replicas.adapters import ReplicatedAdapters
 from minisgl_backend.replicas.messages import Message
-from minisgl_backend.request import Adapter, Request, SamplingParams
+from minisgl_backend.request import Adapter, AdapterFacts, Request, SamplingParams
 from minisgl_backend.routing.cache_index import CacheIndex
 from minisgl_backend.routing.router import Capacity, Router
 from minisgl_backend.runtime.engine_base import EngineBase
@@ -74,7 +74,7 @@ class World:
         future = self.load(name)
         (number, _, _) = self.replicas[0].sent[-1]["load"]
         for replica in (0, 1):
-            assert not self.adapters.answered(replica, number, (8, 3, 9))
+            assert not self.adapters.answered(replica, number, AdapterFacts(8, 3, 9))
         return future.result(PATIENCE_S)
 
 
@@ -89,19 +89,19 @@ def world() -> Iterator[World]:
 def test_a_name_is_known_when_all_replicas_have_it(world: World) -> None:
     future = world.load("a")
     assert world.replicas[0].sent == world.replicas[1].sent == [{"load": [1, "a", "/a"]}]
-    world.adapters.answered(0, 1, (8, 3, 9))
+    world.adapters.answered(0, 1, AdapterFacts(8, 3, 9))
     with pytest.raises(InvalidRequest, match=r"LoRA a is not supported, we currently support \[\]"):
         world.adapters.find("a")
     with pytest.raises(InvalidRequest, match="loaded already"):
         world.adapters.load("a", "/b")
-    world.adapters.answered(1, 1, (8, 3, 9))
-    assert future.result(PATIENCE_S) == Adapter(1, "a", "/a", 8, 3, 9)
+    world.adapters.answered(1, 1, AdapterFacts(8, 3, 9))
+    assert future.result(PATIENCE_S) == Adapter(1, "a", "/a", AdapterFacts(8, 3, 9))
     assert world.adapters.find("a") is world.adapters.of_task(3) is future.result()
 
 
 def test_an_adapter_that_one_cannot_load_leaves_nothing_behind(world: World) -> None:
     future = world.load("a")
-    world.adapters.answered(0, 1, (8, 3, 9))
+    world.adapters.answered(0, 1, AdapterFacts(8, 3, 9))
     world.adapters.answered(1, 1, "adapter 'a': layers does not fit")
     with pytest.raises(InvalidRequest, match="layers does not fit"):
         future.result(PATIENCE_S)
@@ -110,8 +110,8 @@ def test_an_adapter_that_one_cannot_load_leaves_nothing_behind(world: World) -> 
     assert world.known("a").id == 2
 
     future = world.load("b")
-    world.adapters.answered(0, 3, (8, 3, 9))
-    world.adapters.answered(1, 3, (8, 3, 7))
+    world.adapters.answered(0, 3, AdapterFacts(8, 3, 9))
+    world.adapters.answered(1, 3, AdapterFacts(8, 3, 7))
     with pytest.raises(InvalidRequest, match="its files changed while it was loaded"):
         future.result(PATIENCE_S)
 
@@ -132,14 +132,14 @@ def test_a_replica_that_is_started_again_gets_all_adapters(world: World) -> None
     assert not world.adapters.joined(1)
     orders = [{"load": [each.id, each.name, each.path]} for each in names]
     assert world.replicas[1].sent == [*orders, {"load": [3, "c", "/c"]}]
-    assert not world.adapters.answered(1, 1, (8, 3, 9))
+    assert not world.adapters.answered(1, 1, AdapterFacts(8, 3, 9))
     assert world.adapters.answered(1, 2, "adapter 'b': its files are gone")  # as far as possible
-    world.adapters.answered(0, 3, (8, 3, 9))
+    world.adapters.answered(0, 3, AdapterFacts(8, 3, 9))
     assert not future.done()
-    world.adapters.answered(1, 3, (8, 3, 9))
+    world.adapters.answered(1, 3, AdapterFacts(8, 3, 9))
     assert future.result(PATIENCE_S).id == 3
     assert world.adapters.joined(1)
-    assert not world.adapters.answered(0, 77, (8, 3, 9))
+    assert not world.adapters.answered(0, 77, AdapterFacts(8, 3, 9))
 
 
 def test_a_replica_that_is_started_again_may_find_other_files(world: World) -> None:
@@ -148,16 +148,16 @@ def test_a_replica_that_is_started_again_may_find_other_files(world: World) -> N
     world.adapters.lost(1)
     world.replicas[1].sent.clear()
     world.adapters.joined(1)
-    assert world.adapters.answered(1, adapter.id, (8, 3, 7))
+    assert world.adapters.answered(1, adapter.id, AdapterFacts(8, 3, 7))
     assert world.replicas[1].sent[-1] == {"unload": "a"}
     assert world.adapters.find("a") == adapter
 
 
 def test_loading_does_not_wait_for_lost_replicas(world: World) -> None:
     future = world.load("a")
-    world.adapters.answered(0, 1, (8, 3, 9))
+    world.adapters.answered(0, 1, AdapterFacts(8, 3, 9))
     world.adapters.lost(1)
-    assert not world.adapters.answered(1, 1, (8, 3, 9))
+    assert not world.adapters.answered(1, 1, AdapterFacts(8, 3, 9))
     assert future.result(PATIENCE_S).id == 1
     future = world.load("b")
     world.adapters.lost(0)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import statistics
 import tempfile
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import cycle, islice
@@ -41,6 +42,9 @@ from minisgl_kit.report import Report, json_option
 _SETTLING: Final = 8
 """Steps after the last prefill that are not counted."""
 _TRIES: Final = 8
+_BESIDE: Final = 4
+_OF_OTHERS: Final = 16
+"""Requests that run beside the streams at once, and tokens of each."""
 
 
 @click.command(cls=EngineCommand)
@@ -165,14 +169,22 @@ def _first_token_ms(engine: Engine, adapter: Adapter, context: int) -> float:
 def _add_gaps(
     report: Report, engine: Engine, known: Sequence[Adapter], context: int, steps: int
 ) -> None:
-    """The gaps between tokens of eight streams: alone, alongside requests without adapters, and
-    alongside as many with an adapter each."""
+    """The gaps between tokens of eight streams: alone, alongside requests without adapters, a few
+    at a time, and alongside as many with an adapter each."""
+    num_tokens = steps + _OF_OTHERS * len(known) // _BESIDE  # the streams outlast the others
     for others in ([], [None] * len(known), known):
-        streams = [_submitted(engine, None, context, 4 * steps) for _ in range(8)]
-        sinks = [_submitted(engine, adapter, context, 16) for adapter in others]
-        for sink in [*streams, *sinks]:
+        streams = [_submitted(engine, None, context, num_tokens) for _ in range(8)]
+        _wait_for_tokens(streams)
+        begun = time.perf_counter()
+        running: deque[Collector] = deque()
+        for adapter in others:
+            if len(running) == _BESIDE:
+                running.popleft().wait()
+            running.append(_submitted(engine, adapter, context, _OF_OTHERS))
+        for sink in [*running, *streams]:
             sink.wait()
-        gaps_ms = np.concatenate([np.diff(stream.times_s) for stream in streams]) * 1e3
+        own = (np.array(stream.times_s) for stream in streams)
+        gaps_ms = np.concatenate([np.diff(times_s[times_s >= begun]) for times_s in own]) * 1e3
         report.add(
             requests=len(others),
             adapters=len(set(others) - {None}),
@@ -180,6 +192,12 @@ def _add_gaps(
             p99_gap_ms=round(float(np.percentile(gaps_ms, 99)), 2),
             longest_gap_ms=round(float(gaps_ms.max()), 2),
         )
+
+
+def _wait_for_tokens(sinks: Sequence[Collector]) -> None:
+    """Wait until all have a token."""
+    while not all(sink.times_s or sink.done.is_set() for sink in sinks):
+        time.sleep(0.001)
 
 
 def _submitted(engine: Engine, adapter: Adapter | None, context: int, num_tokens: int) -> Collector:

@@ -163,6 +163,9 @@ class TwinCores:
 
     most_tokens = 20
 
+    def shrink(self, x: Tensor, adaptation: Adaptation, *, pdl: bool) -> Tensor:
+        raise AssertionError("more tokens take the twin of the Triton kernels")
+
     def linear(
         self,
         shape: Sequence[int],

@@ -10,13 +10,13 @@ import pytest
 
 from minisgl_backend.errors import InvariantError
 from minisgl_backend.plan import StepPlan
-from minisgl_backend.request import Adapter, Request, RequestId, SamplingParams
-from minisgl_backend.scheduling.adapter_places import AdapterPlaces
+from minisgl_backend.request import Adapter, AdapterFacts, Request, RequestId, SamplingParams
+from minisgl_backend.scheduling.adapter_places import MOST_LOADED_BYTES, AdapterPlaces
 from minisgl_backend.scheduling.scheduler import Scheduler
 from minisgl_backend.scheduling.waiting import MOST_PAST_SLOTS
 from tests.fakes.harness import Harness, Setup, random_setup, run_randomly
 
-ADAPTERS = [Adapter(number, f"adapter-{number}", "", 8, 1) for number in range(1, 7)]
+ADAPTERS = [Adapter(number, f"adapter-{number}", "", AdapterFacts(8, 1)) for number in range(1, 7)]
 
 
 class AdaptedHarness(Harness):
@@ -104,6 +104,24 @@ def test_a_request_without_a_slot_holds_nobody_up() -> None:
     assert harness.records[RequestId(1)].ending is not None
 
 
+def test_large_adapters_are_loaded_one_after_another() -> None:
+    """Those of other requests run meanwhile; so does a small one that still fits."""
+    large, more, small = (
+        Adapter(number, f"adapter-{number}", "", AdapterFacts(8, 1, num_bytes=num_bytes))
+        for number, num_bytes in enumerate((MOST_LOADED_BYTES - 1, MOST_LOADED_BYTES, 1), start=1)
+    )
+    harness = AdaptedHarness(setup(num_rows=6), num_slots=3)
+    for number, adapter in enumerate([large, more, more, small, None, large]):
+        harness.add(request(number, adapter, max_tokens=9))
+    harness.launch()
+    assert rows_of_plan(harness) == [0, 3, 4, 5]
+    harness.launch()
+    assert rows_of_plan(harness) == [0, 1, 2, 3, 4, 5]
+    assert harness.num_loads == 3
+    harness.drain()
+    harness.verify()
+
+
 def test_a_request_without_a_slot_is_not_passed_for_ever() -> None:
     """Others with the resident adapter keep coming: in the end they wait for it, too."""
     harness = AdaptedHarness(setup(num_rows=3), num_slots=1)  # never do all end in one step
@@ -126,7 +144,7 @@ def test_prefixes_are_shared_by_requests_with_the_same_adapter_only() -> None:
     keys = {replace(request(0, None), cache_salt=salt).cache_key for salt in ("", "7")}
     keys |= {replace(request(0, ADAPTERS[0]), cache_salt=salt).cache_key for salt in ("", "7")}
     assert len(keys) == 4
-    again = Adapter(9, ADAPTERS[0].name, "", 8, 1)  # loaded anew under the same name
+    again = Adapter(9, ADAPTERS[0].name, "", AdapterFacts(8, 1))  # loaded anew under the same name
     assert request(0, again).cache_key not in keys
 
 

@@ -1,7 +1,7 @@
 """A mixture of experts (``FeedForward``): gated MLPs, of which a router picks a few for each token.
 
-Knows which experts a rank holds, and where a checkpoint's tensors go. ``kernels.experts`` says
-what is computed with them.
+``expert_memory`` knows which experts a rank holds, and ``kernels.experts`` says what is computed
+with them.
 """
 
 from __future__ import annotations
@@ -27,24 +27,19 @@ from minisgl_backend.kernels.experts import (
     sum_outputs,
 )
 from minisgl_backend.kernels.routing import Choices
-from minisgl_backend.layers.expert_places import InterleavedPlace, check_interleaved, stacked_place
+from minisgl_backend.layers.expert_memory import ExpertMemory
 from minisgl_backend.layers.feed_forward import GatedMLP
-from minisgl_backend.layers.matrix import DenseMatrix
 from minisgl_backend.layers.norm import Normed, RMSNorm, add_sum
 from minisgl_backend.layers.quantized_matrix import Matrices
 from minisgl_backend.layers.quantized_place import place_in
 from minisgl_backend.layers.router import Router
-from minisgl_backend.layers.stored_weight import StoredWeight
 from minisgl_backend.layers.weight_place import (
     Place,
     Share,
     collect_places,
     empty_parameter,
-    even_share,
 )
-from minisgl_backend.layers.weight_share import block_of
 from minisgl_backend.parallel.group import Group
-from minisgl_backend.weight_format import Layout, WeightFormat
 
 if TYPE_CHECKING:  # needs the CUDA driver's bindings, which only installations for GPUs have
     from minisgl_backend.kernels.cuda.experts import ExpertsKernels, HopperExperts
@@ -55,10 +50,8 @@ if TYPE_CHECKING:  # needs the CUDA driver's bindings, which only installations 
 class ExpertsMLP(nn.Module):
     """Gated MLPs behind a router (``FeedForward``), and perhaps one that all tokens take.
 
-    Every rank holds a slice of each expert or, with ``whole_experts``, an equal number of experts.
     Unless ``fused``, the kernel's twin computes one expert after another, which waits for the
-    device. The weights of all experts are one tensor, or one ``StoredWeight`` if there are kernels
-    for their format.
+    device. ``memory`` has the experts' weights.
     """
 
     def __init__(
@@ -75,29 +68,9 @@ class ExpertsMLP(nn.Module):
         """``name`` is the module's in the checkpoint. Raises ``ConfigError`` if the experts, or
         their features, cannot be split over the ranks."""
         super().__init__()
-        self._name, self.group, self.fused, self.spec = name, group, fused, spec
+        self.group, self.fused, self.spec = group, fused, spec
         self._is_invariant = False
-        num_experts, inner_size = spec.num_experts, spec.intermediate_size
-        if whole_experts:
-            self.held = even_share(num_experts, group, "the number of experts")
-            self.inner = Share(inner_size, 0, inner_size)
-        else:
-            self.held = Share(num_experts, 0, num_experts)
-            self.inner = even_share(inner_size, group, "moe_intermediate_size")
-        self.outer = Share(hidden_size, 0, hidden_size)
-        self._formats = {
-            (expert, part): matrices.format_of(f"{name}.experts.{expert}.{part}")
-            for expert in range(self.held.start, self.held.end)
-            for part in ("gate_proj", "up_proj", "down_proj")
-        }
-        if spec.interleaved:
-            check_interleaved(self._formats.values())
         self.router = Router(f"{name}.{spec.router}", hidden_size, spec, matrices)
-        of_down = [form for (_, part), form in self._formats.items() if part == "down_proj"]
-        of_gate_up = [form for (_, part), form in self._formats.items() if part != "down_proj"]
-        kept = matrices.experts_kept([*of_gate_up, *of_down])
-        width = 2 * self.inner.size
-        both = [(0, self.inner), (self.inner.size, self.inner)]
         self.shared: GatedMLP | None = None
         self.shared_gate: nn.Parameter | None = None
         if (shared := spec.shared) is not None:
@@ -111,38 +84,26 @@ class ExpertsMLP(nn.Module):
             )
             self._shared_gate_format = matrices.format_of(f"{name}.{shared.name}_gate")
             self.shared_gate = empty_parameter(1, hidden_size) if shared.gated else None
-        self._is_shared_last = fused and not whole_experts and not kept and self._is_shared_alike
-        more = 1 if self._is_shared_last else 0
-        self.gate_up = _memory_of(kept, of_gate_up, both, self.outer, width, more=more)
-        self.down = _memory_of(kept, of_down, [(0, self.outer)], self.inner, hidden_size, more=more)
-        self.gate_up_bias = empty_parameter(self.held.size, width) if spec.biases else None
-        self.down_bias = empty_parameter(self.held.size, hidden_size) if spec.biases else None
+        self.memory = ExpertMemory(
+            f"{name}.experts",
+            hidden_size,
+            spec,
+            group=group,
+            matrices=matrices,
+            whole_experts=whole_experts,
+            # kernels that take it with the experts also compute its gate
+            shared=self.shared if fused and self.shared_gate is not None else None,
+        )
         self._kernels: ExpertsKernels | None = None
         self._router_bias: Tensor | None = None  # in float32, as these kernels take it
         self._packed: ExpertWeights | None = None
         self._most_half_done = 0  # up to this many tokens the next reader takes half-done norms
 
-    @property
-    def _is_shared_alike(self) -> bool:
-        """Whether there is an MLP that all tokens take, like the experts but with its own gate."""
-        if self.shared is None or self.shared_gate is None:
-            return False
-        matrices = self.shared.gate_up_proj.matrix, self.shared.down_proj.matrix
-        is_plain = all(isinstance(matrix, DenseMatrix) for matrix in matrices)
-        return is_plain and matrices[1].in_features == self.inner.size
-
     def lay_out(self) -> None:
-        """If the MLP that all tokens take is like the experts, make it also the last expert in
-        memory, where kernels for few tokens take it with the others. Called before weights are
-        loaded."""
-        if self._is_shared_last:
+        """Called before weights are loaded."""
+        if self.memory.has_shared:
             assert self.shared is not None
-            for linear, memory in (
-                (self.shared.gate_up_proj, self.gate_up),
-                (self.shared.down_proj, self.down),
-            ):
-                assert isinstance(linear.matrix, DenseMatrix) and isinstance(memory, nn.Parameter)
-                linear.matrix.weight.data = memory.data[-1]
+            self.memory.lay_out(self.shared)
 
     def use_invariant_kernels(self, kernels: InvariantKernels) -> None:
         """Compute each token in an order that does not depend on the others, and the router by
@@ -155,24 +116,25 @@ class ExpertsMLP(nn.Module):
         """Compute all steps by kernels for Hopper if there are any for these weights, which must be
         bfloat16 or kept in a format that fits (``kernels.expert_cut``). Loaded codes are then
         permuted for these kernels."""
-        is_stored = isinstance(self.down, StoredWeight)
-        form = self._formats[self.held.start, "down_proj"] if is_stored else None
-        if expert_cut.knows(self.spec) and expert_cut.fits(self.outer.size, self.inner.size, form):
-            if is_stored:
-                self._packed = self.weights.packed()
-            held, weights = (self.held.start, self.held.end), self.weights
-            wide = self.router.weight.dtype == torch.float32
-            if self.router.bias is not None:
-                self._router_bias = self.router.bias.float()
-            self._kernels = make.kernels(
-                self.spec.routing,
-                held,
-                *weights.shapes,
-                kinds=weights.kinds,
-                gate=weights.gate,
-                wide=wide,
-                shared=self._is_shared_last,
-            )
+        memory = self.memory
+        if not expert_cut.knows(self.spec):
+            return
+        if not expert_cut.fits(memory.outer.size, memory.inner.size, memory.form):
+            return
+        if memory.form is not None:
+            self._packed = self.weights.packed()
+        if self.router.bias is not None:
+            self._router_bias = self.router.bias.float()
+        weights = self.weights
+        self._kernels = make.kernels(
+            self.spec.routing,
+            (memory.held.start, memory.held.end),
+            *weights.shapes,
+            kinds=weights.kinds,
+            gate=weights.gate,
+            wide=self.router.weight.dtype == torch.float32,
+            shared=memory.has_shared,
+        )
 
     @property
     def has_half_norms(self) -> bool:
@@ -246,7 +208,7 @@ class ExpertsMLP(nn.Module):
             return expert_outputs(read, self.weights, choices), choices, shared
         rows, squares = x.unscaled(pdl=pdl)
         router, shared, shared_gate = self.router.weight, None, None
-        if self._is_shared_last and adapted is None and kernels.takes_shared(len(rows), router):
+        if self.memory.has_shared and adapted is None and kernels.takes_shared(len(rows), router):
             assert self.shared_gate is not None
             shared_gate = self.shared_gate[0]
         else:
@@ -280,22 +242,8 @@ class ExpertsMLP(nn.Module):
 
     @property
     def weights(self) -> ExpertWeights:
-        """The weights of the experts that this rank holds. Of the ranks that share an expert, only
-        one has the biases of ``down``, so that they are in the sum once."""
-        if self._packed is not None:
-            return self._packed
-        gate_up, down = (
-            memory.weight if isinstance(memory, StoredWeight) else memory.data
-            for memory in (self.gate_up, self.down)
-        )
-        is_first = self.inner.start == 0
-        return ExpertWeights(
-            gate_up,
-            down,
-            gate_up_bias=self.gate_up_bias,
-            down_bias=self.down_bias if is_first else None,
-            gate=self.spec.gate,
-        )
+        """The weights of the experts that this rank holds, in the order of the kernels."""
+        return self.memory.weights if self._packed is None else self._packed
 
     def _routed(self, x: Tensor) -> tuple[Tensor, Choices]:
         """What the experts read, which is ``x`` or scaled, [num_tokens, hidden_size], and which
@@ -308,18 +256,12 @@ class ExpertsMLP(nn.Module):
 
     def _held(self, choices: Choices) -> Choices:
         """``choices`` among all experts, as choices among those that this rank holds."""
-        held = self.held
+        held = self.memory.held
         if held.size == held.total:
             return choices
         is_here = (choices.ids >= held.start) & (choices.ids < held.end)
         ids = torch.where(is_here, choices.ids - held.start, -1)
         return Choices(ids, choices.weights, elsewhere=True)
-
-    def elsewhere(self) -> Iterator[str]:
-        """The experts that only other ranks hold, by their names in the checkpoint."""
-        for expert in range(self.spec.num_experts):
-            if not self.held.start <= expert < self.held.end:
-                yield f"{self._name}.experts.{expert}"
 
     def places(self) -> Iterator[tuple[str, Place]]:
         spec = self.spec
@@ -333,66 +275,6 @@ class ExpertsMLP(nn.Module):
                 one, gate = Share(1, 0, 1), self.shared_gate.data
                 yield (
                     f"{spec.shared.name}_gate.weight",
-                    place_in(gate, slice(None), self._shared_gate_format, one, self.outer),
+                    place_in(gate, slice(None), self._shared_gate_format, one, self.memory.outer),
                 )
-        inner, outer, experts = self.inner, self.outer, self.held
-        if self.gate_up_bias is not None and self.down_bias is not None:
-            both_biases, down_bias = self.gate_up_bias.data, self.down_bias.data
-            yield (
-                "experts.gate_up_proj_bias",
-                InterleavedPlace(both_biases, experts, inner, num_parts=2),
-            )
-            yield "experts.down_proj_bias", InterleavedPlace(down_bias, experts, outer, num_parts=1)
-        gate_up, down = _memory(self.gate_up), _memory(self.down)
-        first = self._formats[experts.start, "down_proj"]
-        if first is not None and first.layout is Layout.MX_STACKED:
-            both = stacked_place(gate_up, first, experts, inner, outer, pairs=True)
-            yield "experts.gate_up_proj", both
-            yield (
-                "experts.down_proj",
-                stacked_place(down, first, experts, outer, inner, pairs=False),
-            )
-            return
-        if spec.interleaved:
-            assert isinstance(gate_up, Tensor) and isinstance(down, Tensor)  # plain, as checked
-            yield (
-                "experts.gate_up_proj",
-                InterleavedPlace(gate_up, experts, inner, ins=outer, num_parts=2),
-            )
-            yield (
-                "experts.down_proj",
-                InterleavedPlace(down, experts, outer, ins=inner, num_parts=1),
-            )
-            return
-        rows = {"gate_proj": slice(0, inner.size), "up_proj": slice(inner.size, 2 * inner.size)}
-        for (expert, part), form in self._formats.items():
-            name, at = f"experts.{expert}.{part}.weight", expert - experts.start
-            if part == "down_proj":
-                yield name, place_in(down, slice(0, outer.size), form, outer, inner, expert=at)
-            else:
-                yield name, place_in(gate_up, rows[part], form, inner, outer, expert=at)
-
-
-def _memory_of(
-    kept: bool,
-    formats: list[WeightFormat | None],
-    parts: list[tuple[int, Share]],
-    ins: Share,
-    out_features: int,
-    *,
-    more: int,
-) -> nn.Parameter | StoredWeight:
-    """Memory for one matrix of every expert, [num_experts, out_features, ins.size].
-
-    ``formats`` are those of all experts, and ``parts`` pairs of a part's first row and its share.
-    There is room for ``more`` additional experts.
-    """
-    shape, first = (len(formats) // len(parts) + more, out_features, ins.size), formats[0]
-    if not kept or first is None:
-        return empty_parameter(*shape)
-    return StoredWeight(first, block_of(first, parts, ins), shape, num_inputs=ins.total)
-
-
-def _memory(weight: nn.Parameter | StoredWeight) -> Tensor | StoredWeight:
-    """What places write to."""
-    return weight if isinstance(weight, StoredWeight) else weight.data
+        yield from collect_places(self.memory, "experts").items()

@@ -118,7 +118,7 @@ def _has_no_place(model: Decoder) -> Callable[[str], bool]:
         expert
         for module in model.modules()
         if isinstance(module, ExpertsMLP)
-        for expert in module.elsewhere()
+        for expert in module.memory.elsewhere()
     }
 
     def has_no_place(name: str) -> bool:

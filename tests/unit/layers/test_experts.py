@@ -85,7 +85,7 @@ def fill(ours: ExpertsMLP, theirs: Any) -> None:
     for name, place in places.items():
         place.draw(state[name])
     left = state.keys() - places.keys()
-    assert all(any(name.startswith(f"{e[4:]}.") for e in ours.elsewhere()) for name in left)
+    assert all(any(name.startswith(f"{e[4:]}.") for e in ours.memory.elsewhere()) for name in left)
 
 
 def check(theirs: Any, spec: ExpertsSpec, x: Tensor, *, fused: bool = False) -> None:

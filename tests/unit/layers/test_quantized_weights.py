@@ -418,7 +418,7 @@ def test_dummy_weights_of_ranks_are_slices_of_one_model(
     def down(group: Group, keep: bool) -> Tensor:
         options = {"load_format": "dummy", "seed": 3, "keep_quantized": keep}
         model = _build(checkpoints(case), group, **options)
-        name = "model.layers.1.mlp." + ("down" if "moe" in case else "down_proj.matrix")
+        name = "model.layers.1.mlp." + ("memory.down" if "moe" in case else "down_proj.matrix")
         if not keep:
             return model.get_parameter(name if "moe" in case else f"{name}.weight").data
         storage = model.get_submodule(name if "moe" in case else f"{name}.storage")

@@ -45,8 +45,7 @@ class AdapterStore:
     def check(self, folder: Path) -> AdapterFacts:
         """Read an adapter without keeping it. Raises ``ConfigError`` if it does not fit."""
         with self._opened(folder) as file:
-            for _ in file.tensors(self._slots.dtype):
-                pass
+            self._slots.pack(file)
         return self._facts(file)
 
     def read(self, adapter_id: int, folder: Path) -> AdapterFacts:

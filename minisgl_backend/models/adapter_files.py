@@ -10,7 +10,6 @@ headers, and tensors through ``weights``; nothing pickled is ever opened.
 from __future__ import annotations
 
 import contextlib
-import math
 import re
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
@@ -68,31 +67,27 @@ class AdapterFile:
     rank: int
     state: int
 
-    def tensors(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor, Tensor]]:
-        """For each projection, A [rank, in_features] and B [out_features, rank] times the scaling,
-        both in ``dtype``; ``rank`` is the projection's own.
-
-        Raises ``ConfigError`` if the file cannot be read, or for numbers that are not finite or too
-        large for ``dtype``.
-        """
+    def tensors(self) -> Iterator[tuple[str, Tensor, Tensor]]:
+        """For each projection, A [rank, in_features] and B [out_features, rank] as the file has
+        them; ``rank`` is the projection's own. Raises ``ConfigError`` if the file cannot be
+        read."""
         held = load_tensors(self.path)
         for name, factors in self.factors.items():
             for key in (factors.a, factors.b):
                 if key not in held:  # it was there when the file was opened
                     raise ConfigError(f"the adapter lacks {key}")
-            a = held[factors.a].to(dtype)
-            b = (held[factors.b][factors.rows].float() * factors.scaling).to(dtype)
-            for key, values in ((factors.a, a), (factors.b, b)):
-                if not _is_finite(values):
-                    what = f"too large for {dtype}" if _is_finite(held[key]) else "not finite"
-                    raise ConfigError(f"{key} of the adapter has numbers that are {what}")
-            yield name, a, b
+            yield name, held[factors.a], held[factors.b][factors.rows]
 
-
-def _is_finite(values: Tensor) -> bool:
-    """Takes only one pass over the numbers: an adapter has hundreds of small tensors, and each
-    PyTorch operation waits for all its threads, which a busy machine runs late."""
-    return all(math.isfinite(bound) for bound in values.aminmax()) if values.numel() else True
+    def complaint(self, dtype: torch.dtype) -> str:
+        """What is wrong with numbers that are not finite, once B is scaled, in ``dtype``."""
+        for name, a, b in self.tensors():
+            factors = self.factors[name]
+            scaled = b.float() * factors.scaling
+            for key, held, values in ((factors.a, a, a), (factors.b, b, scaled)):
+                if not values.to(dtype).isfinite().all():
+                    what = f"too large for {dtype}" if held.isfinite().all() else "not finite"
+                    return f"{key} of the adapter has numbers that are {what}"
+        return "the adapter has numbers that are not finite"
 
 
 def open_adapter(

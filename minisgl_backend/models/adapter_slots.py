@@ -11,12 +11,15 @@ Must not know files, requests or which slot an adapter gets.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from minisgl_backend.errors import ConfigError
 from minisgl_backend.kernels.adapters import RANK_STEP, AdapterMemory
 from minisgl_backend.layers.experts import ExpertsMLP
 from minisgl_backend.layers.feed_forward import GatedMLP
@@ -113,18 +116,40 @@ class AdapterSlots:
         return AdapterShape(file.rank, targets)
 
     def pack(self, file: AdapterFile) -> Tensor:
-        """An adapter as it travels, on the host. Raises ``ConfigError`` if it cannot be read."""
-        shape = self.shape_of(file)
-        flat = torch.zeros(self.num_elements(shape), dtype=self.dtype)
+        """An adapter as it travels, on the host.
+
+        Raises ``ConfigError`` if it cannot be read, or for numbers that are not finite or too large
+        for the dtype. An adapter has hundreds of small tensors, and a PyTorch operation waits for
+        all its threads, which a busy machine runs late. So these tensors are only copied, and what
+        is computed takes few operations.
+        """
+        tensors, shape = list(file.tensors()), self.shape_of(file)
+        is_alike = all(a.dtype == b.dtype == self.dtype for _, a, b in tensors)
+        dtype = self.dtype if is_alike else torch.float32
+        flat = torch.zeros(self.num_elements(shape), dtype=dtype)
+        parts = list(self._parts(shape, flat))
         places = {
             name: (a[layer], b[layer])
-            for target, a, b in self._parts(shape, flat)
+            for target, a, b in parts
             for layer, name in enumerate(target.names)
         }
-        for name, a, b in file.tensors(self.dtype):
+        for name, a, b in tensors:
             to_a, to_b = places[name]
-            to_a[: len(a)] = a
-            to_b[:, : len(a)] = b
+            _copy(to_a[: len(a)], a)
+            _copy(to_b[:, : len(a)], b)
+        scalings = {name: factors.scaling for name, factors in file.factors.items()}
+        for target, _, b in parts:
+            of_layers = {
+                layer: scalings[name] for layer, name in enumerate(target.names) if name in scalings
+            }
+            if len(set(of_layers.values())) == 1:
+                b *= of_layers.popitem()[1]
+            else:
+                for layer, scaling in of_layers.items():
+                    b[layer] *= scaling
+        flat = flat.to(self.dtype)
+        if len(flat) and not all(map(math.isfinite, flat.aminmax())):
+            raise ConfigError(file.complaint(self.dtype))
         return flat
 
     def num_elements(self, shape: AdapterShape) -> int:
@@ -162,6 +187,16 @@ class AdapterSlots:
                 views.append(flat[begin:end].view(of_factor))
                 begin = end
             yield target, views[0], views[1]
+
+
+def _copy(to: Tensor, values: Tensor) -> None:
+    """Copy by this thread alone, if NumPy knows the types."""
+    if to.dtype == values.dtype and to.itemsize == 2:
+        to, values = to.view(torch.int16), values.view(torch.int16)
+    if torch.bfloat16 in (to.dtype, values.dtype):
+        to.copy_(values)
+    else:
+        np.copyto(to.numpy(), values.numpy())
 
 
 def _alike(model: Decoder) -> list[Sequence[MergedColumnLinear | RowLinear]]:

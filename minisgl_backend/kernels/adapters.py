@@ -28,6 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from minisgl_backend.kernels.activation import silu_mul_reference
 from minisgl_backend.kernels.dispatch import use_triton
 from minisgl_backend.request import IntArray
 
@@ -191,6 +192,55 @@ def add_adapter_delta(
         add_adapter_delta_reference(out, x, adaptation)
 
 
+def silu_mul_adapted(
+    gate_up: Tensor,
+    x: Tensor,
+    adaptation: Adaptation,
+    *,
+    shrink: Shrink | None = None,
+    pdl: bool = False,
+) -> Tensor:
+    """silu(gate) * up after the adapters have added to ``gate_up`` [num_tokens, 2 * width], the
+    gates and then the ups; ``gate_up`` may be overwritten. Returns [num_tokens, width]."""
+    if not use_triton(x):
+        add_adapter_delta_reference(gate_up, x, adaptation)
+        return silu_mul_reference(gate_up)
+    from minisgl_backend.kernels.triton_kernels.adapter_kernels import launch_gated_expand
+
+    memory, tokens = adaptation.memory, adaptation.tokens
+    out = gate_up.new_empty((len(x), gate_up.shape[1] // 2))
+    if len(x):
+        launch_gated_expand(
+            out,
+            gate_up,
+            _inner(x, adaptation, shrink, pdl),
+            memory.b,
+            tokens.order,
+            tokens.blocks,
+            block=tokens.block,
+            pdl=pdl,
+        )
+    return out
+
+
+def _inner(x: Tensor, adaptation: Adaptation, shrink: Shrink | None, pdl: bool) -> Tensor:
+    """x A^T in parts to be added, [parts, num_tokens, num_projections * max_rank]."""
+    from minisgl_backend.kernels.triton_kernels.adapter_kernels import launch_shrink
+
+    memory, tokens = adaptation.memory, adaptation.tokens
+    if shrink is not None and tokens.block <= _SMALL_BLOCK:
+        return shrink(x, adaptation, pdl=pdl)[None]
+    return launch_shrink(
+        x,
+        memory.a,
+        tokens.order,
+        tokens.blocks,
+        block=tokens.block,
+        max_rank=memory.b.shape[2],
+        pdl=pdl,
+    )
+
+
 def _launch(
     out: Tensor,
     x: Tensor,
@@ -201,26 +251,14 @@ def _launch(
     add: bool,
     pdl: bool,
 ) -> None:
-    from minisgl_backend.kernels.triton_kernels.adapter_kernels import launch_expand, launch_shrink
+    from minisgl_backend.kernels.triton_kernels.adapter_kernels import launch_expand
 
     memory, tokens = adaptation.memory, adaptation.tokens
     if len(x) == 0:
         return
-    if shrink is not None and tokens.block <= _SMALL_BLOCK:
-        inner = shrink(x, adaptation, pdl=pdl)[None]
-    else:
-        inner = launch_shrink(
-            x,
-            memory.a,
-            tokens.order,
-            tokens.blocks,
-            block=tokens.block,
-            max_rank=memory.b.shape[2],
-            pdl=pdl,
-        )
     launch_expand(
         out,
-        inner,
+        _inner(x, adaptation, shrink, pdl),
         memory.b,
         tokens.order,
         tokens.blocks,

@@ -28,6 +28,7 @@ from minisgl_backend.kernels.adapters import (
     Shrink,
     adapter_delta,
     add_adapter_delta,
+    silu_mul_adapted,
 )
 from minisgl_backend.kernels.packing import is_packable, packed, packed_linear
 from minisgl_backend.layers.norm import Normed, RMSNorm, add_sum, is_sum_fused
@@ -155,10 +156,12 @@ class Matrix(nn.Module, ABC):
             )
         if adaptation is None:
             return self._gemm(x, bias=bias, gated=gated, out=out, pdl=pdl)
-        rows = x.normalized(pdl=pdl)
-        added = adapter_delta(rows, adaptation, bias=bias, shrink=self._shrink, pdl=pdl)
-        y = self._add_product(added, rows, pdl=pdl)
-        return silu_mul(y, pdl=pdl) if gated else y
+        rows, shrink = x.normalized(pdl=pdl), self._shrink
+        if gated:
+            y = self._gemm(Normed(rows), bias=bias, gated=False, out=None, pdl=pdl)
+            return silu_mul_adapted(y, rows, adaptation, shrink=shrink, pdl=pdl)
+        added = adapter_delta(rows, adaptation, bias=bias, shrink=shrink, pdl=pdl)
+        return self._add_product(added, rows, pdl=pdl)
 
     def _is_streamed(self, num_tokens: int) -> bool:
         """Whether tensor cores would be slower than ``_gemm``, which may then replace them."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from minisgl_backend.kernels.activation import silu_mul_reference
 from minisgl_backend.kernels.adapters import (
     Adaptation,
     AdaptedTokens,
@@ -12,6 +13,7 @@ from minisgl_backend.kernels.adapters import (
     adapter_delta,
     add_adapter_delta,
     add_adapter_delta_reference,
+    silu_mul_adapted,
 )
 from minisgl_backend.kernels.dispatch import is_interpreted
 from tests.gpu.adaptations import RANKS, adapted_tokens, adapter_memory, mixes
@@ -43,6 +45,27 @@ def test_deltas_are_those_of_the_twin(
         add_adapter_delta(out, x, adaptation)
         assert_close(out.cpu(), (before + expected).to(dtype))
         assert torch.equal(out.cpu()[slots == 0].double(), before[slots == 0])
+
+
+@pytest.mark.parametrize("width", [96, 200])
+@pytest.mark.parametrize("num_tokens", [1, 40, 257, 1100])
+def test_gates_are_applied_to_what_adapters_have_added(
+    width: int, num_tokens: int, device: torch.device, dtype: torch.dtype
+) -> None:
+    if is_interpreted() and num_tokens > 40:
+        pytest.skip("slow in the interpreter")
+    widths, size = (width, width), 640
+    memory = adapter_memory(widths, size, RANKS, device, dtype)
+    exact = AdapterMemory(memory.a.cpu().double(), memory.b.cpu().double(), widths)
+    x = torch.randn(num_tokens, size, device=device, dtype=dtype)
+    gate_up = torch.randn(num_tokens, 2 * width, device=device, dtype=dtype)
+    for slots in mixes(num_tokens):
+        tokens = adapted_tokens(slots, RANKS, device)
+        on_host = AdaptedTokens(tokens.buffer.cpu(), num_tokens, tokens.block)
+        expected = gate_up.cpu().double()
+        add_adapter_delta_reference(expected, x.cpu().double(), Adaptation(exact, on_host))
+        found = silu_mul_adapted(gate_up.clone(), x, Adaptation(memory, tokens))
+        assert_close(found.cpu(), silu_mul_reference(expected).to(dtype))
 
 
 @pytest.mark.parametrize("pdl", [False, True])

@@ -1,5 +1,5 @@
 """``kernels.adapters`` in Triton: shrink computes x A^T by blocks of tokens and parts of the
-inputs, and expand multiplies the sum of these parts by B^T.
+inputs, and expand multiplies the sum of these parts by B^T. Expand may also apply a gate.
 
 Adapters, ``order`` and ``blocks`` were there before the step, so they are read before the kernels
 wait for their predecessors.
@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from minisgl_backend.kernels.triton_kernels.layer_kernels import gated
 from minisgl_backend.kernels.triton_kernels.pdl import allow_next, launch_options, wait_previous
 
 _STEP = 16
@@ -200,15 +201,118 @@ def _expand(
         inner_ptrs = inner_ptr + token[:, None] * WIDTH + part * MAX_RANK + i[None, :]
         total = tl.zeros((BLOCK, BLOCK_N), dtype=tl.float32)
         if rank > 0:
-            inner = _summed(inner_ptrs, is_there, num_tokens, WIDTH, SPLITS, BLOCK, STEP)
-            total = tl.dot(inner.to(b.dtype), b.T, total, input_precision="ieee")
-            for done in tl.range(STEP, rank, STEP, num_stages=1):
-                b = tl.load(b_ptrs + done, mask=is_in[:, None], other=0.0)
-                inner = _summed(inner_ptrs + done, is_there, num_tokens, WIDTH, SPLITS, BLOCK, STEP)
-                total = tl.dot(inner.to(b.dtype), b.T, total, input_precision="ieee")
+            total = _with_product(
+                total, b, inner_ptrs, b_ptrs, is_there, is_in, rank, num_tokens, WIDTH, STEP, SPLITS
+            )
         total += base
         mask = is_there[:, None] & is_in[None, :]
         tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(
+    do_not_specialize=["num_tokens"],
+    do_not_specialize_on_alignment=["order_ptr", "blocks_ptr"],  # parts of one buffer
+)
+def _gated_expand(
+    out_ptr,
+    gate_up_ptr,
+    inner_ptr,
+    b_ptr,
+    order_ptr,
+    blocks_ptr,
+    slot_stride,
+    num_tokens,
+    SIZE: tl.constexpr,
+    MAX_RANK: tl.constexpr,
+    STEP: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    if PDL:
+        allow_next()
+    block_ptr = blocks_ptr + 4 * tl.program_id(0)
+    slot = tl.load(block_ptr).to(tl.int64)
+    rank = tl.load(block_ptr + 1)
+    begin = tl.load(block_ptr + 2)
+    end = tl.load(block_ptr + 3)
+    row = begin + tl.arange(0, BLOCK)
+    is_there = row < end
+    token = tl.load(order_ptr + row, mask=is_there, other=0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    is_in = column < SIZE
+    i = tl.arange(0, STEP)
+    b_ptrs = b_ptr + (slot - 1) * slot_stride + column[:, None] * MAX_RANK + i[None, :]
+    has_adapter = (begin < end) & (rank > 0)
+    of_gate = tl.load(b_ptrs, mask=is_in[:, None] & has_adapter, other=0.0)
+    of_up = tl.load(b_ptrs + SIZE * MAX_RANK, mask=is_in[:, None] & has_adapter, other=0.0)
+    if PDL:
+        wait_previous()
+    if begin < end:
+        mask = is_there[:, None] & is_in[None, :]
+        gate_ptrs = gate_up_ptr + token[:, None] * (2 * SIZE) + column[None, :]
+        gate = tl.load(gate_ptrs, mask=mask, other=0.0).to(tl.float32)
+        up = tl.load(gate_ptrs + SIZE, mask=mask, other=0.0).to(tl.float32)
+        if rank > 0:
+            WIDTH: tl.constexpr = 2 * MAX_RANK
+            inner_ptrs = inner_ptr + token[:, None] * WIDTH + i[None, :]
+            gate = _with_product(
+                gate,
+                of_gate,
+                inner_ptrs,
+                b_ptrs,
+                is_there,
+                is_in,
+                rank,
+                num_tokens,
+                WIDTH,
+                STEP,
+                SPLITS,
+            )
+            inner_ptrs += MAX_RANK
+            b_ptrs += SIZE * MAX_RANK
+            up = _with_product(
+                up,
+                of_up,
+                inner_ptrs,
+                b_ptrs,
+                is_there,
+                is_in,
+                rank,
+                num_tokens,
+                WIDTH,
+                STEP,
+                SPLITS,
+            )
+        y = gated(gate, up, False)
+        out_ptrs = out_ptr + token[:, None] * SIZE + column[None, :]
+        tl.store(out_ptrs, y.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _with_product(
+    total,
+    b,  # of the first STEP ranks
+    inner_ptrs,
+    b_ptrs,
+    is_there,
+    is_in,
+    rank,
+    num_tokens,
+    WIDTH: tl.constexpr,
+    STEP: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
+    """``total`` [BLOCK, BLOCK_N] + (x A^T) B^T, over ``rank`` > 0 in steps."""
+    BLOCK: tl.constexpr = is_there.shape[0]
+    inner = _summed(inner_ptrs, is_there, num_tokens, WIDTH, SPLITS, BLOCK, STEP)
+    total = tl.dot(inner.to(b.dtype), b.T, total, input_precision="ieee")
+    for done in tl.range(STEP, rank, STEP, num_stages=1):
+        b = tl.load(b_ptrs + done, mask=is_in[:, None], other=0.0)
+        inner = _summed(inner_ptrs + done, is_there, num_tokens, WIDTH, SPLITS, BLOCK, STEP)
+        total = tl.dot(inner.to(b.dtype), b.T, total, input_precision="ieee")
+    return total
 
 
 @triton.jit
@@ -306,6 +410,45 @@ def launch_expand(
         ADD=add,
         BLOCK=block,
         BLOCK_N=_BLOCK_N,
+        PDL=pdl,
+        num_warps=4,
+        **launch_options(pdl),
+    )
+
+
+def launch_gated_expand(
+    out: Tensor,
+    gate_up: Tensor,
+    inner: Tensor,
+    b: Tensor,
+    order: Tensor,
+    blocks: Tensor,
+    *,
+    block: int,
+    pdl: bool,
+) -> None:
+    """``out`` [num_tokens, size] is silu(gate) * up of ``gate_up`` [num_tokens, 2 * size] plus the
+    product of ``inner`` and B^T; ``inner`` as for ``launch_expand``."""
+    splits, num_tokens, width = inner.shape
+    size = out.shape[1]
+    assert b[0].is_contiguous() and out.is_contiguous() and gate_up.is_contiguous()
+    assert width == 2 * b.shape[2] and b.shape[1] == 2 * size
+    block_n = _BLOCK_N if block <= 16 else _BLOCK_N // 2  # which has two sums of each
+    _gated_expand[(len(blocks), triton.cdiv(size, block_n))](
+        out,
+        gate_up,
+        inner,
+        b,
+        order,
+        blocks,
+        b.stride(0),
+        num_tokens,
+        SIZE=size,
+        MAX_RANK=b.shape[2],
+        STEP=_STEP,
+        SPLITS=splits,
+        BLOCK=block,
+        BLOCK_N=block_n,
         PDL=pdl,
         num_warps=4,
         **launch_options(pdl),

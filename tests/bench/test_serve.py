@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import pty
@@ -20,8 +21,8 @@ from pexpect.fdpexpect import fdspawn
 
 from minisgl_backend.cli.main import main
 from minisgl_backend.server.process import TritonServer
-from minisgl_kit.calls import Chunk
-from minisgl_kit.targets import Refused, chunk_of_event
+from minisgl_kit.calls import Call, Chunk
+from minisgl_kit.targets import OpenAITarget, Refused, Sampling, chunk_of_event
 from tests.bench.test_serve_parts import CONVERSATIONS
 from tests.gateway.conftest import gateway_of
 
@@ -236,6 +237,28 @@ def test_missing_plots_are_told_before_anything_is_measured(
     assert "--plots needs matplotlib" in result.output
 
 
+def test_a_key_that_is_not_ascii_is_sent_in_utf_8() -> None:
+    heads = []
+
+    async def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        heads.append(await reader.readuntil(b"\r\n\r\n"))
+        writer.write(b"HTTP/1.1 401 Unauthorized\r\nContent-Length: 0\r\n\r\n")
+        writer.close()
+
+    async def ask() -> None:
+        async with await asyncio.start_server(refuse, "127.0.0.1", 0) as listener:
+            port = listener.sockets[0].getsockname()[1]
+            target = OpenAITarget(
+                f"127.0.0.1:{port}", model="demo", api_key="clé", sampling=Sampling()
+            )
+            with pytest.raises(Refused, match="HTTP 401"):
+                await anext(target.stream(Call(1, text="Hi")))
+            await target.close()
+
+    asyncio.run(ask())
+    assert "Authorization: Bearer clé" in heads[0].decode()
+
+
 def test_events_of_other_openai_servers() -> None:
     """Usage may come with null choices; errors come under several names."""
     text = {"choices": [{"text": "Hi"}], "usage": None}
@@ -253,5 +276,12 @@ def test_events_of_other_openai_servers() -> None:
     assert chunk_of_event(json.dumps(usage)) == Chunk(False, 7, 5, 2)
     with pytest.raises(Refused, match="overloaded: later"):
         chunk_of_event('{"error": {"code": null, "type": "overloaded", "message": "later"}}')
+    with pytest.raises(Refused, match="error: out of memory"):
+        chunk_of_event('{"error": "out of memory"}')
     with pytest.raises(Refused, match="not JSON: <html>"):
         chunk_of_event("<html>")
+    with pytest.raises(Refused, match="not an event: 5"):
+        chunk_of_event("5")
+    nothing = {"choices": [{"delta": None}], "error": None}
+    assert chunk_of_event(json.dumps(nothing)) == Chunk(False)
+    assert chunk_of_event('{"choices": null}') == Chunk(False)

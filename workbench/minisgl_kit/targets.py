@@ -100,7 +100,8 @@ class OpenAITarget:
     def __init__(
         self, url: str, *, model: str | None, api_key: str | None, sampling: Sampling
     ) -> None:
-        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        # in UTF-8: a server may have keys that are not ASCII
+        headers = [(b"Authorization", f"Bearer {api_key}".encode())] if api_key else []
         # a load generator opens as many connections as it has requests in flight
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
         if "://" not in url:
@@ -155,23 +156,25 @@ class OpenAITarget:
                 response = await self._client.get("/v1/models")
                 response.raise_for_status()
                 self._model = str(response.json()["data"][0]["id"])
-            except (httpx.HTTPError, LookupError, ValueError) as error:
+            except (httpx.HTTPError, LookupError, TypeError, ValueError) as error:
                 raise ConfigError(f"the server does not tell its models: {error}") from error
         return self._model
 
 
 def chunk_of_event(data: str) -> Chunk:
-    """The chunk in an event's JSON; raises ``Refused`` if it is an error, or not JSON."""
+    """The chunk in an event's JSON; raises ``Refused`` if it is an error, or no JSON object."""
     try:
         event = json.loads(data)
     except ValueError:
         raise Refused("not JSON", _shortened(data)) from None
-    if "error" in event:
-        error = event["error"]
-        raise Refused(str(error.get("code") or error.get("type") or "error"), _reason(data))
+    if not isinstance(event, dict):
+        raise Refused("not an event", _shortened(data))
+    if (error := event.get("error")) is not None:
+        told = error if isinstance(error, dict) else {}
+        raise Refused(str(told.get("code") or told.get("type") or "error"), _reason(data))
     text = "".join(
-        choice.get("text") or choice.get("delta", {}).get("content") or ""
-        for choice in event.get("choices", [])
+        choice.get("text") or (choice.get("delta") or {}).get("content") or ""
+        for choice in event.get("choices") or ()
     )
     usage = event.get("usage") or {}
     details = usage.get("prompt_tokens_details") or {}
@@ -184,9 +187,11 @@ def chunk_of_event(data: str) -> Chunk:
 
 
 def _reason(body: str) -> str:
-    """The message of OpenAI's error object; for other bodies, their beginning."""
+    """The message of OpenAI's error object, or an error that is a string; for other bodies, their
+    beginning."""
     try:
-        return _shortened(str(json.loads(body)["error"]["message"]))
+        error = json.loads(body)["error"]
+        return _shortened(error if isinstance(error, str) else str(error["message"]))
     except (ValueError, LookupError, TypeError):
         return _shortened(body)
 

@@ -166,6 +166,9 @@ def test_a_packed_trace_that_is_cut_off_is_refused(tmp_path: Path) -> None:
     [
         (b"[1, 2", "no Chrome trace"),
         (b"[]", "no Chrome trace"),
+        (b'{"traceEvents": 5}', "no Chrome trace"),
+        (b'{"traceEvents": [1]}', "no Chrome trace"),
+        (b'{"traceEvents": [{"cat": "kernel", "ph": "X"}]}', "no Chrome trace: KeyError: 'name'"),
         (b"\xff" * 1000, "trace.json is no Chrome trace: "),
         (b'{"traceEvents": []}', "no kernels"),
     ],

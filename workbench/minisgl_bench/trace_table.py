@@ -18,7 +18,7 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import click
 
@@ -36,6 +36,8 @@ KINDS: Final = {
 _ON_THE_GPU: Final = frozenset({"kernel", "gpu_memset", "gpu_memcpy"})
 """Categories of events: what clears and copies memory counts as a kernel."""
 
+_CUT_OFF: Final = (OSError, EOFError, zlib.error)
+"""What a packed file raises that is not whole."""
 _MOST_CHARACTERS: Final = 72
 _MOST_NESTED: Final = 2
 
@@ -83,20 +85,22 @@ class TraceTable:
         return {**shares, "idle": self.idle_us / self.wall_us}
 
 
-def read_kernels(path: Path) -> Iterator[Kernel]:
+def read_kernels(path: Path) -> list[Kernel]:
     """The kernels of a trace, in no particular order; ``.gz`` is unpacked.
 
     Raises ``click.ClickException`` if the file is not a trace.
     """
     content = path.read_bytes()
-    try:  # one that is cut off raises EOFError or zlib.error
+    try:
         text = gzip.decompress(content) if path.suffix == ".gz" else content
-        events: list[dict[str, Any]] = json.loads(text)["traceEvents"]
-    except (ValueError, KeyError, TypeError, OSError, EOFError, zlib.error) as error:
-        raise click.ClickException(f"{path} is no Chrome trace: {error}") from None
-    for event in events:
-        if event.get("cat") in _ON_THE_GPU and event.get("ph") == "X":
-            yield Kernel(event["name"], float(event["ts"]), float(event["dur"]))
+        return [
+            Kernel(event["name"], float(event["ts"]), float(event["dur"]))
+            for event in json.loads(text)["traceEvents"]
+            if event.get("cat") in _ON_THE_GPU and event.get("ph") == "X"
+        ]
+    except (ValueError, LookupError, TypeError, AttributeError, *_CUT_OFF) as error:
+        told = f"{type(error).__name__}: {error}"
+        raise click.ClickException(f"{path} is no Chrome trace: {told}") from None
 
 
 def tabulate(kernels: Iterable[Kernel]) -> TraceTable:
@@ -191,7 +195,7 @@ def report_trace(path: Path, *, top: int, step: str | None = None) -> Report:
 
     ``step`` is the kernel that begins a step: then only the middle half of all steps counts.
     """
-    kernels, num_steps = list(read_kernels(path)), 0
+    kernels, num_steps = read_kernels(path), 0
     if step is not None:
         kernels, num_steps = middle_steps(kernels, step)
     table = tabulate(kernels)
@@ -232,7 +236,7 @@ def report_order(path: Path, *, count: int, step: str) -> Report:
     """Up to ``count`` kernels of one of the middle steps, from its middle on, in the order in which
     they began: when each began and ended, counted from the start of the first, and how much later
     it ended than all before it."""
-    inside, num_steps = middle_steps(list(read_kernels(path)), step)
+    inside, num_steps = middle_steps(read_kernels(path), step)
     begins_us = sorted(kernel.begin_us for kernel in inside if kernel.name == step)
     begin_us = begins_us[num_steps // 2]
     end_us = min((later for later in begins_us if later > begin_us), default=math.inf)

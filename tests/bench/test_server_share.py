@@ -54,6 +54,17 @@ def test_the_share_is_that_of_the_same_requests(
     assert result.exit_code == 2 and "another number of requests" in result.output
 
 
+@pytest.mark.parametrize("content", ["figures", "[]", '{"requests": 16, "tokens_per_s": 9.5}'])
+def test_a_file_of_something_else_is_refused_before_a_server_is_started(
+    content: str, tmp_path: Path
+) -> None:
+    alone = tmp_path / "alone.json"
+    alone.write_text(content, encoding="utf-8")
+    result = CliRunner().invoke(main, ["bench", "server-share", "--alone", str(alone)])
+    assert result.exit_code == 2
+    assert f"--alone {alone} is not of `bench offline`: " in result.output
+
+
 def test_a_refused_request_ends_the_run(server: TritonServer) -> None:
     prompt = Prompt(np.array([1], np.int32), 10**6)
     requests = requests_of([prompt], model="minisgl", temperature=0.0)

@@ -62,9 +62,7 @@ def server_share(
     """Throughput through tritonserver, also as a share of that of the engine alone."""
     options = located(options)
     arguments = [*option_arguments(options), *requests.arguments()]
-    offline: dict[str, Any] = (
-        json.loads(alone.read_text("utf-8")) if alone else run_bench(["offline", *arguments])
-    )
+    offline = run_bench(["offline", *arguments]) if alone is None else _written_figures(alone)
     if offline["requests"] != requests.requests:
         raise click.UsageError("--alone is of another number of requests")
     vocab_size = load_spec(Path(options.model)).vocab_size
@@ -86,6 +84,20 @@ def server_share(
     share = figures["tokens_per_s"] / rate
     report.add(requests=len(answers), **figures, offline_tokens_per_s=rate, share=share)
     report.emit(json_path)
+
+
+def _written_figures(file: Path) -> dict[str, Any]:
+    """What `bench offline` has written; raises ``click.UsageError`` if that is not in the file."""
+    try:
+        found = json.loads(file.read_text("utf-8"))
+        return {
+            "requests": int(found["requests"]),
+            "tokens_per_s": float(found["tokens_per_s"]),
+            "info": dict(found["info"]),
+        }
+    except (ValueError, LookupError, TypeError) as error:
+        told = f"{type(error).__name__}: {error}"
+        raise click.UsageError(f"--alone {file} is not of `bench offline`: {told}") from None
 
 
 def figures_of(answers: list[Answer]) -> dict[str, float]:

@@ -75,6 +75,9 @@ def test_the_binary_out_of_a_wheel(perf_analyzer_wheel: Path, tmp_path: Path) ->
         archive.writestr("tritonclient/__init__.py", "")
     with pytest.raises(ConfigError, match=r"tritonclient\.whl holds no perf_analyzer"):
         find_perf_analyzer(folder, binary=None, wheel=wheel)
+    wheel.write_bytes(b"no zip")
+    with pytest.raises(ConfigError, match=r"tritonclient\.whl is no wheel: "):
+        find_perf_analyzer(folder, binary=None, wheel=wheel)
 
 
 def test_a_binary_that_is_not_there_or_does_not_run(tmp_path: Path) -> None:
@@ -85,6 +88,17 @@ def test_a_binary_that_is_not_there_or_does_not_run(tmp_path: Path) -> None:
     broken.chmod(0o755)
     with pytest.raises(ConfigError, match="perf_analyzer does not run here: broken"):
         find_perf_analyzer(tmp_path, binary=str(broken), wheel=None)
+    broken.write_bytes(b"\x7fELF of another machine")
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    with pytest.raises(ConfigError, match="perf_analyzer does not run here: Exec format error"):
+        find_perf_analyzer(folder, binary=str(broken), wheel=None)
+
+
+def test_a_folder_that_cannot_be_made_is_told_before_anything_is_measured() -> None:
+    result = CliRunner().invoke(main, ["bench", "perf-analyzer", "--export", "/proc/exports"])
+    assert result.exit_code == 2
+    assert "--export /proc/exports: " in result.output
 
 
 def test_what_lies_in_memory_does_not_end_its_export(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ import click
 from minisgl_backend.cli.options import numbers
 from minisgl_backend.errors import ConfigError
 from minisgl_bench.perf_analyzer_binary import PerfAnalyzer, find_perf_analyzer
-from minisgl_bench.serve.command import address_of
+from minisgl_bench.serve.command import address_of, make_folder
 from minisgl_bench.serve.figures import Measured, check_answered, emit, figures_of, objectives_of
 from minisgl_kit.calls import Call, Chunk, Outcome, calls_of_file
 from minisgl_kit.loads import Load
@@ -114,6 +114,8 @@ def perf_analyzer(
 ) -> None:
     """Latencies of the streaming ensemble, measured by NVIDIA's perf_analyzer."""
     objectives = objectives_of(slo)
+    if export is not None:
+        make_folder("--export", export)
     levels = [Level("concurrency", value) for value in concurrency]
     levels += [Level("rate", value) for value in rate]
     measured = []
@@ -133,7 +135,6 @@ def perf_analyzer(
                     _run(tool, [*arguments, *first.arguments], style, warm, warm_up, folder)
                 content = _run(tool, [*arguments, *level.arguments], style, calls, requests, folder)
                 if export is not None:
-                    export.mkdir(parents=True, exist_ok=True)
                     file = export / f"{style}-{level.name}-{level.value:g}.json"
                     file.write_text(content, encoding="utf-8")
                 try:

@@ -84,13 +84,16 @@ def _joined(*parts: str) -> str:
 
 
 def _unpacked(wheel: Path, folder: Path) -> Path:
-    with zipfile.ZipFile(wheel) as archive:
-        names = [name for name in archive.namelist() if name.endswith("/bin/perf_analyzer")]
-        if not names:
-            raise ConfigError(f"{wheel.name} holds no perf_analyzer: {_HOW_TO_GET_IT}")
-        path = folder / "perf_analyzer"
-        with archive.open(names[0]) as source, path.open("wb") as target:
-            shutil.copyfileobj(source, target)
+    path = folder / "perf_analyzer"
+    try:
+        with zipfile.ZipFile(wheel) as archive:
+            names = [name for name in archive.namelist() if name.endswith("/bin/perf_analyzer")]
+            if not names:
+                raise ConfigError(f"{wheel.name} holds no perf_analyzer: {_HOW_TO_GET_IT}")
+            with archive.open(names[0]) as source, path.open("wb") as target:
+                shutil.copyfileobj(source, target)
+    except zipfile.BadZipFile as error:
+        raise ConfigError(f"{wheel.name} is no wheel: {error}") from None
     path.chmod(0o755)
     return path
 
@@ -107,6 +110,9 @@ def _linked_libraries(folder: Path) -> tuple[str, ...]:
 
 
 def _complaint(tool: PerfAnalyzer) -> str:
-    """Why the loader does not start it; empty if it does."""
-    done = tool.run(["--version"])
+    """Why it does not start; empty if it does."""
+    try:
+        done = tool.run(["--version"])
+    except OSError as error:
+        return error.strerror or str(error)
     return "" if done.returncode == 0 else (done.stderr or done.stdout).strip()[:200]

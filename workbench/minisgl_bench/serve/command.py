@@ -108,10 +108,7 @@ def serve(
     if plots is not None:
         if importlib.util.find_spec("matplotlib") is None:
             raise click.UsageError("--plots needs matplotlib: pip install '.[bench]' in a clone")
-        try:
-            plots.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise click.UsageError(f"--plots {plots}: {error.strerror}") from None
+        make_folder("--plots", plots)
     measured: list[Measured] = []
     interrupted = False
     with address_of(url) as address:
@@ -140,6 +137,14 @@ def serve(
         click.echo("interrupted", err=True)
         raise click.exceptions.Exit(130)
     check_answered(measured)
+
+
+def make_folder(option: str, path: Path) -> None:
+    """Make the folder of an option before anything is measured; raises ``click.UsageError``."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise click.UsageError(f"{option} {path}: {error.strerror}") from None
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from random import Random
 
 import pytest
 
-from minisgl_check import breaks
+from minisgl_check import breaks, nodes
 from minisgl_check.catalogue import SCENES
 from minisgl_check.defect import Switch
 from minisgl_check.fault import Fault, Settings, Stage
@@ -43,6 +43,15 @@ def test_a_fault_is_survived(frail: Stage, fault: Fault[Stage]) -> None:
     case = fault.tried(frail)
     assert case.failures == []
     assert case.count > 0
+
+
+def test_a_fault_that_needs_another_machine_is_skipped_if_there_can_be_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(nodes, "can_have_machines", lambda: False)
+    (fault,) = [fault for fault in nodes.FAULTS if "cable" in fault.sentence]
+    case = fault.tried(Settings(rng=Random(0), is_timed=False))
+    assert (case.result, case.what) == ("skipped", "a cable takes root and iproute2")
 
 
 def test_each_quick_fault_is_in_the_catalogue() -> None:

@@ -11,7 +11,7 @@ import os
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from signal import SIGCONT, SIGKILL, SIGTERM
 from typing import Final
@@ -73,47 +73,59 @@ def _two_nodes(settings: Settings, machine: Machine | None = None) -> Iterator[_
 
 
 def lost(
-    strike: Callable[[_Group], list[int]], mend: Callable[[_Group], None]
+    strike: Callable[[_Group], list[int]],
+    mend: Callable[[_Group], None],
+    *,
+    by_cable: bool = False,
 ) -> Callable[[Settings, Case], None]:
     """Node 1 is struck while streams run: each ends with one error. Once it is mended, a new group
-    serves in the same server, and nothing is left of the old one. ``strike`` returns processes."""
+    serves in the same server, and nothing is left of the old one.
+
+    ``strike`` returns the processes that must end. With ``by_cable``, node 1 is on a machine of its
+    own; if there can be none, the case is skipped.
+    """
 
     def provoke(settings: Settings, case: Case) -> None:
-        with _two_nodes(settings) as group:
-            _provoke(group, case)
-
-    def _provoke(group: _Group, case: Case) -> None:
-        stage, own, patience_s = group.stage, group.stage.own, group.stage.settings.patience_s
-        server, engine, gone = own.server, own.pid("llm_engine"), list[int]()
-        ended = struck(stage, case, lambda: gone.extend(strike(group)))
-        case.expect(ended == Counter(INTERNAL=NUM_STREAMS), f"the streams ended so: {ended}")
-        unready = wait_until(lambda: not own.is_ready(), _UNREADY_S)
-        case.expect(unready, "it is ready without node 1")
-        mend(group)
-        back = wait_until(lambda: own.is_ready() and own.serves(), patience_s)
-        case.expect(back, f"it does not serve again; node 1 said: {group.other.log[-500:]}")
-        case.expect(own.server is server, "all of the server was started again")
-        case.expect(own.pid("llm_engine") != engine, "the engine is the old one")
-        left = wait_until(lambda: not any(map(runs, gone)), patience_s)
-        case.expect(left, "processes of the lost node are left")
-        stage.expect_canary(case)
-        stage.invariants.renew()
-        case.failures += stage.invariants.violations()
-        ranks = group.other.ranks()
-        group.other.signal(SIGTERM)
-        case.expect(group.other.wait() == 0, "node 1 did not end well")
-        case.expect(not any(map(runs, ranks)), "ranks of node 1 have outlived it")
-        told = f"{case.ended['failed']} of {case.count} streams failed"
-        case.what = f"{told}; a new group serves"
-
-    def provoke_with_cable(settings: Settings, case: Case) -> None:
-        if not can_have_machines():
-            case.what = "left out: a cable takes root and iproute2"
+        if by_cable and not can_have_machines():
+            case.is_skipped = True
+            case.what = "a cable takes root and iproute2"
             return
-        with machine() as other, _two_nodes(settings, other) as group:
-            _provoke(group, case)
+        with (
+            machine() if by_cable else nullcontext() as other,
+            _two_nodes(settings, other) as group,
+        ):
+            _lose(group, case, strike, mend)
 
-    return provoke_with_cable if strike is _pull else provoke
+    return provoke
+
+
+def _lose(
+    group: _Group,
+    case: Case,
+    strike: Callable[[_Group], list[int]],
+    mend: Callable[[_Group], None],
+) -> None:
+    stage, own, patience_s = group.stage, group.stage.own, group.stage.settings.patience_s
+    server, engine, gone = own.server, own.pid("llm_engine"), list[int]()
+    ended = struck(stage, case, lambda: gone.extend(strike(group)))
+    case.expect(ended == Counter(INTERNAL=NUM_STREAMS), f"the streams ended so: {ended}")
+    unready = wait_until(lambda: not own.is_ready(), _UNREADY_S)
+    case.expect(unready, "it is ready without node 1")
+    mend(group)
+    back = wait_until(lambda: own.is_ready() and own.serves(), patience_s)
+    case.expect(back, f"it does not serve again; node 1 said: {group.other.log[-500:]}")
+    case.expect(own.server is server, "all of the server was started again")
+    case.expect(own.pid("llm_engine") != engine, "the engine is the old one")
+    left = wait_until(lambda: not any(map(runs, gone)), patience_s)
+    case.expect(left, "processes of the lost node are left")
+    stage.expect_canary(case)
+    stage.invariants.renew()
+    case.failures += stage.invariants.violations()
+    ranks = group.other.ranks()
+    group.other.signal(SIGTERM)
+    case.expect(group.other.wait() == 0, "node 1 did not end well")
+    case.expect(not any(map(runs, ranks)), "ranks of node 1 have outlived it")
+    case.what = f"{case.ended['failed']} of {case.count} streams failed; a new group serves"
 
 
 def _kill(group: _Group) -> list[int]:
@@ -150,5 +162,9 @@ def _cable(group: _Group) -> Machine:
 FAULTS: Final = (
     Fault("F29", "node 1 of 2 is killed, and another comes", lost(_kill, _Group.replace_node)),
     Fault("F29", "node 1 of 2 stands still, and goes on later", lost(_freeze, _thaw)),
-    Fault("F29", "the cable to node 1 of 2 is cut, and mended", lost(_pull, _plug)),
+    Fault(
+        "F29",
+        "the cable to node 1 of 2 is cut, and mended",
+        lost(_pull, _plug, by_cable=True),
+    ),
 )

@@ -68,11 +68,9 @@ def impatient_stage(settings: Settings) -> AbstractContextManager[Stage]:
     return frail_stage(settings, max_queue_time_s=str(LONGEST_WAIT_S))
 
 
-@contextmanager
-def small_stage(settings: Settings) -> Iterator[Stage]:
+def small_stage(settings: Settings) -> AbstractContextManager[Stage]:
     """A server with eight pages in total."""
-    with stage(settings, {**OPTIONS, "num_pages": str(_FEW_PAGES)}) as place:
-        yield place
+    return stage(settings, {**OPTIONS, "num_pages": str(_FEW_PAGES)})
 
 
 def one_forward_raises(stage: Stage, case: Case) -> None:

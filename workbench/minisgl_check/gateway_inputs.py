@@ -37,7 +37,6 @@ _ANSWERED: Final = frozenset(
         "temperature None",
         "seed -1",
         "inside: seed -1",
-        "not offered: n",
         "not offered: echo",
     }
 )

@@ -48,10 +48,10 @@ def run_cases(
     extent: Extent,
     rng: random.Random,
     *,
-    until_s: float = 0.0,
-    with_gateway: bool = False,
-    metrics_url: str | None = None,
-    say: Callable[[str], None] = lambda text: None,
+    until_s: float,
+    with_gateway: bool,
+    metrics_url: str | None,
+    say: Callable[[str], None],
 ) -> Iterator[Case]:
     """The cases as they end: rounds of loads until ``until_s`` (monotonic clock), then faults.
 

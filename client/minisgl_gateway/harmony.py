@@ -22,6 +22,7 @@ from typing import Final
 from minisgl_client import strict_json
 
 from minisgl_gateway.call_syntax import MOST_DEPTH, CalledTool, sendable
+from minisgl_gateway.marks import begun_mark
 from minisgl_gateway.thinking import Thought
 
 FUNCTIONS: Final = "functions."
@@ -30,8 +31,8 @@ _START: Final = "<|start|>"
 _CHANNEL: Final = "<|channel|>"
 _MESSAGE: Final = "<|message|>"
 _ENDS: Final = ("<|end|>", "<|call|>", "<|return|>")
-_MARK: Final = re.compile("|".join(map(re.escape, (_START, _MESSAGE, *_ENDS))))
-_LONGEST: Final = max(map(len, (_START, _MESSAGE, *_ENDS)))
+_MARKS: Final = (_START, _MESSAGE, *_ENDS)
+_MARK: Final = re.compile("|".join(map(re.escape, _MARKS)))
 _RECEIVER: Final = re.compile(r"(?:^|\s)to=(.+?)(?:\s+(?:json|code))?\s*(?:<\||$)", re.DOTALL)
 _CHANNEL_NAME: Final = re.compile(re.escape(_CHANNEL) + r"\s*(\w+)")
 
@@ -69,14 +70,9 @@ class HarmonyReader:
             self._take(text[: mark.start()], found)
             self._meet(mark[0], found)
             text = text[mark.end() :]
-        marks = (_START, _MESSAGE, *_ENDS)
-        partial = next(
-            at
-            for at in range(max(0, len(text) - _LONGEST + 1), len(text) + 1)
-            if any(one.startswith(text[at:]) for one in marks)
-        )
-        self._take(text[:partial], found)
-        self._partial = text[partial:]
+        begun = begun_mark(text, _MARKS)
+        self._take(text[:begun], found)
+        self._partial = text[begun:]
         return found
 
     def finish(self) -> list[Thought | str | CalledTool]:

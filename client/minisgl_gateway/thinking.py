@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Final
 
+from minisgl_gateway.marks import begun_mark
+
 _BREAKS: Final = "\r\n"
 
 
@@ -97,12 +99,8 @@ class ThinkingReader:
         """Add the text of the thought to ``found``; returns the text after the end marker."""
         thought, marker, rest = text.partition(self._end)
         if not marker:
-            partial = next(
-                at
-                for at in range(max(0, len(text) - len(self._end) + 1), len(text) + 1)
-                if self._end.startswith(text[at:])
-            )
-            thought, self._partial = text[:partial], text[partial:]
+            begun = begun_mark(text, (self._end,))
+            thought, self._partial = text[:begun], text[begun:]
         body = thought.rstrip(_BREAKS)
         if body:
             whole = "".join([*self._held, body])

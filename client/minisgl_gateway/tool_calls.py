@@ -14,6 +14,7 @@ import re
 from typing import Final
 
 from minisgl_gateway.call_syntax import CalledTool, Following, NotACall, Syntax
+from minisgl_gateway.marks import begun_mark
 
 _PIECE_CHARS: Final = 1024
 
@@ -28,7 +29,6 @@ class CallReader:
         self._calls_alone = calls_alone
         self._syntax = syntax
         self._opening = re.compile("|".join(map(re.escape, syntax.openings)))
-        self._longest = max(map(len, syntax.openings))
         self._found: list[str | CalledTool] = []
         self._held: list[str] = []
         """Blanks, and a separator after a call: both are dropped if a call follows."""
@@ -68,13 +68,9 @@ class CallReader:
             self._following = self._syntax.follow()
             next(self._following)
             return text[opening.start() :]
-        partial = next(
-            at
-            for at in range(max(0, len(text) - self._longest + 1), len(text) + 1)
-            if any(opening.startswith(text[at:]) for opening in self._syntax.openings)
-        )
-        self._keep(text[:partial])
-        self._partial = text[partial:]
+        begun = begun_mark(text, self._syntax.openings)
+        self._keep(text[:begun])
+        self._partial = text[begun:]
         return ""
 
     def _follow(self, text: str) -> str:

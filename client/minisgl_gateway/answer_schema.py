@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, Field
 
 
-def _is_none(value: object) -> bool:
-    return value is None
+def unless_null(description: str | None = None) -> Any:
+    """A field that an answer does not have if it is null, which is the default."""
+    return Field(None, exclude_if=lambda value: value is None, description=description)
 
 
 class PromptTokensDetails(BaseModel):
@@ -87,12 +88,10 @@ class ToolCall(BaseModel):
 class AnswerMessage(BaseModel):
     role: Literal["assistant"] = "assistant"
     content: str | None
-    reasoning_content: str | None = Field(
-        None, exclude_if=_is_none, description="what the model thought before it answered"
-    )
+    reasoning_content: str | None = unless_null("what the model thought before it answered")
     refusal: None = None
-    tool_calls: list[ToolCall] | None = Field(None, exclude_if=_is_none)
-    function_call: CalledFunction | None = Field(None, exclude_if=_is_none)
+    tool_calls: list[ToolCall] | None = unless_null()
+    function_call: CalledFunction | None = unless_null()
 
 
 class ChatChoice(BaseModel):
@@ -109,7 +108,7 @@ class ChatCompletion(BaseModel):
     model: str
     choices: list[ChatChoice]
     usage: Usage
-    prompt_logprobs: PromptLogprobs | None = Field(None, exclude_if=_is_none)
+    prompt_logprobs: PromptLogprobs | None = unless_null()
 
 
 class CompletionChoice(BaseModel):
@@ -117,7 +116,7 @@ class CompletionChoice(BaseModel):
     text: str
     logprobs: CompletionLogprobs | None = None
     finish_reason: Literal["stop", "length"]
-    prompt_logprobs: PromptLogprobs | None = Field(None, exclude_if=_is_none)
+    prompt_logprobs: PromptLogprobs | None = unless_null()
 
 
 class Completion(BaseModel):
@@ -155,7 +154,7 @@ class RerankDocument(BaseModel):
 
 class RerankResult(BaseModel):
     index: int = Field(description="the document's place in the request")
-    document: RerankDocument | None = Field(None, exclude_if=_is_none)
+    document: RerankDocument | None = unless_null()
     relevance_score: float = Field(description="0 .. 1")
 
 

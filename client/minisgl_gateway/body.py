@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 from starlette.requests import ClientDisconnect
 
-from minisgl_gateway.errors import GONE, ApiError, invalid, shown, unsupported
+from minisgl_gateway.errors import ApiError, client_gone, invalid, shown, unsupported
 from minisgl_gateway.strict_schema import Body
 
 MAX_DEPTH: Final = 64
@@ -46,7 +46,7 @@ async def received(kind: type[_Request], http: Request) -> _Request:
     try:
         request = parse(kind, await http.body())
     except ClientDisconnect:
-        raise ApiError(GONE, "the client went away", code="client_gone") from None
+        raise client_gone() from None
     http.scope["state"]["without_effect"] = sorted(
         request.without_effect & request.model_fields_set
     )

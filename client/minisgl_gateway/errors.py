@@ -154,6 +154,11 @@ def cancelled() -> ApiError:
     return ApiError(GONE, "the request was cancelled", code="cancelled")
 
 
+def client_gone() -> ApiError:
+    """The client did not wait for the answer, or did not send all of its request."""
+    return ApiError(GONE, "the client went away", code="client_gone")
+
+
 def api_error_of_finish(reason: str | None) -> ApiError:
     """The error that a finish reason other than ``stop`` and ``length`` means."""
     by_reason = {"timeout": deadline_passed, "cancelled": cancelled}

@@ -35,7 +35,7 @@ from minisgl_gateway.answers import Counts, Echo
 from minisgl_gateway.body import received
 from minisgl_gateway.chat import Chat, Generation, Policy
 from minisgl_gateway.conversion import chat_of, completion_generations, num_samples
-from minisgl_gateway.errors import GONE, ApiError, api_error, busy
+from minisgl_gateway.errors import GONE, ApiError, api_error, busy, client_gone
 from minisgl_gateway.event_stream import (
     Disconnected,
     EventStream,
@@ -252,7 +252,7 @@ class Service:
             try:
                 return await unless_disconnected(http.receive, gathered())
             except Disconnected:
-                raise ApiError(GONE, "the client went away", code="client_gone") from None
+                raise client_gone() from None
             except MinisglError as error:
                 raise api_error(error, fields, {"prompt": prompt}) from error
 

@@ -6,12 +6,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from minisgl_gateway.answer_schema import TokenLogprob
+from minisgl_gateway.answer_schema import TokenLogprob, unless_null
 from minisgl_gateway.responses.schema import AllowedTools, FunctionChoice, Mode, Status
-
-
-def _is_none(value: object) -> bool:
-    return value is None
 
 
 class AnsweredText(BaseModel):
@@ -56,7 +52,7 @@ class AnsweredCall(BaseModel):
     status: Status
     call_id: str
     name: str
-    namespace: str | None = Field(default=None, exclude_if=_is_none)
+    namespace: str | None = unless_null()
     arguments: str = Field(description="a JSON object in a string")
 
 
@@ -97,7 +93,7 @@ class Response(BaseModel):
     id: str
     object: Literal["response"] = "response"
     created_at: int
-    completed_at: int | None = Field(default=None, exclude_if=_is_none)
+    completed_at: int | None = unless_null()
     status: Literal["in_progress", "completed", "incomplete", "failed"]
     background: Literal[False] = False
     error: ResponseError | None = None
@@ -120,7 +116,7 @@ class Response(BaseModel):
     top_p: float
     truncation: Literal["disabled"] = "disabled"
     usage: ResponseUsage | None = None
-    user: str | None = Field(default=None, exclude_if=_is_none)
+    user: str | None = unless_null()
 
 
 class DeletedResponse(BaseModel):

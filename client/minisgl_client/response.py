@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any, Final
 
 from minisgl_client.answer import (
@@ -39,21 +39,19 @@ def deltas_of_message(message: Any) -> list[Delta]:
 
 
 def deltas_of_event(event: Mapping[str, Any]) -> list[Delta]:
-    """The deltas of an event of ``/generate_stream``, given as JSON. Triton writes a list of one
-    item as just the item."""
+    """The deltas of an event of ``/generate_stream``, given as JSON."""
     if "error" in event:
         raise error_from(str(event["error"]))
-    return _deltas(
-        {
-            name: value if isinstance(value, list) else [value]
-            for name, value in event.items()
-            if name in _READ
-        }
-    )
+    return _deltas(_lists(event, _READ))
 
 
-def _integers(raw: bytes) -> Sequence[int]:
-    return struct.unpack(f"<{len(raw) // 4}i", raw)
+def _lists(fields: Mapping[str, Any], names: Container[str]) -> dict[str, list[Any]]:
+    """The outputs among ``fields``. Triton writes a list of one item as just the item."""
+    return {
+        name: value if isinstance(value, list) else [value]
+        for name, value in fields.items()
+        if name in names
+    }
 
 
 def _strings(raw: bytes) -> Sequence[str]:
@@ -69,6 +67,7 @@ def _strings(raw: bytes) -> Sequence[str]:
 
 _TYPES: Final[Mapping[str, Callable[[bytes], Sequence[Any]]]] = {
     "BYTES": _strings,
+    "INT32": lambda raw: struct.unpack(f"<{len(raw) // 4}i", raw),
     "UINT32": lambda raw: struct.unpack(f"<{len(raw) // 4}I", raw),
     "INT64": lambda raw: struct.unpack(f"<{len(raw) // 8}q", raw),
     "FP32": lambda raw: struct.unpack(f"<{len(raw) // 4}f", raw),
@@ -166,24 +165,18 @@ def tokens_of_message(message: Any) -> Tokens:
     if message.error_message:
         raise error_from(message.error_message)
     response = message.infer_response
-    found: dict[str, list[Any]] = {}
+    found = {}
     for output, raw in zip(response.outputs, response.raw_output_contents, strict=True):
         if (datatype := TOKENIZER_OUTPUTS.get(output.name)) is not None:
-            found[output.name] = list(_strings(raw) if datatype == "BYTES" else _integers(raw))
+            found[output.name] = _TYPES[datatype](raw)
     return _tokens(found)
 
 
 def tokens_of_json(fields: Mapping[str, Any]) -> Tokens:
-    """The same in its answer to ``/generate``. Triton writes a list of one item as the item."""
+    """The same in its answer to ``/generate``."""
     if "error" in fields:
         raise error_from(str(fields["error"]))
-    return _tokens(
-        {
-            name: value if isinstance(value, list) else [value]
-            for name, value in fields.items()
-            if name in TOKENIZER_OUTPUTS
-        }
-    )
+    return _tokens(_lists(fields, TOKENIZER_OUTPUTS))
 
 
 def adapters_of_message(message: Any) -> tuple[LoraAdapter, ...]:
@@ -210,7 +203,7 @@ def _adapters(text: str | None) -> tuple[LoraAdapter, ...]:
     return tuple(LoraAdapter(entry["name"], entry["path"]) for entry in json.loads(text))
 
 
-def _tokens(found: Mapping[str, list[Any]]) -> Tokens:
+def _tokens(found: Mapping[str, Sequence[Any]]) -> Tokens:
     if found.keys() != TOKENIZER_OUTPUTS.keys():
         raise ServerError("the model that was asked for tokens is no tokenizer of this version")
     return Tokens(

@@ -115,8 +115,8 @@ class Stream(_Answer):
         try:
             with unless_closed(self._transport):
                 while not self._waiting:
-                    begun = self._call if self._is_begun else None
-                    deltas = begun.read() if begun else self._first()
+                    call = self._call if self._is_begun else None
+                    deltas = self._first() if call is None else call.read()
                     if deltas is None:
                         self._check_whole()
                         break
@@ -191,10 +191,8 @@ class AsyncStream(_Answer):
         try:
             with unless_closed(self._transport):
                 while not self._waiting:
-                    reading = (
-                        self._call.read() if self._call and self._samples_ended else self._first()
-                    )
-                    deltas = await reading
+                    call = self._call if self._is_begun else None
+                    deltas = await (self._first() if call is None else call.read())
                     if deltas is None:
                         self._check_whole()
                         break

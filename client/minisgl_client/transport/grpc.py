@@ -64,10 +64,7 @@ class GrpcTransport:
         self.closed = False
 
     def start(self, request: Request, timeout_ms: int | None) -> GrpcCall:
-        message = request.to_grpc(timeout_ms)
-        return GrpcCall(
-            self._infer(message, timeout=_timeout_s(timeout_ms), metadata=self._metadata)
-        )
+        return GrpcCall(self._called(request, timeout_ms))
 
     def look_up(self, request: Request, timeout_ms: int | None) -> Tokens:
         return tokens_of_message(self._only(request, timeout_ms))
@@ -77,14 +74,16 @@ class GrpcTransport:
 
     def _only(self, request: Request, timeout_ms: int | None) -> Any:
         """The only message of an answer."""
-        call = self._infer(
-            request.to_grpc(timeout_ms), timeout=_timeout_s(timeout_ms), metadata=self._metadata
-        )
         try:
-            messages = list(call)  # to the end, which a cancel must not meet
+            # to the end, which a cancel must not meet
+            messages = list(self._called(request, timeout_ms))
         except grpc.RpcError as error:
             raise _error_of(error) from None
         return _first(messages)
+
+    def _called(self, request: Request, timeout_ms: int | None) -> Any:
+        message = request.to_grpc(timeout_ms)
+        return self._infer(message, timeout=_timeout_s(timeout_ms), metadata=self._metadata)
 
     def is_ready(self, model: str) -> bool:
         request = service_pb2.ModelReadyRequest(name=model)
@@ -134,11 +133,7 @@ class AsyncGrpcTransport:
             self._infer = self._channel.unary_stream(**_INFER)
 
     async def start(self, request: Request, timeout_ms: int | None) -> AsyncGrpcCall:
-        self._connect()
-        message = request.to_grpc(timeout_ms)
-        return AsyncGrpcCall(
-            self._infer(message, timeout=_timeout_s(timeout_ms), metadata=self._metadata)
-        )
+        return AsyncGrpcCall(self._called(request, timeout_ms))
 
     async def look_up(self, request: Request, timeout_ms: int | None) -> Tokens:
         return tokens_of_message(await self._only(request, timeout_ms))
@@ -148,15 +143,16 @@ class AsyncGrpcTransport:
 
     async def _only(self, request: Request, timeout_ms: int | None) -> Any:
         """The only message of an answer."""
-        self._connect()
-        call = self._infer(
-            request.to_grpc(timeout_ms), timeout=_timeout_s(timeout_ms), metadata=self._metadata
-        )
         try:
-            messages = [message async for message in call]
+            messages = [message async for message in self._called(request, timeout_ms)]
         except grpc.RpcError as error:
             raise _error_of(error) from None
         return _first(messages)
+
+    def _called(self, request: Request, timeout_ms: int | None) -> Any:
+        self._connect()
+        message = request.to_grpc(timeout_ms)
+        return self._infer(message, timeout=_timeout_s(timeout_ms), metadata=self._metadata)
 
     async def is_ready(self, model: str) -> bool:
         self._connect()

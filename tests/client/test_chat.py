@@ -93,6 +93,15 @@ def test_samples_come_one_after_the_other(server: TritonServer, tmp_path: Path) 
     assert json.loads(saved.read_text("utf-8"))["messages"][1]["content"] == "Paris"
 
 
+def test_counts_that_are_not_asked_for_are_not_shown(server: TritonServer, tmp_path: Path) -> None:
+    unasked = [f"return_num_{kind}_tokens=false" for kind in ("output", "cached")]
+    with chat(server, tmp_path / "history", "-p", unasked[0], "-p", unasked[1]) as terminal:
+        question = "What is the capital of France?\r"
+        before, behind = terminal.say(question, "Paris", r"(.*)first after \d+ ms(.*)\r\n")
+        assert "0 tokens" not in before and "None" not in behind
+        terminal.end()
+
+
 def test_a_user_without_a_home(server: TritonServer) -> None:
     """Neither a variable nor a list of users names it."""
     without = "import pwd; pwd.getpwuid = {}.__getitem__; from minisgl_backend.cli import __main__"

@@ -235,17 +235,16 @@ def _keys() -> KeyBindings:
 
 
 def _figures(result: Result) -> str:
-    """The line below an answer."""
+    """The line below an answer; without counts that the parameters do not ask for."""
     parts = [] if result.finish_reason == "stop" else [result.finish_reason or "stopped"]
     if result.first_delta_s is not None:
-        tokens = sum(sample.num_output_tokens or 0 for sample in result.samples)
-        waited_s = result.first_delta_s
-        rate = tokens / result.total_s
-        parts += [
-            f"{tokens} tokens, {rate:.1f} tokens/s",
-            f"first after {waited_s * 1000:.0f} ms",
-            f"{result.num_cached_tokens} of {result.num_input_tokens} prompt tokens cached",
-        ]
+        if result.num_output_tokens is not None:
+            tokens = sum(sample.num_output_tokens or 0 for sample in result.samples)
+            parts.append(f"{tokens} tokens, {tokens / result.total_s:.1f} tokens/s")
+        parts.append(f"first after {result.first_delta_s * 1000:.0f} ms")
+        cached, whole = result.num_cached_tokens, result.num_input_tokens
+        if cached is not None and whole is not None:
+            parts.append(f"{cached} of {whole} prompt tokens cached")
     return " · ".join(parts)
 
 

@@ -1,7 +1,7 @@
 """Tiny random checkpoints of every architecture and RoPE variant, written by transformers itself.
 
-Weights are drawn wide enough for logits to differ clearly: the reference in ``references`` checks
-that no two candidates nearly tie.
+Weights are drawn wide enough for logits to differ clearly: ``test_tokens_equal_transformers``
+checks that no two candidates nearly tie.
 """
 
 from __future__ import annotations

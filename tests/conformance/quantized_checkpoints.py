@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -71,13 +71,38 @@ def words(codes: Tensor, bits: int, order: tuple[int, ...] | None = None) -> Ten
     return torch.where(word >= 2**31, word - 2**32, word).to(torch.int32)
 
 
+@dataclass(frozen=True)
+class Rounded:
+    """Codes [rows, columns] from 0 on, scales and zero points [rows, groups], the group of each
+    column, and the numbers that they stand for."""
+
+    codes: Tensor
+    scales: Tensor
+    zeros: Tensor
+    group_of: Tensor
+
+    @property
+    def numbers(self) -> Tensor:
+        return (self.codes - self.zeros[:, self.group_of]) * self.scales[:, self.group_of]
+
+
 def rounded(
-    weight: Tensor, bits: int, group: int, *, symmetric: bool, scale_type: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes [rows, columns] from 0 on, scales and zero points [rows, groups]."""
-    most = 2**bits - 1
+    weight: Tensor,
+    bits: int,
+    group: int,
+    *,
+    symmetric: bool,
+    scale_type: torch.dtype,
+    reorders: bool = False,
+) -> Rounded:
+    """Groups of neighbouring columns; if it ``reorders``, of neighbours in a random order."""
+    most, columns = 2**bits - 1, weight.shape[1]
+    width = group if group > 0 else columns
+    order = torch.arange(columns)
+    if reorders:
+        order = torch.randperm(columns, generator=torch.Generator().manual_seed(columns))
     codes, scales, zeros = [], [], []
-    for part in torch.split(weight, group if group > 0 else weight.shape[1], dim=1):
+    for part in torch.split(weight[:, order], width, dim=1):
         low, high = part.amin(dim=1).clamp_max(0), part.amax(dim=1).clamp_min(0)
         scale = part.abs().amax(dim=1) / (most // 2) if symmetric else (high - low) / most
         scale = scale.to(scale_type).float()
@@ -85,7 +110,13 @@ def rounded(
         codes.append((part / scale[:, None]).round().add(zero[:, None]).clamp(0, most))
         scales.append(scale)
         zeros.append(zero)
-    return torch.cat(codes, dim=1), torch.stack(scales, dim=1), torch.stack(zeros, dim=1)
+    back = order.argsort()
+    return Rounded(
+        torch.cat(codes, dim=1)[:, back],
+        torch.stack(scales, dim=1),
+        torch.stack(zeros, dim=1),
+        (torch.arange(columns) // width)[back],
+    )
 
 
 def gptq(
@@ -97,67 +128,55 @@ def gptq(
     version: int = 1,
     reorders: bool = False,
 ) -> Packed:
-    columns = weight.shape[1]
-    order = torch.arange(columns)
-    if reorders:  # neighbours in this order form a group
-        order = torch.randperm(columns, generator=torch.Generator().manual_seed(columns))
-    codes, scales, zeros = rounded(
-        weight[:, order], bits, group, symmetric=symmetric, scale_type=torch.float16
+    found = rounded(
+        weight, bits, group, symmetric=symmetric, scale_type=torch.float16, reorders=reorders
     )
-    group_of = torch.arange(columns) // (group if group > 0 else columns)
-    back = order.argsort()
-    codes, group_of = codes[:, back], group_of[back]
-    numbers = (codes - zeros[:, group_of]) * scales[:, group_of]
-    stored = words(zeros.t(), bits)
+    stored = words(found.zeros.t(), bits)
     if version == 1:  # the subtraction goes through the whole word
         ones = sum(1 << shift for shift in range(0, 32, bits))
         less = (stored.long() - ones) % 2**32
         stored = torch.where(less >= 2**31, less - 2**32, less).to(torch.int32)
     tensors = {
-        "qweight": words(codes.t().t(), bits).t().contiguous(),
+        "qweight": words(found.codes, bits).t().contiguous(),
         "qzeros": stored,
-        "scales": scales.t().half().contiguous(),
-        "g_idx": group_of.int(),
+        "scales": found.scales.t().half().contiguous(),
+        "g_idx": found.group_of.int(),
         "bias": torch.zeros(len(weight)),  # these tools write one for every projection
     }
-    return tensors, numbers
+    return tensors, found.numbers
 
 
 def awq(weight: Tensor, *, group: int = 128) -> Packed:
-    codes, scales, zeros = rounded(weight, 4, group, symmetric=False, scale_type=torch.float16)
-    columns = weight.shape[1]
-    group_of = torch.arange(columns) // (group if group > 0 else columns)
+    found = rounded(weight, 4, group, symmetric=False, scale_type=torch.float16)
     tensors = {
-        "qweight": words(codes.t(), 4, AWQ_ORDER),
-        "qzeros": words(zeros.t(), 4, AWQ_ORDER),
-        "scales": scales.t().half().contiguous(),
+        "qweight": words(found.codes.t(), 4, AWQ_ORDER),
+        "qzeros": words(found.zeros.t(), 4, AWQ_ORDER),
+        "scales": found.scales.t().half().contiguous(),
     }
-    return tensors, (codes - zeros[:, group_of]) * scales[:, group_of]
+    return tensors, found.numbers
 
 
 def packed(
-    weight: Tensor, *, bits: int = 4, group: int = 128, symmetric: bool = True, order: bool = False
+    weight: Tensor,
+    *,
+    bits: int = 4,
+    group: int = 128,
+    symmetric: bool = True,
+    reorders: bool = False,
 ) -> Packed:
-    columns = weight.shape[1]
-    places = torch.arange(columns)
-    if order:
-        places = torch.randperm(columns, generator=torch.Generator().manual_seed(columns))
-    codes, scales, zeros = rounded(
-        weight[:, places], bits, group, symmetric=symmetric, scale_type=torch.bfloat16
+    found = rounded(
+        weight, bits, group, symmetric=symmetric, scale_type=torch.bfloat16, reorders=reorders
     )
-    group_of = torch.arange(columns) // (group if group > 0 else columns)
-    back = places.argsort()
-    codes, group_of = codes[:, back], group_of[back]
     tensors = {
-        "weight_packed": words(codes, bits),
-        "weight_scale": scales.bfloat16(),
+        "weight_packed": words(found.codes, bits),
+        "weight_scale": found.scales.bfloat16(),
         "weight_shape": torch.tensor(weight.shape),
     }
     if not symmetric:
-        tensors["weight_zero_point"] = words(zeros.t(), bits).t().contiguous()
-    if order:
-        tensors["weight_g_idx"] = group_of.int()
-    return tensors, (codes - zeros[:, group_of]) * scales[:, group_of]
+        tensors["weight_zero_point"] = words(found.zeros.t(), bits).t().contiguous()
+    if reorders:
+        tensors["weight_g_idx"] = found.group_of.int()
+    return tensors, found.numbers
 
 
 def mx_packed(weight: Tensor) -> Packed:
@@ -211,12 +230,21 @@ def _is_narrow(weight: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class Case:
-    """A format: how its weights are packed, and its ``quantization_config``."""
+    """A format: how its weights are packed, and its ``quantization_config``, which is None if
+    ModelOpt's own file has it.
+
+    Projections whose names contain a match of ``plain_in`` stay plain; the output head does unless
+    the case ``has_head``. If ``stacked``, one tensor has all experts: with gates ``above`` ups, as
+    in newer versions of transformers, or ``interleaved``, as in gpt-oss.
+    """
 
     pack: Pack
     config: Mapping[str, Any] | None
     modelopt: Mapping[str, Any] | None = None
     model: str = "quantized-dense"
+    plain_in: str | None = None
+    has_head: bool = False
+    stacked: Literal["above", "interleaved"] | None = None
 
 
 _FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
@@ -255,6 +283,7 @@ CASES: Final[Mapping[str, Case]] = MappingProxyType(
             fp8_blocks,
             {**_FP8, "modules_to_not_convert": ["lm_head", "model.layers.0.mlp.gate"]},
             model="quantized-moe",
+            stacked="above",
         ),
         "ct-fp8-channel-moe": Case(
             fp8_channel,
@@ -268,6 +297,7 @@ CASES: Final[Mapping[str, Case]] = MappingProxyType(
                 "ignore": ["lm_head", "re:.*self_attn", "re:.*router"],
             },
             model="quantized-llama4",
+            plain_in="self_attn",
         ),
         "ct-fp8-blocks": Case(
             lambda weight: fp8_blocks(weight, name="weight_scale"),
@@ -332,7 +362,7 @@ CASES: Final[Mapping[str, Case]] = MappingProxyType(
                 },
             },
         ),
-        "gptq-head": Case(gptq, {**_GPTQ, "lm_head": True}),
+        "gptq-head": Case(gptq, {**_GPTQ, "lm_head": True}, has_head=True),
         "ct-w4a16-group": Case(
             packed, _compressed("pack-quantized", _group("group", 4, "int", group_size=128))
         ),
@@ -344,7 +374,7 @@ CASES: Final[Mapping[str, Case]] = MappingProxyType(
             model="quantized-moe",
         ),
         "ct-w4a16-actorder": Case(
-            lambda weight: packed(weight, group=64, order=True),
+            lambda weight: packed(weight, group=64, reorders=True),
             _compressed(
                 "pack-quantized", _group("group", 4, "int", group_size=64, actorder="group")
             ),
@@ -356,6 +386,7 @@ CASES: Final[Mapping[str, Case]] = MappingProxyType(
                 (r".*", "pack-quantized", _group("group", 4, "int", group_size=128)),
             ),
             model="quantized-phi",
+            plain_in="(o|down)_proj",
         ),
         "ct-hybrid-by-name": Case(
             fp8_channel,
@@ -373,6 +404,7 @@ CASES: Final[Mapping[str, Case]] = MappingProxyType(
                 "ignore": ["lm_head", "re:.*self_attn.*", "re:.*mlp.gate$"],
             },
             model="quantized-moe",
+            plain_in="self_attn",
         ),
         "mxfp4-stacked-moe": Case(
             mx_packed,
@@ -381,6 +413,8 @@ CASES: Final[Mapping[str, Case]] = MappingProxyType(
                 "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"],
             },
             model="quantized-moe",
+            plain_in=r"self_attn|layers\.0\.mlp",
+            stacked="interleaved",
         ),
         "mxfp4-gpt-oss": Case(
             mx_packed,
@@ -394,34 +428,25 @@ CASES: Final[Mapping[str, Case]] = MappingProxyType(
                 ],
             },
             model="quantized-gpt-oss",
+            plain_in="self_attn",
         ),
     }
 )
-"""``config`` is None if ModelOpt's own file has it."""
 _PROJECTION: Final = r"model\.layers\..*_proj(_qkv|_z|_qkvz)?\.weight"
 _IN_TURN: Final = r".*\.experts\.(gate_up|down)_proj"
-_PLAIN_IN: Final = MappingProxyType(
-    {
-        "ct-merged-by-name": "(o|down)_proj",
-        "ct-mxfp4-moe": "self_attn",
-        "mxfp4-stacked-moe": r"self_attn|layers\.0\.mlp",
-        "mxfp4-gpt-oss": "self_attn",
-        "ct-fp8-channel-llama4": "self_attn",
-    }
-)
 
 
 def write_quantized(case: str, folder: Path) -> Any:
     """Write the checkpoint of a case to ``folder``; returns a transformers model with the numbers
     that the quantized weights stand for."""
     what = CASES[case]
-    projections = _PROJECTION + (r"|lm_head\.weight" if case == "gptq-head" else "")
-    plain_in = _PLAIN_IN.get(case)
+    projections = _PROJECTION + (r"|lm_head\.weight" if what.has_head else "")
     theirs = write_with(
-        what.pack, folder, model=what.model, projections=projections, plain_in=plain_in
+        what.pack, folder, model=what.model, projections=projections, plain_in=what.plain_in
     )
-    if "stacked" in case:
-        stack_experts(folder / "model.safetensors", interleaved="mxfp4" in case)
+    if what.stacked is not None:
+        path = folder / "model.safetensors"
+        stack_experts(path, interleaved=what.stacked == "interleaved")
     config = json.loads((folder / "config.json").read_text())
     if what.config is not None:
         config["quantization_config"] = dict(what.config)

@@ -88,7 +88,7 @@ LAYOUTS: Final[dict[str, tuple[WeightFormat, Pack]]] = {
     ),
     "packed reordered": (
         _form(Layout.PACKED, Encoding.INT4, (1, 64), reorders=True),
-        lambda weight: packed(weight, group=64, order=True),
+        lambda weight: packed(weight, group=64, reorders=True),
     ),
     "packed 8 bits": (
         _form(Layout.PACKED, Encoding.INT8, (1, 64), symmetric=False),

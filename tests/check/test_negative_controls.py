@@ -41,10 +41,10 @@ def canary(own: OwnServer) -> Iterator[Canary]:
     canary.close()
 
 
-def cancel_one(own: OwnServer, *, max_tokens: int = 900) -> None:
+def cancel_one(own: OwnServer) -> None:
     with (
         Client(own.grpc_address) as client,
-        client.stream(input_ids=HELD_PROMPT, max_tokens=max_tokens) as stream,
+        client.stream(input_ids=HELD_PROMPT, max_tokens=900) as stream,
     ):
         next(stream)
 

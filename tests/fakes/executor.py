@@ -173,8 +173,8 @@ class FakeExecutor:
     """Runs plans on numbers; an ``Executor`` of ``runtime.ports``.
 
     ``is_hit`` says whether a fault turns the position that is computed now into NaN, whatever its
-    tokens. ``num_cleared`` counts the broken pages of all plans, ``num_grouped`` their groups,
-    ``num_kept`` the states of decoding rows that were kept.
+    tokens. ``num_cleared`` counts the broken pages of all plans, ``num_kept`` the states of
+    decoding rows that were kept.
     """
 
     num_pages: int
@@ -187,7 +187,6 @@ class FakeExecutor:
     num_window_pages: int = 0
     is_hit: Callable[[], bool] = lambda: False
     num_cleared: int = 0
-    num_grouped: int = 0
     num_kept: int = 0
     _kv: npt.NDArray[np.uint64] = field(init=False)  # [num_pages, page_size]
     _is_nan: npt.NDArray[np.bool_] = field(init=False)  # [num_pages, page_size]
@@ -331,7 +330,6 @@ class FakeExecutor:
                 assert end * self.page_size <= positions[row], "shared pages are full"
                 begins[row] = end
             self._read_at[members, begin:end] = self._page_table[members[0], begin:end]
-        self.num_grouped += len(groups.sizes)
 
     def _keep_states(self, plan: StepPlan) -> None:
         """Keep the states of rows that are about to decode."""

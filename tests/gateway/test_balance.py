@@ -16,10 +16,10 @@ def key(number: int) -> bytes:
     return f"key {number}".encode()
 
 
-def owners(balance: Balance, number: int = 2000) -> list[int]:
-    """Where each key goes while nothing is open."""
+def owners(balance: Balance) -> list[int]:
+    """Where each of 2000 keys goes while nothing is open."""
     found = []
-    for each in range(number):
+    for each in range(2000):
         found.append(balance.choose(key(each)))
         balance.ended(found[-1])
     return found

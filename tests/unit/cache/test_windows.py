@@ -20,9 +20,9 @@ SIZE = 4
 WINDOW = 9  # the first token of a page sees two pages before its own
 
 
-def cache_of(num_window_pages: int, num_pages: int = 40) -> RadixCache:
-    windows = WindowPages(num_window_pages, num_pages=num_pages, page_size=SIZE, window=WINDOW)
-    return RadixCache(num_pages, SIZE, windows=windows)
+def cache_of(num_window_pages: int) -> RadixCache:
+    windows = WindowPages(num_window_pages, num_pages=40, page_size=SIZE, window=WINDOW)
+    return RadixCache(40, SIZE, windows=windows)
 
 
 def prompt(*pages: int) -> IntArray:

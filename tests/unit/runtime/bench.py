@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import threading
-import time
 from dataclasses import dataclass, field
 from typing import Any
 
 from minisgl_backend.cache.radix_cache import RadixCache
-from minisgl_backend.errors import (
-    MiniSGLError,
-)
+from minisgl_backend.errors import MiniSGLError
 from minisgl_backend.plan import Admission, Pending, SampledTokens, StepPlan
 from minisgl_backend.request import (
     Event,
@@ -25,15 +22,10 @@ from minisgl_backend.request import (
 from minisgl_backend.runtime.engine import Engine
 from minisgl_backend.scheduling.scheduler import Scheduler, SchedulerConfig
 from tests.fakes.engine_info import engine_info
-from tests.fakes.executor import (
-    FakeExecutor,
-    Model,
-    tokens_of,
-)
+from tests.fakes.executor import FakeExecutor, Model, tokens_of
 from tests.waiting import PATIENCE_S
 
 NUM_PAGES, PAGE_SIZE, CONTEXT = 64, 4, 128
-WAIT_S = PATIENCE_S
 
 
 class GatedExecutor:
@@ -88,7 +80,7 @@ class GatedPending:
 
     def tokens(self) -> SampledTokens:
         self.executor.reading.set()
-        assert self.executor.gate.wait(WAIT_S)
+        assert self.executor.gate.wait(PATIENCE_S)
         if self.executor.num_failures < self.executor.most_failures and self.executor.failure:
             self.executor.num_failures += 1
             raise self.executor.failure
@@ -113,7 +105,7 @@ class Recording:
             self.done.set()
 
     def ending(self) -> Event:
-        assert self.done.wait(WAIT_S)
+        assert self.done.wait(PATIENCE_S)
         return self.events[-1]
 
     def error(self) -> MiniSGLError:
@@ -186,10 +178,3 @@ class Bench:
         sinks = [Recording() for _ in samples]
         self.engine.submit_samples(samples, sinks)
         return samples, sinks
-
-    def wait_until(self, condition: object) -> None:
-        assert callable(condition)
-        limit = time.monotonic() + WAIT_S
-        while not condition():
-            assert time.monotonic() < limit, "the condition did not come true"
-            time.sleep(0.001)

@@ -28,7 +28,8 @@ from tests.fakes.executor import (
     expected_prompt_logprobs,
     expected_tokens,
 )
-from tests.unit.runtime.bench import NUM_PAGES, WAIT_S, Bench, Recording
+from tests.unit.runtime.bench import NUM_PAGES, Bench, Recording
+from tests.waiting import PATIENCE_S, wait_until
 
 
 @pytest.mark.parametrize("overlap", [True, False])
@@ -55,7 +56,7 @@ def test_a_request_that_breaks_steps_fails_alone(
         assert sum(isinstance(event, Admitted) for event in sink.events) <= 1
     assert "poison" in caplog.text
     assert it.engine.health().ready
-    it.wait_until(lambda: it.engine.stats().scheduler.num_running == 0)
+    wait_until(lambda: it.engine.stats().scheduler.num_running == 0)
     pages = it.engine.stats().scheduler
     assert pages.free_pages + pages.cached_pages == NUM_PAGES
     it.engine.close(drain_s=0)
@@ -69,7 +70,7 @@ def test_a_step_that_breaks_once_costs_nobody() -> None:
     requests = [it.request([i], max_tokens=20) for i in range(5)]
     sinks = [it.submit(request) for request in requests]
     it.executor.gate.set()
-    it.wait_until(lambda: it.executor.num_failures == 1)
+    wait_until(lambda: it.executor.num_failures == 1)
     it.executor.gate.clear()  # it runs as long as it takes to cancel it
     gone = it.request([7], max_tokens=100)
     cancelled = it.submit(gone)
@@ -125,7 +126,7 @@ def test_leaked_pages_are_logged_once(
     for prompt in ([1] * 9, [2] * 9, [3] * 9):
         sink = it.submit(it.request(prompt))
         assert sink.ending() == Finished(FinishReason.LENGTH)
-        it.wait_until(lambda: it.engine.stats().scheduler.num_running == 0)
+        wait_until(lambda: it.engine.stats().scheduler.num_running == 0)
     it.engine.close(drain_s=0)
     told = [record.getMessage() for record in caplog.records if "leaked" in record.getMessage()]
     expected = "no request is open, but 0 rows and 4 pages are in use: they have leaked"
@@ -154,7 +155,7 @@ def test_a_planner_that_breaks_is_replaced(method: str, monkeypatch: pytest.Monk
     for request, sink, ending in zip(requests, sinks, endings, strict=True):
         assert ending == Finished(FinishReason.LENGTH)
         assert sink.tokens == expected_tokens(request, it.model)
-    it.wait_until(lambda: it.engine.stats().scheduler.num_running == 0)
+    wait_until(lambda: it.engine.stats().scheduler.num_running == 0)
     pages = it.engine.stats().scheduler
     assert pages.free_pages + pages.cached_pages == NUM_PAGES
     assert pages.prefix_queries > queries
@@ -168,7 +169,7 @@ def test_a_lost_executor_ends_the_engine_at_once() -> None:
     sinks = [it.submit(it.request([i])) for i in range(3)]
     it.executor.gate.set()
     assert all(isinstance(sink.error(), EngineFailure) for sink in sinks)
-    it.wait_until(lambda: it.engine.health().state is State.BROKEN)
+    wait_until(lambda: it.engine.health().state is State.BROKEN)
     assert it.executor.num_failures == 1
     it.engine.close(drain_s=0)
 
@@ -184,11 +185,11 @@ def test_steps_that_always_break_fail_every_open_request_and_refuse_others(
     for sink in sinks:
         assert isinstance(sink.error(), EngineFailure)
         assert "fire" not in str(sink.error())  # the story is in the log
-    it.wait_until(lambda: not it.engine.health().ready)
+    wait_until(lambda: not it.engine.health().ready)
     assert "the device is on fire" in caplog.text
     with pytest.raises(Overloaded, match="the engine is down"):
         it.submit(it.request([1]))
-    it.engine.close(drain_s=WAIT_S)
+    it.engine.close(drain_s=PATIENCE_S)
     assert it.engine.stats().failed == {"INTERNAL": 5}
 
 
@@ -239,7 +240,7 @@ def test_a_lost_executor_fails_what_is_open(bench: Bench) -> None:
     bench.executor.gate.set()
     for sink in sinks:
         assert isinstance(sink.error(), EngineFailure)
-    bench.wait_until(lambda: bench.engine.health().state is State.BROKEN)
+    wait_until(lambda: bench.engine.health().state is State.BROKEN)
 
 
 def test_a_planner_that_finds_no_step_is_replaced(

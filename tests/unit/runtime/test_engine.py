@@ -31,7 +31,8 @@ from tests.fakes.executor import (
     Model,
     expected_tokens,
 )
-from tests.unit.runtime.bench import CONTEXT, NUM_PAGES, WAIT_S, Bench, Recording
+from tests.unit.runtime.bench import CONTEXT, NUM_PAGES, Bench, Recording
+from tests.waiting import PATIENCE_S, wait_until
 
 
 @pytest.mark.parametrize("overlap", [True, False])
@@ -83,7 +84,7 @@ def test_abort_ends_a_running_request_and_is_idempotent(bench: Bench) -> None:
     assert sink.ending() == Finished(FinishReason.CANCELLED)
     assert bench.engine.stats().num_cancelled == 1
     pages = bench.engine.stats
-    bench.wait_until(lambda: pages().scheduler.num_running == 0)
+    wait_until(lambda: pages().scheduler.num_running == 0)
     free = pages().scheduler
     assert free.free_pages + free.cached_pages == NUM_PAGES
     assert sum(isinstance(e, Finished | Failed) for e in sink.events) == 1
@@ -103,7 +104,7 @@ def test_a_deadline_before_the_first_token_is_an_error() -> None:
     running = it.submit(it.request([2]))
     deadline_s = time.monotonic() + 0.01
     waiting = it.submit(it.request([1], deadline_s=deadline_s))
-    it.wait_until(lambda: time.monotonic() > deadline_s)
+    wait_until(lambda: time.monotonic() > deadline_s)
     it.executor.gate.set()
     error = waiting.error()
     assert isinstance(error, Overloaded)
@@ -200,34 +201,34 @@ def test_the_models_end_of_sequence_ends_a_request_unless_ignored() -> None:
 def test_close_lets_running_requests_finish_and_refuses_new_ones(bench: Bench) -> None:
     bench.executor.gate.clear()
     sink = bench.submit(bench.request([1]))
-    closing = threading.Thread(target=bench.engine.close, kwargs={"drain_s": WAIT_S})
+    closing = threading.Thread(target=bench.engine.close, kwargs={"drain_s": PATIENCE_S})
     closing.start()
-    bench.wait_until(lambda: not bench.engine.health().ready)
+    wait_until(lambda: not bench.engine.health().ready)
     with pytest.raises(Overloaded, match="shutting down"):
         bench.submit(bench.request([1]))
     bench.executor.gate.set()
     assert sink.ending() == Finished(FinishReason.LENGTH)
-    closing.join(WAIT_S)
+    closing.join(PATIENCE_S)
     assert not closing.is_alive()
 
 
 def test_close_without_patience_fails_what_is_open(bench: Bench) -> None:
     bench.executor.gate.clear()
     sinks = [bench.submit(bench.request([1], max_tokens=100)) for _ in range(6)]
-    assert bench.executor.reading.wait(WAIT_S)  # from here on the inbox is not drained
+    assert bench.executor.reading.wait(PATIENCE_S)  # from here on the inbox is not drained
     inbox = bench.engine._loop.inbox
     num_messages = inbox.qsize()
     closing = threading.Thread(target=bench.engine.close, kwargs={"drain_s": 0.0})
     closing.start()
-    bench.wait_until(lambda: inbox.qsize() > num_messages)
+    wait_until(lambda: inbox.qsize() > num_messages)
     bench.executor.gate.set()
-    closing.join(WAIT_S)
+    closing.join(PATIENCE_S)
     assert all("shutting down" in str(sink.error()) for sink in sinks)
 
 
 def test_observations_for_histograms_are_handed_over_once(bench: Bench) -> None:
     bench.submit(bench.request([1, 2, 3])).ending()
-    bench.wait_until(lambda: bench.engine.stats().num_open == 0)
+    wait_until(lambda: bench.engine.stats().num_open == 0)
     observations = bench.engine.take_observations()
     assert list(observations.prompt_tokens) == [3]
     assert list(observations.generation_tokens) == [8]
@@ -262,10 +263,10 @@ def test_once_closed_it_lets_the_executor_go() -> None:
 
 
 def test_health_is_calm_while_idle_and_while_the_device_works(bench: Bench) -> None:
-    bench.wait_until(lambda: bench.engine.health().tick_age_s == 0.0)
+    wait_until(lambda: bench.engine.health().tick_age_s == 0.0)
     bench.executor.gate.clear()
     sink = bench.submit(bench.request([1]))
-    assert bench.executor.reading.wait(WAIT_S)
+    assert bench.executor.reading.wait(PATIENCE_S)
     health = bench.engine.health()
     assert health.ready and health.tick_age_s == 0.0
     bench.executor.gate.set()

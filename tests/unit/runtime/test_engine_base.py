@@ -23,7 +23,8 @@ from minisgl_backend.runtime.open_requests import OpenRequest
 from minisgl_backend.runtime.recorder import Recorder
 from minisgl_backend.scheduling.scheduler import Scheduler, SchedulerConfig
 from tests.fakes.clock import LoopClock
-from tests.unit.runtime.bench import NUM_PAGES, PAGE_SIZE, WAIT_S, Bench, Recording
+from tests.unit.runtime.bench import NUM_PAGES, PAGE_SIZE, Bench, Recording
+from tests.waiting import PATIENCE_S, wait_until
 
 
 def test_who_waits_for_too_long_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -32,7 +33,7 @@ def test_who_waits_for_too_long_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
     it = Bench(max_running=1, max_queue_time_s=600)
     it.executor.gate.clear()
     running = it.submit(it.request([2], max_tokens=50))
-    it.wait_until(lambda: any(isinstance(event, Admitted) for event in running.events))
+    wait_until(lambda: any(isinstance(event, Admitted) for event in running.events))
     waiting = [it.submit(it.request([i])) for i in (1, 3)]
     clock.ahead_s = 601
     it.executor.gate.set()
@@ -72,7 +73,7 @@ def test_samples_are_accepted_all_or_none(bench: Bench) -> None:
     bench.executor.gate.set()
     assert {sink.ending() for sink in sinks} == {Finished(FinishReason.CANCELLED)}
     assert {sink.ending() for sink in others} == {Finished(FinishReason.LENGTH)}
-    bench.wait_until(lambda: bench.engine.stats().scheduler.num_running == 0)
+    wait_until(lambda: bench.engine.stats().scheduler.num_running == 0)
 
 
 def test_samples_wait_in_the_queue_with_one_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,7 +81,7 @@ def test_samples_wait_in_the_queue_with_one_prompt(monkeypatch: pytest.MonkeyPat
     it = Bench(max_running=1, max_queued=10, max_queued_tokens=30, max_queue_time_s=600)
     it.executor.gate.clear()
     _, sinks = it.submit_samples(it.request(list(range(28))), 6)
-    it.wait_until(lambda: any(isinstance(event, Admitted) for event in sinks[0].events))
+    wait_until(lambda: any(isinstance(event, Admitted) for event in sinks[0].events))
     clock.ahead_s = 601  # the first has begun, so the others may wait longer
     it.executor.gate.set()
     assert {sink.ending() for sink in sinks} == {Finished(FinishReason.LENGTH)}
@@ -92,12 +93,12 @@ def test_waiting_prompt_tokens_are_bounded() -> None:
     it.executor.gate.clear()
     first = it.submit(it.request([1]))
     assert it.executor.gate.is_set() is False
-    it.wait_until(lambda: any(isinstance(event, Admitted) for event in first.events))
+    wait_until(lambda: any(isinstance(event, Admitted) for event in first.events))
     it.submit(it.request(list(range(20))))
     with pytest.raises(Overloaded, match="20 prompt tokens wait, and 20 more exceed 30"):
         it.submit(it.request(list(range(20))))
     it.executor.gate.set()
-    it.engine.close(drain_s=WAIT_S)
+    it.engine.close(drain_s=PATIENCE_S)
 
 
 def test_a_model_without_an_output_head_embeds_only(bench: Bench) -> None:

@@ -144,6 +144,7 @@ def test_prompts_of_a_file_over_each_protocol(
 def test_errors_are_counted_by_code(server: TritonServer, tmp_path: Path) -> None:
     prompts, figures = tmp_path / "prompts.jsonl", tmp_path / "figures.json"
     lines = [{"input_ids": [5]}, {"input_ids": [99_999]}, {"prompt": "a", "max_tokens": 10**9}]
+    lines.append({"prompt": "\ud800"})  # which the client itself refuses
     prompts.write_text("\n".join(map(json.dumps, lines)))
     output = bench(
         *("--url", f"127.0.0.1:{server.grpc_port}", "--json", str(figures)),
@@ -152,7 +153,7 @@ def test_errors_are_counted_by_code(server: TritonServer, tmp_path: Path) -> Non
     assert "errors INVALID_ARG" in output
     assert "INVALID_ARG: input_ids" in output
     (row,) = rows_of(figures)
-    assert row["requests"] == 3 and row["errors"] == {"INVALID_ARG": 2}
+    assert row["requests"] == 4 and row["errors"] == {"INVALID_ARG": 3}
     assert row["e2e_ms"]["p50"] > 0
 
 

@@ -69,16 +69,16 @@ class TritonTarget:
         self._sampling = sampling
 
     async def stream(self, call: Call) -> AsyncGenerator[Chunk, None]:
-        answer = self._client.stream(
-            call.text,
-            messages=call.messages,
-            input_ids=call.input_ids,
-            max_tokens=call.max_tokens,
-            temperature=self._sampling.temperature,
-            ignore_eos=self._sampling.ignore_eos,
-            cache_salt=self._sampling.cache_salt,
-        )
         try:
+            answer = self._client.stream(
+                call.text,
+                messages=call.messages,
+                input_ids=call.input_ids,
+                max_tokens=call.max_tokens,
+                temperature=self._sampling.temperature,
+                ignore_eos=self._sampling.ignore_eos,
+                cache_salt=self._sampling.cache_salt,
+            )
             async with answer:
                 async for delta in answer:
                     yield Chunk(
@@ -134,8 +134,13 @@ class OpenAITarget:
         else:
             path = "/v1/chat/completions"
             body["messages"] = call.messages
+        # with escapes, since a file of prompts may have half of a surrogate pair
+        content = json.dumps(body).encode()
+        json_header = {"Content-Type": "application/json"}
         try:
-            async with self._client.stream("POST", path, json=body) as response:
+            async with self._client.stream(
+                "POST", path, content=content, headers=json_header
+            ) as response:
                 if response.status_code != 200:
                     await response.aread()
                     raise Refused(f"HTTP {response.status_code}", _reason(response.text))

@@ -7,6 +7,7 @@ they are listed only once. Must not know any command, or what an option's value 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from typing import Any, Final
@@ -68,9 +69,22 @@ tritonserver_option = click.option(
 )
 
 
+class FiniteRange(click.FloatRange):
+    """A range of finite numbers; click's have NaN in them, too."""
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        number: float = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{value!r} is not finite", param, ctx)
+        return number
+
+
 POSITIVE_INT: Final = click.IntRange(1)
-POSITIVE: Final = click.FloatRange(0, min_open=True, max=float("inf"), max_open=True)
-TEMPERATURE: Final = click.FloatRange(0, max=float("inf"), max_open=True)
+SEED: Final = click.IntRange(0)
+POSITIVE: Final = FiniteRange(0, min_open=True)
+TEMPERATURE: Final = FiniteRange(0)
 
 
 def numbers(kind: Callable[[str], float]) -> Callable[..., Sequence[float]]:

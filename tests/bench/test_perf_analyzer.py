@@ -122,6 +122,16 @@ def test_an_export_that_ends_in_the_middle_is_told(tmp_path: Path) -> None:
     assert "perf_analyzer's export is not whole: " in result.output
 
 
+def test_a_tool_that_writes_no_export_is_told(tmp_path: Path) -> None:
+    silent = tmp_path / "perf_analyzer"
+    silent.write_text("#!/bin/sh\n[ $# = 1 ] || echo no measurement\n")
+    silent.chmod(0o755)
+    command = ["bench", "perf-analyzer", "--binary", str(silent), "--url", "127.0.0.1:1"]
+    result = CliRunner().invoke(main, command)
+    assert result.exit_code == 1
+    assert "perf_analyzer failed: no measurement" in result.output
+
+
 def test_the_last_that_a_failing_perf_analyzer_says_is_told(tmp_path: Path) -> None:
     broken = tmp_path / "perf_analyzer"
     said = "echo settings; (seq --format 'line %g' 20; echo reason; echo; echo Usage: long) >&2"

@@ -97,7 +97,7 @@ def test_a_long_run_that_is_interrupted_reports_what_it_has(
 def test_no_run_is_endless() -> None:
     result = CliRunner().invoke(main, ["check", "--hours", "nan"])
     assert result.exit_code == 2
-    assert "--hours must be finite, got nan" in result.output
+    assert "'--hours': 'nan' is not finite" in result.output
 
 
 def test_a_server_that_breaks_meanwhile_is_told_with_the_rest(

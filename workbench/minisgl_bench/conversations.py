@@ -18,7 +18,13 @@ from typing import Any
 import click
 import numpy as np
 
-from minisgl_backend.cli.options import POSITIVE_INT, TEMPERATURE, EngineCommand, engine_options
+from minisgl_backend.cli.options import (
+    POSITIVE_INT,
+    SEED,
+    TEMPERATURE,
+    EngineCommand,
+    engine_options,
+)
 from minisgl_backend.config import EngineOptions
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.request import SamplingParams
@@ -100,7 +106,7 @@ _conversation_options = option_group(
             show_default=True,
             help="tokens of an answer",
         ),
-        click.option("--prompt-seed", default=0, show_default=True),
+        click.option("--prompt-seed", type=SEED, default=0, show_default=True),
     ),
 )
 

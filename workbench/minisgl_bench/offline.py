@@ -14,7 +14,7 @@ from typing import Final
 
 import click
 
-from minisgl_backend.cli.options import EngineCommand, engine_options
+from minisgl_backend.cli.options import POSITIVE, EngineCommand, FiniteRange, engine_options
 from minisgl_backend.config import EngineOptions
 from minisgl_backend.request import MAX_SAMPLES, SamplingParams
 from minisgl_backend.runtime.engine_base import EngineInfo
@@ -102,12 +102,10 @@ def run_transformers(
 @engine_options
 @request_options
 @click.option("--top-k", type=click.IntRange(min=0), default=0, show_default=True, help="0 is off")
-@click.option(
-    "--top-p", type=click.FloatRange(0, 1), default=1.0, show_default=True, help="1 is off"
-)
+@click.option("--top-p", type=FiniteRange(0, 1), default=1.0, show_default=True, help="1 is off")
 @click.option(
     "--repetition-penalty",
-    type=click.FloatRange(min=0, min_open=True),
+    type=POSITIVE,
     default=1.0,
     show_default=True,
     help="1 is off",

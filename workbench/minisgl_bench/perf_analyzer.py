@@ -17,7 +17,7 @@ from typing import Any, Final, Literal, TypeAlias
 
 import click
 
-from minisgl_backend.cli.options import numbers
+from minisgl_backend.cli.options import POSITIVE_INT, numbers
 from minisgl_backend.errors import ConfigError
 from minisgl_bench.perf_analyzer_binary import PerfAnalyzer, find_perf_analyzer
 from minisgl_bench.serve.command import address_of, make_folder
@@ -66,15 +66,23 @@ class Level:
 )
 @click.option("--concurrency", default="", callback=numbers(int), help="in flight, as 1,4,16")
 @click.option("--rate", default="", callback=numbers(float), help="Poisson arrivals a second")
-@click.option("--requests", type=click.IntRange(1), default=32, show_default=True, help="a level")
+@click.option("--requests", type=POSITIVE_INT, default=32, show_default=True, help="a level")
 @click.option("--warm-up", type=click.IntRange(0), default=4, show_default=True)
 @click.option(
     "--prompts",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     help="JSONL of prompt; by default random words",
 )
-@click.option("--input-words", default=32, show_default=True, help="words of a random prompt")
-@click.option("--output-len", default=64, show_default=True, help="tokens to make")
+@click.option(
+    "--input-words",
+    type=POSITIVE_INT,
+    default=32,
+    show_default=True,
+    help="words of a random prompt",
+)
+@click.option(
+    "--output-len", type=POSITIVE_INT, default=64, show_default=True, help="tokens to make"
+)
 @click.option(
     "--request-parameter",
     "parameters",
@@ -219,7 +227,7 @@ def _run(
     inputs.write_text(json.dumps(input_data(style, calls)), encoding="utf-8")
     command = [*arguments, "--input-data", str(inputs), "--request-count", str(count)]
     done = tool.run([*command, "--profile-export-file", str(export)])
-    if done.returncode:
+    if done.returncode or not export.exists():
         raise click.ClickException(
             f"perf_analyzer failed: {_complaint(done.stderr or done.stdout)}"
         )

@@ -13,7 +13,13 @@ from pathlib import Path
 import click
 import numpy as np
 
-from minisgl_backend.cli.options import POSITIVE_INT, TEMPERATURE, EngineCommand, engine_options
+from minisgl_backend.cli.options import (
+    POSITIVE_INT,
+    SEED,
+    TEMPERATURE,
+    EngineCommand,
+    engine_options,
+)
 from minisgl_backend.config import EngineOptions
 from minisgl_backend.request import SamplingParams
 from minisgl_bench.comparison import compare_option, measure_both
@@ -71,7 +77,9 @@ _prefix_options = option_group(
             "--own", type=POSITIVE_INT, default=128, show_default=True, help="tokens after them"
         ),
         click.option("--output-length", type=POSITIVE_INT, default=256, show_default=True),
-        click.option("--prompt-seed", default=0, show_default=True, help="of tokens and order"),
+        click.option(
+            "--prompt-seed", type=SEED, default=0, show_default=True, help="of tokens and order"
+        ),
     ),
 )
 

@@ -26,6 +26,7 @@ import numpy as np
 
 from minisgl_backend.cache.kv import Lease, Verified
 from minisgl_backend.cache.radix_cache import RadixCache
+from minisgl_backend.cli.options import POSITIVE, SEED, FiniteRange
 from minisgl_backend.request import IntArray
 from minisgl_backend.routing.cache_index import CacheIndex
 from minisgl_backend.routing.keys import Keys, Replicas
@@ -317,16 +318,16 @@ class Simulation:
 
 @click.command()
 @click.option("--engines", multiple=True, type=click.IntRange(min=1), default=(8, 64))
-@click.option("--ratio", type=click.FloatRange(min=1), default=Balance().ratio, show_default=True)
-@click.option("--slack", type=click.FloatRange(min=0), default=Balance().slack, show_default=True)
+@click.option("--ratio", type=FiniteRange(min=1), default=Balance().ratio, show_default=True)
+@click.option("--slack", type=FiniteRange(min=0), default=Balance().slack, show_default=True)
 @click.option(
     "--seconds",
-    type=click.FloatRange(min=0, min_open=True),
+    type=POSITIVE,
     default=40.0,
     show_default=True,
     help="within which the sessions of a trace begin",
 )
-@click.option("--seed", type=int, default=0, show_default=True, help="of the traces")
+@click.option("--seed", type=SEED, default=0, show_default=True, help="of the traces")
 @click.option(
     "--runs",
     type=click.IntRange(min=1),

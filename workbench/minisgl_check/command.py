@@ -9,7 +9,6 @@ Ctrl-C, SIGTERM and SIGHUP end it with the report so far.
 
 from __future__ import annotations
 
-import math
 import random
 import secrets
 import subprocess
@@ -23,7 +22,7 @@ from typing import Any, Final
 
 import click
 
-from minisgl_backend.cli.options import tritonserver_option
+from minisgl_backend.cli.options import FiniteRange, tritonserver_option
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.server.installation import find_installation
 from minisgl_check.asking import Extent
@@ -104,8 +103,6 @@ class _Asked:
         addresses, extents, hours = self.addresses, self.extents, self.hours
         if len(extents) > 1:
             raise click.UsageError("--short, --figures, --full and --hours exclude each other")
-        if hours is not None and not math.isfinite(hours):
-            raise click.UsageError(f"--hours must be finite, got {hours}")
         if len(addresses) not in (0, 3) or not all(addresses):  # perhaps an unset shell variable
             raise click.UsageError("--url, --http-url and --health-url go together")
         if self.metrics_url is not None and not addresses:
@@ -129,7 +126,7 @@ class _Asked:
 @click.option("--short", is_flag=True, help="90 s (the default)")
 @click.option("--figures", is_flag=True, help="6 minutes, and times are judged too")
 @click.option("--full", is_flag=True, help="15 minutes, with all faults")
-@click.option("--hours", type=click.FloatRange(0), help="repeat all loads for this many hours")
+@click.option("--hours", type=FiniteRange(0), help="repeat all loads for this many hours")
 @click.option(
     "--fault",
     "faults",

@@ -14,7 +14,7 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from minisgl_backend.cli.options import numbers
+from minisgl_backend.cli.options import SEED, TEMPERATURE, FiniteRange, numbers
 from minisgl_bench.serve.figures import Measured, check_answered, emit, figures_of, objectives_of
 from minisgl_bench.serve.workload import Workload
 from minisgl_bench.servers import started
@@ -55,7 +55,7 @@ _count = click.IntRange(1)
 @click.option("--output-len", type=_count, default=64, show_default=True, help="tokens to make")
 @click.option(
     "--range-ratio",
-    type=click.FloatRange(0, 1, max_open=True),
+    type=FiniteRange(0, 1, max_open=True),
     default=0.0,
     show_default=True,
     help="random lengths lie in length * (1 - ratio) .. length * (1 + ratio)",
@@ -63,8 +63,10 @@ _count = click.IntRange(1)
 @click.option(
     "--vocab-size", type=_count, default=1000, show_default=True, help="random ids are below it"
 )
-@click.option("--seed", default=0, show_default=True, help="of prompts, lengths and arrivals")
-@click.option("--temperature", default=0.0, show_default=True, help="0 is greedy")
+@click.option(
+    "--seed", type=SEED, default=0, show_default=True, help="of prompts, lengths and arrivals"
+)
+@click.option("--temperature", type=TEMPERATURE, default=0.0, show_default=True, help="0 is greedy")
 @click.option("--ignore-eos/--stop-at-eos", default=True, show_default=True)
 @click.option(
     "--cache-salt",

@@ -21,10 +21,10 @@ import torch
 from minisgl_backend.cli.options import POSITIVE_INT, TEMPERATURE, EngineCommand, engine_options
 from minisgl_backend.config import EngineOptions
 from minisgl_backend.execution.executor import ModelExecutor
+from minisgl_backend.execution.ranks import RankExecutor
 from minisgl_backend.plan import Decodes
 from minisgl_backend.request import SamplingParams
 from minisgl_backend.runtime.engine import Engine
-from minisgl_backend.runtime.ports import Executor
 from minisgl_bench.comparison import compare_option, measure_both
 from minisgl_bench.engines import check_batches, engine_facts, running_engine, submitted
 from minisgl_bench.profiling import labelled, nvtx_option, profile_option, profiled
@@ -82,15 +82,15 @@ class Decoding:
         with running_engine(eager) as (engine, _):
             return {size: statistics.median(self.settled_times_ms(engine, size)) for size in sizes}
 
-    def replay_ms(self, executor: Executor, batch_size: int) -> float | None:
+    def replay_ms(self, executor: RankExecutor, batch_size: int) -> float | None:
         """Milliseconds of one replay of a captured decode step and nothing else; None if there is
-        no graph for ``batch_size`` rows, and with several ranks.
+        no graph for ``batch_size`` rows.
 
         Rows 0 .. batch_size - 1 advance from the context at which steps are counted, over pages of
-        their own if there are enough. No request may be running.
+        their own if there are enough. No request may be running, and there may be no other ranks:
+        they would have to replay their graphs at the same time.
         """
-        if not isinstance(executor, ModelExecutor):
-            return None
+        assert isinstance(executor, ModelExecutor)
         graphs, rows_of = executor.graphs.decode, executor.stages.rows
         if graphs is None or not graphs.fits(batch_size):
             return None
@@ -122,11 +122,10 @@ class Decoding:
         return float(first.elapsed_time(last)) / self.steps
 
 
-def graph_facts(executor: Executor) -> dict[str, Any]:
-    """The cost of capturing CUDA graphs, for the ``info`` of a report; empty if there are none, and
-    with several ranks."""
-    if not isinstance(executor, ModelExecutor):
-        return {}
+def graph_facts(executor: RankExecutor) -> dict[str, Any]:
+    """The cost of capturing this rank's CUDA graphs, for the ``info`` of a report; empty if there
+    are none."""
+    assert isinstance(executor, ModelExecutor)
     facts: dict[str, Any] = {}
     for name, graphs in (("decode", executor.graphs.decode), ("chunk", executor.graphs.chunk)):
         if graphs is not None:
@@ -192,7 +191,6 @@ def decode(
             report = Report("decode, milliseconds a step", info=facts)
             for size in sizes:
                 times = decoding.settled_times_ms(engine, size)
-                # other ranks would have to replay their graphs at the same time
                 is_alone = options.tensor_parallel_size == 1
                 replay = decoding.replay_ms(executor, size) if is_alone else None
                 mean = statistics.fmean(times)

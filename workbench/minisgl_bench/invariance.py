@@ -50,19 +50,12 @@ class _Requests:
     def __len__(self) -> int:
         return len(self._prompts)
 
-    def num_pages(self, page_size: int) -> int:
-        """The number of pages that all requests fill in the end."""
-        return sum(
+    def num_pages(self, page_size: int) -> list[int]:
+        """How many pages each request fills in the end."""
+        return [
             -(-(len(prompt.tokens) + prompt.num_output_tokens) // page_size)
             for prompt in self._prompts
-        )
-
-    def most_pages(self, page_size: int) -> int:
-        """The number of pages that the longest request fills."""
-        return max(
-            -(-(len(prompt.tokens) + prompt.num_output_tokens) // page_size)
-            for prompt in self._prompts
-        )
+        ]
 
     def submit(self, engine: Engine, index: int, salt: str) -> Collector:
         """Submit one request, which finds in the cache what others with this ``salt`` have left."""
@@ -123,7 +116,8 @@ def invariance(
             alone_s = time.perf_counter() - started
             runs = {"together": own.together(engine, "together")}
             runs["warm"] = own.together(engine, "together", shuffled=True)
-        num_pages = max(int(_FEW_PAGES * own.num_pages(page_size)), own.most_pages(page_size))
+        of_each = own.num_pages(page_size)
+        num_pages = max(int(_FEW_PAGES * sum(of_each)), *of_each)
         parts: Parts = replace(STANDARD, scheduler=_without_reserve)
         with running_engine(replace(options, num_pages=num_pages), parts=parts) as (engine, _):
             runs["retracted"] = own.together(engine, "retracted")

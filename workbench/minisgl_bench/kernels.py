@@ -36,10 +36,12 @@ from minisgl_bench.kernel_experts import EXPERT_MODELS, expert_cases
 from minisgl_kit.report import Report, json_option
 
 _ALL_MODELS: Final = [*MODELS, *EXPERT_MODELS]
+_WARM_UPS: Final = 2
+_REPEATS: Final = 15
 _SIZES_HELP: Final = "[default: 1 8 64 256, of experts also 1024 4096]"
 
 
-def time_us(calls: Sequence[Call], *, repeats: int = 15) -> float:
+def time_us(calls: Sequence[Call]) -> float:
     """Median microseconds of one call, all captured in one CUDA graph."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())  # the inputs are made there
@@ -52,7 +54,7 @@ def time_us(calls: Sequence[Call], *, repeats: int = 15) -> float:
             for call in calls:
                 call()
         times = []
-        for _ in range(repeats + 2):
+        for _ in range(_WARM_UPS + _REPEATS):
             start = torch.cuda.Event(enable_timing=True)
             end = torch.cuda.Event(enable_timing=True)
             start.record(stream)
@@ -60,7 +62,7 @@ def time_us(calls: Sequence[Call], *, repeats: int = 15) -> float:
             end.record(stream)
             end.synchronize()
             times.append(start.elapsed_time(end))
-    return float(statistics.median(times[2:]) * 1e3 / len(calls))
+    return float(statistics.median(times[_WARM_UPS:]) * 1e3 / len(calls))
 
 
 def copy_bandwidth() -> float:

@@ -67,8 +67,7 @@ class Offline:
             figures |= beside(outputs, rate, [sink.tokens for sink in apart[0]], apart[1])
         if self.compare == _TRANSFORMERS:
             theirs = run_transformers(options, info, warm_up[:2], prompts)
-            has_weights = options.load_format != "dummy"
-            figures |= beside(outputs, rate, *theirs, same_weights=has_weights)
+            figures |= beside(outputs, rate, *theirs, same_weights=_has_weights(options))
         report = Report("offline throughput", info=facts)
         report.add(**figures)
         return report
@@ -92,10 +91,14 @@ def run_transformers(
     from minisgl_backend.models.hub import resolve_model
 
     folder = resolve_model(options.model, options.model_source)
-    has_weights = options.load_format != "dummy"
-    runner = TransformersRunner(folder, info.dtype, info.device, has_weights=has_weights)
+    runner = TransformersRunner(folder, info.dtype, info.device, has_weights=_has_weights(options))
     runner.warm_up(warm_up)
     return runner.run(prompts)
+
+
+def _has_weights(options: EngineOptions) -> bool:
+    """Whether the weights are the checkpoint's, so that two engines have the same."""
+    return options.load_format != "dummy"
 
 
 @click.command(cls=EngineCommand)

@@ -85,7 +85,7 @@ def p50_and_p99(name: str, values_ms: Sequence[float]) -> dict[str, float]:
 class TransformersRunner:
     """``run_engine`` by transformers: one greedy prompt after another."""
 
-    def __init__(self, path: Path, dtype: str, device: str, *, has_weights: bool = True) -> None:
+    def __init__(self, path: Path, dtype: str, device: str, *, has_weights: bool) -> None:
         """Weights are random if ``path`` has none."""
         import torch
         import transformers

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
+from minisgl_backend.errors import EngineFailure
 from minisgl_check.bad_inputs import Expected, catalogue
 from minisgl_check.bad_wire import bodies, largest, messages, odd_messages
 from minisgl_check.case import Case
@@ -206,14 +207,20 @@ class _Tries:
         self._slowest = (0.0, "")
 
     def add(self, name: str, ending: Ending, found: list[str]) -> None:
-        """Note how a request ended, and what is wrong with that."""
+        """Note how a request ended, and what is wrong with that.
+
+        Raises ``EngineFailure``, which names the request, if the server is gone.
+        """
         self._case.count += 1
         self._case.ended["refused" if ending.error else "answered"] += 1
         self._slowest = max(self._slowest, (ending.seconds, name))
         if self._is_timed and ending.seconds > PROMISED_S:
             found.append(f"took {ending.seconds:.1f} s")
-        if not self._is_ready():
-            found.append("the server is no longer ready")
+        try:
+            if not self._is_ready():
+                found.append("the server is no longer ready")
+        except OSError as error:
+            raise EngineFailure(f"nothing answers after {name!r}: {error}") from None
         self._case.failures += [f"{name}: {one}" for one in found]
 
     def ask(self, caller: HttpCaller, requests: Iterable[GatewayRequest]) -> None:

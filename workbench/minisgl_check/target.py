@@ -33,7 +33,8 @@ class Target:
             return Stats(json.load(response))
 
     def is_ready(self) -> bool:
-        """Whether the health port says that requests are served."""
+        """Whether the health port says that requests are served; raises ``OSError`` if there is no
+        answer."""
         try:
             with open_local(f"{self.health_url}/ready", timeout_s=_ANSWER_S) as response:
                 return response.status == 200

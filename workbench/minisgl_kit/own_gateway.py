@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import urllib.error
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -43,9 +44,12 @@ class Gateway:
         return float(found[1]) if found else 0.0
 
     def is_alive(self) -> bool:
-        """Whether its health route says so."""
-        with open_local(f"{self.url}/health", timeout_s=_ANSWER_S) as response:
-            return response.status == 200
+        """Whether its health route says so; raises ``OSError`` if there is no answer."""
+        try:
+            with open_local(f"{self.url}/health", timeout_s=_ANSWER_S) as response:
+                return response.status == 200
+        except urllib.error.HTTPError:
+            return False
 
 
 @contextmanager

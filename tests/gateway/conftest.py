@@ -128,6 +128,18 @@ def gateway_of(
     assert "Traceback" not in text, text
 
 
+@contextmanager
+def gateway_to(model: Path, folder: Path, engine: str | None = None) -> Iterator[Gateway]:
+    """A gateway in front of a server of this checkpoint, both in ``folder``; ``engine`` is code
+    that the server runs as its engine instead."""
+    repository = repository_with({} if engine is None else {"llm_engine": engine}, folder)
+    with (
+        running(repository, options={"model": str(model)}) as server,
+        gateway_of(f"127.0.0.1:{server.grpc_port}", folder / "log") as started,
+    ):
+        yield started
+
+
 @pytest.fixture(scope="session")
 def gateway(server: TritonServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
     """A gateway in front of the demo model, open to everybody."""
@@ -178,12 +190,8 @@ def wide(talker: TritonServer, tmp_path_factory: pytest.TempPathFactory) -> Iter
 def thinker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
     """A gateway in front of an engine that says ``THOUGHTS``, with Qwen3's template."""
     folder = tmp_path_factory.mktemp("thinker")
-    repository = repository_with({"llm_engine": _PACED.format(THOUGHTS)}, folder)
     model = model_of_agents(folder, chat_templates.QWEN3)
-    with (
-        running(repository, options={"model": str(model)}) as server,
-        gateway_of(f"127.0.0.1:{server.grpc_port}", folder / "log") as started,
-    ):
+    with gateway_to(model, folder, _PACED.format(THOUGHTS)) as started:
         yield started
 
 
@@ -191,11 +199,7 @@ def thinker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
 def agent(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
     """A gateway in front of a model that calls a tool before it answers: see ``agent``."""
     folder = tmp_path_factory.mktemp("agent")
-    repository = repository_with({"llm_engine": _AGENT}, folder)
-    with (
-        running(repository, options={"model": str(model_of_agents(folder))}) as server,
-        gateway_of(f"127.0.0.1:{server.grpc_port}", folder / "log") as started,
-    ):
+    with gateway_to(model_of_agents(folder), folder, _AGENT) as started:
         yield started
 
 
@@ -203,12 +207,8 @@ def agent(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
 def magistral(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
     """A gateway in front of a model that thinks, speaks and calls a tool: see ``magistral``."""
     folder = tmp_path_factory.mktemp("magistral")
-    repository = repository_with({"llm_engine": _MAGISTRAL}, folder)
     model = chat_templates.demo_model(
         folder / "model", chat_templates.MAGISTRAL, said.MARKS, special=True
     )
-    with (
-        running(repository, options={"model": str(model)}) as server,
-        gateway_of(f"127.0.0.1:{server.grpc_port}", folder / "log") as started,
-    ):
+    with gateway_to(model, folder, _MAGISTRAL) as started:
         yield started

@@ -14,8 +14,7 @@ from openai import OpenAI
 
 from tests.fakes import chat_templates
 from tests.gateway import magistral as said
-from tests.gateway.conftest import Gateway, gateway_of
-from tests.server.conftest import running
+from tests.gateway.conftest import Gateway, gateway_to
 
 pytestmark = pytest.mark.server
 
@@ -86,8 +85,7 @@ def served(
         special=family != "QWEN2_5",
     )
     with (
-        running(options={"model": str(model)}) as server,
-        gateway_of(f"127.0.0.1:{server.grpc_port}", folder / "log") as gateway,
+        gateway_to(model, folder) as gateway,
         OpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0) as client,
     ):
         yield Served(client, 2047)

@@ -24,11 +24,9 @@ from minisgl_gateway.tools import Calls, Tool
 from openai import OpenAI
 
 from minisgl_backend.text.template import ChatTemplate
-from minisgl_kit.repositories import repository_with
 from tests.fakes import chat_templates
 from tests.gateway import gpt_oss as said
-from tests.gateway.conftest import Gateway, gateway_of
-from tests.server.conftest import running
+from tests.gateway.conftest import Gateway, gateway_to
 
 THINKS: Final = "<|channel|>analysis<|message|>"
 NEXT: Final = "<|end|><|start|>assistant"
@@ -247,13 +245,8 @@ def speaking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenAI]:
     """A client of a model that says what ``gpt_oss`` says."""
     folder = tmp_path_factory.mktemp("speaking")
     script = "from tests.gateway.gpt_oss import TritonPythonModel\n"
-    repository = repository_with({"llm_engine": script}, folder)
     model, _ = model_in(folder / "model")
-    with (
-        running(repository, options={"model": str(model)}) as server,
-        gateway_of(f"127.0.0.1:{server.grpc_port}", folder / "log") as gateway,
-        client_of(gateway) as client,
-    ):
+    with gateway_to(model, folder, script) as gateway, client_of(gateway) as client:
         yield client
 
 
@@ -311,11 +304,7 @@ class Served:
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder = tmp_path_factory.mktemp("served")
     model, ids = model_in(folder / "model")
-    with (
-        running(options={"model": str(model)}) as server,
-        gateway_of(f"127.0.0.1:{server.grpc_port}", folder / "log") as gateway,
-        client_of(gateway) as client,
-    ):
+    with gateway_to(model, folder) as gateway, client_of(gateway) as client:
         yield Served(gateway, client, ids)
 
 

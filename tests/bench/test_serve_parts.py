@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from click import ClickException
+from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -163,6 +164,13 @@ def test_the_committed_trace_is_the_one_that_the_script_makes() -> None:
     assert len(entries) == len(lines) > 50
     assert entries[0].at_s == 0
     assert all(one.at_s <= two.at_s for one, two in pairwise(entries))
+
+
+@pytest.mark.parametrize("option", ["--conversations=-1", "--seconds=0", "--seconds=nan"])
+def test_a_trace_that_cannot_be_made(option: str) -> None:
+    result = CliRunner().invoke(make_trace.main, [option])
+    assert result.exit_code == 2, result.output
+    assert option.split("=")[0] in result.output
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,8 @@ from typing import Any
 
 import click
 
+from minisgl_backend.cli.options import POSITIVE, POSITIVE_INT, SEED
+
 BLOCK_SIZE = 32
 
 
@@ -48,9 +50,11 @@ def make_trace(*, conversations: int, seconds: float, seed: int) -> list[dict[st
 
 
 @click.command()
-@click.option("--conversations", default=24, show_default=True)
-@click.option("--seconds", default=60.0, show_default=True, help="over which they begin")
-@click.option("--seed", default=0, show_default=True)
+@click.option("--conversations", type=POSITIVE_INT, default=24, show_default=True)
+@click.option(
+    "--seconds", type=POSITIVE, default=60.0, show_default=True, help="over which they begin"
+)
+@click.option("--seed", type=SEED, default=0, show_default=True)
 def main(conversations: int, seconds: float, seed: int) -> None:
     """Print a trace of blocks of 32 tokens as JSONL."""
     for line in make_trace(conversations=conversations, seconds=seconds, seed=seed):

@@ -32,9 +32,8 @@ from minisgl_backend.runtime.engine import Engine
 from minisgl_bench.comparison import compare_option, measure_both
 from minisgl_bench.engines import Collector, engine_facts, running_engine, submitted
 from minisgl_bench.option_groups import option_group
+from minisgl_bench.prompts import num_drawn_ids
 from minisgl_kit.report import Report, json_option
-
-_MOST_TOKEN = 10_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +63,7 @@ class Conversations:
 
     def _one(self, engine: Engine, sampling: SamplingParams, index: int) -> list[Collector]:
         rng = np.random.default_rng([self.prompt_seed, index])
-        end = min(_MOST_TOKEN + 1, engine.info.vocab_size)
+        end = num_drawn_ids(engine.info.vocab_size)
         history, sinks = np.empty(0, np.int32), []
         for _ in range(self.turns):
             said = rng.integers(0, end, self.said, dtype=np.int32)

@@ -26,11 +26,9 @@ from minisgl_bench.comparison import compare_option, measure_both
 from minisgl_bench.engines import engine_facts, running_engine_or_replicas
 from minisgl_bench.option_groups import option_group
 from minisgl_bench.profiling import profile_option, profiled
-from minisgl_bench.prompts import Prompt
+from minisgl_bench.prompts import Prompt, num_drawn_ids
 from minisgl_bench.runs import figures_of, run_engine
 from minisgl_kit.report import Report, json_option
-
-_MOST_TOKEN = 10_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +46,7 @@ class SharedPrefixes:
     def prompts(self, vocab_size: int, *, run: int = 0) -> list[Prompt]:
         """The requests in random order; another ``run`` has other tokens."""
         rng = np.random.default_rng([self.prompt_seed, run])
-        end = min(_MOST_TOKEN + 1, vocab_size)
+        end = num_drawn_ids(vocab_size)
         found = []
         for _ in range(self.groups):
             beginning = rng.integers(0, end, self.shared, dtype=np.int32)

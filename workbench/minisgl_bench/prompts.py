@@ -25,6 +25,11 @@ class Prompt:
     num_output_tokens: int
 
 
+def num_drawn_ids(vocab_size: int) -> int:
+    """Random prompts are drawn from this many token ids, the first ones."""
+    return min(10_001, vocab_size)
+
+
 def random_prompts(
     count: int,
     *,
@@ -40,7 +45,7 @@ def random_prompts(
     figures for (142,827 tokens in, 133,966 out).
     """
     rng = random.Random(seed)
-    most = min(10_000, vocab_size - 1)
+    most = num_drawn_ids(vocab_size) - 1
     prompts = [
         np.array([rng.randint(0, most) for _ in range(rng.randint(*input_length))], dtype=np.int32)
         for _ in range(count)

@@ -132,6 +132,7 @@ def test_prompts_are_measured_with_and_without_logprobs(tmp_path: Path) -> None:
         ("offline --requests 0", "'--requests': 0 is not"),
         ("offline --input-length 0 0", "'--input-length': 0 is not"),
         ("offline --output-length 64 16", "'--output-length': MIN 64 exceeds MAX 16"),
+        ("offline --prompt-seed -1", "'--prompt-seed': -1 is not in the range"),
         ("offline --top-p nan", "'--top-p': 'nan' is not finite"),
         ("perf-analyzer --input-words 0", "'--input-words': 0 is not"),
         ("plan-broadcast --steps 0", "'--steps': 0 is not"),

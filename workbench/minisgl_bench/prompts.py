@@ -12,7 +12,7 @@ from typing import Any
 import click
 import numpy as np
 
-from minisgl_backend.cli.options import POSITIVE_INT, TEMPERATURE
+from minisgl_backend.cli.options import POSITIVE_INT, SEED, TEMPERATURE
 from minisgl_backend.request import IntArray
 from minisgl_bench.option_groups import option_group
 
@@ -133,7 +133,13 @@ request_options = option_group(
         click.option(
             "--temperature", type=TEMPERATURE, default=0.0, show_default=True, help="0 is greedy"
         ),
-        click.option("--prompt-seed", default=0, show_default=True, help="of the random prompts"),
+        click.option(
+            "--prompt-seed",
+            type=SEED,
+            default=0,
+            show_default=True,
+            help="of the random prompts",
+        ),
     ),
 )
 """The options of ``RandomRequests``, which a click callback gets as ``requests``."""

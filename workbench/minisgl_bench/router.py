@@ -26,7 +26,7 @@ import numpy as np
 
 from minisgl_backend.cache.kv import Lease, Verified
 from minisgl_backend.cache.radix_cache import RadixCache
-from minisgl_backend.cli.options import POSITIVE, SEED, FiniteRange
+from minisgl_backend.cli.options import POSITIVE, POSITIVE_INT, SEED, FiniteRange
 from minisgl_backend.request import IntArray
 from minisgl_backend.routing.cache_index import CacheIndex
 from minisgl_backend.routing.keys import Keys, Replicas
@@ -317,9 +317,28 @@ class Simulation:
 
 
 @click.command()
-@click.option("--engines", multiple=True, type=click.IntRange(min=1), default=(8, 64))
-@click.option("--ratio", type=FiniteRange(min=1), default=Balance().ratio, show_default=True)
-@click.option("--slack", type=FiniteRange(min=0), default=Balance().slack, show_default=True)
+@click.option(
+    "--engines",
+    multiple=True,
+    type=POSITIVE_INT,
+    default=(8, 64),
+    show_default=True,
+    help="number of replicas; may be repeated",
+)
+@click.option(
+    "--ratio",
+    type=FiniteRange(min=1),
+    default=Balance().ratio,
+    show_default=True,
+    help="a replica with a cached prefix may have this many times the mean load",
+)
+@click.option(
+    "--slack",
+    type=FiniteRange(min=0),
+    default=Balance().slack,
+    show_default=True,
+    help="and this share of its capacity more",
+)
 @click.option(
     "--seconds",
     type=POSITIVE,
@@ -330,7 +349,7 @@ class Simulation:
 @click.option("--seed", type=SEED, default=0, show_default=True, help="of the traces")
 @click.option(
     "--runs",
-    type=click.IntRange(min=1),
+    type=POSITIVE_INT,
     default=1,
     show_default=True,
     help="of each trace; the least time of each decision counts",

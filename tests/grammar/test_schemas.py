@@ -12,7 +12,6 @@ from jsonschema import Draft202012Validator
 
 from minisgl_backend.grammar.schemas import plain
 
-ANY: dict[str, Any] = {}
 TEXT = {"type": "string"}
 NUMBER = {"type": "number"}
 

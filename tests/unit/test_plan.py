@@ -22,7 +22,6 @@ from minisgl_backend.request import EMPTY, IntArray, RequestId, SamplingParams
 
 INT32 = st.integers(-(2**31), 2**31 - 1)
 SIZE = st.integers(0, 2**31 - 1)
-FLOAT = st.floats(allow_nan=False)
 
 
 def arrays(size: int) -> st.SearchStrategy[IntArray]:

@@ -44,12 +44,10 @@ def fp8_blocks(weight: Tensor, *, name: str = "weight_scale_inv", size: int = 12
     return {"weight": codes, name: scale}, numbers
 
 
-def fp8_tensor(weight: Tensor, *, static: bool = True) -> Packed:
+def fp8_tensor(weight: Tensor) -> Packed:
     scale = weight.abs().max() / FP8_MAX
     codes = (weight / scale).to(torch.float8_e4m3fn)
-    tensors = {"weight": codes, "weight_scale": scale}
-    if static:
-        tensors["input_scale"] = torch.tensor([0.02])
+    tensors = {"weight": codes, "weight_scale": scale, "input_scale": torch.tensor([0.02])}
     return tensors, codes.float() * scale
 
 

@@ -23,8 +23,8 @@ def canary(gateway: Gateway) -> Any:
     assert answer.json()["choices"][0]["message"]["content"] == "Paris"
 
 
-def refused(gateway: Gateway, body: Any, path: str = "/v1/completions", status: int = 400) -> str:
-    answer = gateway.post(path, body)
+def refused(gateway: Gateway, body: Any, status: int = 400) -> str:
+    answer = gateway.post("/v1/completions", body)
     assert answer.status_code == status, answer.text[:300]
     error = answer.json()["error"]
     message: str = error["message"]

@@ -33,12 +33,10 @@ LONG: dict[str, Any] = {
 }
 
 
-def raw(gateway: Gateway, data: bytes, *, halves: int = 1) -> bytes:
-    """What the gateway answers to these bytes, sent in ``halves`` pieces."""
+def raw(gateway: Gateway, data: bytes) -> bytes:
+    """What the gateway answers to these bytes."""
     with socket.create_connection(gateway.address, timeout=PATIENCE_S) as connection:
-        size = -(-len(data) // halves)
-        for begin in range(0, len(data), size):
-            connection.sendall(data[begin : begin + size])
+        connection.sendall(data)
         found = b""
         while b"\r\n\r\n" not in found and (piece := connection.recv(65536)):
             found += piece

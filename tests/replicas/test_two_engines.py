@@ -136,9 +136,10 @@ def test_an_embedding_is_that_of_one_engine(engine: EngineBase, alone: EngineBas
     assert np.allclose(vectors[0], vectors[1], atol=1e-5)
 
 
-def conversations(engine: EngineBase, *, num_turns: int = 5, num_talks: int = 8) -> float:
+def conversations(engine: EngineBase) -> float:
     """The share of prompt tokens found cached in parallel conversations of several turns; each
     begins with one of two system prompts, and the tokens are the same in each call."""
+    num_turns, num_talks = 5, 8
     rng = np.random.default_rng(3)
     systems = [rng.integers(0, 2000, 100).astype(np.int32) for _ in range(2)]
     talks = [systems[talk % 2] for talk in range(num_talks)]

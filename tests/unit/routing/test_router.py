@@ -209,8 +209,8 @@ def make_router(
     )
 
 
-def routed(router: Router, prompt: IntArray, salt: str = "") -> Placement:
-    placement = router.route(prompt, salt)
+def routed(router: Router, prompt: IntArray) -> Placement:
+    placement = router.route(prompt)
     assert placement is not None
     return placement
 

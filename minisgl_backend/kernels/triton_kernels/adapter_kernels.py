@@ -56,6 +56,21 @@ def _multiplied(
 
 
 @triton.jit
+def _block_of(order_ptr, blocks_ptr, BLOCK: tl.constexpr):
+    """The slot and rank of the adapter of a program's block, its tokens [BLOCK], which of them are
+    there, and whether any is."""
+    block_ptr = blocks_ptr + 4 * tl.program_id(0)
+    slot = tl.load(block_ptr).to(tl.int64)
+    rank = tl.load(block_ptr + 1)
+    begin = tl.load(block_ptr + 2)
+    end = tl.load(block_ptr + 3)
+    row = begin + tl.arange(0, BLOCK)
+    is_there = row < end
+    token = tl.load(order_ptr + row, mask=is_there, other=0).to(tl.int64)
+    return slot, rank, token, is_there, begin < end
+
+
+@triton.jit
 def _tile_of(
     WIDTH_0: tl.constexpr, WIDTH_1: tl.constexpr, WIDTH_2: tl.constexpr, BLOCK_N: tl.constexpr
 ):
@@ -109,18 +124,11 @@ def _shrink(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    block_ptr = blocks_ptr + 4 * tl.program_id(0)
-    slot = tl.load(block_ptr).to(tl.int64)
-    rank = tl.load(block_ptr + 1)
-    begin = tl.load(block_ptr + 2)
-    end = tl.load(block_ptr + 3)
+    slot, rank, token, is_there, has_tokens = _block_of(order_ptr, blocks_ptr, BLOCK)
     first = tl.program_id(1) * STEP
     split = tl.program_id(2)
-    row = begin + tl.arange(0, BLOCK)
-    is_there = row < end
-    token = tl.load(order_ptr + row, mask=is_there, other=0).to(tl.int64)
     column = first + tl.arange(0, STEP)
-    is_needed = (first % MAX_RANK < rank) & (begin < end)
+    is_needed = (first % MAX_RANK < rank) & has_tokens
     length = tl.minimum(SPLIT_SIZE, SIZE - split * SPLIT_SIZE)
     within = tl.arange(0, SLICES)[:, None] * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
     a_ptrs = a_ptr + (slot - 1) * slot_stride + split * SPLIT_SIZE
@@ -179,23 +187,16 @@ def _expand(
 ):
     if PDL:
         allow_next()
-    block_ptr = blocks_ptr + 4 * tl.program_id(0)
-    slot = tl.load(block_ptr).to(tl.int64)
-    rank = tl.load(block_ptr + 1)
-    begin = tl.load(block_ptr + 2)
-    end = tl.load(block_ptr + 3)
+    slot, rank, token, is_there, has_tokens = _block_of(order_ptr, blocks_ptr, BLOCK)
     part, part_begin, part_end, at = _tile_of(WIDTH_0, WIDTH_1, WIDTH_2, BLOCK_N)
-    row = begin + tl.arange(0, BLOCK)
-    is_there = row < end
-    token = tl.load(order_ptr + row, mask=is_there, other=0).to(tl.int64)
     column = part_begin + at * BLOCK_N + tl.arange(0, BLOCK_N)
     is_in = column < part_end
     i = tl.arange(0, STEP)
     b_ptrs = b_ptr + (slot - 1) * slot_stride + column[:, None] * MAX_RANK + i[None, :]
-    b = tl.load(b_ptrs, mask=is_in[:, None] & (begin < end) & (rank > 0), other=0.0)
+    b = tl.load(b_ptrs, mask=is_in[:, None] & has_tokens & (rank > 0), other=0.0)
     if PDL:
         wait_previous()
-    if (begin < end) & ((rank > 0) | (not ADD)):
+    if has_tokens & ((rank > 0) | (not ADD)):
         out_ptrs = out_ptr + token[:, None] * out_stride + column[None, :]
         base = _base_of(out_ptrs, bias_ptr, column, is_there, is_in, HAS_BIAS, ADD)
         inner_ptrs = inner_ptr + token[:, None] * WIDTH + part * MAX_RANK + i[None, :]
@@ -232,24 +233,17 @@ def _gated_expand(
 ):
     if PDL:
         allow_next()
-    block_ptr = blocks_ptr + 4 * tl.program_id(0)
-    slot = tl.load(block_ptr).to(tl.int64)
-    rank = tl.load(block_ptr + 1)
-    begin = tl.load(block_ptr + 2)
-    end = tl.load(block_ptr + 3)
-    row = begin + tl.arange(0, BLOCK)
-    is_there = row < end
-    token = tl.load(order_ptr + row, mask=is_there, other=0).to(tl.int64)
+    slot, rank, token, is_there, has_tokens = _block_of(order_ptr, blocks_ptr, BLOCK)
     column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     is_in = column < SIZE
     i = tl.arange(0, STEP)
     b_ptrs = b_ptr + (slot - 1) * slot_stride + column[:, None] * MAX_RANK + i[None, :]
-    has_adapter = (begin < end) & (rank > 0)
+    has_adapter = has_tokens & (rank > 0)
     of_gate = tl.load(b_ptrs, mask=is_in[:, None] & has_adapter, other=0.0)
     of_up = tl.load(b_ptrs + SIZE * MAX_RANK, mask=is_in[:, None] & has_adapter, other=0.0)
     if PDL:
         wait_previous()
-    if begin < end:
+    if has_tokens:
         mask = is_there[:, None] & is_in[None, :]
         gate_ptrs = gate_up_ptr + token[:, None] * (2 * SIZE) + column[None, :]
         gate = tl.load(gate_ptrs, mask=mask, other=0.0).to(tl.float32)

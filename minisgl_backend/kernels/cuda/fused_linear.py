@@ -152,7 +152,8 @@ class FusedLinear:
         cuts_of: dict[bool, Mapping[int, Cut]] = {}
         for adapted in (False,) if adapters is None else (False, True):
             cuts_of[adapted] = cuts or {
-                # joined, thread blocks wait for those that compute x A^T
+                # joined, thread blocks wait for those that compute x A^T, so all must run at the
+                # same time; more of them have not made larger batches faster
                 batch: of(batch, height, in_features, shared=not adapted)
                 for batch in batches
             }

@@ -6,10 +6,8 @@ spans.
 
 from __future__ import annotations
 
-import gc
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TypeAlias
@@ -24,6 +22,7 @@ from minisgl_backend.cache.radix_cache import RadixCache
 from minisgl_backend.plan import SampledTokens, StepPlan, encode_plan
 from minisgl_backend.request import IntArray, Request, RequestId, SamplingParams
 from minisgl_backend.scheduling.scheduler import Scheduler, SchedulerConfig
+from minisgl_bench.garbage import frozen_objects
 from minisgl_kit.report import json_option, write_json
 
 Figures: TypeAlias = dict[str, float]
@@ -46,7 +45,7 @@ def run(
 ) -> Figures:
     """All figures, by name; ``planner`` describes them."""
     figures: Figures = {}
-    with _quiet_collector():
+    with frozen_objects():
         for page_size, suffix in ((16, ""), (1, "_page_1"), (64, "_page_64")):
             spans = _step_spans(page_size, num_requests=256, num_steps=num_steps)
             figures[f"step_us_p50{suffix}"] = _percentile(spans, 50)
@@ -260,14 +259,3 @@ def _span(call: Callable[[], object]) -> float:
 
 def _percentile(spans: list[float], percent: float) -> float:
     return float(np.percentile(spans, percent)) * 1e6
-
-
-@contextmanager
-def _quiet_collector() -> Iterator[None]:
-    """Keep garbage collections of this process's other objects out of the measured spans."""
-    gc.collect()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()

@@ -9,12 +9,10 @@ together; its prefix hits are what any routing can reach.
 
 from __future__ import annotations
 
-import gc
 import heapq
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
@@ -31,6 +29,7 @@ from minisgl_backend.request import IntArray
 from minisgl_backend.routing.cache_index import CacheIndex
 from minisgl_backend.routing.keys import Keys, Replicas
 from minisgl_backend.routing.router import Balance, Capacity, Placement, Router
+from minisgl_bench.garbage import frozen_objects
 from minisgl_kit.report import Report, json_option
 
 _PAGE_SIZE: Final = 16
@@ -377,13 +376,13 @@ def router(
     for num_engines in engines:
         for name, drawn in TRACES.items():
             sessions = drawn(Trace(num_engines, seconds, seed))
-            with _quiet_collector():
+            with frozen_objects():
                 alone = Simulation(Router, 1, balance, scale=num_engines).run(sessions)
             for rule_name, rule in RULES.items():
                 times_us = []
                 for _ in range(runs):
                     simulation = Simulation(rule, num_engines, balance)
-                    with _quiet_collector():
+                    with frozen_objects():
                         figures = simulation.run(sessions)
                     times_us.append(simulation.decisions_us)
                 decisions_us = np.min(times_us, axis=0)
@@ -398,14 +397,3 @@ def router(
                     decision_p99_us=float(np.percentile(decisions_us, 99)),
                 )
     report.emit(json_path)
-
-
-@contextmanager
-def _quiet_collector() -> Iterator[None]:
-    """Keep garbage collections of other objects out of the measured spans."""
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()

@@ -36,11 +36,10 @@ from minisgl_bench.engines import (
     running_engine,
     submitted,
 )
+from minisgl_bench.settled_steps import settled_steps_ms, spare_tokens
 from minisgl_kit.adapters import write_adapter
 from minisgl_kit.report import Report, json_option
 
-_SETTLING: Final = 8
-"""Steps after the last prefill that are not counted."""
 _TRIES: Final = 8
 _BESIDE: Final = 4
 _OF_OTHERS: Final = 16
@@ -90,10 +89,9 @@ def adapters(
             known = [engine.adapters.load(f"adapter-{i}", str(path)) for i in range(names)]
             report = Report("LoRA adapters", info=engine_facts(engine.info, options))
             for size in sizes:
-                # steps in which not all requests decode
-                margin = -(-size * context // options.max_prefill_tokens) + 2 * _SETTLING
+                spare = spare_tokens(size, context, options.max_prefill_tokens)
                 slots = known[: options.max_loras]
-                _add_mixes(report, engine, slots, size, context, steps, margin)
+                _add_mixes(report, engine, slots, size, context, steps, spare)
             report.emit()
             arrivals = Report("first token of a request with an adapter")
             _add_arrivals(arrivals, engine, known, context)
@@ -112,7 +110,7 @@ def _add_mixes(
     size: int,
     context: int,
     steps: int,
-    margin: int,
+    spare: int,
 ) -> None:
     """Decode ``size`` requests without adapters, with one, and with those of all ``slots``."""
     mixes: dict[str, list[Adapter | None]] = {"none": [None], "one": [slots[0]], "all": [*slots]}
@@ -121,8 +119,8 @@ def _add_mixes(
     base_ms = base_rate = 0.0
     for name, mix in mixes.items():
         asked = list(islice(cycle(mix), size))
-        _decoded(engine, asked, context, 4, margin)
-        step_ms, rate = _decoded(engine, asked, context, steps, margin)
+        _decoded(engine, asked, context, 4, spare)
+        step_ms, rate = _decoded(engine, asked, context, steps, spare)
         base_ms, base_rate = base_ms or step_ms, base_rate or rate
         report.add(
             batch=size,
@@ -135,16 +133,16 @@ def _add_mixes(
 
 
 def _decoded(
-    engine: Engine, asked: Sequence[Adapter | None], context: int, steps: int, margin: int
+    engine: Engine, asked: Sequence[Adapter | None], context: int, steps: int, spare: int
 ) -> tuple[float, float]:
     """Milliseconds of a step in which all requests decode, and tokens per second of the run."""
     started = time.perf_counter()
-    sinks = [_submitted(engine, adapter, context, steps + margin) for adapter in asked]
+    sinks = [_submitted(engine, adapter, context, steps + spare) for adapter in asked]
     for sink in sinks:
         sink.wait()
     seconds = time.perf_counter() - started
-    times_ms = np.array(sinks[-1].times_s[_SETTLING : _SETTLING + steps + 1]) * 1e3
-    return float(np.median(np.diff(times_ms))), len(asked) * (steps + margin) / seconds
+    step_ms = statistics.median(settled_steps_ms(sinks[-1].times_s, steps))
+    return step_ms, len(asked) * (steps + spare) / seconds
 
 
 def _add_arrivals(report: Report, engine: Engine, known: Sequence[Adapter], context: int) -> None:

@@ -28,10 +28,9 @@ from minisgl_backend.runtime.engine import Engine
 from minisgl_bench.comparison import compare_option, measure_both
 from minisgl_bench.engines import check_batches, engine_facts, running_engine, submitted
 from minisgl_bench.profiling import labelled, nvtx_option, profile_option, profiled
+from minisgl_bench.settled_steps import SETTLING, settled_steps_ms, spare_tokens
 from minisgl_kit.report import Report, json_option
 
-_SETTLING: Final = 8
-"""Steps after the last prefill that are not counted."""
 _FIRST_KERNEL: Final = "_begin_decode"
 """The kernel that begins each captured decode step."""
 
@@ -49,12 +48,11 @@ class Decoding:
         """Milliseconds of each step in which all requests decode."""
         rng = np.random.default_rng(batch_size)
         sinks = []
-        # the first requests decode while the last ones are still prefilled, and must outlast these
-        margin = -(-batch_size * self.context // self.max_prefill_tokens) + 2 * _SETTLING
+        spare = spare_tokens(batch_size, self.context, self.max_prefill_tokens)
         for index in range(batch_size):
             prompt = rng.integers(0, engine.info.vocab_size, self.context).astype(np.int32)
             sampling = SamplingParams(
-                max_tokens=self.steps + margin,
+                max_tokens=self.steps + spare,
                 temperature=self.temperature,
                 seed=index,
                 ignore_eos=True,
@@ -62,9 +60,7 @@ class Decoding:
             sinks.append(submitted(engine, prompt, sampling))
         for sink in sinks:
             sink.wait()
-        # The last request to begin decodes with all others until the first one ends.
-        times = np.array(sinks[-1].times_s[_SETTLING : _SETTLING + self.steps + 1]) * 1e3
-        return [float(duration) for duration in np.diff(times)]
+        return settled_steps_ms(sinks[-1].times_s, self.steps)
 
     def settled_times_ms(self, engine: Engine, batch_size: int) -> list[float]:
         """The same after a short run, which compiles the kernels that are left."""
@@ -95,7 +91,7 @@ class Decoding:
         if graphs is None or not graphs.fits(batch_size):
             return None
         table, page_size = rows_of.table, rows_of.page_size
-        begin = self.context + _SETTLING
+        begin = self.context + SETTLING
 
         def replay() -> tuple[torch.cuda.Event, torch.cuda.Event]:
             needed = -(-(begin + self.steps + 1) // page_size)
@@ -196,7 +192,7 @@ def decode(
                 mean = statistics.fmean(times)
                 report.add(
                     batch=size,
-                    context=f"{context + _SETTLING}-{context + _SETTLING + steps}",
+                    context=f"{context + SETTLING}-{context + SETTLING + steps}",
                     step_ms=round(statistics.median(times), 3),
                     mean_ms=round(mean, 3),
                     replay_ms=round(replay, 3) if replay else "-",

@@ -39,7 +39,14 @@ class GrpcCancel:
         self._call: Any = method(iter([message]))
 
     def next(self) -> None:
-        if next(self._call, None) is None:
+        import grpc
+
+        try:
+            response = next(self._call, None)
+        except grpc.RpcError as failure:
+            status: Any = failure
+            raise EngineFailure(f"{status.code().name}: {status.details()}") from failure
+        if response is None:
             raise EngineFailure("the stream ended early")
 
     def leave(self) -> None:
@@ -78,11 +85,14 @@ class EventStreamClose:
         self._response: http.client.HTTPResponse | None = None
 
     def next(self) -> None:
-        if self._response is None:
-            self._response = self._connection.getresponse()
-        while line := self._response.readline():
-            if line.startswith(b"data:"):
-                return
+        try:
+            if self._response is None:
+                self._response = self._connection.getresponse()
+            while line := self._response.readline():
+                if line.startswith(b"data:"):
+                    return
+        except (OSError, http.client.HTTPException) as error:
+            raise EngineFailure(f"no answer: {error!r}") from error
         raise EngineFailure("the stream ended early")
 
     def leave(self) -> None:

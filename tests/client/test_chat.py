@@ -206,12 +206,6 @@ def test_a_terminal_that_lacks_characters(
         terminal.end()
 
 
-def test_a_history_that_cannot_be_kept(server: TritonServer) -> None:
-    with chat(server, Path("/dev/null/folder/history")) as terminal:
-        terminal.child.expect("Error: the history cannot be kept: .*Not a directory")
-        terminal.child.expect(pexpect.EOF)
-
-
 def test_interrupting_an_answer(paced_server: TritonServer, tmp_path: Path) -> None:
     """Ctrl-C stops the answer, frees the engine, and leaves the shell as it was."""
     engine = Engine(paced_server)

@@ -76,6 +76,7 @@ def chat(
     if not (console.is_terminal and os.isatty(0)):
         raise click.UsageError("chat needs a terminal; `minisgl generate` does not")
     conversation = Conversation(given(**parameters), system)
+    typed = _opened_history(history or _default_history())
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, signal.SIG_DFL)  # unlike Ctrl-C, which ends only an answer
@@ -94,11 +95,9 @@ def chat(
             console.print(
                 f"{escape(name)} at {url}. /help lists commands, Ctrl-D ends.", style="dim"
             )
-            _Shell(client, conversation, console, history or _default_history(), server).run()
+            _Shell(client, conversation, console, typed, server).run()
     except MinisglError as error:
         raise click.ClickException(f"{error.code}: {error}") from None
-    except OSError as error:
-        raise click.ClickException(f"the history cannot be kept: {error}") from None
 
 
 def _check_place(model: str | None, serve_options: Sequence[str]) -> None:
@@ -129,6 +128,19 @@ def _default_history() -> Path:
     return Path(state) / "minisgl" / "chat_history"
 
 
+def _opened_history(path: Path) -> FileHistory:
+    """What was typed before, in a file that only this user may read; it is made if it is missing.
+
+    Raises ``click.ClickException``.
+    """
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path.touch(mode=0o600)
+    except OSError as error:
+        raise click.ClickException(f"the history cannot be kept: {error}") from None
+    return FileHistory(str(path))
+
+
 class _Shell:
     """Reads lines, and carries them out or sends them."""
 
@@ -137,18 +149,16 @@ class _Shell:
         client: Client,
         conversation: Conversation,
         console: Console,
-        history: Path,
+        history: FileHistory,
         server: OwnServer | None,
     ) -> None:
         self._client = client
         self._server = server
         self._conversation = conversation
         self._console = console
-        history.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        history.touch(mode=0o600)
         self._prompt: PromptSession[str] = PromptSession(
             "> ",
-            history=FileHistory(str(history)),
+            history=history,
             key_bindings=_keys(),
             multiline=True,
             completer=WordCompleter(list(_COMMANDS), sentence=True),

@@ -38,25 +38,29 @@ class OwnServer:
     """A server of ``model``; leaving the block ends it. Belongs to the thread that makes it."""
 
     def __init__(self, model: str, options: Sequence[str]) -> None:
-        """``options`` are further words for `minisgl serve`."""
+        """``options`` are further words for `minisgl serve`. Raises ``click.ClickException``."""
         if find_spec(_PACKAGE) is None:
             raise click.ClickException(
                 "--model needs the engine on this machine: pip install '.[server]' in a clone"
             )
         ports = [word for port in _PORTS for word in (port, "0")]
         self._lines: deque[str] = deque(maxlen=_KEPT_LINES)
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", f"{_PACKAGE}.cli", "serve", "--model", model, *ports, *options],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            encoding="utf-8",
-            errors="replace",
-            # Ctrl-C in the terminal is for the chat alone
-            start_new_session=True,
-            preexec_fn=_ending_with(os.getpid()),
-        )
+        command = [sys.executable, "-m", f"{_PACKAGE}.cli", "serve", "--model", model]
+        try:
+            self._process = subprocess.Popen(
+                [*command, *ports, *options],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                encoding="utf-8",
+                errors="replace",
+                # Ctrl-C in the terminal is for the chat alone
+                start_new_session=True,
+                preexec_fn=_ending_with(os.getpid()),
+            )
+        except OSError as error:
+            raise click.ClickException(f"no server can be started: {error}") from None
 
     def __enter__(self) -> OwnServer:
         return self

@@ -65,7 +65,7 @@ class _Caller:
     ) -> None:
         if not (timeout_s is None or _is_time(timeout_s)):
             raise InvalidArgument(f"timeout_s must be finite and > 0, got {short(timeout_s)}")
-        if not (isinstance(retries, int) and retries >= 0):
+        if isinstance(retries, bool) or not (isinstance(retries, int) and retries >= 0):
             raise InvalidArgument(f"retries must be an integer >= 0, got {short(retries)}")
         check_text("url", url)
         scheme, _, address = url.rpartition("://")
@@ -361,7 +361,9 @@ def _check_header(name: str, value: str, protocol: Protocol) -> None:
 
 
 def _is_time(value: object) -> bool:
-    return isinstance(value, (int, float)) and 0 < value <= sys.float_info.max
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return False
+    return 0 < value <= sys.float_info.max
 
 
 def _given(

@@ -136,13 +136,13 @@ def test_settings_that_contradict_each_other() -> None:
             Client(**settings)
 
 
-@pytest.mark.parametrize("timeout_s", [0, -1, float("nan"), float("inf"), 10**400, "3"])
+@pytest.mark.parametrize("timeout_s", [0, -1, float("nan"), float("inf"), 10**400, "3", True])
 def test_invalid_timeouts(timeout_s: Any) -> None:
     with pytest.raises(InvalidArgument, match="timeout_s must be finite and > 0, got"):
         Client(timeout_s=timeout_s)
 
 
-@pytest.mark.parametrize("retries", [-1, 1.5, "2", None])
+@pytest.mark.parametrize("retries", [-1, 1.5, "2", None, True])
 def test_invalid_numbers_of_retries(retries: Any) -> None:
     with pytest.raises(InvalidArgument, match="retries must be an integer >= 0, got"):
         AsyncClient(retries=retries)

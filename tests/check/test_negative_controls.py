@@ -14,7 +14,6 @@ import pytest
 from minisgl_client.client import Client
 from minisgl_client.errors import MinisglError
 
-from minisgl_backend.errors import EngineFailure
 from minisgl_check import refusals
 from minisgl_check.asking import Extent
 from minisgl_check.canary import Canary
@@ -92,20 +91,6 @@ def test_accepted_nan_is_found(own: OwnServer) -> None:
         over_http, over_grpc = refusals.bad_inputs(own, is_timed=False)
     assert "temperature nan: was answered" in over_grpc.failures
     assert "NaN: was answered" in over_http.failures
-
-
-class Killed(Target):
-    """A server that is gone once the check has begun."""
-
-    def stats(self) -> Stats:
-        return Stats({"models": [], "tritonserver": {}})
-
-
-def test_the_input_that_kills_the_server_is_named() -> None:
-    nobody = "127.0.0.1:1"
-    killed_server = Killed(nobody, f"http://{nobody}", f"http://{nobody}")
-    with pytest.raises(EngineFailure, match=r"nothing answers after '\S.* 0'"):
-        refusals.hostile_grammars(killed_server, 3, Random(0), is_timed=False)
 
 
 def test_a_cancel_that_is_ignored(own: OwnServer) -> None:

@@ -11,8 +11,9 @@ import random
 import re
 import secrets
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
 from typing import Final
 
 from minisgl_backend.errors import EngineFailure
@@ -97,7 +98,7 @@ def bad_inputs(target: Target, *, is_timed: bool) -> list[Case]:
     grpc = GrpcCaller(target.grpc_address)
     over_http = _Tries("bad inputs over HTTP", is_timed, target.is_ready)
     over_grpc = _Tries("bad inputs over gRPC", is_timed, target.is_ready)
-    try:
+    with closing(grpc), over_grpc.until_gone():
         for bad in requests:
             body, message = json_of(bad.values), grpc_of(bad.values)
             if body is not None:
@@ -123,8 +124,6 @@ def bad_inputs(target: Target, *, is_timed: bool) -> list[Case]:
         if grown_mb > _CLAIMED / 2e6:
             found.append(f"memory grew by {grown_mb:.0f} MB")
         over_grpc.add("beside a message of 2 GB that never comes", ending, found)
-    finally:
-        grpc.close()
     return [over_http.case(), over_grpc.case()]
 
 
@@ -152,16 +151,20 @@ def hostile_grammars(
 
     took_ms = []
     begin_mb = target.stats().resident_mb
-    with ThreadPoolExecutor(_NUM_HOSTILE_CLIENTS) as pool:
-        for index, (name, ending) in enumerate(pool.map(send, range(count))):
-            if index == count // 3:  # by now the most grammars possible are kept
-                begin_mb = target.stats().resident_mb
-            took_ms.append(1e3 * ending.seconds)
-            tries.add(f"{name} {index}", ending, faults_of(ending, Expected.SURVIVED))
-    grown_mb = target.stats().resident_mb - begin_mb
+    end_mb: float | None = None
+    with tries.until_gone():
+        with ThreadPoolExecutor(_NUM_HOSTILE_CLIENTS) as pool:
+            for index, (name, ending) in enumerate(pool.map(send, range(count))):
+                if index == count // 3:  # by now the most grammars possible are kept
+                    begin_mb = target.stats().resident_mb
+                took_ms.append(1e3 * ending.seconds)
+                tries.add(f"{name} {index}", ending, faults_of(ending, Expected.SURVIVED))
+        end_mb = target.stats().resident_mb
     case = tries.case()
-    case.expect(grown_mb < _MOST_GROWN_MB, f"memory grew by {grown_mb:.0f} MB")
-    case.figures["hostile grammars, MB grown"] = round(grown_mb, 1)
+    if end_mb is not None:
+        grown_mb = end_mb - begin_mb
+        case.expect(grown_mb < _MOST_GROWN_MB, f"memory grew by {grown_mb:.0f} MB")
+        case.figures["hostile grammars, MB grown"] = round(grown_mb, 1)
     for name, milliseconds in percentiles(took_ms).items():
         case.figures[f"hostile grammars, {name}, ms"] = round(milliseconds, 1)
     return [case]
@@ -188,12 +191,13 @@ def bad_gateway_inputs(target: Target, *, is_timed: bool) -> list[Case]:
         tempfile.NamedTemporaryFile("w", encoding="utf-8") as keys,
         gateway_of(target.grpc_address) as gateway,
     ):
-        tries = _Tries("bad inputs over the gateway", is_timed, gateway.is_alive)
-        tries.ask(HttpCaller(gateway.url), [*translated(requests), *own_inputs()])
         keys.write(key)
         keys.flush()
-        with gateway_of(target.grpc_address, "--api-key-file", keys.name) as guarded:
-            tries.ask(HttpCaller(guarded.url), without_a_key(key))
+        tries = _Tries("bad inputs over the gateway", is_timed, gateway.is_alive)
+        with tries.until_gone():
+            tries.ask(HttpCaller(gateway.url), [*translated(requests), *own_inputs()])
+            with gateway_of(target.grpc_address, "--api-key-file", keys.name) as guarded:
+                tries.ask(HttpCaller(guarded.url), without_a_key(key))
     return [tries.case()]
 
 
@@ -205,6 +209,17 @@ class _Tries:
         self._is_ready = is_ready
         self._is_timed = is_timed
         self._slowest = (0.0, "")
+        self._num_clean = 0
+
+    @contextmanager
+    def until_gone(self) -> Iterator[None]:
+        """If nothing answers any more, the block ends, and that is a failure beside those found."""
+        try:
+            yield
+        except EngineFailure as error:
+            self._case.failures.append(str(error))
+        except OSError as error:
+            self._case.failures.append(f"nothing answers any more: {error}")
 
     def add(self, name: str, ending: Ending, found: list[str]) -> None:
         """Note how a request ended, and what is wrong with that.
@@ -221,7 +236,9 @@ class _Tries:
                 found.append("the server is no longer ready")
         except OSError as error:
             raise EngineFailure(f"nothing answers after {name!r}: {error}") from None
-        self._case.failures += [f"{name}: {one}" for one in found]
+        finally:
+            self._case.failures += [f"{name}: {one}" for one in found]
+        self._num_clean += not found
 
     def ask(self, caller: HttpCaller, requests: Iterable[GatewayRequest]) -> None:
         """Send them to a gateway, and judge them by their status."""
@@ -235,7 +252,6 @@ class _Tries:
     def case(self) -> Case:
         """The result."""
         case, (seconds, name) = self._case, self._slowest
-        num_clean = case.count - len({one.split(":")[0] for one in case.failures})
         case.what = f"slowest {1e3 * seconds:,.0f} ms ({name})"
-        case.figures = {f"{case.name}, tried": case.count, f"{case.name}, clean": num_clean}
+        case.figures = {f"{case.name}, tried": case.count, f"{case.name}, clean": self._num_clean}
         return case

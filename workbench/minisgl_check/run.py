@@ -186,11 +186,13 @@ def _held(
 ) -> list[Case]:
     """Do a job; returns its cases, the last of which fails if something is left behind."""
     begin_s = time.perf_counter()
+    cases: list[Case] = []
     try:
         with beside or nullcontext():
             cases = job()
         cases[-1].seconds = time.perf_counter() - begin_s
         cases[-1].failures += invariants.violations()
     except Exception as error:
-        cases = [Case(name, failures=[f"stumbled over {type(error).__name__}: {error}"])]
+        told = f"stumbled over {type(error).__name__}: {error}"
+        cases = [*cases, Case(name, failures=[told])]
     return cases

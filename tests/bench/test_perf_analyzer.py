@@ -95,10 +95,11 @@ def test_a_binary_that_is_not_there_or_does_not_run(tmp_path: Path) -> None:
         find_perf_analyzer(folder, binary=str(broken), wheel=None)
 
 
-def test_a_folder_that_cannot_be_made_is_told_before_anything_is_measured() -> None:
-    result = CliRunner().invoke(main, ["bench", "perf-analyzer", "--export", "/proc/exports"])
+@pytest.mark.parametrize("folder", ["/proc/exports", "/proc"])
+def test_a_folder_that_takes_no_files_is_told_before_anything_is_measured(folder: str) -> None:
+    result = CliRunner().invoke(main, ["bench", "perf-analyzer", "--export", folder])
     assert result.exit_code == 2
-    assert "--export /proc/exports: " in result.output
+    assert f"Error: --export {folder}: " in result.output
 
 
 def test_what_lies_in_memory_does_not_end_its_export(monkeypatch: pytest.MonkeyPatch) -> None:

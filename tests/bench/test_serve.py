@@ -220,7 +220,10 @@ def test_its_own_server_and_the_end_by_ctrl_c_and_other_signals(number: signal.S
         (["--slo", "speed=3"], "an objective is ttft, tpot or e2e"),
         (["--json", "/nowhere/figures.json"], "/nowhere/figures.json cannot be written"),
         (["--json", ""], ". cannot be written"),
+        (["--json", "/proc/figures.json"], "/proc/figures.json cannot be written"),
+        (["--json", f"/tmp/{'x' * 256}"], "x cannot be written"),
         (["--plots", "/proc/plots"], "--plots /proc/plots: "),
+        (["--plots", "/proc"], "--plots /proc: "),
     ],
 )
 def test_wrong_options(arguments: list[str], complaint: str) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -26,10 +27,23 @@ def writable(_context: click.Context, option: click.Parameter, path: Path | None
     """Refuse a path before anything is measured, not after."""
     if path is None:
         return None
-    place = path if path.exists() else path.parent
-    if path.is_dir() or not os.access(place, os.W_OK):  # an empty path is this folder
+    try:
+        is_writable = not path.is_dir()  # an empty path is this folder
+        if path.exists():
+            is_writable &= os.access(path, os.W_OK)
+        else:
+            check_folder(path.parent)
+    except OSError:  # nor can it be looked at
+        is_writable = False
+    if not is_writable:
         raise click.BadParameter(f"{path} cannot be written", param=option)
     return path
+
+
+def check_folder(folder: Path) -> None:
+    """Raise ``OSError`` if the folder takes no new files, by making one for a moment: root may
+    write to any folder, but some have no room or take no files."""
+    tempfile.TemporaryFile(dir=folder).close()
 
 
 json_option = click.option(

@@ -20,7 +20,7 @@ from minisgl_bench.serve.workload import Workload
 from minisgl_bench.servers import started
 from minisgl_kit.calls import Outcome
 from minisgl_kit.loads import Load, run
-from minisgl_kit.report import json_option
+from minisgl_kit.report import check_folder, json_option
 from minisgl_kit.targets import OpenAITarget, Sampling, Target, TritonTarget
 
 _file = click.Path(exists=True, dir_okay=False, path_type=Path)
@@ -142,9 +142,11 @@ def serve(
 
 
 def make_folder(option: str, path: Path) -> None:
-    """Make the folder of an option before anything is measured; raises ``click.UsageError``."""
+    """Make the folder of an option before anything is measured; raises ``click.UsageError`` if that
+    fails, or if the folder takes no files."""
     try:
         path.mkdir(parents=True, exist_ok=True)
+        check_folder(path)
     except OSError as error:
         raise click.UsageError(f"{option} {path}: {error.strerror}") from None
 

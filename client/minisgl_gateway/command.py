@@ -129,7 +129,10 @@ _SECONDS: Final = _Seconds(min=0.1, max=86_400)
     "--max-body-bytes", type=_POSITIVE, default=_DEFAULTS.max_body_bytes, show_default=True
 )
 @click.option(
-    "--max-header-bytes", type=_POSITIVE, default=_DEFAULTS.max_header_bytes, show_default=True
+    "--max-header-bytes",
+    type=click.IntRange(min=1024),  # OpenAI's client sends 500 of its own
+    default=_DEFAULTS.max_header_bytes,
+    show_default=True,
 )
 @click.option(
     "--max-stored-responses",
@@ -253,6 +256,11 @@ def _keys_of(given: Sequence[str], variable: str | None, file: Path | None) -> t
     if given:
         keys += _checked("--api-key", [key.strip() for key in given])
     if variable is not None:
+        if "," in variable:
+            raise click.UsageError(
+                "MINISGL_API_KEYS has a comma: blanks separate keys, and a key with a comma is for "
+                "--api-key-file"
+            )
         keys += _checked("MINISGL_API_KEYS", variable.split())
     if file is not None:
         try:

@@ -31,6 +31,7 @@ def check_refused(result: Result, words: str) -> None:
         (["--drain-timeout-s", "-1"], "--drain-timeout-s"),
         (["--max-requests", "0"], "--max-requests"),
         (["--max-body-bytes", "-1"], "--max-body-bytes"),
+        (["--max-header-bytes", "1"], "'--max-header-bytes': 1 is not in the range x>=1024"),
         (["--api-key-file", "/nowhere"], "--api-key-file"),
         (["--port", "99999"], "--port"),
         (["--triton", ""], "--triton"),
@@ -96,7 +97,15 @@ def test_files_without_keys(tmp_path: Path, data: bytes, words: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "words"), [("", "holds no key"), (" \n", "holds no key"), ("\udcff", "UTF-8")]
+    ("value", "words"),
+    [
+        ("", "holds no key"),
+        (" \n", "holds no key"),
+        (",", "has a comma"),
+        ("a,b", "has a comma"),
+        ("a, b", "has a comma"),
+        ("\udcff", "UTF-8"),
+    ],
 )
 def test_a_variable_without_keys(value: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MINISGL_API_KEYS", value)

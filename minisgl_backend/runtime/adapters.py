@@ -89,7 +89,9 @@ class AdapterNames(ABC):
             adapter = self._known.get(name)
             if adapter is None:
                 names = list(self._known)
-                raise InvalidRequest(f"LoRA {name} is not supported, we currently support {names}")
+                raise InvalidRequest(
+                    f"LoRA {_shown(name)} is not supported, we currently support {names}"
+                )
             return adapter
 
     def of_task(self, task_id: int) -> Adapter:
@@ -127,7 +129,7 @@ class AdapterNames(ABC):
     def _forget(self, name: str) -> Adapter:
         adapter = self._known.pop(name, None)
         if adapter is None:
-            raise InvalidRequest(f"there is no adapter {name!r}")
+            raise InvalidRequest(f"there is no adapter {_shown(name)!r}")
         return adapter
 
 
@@ -286,3 +288,8 @@ class Adapters(AdapterNames):
                 return
         for request_id, report in waiting.items():
             report(Fetched(request_id, error))
+
+
+def _shown(name: str) -> str:
+    """A name as errors show it; one that is longer than any adapter's is cut."""
+    return name if len(name) <= _NAME_CHARACTERS else f"{name[:_NAME_CHARACTERS]}..."

@@ -87,6 +87,16 @@ def test_names_are_found_and_others_refused_in_the_words_of_vllm_backend(
         adapters.load("a\n", "folder")
 
 
+def test_errors_cut_a_name_that_no_adapter_can_have(adapters: Adapters) -> None:
+    known, unknown = "k" * 128, "u" * 3000
+    adapters.load(known, "folder")
+    assert adapters.find(known).name == known
+    with pytest.raises(InvalidRequest, match=r"LoRA u{128}\.\.\. is not supported, we currently "):
+        adapters.find(unknown)
+    with pytest.raises(InvalidRequest, match=r"there is no adapter 'u{128}\.\.\.'$"):
+        adapters.unload(unknown)
+
+
 def test_a_bad_adapter_leaves_nothing_behind(adapters: Adapters, memory: Memory) -> None:
     with pytest.raises(InvalidRequest, match=r"'x': layers.3.lora_A.weight does not fit"):
         adapters.load("x", "bad")

@@ -103,16 +103,7 @@ def open_adapter(
     path = folder / _WEIGHTS
     check_adapter_folder(folder)
     state = _state_of(folder / CONFIG, path)  # before they are read
-    for file in (folder / CONFIG, path):
-        if file.exists() and not file.is_file():  # reading a pipe would wait
-            raise ConfigError(f"{file} is no regular file")
-    config = AdapterConfig(read_json(folder / CONFIG))
-    for module in _NEVER:
-        if config.names(module):
-            raise ConfigError(f"{CONFIG}: target_modules has {module}, which takes no adapters")
-    if not path.exists() and (folder / "adapter_model.bin").exists():
-        raise ConfigError(f"{folder} holds pickled weights only; only safetensors are read")
-    headers = read_header(path)
+    config, headers = _read(folder)
     factors: dict[str, Factors] = {}
     for module, (a, b) in _pairs(headers).items():
         if not config.targets(module):
@@ -143,6 +134,21 @@ def open_adapter(
         raise ConfigError(f"{path} adds to no projection of the model")
     rank = max(each.rank for each in factors.values())
     return AdapterFile(path, MappingProxyType(factors), rank, state)
+
+
+def _read(folder: Path) -> tuple[AdapterConfig, Mapping[str, TensorHeader]]:
+    """The config and the header of the weights, whatever the model is."""
+    path = folder / _WEIGHTS
+    for file in (folder / CONFIG, path):
+        if file.exists() and not file.is_file():  # reading a pipe would wait
+            raise ConfigError(f"{file} is no regular file")
+    config = AdapterConfig(read_json(folder / CONFIG))
+    for module in _NEVER:
+        if config.names(module):
+            raise ConfigError(f"{CONFIG}: target_modules has {module}, which takes no adapters")
+    if not path.exists() and (folder / "adapter_model.bin").exists():
+        raise ConfigError(f"{folder} holds pickled weights only; only safetensors are read")
+    return config, read_header(path)
 
 
 def _state_of(*paths: Path) -> int:

@@ -181,31 +181,44 @@ def api_error(
     differ. For a sentence about the form of the answer, ``of_form`` returns the parameter that
     asked for it, and the sentence as it reads there.
     """
-    if _NO_MODEL.match(str(error)):  # callers know the model by the gateway's name, not by this one
-        return busy(503, "the engine does not have the model", "engine_unavailable")
-    if _DEAD.search(str(error)):
-        return busy(503, "a process of the engine has died", "engine_unavailable")
-    if _STOPPING in str(error):
-        return busy(503, "the server is shutting down", "engine_unavailable")
-    if unknown := _NO_ADAPTER.match(str(error)):  # the gateway's list of adapters was older
-        return no_model(unknown[1])
-    if str(error) in _ONLY_EMBEDS:
-        return unsupported("the model only makes embeddings, for /v1/embeddings", "model")
+    if found := _by_sentence(str(error)):
+        return found
     if isinstance(error, (client.InvalidArgument, client.Unsupported)):
         return _at_fault(error, fields, names, of_form)
     if isinstance(error, client.Timeout):
         return deadline_passed()
     if isinstance(error, client.ConnectionFailed):
-        return busy(503, "the engine cannot be reached", "engine_unavailable")
+        return _unavailable("the engine cannot be reached")
     if isinstance(error, client.ConnectionLost):
-        return busy(503, "the connection to the engine broke", "engine_unavailable")
+        return _unavailable("the connection to the engine broke")
     if isinstance(error, client.Unavailable) or is_lost(error):
-        return busy(503, str(error), "engine_unavailable")
+        return _unavailable(str(error))
     if isinstance(error, client.Closed):  # by the gateway when it ends
         return shutting_down()
     if isinstance(error, client.Cancelled):
         return cancelled()
     return internal()
+
+
+def _by_sentence(sentence: str) -> ApiError | None:
+    """What an error means whose sentence says it, whatever kind of error that is; None for any
+    other sentence."""
+    if _NO_MODEL.match(sentence):  # callers know the model by the gateway's name, not by this one
+        return _unavailable("the engine does not have the model")
+    if _DEAD.search(sentence):
+        return _unavailable("a process of the engine has died")
+    if _STOPPING in sentence:
+        return _unavailable("the server is shutting down")
+    if unknown := _NO_ADAPTER.match(sentence):  # the gateway's list of adapters was older
+        return no_model(unknown[1])
+    if sentence in _ONLY_EMBEDS:
+        return unsupported("the model only makes embeddings, for /v1/embeddings", "model")
+    return None
+
+
+def _unavailable(message: str) -> ApiError:
+    """The engine cannot answer now."""
+    return busy(503, message, "engine_unavailable")
 
 
 def _at_fault(

@@ -3,7 +3,7 @@ for.
 
 Pure arithmetic, without a GPU. The constants were tuned on an H200 with the weights of Qwen3-14B in
 INT4. Those for plain weights were tuned with the output projections of attention of Qwen3-30B-A3B,
-and those for experts with gpt-oss-20b.
+and those for experts with gpt-oss-20b in MXFP4 and Qwen3-30B-A3B in float8.
 """
 
 from __future__ import annotations
@@ -43,11 +43,10 @@ MOST_CHOICES: Final = 16
 the 32 experts of gpt-oss-20b."""
 
 _COLUMNS_OF_EXPERTS: Final = 4
-_MOST_WARPS_OF_EXPERTS: Final = 11
-"""The most warps of a thread block, whose codes and scales must fit in 48 KiB of shared memory."""
-_EXPERT_WARPS_OF_PROCESSOR: Final = 36
-"""Warps per multiprocessor, with 56 registers per thread. With 48 warps and 40 registers, some
-registers are spilled, which is slower."""
+_MOST_WARPS_OF_EXPERTS: Final = 16
+_EXPERT_WARPS_OF_PROCESSOR: Final = {Encoding.E2M1: 36, Encoding.E4M3: 24}
+"""Warps per multiprocessor, with 56 and 80 registers per thread; a warp has 4 and 8 KiB of the
+weight under way. With 48 warps and 40 registers, some registers are spilled, which is slower."""
 _MOST_BLOCKS_OF_PROCESSOR: Final = 32
 
 
@@ -114,9 +113,16 @@ def expert_gemv_cut(in_features: int, codes: CodesKind) -> GemvCut | None:
     Each warp has one batch, all of which is under way at once. Few columns make many warps: some
     multiply while others wait, and little is left to do once the last codes are there.
     """
+    warps_at_once = _EXPERT_WARPS_OF_PROCESSOR.get(codes.encoding)
     groups = -(-in_features // _GROUP)
     warps = -(-groups // _COLUMNS_OF_EXPERTS)
-    if codes.encoding is not Encoding.E2M1 or warps > _MOST_WARPS_OF_EXPERTS:
+    has_groups = codes.group in (0, _GROUP)
+    if warps_at_once is None or not has_groups or warps > _MOST_WARPS_OF_EXPERTS:
         return None
-    at_once = min(_EXPERT_WARPS_OF_PROCESSOR // warps, _MOST_BLOCKS_OF_PROCESSOR)
+    at_once = min(warps_at_once // warps, _MOST_BLOCKS_OF_PROCESSOR)
     return GemvCut(-(-groups // warps), warps, at_once)
+
+
+def expert_codes_bytes(cut: GemvCut, codes: CodesKind) -> int:
+    """The shared memory that the codes of a thread block of ``cuda/expert_gemv.cu`` take."""
+    return ROWS * cut.warps * cut.columns * _GROUP * codes.encoding.bits // 8

@@ -266,17 +266,24 @@ def test_grouped_gemms_of_rows_whose_norm_is_half_done(device: torch.device) -> 
 
 
 @needs_hopper
-@pytest.mark.parametrize("sizes", [(512, 384), (288, 288), (64, 32), (2880, 1440)])
+@pytest.mark.parametrize(
+    ("form", "sizes"),
+    [
+        *(("mxfp4", sizes) for sizes in ((512, 384), (288, 288), (64, 32), (2880, 1440))),
+        *(("fp8", sizes) for sizes in ((512, 384), (320, 288), (2048, 768), (4096, 192))),
+        *(("fp8 rows", sizes) for sizes in ((512, 384), (176, 80))),
+    ],
+)
 @pytest.mark.parametrize("num_tokens", [1, 3])
 @pytest.mark.parametrize("has_rest", [False, True])
 def test_few_tokens(
-    device: torch.device, sizes: tuple[int, int], num_tokens: int, has_rest: bool
+    device: torch.device, form: str, sizes: tuple[int, int], num_tokens: int, has_rest: bool
 ) -> None:
     """Without and with a factor, biases, gpt-oss's gate and an expert that is not here; NaN lies
     next to the rows of x."""
     from minisgl_backend.kernels.cuda.expert_gemv import ExpertGemv
 
-    both = weights("mxfp4", device, sizes)
+    both = weights(form, device, sizes)
     gate = ClampedGate(alpha=1.702, limit=1.5) if has_rest else None
     kernels = []
     for (packed, plain), gated in zip(both, (True, False), strict=True):

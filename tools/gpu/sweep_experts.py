@@ -5,9 +5,9 @@ fp8 (blocks of 128 x 128) or int4 (groups of 128, zero points), with the shape o
 mxfp4, with that of gpt-oss-20b; SIZES such as 1,16,64. Each cut of the grouped GEMMs is timed
 within whole layers, from the router's logits to the norm of the sum, in a captured graph over the
 weights of several layers, so that none is in the L2 cache; also the kernel for many rows, the one
-for a few rows in MXFP4, and for bf16 the kernels for single rows and those in Triton. The table has
-microseconds per layer, terabytes of weights per second and TFLOP/s. ``kernels.expert_cut`` has the
-fastest cuts.
+for a few rows in MXFP4 and fp8, and for bf16 the kernels for single rows and those in Triton. The
+table has microseconds per layer, terabytes of weights per second and TFLOP/s.
+``kernels.expert_cut`` has the fastest cuts.
 """
 
 from __future__ import annotations
@@ -47,8 +47,11 @@ KINDS: Final = (
 WIDTHS: Final = {1: (8,), 64: (8, 16), 128: (8, 16, 32), 256: (16, 24, 32, 64), 8192: (64, 128)}
 """The rows per tile that are tried, by the largest number of tokens."""
 
-FEW_CUTS: Final = (GemvCut(4, 6, 6), GemvCut(4, 6, 8), GemvCut(3, 8, 4), GemvCut(8, 3, 8))
-"""The cuts of both products for a few rows."""
+FEW: Final = {
+    Encoding.E2M1: ((4, 36), (4, 48), (3, 32), (8, 24)),
+    Encoding.E4M3: ((4, 24), (4, 32), (3, 24), (2, 24)),
+}
+"""By encoding, the kernels for a few rows: columns of a warp, and warps of a multiprocessor."""
 
 Rows = tuple[int, int, int]
 """A cut of the kernel for single rows: output features, in_features per iteration, warps."""
@@ -82,6 +85,12 @@ def cuts_for(num_tokens: int, form: Form) -> Iterator[ExpertCut]:
                 yield cut
                 if form.encoding and tokens * features * fit <= 128 * 16 and not rounded:
                     yield replace(cut, by_warp=True)
+
+
+def few_cut(in_features: int, few: tuple[int, int]) -> GemvCut:
+    columns, warps_at_once = few
+    warps = -(-in_features // (128 * columns))
+    return GemvCut(columns, warps, warps_at_once // warps)
 
 
 def seconds(calls: Sequence[Callable[[], object]]) -> float:
@@ -197,14 +206,16 @@ def sweep(form: Form, sizes: Sequence[int], device: torch.device) -> None:
     if can_multiply and form.gate is None and fits_many(form.hidden, form.inner):
         for_many = [ManyRowsKernel(of, device, codes=kind, gated=gated) for of, kind, gated in both]
 
-    for_few: dict[GemvCut, list[ExpertGemv]] = {}
-    if form.encoding is Encoding.E2M1:
-        for few_cut in FEW_CUTS:
-            for_few[few_cut] = [
-                ExpertGemv(shape, device, codes=kind, gated=gated, cut=few_cut, gate=form.gate)
-                for shape, kind, gated in both
-                if kind is not None
-            ]
+    for_few = {
+        few: [
+            ExpertGemv(
+                shape, device, codes=kind, gated=gated, cut=few_cut(shape[2], few), gate=form.gate
+            )
+            for shape, kind, gated in both
+            if kind is not None
+        ]
+        for few in ([] if form.encoding is None else FEW.get(form.encoding, []))
+    }
 
     all_cuts = {cut for size in sizes for cut in cuts_for(size, form)}
     with ThreadPoolExecutor(12) as pool:
@@ -228,7 +239,7 @@ def sweep_size(
     route: RoutingKernel,
     kernels: dict[ExpertCut, list[GroupedKernel]],
     for_many: Sequence[ManyRowsKernel],
-    for_few: dict[GemvCut, list[ExpertGemv]],
+    for_few: dict[tuple[int, int], list[ExpertGemv]],
 ) -> None:
     layers = [
         Layer(
@@ -260,8 +271,8 @@ def sweep_size(
                 show(f"rows {up} {down}", partial(row_by_row, route=route, up=up, down=down))
     if for_many:
         show("many rows", partial(with_many_rows, route=route, kernels=for_many))
-    for few_cut, of_cut in for_few.items():
-        name = f"few rows, {few_cut.columns} x {few_cut.warps}, {few_cut.per_processor}"
+    for (columns, warps), of_cut in for_few.items():
+        name = f"few rows, {columns} columns, {warps} warps"
         show(name, partial(of_few, route=route, kernels=of_cut))
     for cut in cuts_for(size, form):
         for early in (True, False) if cut.resident < cut.per_processor else (True,):

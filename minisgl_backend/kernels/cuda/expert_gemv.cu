@@ -1,4 +1,4 @@
-// A few tokens times the weights of the experts that each has chosen, in MXFP4, for Hopper (sm_90a).
+// A few tokens times the weights of the experts that each has chosen, in MXFP4 or float8, for Hopper (sm_90a).
 //
 // The choice of experts is known late, and a product is short. What counts is how soon memory is busy, and how soon its
 // last bytes are multiplied. A thread block has 16 rows of a choice's weight. Its warps share the in_features so finely
@@ -6,26 +6,30 @@
 // warp multiplies as in `gemv.cuh`. Codes pass through shared memory, since registers could hold them for fewer warps
 // only; each lane reads back what it has copied itself. An expert that two tokens have chosen is read twice.
 //
-// Compiled with the macros of `gemv.cuh`, for an e2m1 weight whose rows have their own scales, and: HEIGHT (rows of an
-// expert's weight), GATED (the weight holds the gate's rows, then as many rows of the values), CLAMPED (gpt-oss's gate;
-// otherwise SiLU), WARPS, and PER_PROCESSOR (thread blocks that a multiprocessor has registers for).
+// Compiled with the macros of `gemv.cuh`, for an e2m1 or e4m3 weight, and: HEIGHT (rows of an expert's weight), GATED
+// (the weight holds the gate's rows, then as many rows of the values), CLAMPED (gpt-oss's gate; otherwise SiLU), WARPS,
+// and PER_PROCESSOR (thread blocks that a multiprocessor has registers for).
 
 #include "gates.cuh"
 #include "gemv.cuh"
 
 constexpr int THREADS = 32 * WARPS;
-constexpr int UNITS_OF_ROW = (SIZE + UNIT - 1) / UNIT;      // the last one may be cut
-constexpr int UNITS_OF_EXPERT = (HEIGHT + 127) / 128 * 2;   // of 64 rows that have scales
-constexpr int SCALES_OF_UNIT = (SIZE + 255) / 256 * 2 * 64;
+constexpr int COLUMNS_OF_ROW = (SIZE + SUM - 1) / SUM;      // the last one may be cut
+constexpr int LINES = GROUP ? ROWS / SHARED_BY : 0;         // words of scales of a column, for a thread block's rows
+constexpr int WORDS = 4 * LINES;                            // of a column, for a tile of 64 rows
+constexpr int TILES_OF_EXPERT = (HEIGHT + 127) / 128 * 2;   // that have scales
+constexpr int WORDS_OF_TILE = (SIZE + 255) / 256 * 2 * WORDS;
+constexpr int CODES_OF_WARP = UNITS * 2 * 32;               // 16 bytes each
 constexpr int OUT_FEATURES = GATED ? HEIGHT / 2 : HEIGHT;
 constexpr int OUT_ROWS = GATED ? ROWS / 2 : ROWS;           // that a thread block writes
 constexpr int TO_ROW_8 = GATED ? OUT_FEATURES : 8;          // from the first 8 rows of a thread block to the others
 
-static_assert(CODE == 4 && SHARED_BY == 1 && HEIGHT % ROWS == 0 && WARPS == BATCHES, "");
+static_assert((CODE == 1 || CODE == 4) && !ZEROS && HEIGHT % ROWS == 0 && WARPS == BATCHES, "");
+static_assert((GROUP == 0 && CODE == 1) || GROUP == 128, "");
 
 struct Arguments {
     const u8* weight;       // [num_experts, HEIGHT, SIZE]
-    const float* scales;    // as in `experts.cu`
+    const float* scales;    // as in `experts.cu`, with WORDS for a column of a tile
     const u16* bias;        // [num_experts, HEIGHT], or null
     const u16* x;           // GATED: [tokens, SIZE]; else [choices, SIZE]
     const int* ids;         // [choices]; -1: nothing is read or written for it
@@ -43,10 +47,41 @@ __device__ __forceinline__ void copy_codes(u32 to, const u8* from) {
                  :: "r"(to), "l"(from) : "memory");
 }
 
+// The sums of a warp's columns for both rows of a lane, over the lanes that have the same rows. `scales`: [COLUMNS,
+// LINES].
+__device__ __forceinline__ void multiply_columns(
+    float (&sums)[2], const uint4* codes, const u32* scales, const Column& x, int warp) {
+    const int lane = threadIdx.x % 32, quarter = lane % 4;
+    sums[0] = sums[1] = 0;
+#pragma unroll
+    for (int i = 0; i < COLUMNS; ++i) {
+        if (!WHOLE && warp * COLUMNS + i >= COLUMNS_OF_ROW) break;
+        u32 by[2] = {};
+        float scale[2] = {1, 1};
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+            const u32* const word = scales + i * LINES + (lane / 4 + 8 * j) / SHARED_BY;
+            // bfloat16 with the exponent of this lane's 32 in_features, twice
+            if (CODE == 4) by[j] = ((const u8*)word)[quarter] * 0x800080;
+            else if (GROUP) scale[j] = scale_of(*word);
+        }
+        float c[4] = {};
+#pragma unroll
+        for (int unit = 0; unit < OF_COLUMN; ++unit) {
+            const uint4* const from = codes + (i * OF_COLUMN + unit) * 64 + lane;
+            const uint4 both[2] = {from[0], from[32]};
+            multiply_unit(c, both, x.words[unit], by);
+        }
+        if (quarter == i / 2)   // only this unit's column
+            sums[0] += scale[0] * c[i % 2], sums[1] += scale[1] * c[2 + i % 2];
+    }
+    add_lanes(sums);
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, PER_PROCESSOR)
 expert_gemv(const __grid_constant__ Arguments args) {
-    __shared__ uint4 codes[WARPS][COLUMNS][2][32];
-    __shared__ __align__(16) u32 scales[WARPS][COLUMNS][ROWS];
+    extern __shared__ __align__(16) uint4 codes[];   // [WARPS, UNITS, 2, 32]
+    __shared__ __align__(16) u32 scales[WARPS][LINES ? COLUMNS * LINES : 1];
     __shared__ float parts[WARPS][ROWS];
     const u32 strip = blockIdx.x, token = blockIdx.z, choice = token * gridDim.y + blockIdx.y;
     const int lane = threadIdx.x % 32, quarter = lane % 4;
@@ -59,51 +94,43 @@ expert_gemv(const __grid_constant__ Arguments args) {
         return;
     }
     const u32 first_row = expert * HEIGHT + strip * OUT_ROWS;
-    const int first = warp * BATCH + quarter * 32;   // in_feature of this lane
-    const u8* const low = args.weight + (first_row + lane / 4) * ROW_BYTES + first / 2;
+    const int first = warp * BATCH + quarter * (UNIT / 4);   // in_feature of this lane
+    const u8* const low = args.weight + (first_row + lane / 4) * ROW_BYTES + first * BITS / 8;
     const u8* const high = low + TO_ROW_8 * ROW_BYTES;
-    const u32 to = shared_address(&codes[warp][0][0][lane]);
+    uint4* const own = codes + warp * CODES_OF_WARP;
+    const u32 to = shared_address(own + lane);
 #pragma unroll
-    for (int i = 0; i < COLUMNS; ++i)
+    for (int i = 0; i < UNITS; ++i)
         if (WHOLE || first < SIZE - i * UNIT) {
             copy_codes(to + i * 1024, low + i * 64);
             copy_codes(to + i * 1024 + 512, high + i * 64);
         }
-    const int group = lane / 4, unit = warp * COLUMNS + group;
-    if (group < COLUMNS && (WHOLE || unit < UNITS_OF_ROW)) {
-        const u32 of_rows = (expert * UNITS_OF_EXPERT + strip / 4) * SCALES_OF_UNIT + strip % 4 * ROWS;
-        copy<16>(&scales[warp][group][quarter * 4], (const u32*)args.scales + of_rows + unit * 64 + quarter * 4);
+    constexpr int AT_ONCE = LINES < 4 ? LINES : 4;   // words of scales that a lane copies
+    const int column = lane / 4;
+    if (LINES && column < COLUMNS && quarter * AT_ONCE < LINES && (WHOLE || warp * COLUMNS + column < COLUMNS_OF_ROW)) {
+        const u32 of_rows = (expert * TILES_OF_EXPERT + strip / 4) * WORDS_OF_TILE + strip % 4 * LINES;
+        const u32* const from = (const u32*)args.scales + of_rows + (warp * COLUMNS + column) * WORDS;
+        copy<4 * AT_ONCE>(&scales[warp][column * LINES + quarter * AT_ONCE], from + quarter * AT_ONCE);
     }
     const int row = lane % 8 + (lane & 8 ? TO_ROW_8 : 0);   // that this lane of the first warp finishes
     const float bias = args.bias && warp == 0 ? to_float(args.bias[first_row + row]) : 0;
+    const float of_row = CODE == 1 && !GROUP && warp == 0 ? args.scales[first_row + row] : OF_SUMS;
     if (args.early) wait_previous();
 
-    Column column;
-    column.read(args.x + (u64)(GATED ? token : choice) * SIZE, warp);
+    Column x;
+    x.read(args.x + (u64)(GATED ? token : choice) * SIZE, warp);
     const float factor = args.factors && warp == 0 ? __ldcg(args.factors + token) : 1;
     __syncwarp();   // otherwise the compiler makes the loads of x wait for the copies
     wait_for_copies();
-    float sums[2] = {};
-#pragma unroll
-    for (int i = 0; i < COLUMNS; ++i) {
-        if (!WHOLE && warp * COLUMNS + i >= UNITS_OF_ROW) break;
-        const uint4 both[2] = {codes[warp][i][0][lane], codes[warp][i][1][lane]};
-        u32 by[2];
-#pragma unroll
-        for (int j = 0; j < 2; ++j)   // bfloat16 with the exponent of this lane's 32 in_features, twice
-            by[j] = ((const u8*)&scales[warp][i][lane / 4 + 8 * j])[quarter] * 0x800080;
-        float c[4] = {};
-        multiply_unit(c, both, column.words[0], by);
-        if (quarter == i / 2) sums[0] += c[i % 2], sums[1] += c[2 + i % 2];   // only this unit's column
-    }
-    add_lanes(sums);
+    float sums[2];
+    multiply_columns(sums, own, scales[warp], x, warp);
     if (quarter < 2) parts[warp][lane / 4 + 8 * quarter] = quarter ? sums[1] : sums[0];
     __syncthreads();
     if (warp) return;
     float sum = 0;
 #pragma unroll
     for (int i = 0; i < WARPS; ++i) sum += parts[i][lane % ROWS];
-    sum = sum * (factor * OF_SUMS) + bias;
+    sum = sum * (factor * of_row) + bias;
     const float value = __shfl_down_sync(ALL, sum, 8);
     if (GATED) sum = CLAMPED ? opened(sum, value, args.alpha, args.limit) : opened(sum, value);
     if (lane < OUT_ROWS) args.out[choice * OUT_FEATURES + strip * OUT_ROWS + lane] = (u16)pack(sum, 0);

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from minisgl_backend.experts_spec import ClampedGate
 from minisgl_backend.kernels.cuda.module import CudaModule, address
-from minisgl_backend.kernels.gemv_cut import ROWS, GemvCut
+from minisgl_backend.kernels.gemv_cut import ROWS, GemvCut, expert_codes_bytes
 from minisgl_backend.kernels.packed_weight import CodesKind, PackedWeight
 
 
@@ -62,7 +62,8 @@ class ExpertGemv:
             "PER_PROCESSOR": cut.per_processor,
         }
         module = CudaModule("expert_gemv.cu", constants, device)
-        self._kernel = module.kernel("expert_gemv", shared_bytes=0, most_shared=True)
+        shared_bytes = expert_codes_bytes(cut, codes)
+        self._kernel = module.kernel("expert_gemv", shared_bytes=shared_bytes, most_shared=True)
 
     def __call__(
         self,

@@ -8,7 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minisgl_backend.kernels.gemv_cut import GemvCut, expert_gemv_cut, gemv_cut, usual_cut
+from minisgl_backend.kernels.gemv_cut import (
+    GemvCut,
+    expert_codes_bytes,
+    expert_gemv_cut,
+    gemv_cut,
+    usual_cut,
+)
 from minisgl_backend.kernels.packed_weight import CodesKind
 from minisgl_backend.weight_format import Encoding
 
@@ -67,35 +73,41 @@ def test_plain_weights(height: int, in_features: int) -> None:
 
 
 MXFP4 = CodesKind(Encoding.E2M1, group=128, shared_by=1, zeros=False)
+FP8 = CodesKind(Encoding.E4M3, group=128, shared_by=8, zeros=False)
 
 
-def shared_bytes(cut: GemvCut) -> int:
+def shared_bytes(cut: GemvCut, codes: CodesKind) -> int:
     """The codes, scales and sums of a thread block of ``cuda/expert_gemv.cu``."""
-    return cut.warps * (cut.columns * (1024 + 64) + 64)
+    words = cut.columns * (16 // codes.shared_by) if codes.group else 0
+    return expert_codes_bytes(cut, codes) + cut.warps * 4 * (words + 16)
 
 
-@given(in_features=st.integers(1, 176).map(lambda chunks: 32 * chunks))
-def test_experts(in_features: int) -> None:
-    """Each warp has one batch, in the shared memory that is available without asking."""
-    cut = expert_gemv_cut(in_features, MXFP4)
+@given(
+    in_features=st.integers(1, 256).map(lambda chunks: 32 * chunks),
+    codes=st.sampled_from([MXFP4, FP8, replace(FP8, group=0)]),
+)
+def test_experts(in_features: int, codes: CodesKind) -> None:
+    """Each warp has one batch. As many thread blocks as there are registers for fit into shared
+    memory, each with the 1 KiB that CUDA takes."""
+    cut = expert_gemv_cut(in_features, codes)
     assert cut is not None
     assert 1 <= cut.columns <= 4
     assert cut.warps == -(-in_features // (128 * cut.columns))
-    assert shared_bytes(cut) <= 48 * 1024
-    assert 1 <= cut.per_processor <= 32 and cut.warps * cut.per_processor <= 36
+    assert 1 <= cut.per_processor <= 32
+    # a batch keeps 56 or 80 registers of a thread, in units of 8
+    assert cut.warps * cut.per_processor * (56 if codes == MXFP4 else 80) <= 2048
+    assert cut.per_processor * (shared_bytes(cut, codes) + 1024) <= 228 * 1024
 
 
-def test_experts_of_gpt_oss() -> None:
-    """As many thread blocks as there are registers for fit into shared memory, each with the 1 KiB
-    that CUDA takes."""
-    cut = expert_gemv_cut(2880, MXFP4)
-    assert cut == GemvCut(4, 6, 6)
-    assert cut.per_processor * (shared_bytes(cut) + 1024) <= 228 * 1024
+def test_measured_experts() -> None:
+    """Those of gpt-oss-20b, and of Qwen3-30B-A3B."""
+    assert expert_gemv_cut(2880, MXFP4) == GemvCut(4, 6, 6)
+    assert expert_gemv_cut(2048, FP8) == GemvCut(4, 4, 6)
+    assert expert_gemv_cut(768, FP8) == GemvCut(3, 2, 12)
 
 
 def test_which_experts() -> None:
-    assert expert_gemv_cut(5632, MXFP4) is not None
-    assert expert_gemv_cut(5664, MXFP4) is None
+    assert expert_gemv_cut(8192, MXFP4) is not None
+    assert expert_gemv_cut(8224, MXFP4) is None
     assert expert_gemv_cut(2880, replace(MXFP4, encoding=Encoding.INT4)) is None
-    in_blocks = CodesKind(Encoding.E4M3, group=128, shared_by=8, zeros=False)
-    assert expert_gemv_cut(2880, in_blocks) is None
+    assert expert_gemv_cut(2048, replace(FP8, group=64)) is None

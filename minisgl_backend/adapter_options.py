@@ -91,8 +91,8 @@ def check_adapters(options: EngineOptions) -> None:
 
 
 def check_adapter_folders(options: EngineOptions) -> None:
-    """Raise ``ConfigError`` if the folder of an adapter that the options name is not there. The
-    engine checks this, too, but later."""
+    """Raise ``ConfigError`` if the folder or the config of an adapter that the options name is not
+    there. The engine checks this, too, but later."""
     for name, path in adapter_paths(options).items():
         try:
             check_adapter_folder(Path(path))

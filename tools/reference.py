@@ -88,9 +88,9 @@ A deadline ends a request with finish_reason `timeout` if it has a token, else w
 _OPTIONS: Final = """\
 ## Options
 `minisgl serve --name-with-dashes VALUE`, or `parameters` of the same names in `config.pbtxt` of
-`llm_engine`. An unknown name fails the load; the error names a similar known one if there is
-one. `minisgl serve --help` has those of the server, too: addresses, ports, `--allow-remote`,
-`--tritonserver`, `--log-verbose`.
+`llm_engine`. On a command line, `--name` alone stands for `--name true`. An unknown name fails the
+load; the error names a similar known one if there is one. `minisgl serve --help` has those of the
+server, too: addresses, ports, `--allow-remote`, `--tritonserver`, `--log-verbose`.
 """
 
 

@@ -19,6 +19,9 @@ from minisgl_backend.errors import ConfigError
 
 _METAVARS: Final = {str: "TEXT", int: "INTEGER", float: "NUMBER", bool: "[true|false]"}
 
+_ALONE_IS_TRUE: Final[dict[str, Any]] = {"is_flag": False, "flag_value": "true"}
+"""What makes click take an option without a value."""
+
 
 class EngineCommand(click.Command):
     """A command with ``engine_options``, which its help lists after its own, by subject."""
@@ -52,11 +55,12 @@ def engine_options(command: Callable[..., Any]) -> Callable[..., Any]:
         return command(EngineOptions.from_mapping(chosen), *args, **kwargs)
 
     for spec in reversed(fields(EngineOptions)):
-        choices = "|".join(spec.metadata["choices"])
+        choices, kind = "|".join(spec.metadata["choices"]), option_type(spec.name)
         with_options = click.option(
             "--" + spec.name.replace("_", "-"),
             spec.name,
-            metavar=f"[{choices}]" if choices else _METAVARS[option_type(spec.name)],
+            metavar=f"[{choices}]" if choices else _METAVARS[kind],
+            **_ALONE_IS_TRUE if kind is bool else {},
             help=f"{spec.metadata['help']}  [default: {_shown(spec.default)}]",
         )(with_options)
     return with_options

@@ -43,12 +43,14 @@ _HARMLESS_STARTS: Final = (True, False, None, "gaussian", "orthogonal", "eva", "
 
 
 def check_adapter_folder(folder: Path) -> None:
-    """Raise ``ConfigError`` if there is no such folder, or if this user may not read it."""
+    """Raise ``ConfigError`` if there is no such folder, or no config in it, or if this user may not
+    read it."""
     try:
         if not folder.is_dir():
             wrong = "is not a folder" if folder.exists() else "does not exist"
             raise ConfigError(f"the adapter's folder {folder} {wrong}")
-        (folder / CONFIG).exists()
+        if not (folder / CONFIG).exists():
+            raise ConfigError(f"{folder / CONFIG} does not exist")
     except OSError as error:
         raise ConfigError(
             f"the adapter's folder {folder} cannot be read: {error.strerror}"

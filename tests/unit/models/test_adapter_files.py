@@ -372,6 +372,12 @@ def test_serve_refuses_a_task_of_an_unknown_adapter_before_it_starts_a_server(
         serve.checked(replace(options, lora_task_ids="1=doll,8=hen"))
 
 
+def test_a_folder_without_a_config_is_found_before_a_server_starts(tmp_path: Path) -> None:
+    options = EngineOptions(enable_lora=True, lora_modules=f"empty={tmp_path}")
+    with pytest.raises(ConfigError, match=r"'empty': .*/adapter_config.json does not exist"):
+        serve.checked(options)
+
+
 @pytest.mark.parametrize(
     ("given", "words"),
     [

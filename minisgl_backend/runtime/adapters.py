@@ -4,7 +4,8 @@ An adapter is *known* under a name from when it is loaded until it is unloaded. 
 some of the known ones (the *pool*). A request whose adapter is not in the pool waits until a thread
 has read it. From then until it ends, the request *holds* the adapter and so keeps it in the pool.
 Adapters that no request holds leave the pool when others need the place, the least recently used
-first.
+first. If all are held, an adapter waits for a place. Requests whose adapters are in the pool pass
+it, but after ``MOST_PAST`` of them all wait behind it, so that a place becomes free.
 
 Unloading removes the name at once, and the adapter when its last request has ended. An adapter that
 is loaded under the same name later is a different one, with a different id.
@@ -17,7 +18,7 @@ from __future__ import annotations
 import logging
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,6 +34,7 @@ from minisgl_backend.request import Adapter, AdapterFacts, RequestId
 
 logger = logging.getLogger(__name__)
 
+MOST_PAST: Final = 64
 _NAME_CHARACTERS: Final = 128
 
 
@@ -59,7 +61,8 @@ class Fetched:
 
 @dataclass(slots=True)
 class _Entry:
-    """An adapter in the pool or on its way: the requests that hold it, and those that wait."""
+    """An adapter in the pool, or one that waits for a place there: the requests that hold it, and
+    those that wait."""
 
     adapter: Adapter
     holders: set[RequestId] = field(default_factory=set)
@@ -143,7 +146,9 @@ class Adapters(AdapterNames):
         self._reader = reader
         self._most = most_in_memory
         self._pool: dict[int, _Entry] = {}  # the one used least recently first
-        self._wanted: dict[int, _Entry] = {}  # that wait for a place in the pool, oldest first
+        # by adapter, oldest first: what waits for a place in the pool, or behind such an adapter
+        self._wanted: dict[int, _Entry] = {}
+        self._num_past = 0  # requests that have passed the oldest of these
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="adapters")
         self._is_closed = False
 
@@ -178,7 +183,7 @@ class Adapters(AdapterNames):
         with self._lock:
             adapter = self._forget(name)
             self._drop_unknown(adapter.id)
-            self._read_next()
+            self._serve_wanted()
         logger.info("unloaded adapter %r", name)
         return adapter
 
@@ -197,18 +202,19 @@ class Adapters(AdapterNames):
     def hold(
         self, request_id: RequestId, adapter: Adapter, report: Callable[[Fetched], None]
     ) -> bool:
-        """Let a request hold its adapter. True if it is in the pool already; else ``report`` is
-        called on another thread once the adapter is read, or cannot be."""
+        """Let a request hold its adapter. True if it does so at once; else ``report`` is called, on
+        any thread, once it does, or if the adapter cannot be read."""
         with self._lock:
             entry = self._pool.get(adapter.id)
-            if entry is not None and entry.is_there:
-                entry.holders.add(request_id)
-                self._pool[adapter.id] = self._pool.pop(adapter.id)
+            may_pass = not self._wanted or self._num_past < MOST_PAST
+            if entry is not None and entry.is_there and may_pass:
+                self._num_past = self._num_past + 1 if self._wanted else 0
+                self._let_hold(adapter.id, [request_id])
                 return True
-            if entry is None:
+            if entry is None or entry.is_there:
                 entry = self._wanted.setdefault(adapter.id, _Entry(adapter))
             entry.waiting[request_id] = report
-            self._read_next()
+            self._serve_wanted()
             return False
 
     def let_go(self, request_id: RequestId, adapter: Adapter) -> None:
@@ -222,7 +228,7 @@ class Adapters(AdapterNames):
                     if entries is self._wanted and not entry.waiting:
                         del self._wanted[adapter.id]
             self._drop_unknown(adapter.id)
-            self._read_next()
+            self._serve_wanted()
 
     def close(self) -> None:
         """End the thread; nothing more is reported."""
@@ -243,17 +249,33 @@ class Adapters(AdapterNames):
                 self._reader.drop(entry.adapter.id)
         return len(self._pool) + num_more <= self._most
 
-    def _read_next(self) -> None:
-        """Begin to read the adapters that wait, as many as there is room for."""
-        while self._wanted and not self._is_closed and self._make_room():
-            adapter_id = next(iter(self._wanted))
-            entry = self._pool[adapter_id] = self._wanted.pop(adapter_id)
-            self._thread.submit(self._read, entry)
+    def _serve_wanted(self) -> None:
+        """Give places to the adapters that wait, as many as there is room for, and begin to read
+        them. Requests that waited behind such an adapter go on."""
+        while self._wanted and not self._is_closed:
+            adapter_id, entry = next(iter(self._wanted.items()))
+            has_place = adapter_id in self._pool
+            if not (has_place or self._make_room()):
+                return
+            del self._wanted[adapter_id]
+            self._num_past = 0
+            if has_place:
+                self._let_hold(adapter_id, entry.waiting)
+                for request_id, report in entry.waiting.items():
+                    report(Fetched(request_id, None))
+            else:
+                self._pool[adapter_id] = entry
+                self._thread.submit(self._read, entry)
+
+    def _let_hold(self, adapter_id: int, request_ids: Iterable[RequestId]) -> None:
+        """Let requests hold an adapter in the pool."""
+        entry = self._pool[adapter_id] = self._pool.pop(adapter_id)
+        entry.holders.update(request_ids)
 
     def _drop_unknown(self, adapter_id: int) -> None:
         """Let an adapter leave the pool if it is not known, and nothing holds or awaits it."""
         entry = self._pool.get(adapter_id)
-        if entry is None or not entry.is_there or entry.holders:
+        if entry is None or not entry.is_there or entry.holders or adapter_id in self._wanted:
             return
         known = self._known.get(entry.adapter.name)
         if known is None or known.id != adapter_id:
@@ -283,7 +305,7 @@ class Adapters(AdapterNames):
             else:
                 del self._pool[adapter.id]
                 self._reader.drop(adapter.id)
-            self._read_next()
+            self._serve_wanted()
             if self._is_closed:
                 return
         for request_id, report in waiting.items():

@@ -11,7 +11,7 @@ import pytest
 
 from minisgl_backend.errors import ConfigError, EngineFailure, InvalidRequest
 from minisgl_backend.request import Adapter, AdapterFacts, RequestId
-from minisgl_backend.runtime.adapters import Adapters, Fetched
+from minisgl_backend.runtime.adapters import MOST_PAST, Adapters, Fetched
 from tests.waiting import PATIENCE_S
 
 
@@ -121,6 +121,54 @@ def test_more_adapters_than_memory_holds(
     adapters.let_go(fourth, a)
     assert told.get(timeout=PATIENCE_S) == Fetched(third, None)
     assert memory.held == {b.id, c.id} and memory.most == 2
+
+
+@pytest.fixture
+def crowded(adapters: Adapters, told: SimpleQueue[Fetched]) -> tuple[Adapter, Adapter, Adapter]:
+    """The adapters a, b and c. Requests hold all places: number 1 with b, and as many with c as may
+    pass number 0, which waits with a. Numbers 100 and 101 wait behind it, with c and b."""
+    a, b, c = (adapters.load(name, "folder") for name in "abc")
+    waiting, first, *passing = ids(*range(2 + MOST_PAST))
+    assert adapters.hold(first, b, told.put) and adapters.hold(RequestId(99), c, told.put)
+    assert not adapters.hold(waiting, a, told.put)
+    assert all(adapters.hold(each, c, told.put) for each in passing)
+    adapters.let_go(RequestId(99), c)
+    assert not adapters.hold(RequestId(100), c, told.put)
+    assert not adapters.hold(RequestId(101), b, told.put)
+    return a, b, c
+
+
+def test_an_adapter_is_not_kept_out_of_memory_for_ever(
+    adapters: Adapters, told: SimpleQueue[Fetched], crowded: tuple[Adapter, Adapter, Adapter]
+) -> None:
+    a, _, c = crowded
+    for each in range(2, 2 + MOST_PAST):
+        assert told.empty()
+        adapters.let_go(RequestId(each), c)
+    assert told.get(timeout=PATIENCE_S) == Fetched(RequestId(0), None)  # in the place of c
+    adapters.let_go(RequestId(0), a)
+    outcomes = [told.get(timeout=PATIENCE_S) for _ in range(2)]
+    assert sorted(each.request_id for each in outcomes) == [100, 101]
+    assert not any(each.error for each in outcomes)
+    assert adapters.hold(RequestId(102), c, told.put)
+
+
+def test_nobody_waits_behind_an_adapter_that_is_no_longer_needed(
+    adapters: Adapters,
+    memory: Memory,
+    told: SimpleQueue[Fetched],
+    crowded: tuple[Adapter, Adapter, Adapter],
+) -> None:
+    a, b, c = crowded
+    adapters.unload("c")
+    for each in range(2, 1 + MOST_PAST):
+        adapters.let_go(RequestId(each), c)
+    adapters.let_go(RequestId(0), a)
+    assert [told.get(timeout=PATIENCE_S).request_id for _ in range(2)] == [100, 101]
+    adapters.let_go(RequestId(1 + MOST_PAST), c)
+    assert memory.held == {b.id, c.id}
+    adapters.let_go(RequestId(100), c)
+    assert memory.held == {b.id}
 
 
 def test_a_request_that_ends_while_it_waits_is_forgotten(

@@ -37,9 +37,11 @@ class AdapterPlaces:
         self._num_idle = 0
         self._loaded_bytes = 0  # by the next plan
 
-    def begin_plan(self) -> None:
-        """The next adapters are loaded by another plan."""
+    def begin_plan(self) -> bool:
+        """The next adapters are loaded by another plan. Returns whether the last one loaded any."""
+        has_loaded = self._loaded_bytes > 0
         self._loaded_bytes = 0
+        return has_loaded
 
     def has_place(self, adapter: Adapter | None) -> bool:
         """Whether a row may have the adapter now."""

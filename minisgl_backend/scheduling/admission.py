@@ -12,12 +12,15 @@ Must not know leases, plans or the budget of a step.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Final
 
 import numpy as np
 
 from minisgl_backend.cache.pages import num_pages_for
 from minisgl_backend.scheduling.lifecycle import Lifecycle, Room
 from minisgl_backend.scheduling.sequence import Phase, Precedence, Sequence
+
+_MORE_THAN_ALL: Final = Room(2**31, 0)
 
 
 class AdmissionControl:
@@ -27,7 +30,7 @@ class AdmissionControl:
         self._life = life
         self._page_size = life.cache.page_size
         self._reserve_tokens = reserve_tokens
-        self._blocked_cost = Room(0, 0)  # what the last sequence that did not fit would take ...
+        self._blocked_cost = Room(0, 0)  # what the last sequence that did not fit would take, ...
         self._blocked_at = -1  # ... when Lifecycle.changes had this value
 
     def admit(self, before: Precedence | None) -> Iterator[Sequence]:
@@ -40,7 +43,10 @@ class AdmissionControl:
         reserved = self._reserved()
         while life.rows.num_free and not self._is_still_blocked(reserved):
             sequence = life.queue.choose()
-            if sequence is None or (before is not None and sequence.precedence > before):
+            if sequence is None:
+                self._blocked_at, self._blocked_cost = life.changes, _MORE_THAN_ALL
+                return
+            if before is not None and sequence.precedence > before:
                 return
             known = len(sequence.tokens)
             num_tokens = max(known, min(sequence.limit - 1, known + self._reserve_tokens))
@@ -70,9 +76,11 @@ class AdmissionControl:
         return Room(int(more.sum()), int(np.maximum(will_hold - holds, 0).sum()))
 
     def _is_still_blocked(self, reserved: Room) -> bool:
-        """Whether the next sequence did not fit before, and nothing has changed since.
+        """Whether the next sequence did not fit before, or there was none, and nothing has changed
+        since.
 
-        Saves matching a waiting prompt against the cache in every step.
+        Saves going through the queue, and matching a waiting prompt against the cache, in every
+        step.
         """
         room = self._life.room.without(reserved)
         is_unchanged = self._blocked_at == self._life.changes

@@ -68,8 +68,8 @@ class Lifecycle:
     ``live`` holds the sequences that have not ended; ``prefilling`` those with known tokens left to
     plan, in order of precedence; ``released_rows`` the rows given back since the last plan;
     ``states`` the snapshots of recurrent states, None if rows have no such states.
-    ``changes`` counts the events after which a waiting sequence that did not fit might fit: a
-    change of the queue, of the cached prefixes or of the free pages.
+    ``changes`` counts the events after which a waiting sequence that could not start might start: a
+    change of the queue, of the cached prefixes, of the free pages or of the adapter slots.
     """
 
     def __init__(
@@ -186,8 +186,11 @@ class Lifecycle:
         insort(self.prefilling, sequence, key=by_precedence)
         return cost
 
-    def slide(self) -> None:
-        """Give back the window pages that rows with chunks in the last plan have passed."""
+    def begin_plan(self) -> None:
+        """Let another plan load adapters, and give back the window pages that rows with chunks in
+        the last plan have passed."""
+        if self.places.begin_plan():
+            self.changes += 1
         windows = self.cache.windows
         if windows is None:
             return

@@ -145,8 +145,7 @@ class Scheduler:
     def plan(self) -> StepPlan | None:
         """The next step, or None if nothing can run now."""
         draft = Draft(self._config.max_prefill_tokens)
-        self._life.slide()
-        self._life.places.begin_plan()
+        self._life.begin_plan()
         under_pressure = self._plan_decodes(draft)
         self._plan_prefills(draft, admit=not under_pressure)
         if draft.is_empty:

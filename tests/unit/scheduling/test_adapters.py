@@ -13,7 +13,9 @@ from minisgl_backend.plan import StepPlan
 from minisgl_backend.request import Adapter, AdapterFacts, Request, RequestId, SamplingParams
 from minisgl_backend.scheduling.adapter_places import MOST_LOADED_BYTES, AdapterPlaces
 from minisgl_backend.scheduling.scheduler import Scheduler
+from minisgl_backend.scheduling.sequence import Sequence
 from minisgl_backend.scheduling.waiting import MOST_PAST_SLOTS
+from tests.fakes.executor import Model
 from tests.fakes.harness import Harness, Setup, random_setup, run_randomly
 
 ADAPTERS = [Adapter(number, f"adapter-{number}", "", AdapterFacts(8, 1)) for number in range(1, 7)]
@@ -118,6 +120,48 @@ def test_large_adapters_are_loaded_one_after_another() -> None:
     harness.launch()
     assert rows_of_plan(harness) == [0, 1, 2, 3, 4, 5]
     assert harness.num_loads == 3
+    harness.drain()
+    harness.verify()
+
+
+def test_a_request_whose_adapter_has_to_wait_for_a_plan_is_served_by_the_next() -> None:
+    """Whatever else did not fit meanwhile."""
+    first, second = (
+        Adapter(number, f"adapter-{number}", "", AdapterFacts(8, 1, num_bytes=MOST_LOADED_BYTES))
+        for number in (1, 2)
+    )
+    harness = AdaptedHarness(replace(setup(), num_pages=4, max_sequence_length=64), num_slots=2)
+    for number, adapter in enumerate([first, second]):
+        harness.add(request(number, adapter))
+    harness.add(replace(request(2, None), prompt=np.ones(60, np.int32)))  # takes all pages
+    harness.launch()
+    assert rows_of_plan(harness) == [0]
+    harness.launch()
+    assert rows_of_plan(harness) == [0, 1]
+    harness.drain()
+    harness.verify()
+
+
+def test_requests_that_still_have_no_slot_are_not_looked_at_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    harness = AdaptedHarness(replace(setup(), model=Model()), num_slots=1)
+    harness.add(request(0, ADAPTERS[0], max_tokens=40))
+    harness.add(request(1, ADAPTERS[1]))
+    for _ in range(4):
+        harness.step()
+    found: list[Sequence | None] = []
+    queue = harness.scheduler._queue
+    choose = queue.choose
+
+    def watched() -> Sequence | None:
+        found.append(choose())
+        return found[-1]
+
+    monkeypatch.setattr(queue, "choose", watched)
+    for _ in range(20):
+        harness.step()
+    assert rows_of_plan(harness) == [0] and not found
     harness.drain()
     harness.verify()
 

@@ -14,12 +14,14 @@ common prefixes, but no sequence is passed by more than ``max_overtaken`` later 
 
 No sequence is passed because it is large: once chosen, it waits until it fits, and all others wait
 behind it. A sequence without a free slot for its adapter is passed, since rows and pages would not
-help it; but after ``MOST_PAST_SLOTS`` times only by sequences without an adapter, so that slots
-become free. Must not know whether there is room for a sequence: ``admission`` decides that.
+help it; but only by sequences without an adapter if they have a lower priority, and after
+``MOST_PAST_SLOTS`` times in any case, so that slots become free. Must not know whether there is
+room for a sequence: ``admission`` decides that.
 """
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, bisect_right, insort
 from collections import deque
 from collections.abc import Iterator
@@ -75,7 +77,7 @@ class WaitingQueue:
         self._served: deque[_Place] = deque(maxlen=_MOST_SERVED)  # may have companions
         self._chosen: Sequence | None = None  # as a companion of one of these
         self._ahead: list[Precedence] = []  # of served sequences that have passed the head
-        self._keeps_slots = False  # for a sequence that was passed often; during ``choose`` only
+        self._least_for_slots = -math.inf  # priority that takes slots; during ``choose`` only
 
     def __len__(self) -> int:
         return len(self._sequences)
@@ -101,7 +103,7 @@ class WaitingQueue:
     def choose(self) -> Sequence | None:
         """The sequence to be served next, which stays in the queue; None if there is none, or if
         all candidates wait for a prefix or for a slot for their adapter."""
-        self._keeps_slots = False
+        self._least_for_slots = -math.inf
         able = self._able()
         head = next(able, None)
         if head is None or self._num_passed_by(head) >= self._max_overtaken:
@@ -125,11 +127,14 @@ class WaitingQueue:
             if self._finds_slot(sequence):
                 yield sequence
             elif self._num_passed_by(sequence) >= MOST_PAST_SLOTS:
-                self._keeps_slots = True
+                self._least_for_slots = math.inf
+            else:
+                self._least_for_slots = max(self._least_for_slots, sequence.request.priority)
 
     def _finds_slot(self, sequence: Sequence) -> bool:
-        adapter = sequence.request.adapter
-        return adapter is None or (not self._keeps_slots and self._places.has_place(adapter))
+        adapter, priority = sequence.request.adapter, sequence.request.priority
+        may_take = priority >= self._least_for_slots
+        return adapter is None or (may_take and self._places.has_place(adapter))
 
     def _num_passed_by(self, sequence: Sequence) -> int:
         """Number of later sequences that were served before this one."""

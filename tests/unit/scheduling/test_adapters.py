@@ -184,6 +184,23 @@ def test_a_request_without_a_slot_is_not_passed_for_ever() -> None:
     harness.verify()
 
 
+def test_lower_priorities_do_not_keep_a_slot_in_use() -> None:
+    """Requests without an adapter do not mind."""
+    harness = AdaptedHarness(replace(setup(num_rows=3), model=Model()), num_slots=1)
+    for number in range(2):
+        harness.add(request(number, ADAPTERS[0], max_tokens=8 + 8 * number))
+    harness.step()
+    harness.add(replace(request(2, ADAPTERS[1]), priority=1))
+    for number in range(3, 9):
+        harness.add(request(number, ADAPTERS[0] if number % 2 else None))
+    while harness.records[RequestId(2)].ending is None:
+        harness.step()
+    ended = {number for number in range(9) if harness.records[RequestId(number)].ending is not None}
+    assert ended == {0, 1, 2, 4, 6, 8}
+    harness.drain()
+    harness.verify()
+
+
 def test_prefixes_are_shared_by_requests_with_the_same_adapter_only() -> None:
     keys = {replace(request(0, None), cache_salt=salt).cache_key for salt in ("", "7")}
     keys |= {replace(request(0, ADAPTERS[0]), cache_salt=salt).cache_key for salt in ("", "7")}

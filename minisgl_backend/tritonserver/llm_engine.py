@@ -177,7 +177,9 @@ class TritonPythonModel:
             if reason := refusal_of(error):
                 self._engine.count_refused(reason)
             raise
-        if isinstance(parsed, AdapterOrder):
+        if parsed == AdapterOrder():  # only to list them: waits for no adapter that is being loaded
+            self._carry_out(parsed, responder)
+        elif isinstance(parsed, AdapterOrder):
             self._orders.submit(self._carry_out, parsed, responder)
         elif isinstance(parsed, StopRequest):
             self._stop(responder)

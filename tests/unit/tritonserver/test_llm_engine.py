@@ -16,9 +16,16 @@ import pytest
 
 from minisgl_backend.config import DEMO_MODEL, EngineOptions
 from minisgl_backend.limits import Limits
-from minisgl_backend.request import Finished, FinishReason, Request, Sink
+from minisgl_backend.request import AdapterFacts, Finished, FinishReason, Request, Sink
+from minisgl_backend.runtime.adapters import Adapters
 from minisgl_backend.runtime.engine import Engine
-from minisgl_backend.runtime_files import DRAIN_MARKER, QUEUE_FULL, QUEUE_OPEN, MarkerReader
+from minisgl_backend.runtime_files import (
+    ADAPTERS,
+    DRAIN_MARKER,
+    QUEUE_FULL,
+    QUEUE_OPEN,
+    MarkerReader,
+)
 from minisgl_backend.tritonserver import window
 from minisgl_backend.tritonserver.channel import DetokenizerChannel
 from minisgl_backend.tritonserver.llm_engine import TritonPythonModel
@@ -86,6 +93,43 @@ def test_a_request_is_bounded_in_size(model: Model) -> None:
     error = response.error()
     assert error is not None
     assert error.message().startswith("INVALID_ARG: a request must be at most")
+
+
+class SlowReader:
+    """Reads adapters once it may."""
+
+    def __init__(self) -> None:
+        self.may_read = threading.Event()
+
+    def check(self, folder: Path) -> AdapterFacts:
+        assert self.may_read.wait(PATIENCE_S)
+        return AdapterFacts(8, 1)
+
+    def read(self, adapter_id: int, folder: Path) -> AdapterFacts:
+        return self.check(folder)
+
+    def drop(self, adapter_id: int) -> None:
+        pass
+
+
+def test_adapters_are_listed_while_another_is_loaded(
+    model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader = SlowReader()
+    adapters = Adapters(reader, most_in_memory=2)
+    monkeypatch.setattr(model.engine, "_adapters", adapters)
+    monkeypatch.setattr(model, "_options", replace(model._options, lora_updates=True))
+    orders = [{"load": {"name": "sql", "path": "/loras/sql"}}, {}]
+    load, listing = (request(acknowledged=False, lora_order=json.dumps(each)) for each in orders)
+    model.execute([load, listing])
+    for asked, names in ((listing, []), (load, ["sql"])):
+        response, _ = asked.sender.sent.get(timeout=PATIENCE_S)
+        assert response is not None
+        (listed,) = outputs(response)["lora_adapters"]
+        assert [each["name"] for each in json.loads(listed)] == names
+        reader.may_read.set()
+    adapters.close()
+    (tmp_path / ADAPTERS).unlink()  # which an engine that replaces this one would read
 
 
 def request(

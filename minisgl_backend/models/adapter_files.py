@@ -125,6 +125,8 @@ def open_adapter(
         _check_header(b, headers[b], (num_outs, rank))
         scaling = config.scaling_of(module)
         for part, rows in parts.items():
+            if part in factors:
+                raise ConfigError(f"{a} and {factors[part].a} of the adapter are of one module")
             factors[part] = Factors(a, b, rows, rank, scaling)
     for name in projections:
         module = names.merged_module(name)

@@ -179,6 +179,7 @@ def test_usual_patterns_are_taken(pattern: str, tmp_path: Path) -> None:
 
 def test_tensors_that_do_not_fit_are_refused_by_name(tmp_path: Path) -> None:
     a, b = f"{LAYER}.q_proj.lora_A.weight", f"{LAYER}.q_proj.lora_B.weight"
+    a_again, b_again = (name.replace(".model.layers.", ".layers.") for name in (a, b))
     cases: list[tuple[dict[str, torch.Tensor | None], str]] = [
         ({a: None}, f"lacks {a}"),
         ({b: None}, f"lacks {b}"),
@@ -186,6 +187,10 @@ def test_tensors_that_do_not_fit_are_refused_by_name(tmp_path: Path) -> None:
         ({a: torch.zeros(4, HIDDEN + 1)}, f"{a} of the adapter has the shape"),
         ({b: torch.zeros(QUERIES, 5)}, f"{b} of the adapter has the shape"),
         ({a: torch.zeros(4, HIDDEN, dtype=torch.int32)}, f"{a} of the adapter has the type I32"),
+        (
+            {a_again: torch.zeros(4, HIDDEN), b_again: torch.zeros(QUERIES, 4)},
+            "of the adapter are of one module",
+        ),
         (
             {
                 "base_model.model.lm_head.lora_A.weight": torch.zeros(4, HIDDEN),

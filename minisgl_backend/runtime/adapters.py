@@ -18,7 +18,7 @@ from __future__ import annotations
 import logging
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -145,7 +145,8 @@ class Adapters(AdapterNames):
         super().__init__(tasks)
         self._reader = reader
         self._most = most_in_memory
-        self._pool: dict[int, _Entry] = {}  # the one used least recently first
+        # by adapter; of those that nobody holds, the one used least recently comes first
+        self._pool: dict[int, _Entry] = {}
         # by adapter, oldest first: what waits for a place in the pool, or behind such an adapter
         self._wanted: dict[int, _Entry] = {}
         self._num_past = 0  # requests that have passed the oldest of these
@@ -209,7 +210,7 @@ class Adapters(AdapterNames):
             may_pass = not self._wanted or self._num_past < MOST_PAST
             if entry is not None and entry.is_there and may_pass:
                 self._num_past = self._num_past + 1 if self._wanted else 0
-                self._let_hold(adapter.id, [request_id])
+                entry.holders.add(request_id)
                 return True
             if entry is None or entry.is_there:
                 entry = self._wanted.setdefault(adapter.id, _Entry(adapter))
@@ -220,13 +221,14 @@ class Adapters(AdapterNames):
     def let_go(self, request_id: RequestId, adapter: Adapter) -> None:
         """The request has ended, whether it held its adapter or still waited for it."""
         with self._lock:
-            for entries in (self._pool, self._wanted):
-                entry = entries.get(adapter.id)
-                if entry is not None:
-                    entry.holders.discard(request_id)
-                    entry.waiting.pop(request_id, None)
-                    if entries is self._wanted and not entry.waiting:
-                        del self._wanted[adapter.id]
+            if (entry := self._wanted.get(adapter.id)) is not None:
+                entry.waiting.pop(request_id, None)
+                if not entry.waiting:
+                    del self._wanted[adapter.id]
+            if (entry := self._pool.pop(adapter.id, None)) is not None:
+                entry.holders.discard(request_id)
+                entry.waiting.pop(request_id, None)
+                self._pool[adapter.id] = entry
             self._drop_unknown(adapter.id)
             self._serve_wanted()
 
@@ -254,23 +256,18 @@ class Adapters(AdapterNames):
         them. Requests that waited behind such an adapter go on."""
         while self._wanted and not self._is_closed:
             adapter_id, entry = next(iter(self._wanted.items()))
-            has_place = adapter_id in self._pool
-            if not (has_place or self._make_room()):
+            there = self._pool.get(adapter_id)
+            if there is None and not self._make_room():
                 return
             del self._wanted[adapter_id]
             self._num_past = 0
-            if has_place:
-                self._let_hold(adapter_id, entry.waiting)
-                for request_id, report in entry.waiting.items():
-                    report(Fetched(request_id, None))
-            else:
+            if there is None:
                 self._pool[adapter_id] = entry
                 self._thread.submit(self._read, entry)
-
-    def _let_hold(self, adapter_id: int, request_ids: Iterable[RequestId]) -> None:
-        """Let requests hold an adapter in the pool."""
-        entry = self._pool[adapter_id] = self._pool.pop(adapter_id)
-        entry.holders.update(request_ids)
+                continue
+            there.holders.update(entry.waiting)
+            for request_id, report in entry.waiting.items():
+                report(Fetched(request_id, None))
 
     def _drop_unknown(self, adapter_id: int) -> None:
         """Let an adapter leave the pool if it is not known, and nothing holds or awaits it."""

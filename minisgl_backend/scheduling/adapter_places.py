@@ -16,7 +16,7 @@ from minisgl_backend.errors import InvariantError
 from minisgl_backend.request import Adapter
 
 MOST_LOADED_BYTES: Final = 256 * 2**20
-"""What a plan loads, unless one adapter alone is larger: some 10 ms of a PCIe bus."""
+"""The most that a plan loads, unless one adapter alone is larger: some 10 ms of a PCIe bus."""
 
 
 @dataclass(slots=True)
@@ -33,7 +33,8 @@ class AdapterPlaces:
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
         self._free = list(range(num_slots, 0, -1))
-        self._places: dict[int, _Place] = {}  # by adapter, the one used least recently first
+        # by adapter; of those that no row uses, the one used least recently comes first
+        self._places: dict[int, _Place] = {}
         self._num_idle = 0
         self._loaded_bytes = 0  # by the next plan
 
@@ -57,14 +58,14 @@ class AdapterPlaces:
         whether the adapter must be loaded into it."""
         if adapter is None:
             return 0, False
-        place = self._places.pop(adapter.id, None)
+        place = self._places.get(adapter.id)
         is_new = place is None
         if place is None:
             place = _Place(self._free.pop() if self._free else self._evict())
+            self._places[adapter.id] = place
             self._loaded_bytes += adapter.facts.num_bytes
         elif not place.num_rows:
             self._num_idle -= 1
-        self._places[adapter.id] = place
         place.num_rows += 1
         return place.slot, is_new
 
@@ -76,7 +77,9 @@ class AdapterPlaces:
         if not place.num_rows:
             raise InvariantError(f"no row has adapter {adapter.name!r}")
         place.num_rows -= 1
-        self._num_idle += not place.num_rows
+        if not place.num_rows:
+            self._places[adapter.id] = self._places.pop(adapter.id)
+            self._num_idle += 1
 
     def in_use(self) -> Iterator[tuple[int, int]]:
         """The ids of the adapters in use, and how many rows have each."""

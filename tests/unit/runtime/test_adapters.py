@@ -123,6 +123,19 @@ def test_more_adapters_than_memory_holds(
     assert memory.held == {b.id, c.id} and memory.most == 2
 
 
+def test_the_adapter_used_least_recently_leaves_memory(
+    adapters: Adapters, memory: Memory, told: SimpleQueue[Fetched]
+) -> None:
+    """One is in use until its last request ends."""
+    a, b = (adapters.load(name, "folder") for name in "ab")
+    first, second = ids(1, 2)
+    assert adapters.hold(first, a, told.put) and adapters.hold(second, b, told.put)
+    adapters.let_go(second, b)
+    adapters.let_go(first, a)
+    c = adapters.load("c", "folder")
+    assert memory.held == {a.id, c.id}
+
+
 @pytest.fixture
 def crowded(adapters: Adapters, told: SimpleQueue[Fetched]) -> tuple[Adapter, Adapter, Adapter]:
     """The adapters a, b and c. Requests hold all places: number 1 with b, and as many with c as may

@@ -215,10 +215,10 @@ def test_the_slot_used_least_recently_goes_first() -> None:
     assert places.take(one) == (1, True)
     assert places.take(two) == (2, True)
     assert not places.has_place(three)
-    places.give_back(one)
-    assert places.take(one) == (1, False)
     places.give_back(two)
-    places.give_back(one)
+    assert places.take(two) == (2, False)
+    places.give_back(two)
+    places.give_back(one)  # its row began earlier, but was there until now
     assert places.take(three) == (2, True)
     assert places.take(one) == (1, False)
     with pytest.raises(InvariantError):

@@ -301,6 +301,7 @@ class Loop:
     def _end(self, request_id: RequestId, event: Event) -> None:
         self._constraints.forget(request_id)
         self._fetching.discard(request_id)
+        self._returning.ended(request_id)
         request = self._open[request_id].request
         if self._adapters is not None and request.adapter is not None:
             self._adapters.let_go(request_id, request.adapter)
@@ -354,7 +355,7 @@ class Loop:
         ended = self._follow_grammars(flight, tokens)
         result = self._scheduler.commit(plan, tokens)
         self._end_by_grammars(ended, result)
-        if result.request_ids or result.scored:
+        if result.request_ids or result.scored or result.ended:  # as embeddings do without a token
             self._returning.progressed()
         now = time.monotonic()
         self._recorder.step_committed(

@@ -38,8 +38,8 @@ class Returning:
     def begin(self) -> RequestId | None:
         """Note that a step broke, and return the request at fault if it is known.
 
-        Raises ``EngineFailure`` at break number ``MAX_BARREN`` in a row without a token of any
-        request in between: such breaks are no request's fault.
+        Raises ``EngineFailure`` at break number ``MAX_BARREN`` in a row if no request has made
+        progress in between: such breaks are no request's fault.
         """
         self._num_barren += 1
         if self._num_barren >= MAX_BARREN:
@@ -48,8 +48,14 @@ class Returning:
         return culprit
 
     def progressed(self) -> None:
-        """Note that some request has a new token, or log-probabilities of its prompt."""
+        """Note that some request has a new token or log-probabilities of its prompt, or has
+        ended."""
         self._num_barren = 0
+
+    def ended(self, request_id: RequestId) -> None:
+        """Note that a request has ended: later breaks are not its fault."""
+        if request_id == self._suspect:
+            self._suspect = None
 
     def come_back(self, request_ids: Iterable[RequestId]) -> None:
         """Let these requests come back in this order, and no others."""
@@ -62,7 +68,7 @@ class Returning:
     def next(self, num_tokens: Mapping[RequestId, int]) -> RequestId | None:
         """The request that comes back now, if any. ``num_tokens`` is that of each open request."""
         if self._suspect is not None:
-            if num_tokens.get(self._suspect) == self._num_tokens:
+            if num_tokens[self._suspect] == self._num_tokens:
                 return None
             self._suspect = None
         while self._waiting:

@@ -21,6 +21,7 @@ from minisgl_backend.request import (
     FinishReason,
     PromptLogprobs,
 )
+from minisgl_backend.runtime.returning import MAX_BARREN
 from minisgl_backend.runtime_files import State
 from minisgl_backend.scheduling.scheduler import Scheduler
 from tests.fakes.executor import (
@@ -82,6 +83,18 @@ def test_a_step_that_breaks_once_costs_nobody() -> None:
         assert sink.ending() == Finished(FinishReason.LENGTH)
         assert sink.tokens == expected_tokens(request, it.model)
     assert cancelled.ending() == Finished(FinishReason.CANCELLED)
+    it.engine.close(drain_s=0)
+
+
+def test_steps_that_break_now_and_then_do_not_end_an_engine_that_embeds() -> None:
+    """Its requests get no tokens."""
+    it = Bench()
+    it.executor.failure = RuntimeError("now and then")
+    for number in range(2 * MAX_BARREN):
+        it.executor.most_failures = number + 1
+        sink = it.submit(it.request([number] * 9, max_tokens=0, embed=True))
+        assert sink.ending() == Finished(FinishReason.LENGTH)
+    assert it.executor.num_failures == 2 * MAX_BARREN
     it.engine.close(drain_s=0)
 
 

@@ -19,15 +19,24 @@ from tests.fakes.executor import Model
 from tests.fakes.harness import Harness, Setup, random_setup, run_randomly
 
 ADAPTERS = [Adapter(number, f"adapter-{number}", "", AdapterFacts(8, 1)) for number in range(1, 7)]
+LARGE = [
+    Adapter(number, f"adapter-{number}", "", AdapterFacts(8, 1, num_bytes=num_bytes))
+    for number, num_bytes in enumerate(
+        (1, 1, MOST_LOADED_BYTES // 3, MOST_LOADED_BYTES // 2, MOST_LOADED_BYTES + 1), start=1
+    )
+]
+"""Of different sizes, so that a plan cannot load all."""
 
 
 class AdaptedHarness(Harness):
     """A planner with slots. Each row of each step must have its request's adapter, and decoding
-    rows with the same adapter must be next to each other."""
+    rows with the same adapter must be next to each other. A step must not load too much."""
 
     def __init__(self, setup: Setup, num_slots: int, drawn: random.Random | None = None) -> None:
+        """With ``drawn``, requests get adapters at random."""
         super().__init__(setup)
         self.drawn = drawn
+        self.adapters = ADAPTERS if drawn is None else drawn.choice([ADAPTERS, LARGE])
         config = replace(self.scheduler._config, num_adapter_slots=num_slots)
         self.scheduler = Scheduler(setup.make_cache(), config)
         self.in_slots: dict[int, int] = {0: 0}
@@ -45,9 +54,12 @@ class AdaptedHarness(Harness):
         self.scheduler.plan = watched  # type: ignore[method-assign]
 
     def add(self, request: Request) -> None:
-        """Queue a request, with or without an adapter, at random."""
+        """Queue a request. All samples of a prompt have the same adapter."""
         if self.drawn is not None:
-            request = replace(request, adapter=self.drawn.choice([None, *ADAPTERS]))
+            adapter = self.drawn.choice([None, *self.adapters])
+            if request.leader is not None:
+                adapter = self.records[request.leader].request.adapter
+            request = replace(request, adapter=adapter)
         super().add(request)
 
     def follow(self, plan: StepPlan) -> None:
@@ -55,6 +67,9 @@ class AdaptedHarness(Harness):
         for slot, adapter_id in zip(plan.adapters.load_slots, plan.adapters.load_ids, strict=True):
             self.in_slots[int(slot)] = int(adapter_id)
             self.num_loads += 1
+        sizes = {adapter.id: adapter.facts.num_bytes for adapter in self.adapters}
+        loaded = [sizes[adapter_id] for adapter_id in plan.adapters.load_ids.tolist()]
+        assert len(loaded) == 1 or sum(loaded) <= MOST_LOADED_BYTES
         for row, slot in zip(plan.adapters.rows, plan.adapters.slots, strict=True):
             self.of_rows[int(row)] = int(slot)
         for admission in plan.admissions:

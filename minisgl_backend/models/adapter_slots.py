@@ -66,7 +66,7 @@ class AdapterSlots:
         """Allocates the memory, and gives it to the model's layers."""
         self.num_slots = num_slots
         self.max_rank = max_rank
-        padded = -(-max_rank // RANK_STEP) * RANK_STEP
+        padded = self.padded_rank(max_rank)
         self.names = model.spec.names
         self.dtype, self._device = model.dtype, device
         self._stacks: list[Tensor] = []

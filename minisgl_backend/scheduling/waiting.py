@@ -41,8 +41,9 @@ WINDOW: Final = 32
 MOST_PAST_SLOTS: Final = 64
 _MOST_SERVED: Final = 64
 
-_Place: TypeAlias = tuple[str, bytes, Precedence, Sequence]
-"""Sorted by this, sequences with a long common prefix are neighbours. Precedences are unique."""
+_Neighbour: TypeAlias = tuple[str, bytes, Precedence, Sequence]
+"""A sequence, and before it what it is sorted by, so that sequences with a long common prefix are
+neighbours. Precedences are unique."""
 
 
 def precedence_of(request: Request, arrival: int) -> Precedence:
@@ -73,8 +74,8 @@ class WaitingQueue:
         self._max_overtaken = max_overtaken
         self._worthwhile_tokens = worthwhile_tokens
         self._sequences: list[Sequence] = []
-        self._by_tokens: list[_Place] = []
-        self._served: deque[_Place] = deque(maxlen=_MOST_SERVED)  # may have companions
+        self._by_tokens: list[_Neighbour] = []
+        self._served: deque[_Neighbour] = deque(maxlen=_MOST_SERVED)  # may have companions
         self._chosen: Sequence | None = None  # as a companion of one of these
         self._ahead: list[Precedence] = []  # of served sequences that have passed the head
         self._least_for_slots = -math.inf  # priority that takes slots; during ``choose`` only
@@ -86,7 +87,7 @@ class WaitingQueue:
         """Queue a sequence at the place that its precedence gives it."""
         insort(self._sequences, sequence, key=by_precedence)
         if self._brings_together:
-            insort(self._by_tokens, _place(sequence), key=_without_sequence)
+            insort(self._by_tokens, _neighbour(sequence), key=_without_sequence)
 
     def remove(self, sequence: Sequence) -> None:
         """Take a sequence out, wherever it is in the queue."""
@@ -95,7 +96,7 @@ class WaitingQueue:
             raise InvariantError(f"request {sequence.request.id} is not in the queue")
         del self._sequences[index]
         if self._brings_together:
-            key = _without_sequence(_place(sequence))
+            key = _without_sequence(_neighbour(sequence))
             del self._by_tokens[bisect_left(self._by_tokens, key, key=_without_sequence)]
         first = self._sequences[0].precedence if self._sequences else sequence.precedence
         del self._ahead[: bisect_left(self._ahead, first)]
@@ -146,7 +147,7 @@ class WaitingQueue:
             insort(self._ahead, sequence.precedence)
         self.remove(sequence)
         if self._brings_together and sequence is not self._chosen:
-            self._served.append(_place(sequence))
+            self._served.append(_neighbour(sequence))
 
     @property
     def _brings_together(self) -> bool:
@@ -163,7 +164,7 @@ class WaitingQueue:
                 return nearest
         return None
 
-    def _nearest(self, served: _Place, head: Sequence) -> Sequence | None:
+    def _nearest(self, served: _Neighbour, head: Sequence) -> Sequence | None:
         """The companion that has most in common with a served sequence."""
         index = bisect_left(self._by_tokens, _without_sequence(served), key=_without_sequence)
         most, nearest = _num_common_tokens(served[3], head) + self._worthwhile_tokens, None
@@ -184,13 +185,13 @@ class WaitingQueue:
         return self._cache.match_length(sequence.reusable, sequence.request.cache_key)
 
 
-def _place(sequence: Sequence) -> _Place:
+def _neighbour(sequence: Sequence) -> _Neighbour:
     key = sequence.request.cache_key
     return (key, sequence.tokens.tobytes(), sequence.precedence, sequence)
 
 
-def _without_sequence(place: _Place) -> tuple[str, bytes, Precedence]:
-    return place[:3]
+def _without_sequence(neighbour: _Neighbour) -> tuple[str, bytes, Precedence]:
+    return neighbour[:3]
 
 
 def _num_common_tokens(one: Sequence, other: Sequence) -> int:

@@ -53,6 +53,11 @@ class AdapterPlaces:
             return False
         return bool(self._free) or self._num_idle > 0
 
+    def busiest(self, *, all_but: int) -> set[int]:
+        """The ids of the adapters in use, except for so many of those that the fewest rows have."""
+        by_rows = sorted((num_rows, adapter_id) for adapter_id, num_rows in self.in_use())
+        return {adapter_id for _, adapter_id in by_rows[all_but:]}
+
     def take(self, adapter: Adapter | None) -> tuple[int, bool]:
         """Let one more row use the adapter, for which there must be a place. Returns its slot, and
         whether the adapter must be loaded into it."""

@@ -14,9 +14,11 @@ common prefixes, but no sequence is passed by more than ``max_overtaken`` later 
 
 No sequence is passed because it is large: once chosen, it waits until it fits, and all others wait
 behind it. A sequence without a free slot for its adapter is passed, since rows and pages would not
-help it; but only by sequences without an adapter if they have a lower priority, and after
-``MOST_PAST_SLOTS`` times in any case, so that slots become free. Must not know whether there is
-room for a sequence: ``admission`` decides that.
+help it. But after ``MOST_PAST_SLOTS`` times the slot with the fewest rows is *kept*: it gets no
+more rows, so that it becomes free. After as many times again, so is another one, and so on. (If all
+were kept at once, few rows would run with many adapters.) From sequences of lower priority, the
+first one is kept from the start. Must not know whether there is room for a sequence: ``admission``
+decides that.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, bisect_right, insort
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from itertools import chain, islice, takewhile
 from typing import Final, TypeAlias
 
@@ -78,7 +80,11 @@ class WaitingQueue:
         self._served: deque[_Neighbour] = deque(maxlen=_MOST_SERVED)  # may have companions
         self._chosen: Sequence | None = None  # as a companion of one of these
         self._ahead: list[Precedence] = []  # of served sequences that have passed the head
-        self._least_for_slots = -math.inf  # priority that takes slots; during ``choose`` only
+        # during ``choose``: some slots are kept from lower priorities than this, ...
+        self._least_for_slots = -math.inf
+        self._for_others: Set[int] = frozenset()  # ... so that these are the adapters left to them
+        self._kept_for: Sequence | None = None  # the first sequence that was passed often, and ...
+        self._num_passed_before = 0  # ... how often when it became the first
 
     def __len__(self) -> int:
         return len(self._sequences)
@@ -127,15 +133,29 @@ class WaitingQueue:
         for sequence in self._sequences:
             if self._finds_slot(sequence):
                 yield sequence
-            elif self._num_passed_by(sequence) >= MOST_PAST_SLOTS:
-                self._least_for_slots = math.inf
-            else:
-                self._least_for_slots = max(self._least_for_slots, sequence.request.priority)
+            elif self._least_for_slots < math.inf:
+                self._keep_slots(sequence)
+
+    def _keep_slots(self, sequence: Sequence) -> None:
+        """Keep slots for a sequence that has none for its adapter."""
+        num_passed, num_kept = self._num_passed_by(sequence), 1
+        least: float = sequence.request.priority
+        if num_passed >= MOST_PAST_SLOTS:
+            if sequence is not self._kept_for:
+                self._kept_for, self._num_passed_before = sequence, num_passed
+            num_kept += (num_passed - self._num_passed_before) // MOST_PAST_SLOTS
+            least = math.inf
+        if least > self._least_for_slots:
+            self._least_for_slots = least
+            self._for_others = self._places.busiest(all_but=num_kept)
 
     def _finds_slot(self, sequence: Sequence) -> bool:
-        adapter, priority = sequence.request.adapter, sequence.request.priority
-        may_take = priority >= self._least_for_slots
-        return adapter is None or (may_take and self._places.has_place(adapter))
+        adapter = sequence.request.adapter
+        if adapter is None:
+            return True
+        if sequence.request.priority < self._least_for_slots:
+            return adapter.id in self._for_others
+        return self._places.has_place(adapter)
 
     def _num_passed_by(self, sequence: Sequence) -> int:
         """Number of later sequences that were served before this one."""

@@ -11,6 +11,7 @@ import pytest
 from minisgl_backend.errors import InvariantError
 from minisgl_backend.plan import StepPlan
 from minisgl_backend.request import Adapter, AdapterFacts, Request, RequestId, SamplingParams
+from minisgl_backend.scheduling import waiting
 from minisgl_backend.scheduling.adapter_places import MOST_LOADED_BYTES, AdapterPlaces
 from minisgl_backend.scheduling.scheduler import Scheduler
 from minisgl_backend.scheduling.sequence import Sequence
@@ -195,6 +196,31 @@ def test_a_request_without_a_slot_is_not_passed_for_ever() -> None:
         harness.step()
         assert number < 10 * MOST_PAST_SLOTS
     assert number > MOST_PAST_SLOTS / 2
+    harness.drain()
+    harness.verify()
+
+
+@pytest.mark.parametrize(("longest", "num_passed"), [(10, 6), (60, 8)])
+def test_requests_go_on_with_other_adapters_while_a_slot_is_kept(
+    longest: int, num_passed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The one with the fewest rows. If as many again pass before it is free, so is the next one."""
+    monkeypatch.setattr(waiting, "MOST_PAST_SLOTS", 4)
+    harness = AdaptedHarness(replace(setup(num_rows=5), model=Model()), num_slots=2)
+    first, second, third = ADAPTERS[:3]
+    harness.add(request(0, first, max_tokens=longest))
+    for number in range(1, 5):
+        harness.add(request(number, second, max_tokens=3 + number))
+    harness.step()
+    harness.add(request(5, third))
+    for number in range(6, 40):
+        harness.add(request(number, first if number % 5 == 0 else second))
+    begun: set[int] = set()
+    while 5 not in (running := rows_of_plan(harness)):
+        begun.update(running)
+        harness.step()
+    assert sorted(begun - set(range(5))) == [6, 7, 8, 9, 11, 12, 13, 14][:num_passed]
+    assert (harness.records[RequestId(0)].ending is None) == (longest == 60)
     harness.drain()
     harness.verify()
 

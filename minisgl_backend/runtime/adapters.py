@@ -5,7 +5,8 @@ some of the known ones (the *pool*). A request whose adapter is not in the pool 
 has read it. From then until it ends, the request *holds* the adapter and so keeps it in the pool.
 Adapters that no request holds leave the pool when others need the place, the least recently used
 first. If all are held, an adapter waits for a place. Requests whose adapters are in the pool pass
-it, but after ``MOST_PAST`` of them all wait behind it, so that a place becomes free.
+it. But after ``MOST_PAST`` of them, later ones with the adapter that the fewest hold wait behind
+it, so that the place becomes free; after as many again, so do those with another one, and so on.
 
 Unloading removes the name at once, and the adapter when its last request has ended. An adapter that
 is loaded under the same name later is a different one, with a different id.
@@ -207,8 +208,7 @@ class Adapters(AdapterNames):
         any thread, once it does, or if the adapter cannot be read."""
         with self._lock:
             entry = self._pool.get(adapter.id)
-            may_pass = not self._wanted or self._num_past < MOST_PAST
-            if entry is not None and entry.is_there and may_pass:
+            if entry is not None and entry.is_there and not self._is_kept(entry):
                 self._num_past = self._num_past + 1 if self._wanted else 0
                 entry.holders.add(request_id)
                 return True
@@ -255,19 +255,26 @@ class Adapters(AdapterNames):
         """Give places to the adapters that wait, as many as there is room for, and begin to read
         them. Requests that waited behind such an adapter go on."""
         while self._wanted and not self._is_closed:
-            adapter_id, entry = next(iter(self._wanted.items()))
-            there = self._pool.get(adapter_id)
-            if there is None and not self._make_room():
-                return
-            del self._wanted[adapter_id]
-            self._num_past = 0
-            if there is None:
-                self._pool[adapter_id] = entry
+            first = next(iter(self._wanted))
+            if first not in self._pool:
+                if not self._make_room():
+                    return
+                entry = self._pool[first] = self._wanted.pop(first)
                 self._thread.submit(self._read, entry)
-                continue
-            there.holders.update(entry.waiting)
-            for request_id, report in entry.waiting.items():
-                report(Fetched(request_id, None))
+            self._num_past = 0
+            for adapter_id in [each for each in self._wanted if each in self._pool]:
+                waiting = self._wanted.pop(adapter_id).waiting
+                self._pool[adapter_id].holders.update(waiting)
+                for request_id, report in waiting.items():
+                    report(Fetched(request_id, None))
+
+    def _is_kept(self, entry: _Entry) -> bool:
+        """Whether requests with an adapter in the pool wait, so that its place becomes free."""
+        if not self._wanted or self._num_past < MOST_PAST:
+            return False
+        own = len(entry.holders), entry.adapter.id
+        others = ((len(other.holders), it) for it, other in self._pool.items() if other.is_there)
+        return sum(other < own for other in others) < self._num_past // MOST_PAST
 
     def _drop_unknown(self, adapter_id: int) -> None:
         """Let an adapter leave the pool if it is not known, and nothing holds or awaits it."""

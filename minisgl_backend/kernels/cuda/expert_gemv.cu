@@ -100,7 +100,7 @@ expert_gemv(const __grid_constant__ Arguments args) {
     uint4* const own = codes + warp * CODES_OF_WARP;
     const u32 to = shared_address(own + lane);
 #pragma unroll
-    for (int i = 0; i < UNITS; ++i)
+    for (int i = 0; i < UNITS; ++i)   // what is beyond the row is multiplied by zeros, and any code is a finite number
         if (WHOLE || first < SIZE - i * UNIT) {
             copy_codes(to + i * 1024, low + i * 64);
             copy_codes(to + i * 1024 + 512, high + i * 64);

@@ -108,17 +108,23 @@ def usual_cut(height: int, in_features: int, codes: CodesKind) -> GemvCut:
 
 def expert_gemv_cut(in_features: int, codes: CodesKind) -> GemvCut | None:
     """How to multiply a few tokens by the weights of the experts that they have chosen; None if
-    ``cuda/experts.cu`` has to.
-
-    Each warp has one batch, all of which is under way at once. Few columns make many warps: some
-    multiply while others wait, and little is left to do once the last codes are there.
-    """
+    ``cuda/experts.cu`` has to."""
     warps_at_once = _EXPERT_WARPS_OF_PROCESSOR.get(codes.encoding)
-    groups = -(-in_features // _GROUP)
-    warps = -(-groups // _COLUMNS_OF_EXPERTS)
-    has_groups = codes.group in (0, _GROUP)
-    if warps_at_once is None or not has_groups or warps > _MOST_WARPS_OF_EXPERTS:
+    if warps_at_once is None or codes.group not in (0, _GROUP):
         return None
+    cut = one_batch_cut(in_features, _COLUMNS_OF_EXPERTS, warps_at_once)
+    return cut if cut.warps <= _MOST_WARPS_OF_EXPERTS else None
+
+
+def one_batch_cut(in_features: int, most_columns: int, warps_at_once: int) -> GemvCut:
+    """The cut with which each warp has one batch, of up to ``most_columns`` groups, and a
+    multiprocessor has ``warps_at_once``.
+
+    All of a batch is under way at once. Few columns make many warps: some multiply while others
+    wait, and little is left to do once the last codes are there.
+    """
+    groups = -(-in_features // _GROUP)
+    warps = -(-groups // most_columns)
     at_once = min(warps_at_once // warps, _MOST_BLOCKS_OF_PROCESSOR)
     return GemvCut(-(-groups // warps), warps, at_once)
 

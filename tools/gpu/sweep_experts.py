@@ -29,7 +29,7 @@ from minisgl_backend.kernels.cuda.experts_many import ManyRowsKernel
 from minisgl_backend.kernels.cuda.routing import RoutingKernel
 from minisgl_backend.kernels.expert_cut import MANY, ExpertCut, fits_many
 from minisgl_backend.kernels.experts import ExpertWeights, add_outputs, expert_outputs
-from minisgl_backend.kernels.gemv_cut import MOST_CHOICES, GemvCut
+from minisgl_backend.kernels.gemv_cut import MOST_CHOICES, one_batch_cut
 from minisgl_backend.kernels.linear_cut import PLAIN, Numbers
 from minisgl_backend.kernels.packed_weight import PackedWeight
 from minisgl_backend.kernels.quantized import QuantizedWeight
@@ -51,7 +51,8 @@ FEW: Final = {
     Encoding.E2M1: ((4, 36), (4, 48), (3, 32), (8, 24)),
     Encoding.E4M3: ((4, 24), (4, 32), (3, 24), (2, 24)),
 }
-"""By encoding, the kernels for a few rows: columns of a warp, and warps of a multiprocessor."""
+"""By encoding, the kernels for a few rows: most columns of a warp, and warps of a
+multiprocessor."""
 
 Rows = tuple[int, int, int]
 """A cut of the kernel for single rows: output features, in_features per iteration, warps."""
@@ -85,12 +86,6 @@ def cuts_for(num_tokens: int, form: Form) -> Iterator[ExpertCut]:
                 yield cut
                 if form.encoding and tokens * features * fit <= 128 * 16 and not rounded:
                     yield replace(cut, by_warp=True)
-
-
-def few_cut(in_features: int, few: tuple[int, int]) -> GemvCut:
-    columns, warps_at_once = few
-    warps = -(-in_features // (128 * columns))
-    return GemvCut(columns, warps, warps_at_once // warps)
 
 
 def seconds(calls: Sequence[Callable[[], object]]) -> float:
@@ -209,7 +204,12 @@ def sweep(form: Form, sizes: Sequence[int], device: torch.device) -> None:
     for_few = {
         few: [
             ExpertGemv(
-                shape, device, codes=kind, gated=gated, cut=few_cut(shape[2], few), gate=form.gate
+                shape,
+                device,
+                codes=kind,
+                gated=gated,
+                cut=one_batch_cut(shape[2], *few),
+                gate=form.gate,
             )
             for shape, kind, gated in both
             if kind is not None

@@ -72,7 +72,7 @@ __device__ __forceinline__ void multiply_columns(
             const uint4 both[2] = {from[0], from[32]};
             multiply_unit(c, both, x.words[unit], by);
         }
-        if (quarter == i / 2)   // only this unit's column
+        if (quarter == i / 2)   // this column's own result
             sums[0] += scale[0] * c[i % 2], sums[1] += scale[1] * c[2 + i % 2];
     }
     add_lanes(sums);

@@ -139,6 +139,11 @@ def busy(status: int, message: str, code: str) -> ApiError:
     return ApiError(status, message, code=code, headers={"Retry-After": str(RETRY_AFTER_S)})
 
 
+def unavailable(message: str) -> ApiError:
+    """The engine cannot answer now."""
+    return busy(503, message, "engine_unavailable")
+
+
 def shutting_down() -> ApiError:
     """The gateway is ending, and waits no longer."""
     return busy(503, "the gateway is shutting down", "shutting_down")
@@ -188,11 +193,11 @@ def api_error(
     if isinstance(error, client.Timeout):
         return deadline_passed()
     if isinstance(error, client.ConnectionFailed):
-        return _unavailable("the engine cannot be reached")
+        return unavailable("the engine cannot be reached")
     if isinstance(error, client.ConnectionLost):
-        return _unavailable("the connection to the engine broke")
+        return unavailable("the connection to the engine broke")
     if isinstance(error, client.Unavailable) or is_lost(error):
-        return _unavailable(str(error))
+        return unavailable(str(error))
     if isinstance(error, client.Closed):  # by the gateway when it ends
         return shutting_down()
     if isinstance(error, client.Cancelled):
@@ -204,21 +209,16 @@ def _by_sentence(sentence: str) -> ApiError | None:
     """What an error means whose sentence says it, whatever kind of error that is; None for any
     other sentence."""
     if _NO_MODEL.match(sentence):  # callers know the model by the gateway's name, not by this one
-        return _unavailable("the engine does not have the model")
+        return unavailable("the engine does not have the model")
     if _DEAD.search(sentence):
-        return _unavailable("a process of the engine has died")
+        return unavailable("a process of the engine has died")
     if _STOPPING in sentence:
-        return _unavailable("the server is shutting down")
+        return unavailable("the server is shutting down")
     if unknown := _NO_ADAPTER.match(sentence):  # the gateway's list of adapters was older
         return no_model(unknown[1])
     if sentence in _ONLY_EMBEDS:
         return unsupported("the model only makes embeddings, for /v1/embeddings", "model")
     return None
-
-
-def _unavailable(message: str) -> ApiError:
-    """The engine cannot answer now."""
-    return busy(503, message, "engine_unavailable")
 
 
 def _at_fault(

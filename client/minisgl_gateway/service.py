@@ -35,7 +35,7 @@ from minisgl_gateway.answers import Counts, Echo
 from minisgl_gateway.body import received
 from minisgl_gateway.chat import Chat, Generation, Policy
 from minisgl_gateway.conversion import chat_of, completion_generations, num_samples
-from minisgl_gateway.errors import GONE, ApiError, api_error, busy, client_gone
+from minisgl_gateway.errors import GONE, ApiError, api_error, client_gone, unavailable
 from minisgl_gateway.event_stream import (
     Disconnected,
     EventStream,
@@ -183,7 +183,7 @@ class Service:
                 is_ready = await self._is_ready()
                 self._probe = _Probe(is_ready, time.monotonic() + _PROBED_S)
         if not self._probe.is_ready:
-            raise busy(503, "the engine is not ready", "engine_unavailable")
+            raise unavailable("the engine is not ready")
         return schema.Health()
 
     async def _is_ready(self) -> bool:

@@ -48,10 +48,10 @@ logger = logging.getLogger(__name__)
 _CAPTURED_ROWS: Final = 256
 """Rows of the largest captured decode step, unless an option says otherwise."""
 _CAPTURED_TOKENS: Final = 1024
-_CAPTURED_MULTIPLICATIONS: Final = 4 * 10**12
+_CAPTURED_MULTIPLICATIONS: Final = 2 * 10**11
 """Steps with prompts are captured up to this many tokens or, if that allows more, up to this many
-multiplications (tokens times weights): a larger step takes the GPU longer than the host needs to
-launch its kernels (some 20 ms)."""
+multiplications of a GPU (tokens times weights) in a layer: in a larger step a layer takes the GPU
+longer than the host needs to launch its kernels (about a millisecond)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -265,9 +265,12 @@ def _limits(
     options = facts.options
     sizes: tuple[list[int], list[int]] = ([], [])
     if not facts.device.is_host:
-        num_weights = sum(weight.numel() for weight in model.model.layers.parameters())
+        spec = facts.spec
         sizes = graph_sizes(
-            options, attention, max_batch_size=max_captured_batch_size, num_weights=num_weights
+            options,
+            attention,
+            max_batch_size=max_captured_batch_size,
+            weights_per_layer=spec.num_active_parameters // spec.num_layers // model.group.size,
         )
     return ExecutorLimits(
         max_rows=options.max_running_requests,
@@ -283,12 +286,16 @@ def _limits(
 
 
 def graph_sizes(
-    options: EngineOptions, attention: PagedAttention, *, max_batch_size: int, num_weights: int
+    options: EngineOptions,
+    attention: PagedAttention,
+    *,
+    max_batch_size: int,
+    weights_per_layer: int,
 ) -> tuple[list[int], list[int]]:
     """What to capture: decode steps by number of rows, steps with prompts by number of tokens.
 
-    ``num_weights`` counts the weights of this rank's layers. Raises ``ConfigError`` if an option
-    asks for graphs that are impossible.
+    ``weights_per_layer``: the rank's weights that a token is multiplied by in a layer, on average.
+    Raises ``ConfigError`` if an option asks for graphs that are impossible.
     """
     most_tokens = options.cuda_graph_max_tokens
     if not attention.can_capture:
@@ -314,6 +321,6 @@ def graph_sizes(
     if not decode_sizes or not attention.captures_chunks:
         return decode_sizes, []
     if most_tokens is None:
-        most_tokens = max(_CAPTURED_TOKENS, _CAPTURED_MULTIPLICATIONS // num_weights)
+        most_tokens = max(_CAPTURED_TOKENS, _CAPTURED_MULTIPLICATIONS // weights_per_layer)
     whole_step = options.max_prefill_tokens + options.max_running_requests
     return decode_sizes, token_counts(whole_step, most_tokens)

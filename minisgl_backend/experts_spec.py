@@ -119,7 +119,15 @@ class ExpertsSpec:
     def num_rows(self) -> int:
         """Number of rows of hidden_size numbers in all weights: three for each intermediate
         feature, and one for each expert in the router."""
-        rows = self.num_experts * (3 * self.intermediate_size + 1)
+        return self._rows_with(self.num_experts)
+
+    @property
+    def num_active_rows(self) -> int:
+        """How many of these rows a token is multiplied by."""
+        return self._rows_with(self.routing.top_k)
+
+    def _rows_with(self, num_chosen: int) -> int:
+        rows = self.num_experts + num_chosen * 3 * self.intermediate_size
         if self.shared is not None:
             rows += 3 * self.shared.intermediate_size + self.shared.gated
         return rows

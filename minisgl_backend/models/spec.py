@@ -308,6 +308,19 @@ class ModelSpec:
     @property
     def num_parameters(self) -> int:
         """Number of weights, without biases and norms."""
+        inactive = tables = 0
+        if self.moe is not None:
+            experts = self.moe.experts
+            rows = len(self.moe.layers) * (experts.num_rows - experts.num_active_rows)
+            inactive = rows * self.hidden_size
+        if (inputs := self.layer_inputs) is not None:
+            tables = self.num_layers * inputs.size * inputs.vocab_size
+        embeddings = (1 if self.tie_embeddings else 2) * self.vocab_size * self.hidden_size
+        return self.num_active_parameters + inactive + tables + embeddings
+
+    @property
+    def num_active_parameters(self) -> int:
+        """How many weights of the layers a token is multiplied by."""
         mixers = 0
         delta = self.delta_net
         for layer in range(self.num_layers):
@@ -324,7 +337,7 @@ class ModelSpec:
         with_experts, experts = frozenset[int](), 0
         if self.moe is not None:
             with_experts = frozenset() if self.moe.beside else self.moe.layers
-            experts = len(self.moe.layers) * self.moe.experts.num_rows * self.hidden_size
+            experts = len(self.moe.layers) * self.moe.experts.num_active_rows * self.hidden_size
         widths = (
             self.intermediate_size_of(layer)
             for layer in range(self.num_layers)
@@ -332,10 +345,8 @@ class ModelSpec:
         )
         mlp = 3 * sum(widths) * self.hidden_size
         if (inputs := self.layer_inputs) is not None:
-            per_layer = inputs.vocab_size + 3 * self.hidden_size
-            mlp += self.num_layers * inputs.size * per_layer
-        embeddings = (1 if self.tie_embeddings else 2) * self.vocab_size * self.hidden_size
-        return mixers + mlp + experts + embeddings
+            mlp += 3 * self.num_layers * inputs.size * self.hidden_size
+        return mixers + mlp + experts
 
     def attention_shape(self, num_ranks: int = 1) -> AttentionShape:
         """The heads of one of ``num_ranks`` ranks; raises ``ConfigError`` if they do not split.

@@ -57,12 +57,15 @@ PLAIN = PagedAttention("sdpa", SDPA, SDPA, can_capture=False, captures_chunks=Fa
 
 
 def sizes(
-    attention: PagedAttention, num_weights: int = 10**10, **options: Any
+    attention: PagedAttention, weights_per_layer: int = 3 * 10**8, **options: Any
 ) -> tuple[list[int], list[int]]:
     chosen = EngineOptions(max_running_requests=16, max_prefill_tokens=4000, **options)
     most = chosen.cuda_graph_max_batch_size
     return graph_sizes(
-        chosen, attention, max_batch_size=16 if most is None else most, num_weights=num_weights
+        chosen,
+        attention,
+        max_batch_size=16 if most is None else most,
+        weights_per_layer=weights_per_layer,
     )
 
 
@@ -70,8 +73,8 @@ def test_large_models_capture_shorter_steps() -> None:
     decodes, large = sizes(TRITON)
     assert decodes == [1, 2, 4, 8, 16]
     assert large[-1] == 1024
-    assert sizes(TRITON, 2 * 10**9)[1][-1] == 2000
-    assert sizes(TRITON, 10**8)[1][-1] == 4016  # chunks and decoding rows
+    assert sizes(TRITON, 10**8)[1][-1] == 2000
+    assert sizes(TRITON, 10**7)[1][-1] == 4016  # chunks and decoding rows
 
 
 def test_the_option_decides() -> None:

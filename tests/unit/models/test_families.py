@@ -144,6 +144,8 @@ def test_gemma_4_has_wider_heads_in_layers_without_a_window() -> None:
     assert spec.attention_shape().scale == 1.0 and spec.logit_cap == 30.0
     assert spec.layer_inputs is None and spec.kv_sources == tuple(range(60))
     assert 30e9 < spec.num_parameters < 32e9
+    embeddings = spec.vocab_size * spec.hidden_size
+    assert spec.num_active_parameters == spec.num_parameters - embeddings
     kinds = spec.attention_shape(2).kinds
     assert [(kind.num_kv_heads, kind.head_dim, len(own)) for kind, own in kinds] == [
         (8, 256, 50),
@@ -158,6 +160,8 @@ def test_small_gemma_4_reads_keys_of_other_layers_and_inputs_of_each_layer() -> 
     assert spec.kv_source(19) == 14 and spec.kv_source(20) == 13
     assert spec.intermediate_sizes == (6144,) * 15 + (12288,) * 20
     assert spec.layer_inputs == LayerInputs(size=256, vocab_size=262_144)
+    tables = spec.vocab_size * spec.hidden_size + 262_144 * 256 * 35
+    assert spec.num_active_parameters == spec.num_parameters - tables
     assert "model.layers.15.self_attn.k_proj." in spec.names.left_out
     refused: dict[str, Any] = {
         "num_kv_shared_layers": 33,
@@ -369,6 +373,8 @@ def test_mixtral() -> None:
     rule = RoutingRule(num_experts=8, top_k=2, normalize=True)
     assert spec.moe.experts == ExpertsSpec(routing=rule, intermediate_size=14336)
     assert spec.moe.layers == frozenset(range(32)) and spec.windows == (None,) * 32
+    assert 46e9 < spec.num_parameters < 47e9
+    assert 12e9 < spec.num_active_parameters < 13e9  # 12.9e9 with the vocabulary, as published
 
 
 def test_windows_of_ministral() -> None:

@@ -16,14 +16,17 @@ from minisgl_backend.kernels.triton_kernels.layer_kernels import gated
 from minisgl_backend.kernels.triton_kernels.pdl import allow_next, launch_options, wait_previous
 
 _STEP = 16
-"""``kernels.adapters.RANK_STEP``, the number of columns that a program of shrink computes."""
+"""``kernels.adapters.RANK_STEP``."""
+_MOST_COLUMNS = 64
+"""Columns of x A^T that a program of shrink computes at most, if blocks are large: it reads x once
+for all of them."""
 _MOST_SPLITS = 16
 _SPLIT_SIZE = 512
 """Inputs per program of shrink, unless that would make more than ``_MOST_SPLITS`` parts."""
+_LARGE_SIZE = 2048
+"""If blocks are large, so many inputs or more are in two parts."""
 _BLOCK_N = 128
 """Outputs per program of expand."""
-_STAGES = 2
-"""Stages of shrink's pipeline, if its part of the inputs takes several iterations."""
 
 
 @triton.jit
@@ -31,26 +34,27 @@ def _multiplied(
     a,  # of the first inputs
     x_ptrs,
     a_ptrs,
+    a_mask,
     within,
     is_there,
     length,
     MOST: tl.constexpr,
     BLOCK: tl.constexpr,
-    STEP: tl.constexpr,
+    COLUMNS: tl.constexpr,
     SLICES: tl.constexpr,
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """x A^T over ``length`` inputs, at most ``MOST``, for ``STEP`` columns, [BLOCK, STEP]."""
+    """x A^T over ``length`` inputs, at most ``MOST``, [BLOCK, COLUMNS]."""
     mask = is_there[None, :, None] & (within < length)[:, None, :]
     x = tl.load(x_ptrs, mask=mask, other=0.0)
-    total = tl.zeros((SLICES, BLOCK, STEP), dtype=tl.float32)
+    total = tl.zeros((SLICES, BLOCK, COLUMNS), dtype=tl.float32)
     total = tl.dot(x, a, total, input_precision="ieee")
     for start in tl.range(SLICES * BLOCK_K, MOST, SLICES * BLOCK_K, num_stages=STAGES):
         inside = start + within < length
         mask = is_there[None, :, None] & inside[:, None, :]
         x = tl.load(x_ptrs + start, mask=mask, other=0.0)
-        a = tl.load(a_ptrs + start, mask=inside[:, :, None], other=0.0)
+        a = tl.load(a_ptrs + start, mask=a_mask & inside[:, :, None], other=0.0)
         total = tl.dot(x, a, total, input_precision="ieee")
     return tl.sum(total, axis=0)
 
@@ -117,7 +121,7 @@ def _shrink(
     SPLIT_SIZE: tl.constexpr,
     MAX_RANK: tl.constexpr,
     WIDTH: tl.constexpr,
-    STEP: tl.constexpr,
+    COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_K: tl.constexpr,
     SLICES: tl.constexpr,
@@ -125,15 +129,16 @@ def _shrink(
     PDL: tl.constexpr,
 ):
     slot, rank, token, is_there, has_tokens = _block_of(order_ptr, blocks_ptr, BLOCK)
-    first = tl.program_id(1) * STEP
     split = tl.program_id(2)
-    column = first + tl.arange(0, STEP)
-    is_needed = (first % MAX_RANK < rank) & has_tokens
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    is_used = (column % MAX_RANK < rank) & (column < WIDTH) & has_tokens
+    is_needed = tl.max(is_used.to(tl.int32)) > 0
     length = tl.minimum(SPLIT_SIZE, SIZE - split * SPLIT_SIZE)
     within = tl.arange(0, SLICES)[:, None] * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
     a_ptrs = a_ptr + (slot - 1) * slot_stride + split * SPLIT_SIZE
     a_ptrs = a_ptrs + column[None, None, :] * SIZE + within[:, :, None]
-    a = tl.load(a_ptrs, mask=is_needed & (within < length)[:, :, None], other=0.0)
+    a_mask = is_used[None, None, :]
+    a = tl.load(a_ptrs, mask=a_mask & (within < length)[:, :, None], other=0.0)
     if PDL:
         wait_previous()
         allow_next()
@@ -143,19 +148,20 @@ def _shrink(
             a,
             x_ptrs,
             a_ptrs,
+            a_mask,
             within,
             is_there,
             length,
             SPLIT_SIZE,
             BLOCK,
-            STEP,
+            COLUMNS,
             SLICES,
             BLOCK_K,
             STAGES,
         )
         to = inner_ptr + (split.to(tl.int64) * num_tokens + token[:, None]) * WIDTH
         to = to + column[None, :]
-        tl.store(to, total, mask=is_there[:, None])
+        tl.store(to, total, mask=is_there[:, None] & is_used[None, :])
 
 
 @triton.jit(
@@ -334,13 +340,17 @@ def launch_shrink(
     Undefined beyond the rank of a token's adapter."""
     (num_tokens, size), width = x.shape, a.shape[1]
     assert a.is_contiguous()
-    slices = 4 if block <= 16 else 1
-    block_k = 128 if block <= 16 else 64
-    splits = min(max(size // _SPLIT_SIZE, 1), _MOST_SPLITS) if block <= 16 else 1
+    if block <= 16:
+        columns, slices, block_k, stages = _STEP, 4, 128, 2
+        splits = min(max(size // _SPLIT_SIZE, 1), _MOST_SPLITS)
+    else:
+        columns, slices = min(triton.next_power_of_2(width), _MOST_COLUMNS), 1
+        block_k, stages = (128, 3) if columns <= _STEP else (64, 6)
+        splits = 2 if size >= _LARGE_SIZE else 1
     split_size = slices * block_k * triton.cdiv(triton.cdiv(size, splits), slices * block_k)
     splits = triton.cdiv(size, split_size)
     inner = torch.empty((splits, num_tokens, width), dtype=torch.float32, device=x.device)
-    _shrink[(len(blocks), width // _STEP, splits)](
+    _shrink[(len(blocks), triton.cdiv(width, columns), splits)](
         inner,
         x,
         a,
@@ -353,11 +363,11 @@ def launch_shrink(
         SPLIT_SIZE=split_size,
         MAX_RANK=max_rank,
         WIDTH=width,
-        STEP=_STEP,
+        COLUMNS=columns,
         BLOCK=block,
         BLOCK_K=block_k,
         SLICES=slices,
-        STAGES=_STAGES if block <= 16 else 3,
+        STAGES=stages,
         PDL=pdl,
         num_warps=4,
         **launch_options(pdl),
@@ -427,7 +437,7 @@ def launch_gated_expand(
     size = out.shape[1]
     assert b[0].is_contiguous() and out.is_contiguous() and gate_up.is_contiguous()
     assert width == 2 * b.shape[2] and b.shape[1] == 2 * size
-    block_n = _BLOCK_N if block <= 16 else _BLOCK_N // 2  # which has two sums of each
+    block_n = _BLOCK_N if block <= 16 else _BLOCK_N // 4  # registers hold two sums
     _gated_expand[(len(blocks), triton.cdiv(size, block_n))](
         out,
         gate_up,

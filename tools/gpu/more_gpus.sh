@@ -3,7 +3,8 @@
 # packed by `python -m tools.gpu kernels`:
 #     tools/gpu/more_gpus.sh 4|8 [PART ...]
 # alone: throughput and prefix hits of one engine; replicas: the same of one engine on each GPU;
-# dense: decode steps and throughput of the 14B and 32B shapes, the layers split over all GPUs;
+# dense: decode steps and throughput of the 14B and 32B shapes, the layers split over all GPUs; nccl:
+# decode steps of 14B with NCCL's sums;
 # experts: the same of 30B-A3B, experts sliced and whole, and with eight GPUs of 235B-A22B in FP8;
 # lost: a lost rank and a lost replica. They take two to five minutes each. server: replicas through
 # tritonserver, for which .gpu/server.tar.xz is brought in a second call, since both archives are too
@@ -17,11 +18,13 @@ dense() {
     local model
     for shape in qwen3-14b qwen3-32b; do
         model=$(dummy $shape)
-        for comm in cuda nccl; do
-            measure decode-$shape-$comm 75 "$DECODE $SIZES $model $SPLIT --comm $comm"
-        done
-        measure offline-$shape-cuda 75 "$OFFLINE $model $SPLIT --comm cuda"
+        measure decode-$shape 75 "$DECODE $SIZES $model $SPLIT"
+        measure offline-$shape 75 "$OFFLINE $model $SPLIT"
     done
+}
+
+nccl() {
+    measure decode-qwen3-14b-nccl 75 "$DECODE $SIZES $(dummy qwen3-14b) $SPLIT --comm nccl"
 }
 
 experts() {
@@ -51,7 +54,7 @@ lost() {
     done
 }
 
-for part in ${*:-alone replicas dense experts lost}; do
+for part in ${*:-alone replicas dense nccl experts lost}; do
     case $part in
         alone | replicas | server) "$part" "$NUMBER" ;;
         *) "$part" ;;

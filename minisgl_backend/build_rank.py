@@ -46,12 +46,12 @@ from minisgl_backend.weight_format import WeightFormat
 logger = logging.getLogger(__name__)
 
 _CAPTURED_ROWS: Final = 256
-"""Rows of the largest captured decode step, unless an option says otherwise."""
 _CAPTURED_TOKENS: Final = 1024
 _CAPTURED_MULTIPLICATIONS: Final = 2 * 10**11
-"""Steps with prompts are captured up to this many tokens or, if that allows more, up to this many
-multiplications of a GPU (tokens times weights) in a layer: in a larger step a layer takes the GPU
-longer than the host needs to launch its kernels (about a millisecond)."""
+"""Unless options say otherwise, decode steps are captured up to this many rows and steps with
+prompts up to this many tokens or, if that allows more, up to this many multiplications of a GPU
+(tokens times weights) in a layer: in a larger step a layer takes the GPU longer than the host needs
+to launch its kernels (about a millisecond)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -98,7 +98,7 @@ def build_rank(
     if isinstance(facts.device, CudaDevice):
         if group.rank == 0:
             _warn_if_slower(facts.device)
-        max_captured = max_captured_batch_size(facts.options)
+        max_captured = max_captured_batch_size(facts.options, facts.weights_per_layer)
     attention = _attention(facts, max_captured)
     if isinstance(facts.device, CudaDevice):
         if facts.options.batch_invariant:
@@ -253,10 +253,12 @@ def _attention(facts: Resolved, max_captured_batch_size: int) -> PagedAttention:
     return attention
 
 
-def max_captured_batch_size(options: EngineOptions) -> int:
-    """The largest decode step to capture on a GPU."""
+def max_captured_batch_size(options: EngineOptions, weights_per_layer: int) -> int:
+    """The largest decode step to capture on a GPU; for ``weights_per_layer`` see ``Resolved``."""
     most = options.cuda_graph_max_batch_size
-    return min(_CAPTURED_ROWS if most is None else most, options.max_running_requests)
+    if most is None:
+        most = max(_CAPTURED_ROWS, _CAPTURED_MULTIPLICATIONS // weights_per_layer)
+    return min(most, options.max_running_requests)
 
 
 def _limits(
@@ -265,12 +267,11 @@ def _limits(
     options = facts.options
     sizes: tuple[list[int], list[int]] = ([], [])
     if not facts.device.is_host:
-        spec = facts.spec
         sizes = graph_sizes(
             options,
             attention,
             max_batch_size=max_captured_batch_size,
-            weights_per_layer=spec.num_active_parameters // spec.num_layers // model.group.size,
+            weights_per_layer=facts.weights_per_layer,
         )
     return ExecutorLimits(
         max_rows=options.max_running_requests,
@@ -294,8 +295,8 @@ def graph_sizes(
 ) -> tuple[list[int], list[int]]:
     """What to capture: decode steps by number of rows, steps with prompts by number of tokens.
 
-    ``weights_per_layer``: the rank's weights that a token is multiplied by in a layer, on average.
-    Raises ``ConfigError`` if an option asks for graphs that are impossible.
+    For ``weights_per_layer`` see ``Resolved``. Raises ``ConfigError`` if an option asks for graphs
+    that are impossible.
     """
     most_tokens = options.cuda_graph_max_tokens
     if not attention.can_capture:

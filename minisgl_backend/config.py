@@ -159,7 +159,8 @@ class EngineOptions:
     )
     cuda_graph_max_batch_size: int | None = option(
         None,
-        "largest batch that is captured; 0 turns CUDA graphs off; auto: 256",
+        "largest batch that is captured; 0 turns CUDA graphs off; auto: max_running_requests, or "
+        "less if the model is large, but at least 256",
         minimum=0,
         maximum=4096,
     )

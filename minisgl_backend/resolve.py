@@ -53,6 +53,11 @@ class Resolved:
     kv_dtype: torch.dtype
     state_dtype: torch.dtype
 
+    @property
+    def weights_per_layer(self) -> int:
+        """The rank's weights that a token is multiplied by in a layer, on average."""
+        return self.spec.num_active_parameters // self.spec.num_layers // self.place.size
+
 
 def resolve(options: EngineOptions, place: RankPlace) -> Resolved:
     """The facts of the rank at ``place``. Fetches the model's files if they are not there yet.

@@ -42,7 +42,8 @@ _LEAST_GROUPED: Final = 8
 
 
 def batch_sizes(most: int, chosen: str | None) -> list[int]:
-    """Sizes to capture, ascending: 1, 2, 4, then every eighth up to ``most``; or those ``chosen``.
+    """Sizes to capture, ascending: 1, 2, 4, then every eighth up to 256, then 16 per doubling, and
+    ``most``, the largest; or those ``chosen``.
 
     ``chosen`` is the option cuda_graph_batch_sizes. Raises ``ConfigError`` if it is malformed, or
     if it is given although there are to be no graphs.
@@ -55,7 +56,11 @@ def batch_sizes(most: int, chosen: str | None) -> list[int]:
             )
         return []
     if chosen is None:
-        return sorted({size for size in (1, 2, 4, *range(8, most, 8), most) if size <= most})
+        sizes, base = [1, 2, 4, *range(8, 256, 8)], 256
+        while base < most:
+            sizes += range(base, 2 * base, base // 16)
+            base *= 2
+        return [size for size in sizes if size < most] + [most]
     try:
         sizes = sorted({int(word) for word in chosen.split(",")})
     except ValueError:

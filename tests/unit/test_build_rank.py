@@ -355,14 +355,20 @@ def test_states_of_16_bits_leave_memory_for_more_snapshots() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "most"),
-    [({}, 256), ({"cuda_graph_max_batch_size": 200}, 200), ({"max_running_requests": 64}, 64)],
+    ("options", "weights_per_layer", "most"),
+    [
+        ({}, 2 * 10**7, 2048),
+        ({}, 4 * 10**8, 500),
+        ({}, 10**9, 256),
+        ({"cuda_graph_max_batch_size": 200}, 2 * 10**7, 200),
+        ({"max_running_requests": 64}, 10**9, 64),
+    ],
 )
 def test_decode_steps_are_captured_up_to_the_most_running_requests(
-    options: dict[str, Any], most: int
+    options: dict[str, Any], weights_per_layer: int, most: int
 ) -> None:
-    chosen = EngineOptions(**{"max_running_requests": 512, **options})
-    assert max_captured_batch_size(chosen) == most
+    chosen = EngineOptions(**{"max_running_requests": 2048, **options})
+    assert max_captured_batch_size(chosen, weights_per_layer) == most
 
 
 @pytest.mark.parametrize(

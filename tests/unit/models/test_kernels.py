@@ -698,6 +698,7 @@ def test_batch_sizes_to_capture() -> None:
     assert batch_sizes(1, None) == [1]
     assert batch_sizes(20, None) == [1, 2, 4, 8, 16, 20]
     assert batch_sizes(256, None)[-2:] == [248, 256]
+    assert batch_sizes(600, None)[34:] == [256, *range(272, 512, 16), 512, 544, 576, 600]
     assert batch_sizes(256, "8, 1,8") == [1, 8]
     for wrong in ("0", "257", "1,x", ""):
         with pytest.raises(ConfigError, match="cuda_graph_batch_sizes"):

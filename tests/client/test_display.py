@@ -45,6 +45,12 @@ def test_markdown_is_drawn() -> None:
     assert text.index("two") < text.rindex("The end.")
 
 
+def test_html_is_shown_as_text() -> None:
+    text = shown(["<think>\nTwo and two.\n</think>\n\nA List<String>, ", "<!-- with a note -->"])
+    for told in ("<think>", "Two and two.", "</think>", "A List<String>, <!-- with a note -->"):
+        assert told in text
+
+
 def test_control_characters_stay_away() -> None:
     text = shown(["a\x1b[31mred\x07\x9b5m", "\x1b]0;title\x07b"])
     assert "a[31mred5m]0;titleb" in text

@@ -1,7 +1,8 @@
 """An answer on the terminal while it comes: Markdown, redrawn as it grows.
 
 Complete blocks are printed for good, so that only the last block is redrawn, and long answers
-scroll. Control characters in the answer never reach the terminal. Must not know where the text
+scroll. Control characters in the answer never reach the terminal. HTML is text, like thoughts
+between their marks, ``List<String>``, and what else looks like it. Must not know where the text
 comes from.
 """
 
@@ -10,12 +11,15 @@ from __future__ import annotations
 from types import TracebackType
 from typing import Final
 
+from markdown_it import MarkdownIt
 from rich.console import Console
 from rich.live import Live
 from rich.markdown import Markdown
 from rich.spinner import Spinner
 
 _FENCE: Final = "```"
+_PARSER: Final = MarkdownIt("commonmark", {"html": False}).enable(["strikethrough", "table"])
+"""Rich's own parser, except that it takes nothing for HTML, which Rich would leave out."""
 _CONTROLS: Final = {
     code: None for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"
 }
@@ -58,7 +62,10 @@ class MarkdownDisplay:
 
 def _drawn(text: str) -> Markdown:
     """Markdown in which each line of the answer stays a line: two blanks at its end say so."""
-    return Markdown(text.replace("\n", "  \n"))
+    lines = text.replace("\n", "  \n")
+    drawn = Markdown(lines)
+    drawn.parsed = _PARSER.parse(lines)
+    return drawn
 
 
 def split_blocks(text: str) -> tuple[str, str]:

@@ -108,13 +108,22 @@ class _Job:
         return pieces, counts
 
     @contextmanager
-    def errors(self) -> Iterator[None]:
-        """Turn errors of the engine into ``ApiError``s of this request."""
+    def errors(self, index: int) -> Iterator[None]:
+        """Turn errors of the engine about the prompt of an index into ``ApiError``s of this
+        request."""
         try:
             yield
         except MinisglError as error:
             renderer = self.renderer
-            raise api_error(error, renderer.fields, renderer.names, self.of_form) from error
+            names = renderer.names
+            if len(self.generations) > 1:
+                names = {**names, **_named("prompt", index, len(self.generations))}
+            raise api_error(error, renderer.fields, names, self.of_form) from error
+
+
+def _named(param: str, index: int, num_prompts: int) -> dict[str, str]:
+    """What errors call the prompt of an index, which the parameter has given."""
+    return {"prompt": param if num_prompts == 1 else f"{param}[{index}]"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,7 +248,10 @@ class Service:
 
         async def one(index: int) -> _Outcome:
             async with places:
-                return await work(index)
+                try:
+                    return await work(index)
+                except MinisglError as error:
+                    raise api_error(error, fields, _named(prompt, index, num_inputs)) from error
 
         async def gathered() -> list[_Outcome]:
             tasks = [asyncio.ensure_future(one(index)) for index in range(num_inputs)]
@@ -253,8 +265,6 @@ class Service:
                 return await unless_disconnected(http.receive, gathered())
             except Disconnected:
                 raise client_gone() from None
-            except MinisglError as error:
-                raise api_error(error, fields, {"prompt": prompt}) from error
 
     def policy(self, http: Request) -> Policy:
         """What the operator, the caller's key and the deadline add to a request."""
@@ -275,14 +285,17 @@ class Service:
         if not request.echo:
             return [None for _ in generations for _ in range(request.n)]
         scored = request.logprobs is not None
-        tasks = [
-            asyncio.ensure_future(self._lookups.echo(generation, scored=scored))
-            for generation in generations
-        ]
+
+        async def one(index: int) -> Echo:
+            try:
+                return await self._lookups.echo(generations[index], scored=scored)
+            except MinisglError as error:
+                names = _named("prompt", index, len(generations))
+                raise api_error(error, CompletionRequest.model_fields, names) from error
+
+        tasks = [asyncio.ensure_future(one(index)) for index in range(len(generations))]
         try:
             return [echo for echo in await asyncio.gather(*tasks) for _ in range(request.n)]
-        except MinisglError as error:
-            raise api_error(error, CompletionRequest.model_fields) from error
         finally:
             await ended(*tasks)
 
@@ -292,8 +305,7 @@ class Service:
         caller: Caller = http.scope["state"]["caller"]
         with self._admission.admit(caller.label, job.num_answers):
             try:
-                with job.errors():
-                    results = await unless_disconnected(http.receive, self._results(job))
+                results = await unless_disconnected(http.receive, self._results(job))
                 pieces, counts = job.read(results)
             except Disconnected:
                 logger.info("%s: the client went away", job.renderer.id)
@@ -304,11 +316,13 @@ class Service:
         return Response(job.renderer.body(pieces, counts), media_type="application/json")
 
     async def _results(self, job: _Job) -> list[Result]:
-        """The results of all prompts; the first error ends them all."""
-        tasks = [
-            asyncio.ensure_future(self._engine.generate(**job.call(index)))
-            for index in range(len(job.generations))
-        ]
+        """The results of all prompts; the first error ends them all. Raises ``ApiError``."""
+
+        async def one(index: int) -> Result:
+            with job.errors(index):
+                return await self._engine.generate(**job.call(index))
+
+        tasks = [asyncio.ensure_future(one(index)) for index in range(len(job.generations))]
         try:
             return await asyncio.gather(*tasks)
         finally:
@@ -324,7 +338,7 @@ class Service:
             places = range(first, first + job.num_choices)
             writers = [job.renderer.writer(place) for place in places]
             readers = [job.readers[place] for place in places]
-            with job.errors():
+            with job.errors(index):
                 async with self._engine.stream(**job.call(index)) as stream:
                     async for delta in stream:
                         sample = delta.sample

@@ -94,6 +94,8 @@ def test_a_part_of_the_dimensions_has_length_1(client: OpenAI) -> None:
         ({"input": []}, "input must"),
         ({"input": ""}, "input"),
         ({"input": "word " * 40000}, "Please reduce the length of the input"),
+        ({"input": ["x", ""]}, r"input\[1\] must not be empty"),
+        ({"input": [[1], [2], [2048]]}, r"input\[2\] must be in 0 \.\. 2047"),
         ({"input": "x", "model": "other"}, 'the model "other" does not exist'),
         ({"input": "x", "encoding_format": "int8"}, "encoding_format must be 'float' or 'base64'"),
         ({"input": "x", "extra_body": {"normalize": False}}, "normalize is not supported"),
@@ -175,6 +177,8 @@ def test_what_cannot_be_ranked_is_refused(gateway: Gateway) -> None:
     assert "maximum context length" in error["message"]
     assert "reduce the length of the documents" in error["message"]
     assert error["param"] == "documents"
+    second_too_long = reranked(gateway, ["word", "word " * 40000]).json()["error"]
+    assert "your documents[1] resulted in" in second_too_long["message"]
 
 
 def test_a_query_beyond_the_context_is_refused_at_its_first_document(gateway: Gateway) -> None:

@@ -10,7 +10,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, TypeAlias
+from typing import Any, ClassVar, Final, Literal, TypeAlias
 
 from minisgl_gateway.call_syntax import Syntax
 from minisgl_gateway.tool_calls import CallReader
@@ -137,13 +137,17 @@ def _callable(tools: Sequence[Tool], calls: Calls) -> Sequence[Tool]:
     return [tool for tool in tools if calls.name in (None, tool.name)]
 
 
+_NO_PARAMETERS: Final[Mapping[str, Any]] = {"properties": {}, "additionalProperties": False}
+
+
 def _arguments(tools: Iterable[Tool], required: bool) -> dict[str, Arguments]:
-    """What the arguments must follow, by tool: their schema, or any object if they need not."""
+    """What the arguments must follow, by tool: their schema, or any object if they need not. A tool
+    that was given without parameters has none, as OpenAI's API says."""
     arguments: dict[str, Arguments] = {}
     for tool in tools:
-        schema: Schema = {}
+        schema: Mapping[str, Any] = {}
         if tool.strict or required:
-            schema = {**(tool.parameters or {})}
+            schema = _NO_PARAMETERS if tool.parameters is None else tool.parameters
         arguments[tool.name] = Arguments({**schema, "type": "object"}, not tool.strict)
     return arguments
 

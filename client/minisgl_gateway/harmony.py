@@ -33,6 +33,8 @@ _MESSAGE: Final = "<|message|>"
 _ENDS: Final = ("<|end|>", "<|call|>", "<|return|>")
 _MARKS: Final = (_START, _MESSAGE, *_ENDS)
 _MARK: Final = re.compile("|".join(map(re.escape, _MARKS)))
+_HEADS: Final = ("assistant", "to=")
+"""How a header begins, unless with a channel."""
 _RECEIVER: Final = re.compile(r"(?:^|\s)to=(.+?)(?:\s+(?:json|code))?\s*(?:<\||$)", re.DOTALL)
 _CHANNEL_NAME: Final = re.compile(re.escape(_CHANNEL) + r"\s*(\w+)")
 
@@ -43,8 +45,9 @@ class HarmonyReader:
     Analysis is ``Thought``; final messages, and commentary without a receiver, are text. A message
     to a function is a call, which is returned whole when it ends. Its text stays text if it is not
     a JSON object, if the receiver is not a function, or if no calls are to be read (``has_calls``).
-    With ``calls_alone`` it is dropped instead: the engine keeps the answer to calls, so it is a
-    call that was cut off. Unless ``separates_thoughts``, analysis is text, including its marks.
+    With ``calls_alone`` it is dropped instead, and so is a header that does not end: the engine
+    keeps the answer to calls, so it is a call that was cut off. Unless ``separates_thoughts``,
+    analysis is text, including its marks.
     """
 
     def __init__(
@@ -124,7 +127,8 @@ class HarmonyReader:
         """The message ends; what follows is a header. A message to a function is a call if its text
         is a JSON object."""
         header = "".join(self._header or ())
-        if header and _CHANNEL not in header and not header.lstrip().startswith("assistant"):
+        is_header = _CHANNEL in header or header.lstrip().startswith(_HEADS)
+        if header and not (is_header or self._calls_alone):
             found.append(header)
         if self._function is not None:
             arguments = "".join(self._arguments)

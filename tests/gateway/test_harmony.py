@@ -69,6 +69,8 @@ ANSWERS: Final = [
     (f"{THINKS}A <b> is no <|mark|>{NEXT}", ("A <b> is no <|mark|>", "", [])),
     (f"{THINKS}Cut", ("Cut", "", [])),
     (f"{THINKS}Cut{NEXT}<|channel|>fin", ("Cut", "", [])),
+    (f"{THINKS}Cut{NEXT} to=functions.lo", ("Cut", "", [])),
+    (" to=functions.look<|chan", ("", "", [])),
     (f"{FINAL}{CALL}", ("", CALL, [])),
     (f'{CALL}{{"at": ', ("", '{"at": ', [])),
     (f"{CALL}[1]", ("", "[1]", [])),
@@ -110,7 +112,8 @@ def test_parts_that_the_caller_wants_unseparated() -> None:
     answer = f'{THINKS}Hm.{NEXT}{CALL}{{"at": 1}}'
     assert read(answer, has_calls=False) == ("Hm.", '{"at": 1}', [])
     assert read(answer, separates_thoughts=False) == ("", f"{THINKS}Hm.<|end|>", [LOOK])
-    assert read(f'{CALL}{{"at"', calls_alone=True) == ("", "", [])
+    for cut in (f'{CALL}{{"at"', " to=functions.look", " t", "<|chan"):
+        assert read(cut, calls_alone=True) == ("", "", [])
 
 
 def test_wishes_that_such_models_can_be_told() -> None:

@@ -8,6 +8,7 @@ know tokens, or any model's template.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from minisgl_backend.errors import InvalidRequest, Unsupported
@@ -52,14 +53,12 @@ def parse_variables(text: str, limits: Limits) -> dict[str, Any]:
     return variables
 
 
-def join_parts(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The same messages, with the parts of a content joined to one text, one part per line."""
-    return [
-        {**message, "content": "\n".join(part["text"] for part in message["content"])}
-        if isinstance(message.get("content"), list)
-        else message
-        for message in messages
-    ]
+def join_parts(message: Mapping[str, Any]) -> dict[str, Any]:
+    """The same message, with the parts of its content joined to one text, one part per line."""
+    content = message.get("content")
+    if isinstance(content, list):
+        return {**message, "content": "\n".join(part["text"] for part in content)}
+    return dict(message)
 
 
 def _parse_list(name: str, text: str) -> list[Any]:

@@ -15,6 +15,7 @@ import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
+from types import MappingProxyType
 from typing import Any, Final, NoReturn
 
 from jinja2 import TemplateError
@@ -25,7 +26,22 @@ from minisgl_backend.text.messages import join_parts
 from minisgl_backend.text.sandbox import Meter, OutOfBounds, Sandbox
 
 MAX_SECONDS: Final = 5.0
-_PROBE: Final = "a probe of 29 letters and more"
+_PROBES: Final = ("a probe of 29 letters and more", "another one, which comes second")
+_CALL: Final = {
+    "id": "probe0000",
+    "type": "function",
+    "function": {"name": "probe", "arguments": {}},
+}
+_USER: Final = {"role": "user", "content": "x"}
+_AROUND: Final[Mapping[str, tuple[list[dict[str, Any]], list[dict[str, Any]]]]] = MappingProxyType(
+    {
+        "user": ([], []),
+        "system": ([], [_USER]),
+        "assistant": ([_USER], [_USER]),
+        "tool": ([_USER, {"role": "assistant", "content": "", "tool_calls": [_CALL]}], []),
+    }
+)
+"""By role: what comes before and after a message in a chat that templates take."""
 
 
 class ChatTemplate:
@@ -55,7 +71,7 @@ class ChatTemplate:
             self.facts = TemplateFacts.of(environment.parse(source))
         except TemplateError as error:
             raise ConfigError(f"the chat template does not compile: {error}") from None
-        self._takes_parts = self._shows_parts()
+        self._takes_parts = self._roles_with_parts()
 
     def render(
         self,
@@ -72,9 +88,11 @@ class ChatTemplate:
         template refuses the chat, a bound is exceeded, or a variable has the name of one that every
         template gets.
         """
-        plain = [dict(message) for message in messages]
         return self._render(
-            plain if self._takes_parts else join_parts(plain),
+            [
+                dict(message) if message.get("role") in self._takes_parts else join_parts(message)
+                for message in messages
+            ],
             tools,
             variables or {},
             add_generation_prompt,
@@ -114,14 +132,28 @@ class ChatTemplate:
             raise InvalidRequest(f"the chat template refuses the messages: {reason}") from None
         return "".join(pieces)
 
-    def _shows_parts(self) -> bool:
-        """Whether the template accepts a list of text parts as content, not only a string."""
-        parts = [{"type": "text", "text": _PROBE}]
+    def _roles_with_parts(self) -> frozenset[str]:
+        """The roles whose content may be a list of text parts, not only a string.
+
+        Templates that take parts of the user may write those of a tool as Python does, or take only
+        the first part of a system message. Those that take none of the user take none at all.
+        """
+        if not self._shows_parts("user"):
+            return frozenset()
+        return frozenset(role for role in _AROUND if role == "user" or self._shows_parts(role))
+
+    def _shows_parts(self, role: str) -> bool:
+        before, after = _AROUND[role]
+        parts = [{"type": "text", "text": text} for text in _PROBES]
+        message: dict[str, Any] = {"role": role, "content": parts}
+        if role == "tool":
+            message |= {"tool_call_id": _CALL["id"], "name": "probe"}
         try:
-            text = self._render([{"role": "user", "content": parts}], None, {})
+            text = self._render([*before, message, *after], None, {})
         except InvalidRequest:
             return False
-        return _PROBE in text and "'type'" not in text and '"type"' not in text
+        is_spelled = "'type'" in text or '"type"' in text
+        return all(probe in text for probe in _PROBES) and not is_spelled
 
 
 def _to_json(

@@ -115,6 +115,30 @@ def test_a_template_of_strings_gets_parts_as_one() -> None:
     assert "<|im_start|>user\na\nb<|im_end|>" in template(CHATML).render(PARTED)
 
 
+PARTS_OF_USERS = """{% for message in messages %}
+    {%- if message.role == 'user' and message.content is not string %}
+        {%- for part in message.content %}{{ '[' + part.text + ']' }}{% endfor %}
+    {%- elif message.role == 'system' and message.content is not string %}
+        {{- message.content[0].text }}
+    {%- else %}{{ message.content | string }}{% endif %}{{ '|' }}
+{%- endfor %}"""
+
+
+def test_only_roles_whose_parts_a_template_shows_are_given_any() -> None:
+    """Gemma 3 takes the first part of a system message, GLM-4.5 writes those of a tool as Python
+    does."""
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    call = {"id": "call00001", "type": "function", "function": {"name": "f", "arguments": {}}}
+    chat: list[dict[str, Any]] = [
+        {"role": "system", "content": parts},
+        {"role": "user", "content": parts},
+        {"role": "assistant", "content": parts, "tool_calls": [call]},
+        {"role": "tool", "content": parts, "tool_call_id": "call00001"},
+        {"role": "tool", "content": [], "tool_call_id": "call00001"},
+    ]
+    assert template(PARTS_OF_USERS).render(chat) == "a\nb|[a][b]|a\nb|a\nb||"
+
+
 def test_the_date() -> None:
     rendered = template("{{ strftime_now('%Y-%m-%d') }}").render(CHAT)
     assert re.fullmatch(r"\d{4}-\d\d-\d\d", rendered)

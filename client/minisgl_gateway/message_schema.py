@@ -28,6 +28,10 @@ class TextPart(Strict):
 Content = str | Annotated[list[TextPart], Field(min_length=1, fail_fast=True)]
 
 
+ResultContent = str | Annotated[list[TextPart], Field(fail_fast=True)]
+"""What a tool answered, which may be nothing."""
+
+
 class FunctionCall(Strict):
     """A call that the model made earlier; ``arguments`` is JSON in a string."""
 
@@ -86,7 +90,7 @@ class ToolMessage(Strict):
     """What a tool answered."""
 
     role: Literal["tool"]
-    content: Content
+    content: ResultContent
     tool_call_id: str | None = None
     name: str | None = None
     cache_control: Any = cache_control()
@@ -96,7 +100,7 @@ class FunctionMessage(Strict):
     """What a function answered, in the older form."""
 
     role: Literal["function"]
-    content: Content
+    content: ResultContent
     name: str
 
 

@@ -423,6 +423,16 @@ def test_calls_as_a_stream_has_told_them_are_taken_back() -> None:
     assert messages[1]["tool_calls"] == [call]
 
 
+def test_a_tool_may_have_answered_nothing() -> None:
+    """Results of MCP tools are lists of parts, which may be empty."""
+    for result in (
+        {"role": "tool", "content": [], "tool_call_id": "c"},
+        {"role": "function", "content": [], "name": "f"},
+    ):
+        messages = chat_of(chat(messages=[*MESSAGES, result])).messages
+        assert messages[-1]["content"] == []
+
+
 def test_hints_to_a_cache_do_not_reach_the_template() -> None:
     hint = {"type": "ephemeral"}
     part = {"type": "text", "text": "Hi", "cache_control": hint}

@@ -125,7 +125,7 @@ PARTS_OF_USERS = """{% for message in messages %}
 
 
 def test_only_roles_whose_parts_a_template_shows_are_given_any() -> None:
-    """Gemma 3 takes the first part of a system message, GLM-4.5 writes those of a tool as Python
+    """This template takes the first part of a system message, and writes those of a tool as Python
     does."""
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     call = {"id": "call00001", "type": "function", "function": {"name": "f", "arguments": {}}}

@@ -354,21 +354,20 @@ class ModelSpec:
         If there are more ranks than key-value heads, several ranks hold the same one.
         """
         ranks = num_ranks
-        of_layers = {layer: self.kv_heads_of(layer) for layer in self.attention_layers}
-        for kv_heads in {self.num_kv_heads, *(own.num_kv_heads for own in of_layers.values())}:
+        heads = [self.kv_heads_of(layer) for layer in self.attention_layers]
+        common = heads[0] if len(set(heads)) == 1 else KVHeads(self.num_kv_heads, self.head_dim)
+        for kv_heads in {own.num_kv_heads for own in (common, *heads)}:
             if self.num_heads % ranks or (kv_heads % ranks and ranks % kv_heads):
                 raise ConfigError(
                     f"{self.num_heads} attention heads and {kv_heads} key-value heads cannot be "
                     f"split evenly over {ranks} tensor-parallel ranks"
                 )
-        by_layer = tuple(
-            KVHeads(max(1, own.num_kv_heads // ranks), own.head_dim) for own in of_layers.values()
-        )
+        by_layer = tuple(KVHeads(max(1, own.num_kv_heads // ranks), own.head_dim) for own in heads)
         return AttentionShape(
             num_heads=self.num_heads // ranks,
-            num_kv_heads=max(1, self.num_kv_heads // ranks),
-            head_dim=self.head_dim,
-            scale=self.attention_scale or self.head_dim**-0.5,
+            num_kv_heads=max(1, common.num_kv_heads // ranks),
+            head_dim=common.head_dim,
+            scale=self.attention_scale or common.head_dim**-0.5,
             windows=tuple(self.windows[layer] for layer in self.attention_layers),
             sections=self.sections,
             sinks=self.sinks,

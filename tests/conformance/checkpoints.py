@@ -607,6 +607,7 @@ CASES: Final[Mapping[str, Callable[[], PreTrainedModel]]] = MappingProxyType(
             tie_word_embeddings=True,
         ),
         "llama4-multimodal": _llama4_multimodal,
+        "gemma4-full": lambda: _gemma4(layer_types=["full_attention"] * 4, num_key_value_heads=1),
     }
 )
 

@@ -112,8 +112,8 @@ def build_model(
 
 def _has_no_place(model: Decoder) -> Callable[[str], bool]:
     """Tells by name whether a tensor of the checkpoint rightly has no place in this rank's model:
-    scales of keys and values, which ``kv_scales`` reads; a head that is tied to the embedding; and
-    experts that other ranks hold."""
+    scales of keys and values, which ``kv_scales`` reads; a head that is the embedding once more;
+    and experts that other ranks hold."""
     elsewhere = {
         expert
         for module in model.modules()

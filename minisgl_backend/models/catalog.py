@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from minisgl_backend.errors import ConfigError
-from minisgl_backend.models.checkpoint import has_head, is_headless
+from minisgl_backend.models.checkpoint import has_own_head, is_headless
 from minisgl_backend.models.config_json import ConfigReader, read_json
 from minisgl_backend.models.families.deepseek_experts import read_dots1, read_glm4_moe
 from minisgl_backend.models.families.gemma import (
@@ -69,8 +69,9 @@ def load_spec(folder: Path) -> ModelSpec:
     spec = replace(spec, eos_token_ids=known)
     if not spec.tie_embeddings and is_headless(folder):
         spec = replace(spec, tie_embeddings=True, generates=False)
-    if spec.names.multimodal and spec.tie_embeddings and has_head(folder, spec.names):
-        # config.json of these checkpoints leaves the flag out even if they have a head
+    if spec.tie_embeddings and spec.generates and has_own_head(folder, spec.names):
+        # multi-modal checkpoints leave the flag out even if they have a head; others got a head of
+        # their own by training, and kept the flag: as in transformers, the weights count
         spec = replace(spec, tie_embeddings=False)
     return spec
 

@@ -1,7 +1,8 @@
 """The weights of a checkpoint as its files describe them: names, types and shapes of tensors.
 
-Reads indexes and the headers of safetensors files, never a tensor, and needs no torch. So mistakes
-are found before any memory is allocated or any process is started. Must not know layers.
+Reads indexes and the headers of safetensors files, and of tensors only bytes to compare, for which
+it needs no torch. So mistakes are found before any memory is allocated or any process is started.
+Must not know layers.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ _MOST_HEADER_BYTES: Final = 100_000_000
 """The format's own limit."""
 _MOST_NAME: Final = 255
 """Characters of a file's name."""
+_COMPARED_AT_ONCE: Final = 2**20
+"""Bytes."""
 _BYTES: Final = MappingProxyType(
     {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1}
     | {"I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2, "U8": 1, "BOOL": 1}
@@ -37,16 +40,21 @@ _BYTES: Final = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class TensorHeader:
-    """A tensor in a file; ``dtype`` has the format's spelling, such as BF16."""
+    """A tensor in a file; ``dtype`` has the format's spelling, such as BF16. Its bytes are those
+    from ``begin`` to ``end``, counted from the file's first."""
 
     dtype: str
     shape: tuple[int, ...]
+    begin: int
+    end: int
 
 
 @dataclass(frozen=True, slots=True)
-class WeightHeader(TensorHeader):
+class WeightHeader:
     """A weight of the decoder, which may be a part of a tensor in a file (``stored``)."""
 
+    dtype: str
+    shape: tuple[int, ...]
     stored: StoredAs
 
 
@@ -74,11 +82,39 @@ def weight_files(folder: Path, names: TensorNames) -> WeightFiles:
     return files
 
 
-def has_head(folder: Path, names: TensorNames) -> bool:
-    """Whether the checkpoint in ``folder`` has weights, and an output head among them."""
-    return _has_weights(folder) and any(
-        "lm_head.weight" in held for held in weight_files(folder, names).values()
-    )
+def has_own_head(folder: Path, names: TensorNames) -> bool:
+    """Whether the checkpoint in ``folder`` has weights, and among them an output head that is not
+    the embedding once more."""
+    if not _has_weights(folder):
+        return False
+    found: dict[str, tuple[Path, TensorHeader]] = {}
+    for path, held in tensor_files(folder).items():
+        for name, header in held.items():
+            for weight, _ in names.weights(name, header.shape):
+                found[weight] = path, header
+    head, embedding = found.get("lm_head.weight"), found.get("model.embed_tokens.weight")
+    return head is not None and (embedding is None or not _are_equal(head, embedding))
+
+
+def _are_equal(one: tuple[Path, TensorHeader], other: tuple[Path, TensorHeader]) -> bool:
+    """Whether two tensors have the same type, shape and bytes."""
+    (path, header), (other_path, other_header) = one, other
+    if (header.dtype, header.shape) != (other_header.dtype, other_header.shape):
+        return False
+    with (
+        reading(path, ValueError),
+        open(path, "rb") as file,
+        open(other_path, "rb") as other_file,
+    ):
+        file.seek(header.begin)
+        other_file.seek(other_header.begin)
+        left = header.end - header.begin
+        while left:
+            size = min(left, _COMPARED_AT_ONCE)
+            if file.read(size) != other_file.read(size):
+                return False
+            left -= size
+    return True
 
 
 def is_headless(folder: Path) -> bool:
@@ -151,7 +187,7 @@ def read_header(path: Path) -> Mapping[str, TensorHeader]:
             entries = json.loads(file.read(length))
             if not isinstance(entries, dict):
                 raise ValueError("its header is no object")
-        return _laid_out(entries, num_bytes - _LENGTH.size - length)
+        return _laid_out(entries, _LENGTH.size + length, num_bytes)
 
 
 @contextmanager
@@ -169,7 +205,8 @@ def reading(path: Path, *broken: type[Exception]) -> Iterator[None]:
         raise ConfigError(f"{path} is not a whole safetensors file: {error}") from None
 
 
-def _laid_out(entries: Mapping[str, Any], num_bytes: int) -> Mapping[str, TensorHeader]:
+def _laid_out(entries: Mapping[str, Any], start: int, num_bytes: int) -> Mapping[str, TensorHeader]:
+    """The tensors of a file of so many bytes, whose header ends at ``start``."""
     found, places = {}, []
     for name, entry in sorted(entries.items()):
         if name == "__metadata__":
@@ -182,15 +219,15 @@ def _laid_out(entries: Mapping[str, Any], num_bytes: int) -> Mapping[str, Tensor
             raise ValueError(f"{name} is no tensor of a known type: {str(entry)[:80]}") from None
         if any(type(number) is not int or number < 0 for number in numbers) or size != end - begin:
             raise ValueError(f"{name} does not have the bytes of its type and shape")
-        found[name] = TensorHeader(dtype, tuple(shape))
+        found[name] = TensorHeader(dtype, tuple(shape), start + begin, start + end)
         places.append((begin, end))
     at = 0
     for begin, end in sorted(places):
         if begin != at:
             raise ValueError(f"its tensors overlap or leave a gap at byte {at}")
         at = end
-    if at != num_bytes:
-        raise ValueError(f"its tensors have {at} bytes, and {num_bytes} are there")
+    if at != num_bytes - start:
+        raise ValueError(f"its tensors have {at} bytes, and {num_bytes - start} are there")
     return found
 
 

@@ -38,8 +38,12 @@ def written(folder: Path, entries: Any, num_bytes: int = 32) -> Path:
 
 def test_names_types_and_shapes(tmp_path: Path) -> None:
     path = written(tmp_path, {"__metadata__": {"format": "pt"}, "b": B, "a": A})
+    end = path.stat().st_size
     assert tensor_files(tmp_path) == {
-        path: {"a": TensorHeader("F32", (2, 3)), "b": TensorHeader("BF16", (4,))}
+        path: {
+            "a": TensorHeader("F32", (2, 3), end - 32, end - 8),
+            "b": TensorHeader("BF16", (4,), end - 8, end),
+        }
     }
 
 

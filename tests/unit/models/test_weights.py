@@ -153,15 +153,36 @@ def test_a_bias_of_zeros_needs_no_place(folder: Path) -> None:
     _build(folder)
 
 
-def test_stray_heads_and_rotary_buffers_are_ignored(folder: Path) -> None:
+def test_a_copy_of_the_embedding_and_rotary_buffers_are_ignored(folder: Path) -> None:
+    embedding = load_file(folder / "model.safetensors")["model.embed_tokens.weight"]
     _rewrite(
         folder,
-        lm_head__weight=torch.zeros(256, 64),
+        lm_head__weight=embedding,
         model__layers__0__self_attn__rotary_emb__inv_freq=torch.zeros(16),
     )
     model = _build(folder)
     assert not hasattr(model, "lm_head")
     assert model.get_parameter("model.embed_tokens.matrix.weight").any()
+
+
+@pytest.mark.parametrize("in_shards", [False, True])
+def test_a_head_that_is_not_the_embedding_is_used(folder: Path, in_shards: bool) -> None:
+    """Whatever config.json says: training may have changed the head alone."""
+    tensors = load_file(folder / "model.safetensors")
+    head = tensors["model.embed_tokens.weight"].clone()
+    head[-1, -1] += 1
+    if in_shards:
+        save_file({"lm_head.weight": head}, folder / "head.safetensors")
+        located = {
+            **dict.fromkeys(tensors, "model.safetensors"),
+            "lm_head.weight": "head.safetensors",
+        }
+        index = folder / "model.safetensors.index.json"
+        index.write_text(json.dumps({"weight_map": located}))
+    else:
+        _rewrite(folder, lm_head__weight=head)
+    model = _build(folder)
+    assert torch.equal(model.get_parameter("lm_head.matrix.weight"), head)
 
 
 def test_an_untied_model_needs_its_head(folder: Path) -> None:

@@ -132,13 +132,13 @@ def _has_weights(folder: Path) -> bool:
 
 def tensor_files(folder: Path) -> TensorFiles:
     """The files of the checkpoint in ``folder``; ``ConfigError`` if one is incomplete."""
+    if (folder / _SINGLE).exists():  # an index beside it may be left of an earlier checkpoint
+        return {folder / _SINGLE: read_header(folder / _SINGLE)}
     if (folder / _INDEX).exists():
         located = read_json(folder / _INDEX).get("weight_map")
         if not isinstance(located, dict):
             raise ConfigError(f"{folder / _INDEX} has no weight_map")
         return _located_files(folder, located)
-    if (folder / _SINGLE).exists():
-        return {folder / _SINGLE: read_header(folder / _SINGLE)}
     if any(folder.glob("*.gguf")):
         raise ConfigError(
             f"{folder} holds GGUF files, which are not supported; only safetensors are read"

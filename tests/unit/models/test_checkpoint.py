@@ -113,6 +113,14 @@ def test_an_index_that_names_no_file(tmp_path: Path, file: Any) -> None:
     assert len(message) < len(str(index)) + 150
 
 
+def test_an_index_beside_a_single_file_does_not_count(tmp_path: Path) -> None:
+    """As in transformers: who saves a model again in one file may leave the index of its shards."""
+    path = written(tmp_path, {"a": A, "b": B})
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": "model-00001-of-00002.safetensors"}}))
+    assert list(tensor_files(tmp_path)) == [path]
+
+
 @pytest.mark.parametrize("write", [Path.mkdir, Path.touch])
 def test_what_is_no_file_of_tensors(tmp_path: Path, write: Callable[[Path], None]) -> None:
     path = tmp_path / "model.safetensors"

@@ -172,11 +172,9 @@ def test_a_head_that_is_not_the_embedding_is_used(folder: Path, in_shards: bool)
     head = tensors["model.embed_tokens.weight"].clone()
     head[-1, -1] += 1
     if in_shards:
-        save_file({"lm_head.weight": head}, folder / "head.safetensors")
-        located = {
-            **dict.fromkeys(tensors, "model.safetensors"),
-            "lm_head.weight": "head.safetensors",
-        }
+        (folder / "model.safetensors").rename(folder / "a.safetensors")
+        save_file({"lm_head.weight": head}, folder / "b.safetensors")
+        located = {**dict.fromkeys(tensors, "a.safetensors"), "lm_head.weight": "b.safetensors"}
         index = folder / "model.safetensors.index.json"
         index.write_text(json.dumps({"weight_map": located}))
     else:
@@ -244,6 +242,7 @@ def test_no_weights_at_all(folder: Path) -> None:
 )
 def test_a_broken_index(folder: Path, weight_map: Any, message: str) -> None:
     index = {"metadata": {}, "weight_map": weight_map}
+    (folder / "model.safetensors").unlink()
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(ConfigError, match=message):
         _build(folder)
@@ -254,9 +253,9 @@ def test_an_index_that_promises_too_much(folder: Path, missing: str) -> None:
     names = list(load_file(folder / "model.safetensors"))
     if missing == "tensor":
         _rewrite(folder, model__norm__weight=None)
-    else:
-        (folder / "model.safetensors").unlink()
-    index = {"weight_map": dict.fromkeys(names, "model.safetensors")}
+    shard = "another" if missing == "file" else "shard"
+    (folder / "model.safetensors").rename(folder / "shard.safetensors")
+    index = {"weight_map": dict.fromkeys(names, f"{shard}.safetensors")}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     message = (
         "does not exist" if missing == "file" else r"lacks model\.norm\.weight, which the index"

@@ -608,6 +608,9 @@ CASES: Final[Mapping[str, Callable[[], PreTrainedModel]]] = MappingProxyType(
         ),
         "llama4-multimodal": _llama4_multimodal,
         "gemma4-full": lambda: _gemma4(layer_types=["full_attention"] * 4, num_key_value_heads=1),
+        "smollm3-window": lambda: _smollm3(
+            sliding_window=20, layer_types=["sliding_attention", *["full_attention"] * 3]
+        ),
     }
 )
 

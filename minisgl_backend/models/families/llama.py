@@ -42,7 +42,8 @@ def read_granite(config: ConfigReader) -> ModelSpec:
 
 
 def read_smollm3(config: ConfigReader) -> ModelSpec:
-    """``SmolLM3ForCausalLM``: Llama, but every fourth layer does not rotate."""
+    """``SmolLM3ForCausalLM``: Llama, but every fourth layer does not rotate. ``use_sliding_window``
+    counts only where config.json has no ``layer_types``."""
     config = config.with_defaults(
         rope_theta=2e6,
         num_key_value_heads=4,
@@ -53,12 +54,11 @@ def read_smollm3(config: ConfigReader) -> ModelSpec:
     num_layers, bias = fields["num_layers"], config.flag("attention_bias")
     rotates = read_rotating(config, num_layers)
     fields["ropes"] = tuple(fields["rope"] if one else None for one in rotates)
-    if config.flag("use_sliding_window"):
-        window = read_window(config)
-        kinds = config.layer_kinds("layer_types", ATTENTION_KINDS, num_layers) or [
-            "full_attention" if one else "sliding_attention" for one in rotates
-        ]
-        fields["windows"] = windows_by_kind(kinds, window)
+    is_windowed = config.flag("use_sliding_window")
+    kinds = config.layer_kinds("layer_types", ATTENTION_KINDS, num_layers) or [
+        "full_attention" if one or not is_windowed else "sliding_attention" for one in rotates
+    ]
+    fields["windows"] = windows_by_kind(kinds, read_window(config))
     return ModelSpec(
         architecture="SmolLM3ForCausalLM",
         qkv_bias=bias,

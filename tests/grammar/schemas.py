@@ -1,4 +1,5 @@
-"""JSON schemas made by Hypothesis: nested, recursive, with bounds, patterns and references."""
+"""JSON schemas for tests: ``closed`` ones by hand, and all kinds made by Hypothesis: nested,
+recursive, with bounds, patterns and references."""
 
 from __future__ import annotations
 
@@ -8,6 +9,16 @@ from hypothesis import strategies as st
 
 _NAMES: Final = st.sampled_from(["a", "b", "name", "größe", "名前", "x y", 'q"uote'])
 _PATTERNS: Final = ["^[a-z]{1,5}$", "^(ab|cd)+$", r"^\d{2}-\d{2}$", "^[^x]{0,4}$", "^ä?ö$"]
+
+
+def closed(**properties: Any) -> dict[str, Any]:
+    """An object that has all of these properties, and no others."""
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": list(properties),
+        "additionalProperties": False,
+    }
 
 
 def _numbers(kind: str) -> st.SearchStrategy[dict[str, Any]]:

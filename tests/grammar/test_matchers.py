@@ -22,7 +22,7 @@ from minisgl_backend.grammar.matchers import Batch, Grammars, Matcher, State
 from minisgl_backend.request import Grammar, GrammarKind, SamplingParams
 from minisgl_backend.text.detokenizer import TextStream
 from minisgl_backend.text.tokenizer_files import load_definition, load_vocabulary
-from tests.grammar.schemas import SCHEMAS
+from tests.grammar.schemas import SCHEMAS, closed
 
 FOLDER: Final = Path(minisgl_backend.__file__).parent / "demo_model"
 VOCABULARY: Final = load_vocabulary(FOLDER)
@@ -190,15 +190,6 @@ def test_codes_of_characters(grammars: Grammars, source: str, right: str) -> Non
     assert not follow(grammars, compiled(grammars, "grammar", source), f"{right[:-1]}u")
 
 
-def _closed(**properties: Any) -> dict[str, Any]:
-    return {
-        "type": "object",
-        "properties": properties,
-        "required": list(properties),
-        "additionalProperties": False,
-    }
-
-
 @pytest.mark.parametrize(
     ("schema", "right", "wrong"),
     [
@@ -206,8 +197,8 @@ def _closed(**properties: Any) -> dict[str, Any]:
             {
                 "oneOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}, {"type": "null"}],
                 "$defs": {
-                    "a": _closed(a={"type": "array", "items": {"$ref": "#"}}),
-                    "b": _closed(b={"type": "integer"}),
+                    "a": closed(a={"type": "array", "items": {"$ref": "#"}}),
+                    "b": closed(b={"type": "integer"}),
                 },
             },
             ['{"a": [{"b": 1}, null]}', "null"],

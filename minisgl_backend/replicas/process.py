@@ -75,12 +75,9 @@ class ReplicaProcess:
         command: Sequence[str],
         place: Place,
         options: Mapping[str, object],
-        *,
-        first_pause_s: float = 1.0,
     ) -> None:
         """``command`` gets three more arguments: the number, the descriptor of its socket and the
-        id of this process. ``first_pause_s`` is the pause before the second restart within ten
-        minutes; it doubles with each restart, up to half a minute. The first has none."""
+        id of this process."""
         self.number = number
         self.pid: int | None = None
         """That of the process that serves now."""
@@ -92,7 +89,6 @@ class ReplicaProcess:
         self._options = options
         self._owner: Owner | None = None
         self._is_owned = threading.Event()
-        self._first_pause_s = first_pause_s
         self._process: subprocess.Popen[bytes] | None = None
         self._outgoing: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
         self._closing = threading.Event()
@@ -156,11 +152,10 @@ class ReplicaProcess:
                 return
 
     def _pause_s(self, ended_s: Sequence[float]) -> float:
-        """The pause before the next start: none before the first restart in a while."""
+        """The pause before the next start: none before the first restart within ``_WINDOW_S``, a
+        second before the next, and then twice as long each time, up to ``_MOST_PAUSE_S``."""
         num_ended = sum(time.monotonic() - at_s < _WINDOW_S for at_s in ended_s)
-        return (
-            min(_MOST_PAUSE_S, self._first_pause_s * 2 ** (num_ended - 2)) if num_ended > 1 else 0
-        )
+        return min(_MOST_PAUSE_S, 2.0 ** (num_ended - 2)) if num_ended > 1 else 0.0
 
     def _serve(self) -> bool:
         """Run one process to its end. Raises ``ConfigError`` if it cannot serve."""

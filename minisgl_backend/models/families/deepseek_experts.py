@@ -45,7 +45,7 @@ def read_dots1(config: ConfigReader) -> ModelSpec:
     num_layers = fields["num_layers"]
     window = read_window(config)
     first = config.integer("max_window_layers", 62, minimum=0)
-    kinds = config.layer_kinds("layer_types", ATTENTION_KINDS, num_layers) or [
+    kinds = config.layer_kinds(ATTENTION_KINDS, num_layers) or [
         "sliding_attention" if window and layer >= first else "full_attention"
         for layer in range(num_layers)
     ]

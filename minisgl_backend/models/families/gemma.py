@@ -39,7 +39,7 @@ def read_gemma3_text(config: ConfigReader) -> ModelSpec:
     config = _gemma(config, vocab_size=262_208, num_hidden_layers=26, rope_theta=1e6)
     by_kind, fields = read_ropes_by_kind(config, common_fields)
     every, num_layers = config.integer("sliding_window_pattern", 6), fields["num_layers"]
-    kinds = config.layer_kinds("layer_types", ATTENTION_KINDS, num_layers) or [
+    kinds = config.layer_kinds(ATTENTION_KINDS, num_layers) or [
         "sliding_attention" if (layer + 1) % every else "full_attention"
         for layer in range(num_layers)
     ]
@@ -82,7 +82,7 @@ def read_gemma4_text(config: ConfigReader) -> ModelSpec:
     config = _gemma(config, vocab_size=262_144, num_hidden_layers=30)
     by_kind, fields = read_ropes_by_kind(config, common_fields)
     num_layers = fields["num_layers"]
-    kinds = config.layer_kinds("layer_types", ATTENTION_KINDS, num_layers) or [
+    kinds = config.layer_kinds(ATTENTION_KINDS, num_layers) or [
         "sliding_attention" if (layer + 1) % 6 else "full_attention" for layer in range(num_layers)
     ]
     kinds = [*kinds[:-1], "full_attention"]  # whatever config.json says, as in transformers

@@ -40,7 +40,7 @@ def read_gpt_oss(config: ConfigReader) -> ModelSpec:
         config = config.with_defaults(rope_scaling=dict(_GPT_OSS_ROPE))
     fields = common_fields(config)
     num_layers, bias = fields["num_layers"], config.flag("attention_bias", True)
-    kinds = config.layer_kinds("layer_types", ATTENTION_KINDS, num_layers) or [
+    kinds = config.layer_kinds(ATTENTION_KINDS, num_layers) or [
         "full_attention" if layer % 2 else "sliding_attention" for layer in range(num_layers)
     ]
     fields["windows"] = windows_by_kind(kinds, config.integer_or_null("sliding_window", 128))

@@ -55,7 +55,7 @@ def read_smollm3(config: ConfigReader) -> ModelSpec:
     rotates = read_rotating(config, num_layers)
     fields["ropes"] = tuple(fields["rope"] if one else None for one in rotates)
     is_windowed = config.flag("use_sliding_window")
-    kinds = config.layer_kinds("layer_types", ATTENTION_KINDS, num_layers) or [
+    kinds = config.layer_kinds(ATTENTION_KINDS, num_layers) or [
         "full_attention" if one or not is_windowed else "sliding_attention" for one in rotates
     ]
     fields["windows"] = windows_by_kind(kinds, read_window(config))

@@ -38,7 +38,7 @@ def read_llama4_text(config: ConfigReader) -> ModelSpec:
             f"rotation that multiplies it by {rope.attention_factor:g}"
         )
     rotates = read_rotating(config, num_layers)
-    kinds = config.layer_kinds("layer_types", _KINDS, num_layers) or [
+    kinds = config.layer_kinds(_KINDS, num_layers) or [
         "chunked_attention" if one else "full_attention" for one in rotates
     ]
     section = config.integer_or_null("attention_chunk_size", 8192)

@@ -57,7 +57,7 @@ def read_ministral(config: ConfigReader) -> ModelSpec:
     config = config.with_defaults(num_key_value_heads=8, max_position_embeddings=2**17)
     fields = common_fields(config)
     window, num_layers = config.integer_or_null("sliding_window", 4096), fields["num_layers"]
-    kinds = config.layer_kinds("layer_types", ATTENTION_KINDS, num_layers)
+    kinds = config.layer_kinds(ATTENTION_KINDS, num_layers)
     kinds = kinds or ["sliding_attention"] * num_layers
     fields["windows"] = windows_by_kind(kinds, window)
     return ModelSpec(architecture="MinistralForCausalLM", **fields)

@@ -22,7 +22,7 @@ def read_olmo3(config: ConfigReader) -> ModelSpec:
     config = config.with_defaults(rope_theta=5e5)
     by_kind, fields = read_ropes_by_kind(config, _olmo_fields)
     num_layers = fields["num_layers"]
-    kinds = config.layer_kinds("layer_types", ATTENTION_KINDS, num_layers) or [
+    kinds = config.layer_kinds(ATTENTION_KINDS, num_layers) or [
         "full_attention" if (layer + 1) % 4 == 0 else "sliding_attention"
         for layer in range(num_layers)
     ]

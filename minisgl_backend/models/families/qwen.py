@@ -76,7 +76,7 @@ def _windows(config: ConfigReader, num_layers: int) -> tuple[int | None, ...]:
         return (None,) * num_layers
     window = config.integer_or_null("sliding_window", 4096)
     first = config.integer("max_window_layers", 28, minimum=0)
-    kinds = config.layer_kinds("layer_types", ATTENTION_KINDS, num_layers) or [
+    kinds = config.layer_kinds(ATTENTION_KINDS, num_layers) or [
         "sliding_attention" if layer >= first else "full_attention" for layer in range(num_layers)
     ]
     return windows_by_kind(kinds, window)

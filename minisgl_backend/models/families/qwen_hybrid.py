@@ -85,7 +85,7 @@ def _hybrid_fields(
     fields = common_fields(config, partial=True)
     num_layers, bias = fields["num_layers"], config.flag("attention_bias")
     every = config.integer("full_attention_interval", 4)
-    kinds = config.layer_kinds("layer_types", _HYBRID_KINDS, num_layers) or [
+    kinds = config.layer_kinds(_HYBRID_KINDS, num_layers) or [
         "full_attention" if (layer + 1) % every == 0 else "linear_attention"
         for layer in range(num_layers)
     ]

@@ -22,7 +22,7 @@ import threading
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import numpy as np
@@ -71,39 +71,20 @@ _AT_ONCE_BYTES: Final = 4096
 """A larger request goes through the pool, with a prompt or without."""
 
 
+@dataclass(slots=True, eq=False)
 class _Job:
     """A request in the pool."""
 
-    __slots__ = (
-        "arrival_time_ns",
-        "inputs",
-        "is_lookup",
-        "parameters",
-        "responder",
-        "sending",
-        "stopped",
-        "timeout_us",
-    )
-
-    def __init__(
-        self,
-        request: Any,
-        inputs: Arrays,
-        parameters: Mapping[str, Any],
-        responder: Responder,
-        *,
-        is_lookup: bool,
-    ) -> None:
-        self.arrival_time_ns = time.time_ns()
-        self.is_lookup = is_lookup
-        self.inputs = inputs
-        self.parameters = parameters
-        self.timeout_us: int = request.timeout()
-        self.responder = responder
-        self.stopped = False
-        self.sending = threading.Lock()
-        """Held while sending and while setting ``stopped``, so that a stop never overtakes its
-        request."""
+    inputs: Arrays
+    parameters: Mapping[str, Any]
+    timeout_us: int
+    responder: Responder
+    is_lookup: bool
+    arrival_time_ns: int = field(default_factory=time.time_ns)
+    stopped: bool = False
+    sending: threading.Lock = field(default_factory=threading.Lock)
+    """Held while sending and while setting ``stopped``, so that a stop never overtakes its request.
+    """
 
 
 class TritonPythonModel:
@@ -169,7 +150,7 @@ class TritonPythonModel:
                 raise Recovering("a part of the server died and is being started again")
         inputs = read_inputs(request)
         size = checked_size(request, inputs, self._limits)
-        job = _Job(request, inputs, parameters, responder, is_lookup=is_lookup)
+        job = _Job(inputs, parameters, request.timeout(), responder, is_lookup)
         at_once = not has_prompt and size <= _AT_ONCE_BYTES
         with self._lock:
             is_full = len(self._jobs) >= self._max_jobs or self._num_bytes + size > self._max_bytes

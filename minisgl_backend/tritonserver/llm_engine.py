@@ -177,10 +177,11 @@ class TritonPythonModel:
             if reason := refusal_of(error):
                 self._engine.count_refused(reason)
             raise
-        if parsed == AdapterOrder():  # only to list them: waits for no adapter that is being loaded
-            self._carry_out(parsed, responder)
-        elif isinstance(parsed, AdapterOrder):
-            self._orders.submit(self._carry_out, parsed, responder)
+        if isinstance(parsed, AdapterOrder):
+            if parsed.only_lists:  # waits for no adapter that is being loaded
+                self._carry_out(parsed, responder)
+            else:
+                self._orders.submit(self._carry_out, parsed, responder)
         elif isinstance(parsed, StopRequest):
             self._stop(responder)
             self._answer_cancelled(
@@ -208,7 +209,7 @@ class TritonPythonModel:
     def _carry_out(self, order: AdapterOrder, responder: Responder) -> None:
         """Load or unload an adapter, and answer with the list of all."""
         try:
-            if order != AdapterOrder() and not self._options.lora_updates:
+            if not (order.only_lists or self._options.lora_updates):
                 raise Unsupported("adapters stay as they are without the option lora_updates")
             if order.load is not None:
                 self._engine.adapters.load(*order.load)
@@ -216,7 +217,7 @@ class TritonPythonModel:
                 self._engine.adapters.unload(order.unload)
             has_any = self._engine.takes_adapters
             known = self._engine.adapters.known().values() if has_any else ()
-            if order != AdapterOrder():
+            if not order.only_lists:
                 self._remember({each.name: each.path for each in known})
             listed = json.dumps([{"name": each.name, "path": each.path} for each in known])
             response = make_response({LORA_ADAPTERS.name: text_array(listed)})

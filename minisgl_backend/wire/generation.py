@@ -129,6 +129,11 @@ class AdapterOrder:
     load: tuple[str, str] | None = None
     unload: str | None = None
 
+    @property
+    def only_lists(self) -> bool:
+        """Whether nothing is loaded or unloaded."""
+        return self.load is None and self.unload is None
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stopped:

@@ -93,28 +93,6 @@ class PreparedPrompt:
 class Mailbox:
     """The sinks of one prompt's samples, and their text so far."""
 
-    __slots__ = (
-        "_answers",
-        "_arrival_ns",
-        "_events",
-        "_first_token_ns",
-        "_has_begun",
-        "_has_ended",
-        "_is_announced",
-        "_is_reported",
-        "_last_token_ns",
-        "_num_cached_tokens",
-        "_num_running",
-        "_num_waiting_tokens",
-        "_prompt_logprobs",
-        "_ready",
-        "_scheduled_ns",
-        "_submitter",
-        "_wake_after",
-        "index",
-        "samples",
-    )
-
     def __init__(
         self,
         index: int,

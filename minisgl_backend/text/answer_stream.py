@@ -28,16 +28,6 @@ from minisgl_backend.wire.packets import Packet, SampleDelta, StreamStart, Times
 class _Sample:
     """One sample: the state of its text, and everything that is still to be answered."""
 
-    __slots__ = (
-        "_cumulative",
-        "_finish",
-        "_logprobs",
-        "_stop_reason",
-        "_text",
-        "_token_ids",
-        "_unsent",
-    )
-
     def __init__(self, text: TextStream, prompt_text: str | None) -> None:
         self._text = text
         self._unsent = [prompt_text] if prompt_text else []
@@ -94,20 +84,6 @@ class _Sample:
 
 class AnswerStream:
     """One stream; ``push`` its packets in order, the first with index 0 included."""
-
-    __slots__ = (
-        "_embedding",
-        "_num_cached",
-        "_prompt_logprobs",
-        "_samples",
-        "_times",
-        "_vocabulary",
-        "heard_s",
-        "next_poll_s",
-        "over",
-        "start",
-        "stopped",
-    )
 
     def __init__(self, vocabulary: Vocabulary, start: StreamStart) -> None:
         self.start = start

@@ -82,12 +82,12 @@ class InFlight:
         assert call.next() is not None
         return self._pool.submit(call.all)
 
-    def check_short_finish_and_endless_fail(self, message: str) -> None:
+    def check_short_finish_and_endless_fail(self) -> None:
         """Every request has ended; those that had the time ended by themselves."""
         for short in self._short:
             assert short.result(timeout=60)
         for endless in self._endless:
-            with pytest.raises(Refused, match=message):
+            with pytest.raises(Refused, match="UNAVAILABLE: the server is shutting down"):
                 endless.result(timeout=60)
         self._pool.shutdown()
         self._calls.close()
@@ -98,7 +98,7 @@ def test_unload_and_load_again(server: TritonServer) -> None:
     (old,) = stubs(server, "llm_engine")
     requests = InFlight(server)
     post(server, "/v2/repository/models/llm_engine/unload")
-    requests.check_short_finish_and_endless_fail("UNAVAILABLE: the server is shutting down")
+    requests.check_short_finish_and_endless_fail()
     wait_for(lambda: not runs(old), "the end of the model's process")
     wait_for(lambda: regions(server) == num_regions - 1, "the end of its shared memory")
     assert not list(server.directory.glob("minisgl-*")), "the channel's directory is left"
@@ -119,7 +119,7 @@ def test_reload_with_requests_in_flight(server: TritonServer) -> None:
     (server.repository / "llm_engine" / "1" / "model.py").touch()
     post(server, "/v2/repository/models/llm_engine/load")
     assert generate(server, input_ids=[1], max_tokens=3, temperature=0.0)["text_output"]
-    requests.check_short_finish_and_endless_fail("UNAVAILABLE: the server is shutting down")
+    requests.check_short_finish_and_endless_fail()
     wait_for(lambda: not runs(old), "the end of the old process")
     wait_for(lambda: regions(server) == num_regions, "the end of its shared memory")
     assert len(list(server.directory.glob("minisgl-*"))) == 1
@@ -170,7 +170,7 @@ def test_sigterm_drains(tmp_path: Path) -> None:
         requests = InFlight(server)
         stopping = threading.Thread(target=server.stop)
         stopping.start()
-        requests.check_short_finish_and_endless_fail("UNAVAILABLE: the server is shutting down")
+        requests.check_short_finish_and_endless_fail()
         stopping.join()
 
 

@@ -193,9 +193,9 @@ def _without_contents(message: Any) -> None:
     del message.raw_input_contents[:]
 
 
-def _parameter(name: str, value: int) -> Change:
+def _parameter(name: str) -> Change:
     def change(message: Any) -> None:
-        message.parameters[name].int64_param = value
+        message.parameters[name].int64_param = 1
 
     return change
 
@@ -221,7 +221,7 @@ _CHANGES: Final[Mapping[str, Change]] = {
     "two strings for one": _content(0, (struct.pack("<I", 1) + b"x") * 2),
     "a string that is no UTF-8": _content(0, struct.pack("<I", 2) + b"\xff\xfe"),
     "no contents": _without_contents,
-    "a parameter of Triton's": _parameter("triton_nonsense", 1),
-    "a parameter between the models": _parameter("_request", 1),
+    "a parameter of Triton's": _parameter("triton_nonsense"),
+    "a parameter between the models": _parameter("_request"),
     "a region of shared memory": _shared_memory,
 }

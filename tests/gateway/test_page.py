@@ -274,6 +274,8 @@ def test_a_setting_that_is_no_number_is_told(page: Page, gateway: Gateway) -> No
     ask(page, FRANCE)
     expect(page.get_by_role("alert")).to_have_text("temperature is not a number")
     assert not [body for body in sent if body]
+    question = page.get_by_label("Your message", exact=True).last
+    expect(question).to_have_value(FRANCE)  # to be asked again
 
 
 MARKDOWN = """\

@@ -152,8 +152,16 @@ async function proceed(...added) {
   } else {
     turns.length = numBefore;
     results?.reopen();
+    if (added.length && turns === history) askAgain(added[0].content);
   }
   $("prompt").focus();
+}
+
+// Puts a question that has no answer back, unless another one has been begun.
+function askAgain(question) {
+  if ($("prompt").value) return;
+  $("prompt").value = question;
+  fit();
 }
 
 function show(isRunning) {

@@ -93,6 +93,21 @@ def test_samples_come_one_after_the_other(server: TritonServer, tmp_path: Path) 
     assert json.loads(saved.read_text("utf-8"))["messages"][1]["content"] == "Paris"
 
 
+def test_a_history_that_cannot_be_written_is_told_once(
+    server: TritonServer, tmp_path: Path
+) -> None:
+    history = tmp_path / "state" / "history"
+    with chat(server, history) as terminal:
+        terminal.child.expect(r"/help lists commands")
+        history.unlink()
+        history.parent.rmdir()
+        question = "What is the capital of France?\r"
+        terminal.say(question, "the history is not kept: .*No such file", "Paris", FIGURES)
+        (before,) = terminal.say("\x1b[A\r", "(.*)Paris")  # arrow up: the question is still known
+        assert "not kept" not in before
+        terminal.end()
+
+
 def test_counts_that_are_not_asked_for_are_not_shown(server: TritonServer, tmp_path: Path) -> None:
     unasked = [f"return_num_{kind}_tokens=false" for kind in ("output", "cached")]
     with chat(server, tmp_path / "history", "-p", unasked[0], "-p", unasked[1]) as terminal:

@@ -128,7 +128,22 @@ def _default_history() -> Path:
     return Path(state) / "minisgl" / "chat_history"
 
 
-def _opened_history(path: Path) -> FileHistory:
+class _History(FileHistory):
+    """Lines typed now and before, in a file. A line that cannot be written is kept until the chat
+    ends; ``failure`` says why, the first time."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(str(path))
+        self.failure: OSError | None = None
+
+    def store_string(self, string: str) -> None:
+        try:
+            super().store_string(string)
+        except OSError as error:
+            self.failure = self.failure or error
+
+
+def _opened_history(path: Path) -> _History:
     """What was typed before, in a file that only this user may read; it is made if it is missing.
 
     Raises ``click.ClickException``.
@@ -138,7 +153,7 @@ def _opened_history(path: Path) -> FileHistory:
         path.touch(mode=0o600)
     except OSError as error:
         raise click.ClickException(f"the history cannot be kept: {error}") from None
-    return FileHistory(str(path))
+    return _History(path)
 
 
 class _Shell:
@@ -149,13 +164,14 @@ class _Shell:
         client: Client,
         conversation: Conversation,
         console: Console,
-        history: FileHistory,
+        history: _History,
         server: OwnServer | None,
     ) -> None:
         self._client = client
         self._server = server
         self._conversation = conversation
         self._console = console
+        self._history = history
         self._prompt: PromptSession[str] = PromptSession(
             "> ",
             history=history,
@@ -168,9 +184,13 @@ class _Shell:
 
     def run(self) -> None:
         """Go on until the end of the input, or /quit."""
+        is_kept = True
         while True:
             try:
                 line = self._prompt.prompt().strip()
+                if is_kept and self._history.failure is not None:
+                    is_kept = False
+                    self._complain(f"the history is not kept: {self._history.failure}")
                 if line.startswith("/"):
                     self._command(line)
                 elif line:

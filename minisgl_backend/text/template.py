@@ -33,13 +33,18 @@ _CALL: Final = {
     "function": {"name": "probe", "arguments": {}},
 }
 _USER: Final = {"role": "user", "content": "x"}
+_RESULTS: Final = ("tool", "function", "ipython")
+"""Roles of what a tool answered."""
 _AROUND: Final[Mapping[str, tuple[list[dict[str, Any]], list[dict[str, Any]]]]] = MappingProxyType(
     {
         "user": ([], []),
         "system": ([], [_USER]),
+        "developer": ([], [_USER]),
         "assistant": ([_USER], [_USER]),
-        "tool": ([_USER, {"role": "assistant", "content": "", "tool_calls": [_CALL]}], []),
     }
+    | dict.fromkeys(
+        _RESULTS, ([_USER, {"role": "assistant", "content": "", "tool_calls": [_CALL]}], [])
+    )
 )
 """By role: what comes before and after a message in a chat that templates take."""
 
@@ -146,7 +151,7 @@ class ChatTemplate:
         before, after = _AROUND[role]
         parts = [{"type": "text", "text": text} for text in _PROBES]
         message: dict[str, Any] = {"role": role, "content": parts}
-        if role == "tool":
+        if role in _RESULTS:
             message |= {"tool_call_id": _CALL["id"], "name": "probe"}
         try:
             text = self._render([*before, message, *after], None, {})

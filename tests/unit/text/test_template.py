@@ -139,6 +139,15 @@ def test_only_roles_whose_parts_a_template_shows_are_given_any() -> None:
     assert template(PARTS_OF_USERS).render(chat) == "a\nb|[a][b]|a\nb|a\nb||"
 
 
+@pytest.mark.parametrize("role", ["developer", "function", "ipython"])
+def test_rarer_roles_get_parts_from_a_template_that_takes_nothing_else(role: str) -> None:
+    source = """{% for message in messages %}
+        {%- for part in message.content %}{{ '[' + part.text | default('') + ']' }}{% endfor %}
+    {%- endfor %}"""
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    assert template(source).render([{"role": role, "content": parts}]) == "[a][b]"
+
+
 def test_the_date() -> None:
     rendered = template("{{ strftime_now('%Y-%m-%d') }}").render(CHAT)
     assert re.fullmatch(r"\d{4}-\d\d-\d\d", rendered)

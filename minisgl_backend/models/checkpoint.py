@@ -127,7 +127,9 @@ def is_headless(folder: Path) -> bool:
 
 
 def _has_weights(folder: Path) -> bool:
-    return any((folder / name).exists() for name in (_INDEX, _SINGLE))
+    """Whether any weights are there; an index alone, beside config.json, is enough for a dummy."""
+    has_index = (folder / _INDEX).exists()
+    return (folder / _SINGLE).exists() or (has_index and any(folder.glob("*.safetensors")))
 
 
 def tensor_files(folder: Path) -> TensorFiles:

@@ -264,6 +264,18 @@ def test_an_index_that_promises_too_much(folder: Path, missing: str) -> None:
         _build(folder)
 
 
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_dummy_weights_need_no_files_that_an_index_names(folder: Path, is_tied: bool) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": is_tied}))
+    (folder / "model.safetensors").unlink()
+    index = {"weight_map": {"model.norm.weight": "model-00001-of-00002.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    _build(folder, load_format="dummy")
+    with pytest.raises(ConfigError, match=r"model-00001-of-00002\.safetensors.*does not exist"):
+        _build(folder)
+
+
 def test_dummy_weights_need_no_files_and_follow_the_seed(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
     first, again, other = (_build(folder, load_format="dummy", seed=seed) for seed in (1, 1, 2))

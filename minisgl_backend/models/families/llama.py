@@ -58,7 +58,8 @@ def read_smollm3(config: ConfigReader) -> ModelSpec:
     kinds = config.layer_kinds(ATTENTION_KINDS, num_layers) or [
         "full_attention" if one or not is_windowed else "sliding_attention" for one in rotates
     ]
-    fields["windows"] = windows_by_kind(kinds, read_window(config))
+    if "sliding_attention" in kinds:
+        fields["windows"] = windows_by_kind(kinds, read_window(config))
     return ModelSpec(
         architecture="SmolLM3ForCausalLM",
         qkv_bias=bias,

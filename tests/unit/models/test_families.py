@@ -367,6 +367,19 @@ def test_layers_of_smollm_3_without_rotation() -> None:
             parse_spec({**SMOLLM_3B, "no_rope_layers": wrong})
 
 
+def test_windows_of_smollm_3() -> None:
+    """A size that no layer uses may be any; ``layer_types`` count before ``use_sliding_window``."""
+    plain = parse_spec(SMOLLM_3B)
+    assert set(plain.windows) == {None}
+    for unused in ({}, {"layer_types": ["full_attention"] * 36}):
+        given = {**SMOLLM_3B, "use_sliding_window": False, "sliding_window": 0, **unused}
+        assert parse_spec(given) == plain
+    kinds = ["sliding_attention", "full_attention"] * 18
+    spec = parse_spec({**SMOLLM_3B, "layer_types": kinds, "sliding_window": 64})
+    assert spec.windows == (64, None) * 18
+    assert parse_spec({**SMOLLM_3B, "layer_types": kinds, "sliding_window": None}) == plain
+
+
 def test_mixtral() -> None:
     spec = parse_spec(MIXTRAL_8X7B)
     assert spec.moe is not None

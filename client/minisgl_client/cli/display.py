@@ -62,9 +62,8 @@ class MarkdownDisplay:
 
 def _drawn(text: str) -> Markdown:
     """Markdown in which each line of the answer stays a line: two blanks at its end say so."""
-    lines = text.replace("\n", "  \n")
-    drawn = Markdown(lines)
-    drawn.parsed = _PARSER.parse(lines)
+    drawn = Markdown("")
+    drawn.parsed = _PARSER.parse(text.replace("\n", "  \n"))
     return drawn
 
 

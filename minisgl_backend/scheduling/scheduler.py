@@ -397,15 +397,22 @@ class Scheduler:
             kept = np.flatnonzero(accepted)
             logprobs = _renumbered(logprobs, kept.tolist())
             sample_rows, token_ids = sample_rows[kept], token_ids[kept]
-        rows.append(sample_rows, token_ids)
-        stopped, full = rows.ends(sample_rows, token_ids)
         request_ids = cast("list[RequestId]", rows.request_ids[sample_rows].tolist())
+        ended.update(self._append(sample_rows, token_ids))
+        return StepResult(request_ids, token_ids, dict(logprobs), scored, ended, embedded)
+
+    def _append(self, rows: IntArray, token_ids: IntArray) -> dict[RequestId, Finished]:
+        """Append a token to each of ``rows``, int32[n], and end the sequences that it completes."""
+        self._rows.append(rows, token_ids)
+        stopped, full = self._rows.ends(rows, token_ids)
+        ended = {}
         for index in np.flatnonzero(stopped | full).tolist():
+            sequence = self._rows.sequence(int(rows[index]))
             stop = int(token_ids[index]) if stopped[index] else None
             reason = FinishReason.LENGTH if stop is None else FinishReason.STOP
-            ended[request_ids[index]] = Finished(reason, stop)
-            self._life.end(self._life.live[request_ids[index]])
-        return StepResult(request_ids, token_ids, dict(logprobs), scored, ended, embedded)
+            ended[sequence.request.id] = Finished(reason, stop)
+            self._life.end(sequence)
+        return ended
 
     def _end_rows(self, rows: IntArray) -> list[RequestId]:
         """End the sequences in ``rows``, int32[n], and return their requests."""

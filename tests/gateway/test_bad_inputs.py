@@ -60,10 +60,6 @@ def test_bodies(gateway: Gateway, body: bytes) -> None:
         ({"prompt": ""}, "prompt must not be empty"),
         ({"prompt": [2048]}, "2047"),
         ({"prompt": [1] * 8192}, "8192"),
-        ({"prompt": ["x", ""]}, "prompt[1] must not be empty"),
-        ({"prompt": [[1], [1], [2048]]}, "prompt[2] must be in 0 .. 2047"),
-        ({"prompt": [[1], [2048]], "echo": True}, "prompt[1] must be in 0 .. 2047"),
-        ({"prompt": [[1] * 8192, [1]]}, "length of the prompt[0]"),
         ({"prompt": "a " * 50_000}, "8192"),
         ({"max_tokens": 8192}, "8192"),
         ({"min_tokens": 20}, "max_tokens"),
@@ -89,6 +85,22 @@ def test_values_that_only_the_engine_can_judge(
 ) -> None:
     """A refused stream has no events, but the same status and error."""
     assert words in refused(gateway, {**BODY, **fields, "stream": stream})
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"prompt": ["x", ""]}, "prompt[1] must not be empty"),
+        ({"prompt": [[1], [1], [2048]]}, "prompt[2] must be in 0 .. 2047"),
+        ({"prompt": [[1], [2048]], "echo": True}, "prompt[1] must be in 0 .. 2047"),
+        ({"prompt": [[1] * 8192, [1]]}, "length of the prompt[0]"),
+    ],
+)
+def test_errors_say_which_of_several_prompts(
+    gateway: Gateway, fields: dict[str, Any], words: str
+) -> None:
+    """Not in streams, in which another prompt's answer may have begun."""
+    assert words in refused(gateway, {**BODY, **fields})
 
 
 @pytest.mark.parametrize(

@@ -128,7 +128,9 @@ def _other_dtype(folder: Path) -> None:
 def _missing_shard(folder: Path) -> None:
     header, _ = _header(folder)
     names = [name for name in header if name != "__metadata__"]
-    index = {"weight_map": dict.fromkeys(names, _WEIGHTS) | {names[0]: "model-2.safetensors"}}
+    here, missing = "model-1.safetensors", "model-2.safetensors"
+    (folder / _WEIGHTS).rename(folder / here)
+    index = {"weight_map": dict.fromkeys(names, here) | {names[0]: missing}}
     (folder / f"{_WEIGHTS}.index.json").write_text(json.dumps(index), encoding="utf-8")
 
 

@@ -23,7 +23,7 @@ _MAX_CHOICES: Final = 32
 """The most experts from which ``cuda/routing.cu`` can choose, and the most that it can choose."""
 
 MOST_ROWS: Final = 4
-"""Up to this many tokens, each row of x is multiplied separately, without tensor cores."""
+"""Up to this many tokens, each row of x is multiplied separately by plain weights."""
 
 _PLAIN_FEATURES: Final = 128
 """Features per tile of plain weights, whose matrices have a multiple of them."""

@@ -3,7 +3,7 @@ for.
 
 Pure arithmetic, without a GPU. The constants were tuned on an H200 with the weights of Qwen3-14B in
 INT4. Those for plain weights were tuned with the output projections of attention of Qwen3-30B-A3B,
-and those for experts with gpt-oss-20b in MXFP4 and Qwen3-30B-A3B in float8.
+and those for experts with gpt-oss-20b in MXFP4 and Qwen3-30B-A3B in float8 and bfloat16.
 """
 
 from __future__ import annotations
@@ -43,10 +43,12 @@ MOST_CHOICES: Final = 16
 the 32 experts of gpt-oss-20b."""
 
 _COLUMNS_OF_EXPERTS: Final = 4
+_COLUMNS_OF_PLAIN_EXPERTS: Final = 2
 _MOST_WARPS_OF_EXPERTS: Final = 16
-_EXPERT_WARPS_OF_PROCESSOR: Final = {Encoding.E2M1: 36, Encoding.E4M3: 24}
-"""Warps per multiprocessor, with 56 and 80 registers per thread; a warp has 4 and 8 KiB of the
-weight under way. With 48 warps and 40 registers, some registers are spilled, which is slower."""
+_EXPERT_WARPS_OF_PROCESSOR: Final = {Encoding.E2M1: 36, Encoding.E4M3: 24, None: 24}
+"""Warps per multiprocessor, with 56, 80 and 80 registers per thread; a warp has up to 4, 8 and 8
+KiB of the weight under way. With 48 warps and 40 registers, some registers are spilled, which is
+slower."""
 _MOST_BLOCKS_OF_PROCESSOR: Final = 32
 
 
@@ -106,13 +108,17 @@ def usual_cut(height: int, in_features: int, codes: CodesKind) -> GemvCut:
     return GemvCut(columns, warps, at_once)
 
 
-def expert_gemv_cut(in_features: int, codes: CodesKind) -> GemvCut | None:
-    """How to multiply a few tokens by the weights of the experts that they have chosen; None if
-    ``cuda/experts.cu`` has to."""
-    warps_at_once = _EXPERT_WARPS_OF_PROCESSOR.get(codes.encoding)
-    if warps_at_once is None or codes.group not in (0, _GROUP):
+def expert_gemv_cut(in_features: int, codes: CodesKind | None) -> GemvCut | None:
+    """How to multiply a few tokens by the weights of the experts that they have chosen, which are
+    plain if they have no ``codes``; None if ``cuda/experts.cu`` has to."""
+    if codes is None:
+        columns, fits = _COLUMNS_OF_PLAIN_EXPERTS, in_features % _GROUP == 0
+    else:
+        columns, fits = _COLUMNS_OF_EXPERTS, codes.group in (0, _GROUP)
+    warps_at_once = _EXPERT_WARPS_OF_PROCESSOR.get(None if codes is None else codes.encoding)
+    if warps_at_once is None or not fits:
         return None
-    cut = one_batch_cut(in_features, _COLUMNS_OF_EXPERTS, warps_at_once)
+    cut = one_batch_cut(in_features, columns, warps_at_once)
     return cut if cut.warps <= _MOST_WARPS_OF_EXPERTS else None
 
 
@@ -129,6 +135,7 @@ def one_batch_cut(in_features: int, most_columns: int, warps_at_once: int) -> Ge
     return GemvCut(-(-groups // warps), warps, at_once)
 
 
-def expert_codes_bytes(cut: GemvCut, codes: CodesKind) -> int:
+def expert_codes_bytes(cut: GemvCut, codes: CodesKind | None) -> int:
     """The shared memory that the codes of a thread block of ``cuda/expert_gemv.cu`` take."""
-    return ROWS * cut.warps * cut.columns * _GROUP * codes.encoding.bits // 8
+    bits = 16 if codes is None else codes.encoding.bits
+    return ROWS * cut.warps * cut.columns * _GROUP * bits // 8

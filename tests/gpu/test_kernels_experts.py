@@ -272,6 +272,7 @@ def test_grouped_gemms_of_rows_whose_norm_is_half_done(device: torch.device) -> 
         *(("mxfp4", sizes) for sizes in ((512, 384), (288, 288), (64, 32), (2880, 1440))),
         *(("fp8", sizes) for sizes in ((512, 384), (320, 288), (2048, 768), (4096, 192))),
         *(("fp8 rows", sizes) for sizes in ((512, 384), (176, 80))),
+        *(("bf16", sizes) for sizes in ((512, 384), (2048, 640))),
     ],
 )
 @pytest.mark.parametrize("num_tokens", [1, 3])
@@ -279,26 +280,25 @@ def test_grouped_gemms_of_rows_whose_norm_is_half_done(device: torch.device) -> 
 def test_few_tokens(
     device: torch.device, form: str, sizes: tuple[int, int], num_tokens: int, has_rest: bool
 ) -> None:
-    """Without and with a factor, biases, gpt-oss's gate and an expert that is not here; NaN lies
-    next to the rows of x."""
+    """Without and with a factor, biases, gpt-oss's gate, an expert that is not here and one that
+    all tokens take; NaN lies next to the rows of x."""
     from minisgl_backend.kernels.cuda.expert_gemv import ExpertGemv
 
     both = weights(form, device, sizes)
     gate = ClampedGate(alpha=1.702, limit=1.5) if has_rest else None
     kernels = []
     for (packed, plain), gated in zip(both, (True, False), strict=True):
-        assert isinstance(packed, PackedWeight)
-        cut = expert_gemv_cut(plain.shape[2], packed.kind)
+        kind = packed.kind if isinstance(packed, PackedWeight) else None
+        cut = expert_gemv_cut(plain.shape[2], kind)
         assert cut is not None
-        kernels.append(
-            ExpertGemv(plain.shape, device, codes=packed.kind, gated=gated, cut=cut, gate=gate)
-        )
+        kernels.append(ExpertGemv(plain.shape, device, codes=kind, gated=gated, cut=cut, gate=gate))
     (gate_up, plain_up), (down, plain_down) = both
-    assert isinstance(gate_up, PackedWeight) and isinstance(down, PackedWeight)
     ids = chosen(num_tokens, device)
     biases: list[Tensor | None] = [None, None]
-    factors = None
+    factors = of_all = None
     if has_rest:
+        of_all = int(ids[0, -1])
+        ids[:, -1] = of_all
         biases = [
             torch.randn(NUM_EXPERTS, plain.shape[1], device=device).bfloat16()
             for plain in (plain_up, plain_down)
@@ -310,7 +310,7 @@ def test_few_tokens(
     up, of_inner = kernels
     scaled = x.float() if factors is None else x.float() * factors[:, None]
     for pdl in (False, True):
-        inner = up(x, gate_up, ids, factors=factors, bias=biases[0], pdl=pdl)
+        inner = up(x, gate_up, ids, factors=factors, bias=biases[0], of_all=of_all, pdl=pdl)
         outer = of_inner(inner, down, ids, bias=biases[1], early=pdl, pdl=pdl)
         expected = expected_rows(
             scaled, plain_up, ids, TOP_K, gated=True, bias=biases[0], gate=gate
@@ -438,6 +438,53 @@ def test_whole_layers(
         assert_close(normed, (wide * scale * norm.float()).bfloat16())
 
 
+@needs_hopper
+@pytest.mark.parametrize("num_tokens", [1, 2, 4])
+@pytest.mark.parametrize("half_done", [False, True])
+def test_whole_layers_with_an_expert_that_all_tokens_take(
+    device: torch.device, num_tokens: int, half_done: bool
+) -> None:
+    """It is the last of the weights, and the last choice of each token."""
+    from minisgl_backend.kernels.cuda.experts import HopperExperts
+
+    (gate_up, plain_up), (down, plain_down) = weights("bf16", device)
+    num_chosen_from = NUM_EXPERTS - 1
+    rule = RoutingRule(num_experts=num_chosen_from, top_k=TOP_K, normalize=True)
+    experts, make, held = ExpertWeights(gate_up, down), HopperExperts(device), (0, num_chosen_from)
+    kernels = make.kernels(
+        rule, held, *experts.shapes, kinds=None, gate=None, wide=False, shared=True
+    )
+    router = torch.randn(num_chosen_from, HIDDEN_SIZE, device=device).bfloat16() / 16
+    gate = torch.randn(HIDDEN_SIZE, device=device).bfloat16() / 16
+    assert kernels.takes_shared(num_tokens, router)
+    x = torch.randn(num_tokens, HIDDEN_SIZE, device=device).bfloat16()
+    wide, squares = x.float(), None
+    if half_done:
+        squares = torch.rand(16, num_tokens, device=device) * HIDDEN_SIZE / 8
+        wide = wide * (squares.sum(0) / HIDDEN_SIZE + 1e-6).rsqrt()[:, None]
+    chosen_ones = choose(F.linear(wide, router.float()), rule)
+    opening = F.linear(wide, gate.float()[None]).sigmoid()
+    last = torch.full((num_tokens, 1), num_chosen_from, device=device)
+    all_ones = Choices(
+        torch.cat([chosen_ones.ids, last], dim=1), torch.cat([chosen_ones.weights, opening], dim=1)
+    )
+    plain = ExpertWeights(plain_up.float(), plain_down.float())
+    expected = fused_experts_reference(wide, plain, all_ones)
+    for pdl in (False, True):
+        outputs, found = kernels(
+            x,
+            router,
+            lambda _: pytest.fail("the kernel computes the logits"),
+            experts,
+            shared_gate=gate,
+            squares=squares,
+            eps=1e-6,
+            pdl=pdl,
+        )
+        assert outputs.shape == (num_tokens, TOP_K + 1, HIDDEN_SIZE)
+        assert_close(sum_outputs(outputs, found, pdl=pdl).float(), expected, tolerance=1e-2)
+
+
 def _slice(weight: Tensor | PackedWeight, begin: int, end: int) -> Tensor | PackedWeight:
     if isinstance(weight, Tensor):
         return weight[begin:end]
@@ -530,12 +577,12 @@ def test_rows_one_by_one(device: torch.device, dtype: torch.dtype, num_tokens: i
     """Sizes that no block divides."""
     from minisgl_backend.kernels.triton_kernels.expert_rows import launch_expert_rows
 
-    x = torch.randn(num_tokens, 96, device=device).to(dtype)
-    gate_up = (torch.randn(NUM_EXPERTS, 84, 96, device=device) / 10).to(dtype)
+    down = (torch.randn(NUM_EXPERTS, 42, 96, device=device) / 10).to(dtype)
     ids = chosen(num_tokens, device)
+    x = torch.randn(ids.numel(), 96, device=device).to(dtype)
     out = torch.empty(ids.numel(), 42, device=device, dtype=dtype)
-    launch_expert_rows(out, x, gate_up, ids.flatten(), top_k=TOP_K, gated=True, block=64)
-    assert_close(out, expected_rows(x, gate_up, ids, TOP_K, gated=True))
+    launch_expert_rows(out, x, down, ids.flatten(), block=64)
+    assert_close(out, expected_rows(x, down, ids, 1, gated=False))
 
 
 @pytest.mark.parametrize("kind", ["none", "plain", "gated", "half normed"])

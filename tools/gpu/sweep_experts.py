@@ -5,8 +5,8 @@ fp8 (blocks of 128 x 128) or int4 (groups of 128, zero points), with the shape o
 mxfp4, with that of gpt-oss-20b; SIZES such as 1,16,64. Each cut of the grouped GEMMs is timed
 within whole layers, from the router's logits to the norm of the sum, in a captured graph over the
 weights of several layers, so that none is in the L2 cache; also the kernel for many rows, the one
-for a few rows in MXFP4 and fp8, and for bf16 the kernels for single rows and those in Triton. The
-table has microseconds per layer, terabytes of weights per second and TFLOP/s.
+for a few rows, except in int4, and for bf16 the one for single rows of ``down`` and those in
+Triton. The table has microseconds per layer, terabytes of weights per second and TFLOP/s.
 ``kernels.expert_cut`` has the fastest cuts.
 """
 
@@ -31,7 +31,6 @@ from minisgl_backend.kernels.expert_cut import MANY, ExpertCut, fits_many
 from minisgl_backend.kernels.experts import ExpertWeights, add_outputs, expert_outputs
 from minisgl_backend.kernels.gemv_cut import MOST_CHOICES, one_batch_cut
 from minisgl_backend.kernels.linear_cut import PLAIN, Numbers
-from minisgl_backend.kernels.packed_weight import PackedWeight
 from minisgl_backend.kernels.quantized import QuantizedWeight
 from minisgl_backend.kernels.routing import Choices
 from minisgl_backend.kernels.triton_kernels.expert_rows import launch_expert_rows
@@ -50,8 +49,9 @@ WIDTHS: Final = {1: (8,), 64: (8, 16), 128: (8, 16, 32), 256: (16, 24, 32, 64), 
 FEW: Final = {
     Encoding.E2M1: ((4, 36), (4, 48), (3, 32), (8, 24)),
     Encoding.E4M3: ((4, 24), (4, 32), (3, 24), (2, 24)),
+    None: ((2, 24), (2, 32), (4, 16), (1, 32)),
 }
-"""By encoding, the kernels for a few rows: most columns of a warp, and warps of a
+"""By encoding, None being plain, the kernels for a few rows: most columns of a warp, and warps of a
 multiprocessor."""
 
 Rows = tuple[int, int, int]
@@ -129,25 +129,20 @@ def in_triton(layer: Layer, route: RoutingKernel) -> None:
     finish(layer, expert_outputs(layer.x, layer.weights, choices), choices)
 
 
-def row_by_row(layer: Layer, route: RoutingKernel, up: Rows, down: Rows) -> None:
+def row_by_row(layer: Layer, route: RoutingKernel, up: ExpertGemv, down: Rows) -> None:
     choices = route(layer.logits, block=0, pdl=True).choices
-    ids, num_pairs = choices.ids.flatten(), choices.ids.numel()
-    gate_up, of_down = layer.weights.gate_up, layer.weights.down
+    ids, gate_up, of_down = choices.ids, layer.weights.gate_up, layer.weights.down
     assert isinstance(gate_up, Tensor) and isinstance(of_down, Tensor)
-    inner = layer.x.new_empty((num_pairs, of_down.shape[2]))
-    outer = layer.x.new_empty((num_pairs, of_down.shape[1]))
-    top_k = choices.ids.shape[1]
-    launch_expert_rows(inner, layer.x, gate_up, ids, top_k=top_k, gated=True, pdl=True, **named(up))
-    launch_expert_rows(
-        outer, inner, of_down, ids, top_k=1, gated=False, early=True, pdl=True, **named(down)
-    )
+    inner = up(layer.x, gate_up, ids, pdl=True)
+    outer = layer.x.new_empty((ids.numel(), of_down.shape[1]))
+    launch_expert_rows(outer, inner, of_down, ids.flatten(), early=True, pdl=True, **named(down))
     finish(layer, outer, choices)
 
 
 def of_few(layer: Layer, route: RoutingKernel, kernels: Sequence[ExpertGemv]) -> None:
     choices = route(layer.logits, block=0, pdl=True).choices
     of, ids, (up, down) = layer.weights, choices.ids, kernels
-    assert isinstance(of.gate_up, PackedWeight) and isinstance(of.down, PackedWeight)
+    assert not isinstance(of.gate_up, QuantizedWeight) and not isinstance(of.down, QuantizedWeight)
     inner = up(layer.x, of.gate_up, ids, bias=of.gate_up_bias, pdl=True)
     finish(layer, down(inner, of.down, ids, bias=of.down_bias, early=True, pdl=True), choices)
 
@@ -212,9 +207,8 @@ def sweep(form: Form, sizes: Sequence[int], device: torch.device) -> None:
                 gate=form.gate,
             )
             for shape, kind, gated in both
-            if kind is not None
         ]
-        for few in ([] if form.encoding is None else FEW.get(form.encoding, []))
+        for few in FEW.get(form.encoding, [])
     }
 
     all_cuts = {cut for size in sizes for cut in cuts_for(size, form)}
@@ -266,9 +260,10 @@ def sweep_size(
     if form.encoding is None:
         show("Triton", partial(in_triton, route=route))
     if form.encoding is None and size <= 8:
-        for up in ((8, 512, 4), (2, 2048, 4), (4, 1024, 4)):
+        for (columns, warps), (up, _) in for_few.items():
             for down in ((8, 256, 4), (4, 256, 4), (8, 512, 4), (4, 1024, 4)):
-                show(f"rows {up} {down}", partial(row_by_row, route=route, up=up, down=down))
+                name = f"{columns} columns, {warps} warps, rows {down}"
+                show(name, partial(row_by_row, route=route, up=up, down=down))
     if for_many:
         show("many rows", partial(with_many_rows, route=route, kernels=for_many))
     for (columns, warps), of_cut in for_few.items():

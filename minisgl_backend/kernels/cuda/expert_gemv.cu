@@ -1,4 +1,5 @@
-// A few tokens times the weights of the experts that each has chosen, in MXFP4 or float8, for Hopper (sm_90a).
+// A few tokens times the weights of the experts that each has chosen, in bfloat16, MXFP4 or float8, for Hopper
+// (sm_90a).
 //
 // The choice of experts is known late, and a product is short. What counts is how soon memory is busy, and how soon its
 // last bytes are multiplied. A thread block has 16 rows of a choice's weight. Its warps share the in_features so finely
@@ -6,9 +7,12 @@
 // warp multiplies as in `gemv.cuh`. Codes pass through shared memory, since registers could hold them for fewer warps
 // only; each lane reads back what it has copied itself. An expert that two tokens have chosen is read twice.
 //
-// Compiled with the macros of `gemv.cuh`, for an e2m1 or e4m3 weight, and: HEIGHT (rows of an expert's weight), GATED
-// (the weight holds the gate's rows, then as many rows of the values), CLAMPED (gpt-oss's gate; otherwise SiLU), WARPS,
-// and PER_PROCESSOR (thread blocks that a multiprocessor has registers for).
+// If there is an expert that all tokens take, it is each token's last choice. Its thread blocks come first, and read
+// its weight while the other experts are being chosen.
+//
+// Compiled with the macros of `gemv.cuh`, for a plain, e2m1 or e4m3 weight, and: HEIGHT (rows of an expert's weight),
+// GATED (the weight holds the gate's rows, then as many rows of the values), CLAMPED (gpt-oss's gate; otherwise SiLU),
+// WARPS, and PER_PROCESSOR (thread blocks that a multiprocessor has registers for).
 
 #include "gates.cuh"
 #include "gemv.cuh"
@@ -24,8 +28,9 @@ constexpr int OUT_FEATURES = GATED ? HEIGHT / 2 : HEIGHT;
 constexpr int OUT_ROWS = GATED ? ROWS / 2 : ROWS;           // that a thread block writes
 constexpr int TO_ROW_8 = GATED ? OUT_FEATURES : 8;          // from the first 8 rows of a thread block to the others
 
-static_assert((CODE == 1 || CODE == 4) && !ZEROS && HEIGHT % ROWS == 0 && WARPS == BATCHES, "");
-static_assert((GROUP == 0 && CODE == 1) || GROUP == 128, "");
+static_assert((CODE <= 1 || CODE == 4) && !ZEROS && HEIGHT % ROWS == 0 && WARPS == BATCHES, "");
+static_assert((GROUP == 0 && CODE <= 1) || GROUP == 128, "");
+static_assert(CODE || SIZE % SUM == 0, "");   // memory beyond the row might be no finite number
 
 struct Arguments {
     const u8* weight;       // [num_experts, HEIGHT, SIZE]
@@ -35,6 +40,7 @@ struct Arguments {
     const int* ids;         // [choices]; -1: nothing is read or written for it
     const float* factors;   // GATED: of x, [tokens], or null
     u16* out;               // [choices, OUT_FEATURES]
+    int of_all;             // the expert that is the last choice of all tokens; -1: none
     int early;              // the kernel before this one wrote only x
     float alpha;            // CLAMPED: of the sigmoid
     float limit;            // CLAMPED: of gates and values
@@ -83,12 +89,14 @@ expert_gemv(const __grid_constant__ Arguments args) {
     extern __shared__ __align__(16) uint4 codes[];   // [WARPS, UNITS, 2, 32]
     __shared__ __align__(16) u32 scales[WARPS][LINES ? COLUMNS * LINES : 1];
     __shared__ float parts[WARPS][ROWS];
-    const u32 strip = blockIdx.x, token = blockIdx.z, choice = token * gridDim.y + blockIdx.y;
+    const bool is_known = args.of_all >= 0 && blockIdx.y == 0, reads_early = args.early || is_known;
+    const u32 strip = blockIdx.x, token = blockIdx.z;
+    const u32 choice = token * gridDim.y + (blockIdx.y + gridDim.y - 1) % gridDim.y;   // the last comes first
     const int lane = threadIdx.x % 32, quarter = lane % 4;
     const int warp = __shfl_sync(ALL, (int)threadIdx.x / 32, 0);   // the same in all lanes
-    if (!args.early) wait_previous();
-    allow_next();   // kernels before this one have written what says which experts were chosen
-    const int expert = __ldcg(args.ids + choice);
+    if (!reads_early) wait_previous();
+    allow_next();   // once all thread blocks have, kernels before this one have written which experts were chosen
+    const int expert = is_known ? args.of_all : __ldcg(args.ids + choice);
     if (expert < 0) {
         wait_previous();   // this kernel must not end before those before it
         return;
@@ -115,7 +123,7 @@ expert_gemv(const __grid_constant__ Arguments args) {
     const int row = lane % 8 + (lane & 8 ? TO_ROW_8 : 0);   // that this lane of the first warp finishes
     const float bias = args.bias && warp == 0 ? to_float(args.bias[first_row + row]) : 0;
     const float of_row = CODE == 1 && !GROUP && warp == 0 ? args.scales[first_row + row] : OF_SUMS;
-    if (args.early) wait_previous();
+    if (reads_early) wait_previous();
 
     Column x;
     x.read(args.x + (u64)(GATED ? token : choice) * SIZE, warp);

@@ -11,7 +11,7 @@ from torch import Tensor
 from minisgl_backend.experts_spec import ClampedGate
 from minisgl_backend.kernels.cuda.module import CudaModule, address
 from minisgl_backend.kernels.gemv_cut import ROWS, GemvCut, expert_codes_bytes
-from minisgl_backend.kernels.packed_weight import CodesKind, PackedWeight
+from minisgl_backend.kernels.packed_weight import PLAIN_MACROS, CodesKind, PackedWeight
 
 
 class _Arguments(ctypes.Structure):
@@ -25,6 +25,7 @@ class _Arguments(ctypes.Structure):
         ("ids", ctypes.c_void_p),
         ("factors", ctypes.c_void_p),
         ("out", ctypes.c_void_p),
+        ("of_all", ctypes.c_int),
         ("early", ctypes.c_int),
         ("alpha", ctypes.c_float),
         ("limit", ctypes.c_float),
@@ -33,15 +34,15 @@ class _Arguments(ctypes.Structure):
 
 class ExpertGemv:
     """One of the two products of layers whose experts have weights of this ``shape``, [num_experts,
-    height, in_features]. A ``gated`` weight holds G and then U, and gives silu(x G^T) * (x U^T), or
-    the same with another ``gate``."""
+    height, in_features], plain or in ``codes``. A ``gated`` weight holds G and then U, and gives
+    silu(x G^T) * (x U^T), or the same with another ``gate``."""
 
     def __init__(
         self,
         shape: Sequence[int],
         device: torch.device,
         *,
-        codes: CodesKind,
+        codes: CodesKind | None,
         gated: bool,
         cut: GemvCut,
         gate: ClampedGate | None = None,
@@ -52,7 +53,7 @@ class ExpertGemv:
         self._out_features = self._height // 2 if gated else self._height
         self._threads = 32 * cut.warps
         constants = {
-            **codes.macros,
+            **(PLAIN_MACROS if codes is None else codes.macros),
             "SIZE": in_features,
             "HEIGHT": self._height,
             "GATED": gated,
@@ -68,11 +69,12 @@ class ExpertGemv:
     def __call__(
         self,
         x: Tensor,
-        weight: PackedWeight,
+        weight: Tensor | PackedWeight,
         ids: Tensor,
         *,
         factors: Tensor | None = None,
         bias: Tensor | None = None,
+        of_all: int | None = None,
         early: bool = False,
         pdl: bool = False,
     ) -> Tensor:
@@ -82,22 +84,27 @@ class ExpertGemv:
         through its own expert.
 
         If gated, x is multiplied by ``factors`` [num_tokens]. ``bias`` [num_experts, height] is
-        added before a gate. ``early``: of these, the kernel before this one wrote only x.
+        added before a gate. ``of_all``: the expert that is the last choice of all tokens, if there
+        is one. ``early``: of these, the kernel before this one wrote only x.
         """
-        assert weight.kind == self._codes and ids.dtype == torch.int32
-        codes = weight.weight.codes
-        assert all(of is None or of.is_contiguous() for of in (x, codes, ids, bias))
+        scales = None
+        if isinstance(weight, PackedWeight):
+            assert weight.kind == self._codes
+            scales, weight = weight.scales, weight.weight.codes
+        assert ids.dtype == torch.int32
+        assert all(of is None or of.is_contiguous() for of in (x, weight, ids, bias))
         assert len(x) == (len(ids) if self._gated else ids.numel())
         assert factors is None or self._gated
         out = torch.empty((ids.numel(), self._out_features), dtype=x.dtype, device=x.device)
         arguments = _Arguments(
-            weight=address(codes),
-            scales=address(weight.scales),
+            weight=address(weight),
+            scales=address(scales),
             bias=address(bias),
             x=address(x),
             ids=address(ids),
             factors=address(factors),
             out=address(out),
+            of_all=-1 if of_all is None else of_all,
             early=early,
             alpha=0 if self._gate is None else self._gate.alpha,
             limit=0 if self._gate is None else self._gate.limit,

@@ -192,7 +192,7 @@ class ExpertsKernels:
         """``gate_up`` and ``down`` are the shapes of the weights of all experts held, ``kinds``
         their kinds if they are packed. ``held``, ``wide`` and ``shared``: see ``RoutingKernel``."""
         of_gate_up, of_down = kinds or (None, None)
-        self._bits, self._is_silu = 16 if of_down is None else of_down.encoding.bits, gate is None
+        self._bits = 16 if of_down is None else of_down.encoding.bits
         self._num_experts = rule.num_experts
         self._rounds = kinds is not None and all(kind.rounds_many_rows for kind in kinds)
         all_cuts = expert_cut.cuts(self._bits, rounds=self._rounds)
@@ -222,6 +222,10 @@ class ExpertsKernels:
                     ExpertGemv(gate_up, device, codes=kinds[0], gated=True, cut=first, gate=gate),
                     ExpertGemv(down, device, codes=kinds[1], gated=False, cut=second),
                 )
+        self._up_for_rows: ExpertGemv | None = None
+        cut = None if kinds is not None or gate is not None else expert_gemv_cut(gate_up[2], None)
+        if cut is not None:
+            self._up_for_rows = ExpertGemv(gate_up, device, codes=None, gated=True, cut=cut)
         self._for_many: tuple[ManyRowsKernel, ManyRowsKernel] | None = None
         if has_many:
             self._for_many = (
@@ -234,8 +238,8 @@ class ExpertsKernels:
 
     def takes_shared(self, num_tokens: int, router: Tensor) -> bool:
         """Whether a call may have a ``shared_gate``, if the kernels are made for ``shared``."""
-        is_few = num_tokens <= expert_cut.MOST_ROWS and self._bits == 16
-        return is_few and self._is_silu and self._route.takes_rows(num_tokens, router, block=0)
+        is_few = num_tokens <= expert_cut.MOST_ROWS and self._up_for_rows is not None
+        return is_few and self._route.takes_rows(num_tokens, router, block=0)
 
     def __call__(
         self,
@@ -268,7 +272,8 @@ class ExpertsKernels:
         is_plain = experts.gate is None and experts.gate_up_bias is None
         are_many = is_plain and expert_cut.are_many(num_pairs, self._num_experts, self._bits)
         for_many = self._for_many if are_many else None
-        one_by_one = num_tokens <= expert_cut.MOST_ROWS and self._bits == 16 and is_plain
+        is_few = num_tokens <= expert_cut.MOST_ROWS and is_plain
+        up_for_rows = self._up_for_rows if is_few else None
         cut = self._cut(num_pairs)
         rest: dict[str, Any] = {
             "correction": correction,
@@ -277,7 +282,7 @@ class ExpertsKernels:
             "pdl": pdl,
         }
         for_few = self._for_few if num_pairs <= MOST_CHOICES else None
-        block = 0 if one_by_one or for_few else expert_cut.MANY.block if for_many else cut.tokens
+        block = 0 if up_for_rows or for_few else expert_cut.MANY.block if for_many else cut.tokens
         if self._route.takes_rows(num_tokens, router, block=block):
             rest["bias"] = bias
             routed = self._route.of_rows(x, router, block=block, gate=shared_gate, **rest)
@@ -285,15 +290,12 @@ class ExpertsKernels:
             assert shared_gate is None
             rest["bias"] = None if squares is None else bias
             routed = self._route(logits(squares is None), block=block, **rest)
-        if one_by_one:
+        if up_for_rows:
             assert isinstance(gate_up, Tensor) and isinstance(down, Tensor)
-            ids, top_k = routed.choices.ids.flatten(), routed.choices.ids.shape[1]
-            inner = x.new_empty((len(ids), down.shape[2]))
-            outer = x.new_empty((len(ids), down.shape[1]))
-            launch_expert_rows(
-                inner, x, gate_up, ids, top_k=top_k, gated=True, factors=routed.factors, pdl=pdl
-            )
-            launch_expert_rows(outer, inner, down, ids, top_k=1, gated=False, early=pdl, pdl=pdl)
+            ids, of_all = routed.choices.ids, None if shared_gate is None else len(gate_up) - 1
+            inner = up_for_rows(x, gate_up, ids, factors=routed.factors, of_all=of_all, pdl=pdl)
+            outer = x.new_empty((ids.numel(), down.shape[1]))
+            launch_expert_rows(outer, inner, down, ids.flatten(), early=pdl, pdl=pdl)
         elif for_few:
             assert isinstance(gate_up, PackedWeight) and isinstance(down, PackedWeight)
             ids, (few_up, few_down) = routed.choices.ids, for_few
@@ -333,7 +335,7 @@ class ExpertsKernels:
                 early=pdl,
                 pdl=pdl,
             )
-        return outer.view(num_tokens, top_k, -1), routed.choices
+        return outer.view(*routed.choices.ids.shape, -1), routed.choices
 
 
 class HopperExperts:

@@ -1,4 +1,4 @@
-"""Experts for few rows, and the weighted sum over a token's experts.
+"""The second product of experts for few rows, and the weighted sum over a token's experts.
 
 ``_rows`` streams an expert's weight for one row of x, without tensor cores. A program takes some
 output features of one (token, choice) pair.
@@ -17,14 +17,10 @@ def _rows(
     x_ptr,
     weight_ptr,
     experts_ptr,
-    factors_ptr,
     out_features,
-    TOP_K: tl.constexpr,  # rows of the output for each row of x
     SIZE: tl.constexpr,  # in_features
     ROWS: tl.constexpr,  # output features of a program
     BLOCK: tl.constexpr,
-    GATED: tl.constexpr,
-    FACTORS: tl.constexpr,
     EARLY: tl.constexpr,  # experts_ptr was written before the preceding kernel
     PDL: tl.constexpr,
 ):
@@ -37,39 +33,22 @@ def _rows(
     expert = tl.load(experts_ptr + pair).to(tl.int64)
     if expert < 0:
         return
-    height = out_features * 2 if GATED else out_features
-    at = weight_ptr + (expert * height + r[:, None]) * SIZE + k[None, :]
-    up_offset = out_features.to(tl.int64) * SIZE
+    at = weight_ptr + (expert * out_features + r[:, None]) * SIZE + k[None, :]
     inside = in_rows & (k[None, :] < SIZE)
     w = tl.load(at, mask=inside, other=0.0, eviction_policy="evict_first")
-    if GATED:
-        u = tl.load(at + up_offset, mask=inside, other=0.0, eviction_policy="evict_first")
     if PDL:
         if EARLY:
             wait_previous()
         allow_next()
-    x_at = x_ptr + (pair // TOP_K).to(tl.int64) * SIZE + k
+    x_at = x_ptr + pair.to(tl.int64) * SIZE + k
     acc = tl.zeros([ROWS, BLOCK], tl.float32)
-    acc_up = tl.zeros([ROWS, BLOCK], tl.float32)
     for start in tl.static_range(0, SIZE, BLOCK):
         x = tl.load(x_at + start, mask=start + k < SIZE, other=0.0).to(tl.float32)
         if start > 0:
             inside = in_rows & (start + k[None, :] < SIZE)
             w = tl.load(at + start, mask=inside, other=0.0, eviction_policy="evict_first")
-            if GATED:
-                u = tl.load(
-                    at + up_offset + start, mask=inside, other=0.0, eviction_policy="evict_first"
-                )
         acc += w.to(tl.float32) * x[None, :]
-        if GATED:
-            acc_up += u.to(tl.float32) * x[None, :]
     y = tl.sum(acc, axis=1)  # [ROWS]
-    factor = 1.0
-    if FACTORS:
-        factor = tl.load(factors_ptr + pair // TOP_K)
-        y *= factor
-    if GATED:
-        y = y * tl.sigmoid(y) * (tl.sum(acc_up, axis=1) * factor)
     to = out_ptr + pair.to(tl.int64) * out_features + r
     tl.store(to, y.to(out_ptr.dtype.element_ty), mask=r < out_features)
 
@@ -158,37 +137,29 @@ def launch_expert_rows(
     weight: Tensor,
     experts: Tensor,
     *,
-    top_k: int,
-    gated: bool,
-    factors: Tensor | None = None,
     early: bool = False,
     pdl: bool = False,
     rows: int | None = None,
-    block: int | None = None,
+    block: int = 256,
     num_warps: int = 4,
 ) -> None:
-    """``out`` [num_pairs, out_features]: row p is x[p // top_k] through ``experts[p]``, and is not
-    written if that is -1. ``early``: the kernel before this one did not write ``experts``.
+    """``out`` [num_pairs, out_features]: row p is x[p] through ``experts[p]``, and is not written
+    if that is -1. ``early``: the kernel before this one did not write ``experts``.
 
     ``rows`` are a program's output features, and ``block`` an iteration's in_features. The defaults
     are the fastest on an H200 for the shapes of Qwen3-30B-A3B and Qwen3.6-35B-A3B.
     """
-    rows = rows or (2 if gated else 8 if x.shape[1] <= 512 else 4)
-    block = block or (2048 if gated else 256)
+    rows = rows or (8 if x.shape[1] <= 512 else 4)
     num_pairs, out_features = out.shape
     _rows[(triton.cdiv(out_features, rows), num_pairs)](
         out,
         x,
         weight,
         experts,
-        factors,
         out_features,
-        TOP_K=top_k,
         SIZE=x.shape[1],
         ROWS=rows,
         BLOCK=block,
-        GATED=gated,
-        FACTORS=factors is not None,
         EARLY=early,
         PDL=pdl,
         num_warps=num_warps,

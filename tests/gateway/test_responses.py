@@ -100,6 +100,22 @@ def test_what_an_assistant_thinks_says_and_calls_is_one_message() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("before", "after"), [(["One", "two"], ["three"]), (["One"], ["two", "three"])]
+)
+def test_nothing_is_lost_of_what_an_assistant_says_around_a_call(
+    before: list[str], after: list[str]
+) -> None:
+    def said(texts: list[str]) -> dict[str, Any]:
+        parts = [{"type": "output_text", "text": text} for text in texts]
+        return {"role": "assistant", "content": parts}
+
+    called = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+    (message,) = messages(said(before), called, said(after))
+    assert [part["text"] for part in message["content"]] == ["One", "two", "three"]
+    assert len(message["tool_calls"]) == 1
+
+
 def test_messages_of_an_assistant_in_a_row_stay_apart() -> None:
     said = {"role": "assistant", "content": "One."}
     assert messages(said, said) == [said, said]

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 from minisgl_client.parameters import Parameters
 from pydantic import TypeAdapter
@@ -40,6 +40,7 @@ from minisgl_gateway.turns import in_turns
 
 Referred = Callable[[str], Mapping[str, Any]]
 """Finds the item of a kept response by its id; raises ``ApiError``."""
+_Part: TypeAlias = InputText | OutputText | RefusalPart
 _OUTPUT_ITEM: Final = TypeAdapter[OutputItem](OutputItem)
 LOGPROBS: Final = "message.output_text.logprobs"
 
@@ -135,8 +136,9 @@ def _add_to_answer(messages: list[dict[str, Any]], item: OutputItem) -> None:
         call = {"id": item.call_id, "type": "function", "function": function}
         last.setdefault("tool_calls", []).append(call)
     elif isinstance(item, MessageItem):
-        said = _content(item.content)
-        last["content"] = f"{last['content']}{said}" if isinstance(said, str) else said
+        before = last["content"]  # of the same answer, before its calls
+        said = [before] if isinstance(before, str) else [part["text"] for part in before]
+        last["content"] = content_of([*filter(None, said), *_texts(item.content)])
     else:
         texts = [part.text for part in item.content or item.summary or ()]
         thought = "".join([last.get("reasoning_content", ""), *texts])
@@ -144,12 +146,14 @@ def _add_to_answer(messages: list[dict[str, Any]], item: OutputItem) -> None:
             last["reasoning_content"] = thought
 
 
-def _content(parts: str | Sequence[InputText | OutputText | RefusalPart]) -> str | list[Any]:
+def _content(parts: str | Sequence[_Part]) -> str | list[Any]:
+    return content_of(_texts(parts))
+
+
+def _texts(parts: str | Sequence[_Part]) -> list[str]:
     if isinstance(parts, str):
-        return parts
-    return content_of(
-        [part.refusal if isinstance(part, RefusalPart) else part.text for part in parts]
-    )
+        return [parts]
+    return [part.refusal if isinstance(part, RefusalPart) else part.text for part in parts]
 
 
 # --- tools, and the form of the answer -----------------------------------------------------------

@@ -143,6 +143,7 @@ def test_forms_that_are_wrong_usage(
         (["x", "-p", "suffix=y"], 1, "Error: UNSUPPORTED: suffix is not supported, got 'y'"),
         (["x", "-p", "top_k"], 2, "'top_k' is not NAME=VALUE"),
         (["x", "-p", "top_k=much"], 2, "top_k: 'much' is not a valid value"),
+        (["x", "-p", f"top_k={'[' * 9000}"], 2, "top_k: '[[[[[[["),
         (["x", "--jsonl"], 2, "give a prompt, or a file or standard input"),
         (["x", "--url", "127.0.0.1:1"], 1, "Error: CONNECTION_FAILED: failed to connect"),
         (["x", "-p", "prompt=y"], 2, "prompt is not a parameter"),

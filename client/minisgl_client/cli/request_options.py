@@ -12,7 +12,7 @@ from click.core import ParameterSource
 
 from minisgl_client import strict_json
 from minisgl_client.client import AsyncClient, Client
-from minisgl_client.errors import InvalidArgument
+from minisgl_client.errors import InvalidArgument, short
 from minisgl_client.parameters import StructuredOutputs
 from minisgl_client.wire import INPUTS, LISTS
 
@@ -217,7 +217,7 @@ def _parameter(text: str) -> tuple[str, Any]:
         return name, value  # text as it is, even if it looks like a number
     try:
         return name, json.loads(value)
-    except ValueError:
+    except (ValueError, RecursionError):
         if name in INPUTS:
-            raise click.BadParameter(f"{name}: {value!r} is not a valid value") from None
+            raise click.BadParameter(f"{name}: {short(value)} is not a valid value") from None
         return name, value

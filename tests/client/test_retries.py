@@ -240,9 +240,10 @@ def test_something_that_is_not_triton(way: Way) -> None:
         assert script.num_requests == (3 if kind is Unavailable else 1)
 
 
-def test_an_error_in_the_form_of_another_server() -> None:
-    response = httpx.Response(404, json={"error": {"message": "Not Found", "param": None}})
-    sentence = "no Triton HTTP server answers there: HTTP status 404"
+@pytest.mark.parametrize("status", [404, 405, 501])
+def test_an_error_in_the_form_of_another_server(status: int) -> None:
+    response = httpx.Response(status, json={"error": {"message": "Not Found", "param": None}})
+    sentence = f"no Triton HTTP server answers there: HTTP status {status}"
     assert str(http_transport._refusal(response)) == sentence
 
 

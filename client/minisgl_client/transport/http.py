@@ -226,7 +226,7 @@ def _refusal(response: httpx.Response) -> MinisglError:
     except (MinisglError, KeyError):
         pass
     sentence = f"HTTP status {response.status_code}"
-    if response.status_code in (404, 405):
+    if response.status_code in (404, 405, 501):  # the last for POST, as from the port for health
         sentence = f"{_NO_TRITON}: {sentence}"
     return Unavailable(sentence) if response.status_code == 503 else InvalidArgument(sentence)
 

@@ -179,9 +179,11 @@ def _parameters(
     ``max_tokens`` by ``name``."""
     if request.stream_options is not None and not request.stream:
         raise invalid("stream_options goes with stream", "stream_options")
-    echoes = isinstance(request, CompletionRequest) and request.echo
-    if max_tokens == 0 and request.prompt_logprobs is None and not echoes:
-        raise invalid(f"{name} must be >= 1 without echo or prompt_logprobs, got 0", name)
+    of_prompt = {"prompt_logprobs": request.prompt_logprobs is not None}
+    if isinstance(request, CompletionRequest):
+        of_prompt = {"echo": request.echo, **of_prompt}
+    if max_tokens == 0 and not any(of_prompt.values()):
+        raise invalid(f"{name} must be >= 1 without {' or '.join(of_prompt)}, got 0", name)
     if request.prompt_logprobs is not None and request.stream:
         raise unsupported("prompt_logprobs is not supported with stream", "prompt_logprobs")
     given: dict[str, Any] = {

@@ -258,8 +258,9 @@ def test_when_the_prompt_is_scored(fields: dict[str, Any], asked: int | None) ->
 
 
 def test_no_tokens_at_all_are_asked_for_with_the_prompts_logprobs_alone() -> None:
-    for ask in (of_completion, of_chat):
-        with pytest.raises(ApiError) as caught:
+    asking = {of_completion: "echo or prompt_logprobs", of_chat: "prompt_logprobs"}
+    for ask, names in asking.items():
+        with pytest.raises(ApiError, match=f"must be >= 1 without {names}, got 0") as caught:
             ask(max_tokens=0)
         assert caught.value.param == "max_tokens"
         with pytest.raises(ApiError) as caught:

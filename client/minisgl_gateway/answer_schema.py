@@ -31,7 +31,7 @@ class Usage(BaseModel):
 
 
 class TopLogprob(BaseModel):
-    """A likely token; ``bytes`` is null if the token is no whole character."""
+    """A likely token; ``token`` has U+FFFD for a part of a character, ``bytes`` has that part."""
 
     token: str
     logprob: float

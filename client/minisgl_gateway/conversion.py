@@ -265,7 +265,8 @@ def _messages(messages: Sequence[Message]) -> list[Mapping[str, Any]]:
 def _message(message: Message) -> dict[str, Any]:
     """A message in the form of chat templates.
 
-    The role ``developer`` becomes ``system``, and function calls become tool calls.
+    The role ``developer`` becomes ``system``, and function calls become tool calls. An assistant
+    that neither says nor calls anything, as one whose thoughts were cut off, says "".
     """
     plain = message.model_dump(exclude_none=True)
     if thought := plain.pop("reasoning", None):
@@ -276,4 +277,6 @@ def _message(message: Message) -> dict[str, Any]:
         plain["role"] = "tool"
     elif call := plain.pop("function_call", None):
         plain.setdefault("tool_calls", []).append({"type": "function", "function": call})
+    if not plain.get("tool_calls"):
+        plain.setdefault("content", "")
     return plain

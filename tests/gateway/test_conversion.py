@@ -560,6 +560,13 @@ def test_marks_that_are_special_tokens_stay_in_the_text_that_is_read() -> None:
         assert generation.parameters.get("skip_special_tokens", True) is not keeps
 
 
+@pytest.mark.parametrize("empty", [{}, {"content": None}, {"tool_calls": []}])
+def test_an_answer_that_was_cut_off_in_its_thoughts_may_be_sent_back(empty: dict[str, Any]) -> None:
+    said = {"role": "assistant", "reasoning_content": "2 +", **empty}
+    (message,) = of_chat(messages=[said]).messages or ()
+    assert message == {**said, "content": ""}
+
+
 def test_thoughts_that_come_back_go_to_the_template() -> None:
     for name in ("reasoning_content", "reasoning"):
         said = {"role": "assistant", "content": "4", name: "2 + 2"}

@@ -13,7 +13,7 @@ import os
 import re
 import signal
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, cast, get_args
 
@@ -194,6 +194,7 @@ def gateway(
     drain_timeout_s: int,
 ) -> None:
     """Serve OpenAI's and Anthropic's APIs and a chat page, in front of a MiniSGL server."""
+    _check_filled({"--host": host, "--model": model, "--model-name": model_name})
     keys = _keys_of(api_keys, os.environ.get("MINISGL_API_KEYS"), api_key_file)
     if not keys and not _is_loopback(host):
         raise click.UsageError(f"listening on {host} needs an API key: see --api-key-file")
@@ -203,7 +204,7 @@ def gateway(
         triton=triton,
         servers=servers,
         model=model,
-        model_name=model_name or model,
+        model_name=model if model_name is None else model_name,
         api_keys=keys,
         admin_keys=_keys_of((), None, admin_key_file),
         cors_origins=cors_origins,
@@ -279,6 +280,13 @@ def _checked(source: str, keys: Sequence[str]) -> Sequence[str]:
     if not all(key.isprintable() for key in keys):  # nor are bytes that are not UTF-8
         raise click.UsageError(f"{source} holds a key that is no printable text in UTF-8")
     return keys
+
+
+def _check_filled(given: Mapping[str, str | None]) -> None:
+    """Refuse an empty value, perhaps of a shell variable that is not set."""
+    for name, value in given.items():
+        if value == "":
+            raise click.UsageError(f"{name} must not be empty")
 
 
 def _check_origins(origins: Sequence[str], *, has_keys: bool) -> None:

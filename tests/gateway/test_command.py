@@ -47,6 +47,9 @@ def check_refused(result: Result, words: str) -> None:
         (["--host", "0.0.0.0"], "needs an API key"),
         (["--host", "::"], "needs an API key"),
         (["--host", "example.com"], "needs an API key"),
+        (["--host", ""], "--host must not be empty"),
+        (["--model", ""], "--model must not be empty"),
+        (["--model-name", ""], "--model-name must not be empty"),
     ],
 )
 def test_options(options: list[str], words: str, monkeypatch: pytest.MonkeyPatch) -> None:

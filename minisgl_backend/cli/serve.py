@@ -127,6 +127,8 @@ def serve(
     if options.node_rank:
         _follow(options, HealthServer(address, health_port), console)
         return
+    if health_port and health_port in (http_port, grpc_port, metrics_port):
+        raise ConfigError(f"--health-port {health_port} is that of another endpoint, too")
     installation = find_installation(tritonserver)
     options = checked(options)
     raise_descriptor_limit()

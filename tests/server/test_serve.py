@@ -200,6 +200,7 @@ def test_the_true_cause_of_a_failed_load(tmp_path: Path) -> None:
         (["--tokenizer", str(Path(__file__).parent)], "read; the option tokenizer names a folder"),
         (["--enable-lora", "true", "--lora-module", "a=/nowhere"], "folder /nowhere does not"),
         (["--http-port", "9", "--grpc-port", "9"], "--grpc-port 9 is that of another endpoint"),
+        (["--health-port", "9", "--grpc-port", "9"], "--health-port 9 is that of another endpoint"),
     ],
 )
 def test_what_cannot_start_is_refused_before_anything_does(

@@ -72,26 +72,28 @@ class QueueMarker:
         # the process id tells a supervisor what to remove if this process was killed
         self._name = f"{place}.{os.getpid()}.{secrets.token_hex(8)}.{most_tokens}"
         self._full = False
+        self._lock = threading.Lock()  # who looks for the marker must not miss it in a renaming
         if directory is not None:
             for state in (QUEUE_OPEN, QUEUE_FULL):
                 for old in directory.glob(f"{state}.{place}.*"):
                     old.unlink(missing_ok=True)
-            self._path(QUEUE_OPEN).touch()
+            self._path(self._full).touch()
 
     def show(self, full: bool) -> None:
         """Say whether the queue is full."""
         if self._directory is None or full == self._full:
             return
-        before, after = (QUEUE_OPEN, QUEUE_FULL) if full else (QUEUE_FULL, QUEUE_OPEN)
-        with contextlib.suppress(FileNotFoundError):
-            self._path(before).rename(self._path(after))
-        self._full = full
+        with self._lock:
+            with contextlib.suppress(FileNotFoundError):
+                self._path(self._full).rename(self._path(full))
+            self._full = full
 
     def is_replaced(self) -> bool:
         """Whether a successor removed the marker."""
         if self._directory is None:
             return False
-        return not (self._path(QUEUE_OPEN).exists() or self._path(QUEUE_FULL).exists())
+        with self._lock:
+            return not self._path(self._full).exists()
 
     def must_drain(self) -> bool:
         """Whether the starter of the server is about to stop it."""
@@ -100,12 +102,12 @@ class QueueMarker:
     def remove(self) -> None:
         """Remove the marker: the engine ends."""
         if self._directory is not None:
-            for state in (QUEUE_OPEN, QUEUE_FULL):
-                self._path(state).unlink(missing_ok=True)
+            with self._lock:
+                self._path(self._full).unlink(missing_ok=True)
 
-    def _path(self, state: str) -> Path:
+    def _path(self, full: bool) -> Path:
         assert self._directory is not None
-        return self._directory / f"{state}.{self._name}"
+        return self._directory / f"{QUEUE_FULL if full else QUEUE_OPEN}.{self._name}"
 
 
 class MarkerReader:

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
 
 import pytest
 
@@ -154,3 +155,20 @@ def test_a_model_that_is_said_not_to_be_ready_after_a_pause_serves_on(
         assert not drained.is_set()
     finally:
         watcher.close()
+
+
+def test_a_marker_is_not_taken_for_removed_while_it_is_renamed(tmp_path: Path) -> None:
+    """The queue of a busy engine is full and open by turns."""
+    marker = QueueMarker(tmp_path, "m.1", 64)
+
+    def turn() -> None:
+        for number in range(4000):
+            marker.show(number % 2 == 0)
+
+    thread = threading.Thread(target=turn)
+    thread.start()
+    while thread.is_alive():
+        assert not marker.is_replaced()
+    thread.join()
+    QueueMarker(tmp_path, "m.1", 64)
+    assert marker.is_replaced()

@@ -18,8 +18,9 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Final
@@ -171,12 +172,8 @@ class TritonPythonModel:
             responder.fail(error)
 
     def _accept(self, request: Any, responder: Responder) -> None:
-        try:
+        with self._counting_refusals():
             parsed, direct = read_request(request, self._limits)
-        except Exception as error:
-            if reason := refusal_of(error):
-                self._engine.count_refused(reason)
-            raise
         if isinstance(parsed, AdapterOrder):
             if parsed.only_lists:  # waits for no adapter that is being loaded
                 self._carry_out(parsed, responder)
@@ -196,7 +193,8 @@ class TritonPythonModel:
     def _generate(self, generation: Generation, responder: Responder, *, direct: bool) -> None:
         key = self._dispatcher.new_key()
         stream = self._requests.stream(generation, responder, key, direct=direct)
-        samples = self._requests.samples(generation, stream)
+        with self._counting_refusals():
+            samples = self._requests.samples(generation, stream)
         sinks = self._dispatcher.open(stream)
         try:
             self._engine.submit_samples(samples, sinks)
@@ -205,6 +203,16 @@ class TritonPythonModel:
             raise
         if stream.is_muted:  # given up before the engine knew its request
             self._dispatcher.abort(stream)
+
+    @contextmanager
+    def _counting_refusals(self) -> Iterator[None]:
+        """Count what is refused inside, before ``submit_samples``, which counts for itself."""
+        try:
+            yield
+        except MiniSGLError as error:
+            if reason := refusal_of(error):
+                self._engine.count_refused(reason)
+            raise
 
     def _carry_out(self, order: AdapterOrder, responder: Responder) -> None:
         """Load or unload an adapter, and answer with the list of all."""

@@ -484,9 +484,9 @@ def test_refusals(model: Model, asked: pb_utils.InferenceRequest, message: str) 
 
 
 def test_refusals_are_counted_once(model: Model) -> None:
-    refused = {"max_tokens": 0}, {"max_tokens": 100_000}, {"stop": "x"}
+    refused = {"max_tokens": 0}, {"max_tokens": 100_000}, {"stop": "x"}, {"lora_name": "sql"}
     model.execute([request(acknowledged=False, **given) for given in refused])
-    wait_until(lambda: model.stats()["rejected"] == {"invalid": 2, "unsupported": 1})
+    wait_until(lambda: model.stats()["rejected"] == {"invalid": 2, "unsupported": 2})
 
 
 def test_a_request_that_is_given_up_on_its_way_into_the_engine_ends(

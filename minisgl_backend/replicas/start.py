@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, wait
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Final
@@ -74,17 +75,20 @@ def _of_replica(options: EngineOptions, folder: Path, device: str) -> EngineOpti
 
 
 def _start_all(replicas: Sequence[ReplicaProcess]) -> list[EngineInfo]:
-    """Start the processes, and wait until all have loaded the model. If one cannot start, all are
-    ended."""
+    """Start the processes, and wait until all have loaded the model. As soon as one cannot start,
+    all are ended."""
     infos = []
     try:
         for replica in replicas:
             replica.start()
+        started = [replica.started for replica in replicas]
+        done, _ = wait(started, return_when=FIRST_EXCEPTION)
         for replica in replicas:
-            try:
-                infos.append(replica.started.result())
-            except ConfigError as error:
-                raise ConfigError(f"replica {replica.number}: {error}") from None
+            if replica.started in done:
+                try:
+                    infos.append(replica.started.result())
+                except ConfigError as error:
+                    raise ConfigError(f"replica {replica.number}: {error}") from None
     except BaseException:
         for replica in replicas:
             replica.stop()

@@ -299,8 +299,15 @@ def test_ranks_of_replicas() -> None:
 
 def test_a_replica_that_cannot_start_is_named() -> None:
     options = EngineOptions(data_parallel_size=2, **OPTIONS)
-    with pytest.raises(ConfigError, match="replica 0: its process ended"):
+    with pytest.raises(ConfigError, match=r"replica [01]: its process ended"):
         start_replicas(options, "minisgl_backend.no_such_module")
+
+
+def test_a_replica_that_cannot_start_ends_the_start_while_others_load() -> None:
+    options, before = EngineOptions(data_parallel_size=2, **OPTIONS), children_of(os.getpid())
+    with pytest.raises(ConfigError, match="replica 1: its GPU is taken"):
+        start_replicas(options, "tests.replicas.failing_replica")
+    assert set(children_of(os.getpid())) <= set(before)
 
 
 def test_what_does_not_go_with_replicas_is_refused_by_name() -> None:

@@ -192,6 +192,7 @@ def _decoding_scheduler(page_size: int, num_requests: int, num_steps: int) -> Sc
         num_pages=num_requests * (longest // page_size + 1),
         page_size=page_size,
         max_prefill_tokens=num_requests * longest,
+        max_running_requests=num_requests,
     )
     for index in range(num_requests):
         scheduler.add(_request(index, num_tokens=64 + index % 64, max_tokens=num_steps + 16))
@@ -221,8 +222,12 @@ def _sharing_scheduler(num_steps: int, *, names_groups: bool) -> Scheduler:
     return scheduler
 
 
-def _scheduler(num_pages: int, page_size: int, max_prefill_tokens: int) -> Scheduler:
-    config = SchedulerConfig(max_prefill_tokens=max_prefill_tokens)
+def _scheduler(
+    num_pages: int, page_size: int, max_prefill_tokens: int, max_running_requests: int = 256
+) -> Scheduler:
+    config = SchedulerConfig(
+        max_running_requests=max_running_requests, max_prefill_tokens=max_prefill_tokens
+    )
     return Scheduler(RadixCache(num_pages, page_size), config)
 
 

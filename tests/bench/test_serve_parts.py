@@ -178,6 +178,9 @@ def test_a_trace_that_cannot_be_made(option: str) -> None:
     [
         ({"timestamp": -1}, "timestamp must be a number of at least 0"),
         ({"timestamp": "now"}, "timestamp must be a number"),
+        ({"timestamp": float("nan")}, "timestamp must be a number of at least 0"),
+        ({"timestamp": float("inf")}, "timestamp must be a number of at least 0"),
+        ({"timestamp": 10**400}, "timestamp must be a number of at least 0"),
         ({"input_length": 0}, "input_length must be an integer of at least 1"),
         ({"output_length": 1.5}, "output_length must be an integer"),
         ({"hash_ids": [1, -2]}, "hash_ids must be a list of integers of at least 0"),

@@ -9,6 +9,7 @@ al., "Mooncake: Trading More Storage for Less Computation" (FAST 2025).
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ from minisgl_kit.calls import Call, calls_of_file, json_lines, random_calls
 from minisgl_kit.loads import Load, closed_loop, poisson, replay
 
 _NUM_RANDOM = 64
+_LATEST_MS = sys.float_info.max
 _WARM_UP_VARIANT = 1_000_000
 """A variant of its own, so that no prompt of the warm-up is measured."""
 
@@ -162,7 +164,11 @@ def calls_of_trace(
 
 def _entry(line: dict[str, Any], block_size: int, place: str) -> TraceEntry:
     timestamp = line.get("timestamp")
-    if not isinstance(timestamp, (int, float)) or isinstance(timestamp, bool) or timestamp < 0:
+    if (
+        not isinstance(timestamp, (int, float))
+        or isinstance(timestamp, bool)
+        or not 0 <= timestamp <= _LATEST_MS  # NaN is refused, too
+    ):
         raise ConfigError(f"{place}: timestamp must be a number of at least 0")
     for name in ("input_length", "output_length"):
         if type(line.get(name)) is not int or line[name] < 1:

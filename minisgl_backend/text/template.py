@@ -77,6 +77,7 @@ class ChatTemplate:
         except TemplateError as error:
             raise ConfigError(f"the chat template does not compile: {error}") from None
         self._takes_parts = self._roles_with_parts()
+        self._takes_null = self._takes_calls_alone()
 
     def render(
         self,
@@ -93,15 +94,15 @@ class ChatTemplate:
         template refuses the chat, a bound is exceeded, or a variable has the name of one that every
         template gets.
         """
-        return self._render(
-            [
-                dict(message) if message.get("role") in self._takes_parts else join_parts(message)
-                for message in messages
-            ],
-            tools,
-            variables or {},
-            add_generation_prompt,
-        )
+        told = [self._told(message) for message in messages]
+        return self._render(told, tools, variables or {}, add_generation_prompt)
+
+    def _told(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """The message in the form that the program takes."""
+        told = dict(message) if message.get("role") in self._takes_parts else join_parts(message)
+        if told.get("content") is None:
+            told["content"] = None if self._takes_null else ""
+        return told
 
     def _render(
         self,
@@ -146,6 +147,21 @@ class ChatTemplate:
         if not self._shows_parts("user"):
             return frozenset()
         return frozenset(role for role in _AROUND if role == "user" or self._shows_parts(role))
+
+    def _takes_calls_alone(self) -> bool:
+        """Whether the content of a message with calls may be null, as clients send it. Some
+        templates fail on it or write it down, and need an empty text."""
+        (user, calls), _ = _AROUND["tool"]
+        result = {"role": "tool", "content": "x", "tool_call_id": _CALL["id"], "name": "probe"}
+
+        def num_nulls(content: str | None) -> int:
+            text = self._render([user, {**calls, "content": content}, result], None, {})
+            return text.count("None") + text.count("null")
+
+        try:
+            return num_nulls(None) == num_nulls("")
+        except InvalidRequest:
+            return False
 
     def _shows_parts(self, role: str) -> bool:
         before, after = _AROUND[role]

@@ -148,6 +148,31 @@ def test_rarer_roles_get_parts_from_a_template_that_takes_nothing_else(role: str
     assert template(source).render([{"role": role, "content": parts}]) == "[a][b]"
 
 
+_CALLS_ALONE = """{% for message in messages %}{{ message.role + ':' }}
+    {%- if message.role == 'assistant' %}CONTENT
+        {%- for call in message.tool_calls %}{{ '+' + call.function.name }}{% endfor %}
+    {%- else %}{{ message.content }}{% endif %}{{ '|' }}{% endfor %}"""
+
+
+@pytest.mark.parametrize(
+    ("content", "shown"),
+    [
+        ("{{ message.content.split('</think>')[-1] }}", ""),  # QwQ, the first template of Qwen3
+        ("{{ 'x' if '</think>' in message.content }}", ""),
+        ("{{ message.content | trim }}", ""),  # GLM-4.5: None
+        ("{{ message.content | tojson }}", '""'),
+        ("{{ 'none' if message.content is none else 'text' }}", "none"),  # DeepSeek-R1-Distill
+    ],
+)
+@pytest.mark.parametrize("given", [{"content": None}, {}])
+def test_calls_without_a_text(content: str, shown: str, given: dict[str, Any]) -> None:
+    """Clients send calls back with null as their content; a template gets it only if it can."""
+    call = {"id": "call00001", "type": "function", "function": {"name": "f", "arguments": {}}}
+    chat = [{"role": "user", "content": "a"}, {"role": "assistant", **given, "tool_calls": [call]}]
+    rendered = template(_CALLS_ALONE.replace("CONTENT", content)).render(chat)
+    assert rendered == f"user:a|assistant:{shown}+f|"
+
+
 def test_the_date() -> None:
     rendered = template("{{ strftime_now('%Y-%m-%d') }}").render(CHAT)
     assert re.fullmatch(r"\d{4}-\d\d-\d\d", rendered)

@@ -75,6 +75,36 @@ def with_one_beginning(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[st
     return [_joined(beginning), *rest] if beginning else [*rest]
 
 
+def with_single_calls(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The conversation with at most one call in each message. Several calls of a message become as
+    many messages, each with its result behind it; what else the message says comes with the
+    first."""
+    told: list[Mapping[str, Any]] = []
+    placed: list[Mapping[str, Any]] = []
+    """Results that came right after their calls, before their turn."""
+    for index, message in enumerate(messages):
+        if any(message is result for result in placed):
+            continue
+        calls = message.get("tool_calls") or ()
+        if len(calls) < 2:
+            told.append(message)
+            continue
+        results = _results(messages[index + 1 :])
+        for call in calls:
+            told.append({**message, "tool_calls": [call]})
+            message = {"role": message["role"], "content": ""}
+            if (result := results.get(call.get("id"))) is not None:
+                told.append(result)
+                placed.append(result)
+    return told
+
+
+def _results(messages: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
+    """The results that these messages begin with, by call; later calls may have the same ids."""
+    results = takewhile(lambda message: message["role"] == "tool", messages)
+    return {result["tool_call_id"]: result for result in results if "tool_call_id" in result}
+
+
 def _joined(messages: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
     """One message that says what ``messages``, all of one role, say. A single one is unchanged."""
     first = messages[0]

@@ -136,6 +136,7 @@ LLAMA_3_2 = """{{- bos_token }}
     {%- if message.role == 'tool' or message.role == 'ipython' %}
         {{- '<|start_header_id|>ipython<|end_header_id|>\\n\\n' + message.content }}
     {%- elif message.tool_calls %}
+        {%- if message.tool_calls | length > 1 %}{{- raise_exception('one call only') }}{% endif %}
         {%- set call = message.tool_calls[0].function %}
         {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n{"name": "' + call.name + '", ' }}
         {{- '"parameters": ' }}{{- call.arguments | tojson }}{{- '}' }}

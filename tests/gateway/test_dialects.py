@@ -411,3 +411,22 @@ def test_what_agents_say_after_a_result_is_taken_by_the_templates_of_mistral() -
         template.render(chat)
     text = template.render(DIALECTS["mistral"].messages(chat, ()))
     assert "[INST]Look.\n\nNow.[/INST]" in text and "Tests fail." in text
+
+
+def test_each_call_of_an_answer_is_a_message_for_the_templates_of_llama() -> None:
+    """Models write several calls at once, and clients send them back so."""
+    template = ChatTemplate(chat_templates.LLAMA_3_2, {"bos_token": ""}, max_chars=10**6)
+    calls: list[dict[str, Any]] = [
+        {"id": name, "type": "function", "function": {"name": name, "arguments": {}}}
+        for name in ("f", "g")
+    ]
+    chat: list[dict[str, Any]] = [
+        {"role": "user", "content": "Look."},
+        {"role": "assistant", "tool_calls": calls},
+        *({"role": "tool", "tool_call_id": name, "content": f"of {name}"} for name in ("g", "f")),
+    ]
+    with pytest.raises(InvalidRequest, match="one call only"):
+        template.render(chat)
+    text = template.render(DIALECTS["llama3_json"].messages(chat, ()))
+    told = ['{"name": "f"', "of f", '{"name": "g"', "of g"]
+    assert sorted(told, key=text.index) == told

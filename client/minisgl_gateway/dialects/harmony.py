@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import takewhile
 from typing import Any, Final
 
 from minisgl_gateway.dialects.base import Arguments, Dialect, Message, Structure, text_of
 from minisgl_gateway.harmony import FUNCTIONS
 from minisgl_gateway.tools import Calls, Tool
-from minisgl_gateway.turns import reminder
+from minisgl_gateway.turns import reminder, with_single_calls
 
 _HEADERS: Final[Mapping[str, str]] = {
     f"<|channel|>commentary to={FUNCTIONS}": " <|constrain|>json<|message|>",
@@ -36,29 +35,16 @@ class Harmony(Dialect):
 
     def messages(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[Message]:
         told: list[Message] = []
-        placed: list[Message] = []
-        """Results that came right after their calls, before their turn."""
-        for index, message in enumerate(messages):
-            if any(message is result for result in placed):
-                continue
+        for index, message in enumerate(with_single_calls(messages)):
             if message["role"] == "system" and index > 0:
                 told.append(reminder(message))
                 continue
             thoughts = message.get("reasoning_content")
             plain = {key: message[key] for key in message if key != "reasoning_content"}
-            if not (calls := message.get("tool_calls")):
-                told.append({**plain, "thinking": thoughts} if thoughts else plain)
-                continue
-            said = "\n\n".join(filter(None, [thoughts, text_of(message.get("content"))]))
-            results = _results(messages[index + 1 :])
-            for call in calls:
-                told.append({**plain, "content": "", "tool_calls": [call]})
-                if said:
-                    told[-1] = {**told[-1], "thinking": said}
-                    said = ""
-                if len(calls) > 1 and (result := results.get(call.get("id"))) is not None:
-                    told.append(result)
-                    placed.append(result)
+            if message.get("tool_calls"):
+                thoughts = "\n\n".join(filter(None, [thoughts, text_of(message.get("content"))]))
+                plain["content"] = ""
+            told.append({**plain, "thinking": thoughts} if thoughts else plain)
         return told
 
     def tool(self, tool: Tool) -> dict[str, Any]:
@@ -78,9 +64,3 @@ class Harmony(Dialect):
             for header, rest in _HEADERS.items()
             for name, of_tool in arguments.items()
         ]
-
-
-def _results(messages: Sequence[Message]) -> dict[str, Message]:
-    """The results that these messages begin with, by call; later calls may have the same ids."""
-    results = takewhile(lambda message: message["role"] == "tool", messages)
-    return {result["tool_call_id"]: result for result in results if "tool_call_id" in result}

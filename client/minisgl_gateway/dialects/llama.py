@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from minisgl_gateway import call_syntax
-from minisgl_gateway.dialects.base import Arguments, Dialect, Structure, as_json
+from minisgl_gateway.dialects.base import Arguments, Dialect, Message, Structure, as_json
+from minisgl_gateway.tools import Tool
+from minisgl_gateway.turns import with_single_calls
 
 
 class Llama(Dialect):
-    """Llama 3.1 and later, in its JSON form."""
+    """Llama 3.1 and later, in its JSON form. Models write several calls in an answer, but templates
+    take one per message."""
 
     name = "llama3_json"
     syntax = call_syntax.LLAMA
     keeps_special_tokens = True
     _separator = "; "
+
+    def messages(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[Message]:
+        return with_single_calls(messages)
 
     def _structures(
         self, arguments: Mapping[str, Arguments], required: bool, parallel: bool

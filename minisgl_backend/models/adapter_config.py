@@ -20,8 +20,10 @@ _LAYER: Final = re.compile(r".*?\.[^.]*\.(\d+)\.")
 _ALL_LINEAR: Final = "all-linear"
 _MOST_RANK: Final = 4096
 _MOST_REPEATS: Final = 6
-"""The most repeats in a pattern: with this many, each of which may begin anywhere, a name takes
-some 50 ms."""
+"""The most repeats on one way through a pattern: with this many, each of which may begin anywhere,
+a name takes some 50 ms."""
+_MOST_IN_ALL: Final = 30
+"""The most repeats in all alternatives together, which are tried one after the other."""
 _SYMBOL: Final = re.compile(
     r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\{\d*,?\d*\}[?+]?|[*+][?+]?|.", re.DOTALL
 )
@@ -145,7 +147,8 @@ def _compiled(name: str, pattern: str, around: str | None = None) -> re.Pattern[
     if not _is_quick(pattern):
         raise ConfigError(
             f"{CONFIG}: {name} holds a pattern that may take forever, as {_short(pattern)} does: "
-            f"at most {_MOST_REPEATS} repeats, and none of a group with repeats or alternatives"
+            f"at most {_MOST_REPEATS} repeats in an alternative, {_MOST_IN_ALL} in all, and none "
+            "of a group with repeats or alternatives"
         )
     return compiled
 
@@ -154,24 +157,32 @@ def _is_quick(pattern: str) -> bool:
     """Whether a regular expression takes only a bounded time for a module's name, during which no
     other thread of the process runs. Some expressions that do are not recognized."""
     varies = [False]  # of each open group: whether there are several ways to match it
-    repeats, closed = 0, False
+    repeats, most = [0], [0]  # of each open group: in the alternative so far, in those before
+    in_all, closed = 0, False
     for match in _SYMBOL.finditer(pattern):
         symbol = match[0]
         if symbol == "(":
             varies.append(False)
-        elif symbol == ")":
-            closed = len(varies) > 1 and varies.pop()
+            repeats.append(0)
+            most.append(0)
+        elif symbol == ")" and len(varies) > 1:
+            closed = varies.pop()
             varies[-1] |= closed
+            inside = max(repeats.pop(), most.pop())
+            repeats[-1] += inside
             continue
         elif symbol[0] in "*+" or (symbol[0] == "{" and len(symbol) > 1):
-            repeats += 1
+            repeats[-1] += 1
+            in_all += 1
             varies[-1] = True
-            if closed or repeats > _MOST_REPEATS:
+            if closed:
                 return False
         elif symbol == "|":
             varies[-1] = True
+            most[-1] = max(most[-1], repeats[-1])
+            repeats[-1] = 0
         closed = False
-    return True
+    return in_all <= _MOST_IN_ALL and max(repeats[0], most[0]) <= _MOST_REPEATS
 
 
 def _number(fields: Mapping[str, Any], name: str, default: float) -> float:

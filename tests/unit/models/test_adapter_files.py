@@ -150,7 +150,16 @@ def test_ways_to_start_that_leave_the_base_model_are_taken(start: Any, tmp_path:
 
 
 @pytest.mark.parametrize(
-    "pattern", ["(.*)*x", r"(\w+\.?)+!", "(a|.a?)*x", "(([a-z])+.)+x", ".*" * 20 + "x"]
+    "pattern",
+    [
+        "(.*)*x",
+        r"(\w+\.?)+!",
+        "(a|.a?)*x",
+        "(([a-z])+.)+x",
+        ".*" * 20 + "x",
+        "(a.*|b)(.*.*.*c|.*d).*(.*e|f).*x",
+        "|".join([".*a.*b"] * 16),
+    ],
 )
 @pytest.mark.parametrize("field", ["target_modules", "exclude_modules", "rank_pattern"])
 def test_patterns_that_would_take_for_ever_are_refused(
@@ -167,6 +176,9 @@ def test_patterns_that_would_take_for_ever_are_refused(
     [
         r"(?:.*?(?:language|text).*?(?:self_attn|mlp).*?(?:q_proj|v_proj).*?)"
         r"|(?:\bmodel\.layers\.[\d]{1,}\.(?:self_attn|mlp)\.(?:(?:q_proj|v_proj)))",
+        r"(?!x$)(?:(?:.*?(?:vision|text).*?(?:self_attn|mlp).*?\.(?:q_proj|v_proj))"
+        r"|(?:\bmodel\.layers\.[\d]{1,}(?!.*\.experts\.\d)\..*?(?:attn|mlp).*?\.(?:q_proj|v_proj)))"
+        r"|(?:.*?\bvision_tower\.input_proj)",
         r"^(?!.*visual).*\.(q_proj|v_proj)$",
         r"model\.layers\.([0-9]|1[0-9])\.self_attn\.[qv(*+]_proj",
     ],

@@ -115,7 +115,6 @@ class ChatTemplate:
             **self._special_tokens,
             "messages": messages,
             "tools": tools,
-            "documents": None,
             "add_generation_prompt": add_generation_prompt,
             self._meter_name: Meter(self._clock, self._max_seconds, 4 * self._max_chars),
         }
@@ -125,7 +124,7 @@ class ChatTemplate:
         pieces = []
         num_chars = 0
         try:
-            for piece in self._template.generate({**variables, **own}):
+            for piece in self._template.generate({"documents": None, **variables, **own}):
                 pieces.append(piece)
                 num_chars += len(piece)
                 if num_chars > self._max_chars:

@@ -105,6 +105,13 @@ def test_variables() -> None:
     assert thinking.render(CHAT) == "Là. ok"
 
 
+def test_documents() -> None:
+    """Templates of Granite present them to the model; all templates know the variable."""
+    told = template("{% if documents is none %}none{% else %}{{ documents[0].text }}{% endif %}")
+    assert told.render(CHAT) == "none"
+    assert told.render(CHAT, None, {"documents": [{"text": "a"}]}) == "a"
+
+
 @pytest.mark.parametrize("name", ["messages", "add_generation_prompt", "bos_token", "a b", ""])
 def test_variables_that_are_ours(name: str) -> None:
     with pytest.raises(InvalidRequest, match="chat_template_kwargs may not hold '"):

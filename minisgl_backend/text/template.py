@@ -33,6 +33,8 @@ _CALL: Final = {
     "function": {"name": "probe", "arguments": {}},
 }
 _USER: Final = {"role": "user", "content": "x"}
+_THOUGHTS: Final = ("reasoning_content", "thinking", "reasoning")
+"""Where a message may have what the model thought."""
 _RESULTS: Final = ("tool", "function", "ipython")
 """Roles of what a tool answered."""
 _AROUND: Final[Mapping[str, tuple[list[dict[str, Any]], list[dict[str, Any]]]]] = MappingProxyType(
@@ -102,6 +104,9 @@ class ChatTemplate:
         told = dict(message) if message.get("role") in self._takes_parts else join_parts(message)
         if told.get("content") is None:
             told["content"] = None if self._takes_null else ""
+        thoughts = next((told[name] for name in _THOUGHTS if told.get(name) is not None), None)
+        if thoughts is not None:  # as in transformers: templates read one name or another
+            told = {"thinking": thoughts, **told, "reasoning_content": thoughts}
         return told
 
     def _render(

@@ -22,9 +22,9 @@ class Harmony(Dialect):
     """gpt-oss: answers in channels, whose last message may be a call, at most one. It ends with an
     end token, so no stop string is needed.
 
-    Templates take one call per message, thoughts as ``thinking``, and with a call either those or a
-    text, which they present as thoughts. They drop system messages that are not the first, and fail
-    on a tool without a description.
+    Templates take one call per message, and with a call either thoughts or a text, which they
+    present as thoughts. They drop system messages that are not the first, and fail on a tool
+    without a description.
     """
 
     name = "harmony"
@@ -39,12 +39,11 @@ class Harmony(Dialect):
             if message["role"] == "system" and index > 0:
                 told.append(reminder(message))
                 continue
-            thoughts = message.get("reasoning_content")
-            plain = {key: message[key] for key in message if key != "reasoning_content"}
             if message.get("tool_calls"):
-                thoughts = "\n\n".join(filter(None, [thoughts, text_of(message.get("content"))]))
-                plain["content"] = ""
-            told.append({**plain, "thinking": thoughts} if thoughts else plain)
+                said = message.get("reasoning_content"), text_of(message.get("content"))
+                thoughts = "\n\n".join(filter(None, said)) or None
+                message = {**message, "content": "", "reasoning_content": thoughts}
+            told.append(message)
         return told
 
     def tool(self, tool: Tool) -> dict[str, Any]:

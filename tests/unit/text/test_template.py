@@ -67,6 +67,16 @@ CALLS: list[dict[str, Any]] = [
     },
     {"role": "tool", "content": "rain"},
 ]
+THOUGHT: list[dict[str, Any]] = [
+    {"role": "user", "content": "a"},
+    *(
+        {"role": "assistant", "content": "b", name: f"by {name}"}
+        for name in ("reasoning_content", "reasoning", "thinking")
+    ),
+    {"role": "assistant", "content": "b", "thinking": "t", "reasoning_content": "r"},
+]
+THOUGHTS = """{% for message in messages %}
+{{ message.thinking | default('-') }} {{ message.reasoning_content | default('-') }}|{% endfor %}"""
 PARTED: list[dict[str, Any]] = [
     {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}
 ]
@@ -88,6 +98,7 @@ def template(source: str, **bounds: Any) -> ChatTemplate:
         (TOOLS, CALLS, None),
         (PARTS, PARTED, None),
         (PARTS, CHAT, None),
+        (THOUGHTS, THOUGHT, None),
     ],
 )
 def test_as_transformers_does(

@@ -57,9 +57,12 @@ def read_quantization(
 
 
 def _given(config: ConfigReader) -> tuple[Mapping[str, Any], str]:
-    """What config.json says, under either key, and where it says so."""
-    given = config.table("quantization_config") or config.table("compression_config")
-    return given, f"{config.where}: quantization_config"
+    """What config.json says, under any of the keys that tools use, and where it says so."""
+    for key in ("quantization_config", "compression_config"):
+        if given := config.table(key):
+            return given, f"{config.where}: {key}"
+    of_mlx = config.values.get("quantization")  # newer versions of MLX also use the first key
+    return of_mlx if isinstance(of_mlx, dict) else {}, f"{config.where}: quantization"
 
 
 def modelopt_file(folder: Path) -> Mapping[str, Any] | None:
@@ -357,6 +360,7 @@ def _regex(config: ConfigReader, pattern: str) -> re.Pattern[str]:
 
 _TOLD_BY: Final = MappingProxyType(
     {"quant_algo": "modelopt", **dict.fromkeys(("load_in_4bit", "load_in_8bit"), "bitsandbytes")}
+    | {"group_size": "mlx"}
 )
 """Keys that give the tool away in a config without ``quant_method``."""
 _METHODS: Final[Mapping[str, Callable[[ConfigReader], list[Rule]]]] = MappingProxyType(

@@ -596,6 +596,14 @@ def test_formats_that_are_refused(name: str) -> None:
         parse_spec({**QWEN, "quantization_config": quantization})
 
 
+@pytest.mark.parametrize("key", ["quantization", "quantization_config"])
+def test_weights_of_mlx_are_refused_by_name(key: str) -> None:
+    """Its older versions have a key of their own; then only the embedding's odd shape showed it."""
+    message = f"^config.json: {key}: weights quantized by mlx are not supported"
+    with pytest.raises(ConfigError, match=message):
+        parse_spec({**QWEN, key: {"group_size": 64, "bits": 4}})
+
+
 @pytest.mark.parametrize(
     ("given", "said"),
     [

@@ -19,7 +19,7 @@ from minisgl_backend.models.spec import MOST_WIDTH, ModelSpec, MoeSpec
 def read_qwen2(config: ConfigReader) -> ModelSpec:
     """``Qwen2ForCausalLM``, also used by Qwen2.5: biases of queries, keys and values, and possibly
     a sliding window in the upper layers."""
-    fields = common_fields(config.with_defaults(max_position_embeddings=2**15))
+    fields = common_fields(_qwen(config))
     fields["windows"] = _windows(config, fields["num_layers"])
     return ModelSpec(architecture="Qwen2ForCausalLM", qkv_bias=True, **fields)
 
@@ -27,7 +27,7 @@ def read_qwen2(config: ConfigReader) -> ModelSpec:
 def read_qwen3(config: ConfigReader) -> ModelSpec:
     """``Qwen3ForCausalLM``: like Qwen2, but queries and keys are normalized by head. head_dim is
     128 unless given, whatever the hidden size."""
-    config = config.with_defaults(max_position_embeddings=2**15)
+    config = _qwen(config)
     fields = qk_normed_fields(config, head_dim=128)
     fields["windows"] = _windows(config, fields["num_layers"])
     return ModelSpec(architecture="Qwen3ForCausalLM", **fields)
@@ -36,7 +36,7 @@ def read_qwen3(config: ConfigReader) -> ModelSpec:
 def read_qwen2_moe(config: ConfigReader) -> ModelSpec:
     """``Qwen2MoeForCausalLM``, Qwen1.5-MoE and Qwen2-57B-A14B: Qwen2 with experts and a shared one,
     which is gated."""
-    config = config.with_defaults(max_position_embeddings=2**15)
+    config = _qwen(config)
     fields = common_fields(config)
     num_layers = fields["num_layers"]
     if config.flag("use_sliding_window"):
@@ -57,7 +57,7 @@ def read_qwen2_moe(config: ConfigReader) -> ModelSpec:
 
 def read_qwen3_moe(config: ConfigReader) -> ModelSpec:
     """``Qwen3MoeForCausalLM``: experts in every ``decoder_sparse_step``-th layer."""
-    config = config.with_defaults(num_key_value_heads=4, max_position_embeddings=2**15)
+    config = _qwen(config.with_defaults(num_key_value_heads=4))
     fields = qk_normed_fields(config)
     num_layers = fields["num_layers"]
     if config.flag("use_sliding_window"):
@@ -68,6 +68,20 @@ def read_qwen3_moe(config: ConfigReader) -> ModelSpec:
     )
     moe = MoeSpec(experts=experts, layers=sparse_layers(config, num_layers))
     return ModelSpec(architecture="Qwen3MoeForCausalLM", moe=moe, **fields)
+
+
+def _qwen(config: ConfigReader) -> ConfigReader:
+    """The config with Qwen's default for the context. If that is reached by dual chunk attention,
+    which is attention as usual up to the context before (Qwen2.5-1M), it is that one."""
+    config = config.with_defaults(max_position_embeddings=2**15)
+    where = f"{config.where}: dual_chunk_attention_config"
+    chunks = ConfigReader(config.table("dual_chunk_attention_config"), where)
+    if not chunks.values:
+        return config
+    usual = chunks.integer("original_max_position_embeddings", chunks.integer("chunk_size"))
+    context = min(usual, config.integer("max_position_embeddings", usual))
+    values = {**dict.fromkeys(config.nulls), **config.values, "max_position_embeddings": context}
+    return ConfigReader(values, config.where)
 
 
 def _windows(config: ConfigReader, num_layers: int) -> tuple[int | None, ...]:

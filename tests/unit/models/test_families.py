@@ -90,6 +90,17 @@ def test_qwen2_windows_by_layer() -> None:
             parse_spec({**on, "layer_types": wrong})
 
 
+@pytest.mark.parametrize("usual", [{"original_max_position_embeddings": 512}, {"chunk_size": 512}])
+def test_dual_chunks_of_qwen_are_not_needed_within_the_usual_context(usual: Any) -> None:
+    """Qwen2.5-1M: beyond it, plain attention as elsewhere would make text without sense."""
+    chunks = {"chunk_size": 600, "local_size": 64, **usual}
+    for values in (QWEN_3_0_6B, {**QWEN_3_0_6B, "architectures": ["Qwen2ForCausalLM"]}):
+        spec = parse_spec({**values, "dual_chunk_attention_config": chunks})
+        assert spec.context == 512 and not any(spec.windows)
+    with pytest.raises(ConfigError, match="dual_chunk_attention_config: chunk_size is missing"):
+        parse_spec({**QWEN_3_0_6B, "dual_chunk_attention_config": {"chunk": 1}})
+
+
 def test_qwen3() -> None:
     spec = parse_spec(QWEN_3_0_6B)
     assert spec.qk_norm and not spec.qkv_bias and spec.tie_embeddings

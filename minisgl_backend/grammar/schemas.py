@@ -11,7 +11,8 @@
 - Negated classes of patterns exclude NUL: if one such as ``[^"]`` does not, llguidance takes an
   escaped quote or backslash for one of its characters, whether it is one or not.
 
-Anything else that llguidance does not enforce stays, for it to refuse. Must not know where a schema
+Anything else that llguidance does not enforce stays, for it to refuse, unless it is to be left out
+(``without_look_around``; llguidance itself leaves out keywords). Must not know where a schema
 is used.
 """
 
@@ -36,6 +37,11 @@ NOT_NUL: Final = r"[^\x00"
 """How the negated classes of rewritten patterns begin."""
 _NEGATED: Final = re.compile(r"\\.|\[\^(?!\])(?P<hyphen>-?)", re.DOTALL)
 """An escaped character, or the beginning of a negated class; one that begins with ``]`` stays."""
+_LOOKS_AROUND: Final = re.compile(
+    r"(?P<does>\(\?<?[=!]|\\[1-9k])|\\.|\[\^?\]?(?:\\.|[^\]\\])*\]", re.DOTALL
+)
+"""What looks around or back in a pattern; or an escaped character or a class, in which nothing
+does."""
 _LISTS: Final = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
 _SCHEMAS: Final = ("items", "additionalItems", "additionalProperties")
 _ANNOTATIONS: Final = frozenset(
@@ -60,6 +66,35 @@ _MOST_STEPS: Final = 8
 def plain(schema: dict[str, Any]) -> dict[str, Any]:
     """An equivalent schema, in keywords that are enforced as far as possible."""
     return _plain(schema, schema, _MOST_DEPTH)
+
+
+def without_look_around(schema: dict[str, Any]) -> dict[str, Any]:
+    """The schema without the patterns that look around or back, which llguidance cannot match."""
+    found: dict[str, Any] = _not_looking(schema, has_keywords=True)
+    return found
+
+
+def _not_looking(value: Any, has_keywords: bool) -> Any:
+    """A schema or, unless it ``has_keywords``, schemas by name, or a list of either."""
+    if isinstance(value, list):
+        return [_not_looking(one, has_keywords) for one in value]
+    if not isinstance(value, dict):
+        return value
+    found: dict[str, Any] = {}
+    for key, inner in value.items():
+        if has_keywords and key == "pattern" and _looks_around(inner):
+            continue
+        if has_keywords and key == "patternProperties" and isinstance(inner, dict):
+            inner = {name: one for name, one in inner.items() if not _looks_around(name)}
+        is_data = has_keywords and key in DATA
+        found[key] = inner if is_data else _not_looking(inner, not has_keywords or key not in NAMES)
+    return found
+
+
+def _looks_around(pattern: Any) -> bool:
+    return isinstance(pattern, str) and any(
+        found["does"] for found in _LOOKS_AROUND.finditer(pattern)
+    )
 
 
 def says_nothing(key: str, schema: Schema) -> bool:

@@ -71,6 +71,7 @@ def spaced(schema: dict[str, Any] | bool, *, is_lenient: bool = False) -> str:
         guidance = {**guidance, "whitespace_pattern": _WHITESPACE}
     if is_lenient:
         guidance = {**guidance, "lenient": True}
+        schema = schemas.without_look_around(schema)
     return json.dumps({**schemas.plain(schema), "x-guidance": guidance})
 
 

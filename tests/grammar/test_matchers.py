@@ -388,6 +388,41 @@ def test_a_lenient_structure_leaves_out_what_cannot_be_enforced(grammars: Gramma
 
 
 @pytest.mark.parametrize(
+    ("pattern", "is_kept"),
+    [
+        (r"^(?!\.)(?!.*\.\.)[a-z.]+$", False),  # as in what zod writes for addresses of mail
+        (r"^(?=a)[a-z]+$", False),
+        (r"^(a)\1$", False),
+        (r"^(?:b)(?P<x>c)$", True),
+        (r"^b[(?=)]$", True),
+        (r"^b\\(?:1)?$", True),
+    ],
+)
+def test_a_lenient_structure_leaves_out_patterns_that_look_around(
+    pattern: str, is_kept: bool, grammars: Grammars
+) -> None:
+    schema = {
+        "type": "object",
+        "properties": {
+            "pattern": {"$ref": "#/$defs/pattern"},
+            "of": {"const": {"pattern": "(?=)"}},
+        },
+        "patternProperties": {"^(?=x)": {"type": "integer"}},
+        "required": ["pattern", "of"],
+        "$defs": {"pattern": {"type": "string", "pattern": pattern}},
+    }
+    structure = {"begin": "<", "schema": schema, "end": ">", "lenient": True}
+    tag = {"structures": [structure], "at_least_one": True}
+    for said, is_right in (('"a@b.c"', not is_kept), ("1", False)):
+        matcher = compiled(grammars, "structural_tag", tag)
+        text = f'<{{"pattern": {said}, "of": {{"pattern": "(?=)"}}}}>'
+        assert follow(grammars, matcher, text) == is_right
+    structure["lenient"] = False
+    with pytest.raises(InvalidRequest, match="look-around"):
+        compiled(grammars, "structural_tag", tag)
+
+
+@pytest.mark.parametrize(
     ("kind", "source", "around"),
     [
         ("json_schema", True, ("", "")),

@@ -272,6 +272,9 @@ def _check_kv(config: ConfigReader) -> None:
     layer (``kv_scales``)."""
     algorithm = config.word("kv_cache_quant_algo", "FP8")
     _only(config, "kv_cache_quant_algo", algorithm, "FP8")
+    if isinstance(named := config.values.get("kv_cache_scheme"), str):  # ModelOpt may write a name
+        _only(config, "kv_cache_scheme", named, "FP8")
+        return
     scheme = config.table("kv_cache_scheme")
     wanted = {"num_bits": 8, "type": "float"} if scheme else {}
     defaults = {"dynamic": False, "symmetric": True, "strategy": "tensor"}

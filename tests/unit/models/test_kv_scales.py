@@ -20,6 +20,7 @@ from minisgl_backend.models.kv_scales import read_kv_scales
 from minisgl_backend.models.tensor_names import TensorNames
 from minisgl_backend.parallel.group import OneRank
 from tests.conformance.checkpoints import write_checkpoint
+from tests.unit.models.config_jsons import QWEN_3_0_6B
 
 ATTENTION = "model.layers.{}.self_attn."
 SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
@@ -129,12 +130,20 @@ def quantization(**values: Any) -> dict[str, Any]:
         (quantization(kv_cache_scheme={**SCHEME, "num_bits": 4}), "must be 8-bit floats with one"),
         (quantization(kv_cache_scheme={**SCHEME, "dynamic": True}), "must be 8-bit floats with o"),
         (quantization(kv_cache_scheme={**SCHEME, "strategy": "attn_head"}), "one scale a tensor"),
-        (quantization(kv_cache_scheme="fp8"), "kv_cache_scheme must be an object"),
+        (quantization(kv_cache_scheme="NVFP4"), "kv_cache_scheme 'NVFP4' is not supported"),
+        (quantization(kv_cache_scheme=[8]), "kv_cache_scheme must be an object"),
     ],
 )
 def test_other_quantization_is_refused(values: dict[str, Any], reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         parse_spec({"architectures": ["Qwen3ForCausalLM"], "quantization_config": values})
+
+
+def test_modelopt_may_name_the_scheme_of_keys_and_values() -> None:
+    """As its versions up to 0.31 do, which also leave out ``quant_method``."""
+    of_modelopt = {"quant_algo": "FP8", "kv_cache_scheme": "FP8", "ignore": ["lm_head"]}
+    spec = parse_spec({**QWEN_3_0_6B, "quantization_config": of_modelopt})
+    assert spec.weights is not None and spec.weights.method == "modelopt"
 
 
 def test_pages_carry_the_scales_of_their_layer() -> None:

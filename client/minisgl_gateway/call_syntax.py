@@ -5,6 +5,8 @@
     MISTRAL  [TOOL_CALLS] [{"name": ..., "arguments": {...}}, ...], or, in its newer form,
              [TOOL_CALLS]name[ARGS]{...}, again and again
 
+``tagged_calls`` has those whose arguments are not one JSON object.
+
 Calls are read character by character, since they come in pieces of any size; so JSON, too, is read
 by generators to which characters are sent. Must not know the text around calls (``tool_calls``).
 """
@@ -22,10 +24,10 @@ PYTHON_TAG: Final = "<|python_tag|>"
 CALL_ID: Final = "[CALL_ID]"
 ARGUMENTS: Final = "[ARGS]"
 
-_BLANKS: Final = " \t\n\r"
+BLANKS: Final = " \t\n\r"
 MOST_DEPTH: Final = 200
 """The limit on nested arrays and objects; pydantic writes some 250, also those around arguments."""
-_MOST_NAME_CHARS: Final = 256
+MOST_NAME_CHARS: Final = 256
 _MOST_WORD_CHARS: Final = 1024
 """The limit on a number's length; Python reads integers of up to 4,300 digits."""
 _NAME_CHARS: Final = frozenset(string.ascii_letters + string.digits + "_.-")
@@ -68,17 +70,17 @@ class Syntax:
 
 
 def _follow_hermes() -> Following:
-    yield from _mark(HERMES.openings[0])
-    called = _called((yield from _members((yield from _blanks()))))
-    yield from _mark(HERMES.closing, first=(yield from _blanks()))
+    yield from mark(HERMES.openings[0])
+    called = _called((yield from _members((yield from blanks()))))
+    yield from mark(HERMES.closing, first=(yield from blanks()))
     return called
 
 
 def _follow_llama() -> Following:
     char = yield None
     if char == PYTHON_TAG[0]:
-        yield from _mark(PYTHON_TAG, first=char)
-        char = yield from _blanks()
+        yield from mark(PYTHON_TAG, first=char)
+        char = yield from blanks()
     members = yield from _members(char, others=False)
     if members.get("type", '"function"') != '"function"':
         raise NotACall
@@ -88,22 +90,22 @@ def _follow_llama() -> Following:
 
 
 def _follow_mistral() -> Following:
-    yield from _mark(MISTRAL.openings[0])
-    char = yield from _blanks()
+    yield from mark(MISTRAL.openings[0])
+    char = yield from blanks()
     if char == "[":
         while True:
-            called = _called((yield from _members((yield from _blanks()))))
-            char = yield from _blanks(first=(yield called))
+            called = _called((yield from _members((yield from blanks()))))
+            char = yield from blanks(first=(yield called))
             if char == "]":
                 return None
             if char != ",":
                 raise NotACall
     name, char = yield from _word_of_name(char)
     if char == ARGUMENTS[0]:
-        if (yield from _mark(ARGUMENTS, CALL_ID, first=char)) == CALL_ID:
+        if (yield from mark(ARGUMENTS, CALL_ID, first=char)) == CALL_ID:
             _, char = yield from _word_of_name((yield None))
-            yield from _mark(ARGUMENTS, first=char)
-        char = yield from _blanks()
+            yield from mark(ARGUMENTS, first=char)
+        char = yield from blanks()
     if char != "{":
         raise NotACall
     written: list[str] = []
@@ -144,7 +146,7 @@ def _without_surrogates(text: str) -> str:
 
 # --- JSON, character by character ----------------------------------------------------------------
 
-_Reading: TypeAlias = Generator[None, str, str]
+Reading: TypeAlias = Generator[None, str, str]
 _FIRSTS: Final = {"name": '"', "arguments": "{", "parameters": "{", "type": '"'}
 """What the values of a call's members begin with."""
 _WORD: Final = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?|true|false|null", re.A)
@@ -156,7 +158,7 @@ def _members(first: str, *, others: bool = True) -> Generator[None, str, dict[st
     members: dict[str, str] = {}
     if first != "{":
         raise NotACall
-    char = yield from _blanks()
+    char = yield from blanks()
     while char != "}":
         if char != '"':
             raise NotACall
@@ -165,17 +167,17 @@ def _members(first: str, *, others: bool = True) -> Generator[None, str, dict[st
         key = json.loads("".join(written))
         if key in members or not (others or key in _FIRSTS):
             raise NotACall
-        if (yield from _blanks()) != ":":
+        if (yield from blanks()) != ":":
             raise NotACall
-        char = yield from _blanks()
+        char = yield from blanks()
         if char != _FIRSTS.get(key, char):
             raise NotACall
         written = []
         behind = yield from _value(char, written)
         members[key] = "".join(written)
-        char = yield from _blanks(first=behind)
+        char = yield from blanks(first=behind)
         if char == ",":
-            char = yield from _blanks()
+            char = yield from blanks()
             if char == "}":
                 raise NotACall
         elif char != "}":
@@ -183,7 +185,7 @@ def _members(first: str, *, others: bool = True) -> Generator[None, str, dict[st
     return members
 
 
-def _value(first: str, written: list[str]) -> _Reading:
+def _value(first: str, written: list[str]) -> Reading:
     """Append a value to what is written. Returns the character after it if that was read, since
     nothing else ends a number, else ""."""
     char = first
@@ -195,7 +197,7 @@ def _value(first: str, written: list[str]) -> _Reading:
             if len(closings) == MOST_DEPTH:
                 raise NotACall
             closings.append("}" if char == "{" else "]")
-            char = yield from _blanks(written)
+            char = yield from blanks(written)
             if char != closings[-1]:
                 if closings[-1] == "}":
                     char = yield from _key(char, written)
@@ -208,7 +210,7 @@ def _value(first: str, written: list[str]) -> _Reading:
         while True:
             if not closings:
                 return behind
-            char = yield from _blanks(written, behind)
+            char = yield from blanks(written, behind)
             behind = ""
             if char != closings[-1]:
                 break
@@ -216,21 +218,21 @@ def _value(first: str, written: list[str]) -> _Reading:
         if char != ",":
             raise NotACall
         written.append(char)
-        char = yield from _blanks(written)
+        char = yield from blanks(written)
         if closings[-1] == "}":
             char = yield from _key(char, written)
 
 
-def _key(first: str, written: list[str]) -> _Reading:
+def _key(first: str, written: list[str]) -> Reading:
     """Append a key and its colon; returns the first character of the value."""
     if first != '"':
         raise NotACall
     written.append(first)
     yield from _string(written)
-    if (yield from _blanks(written)) != ":":
+    if (yield from blanks(written)) != ":":
         raise NotACall
     written.append(":")
-    return (yield from _blanks(written))
+    return (yield from blanks(written))
 
 
 def _string(written: list[str]) -> Generator[None, str, None]:
@@ -255,7 +257,7 @@ def _string(written: list[str]) -> Generator[None, str, None]:
                 raise NotACall
 
 
-def _word(first: str, written: list[str]) -> _Reading:
+def _word(first: str, written: list[str]) -> Reading:
     """Append the rest of a number or a literal; returns the character after it."""
     word = [first]
     if first not in _WORD_CHARS:
@@ -270,21 +272,50 @@ def _word(first: str, written: list[str]) -> _Reading:
     return char
 
 
-def _blanks(written: list[str] | None = None, first: str = "") -> _Reading:
+def blanks(written: list[str] | None = None, first: str = "") -> Reading:
     """The first character that is not blank, after ``first`` if that was read; blanks are
     appended."""
     char = first or (yield)
-    while char in _BLANKS:
+    while char in BLANKS:
         if written is not None:
             written.append(char)
         char = yield
     return char
 
 
+def kind_of_json(text: str) -> str | None:
+    """The type, as schemas name it, of the JSON value that a text is; None if it is none, or nested
+    too deeply."""
+    if not text:
+        return None
+    reading, num_read = _value(text[0], []), 1
+    try:
+        next(reading)
+        for char in f"{text[1:]} ":  # the blank ends a number or a literal
+            num_read += 1
+            reading.send(char)
+    except NotACall:
+        return None
+    except StopIteration:
+        if num_read == len(text) + (text[0] not in '{["'):
+            return _KINDS.get(text[0]) or ("number" if set(".eE") & set(text) else "integer")
+    return None
+
+
+_KINDS: Final = {
+    "{": "object",
+    "[": "array",
+    '"': "string",
+    "t": "boolean",
+    "f": "boolean",
+    "n": "null",
+}
+
+
 # --- marks ---------------------------------------------------------------------------------------
 
 
-def _mark(*marks: str, first: str = "") -> _Reading:
+def mark(*marks: str, first: str = "") -> Reading:
     """Whichever of the marks comes; ``first`` is its first character if that was read."""
     read = ""
     while read not in marks:
@@ -302,7 +333,7 @@ def _word_of_name(first: str) -> Generator[None, str, tuple[str, str]]:
     char = first
     while char in _NAME_CHARS:
         name.append(char)
-        if len(name) > _MOST_NAME_CHARS:
+        if len(name) > MOST_NAME_CHARS:
             raise NotACall
         char = yield
     if not name:
@@ -312,4 +343,4 @@ def _word_of_name(first: str) -> Generator[None, str, tuple[str, str]]:
 
 def is_plain_name(name: str) -> bool:
     """Whether a name can be written between marks as it is."""
-    return 0 < len(name) <= _MOST_NAME_CHARS and _NAME_CHARS.issuperset(name)
+    return 0 < len(name) <= MOST_NAME_CHARS and _NAME_CHARS.issuperset(name)

@@ -131,6 +131,12 @@ class Chat:
         """Whether the prompt describes tools, and calls are parsed from the answer."""
         return bool(self.tools) and self.calls.is_offered
 
+    @property
+    def enforces_calls(self) -> bool:
+        """Whether the answer's calls follow a structural tag."""
+        asks = self.form is not None or self.calls.required
+        return self.offers_tools and (asks or any(tool.strict for tool in self.tools))
+
     def complaint(self, dialect: Dialect, message: str) -> tuple[str, str]:
         """An error of the engine about the form of the answer: the caller's parameter that is at
         fault, and the message with places in the value of that parameter."""
@@ -190,7 +196,7 @@ class Chat:
             return AnswerReader(reader=channels)
         calls = None
         if self.offers_tools:
-            calls = template.dialect.reader(calls_alone=self.calls.required)
+            calls = template.dialect.reader(self.tools, calls_alone=self.calls.required)
         thoughts = None
         if self.separates_thoughts and template.thinking is not None:
             thoughts = ThinkingReader(template.thinking, template.begins_thinking)
@@ -337,8 +343,11 @@ class Template:
 
         ``dialect`` is the operator's choice, if any.
         """
+        found = dialect_of(chat_format, dialect)
+        if chat.enforces_calls and found.enforcing is not None:
+            found = found.enforcing
         return cls(
-            dialect_of(chat_format, dialect),
+            found,
             chat.variables_for(chat_format),
             None if chat_format is None else chat_format.thinking,
             chat_format is not None and chat_format.begins_thinking,

@@ -13,7 +13,7 @@ from typing import Final, Literal, TypeAlias
 
 from jinja2 import meta, nodes
 
-ToolDialect: TypeAlias = Literal["hermes", "llama3_json", "mistral", "harmony"]
+ToolDialect: TypeAlias = Literal["hermes", "qwen_xml", "glm", "llama3_json", "mistral", "harmony"]
 
 _THINKING: Final = (
     ("[THINK]", "[/THINK]"),
@@ -25,11 +25,13 @@ _ANALYSIS: Final = ("<|channel|>analysis<|message|>", "<|end|>")
 _MARKS: Final[dict[ToolDialect, tuple[str, ...]]] = {
     "mistral": ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"),
     "hermes": ("<tool_call>", "</tool_call>"),
+    "qwen_xml": ("<tool_call>", "</tool_call>", "<function=", "<parameter="),
+    "glm": ("<tool_call>", "</tool_call>", "<arg_key>", "<arg_value>"),
     "llama3_json": ("<|python_tag|>",),
     "harmony": ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>"),
 }
 _OTHERS: Final = ("<function=", "<arg_key>", "<TOOLCALL>")
-"""Marks of other dialects that resemble these: calls in XML, or lists of calls."""
+"""Marks of other dialects that resemble these, as far as they are none of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +125,9 @@ def _dialect(text: str) -> ToolDialect | None:
         return "harmony"
     if "[TOOL_CALLS]" in text:
         return "mistral"
+    for tagged in ("qwen_xml", "glm"):
+        if all(mark in text for mark in _MARKS[tagged]):
+            return tagged
     if any(mark in text for mark in _OTHERS):
         return None
     if "<tool_call>" in text and '"arguments"' in text:

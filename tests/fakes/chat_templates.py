@@ -99,7 +99,34 @@ QWEN3_CODER = """{%- if tools %}
     {{- 'Reply with <tool_call>\\n<function=name>\\n<parameter=key>\\nvalue\\n</parameter>\\n' }}
     {{- '</function>\\n</tool_call>, whose "arguments" are not JSON' }}
 {%- endif %}
-{%- for message in messages %}{{- '<|im_start|>' + message.content + '<|im_end|>' }}{%- endfor %}"""
+{%- for message in messages %}
+    {{- '<|im_start|>' + message.content }}
+    {%- for call in message.tool_calls or () %}
+        {{- '\\n<tool_call>\\n<function=' + call.function.name + '>' }}
+        {%- for name, value in call.function.arguments.items() %}
+            {%- set is_scalar = value is string or value is not iterable %}
+            {{- '\\n<parameter=' + name + '>\\n' + (value | string if is_scalar else value | tojson) }}
+            {{- '\\n</parameter>' }}
+        {%- endfor %}
+        {{- '\\n</function>\\n</tool_call>' }}
+    {%- endfor %}
+    {{- '<|im_end|>' }}
+{%- endfor %}"""
+GLM_4_5 = """{%- for tool in tools or () %}
+    {{- 'Reply with <tool_call>name\\n<arg_key>key</arg_key>\\n<arg_value>value</arg_value>\\n' }}
+    {{- '</tool_call> to call ' + tool.function.name }}
+{%- endfor %}
+{%- for message in messages %}
+    {{- '<|' + message.role + '|>\\n' + message.content }}
+    {%- for call in message.tool_calls or () %}
+        {{- '\\n<tool_call>' + call.function.name }}
+        {%- for name, value in call.function.arguments.items() %}
+            {{- '\\n<arg_key>' + name + '</arg_key>\\n<arg_value>' }}
+            {{- (value if value is string else value | tojson) + '</arg_value>' }}
+        {%- endfor %}
+        {{- '\\n</tool_call>' }}
+    {%- endfor %}
+{%- endfor %}"""
 
 DEEPSEEK_R1_DISTILL = """{% if not add_generation_prompt is defined %}
 {% set add_generation_prompt = false %}{% endif %}{{ bos_token }}

@@ -16,9 +16,10 @@ from typing import Any, Final
 import jsonschema
 import numpy as np
 import pytest
-from minisgl_client.answer import ChatFormat
+from minisgl_client.answer import ChatFormat, Delta
 from minisgl_gateway.body import parse
 from minisgl_gateway.call_syntax import CalledTool
+from minisgl_gateway.chat import Chat, Template
 from minisgl_gateway.conversion import chat_of
 from minisgl_gateway.dialects.base import Dialect
 from minisgl_gateway.dialects.choice import dialect_of
@@ -290,10 +291,42 @@ def test_nothing_is_enforced_without_need() -> None:
 
 
 def test_the_dialect_is_that_of_the_template_or_of_the_operator() -> None:
-    for name in ("hermes", "llama3_json", "mistral"):
+    for name in ("hermes", "qwen_xml", "glm", "llama3_json", "mistral"):
         assert dialect_of(shown(name)).name == name
         assert dialect_of(shown(None), name).name == dialect_of(None, name).name == name
     assert dialect_of(shown(None)).name == dialect_of(shown("hermes"), "plain").name == "plain"
+
+
+@pytest.mark.parametrize("name", ["qwen_xml", "glm"])
+def test_calls_between_tags_are_enforced_in_the_plain_dialect(name: str) -> None:
+    """Only if there is something to enforce: otherwise the template describes the tools."""
+
+    def template_of(**asked: Any) -> Template:
+        asked = {"tools": [Tool("weather", parameters=CITY)], **asked}
+        return Template.of(Chat(messages=CHAT, **asked), shown(name))
+
+    free = template_of()
+    assert free.dialect.name == name
+    assert free.dialect.constraint([Tool("weather")], Calls(parallel=False)) is None
+    assert free.dialect.stop == "</tool_call>"
+    assert free.dialect.messages(CHAT, [Tool("weather")]) == CHAT
+    assert template_of(calls=Calls(parallel=False)).dialect.name == name
+    assert template_of(calls=Calls(is_offered=False, required=True)).dialect.name == name
+    assert template_of(tools=(), form={"json_object": True}).dialect.name == name
+    for enforced in (
+        template_of(calls=Calls(required=True)),
+        template_of(calls=Calls.of("weather")),
+        template_of(tools=STRICT),
+        template_of(form={"json_object": True}),
+    ):
+        assert enforced.dialect.name == "plain"
+
+
+def test_the_reader_of_calls_between_tags_knows_the_schemas() -> None:
+    chat = Chat(messages=CHAT, tools=[Tool("weather", parameters=CITY)])
+    reader = chat.reader(Template.of(chat, shown("glm")))
+    call = "<tool_call>weather<arg_key>days</arg_key><arg_value>3</arg_value></tool_call>"
+    assert reader.push(Delta(call)).calls == [CalledTool("weather", '{"days": 3}')]
 
 
 CHAT: Final[list[dict[str, Any]]] = [

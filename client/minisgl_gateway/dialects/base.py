@@ -16,7 +16,9 @@ from minisgl_gateway.call_syntax import Syntax
 from minisgl_gateway.tool_calls import CallReader
 from minisgl_gateway.tools import Calls, Tool, function_of
 
-DialectName: TypeAlias = Literal["hermes", "llama3_json", "mistral", "harmony", "plain"]
+DialectName: TypeAlias = Literal[
+    "hermes", "qwen_xml", "glm", "llama3_json", "mistral", "harmony", "plain"
+]
 Message: TypeAlias = Mapping[str, Any]
 Schema: TypeAlias = dict[str, Any]
 Structure: TypeAlias = dict[str, Any]
@@ -30,6 +32,7 @@ class Dialect(ABC):
     With ``keeps_special_tokens`` special tokens mark the calls, so the answer's text must include
     them. ``is_of_template`` says whether the chat template takes tools, calls and their results.
     With ``has_channels`` each answer is messages in channels (``harmony``), with tools or without.
+    ``enforcing`` is the dialect of answers whose calls are enforced, if that is another one.
     """
 
     name: ClassVar[DialectName]
@@ -37,10 +40,11 @@ class Dialect(ABC):
     keeps_special_tokens: ClassVar[bool] = False
     is_of_template: ClassVar[bool] = True
     has_channels: ClassVar[bool] = False
+    enforcing: ClassVar[Dialect | None] = None
 
-    def reader(self, *, calls_alone: bool = False) -> CallReader:
-        """A reader of one answer without channels; with ``calls_alone`` of one that is constrained
-        to calls."""
+    def reader(self, tools: Sequence[Tool] = (), *, calls_alone: bool = False) -> CallReader:
+        """A reader of one answer without channels, which may call ``tools``; with ``calls_alone``
+        of one that is constrained to calls."""
         return CallReader(self.syntax, calls_alone=calls_alone)
 
     @property

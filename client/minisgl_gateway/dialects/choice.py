@@ -13,9 +13,10 @@ from minisgl_gateway.dialects.harmony import Harmony
 from minisgl_gateway.dialects.hermes import Hermes, Plain
 from minisgl_gateway.dialects.llama import Llama
 from minisgl_gateway.dialects.mistral import Mistral
+from minisgl_gateway.dialects.tagged import Glm, QwenXml
 
 _DIALECTS: Final[Mapping[str, Dialect]] = {
-    dialect.name: dialect for dialect in (Hermes(), Llama(), Harmony(), Plain())
+    dialect.name: dialect for dialect in (Hermes(), QwenXml(), Glm(), Llama(), Harmony(), Plain())
 }
 
 

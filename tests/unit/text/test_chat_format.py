@@ -41,7 +41,20 @@ def shown(source: str, **variables: Any) -> ChatFormat:
         ("QWEN2_5", "hermes", {"<tool_call>", "</tool_call>"}, None, False),
         ("QWEN3", "hermes", {"<tool_call>", "</tool_call>"}, THINK, False),
         ("QWEN3_THINKING", "hermes", {"<tool_call>", "</tool_call>"}, THINK, True),
-        ("QWEN3_CODER", None, set(), None, False),
+        (
+            "QWEN3_CODER",
+            "qwen_xml",
+            {"<tool_call>", "</tool_call>", "<function=", "<parameter="},
+            None,
+            False,
+        ),
+        (
+            "GLM_4_5",
+            "glm",
+            {"<tool_call>", "</tool_call>", "<arg_key>", "<arg_value>"},
+            None,
+            False,
+        ),
         ("DEEPSEEK_R1_DISTILL", None, set(), THINK, True),
         ("DEEPSEEK_R1_DISTILL_FIRST", None, set(), THINK, False),
         ("LLAMA_3", None, set(), None, False),
@@ -111,6 +124,11 @@ def test_comments_and_functions_are_not_what_a_template_shows() -> None:
     found = shown(source)
     assert (found.tool_dialect, found.thinking) == (None, None)
     assert found.variables == {"tools"}
+
+
+@pytest.mark.parametrize("missing", ["<parameter=", "<tool_call>"])
+def test_calls_in_another_form_of_xml_are_of_no_known_dialect(missing: str) -> None:
+    assert shown(chat_templates.QWEN3_CODER.replace(missing, "<other>")).tool_dialect is None
 
 
 def test_a_template_that_mentions_calls_and_takes_no_tools() -> None:

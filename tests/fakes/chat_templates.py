@@ -105,8 +105,8 @@ QWEN3_CODER = """{%- if tools %}
         {{- '\\n<tool_call>\\n<function=' + call.function.name + '>' }}
         {%- for name, value in call.function.arguments.items() %}
             {%- set is_scalar = value is string or value is not iterable %}
-            {{- '\\n<parameter=' + name + '>\\n' + (value | string if is_scalar else value | tojson) }}
-            {{- '\\n</parameter>' }}
+            {{- '\\n<parameter=' + name + '>\\n' }}
+            {{- (value | string if is_scalar else value | tojson) + '\\n</parameter>' }}
         {%- endfor %}
         {{- '\\n</function>\\n</tool_call>' }}
     {%- endfor %}

@@ -42,7 +42,7 @@ def check_refused(result: Result, words: str) -> None:
         (["--api-key", "\udcff"], "UTF-8"),
         (["--cors-origin", "chat.example.org"], "is not as https://chat.example.org"),
         (["--cors-origin", "https://chat.example.org/"], "is not as https://chat.example.org"),
-        (["--tool-dialect", "xml"], "'xml' is not one of 'auto', 'hermes', 'llama3_json'"),
+        (["--tool-dialect", "xml"], "'xml' is not one of 'auto', 'hermes', 'qwen_xml', 'glm'"),
         (["--cors-origin", "*"], "'*' needs an API key"),
         (["--host", "0.0.0.0"], "needs an API key"),
         (["--host", "::"], "needs an API key"),

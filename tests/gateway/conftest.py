@@ -31,7 +31,7 @@ CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Bogotá 🌧"}}\
 SCRIPT = f"I will look it up.\n{CALL}\n"
 """What the paced engine says, again and again."""
 THOUGHTS = "<think>\nTwo and two.\nThat is four.\n</think>\n\nIt is 4.\n"
-_PACED = """\
+PACED = """\
 from minisgl_bench.paced import paced_model
 
 TritonPythonModel = paced_model(step_s=0.003, text={!r})
@@ -152,7 +152,7 @@ def gateway(server: TritonServer, tmp_path_factory: pytest.TempPathFactory) -> I
 def talker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
     """A server whose engine says ``SCRIPT`` forever, a token every 3 ms, to four at a time."""
     folder = tmp_path_factory.mktemp("talker")
-    repository = repository_with({"llm_engine": _PACED.format(SCRIPT)}, folder)
+    repository = repository_with({"llm_engine": PACED.format(SCRIPT)}, folder)
     # many streams are cancelled here, and 24.10 sometimes leaks one, so that it cannot unload
     with running(repository, options=LIMITS, exit_code=None) as started:
         yield started
@@ -191,7 +191,7 @@ def thinker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
     """A gateway in front of an engine that says ``THOUGHTS``, with Qwen3's template."""
     folder = tmp_path_factory.mktemp("thinker")
     model = model_of_agents(folder, chat_templates.QWEN3)
-    with gateway_to(model, folder, _PACED.format(THOUGHTS)) as started:
+    with gateway_to(model, folder, PACED.format(THOUGHTS)) as started:
         yield started
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
 import jsonschema
@@ -14,7 +15,7 @@ from openai import OpenAI
 
 from tests.fakes import chat_templates
 from tests.gateway import magistral as said
-from tests.gateway.conftest import Gateway, gateway_to
+from tests.gateway.conftest import PACED, Gateway, gateway_to
 
 pytestmark = pytest.mark.server
 
@@ -62,6 +63,7 @@ class Served:
     scope="module",
     params=[
         ("QWEN2_5", ("<tool_call>", "</tool_call>")),
+        ("QWEN3_CODER", ("<tool_call>", "</tool_call>")),  # enforced as for PLAIN
         ("LLAMA_3_1", ("<|python_tag|>",)),
         ("MISTRAL_V13", ("[TOOL_CALLS]", "[ARGS]")),
         None,
@@ -82,7 +84,7 @@ def served(
         folder / "model",
         getattr(chat_templates, family),
         marks,
-        special=family != "QWEN2_5",
+        special=not family.startswith("QWEN"),
     )
     with (
         gateway_to(model, folder) as gateway,
@@ -160,6 +162,34 @@ def test_a_second_turn(served: Served) -> None:
     ]
     told = served.ask(messages=messages, tools=tools(strict=True), max_tokens=4)
     assert told.usage.prompt_tokens > served.ask(max_tokens=1).usage.prompt_tokens
+
+
+def test_a_call_whose_arguments_stand_between_tags(tmp_path: Path) -> None:
+    """The template gets the tools, and later the call with its result; the schema of the tool says
+    that the days are a number."""
+    said = "I look.\n<tool_call>\n<function=weather>\n<parameter=city>\nBogotá\n</parameter>\n"
+    said += "<parameter=days>\n3\n</parameter>\n</function>\n</tool_call>\n"
+    model = chat_templates.demo_model(tmp_path / "model", chat_templates.QWEN3_CODER, ())
+    with (
+        gateway_to(model, tmp_path, PACED.format(said)) as gateway,
+        OpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        served = Served(client, None)
+        asked: Any = {"tools": tools(strict=False), "parallel_tool_calls": False}
+        choice = served.ask(**asked).choices[0]
+        assert (choice.finish_reason, choice.message.content) == ("tool_calls", "I look.")
+        (call,) = choice.message.tool_calls
+        assert json.loads(call.function.arguments) == {"city": "Bogotá", "days": 3}
+        deltas = [chunk.choices[0].delta for chunk in served.ask(**asked, stream=True)]
+        assert "".join(delta.content or "" for delta in deltas) == "I look."
+        (streamed,) = (call for delta in deltas for call in delta.tool_calls or ())
+        assert streamed.function.arguments == call.function.arguments
+        messages = [
+            {"role": "user", "content": "Weather?"},
+            choice.message.model_dump(exclude_none=True),
+            {"role": "tool", "tool_call_id": call.id, "content": "Rain."},
+        ]
+        assert served.ask(messages=messages, **asked).choices[0].message.content == "I look."
 
 
 def test_thoughts_text_and_call_of_an_answer(magistral: Gateway) -> None:

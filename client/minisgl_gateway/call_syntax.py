@@ -146,7 +146,7 @@ def _without_surrogates(text: str) -> str:
 
 # --- JSON, character by character ----------------------------------------------------------------
 
-Reading: TypeAlias = Generator[None, str, str]
+_Reading: TypeAlias = Generator[None, str, str]
 _FIRSTS: Final = {"name": '"', "arguments": "{", "parameters": "{", "type": '"'}
 """What the values of a call's members begin with."""
 _WORD: Final = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?|true|false|null", re.A)
@@ -185,7 +185,7 @@ def _members(first: str, *, others: bool = True) -> Generator[None, str, dict[st
     return members
 
 
-def _value(first: str, written: list[str]) -> Reading:
+def _value(first: str, written: list[str]) -> _Reading:
     """Append a value to what is written. Returns the character after it if that was read, since
     nothing else ends a number, else ""."""
     char = first
@@ -223,7 +223,7 @@ def _value(first: str, written: list[str]) -> Reading:
             char = yield from _key(char, written)
 
 
-def _key(first: str, written: list[str]) -> Reading:
+def _key(first: str, written: list[str]) -> _Reading:
     """Append a key and its colon; returns the first character of the value."""
     if first != '"':
         raise NotACall
@@ -257,7 +257,7 @@ def _string(written: list[str]) -> Generator[None, str, None]:
                 raise NotACall
 
 
-def _word(first: str, written: list[str]) -> Reading:
+def _word(first: str, written: list[str]) -> _Reading:
     """Append the rest of a number or a literal; returns the character after it."""
     word = [first]
     if first not in _WORD_CHARS:
@@ -272,7 +272,7 @@ def _word(first: str, written: list[str]) -> Reading:
     return char
 
 
-def blanks(written: list[str] | None = None, first: str = "") -> Reading:
+def blanks(written: list[str] | None = None, first: str = "") -> _Reading:
     """The first character that is not blank, after ``first`` if that was read; blanks are
     appended."""
     char = first or (yield)
@@ -315,7 +315,7 @@ _KINDS: Final = {
 # --- marks ---------------------------------------------------------------------------------------
 
 
-def mark(*marks: str, first: str = "") -> Reading:
+def mark(*marks: str, first: str = "") -> _Reading:
     """Whichever of the marks comes; ``first`` is its first character if that was read."""
     read = ""
     while read not in marks:

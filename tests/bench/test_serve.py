@@ -264,7 +264,7 @@ def test_a_key_that_is_not_ascii_is_sent_in_utf_8() -> None:
 
 
 def test_events_of_other_openai_servers() -> None:
-    """Usage may come with null choices; errors come under several names."""
+    """Usage may come with null choices; thoughts and errors come under several names."""
     text = {"choices": [{"text": "Hi"}], "usage": None}
     assert chunk_of_event(json.dumps(text)) == Chunk(True)
     role = {"choices": [{"delta": {"role": "assistant", "content": None}}]}
@@ -286,6 +286,9 @@ def test_events_of_other_openai_servers() -> None:
         chunk_of_event("<html>")
     with pytest.raises(Refused, match="not an event: 5"):
         chunk_of_event("5")
+    for name in ("reasoning_content", "reasoning"):
+        thought = {"choices": [{"delta": {"content": None, name: "Hm"}}]}
+        assert chunk_of_event(json.dumps(thought)) == Chunk(True)
     nothing = {"choices": [{"delta": None}], "error": None}
     assert chunk_of_event(json.dumps(nothing)) == Chunk(False)
     assert chunk_of_event('{"choices": null}') == Chunk(False)

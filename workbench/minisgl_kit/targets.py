@@ -21,6 +21,8 @@ from minisgl_kit.calls import Call, Chunk
 
 _MOST_SHOWN: Final = 300
 """Characters of an answer that are shown as a reason."""
+_TEXTS: Final = ("content", "reasoning_content", "reasoning")
+"""What has text in a piece of a chat: thoughts are tokens, too, and servers name them so or so."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,14 +179,14 @@ def chunk_of_event(data: str) -> Chunk:
     if (error := event.get("error")) is not None:
         told = error if isinstance(error, dict) else {}
         raise Refused(str(told.get("code") or told.get("type") or "error"), _reason(data))
-    text = "".join(
-        choice.get("text") or (choice.get("delta") or {}).get("content") or ""
+    has_text = any(
+        choice.get("text") or any((choice.get("delta") or {}).get(name) for name in _TEXTS)
         for choice in event.get("choices") or ()
     )
     usage = event.get("usage") or {}
     details = usage.get("prompt_tokens_details") or {}
     return Chunk(
-        bool(text),
+        has_text,
         usage.get("completion_tokens"),
         usage.get("prompt_tokens"),
         details.get("cached_tokens"),

@@ -88,7 +88,7 @@ def test_a_long_run_that_is_interrupted_reports_what_it_has(
 
     monkeypatch.setattr(Rates, "burst", interrupted)
     result = CliRunner().invoke(main, ["check", *addresses(own), "--hours", "1", "--seed", "3"])
-    assert result.exit_code == 0, result.output
+    assert result.exit_code == 130, result.output
     assert "seed 3, extent 1 hours, interrupted" in result.output
     assert result.output.count("pass    memory:") == 1
     assert result.output.count("pass    canary:") == 1

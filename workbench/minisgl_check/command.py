@@ -4,7 +4,8 @@ Without addresses it starts servers of its own, with the demo model and few page
 provokes faults; a server that others run gets no faults. Such a server should be otherwise idle,
 since the check reads from its health port whether all rows and pages were given back.
 
-Ctrl-C, SIGTERM and SIGHUP end it with the report so far.
+Ctrl-C, SIGTERM and SIGHUP end it with the report so far, and with exit codes other than 0: what was
+not checked has not passed.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import Any, Final
 
 import click
 
+from minisgl_backend.cli.interrupt import INTERRUPTED
 from minisgl_backend.cli.options import FiniteRange, tritonserver_option
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.server.installation import find_installation
@@ -162,10 +164,16 @@ def check(**options: Any) -> None:
     info = {"seed": str(seed), "extent": extent}
     if commit := _commit():
         info["commit"] = commit
-    report = _gather(_cases(asked, random.Random(seed)), info)
+    report = Cases()
+    is_whole = _gather(_cases(asked, random.Random(seed)), report)
+    if not is_whole:
+        info["extent"] += ", interrupted"
     report.emit(info, asked.json_path)
     if report.has_failed:
         raise click.exceptions.Exit(1)
+    if not is_whole:
+        click.echo("interrupted", err=True)
+        raise click.exceptions.Exit(INTERRUPTED)
 
 
 def _cases(asked: _Asked, rng: random.Random) -> Iterator[Case]:
@@ -211,23 +219,23 @@ def _cases_of(scenes: Iterable[Scene[Any]], settings: Settings) -> Iterator[Case
         yield from scene.cases(settings)
 
 
-def _gather(cases: Iterator[Case], info: dict[str, str]) -> Cases:
-    """All cases up to the end, an interruption or an error; ``info`` notes an interruption.
+def _gather(cases: Iterator[Case], report: Cases) -> bool:
+    """Add all cases up to the end, an interruption or an error. Returns whether there was no
+    interruption.
 
     Raises ``ConfigError`` if a server cannot be started or reached.
     """
-    report = Cases()
     try:
         for case in cases:
             report.add(case)
     except KeyboardInterrupt:
-        info["extent"] += ", interrupted"
+        return False
     except ConfigError:
         raise
     except Exception as error:  # a broken server may give any answer
         told = f"stumbled over {type(error).__name__}: {error}"
         report.add(Case("the check itself", failures=[told]))
-    return report
+    return True
 
 
 def _commit() -> str | None:

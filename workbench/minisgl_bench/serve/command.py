@@ -14,6 +14,7 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from minisgl_backend.cli.interrupt import INTERRUPTED
 from minisgl_backend.cli.options import SEED, TEMPERATURE, FiniteRange, numbers
 from minisgl_bench.serve.figures import Measured, check_answered, emit, figures_of, objectives_of
 from minisgl_bench.serve.workload import Workload
@@ -137,7 +138,7 @@ def serve(
                 click.echo(f"wrote {path}")
     if interrupted:
         click.echo("interrupted", err=True)
-        raise click.exceptions.Exit(130)
+        raise click.exceptions.Exit(INTERRUPTED)
     check_answered(measured)
 
 

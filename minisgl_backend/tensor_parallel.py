@@ -65,8 +65,8 @@ _OF_EACH_NODE: Final = (
     "node_secret_file",
 )
 """Options that each node sets for itself."""
-_OF_NODE_0: Final = ("multi_lora", "lora_modules")
-"""Options that other nodes need not know: rank 0 reads adapters and sends them."""
+_OF_RANK_0: Final = ("multi_lora", "lora_modules")
+"""Options that other ranks need not know, however long: rank 0 reads adapters and sends them."""
 
 
 def lead(facts: Resolved, parts: Parts) -> tuple[EngineInfo, LeadingExecutor, AdapterStore | None]:
@@ -101,6 +101,7 @@ def lead(facts: Resolved, parts: Parts) -> tuple[EngineInfo, LeadingExecutor, Ad
     try:
         # the other ranks use the folder that this rank has fetched and the library it has chosen
         told = asdict(replace(options, model=str(facts.folder), comm=facts.comm))
+        told |= dict.fromkeys(_OF_RANK_0)
         greeting = {"options": told, "config": _digest(facts.folder)}
         channel.greet(json.dumps(greeting).encode())
         rank = build_rank(facts, join, channel.meet, parts)
@@ -172,7 +173,7 @@ def with_own(told: EngineOptions, own: EngineOptions) -> EngineOptions:
     """
     for spec in fields(own):
         given, theirs = getattr(own, spec.name), getattr(told, spec.name)
-        is_compared = spec.name not in (*_OF_EACH_NODE, *_OF_NODE_0)
+        is_compared = spec.name not in (*_OF_EACH_NODE, *_OF_RANK_0)
         if is_compared and given not in (spec.default, theirs):
             shown = "auto" if theirs is None else theirs
             raise ConfigError(
@@ -180,7 +181,7 @@ def with_own(told: EngineOptions, own: EngineOptions) -> EngineOptions:
                 "leave it out, or give it on all nodes"
             )
     others = {name: getattr(own, name) for name in _OF_EACH_NODE}
-    return replace(told, **others | dict.fromkeys(_OF_NODE_0))
+    return replace(told, **others)
 
 
 def _digest(folder: Path) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 
 from minisgl_backend import LLM
 from minisgl_backend.config import DEMO_MODEL
+from minisgl_backend.execution.rank_channel import MOST_BYTES
 from minisgl_backend.models.catalog import load_spec
 from minisgl_kit.adapters import write_adapter
 
@@ -34,3 +35,20 @@ def test_adapters_are_split_over_the_ranks(tmp_path: Path) -> None:
             texts.append([output.text for output in llm.generate(PROMPTS, params)])
     assert texts[0] == texts[1]
     assert len(set(texts[0])) == 3
+
+
+def test_more_adapters_than_a_message_to_another_rank_holds(tmp_path: Path) -> None:
+    spec = load_spec(Path(DEMO_MODEL))
+    path = write_adapter(tmp_path / ("a" * 240), spec, rank=1)
+    modules = ",".join(f"{n:0120d}={path}" for n in range(MOST_BYTES // 360))
+    assert len(modules) > MOST_BYTES
+    with LLM(
+        device="cpu",
+        enable_lora=True,
+        max_cpu_loras=1000,
+        lora_modules=modules,
+        num_pages=256,
+        tensor_parallel_size=2,
+    ) as llm:
+        params = {"lora_name": f"{7:0120d}", "temperature": 0, "max_tokens": 1}
+        assert llm.generate(PROMPTS[:1], params)[0].num_output_tokens == 1

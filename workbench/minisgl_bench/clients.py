@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing
+import signal
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -110,6 +111,7 @@ def _answer(exchange: _Exchange) -> Answer:
 
 def _client(address: str, requests: list[bytes], barrier: Barrier, results: Connection) -> None:
     """One process."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the starter, which ends this
     results.send(asyncio.run(_ask_all(address, requests, barrier)))
 
 

@@ -7,12 +7,13 @@ follower sleeps when its plan comes, as it does while its device works.
 
 from __future__ import annotations
 
+import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Final
 
@@ -38,7 +39,7 @@ _SECRET: Final = b"needed by no one on this machine"
 
 def measure(plan: StepPlan, size: int, num_steps: int, *, by_tcp: bool = False) -> dict[str, float]:
     """Figures of ``size`` ranks; see ``plan_broadcast``."""
-    with _nodes(size) if by_tcp else _one_host(size) as followers:
+    with followers_of(size, by_tcp=by_tcp) as followers:
         channel = followers.channel
         channel.meet()
         followers.start_steps(timeout_s=60.0)
@@ -60,6 +61,11 @@ def measure(plan: StepPlan, size: int, num_steps: int, *, by_tcp: bool = False) 
         "taken_us_p50": float(np.percentile(taken, 50)) * 1e6,
         "taken_us_p99": float(np.percentile(taken, 99)) * 1e6,
     }
+
+
+def followers_of(size: int, *, by_tcp: bool) -> AbstractContextManager[Followers]:
+    """The followers of ``size`` ranks, which end with the block."""
+    return _nodes(size) if by_tcp else _one_host(size)
 
 
 @contextmanager
@@ -141,6 +147,7 @@ def _follow(channel: FollowerEnd) -> None:
 
 def main(arguments: list[str]) -> None:
     """Be a follower: of this host by its descriptors, or the only rank of a node."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the starter, which ends this
     if arguments[0] == "node":
         port, size, node = map(int, arguments[1:])
         connection = socket.create_connection(("127.0.0.1", port))

@@ -102,6 +102,7 @@ class EventStreamClose:
 
 
 def _main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the starter, which ends this
     client = GrpcCancel(sys.argv[1], bytes.fromhex(sys.argv[2]))
     while True:
         client.next()

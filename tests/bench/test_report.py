@@ -9,7 +9,17 @@ from minisgl_kit.report import Report, shown
 
 @pytest.mark.parametrize(
     ("value", "cell"),
-    [(None, "-"), (0.125, "0.12"), (1234.5, "1,234"), (1234, "1,234"), ("2/3", "2/3")],
+    [
+        (None, "-"),
+        (0.0, "0.00"),
+        (0.125, "0.12"),
+        (0.00234, "0.0023"),
+        (-0.00234, "-0.0023"),
+        (1234.5, "1,234"),
+        (-1234.5, "-1,234"),
+        (1234, "1,234"),
+        ("2/3", "2/3"),
+    ],
 )
 def test_cells(value: object, cell: str) -> None:
     assert shown(value) == cell

@@ -81,11 +81,14 @@ def percentiles(values_ms: Iterable[float]) -> dict[str, float]:
 
 
 def shown(value: Any) -> str:
-    """A figure as a cell of a table; None stands for a missing figure."""
+    """A figure as a cell of a table, with two digits if it is small; None stands for a missing
+    figure."""
     if value is None:
         return "-"
     if isinstance(value, float):
-        return f"{value:,.2f}" if value < 100 else f"{value:,.0f}"
+        if 0 < abs(value) < 0.1:
+            return f"{value:.2g}"
+        return f"{value:,.2f}" if abs(value) < 100 else f"{value:,.0f}"
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
-from minisgl_bench.structured import Streams, endless_schema
+from minisgl_backend.config import DEMO_MODEL, EngineOptions
+from minisgl_backend.text.tokenizer_files import load_vocabulary
+from minisgl_bench.dummy_model import SHAPES
+from minisgl_bench.structured import Streams, bias_to_end_strings, endless_schema
 from tests.figures import figures_of
 
 
@@ -27,6 +31,18 @@ def test_rates_first_tokens_and_masks(tmp_path: Path) -> None:
     assert [row["vocabulary"] for row in figures["masks"]] == ["2,048", "151,936"]
     assert all(row["mask_p50"] > 0 and row["rows"] == 5 for row in figures["masks"])
     assert figures["info"]["requests"] == 5
+
+
+def test_the_text_part_of_a_model_and_a_tokenizer_of_its_own(tmp_path: Path) -> None:
+    """The size of the vocabulary is in ``text_config`` there; it was looked for beside that."""
+    model, text = tmp_path / "model", {**SHAPES["qwen3.6-27b"], "vocab_size": 2048}
+    model.mkdir()
+    config = {"architectures": ["Qwen3_5ForConditionalGeneration"], "text_config": text}
+    (model / "config.json").write_text(json.dumps(config), "utf-8")
+    bias = bias_to_end_strings(EngineOptions(model=str(model), tokenizer=DEMO_MODEL))
+    assert bias == bias_to_end_strings(EngineOptions())
+    pieces = load_vocabulary(Path(DEMO_MODEL)).pieces
+    assert all(pieces[token].startswith(b'"') for token, _ in bias)
 
 
 def test_schemas_of_a_run_differ_and_are_spread_evenly() -> None:

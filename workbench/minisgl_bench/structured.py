@@ -30,6 +30,8 @@ from minisgl_backend.cli.options import POSITIVE_INT, TEMPERATURE, EngineCommand
 from minisgl_backend.config import DEMO_MODEL, EngineOptions
 from minisgl_backend.errors import MiniSGLError
 from minisgl_backend.grammar.matchers import Batch, Grammars, Matcher
+from minisgl_backend.models.catalog import load_spec
+from minisgl_backend.models.hub import resolve_model, resolve_tokenizer
 from minisgl_backend.request import Grammar, GrammarKind, IntArray, SamplingParams, TokenId
 from minisgl_backend.runtime.engine import Engine
 from minisgl_backend.text.tokenizer_files import load_definition, load_vocabulary
@@ -83,23 +85,22 @@ def record_schema(num_fields: int, seed: int, max_length: int | None) -> dict[st
 Bias: TypeAlias = tuple[tuple[TokenId, float], ...]
 
 
-def quotes_of(folder: Path) -> list[TokenId]:
-    """Tokens that begin with a quotation mark, and so end a string, the shortest first."""
-    pieces = load_vocabulary(folder).pieces
+def quotes_of(tokenizer: Path, vocab_size: int) -> list[TokenId]:
+    """Tokens that begin with a quotation mark, and so end a string, the shortest first; none beyond
+    the model's ``vocab_size``."""
+    pieces = load_vocabulary(tokenizer).pieces[:vocab_size]
     found = [token for token, piece in enumerate(pieces) if piece.startswith(b'"')]
     return sorted(found, key=lambda token: len(pieces[token]))[:_MOST_BIASED]
 
 
-def bias_to_end_strings(folder: Path) -> Bias:
+def bias_to_end_strings(options: EngineOptions) -> Bias:
     """A bias with which ``_ENDING`` of equally likely tokens begin with a quotation mark."""
-    quotes, vocab_size = quotes_of(folder), _config(folder)["vocab_size"]
+    source = options.model_source
+    vocab_size = load_spec(resolve_model(options.model, source)).vocab_size
+    tokenizer = resolve_tokenizer(options.tokenizer or options.model, source)
+    quotes = quotes_of(tokenizer, vocab_size)
     odds = _ENDING / (1 - _ENDING) * (vocab_size - len(quotes)) / len(quotes)
     return tuple((token, math.log(odds)) for token in quotes)
-
-
-def _config(folder: Path) -> dict[str, Any]:
-    config: dict[str, Any] = json.loads((folder / "config.json").read_bytes())
-    return config
 
 
 def endless_schema(seed: int, max_length: int | None) -> Grammar:
@@ -227,12 +228,10 @@ def masks(folders: Mapping[str, Path], streams: Streams) -> Report:
 
 
 def _mask_times(folder: Path, batch_size: int, max_length: int | None) -> dict[str, float]:
-    config = _config(folder)
-    vocab_size, eos = config["vocab_size"], config["eos_token_id"]
-    quotes = set(quotes_of(folder))
-    grammars = Grammars(
-        partial(load_definition, folder), vocab_size=vocab_size, eos_token_ids=(eos,)
-    )
+    spec = load_spec(folder)
+    vocab_size, eos = spec.vocab_size, tuple(spec.eos_token_ids)
+    quotes = set(quotes_of(folder, vocab_size))
+    grammars = Grammars(partial(load_definition, folder), vocab_size=vocab_size, eos_token_ids=eos)
     try:
         matchers = [
             _compiled(grammars, endless_schema(seed, max_length)) for seed in range(batch_size)
@@ -339,15 +338,12 @@ def structured(
     json_path: Path | None,
 ) -> None:
     """What structured outputs cost: throughput, time to the first token, masks."""
-    from minisgl_backend.models.hub import resolve_model
-
-    folder = resolve_model(options.model, options.model_source)
     streams = Streams(
         requests=requests,
         input_length=input_length,
         output_length=output_length,
         temperature=temperature,
-        bias=bias_to_end_strings(folder),
+        bias=bias_to_end_strings(options),
         max_length=max_length,
     )
     off_rates = rates_without(streams, replace(options, structured_outputs=False), rounds)

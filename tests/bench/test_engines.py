@@ -69,8 +69,18 @@ def test_decode_steps_without_graphs_are_measured_if_asked_for(eager: bool, tmp_
 
 def test_fewer_adapters_than_slots_are_measured(tmp_path: Path) -> None:
     command = ["adapters", "--names", "2", "--batch-size", "2", "--context", "4", "--steps", "2"]
-    rows = figures_of([*command, *SMALL], tmp_path)["rows"]
-    assert [row["adapters"] for row in rows] == ["none", "one", "all"]
+    figures = figures_of([*command, *SMALL], tmp_path)
+    assert [row["adapters"] for row in figures["rows"]] == ["none", "one", "all"]
+    arrivals = figures["beside"][0]
+    assert arrivals["in_slot_ms"] > 0
+    assert arrivals["in_memory_ms"] == arrivals["longest_ms"] == "-"  # all are in a slot
+
+
+def test_adapters_that_are_timed_in_main_memory_were_in_no_slot(tmp_path: Path) -> None:
+    command = ["adapters", "--names", "3", "--max-loras", "2", "--batch-size", "2"]
+    figures = figures_of([*command, "--context", "4", "--steps", "2", *SMALL], tmp_path)
+    arrivals = figures["beside"][0]
+    assert 0 < arrivals["in_memory_ms"] == arrivals["longest_ms"]  # of the third, once
 
 
 @pytest.mark.parametrize(("num_ranks", "nccl"), [(1, None), (2, "2.28.9")])

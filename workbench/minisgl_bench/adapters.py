@@ -94,7 +94,7 @@ def adapters(
                 _add_mixes(report, engine, slots, size, context, steps, spare)
             report.emit()
             arrivals = Report("first token of a request with an adapter")
-            _add_arrivals(arrivals, engine, known, context)
+            _add_arrivals(arrivals, engine, known, options.max_loras, context)
             arrivals.emit()
             gaps = Report("streams beside requests that go through all adapters")
             _add_gaps(gaps, engine, known, context, steps)
@@ -145,16 +145,22 @@ def _decoded(
     return step_ms, len(asked) * (steps + spare) / seconds
 
 
-def _add_arrivals(report: Report, engine: Engine, known: Sequence[Adapter], context: int) -> None:
-    """First tokens of lone requests whose adapters are in a slot, and in main memory only."""
+def _add_arrivals(
+    report: Report, engine: Engine, known: Sequence[Adapter], num_slots: int, context: int
+) -> None:
+    """First tokens of lone requests whose adapters are in a slot, and in main memory only: those
+    that no request has named before. With no more adapters than slots there are none."""
     in_slot, in_memory = [], []
-    for adapter in islice(cycle(known), len(known) // 2, len(known) // 2 + _TRIES):
+    for adapter in known[num_slots:][:_TRIES]:
         in_memory.append(_first_token_ms(engine, adapter, context))
         in_slot.append(_first_token_ms(engine, adapter, context))
+    if not in_memory:
+        _first_token_ms(engine, known[0], context)
+        in_slot = [_first_token_ms(engine, known[0], context) for _ in range(_TRIES)]
     report.add(
         in_slot_ms=round(statistics.median(in_slot), 2),
-        in_memory_ms=round(statistics.median(in_memory), 2),
-        longest_ms=round(max(in_memory), 2),
+        in_memory_ms=round(statistics.median(in_memory), 2) if in_memory else "-",
+        longest_ms=round(max(in_memory), 2) if in_memory else "-",
     )
 
 

@@ -6,6 +6,7 @@ import json
 import math
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -254,6 +255,21 @@ def test_loads_of_a_workload() -> None:
         Workload(time_scale=[1]).loads()
     with pytest.raises(ConfigError, match="exclude each other"):
         Workload(prompts=CONVERSATIONS, trace=CONVERSATIONS).loads()
+
+
+@pytest.mark.parametrize(
+    ("option", "options"),
+    [
+        ("--input-len", {"input_len": 8, "prompts": CONVERSATIONS}),
+        ("--range-ratio", {"range_ratio": 0.0, "prompts": CONVERSATIONS}),
+        ("--input-len", {"input_len": 8, "trace": CONVERSATIONS}),
+        ("--output-len", {"output_len": 8, "trace": CONVERSATIONS}),
+        ("--block-size", {"block_size": 512}),
+    ],
+)
+def test_lengths_that_would_not_count_are_refused(option: str, options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=f"{option} (does not go with|needs) --"):
+        Workload(**options).loads()
 
 
 # --- figures -----------------------------------------------------------------------------------

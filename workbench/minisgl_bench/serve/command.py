@@ -17,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from minisgl_backend.cli.interrupt import INTERRUPTED
 from minisgl_backend.cli.options import SEED, TEMPERATURE, FiniteRange, numbers
 from minisgl_bench.serve.figures import Measured, check_answered, emit, figures_of, objectives_of
-from minisgl_bench.serve.workload import Workload
+from minisgl_bench.serve.workload import BLOCK_SIZE, INPUT_LEN, OUTPUT_LEN, Workload
 from minisgl_bench.servers import started
 from minisgl_kit.calls import Outcome
 from minisgl_kit.loads import Load, run
@@ -46,20 +46,16 @@ _count = click.IntRange(1)
 @click.option("--trace", type=_file, help="JSONL of timestamp, lengths and hash_ids, replayed")
 @click.option("--time-scale", default="", callback=numbers(float), help="0.5 is twice as dense")
 @click.option(
-    "--block-size", type=_count, default=512, show_default=True, help="tokens a hash id stands for"
+    "--block-size", type=_count, help=f"tokens a hash id stands for  [default: {BLOCK_SIZE}]"
 )
 @click.option("--prompts", type=_file, help="JSONL of prompt, messages or input_ids")
 @click.option("--requests", type=_count, help="how many  [default: 64, or all of a file]")
-@click.option(
-    "--input-len", type=_count, default=128, show_default=True, help="tokens of a random prompt"
-)
-@click.option("--output-len", type=_count, default=64, show_default=True, help="tokens to make")
+@click.option("--input-len", type=_count, help=f"tokens of a random prompt  [default: {INPUT_LEN}]")
+@click.option("--output-len", type=_count, help=f"tokens to make  [default: {OUTPUT_LEN}]")
 @click.option(
     "--range-ratio",
     type=FiniteRange(0, 1, max_open=True),
-    default=0.0,
-    show_default=True,
-    help="random lengths lie in length * (1 - ratio) .. length * (1 + ratio)",
+    help="random lengths lie in length * (1 - ratio) .. length * (1 + ratio)  [default: 0]",
 )
 @click.option(
     "--vocab-size", type=_count, default=1000, show_default=True, help="random ids are below it"

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import numpy as np
 
@@ -22,6 +22,9 @@ from minisgl_kit.calls import Call, calls_of_file, json_lines, random_calls
 from minisgl_kit.loads import Load, closed_loop, poisson, replay
 
 _NUM_RANDOM = 64
+BLOCK_SIZE: Final = 512
+INPUT_LEN: Final = 128
+OUTPUT_LEN: Final = 64
 _LATEST_MS = sys.float_info.max
 _WARM_UP_VARIANT = 1_000_000
 """A variant of its own, so that no prompt of the warm-up is measured."""
@@ -42,18 +45,21 @@ _Request = TypeVar("_Request", Call, TraceEntry)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """The options of the command line; lengths in tokens, rates in requests per second."""
+    """The options of the command line; lengths in tokens, rates in requests per second.
+
+    Lengths that are None have their defaults where they count; others are refused there.
+    """
 
     concurrency: Sequence[int] = ()
     rate: Sequence[float] = ()
     trace: Path | None = None
     time_scale: Sequence[float] = ()
-    block_size: int = 512
+    block_size: int | None = None
     prompts: Path | None = None
     requests: int | None = None
-    input_len: int = 128
-    output_len: int = 64
-    range_ratio: float = 0.0
+    input_len: int | None = None
+    output_len: int | None = None
+    range_ratio: float | None = None
     vocab_size: int = 1000
     seed: int = 0
 
@@ -63,9 +69,12 @@ class Workload:
             raise ConfigError("--time-scale needs --trace")
         if self.prompts and self.trace:
             raise ConfigError("--prompts and --trace exclude each other")
+        self._check_lengths()
         entries: list[TraceEntry] = []
         if self.trace:
-            entries = self._first_of(read_trace(self.trace, block_size=self.block_size), self.trace)
+            entries = self._first_of(
+                read_trace(self.trace, block_size=self._block_size), self.trace
+            )
         concurrency, time_scale = self.concurrency, self.time_scale
         if not (concurrency or self.rate or time_scale):
             concurrency, time_scale = ((), (1.0,)) if self.trace else ((1, 4, 16), ())
@@ -92,23 +101,39 @@ class Workload:
         )
         return closed_loop(calls, count)
 
+    @property
+    def _block_size(self) -> int:
+        return self.block_size or BLOCK_SIZE
+
+    def _check_lengths(self) -> None:
+        """Raise ``ConfigError`` for lengths that are given elsewhere."""
+        lengths = {"--input-len": self.input_len, "--range-ratio": self.range_ratio}
+        if self.trace:
+            lengths["--output-len"] = self.output_len
+        for name, value in lengths.items():
+            if value is not None and (self.trace or self.prompts):
+                source = "--trace" if self.trace else "--prompts"
+                raise ConfigError(f"{name} does not go with {source}, whose lines say it")
+        if self.block_size is not None and not self.trace:
+            raise ConfigError("--block-size needs --trace")
+
     def _calls(self, entries: Sequence[TraceEntry], variant: int) -> list[Call]:
         if entries:
             return calls_of_trace(
                 entries,
-                block_size=self.block_size,
+                block_size=self._block_size,
                 vocab_size=self.vocab_size,
                 seed=self.seed,
                 variant=variant,
             )
         if self.prompts:
-            calls = calls_of_file(self.prompts, max_tokens=self.output_len)
+            calls = calls_of_file(self.prompts, max_tokens=self.output_len or OUTPUT_LEN)
             return self._first_of(calls, self.prompts)
         return random_calls(
             self.requests or _NUM_RANDOM,
-            input_length=self.input_len,
-            output_length=self.output_len,
-            range_ratio=self.range_ratio,
+            input_length=self.input_len or INPUT_LEN,
+            output_length=self.output_len or OUTPUT_LEN,
+            range_ratio=self.range_ratio or 0.0,
             vocab_size=self.vocab_size,
             seed=self.seed,
             variant=variant,

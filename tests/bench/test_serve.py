@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import uuid
+from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from pexpect.fdpexpect import fdspawn
 from minisgl_backend.cli.main import main
 from minisgl_backend.server.process import TritonServer
 from minisgl_kit.calls import Call, Chunk
-from minisgl_kit.targets import OpenAITarget, Refused, Sampling, chunk_of_event
+from minisgl_kit.targets import OpenAITarget, Refused, Sampling, TritonTarget, chunk_of_event
 from tests.bench.test_serve_parts import CONVERSATIONS
 from tests.gateway.conftest import gateway_of
 
@@ -169,6 +170,29 @@ def test_a_server_that_is_not_there() -> None:
     result = CliRunner().invoke(main, ["bench", "serve", "--url", "127.0.0.1:1"])
     assert result.exit_code == 1
     assert "Error: the server answers no request: CONNECTION_FAILED" in result.output
+
+
+def test_an_interrupted_run_reports_the_requests_that_have_ended(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    num_asked = 0
+
+    async def stream(target: object, call: Call) -> AsyncGenerator[Chunk, None]:
+        nonlocal num_asked
+        num_asked += 1
+        if num_asked == 4:
+            signal.raise_signal(signal.SIGINT)
+            await asyncio.sleep(60)
+        yield Chunk(True, 1)
+
+    monkeypatch.setattr(TritonTarget, "stream", stream)
+    file = tmp_path / "figures.json"
+    command = ["bench", "serve", "--url", "127.0.0.1:1", "--concurrency", "1", "--warm-up", "0"]
+    result = CliRunner().invoke(main, [*command, "--json", str(file)])
+    assert result.exit_code == 130, result.output
+    written = json.loads(file.read_text("utf-8"))
+    assert written["title"] == "serve, interrupted"
+    assert [(row["requests"], row["output_tokens"]) for row in written["rows"]] == [(3, 3)]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])

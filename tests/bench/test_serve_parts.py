@@ -387,7 +387,7 @@ def test_table_file_and_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[s
             (closed_loop([CALL] * 2, 2), failed),
         )
     ]
-    emit(measured, {"server": "none"}, objectives, tmp_path / "figures.json")
+    emit(measured, {"server": "none"}, objectives, tmp_path / "figures.json", title="serve")
     table = capsys.readouterr().out
     assert "concurrency 1" in table and "errors UNAVAILABLE" in table
     assert "UNAVAILABLE: the [queue] is full" in table and "still" not in table

@@ -125,8 +125,9 @@ def serve(
         except KeyboardInterrupt:
             interrupted = True
     if measured:
-        server = url or "its own, with the demo model"
-        emit(measured, {"server": server}, objectives, json_path)
+        info = {"server": url or "its own, with the demo model"}
+        title = "serve, interrupted" if interrupted else "serve"
+        emit(measured, info, objectives, json_path, title=title)
         if plots is not None:
             from minisgl_bench.serve.plots import write_plots
 
@@ -165,7 +166,8 @@ async def _measure(
     objectives: Mapping[str, float],
     measured: list[Measured],
 ) -> None:
-    """Append the result of each load to ``measured``, as soon as it is over."""
+    """Append the result of each load to ``measured``, as soon as it is over; if it is cancelled,
+    that of the requests that have ended."""
     target = make_target()
     try:
         for load in warming:
@@ -183,14 +185,21 @@ async def _measure(
         ) as progress:
             for load in loads:
                 task = progress.add_task(load.label, total=len(load.calls), errors=0)
+                ended: list[Outcome] = []
                 num_errors = 0
 
-                def on_done(outcome: Outcome, task: Any = task) -> None:
+                def on_done(
+                    outcome: Outcome, task: Any = task, ended: list[Outcome] = ended
+                ) -> None:
                     nonlocal num_errors
+                    ended.append(outcome)
                     num_errors += outcome.error is not None
                     progress.update(task, advance=1, errors=num_errors)
 
-                outcomes = await run(target, load, on_done)
-                measured.append(Measured(load, outcomes, figures_of(outcomes, objectives)))
+                try:
+                    await run(target, load, on_done)
+                finally:
+                    if ended:
+                        measured.append(Measured(load, ended, figures_of(ended, objectives)))
     finally:
         await target.close()

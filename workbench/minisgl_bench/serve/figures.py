@@ -114,7 +114,7 @@ def emit(
     objectives: Mapping[str, float],
     json_path: Path | None,
     *,
-    title: str = "serve",
+    title: str,
 ) -> None:
     """Print the table, and write the file if one is asked for; both list what figures depend on.
 

@@ -112,15 +112,25 @@ def test_what_lies_in_memory_does_not_end_its_export(monkeypatch: pytest.MonkeyP
     ]
 
 
-def test_an_export_that_ends_in_the_middle_is_told(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("export", "complaint"),
+    [
+        ('{"experiments": [', "export is not whole: JSONDecodeError: "),
+        ('{"experiments": []}', "export is not whole: IndexError: "),
+        ('{"experiments": [{"requests": []}]}', "export has no requests"),
+    ],
+)
+def test_an_export_that_lacks_something_is_told(
+    export: str, complaint: str, tmp_path: Path
+) -> None:
     short = tmp_path / "perf_analyzer"
-    write = """for last; do :; done; echo '{"experiments": [' > "$last"\n"""
+    write = f"""for last; do :; done; echo '{export}' > "$last"\n"""
     short.write_text(f"#!/bin/sh\n[ $# = 1 ] && exit\n{write}")
     short.chmod(0o755)
     command = ["bench", "perf-analyzer", "--binary", str(short), "--url", "127.0.0.1:1"]
     result = CliRunner().invoke(main, command)
     assert result.exit_code == 1
-    assert "perf_analyzer's export is not whole: " in result.output
+    assert f"Error: perf_analyzer's {complaint}" in result.output
 
 
 def test_a_tool_that_writes_no_export_is_told(tmp_path: Path) -> None:

@@ -145,12 +145,7 @@ def perf_analyzer(
                 if export is not None:
                     file = export / f"{style}-{level.name}-{level.value:g}.json"
                     file.write_text(content, encoding="utf-8")
-                try:
-                    outcomes = outcomes_of(json.loads(content))
-                except json.JSONDecodeError as error:
-                    raise click.ClickException(
-                        f"perf_analyzer's export is not whole: {error}"
-                    ) from error
+                outcomes = _outcomes_in(content)
                 load = Load(level.name, level.value, calls)
                 measured.append(Measured(load, outcomes, figures_of(outcomes, objectives)))
     emit(measured, {"model": MODELS[style]}, objectives, json_path, title="perf_analyzer")
@@ -189,6 +184,18 @@ def outcomes_of(export: Mapping[str, Any]) -> list[Outcome]:
         if not outcome.chunks_s:
             outcome.error, outcome.reason = "no response", "the export has none with tokens"
         outcomes.append(outcome)
+    return outcomes
+
+
+def _outcomes_in(content: str) -> list[Outcome]:
+    """Raises ``click.ClickException`` if something of the export is missing."""
+    try:
+        outcomes = outcomes_of(json.loads(content))
+    except (ValueError, LookupError, TypeError) as error:
+        told = f"{type(error).__name__}: {error}"
+        raise click.ClickException(f"perf_analyzer's export is not whole: {told}") from error
+    if not outcomes:
+        raise click.ClickException("perf_analyzer's export has no requests")
     return outcomes
 
 

@@ -171,6 +171,10 @@ def test_a_packed_trace_that_is_cut_off_is_refused(tmp_path: Path) -> None:
         (b'{"traceEvents": [{"cat": "kernel", "ph": "X"}]}', "no Chrome trace: KeyError: 'name'"),
         (b"\xff" * 1000, "trace.json is no Chrome trace: "),
         (b'{"traceEvents": []}', "no kernels"),
+        (
+            b'{"traceEvents": [{"cat": "kernel", "ph": "X", "name": "a", "ts": 1, "dur": 0}]}',
+            "the kernels of the trace take no time",
+        ),
     ],
 )
 def test_what_is_no_trace_of_a_gpu_is_refused(content: bytes, message: str, tmp_path: Path) -> None:

@@ -104,7 +104,8 @@ def read_kernels(path: Path) -> list[Kernel]:
 
 
 def tabulate(kernels: Iterable[Kernel]) -> TraceTable:
-    """Add up the kernels by name. Raises ``click.ClickException`` if there are none."""
+    """Add up the kernels by name. Raises ``click.ClickException`` if there are none, or if they
+    take no time."""
     ordered = sorted(kernels, key=lambda kernel: kernel.begin_us)
     if not ordered:
         raise click.ClickException("the trace has no kernels: was it made on a GPU?")
@@ -118,6 +119,8 @@ def tabulate(kernels: Iterable[Kernel]) -> TraceTable:
         line.total_us += kernel.duration_us
         line.own_us += max(0.0, kernel.end_us - max(kernel.begin_us, covered_us))
         covered_us = max(covered_us, kernel.end_us)
+    if covered_us == ordered[0].begin_us:
+        raise click.ClickException("the kernels of the trace take no time")
     costliest = sorted(lines.items(), key=lambda item: -item[1].own_us)
     return TraceTable(dict(costliest), covered_us - ordered[0].begin_us)
 
@@ -259,7 +262,9 @@ def report_order(path: Path, *, count: int, step: str) -> Report:
 
 @click.command("trace-table")
 @click.argument("trace", type=click.Path(exists=True, dir_okay=False, path_type=Path))
-@click.option("--top", default=40, show_default=True, help="kernels to show")
+@click.option(
+    "--top", type=click.IntRange(min=0), default=40, show_default=True, help="kernels to show"
+)
 @click.option("--step", help="kernel that begins a step: only the middle half of all steps counts")
 @click.option(
     "--in-order",

@@ -132,6 +132,22 @@ def test_a_health_port_that_is_something_else(answer: bytes) -> None:
     assert f"Error: {url} does not answer as a health port does" in result.output
 
 
+@pytest.mark.parametrize(
+    ("option", "address", "message"),
+    [
+        ("--url", "127.0.0.1:1", "--url 127.0.0.1:1 does not answer as Triton's grpc port does"),
+        ("--url", NOBODY, f"--url {NOBODY} does not answer as Triton's grpc port does"),
+        ("--http-url", "localhost:1", "--http-url http://localhost:1 does not answer as Triton's"),
+    ],
+)
+def test_a_port_that_does_not_answer_is_no_fault_of_the_server(
+    option: str, address: str, message: str, own: OwnServer
+) -> None:
+    result = CliRunner().invoke(main, ["check", *addresses(own), option, address])
+    assert result.exit_code == 2, result.output
+    assert f"Error: {message}" in result.output
+
+
 def test_ctrl_c_before_the_server_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     class Interrupted(queue.SimpleQueue[Supervisor | None]):
         def get(self, *_: object) -> Supervisor | None:

@@ -19,9 +19,11 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from http.client import HTTPException
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import click
+from minisgl_client.client import Client
+from minisgl_client.errors import MinisglError
 
 from minisgl_backend.cli.interrupt import INTERRUPTED
 from minisgl_backend.cli.options import FiniteRange, tritonserver_option
@@ -121,7 +123,7 @@ class _Asked:
 
 
 @click.command()
-@click.option("--url", help="gRPC address of a server that runs, as grpc://HOST:PORT")
+@click.option("--url", help="gRPC address of a server that runs, as HOST:PORT")
 @click.option("--http-url", help="its HTTP address, as http://HOST:PORT")
 @click.option("--health-url", help="its health port, as http://HOST:PORT")
 @click.option("--metrics-url", help="its metrics, as http://HOST:PORT/metrics; else left out")
@@ -254,12 +256,29 @@ def _print_catalogue() -> None:
 
 
 def _running(url: str, http_url: str, health_url: str) -> Target:
-    """A server that others started; ``ConfigError`` if it is not ready."""
-    target = Target(url.removeprefix("grpc://"), http_url.rstrip("/"), health_url.rstrip("/"))
+    """A server that others started; ``ConfigError`` if a port does not answer, or it is not
+    ready."""
+    http_url, health_url = (
+        (one if "://" in one else f"http://{one}").rstrip("/") for one in (http_url, health_url)
+    )
+    target = Target(url.removeprefix("grpc://"), http_url, health_url)
     try:
-        if target.is_ready() and target.stats().num_positions:
-            return target
+        is_ready = target.is_ready() and target.stats().num_positions > 0
     except (OSError, HTTPException, ValueError, LookupError, TypeError) as error:
         told = f"{type(error).__name__}: {error}"
         raise ConfigError(f"{health_url} does not answer as a health port does: {told}") from None
-    raise ConfigError(f"{health_url} says that the server is not ready")
+    if not is_ready:
+        raise ConfigError(f"{health_url} says that the server is not ready")
+    _check_answers("--url", target.grpc_address, "grpc")
+    _check_answers("--http-url", target.http_url, "http")
+    return target
+
+
+def _check_answers(option: str, address: str, protocol: Literal["grpc", "http"]) -> None:
+    try:
+        with Client(address, protocol=protocol, retries=0) as client:
+            answers = client.is_ready()
+    except MinisglError:
+        answers = False
+    if not answers:
+        raise ConfigError(f"{option} {address} does not answer as Triton's {protocol} port does")

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minisgl_backend.device.base import Device, Graph
+from minisgl_backend.device.base import Device
 from minisgl_backend.execution.capture import Captured, capture
 from minisgl_backend.execution.flat_batch import FlatBatch
 from minisgl_backend.plan import Decodes, Groups
@@ -168,12 +168,18 @@ class ChunkGraphs:
                 progress=progress,
             )
 
-        self.captured = captured("number of tokens", self._sizes, grouped=False)
-        self._grouped: dict[int, Graph[Tensor]] = {}
+        plain = captured("number of tokens", self._sizes, grouped=False)
+        self._graphs = {False: plain}
+        """By whether steps are grouped."""
         self._take_groups = take_groups or (lambda groups: False)
         if take_groups is not None:
             larger = [size for size in self._sizes if size >= _LEAST_GROUPED]
-            self._grouped = captured("number of tokens, grouped", larger, grouped=True).graphs
+            self._graphs[True] = captured("number of tokens, grouped", larger, grouped=True)
+
+    @property
+    def captured(self) -> list[Captured[Tensor]]:
+        """All graphs, kind by kind."""
+        return list(self._graphs.values())
 
     def size_for(self, batch: FlatBatch) -> int | None:
         """The smallest size in which this step fits; None if there is none."""
@@ -184,15 +190,16 @@ class ChunkGraphs:
         """Enqueue the layers of a step that fits ``size``. Returns the residual stream after them,
         [num_tokens, hidden_size] followed by padding, which the next replay overwrites."""
         self._write(size, batch, prefill_tokens)
-        is_grouped = size in self._grouped and self._take_groups(batch.groups)
-        graph = (self._grouped if is_grouped else self.captured.graphs)[size]
+        may_group = True in self._graphs and size in self._graphs[True].graphs
+        is_grouped = may_group and self._take_groups(batch.groups)
+        graph = self._graphs[is_grouped].graphs[size]
         graph.replay()
         return graph.output
 
     def close(self) -> None:
         """Destroy the graphs, which hold the addresses of everything they use."""
-        self.captured.graphs.clear()
-        self._grouped.clear()
+        for captured in self._graphs.values():
+            captured.graphs.clear()
 
     def _write(self, size: int, batch: FlatBatch, prefill_tokens: IntArray) -> None:
         content = fill(size, self._max_rows, batch, prefill_tokens)

@@ -22,11 +22,11 @@ import bisect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Final, Protocol, TypeVar
+from typing import Any, Final, Protocol, TypeVar
 
 import numpy as np
 
-from minisgl_backend.device.base import Device, Graph
+from minisgl_backend.device.base import Device
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.execution.capture import Captured, capture
 from minisgl_backend.execution.sampling import StepLogits, StepOutput
@@ -83,12 +83,12 @@ class _Parts:
     """Graphs of steps up to the logits, and graphs of the rest, by ``whole`` and size."""
 
     forwards: Captured[StepLogits]
-    samplings: dict[bool, dict[int, Graph[StepOutput]]]
+    samplings: dict[bool, Captured[StepOutput]]
 
     def replay(self, size: int, *, whole: bool) -> Callable[[], StepOutput]:
         """Enqueue the first part. Calling the result enqueues the second."""
         self.forwards.graphs[size].replay()
-        sampling = self.samplings[whole][size]
+        sampling = self.samplings[whole].graphs[size]
 
         def finish() -> StepOutput:
             sampling.replay()
@@ -97,8 +97,8 @@ class _Parts:
         return finish
 
     def close(self) -> None:
-        for graphs in self.samplings.values():  # first, since they read what the others hold
-            graphs.clear()
+        for rest in self.samplings.values():  # first, since they read what the others hold
+            rest.graphs.clear()
         self.forwards.graphs.clear()
 
 
@@ -152,14 +152,14 @@ class DecodeGraphs:
                 f"{what}, up to the logits", partial(begin, grouped=grouped), progress, sizes
             )
 
-            def rest(whole: bool) -> dict[int, Graph[StepOutput]]:
+            def rest(whole: bool) -> Captured[StepOutput]:
                 return self._capture(
                     f"{what}, from {'all' if whole else 'own'} logits on",
                     lambda size: sample(forwards.graphs[size].output, whole=whole),
                     progress,
                     sizes,
                     prepare=lambda size: forwards.graphs[size].replay(),
-                ).graphs
+                )
 
             return _Parts(
                 forwards, {whole: rest(whole) for whole in ((True, False) if in_parts else (True,))}
@@ -181,9 +181,14 @@ class DecodeGraphs:
                 self._parts[grouped] = capture_parts(name, sizes, grouped)
 
     @property
-    def captured(self) -> Captured[StepOutput] | Captured[StepLogits]:
-        """The graphs of steps that are not grouped, or of the first parts of these."""
-        return self._whole[False] if self._whole else self._parts[False].forwards
+    def captured(self) -> list[Captured[Any]]:
+        """All graphs, kind by kind."""
+        parts = self._parts.values()
+        return [
+            *self._whole.values(),
+            *(each.forwards for each in parts),
+            *(rest for each in parts for rest in each.samplings.values()),
+        ]
 
     def _capture(
         self,

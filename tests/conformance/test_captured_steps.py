@@ -24,6 +24,7 @@ from minisgl_backend.execution.sampling import StepLogits, StepOutput
 from minisgl_backend.parallel.group import Group
 from minisgl_backend.plan import Pending, StepPlan, decode_plan, encode_plan
 from minisgl_backend.request import SamplingParams
+from minisgl_bench.decode import graph_facts
 from tests.conformance.checkpoints import CONTEXT, VOCAB_SIZE, write_checkpoint
 from tests.conformance.engines import (
     TinyEngine,
@@ -64,15 +65,17 @@ class Recorded(Generic[T]):
 
 
 class RecordingDevice(CpuDevice):
-    """To an executor this device is not the host; ``replays`` names the outputs."""
+    """To an executor this device is not the host; ``replays`` names the outputs of replays."""
 
     is_host: Any = False
 
     def __init__(self) -> None:
         super().__init__(num_threads=1)
         self.replays: list[str] = []
+        self.num_captures = 0
 
     def capture(self, work: Callable[[], T]) -> Recorded[T]:
+        self.num_captures += 1
         return Recorded(work, self.replays)
 
     def download(self, tensor: Tensor) -> Tensor:
@@ -213,3 +216,31 @@ def test_ranks_capture_together(case: str, tmp_path: Path, monkeypatch: pytest.M
 
     first, second = on_ranks(2, replays_of)
     assert first == second and first
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_what_graphs_cost_is_told_of_all_of_them(
+    num_ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps that wait for masks, and those of several ranks, are captured in parts."""
+    monkeypatch.setattr(choose, "has_triton", lambda: True)
+    write_checkpoint("qwen3", tmp_path)
+
+    def facts_of(group: Group) -> tuple[dict[str, Any], int]:
+        device = RecordingDevice()
+        with TinyEngine(
+            load_model(tmp_path, context=CONTEXT, fused=True, group=group),
+            page_size=16,
+            num_positions=1024,
+            context=CONTEXT,
+            attention="triton",
+            device=device,
+            takes_masks=True,
+            **GRAPHS,
+        ) as engine:
+            return graph_facts(engine.executor), device.num_captures
+
+    for facts, num_captures in on_ranks(num_ranks, facts_of):
+        assert facts["decode_graphs"] + facts["chunk_graphs"] == num_captures
+        assert facts["chunk_graphs"] == len(GRAPHS["chunk_graph_sizes"])
+        assert facts["decode_graphs"] == 3 * len(GRAPHS["graph_sizes"])

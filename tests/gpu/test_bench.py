@@ -53,6 +53,6 @@ def test_a_captured_step_is_timed_beside_its_replay(most: str, tmp_path: Path) -
     if most == "0":
         assert "decode_graphs" not in info
     else:
-        assert info["decode_graphs"] == 3  # for 1, 2 and 4 rows
+        assert info["decode_graphs"] == 9  # for 1, 2 and 4 rows: whole, and two parts for masks
         assert info["decode_capture_s"] > 0
         assert info["decode_graphs_gib"] > 0

@@ -119,16 +119,21 @@ class Decoding:
 
 
 def graph_facts(executor: RankExecutor) -> dict[str, Any]:
-    """The cost of capturing this rank's CUDA graphs, for the ``info`` of a report; empty if there
-    are none."""
+    """The cost of capturing this rank's CUDA graphs, of all kinds, for the ``info`` of a report;
+    empty if there are none."""
     assert isinstance(executor, ModelExecutor)
+    sets = executor.graphs, executor.adapter_graphs
     facts: dict[str, Any] = {}
-    for name, graphs in (("decode", executor.graphs.decode), ("chunk", executor.graphs.chunk)):
-        if graphs is not None:
-            captured = graphs.captured
-            facts[f"{name}_graphs"] = len(captured.graphs)
-            facts[f"{name}_capture_s"] = round(captured.seconds, 2)
-            facts[f"{name}_graphs_gib"] = round(captured.num_bytes / 2**30, 3)
+    for name, each in (
+        ("decode", [of.decode for of in sets]),
+        ("chunk", [of.chunk for of in sets]),
+    ):
+        captured = [one for graphs in each if graphs is not None for one in graphs.captured]
+        if captured:
+            facts[f"{name}_graphs"] = sum(len(one.graphs) for one in captured)
+            facts[f"{name}_capture_s"] = round(sum(one.seconds for one in captured), 2)
+            num_bytes = sum(one.num_bytes for one in captured)
+            facts[f"{name}_graphs_gib"] = round(num_bytes / 2**30, 3)
     return facts
 
 

@@ -60,7 +60,7 @@ def _limits(root: Path) -> Iterator[tuple[int, int]]:
 
 
 def _lines(file: Path) -> list[str]:
-    """None if the file is not there, or may not be read."""
+    """Empty if the file is not there, or may not be read."""
     try:
         return file.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:

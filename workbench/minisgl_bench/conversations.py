@@ -33,6 +33,7 @@ from minisgl_bench.comparison import compare_option, measure_both
 from minisgl_bench.engines import Collector, engine_facts, running_engine, submitted
 from minisgl_bench.option_groups import option_group
 from minisgl_bench.prompts import num_drawn_ids
+from minisgl_bench.runs import p50_and_p99
 from minisgl_kit.report import Report, json_option
 
 
@@ -78,14 +79,13 @@ class Conversations:
 def figures_of(held: list[list[Collector]], seconds: float) -> dict[str, Any]:
     """Times to the first token of all turns and of the last ones, and the throughput."""
     sinks = [sink for turns in held for sink in turns]
-    first_ms = sorted((sink.times_s[0] - sink.sent_s) * 1e3 for sink in sinks)
+    first_ms = [(sink.times_s[0] - sink.sent_s) * 1e3 for sink in sinks]
     last_ms = [(turns[-1].times_s[0] - turns[-1].sent_s) * 1e3 for turns in held]
     return {
-        "ttft_p50_ms": round(statistics.median(first_ms), 1),
-        "ttft_p99_ms": round(first_ms[-1 - len(first_ms) // 100], 1),
-        "last_turn_p50_ms": round(statistics.median(last_ms), 1),
-        "seconds": round(seconds, 2),
-        "output_tokens_per_s": round(sum(len(sink.tokens) for sink in sinks) / seconds),
+        **p50_and_p99("ttft", first_ms),
+        "last_turn_p50_ms": statistics.median(last_ms),
+        "seconds": seconds,
+        "output_tokens_per_s": sum(len(sink.tokens) for sink in sinks) / seconds,
     }
 
 
@@ -151,7 +151,7 @@ def conversations(
                 conversations=load.conversations,
                 turns=load.turns,
                 **figures_of(held, seconds),
-                cached_share=round(cached / (load.conversations * each), 3),
+                cached_share=cached / (load.conversations * each),
             )
         return report
 

@@ -165,10 +165,16 @@ def test_options_that_cannot_be_measured_are_wrong_usage(command: str, message: 
     assert f"Invalid value for {message}" in result.output
 
 
-@pytest.mark.parametrize("name", ["decode", "adapters"])
-def test_a_batch_beyond_the_rows_is_refused(name: str) -> None:
-    command = ["bench", name, "--batch-size", "9", "--max-running-requests", "8", *SMALL]
-    result = CliRunner().invoke(main, command)
+@pytest.mark.parametrize(
+    "command",
+    [
+        "decode --max-running-requests 8",
+        "decode --compare max_running_requests=8",
+        "adapters --max-running-requests 8",
+    ],
+)
+def test_a_batch_beyond_the_rows_is_refused(command: str) -> None:
+    result = CliRunner().invoke(main, ["bench", *command.split(), "--batch-size", "9", *SMALL])
     assert result.exit_code == 2
     assert "a batch of 9 needs max_running_requests" in result.output
 

@@ -25,7 +25,7 @@ from minisgl_backend.execution.ranks import RankExecutor
 from minisgl_backend.plan import Decodes
 from minisgl_backend.request import SamplingParams
 from minisgl_backend.runtime.engine import Engine
-from minisgl_bench.comparison import compare_option, measure_both
+from minisgl_bench.comparison import changed, compare_option, measure_both
 from minisgl_bench.engines import check_batches, engine_facts, running_engine, submitted
 from minisgl_bench.profiling import labelled, nvtx_option, profile_option, profiled
 from minisgl_bench.settled_steps import SETTLING, settled_steps_ms, spare_tokens
@@ -176,7 +176,8 @@ def decode(
 ) -> None:
     """Time of a decode step by batch size, compared with a bare replay of its CUDA graph."""
     sizes = sizes or (1, 2, 4, 8, 16, 32, 64, 128, 256)
-    check_batches(sizes, options)
+    for each in (options, *([changed(options, compare)] if compare else [])):
+        check_batches(sizes, each)
 
     def measure(options: EngineOptions, trace: Path | None) -> Report:
         decoding = Decoding(

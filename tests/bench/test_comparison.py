@@ -65,7 +65,16 @@ def test_the_second_configuration_stands_beside_the_first(tmp_path: Path) -> Non
     assert figures["output_tokens"] == figures["compared"]["output_tokens"]
     assert "ratio" in result.output
     for path in (trace, tmp_path / "trace-compared.json"):
-        assert "traceEvents" in json.loads(path.read_text(encoding="utf-8"))
+        events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+        assert "aten::linear" in {event["name"] for event in events}  # on the engine's own thread
+
+
+def test_other_processes_are_not_traced(tmp_path: Path) -> None:
+    trace = ["--profile", str(tmp_path / "trace.json")]
+    command = ["bench", "offline", "--data-parallel-size", "2", *trace, *SMALL]
+    result = CliRunner().invoke(main, command)
+    assert result.exit_code == 2
+    assert "Error: option data_parallel_size: this looks into one engine" in result.output
 
 
 def test_marks_name_the_phases_layers_and_sampling_of_each_step() -> None:

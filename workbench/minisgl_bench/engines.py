@@ -82,12 +82,13 @@ def check_batches(sizes: Sequence[int], options: EngineOptions) -> None:
 
 @contextmanager
 def running_engine_or_replicas(
-    options: EngineOptions, *, nvtx: bool = False
+    options: EngineOptions, *, nvtx: bool = False, traced: bool = False
 ) -> Iterator[EngineBase]:
-    """One engine, or the replicas that ``options`` ask for; closed when the block ends."""
+    """One engine, or the replicas that ``options`` ask for; closed when the block ends. Replicas
+    are other processes, which can be neither marked nor ``traced`` here."""
     from minisgl_backend.build import build_engine
 
-    if options.data_parallel_size == 1 or nvtx:
+    if options.data_parallel_size == 1 or nvtx or traced:
         with running_engine(options, nvtx=nvtx) as (engine, _):
             yield engine
         return

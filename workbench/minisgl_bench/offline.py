@@ -44,7 +44,8 @@ class Offline:
         """The figures of an engine with these options; ``trace`` is for the profile of a separate
         run."""
         apart = None
-        with running_engine_or_replicas(options, nvtx=self.nvtx) as engine:
+        traced = trace is not None
+        with running_engine_or_replicas(options, nvtx=self.nvtx, traced=traced) as engine:
             info = engine.info
             prompts = self.requests.prompts(info.vocab_size)
             warm_up = self.requests.warm_up(info.vocab_size)

@@ -109,7 +109,7 @@ def prefixes(
     sampling = SamplingParams(temperature=temperature)
 
     def measure(options: EngineOptions, trace: Path | None) -> Report:
-        with running_engine_or_replicas(options) as engine:
+        with running_engine_or_replicas(options, traced=trace is not None) as engine:
             facts = engine_facts(engine.info, options)
             facts["prompt_seed"] = requests.prompt_seed
             facts["temperature"] = temperature

@@ -47,7 +47,7 @@ nvtx_option = click.option(
 
 @contextmanager
 def profiled(path: Path, *, step: str | None = None) -> Iterator[None]:
-    """Trace the block to ``path``: a GPU's kernels, or the operations of this thread.
+    """Trace the block to ``path``: a GPU's kernels, or the operations of all threads.
 
     On a GPU the table of ``report_trace`` is printed, and written next to the trace.
     """
@@ -56,7 +56,9 @@ def profiled(path: Path, *, step: str | None = None) -> Iterator[None]:
     kinds = [torch.profiler.ProfilerActivity.CPU]
     if torch.cuda.is_available():
         kinds = [torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=kinds) as profiler:
+    # on a CPU an engine computes on a thread of its own
+    threads = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+    with torch.profiler.profile(activities=kinds, experimental_config=threads) as profiler:
         yield
     profiler.export_chrome_trace(str(path))
     if torch.cuda.is_available():

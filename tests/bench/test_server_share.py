@@ -17,7 +17,7 @@ from minisgl_backend.errors import EngineFailure
 from minisgl_backend.server.process import TritonServer
 from minisgl_bench import server_share
 from minisgl_bench.clients import ask_at_once, requests_of
-from minisgl_bench.prompts import Prompt
+from minisgl_bench.prompts import Prompt, RandomRequests
 
 pytestmark = pytest.mark.server
 
@@ -42,16 +42,26 @@ def test_the_share_is_that_of_the_same_requests(
     assert figures["share"] == figures["tokens_per_s"] / figures["offline_tokens_per_s"]
     # if the engine's own figures are given, it is not measured
     alone = tmp_path / "alone.json"
-    content = {"requests": 5, "tokens_per_s": 1000.0, "info": {}}
+    prompts = RandomRequests(
+        requests=5, input_length=(16, 64), output_length=(4, 9), temperature=0.0, prompt_seed=0
+    ).prompts(2048)
+    content = {
+        "requests": 5,
+        "prompt_tokens": sum(len(prompt.tokens) for prompt in prompts),
+        "output_tokens": figures["output_tokens"],
+        "tokens_per_s": 1000.0,
+        "info": {},
+    }
     alone.write_text(json.dumps(content), encoding="utf-8")
     command += ["--alone", str(alone)]
     result = CliRunner().invoke(main, [*command, "--json", str(file)])
     assert result.exit_code == 0, result.output
     figures = json.loads(file.read_text(encoding="utf-8"))
     assert figures["offline_tokens_per_s"] == 1000.0
-    alone.write_text(json.dumps({**content, "requests": 6}), encoding="utf-8")
-    result = CliRunner().invoke(main, command)
-    assert result.exit_code == 2 and "another number of requests" in result.output
+    for name in ("requests", "prompt_tokens", "output_tokens"):
+        alone.write_text(json.dumps({**content, name: 6}), encoding="utf-8")
+        result = CliRunner().invoke(main, command)
+        assert result.exit_code == 2 and "--alone is of other requests" in result.output
 
 
 @pytest.mark.parametrize("content", ["figures", "[]", '{"requests": 16, "tokens_per_s": 9.5}'])

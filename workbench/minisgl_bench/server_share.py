@@ -32,6 +32,8 @@ from minisgl_bench.servers import started
 from minisgl_kit.report import Report, json_option
 
 _MODEL: Final = "minisgl"
+_COUNTS: Final = ("requests", "prompt_tokens", "output_tokens")
+"""What `bench offline` writes of its requests."""
 
 
 @click.command("server-share", cls=EngineCommand)
@@ -62,11 +64,16 @@ def server_share(
     """Throughput through tritonserver, also as a share of that of the engine alone."""
     options = located(options)
     arguments = [*option_arguments(options), *requests.arguments()]
-    offline = run_bench(["offline", *arguments]) if alone is None else _written_figures(alone)
-    if offline["requests"] != requests.requests:
-        raise click.UsageError("--alone is of another number of requests")
     vocab_size = load_spec(Path(options.model)).vocab_size
     prompts = requests.prompts(vocab_size)
+    expected = sum(prompt.num_output_tokens for prompt in prompts)
+    if alone is None:
+        offline = run_bench(["offline", *arguments])
+    else:
+        offline = _written_figures(alone)
+        num_prompt = sum(len(prompt.tokens) for prompt in prompts)
+        if offline["counts"] != [len(prompts), num_prompt, expected]:
+            raise click.UsageError("--alone is of other requests")
     warm_up, measured = (
         requests_of(drawn, model=_MODEL, temperature=requests.temperature)
         for drawn in (requests.warm_up(vocab_size), prompts)
@@ -75,7 +82,6 @@ def server_share(
         address = f"127.0.0.1:{server.grpc_port}"
         ask_at_once(address, warm_up, num_processes=clients)
         answers = ask_at_once(address, measured, num_processes=clients)
-    expected = sum(prompt.num_output_tokens for prompt in prompts)
     num_tokens = sum(answer.num_tokens for answer in answers)
     if num_tokens != expected:
         raise EngineFailure(f"expected {expected} tokens from the server, got {num_tokens}")
@@ -91,7 +97,7 @@ def _written_figures(file: Path) -> dict[str, Any]:
     try:
         found = json.loads(file.read_text("utf-8"))
         return {
-            "requests": int(found["requests"]),
+            "counts": [int(found[name]) for name in _COUNTS],
             "tokens_per_s": float(found["tokens_per_s"]),
             "info": dict(found["info"]),
         }

@@ -1,4 +1,5 @@
-"""Exit with 0 if the server makes a token; for an image's HEALTHCHECK.
+"""Exit with 0 if the server makes a token, or an embedding if its model makes nothing else; for an
+image's HEALTHCHECK.
 
 Needs the standard library alone. A server whose queue is full says so at once, and is not ill.
 With ``--get`` it asks for a page instead, such as the gateway's /health.
@@ -16,12 +17,19 @@ from typing import Any
 
 def ask(url: str, timeout_s: float) -> str | None:
     """What is wrong with the server at ``url``; None if it is well."""
+    problem = _ask(url, {"max_tokens": 1}, timeout_s)
+    if problem is not None and "embed must be true" in problem:
+        return _ask(url, {"embed": True}, timeout_s)
+    return problem
+
+
+def _ask(url: str, asked: dict[str, Any], timeout_s: float) -> str | None:
     # ahead of the queue: a long queue is not an illness
     body = {
         "text_input": "1",
-        "max_tokens": 1,
         "priority_level": 100,
         "timeout_ms": int(timeout_s * 1000),
+        **asked,
     }
     request = urllib.request.Request(
         f"{url}/v2/models/minisgl/generate", data=json.dumps(body).encode()
@@ -34,7 +42,8 @@ def ask(url: str, timeout_s: float) -> str | None:
         return None if "UNAVAILABLE: queue" in text else f"HTTP {error.code}: {text}"
     except OSError as error:
         return f"no answer: {error}"
-    return None if "text_output" in answer else f"not an answer: {answer}"
+    is_answer = "text_output" in answer or "embedding" in answer
+    return None if is_answer else f"not an answer: {answer}"
 
 
 def get(url: str, timeout_s: float) -> str | None:

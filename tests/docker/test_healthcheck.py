@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
@@ -31,14 +31,16 @@ def test_a_server_that_makes_a_token_is_well(server: TritonServer) -> None:
 
 
 @contextmanager
-def answering(status: int, body: object) -> Iterator[str]:
-    """A server that answers every request like this, since ours cannot be made to."""
+def answering(status: int, body: object, embedding: Sequence[float] | None = None) -> Iterator[str]:
+    """A server that answers every request like this, since ours cannot be made to; those for an
+    embedding with ``embedding``, if given."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
-            self.rfile.read(int(self.headers["Content-Length"]))
-            payload = json.dumps(body).encode()
-            self.send_response(status)
+            asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            embeds = embedding is not None and asked.get("embed")
+            payload = json.dumps({"embedding": embedding} if embeds else body).encode()
+            self.send_response(200 if embeds else status)
             self.send_header("Content-Length", str(len(payload)))
             self.end_headers()
             self.wfile.write(payload)
@@ -60,6 +62,15 @@ def test_a_full_queue_is_no_illness() -> None:
     error = "in ensemble 'minisgl', UNAVAILABLE: queue full: 9 requests open of at most 9"
     with answering(400, {"error": error}) as url:
         assert check(url).returncode == 0
+
+
+def test_a_model_that_only_makes_embeddings_is_well() -> None:
+    refusal = "INVALID_ARG: embed must be true: the checkpoint has no output head"
+    error = f"in ensemble 'minisgl', {refusal}"
+    with answering(400, {"error": error}, [0.6, 0.8]) as url:
+        assert check(url).returncode == 0
+    with answering(400, {"error": error}) as url:
+        assert check(url).returncode == 1
 
 
 def test_no_proxy_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,6 +31,7 @@ from minisgl_backend.errors import ConfigError, EngineFailure
 from minisgl_backend.model_check import checked_spec
 from minisgl_backend.models.catalog import load_spec
 from minisgl_backend.models.hub import resolve_model, resolve_tokenizer
+from minisgl_backend.models.spec import ModelSpec
 from minisgl_backend.parallel.nodes import check_nodes, read_secret, with_environment
 from minisgl_backend.precheck import check_meeting_point, check_options, device_type
 from minisgl_backend.runtime_files import OPTIONS_MODEL
@@ -160,7 +161,7 @@ def _supervise(
     def welcome(server: TritonServer) -> None:
         seconds = time.monotonic() - started_s
         with suppress(OSError):  # stdout is closed
-            click.echo(_welcome(server, health.port, Path(options.model).name, seconds))
+            click.echo(_welcome(server, health.port, Path(options.model), seconds))
 
     try:
         supervisors: list[Supervisor] = []
@@ -272,17 +273,24 @@ def _stop_on_signals(kill: Callable[[], None], console: Console) -> StopEvent:
     return stopping
 
 
-def _welcome(server: TritonServer, health_port: int, model: str, seconds: float) -> str:
+def _welcome(server: TritonServer, health_port: int, model: Path, seconds: float) -> str:
     address = server.options.address
     return f"""
-ready after {seconds:.1f} s, serving {model}
+ready after {seconds:.1f} s, serving {model.name}
   HTTP     {server.url()}
   gRPC     {address(server.grpc_port)}
   metrics  http://{address(server.metrics_port)}/metrics
   health   http://{address(health_port)}/ready
 
 Try it:
-  curl -s {server.url("/v2/models/minisgl/generate")} -d '{{
-    "messages": "[{{\\"role\\": \\"user\\", \\"content\\": \\"{_QUESTION}\\"}}]",
-    "max_tokens": 32, "temperature": 0}}'
+  {suggestion(server.url("/v2/models/minisgl/generate"), load_spec(model))}
 """
+
+
+def suggestion(url: str, spec: ModelSpec) -> str:
+    """A command that asks the model for what it makes."""
+    if not spec.generates:
+        return f"""curl -s {url} -d '{{"text_input": "{_QUESTION}", "embed": true}}'"""
+    return f"""curl -s {url} -d '{{
+    "messages": "[{{\\"role\\": \\"user\\", \\"content\\": \\"{_QUESTION}\\"}}]",
+    "max_tokens": 32, "temperature": 0}}'"""

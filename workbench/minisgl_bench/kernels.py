@@ -136,6 +136,8 @@ def kernels(
                     click.echo(f"{model}, batch {batch_size}: {case.kernel}", err=True)
                     report.add(model=model, batch=batch_size, **_measure(case, bandwidth))
             torch.cuda.empty_cache()
+    if not report.rows:
+        raise ConfigError("there is no such kernel of these models on this GPU")
     report.emit(json_path)
 
 

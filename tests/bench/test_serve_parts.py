@@ -331,6 +331,20 @@ def test_figures_of_a_load() -> None:
     assert "goodput_share" not in figures_of(outcomes, {})
 
 
+def test_counts_that_a_server_does_not_send_are_unknown_not_zero(tmp_path: Path) -> None:
+    """An endpoint of OpenAI's API may send no usage, or not say how much was cached."""
+    nothing, usage = Outcome(0.0, [1.0, 2.0], 2.0), Outcome(0.0, [1.0, 2.0], 2.0)
+    usage.add(Chunk(False, 3, 5), 2.0)
+    unknown = figures_of([nothing], {})
+    names = ("input_tokens", "output_tokens", "output_tokens_per_s", "tokens_per_chunk")
+    assert [unknown[name] for name in (*names, "cached_share")] == [None] * 5
+    known = figures_of([usage], {})
+    assert [known[name] for name in (*names, "cached_share")] == [5, 3, 1.5, 1.5, None]
+    load = closed_loop([CALL], 1)
+    both = [Measured(load, [nothing], unknown), Measured(load, [usage], known)]
+    assert len(write_plots(tmp_path, both, {})) == 2
+
+
 @given(
     st.lists(
         st.builds(

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -46,13 +46,15 @@ def objectives_of(text: str) -> dict[str, float]:
 def figures_of(outcomes: Sequence[Outcome], objectives: Mapping[str, float]) -> dict[str, Any]:
     """The figures of one load; times are in milliseconds, of answered requests only.
 
-    ``reasons`` has the message of the first error of each code.
+    ``reasons`` has the message of the first error of each code. Figures are None if no answer has
+    the counts that they need, as other servers may not send them.
     """
     good = [outcome for outcome in outcomes if outcome.error is None]
     seconds = max(one.ended_s for one in outcomes) - min(one.due_s for one in outcomes)
     num_chunks = sum(len(one.chunks_s) for one in good)
-    num_tokens = sum(one.num_output_tokens or 0 for one in good)
-    num_input = sum(one.num_input_tokens or 0 for one in good)
+    num_tokens = _sum(one.num_output_tokens for one in good)
+    num_input = _sum(one.num_input_tokens for one in good)
+    num_cached = _sum(one.num_cached_tokens for one in good)
     figures: dict[str, Any] = {
         "requests": len(outcomes),
         "errors": dict(Counter(one.error for one in outcomes if one.error is not None)),
@@ -61,9 +63,9 @@ def figures_of(outcomes: Sequence[Outcome], objectives: Mapping[str, float]) -> 
         "requests_per_s": len(good) / seconds,
         "input_tokens": num_input,
         "output_tokens": num_tokens,
-        "output_tokens_per_s": num_tokens / seconds,
-        "tokens_per_chunk": num_tokens / num_chunks if num_chunks else 0.0,
-        "cached_share": sum(one.num_cached_tokens or 0 for one in good) / max(1, num_input),
+        "output_tokens_per_s": _over(num_tokens, seconds),
+        "tokens_per_chunk": _over(num_tokens, num_chunks),
+        "cached_share": _over(num_cached, num_input),
         "ttft_ms": percentiles(one.ttft_ms for one in good if one.ttft_ms is not None),
         "tpot_ms": percentiles(one.tpot_ms for one in good if one.tpot_ms is not None),
         "between_chunks_ms": percentiles(
@@ -76,6 +78,16 @@ def figures_of(outcomes: Sequence[Outcome], objectives: Mapping[str, float]) -> 
         figures["goodput_per_s"] = num_met / seconds
         figures["goodput_share"] = num_met / len(outcomes)
     return figures
+
+
+def _sum(counts: Iterable[int | None]) -> int | None:
+    """The sum of the counts that are known; None if there is none."""
+    known = [count for count in counts if count is not None]
+    return sum(known) if known else None
+
+
+def _over(count: int | None, whole: float | None) -> float | None:
+    return count / whole if count is not None and whole else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,7 +38,7 @@ def latency_figure(measured: Sequence[Measured], objectives: Mapping[str, float]
         points = sorted(
             (one.figures["output_tokens_per_s"], one.load.label, one.figures[f"{name}_ms"])
             for one in measured
-            if one.figures[f"{name}_ms"]
+            if one.figures[f"{name}_ms"] and one.figures["output_tokens_per_s"] is not None
         )
         for quantile in PERCENTILES:
             key = f"p{quantile}"

@@ -83,9 +83,17 @@ def test_adapters_that_are_timed_in_main_memory_were_in_no_slot(tmp_path: Path) 
     assert 0 < arrivals["in_memory_ms"] == arrivals["longest_ms"]  # of the third, once
 
 
-@pytest.mark.parametrize(("num_ranks", "nccl"), [(1, None), (2, "2.28.9")])
-def test_versions_of_a_gpu_s_libraries(
-    num_ranks: int, nccl: str | None, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("ranks", "nodes", "replicas", "gpus", "nccl"),
+    [(1, 1, 1, None, None), (2, 1, 1, 2, "2.28.9"), (1, 1, 2, 2, None), (8, 2, 1, 4, "2.28.9")],
+)
+def test_a_host_s_gpus_and_versions_of_their_libraries(
+    ranks: int,
+    nodes: int,
+    replicas: int,
+    gpus: int | None,
+    nccl: str | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A library that is not installed is left out."""
     versions = {"minisgl-triton": "0.1.0", "cuda-bindings": "13.5.0"}
@@ -102,11 +110,12 @@ def test_versions_of_a_gpu_s_libraries(
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "NVIDIA H200")
     monkeypatch.setattr(torch.cuda, "device_memory_used", no_management_library, raising=False)
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9))
-    options = EngineOptions(tensor_parallel_size=num_ranks)
+    options = EngineOptions(tensor_parallel_size=ranks, nnodes=nodes, data_parallel_size=replicas)
     found = engines.engine_facts(replace(INFO, device="cuda:0"), options)
     assert (found["minisgl"], found["cuda_bindings"]) == ("0.1.0", "13.5.0")
     assert "flashinfer" not in found
     assert found.get("nccl") == nccl
+    assert found.get("gpus") == (None if gpus is None else ", ".join(["NVIDIA H200"] * gpus))
 
 
 def test_prompts_begin_with_what_the_prefix_cache_knows(tmp_path: Path) -> None:

@@ -176,21 +176,25 @@ def engine_facts(info: EngineInfo, options: EngineOptions) -> dict[str, Any]:
         except importlib.metadata.PackageNotFoundError:
             continue
     if info.device.startswith("cuda"):
-        facts |= _gpu_facts(options.tensor_parallel_size)
+        facts |= _gpu_facts(options)
     if options.tensor_parallel_size > 1:
         facts["ranks"] = options.tensor_parallel_size
     return facts
 
 
-def _gpu_facts(num_gpus: int) -> dict[str, Any]:
-    """Facts about the GPUs of all ranks, with the memory used on each by all processes."""
+def _gpu_facts(options: EngineOptions) -> dict[str, Any]:
+    """Facts about this host's GPUs of all ranks and replicas, with the memory used on each by all
+    processes."""
     import torch
 
+    ranks = options.tensor_parallel_size
+    num_gpus = options.data_parallel_size * ranks // (options.nnodes or 1)
     facts: dict[str, Any] = {"gpu": torch.cuda.get_device_name(0), "cuda": torch.version.cuda}
     if _DRIVER.exists() and (found := re.search(r"\b\d{3}\.\d+(\.\d+)?\b", _DRIVER.read_text())):
         facts["driver"] = found.group()
     if num_gpus > 1:
         facts["gpus"] = ", ".join(map(torch.cuda.get_device_name, range(num_gpus)))
+    if ranks > 1:
         nccl: Any = torch.cuda.nccl
         facts["nccl"] = ".".join(map(str, nccl.version()))
     try:

@@ -11,7 +11,8 @@ import subprocess
 import sys
 import tempfile
 import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from pexpect.fdpexpect import fdspawn
 
 from minisgl_backend.cli.main import main
 from minisgl_backend.server.process import TritonServer
+from minisgl_bench.serve import command as serve_command
 from minisgl_kit.calls import Call, Chunk
 from minisgl_kit.targets import OpenAITarget, Refused, Sampling, TritonTarget, chunk_of_event
 from tests.bench.test_serve_parts import CONVERSATIONS
@@ -185,9 +187,16 @@ def test_an_interrupted_run_reports_the_requests_that_have_ended(
             await asyncio.sleep(60)
         yield Chunk(True, 1)
 
-    monkeypatch.setattr(TritonTarget, "stream", stream)
     file = tmp_path / "figures.json"
-    command = ["bench", "serve", "--url", "127.0.0.1:1", "--concurrency", "1", "--warm-up", "0"]
+
+    @contextmanager
+    def own_server(_: object) -> Iterator[str]:
+        yield "127.0.0.1:1"
+        assert file.exists()  # the process may be ended before the server has stopped
+
+    monkeypatch.setattr(TritonTarget, "stream", stream)
+    monkeypatch.setattr(serve_command, "address_of", own_server)
+    command = ["bench", "serve", "--concurrency", "1", "--warm-up", "0"]
     result = CliRunner().invoke(main, [*command, "--json", str(file)])
     assert result.exit_code == 130, result.output
     written = json.loads(file.read_text("utf-8"))

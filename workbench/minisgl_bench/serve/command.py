@@ -124,15 +124,15 @@ def serve(
             asyncio.run(_measure(target, warming, loads, objectives, measured))
         except KeyboardInterrupt:
             interrupted = True
-    if measured:
-        info = {"server": url or "its own, with the demo model"}
-        title = "serve, interrupted" if interrupted else "serve"
-        emit(measured, info, objectives, json_path, title=title)
-        if plots is not None:
-            from minisgl_bench.serve.plots import write_plots
+        if measured:  # now, since an interrupt leaves no time after the server has stopped
+            info = {"server": url or "its own, with the demo model"}
+            title = "serve, interrupted" if interrupted else "serve"
+            emit(measured, info, objectives, json_path, title=title)
+            if plots is not None:
+                from minisgl_bench.serve.plots import write_plots
 
-            for path in write_plots(plots, measured, objectives):
-                click.echo(f"wrote {path}")
+                for path in write_plots(plots, measured, objectives):
+                    click.echo(f"wrote {path}")
     if interrupted:
         click.echo("interrupted", err=True)
         raise click.exceptions.Exit(INTERRUPTED)

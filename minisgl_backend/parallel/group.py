@@ -16,8 +16,11 @@ from torch import Tensor
 
 from minisgl_backend.errors import ConfigError
 
-_MOST_UNEVEN: Final = 2 * 2**30
-"""Bytes by which the free memory of two ranks may differ."""
+_MOST_UNEVEN_SHARE: Final = 0.05
+_MOST_UNEVEN_BYTES: Final = 2 * 2**30
+"""The free memory of two ranks may differ by the larger of this share and these bytes. Rank 0's may
+be in a process that had engines before: their kernels and buffers stay, more than 1 GiB after an
+engine of two ranks."""
 
 
 class FusedSum(Protocol):
@@ -102,15 +105,17 @@ class OneRank:
 def least_free_memory(group: Group, free_bytes: int, *, may_differ: bool = False) -> int:
     """The minimum of all ranks' free bytes, so that all ranks make the same number of pages.
 
-    Unless they ``may_differ``, raises ``ConfigError`` if they are more than 2 GiB apart: the rank
-    with the least free memory would limit all others, and most likely something else is running on
-    its device.
+    Unless they ``may_differ``, raises ``ConfigError`` if they are more than 5 % of the most, and
+    more than 2 GiB, apart: the rank with the least free memory would limit all others, and most
+    likely something else is running on its device.
     """
     least, negated_most = group.least([free_bytes, -free_bytes])
-    if not may_differ and -negated_most - least > _MOST_UNEVEN:
+    most = -negated_most
+    allowed = max(_MOST_UNEVEN_SHARE * most, _MOST_UNEVEN_BYTES)
+    if not may_differ and most - least > allowed:
         raise ConfigError(
-            f"the ranks' free memory differs by more than {_MOST_UNEVEN / 2**30:g} GiB: from "
-            f"{least / 2**30:.1f} to {-negated_most / 2**30:.1f} GiB, "
+            f"the ranks' free memory differs by more than {allowed / 2**30:.1f} GiB: from "
+            f"{least / 2**30:.1f} to {most / 2**30:.1f} GiB, "
             f"{free_bytes / 2**30:.1f} GiB on rank {group.rank}"
         )
     return least

@@ -49,13 +49,21 @@ def test_the_least_of_each_number() -> None:
     assert on_ranks(3, lambda group: group.least(numbers[group.rank])) == [[3, -9]] * 3
 
 
-def test_all_ranks_take_the_least_free_memory() -> None:
-    free = [5 * GIB, 4 * GIB]
-    assert on_ranks(2, lambda group: least_free_memory(group, free[group.rank])) == [4 * GIB] * 2
+@pytest.mark.parametrize(("most", "least"), [(5, 3), (140, 134)])
+def test_all_ranks_take_the_least_free_memory(most: int, least: int) -> None:
+    free = [most * GIB, least * GIB]
+    found = on_ranks(2, lambda group: least_free_memory(group, free[group.rank]))
+    assert found == [least * GIB] * 2
 
 
-def test_ranks_with_too_different_memory_are_refused_with_the_numbers() -> None:
-    free = [80 * GIB, 4 * GIB]
+@pytest.mark.parametrize(
+    ("most", "least", "told"),
+    [(8, 4, "2.0 GiB: from 4.0 to 8.0 GiB"), (140, 132, "7.0 GiB: from 132.0 to 140.0 GiB")],
+)
+def test_ranks_with_too_different_memory_are_refused_with_the_numbers(
+    most: int, least: int, told: str
+) -> None:
+    free = [most * GIB, least * GIB]
 
     def work(group: Group) -> str:
         with pytest.raises(ConfigError) as caught:
@@ -63,8 +71,8 @@ def test_ranks_with_too_different_memory_are_refused_with_the_numbers() -> None:
         return str(caught.value)
 
     first, second = on_ranks(2, work)
-    assert "differs by more than 2 GiB: from 4.0 to 80.0 GiB, 80.0 GiB on rank 0" in first
-    assert "4.0 GiB on rank 1" in second
+    assert f"differs by more than {told}, {most}.0 GiB on rank 0" in first
+    assert f"{least}.0 GiB on rank 1" in second
 
 
 def test_a_silent_rank_ends_the_others_collective() -> None:

@@ -83,7 +83,7 @@ def build_model(
             whole_experts=whole_experts,
         )
     _cast(model, dtype)
-    model.to_empty(device=device)
+    _allocate(model, device)
     for module in model.modules():
         if isinstance(module, (MergedColumnLinear, RowLinear)):
             module.matrix.lay_out(device)
@@ -203,3 +203,14 @@ def _cast(module: nn.Module, dtype: torch.dtype) -> None:
         parameter.data = parameter.data.to(dtype)
     for child in module.children():
         _cast(child, dtype)
+
+
+def _allocate(model: Decoder, device: torch.device) -> None:
+    """Give the parameters memory on ``device``, with nothing in it yet.
+
+    ``nn.Module.to_empty`` would do the same, but its first call imports sympy, for half a second.
+    """
+    for module in model.modules():
+        for name, planned in list(module.named_parameters(recurse=False)):
+            empty = torch.empty(planned.shape, dtype=planned.dtype, device=device)
+            setattr(module, name, nn.Parameter(empty, requires_grad=False))

@@ -67,7 +67,8 @@ coverage: $(VENV)/.dev  ## the tests of make test with branch coverage, and what
 	@$(BIN)/coverage run -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS); \
 	code=$$?; $(BIN)/coverage combine --quiet && $(BIN)/coverage report && exit $$code
 
-nightly: $(VENV)/.dev  ## the property tests with many more examples
+nightly: $(VENV)/.dev  ## the tests that take too long for make test, and properties with many more examples
+	@$(BIN)/python -m pytest --timeout 0 -m nightly $(ARGS)
 	@HYPOTHESIS_PROFILE=nightly $(BIN)/python -m pytest --timeout 0 tests/properties $(ARGS)
 
 fuzz: $(VENV)/.dev  ## fuzz the wire, chats, detokenizer and gateway for MINUTES=10

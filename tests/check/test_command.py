@@ -35,7 +35,21 @@ def addresses(own: OwnServer) -> list[str]:
     return ["--url", grpc, "--http-url", own.http_url, "--health-url", own.health_url]
 
 
-@pytest.mark.usefixtures("few_inputs")
+@pytest.fixture
+def few_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave out most loads; `test_short` has them all."""
+    for owner, name in (
+        (Rates, "overload"),
+        (Mixes, "churn"),
+        (Mixes, "small_pool"),
+        (Mixes, "poisoned"),
+        (Leavers, "cancel_storm"),
+        (Leavers, "slow_readers"),
+    ):
+        monkeypatch.setattr(owner, name, lambda *_, name=name: Case(name))
+
+
+@pytest.mark.usefixtures("few_inputs", "few_loads")
 def test_a_server_of_others_gets_no_faults(
     own: OwnServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -61,21 +75,13 @@ def test_a_failure_is_the_exit_code(own: OwnServer, monkeypatch: pytest.MonkeyPa
     assert "FAIL canary: could not be recorded: cannot read" in result.output
 
 
+@pytest.mark.usefixtures("few_loads")
 def test_a_long_run_that_is_interrupted_reports_what_it_has(
     own: OwnServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(command, "SOAK", Extent(0.1, 3, 4))
     monkeypatch.setattr(run, "bad_inputs", lambda target, is_timed: [Case("bad inputs")])
     monkeypatch.setattr(run, "bad_gateway_inputs", lambda target, is_timed: [Case("gateway")])
-    for owner, name in (
-        (Rates, "overload"),
-        (Mixes, "churn"),
-        (Mixes, "small_pool"),
-        (Mixes, "poisoned"),
-        (Leavers, "cancel_storm"),
-        (Leavers, "slow_readers"),
-    ):
-        monkeypatch.setattr(owner, name, lambda *_, name=name: Case(name))
     num_bursts = 0
     burst = Rates.burst
 

@@ -1,4 +1,8 @@
-"""The command as an operator runs it: its own server, everything passes, and the table says so."""
+"""The check with a server of its own: everything passes, and the table says so.
+
+By night it runs as an operator starts it. Otherwise its loads are short, all bad inputs are tried,
+and of the faults only one is provoked; `tests/server` has the others.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
-pytestmark = [pytest.mark.server, pytest.mark.timeout(1800)]
+from minisgl_backend.cli.main import main
+from minisgl_check import command, run
+from minisgl_check.asking import Extent
+from minisgl_check.catalogue import SHORT
+
+pytestmark = pytest.mark.server
 
 CASES = {
     "bad inputs over HTTP": 100,
@@ -40,6 +50,27 @@ CASES = {
 """Every case, and the minimum number of its tries."""
 
 
+def test_a_check_of_short_loads_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny = Extent(load_s=0.5, num_cut=6, num_churned=12, num_hostile=12, num_loads=12)
+    monkeypatch.setattr(command, "SHORT", tiny)
+    one = [fault for fault in SHORT if fault.number == "F2"]
+    monkeypatch.setattr(run, "SHORT", one)
+    path = tmp_path / "figures.json"
+    done = CliRunner().invoke(main, ["check", "--seed", "1", "--json", str(path)])
+    assert done.exit_code == 0, done.output[-8000:]
+    content: dict[str, Any] = json.loads(path.read_text())
+    faults = {f"{fault.number} {fault.sentence}" for fault in one}
+    assert len(faults) == 1
+    assert {case["case"] for case in content["cases"]} == {
+        name for name in CASES if not name.startswith("F") or name in faults
+    }
+    for case in content["cases"]:
+        assert case["result"] == "pass" and case["count"] and not case["failures"]
+    _check_figures(content["figures"])
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1800)
 def test_the_short_check_passes(tmp_path: Path) -> None:
     path = tmp_path / "figures.json"
     command = [str(Path(sys.executable).with_name("minisgl")), "check", "--seed", "1"]
@@ -54,7 +85,10 @@ def test_the_short_check_passes(tmp_path: Path) -> None:
         assert case["result"] == "pass" and not case["failures"]
         assert case["count"] >= CASES[case["case"]]
         assert f"pass    {case['case']}: {case['what']}\n" in done.stdout
-    figures = content["figures"]
+    _check_figures(content["figures"])
+
+
+def _check_figures(figures: dict[str, float]) -> None:
     for way in ("HTTP", "gRPC"):
         assert figures[f"bad inputs over {way}, clean"] == figures[f"bad inputs over {way}, tried"]
     assert figures["canary mismatches"] == 0 < figures["canary runs"]

@@ -20,7 +20,7 @@ from tests.server.test_supervision import PATIENCE_S, Supervised
 from tests.waiting import wait_until
 
 OPTIONS = {"data_parallel_size": "2", "num_pages": "512", "drain_timeout_s": "1"}
-LONG: dict[str, Any] = {"max_tokens": 2000, "ignore_eos": True, "stream": True}
+LONG: dict[str, Any] = {"max_tokens": 700, "ignore_eos": True, "stream": True}
 LOST = "INTERNAL: the replica that served the request has ended"
 
 

@@ -53,8 +53,17 @@ def of_one_rank(checkpoints: Path) -> Callable[[str], list[Answer]]:
     return serve_alone
 
 
-@pytest.mark.parametrize("case", ["llama", "qwen3", "qwen3-moe"])
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize(
+    ("size", "case"),
+    [
+        (2, "llama"),
+        (2, "qwen3"),
+        (2, "qwen3-moe"),
+        pytest.param(4, "llama", marks=pytest.mark.nightly),
+        pytest.param(4, "qwen3", marks=pytest.mark.nightly),
+        (4, "qwen3-moe"),
+    ],
+)
 def test_tokens_are_those_of_one_rank(
     checkpoints: Path, case: str, size: int, of_one_rank: Callable[[str], list[Answer]]
 ) -> None:
@@ -71,7 +80,7 @@ def test_tokens_of_whole_experts(
         check_equal(serve(ranked), of_one_rank("qwen3-moe"))
 
 
-@pytest.mark.parametrize("size", [4, 8])
+@pytest.mark.parametrize("size", [pytest.param(4, marks=pytest.mark.nightly), 8])
 def test_tokens_of_whole_experts_of_many_ranks(
     checkpoints: Path, size: int, of_one_rank: Callable[[str], list[Answer]]
 ) -> None:

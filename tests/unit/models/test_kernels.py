@@ -518,13 +518,16 @@ class TwinExperts:
 @pytest.mark.parametrize("length", [5, 40])
 @pytest.mark.parametrize("whole_experts", [False, True])
 def test_experts_behind_tensor_cores(
-    length: int, size: int, whole_experts: bool, tmp_path: Path
+    length: int,
+    size: int,
+    whole_experts: bool,
+    written: Callable[[str, int], tuple[Path, Prompt]],
 ) -> None:
     """Experts get half-done norms, for up to 20 tokens and on one rank."""
-    prompt = a_prompt(write_broad_experts_checkpoint(tmp_path), length)
+    folder, prompt = written("broad-experts", length)
 
     def check(group: Group) -> None:
-        model = load(tmp_path, group, fused=True, whole_experts=whole_experts)
+        model = load(folder, group, fused=True, whole_experts=whole_experts)
         assert all(isinstance(layer.mlp, ExpertsMLP) for layer in model.layers)
         use_twins(model)
         check_prompt_then_token(model, *prompt)
@@ -578,6 +581,8 @@ def test_layers_with_biases_on_tensor_cores(length: int, size: int, tmp_path: Pa
 def write(case: str, folder: Path) -> Any:
     if case.startswith("broad-hybrid"):
         return write_broad_hybrid_checkpoint(folder, experts=case.endswith("experts"))
+    if case == "broad-experts":
+        return write_broad_experts_checkpoint(folder)
     if case != "broad":
         return write_checkpoint(case, folder)
     assert wide_linear.is_faster(40, 512, 512, parts=True)

@@ -28,11 +28,9 @@ EXACT: dict[str, Any] = {"dtype": "float64"}
 SETUPS: dict[str, dict[str, Any]] = {
     "as it is": {},
     "chunked": {"max_prefill_tokens": 16, "page_size": 4},
-    "without overlap": {"overlap": False},
-    "few rows": {"max_running_requests": 2},
+    "few rows, large pages": {"max_running_requests": 2, "page_size": 64},
     "few pages": {"num_pages": 40, "page_size": 4},
-    "large pages": {"page_size": 64},
-    "nothing cached": {"cache": "naive"},
+    "nothing cached, without overlap": {"cache": "naive", "overlap": False},
 }
 
 

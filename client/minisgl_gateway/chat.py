@@ -344,8 +344,8 @@ class Template:
         ``dialect`` is the operator's choice, if any.
         """
         found = dialect_of(chat_format, dialect)
-        if chat.enforces_calls and found.enforcing is not None:
-            found = found.enforcing
+        if chat.enforces_calls:
+            found = found.enforcing(chat.tools, chat.calls)
         return cls(
             found,
             chat.variables_for(chat_format),

@@ -47,7 +47,7 @@ def are_messages(tag: StructuralTag) -> bool:
 
 def lark_of_messages(tag: StructuralTag, special_tokens: Mapping[str, TokenId]) -> str:
     """An answer with such structures, in Lark. Raises ``Unsupported`` as ``around`` does."""
-    lines = list(_rules(special_tokens))
+    lines = [*_rules(special_tokens), *tag.rules_of_members(special_tokens)]
     lines.append(f"call: {any_of(s.after('', special_tokens) for s in tag.structures)}")
     if not tag.at_least_one:
         commentary = spelled("<|channel|>commentary<|message|>", special_tokens)

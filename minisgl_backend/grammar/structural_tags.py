@@ -10,6 +10,11 @@ between them. If ``otherwise``, a JSON schema, is given, the answer may be a val
 Keywords of a schema that cannot be enforced are errors; a structure with ``"lenient": true``
 ignores them.
 
+In place of a schema a structure may have ``members``, texts that come one after the other:
+``[{"begin": "<city>", "end": "</city>", "optional": true}, ...]``. Between its ``begin`` and
+``end`` a member is a value of its ``schema``, or one of its ``choices``, or, without both, any text
+in which the ``end`` does not occur.
+
 XGrammar's newer form, which vLLM and SGLang accept, is supported if its contents are JSON schemas:
 ``{"type": "structural_tag", "format": {"type": "triggered_tags" or "tags_with_separator", "tags":
 [{"begin", "content": {"type": "json_schema", "json_schema"}, "end"}], ...}}``. Tags with a
@@ -76,11 +81,48 @@ def spaced(schema: dict[str, Any] | bool, *, is_lenient: bool = False) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Structure:
-    """A text, a value of a schema, and a text."""
+class Value:
+    """A JSON value of a schema."""
+
+    schema: dict[str, Any] | bool
+
+    def lark(self, *, is_lenient: bool) -> str:
+        return f"%json {spaced(self.schema, is_lenient=is_lenient)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A text, what stands in it, and a text. ``content`` is a value, texts to choose from, or None
+    for any text without ``end``."""
 
     begin: str
-    schema: dict[str, Any] | bool
+    content: Value | list[str] | None
+    end: str
+    is_optional: bool
+
+    @property
+    def rule(self) -> str:
+        """The name of the rule for any text and the ``end`` after it."""
+        return f"until_{self.end.encode().hex()}"
+
+    def lark(self, special_tokens: Mapping[str, TokenId], *, is_lenient: bool) -> str:
+        begin, end = (spelled(text, special_tokens) for text in (self.begin, self.end))
+        if self.content is None:
+            parts = [begin, self.rule]
+        elif isinstance(self.content, Value):
+            parts = [begin, self.content.lark(is_lenient=is_lenient), end]
+        else:
+            parts = [begin, f"({any_of(spelled(one, {}) for one in self.content)})", end]
+        body = " ".join(filter(None, parts))
+        return f"({body})?" if self.is_optional else body
+
+
+@dataclass(frozen=True, slots=True)
+class Structure:
+    """A text, a value or members, and a text."""
+
+    begin: str
+    content: Value | list[Member]
     end: str
     is_lenient: bool
 
@@ -88,8 +130,11 @@ class Structure:
         """The structure without ``beginning``, a prefix of its ``begin``, in Lark."""
         rest = spelled(self.begin.removeprefix(beginning), special_tokens)
         end = spelled(self.end, special_tokens)
-        schema = spaced(self.schema, is_lenient=self.is_lenient)
-        return " ".join(filter(None, [rest, f"%json {schema}", end]))
+        if isinstance(self.content, Value):
+            content = [self.content.lark(is_lenient=self.is_lenient)]
+        else:
+            content = [m.lark(special_tokens, is_lenient=self.is_lenient) for m in self.content]
+        return " ".join(filter(None, [rest, *content, end]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +150,18 @@ class StructuralTag:
 
     def lark(self, special_tokens: Mapping[str, TokenId]) -> str:
         """The tag in Lark. Raises ``InvalidRequest`` and ``Unsupported`` for its schemas."""
-        return "\n".join(["%llguidance {}", *self._rules(special_tokens)])
+        rules = [TEXT, *self.rules_of_members(special_tokens), *self._rules(special_tokens)]
+        return "\n".join(["%llguidance {}", *rules])
+
+    def rules_of_members(self, special_tokens: Mapping[str, TokenId]) -> Iterator[str]:
+        """The rules for members that are any text."""
+        members = [
+            m for s in self.structures if not isinstance(s.content, Value) for m in s.content
+        ]
+        for rule, end in {m.rule: m.end for m in members if m.content is None}.items():
+            # special tokens are no text, so it ends before one anyway
+            is_special = any(end.startswith(token) for token in special_tokens)
+            yield f"{rule}{'' if is_special else '[lazy]'}: TEXT {spelled(end, special_tokens)}"
 
     def _rules(self, special_tokens: Mapping[str, TokenId]) -> Iterator[str]:
         if self.triggers:
@@ -122,7 +178,6 @@ class StructuralTag:
 
     def _rules_of_text(self, special_tokens: Mapping[str, TokenId]) -> Iterator[str]:
         """The text before a trigger is lazy: it ends at the first trigger."""
-        yield TEXT
         names = []
         for index, trigger in enumerate(self.triggers):
             fitting = [s for s in self.structures if s.begin.startswith(trigger)]
@@ -207,8 +262,32 @@ _FLAGS: Final = ("at_least_one", "stop_after_first")
 
 def _structure(item: Any, place: str) -> Structure:
     _check(isinstance(item, dict), place, "an object")
-    _check_keys(item, f"{place}.", ("begin", "schema", "end", "lenient"))
-    return _structure_of(item, place, item, "schema")
+    _check_keys(item, f"{place}.", ("begin", "schema", "members", "end", "lenient"))
+    if "members" not in item:
+        return _structure_of(item, place, item, "schema")
+    _check("schema" not in item, place, "given a schema or members, not both")
+    given = item["members"]
+    _check(isinstance(given, list), f"{place}.members", "a list")
+    members = [_member(one, f"{place}.members[{index}]") for index, one in enumerate(given)]
+    begin, end = _ends(item, place)
+    return Structure(begin, members, end, _flag(item, "lenient", f"{place}."))
+
+
+def _member(item: Any, place: str) -> Member:
+    _check(isinstance(item, dict), place, "an object")
+    _check_keys(item, f"{place}.", ("begin", "schema", "choices", "end", "optional"))
+    content: Value | list[str] | None = None
+    if (choices := item.get("choices")) is not None:
+        _check("schema" not in item, place, "given a schema or choices, not both")
+        is_right = isinstance(choices, list) and all(isinstance(one, str) for one in choices)
+        _check(choices and is_right, f"{place}.choices", "a list of strings, not empty")
+        content = choices
+    elif "schema" in item:
+        _check_schema(item["schema"], f"{place}.schema")
+        content = Value(item["schema"])
+    begin, end = _ends(item, place)
+    _check(content is not None or end, f"{place}.end", "a string, not empty, after any text")
+    return Member(begin, content, end, _flag(item, "optional", f"{place}."))
 
 
 def _tag_of_format(item: Any, place: str) -> Structure:
@@ -227,11 +306,18 @@ def _tag_of_format(item: Any, place: str) -> Structure:
 
 def _structure_of(item: Any, place: str, holder: Any, key: str) -> Structure:
     """The structure of a tag; its schema is ``holder[key]``."""
-    begin, end, schema = item.get("begin"), item.get("end", ""), holder.get(key, True)
+    schema = holder.get(key, True)
+    _check_schema(schema, f"{place}.{key}")
+    begin, end = _ends(item, place)
+    return Structure(begin, Value(schema), end, _flag(item, "lenient", f"{place}."))
+
+
+def _ends(item: Mapping[str, Any], place: str) -> tuple[str, str]:
+    """The texts around what an item holds."""
+    begin, end = item.get("begin"), item.get("end", "")
     _check(isinstance(begin, str), f"{place}.begin", "a string")
     _check(isinstance(end, str), f"{place}.end", "a string")
-    _check_schema(schema, f"{place}.{key}")
-    return Structure(begin, schema, end, _flag(item, "lenient", f"{place}."))
+    return str(begin), str(end)
 
 
 def any_of(bodies: Iterable[str]) -> str:

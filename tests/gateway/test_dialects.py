@@ -36,7 +36,10 @@ from tests.fakes import chat_templates
 from tests.grammar.test_matchers import compiled
 
 EOS: Final = 0
-MARKS: Final = ("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>")
+MARKS: Final = (
+    *("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+    *("[TOOL_CALLS]", "[ARGS]", "<|python_tag|>"),
+)
 MOST_TOKENS: Final = 400
 
 
@@ -79,6 +82,8 @@ MIXED: Final = (*STRICT, Tool("now"), Tool("note", parameters=CITY))
 
 DIALECTS: Final = {
     "hermes": dialect_of(shown("hermes")),
+    "qwen_xml": dialect_of(shown("qwen_xml")),
+    "glm": dialect_of(shown("glm")),
     "llama3_json": dialect_of(shown("llama3_json")),
     "mistral": dialect_of(shown("mistral")),
     "mistral newer": dialect_of(shown("mistral", "[ARGS]")),
@@ -149,9 +154,9 @@ def engine(
     grammars.close()
 
 
-def read(dialect: Dialect, text: str) -> tuple[str, list[CalledTool]]:
+def read(dialect: Dialect, text: str, tools: tuple[Tool, ...] = ()) -> tuple[str, list[CalledTool]]:
     """The text around calls, and the calls."""
-    reader = dialect.reader()
+    reader = dialect.reader(tools)
     parts = reader.push(text) + reader.finish()
     texts = [part for part in parts if isinstance(part, str)]
     return "".join(texts), [part for part in parts if isinstance(part, CalledTool)]
@@ -175,14 +180,15 @@ def check(calls: list[CalledTool], tools: tuple[Tool, ...], *, enforced: bool) -
 def test_an_answer_of_required_calls_is_nothing_but_calls(
     engine: Engine, name: str, parallel: bool, tools: tuple[Tool, ...]
 ) -> None:
-    dialect = DIALECTS[name]
-    tag = dialect.constraint(tools, Calls(required=True, parallel=parallel))
+    calls_wanted = Calls(required=True, parallel=parallel)
+    dialect = DIALECTS[name].enforcing(tools, calls_wanted)
+    tag = dialect.constraint(tools, calls_wanted)
     told = set()
     for seed in range(12):
         text = engine.say(tag, random.Random(seed))
         if text is None:
             continue
-        rest, calls = read(dialect, text)
+        rest, calls = read(dialect, text, tools)
         assert not rest and calls and (parallel or len(calls) == 1), text
         check(calls, tools, enforced=True)
         told |= {call.name for call in calls}
@@ -191,19 +197,22 @@ def test_an_answer_of_required_calls_is_nothing_but_calls(
 
 @pytest.mark.parametrize("name", DIALECTS)
 def test_a_named_tool_is_called_once(engine: Engine, name: str) -> None:
-    dialect = DIALECTS[name]
-    for tool in (*MIXED, *NAMES):
-        tag = dialect.constraint((*MIXED, *NAMES), Calls.of(tool.name))
+    tools = (*MIXED, *NAMES)
+    for tool in tools:
+        dialect = DIALECTS[name].enforcing(tools, Calls.of(tool.name))
+        tag = dialect.constraint(tools, Calls.of(tool.name))
         texts = [engine.say(tag, random.Random(seed)) for seed in range(4)]
-        found = [read(dialect, text) for text in texts if text is not None]
+        found = [read(dialect, text, tools) for text in texts if text is not None]
         assert found
         for rest, (call,) in found:
             assert not rest and call.name == tool.name
-            check([call], (*MIXED, *NAMES), enforced=True)
+            check([call], tools, enforced=True)
 
 
 BEGUN: Final = {
     "hermes": "Let me see. <tool_call>",
+    "qwen_xml": "Let me see. <tool_call>",
+    "glm": "Let me see. <tool_call>",
     "plain": "Let me see. <tool_call>",
     "llama3_json": 'Let me see. {"name"',
     "mistral": "Let me see. [TOOL_CALLS]",
@@ -222,7 +231,7 @@ def test_strict_tools_leave_the_text_free(engine: Engine, name: str, parallel: b
         text = engine.say(tag, random.Random(seed), BEGUN[name])
         if text is None:
             continue
-        rest, calls = read(dialect, text)
+        rest, calls = read(dialect, text, MIXED)
         assert rest.startswith("Let me see.") and calls and (parallel or len(calls) == 1), text
         assert parallel or rest == "Let me see."
         check(calls, MIXED, enforced=False)
@@ -274,9 +283,10 @@ def test_what_is_wrong_with_a_tool_has_its_place_in_the_schema_of_that_tool(
     for tools in (MIXED, NAMES):
         named = [*tools, Tool("odd", parameters=odd, strict=True), Tool("later", parameters=CITY)]
         for calls in (Calls(), Calls(required=True), Calls(parallel=False), Calls.of("odd")):
+            enforcing = dialect.enforcing(named, calls)
             with pytest.raises(InvalidRequest) as caught:
-                engine.say(dialect.constraint(named, calls), random.Random(0))
-            told = dialect.complaint(str(caught.value), named, calls)
+                engine.say(enforcing.constraint(named, calls), random.Random(0))
+            told = enforcing.complaint(str(caught.value), named, calls)
             assert told is not None
             assert told.endswith(complaint)
     assert dialect.complaint("the grammar is too complex", MIXED, Calls()) is None
@@ -297,29 +307,119 @@ def test_the_dialect_is_that_of_the_template_or_of_the_operator() -> None:
     assert dialect_of(shown(None)).name == dialect_of(shown("hermes"), "plain").name == "plain"
 
 
+PROPERTIES: Final[dict[str, Any]] = {
+    "text": {"type": "string", "description": "Any."},
+    "to": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+    "size": {"$ref": "#/$defs/size"},
+    "lines": {"type": "array", "items": {"type": "integer"}, "maxItems": 2},
+    "mode": {"anyOf": [{"enum": ["a", "5"], "type": "string"}, {"type": "null"}]},
+    "more": {},
+}
+TEXTS: Final = (
+    Tool(
+        "write",
+        parameters={
+            "properties": PROPERTIES,
+            "required": ["text", "size", "mode"],
+            "$defs": {"size": {"enum": ["small", ""]}},
+        },
+        strict=True,
+    ),
+)
+
+
+@pytest.mark.parametrize(
+    ("texts", "arguments"),
+    [
+        (
+            {"text": "5", "size": "small", "mode": "5"},
+            {"text": "5", "size": "small", "mode": "5"},
+        ),
+        (
+            {"text": "", "to": "null", "size": "", "mode": "null"},
+            {"text": "", "to": None, "size": "", "mode": None},
+        ),
+        (
+            {
+                "text": "two\nlines, <tool_call>, <parameter=size> and </function>",
+                "to": "5",
+                "size": "small",
+                "lines": "[1, 2]",
+                "mode": "a",
+                "more": "[null]",
+            },
+            {
+                "text": "two\nlines, <tool_call>, <parameter=size> and </function>",
+                "to": "5",
+                "size": "small",
+                "lines": [1, 2],
+                "mode": "a",
+                "more": [None],
+            },
+        ),
+        ({"text": "x", "size": "large", "mode": "a"}, None),
+        ({"text": "x", "size": "small", "lines": "[1, 2, 3]", "mode": "a"}, None),
+        ({"text": "x", "size": "small"}, None),
+    ],
+)
+@pytest.mark.parametrize("way", [0, -1])
 @pytest.mark.parametrize("name", ["qwen_xml", "glm"])
-def test_calls_between_tags_are_enforced_in_the_plain_dialect(name: str) -> None:
-    """Only if there is something to enforce: otherwise the template describes the tools."""
+def test_texts_between_tags_are_read_as_what_the_schema_allows(
+    engine: Engine, name: str, way: int, texts: dict[str, str], arguments: dict[str, Any] | None
+) -> None:
+    """Without arguments, those that the texts would be are not allowed."""
+    calls = Calls(required=True, parallel=False)
+    dialect = DIALECTS[name].enforcing(TEXTS, calls)
+    assert dialect.name == name
+    tag: Any = dialect.constraint(TEXTS, calls)
+    structure, members = tag["structures"][way], []
+    for member in structure["members"]:
+        (key,) = (key for key in PROPERTIES if key in member["begin"])
+        if key in texts:
+            members.append(member["begin"] + texts[key] + member["end"])
+    said = structure["begin"] + "".join(members) + structure["end"]
+    answer = engine.say(tag, random.Random(0), said)
+    if arguments is None:
+        assert answer != said
+        return
+    assert answer == said
+    rest, (call,) = read(dialect, said, TEXTS)
+    assert not rest and (call.name, json.loads(call.arguments)) == ("write", arguments)
+    check([call], TEXTS, enforced=True)
+
+
+@pytest.mark.parametrize("name", ["qwen_xml", "glm"])
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"properties": {"x": {"type": "string", "maxLength": 3}}},
+        {"properties": {"x": {"enum": ["5", 5]}}},
+        {"properties": {"x": {"const": "a </parameter> or </arg_value>"}}},
+        {"properties": {"x": {"anyOf": [{"type": "string"}, {"type": "integer", "minimum": 0}]}}},
+        {"properties": {"x": {"items": {"$ref": "#/properties/x"}, "type": "array"}}},
+        {"properties": {"a<b": {"type": "integer"}}},
+        {"properties": {"x": {"type": "integer"}}, "required": ["y"]},
+        {"properties": {"x": {"type": "integer"}}, "minProperties": 1},
+        {"properties": {"x": {"$ref": "#/$defs/none"}}},
+        {"type": "object"},
+    ],
+)
+def test_what_texts_between_tags_cannot_follow_is_enforced_in_the_plain_dialect(
+    name: str, parameters: dict[str, Any]
+) -> None:
+    tools = [Tool("now"), Tool("odd", parameters=parameters)]
 
     def template_of(**asked: Any) -> Template:
-        asked = {"tools": [Tool("weather", parameters=CITY)], **asked}
-        return Template.of(Chat(messages=CHAT, **asked), shown(name))
+        return Template.of(Chat(messages=CHAT, tools=tools, **asked), shown(name))
 
-    free = template_of()
-    assert free.dialect.name == name
-    assert free.dialect.constraint([Tool("weather")], Calls(parallel=False)) is None
-    assert free.dialect.stop == "</tool_call>"
-    assert free.dialect.messages(CHAT, [Tool("weather")]) == CHAT
-    assert template_of(calls=Calls(parallel=False)).dialect.name == name
-    assert template_of(calls=Calls(is_offered=False, required=True)).dialect.name == name
-    assert template_of(tools=(), form={"json_object": True}).dialect.name == name
     for enforced in (
         template_of(calls=Calls(required=True)),
-        template_of(calls=Calls.of("weather")),
-        template_of(tools=STRICT),
+        template_of(calls=Calls.of("odd")),
         template_of(form={"json_object": True}),
     ):
         assert enforced.dialect.name == "plain"
+    assert template_of().dialect.name == name  # nothing is enforced
+    assert template_of(calls=Calls.of("now")).dialect.name == name  # the other one is not called
 
 
 def test_the_reader_of_calls_between_tags_knows_the_schemas() -> None:

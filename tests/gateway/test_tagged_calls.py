@@ -129,6 +129,10 @@ TYPED: Final = Tool(
 )
 
 
+_ENDS: Final = "</parameter></function> </arg_value></tool_call>"
+"""What would end a value and the call, if it were not in a string of a list."""
+
+
 @pytest.mark.parametrize(
     ("name", "text", "value"),
     [
@@ -158,6 +162,10 @@ TYPED: Final = Tool(
         ("choice", "two", "two"),
         ("list", '[1, "a", null]', [1, "a", None]),
         ("list", "[1,", "[1,"),
+        ("list", f'["{_ENDS}", 1]', [_ENDS, 1]),
+        ("list", f' ["a \\\\", "\\"{_ENDS}"]', ["a \\", f'"{_ENDS}']),
+        ("list", '["no end\n', '["no end\n'),
+        ("count", '"', '"'),
         ("list", "[1] [2]", "[1] [2]"),
         ("list", "[" * (MOST_DEPTH + 1) + "]" * (MOST_DEPTH + 1), None),
         ("tree", '{"a": {"b": []}}', {"a": {"b": []}}),

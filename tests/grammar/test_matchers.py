@@ -376,6 +376,42 @@ def test_structures_alone_may_be_none_and_need_no_trigger(grammars: Grammars) ->
     assert follow(grammars, compiled(grammars, "structural_tag", alone), _F)
 
 
+_MEMBERS: Final = {
+    "begin": "<call>",
+    "members": [
+        {"begin": "<name>", "end": "</name>"},
+        {"begin": "<days>", "schema": {"enum": [1, 2]}, "end": "</days>", "optional": True},
+        {"begin": "<unit>", "choices": ["C", 'say "F"'], "end": "</unit>"},
+        {"begin": "<note>", "end": "</name>", "optional": True},
+    ],
+    "end": "</call>",
+}
+
+
+@pytest.mark.parametrize("triggers", [[], ["<call"]])
+def test_members_of_a_structure(grammars: Grammars, triggers: list[str]) -> None:
+    tag = {"structures": [_MEMBERS], "at_least_one": not triggers, "triggers": triggers}
+    right = [
+        "<name>x</name><unit>C</unit>",
+        '<name>two\nlines, </call>, <name> and "é"</name><days>2</days><unit>say "F"</unit>',
+        "<name></name><unit>C</unit><note>a note</name>",
+    ]
+    wrong = [
+        "<name>x<unit>C</unit>",  # the name does not end
+        "<unit>C</unit>",
+        "<name>x</name><days>3</days><unit>C</unit>",
+        "<name>x</name><unit>K</unit>",
+        "<name>x</name> <unit>C</unit>",
+        "<name>x</name></name><unit>C</unit>",  # a text ends with its first end
+        "<name>x</name><unit>C</unit><days>1</days>",
+    ]
+    around = "%s" if not triggers else "Well, %s."
+    for texts, is_right in ((right, True), (wrong, False)):
+        for text in texts:
+            matcher = compiled(grammars, "structural_tag", tag)
+            assert follow(grammars, matcher, around % f"<call>{text}</call>") == is_right, text
+
+
 def test_a_lenient_structure_leaves_out_what_cannot_be_enforced(grammars: Grammars) -> None:
     schema = {"type": "integer", "not": {"const": 1}}
     structure = {"begin": "<", "schema": schema, "end": ">", "lenient": True}
@@ -700,6 +736,29 @@ def test_a_section_of_tokens_that_there_are_not(grammars: Grammars, section: Any
             "structural_tag",
             {"structures": [{"begin": "<", "content": {}}], "triggers": ["<"]},
             r"structures\[0\].content of a structural tag is not supported",
+        ),
+        *(
+            ("structural_tag", {"structures": [{"begin": "<", **given}], "triggers": ["<"]}, told)
+            for given, told in (
+                ({"members": 1}, r"structures\[0\].members must be a list"),
+                ({"members": [], "schema": {}}, r"structures\[0\] must be given a schema or mem"),
+                ({"members": [1]}, r"structures\[0\].members\[0\] must be an object"),
+                ({"members": [{"begin": "x"}]}, r"members\[0\].end must be a string, not empty"),
+                ({"members": [{"end": "x"}]}, r"members\[0\].begin must be a string"),
+                ({"members": [{"begin": "x", "choices": []}]}, r"choices must be a list of str"),
+                (
+                    {"members": [{"begin": "x", "choices": ["y"], "schema": {}}]},
+                    r"members\[0\] must be given a schema or choices, not both",
+                ),
+                (
+                    {"members": [{"begin": "x", "regex": "y"}]},
+                    r"members\[0\].regex of a structural tag is not supported",
+                ),
+                (
+                    {"members": [{"begin": "x", "schema": {"not": {}}}]},
+                    "not supported, at #/structures/0/members/0/schema/not",
+                ),
+            )
         ),
         (
             "structural_tag",

@@ -22,8 +22,8 @@ DialectName: TypeAlias = Literal[
 Message: TypeAlias = Mapping[str, Any]
 Schema: TypeAlias = dict[str, Any]
 Structure: TypeAlias = dict[str, Any]
-"""A beginning, the schema of the value after it, and an end, as in structural tags. If it is
-``lenient``, keywords that cannot be enforced are ignored."""
+"""A beginning, the schema of the value after it or members, and an end, as in structural tags. If
+it is ``lenient``, keywords that cannot be enforced are ignored."""
 
 
 class Dialect(ABC):
@@ -32,7 +32,7 @@ class Dialect(ABC):
     With ``keeps_special_tokens`` special tokens mark the calls, so the answer's text must include
     them. ``is_of_template`` says whether the chat template takes tools, calls and their results.
     With ``has_channels`` each answer is messages in channels (``harmony``), with tools or without.
-    ``enforcing`` is the dialect of answers whose calls are enforced, if that is another one.
+    With ``binds_all`` calls that are enforced follow the schemas of tools that are not strict, too.
     """
 
     name: ClassVar[DialectName]
@@ -40,7 +40,11 @@ class Dialect(ABC):
     keeps_special_tokens: ClassVar[bool] = False
     is_of_template: ClassVar[bool] = True
     has_channels: ClassVar[bool] = False
-    enforcing: ClassVar[Dialect | None] = None
+    binds_all: ClassVar[bool] = False
+
+    def enforcing(self, tools: Sequence[Tool], calls: Calls) -> Dialect:
+        """The dialect of an answer whose calls of these tools are enforced."""
+        return self
 
     def reader(self, tools: Sequence[Tool] = (), *, calls_alone: bool = False) -> CallReader:
         """A reader of one answer without channels, which may call ``tools``; with ``calls_alone``
@@ -74,12 +78,14 @@ class Dialect(ABC):
         answer; if that is the only constraint, ``stop`` enforces it without a tag.
         """
         required, parallel = calls.required, calls.parallel
-        tools = _callable(tools, calls)
+        tools = callable_tools(tools, calls)
         is_enforced = required or any(tool.strict for tool in tools)
         if not is_enforced and (parallel or self.stop is not None):
             return None
         tag: dict[str, Any] = {
-            "structures": self._structures(_arguments(tools, required), required, parallel),
+            "structures": self._structures(
+                _arguments(tools, required or self.binds_all), required, parallel
+            ),
             "stop_after_first": not parallel,
         }
         if required:
@@ -89,10 +95,10 @@ class Dialect(ABC):
     def complaint(self, message: str, tools: Sequence[Tool], calls: Calls) -> str | None:
         """An error of the engine about the constraint, with its places in the schemas of tools, as
         in ``weather#/properties/city``; None if it is about none of them."""
-        names = [tool.name for tool in _callable(tools, calls)]
-        place = re.compile(self._place(names))
+        named = callable_tools(tools, calls)
+        place = re.compile(self._place([tool.name for tool in named]))
         told, num_places = place.subn(
-            lambda found: f"{names[int(found['tool']) % len(names)]}#", message
+            lambda found: self._told(found, named[int(found["tool"]) % len(named)]), message
         )
         if not num_places:
             return None
@@ -116,6 +122,10 @@ class Dialect(ABC):
         """A regular expression for the place of a tool's schema in the constraint."""
         return r"#/structures/(?P<tool>\d+)/schema(?![^/, …])"
 
+    def _told(self, place: re.Match[str], tool: Tool) -> str:
+        """How an error names such a place, which is in the schema of this tool."""
+        return f"{tool.name}#"
+
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
@@ -136,7 +146,7 @@ def structure(begin: str, schema: Schema, end: str, *, is_lenient: bool) -> Stru
     return {**structure, "lenient": True} if is_lenient else structure
 
 
-def _callable(tools: Sequence[Tool], calls: Calls) -> Sequence[Tool]:
+def callable_tools(tools: Sequence[Tool], calls: Calls) -> Sequence[Tool]:
     """The tools that may be called."""
     return [tool for tool in tools if calls.name in (None, tool.name)]
 
@@ -144,16 +154,22 @@ def _callable(tools: Sequence[Tool], calls: Calls) -> Sequence[Tool]:
 _NO_PARAMETERS: Final[Mapping[str, Any]] = {"properties": {}, "additionalProperties": False}
 
 
-def _arguments(tools: Iterable[Tool], required: bool) -> dict[str, Arguments]:
-    """What the arguments must follow, by tool: their schema, or any object if they need not. A tool
-    that was given without parameters has none, as OpenAI's API says."""
-    arguments: dict[str, Arguments] = {}
-    for tool in tools:
-        schema: Mapping[str, Any] = {}
-        if tool.strict or required:
-            schema = _NO_PARAMETERS if tool.parameters is None else tool.parameters
-        arguments[tool.name] = Arguments({**schema, "type": "object"}, not tool.strict)
-    return arguments
+def parameters_of(tool: Tool) -> Schema:
+    """The schema of a tool's arguments. A tool that was given without parameters has none, as
+    OpenAI's API says."""
+    schema = _NO_PARAMETERS if tool.parameters is None else tool.parameters
+    return {**schema, "type": "object"}
+
+
+def _arguments(tools: Iterable[Tool], bound: bool) -> dict[str, Arguments]:
+    """What the arguments must follow, by tool: their schema if all are ``bound`` to theirs, or the
+    tool is strict; otherwise they are any object."""
+    return {
+        tool.name: Arguments(
+            parameters_of(tool) if tool.strict or bound else {"type": "object"}, not tool.strict
+        )
+        for tool in tools
+    }
 
 
 def text_of(content: Any) -> str:

@@ -1,37 +1,102 @@
 """The dialects in which each argument of a call stands between tags of its own, as plain text.
 
-No schema can be enforced on such text. So an answer whose calls are enforced is in the dialect
-``plain``, whose system message describes the tools in place of the template.
+If the arguments of a tool that may be called cannot be kept to their schemas in this form, an
+answer whose calls are enforced is in the dialect ``plain``, whose system message describes the
+tools in place of the template.
 """
 
 from __future__ import annotations
 
+import re
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
-from typing import ClassVar
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, ClassVar, Final
 
 from minisgl_gateway import tagged_calls
-from minisgl_gateway.call_syntax import Syntax
-from minisgl_gateway.dialects.base import Arguments, Dialect, DialectName, Structure
+from minisgl_gateway.call_syntax import Syntax, is_plain_name
+from minisgl_gateway.dialects.base import (
+    Arguments,
+    Dialect,
+    DialectName,
+    Structure,
+    callable_tools,
+    parameters_of,
+)
 from minisgl_gateway.dialects.hermes import Plain
+from minisgl_gateway.tagged_values import Argument, arguments_of
 from minisgl_gateway.tool_calls import CallReader
-from minisgl_gateway.tools import Tool
+from minisgl_gateway.tools import Calls, Tool
+
+_OF_DEFINITIONS: Final = re.compile(r"/(\$defs|definitions)(?![^/])")
 
 
 class _Tagged(Dialect):
-    enforcing = Plain()
+    binds_all = True
+    _closing: ClassVar[str]
+    """The tag behind the text of an argument."""
+    _breaks: ClassVar[Sequence[str]] = ("\n",)
+    """What may stand between the tags of a call."""
+    _separator = "\n"
 
     @abstractmethod
     def _syntax_for(self, tools: Sequence[Tool]) -> Syntax:
         """The syntax of calls of these tools, whose schemas say what their arguments are."""
 
+    @abstractmethod
+    def _around_call(self, name: str, line_break: str) -> tuple[str, str]:
+        """The texts before and after the arguments of a call."""
+
+    @abstractmethod
+    def _around_argument(self, name: str, line_break: str) -> tuple[str, str]:
+        """The texts before and after the text of an argument."""
+
     def reader(self, tools: Sequence[Tool] = (), *, calls_alone: bool = False) -> CallReader:
         return CallReader(self._syntax_for(tools), calls_alone=calls_alone)
+
+    def enforcing(self, tools: Sequence[Tool], calls: Calls) -> Dialect:
+        can_enforce = all(
+            is_plain_name(tool.name)
+            and arguments_of(parameters_of(tool), self._closing) is not None
+            for tool in callable_tools(tools, calls)
+        )
+        return self if can_enforce else Plain()
 
     def _structures(
         self, arguments: Mapping[str, Arguments], required: bool, parallel: bool
     ) -> list[Structure]:
-        raise AssertionError("calls are enforced in another dialect")
+        return [
+            self._structure(name, of_tool, line_break)
+            for line_break in self._breaks
+            for name, of_tool in arguments.items()
+        ]
+
+    def _structure(self, name: str, of_tool: Arguments, line_break: str) -> Structure:
+        found = arguments_of(of_tool.schema, self._closing)
+        assert found is not None, "else another dialect is enforcing"
+        begin, end = self._around_call(name, line_break)
+        members = [self._member(argument, line_break) for argument in found]
+        return {"begin": begin, "members": members, "end": end, "lenient": of_tool.is_lenient}
+
+    def _member(self, argument: Argument, line_break: str) -> dict[str, Any]:
+        begin, end = self._around_argument(argument.name, line_break)
+        member: dict[str, Any] = {"begin": begin, "end": end, "optional": argument.is_optional}
+        if argument.schema is not None:
+            return {**member, "schema": argument.schema}
+        if argument.choices is not None:
+            return {**member, "choices": argument.choices}
+        # nothing but the tag ends a text for the reader, who drops a line break before it
+        return {**member, "end": self._closing}
+
+    def _place(self, names: Collection[str]) -> str:
+        return r"#/structures/(?P<tool>\d+)/members/(?P<argument>\d+)/schema(?![^/, …])"
+
+    def _told(self, place: re.Match[str], tool: Tool) -> str:
+        whole = super()._told(place, tool)
+        if _OF_DEFINITIONS.match(place.string, place.end()):
+            return whole
+        names = list((tool.parameters or {})["properties"])
+        escaped = names[int(place["argument"])].replace("~", "~0").replace("/", "~1")
+        return f"{whole}/properties/{escaped}"
 
 
 class QwenXml(_Tagged):
@@ -39,17 +104,34 @@ class QwenXml(_Tagged):
 
     name: ClassVar[DialectName] = "qwen_xml"
     syntax = tagged_calls.qwen()
+    _closing = tagged_calls.END_OF_PARAMETER
 
     def _syntax_for(self, tools: Sequence[Tool]) -> Syntax:
         return tagged_calls.qwen(tools)
 
+    def _around_call(self, name: str, line_break: str) -> tuple[str, str]:
+        begin = f"{tagged_calls.OPENING}\n{tagged_calls.FUNCTION}{name}>"
+        return begin, f"\n{tagged_calls.END_OF_FUNCTION}\n{tagged_calls.CLOSING}"
+
+    def _around_argument(self, name: str, line_break: str) -> tuple[str, str]:
+        return f"\n{tagged_calls.PARAMETER}{name}>\n", f"\n{tagged_calls.END_OF_PARAMETER}"
+
 
 class Glm(_Tagged):
-    """GLM-4.5 and later."""
+    """GLM-4.5 and later; 4.7 and later write no line breaks between tags."""
 
     name: ClassVar[DialectName] = "glm"
     syntax = tagged_calls.glm()
     keeps_special_tokens = True
+    _closing = tagged_calls.END_OF_VALUE
+    _breaks = ("\n", "")
 
     def _syntax_for(self, tools: Sequence[Tool]) -> Syntax:
         return tagged_calls.glm(tools)
+
+    def _around_call(self, name: str, line_break: str) -> tuple[str, str]:
+        return f"{tagged_calls.OPENING}{name}", f"{line_break}{tagged_calls.CLOSING}"
+
+    def _around_argument(self, name: str, line_break: str) -> tuple[str, str]:
+        key = f"{tagged_calls.KEY}{name}{tagged_calls.END_OF_KEY}"
+        return f"{line_break}{key}{line_break}{tagged_calls.VALUE}", tagged_calls.END_OF_VALUE

@@ -24,8 +24,6 @@ _DEFINITIONS: Final = ("$defs", "definitions")
 _OF_OBJECTS: Final = frozenset(
     {"type", "properties", "required", "additionalProperties", "$schema", *_DEFINITIONS}
 )
-_MOST_STEPS: Final = 8
-"""The most references in a row that are followed."""
 _NAME: Final = re.compile(r"[^\s<>{\"](?:[^\n<>{\"]*[^\s<>{\"])?")
 
 
@@ -178,21 +176,21 @@ def _argument(
             return None
         defined = {key: root[key] for key in _DEFINITIONS if key in root}
         return Argument(name, is_optional, schema={**schema, **defined})
-    if (values := _listed(schema, root)) is not None:
+    if (values := _listed(schema, root, set())) is not None:
         texts = [value if isinstance(value, str) else json.dumps(value) for value in values]
         read = [json.loads(_value_of(text, kinds)) for text in texts]
         is_read = all(repr(one) == repr(value) for one, value in zip(read, values, strict=True))
         return Argument(name, is_optional, choices=texts) if is_read else None
-    return Argument(name, is_optional) if _is_any_text(schema, root) else None
+    return Argument(name, is_optional) if _is_any_text(schema, root, set()) else None
 
 
-def _listed(schema: Any, root: Mapping[str, Any]) -> list[Any] | None:
+def _listed(schema: Any, root: Mapping[str, Any], followed: set[str]) -> list[Any] | None:
     """The values that a schema allows, if it lists them, or lists them and null."""
-    bare = _bare(schema, root)
+    bare = _bare(schema, root, followed)
     if bare == {"type": "null"}:
         return [None]
     if isinstance(parts := bare.get("anyOf"), list) and len(bare) == 1:
-        of_parts = [_listed(part, root) for part in parts]
+        of_parts = [_listed(part, root, followed) for part in parts]
         known = [values for values in of_parts if values is not None]
         return [one for values in known for one in values] if len(known) == len(parts) else None
     if bare.keys() - {"type", "enum", "const"}:
@@ -201,24 +199,26 @@ def _listed(schema: Any, root: Mapping[str, Any]) -> list[Any] | None:
     return values if isinstance(values, list) else None
 
 
-def _is_any_text(schema: Any, root: Mapping[str, Any]) -> bool:
+def _is_any_text(schema: Any, root: Mapping[str, Any], followed: set[str]) -> bool:
     """Whether a schema allows any text as what it is read as: it limits nothing but types."""
-    bare = {} if schema is True else _bare(schema, root)
+    bare = {} if schema is True else _bare(schema, root, followed)
     if isinstance(parts := bare.get("anyOf"), list) and len(bare) == 1:
-        return all(_is_any_text(part, root) for part in parts)
+        return all(_is_any_text(part, root, followed) for part in parts)
     return not bare.keys() - {"type"} and schema is not False
 
 
-def _bare(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What a schema says without notes, a reference being what it refers to. One that cannot be
-    followed stays, and so does what is no schema, as ``{"$ref": None}``."""
-    for _ in range(_MOST_STEPS):
-        if not isinstance(schema, Mapping):
-            break
+def _bare(schema: Any, root: Mapping[str, Any], followed: set[str]) -> Mapping[str, Any]:
+    """What a schema says without notes, a reference being what it refers to. ``{"$ref": None}`` if
+    that is no object, or if the reference is ``followed`` already: each is, at most once."""
+    while isinstance(schema, Mapping):
         bare = {key: value for key, value in schema.items() if key not in _NOTES}
-        if bare.keys() != {"$ref"} or not isinstance(bare["$ref"], str):
+        reference = bare.get("$ref")
+        if len(bare) != 1 or not isinstance(reference, str):
             return bare
-        schema = _referred(bare["$ref"], root)
+        if reference in followed:
+            break
+        followed.add(reference)
+        schema = _referred(reference, root)
     return {"$ref": None}
 
 

@@ -401,6 +401,7 @@ def test_texts_between_tags_are_read_as_what_the_schema_allows(
         {"properties": {"x": {"type": "integer"}}, "required": ["y"]},
         {"properties": {"x": {"type": "integer"}}, "minProperties": 1},
         {"properties": {"x": {"$ref": "#/$defs/none"}}},
+        {"properties": {"x": {"anyOf": [{"type": "string"}] + [{"$ref": "#/properties/x"}] * 50}}},
         {"type": "object"},
     ],
 )

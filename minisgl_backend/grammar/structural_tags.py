@@ -159,9 +159,7 @@ class StructuralTag:
             m for s in self.structures if not isinstance(s.content, Value) for m in s.content
         ]
         for rule, end in {m.rule: m.end for m in members if m.content is None}.items():
-            # special tokens are no text, so it ends before one anyway
-            is_special = any(end.startswith(token) for token in special_tokens)
-            yield f"{rule}{'' if is_special else '[lazy]'}: TEXT {spelled(end, special_tokens)}"
+            yield _up_to(end, rule, special_tokens)
 
     def _rules(self, special_tokens: Mapping[str, TokenId]) -> Iterator[str]:
         if self.triggers:
@@ -177,21 +175,23 @@ class StructuralTag:
             yield f"start: {all_of_them}" if self.at_least_one else f"start: ({all_of_them})?"
 
     def _rules_of_text(self, special_tokens: Mapping[str, TokenId]) -> Iterator[str]:
-        """The text before a trigger is lazy: it ends at the first trigger."""
         names = []
         for index, trigger in enumerate(self.triggers):
             fitting = [s for s in self.structures if s.begin.startswith(trigger)]
             name = f"tag_{index}"
             names.append(name)
             body = any_of(s.after(trigger, special_tokens) for s in fitting)
-            special = [token for token in special_tokens if trigger.startswith(token)]
-            if special:
-                yield f"{name}: TEXT {spelled(trigger, special_tokens)} ({body})"
-            else:
-                yield f"{name}_text[lazy]: TEXT {quoted(trigger)}"
-                yield f"{name}: {name}_text ({body})"
+            yield _up_to(trigger, f"{name}_text", special_tokens)
+            yield f"{name}: {name}_text ({body})"
         tags = " | ".join(names)
         yield f"start: TEXT | {tags}" if self.stop_after_first else f"start: ({tags})* TEXT"
+
+
+def _up_to(end: str, name: str, special_tokens: Mapping[str, TokenId]) -> str:
+    """The rule ``name``: any text up to the first ``end``, and that."""
+    if any(end.startswith(token) for token in special_tokens):  # they are no text
+        return f"{name}: TEXT {spelled(end, special_tokens)}"
+    return f"{name}[lazy]: TEXT {quoted(end)}"
 
 
 def _of_structures(given: Mapping[str, Any]) -> StructuralTag:

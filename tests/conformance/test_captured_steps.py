@@ -192,6 +192,20 @@ def test_two_ranks_give_the_same_tokens_captured_and_launched(
         assert wholes == {False, True}
 
 
+def captured_of_rank(folder: Path, group: Group, device: RecordingDevice) -> TinyEngine:
+    """A rank whose steps are captured, those that wait for masks, too."""
+    return TinyEngine(
+        load_model(folder, context=CONTEXT, fused=True, group=group),
+        page_size=16,
+        num_positions=1024,
+        context=CONTEXT,
+        attention="triton",
+        device=device,
+        takes_masks=True,
+        **GRAPHS,
+    )
+
+
 @pytest.mark.parametrize("case", ["qwen3", "qwen3-moe"])
 def test_ranks_capture_together(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Including steps that wait for masks: a rank that captured different steps would wait for sums
@@ -201,17 +215,7 @@ def test_ranks_capture_together(case: str, tmp_path: Path, monkeypatch: pytest.M
 
     def replays_of(group: Group) -> list[str]:
         device = RecordingDevice()
-        model = load_model(tmp_path, context=CONTEXT, fused=True, group=group)
-        with TinyEngine(
-            model,
-            page_size=16,
-            num_positions=1024,
-            context=CONTEXT,
-            attention="triton",
-            device=device,
-            takes_masks=True,
-            **GRAPHS,
-        ):
+        with captured_of_rank(tmp_path, group, device):
             return device.replays
 
     first, second = on_ranks(2, replays_of)
@@ -228,16 +232,7 @@ def test_what_graphs_cost_is_told_of_all_of_them(
 
     def facts_of(group: Group) -> tuple[dict[str, Any], int]:
         device = RecordingDevice()
-        with TinyEngine(
-            load_model(tmp_path, context=CONTEXT, fused=True, group=group),
-            page_size=16,
-            num_positions=1024,
-            context=CONTEXT,
-            attention="triton",
-            device=device,
-            takes_masks=True,
-            **GRAPHS,
-        ) as engine:
+        with captured_of_rank(tmp_path, group, device) as engine:
             return graph_facts(engine.executor), device.num_captures
 
     for facts, num_captures in on_ranks(num_ranks, facts_of):

@@ -64,18 +64,20 @@ class _Tagged(Dialect):
     def _structures(
         self, arguments: Mapping[str, Arguments], required: bool, parallel: bool
     ) -> list[Structure]:
-        return [
-            self._structure(name, of_tool, line_break)
-            for line_break in self._breaks
-            for name, of_tool in arguments.items()
-        ]
-
-    def _structure(self, name: str, of_tool: Arguments, line_break: str) -> Structure:
-        found = arguments_of(of_tool.schema, self._closing)
-        assert found is not None, "else another dialect is enforcing"
-        begin, end = self._around_call(name, line_break)
-        members = [self._member(argument, line_break) for argument in found]
-        return {"begin": begin, "members": members, "end": end, "lenient": of_tool.is_lenient}
+        texts = {
+            name: arguments_of(of_tool.schema, self._closing) for name, of_tool in arguments.items()
+        }
+        structures = []
+        for line_break in self._breaks:
+            for name, found in texts.items():
+                assert found is not None, "else another dialect is enforcing"
+                begin, end = self._around_call(name, line_break)
+                members = [self._member(argument, line_break) for argument in found]
+                lenient = arguments[name].is_lenient
+                structures.append(
+                    {"begin": begin, "members": members, "end": end, "lenient": lenient}
+                )
+        return structures
 
     def _member(self, argument: Argument, line_break: str) -> dict[str, Any]:
         begin, end = self._around_argument(argument.name, line_break)
@@ -110,11 +112,15 @@ class QwenXml(_Tagged):
         return tagged_calls.qwen(tools)
 
     def _around_call(self, name: str, line_break: str) -> tuple[str, str]:
-        begin = f"{tagged_calls.OPENING}\n{tagged_calls.FUNCTION}{name}>"
-        return begin, f"\n{tagged_calls.END_OF_FUNCTION}\n{tagged_calls.CLOSING}"
+        begin = f"{tagged_calls.OPENING}{line_break}{tagged_calls.FUNCTION}{name}>"
+        return (
+            begin,
+            f"{line_break}{tagged_calls.END_OF_FUNCTION}{line_break}{tagged_calls.CLOSING}",
+        )
 
     def _around_argument(self, name: str, line_break: str) -> tuple[str, str]:
-        return f"\n{tagged_calls.PARAMETER}{name}>\n", f"\n{tagged_calls.END_OF_PARAMETER}"
+        begin = f"{line_break}{tagged_calls.PARAMETER}{name}>{line_break}"
+        return begin, f"{line_break}{tagged_calls.END_OF_PARAMETER}"
 
 
 class Glm(_Tagged):

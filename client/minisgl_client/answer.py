@@ -115,7 +115,9 @@ class Result:
 class ChatFormat:
     """What the model's chat template reveals about the answer to a chat."""
 
-    tool_dialect: Literal["hermes", "qwen_xml", "glm", "llama3_json", "mistral", "harmony"] | None
+    tool_dialect: (
+        Literal["hermes", "qwen_xml", "glm", "gemma4", "llama3_json", "mistral", "harmony"] | None
+    )
     """How the template writes tool calls; None if it has no tools, or an unknown dialect."""
     tool_marks: frozenset[str]
     """The marks of the dialect that it writes: a Mistral template that has ``[ARGS]`` among them

@@ -5,7 +5,7 @@
     MISTRAL  [TOOL_CALLS] [{"name": ..., "arguments": {...}}, ...], or, in its newer form,
              [TOOL_CALLS]name[ARGS]{...}, again and again
 
-``tagged_calls`` has those whose arguments are not one JSON object.
+``tagged_calls`` and ``bare_calls`` have those whose arguments are not one JSON object.
 
 Calls are read character by character, since they come in pieces of any size; so JSON, too, is read
 by generators to which characters are sent. Must not know the text around calls (``tool_calls``).
@@ -28,9 +28,11 @@ BLANKS: Final = " \t\n\r"
 MOST_DEPTH: Final = 200
 """The limit on nested arrays and objects; pydantic writes some 250, also those around arguments."""
 MOST_NAME_CHARS: Final = 256
-_MOST_WORD_CHARS: Final = 1024
+MOST_WORD_CHARS: Final = 1024
 """The limit on a number's length; Python reads integers of up to 4,300 digits."""
 _NAME_CHARS: Final = frozenset(string.ascii_letters + string.digits + "_.-")
+PYTHON_WORDS: Final = {"True": "true", "False": "false", "None": "null"}
+"""What templates write for these values, since they are programs in Python."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +152,7 @@ _Reading: TypeAlias = Generator[None, str, str]
 _FIRSTS: Final = {"name": '"', "arguments": "{", "parameters": "{", "type": '"'}
 """What the values of a call's members begin with."""
 _WORD: Final = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?|true|false|null", re.A)
-_WORD_CHARS: Final = frozenset("+-.0123456789abcdefghijklmnopqrstuvwxyzE")
+WORD_CHARS: Final = frozenset("+-.0123456789abcdefghijklmnopqrstuvwxyzE")
 
 
 def _members(first: str, *, others: bool = True) -> Generator[None, str, dict[str, str]]:
@@ -260,11 +262,11 @@ def _string(written: list[str]) -> Generator[None, str, None]:
 def _word(first: str, written: list[str]) -> _Reading:
     """Append the rest of a number or a literal; returns the character after it."""
     word = [first]
-    if first not in _WORD_CHARS:
+    if first not in WORD_CHARS:
         raise NotACall
-    while (char := (yield)) in _WORD_CHARS:
+    while (char := (yield)) in WORD_CHARS:
         word.append(char)
-        if len(word) > _MOST_WORD_CHARS:
+        if len(word) > MOST_WORD_CHARS:
             raise NotACall
     if not _WORD.fullmatch("".join(word)):
         raise NotACall
@@ -339,6 +341,20 @@ def _word_of_name(first: str) -> Generator[None, str, tuple[str, str]]:
     if not name:
         raise NotACall
     return "".join(name), char
+
+
+def name_before(first: str, ends: str, others: str = "") -> Generator[None, str, tuple[str, str]]:
+    """A name on one line without any of ``others``, and the one of ``ends`` that comes after it."""
+    name: list[str] = []
+    char = first
+    while char not in ends:
+        name.append(char)
+        if char in '<{"\n' or char in others or len(name) > MOST_NAME_CHARS:
+            raise NotACall
+        char = yield
+    if not name:
+        raise NotACall
+    return "".join(name).rstrip(), char
 
 
 def is_plain_name(name: str) -> bool:

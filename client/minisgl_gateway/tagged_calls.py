@@ -15,13 +15,13 @@ from typing import Final
 
 from minisgl_gateway.call_syntax import (
     BLANKS,
-    MOST_NAME_CHARS,
     CalledTool,
     Following,
     NotACall,
     Syntax,
     blanks,
     mark,
+    name_before,
 )
 from minisgl_gateway.tagged_values import ArgumentKinds, JsonStrings
 from minisgl_gateway.tools import Tool
@@ -53,11 +53,11 @@ def glm(tools: Iterable[Tool] = ()) -> Syntax:
 def _follow_qwen(kinds: ArgumentKinds) -> Following:
     yield from mark(OPENING)
     yield from mark(FUNCTION, first=(yield from blanks()))
-    name, _ = yield from _name((yield None), ">")
+    name, _ = yield from name_before((yield None), ">")
     texts: dict[str, str] = {}
     tag = yield from mark(PARAMETER, END_OF_FUNCTION, first=(yield from blanks()))
     while tag == PARAMETER:
-        key, _ = yield from _name((yield None), ">")
+        key, _ = yield from name_before((yield None), ">")
         strings = JsonStrings() if kinds.are_json(name, key) else None
         text, tag = yield from _text(strings, END_OF_PARAMETER, PARAMETER, END_OF_FUNCTION)
         _add(texts, key, text.removeprefix("\n").removesuffix("\n"))
@@ -67,7 +67,7 @@ def _follow_qwen(kinds: ArgumentKinds) -> Following:
 
 def _follow_glm(kinds: ArgumentKinds) -> Following:
     yield from mark(OPENING)
-    name, char = yield from _name((yield from blanks()), "\n<")
+    name, char = yield from name_before((yield from blanks()), "\n<")
     texts: dict[str, str] = {}
     tag = yield from mark(KEY, CLOSING, first=(yield from blanks(first=char)))
     while tag == KEY:
@@ -82,20 +82,6 @@ def _add(texts: dict[str, str], key: str, text: str) -> None:
     if key in texts:
         raise NotACall
     texts[key] = text
-
-
-def _name(first: str, ends: str) -> Generator[None, str, tuple[str, str]]:
-    """A name on one line, and the one of ``ends`` that comes after it."""
-    name: list[str] = []
-    char = first
-    while char not in ends:
-        name.append(char)
-        if char in '<{"\n' or len(name) > MOST_NAME_CHARS:
-            raise NotACall
-        char = yield
-    if not name:
-        raise NotACall
-    return "".join(name).rstrip(), char
 
 
 def _text(

@@ -13,11 +13,15 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from minisgl_gateway.call_syntax import BLANKS, MOST_NAME_CHARS, kind_of_json, sendable
+from minisgl_gateway.call_syntax import (
+    BLANKS,
+    MOST_NAME_CHARS,
+    PYTHON_WORDS,
+    kind_of_json,
+    sendable,
+)
 from minisgl_gateway.tools import Tool
 
-_PYTHON_WORDS: Final = {"True": "true", "False": "false", "None": "null"}
-"""What templates write for these values, since they are programs in Python."""
 _ANY: Final = frozenset({"string", "integer", "number", "boolean", "null", "array", "object"})
 _NOTES: Final = frozenset({"title", "description", "default", "examples", "deprecated", "$comment"})
 _DEFINITIONS: Final = ("$defs", "definitions")
@@ -78,7 +82,7 @@ class JsonStrings:
 def _value_of(text: str, kinds: Collection[str]) -> str:
     """A value in JSON."""
     written = text.strip()
-    written = _PYTHON_WORDS.get(written, written)
+    written = PYTHON_WORDS.get(written, written)
     kind = kind_of_json(written)
     fits = kind in kinds or (kind == "integer" and "number" in kinds)
     return written if fits and kind != "string" else _quoted(text)

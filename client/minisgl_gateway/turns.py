@@ -99,6 +99,14 @@ def with_single_calls(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str
     return told
 
 
+def with_text_as_thoughts(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The message with its text behind its thoughts, as one of them."""
+    content = message.get("content") or ""
+    text = content if isinstance(content, str) else "".join(part["text"] for part in content)
+    thoughts = "\n\n".join(filter(None, [message.get("reasoning_content"), text])) or None
+    return {**message, "content": "", "reasoning_content": thoughts}
+
+
 def _results(messages: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
     """The results that these messages begin with, by call; later calls may have the same ids."""
     results = takewhile(lambda message: message["role"] == "tool", messages)

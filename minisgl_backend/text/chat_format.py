@@ -13,7 +13,9 @@ from typing import Final, Literal, TypeAlias
 
 from jinja2 import meta, nodes
 
-ToolDialect: TypeAlias = Literal["hermes", "qwen_xml", "glm", "llama3_json", "mistral", "harmony"]
+ToolDialect: TypeAlias = Literal[
+    "hermes", "qwen_xml", "glm", "gemma4", "llama3_json", "mistral", "harmony"
+]
 
 _THINKING: Final = (
     ("[THINK]", "[/THINK]"),
@@ -27,9 +29,12 @@ _MARKS: Final[dict[ToolDialect, tuple[str, ...]]] = {
     "hermes": ("<tool_call>", "</tool_call>"),
     "qwen_xml": ("<tool_call>", "</tool_call>", "<function=", "<parameter="),
     "glm": ("<tool_call>", "</tool_call>", "<arg_key>", "<arg_value>"),
+    "gemma4": ("<|tool_call>", "<tool_call|>", '<|"|>'),
     "llama3_json": ("<|python_tag|>",),
     "harmony": ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>"),
 }
+_MARKED: Final[tuple[ToolDialect, ...]] = ("qwen_xml", "glm", "gemma4")
+"""Dialects of templates that write all of their marks."""
 _OTHERS: Final = ("<function=", "<arg_key>", "<TOOLCALL>")
 """Marks of other dialects that resemble these, as far as they are none of them."""
 
@@ -125,9 +130,9 @@ def _dialect(text: str) -> ToolDialect | None:
         return "harmony"
     if "[TOOL_CALLS]" in text:
         return "mistral"
-    for tagged in ("qwen_xml", "glm"):
-        if all(mark in text for mark in _MARKS[tagged]):
-            return tagged
+    for marked in _MARKED:
+        if all(mark in text for mark in _MARKS[marked]):
+            return marked
     if any(mark in text for mark in _OTHERS):
         return None
     if "<tool_call>" in text and '"arguments"' in text:

@@ -185,7 +185,25 @@ LLAMA_3_1 = f"""{{%- if builtin_tools is defined %}}
 {LLAMA_3_2}"""
 LLAMA_3_3 = LLAMA_3_1
 
-GEMMA_4_SMALL = """{{- bos_token }}
+GEMMA_4_SMALL = """{%- macro written(value) -%}
+    {%- if value is string -%}{{- '<|"|>' + value + '<|"|>' -}}
+    {%- elif value is boolean -%}{{- 'true' if value else 'false' -}}
+    {%- elif value is mapping -%}
+        {{- '{' -}}
+        {%- for name, inner in value | dictsort -%}
+            {{- name + ':' -}}{{- written(inner) -}}{%- if not loop.last %},{% endif -%}
+        {%- endfor -%}
+        {{- '}' -}}
+    {%- elif value is sequence -%}
+        {{- '[' -}}
+        {%- for inner in value -%}
+            {{- written(inner) -}}{%- if not loop.last %},{% endif -%}
+        {%- endfor -%}
+        {{- ']' -}}
+    {%- else -%}{{- value -}}
+    {%- endif -%}
+{%- endmacro -%}
+{{- bos_token }}
 {%- if enable_thinking is defined and enable_thinking or tools %}
     {{- '<|turn>system\\n' }}
     {%- if enable_thinking is defined and enable_thinking %}{{- '<|think|>\\n' }}{%- endif %}
@@ -195,13 +213,27 @@ GEMMA_4_SMALL = """{{- bos_token }}
     {{- '<turn|>\\n' }}
 {%- endif %}
 {%- for message in messages %}
-    {{- '<|turn>' + message.role + '\\n' }}
+    {%- if loop.previtem is not defined or message.role != loop.previtem.role %}
+        {{- '<|turn>' + message.role + '\\n' }}
+    {%- endif %}
+    {%- if message.reasoning_content and message.tool_calls %}
+        {{- '<|channel>thought\\n' + message.reasoning_content + '\\n<channel|>' }}
+    {%- endif %}
     {%- for call in message.tool_calls %}
-        {{- '<|tool_call>call:' + call.function.name + '{}<tool_call|>' }}
+        {{- '<|tool_call>call:' + call.function.name }}
+        {{- written(call.function.arguments) + '<tool_call|>' }}
     {%- endfor %}
-    {{- message.content.split('<channel|>')[-1] + '<turn|>\\n' }}
+    {%- for result in message.tool_responses %}
+        {{- '<|tool_response>response:' + result.name + '{value:' }}
+        {{- written(result.response) + '}<tool_response|>' }}
+    {%- endfor %}
+    {%- if message.content or not message.tool_calls %}
+        {{- message.content.split('<channel|>')[-1] + '<turn|>\\n' }}
+    {%- endif %}
 {%- endfor %}
-{%- if add_generation_prompt %}{{ '<|turn>model\\n' }}{% endif %}"""
+{%- if add_generation_prompt and not messages[-1].tool_responses %}
+    {{- '<|turn>model\\n' }}
+{%- endif %}"""
 GEMMA_4 = f"""{GEMMA_4_SMALL}
 {{%- if add_generation_prompt and not (enable_thinking is defined and enable_thinking) %}}
     {{{{- '<|channel>thought\\n<channel|>' }}}}

@@ -19,7 +19,7 @@ import pytest
 from minisgl_client.answer import ChatFormat, Delta
 from minisgl_gateway.body import parse
 from minisgl_gateway.call_syntax import CalledTool
-from minisgl_gateway.chat import Chat, Template
+from minisgl_gateway.chat import Chat, Policy, Template
 from minisgl_gateway.conversion import chat_of
 from minisgl_gateway.dialects.base import Dialect
 from minisgl_gateway.dialects.choice import dialect_of
@@ -297,11 +297,11 @@ def test_nothing_is_enforced_without_need() -> None:
     for dialect in DIALECTS.values():
         assert dialect.constraint(tools, Calls()) is None
         alone = dialect.constraint(tools, Calls(parallel=False))
-        assert (alone is None) == (dialect.stop == "</tool_call>")
+        assert (alone is None) == (dialect.stop is not None)
 
 
 def test_the_dialect_is_that_of_the_template_or_of_the_operator() -> None:
-    for name in ("hermes", "qwen_xml", "glm", "llama3_json", "mistral"):
+    for name in ("hermes", "qwen_xml", "glm", "gemma4", "llama3_json", "mistral"):
         assert dialect_of(shown(name)).name == name
         assert dialect_of(shown(None), name).name == dialect_of(None, name).name == name
     assert dialect_of(shown(None)).name == dialect_of(shown("hermes"), "plain").name == "plain"
@@ -423,11 +423,45 @@ def test_what_texts_between_tags_cannot_follow_is_enforced_in_the_plain_dialect(
     assert template_of(calls=Calls.of("now")).dialect.name == name  # the other one is not called
 
 
+def test_calls_of_gemma_are_enforced_in_the_plain_dialect() -> None:
+    """Others are in its own, and a stop string ends an answer that may have one call."""
+    tools = [Tool("now"), Tool("note", parameters=CITY)]
+    for asked in ({"calls": Calls(required=True)}, {"form": {"json_object": True}}):
+        chat = Chat(messages=CHAT, tools=tools, **asked)
+        assert Template.of(chat, shown("gemma4")).dialect.name == "plain"
+    chat = Chat(messages=CHAT, tools=tools, calls=Calls(parallel=False))
+    template = Template.of(chat, shown("gemma4"))
+    assert template.dialect.name == "gemma4"
+    generation = chat.generation(Policy(1.0, 16), template)
+    assert "structured_outputs" not in generation.parameters
+    assert generation.own_stop == "<tool_call|>"
+    assert generation.parameters["skip_special_tokens"] is False
+
+
 def test_the_reader_of_calls_between_tags_knows_the_schemas() -> None:
     chat = Chat(messages=CHAT, tools=[Tool("weather", parameters=CITY)])
     reader = chat.reader(Template.of(chat, shown("glm")))
     call = "<tool_call>weather<arg_key>days</arg_key><arg_value>3</arg_value></tool_call>"
     assert reader.push(Delta(call)).calls == [CalledTool("weather", '{"days": 3}')]
+
+
+def test_thoughts_of_gemma_beside_a_text_and_calls() -> None:
+    said = "<|channel>thought\nIs it wet? <|tool_call>call:now{}<tool_call|>\n<channel|>I look."
+    said += "<|tool_call>call:weather{days:3}<tool_call|><|tool_response>"
+    thinking = ("<|channel>thought", "<channel|>")
+    chat_format = ChatFormat("gemma4", frozenset(), thinking, False, frozenset())
+    chat = Chat(messages=CHAT, tools=[Tool("weather", parameters=CITY)])
+    template = Template.of(chat, chat_format)
+    assert chat.generation(Policy(1.0, 16), template).parameters["skip_special_tokens"] is False
+    for pieces in ([said], [*said]):
+        reader = chat.reader(template)
+        deltas = [Delta(piece) for piece in pieces] + [Delta(finish_reason="stop")]
+        found = [reader.push(delta) for delta in deltas]
+        thoughts = "".join(piece.thoughts for piece in found)
+        assert thoughts == "Is it wet? <|tool_call>call:now{}<tool_call|>"
+        assert "".join(piece.text for piece in found) == "I look."
+        calls = [call for piece in found for call in piece.calls]
+        assert calls == [CalledTool("weather", '{"days": 3}')]
 
 
 CHAT: Final[list[dict[str, Any]]] = [

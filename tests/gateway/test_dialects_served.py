@@ -200,6 +200,47 @@ def test_a_call_whose_arguments_stand_between_tags(tmp_path: Path) -> None:
         assert served.ask(messages=messages, **asked).choices[0].message.content == "I look."
 
 
+SCRIPTED: Final = """\
+from tests.gateway.magistral import scripted_model
+
+TritonPythonModel = scripted_model({!r}, end="<|im_end|>")
+"""
+GEMMA: Final = ("<|tool_call>", "<tool_call|>", '<|"|>', "<|tool_response>")
+
+
+def test_a_call_whose_strings_stand_between_marks(tmp_path: Path) -> None:
+    """The marks are special tokens. Behind its calls the model begins a result."""
+    said = 'I look.<|tool_call>call:weather{city:<|"|>Bogotá, "the city"<|"|>,days:3}<tool_call|>'
+    said += "<|tool_call>call:now{}<tool_call|><|tool_response><|im_end|>"
+    model = chat_templates.demo_model(
+        tmp_path / "model", chat_templates.GEMMA_4, GEMMA, special=True
+    )
+    with (
+        gateway_to(model, tmp_path, SCRIPTED.format(said)) as gateway,
+        OpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        served = Served(client, None)
+        asked: Any = {"tools": tools(strict=False)}
+        choice = served.ask(**asked).choices[0]
+        assert (choice.finish_reason, choice.message.content) == ("tool_calls", "I look.")
+        call, now = choice.message.tool_calls
+        assert json.loads(call.function.arguments) == {"city": 'Bogotá, "the city"', "days": 3}
+        assert (now.function.name, now.function.arguments) == ("now", "{}")
+        deltas = [chunk.choices[0].delta for chunk in served.ask(**asked, stream=True)]
+        assert "".join(delta.content or "" for delta in deltas) == "I look."
+        streamed, _ = (call for delta in deltas for call in delta.tool_calls or ())
+        assert streamed.function.arguments == call.function.arguments
+        (alone,) = served.ask(**asked, parallel_tool_calls=False).choices[0].message.tool_calls
+        assert alone.function.arguments == call.function.arguments
+        messages = [
+            {"role": "user", "content": "Weather?"},
+            choice.message.model_dump(exclude_none=True),
+            {"role": "tool", "tool_call_id": call.id, "content": "Rain."},
+            {"role": "tool", "tool_call_id": now.id, "content": "Noon."},
+        ]
+        assert served.ask(messages=messages, **asked).choices[0].message.content == "I look."
+
+
 def test_thoughts_text_and_call_of_an_answer(magistral: Gateway) -> None:
     with OpenAI(base_url=f"{magistral.url}/v1", api_key="none", max_retries=0) as client:
         served = Served(client, None)

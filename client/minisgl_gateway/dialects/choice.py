@@ -8,6 +8,7 @@ from typing import Final
 from minisgl_client.answer import ChatFormat
 
 from minisgl_gateway import call_syntax
+from minisgl_gateway.dialects.bare import Gemma4
 from minisgl_gateway.dialects.base import Dialect, DialectName
 from minisgl_gateway.dialects.harmony import Harmony
 from minisgl_gateway.dialects.hermes import Hermes, Plain
@@ -16,7 +17,8 @@ from minisgl_gateway.dialects.mistral import Mistral
 from minisgl_gateway.dialects.tagged import Glm, QwenXml
 
 _DIALECTS: Final[Mapping[str, Dialect]] = {
-    dialect.name: dialect for dialect in (Hermes(), QwenXml(), Glm(), Llama(), Harmony(), Plain())
+    dialect.name: dialect
+    for dialect in (Hermes(), QwenXml(), Glm(), Gemma4(), Llama(), Harmony(), Plain())
 }
 
 

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
-from minisgl_gateway.dialects.base import Arguments, Dialect, Message, Structure, text_of
+from minisgl_gateway.dialects.base import Arguments, Dialect, Message, Structure
 from minisgl_gateway.harmony import FUNCTIONS
 from minisgl_gateway.tools import Calls, Tool
-from minisgl_gateway.turns import reminder, with_single_calls
+from minisgl_gateway.turns import reminder, with_single_calls, with_text_as_thoughts
 
 _HEADERS: Final[Mapping[str, str]] = {
     f"<|channel|>commentary to={FUNCTIONS}": " <|constrain|>json<|message|>",
@@ -40,9 +40,7 @@ class Harmony(Dialect):
                 told.append(reminder(message))
                 continue
             if message.get("tool_calls"):
-                said = message.get("reasoning_content"), text_of(message.get("content"))
-                thoughts = "\n\n".join(filter(None, said)) or None
-                message = {**message, "content": "", "reasoning_content": thoughts}
+                message = with_text_as_thoughts(message)
             told.append(message)
         return told
 

@@ -68,8 +68,14 @@ def shown(source: str, **variables: Any) -> ChatFormat:
         ("MAGISTRAL_FIRST", "mistral", {"[TOOL_CALLS]", "[ARGS]"}, THINK, False),
         ("HERMES_3", None, set(), None, False),
         ("HERMES_3_TOOL_USE", "hermes", {"<tool_call>", "</tool_call>"}, None, False),
-        ("GEMMA_4_SMALL", None, set(), ("<|channel>thought", "<channel|>"), False),
-        ("GEMMA_4", None, set(), None, False),
+        (
+            "GEMMA_4_SMALL",
+            "gemma4",
+            {"<|tool_call>", "<tool_call|>", '<|"|>'},
+            ("<|channel>thought", "<channel|>"),
+            False,
+        ),
+        ("GEMMA_4", "gemma4", {"<|tool_call>", "<tool_call|>", '<|"|>'}, None, False),
         (
             "GPT_OSS",
             "harmony",
@@ -126,9 +132,18 @@ def test_comments_and_functions_are_not_what_a_template_shows() -> None:
     assert found.variables == {"tools"}
 
 
-@pytest.mark.parametrize("missing", ["<parameter=", "<tool_call>"])
-def test_calls_in_another_form_of_xml_are_of_no_known_dialect(missing: str) -> None:
-    assert shown(chat_templates.QWEN3_CODER.replace(missing, "<other>")).tool_dialect is None
+@pytest.mark.parametrize(
+    ("family", "missing"),
+    [
+        ("QWEN3_CODER", "<parameter="),
+        ("QWEN3_CODER", "<tool_call>"),
+        ("GEMMA_4", "<tool_call|>"),
+        ("GEMMA_4", '<|"|>'),
+    ],
+)
+def test_calls_in_another_form_are_of_no_known_dialect(family: str, missing: str) -> None:
+    source = getattr(chat_templates, family).replace(missing, "<other>")
+    assert shown(source).tool_dialect is None
 
 
 def test_a_template_that_mentions_calls_and_takes_no_tools() -> None:

@@ -1,0 +1,60 @@
+"""The dialect of Gemma 4, whose calls are objects with bare keys (``bare_calls``)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from minisgl_gateway import bare_calls
+from minisgl_gateway.dialects.base import Arguments, Dialect, Message, Structure, text_of
+from minisgl_gateway.dialects.hermes import Plain
+from minisgl_gateway.tools import Calls, Tool
+from minisgl_gateway.turns import with_text_as_thoughts
+
+
+class Gemma4(Dialect):
+    """Gemma 4. Not all templates know results as messages of their own, but all write those that
+    are in the message with the calls.
+
+    They write the text beside calls behind the results, and end the turn there, though the model is
+    to go on with it. So such a text is told as thoughts in the last turn; in earlier ones, whose
+    thoughts templates drop, it is told with the next text of the turn.
+    """
+
+    name = "gemma4"
+    syntax = bare_calls.GEMMA
+    keeps_special_tokens = True
+
+    def enforcing(self, tools: Sequence[Tool], calls: Calls) -> Dialect:
+        return Plain()
+
+    def messages(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[Message]:
+        asked = [index for index, message in enumerate(messages) if message["role"] == "user"]
+        begin_of_last = max(asked, default=-1)
+        told: list[Message] = []
+        for index, message in enumerate(messages):
+            caller = told[-1] if told and told[-1].get("tool_calls") else None
+            if caller is not None and message["role"] == "tool":
+                results = [*caller.get("tool_responses", ()), _result(message, caller)]
+                told[-1] = {**caller, "tool_responses": results}
+                continue
+            if caller is not None and message["role"] == "assistant":
+                said = text_of(caller.get("content")), text_of(message.get("content"))
+                told[-1] = {**caller, "content": ""}
+                message = {**message, "content": "\n\n".join(filter(None, said))}
+            if message.get("tool_calls") and index > begin_of_last:
+                message = with_text_as_thoughts(message)
+            told.append(message)
+        return told
+
+    def _structures(
+        self, arguments: Mapping[str, Arguments], required: bool, parallel: bool
+    ) -> list[Structure]:
+        raise AssertionError("another dialect is enforcing")
+
+
+def _result(message: Message, caller: Message) -> dict[str, Any]:
+    """A result in the form of templates, with the name of the function that was called."""
+    called = {call.get("id"): call["function"]["name"] for call in caller["tool_calls"]}
+    name = called.get(message.get("tool_call_id")) or message.get("name", "unknown")
+    return {"name": name, "response": text_of(message.get("content"))}

@@ -5,10 +5,10 @@
 
 Text is free, but a trigger must continue as one of the structures that begin with it. With
 ``stop_after_first`` the answer ends after its first structure. With ``at_least_one`` there is no
-free text: the answer is one or more structures, with the text ``separator`` (empty by default)
-between them. If ``otherwise``, a JSON schema, is given, the answer may be a value of it instead.
-Keywords of a schema that cannot be enforced are errors; a structure with ``"lenient": true``
-ignores them.
+free text: the answer is one or more structures, with the text ``separator`` (empty by default), or
+one of a list of texts, between them. If ``otherwise``, a JSON schema, is given, the answer may be a
+value of it instead. Keywords of a schema that cannot be enforced are errors; a structure with
+``"lenient": true`` ignores them.
 
 In place of a schema a structure may have ``members``, texts that come one after the other:
 ``[{"begin": "<city>", "end": "</city>", "optional": true}, ...]``. Between its ``begin`` and
@@ -143,7 +143,7 @@ class StructuralTag:
 
     structures: list[Structure]
     triggers: list[str]
-    separator: str
+    separators: list[str]
     at_least_one: bool
     stop_after_first: bool
     otherwise: dict[str, Any] | bool | None
@@ -166,7 +166,8 @@ class StructuralTag:
             yield from self._rules_of_text(special_tokens)
             return
         yield f"one: {any_of(s.after('', special_tokens) for s in self.structures)}"
-        more = " ".join(filter(None, [spelled(self.separator, special_tokens), "one"]))
+        separated = (spelled(separator, special_tokens) for separator in self.separators)
+        more = any_of(" ".join(filter(None, [separator, "one"])) for separator in separated)
         all_of_them = "one" if self.stop_after_first else f"one ({more})*"
         if self.otherwise is not None:
             yield f"other: %json {spaced(self.otherwise)}"
@@ -241,7 +242,9 @@ def _checked(
         is_one = any(structure.begin.startswith(trigger) for structure in structures)
         _check(is_one, f"{prefix}triggers[{index}]", "the beginning of a structure")
     separator = given.get("separator", "")
-    _check(isinstance(separator, str), f"{prefix}separator", "a string")
+    separators = separator if isinstance(separator, list) else [separator]
+    is_right = separators and all(isinstance(one, str) for one in separators)
+    _check(is_right, f"{prefix}separator", "a string, or a list of strings, not empty")
     at_least_one = _flag(given, "at_least_one", prefix)
     otherwise = given.get("otherwise")
     if otherwise is not None:
@@ -250,7 +253,7 @@ def _checked(
     return StructuralTag(
         structures,
         [] if at_least_one else triggers,
-        separator,
+        separators,
         at_least_one,
         _flag(given, "stop_after_first", prefix),
         otherwise,

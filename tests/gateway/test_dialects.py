@@ -127,6 +127,21 @@ class Engine:
                 return stream.push(tokens, final=True).text
         return None
 
+    def allows(self, tag: Any, text: str) -> bool:
+        """Whether a text, in the longest allowed tokens, follows the tag to an end."""
+        matcher = compiled(self.grammars, "structural_tag", tag)
+        pieces = self.vocabulary.spelled_pieces
+        rest = text.encode()
+        while rest:
+            options = self._allowed(matcher)
+            fitting = [t for t in options if pieces[t] and rest.startswith(pieces[t])]
+            if not fitting:
+                return False
+            token = max(fitting, key=lambda option: len(pieces[option]))
+            rest = rest[len(pieces[token]) :]
+            self.grammars.advance(Batch([matcher]), [token])
+        return EOS in self._allowed(matcher)
+
     def _allowed(self, matcher: Any) -> list[int]:
         masks = np.empty((1, self.grammars.num_words), np.int32)
         assert self.grammars.fill(Batch([matcher]), masks).result() == {}
@@ -386,6 +401,18 @@ def test_texts_between_tags_are_read_as_what_the_schema_allows(
     rest, (call,) = read(dialect, said, TEXTS)
     assert not rest and (call.name, json.loads(call.arguments)) == ("write", arguments)
     check([call], TEXTS, enforced=True)
+
+
+@pytest.mark.parametrize("name", ["qwen_xml", "glm"])
+def test_calls_between_tags_may_follow_each_other_on_new_lines_or_directly(
+    engine: Engine, name: str
+) -> None:
+    """Templates of later models write no line break between calls."""
+    tag: Any = DIALECTS[name].constraint([Tool("now")], Calls(required=True))
+    for structure in tag["structures"]:
+        call = structure["begin"] + structure["end"]
+        for between, is_right in (("\n", True), ("", True), ("\n\n", False), (" ", False)):
+            assert engine.allows(tag, between.join([call] * 3)) == is_right
 
 
 @pytest.mark.parametrize("name", ["qwen_xml", "glm"])

@@ -333,6 +333,11 @@ _SHAPES: Final[dict[str, tuple[dict[str, Any], list[str], list[str]]]] = {
         [_F, f"{_F},\n{_G},\n{_F}"],
         [_F + _G, f"{_F},\n", f"{_F}, {_F}"],
     ),
+    "separated in one of several ways": (
+        {"at_least_one": True, "separator": ["\n", "", ", "]},
+        [_F, f"{_F}{_G}\n{_F}, {_G}"],
+        [f"{_F}\n", f"{_F}\n\n{_G}", f"{_F},{_G}"],
+    ),
     "the first alone": (
         {"stop_after_first": True},
         ["a", f"a{_F}", _G],
@@ -705,6 +710,8 @@ def test_a_section_of_tokens_that_there_are_not(grammars: Grammars, section: Any
         ),
         ("structural_tag", {**_BOTH, "at_least_one": 1}, "at_least_one must be true or false"),
         ("structural_tag", {**_BOTH, "separator": 1}, "separator must be a string"),
+        ("structural_tag", {**_BOTH, "separator": []}, "or a list of strings, not empty"),
+        ("structural_tag", {**_BOTH, "separator": ["", 1]}, "or a list of strings, not empty"),
         ("structural_tag", {**_BOTH, "stop": True}, "stop of a structural tag is not supported"),
         ("structural_tag", {"type": "text", **_BOTH}, "type must be structural_tag"),
         ("structural_tag", {"format": {"type": "sequence"}}, "format.type must be .*sequence"),

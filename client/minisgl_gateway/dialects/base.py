@@ -89,7 +89,7 @@ class Dialect(ABC):
             "stop_after_first": not parallel,
         }
         if required:
-            return {**tag, "at_least_one": True, "separator": self._separator}
+            return {**tag, "at_least_one": True, "separator": [*self._separators]}
         return {**tag, "triggers": list(self._triggers)}
 
     def complaint(self, message: str, tools: Sequence[Tool], calls: Calls) -> str | None:
@@ -107,7 +107,8 @@ class Dialect(ABC):
         whole = [one for one in places.split(", ") if not one.startswith("#")]
         return what + at + ", ".join(dict.fromkeys(whole))
 
-    _separator: ClassVar[str] = ""
+    _separators: ClassVar[Sequence[str]] = ("",)
+    """What may stand between two calls."""
     _inside: ClassVar[str] = ""
     """A regular expression for the place of a tool's schema in a structure's, if it is a part."""
 

@@ -24,7 +24,7 @@ class Hermes(Dialect):
 
     name: ClassVar[DialectName] = "hermes"
     syntax = call_syntax.HERMES
-    _separator = "\n"
+    _separators: ClassVar[Sequence[str]] = ("\n",)
 
     def _structures(
         self, arguments: Mapping[str, Arguments], required: bool, parallel: bool
@@ -44,7 +44,7 @@ class Plain(Hermes):
 
     name = "plain"
     is_of_template = False
-    _separator = ""
+    _separators = ("",)
     """Otherwise a token such as ``>\\n`` at a call's end would force the next call."""
 
     def messages(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[Message]:

@@ -17,7 +17,7 @@ class Llama(Dialect):
     name = "llama3_json"
     syntax = call_syntax.LLAMA
     keeps_special_tokens = True
-    _separator = "; "
+    _separators = ("; ",)
 
     def messages(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[Message]:
         return with_single_calls(messages)

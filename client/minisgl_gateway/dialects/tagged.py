@@ -36,7 +36,7 @@ class _Tagged(Dialect):
     """The tag behind the text of an argument."""
     _breaks: ClassVar[Sequence[str]] = ("\n",)
     """What may stand between the tags of a call."""
-    _separator = "\n"
+    _separators = ("\n", "")
 
     @abstractmethod
     def _syntax_for(self, tools: Sequence[Tool]) -> Syntax:

@@ -55,15 +55,13 @@ GEMMA: Final = Syntax((OPENING,), _follow, closing=CLOSING)
 def _object() -> Generator[None, str, str]:
     """An object as JSON, after its opening bracket."""
     written = ["{"]
-    opened: list[set[str] | None] = [set()]
-    """The keys of each object that is open; None for a list."""
+    opened = ["}"]
+    """The closing bracket of each object and list that is open."""
     is_empty = True
     char = yield from blanks()
     while True:
-        keys = opened[-1]
-        if char == ("]" if keys is None else "}"):
-            written.append(char)
-            opened.pop()
+        if char == opened[-1]:
+            written.append(opened.pop())
             if not opened:
                 return "".join(written)
             is_empty = False
@@ -74,18 +72,15 @@ def _object() -> Generator[None, str, str]:
                 raise NotACall
             written.append(", ")
             char = yield from blanks()
-        if keys is not None:
+        if opened[-1] == "}":
             key = yield from _key(char)
-            if key in keys:
-                raise NotACall
-            keys.add(key)
             written.append(f"{_quoted(key)}: ")
             char = yield from blanks()
         is_empty = char in "{["
         if is_empty:
             if len(opened) == MOST_DEPTH:
                 raise NotACall
-            opened.append(set() if char == "{" else None)
+            opened.append("}" if char == "{" else "]")
             written.append(char)
             char = yield from blanks()
         elif char == QUOTE[0]:

@@ -23,10 +23,11 @@ from minisgl_gateway.call_syntax import (
 from minisgl_gateway.tools import Tool
 
 _ANY: Final = frozenset({"string", "integer", "number", "boolean", "null", "array", "object"})
-_NOTES: Final = frozenset({"title", "description", "default", "examples", "deprecated", "$comment"})
-_DEFINITIONS: Final = ("$defs", "definitions")
+NOTES: Final = frozenset({"title", "description", "default", "examples", "deprecated", "$comment"})
+"""Keywords of schemas that limit nothing."""
+DEFINITIONS: Final = ("$defs", "definitions")
 _OF_OBJECTS: Final = frozenset(
-    {"type", "properties", "required", "additionalProperties", "$schema", *_DEFINITIONS}
+    {"type", "properties", "required", "additionalProperties", "$schema", *DEFINITIONS}
 )
 _NAME: Final = re.compile(r"[^\s<>{\"](?:[^\n<>{\"]*[^\s<>{\"])?")
 
@@ -101,7 +102,7 @@ def _shown_kinds(schema: Any, root: Mapping[str, Any], followed: set[str]) -> Co
         if reference in followed:
             return frozenset()
         followed.add(reference)
-        return _shown_kinds(_referred(reference, root), root, followed)
+        return _shown_kinds(referred(reference, root), root, followed)
     if isinstance(kinds := schema.get("type"), str):
         return {kinds}
     if isinstance(kinds, list):
@@ -118,7 +119,7 @@ def _shown_kinds(schema: Any, root: Mapping[str, Any], followed: set[str]) -> Co
     return _ANY
 
 
-def _referred(reference: str, root: Mapping[str, Any]) -> Any:
+def referred(reference: str, root: Mapping[str, Any]) -> Any:
     """What a reference within a schema points to; None if to nothing."""
     found: Any = root
     for step in reference.removeprefix("#").split("/")[1:]:
@@ -154,7 +155,7 @@ def arguments_of(parameters: Mapping[str, Any], closing: str) -> list[Argument] 
     required = parameters.get("required", [])
     if not isinstance(named, Mapping) or not isinstance(required, list):
         return None
-    if parameters.keys() - _OF_OBJECTS - _NOTES or not all(one in named for one in required):
+    if parameters.keys() - _OF_OBJECTS - NOTES or not all(one in named for one in required):
         return None
     found = []
     for name, schema in named.items():
@@ -178,7 +179,7 @@ def _argument(
     if "string" not in kinds:
         if not _refers_to_definitions(schema):
             return None
-        defined = {key: root[key] for key in _DEFINITIONS if key in root}
+        defined = {key: root[key] for key in DEFINITIONS if key in root}
         return Argument(name, is_optional, schema={**schema, **defined})
     if (values := _listed(schema, root, set())) is not None:
         texts = [value if isinstance(value, str) else json.dumps(value) for value in values]
@@ -215,14 +216,14 @@ def _bare(schema: Any, root: Mapping[str, Any], followed: set[str]) -> Mapping[s
     """What a schema says without notes, a reference being what it refers to. ``{"$ref": None}`` if
     that is no object, or if the reference is ``followed`` already: each is, at most once."""
     while isinstance(schema, Mapping):
-        bare = {key: value for key, value in schema.items() if key not in _NOTES}
+        bare = {key: value for key, value in schema.items() if key not in NOTES}
         reference = bare.get("$ref")
         if len(bare) != 1 or not isinstance(reference, str):
             return bare
         if reference in followed:
             break
         followed.add(reference)
-        schema = _referred(reference, root)
+        schema = referred(reference, root)
     return {"$ref": None}
 
 
@@ -233,7 +234,7 @@ def _refers_to_definitions(value: Any) -> bool:
         return all(map(_refers_to_definitions, value))
     if not isinstance(value, Mapping):
         return True
-    known = tuple(f"#/{key}/" for key in _DEFINITIONS)
+    known = tuple(f"#/{key}/" for key in DEFINITIONS)
     reference = value.get("$ref", known[0])
     is_right = not isinstance(reference, str) or reference.startswith(known)
     return is_right and all(map(_refers_to_definitions, value.values()))

@@ -20,7 +20,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 from minisgl_backend.errors import Unsupported
-from minisgl_backend.grammar.structural_tags import TEXT, StructuralTag, any_of, spaced, spelled
+from minisgl_backend.grammar.lark import TEXT, any_of, spaced, spelled
+from minisgl_backend.grammar.structural_tags import StructuralTag
 from minisgl_backend.request import TokenId
 
 _MARKS: Final = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>")
@@ -47,7 +48,7 @@ def are_messages(tag: StructuralTag) -> bool:
 
 def lark_of_messages(tag: StructuralTag, special_tokens: Mapping[str, TokenId]) -> str:
     """An answer with such structures, in Lark. Raises ``Unsupported`` as ``around`` does."""
-    lines = [*_rules(special_tokens), *tag.rules_of_members(special_tokens)]
+    lines = [*_rules(special_tokens), *tag.rules_of_contents(special_tokens)]
     lines.append(f"call: {any_of(s.after('', special_tokens) for s in tag.structures)}")
     if not tag.at_least_one:
         commentary = spelled("<|channel|>commentary<|message|>", special_tokens)

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Final
 
+from minisgl_backend.grammar.lark import quoted
 from minisgl_backend.grammar.schemas import DATA, NAMES, says_nothing
-from minisgl_backend.grammar.structural_tags import quoted
 
 _MOST_PLACES: Final = 5
 _MOST_OF_PLACES: Final = 100

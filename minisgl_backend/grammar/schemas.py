@@ -29,7 +29,8 @@ from urllib.parse import unquote
 
 Schema: TypeAlias = Mapping[str, Any]
 
-NAMES: Final = ("properties", "patternProperties", "$defs", "definitions")
+DEFINITIONS: Final = ("$defs", "definitions")
+NAMES: Final = ("properties", "patternProperties", *DEFINITIONS)
 """Keywords whose objects have names in place of keywords."""
 DATA: Final = ("const", "enum", "default", "examples")
 """Keywords whose values are data, in which nothing is a keyword."""
@@ -105,7 +106,7 @@ def says_nothing(key: str, schema: Schema) -> bool:
     if key in ("unevaluatedItems", "unevaluatedProperties"):
         return _is_true(given)
     if key == "propertyNames":  # names are strings
-        return _is_true(given) or (isinstance(given, dict) and _without_notes(given) == _STRING)
+        return _is_true(given) or (isinstance(given, dict) and without_notes(given) == _STRING)
     return key == "format" and isinstance(given, str) and given in _ANY_TEXT
 
 
@@ -194,11 +195,11 @@ def _with_names(schema: dict[str, Any], root: Schema) -> dict[str, Any]:
     """The schema with its ``propertyNames`` as properties, if they can be expressed so."""
     others = schema.get("additionalProperties", True)
     properties = schema.get("properties", {})
-    names = _without_notes(_resolved(schema["propertyNames"], root))
+    names = without_notes(_resolved(schema["propertyNames"], root))
     rest = {key: value for key, value in schema.items() if key != "propertyNames"}
     if "patternProperties" in schema or not isinstance(properties, dict):
         return schema
-    if (listed := _literals(names)) is not None and names.keys() <= {"type", "enum", "const"}:
+    if (listed := literals(names)) is not None and names.keys() <= {"type", "enum", "const"}:
         known = [name for name in listed if isinstance(name, str)]
         return {
             **rest,
@@ -272,10 +273,10 @@ class _Values:
         given = schema.get("type")
         named = given if isinstance(given, list) else [given]
         types = frozenset("number" if name == "integer" else name for name in named if name)
-        literals = _literals(schema)
-        if literals is None:
+        given_values = literals(schema)
+        if given_values is None:
             return cls(types or _ANYTHING, None)
-        listed = frozenset(map(_comparable, literals))
+        listed = frozenset(map(_comparable, given_values))
         return cls((types or _ANYTHING) & {kind for kind, _ in listed}, listed)
 
     def exclude(self, other: _Values) -> bool:
@@ -336,7 +337,7 @@ def _resolved(schema: Any, root: Schema) -> Schema:
         if "$ref" not in schema:
             return schema
         beside = {key: value for key, value in schema.items() if key != "$ref"}
-        found = _at(schema["$ref"], root)
+        found = at(schema["$ref"], root)
         schema = _together(found, beside) if isinstance(found, dict) else found
     return {}
 
@@ -354,7 +355,7 @@ def _together(one: Schema, other: Schema) -> Schema:
     return both
 
 
-def _at(pointer: Any, root: Schema) -> Any:
+def at(pointer: Any, root: Schema) -> Any:
     """What is at ``#/...``; None if nothing is."""
     if not (isinstance(pointer, str) and (pointer == "#" or pointer.startswith("#/"))):
         return None
@@ -378,7 +379,7 @@ def _comparable(value: Any) -> tuple[str, Any]:
     return "array" if isinstance(value, list) else "object", json.dumps(value, sort_keys=True)
 
 
-def _literals(schema: Schema) -> list[Any] | None:
+def literals(schema: Schema) -> list[Any] | None:
     """The only valid values; None if the schema does not list them."""
     if "const" in schema:
         return [schema["const"]]
@@ -390,5 +391,6 @@ def _is_true(schema: Any) -> bool:
     return schema is True or schema == {}
 
 
-def _without_notes(schema: Schema) -> Schema:
+def without_notes(schema: Schema) -> Schema:
+    """The schema without what only describes its values."""
     return {key: value for key, value in schema.items() if key not in _ANNOTATIONS}

@@ -29,9 +29,9 @@ from llguidance.gbnf_to_lark import is_lark_syntax
 from minisgl_backend.errors import InvalidRequest, Unsupported
 from minisgl_backend.grammar import channels, structural_tags
 from minisgl_backend.grammar.complaints import one_line
+from minisgl_backend.grammar.lark import quoted, spaced
 from minisgl_backend.grammar.schema_places import keywords, shown
 from minisgl_backend.grammar.schemas import is_beyond_floats, is_changed
-from minisgl_backend.grammar.structural_tags import quoted, spaced
 from minisgl_backend.request import Grammar, GrammarKind, TokenId
 
 MAX_SOURCE_BYTES: Final = 256 * 1024

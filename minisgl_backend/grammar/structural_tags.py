@@ -15,6 +15,9 @@ In place of a schema a structure may have ``members``, texts that come one after
 ``end`` a member is a value of its ``schema``, or one of its ``choices``, or, without both, any text
 in which the ``end`` does not occur.
 
+A structure with a ``quote`` has its value in the notation of ``bare_values``, with that text around
+strings.
+
 XGrammar's newer form, which vLLM and SGLang accept, is supported if its contents are JSON schemas:
 ``{"type": "structural_tag", "format": {"type": "triggered_tags" or "tags_with_separator", "tags":
 [{"begin", "content": {"type": "json_schema", "json_schema"}, "end"}], ...}}``. Tags with a
@@ -25,18 +28,22 @@ ids tokens have.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
 from minisgl_backend.errors import InvalidRequest, Unsupported
-from minisgl_backend.grammar import schemas
+from minisgl_backend.grammar.bare_values import BareValue
+from minisgl_backend.grammar.lark import (
+    TEXT,
+    any_of,
+    name_of_up_to,
+    spaced,
+    spelled,
+    up_to,
+)
 from minisgl_backend.request import TokenId
-
-TEXT: Final = r"TEXT: /(.|\n)*/"
-_WHITESPACE: Final = r"[ ]?|\n[ ]{0,40}"
-"""White space between the tokens of JSON: on one line, or on indented lines. Without a limit, small
-models generate white space until ``max_tokens``."""
 
 
 def read(given: Any) -> StructuralTag:
@@ -45,39 +52,6 @@ def read(given: Any) -> StructuralTag:
     _check(isinstance(given, dict), "a structural tag", "an object")
     _check(given.get("type", "structural_tag") == "structural_tag", "type", "structural_tag")
     return _of_format(given) if "format" in given else _of_structures(given)
-
-
-def quoted(text: str) -> str:
-    """A text in Lark, which takes DEL only escaped."""
-    return json.dumps(text, ensure_ascii=False).replace("\x7f", r"\u007f")
-
-
-_SPACES: Final = ("whitespace_pattern", "whitespace_flexible")
-_GUIDANCE: Final = (*_SPACES, "item_separator", "key_separator")
-"""Allowed fields of ``x-guidance`` in a schema. With the others, llguidance would enforce less than
-the schema says."""
-
-
-def spaced(schema: dict[str, Any] | bool, *, is_lenient: bool = False) -> str:
-    """A schema as llguidance reads it, with limited white space by default. The schema true is
-    written as the empty object, which means the same.
-
-    Raises ``InvalidRequest`` and ``Unsupported``.
-    """
-    if isinstance(schema, bool):
-        _check(schema, "a JSON schema", "one that some value follows, got false")
-        schema = {}
-    guidance = schema.get("x-guidance", {})
-    _check(isinstance(guidance, dict), "x-guidance", "an object")
-    for key in guidance:
-        if key not in _GUIDANCE:
-            raise Unsupported(f"x-guidance.{key} is not supported")
-    if not guidance.keys() & set(_SPACES):
-        guidance = {**guidance, "whitespace_pattern": _WHITESPACE}
-    if is_lenient:
-        guidance = {**guidance, "lenient": True}
-        schema = schemas.without_look_around(schema)
-    return json.dumps({**schemas.plain(schema), "x-guidance": guidance})
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,15 +74,10 @@ class Member:
     end: str
     is_optional: bool
 
-    @property
-    def rule(self) -> str:
-        """The name of the rule for any text and the ``end`` after it."""
-        return f"until_{self.end.encode().hex()}"
-
     def lark(self, special_tokens: Mapping[str, TokenId], *, is_lenient: bool) -> str:
         begin, end = (spelled(text, special_tokens) for text in (self.begin, self.end))
         if self.content is None:
-            parts = [begin, self.rule]
+            parts = [begin, name_of_up_to(self.end)]
         elif isinstance(self.content, Value):
             parts = [begin, self.content.lark(is_lenient=is_lenient), end]
         else:
@@ -122,7 +91,7 @@ class Structure:
     """A text, a value or members, and a text."""
 
     begin: str
-    content: Value | list[Member]
+    content: Value | BareValue | list[Member]
     end: str
     is_lenient: bool
 
@@ -130,7 +99,9 @@ class Structure:
         """The structure without ``beginning``, a prefix of its ``begin``, in Lark."""
         rest = spelled(self.begin.removeprefix(beginning), special_tokens)
         end = spelled(self.end, special_tokens)
-        if isinstance(self.content, Value):
+        if isinstance(self.content, BareValue):
+            content = [self.content.name]
+        elif isinstance(self.content, Value):
             content = [self.content.lark(is_lenient=self.is_lenient)]
         else:
             content = [m.lark(special_tokens, is_lenient=self.is_lenient) for m in self.content]
@@ -150,16 +121,20 @@ class StructuralTag:
 
     def lark(self, special_tokens: Mapping[str, TokenId]) -> str:
         """The tag in Lark. Raises ``InvalidRequest`` and ``Unsupported`` for its schemas."""
-        rules = [TEXT, *self.rules_of_members(special_tokens), *self._rules(special_tokens)]
+        rules = [TEXT, *self.rules_of_contents(special_tokens), *self._rules(special_tokens)]
         return "\n".join(["%llguidance {}", *rules])
 
-    def rules_of_members(self, special_tokens: Mapping[str, TokenId]) -> Iterator[str]:
-        """The rules for members that are any text."""
-        members = [
-            m for s in self.structures if not isinstance(s.content, Value) for m in s.content
-        ]
-        for rule, end in {m.rule: m.end for m in members if m.content is None}.items():
-            yield _up_to(end, rule, special_tokens)
+    def rules_of_contents(self, special_tokens: Mapping[str, TokenId]) -> Iterator[str]:
+        """The rules that the contents of structures need."""
+        ends: set[str] = set()
+        for structure in self.structures:
+            if isinstance(structure.content, BareValue):
+                ends.add(structure.content.quote)
+                yield from structure.content.rules(special_tokens, is_lenient=structure.is_lenient)
+            elif isinstance(structure.content, list):
+                ends |= {member.end for member in structure.content if member.content is None}
+        for end in sorted(ends):
+            yield up_to(end, name_of_up_to(end), special_tokens)
 
     def _rules(self, special_tokens: Mapping[str, TokenId]) -> Iterator[str]:
         if self.triggers:
@@ -182,17 +157,10 @@ class StructuralTag:
             name = f"tag_{index}"
             names.append(name)
             body = any_of(s.after(trigger, special_tokens) for s in fitting)
-            yield _up_to(trigger, f"{name}_text", special_tokens)
+            yield up_to(trigger, f"{name}_text", special_tokens)
             yield f"{name}: {name}_text ({body})"
         tags = " | ".join(names)
         yield f"start: TEXT | {tags}" if self.stop_after_first else f"start: ({tags})* TEXT"
-
-
-def _up_to(end: str, name: str, special_tokens: Mapping[str, TokenId]) -> str:
-    """The rule ``name``: any text up to the first ``end``, and that."""
-    if any(end.startswith(token) for token in special_tokens):  # they are no text
-        return f"{name}: TEXT {spelled(end, special_tokens)}"
-    return f"{name}[lazy]: TEXT {quoted(end)}"
 
 
 def _of_structures(given: Mapping[str, Any]) -> StructuralTag:
@@ -265,10 +233,11 @@ _FLAGS: Final = ("at_least_one", "stop_after_first")
 
 def _structure(item: Any, place: str) -> Structure:
     _check(isinstance(item, dict), place, "an object")
-    _check_keys(item, f"{place}.", ("begin", "schema", "members", "end", "lenient"))
+    _check_keys(item, f"{place}.", ("begin", "schema", "quote", "members", "end", "lenient"))
     if "members" not in item:
         return _structure_of(item, place, item, "schema")
-    _check("schema" not in item, place, "given a schema or members, not both")
+    for key in ("schema", "quote"):
+        _check(key not in item, place, f"given a {key} or members, not both")
     given = item["members"]
     _check(isinstance(given, list), f"{place}.members", "a list")
     members = [_member(one, f"{place}.members[{index}]") for index, one in enumerate(given)]
@@ -312,7 +281,12 @@ def _structure_of(item: Any, place: str, holder: Any, key: str) -> Structure:
     schema = holder.get(key, True)
     _check_schema(schema, f"{place}.{key}")
     begin, end = _ends(item, place)
-    return Structure(begin, Value(schema), end, _flag(item, "lenient", f"{place}."))
+    content: Value | BareValue = Value(schema)
+    if (quote := item.get("quote")) is not None:
+        _check(isinstance(quote, str) and quote, f"{place}.quote", "a string, not empty")
+        (index,) = re.findall(r"\d+", place)
+        content = BareValue(schema, quote, f"bare_{index}", f"#/structures/{index}/schema")
+    return Structure(begin, content, end, _flag(item, "lenient", f"{place}."))
 
 
 def _ends(item: Mapping[str, Any], place: str) -> tuple[str, str]:
@@ -321,30 +295,6 @@ def _ends(item: Mapping[str, Any], place: str) -> tuple[str, str]:
     _check(isinstance(begin, str), f"{place}.begin", "a string")
     _check(isinstance(end, str), f"{place}.end", "a string")
     return str(begin), str(end)
-
-
-def any_of(bodies: Iterable[str]) -> str:
-    """Alternatives in Lark."""
-    return " | ".join(f"({body})" for body in bodies)
-
-
-def spelled(text: str, special_tokens: Mapping[str, TokenId]) -> str:
-    """A text in Lark, in which special tokens are given by their ids, since they have no text."""
-    parts: list[str] = []
-    while text:
-        found = min(
-            ((text.find(name), -len(name), name) for name in special_tokens if name in text),
-            default=None,
-        )
-        if found is None:
-            parts.append(quoted(text))
-            break
-        at, _, name = found
-        if at:
-            parts.append(quoted(text[:at]))
-        parts.append(f"<[{special_tokens[name]}]>")
-        text = text[at + len(name) :]
-    return " ".join(parts)
 
 
 def _items(given: Mapping[str, Any], key: str, prefix: str) -> list[tuple[int, Any]]:

@@ -107,8 +107,6 @@ def test_arguments_become_json(written: str, arguments: Any) -> None:
         "call:weather{city:1,}",
         "call:weather{,city:1}",
         "call:weather{city:1 days:2}",
-        "call:weather{city:1,city:2}",
-        'call:weather{city:1,<|"|>city<|"|>:2}',
         "call:weather{city:[1,]}",
         "call:weather{city:[,1]}",
         "call:weather{city:[1}}",

@@ -39,6 +39,7 @@ EOS: Final = 0
 MARKS: Final = (
     *("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
     *("[TOOL_CALLS]", "[ARGS]", "<|python_tag|>"),
+    *("<|tool_call>", "<tool_call|>", '<|"|>'),
 )
 MOST_TOKENS: Final = 400
 
@@ -84,6 +85,7 @@ DIALECTS: Final = {
     "hermes": dialect_of(shown("hermes")),
     "qwen_xml": dialect_of(shown("qwen_xml")),
     "glm": dialect_of(shown("glm")),
+    "gemma4": dialect_of(shown("gemma4")),
     "llama3_json": dialect_of(shown("llama3_json")),
     "mistral": dialect_of(shown("mistral")),
     "mistral newer": dialect_of(shown("mistral", "[ARGS]")),
@@ -93,10 +95,11 @@ DIALECTS: Final = {
 
 @dataclass(frozen=True)
 class Engine:
-    """The masks of an engine, and the text of its tokens."""
+    """The masks of an engine, and the text of its tokens, some of which are ``marks``."""
 
     grammars: Grammars
     vocabulary: Vocabulary
+    marks: tuple[bytes, ...]
 
     def say(self, tag: Any, chance: random.Random, likes: str = "") -> str | None:
         """A text of random allowed tokens, preferably beginning with ``likes``; None if it does not
@@ -108,14 +111,15 @@ class Engine:
         for _ in range(MOST_TOKENS):
             options = self._allowed(matcher)
             assert options, "nothing may follow, though the answer is not complete"
-            wanted = [t for t in options if t != EOS and liked and liked.startswith(pieces[t])]
+            first = self._up_to_mark(liked)
+            wanted = [t for t in options if t != EOS and liked and first.startswith(pieces[t])]
             if wanted:
                 token = max(wanted, key=lambda option: len(pieces[option]))
                 liked = liked[len(pieces[token]) :]
             elif EOS in options and chance.random() < 0.3:
                 token = EOS
             else:
-                ends = [t for t in options if pieces[t][:1] in (b'"', b"}", b"]")]
+                ends = [t for t in options if pieces[t][:1] in (b'"', b"}", b"]", b"<")]
                 few = ends if ends and chance.random() < 0.4 else options
                 token = min(chance.choices(few, k=4), key=lambda option: len(pieces[option]))
             if token != EOS:
@@ -134,13 +138,18 @@ class Engine:
         rest = text.encode()
         while rest:
             options = self._allowed(matcher)
-            fitting = [t for t in options if pieces[t] and rest.startswith(pieces[t])]
+            first = self._up_to_mark(rest)
+            fitting = [t for t in options if pieces[t] and first.startswith(pieces[t])]
             if not fitting:
                 return False
             token = max(fitting, key=lambda option: len(pieces[option]))
             rest = rest[len(pieces[token]) :]
             self.grammars.advance(Batch([matcher]), [token])
         return EOS in self._allowed(matcher)
+
+    def _up_to_mark(self, text: bytes) -> bytes:
+        """A text up to the next mark behind its beginning: other tokens do not go over its edge."""
+        return text[: min((at for at in map(text.find, self.marks) if at > 0), default=None)]
 
     def _allowed(self, matcher: Any) -> list[int]:
         masks = np.empty((1, self.grammars.num_words), np.int32)
@@ -155,17 +164,18 @@ def engine(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Engine]:
     """The marks are texts, or tokens of the vocabulary, or special ones."""
+    marks = () if request.param == "texts" else MARKS
     folder = chat_templates.demo_model(
         tmp_path_factory.mktemp("model") / "model",
         "",
-        () if request.param == "texts" else MARKS,
+        marks,
         special=request.param == "special tokens",
     )
     vocabulary = load_vocabulary(folder)
     grammars = Grammars(
         partial(load_definition, folder), vocab_size=len(vocabulary), eos_token_ids=(EOS,)
     )
-    yield Engine(grammars, vocabulary)
+    yield Engine(grammars, vocabulary, tuple(mark.encode() for mark in marks))
     grammars.close()
 
 
@@ -228,6 +238,7 @@ BEGUN: Final = {
     "hermes": "Let me see. <tool_call>",
     "qwen_xml": "Let me see. <tool_call>",
     "glm": "Let me see. <tool_call>",
+    "gemma4": "Let me see. <|tool_call>",
     "plain": "Let me see. <tool_call>",
     "llama3_json": 'Let me see. {"name"',
     "mistral": "Let me see. [TOOL_CALLS]",
@@ -268,10 +279,11 @@ def test_no_call_of_a_llama_gets_around_its_schema(engine: Engine, opening: str)
 
 def test_what_cannot_be_enforced_is_left_out_for_tools_that_are_not_strict(engine: Engine) -> None:
     odd = {"type": "object", "properties": {"x": {"type": "array", "uniqueItems": True}}}
+    loose, strict = [Tool("odd", parameters=odd)], [Tool("odd", parameters=odd, strict=True)]
     for dialect in DIALECTS.values():
-        tag = dialect.constraint([Tool("odd", parameters=odd)], Calls.of("odd"))
+        tag = dialect.enforcing(loose, Calls.of("odd")).constraint(loose, Calls.of("odd"))
         assert engine.say(tag, random.Random(0)) is not None
-        tag = dialect.constraint([Tool("odd", parameters=odd, strict=True)], Calls())
+        tag = dialect.enforcing(strict, Calls()).constraint(strict, Calls())
         with pytest.raises(InvalidRequest, match="uniqueItems"):
             engine.say(tag, random.Random(0))
 
@@ -450,12 +462,103 @@ def test_what_texts_between_tags_cannot_follow_is_enforced_in_the_plain_dialect(
     assert template_of(calls=Calls.of("now")).dialect.name == name  # the other one is not called
 
 
-def test_calls_of_gemma_are_enforced_in_the_plain_dialect() -> None:
-    """Others are in its own, and a stop string ends an answer that may have one call."""
-    tools = [Tool("now"), Tool("note", parameters=CITY)]
-    for asked in ({"calls": Calls(required=True)}, {"form": {"json_object": True}}):
-        chat = Chat(messages=CHAT, tools=tools, **asked)
-        assert Template.of(chat, shown("gemma4")).dialect.name == "plain"
+OBJECTS: Final = Tool(
+    "find",
+    parameters={
+        "properties": {
+            "where": {"$ref": "#/$defs/place", "description": "Where."},
+            "Kinds": {"type": "array", "items": {"enum": ["a", "", "b"]}, "minItems": 1},
+            "share": {"anyOf": [{"type": "number", "maximum": 1}, {"type": "null"}]},
+            "notes": {"type": "object", "additionalProperties": {"type": "string"}},
+            "more": True,
+        },
+        "required": ["where", "Kinds"],
+        "$defs": {
+            "place": {
+                "type": "object",
+                "properties": {"name": {"type": "string"}, "in": {"$ref": "#/$defs/place"}},
+                "required": ["name"],
+            }
+        },
+    },
+    strict=True,
+)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "is_right"),
+    [
+        ({"Kinds": ["a"], "where": {"name": 'an "inn",\n{a:1}'}}, True),
+        (
+            {
+                "Kinds": ["", "b"],
+                "more": {"a b": [1, "x", {}], "c": None},
+                "notes": {"one": "1"},
+                "share": 0.5,
+                "where": {"in": {"name": ""}, "name": "here"},
+            },
+            True,
+        ),
+        ({"Kinds": ["a"], "share": None, "notes": {}, "where": {"name": "x"}}, False),  # the order
+        ({"Kinds": ["a"], "notes": {}, "share": None, "where": {"name": "x"}}, True),
+        ({"Kinds": [], "where": {"name": "x"}}, False),
+        ({"Kinds": ["c"], "where": {"name": "x"}}, False),
+        ({"Kinds": ["a"], "share": 1.5, "where": {"name": "x"}}, False),
+        ({"Kinds": ["a"], "notes": {"one": 1}, "where": {"name": "x"}}, False),
+        ({"Kinds": ["a"], "where": {"in": {"name": ""}}}, False),
+        ({"Kinds": ["a"]}, False),
+    ],
+)
+def test_objects_with_bare_keys_follow_their_schema_as_templates_write_them(
+    engine: Engine, arguments: dict[str, Any], is_right: bool
+) -> None:
+    calls = Calls(required=True)
+    dialect = DIALECTS["gemma4"].enforcing([OBJECTS], calls)
+    assert dialect.name == "gemma4"
+    said = f"<|tool_call>call:find{_bare(arguments)}<tool_call|>"
+    assert engine.allows(dialect.constraint([OBJECTS], calls), said * 2) == is_right
+    rest, (call, _) = read(dialect, said * 2)
+    assert not rest and json.loads(call.arguments) == arguments
+
+
+def _bare(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{key}:{_bare(one)}" for key, one in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ",".join(map(_bare, value)) + "]"
+    return f'<|"|>{value}<|"|>' if isinstance(value, str) else json.dumps(value)
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"properties": {"x": {"type": "string", "maxLength": 3}}},
+        {"properties": {"x": {"type": "string", "format": "date"}}},
+        {"properties": {"x": {"enum": ["a", 'b <|"|>']}}},
+        {"properties": {"x": {"oneOf": [{"type": "string"}, {"type": "null"}]}}},
+        {"properties": {"x": {"type": "integer"}}, "required": ["y"]},
+        {"properties": {"x": {"type": "integer"}}, "required": [["x"]]},
+        {"properties": {"x": {"type": "integer"}}, "minProperties": 1},
+        {"properties": {"x": {"$ref": "#/$defs/none"}}},
+        {"properties": {"x": {"$ref": "#/$defs/x"}}, "$defs": {"x": {"uniqueItems": True}}},
+        {"properties": {'<|"|>': {"type": "integer"}}},
+        {"properties": {"x": {"items": {"pattern": "a"}, "type": "array"}}},
+        {"properties": {"x": {"items": False, "type": "array"}}},
+    ],
+)
+def test_what_objects_with_bare_keys_cannot_follow_is_enforced_in_the_plain_dialect(
+    parameters: dict[str, Any],
+) -> None:
+    """Calls that are not enforced are in their own, and a stop string ends an answer that may have
+    one."""
+    tools = [Tool("now"), Tool("odd", parameters=parameters)]
+
+    def template_of(**asked: Any) -> Template:
+        return Template.of(Chat(messages=CHAT, tools=tools, **asked), shown("gemma4"))
+
+    assert template_of(calls=Calls(required=True)).dialect.name == "plain"
+    assert template_of(form={"json_object": True}).dialect.name == "plain"
+    assert template_of(calls=Calls.of("now")).dialect.name == "gemma4"
     chat = Chat(messages=CHAT, tools=tools, calls=Calls(parallel=False))
     template = Template.of(chat, shown("gemma4"))
     assert template.dialect.name == "gemma4"

@@ -34,14 +34,15 @@ NOTE: Final[dict[str, Any]] = {
     "required": ["text"],
     "additionalProperties": False,
 }
+GEMMA: Final = ("<|tool_call>", "<tool_call|>", '<|"|>', "<|tool_response>")
 END: Final = "2"
 """The id of the token that ends an answer."""
 SCHEMAS: Final = {"weather": CITY, "note": NOTE}
 
 
 def tools(*names: str, strict: bool) -> list[Any]:
-    """The tools with these names, or all. Qwen3-Coder's dialect enforces calls of ``weather``; with
-    ``note``, whose text has a longest length, it is that of PLAIN."""
+    """The tools with these names, or all. The dialects of Qwen3-Coder and Gemma 4 enforce calls of
+    ``weather``; with ``note``, whose text has a longest length, it is that of PLAIN."""
     return [
         {
             "type": "function",
@@ -54,7 +55,7 @@ def tools(*names: str, strict: bool) -> list[Any]:
 @dataclass(frozen=True)
 class Served:
     """A gateway in front of the demo model with another template; ``mark`` is the token that opens
-    a call, None if there is no such token."""
+    a call, None if there is no such token in each dialect that calls may be enforced in."""
 
     client: OpenAI
     mark: int | None
@@ -71,6 +72,7 @@ class Served:
         ("QWEN3_CODER", ("<tool_call>", "</tool_call>")),
         ("LLAMA_3_1", ("<|python_tag|>",)),
         ("MISTRAL_V13", ("[TOOL_CALLS]", "[ARGS]")),
+        ("GEMMA_4", GEMMA),
         None,
     ],
     ids=lambda param: param[0] if param else "PLAIN",
@@ -95,7 +97,7 @@ def served(
         gateway_to(model, folder) as gateway,
         OpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0) as client,
     ):
-        yield Served(client, 2047)
+        yield Served(client, None if marks == GEMMA else 2047)
 
 
 def check(choice: Any) -> None:
@@ -205,7 +207,6 @@ from tests.gateway.magistral import scripted_model
 
 TritonPythonModel = scripted_model({!r}, end="<|im_end|>")
 """
-GEMMA: Final = ("<|tool_call>", "<tool_call|>", '<|"|>', "<|tool_response>")
 
 
 def test_a_call_whose_strings_stand_between_marks(tmp_path: Path) -> None:

@@ -1,4 +1,8 @@
-"""The dialect of Gemma 4, whose calls are objects with bare keys (``bare_calls``)."""
+"""The dialect of Gemma 4, whose calls are objects with bare keys (``bare_calls``).
+
+If the arguments of a tool that may be called cannot be kept to their schemas in this form, an
+answer whose calls are enforced is in the dialect ``plain``, as with ``tagged``.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,18 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from minisgl_gateway import bare_calls
-from minisgl_gateway.dialects.base import Arguments, Dialect, Message, Structure, text_of
+from minisgl_gateway.bare_schemas import ordered
+from minisgl_gateway.call_syntax import is_plain_name
+from minisgl_gateway.dialects.base import (
+    Arguments,
+    Dialect,
+    Message,
+    Structure,
+    callable_tools,
+    parameters_of,
+    structure,
+    text_of,
+)
 from minisgl_gateway.dialects.hermes import Plain
 from minisgl_gateway.tools import Calls, Tool
 from minisgl_gateway.turns import with_text_as_thoughts
@@ -26,7 +41,11 @@ class Gemma4(Dialect):
     keeps_special_tokens = True
 
     def enforcing(self, tools: Sequence[Tool], calls: Calls) -> Dialect:
-        return Plain()
+        can_enforce = all(
+            is_plain_name(tool.name) and ordered(parameters_of(tool)) is not None
+            for tool in callable_tools(tools, calls)
+        )
+        return self if can_enforce else Plain()
 
     def messages(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[Message]:
         asked = [index for index, message in enumerate(messages) if message["role"] == "user"]
@@ -50,7 +69,14 @@ class Gemma4(Dialect):
     def _structures(
         self, arguments: Mapping[str, Arguments], required: bool, parallel: bool
     ) -> list[Structure]:
-        raise AssertionError("another dialect is enforcing")
+        structures = []
+        for name, of_tool in arguments.items():
+            schema = ordered(of_tool.schema)
+            assert schema is not None, "else another dialect is enforcing"
+            begin = f"{bare_calls.OPENING}{bare_calls.CALL}{name}"
+            call = structure(begin, schema, bare_calls.CLOSING, is_lenient=of_tool.is_lenient)
+            structures.append({**call, "quote": bare_calls.QUOTE})
+        return structures
 
 
 def _result(message: Message, caller: Message) -> dict[str, Any]:

@@ -155,7 +155,7 @@ def arguments_of(parameters: Mapping[str, Any], closing: str) -> list[Argument] 
     required = parameters.get("required", [])
     if not isinstance(named, Mapping) or not isinstance(required, list):
         return None
-    if parameters.keys() - _OF_OBJECTS - NOTES or not all(one in named for one in required):
+    if parameters.keys() - _OF_OBJECTS - NOTES or not all(one in [*named] for one in required):
         return None
     found = []
     for name, schema in named.items():

@@ -438,6 +438,7 @@ def test_calls_between_tags_may_follow_each_other_on_new_lines_or_directly(
         {"properties": {"x": {"items": {"$ref": "#/properties/x"}, "type": "array"}}},
         {"properties": {"a<b": {"type": "integer"}}},
         {"properties": {"x": {"type": "integer"}}, "required": ["y"]},
+        {"properties": {"x": {"type": "integer"}}, "required": [["x"]]},
         {"properties": {"x": {"type": "integer"}}, "minProperties": 1},
         {"properties": {"x": {"$ref": "#/$defs/none"}}},
         {"properties": {"x": {"anyOf": [{"type": "string"}] + [{"$ref": "#/properties/x"}] * 50}}},

@@ -113,6 +113,7 @@ def _check_part(name: str, part: Any) -> None:
 
 def _read_arguments(message: dict[str, Any]) -> None:
     """Parse the arguments of calls: clients send JSON in a string, but templates expect an object.
+    Some clients send an empty string if there are none.
 
     Comes before ``_check_values``, which does not look into strings.
     """
@@ -121,7 +122,7 @@ def _read_arguments(message: dict[str, Any]) -> None:
         function = call.get("function") if isinstance(call, dict) else None
         if isinstance(function, dict) and isinstance(function.get("arguments"), str):
             try:
-                arguments = json.loads(function["arguments"])
+                arguments = json.loads(function["arguments"].strip() or "{}")
             except (ValueError, RecursionError):
                 continue
             if isinstance(arguments, dict):

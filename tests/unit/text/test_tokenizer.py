@@ -261,6 +261,14 @@ def test_calls_of_tools(tmp_path: Path) -> None:
     assert encoder.render(MessagesPrompt(json.dumps([message]))).text == "Paris;Rome;;;;"
 
 
+@pytest.mark.parametrize("arguments", ["", " \n", "{}"])
+def test_a_call_without_arguments_has_an_empty_object(tmp_path: Path, arguments: str) -> None:
+    source = "{{ messages[0].tool_calls[0].function.arguments.items() | list }}"
+    encoder = PromptEncoder.load(folder(tmp_path, template=source))
+    called = chat("a", tool_calls=[{"function": {"arguments": arguments}}])
+    assert encoder.render(called).text == "[]"
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -7,6 +7,7 @@ answer whose calls are enforced is in the dialect ``plain``, as with ``tagged``.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from minisgl_gateway import bare_calls
@@ -23,6 +24,7 @@ from minisgl_gateway.dialects.base import (
     text_of,
 )
 from minisgl_gateway.dialects.hermes import Plain
+from minisgl_gateway.spelled_schema import spelled_out
 from minisgl_gateway.tools import Calls, Tool
 from minisgl_gateway.turns import with_text_as_thoughts
 
@@ -65,6 +67,12 @@ class Gemma4(Dialect):
                 message = with_text_as_thoughts(message)
             told.append(message)
         return told
+
+    def tool(self, tool: Tool) -> dict[str, Any]:
+        """Templates show neither references nor alternatives."""
+        if tool.parameters is not None:
+            tool = replace(tool, parameters=spelled_out(tool.parameters))
+        return super().tool(tool)
 
     def _structures(
         self, arguments: Mapping[str, Arguments], required: bool, parallel: bool

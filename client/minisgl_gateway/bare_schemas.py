@@ -17,10 +17,10 @@ _BOUNDS: Final = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", 
 _KEYWORDS: Final = frozenset(
     {
         *("type", "$schema", "properties", "required", "additionalProperties", *DEFINITIONS),
-        *("items", "minItems", "maxItems", *_BOUNDS),
+        *("items", "minItems", "maxItems", "minLength", "maxLength", *_BOUNDS),
     }
 )
-"""Those of schemas that have no alternatives. Strings are limited by lists alone."""
+"""Those of schemas that have no alternatives."""
 
 
 class _NotEnforced(Exception):
@@ -29,7 +29,7 @@ class _NotEnforced(Exception):
 
 def ordered(parameters: Mapping[str, Any]) -> dict[str, Any] | None:
     """The schema of arguments in the order in which templates write these, that of names. None if
-    it says what cannot be enforced, such as the length of strings."""
+    it says what cannot be enforced, such as a pattern of strings."""
     try:
         found: dict[str, Any] = _ordered(parameters, parameters)
     except _NotEnforced:

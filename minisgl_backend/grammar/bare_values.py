@@ -3,8 +3,8 @@
     {city:<|"|>Oslo<|"|>,days:[1,2],at:{hour:5,late:false}}
 
 A string is any text between two marks, in which the mark does not occur; the names of properties
-stand alone; there is no white space. Strings may be limited by ``enum`` and ``const``, not in
-length or by patterns. Properties come in the order of the schema, and an object whose properties
+stand alone; there is no white space. Of strings ``enum``, ``const`` and limits of their length are
+supported, no patterns. Properties come in the order of the schema, and an object whose properties
 are named has no others. Must not know where such a value stands.
 """
 
@@ -19,12 +19,19 @@ from typing import Any, Final, TypeAlias
 
 from minisgl_backend.errors import InvalidRequest
 from minisgl_backend.grammar import schemas
-from minisgl_backend.grammar.lark import any_of, name_of_up_to, quoted, spaced, spelled
+from minisgl_backend.grammar.lark import (
+    any_of,
+    name_of_up_to,
+    quoted,
+    spaced,
+    spelled,
+    text_of_length,
+)
 from minisgl_backend.request import TokenId
 
 _BOUNDS: Final = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 _KEYWORDS: Final[Mapping[str, Sequence[str]]] = {
-    "string": (),
+    "string": ("minLength", "maxLength"),
     "integer": _BOUNDS,
     "number": _BOUNDS,
     "boolean": (),
@@ -43,7 +50,7 @@ _CLASSES: Final[Mapping[str, Any]] = {
     "array": list,
     "object": dict,
 }
-_MOST_ITEMS: Final = 2**31 - 1
+_MOST_COUNT: Final = 2**31 - 1
 """llguidance counts no further."""
 _ANYWHERE: Final = frozenset({"type", "$schema", *schemas.DEFINITIONS})
 _NO_NAME: Final = r'\x00-\x1f\x7f:{}\[\],<"'
@@ -66,7 +73,7 @@ class BareValue:
         """The rules, except that for the text up to ``quote``. Keywords that are not supported are
         ignored if it ``is_lenient``. Raises ``InvalidRequest``."""
         root = schemas.plain(self.schema) if isinstance(self.schema, dict) else {}
-        rules = _Rules(self, root, spelled(self.quote, special_tokens), is_lenient)
+        rules = _Rules(self, root, special_tokens, is_lenient)
         body = rules.value(root, self.place)
         yield from rules.lines
         yield f"{self.name}: {body}"
@@ -74,13 +81,17 @@ class BareValue:
 
 class _Rules:
     def __init__(
-        self, value: BareValue, root: dict[str, Any], quote: str, is_lenient: bool
+        self,
+        value: BareValue,
+        root: dict[str, Any],
+        special_tokens: Mapping[str, TokenId],
+        is_lenient: bool,
     ) -> None:
-        """``quote`` is the mark in Lark."""
         self.lines: list[str] = []
         self._whole = value
         self._root = root
-        self._quote = quote
+        self._quote = spelled(value.quote, special_tokens)
+        self._special_tokens = special_tokens
         self._is_lenient = is_lenient
         self._by_body: dict[str, str] = {}
         self._referred: dict[str, str] = {}
@@ -133,7 +144,7 @@ class _Rules:
 
     def _of_kind(self, kind: str, known: Mapping[str, Any], place: str) -> str:
         if kind == "string":
-            return f"{self._quote} {name_of_up_to(self._whole.quote)}"
+            return f"{self._quote} {self._text(known, place)}"
         if kind == "array":
             return self._list(known, place)
         if kind == "object":
@@ -141,23 +152,42 @@ class _Rules:
         limits = {key: known[key] for key in _KEYWORDS[kind] if key in known}
         return self._rule(f"%json {spaced({'type': kind, **limits}, is_lenient=self._is_lenient)}")
 
+    def _text(self, known: Mapping[str, Any], place: str) -> str:
+        """The name of the rule for a text and the mark behind it."""
+        least, most = self._counts(known, "minLength", "maxLength", place)
+        if least == 0 and most is None:
+            return name_of_up_to(self._whole.quote)
+        base = f"{self._whole.name}_text_{least}_{'' if most is None else most}"
+        name, line = text_of_length(base, least, most, self._whole.quote, self._special_tokens)
+        if line not in self.lines:
+            self.lines.append(line)
+        return name
+
     def _list(self, known: Mapping[str, Any], place: str) -> str:
-        least, most = self._count(known, "minItems", place), known.get("maxItems")
-        if most is not None:
-            most = self._count(known, "maxItems", place)
-            if most < least:
-                raise InvalidRequest(f"Unsatisfiable schema, at {place}/maxItems")
-            if most == 0:
-                return quoted("[]")
+        least, most = self._counts(known, "minItems", "maxItems", place)
+        if most == 0:
+            return quoted("[]")
         item = self._rule(self.value(known.get("items", True), f"{place}/items"))
         more = f"{max(0, least - 1)},{'' if most is None else most - 1}"
         items = item if most == 1 else f'{item} ("," {item}){{{more}}}'
         return f'"[" {items if least else f"({items})?"} "]"'
 
+    def _counts(
+        self, known: Mapping[str, Any], lower: str, upper: str, place: str
+    ) -> tuple[int, int | None]:
+        """The least and the greatest number that two keywords allow."""
+        least = self._count(known, lower, place)
+        if known.get(upper) is None:
+            return least, None
+        most = self._count(known, upper, place)
+        if most < least:
+            raise InvalidRequest(f"Unsatisfiable schema, at {place}/{upper}")
+        return least, most
+
     def _count(self, known: Mapping[str, Any], key: str, place: str) -> int:
         count = known.get(key, 0)
-        if not isinstance(count, int) or isinstance(count, bool) or not 0 <= count <= _MOST_ITEMS:
-            told = f"{key} must be a positive integer, at most {_MOST_ITEMS}"
+        if not isinstance(count, int) or isinstance(count, bool) or not 0 <= count <= _MOST_COUNT:
+            told = f"{key} must be a positive integer, at most {_MOST_COUNT}"
             raise InvalidRequest(f"{told}, at {place}/{key}")
         return count
 

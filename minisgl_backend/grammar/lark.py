@@ -54,9 +54,26 @@ def spelled(text: str, special_tokens: Mapping[str, TokenId]) -> str:
 
 def up_to(end: str, name: str, special_tokens: Mapping[str, TokenId]) -> str:
     """The rule ``name``, which needs ``TEXT``: any text up to the first ``end``, and that."""
-    if any(end.startswith(token) for token in special_tokens):  # they are no text
+    if _begins_with_token(end, special_tokens):
         return f"{name}: TEXT {spelled(end, special_tokens)}"
     return f"{name}[lazy]: TEXT {quoted(end)}"
+
+
+def text_of_length(
+    name: str, least: int, most: int | None, end: str, special_tokens: Mapping[str, TokenId]
+) -> tuple[str, str]:
+    """A rule for a text of at least and at most so many characters up to the first ``end``, and
+    that: its name, which is ``name`` in small or in capital letters, and the rule."""
+    text = rf"/(.|\n){{{least},{'' if most is None else most}}}/"
+    if _begins_with_token(end, special_tokens):
+        return name.lower(), f"{name.lower()}: {text} {spelled(end, special_tokens)}"
+    with_more = rf"/(.|\n)*/ {quoted(end)} /(.|\n)+/"
+    return name.upper(), f"{name.upper()}: ({text} {quoted(end)}) & ~({with_more})"
+
+
+def _begins_with_token(end: str, special_tokens: Mapping[str, TokenId]) -> bool:
+    """Whether a text cannot run into the ``end``, since special tokens are no text."""
+    return any(end.startswith(token) for token in special_tokens)
 
 
 def name_of_up_to(end: str) -> str:

@@ -470,7 +470,7 @@ OBJECTS: Final = Tool(
             "where": {"$ref": "#/$defs/place", "description": "Where."},
             "Kinds": {"type": "array", "items": {"enum": ["a", "", "b"]}, "minItems": 1},
             "share": {"anyOf": [{"type": "number", "maximum": 1}, {"type": "null"}]},
-            "notes": {"type": "object", "additionalProperties": {"type": "string"}},
+            "notes": {"type": "object", "additionalProperties": {"type": "string", "maxLength": 4}},
             "more": True,
         },
         "required": ["where", "Kinds"],
@@ -506,6 +506,8 @@ OBJECTS: Final = Tool(
         ({"Kinds": ["c"], "where": {"name": "x"}}, False),
         ({"Kinds": ["a"], "share": 1.5, "where": {"name": "x"}}, False),
         ({"Kinds": ["a"], "notes": {"one": 1}, "where": {"name": "x"}}, False),
+        ({"Kinds": ["a"], "notes": {"one": "é\n}1"}, "where": {"name": "x"}}, True),
+        ({"Kinds": ["a"], "notes": {"one": "too long"}, "where": {"name": "x"}}, False),
         ({"Kinds": ["a"], "where": {"in": {"name": ""}}}, False),
         ({"Kinds": ["a"]}, False),
     ],
@@ -533,7 +535,7 @@ def _bare(value: Any) -> str:
 @pytest.mark.parametrize(
     "parameters",
     [
-        {"properties": {"x": {"type": "string", "maxLength": 3}}},
+        {"properties": {"x": {"type": "string", "pattern": "a"}}},
         {"properties": {"x": {"type": "string", "format": "date"}}},
         {"properties": {"x": {"enum": ["a", 'b <|"|>']}}},
         {"properties": {"x": {"oneOf": [{"type": "string"}, {"type": "null"}]}}},

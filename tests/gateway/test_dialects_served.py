@@ -41,8 +41,8 @@ SCHEMAS: Final = {"weather": CITY, "note": NOTE}
 
 
 def tools(*names: str, strict: bool) -> list[Any]:
-    """The tools with these names, or all. The dialects of Qwen3-Coder and Gemma 4 enforce calls of
-    ``weather``; with ``note``, whose text has a longest length, it is that of PLAIN."""
+    """The tools with these names, or all. Qwen3-Coder's dialect enforces calls of ``weather``; with
+    ``note``, whose text has a longest length, it is that of PLAIN."""
     return [
         {
             "type": "function",
@@ -55,7 +55,7 @@ def tools(*names: str, strict: bool) -> list[Any]:
 @dataclass(frozen=True)
 class Served:
     """A gateway in front of the demo model with another template; ``mark`` is the token that opens
-    a call, None if there is no such token in each dialect that calls may be enforced in."""
+    a call, None if there is no such token."""
 
     client: OpenAI
     mark: int | None
@@ -97,7 +97,7 @@ def served(
         gateway_to(model, folder) as gateway,
         OpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0) as client,
     ):
-        yield Served(client, None if marks == GEMMA else 2047)
+        yield Served(client, 2047)
 
 
 def check(choice: Any) -> None:

@@ -40,6 +40,10 @@ NO_TOKEN: Final = -1
 NO_SNAPSHOT: Final = -1
 """In place of a snapshot's number: there is none."""
 
+WHOLE_EVERY: Final = 8
+"""The states of a decoding row can be kept at positions that are multiples of this. At others, some
+layers may hold parts of them elsewhere."""
+
 NO_PAGE: Final = -1
 """In place of a window page: there is none. In a grant, since no later position sees it."""
 
@@ -201,8 +205,8 @@ class Snapshots:
     ``saved_chunks`` [num_saved]: indices of the chunks in which the states after the row's first
     ``saved_positions`` tokens are kept as ``saved``. Ascending by chunk and position.
     ``kept_rows`` [num_kept]: before the step computes anything, the states of these decoding rows
-    are copied to ``kept``: their states after all tokens before the positions in ``Decodes``. No
-    snapshot is in both ``kept`` and ``begun_from``.
+    are copied to ``kept``: their states after all tokens before the positions in ``Decodes``, which
+    are multiples of ``WHOLE_EVERY``. No snapshot is in both ``kept`` and ``begun_from``.
     """
 
     begun_from: IntArray = field(default_factory=_none)

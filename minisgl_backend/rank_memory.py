@@ -13,7 +13,7 @@ import torch
 from minisgl_backend.attention.base import KVScale
 from minisgl_backend.config import EngineOptions
 from minisgl_backend.errors import ConfigError
-from minisgl_backend.execution.states import StateStorage, bytes_per_slot
+from minisgl_backend.execution.states import StateStorage, bytes_per_slot, pending_bytes
 from minisgl_backend.execution.storage import (
     KVStorage,
     WindowRule,
@@ -60,7 +60,8 @@ def cache_sizes(facts: Resolved, group: Group) -> CacheSizes:
     num_snapshots = None
     if facts.spec.delta_net is not None:
         slot_bytes = _slot_bytes(facts, facts.spec.delta_net)
-        reserved_bytes += rows * slot_bytes
+        pending = pending_bytes(facts.spec.delta_net.of_rank(facts.place.size))
+        reserved_bytes += rows * (slot_bytes + pending)
         num_snapshots = choose_num_snapshots(
             options, slot_bytes, free_bytes - reserved_bytes, cap_bytes
         )
@@ -105,10 +106,11 @@ def make_states(facts: Resolved, sizes: CacheSizes) -> StateStorage | None:
             device=facts.device.torch_device,
         )
     except torch.OutOfMemoryError as error:
-        slots = options.max_running_requests + 1 + num_snapshots
+        rows = options.max_running_requests + 1
+        num_bytes = (rows + num_snapshots) * _slot_bytes(facts, delta) + rows * pending_bytes(shape)
         raise ConfigError(
             f"recurrent states of {options.max_running_requests} rows and {num_snapshots} "
-            f"snapshots would take {slots * _slot_bytes(facts, delta):,} bytes of "
+            f"snapshots would take {num_bytes:,} bytes of "
             f"{facts.device.torch_device}, which has {facts.device.free_memory():,} free: lower "
             "max_running_requests or state_snapshots, or the bits of state_dtype"
         ) from error

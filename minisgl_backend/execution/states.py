@@ -7,11 +7,15 @@ launches. These are the slots:
     [0, num_rows)                 rows
     [num_rows]                    the dummy row, whose states no request reads
     [num_rows + 1, num_slots)     snapshots
+
+The corrections that rows' states may lack (``kernels.gated_delta.Pending``) are beside them, and
+are none when a slot is copied.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import torch
@@ -19,9 +23,9 @@ import torch
 from minisgl_backend.device.base import Device
 from minisgl_backend.execution.flat_batch import FlatBatch
 from minisgl_backend.kernels.delta_runs import BLOCK, Run, Runs, num_blocks, runs_table
-from minisgl_backend.kernels.gated_delta import LayerStates
+from minisgl_backend.kernels.gated_delta import LayerStates, Pending
 from minisgl_backend.models.spec import DeltaSpec
-from minisgl_backend.plan import NO_SNAPSHOT
+from minisgl_backend.plan import NO_SNAPSHOT, WHOLE_EVERY
 from minisgl_backend.request import IntArray
 
 
@@ -49,8 +53,17 @@ class StateStorage:
         self._conv = torch.zeros(conv, dtype=dtype, device=device)
         self._matrices = torch.zeros(matrices, dtype=state_dtype, device=device)
         readers = torch.zeros((num_slots, shape.num_key_heads), dtype=torch.int32, device=device)
+        pending = partial(
+            Pending.none,
+            num_rows + 1,
+            shape.num_key_heads,
+            shape.num_heads,
+            shape.key_dim,
+            shape.value_dim,
+            device,
+        )
         self.layers = [
-            LayerStates(*of_layer, readers)
+            LayerStates(*of_layer, readers, pending())
             for of_layer in zip(self._conv.unbind(1), self._matrices.unbind(1), strict=True)
         ]
 
@@ -77,7 +90,7 @@ class StateStorage:
             to_index = end - ends[chunk]  # from positions of the row
             own = range(saved[chunk], saved[chunk + 1])
             kept = tuple((positions[save] + to_index, slots[save]) for save in own)
-            runs.append(Run(begin, end, row, begin == to_index, kept))
+            runs.append(Run(begin, end, row, begin - to_index, kept))
         return runs
 
     def _copy(self, sources: IntArray, targets: IntArray) -> None:
@@ -121,6 +134,13 @@ class CapturedRuns:
     def _most_blocks(self, size: int) -> int:
         """Enough even if each chunk has a block that is not full, at its end or at a snapshot."""
         return -(-size // BLOCK) + self._room(size)
+
+
+def pending_bytes(shape: DeltaSpec) -> int:
+    """The bytes of the corrections of one row that may be pending in all layers, on one rank."""
+    keys = shape.num_key_heads * shape.key_dim
+    per_place = keys + shape.num_heads * (shape.value_dim + 1)
+    return len(shape.layers) * (4 * WHOLE_EVERY * per_place + 4 * shape.num_heads)
 
 
 def bytes_per_slot(shape: DeltaSpec, dtype: torch.dtype, state_dtype: torch.dtype) -> int:

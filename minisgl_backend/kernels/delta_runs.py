@@ -23,17 +23,21 @@ BLOCK: Final = 64
 class Run:
     """Consecutive tokens of one row, by their indices in the step: ``begin`` <= t < ``end``.
 
-    ``slot`` has the row's states after the previous tokens, unless the run ``is_fresh``, which
-    means that it begins a sequence. The slot gets the states after the last token. ``kept``, in
-    ascending order: an index, and the slot that gets a copy of the states before the token at that
-    index.
+    ``position`` is that of the first token. ``slot`` has the row's states after the previous
+    tokens, if there are any, and gets the states after the last token. ``kept``, in ascending
+    order: an index, and the slot that gets a copy of the states before the token at that index.
     """
 
     begin: int
     end: int
     slot: int
-    is_fresh: bool
+    position: int
     kept: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether the run begins a sequence."""
+        return self.position == 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -42,9 +46,9 @@ class Runs:
 
     int32 on the device. ``blocks`` [num_blocks, 4], up to 64 tokens each, in the order of the
     tokens: begin, end, the slot that keeps the states after the block or -1, and its run. ``lines``
-    [num_lines, 4], one per run: its first block, the block after its last, its slot, and whether it
-    is fresh. Both may end in padding: blocks that begin and end after the last token of all runs,
-    and lines with slot -1.
+    [num_lines, 4], one per run: its first block, the block after its last, its slot, and the
+    position of its first token. Both may end in padding: blocks that begin and end after the last
+    token of all runs, and lines with slot -1.
     """
 
     blocks: Tensor
@@ -65,11 +69,11 @@ class Runs:
     def listed(self) -> list[Run]:
         """The runs, without padding."""
         blocks, runs = self.blocks.tolist(), []
-        for first, last, slot, is_fresh in self.lines.tolist():
+        for first, last, slot, position in self.lines.tolist():
             if slot >= 0:
                 own = blocks[first:last]
                 kept = tuple((end, to) for _, end, to, _ in own if to >= 0)
-                runs.append(Run(own[0][0], own[-1][1], slot, bool(is_fresh), kept))
+                runs.append(Run(own[0][0], own[-1][1], slot, position, kept))
         return runs
 
 
@@ -91,7 +95,7 @@ def runs_table(runs: Sequence[Run], most_blocks: int, most_lines: int, *, end: i
                 stop = min(start + BLOCK, border)
                 table[block] = (start, stop, slot if stop == border else -1, line)
                 block += 1
-        table[most_blocks + line] = (first, block, run.slot, run.is_fresh)
+        table[most_blocks + line] = (first, block, run.slot, run.position)
     return table
 
 

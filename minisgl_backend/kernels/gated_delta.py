@@ -10,10 +10,20 @@ triangular system (the UT transform, arXiv 2406.06484), so everything else is GE
 goes from one block to the next. Before the rule, queries, keys and values go through a causal
 convolution over the last few tokens, whose own state is the inputs of those tokens.
 
-Knows only tensors and slots of states. States and sums are computed in float32, whatever the dtype
-of the inputs; the kernels' GEMMs over blocks take operands of that dtype, and those that invert the
-systems of 16-bit inputs float16. In slots S may have 16 bits: then it is rounded whenever it is
-stored, after each token of a decoding row and after a run.
+In decode steps of many rows, reading and writing S takes most of the time. So their kernel
+(``cuda/delta_step``) writes S only if the next position is a multiple of ``WHOLE_EVERY``. The
+corrections c = beta (v - k^T S) of the tokens since then are *pending*: with d(i) the log of the
+decay up to and including token i since S' was written, the state after token t is
+
+    S = exp(d(t)) S' + sum over i <= t of exp(d(t) - d(i)) k(i) c(i)^T
+
+A run of several tokens begins with no correction pending, and leaves none. The other kernel for
+steps adds those that it finds, and leaves none.
+
+Knows only tensors, slots of states and positions. States and sums are computed in float32, whatever
+the dtype of the inputs; the kernels' GEMMs over blocks take operands of that dtype, and those that
+invert the systems of 16-bit inputs float16. In slots S may have 16 bits: then it is rounded
+whenever it is written.
 """
 
 from __future__ import annotations
@@ -28,8 +38,43 @@ from torch import Tensor
 
 from minisgl_backend.kernels.delta_runs import BLOCK, Runs
 from minisgl_backend.kernels.dispatch import at_least_float32, use_triton
+from minisgl_backend.plan import WHOLE_EVERY
 
 _EPS: Final = 1e-6
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pending:
+    """The corrections that a layer's ``matrices`` lack, by row; that of the token at position p has
+    the place p % WHOLE_EVERY. All are contiguous.
+
+    float32: ``keys`` [num_rows, num_key_heads, WHOLE_EVERY, key_dim], of unit length;
+    ``corrections`` [num_rows, num_heads, WHOLE_EVERY, value_dim]; ``decays`` [num_rows, num_heads,
+    WHOLE_EVERY]: logs, since the matrix was written. ``begins`` int32 [num_rows, num_heads]: the
+    place of the first correction that is pending.
+    """
+
+    keys: Tensor
+    corrections: Tensor
+    decays: Tensor
+    begins: Tensor
+
+    @classmethod
+    def none(
+        cls,
+        num_rows: int,
+        num_key_heads: int,
+        num_heads: int,
+        key_dim: int,
+        value_dim: int,
+        device: torch.device | None = None,
+    ) -> Pending:
+        """For rows that have no states yet."""
+        keys = torch.zeros(num_rows, num_key_heads, WHOLE_EVERY, key_dim, device=device)
+        corrections = torch.zeros(num_rows, num_heads, WHOLE_EVERY, value_dim, device=device)
+        decays = torch.zeros(num_rows, num_heads, WHOLE_EVERY, device=device)
+        begins = torch.zeros(num_rows, num_heads, dtype=torch.int32, device=device)
+        return cls(keys, corrections, decays, begins)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -40,12 +85,14 @@ class LayerStates:
     [num_slots, num_heads, key_dim, value_dim], float32, bfloat16 or float16. ``readers`` int32
     [num_slots, num_key_heads] counts within a kernel, and is 0 otherwise; layers may share it. None
     of this holds for the padding's slot, which several rows of a step have. What a slot has is
-    contiguous, but other layers may have memory between slots.
+    contiguous, but other layers may have memory between slots. ``pending`` is of those slots that
+    rows have, which come first.
     """
 
     conv: Tensor
     matrices: Tensor
     readers: Tensor
+    pending: Pending
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -86,6 +133,7 @@ def delta_step(
     weights: DeltaWeights,
     states: LayerStates,
     slots: Tensor,
+    positions: Tensor,
     *,
     pdl: bool = False,
 ) -> None:
@@ -93,14 +141,15 @@ def delta_step(
     are updated in place; then the norm and the gate of what each head reads.
 
     ``out`` [num_tokens, num_heads, value_dim] gets the result. ``slots`` int64 [num_rows] is -1 for
-    a token that is left to others. With ``pdl`` the kernel before this one must not write
-    ``states`` or ``slots``.
+    a token that is left to others; ``positions``, of at least these tokens, are integers. With
+    ``pdl`` the kernel before this one must not write ``states``, ``slots`` or ``positions``.
     """
     if not use_triton(out):
         delta_step_reference(out, inputs, weights, states, slots)
         return
     from minisgl_backend.kernels.triton_kernels.gated_delta_step import launch_step
 
+    pending = states.pending
     launch_step(
         out,
         inputs.channels,
@@ -109,7 +158,9 @@ def delta_step(
         inputs.b,
         (weights.conv, weights.log_rates, weights.biases, weights.norm),
         (states.conv, states.matrices, states.readers),
+        (pending.keys, pending.corrections, pending.decays, pending.begins),
         slots,
+        positions,
         num_key_heads=weights.num_key_heads,
         eps=weights.eps,
         pdl=pdl,
@@ -136,6 +187,7 @@ def delta_runs(
         inputs.b,
         (weights.log_rates, weights.biases, weights.norm),
         states.matrices,
+        states.pending.begins,
         runs.blocks,
         runs.lines,
         num_key_heads=weights.num_key_heads,

@@ -40,6 +40,7 @@ from minisgl_backend.models.token_mixing import StepContext
 from minisgl_backend.parallel.group import Group
 
 if TYPE_CHECKING:
+    from minisgl_backend.kernels.cuda.delta_step import DeltaStepKernel
     from minisgl_backend.kernels.cuda.linear import TensorCores
 
 
@@ -95,6 +96,7 @@ class GatedDeltaNet(nn.Module):
         self.norm_weight = empty_parameter(shape.value_dim)
         self.eps = spec.norm_eps
         self._heads = heads
+        self._step_kernel: DeltaStepKernel | None = None
 
     def bind(self, states: LayerStates) -> None:
         """Keep the states of rows in ``states`` from now on."""
@@ -105,6 +107,10 @@ class GatedDeltaNet(nn.Module):
         for linear in (self.in_proj, self.rates_proj, self.out_proj):
             if linear is not None:
                 linear.use_tensor_cores(kernels)
+
+    def use_step_kernel(self, kernel: DeltaStepKernel) -> None:
+        """Compute decode steps that suit ``kernel``, which is for these heads and states, by it."""
+        self._step_kernel = kernel
 
     def forward(
         self, residual: Tensor, x: Normed, norm: RMSNorm, step: StepContext
@@ -126,7 +132,9 @@ class GatedDeltaNet(nn.Module):
         assert rows is not None
         mixed = torch.empty(inputs.z.shape, dtype=inputs.z.dtype, device=inputs.z.device)
         if len(slots := rows.decode_slots):
-            delta_step(mixed, inputs, weights, self.states, slots, pdl=step.pdl)
+            kernel = self._step_kernel
+            run = delta_step if kernel is None or not kernel.suits(len(slots)) else kernel
+            run(mixed, inputs, weights, self.states, slots, step.places.positions, pdl=step.pdl)
         if rows.runs is not None:
             delta_runs(mixed, inputs, weights, self.states, rows.runs)
         return mixed.flatten(1)

@@ -22,6 +22,7 @@ from minisgl_backend.layers.matrix import Matrix
 from minisgl_backend.layers.quantized_matrix import QuantizedMatrix
 from minisgl_backend.layers.router import Router
 from minisgl_backend.models.decoder import Decoder
+from minisgl_backend.models.gated_delta_net import GatedDeltaNet
 from minisgl_backend.models.spec import ModelSpec
 from minisgl_backend.packages import CUDA_BINDINGS, import_error
 from minisgl_backend.weight_format import WeightFormat
@@ -39,8 +40,9 @@ def use_tensor_cores(model: Decoder, device: torch.device) -> None:
     norms that follow them. Pages must be bound. If some layers do not fit, quantized weights still
     take the kernels, each separately.
 
-    Experts have their own kernels (``kernels.cuda.experts``), for any number of tokens. They are
-    used if they fit, whatever the rest of a layer takes.
+    Experts have their own kernels (``kernels.cuda.experts``), for any number of tokens, and layers
+    with recurrent states one for decode steps (``kernels.cuda.delta_step``). They are used if they
+    fit, whatever the rest of a layer takes. States must be bound, too.
     """
     if not has_hopper_kernels(device, model.dtype):
         return
@@ -49,6 +51,7 @@ def use_tensor_cores(model: Decoder, device: torch.device) -> None:
     for layer in model.layers:
         if isinstance(layer.mlp, ExpertsMLP) and layer.mlp.fused:
             layer.mlp.use_kernels(experts)
+    _use_step_kernel(model, device)
     make = importlib.import_module("minisgl_backend.kernels.cuda.linear").TensorCores
     in_layers = list(_linears(model.model.layers))
     are_whole = (
@@ -75,6 +78,21 @@ def use_tensor_cores(model: Decoder, device: torch.device) -> None:
                 linear.use_tensor_cores(kernels)
             else:
                 matrix.use_tensor_cores(kernels, adapters=adapters_shape(linear))
+
+
+def _use_step_kernel(model: Decoder, device: torch.device) -> None:
+    """Give layers with recurrent states the kernel for decode steps of many rows, if it fits."""
+    mixers = [layer.mixer for layer in model.layers if isinstance(layer.mixer, GatedDeltaNet)]
+    if not mixers:
+        return
+    module = importlib.import_module("minisgl_backend.kernels.cuda.delta_step")
+    shape, matrices = mixers[0].local, mixers[0].states.matrices
+    if (shape.key_dim, shape.value_dim) == (module.HEAD_DIM, module.HEAD_DIM):
+        kernel = module.DeltaStepKernel(
+            shape.num_key_heads, shape.num_heads, shape.conv_width, matrices.dtype, device
+        )
+        for mixer in mixers:
+            mixer.use_step_kernel(kernel)
 
 
 def _largest_batch(linears: Sequence[MergedColumnLinear | RowLinear]) -> int:

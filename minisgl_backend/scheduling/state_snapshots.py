@@ -13,6 +13,7 @@ rows hold, ``Sequence.snapshots`` and ``Sequence.kept``.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from math import lcm
 from typing import Final
 
 import numpy as np
@@ -20,6 +21,7 @@ import numpy as np
 from minisgl_backend.cache.kv import KVCache
 from minisgl_backend.cache.pages import num_pages_for
 from minisgl_backend.errors import InvariantError
+from minisgl_backend.plan import WHOLE_EVERY
 from minisgl_backend.request import IntArray
 from minisgl_backend.scheduling.draft import Draft
 from minisgl_backend.scheduling.running import RunningRows
@@ -39,6 +41,7 @@ class StateSnapshots:
         self._cache = cache
         self._rows = rows
         self._page_size = cache.page_size
+        self._kept_every = lcm(cache.page_size, WHOLE_EVERY)
 
     def begin(self, sequence: Sequence) -> None:
         """Choose the positions at which a sequence that was just started saves its states."""
@@ -124,7 +127,7 @@ class StateSnapshots:
     def _keeps_at(self, first: int, kept: int) -> int:
         """The next position before which to keep states: at least ``first``, and far enough after
         ``kept``, the last one."""
-        size = self._page_size
+        size = self._kept_every
         return num_pages_for(max(first, kept + _apart(kept)), size) * size
 
 

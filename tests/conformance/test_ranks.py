@@ -142,7 +142,7 @@ def logits_of_prompt(
             device=CPU,
         )
         model.bind_states(states.layers)
-        runs = Runs.of([Run(0, length, 0, is_fresh=True)], torch.from_numpy)
+        runs = Runs.of([Run(0, length, 0, position=0)], torch.from_numpy)
         recurrent = RecurrentRows(torch.empty(0, dtype=torch.int64), runs)
     offsets, ends = np.array([0, length], np.int32), np.array([length], np.int32)
     attend_chunks = choose_attention(None, setting).prefill.plan_chunks(

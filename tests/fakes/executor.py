@@ -35,6 +35,7 @@ import numpy.typing as npt
 from minisgl_backend.plan import (
     NO_SNAPSHOT,
     NO_TOKEN,
+    WHOLE_EVERY,
     Admission,
     Copies,
     Grants,
@@ -337,7 +338,10 @@ class FakeExecutor:
         assert len(numbers) == len(set(numbers))
         assert not set(numbers) & set(snapshots.begun_from.tolist())
         assert np.isin(snapshots.kept_rows, plan.decodes.rows).all()
+        decodes = plan.decodes
+        positions = dict(zip(decodes.rows.tolist(), decodes.positions.tolist(), strict=True))
         for row, number in _lines(snapshots.kept_rows, snapshots.kept):
+            assert positions[row] % WHOLE_EVERY == 0, "states are whole"
             self._snapshots[number] = self._rows[row].state
             self.num_kept += 1
 

@@ -12,7 +12,8 @@ import torch
 from minisgl_backend.kernels import gated_delta
 from minisgl_backend.kernels.delta_runs import Run, Runs, num_blocks, runs_table
 from minisgl_backend.kernels.dispatch import is_interpreted
-from minisgl_backend.kernels.gated_delta import DeltaInputs, DeltaWeights, LayerStates
+from minisgl_backend.kernels.gated_delta import DeltaInputs, DeltaWeights, LayerStates, Pending
+from minisgl_backend.plan import WHOLE_EVERY
 from tests.gpu.compare import TOLERANCE, assert_close, relative_error
 
 TINY = (2, 4, 16, 24)
@@ -64,7 +65,13 @@ def made_states(
     matrices = torch.randn(slots, 3, heads, key_dim, value_dim, device=device).to(state_dtype)
     readers = torch.zeros(slots, key_heads, dtype=torch.int32, device=device)
     one, other = (
-        LayerStates(conv.clone()[:, 1], matrices.clone()[:, 1], readers) for _ in range(2)
+        LayerStates(
+            conv.clone()[:, 1],
+            matrices.clone()[:, 1],
+            readers,
+            Pending.none(slots, key_heads, heads, key_dim, value_dim, device),
+        )
+        for _ in range(2)
     )
     return one, other
 
@@ -94,22 +101,100 @@ def test_delta_step(
         slots = few if step % 2 == 0 else torch.cat([few, few.new_full((7,), -1)])
         inputs = made_inputs(shape, len(slots), device, dtype)
         out, expected = (torch.full_like(inputs.z, 7.0).contiguous() for _ in range(2))
+        positions = torch.full((len(slots),), step, device=device)
         gated_delta.delta_step_reference(expected, inputs, weights, wanted, slots)
-        gated_delta.delta_step(out, inputs, weights, states, slots)
+        gated_delta.delta_step(out, inputs, weights, states, slots, positions)
         assert_close(out, expected, tolerance=2 * max(TOLERANCE[dtype], TOLERANCE[state_dtype]))
         assert torch.equal(states.conv, wanted.conv)
         assert not states.readers.any()
     for slot in (2, 4):
         error = relative_error(states.matrices[slot], wanted.matrices[slot])
         assert error < 2 * max(1e-3, TOLERANCE[state_dtype])  # the interpreter truncates bfloat16
+        assert (states.pending.begins[slot] == width).all()
     assert torch.equal(states.matrices[[0, 1, 3, 5]], begun[[0, 1, 3, 5]])
 
 
+def test_pending_corrections_are_added(device: torch.device, dtype: torch.dtype) -> None:
+    """A state with corrections that another kernel has left gives what the whole one gives."""
+    weights, slots = made_weights(TINY, device, dtype), torch.tensor([1, 3, 0], device=device)
+    states, wanted = made_states(TINY, 4, device, dtype)
+    positions = torch.tensor([WHOLE_EVERY + 2, WHOLE_EVERY - 1, 5], device=device)
+    pending = states.pending
+    for of_pending in (pending.keys, pending.corrections):
+        of_pending.normal_()
+    pending.decays.copy_(torch.rand_like(pending.decays).neg_().cumsum(-1))
+    pending.begins.copy_(torch.tensor([5, 1, 0, 0])[:, None])
+    for slot, end in ((1, 2), (3, WHOLE_EVERY - 1)):
+        for head, key_head in enumerate([0, 0, 1, 1]):
+            state, decays = wanted.matrices[slot, head], pending.decays[slot, head]
+            state *= decays[end - 1].exp()
+            for place in range(int(pending.begins[slot, head]), end):
+                left = (decays[end - 1] - decays[place]).exp()
+                key = pending.keys[slot, key_head, place]
+                state += left * torch.outer(key, pending.corrections[slot, head, place])
+    inputs = made_inputs(TINY, len(slots), device, dtype)
+    out, expected = (torch.empty_like(inputs.z).contiguous() for _ in range(2))
+    gated_delta.delta_step_reference(expected, inputs, weights, wanted, slots)
+    gated_delta.delta_step(out, inputs, weights, states, slots, positions)
+    assert_close(out, expected, tolerance=2 * TOLERANCE[dtype])
+    assert relative_error(states.matrices, wanted.matrices) < 2e-3
+    assert (pending.begins == torch.tensor([6, 3, 0, 0], device=device)[:, None]).all()
+
+
+@pytest.mark.parametrize(
+    ("key_heads", "heads", "width", "state_dtype"),
+    [
+        (2, 6, 4, torch.float32),
+        (16, 32, 4, torch.float32),
+        (3, 3, 2, torch.float32),
+        *((4, 8, 4, state_dtype) for state_dtype in OF_16_BITS),
+    ],
+)
+def test_steps_of_many_rows(
+    device: torch.device, key_heads: int, heads: int, width: int, state_dtype: torch.dtype
+) -> None:
+    """The kernel that leaves corrections pending, from all places on, with steps of the other one
+    in between. States are whole when the next position is a multiple of ``WHOLE_EVERY``."""
+    if is_interpreted():
+        pytest.skip("needs a GPU")
+    from minisgl_backend.kernels.cuda.delta_step import HEAD_DIM, DeltaStepKernel
+
+    dtype, shape = torch.bfloat16, (key_heads, heads, HEAD_DIM, HEAD_DIM)
+    kernel = DeltaStepKernel(key_heads, heads, width, state_dtype, device)
+    weights = made_weights(shape, device, dtype, width=width)
+    states, wanted = made_states(shape, 24, device, dtype, width=width, state_dtype=state_dtype)
+    for of_pending in (states.pending.keys, states.pending.corrections, states.pending.decays):
+        of_pending.fill_(torch.nan)  # left by other requests
+    begun = states.matrices.clone()
+    slots = torch.randperm(24, device=device)[:21]
+    slots[[3, 20]] = -1
+    rows = (slots >= 0).nonzero()[:, 0]
+    positions = torch.randint(100, 200, (len(slots),), dtype=torch.int32, device=device)
+    states.pending.begins[slots[rows]] = positions[rows, None] % WHOLE_EVERY
+    tolerance = 2 * max(TOLERANCE[dtype], TOLERANCE[state_dtype])
+    for step in range(3 * WHOLE_EVERY):
+        inputs = made_inputs(shape, len(slots), device, dtype)
+        out, expected = (torch.full_like(inputs.z, 7.0).contiguous() for _ in range(2))
+        gated_delta.delta_step_reference(expected, inputs, weights, wanted, slots)
+        others = step in (2 * WHOLE_EVERY - 3, 2 * WHOLE_EVERY)
+        run = gated_delta.delta_step if others else kernel
+        run(out, inputs, weights, states, slots, positions)
+        assert_close(out, expected, tolerance=tolerance)
+        assert torch.equal(states.conv, wanted.conv)
+        positions += 1
+        whole = slots[rows][positions[rows] % WHOLE_EVERY == 0]
+        for slot in whole.tolist():
+            error = relative_error(states.matrices[slot], wanted.matrices[slot])
+            assert error < 2 * max(1e-3, TOLERANCE[state_dtype])
+    unused = [slot for slot in range(24) if slot not in slots.tolist()]
+    assert torch.equal(states.matrices[unused], begun[unused])
+
+
 RUNS = [
-    (Run(0, 1, 3, True),),
-    (Run(0, 2, 3, False, ((1, 5),)), Run(2, 4, 1, True, ((3, 6), (4, 7)))),
-    (Run(0, 64, 2, False), Run(64, 129, 0, True), Run(129, 131, 1, False)),
-    (Run(5, 205, 1, False, ((21, 4), (85, 5), (205, 6))), Run(205, 268, 0, True, ((253, 7),))),
+    (Run(0, 1, 3, 0),),
+    (Run(0, 2, 3, 5, ((1, 5),)), Run(2, 4, 1, 0, ((3, 6), (4, 7)))),
+    (Run(0, 64, 2, 16), Run(64, 129, 0, 0), Run(129, 131, 1, 7)),
+    (Run(5, 205, 1, 33, ((21, 4), (85, 5), (205, 6))), Run(205, 268, 0, 0, ((253, 7),))),
 ]
 """Tokens before the first are those of decoding rows."""
 
@@ -164,13 +249,16 @@ def test_delta_runs(
         tolerance = max(tolerance, TOLERANCE[state_dtype])
     for slot, matrix in enumerate(states.matrices):
         assert relative_error(matrix, wanted.matrices[slot]) < tolerance
+    for run in runs:
+        place = (run.position + run.end - run.begin) % WHOLE_EVERY
+        assert (states.pending.begins[run.slot] == place).all()
 
 
 def test_equal_keys_stay_finite(device: torch.device, dtype: torch.dtype) -> None:
     """A prompt that repeats one token: the powers of the system's matrix grow beyond float32."""
     weights = made_weights(TINY, device, dtype)
     weights.log_rates.fill_(-20.0)  # nothing decays
-    runs, one = runs_on(device, [Run(0, 200, 0, True)]), made_inputs(TINY, 1, device, dtype)
+    runs, one = runs_on(device, [Run(0, 200, 0, 0)]), made_inputs(TINY, 1, device, dtype)
     every = torch.zeros(200, dtype=torch.int64, device=device)
     inputs = DeltaInputs(one.channels[every], one.z[every], one.a[every], one.b[every] + 20)
     states, wanted = made_states(TINY, 1, device, dtype)
@@ -194,11 +282,11 @@ def test_large_states_stay_finite(
     inputs.channels.abs_().mul_(1e6)
     weights.conv.abs_()
     out, expected = (torch.empty_like(inputs.z).contiguous() for _ in range(2))
-    runs = runs_on(device, [Run(1, end, 3, True, ((4, 2),))])
+    runs = runs_on(device, [Run(1, end, 3, 0, ((4, 2),))])
     slots = torch.tensor([1], device=device)
     gated_delta.delta_step_reference(expected, inputs, weights, wanted, slots)
     gated_delta.delta_runs_reference(expected, inputs, weights, wanted, runs)
-    gated_delta.delta_step(out, inputs, weights, states, slots)
+    gated_delta.delta_step(out, inputs, weights, states, slots, slots)
     gated_delta.delta_runs(out, inputs, weights, states, runs)
     assert states.matrices[1, 0].isnan().any()
     for slot in (1, 2, 3):
@@ -209,14 +297,14 @@ def test_large_states_stay_finite(
 
 
 def test_runs_are_cut_into_blocks() -> None:
-    runs = Runs.of([Run(0, 70, 2, False, ((66, 9),)), Run(70, 71, 1, True)], torch.from_numpy)
+    runs = Runs.of([Run(0, 70, 2, 300, ((66, 9),)), Run(70, 71, 1, 0)], torch.from_numpy)
     assert runs.blocks.tolist() == [
         [0, 64, -1, 0],
         [64, 66, 9, 0],
         [66, 70, -1, 0],
         [70, 71, -1, 1],
     ]
-    assert runs.lines.tolist() == [[0, 3, 2, 0], [3, 4, 1, 1]]
+    assert runs.lines.tolist() == [[0, 3, 2, 300], [3, 4, 1, 0]]
     assert runs.blocks.dtype == torch.int32
     assert np.diff(runs.lines[:, :2].numpy()).sum() == len(runs.blocks)
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
@@ -23,7 +24,7 @@ from minisgl_backend.cache.kv import KVCache
 from minisgl_backend.config import DEMO_MODEL, EngineOptions
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.execution import capture
-from minisgl_backend.execution.states import bytes_per_slot
+from minisgl_backend.execution.states import bytes_per_slot, pending_bytes
 from minisgl_backend.execution.storage import bytes_per_page
 from minisgl_backend.kernels.sampling_table import SamplingTable
 from minisgl_backend.models.catalog import load_spec
@@ -331,7 +332,8 @@ def test_states_of_16_bits_leave_memory_for_more_snapshots() -> None:
     facts = facts_of(num_pages=8, max_running_requests=8, memory_ratio=1.0)
     facts = replace(facts, spec=replace(facts.spec, delta_net=delta))
     wide = bytes_per_slot(delta, facts.dtype, torch.float32)
-    num_bytes = SamplingTable.num_bytes(9, facts.spec.vocab_size) + (9 + 4 * 2) * wide
+    of_rows = SamplingTable.num_bytes(9, facts.spec.vocab_size) + 9 * pending_bytes(delta)
+    num_bytes = of_rows + (9 + 4 * 2) * wide
     device: Any = SimpleNamespace(
         torch_device=torch.device("cpu"),
         free_memory=lambda: num_bytes,
@@ -349,6 +351,8 @@ def test_states_of_16_bits_leave_memory_for_more_snapshots() -> None:
         slot_bytes = bytes_per_slot(delta, facts.dtype, state_dtype)
         of_slots = layer.conv.nbytes + layer.matrices.nbytes
         assert of_slots == (9 + sizes.num_snapshots) * slot_bytes
+        pending = attrgetter("keys", "corrections", "decays", "begins")(layer.pending)
+        assert sum(each.nbytes for each in pending) == 9 * pending_bytes(delta)
         found[state_dtype] = sizes.num_snapshots
     assert found[torch.float32] == 2
     assert found[torch.bfloat16] == found[torch.float16] >= 4

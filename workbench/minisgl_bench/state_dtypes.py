@@ -18,7 +18,13 @@ import torch
 from torch import Tensor
 
 from minisgl_backend.cli.options import POSITIVE_INT
-from minisgl_backend.kernels.gated_delta import DeltaInputs, DeltaWeights, LayerStates, delta_step
+from minisgl_backend.kernels.gated_delta import (
+    DeltaInputs,
+    DeltaWeights,
+    LayerStates,
+    Pending,
+    delta_step,
+)
 from minisgl_bench.logits import first_device
 from minisgl_kit.report import Report, json_option
 
@@ -81,7 +87,7 @@ def measured(steps: list[int], device: torch.device) -> list[dict[torch.dtype, T
         outputs = {}
         for dtype, own in states.items():
             outputs[dtype] = torch.empty_like(inputs.z)
-            delta_step(outputs[dtype], inputs, weights, own, slots)
+            delta_step(outputs[dtype], inputs, weights, own, slots, slots)
         exact = outputs[torch.float32][0]
         for dtype, errors in recent.items():
             apart = (outputs[dtype][0] - exact).square().sum(-1) / exact.square().sum(-1)
@@ -117,6 +123,7 @@ def _states(dtype: torch.dtype, device: torch.device) -> LayerStates:
         conv=torch.zeros(1, _num_channels(), 3, device=device),
         matrices=torch.zeros(1, num_heads, _SIZE, _SIZE, dtype=dtype, device=device),
         readers=torch.zeros(1, num_heads, dtype=torch.int32, device=device),
+        pending=Pending.none(1, num_heads, num_heads, _SIZE, _SIZE, device),
     )
 
 

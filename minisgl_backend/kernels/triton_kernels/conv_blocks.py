@@ -48,7 +48,7 @@ def _conv_blocks(
     run_ptr = runs_ptr + tl.load(block_ptr + 3) * 4
     first = tl.load(blocks_ptr + tl.load(run_ptr) * 4)
     slot = tl.load(run_ptr + 2).to(tl.int64)
-    is_known = tl.load(run_ptr + 3) == 0
+    is_known = tl.load(run_ptr + 3) > 0
     c = tl.program_id(1) * PART + tl.arange(0, PART)
     mask = c < CHANNELS
     state_ptr = states_ptr + slot * slot_stride
@@ -98,7 +98,7 @@ def _keep_inputs(
         return
     first = tl.load(blocks_ptr + tl.load(run_ptr) * 4)
     end = tl.load(blocks_ptr + (tl.load(run_ptr + 1) - 1) * 4 + 1)
-    is_known = tl.load(run_ptr + 3) == 0
+    is_known = tl.load(run_ptr + 3) > 0
     c = tl.program_id(1) * PART + tl.arange(0, PART)
     mask = c < CHANNELS
     state_ptr = states_ptr + slot * slot_stride

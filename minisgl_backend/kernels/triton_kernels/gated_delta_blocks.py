@@ -18,6 +18,7 @@ from torch import Tensor
 from minisgl_backend.kernels.delta_runs import BLOCK
 from minisgl_backend.kernels.dispatch import shared_bytes
 from minisgl_backend.kernels.shared_memory import most_bytes
+from minisgl_backend.plan import WHOLE_EVERY
 
 EPS = tl.constexpr(1e-6)  # added to the squared length of queries and keys
 
@@ -185,6 +186,7 @@ def _solve_blocks(
 def _chain_blocks(
     out_ptr,
     states_ptr,
+    begins_ptr,
     queries_ptr,
     keys_ptr,
     owed_ptr,
@@ -203,6 +205,7 @@ def _chain_blocks(
     PART: tl.constexpr,  # dimensions of values of a program
     TOKENS: tl.constexpr,
     STAGES: tl.constexpr,
+    EVERY: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """For a run, a head and a part of its values, from what ``_solve_blocks`` left."""
@@ -212,7 +215,7 @@ def _chain_blocks(
     slot = tl.load(run_ptr + 2).to(tl.int64)
     if slot < 0:
         return
-    is_known = tl.load(run_ptr + 3) == 0
+    position = tl.load(run_ptr + 3)  # of the first token; if it is 0, there is no state yet
     n, i = tl.arange(0, TOKENS), tl.arange(0, KP)
     j = tl.program_id(2) * PART + tl.arange(0, PART)
     in_v = j < V
@@ -221,7 +224,7 @@ def _chain_blocks(
     in_state = (i < K)[:, None] & in_v[None, :]
     head_ptr = states_ptr + head * (K * V) + at
     state_kind = states_ptr.dtype.element_ty
-    state = tl.load(head_ptr + slot * slot_stride, mask=in_state & is_known, other=0.0)
+    state = tl.load(head_ptr + slot * slot_stride, mask=in_state & (position > 0), other=0.0)
     state = state.to(tl.float32)
     key_head = head // (HEADS // KEY_HEADS)
     of_keys = n[:, None] * KP + i[None, :]
@@ -252,6 +255,9 @@ def _chain_blocks(
         if copy >= 0:
             tl.store(head_ptr + copy * slot_stride, stored(state, state_kind), mask=in_state)
     tl.store(head_ptr + slot * slot_stride, stored(state, state_kind), mask=in_state)
+    if tl.program_id(2) == 0:
+        num_tokens = tl.load(blocks_ptr + last * 4 - 3) - tl.load(blocks_ptr + first * 4)
+        tl.store(begins_ptr + slot * HEADS + head, (position + num_tokens) % EVERY)
 
 
 @triton.jit(do_not_specialize=["last_block"], do_not_specialize_on_alignment=["blocks_ptr"])
@@ -292,6 +298,7 @@ def launch_rule_blocks(
     b: Tensor,
     weights: tuple[Tensor, Tensor, Tensor],
     states: Tensor,
+    begins: Tensor,
     blocks: Tensor,
     runs: Tensor,
     *,
@@ -300,10 +307,10 @@ def launch_rule_blocks(
 ) -> None:
     """The rule of ``minisgl_backend.kernels.gated_delta.delta_runs``. ``channels`` have gone
     through the convolution. ``weights`` are the decay's log rates and biases, and the norm's
-    weight."""
+    weight; ``begins`` are ``Pending.begins``."""
     num_tokens, num_heads, value_dim = out.shape
     key_dim, num_blocks = states.shape[2], len(blocks)
-    assert states[0].is_contiguous() and out.is_contiguous()
+    assert states[0].is_contiguous() and begins.is_contiguous() and out.is_contiguous()
     assert a.stride(1) == b.stride(1) == channels.stride(1) == z.stride(2) == 1
     assert z.stride(1) == value_dim
     log_rates, bias, norm = weights
@@ -358,6 +365,7 @@ def launch_rule_blocks(
     _chain_blocks[(len(runs), num_heads, vp // part)](
         out,
         states,
+        begins,
         queries,
         keys,
         owed,
@@ -376,6 +384,7 @@ def launch_rule_blocks(
         PART=part,
         TOKENS=BLOCK,
         STAGES=min(max(stages, 1), 3),
+        EVERY=WHOLE_EVERY,
         PRECISION=precision,
         num_warps=4,
     )

@@ -1,8 +1,9 @@
 """Gated DeltaNet for decode steps: the convolution and the delta rule for one token per row.
 
-Both are one launch, in which a program reads and writes the state of one head of a row once. Slots
-may be padding (``minisgl_backend.kernels.gated_delta``), whose programs end at once. Dimensions are
-named as in ``gated_delta_blocks``.
+Both are one launch, in which a program reads and writes the state of one head of a row once. It
+adds corrections that another kernel has left pending, and leaves none. Slots may be padding
+(``minisgl_backend.kernels.gated_delta``), whose programs end at once. Dimensions are named as in
+``gated_delta_blocks``.
 """
 
 from typing import Final
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from minisgl_backend.kernels.triton_kernels.gated_delta_blocks import EPS, log_decay, silu, stored
 from minisgl_backend.kernels.triton_kernels.pdl import allow_next, launch_options, wait_previous
+from minisgl_backend.plan import WHOLE_EVERY
 
 _FEW_ROWS: Final = 8
 """Up to this many rows, the time of a single program counts: sums are computed in pairs, with the
@@ -60,7 +62,32 @@ def _keep_inputs_of_token(state_ptr, stay, x, c, mask, WIDTH: tl.constexpr, FEW:
     tl.store(at + WIDTH - 2, x.to(state_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize_on_alignment=["slots_ptr", "a_ptr", "b_ptr"])
+@triton.jit
+def _with_pending(
+    state,
+    keys_ptr,
+    corrections_ptr,
+    decays_ptr,
+    begin,
+    end,
+    i,
+    j,
+    K: tl.constexpr,
+    V: tl.constexpr,
+):
+    """``state`` [KP, VP] with the pending corrections ``begin`` to ``end``, of which there are
+    some."""
+    decay = tl.load(decays_ptr + end - 1)
+    state *= tl.exp(decay)
+    for place in tl.range(begin, end):
+        left = tl.exp(decay - tl.load(decays_ptr + place))
+        key = tl.load(keys_ptr + place * K + i, mask=i < K, other=0.0)
+        correction = tl.load(corrections_ptr + place * V + j, mask=j < V, other=0.0)
+        state += key[:, None] * (left * correction)[None, :]
+    return state
+
+
+@triton.jit(do_not_specialize_on_alignment=["slots_ptr", "positions_ptr", "a_ptr", "b_ptr"])
 def _step(
     out_ptr,
     x_ptr,
@@ -74,7 +101,12 @@ def _step(
     inputs_ptr,
     states_ptr,
     readers_ptr,
+    keys_ptr,
+    corrections_ptr,
+    decays_ptr,
+    begins_ptr,
     slots_ptr,
+    positions_ptr,
     x_stride,
     z_stride,
     a_stride,
@@ -90,11 +122,12 @@ def _step(
     KP: tl.constexpr,
     VP: tl.constexpr,
     WIDTH: tl.constexpr,  # of the convolution
+    EVERY: tl.constexpr,
     FEW: tl.constexpr,  # see _FEW_ROWS
     PDL: tl.constexpr,
 ):
-    # Rows' slots and states were written before the step or at its beginning. So they are read
-    # before the wait, bypassing the first-level cache.
+    # Rows' slots, positions and states were written before the step or at its beginning. So they
+    # are read before the wait, bypassing the first-level cache.
     row = tl.program_id(1).to(tl.int64)
     head = tl.program_id(0)  # programs that run together read neighbouring memory
     if PDL:
@@ -110,6 +143,22 @@ def _step(
     at = states_ptr + slot * states_stride + head * (K * V) + i[:, None] * V + j[None, :]
     in_state = in_k[:, None] & in_v[None, :]
     state = tl.load(at, mask=in_state, other=0.0, cache_modifier=".cg").to(tl.float32)  # [KP, VP]
+    place = (tl.load(positions_ptr + row) % EVERY).to(tl.int32)  # of this token's correction
+    of_head = slot * HEADS + head
+    begin = tl.load(begins_ptr + of_head, cache_modifier=".cg")
+    if begin < place:
+        state = _with_pending(
+            state,
+            keys_ptr + (slot * KEY_HEADS + key_head) * (EVERY * K),
+            corrections_ptr + of_head * (EVERY * V),
+            decays_ptr + of_head * EVERY,
+            begin,
+            place,
+            i,
+            j,
+            K,
+            V,
+        )
     of_q, of_k = key_head * K + i, (KEY_HEADS + key_head) * K + i
     of_v = 2 * KEY_HEADS * K + head * V + j
     row_inputs = inputs_ptr + slot * inputs_stride
@@ -154,6 +203,7 @@ def _step(
     new = (v - known) * rate
     state = state * decay + k[:, None] * new[None, :]
     tl.store(at, stored(state, states_ptr.dtype.element_ty), mask=in_state)
+    tl.store(begins_ptr + of_head, (place + 1) % EVERY)
     found += tl.sum(q * k) * new
     found *= tl.rsqrt(tl.sum(found * found) / V + eps) * norm * silu(z)
     to = out_ptr + (row * HEADS + head) * V + j
@@ -176,7 +226,9 @@ def launch_step(
     b: Tensor,
     weights: tuple[Tensor, Tensor, Tensor, Tensor],
     states: tuple[Tensor, Tensor, Tensor],
+    pending: tuple[Tensor, Tensor, Tensor, Tensor],
     slots: Tensor,
+    positions: Tensor,
     *,
     num_key_heads: int,
     eps: float,
@@ -184,12 +236,12 @@ def launch_step(
 ) -> None:
     """See ``minisgl_backend.kernels.gated_delta.delta_step``. ``weights``: the convolution's
     weight, the decay's log rates and biases, and the norm's weight. ``states``: the fields of a
-    ``LayerStates``."""
+    ``LayerStates``, and ``pending`` those of its ``Pending``."""
     conv, (inputs, matrices, readers) = weights[0], states
     num_rows, (num_heads, key_dim, value_dim) = len(slots), matrices.shape[1:]
     if num_rows == 0:
         return
-    assert all(of.is_contiguous() for of in (out, conv, inputs[0], matrices[0], readers))
+    assert all(of.is_contiguous() for of in (out, conv, inputs[0], matrices[0], readers, *pending))
     assert a.stride(1) == b.stride(1) == x.stride(1) == z.stride(2) == 1
     assert z.stride(1) == value_dim and inputs.shape[2] == conv.shape[1] - 1
     _step[(num_heads, num_rows)](
@@ -200,7 +252,9 @@ def launch_step(
         b,
         *weights,
         *states,
+        *pending,
         slots,
+        positions,
         x.stride(0),
         z.stride(0),
         a.stride(0),
@@ -216,6 +270,7 @@ def launch_step(
         KP=triton.next_power_of_2(key_dim),
         VP=triton.next_power_of_2(value_dim),
         WIDTH=conv.shape[1],
+        EVERY=WHOLE_EVERY,
         FEW=num_rows <= _FEW_ROWS,
         PDL=pdl,
         num_warps=4,

@@ -11,6 +11,7 @@ from minisgl_backend.kernels.gated_delta import (
     DeltaInputs,
     DeltaWeights,
     LayerStates,
+    Pending,
     causal_conv,
     causal_conv_step_reference,
     delta_rule,
@@ -100,10 +101,15 @@ def test_runs_give_what_steps_give() -> None:
     conv = torch.randn(6, width, 3, generator=draw)
     matrices = torch.randn(6, HEADS, KEY_DIM, VALUE_DIM, generator=draw)
     states, before = (
-        LayerStates(conv.clone(), matrices.clone(), torch.zeros(6, KEY_HEADS, dtype=torch.int32))
+        LayerStates(
+            conv.clone(),
+            matrices.clone(),
+            torch.zeros(6, KEY_HEADS, dtype=torch.int32),
+            Pending.none(6, KEY_HEADS, HEADS, KEY_DIM, VALUE_DIM),
+        )
         for _ in range(2)
     )
-    runs = (Run(0, 2, 3, False, ((1, 5),)), Run(2, 80, 1, True, ((66, 0), (80, 4))))
+    runs = (Run(0, 2, 3, 7, ((1, 5),)), Run(2, 80, 1, 0, ((66, 0), (80, 4))))
     found = torch.empty_like(z)
     delta_runs(found, DeltaInputs(x, z, a, b), weights, states, Runs.of(runs, torch.from_numpy))
     before.conv[1], before.matrices[1] = 0.0, 0.0
@@ -113,7 +119,7 @@ def test_runs_give_what_steps_give() -> None:
             one = slice(token, token + 1)
             expected = z[one].clone()
             of_token = DeltaInputs(x[one], z[one], a[one], b[one])
-            delta_step(expected, of_token, weights, before, slot)
+            delta_step(expected, of_token, weights, before, slot, slot)
             torch.testing.assert_close(found[one], expected, rtol=1e-4, atol=1e-5)
             for end, kept in run.kept:
                 if end == token + 1:

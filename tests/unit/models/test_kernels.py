@@ -629,7 +629,7 @@ def check_prompt_then_token(
         )
         ours.bind_states(states.layers)
         step = RecurrentRows(torch.tensor([1]))
-        runs = Runs.of([Run(0, length, 1, is_fresh=True)], torch.from_numpy)
+        runs = Runs.of([Run(0, length, 1, position=0)], torch.from_numpy)
         run = RecurrentRows(torch.empty(0, dtype=torch.int64), runs)
     with torch.inference_mode():
         prefill = TritonPrefill(shape)

@@ -1,15 +1,15 @@
 // Gated DeltaNet for decode steps: the convolution and the delta rule for one token per row (kernels/gated_delta.py),
 // for Hopper (sm_90a). Heads have 128 dimensions, of keys and of values.
 //
-// A state is a copy of its own, from global memory to a ring in shared memory, so memory never waits for arithmetic. The
-// warps of a thread block, of which each multiprocessor has one, are
+// States are copied as a whole to a ring in shared memory, so that memory does not wait for arithmetic. The warps of a
+// thread block, of which each multiprocessor has one, are
 //
 //     producer     one thread, which fills the ring with states and pending corrections
 //     preparers    compute the convolution, keys, queries, and what the query and the key read of pending corrections
 //     consumers    read the state, and write it if this token's correction is the last that may be pending
 //
-// A tile is a head of a row. Tiles whose heads share a key follow each other in a thread block: it computes the key once,
-// and nobody else replaces the key's inputs of the convolution.
+// A tile is a head of a row. Tiles whose heads share a key follow each other in a thread block. So the key is computed
+// once, and no other thread block replaces its inputs of the convolution.
 //
 // Compiled with: KEY_HEADS, HEADS, WIDTH (of the convolution), EVERY (`WHOLE_EVERY`), KIND (of states: 0 float32, 1
 // bfloat16, 2 float16), STAGES of the ring, GROUPS of preparers and SHARED_BYTES. All other values are bfloat16.
@@ -48,14 +48,16 @@ struct Ready {
 constexpr int STAGE_BYTES = AT_READY + sizeof(Ready);
 static_assert(STAGE_BYTES % 16 == 0, "");
 
-// What each thread block has once: sums of parts by turn, sums of warps, the token's correction, barriers of each stage.
+// What a thread block has once: sums of parts by turn, sums of warps, the token's correction, barriers of each stage.
+// A barrier tells only a phase from the next one. So each group of preparers, which do not see the tiles of the others,
+// has barriers of its own.
 struct Shared {
     float known[2][PARTS][N], found[2][PARTS][N];
     float squares[2][4];
     float lengths[GROUPS][4][3];
     float correction[N];
     u64 full[STAGES], early[STAGES], empty[STAGES];     // `early`: all but the state is there
-    u64 begun[GROUPS][STAGES];      // a group's next tile of this stage is being loaded: it may be prepared
+    u64 begun[GROUPS][STAGES];      // a group's next tile of this stage is being loaded, and may be prepared
 };
 static_assert(STAGES * STAGE_BYTES + sizeof(Shared) <= SHARED_BYTES, "");
 
@@ -151,6 +153,10 @@ struct Tile {
     __device__ __forceinline__ int group() const { return number / SHARING % GROUPS; }   // that prepares it
 };
 
+__device__ __forceinline__ u8* state_of(const Arguments& args, const Tile& tile) {
+    return args.states + tile.slot * args.states_stride + (long long)tile.head * STATE_BYTES;
+}
+
 // Calls `begin` for the first of the tiles that share a key, and `take` for each tile.
 template <class Begin, class Take>
 __device__ __forceinline__ void walk(const Arguments& args, const Begin& begin, const Take& take) {
@@ -182,8 +188,7 @@ __device__ __forceinline__ void produce(const Arguments& args, u32 ring, Shared&
             load_bytes(stage + AT_NEW, args.corrections + of_head * EVERY * N, bytes, early);
         }
         expect_bytes(full, STATE_BYTES);
-        load_bytes(stage, args.states + tile.slot * args.states_stride + (long long)tile.head * STATE_BYTES, STATE_BYTES,
-                   full);
+        load_bytes(stage, state_of(args, tile), STATE_BYTES, full);
     });
 }
 
@@ -222,7 +227,7 @@ __device__ __forceinline__ void prepare(const Arguments& args, u8* ring, Shared&
     u32 parities = 0;   // by stage, of the group's next tile
     u16 q_input, k_input;
     float q, k, q_k;
-    // The same for all tiles that share a key. Only what the preparers keep of the channels' inputs differs by tile.
+    // the same for all tiles that share a key
     const auto begin = [&](const Tile& tile) {
         if (tile.group() != group) return;
         const Channel of_q(args, tile.slot, tile.key_head * N + i);
@@ -274,7 +279,10 @@ __device__ __forceinline__ void prepare(const Arguments& args, u8* ring, Shared&
                              key.x * q4.x + key.y * q4.y + key.z * q4.z + key.w * q4.w};
             sum_warp(sums);
             const float left = expf(decay - decays[place]);
-            if (lane == 0) ready.left[place] = left, ready.alike[place] = left * sums[0], ready.asked[place] = left * sums[1];
+            if (lane == 0) {
+                ready.left[place] = left;
+                ready.alike[place] = left * sums[0], ready.asked[place] = left * sums[1];
+            }
         }
         if (i == 0) {
             ready.decay = expf(decay), ready.rate = rate, ready.q_k = q_k;
@@ -371,7 +379,8 @@ __device__ __forceinline__ void consume(const Arguments& args, u8* ring, Shared&
             for (int j = 0; j < COLUMNS; ++j) {
                 last[j] = once.correction[column + j];
 #pragma unroll
-                for (int i = 0; i < PAST; ++i) past[i][j] = i < first ? 0 : ready.left[i] * corrections[i * N + column + j];
+                for (int i = 0; i < PAST; ++i)
+                    past[i][j] = i < first ? 0 : ready.left[i] * corrections[i * N + column + j];
             }
 #pragma unroll 2
             for (int row = 0; row < ROWS; row += 4) {
@@ -403,8 +412,7 @@ __device__ __forceinline__ void consume(const Arguments& args, u8* ring, Shared&
         __syncwarp();
         if (thread == 0) release_copied();
         if (thread == 0 && is_last) {
-            u8* const to = args.states + tile.slot * args.states_stride + (long long)tile.head * STATE_BYTES;
-            store_bytes(to, shared_address(stage), STATE_BYTES);
+            store_bytes(state_of(args, tile), shared_address(stage), STATE_BYTES);
             copied = tile.stage();
         } else if (lane == 0) {
             arrive(shared_address(once.empty + tile.stage()));

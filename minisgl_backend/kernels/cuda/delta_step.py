@@ -97,6 +97,8 @@ class DeltaStepKernel:
         assert all(of.dtype == torch.bfloat16 for of in (out, inputs.channels, *of_weights))
         assert slots.dtype == torch.int64 and positions.dtype == torch.int32
         assert matrices.dtype == self._state_dtype
+        assert all(of.stride(-1) == 1 for of in (inputs.channels, inputs.z, inputs.a, inputs.b))
+        assert inputs.z.stride(1) == HEAD_DIM
         assert matrices.shape[1:] == (self._num_heads, HEAD_DIM, HEAD_DIM)
         assert all(of.is_contiguous() for of in (out, *of_weights, states.conv[0], matrices[0]))
         arguments = _Arguments(

@@ -29,7 +29,9 @@ _KINDS: Final = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _STAGES: Final = {4: 3, 2: 5}
 """States in shared memory, by their bytes per number."""
 _GROUPS: Final = 2
+"""Of warps that prepare inputs."""
 _THREADS: Final = 256 + 128 * _GROUPS + 32
+"""Consumers, preparers and the warp of the producer."""
 
 
 class _Arguments(ctypes.Structure):

@@ -262,6 +262,8 @@ def delta_runs_reference(
                 out[begin:end] = _gated(found, inputs.z[begin:end], weights)
             matrices[slot] = stored(state, matrices.dtype)
             begin = end
+        behind = run.position + run.end - run.begin
+        states.pending.begins[run.slot] = behind % WHOLE_EVERY
 
 
 def _rows_of(slots: Tensor) -> tuple[Tensor, Tensor]:

@@ -77,8 +77,24 @@ def test_tokens_in_bf16(
     tokens may be off by more than in ``test_executor``. It may also choose other experts; then, on
     a CPU, a quarter of the tokens are off.
     """
-    reference = written(case, tmp_path).bfloat16().float()
-    sinks = serve(tmp_path, prompts, max_sequence_length=CONTEXT, **options)
+    check_tokens_in_bf16(case, options, prompts, tmp_path)
+
+
+@pytest.mark.parametrize("state_dtype", ["float32", "float16"])
+def test_tokens_with_pending_corrections(
+    state_dtype: str, prompts: list[IntArray], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same with the kernel for decode steps of many rows."""
+    kernel = "minisgl_backend.kernels.cuda.delta_step"
+    monkeypatch.setattr(f"{kernel}._LEAST_STATES", 8)  # those of two rows
+    check_tokens_in_bf16("broad", {**BROAD, "state_dtype": state_dtype}, prompts, tmp_path)
+
+
+def check_tokens_in_bf16(
+    case: str, options: dict[str, Any], prompts: list[IntArray], folder: Path
+) -> None:
+    reference = written(case, folder).bfloat16().float()
+    sinks = serve(folder, prompts, max_sequence_length=CONTEXT, **options)
     assert [len(sink.tokens) for sink in sinks] == [24] * len(prompts)
     below = np.array(shortfalls(reference, prompts, tokens_of(sinks)))
     most, mean = (0.35, 0.12) if case == "broad-experts" else (0.15, 0.02)

@@ -9,23 +9,23 @@ around calls (``tool_calls``).
 
 from __future__ import annotations
 
-import json
 from collections.abc import Generator
 from typing import Final
 
 from minisgl_gateway.call_syntax import (
     MOST_DEPTH,
-    MOST_WORD_CHARS,
     PYTHON_WORDS,
     WORD_CHARS,
     CalledTool,
     Following,
     NotACall,
     Syntax,
+    as_json,
     blanks,
     kind_of_json,
     mark,
     name_before,
+    word_of,
 )
 
 OPENING: Final = "<|tool_call>"
@@ -74,7 +74,7 @@ def _object() -> Generator[None, str, str]:
             char = yield from blanks()
         if opened[-1] == "}":
             key = yield from _key(char)
-            written.append(f"{_quoted(key)}: ")
+            written.append(f"{as_json(key)}: ")
             char = yield from blanks()
         is_empty = char in "{["
         if is_empty:
@@ -84,7 +84,7 @@ def _object() -> Generator[None, str, str]:
             written.append(char)
             char = yield from blanks()
         elif char == QUOTE[0]:
-            written.append(_quoted((yield from _text(char))))
+            written.append(as_json((yield from _text(char))))
             char = yield from blanks()
         else:
             word, char = yield from _word(char)
@@ -116,19 +116,8 @@ def _text(first: str) -> Generator[None, str, str]:
 
 def _word(first: str) -> Generator[None, str, tuple[str, str]]:
     """A number or a literal as JSON, and the character after it."""
-    word: list[str] = []
-    char = first
-    while char in _WORD_CHARS:
-        word.append(char)
-        if len(word) > MOST_WORD_CHARS:
-            raise NotACall
-        char = yield
-    written = "".join(word)
-    written = PYTHON_WORDS.get(written, written)
+    word, char = yield from word_of(first, _WORD_CHARS)
+    written = PYTHON_WORDS.get(word, word)
     if kind_of_json(written) is None:
         raise NotACall
     return written, char
-
-
-def _quoted(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)

@@ -16,9 +16,9 @@ from __future__ import annotations
 import json
 import re
 import string
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Collection, Generator, Mapping
 from dataclasses import dataclass
-from typing import Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 PYTHON_TAG: Final = "<|python_tag|>"
 CALL_ID: Final = "[CALL_ID]"
@@ -28,7 +28,7 @@ BLANKS: Final = " \t\n\r"
 MOST_DEPTH: Final = 200
 """The limit on nested arrays and objects; pydantic writes some 250, also those around arguments."""
 MOST_NAME_CHARS: Final = 256
-MOST_WORD_CHARS: Final = 1024
+_MOST_WORD_CHARS: Final = 1024
 """The limit on a number's length; Python reads integers of up to 4,300 digits."""
 _NAME_CHARS: Final = frozenset(string.ascii_letters + string.digits + "_.-")
 PYTHON_WORDS: Final = {"True": "true", "False": "false", "None": "null"}
@@ -135,6 +135,11 @@ def _called(members: Mapping[str, str]) -> CalledTool:
 _ESCAPE: Final = re.compile(
     r"(?P<pair>\\u[dD][89abAB]..\\u[dD][c-fC-F]..)|(?P<lone>\\u[dD][89a-fA-F]..)|\\.", re.DOTALL
 )
+
+
+def as_json(value: Any) -> str:
+    """A value as templates and models write JSON."""
+    return json.dumps(value, ensure_ascii=False)
 
 
 def sendable(arguments: str) -> str:
@@ -261,17 +266,23 @@ def _string(written: list[str]) -> Generator[None, str, None]:
 
 def _word(first: str, written: list[str]) -> _Reading:
     """Append the rest of a number or a literal; returns the character after it."""
-    word = [first]
-    if first not in WORD_CHARS:
-        raise NotACall
-    while (char := (yield)) in WORD_CHARS:
-        word.append(char)
-        if len(word) > MOST_WORD_CHARS:
-            raise NotACall
-    if not _WORD.fullmatch("".join(word)):
+    word, char = yield from word_of(first, WORD_CHARS)
+    if not _WORD.fullmatch(word):
         raise NotACall
     written += word[1:]
     return char
+
+
+def word_of(first: str, chars: Collection[str]) -> Generator[None, str, tuple[str, str]]:
+    """A word of ``chars``, which may be empty, and the character after it."""
+    word: list[str] = []
+    char = first
+    while char in chars:
+        word.append(char)
+        if len(word) > _MOST_WORD_CHARS:
+            raise NotACall
+        char = yield
+    return "".join(word), char
 
 
 def blanks(written: list[str] | None = None, first: str = "") -> _Reading:

@@ -17,6 +17,7 @@ from minisgl_gateway.call_syntax import (
     BLANKS,
     MOST_NAME_CHARS,
     PYTHON_WORDS,
+    as_json,
     kind_of_json,
     sendable,
 )
@@ -42,7 +43,7 @@ class ArgumentKinds:
         """The arguments of a call, as a JSON object. A value is a string if its schema says so, or
         if what is written is no JSON of a type that the schema allows."""
         members = [
-            f"{_quoted(name)}: {_value_of(text, self._of(tool, name))}"
+            f"{as_json(name)}: {_value_of(text, self._of(tool, name))}"
             for name, text in texts.items()
         ]
         return sendable("{" + ", ".join(members) + "}")
@@ -86,7 +87,7 @@ def _value_of(text: str, kinds: Collection[str]) -> str:
     written = PYTHON_WORDS.get(written, written)
     kind = kind_of_json(written)
     fits = kind in kinds or (kind == "integer" and "number" in kinds)
-    return written if fits and kind != "string" else _quoted(text)
+    return written if fits and kind != "string" else as_json(text)
 
 
 def _kinds(schema: Any, root: Mapping[str, Any]) -> Collection[str]:
@@ -129,10 +130,6 @@ def referred(reference: str, root: Mapping[str, Any]) -> Any:
     return found if reference.startswith("#") else None
 
 
-def _quoted(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
-
-
 # --- which texts fit a schema --------------------------------------------------------------------
 
 
@@ -155,7 +152,8 @@ def arguments_of(parameters: Mapping[str, Any], closing: str) -> list[Argument] 
     required = parameters.get("required", [])
     if not isinstance(named, Mapping) or not isinstance(required, list):
         return None
-    if parameters.keys() - _OF_OBJECTS - NOTES or not all(one in [*named] for one in required):
+    names = [*named]  # what is required may be no name, and not hashable
+    if parameters.keys() - _OF_OBJECTS - NOTES or not all(one in names for one in required):
         return None
     found = []
     for name, schema in named.items():

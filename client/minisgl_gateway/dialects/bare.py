@@ -1,8 +1,4 @@
-"""The dialect of Gemma 4, whose calls are objects with bare keys (``bare_calls``).
-
-If the arguments of a tool that may be called cannot be kept to their schemas in this form, an
-answer whose calls are enforced is in the dialect ``plain``, as with ``tagged``.
-"""
+"""The dialect of Gemma 4, whose calls are objects with bare keys (``bare_calls``)."""
 
 from __future__ import annotations
 
@@ -12,24 +8,21 @@ from typing import Any
 
 from minisgl_gateway import bare_calls
 from minisgl_gateway.bare_schemas import ordered
-from minisgl_gateway.call_syntax import is_plain_name
 from minisgl_gateway.dialects.base import (
     Arguments,
-    Dialect,
     Message,
+    Schema,
     Structure,
-    callable_tools,
-    parameters_of,
     structure,
     text_of,
 )
-from minisgl_gateway.dialects.hermes import Plain
+from minisgl_gateway.dialects.own_form import OwnForm
 from minisgl_gateway.spelled_schema import spelled_out
-from minisgl_gateway.tools import Calls, Tool
+from minisgl_gateway.tools import Tool
 from minisgl_gateway.turns import with_text_as_thoughts
 
 
-class Gemma4(Dialect):
+class Gemma4(OwnForm):
     """Gemma 4. Not all templates know results as messages of their own, but all write those that
     are in the message with the calls.
 
@@ -42,12 +35,8 @@ class Gemma4(Dialect):
     syntax = bare_calls.GEMMA
     keeps_special_tokens = True
 
-    def enforcing(self, tools: Sequence[Tool], calls: Calls) -> Dialect:
-        can_enforce = all(
-            is_plain_name(tool.name) and ordered(parameters_of(tool)) is not None
-            for tool in callable_tools(tools, calls)
-        )
-        return self if can_enforce else Plain()
+    def _can_follow(self, parameters: Schema) -> bool:
+        return ordered(parameters) is not None
 
     def messages(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[Message]:
         asked = [index for index, message in enumerate(messages) if message["role"] == "user"]

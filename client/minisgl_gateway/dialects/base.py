@@ -5,7 +5,6 @@ Must not know any family of models.
 
 from __future__ import annotations
 
-import json
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -178,8 +177,3 @@ def text_of(content: Any) -> str:
     if isinstance(content, list):
         return "".join(part.get("text", "") for part in content)
     return content or ""
-
-
-def as_json(value: Any) -> str:
-    """A value as templates and models write JSON."""
-    return json.dumps(value, ensure_ascii=False)

@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from minisgl_gateway import call_syntax
+from minisgl_gateway.call_syntax import as_json
 from minisgl_gateway.dialects.base import (
     Arguments,
     Dialect,
     DialectName,
     Message,
     Structure,
-    as_json,
     text_of,
 )
 from minisgl_gateway.tools import Tool, function_of

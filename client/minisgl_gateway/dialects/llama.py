@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from minisgl_gateway import call_syntax
-from minisgl_gateway.dialects.base import Arguments, Dialect, Message, Structure, as_json
+from minisgl_gateway.call_syntax import as_json
+from minisgl_gateway.dialects.base import Arguments, Dialect, Message, Structure
 from minisgl_gateway.tools import Tool
 from minisgl_gateway.turns import with_single_calls
 

@@ -1,9 +1,4 @@
-"""The dialects in which each argument of a call stands between tags of its own, as plain text.
-
-If the arguments of a tool that may be called cannot be kept to their schemas in this form, an
-answer whose calls are enforced is in the dialect ``plain``, whose system message describes the
-tools in place of the template.
-"""
+"""The dialects in which each argument of a call stands between tags of its own, as plain text."""
 
 from __future__ import annotations
 
@@ -13,24 +8,17 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, ClassVar, Final
 
 from minisgl_gateway import tagged_calls
-from minisgl_gateway.call_syntax import Syntax, is_plain_name
-from minisgl_gateway.dialects.base import (
-    Arguments,
-    Dialect,
-    DialectName,
-    Structure,
-    callable_tools,
-    parameters_of,
-)
-from minisgl_gateway.dialects.hermes import Plain
+from minisgl_gateway.call_syntax import Syntax
+from minisgl_gateway.dialects.base import Arguments, DialectName, Schema, Structure
+from minisgl_gateway.dialects.own_form import OwnForm
 from minisgl_gateway.tagged_values import Argument, arguments_of
 from minisgl_gateway.tool_calls import CallReader
-from minisgl_gateway.tools import Calls, Tool
+from minisgl_gateway.tools import Tool
 
 _OF_DEFINITIONS: Final = re.compile(r"/(\$defs|definitions)(?![^/])")
 
 
-class _Tagged(Dialect):
+class _Tagged(OwnForm):
     binds_all = True
     _closing: ClassVar[str]
     """The tag behind the text of an argument."""
@@ -53,13 +41,8 @@ class _Tagged(Dialect):
     def reader(self, tools: Sequence[Tool] = (), *, calls_alone: bool = False) -> CallReader:
         return CallReader(self._syntax_for(tools), calls_alone=calls_alone)
 
-    def enforcing(self, tools: Sequence[Tool], calls: Calls) -> Dialect:
-        can_enforce = all(
-            is_plain_name(tool.name)
-            and arguments_of(parameters_of(tool), self._closing) is not None
-            for tool in callable_tools(tools, calls)
-        )
-        return self if can_enforce else Plain()
+    def _can_follow(self, parameters: Schema) -> bool:
+        return arguments_of(parameters, self._closing) is not None
 
     def _structures(
         self, arguments: Mapping[str, Arguments], required: bool, parallel: bool

@@ -354,7 +354,7 @@ def test_garbage_silence_and_length_change_nothing() -> None:
 def test_a_proof_cannot_be_sent_back_or_again() -> None:
     """What rank 0 sent is no proof from a follower, and an old proof none for a new challenge."""
     with gathering() as (nodes, place, causes), ThreadPoolExecutor(1) as pool:
-        pool.submit(nodes.gather, 1234, 60, causes.append)
+        gathered = pool.submit(nodes.gather, 1234, 60, causes.append)
         with connected(place) as caller:
             challenge = caller.recv(40, socket.MSG_WAITALL)
             caller.sendall(challenge + bytes(12) + challenge[8:])
@@ -381,6 +381,7 @@ def test_a_proof_cannot_be_sent_back_or_again() -> None:
                 knocking.result(30)
         with connected(place) as good:
             knock(good, secret, NodePlace(2, 1, 0))
+            assert len(gathered.result(60)) == 1
 
 
 @pytest.mark.parametrize(

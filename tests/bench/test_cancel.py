@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import random
 import threading
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,9 +17,10 @@ from click.testing import CliRunner
 from minisgl_backend.cli.main import main
 from minisgl_backend.config import EngineOptions
 from minisgl_backend.request import Event, Finished, Request, RequestId, SamplingParams
-from minisgl_bench.cancel import Ending, summary
+from minisgl_bench.cancel import Bench, Ending, summary
 from minisgl_bench.journal import Entry, Journal
 from minisgl_bench.paced import journaled, paced_engine
+from minisgl_check.processes import children_of
 from tests.figures import figures_of
 
 
@@ -99,6 +104,24 @@ def test_a_paced_engine_keeps_a_journal(tmp_path: Path) -> None:
     times = [entry.time_s for entry in journal.read()]
     assert times == sorted(times)
     journal.close()
+
+
+def test_a_client_goes_with_an_interrupted_benchmark(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would see the server go, and show a traceback."""
+
+    def interrupted(*_: object, **__: object) -> Entry:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Journal, "find", interrupted)
+    before = {*children_of(os.getpid())}
+    journal = Journal(tmp_path / "journal.jsonl")
+    server: Any = SimpleNamespace(grpc_port=1)
+    with pytest.raises(KeyboardInterrupt):
+        Bench(server, None, journal, random.Random(0), 1.0).leave_once("grpc-kill", "queued")
+    journal.close()
+    assert {*children_of(os.getpid())} <= before
 
 
 @pytest.mark.server

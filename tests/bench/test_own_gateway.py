@@ -1,6 +1,8 @@
-"""A benchmark's own gateway that does not start."""
+"""A benchmark's own gateway that does not start, or is left with its work."""
 
 from __future__ import annotations
+
+import signal
 
 import pytest
 
@@ -23,3 +25,10 @@ def test_a_gateway_that_is_silent_is_not_waited_for(monkeypatch: pytest.MonkeyPa
         own_gateway.gateway_of("127.0.0.1:1"),
     ):
         pass
+
+
+def test_a_gateway_is_not_asked_to_finish_its_requests() -> None:
+    """That may take longer than an interrupted benchmark has to clean up."""
+    with own_gateway.gateway_of("127.0.0.1:1") as gateway:
+        gateway.process.send_signal(signal.SIGSTOP)  # it would not even begin with it
+    assert gateway.process.returncode == -signal.SIGKILL

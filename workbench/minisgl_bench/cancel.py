@@ -176,17 +176,19 @@ class Bench:
         mark = len(self._journal.read())
         steps = _PREFILL_STEPS if phase == "prefill" else 1
         client = self._ask(way, num_prompt_tokens=steps * _PREFILL_TOKENS)
-        added = self._expect(_is("added"), "a request", since=mark)
-        (victim,) = added.request_ids
-        if phase == "prefill":
-            self._expect(_is("admitted", victim), "its admission", since=mark)
-        elif phase != "queued":
-            for _ in range(1 if phase == "first-token" else _LATER):
-                client.next()
-        time.sleep(self._moments.uniform(0, _LEAVES_WITHIN_S))
-        left = len(self._journal.read())
-        left_s = time.monotonic()
-        client.leave()
+        try:
+            added = self._expect(_is("added"), "a request", since=mark)
+            (victim,) = added.request_ids
+            if phase == "prefill":
+                self._expect(_is("admitted", victim), "its admission", since=mark)
+            elif phase != "queued":
+                for _ in range(1 if phase == "first-token" else _LATER):
+                    client.next()
+            time.sleep(self._moments.uniform(0, _LEAVES_WITHIN_S))
+            left = len(self._journal.read())
+            left_s = time.monotonic()
+        finally:
+            client.leave()
         aborted = self._journal.find(_is("aborted", victim), since=left, timeout_s=self._patience_s)
         # a request in the queue holds nothing that could come back
         back = aborted

@@ -44,7 +44,8 @@ def started(
         server.wait_ready(_STARTS_WITHIN_S)
         yield server
     finally:
-        server.stop()
+        # not stopped: no answer is of use now, and after a signal there is no time to drain
+        server.kill()
 
 
 @contextmanager

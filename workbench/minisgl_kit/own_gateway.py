@@ -73,7 +73,7 @@ def gateway_of(grpc_address: str, *options: str) -> Iterator[Gateway]:
                 raise EngineFailure(f"the gateway does not start: {_last_line(log)}")
             yield Gateway(found[0], process)
         finally:
-            process.terminate()
+            process.kill()  # told to end, it would first answer open requests
             process.communicate()
 
 

@@ -100,6 +100,20 @@ def test_a_long_run_that_is_interrupted_reports_what_it_has(
     assert result.output.count("pass    canary:") == 1
 
 
+def test_a_run_that_is_interrupted_before_its_first_case_writes_that(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object, **__: object) -> OwnServer:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "started", interrupted)
+    path = tmp_path / "figures.json"
+    result = CliRunner().invoke(main, ["check", "--json", str(path)])
+    assert result.exit_code == 130, result.output
+    content = json.loads(path.read_text())
+    assert content["cases"] == [] and content["info"]["extent"] == "short, interrupted"
+
+
 def test_no_run_is_endless() -> None:
     result = CliRunner().invoke(main, ["check", "--hours", "nan"])
     assert result.exit_code == 2

@@ -75,10 +75,11 @@ class Cases:
         return any(case.failures for case in self._cases.values())
 
     def emit(self, info: Mapping[str, Any], json_path: Path | None) -> None:
-        """Print the table, the failures and the figures; the file has the same."""
+        """Print the table, the failures and the figures; the file has the same.
+
+        If an interruption came before the first case, only the file is written.
+        """
         cases = list(self._cases.values())
-        if not cases:
-            return
         table = Report("check", info=info)
         for case in cases:
             table.add(
@@ -88,7 +89,8 @@ class Cases:
                 seconds=case.seconds,
                 what=case.what,
             )
-        table.emit()
+        if cases:
+            table.emit()
         ended = sum((case.ended for case in cases), Counter[str]())
         figures = {f"requests {how}": count for how, count in sorted(ended.items())}
         figures |= {name: value for case in cases for name, value in case.figures.items()}

@@ -24,6 +24,7 @@ _EXTRAS: Final = {
     "pydantic": "gateway",
     "uvicorn": "gateway",
     "matplotlib": "bench",
+    "torch": "server",  # some commands import it only when they run
 }
 """The extra of pyproject.toml that installs a package; `server` installs the others."""
 

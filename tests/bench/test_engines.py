@@ -191,7 +191,7 @@ def test_a_batch_beyond_the_rows_is_refused(command: str) -> None:
 def test_a_rank_beyond_the_option_is_refused_before_adapters_are_written(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("minisgl_bench.adapters.write_adapter", pytest.fail)
+    monkeypatch.setattr("minisgl_kit.adapters.write_adapter", pytest.fail)
     result = CliRunner().invoke(main, ["bench", "adapters", "--rank", "513", *SMALL])
     assert result.exit_code == 2
     assert "max_lora_rank must be at most 512, got 513" in result.output

@@ -21,8 +21,8 @@ from typing import Final
 
 import click
 import numpy as np
-import torch
 
+from minisgl_backend.cli.interrupt import ended_by_ctrl_c
 from minisgl_backend.cli.options import POSITIVE_INT, EngineCommand, engine_options
 from minisgl_backend.config import EngineOptions
 from minisgl_backend.models.catalog import load_spec
@@ -37,7 +37,6 @@ from minisgl_bench.engines import (
     submitted,
 )
 from minisgl_bench.settled_steps import settled_steps_ms, spare_tokens
-from minisgl_kit.adapters import write_adapter
 from minisgl_kit.report import Report, json_option
 
 _TRIES: Final = 8
@@ -83,6 +82,11 @@ def adapters(
         max_cpu_loras=options.max_cpu_loras or max(names, options.max_loras),
     )
     spec = load_spec(resolve_model(options.model, options.model_source))
+    with ended_by_ctrl_c():
+        import torch
+
+        from minisgl_kit.adapters import write_adapter
+
     with tempfile.TemporaryDirectory() as folder:
         path = write_adapter(Path(folder), spec, rank=rank, strength=0.1, dtype=torch.bfloat16)
         with running_engine(options) as (engine, _):

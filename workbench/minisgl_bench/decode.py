@@ -12,16 +12,13 @@ from __future__ import annotations
 import statistics
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 import numpy as np
-import torch
 
 from minisgl_backend.cli.options import POSITIVE_INT, TEMPERATURE, EngineCommand, engine_options
 from minisgl_backend.config import EngineOptions
-from minisgl_backend.execution.executor import ModelExecutor
-from minisgl_backend.execution.ranks import RankExecutor
 from minisgl_backend.plan import Decodes
 from minisgl_backend.request import SamplingParams
 from minisgl_backend.runtime.engine import Engine
@@ -30,6 +27,11 @@ from minisgl_bench.engines import check_batches, engine_facts, running_engine, s
 from minisgl_bench.profiling import labelled, nvtx_option, profile_option, profiled
 from minisgl_bench.settled_steps import SETTLING, settled_steps_ms, spare_tokens
 from minisgl_kit.report import Report, json_option
+
+if TYPE_CHECKING:
+    import torch
+
+    from minisgl_backend.execution.ranks import RankExecutor
 
 _FIRST_KERNEL: Final = "_begin_decode"
 """The kernel that begins each captured decode step."""
@@ -86,6 +88,10 @@ class Decoding:
         their own if there are enough. No request may be running, and there may be no other ranks:
         they would have to replay their graphs at the same time.
         """
+        import torch
+
+        from minisgl_backend.execution.executor import ModelExecutor
+
         assert isinstance(executor, ModelExecutor)
         graphs, rows_of = executor.graphs.decode, executor.stages.rows
         if graphs is None or not graphs.fits(batch_size):
@@ -121,6 +127,8 @@ class Decoding:
 def graph_facts(executor: RankExecutor) -> dict[str, Any]:
     """The cost of capturing this rank's CUDA graphs, of all kinds, for the ``info`` of a report;
     empty if there are none."""
+    from minisgl_backend.execution.executor import ModelExecutor
+
     assert isinstance(executor, ModelExecutor)
     sets = executor.graphs, executor.adapter_graphs
     facts: dict[str, Any] = {}

@@ -1,6 +1,7 @@
 """A benchmark's own engines, in this process: how to start, ask and describe one.
 
-Must not know what is measured.
+Must not know what is measured. Imports torch only when an engine is started, for which the help of
+benchmarks need not wait.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from minisgl_backend.cli.interrupt import ended_by_ctrl_c
 from minisgl_backend.cli.serve import options_as_text
 from minisgl_backend.config import EngineOptions
 from minisgl_backend.errors import ConfigError, MiniSGLError
-from minisgl_backend.execution.ranks import RankExecutor
 from minisgl_backend.request import (
     Adapter,
     Admitted,
@@ -38,6 +39,7 @@ from minisgl_backend.runtime.engine_base import EngineBase, EngineInfo
 from minisgl_bench.profiling import marked, nvtx_range
 
 if TYPE_CHECKING:
+    from minisgl_backend.execution.ranks import RankExecutor
     from minisgl_backend.parts import Parts
 
 
@@ -50,10 +52,11 @@ def running_engine(
     ``parts`` by default are the standard ones; ``nvtx`` marks their phases instead. Raises
     ``ConfigError`` if ``options`` ask for several replicas.
     """
-    import torch
+    with ended_by_ctrl_c():
+        import torch
 
-    from minisgl_backend.build import build_engine_alone
-    from minisgl_backend.parts import STANDARD
+        from minisgl_backend.build import build_engine_alone
+        from minisgl_backend.parts import STANDARD
 
     if options.data_parallel_size > 1:
         raise ConfigError("option data_parallel_size: this looks into one engine")
@@ -86,7 +89,8 @@ def running_engine_or_replicas(
 ) -> Iterator[EngineBase]:
     """One engine, or the replicas that ``options`` ask for; closed when the block ends. Replicas
     are other processes, which can be neither marked nor ``traced`` here."""
-    from minisgl_backend.build import build_engine
+    with ended_by_ctrl_c():
+        from minisgl_backend.build import build_engine
 
     if options.data_parallel_size == 1 or nvtx or traced:
         with running_engine(options, nvtx=nvtx) as (engine, _):

@@ -21,7 +21,6 @@ import click
 from minisgl_backend.cache.kv import KVCache
 from minisgl_backend.cli.options import EngineCommand, engine_options
 from minisgl_backend.config import EngineOptions
-from minisgl_backend.parts import STANDARD, Parts
 from minisgl_backend.request import Request, SamplingParams
 from minisgl_backend.runtime.engine import Engine
 from minisgl_backend.runtime.ports import Scheduler as SchedulerPort
@@ -116,9 +115,11 @@ def invariance(
             alone_s = time.perf_counter() - started
             runs = {"together": own.together(engine, "together")}
             runs["warm"] = own.together(engine, "together", shuffled=True)
+        from minisgl_backend.parts import STANDARD  # brings torch, which help need not wait for
+
         of_each = own.num_pages(page_size)
         num_pages = max(int(_FEW_PAGES * sum(of_each)), *of_each)
-        parts: Parts = replace(STANDARD, scheduler=_without_reserve)
+        parts = replace(STANDARD, scheduler=_without_reserve)
         with running_engine(replace(options, num_pages=num_pages), parts=parts) as (engine, _):
             runs["retracted"] = own.together(engine, "retracted")
             num_retractions = engine.stats().scheduler.num_retractions

@@ -9,13 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Final, TypeAlias
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 import click
 
 from minisgl_backend.errors import ConfigError
-from minisgl_backend.execution.ranks import RankExecutor
-from minisgl_backend.parts import Parts
 from minisgl_backend.plan import Pending, SampledTokens, StepPlan
 from minisgl_backend.runtime import ports
 from minisgl_backend.scheduling.report import StepResult
@@ -23,6 +21,10 @@ from minisgl_backend.scheduling.scheduler import Scheduler
 from minisgl_bench.trace_table import report_trace
 from minisgl_kit.report import writable
 from minisgl_kit.wrappers import ExecutorWrapper, PendingWrapper, SchedulerWrapper
+
+if TYPE_CHECKING:
+    from minisgl_backend.execution.ranks import RankExecutor
+    from minisgl_backend.parts import Parts
 
 Range: TypeAlias = Callable[[str], AbstractContextManager[object]]
 """Makes a context that marks what runs inside it with a name."""
@@ -86,6 +88,7 @@ def marked(mark: Range) -> Parts:
     """The parts of an engine whose planner and steps are marked; in steps that are not captured, so
     are layers and sampling."""
     from minisgl_backend.execution.executor import ModelExecutor
+    from minisgl_backend.parts import Parts
 
     def executor(of_rank: RankExecutor) -> RankExecutor:
         if isinstance(of_rank, ModelExecutor):

@@ -10,14 +10,17 @@ object, and wraps the empty one from then on: the state of a subclass outlives i
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from minisgl_backend.cache.kv import KVCache, Lease, Verified
 from minisgl_backend.cache.windows import WindowPages
-from minisgl_backend.execution.ranks import RankExecutor
 from minisgl_backend.plan import Groups, Pending, SampledTokens, StepPlan
 from minisgl_backend.request import EMPTY, IntArray, Request, RequestId
 from minisgl_backend.runtime.ports import Scheduler
 from minisgl_backend.scheduling.report import SchedulerStats, StepResult
+
+if TYPE_CHECKING:
+    from minisgl_backend.execution.ranks import RankExecutor
 
 
 class SchedulerWrapper:

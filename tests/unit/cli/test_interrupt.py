@@ -53,6 +53,21 @@ sys.argv = ["minisgl", "bench", "offline", "--requests", "1", "--num-pages", "64
 main()
 """
 
+IMPORTING = """
+import os, signal, sys
+class Finder:
+    def find_spec(self, name, *_):
+        if name == "torch":
+            try:
+                os.kill(os.getpid(), signal.SIGINT)
+            except KeyboardInterrupt:  # torch aborts the process
+                os._exit(1)
+sys.meta_path.insert(0, Finder())
+from minisgl_backend.cli.__main__ import main
+sys.argv = ["minisgl", "bench", *{arguments}]
+main()
+"""
+
 
 @contextmanager
 def running(program: str) -> Iterator[subprocess.Popen[str]]:
@@ -113,6 +128,12 @@ def test_a_benchmark_ends_while_a_step_runs(number: signal.Signals) -> None:
         words_when_stuck(process)
         process.send_signal(number)
         assert process.wait(timeout=60) == 128 + number
+
+
+@pytest.mark.parametrize("arguments", [["offline"], ["decode"], ["adapters"], ["kernels"]])
+def test_ctrl_c_while_torch_is_imported(arguments: list[str]) -> None:
+    with running(IMPORTING.format(arguments=arguments)) as process:
+        assert process.wait(timeout=60) == 130
 
 
 def is_alive(pid: int) -> bool:

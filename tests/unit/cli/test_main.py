@@ -8,11 +8,17 @@ import subprocess
 import sys
 from functools import partial
 
+import click
 import pytest
 from click.testing import CliRunner
 
 from minisgl_backend.cli.interrupt import signals_as_ctrl_c
 from minisgl_backend.cli.main import LazyGroup, main
+from minisgl_bench.command import bench
+
+CONTEXT = click.Context(main)
+OF_TENSORS = {"kernels", "fp8-pages", "quantized-weights", "state-dtypes"}
+MEASURE = [["bench", name] for name in bench.list_commands(CONTEXT) if name not in OF_TENSORS]
 
 
 @pytest.fixture
@@ -35,11 +41,17 @@ def test_help_lists_what_is_not_installed(group: LazyGroup) -> None:
     assert "planner" in result.output
 
 
-@pytest.mark.parametrize("package", ["torch", "fastapi"])
-def test_help_brings_no_package_that_is_slow_to_import(package: str) -> None:
+@pytest.mark.parametrize(
+    "commands", [[[]], [[name] for name in main.list_commands(CONTEXT) if name != "bench"], MEASURE]
+)
+def test_help_brings_no_package_that_is_slow_to_import(commands: list[list[str]]) -> None:
+    """But for benchmarks of tensors, and the list of all benchmarks."""
     code = (
-        "import sys; from minisgl_backend.cli.main import main; "
-        f"main(['--help'], standalone_mode=False); sys.exit({package!r} in sys.modules)"
+        "import sys; from minisgl_backend.cli.main import main\n"
+        f"for words in {commands!r}:\n"
+        "    main([*words, '--help'], standalone_mode=False)\n"
+        "    slow = {'torch', 'fastapi'} & {*sys.modules}\n"
+        "    assert not slow, (words, slow)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
 
@@ -60,6 +72,13 @@ def test_what_is_missing_only_when_a_command_runs(
     result = CliRunner().invoke(group, ["gateway", "--port", "0"])
     assert result.exit_code == 1
     assert result.output == "Error: gateway needs fastapi: pip install '.[gateway]' in a clone\n"
+
+
+def test_a_benchmark_without_torch_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    result = CliRunner().invoke(main, ["bench", "adapters"])
+    assert result.exit_code == 1
+    assert result.output == "Error: adapters needs torch: pip install '.[server]' in a clone\n"
 
 
 @pytest.mark.parametrize(

@@ -103,15 +103,22 @@ def _stderr() -> int | None:
         return None
 
 
+def load_failure(line: str) -> str | None:
+    """Which model did not load and why, if this line of a server's log says so."""
+    found = _LOAD_FAILURE.search(line)
+    if found is None:
+        return None
+    # Triton quotes messages, and the backend appends where in Python the error occurred
+    cause = found.group(2).split("\\n\\nAt:")[0].rstrip('"')
+    return f"{found.group(1)}: {cause}"
+
+
 def failure_in_log(lines: Iterable[str]) -> str | None:
     """The first cause in a server's log: why a model did not load, else the first error line."""
     texts = list(lines)
     for line in texts:
-        found = _LOAD_FAILURE.search(line)
-        if found:
-            # Triton quotes messages, and the backend appends where in Python the error occurred
-            cause = found.group(2).split("\\n\\nAt:")[0].rstrip('"')
-            return f"{found.group(1)}: {cause}"
+        if cause := load_failure(line):
+            return cause
     for line in texts:
         found = _ERROR.match(line)
         if found and not any(text in line for text in _HARMLESS):

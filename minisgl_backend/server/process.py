@@ -38,7 +38,7 @@ from minisgl_backend.server import triton_http
 from minisgl_backend.server.directory import make_directory, regions, sweep
 from minisgl_backend.server.installation import Installation
 from minisgl_backend.server.launch import ServerOptions, launch, with_ports
-from minisgl_backend.server.log import failure_in_log
+from minisgl_backend.server.log import failure_in_log, load_failure
 from minisgl_backend.server.progress import STUCK_AFTER_S, Progress
 from minisgl_backend.server.repository import copy_repository, with_plain_folders
 
@@ -78,6 +78,7 @@ class TritonServer:
         """Whether a load may wait for other machines, without any activity."""
         self._adapters = options.adapters
         self._was_ready = False
+        self._load_failure: str | None = None
         self._stopped_with: int | None = None
         with contextlib.ExitStack() as undo:
             self._held_ports = undo.enter_context(contextlib.ExitStack())
@@ -159,9 +160,9 @@ class TritonServer:
     ) -> None:
         """Return when every model is ready.
 
-        Raises ``ConfigError`` with the cause if the server ends or does not come up in time,
-        ``BrokenStart`` if a signal ended it or its processes are stuck, and ``InterruptedError``
-        once ``give_up`` returns True.
+        Raises ``ConfigError`` with the cause if a model fails to load, or the server ends or does
+        not come up in time, ``BrokenStart`` if a signal ended it or its processes are stuck, and
+        ``InterruptedError`` once ``give_up`` returns True.
         """
         deadline = time.monotonic() + timeout_s
         progress = Progress(self.pid, self._loaded)
@@ -172,6 +173,8 @@ class TritonServer:
             if code is not None:
                 self._log_thread.join(timeout=10)
                 raise (BrokenStart if code < 0 else ConfigError)(self.failure())
+            if self._load_failure is not None:  # tritonserver first loads and unloads the others
+                raise ConfigError(self._load_failure)
             if time.monotonic() > deadline:
                 raise ConfigError(f"tritonserver was not ready after {timeout_s:g} s")
             if not self.waits_for_nodes and progress.stuck_s() > STUCK_AFTER_S:
@@ -334,6 +337,7 @@ class TritonServer:
             for line in stream:
                 text = line.rstrip("\n")
                 self.log.append(text)
+                self._load_failure = self._load_failure or load_failure(text)
                 if self._on_log is not None:
                     self._on_log(text)
 

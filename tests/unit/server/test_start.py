@@ -287,6 +287,20 @@ def test_the_cause_of_a_failed_start(folder: Path) -> None:
     server.stop()
 
 
+def test_a_failed_load_is_told_before_the_server_ends(folder: Path) -> None:
+    """tritonserver first loads and unloads the other models, which takes seconds."""
+    body = """
+    print("E1121 04:00:00.0 12 model_lifecycle.cc:642] \\"failed to load 'llm_engine' version 1: "
+          "Internal: unknown option 'pages'\\\\n\\\\nAt:\\\\n  /x.py\\"", flush=True)
+    signal.pause()
+    """
+    server = start(fake_server(folder, body))
+    with pytest.raises(ConfigError, match=r"^llm_engine: unknown option 'pages'$"):
+        server.wait_ready(30)
+    assert server.poll() is None
+    server.stop()
+
+
 def test_a_start_without_a_cause_shows_the_log(folder: Path) -> None:
     server = start(fake_server(folder, "print('what now'); sys.exit(3)"))
     with pytest.raises(ConfigError, match="ended with code 3:\nwhat now"):

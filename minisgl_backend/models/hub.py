@@ -42,6 +42,8 @@ def resolve_model(model: str, source: str = "hf", *, download: Download | None =
         return folder
     if folder.suffix == ".gguf":
         raise ConfigError(f"{folder}: GGUF files are not supported; give a folder of safetensors")
+    if folder.is_file():
+        raise ConfigError(f"{folder} is a file: give the folder that holds it, or a model id")
     if not _is_id(model):
         raise ConfigError(f"{model} is neither a folder nor a model id like NAME or OWNER/NAME")
     if download is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from fnmatch import fnmatch
 from pathlib import Path
 from types import ModuleType
@@ -12,7 +13,7 @@ import huggingface_hub
 import pytest
 
 from minisgl_backend.errors import ConfigError
-from minisgl_backend.models.hub import resolve_model
+from minisgl_backend.models.hub import resolve_model, resolve_tokenizer
 
 
 @pytest.fixture
@@ -33,6 +34,16 @@ def test_gguf_files_are_refused_by_name(tmp_path: Path) -> None:
         resolve_model(str(tmp_path), download=_never)
     with pytest.raises(ConfigError, match="GGUF files are not supported; give a folder"):
         resolve_model(str(tmp_path / "model.gguf"), download=_never)
+
+
+@pytest.mark.parametrize("resolve", [resolve_model, resolve_tokenizer])
+def test_a_file_is_not_taken_for_an_id(
+    resolve: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("tokenizer.json").touch()
+    with pytest.raises(ConfigError, match=r"^tokenizer.json is a file: give the folder"):
+        resolve("tokenizer.json")
 
 
 def test_mistrals_own_format_is_refused_by_name(tmp_path: Path) -> None:

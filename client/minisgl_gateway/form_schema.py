@@ -58,7 +58,7 @@ class StructuralTagForm(Strict):
     triggers: list[str] | None = Field(None, fail_fast=True)
     at_least_one: bool | None = None
     stop_after_first: bool | None = None
-    separator: str | None = None
+    separator: str | list[str] | None = None
     format: dict[str, Any] | None = None
 
 

@@ -375,6 +375,10 @@ NEWER = {"type": "triggered_tags", "triggers": ["<"], "tags": []}
             {"structural_tag": {"type": "structural_tag", **TAG}},
         ),
         (
+            {"response_format": {"type": "structural_tag", **TAG, "separator": ["\n", ""]}},
+            {"structural_tag": {"type": "structural_tag", **TAG, "separator": ["\n", ""]}},
+        ),
+        (
             {"response_format": {"type": "structural_tag", "format": NEWER}},
             {"structural_tag": {"type": "structural_tag", "format": NEWER}},
         ),

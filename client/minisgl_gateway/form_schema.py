@@ -75,6 +75,7 @@ class StructuredOutputs(Strict):
     disable_any_whitespace: Literal[False] | None = None
     disable_additional_properties: Literal[False] | None = None
     whitespace_pattern: None = None
+    backend: Literal["auto", "guidance"] | None = None
 
 
 class FormFields(Body):
@@ -142,7 +143,9 @@ def _of_format(given: JsonObjectForm | JsonSchemaForm | StructuralTagForm) -> Ma
 
 def _of_object(given: StructuredOutputs) -> Mapping[str, Any]:
     values = given.model_dump(by_alias=True, exclude_none=True)
-    found = {name: values[name] for name in _FORMS if values.get(name, False) is not False}
+    found = {name: values[name] for name in _FORMS if name in values}
+    if found.get("json_object") is False:
+        del found["json_object"]
     if len(found) != 1:
         got = " and ".join(found) or "none of them"
         raise invalid(

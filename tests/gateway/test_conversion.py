@@ -383,7 +383,8 @@ NEWER = {"type": "triggered_tags", "triggers": ["<"], "tags": []}
             {"structural_tag": {"type": "structural_tag", "format": NEWER}},
         ),
         ({"structured_outputs": {"choice": ["a", "b"]}}, {"choice": ["a", "b"]}),
-        ({"structured_outputs": {"json": False, "json_object": True}}, {"json_object": True}),
+        ({"structured_outputs": {"regex": "a", "backend": "auto"}}, {"regex": "a"}),
+        ({"structured_outputs": {"json": False, "json_object": False}}, {"json": False}),
         ({"guided_json": SCHEMA}, {"json": SCHEMA}),
         ({"guided_json": "{}", "guided_regex": None}, {"json": "{}"}),
         ({"guided_regex": "a+", "guided_decoding_backend": "xgrammar"}, {"regex": "a+"}),
@@ -407,6 +408,7 @@ def test_forms_in_the_engines_words(fields: dict[str, Any], form: Any) -> None:
         ({"response_format": {"type": "json_object"}, "regex": "a"}, "regex"),
         ({"structured_outputs": {}}, "structured_outputs"),
         ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": "a", "json": False}}, "structured_outputs"),
     ],
 )
 def test_one_form_at_most(fields: dict[str, Any], param: str) -> None:

@@ -76,7 +76,8 @@ class Constraints:
     """The matchers of open requests. Costs a step nothing while no request has a grammar."""
 
     def __init__(self, grammars: Grammars | None) -> None:
-        """``grammars`` is None if this engine has no tokenizer: then grammars are refused."""
+        """``grammars`` is None if an option says so, or if this engine has no tokenizer: then
+        grammars are refused."""
         self._grammars = grammars
         self._matchers: dict[RequestId, Matcher] = {}
         self._by_row: dict[int, RequestId] = {}  # the last request with a grammar to hold the row
@@ -97,7 +98,7 @@ class Constraints:
         request_id = request.id
         if self._grammars is None:
             self._compiling[request_id] = None
-            refusal = Unsupported("this engine takes no grammars")
+            refusal = Unsupported("a grammar needs the option structured_outputs, and a tokenizer")
             report(Compiled(request_id, refusal))
             return
         self._compiling[request_id] = self._grammars.compile(

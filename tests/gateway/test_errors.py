@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 from minisgl_client.errors import Closed, error_from
 from minisgl_gateway.errors import _LOST, _ONLY_EMBEDS, api_error
 
-from minisgl_backend.errors import EngineFailure, InvalidRequest
+from minisgl_backend.errors import EngineFailure, InvalidRequest, Unsupported
+from minisgl_backend.request import Grammar, GrammarKind, Request, RequestId, SamplingParams
 from minisgl_backend.runtime.capacity import Capacity
+from minisgl_backend.runtime.constraints import Compiled, Constraints
 from minisgl_backend.text.tokenizer import PromptEncoder
 from minisgl_backend.wire.generation import TextPrompt
 
@@ -116,6 +119,20 @@ def test_a_text_that_is_seen_to_be_too_long_without_tokenizing_it(text: str) -> 
     error = api_error(error_from(f"{InvalidRequest.code}: {refusal.value}"), ("prompt",))
     assert (error.code, error.param) == ("context_length_exceeded", "prompt")
     assert error.message.startswith("This model's maximum context length is 100 tokens. However, ")
+
+
+def test_the_field_that_asked_for_a_grammar_is_named_if_the_engine_takes_none() -> None:
+    constraints = Constraints(None)
+    told: list[Compiled] = []
+    sampling = SamplingParams(grammar=Grammar(GrammarKind.REGEX, "a"))
+    prompt = np.array([1], dtype=np.int32)
+    request = Request(id=RequestId(1), prompt=prompt, sampling=sampling)
+    constraints.compile(request, told.append)
+    refusal = constraints.compiled(told[0])
+    sentence = f"{Unsupported.code}: {refusal}"
+    error = api_error(error_from(sentence), (), of_form=lambda message: ("regex", message))
+    assert (error.status, error.code, error.param) == (400, "unsupported_parameter", "regex")
+    assert error.message.startswith("regex: ")
 
 
 def test_other_wrong_values_are_not_about_the_context() -> None:

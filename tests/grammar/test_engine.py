@@ -246,6 +246,7 @@ def test_an_engine_may_take_no_grammars() -> None:
     with ranked_engine(1, **OPTIONS, structured_outputs=False) as ranked:
         (answer,) = answered(ranked, SamplingParams(grammar=grammar("choice", ["a"])))
         assert isinstance(answer.error, Unsupported)
+        assert "the option structured_outputs" in str(answer.error)
 
 
 def test_grammars_are_followed_in_tokens_of_the_option_tokenizer(tmp_path: Path) -> None:

@@ -68,6 +68,8 @@ def read_request(
     inputs = read_inputs(request)
     parameters = read_parameters(request)
     checked_size(request, inputs, limits)
+    if LORA_ORDER.name in {*inputs, *parameters} and INPUT_IDS.name in inputs:
+        raise InvalidRequest(f"{LORA_ORDER.name} takes no {INPUT_IDS.name}")
     if LORA_ORDER.name in inputs:
         order = inputs[LORA_ORDER.name].item(0).decode(errors="replace")  # then it is no JSON
         return parse_adapter_order(order), True

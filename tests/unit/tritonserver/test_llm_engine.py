@@ -120,7 +120,10 @@ def test_adapters_are_listed_while_another_is_loaded(
     monkeypatch.setattr(model.engine, "_adapters", adapters)
     monkeypatch.setattr(model, "_options", replace(model._options, lora_updates=True))
     orders = [{"load": {"name": "sql", "path": "/loras/sql"}}, {}]
-    load, listing = (request(acknowledged=False, lora_order=json.dumps(each)) for each in orders)
+    load, listing = (
+        pb_utils.InferenceRequest({}, parameters={"lora_order": json.dumps(each)})
+        for each in orders
+    )
     model.execute([load, listing])
     for asked, names in ((listing, []), (load, ["sql"])):
         response, _ = asked.sender.sent.get(timeout=PATIENCE_S)
@@ -130,6 +133,17 @@ def test_adapters_are_listed_while_another_is_loaded(
         reader.may_read.set()
     adapters.close()
     (tmp_path / ADAPTERS).unlink()  # which an engine that replaces this one would read
+
+
+def test_a_request_is_a_prompt_or_an_order(model: Model) -> None:
+    """An order with a prompt got the list of adapters, and nothing was generated."""
+    both = request(acknowledged=False, lora_order="{}")
+    model.execute([both])
+    response, final = both.sender.sent.get(timeout=PATIENCE_S)
+    assert final and response is not None
+    error = response.error()
+    assert error is not None
+    assert error.message() == "INVALID_ARG: lora_order takes no input_ids"
 
 
 def request(

@@ -255,7 +255,7 @@ def test_thoughts_text_and_call_of_an_answer(magistral: Gateway) -> None:
             chunk.choices[0].delta for chunk in served.ask(tools=tools(strict=False), stream=True)
         ]
         thoughts = [getattr(delta, "reasoning_content", None) or "" for delta in deltas]
-        assert "".join(thoughts) == said.THOUGHT and len(list(filter(None, thoughts))) > 2
+        assert "".join(thoughts) == said.THOUGHT
         assert "".join(delta.content or "" for delta in deltas) == said.WORDS
         (streamed,) = (call for delta in deltas for call in delta.tool_calls or ())
         assert streamed.function.arguments == said.ARGUMENTS

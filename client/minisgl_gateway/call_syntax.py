@@ -273,13 +273,16 @@ def _word(first: str, written: list[str]) -> _Reading:
     return char
 
 
-def word_of(first: str, chars: Collection[str]) -> Generator[None, str, tuple[str, str]]:
-    """A word of ``chars``, which may be empty, and the character after it."""
+def word_of(
+    first: str, chars: Collection[str], *, most: int = _MOST_WORD_CHARS
+) -> Generator[None, str, tuple[str, str]]:
+    """A word of at most ``most`` of the ``chars``, which may be empty, and the character after
+    it."""
     word: list[str] = []
     char = first
     while char in chars:
         word.append(char)
-        if len(word) > _MOST_WORD_CHARS:
+        if len(word) > most:
             raise NotACall
         char = yield
     return "".join(word), char
@@ -342,16 +345,10 @@ def mark(*marks: str, first: str = "") -> _Reading:
 
 def _word_of_name(first: str) -> Generator[None, str, tuple[str, str]]:
     """A plain name, and the character after it."""
-    name: list[str] = []
-    char = first
-    while char in _NAME_CHARS:
-        name.append(char)
-        if len(name) > MOST_NAME_CHARS:
-            raise NotACall
-        char = yield
+    name, char = yield from word_of(first, _NAME_CHARS, most=MOST_NAME_CHARS)
     if not name:
         raise NotACall
-    return "".join(name), char
+    return name, char
 
 
 def name_before(first: str, ends: str, others: str = "") -> Generator[None, str, tuple[str, str]]:

@@ -68,13 +68,15 @@ def read_request(
     inputs = read_inputs(request)
     parameters = read_parameters(request)
     checked_size(request, inputs, limits)
-    if LORA_ORDER.name in {*inputs, *parameters} and INPUT_IDS.name in inputs:
-        raise InvalidRequest(f"{LORA_ORDER.name} takes no {INPUT_IDS.name}")
+    order: str | None = None
     if LORA_ORDER.name in inputs:
         order = inputs[LORA_ORDER.name].item(0).decode(errors="replace")  # then it is no JSON
+    elif LORA_ORDER.name in parameters:
+        order = str(parameters[LORA_ORDER.name])
+    if order is not None:
+        if INPUT_IDS.name in inputs:
+            raise InvalidRequest(f"{LORA_ORDER.name} takes no {INPUT_IDS.name}")
         return parse_adapter_order(order), True
-    if LORA_ORDER.name in parameters:
-        return parse_adapter_order(str(parameters[LORA_ORDER.name])), True
     if REQUEST.name not in inputs:
         parsed = parse_token_generation(
             inputs,

@@ -51,8 +51,6 @@ def checked_spec(options: EngineOptions, folder: Path, device: str | None) -> Mo
             raise ConfigError(f"option {name}: {spec.architecture} has no recurrent layers")
     if options.load_format == "auto":
         check_weights(spec, weight_files(folder, spec.names))
-    if device == "cuda":
-        _check_heads(spec)
     if device == "cpu":
         _check_memory(options, spec)
     return spec
@@ -78,14 +76,6 @@ def check_invariant_spec(spec: ModelSpec) -> None:
     for what, is_there in unknown.items():
         if is_there:
             raise ConfigError(f"option batch_invariant: there are no kernels for {what}")
-
-
-def _check_heads(spec: ModelSpec) -> None:
-    """Raise ``ConfigError`` if a GPU has no kernel that rotates and stores heads of these sizes."""
-    for layer in spec.attention_layers:
-        head_dim = spec.kv_heads_of(layer).head_dim
-        if head_dim & (head_dim - 1):
-            raise ConfigError(f"head_dim must be a power of two on a GPU, it is {head_dim}")
 
 
 def _check_experts(options: EngineOptions, spec: ModelSpec) -> None:

@@ -56,6 +56,8 @@ logger = logging.getLogger(__name__)
 
 _MOST_HEAD_DIM: Final = 256
 """The largest heads that the kernels for GPUs take; ``sdpa`` also takes larger ones."""
+_MOST_HEAD_DIM_OF_GROUPS: Final = 128
+"""The largest heads with which a GPU reads shared pages once for all rows of a group."""
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -83,6 +85,8 @@ def choose_attention(option: str | None, setting: AttentionSetting) -> PagedAtte
         return _by_layer(option, setting)
     if setting.shape.sections:
         return _in_sections(option, setting)
+    if setting.device.type != "cpu" and setting.shape.head_dim > _MOST_HEAD_DIM_OF_GROUPS:
+        setting = replace(setting, grouped=False)
     if setting.batch_invariant:
         attention = InvariantAttention(setting)
         return PagedAttention("invariant", attention, attention)
@@ -242,6 +246,7 @@ def _why_not_cuda(setting: AttentionSetting) -> str | None:
         head_dim=shape.head_dim,
         page_size=setting.page_size,
         kv_dtype=setting.kv_dtype,
+        device=setting.device,
     )
 
 

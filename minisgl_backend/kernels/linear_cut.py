@@ -228,10 +228,9 @@ def _cut_of_large(
     if steps >= _LEAST_EVEN * _MOST_BLOCKS:
         return replace(even, stages=_most_stages(even))
     tile = Cut(features, _tokens_of(batch, 128, numbers), stages=1, numbers=numbers, ways=ways)
-    # not tiles of 64 features, with which a single token gains nothing; nor few tiles, since then a
-    # multiprocessor has no room for two thread blocks with the same number of splits
-    are_wide = features == 128 and 4 * tile.num_tiles(height) > _MOST_BLOCKS
-    two = shared and numbers == PLAIN and batch <= FEW_TOKENS and are_wide
+    # not with few tiles: a multiprocessor has no room for two thread blocks of as many splits
+    are_many = 4 * tile.num_tiles(height) > _MOST_BLOCKS
+    two = shared and numbers == PLAIN and batch <= FEW_TOKENS and are_many
     return _whole_or_split(batch, height, in_features, tile, _MOST_BLOCKS * (2 if two else 1))
 
 

@@ -507,7 +507,7 @@ CASES: Final[Mapping[str, Callable[[], PreTrainedModel]]] = MappingProxyType(
         "mistral3-tied": lambda: _mistral3(
             {"model_type": "ministral3", "rope_parameters": dict(_MINISTRAL_ROPE)}
         ),
-        "phi3": lambda: _phi3(sliding_window=24),
+        "phi3": lambda: _phi3(sliding_window=24, hidden_size=96),
         "phi3-partial": lambda: _phi3(partial_rotary_factor=0.75, tie_word_embeddings=True),
         "phi3-longrope": lambda: _phi3(partial_rotary_factor=0.75, **_longrope(6)),
         "olmo2": lambda: _olmo2(num_key_value_heads=4),

@@ -48,8 +48,11 @@ FEWEST = [
     Case(64, 5, 128),
     Case(16, 2, 128, window=50),
 ]
+ODD = [Case(16, 2, 96), Case(1, 1, 80), Case(64, 8, 24, window=50)]
+WIDE = [Case(16, 8, 256), Case(64, 6, 256, window=50), Case(16, 4, 256, fp8=True)]
 FP8 = [Case(*of, 128, fp8=True) for of in product((1, 16, 64), (2, 8))]
 FEWEST_FP8 = [Case(16, 2, 128, fp8=True), Case(64, 8, 128, fp8=True)]
+ODD_FP8 = [Case(16, 4, 96, fp8=True)]
 SINKS = [
     Case(16, 8, 64, sinks=True),
     Case(16, 8, 64, window=50, sinks=True),
@@ -66,9 +69,9 @@ IN_TILES = [
 ]
 
 BACKENDS = {
-    "cuda": IN_TILES,
-    "triton": [*WHOLE, *UNEVEN, *FP8, *SINKS, *SECTIONS, *FP8_SINKS],
-    "fa": [*WHOLE, *SINKS, *SECTIONS],
+    "cuda": [*IN_TILES, *WIDE],
+    "triton": [*WHOLE, *UNEVEN, *ODD, *FP8, *ODD_FP8, *SINKS, *SECTIONS, *FP8_SINKS],
+    "fa": [*WHOLE, *ODD, *SINKS, *SECTIONS],
     "fi": [*FEWER, *FP8, *SINKS, *SECTIONS, *FP8_SINKS],
     "trtllm": [*FEWEST, *FEWEST_FP8, *SINKS, *SECTIONS],
     "sdpa": [*WHOLE, *UNEVEN, *FP8, *SINKS, *SECTIONS, *FP8_SINKS],

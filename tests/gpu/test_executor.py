@@ -73,6 +73,7 @@ OTHERS = [
     "mixtral",
     "olmo2-biases",
     "olmo3-yarn",
+    "phi3",
     "phi3-partial",
     "smollm3",
     "dots1-window",

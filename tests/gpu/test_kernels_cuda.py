@@ -38,6 +38,9 @@ HEADS = [
     Heads(9, 3, 64),
     Heads(14, 2, 64),
     Heads(8, 8, 64),
+    Heads(16, 2, 256),
+    Heads(24, 4, 256),
+    Heads(4, 1, 256),
 ]
 
 
@@ -195,7 +198,7 @@ def test_ways_to_cut_the_work(
 
 
 @needs_gpu
-@pytest.mark.parametrize("heads", [HEADS[0], HEADS[1], HEADS[5]], ids=str)
+@pytest.mark.parametrize("heads", [HEADS[0], HEADS[1], HEADS[5], HEADS[9]], ids=str)
 @pytest.mark.parametrize("batch_size", [1, 9, 200])
 def test_launches_right_after_each_other_give_the_same_bits(
     device: torch.device, heads: Heads, batch_size: int
@@ -220,7 +223,7 @@ def test_runs_without_a_tile(device: torch.device, leaving: int) -> None:
 
 @needs_gpu
 @pytest.mark.parametrize("kv_dtype", [torch.bfloat16, FP8], ids=["bf16", "fp8"])
-@pytest.mark.parametrize("heads", [HEADS[0], HEADS[1], HEADS[3], HEADS[5]], ids=str)
+@pytest.mark.parametrize("heads", [HEADS[0], HEADS[1], HEADS[3], HEADS[5], HEADS[10]], ids=str)
 def test_no_value_keeps_thread_blocks_waiting(
     device: torch.device, heads: Heads, kv_dtype: torch.dtype
 ) -> None:

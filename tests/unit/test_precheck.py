@@ -30,7 +30,6 @@ from minisgl_backend.precheck import check_meeting_point, check_options, device_
 from minisgl_backend.weight_format import CONVERT_TO_FP8
 from minisgl_bench.dummy_model import SHAPES
 from minisgl_kit.adapters import adapted_shapes
-from tests.unit.models.config_jsons import GEMMA_4_E2B
 
 
 @pytest.fixture
@@ -184,17 +183,6 @@ def test_sections_begin_with_pages(folder: Path) -> None:
     with pytest.raises(ConfigError, match="page_size 32 must divide attention_chunk_size 48 of "):
         checked_spec(EngineOptions(**given, page_size=32), folder, "cpu")
     checked_spec(EngineOptions(**{**given, "max_sequence_length": 48}, page_size=32), folder, "cpu")
-
-
-@pytest.mark.parametrize("name", ["head_dim", "global_head_dim"])
-def test_a_gpu_takes_heads_of_powers_of_two(folder: Path, name: str) -> None:
-    small = {"num_hidden_layers": 6, "layer_types": None, "num_kv_shared_layers": 0}
-    config = {**GEMMA_4_E2B, **small, "hidden_size_per_layer_input": 0, name: 96}
-    (folder / "config.json").write_text(json.dumps(config))
-    options = EngineOptions(load_format="dummy", max_sequence_length=100)
-    checked_spec(options, folder, "cpu")
-    with pytest.raises(ConfigError, match="head_dim must be a power of two on a GPU, it is 96"):
-        checked_spec(options, folder, "cuda")
 
 
 @pytest.mark.parametrize(

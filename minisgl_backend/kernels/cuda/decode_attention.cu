@@ -25,7 +25,7 @@
 // once. The tiles of such a row begin after these positions, and its last step is to merge the partial results that
 // it finds in `partials` and `sums`.
 //
-// Compiled with: HEAD_DIM (64 or 128), GROUP (query heads per KV head), KV_HEADS, PAGE_SIZE (a multiple of 16), FP8,
+// Compiled with: HEAD_DIM (64, 128 or 256), GROUP (query heads per KV head), KV_HEADS, PAGE_SIZE (a multiple of 16), FP8,
 // BFLOAT16 (type of q and out; otherwise float16), WARPS (per thread block; unless SPLIT, a divisor of KV_HEADS),
 // STAGES (per ring), PER_PROCESSOR (thread blocks per multiprocessor), LEAVING (what a row costs besides its tiles, in
 // tiles), LEAST (the fewest tiles of a run), PARTS (of 16 positions, per tile), COLUMNS (pairs of a fragment's columns
@@ -47,7 +47,7 @@ constexpr int SIDES = 4 / COLUMNS;                      // pieces that a warp me
 constexpr int QUADS = STEPS + 1;                        // float4 of a lane's piece
 constexpr float LOG2E = 1.4426950408889634f;
 
-static_assert(HEAD_DIM == 64 || HEAD_DIM == 128, "");
+static_assert(HEAD_DIM == 64 || HEAD_DIM == 128 || HEAD_DIM == 256, "");
 static_assert(GROUP <= HEADS && PAGE_SIZE % PART == 0, "");
 static_assert(SPLIT ? !SHARED : KV_HEADS % WARPS == 0, "");
 
@@ -408,7 +408,10 @@ decode_attention(const Arguments args) {
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
                     const int n = part * PART + 2 * j + i % 2 + i / 2 * 8, byte = g * (HEAD_DIM / 8);
-                    load_words<WORDS>(v[i], values + chunk_at(n, byte / 16) + byte % 16);
+                    constexpr int AT_ONCE = WORDS < 4 ? WORDS : 4;
+#pragma unroll
+                    for (int w = 0; w < WORDS; w += AT_ONCE)
+                        load_words<AT_ONCE>(v[i] + w, values + chunk_at(n, (byte + 4 * w) / 16) + byte % 16);
                 }
 #pragma unroll
                 for (int step = 0; step < STEPS; ++step) {

@@ -46,11 +46,14 @@ class Tuning:
     least: int = 4
 
 
-def tuning(kv_dtype: torch.dtype) -> Tuning:
-    """What was fastest on an H200."""
-    if kv_dtype == torch.float8_e4m3fn:
-        return Tuning(parts=2, stages=2, per_processor=2)
-    return Tuning(parts=1, stages=3, per_processor=2)
+def tuning(kv_dtype: torch.dtype, head_dim: int) -> Tuning:
+    """What was fastest on an H200. The rings of wide heads leave room for one thread block."""
+    is_wide, is_fp8 = head_dim > 128, kv_dtype == torch.float8_e4m3fn
+    return Tuning(
+        parts=2 if is_fp8 else 1,
+        stages=2 if is_wide or is_fp8 else 3,
+        per_processor=1 if is_wide else 2,
+    )
 
 
 class _Arguments(ctypes.Structure):
@@ -117,17 +120,27 @@ def why_not(
     head_dim: int,
     page_size: int,
     kv_dtype: torch.dtype,
+    device: torch.device,
 ) -> str | None:
-    """Why the kernel cannot take these shapes; None if it can."""
+    """Why the kernel cannot take these shapes on this GPU; None if it can."""
     if num_heads // num_kv_heads > _HEADS:
         return f"needs at most {_HEADS} query heads a KV head"
-    if head_dim not in (64, 128):
-        return f"needs heads of 64 or 128 elements, not {head_dim}"
+    if head_dim not in (64, 128, 256):
+        return f"needs heads of 64, 128 or 256 elements, not {head_dim}"
     if page_size % _PART:
         return f"needs a page_size that is a multiple of {_PART}, not {page_size}"
     if kv_dtype not in (torch.bfloat16, torch.float16, torch.float8_e4m3fn):
         return f"needs KV pages of two bytes or fp8, not {str(kv_dtype).removeprefix('torch.')}"
+    if _ring_bytes(tuning(kv_dtype, head_dim), head_dim, kv_dtype) > most_bytes(
+        shared_bytes(device)
+    ):
+        return f"needs a GPU with more shared memory for heads of {head_dim} elements"
     return None
+
+
+def _ring_bytes(cut: Tuning, head_dim: int, kv_dtype: torch.dtype) -> int:
+    """Of the rings of ``_WARPS`` warps."""
+    return _WARPS * cut.stages * 2 * cut.parts * _PART * head_dim * kv_dtype.itemsize
 
 
 class DecodeAttentionKernel:
@@ -158,15 +171,15 @@ class DecodeAttentionKernel:
         shared: SharedAttention | None = None,
     ) -> None:
         group = num_heads // num_kv_heads
-        cut = cut or tuning(kv_dtype)
+        cut = cut or tuning(kv_dtype, head_dim)
         columns = 1 if group <= 2 else 2 if group <= 4 else 4
         quads = head_dim // 16 + 1
-        stages_bytes = cut.stages * 2 * cut.parts * _PART * head_dim * kv_dtype.itemsize
+        ring_bytes = _ring_bytes(cut, head_dim, kv_dtype) // _WARPS
         memory = shared_bytes(device)
 
         def needed(num_warps: int, *, split: bool) -> int:
             of_merging = (num_warps - 1) * quads * 32 * 16 if split else 0
-            return num_warps * stages_bytes + of_merging
+            return num_warps * ring_bytes + of_merging
 
         def kernels(per_processor: int, *, split: bool = False, grouped: bool = False) -> _Kernels:
             num_warps = _WARPS if split else math.gcd(num_kv_heads, _WARPS)
@@ -201,10 +214,12 @@ class DecodeAttentionKernel:
 
         self._shared, self._num_kv_heads = shared, num_kv_heads
         # GPUs of compute capability 12 have too little for warps that share 16-bit positions
-        can_split = needed(_WARPS, split=True) <= most_bytes(memory)
+        few_a_processor = [
+            n for n in _FEW_A_PROCESSOR if needed(_WARPS, split=True) <= most_bytes(memory, n)
+        ]
         with ThreadPoolExecutor() as pool:
             single = pool.submit(kernels, cut.per_processor)
-            few = [pool.submit(kernels, n, split=True) for n in _FEW_A_PROCESSOR if can_split]
+            few = [pool.submit(kernels, n, split=True) for n in few_a_processor]
             self._grouped = None if shared is None else kernels(cut.per_processor, grouped=True)
         self._single, self._few = single.result(), [made.result() for made in few]
         num_pieces = self._single.num_blocks * self._single.num_warps

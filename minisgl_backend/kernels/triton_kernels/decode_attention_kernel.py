@@ -8,6 +8,8 @@ from minisgl_backend.kernels.triton_kernels.page_tiles import (
     Pages,
     Partials,
     attend,
+    dims_of,
+    of_heads,
     scores_of,
     slots_of,
 )
@@ -45,6 +47,7 @@ def _decode_attention(
     GROUP: tl.constexpr,  # query heads of a KV head
     BLOCK_GROUP: tl.constexpr,  # GROUP, padded to what a tensor core takes
     HEAD_DIM: tl.constexpr,
+    DIMS: tl.constexpr,  # HEAD_DIM as a power of two
     BLOCK: tl.constexpr,  # positions of an iteration
     SPLITS: tl.constexpr,
     WINDOW: tl.constexpr,
@@ -74,12 +77,13 @@ def _decode_attention(
     last = tl.minimum(first + per_split, length)
 
     g = tl.arange(0, BLOCK_GROUP)
-    d = tl.arange(0, HEAD_DIM)
+    d = tl.arange(0, DIMS)
     n = tl.arange(0, BLOCK)
     heads = kv_head * GROUP + g
     in_group = g < GROUP
     q_at = q_ptr + batch * q_stride + heads[:, None] * HEAD_DIM + d[None, :]
-    q = tl.load(q_at, mask=in_group[:, None], other=0.0)  # [BLOCK_GROUP, HEAD_DIM]
+    inside = of_heads(in_group, DIMS, HEAD_DIM)
+    q = tl.load(q_at, mask=inside, other=0.0)  # [BLOCK_GROUP, DIMS]
     if FP8:
         # one instruction converts two float8 to float16; to bfloat16 it takes several
         q = q.to(tl.float16)
@@ -90,15 +94,15 @@ def _decode_attention(
 
     best = tl.full([BLOCK_GROUP], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_GROUP], tl.float32)
-    acc = tl.zeros([BLOCK_GROUP, HEAD_DIM], tl.float32)
+    acc = tl.zeros([BLOCK_GROUP, DIMS], tl.float32)
     for start in tl.range(first, last, BLOCK, num_stages=STAGES):
         at = start + n
         seen = at < last
         slots = slots_of(pages, page_ptr, at, seen, PAGE_SIZE)
-        scores = scores_of(q, k_head_ptr, slots, seen, scale_log2)
+        scores = scores_of(q, k_head_ptr, slots, seen, scale_log2, HEAD_DIM)
         scores = tl.where(seen[None, :], scores, float("-inf"))
         best, total, acc = attend(
-            (best, total, acc), scores, v_head_ptr, slots, seen, q.dtype, HIDES=False
+            (best, total, acc), scores, v_head_ptr, slots, seen, q.dtype, HEAD_DIM, HIDES=False
         )
     lse = best + tl.log2(total)
     if SINKS:
@@ -112,13 +116,13 @@ def _decode_attention(
     out_heads = batch * (NUM_KV_HEADS * GROUP) + heads
     out_at = out_ptr + out_heads[:, None] * HEAD_DIM + d[None, :]
     if SPLITS == 1:
-        tl.store(out_at, acc.to(out_ptr.dtype.element_ty), mask=in_group[:, None])
+        tl.store(out_at, acc.to(out_ptr.dtype.element_ty), mask=inside)
         return
     if active == 1:
-        tl.store(out_at, acc.to(out_ptr.dtype.element_ty), mask=in_group[:, None])
+        tl.store(out_at, acc.to(out_ptr.dtype.element_ty), mask=inside)
         return
     part = out_heads * partials.max_splits + split
-    tl.store(partials.outputs + part[:, None] * HEAD_DIM + d[None, :], acc, mask=in_group[:, None])
+    tl.store(partials.outputs + part[:, None] * HEAD_DIM + d[None, :], acc, mask=inside)
     tl.store(partials.lses + part, lse, mask=in_group)
     # Every thread's stores come before the barrier, the barrier comes before the release, and the
     # loads below bypass the first-level cache. So the last program sees what all others wrote.
@@ -131,13 +135,13 @@ def _decode_attention(
     tl.debug_barrier()
     best = tl.full([BLOCK_GROUP], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_GROUP], tl.float32)
-    acc = tl.zeros([BLOCK_GROUP, HEAD_DIM], tl.float32)
+    acc = tl.zeros([BLOCK_GROUP, DIMS], tl.float32)
     for other in tl.range(0, active, num_stages=STAGES):
         part = out_heads * partials.max_splits + other
         lse = tl.load(partials.lses + part, mask=in_group, other=0.0, cache_modifier=".cg")
         value = tl.load(
             partials.outputs + part[:, None] * HEAD_DIM + d[None, :],
-            mask=in_group[:, None],
+            mask=inside,
             other=0.0,
             cache_modifier=".cg",
         )
@@ -150,7 +154,7 @@ def _decode_attention(
     if SINKS:
         total += tl.exp2(sinks - best)
     acc = acc / total[:, None]
-    tl.store(out_at, acc.to(out_ptr.dtype.element_ty), mask=in_group[:, None])
+    tl.store(out_at, acc.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 def launch_decode_attention(
@@ -181,7 +185,7 @@ def launch_decode_attention(
     assert q.stride(1) == head_dim and q.stride(2) == 1
     group = num_heads // num_kv_heads
     fp8 = k_scale is not None
-    if head_dim >= 256 and not fp8:
+    if head_dim > 128 and not fp8:
         # many rows hide latency with more programs, few rows with more warps
         block, num_warps, stages = (32, 4, 3) if batch_size * num_kv_heads >= 128 else (64, 8, 3)
     elif splits > 1:
@@ -212,6 +216,7 @@ def launch_decode_attention(
         GROUP=group,
         BLOCK_GROUP=max(16, triton.next_power_of_2(group)),
         HEAD_DIM=head_dim,
+        DIMS=dims_of(head_dim),
         BLOCK=block,
         SPLITS=splits,
         WINDOW=window or 0,

@@ -50,7 +50,7 @@ def _attend_split(
         at = start + n
         held = at < end
         slots = slots_of(pages, page_ptr, at, held, PAGE_SIZE)
-        k = load_slots(k_head_ptr, slots, held)
+        k = load_slots(k_head_ptr, slots, held, HEAD_DIM)
         scores = tl.dot(q, tl.trans(k.to(q.dtype)))  # [TILE, BLOCK]
         seen = at[None, :] <= position[:, None]
         if WINDOW:
@@ -62,7 +62,7 @@ def _attend_split(
         p = tl.exp2(tl.fma(scores, scale_log2, -base[:, None]))
         p = p.to(q.dtype)
         totals = tl.dot(p, ones, totals * shrink[:, None])
-        v = load_slots(v_head_ptr, slots, held)
+        v = load_slots(v_head_ptr, slots, held, HEAD_DIM)
         acc = tl.dot(p, v.to(q.dtype), acc * shrink[:, None])
         best = new_best
     total = tl.max(totals, axis=1)

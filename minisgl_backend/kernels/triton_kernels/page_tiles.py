@@ -1,4 +1,8 @@
-"""What attention kernels share: keys and values in pages, and the softmax over blocks of them."""
+"""What attention kernels share: keys and values in pages, and the softmax over blocks of them.
+
+Tiles have DIMS columns for the HEAD_DIM dimensions of a head, a power of two (``dims_of``); the
+columns after those dimensions are 0.
+"""
 
 from typing import NamedTuple
 
@@ -24,6 +28,11 @@ class Pages(NamedTuple):
         return cls(k_cache, v_cache, *k_cache.stride()[:3])
 
 
+def dims_of(head_dim: int) -> int:
+    """DIMS: what tensor cores take, too."""
+    return max(16, triton.next_power_of_2(head_dim))
+
+
 class Partials(NamedTuple):
     """Results of the splits of query heads, and for how many splits a head has room."""
 
@@ -47,21 +56,33 @@ def slots_of(pages, page_ptr, at, held, PAGE_SIZE: tl.constexpr):
 
 
 @triton.jit
-def load_slots(head_ptr, slots, held):
-    """One head's keys or values in these slots, [BLOCK, HEAD_DIM]."""
-    return tl.load(head_ptr[None, :] + slots[:, None], mask=held[:, None], other=0.0)
+def of_heads(rows, DIMS: tl.constexpr, HEAD_DIM: tl.constexpr):
+    """Which numbers of a tile [rows, DIMS] are there, if these ``rows`` are."""
+    inside = rows[:, None]
+    if DIMS > HEAD_DIM:
+        inside = inside & (tl.arange(0, DIMS) < HEAD_DIM)[None, :]
+    return inside
 
 
 @triton.jit
-def scores_of(q, k_head_ptr, slots, held, scale_log2):
-    """Queries [TILE, HEAD_DIM] times the keys in slots, [TILE, BLOCK], scaled for exp2 in place of
+def load_slots(head_ptr, slots, held, HEAD_DIM: tl.constexpr):
+    """One head's keys or values in these slots, [BLOCK, DIMS]."""
+    inside = of_heads(held, head_ptr.shape[0], HEAD_DIM)
+    return tl.load(head_ptr[None, :] + slots[:, None], mask=inside, other=0.0)
+
+
+@triton.jit
+def scores_of(q, k_head_ptr, slots, held, scale_log2, HEAD_DIM: tl.constexpr):
+    """Queries [TILE, DIMS] times the keys in slots, [TILE, BLOCK], scaled for exp2 in place of
     exp."""
-    k = load_slots(k_head_ptr, slots, held)
+    k = load_slots(k_head_ptr, slots, held, HEAD_DIM)
     return tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee") * scale_log2
 
 
 @triton.jit
-def attend(softmax, scores, v_head_ptr, slots, held, dtype, HIDES: tl.constexpr):
+def attend(
+    softmax, scores, v_head_ptr, slots, held, dtype, HEAD_DIM: tl.constexpr, HIDES: tl.constexpr
+):
     """An online softmax after one more block of scores: (the best score, the sum of weights, the
     weighted sum of values). With ``HIDES`` a query may not have seen anything yet."""
     best, total, acc = softmax
@@ -70,6 +91,6 @@ def attend(softmax, scores, v_head_ptr, slots, held, dtype, HIDES: tl.constexpr)
     shrink = tl.exp2(best - base)
     p = tl.exp2(scores - base[:, None])
     total = total * shrink + tl.sum(p, axis=1)
-    v = load_slots(v_head_ptr, slots, held)
+    v = load_slots(v_head_ptr, slots, held, HEAD_DIM)
     acc = acc * shrink[:, None] + tl.dot(p.to(dtype), v.to(dtype), input_precision="ieee")
     return new_best, total, acc

@@ -7,7 +7,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minisgl_backend.kernels.triton_kernels.page_tiles import Pages, attend, scores_of, slots_of
+from minisgl_backend.kernels.triton_kernels.page_tiles import (
+    Pages,
+    attend,
+    dims_of,
+    of_heads,
+    scores_of,
+    slots_of,
+)
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 _CHUNKS = tl.constexpr(128)  # of an iteration of the search for a program's chunk
@@ -65,6 +72,7 @@ def _prefill_attention(
     GROUP: tl.constexpr,  # query heads of a KV head
     BLOCK_GROUP: tl.constexpr,  # GROUP as a power of two
     HEAD_DIM: tl.constexpr,
+    DIMS: tl.constexpr,  # HEAD_DIM as a power of two
     QUERIES: tl.constexpr,  # tokens of a block, which has QUERIES * BLOCK_GROUP rows
     BLOCK: tl.constexpr,  # keys of an iteration
     WINDOW: tl.constexpr,
@@ -80,7 +88,7 @@ def _prefill_attention(
     row = tl.load(rows_ptr + chunk).to(tl.int64)
 
     m = tl.arange(0, QUERIES * BLOCK_GROUP)
-    d = tl.arange(0, HEAD_DIM)
+    d = tl.arange(0, DIMS)
     n = tl.arange(0, BLOCK)
     query = block * QUERIES + m // BLOCK_GROUP  # within the chunk
     in_group = m % BLOCK_GROUP
@@ -89,7 +97,8 @@ def _prefill_attention(
     token = (first_token + query).to(tl.int64)
     position = end - length + query
     q_at = q_ptr + (token * q_stride + head * HEAD_DIM)[:, None] + d[None, :]
-    q = tl.load(q_at, mask=inside[:, None], other=0.0)  # [QUERIES * BLOCK_GROUP, HEAD_DIM]
+    in_tile = of_heads(inside, DIMS, HEAD_DIM)
+    q = tl.load(q_at, mask=in_tile, other=0.0)  # [QUERIES * BLOCK_GROUP, DIMS]
     if FP8:
         # one instruction converts two float8 to float16; to bfloat16 it takes several
         q = q.to(tl.float16)
@@ -105,18 +114,18 @@ def _prefill_attention(
         begin = tl.maximum(first_position - WINDOW + 1, 0) // BLOCK * BLOCK
     best = tl.full([QUERIES * BLOCK_GROUP], float("-inf"), tl.float32)
     total = tl.zeros([QUERIES * BLOCK_GROUP], tl.float32)
-    acc = tl.zeros([QUERIES * BLOCK_GROUP, HEAD_DIM], tl.float32)
+    acc = tl.zeros([QUERIES * BLOCK_GROUP, DIMS], tl.float32)
     for start in tl.range(begin, last, BLOCK, num_stages=STAGES):
         at = start + n
         held = at < last
         slots = slots_of(pages, page_ptr, at, held, PAGE_SIZE)
-        scores = scores_of(q, k_head_ptr, slots, held, scale_log2)
+        scores = scores_of(q, k_head_ptr, slots, held, scale_log2, HEAD_DIM)
         seen = at[None, :] <= position[:, None]
         if WINDOW:
             seen &= at[None, :] > position[:, None] - WINDOW
         scores = tl.where(seen, scores, float("-inf"))
         best, total, acc = attend(
-            (best, total, acc), scores, v_head_ptr, slots, held, q.dtype, HIDES=True
+            (best, total, acc), scores, v_head_ptr, slots, held, q.dtype, HEAD_DIM, HIDES=True
         )
     if SINKS:
         sinks = tl.load(sinks_ptr + head, mask=inside, other=0.0).to(tl.float32) * _LOG2E
@@ -125,7 +134,7 @@ def _prefill_attention(
     if FP8:
         acc = acc * tl.load(v_scale_ptr)
     out_at = out_ptr + (token * (NUM_KV_HEADS * GROUP) + head)[:, None] * HEAD_DIM + d[None, :]
-    tl.store(out_at, acc.to(out_ptr.dtype.element_ty), mask=inside[:, None])
+    tl.store(out_at, acc.to(out_ptr.dtype.element_ty), mask=in_tile)
 
 
 def launch_prefill_attention(
@@ -174,6 +183,7 @@ def launch_prefill_attention(
         GROUP=group,
         BLOCK_GROUP=block_group,
         HEAD_DIM=head_dim,
+        DIMS=dims_of(head_dim),
         QUERIES=queries,
         BLOCK=64,
         WINDOW=window or 0,

@@ -51,7 +51,8 @@ def _qk_norm_rope_store(
     PAGE_SIZE: tl.constexpr,
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
-    HALF: tl.constexpr,  # head_dim / 2, a power of two
+    HALF: tl.constexpr,  # head_dim / 2
+    COLUMNS: tl.constexpr,  # HALF as a power of two
     TURNED: tl.constexpr,  # half of the dimensions that rotate
     GROUP: tl.constexpr,  # heads of a program
     INTERLEAVED: tl.constexpr,
@@ -63,11 +64,13 @@ def _qk_norm_rope_store(
     token = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * GROUP
     head = first + tl.arange(0, GROUP)
-    i = tl.arange(0, HALF)
+    i = tl.arange(0, COLUMNS)
+    inside = i < HALF
+    in_tile = inside[None, :]
     # which dimensions are ``low`` and ``high`` here: the halves, or those that rotate together
     step: tl.constexpr = 2 if INTERLEAVED else 1
     gap: tl.constexpr = 1 if INTERLEAVED else HALF
-    d = step * i  # [HALF]
+    d = step * i  # [COLUMNS]
     is_q = first < NUM_HEADS
     is_v = first >= NUM_HEADS + NUM_KV_HEADS
     place = head  # of its numbers
@@ -79,13 +82,15 @@ def _qk_norm_rope_store(
         # must have ended
         wait_previous()
         allow_next()
-    low = tl.load(heads_ptr + d[None, :]).to(tl.float32)  # [GROUP, HALF]
-    high = tl.load(heads_ptr + gap + d[None, :]).to(tl.float32)
+    low = tl.load(heads_ptr + d[None, :], mask=in_tile, other=0.0).to(
+        tl.float32
+    )  # [GROUP, COLUMNS]
+    high = tl.load(heads_ptr + gap + d[None, :], mask=in_tile, other=0.0).to(tl.float32)
     if not is_v:
         if NORM:
             weight_ptr = q_weight_ptr if is_q else k_weight_ptr
-            weight_low = tl.load(weight_ptr + d).to(tl.float32)
-            weight_high = tl.load(weight_ptr + gap + d).to(tl.float32)
+            weight_low = tl.load(weight_ptr + d, mask=inside, other=0.0).to(tl.float32)
+            weight_high = tl.load(weight_ptr + gap + d, mask=inside, other=0.0).to(tl.float32)
             square = tl.sum(low * low + high * high, axis=1) / (2 * HALF)  # [GROUP]
             scale = tl.rsqrt(square + eps)[:, None]
             low = low * scale * weight_low[None, :]
@@ -93,27 +98,28 @@ def _qk_norm_rope_store(
         position = tl.load(positions_ptr + token).to(tl.int64)
         row_ptr = cos_sin_ptr + position * (2 * TURNED)
         if TURNED == HALF:
-            cos = tl.load(row_ptr + i)[None, :]
-            sin = tl.load(row_ptr + HALF + i)[None, :]
+            cos = tl.load(row_ptr + i, mask=inside, other=0.0)[None, :]
+            sin = tl.load(row_ptr + HALF + i, mask=inside, other=0.0)[None, :]
             rotated = low * cos - high * sin
             high = high * cos + low * sin
             low = rotated
         else:
             # the dimensions that rotate together are not the two halves: load them anew
-            low_from, high_from = _partner(i, TURNED), _partner(HALF + i, TURNED)  # [HALF]
+            last = tl.minimum(i, HALF - 1)  # columns after it are not stored
+            low_from, high_from = _partner(last, TURNED), _partner(HALF + last, TURNED)
             low_other = tl.load(heads_ptr + low_from[None, :]).to(tl.float32)
             high_other = tl.load(heads_ptr + high_from[None, :]).to(tl.float32)
             if NORM:
                 low_other *= scale * tl.load(weight_ptr + low_from).to(tl.float32)[None, :]
                 high_other *= scale * tl.load(weight_ptr + high_from).to(tl.float32)[None, :]
-            low_cos, low_sin = _angle(row_ptr, i, TURNED)
-            high_cos, high_sin = _angle(row_ptr, HALF + i, TURNED)
+            low_cos, low_sin = _angle(row_ptr, last, TURNED)
+            high_cos, high_sin = _angle(row_ptr, HALF + last, TURNED)
             low = low * low_cos[None, :] + low_other * low_sin[None, :]
             high = high * high_cos[None, :] + high_other * high_sin[None, :]
     if is_q:
         to_q = out_ptr + (token * NUM_HEADS + head[:, None]) * (2 * HALF) + d[None, :]
-        tl.store(to_q, low.to(out_ptr.dtype.element_ty))
-        tl.store(to_q + gap, high.to(out_ptr.dtype.element_ty))
+        tl.store(to_q, low.to(out_ptr.dtype.element_ty), mask=in_tile)
+        tl.store(to_q + gap, high.to(out_ptr.dtype.element_ty), mask=in_tile)
     else:
         slot = tl.load(slots_ptr + token).to(tl.int64)
         if slot >= 0:
@@ -125,8 +131,8 @@ def _qk_norm_rope_store(
             kv_head = (head - NUM_HEADS) % NUM_KV_HEADS
             base = slot // PAGE_SIZE * page_stride + slot % PAGE_SIZE * slot_stride
             to = cache_ptr + base + kv_head[:, None] * head_stride + d[None, :]
-            tl.store(to, low.to(k_cache_ptr.dtype.element_ty))
-            tl.store(to + gap, high.to(k_cache_ptr.dtype.element_ty))
+            tl.store(to, low.to(k_cache_ptr.dtype.element_ty), mask=in_tile)
+            tl.store(to + gap, high.to(k_cache_ptr.dtype.element_ty), mask=in_tile)
 
 
 def launch_qk_norm_rope_store(
@@ -178,6 +184,7 @@ def launch_qk_norm_rope_store(
         NUM_HEADS=num_heads,
         NUM_KV_HEADS=num_kv_heads,
         HALF=head_dim // 2,
+        COLUMNS=triton.next_power_of_2(head_dim // 2),
         TURNED=cos_sin.shape[1] // 2,
         GROUP=group,
         INTERLEAVED=interleaved,

@@ -96,13 +96,20 @@ def _shared_attention(
             at = position + n
             held = at < end
             slots = slots_of(pages, page_ptr, at, held, PAGE_SIZE)
-            scores = scores_of(q, k_head_ptr, slots, held, scale_log2)
+            scores = scores_of(q, k_head_ptr, slots, held, scale_log2, HEAD_DIM)
             seen = held[None, :]
             if WINDOW:
                 seen = seen & (at[None, :] >= first_seen[:, None])
             scores = tl.where(seen, scores, float("-inf"))
             best, total, acc = attend(
-                (best, total, acc), scores, v_head_ptr, slots, held, q.dtype, HIDES=WINDOW > 0
+                (best, total, acc),
+                scores,
+                v_head_ptr,
+                slots,
+                held,
+                q.dtype,
+                HEAD_DIM,
+                HIDES=WINDOW > 0,
             )
 
         out = (partial + member).to(tl.int64) * (NUM_KV_HEADS * GROUP) + head

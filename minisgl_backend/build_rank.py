@@ -248,7 +248,7 @@ def _attention(facts: Resolved, max_captured_batch_size: int) -> PagedAttention:
     if wanted and not attention.reads_groups:
         raise ConfigError(
             f"group_attention=true does not go with attention_backend {attention.name}: on a GPU "
-            "it needs cuda for decoding, and dtype bfloat16"
+            "it needs cuda for decoding, dtype bfloat16, and heads of up to 128 elements"
         )
     return attention
 

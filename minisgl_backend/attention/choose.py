@@ -255,6 +255,9 @@ def _why_not_flash_attn(setting: AttentionSetting) -> str | None:
         return f"needs KV pages of bfloat16 or float16, not {_name(setting.kv_dtype)}"
     if setting.shape.sinks and setting.dtype != torch.bfloat16:
         return f"needs dtype bfloat16 for attention sinks, not {_name(setting.dtype)}"
+    if (head_dim := setting.shape.head_dim) & (head_dim - 1):
+        # sgl_kernel ends the process with heads of 96 elements
+        return f"needs a head_dim that is a power of two, not {head_dim}"
     return (
         _why_not_head_dim(setting)
         or _why_not_gpu(setting, (9,))

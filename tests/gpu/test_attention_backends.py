@@ -71,7 +71,7 @@ IN_TILES = [
 BACKENDS = {
     "cuda": [*IN_TILES, *WIDE],
     "triton": [*WHOLE, *UNEVEN, *ODD, *FP8, *ODD_FP8, *SINKS, *SECTIONS, *FP8_SINKS],
-    "fa": [*WHOLE, *ODD, *SINKS, *SECTIONS],
+    "fa": [*WHOLE, *SINKS, *SECTIONS],
     "fi": [*FEWER, *FP8, *SINKS, *SECTIONS, *FP8_SINKS],
     "trtllm": [*FEWEST, *FEWEST_FP8, *SINKS, *SECTIONS],
     "sdpa": [*WHOLE, *UNEVEN, *FP8, *SINKS, *SECTIONS, *FP8_SINKS],

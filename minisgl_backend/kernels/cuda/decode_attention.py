@@ -131,9 +131,8 @@ def why_not(
         return f"needs a page_size that is a multiple of {_PART}, not {page_size}"
     if kv_dtype not in (torch.bfloat16, torch.float16, torch.float8_e4m3fn):
         return f"needs KV pages of two bytes or fp8, not {str(kv_dtype).removeprefix('torch.')}"
-    if _ring_bytes(tuning(kv_dtype, head_dim), head_dim, kv_dtype) > most_bytes(
-        shared_bytes(device)
-    ):
+    ring_bytes = _ring_bytes(tuning(kv_dtype, head_dim), head_dim, kv_dtype)
+    if ring_bytes > most_bytes(shared_bytes(device)):
         return f"needs a GPU with more shared memory for heads of {head_dim} elements"
     return None
 

@@ -30,7 +30,8 @@ class Pages(NamedTuple):
 
 def dims_of(head_dim: int) -> int:
     """DIMS: what tensor cores take, too."""
-    return max(16, triton.next_power_of_2(head_dim))
+    dims: int = triton.next_power_of_2(head_dim)
+    return max(16, dims)
 
 
 class Partials(NamedTuple):

@@ -245,10 +245,18 @@ def test_an_unsupported_backend_is_refused_with_the_reason(
         choice(option, **changes)
 
 
-def test_head_dimensions_that_flash_infer_lacks_are_refused() -> None:
-    shape = replace(SETTING.shape, head_dim=32)
-    with pytest.raises(ConfigError, match="fi needs a head_dim of 64, 128 or 256, not 32"):
-        choice("fi", shape=shape)
+@pytest.mark.parametrize(
+    ("option", "head_dim", "reason"),
+    [
+        ("fi", 32, "fi needs a head_dim of 64, 128 or 256, not 32"),
+        ("fa", 96, "fa needs a head_dim that is a power of two, not 96"),
+    ],
+)
+def test_head_dimensions_that_libraries_lack_are_refused(
+    option: str, head_dim: int, reason: str
+) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        choice(option, shape=replace(SETTING.shape, head_dim=head_dim))
 
 
 @pytest.mark.parametrize(

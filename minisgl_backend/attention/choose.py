@@ -54,8 +54,11 @@ from minisgl_backend.kernels.dispatch import has_triton
 
 logger = logging.getLogger(__name__)
 
-_MOST_HEAD_DIM: Final = 256
-"""The largest heads that the kernels for GPUs take; ``sdpa`` also takes larger ones."""
+_MOST_HEAD_DIM: Final = 512
+"""The largest heads that Triton's kernels take; ``sdpa`` also takes larger ones."""
+_MOST_HEAD_DIM_OF_AUTO: Final = 256
+"""The largest heads that other kernels than ``sdpa`` take unless they are named: no others were
+measured with larger ones."""
 _MOST_HEAD_DIM_OF_GROUPS: Final = 128
 """The largest heads with which a GPU reads shared pages once for all rows of a group."""
 
@@ -176,7 +179,7 @@ def _in_sections(option: str | None, setting: AttentionSetting) -> PagedAttentio
 
 def _auto(setting: AttentionSetting) -> tuple[str, str]:
     """The names for prefill and for decode."""
-    if setting.device.type == "cpu" or setting.shape.head_dim > _MOST_HEAD_DIM:
+    if setting.device.type == "cpu" or setting.shape.head_dim > _MOST_HEAD_DIM_OF_AUTO:
         return "sdpa", "sdpa"
     return (
         "fa" if _why_not_flash_attn(setting) is None else "triton",
@@ -215,16 +218,9 @@ def _made(kind: _Kind[T_co], name: str, setting: AttentionSetting) -> T_co:
 
 
 def _why_not_triton(setting: AttentionSetting) -> str | None:
-    return _why_not_head_dim(setting) or (
-        None if has_triton() else "needs Triton: pip install triton"
-    )
-
-
-def _why_not_head_dim(setting: AttentionSetting) -> str | None:
-    head_dim = setting.shape.head_dim
-    if head_dim <= _MOST_HEAD_DIM:
-        return None
-    return f"needs heads of at most {_MOST_HEAD_DIM} elements, not {head_dim}: take sdpa"
+    if (head_dim := setting.shape.head_dim) > _MOST_HEAD_DIM:
+        return f"needs heads of at most {_MOST_HEAD_DIM} elements, not {head_dim}: take sdpa"
+    return None if has_triton() else "needs Triton: pip install triton"
 
 
 def _why_not_cuda(setting: AttentionSetting) -> str | None:
@@ -255,13 +251,12 @@ def _why_not_flash_attn(setting: AttentionSetting) -> str | None:
         return f"needs KV pages of bfloat16 or float16, not {_name(setting.kv_dtype)}"
     if setting.shape.sinks and setting.dtype != torch.bfloat16:
         return f"needs dtype bfloat16 for attention sinks, not {_name(setting.dtype)}"
-    if (head_dim := setting.shape.head_dim) & (head_dim - 1):
+    head_dim = setting.shape.head_dim
+    if head_dim > 256 or head_dim & (head_dim - 1):
         # sgl_kernel ends the process with heads of 96 elements
-        return f"needs a head_dim that is a power of two, not {head_dim}"
-    return (
-        _why_not_head_dim(setting)
-        or _why_not_gpu(setting, (9,))
-        or _why_not_import("sgl_kernel.flash_attn", packages.FLASH_ATTN)
+        return f"needs a head_dim that is a power of two up to 256, not {head_dim}"
+    return _why_not_gpu(setting, (9,)) or _why_not_import(
+        "sgl_kernel.flash_attn", packages.FLASH_ATTN
     )
 
 

@@ -48,7 +48,7 @@ FEWEST = [
     Case(64, 5, 128),
     Case(16, 2, 128, window=50),
 ]
-ODD = [Case(16, 2, 96), Case(1, 1, 80), Case(64, 8, 24, window=50)]
+ODD = [Case(16, 2, 96), Case(1, 1, 80), Case(64, 8, 24, window=50), Case(16, 4, 512)]
 WIDE = [Case(16, 8, 256), Case(64, 6, 256, window=50), Case(16, 4, 256, fp8=True)]
 FP8 = [Case(*of, 128, fp8=True) for of in product((1, 16, 64), (2, 8))]
 FEWEST_FP8 = [Case(16, 2, 128, fp8=True), Case(64, 8, 128, fp8=True)]

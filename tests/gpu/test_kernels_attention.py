@@ -44,7 +44,7 @@ def paged_cache(
 
 @pytest.mark.parametrize("page_size", [1, 16, 64])
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(2, 2), (4, 2), (8, 1), (10, 2)])
-@pytest.mark.parametrize("head_dim", [64, 96, 128])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 512])
 @pytest.mark.parametrize("window", [None, 40])
 def test_decode_attention(
     device: torch.device,

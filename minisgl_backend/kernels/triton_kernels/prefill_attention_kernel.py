@@ -160,8 +160,10 @@ def launch_prefill_attention(
     assert q.stride(1) == head_dim and q.stride(2) == 1
     group = num_heads // num_kv_heads
     block_group = triton.next_power_of_2(group)
-    # the tile of queries has 128 rows, or 16 if no chunk has more than 4 tokens
-    queries = max((128 if max_length > 4 else 16) // block_group, 1)
+    # the tile of queries has 128 rows, or 16 if no chunk has more than 4 tokens; wide heads have
+    # what fits, which was not measured
+    is_wide = head_dim > 256
+    queries = max((16 if max_length <= 4 else 32 if is_wide else 128) // block_group, 1)
     grid = (num_tokens // queries + len(rows), num_kv_heads)
     _prefill_attention[grid](
         out,
@@ -185,10 +187,10 @@ def launch_prefill_attention(
         HEAD_DIM=head_dim,
         DIMS=dims_of(head_dim),
         QUERIES=queries,
-        BLOCK=64,
+        BLOCK=32 if is_wide else 64,
         WINDOW=window or 0,
         FP8=k_scale is not None,
         SINKS=sinks is not None,
         STAGES=2,
-        num_warps=8 if queries * block_group >= 128 else 4,
+        num_warps=8 if is_wide or queries * block_group >= 128 else 4,
     )

@@ -249,7 +249,7 @@ def test_an_unsupported_backend_is_refused_with_the_reason(
     ("option", "head_dim", "reason"),
     [
         ("fi", 32, "fi needs a head_dim of 64, 128 or 256, not 32"),
-        ("fa", 96, "fa needs a head_dim that is a power of two, not 96"),
+        ("fa", 96, "fa needs a head_dim that is a power of two up to 256, not 96"),
     ],
 )
 def test_head_dimensions_that_libraries_lack_are_refused(

@@ -50,8 +50,8 @@ class JsonSchemaForm(Strict):
 
 
 class StructuralTagForm(Strict):
-    """Free text with structures in it, as vLLM and SGLang have it: ``structures`` and
-    ``triggers``, or the newer ``format``."""
+    """Structures in free text, as vLLM and SGLang have it: ``structures`` and ``triggers``, or
+    XGrammar's newer ``format``."""
 
     type: Literal["structural_tag"]
     structures: list[dict[str, Any]] | None = Field(None, fail_fast=True)

@@ -27,6 +27,7 @@ from minisgl_backend.grammar.lark import (
     spelled,
     text_of_length,
 )
+from minisgl_backend.grammar.value_types import is_of
 from minisgl_backend.request import TokenId
 
 _BOUNDS: Final = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
@@ -42,14 +43,6 @@ _KEYWORDS: Final[Mapping[str, Sequence[str]]] = {
 """The types, and the keywords that limit their values."""
 _TYPES: Final = [kind for kind in _KEYWORDS if kind != "integer"]
 """Those of which each value has one."""
-_CLASSES: Final[Mapping[str, Any]] = {
-    "string": str,
-    "number": int | float,
-    "boolean": bool,
-    "null": type(None),
-    "array": list,
-    "object": dict,
-}
 _MOST_COUNT: Final = 2**31 - 1
 """llguidance counts no further."""
 _ANYWHERE: Final = frozenset({"type", "$schema", *schemas.DEFINITIONS})
@@ -114,7 +107,7 @@ class _Rules:
         if (literals := schemas.literals(known)) is not None:
             self._check(known, ("enum", "const"), place)
             kinds = self._kinds({"type": known.get("type")}, place)
-            fitting = [one for one in literals if any(_is_of(kind, one) for kind in kinds)]
+            fitting = [one for one in literals if any(is_of(kind, one) for kind in kinds)]
             if not fitting:
                 raise InvalidRequest(f"Unsatisfiable schema, at {place}")
             return _one_of(map(self._literal, fitting))
@@ -288,12 +281,3 @@ def _name_of(excluded: str) -> str:
 def _one_of(bodies: Iterable[str]) -> str:
     """Alternatives that may stand beside other things."""
     return f"({' | '.join(bodies)})"
-
-
-def _is_of(kind: str, value: Any) -> bool:
-    """Whether a value is of a type."""
-    if isinstance(value, bool):
-        return kind == "boolean"
-    if kind == "integer":
-        return isinstance(value, int) or (isinstance(value, float) and value.is_integer())
-    return isinstance(value, _CLASSES[kind])

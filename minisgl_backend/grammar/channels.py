@@ -21,7 +21,8 @@ from typing import Any, Final
 
 from minisgl_backend.errors import Unsupported
 from minisgl_backend.grammar.lark import TEXT, any_of, spaced, spelled
-from minisgl_backend.grammar.structural_tags import StructuralTag
+from minisgl_backend.grammar.pieces import Writer
+from minisgl_backend.grammar.structural_tags import FormattedTag, StructuralTag
 from minisgl_backend.request import TokenId
 
 _MARKS: Final = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>")
@@ -34,32 +35,33 @@ def around(form: str, special_tokens: Mapping[str, TokenId]) -> str:
     Raises ``Unsupported`` if a mark of the format is not a token.
     """
     inner: dict[str, Any] = {"lark_grammar": form}
+    further: list[dict[str, Any]] = []
     if form.lstrip().startswith("{"):
-        (inner,) = json.loads(form)["grammars"]
+        inner, *further = json.loads(form)["grammars"]
     lines = [*_rules(special_tokens), "start: thought* final form", "form: @form"]
     outer = {"name": "answer", "lark_grammar": "\n".join(lines)}
-    return json.dumps({"grammars": [outer, {**inner, "name": "form"}]})
+    return json.dumps({"grammars": [outer, {**inner, "name": "form"}, *further]})
 
 
-def are_messages(tag: StructuralTag) -> bool:
+def are_messages(tag: StructuralTag | FormattedTag) -> bool:
     """Whether all structures of a tag are messages."""
-    return all("<|message|>" in structure.begin for structure in tag.structures)
+    return bool(tag.beginnings) and all("<|message|>" in begin for begin in tag.beginnings)
 
 
-def lark_of_messages(tag: StructuralTag, special_tokens: Mapping[str, TokenId]) -> str:
-    """An answer with such structures, in Lark. Raises ``Unsupported`` as ``around`` does."""
-    lines = [*_rules(special_tokens), *tag.rules_of_contents(special_tokens)]
-    lines.append(f"call: {any_of(s.after('', special_tokens) for s in tag.structures)}")
+def of_messages(tag: StructuralTag | FormattedTag, special_tokens: Mapping[str, TokenId]) -> str:
+    """An answer with such structures, in llguidance's own language. Raises ``Unsupported`` as
+    ``around`` does."""
+    writer = Writer()
+    writer.lines += _rules(special_tokens)
+    writer.lines.append(f"call: {any_of(tag.written(writer, special_tokens))}")
     if not tag.at_least_one:
         commentary = spelled("<|channel|>commentary<|message|>", special_tokens)
-        lines.append(f"preamble: {commentary} TEXT {spelled(_NEXT, special_tokens)}")
-        lines.append("start: (thought | preamble)* (call | final TEXT)")
-    elif tag.otherwise is not None:
-        lines.append(f"other: %json {spaced(tag.otherwise)}")
-        lines.append("start: thought* (call | final other)")
-    else:
-        lines.append("start: thought* call")
-    return "\n".join(["%llguidance {}", *lines])
+        preamble = f"preamble: {commentary} TEXT {spelled(_NEXT, special_tokens)}"
+        return writer.source(preamble, "start: (thought | preamble)* (call | final TEXT)")
+    if tag.otherwise is not None:
+        other = f"other: %json {spaced(tag.otherwise)}"
+        return writer.source(other, "start: thought* (call | final other)")
+    return writer.source("start: thought* call")
 
 
 def _rules(special_tokens: Mapping[str, TokenId]) -> Iterator[str]:

@@ -23,11 +23,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Final, NoReturn
 
-from llguidance import LLMatcher, grammar_from
-from llguidance.gbnf_to_lark import is_lark_syntax
+from llguidance import LLMatcher
 
 from minisgl_backend.errors import InvalidRequest, Unsupported
-from minisgl_backend.grammar import channels, structural_tags
+from minisgl_backend.grammar import channels, ebnf, structural_tags
 from minisgl_backend.grammar.complaints import one_line
 from minisgl_backend.grammar.lark import quoted, spaced
 from minisgl_backend.grammar.schema_places import keywords, shown
@@ -36,8 +35,6 @@ from minisgl_backend.request import Grammar, GrammarKind, TokenId
 
 MAX_SOURCE_BYTES: Final = 256 * 1024
 """The limit on a grammar's source; the largest schemas in public collections have about 100 KiB."""
-_CODE: Final = re.compile(r"\\(?:\\|u(?P<four>[0-9a-fA-F]{4})|U(?P<eight>[0-9a-fA-F]{8}))")
-"""Of a character in GBNF; or a backslash, which begins none."""
 _LARGE_NUMBER: Final = re.compile(r"[0-9]{16}|[0-9][eE]\+?[0-9]{3}")
 
 
@@ -60,9 +57,9 @@ def to_llguidance(grammar: Grammar, special_tokens: Mapping[str, TokenId]) -> st
     kind, source = grammar.kind, grammar.source
     if grammar.channels:
         if kind is GrammarKind.STRUCTURAL_TAG:
-            tag = structural_tags.read(_with_schemas(source, "a structural tag"))
+            tag = structural_tags.read(_with_schemas(source, "a structural tag"), special_tokens)
             if channels.are_messages(tag):
-                return LLMatcher.grammar_from_lark(channels.lark_of_messages(tag, special_tokens))
+                return channels.of_messages(tag, special_tokens)
         form = to_llguidance(replace(grammar, channels=False), special_tokens)
         return channels.around(form, special_tokens)
     if kind is GrammarKind.JSON_OBJECT:
@@ -77,15 +74,9 @@ def to_llguidance(grammar: Grammar, special_tokens: Mapping[str, TokenId]) -> st
     if kind is GrammarKind.CHOICE:
         return LLMatcher.grammar_from_lark("start: " + " | ".join(map(quoted, _choices(source))))
     if kind is GrammarKind.STRUCTURAL_TAG:
-        return LLMatcher.grammar_from_lark(
-            structural_tags.read(_with_schemas(source, "a structural tag")).lark(special_tokens)
-        )
-    try:
-        return grammar_from(
-            "grammar", source if is_lark_syntax(source) else _with_characters(source)
-        )
-    except ValueError as error:
-        raise InvalidRequest(f"the grammar is wrong: {one_line(str(error))}") from error
+        given = _with_schemas(source, "a structural tag")
+        return structural_tags.read(given, special_tokens).form(special_tokens)
+    return ebnf.to_lark(source)
 
 
 def _parsed(source: str, what: str) -> Any:
@@ -123,20 +114,6 @@ def _with_schemas(source: str, what: str) -> Any:
             elif is_beyond_floats(key, value):
                 raise Unsupported(f"numbers beyond 1.8e308 are not supported, at {shown([place])}")
     return parsed
-
-
-def _with_characters(gbnf: str) -> str:
-    """The grammar with its character codes spelled so that llguidance reads them all: it drops
-    their leading zeros."""
-
-    def spelled(found: re.Match[str]) -> str:
-        code = int(found["four"] or found["eight"] or "-1", 16)
-        if 0 <= code < 256:
-            return f"\\x{code:02x}"
-        is_character = code in range(256, 0xD800) or code in range(0xE000, 0x110000)
-        return chr(code) if is_character else found[0]
-
-    return _CODE.sub(spelled, gbnf)
 
 
 def _choices(source: str) -> list[str]:

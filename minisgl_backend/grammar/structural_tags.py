@@ -18,23 +18,22 @@ in which the ``end`` does not occur.
 A structure with a ``quote`` has its value in the notation of ``bare_values``, with that text around
 strings.
 
-XGrammar's newer form, which vLLM and SGLang accept, is supported if its contents are JSON schemas:
-``{"type": "structural_tag", "format": {"type": "triggered_tags" or "tags_with_separator", "tags":
-[{"begin", "content": {"type": "json_schema", "json_schema"}, "end"}], ...}}``. Tags with a
-separator have no triggers and no free text. Must not know how a model writes tool calls, or which
-ids tokens have.
+XGrammar's newer form is ``{"type": "structural_tag", "format": {...}}`` (``formats``). Must not
+know how a model writes tool calls, or which ids tokens have.
 """
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from minisgl_backend.errors import InvalidRequest, Unsupported
+from llguidance import LLMatcher
+
 from minisgl_backend.grammar.bare_values import BareValue
+from minisgl_backend.grammar.checks import check, check_keys, check_schema, flag, items, texts
+from minisgl_backend.grammar.formats import Reader
 from minisgl_backend.grammar.lark import (
     TEXT,
     any_of,
@@ -43,15 +42,19 @@ from minisgl_backend.grammar.lark import (
     spelled,
     up_to,
 )
+from minisgl_backend.grammar.pieces import Piece, Writer
 from minisgl_backend.request import TokenId
 
 
-def read(given: Any) -> StructuralTag:
+def read(given: Any, special_tokens: Mapping[str, TokenId]) -> StructuralTag | FormattedTag:
     """The structural tag of a parsed JSON value. Raises ``InvalidRequest`` with the place of the
     mistake, and ``Unsupported``."""
-    _check(isinstance(given, dict), "a structural tag", "an object")
-    _check(given.get("type", "structural_tag") == "structural_tag", "type", "structural_tag")
-    return _of_format(given) if "format" in given else _of_structures(given)
+    check(isinstance(given, dict), "a structural tag", "an object")
+    check(given.get("type", "structural_tag") == "structural_tag", "type", "structural_tag")
+    if "format" not in given:
+        return _of_structures(given)
+    check_keys(given, "", ("type", "format"))
+    return FormattedTag(given["format"], Reader(special_tokens).read(given["format"], "format"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,12 +122,23 @@ class StructuralTag:
     stop_after_first: bool
     otherwise: dict[str, Any] | bool | None
 
-    def lark(self, special_tokens: Mapping[str, TokenId]) -> str:
-        """The tag in Lark. Raises ``InvalidRequest`` and ``Unsupported`` for its schemas."""
-        rules = [TEXT, *self.rules_of_contents(special_tokens), *self._rules(special_tokens)]
-        return "\n".join(["%llguidance {}", *rules])
+    @property
+    def beginnings(self) -> list[str]:
+        """How the structures begin."""
+        return [structure.begin for structure in self.structures]
 
-    def rules_of_contents(self, special_tokens: Mapping[str, TokenId]) -> Iterator[str]:
+    def form(self, special_tokens: Mapping[str, TokenId]) -> str:
+        """The tag in llguidance's own form. Raises ``InvalidRequest`` and ``Unsupported`` for its
+        schemas."""
+        rules = [TEXT, *self._rules_of_contents(special_tokens), *self._rules(special_tokens)]
+        return LLMatcher.grammar_from_lark("\n".join(["%llguidance {}", *rules]))
+
+    def written(self, writer: Writer, special_tokens: Mapping[str, TokenId]) -> list[str]:
+        """The structures in the bodies of rules; they need the rule ``TEXT``."""
+        writer.lines += self._rules_of_contents(special_tokens)
+        return [structure.after("", special_tokens) for structure in self.structures]
+
+    def _rules_of_contents(self, special_tokens: Mapping[str, TokenId]) -> Iterator[str]:
         """The rules that the contents of structures need."""
         ends: set[str] = set()
         for structure in self.structures:
@@ -163,67 +177,66 @@ class StructuralTag:
         yield f"start: TEXT | {tags}" if self.stop_after_first else f"start: ({tags})* TEXT"
 
 
+@dataclass(frozen=True, slots=True)
+class FormattedTag:
+    """A tag in XGrammar's newer form, as it was given and as it was read."""
+
+    given: Mapping[str, Any]
+    piece: Piece
+
+    @property
+    def beginnings(self) -> list[str]:
+        """How the tags of its format begin, if it has any, and all begin with texts."""
+        begins = [tag["begin"] for tag in self.given.get("tags", ())]
+        return begins if all(isinstance(begin, str) for begin in begins) else []
+
+    @property
+    def at_least_one(self) -> bool:
+        """Whether there must be a tag."""
+        return flag(self.given, "at_least_one", "format.")
+
+    @property
+    def otherwise(self) -> None:
+        """There is no other answer."""
+
+    def form(self, special_tokens: Mapping[str, TokenId]) -> str:
+        """The tag in llguidance's own form. Raises ``InvalidRequest`` and ``Unsupported`` for its
+        schemas."""
+        writer = Writer()
+        return writer.source(f"start: {writer.written(self.piece)}")
+
+    def written(self, writer: Writer, special_tokens: Mapping[str, TokenId]) -> list[str]:
+        """The tags in the bodies of rules."""
+        tags = Reader(special_tokens).tags(self.given, "format")
+        return [writer.written(tag) for tag in tags]
+
+
 def _of_structures(given: Mapping[str, Any]) -> StructuralTag:
-    _check_keys(given, "", ("type", "structures", "triggers", "separator", "otherwise", *_FLAGS))
+    check_keys(given, "", ("type", "structures", "triggers", "separator", "otherwise", *_FLAGS))
     structures = [
-        _structure(item, f"structures[{index}]") for index, item in _items(given, "structures", "")
+        _structure(item, f"structures[{index}]") for index, item in items(given, "structures", "")
     ]
-    is_needed = _flag(given, "at_least_one", "")
-    if is_needed and not given.get("triggers"):
-        return _checked(structures, "structures", [], given, "")
-    triggers = [trigger for _, trigger in _items(given, "triggers", "")]
-    return _checked(structures, "structures", triggers, given, "")
-
-
-def _of_format(given: Mapping[str, Any]) -> StructuralTag:
-    _check_keys(given, "", ("type", "format"))
-    form = given["format"]
-    _check(isinstance(form, dict), "format", "an object")
-    kind = form.get("type")
-    if kind not in ("triggered_tags", "tags_with_separator"):
-        raise Unsupported(
-            f"format.type must be triggered_tags or tags_with_separator, got {json.dumps(kind)}"
-        )
-    own = "triggers" if kind == "triggered_tags" else "separator"
-    _check_keys(form, "format.", ("type", "tags", own, *_FLAGS))
-    structures = []
-    for index, item in _items(form, "tags", "format."):
-        structures.append(_tag_of_format(item, f"format.tags[{index}]"))
-    triggers = [t for _, t in _items(form, own, "format.")] if own == "triggers" else []
-    return _checked(structures, "format.tags", triggers, form, "format.")
-
-
-def _checked(
-    structures: list[Structure],
-    place: str,
-    triggers: list[Any],
-    given: Mapping[str, Any],
-    prefix: str,
-) -> StructuralTag:
-    for index, trigger in enumerate(triggers):
-        at = f"{prefix}triggers[{index}]"
-        _check(isinstance(trigger, str) and trigger, at, "a string, not empty")
+    at_least_one = flag(given, "at_least_one", "")
+    triggers = [] if at_least_one and not given.get("triggers") else items(given, "triggers", "")
+    for index, trigger in triggers:
+        check(isinstance(trigger, str) and trigger, f"triggers[{index}]", "a string, not empty")
+    beginnings = tuple(trigger for _, trigger in triggers)
     for index, structure in enumerate(structures):
-        fits = not triggers or structure.begin.startswith(tuple(triggers))
-        _check(fits, f"{place}[{index}].begin", "begun by a trigger")
-    for index, trigger in enumerate(triggers):
+        fits = not triggers or structure.begin.startswith(beginnings)
+        check(fits, f"structures[{index}].begin", "begun by a trigger")
+    for index, trigger in triggers:
         is_one = any(structure.begin.startswith(trigger) for structure in structures)
-        _check(is_one, f"{prefix}triggers[{index}]", "the beginning of a structure")
-    separator = given.get("separator", "")
-    separators = separator if isinstance(separator, list) else [separator]
-    is_right = separators and all(isinstance(one, str) for one in separators)
-    _check(is_right, f"{prefix}separator", "a string, or a list of strings, not empty")
-    at_least_one = _flag(given, "at_least_one", prefix)
+        check(is_one, f"triggers[{index}]", "the beginning of a structure")
     otherwise = given.get("otherwise")
     if otherwise is not None:
-        _check_schema(otherwise, "otherwise")
-        _check(at_least_one, "otherwise", "given with at_least_one")
+        check_schema(otherwise, "otherwise")
+        check(at_least_one, "otherwise", "given with at_least_one")
     return StructuralTag(
         structures,
-        [] if at_least_one else triggers,
-        separators,
+        [] if at_least_one else [*beginnings],
+        texts(given.get("separator", ""), "separator"),
         at_least_one,
-        _flag(given, "stop_after_first", prefix),
+        flag(given, "stop_after_first", ""),
         otherwise,
     )
 
@@ -232,94 +245,52 @@ _FLAGS: Final = ("at_least_one", "stop_after_first")
 
 
 def _structure(item: Any, place: str) -> Structure:
-    _check(isinstance(item, dict), place, "an object")
-    _check_keys(item, f"{place}.", ("begin", "schema", "quote", "members", "end", "lenient"))
+    check(isinstance(item, dict), place, "an object")
+    check_keys(item, f"{place}.", ("begin", "schema", "quote", "members", "end", "lenient"))
     if "members" not in item:
-        return _structure_of(item, place, item, "schema")
+        return _structure_of(item, place)
     for key in ("schema", "quote"):
-        _check(key not in item, place, f"given a {key} or members, not both")
+        check(key not in item, place, f"given a {key} or members, not both")
     given = item["members"]
-    _check(isinstance(given, list), f"{place}.members", "a list")
+    check(isinstance(given, list), f"{place}.members", "a list")
     members = [_member(one, f"{place}.members[{index}]") for index, one in enumerate(given)]
     begin, end = _ends(item, place)
-    return Structure(begin, members, end, _flag(item, "lenient", f"{place}."))
+    return Structure(begin, members, end, flag(item, "lenient", f"{place}."))
 
 
 def _member(item: Any, place: str) -> Member:
-    _check(isinstance(item, dict), place, "an object")
-    _check_keys(item, f"{place}.", ("begin", "schema", "choices", "end", "optional"))
+    check(isinstance(item, dict), place, "an object")
+    check_keys(item, f"{place}.", ("begin", "schema", "choices", "end", "optional"))
     content: Value | list[str] | None = None
     if (choices := item.get("choices")) is not None:
-        _check("schema" not in item, place, "given a schema or choices, not both")
+        check("schema" not in item, place, "given a schema or choices, not both")
         is_right = isinstance(choices, list) and all(isinstance(one, str) for one in choices)
-        _check(choices and is_right, f"{place}.choices", "a list of strings, not empty")
+        check(choices and is_right, f"{place}.choices", "a list of strings, not empty")
         content = choices
     elif "schema" in item:
-        _check_schema(item["schema"], f"{place}.schema")
+        check_schema(item["schema"], f"{place}.schema")
         content = Value(item["schema"])
     begin, end = _ends(item, place)
-    _check(content is not None or end, f"{place}.end", "a string, not empty, after any text")
-    return Member(begin, content, end, _flag(item, "optional", f"{place}."))
+    check(content is not None or end, f"{place}.end", "a string, not empty, after any text")
+    return Member(begin, content, end, flag(item, "optional", f"{place}."))
 
 
-def _tag_of_format(item: Any, place: str) -> Structure:
-    """``_structure`` in the newer form."""
-    _check(isinstance(item, dict), place, "an object")
-    content = item.get("content")
-    _check(isinstance(content, dict), f"{place}.content", "an object")
-    if content.get("type") != "json_schema":
-        raise Unsupported(
-            f"{place}.content.type must be json_schema, got {json.dumps(content.get('type'))}"
-        )
-    _check_keys(item, f"{place}.", ("type", "begin", "content", "end"))
-    _check_keys(content, f"{place}.content.", ("type", "json_schema"))
-    return _structure_of(item, place, content, "json_schema")
-
-
-def _structure_of(item: Any, place: str, holder: Any, key: str) -> Structure:
-    """The structure of a tag; its schema is ``holder[key]``."""
-    schema = holder.get(key, True)
-    _check_schema(schema, f"{place}.{key}")
+def _structure_of(item: Any, place: str) -> Structure:
+    """A structure with a value."""
+    schema = item.get("schema", True)
+    check_schema(schema, f"{place}.schema")
     begin, end = _ends(item, place)
     content: Value | BareValue = Value(schema)
     if (quote := item.get("quote")) is not None:
-        _check(isinstance(quote, str) and quote, f"{place}.quote", "a string, not empty")
+        check(isinstance(quote, str) and quote, f"{place}.quote", "a string, not empty")
         (index,) = re.findall(r"\d+", place)
         content = BareValue(schema, quote, f"bare_{index}", f"#/structures/{index}/schema")
-    return Structure(begin, content, end, _flag(item, "lenient", f"{place}."))
+    return Structure(begin, content, end, flag(item, "lenient", f"{place}."))
 
 
 def _ends(item: Mapping[str, Any], place: str) -> tuple[str, str]:
     """The texts around what an item holds."""
     begin, end = item.get("begin"), item.get("end", "")
-    _check(isinstance(begin, str), f"{place}.begin", "a string")
-    _check(isinstance(end, str), f"{place}.end", "a string")
+    check(isinstance(begin, str), f"{place}.begin", "a string")
+    check(isinstance(end, str), f"{place}.end", "a string")
     return str(begin), str(end)
-
-
-def _items(given: Mapping[str, Any], key: str, prefix: str) -> list[tuple[int, Any]]:
-    items = given.get(key)
-    _check(isinstance(items, list) and items, f"{prefix}{key}", "a list, not empty")
-    return list(enumerate(items or ()))
-
-
-def _flag(given: Mapping[str, Any], key: str, prefix: str) -> bool:
-    value = given.get(key, False)
-    _check(isinstance(value, bool), f"{prefix}{key}", "true or false")
-    return value is True
-
-
-def _check_keys(given: Mapping[str, Any], prefix: str, known: tuple[str, ...]) -> None:
-    for key in given:
-        if key not in known:
-            raise Unsupported(f"{prefix}{key} of a structural tag is not supported")
-
-
-def _check_schema(schema: object, place: str) -> None:
-    _check(isinstance(schema, dict | bool), place, "a JSON schema")
-    _check(schema is not False, place, "a JSON schema that some value follows, got false")
-
-
-def _check(is_right: object, place: str, expected: str) -> None:
-    if not is_right:
-        raise InvalidRequest(f"{place} must be {expected}")

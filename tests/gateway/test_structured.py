@@ -32,6 +32,36 @@ SCHEMA: dict[str, Any] = {
     "$defs": {"tag": {"type": "string", "maxLength": 3}},
 }
 FORMAT = {"type": "json_schema", "json_schema": {"name": "place", "schema": SCHEMA}}
+NUMBER = {"type": "json_schema", "json_schema": {"enum": [1, 2]}}
+LABELLED = {
+    "type": "sequence",
+    "elements": [
+        {
+            "type": "tag",
+            "begin": "<t>",
+            "content": {"type": "any_text", "max_chars": 5, "excludes": ["x"]},
+            "end": "</t>",
+        },
+        {"type": "regex", "pattern": "(ab|cd){2}"},
+        {
+            "type": "or",
+            "elements": [
+                {"type": "const_string", "value": "."},
+                {
+                    "type": "tag",
+                    "begin": ": ",
+                    "content": {
+                        "type": "tags_with_separator",
+                        "tags": [{"begin": "", "content": NUMBER, "end": ""}],
+                        "separator": ", ",
+                        "at_least_one": True,
+                    },
+                    "end": ".",
+                },
+            ],
+        },
+    ],
+}
 CALLED = {"begin": "<f>", "schema": {"enum": [1, 2]}, "end": "</f>"}
 
 
@@ -82,6 +112,14 @@ FORMS: dict[str, tuple[dict[str, Any], Callable[[str], bool]]] = {
             }
         },
         matches("<f>[12]</f>"),
+    ),
+    "format": (
+        {"response_format": {"type": "structural_tag", "format": LABELLED}},
+        matches(r"<t>[^x]{0,5}</t>(ab|cd){2}(: [12](, [12])*)?\."),
+    ),
+    "tag": (
+        {"structured_outputs": {"structural_tag": json.dumps({"format": LABELLED})}},
+        matches(r"<t>[^x]{0,5}</t>(ab|cd){2}(: [12](, [12])*)?\."),
     ),
 }
 ASKED: dict[str, Any] = {"model": "minisgl", "max_tokens": 400, "temperature": 1.0}

@@ -34,6 +34,11 @@ FORMS: Final[list[tuple[str, Any, str]]] = [
     ("grammar", 'root ::= "x" root | "y"', "xxy"),
     ("grammar", 'start: "x"+', "xx"),
     ("structural_tag", {"structures": [{"begin": "(", "schema": {}}], "triggers": ["("]}, "a(1b"),
+    (
+        "structural_tag",
+        {"format": {"type": "grammar", "grammar": 'root ::= "x" root | "y"'}},
+        "xxy",
+    ),
 ]
 
 
@@ -82,7 +87,7 @@ def test_a_form_is_that_of_the_final_message(
     assert engine.takes(kind, source, THINKS * 2 + FINAL + right)
     for wrong in (right, THINKS, SAYS + FINAL + right, CALLED):
         assert not engine.takes(kind, source, wrong)
-    if kind != "structural_tag":  # whose text is free
+    if "structures" not in source:  # whose text is free
         assert not engine.takes(kind, source, f"{FINAL}{right}?")
         assert not engine.takes(kind, source, f"{THINKS}{FINAL}")
 
@@ -100,6 +105,26 @@ def test_structures_that_are_messages(engine: Engine) -> None:
     assert free(f"{THINKS}{SAYS}{CALLED}") and free(f"{THINKS}{FINAL}Any <b> text")
     assert not required(SAYS + CALLED) and not required(f"{FINAL}5")
     assert either(f"{FINAL}5") and not either(f"{FINAL}6")
+
+
+@pytest.mark.parametrize("kind", ["triggered_tags", "tags_with_separator"])
+def test_tags_that_are_messages(kind: str, engine: Engine) -> None:
+    digits = {"type": "grammar", "grammar": 'root ::= "(" root ")" | [0-9]'}
+    tags = [
+        {"begin": CALL, "content": {"type": "json_schema", "json_schema": {"const": {"at": 1}}}},
+        {"begin": CALL.replace("look", "see"), "content": digits},
+    ]
+    format: dict[str, Any] = {"type": kind, "tags": tags}
+    if kind == "triggered_tags":
+        format["triggers"] = ["<|channel|>commentary to="]
+    free = partial(engine.takes, "structural_tag", {"format": format})
+    needed = {"format": {**format, "at_least_one": True}}
+    required = partial(engine.takes, "structural_tag", needed)
+    for takes in (free, required):
+        assert takes(CALLED) and takes(THINKS + CALLED.replace("look", "see")[:-8] + "((1))")
+        assert not takes(CALLED.replace("look", "see")) and not takes(CALL + "1")
+    assert free(f"{THINKS}{SAYS}{CALLED}") and free(f"{THINKS}{FINAL}Any <b> text")
+    assert not required(SAYS + CALLED) and not required(f"{FINAL}5")
 
 
 def test_errors_are_those_of_the_form(engine: Engine) -> None:

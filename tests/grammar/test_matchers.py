@@ -310,16 +310,6 @@ def test_a_structural_tag_binds_what_follows_its_trigger(grammars: Grammars) -> 
 _CALL: Final = {"begin": "<call=f>", "schema": {"enum": [1, 2]}, "end": "</call>"}
 _TURN: Final = {"begin": "<call=g>", "schema": {"type": "null"}, "end": "</call>"}
 _BOTH: Final = {"structures": [_CALL, _TURN], "triggers": ["<call="]}
-_FORMAT: Final = {
-    "tags": [
-        {
-            "begin": structure["begin"],
-            "content": {"type": "json_schema", "json_schema": structure["schema"]},
-            "end": structure["end"],
-        }
-        for structure in (_CALL, _TURN)
-    ]
-}
 _F, _G = "<call=f>1</call>", "<call=g>null</call>"
 _SHAPES: Final[dict[str, tuple[dict[str, Any], list[str], list[str]]]] = {
     "free text": ({}, [f"a{_F}b{_G}", "a", _F], ["<call=f>3</call>"]),
@@ -352,17 +342,9 @@ _SHAPES: Final[dict[str, tuple[dict[str, Any], list[str], list[str]]]] = {
 
 
 @pytest.mark.parametrize("name", _SHAPES)
-@pytest.mark.parametrize("form", ["structures", "format"])
-def test_shapes_of_structural_tags(grammars: Grammars, form: str, name: str) -> None:
+def test_shapes_of_structural_tags(grammars: Grammars, name: str) -> None:
     flags, right, wrong = _SHAPES[name]
-    if form == "structures":
-        tag = {**_BOTH, **flags}
-    elif "separator" in flags:
-        newer = {"type": "tags_with_separator", **_FORMAT, **flags}
-        tag = {"type": "structural_tag", "format": newer}
-    else:
-        newer = {"type": "triggered_tags", "triggers": ["<call="], **_FORMAT, **flags}
-        tag = {"type": "structural_tag", "format": newer}
+    tag = {**_BOTH, **flags}
 
     def is_allowed(text: str) -> bool:
         return follow(grammars, compiled(grammars, "structural_tag", tag), text)
@@ -371,12 +353,7 @@ def test_shapes_of_structural_tags(grammars: Grammars, form: str, name: str) -> 
     assert [text for text in wrong if is_allowed(text)] == []
 
 
-def test_structures_alone_may_be_none_and_need_no_trigger(grammars: Grammars) -> None:
-    newer = {"type": "tags_with_separator", **_FORMAT, "separator": ";"}
-    tag = {"type": "structural_tag", "format": newer}
-    for text, is_right in (("", True), (f"{_F};{_G}", True), ("a", False), (f";{_F}", False)):
-        matcher = compiled(grammars, "structural_tag", tag)
-        assert follow(grammars, matcher, text) == is_right
+def test_structures_alone_need_no_trigger(grammars: Grammars) -> None:
     alone = {"structures": [_CALL], "at_least_one": True}
     assert follow(grammars, compiled(grammars, "structural_tag", alone), _F)
 
@@ -714,12 +691,6 @@ def test_a_section_of_tokens_that_there_are_not(grammars: Grammars, section: Any
         ("structural_tag", {**_BOTH, "separator": ["", 1]}, "or a list of strings, not empty"),
         ("structural_tag", {**_BOTH, "stop": True}, "stop of a structural tag is not supported"),
         ("structural_tag", {"type": "text", **_BOTH}, "type must be structural_tag"),
-        ("structural_tag", {"format": {"type": "sequence"}}, "format.type must be .*sequence"),
-        (
-            "structural_tag",
-            {"format": {"type": "tags_with_separator", "tags": [{"content": {"type": "regex"}}]}},
-            r"format.tags\[0\].content.type must be json_schema, got \"regex\"",
-        ),
         (
             "structural_tag",
             {"structures": [{"begin": "<", "schema": {"not": {}}}], "triggers": ["<"]},
@@ -771,16 +742,6 @@ def test_a_section_of_tokens_that_there_are_not(grammars: Grammars, section: Any
             "structural_tag",
             {"structures": [{"begin": "<"}], "triggers": ["<", ">"]},
             r"triggers\[1\] must be the beginning of a structure",
-        ),
-        (
-            "structural_tag",
-            {
-                "format": {
-                    "type": "tags_with_separator",
-                    "tags": [{"begin": "<", "content": {"type": "json_schema", "style": "xml"}}],
-                }
-            },
-            r"format.tags\[0\].content.style of a structural tag is not supported",
         ),
         ("regex", "x" * 300_000, "at most 262144 bytes"),
     ],

@@ -1,0 +1,45 @@
+"""Checks of what a structural tag says, with the place of each mistake."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from minisgl_backend.errors import InvalidRequest, Unsupported
+
+
+def check(is_right: object, place: str, expected: str) -> None:
+    if not is_right:
+        raise InvalidRequest(f"{place} must be {expected}")
+
+
+def check_keys(given: Mapping[str, Any], prefix: str, known: tuple[str, ...]) -> None:
+    for key in given:
+        if key not in known:
+            raise Unsupported(f"{prefix}{key} of a structural tag is not supported")
+
+
+def check_schema(schema: object, place: str) -> None:
+    check(isinstance(schema, dict | bool), place, "a JSON schema")
+    check(schema is not False, place, "a JSON schema that some value follows, got false")
+
+
+def items(given: Mapping[str, Any], key: str, prefix: str) -> list[tuple[int, Any]]:
+    """The items of a list, with their indices."""
+    found = given.get(key)
+    check(isinstance(found, list) and found, f"{prefix}{key}", "a list, not empty")
+    return list(enumerate(found or ()))
+
+
+def texts(found: Any, place: str) -> list[str]:
+    """A text, or a list of texts, as a list."""
+    several: list[str] = found if isinstance(found, list) else [found]
+    is_right = several and all(isinstance(one, str) for one in several)
+    check(is_right, place, "a string, or a list of strings, not empty")
+    return several
+
+
+def flag(given: Mapping[str, Any], key: str, prefix: str) -> bool:
+    value = given.get(key, False)
+    check(isinstance(value, bool), f"{prefix}{key}", "true or false")
+    return value is True

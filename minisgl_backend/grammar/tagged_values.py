@@ -13,6 +13,7 @@ white space around it. Members come in the order of the schema. Must not know wh
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Final
 
 from minisgl_backend.errors import InvalidRequest, Unsupported
@@ -28,12 +29,30 @@ from minisgl_backend.grammar.pieces import (
     row_of,
 )
 
-STYLES: Final[Mapping[str, tuple[str, str, str]]] = {
-    "qwen_xml": ("<parameter=", ">", "</parameter>"),
-    "minimax_xml": ('<parameter name="', '">', "</parameter>"),
-    "glm_xml": ("<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>"),
+
+@dataclass(frozen=True, slots=True)
+class Style:
+    """What stands before a name, between it and the value, and after that; and what stands before a
+    value that is a string, or JSON."""
+
+    before: str
+    between: str
+    after: str
+    string: str = ""
+    json: str = ""
+
+
+STYLES: Final[Mapping[str, Style]] = {
+    "qwen_xml": Style("<parameter=", ">", "</parameter>"),
+    "minimax_xml": Style('<parameter name="', '">', "</parameter>"),
+    "glm_xml": Style("<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>"),
+    "deepseek_xml": Style(
+        '<｜DSML｜parameter name="', '" string="', "</｜DSML｜parameter>", 'true">', 'false">'
+    ),
+    "deepseek_v4_1_xml": Style(
+        '<｜DSML｜ parameter name="', '" string="', "</｜DSML｜ parameter>", 'true">', 'false">'
+    ),
 }
-"""What stands before a name, between it and the value, and after that."""
 _BLANK: Final = r"/[ \t]?|\n[ ]{0,40}/"
 _NAME: Final = "/[a-zA-Z_][a-zA-Z0-9_]*/"
 _DEFINITIONS: Final[tuple[str, ...]] = schemas.DEFINITIONS
@@ -50,7 +69,7 @@ def members(schema: dict[str, Any] | bool, style: str, place: str) -> Piece:
 class _Members:
     def __init__(self, root: dict[str, Any], style: str, place: str) -> None:
         self._root = root
-        self._before, self._between, self._after = STYLES[style]
+        self._style = STYLES[style]
         self._place = place
 
     def all_of_them(self) -> Piece:
@@ -76,36 +95,48 @@ class _Members:
         return row_of([*pieces, self._blank()])
 
     def _member(self, name: Text, schema: Any, place: str) -> Piece:
-        begin = [self._blank(), fixed(self._before, place), name, fixed(self._between, place)]
-        return row_of([*begin, self._value(schema, place), fixed(self._after, place)])
+        style = self._style
+        begin = [self._blank(), fixed(style.before, place), name, fixed(style.between, place)]
+        value = one_of(self._values(schema, place))
+        return row_of([*begin, value, fixed(style.after, place)])
 
-    def _value(self, schema: Any, place: str) -> Piece:
-        """What stands between the tags of a member."""
+    def _values(self, schema: Any, place: str) -> list[Piece]:
+        """What may stand between the tags of a member."""
         known = self._resolved(schema, place)
+        if isinstance(parts := known.get("anyOf"), list):
+            self._check(known, ("anyOf",), place)
+            several = [self._values(one, f"{place}.anyOf[{at}]") for at, one in enumerate(parts)]
+            return [one for values in several for one in values]
         literals = schemas.literals(known)
         if literals is not None and all(isinstance(one, str) for one in literals):
             self._check(known, ("enum", "const"), place)
-            return row_of([self._blank(), self._one_of(literals, place), self._blank()])
-        kinds = known.get("type")
-        if kinds == "string" or (kinds is None and not known.keys() - _ANYWHERE):
+            return [self._string(self._one_of(literals, place), place)]
+        if not known.keys() - _ANYWHERE - {"type"} and known.get("type") is None:
+            text = self._string(any_text(place, [self._style.after]), place)
+            # where nothing tells JSON from a string, it is a string as well
+            return [text, self._json(known, place)] if self._style.json else [text]
+        if known.get("type") == "string":
             self._check(known, ("minLength", "maxLength"), place)
             least, most = known.get("minLength", 0), known.get("maxLength")
-            return any_text(place, [self._after], most, least)
-        if isinstance(parts := known.get("anyOf"), list):
-            self._check(known, ("anyOf",), place)
-            return one_of(
-                [self._value(one, f"{place}.anyOf[{at}]") for at, one in enumerate(parts)]
-            )
-        if kinds is None or "string" in kinds:
+            return [self._string(any_text(place, [self._style.after], most, least), place)]
+        if known.get("type") is None or "string" in known["type"]:
             raise Unsupported(f"{place} must have one type, or be anyOf schemas that have one")
+        return [self._json(known, place)]
+
+    def _string(self, text: Piece, place: str) -> Piece:
+        return row_of([fixed(self._style.string, place), text])
+
+    def _json(self, known: dict[str, Any], place: str) -> Piece:
         whole = {key: self._root[key] for key in _DEFINITIONS if key in self._root} | known
-        return row_of([self._blank(), Value(whole, place), self._blank()])
+        value = Value(whole, place)
+        return row_of([fixed(self._style.json, place), self._blank(), value, self._blank()])
 
     def _one_of(self, literals: list[str], place: str) -> Piece:
         for text in literals:
-            if self._after in text:
-                raise Unsupported(f"{place} must not list a text with {self._after}")
-        return one_of([fixed(text, place) for text in literals])
+            if self._style.after in text:
+                raise Unsupported(f"{place} must not list a text with {self._style.after}")
+        piece = one_of([fixed(text, place) for text in literals])
+        return piece if self._style.string else row_of([self._blank(), piece, self._blank()])
 
     def _resolved(self, schema: Any, place: str) -> dict[str, Any]:
         """The schema, or that to which it refers, without what only describes its values."""

@@ -81,6 +81,7 @@ def separated(*tags: Format, separator: Any, **more: Any) -> Format:
     return {"type": "tags_with_separator", "separator": separator, "tags": list(tags), **more}
 
 
+DEEPSEEK: Final = "deepseek_xml"
 ANY: Final = {"type": "any_text"}
 NUMBER: Final = schema({"type": "integer"})
 OBJECT: Final = schema({"type": "object"})
@@ -312,13 +313,19 @@ CASES: Final[dict[str, tuple[Format, list[str], list[str]]]] = {
         ["<parameter=>1</parameter>", "<parameter=a>1", "a"],
     ),
     "members in other styles": (
-        either(schema(MEMBERS, style="minimax_xml"), schema(MEMBERS, style="glm_xml")),
+        either(*(schema(MEMBERS, style=style) for style in ("minimax_xml", "glm_xml", DEEPSEEK))),
         [
             '<parameter name="city">Oslo</parameter>',
             "<arg_key>city</arg_key>\n<arg_value>Oslo</arg_value>\n<arg_key>days</arg_key>\n"
             "<arg_value>[]</arg_value>",
+            '<｜DSML｜parameter name="city" string="true">Oslo</｜DSML｜parameter>\n'
+            '<｜DSML｜parameter name="days" string="false">[1]</｜DSML｜parameter>\n'
+            '<｜DSML｜parameter name="next" string="false">null</｜DSML｜parameter>',
         ],
-        ["<parameter=city>Oslo</parameter>"],
+        [
+            "<parameter=city>Oslo</parameter>",
+            '<｜DSML｜parameter name="city" string="false">Oslo</｜DSML｜parameter>',
+        ],
     ),
 }
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 from minisgl_backend.errors import InvalidRequest, Unsupported
+
+_MOST_COUNT: Final = 2**31 - 1
+"""llguidance counts no further."""
 
 
 def check(is_right: object, place: str, expected: str) -> None:
@@ -43,3 +46,13 @@ def flag(given: Mapping[str, Any], key: str, prefix: str) -> bool:
     value = given.get(key, False)
     check(isinstance(value, bool), f"{prefix}{key}", "true or false")
     return value is True
+
+
+def count(given: Mapping[str, Any], key: str, place: str) -> int | None:
+    """A number of something; None if it is not given."""
+    value = given.get(key)
+    if value is None:
+        return None
+    is_right = isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _MOST_COUNT
+    check(is_right, f"{place}.{key}", f"an integer from 0 to {_MOST_COUNT}")
+    return int(value)

@@ -6,8 +6,8 @@
 
 ``read`` turns a format into pieces (``pieces``). A text in which special tokens occur is those
 tokens; any text has none. Any text in a tag holds none of the tag's ends, and any text before a
-trigger none of the triggers. Errors name the place of the format, as in
-``format.elements[0].content``. Must not know how pieces are written.
+trigger none of the triggers, even if they are special tokens, spelled out. Errors name the place of
+the format, as in ``format.elements[0].content``. Must not know how pieces are written.
 """
 
 from __future__ import annotations
@@ -20,7 +20,15 @@ from typing import Any, Final
 
 from minisgl_backend.errors import InvalidRequest, Unsupported
 from minisgl_backend.grammar import ebnf, tagged_values
-from minisgl_backend.grammar.checks import check, check_keys, check_schema, flag, items, texts
+from minisgl_backend.grammar.checks import (
+    check,
+    check_keys,
+    check_schema,
+    count,
+    flag,
+    items,
+    texts,
+)
 from minisgl_backend.grammar.pieces import (
     Grammar,
     Piece,
@@ -34,9 +42,6 @@ from minisgl_backend.grammar.pieces import (
     row_of,
 )
 from minisgl_backend.request import TokenId
-
-_MOST_COUNT: Final = 2**31 - 1
-"""llguidance counts no further."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,16 +84,14 @@ class Reader:
     def _any_text(self, given: Mapping[str, Any], place: str, ends: Sequence[str]) -> Piece:
         check_keys(given, f"{place}.", ("type", "excludes", "max_tokens", "max_chars"))
         _check_unset(given, place, ("max_tokens",))
-        most = given.get("max_chars")
-        if most is not None:
-            most = _count(given, "max_chars", place)
-        return self._any(place, [*_excludes(given, place), *ends], most)
+        most = count(given, "max_chars", place)
+        return any_text(place, [*_excludes(given, place), *ends], most)
 
     def _any_tokens(self, given: Mapping[str, Any], place: str, ends: Sequence[str]) -> Piece:
         check_keys(given, f"{place}.", ("type", "exclude_tokens", "max_tokens"))
         _check_unset(given, place, ("max_tokens",))
         self._check_excluded(given, place)
-        return self._any(place, ends)
+        return any_text(place, ends)
 
     def _regex(self, given: Mapping[str, Any], place: str, ends: Sequence[str]) -> Piece:
         check_keys(given, f"{place}.", ("type", "pattern"))
@@ -157,8 +160,10 @@ class Reader:
     def _repeat(self, given: Mapping[str, Any], place: str, ends: Sequence[str]) -> Piece:
         if given["type"] == "repeat":
             check_keys(given, f"{place}.", ("type", "content", "min", "max"))
-            least = _count(given, "min", place)
-            most = None if given.get("max") == -1 else _count(given, "max", place)
+            for key in ("min", "max"):
+                check(given.get(key) is not None, f"{place}.{key}", "given")
+            least = count(given, "min", place) or 0
+            most = None if given["max"] == -1 else count(given, "max", place)
             check(most is None or most >= least, f"{place}.max", "at least min, or -1")
         else:
             check_keys(given, f"{place}.", ("type", "content"))
@@ -208,7 +213,7 @@ class Reader:
     def _dispatch(self, given: Mapping[str, Any], place: str, ends: Sequence[str]) -> Piece:
         check_keys(given, f"{place}.", ("type", "rules", "loop", "excludes"))
         excluded = [*_excludes(given, place), *ends]
-        return self._dispatched(given, place, excluded, lambda one, at: _not_empty(one, at))
+        return self._dispatched(given, place, excluded, _not_empty)
 
     def _token_dispatch(self, given: Mapping[str, Any], place: str, ends: Sequence[str]) -> Piece:
         check_keys(given, f"{place}.", ("type", "rules", "loop", "exclude_tokens"))
@@ -237,7 +242,7 @@ class Reader:
     ) -> Piece:
         """Free text without the texts ``excluded``, among which are these pieces: any number of
         them, or if ``once`` one at most. If one is ``needed``, the first one begins the answer."""
-        text = self._any(place, excluded)
+        text = any_text(place, excluded)
         alone = one_of(begun)
         after_text = one_of(row_of([text, one]) for one in begun)
         if once:
@@ -291,15 +296,6 @@ class Reader:
     def _text(self, text: str, place: str) -> Piece:
         return pieces_of(text, self._special_tokens, place)
 
-    def _any(self, place: str, excluded: Sequence[str], most: int | None = None) -> Text:
-        """Any text without those excluded; it never holds one that has a special token in it."""
-        found = [
-            text
-            for text in excluded
-            if text and not any(name in text for name in self._special_tokens)
-        ]
-        return any_text(place, found, most)
-
     def _name_of(self, token: Any, place: str) -> str:
         """The text of a special token, which is given by that or by its id."""
         for name, token_id in self._special_tokens.items():
@@ -352,16 +348,9 @@ def _not_empty(text: Any, place: str) -> str:
     return str(text)
 
 
-def _count(given: Mapping[str, Any], key: str, place: str) -> int:
-    count = given.get(key)
-    is_right = isinstance(count, int) and not isinstance(count, bool) and 0 <= count <= _MOST_COUNT
-    check(is_right, f"{place}.{key}", f"an integer from 0 to {_MOST_COUNT}")
-    assert isinstance(count, int)
-    return count
-
-
 def _check_unset(given: Mapping[str, Any], place: str, keys: Sequence[str]) -> None:
     """Refuse options that are not followed, unless they ask for nothing."""
     for key in keys:
-        if given.get(key) not in (None, False, []):
+        value = given.get(key)
+        if value is not None and value is not False and value != []:
             raise Unsupported(f"{place}.{key} is not supported")

@@ -139,7 +139,7 @@ def any_text(
     """Any text of at least and at most so many characters in which these texts do not occur."""
     is_any = least == 0 and most is None
     body = ANY if is_any else rf"/(.|\n){{{least},{'' if most is None else most}}}/"
-    excluded = tuple(dict.fromkeys(without))
+    excluded = tuple(dict.fromkeys(filter(None, without)))
     if excluded:
         body = f"({body} & ~({ANY} ({any_of(map(quoted, excluded))}) {ANY}))"
     return Text(body, place, without=excluded)

@@ -18,6 +18,7 @@ from typing import Any, Final
 
 from minisgl_backend.errors import InvalidRequest, Unsupported
 from minisgl_backend.grammar import schemas
+from minisgl_backend.grammar.checks import check, count
 from minisgl_backend.grammar.pieces import (
     Piece,
     Repeated,
@@ -74,14 +75,12 @@ class _Members:
 
     def all_of_them(self) -> Piece:
         known = schemas.without_notes(self._root)
-        if known.get("type", "object") != "object":
-            raise InvalidRequest(f"{self._place} must be the schema of an object")
+        check(known.get("type", "object") == "object", self._place, "the schema of an object")
         self._check(known, _KNOWN, self._place)
         named, required = known.get("properties", {}), known.get("required", [])
-        if not (isinstance(named, dict) and isinstance(required, list)):
-            raise InvalidRequest(f"{self._place} must have an object and a list of names")
-        if missing := [name for name in required if name not in named]:
-            raise Unsupported(f"{self._place}.required names {missing[0]}, which is no property")
+        check(isinstance(named, dict), f"{self._place}.properties", "an object")
+        is_right = isinstance(required, list) and all(name in [*named] for name in required)
+        check(is_right, f"{self._place}.required", "a list of properties")
         pieces: list[Piece] = []
         for name, one in named.items():
             place = f"{self._place}.properties.{name}"
@@ -103,23 +102,27 @@ class _Members:
     def _values(self, schema: Any, place: str) -> list[Piece]:
         """What may stand between the tags of a member."""
         known = self._resolved(schema, place)
-        if isinstance(parts := known.get("anyOf"), list):
+        if (parts := known.get("anyOf")) is not None:
             self._check(known, ("anyOf",), place)
+            check(parts and isinstance(parts, list), f"{place}.anyOf", "a list, not empty")
             several = [self._values(one, f"{place}.anyOf[{at}]") for at, one in enumerate(parts)]
             return [one for values in several for one in values]
         literals = schemas.literals(known)
         if literals is not None and all(isinstance(one, str) for one in literals):
             self._check(known, ("enum", "const"), place)
+            check(literals, f"{place}.enum", "a list, not empty")
             return [self._string(self._one_of(literals, place), place)]
-        if not known.keys() - _ANYWHERE - {"type"} and known.get("type") is None:
+        kind = known.get("type")
+        if kind is None and not known.keys() - _ANYWHERE:
             text = self._string(any_text(place, [self._style.after]), place)
             # where nothing tells JSON from a string, it is a string as well
             return [text, self._json(known, place)] if self._style.json else [text]
-        if known.get("type") == "string":
+        if kind == "string":
             self._check(known, ("minLength", "maxLength"), place)
-            least, most = known.get("minLength", 0), known.get("maxLength")
-            return [self._string(any_text(place, [self._style.after], most, least), place)]
-        if known.get("type") is None or "string" in known["type"]:
+            least, most = count(known, "minLength", place) or 0, count(known, "maxLength", place)
+            text = any_text(place, [self._style.after], most, least)
+            return [self._string(text, place)]
+        if not isinstance(kind, str):
             raise Unsupported(f"{place} must have one type, or be anyOf schemas that have one")
         return [self._json(known, place)]
 

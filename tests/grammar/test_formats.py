@@ -487,7 +487,12 @@ _TOKEN: Final = {"type": "token", "token": "<|im_start|>"}
         (
             tag("<|im_start|>f", ANY, ["<|im_end|>", "."]),
             [(START, "fa", END), (START, "f.")],
-            [("<|im_start|>f.",), (START, "f", START, END), (START, "f", END, "a")],
+            [
+                ("<|im_start|>f.",),
+                (START, "f", START, END),
+                (START, "f", END, "a"),
+                (START, "f<|im_end|>", END),
+            ],
         ),
         (
             tag(_TOKEN, NUMBER, {"type": "token", "token": END}),
@@ -498,8 +503,8 @@ _TOKEN: Final = {"type": "token", "token": "<|im_start|>"}
         (sequence(ANY, _TOKEN, ANY), [(START,), ("ab", START, "c")], [("ab",), (START, START)]),
         (
             triggered(tag("<|im_start|>f", NUMBER, "<|im_end|>"), triggers=["<|im_start|>"]),
-            [("a", START, "f1", END, "b"), ("<|im_start|>g",)],
-            [(START, "g"), (END,)],
+            [("a", START, "f1", END, "b"), ("<|im_start",)],
+            [(START, "g"), (END,), ("<|im_start|>f1",)],
         ),
         (
             {
@@ -547,7 +552,7 @@ _NO_END: Final = "can go on with what may follow it: where it ends cannot be tol
         (tag("<", either(const("a"), regex("(")), ">"), "at #/format/content/elements/1/pattern"),
         (sequence(regex("\\")), r"format.elements\[0\].pattern must be a regular expression"),
         (const(1), "format.value must be a string"),  # type: ignore[arg-type]
-        ({**ANY, "max_tokens": 5}, "format.max_tokens is not supported"),
+        ({**ANY, "max_tokens": 0}, "format.max_tokens is not supported"),
         ({**ANY, "excludes": [""]}, r"format.excludes\[0\] must be a string, not empty"),
         ({**ANY, "max_chars": -1}, "format.max_chars must be an integer from 0"),
         ({**ANY, "min_chars": 1}, "format.min_chars of a structural tag is not supported"),
@@ -560,10 +565,34 @@ _NO_END: Final = "can go on with what may follow it: where it ends cannot be tol
             schema({"properties": {"a": {"type": "string", "pattern": "x"}}}, style="qwen_xml"),
             r"pattern .* is not supported, at format.json_schema.properties.a$",
         ),
+        *(
+            (schema(wrong, style="qwen_xml"), f"format.json_schema.{told}")
+            for wrong, told in (
+                ({"properties": []}, "properties must be an object"),
+                ({"required": [["a"]]}, "required must be a list of properties"),
+                ({"properties": {"a": {"type": 3}}}, "properties.a must have one type"),
+                ({"properties": {"a": {"anyOf": []}}}, "properties.a.anyOf must be a list, not"),
+                (
+                    {"properties": {"a": {"enum": []}}},
+                    "properties.a.enum must be a list, not empty",
+                ),
+                ({"properties": {"a": False}}, "properties.a must be a JSON schema that some"),
+                ({"properties": {"a": {"$ref": "#/b"}}}, "properties.a must be a JSON schema that"),
+                (
+                    {"properties": {"a": {"type": "string", "maxLength": "b"}}},
+                    "properties.a.maxLength must be an integer from 0",
+                ),
+                (
+                    {"properties": {"a": {"const": "</parameter>"}}},
+                    "properties.a must not list a text with </parameter>",
+                ),
+            )
+        ),
         (ebnf("root ::= ("), "grammar is wrong: .*, at format.grammar"),
         (ebnf("start: X"), "format.grammar must be a grammar with a rule root"),
         (ebnf('root ::= "a" other'), "'other' not found, at format.grammar"),
         (some("repeat", ANY, min=2, max=1), "format.max must be at least min, or -1"),
+        (some("repeat", ANY, min=1), "format.max must be given"),
         (some("repeat", ANY, min=True, max=1), "format.min must be an integer from 0"),
         (some("star", ANY, min=1), "format.min of a structural tag is not supported"),
         (some("star", 1), "format.content must be an object"),  # type: ignore[arg-type]

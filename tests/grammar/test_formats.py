@@ -128,6 +128,19 @@ CASES: Final[dict[str, tuple[Format, list[str], list[str]]]] = {
         ["a{}", 'ab{"c": 1}'],
         ["{}", "a", "a {}"],
     ),
+    "an expression before values of other kinds": (
+        sequence(
+            regex("[a-z]+"),
+            schema(
+                {
+                    "anyOf": [{"$ref": "#/$defs/a"}, {"enum": [["b"], "c"]}],
+                    "$defs": {"a": {"type": "object"}},
+                }
+            ),
+        ),
+        ["a{}", 'ab["b"]', 'a"c"'],
+        ["a", "{}", "a1", "anull"],
+    ),
     "a grammar that is regular": (
         sequence(ebnf('root ::= [a-z]+ end?\nend ::= "." | "!"'), const("end")),
         ["abend", "abendend", "a.end"],
@@ -168,6 +181,11 @@ CASES: Final[dict[str, tuple[Format, list[str], list[str]]]] = {
         ["<<x", "a<1>", "<1>zz"],
     ),
     "optional": (sequence(some("optional", OBJECT), const("x")), ["x", "{}x"], ["{}{}x", ""]),
+    "optional, and goes on with what follows": (
+        sequence(some("optional", sequence(OBJECT, regex("[a-z]*"))), const("end")),
+        ["end", "{}end", "{}abend"],
+        ["{}", "abend", "{}{}end"],
+    ),
     "optional, and begins what follows": (
         sequence(some("optional", const("ab")), const("abc")),
         ["abc", "ababc"],
@@ -615,6 +633,8 @@ _NO_END: Final = "can go on with what may follow it: where it ends cannot be tol
         ),
         (some("star", sequence(OBJECT, ANY)), "where what it repeats ends cannot be told"),
         (sequence(NUMBER, const("5")), r"format.elements\[0\] may be a number, and what follows"),
+        (sequence(NUMBER, either(const("5"), sequence(NUMBER, ANY))), "may be a number"),
+        (sequence(regex("[a-z]+"), schema({"enum": [True]})), rf"format.elements\[0\] {_NO_END}"),
         (sequence(NUMBER, schema({"enum": [1, 2]})), r"format.elements\[0\] may be a number"),
         (sequence(schema(True), regex("[eE]nd")), r"format.elements\[0\] may be a number"),
     ],

@@ -174,6 +174,38 @@ def _tags(rng: random.Random) -> Form:
     return {"structural_tag": {"structures": structures, "triggers": triggers, **flags}}
 
 
+def _formats(rng: random.Random) -> Form:
+    return {"structural_tag": {"format": _format(rng, rng.randint(0, 6))}}
+
+
+def _format(rng: random.Random, depth: int) -> Any:
+    """A format of XGrammar's, with now and then a field that is wrong."""
+    texts = [_word(rng), "<" + _word(rng), "", "</" + _word(rng)]
+    inner = [_format(rng, depth - 1) for _ in range(rng.randint(1, 3))] if depth > 0 else []
+    content = inner[0] if inner else {"type": "any_text"}
+    tag = {"type": "tag", "begin": rng.choice(texts), "content": content, "end": texts[3]}
+    made: dict[str, Any] = rng.choice(
+        [
+            {"type": "const_string", "value": rng.choice(texts)},
+            {"type": "any_text", "excludes": texts[:2], "max_chars": rng.choice([None, 0, 2**31])},
+            {"type": "regex", "pattern": rng.choice([_word(rng), "(a|b*){1,99}", "[^a]*a", "\\"])},
+            {"type": "grammar", "grammar": rng.choice(['root ::= "a" root | [b-]*', _word(rng)])},
+            {"type": "json_schema", "json_schema": _schema(rng, 2), "style": rng.choice(_STYLES)},
+            {"type": rng.choice(["sequence", "or"]), "elements": inner},
+            {"type": rng.choice(["optional", "star", "plus"]), "content": content},
+            {"type": "repeat", "content": content, "min": 2, "max": rng.choice([-1, 1, 10**6])},
+            tag,
+            {"type": "triggered_tags", "triggers": [tag["begin"][:2]], "tags": [tag]},
+            {"type": "tags_with_separator", "separator": texts[0], "tags": [tag, tag]},
+            {"type": "dispatch", "rules": [[texts[1], content]], "loop": rng.random() < 0.5},
+        ]
+    )
+    if rng.random() < 0.05:
+        made[rng.choice([*made])] = rng.choice([None, 1, "", [], {}, [[]], True, {"type": "token"}])
+    return made
+
+
+_STYLES: Final = ("json", "json", "qwen_xml", "glm_xml", "deepseek_xml")
 _MAKERS: Final[tuple[Callable[[random.Random], Form], ...]] = (
     _nested_schema,
     _schema_of_many_fields,
@@ -189,4 +221,5 @@ _MAKERS: Final[tuple[Callable[[random.Random], Form], ...]] = (
     _random_rules,
     _many_choices,
     _tags,
+    _formats,
 )

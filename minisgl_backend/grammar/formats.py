@@ -63,10 +63,10 @@ class Reader:
         with the place of the mistake, and ``Unsupported``."""
         check(isinstance(given, dict), place, "an object")
         kind = given.get("type")
-        read = _FORMATS.get(kind) if isinstance(kind, str) else None
+        read = FORMATS.get(kind) if isinstance(kind, str) else None
         if read is None:
             raise Unsupported(
-                f"{place}.type must be one of {', '.join(_FORMATS)}, got {json.dumps(kind)}"
+                f"{place}.type must be one of {', '.join(FORMATS)}, got {json.dumps(kind)}"
             )
         return read(self, given, place, ends)
 
@@ -313,7 +313,7 @@ class Reader:
 
 _FLAGS: Final = ("at_least_one", "stop_after_first")
 _COUNTS: Final = {"optional": (0, 1), "star": (0, None), "plus": (1, None)}
-_FORMATS: Final[Mapping[str, Callable[[Reader, Mapping[str, Any], str, Sequence[str]], Piece]]] = {
+FORMATS: Final[Mapping[str, Callable[[Reader, Mapping[str, Any], str, Sequence[str]], Piece]]] = {
     "const_string": Reader._const_string,
     "json_schema": Reader._json_schema,
     "any_text": Reader._any_text,

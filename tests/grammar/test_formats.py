@@ -6,13 +6,16 @@ import json
 import random
 import re
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, Final
 
 import pytest
 
 from minisgl_backend.errors import RequestError
+from minisgl_backend.grammar.formats import FORMATS
 from minisgl_backend.grammar.matchers import Batch, Grammars, Matcher, State
 from minisgl_backend.text.tokenizer_files import load_definition
+from tests.docs.markdown import Page
 from tests.grammar.formats import (
     ANY,
     CASES,
@@ -43,6 +46,8 @@ from tests.grammar.test_matchers import (
     follow,
     walk,
 )
+
+DOCUMENT: Final = Path(__file__).parents[2] / "docs" / "structured_outputs.md"
 
 
 @pytest.fixture(scope="module")
@@ -257,6 +262,18 @@ def test_special_tokens_in_formats(
 ) -> None:
     assert [one for one in right if not takes(grammars, format, *one)] == []
     assert [one for one in wrong if takes(grammars, format, *one)] == []
+
+
+def test_the_document_has_all_formats_and_its_examples_are_taken(grammars: Grammars) -> None:
+    text = DOCUMENT.read_text("utf-8")
+    rows = re.findall(r"^\| ((?:`\w+`,? ?)+)\|", text.partition("## Formats")[2], re.MULTILINE)
+    assert set(re.findall(r"`(\w+)`", " ".join(rows[1:]))) == set(FORMATS)
+    examples = [block.text for block in Page(DOCUMENT).blocks if block.language == "json"]
+    assert len(examples) == 3
+    for example in examples:
+        assert follow(grammars, compiled(grammars, "structural_tag", example), "") == (
+            "format" not in example
+        )
 
 
 def test_many_tools_in_one_format(grammars: Grammars) -> None:

@@ -17,12 +17,13 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Final
+from typing import Final, cast
 
 import pytest
 import xdist.remote
 from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadFileScheduling
+from xdist.workermanage import WorkerController
 
 import minisgl_kit as minisgl_kit  # it sets what must be set before gRPC is imported
 from minisgl_backend.errors import ConfigError
@@ -32,6 +33,12 @@ from tests.fakes import pb_utils
 from tests.server.conftest import paced_repository, running
 
 _SHARING: Final = "tests/gateway/"
+_WITHOUT_SERVERS: Final = tuple(
+    f"tests/{folder}/"
+    for folder in "conformance grammar llm parallel properties replicas unit".split()
+)
+"""Folders whose tests start no tritonserver."""
+_MOST_SERVING: Final = 2
 sys.modules["triton_python_backend_utils"] = pb_utils
 # models this small run fastest on one thread, whatever else the machine does
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -58,11 +65,50 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 
 class _ByFileScheduling(LoadFileScheduling):  # type: ignore[misc]  # it has no types
-    """Gives each worker a file at a time, but all gateway files to one worker: otherwise each
-    would start the five servers that these files share."""
+    """Gives each worker a file at a time, files that may start servers to two workers only.
+
+    More starts of tritonserver at once hang now and then. All gateway files go to one worker:
+    otherwise each would start the five servers that these files share. They come first, since they
+    take longest, and what needs no server comes last, since any worker can take it.
+    """
+
+    def __init__(self, config: pytest.Config, log: xdist.remote.Producer) -> None:
+        super().__init__(config, log)
+        self._serving: list[WorkerController] = []
 
     def _split_scope(self, nodeid: str) -> str:
         return _SHARING if nodeid.startswith(_SHARING) else str(super()._split_scope(nodeid))
+
+    def _assign_work_unit(self, node: WorkerController) -> None:
+        scope = self._next_for(node)
+        if scope is not None:
+            if _may_serve(scope) and node not in self._serving:
+                self._serving.append(node)
+            self.workqueue.move_to_end(scope, last=False)  # from where the next one is taken
+            super()._assign_work_unit(node)
+
+    def _reschedule(self, node: WorkerController) -> None:
+        if node not in self.registered_collections:
+            return  # it replaces a worker that crashed, and has not collected its tests yet
+        if self._next_for(node) is not None:
+            super()._reschedule(node)
+        elif not node.shutting_down:
+            node.shutdown()
+
+    def remove_node(self, node: WorkerController) -> str | None:
+        if node in self._serving:
+            self._serving.remove(node)
+        return cast("str | None", super().remove_node(node))
+
+    def _next_for(self, node: WorkerController) -> str | None:
+        """The file that a worker gets next; None if there is none for it."""
+        may_serve = node in self._serving or len(self._serving) < _MOST_SERVING
+        scopes = [scope for scope in self.workqueue if may_serve or not _may_serve(scope)]
+        return min(scopes, key=lambda it: (it != _SHARING, not _may_serve(it)), default=None)
+
+
+def _may_serve(scope: str) -> bool:
+    return not scope.startswith(_WITHOUT_SERVERS)
 
 
 @pytest.hookimpl(tryfirst=True)

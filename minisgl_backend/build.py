@@ -1,9 +1,9 @@
 """The composition root: from options to a running engine.
 
-Chooses the concrete classes of the planner; all other modules are given what they need. Options are
-checked (``resolve``) before anything is loaded or started. ``build_rank`` assembles the part of one
-rank, ``tensor_parallel`` starts several ranks, ``replicas.start`` several replicas. Must not know
-tensors, nor who submits requests: Triton's models and ``LLM`` build the same engine.
+Options are checked (``resolve``) before anything is loaded or started. ``build_scheduler`` makes
+the planner, ``build_rank`` the part of one rank; ``tensor_parallel`` starts several ranks, and
+``replicas.start`` several replicas. Must not know tensors, nor who submits requests: Triton's
+models and ``LLM`` build the same engine.
 """
 
 from __future__ import annotations
@@ -16,11 +16,8 @@ from typing import Final
 
 from minisgl_backend.adapter_options import adapter_paths, adapter_tasks, check_task_names
 from minisgl_backend.build_rank import build_rank
-from minisgl_backend.cache.kv import KVCache
-from minisgl_backend.cache.naive_cache import NaiveCache
-from minisgl_backend.cache.radix_cache import RadixCache, TreeWatch
-from minisgl_backend.cache.snapshots import SnapshotCache
-from minisgl_backend.cache.windows import WindowPages
+from minisgl_backend.build_scheduler import build_scheduler
+from minisgl_backend.cache.radix_cache import TreeWatch
 from minisgl_backend.config import EngineOptions
 from minisgl_backend.errors import ConfigError, InvalidRequest
 from minisgl_backend.execution.adapters import AdapterStore
@@ -36,18 +33,12 @@ from minisgl_backend.resolve import Resolved, resolve
 from minisgl_backend.runtime.adapters import Adapters
 from minisgl_backend.runtime.engine import Engine
 from minisgl_backend.runtime.engine_base import EngineBase, EngineInfo
-from minisgl_backend.runtime.ports import Executor, Scheduler
-from minisgl_backend.scheduling.scheduler import SchedulerConfig
+from minisgl_backend.runtime.ports import Executor
 from minisgl_backend.tensor_parallel import lead
 from minisgl_backend.text.tokenizer_files import load_definition
 
 logger = logging.getLogger(__name__)
 
-_OVERTAKEN_BY_LPM: Final = 64
-_OVERTAKEN_ON_CPU: Final = 256
-_OVERTAKEN_ON_GPU: Final = 1024
-_GROUP_COST_ON_CPU: Final = 64
-_GROUP_COST_ON_GPU: Final = 128
 _READ_AT_ONCE: Final = 32_000
 """A tokenizer with at most this many tokens is read for grammars only when the first one comes."""
 
@@ -137,51 +128,6 @@ def _build_executor(
         return lead(facts, parts)
     rank = build_rank(facts, OneRank, lambda: None, parts)
     return rank.info, rank.executor, rank.adapters
-
-
-def build_scheduler(
-    options: EngineOptions,
-    info: EngineInfo,
-    parts: Parts = STANDARD,
-    *,
-    watch: TreeWatch | None = None,
-) -> Scheduler:
-    """The planner for an engine with this model and this number of pages."""
-    cache: KVCache
-    windows = None
-    if info.num_window_pages is not None and info.window is not None:
-        windows = WindowPages(
-            info.num_window_pages,
-            num_pages=info.num_pages,
-            page_size=info.page_size,
-            window=info.window,
-        )
-    if options.cache == "naive":
-        cache = NaiveCache(info.num_pages, info.page_size, windows=windows)
-    elif info.num_snapshots is None:
-        cache = RadixCache(info.num_pages, info.page_size, watch=watch, windows=windows)
-    else:
-        cache = SnapshotCache(info.num_pages, info.page_size, info.num_snapshots, watch=watch)
-    on_cpu = info.device == "cpu"
-    max_overtaken = options.max_overtaken
-    if max_overtaken is None:
-        on_gpu = _OVERTAKEN_ON_GPU if info.reads_groups else 0
-        by_prefix = _OVERTAKEN_ON_CPU if on_cpu else on_gpu
-        max_overtaken = _OVERTAKEN_BY_LPM if options.schedule_policy == "lpm" else by_prefix
-        if options.cache == "naive":
-            max_overtaken = 0  # overtaking gains nothing
-    config = SchedulerConfig(
-        max_running_requests=options.max_running_requests,
-        max_prefill_tokens=options.max_prefill_tokens,
-        policy=options.schedule_policy,
-        max_overtaken=max_overtaken,
-        names_groups=info.reads_groups,
-        group_cost_tokens=_GROUP_COST_ON_CPU if on_cpu else _GROUP_COST_ON_GPU,
-        has_states=info.num_snapshots is not None,
-        section=info.section,
-        num_adapter_slots=options.max_loras if options.enable_lora else 0,
-    )
-    return parts.scheduler(cache, config)
 
 
 def build_adapters(options: EngineOptions, store: AdapterStore | None) -> Adapters | None:

@@ -9,11 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 from minisgl_backend.cache.kv import KVCache
-from minisgl_backend.execution.ranks import RankExecutor
-from minisgl_backend.execution.stages import WatchLogits
 from minisgl_backend.grammar.matchers import Grammars
 from minisgl_backend.runtime.adapters import Adapters
 from minisgl_backend.runtime.engine import Engine
@@ -21,6 +19,10 @@ from minisgl_backend.runtime.engine_base import EngineInfo
 from minisgl_backend.runtime.ports import Executor
 from minisgl_backend.runtime.ports import Scheduler as SchedulerPort
 from minisgl_backend.scheduling.scheduler import Scheduler, SchedulerConfig
+
+if TYPE_CHECKING:  # they bring torch
+    from minisgl_backend.execution.ranks import RankExecutor
+    from minisgl_backend.execution.stages import WatchLogits
 
 
 class MakeEngine(Protocol):

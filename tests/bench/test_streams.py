@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
+import sys
 
 import pytest
 from click.testing import CliRunner
@@ -69,3 +71,14 @@ def test_streams_that_are_never_busy_together_have_no_rate() -> None:
     assert summary([[short[0]], [short[0]]])["tokens_per_s"] > 0
     with pytest.raises(ConfigError, match="one of 2 streams ended before another began"):
         summary([[one] for one in short])
+
+
+def test_a_paced_engine_brings_no_torch() -> None:
+    """The servers of many benchmarks and tests have such an engine, and start sooner without."""
+    code = (
+        "import sys; from minisgl_backend.config import EngineOptions; "
+        "from minisgl_bench.paced import paced_engine; "
+        f"engine = paced_engine(EngineOptions(model={str(DEMO_MODEL)!r}), step_s=0.01); "
+        "engine.close(drain_s=0); sys.exit('torch' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

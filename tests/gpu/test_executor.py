@@ -19,7 +19,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from minisgl_backend.build import build_engine, build_executor, build_scheduler
+from minisgl_backend.build import build_engine, build_executor
+from minisgl_backend.build_scheduler import build_scheduler
 from minisgl_backend.config import DEMO_MODEL, EngineOptions
 from minisgl_backend.execution.executor import ModelExecutor
 from minisgl_backend.kernels.dispatch import is_interpreted

@@ -22,8 +22,8 @@ from minisgl_backend.build import (
     build_engine_alone,
     build_executor,
     build_grammars,
-    build_scheduler,
 )
+from minisgl_backend.build_scheduler import build_scheduler
 from minisgl_backend.config import DEMO_MODEL, EngineOptions
 from minisgl_backend.errors import (
     EngineFailure,

@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from minisgl_backend.build import build_executor, build_grammars, build_scheduler
+from minisgl_backend.build import build_executor, build_grammars
+from minisgl_backend.build_scheduler import build_scheduler
 from minisgl_backend.config import EngineOptions
 from minisgl_backend.errors import MiniSGLError
 from minisgl_backend.execution.followers import Followers

@@ -18,8 +18,8 @@ from torch import nn
 from minisgl_backend import build_rank, rank_memory
 from minisgl_backend.attention.base import AttentionSetting, AttentionShape, PagedAttention
 from minisgl_backend.attention.sdpa import SdpaAttention
-from minisgl_backend.build import build_scheduler
 from minisgl_backend.build_rank import graph_sizes, max_captured_batch_size
+from minisgl_backend.build_scheduler import build_scheduler
 from minisgl_backend.cache.kv import KVCache
 from minisgl_backend.config import DEMO_MODEL, EngineOptions
 from minisgl_backend.errors import ConfigError

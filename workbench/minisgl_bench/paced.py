@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from minisgl_backend.build import build_scheduler
+from minisgl_backend.build_scheduler import build_scheduler
 from minisgl_backend.config import EngineOptions
 from minisgl_backend.parts import STANDARD, Parts
 from minisgl_backend.plan import SampledTokens, StepPlan

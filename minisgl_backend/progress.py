@@ -11,10 +11,6 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import TypeAlias
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
-from rich.progress import Progress as Bar
-
 logger = logging.getLogger(__name__)
 
 Progress: TypeAlias = Callable[[str, int], AbstractContextManager[Callable[[str], None]]]
@@ -34,6 +30,10 @@ def shown(what: str, num_items: int) -> Iterator[Callable[[str], None]]:
         logger.info("%s: %d", what, num_items)
         yield lambda item: logger.debug("%s: %s", what, item)
         return
+    from rich.console import Console  # a server's processes have no terminal
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress as Bar
+
     columns = (
         TextColumn(what),
         BarColumn(),

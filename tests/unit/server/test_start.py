@@ -283,7 +283,7 @@ def test_the_cause_of_a_failed_start(folder: Path) -> None:
     server = start(fake_server(folder, body))
     with pytest.raises(ConfigError, match=r"^llm_engine: unknown option 'pages'$"):
         server.wait_ready(30)
-    assert server.poll() == 1
+    assert server.wait(30) == 1
     server.stop()
 
 

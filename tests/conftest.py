@@ -10,12 +10,13 @@ the same each time; the nightly one draws new examples and prints how to reprodu
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Final, cast
 
@@ -109,6 +110,23 @@ class _ByFileScheduling(LoadFileScheduling):  # type: ignore[misc]  # it has no 
 
 def _may_serve(scope: str) -> bool:
     return not scope.startswith(_WITHOUT_SERVERS)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Tests for GPUs are not even read by who does not want them: there are thousands."""
+    is_unwanted = "not gpu" in config.option.markexpr
+    return True if is_unwanted and collection_path == Path(__file__).with_name("gpu") else None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """What is imported and collected stays: it is not searched for garbage, now or later."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)

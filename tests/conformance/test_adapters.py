@@ -33,6 +33,27 @@ ADAPTERS: list[dict[str, Any]] = [
     {"rank": 24, "lora_alpha": 12},
 ]
 MOST_RANK = 64
+MODELS = [
+    "qwen3",
+    "llama-biases",
+    "qwen2",
+    "mistral-window",
+    "qwen3-moe",
+    "qwen2-moe",
+    "olmo2",
+    "gemma3",
+    "gemma4-per-layer",
+    "granite",
+    "qwen3.5",
+]
+OPTIONS: list[tuple[str, int, dict[str, Any]]] = [
+    ("few-slots", 2, {"page_size": 1, "overlap": False}),
+    ("all-slots", 8, {"page_size": 16}),
+    ("chunked", 3, {"page_size": 16, "radix": False, "chunk": 7}),
+    ("retracted", 8, {"page_size": 1, "num_positions": 300, "reserve_tokens": 0}),
+]
+FULL = ("qwen3", "mistral-window", "qwen3-moe", "qwen3.5")
+"""Models that run with all ``OPTIONS``; by day the others run with the first alone."""
 SEED = 100  # with it no two tokens of any answer nearly tie
 
 
@@ -49,22 +70,7 @@ class Reference:
     answers: Answers
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        "qwen3",
-        "llama-biases",
-        "qwen2",
-        "mistral-window",
-        "qwen3-moe",
-        "qwen2-moe",
-        "olmo2",
-        "gemma3",
-        "gemma4-per-layer",
-        "granite",
-        "qwen3.5",
-    ],
-)
+@pytest.fixture(scope="module")
 def reference(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Reference:
@@ -101,14 +107,17 @@ def loaded(
 
 
 @pytest.mark.parametrize(
-    ("num_slots", "options"),
+    ("reference", "num_slots", "options"),
     [
-        (8, {"page_size": 16}),
-        (2, {"page_size": 1, "overlap": False}),
-        (3, {"page_size": 16, "radix": False, "chunk": 7}),
-        (8, {"page_size": 1, "num_positions": 300, "reserve_tokens": 0}),
+        pytest.param(
+            *(model, num_slots, options),
+            id=f"{model}-{name}",
+            marks=[] if model in FULL or name == "few-slots" else [pytest.mark.nightly],
+        )
+        for model in MODELS
+        for name, num_slots, options in OPTIONS
     ],
-    ids=["all-slots", "few-slots", "chunked", "retracted"],
+    indirect=["reference"],
 )
 def test_tokens_of_mixed_batches_are_equal(
     reference: Reference, num_slots: int, options: dict[str, Any]
@@ -177,6 +186,7 @@ def test_adapters_may_have_the_names_of_the_checkpoint(
     assert outcome.tokens == Answers([adapted] * len(prompts), prompts).tokens(outcome.tokens)
 
 
+@pytest.mark.parametrize("reference", MODELS, indirect=True)
 def test_an_adapter_of_zeros_changes_nothing(reference: Reference) -> None:
     path = write_adapter(
         reference.folder / "zeros",

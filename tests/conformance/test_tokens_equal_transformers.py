@@ -33,14 +33,22 @@ SOME_OPTIONS: Final = [
     {"page_size": 64, "radix": True, "overlap": False},
 ]
 FULL: Final = ("llama", "mistral-window", "olmo3", "qwen3-moe", "qwen3-window")
-"""Cases that run with all of ``SOME_OPTIONS``; the others differ from these only in the model."""
-RUNS: Final = [
-    (case, options)
-    for case in sorted(CASES)
-    for options in (
-        ALL_OPTIONS if case == "qwen3" else SOME_OPTIONS if case in FULL else SOME_OPTIONS[1:3]
-    )
-]
+"""Cases that run with all of ``SOME_OPTIONS``; the others differ from these only in the model, and
+run without a cache only by night."""
+
+
+def run(case: str, options: dict[str, Any], *, by_night: bool = False) -> Any:
+    """One run of ``test_tokens_are_equal``."""
+    name = f"{case}-{'-'.join(map(str, options.values()))}"
+    return pytest.param(case, options, id=name, marks=[pytest.mark.nightly] if by_night else [])
+
+
+def runs(case: str) -> list[Any]:
+    if case == "qwen3":
+        return [run(case, options) for options in ALL_OPTIONS]
+    if case in FULL:
+        return [run(case, options) for options in SOME_OPTIONS]
+    return [run(case, SOME_OPTIONS[1]), run(case, SOME_OPTIONS[2], by_night=True)]
 
 
 class Answers:
@@ -88,9 +96,8 @@ def reference(
 
 @pytest.mark.parametrize(
     ("reference", "options"),
-    RUNS,
+    [each for case in sorted(CASES) for each in runs(case)],
     indirect=["reference"],
-    ids=[f"{case}-{'-'.join(map(str, options.values()))}" for case, options in RUNS],
 )
 def test_tokens_are_equal(reference: Reference, options: dict[str, Any]) -> None:
     with TinyEngine(reference.model, context=CONTEXT, **options) as engine:
@@ -103,8 +110,19 @@ def test_tokens_are_equal(reference: Reference, options: dict[str, Any]) -> None
 
 
 @pytest.mark.parametrize("reference", ["llama4", "mistral-window"], indirect=True)
-@pytest.mark.parametrize("chunk", [5, 31, 48, 200])
-@pytest.mark.parametrize("page_size", [1, 8])
+@pytest.mark.parametrize(
+    ("chunk", "page_size"),
+    [
+        (5, 1),
+        (31, 8),
+        (48, 1),
+        (200, 8),
+        *(
+            pytest.param(chunk, page_size, marks=pytest.mark.nightly)
+            for chunk, page_size in ((5, 8), (31, 1), (48, 8), (200, 1))
+        ),
+    ],
+)
 def test_windows_and_sections_are_cut_anywhere(
     reference: Reference, chunk: int, page_size: int
 ) -> None:
@@ -117,8 +135,15 @@ def test_windows_and_sections_are_cut_anywhere(
             assert outcome.tokens == reference.answers.tokens(outcome.tokens)
 
 
-@pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("page_size", [4, 16])
+@pytest.mark.parametrize(
+    ("page_size", "overlap"),
+    [
+        (4, True),
+        (16, False),
+        pytest.param(4, False, marks=pytest.mark.nightly),
+        pytest.param(16, True, marks=pytest.mark.nightly),
+    ],
+)
 def test_turns_go_on_from_answers(page_size: int, overlap: bool, tmp_path: Path) -> None:
     """Conversations run side by side. With recurrent layers, at least nine tenths as much is cached
     as with attention alone; tokens are those without a cache."""

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
+from tokenizers import Tokenizer
 
 from minisgl_backend.build_scheduler import build_scheduler
 from minisgl_backend.config import EngineOptions
@@ -25,9 +26,8 @@ from minisgl_backend.runtime.engine import Engine
 from minisgl_backend.runtime.engine_base import EngineInfo
 from minisgl_backend.scheduling.report import StepResult
 from minisgl_backend.scheduling.scheduler import Scheduler
-from minisgl_backend.text.tokenizer import PromptEncoder
-from minisgl_backend.text.tokenizer_files import load_vocabulary
-from minisgl_backend.wire.generation import TextPrompt
+from minisgl_backend.text.tokenizer_files import check_tokenizer, understood
+from minisgl_backend.text.vocabulary import Vocabulary
 from minisgl_bench.journal import Entry, What
 from minisgl_kit.wrappers import SchedulerWrapper
 
@@ -92,14 +92,26 @@ class PacedExecutor:
 def script_of(model: str, text: str = _TEXT) -> IntArray:
     """The tokens of ``text``, which a paced engine repeats, by a model's tokenizer; special tokens
     may be among them."""
-    return PromptEncoder.load(model).encode(TextPrompt(text, parse_special_tokens=True))
+    return _encoded(_tokenizer(model), text)
+
+
+def _tokenizer(model: str) -> Tokenizer:
+    """Not by ``load_tokenizer``, whose library takes a second to import: the text is our own."""
+    check_tokenizer(model)
+    with understood(model):
+        return Tokenizer.from_file(str(Path(model) / "tokenizer.json"))
+
+
+def _encoded(tokenizer: Tokenizer, text: str) -> IntArray:
+    return np.array(tokenizer.encode(text).ids, np.int32)
 
 
 def paced_engine(
     options: EngineOptions, *, step_s: float, text: str = _TEXT, parts: Parts = STANDARD
 ) -> Engine:
     """An engine that says ``text`` again and again, at ``step_s`` seconds per step."""
-    script = script_of(options.model, text)
+    tokenizer = _tokenizer(options.model)
+    script = _encoded(tokenizer, text)
     info = EngineInfo(
         model=options.model,
         folder="",
@@ -108,7 +120,7 @@ def paced_engine(
         dtype="none",
         weights="plain",
         attention_backend="none",
-        vocab_size=len(load_vocabulary(options.model)),
+        vocab_size=len(Vocabulary.of(tokenizer)),
         eos_token_ids=(),
         max_sequence_length=options.max_sequence_length or 8192,
         page_size=options.page_size,

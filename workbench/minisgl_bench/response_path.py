@@ -31,6 +31,7 @@ from minisgl_backend.errors import ConfigError, EngineFailure
 from minisgl_backend.loopback import DIRECT, STREAM_INFER
 from minisgl_backend.text.detokenizer import TextStream
 from minisgl_backend.text.tokenizer_files import load_vocabulary
+from minisgl_bench.paced import script_of
 from minisgl_bench.servers import started_paced
 from minisgl_kit.report import Report, json_option
 
@@ -199,8 +200,6 @@ def _request(prompt: str, num_tokens: int) -> bytes:
 
 
 def _check_texts(exchanges: list[Exchange]) -> None:
-    from minisgl_bench.paced import script_of  # brings torch
-
     script = script_of(DEMO_MODEL)
     vocabulary = load_vocabulary(DEMO_MODEL)
     for exchange in exchanges:

@@ -24,7 +24,7 @@ from minisgl_backend.request import SamplingParams
 from tests.conformance.checkpoints import CONTEXT, VOCAB_SIZE, write_checkpoint
 from tests.conformance.engines import TinyEngine, load_model, prompts_with_shared_prefixes
 
-PROMPTS: Final = prompts_with_shared_prefixes(vocab_size=VOCAB_SIZE, longest=110, seed=7, count=24)
+PROMPTS: Final = prompts_with_shared_prefixes(vocab_size=VOCAB_SIZE, longest=110, seed=7, count=12)
 SAMPLING: Final = SamplingParams(max_tokens=30, temperature=0.0)
 
 

@@ -25,8 +25,8 @@
 // once. The tiles of such a row begin after these positions, and its last step is to merge the partial results that
 // it finds in `partials` and `sums`.
 //
-// Compiled with: HEAD_DIM (64, 128 or 256), GROUP (query heads per KV head), KV_HEADS, PAGE_SIZE (a multiple of 16), FP8,
-// BFLOAT16 (type of q and out; otherwise float16), WARPS (per thread block; unless SPLIT, a divisor of KV_HEADS),
+// Compiled with: HEAD_DIM (64, 128 or 256), GROUP (query heads per KV head), KV_HEADS, PAGE_SIZE (a multiple of 16),
+// FP8, BFLOAT16 (type of q and out; otherwise float16), WARPS (per thread block; unless SPLIT, a divisor of KV_HEADS),
 // STAGES (per ring), PER_PROCESSOR (thread blocks per multiprocessor), LEAVING (what a row costs besides its tiles, in
 // tiles), LEAST (the fewest tiles of a run), PARTS (of 16 positions, per tile), COLUMNS (pairs of a fragment's columns
 // that hold query heads, rounded up to 1, 2 or 4), SPLIT, SHARED, MOST_SLOTS (the most partial results of a row).

@@ -33,7 +33,7 @@ from minisgl_backend.text.template import ChatTemplate
 from minisgl_backend.text.tokenizer_files import load_definition, load_vocabulary
 from minisgl_backend.text.vocabulary import Vocabulary
 from tests.fakes import chat_templates
-from tests.grammar.test_matchers import compiled
+from tests.grammar.matching import compiled
 
 EOS: Final = 0
 MARKS: Final = (

@@ -2,30 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, Final
 
 import pytest
 
 from minisgl_backend.errors import InvalidRequest
 from minisgl_backend.grammar.matchers import Grammars
-from minisgl_backend.text.tokenizer_files import load_definition
-from tests.grammar.test_matchers import EOS, FOLDER, NUM_EMBEDDINGS, compiled, follow
+from tests.grammar.matching import compiled, follow
 
 NODE: Final = {
     "type": "object",
     "properties": {"next": {"$ref": "#/$defs/node"}, "v": {"type": "boolean"}},
     "required": ["v"],
 }
-
-
-@pytest.fixture(scope="module")
-def grammars() -> Iterator[Grammars]:
-    made = Grammars(
-        lambda: load_definition(FOLDER), vocab_size=NUM_EMBEDDINGS, eos_token_ids=(EOS,)
-    )
-    yield made
-    made.close()
 
 
 def tag(schema: Any, **more: Any) -> dict[str, Any]:

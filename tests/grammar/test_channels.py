@@ -14,7 +14,7 @@ from minisgl_backend.text.tokenizer import PromptEncoder
 from minisgl_backend.text.tokenizer_files import load_definition
 from minisgl_backend.wire.generation import TextPrompt
 from tests.fakes import chat_templates
-from tests.grammar.test_matchers import FOLDER, compiled
+from tests.grammar.matching import FOLDER, compiled
 
 THINKS: Final = "<|channel|>analysis<|message|>Hm.\nWell {<|end|><|start|>assistant"
 SAYS: Final = "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
@@ -14,7 +14,6 @@ import pytest
 from minisgl_backend.errors import RequestError
 from minisgl_backend.grammar.formats import FORMATS
 from minisgl_backend.grammar.matchers import Batch, Grammars, Matcher, State
-from minisgl_backend.text.tokenizer_files import load_definition
 from tests.docs.markdown import Page
 from tests.grammar.formats import (
     ANY,
@@ -36,10 +35,8 @@ from tests.grammar.formats import (
     tag,
     triggered,
 )
-from tests.grammar.test_matchers import (
+from tests.grammar.matching import (
     EOS,
-    FOLDER,
-    NUM_EMBEDDINGS,
     VOCABULARY,
     allowed,
     compiled,
@@ -48,15 +45,6 @@ from tests.grammar.test_matchers import (
 )
 
 DOCUMENT: Final = Path(__file__).parents[2] / "docs" / "structured_outputs.md"
-
-
-@pytest.fixture(scope="module")
-def grammars() -> Iterator[Grammars]:
-    made = Grammars(
-        lambda: load_definition(FOLDER), vocab_size=NUM_EMBEDDINGS, eos_token_ids=(EOS,)
-    )
-    yield made
-    made.close()
 
 
 def tagged(grammars: Grammars, format: Format) -> Matcher:

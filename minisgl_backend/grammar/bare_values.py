@@ -19,6 +19,7 @@ from typing import Any, Final, TypeAlias
 
 from minisgl_backend.errors import InvalidRequest
 from minisgl_backend.grammar import schemas
+from minisgl_backend.grammar.checks import MOST_COUNT
 from minisgl_backend.grammar.lark import (
     any_of,
     name_of_up_to,
@@ -43,9 +44,6 @@ _KEYWORDS: Final[Mapping[str, Sequence[str]]] = {
 """The types, and the keywords that limit their values."""
 _TYPES: Final = [kind for kind in _KEYWORDS if kind != "integer"]
 """Those of which each value has one."""
-_MOST_COUNT: Final = 2**31 - 1
-"""llguidance counts no further."""
-_ANYWHERE: Final = frozenset({"type", "$schema", *schemas.DEFINITIONS})
 _NO_NAME: Final = r'\x00-\x1f\x7f:{}\[\],<"'
 """The characters that a name which is written as it is does not have; nor has it the first one of
 the mark. Other names are strings."""
@@ -113,7 +111,7 @@ class _Rules:
             return _one_of(map(self._literal, fitting))
         kinds = self._kinds(known, place)
         self._check(known, [key for keys in _KEYWORDS.values() for key in keys], place)
-        if kinds == _TYPES and not known.keys() - _ANYWHERE:
+        if kinds == _TYPES and not known.keys() - schemas.ANYWHERE:
             return self._any_value()
         return _one_of(self._of_kind(kind, known, place) for kind in kinds)
 
@@ -130,7 +128,7 @@ class _Rules:
 
     def _check(self, known: Mapping[str, Any], keys: Sequence[str], place: str) -> None:
         """Refuse all other keywords."""
-        unknown = known.keys() - _ANYWHERE - set(keys)
+        unknown = known.keys() - schemas.ANYWHERE - set(keys)
         if unknown and not self._is_lenient:
             key = min(unknown)
             raise InvalidRequest(f"{key} is not supported, at {place}/{key}")
@@ -179,8 +177,8 @@ class _Rules:
 
     def _count(self, known: Mapping[str, Any], key: str, place: str) -> int:
         count = known.get(key, 0)
-        if not isinstance(count, int) or isinstance(count, bool) or not 0 <= count <= _MOST_COUNT:
-            told = f"{key} must be a positive integer, at most {_MOST_COUNT}"
+        if not isinstance(count, int) or isinstance(count, bool) or not 0 <= count <= MOST_COUNT:
+            told = f"{key} must be a positive integer, at most {MOST_COUNT}"
             raise InvalidRequest(f"{told}, at {place}/{key}")
         return count
 

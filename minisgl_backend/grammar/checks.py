@@ -7,7 +7,9 @@ from typing import Any, Final
 
 from minisgl_backend.errors import InvalidRequest, Unsupported
 
-_MOST_COUNT: Final = 2**31 - 1
+FLAGS: Final = ("at_least_one", "stop_after_first")
+"""Of tags in free text, or beside each other."""
+MOST_COUNT: Final = 2**31 - 1
 """llguidance counts no further."""
 
 
@@ -53,6 +55,6 @@ def count(given: Mapping[str, Any], key: str, place: str) -> int | None:
     value = given.get(key)
     if value is None:
         return None
-    is_right = isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _MOST_COUNT
-    check(is_right, f"{place}.{key}", f"an integer from 0 to {_MOST_COUNT}")
+    is_right = isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MOST_COUNT
+    check(is_right, f"{place}.{key}", f"an integer from 0 to {MOST_COUNT}")
     return int(value)

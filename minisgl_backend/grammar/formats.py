@@ -21,6 +21,7 @@ from typing import Any, Final
 from minisgl_backend.errors import InvalidRequest, Unsupported
 from minisgl_backend.grammar import ebnf, tagged_values
 from minisgl_backend.grammar.checks import (
+    FLAGS,
     check,
     check_keys,
     check_schema,
@@ -175,7 +176,7 @@ class Reader:
         return self._whole(self._tag(given, place), place)
 
     def _triggered_tags(self, given: Mapping[str, Any], place: str, ends: Sequence[str]) -> Piece:
-        known = ("triggers", "tags", "excludes", *_FLAGS)
+        known = ("triggers", "tags", "excludes", *FLAGS)
         check_keys(given, f"{place}.", ("type", *known))
         triggers = [
             _not_empty(one, f"{place}.triggers[{at}]")
@@ -184,7 +185,7 @@ class Reader:
         return self._triggered(given, triggers, place, [*_excludes(given, place), *ends])
 
     def _token_triggered(self, given: Mapping[str, Any], place: str, ends: Sequence[str]) -> Piece:
-        known = ("trigger_tokens", "tags", "exclude_tokens", *_FLAGS)
+        known = ("trigger_tokens", "tags", "exclude_tokens", *FLAGS)
         check_keys(given, f"{place}.", ("type", *known))
         self._check_excluded(given, place)
         triggers = [
@@ -251,7 +252,7 @@ class Reader:
         return row_of([alone, more]) if needed else more
 
     def _separated(self, given: Mapping[str, Any], place: str, ends: Sequence[str]) -> Piece:
-        check_keys(given, f"{place}.", ("type", "tags", "separator", *_FLAGS))
+        check_keys(given, f"{place}.", ("type", "tags", "separator", *FLAGS))
         one = one_of(self._whole(tag, place) for tag in self._tags(given, place))
         found = texts(given.get("separator", ""), f"{place}.separator")
         separator = one_of(self._text(text, f"{place}.separator") for text in found)
@@ -311,7 +312,6 @@ class Reader:
             self._name_of(token, f"{place}.exclude_tokens[{at}]")
 
 
-_FLAGS: Final = ("at_least_one", "stop_after_first")
 _COUNTS: Final = {"optional": (0, 1), "star": (0, None), "plus": (1, None)}
 FORMATS: Final[Mapping[str, Callable[[Reader, Mapping[str, Any], str, Sequence[str]], Piece]]] = {
     "const_string": Reader._const_string,

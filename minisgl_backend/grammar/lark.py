@@ -6,7 +6,7 @@ Must not know what a grammar is for.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
 
 from minisgl_backend.errors import InvalidRequest, Unsupported
@@ -35,21 +35,25 @@ def any_of(bodies: Iterable[str]) -> str:
 
 def spelled(text: str, special_tokens: Mapping[str, TokenId]) -> str:
     """A text in Lark, in which special tokens are given by their ids, since they have no text."""
-    parts: list[str] = []
+    parts = parts_of(text, special_tokens)
+    return " ".join(quoted(part) if isinstance(part, str) else f"<[{part}]>" for part in parts)
+
+
+def parts_of(text: str, special_tokens: Mapping[str, TokenId]) -> Iterator[str | TokenId]:
+    """The special tokens in a text, by their ids, and the texts between them."""
     while text:
         found = min(
             ((text.find(name), -len(name), name) for name in special_tokens if name in text),
             default=None,
         )
         if found is None:
-            parts.append(quoted(text))
-            break
+            yield text
+            return
         at, _, name = found
         if at:
-            parts.append(quoted(text[:at]))
-        parts.append(f"<[{special_tokens[name]}]>")
+            yield text[:at]
+        yield special_tokens[name]
         text = text[at + len(name) :]
-    return " ".join(parts)
 
 
 def up_to(end: str, name: str, special_tokens: Mapping[str, TokenId]) -> str:

@@ -24,7 +24,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from minisgl_backend.errors import Unsupported
 from minisgl_backend.grammar import value_types
-from minisgl_backend.grammar.lark import any_of, quoted, spaced
+from minisgl_backend.grammar.lark import any_of, parts_of, quoted, spaced
 from minisgl_backend.request import TokenId
 
 ANY: Final = r"/(.|\n)*/"
@@ -357,9 +357,5 @@ class Writer:
 
 def pieces_of(text: str, special_tokens: Mapping[str, TokenId], place: str) -> Piece:
     """A text in which special tokens are tokens."""
-    found = [(text.find(name), -len(name), name) for name in special_tokens if name in text]
-    if not found:
-        return fixed(text, place)
-    at, _, name = min(found)
-    rest = pieces_of(text[at + len(name) :], special_tokens, place)
-    return row_of([fixed(text[:at], place), Token(special_tokens[name]), rest])
+    parts = [*parts_of(text, special_tokens)] or [""]
+    return row_of(fixed(part, place) if isinstance(part, str) else Token(part) for part in parts)

@@ -30,6 +30,8 @@ from urllib.parse import unquote
 Schema: TypeAlias = Mapping[str, Any]
 
 DEFINITIONS: Final = ("$defs", "definitions")
+ANYWHERE: Final = frozenset({"type", "$schema", *DEFINITIONS})
+"""Keywords beside which any others of a type may stand."""
 NAMES: Final = ("properties", "patternProperties", *DEFINITIONS)
 """Keywords whose objects have names in place of keywords."""
 DATA: Final = ("const", "enum", "default", "examples")

@@ -20,7 +20,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any, Final, NoReturn
 
 from llguidance import LLMatcher
@@ -54,14 +53,19 @@ def check_source(grammar: Grammar) -> None:
 
 def to_llguidance(grammar: Grammar, special_tokens: Mapping[str, TokenId]) -> str:
     """The grammar in llguidance's own form; ``special_tokens`` are those that have no text."""
-    kind, source = grammar.kind, grammar.source
-    if grammar.channels:
-        if kind is GrammarKind.STRUCTURAL_TAG:
-            tag = structural_tags.read(_with_schemas(source, "a structural tag"), special_tokens)
-            if channels.are_messages(tag):
-                return channels.of_messages(tag, special_tokens)
-        form = to_llguidance(replace(grammar, channels=False), special_tokens)
-        return channels.around(form, special_tokens)
+    if grammar.kind is GrammarKind.STRUCTURAL_TAG:
+        given = _with_schemas(grammar.source, "a structural tag")
+        tag = structural_tags.read(given, special_tokens)
+        if grammar.channels and channels.are_messages(tag):
+            return channels.of_messages(tag, special_tokens)
+        form = tag.form(special_tokens)
+    else:
+        form = _form(grammar.kind, grammar.source)
+    return channels.around(form, special_tokens) if grammar.channels else form
+
+
+def _form(kind: GrammarKind, source: str) -> str:
+    """The same of what is no structural tag, without channels."""
     if kind is GrammarKind.JSON_OBJECT:
         return LLMatcher.grammar_from_json_schema(spaced({"type": "object"}))
     if kind is GrammarKind.JSON_SCHEMA:
@@ -73,9 +77,6 @@ def to_llguidance(grammar: Grammar, special_tokens: Mapping[str, TokenId]) -> st
         return LLMatcher.grammar_from_regex(source)
     if kind is GrammarKind.CHOICE:
         return LLMatcher.grammar_from_lark("start: " + " | ".join(map(quoted, _choices(source))))
-    if kind is GrammarKind.STRUCTURAL_TAG:
-        given = _with_schemas(source, "a structural tag")
-        return structural_tags.read(given, special_tokens).form(special_tokens)
     return ebnf.to_lark(source)
 
 

@@ -27,12 +27,20 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 from llguidance import LLMatcher
 
 from minisgl_backend.grammar.bare_values import BareValue
-from minisgl_backend.grammar.checks import check, check_keys, check_schema, flag, items, texts
+from minisgl_backend.grammar.checks import (
+    FLAGS,
+    check,
+    check_keys,
+    check_schema,
+    flag,
+    items,
+    texts,
+)
 from minisgl_backend.grammar.formats import Reader
 from minisgl_backend.grammar.lark import (
     TEXT,
@@ -212,7 +220,7 @@ class FormattedTag:
 
 
 def _of_structures(given: Mapping[str, Any]) -> StructuralTag:
-    check_keys(given, "", ("type", "structures", "triggers", "separator", "otherwise", *_FLAGS))
+    check_keys(given, "", ("type", "structures", "triggers", "separator", "otherwise", *FLAGS))
     structures = [
         _structure(item, f"structures[{index}]") for index, item in items(given, "structures", "")
     ]
@@ -239,9 +247,6 @@ def _of_structures(given: Mapping[str, Any]) -> StructuralTag:
         flag(given, "stop_after_first", ""),
         otherwise,
     )
-
-
-_FLAGS: Final = ("at_least_one", "stop_after_first")
 
 
 def _structure(item: Any, place: str) -> Structure:

@@ -56,8 +56,6 @@ STYLES: Final[Mapping[str, Style]] = {
 }
 _BLANK: Final = r"/[ \t]?|\n[ ]{0,40}/"
 _NAME: Final = "/[a-zA-Z_][a-zA-Z0-9_]*/"
-_DEFINITIONS: Final[tuple[str, ...]] = schemas.DEFINITIONS
-_ANYWHERE: Final = frozenset({"type", "$schema", *_DEFINITIONS})
 _KNOWN: Final = ("properties", "required", "additionalProperties")
 
 
@@ -113,7 +111,7 @@ class _Members:
             check(literals, f"{place}.enum", "a list, not empty")
             return [self._string(self._one_of(literals, place), place)]
         kind = known.get("type")
-        if kind is None and not known.keys() - _ANYWHERE:
+        if kind is None and not known.keys() - schemas.ANYWHERE:
             text = self._string(any_text(place, [self._style.after]), place)
             # where nothing tells JSON from a string, it is a string as well
             return [text, self._json(known, place)] if self._style.json else [text]
@@ -130,7 +128,7 @@ class _Members:
         return row_of([fixed(self._style.string, place), text])
 
     def _json(self, known: dict[str, Any], place: str) -> Piece:
-        whole = {key: self._root[key] for key in _DEFINITIONS if key in self._root} | known
+        whole = {key: self._root[key] for key in schemas.DEFINITIONS if key in self._root} | known
         value = Value(whole, place)
         return row_of([fixed(self._style.json, place), self._blank(), value, self._blank()])
 
@@ -157,7 +155,7 @@ class _Members:
 
     @staticmethod
     def _check(known: Mapping[str, Any], keys: tuple[str, ...], place: str) -> None:
-        if unknown := known.keys() - _ANYWHERE - set(keys):
+        if unknown := known.keys() - schemas.ANYWHERE - set(keys):
             raise Unsupported(
                 f"{min(unknown)} of a member between tags is not supported, at {place}"
             )

@@ -132,14 +132,14 @@ def why_not(
     if kv_dtype not in (torch.bfloat16, torch.float16, torch.float8_e4m3fn):
         return f"needs KV pages of two bytes or fp8, not {str(kv_dtype).removeprefix('torch.')}"
     ring_bytes = _ring_bytes(tuning(kv_dtype, head_dim), head_dim, kv_dtype)
-    if ring_bytes > most_bytes(shared_bytes(device)):
+    if _WARPS * ring_bytes > most_bytes(shared_bytes(device)):
         return f"needs a GPU with more shared memory for heads of {head_dim} elements"
     return None
 
 
 def _ring_bytes(cut: Tuning, head_dim: int, kv_dtype: torch.dtype) -> int:
-    """Of the rings of ``_WARPS`` warps."""
-    return _WARPS * cut.stages * 2 * cut.parts * _PART * head_dim * kv_dtype.itemsize
+    """Of the ring of a warp."""
+    return cut.stages * 2 * cut.parts * _PART * head_dim * kv_dtype.itemsize
 
 
 class DecodeAttentionKernel:
@@ -173,7 +173,7 @@ class DecodeAttentionKernel:
         cut = cut or tuning(kv_dtype, head_dim)
         columns = 1 if group <= 2 else 2 if group <= 4 else 4
         quads = head_dim // 16 + 1
-        ring_bytes = _ring_bytes(cut, head_dim, kv_dtype) // _WARPS
+        ring_bytes = _ring_bytes(cut, head_dim, kv_dtype)
         memory = shared_bytes(device)
 
         def needed(num_warps: int, *, split: bool) -> int:

@@ -69,6 +69,15 @@ MODELS = {
     "qwen3-0.6b": Shape(hidden=1024, intermediate=3072, num_heads=16, num_kv_heads=8),
     "qwen3-14b": Shape(hidden=5120, intermediate=17408, num_heads=40, num_kv_heads=8),
 }
+ATTENTION_MODELS = {
+    "qwen3.6-27b": Shape(
+        hidden=5120, intermediate=17408, num_heads=24, num_kv_heads=4, head_dim=256
+    ),
+    "qwen3.6-35b-a3b": Shape(
+        hidden=2048, intermediate=512, num_heads=16, num_kv_heads=2, head_dim=256
+    ),
+}
+"""Models of which attention alone is measured, whose heads are wider."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,7 @@ from minisgl_backend.kernels.small_batch import MAX_BATCH_SIZE
 from minisgl_bench.kernel_adapters import adapter_cases
 from minisgl_bench.kernel_attention import attention_cases, layer_cases
 from minisgl_bench.kernel_cases import (
+    ATTENTION_MODELS,
     MODELS,
     Call,
     Case,
@@ -35,7 +36,7 @@ from minisgl_bench.kernel_cases import (
 from minisgl_bench.kernel_experts import EXPERT_MODELS, expert_cases
 from minisgl_kit.report import Report, json_option
 
-_ALL_MODELS: Final = [*MODELS, *EXPERT_MODELS]
+_ALL_MODELS: Final = [*MODELS, *ATTENTION_MODELS, *EXPERT_MODELS]
 _WARM_UPS: Final = 2
 _REPEATS: Final = 15
 _SIZES_HELP: Final = "[default: 1 8 64 256, of experts also 1024 4096]"
@@ -82,9 +83,12 @@ def copy_bandwidth() -> float:
 
 
 def cases(model: str, batch_size: int, context: int) -> Iterator[Case]:
-    """All lines of one model and batch size; if the model has experts, only theirs."""
+    """All lines of one model and batch size; of some models only experts or attention."""
     if model in EXPERT_MODELS:
         yield from expert_cases(model, batch_size)
+        return
+    if model in ATTENTION_MODELS:
+        yield from attention_cases(ATTENTION_MODELS[model], batch_size, context)
         return
     shape = MODELS[model]
     yield from linear_cases(shape, batch_size)

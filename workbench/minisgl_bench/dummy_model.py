@@ -65,6 +65,33 @@ _QWEN3_5: Final = {
     "vocab_size": 248320,
 }
 """The text part of Qwen3.5 and Qwen3.6."""
+_GEMMA: Final = {
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "initializer_range": 0.02,
+    "pad_token_id": 0,
+    "rms_norm_eps": 1e-6,
+    "sliding_window": 1024,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+}
+_GEMMA_4: Final = {
+    **_GEMMA,
+    "architectures": ["Gemma4ForCausalLM"],
+    "model_type": "gemma4_text",
+    "attention_k_eq_v": True,
+    "final_logit_softcapping": 30.0,
+    "global_head_dim": 512,
+    "head_dim": 256,
+    "hidden_size_per_layer_input": 0,
+    "max_position_embeddings": 262144,
+    "vocab_size": 262144,
+}
+"""The text part of those without inputs for each layer."""
 
 SHAPES: Final[dict[str, dict[str, Any]]] = {
     "qwen3-0.6b": {
@@ -202,6 +229,45 @@ SHAPES: Final[dict[str, dict[str, Any]]] = {
         "num_hidden_layers": 40,
         "num_key_value_heads": 2,
         "shared_expert_intermediate_size": 512,
+    },
+    "gemma-3-27b": {
+        **_GEMMA,
+        "architectures": ["Gemma3ForCausalLM"],
+        "model_type": "gemma3_text",
+        "head_dim": 128,
+        "hidden_size": 5376,
+        "intermediate_size": 21504,
+        "max_position_embeddings": 131072,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 62,
+        "num_key_value_heads": 16,
+        "query_pre_attn_scalar": 168,
+        "rope_local_base_freq": 10000,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "rope_theta": 1000000,
+        "vocab_size": 262208,
+    },
+    "gemma-4-31b": {
+        **_GEMMA_4,
+        "hidden_size": 5376,
+        "intermediate_size": 21504,
+        "num_attention_heads": 32,
+        "num_global_key_value_heads": 4,
+        "num_hidden_layers": 60,
+        "num_key_value_heads": 16,
+    },
+    "gemma-4-26b-a4b": {
+        **_GEMMA_4,
+        "enable_moe_block": True,
+        "hidden_size": 2816,
+        "intermediate_size": 2112,
+        "moe_intermediate_size": 704,
+        "num_attention_heads": 16,
+        "num_experts": 128,
+        "num_global_key_value_heads": 2,
+        "num_hidden_layers": 30,
+        "num_key_value_heads": 8,
+        "top_k_experts": 8,
     },
 }
 """config.json of each model."""

@@ -5,51 +5,62 @@ tanh approximation of GELU (arXiv 1606.08415); and the gate of attention's outpu
 
 from __future__ import annotations
 
+from typing import Literal, TypeAlias
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from minisgl_backend.kernels.dispatch import at_least_float32, use_triton
 
+Gate: TypeAlias = Literal["silu", "gelu"]
+"""The function of a gate; gelu is approximated by tanh."""
 
-def silu_mul(gate_up: Tensor, *, pdl: bool = False) -> Tensor:
-    """silu(gate) * up in float32, rounded once.
 
-    ``gate_up`` [num_tokens, 2 * intermediate_size]: the gates, then the ups. Returns
-    [num_tokens, intermediate_size].
+def gate_mul(gate: Tensor, up: Tensor, function: Gate, *, pdl: bool = False) -> Tensor:
+    """``function``(gate) * up in float32, rounded once.
+
+    ``gate``, ``up`` [num_tokens, size], whose rows may be strided. Returns [num_tokens, size].
     """
-    if not use_triton(gate_up):
-        return silu_mul_reference(gate_up)
+    if not use_triton(gate):
+        return gate_mul_reference(gate, up, function)
     from minisgl_backend.kernels.triton_kernels.layer_kernels import launch_gated_mul
 
-    num_tokens, width = gate_up.shape
-    out = torch.empty((num_tokens, width // 2), dtype=gate_up.dtype, device=gate_up.device)
-    launch_gated_mul(out, gate_up, pdl=pdl)
+    out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+    launch_gated_mul(out, gate, up, gelu=function == "gelu", pdl=pdl)
     return out
+
+
+def gate_mul_reference(gate: Tensor, up: Tensor, function: Gate) -> Tensor:
+    """The twin of ``gate_mul``; float64 stays float64."""
+    wide = at_least_float32(gate)
+    opened = F.silu(wide) if function == "silu" else F.gelu(wide, approximate="tanh")
+    return opened.mul_(up).to(gate.dtype)
+
+
+def silu_mul(gate_up: Tensor, *, pdl: bool = False) -> Tensor:
+    """silu(gate) * up. ``gate_up`` [num_tokens, 2 * intermediate_size]: the gates, then the ups.
+    Returns [num_tokens, intermediate_size]."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return gate_mul(gate, up, "silu", pdl=pdl)
 
 
 def silu_mul_reference(gate_up: Tensor) -> Tensor:
-    """The twin of ``silu_mul``; float64 stays float64."""
-    gate, up = at_least_float32(gate_up).chunk(2, dim=-1)
-    return F.silu(gate).mul_(up).to(gate_up.dtype)
+    """The twin of ``silu_mul``."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return gate_mul_reference(gate, up, "silu")
 
 
 def gelu_mul(gate_up: Tensor, *, pdl: bool = False) -> Tensor:
-    """The same as ``silu_mul`` with gelu(gate), approximated by tanh."""
-    if not use_triton(gate_up):
-        return gelu_mul_reference(gate_up)
-    from minisgl_backend.kernels.triton_kernels.layer_kernels import launch_gated_mul
-
-    num_tokens, width = gate_up.shape
-    out = torch.empty((num_tokens, width // 2), dtype=gate_up.dtype, device=gate_up.device)
-    launch_gated_mul(out, gate_up, gelu=True, pdl=pdl)
-    return out
+    """The same as ``silu_mul`` with gelu(gate)."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return gate_mul(gate, up, "gelu", pdl=pdl)
 
 
 def gelu_mul_reference(gate_up: Tensor) -> Tensor:
-    """The twin of ``gelu_mul``; float64 stays float64."""
-    gate, up = at_least_float32(gate_up).chunk(2, dim=-1)
-    return F.gelu(gate, approximate="tanh").mul_(up).to(gate_up.dtype)
+    """The twin of ``gelu_mul``."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return gate_mul_reference(gate, up, "gelu")
 
 
 def sigmoid_mul(x: Tensor, gate: Tensor, *, pdl: bool = False) -> Tensor:

@@ -1,6 +1,8 @@
-"""RMSNorm (arXiv 1910.07467), alone and after a residual add."""
+"""RMSNorm (arXiv 1910.07467): alone, after a residual add, and before it."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -55,3 +57,54 @@ def fused_add_rms_norm(
 def fused_add_rms_norm_reference(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
     """The twin of ``fused_add_rms_norm``."""
     return rms_norm_reference(residual.add_(x), weight, eps)
+
+
+def add_normed(
+    x: Tensor,
+    residual: Tensor,
+    after: Tensor,
+    eps: float,
+    *,
+    norms: Sequence[Tensor] = (),
+    beside: tuple[Tensor, Tensor, Tensor] | None = None,
+    factor: Tensor | None = None,
+    pdl: bool = False,
+) -> list[Tensor]:
+    """residual = (residual + norm of ``x``) * ``factor``, in place; returns the result under each
+    of ``norms``, of which there are at most three.
+
+    ``x``, ``residual`` [num_tokens, hidden_size] of one dtype; ``after`` and ``norms`` are weights
+    [hidden_size]; ``factor`` [1]. With ``beside``, which is another x and weights a and b, the sum
+    of x under a and the other x under b takes the place of ``x``. All norms have the same ``eps``.
+    """
+    if not use_triton(x):
+        return add_normed_reference(
+            x, residual, after, eps, norms=norms, beside=beside, factor=factor
+        )
+    from minisgl_backend.kernels.triton_kernels.layer_kernels import launch_add_normed
+
+    out = torch.empty((len(norms), *x.shape), dtype=x.dtype, device=x.device)
+    launch_add_normed(
+        out, x, residual, after, eps, norms=norms, beside=beside, factor=factor, pdl=pdl
+    )
+    return list(out)
+
+
+def add_normed_reference(
+    x: Tensor,
+    residual: Tensor,
+    after: Tensor,
+    eps: float,
+    *,
+    norms: Sequence[Tensor] = (),
+    beside: tuple[Tensor, Tensor, Tensor] | None = None,
+    factor: Tensor | None = None,
+) -> list[Tensor]:
+    """The twin of ``add_normed``."""
+    if beside is not None:
+        other, x_weight, other_weight = beside
+        x = rms_norm_reference(x, x_weight, eps) + rms_norm_reference(other, other_weight, eps)
+    residual.add_(rms_norm_reference(x, after, eps))
+    if factor is not None:
+        residual.mul_(factor)
+    return [rms_norm_reference(residual, weight, eps) for weight in norms]

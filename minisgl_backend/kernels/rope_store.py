@@ -1,9 +1,9 @@
 """The operations on packed q, k and v between projection and attention, in one pass.
 
-These are RMSNorm of each head of q and k (optional; Qwen3), rotary embedding (arXiv 2104.09864),
-and the store of k and v into the paged cache (arXiv 2309.06180). The rotation is read from a
-cos/sin table, so every scaling variant is only a different table. A narrower table rotates only the
-first dimensions of a head (Phi-4-mini).
+These are RMSNorm of each head of q and k (optional; Qwen3), perhaps also of v (Gemma 4), rotary
+embedding (arXiv 2104.09864), and the store of k and v into the paged cache (arXiv 2309.06180). The
+rotation is read from a cos/sin table, so every scaling variant is only a different table. A
+narrower table rotates only the first dimensions of a head (Phi-4-mini).
 """
 
 from __future__ import annotations
@@ -63,6 +63,8 @@ def qk_norm_rope_store(
     num_heads: int,
     head_weights: Tensor | None = None,
     gated: bool = False,
+    value_norm: bool = False,
+    keys_are_values: bool = False,
     eps: float = 1e-6,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
@@ -71,7 +73,9 @@ def qk_norm_rope_store(
     """Norm, rotate and store; returns q [num_tokens, num_heads, head_dim].
 
     ``qkv`` [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim], heads of q, k, v in this order.
-    If it is ``gated``, head_dim more numbers follow each head of q (``gates_of``).
+    If it is ``gated``, head_dim more numbers follow each head of q (``gates_of``). If
+    ``keys_are_values``, there are no heads of v: those of k are taken, as they are in ``qkv``. With
+    ``value_norm`` v is normalized, without a weight.
     ``k_cache``, ``v_cache`` [num_pages, page_size, num_kv_heads, head_dim], of float8_e4m3fn if
     ``k_scale`` and ``v_scale`` (float32 [1]) are given: then they hold k / k_scale and v / v_scale.
     ``head_weights`` [num_heads + num_kv_heads, head_dim]: the norm's weight for each head of q and
@@ -86,6 +90,8 @@ def qk_norm_rope_store(
             num_heads=num_heads,
             head_weights=head_weights,
             gated=gated,
+            value_norm=value_norm,
+            keys_are_values=keys_are_values,
             eps=eps,
             k_scale=k_scale,
             v_scale=v_scale,
@@ -99,9 +105,10 @@ def qk_norm_rope_store(
         places.positions,
         places.slots,
         places.cos_sin,
-        k_cache,
-        v_cache,
+        (k_cache, v_cache),
         gated=gated,
+        value_norm=value_norm,
+        keys_are_values=keys_are_values,
         q_weight=None if head_weights is None else head_weights[0],
         k_weight=None if head_weights is None else head_weights[num_heads],
         eps=eps,
@@ -122,6 +129,8 @@ def qk_norm_rope_store_reference(
     num_heads: int,
     head_weights: Tensor | None = None,
     gated: bool = False,
+    value_norm: bool = False,
+    keys_are_values: bool = False,
     eps: float = 1e-6,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
@@ -133,6 +142,10 @@ def qk_norm_rope_store_reference(
         asked, others = heads.tensor_split([2 * num_heads], dim=1)
         heads = torch.cat([asked[:, ::2], others], dim=1)
     qk, v = heads.tensor_split([num_heads + num_kv_heads], dim=1)
+    if keys_are_values:
+        v = qk[:, num_heads:]
+    if value_norm:
+        v = F.rms_norm(at_least_float32(v), (head_dim,), None, eps)
     qk = at_least_float32(qk)
     if head_weights is not None:
         qk = F.rms_norm(qk, (head_dim,), None, eps).mul_(head_weights)
@@ -149,11 +162,40 @@ def gates_of(qkv: Tensor, num_heads: int, head_dim: int) -> Tensor:
 
 
 def rotated_queries(
-    q: Tensor, places: TokenPlaces, num_heads: int, head_weights: Tensor | None, eps: float
+    q: Tensor,
+    places: TokenPlaces,
+    num_heads: int,
+    head_weights: Tensor | None,
+    eps: float,
+    *,
+    pdl: bool = False,
 ) -> Tensor:
     """Norm and rotate only queries, [num_tokens, num_heads * head_dim], like
-    ``qk_norm_rope_store``. Returns [num_tokens, num_heads, head_dim]. Takes PyTorch's operations on
-    every device."""
+    ``qk_norm_rope_store``. Returns [num_tokens, num_heads, head_dim]."""
+    if not use_triton(q):
+        return rotated_queries_reference(q, places, num_heads, head_weights, eps)
+    from minisgl_backend.kernels.triton_kernels.rope_store_kernel import launch_qk_norm_rope_store
+
+    out = torch.empty((len(q), num_heads, q.shape[1] // num_heads), dtype=q.dtype, device=q.device)
+    launch_qk_norm_rope_store(
+        out,
+        q,
+        places.positions,
+        places.slots,
+        places.cos_sin,
+        None,
+        q_weight=None if head_weights is None else head_weights[0],
+        eps=eps,
+        interleaved=places.interleaved,
+        pdl=pdl,
+    )
+    return out
+
+
+def rotated_queries_reference(
+    q: Tensor, places: TokenPlaces, num_heads: int, head_weights: Tensor | None, eps: float
+) -> Tensor:
+    """The twin of ``rotated_queries``; float64 stays float64."""
     heads = at_least_float32(q.view(len(q), num_heads, -1))
     if head_weights is not None:
         heads = F.rms_norm(heads, heads.shape[-1:], None, eps).mul_(head_weights)

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from minisgl_backend.kernels.activation import Gate, gate_mul_reference
 from minisgl_backend.kernels.dispatch import use_triton
 from minisgl_backend.kernels.rms_norm import rms_norm, rms_norm_reference
 
@@ -65,15 +66,15 @@ def small_batch_linear(
     norm_weight: Tensor | None = None,
     squares: Tensor | None = None,
     eps: float = 1e-6,
-    gated: bool = False,
+    gate: Gate | None = None,
     residual: Tensor | None = None,
     pdl: bool = False,
 ) -> Tensor:
-    """x W^T + bias,  norm(x) W^T,  silu(x G^T) * (x U^T),  residual + x W^T,  or a combination.
+    """x W^T + bias,  norm(x) W^T,  gate(x G^T) * (x U^T),  residual + x W^T,  or a combination.
 
     ``x`` [batch_size, in_features], at most ``MAX_BATCH_SIZE`` rows; ``weight`` [out_features,
-    in_features]. With ``gated`` its first half is the gate G, its second half the up U, and the
-    result is half as wide. With ``norm_weight`` [in_features] x is normalized first (RMSNorm with
+    in_features]. With a ``gate`` its first half is G, its second half the up U, and the result is
+    half as wide. With ``norm_weight`` [in_features] x is normalized first (RMSNorm with
     ``eps``). ``squares`` [tiles, 1] complete a norm that is half done (``cuda.linear``), for a
     single row only. ``residual`` [batch_size, out_features] is updated in place and returned.
     """
@@ -85,14 +86,14 @@ def small_batch_linear(
             norm_weight=norm_weight,
             squares=squares,
             eps=eps,
-            gated=gated,
+            gate=gate,
             residual=residual,
         )
     from minisgl_backend.kernels.triton_kernels.small_batch_kernels import launch_small_batch_linear
 
     if norm_weight is not None and normalizes_before(len(x), *weight.shape):
         x, norm_weight = rms_norm(x, norm_weight, eps, pdl=pdl), None
-    out_features = len(weight) // 2 if gated else len(weight)
+    out_features = len(weight) if gate is None else len(weight) // 2
     out = residual
     if out is None:
         out = torch.empty((len(x), out_features), dtype=x.dtype, device=x.device)
@@ -104,7 +105,8 @@ def small_batch_linear(
         norm_weight=norm_weight,
         squares=squares,
         eps=eps,
-        gated=gated,
+        gated=gate is not None,
+        gelu=gate == "gelu",
         add=residual is not None,
         pdl=pdl,
     )
@@ -119,7 +121,7 @@ def small_batch_linear_reference(
     norm_weight: Tensor | None = None,
     squares: Tensor | None = None,
     eps: float = 1e-6,
-    gated: bool = False,
+    gate: Gate | None = None,
     residual: Tensor | None = None,
 ) -> Tensor:
     """The twin of ``small_batch_linear``, accumulated in float32."""
@@ -129,9 +131,9 @@ def small_batch_linear_reference(
     if norm_weight is not None:
         wide = rms_norm_reference(wide, norm_weight.to(wide.dtype), eps)
     y = F.linear(wide, weight.float(), None if bias is None else bias.float())
-    if gated:
-        gate, up = y.chunk(2, dim=-1)
-        y = F.silu(gate) * up
+    if gate is not None:
+        closed, up = y.chunk(2, dim=-1)
+        y = gate_mul_reference(closed, up, gate)
     if residual is None:
         return y.to(x.dtype)
     return residual.copy_((residual.float() + y).to(residual.dtype))

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from minisgl_backend.kernels.activation import Gate, gate_mul_reference
 from minisgl_backend.kernels.dispatch import use_triton
 from minisgl_backend.kernels.rms_norm import rms_norm_reference
 
@@ -74,31 +75,32 @@ def wide_linear(
     weight: Tensor,
     *,
     bias: Tensor | None = None,
-    gated: bool = False,
+    gate: Gate | None = None,
     pdl: bool = False,
 ) -> Tensor:
-    """x W^T + bias, or silu(x G^T) * (x U^T) with ``gated``: W holds G and then U.
+    """x W^T + bias, or with a ``gate``, gate(x G^T) * (x U^T): W holds G and then U.
 
     ``x`` [num_rows, in_features], rows may be strided; ``weight`` [out_features, in_features], or
-    twice as many rows with ``gated``; only sizes for which ``is_faster``. Returns
+    twice as many rows with a ``gate``; only sizes for which ``is_faster``. Returns
     [num_rows, out_features].
     """
     if not use_triton(x):
-        return wide_linear_reference(x, weight, bias=bias, gated=gated)
-    out_features = len(weight) // 2 if gated else len(weight)
+        return wide_linear_reference(x, weight, bias=bias, gate=gate)
+    out_features = len(weight) if gate is None else len(weight) // 2
     out = torch.empty((len(x), out_features), dtype=x.dtype, device=x.device)
-    _launch(out, x, weight, bias, tiling(len(x), gated=gated), gated=gated, pdl=pdl)
+    cut = tiling(len(x), gated=gate is not None)
+    _launch(out, x, weight, bias, cut, gate=gate, pdl=pdl)
     return out
 
 
 def wide_linear_reference(
-    x: Tensor, weight: Tensor, *, bias: Tensor | None = None, gated: bool = False
+    x: Tensor, weight: Tensor, *, bias: Tensor | None = None, gate: Gate | None = None
 ) -> Tensor:
     """The twin of ``wide_linear``, accumulated in float32."""
     y = F.linear(x.float(), weight.float(), None if bias is None else bias.float())
-    if gated:
-        gate, up = y.chunk(2, dim=-1)
-        y = F.silu(gate) * up
+    if gate is not None:
+        closed, up = y.chunk(2, dim=-1)
+        y = gate_mul_reference(closed, up, gate)
     return y.to(x.dtype)
 
 
@@ -109,7 +111,7 @@ def linear_parts(x: Tensor, weight: Tensor, *, pdl: bool = False) -> Tensor:
         return linear_parts_reference(x, weight, cut.splits)
     shape = (cut.splits, len(x), len(weight))
     out = torch.empty(shape, dtype=torch.float32, device=x.device)
-    _launch(out, x, weight, None, cut, gated=False, pdl=pdl)
+    _launch(out, x, weight, None, cut, gate=None, pdl=pdl)
     return out
 
 
@@ -160,7 +162,7 @@ def _launch(
     bias: Tensor | None,
     cut: Tiling,
     *,
-    gated: bool,
+    gate: Gate | None,
     pdl: bool,
 ) -> None:
     from minisgl_backend.kernels.triton_kernels.wide_linear_kernels import launch_wide_linear
@@ -170,7 +172,8 @@ def _launch(
         x,
         weight,
         bias,
-        gated=gated,
+        gated=gate is not None,
+        gelu=gate == "gelu",
         splits=cut.splits,
         rows=cut.rows,
         columns=cut.columns,

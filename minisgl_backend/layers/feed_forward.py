@@ -42,8 +42,8 @@ class FeedForward(Protocol):
 
 
 class GatedMLP(nn.Module):
-    """The block of Llama and its successors (``FeedForward``): down(silu(gate(x)) * up(x)). With
-    ``gelu`` in place of silu, as in Gemma, the gate is a separate kernel."""
+    """The block of Llama and its successors (``FeedForward``): down(silu(gate(x)) * up(x)), or with
+    ``gelu`` in place of silu, as in Gemma."""
 
     def __init__(
         self,
@@ -58,11 +58,15 @@ class GatedMLP(nn.Module):
     ):
         """``name`` is the module's in the checkpoint."""
         super().__init__()
-        self.gelu = gelu
         share = even_share(intermediate_size, group, "intermediate_size")
         parts = {"gate_proj": share, "up_proj": share}
         self.gate_up_proj = MergedColumnLinear(
-            name, hidden_size, parts, bias=bias, matrices=matrices, gated=not gelu
+            name,
+            hidden_size,
+            parts,
+            bias=bias,
+            matrices=matrices,
+            gate="gelu" if gelu else "silu",
         )
         self.down_proj = RowLinear(
             f"{name}.down_proj",
@@ -88,25 +92,19 @@ class GatedMLP(nn.Module):
         pdl: bool,
         adapted: AdaptedTokens | None = None,
     ) -> tuple[Tensor, Normed]:
-        return self.down_proj.add_to(
-            residual, self._inner(x, pdl, adapted), norm, pdl=pdl, adapted=adapted
-        )
+        inner = self.gate_up_proj.for_next(x, pdl=pdl, adapted=adapted)
+        return self.down_proj.add_to(residual, inner, norm, pdl=pdl, adapted=adapted)
 
     def output(self, x: Normed, *, pdl: bool, adapted: AdaptedTokens | None = None) -> Tensor:
         """What ``forward`` adds, [num_tokens, hidden_size], for layers that change it first."""
-        inner = self._inner(x, pdl, adapted)
+        inner = self.gate_up_proj.for_next(x, pdl=pdl, adapted=adapted)
         output: Tensor = self.down_proj(inner, pdl=pdl, adapted=adapted)
         return output
 
     def part(self, x: Normed, *, pdl: bool, adapted: AdaptedTokens | None = None) -> Tensor:
         """This rank's part of ``output``, to be summed over the ranks by the caller."""
-        return self.down_proj.part(self._inner(x, pdl, adapted), pdl=pdl, adapted=adapted)
+        inner = self.gate_up_proj.for_next(x, pdl=pdl, adapted=adapted)
+        return self.down_proj.part(inner, pdl=pdl, adapted=adapted)
 
     def rounding(self, num_tokens: int) -> int | None:
         return self.gate_up_proj.matrix.rounding(num_tokens)
-
-    def _inner(self, x: Normed, pdl: bool, adapted: AdaptedTokens | None) -> Normed:
-        """The input of ``down_proj``."""
-        if self.gelu:
-            return Normed(self.gate_up_proj(x, pdl=pdl, adapted=adapted), gate="gelu")
-        return self.gate_up_proj.for_next(x, pdl=pdl, adapted=adapted)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
+from minisgl_backend.kernels.activation import Gate
 from minisgl_backend.kernels.adapters import (
     IN_STEP,
     RANK_STEP,
@@ -38,9 +39,9 @@ if TYPE_CHECKING:
 class MergedColumnLinear(nn.Module):
     """Several projections of the same input as one GEMM, each split over the ranks.
 
-    ``parts`` maps the checkpoint's name of each projection to this rank's share of its outputs. If
-    ``gated``, there are two parts, and the result is silu(first) * second. ``adapters`` is set if
-    requests may have LoRA adapters.
+    ``parts`` maps the checkpoint's name of each projection to this rank's share of its outputs.
+    With a ``gate`` there are two parts, and the result is gate(first) * second. ``adapters`` is set
+    if requests may have LoRA adapters.
     """
 
     adapters: AdapterMemory | None = None
@@ -53,41 +54,49 @@ class MergedColumnLinear(nn.Module):
         *,
         bias: bool,
         matrices: Matrices,
-        gated: bool = False,
+        gate: Gate | None = None,
         padded: bool = False,
     ):
         """``name`` is the enclosing module's in the checkpoint. If ``padded``, results may be wider
         than their parts, for the sake of kernels on tensor cores."""
         super().__init__()
-        self.gated = gated
+        self.gate = gate
         named = {f"{name}.{part}": share for part, share in parts.items()}
         self.matrix = matrices.make(named, Share(in_features, 0, in_features), padded=padded)
         size = self.matrix.out_features
         self.bias = empty_parameter(size) if bias else None
 
+    @property
+    def fuses_gate(self) -> bool:
+        """Whether kernels on tensor cores open the gate."""
+        return self.gate == "silu"
+
     def use_tensor_cores(self, kernels: TensorCores) -> None:
         """Compute steps that fit by ``kernels``, which the weight fits."""
         self.matrix.use_tensor_cores(
             kernels,
-            gated=self.gated,
+            gated=self.fuses_gate,
             adapters=adapters_shape(self),
-            streams_a_row=not self.gated,
+            streams_a_row=not self.fuses_gate,
         )
 
     def forward(self, x: Normed, *, pdl: bool, adapted: AdaptedTokens | None = None) -> Tensor:
         """[num_tokens, in_features] -> [num_tokens, sum of the shares], in the order of the parts;
-        if ``gated``, [num_tokens, share]. ``adapted``: the tokens by adapter, if any has one."""
+        if its gate is silu, [num_tokens, share]. ``adapted``: the tokens by adapter, if any has
+        one."""
         adaptation = adaptation_of(self, adapted)
-        return self.matrix.gemm(x, bias=self.bias, gated=self.gated, adaptation=adaptation, pdl=pdl)
+        return self.matrix.gemm(x, bias=self.bias, gate=self.gate, adaptation=adaptation, pdl=pdl)
 
     def for_next(self, x: Normed, *, pdl: bool, adapted: AdaptedTokens | None = None) -> Normed:
-        """``forward`` of a ``gated`` layer as the input of the next GEMM. If no kernel fuses the
+        """``forward`` of a layer with a gate as the input of the next GEMM. If no kernel fuses the
         gate with this GEMM, it is left to the next one."""
-        if not self.matrix.leaves_gate(len(x.x)):
+        assert self.gate is not None
+        adaptation, is_silu = adaptation_of(self, adapted), self.gate == "silu"
+        is_left = self.matrix.leaves_gate(len(x.x), self.gate)
+        if not is_left and (is_silu or adaptation is None):
             return Normed(self(x, pdl=pdl, adapted=adapted))
-        adaptation = adaptation_of(self, adapted)
         both = self.matrix.gemm(x, bias=self.bias, adaptation=adaptation, pdl=pdl)
-        return Normed(both, gate="silu")
+        return Normed(both, gate=self.gate)
 
     def places(self) -> Iterator[tuple[str, Place]]:
         for part, share in self.matrix.parts.items():

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minisgl_backend.kernels import linear_cut, small_batch, wide_linear
-from minisgl_backend.kernels.activation import silu_mul
+from minisgl_backend.kernels.activation import Gate, silu_mul
 from minisgl_backend.kernels.adapters import (
     Adaptation,
     AdaptersShape,
@@ -119,29 +119,30 @@ class Matrix(nn.Module, ABC):
         """If ``gemm`` rounds this number of tokens to 8 bits: how many neighbours share a scale."""
         return None
 
-    def leaves_gate(self, num_tokens: int) -> bool:
-        """Whether no kernel fuses the gate with a gated weight's GEMM for this number of tokens."""
-        return False
+    def leaves_gate(self, num_tokens: int, gate: Gate) -> bool:
+        """Whether no kernel fuses the gate with a gated weight's GEMM for this number of tokens.
+        Kernels on tensor cores know only silu."""
+        return gate != "silu"
 
     def gemm(
         self,
         x: Normed,
         *,
         bias: Tensor | None = None,
-        gated: bool = False,
+        gate: Gate | None = None,
         out: Tensor | None = None,
         adaptation: Adaptation | None = None,
         pdl: bool = False,
     ) -> Tensor:
-        """x W^T + bias, [num_tokens, out_features]; if ``gated``, silu(x G^T) * (x U^T) of half
-        that width, for a weight that holds G and then U. ``adaptation``: the weight's adapters add
-        to the product.
+        """x W^T + bias, [num_tokens, out_features]; with a ``gate``, gate(x G^T) * (x U^T) of half
+        that width, for a weight that holds G and then U; not if it ``leaves_gate``.
+        ``adaptation``: the weight's adapters add to the product; then only with silu.
 
         ``out``, of the result's shape, takes the result if that saves memory; not with a bias, a
         gate or adapters.
         """
         kernel = self._gemm_kernel if adaptation is None or self._shrink is not None else None
-        if adaptation is None and not gated and self._is_streamed(len(x.x)):
+        if adaptation is None and gate is None and self._is_streamed(len(x.x)):
             kernel = None
         if kernel is not None and len(x.x) <= kernel.most_tokens:
             rows, squares = x.unscaled(pdl=pdl)
@@ -155,10 +156,10 @@ class Matrix(nn.Module, ABC):
                 pdl=pdl,
             )
         if adaptation is None:
-            return self._gemm(x, bias=bias, gated=gated, out=out, pdl=pdl)
+            return self._gemm(x, bias=bias, gate=gate, out=out, pdl=pdl)
         rows, shrink = x.normalized(pdl=pdl), self._shrink
-        if gated:
-            y = self._gemm(Normed(rows), bias=bias, gated=False, out=None, pdl=pdl)
+        if gate is not None:
+            y = self._gemm(Normed(rows), bias=bias, gate=None, out=None, pdl=pdl)
             return silu_mul_adapted(y, rows, adaptation, shrink=shrink, pdl=pdl)
         added = adapter_delta(rows, adaptation, bias=bias, shrink=shrink, pdl=pdl)
         return self._add_product(added, rows, pdl=pdl)
@@ -169,14 +170,14 @@ class Matrix(nn.Module, ABC):
 
     @abstractmethod
     def _gemm(
-        self, x: Normed, *, bias: Tensor | None, gated: bool, out: Tensor | None, pdl: bool
+        self, x: Normed, *, bias: Tensor | None, gate: Gate | None, out: Tensor | None, pdl: bool
     ) -> Tensor:
         """``gemm`` without tensor-core kernels of this package, and without adapters."""
 
     def _add_product(self, added: Tensor, x: Tensor, *, pdl: bool) -> Tensor:
         """``added`` + x W^T without tensor-core kernels of this package; ``added`` may be
         overwritten, ``x`` is normalized."""
-        y = self._gemm(Normed(x), bias=None, gated=False, out=None, pdl=pdl)
+        y = self._gemm(Normed(x), bias=None, gate=None, out=None, pdl=pdl)
         return y.add_(added)
 
     @abstractmethod
@@ -306,14 +307,15 @@ class DenseMatrix(Matrix):
                 self.weight = nn.Parameter(self._packed, requires_grad=False)
 
     def _gemm(
-        self, x: Normed, *, bias: Tensor | None, gated: bool, out: Tensor | None, pdl: bool
+        self, x: Normed, *, bias: Tensor | None, gate: Gate | None, out: Tensor | None, pdl: bool
     ) -> Tensor:
         weight, num_tokens = self.weight, x.x.shape[0]
         if x.gate is not None:
             x = Normed(x.normalized(pdl=pdl))
         if self._invariant is not None:
             y = self._invariant(x.normalized(pdl=pdl), weight, bias=bias, out=out, pdl=pdl)
-            return silu_mul(y, pdl=pdl) if gated else y
+            return y if gate is None else silu_mul(y, pdl=pdl)
+        gated = gate is not None
         is_small = small_batch.is_faster(num_tokens, self.in_features, gated=gated)
         if self._fused and is_small and (x.squares is None or num_tokens == 1):
             return small_batch.small_batch_linear(
@@ -323,15 +325,12 @@ class DenseMatrix(Matrix):
                 norm_weight=None if x.norm is None or x.squares is not None else x.norm.weight,
                 squares=x.squares,
                 eps=x.eps,
-                gated=gated,
+                gate=gate,
                 pdl=pdl,
             )
         rows = x.normalized(pdl=pdl)
-        width = self.out_features // 2 if gated else self.out_features
-        if self._is_wide(num_tokens) and wide_linear.is_faster(
-            num_tokens, width, self.in_features, gated=gated
-        ):
-            return wide_linear.wide_linear(rows, weight, bias=bias, gated=gated, pdl=pdl)
+        if self._is_wide_gemm(num_tokens, gated=gated):
+            return wide_linear.wide_linear(rows, weight, bias=bias, gate=gate, pdl=pdl)
         if out is not None:
             return torch.mm(rows, weight.t(), out=out)
         if self._packed is None:
@@ -339,6 +338,19 @@ class DenseMatrix(Matrix):
         else:
             y = packed_linear(rows, self._packed, bias)
         return silu_mul(y, pdl=pdl) if gated else y
+
+    def leaves_gate(self, num_tokens: int, gate: Gate) -> bool:
+        if gate == "silu":
+            return False
+        is_small = small_batch.is_faster(num_tokens, self.in_features, gated=True)
+        is_fused = (self._fused and is_small) or self._is_wide_gemm(num_tokens, gated=True)
+        return self._invariant is not None or self._gemm_kernel is not None or not is_fused
+
+    def _is_wide_gemm(self, num_tokens: int, *, gated: bool) -> bool:
+        width = self.out_features // 2 if gated else self.out_features
+        return self._is_wide(num_tokens) and wide_linear.is_faster(
+            num_tokens, width, self.in_features, gated=gated
+        )
 
     def _is_streamed(self, num_tokens: int) -> bool:
         return self._streams_a_row and small_batch.is_faster_for_a_row(

@@ -7,14 +7,14 @@ multiplies tokens in 8 bits, so that its kernel can round them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
-from minisgl_backend.kernels.activation import gelu_mul, silu_mul
+from minisgl_backend.kernels import rms_norm as kernels
+from minisgl_backend.kernels.activation import Gate, gelu_mul, silu_mul
 from minisgl_backend.kernels.dispatch import at_least_float32
 from minisgl_backend.kernels.float8_rows import (
     Float8Rows,
@@ -137,7 +137,7 @@ class Normed:
     x: Tensor
     norm: RMSNorm | None = None
     squares: Tensor | None = None
-    gate: Literal["silu", "gelu"] | None = None
+    gate: Gate | None = None
     rounded: Float8Rows | None = None
 
     @property
@@ -199,16 +199,40 @@ def _added(residual: Tensor, part: Tensor, norm: RMSNorm, *, pdl: bool) -> Norme
 
 
 def add_normed(
-    residual: Tensor, part: Tensor, after: RMSNorm, norm: RMSNorm | None, *, pdl: bool
-) -> Normed:
-    """residual += the norm ``after`` of ``part``, in place. Returns the sum under ``norm``, if any.
+    residual: Tensor,
+    part: Tensor,
+    after: RMSNorm,
+    norm: RMSNorm | None,
+    *,
+    beside: tuple[Tensor, RMSNorm, RMSNorm] | None = None,
+    factor: Tensor | None = None,
+    others: Sequence[RMSNorm] = (),
+    pdl: bool,
+) -> tuple[Normed, list[Tensor]]:
+    """residual = (residual + the norm ``after`` of ``part``) * ``factor``, in place, in one kernel.
+    Returns the result under ``norm``, if any, and under each of ``others``, up to two.
 
-    ``part``, already summed over the ranks, and ``residual`` [num_tokens, hidden_size].
+    ``part``, already summed over the ranks, and ``residual`` [num_tokens, hidden_size]; ``factor``
+    [1]. With ``beside``, which is another part and two norms, the sum of ``part`` under the first
+    and the other under the second takes the place of ``part``. If ``norm`` is read in 8 bits, that
+    is left to its reader.
     """
-    branch = rms_norm(part, after.weight, after.eps, pdl=pdl)
-    if norm is None:
-        return Normed(residual.add_(branch))
-    return _added(residual, branch, norm, pdl=pdl)
+    is_rounded = norm is not None and norm.rounding is not None and norm.rounding(len(part))
+    kept = [] if norm is None or is_rounded else [norm]
+    assert all(of.eps == after.eps for of in (*kept, *others))
+    outs = kernels.add_normed(
+        part,
+        residual,
+        after.weight,
+        after.eps,
+        norms=[of.weight for of in (*kept, *others)],
+        beside=None if beside is None else (beside[0], beside[1].weight, beside[2].weight),
+        factor=factor,
+        pdl=pdl,
+    )
+    if kept:
+        return Normed(outs[0]), outs[1:]
+    return Normed(residual, norm), outs
 
 
 def is_sum_fused(group: Group, num_tokens: int, hidden_size: int, dtype: torch.dtype) -> bool:

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minisgl_backend.kernels import linear_cut
-from minisgl_backend.kernels.activation import silu_mul
+from minisgl_backend.kernels.activation import Gate, silu_mul
 from minisgl_backend.kernels.float8_cut import cuts_of
 from minisgl_backend.kernels.packed_weight import (
     CodesKind,
@@ -99,7 +99,9 @@ class QuantizedMatrix(Matrix):
         is_by_row = self._fits_float8_kernels(num_tokens)
         return self.in_features if is_by_row else self._float8.group
 
-    def leaves_gate(self, num_tokens: int) -> bool:
+    def leaves_gate(self, num_tokens: int, gate: Gate) -> bool:
+        if gate != "silu":
+            return True
         is_fused = self._fits_float8_kernels(num_tokens)
         return self.rounding(num_tokens) is not None and not is_fused
 
@@ -129,9 +131,9 @@ class QuantizedMatrix(Matrix):
         self.storage.cast(dtype)
 
     def _gemm(
-        self, x: Normed, *, bias: Tensor | None, gated: bool, out: Tensor | None, pdl: bool
+        self, x: Normed, *, bias: Tensor | None, gate: Gate | None, out: Tensor | None, pdl: bool
     ) -> Tensor:
-        of_some, float8 = self._float8_linear, self._float8
+        of_some, float8, gated = self._float8_linear, self._float8, gate is not None
         if of_some is not None and of_some.gated == gated and len(x.x) <= of_some.most_rows:
             rounded = x.in_float8(self.in_features, pdl=pdl)
             return of_some(rounded, self.operand, bias=bias, pdl=pdl)

@@ -289,12 +289,10 @@ class Decoder(nn.Module):
     def _starts_early(self, num_tokens: int) -> bool:
         """Whether kernels of the layers may start early, and are faster if they do.
 
-        Not in a ``PostNormLayer``, which partly runs in PyTorch. With several ranks, only steps on
-        tensor cores may: the ranks' fused sums read the residual stream before they wait, and no
-        other GEMM ensures that it is written by then.
+        With several ranks, only steps on tensor cores may: the ranks' fused sums read the residual
+        stream before they wait, and no other GEMM ensures that it is written by then.
         """
-        on_gpu = can_start_early(self._rotary_tables[0].device)
-        if not on_gpu or self.spec.norms != "before":
+        if not can_start_early(self._rotary_tables[0].device):
             return False
         if num_tokens <= self._most_tensor_core_tokens:
             return True

@@ -69,11 +69,8 @@ class DecoderLayer(nn.Module):
 
 class PostNormLayer(nn.Module):
     """A layer that normalizes the outputs of both parts, instead of their inputs (OLMo 2) or in
-    addition to them (Gemma 3).
-
-    Its operations are those of a ``DecoderLayer``, with one kernel for each, since no kernel fuses
-    the norm of an output.
-    """
+    addition to them (Gemma 3). Both norms and the residual add between them are one kernel
+    (``add_normed``)."""
 
     def __init__(self, spec: ModelSpec, layer: int, group: Group, matrices: Matrices):
         super().__init__()
@@ -105,10 +102,11 @@ class PostNormLayer(nn.Module):
         self, residual: Tensor, x: Normed, next_norm: RMSNorm | None, step: StepContext
     ) -> tuple[Tensor, Normed]:
         part, after = self.self_attn.output(x, step), self.post_attention_layernorm
-        x = add_normed(residual, part, after, self.pre_feedforward_layernorm, pdl=step.pdl)
+        x, _ = add_normed(residual, part, after, self.pre_feedforward_layernorm, pdl=step.pdl)
         part = self.mlp.output(x, pdl=step.pdl, adapted=step.adapted)
         after = self.post_feedforward_layernorm
-        return residual, add_normed(residual, part, after, next_norm, pdl=step.pdl)
+        x, _ = add_normed(residual, part, after, next_norm, pdl=step.pdl)
+        return residual, x
 
 
 def _gated_mlp(spec: ModelSpec, layer: int, group: Group, matrices: Matrices) -> GatedMLP:

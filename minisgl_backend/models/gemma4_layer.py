@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from minisgl_backend.kernels.rms_norm import rms_norm
+from minisgl_backend.kernels.activation import gate_mul
 from minisgl_backend.layers.embedding import VocabEmbedding
 from minisgl_backend.layers.experts import ExpertsMLP
 from minisgl_backend.layers.feed_forward import GatedMLP
@@ -88,28 +88,32 @@ class Gemma4Layer(nn.Module):
     ) -> tuple[Tensor, Normed]:
         """``x`` is ``residual`` under this layer's norm. The second result is under the next
         layer's."""
+        pdl, experts = step.pdl, self.experts
         part, after = self.self_attn.output(x, step), self.post_attention_layernorm
-        x = add_normed(residual, part, after, self.pre_feedforward_layernorm, pdl=step.pdl)
-        part = self.mlp.output(x, pdl=step.pdl, adapted=step.adapted)
-        if self.experts is not None:
-            part = self.experts.add_to(part, residual, pdl=step.pdl)
+        others = () if experts is None else (experts.before, experts.router_norm)
+        x, rows = add_normed(
+            residual, part, after, self.pre_feedforward_layernorm, others=others, pdl=pdl
+        )
+        part = self.mlp.output(x, pdl=pdl, adapted=step.adapted)
         after = self.post_feedforward_layernorm
-        add_normed(residual, part, after, None, pdl=step.pdl)
+        beside = None if experts is None else experts.output(*rows, pdl=pdl)
         if self.has_inputs:
             assert step.layer_inputs is not None
-            gate = F.gelu(self.gate(Normed(residual), pdl=step.pdl), approximate="tanh")
-            gated = Normed(gate * step.layer_inputs[:, self.layer])  # [num_tokens, size]
-            part = self.projection(gated, pdl=step.pdl)
-            add_normed(residual, part, self.post_per_layer_input_norm, None, pdl=step.pdl)
-        residual.mul_(self.layer_scalar.value)
-        return residual, Normed(residual, next_norm)
+            add_normed(residual, part, after, None, beside=beside, pdl=pdl)
+            gate = self.gate(Normed(residual), pdl=pdl)  # [num_tokens, size]
+            gated = gate_mul(gate, step.layer_inputs[:, self.layer], "gelu", pdl=pdl)
+            part, after = self.projection(Normed(gated), pdl=pdl), self.post_per_layer_input_norm
+            beside = None
+        factor = self.layer_scalar.value
+        x, _ = add_normed(residual, part, after, next_norm, beside=beside, factor=factor, pdl=pdl)
+        return residual, x
 
 
 class ExpertsBeside(nn.Module):
     """Experts beside a feed-forward block: the outputs of both are normalized and added.
 
-    The experts read the residual stream under a different norm than the block, and their router
-    under yet another. Parts are named as in the checkpoint's layer.
+    The experts read the residual stream under a different norm than the block (``before``), and
+    their router under yet another (``router_norm``). Parts are named as in the checkpoint's layer.
     """
 
     def __init__(self, spec: ModelSpec, experts: ExpertsMLP):
@@ -124,16 +128,12 @@ class ExpertsBeside(nn.Module):
         self.after_block = norm()
         self.after = norm()
 
-    def add_to(self, block: Tensor, residual: Tensor, *, pdl: bool) -> Tensor:
-        """norm(``block``) + norm(experts of ``residual``), all [num_tokens, hidden_size]; ``block``
-        is the output of the feed-forward block, summed over the ranks."""
-        eps = self.after.eps
-        rows = rms_norm(residual, self.before.weight, eps, pdl=pdl)
-        routed = rms_norm(residual, self.router_norm.weight, eps, pdl=pdl)
-        experts = self.experts
-        part = experts.group.all_reduce(experts.part_of(rows, routed, pdl=pdl))
-        normed = rms_norm(part, self.after.weight, eps, pdl=pdl)
-        return normed.add_(rms_norm(block, self.after_block.weight, eps, pdl=pdl))
+    def output(self, rows: Tensor, routed: Tensor, *, pdl: bool) -> tuple[Tensor, RMSNorm, RMSNorm]:
+        """The experts' output, and the norms of the block's output and of this one, which are to be
+        added (``add_normed``). Experts read ``rows`` and their router ``routed``, both normalized;
+        all [num_tokens, hidden_size]."""
+        part = self.experts.part_of(rows, routed, pdl=pdl)
+        return self.experts.group.all_reduce(part), self.after_block, self.after
 
     def places(self) -> Iterator[tuple[str, Place]]:
         for name, place in self.experts.places():

@@ -111,7 +111,7 @@ def _linears(module: nn.Module) -> Iterator[tuple[MergedColumnLinear | RowLinear
     """The linear layers in ``module``, and whether they are gated."""
     for child in module.modules():
         if isinstance(child, MergedColumnLinear):
-            yield child, child.gated
+            yield child, child.fuses_gate
         elif isinstance(child, RowLinear):
             yield child, False
 

@@ -11,8 +11,6 @@ from collections.abc import Iterator
 from dataclasses import astuple, dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minisgl_backend.attention.base import Attend, PagedKV
@@ -119,6 +117,7 @@ class SelfAttention(nn.Module):
             parts["k_proj"] = keys
             if layer not in spec.keys_are_values:
                 parts["v_proj"] = keys
+        self.keys_are_values = layer in spec.keys_are_values
         self.value_norm = spec.value_norm
         hidden_size, name = spec.hidden_size, f"model.layers.{layer}.self_attn"
         self.qkv_proj = MergedColumnLinear(
@@ -218,14 +217,6 @@ class SelfAttention(nn.Module):
         attended = step.attend(q, self.kv, self.layer)
         return attended.flatten(1) if gate is None else sigmoid_mul(attended, gate, pdl=step.pdl)
 
-    def _with_normed_values(self, qkv: Tensor) -> Tensor:
-        """Queries, keys and normalized values, [num_tokens, width]; the values may be the keys."""
-        begin = self.num_heads * self.head_dim
-        num_keys = self.num_kv_heads * self.head_dim
-        heads = qkv[:, -num_keys:].reshape(len(qkv), -1, self.head_dim)
-        values = F.rms_norm(heads, (self.head_dim,), eps=self.eps).flatten(1)
-        return torch.cat([qkv[:, : begin + num_keys], values], dim=1)
-
     def _queries(self, x: Normed, step: StepContext) -> tuple[Tensor, Tensor | None]:
         """The rotated queries and, if there are any, the gates of attention's output, both
         [num_tokens, num_heads, head_dim]. Stores keys and values in their pages.
@@ -260,9 +251,8 @@ class SelfAttention(nn.Module):
         qkv = self.qkv_proj(x, pdl=step.pdl, adapted=step.adapted)
         if not self.has_own_kv:
             weights = None if head_norm is None else head_norm.weight
-            return rotated_queries(qkv, places, self.num_heads, weights, self.eps), None
-        if self.value_norm:
-            qkv = self._with_normed_values(qkv)
+            q = rotated_queries(qkv, places, self.num_heads, weights, self.eps, pdl=step.pdl)
+            return q, None
         if isinstance(norm, TokenNorm):
             norm.apply_to(qkv)
         q = qk_norm_rope_store(
@@ -273,6 +263,8 @@ class SelfAttention(nn.Module):
             num_heads=self.num_heads,
             head_weights=None if head_norm is None else head_norm.weight,
             gated=self.is_gated,
+            value_norm=self.value_norm,
+            keys_are_values=self.keys_are_values,
             eps=self.eps,
             k_scale=kv.k_scale,
             v_scale=kv.v_scale,

@@ -155,13 +155,16 @@ def test_prefill_attention_finds_each_chunk(
         (64, 64, True),
         (128, 128, True),
         (256, 64, False),
+        (512, 512, False),
         (96, 96, False),
         (96, 72, False),
         (80, 80, True),
     ],
 )
 @pytest.mark.parametrize("norm", [False, True])
-@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize(
+    ("gated", "values"), [(False, "own"), (True, "own"), (False, "normed"), (False, "keys")]
+)
 @pytest.mark.parametrize("fp8", [False, True])
 def test_qk_norm_rope_store(
     device: torch.device,
@@ -173,10 +176,12 @@ def test_qk_norm_rope_store(
     interleaved: bool,
     norm: bool,
     gated: bool,
+    values: str,
     fp8: bool,
 ) -> None:
     num_tokens, page_size, num_pages = 6, 4, 5
-    width = (num_heads * (2 if gated else 1) + 2 * num_kv_heads) * head_dim
+    num_cached = num_kv_heads * (1 if values == "keys" else 2)
+    width = (num_heads * (2 if gated else 1) + num_cached) * head_dim
     qkv = torch.randn(num_tokens, width, device=device).to(dtype)
     angle = torch.rand(50, rotary_dim // 2, device=device) * 6
     cos_sin = torch.cat([angle.cos(), angle.sin()], dim=1)
@@ -195,6 +200,8 @@ def test_qk_norm_rope_store(
         "num_heads": num_heads,
         "head_weights": head_weights if norm else None,
         "gated": gated,
+        "value_norm": values != "own",
+        "keys_are_values": values == "keys",
         "k_scale": torch.tensor([0.5], device=device) if fp8 else None,
         "v_scale": torch.tensor([2.0], device=device) if fp8 else None,
     }
@@ -212,3 +219,18 @@ def test_qk_norm_rope_store(
     for actual, wanted in ((k_caches, expected_k), (v_caches, expected_v)):
         assert_close(actual.float(), wanted.float(), tolerance=tolerance)
         assert not actual[:, 0].float().any()
+
+
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize(("head_dim", "rotary_dim"), [(64, 64), (256, 256), (512, 512), (96, 72)])
+def test_rotated_queries(
+    device: torch.device, dtype: torch.dtype, norm: bool, head_dim: int, rotary_dim: int
+) -> None:
+    queries = torch.randn(5, 6 * head_dim, device=device).to(dtype)
+    angle = torch.rand(50, rotary_dim // 2, device=device) * 6
+    positions = torch.tensor([0, 1, 49, 7, 3], device=device)
+    table = torch.cat([angle.cos(), angle.sin()], dim=1)
+    places = rope_store.TokenPlaces(positions, positions, table)
+    weights = torch.rand(1, head_dim, device=device).to(dtype).expand(6, -1) if norm else None
+    expected = rope_store.rotated_queries_reference(queries, places, 6, weights, 1e-6)
+    assert_close(rope_store.rotated_queries(queries, places, 6, weights, 1e-6), expected)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -38,11 +40,50 @@ def test_fused_add_rms_norm(device: torch.device, dtype: torch.dtype, size: int)
     assert_close(actual, expected)
 
 
+@pytest.mark.parametrize("size", [96, 2816, 5376])
+@pytest.mark.parametrize("num_norms", [0, 1, 3])
+@pytest.mark.parametrize("is_joined", [False, True])
+@pytest.mark.parametrize("is_scaled", [False, True])
+def test_add_normed(
+    device: torch.device,
+    dtype: torch.dtype,
+    size: int,
+    num_norms: int,
+    is_joined: bool,
+    is_scaled: bool,
+) -> None:
+    x, other, residual = torch.randn(3, 5, size, device=device).to(dtype)
+    weights = torch.rand(6, size, device=device).to(dtype)
+    given: dict[str, Any] = {
+        "norms": list(weights[3 : 3 + num_norms]),
+        "beside": (other, weights[1], weights[2]) if is_joined else None,
+        "factor": torch.tensor([0.7], device=device, dtype=dtype) if is_scaled else None,
+    }
+    # in float64, since the twin rounds in between
+    wide: dict[str, Any] = {
+        "norms": [weight.double() for weight in given["norms"]],
+        "beside": tuple(part.double() for part in given["beside"]) if is_joined else None,
+        "factor": given["factor"].double() if is_scaled else None,
+    }
+    expected_residual = residual.double()
+    expected = rms_norm.add_normed_reference(
+        x.double(), expected_residual, weights[0].double(), 1e-6, **wide
+    )
+    found = rms_norm.add_normed(x, residual, weights[0], 1e-6, **given)
+    assert_close(residual, expected_residual.to(dtype))
+    assert len(found) == num_norms
+    for actual, wanted in zip(found, expected, strict=True):
+        assert_close(actual, wanted.to(dtype))
+
+
 @pytest.mark.parametrize("size", [48, 3072])
 def test_silu_mul(device: torch.device, dtype: torch.dtype, size: int) -> None:
     gate_up = torch.randn(7, 2 * size, device=device).to(dtype)
     assert_close(activation.silu_mul(gate_up), activation.silu_mul_reference(gate_up))
     assert_close(activation.gelu_mul(gate_up), activation.gelu_mul_reference(gate_up))
+    gate, ups = gate_up[:, :size], torch.randn(7, 3, size, device=device).to(dtype)
+    found = activation.gate_mul(gate, ups[:, 1], "gelu")
+    assert_close(found, activation.gate_mul_reference(gate, ups[:, 1], "gelu"))
 
 
 @pytest.mark.parametrize(("num_heads", "head_dim"), [(3, 16), (24, 256)])
@@ -93,7 +134,7 @@ def test_embedding_of_a_slice(
 
 @pytest.mark.parametrize("batch_size", [1, 2, 7, 8])
 @pytest.mark.parametrize(("in_features", "out_features"), [(128, 96), (1024, 512), (3072, 40)])
-@pytest.mark.parametrize("fused", ["plain", "bias", "norm", "gated", "residual", "all"])
+@pytest.mark.parametrize("fused", ["plain", "bias", "norm", "silu", "gelu", "residual", "all"])
 def test_small_batch_linear(
     device: torch.device,
     dtype: torch.dtype,
@@ -102,9 +143,10 @@ def test_small_batch_linear(
     out_features: int,
     fused: str,
 ) -> None:
-    gated = fused in ("gated", "all")
+    gates: dict[str, activation.Gate] = {"silu": "silu", "gelu": "gelu", "all": "silu"}
+    gate = gates.get(fused)
     x = torch.randn(batch_size, in_features, device=device).to(dtype)
-    height = out_features * (2 if gated else 1)
+    height = out_features * (2 if gate else 1)
     weight = (torch.randn(height, in_features, device=device) / in_features**0.5).to(dtype)
     norm = torch.rand(in_features, device=device).to(dtype) if fused in ("norm", "all") else None
     bias = torch.randn(height, device=device).to(dtype) if fused in ("bias", "all") else None
@@ -112,10 +154,10 @@ def test_small_batch_linear(
     into = residual.clone() if fused in ("residual", "all") else None
     expected_into = None if into is None else into.clone()
     expected = small_batch.small_batch_linear_reference(
-        x, weight, bias=bias, norm_weight=norm, gated=gated, residual=expected_into
+        x, weight, bias=bias, norm_weight=norm, gate=gate, residual=expected_into
     )
     actual = small_batch.small_batch_linear(
-        x, weight, bias=bias, norm_weight=norm, gated=gated, residual=into
+        x, weight, bias=bias, norm_weight=norm, gate=gate, residual=into
     )
     assert_close(actual, expected)
     if into is not None:
@@ -136,13 +178,13 @@ def test_large_weights_get_normalized_rows(
     assert_close(actual, small_batch.small_batch_linear_reference(rows, weight))
 
 
-@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("gate", [None, "silu"])
 def test_one_row_whose_norm_is_half_done(
-    device: torch.device, dtype: torch.dtype, gated: bool
+    device: torch.device, dtype: torch.dtype, gate: activation.Gate | None
 ) -> None:
     x, squares = torch.randn(1, 500, device=device).to(dtype), torch.rand(5, 1, device=device) * 500
     weight = (torch.randn(44, 500, device=device) / 22).to(dtype)
     y = F.linear(x.float() / (squares.sum() / 500 + 1e-6).sqrt(), weight.float())
-    expected = F.silu(y[:, :22]) * y[:, 22:] if gated else y
-    actual = small_batch.small_batch_linear(x, weight, squares=squares, gated=gated)
+    expected = F.silu(y[:, :22]) * y[:, 22:] if gate else y
+    actual = small_batch.small_batch_linear(x, weight, squares=squares, gate=gate)
     assert_close(actual, expected.to(dtype))

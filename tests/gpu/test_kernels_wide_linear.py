@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from minisgl_backend.kernels import rows, wide_linear
+from minisgl_backend.kernels.activation import Gate
 from minisgl_backend.kernels.dispatch import is_interpreted
 from tests.gpu.compare import assert_close
 
@@ -17,23 +18,23 @@ SIZES = [(128, 512)] if is_interpreted() else [(128, 512), (4096, 1024), (1024, 
 
 @pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize("sizes", SIZES)
-@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("gate", [None, "silu", "gelu"])
 @pytest.mark.parametrize("pdl", [False, True])
 def test_wide_linear(
     device: torch.device,
     dtype: torch.dtype,
     batch: int,
     sizes: tuple[int, int],
-    gated: bool,
+    gate: Gate | None,
     pdl: bool,
 ) -> None:
     out_features, in_features = sizes
-    assert wide_linear.is_faster(batch, out_features, in_features, gated=gated)
+    assert wide_linear.is_faster(batch, out_features, in_features, gated=gate is not None)
     x = torch.randn(batch, in_features, device=device).to(dtype)
-    height = out_features * (2 if gated else 1)
+    height = out_features * (2 if gate else 1)
     weight = (torch.randn(height, in_features, device=device) * in_features**-0.5).to(dtype)
     bias = torch.randn(height, device=device).to(dtype)
-    launch: dict[str, Any] = {"bias": bias, "gated": gated}
+    launch: dict[str, Any] = {"bias": bias, "gate": gate}
     actual = wide_linear.wide_linear(x, weight, pdl=pdl and not is_interpreted(), **launch)
     expected = wide_linear.wide_linear_reference(x, weight, **launch)
     assert_close(actual, expected)

@@ -136,7 +136,7 @@ def layer_cases(shape: Shape, batch_size: int, context: int) -> Iterator[Case]:
         )
         out = decode_attention(q, k, v, table, lengths, workspace, pdl=pdl)
         small_batch_linear(out.flatten(1), o, residual=residual, pdl=pdl)
-        inner = small_batch_linear(residual, gate_up, norm_weight=norm, gated=True, pdl=pdl)
+        inner = small_batch_linear(residual, gate_up, norm_weight=norm, gate="silu", pdl=pdl)
         small_batch_linear(inner, down, residual=residual, pdl=pdl)
 
     places = TokenPlaces(lengths - 1, slots, cos_sin)

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minisgl_backend.kernels.triton_kernels.layer_kernels import gated
+from minisgl_backend.kernels.triton_kernels.layer_kernels import opened
 from minisgl_backend.kernels.triton_kernels.pdl import allow_next, launch_options, wait_previous
 
 _STEP = 16
@@ -285,7 +285,7 @@ def _gated_expand(
                 STEP,
                 SPLITS,
             )
-        y = gated(gate, up, False)
+        y = opened(gate, up, False)
         out_ptrs = out_ptr + token[:, None] * SIZE + column[None, :]
         tl.store(out_ptrs, y.to(out_ptr.dtype.element_ty), mask=mask)
 

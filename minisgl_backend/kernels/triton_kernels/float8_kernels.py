@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from minisgl_backend.kernels.quantized import FP8_MAX
-from minisgl_backend.kernels.triton_kernels.layer_kernels import gated
+from minisgl_backend.kernels.triton_kernels.layer_kernels import opened
 from minisgl_backend.kernels.triton_kernels.pdl import allow_next, launch_options, wait_previous
 
 _BLOCK = 1024
@@ -184,8 +184,8 @@ def _gated_float8(
     first_gate, last_gate = _load_both(at, mask)
     first_up, last_up = _load_both(at + SIZE, mask)
     element = gate_up_ptr.dtype.element_ty
-    first = gated(first_gate, first_up, GELU).to(element).to(tl.float32)
-    last = gated(last_gate, last_up, GELU).to(element).to(tl.float32)
+    first = opened(first_gate, first_up, GELU).to(element).to(tl.float32)
+    last = opened(last_gate, last_up, GELU).to(element).to(tl.float32)
     group_row, column = _groups_of_program(num_groups, SIZE, GROUP, GROUPS)
     to, of_scale = numbers_ptr + row * SIZE, scales_ptr + group_row
     _store_rounded(

@@ -1,5 +1,8 @@
-"""The small kernels of a layer: RMSNorm, the gates of feed-forward blocks and of attention, and the
-gather of embeddings. They have one program per token, or per token and block of columns."""
+"""The small kernels of a layer: RMSNorm, alone and around residual adds, the gates of feed-forward
+blocks and of attention, and the gather of embeddings. They have one program per token, or per token
+and block of columns."""
+
+from collections.abc import Sequence
 
 import triton
 import triton.language as tl
@@ -65,7 +68,117 @@ def launch_rms_norm(
 
 
 @triton.jit
-def gated(gate, up, GELU: tl.constexpr):
+def _under_norm(x, weight, eps, SIZE: tl.constexpr):
+    """``x`` [SIZE] in float32 under a norm of this weight; both are 0 beyond their end."""
+    return x * tl.rsqrt(tl.sum(x * x, axis=0) / SIZE + eps) * weight.to(tl.float32)
+
+
+@triton.jit
+def _add_normed(
+    out_ptr,  # [NORMS, num_tokens, SIZE]
+    x_ptr,
+    beside_ptr,
+    residual_ptr,
+    x_weight_ptr,
+    beside_weight_ptr,
+    after_ptr,
+    factor_ptr,
+    first_ptr,
+    second_ptr,
+    third_ptr,
+    eps,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BESIDE: tl.constexpr,
+    FACTOR: tl.constexpr,
+    NORMS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    token, num_tokens = tl.program_id(0).to(tl.int64), tl.num_programs(0)
+    i = tl.arange(0, BLOCK)
+    mask = i < SIZE
+    at = token * SIZE + i
+    after = tl.load(after_ptr + i, mask=mask, other=0.0)  # [SIZE]
+    if BESIDE:
+        x_weight = tl.load(x_weight_ptr + i, mask=mask, other=0.0)
+        beside_weight = tl.load(beside_weight_ptr + i, mask=mask, other=0.0)
+    if NORMS > 0:
+        first = tl.load(first_ptr + i, mask=mask, other=0.0)
+    if NORMS > 1:
+        second = tl.load(second_ptr + i, mask=mask, other=0.0)
+    if NORMS > 2:
+        third = tl.load(third_ptr + i, mask=mask, other=0.0)
+    if PDL:
+        allow_next()
+        wait_previous()
+    x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    residual = tl.load(residual_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    if BESIDE:
+        beside = tl.load(beside_ptr + at, mask=mask, other=0.0).to(tl.float32)
+        x = _under_norm(x, x_weight, eps, SIZE) + _under_norm(beside, beside_weight, eps, SIZE)
+    total = residual + _under_norm(x, after, eps, SIZE)
+    if FACTOR:
+        total *= tl.load(factor_ptr).to(tl.float32)
+    kept = total.to(residual_ptr.dtype.element_ty)
+    tl.store(residual_ptr + at, kept, mask=mask)
+    x = kept.to(tl.float32)
+    x *= tl.rsqrt(tl.sum(x * x, axis=0) / SIZE + eps)
+    to, apart = out_ptr + at, num_tokens * SIZE
+    if NORMS > 0:
+        tl.store(to, (x * first.to(tl.float32)).to(out_ptr.dtype.element_ty), mask=mask)
+    if NORMS > 1:
+        y = x * second.to(tl.float32)
+        tl.store(to + apart, y.to(out_ptr.dtype.element_ty), mask=mask)
+    if NORMS > 2:
+        y = x * third.to(tl.float32)
+        tl.store(to + 2 * apart, y.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def launch_add_normed(
+    out: Tensor,
+    x: Tensor,
+    residual: Tensor,
+    after: Tensor,
+    eps: float,
+    *,
+    norms: Sequence[Tensor],
+    beside: tuple[Tensor, Tensor, Tensor] | None,
+    factor: Tensor | None,
+    pdl: bool,
+) -> None:
+    """See ``minisgl_backend.kernels.rms_norm.add_normed``; ``out`` [len(norms), *x.shape]."""
+    num_tokens, size = x.shape
+    if num_tokens == 0:
+        return
+    other, x_weight, other_weight = beside or (None, None, None)
+    assert x.is_contiguous() and residual.is_contiguous() and len(norms) <= 3
+    assert other is None or other.is_contiguous()
+    block = triton.next_power_of_2(size)
+    _add_normed[(num_tokens,)](
+        out,
+        x,
+        other,
+        residual,
+        x_weight,
+        other_weight,
+        after,
+        factor,
+        *norms,
+        *[None] * (3 - len(norms)),
+        eps,
+        SIZE=size,
+        BLOCK=block,
+        BESIDE=beside is not None,
+        FACTOR=factor is not None,
+        NORMS=len(norms),
+        PDL=pdl,
+        num_warps=min(max(block // 512, 1), 16),
+        **launch_options(pdl),
+    )
+
+
+@triton.jit
+def opened(gate, up, GELU: tl.constexpr):
     """SiLU, or GELU by tanh, of ``gate`` times ``up``, both in float32."""
     at = gate
     if GELU:  # (1 + tanh(x)) / 2 = sigmoid(2 x)
@@ -76,8 +189,10 @@ def gated(gate, up, GELU: tl.constexpr):
 @triton.jit
 def _gated_mul(
     out_ptr,
-    gate_up_ptr,
-    stride,
+    gate_ptr,
+    up_ptr,
+    gate_stride,
+    up_stride,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     GELU: tl.constexpr,
@@ -89,23 +204,25 @@ def _gated_mul(
     if PDL:
         allow_next()
         wait_previous()
-    row = gate_up_ptr + token * stride
-    gate = tl.load(row + i, mask=mask, other=0.0).to(tl.float32)
-    up = tl.load(row + SIZE + i, mask=mask, other=0.0).to(tl.float32)
-    y = gated(gate, up, GELU)
+    gate = tl.load(gate_ptr + token * gate_stride + i, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(up_ptr + token * up_stride + i, mask=mask, other=0.0).to(tl.float32)
+    y = opened(gate, up, GELU)
     tl.store(out_ptr + token * SIZE + i, y.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-def launch_gated_mul(out: Tensor, gate_up: Tensor, *, gelu: bool = False, pdl: bool) -> None:
-    """``out`` [num_tokens, size] from ``gate_up`` [num_tokens, 2 * size]; silu unless ``gelu``."""
+def launch_gated_mul(out: Tensor, gate: Tensor, up: Tensor, *, gelu: bool, pdl: bool) -> None:
+    """See ``minisgl_backend.kernels.activation.gate_mul``; silu unless ``gelu``."""
     num_tokens, size = out.shape
     if num_tokens == 0:
         return
+    assert gate.stride(1) == 1 and up.stride(1) == 1
     block = 1024
     _gated_mul[(num_tokens, triton.cdiv(size, block))](
         out,
-        gate_up,
-        gate_up.stride(0),
+        gate,
+        up,
+        gate.stride(0),
+        up.stride(0),
         SIZE=size,
         BLOCK=block,
         GELU=gelu,

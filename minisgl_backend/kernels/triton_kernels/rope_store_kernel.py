@@ -57,7 +57,9 @@ def _qk_norm_rope_store(
     GROUP: tl.constexpr,  # heads of a program
     INTERLEAVED: tl.constexpr,
     GATED: tl.constexpr,  # each query is followed by the gate of what it reads, which stays there
+    KEYS_ARE_VALUES: tl.constexpr,  # before they are normalized and rotated
     NORM: tl.constexpr,
+    VALUE_NORM: tl.constexpr,
     FP8: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -76,6 +78,8 @@ def _qk_norm_rope_store(
     place = head  # of its numbers
     if GATED:
         place += tl.where(is_q, head, NUM_HEADS)
+    if KEYS_ARE_VALUES:
+        place -= tl.where(is_v, NUM_KV_HEADS, 0)
     heads_ptr = qkv_ptr + token * qkv_stride + place[:, None] * (2 * HALF)
     if PDL:
         # attention may read older positions while this kernel runs, so all kernels before this one
@@ -116,11 +120,16 @@ def _qk_norm_rope_store(
             high_cos, high_sin = _angle(row_ptr, HALF + last, TURNED)
             low = low * low_cos[None, :] + low_other * low_sin[None, :]
             high = high * high_cos[None, :] + high_other * high_sin[None, :]
+    elif VALUE_NORM:
+        square = tl.sum(low * low + high * high, axis=1) / (2 * HALF)
+        scale = tl.rsqrt(square + eps)[:, None]
+        low = low * scale
+        high = high * scale
     if is_q:
         to_q = out_ptr + (token * NUM_HEADS + head[:, None]) * (2 * HALF) + d[None, :]
         tl.store(to_q, low.to(out_ptr.dtype.element_ty), mask=in_tile)
         tl.store(to_q + gap, high.to(out_ptr.dtype.element_ty), mask=in_tile)
-    else:
+    elif NUM_KV_HEADS > 0:
         slot = tl.load(slots_ptr + token).to(tl.int64)
         if slot >= 0:
             cache_ptr = v_cache_ptr if is_v else k_cache_ptr
@@ -141,24 +150,31 @@ def launch_qk_norm_rope_store(
     positions: Tensor,
     slots: Tensor,
     cos_sin: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    caches: tuple[Tensor, Tensor] | None,
     *,
-    gated: bool,
+    gated: bool = False,
+    value_norm: bool = False,
+    keys_are_values: bool = False,
     q_weight: Tensor | None,
-    k_weight: Tensor | None,
+    k_weight: Tensor | None = None,
     eps: float,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
     interleaved: bool,
     pdl: bool,
 ) -> None:
-    """See ``minisgl_backend.kernels.rope_store.qk_norm_rope_store``; ``out`` gets the queries."""
-    num_tokens, num_heads, _ = out.shape
+    """See ``minisgl_backend.kernels.rope_store.qk_norm_rope_store``; ``out`` gets the queries.
+    Without ``caches``, of keys and values, ``qkv`` has only queries."""
+    num_tokens, num_heads, head_dim = out.shape
     if num_tokens == 0:
         return
-    _, page_size, num_kv_heads, head_dim = k_cache.shape
-    assert k_cache.stride() == v_cache.stride() and k_cache.stride(3) == 1
+    k_cache, v_cache = caches or (None, None)
+    page_size, num_kv_heads = 1, 0
+    strides: tuple[int, ...] = (0, 0, 0)
+    if k_cache is not None and v_cache is not None:
+        _, page_size, num_kv_heads, _ = k_cache.shape
+        assert k_cache.stride() == v_cache.stride() and k_cache.stride(3) == 1
+        strides = k_cache.stride()[:3]
     assert out.is_contiguous() and cos_sin.is_contiguous() and cos_sin.dtype == torch.float32
     assert not interleaved or cos_sin.shape[1] == head_dim
     # a group must not mix kinds, so its size divides the heads of each
@@ -176,9 +192,7 @@ def launch_qk_norm_rope_store(
         k_scale,
         v_scale,
         qkv.stride(0),
-        k_cache.stride(0),
-        k_cache.stride(1),
-        k_cache.stride(2),
+        *strides,
         eps,
         PAGE_SIZE=page_size,
         NUM_HEADS=num_heads,
@@ -189,7 +203,9 @@ def launch_qk_norm_rope_store(
         GROUP=group,
         INTERLEAVED=interleaved,
         GATED=gated,
+        KEYS_ARE_VALUES=keys_are_values,
         NORM=q_weight is not None,
+        VALUE_NORM=value_norm,
         FP8=k_scale is not None,
         PDL=pdl,
         num_warps=1,

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from minisgl_backend.kernels.triton_kernels.layer_kernels import opened
 from minisgl_backend.kernels.triton_kernels.pdl import allow_next, launch_options, wait_previous
 
 
@@ -30,6 +31,7 @@ def _vector(
     SQUARES: tl.constexpr,  # tiles of them, 0 if there are none
     SQUARES_PADDED: tl.constexpr,
     GATED: tl.constexpr,
+    GELU: tl.constexpr,
     ADD: tl.constexpr,
     BIAS: tl.constexpr,
     PDL: tl.constexpr,
@@ -93,7 +95,7 @@ def _vector(
         if BIAS:
             up_bias = tl.load(bias_ptr + out_features + r, mask=inside_rows, other=0.0)
             up += up_bias.to(tl.float32)
-        y = y * tl.sigmoid(y) * up
+        y = opened(y, up, GELU)
     if ADD:
         y += tl.load(out_ptr + r, mask=inside_rows, other=0.0).to(tl.float32)
     tl.store(out_ptr + r, y.to(out_ptr.dtype.element_ty), mask=inside_rows)
@@ -117,6 +119,7 @@ def _matrix(
     SLICES: tl.constexpr,  # warps
     NORM: tl.constexpr,
     GATED: tl.constexpr,
+    GELU: tl.constexpr,
     ADD: tl.constexpr,
     BIAS: tl.constexpr,
     STAGES: tl.constexpr,
@@ -174,7 +177,7 @@ def _matrix(
             up += tl.load(bias_ptr + out_features + r, mask=r_mask, other=0.0).to(tl.float32)[
                 :, None
             ]
-        y = y * tl.sigmoid(y) * up
+        y = opened(y, up, GELU)
     to = out_ptr + b[None, :] * out_features + r[:, None]
     mask = r_mask[:, None] & (b < batch_size)[None, :]
     if ADD:
@@ -199,6 +202,7 @@ def launch_small_batch_linear(
     squares: Tensor | None = None,
     eps: float,
     gated: bool,
+    gelu: bool,
     add: bool,
     pdl: bool,
 ) -> None:
@@ -230,6 +234,7 @@ def launch_small_batch_linear(
             SQUARES=num_squares,
             SQUARES_PADDED=triton.next_power_of_2(max(num_squares, 1)),
             GATED=gated,
+            GELU=gelu,
             ADD=add,
             BIAS=bias is not None,
             PDL=pdl,
@@ -258,6 +263,7 @@ def launch_small_batch_linear(
         SLICES=num_warps,
         NORM=norm_weight is not None,
         GATED=gated,
+        GELU=gelu,
         ADD=add,
         BIAS=bias is not None,
         STAGES=4,

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from minisgl_backend.kernels.triton_kernels.layer_kernels import opened
 from minisgl_backend.kernels.triton_kernels.pdl import allow_next, launch_options, wait_previous
 
 
@@ -27,6 +28,7 @@ def _wide_linear(
     SPLITS: tl.constexpr,
     SWAP: tl.constexpr,  # whether the weight is the left operand
     GATED: tl.constexpr,
+    GELU: tl.constexpr,
     BIAS: tl.constexpr,
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
@@ -70,7 +72,7 @@ def _wide_linear(
         if GATED:
             acc_up += tl.load(bias_ptr + out_features + n).to(tl.float32)[None, :]
     if GATED:
-        acc = acc * tl.sigmoid(acc) * acc_up
+        acc = opened(acc, acc_up, GELU)
     to = out_ptr + (split * num_rows + m[:, None]).to(tl.int64) * out_features + n[None, :]
     tl.store(to, acc.to(out_ptr.dtype.element_ty), mask=in_rows)
 
@@ -117,6 +119,7 @@ def launch_wide_linear(
     bias: Tensor | None,
     *,
     gated: bool,
+    gelu: bool,
     splits: int,
     rows: int,
     columns: int,
@@ -146,6 +149,7 @@ def launch_wide_linear(
         SPLITS=splits,
         SWAP=swap,
         GATED=gated,
+        GELU=gelu,
         BIAS=bias is not None,
         STAGES=stages,
         PDL=pdl,

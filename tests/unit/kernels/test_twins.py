@@ -6,6 +6,7 @@ import math
 import subprocess
 import sys
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -98,6 +99,32 @@ def test_norm_and_gate_round_once(dtype: torch.dtype) -> None:
     assert torch.equal(out, rms_norm.rms_norm(total, weight, 1e-6))
 
 
+def test_add_normed() -> None:
+    """Whatever is left out has no effect."""
+    x, other, residual = torch.randn(3, 4, 24)
+    after, of_x, of_other, first, second = torch.rand(5, 24)
+    factor = torch.tensor([1.5])
+
+    def under(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return rows / (rows.pow(2).mean(1, keepdim=True) + 1e-6).sqrt() * weight
+
+    plain, joined = residual.clone(), residual.clone()
+    assert rms_norm.add_normed(x, plain, after, 1e-6) == []
+    torch.testing.assert_close(plain, residual + under(x, after))
+    found = rms_norm.add_normed(
+        x,
+        joined,
+        after,
+        1e-6,
+        norms=[first, second],
+        beside=(other, of_x, of_other),
+        factor=factor,
+    )
+    both = under(x, of_x) + under(other, of_other)
+    torch.testing.assert_close(joined, 1.5 * (residual + under(both, after)))
+    torch.testing.assert_close(found, [under(joined, first), under(joined, second)])
+
+
 def test_gelu_mul() -> None:
     gate, up = torch.randn(2, 5, 40)
     out = activation.gelu_mul(torch.cat([gate, up], dim=1))
@@ -115,6 +142,25 @@ def test_sigmoid_mul() -> None:
     x, gate = torch.randn(3, 2, 4), torch.randn(3, 2, 4)
     out = activation.sigmoid_mul(x, gate)
     torch.testing.assert_close(out, (x / (1 + torch.exp(-gate))).flatten(1))
+
+
+def test_rope_store_normalizes_values_which_may_be_keys() -> None:
+    """A token has two query heads and one key head, which is the value as well."""
+    qk, caches = torch.randn(2, 3 * 8), torch.zeros(4, 1, 4, 1, 8)
+    ids = torch.tensor([1, 0])
+    places = rope_store.TokenPlaces(ids, ids, torch.randn(2, 8))
+    weights = torch.rand(3, 8)
+    keys = qk[:, 16:]
+    values = keys / (keys.pow(2).mean(1, keepdim=True) + 1e-6).sqrt()
+    given: dict[str, Any] = {"num_heads": 2, "head_weights": weights}
+    qkv = torch.cat([qk, values], dim=1)
+    expected = rope_store.qk_norm_rope_store(qkv, places, *caches[:2], **given)
+    given |= {"value_norm": True, "keys_are_values": True}
+    found = rope_store.qk_norm_rope_store(qk, places, *caches[2:], **given)
+    assert torch.equal(found, expected)
+    torch.testing.assert_close(caches[2:], caches[:2])
+    alone = rope_store.rotated_queries(qk[:, :16], places, 2, weights[:2], 1e-6)
+    torch.testing.assert_close(alone, expected)
 
 
 def test_rope_store_leaves_gates_where_they_are() -> None:
@@ -292,13 +338,15 @@ def test_fp8_store_clamps_and_scales() -> None:
     assert caches[1].float().flatten().tolist() == [2.0, 4.0]
 
 
-def test_small_batch_linear_fuses_what_it_says() -> None:
+@pytest.mark.parametrize("gate", ["silu", "gelu"])
+def test_small_batch_linear_fuses_what_it_says(gate: activation.Gate) -> None:
     x, weight, norm = torch.randn(2, 12), torch.randn(10, 12), torch.rand(12)
     bias, residual = torch.randn(10), torch.randn(2, 5)
     y = F.linear(F.rms_norm(x, (12,), norm, 1e-6), weight, bias)
-    expected = residual + F.silu(y[:, :5]) * y[:, 5:]
+    opened = F.silu(y[:, :5]) if gate == "silu" else F.gelu(y[:, :5], approximate="tanh")
+    expected = residual + opened * y[:, 5:]
     out = small_batch.small_batch_linear(
-        x, weight, bias=bias, norm_weight=norm, gated=True, residual=residual
+        x, weight, bias=bias, norm_weight=norm, gate=gate, residual=residual
     )
     assert out is residual
     torch.testing.assert_close(out, expected)

@@ -56,9 +56,6 @@ logger = logging.getLogger(__name__)
 
 _MOST_HEAD_DIM: Final = 512
 """The largest heads that Triton's kernels take; ``sdpa`` also takes larger ones."""
-_MOST_HEAD_DIM_OF_AUTO: Final = 256
-"""The largest heads that other kernels than ``sdpa`` take unless they are named: no others were
-measured with larger ones."""
 _MOST_HEAD_DIM_OF_GROUPS: Final = 128
 """The largest heads with which a GPU reads shared pages once for all rows of a group."""
 
@@ -179,7 +176,7 @@ def _in_sections(option: str | None, setting: AttentionSetting) -> PagedAttentio
 
 def _auto(setting: AttentionSetting) -> tuple[str, str]:
     """The names for prefill and for decode."""
-    if setting.device.type == "cpu" or setting.shape.head_dim > _MOST_HEAD_DIM_OF_AUTO:
+    if setting.device.type == "cpu" or setting.shape.head_dim > _MOST_HEAD_DIM:
         return "sdpa", "sdpa"
     return (
         "fa" if _why_not_flash_attn(setting) is None else "triton",

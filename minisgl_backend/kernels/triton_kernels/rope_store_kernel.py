@@ -92,7 +92,9 @@ def _qk_norm_rope_store(
     high = tl.load(heads_ptr + gap + d[None, :], mask=in_tile, other=0.0).to(tl.float32)
     if not is_v:
         if NORM:
-            weight_ptr = q_weight_ptr if is_q else k_weight_ptr
+            weight_ptr = q_weight_ptr
+            if NUM_KV_HEADS > 0:
+                weight_ptr = q_weight_ptr if is_q else k_weight_ptr
             weight_low = tl.load(weight_ptr + d, mask=inside, other=0.0).to(tl.float32)
             weight_high = tl.load(weight_ptr + gap + d, mask=inside, other=0.0).to(tl.float32)
             square = tl.sum(low * low + high * high, axis=1) / (2 * HALF)  # [GROUP]
@@ -177,8 +179,8 @@ def launch_qk_norm_rope_store(
         strides = k_cache.stride()[:3]
     assert out.is_contiguous() and cos_sin.is_contiguous() and cos_sin.dtype == torch.float32
     assert not interleaved or cos_sin.shape[1] == head_dim
-    # a group must not mix kinds, so its size divides the heads of each
-    group = math.gcd(math.gcd(num_heads, num_kv_heads), 4)
+    # a group must not mix kinds, so its size divides the heads of each; wide heads would spill
+    group = math.gcd(math.gcd(num_heads, num_kv_heads), 4 if head_dim <= 256 else 2)
     _qk_norm_rope_store[(num_tokens, (num_heads + 2 * num_kv_heads) // group)](
         out,
         qkv,

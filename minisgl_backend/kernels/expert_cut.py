@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from math import gcd
 from typing import Final
 
-from minisgl_backend.experts_spec import ClampedGate, ExpertsSpec
+from minisgl_backend.experts_spec import ExpertsSpec
 from minisgl_backend.kernels.linear_cut import BLOCK, CODES_BLOCK, Numbers
 from minisgl_backend.kernels.shared_memory import OF_HOPPER, most_bytes
 from minisgl_backend.weight_format import WeightFormat
@@ -154,13 +154,12 @@ def cut_of(num_pairs: int, num_experts: int, bits: int, *, rounds: bool = False)
 
 
 def knows(spec: ExpertsSpec) -> bool:
-    """Whether the kernels know everything that such experts compute. They do not know gates other
-    than SiLU and gpt-oss's, weights of choices that multiply inputs, routers that limit groups or
-    multiply weights by a factor per expert, and routers with too many experts or choices."""
+    """Whether the kernels know everything that such experts compute. They do not know weights of
+    choices that multiply inputs, routers that limit groups, and routers with too many experts or
+    choices."""
     rule = spec.routing
     few = rule.num_experts <= _MAX_EXPERTS and rule.top_k <= _MAX_CHOICES
-    is_known = not (rule.limits_groups or rule.scaled or spec.scales_inputs)
-    return few and is_known and isinstance(spec.gate, ClampedGate | None)
+    return few and not (rule.limits_groups or spec.scales_inputs)
 
 
 def fits(hidden_size: int, inner_size: int, form: WeightFormat | None) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -95,7 +95,9 @@ class ExpertsMLP(nn.Module):
             shared=self.shared if fused and self.shared_gate is not None else None,
         )
         self._kernels: ExpertsKernels | None = None
-        self._router_bias: Tensor | None = None  # in float32, as these kernels take it
+        # both in float32, as these kernels take them
+        self._router_bias: Tensor | None = None
+        self._expert_factors: Tensor | None = None
         self._packed: ExpertWeights | None = None
         self._most_half_done = 0  # up to this many tokens the next reader takes half-done norms
 
@@ -125,6 +127,8 @@ class ExpertsMLP(nn.Module):
             self._packed = self.weights.packed()
         if self.router.bias is not None:
             self._router_bias = self.router.bias.float()
+        if self.router.factors is not None:
+            self._expert_factors = self.router.factors.float()
         weights = self.weights
         self._kernels = make.kernels(
             self.spec.routing,
@@ -173,6 +177,8 @@ class ExpertsMLP(nn.Module):
         """This rank's part of the sum over the ranks, [num_tokens, hidden_size]. Experts read
         ``rows`` and are chosen by ``routed``, both [num_tokens, hidden_size] and normalized. Only
         without a shared expert."""
+        if (kernels := self._kernels) is not None:
+            return sum_outputs(*self._by_kernels(kernels, rows, routed=routed, pdl=pdl), pdl=pdl)
         choices = self._held(self.router(routed))
         if self.fused and has_kernel(rows, self.weights):
             return sum_outputs(expert_outputs(rows, self.weights, choices), choices, pdl=pdl)
@@ -214,19 +220,33 @@ class ExpertsMLP(nn.Module):
         else:
             ready = Normed(rows, x.norm if squares is not None else None, squares)
             shared = self._of_shared(ready, pdl, adapted)
-        outputs, choices = kernels(
+        rest: dict[str, Any] = {"shared_gate": shared_gate, "squares": squares, "eps": x.eps}
+        outputs, choices = self._by_kernels(kernels, rows, pdl=pdl, **rest)
+        return outputs, choices, shared
+
+    def _by_kernels(
+        self,
+        kernels: ExpertsKernels,
+        rows: Tensor,
+        *,
+        routed: Tensor | None = None,
+        pdl: bool,
+        **rest: Any,
+    ) -> tuple[Tensor, Choices]:
+        """What ``kernels`` return; their router reads ``routed``, or otherwise ``rows``."""
+        of_router = rows if routed is None else routed
+        return kernels(
             rows,
-            router,
-            lambda biased: self.router.logits(rows, biased=biased, pdl=pdl),
+            self.router.weight,
+            lambda biased: self.router.logits(of_router, biased=biased, pdl=pdl),
             self.weights,
-            shared_gate=shared_gate,
+            routed=routed,
             bias=self._router_bias,
             correction=self.router.correction,
-            squares=squares,
-            eps=x.eps,
+            expert_factors=self._expert_factors,
             pdl=pdl,
+            **rest,
         )
-        return outputs, choices, shared
 
     def _of_shared(
         self, x: Normed, pdl: bool, adapted: AdaptedTokens | None

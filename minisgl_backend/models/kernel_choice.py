@@ -48,9 +48,9 @@ def use_tensor_cores(model: Decoder, device: torch.device) -> None:
         return
     # these modules import the CUDA driver's bindings, which only installations for GPUs have
     experts = importlib.import_module("minisgl_backend.kernels.cuda.experts").HopperExperts(device)
-    for layer in model.layers:
-        if isinstance(layer.mlp, ExpertsMLP) and layer.mlp.fused:
-            layer.mlp.use_kernels(experts)
+    for module in model.modules():
+        if isinstance(module, ExpertsMLP) and module.fused:
+            module.use_kernels(experts)
     _use_step_kernel(model, device)
     make = importlib.import_module("minisgl_backend.kernels.cuda.linear").TensorCores
     in_layers = list(_linears(model.model.layers))

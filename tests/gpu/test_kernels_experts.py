@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minisgl_backend.experts_spec import ClampedGate, RoutingRule
+from minisgl_backend.experts_spec import ClampedGate, GeluGate, RoutingRule
 from minisgl_backend.kernels import expert_cut
 from minisgl_backend.kernels.dispatch import is_interpreted
 from minisgl_backend.kernels.expert_cut import MANY, ExpertCut
@@ -29,6 +29,8 @@ from minisgl_backend.weight_format import Encoding
 from tests.gpu.compare import assert_close
 
 NUM_EXPERTS, TOP_K, HIDDEN_SIZE, INNER_SIZE = 16, 4, 512, 384
+GEMMA_4 = 2816, 704
+"""Hidden and inner size of Gemma 4 26B-A4B."""
 needs_hopper = pytest.mark.skipif(is_interpreted(), reason="CUDA C++ needs a GPU")
 
 
@@ -47,7 +49,7 @@ def expected_rows(
     *,
     gated: bool,
     bias: Tensor | None = None,
-    gate: ClampedGate | None = None,
+    gate: ClampedGate | GeluGate | None = None,
 ) -> Tensor:
     """Row p is x[p // top_k] through the expert of pair p, in float32."""
     num_experts, height, _ = weight.shape
@@ -61,6 +63,8 @@ def expected_rows(
             one, up = y.chunk(2, dim=1)
             if gate is None:
                 y = F.silu(one) * up
+            elif isinstance(gate, GeluGate):
+                y = F.gelu(one, approximate="tanh") * up
             else:
                 one, up = one.clamp(max=gate.limit), up.clamp(-gate.limit, gate.limit)
                 y = (up + 1) * one * (gate.alpha * one).sigmoid()
@@ -167,13 +171,16 @@ def test_grouped_gemms(device: torch.device, form: str, cut: ExpertCut, num_toke
 @needs_hopper
 @pytest.mark.parametrize("form", ["bf16", "fp8", "fp8 rows"])
 @pytest.mark.parametrize("num_tokens", [1, 70, 300, 1500])
-def test_grouped_gemms_of_many_rows(device: torch.device, form: str, num_tokens: int) -> None:
+@pytest.mark.parametrize("gate", [None, GeluGate()], ids=["silu", "gelu"])
+def test_grouped_gemms_of_many_rows(
+    device: torch.device, form: str, num_tokens: int, gate: GeluGate | None
+) -> None:
     """Weights in float8 multiply rows that are rounded to 8 bits; also with all tokens at the same
     experts, and with rows that are multiplied by factors."""
     from minisgl_backend.kernels.cuda.experts_many import ManyRowsKernel
 
     (gate_up, plain_up), (down, plain_down) = weights(form, device)
-    in_first = ManyRowsKernel(plain_up.shape, device, codes=kind_of(gate_up), gated=True)
+    in_first = ManyRowsKernel(plain_up.shape, device, codes=kind_of(gate_up), gated=True, gate=gate)
     in_second = ManyRowsKernel(plain_down.shape, device, codes=kind_of(down), gated=False)
     for all_to_one in (False, True):
         ids = chosen(num_tokens, device, all_to_one=all_to_one)
@@ -185,7 +192,7 @@ def test_grouped_gemms_of_many_rows(device: torch.device, form: str, num_tokens:
         outer = in_second(inner, down, *held, top_k=1)
         rows, of_inner = (x, inner) if form == "bf16" else (rounded(x), rounded(inner))
         scaled = rows.float() * factors[:, None]
-        expected = expected_rows(scaled, plain_up, ids, TOP_K, gated=True)
+        expected = expected_rows(scaled, plain_up, ids, TOP_K, gated=True, gate=gate)
         assert_close(inner, expected.bfloat16())
         expected = expected_rows(of_inner.float(), plain_down, ids, 1, gated=False)
         assert_close(outer, expected.bfloat16())
@@ -271,21 +278,29 @@ def test_grouped_gemms_of_rows_whose_norm_is_half_done(device: torch.device) -> 
     [
         *(("mxfp4", sizes) for sizes in ((512, 384), (288, 288), (64, 32), (2880, 1440))),
         *(("fp8", sizes) for sizes in ((512, 384), (320, 288), (2048, 768), (4096, 192))),
+        *((form, GEMMA_4) for form in ("mxfp4", "fp8", "fp8 rows")),
         *(("fp8 rows", sizes) for sizes in ((512, 384), (176, 80))),
         *(("bf16", sizes) for sizes in ((512, 384), (2048, 640))),
     ],
 )
 @pytest.mark.parametrize("num_tokens", [1, 3])
-@pytest.mark.parametrize("has_rest", [False, True])
+@pytest.mark.parametrize(
+    "gate",
+    [None, GeluGate(), ClampedGate(alpha=1.702, limit=1.5)],
+    ids=["silu", "gelu", "clamped"],
+)
 def test_few_tokens(
-    device: torch.device, form: str, sizes: tuple[int, int], num_tokens: int, has_rest: bool
+    device: torch.device,
+    form: str,
+    sizes: tuple[int, int],
+    num_tokens: int,
+    gate: ClampedGate | GeluGate | None,
 ) -> None:
-    """Without and with a factor, biases, gpt-oss's gate, an expert that is not here and one that
-    all tokens take; NaN lies next to the rows of x."""
+    """Behind gpt-oss's gate with a factor, biases, an expert that is not here and one that all
+    tokens take; NaN lies next to the rows of x."""
     from minisgl_backend.kernels.cuda.expert_gemv import ExpertGemv
 
     both = weights(form, device, sizes)
-    gate = ClampedGate(alpha=1.702, limit=1.5) if has_rest else None
     kernels = []
     for (packed, plain), gated in zip(both, (True, False), strict=True):
         kind = packed.kind if isinstance(packed, PackedWeight) else None
@@ -296,7 +311,7 @@ def test_few_tokens(
     ids = chosen(num_tokens, device)
     biases: list[Tensor | None] = [None, None]
     factors = of_all = None
-    if has_rest:
+    if isinstance(gate, ClampedGate):
         of_all = int(ids[0, -1])
         ids[:, -1] = of_all
         biases = [
@@ -322,7 +337,10 @@ def test_few_tokens(
 
 @needs_hopper
 @pytest.mark.parametrize("num_tokens", [1, 3, 32, 33, 256, 1000])
-@pytest.mark.parametrize(("sigmoid", "normalize"), [(False, True), (True, True), (False, False)])
+@pytest.mark.parametrize(
+    ("sigmoid", "normalize", "scaled"),
+    [(False, True, False), (True, True, False), (False, False, False), (False, True, True)],
+)
 @pytest.mark.parametrize("block", [0, 8, 64, 256])
 @pytest.mark.parametrize("half_done", [False, True])
 @pytest.mark.parametrize("held", [(0, 128), (32, 64)])
@@ -331,6 +349,7 @@ def test_routing(
     num_tokens: int,
     sigmoid: bool,
     normalize: bool,
+    scaled: bool,
     block: int,
     half_done: bool,
     held: tuple[int, int],
@@ -345,6 +364,7 @@ def test_routing(
         sigmoid=sigmoid,
         corrected=sigmoid,
         scale=1.5,
+        scaled=scaled,
     )
     kernel = RoutingKernel(rule, held, size, device, wide=sigmoid, blocks=[block])
     logits = torch.randn(num_tokens, num_experts, device=device)
@@ -352,7 +372,9 @@ def test_routing(
     bias = torch.randn(num_experts, device=device) / 10 if sigmoid else None
     squares = torch.rand(16, num_tokens, device=device) * size / 8 if half_done else None
     addends = torch.randn(num_experts, device=device) if half_done else None
+    of_experts = torch.rand(num_experts, device=device) + 0.5 if scaled else None
     rest: dict[str, Any] = {"bias": addends, "correction": bias, "squares": squares, "eps": 1e-6}
+    rest["expert_factors"] = of_experts
     for _ in range(2):  # the second launch finds the counter as the first one left it
         routed = kernel(logits, block=block, **rest)
     scores = logits.float()
@@ -375,7 +397,10 @@ def test_routing(
     assert torch.equal(compared.gather(1, found)[here], best[here])
     weight = scores.gather(1, of_best)
     weight = 1.5 * (weight / weight.sum(-1, keepdim=True) if normalize else weight)
-    assert_close(routed.choices.weights, weight)
+    if of_experts is None:
+        assert_close(routed.choices.weights, weight)
+    else:  # of experts that tie, the others have other factors
+        assert_close(routed.choices.weights[here], (weight * of_experts[found])[here])
     if not block:
         assert routed.alignment is None
         return
@@ -439,6 +464,65 @@ def test_whole_layers(
 
 
 @needs_hopper
+@pytest.mark.parametrize("num_tokens", [1, 2, 4, 5, 16, 64, 200, 600, 2000])
+@pytest.mark.parametrize("form", ["bf16", "fp8", "fp8 rows", "mxfp4"])
+@pytest.mark.parametrize("sizes", [GEMMA_4, (HIDDEN_SIZE, INNER_SIZE)])
+@pytest.mark.parametrize("held", [(0, NUM_EXPERTS), (2, 14)])
+def test_whole_layers_of_gemma_4(
+    device: torch.device,
+    num_tokens: int,
+    form: str,
+    sizes: tuple[int, int],
+    held: tuple[int, int],
+) -> None:
+    """GELU; the router reads other rows, and its weights are multiplied by factors of experts. The
+    smaller sizes also have a kernel for many rows."""
+    from minisgl_backend.kernels.cuda.experts import HopperExperts
+
+    (begin, end), (hidden_size, inner_size) = held, sizes
+    (gate_up, plain_up), (down, plain_down) = (
+        (_slice(weight, begin, end), plain[begin:end].float())
+        for weight, plain in weights(form, device, sizes)
+    )
+    rule = RoutingRule(num_experts=NUM_EXPERTS, top_k=TOP_K, normalize=True, scaled=True)
+    gate = GeluGate()
+    experts = ExpertWeights(gate_up, down, gate=gate)
+    kernels = HopperExperts(device).kernels(
+        rule, held, *experts.shapes, kinds=experts.kinds, gate=gate, wide=False
+    )
+    x, routed = torch.randn(2, num_tokens, hidden_size, device=device).bfloat16()
+    router = torch.randn(NUM_EXPERTS, hidden_size, device=device).bfloat16() * hidden_size**-0.5
+    factors = torch.rand(NUM_EXPERTS, device=device) + 0.5
+    logits = F.linear(routed.float(), router.float())
+
+    def of_router(_: bool) -> Tensor:
+        assert num_tokens > 8, "the kernel computes the logits"
+        return logits.bfloat16()
+
+    scores = (logits.bfloat16().float() if num_tokens > 8 else logits).softmax(dim=-1)
+    best = scores.topk(TOP_K, dim=-1).values
+    held_rows = num_tokens * TOP_K, NUM_EXPERTS, 8
+    is_many = expert_cut.are_many(*held_rows) and expert_cut.fits_many(hidden_size, inner_size)
+    is_rounded = "fp8" in form and (is_many or expert_cut.cut_of(*held_rows, rounds=True).rounded)
+    plain = ExpertWeights(plain_up, plain_down, gate=gate)
+    for pdl in (False, True):
+        outputs, found = kernels(
+            x, router, of_router, experts, routed=routed, expert_factors=factors, pdl=pdl
+        )
+        here = found.ids >= 0
+        ids = torch.where(here, found.ids.long() + begin, 0)
+        chosen_scores = scores.gather(1, ids)
+        # the best ones that are here; of several that tie, any
+        assert (chosen_scores >= best[:, -1:])[here].all()
+        assert held != (0, NUM_EXPERTS) or here.all()
+        expected_weights = chosen_scores / best.sum(-1, keepdim=True) * factors[ids]
+        assert_close(found.weights[here], expected_weights[here], tolerance=1e-4)
+        expected = fused_experts_reference(x.float(), plain, found)
+        summed = sum_outputs(outputs, found, pdl=pdl)
+        assert_close(summed.float(), expected, tolerance=0.04 if is_rounded else 1e-2)
+
+
+@needs_hopper
 @pytest.mark.parametrize("num_tokens", [1, 2, 4])
 @pytest.mark.parametrize("half_done", [False, True])
 def test_whole_layers_with_an_expert_that_all_tokens_take(
@@ -497,21 +581,22 @@ def _slice(weight: Tensor | PackedWeight, begin: int, end: int) -> Tensor | Pack
 @pytest.mark.parametrize("half_done", [False, True])
 @pytest.mark.parametrize("num_experts", [12, 128])
 @pytest.mark.parametrize("has_gate", [False, True])
-@pytest.mark.parametrize("has_bias", [False, True])
-@pytest.mark.parametrize("size", [512, 360])
+@pytest.mark.parametrize("has_rest", [False, True])
+@pytest.mark.parametrize("size", [512, 360, 2816])
 def test_routing_with_the_routers_gemm(
     device: torch.device,
     num_tokens: int,
     half_done: bool,
     num_experts: int,
     has_gate: bool,
-    has_bias: bool,
+    has_rest: bool,
     size: int,
 ) -> None:
-    """With a gate, all tokens also take the expert after the others."""
+    """With a gate, all tokens also take the expert after the others; the rest are biases and
+    factors of experts."""
     from minisgl_backend.kernels.cuda.routing import RoutingKernel
 
-    rule = RoutingRule(num_experts=num_experts, top_k=6, normalize=True)
+    rule = RoutingRule(num_experts=num_experts, top_k=6, normalize=True, scaled=has_rest)
     held = 0, num_experts
     kernel = RoutingKernel(rule, held, size, device, wide=False, blocks=[0], shared=has_gate)
     # NaN lies before x and after the weight
@@ -522,16 +607,17 @@ def test_routing_with_the_routers_gemm(
     squares = torch.rand(16, num_tokens, device=device) * size / 8 if half_done else None
     assert kernel.takes_rows(num_tokens, weight, block=0)
     gate = torch.randn(size, device=device).bfloat16() / 16 if has_gate else None
-    bias = torch.randn(num_experts, device=device) if has_bias else None
+    bias, factors = torch.randn(2, num_experts, device=device) if has_rest else (None, None)
     rows = weight if gate is None else torch.cat([weight, gate[None]])
     logits = F.linear(x.float(), rows.float())
     if squares is not None:
         logits *= (squares.sum(0) / size + 1e-6).rsqrt()[:, None]
     if bias is not None:
         logits[:, :num_experts] += bias
-    expected = choose(logits[:, :num_experts], rule)
+    expected = choose(logits[:, :num_experts], rule, factors=factors)
+    rest: dict[str, Any] = {"bias": bias, "expert_factors": factors, "squares": squares}
+    rest["eps"] = 1e-6
     for _ in range(2):
-        rest: dict[str, Any] = {"bias": bias, "squares": squares, "eps": 1e-6}
         found = kernel.of_rows(x, weight, gate=gate, **rest).choices
         assert torch.equal(found.ids[:, :6].long(), expected.ids)
         assert_close(found.weights[:, :6].contiguous(), expected.weights)

@@ -11,8 +11,8 @@
 // its weight while the other experts are being chosen.
 //
 // Compiled with the macros of `gemv.cuh`, for a plain, e2m1 or e4m3 weight, and: HEIGHT (rows of an expert's weight),
-// GATED (the weight holds the gate's rows, then as many rows of the values), CLAMPED (gpt-oss's gate; otherwise SiLU),
-// WARPS, and PER_PROCESSOR (thread blocks that a multiprocessor has registers for).
+// GATED (the weight holds the gate's rows, then as many rows of the values), GATE (see `gates.cuh`), WARPS, and
+// PER_PROCESSOR (thread blocks that a multiprocessor has registers for).
 
 #include "gates.cuh"
 #include "gemv.cuh"
@@ -42,8 +42,8 @@ struct Arguments {
     u16* out;               // [choices, OUT_FEATURES]
     int of_all;             // the expert that is the last choice of all tokens; -1: none
     int early;              // the kernel before this one wrote only x
-    float alpha;            // CLAMPED: of the sigmoid
-    float limit;            // CLAMPED: of gates and values
+    float alpha;            // of a gate that is CLAMPED
+    float limit;            // the same
 };
 
 // The L2 cache fetches 128 bytes, and their other half is copied next. There is no cache policy: with one, the ptxas of
@@ -140,6 +140,6 @@ expert_gemv(const __grid_constant__ Arguments args) {
     for (int i = 0; i < WARPS; ++i) sum += parts[i][lane % ROWS];
     sum = sum * (factor * of_row) + bias;
     const float value = __shfl_down_sync(ALL, sum, 8);
-    if (GATED) sum = CLAMPED ? opened(sum, value, args.alpha, args.limit) : opened(sum, value);
+    if (GATED) sum = opened<GATE>(sum, value, args.alpha, args.limit);
     if (lane < OUT_ROWS) args.out[choice * OUT_FEATURES + strip * OUT_ROWS + lane] = (u16)pack(sum, 0);
 }

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from minisgl_backend.experts_spec import ClampedGate
+from minisgl_backend.experts_spec import ClampedGate, GeluGate
+from minisgl_backend.kernels.cuda.gates import gate_arguments, gate_macro
 from minisgl_backend.kernels.cuda.module import CudaModule, address
 from minisgl_backend.kernels.gemv_cut import ROWS, GemvCut, expert_codes_bytes
 from minisgl_backend.kernels.packed_weight import PLAIN_MACROS, CodesKind, PackedWeight
@@ -45,7 +46,7 @@ class ExpertGemv:
         codes: CodesKind | None,
         gated: bool,
         cut: GemvCut,
-        gate: ClampedGate | None = None,
+        gate: ClampedGate | GeluGate | None = None,
     ) -> None:
         """``gate``: None for SiLU."""
         _, self._height, in_features = shape
@@ -57,7 +58,7 @@ class ExpertGemv:
             "SIZE": in_features,
             "HEIGHT": self._height,
             "GATED": gated,
-            "CLAMPED": gated and gate is not None,
+            "GATE": gate_macro(gate),
             "WARPS": cut.warps,
             "COLUMNS": cut.columns,
             "PER_PROCESSOR": cut.per_processor,
@@ -106,8 +107,7 @@ class ExpertGemv:
             out=address(out),
             of_all=-1 if of_all is None else of_all,
             early=early,
-            alpha=0 if self._gate is None else self._gate.alpha,
-            limit=0 if self._gate is None else self._gate.limit,
+            **gate_arguments(self._gate),
         )
         grid = self._height // ROWS, ids.shape[1], len(ids)
         self._kernel.launch(grid, self._threads, arguments, pdl=pdl)

@@ -9,9 +9,9 @@
 // `tile_gemm.cuh` has the ring and multiplies from it, 8-bit and 4-bit weights included.
 //
 // Compiled with the macros of `tile_gemm.cuh`, and: HEIGHT (rows of an expert's weight), SIZE (in_features), GATED (the
-// weight holds the gate's rows, then as many rows of the values), CLAMPED (gpt-oss's gate; otherwise SiLU),
-// SHARED_BYTES, and PER_PROCESSOR (thread blocks that a multiprocessor has registers for). All other values are
-// bfloat16, but with FLOAT8 x is e4m3.
+// weight holds the gate's rows, then as many rows of the values), GATE (see `gates.cuh`), SHARED_BYTES, and
+// PER_PROCESSOR (thread blocks that a multiprocessor has registers for). All other values are bfloat16, but with FLOAT8
+// x is e4m3.
 
 #define COPIED
 #include "gates.cuh"
@@ -48,8 +48,8 @@ struct Arguments {
     int num_blocks;
     int top_k;              // rows of the output for each row of x
     int early;              // `pairs` and `experts` were already there before the previous kernel
-    float alpha;            // CLAMPED: of the sigmoid
-    float limit;            // CLAMPED: of gates and values
+    float alpha;            // of a gate that is CLAMPED
+    float limit;            // the same
 };
 
 // ---- instructions
@@ -199,9 +199,7 @@ __device__ __forceinline__ void finish_tile(
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int feature = tile.of_expert() * OUT + WIDTH * warp;
     const auto is_inside = [&](int first) { return HEIGHT % FEATURES == 0 || first < OUT_FEATURES; };
-    const auto open = [&](float gate, float value) {
-        return CLAMPED ? opened(gate, value, args.alpha, args.limit) : opened(gate, value);
-    };
+    const auto open = [&](float gate, float value) { return opened<GATE>(gate, value, args.alpha, args.limit); };
 #pragma unroll
     for (int i = 0; i < TOKENS / 8; ++i) {
         const float2 by = of.factors[i];

@@ -18,10 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minisgl_backend.experts_spec import ClampedGate, RoutingRule
+from minisgl_backend.experts_spec import ClampedGate, GeluGate, RoutingRule
 from minisgl_backend.kernels import expert_cut
 from minisgl_backend.kernels.cuda.expert_gemv import ExpertGemv
 from minisgl_backend.kernels.cuda.experts_many import ManyRowsKernel, experts_map, rounded_rows
+from minisgl_backend.kernels.cuda.gates import gate_arguments, gate_macro
 from minisgl_backend.kernels.cuda.module import CudaKernel, CudaModule, TensorMap, address
 from minisgl_backend.kernels.cuda.routing import MOST_TOKENS, RoutingKernel
 from minisgl_backend.kernels.dispatch import num_processors
@@ -69,7 +70,7 @@ class GroupedKernel:
         codes: CodesKind | None,
         gated: bool,
         cuts: Sequence[ExpertCut],
-        gate: ClampedGate | None = None,
+        gate: ClampedGate | GeluGate | None = None,
     ) -> None:
         """``shape``: [num_experts, height, in_features]; ``codes``: the kind of packed weights;
         ``gate``: None for SiLU."""
@@ -92,7 +93,7 @@ class GroupedKernel:
                 "BY_WARP": cut.by_warp,
                 "WAYS": 1,
                 "GATED": gated,
-                "CLAMPED": gated and gate is not None,
+                "GATE": gate_macro(gate),
                 "SHARED_BYTES": shared,
                 "PER_PROCESSOR": cut.per_processor,
                 "FLOAT8": cut.rounded,
@@ -154,8 +155,7 @@ class GroupedKernel:
             num_blocks=len(experts),
             top_k=top_k,
             early=early,
-            alpha=0 if self._gate is None else self._gate.alpha,
-            limit=0 if self._gate is None else self._gate.limit,
+            **gate_arguments(self._gate),
         )
         tiles = len(experts) * -(-self._height // cut.features)
         grid = min(tiles, self._num_processors * cut.resident), 1, 1
@@ -185,7 +185,7 @@ class ExpertsKernels:
         device: torch.device,
         *,
         kinds: tuple[CodesKind, CodesKind] | None,
-        gate: ClampedGate | None,
+        gate: ClampedGate | GeluGate | None,
         wide: bool,
         shared: bool = False,
     ) -> None:
@@ -197,7 +197,9 @@ class ExpertsKernels:
         self._rounds = kinds is not None and all(kind.rounds_many_rows for kind in kinds)
         all_cuts = expert_cut.cuts(self._bits, rounds=self._rounds)
         is_multiplied = kinds is None or self._rounds
-        has_many = gate is None and is_multiplied and expert_cut.fits_many(*down[1:])
+        # gpt-oss's gate comes with biases, which only some kernels add
+        is_biased = isinstance(gate, ClampedGate)
+        has_many = not is_biased and is_multiplied and expert_cut.fits_many(*down[1:])
         blocks = [0, *(cut.tokens for cut in all_cuts)]
         if has_many:
             blocks.append(expert_cut.MANY.block)
@@ -223,13 +225,16 @@ class ExpertsKernels:
                     ExpertGemv(down, device, codes=kinds[1], gated=False, cut=second),
                 )
         self._up_for_rows: ExpertGemv | None = None
-        cut = None if kinds is not None or gate is not None else expert_gemv_cut(gate_up[2], None)
+        cut = None if kinds is not None or is_biased else expert_gemv_cut(gate_up[2], None)
         if cut is not None:
-            self._up_for_rows = ExpertGemv(gate_up, device, codes=None, gated=True, cut=cut)
+            self._up_for_rows = ExpertGemv(
+                gate_up, device, codes=None, gated=True, cut=cut, gate=gate
+            )
         self._for_many: tuple[ManyRowsKernel, ManyRowsKernel] | None = None
         if has_many:
+            assert not isinstance(gate, ClampedGate)
             self._for_many = (
-                ManyRowsKernel(gate_up, device, codes=of_gate_up, gated=True),
+                ManyRowsKernel(gate_up, device, codes=of_gate_up, gated=True, gate=gate),
                 ManyRowsKernel(down, device, codes=of_down, gated=False),
             )
 
@@ -248,9 +253,11 @@ class ExpertsKernels:
         logits: Callable[[bool], Tensor],
         experts: ExpertWeights,
         *,
+        routed: Tensor | None = None,
         shared_gate: Tensor | None = None,
         bias: Tensor | None = None,
         correction: Tensor | None = None,
+        expert_factors: Tensor | None = None,
         squares: Tensor | None = None,
         eps: float = 0.0,
         pdl: bool = False,
@@ -259,24 +266,28 @@ class ExpertsKernels:
         these are. Rows of experts that other ranks hold are not written.
 
         ``x`` [num_tokens, hidden_size] is normalized; with ``squares``, its norm is half done
-        (``cuda.linear``). ``router`` is the router's weight; ``bias``, float32 [num_experts], is
+        (``cuda.linear``). The router reads ``routed``, of the same shape, or otherwise ``x``; its
+        norm is complete. ``router`` is the router's weight; ``bias``, float32 [num_experts], is
         added to its logits. ``logits`` computes these, [num_tokens, num_experts], if no kernel here
         does; its argument says whether it adds the bias, which it does only if the norm is
-        complete. With a ``shared_gate`` [hidden_size] all tokens also take the last expert, with
-        the sigmoid as its weight: it is one more choice.
+        complete. ``correction`` and ``expert_factors``: see ``RoutingKernel``. With a
+        ``shared_gate`` [hidden_size] all tokens also take the last expert, with the sigmoid as its
+        weight: it is one more choice.
         """
+        assert routed is None or (squares is None and shared_gate is None)
         num_tokens, top_k = len(x), self._route.top_k
         num_pairs = num_tokens * top_k
         gate_up, down = experts.gate_up, experts.down
         assert not isinstance(gate_up, QuantizedWeight) and not isinstance(down, QuantizedWeight)
-        is_plain = experts.gate is None and experts.gate_up_bias is None
-        are_many = is_plain and expert_cut.are_many(num_pairs, self._num_experts, self._bits)
+        is_unbiased = experts.gate_up_bias is None
+        are_many = is_unbiased and expert_cut.are_many(num_pairs, self._num_experts, self._bits)
         for_many = self._for_many if are_many else None
-        is_few = num_tokens <= expert_cut.MOST_ROWS and is_plain
+        is_few = num_tokens <= expert_cut.MOST_ROWS and is_unbiased
         up_for_rows = self._up_for_rows if is_few else None
         cut = self._cut(num_pairs)
         rest: dict[str, Any] = {
             "correction": correction,
+            "expert_factors": expert_factors,
             "squares": squares,
             "eps": eps,
             "pdl": pdl,
@@ -285,31 +296,32 @@ class ExpertsKernels:
         block = 0 if up_for_rows or for_few else expert_cut.MANY.block if for_many else cut.tokens
         if self._route.takes_rows(num_tokens, router, block=block):
             rest["bias"] = bias
-            routed = self._route.of_rows(x, router, block=block, gate=shared_gate, **rest)
+            rows = x if routed is None else routed
+            found = self._route.of_rows(rows, router, block=block, gate=shared_gate, **rest)
         else:
             assert shared_gate is None
             rest["bias"] = None if squares is None else bias
-            routed = self._route(logits(squares is None), block=block, **rest)
+            found = self._route(logits(squares is None), block=block, **rest)
         if up_for_rows:
             assert isinstance(gate_up, Tensor) and isinstance(down, Tensor)
-            ids, of_all = routed.choices.ids, None if shared_gate is None else len(gate_up) - 1
-            inner = up_for_rows(x, gate_up, ids, factors=routed.factors, of_all=of_all, pdl=pdl)
+            ids, of_all = found.choices.ids, None if shared_gate is None else len(gate_up) - 1
+            inner = up_for_rows(x, gate_up, ids, factors=found.factors, of_all=of_all, pdl=pdl)
             outer = x.new_empty((ids.numel(), down.shape[1]))
             launch_expert_rows(outer, inner, down, ids.flatten(), early=pdl, pdl=pdl)
         elif for_few:
             assert isinstance(gate_up, PackedWeight) and isinstance(down, PackedWeight)
-            ids, (few_up, few_down) = routed.choices.ids, for_few
+            ids, (few_up, few_down) = found.choices.ids, for_few
             of_up, of_down = experts.gate_up_bias, experts.down_bias
-            inner = few_up(x, gate_up, ids, factors=routed.factors, bias=of_up, pdl=pdl)
+            inner = few_up(x, gate_up, ids, factors=found.factors, bias=of_up, pdl=pdl)
             outer = few_down(inner, down, ids, bias=of_down, early=pdl, pdl=pdl)
         elif for_many:
-            aligned = routed.alignment
+            aligned = found.alignment
             assert aligned is not None
             held, (up, of_inner) = (aligned.pairs, aligned.experts, num_pairs), for_many
-            inner = up(x, gate_up, *held, top_k=top_k, factors=routed.factors, pdl=pdl)
+            inner = up(x, gate_up, *held, top_k=top_k, factors=found.factors, pdl=pdl)
             outer = of_inner(inner, down, *held, top_k=1, pdl=pdl)
         else:
-            aligned = routed.alignment
+            aligned = found.alignment
             assert aligned is not None
             inner = self._gate_up(
                 x,
@@ -319,7 +331,7 @@ class ExpertsKernels:
                 num_pairs,
                 cut=cut,
                 top_k=top_k,
-                factors=routed.factors,
+                factors=found.factors,
                 bias=experts.gate_up_bias,
                 pdl=pdl,
             )
@@ -335,7 +347,7 @@ class ExpertsKernels:
                 early=pdl,
                 pdl=pdl,
             )
-        return outer.view(*routed.choices.ids.shape, -1), routed.choices
+        return outer.view(*found.choices.ids.shape, -1), found.choices
 
 
 class HopperExperts:

@@ -12,9 +12,9 @@
 // https://github.com/deepseek-ai/DeepGEMM). Other scales, of rows of x and of the weight, are applied at the end.
 //
 // Compiled with: HEIGHT (rows of an expert's weight), SIZE (in_features), GATED (the weight holds the gate's rows, then
-// as many rows of the values; SiLU), FLOAT8, GROUPED (a scale for every 8 rows of the weight, in the order of tiles,
-// and 128 in_features; otherwise, with FLOAT8, one per row), STAGES of the ring and SHARED_BYTES. All other values are
-// bfloat16.
+// as many rows of the values), GATE (see `gates.cuh`; not CLAMPED), FLOAT8, GROUPED (a scale for every 8 rows of the
+// weight, in the order of tiles, and 128 in_features; otherwise, with FLOAT8, one per row), STAGES of the ring and
+// SHARED_BYTES. All other values are bfloat16.
 
 #include "gates.cuh"
 #include "wide_mma.cuh"
@@ -53,7 +53,7 @@ constexpr int AT_EMPTY = AT_FULL + STAGES * 8;
 
 static_assert(HEIGHT % FEATURES == 0 && SIZE % 128 == 0, "");
 static_assert(AT_EMPTY + STAGES * 8 <= SHARED_BYTES, "");
-static_assert(FLOAT8 || !GROUPED, "");
+static_assert((FLOAT8 || !GROUPED) && GATE != CLAMPED, "");
 
 struct Arguments {
     TensorMap weight;       // [num_experts, HEIGHT, SIZE]; GATED: see `load_weight`
@@ -311,8 +311,8 @@ __device__ __forceinline__ void finish_tile(
             u32 fragments[4];
 #pragma unroll
             for (int i = 0; i < 4; ++i)
-                fragments[i] = pack(opened(x(4 * q + i, 0), x(4 * q + i, 2)),
-                                    opened(x(4 * q + i, 1), x(4 * q + i, 3)));
+                fragments[i] = pack(opened<GATE>(x(4 * q + i, 0), x(4 * q + i, 2)),
+                                    opened<GATE>(x(4 * q + i, 1), x(4 * q + i, 3)));
             store_transposed(shared_address(finished + finished_at(32 * q + lane, 4 * wave + warp)), fragments);
         }
 #else

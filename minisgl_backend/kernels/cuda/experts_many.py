@@ -13,6 +13,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from minisgl_backend.experts_spec import GeluGate
+from minisgl_backend.kernels.cuda.gates import gate_macro
 from minisgl_backend.kernels.cuda.module import CudaModule, TensorMap, address, tensor_map
 from minisgl_backend.kernels.dispatch import num_processors
 from minisgl_backend.kernels.expert_cut import MANY
@@ -43,7 +45,7 @@ class _Arguments(ctypes.Structure):
 
 class ManyRowsKernel:
     """x W^T for blocks of rows, each with the W of its expert. A ``gated`` weight holds G and then
-    U, and gives silu(x G^T) * (x U^T)."""
+    U, and gives silu(x G^T) * (x U^T), or the same with GELU."""
 
     def __init__(
         self,
@@ -52,9 +54,11 @@ class ManyRowsKernel:
         *,
         codes: CodesKind | None,
         gated: bool,
+        gate: GeluGate | None = None,
     ) -> None:
         """``shape``: [num_experts, height, in_features], one that ``expert_cut.fits_many`` accepts;
-        ``codes``: the kind of packed weights, one that ``CodesKind.rounds_many_rows`` accepts."""
+        ``codes``: the kind of packed weights, one that ``CodesKind.rounds_many_rows`` accepts;
+        ``gate``: None for SiLU."""
         _, self._height, self._in_features = shape
         self._gated, self._codes = gated, codes
         self._out_features = self._height // 2 if gated else self._height
@@ -62,6 +66,7 @@ class ManyRowsKernel:
             "HEIGHT": self._height,
             "SIZE": self._in_features,
             "GATED": gated,
+            "GATE": gate_macro(gate),
             "FLOAT8": codes is not None,
             "GROUPED": codes is not None and codes.group > 0,
             "STAGES": MANY.stages,

@@ -4,13 +4,15 @@
 
 #include "basics.cuh"
 
-// SiLU
-__device__ __forceinline__ float opened(float gate, float value) {
-    return __fdividef(gate, 1 + __expf(-gate)) * value;
-}
+// Values of the macro GATE. CLAMPED is that of gpt-oss; GELU is approximated by tanh.
+enum { SILU, CLAMPED, GELU };
 
-// the gate of gpt-oss
-__device__ __forceinline__ float opened(float gate, float value, float alpha, float limit) {
-    gate = fminf(gate, limit), value = fminf(fmaxf(value, -limit), limit);
-    return __fdividef(gate, 1 + __expf(-alpha * gate)) * (value + 1);
+// `value` behind a gate. Only if CLAMPED: `alpha` is of the sigmoid, and `limit` of both gate and value.
+template <int KIND = SILU>
+__device__ __forceinline__ float opened(float gate, float value, float alpha = 0, float limit = 0) {
+    if (KIND == CLAMPED) gate = fminf(gate, limit), value = fminf(fmaxf(value, -limit), limit);
+    const float slope = KIND == CLAMPED ? alpha
+        : KIND == GELU ? 1.5957691216f * (1 + 0.044715f * gate * gate)   // (1 + tanh(x)) / 2 = sigmoid(2 x)
+                       : 1;
+    return __fdividef(gate, 1 + __expf(-slope * gate)) * (KIND == CLAMPED ? value + 1 : value);
 }

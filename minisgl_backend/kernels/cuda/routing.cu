@@ -11,8 +11,9 @@
 //
 // Compiled with: EXPERTS (up to 1024), TOP_K, BLOCK (0: nothing is sorted), SIGMOID (scores are sigmoids of logits;
 // otherwise their softmax), NORMALIZE (the weights of the chosen experts sum to 1), SIZE (of the hidden states), WIDE
-// (logits are float32; otherwise bfloat16), and SHARED (`router`: the expert after all others is every token's last
-// choice, with the sigmoid of a logit of its own as its weight).
+// (logits are float32; otherwise bfloat16), SCALED (weights are multiplied by a factor of the expert), and SHARED
+// (`router`: the expert after all others is every token's last choice, with the sigmoid of a logit of its own as its
+// weight).
 
 #include "empty_words.cuh"
 
@@ -35,6 +36,7 @@ struct Arguments {
     void* logits;           // [num_tokens, LOGITS]; for `router` float32, and EMPTY between launches
     const float* addends;   // [EXPERTS], added to logits once the norm is complete; or null
     const float* bias;      // [EXPERTS], added to scores only to compare them; or null
+    const float* expert_factors;   // [EXPERTS], of weights, if SCALED
     const float* squares;   // [square_tiles, num_tokens] of hidden states whose norm is half done; or null
     float* factors;         // [num_tokens]: what completes the norm, if there are squares
     int* ids;               // [num_tokens, CHOICES], counted among the experts held; -1 for others
@@ -135,7 +137,7 @@ __device__ __forceinline__ float norm_factor(const Arguments& args, int token) {
 
 __device__ __forceinline__ void choose(const Arguments& args, int token, const Logits& logits, float factor) {
     const int lane = threadIdx.x % 32;
-    float scores[OF_LANE];
+    float scores[OF_LANE], expert_factors[OF_LANE];
     u32 keys[OF_LANE];
     float most = NOTHING, total = 0;
 #pragma unroll
@@ -143,6 +145,7 @@ __device__ __forceinline__ void choose(const Arguments& args, int token, const L
         const int expert = 32 * i + lane;
         scores[i] = factor * logits.of_expert[i];
         if (args.addends && expert < EXPERTS) scores[i] += args.addends[expert];
+        expert_factors[i] = SCALED && expert < EXPERTS ? args.expert_factors[expert] : 1;
         most = fmaxf(most, scores[i]);
     }
     if (!SIGMOID) most = largest(most);
@@ -176,7 +179,12 @@ __device__ __forceinline__ void choose(const Arguments& args, int token, const L
             if (32 * i + lane == first) keys[i] = 0;
         if (lane == choice) id = first, weight = score;
     }
-    const float by = NORMALIZE ? args.scale / (sum(weight) + (SIGMOID ? 1e-20f : 0)) : args.scale;
+    float by = NORMALIZE ? args.scale / (sum(weight) + (SIGMOID ? 1e-20f : 0)) : args.scale;
+#pragma unroll
+    for (int i = 0; SCALED && i < OF_LANE; ++i) {
+        const float of_id = __shfl_sync(ALL, expert_factors[i], id % 32);
+        if (id / 32 == i) by *= of_id;
+    }
     if (lane < TOP_K) {
         id -= args.first;
         const bool is_held = id >= 0 && id < args.held;

@@ -44,6 +44,7 @@ class _Arguments(ctypes.Structure):
         ("logits", ctypes.c_void_p),
         ("addends", ctypes.c_void_p),
         ("bias", ctypes.c_void_p),
+        ("expert_factors", ctypes.c_void_p),
         ("squares", ctypes.c_void_p),
         ("factors", ctypes.c_void_p),
         ("ids", ctypes.c_void_p),
@@ -99,6 +100,7 @@ class RoutingKernel:
             "NORMALIZE": rule.normalize,
             "SIZE": hidden_size,
             "WIDE": wide,
+            "SCALED": rule.scaled,
             "SHARED": False,
         }
         self._rule, self._held, self.top_k = rule, held, rule.top_k
@@ -138,14 +140,17 @@ class RoutingKernel:
         block: int,
         bias: Tensor | None = None,
         correction: Tensor | None = None,
+        expert_factors: Tensor | None = None,
         squares: Tensor | None = None,
         eps: float = 0.0,
         pdl: bool = False,
     ) -> Routed:
         """``logits`` [num_tokens, num_experts]. With ``squares``, they are of hidden states whose
-        norm these complete (``cuda.linear``). Then ``bias``, float32 [num_experts], is added."""
+        norm these complete (``cuda.linear``). Then ``bias``, float32 [num_experts], is added.
+        ``correction`` and ``expert_factors`` [num_experts], the latter in float32: those that the
+        rule asks for (``kernels.routing.choose``)."""
         arguments, routed = self._arguments(
-            len(logits), logits, block, bias, correction, squares, eps
+            len(logits), logits, block, bias, correction, expert_factors, squares, eps
         )
         kernel, place = self._kernels[block]
         of_block = MOST_TOKENS if place is None else _THREADS // 32
@@ -169,6 +174,7 @@ class RoutingKernel:
         gate: Tensor | None = None,
         bias: Tensor | None = None,
         correction: Tensor | None = None,
+        expert_factors: Tensor | None = None,
         squares: Tensor | None = None,
         eps: float = 0.0,
         pdl: bool = False,
@@ -180,8 +186,9 @@ class RoutingKernel:
         assert gate is None or gate.is_contiguous()
         all_take = gate is not None
         num_choices = self.top_k + all_take
+        rest = bias, correction, expert_factors, squares, eps
         arguments, routed = self._arguments(
-            len(x), self._logits, block, bias, correction, squares, eps, num_choices=num_choices
+            len(x), self._logits, block, *rest, num_choices=num_choices
         )
         arguments.x, arguments.router = address(x), address(weight)
         arguments.gate = address(gate)
@@ -197,6 +204,7 @@ class RoutingKernel:
         block: int,
         bias: Tensor | None,
         correction: Tensor | None,
+        expert_factors: Tensor | None,
         squares: Tensor | None,
         eps: float,
         *,
@@ -205,6 +213,8 @@ class RoutingKernel:
         """The arguments of a launch, and the memory for what it writes. A token has top_k choices
         unless ``num_choices`` says otherwise."""
         (first, end), rule, device = self._held, self._rule, logits.device
+        assert (expert_factors is not None) == rule.scaled
+        assert expert_factors is None or expert_factors.dtype == torch.float32
         num_pairs = num_tokens * rule.top_k
         shape = num_tokens, rule.top_k if num_choices is None else num_choices
         ids = torch.empty(shape, dtype=torch.int32, device=device)
@@ -219,6 +229,7 @@ class RoutingKernel:
             logits=address(logits),
             addends=address(bias),
             bias=address(correction),
+            expert_factors=address(expert_factors),
             squares=address(squares),
             factors=address(factors),
             ids=address(ids),

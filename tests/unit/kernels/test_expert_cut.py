@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minisgl_backend.experts_spec import ClampedGate, ExpertsSpec, RoutingRule
+from minisgl_backend.experts_spec import ClampedGate, ExpertsSpec, GeluGate, RoutingRule
 from minisgl_backend.kernels.expert_cut import MANY, are_many, cut_of, cuts, fits, fits_many, knows
 from minisgl_backend.kernels.linear_cut import PLAIN, Numbers
 from minisgl_backend.kernels.packed_weight import CodesKind
@@ -86,11 +86,15 @@ def test_which_weights_are_for_many_rows() -> None:
 
 
 def test_sizes() -> None:
-    """The sizes of Qwen3-30B-A3B and gpt-oss-20b, on 1 to 8 ranks."""
+    """The sizes of Qwen3-30B-A3B, gpt-oss-20b and Gemma 4 26B-A4B, on 1 to 8 ranks."""
     for form, most in ((None, 4), (CONVERTED_FP8, 8), (INT4, 8)):
         fitting = [ranks for ranks in (1, 2, 4, 8) if fits(2048, 768 // ranks, form)]
         assert max(fitting) == most and len(fitting) == most.bit_length()
     assert [fits(2880, 2880 // ranks, MXFP4) for ranks in (1, 2, 4)] == [True, True, False]
+    of_gemma = [
+        [fits(2816, 704 // ranks, form) for ranks in (1, 2)] for form in (None, CONVERTED_FP8)
+    ]
+    assert of_gemma == [[True, False], [True, True]]
     assert not fits(2880, 2880, None) and not fits(2048 + 64, 768, None)
     assert not fits(2048, 768, replace(INT4, reorders=True))
     assert not fits(2048, 768, replace(INT4, block=(1, 48)))
@@ -105,8 +109,8 @@ def test_experts_that_the_kernels_support() -> None:
     assert knows(spec)
     assert knows(replace(spec, routing=replace(rule, sigmoid=True, corrected=True, scale=2.5)))
     assert knows(replace(spec, biases=True, gate=ClampedGate(alpha=1.7, limit=7.0)))
+    assert knows(replace(spec, routing=replace(rule, scaled=True), gate=GeluGate()))
     assert not knows(replace(spec, routing=replace(rule, num_groups=8, top_groups=4)))
-    assert not knows(replace(spec, routing=replace(rule, scaled=True)))
     assert not knows(replace(spec, routing=replace(rule, top_k=1), scales_inputs=True))
     assert not knows(replace(spec, routing=replace(rule, num_experts=2048)))
     assert not knows(replace(spec, routing=replace(rule, top_k=64)))

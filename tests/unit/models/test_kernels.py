@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -21,7 +22,7 @@ from minisgl_backend.attention.own_kernels import TritonDecode, TritonPrefill
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.execution.decode_graphs import batch_sizes
 from minisgl_backend.execution.states import StateStorage
-from minisgl_backend.experts_spec import ClampedGate, RoutingRule
+from minisgl_backend.experts_spec import ClampedGate, GeluGate, RoutingRule
 from minisgl_backend.kernels import float8_rows, small_batch, wide_linear
 from minisgl_backend.kernels.activation import silu_mul_reference
 from minisgl_backend.kernels.adapters import (
@@ -48,16 +49,29 @@ from minisgl_backend.kernels.rows import RowTable, StepInputs, begin_decode, kee
 from minisgl_backend.kernels.sampling_table import ONCE
 from minisgl_backend.layers import quantized_matrix
 from minisgl_backend.layers.experts import ExpertsMLP
+from minisgl_backend.models import kernel_choice
 from minisgl_backend.models.adapter_files import open_adapter
 from minisgl_backend.models.adapter_slots import AdapterSlots
 from minisgl_backend.models.build import build_model
 from minisgl_backend.models.catalog import load_spec
 from minisgl_backend.models.decoder import Decoder
-from minisgl_backend.models.kernel_choice import has_expert_kernels, has_fused_layers
+from minisgl_backend.models.gemma4_layer import ExpertsBeside
+from minisgl_backend.models.kernel_choice import (
+    has_expert_kernels,
+    has_fused_layers,
+    use_tensor_cores,
+)
 from minisgl_backend.models.spec import ModelSpec
 from minisgl_backend.models.token_mixing import RecurrentRows
 from minisgl_backend.parallel.group import Group, OneRank
-from minisgl_backend.weight_format import Encoding, Layout, Rule, WeightFormat, WeightFormats
+from minisgl_backend.weight_format import (
+    CONVERTED_FP8,
+    Encoding,
+    Layout,
+    Rule,
+    WeightFormat,
+    WeightFormats,
+)
 from minisgl_kit.adapters import write_adapter
 from tests.conformance.adapter_folders import merged
 from tests.conformance.checkpoints import (
@@ -459,7 +473,11 @@ def test_recurrent_layers_on_tensor_cores(
 
 
 class TwinExperts:
-    """Stands in for ``HopperExperts``: makes twins of its kernels."""
+    """Stands in for ``HopperExperts``: makes twins of its kernels. ``calls`` has the number of
+    tokens of each call."""
+
+    def __init__(self) -> None:
+        self.calls: list[int] = []
 
     def kernels(
         self,
@@ -467,7 +485,7 @@ class TwinExperts:
         held: tuple[int, int],
         *shapes: object,
         kinds: tuple[CodesKind, CodesKind] | None,
-        gate: ClampedGate | None,
+        gate: ClampedGate | GeluGate | None,
         wide: bool,
         shared: bool,
     ) -> Any:
@@ -480,21 +498,26 @@ class TwinExperts:
             logits: Callable[[bool], Tensor],
             experts: ExpertWeights,
             *,
-            shared_gate: Tensor | None,
+            routed: Tensor | None,
             bias: Tensor | None,
             correction: Tensor | None,
-            squares: Tensor | None,
-            eps: float,
+            expert_factors: Tensor | None,
             pdl: bool,
+            shared_gate: Tensor | None = None,
+            squares: Tensor | None = None,
+            eps: float = 0.0,
         ) -> tuple[Tensor, Choices]:
+            self.calls.append(len(x))
             assert shared or shared_gate is None
+            assert routed is None or torch.equal(F.linear(routed, router), logits(False))
             assert experts.shapes == shapes and experts.kinds == kinds and not pdl
             assert experts.gate == gate
             scale = torch.ones(len(x), 1)
             if squares is not None:
                 scale = (squares.sum(0)[:, None] / x.shape[1] + eps).rsqrt()
             scores = scale * logits(False)
-            chosen = choose(scores if bias is None else scores + bias, rule, correction)
+            scores = scores if bias is None else scores + bias
+            chosen = choose(scores, rule, correction, expert_factors)
             is_here = (chosen.ids >= begin) & (chosen.ids < end)
             ids, weights = torch.where(is_here, chosen.ids - begin, -1), chosen.weights
             if shared_gate is not None:
@@ -557,6 +580,65 @@ def test_experts_in_codes_behind_kernels(case: str, size: int, tmp_path: Path) -
         check_prompt_then_token(model, *prompt)
 
     on_ranks(size, check)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("whole_experts", [False, True])
+@pytest.mark.parametrize(
+    "form", [None, CONVERTED_FP8, replace(CONVERTED_FP8, block=(1, None))], ids=str
+)
+def test_experts_beside_a_block_behind_kernels(
+    form: WeightFormat | None,
+    whole_experts: bool,
+    size: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They read other rows than their router, whose choices are multiplied by factors. Weights are
+    plain or packed for kernels."""
+    write_checkpoint("gemma4-experts", tmp_path)
+    spec = load_spec(tmp_path)
+    assert spec.moe is not None and not has_fused_layers(spec)
+    experts = replace(spec.moe.experts, intermediate_size=128)
+    spec = replace(spec, hidden_size=128, moe=replace(spec.moe, experts=experts))
+    if form is not None:
+        rules = (Rule(re.compile(r".*\.experts\..*"), form),)
+        spec = replace(spec, weights=WeightFormats("test", rules))
+    parts = 1 if whole_experts else size
+    made = TwinExperts()
+    twins = SimpleNamespace(HopperExperts=lambda device: made, TensorCores=TwinCores)
+    monkeypatch.setattr(kernel_choice, "has_hopper_kernels", lambda device, dtype: True)
+    monkeypatch.setattr(kernel_choice, "importlib", SimpleNamespace(import_module=lambda _: twins))
+    block, residual = torch.randn(2, 30, 128, generator=torch.Generator().manual_seed(5))
+
+    def check(group: Group) -> None:
+        model = build_model(
+            spec,
+            tmp_path,
+            dtype=torch.float32,
+            device=CPU,
+            group=group,
+            load_format="dummy",
+            max_sequence_length=CONTEXT,
+            fused_experts=True,
+            whole_experts=whole_experts,
+            keeps_experts=lambda form: has_expert_kernels(form, spec, parts),
+        )
+        beside = [module for module in model.modules() if isinstance(module, ExpertsBeside)]
+        assert len(beside) == spec.num_layers
+        for module in beside:
+            assert module.experts.router.factors is not None
+            module.experts.router.factors.data.copy_(torch.linspace(0.5, 2, experts.num_experts))
+        with torch.inference_mode():
+            expected = [module.add_to(block, residual, pdl=False) for module in beside]
+            use_tensor_cores(model, CPU)
+            found = [module.add_to(block, residual, pdl=False) for module in beside]
+        assert all((module.experts.weights.kinds is None) == (form is None) for module in beside)
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
+
+    on_ranks(size, check)
+    assert made.calls == [len(residual)] * spec.num_layers * size
 
 
 @pytest.mark.parametrize("size", [1, 2])

@@ -122,6 +122,6 @@ class WeightFormats:
 
 CONVERT_TO_FP8: Final = WeightFormats(
     "converted while loading",
-    (Rule(re.compile(r"model\.layers\..*\.(?!gate$)[^.]*"), CONVERTED_FP8),),
+    (Rule(re.compile(r"model\.layers\.(?!.*\.(?:gate|router|router\.proj)$).*"), CONVERTED_FP8),),
 )
 """All projections of the layers except routers. The output head stays as it is."""

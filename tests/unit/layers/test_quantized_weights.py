@@ -8,6 +8,7 @@ import json
 import logging
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,6 +22,7 @@ from minisgl_backend.config import EngineOptions
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.kernels.quantized import QuantizedWeight, dequantized, quantize
 from minisgl_backend.layers.quantized_place import QuantizedPlace
+from minisgl_backend.layers.router import Router
 from minisgl_backend.layers.stored_weight import StoredWeight
 from minisgl_backend.layers.weight_place import ReadTensor, Share, collect_places
 from minisgl_backend.layers.weight_share import WeightShare, block_of
@@ -30,8 +32,16 @@ from minisgl_backend.models.catalog import load_spec, parse_spec
 from minisgl_backend.models.config_json import ConfigReader
 from minisgl_backend.models.decoder import Decoder
 from minisgl_backend.models.quantization import read_quantization
+from minisgl_backend.models.spec import ModelSpec
 from minisgl_backend.parallel.group import Group, OneRank
-from minisgl_backend.weight_format import CONVERTED_FP8, Encoding, Layout, WeightFormat
+from minisgl_backend.weight_format import (
+    CONVERT_TO_FP8,
+    CONVERTED_FP8,
+    Encoding,
+    Layout,
+    WeightFormat,
+)
+from tests.conformance.checkpoints import write_checkpoint
 from tests.conformance.quantized_checkpoints import (
     CASES,
     Pack,
@@ -663,3 +673,16 @@ def test_only_plain_weights_are_converted(checkpoints: Callable[[str], Path]) ->
     assert len(codes) == 2 * 4
     assert not any("lm_head" in name or "embed" in name for name in codes)
     assert set(collect_places(kept)) == set(load_file(folder / "numbers" / "model.safetensors"))
+
+
+@pytest.mark.parametrize("case", ["qwen3-moe", "llama4", "gemma4-experts"])
+def test_routers_are_not_converted(case: str, tmp_path: Path) -> None:
+    write_checkpoint(case, tmp_path)
+    spec = load_spec(tmp_path)
+
+    def routers(spec: ModelSpec) -> list[Tensor]:
+        model = build_model(spec, tmp_path, dtype=torch.float32, device=CPU, group=OneRank())
+        return [module.weight for module in model.modules() if isinstance(module, Router)]
+
+    stored, converted = routers(spec), routers(replace(spec, weights=CONVERT_TO_FP8))
+    assert stored and all(map(torch.equal, stored, converted))

@@ -1,13 +1,13 @@
 """``python3 -m tools.gpu.sweep_experts FORM SIZES``: layers of experts by number of tokens.
 
 For the GPU machine, in the repository's root, after ``source tools/gpu/activate.sh``. FORM is bf16,
-fp8 (blocks of 128 x 128) or int4 (groups of 128, zero points), with the shape of Qwen3-30B-A3B, or
-mxfp4, with that of gpt-oss-20b; SIZES such as 1,16,64. Each cut of the grouped GEMMs is timed
-within whole layers, from the router's logits to the norm of the sum, in a captured graph over the
-weights of several layers, so that none is in the L2 cache; also the kernel for many rows, the one
-for a few rows, except in int4, and for bf16 the one for single rows of ``down`` and those in
-Triton. The table has microseconds per layer, terabytes of weights per second and TFLOP/s.
-``kernels.expert_cut`` has the fastest cuts.
+fp8 (blocks of 128 x 128) or int4 (groups of 128, zero points), with the shape of Qwen3-30B-A3B,
+mxfp4, with that of gpt-oss-20b, or gelu (bfloat16) or gelu-fp8, with that of Gemma 4 26B-A4B; SIZES
+such as 1,16,64. Each cut of the grouped GEMMs is timed within whole layers, from the router's
+logits to the norm of the sum, in a captured graph over the weights of several layers, so that none
+is in the L2 cache; also the kernels for many rows and for a few rows, if they take such weights,
+and for bfloat16 the one for single rows of ``down`` and those in Triton. The table has microseconds
+per layer, terabytes of weights per second and TFLOP/s. ``kernels.expert_cut`` has the fastest cuts.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from minisgl_backend.experts_spec import ClampedGate
 from minisgl_backend.kernels.cuda.expert_gemv import ExpertGemv
 from minisgl_backend.kernels.cuda.experts import GroupedKernel
 from minisgl_backend.kernels.cuda.experts_many import ManyRowsKernel
 from minisgl_backend.kernels.cuda.routing import RoutingKernel
 from minisgl_backend.kernels.expert_cut import MANY, ExpertCut, fits_many
 from minisgl_backend.kernels.experts import ExpertWeights, add_outputs, expert_outputs
-from minisgl_backend.kernels.gemv_cut import MOST_CHOICES, one_batch_cut
+from minisgl_backend.kernels.gemv_cut import MOST_CHOICES, expert_gemv_cut, one_batch_cut
 from minisgl_backend.kernels.linear_cut import PLAIN, Numbers
 from minisgl_backend.kernels.quantized import QuantizedWeight
 from minisgl_backend.kernels.routing import Choices
@@ -193,8 +194,12 @@ def sweep(form: Form, sizes: Sequence[int], device: torch.device) -> None:
 
     can_multiply = all(kind is None or kind.rounds_many_rows for kind in kinds)
     for_many: list[ManyRowsKernel] = []
-    if can_multiply and form.gate is None and fits_many(form.hidden, form.inner):
-        for_many = [ManyRowsKernel(of, device, codes=kind, gated=gated) for of, kind, gated in both]
+    if can_multiply and not form.biases and fits_many(form.hidden, form.inner):
+        assert not isinstance(form.gate, ClampedGate)
+        for_many = [
+            ManyRowsKernel(of, device, codes=kind, gated=gated, gate=form.gate)
+            for of, kind, gated in both
+        ]
 
     for_few = {
         few: [
@@ -207,6 +212,7 @@ def sweep(form: Form, sizes: Sequence[int], device: torch.device) -> None:
                 gate=form.gate,
             )
             for shape, kind, gated in both
+            if expert_gemv_cut(shape[2], kind) is not None
         ]
         for few in FEW.get(form.encoding, [])
     }
@@ -260,13 +266,15 @@ def sweep_size(
     if form.encoding is None:
         show("Triton", partial(in_triton, route=route))
     if form.encoding is None and size <= 8:
-        for (columns, warps), (up, _) in for_few.items():
+        for (columns, warps), (up, *_) in for_few.items():
             for down in ((8, 256, 4), (4, 256, 4), (8, 512, 4), (4, 1024, 4)):
                 name = f"{columns} columns, {warps} warps, rows {down}"
                 show(name, partial(row_by_row, route=route, up=up, down=down))
     if for_many:
         show("many rows", partial(with_many_rows, route=route, kernels=for_many))
     for (columns, warps), of_cut in for_few.items():
+        if len(of_cut) < 2:  # for gate and up alone
+            continue
         name = f"few rows, {columns} columns, {warps} warps"
         show(name, partial(of_few, route=route, kernels=of_cut))
     for cut in cuts_for(size, form):

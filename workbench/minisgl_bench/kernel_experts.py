@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minisgl_backend.experts_spec import ClampedGate, RoutingRule
+from minisgl_backend.experts_spec import ClampedGate, GeluGate, RoutingRule
 from minisgl_backend.kernels.experts import ExpertWeights, fused_experts, sum_outputs
 from minisgl_backend.kernels.packed_weight import PackedWeight
 from minisgl_backend.kernels.quantized import QuantizedWeight, quantize
@@ -41,7 +41,8 @@ class Form:
     encoding: Encoding | None = None
     block: tuple[int, int] = (1, 1)
     symmetric: bool = True
-    gate: ClampedGate | None = None
+    gate: ClampedGate | GeluGate | None = None
+    biases: bool = False
 
     @property
     def rule(self) -> RoutingRule:
@@ -57,13 +58,13 @@ class Form:
         return 16 if self.encoding is None else self.encoding.bits
 
     def made(self, device: torch.device) -> ExpertWeights:
-        """The weights of a layer, with biases if there is a ``gate``."""
+        """The weights of a layer."""
         up, down = (self._normal(shape, device) for shape in self.shapes)
-        if self.encoding is None:
-            return ExpertWeights(up, down)
         of_up, of_down = (
-            self._normal(shape[:2], device) if self.gate else None for shape in self.shapes
+            self._normal(shape[:2], device) if self.biases else None for shape in self.shapes
         )
+        if self.encoding is None:
+            return ExpertWeights(up, down, of_up, of_down, self.gate)
         weights = self._quantized(up), self._quantized(down)
         return ExpertWeights(*weights, of_up, of_down, self.gate).packed()
 
@@ -83,18 +84,27 @@ class Form:
 
 
 _QWEN: Final = (128, 8, 2048, 768)
+_GEMMA: Final = (128, 8, 2816, 704)
 FORMS: Final[Mapping[str, Form]] = MappingProxyType(
     {
         "bf16": Form(*_QWEN),
         "fp8": Form(*_QWEN, Encoding.E4M3, (128, 128)),
         "int4": Form(*_QWEN, Encoding.INT4, (1, 128), symmetric=False),
-        "mxfp4": Form(32, 4, 2880, 2880, Encoding.E2M1, (1, 32), gate=ClampedGate(1.702, 7.0)),
+        "mxfp4": Form(
+            32, 4, 2880, 2880, Encoding.E2M1, (1, 32), gate=ClampedGate(1.702, 7.0), biases=True
+        ),
+        "gelu": Form(*_GEMMA, gate=GeluGate()),
+        "gelu-fp8": Form(*_GEMMA, Encoding.E4M3, (128, 128), gate=GeluGate()),
     }
 )
-"""Qwen3-30B-A3B's experts in three formats, and gpt-oss-20b's."""
+"""Qwen3-30B-A3B's experts in three formats, gpt-oss-20b's, and Gemma 4 26B-A4B's in two."""
 
 EXPERT_MODELS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
-    {"qwen3-30b-a3b": ("bf16", "fp8", "int4"), "gpt-oss-20b": ("mxfp4",)}
+    {
+        "qwen3-30b-a3b": ("bf16", "fp8", "int4"),
+        "gpt-oss-20b": ("mxfp4",),
+        "gemma-4-26b-a4b": ("gelu", "gelu-fp8"),
+    }
 )
 """The forms of each model's experts."""
 

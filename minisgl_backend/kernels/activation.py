@@ -38,29 +38,16 @@ def gate_mul_reference(gate: Tensor, up: Tensor, function: Gate) -> Tensor:
     return opened.mul_(up).to(gate.dtype)
 
 
-def silu_mul(gate_up: Tensor, *, pdl: bool = False) -> Tensor:
-    """silu(gate) * up. ``gate_up`` [num_tokens, 2 * intermediate_size]: the gates, then the ups.
-    Returns [num_tokens, intermediate_size]."""
-    gate, up = gate_up.chunk(2, dim=-1)
-    return gate_mul(gate, up, "silu", pdl=pdl)
+def open_gates(gate_up: Tensor, gate: Gate, *, pdl: bool = False) -> Tensor:
+    """The same for ``gate_up`` [num_tokens, 2 * size]: the gates, then the ups."""
+    closed, up = gate_up.chunk(2, dim=-1)
+    return gate_mul(closed, up, gate, pdl=pdl)
 
 
-def silu_mul_reference(gate_up: Tensor) -> Tensor:
-    """The twin of ``silu_mul``."""
-    gate, up = gate_up.chunk(2, dim=-1)
-    return gate_mul_reference(gate, up, "silu")
-
-
-def gelu_mul(gate_up: Tensor, *, pdl: bool = False) -> Tensor:
-    """The same as ``silu_mul`` with gelu(gate)."""
-    gate, up = gate_up.chunk(2, dim=-1)
-    return gate_mul(gate, up, "gelu", pdl=pdl)
-
-
-def gelu_mul_reference(gate_up: Tensor) -> Tensor:
-    """The twin of ``gelu_mul``."""
-    gate, up = gate_up.chunk(2, dim=-1)
-    return gate_mul_reference(gate, up, "gelu")
+def open_gates_reference(gate_up: Tensor, gate: Gate) -> Tensor:
+    """The twin of ``open_gates``."""
+    closed, up = gate_up.chunk(2, dim=-1)
+    return gate_mul_reference(closed, up, gate)
 
 
 def sigmoid_mul(x: Tensor, gate: Tensor, *, pdl: bool = False) -> Tensor:

@@ -28,7 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minisgl_backend.kernels.activation import silu_mul_reference
+from minisgl_backend.kernels.activation import Gate, open_gates_reference
 from minisgl_backend.kernels.dispatch import use_triton
 from minisgl_backend.request import IntArray
 
@@ -192,19 +192,20 @@ def add_adapter_delta(
         add_adapter_delta_reference(out, x, adaptation)
 
 
-def silu_mul_adapted(
+def open_adapted_gates(
     gate_up: Tensor,
     x: Tensor,
     adaptation: Adaptation,
+    gate: Gate,
     *,
     shrink: Shrink | None = None,
     pdl: bool = False,
 ) -> Tensor:
-    """silu(gate) * up after the adapters have added to ``gate_up`` [num_tokens, 2 * width], the
-    gates and then the ups; ``gate_up`` may be overwritten. Returns [num_tokens, width]."""
+    """``open_gates`` after the adapters have added to ``gate_up`` [num_tokens, 2 * width], which
+    may be overwritten. Returns [num_tokens, width]."""
     if not use_triton(x):
         add_adapter_delta_reference(gate_up, x, adaptation)
-        return silu_mul_reference(gate_up)
+        return open_gates_reference(gate_up, gate)
     from minisgl_backend.kernels.triton_kernels.adapter_kernels import launch_gated_expand
 
     memory, tokens = adaptation.memory, adaptation.tokens
@@ -218,6 +219,7 @@ def silu_mul_adapted(
             tokens.order,
             tokens.blocks,
             block=tokens.block,
+            gelu=gate == "gelu",
             pdl=pdl,
         )
     return out

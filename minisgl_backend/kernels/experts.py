@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minisgl_backend.experts_spec import ClampedGate, GeluGate
-from minisgl_backend.kernels.activation import gelu_mul_reference, silu_mul_reference
+from minisgl_backend.kernels.activation import open_gates_reference
 from minisgl_backend.kernels.dispatch import at_least_float32, use_triton
 from minisgl_backend.kernels.packed_weight import (
     CodesKind,
@@ -268,10 +268,8 @@ def fused_experts_reference(x: Tensor, experts: ExpertWeights, choices: Choices)
 
 def _opened(both: Tensor, rule: ClampedGate | GeluGate | None) -> Tensor:
     """The gated values of ``both`` [count, 2 * inner size], gates first."""
-    if rule is None:
-        return silu_mul_reference(both)
-    if isinstance(rule, GeluGate):
-        return gelu_mul_reference(both)
+    if not isinstance(rule, ClampedGate):
+        return open_gates_reference(both, "silu" if rule is None else "gelu")
     gate, up = at_least_float32(both).chunk(2, dim=-1)
     gate, up = gate.clamp(max=rule.limit), up.clamp(-rule.limit, rule.limit)
     return ((up + 1) * gate * (rule.alpha * gate).sigmoid()).to(both.dtype)

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minisgl_backend.kernels.activation import gelu_mul_reference, silu_mul_reference
+from minisgl_backend.kernels.activation import Gate, open_gates_reference
 from minisgl_backend.kernels.dispatch import use_triton
 from minisgl_backend.kernels.packed_weight import PLACES_OF_BYTES
 from minisgl_backend.kernels.quantized import FP8_MAX
@@ -100,14 +100,13 @@ def rms_norm_float8(
     return out
 
 
-def gated_float8(gate_up: Tensor, group: int, *, gelu: bool, pdl: bool = False) -> Float8Rows:
-    """``float8_rows`` of ``silu_mul``, or ``gelu_mul``, of ``gate_up`` [num_rows, 2 * size]."""
+def gated_float8(gate_up: Tensor, group: int, gate: Gate, *, pdl: bool = False) -> Float8Rows:
+    """``float8_rows`` of ``open_gates`` of ``gate_up`` [num_rows, 2 * size]."""
     if not use_triton(gate_up):
-        gated = gelu_mul_reference(gate_up) if gelu else silu_mul_reference(gate_up)
-        return float8_rows_reference(gated, group)
+        return float8_rows_reference(open_gates_reference(gate_up, gate), group)
     from minisgl_backend.kernels.triton_kernels.float8_kernels import launch_gated_float8
 
     num_rows, width = gate_up.shape
     out = Float8Rows.empty(num_rows, width // 2, group, gate_up.device)
-    launch_gated_float8(out.numbers, out.scales, gate_up, group, gelu=gelu, pdl=pdl)
+    launch_gated_float8(out.numbers, out.scales, gate_up, group, gelu=gate == "gelu", pdl=pdl)
     return out

@@ -48,6 +48,8 @@ _MOST_TOKENS_OF_LARGE: Final = 192
 """Layers of up to the first number of elements take all batches. Larger layers take batches of up
 to the second number of multiply-adds (elements times tokens) and the third number of tokens."""
 
+_LEAST_ALONE: Final = 32 * 2**20
+
 _LEAST_MANY: Final = 128
 """From this number of tokens on, multiplying takes longer than reading the weight."""
 
@@ -314,6 +316,13 @@ def largest_batch(
         return MAX_TOKENS
     most = min(_MOST_MULTIPLICATIONS // elements, _MOST_TOKENS_OF_LARGE)
     return max((batch for batch in BATCHES if batch <= most), default=0)
+
+
+def gains_alone(height: int, in_features: int) -> bool:
+    """Whether these GEMMs are faster for a plain weight, even if norms and residual adds around
+    them are separate kernels. On an H200 they are with the weights of Gemma 4 31B, and not with
+    those of Gemma 4 26B-A4B, all of which are smaller."""
+    return height * in_features >= _LEAST_ALONE
 
 
 def padded(height: int) -> int:

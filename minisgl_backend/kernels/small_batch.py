@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minisgl_backend.kernels.activation import Gate, gate_mul_reference
+from minisgl_backend.kernels.activation import Gate, open_gates_reference
 from minisgl_backend.kernels.dispatch import use_triton
 from minisgl_backend.kernels.rms_norm import rms_norm, rms_norm_reference
 
@@ -132,8 +132,7 @@ def small_batch_linear_reference(
         wide = rms_norm_reference(wide, norm_weight.to(wide.dtype), eps)
     y = F.linear(wide, weight.float(), None if bias is None else bias.float())
     if gate is not None:
-        closed, up = y.chunk(2, dim=-1)
-        y = gate_mul_reference(closed, up, gate)
+        y = open_gates_reference(y, gate)
     if residual is None:
         return y.to(x.dtype)
     return residual.copy_((residual.float() + y).to(residual.dtype))

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minisgl_backend.kernels.activation import Gate, gate_mul_reference
+from minisgl_backend.kernels.activation import Gate, open_gates_reference
 from minisgl_backend.kernels.dispatch import use_triton
 from minisgl_backend.kernels.rms_norm import rms_norm_reference
 
@@ -99,8 +99,7 @@ def wide_linear_reference(
     """The twin of ``wide_linear``, accumulated in float32."""
     y = F.linear(x.float(), weight.float(), None if bias is None else bias.float())
     if gate is not None:
-        closed, up = y.chunk(2, dim=-1)
-        y = gate_mul_reference(closed, up, gate)
+        y = open_gates_reference(y, gate)
     return y.to(x.dtype)
 
 

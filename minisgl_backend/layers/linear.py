@@ -66,35 +66,27 @@ class MergedColumnLinear(nn.Module):
         size = self.matrix.out_features
         self.bias = empty_parameter(size) if bias else None
 
-    @property
-    def fuses_gate(self) -> bool:
-        """Whether kernels on tensor cores open the gate."""
-        return self.gate == "silu"
-
     def use_tensor_cores(self, kernels: TensorCores) -> None:
         """Compute steps that fit by ``kernels``, which the weight fits."""
         self.matrix.use_tensor_cores(
             kernels,
-            gated=self.fuses_gate,
+            gate=self.gate,
             adapters=adapters_shape(self),
-            streams_a_row=not self.fuses_gate,
+            streams_a_row=self.gate is None,
         )
 
     def forward(self, x: Normed, *, pdl: bool, adapted: AdaptedTokens | None = None) -> Tensor:
         """[num_tokens, in_features] -> [num_tokens, sum of the shares], in the order of the parts;
-        if its gate is silu, [num_tokens, share]. ``adapted``: the tokens by adapter, if any has
-        one."""
+        with a gate, [num_tokens, share]. ``adapted``: the tokens by adapter, if any has one."""
         adaptation = adaptation_of(self, adapted)
         return self.matrix.gemm(x, bias=self.bias, gate=self.gate, adaptation=adaptation, pdl=pdl)
 
     def for_next(self, x: Normed, *, pdl: bool, adapted: AdaptedTokens | None = None) -> Normed:
         """``forward`` of a layer with a gate as the input of the next GEMM. If no kernel fuses the
         gate with this GEMM, it is left to the next one."""
-        assert self.gate is not None
-        adaptation, is_silu = adaptation_of(self, adapted), self.gate == "silu"
-        is_left = self.matrix.leaves_gate(len(x.x), self.gate)
-        if not is_left and (is_silu or adaptation is None):
+        if not self.matrix.leaves_gate(len(x.x)):
             return Normed(self(x, pdl=pdl, adapted=adapted))
+        adaptation = adaptation_of(self, adapted)
         both = self.matrix.gemm(x, bias=self.bias, adaptation=adaptation, pdl=pdl)
         return Normed(both, gate=self.gate)
 

@@ -21,14 +21,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minisgl_backend.kernels import linear_cut, small_batch, wide_linear
-from minisgl_backend.kernels.activation import Gate, silu_mul
+from minisgl_backend.kernels.activation import Gate, open_gates
 from minisgl_backend.kernels.adapters import (
     Adaptation,
     AdaptersShape,
     Shrink,
     adapter_delta,
     add_adapter_delta,
-    silu_mul_adapted,
+    open_adapted_gates,
 )
 from minisgl_backend.kernels.packing import is_packable, packed, packed_linear
 from minisgl_backend.layers.norm import Normed, RMSNorm, add_sum, is_sum_fused
@@ -88,7 +88,7 @@ class Matrix(nn.Module, ABC):
         self,
         kernels: TensorCores,
         *,
-        gated: bool = False,
+        gate: Gate | None = None,
         adds: bool = False,
         adapters: AdaptersShape | None = None,
         streams_a_row: bool = False,
@@ -98,31 +98,31 @@ class Matrix(nn.Module, ABC):
         be left to a kernel without tensor cores if that is faster. That kernel lets its successor
         start before its predecessors have ended, which must not happen before a sum over the
         ranks."""
-        shape, codes = (self.out_features, self.in_features), self.arrange(gated=gated)
+        shape = self.out_features, self.in_features
+        codes = self.arrange(gated=gate is not None)
         self._streams_a_row = streams_a_row
         if adapters is not None:
             self.use_shrink(kernels)
         if adds:
             self._add_kernel = kernels.residual(shape, codes=codes, adapters=adapters)
         else:
-            self._gemm_kernel = kernels.linear(shape, gated=gated, codes=codes, adapters=adapters)
-        self.use_float8(kernels, gated=gated)
+            self._gemm_kernel = kernels.linear(shape, gate=gate, codes=codes, adapters=adapters)
+        self.use_float8(kernels, gate=gate)
 
     def use_shrink(self, kernels: TensorCores) -> None:
         """Compute x A^T of adapters by ``kernels``, with more tokens than their GEMMs take, too."""
         self._shrink = kernels.shrink
 
-    def use_float8(self, kernels: TensorCores, *, gated: bool = False) -> None:
+    def use_float8(self, kernels: TensorCores, *, gate: Gate | None = None) -> None:
         """Compute ``gemm`` of more tokens by ``kernels`` for float8 weights, if this is one."""
 
     def rounding(self, num_tokens: int) -> int | None:
         """If ``gemm`` rounds this number of tokens to 8 bits: how many neighbours share a scale."""
         return None
 
-    def leaves_gate(self, num_tokens: int, gate: Gate) -> bool:
-        """Whether no kernel fuses the gate with a gated weight's GEMM for this number of tokens.
-        Kernels on tensor cores know only silu."""
-        return gate != "silu"
+    def leaves_gate(self, num_tokens: int) -> bool:
+        """Whether no kernel fuses the gate with a gated weight's GEMM for this number of tokens."""
+        return False
 
     def gemm(
         self,
@@ -135,8 +135,8 @@ class Matrix(nn.Module, ABC):
         pdl: bool = False,
     ) -> Tensor:
         """x W^T + bias, [num_tokens, out_features]; with a ``gate``, gate(x G^T) * (x U^T) of half
-        that width, for a weight that holds G and then U; not if it ``leaves_gate``.
-        ``adaptation``: the weight's adapters add to the product; then only with silu.
+        that width, for a weight that holds G and then U. ``adaptation``: the weight's adapters add
+        to the product.
 
         ``out``, of the result's shape, takes the result if that saves memory; not with a bias, a
         gate or adapters.
@@ -160,7 +160,7 @@ class Matrix(nn.Module, ABC):
         rows, shrink = x.normalized(pdl=pdl), self._shrink
         if gate is not None:
             y = self._gemm(Normed(rows), bias=bias, gate=None, out=None, pdl=pdl)
-            return silu_mul_adapted(y, rows, adaptation, shrink=shrink, pdl=pdl)
+            return open_adapted_gates(y, rows, adaptation, gate, shrink=shrink, pdl=pdl)
         added = adapter_delta(rows, adaptation, bias=bias, shrink=shrink, pdl=pdl)
         return self._add_product(added, rows, pdl=pdl)
 
@@ -314,7 +314,7 @@ class DenseMatrix(Matrix):
             x = Normed(x.normalized(pdl=pdl))
         if self._invariant is not None:
             y = self._invariant(x.normalized(pdl=pdl), weight, bias=bias, out=out, pdl=pdl)
-            return y if gate is None else silu_mul(y, pdl=pdl)
+            return y if gate is None else open_gates(y, gate, pdl=pdl)
         gated = gate is not None
         is_small = small_batch.is_faster(num_tokens, self.in_features, gated=gated)
         if self._fused and is_small and (x.squares is None or num_tokens == 1):
@@ -329,7 +329,10 @@ class DenseMatrix(Matrix):
                 pdl=pdl,
             )
         rows = x.normalized(pdl=pdl)
-        if self._is_wide_gemm(num_tokens, gated=gated):
+        width = self.out_features // 2 if gated else self.out_features
+        if self._is_wide(num_tokens) and wide_linear.is_faster(
+            num_tokens, width, self.in_features, gated=gated
+        ):
             return wide_linear.wide_linear(rows, weight, bias=bias, gate=gate, pdl=pdl)
         if out is not None:
             return torch.mm(rows, weight.t(), out=out)
@@ -337,20 +340,7 @@ class DenseMatrix(Matrix):
             y = F.linear(rows, weight, bias)
         else:
             y = packed_linear(rows, self._packed, bias)
-        return silu_mul(y, pdl=pdl) if gated else y
-
-    def leaves_gate(self, num_tokens: int, gate: Gate) -> bool:
-        if gate == "silu":
-            return False
-        is_small = small_batch.is_faster(num_tokens, self.in_features, gated=True)
-        is_fused = (self._fused and is_small) or self._is_wide_gemm(num_tokens, gated=True)
-        return self._invariant is not None or self._gemm_kernel is not None or not is_fused
-
-    def _is_wide_gemm(self, num_tokens: int, *, gated: bool) -> bool:
-        width = self.out_features // 2 if gated else self.out_features
-        return self._is_wide(num_tokens) and wide_linear.is_faster(
-            num_tokens, width, self.in_features, gated=gated
-        )
+        return y if gate is None else open_gates(y, gate, pdl=pdl)
 
     def _is_streamed(self, num_tokens: int) -> bool:
         return self._streams_a_row and small_batch.is_faster_for_a_row(

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from minisgl_backend.kernels import rms_norm as kernels
-from minisgl_backend.kernels.activation import Gate, gelu_mul, silu_mul
+from minisgl_backend.kernels.activation import Gate, open_gates
 from minisgl_backend.kernels.dispatch import at_least_float32
 from minisgl_backend.kernels.float8_rows import (
     Float8Rows,
@@ -148,7 +148,7 @@ class Normed:
         """What the GEMM multiplies, [num_tokens, in_features]. A norm that is half done is
         completed by PyTorch: kernels that take ``squares`` save that."""
         if self.gate is not None:
-            return (gelu_mul if self.gate == "gelu" else silu_mul)(self.x, pdl=pdl)
+            return open_gates(self.x, self.gate, pdl=pdl)
         if self.squares is not None:
             scales = scales_of_squares(self.squares, self.x.shape[1], self.eps)
             return (self.x * scales[:, None]).to(self.x.dtype)
@@ -162,7 +162,7 @@ class Normed:
         if self.rounded is not None and self.rounded.group == group:
             return self.rounded
         if self.gate is not None:
-            return gated_float8(self.x, group, gelu=self.gate == "gelu", pdl=pdl)
+            return gated_float8(self.x, group, self.gate, pdl=pdl)
         if self.norm is not None and self.squares is None:
             weight, eps = self.norm.weight, self.norm.eps
             return rms_norm_float8(self.x, None, weight, eps, group, pdl=pdl)

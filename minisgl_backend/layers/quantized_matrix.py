@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minisgl_backend.kernels import linear_cut
-from minisgl_backend.kernels.activation import Gate, silu_mul
+from minisgl_backend.kernels.activation import Gate, open_gates
 from minisgl_backend.kernels.float8_cut import cuts_of
 from minisgl_backend.kernels.packed_weight import (
     CodesKind,
@@ -99,9 +99,7 @@ class QuantizedMatrix(Matrix):
         is_by_row = self._fits_float8_kernels(num_tokens)
         return self.in_features if is_by_row else self._float8.group
 
-    def leaves_gate(self, num_tokens: int, gate: Gate) -> bool:
-        if gate != "silu":
-            return True
+    def leaves_gate(self, num_tokens: int) -> bool:
         is_fused = self._fits_float8_kernels(num_tokens)
         return self.rounding(num_tokens) is not None and not is_fused
 
@@ -114,11 +112,12 @@ class QuantizedMatrix(Matrix):
         fits = linear_cut.why_not(self.out_features, self.in_features) is None
         return fits and self.arrange(gated=gated) is not None
 
-    def use_float8(self, kernels: TensorCores, *, gated: bool = False) -> None:
-        codes, shape = self.arrange(gated=gated), (self.out_features, self.in_features)
+    def use_float8(self, kernels: TensorCores, *, gate: Gate | None = None) -> None:
+        codes = self.arrange(gated=gate is not None)
+        shape = self.out_features, self.in_features
         has_cuts = cuts_of(*shape, more_than=kernels.most_tokens)
         if self.takes_float8 and codes is not None and has_cuts:
-            self._float8_linear = kernels.float8(shape, codes=codes, gated=gated)
+            self._float8_linear = kernels.float8(shape, codes=codes, gate=gate)
 
     def arrange(self, *, gated: bool = False) -> CodesKind | None:
         if self._packed is None:
@@ -133,14 +132,14 @@ class QuantizedMatrix(Matrix):
     def _gemm(
         self, x: Normed, *, bias: Tensor | None, gate: Gate | None, out: Tensor | None, pdl: bool
     ) -> Tensor:
-        of_some, float8, gated = self._float8_linear, self._float8, gate is not None
-        if of_some is not None and of_some.gated == gated and len(x.x) <= of_some.most_rows:
+        of_some, float8 = self._float8_linear, self._float8
+        if of_some is not None and of_some.gate == gate and len(x.x) <= of_some.most_rows:
             rounded = x.in_float8(self.in_features, pdl=pdl)
             return of_some(rounded, self.operand, bias=bias, pdl=pdl)
         if float8 is not None:
             rounded = x.in_float8(float8.group, pdl=pdl)
             y = float8_linear(rounded, float8, x.x.dtype, bias)
-            return silu_mul(y, pdl=pdl) if gated else y
+            return y if gate is None else open_gates(y, gate, pdl=pdl)
         rows, packed = x.normalized(pdl=pdl), self._packed
         if packed is not None:
             rows = packed.ordered(rows)
@@ -152,7 +151,7 @@ class QuantizedMatrix(Matrix):
             if out is not None:
                 return torch.mm(rows, numbers.t(), out=out)
             y = F.linear(rows, numbers, bias)
-        return silu_mul(y, pdl=pdl) if gated else y
+        return y if gate is None else open_gates(y, gate, pdl=pdl)
 
     def place(self, part: str) -> Place:
         form = self._formats[part]

@@ -67,7 +67,7 @@ class Router(nn.Module):
 
     def use_tensor_cores(self, kernels: TensorCores) -> None:
         """Compute steps that fit by ``kernels``. Only if it ``fits_tensor_cores``."""
-        self._kernel = kernels.linear(self.weight.shape, gated=False, codes=None)
+        self._kernel = kernels.linear(self.weight.shape, gate=None, codes=None)
 
     def logits(self, x: Tensor, *, biased: bool = True, pdl: bool = False) -> Tensor:
         """[num_tokens, num_experts], for ``x`` [num_tokens, hidden_size]; without the bias unless

@@ -45,7 +45,8 @@ if TYPE_CHECKING:
     from minisgl_backend.kernels.cuda.invariant_linear import InvariantKernels
     from minisgl_backend.kernels.cuda.linear import TensorCores
 
-_PDL_HIDDEN_SIZE: Final = 5120
+_PDL_HIDDEN_SIZE_OF_A_TOKEN: Final = 5120
+_PDL_HIDDEN_SIZE: Final = 5376
 _PDL_TOKENS: Final = 256
 """Up to these sizes, starting kernels early (PDL) is at least as fast on an H200."""
 
@@ -187,6 +188,11 @@ class Decoder(nn.Module):
             layer.mlp.use_tensor_cores(kernels)
         self._most_tensor_core_tokens = kernels.most_tokens
 
+    def start_early(self, most_tokens: int) -> None:
+        """Start the kernels of layers early in all steps of up to ``most_tokens``, whose GEMMs are
+        on tensor cores. Only with one rank."""
+        self._most_tensor_core_tokens = most_tokens
+
     def use_invariant_kernels(self, kernels: InvariantKernels) -> None:
         """Compute each token in an order that does not depend on the others. Only for models with
         dense weights that ``models.kernel_choice.use_invariant_kernels`` knows."""
@@ -296,9 +302,12 @@ class Decoder(nn.Module):
             return False
         if num_tokens <= self._most_tensor_core_tokens:
             return True
-        if self.group.size > 1 or self.spec.hidden_size > _PDL_HIDDEN_SIZE:
+        if self.group.size > 1:
             return False
-        return num_tokens == 1 or MAX_BATCH_SIZE < num_tokens <= _PDL_TOKENS
+        if num_tokens == 1:
+            return self.spec.hidden_size <= _PDL_HIDDEN_SIZE_OF_A_TOKEN
+        is_small = self.spec.hidden_size <= _PDL_HIDDEN_SIZE
+        return is_small and MAX_BATCH_SIZE < num_tokens <= _PDL_TOKENS
 
 
 def _layer(

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -27,6 +28,9 @@ from minisgl_backend.models.spec import ModelSpec
 from minisgl_backend.packages import CUDA_BINDINGS, import_error
 from minisgl_backend.weight_format import WeightFormat
 
+if TYPE_CHECKING:
+    from minisgl_backend.kernels.cuda.linear import TensorCores
+
 
 def use_tensor_cores(model: Decoder, device: torch.device) -> None:
     """Make the layers compute steps of up to 256 tokens on Hopper's tensor cores, if there are
@@ -37,8 +41,8 @@ def use_tensor_cores(model: Decoder, device: torch.device) -> None:
     (``kernels.cuda.linear``). Norms, activations and residual adds happen inside the GEMMs, and for
     most models so do the rotation and the storing of keys and values (``SelfAttention``). With
     several ranks, the sums over the ranks are launched as well, and include the residual adds and
-    norms that follow them. Pages must be bound. If some layers do not fit, quantized weights still
-    take the kernels, each separately.
+    norms that follow them. Pages must be bound. If some layers do not fit, quantized weights and
+    large plain ones still take the kernels, each separately.
 
     Experts have their own kernels (``kernels.cuda.experts``), for any number of tokens, and layers
     with recurrent states one for decode steps (``kernels.cuda.delta_step``). They are used if they
@@ -70,14 +74,34 @@ def use_tensor_cores(model: Decoder, device: torch.device) -> None:
             model.use_tensor_cores(make(device, most_tokens))
         return
     kernels_for = functools.cache(functools.partial(make, device))
-    for linear, gated in in_layers:
-        matrix = linear.matrix
-        if isinstance(matrix, QuantizedMatrix) and matrix.fits_tensor_cores(gated=gated):
-            kernels = kernels_for(_largest_batch([linear]))
-            if isinstance(linear, MergedColumnLinear):
-                linear.use_tensor_cores(kernels)
-            else:
-                matrix.use_tensor_cores(kernels, adapters=adapters_shape(linear))
+    batches = [_use_separately(layer, kernels_for) for layer in model.layers]
+    if model.group.size == 1:
+        model.start_early(min(batches))
+
+
+def _use_separately(layer: nn.Module, kernels_for: Callable[[int], TensorCores]) -> int:
+    """Give the kernels, made for a largest batch, to each weight of ``layer`` that gains. Returns
+    the largest batch that all weights of the layer leave to them."""
+    linears = list(_linears(layer))
+    of_plain = _largest_batch([linear for linear, _ in linears])
+    most = linear_cut.MAX_TOKENS
+    for linear, gated in linears:
+        matrix, of_this = linear.matrix, 0
+        if isinstance(matrix, QuantizedMatrix):
+            of_this = _largest_batch([linear])
+        elif linear_cut.gains_alone(matrix.out_features, matrix.in_features):
+            of_this = of_plain
+        if of_this and not matrix.fits_tensor_cores(gated=gated):
+            of_this = 0
+        most = min(most, of_this)
+        if not of_this:
+            continue
+        kernels = kernels_for(of_this)
+        if isinstance(linear, MergedColumnLinear):
+            linear.use_tensor_cores(kernels)
+        else:
+            matrix.use_tensor_cores(kernels, adapters=adapters_shape(linear))
+    return most
 
 
 def _use_step_kernel(model: Decoder, device: torch.device) -> None:
@@ -111,7 +135,7 @@ def _linears(module: nn.Module) -> Iterator[tuple[MergedColumnLinear | RowLinear
     """The linear layers in ``module``, and whether they are gated."""
     for child in module.modules():
         if isinstance(child, MergedColumnLinear):
-            yield child, child.fuses_gate
+            yield child, child.gate is not None
         elif isinstance(child, RowLinear):
             yield child, False
 

@@ -641,6 +641,14 @@ def write_broad_checkpoint(folder: Path, **changes: Any) -> Any:
     return _saved(model, folder)
 
 
+def write_broad_gemma_checkpoint(folder: Path) -> Any:
+    """The same of a Gemma 3."""
+    sizes = {"hidden_size": 512, "intermediate_size": 512, "head_dim": 64}
+    model: Any = _gemma3(**sizes, num_attention_heads=8, num_key_value_heads=4)
+    draw(model, seed=96, spread=0.06)
+    return _saved(model, folder)
+
+
 def write_broad_experts_checkpoint(folder: Path) -> Any:
     """A Qwen3-MoE in sizes that Hopper's kernels take; its routers are sure of their choices."""
     model: Any = _qwen3_moe(

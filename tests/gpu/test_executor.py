@@ -68,6 +68,7 @@ OTHERS = [
     "gemma4-merged",
     "gemma4-per-layer",
     "gemma4-experts",
+    "gemma4-unified",
     "granite-tied",
     "ministral3",
     "mistral3-tied",

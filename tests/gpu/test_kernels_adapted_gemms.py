@@ -121,7 +121,7 @@ def test_gated_projections_of_rows_to_be_normalized(device: torch.device, batch:
     x, norm = normal(batch, 1024, device=device, scale=3.0), normal(1024, device=device)
     weight = normal(6144, 1024, device=device, scale=1 / 32)
     memory = adapter_memory((3072, 3072), 1024, RANKS, device, x.dtype)
-    kernel = LinearKernel((6144, 1024), device, gated=True, adapters=memory.shape)
+    kernel = LinearKernel((6144, 1024), device, gate="silu", adapters=memory.shape)
     scaled, squares = (x.float() * norm).bfloat16(), squares_of(x)
     for adaptation in adaptations(memory, batch, RANKS, device):
         y = kernel(scaled, weight, squares=squares, eps=EPS, adaptation=adaptation, pdl=True)
@@ -169,7 +169,7 @@ def test_gated_gemms_in_equal_parts(device: torch.device, cut: Cut, batch: int) 
     weight = normal(17408, 1024, device=device, scale=1 / 32)
     memory = adapter_memory((8704, 8704), 1024, RANKS, device, x.dtype)
     kernel = LinearKernel(
-        (17408, 1024), device, gated=True, cuts={batch: cut}, adapters=memory.shape
+        (17408, 1024), device, gate="silu", cuts={batch: cut}, adapters=memory.shape
     )
     asked = adaptations(memory, batch, RANKS, device)
     found = [kernel(x, weight, adaptation=each, pdl=True) for each in asked]
@@ -269,7 +269,7 @@ def test_layers_in_a_graph(device: torch.device, batch: int) -> None:
     from minisgl_backend.kernels.cuda.linear import LinearKernel, ResidualKernel
 
     hidden, inner, num_layers = 1024, 3072, 3
-    up = LinearKernel((2 * inner, hidden), device, gated=True, adapters=(NUM_SLOTS, 2 * MAX_RANK))
+    up = LinearKernel((2 * inner, hidden), device, gate="silu", adapters=(NUM_SLOTS, 2 * MAX_RANK))
     down = ResidualKernel((hidden, inner), device, adapters=(NUM_SLOTS, MAX_RANK))
     up_weight = normal(2 * inner, hidden, device=device, scale=hidden**-0.5)
     down_weight = normal(hidden, inner, device=device, scale=inner**-0.5)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from minisgl_backend.kernels.activation import silu_mul_reference
+from minisgl_backend.kernels.activation import Gate, open_gates_reference
 from minisgl_backend.kernels.adapters import (
     Adaptation,
     AdaptedTokens,
@@ -13,7 +13,7 @@ from minisgl_backend.kernels.adapters import (
     adapter_delta,
     add_adapter_delta,
     add_adapter_delta_reference,
-    silu_mul_adapted,
+    open_adapted_gates,
 )
 from minisgl_backend.kernels.dispatch import is_interpreted
 from tests.gpu.adaptations import RANKS, adapted_tokens, adapter_memory, mixes
@@ -49,8 +49,9 @@ def test_deltas_are_those_of_the_twin(
 
 @pytest.mark.parametrize("width", [96, 200])
 @pytest.mark.parametrize("num_tokens", [1, 40, 257, 1100])
+@pytest.mark.parametrize("gate", ["silu", "gelu"])
 def test_gates_are_applied_to_what_adapters_have_added(
-    width: int, num_tokens: int, device: torch.device, dtype: torch.dtype
+    width: int, num_tokens: int, gate: Gate, device: torch.device, dtype: torch.dtype
 ) -> None:
     if is_interpreted() and num_tokens > 40:
         pytest.skip("slow in the interpreter")
@@ -64,8 +65,8 @@ def test_gates_are_applied_to_what_adapters_have_added(
         on_host = AdaptedTokens(tokens.buffer.cpu(), num_tokens, tokens.block)
         expected = gate_up.cpu().double()
         add_adapter_delta_reference(expected, x.cpu().double(), Adaptation(exact, on_host))
-        found = silu_mul_adapted(gate_up.clone(), x, Adaptation(memory, tokens))
-        assert_close(found.cpu(), silu_mul_reference(expected).to(dtype))
+        found = open_adapted_gates(gate_up.clone(), x, Adaptation(memory, tokens), gate)
+        assert_close(found.cpu(), open_gates_reference(expected, gate).to(dtype))
 
 
 @pytest.mark.parametrize("pdl", [False, True])

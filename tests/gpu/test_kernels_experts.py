@@ -504,6 +504,8 @@ def test_whole_layers_of_gemma_4(
     held_rows = num_tokens * TOP_K, NUM_EXPERTS, 8
     is_many = expert_cut.are_many(*held_rows) and expert_cut.fits_many(hidden_size, inner_size)
     is_rounded = "fp8" in form and (is_many or expert_cut.cut_of(*held_rows, rounds=True).rounded)
+    # 8-bit tokens: gates, ups and inputs of the second GEMM are off by 2.6 % each (rms)
+    tolerance = 0.055 if is_rounded else 1e-2
     plain = ExpertWeights(plain_up, plain_down, gate=gate)
     for pdl in (False, True):
         outputs, found = kernels(
@@ -519,7 +521,7 @@ def test_whole_layers_of_gemma_4(
         assert_close(found.weights[here], expected_weights[here], tolerance=1e-4)
         expected = fused_experts_reference(x.float(), plain, found)
         summed = sum_outputs(outputs, found, pdl=pdl)
-        assert_close(summed.float(), expected, tolerance=0.04 if is_rounded else 1e-2)
+        assert_close(summed.float(), expected, tolerance=tolerance)
 
 
 @needs_hopper

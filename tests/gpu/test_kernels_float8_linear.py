@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from minisgl_backend.kernels.activation import Gate, open_gates_reference
 from minisgl_backend.kernels.dispatch import is_interpreted
 from minisgl_backend.kernels.float8_cut import Float8Cut
 from minisgl_backend.kernels.float8_rows import float8_rows
@@ -22,11 +22,11 @@ from tests.gpu.compare import assert_close
 pytestmark = pytest.mark.skipif(is_interpreted(), reason="CUDA C++ needs a GPU")
 
 CUTS = [Float8Cut(tokens, shared) for tokens in (64, 96, 128) for shared in (False, True)]
-GATED = "two share a tile"
+GATES: dict[str, Gate] = {"two share a tile": "silu", "two share a tile, gelu": "gelu"}
 SHAPES = {
     "a step each": (1024, 512),
     "many share a tile": (1536, 5120),
-    GATED: (256 * 138, 512),
+    **dict.fromkeys(GATES, (256 * 138, 512)),
     "some of all": (5120, 1280),
 }
 
@@ -48,14 +48,11 @@ def rounded(x: Tensor) -> Tensor:
     return (x.float() / scales).to(torch.float8_e4m3fn).float() * scales
 
 
-def expected(x: Tensor, numbers: Tensor, bias: Tensor | None, *, gated: bool) -> Tensor:
+def expected(x: Tensor, numbers: Tensor, bias: Tensor | None, gate: Gate | None) -> Tensor:
     y = rounded(x) @ numbers.T
     if bias is not None:
         y += bias.float()
-    if gated:
-        gate, up = y.chunk(2, dim=1)
-        y = F.silu(gate) * up
-    return y.to(x.dtype)
+    return (y if gate is None else open_gates_reference(y, gate)).to(x.dtype)
 
 
 @cache
@@ -67,13 +64,13 @@ def case_of(
 
     height, in_features = SHAPES[sizes]
     block = (1, in_features) if sizes == "some of all" else (128, 128)
-    gated = sizes == GATED
-    packed, numbers = made(height, in_features, device, block=block, gated=gated)
+    gate = GATES.get(sizes)
+    packed, numbers = made(height, in_features, device, block=block, gated=gate is not None)
     workspace = Workspace(device)
 
     def compiled(cut: Float8Cut) -> Float8Kernel:
         shape = height, in_features
-        return Float8Kernel(shape, workspace, codes=packed.kind, gated=gated, cut=cut)
+        return Float8Kernel(shape, workspace, codes=packed.kind, gate=gate, cut=cut)
 
     with ThreadPoolExecutor() as pool:
         kernels = dict(zip(CUTS, pool.map(compiled, CUTS), strict=True))
@@ -95,6 +92,6 @@ def test_every_cut(device: torch.device, cut: Float8Cut, sizes: str) -> None:
             y = kernel(float8_rows(x, in_features), packed, bias=given)
             rows = float8_rows(x, in_features, pdl=True)
             again = kernel(rows, packed, bias=given, pdl=True)
-            assert_close(y, expected(x, numbers, given, gated=sizes == GATED))
+            assert_close(y, expected(x, numbers, given, GATES.get(sizes)))
             assert torch.equal(y, again)
     assert not workspace.counters.any()

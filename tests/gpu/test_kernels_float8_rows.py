@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from minisgl_backend.kernels.activation import gelu_mul, silu_mul
+from minisgl_backend.kernels.activation import Gate, open_gates
 from minisgl_backend.kernels.dispatch import is_interpreted
 from minisgl_backend.kernels.float8_rows import (
     Float8Rows,
@@ -59,16 +59,16 @@ def test_a_norm(
 
 
 @pytest.mark.parametrize(("size", "group"), [(512, 128), (17408, 128), (1408, 1408)])
-@pytest.mark.parametrize("gelu", [False, True])
+@pytest.mark.parametrize("gate", ["silu", "gelu"])
 @pytest.mark.parametrize("pdl", PDL)
 def test_a_gate(
-    device: torch.device, dtype: torch.dtype, size: int, group: int, gelu: bool, pdl: bool
+    device: torch.device, dtype: torch.dtype, size: int, group: int, gate: Gate, pdl: bool
 ) -> None:
     for batch in BATCHES:
         gate_up = torch.randn(batch, 2 * size, device=device).to(dtype)
         gate_up[0, :group] = 0
-        rows = gated_float8(gate_up, group, gelu=gelu, pdl=pdl)
-        check(rows, (gelu_mul if gelu else silu_mul)(gate_up), group)
+        rows = gated_float8(gate_up, group, gate, pdl=pdl)
+        check(rows, open_gates(gate_up, gate), group)
 
 
 def check(rows: Float8Rows, x: Tensor, group: int, *, tolerance: float = 1e-2) -> None:

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minisgl_backend.kernels import gemv_cut
+from minisgl_backend.kernels.activation import Gate, open_gates_reference
 from minisgl_backend.kernels.dispatch import is_interpreted
 from minisgl_backend.kernels.gemv_cut import GemvCut
 from tests.gpu.adaptations import RANKS, adapter_memory
@@ -74,16 +75,17 @@ def test_one_row(
 
 
 @pytest.mark.parametrize("form", FORMATS)
-def test_a_gated_row_to_be_normalized(device: torch.device, form: str) -> None:
+@pytest.mark.parametrize("gate", ["silu", "gelu"])
+def test_a_gated_row_to_be_normalized(device: torch.device, form: str, gate: Gate) -> None:
     from minisgl_backend.kernels.cuda.linear import LinearKernel
 
     packed, numbers = packed_of(made(form, 2560, 1024, device), gated=True)
-    kernel = LinearKernel((2560, 1024), device, gated=True, codes=packed.kind, most_tokens=8)
+    kernel = LinearKernel((2560, 1024), device, gate=gate, codes=packed.kind, most_tokens=8)
     x, norm = normal(1, 1024, device=device, scale=3.0), normal(1024, device=device)
     bias = normal(2560, device=device)
     actual = kernel(**half_way(x, norm), weight=packed, bias=bias, pdl=True)
-    gate, up = F.linear(normalized(x, norm), numbers, bias.float()).chunk(2, dim=1)
-    assert_close(actual, (F.silu(gate) * up).bfloat16())
+    expected = open_gates_reference(F.linear(normalized(x, norm), numbers, bias.float()), gate)
+    assert_close(actual, expected.bfloat16())
 
 
 @pytest.mark.parametrize("form", FORMATS)
@@ -155,7 +157,7 @@ def test_a_gated_row_with_an_adapter(device: torch.device, form: str) -> None:
     kernel = LinearKernel(
         (2560, 1024),
         device,
-        gated=True,
+        gate="silu",
         codes=packed.kind,
         most_tokens=8,
         adapters=memory.shape,
@@ -197,7 +199,7 @@ def test_ways_to_cut_it(
     cut_by(monkeypatch, lambda *_: cut)
     up, of_up = packed_of(made("int4-128-zeros", 2 * 5120, 5120, device), gated=True)
     down, of_down = packed_of(made("int4-128-zeros", 5120, 5120, device))
-    first = LinearKernel((2 * 5120, 5120), device, gated=True, codes=up.kind, most_tokens=8)
+    first = LinearKernel((2 * 5120, 5120), device, gate="silu", codes=up.kind, most_tokens=8)
     second = ResidualKernel((5120, 5120), device, codes=down.kind, most_tokens=8)
     norm, residual = normal(5120, device=device), normal(1, 5120, device=device)
     expected = residual.float()

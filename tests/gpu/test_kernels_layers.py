@@ -77,13 +77,14 @@ def test_add_normed(
 
 
 @pytest.mark.parametrize("size", [48, 3072])
-def test_silu_mul(device: torch.device, dtype: torch.dtype, size: int) -> None:
+@pytest.mark.parametrize("gate", ["silu", "gelu"])
+def test_gates(device: torch.device, dtype: torch.dtype, size: int, gate: activation.Gate) -> None:
     gate_up = torch.randn(7, 2 * size, device=device).to(dtype)
-    assert_close(activation.silu_mul(gate_up), activation.silu_mul_reference(gate_up))
-    assert_close(activation.gelu_mul(gate_up), activation.gelu_mul_reference(gate_up))
-    gate, ups = gate_up[:, :size], torch.randn(7, 3, size, device=device).to(dtype)
-    found = activation.gate_mul(gate, ups[:, 1], "gelu")
-    assert_close(found, activation.gate_mul_reference(gate, ups[:, 1], "gelu"))
+    expected = activation.open_gates_reference(gate_up, gate)
+    assert_close(activation.open_gates(gate_up, gate), expected)
+    closed, ups = gate_up[:, :size], torch.randn(7, 3, size, device=device).to(dtype)
+    found = activation.gate_mul(closed, ups[:, 1], gate)
+    assert_close(found, activation.gate_mul_reference(closed, ups[:, 1], gate))
 
 
 @pytest.mark.parametrize(("num_heads", "head_dim"), [(3, 16), (24, 256)])

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from minisgl_backend.kernels.activation import Gate, open_gates_reference
 from minisgl_backend.kernels.dispatch import is_interpreted
 from minisgl_backend.kernels.linear_cut import Cut
 from minisgl_backend.kernels.packed_weight import PackedWeight
@@ -76,14 +77,15 @@ def test_gemms(device: torch.device, batch: int, pdl: bool) -> None:
 
 
 @pytest.mark.parametrize("batch", BATCHES)
-def test_gated_gemms_of_rows_to_be_normalized(device: torch.device, batch: int) -> None:
+@pytest.mark.parametrize("gate", ["silu", "gelu"])
+def test_gated_gemms_of_rows_to_be_normalized(device: torch.device, batch: int, gate: Gate) -> None:
     from minisgl_backend.kernels.cuda.linear import LinearKernel
 
     x, norm = normal(batch, 1024, device=device, scale=3.0), normal(1024, device=device)
     weight = normal(6144, 1024, device=device, scale=1 / 32)
-    actual = LinearKernel((6144, 1024), device, gated=True)(**half_way(x, norm), weight=weight)
-    gate, up = F.linear(normalized(x, norm), weight.float()).chunk(2, dim=1)
-    assert_close(actual, (F.silu(gate) * up).bfloat16())
+    actual = LinearKernel((6144, 1024), device, gate=gate)(**half_way(x, norm), weight=weight)
+    expected = open_gates_reference(F.linear(normalized(x, norm), weight.float()), gate)
+    assert_close(actual, expected.bfloat16())
 
 
 @pytest.mark.parametrize("batch", BATCHES)
@@ -130,7 +132,7 @@ def test_gated_gemms_in_equal_parts(device: torch.device, cut: Cut, batch: int) 
 
     x, bias = normal(batch, 1024, device=device), normal(17408, device=device)
     weights = [normal(17408, 1024, device=device, scale=1 / 32) for _ in range(4)]
-    kernel = LinearKernel((17408, 1024), device, gated=True, cuts={batch: cut})
+    kernel = LinearKernel((17408, 1024), device, gate="silu", cuts={batch: cut})
     actual = [kernel(x, weight, bias=bias, pdl=True) for weight in weights]
     for of_kernel, weight in zip(actual, weights, strict=True):
         gate, up = F.linear(x.float(), weight.float(), bias.float()).chunk(2, dim=1)

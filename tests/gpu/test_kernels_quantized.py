@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from minisgl_backend.kernels.activation import Gate, open_gates_reference
 from minisgl_backend.kernels.dispatch import is_interpreted
 from minisgl_backend.kernels.float8_rows import float8_rows
 from minisgl_backend.kernels.linear_cut import Cut
@@ -88,16 +89,17 @@ def test_gemms(device: torch.device, form: str, size: int, pdl: bool) -> None:
 
 @needs_gpu
 @pytest.mark.parametrize("form", FORMATS)
-def test_gated_gemms_of_rows_to_be_normalized(device: torch.device, form: str) -> None:
+@pytest.mark.parametrize("gate", ["silu", "gelu"])
+def test_gated_gemms_of_rows_to_be_normalized(device: torch.device, form: str, gate: Gate) -> None:
     from minisgl_backend.kernels.cuda.linear import LinearKernel
 
     packed, numbers = packed_of(made(form, 2560, 1024, device), gated=True)
-    kernel = LinearKernel((2560, 1024), device, gated=True, codes=packed.kind)
+    kernel = LinearKernel((2560, 1024), device, gate=gate, codes=packed.kind)
     for batch in BATCHES:
         x, norm = normal(batch, 1024, device=device, scale=3.0), normal(1024, device=device)
         actual = kernel(**half_way(x, norm), weight=packed)
-        gate, up = F.linear(normalized(x, norm), numbers).chunk(2, dim=1)
-        assert_close(actual, (F.silu(gate) * up).bfloat16())
+        expected = open_gates_reference(F.linear(normalized(x, norm), numbers), gate)
+        assert_close(actual, expected.bfloat16())
 
 
 CUTS = [

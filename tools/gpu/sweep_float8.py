@@ -23,7 +23,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from minisgl_backend.kernels.activation import silu_mul
+from minisgl_backend.kernels.activation import Gate, open_gates
 from minisgl_backend.kernels.cuda.float8_linear import Float8Kernel, Workspace
 from minisgl_backend.kernels.float8_cut import Float8Cut
 from minisgl_backend.kernels.float8_rows import float8_rows
@@ -93,16 +93,18 @@ def copies_of(packed: PackedWeight) -> list[PackedWeight]:
 
 def sweep(name: str, shape: Shape, sizes: Sequence[int], device: torch.device) -> None:
     height, width = shape
-    gated = name == "gate, up"
+    gate: Gate | None = "silu" if name == "gate, up" else None
     plain = torch.randn(height, width, device=device, dtype=torch.bfloat16).mul_(width**-0.5)
-    packed = pack(quantize(plain, Encoding.E4M3, (128, 128), symmetric=True), gated=gated)
+    packed = pack(
+        quantize(plain, Encoding.E4M3, (128, 128), symmetric=True), gated=gate is not None
+    )
     assert packed is not None
     layers = copies_of(packed)
     of_library = [Float8Weight.of(layer) for layer in layers]
     workspace = Workspace(device)
 
     def compiled(cut: Float8Cut) -> Float8Kernel:
-        return Float8Kernel((height, width), workspace, codes=packed.kind, gated=gated, cut=cut)
+        return Float8Kernel((height, width), workspace, codes=packed.kind, gate=gate, cut=cut)
 
     with ThreadPoolExecutor(16) as pool:
         kernels = dict(zip(CUTS, pool.map(compiled, CUTS), strict=True))
@@ -115,7 +117,7 @@ def sweep(name: str, shape: Shape, sizes: Sequence[int], device: torch.device) -
             assert weight is not None
             rows = float8_rows(x, weight.group, pdl=True)
             y = float8_linear(rows, weight, x.dtype)
-            return silu_mul(y, pdl=True) if gated else y
+            return y if gate is None else open_gates(y, gate, pdl=True)
 
         expected = library(of_library[0]).float()
         before = seconds([partial(library, weight) for weight in of_library]) * 1e6

@@ -101,7 +101,7 @@ def made(name: str, cut: Cut, kind: CodesKind, device: torch.device) -> Any:
             codes=kind,
         )
     if name == "gate, up":
-        return LinearKernel(shape, device, gated=True, cuts=cuts, codes=kind)
+        return LinearKernel(shape, device, gate="silu", cuts=cuts, codes=kind)
     return ResidualKernel(shape, device, cuts=cuts, codes=kind)
 
 

@@ -87,7 +87,7 @@ def _layers(shape: Shape, batch_size: int) -> Callable[[AdaptedTokens | None], l
         *sizes, device, page_size=PAGE_SIZE, fp8=False, adapters=(_NUM_SLOTS, 3 * _RANK)
     )
     o = ResidualKernel((hidden, heads), device, adapters=(_NUM_SLOTS, _RANK))
-    up = LinearKernel((2 * inner, hidden), device, gated=True, adapters=(_NUM_SLOTS, 2 * _RANK))
+    up = LinearKernel((2 * inner, hidden), device, gate="silu", adapters=(_NUM_SLOTS, 2 * _RANK))
     down = ResidualKernel((hidden, inner), device, adapters=(_NUM_SLOTS, _RANK))
     positions = torch.arange(batch_size, device=device, dtype=torch.int32)
     cos_sin = torch.rand(4096, shape.head_dim, device=device)

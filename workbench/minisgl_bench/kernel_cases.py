@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minisgl_backend.kernels.activation import silu_mul, silu_mul_reference
+from minisgl_backend.kernels.activation import open_gates, open_gates_reference
 from minisgl_backend.kernels.embedding import embedding, embedding_reference
 from minisgl_backend.kernels.float8_rows import float8_rows
 from minisgl_backend.kernels.linear_cut import MAX_TOKENS
@@ -215,7 +215,9 @@ def elementwise_cases(shape: Shape, batch_size: int) -> Iterator[Case]:
     )
     num_bytes = 6 * batch_size * shape.intermediate
     gates = [(normal(batch_size, 2 * shape.intermediate),) for _ in copies(num_bytes)]
-    yield Case("silu * up", num_bytes, each(silu_mul, gates), each(silu_mul_reference, gates))
+    of_silu = {"gate": "silu"}
+    ours, twin = each(open_gates, gates, **of_silu), each(open_gates_reference, gates, **of_silu)
+    yield Case("silu * up", num_bytes, ours, twin)
 
     cache = normal(batch_size + 1, PAGE_SIZE, shape.num_kv_heads, shape.head_dim)
     heads = normal(shape.num_heads + shape.num_kv_heads, shape.head_dim)

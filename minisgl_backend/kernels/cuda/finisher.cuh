@@ -343,7 +343,7 @@ struct Finisher {
                 x[part] = sums[token / 2 + part] * (factor[part % 2] * (part / 2 ? scale_8 : scale))
                     + (part / 2 ? bias_8 : bias);
             if (GATED) {
-                store_transposed(to + 8 * i * PITCH, pack(opened(x[0], x[2]), opened(x[1], x[3])));
+                store_transposed(to + 8 * i * PITCH, pack(opened<GATE>(x[0], x[2]), opened<GATE>(x[1], x[3])));
             } else {
                 store_transposed(to + 8 * i * PITCH, pack(x[0], x[1]), pack(x[2], x[3]));
             }

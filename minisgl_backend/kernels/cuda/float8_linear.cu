@@ -14,7 +14,7 @@
 // the other warpgroup meanwhile. Other scales, of tokens and of the weight's rows, are applied at the end.
 //
 // Compiled with: HEIGHT (rows of the weight), SIZE (in_features), GATED (the weight holds the gate's rows, then as many
-// rows of the values; SiLU), GROUPED (a scale for every 8 rows of the weight, in the order of tiles, and 128
+// rows of the values), GATE (see `gates.cuh`), GROUPED (a scale for every 8 rows of the weight, in the order of tiles, and 128
 // in_features; otherwise one per row), TOKENS (64, 96 or 128), SHARED, STAGES of the ring and SHARED_BYTES. The output
 // and the bias are bfloat16.
 
@@ -268,7 +268,7 @@ __device__ __forceinline__ void finish(
     const float d = sums.w * (factors.y * rows.high) + rows.high_bias;
     u32* const out = reinterpret_cast<u32*>(args.out + (u64)to * OUT_FEATURES + rows.feature) + lane % 4;
 #if GATED
-    const u32 both = transposed(pack(opened(a, c), opened(b, d)));
+    const u32 both = transposed(pack(opened<GATE>(a, c), opened<GATE>(b, d)));
     if (to < args.num_rows) out[0] = both;
 #else
     const u32 low = transposed(pack(a, b)), high = transposed(pack(c, d));

@@ -16,6 +16,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from minisgl_backend.kernels.activation import Gate
+from minisgl_backend.kernels.cuda.gates import gate_macro
 from minisgl_backend.kernels.cuda.module import CudaModule, TensorMap, address, tensor_map
 from minisgl_backend.kernels.dispatch import num_processors
 from minisgl_backend.kernels.float8_cut import FEATURES, Float8Cut, cuts_of, why_not
@@ -57,7 +59,7 @@ class Workspace:
 
 
 class Float8Kernel:
-    """x W^T + bias; or silu(x G^T) * (x U^T) for a ``gated`` weight, which holds G and then U.
+    """x W^T + bias; or with a ``gate``, gate(x G^T) * (x U^T) for a weight that holds G and then U.
 
     Launches share a workspace, so they must all be on one stream.
     """
@@ -68,19 +70,20 @@ class Float8Kernel:
         workspace: Workspace,
         *,
         codes: CodesKind,
-        gated: bool,
+        gate: Gate | None,
         cut: Float8Cut,
     ) -> None:
         """``shape``: [height, in_features] of the weight."""
         self._height, self._in_features = shape
         assert codes.rounds_many_rows and why_not(self._height, self._in_features) is None
-        self._gated, self._codes, self._cut = gated, codes, cut
-        self._out_features = self._height // 2 if gated else self._height
+        self._gate, self._codes, self._cut = gate, codes, cut
+        self._out_features = self._height if gate is None else self._height // 2
         device = workspace.parts.device
         constants = {
             "HEIGHT": self._height,
             "SIZE": self._in_features,
-            "GATED": gated,
+            "GATED": gate is not None,
+            "GATE": gate_macro(gate),
             "GROUPED": codes.group > 0,
             "TOKENS": cut.tokens,
             "SHARED": cut.shared,
@@ -131,7 +134,7 @@ class Float8Kernel:
         if key not in self._maps:
             size, numbers = self._in_features, codes.view(torch.uint8)
             rows = self._cut.loaded_rows
-            if self._gated:
+            if self._gate is not None:
                 outs = self._out_features
                 shape, strides = (size, 8, 2, outs // 8), (size, outs * size, 8 * size)
                 made = tensor_map(numbers, shape, strides, (128, 8, 2, rows // 16))
@@ -150,13 +153,13 @@ class Float8Linear:
         workspace: Workspace,
         *,
         codes: CodesKind,
-        gated: bool,
+        gate: Gate | None,
         more_than: int,
     ) -> None:
         height, in_features = shape
         cuts = cuts_of(height, in_features, more_than=more_than)
-        self.gated, self.most_rows = gated, max(cuts, default=0)
-        made = partial(Float8Kernel, shape, workspace, codes=codes, gated=gated)
+        self.gate, self.most_rows = gate, max(cuts, default=0)
+        made = partial(Float8Kernel, shape, workspace, codes=codes, gate=gate)
         with ThreadPoolExecutor() as pool:
             kernels = pool.map(lambda cut: made(cut=cut), cuts.values())
         self._kernels = dict(zip(cuts, kernels, strict=True))

@@ -338,7 +338,7 @@ def _adapters(adaptation: Adaptation) -> _Adapters:
     )
 
 
-_OF_RESULTS: Final = {"GATED": 0, "RESIDUAL": 0, "HEADS": 0, "FP8": 0, "PAGE_SIZE": 1}
+_OF_RESULTS: Final = {"GATED": 0, "GATE": 0, "RESIDUAL": 0, "HEADS": 0, "FP8": 0, "PAGE_SIZE": 1}
 """The macros that say what is done with results; by default nothing."""
 
 

@@ -8,7 +8,7 @@
 enum { SILU, CLAMPED, GELU };
 
 // `value` behind a gate. Only if CLAMPED: `alpha` is of the sigmoid, and `limit` of both gate and value.
-template <int KIND = SILU>
+template <int KIND>
 __device__ __forceinline__ float opened(float gate, float value, float alpha = 0, float limit = 0) {
     if (KIND == CLAMPED) gate = fminf(gate, limit), value = fminf(fmaxf(value, -limit), limit);
     const float slope = KIND == CLAMPED ? alpha

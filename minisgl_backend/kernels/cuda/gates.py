@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from minisgl_backend.experts_spec import ClampedGate, GeluGate
+from minisgl_backend.kernels.activation import Gate
 
 
-def gate_macro(gate: ClampedGate | GeluGate | None) -> int:
-    """The macro GATE; ``gate`` None stands for SiLU."""
-    if gate is None:
-        return 0
-    return 1 if isinstance(gate, ClampedGate) else 2
+def gate_macro(gate: Gate | ClampedGate | GeluGate | None) -> int:
+    """The macro GATE; of experts' gates None stands for SiLU."""
+    if isinstance(gate, ClampedGate):
+        return 1
+    return 2 if gate == "gelu" or isinstance(gate, GeluGate) else 0
 
 
 def gate_arguments(gate: ClampedGate | GeluGate | None) -> dict[str, float]:

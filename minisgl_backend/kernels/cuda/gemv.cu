@@ -10,7 +10,7 @@
 // the in_features. They write each sum together with the number of the launch in one store, as in `linear.cu`. The
 // first warp of every other thread block adds up the sums that it needs and multiplies them by 16 rows of B.
 //
-// Compiled with: SIZE (in_features, a multiple of 128), WARPS, COLUMNS (per batch), ADAPTED, GATED, RESIDUAL, HEADS
+// Compiled with: SIZE (in_features, a multiple of 128), WARPS, COLUMNS (per batch), ADAPTED, GATED, GATE, RESIDUAL, HEADS
 // (the size of a head, or 0; a cluster has one head) and, with HEADS, PAGE_SIZE and FP8. CODE, GROUP, SHARED_BY and
 // ZEROS of the weight, and PER_PROCESSOR, are as in `linear.cu`.
 //
@@ -296,7 +296,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_PROCESSOR) gemv(const 
         if (args.bias) value += to_float(of_rows.bias[row]);
         if (GATED) {
             const float behind = __shfl_down_sync(ALL, value, 8);   // what the gate opens
-            if (lane < 8) args.out[at] = (u16)pack(opened(value, behind), 0);
+            if (lane < 8) args.out[at] = (u16)pack(opened<GATE>(value, behind), 0);
         } else if (RESIDUAL) {
             const u16 sum = (u16)pack(rounded(value) + to_float(of_rows.stream[row]), 0);
             const float as_read = to_float(sum);

@@ -19,10 +19,12 @@ from functools import cache, cached_property, partial
 import torch
 from torch import Tensor
 
+from minisgl_backend.kernels.activation import Gate
 from minisgl_backend.kernels.adapters import Adaptation, AdaptersShape
 from minisgl_backend.kernels.cuda.adapters import ShrinkKernel, shrink_kernel
 from minisgl_backend.kernels.cuda.float8_linear import Float8Linear, Workspace
 from minisgl_backend.kernels.cuda.fused_linear import FusedLinear
+from minisgl_backend.kernels.cuda.gates import gate_macro
 from minisgl_backend.kernels.cuda.heads import Heads
 from minisgl_backend.kernels.cuda.module import address
 from minisgl_backend.kernels.linear_cut import MAX_TOKENS, Cut
@@ -30,22 +32,22 @@ from minisgl_backend.kernels.packed_weight import CodesKind, PackedWeight
 
 
 class LinearKernel(FusedLinear):
-    """x W^T; or silu(x G^T) * (x U^T) for a ``gated`` weight, which holds G and then U."""
+    """x W^T; or with a ``gate``, gate(x G^T) * (x U^T) for a weight that holds G and then U."""
 
     def __init__(
         self,
         shape: Sequence[int],
         device: torch.device,
         *,
-        gated: bool = False,
+        gate: Gate | None = None,
         most_tokens: int = MAX_TOKENS,
         cuts: Mapping[int, Cut] | None = None,
         codes: CodesKind | None = None,
         adapters: AdaptersShape | None = None,
     ) -> None:
         """``shape`` is the weight's."""
-        self._out_features = shape[0] // 2 if gated else shape[0]
-        pairs = self._out_features if gated else None
+        self._out_features = shape[0] if gate is None else shape[0] // 2
+        pairs = None if gate is None else self._out_features
         super().__init__(
             shape,
             device,
@@ -54,7 +56,8 @@ class LinearKernel(FusedLinear):
             pairs=pairs,
             codes=codes,
             adapters=adapters,
-            GATED=gated,
+            GATED=gate is not None,
+            GATE=gate_macro(gate),
         )
 
     def __call__(

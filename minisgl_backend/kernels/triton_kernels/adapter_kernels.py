@@ -235,6 +235,7 @@ def _gated_expand(
     SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    GELU: tl.constexpr,
     PDL: tl.constexpr,
 ):
     if PDL:
@@ -285,7 +286,7 @@ def _gated_expand(
                 STEP,
                 SPLITS,
             )
-        y = opened(gate, up, False)
+        y = opened(gate, up, GELU)
         out_ptrs = out_ptr + token[:, None] * SIZE + column[None, :]
         tl.store(out_ptrs, y.to(out_ptr.dtype.element_ty), mask=mask)
 
@@ -429,9 +430,10 @@ def launch_gated_expand(
     blocks: Tensor,
     *,
     block: int,
+    gelu: bool,
     pdl: bool,
 ) -> None:
-    """``out`` [num_tokens, size] is silu(gate) * up of ``gate_up`` [num_tokens, 2 * size] plus the
+    """``out`` [num_tokens, size] opens the gates of ``gate_up`` [num_tokens, 2 * size] plus the
     product of ``inner`` and B^T; ``inner`` as for ``launch_expand``."""
     splits, num_tokens, width = inner.shape
     size = out.shape[1]
@@ -453,6 +455,7 @@ def launch_gated_expand(
         SPLITS=splits,
         BLOCK=block,
         BLOCK_N=block_n,
+        GELU=gelu,
         PDL=pdl,
         num_warps=4,
         **launch_options(pdl),

@@ -88,7 +88,7 @@ def test_norm_and_gate_round_once(dtype: torch.dtype) -> None:
     for actual, expected in (
         (normed, wide / (wide.pow(2).mean(1, keepdim=True) + 1e-6).sqrt() * weight.double()),
         (
-            activation.silu_mul(x),
+            activation.open_gates(x, "silu"),
             wide[:, :40] / (1 + torch.exp(-wide[:, :40])) * wide[:, 40:],
         ),
     ):
@@ -125,16 +125,16 @@ def test_add_normed() -> None:
     torch.testing.assert_close(found, [under(joined, first), under(joined, second)])
 
 
-def test_gelu_mul() -> None:
+def test_gates_of_gelu() -> None:
     gate, up = torch.randn(2, 5, 40)
-    out = activation.gelu_mul(torch.cat([gate, up], dim=1))
+    out = activation.open_gates(torch.cat([gate, up], dim=1), "gelu")
     inner = math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)
     torch.testing.assert_close(out, 0.5 * gate * (1 + inner.tanh()) * up)
 
 
-def test_silu_mul() -> None:
+def test_gates_of_silu() -> None:
     gate, up = torch.randn(3, 5), torch.randn(3, 5)
-    out = activation.silu_mul(torch.cat([gate, up], dim=1))
+    out = activation.open_gates(torch.cat([gate, up], dim=1), "silu")
     torch.testing.assert_close(out, gate / (1 + torch.exp(-gate)) * up)
 
 
@@ -382,7 +382,7 @@ def test_fused_experts_of_equal_experts_is_one_feed_forward() -> None:
     gate_up[1], down[1] = gate_up[0], down[0]
     ids = torch.tensor([[0, 1]] * 6)
     weights = torch.tensor([[0.25, 0.75]] * 6)
-    expected = F.linear(activation.silu_mul(F.linear(x, gate_up[0])), down[0])
+    expected = F.linear(activation.open_gates(F.linear(x, gate_up[0]), "silu"), down[0])
     actual = fused_experts(x, ExpertWeights(gate_up, down), Choices(ids, weights))
     torch.testing.assert_close(actual, expected)
 

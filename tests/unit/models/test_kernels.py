@@ -23,8 +23,8 @@ from minisgl_backend.errors import ConfigError
 from minisgl_backend.execution.decode_graphs import batch_sizes
 from minisgl_backend.execution.states import StateStorage
 from minisgl_backend.experts_spec import ClampedGate, GeluGate, RoutingRule
-from minisgl_backend.kernels import float8_rows, small_batch, wide_linear
-from minisgl_backend.kernels.activation import silu_mul_reference
+from minisgl_backend.kernels import float8_rows, linear_cut, small_batch, wide_linear
+from minisgl_backend.kernels.activation import Gate, open_gates_reference
 from minisgl_backend.kernels.adapters import (
     IN_STEP,
     Adaptation,
@@ -79,6 +79,7 @@ from tests.conformance.checkpoints import (
     VOCAB_SIZE,
     write_broad_checkpoint,
     write_broad_experts_checkpoint,
+    write_broad_gemma_checkpoint,
     write_broad_hybrid_checkpoint,
     write_checkpoint,
 )
@@ -184,7 +185,7 @@ class TwinCores:
         self,
         shape: Sequence[int],
         *,
-        gated: bool,
+        gate: Gate | None,
         codes: CodesKind | None,
         adapters: tuple[int, int] | None = None,
     ) -> Any:
@@ -202,11 +203,11 @@ class TwinCores:
             assert (codes is not None) == isinstance(weight, PackedWeight)
             assert adaptation is None or adapters
             y = self._linear(x, weight, squares, eps, bias, adaptation)
-            return silu_mul_reference(y) if gated else y
+            return y if gate is None else open_gates_reference(y, gate)
 
         return self._kernel(gemm)
 
-    def float8(self, shape: Sequence[int], *, codes: CodesKind, gated: bool) -> Any:
+    def float8(self, shape: Sequence[int], *, codes: CodesKind, gate: Gate | None) -> Any:
         """For up to 40 tokens, which are ``exact_rows``."""
 
         def gemm(
@@ -215,10 +216,10 @@ class TwinCores:
             assert weight.shape == shape and weight.kind == codes and not pdl
             assert x.num_rows > self.most_tokens and x.group == weight.shape[1]
             y = self._linear(as_they_were(x), weight, None, 0.0, bias, None)
-            return silu_mul_reference(y) if gated else y
+            return y if gate is None else open_gates_reference(y, gate)
 
         kernel: Any = gemm
-        kernel.gated, kernel.most_rows = gated, 2 * self.most_tokens
+        kernel.gate, kernel.most_rows = gate, 2 * self.most_tokens
         return kernel
 
     def residual(
@@ -347,6 +348,52 @@ def test_a_prompt_then_a_token_on_tensor_cores(
         check_prompt_then_token(model, *prompt)
 
     on_ranks(size, check)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("length", [5, 40])
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_weights_between_norms_take_tensor_cores_separately(
+    is_packed: bool, length: int, size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Plain weights that are large enough, and packed ones; the kernels also open gates of GELU."""
+    made: list[tuple[Gate | None, CodesKind | None]] = []
+
+    class Cores(TwinCores):
+        def __init__(self, device: torch.device, most_tokens: int) -> None:
+            assert device == CPU and most_tokens >= self.most_tokens
+
+        def linear(self, shape: Sequence[int], **of: Any) -> Any:
+            made.append((of["gate"], of["codes"]))
+            return super().linear(shape, **of)
+
+    twins = SimpleNamespace(HopperExperts=lambda device: None, TensorCores=Cores)
+    monkeypatch.setattr(kernel_choice, "has_hopper_kernels", lambda device, dtype: True)
+    monkeypatch.setattr(kernel_choice, "importlib", SimpleNamespace(import_module=lambda _: twins))
+    monkeypatch.setattr(quantized_matrix, "cuts_of", lambda *_, more_than: {2 * more_than: None})
+    monkeypatch.setattr(float8_rows, "float8_rows_reference", exact_rows)
+    monkeypatch.setattr(linear_cut, "_LEAST_ALONE", 512 * 256)
+    theirs = write_broad_gemma_checkpoint(tmp_path)
+    spec = load_spec(tmp_path)
+    if is_packed:
+        form = CONVERTED_FP8
+        names = re.compile(r".*(attn|mlp)\.\w+_proj")
+        for name, weight in theirs.named_parameters():
+            if names.fullmatch(name.removesuffix(".weight")):
+                found = quantize(weight.data, form.encoding, (128, 128), symmetric=True)
+                weight.data.copy_(dequantized(found, torch.float32))
+        spec = replace(spec, weights=WeightFormats("test", (Rule(names, form),)))
+    prompt = a_prompt(theirs, length)
+
+    def check(group: Group) -> None:
+        model = load(tmp_path, group, fused=True, spec=spec)
+        use_tensor_cores(model, CPU)
+        check_prompt_then_token(model, *prompt)
+
+    on_ranks(size, check)
+    assert len(made) == 4 * spec.num_layers * size
+    assert {gate for gate, _ in made} == {None, "gelu"}
+    assert all((codes is not None) == is_packed for _, codes in made)
 
 
 @pytest.mark.parametrize("size", [1, 2])

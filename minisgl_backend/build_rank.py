@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 import torch
@@ -31,6 +32,7 @@ from minisgl_backend.models.decoder import Decoder
 from minisgl_backend.models.kernel_choice import (
     has_expert_kernels,
     has_hopper_kernels,
+    has_linear_kernels,
     use_invariant_kernels,
     use_tensor_cores,
 )
@@ -167,13 +169,14 @@ def _model(facts: Resolved, group: Group, progress: Progress) -> Decoder:
     options, on_gpu = facts.options, not facts.device.is_host
     fused_experts = on_gpu and options.moe_backend != "torch"
     parts = 1 if options.expert_parallel else group.size
+    has_kernels = partial(has_hopper_kernels, facts.device.torch_device, facts.dtype)
 
     def keeps_experts(form: WeightFormat) -> bool:
-        return (
-            fused_experts
-            and has_expert_kernels(form, facts.spec, parts)
-            and has_hopper_kernels(facts.device.torch_device, facts.dtype)
-        )
+        return fused_experts and has_expert_kernels(form, facts.spec, parts) and has_kernels()
+
+    def takes(out_features: int, in_features: int) -> bool:
+        # on Hopper a plain weight is faster than codes without a kernel on tensor cores
+        return has_linear_kernels(out_features, in_features) or not has_kernels()
 
     try:
         model = build_model(
@@ -187,8 +190,9 @@ def _model(facts: Resolved, group: Group, progress: Progress) -> Decoder:
             seed=options.seed or 0,
             fused_experts=fused_experts,
             whole_experts=options.expert_parallel,
-            keep_quantized=not facts.device.is_host,
+            keep_quantized=on_gpu,
             keeps_experts=keeps_experts,
+            takes=takes if on_gpu else None,
             progress=progress,
         )
         model.pack()

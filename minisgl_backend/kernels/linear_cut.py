@@ -318,6 +318,11 @@ def largest_batch(
     return max((batch for batch in BATCHES if batch <= most), default=0)
 
 
+def takes_codes(height: int, in_features: int) -> bool:
+    """Whether there are kernels for quantized weights of these sizes."""
+    return why_not(height, in_features) is None and in_features % CODES_BLOCK == 0
+
+
 def gains_alone(height: int, in_features: int) -> bool:
     """Whether these GEMMs are faster for a plain weight, even if norms and residual adds around
     them are separate kernels. On an H200 they are with the weights of Gemma 4 31B, and not with

@@ -109,7 +109,7 @@ class QuantizedMatrix(Matrix):
         return kernels is not None and num_tokens <= kernels.most_rows
 
     def fits_tensor_cores(self, *, gated: bool = False) -> bool:
-        fits = linear_cut.why_not(self.out_features, self.in_features) is None
+        fits = linear_cut.takes_codes(self.out_features, self.in_features)
         return fits and self.arrange(gated=gated) is not None
 
     def use_float8(self, kernels: TensorCores, *, gate: Gate | None = None) -> None:
@@ -163,14 +163,16 @@ class Matrices:
     """Makes the matrices of a model.
 
     ``format_of`` says how a projection is stored, by its name in the checkpoint; None stands for
-    plain numbers. ``keeps`` says whether the device has kernels for weights of a format, and
-    ``keeps_experts`` the same for experts' weights. ``fused``: matrices use this package's kernels.
+    plain numbers. ``keeps`` says whether the device has kernels for weights of a format,
+    ``keeps_experts`` the same for experts' weights, and ``takes`` whether those for quantized
+    weights take [out_features, in_features]. ``fused``: matrices use this package's kernels.
     """
 
     format_of: Callable[[str], WeightFormat | None]
     keeps: Callable[[WeightFormat], bool]
     keeps_experts: Callable[[WeightFormat], bool]
     fused: bool
+    takes: Callable[[int, int], bool]
 
     def make(
         self,
@@ -188,7 +190,8 @@ class Matrices:
             if padded and self.fused:
                 out_features = linear_cut.padded(out_features)
         formats = {name: form for name in parts if (form := self.format_of(name)) is not None}
-        if len(formats) == len(parts) and _is_kept(list(formats.values()), self.keeps):
+        are_all = len(formats) == len(parts) and self.takes(out_features, ins.size)
+        if are_all and _is_kept(list(formats.values()), self.keeps):
             return QuantizedMatrix(parts, ins, out_features, formats=formats, fused=self.fused)
         return DenseMatrix(parts, ins, out_features, formats=formats, fused=self.fused)
 

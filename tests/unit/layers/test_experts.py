@@ -50,7 +50,13 @@ def block(
         fused=fused,
         whole_experts=whole_experts,
         group=group,
-        matrices=Matrices(lambda name: None, lambda form: False, lambda form: False, fused=fused),
+        matrices=Matrices(
+            lambda name: None,
+            keeps=lambda form: False,
+            keeps_experts=lambda form: False,
+            fused=fused,
+            takes=lambda out_features, in_features: True,
+        ),
     )
 
 

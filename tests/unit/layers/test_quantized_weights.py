@@ -21,6 +21,8 @@ from torch import Tensor
 from minisgl_backend.config import EngineOptions
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.kernels.quantized import QuantizedWeight, dequantized, quantize
+from minisgl_backend.layers.matrix import DenseMatrix, Matrix
+from minisgl_backend.layers.quantized_matrix import QuantizedMatrix
 from minisgl_backend.layers.quantized_place import QuantizedPlace
 from minisgl_backend.layers.router import Router
 from minisgl_backend.layers.stored_weight import StoredWeight
@@ -415,6 +417,31 @@ def test_modules_that_the_tool_left_plain_are_plain(
     )
     assert torch.equal(qkv[:128], number)
     assert qkv[128:].abs().max() > 0
+
+
+@pytest.mark.parametrize("case", ["fp8-blocks", "awq-128", "gptq-reordered"])
+def test_weights_of_sizes_that_kernels_do_not_take_are_dequantized(
+    case: str, checkpoints: Callable[[str], Path]
+) -> None:
+    """Those that they take are kept."""
+    folder = checkpoints(case)
+    sizes: set[tuple[int, int]] = set()
+
+    def takes(out_features: int, in_features: int) -> bool:
+        sizes.add((out_features, in_features))
+        return in_features == load_spec(folder).intermediate_size
+
+    model = _build(folder, keep_quantized=True, takes=takes)
+    plain = _build(folder)
+    assert len({width for _, width in sizes}) > 1
+    for name, matrix in model.named_modules():
+        if not isinstance(matrix, Matrix):
+            continue
+        if name.endswith("down_proj.matrix"):
+            assert isinstance(matrix, QuantizedMatrix)
+            continue
+        assert isinstance(matrix, DenseMatrix)
+        assert torch.equal(matrix.weight, plain.get_parameter(f"{name}.weight"))
 
 
 @pytest.mark.parametrize(

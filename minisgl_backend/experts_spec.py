@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from minisgl_backend.errors import ConfigError
+from minisgl_backend.gates import ClampedGate, Gate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,36 +70,22 @@ class SharedExpert:
     gated: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class ClampedGate:
-    """gpt-oss's gate: (up + 1) * gate * sigmoid(alpha * gate), with the gate at most ``limit`` and
-    up within ``limit`` of 0; in place of silu(gate) * up."""
-
-    alpha: float
-    limit: float
-
-
-@dataclass(frozen=True, slots=True)
-class GeluGate:
-    """Gemma 4's gate: gelu(gate) * up, with the tanh approximation of GELU."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertsSpec:
     """The experts of a layer, gated MLPs of ``intermediate_size``.
 
-    ``gate``: the function that gates them, None for SiLU. ``biases``: their projections and the
-    router have biases. ``router`` is the router's name in the checkpoint. ``interleaved``: the
-    checkpoint has one tensor for all experts, in which the outputs of gates and ups alternate, as
-    in gpt-oss; in plain tensors inputs come before outputs. ``scales_inputs``: the weight of a
-    token's only expert multiplies the expert's input, not its output. Raises ``ConfigError`` if
-    tokens may then take several.
+    ``gate``: the function that gates them. ``biases``: their projections and the router have
+    biases. ``router`` is the router's name in the checkpoint. ``interleaved``: the checkpoint has
+    one tensor for all experts, in which the outputs of gates and ups alternate, as in gpt-oss; in
+    plain tensors inputs come before outputs. ``scales_inputs``: the weight of a token's only expert
+    multiplies the expert's input, not its output. Raises ``ConfigError`` if tokens may then take
+    several.
     """
 
     routing: RoutingRule
     intermediate_size: int
     shared: SharedExpert | None = None
-    gate: ClampedGate | GeluGate | None = None
+    gate: Gate | ClampedGate = "silu"
     biases: bool = False
     router: str = "gate"
     interleaved: bool = False

@@ -5,16 +5,12 @@ tanh approximation of GELU (arXiv 1606.08415); and the gate of attention's outpu
 
 from __future__ import annotations
 
-from typing import Literal, TypeAlias
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from minisgl_backend.gates import Gate
 from minisgl_backend.kernels.dispatch import at_least_float32, use_triton
-
-Gate: TypeAlias = Literal["silu", "gelu"]
-"""The function of a gate; gelu is approximated by tanh."""
 
 
 def gate_mul(gate: Tensor, up: Tensor, function: Gate, *, pdl: bool = False) -> Tensor:

@@ -28,7 +28,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minisgl_backend.kernels.activation import Gate, open_gates_reference
+from minisgl_backend.gates import Gate
+from minisgl_backend.kernels.activation import open_gates_reference
 from minisgl_backend.kernels.dispatch import use_triton
 from minisgl_backend.request import IntArray
 

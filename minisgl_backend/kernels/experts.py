@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minisgl_backend.experts_spec import ClampedGate, GeluGate
+from minisgl_backend.gates import ClampedGate, Gate
 from minisgl_backend.kernels.activation import open_gates_reference
 from minisgl_backend.kernels.dispatch import at_least_float32, use_triton
 from minisgl_backend.kernels.packed_weight import (
@@ -38,7 +38,7 @@ class ExpertWeights:
 
     ``gate_up`` [num_experts, 2 * intermediate_size, hidden_size], gates first; ``down``
     [num_experts, hidden_size, intermediate_size]; biases of the same shapes without the last
-    dimension. ``gate`` None stands for SiLU. Only the kernels of ``cuda.experts`` take packed
+    dimension. Only the kernels of ``cuda.experts`` take packed
     weights.
     """
 
@@ -46,7 +46,7 @@ class ExpertWeights:
     down: Tensor | QuantizedWeight | PackedWeight
     gate_up_bias: Tensor | None = None
     down_bias: Tensor | None = None
-    gate: ClampedGate | GeluGate | None = None
+    gate: Gate | ClampedGate = "silu"
 
     @property
     def num_experts(self) -> int:
@@ -164,7 +164,6 @@ def expert_outputs(
         bias=experts.gate_up_bias,
         block=block,
         top_k=top_k,
-        gated=True,
         gate=experts.gate,
     )
     outer = torch.empty((num_tokens * top_k, hidden_size), dtype=x.dtype, device=x.device)
@@ -177,7 +176,7 @@ def expert_outputs(
         bias=experts.down_bias,
         block=block,
         top_k=1,
-        gated=False,
+        gate=None,
     )
     return outer.view(num_tokens, top_k, hidden_size)
 
@@ -266,13 +265,13 @@ def fused_experts_reference(x: Tensor, experts: ExpertWeights, choices: Choices)
     return out.to(x.dtype)
 
 
-def _opened(both: Tensor, rule: ClampedGate | GeluGate | None) -> Tensor:
+def _opened(both: Tensor, gate: Gate | ClampedGate) -> Tensor:
     """The gated values of ``both`` [count, 2 * inner size], gates first."""
-    if not isinstance(rule, ClampedGate):
-        return open_gates_reference(both, "silu" if rule is None else "gelu")
-    gate, up = at_least_float32(both).chunk(2, dim=-1)
-    gate, up = gate.clamp(max=rule.limit), up.clamp(-rule.limit, rule.limit)
-    return ((up + 1) * gate * (rule.alpha * gate).sigmoid()).to(both.dtype)
+    if not isinstance(gate, ClampedGate):
+        return open_gates_reference(both, gate)
+    closed, up = at_least_float32(both).chunk(2, dim=-1)
+    closed, up = closed.clamp(max=gate.limit), up.clamp(-gate.limit, gate.limit)
+    return ((up + 1) * closed * (gate.alpha * closed).sigmoid()).to(both.dtype)
 
 
 def _bias(biases: Tensor | None, expert: int) -> Tensor | None:

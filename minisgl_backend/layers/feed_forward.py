@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor, nn
 
+from minisgl_backend.gates import Gate
 from minisgl_backend.kernels.adapters import AdaptedTokens
 from minisgl_backend.layers.linear import MergedColumnLinear, RowLinear
 from minisgl_backend.layers.norm import Normed, RMSNorm
@@ -43,7 +44,7 @@ class FeedForward(Protocol):
 
 class GatedMLP(nn.Module):
     """The block of Llama and its successors (``FeedForward``): down(silu(gate(x)) * up(x)), or with
-    ``gelu`` in place of silu, as in Gemma."""
+    another ``gate`` than silu."""
 
     def __init__(
         self,
@@ -54,7 +55,7 @@ class GatedMLP(nn.Module):
         bias: bool,
         group: Group,
         matrices: Matrices,
-        gelu: bool = False,
+        gate: Gate = "silu",
     ):
         """``name`` is the module's in the checkpoint."""
         super().__init__()
@@ -66,7 +67,7 @@ class GatedMLP(nn.Module):
             parts,
             bias=bias,
             matrices=matrices,
-            gate="gelu" if gelu else "silu",
+            gate=gate,
         )
         self.down_proj = RowLinear(
             f"{name}.down_proj",

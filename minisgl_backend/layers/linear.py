@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-from minisgl_backend.kernels.activation import Gate
+from minisgl_backend.gates import Gate
 from minisgl_backend.kernels.adapters import (
     IN_STEP,
     RANK_STEP,

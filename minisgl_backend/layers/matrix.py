@@ -20,8 +20,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from minisgl_backend.gates import Gate
 from minisgl_backend.kernels import linear_cut, small_batch, wide_linear
-from minisgl_backend.kernels.activation import Gate, open_gates
+from minisgl_backend.kernels.activation import open_gates
 from minisgl_backend.kernels.adapters import (
     Adaptation,
     AdaptersShape,

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from minisgl_backend.gates import Gate
 from minisgl_backend.kernels import rms_norm as kernels
-from minisgl_backend.kernels.activation import Gate, open_gates
+from minisgl_backend.kernels.activation import open_gates
 from minisgl_backend.kernels.dispatch import at_least_float32
 from minisgl_backend.kernels.float8_rows import (
     Float8Rows,

@@ -15,8 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from minisgl_backend.gates import Gate
 from minisgl_backend.kernels import linear_cut
-from minisgl_backend.kernels.activation import Gate, open_gates
+from minisgl_backend.kernels.activation import open_gates
 from minisgl_backend.kernels.float8_cut import cuts_of
 from minisgl_backend.kernels.packed_weight import (
     CodesKind,

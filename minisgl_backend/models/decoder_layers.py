@@ -117,7 +117,7 @@ def _gated_mlp(spec: ModelSpec, layer: int, group: Group, matrices: Matrices) ->
         bias=spec.mlp_bias,
         group=group,
         matrices=matrices,
-        gelu=spec.gelu,
+        gate=spec.gate,
     )
 
 

@@ -57,7 +57,7 @@ class Gemma4Layer(nn.Module):
             bias=False,
             group=group,
             matrices=matrices,
-            gelu=True,
+            gate=spec.gate,
         )
         self.pre_feedforward_layernorm.rounding = self.mlp.rounding
         self.post_feedforward_layernorm = norm()

@@ -199,10 +199,10 @@ def has_fused_layers(spec: ModelSpec) -> bool:
     """Whether the kernels for whole layers (``use_tensor_cores``) know everything that the layers
     of such a model compute. Sizes and weight formats, which also matter, are not checked here.
 
-    The kernels do not know norms of the outputs of a layer's parts, gates of dense layers other
-    than SiLU, experts that ``expert_cut`` does not know, or routers that compute in float32.
+    The kernels do not know norms of the outputs of a layer's parts, experts that ``expert_cut``
+    does not know, or routers that compute in float32.
     """
     experts = None if spec.moe is None else spec.moe.experts
     if experts is not None and (experts.routing.sigmoid or not expert_cut.knows(experts)):
         return False
-    return spec.norms == "before" and not spec.gelu
+    return spec.norms == "before"

@@ -12,6 +12,7 @@ from typing import Final, Literal
 from minisgl_backend.attention.base import AttentionShape, KVHeads
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.experts_spec import ExpertsSpec
+from minisgl_backend.gates import Gate
 from minisgl_backend.models.tensor_names import TensorNames
 from minisgl_backend.weight_format import WeightFormats
 
@@ -179,9 +180,9 @@ class ModelSpec:
     token together; "unweighted": each head separately, without weights, in layers that rotate.
     ``query_growth``: queries grow with their position. ``norms``: whether a layer's parts normalize
     their inputs, or their outputs before they are added to the residual stream, or both;
-    ``norm_offset`` is added to the weights of all norms. ``gelu``: the gate of a feed-forward block
-    is GELU, approximated by tanh, instead of SiLU. ``attention_scale`` multiplies the scores, by
-    default head_dim to the power of -1/2. ``embedding_scale`` multiplies the embeddings,
+    ``norm_offset`` is added to the weights of all norms. ``gate``: that of feed-forward blocks
+    other than experts. ``attention_scale`` multiplies the scores, by default head_dim to the power
+    of -1/2. ``embedding_scale`` multiplies the embeddings,
     ``branch_scale`` what each part of a layer adds to the residual stream, and ``logit_scale`` the
     logits. ``gated_attention``: attention's output is multiplied by a gate computed from its input.
     ``sinks``: the softmax of each head has one more score, which is learned. ``delta_net``
@@ -218,7 +219,7 @@ class ModelSpec:
     query_growth: QueryGrowth | None = None
     norms: Literal["before", "after", "around"] = "before"
     norm_offset: float = 0.0
-    gelu: bool = False
+    gate: Gate = "silu"
     ropes: tuple[RopeSpec | None, ...] = ()
     attention_scale: float | None = None
     embedding_scale: float = 1.0

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from minisgl_backend.kernels.activation import Gate, open_gates_reference
+from minisgl_backend.gates import Gate
+from minisgl_backend.kernels.activation import open_gates_reference
 from minisgl_backend.kernels.adapters import (
     Adaptation,
     AdaptedTokens,

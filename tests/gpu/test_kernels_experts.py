@@ -10,8 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minisgl_backend.experts_spec import ClampedGate, GeluGate, RoutingRule
+from minisgl_backend.experts_spec import RoutingRule
+from minisgl_backend.gates import ClampedGate, Gate
 from minisgl_backend.kernels import expert_cut
+from minisgl_backend.kernels.activation import open_gates_reference
 from minisgl_backend.kernels.dispatch import is_interpreted
 from minisgl_backend.kernels.expert_cut import MANY, ExpertCut
 from minisgl_backend.kernels.experts import (
@@ -47,27 +49,23 @@ def expected_rows(
     ids: Tensor,
     top_k: int,
     *,
-    gated: bool,
+    gate: Gate | ClampedGate | None,
     bias: Tensor | None = None,
-    gate: ClampedGate | GeluGate | None = None,
 ) -> Tensor:
     """Row p is x[p // top_k] through the expert of pair p, in float32."""
     num_experts, height, _ = weight.shape
-    out = torch.empty(ids.numel(), height // 2 if gated else height, device=x.device)
+    out = torch.empty(ids.numel(), height if gate is None else height // 2, device=x.device)
     for expert in range(num_experts):
         pairs = (ids.flatten() == expert).nonzero()[:, 0]
         y = x[pairs // top_k].float() @ weight[expert].float().T
         if bias is not None:
             y += bias[expert].float()
-        if gated:
+        if isinstance(gate, ClampedGate):
             one, up = y.chunk(2, dim=1)
-            if gate is None:
-                y = F.silu(one) * up
-            elif isinstance(gate, GeluGate):
-                y = F.gelu(one, approximate="tanh") * up
-            else:
-                one, up = one.clamp(max=gate.limit), up.clamp(-gate.limit, gate.limit)
-                y = (up + 1) * one * (gate.alpha * one).sigmoid()
+            one, up = one.clamp(max=gate.limit), up.clamp(-gate.limit, gate.limit)
+            y = (up + 1) * one * (gate.alpha * one).sigmoid()
+        elif gate is not None:
+            y = open_gates_reference(y, gate)
         out[pairs] = y
     return out.to(x.dtype)
 
@@ -149,10 +147,10 @@ def test_grouped_gemms(device: torch.device, form: str, cut: ExpertCut, num_toke
         pytest.skip("not float8")
     read = rounded if cut.rounded else Tensor.float
     (gate_up, plain_up), (down, plain_down) = weights(form, device)
-    in_first = GroupedKernel(plain_up.shape, device, codes=kind_of(gate_up), gated=True, cuts=[cut])
-    in_second = GroupedKernel(
-        plain_down.shape, device, codes=kind_of(down), gated=False, cuts=[cut]
+    in_first = GroupedKernel(
+        plain_up.shape, device, codes=kind_of(gate_up), gate="silu", cuts=[cut]
     )
+    in_second = GroupedKernel(plain_down.shape, device, codes=kind_of(down), gate=None, cuts=[cut])
     for all_to_one in (False, True):
         ids = chosen(num_tokens, device, all_to_one=all_to_one)
         x = torch.randn(num_tokens, HIDDEN_SIZE, device=device).bfloat16()
@@ -162,26 +160,26 @@ def test_grouped_gemms(device: torch.device, form: str, cut: ExpertCut, num_toke
             fixed: dict[str, Any] = {**rest, "pdl": pdl}
             inner = in_first(x, gate_up, *held, top_k=TOP_K, **fixed)
             outer = in_second(inner, down, *held, top_k=1, early=pdl, **fixed)
-            expected = expected_rows(read(x), plain_up, ids, TOP_K, gated=True)
+            expected = expected_rows(read(x), plain_up, ids, TOP_K, gate="silu")
             assert_close(inner, expected.bfloat16())
-            expected = expected_rows(read(inner), plain_down, ids, 1, gated=False)
+            expected = expected_rows(read(inner), plain_down, ids, 1, gate=None)
             assert_close(outer, expected.bfloat16())
 
 
 @needs_hopper
 @pytest.mark.parametrize("form", ["bf16", "fp8", "fp8 rows"])
 @pytest.mark.parametrize("num_tokens", [1, 70, 300, 1500])
-@pytest.mark.parametrize("gate", [None, GeluGate()], ids=["silu", "gelu"])
+@pytest.mark.parametrize("gate", ["silu", "gelu"])
 def test_grouped_gemms_of_many_rows(
-    device: torch.device, form: str, num_tokens: int, gate: GeluGate | None
+    device: torch.device, form: str, num_tokens: int, gate: Gate
 ) -> None:
     """Weights in float8 multiply rows that are rounded to 8 bits; also with all tokens at the same
     experts, and with rows that are multiplied by factors."""
     from minisgl_backend.kernels.cuda.experts_many import ManyRowsKernel
 
     (gate_up, plain_up), (down, plain_down) = weights(form, device)
-    in_first = ManyRowsKernel(plain_up.shape, device, codes=kind_of(gate_up), gated=True, gate=gate)
-    in_second = ManyRowsKernel(plain_down.shape, device, codes=kind_of(down), gated=False)
+    in_first = ManyRowsKernel(plain_up.shape, device, codes=kind_of(gate_up), gate=gate)
+    in_second = ManyRowsKernel(plain_down.shape, device, codes=kind_of(down), gate=None)
     for all_to_one in (False, True):
         ids = chosen(num_tokens, device, all_to_one=all_to_one)
         x = torch.randn(num_tokens, HIDDEN_SIZE, device=device).bfloat16()
@@ -192,9 +190,9 @@ def test_grouped_gemms_of_many_rows(
         outer = in_second(inner, down, *held, top_k=1)
         rows, of_inner = (x, inner) if form == "bf16" else (rounded(x), rounded(inner))
         scaled = rows.float() * factors[:, None]
-        expected = expected_rows(scaled, plain_up, ids, TOP_K, gated=True, gate=gate)
+        expected = expected_rows(scaled, plain_up, ids, TOP_K, gate=gate)
         assert_close(inner, expected.bfloat16())
-        expected = expected_rows(of_inner.float(), plain_down, ids, 1, gated=False)
+        expected = expected_rows(of_inner.float(), plain_down, ids, 1, gate=None)
         assert_close(outer, expected.bfloat16())
         again = in_first(x, gate_up, *held, top_k=TOP_K, factors=factors, pdl=True)
         assert torch.equal(again, inner)
@@ -229,10 +227,10 @@ def test_sizes_that_no_tile_divides(
     for cut in expert_cut.cuts(bits, rounds=form.startswith("fp8")):
         read = rounded if cut.rounded else Tensor.float
         in_first = GroupedKernel(
-            plain_up.shape, device, codes=kind_of(gate_up), gated=True, cuts=[cut], gate=gate
+            plain_up.shape, device, codes=kind_of(gate_up), gate=gate, cuts=[cut]
         )
         in_second = GroupedKernel(
-            plain_down.shape, device, codes=kind_of(down), gated=False, cuts=[cut]
+            plain_down.shape, device, codes=kind_of(down), gate=None, cuts=[cut]
         )
         aligned = align(ids, NUM_EXPERTS, cut.tokens)
         held = aligned.pairs, aligned.experts, ids.numel()
@@ -240,11 +238,9 @@ def test_sizes_that_no_tile_divides(
         poisoned[0] = x  # NaN follows its last row
         inner = in_first(poisoned[0], gate_up, *held, cut=cut, top_k=TOP_K, bias=biases[0])
         outer = in_second(inner, down, *held, cut=cut, top_k=1, bias=biases[1])
-        expected = expected_rows(
-            read(x), plain_up, ids, TOP_K, gated=True, bias=biases[0], gate=gate
-        )
+        expected = expected_rows(read(x), plain_up, ids, TOP_K, gate=gate, bias=biases[0])
         assert_close(inner, expected.bfloat16())
-        expected = expected_rows(read(inner), plain_down, ids, 1, gated=False, bias=biases[1])
+        expected = expected_rows(read(inner), plain_down, ids, 1, gate=None, bias=biases[1])
         assert_close(outer, expected.bfloat16())
 
 
@@ -254,7 +250,7 @@ def test_grouped_gemms_of_rows_whose_norm_is_half_done(device: torch.device) -> 
 
     (gate_up, plain), _ = weights("bf16", device)
     cut = ExpertCut(64, 8, 8)
-    kernel = GroupedKernel(plain.shape, device, codes=None, gated=True, cuts=[cut])
+    kernel = GroupedKernel(plain.shape, device, codes=None, gate="silu", cuts=[cut])
     ids, x = chosen(9, device), torch.randn(9, HIDDEN_SIZE, device=device).bfloat16()
     factors = torch.rand(9, device=device)
     aligned = align(ids, NUM_EXPERTS, 8)
@@ -268,7 +264,7 @@ def test_grouped_gemms_of_rows_whose_norm_is_half_done(device: torch.device) -> 
         top_k=TOP_K,
         factors=factors,
     )
-    expected = expected_rows(x.float() * factors[:, None], plain, ids, TOP_K, gated=True)
+    expected = expected_rows(x.float() * factors[:, None], plain, ids, TOP_K, gate="silu")
     assert_close(actual, expected.bfloat16())
 
 
@@ -286,7 +282,7 @@ def test_grouped_gemms_of_rows_whose_norm_is_half_done(device: torch.device) -> 
 @pytest.mark.parametrize("num_tokens", [1, 3])
 @pytest.mark.parametrize(
     "gate",
-    [None, GeluGate(), ClampedGate(alpha=1.702, limit=1.5)],
+    ["silu", "gelu", ClampedGate(alpha=1.702, limit=1.5)],
     ids=["silu", "gelu", "clamped"],
 )
 def test_few_tokens(
@@ -294,7 +290,7 @@ def test_few_tokens(
     form: str,
     sizes: tuple[int, int],
     num_tokens: int,
-    gate: ClampedGate | GeluGate | None,
+    gate: Gate | ClampedGate,
 ) -> None:
     """Behind gpt-oss's gate with a factor, biases, an expert that is not here and one that all
     tokens take; NaN lies next to the rows of x."""
@@ -302,11 +298,11 @@ def test_few_tokens(
 
     both = weights(form, device, sizes)
     kernels = []
-    for (packed, plain), gated in zip(both, (True, False), strict=True):
+    for (packed, plain), of in zip(both, (gate, None), strict=True):
         kind = packed.kind if isinstance(packed, PackedWeight) else None
         cut = expert_gemv_cut(plain.shape[2], kind)
         assert cut is not None
-        kernels.append(ExpertGemv(plain.shape, device, codes=kind, gated=gated, cut=cut, gate=gate))
+        kernels.append(ExpertGemv(plain.shape, device, codes=kind, gate=of, cut=cut))
     (gate_up, plain_up), (down, plain_down) = both
     ids = chosen(num_tokens, device)
     biases: list[Tensor | None] = [None, None]
@@ -327,11 +323,9 @@ def test_few_tokens(
     for pdl in (False, True):
         inner = up(x, gate_up, ids, factors=factors, bias=biases[0], of_all=of_all, pdl=pdl)
         outer = of_inner(inner, down, ids, bias=biases[1], early=pdl, pdl=pdl)
-        expected = expected_rows(
-            scaled, plain_up, ids, TOP_K, gated=True, bias=biases[0], gate=gate
-        )
+        expected = expected_rows(scaled, plain_up, ids, TOP_K, gate=gate, bias=biases[0])
         assert_close(inner[here], expected[here].bfloat16())
-        expected = expected_rows(inner, plain_down, ids, 1, gated=False, bias=biases[1])
+        expected = expected_rows(inner, plain_down, ids, 1, gate=None, bias=biases[1])
         assert_close(outer[here], expected[here])
 
 
@@ -432,7 +426,9 @@ def test_whole_layers(
     )
     rule = RoutingRule(num_experts=NUM_EXPERTS, top_k=TOP_K, normalize=True)
     experts, make = ExpertWeights(gate_up, down), HopperExperts(device)
-    kernels = make.kernels(rule, held, *experts.shapes, kinds=experts.kinds, gate=None, wide=False)
+    kernels = make.kernels(
+        rule, held, *experts.shapes, kinds=experts.kinds, gate="silu", wide=False
+    )
     x = torch.randn(num_tokens, HIDDEN_SIZE, device=device).bfloat16()
     router = torch.randn(NUM_EXPERTS, HIDDEN_SIZE, device=device).bfloat16() / 16
     logits = F.linear(x.float(), router.float())
@@ -485,7 +481,7 @@ def test_whole_layers_of_gemma_4(
         for weight, plain in weights(form, device, sizes)
     )
     rule = RoutingRule(num_experts=NUM_EXPERTS, top_k=TOP_K, normalize=True, scaled=True)
-    gate = GeluGate()
+    gate: Gate = "gelu"
     experts = ExpertWeights(gate_up, down, gate=gate)
     kernels = HopperExperts(device).kernels(
         rule, held, *experts.shapes, kinds=experts.kinds, gate=gate, wide=False
@@ -538,7 +534,7 @@ def test_whole_layers_with_an_expert_that_all_tokens_take(
     rule = RoutingRule(num_experts=num_chosen_from, top_k=TOP_K, normalize=True)
     experts, make, held = ExpertWeights(gate_up, down), HopperExperts(device), (0, num_chosen_from)
     kernels = make.kernels(
-        rule, held, *experts.shapes, kinds=None, gate=None, wide=False, shared=True
+        rule, held, *experts.shapes, kinds=None, gate="silu", wide=False, shared=True
     )
     router = torch.randn(num_chosen_from, HIDDEN_SIZE, device=device).bfloat16() / 16
     gate = torch.randn(HIDDEN_SIZE, device=device).bfloat16() / 16
@@ -670,7 +666,7 @@ def test_rows_one_by_one(device: torch.device, dtype: torch.dtype, num_tokens: i
     x = torch.randn(ids.numel(), 96, device=device).to(dtype)
     out = torch.empty(ids.numel(), 42, device=device, dtype=dtype)
     launch_expert_rows(out, x, down, ids.flatten(), block=64)
-    assert_close(out, expected_rows(x, down, ids, 1, gated=False))
+    assert_close(out, expected_rows(x, down, ids, 1, gate=None))
 
 
 @pytest.mark.parametrize("kind", ["none", "plain", "gated", "half normed"])

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from minisgl_backend.kernels.activation import Gate, open_gates_reference
+from minisgl_backend.gates import Gate
+from minisgl_backend.kernels.activation import open_gates_reference
 from minisgl_backend.kernels.dispatch import is_interpreted
 from minisgl_backend.kernels.float8_cut import Float8Cut
 from minisgl_backend.kernels.float8_rows import float8_rows

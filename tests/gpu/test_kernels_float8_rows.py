@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from minisgl_backend.kernels.activation import Gate, open_gates
+from minisgl_backend.gates import Gate
+from minisgl_backend.kernels.activation import open_gates
 from minisgl_backend.kernels.dispatch import is_interpreted
 from minisgl_backend.kernels.float8_rows import (
     Float8Rows,

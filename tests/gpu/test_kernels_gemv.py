@@ -9,8 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from minisgl_backend.gates import Gate
 from minisgl_backend.kernels import gemv_cut
-from minisgl_backend.kernels.activation import Gate, open_gates_reference
+from minisgl_backend.kernels.activation import open_gates_reference
 from minisgl_backend.kernels.dispatch import is_interpreted
 from minisgl_backend.kernels.gemv_cut import GemvCut
 from tests.gpu.adaptations import RANKS, adapter_memory

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from minisgl_backend.gates import Gate
 from minisgl_backend.kernels import (
     activation,
     embedding,
@@ -78,7 +79,7 @@ def test_add_normed(
 
 @pytest.mark.parametrize("size", [48, 3072])
 @pytest.mark.parametrize("gate", ["silu", "gelu"])
-def test_gates(device: torch.device, dtype: torch.dtype, size: int, gate: activation.Gate) -> None:
+def test_gates(device: torch.device, dtype: torch.dtype, size: int, gate: Gate) -> None:
     gate_up = torch.randn(7, 2 * size, device=device).to(dtype)
     expected = activation.open_gates_reference(gate_up, gate)
     assert_close(activation.open_gates(gate_up, gate), expected)
@@ -144,7 +145,7 @@ def test_small_batch_linear(
     out_features: int,
     fused: str,
 ) -> None:
-    gates: dict[str, activation.Gate] = {"silu": "silu", "gelu": "gelu", "all": "silu"}
+    gates: dict[str, Gate] = {"silu": "silu", "gelu": "gelu", "all": "silu"}
     gate = gates.get(fused)
     x = torch.randn(batch_size, in_features, device=device).to(dtype)
     height = out_features * (2 if gate else 1)
@@ -181,7 +182,7 @@ def test_large_weights_get_normalized_rows(
 
 @pytest.mark.parametrize("gate", [None, "silu"])
 def test_one_row_whose_norm_is_half_done(
-    device: torch.device, dtype: torch.dtype, gate: activation.Gate | None
+    device: torch.device, dtype: torch.dtype, gate: Gate | None
 ) -> None:
     x, squares = torch.randn(1, 500, device=device).to(dtype), torch.rand(5, 1, device=device) * 500
     weight = (torch.randn(44, 500, device=device) / 22).to(dtype)

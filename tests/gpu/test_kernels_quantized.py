@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minisgl_backend.kernels.activation import Gate, open_gates_reference
+from minisgl_backend.gates import Gate
+from minisgl_backend.kernels.activation import open_gates_reference
 from minisgl_backend.kernels.dispatch import is_interpreted
 from minisgl_backend.kernels.float8_rows import float8_rows
 from minisgl_backend.kernels.linear_cut import Cut

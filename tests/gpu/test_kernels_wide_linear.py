@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from minisgl_backend.gates import Gate
 from minisgl_backend.kernels import rows, wide_linear
-from minisgl_backend.kernels.activation import Gate
 from minisgl_backend.kernels.dispatch import is_interpreted
 from tests.gpu.compare import assert_close
 

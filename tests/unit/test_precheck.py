@@ -188,7 +188,7 @@ def test_sections_begin_with_pages(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"gelu": True}, "gates by GELU"),
+        ({"gate": "gelu"}, "gates by GELU"),
         ({"norms": "around"}, "norms of the outputs"),
         ({"qk_norm": "token"}, "norms over all heads"),
         ({"sinks": True}, "attention sinks"),

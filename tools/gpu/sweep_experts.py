@@ -23,7 +23,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from minisgl_backend.experts_spec import ClampedGate
+from minisgl_backend.gates import ClampedGate
 from minisgl_backend.kernels.cuda.expert_gemv import ExpertGemv
 from minisgl_backend.kernels.cuda.experts import GroupedKernel
 from minisgl_backend.kernels.cuda.experts_many import ManyRowsKernel
@@ -184,22 +184,20 @@ def sweep(form: Form, sizes: Sequence[int], device: torch.device) -> None:
     experts = [form.made(device) for _ in range(NUM_LAYERS)]
     kinds = experts[0].kinds or (None, None)
 
-    both = list(zip(form.shapes, kinds, (True, False), strict=True))
+    both = list(zip(form.shapes, kinds, (form.gate, None), strict=True))
 
     def made(cut: ExpertCut) -> list[GroupedKernel]:
         return [
-            GroupedKernel(shape, device, codes=kind, gated=gated, cuts=[cut], gate=form.gate)
-            for shape, kind, gated in both
+            GroupedKernel(shape, device, codes=kind, gate=gate, cuts=[cut])
+            for shape, kind, gate in both
         ]
 
     can_multiply = all(kind is None or kind.rounds_many_rows for kind in kinds)
     for_many: list[ManyRowsKernel] = []
     if can_multiply and not form.biases and fits_many(form.hidden, form.inner):
-        assert not isinstance(form.gate, ClampedGate)
-        for_many = [
-            ManyRowsKernel(of, device, codes=kind, gated=gated, gate=form.gate)
-            for of, kind, gated in both
-        ]
+        for of, kind, gate in both:
+            assert not isinstance(gate, ClampedGate)
+            for_many.append(ManyRowsKernel(of, device, codes=kind, gate=gate))
 
     for_few = {
         few: [
@@ -207,11 +205,10 @@ def sweep(form: Form, sizes: Sequence[int], device: torch.device) -> None:
                 shape,
                 device,
                 codes=kind,
-                gated=gated,
+                gate=gate,
                 cut=one_batch_cut(shape[2], *few),
-                gate=form.gate,
             )
-            for shape, kind, gated in both
+            for shape, kind, gate in both
             if expert_gemv_cut(shape[2], kind) is not None
         ]
         for few in FEW.get(form.encoding, [])

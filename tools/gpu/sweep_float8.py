@@ -23,7 +23,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from minisgl_backend.kernels.activation import Gate, open_gates
+from minisgl_backend.gates import Gate
+from minisgl_backend.kernels.activation import open_gates
 from minisgl_backend.kernels.cuda.float8_linear import Float8Kernel, Workspace
 from minisgl_backend.kernels.float8_cut import Float8Cut
 from minisgl_backend.kernels.float8_rows import float8_rows

@@ -17,7 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minisgl_backend.experts_spec import ClampedGate, GeluGate, RoutingRule
+from minisgl_backend.experts_spec import RoutingRule
+from minisgl_backend.gates import ClampedGate, Gate
 from minisgl_backend.kernels.experts import ExpertWeights, fused_experts, sum_outputs
 from minisgl_backend.kernels.packed_weight import PackedWeight
 from minisgl_backend.kernels.quantized import QuantizedWeight, quantize
@@ -41,7 +42,7 @@ class Form:
     encoding: Encoding | None = None
     block: tuple[int, int] = (1, 1)
     symmetric: bool = True
-    gate: ClampedGate | GeluGate | None = None
+    gate: Gate | ClampedGate = "silu"
     biases: bool = False
 
     @property
@@ -93,8 +94,8 @@ FORMS: Final[Mapping[str, Form]] = MappingProxyType(
         "mxfp4": Form(
             32, 4, 2880, 2880, Encoding.E2M1, (1, 32), gate=ClampedGate(1.702, 7.0), biases=True
         ),
-        "gelu": Form(*_GEMMA, gate=GeluGate()),
-        "gelu-fp8": Form(*_GEMMA, Encoding.E4M3, (128, 128), gate=GeluGate()),
+        "gelu": Form(*_GEMMA, gate="gelu"),
+        "gelu-fp8": Form(*_GEMMA, Encoding.E4M3, (128, 128), gate="gelu"),
     }
 )
 """Qwen3-30B-A3B's experts in three formats, gpt-oss-20b's, and Gemma 4 26B-A4B's in two."""

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from minisgl_backend.experts_spec import ClampedGate, GeluGate
+from minisgl_backend.gates import ClampedGate, Gate
 from minisgl_backend.kernels.cuda.gates import gate_arguments, gate_macro
 from minisgl_backend.kernels.cuda.module import CudaModule, address
 from minisgl_backend.kernels.gemv_cut import ROWS, GemvCut, expert_codes_bytes
@@ -35,8 +35,8 @@ class _Arguments(ctypes.Structure):
 
 class ExpertGemv:
     """One of the two products of layers whose experts have weights of this ``shape``, [num_experts,
-    height, in_features], plain or in ``codes``. A ``gated`` weight holds G and then U, and gives
-    silu(x G^T) * (x U^T), or the same with another ``gate``."""
+    height, in_features], plain or in ``codes``. With a ``gate`` it holds G and then U, and the
+    result is gate(x G^T) * (x U^T)."""
 
     def __init__(
         self,
@@ -44,20 +44,18 @@ class ExpertGemv:
         device: torch.device,
         *,
         codes: CodesKind | None,
-        gated: bool,
+        gate: Gate | ClampedGate | None,
         cut: GemvCut,
-        gate: ClampedGate | GeluGate | None = None,
     ) -> None:
-        """``gate``: None for SiLU."""
         _, self._height, in_features = shape
-        self._gated, self._gate, self._codes = gated, gate, codes
-        self._out_features = self._height // 2 if gated else self._height
+        self._gate, self._codes = gate, codes
+        self._out_features = self._height if gate is None else self._height // 2
         self._threads = 32 * cut.warps
         constants = {
             **(PLAIN_MACROS if codes is None else codes.macros),
             "SIZE": in_features,
             "HEIGHT": self._height,
-            "GATED": gated,
+            "GATED": gate is not None,
             "GATE": gate_macro(gate),
             "WARPS": cut.warps,
             "COLUMNS": cut.columns,
@@ -80,11 +78,11 @@ class ExpertGemv:
         pdl: bool = False,
     ) -> Tensor:
         """[choices, out_features], a row for each of the choices ``ids`` int32 [num_tokens, top_k];
-        the row of a choice of -1 is not written. If gated, a row of ``x`` [num_tokens, in_features]
-        goes through all experts of its token; otherwise a row of ``x`` [choices, in_features] goes
-        through its own expert.
+        the row of a choice of -1 is not written. With a gate, a row of ``x`` [num_tokens,
+        in_features] goes through all experts of its token; otherwise a row of ``x`` [choices,
+        in_features] goes through its own expert.
 
-        If gated, x is multiplied by ``factors`` [num_tokens]. ``bias`` [num_experts, height] is
+        With a gate, x is multiplied by ``factors`` [num_tokens]. ``bias`` [num_experts, height] is
         added before a gate. ``of_all``: the expert that is the last choice of all tokens, if there
         is one. ``early``: of these, the kernel before this one wrote only x.
         """
@@ -94,8 +92,8 @@ class ExpertGemv:
             scales, weight = weight.scales, weight.weight.codes
         assert ids.dtype == torch.int32
         assert all(of is None or of.is_contiguous() for of in (x, weight, ids, bias))
-        assert len(x) == (len(ids) if self._gated else ids.numel())
-        assert factors is None or self._gated
+        assert len(x) == (len(ids) if self._gate is not None else ids.numel())
+        assert factors is None or self._gate is not None
         out = torch.empty((ids.numel(), self._out_features), dtype=x.dtype, device=x.device)
         arguments = _Arguments(
             weight=address(weight),

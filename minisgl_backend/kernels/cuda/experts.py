@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minisgl_backend.experts_spec import ClampedGate, GeluGate, RoutingRule
+from minisgl_backend.experts_spec import RoutingRule
+from minisgl_backend.gates import ClampedGate, Gate
 from minisgl_backend.kernels import expert_cut
 from minisgl_backend.kernels.cuda.expert_gemv import ExpertGemv
 from minisgl_backend.kernels.cuda.experts_many import ManyRowsKernel, experts_map, rounded_rows
@@ -59,8 +60,8 @@ class _Arguments(ctypes.Structure):
 
 
 class GroupedKernel:
-    """x W^T for blocks of rows, each with the W of its expert. A ``gated`` weight holds G and then
-    U, and gives silu(x G^T) * (x U^T), or the same with another gate."""
+    """x W^T for blocks of rows, each with the W of its expert. With a ``gate`` it holds G and then
+    U, and the result is gate(x G^T) * (x U^T)."""
 
     def __init__(
         self,
@@ -68,16 +69,14 @@ class GroupedKernel:
         device: torch.device,
         *,
         codes: CodesKind | None,
-        gated: bool,
+        gate: Gate | ClampedGate | None,
         cuts: Sequence[ExpertCut],
-        gate: ClampedGate | GeluGate | None = None,
     ) -> None:
-        """``shape``: [num_experts, height, in_features]; ``codes``: the kind of packed weights;
-        ``gate``: None for SiLU."""
+        """``shape``: [num_experts, height, in_features]; ``codes``: the kind of packed weights."""
         _, self._height, self._in_features = shape
-        self._gated, self._gate, self._codes = gated, gate, codes
+        self._gate, self._codes = gate, codes
         self._numbers = PLAIN if codes is None else codes.numbers(2 * CODES_BLOCK)
-        self.out_features = self._height // 2 if gated else self._height
+        self.out_features = self._height if gate is None else self._height // 2
 
         def compiled(cut: ExpertCut) -> CudaKernel:
             assert not cut.rounded or (codes is not None and codes.rounds_many_rows)
@@ -92,7 +91,7 @@ class GroupedKernel:
                 "STAGES": cut.stages,
                 "BY_WARP": cut.by_warp,
                 "WAYS": 1,
-                "GATED": gated,
+                "GATED": gate is not None,
                 "GATE": gate_macro(gate),
                 "SHARED_BYTES": shared,
                 "PER_PROCESSOR": cut.per_processor,
@@ -169,7 +168,7 @@ class GroupedKernel:
         if key not in self._maps:
             codes = weight.view(torch.uint8) if self._codes is not None else weight
             width = self._numbers.block * self._numbers.bits // 8 // codes.itemsize
-            self._maps[key] = experts_map(codes, (width, features), gated=self._gated)
+            self._maps[key] = experts_map(codes, (width, features), gated=self._gate is not None)
         return self._maps[key]
 
 
@@ -185,7 +184,7 @@ class ExpertsKernels:
         device: torch.device,
         *,
         kinds: tuple[CodesKind, CodesKind] | None,
-        gate: ClampedGate | GeluGate | None,
+        gate: Gate | ClampedGate,
         wide: bool,
         shared: bool = False,
     ) -> None:
@@ -209,10 +208,8 @@ class ExpertsKernels:
         self._route = RoutingKernel(
             rule, held, gate_up[2], device, wide=wide, blocks=blocks, few=[0, *few], shared=shared
         )
-        self._gate_up = GroupedKernel(
-            gate_up, device, codes=of_gate_up, gated=True, cuts=all_cuts, gate=gate
-        )
-        self._down = GroupedKernel(down, device, codes=of_down, gated=False, cuts=all_cuts)
+        self._gate_up = GroupedKernel(gate_up, device, codes=of_gate_up, gate=gate, cuts=all_cuts)
+        self._down = GroupedKernel(down, device, codes=of_down, gate=None, cuts=all_cuts)
         self._for_few: tuple[ExpertGemv, ExpertGemv] | None = None
         if kinds is not None:
             first, second = (
@@ -221,21 +218,19 @@ class ExpertsKernels:
             )
             if first and second:
                 self._for_few = (
-                    ExpertGemv(gate_up, device, codes=kinds[0], gated=True, cut=first, gate=gate),
-                    ExpertGemv(down, device, codes=kinds[1], gated=False, cut=second),
+                    ExpertGemv(gate_up, device, codes=kinds[0], gate=gate, cut=first),
+                    ExpertGemv(down, device, codes=kinds[1], gate=None, cut=second),
                 )
         self._up_for_rows: ExpertGemv | None = None
         cut = None if kinds is not None or is_biased else expert_gemv_cut(gate_up[2], None)
         if cut is not None:
-            self._up_for_rows = ExpertGemv(
-                gate_up, device, codes=None, gated=True, cut=cut, gate=gate
-            )
+            self._up_for_rows = ExpertGemv(gate_up, device, codes=None, gate=gate, cut=cut)
         self._for_many: tuple[ManyRowsKernel, ManyRowsKernel] | None = None
         if has_many:
             assert not isinstance(gate, ClampedGate)
             self._for_many = (
-                ManyRowsKernel(gate_up, device, codes=of_gate_up, gated=True, gate=gate),
-                ManyRowsKernel(down, device, codes=of_down, gated=False),
+                ManyRowsKernel(gate_up, device, codes=of_gate_up, gate=gate),
+                ManyRowsKernel(down, device, codes=of_down, gate=None),
             )
 
     def _cut(self, num_pairs: int) -> ExpertCut:

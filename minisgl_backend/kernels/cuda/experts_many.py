@@ -13,7 +13,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from minisgl_backend.experts_spec import GeluGate
+from minisgl_backend.gates import Gate
 from minisgl_backend.kernels.cuda.gates import gate_macro
 from minisgl_backend.kernels.cuda.module import CudaModule, TensorMap, address, tensor_map
 from minisgl_backend.kernels.dispatch import num_processors
@@ -44,8 +44,8 @@ class _Arguments(ctypes.Structure):
 
 
 class ManyRowsKernel:
-    """x W^T for blocks of rows, each with the W of its expert. A ``gated`` weight holds G and then
-    U, and gives silu(x G^T) * (x U^T), or the same with GELU."""
+    """x W^T for blocks of rows, each with the W of its expert. With a ``gate`` it holds G and then
+    U, and the result is gate(x G^T) * (x U^T)."""
 
     def __init__(
         self,
@@ -53,19 +53,17 @@ class ManyRowsKernel:
         device: torch.device,
         *,
         codes: CodesKind | None,
-        gated: bool,
-        gate: GeluGate | None = None,
+        gate: Gate | None,
     ) -> None:
         """``shape``: [num_experts, height, in_features], one that ``expert_cut.fits_many`` accepts;
-        ``codes``: the kind of packed weights, one that ``CodesKind.rounds_many_rows`` accepts;
-        ``gate``: None for SiLU."""
+        ``codes``: the kind of packed weights, one that ``CodesKind.rounds_many_rows`` accepts."""
         _, self._height, self._in_features = shape
-        self._gated, self._codes = gated, codes
-        self._out_features = self._height // 2 if gated else self._height
+        self._gate, self._codes = gate, codes
+        self._out_features = self._height if gate is None else self._height // 2
         constants = {
             "HEIGHT": self._height,
             "SIZE": self._in_features,
-            "GATED": gated,
+            "GATED": gate is not None,
             "GATE": gate_macro(gate),
             "FLOAT8": codes is not None,
             "GROUPED": codes is not None and codes.group > 0,
@@ -126,7 +124,7 @@ class ManyRowsKernel:
         if key not in self._maps:
             codes = weight if self._codes is None else weight.view(torch.uint8)
             box = 128 // codes.itemsize, MANY.features // MANY.cluster
-            self._maps[key] = experts_map(codes, box, gated=self._gated)
+            self._maps[key] = experts_map(codes, box, gated=self._gate is not None)
         return self._maps[key]
 
 

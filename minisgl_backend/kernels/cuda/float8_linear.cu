@@ -14,9 +14,9 @@
 // the other warpgroup meanwhile. Other scales, of tokens and of the weight's rows, are applied at the end.
 //
 // Compiled with: HEIGHT (rows of the weight), SIZE (in_features), GATED (the weight holds the gate's rows, then as many
-// rows of the values), GATE (see `gates.cuh`), GROUPED (a scale for every 8 rows of the weight, in the order of tiles, and 128
-// in_features; otherwise one per row), TOKENS (64, 96 or 128), SHARED, STAGES of the ring and SHARED_BYTES. The output
-// and the bias are bfloat16.
+// rows of the values), GATE (see `gates.cuh`), GROUPED (a scale for every 8 rows of the weight, in the order of tiles,
+// and 128 in_features; otherwise one per row), TOKENS (64, 96 or 128), SHARED, STAGES of the ring and SHARED_BYTES. The
+// output and the bias are bfloat16.
 
 #define FLOAT8 1
 #include "gates.cuh"

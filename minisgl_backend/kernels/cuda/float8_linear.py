@@ -16,7 +16,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from minisgl_backend.kernels.activation import Gate
+from minisgl_backend.gates import Gate
 from minisgl_backend.kernels.cuda.gates import gate_macro
 from minisgl_backend.kernels.cuda.module import CudaModule, TensorMap, address, tensor_map
 from minisgl_backend.kernels.dispatch import num_processors

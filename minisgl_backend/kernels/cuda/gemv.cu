@@ -10,9 +10,9 @@
 // the in_features. They write each sum together with the number of the launch in one store, as in `linear.cu`. The
 // first warp of every other thread block adds up the sums that it needs and multiplies them by 16 rows of B.
 //
-// Compiled with: SIZE (in_features, a multiple of 128), WARPS, COLUMNS (per batch), ADAPTED, GATED, GATE, RESIDUAL, HEADS
-// (the size of a head, or 0; a cluster has one head) and, with HEADS, PAGE_SIZE and FP8. CODE, GROUP, SHARED_BY and
-// ZEROS of the weight, and PER_PROCESSOR, are as in `linear.cu`.
+// Compiled with: SIZE (in_features, a multiple of 128), WARPS, COLUMNS (per batch), ADAPTED, GATED, GATE, RESIDUAL,
+// HEADS (the size of a head, or 0; a cluster has one head) and, with HEADS, PAGE_SIZE and FP8. CODE, GROUP, SHARED_BY
+// and ZEROS of the weight, and PER_PROCESSOR, are as in `linear.cu`.
 //
 // `gemv_ends.cuh` finishes the sums; `gemv_adapters.cuh` computes what an adapter adds to them.
 

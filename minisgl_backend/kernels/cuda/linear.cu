@@ -30,12 +30,12 @@
 // (in_features), WHOLE (tiles divide the weight's rows; otherwise some rows of the last tile are not there, which only
 // a bfloat16 weight that is neither GATED nor HEADS may have), BLOCK (in_features per stage: 64; for codes 128, for
 // 4-bit codes also 256), STAGES (of the ring), SPLITS, EVEN, GATED (the weight holds the gate's rows, then as many rows
-// of the values), GATE (see `gates.cuh`), RESIDUAL (the result is added to the residual stream), HEADS (the result is queries, keys and values,
-// in heads of size FEATURES) and, with HEADS, PAGE_SIZE and FP8 (of the KV cache), ADAPTED and, with ADAPTED, JOINED
-// (only for bfloat16 weights, up to TOKENS tokens and 32 tiles of A), PUSHED (the SPLITS send each other their sums;
-// otherwise they read them), SHARED_BYTES, PER_PROCESSOR (thread blocks that a multiprocessor has registers for), and
-// CODE, GROUP, SHARED_BY, ZEROS, BY_WARP and WAYS as in `tile_gemm.cuh`. All other values are bfloat16: what is not
-// normalized yet needs its range.
+// of the values), GATE (see `gates.cuh`), RESIDUAL (the result is added to the residual stream), HEADS (the result is
+// queries, keys and values, in heads of size FEATURES) and, with HEADS, PAGE_SIZE and FP8 (of the KV cache), ADAPTED
+// and, with ADAPTED, JOINED (only for bfloat16 weights, up to TOKENS tokens and 32 tiles of A), PUSHED (the SPLITS send
+// each other their sums; otherwise they read them), SHARED_BYTES, PER_PROCESSOR (thread blocks that a multiprocessor
+// has registers for), and CODE, GROUP, SHARED_BY, ZEROS, BY_WARP and WAYS as in `tile_gemm.cuh`. All other values are
+// bfloat16: what is not normalized yet needs its range.
 
 #define FLOAT8 0
 #include "gates.cuh"

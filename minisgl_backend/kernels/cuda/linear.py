@@ -19,7 +19,7 @@ from functools import cache, cached_property, partial
 import torch
 from torch import Tensor
 
-from minisgl_backend.kernels.activation import Gate
+from minisgl_backend.gates import Gate
 from minisgl_backend.kernels.adapters import Adaptation, AdaptersShape
 from minisgl_backend.kernels.cuda.adapters import ShrinkKernel, shrink_kernel
 from minisgl_backend.kernels.cuda.float8_linear import Float8Linear, Workspace

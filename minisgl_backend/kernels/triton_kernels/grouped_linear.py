@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minisgl_backend.experts_spec import ClampedGate, GeluGate
+from minisgl_backend.gates import ClampedGate, Gate
 
 
 @triton.jit
@@ -86,14 +86,13 @@ def launch_grouped_linear(
     bias: Tensor | None = None,
     block: int,
     top_k: int,
-    gated: bool,
-    gate: ClampedGate | GeluGate | None = None,
+    gate: Gate | ClampedGate | None,
 ) -> None:
     """``out`` [num_pairs, out_features]: row p is x[p // top_k] through the expert of pair p.
 
     ``weight`` [num_experts, height, in_features]; ``pairs`` and ``experts`` are a
-    ``kernels.routing.Alignment`` in blocks of ``block``; ``bias`` [num_experts, height]. ``gate``:
-    for ``gated`` weights; None for SiLU.
+    ``kernels.routing.Alignment`` in blocks of ``block``; ``bias`` [num_experts, height]. With a
+    ``gate``, ``weight`` holds gates and then ups, and ``out`` is half as wide.
     """
     num_pairs, out_features = out.shape
     if num_pairs == 0:
@@ -115,11 +114,11 @@ def launch_grouped_linear(
         ROWS=block,
         COLUMNS=columns,
         BLOCK=64 if block >= 64 else 128,
-        GATED=gated,
+        GATED=gate is not None,
         BIAS=bias is not None,
         ALPHA=None if clamped is None else clamped.alpha,
         LIMIT=None if clamped is None else clamped.limit,
-        GELU=isinstance(gate, GeluGate),
+        GELU=gate == "gelu",
         STAGES=4 if block >= 64 else 3,
         num_warps=4,
     )

@@ -9,7 +9,7 @@ from typing import Any
 
 from minisgl_backend.attention.base import KVHeads
 from minisgl_backend.errors import ConfigError
-from minisgl_backend.experts_spec import ExpertsSpec, GeluGate, RoutingRule
+from minisgl_backend.experts_spec import ExpertsSpec, RoutingRule
 from minisgl_backend.models.common_fields import common_fields, read_rope
 from minisgl_backend.models.config_json import ConfigReader
 from minisgl_backend.models.families.fields import (
@@ -62,7 +62,7 @@ def read_gemma3_text(config: ConfigReader) -> ModelSpec:
         qk_norm="head",
         norms="around",
         norm_offset=1.0,
-        gelu=True,
+        gate="gelu",
         attention_scale=config.number("query_pre_attn_scalar", 256) ** -0.5,
         embedding_scale=fields["hidden_size"] ** 0.5,
         **fields,
@@ -114,7 +114,7 @@ def read_gemma4_text(config: ConfigReader) -> ModelSpec:
         value_norm=True,
         keys_are_values=full if are_keys else frozenset(),
         norms="around",
-        gelu=True,
+        gate="gelu",
         attention_scale=1.0,
         embedding_scale=fields["hidden_size"] ** 0.5,
         logit_cap=config.number("final_logit_softcapping") if is_capped else 0.0,
@@ -186,7 +186,7 @@ def _experts_beside(config: ConfigReader, num_layers: int) -> MoeSpec:
     experts = ExpertsSpec(
         routing=routing,
         intermediate_size=config.integer("moe_intermediate_size", maximum=MOST_WIDTH),
-        gate=GeluGate(),
+        gate="gelu",
         router="router.proj",
     )
     return MoeSpec(experts=experts, layers=frozenset(range(num_layers)), beside=True)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from types import MappingProxyType
 from typing import Final
 
-from minisgl_backend.experts_spec import ClampedGate, ExpertsSpec
+from minisgl_backend.experts_spec import ExpertsSpec
+from minisgl_backend.gates import ClampedGate
 from minisgl_backend.models.common_fields import common_fields
 from minisgl_backend.models.config_json import ConfigReader
 from minisgl_backend.models.families.fields import ATTENTION_KINDS, read_routing, windows_by_kind

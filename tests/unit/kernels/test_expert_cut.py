@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minisgl_backend.experts_spec import ClampedGate, ExpertsSpec, GeluGate, RoutingRule
+from minisgl_backend.experts_spec import ExpertsSpec, RoutingRule
+from minisgl_backend.gates import ClampedGate
 from minisgl_backend.kernels.expert_cut import MANY, are_many, cut_of, cuts, fits, fits_many, knows
 from minisgl_backend.kernels.linear_cut import PLAIN, Numbers
 from minisgl_backend.kernels.packed_weight import CodesKind
@@ -109,7 +110,7 @@ def test_experts_that_the_kernels_support() -> None:
     assert knows(spec)
     assert knows(replace(spec, routing=replace(rule, sigmoid=True, corrected=True, scale=2.5)))
     assert knows(replace(spec, biases=True, gate=ClampedGate(alpha=1.7, limit=7.0)))
-    assert knows(replace(spec, routing=replace(rule, scaled=True), gate=GeluGate()))
+    assert knows(replace(spec, routing=replace(rule, scaled=True), gate="gelu"))
     assert not knows(replace(spec, routing=replace(rule, num_groups=8, top_groups=4)))
     assert not knows(replace(spec, routing=replace(rule, top_k=1), scales_inputs=True))
     assert not knows(replace(spec, routing=replace(rule, num_experts=2048)))

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from minisgl_backend.gates import Gate
 from minisgl_backend.kernels import (
     activation,
     decode_attention,
@@ -339,7 +340,7 @@ def test_fp8_store_clamps_and_scales() -> None:
 
 
 @pytest.mark.parametrize("gate", ["silu", "gelu"])
-def test_small_batch_linear_fuses_what_it_says(gate: activation.Gate) -> None:
+def test_small_batch_linear_fuses_what_it_says(gate: Gate) -> None:
     x, weight, norm = torch.randn(2, 12), torch.randn(10, 12), torch.rand(12)
     bias, residual = torch.randn(10), torch.randn(2, 5)
     y = F.linear(F.rms_norm(x, (12,), norm, 1e-6), weight, bias)

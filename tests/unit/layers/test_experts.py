@@ -22,7 +22,8 @@ from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeSparseMoeBl
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
 from minisgl_backend.errors import ConfigError
-from minisgl_backend.experts_spec import ClampedGate, ExpertsSpec, RoutingRule, SharedExpert
+from minisgl_backend.experts_spec import ExpertsSpec, RoutingRule, SharedExpert
+from minisgl_backend.gates import ClampedGate
 from minisgl_backend.kernels.routing import choose
 from minisgl_backend.layers.experts import ExpertsMLP
 from minisgl_backend.layers.norm import Normed

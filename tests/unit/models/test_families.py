@@ -9,13 +9,8 @@ import pytest
 
 from minisgl_backend.attention.base import KVHeads
 from minisgl_backend.errors import ConfigError
-from minisgl_backend.experts_spec import (
-    ClampedGate,
-    ExpertsSpec,
-    GeluGate,
-    RoutingRule,
-    SharedExpert,
-)
+from minisgl_backend.experts_spec import ExpertsSpec, RoutingRule, SharedExpert
+from minisgl_backend.gates import ClampedGate
 from minisgl_backend.models.catalog import ARCHITECTURES, parse_spec
 from minisgl_backend.models.spec import LayerInputs, MoeSpec, QueryGrowth
 from tests.unit.models.config_jsons import (
@@ -136,7 +131,12 @@ def test_gemma_3_leaves_most_of_its_config_out() -> None:
     assert (spec.num_layers, spec.num_heads, spec.num_kv_heads, spec.head_dim) == (34, 8, 4, 256)
     assert (spec.vocab_size, spec.context, spec.dtype) == (262208, 2**17, "bfloat16")
     assert spec.eos_token_ids == {1, 106} and spec.tie_embeddings and spec.names.multimodal
-    assert (spec.norms, spec.norm_offset, spec.gelu, spec.qk_norm) == ("around", 1.0, True, "head")
+    assert (spec.norms, spec.norm_offset, spec.gate, spec.qk_norm) == (
+        "around",
+        1.0,
+        "gelu",
+        "head",
+    )
     assert spec.attention_shape().scale == 256**-0.5 and spec.embedding_scale == 2560**0.5
     assert spec.windows[:6] == (1024,) * 5 + (None,)
     local, far = spec.ropes[0], spec.ropes[5]
@@ -244,9 +244,7 @@ def test_gemma_4_has_experts_beside_each_block() -> None:
     spec = parse_spec(config)
     rule = RoutingRule(num_experts=128, top_k=8, normalize=True, scaled=True)
     assert spec.moe == MoeSpec(
-        experts=ExpertsSpec(
-            routing=rule, intermediate_size=704, gate=GeluGate(), router="router.proj"
-        ),
+        experts=ExpertsSpec(routing=rule, intermediate_size=704, gate="gelu", router="router.proj"),
         layers=frozenset(range(30)),
         beside=True,
     )

@@ -22,9 +22,10 @@ from minisgl_backend.attention.own_kernels import TritonDecode, TritonPrefill
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.execution.decode_graphs import batch_sizes
 from minisgl_backend.execution.states import StateStorage
-from minisgl_backend.experts_spec import ClampedGate, GeluGate, RoutingRule
+from minisgl_backend.experts_spec import RoutingRule
+from minisgl_backend.gates import ClampedGate, Gate
 from minisgl_backend.kernels import float8_rows, linear_cut, small_batch, wide_linear
-from minisgl_backend.kernels.activation import Gate, open_gates_reference
+from minisgl_backend.kernels.activation import open_gates_reference
 from minisgl_backend.kernels.adapters import (
     IN_STEP,
     Adaptation,
@@ -532,7 +533,7 @@ class TwinExperts:
         held: tuple[int, int],
         *shapes: object,
         kinds: tuple[CodesKind, CodesKind] | None,
-        gate: ClampedGate | GeluGate | None,
+        gate: Gate | ClampedGate,
         wide: bool,
         shared: bool,
     ) -> Any:

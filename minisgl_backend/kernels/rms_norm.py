@@ -59,7 +59,7 @@ def fused_add_rms_norm_reference(x: Tensor, residual: Tensor, weight: Tensor, ep
     return rms_norm_reference(residual.add_(x), weight, eps)
 
 
-def add_normed(
+def fused_rms_norm_add(
     x: Tensor,
     residual: Tensor,
     after: Tensor,
@@ -78,19 +78,19 @@ def add_normed(
     of x under a and the other x under b takes the place of ``x``. All norms have the same ``eps``.
     """
     if not use_triton(x):
-        return add_normed_reference(
+        return fused_rms_norm_add_reference(
             x, residual, after, eps, norms=norms, beside=beside, factor=factor
         )
-    from minisgl_backend.kernels.triton_kernels.layer_kernels import launch_add_normed
+    from minisgl_backend.kernels.triton_kernels.layer_kernels import launch_rms_norm_add
 
     out = torch.empty((len(norms), *x.shape), dtype=x.dtype, device=x.device)
-    launch_add_normed(
+    launch_rms_norm_add(
         out, x, residual, after, eps, norms=norms, beside=beside, factor=factor, pdl=pdl
     )
     return list(out)
 
 
-def add_normed_reference(
+def fused_rms_norm_add_reference(
     x: Tensor,
     residual: Tensor,
     after: Tensor,
@@ -100,7 +100,7 @@ def add_normed_reference(
     beside: tuple[Tensor, Tensor, Tensor] | None = None,
     factor: Tensor | None = None,
 ) -> list[Tensor]:
-    """The twin of ``add_normed``."""
+    """The twin of ``fused_rms_norm_add``."""
     if beside is not None:
         other, x_weight, other_weight = beside
         x = rms_norm_reference(x, x_weight, eps) + rms_norm_reference(other, other_weight, eps)

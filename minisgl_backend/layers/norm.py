@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from minisgl_backend.gates import Gate
-from minisgl_backend.kernels import rms_norm as kernels
 from minisgl_backend.kernels.activation import open_gates
 from minisgl_backend.kernels.dispatch import at_least_float32
 from minisgl_backend.kernels.float8_rows import (
@@ -23,7 +22,12 @@ from minisgl_backend.kernels.float8_rows import (
     gated_float8,
     rms_norm_float8,
 )
-from minisgl_backend.kernels.rms_norm import fused_add_rms_norm, rms_norm, scales_of_squares
+from minisgl_backend.kernels.rms_norm import (
+    fused_add_rms_norm,
+    fused_rms_norm_add,
+    rms_norm,
+    scales_of_squares,
+)
 from minisgl_backend.layers.weight_place import Share, WeightPlace, empty_parameter, whole
 from minisgl_backend.parallel.group import Group
 
@@ -221,7 +225,7 @@ def add_normed(
     is_rounded = norm is not None and norm.rounding is not None and norm.rounding(len(part))
     kept = [] if norm is None or is_rounded else [norm]
     assert all(of.eps == after.eps for of in (*kept, *others))
-    outs = kernels.add_normed(
+    outs = fused_rms_norm_add(
         part,
         residual,
         after.weight,

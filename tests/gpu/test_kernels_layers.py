@@ -45,7 +45,7 @@ def test_fused_add_rms_norm(device: torch.device, dtype: torch.dtype, size: int)
 @pytest.mark.parametrize("num_norms", [0, 1, 3])
 @pytest.mark.parametrize("is_joined", [False, True])
 @pytest.mark.parametrize("is_scaled", [False, True])
-def test_add_normed(
+def test_fused_rms_norm_add(
     device: torch.device,
     dtype: torch.dtype,
     size: int,
@@ -67,10 +67,10 @@ def test_add_normed(
         "factor": given["factor"].double() if is_scaled else None,
     }
     expected_residual = residual.double()
-    expected = rms_norm.add_normed_reference(
+    expected = rms_norm.fused_rms_norm_add_reference(
         x.double(), expected_residual, weights[0].double(), 1e-6, **wide
     )
-    found = rms_norm.add_normed(x, residual, weights[0], 1e-6, **given)
+    found = rms_norm.fused_rms_norm_add(x, residual, weights[0], 1e-6, **given)
     assert_close(residual, expected_residual.to(dtype))
     assert len(found) == num_norms
     for actual, wanted in zip(found, expected, strict=True):

@@ -74,7 +74,7 @@ def _under_norm(x, weight, eps, SIZE: tl.constexpr):
 
 
 @triton.jit
-def _add_normed(
+def _rms_norm_add(
     out_ptr,  # [NORMS, num_tokens, SIZE]
     x_ptr,
     beside_ptr,
@@ -134,7 +134,7 @@ def _add_normed(
         tl.store(to + 2 * apart, y.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-def launch_add_normed(
+def launch_rms_norm_add(
     out: Tensor,
     x: Tensor,
     residual: Tensor,
@@ -146,7 +146,8 @@ def launch_add_normed(
     factor: Tensor | None,
     pdl: bool,
 ) -> None:
-    """See ``minisgl_backend.kernels.rms_norm.add_normed``; ``out`` [len(norms), *x.shape]."""
+    """See ``minisgl_backend.kernels.rms_norm.fused_rms_norm_add``; ``out`` [len(norms), num_tokens,
+    hidden_size]."""
     num_tokens, size = x.shape
     if num_tokens == 0:
         return
@@ -154,7 +155,7 @@ def launch_add_normed(
     assert x.is_contiguous() and residual.is_contiguous() and len(norms) <= 3
     assert other is None or other.is_contiguous()
     block = triton.next_power_of_2(size)
-    _add_normed[(num_tokens,)](
+    _rms_norm_add[(num_tokens,)](
         out,
         x,
         other,

@@ -100,7 +100,7 @@ def test_norm_and_gate_round_once(dtype: torch.dtype) -> None:
     assert torch.equal(out, rms_norm.rms_norm(total, weight, 1e-6))
 
 
-def test_add_normed() -> None:
+def test_fused_rms_norm_add() -> None:
     """Whatever is left out has no effect."""
     x, other, residual = torch.randn(3, 4, 24)
     after, of_x, of_other, first, second = torch.rand(5, 24)
@@ -110,9 +110,9 @@ def test_add_normed() -> None:
         return rows / (rows.pow(2).mean(1, keepdim=True) + 1e-6).sqrt() * weight
 
     plain, joined = residual.clone(), residual.clone()
-    assert rms_norm.add_normed(x, plain, after, 1e-6) == []
+    assert rms_norm.fused_rms_norm_add(x, plain, after, 1e-6) == []
     torch.testing.assert_close(plain, residual + under(x, after))
-    found = rms_norm.add_normed(
+    found = rms_norm.fused_rms_norm_add(
         x,
         joined,
         after,

@@ -62,12 +62,7 @@ class GatedMLP(nn.Module):
         share = even_share(intermediate_size, group, "intermediate_size")
         parts = {"gate_proj": share, "up_proj": share}
         self.gate_up_proj = MergedColumnLinear(
-            name,
-            hidden_size,
-            parts,
-            bias=bias,
-            matrices=matrices,
-            gate=gate,
+            name, hidden_size, parts, bias=bias, matrices=matrices, gate=gate
         )
         self.down_proj = RowLinear(
             f"{name}.down_proj",
@@ -80,7 +75,7 @@ class GatedMLP(nn.Module):
 
     def use_tensor_cores(self, kernels: TensorCores, *, adds: bool = True) -> None:
         """Compute steps that fit by ``kernels``, which the weights fit: ``forward`` or, unless it
-        ``adds``, ``output`` and ``part``. Only with silu."""
+        ``adds``, ``output`` and ``part``."""
         self.gate_up_proj.use_tensor_cores(kernels)
         self.down_proj.use_tensor_cores(kernels, adds=adds)
 

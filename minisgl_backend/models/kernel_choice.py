@@ -83,16 +83,18 @@ def _use_separately(layer: nn.Module, kernels_for: Callable[[int], TensorCores])
     """Give the kernels, made for a largest batch, to each weight of ``layer`` that gains. Returns
     the largest batch that all weights of the layer leave to them."""
     linears = list(_linears(layer))
-    of_plain = _largest_batch([linear for linear, _ in linears])
+    # before batches are chosen: these depend on how a weight is arranged
+    fitting = [linear.matrix.fits_tensor_cores(gated=gated) for linear, gated in linears]
+    of_plain = _largest_batch(
+        [linear for linear, _ in linears if not isinstance(linear.matrix, QuantizedMatrix)]
+    )
     most = linear_cut.MAX_TOKENS
-    for linear, gated in linears:
+    for (linear, _), fits in zip(linears, fitting, strict=True):
         matrix, of_this = linear.matrix, 0
-        if isinstance(matrix, QuantizedMatrix):
+        if fits and isinstance(matrix, QuantizedMatrix):
             of_this = _largest_batch([linear])
-        elif linear_cut.gains_alone(matrix.out_features, matrix.in_features):
+        elif fits and linear_cut.gains_alone(matrix.out_features, matrix.in_features):
             of_this = of_plain
-        if of_this and not matrix.fits_tensor_cores(gated=gated):
-            of_this = 0
         most = min(most, of_this)
         if not of_this:
             continue

@@ -353,19 +353,21 @@ def test_a_prompt_then_a_token_on_tensor_cores(
 
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("length", [5, 40])
-@pytest.mark.parametrize("is_packed", [False, True])
+@pytest.mark.parametrize("packed", ["", "attn", "attn|mlp"])
 def test_weights_between_norms_take_tensor_cores_separately(
-    is_packed: bool, length: int, size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    packed: str, length: int, size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Plain weights that are large enough, and packed ones; the kernels also open gates of GELU."""
-    made: list[tuple[Gate | None, CodesKind | None]] = []
+    """Plain weights that are large enough, and packed ones, which leave more tokens to float8. The
+    kernels also open gates of GELU."""
+    made: list[tuple[Gate | None, bool, int]] = []
 
     class Cores(TwinCores):
         def __init__(self, device: torch.device, most_tokens: int) -> None:
             assert device == CPU and most_tokens >= self.most_tokens
+            self._asked = most_tokens
 
         def linear(self, shape: Sequence[int], **of: Any) -> Any:
-            made.append((of["gate"], of["codes"]))
+            made.append((of["gate"], of["codes"] is not None, self._asked))
             return super().linear(shape, **of)
 
     twins = SimpleNamespace(HopperExperts=lambda device: None, TensorCores=Cores)
@@ -376,9 +378,9 @@ def test_weights_between_norms_take_tensor_cores_separately(
     monkeypatch.setattr(linear_cut, "_LEAST_ALONE", 512 * 256)
     theirs = write_broad_gemma_checkpoint(tmp_path)
     spec = load_spec(tmp_path)
-    if is_packed:
+    if packed:
         form = CONVERTED_FP8
-        names = re.compile(r".*(attn|mlp)\.\w+_proj")
+        names = re.compile(rf".*({packed})\.\w+_proj")
         for name, weight in theirs.named_parameters():
             if names.fullmatch(name.removesuffix(".weight")):
                 found = quantize(weight.data, form.encoding, (128, 128), symmetric=True)
@@ -393,8 +395,9 @@ def test_weights_between_norms_take_tensor_cores_separately(
 
     on_ranks(size, check)
     assert len(made) == 4 * spec.num_layers * size
-    assert {gate for gate, _ in made} == {None, "gelu"}
-    assert all((codes is not None) == is_packed for _, codes in made)
+    assert {gate for gate, *_ in made} == {None, "gelu"}
+    most = {"": {(False, 256)}, "attn": {(False, 256), (True, 64)}, "attn|mlp": {(True, 64)}}
+    assert {(in_codes, asked) for _, in_codes, asked in made} == most[packed]
 
 
 @pytest.mark.parametrize("size", [1, 2])

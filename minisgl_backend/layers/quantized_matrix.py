@@ -37,7 +37,7 @@ from minisgl_backend.layers.quantized_place import place_in
 from minisgl_backend.layers.stored_weight import StoredWeight
 from minisgl_backend.layers.weight_place import Place, Share
 from minisgl_backend.layers.weight_share import block_of
-from minisgl_backend.weight_format import WeightFormat
+from minisgl_backend.weight_format import Layout, WeightFormat
 
 if TYPE_CHECKING:  # needs the CUDA driver's bindings, which only installations for GPUs have
     from minisgl_backend.kernels.cuda.float8_linear import Float8Linear
@@ -191,8 +191,12 @@ class Matrices:
             if padded and self.fused:
                 out_features = linear_cut.padded(out_features)
         formats = {name: form for name in parts if (form := self.format_of(name)) is not None}
-        are_all = len(formats) == len(parts) and self.takes(out_features, ins.size)
-        if are_all and _is_kept(list(formats.values()), self.keeps):
+        if not self.takes(out_features, ins.size):  # then conversion would only round numbers
+            of_checkpoint = {
+                name: form for name, form in formats.items() if form.layout is not Layout.CONVERTED
+            }
+            return DenseMatrix(parts, ins, out_features, formats=of_checkpoint, fused=self.fused)
+        if len(formats) == len(parts) and _is_kept(list(formats.values()), self.keeps):
             return QuantizedMatrix(parts, ins, out_features, formats=formats, fused=self.fused)
         return DenseMatrix(parts, ins, out_features, formats=formats, fused=self.fused)
 

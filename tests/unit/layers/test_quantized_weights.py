@@ -42,6 +42,7 @@ from minisgl_backend.weight_format import (
     Encoding,
     Layout,
     WeightFormat,
+    WeightFormats,
 )
 from tests.conformance.checkpoints import write_checkpoint
 from tests.conformance.quantized_checkpoints import (
@@ -700,6 +701,27 @@ def test_only_plain_weights_are_converted(checkpoints: Callable[[str], Path]) ->
     assert len(codes) == 2 * 4
     assert not any("lm_head" in name or "embed" in name for name in codes)
     assert set(collect_places(kept)) == set(load_file(folder / "numbers" / "model.safetensors"))
+
+
+def test_weights_of_sizes_that_kernels_do_not_take_are_not_converted(
+    checkpoints: Callable[[str], Path],
+) -> None:
+    folder = checkpoints("awq-128") / "numbers"
+
+    def loaded(weights: WeightFormats | None) -> dict[str, Tensor]:
+        model = build_model(
+            replace(load_spec(folder), weights=weights),
+            folder,
+            dtype=torch.float32,
+            device=CPU,
+            group=OneRank(),
+            keep_quantized=True,
+            takes=lambda out_features, in_features: False,
+        )
+        return dict(model.named_parameters())
+
+    plain, converted = loaded(None), loaded(CONVERT_TO_FP8)
+    assert all(torch.equal(plain[name], weight) for name, weight in converted.items())
 
 
 @pytest.mark.parametrize("case", ["qwen3-moe", "llama4", "gemma4-experts"])

@@ -38,8 +38,7 @@ class ExpertWeights:
 
     ``gate_up`` [num_experts, 2 * intermediate_size, hidden_size], gates first; ``down``
     [num_experts, hidden_size, intermediate_size]; biases of the same shapes without the last
-    dimension. Only the kernels of ``cuda.experts`` take packed
-    weights.
+    dimension. Only the kernels of ``cuda.experts`` take packed weights.
     """
 
     gate_up: Tensor | QuantizedWeight | PackedWeight

@@ -181,25 +181,20 @@ class Normed:
 
 def add_sum(residual: Tensor, part: Tensor, norm: RMSNorm, group: Group, *, pdl: bool) -> Normed:
     """residual += the sum of every rank's ``part``, in place. Returns its norm. This is one kernel
-    if ``is_sum_fused``.
+    if ``is_sum_fused``. Otherwise, if the norm is read in 8 bits, it is written only so: other
+    readers compute it from the residual stream.
 
     ``part``, ``residual`` [num_tokens, hidden_size]. May overwrite ``part``. ``pdl``: see
     ``FusedSum``.
     """
-    if group.fused is not None and is_sum_fused(group, len(part), part.shape[1], part.dtype):
-        fused = group.fused.add_rms_norm(part, residual, norm.weight, norm.eps, pdl=pdl)
-        return Normed(fused)
-    return _added(residual, group.all_reduce(part), norm, pdl=pdl)
-
-
-def _added(residual: Tensor, part: Tensor, norm: RMSNorm, *, pdl: bool) -> Normed:
-    """residual += ``part``, in place. Returns its norm. If that is read in 8 bits, it is written
-    only so: other readers compute it from the residual stream."""
     weight, eps = norm.weight, norm.eps
-    group = None if norm.rounding is None else norm.rounding(len(part))
-    if group is None:
+    if group.fused is not None and is_sum_fused(group, len(part), part.shape[1], part.dtype):
+        return Normed(group.fused.add_rms_norm(part, residual, weight, eps, pdl=pdl))
+    part = group.all_reduce(part)
+    neighbours = None if norm.rounding is None else norm.rounding(len(part))
+    if neighbours is None:
         return Normed(fused_add_rms_norm(part, residual, weight, eps, pdl=pdl))
-    rounded = rms_norm_float8(part, residual, weight, eps, group, pdl=pdl)
+    rounded = rms_norm_float8(part, residual, weight, eps, neighbours, pdl=pdl)
     return Normed(residual, norm, rounded=rounded)
 
 

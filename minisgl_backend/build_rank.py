@@ -174,9 +174,11 @@ def _model(facts: Resolved, group: Group, progress: Progress) -> Decoder:
     def keeps_experts(form: WeightFormat) -> bool:
         return fused_experts and has_expert_kernels(form, facts.spec, parts) and has_kernels()
 
-    def takes(out_features: int, in_features: int) -> bool:
-        # on Hopper a plain weight is faster than codes without a kernel on tensor cores
-        return has_linear_kernels(out_features, in_features) or not has_kernels()
+    def takes(form: WeightFormat, out_features: int, in_features: int) -> bool:
+        # On Hopper a plain weight is faster than codes without a kernel on tensor cores. It takes
+        # twice the memory of 8 bits, and too much for users of 4.
+        is_small = form.encoding.bits < 8
+        return is_small or has_linear_kernels(out_features, in_features) or not has_kernels()
 
     try:
         model = build_model(

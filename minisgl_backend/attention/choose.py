@@ -56,6 +56,9 @@ logger = logging.getLogger(__name__)
 
 _MOST_HEAD_DIM: Final = 512
 """The largest heads that Triton's kernels take; ``sdpa`` also takes larger ones."""
+_MOST_HEAD_BYTES_OF_AUTO: Final = 1024
+"""The largest heads that auto gives to Triton's kernels: not all GPUs have enough shared memory for
+larger ones."""
 _MOST_HEAD_DIM_OF_GROUPS: Final = 128
 """The largest heads with which a GPU reads shared pages once for all rows of a group."""
 
@@ -176,7 +179,8 @@ def _in_sections(option: str | None, setting: AttentionSetting) -> PagedAttentio
 
 def _auto(setting: AttentionSetting) -> tuple[str, str]:
     """The names for prefill and for decode."""
-    if setting.device.type == "cpu" or setting.shape.head_dim > _MOST_HEAD_DIM:
+    head_bytes = setting.shape.head_dim * setting.dtype.itemsize
+    if setting.device.type == "cpu" or head_bytes > _MOST_HEAD_BYTES_OF_AUTO:
         return "sdpa", "sdpa"
     return (
         "fa" if _why_not_flash_attn(setting) is None else "triton",

@@ -165,15 +165,15 @@ class Matrices:
 
     ``format_of`` says how a projection is stored, by its name in the checkpoint; None stands for
     plain numbers. ``keeps`` says whether the device has kernels for weights of a format,
-    ``keeps_experts`` the same for experts' weights, and ``takes`` whether those for quantized
-    weights take [out_features, in_features]. ``fused``: matrices use this package's kernels.
+    ``keeps_experts`` the same for experts' weights, and ``takes`` whether the kernels for a format
+    take [out_features, in_features]. ``fused``: matrices use this package's kernels.
     """
 
     format_of: Callable[[str], WeightFormat | None]
     keeps: Callable[[WeightFormat], bool]
     keeps_experts: Callable[[WeightFormat], bool]
     fused: bool
-    takes: Callable[[int, int], bool]
+    takes: Callable[[WeightFormat, int, int], bool]
 
     def make(
         self,
@@ -191,7 +191,8 @@ class Matrices:
             if padded and self.fused:
                 out_features = linear_cut.padded(out_features)
         formats = {name: form for name in parts if (form := self.format_of(name)) is not None}
-        if not self.takes(out_features, ins.size):  # then conversion would only round numbers
+        if not all(self.takes(form, out_features, ins.size) for form in formats.values()):
+            # conversion would only round numbers
             of_checkpoint = {
                 name: form for name, form in formats.items() if form.layout is not Layout.CONVERTED
             }

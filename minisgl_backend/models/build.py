@@ -54,7 +54,7 @@ def build_model(
     whole_experts: bool = False,
     keep_quantized: bool = False,
     keeps_experts: Callable[[WeightFormat], bool] | None = None,
-    takes: Callable[[int, int], bool] | None = None,
+    takes: Callable[[WeightFormat, int, int], bool] | None = None,
     progress: Progress = unseen,
 ) -> Decoder:
     """This rank's part of the model in ``folder``.
@@ -66,7 +66,7 @@ def build_model(
     ``keep_quantized``: quantized weights stay quantized, on a GPU for this package's kernels, on a
     CPU to be dequantized for each use; otherwise they are dequantized while they are loaded.
     ``keeps_experts`` says in which formats experts' weights stay quantized, by default the same,
-    and ``takes`` with which sizes [out_features, in_features] others do, by default with all.
+    and ``takes`` in which sizes [out_features, in_features] others do, by default in all.
     Raises ``ConfigError`` if the checkpoint does not fit the spec.
     """
     on_gpu = device.type == "cuda"
@@ -75,7 +75,7 @@ def build_model(
         keeps=lambda form: keep_quantized,
         keeps_experts=keeps_experts or (lambda form: keep_quantized),
         fused=on_gpu if fused is None else fused,
-        takes=takes or (lambda out_features, in_features: True),
+        takes=takes or (lambda form, out_features, in_features: True),
     )
     with torch.device("meta"):
         model = Decoder(

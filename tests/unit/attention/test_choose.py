@@ -75,6 +75,13 @@ def test_each_kind_of_heads_has_a_backend_of_its_own() -> None:
     assert choice("sdpa", shape=shape).name == "sdpa"
 
 
+@pytest.mark.parametrize(("dtype", "name"), [(torch.bfloat16, "triton"), (torch.float32, "sdpa")])
+def test_wide_heads_have_to_fit_into_shared_memory(dtype: torch.dtype, name: str) -> None:
+    shape = replace(SETTING.shape, head_dim=512)
+    assert choice(None, shape=shape, dtype=dtype, device=ACCELERATOR).name == name
+    assert choice("triton", shape=shape, dtype=dtype, device=ACCELERATOR).name == "triton"
+
+
 class Scheduled:
     """Decode attention by a schedule, which records what it is told."""
 

@@ -56,7 +56,7 @@ def block(
             keeps=lambda form: False,
             keeps_experts=lambda form: False,
             fused=fused,
-            takes=lambda out_features, in_features: True,
+            takes=lambda form, out_features, in_features: True,
         ),
     )
 

@@ -428,7 +428,7 @@ def test_weights_of_sizes_that_kernels_do_not_take_are_dequantized(
     folder = checkpoints(case)
     sizes: set[tuple[int, int]] = set()
 
-    def takes(out_features: int, in_features: int) -> bool:
+    def takes(form: WeightFormat, out_features: int, in_features: int) -> bool:
         sizes.add((out_features, in_features))
         return in_features == load_spec(folder).intermediate_size
 
@@ -716,7 +716,7 @@ def test_weights_of_sizes_that_kernels_do_not_take_are_not_converted(
             device=CPU,
             group=OneRank(),
             keep_quantized=True,
-            takes=lambda out_features, in_features: False,
+            takes=lambda form, out_features, in_features: False,
         )
         return dict(model.named_parameters())
 

@@ -22,9 +22,15 @@ def test_every_id_of_the_model_is_one_of_the_tokenizer(shape: str, tmp_path: Pat
     result = CliRunner().invoke(main, ["bench", "dummy-model", shape, str(tmp_path / "model")])
     assert result.exit_code == 0, result.output
     spec = load_spec(tmp_path / "model")
-    vocab_sizes = {"gpt-oss": 201_088, "qwen3.6": 248_320}
-    family = shape.rpartition("-")[0] if "oss" in shape else shape.partition("-")[0]
-    assert spec.vocab_size == vocab_sizes.get(family, 151_936)
+    vocab_sizes = {
+        "gpt-oss": 201_088,
+        "qwen3": 151_936,
+        "qwen3.6": 248_320,
+        "gemma-3": 262_208,
+        "gemma-4": 262_144,
+    }
+    family = "-".join(shape.split("-")[: 1 if shape.startswith("qwen") else 2])
+    assert spec.vocab_size == vocab_sizes[family]
     assert (spec.moe is not None) == (bool(re.search(r"-a\d+b$", shape)) or family == "gpt-oss")
     assert (spec.delta_net is not None) == (family == "qwen3.6")
     assert len(load_vocabulary(tmp_path / "model")) == spec.vocab_size

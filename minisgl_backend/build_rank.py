@@ -26,13 +26,13 @@ from minisgl_backend.execution.executor import ModelExecutor
 from minisgl_backend.execution.prompt_logprobs import rows_at_once
 from minisgl_backend.execution.ranks import RankExecutor
 from minisgl_backend.execution.stages import ExecutorLimits
+from minisgl_backend.kernels.linear_cut import takes_codes
 from minisgl_backend.models.adapter_slots import AdapterSlots
 from minisgl_backend.models.build import build_model
 from minisgl_backend.models.decoder import Decoder
 from minisgl_backend.models.kernel_choice import (
     has_expert_kernels,
     has_hopper_kernels,
-    has_linear_kernels,
     use_invariant_kernels,
     use_tensor_cores,
 )
@@ -178,7 +178,7 @@ def _model(facts: Resolved, group: Group, progress: Progress) -> Decoder:
         # On Hopper a plain weight is faster than codes without a kernel on tensor cores. It takes
         # twice the memory of 8 bits, and too much for users of 4.
         is_small = form.encoding.bits < 8
-        return is_small or has_linear_kernels(out_features, in_features) or not has_kernels()
+        return is_small or takes_codes(out_features, in_features) or not has_kernels()
 
     try:
         model = build_model(

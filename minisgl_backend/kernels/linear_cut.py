@@ -49,6 +49,7 @@ _MOST_TOKENS_OF_LARGE: Final = 192
 to the second number of multiply-adds (elements times tokens) and the third number of tokens."""
 
 _LEAST_ALONE: Final = 32 * 2**20
+"""The fewest elements of a plain weight that ``gains_alone``."""
 
 _LEAST_MANY: Final = 128
 """From this number of tokens on, multiplying takes longer than reading the weight."""

@@ -158,11 +158,6 @@ def has_expert_kernels(form: WeightFormat, spec: ModelSpec, parts: int) -> bool:
     return expert_cut.knows(experts) and expert_cut.fits(spec.hidden_size, size, form)
 
 
-def has_linear_kernels(out_features: int, in_features: int) -> bool:
-    """Whether these kernels take quantized weights of linear layers of these sizes."""
-    return linear_cut.takes_codes(out_features, in_features)
-
-
 def use_invariant_kernels(model: Decoder, device: torch.device) -> None:
     """Compute every step so that a token's values do not depend on the step's other tokens (the
     option ``batch_invariant``). Compiles kernels that are not in the cache.

@@ -12,6 +12,12 @@ from minisgl_backend.kernels.triton_kernels.pdl import allow_next, launch_option
 
 
 @triton.jit
+def _under_norm(x, weight, eps, SIZE: tl.constexpr):
+    """``x`` [SIZE] in float32 under a norm of this weight; both are 0 beyond their end."""
+    return x * tl.rsqrt(tl.sum(x * x, axis=0) / SIZE + eps) * weight.to(tl.float32)
+
+
+@triton.jit
 def _rms_norm(
     out_ptr,
     x_ptr,
@@ -27,7 +33,7 @@ def _rms_norm(
     token = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
     mask = i < SIZE
-    weight = tl.load(weight_ptr + i, mask=mask, other=0.0).to(tl.float32)  # [SIZE]
+    weight = tl.load(weight_ptr + i, mask=mask, other=0.0)  # [SIZE]
     if PDL:
         allow_next()
         wait_previous()
@@ -37,8 +43,7 @@ def _rms_norm(
         total = (x + residual).to(residual_ptr.dtype.element_ty)
         tl.store(residual_ptr + token * SIZE + i, total, mask=mask)
         x = total.to(tl.float32)
-    scale = tl.rsqrt(tl.sum(x * x, axis=0) / SIZE + eps)
-    y = x * scale * weight
+    y = _under_norm(x, weight, eps, SIZE)
     tl.store(out_ptr + token * SIZE + i, y.to(out_ptr.dtype.element_ty), mask=mask)
 
 
@@ -65,12 +70,6 @@ def launch_rms_norm(
         num_warps=min(max(block // 512, 1), 8),
         **launch_options(pdl),
     )
-
-
-@triton.jit
-def _under_norm(x, weight, eps, SIZE: tl.constexpr):
-    """``x`` [SIZE] in float32 under a norm of this weight; both are 0 beyond their end."""
-    return x * tl.rsqrt(tl.sum(x * x, axis=0) / SIZE + eps) * weight.to(tl.float32)
 
 
 @triton.jit

@@ -13,6 +13,7 @@ from minisgl_backend.experts_spec import ExpertsSpec, RoutingRule, SharedExpert
 from minisgl_backend.gates import ClampedGate
 from minisgl_backend.models.catalog import ARCHITECTURES, parse_spec
 from minisgl_backend.models.spec import LayerInputs, MoeSpec, QueryGrowth
+from minisgl_bench.dummy_model import SHAPES
 from tests.unit.models.config_jsons import (
     DOTS_LLM1,
     GEMMA_3_1B,
@@ -224,22 +225,7 @@ def test_the_last_layer_of_gemma_4_has_no_window() -> None:
 
 
 def test_gemma_4_has_experts_beside_each_block() -> None:
-    text: dict[str, Any] = {
-        "attention_k_eq_v": True,
-        "enable_moe_block": True,
-        "global_head_dim": 512,
-        "hidden_size": 2816,
-        "hidden_size_per_layer_input": 0,
-        "intermediate_size": 2112,
-        "moe_intermediate_size": 704,
-        "num_attention_heads": 16,
-        "num_experts": 128,
-        "num_global_key_value_heads": 2,
-        "num_hidden_layers": 30,
-        "num_key_value_heads": 8,
-        "sliding_window": 1024,
-        "top_k_experts": 8,
-    }
+    text = SHAPES["gemma-4-26b-a4b"]
     config = {"architectures": ["Gemma4ForConditionalGeneration"], "text_config": text}
     spec = parse_spec(config)
     rule = RoutingRule(num_experts=128, top_k=8, normalize=True, scaled=True)

@@ -1,6 +1,6 @@
 """The gates of feed-forward blocks (arXiv 2002.05202), Llama's silu(gate) * up and Gemma's with the
-tanh approximation of GELU (arXiv 1606.08415); and the gate of attention's output
-(arXiv 2505.06708).
+tanh approximation of GELU (arXiv 1606.08415); the gate of attention's output (arXiv 2505.06708);
+and Gemma's bound of logits (arXiv 2408.00118).
 """
 
 from __future__ import annotations
@@ -64,3 +64,21 @@ def sigmoid_mul(x: Tensor, gate: Tensor, *, pdl: bool = False) -> Tensor:
 def sigmoid_mul_reference(x: Tensor, gate: Tensor) -> Tensor:
     """The twin of ``sigmoid_mul``; float64 stays float64."""
     return (at_least_float32(x) * at_least_float32(gate).sigmoid()).to(x.dtype).flatten(1)
+
+
+def soft_cap(x: Tensor, cap: float) -> None:
+    """Replace ``x`` by cap * tanh(x / cap), in float32, rounded once.
+
+    ``x`` [num_rows, size], whose rows may be strided.
+    """
+    if not use_triton(x):
+        soft_cap_reference(x, cap)
+        return
+    from minisgl_backend.kernels.triton_kernels.layer_kernels import launch_soft_cap
+
+    launch_soft_cap(x, cap)
+
+
+def soft_cap_reference(x: Tensor, cap: float) -> None:
+    """The twin of ``soft_cap``; float64 stays float64."""
+    x.copy_(at_least_float32(x).div(cap).tanh_().mul_(cap))

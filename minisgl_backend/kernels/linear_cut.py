@@ -48,7 +48,7 @@ _MOST_TOKENS_OF_LARGE: Final = 192
 """Layers of up to the first number of elements take all batches. Larger layers take batches of up
 to the second number of multiply-adds (elements times tokens) and the third number of tokens."""
 
-_LEAST_ALONE: Final = 32 * 2**20
+_LEAST_ALONE: Final = 4 * 2**20
 """The fewest elements of a plain weight that ``gains_alone``."""
 
 _LEAST_MANY: Final = 128
@@ -326,8 +326,8 @@ def takes_codes(height: int, in_features: int) -> bool:
 
 def gains_alone(height: int, in_features: int) -> bool:
     """Whether these GEMMs are faster for a plain weight, even if norms and residual adds around
-    them are separate kernels. On an H200 they are with the weights of Gemma 4 31B, and not with
-    those of Gemma 4 26B-A4B, all of which are smaller."""
+    them are separate kernels. For one row another kernel may be faster still
+    (``small_batch.is_faster_for_a_row``). Found on an H200 with Gemma 4 E4B, 26B-A4B and 31B."""
     return height * in_features >= _LEAST_ALONE
 
 

@@ -24,7 +24,9 @@ MAX_BATCH_SIZE: Final = 8
 
 _LEAST_ELEMENTS: Final = 16 * 2**20
 _MOST_IN_FEATURES: Final = 5120
-"""The most in_features of a weight that ``is_faster_for_a_row``."""
+_MOST_ALONE: Final = 24 * 2**20
+_MOST_IN_FEATURES_ALONE: Final = 8192
+"""Bounds of ``is_faster_for_a_row``."""
 
 _MOST_FOLDED_IN_FEATURES: Final = 2048
 _LEAST_NORMALIZED_OUT_FEATURES: Final = 2**16
@@ -41,10 +43,15 @@ def is_faster(batch_size: int, in_features: int, *, gated: bool = False) -> bool
     return batch_size == 1 or not gated or in_features <= 2048
 
 
-def is_faster_for_a_row(num_rows: int, out_features: int, in_features: int) -> bool:
-    """Whether one row times a large plain weight is faster here than on tensor cores (H200)."""
-    is_large = out_features * in_features >= _LEAST_ELEMENTS
-    return num_rows == 1 and is_large and in_features <= _MOST_IN_FEATURES
+def is_faster_for_a_row(
+    out_features: int, in_features: int, *, gated: bool = False, alone: bool = False
+) -> bool:
+    """Whether one row times a plain weight is faster here than on tensor cores (H200). ``alone``:
+    they do not save the kernels for norms and residual adds."""
+    elements = out_features * in_features
+    if alone and elements < _MOST_ALONE and in_features <= _MOST_IN_FEATURES_ALONE:
+        return True
+    return not gated and elements >= _LEAST_ELEMENTS and in_features <= _MOST_IN_FEATURES
 
 
 def normalizes_before(num_rows: int, out_features: int, in_features: int) -> bool:

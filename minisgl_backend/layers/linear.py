@@ -21,6 +21,7 @@ from minisgl_backend.kernels.adapters import (
     AdapterMemory,
     AdaptersShape,
 )
+from minisgl_backend.kernels.small_batch import is_faster_for_a_row
 from minisgl_backend.layers.norm import Normed, RMSNorm, add_sum
 from minisgl_backend.layers.quantized_matrix import Matrices
 from minisgl_backend.layers.weight_place import (
@@ -68,11 +69,14 @@ class MergedColumnLinear(nn.Module):
 
     def use_tensor_cores(self, kernels: TensorCores) -> None:
         """Compute steps that fit by ``kernels``, which the weight fits."""
-        self.matrix.use_tensor_cores(
+        matrix, gate = self.matrix, self.gate
+        matrix.use_tensor_cores(
             kernels,
-            gate=self.gate,
+            gate=gate,
             adapters=adapters_shape(self),
-            streams_a_row=self.gate is None,
+            streams_a_row=is_faster_for_a_row(
+                matrix.out_features, matrix.in_features, gated=gate is not None
+            ),
         )
 
     def forward(self, x: Normed, *, pdl: bool, adapted: AdaptedTokens | None = None) -> Tensor:

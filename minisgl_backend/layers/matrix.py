@@ -95,10 +95,10 @@ class Matrix(nn.Module, ABC):
         streams_a_row: bool = False,
     ) -> None:
         """Compute ``gemm`` by ``kernels`` or, if it ``adds``, the ``add_gemm`` of a single rank.
-        With ``adapters``, there may be an adaptation of that shape. ``streams_a_row``: one row may
-        be left to a kernel without tensor cores if that is faster. That kernel lets its successor
-        start before its predecessors have ended, which must not happen before a sum over the
-        ranks."""
+        With ``adapters``, there may be an adaptation of that shape. ``streams_a_row``: if the
+        weight is plain, one row is left to a kernel without tensor cores. That kernel lets its
+        successor start before its predecessors have ended, which must not happen before a sum over
+        the ranks."""
         shape = self.out_features, self.in_features
         codes = self.arrange(gated=gate is not None)
         self._streams_a_row = streams_a_row
@@ -143,7 +143,7 @@ class Matrix(nn.Module, ABC):
         gate or adapters.
         """
         kernel = self._gemm_kernel if adaptation is None or self._shrink is not None else None
-        if adaptation is None and gate is None and self._is_streamed(len(x.x)):
+        if adaptation is None and self._is_streamed(len(x.x)):
             kernel = None
         if kernel is not None and len(x.x) <= kernel.most_tokens:
             rows, squares = x.unscaled(pdl=pdl)
@@ -166,7 +166,7 @@ class Matrix(nn.Module, ABC):
         return self._add_product(added, rows, pdl=pdl)
 
     def _is_streamed(self, num_tokens: int) -> bool:
-        """Whether tensor cores would be slower than ``_gemm``, which may then replace them."""
+        """Whether ``_gemm`` replaces tensor cores, because it is faster."""
         return False
 
     @abstractmethod
@@ -344,9 +344,7 @@ class DenseMatrix(Matrix):
         return y if gate is None else open_gates(y, gate, pdl=pdl)
 
     def _is_streamed(self, num_tokens: int) -> bool:
-        return self._streams_a_row and small_batch.is_faster_for_a_row(
-            num_tokens, self.out_features, self.in_features
-        )
+        return self._streams_a_row and num_tokens == 1
 
     def _add_product(self, added: Tensor, x: Tensor, *, pdl: bool) -> Tensor:
         if self._packed is not None:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from minisgl_backend.attention.base import Attend, PagedKV
+from minisgl_backend.kernels.activation import soft_cap
 from minisgl_backend.kernels.adapters import AdaptedTokens
 from minisgl_backend.kernels.dispatch import can_start_early
 from minisgl_backend.kernels.gated_delta import LayerStates
@@ -281,7 +282,7 @@ class Decoder(nn.Module):
         memory."""
         logits = self.head.part(Normed(hidden, self.model.norm), out)
         if cap := self.spec.logit_cap:
-            logits.div_(cap).tanh_().mul_(cap)
+            soft_cap(logits, cap)
         return logits
 
     def attention_starts_early(self, num_tokens: int) -> bool:

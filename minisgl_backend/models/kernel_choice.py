@@ -10,13 +10,14 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import nn
 
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.kernels import expert_cut, linear_cut
+from minisgl_backend.kernels.small_batch import is_faster_for_a_row
 from minisgl_backend.layers.experts import ExpertsMLP
 from minisgl_backend.layers.linear import MergedColumnLinear, RowLinear, adapters_shape
 from minisgl_backend.layers.matrix import Matrix
@@ -31,6 +32,8 @@ from minisgl_backend.weight_format import WeightFormat
 if TYPE_CHECKING:
     from minisgl_backend.kernels.cuda.linear import TensorCores
 
+_Linear: TypeAlias = MergedColumnLinear | RowLinear
+
 
 def use_tensor_cores(model: Decoder, device: torch.device) -> None:
     """Make the layers compute steps of up to 256 tokens on Hopper's tensor cores, if there are
@@ -42,7 +45,7 @@ def use_tensor_cores(model: Decoder, device: torch.device) -> None:
     most models so do the rotation and the storing of keys and values (``SelfAttention``). With
     several ranks, the sums over the ranks are launched as well, and include the residual adds and
     norms that follow them. Pages must be bound. If some layers do not fit, quantized weights and
-    large plain ones still take the kernels, each separately.
+    plain ones that are not small still take the kernels, each separately.
 
     Experts have their own kernels (``kernels.cuda.experts``), for any number of tokens, and layers
     with recurrent states one for decode steps (``kernels.cuda.delta_step``). They are used if they
@@ -67,9 +70,8 @@ def use_tensor_cores(model: Decoder, device: torch.device) -> None:
         and all(linear.matrix.fits_tensor_cores(gated=gated) for linear, gated in in_layers)
     )
     if are_whole:
-        most_tokens = min(
-            _largest_batch([linear for linear, _ in _linears(layer)]) for layer in model.layers
-        )
+        linears_of = [[linear for linear, _ in _linears(layer)] for layer in model.layers]
+        most_tokens = min(_largest_batch(linears, linears) for linears in linears_of)
         if most_tokens:
             model.use_tensor_cores(make(device, most_tokens))
         return
@@ -85,24 +87,24 @@ def _use_separately(layer: nn.Module, kernels_for: Callable[[int], TensorCores])
     linears = list(_linears(layer))
     # before batches are chosen: these depend on how a weight is arranged
     fitting = [linear.matrix.fits_tensor_cores(gated=gated) for linear, gated in linears]
-    of_plain = _largest_batch(
-        [linear for linear, _ in linears if not isinstance(linear.matrix, QuantizedMatrix)]
-    )
     most = linear_cut.MAX_TOKENS
     for (linear, _), fits in zip(linears, fitting, strict=True):
         matrix, of_this = linear.matrix, 0
-        if fits and isinstance(matrix, QuantizedMatrix):
-            of_this = _largest_batch([linear])
-        elif fits and linear_cut.gains_alone(matrix.out_features, matrix.in_features):
-            of_this = of_plain
+        gate = linear.gate if isinstance(linear, MergedColumnLinear) else None
+        gains = linear_cut.gains_alone(matrix.out_features, matrix.in_features)
+        if fits and (gains or isinstance(matrix, QuantizedMatrix)):
+            of_this = _largest_batch([linear], [other for other, _ in linears])
         most = min(most, of_this)
         if not of_this:
             continue
-        kernels = kernels_for(of_this)
-        if isinstance(linear, MergedColumnLinear):
-            linear.use_tensor_cores(kernels)
-        else:
-            matrix.use_tensor_cores(kernels, adapters=adapters_shape(linear))
+        matrix.use_tensor_cores(
+            kernels_for(of_this),
+            gate=gate,
+            adapters=adapters_shape(linear),
+            streams_a_row=is_faster_for_a_row(
+                matrix.out_features, matrix.in_features, gated=gate is not None, alone=True
+            ),
+        )
     return most
 
 
@@ -121,19 +123,22 @@ def _use_step_kernel(model: Decoder, device: torch.device) -> None:
             mixer.use_step_kernel(kernel)
 
 
-def _largest_batch(linears: Sequence[MergedColumnLinear | RowLinear]) -> int:
-    """The largest batch for which kernels on tensor cores are fastest for all of them together."""
-    matrices = [linear.matrix for linear in linears]
-    quantized = [matrix for matrix in matrices if isinstance(matrix, QuantizedMatrix)]
+def _largest_batch(linears: Sequence[_Linear], of_layer: Sequence[_Linear]) -> int:
+    """The largest batch for which kernels on tensor cores are fastest for ``linears``, which are
+    all or some of a layer's."""
+    quantized = [
+        matrix for linear in linears if isinstance(matrix := linear.matrix, QuantizedMatrix)
+    ]
+    sizes = [(linear.matrix.out_features, linear.matrix.in_features) for linear in of_layer]
     return linear_cut.largest_batch(
-        sum(matrix.out_features * matrix.in_features for matrix in matrices),
+        sum(height * in_features for height, in_features in sizes),
         of_codes=bool(quantized),
         float8=bool(quantized) and all(matrix.takes_float8 for matrix in quantized),
         adapted=any(adapters_shape(linear) is not None for linear in linears),
     )
 
 
-def _linears(module: nn.Module) -> Iterator[tuple[MergedColumnLinear | RowLinear, bool]]:
+def _linears(module: nn.Module) -> Iterator[tuple[_Linear, bool]]:
     """The linear layers in ``module``, and whether they are gated."""
     for child in module.modules():
         if isinstance(child, MergedColumnLinear):

@@ -88,6 +88,16 @@ def test_gates(device: torch.device, dtype: torch.dtype, size: int, gate: Gate) 
     assert_close(found, activation.gate_mul_reference(closed, ups[:, 1], gate))
 
 
+@pytest.mark.parametrize("size", [48, 5000])
+def test_soft_cap(device: torch.device, dtype: torch.dtype, size: int) -> None:
+    """Rows are parts of wider ones, which stay what they are beyond them."""
+    wide = 40 * torch.randn(3, size + 8, device=device).to(dtype)
+    expected = wide.clone()
+    activation.soft_cap_reference(expected[:, :size], 30.0)
+    activation.soft_cap(wide[:, :size], 30.0)
+    assert_close(wide, expected)
+
+
 @pytest.mark.parametrize(("num_heads", "head_dim"), [(3, 16), (24, 256)])
 def test_sigmoid_mul(
     device: torch.device, dtype: torch.dtype, num_heads: int, head_dim: int
@@ -135,7 +145,7 @@ def test_embedding_of_a_slice(
 
 
 @pytest.mark.parametrize("batch_size", [1, 2, 7, 8])
-@pytest.mark.parametrize(("in_features", "out_features"), [(128, 96), (1024, 512), (3072, 40)])
+@pytest.mark.parametrize(("in_features", "out_features"), [(128, 96), (1024, 512), (3072, 40), (10240, 40)])
 @pytest.mark.parametrize("fused", ["plain", "bias", "norm", "silu", "gelu", "residual", "all"])
 def test_small_batch_linear(
     device: torch.device,

@@ -83,15 +83,18 @@ _GEMMA_4: Final = {
     **_GEMMA,
     "architectures": ["Gemma4ForCausalLM"],
     "model_type": "gemma4_text",
-    "attention_k_eq_v": True,
     "final_logit_softcapping": 30.0,
     "global_head_dim": 512,
     "head_dim": 256,
-    "hidden_size_per_layer_input": 0,
-    "max_position_embeddings": 262144,
     "vocab_size": 262144,
 }
-"""The text part of those without inputs for each layer."""
+"""The text part."""
+_LARGE_GEMMA_4: Final = {
+    **_GEMMA_4,
+    "attention_k_eq_v": True,
+    "hidden_size_per_layer_input": 0,
+    "max_position_embeddings": 262144,
+}
 
 SHAPES: Final[dict[str, dict[str, Any]]] = {
     "qwen3-0.6b": {
@@ -247,8 +250,21 @@ SHAPES: Final[dict[str, dict[str, Any]]] = {
         "rope_theta": 1000000,
         "vocab_size": 262208,
     },
-    "gemma-4-31b": {
+    "gemma-4-e4b": {
         **_GEMMA_4,
+        "hidden_size": 2560,
+        "hidden_size_per_layer_input": 256,
+        "intermediate_size": 10240,
+        "max_position_embeddings": 131072,
+        "num_attention_heads": 8,
+        "num_hidden_layers": 42,
+        "num_key_value_heads": 2,
+        "num_kv_shared_layers": 18,
+        "sliding_window": 512,
+        "vocab_size_per_layer_input": 262144,
+    },
+    "gemma-4-31b": {
+        **_LARGE_GEMMA_4,
         "hidden_size": 5376,
         "intermediate_size": 21504,
         "num_attention_heads": 32,
@@ -257,7 +273,7 @@ SHAPES: Final[dict[str, dict[str, Any]]] = {
         "num_key_value_heads": 16,
     },
     "gemma-4-26b-a4b": {
-        **_GEMMA_4,
+        **_LARGE_GEMMA_4,
         "enable_moe_block": True,
         "hidden_size": 2816,
         "intermediate_size": 2112,

@@ -233,6 +233,27 @@ def launch_gated_mul(out: Tensor, gate: Tensor, up: Tensor, *, gelu: bool, pdl: 
 
 
 @triton.jit
+def _soft_cap(x_ptr, x_stride, size, cap, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    at = x_ptr + row * x_stride + i
+    x = tl.load(at, mask=i < size, other=0.0).to(tl.float32)
+    y = cap * (2 * tl.sigmoid(2 * x / cap) - 1)  # tanh(x) = 2 sigmoid(2 x) - 1
+    tl.store(at, y.to(x_ptr.dtype.element_ty), mask=i < size)
+
+
+def launch_soft_cap(x: Tensor, cap: float) -> None:
+    """See ``minisgl_backend.kernels.activation.soft_cap``."""
+    num_rows, size = x.shape
+    if num_rows == 0:
+        return
+    assert x.stride(1) == 1
+    block = 4096
+    grid = num_rows, triton.cdiv(size, block)
+    _soft_cap[grid](x, x.stride(0), size, cap, BLOCK=block, num_warps=8)
+
+
+@triton.jit
 def _sigmoid_mul(
     out_ptr,
     x_ptr,

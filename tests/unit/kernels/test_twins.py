@@ -139,6 +139,13 @@ def test_gates_of_silu() -> None:
     torch.testing.assert_close(out, gate / (1 + torch.exp(-gate)) * up)
 
 
+def test_soft_cap() -> None:
+    x = torch.tensor([[-1000.0, -3.0, 0.0, 0.5, 30.0, 1000.0]])
+    expected = torch.tensor([[30 * math.tanh(value / 30) for value in x[0].tolist()]])
+    activation.soft_cap(x, 30.0)
+    torch.testing.assert_close(x, expected)
+
+
 def test_sigmoid_mul() -> None:
     x, gate = torch.randn(3, 2, 4), torch.randn(3, 2, 4)
     out = activation.sigmoid_mul(x, gate)

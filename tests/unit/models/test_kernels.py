@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -48,6 +49,7 @@ from minisgl_backend.kernels.rope_store import TokenPlaces, qk_norm_rope_store_r
 from minisgl_backend.kernels.routing import Choices, choose
 from minisgl_backend.kernels.rows import RowTable, StepInputs, begin_decode, keep_sampled
 from minisgl_backend.kernels.sampling_table import ONCE
+from minisgl_backend.kernels.small_batch import small_batch_linear
 from minisgl_backend.layers import quantized_matrix
 from minisgl_backend.layers.experts import ExpertsMLP
 from minisgl_backend.models import kernel_choice
@@ -353,13 +355,27 @@ def test_a_prompt_then_a_token_on_tensor_cores(
 
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("length", [5, 40])
-@pytest.mark.parametrize("packed", ["", "attn", "attn|mlp"])
+@pytest.mark.parametrize(
+    ("packed", "is_large"), [("", True), ("", False), ("attn", True), ("mlp|attn", False)]
+)
 def test_weights_between_norms_take_tensor_cores_separately(
-    packed: str, length: int, size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    packed: str,
+    is_large: bool,
+    length: int,
+    size: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Plain weights that are large enough, and packed ones, which leave more tokens to float8. The
-    kernels also open gates of GELU."""
+    """Plain weights that are large enough, and packed ones, which leave more tokens to float8, in
+    large layers even more. If plain weights are small, the kernels leave one row to another one.
+    They also open gates of GELU."""
     made: list[tuple[Gate | None, bool, int]] = []
+    streamed: list[Gate | None] = []
+
+    def stream(x: Tensor, weight: Tensor, *, gate: Gate | None = None, **of: Any) -> Tensor:
+        if len(x) == 1:
+            streamed.append(gate)
+        return small_batch_linear(x, weight, gate=gate, **of)
 
     class Cores(TwinCores):
         def __init__(self, device: torch.device, most_tokens: int) -> None:
@@ -376,6 +392,10 @@ def test_weights_between_norms_take_tensor_cores_separately(
     monkeypatch.setattr(quantized_matrix, "cuts_of", lambda *_, more_than: {2 * more_than: None})
     monkeypatch.setattr(float8_rows, "float8_rows_reference", exact_rows)
     monkeypatch.setattr(linear_cut, "_LEAST_ALONE", 512 * 256)
+    monkeypatch.setattr(small_batch, "small_batch_linear", stream)
+    if is_large:
+        monkeypatch.setattr(small_batch, "_MOST_ALONE", 0)
+        monkeypatch.setattr(linear_cut, "_LARGE_LAYER", 0)
     theirs = write_broad_gemma_checkpoint(tmp_path)
     spec = load_spec(tmp_path)
     if packed:
@@ -396,8 +416,10 @@ def test_weights_between_norms_take_tensor_cores_separately(
     on_ranks(size, check)
     assert len(made) == 4 * spec.num_layers * size
     assert {gate for gate, *_ in made} == {None, "gelu"}
-    most = {"": {(False, 256)}, "attn": {(False, 256), (True, 64)}, "attn|mlp": {(True, 64)}}
+    most = {"": {(False, 256)}, "attn": {(False, 256), (True, 32)}, "mlp|attn": {(True, 64)}}
     assert {(in_codes, asked) for _, in_codes, asked in made} == most[packed]
+    of_layer = [] if is_large or packed else [None, None, "gelu", None]
+    assert Counter(streamed) == Counter([*of_layer * spec.num_layers, None] * size)  # with the head
 
 
 @pytest.mark.parametrize("size", [1, 2])

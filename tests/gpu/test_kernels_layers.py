@@ -145,7 +145,9 @@ def test_embedding_of_a_slice(
 
 
 @pytest.mark.parametrize("batch_size", [1, 2, 7, 8])
-@pytest.mark.parametrize(("in_features", "out_features"), [(128, 96), (1024, 512), (3072, 40), (10240, 40)])
+@pytest.mark.parametrize(
+    ("in_features", "out_features"), [(128, 96), (1024, 512), (3072, 40), (10240, 40)]
+)
 @pytest.mark.parametrize("fused", ["plain", "bias", "norm", "silu", "gelu", "residual", "all"])
 def test_small_batch_linear(
     device: torch.device,

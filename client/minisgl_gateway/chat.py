@@ -212,6 +212,8 @@ class Chat:
             tells_counts=self.tells_counts,
         )
         parameters.update(self.parameters)
+        messages, tools, of_template = self.rendering(template)
+        parameters.update(of_template)
         dialect = template.dialect
         form = self._form(dialect)
         if form is not None:
@@ -231,8 +233,6 @@ class Chat:
         if stops:
             parameters["stop"] = stops
             parameters["return_stop_reason"] = self.tells_stop or own_stop is not None
-        messages, tools, of_template = self.rendering(template)
-        parameters.update(of_template)
         keeps_marks = dialect.keeps_special_tokens and (self.offers_tools or dialect.has_channels)
         if keeps_marks or (self.separates_thoughts and template.thinking is not None):
             parameters["skip_special_tokens"] = False
@@ -241,8 +241,10 @@ class Chat:
         return Generation(parameters, messages=messages, tools=tools, own_stop=own_stop)
 
     def rendering(self, template: Template) -> Rendering:
-        """The inputs that determine the prompt, without those that concern the answer."""
+        """The inputs that determine the prompt, without those that concern the answer; raises
+        ``ApiError``."""
         tools = self.tools if self.offers_tools else ()
+        self._check(tools)
         is_told = tools and template.dialect.is_of_template
         parameters = Parameters()
         if template.variables:
@@ -259,7 +261,6 @@ class Chat:
         """The constraint on the answer: calls, the form, or either of them."""
         if not self.offers_tools:
             return self.form
-        self._check_tools()
         calls = self.calls
         if self.form is None or calls.required:
             tag = dialect.constraint(self.tools, calls)
@@ -272,10 +273,10 @@ class Chat:
         tag = dialect.constraint(self.tools, replace(calls, required=True))
         return {"structural_tag": {**(tag or {}), "otherwise": self._schema()}}
 
-    def _check_tools(self) -> None:
+    def _check(self, tools: Sequence[Tool]) -> None:
         """Refuse two tools of the same name, and strict ones whose arguments are not an object."""
         names = set()
-        for index, tool in enumerate(self.tools):
+        for index, tool in enumerate(tools):
             place = f"{self.tools_param}[{index}]"
             if tool.name in names:
                 raise invalid(

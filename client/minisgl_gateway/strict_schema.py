@@ -71,9 +71,9 @@ def by_type(
     def tag(value: Any) -> str | None:
         if isinstance(value, str):
             return of_string
-        kind = (
-            value.get("type", default) if isinstance(value, dict) else getattr(value, "type", None)
-        )
+        kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+        if kind is None and isinstance(value, dict):
+            return default
         return kind if isinstance(kind, str) else None
 
     return tag

@@ -152,6 +152,7 @@ def test_chat(server: TritonServer, tmp_path: Path) -> None:
         terminal.say("/params top_k= max_tokens=64\r", "max_tokens = 64", "seed = 7")
         terminal.say("/params top_k=much\r", "top_k: 'much' is not a valid value")
         terminal.say("/params 'top_k\r", "No closing quotation")
+        terminal.say("/params num_logprobs=1\r", "only `minisgl generate --jsonl` shows")
         terminal.say("/system\r", r"system message: Be brief\.")
         terminal.say("/system Be kind.\r", r"system message: Be kind\.")
         terminal.say(f"/save {saved}\r", "4 messages in")

@@ -26,6 +26,20 @@ def test_a_history_that_cannot_be_kept(place: list[str]) -> None:
     assert child.exitstatus == 1
 
 
+def test_parameters_whose_results_are_not_shown() -> None:
+    child = pexpect.spawn(
+        MINISGL[0],
+        [*MINISGL[1:], "chat", "--param", "num_logprobs=1"],
+        encoding="utf-8",
+        timeout=PATIENCE_S,
+        dimensions=(40, 160),
+    )
+    child.expect("Error: --param num_logprobs: only `minisgl generate --jsonl` shows logprobs")
+    child.expect(pexpect.EOF)
+    child.close()
+    assert child.exitstatus == 2
+
+
 def test_a_server_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor is that taken for an error of the history."""
     monkeypatch.setattr("sys.executable", "/no/such/python")

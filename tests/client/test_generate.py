@@ -147,6 +147,11 @@ def test_forms_that_are_wrong_usage(
         (["x", "-p", "top_k=much"], 2, "top_k: 'much' is not a valid value"),
         (["x", "-p", f"top_k={'[' * 9000}"], 2, "top_k: '[[[[[[["),
         (["x", "--jsonl"], 2, "give a prompt, or a file or standard input"),
+        (
+            ["x", "-p", "num_logprobs=0"],
+            2,
+            "--param num_logprobs: only `minisgl generate --jsonl` shows",
+        ),
         (["x", "--url", "127.0.0.1:1"], 1, "Error: CONNECTION_FAILED: failed to connect"),
         (["x", "-p", "prompt=y"], 2, "prompt is not a parameter"),
         (["x", "-p", "self=y"], 1, "Error: INVALID_ARG: unknown parameter 'self'"),

@@ -23,6 +23,7 @@ from tests.server.client import PATIENCE_S
 pytestmark = pytest.mark.server
 
 MESSAGES = [{"role": "user", "content": "What is the capital of France?"}]
+TOOL: dict[str, Any] = {"type": "function", "function": {"name": "f"}}
 SHORT: dict[str, Any] = {"model": "minisgl", "prompt": "Hi", "max_tokens": 1}
 PAGE = "https://chat.example.org"
 
@@ -100,6 +101,11 @@ def test_none_and_more_tokens_than_the_context_takes(gateway: Gateway) -> None:
         ("/tokenize", {}, "give one of prompt and messages"),
         ("/tokenize", {"prompt": "x", "messages": MESSAGES}, "give one of prompt and messages"),
         ("/tokenize", {"prompt": "x", "tools": [{"type": "function"}]}, "tools[0].function is mis"),
+        (
+            "/tokenize",
+            {"messages": MESSAGES, "tools": [TOOL] * 2},
+            "tools[1] has the name of another",
+        ),
         ("/tokenize", {"prompt": "x", "continue_final_message": True}, "continue_final_message is"),
         ("/tokenize", {"messages": MESSAGES, "add_special_tokens": True}, "add_special_tokens goe"),
         ("/tokenize", {"prompt": "x", "promt": "y"}, 'unknown parameter "promt"; did you mean "p'),

@@ -278,13 +278,16 @@ def test_an_agent_that_streams_goes_on_from_the_response(caller: OpenAI) -> None
         assert stream.get_final_response().output_text == ANSWER
 
 
-def test_kept_items_are_referred_to_by_their_ids(caller: OpenAI) -> None:
+@pytest.mark.parametrize("kinds", [[{"type": "item_reference"}, {"type": None}], [{}, {}]])
+def test_kept_items_are_referred_to_by_their_ids(
+    caller: OpenAI, kinds: list[dict[str, str | None]]
+) -> None:
     first = caller.responses.create(**ASKED, input=WEATHER)
     call = first.output[-1]
     assert call.type == "function_call"
     items: list[Any] = [
         {"role": "user", "content": WEATHER},
-        *({"type": "item_reference", "id": item.id} for item in first.output),
+        *(dict(kind, id=item.id) for kind, item in zip(kinds, first.output, strict=True)),
         {"type": "function_call_output", "call_id": call.call_id, "output": "It rains."},
     ]
     second = caller.responses.create(**ASKED, input=items)

@@ -38,6 +38,7 @@ from minisgl_client.cli.request_options import (
     given,
     parameter_options,
     parameters_of,
+    refuse_logprobs,
     server_options,
 )
 
@@ -75,7 +76,9 @@ def chat(
     console = Console(highlight=False)
     if not (console.is_terminal and os.isatty(0)):
         raise click.UsageError("chat needs a terminal; `minisgl generate` does not")
-    conversation = Conversation(given(**parameters), system)
+    asked = given(**parameters)
+    refuse_logprobs(asked)
+    conversation = Conversation(asked, system)
     typed = _opened_history(history or _default_history())
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:
@@ -237,7 +240,7 @@ class _Shell:
             return
         try:
             self._tell(command[1](self._conversation, rest.strip()))
-        except click.BadParameter as error:
+        except click.UsageError as error:
             self._complain(error.message)
         except (OSError, ValueError) as error:
             self._complain(str(error))
@@ -298,7 +301,9 @@ def _system(conversation: Conversation, rest: str) -> str:
 def _params(conversation: Conversation, rest: str) -> str:
     words = shlex.split(rest)
     unset = {word.removesuffix("=") for word in words if word.endswith("=")}
-    conversation.parameters |= parameters_of([word for word in words if not word.endswith("=")])
+    asked = parameters_of([word for word in words if not word.endswith("=")])
+    refuse_logprobs(asked)
+    conversation.parameters |= asked
     for name in unset & conversation.parameters.keys():
         del conversation.parameters[name]
     return "\n".join(

@@ -29,6 +29,7 @@ from minisgl_client.cli.request_options import (
     form_options,
     given,
     parameter_options,
+    refuse_logprobs,
     server_options,
     with_form,
 )
@@ -90,6 +91,8 @@ def generate(
     asked = {"fit_max_tokens": True, **with_form(form, given(**parameters))}
     if n is not None and asked.setdefault("n", n) != n:
         raise click.UsageError("-n and --param n have different values")
+    if not jsonl:
+        refuse_logprobs(asked)
     template = _Template(asked, chat or system is not None, system)
     try:
         if jsonl:

@@ -114,6 +114,16 @@ def given(
     return {name: value for name, value in {**options, **others}.items() if value is not None}
 
 
+def refuse_logprobs(asked: Mapping[str, Any]) -> None:
+    """Raise ``click.UsageError`` if these parameters ask for logprobs, which a text has no place
+    for."""
+    of_logprobs = [name for name in asked if "logprobs" in name and asked[name] is not False]
+    if of_logprobs:
+        raise click.UsageError(
+            f"--param {of_logprobs[0]}: only `minisgl generate --jsonl` shows logprobs"
+        )
+
+
 def _is_default(context: click.Context, name: str) -> bool:
     return context.get_parameter_source(name) is ParameterSource.DEFAULT
 

@@ -128,8 +128,14 @@ class ReasoningItem(Strict):
 class ItemReference(Strict):
     """An item of an answer that the gateway keeps."""
 
-    type: Literal["item_reference"]
+    type: Literal["item_reference"] = "item_reference"
     id: str
+
+
+def _kind_of_item(value: Any) -> str | None:
+    """The ``type`` of an item, which messages and references may lack."""
+    given = {name for name in value if value[name] is not None} if isinstance(value, dict) else None
+    return "item_reference" if given == {"id"} else by_type("message")(value)
 
 
 OutputItem = Annotated[MessageItem | FunctionCallItem | ReasoningItem, Field(discriminator="type")]
@@ -140,7 +146,7 @@ Item = Annotated[
     | Annotated[FunctionCallOutputItem, Tag("function_call_output")]
     | Annotated[ReasoningItem, Tag("reasoning")]
     | Annotated[ItemReference, Tag("item_reference")],
-    Discriminator(by_type("message")),
+    Discriminator(_kind_of_item),
 ]
 
 

@@ -11,17 +11,21 @@ from torch import Tensor
 from minisgl_backend.kernels.dispatch import use_triton
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, *, pdl: bool = False) -> Tensor:
+def rms_norm(
+    x: Tensor, weight: Tensor, eps: float, *, out: Tensor | None = None, pdl: bool = False
+) -> Tensor:
     """x / sqrt(mean(x^2) + eps) * weight, computed in float32 and rounded once.
 
-    ``x`` [num_tokens, hidden_size], rows may be strided; ``weight`` [hidden_size]. Returns a new
-    tensor of the shape and dtype of ``x``.
+    ``x`` [num_tokens, hidden_size], rows may be strided; ``weight`` [hidden_size]. The result has
+    the shape and dtype of ``x``, and is in ``out`` if that is given; it may be ``x``.
     """
     if not use_triton(x):
-        return rms_norm_reference(x, weight, eps)
+        normed = rms_norm_reference(x, weight, eps)
+        return normed if out is None else out.copy_(normed)
     from minisgl_backend.kernels.triton_kernels.layer_kernels import launch_rms_norm
 
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if out is None:
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     launch_rms_norm(out, x, None, weight, eps, pdl=pdl)
     return out
 

@@ -113,6 +113,10 @@ class TokenNorm(nn.Module):
         """Normalize queries and keys in place; ``qkv`` [num_tokens, queries, keys and values of the
         rank]."""
         q, k, _ = qkv.tensor_split([len(self.q), len(self.q) + len(self.k)], dim=1)
+        if self.group.size == 1:
+            rms_norm(q, self.q, self.eps, out=q)
+            rms_norm(k, self.k, self.eps, out=k)
+            return
         wide = at_least_float32(qkv).square()  # [num_tokens, width]
         of_q, of_k, _ = wide.tensor_split([len(self.q), len(self.q) + len(self.k)], dim=1)
         squares = torch.stack([of_q.mean(dim=1), of_k.mean(dim=1)], dim=1)  # [num_tokens, 2]

@@ -27,6 +27,9 @@ def test_rms_norm(device: torch.device, dtype: torch.dtype, num_tokens: int, siz
     weight = torch.randn(size, device=device).to(dtype)
     expected = rms_norm.rms_norm_reference(x, weight, 1e-6)
     assert_close(rms_norm.rms_norm(x, weight, 1e-6), expected)
+    wide = torch.cat([x, x], dim=1)
+    rms_norm.rms_norm(wide[:, size:], weight, 1e-6, out=wide[:, size:])
+    assert_close(wide, torch.cat([x, expected], dim=1))
 
 
 @pytest.mark.parametrize("size", [96, 1024, 5120])

@@ -23,6 +23,7 @@ def _rms_norm(
     x_ptr,
     residual_ptr,
     weight_ptr,
+    out_stride,
     x_stride,
     eps,
     SIZE: tl.constexpr,
@@ -44,7 +45,7 @@ def _rms_norm(
         tl.store(residual_ptr + token * SIZE + i, total, mask=mask)
         x = total.to(tl.float32)
     y = _under_norm(x, weight, eps, SIZE)
-    tl.store(out_ptr + token * SIZE + i, y.to(out_ptr.dtype.element_ty), mask=mask)
+    tl.store(out_ptr + token * out_stride + i, y.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 def launch_rms_norm(
@@ -54,6 +55,7 @@ def launch_rms_norm(
     num_tokens, size = x.shape
     if num_tokens == 0:
         return
+    assert x.stride(1) == 1 and out.stride(1) == 1
     assert residual is None or residual.is_contiguous()
     block = triton.next_power_of_2(size)
     _rms_norm[(num_tokens,)](
@@ -61,6 +63,7 @@ def launch_rms_norm(
         x,
         residual,
         weight,
+        out.stride(0),
         x.stride(0),
         eps,
         SIZE=size,

@@ -258,7 +258,7 @@ class DenseMatrix(Matrix):
     number of tokens decides:
 
         tensor cores   as many tokens as the kernels take (on Hopper, if ``use_tensor_cores`` was
-                       called), except one row of some large weights: the norm before the GEMM and
+                       called), except one row of some weights: the norm before the GEMM and
                        the residual add after it are in the same kernel
         small batch    up to 8 tokens, for wide gated weights up to 1: the same, on any GPU
         wide           up to a few hundred, for weights of a few million elements: the norm is in

@@ -616,7 +616,7 @@ def test_routing_with_the_routers_gemm(
     rest: dict[str, Any] = {"bias": bias, "expert_factors": factors, "squares": squares}
     rest["eps"] = 1e-6
     for _ in range(2):
-        found = kernel.of_rows(x, weight, gate=gate, **rest).choices
+        found = kernel.of_rows(x, weight, shared_gate=gate, **rest).choices
         assert torch.equal(found.ids[:, :6].long(), expected.ids)
         assert_close(found.weights[:, :6].contiguous(), expected.weights)
         if has_gate:

@@ -292,7 +292,7 @@ class ExpertsKernels:
         if self._route.takes_rows(num_tokens, router, block=block):
             rest["bias"] = bias
             rows = x if routed is None else routed
-            found = self._route.of_rows(rows, router, block=block, gate=shared_gate, **rest)
+            found = self._route.of_rows(rows, router, block=block, shared_gate=shared_gate, **rest)
         else:
             assert shared_gate is None
             rest["bias"] = None if squares is None else bias

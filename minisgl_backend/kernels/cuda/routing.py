@@ -40,7 +40,7 @@ class _Arguments(ctypes.Structure):
     _fields_ = (
         ("x", ctypes.c_void_p),
         ("router", ctypes.c_void_p),
-        ("gate", ctypes.c_void_p),
+        ("shared_gate", ctypes.c_void_p),
         ("logits", ctypes.c_void_p),
         ("addends", ctypes.c_void_p),
         ("bias", ctypes.c_void_p),
@@ -171,7 +171,7 @@ class RoutingKernel:
         weight: Tensor,
         *,
         block: int = 0,
-        gate: Tensor | None = None,
+        shared_gate: Tensor | None = None,
         bias: Tensor | None = None,
         correction: Tensor | None = None,
         expert_factors: Tensor | None = None,
@@ -179,19 +179,20 @@ class RoutingKernel:
         eps: float = 0.0,
         pdl: bool = False,
     ) -> Routed:
-        """The same for the logits x W^T, which are not rounded. With a ``gate`` [hidden_size], the
-        last expert of the weights is one more choice of each token, with weight sigmoid(x . gate).
+        """The same for the logits x W^T, which are not rounded. With a
+        ``shared_gate`` [hidden_size], the last expert of the weights is one more choice of each
+        token, with weight sigmoid(x . shared_gate).
         """
         assert x.is_contiguous() and weight.is_contiguous()
-        assert gate is None or gate.is_contiguous()
-        all_take = gate is not None
+        assert shared_gate is None or shared_gate.is_contiguous()
+        all_take = shared_gate is not None
         num_choices = self.top_k + all_take
         rest = bias, correction, expert_factors, squares, eps
         arguments, routed = self._arguments(
             len(x), self._logits, block, *rest, num_choices=num_choices
         )
         arguments.x, arguments.router = address(x), address(weight)
-        arguments.gate = address(gate)
+        arguments.shared_gate = address(shared_gate)
         num_logits = self._rule.num_experts + all_take
         grid = -(-num_logits // MOST_TOKENS) + 1, 1, 1
         self._routers[block, all_take].launch(grid, 32 * MOST_TOKENS, arguments, pdl=pdl)

@@ -397,12 +397,15 @@ def test_progress_on_a_terminal(server: TritonServer, tmp_path: Path) -> None:
 
 def test_a_prompt_that_leaves_room_for_few_tokens(server: TritonServer, tmp_path: Path) -> None:
     """The context is 8192 tokens, and --max-tokens is 256 by default."""
+    text = "a " * 8150
     file = tmp_path / "prompt"
-    file.write_text("a " * 8150, "utf-8")
+    file.write_text(text, "utf-8")
     command = ["generate", "--url", url_of(server, "grpc"), "--file", str(file), *GREEDY]
     done = run(*command, "-p", "ignore_eos=true")
     assert (done.returncode, done.stderr) == (0, "")
-    lines: list[dict[str, Any]] = [{"input_ids": [5] * 8150, "ignore_eos": True} for _ in range(2)]
+    with Client(url_of(server, "grpc")) as client:
+        ids = client.tokenize(text).ids[:8150]  # the same again, so that they are cached
+    lines: list[dict[str, Any]] = [{"input_ids": ids, "ignore_eos": True} for _ in range(2)]
     lines[1]["max_tokens"] = 256
     words = ["generate", "--url", url_of(server, "grpc"), "--jsonl", *GREEDY]
     done = run(*words, stdin="\n".join(map(json.dumps, lines)))

@@ -132,8 +132,8 @@ def test_optional_outputs_that_are_asked_for(
 
 @all_ways
 def test_logprobs_of_a_prompt(server: TritonServer, encoder: PromptEncoder, way: Way) -> None:
-    """Alone, at once and in parts, before an answer, and for several thousand tokens."""
-    ids = encoder.encode(TextPrompt("The capital of 太陽 is Paris. " * 600))[:5000]
+    """Alone, at once and in parts, before an answer, and for more tokens than a part has."""
+    ids = encoder.encode(TextPrompt("The capital of 太陽 is Paris. " * 300))[:2500]
     scored = way.generate(
         server, input_ids=ids.tolist(), max_tokens=0, num_prompt_logprobs=1, return_stop_reason=True
     )

@@ -247,28 +247,29 @@ def without_guards(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(RunningRows, "check", lambda self: None)
 
 
-BUGS: list[Inject] = [
-    freed_in_flight,
-    not_pinned,
-    released_twice,
-    wrong_key,
-    matched_in_full,
-    copied_in_part,
-    grouped_too_far,
-    grouped_with_others,
-    misplaced_snapshot,
-    stale_snapshot,
-    kept_late,
-    kept_twice,
-    window_left_early,
-    window_not_looked_for,
-    window_line_not_written,
-]
+BUGS: dict[Inject, int] = {
+    freed_in_flight: 6,
+    not_pinned: 7,
+    released_twice: 6,
+    wrong_key: 0,
+    matched_in_full: 0,
+    copied_in_part: 38,
+    grouped_too_far: 0,
+    grouped_with_others: 11,
+    misplaced_snapshot: 6,
+    stale_snapshot: 6,
+    kept_late: 6,
+    kept_twice: 67,
+    window_left_early: 0,
+    window_not_looked_for: 0,
+    window_line_not_written: 0,
+}
+"""Each bug, and the seed that is tried first: one that notices it, so that few others are run."""
 
 
-def noticed(*, by: tuple[type[Exception], ...], check: bool) -> bool:
+def noticed(inject: Inject, *, by: tuple[type[Exception], ...], check: bool) -> bool:
     """Whether a workload of some seed fails with one of the errors; others do not count."""
-    for seed in range(NUM_SEEDS):
+    for seed in (BUGS[inject], *range(NUM_SEEDS)):
         rng = random.Random(seed)
         try:
             run_randomly(Harness(random_setup(rng)), rng, check=check)
@@ -288,11 +289,11 @@ def test_without_a_bug_all_workloads_pass() -> None:
 @pytest.mark.parametrize("inject", BUGS, ids=lambda inject: inject.__name__)
 def test_a_check_or_the_oracle_notices(inject: Inject, monkeypatch: pytest.MonkeyPatch) -> None:
     inject(monkeypatch)
-    assert noticed(by=(AssertionError, InvariantError), check=True)
+    assert noticed(inject, by=(AssertionError, InvariantError), check=True)
 
 
 @pytest.mark.parametrize("inject", BUGS, ids=lambda inject: inject.__name__)
 def test_the_oracle_alone_notices(inject: Inject, monkeypatch: pytest.MonkeyPatch) -> None:
     without_guards(monkeypatch)
     inject(monkeypatch)
-    assert noticed(by=(AssertionError,), check=False)
+    assert noticed(inject, by=(AssertionError,), check=False)

@@ -17,7 +17,7 @@ def rms_norm(
     """x / sqrt(mean(x^2) + eps) * weight, computed in float32 and rounded once.
 
     ``x`` [num_tokens, hidden_size], rows may be strided; ``weight`` [hidden_size]. The result has
-    the shape and dtype of ``x``, and is in ``out`` if that is given; it may be ``x``.
+    the shape and dtype of ``x``, and is in ``out`` if that is given; ``out`` may be ``x``.
     """
     if not use_triton(x):
         normed = rms_norm_reference(x, weight, eps)

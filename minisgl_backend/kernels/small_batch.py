@@ -26,7 +26,8 @@ _LEAST_ELEMENTS: Final = 16 * 2**20
 _MOST_IN_FEATURES: Final = 5120
 _MOST_ALONE: Final = 24 * 2**20
 _MOST_IN_FEATURES_ALONE: Final = 8192
-"""Bounds of ``is_faster_for_a_row``."""
+"""Bounds of ``is_faster_for_a_row``: of weights that gain even if tensor cores would fuse a norm or
+an add, and of smaller ones that gain if these would not."""
 
 _MOST_FOLDED_IN_FEATURES: Final = 2048
 _LEAST_NORMALIZED_OUT_FEATURES: Final = 2**16

@@ -96,9 +96,9 @@ class Matrix(nn.Module, ABC):
     ) -> None:
         """Compute ``gemm`` by ``kernels`` or, if it ``adds``, the ``add_gemm`` of a single rank.
         With ``adapters``, there may be an adaptation of that shape. ``streams_a_row``: if the
-        weight is plain, one row is left to a kernel without tensor cores. That kernel lets its
-        successor start before its predecessors have ended, which must not happen before a sum over
-        the ranks."""
+        weight is plain, one row is left to a kernel without tensor cores. With ``pdl`` that kernel
+        lets its successor start before its predecessors have ended, which must not happen before a
+        sum over the ranks."""
         shape = self.out_features, self.in_features
         codes = self.arrange(gated=gate is not None)
         self._streams_a_row = streams_a_row

@@ -97,6 +97,8 @@ def _use_separately(layer: nn.Module, kernels_for: Callable[[int], TensorCores])
         most = min(most, of_this)
         if not of_this:
             continue
+        # one row may be streamed before a sum over ranks, too: with several ranks these layers do
+        # not start kernels early
         matrix.use_tensor_cores(
             kernels_for(of_this),
             gate=gate,

@@ -188,10 +188,10 @@ def _matrix(
 
 
 _MOST_OF_VECTOR: Final = 8192
-_FEW_OUT_FEATURES: Final = 4096
-"""A weight with more in_features than the first number is multiplied by ``_vector`` if it has at
-most the second number of out_features. On an H200 the 2,560 x 10,240 numbers of a layer of Gemma 4
-E4B take 17 us with it and 31 us with ``_matrix``."""
+_FEW_OUT_FEATURES: Final = 3072
+"""One row takes ``_vector`` if the weight has at most the first number of in_features or the second
+one of out_features, as ``_matrix`` would have too few programs. On an H200 the 2,560 x 10,240
+numbers of a layer of Gemma 4 E4B take 17 us with it and 31 us with ``_matrix``."""
 
 
 def _cut_of_vector(size: int, *, gated: bool, normalizes: bool) -> tuple[int, int]:
@@ -225,8 +225,7 @@ def launch_small_batch_linear(
     assert weight.is_contiguous() and out.is_contiguous() and x.stride(1) == 1
     num_squares = 0 if squares is None else len(squares)
     assert not num_squares or (batch_size == 1 and size <= _MOST_OF_VECTOR and norm_weight is None)
-    has_few_programs = out_features <= _FEW_OUT_FEATURES  # of _matrix
-    if batch_size == 1 and (size <= _MOST_OF_VECTOR or has_few_programs):
+    if batch_size == 1 and (size <= _MOST_OF_VECTOR or out_features <= _FEW_OUT_FEATURES):
         rows, num_warps = _cut_of_vector(size, gated=gated, normalizes=norm_weight is not None)
         _vector[(triton.cdiv(out_features, rows),)](
             out,

@@ -179,10 +179,9 @@ class RoutingKernel:
         eps: float = 0.0,
         pdl: bool = False,
     ) -> Routed:
-        """The same for the logits x W^T, which are not rounded. With a
-        ``shared_gate`` [hidden_size], the last expert of the weights is one more choice of each
-        token, with weight sigmoid(x . shared_gate).
-        """
+        """The same for the logits x W^T, which are not rounded. With a ``shared_gate``
+        [hidden_size], the last expert of the weights is one more choice of each token, with weight
+        sigmoid(x . shared_gate)."""
         assert x.is_contiguous() and weight.is_contiguous()
         assert shared_gate is None or shared_gate.is_contiguous()
         all_take = shared_gate is not None

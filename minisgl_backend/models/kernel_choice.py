@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from minisgl_backend.errors import ConfigError
+from minisgl_backend.gates import Gate
 from minisgl_backend.kernels import expert_cut, linear_cut
 from minisgl_backend.kernels.small_batch import is_faster_for_a_row
 from minisgl_backend.layers.experts import ExpertsMLP
@@ -67,7 +68,7 @@ def use_tensor_cores(model: Decoder, device: torch.device) -> None:
             not isinstance(layer.mlp, ExpertsMLP) or layer.mlp.has_half_norms
             for layer in model.layers
         )
-        and all(linear.matrix.fits_tensor_cores(gated=gated) for linear, gated in in_layers)
+        and all(_fits(linear, gate) for linear, gate in in_layers)
     )
     if are_whole:
         linears_of = [[linear for linear, _ in _linears(layer)] for layer in model.layers]
@@ -86,11 +87,10 @@ def _use_separately(layer: nn.Module, kernels_for: Callable[[int], TensorCores])
     the largest batch that all weights of the layer leave to them."""
     linears = list(_linears(layer))
     # before batches are chosen: these depend on how a weight is arranged
-    fitting = [linear.matrix.fits_tensor_cores(gated=gated) for linear, gated in linears]
+    fitting = [_fits(linear, gate) for linear, gate in linears]
     most = linear_cut.MAX_TOKENS
-    for (linear, _), fits in zip(linears, fitting, strict=True):
+    for (linear, gate), fits in zip(linears, fitting, strict=True):
         matrix, of_this = linear.matrix, 0
-        gate = linear.gate if isinstance(linear, MergedColumnLinear) else None
         gains = linear_cut.gains_alone(matrix.out_features, matrix.in_features)
         if fits and (gains or isinstance(matrix, QuantizedMatrix)):
             of_this = _largest_batch([linear], [other for other, _ in linears])
@@ -140,13 +140,17 @@ def _largest_batch(linears: Sequence[_Linear], of_layer: Sequence[_Linear]) -> i
     )
 
 
-def _linears(module: nn.Module) -> Iterator[tuple[_Linear, bool]]:
-    """The linear layers in ``module``, and whether they are gated."""
+def _linears(module: nn.Module) -> Iterator[tuple[_Linear, Gate | None]]:
+    """The linear layers in ``module``, and the gates of those that have one."""
     for child in module.modules():
         if isinstance(child, MergedColumnLinear):
-            yield child, child.gate is not None
+            yield child, child.gate
         elif isinstance(child, RowLinear):
-            yield child, False
+            yield child, None
+
+
+def _fits(linear: _Linear, gate: Gate | None) -> bool:
+    return linear.matrix.fits_tensor_cores(gated=gate is not None)
 
 
 def has_hopper_kernels(device: torch.device, dtype: torch.dtype) -> bool:

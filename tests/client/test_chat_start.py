@@ -11,33 +11,29 @@ from tests.client.commands import MINISGL
 from tests.waiting import PATIENCE_S
 
 
-@pytest.mark.parametrize("place", [["--model", "/no/such/model"], ["--url", "127.0.0.1:9"]])
-def test_a_history_that_cannot_be_kept(place: list[str]) -> None:
+def check_refusal(words: list[str], message: str, code: int) -> None:
     child = pexpect.spawn(
         MINISGL[0],
-        [*MINISGL[1:], "chat", *place, "--history", "/dev/null/folder/history"],
+        [*MINISGL[1:], "chat", *words],
         encoding="utf-8",
         timeout=PATIENCE_S,
         dimensions=(40, 160),
     )
-    child.expect("Error: the history cannot be kept: .*Not a directory")
+    child.expect(message)
     child.expect(pexpect.EOF)
     child.close()
-    assert child.exitstatus == 1
+    assert child.exitstatus == code
+
+
+@pytest.mark.parametrize("place", [["--model", "/no/such/model"], ["--url", "127.0.0.1:9"]])
+def test_a_history_that_cannot_be_kept(place: list[str]) -> None:
+    words = [*place, "--history", "/dev/null/folder/history"]
+    check_refusal(words, "Error: the history cannot be kept: .*Not a directory", 1)
 
 
 def test_parameters_whose_results_are_not_shown() -> None:
-    child = pexpect.spawn(
-        MINISGL[0],
-        [*MINISGL[1:], "chat", "--param", "num_logprobs=1"],
-        encoding="utf-8",
-        timeout=PATIENCE_S,
-        dimensions=(40, 160),
-    )
-    child.expect("Error: --param num_logprobs: only `minisgl generate --jsonl` shows logprobs")
-    child.expect(pexpect.EOF)
-    child.close()
-    assert child.exitstatus == 2
+    message = "Error: --param num_logprobs: only `minisgl generate --jsonl` shows logprobs"
+    check_refusal(["--param", "num_logprobs=1"], message, 2)
 
 
 def test_a_server_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> None:

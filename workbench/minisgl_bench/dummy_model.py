@@ -95,6 +95,7 @@ _LARGE_GEMMA_4: Final = {
     "hidden_size_per_layer_input": 0,
     "max_position_embeddings": 262144,
 }
+"""Those without inputs for each layer."""
 
 SHAPES: Final[dict[str, dict[str, Any]]] = {
     "qwen3-0.6b": {

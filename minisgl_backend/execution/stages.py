@@ -100,11 +100,13 @@ class Stages:
         self.embedder = PromptEmbedder(model, device, num_rows=num_rows)
         self.mark: Callable[[str], AbstractContextManager[object]] = nullcontext
         self._watch_logits = watch_logits
-        self._logits = self._empty_logits(model.spec.vocab_size)
-        """The logits of all ranks, in captured decode steps, and in other steps if they fit."""
-        self._own_logits = self._logits
+        self._own_logits = self._empty_logits(model.head.share)
+        """This rank's logits in captured decode steps."""
+        self._logits: Tensor | None = None
+        """With several ranks, the logits of all, in captured decode steps, and in other steps if
+        they fit."""
         if model.group.size > 1:
-            self._own_logits = self._empty_logits(model.head.share)
+            self._logits = self._empty_logits(model.spec.vocab_size)
 
     def admit(self, admissions: Sequence[Admission]) -> None:
         """Give rows to requests."""
@@ -136,7 +138,7 @@ class Stages:
         )
         indices, rows, positions = self.device.upload(numbers)
         if not len(batch.sample_indices):
-            return StepLogits(self._logits[:0], rows, positions)
+            return StepLogits(self._own_logits[:0], rows, positions)
         with self.mark("logits"):
             logits = self.model.logits_part(hidden.index_select(0, indices))
         if self._watch_logits is not None:
@@ -152,8 +154,9 @@ class Stages:
 
     def _gathered(self, part: Tensor) -> Tensor:
         """The logits of all ranks, [num_samples, vocab_size], from this rank's."""
-        fits = len(part) <= len(self._logits)
-        return self.model.head.gathered(part, self._logits[: len(part)] if fits else None)
+        out = self._logits
+        fits = out is not None and len(part) <= len(out)
+        return self.model.head.gathered(part, out[: len(part)] if fits else None)
 
     def _empty_logits(self, width: int) -> Tensor:
         """Memory for the logits of captured decode steps."""

@@ -6,6 +6,7 @@ Must not know sequences, or how a token is sampled.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Final
 
 import torch
 from torch import Tensor, nn
@@ -19,12 +20,16 @@ from minisgl_backend.layers.weight_place import Place, Share
 from minisgl_backend.parallel.group import Group
 
 
+_ALIGNMENT: Final = 16
+
+
 class OutputHead(nn.Module):
     """A matrix with a row per token id.
 
     Each rank holds ``share`` rows, from ``start`` on: the rows of its ``splits``, into which the
-    sampling rule divides the vocabulary (``split_size``). The last rank's rows beyond the
-    vocabulary are never read.
+    sampling rule divides the vocabulary (``split_size``). A single rank's are a multiple of
+    ``_ALIGNMENT``, since kernels for odd numbers are several times as slow. What the last rank
+    computes beyond the vocabulary is never read.
     """
 
     def __init__(
@@ -36,7 +41,8 @@ class OutputHead(nn.Module):
         self.vocab_size = vocab_size
         self.splits = splits_of_rank(vocab_size, group.rank, group.size)
         first_splits = splits_of_rank(vocab_size, 0, group.size)
-        self.share = min(len(first_splits) * split_size(vocab_size), vocab_size)
+        aligned = -(-vocab_size // _ALIGNMENT) * _ALIGNMENT
+        self.share = min(len(first_splits) * split_size(vocab_size), aligned)
         self.start = self.share * group.rank
         held = Share(vocab_size, min(self.start, vocab_size), self._num_held(group.rank))
         whole = Share(hidden_size, 0, hidden_size)
@@ -50,10 +56,10 @@ class OutputHead(nn.Module):
         return self.matrix.gemm(x, out=out)
 
     def gathered(self, part: Tensor, out: Tensor | None = None) -> Tensor:
-        """The logits of all ranks, [num_rows, vocab_size], from each rank's ``part``. If there are
-        several ranks, they are written to ``out``, if that is given."""
+        """The logits of all ranks, [num_rows, vocab_size], from each rank's ``part``. A single
+        rank's are a view of its part; those of several are written to ``out``, if that is given."""
         if self.group.size == 1:
-            return part
+            return part[:, : self.vocab_size]
         parts = self.group.all_gather(part)  # [size, num_rows, share]
         known = [part[:, : self._num_held(rank)] for rank, part in enumerate(parts)]
         return torch.cat(known, dim=1) if out is None else torch.cat(known, dim=1, out=out)

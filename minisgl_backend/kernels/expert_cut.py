@@ -11,12 +11,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from math import gcd
-from typing import Final
+from typing import Final, TypeAlias
 
 from minisgl_backend.experts_spec import ExpertsSpec
 from minisgl_backend.kernels.linear_cut import BLOCK, CODES_BLOCK, Numbers
 from minisgl_backend.kernels.shared_memory import OF_HOPPER, most_bytes
-from minisgl_backend.weight_format import WeightFormat
+from minisgl_backend.weight_format import Encoding, WeightFormat
 
 _MAX_EXPERTS: Final = 1024
 _MAX_CHOICES: Final = 32
@@ -69,30 +69,42 @@ class ExpertCut:
         return replace(self, stages=min(self.stages, room // of_stage))
 
 
-_CUTS: Final[dict[int, dict[float | None, ExpertCut]]] = {
-    16: {
+_Table: TypeAlias = dict[float | None, ExpertCut]
+
+_OF_8_BITS: Final[_Table] = {
+    4: ExpertCut(128, 8, 5, 2, 2),
+    8: ExpertCut(128, 16, 5, 2, 2),
+    16: ExpertCut(128, 24, 5, 2, 2),
+    None: ExpertCut(128, 64, 6),
+}
+_OF_4_BITS: Final[_Table] = {
+    0.5: ExpertCut(64, 8, 8, 2, 2, by_warp=True),
+    4: ExpertCut(128, 8, 5, 2, 2, by_warp=True),
+    8: ExpertCut(128, 16, 4, 2, 2),
+    16: ExpertCut(128, 24, 3, 2, 2),
+    None: ExpertCut(128, 64, 4),
+}
+_CUTS: Final[dict[Encoding | None, _Table]] = {
+    None: {
         8: ExpertCut(128, 16, 6, 2, 2),
         16: ExpertCut(128, 24, 5, 2, 2),
-        64: ExpertCut(128, 64, 4, 2, 2),
+        56: ExpertCut(128, 64, 4, 2, 2),
         None: ExpertCut(128, 128, 6),
     },
-    8: {
-        4: ExpertCut(128, 8, 5, 2, 2),
-        8: ExpertCut(128, 16, 5, 2, 2),
-        16: ExpertCut(128, 24, 5, 2, 2),
-        None: ExpertCut(128, 64, 6),
-    },
-    4: {
-        0.5: ExpertCut(64, 8, 8, 2, 2, by_warp=True),
-        4: ExpertCut(128, 8, 5, 2, 2, by_warp=True),
-        8: ExpertCut(128, 16, 4, 2, 2),
-        16: ExpertCut(128, 24, 3, 2, 2),
-        None: ExpertCut(128, 64, 4),
+    Encoding.E4M3: _OF_8_BITS,
+    Encoding.INT8: _OF_8_BITS,
+    Encoding.INT4: _OF_4_BITS,
+    # needs no registers for the sums of a group
+    Encoding.E2M1: {
+        **{rows: cut for rows, cut in _OF_4_BITS.items() if rows is not None},
+        64: _OF_4_BITS[None],
+        None: ExpertCut(128, 128, 2),
     },
 }
-"""By bits of a weight, each with the largest mean number of rows per expert that it is for."""
+"""By encoding, None being plain, each with the largest mean number of rows per expert that it is
+for."""
 
-_CUTS_IF_ROUNDED: Final = {**_CUTS[8], 16: ExpertCut(128, 24, 5, 2, 2, rounded=True)}
+_CUTS_IF_ROUNDED: Final = {**_OF_8_BITS, 16: ExpertCut(128, 24, 5, 2, 2, rounded=True)}
 """The same for weights in float8 whose rows of x may be rounded."""
 
 
@@ -124,31 +136,33 @@ class ManyCut:
 
 MANY: Final = ManyCut(features=256, tokens=128, stages=4, cluster=2)
 
-_MANY_ROWS: Final = {16: 64, 8: 16}
-"""By bits of a weight, the mean number of rows per expert above which ``MANY`` is taken."""
+_MANY_ROWS: Final = {None: 96, Encoding.E4M3: 16}
+"""By encoding, the mean number of rows per expert above which ``MANY`` is taken."""
 
 
-def are_many(num_pairs: int, num_experts: int, bits: int) -> bool:
+def are_many(num_pairs: int, num_experts: int, encoding: Encoding | None) -> bool:
     """Whether ``MANY`` is for ``num_pairs`` rows that go to ``num_experts`` experts."""
-    most = _MANY_ROWS.get(bits)
+    most = _MANY_ROWS.get(encoding)
     return most is not None and num_pairs > most * num_experts
 
 
-def _table(bits: int, rounds: bool) -> dict[float | None, ExpertCut]:
-    return _CUTS_IF_ROUNDED if rounds else _CUTS[bits]
+def _table(encoding: Encoding | None, rounds: bool) -> _Table:
+    return _CUTS_IF_ROUNDED if rounds else _CUTS[encoding]
 
 
-def cuts(bits: int, *, rounds: bool = False) -> list[ExpertCut]:
-    """All cuts that ``cut_of`` may return for weights of ``bits``."""
-    return list(_table(bits, rounds).values())
+def cuts(encoding: Encoding | None, *, rounds: bool = False) -> list[ExpertCut]:
+    """All cuts that ``cut_of`` may return for weights in ``encoding``, None being plain."""
+    return list(_table(encoding, rounds).values())
 
 
-def cut_of(num_pairs: int, num_experts: int, bits: int, *, rounds: bool = False) -> ExpertCut:
+def cut_of(
+    num_pairs: int, num_experts: int, encoding: Encoding | None, *, rounds: bool = False
+) -> ExpertCut:
     """The cut for ``num_pairs`` rows that go to ``num_experts`` experts. ``rounds``: the rows may
     be rounded to float8."""
     return next(
         cut
-        for rows, cut in _table(bits, rounds).items()
+        for rows, cut in _table(encoding, rounds).items()
         if rows is None or num_pairs <= rows * num_experts
     )
 

@@ -70,7 +70,17 @@ for layers of more than the third number of elements. More tokens are themselves
 bits."""
 
 _MOST_TOKENS_OF_CODES: Final = 96
-"""The most tokens per tile of a quantized weight, whose sums take twice the registers."""
+"""The most tokens per tile of a quantized weight whose results are fused with what follows: its
+sums take twice the registers."""
+
+_TOKENS_OF_MANY: Final = (64, 96, 128)
+_TOKENS_BESIDE: Final = 27
+"""Tokens per tile of a quantized weight for ``cuts_of_many``; and in how many tokens' time a thread
+block does what its tile takes beside multiplying (found with Qwen3-14B on an H200)."""
+_MOST_OF_MANY: Final = {4: 1024, 8: 768}
+"""By bits of a code, the most tokens with which these GEMMs beat the library's for the dequantized
+weight; ``_STEP_OF_MANY`` is that of the batches that have a cut each."""
+_STEP_OF_MANY: Final = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,6 +217,22 @@ def cut_of(
     return _whole_or_split(batch, height, in_features, tile, _FEW_BLOCKS)
 
 
+def cuts_of_many(height: int, in_features: int, numbers: Numbers) -> dict[int, Cut]:
+    """How to multiply more than ``MAX_TOKENS`` tokens by a quantized weight, if nothing but a gate
+    is fused, keyed by the largest batch that each cut is for. Tiles are whole. They have the number
+    of tokens with which all rounds of thread blocks together take the least time."""
+    cuts = {}
+    for batch in range(MAX_TOKENS + _STEP_OF_MANY, _MOST_OF_MANY[numbers.bits] + 1, _STEP_OF_MANY):
+
+        def time(tile: Cut, batch: int = batch) -> int:
+            blocks = tile.num_tiles(height) * -(-batch // tile.tokens)
+            return -(-blocks // _MOST_BLOCKS) * (tile.tokens + _TOKENS_BESIDE)
+
+        tiles = (Cut(128, tokens, stages=1, numbers=numbers) for tokens in _TOKENS_OF_MANY)
+        cuts[batch] = _whole_or_split(batch, height, in_features, min(tiles, key=time), 0)
+    return cuts
+
+
 def _cut_of_many(batch: int, height: int, in_features: int, head_dim: int | None) -> Cut | None:
     """The smallest tiles that take the multiprocessors once. Those that are not heads are split in
     two and take most multiprocessors, so they are only for weights with few features. None if there
@@ -228,6 +254,11 @@ def _cut_of_large(
     ways = 2 if numbers != PLAIN and batch <= FEW_TOKENS else 1
     even = Cut(features, tokens, stages=1, even=True, numbers=numbers, ways=ways)
     steps = even.num_steps(height, in_features) * numbers.block // BLOCK
+    token_tiles = -(-batch // tokens)
+    blocks = even.num_tiles(height) * token_tiles
+    idle = -blocks % _MOST_BLOCKS  # in the last round, if tiles were whole
+    if numbers != PLAIN and 4 * idle > blocks + idle:
+        steps *= token_tiles
     if steps >= _LEAST_EVEN * _MOST_BLOCKS:
         return replace(even, stages=_most_stages(even))
     tile = Cut(features, _tokens_of(batch, 128, numbers), stages=1, numbers=numbers, ways=ways)

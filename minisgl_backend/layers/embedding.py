@@ -19,7 +19,6 @@ from minisgl_backend.layers.quantized_matrix import Matrices
 from minisgl_backend.layers.weight_place import Place, Share
 from minisgl_backend.parallel.group import Group
 
-
 _ALIGNMENT: Final = 16
 
 

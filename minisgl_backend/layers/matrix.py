@@ -108,14 +108,15 @@ class Matrix(nn.Module, ABC):
             self._add_kernel = kernels.residual(shape, codes=codes, adapters=adapters)
         else:
             self._gemm_kernel = kernels.linear(shape, gate=gate, codes=codes, adapters=adapters)
-        self.use_float8(kernels, gate=gate)
+        self.use_for_many(kernels, gate=gate)
 
     def use_shrink(self, kernels: TensorCores) -> None:
         """Compute x A^T of adapters by ``kernels``, with more tokens than their GEMMs take, too."""
         self._shrink = kernels.shrink
 
-    def use_float8(self, kernels: TensorCores, *, gate: Gate | None = None) -> None:
-        """Compute ``gemm`` of more tokens by ``kernels`` for float8 weights, if this is one."""
+    def use_for_many(self, kernels: TensorCores, *, gate: Gate | None = None) -> None:
+        """Compute ``gemm`` of more tokens by the ``kernels`` for quantized weights, if this is
+        one."""
 
     def rounding(self, num_tokens: int) -> int | None:
         """If ``gemm`` rounds this number of tokens to 8 bits: how many neighbours share a scale."""

@@ -41,7 +41,7 @@ from minisgl_backend.weight_format import Layout, WeightFormat
 
 if TYPE_CHECKING:  # needs the CUDA driver's bindings, which only installations for GPUs have
     from minisgl_backend.kernels.cuda.float8_linear import Float8Linear
-    from minisgl_backend.kernels.cuda.linear import TensorCores
+    from minisgl_backend.kernels.cuda.linear import LinearKernel, TensorCores
 
 
 class QuantizedMatrix(Matrix):
@@ -54,8 +54,10 @@ class QuantizedMatrix(Matrix):
 
         tensor cores   as many tokens as the kernels take, if ``use_tensor_cores`` was called
         float8         more tokens, rounded to 8 bits, on tensor cores, if the weight's scales allow
-                       it; by kernels up to the number in ``float8_cut``, if ``use_float8`` was
+                       it; by kernels up to the number in ``float8_cut``, if ``use_for_many`` was
                        called, otherwise by the library
+        more tokens    up to some hundred with other weights, by kernels whose tiles have more
+                       tokens (``linear_cut.cuts_of_many``), if ``use_for_many`` was called
         codes          up to 64, for weights that tensor cores do not take
         library        everything else: the whole weight is dequantized for the GEMM
 
@@ -82,6 +84,7 @@ class QuantizedMatrix(Matrix):
         self._packed: PackedWeight | None = None
         self._float8: Float8Weight | None = None
         self._float8_linear: Float8Linear | None = None
+        self._for_many: LinearKernel | None = None
 
     @property
     def operand(self) -> PackedWeight:
@@ -105,7 +108,7 @@ class QuantizedMatrix(Matrix):
         return self.rounding(num_tokens) is not None and not is_fused
 
     def _fits_float8_kernels(self, num_tokens: int) -> bool:
-        """Whether ``use_float8`` has made kernels for this number of tokens."""
+        """Whether ``use_for_many`` has made float8 kernels for this number of tokens."""
         kernels = self._float8_linear
         return kernels is not None and num_tokens <= kernels.most_rows
 
@@ -113,11 +116,14 @@ class QuantizedMatrix(Matrix):
         fits = linear_cut.takes_codes(self.out_features, self.in_features)
         return fits and self.arrange(gated=gated) is not None
 
-    def use_float8(self, kernels: TensorCores, *, gate: Gate | None = None) -> None:
+    def use_for_many(self, kernels: TensorCores, *, gate: Gate | None = None) -> None:
         codes = self.arrange(gated=gate is not None)
         shape = self.out_features, self.in_features
-        has_cuts = cuts_of(*shape, more_than=kernels.most_tokens)
-        if self.takes_float8 and codes is not None and has_cuts:
+        if codes is None:
+            return
+        if not self.takes_float8:
+            self._for_many = kernels.for_many(shape, codes=codes, gate=gate)
+        elif cuts_of(*shape, more_than=kernels.most_tokens):
             self._float8_linear = kernels.float8(shape, codes=codes, gate=gate)
 
     def arrange(self, *, gated: bool = False) -> CodesKind | None:
@@ -141,7 +147,9 @@ class QuantizedMatrix(Matrix):
             rounded = x.in_float8(float8.group, pdl=pdl)
             y = float8_linear(rounded, float8, x.x.dtype, bias)
             return y if gate is None else open_gates(y, gate, pdl=pdl)
-        rows, packed = x.normalized(pdl=pdl), self._packed
+        rows, packed, many = x.normalized(pdl=pdl), self._packed, self._for_many
+        if many is not None and many.gate == gate and len(rows) <= many.most_tokens:
+            return many(rows, self.operand, bias=bias, out=out, pdl=pdl)
         if packed is not None:
             rows = packed.ordered(rows)
         weight = self.storage.weight if packed is None else packed.weight

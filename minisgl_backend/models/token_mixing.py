@@ -188,7 +188,7 @@ class SelfAttention(nn.Module):
         )
         if adapters is not None:
             self.qkv_proj.matrix.use_shrink(kernels)
-        self.qkv_proj.matrix.use_float8(kernels)
+        self.qkv_proj.matrix.use_for_many(kernels)
 
     def forward(
         self, residual: Tensor, x: Normed, norm: RMSNorm, step: StepContext

@@ -223,8 +223,8 @@ def test_sizes_that_no_tile_divides(
         torch.randn(NUM_EXPERTS, plain.shape[1], device=device).bfloat16()
         for plain in (plain_up, plain_down)
     ]
-    bits = 8 if form.startswith(("fp8", "int8")) else 4
-    for cut in expert_cut.cuts(bits, rounds=form.startswith("fp8")):
+    encoding = kind_of(gate_up).encoding
+    for cut in expert_cut.cuts(encoding, rounds=form.startswith("fp8")):
         read = rounded if cut.rounded else Tensor.float
         in_first = GroupedKernel(
             plain_up.shape, device, codes=kind_of(gate_up), gate=gate, cuts=[cut]
@@ -437,7 +437,7 @@ def test_whole_layers(
     norm = torch.randn(HIDDEN_SIZE, device=device).bfloat16()
     residual = torch.randn_like(x)
     # 8-bit tokens: each of two GEMMs is off by 2.5 % (rms)
-    held_rows = num_tokens * TOP_K, NUM_EXPERTS, 8
+    held_rows = num_tokens * TOP_K, NUM_EXPERTS, Encoding.E4M3
     is_rounded = "fp8" in form and (
         expert_cut.are_many(*held_rows) or expert_cut.cut_of(*held_rows, rounds=True).rounded
     )
@@ -497,7 +497,7 @@ def test_whole_layers_of_gemma_4(
 
     scores = (logits.bfloat16().float() if num_tokens > 8 else logits).softmax(dim=-1)
     best = scores.topk(TOP_K, dim=-1).values
-    held_rows = num_tokens * TOP_K, NUM_EXPERTS, 8
+    held_rows = num_tokens * TOP_K, NUM_EXPERTS, Encoding.E4M3
     is_many = expert_cut.are_many(*held_rows) and expert_cut.fits_many(hidden_size, inner_size)
     is_rounded = "fp8" in form and (is_many or expert_cut.cut_of(*held_rows, rounds=True).rounded)
     # 8-bit tokens: gates, ups and inputs of the second GEMM are off by 2.6 % each (rms)

@@ -103,6 +103,24 @@ def test_gated_gemms_of_rows_to_be_normalized(device: torch.device, form: str, g
         assert_close(actual, expected.bfloat16())
 
 
+@needs_gpu
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("gate", [None, "silu"])
+def test_gemms_of_many_tokens(device: torch.device, form: str, gate: Gate | None) -> None:
+    from minisgl_backend.kernels.cuda.linear import TensorCores
+
+    packed, numbers = packed_of(made(form, 2560, 1024, device), gated=gate is not None)
+    make = TensorCores(device, 256)
+    kernel = make.for_many((2560, 1024), codes=packed.kind, gate=gate)
+    bias = normal(2560, device=device)
+    for batch in (257, 320, 333, 512, 700, kernel.most_tokens):
+        x = normal(batch, 1024, device=device)
+        expected = F.linear(x.float(), numbers, bias.float())
+        if gate is not None:
+            expected = open_gates_reference(expected, gate)
+        assert_close(kernel(x, packed, bias=bias), expected.bfloat16())
+
+
 CUTS = [
     Cut(64, 8, 8),
     Cut(64, 64, 4, splits=4),

@@ -77,8 +77,7 @@ def cuts_for(num_tokens: int, form: Form) -> Iterator[ExpertCut]:
     )
     for tokens in widths:
         for features, kib, fit, launched in KINDS:
-            # a thread holds sums of half of its tile's tokens, twice of codes
-            if tokens * fit * (1 if form.encoding is None else 2) > 128:
+            if tokens * fit > 128:  # a thread holds sums of half of its tile's tokens
                 continue
             for rounded in (False, True) if form.encoding is Encoding.E4M3 else (False,):
                 cut = ExpertCut(features, tokens, 16, fit, launched, rounded=rounded)

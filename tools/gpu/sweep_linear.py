@@ -11,6 +11,7 @@ makes, and how far its results are from those of the first, relative to their si
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -168,7 +169,7 @@ def with_stages(cut: Cut, in_features: int) -> Cut | None:
     return fitting[-1] if fitting else None
 
 
-def cuts_for(name: str, tokens: int, kind: CodesKind) -> Iterator[Cut]:
+def cuts_for(name: str, batch: int, kind: CodesKind) -> Iterator[Cut]:
     height, width = SHAPES[name]
     numbers = kind.numbers(width)
     for features in (HEAD_DIM,) if name == "qkv" else (64, 128):
@@ -177,15 +178,19 @@ def cuts_for(name: str, tokens: int, kind: CodesKind) -> Iterator[Cut]:
             for splits in (1, 2, 4, 8)
             if splits * height // features <= MOST_BLOCKS and width % (splits * numbers.block) == 0
         ]
-        for ways in (1, 2) if tokens <= FEW_TOKENS else (1,):
+        tiles = itertools.product(
+            (64, 96, 128) if batch > 96 else (batch,), (1, 2) if batch <= FEW_TOKENS else (1,)
+        )
+        for tokens, ways in tiles:
             tile = Cut(features, tokens, 1, numbers=numbers, ways=ways)
-            cuts = [replace(tile, even=True), *(replace(tile, splits=of) for of in splits[-1:])]
+            several = splits[-1:] if batch <= 96 else sorted({1, *splits[-1:]})
+            cuts = [replace(tile, even=True), *(replace(tile, splits=of) for of in several)]
             yield from filter(None, (with_stages(cut, width) for cut in cuts))
 
 
 def described(cut: Cut) -> str:
     how = "even" if cut.even else f"{cut.splits} splits"
-    return f"{cut.features:3} features, {cut.ways} ways, {cut.stages} stages, {how}"
+    return f"{cut.features:3} x {cut.tokens:3}, {cut.ways} ways, {cut.stages} stages, {how}"
 
 
 def layers_of(form: str, device: torch.device) -> Sequence[Layer]:
@@ -234,8 +239,8 @@ def sweep_size(
         for name, shape in SHAPES.items()
     }
     wanted = list(usual.items())
-    for name, cut in usual.items():
-        wanted += [(name, other) for other in cuts_for(name, cut.tokens, kinds[name])]
+    for name in usual:
+        wanted += [(name, other) for other in cuts_for(name, batch, kinds[name])]
     wanted = list(dict.fromkeys(wanted))
 
     def compiled(what: tuple[str, Cut]) -> Any:

@@ -191,10 +191,10 @@ class ExpertsKernels:
         """``gate_up`` and ``down`` are the shapes of the weights of all experts held, ``kinds``
         their kinds if they are packed. ``held``, ``wide`` and ``shared``: see ``RoutingKernel``."""
         of_gate_up, of_down = kinds or (None, None)
-        self._bits = 16 if of_down is None else of_down.encoding.bits
+        self._encoding = None if of_down is None else of_down.encoding
         self._num_experts = rule.num_experts
         self._rounds = kinds is not None and all(kind.rounds_many_rows for kind in kinds)
-        all_cuts = expert_cut.cuts(self._bits, rounds=self._rounds)
+        all_cuts = expert_cut.cuts(self._encoding, rounds=self._rounds)
         is_multiplied = kinds is None or self._rounds
         # gpt-oss's gate comes with biases, which only some kernels add
         is_biased = isinstance(gate, ClampedGate)
@@ -234,7 +234,7 @@ class ExpertsKernels:
             )
 
     def _cut(self, num_pairs: int) -> ExpertCut:
-        return expert_cut.cut_of(num_pairs, self._num_experts, self._bits, rounds=self._rounds)
+        return expert_cut.cut_of(num_pairs, self._num_experts, self._encoding, rounds=self._rounds)
 
     def takes_shared(self, num_tokens: int, router: Tensor) -> bool:
         """Whether a call may have a ``shared_gate``, if the kernels are made for ``shared``."""
@@ -275,7 +275,7 @@ class ExpertsKernels:
         gate_up, down = experts.gate_up, experts.down
         assert not isinstance(gate_up, QuantizedWeight) and not isinstance(down, QuantizedWeight)
         is_unbiased = experts.gate_up_bias is None
-        are_many = is_unbiased and expert_cut.are_many(num_pairs, self._num_experts, self._bits)
+        are_many = is_unbiased and expert_cut.are_many(num_pairs, self._num_experts, self._encoding)
         for_many = self._for_many if are_many else None
         is_few = num_tokens <= expert_cut.MOST_ROWS and is_unbiased
         up_for_rows = self._up_for_rows if is_few else None

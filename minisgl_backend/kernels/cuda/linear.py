@@ -27,7 +27,7 @@ from minisgl_backend.kernels.cuda.fused_linear import FusedLinear
 from minisgl_backend.kernels.cuda.gates import gate_macro
 from minisgl_backend.kernels.cuda.heads import Heads
 from minisgl_backend.kernels.cuda.module import address
-from minisgl_backend.kernels.linear_cut import MAX_TOKENS, Cut
+from minisgl_backend.kernels.linear_cut import MAX_TOKENS, Cut, cuts_of_many
 from minisgl_backend.kernels.packed_weight import CodesKind, PackedWeight
 
 
@@ -46,6 +46,7 @@ class LinearKernel(FusedLinear):
         adapters: AdaptersShape | None = None,
     ) -> None:
         """``shape`` is the weight's."""
+        self.gate = gate
         self._out_features = shape[0] if gate is None else shape[0] // 2
         pairs = None if gate is None else self._out_features
         super().__init__(
@@ -240,17 +241,26 @@ class HeadsKernel(FusedLinear):
         return out
 
 
+def _for_many(
+    shape: tuple[int, int], device: torch.device, *, codes: CodesKind, gate: Gate | None
+) -> LinearKernel:
+    cuts = cuts_of_many(*shape, codes.numbers(shape[1]))
+    return LinearKernel(shape, device, gate=gate, most_tokens=max(cuts), cuts=cuts, codes=codes)
+
+
 class TensorCores:
     """Makes the kernels of a model's layers: ``linear`` makes a ``LinearKernel``, ``residual`` a
-    ``ResidualKernel`` and ``heads`` a ``HeadsKernel``, each for up to ``most_tokens`` rows;
-    ``float8`` makes a ``Float8Linear``, for float8 weights and more rows; ``shrink`` computes x A^T
-    of adapters. Layers of the same shape share a kernel and its memory."""
+    ``ResidualKernel`` and ``heads`` a ``HeadsKernel``, each for up to ``most_tokens`` rows. For
+    quantized weights and more rows, ``float8`` makes a ``Float8Linear``, and ``for_many`` a
+    ``LinearKernel`` of those that are not float8. ``shrink`` computes x A^T of adapters. Layers of
+    the same shape share a kernel and its memory."""
 
     def __init__(self, device: torch.device, most_tokens: int) -> None:
         self.most_tokens = most_tokens
         self.linear = cache(partial(LinearKernel, device=device, most_tokens=most_tokens))
         self.residual = cache(partial(ResidualKernel, device=device, most_tokens=most_tokens))
         self.heads = cache(partial(HeadsKernel, device=device, most_tokens=most_tokens))
+        self.for_many = cache(partial(_for_many, device=device))
         self._device = device
 
     @cached_property

@@ -22,21 +22,23 @@ SHARED_BYTES = 227 * 1024
 INT4 = WeightFormat(layout=Layout.AWQ, encoding=Encoding.INT4, block=(1, 128), symmetric=False)
 MXFP4 = WeightFormat(layout=Layout.MX_STACKED, encoding=Encoding.E2M1, block=(1, 32))
 NUMBERS = [
-    PLAIN,
-    Numbers(8, 128, 8),
+    (None, PLAIN),
+    (Encoding.E4M3, Numbers(8, 128, 8)),
     *(
-        Numbers(bits, 1024 // bits, 64 * 1024 // bits // of)
-        for bits in (8, 4)
+        (encoding, Numbers(encoding.bits, block, 64 * block // of))
+        for encoding, block in ((Encoding.INT8, 128), (Encoding.INT4, 256))
         for of in (128, 64, 32)
     ),
+    (Encoding.E2M1, Numbers(4, 256, 128)),
 ]
-"""FP8 with a scale for 8 rows and 128 inputs; else one for each row and group of inputs."""
+"""FP8 with a scale for 8 rows and 128 inputs; else one for each row and group of inputs, and with
+E2M1 a word of exponents for 128 inputs."""
 
 
-@pytest.mark.parametrize("numbers", NUMBERS)
-def test_all_can_be_compiled(numbers: Numbers) -> None:
-    rounds = numbers == Numbers(8, 128, 8)
-    for cut in cuts(numbers.bits) + (cuts(8, rounds=True) if rounds else []):
+@pytest.mark.parametrize(("encoding", "numbers"), NUMBERS)
+def test_all_can_be_compiled(encoding: Encoding | None, numbers: Numbers) -> None:
+    rounds = encoding is Encoding.E4M3
+    for cut in cuts(encoding) + (cuts(encoding, rounds=True) if rounds else []):
         assert cut.features in (64, 128) and cut.tokens in (8, 16, 24, 64, 128)
         fitted = cut.fitted(numbers)
         assert 2 <= fitted.stages <= cut.stages and 1 <= cut.resident <= cut.per_processor
@@ -45,9 +47,15 @@ def test_all_can_be_compiled(numbers: Numbers) -> None:
 
 def test_only_small_groups_take_room_from_stages() -> None:
     """The groups of publishers have 128 inputs."""
-    for numbers in (PLAIN, Numbers(8, 128, 8), Numbers(8, 128, 64), Numbers(4, 256, 128)):
-        assert all(cut.fitted(numbers) == cut for cut in cuts(numbers.bits))
-    cut, groups_of_32 = cut_of(16, 1, 8), Numbers(8, 128, 256)
+    for encoding, numbers in (
+        (None, PLAIN),
+        (Encoding.E4M3, Numbers(8, 128, 8)),
+        (Encoding.INT8, Numbers(8, 128, 64)),
+        (Encoding.INT4, Numbers(4, 256, 128)),
+        (Encoding.E2M1, Numbers(4, 256, 128)),
+    ):
+        assert all(cut.fitted(numbers) == cut for cut in cuts(encoding))
+    cut, groups_of_32 = cut_of(16, 1, Encoding.INT8), Numbers(8, 128, 256)
     assert cut.fitted(groups_of_32).stages == cut.stages - 1
 
 
@@ -55,24 +63,24 @@ def test_only_small_groups_take_room_from_stages() -> None:
     num_tokens=st.integers(1, 8192),
     top_k=st.integers(1, 8),
     num_experts=st.integers(8, 512),
-    bits=st.sampled_from([16, 8, 4]),
+    encoding=st.sampled_from([None, *Encoding]),
 )
 def test_more_rows_take_tiles_of_more_rows(
-    num_tokens: int, top_k: int, num_experts: int, bits: int
+    num_tokens: int, top_k: int, num_experts: int, encoding: Encoding | None
 ) -> None:
-    cut = cut_of(num_tokens * top_k, num_experts, bits)
-    more = cut_of((num_tokens + 1) * top_k, num_experts, bits)
-    assert cut in cuts(bits) and cut.tokens <= more.tokens
-    largest = max(one.tokens for one in cuts(bits))
+    cut = cut_of(num_tokens * top_k, num_experts, encoding)
+    more = cut_of((num_tokens + 1) * top_k, num_experts, encoding)
+    assert cut in cuts(encoding) and cut.tokens <= more.tokens
+    largest = max(one.tokens for one in cuts(encoding))
     assert cut.tokens == largest or num_tokens * top_k <= cut.tokens * num_experts
 
 
 def test_the_cut_for_many_rows() -> None:
     """A thread block has a multiprocessor to itself; decoding never uses this cut."""
     assert MANY.shared_bytes <= SHARED_BYTES
-    for bits in (16, 8, 4):
-        assert not are_many(256 * 8, 128, bits)
-        assert are_many(4096 * 8, 128, bits) == (bits != 4)
+    for encoding in (None, *Encoding):
+        assert not are_many(256 * 8, 128, encoding)
+        assert are_many(4096 * 8, 128, encoding) == (encoding in (None, Encoding.E4M3))
 
 
 def test_which_weights_are_for_many_rows() -> None:

@@ -9,9 +9,11 @@ from hypothesis import strategies as st
 from minisgl_backend.kernels.linear_cut import (
     BATCHES,
     BLOCK,
+    MAX_TOKENS,
     Cut,
     Numbers,
     cut_of,
+    cuts_of_many,
     invariant_cuts,
     largest_batch,
     why_not,
@@ -92,12 +94,44 @@ def test_all_of_codes_can_be_compiled(
     assert cut.stage_bytes % 1024 == 0  # the swizzle of the next stage counts from there
 
 
+@given(
+    height=st.integers(1, 256).map(lambda tiles: 256 * tiles),
+    blocks=st.integers(1, 256),
+    numbers=st.sampled_from([Numbers(8, 128, 0), Numbers(8, 128, 256), Numbers(4, 256, 512)]),
+)
+def test_all_for_many_tokens_of_codes_can_be_compiled(
+    height: int, blocks: int, numbers: Numbers
+) -> None:
+    found = cuts_of_many(height, blocks * numbers.block, numbers)
+    assert min(found) > MAX_TOKENS and max(found) == (768 if numbers.bits == 8 else 1024)
+    for cut in found.values():
+        assert cut.tokens in (64, 96, 128) and (cut.splits, cut.even, cut.ways) == (1, False, 1)
+        assert cut.finished_bytes <= cut.stages * cut.stage_bytes
+        assert cut.shared_bytes <= SHARED_BYTES
+
+
+def test_many_tokens_take_tiles_that_fill_the_last_round() -> None:
+    """GEMMs of Qwen3-14B in 4 bits, in the order of a layer, as they were the fastest."""
+    numbers = Numbers(4, 256, 128)
+    shapes = (7168, 5120), (5120, 5120), (34816, 5120), (5120, 17408)
+    assert [cuts_of_many(*shape, numbers)[320].tokens for shape in shapes] == [96, 128, 64, 128]
+    assert [cuts_of_many(*shape, numbers)[512].tokens for shape in shapes] == [128, 96, 128, 96]
+
+
 def test_what_was_measured() -> None:
     """GEMMs of Qwen3-0.6B, and the largest one of 14B."""
     assert cut_of(8, 1024, 2048) == Cut(64, 8, stages=8, splits=4)
     assert cut_of(64, 4096, 1024, head_dim=128) == Cut(128, 64, stages=8, splits=2)
     assert cut_of(64, 34816, 5120) == Cut(128, 64, stages=8, even=True)
     assert cut_of(256, 6144, 1024) == Cut(128, 128, stages=6)
+
+
+def test_codes_take_even_parts_if_whole_tiles_left_multiprocessors_idle() -> None:
+    """The output of attention of Qwen3-14B, and queries, keys and values."""
+    numbers = Numbers(4, 256, 128)
+    assert not cut_of(64, 5120, 5120, numbers=numbers).even
+    assert all(cut_of(batch, 5120, 5120, numbers=numbers).even for batch in (128, 192, 256))
+    assert not cut_of(256, 7168, 5120, head_dim=128, numbers=numbers).even
 
 
 def test_many_tokens_take_most_multiprocessors() -> None:

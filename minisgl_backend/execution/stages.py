@@ -155,8 +155,9 @@ class Stages:
     def _gathered(self, part: Tensor) -> Tensor:
         """The logits of all ranks, [num_samples, vocab_size], from this rank's."""
         out = self._logits
-        fits = out is not None and len(part) <= len(out)
-        return self.model.head.gathered(part, out[: len(part)] if fits else None)
+        if out is not None:
+            out = out[: len(part)] if len(part) <= len(out) else None
+        return self.model.head.gathered(part, out)
 
     def _empty_logits(self, width: int) -> Tensor:
         """Memory for the logits of captured decode steps."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
+from click.testing import CliRunner, Result
 
 from minisgl_backend.cli.main import main
 from minisgl_backend.models.catalog import load_spec
@@ -17,20 +18,26 @@ from minisgl_backend.text.tokenizer_files import load_vocabulary
 from minisgl_backend.wire.generation import TextPrompt
 from minisgl_bench.dummy_model import FORMATS, SHAPES, write_dummy_model
 
-_known: dict[bytes, int] = {}
+
+@pytest.fixture(scope="module")
+def sizes() -> dict[bytes, int]:
+    """Sizes of vocabularies by the digest of their files."""
+    return {}
 
 
-def num_tokens(folder: Path) -> int:
+def num_tokens(folder: Path, sizes: dict[bytes, int]) -> int:
     """The size of a vocabulary. It takes seconds to load, and models of a family have the same, so
     each is loaded once."""
     content = hashlib.sha256((folder / "tokenizer.json").read_bytes()).digest()
-    if content not in _known:
-        _known[content] = len(load_vocabulary(folder))
-    return _known[content]
+    if content not in sizes:
+        sizes[content] = len(load_vocabulary(folder))
+    return sizes[content]
 
 
 @pytest.mark.parametrize("shape", sorted(SHAPES))
-def test_every_id_of_the_model_is_one_of_the_tokenizer(shape: str, tmp_path: Path) -> None:
+def test_every_id_of_the_model_is_one_of_the_tokenizer(
+    shape: str, sizes: dict[bytes, int], tmp_path: Path
+) -> None:
     result = CliRunner().invoke(main, ["bench", "dummy-model", shape, str(tmp_path / "model")])
     assert result.exit_code == 0, result.output
     spec = load_spec(tmp_path / "model")
@@ -45,7 +52,7 @@ def test_every_id_of_the_model_is_one_of_the_tokenizer(shape: str, tmp_path: Pat
     assert spec.vocab_size == vocab_sizes[family]
     assert (spec.moe is not None) == (bool(re.search(r"-a\d+b$", shape)) or family == "gpt-oss")
     assert (spec.delta_net is not None) == (family == "qwen3.6")
-    assert num_tokens(tmp_path / "model") == spec.vocab_size
+    assert num_tokens(tmp_path / "model", sizes) == spec.vocab_size
 
 
 @pytest.mark.parametrize(
@@ -79,6 +86,39 @@ def test_text_becomes_tokens_that_become_it_again(tmp_path: Path) -> None:
     ids = encoder.encode(TextPrompt(text))
     assert len(ids) < len(text)
     assert TextStream(encoder.vocabulary).push(ids.tolist(), final=True).text == text
+
+
+def make(shape: object, folder: Path) -> Result:
+    return CliRunner().invoke(main, ["bench", "dummy-model", str(shape), str(folder)])
+
+
+def test_the_shape_of_a_config_json(tmp_path: Path) -> None:
+    """Its own, with the tokens that the demo model's tokenizer lacks."""
+    text = {**SHAPES["gemma-4-e4b"], "vocab_size": 5001, "num_kv_shared_layers": 0}
+    outer = {"architectures": ["Gemma4ForConditionalGeneration"], "model_type": "gemma4"}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**outer, "text_config": text}))
+    result = make(path, tmp_path / "model")
+    assert result.exit_code == 0, result.output
+    spec = load_spec(tmp_path / "model")
+    assert (spec.num_layers, spec.hidden_size) == (42, 2560)
+    assert len(load_vocabulary(tmp_path / "model")) == spec.vocab_size == 5001
+
+
+def test_shapes_that_are_refused(tmp_path: Path) -> None:
+    result = make("qwen9", tmp_path)
+    assert result.exit_code == 2 and "'qwen9' is no file, and none of gemma-3-27b," in result.output
+    path = tmp_path / "config.json"
+    for changed, said in (
+        ({"vocab_size": 100}, "vocab_size is 100, and the tokenizer has"),
+        ({"architectures": ["BertModel"]}, "BertModel"),
+    ):
+        path.write_text(json.dumps({**SHAPES["qwen3-0.6b"], **changed}))
+        result = make(path, tmp_path / "model")
+        assert result.exit_code == 1 and said in result.output
+        assert not (tmp_path / "model" / "tokenizer.json").exists()
+    path.write_text("[")
+    assert make(path, tmp_path / "model").output.startswith("Error: ")
 
 
 def test_a_folder_that_cannot_be_made() -> None:

@@ -1,8 +1,8 @@
-"""`minisgl bench dummy-model`: the folder of a model of known shape, without its weights.
+"""`minisgl bench dummy-model`: the folder of a model, without weights, for ``load_format=dummy``.
 
-For ``load_format=dummy``: config.json has the published shape of the model. The tokenizer is the
-demo model's, with made-up words for the ids that it lacks; no merge produces them, so they occur
-only in outputs. The same shape makes the same files.
+config.json has the published shape of a model that is known here by name, or is a given one. The
+tokenizer is the demo model's, with made-up words for the ids that it lacks; no merge produces them,
+so they occur only in outputs. The same shape makes the same files.
 """
 
 from __future__ import annotations
@@ -16,6 +16,9 @@ from typing import Any, Final
 import click
 
 from minisgl_backend.config import DEMO_MODEL
+from minisgl_backend.errors import ConfigError
+from minisgl_backend.models.catalog import load_spec
+from minisgl_backend.models.config_json import read_json
 
 _QWEN3: Final = {
     "attention_bias": False,
@@ -325,19 +328,28 @@ _WORD_LENGTHS: Final = (2, 8)
 _COPIED: Final = ("tokenizer_config.json", "generation_config.json")
 
 
-def write_dummy_model(shape: str, folder: Path, weights: str | None = None) -> None:
-    """Write the files of ``shape``, one of ``SHAPES``, into ``folder``, which is made; ``weights``
-    is one of ``FORMATS``, or None for plain ones."""
-    folder.mkdir(parents=True, exist_ok=True)
-    config, demo = dict(SHAPES[shape]), Path(DEMO_MODEL)
+def write_dummy_model(shape: str | Path, folder: Path, weights: str | None = None) -> None:
+    """Write the files of ``shape`` into ``folder``, which is made. It is one of ``SHAPES``, or a
+    config.json. ``weights`` is one of ``FORMATS``, or None for those that config.json names.
+
+    Raises ``ConfigError`` for a model that cannot be served or has fewer tokens than the tokenizer,
+    and ``OSError`` if a file cannot be read or written.
+    """
+    demo = Path(DEMO_MODEL)
+    tokenizer = json.loads((demo / "tokenizer.json").read_bytes())
+    vocab = tokenizer["model"]["vocab"]
+    config = read_json(shape) if isinstance(shape, Path) else dict(SHAPES[shape])
     if weights is not None:
         config["quantization_config"] = FORMATS[weights]
+    folder.mkdir(parents=True, exist_ok=True)
+    _write_json(folder / "config.json", config)
+    vocab_size = load_spec(folder).vocab_size
+    if vocab_size < len(vocab):
+        raise ConfigError(f"vocab_size is {vocab_size}, and the tokenizer has {len(vocab)} tokens")
     for name in _COPIED:
         (folder / name).write_bytes((demo / name).read_bytes())
-    tokenizer = json.loads((demo / "tokenizer.json").read_bytes())
-    fill_vocabulary(tokenizer["model"]["vocab"], config["vocab_size"])
+    fill_vocabulary(vocab, vocab_size)
     _write_json(folder / "tokenizer.json", tokenizer)
-    _write_json(folder / "config.json", config)
 
 
 def fill_vocabulary(vocab: dict[str, int], size: int) -> None:
@@ -352,16 +364,38 @@ def _write_json(path: Path, content: Any) -> None:
     path.write_text(json.dumps(content, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
 
 
-@click.command("dummy-model")
-@click.argument("shape", type=click.Choice(sorted(SHAPES)))
+class _Shape(click.ParamType[str | Path]):
+    """One of ``SHAPES``, or a file."""
+
+    name = "shape"
+
+    def convert(
+        self, value: str | Path, param: click.Parameter | None, ctx: click.Context | None
+    ) -> str | Path:
+        if value in SHAPES or isinstance(value, Path):
+            return value
+        if Path(value).is_file():
+            return Path(value)
+        self.fail(f"{value!r} is no file, and none of {', '.join(sorted(SHAPES))}", param, ctx)
+
+
+@click.command(
+    "dummy-model",
+    help="Write all but the weights of a model of SHAPE into FOLDER, for --load-format dummy. SHAPE "
+    f"is a config.json, or one of {', '.join(sorted(SHAPES))}.",
+)
+@click.argument("shape", type=_Shape())
 @click.argument("folder", type=click.Path(file_okay=False, path_type=Path))
 @click.option(
-    "--weights", type=click.Choice(sorted(FORMATS)), help="quantized so  [default: plain]"
+    "--weights",
+    type=click.Choice(sorted(FORMATS)),
+    help="quantized so  [default: as config.json says]",
 )
-def dummy_model(shape: str, folder: Path, weights: str | None) -> None:
-    """Write all but the weights of a model of SHAPE into FOLDER, for --load-format dummy."""
+def dummy_model(shape: str | Path, folder: Path, weights: str | None) -> None:
     try:
         write_dummy_model(shape, folder, weights)
+    except ConfigError as error:
+        raise click.ClickException(str(error)) from None
     except OSError as error:
         raise click.ClickException(f"cannot write {folder}: {error.strerror}") from None
     click.echo(f"wrote {folder}: serve it with --model {folder} --load-format dummy")

@@ -381,8 +381,8 @@ class _Shape(click.ParamType[str | Path]):
 
 @click.command(
     "dummy-model",
-    help="Write all but the weights of a model of SHAPE into FOLDER, for --load-format dummy. SHAPE "
-    f"is a config.json, or one of {', '.join(sorted(SHAPES))}.",
+    help="Write all but the weights of a model of SHAPE into FOLDER, for --load-format dummy. "
+    f"SHAPE is a config.json, or one of {', '.join(sorted(SHAPES))}.",
 )
 @click.argument("shape", type=_Shape())
 @click.argument("folder", type=click.Path(file_okay=False, path_type=Path))

@@ -166,11 +166,11 @@ class FusedLinear:
                 batch: self._join(batch, cut, adapters) for batch, cut in cuts_of[True].items()
             }
 
-        def compiled(batch: int, cut: Cut, adapted: bool) -> _CutKernel:
+        def compiled(what: tuple[Cut, _Joined | None], *, adapted: bool) -> _CutKernel:
+            cut, of_a = what
             macros = {**_OF_RESULTS, **_macros(codes), **kind}
             constants = {"SIZE": in_features, **macros, "ADAPTED": adapted}
             constants["WHOLE"] = height % cut.features == 0
-            of_a = joined[batch] if adapted else None
             constants["JOINED"] = of_a is not None
             constants["PUSHED"] = cut.pushed_bytes > 0
             return _CutKernel(cut, _kernel(cut, constants, device), of_a)
@@ -178,9 +178,13 @@ class FusedLinear:
         self._kernels: dict[bool, dict[int, _CutKernel]] = {}
         with ThreadPoolExecutor() as pool:
             for adapted, own in cuts_of.items():
+                wanted = {
+                    batch: (cut, joined[batch] if adapted else None) for batch, cut in own.items()
+                }
+                different = list(dict.fromkeys(wanted.values()))
                 make = partial(compiled, adapted=adapted)
-                kernels = list(pool.map(make, own, own.values()))
-                self._kernels[adapted] = dict(zip(own, kernels, strict=True))
+                kernels = dict(zip(different, pool.map(make, different), strict=True))
+                self._kernels[adapted] = {batch: kernels[of] for batch, of in wanted.items()}
         self._adapters = adapters
         self._shrink = None if adapters is None else shrink_kernel(device)
         self._turns = torch.zeros(2, dtype=torch.int32, device=device)

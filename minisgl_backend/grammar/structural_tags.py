@@ -50,7 +50,7 @@ from minisgl_backend.grammar.lark import (
     spelled,
     up_to,
 )
-from minisgl_backend.grammar.pieces import Piece, Writer
+from minisgl_backend.grammar.pieces import Piece, Value, Writer
 from minisgl_backend.request import TokenId
 
 
@@ -63,16 +63,6 @@ def read(given: Any, special_tokens: Mapping[str, TokenId]) -> StructuralTag | F
         return _of_structures(given)
     check_keys(given, "", ("type", "format"))
     return FormattedTag(given["format"], Reader(special_tokens).read(given["format"], "format"))
-
-
-@dataclass(frozen=True, slots=True)
-class Value:
-    """A JSON value of a schema."""
-
-    schema: dict[str, Any] | bool
-
-    def lark(self, *, is_lenient: bool) -> str:
-        return f"%json {spaced(self.schema, is_lenient=is_lenient)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +80,7 @@ class Member:
         if self.content is None:
             parts = [begin, name_of_up_to(self.end)]
         elif isinstance(self.content, Value):
-            parts = [begin, self.content.lark(is_lenient=is_lenient), end]
+            parts = [begin, _json(self.content, is_lenient=is_lenient), end]
         else:
             parts = [begin, f"({any_of(spelled(one, {}) for one in self.content)})", end]
         body = " ".join(filter(None, parts))
@@ -113,7 +103,7 @@ class Structure:
         if isinstance(self.content, BareValue):
             content = [self.content.name]
         elif isinstance(self.content, Value):
-            content = [self.content.lark(is_lenient=self.is_lenient)]
+            content = [_json(self.content, is_lenient=self.is_lenient)]
         else:
             content = [m.lark(special_tokens, is_lenient=self.is_lenient) for m in self.content]
         return " ".join(filter(None, [rest, *content, end]))
@@ -219,6 +209,11 @@ class FormattedTag:
         return [writer.written(tag) for tag in tags]
 
 
+def _json(value: Value, *, is_lenient: bool) -> str:
+    """A JSON value in the body of a rule."""
+    return f"%json {spaced(value.schema, is_lenient=is_lenient)}"
+
+
 def _of_structures(given: Mapping[str, Any]) -> StructuralTag:
     check_keys(given, "", ("type", "structures", "triggers", "separator", "otherwise", *FLAGS))
     structures = [
@@ -274,7 +269,7 @@ def _member(item: Any, place: str) -> Member:
         content = choices
     elif "schema" in item:
         check_schema(item["schema"], f"{place}.schema")
-        content = Value(item["schema"])
+        content = Value(item["schema"], f"{place}.schema")
     begin, end = _ends(item, place)
     check(content is not None or end, f"{place}.end", "a string, not empty, after any text")
     return Member(begin, content, end, flag(item, "optional", f"{place}."))
@@ -285,7 +280,7 @@ def _structure_of(item: Any, place: str) -> Structure:
     schema = item.get("schema", True)
     check_schema(schema, f"{place}.schema")
     begin, end = _ends(item, place)
-    content: Value | BareValue = Value(schema)
+    content: Value | BareValue = Value(schema, f"{place}.schema")
     if (quote := item.get("quote")) is not None:
         check(isinstance(quote, str) and quote, f"{place}.quote", "a string, not empty")
         (index,) = re.findall(r"\d+", place)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -19,15 +20,17 @@ _LAYER: Final = re.compile(r".*?\.[^.]*\.(\d+)\.")
 """Where PEFT finds the number of a module's layer, unless the config names other patterns."""
 _ALL_LINEAR: Final = "all-linear"
 _MOST_RANK: Final = 4096
-_MOST_REPEATS: Final = 6
-"""The most repeats on one way through a pattern: with this many, each of which may begin anywhere,
-a name takes some 50 ms."""
-_MOST_IN_ALL: Final = 30
-"""The most repeats in all alternatives together, which are tried one after the other."""
+_REPEAT: Final = 4
+"""What a repeat costs: the binary logarithm of the number of places at which it may end, as a rule.
+An optional part costs 1, and so does a choice between two alternatives that may both match."""
+_MOST_COST: Final = 6 * _REPEAT
+"""The most that a pattern may cost: with so many ways to match, a name takes some 50 ms."""
 _SYMBOL: Final = re.compile(
-    r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\{\d*,?\d*\}[?+]?|[*+][?+]?|.", re.DOTALL
+    r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\{\d*,?\d*\}[?+]?|[*+?][?+]?|.", re.DOTALL
 )
 """The tokens of a regular expression: something escaped, a set, a repeat or a character."""
+_PLAIN: Final = re.compile(r"[a-zA-Z0-9_-]|\\[._-]")
+"""Tokens that match one character."""
 
 _READ: Final = frozenset(
     {"peft_type", "r", "lora_alpha", "use_rslora", "target_modules", "exclude_modules"}
@@ -111,7 +114,8 @@ class AdapterConfig:
         if not self._layers or is_pattern:
             return True
         found = (pattern.match(module) for pattern in self._layer_patterns)
-        return any(match is not None and int(match[1]) in self._layers for match in found)
+        # a pattern of the config may have groups of its own, which come first
+        return any(match and int(match[match.re.groups]) in self._layers for match in found)
 
     def rank_of(self, module: str) -> int:
         """The rank of a targeted module's factors."""
@@ -147,42 +151,80 @@ def _compiled(name: str, pattern: str, around: str | None = None) -> re.Pattern[
     if not _is_quick(pattern):
         raise ConfigError(
             f"{CONFIG}: {name} holds a pattern that may take forever, as {_short(pattern)} does: "
-            f"at most {_MOST_REPEATS} repeats in an alternative, {_MOST_IN_ALL} in all, and none "
-            "of a group with repeats or alternatives"
+            f"at most {_MOST_COST // _REPEAT} repeats, none of them of a group with repeats or "
+            f"alternatives; {_REPEAT} optional parts or choices count as a repeat"
         )
     return compiled
+
+
+@dataclass(slots=True)
+class _Group:
+    """What is known of an open group of a pattern. ``words`` are its alternatives, None if these
+    are not plain characters. It ``varies`` if there are several ways to match it. ``cost`` is that
+    of the alternative so far, ``most`` that of those before."""
+
+    words: list[str] | None = field(default_factory=lambda: [""])
+    num_alternatives: int = 1
+    varies: bool = False
+    cost: int = 0
+    most: int = 0
+
+    def branch(self) -> None:
+        """Another alternative begins."""
+        self.num_alternatives += 1
+        self.varies = True
+        self.most, self.cost = max(self.most, self.cost), 0
+        if self.words is not None:
+            self.words.append("")
+
+    @property
+    def num_ways(self) -> int:
+        """Number of alternatives that may match at one place: of words, those that begin each
+        other, whatever their case."""
+        if self.words is None:
+            return self.num_alternatives
+        most, beginnings = 0, list[str]()
+        for word in sorted(word.lower() for word in self.words):
+            while beginnings and not word.startswith(beginnings[-1]):
+                beginnings.pop()
+            beginnings.append(word)
+            most = max(most, len(beginnings))
+        return most
+
+    @property
+    def total(self) -> int:
+        """The cost of the whole group."""
+        return max(self.most, self.cost) + (self.num_ways - 1).bit_length()
 
 
 def _is_quick(pattern: str) -> bool:
     """Whether a regular expression takes only a bounded time for a module's name, during which no
     other thread of the process runs. Some expressions that do are not recognized."""
-    varies = [False]  # of each open group: whether there are several ways to match it
-    repeats, most = [0], [0]  # of each open group: in the alternative so far, in those before
-    in_all, closed = 0, False
+    groups = [_Group()]
+    before, varied = "", False  # the symbol before; whether it ends a group that varies
     for match in _SYMBOL.finditer(pattern):
-        symbol = match[0]
-        if symbol == "(":
-            varies.append(False)
-            repeats.append(0)
-            most.append(0)
-        elif symbol == ")" and len(varies) > 1:
-            closed = varies.pop()
-            varies[-1] |= closed
-            inside = max(repeats.pop(), most.pop())
-            repeats[-1] += inside
-            continue
-        elif symbol[0] in "*+" or (symbol[0] == "{" and len(symbol) > 1):
-            repeats[-1] += 1
-            in_all += 1
-            varies[-1] = True
-            if closed:
-                return False
+        symbol, group = match[0], groups[-1]
+        is_repeat = symbol[0] in "*+{" and symbol != "{"
+        if symbol == ")" and len(groups) > 1:
+            groups.pop()
+            groups[-1].words = None
+            groups[-1].varies |= group.varies
+            groups[-1].cost += group.total
+        elif symbol == "(":
+            groups.append(_Group())
         elif symbol == "|":
-            varies[-1] = True
-            most[-1] = max(most[-1], repeats[-1])
-            repeats[-1] = 0
-        closed = False
-    return in_all <= _MOST_IN_ALL and max(repeats[0], most[0]) <= _MOST_REPEATS
+            group.branch()
+        elif is_repeat or (symbol[0] == "?" and before != "("):
+            if is_repeat and varied:
+                return False
+            group.words, group.varies = None, True
+            group.cost += _REPEAT if is_repeat else 1
+        elif group.words is not None and _PLAIN.fullmatch(symbol):
+            group.words[-1] += symbol[-1]
+        elif before + symbol not in ("(?", "?:"):
+            group.words = None
+        before, varied = symbol, symbol == ")" and group.varies
+    return groups[0].total <= _MOST_COST
 
 
 def _number(fields: Mapping[str, Any], name: str, default: float) -> float:

@@ -113,6 +113,14 @@ def test_some_layers_only(tmp_path: Path) -> None:
     assert len(open_adapter(folder, projections(), SPEC.names, max_rank=4).factors) == 2
 
 
+def test_the_pattern_of_layers_may_have_groups(tmp_path: Path) -> None:
+    folder = written(tmp_path, layers_to_transform=[1], layers_pattern="(layers|(blocks))")
+    assert refusal(folder).startswith(f"{LAYER}.q_proj.lora_A.weight of the adapter is of no mod")
+    every = list(range(SPEC.num_layers))
+    folder = written(tmp_path, layers_to_transform=every, layers_pattern="(layers|(blocks))")
+    assert open_adapter(folder, projections(), SPEC.names, max_rank=4).factors
+
+
 @pytest.mark.parametrize(
     ("fields", "name"),
     [
@@ -158,7 +166,12 @@ def test_ways_to_start_that_leave_the_base_model_are_taken(start: Any, tmp_path:
         "(([a-z])+.)+x",
         ".*" * 20 + "x",
         "(a.*|b)(.*.*.*c|.*d).*(.*e|f).*x",
-        "|".join([".*a.*b"] * 16),
+        "|".join([".*a.*b.*c.*d.*e"] * 32),
+        ".?" * 40 + "#",
+        "(?:.?){40}#",
+        "(?:.|.)" * 40 + "#",
+        "(?i:" + "(?:a|A)" * 40 + "#)",
+        "(?:a|ab|abc|abcd)" * 20 + "#",
     ],
 )
 @pytest.mark.parametrize("field", ["target_modules", "exclude_modules", "rank_pattern"])
@@ -179,6 +192,9 @@ def test_patterns_that_would_take_for_ever_are_refused(
         r"(?!x$)(?:(?:.*?(?:vision|text).*?(?:self_attn|mlp).*?\.(?:q_proj|v_proj))"
         r"|(?:\bmodel\.layers\.[\d]{1,}(?!.*\.experts\.\d)\..*?(?:attn|mlp).*?\.(?:q_proj|v_proj)))"
         r"|(?:.*?\bvision_tower\.input_proj)",
+        r"(?:.*?(?:vision|image|visual|patch|language|text).*?(?:self_attn|attention|attn|mlp|ffn)"
+        r".*?(?:q_proj|k_proj|v_proj|qkv_proj|qkv|proj|fc1|fc2|linear).*?)"
+        r"|(?:\bmodel\.layers\.[\d]{1,}\.(?:self_attn|mlp)\.(?:(?:q_proj|v_proj)))",
         r"^(?!.*visual).*\.(q_proj|v_proj)$",
         r"model\.layers\.([0-9]|1[0-9])\.self_attn\.[qv(*+]_proj",
     ],

@@ -120,8 +120,10 @@ class WeightFormats:
         return f"{', '.join(map(str, formats))} ({self.method})"
 
 
+_STAY_PLAIN: Final = r"gate|router|router\.proj|shared_expert_gate|in_proj_ba|in_proj_[ab]"
 CONVERT_TO_FP8: Final = WeightFormats(
     "converted while loading",
-    (Rule(re.compile(r"model\.layers\.(?!.*\.(?:gate|router|router\.proj)$).*"), CONVERTED_FP8),),
+    (Rule(re.compile(rf"model\.layers\.(?!.*\.(?:{_STAY_PLAIN})$).*"), CONVERTED_FP8),),
 )
-"""All projections of the layers except routers. The output head stays as it is."""
+"""All projections of the layers except routers, gates of shared experts and the rates of Gated
+DeltaNet, which kernels take only as plain numbers. The output head stays as it is."""

@@ -21,6 +21,7 @@ from torch import Tensor
 from minisgl_backend.config import EngineOptions
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.kernels.quantized import QuantizedWeight, dequantized, quantize
+from minisgl_backend.layers.experts import ExpertsMLP
 from minisgl_backend.layers.matrix import DenseMatrix, Matrix
 from minisgl_backend.layers.quantized_matrix import QuantizedMatrix
 from minisgl_backend.layers.quantized_place import QuantizedPlace
@@ -33,6 +34,7 @@ from minisgl_backend.models.build import build_model
 from minisgl_backend.models.catalog import load_spec, parse_spec
 from minisgl_backend.models.config_json import ConfigReader
 from minisgl_backend.models.decoder import Decoder
+from minisgl_backend.models.gated_delta_net import GatedDeltaNet
 from minisgl_backend.models.quantization import read_quantization
 from minisgl_backend.models.spec import ModelSpec
 from minisgl_backend.parallel.group import Group, OneRank
@@ -734,4 +736,33 @@ def test_routers_are_not_converted(case: str, tmp_path: Path) -> None:
         return [module.weight for module in model.modules() if isinstance(module, Router)]
 
     stored, converted = routers(spec), routers(replace(spec, weights=CONVERT_TO_FP8))
+    assert stored and all(map(torch.equal, stored, converted))
+
+
+@pytest.mark.parametrize("case", ["qwen2-moe", "qwen3.5", "qwen3-next"])
+def test_what_stays_plain_anyway_is_not_converted(case: str, tmp_path: Path) -> None:
+    """Gates of shared experts, and rates of Gated DeltaNet."""
+    write_checkpoint(case, tmp_path)
+    spec = load_spec(tmp_path)
+
+    def small_weights(weights: WeightFormats | None) -> list[Tensor]:
+        model = build_model(
+            replace(spec, weights=weights),
+            tmp_path,
+            dtype=torch.float32,
+            device=CPU,
+            group=OneRank(),
+            keep_quantized=True,
+        )
+        found: list[Tensor] = []
+        for module in model.modules():
+            if isinstance(module, GatedDeltaNet):
+                linear = module.in_proj if module.rates_proj is None else module.rates_proj
+                assert isinstance(linear.matrix, DenseMatrix)
+                found.append(linear.matrix.weight[-2 * module.local.num_heads :])
+            elif isinstance(module, ExpertsMLP) and module.shared_gate is not None:
+                found.append(module.shared_gate)
+        return found
+
+    stored, converted = small_weights(None), small_weights(CONVERT_TO_FP8)
     assert stored and all(map(torch.equal, stored, converted))

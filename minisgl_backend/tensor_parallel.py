@@ -65,8 +65,9 @@ _OF_EACH_NODE: Final = (
     "node_secret_file",
 )
 """Options that each node sets for itself."""
-_OF_RANK_0: Final = ("multi_lora", "lora_modules")
-"""Options that other ranks need not know, however long: rank 0 reads adapters and sends them."""
+_OF_RANK_0: Final = ("multi_lora", "lora_modules", "lora_task_ids")
+"""Options that other ranks need not know, and that may be long: rank 0 reads adapters and sends
+them."""
 
 
 def lead(facts: Resolved, parts: Parts) -> tuple[EngineInfo, LeadingExecutor, AdapterStore | None]:

@@ -41,12 +41,14 @@ def test_more_adapters_than_a_message_to_another_rank_holds(tmp_path: Path) -> N
     spec = load_spec(Path(DEMO_MODEL))
     path = write_adapter(tmp_path / ("a" * 240), spec, rank=1)
     modules = ",".join(f"{n:0120d}={path}" for n in range(MOST_BYTES // 360))
-    assert len(modules) > MOST_BYTES
+    tasks = ",".join(f"{n}={7:0120d}" for n in range(MOST_BYTES // 120))
+    assert len(modules) > MOST_BYTES and len(tasks) > MOST_BYTES
     with LLM(
         device="cpu",
         enable_lora=True,
         max_cpu_loras=1000,
         lora_modules=modules,
+        lora_task_ids=tasks,
         num_pages=256,
         tensor_parallel_size=2,
     ) as llm:

@@ -161,7 +161,13 @@ def test_a_node_keeps_its_own_model_path_and_place() -> None:
 
 def test_a_node_need_not_have_the_adapters_that_node_0_reads() -> None:
     told = EngineOptions(enable_lora=True, nnodes=2)
-    own = replace(told, lora_modules="a=/ours/a", multi_lora="/ours.json", node_rank=1)
+    own = replace(
+        told,
+        lora_modules="a=/ours/a",
+        multi_lora="/ours.json",
+        lora_task_ids="1=a",
+        node_rank=1,
+    )
     assert with_own(told, own) == replace(told, node_rank=1)
 
 

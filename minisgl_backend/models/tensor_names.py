@@ -74,8 +74,8 @@ class StoredAs:
 class TensorNames:
     """The names in a checkpoint.
 
-    ``renamed`` are pairs of a fragment of a name there and what replaces it in the decoder's name;
-    only the first fragment that is found is replaced. ``merged`` lists the modules whose tensors
+    ``renamed`` are pairs of a fragment of a name there and what replaces it in the decoder's name,
+    once in a name; all pairs apply, in their order. ``merged`` lists the modules whose tensors
     hold several projections, the outputs of one after those of another: by the end of the module's
     name, the names of the projections and their numbers of outputs. A checkpoint of only the
     layers, as of embedding models, leaves out the first part of all names, ``model.``. If the

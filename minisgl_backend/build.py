@@ -84,17 +84,17 @@ def _engine_of(
             num_positions,
             info.max_sequence_length,
         )
-    scheduler = build_scheduler(options, info, parts, watch=watch)
     try:
+        scheduler = build_scheduler(options, info, parts, watch=watch)
         adapters = build_adapters(options, store)
         if grammars is not None:
             grammars.wait_until_prepared()  # else the first steps would wait for it now and then
+        engine = parts.engine(
+            info, scheduler, executor, overlap=options.overlap, grammars=grammars, adapters=adapters
+        )
     except BaseException:
         executor.close()
         raise
-    engine = parts.engine(
-        info, scheduler, executor, overlap=options.overlap, grammars=grammars, adapters=adapters
-    )
     if isinstance(executor, LeadingExecutor):
         executor.on_lost(engine.fail)
     return engine

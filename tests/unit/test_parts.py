@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -65,6 +67,28 @@ def test_each_part_is_made_as_it_is_told() -> None:
     parts = Parts(engine=engine, scheduler=scheduler, executor=executor)
     assert answer(parts) == answer(Parts())
     assert made == ["executor", "scheduler", "engine"]
+
+
+@pytest.mark.parametrize("part", ["scheduler", "engine"])
+def test_the_executor_is_closed_if_another_part_cannot_be_made(part: str) -> None:
+    closed: list[bool] = []
+
+    class Watched:
+        def __init__(self, inner: RankExecutor) -> None:
+            self.launch, self.renew, self._close = inner.launch, inner.renew, inner.close
+
+        def close(self) -> None:
+            self._close()
+            closed.append(True)
+
+    def broken(*_args: Any, **_named: Any) -> Any:
+        raise MemoryError
+
+    parts: dict[str, Any] = {"executor": Watched, part: broken}
+
+    with pytest.raises(MemoryError):
+        build_engine(OPTIONS, Parts(**parts))
+    assert closed == [True]
 
 
 def test_tokens_are_sampled_from_the_logits_that_the_watch_returns() -> None:

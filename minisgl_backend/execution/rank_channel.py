@@ -213,7 +213,7 @@ class LeaderEnd:
         for peer in self._peers:
             message = peer.receive()
             if message != _HERE:
-                raise ConfigError(f"rank {peer.rank}: {message.decode()}")
+                raise ConfigError(_cause(peer, message))
         for peer in self._peers:
             peer.send(_GO)
 
@@ -224,7 +224,7 @@ class LeaderEnd:
                 while peer.has_spoken:
                     message = peer.receive()
                     if message != _HERE:
-                        return f"rank {peer.rank}: {message.decode()}"
+                        return _cause(peer, message)
         return None
 
     # --- steps -------------------------------------------------------------------------------
@@ -295,6 +295,10 @@ class LeaderEnd:
         self._opened.close()
 
 
+def _cause(peer: Peer, message: bytes) -> str:
+    return f"rank {peer.rank}: " + message.decode(errors="replace")
+
+
 class FollowerEnd(ABC):
     """The end of a rank other than 0."""
 
@@ -318,7 +322,7 @@ class FollowerEnd(ABC):
 
     def report(self, error: BaseException) -> None:
         """Tell rank 0 why this rank cannot start."""
-        self._send(f"{error}".encode()[:MOST_BYTES] or b"failed")
+        self._send(f"{error}".encode(errors="backslashreplace")[:MOST_BYTES] or b"failed")
 
     # --- steps -------------------------------------------------------------------------------
 

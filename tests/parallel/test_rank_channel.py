@@ -13,7 +13,7 @@ from itertools import islice
 import numpy as np
 import pytest
 
-from minisgl_backend.errors import EngineFailure
+from minisgl_backend.errors import ConfigError, EngineFailure
 from minisgl_backend.execution.rank_channel import HostFollowerEnd, LeaderEnd
 from minisgl_backend.request import IntArray
 
@@ -148,3 +148,16 @@ def test_plans_end_with_rank_0() -> None:
         plans = iter(follower)
         assert next(plans).tolist() == [0, 1, 2]
         assert list(plans) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        pytest.param("no file /models/\udcff", "no file /models/\\udcff", id="not UTF-8"),
+        pytest.param("x" + "é" * 2**16, "x" + "é" * (2**15 - 1) + "\ufffd", id="long"),
+    ],
+)
+def test_any_cause_of_a_failed_start_can_be_told(text: str, told: str) -> None:
+    with channel(1) as (leader, (follower,), _):
+        follower.report(ConfigError(text))
+        assert leader.report() == f"rank 1: {told}"

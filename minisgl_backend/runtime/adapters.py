@@ -146,7 +146,7 @@ class Adapters(AdapterNames):
         super().__init__(tasks)
         self._reader = reader
         self._most = most_in_memory
-        # by adapter; of those that nobody holds, the one used least recently comes first
+        # by adapter; of those that no request holds, the one used least recently comes first
         self._pool: dict[int, _Entry] = {}
         # by adapter, oldest first: what waits for a place in the pool, or behind such an adapter
         self._wanted: dict[int, _Entry] = {}

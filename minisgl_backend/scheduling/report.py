@@ -57,7 +57,7 @@ class SchedulerStats:
 
     @classmethod
     def sum(cls, parts: Sequence[SchedulerStats]) -> SchedulerStats:
-        """The counts of several planners without adapters together; of none, all are 0."""
+        """The counts of several planners together, without ``running_adapters``; 0 if none."""
         names = [spec.name for spec in fields(cls) if spec.name != "running_adapters"]
         return cls(**{name: sum(getattr(part, name) for part in parts) for name in names})
 

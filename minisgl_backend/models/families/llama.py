@@ -43,7 +43,7 @@ def read_granite(config: ConfigReader) -> ModelSpec:
 
 def read_smollm3(config: ConfigReader) -> ModelSpec:
     """``SmolLM3ForCausalLM``: Llama, but every fourth layer does not rotate. ``use_sliding_window``
-    counts only where config.json has no ``layer_types``."""
+    counts only if config.json has no ``layer_types``."""
     config = config.with_defaults(
         rope_theta=2e6,
         num_key_value_heads=4,

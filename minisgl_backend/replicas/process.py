@@ -122,6 +122,8 @@ class ReplicaProcess:
     def close(self, patience_s: float | None = None) -> None:
         """End for good, within ``patience_s`` as a rule."""
         self.stop()
+        if self._thread.ident is None:  # ``start`` has failed, or was not called
+            return
         self._thread.join(_END_S if patience_s is None else patience_s)
         self.kill()
         self._thread.join()

@@ -18,6 +18,7 @@ from minisgl_backend.build import build_engine
 from minisgl_backend.config import EngineOptions
 from minisgl_backend.errors import ConfigError, EngineFailure, Overloaded
 from minisgl_backend.offline.llm import LLM
+from minisgl_backend.replicas.process import ReplicaProcess
 from minisgl_backend.replicas.start import cpu_places, gpu_places, start_replicas
 from minisgl_backend.request import (
     Embedded,
@@ -306,6 +307,21 @@ def test_a_replica_that_cannot_start_is_named() -> None:
 def test_a_replica_that_cannot_start_ends_the_start_while_others_load() -> None:
     options, before = EngineOptions(data_parallel_size=2, **OPTIONS), children_of(os.getpid())
     with pytest.raises(ConfigError, match="replica 1: its GPU is taken"):
+        start_replicas(options, "tests.replicas.failing_replica")
+    assert set(children_of(os.getpid())) <= set(before)
+
+
+def test_a_replica_without_a_thread_ends_those_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    begin = ReplicaProcess.start
+
+    def start(replica: ReplicaProcess) -> None:
+        if replica.number == 1:
+            raise RuntimeError("can't start new thread")  # as Python says at a limit
+        begin(replica)
+
+    options, before = EngineOptions(data_parallel_size=2, **OPTIONS), children_of(os.getpid())
+    monkeypatch.setattr(ReplicaProcess, "start", start)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
         start_replicas(options, "tests.replicas.failing_replica")
     assert set(children_of(os.getpid())) <= set(before)
 

@@ -4,7 +4,7 @@ For each batch size, that number of requests of equal length decode together. A 
 is the time between two tokens of one of them, so it includes scheduling, launching and delivering.
 If decode steps are captured, the same graph is then replayed alone, over the same contexts: the
 ratio shows what the host costs. ``--eager`` measures the same steps in an engine without CUDA
-graphs, too.
+graphs, too. ``--memory-tb-per-s`` puts beside them the time that memory alone takes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,13 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 import numpy as np
 
-from minisgl_backend.cli.options import POSITIVE_INT, TEMPERATURE, EngineCommand, engine_options
+from minisgl_backend.cli.options import (
+    POSITIVE,
+    POSITIVE_INT,
+    TEMPERATURE,
+    EngineCommand,
+    engine_options,
+)
 from minisgl_backend.config import EngineOptions
 from minisgl_backend.plan import Decodes
 from minisgl_backend.request import SamplingParams
@@ -124,6 +130,15 @@ class Decoding:
         return float(first.elapsed_time(last)) / self.steps
 
 
+def bytes_of_step(executor: RankExecutor, batch_size: int, context: int) -> int:
+    """What a decode step of this rank must move (``step_bytes``)."""
+    from minisgl_backend.execution.executor import ModelExecutor
+    from minisgl_bench.step_bytes import bytes_of_decode
+
+    assert isinstance(executor, ModelExecutor)
+    return bytes_of_decode(executor.stages.model, batch_size, context)
+
+
 def graph_facts(executor: RankExecutor) -> dict[str, Any]:
     """The cost of capturing this rank's CUDA graphs, of all kinds, for the ``info`` of a report;
     empty if there are none."""
@@ -166,6 +181,11 @@ def graph_facts(executor: RankExecutor) -> dict[str, Any]:
 )
 @click.option("--temperature", type=TEMPERATURE, default=0.6, show_default=True, help="0 is greedy")
 @click.option("--eager", is_flag=True, help="also measure the steps without CUDA graphs")
+@click.option(
+    "--memory-tb-per-s",
+    type=POSITIVE,
+    help="also say how long a step's bytes take at this rate, such as the 4.8 of an H200",
+)
 @compare_option
 @nvtx_option
 @profile_option
@@ -177,6 +197,7 @@ def decode(
     steps: int,
     temperature: float,
     eager: bool,
+    memory_tb_per_s: float | None,
     compare: str | None,
     nvtx: bool,
     profile_path: Path | None,
@@ -203,7 +224,10 @@ def decode(
                 times = decoding.settled_times_ms(engine, size)
                 is_alone = options.tensor_parallel_size == 1
                 replay = decoding.replay_ms(executor, size) if is_alone else None
-                mean = statistics.fmean(times)
+                mean, memory = statistics.fmean(times), None
+                if memory_tb_per_s is not None:
+                    middle = context + SETTLING + steps // 2
+                    memory = bytes_of_step(executor, size, middle) / memory_tb_per_s / 1e9
                 report.add(
                     batch=size,
                     context=f"{context + SETTLING}-{context + SETTLING + steps}",
@@ -213,6 +237,7 @@ def decode(
                     of_replay=round(mean / replay, 3) if replay else "-",
                     eager_ms=round(eager_ms[size], 3) if eager_ms else "-",
                     tokens_per_s=round(size / mean * 1e3),
+                    memory_ms=round(memory, 3) if memory else "-",
                 )
                 if trace is not None:
                     path = labelled(trace, f"batch-{size}") if len(sizes) > 1 else trace

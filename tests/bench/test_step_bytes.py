@@ -1,0 +1,91 @@
+"""What a decode step must read, counted by hand from the checkpoint."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from safetensors.torch import load_file
+
+from minisgl_backend.cli.main import main
+from minisgl_backend.models.decoder import Decoder
+from minisgl_bench.step_bytes import bytes_of_decode
+from tests.conformance.checkpoints import CONTEXT, write_checkpoint
+from tests.conformance.engines import TinyEngine, load_model
+
+FLOAT = 4
+
+
+@contextmanager
+def bound(case: str, folder: Path) -> Iterator[tuple[Decoder, dict[str, int]]]:
+    """A model with pages, and the bytes of its checkpoint's tensors."""
+    write_checkpoint(case, folder)
+    sizes = {name: each.nbytes for name, each in load_file(folder / "model.safetensors").items()}
+    model = load_model(folder, context=CONTEXT)
+    with TinyEngine(model, page_size=8, context=CONTEXT):
+        yield model, sizes
+
+
+def of_position(model: Decoder, layer: int = 0) -> int:
+    heads = model.spec.kv_heads_of(layer)
+    return 2 * heads.num_kv_heads * heads.head_dim * FLOAT
+
+
+def test_an_embedding_counts_only_as_the_output_head(tmp_path: Path) -> None:
+    with bound("qwen2", tmp_path) as (model, sizes):
+        weights = sum(sizes.values()) - sizes["model.embed_tokens.weight"]
+        pages = model.spec.num_layers * 3 * 50 * of_position(model)
+        assert bytes_of_decode(model, 3, 50) == weights + pages
+    with bound("qwen2-yarn", tmp_path) as (model, sizes):
+        pages = model.spec.num_layers * 3 * 50 * of_position(model)
+        assert bytes_of_decode(model, 3, 50) == sum(sizes.values()) + pages
+
+
+def test_windows_bound_what_is_read(tmp_path: Path) -> None:
+    with bound("mistral-window", tmp_path) as (model, _):
+        (window,) = set(model.spec.windows)
+        assert window is not None
+        grown = bytes_of_decode(model, 2, window) - bytes_of_decode(model, 2, window - 1)
+        assert grown == model.spec.num_layers * 2 * of_position(model)
+        assert bytes_of_decode(model, 2, window + 9) == bytes_of_decode(model, 2, window)
+
+
+def test_experts_count_as_often_as_they_are_chosen(tmp_path: Path) -> None:
+    with bound("mixtral", tmp_path) as (model, sizes):
+        assert model.spec.moe is not None
+        rule = model.spec.moe.experts.routing
+        of_experts = sum(size for name, size in sizes.items() if ".experts." in name)
+        others = sum(sizes.values()) - of_experts - sizes["model.embed_tokens.weight"]
+        pages = model.spec.num_layers * of_position(model)
+        one = others + pages + of_experts * rule.top_k / rule.num_experts
+        assert bytes_of_decode(model, 1, 1) == pytest.approx(one, abs=8)
+        assert bytes_of_decode(model, 1000, 1) == pytest.approx(
+            others + 1000 * pages + of_experts, abs=8
+        )
+
+
+def test_recurrent_states_are_read_and_written(tmp_path: Path) -> None:
+    with bound("qwen3.5", tmp_path) as (model, _):
+        shape = model.spec.delta_net
+        assert shape is not None
+        local = shape.of_rank(1)
+        matrices = local.num_heads * local.key_dim * local.value_dim
+        state = (matrices + local.num_channels * (local.conv_width - 1)) * FLOAT
+        num_recurrent = model.spec.num_layers - len(model.spec.attention_layers)
+        row = bytes_of_decode(model, 2, 7) - bytes_of_decode(model, 1, 7)
+        pages = len(model.spec.attention_layers) * 7 * of_position(model, 3)
+        assert row == 2 * num_recurrent * state + pages
+
+
+def test_the_benchmark_shows_the_time_at_a_rate(tmp_path: Path) -> None:
+    path = tmp_path / "figures.json"
+    command = ["bench", "decode", "--batch-size", "1", "--context", "4", "--steps", "2"]
+    options = ["--device", "cpu", "--memory-tb-per-s", "0.001", "--json", str(path)]
+    result = CliRunner().invoke(main, [*command, *options])
+    assert result.exit_code == 0, result.output
+    (row,) = json.loads(path.read_text())["rows"]
+    assert row["memory_ms"] > 1  # the demo model has more than a megabyte

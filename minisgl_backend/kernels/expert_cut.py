@@ -4,7 +4,7 @@ which weights they can take.
 Pure arithmetic, without a GPU. The cuts were the fastest that ``tools/gpu/sweep_experts`` found
 with the weights of Qwen3-30B-A3B: for ``experts.cu`` on an H200, at 1 to 4,096 tokens; for
 ``experts_many.cu`` on an H100, at 600 to 8,192 tokens. The 4-bit cut for the fewest rows was found
-on an H100 with the weights of gpt-oss-20b.
+on an H100 with the weights of gpt-oss-20b, and that of E2M1 for the most on an H200.
 """
 
 from __future__ import annotations

@@ -104,6 +104,8 @@ class ChatTemplate:
         told = dict(message) if message.get("role") in self._takes_parts else join_parts(message)
         if told.get("content") is None:
             told["content"] = None if self._takes_null else ""
+        if not told.get("tool_calls"):  # clients send answers back with their empty fields, too
+            told.pop("tool_calls", None)
         thoughts = next((told[name] for name in _THOUGHTS if told.get(name) is not None), None)
         if thoughts is not None:  # as in transformers: templates read one name or another
             told = {"thinking": thoughts, **told, "reasoning_content": thoughts}

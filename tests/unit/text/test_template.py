@@ -109,6 +109,18 @@ def test_as_transformers_does(
     assert template(source).render(chat, tools) == expected[0][0]
 
 
+@pytest.mark.parametrize("empty", [[], None])
+def test_an_answer_without_calls_has_no_empty_list_of_calls(empty: list[Any] | None) -> None:
+    """Clients send answers back with all their fields. Llama's templates refuse, and Mistral's
+    write down, calls that are there but empty."""
+    told = template(
+        "{% for message in messages %}"
+        "{% if 'tool_calls' in message %}{{ raise_exception('one call only') }}{% endif %}"
+        "{{ message.content }}{% endfor %}"
+    )
+    assert told.render([{"role": "assistant", "content": "b", "tool_calls": empty}]) == "b"
+
+
 def test_variables() -> None:
     thinking = template("{{ messages[1].content }}{% if not enable_thinking %} ok{% endif %}")
     assert thinking.render(CHAT, None, {"enable_thinking": True, "other": [1]}) == "Là."

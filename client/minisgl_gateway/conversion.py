@@ -239,8 +239,14 @@ def lookup_of(request: TokenizeRequest) -> Chat | dict[str, Any]:
     if (request.prompt is None) is (request.messages is None):
         raise invalid("give one of prompt and messages", "prompt")
     if request.messages is None:
-        if request.tools:
-            raise invalid("tools go with messages", "tools")
+        of_chat = {
+            "tools": request.tools,
+            "chat_template_kwargs": request.chat_template_kwargs,
+            "add_generation_prompt": not request.add_generation_prompt,
+        }
+        for name, asks in of_chat.items():
+            if asks:
+                raise invalid(f"{name} goes with messages", name)
         return {"prompt": request.prompt, "add_special_tokens": request.add_special_tokens}
     if request.add_special_tokens:
         raise invalid("add_special_tokens goes with prompt", "add_special_tokens")
@@ -278,5 +284,6 @@ def _message(message: Message) -> dict[str, Any]:
     elif call := plain.pop("function_call", None):
         plain.setdefault("tool_calls", []).append({"type": "function", "function": call})
     if not plain.get("tool_calls"):
+        plain.pop("tool_calls", None)
         plain.setdefault("content", "")
     return plain

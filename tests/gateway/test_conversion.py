@@ -570,7 +570,16 @@ def test_marks_that_are_special_tokens_stay_in_the_text_that_is_read() -> None:
 def test_an_answer_that_was_cut_off_in_its_thoughts_may_be_sent_back(empty: dict[str, Any]) -> None:
     said = {"role": "assistant", "reasoning_content": "2 +", **empty}
     (message,) = of_chat(messages=[said]).messages or ()
-    assert message == {**said, "content": ""}
+    thought = {"role": "assistant", "reasoning_content": "2 +"}
+    assert message == {**thought, "content": ""}
+
+
+def test_answers_in_a_row_are_joined_though_they_are_sent_back_with_no_calls() -> None:
+    shown = replace(HERMES, tool_dialect="mistral")
+    answers = [{"role": "assistant", "content": text, "tool_calls": []} for text in "ab"]
+    user = {"role": "user", "content": "Hi"}
+    messages = told_chat(shown, messages=[user, *answers, user]).messages
+    assert messages == [user, {"role": "assistant", "content": "a\n\nb"}, user]
 
 
 def test_thoughts_that_come_back_go_to_the_template() -> None:

@@ -72,6 +72,15 @@ def test_an_embedding_is_a_line_of_json(server: TritonServer, ask: list[str]) ->
     assert generated["num_output_tokens"] > 0
 
 
+def test_the_other_name_of_max_tokens_replaces_the_default(ask: list[str]) -> None:
+    done = run(*ask, POEM, "-p", "max_new_tokens=3", "-p", "ignore_eos=true")
+    assert (done.returncode, done.stderr) == (0, "")
+    lines = '{"prompt": "a", "max_new_tokens": 3}\n{"prompt": "a", "max_tokens": 2}\n"a"\n'
+    words = ["--jsonl", "-p", "max_new_tokens=4", "-p", "ignore_eos=true"]
+    told = map(json.loads, run(*ask, *words, stdin=lines).stdout.splitlines())
+    assert [answer.get("num_output_tokens") for answer in told] == [3, 2, 4]
+
+
 CITY = {
     "type": "object",
     "properties": {"city": {"enum": ["Paris", "日本"]}},
@@ -151,6 +160,11 @@ def test_forms_that_are_wrong_usage(
             ["x", "-p", "num_logprobs=0"],
             2,
             "--param num_logprobs: only `minisgl generate --jsonl` shows",
+        ),
+        (
+            ["x", "-p", "return_log_probs=true"],
+            2,
+            "--param return_log_probs: only `minisgl generate --jsonl` shows",
         ),
         (["x", "--url", "127.0.0.1:1"], 1, "Error: CONNECTION_FAILED: failed to connect"),
         (["x", "-p", "prompt=y"], 2, "prompt is not a parameter"),

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import click
 from rich.console import Console
@@ -216,6 +216,10 @@ async def _answer_lines(
     return 1 if num_failed else 0
 
 
+_MAX_TOKENS: Final = {"max_tokens": None, "max_new_tokens": None}
+"""What leaves out the command's own, under either name."""
+
+
 def _request(line: bytes, template: _Template) -> dict[str, Any]:
     """The arguments that a line gives, and the command's own for those that it leaves out."""
     try:
@@ -230,10 +234,10 @@ def _request(line: bytes, template: _Template) -> dict[str, Any]:
         raise InvalidArgument("a line must be a JSON string or an object")
     if "request_id" in said:  # an argument of ours, not of the server
         raise InvalidArgument("unknown parameter 'request_id'; did you mean 'id'?")
-    if "max_tokens" in said:
-        said.setdefault("fit_max_tokens", False)
+    if not said.keys().isdisjoint(_MAX_TOKENS):
+        said = {**_MAX_TOKENS, "fit_max_tokens": False, **said}
     elif said.get("embed") is True:  # the command's are for lines that generate
-        said["max_tokens"] = 0
+        said |= _MAX_TOKENS
     if isinstance(prompt := said.get("prompt"), str):
         del said["prompt"]
         return template.fill(prompt) | said

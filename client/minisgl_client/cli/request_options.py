@@ -89,8 +89,8 @@ def given(
     stop: Sequence[str],
     others: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """The parameters of the running command's options, by name; with ``embed``, which generates
-    nothing, ``max_tokens`` has no default.
+    """The parameters of the running command's options, by name. ``max_tokens`` has no default
+    beside its other name, nor with ``embed``, which generates nothing.
 
     Raises ``click.UsageError`` if ``--param`` contradicts another option.
     """
@@ -109,7 +109,8 @@ def given(
         if options[name] != ([value] if name in LISTS and isinstance(value, str) else value):
             option = name.replace("_", "-")
             raise click.UsageError(f"--{option} and --param {name} have different values")
-    if others.get("embed") is True and _is_default(context, "max_tokens"):
+    has_no_default = others.get("embed") is True or "max_new_tokens" in others
+    if has_no_default and _is_default(context, "max_tokens"):
         options["max_tokens"] = None
     return {name: value for name, value in {**options, **others}.items() if value is not None}
 
@@ -117,7 +118,9 @@ def given(
 def refuse_logprobs(asked: Mapping[str, Any]) -> None:
     """Raise ``click.UsageError`` if these parameters ask for logprobs, which a text has no place
     for."""
-    of_logprobs = [name for name in asked if "logprobs" in name and asked[name] is not False]
+    of_logprobs = [
+        name for name in asked if "logprob" in name.replace("_", "") and asked[name] is not False
+    ]
     if of_logprobs:
         raise click.UsageError(
             f"--param {of_logprobs[0]}: only `minisgl generate --jsonl` shows logprobs"

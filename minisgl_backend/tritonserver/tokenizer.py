@@ -185,10 +185,11 @@ class TritonPythonModel:
 
     def _parse(self, job: _Job) -> Generation | StopRequest:
         return parse_generation(
-            self._with_default(job),
+            job.inputs,
             job.parameters,
             arrival_time_ns=job.arrival_time_ns,
             timeout_us=job.timeout_us,
+            parse_special_tokens=self._parse_special_tokens,
             exclude_input_in_output=self._exclude_input_in_output,
             limits=self._limits,
         )
@@ -227,14 +228,6 @@ class TritonPythonModel:
             MAX_SEQUENCE_LENGTH.name: np.array([most_tokens], dtype=np.int32),
             CHAT_FORMAT.name: text_array("null" if chat_format is None else chat_format.to_json()),
         }
-
-    def _with_default(self, job: _Job) -> Arrays:
-        """The inputs; special tokens in a text are parsed by default if the operator says so."""
-        name = "parse_special_tokens"
-        said = name in job.inputs or name in job.parameters
-        if self._parse_special_tokens and "text_input" in job.inputs and not said:
-            return {**job.inputs, name: np.array([True])}
-        return job.inputs
 
     def _stop(self, stop: _Job) -> None:
         label = stop.responder.label

@@ -49,18 +49,22 @@ def parse_generation(
     *,
     arrival_time_ns: int,
     timeout_us: int = 0,
+    parse_special_tokens: bool = False,
     exclude_input_in_output: bool = True,
     limits: Limits,
 ) -> Generation | StopRequest:
     """A request to an ensemble, as the tokenizer gets it.
 
     ``inputs`` are the tensors by name, strings as objects; ``parameters``, the request parameters.
-    ``timeout_us`` is Triton's own request timeout, 0 for none. ``exclude_input_in_output`` is the
-    default of the parameter of that name for a ``text_input`` without ``stream``.
+    ``timeout_us`` is Triton's own request timeout, 0 for none. ``parse_special_tokens`` and
+    ``exclude_input_in_output`` are the defaults of the parameters of these names for a
+    ``text_input``, the latter for one without ``stream``.
     """
     found = _gathered(inputs, parameters, limits)
-    if "text_input" in found and not found.get("stream"):
-        found.setdefault("exclude_input_in_output", exclude_input_in_output)
+    if "text_input" in found:
+        found.setdefault("parse_special_tokens", parse_special_tokens)
+        if not found.get("stream"):
+            found.setdefault("exclude_input_in_output", exclude_input_in_output)
     timeout_us = _timeout_us(parameters, timeout_us)
     return build(found, arrival_time_ns=arrival_time_ns, timeout_us=timeout_us, limits=limits)
 

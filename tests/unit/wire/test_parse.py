@@ -473,6 +473,22 @@ def test_prompts() -> None:
     assert prompt.ids.tolist() == [4, 5]
 
 
+def test_special_tokens_are_parsed_if_the_operator_says_so() -> None:
+    """The prompt may come as a tensor or as a parameter, and the request may say otherwise."""
+
+    def prompt(tensors: dict[str, Any], parameters: dict[str, Any]) -> Any:
+        request = parse_generation(
+            tensors, parameters, arrival_time_ns=0, parse_special_tokens=True, limits=LIMITS
+        )
+        assert isinstance(request, Generation)
+        return request.prompt
+
+    assert prompt({"text_input": strings(b"hi")}, {}) == TextPrompt("hi", True)
+    assert prompt({}, {"text_input": "hi"}) == TextPrompt("hi", True)
+    assert prompt({}, {"text_input": "hi", "parse_special_tokens": False}) == TextPrompt("hi")
+    assert prompt({"messages": strings(b"[]")}, {}) == MessagesPrompt("[]")
+
+
 @pytest.mark.parametrize(
     ("inputs", "message"),
     [

@@ -92,7 +92,7 @@ format: $(VENV)/.dev  ## rewrite the code as ruff wants it
 	@$(BIN)/ruff check --fix --quiet $(CODE) || true
 	@$(BIN)/ruff format $(CODE)
 
-# ARGS=--upgrade takes the newest versions; without it those in the files are kept where they fit.
+# ARGS=--upgrade takes the newest versions; without it those in the files are kept if they fit.
 constraints: $(VENV)/.dev  ## write constraints/cpu.txt, gpu.txt and clients.txt, every package of each
 	@$(RESOLVE_DEV) -c constraints/cpu.in -o constraints/cpu.txt
 	@sed -i -E '/^(nvidia-[cn]|cuda-toolkit=|triton=)/d' constraints/cpu.txt  # of torch's CUDA build

@@ -1,5 +1,5 @@
 """JSON schemas for chat templates that show types, properties, items and choices, but neither
-references nor alternatives: these are spelled out where one schema says the same.
+references nor alternatives: these are spelled out if one schema says the same.
 
 A type or null becomes the type, ``nullable``, as OpenAPI has it. Must not know any template.
 """

@@ -113,7 +113,7 @@ class _Members:
         kind = known.get("type")
         if kind is None and not known.keys() - schemas.ANYWHERE:
             text = self._string(any_text(place, [self._style.after]), place)
-            # where nothing tells JSON from a string, it is a string as well
+            # if nothing tells JSON from a string, it is a string as well
             return [text, self._json(known, place)] if self._style.json else [text]
         if kind == "string":
             self._check(known, ("minLength", "maxLength"), place)

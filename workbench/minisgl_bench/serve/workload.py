@@ -47,7 +47,7 @@ _Request = TypeVar("_Request", Call, TraceEntry)
 class Workload:
     """The options of the command line; lengths in tokens, rates in requests per second.
 
-    Lengths that are None have their defaults where they count; others are refused there.
+    Lengths that are None have defaults; those that a trace or a file of prompts gives are refused.
     """
 
     concurrency: Sequence[int] = ()

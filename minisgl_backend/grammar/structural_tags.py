@@ -234,10 +234,12 @@ def _of_structures(given: Mapping[str, Any]) -> StructuralTag:
     if otherwise is not None:
         check_schema(otherwise, "otherwise")
         check(at_least_one, "otherwise", "given with at_least_one")
+    separators = texts(given.get("separator", ""), "separator")
+    check(at_least_one or separators == [""], "separator", "given with at_least_one")
     return StructuralTag(
         structures,
         [] if at_least_one else [*beginnings],
-        texts(given.get("separator", ""), "separator"),
+        separators,
         at_least_one,
         flag(given, "stop_after_first", ""),
         otherwise,

@@ -603,6 +603,7 @@ def test_a_section_of_tokens_that_there_are_not(grammars: Grammars, section: Any
         ("structural_tag", {**_BOTH, "separator": 1}, "separator must be a string"),
         ("structural_tag", {**_BOTH, "separator": []}, "or a list of strings, not empty"),
         ("structural_tag", {**_BOTH, "separator": ["", 1]}, "or a list of strings, not empty"),
+        ("structural_tag", {**_BOTH, "separator": ","}, "separator must be given with at_least_on"),
         ("structural_tag", {**_BOTH, "stop": True}, "stop of a structural tag is not supported"),
         ("structural_tag", {"type": "text", **_BOTH}, "type must be structural_tag"),
         (

@@ -271,10 +271,13 @@ def _messages(messages: Sequence[Message]) -> list[Mapping[str, Any]]:
 def _message(message: Message) -> dict[str, Any]:
     """A message in the form of chat templates.
 
-    The role ``developer`` becomes ``system``, and function calls become tool calls. An assistant
-    that neither says nor calls anything, as one whose thoughts were cut off, says "".
+    The role ``developer`` becomes ``system``, and function calls become tool calls. Empty fields of
+    an assistant, which callers send back, are left out. One that neither says nor calls anything,
+    as if its thoughts were cut off, says "".
     """
     plain = message.model_dump(exclude_none=True)
+    if plain["role"] == "assistant":
+        plain = {name: value for name, value in plain.items() if value or name == "content"}
     if thought := plain.pop("reasoning", None):
         plain.setdefault("reasoning_content", thought)
     if plain["role"] == "developer":
@@ -283,7 +286,6 @@ def _message(message: Message) -> dict[str, Any]:
         plain["role"] = "tool"
     elif call := plain.pop("function_call", None):
         plain.setdefault("tool_calls", []).append({"type": "function", "function": call})
-    if not plain.get("tool_calls"):
-        plain.pop("tool_calls", None)
+    if "tool_calls" not in plain:
         plain.setdefault("content", "")
     return plain

@@ -574,9 +574,10 @@ def test_an_answer_that_was_cut_off_in_its_thoughts_may_be_sent_back(empty: dict
     assert message == {**thought, "content": ""}
 
 
-def test_answers_in_a_row_are_joined_though_they_are_sent_back_with_no_calls() -> None:
+def test_answers_in_a_row_are_joined_though_they_are_sent_back_with_empty_fields() -> None:
     shown = replace(HERMES, tool_dialect="mistral")
-    answers = [{"role": "assistant", "content": text, "tool_calls": []} for text in "ab"]
+    empty = {"tool_calls": [], "annotations": [], "reasoning_content": "", "reasoning": ""}
+    answers = [{"role": "assistant", "content": text, **empty} for text in "ab"]
     user = {"role": "user", "content": "Hi"}
     messages = told_chat(shown, messages=[user, *answers, user]).messages
     assert messages == [user, {"role": "assistant", "content": "a\n\nb"}, user]
@@ -588,3 +589,6 @@ def test_thoughts_that_come_back_go_to_the_template() -> None:
         messages = of_chat(messages=[said, {"role": "user", "content": "Hi"}]).messages
         assert messages is not None
         assert messages[0] == {"role": "assistant", "content": "4", "reasoning_content": "2 + 2"}
+    said = {"role": "assistant", "content": "4", "reasoning": "2 + 2", "reasoning_content": ""}
+    (message,) = of_chat(messages=[said]).messages or ()
+    assert message["reasoning_content"] == "2 + 2"

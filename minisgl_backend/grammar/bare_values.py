@@ -101,6 +101,8 @@ class _Rules:
             return self._of_reference(known["$ref"], place)
         if isinstance(parts := known.get("anyOf"), list):
             self._check(known, ("anyOf",), place)
+            if not parts:
+                raise InvalidRequest(f"Unsatisfiable schema, at {place}/anyOf")
             return _one_of(self.value(one, f"{place}/anyOf/{at}") for at, one in enumerate(parts))
         if (literals := schemas.literals(known)) is not None:
             self._check(known, ("enum", "const"), place)
@@ -189,7 +191,8 @@ class _Rules:
             raise InvalidRequest(f"properties must be an object, at {place}/properties")
         if not isinstance(required, list):
             raise InvalidRequest(f"required must be an array, at {place}/required")
-        if (missing := [name for name in required if name not in named]) and not self._is_lenient:
+        missing = [name for name in required if name not in [*named]]
+        if missing and not self._is_lenient:
             raise InvalidRequest(f"required names {missing[0]}, no property, at {place}/required")
         if named:
             return self._members(named, required, place)

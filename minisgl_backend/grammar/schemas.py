@@ -274,7 +274,8 @@ class _Values:
         schema = _resolved(schema, root)
         given = schema.get("type")
         named = given if isinstance(given, list) else [given]
-        types = frozenset("number" if name == "integer" else name for name in named if name)
+        texts = [name for name in named if isinstance(name, str)]
+        types = frozenset("number" if name == "integer" else name for name in texts)
         given_values = literals(schema)
         if given_values is None:
             return cls(types or _ANYTHING, None)

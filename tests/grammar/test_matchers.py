@@ -486,6 +486,11 @@ def test_a_section_of_tokens_that_there_are_not(grammars: Grammars, section: Any
         ),
         (
             "json_schema",
+            {"oneOf": [{"$ref": "#/$defs/a"}, {"type": [["a"]]}], "$defs": {"a": {}}},
+            "type must be a string, at #/oneOf/1/type$",
+        ),
+        (
+            "json_schema",
             {"items": {"properties": {"a": {}}, "minProperties": 1}},
             "only if all properties are required, at #/items/minProperties$",
         ),

@@ -58,7 +58,10 @@ class ApiError(Exception):
         other = "api_error" if self.status >= 500 else "invalid_request_error"
         kind = _ANTHROPIC_TYPES.get(self.status, other)
         message = self.for_anthropic or self.message
-        error = {"type": kind, "message": message}
+        error: dict[str, Any] = {"type": kind, "message": message}
+        if (self.code, self.param) == ("unsupported_parameter", "thread"):
+            # for Anthropic's clients, which then send the whole conversation without it
+            error["details"] = {"error_code": "thread_unsupported_request"}
         return {"type": "error", "error": error, "request_id": request_id}
 
     @property

@@ -149,6 +149,22 @@ def test_an_agent_that_streams(caller: Anthropic) -> None:
         assert stream.get_final_text() == ANSWER
 
 
+def test_the_runner_of_tools_sends_whole_conversations(caller: Anthropic) -> None:
+    @anthropic.beta_tool
+    def weather(city: str) -> str:
+        """The weather of a city."""
+        assert city == "Bogotá"
+        return "It rains."
+
+    asked: Any = {"model": "minisgl", "max_tokens": 256, "tools": [weather], "messages": [WEATHER]}
+    last = caller.beta.messages.tool_runner(**asked).until_done()
+    (block,) = last.content
+    assert block.type == "text" and block.text == ANSWER
+    streams = caller.beta.messages.tool_runner(**asked, stream=True)
+    texts = ["".join(stream.text_stream).strip() for stream in streams]
+    assert texts == [WORDS, ANSWER]
+
+
 def test_tools_that_may_not_be_used(caller: Anthropic) -> None:
     message = caller.messages.create(
         model="minisgl",

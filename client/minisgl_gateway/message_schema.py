@@ -25,7 +25,24 @@ class TextPart(Strict):
     cache_control: Any = cache_control()
 
 
+def _of_answer() -> Any:
+    """A field of an answer that openai-agents for JavaScript sends back beside the answer's text;
+    the calls stand in the message, too."""
+    return Field(None, exclude=True, description="from openai-agents for JavaScript; no effect")
+
+
+class AnswerPart(TextPart):
+    """A piece of an earlier answer."""
+
+    role: Literal["assistant"] | None = _of_answer()
+    reasoning_content: Any = _of_answer()
+    tool_calls: Any = _of_answer()
+    function_call: Any = _of_answer()
+    annotations: Annotated[list[Any], Field(max_length=0)] | None = _of_answer()
+
+
 Content = str | Annotated[list[TextPart], Field(min_length=1, fail_fast=True)]
+AnswerContent = str | Annotated[list[AnswerPart], Field(min_length=1, fail_fast=True)]
 
 
 ResultContent = str | Annotated[list[TextPart], Field(fail_fast=True)]
@@ -70,7 +87,7 @@ class AssistantMessage(Strict):
     empty fields."""
 
     role: Literal["assistant"]
-    content: Content | None = None
+    content: AnswerContent | None = None
     tool_calls: list[ToolCall] | None = Field(None, fail_fast=True)
     reasoning_content: str | None = Field(None, description="what the model thought")
     reasoning: str | None = Field(None, description="the same, as vLLM has it")

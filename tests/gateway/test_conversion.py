@@ -199,6 +199,23 @@ def test_what_sdks_add_to_an_answer_does_not_reach_the_model() -> None:
     assert generation.messages[0] == {"role": "assistant", "tool_calls": [plain]}
 
 
+@pytest.mark.parametrize(
+    "added",
+    [
+        {"role": "assistant", "refusal": None, "reasoning_content": "Hm."},
+        {"role": "assistant", "tool_calls": [{"id": "c", "function": {"name": "f"}}]},
+        {"annotations": []},
+    ],
+)
+def test_what_a_part_repeats_of_its_message_does_not_reach_the_model(added: dict[str, Any]) -> None:
+    said = {"role": "assistant", "content": [{"type": "text", "text": "Hello.", **added}]}
+    generation = of_chat(messages=[said, {"role": "user", "content": "Hi"}])
+    assert generation.messages is not None
+    assert generation.messages[0]["content"] == [{"type": "text", "text": "Hello."}]
+    with pytest.raises(ApiError, match="unknown parameter"):
+        of_chat(messages=[{**said, "role": "user"}])
+
+
 def test_marks_of_other_caches_do_not_reach_the_model() -> None:
     part = {"type": "text", "text": "Hi", "prompt_cache_breakpoint": {"ttl": "30m"}}
     cached = of_chat(

@@ -368,4 +368,6 @@ class EngineBase(ABC):
 def _check_ids(name: str, ids: Iterable[int], vocab_size: int) -> None:
     for token_id in ids:
         if not 0 <= token_id < vocab_size:
-            raise InvalidRequest(f"{name} must be token ids in 0..{vocab_size - 1}, got {token_id}")
+            raise InvalidRequest(
+                f"{name} must be token ids in 0 .. {vocab_size - 1}, got {token_id}"
+            )

@@ -97,7 +97,7 @@ def test_bad_parameters_are_told_in_the_words_of_the_server(
             "max_tokens 8192 with a prompt of 1 tokens exceeds the context",
         ),
         ([1], {"stop_token_ids": [2048]}, "stop_token_ids must be in 0 .. 2047, got 2048"),
-        ([1], {"logit_bias": {5000: 1}}, "logit_bias must be token ids in 0..2047, got 5000"),
+        ([1], {"logit_bias": {5000: 1}}, "logit_bias must be token ids in 0 .. 2047, got 5000"),
         ([{"role": "user"}], None, "messages[0].content must be a string or a list of text parts"),
         ([{"role": {1}}], None, "messages must be valid JSON"),
         (3, None, "prompts must be a string, token ids, messages, or a list of these, got 3"),

@@ -39,7 +39,10 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({**TEXT, "best_of": 2, "stream": True}, "UNSUPPORTED: best_of must be n, 1, with stream"),
     ({**TEXT, "sampling_parameters": '{"top_k": -3}'}, "INVALID_ARG: top_k"),
     ({**TEXT, "stop_token_ids": [4000]}, "INVALID_ARG: stop_token_ids must be in 0 .. 2047"),
-    ({**TEXT, "logit_bias": '{"9999": 1}'}, "INVALID_ARG: logit_bias must be token ids in 0..2047"),
+    (
+        {**TEXT, "logit_bias": '{"9999": 1}'},
+        "INVALID_ARG: logit_bias must be token ids in 0 .. 2047",
+    ),
     ({**TEXT, "stream": True, "exclude_input_in_output": False}, "UNSUPPORTED: exclude_input"),
 ]
 

@@ -115,8 +115,8 @@ def test_a_model_without_an_output_head_embeds_only(bench: Bench) -> None:
     ("prompt", "sampling", "message"),
     [
         ([], {}, "the prompt is empty"),
-        ([100], {}, "input_ids must be token ids in 0..99, got 100"),
-        ([-1], {}, "input_ids must be token ids in 0..99, got -1"),
+        ([100], {}, "input_ids must be token ids in 0 .. 99, got 100"),
+        ([-1], {}, "input_ids must be token ids in 0 .. 99, got -1"),
         ([1], {"stop_token_ids": (7, 100)}, "stop_token_ids must be token ids"),
         ([1], {"logit_bias": ((100, 1.0),)}, "logit_bias must be token ids"),
         ([1] * 128, {}, "prompt of 128 tokens does not fit the context of 128"),

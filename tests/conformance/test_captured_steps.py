@@ -95,9 +95,9 @@ def _tensors(output: object) -> list[Tensor]:
 @pytest.mark.parametrize(
     ("case", "overlap"),
     [
+        ("granite-tied", True),
         ("llama-biases", True),
         ("mistral-window", False),
-        ("qwen3", True),
         ("qwen3-moe", True),
         ("qwen3.5", True),
         ("qwen3.5-experts", False),

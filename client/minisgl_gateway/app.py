@@ -16,6 +16,7 @@ from minisgl_client.client import AsyncClient
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import FileResponse, HTMLResponse, PlainTextResponse, Response
+from starlette.routing import Match, Route
 from starlette.types import ASGIApp
 
 from minisgl_gateway import answer_schema as schema
@@ -257,10 +258,22 @@ def _of_framework(error: HTTPException, request: Request) -> ApiError:
         hint = f"; did you mean {near}?" if near else ""
         return ApiError(404, f"{asked} is not offered{hint}", code="not_found")
     if error.status_code == 405:
-        allowed = (error.headers or {}).get("Allow", "")
-        message = f"{asked} is not offered, only {allowed}"
-        return ApiError(405, message, code="method_not_allowed", headers=error.headers)
+        allowed = _methods(request)
+        message = f"{asked} is not offered, only {' and '.join(allowed)}"
+        headers = {"Allow": ", ".join(allowed)}
+        return ApiError(405, message, code="method_not_allowed", headers=headers)
     return ApiError(error.status_code, error.detail, code="http_error", headers=error.headers)
+
+
+def _methods(request: Request) -> list[str]:
+    """The methods of all routes of the path; the framework names those of the first alone."""
+    methods = [
+        method
+        for route in request.app.routes
+        if isinstance(route, Route) and route.matches(request.scope)[0] is not Match.NONE
+        for method in sorted(route.methods or ())
+    ]
+    return list(dict.fromkeys(methods))
 
 
 def _near_route(app: FastAPI, path: str) -> str | None:

@@ -336,6 +336,9 @@ def test_other_routes_and_methods(gateway: Gateway) -> None:
     error = answer.json()["error"]
     assert error["code"] == "method_not_allowed"
     assert error["message"] == "GET /v1/completions is not offered, only POST"
+    answer = gateway.request("PUT", "/v1/responses/resp_1")
+    assert (answer.status_code, answer.headers["Allow"]) == (405, "GET, DELETE")
+    assert answer.json()["error"]["message"].endswith(" is not offered, only GET and DELETE")
 
 
 # --- how many at a time -----------------------------------------------------------------------

@@ -156,6 +156,7 @@ def test_forms_that_are_wrong_usage(
         (["x", "-p", "top_k=much"], 2, "top_k: 'much' is not a valid value"),
         (["x", "-p", f"top_k={'[' * 9000}"], 2, "top_k: '[[[[[[["),
         (["x", "--jsonl"], 2, "give a prompt, or a file or standard input"),
+        (["x", "--concurrency", "2"], 2, "--concurrency needs --jsonl"),
         (
             ["x", "-p", "num_logprobs=0"],
             2,

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import click
+from click.core import ParameterSource
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -84,6 +85,9 @@ def generate(
     """Generate from a prompt, a file or standard input."""
     if prompt is not None and (file is not None or jsonl):
         raise click.UsageError("give a prompt, or a file or standard input")
+    context = click.get_current_context()
+    if not jsonl and context.get_parameter_source("concurrency") is ParameterSource.COMMANDLINE:
+        raise click.UsageError("--concurrency needs --jsonl")
     if sys.stdout is None:
         raise click.ClickException("standard output is closed")
     settings = {"url": url, "model": ensemble, "timeout_s": timeout_s}

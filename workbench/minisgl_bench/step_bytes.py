@@ -1,9 +1,9 @@
 """The bytes that a decode step must move, to compare its time with that of memory alone.
 
 Weights count once. Of the experts those count that a step's tokens choose if all are equally
-likely, as they are with random weights. Keys and values count as far as a layer's window sees,
-recurrent states twice, since they are read and written. Activations do not count, nor do the few
-rows of an embedding. Must not know kernels.
+likely, as they are with random weights. Keys and values count as far as a layer's window sees.
+Recurrent states are read in each step, and need be written only after every ``WHOLE_EVERY``-th
+token. Activations do not count, nor do the few rows of an embedding. Must not know kernels.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from minisgl_backend.layers.experts import ExpertsMLP
 from minisgl_backend.models.decoder import Decoder
 from minisgl_backend.models.gated_delta_net import GatedDeltaNet
 from minisgl_backend.models.token_mixing import SelfAttention, TokenMixer
+from minisgl_backend.plan import WHOLE_EVERY
 
 _Part = TypeVar("_Part", bound=nn.Module)
 
@@ -43,7 +44,8 @@ def bytes_of_decode(model: Decoder, batch_size: int, context: int) -> int:
 def _bytes_of_row(mixer: TokenMixer, num_seen: int) -> int:
     """What token mixing reads and writes for a row that sees ``num_seen`` tokens."""
     if isinstance(mixer, GatedDeltaNet):
-        return 2 * (mixer.states.conv[0].nbytes + mixer.states.matrices[0].nbytes)
+        num_bytes = mixer.states.conv[0].nbytes + mixer.states.matrices[0].nbytes
+        return num_bytes + num_bytes // WHOLE_EVERY
     assert isinstance(mixer, SelfAttention)
     keys = mixer.kv.keys  # [num_pages + 1, page_size, num_kv_heads, head_dim]
     return 2 * keys.shape[2] * keys.shape[3] * keys.itemsize * num_seen

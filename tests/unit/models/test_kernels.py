@@ -225,6 +225,26 @@ class TwinCores:
         kernel.gate, kernel.most_rows = gate, 2 * self.most_tokens
         return kernel
 
+    def for_many(self, shape: Sequence[int], *, codes: CodesKind, gate: Gate | None) -> Any:
+        """For up to 40 tokens."""
+
+        def gemm(
+            x: Tensor,
+            weight: PackedWeight,
+            *,
+            bias: Tensor | None,
+            out: Tensor | None,
+            pdl: bool,
+        ) -> Tensor:
+            assert weight.shape == shape and weight.kind == codes and not pdl
+            assert len(x) > self.most_tokens and out is None
+            y = self._linear(x, weight, None, 0.0, bias, None)
+            return y if gate is None else open_gates_reference(y, gate)
+
+        kernel: Any = gemm
+        kernel.gate, kernel.most_tokens = gate, 2 * self.most_tokens
+        return kernel
+
     def residual(
         self,
         shape: Sequence[int],
@@ -452,6 +472,7 @@ def test_an_adapter_on_tensor_cores(case: str, length: int, size: int, tmp_path:
         ("broad", Encoding.E4M3, (1, None), True, 50),
         ("broad", Encoding.INT8, (1, None), True, 40),
         ("broad", Encoding.INT4, (1, 64), False, 40),
+        ("broad", Encoding.INT4, (1, 64), False, 50),
         ("broad", Encoding.E2M1, (1, 32), True, 40),
         ("broad-hybrid", Encoding.E4M3, (128, 128), True, 15),
         ("broad-hybrid", Encoding.E4M3, (128, 128), True, 50),
@@ -468,9 +489,12 @@ def test_packed_weights_are_computed_by_kernels(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """On tensor cores; 40 tokens by kernels for float8, more by the library's; others dequantized.
-    In recurrent layers, all weights except those of the rates."""
+    """On tensor cores; 40 tokens by kernels for many, those of float8 or others; more by the
+    library's for float8, or else dequantized. In recurrent layers, all weights except those of the
+    rates."""
     monkeypatch.setattr(quantized_matrix, "cuts_of", lambda *_, more_than: {2 * more_than: None})
+    if encoding is Encoding.E4M3 or length <= 40:
+        monkeypatch.delattr(quantized_matrix, "dequantize_weight")
     monkeypatch.setattr(float8_rows, "float8_rows_reference", exact_rows)
     form = WeightFormat(
         layout=Layout.CONVERTED, encoding=encoding, block=block, symmetric=symmetric

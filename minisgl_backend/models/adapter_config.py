@@ -25,6 +25,8 @@ _REPEAT: Final = 4
 An optional part costs 1, and so does a choice between two alternatives that may both match."""
 _MOST_COST: Final = 6 * _REPEAT
 """The most that a pattern may cost: with so many ways to match, a name takes some 50 ms."""
+_MOST_IN_ALL: Final = 30
+"""The most repeats in all alternatives together, which are tried one after the other."""
 _SYMBOL: Final = re.compile(
     r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\{\d*,?\d*\}[?+]?|[*+?][?+]?|.", re.DOTALL
 )
@@ -151,8 +153,9 @@ def _compiled(name: str, pattern: str, around: str | None = None) -> re.Pattern[
     if not _is_quick(pattern):
         raise ConfigError(
             f"{CONFIG}: {name} holds a pattern that may take forever, as {_short(pattern)} does: "
-            f"at most {_MOST_COST // _REPEAT} repeats, none of them of a group with repeats or "
-            f"alternatives; {_REPEAT} optional parts or choices count as a repeat"
+            f"at most {_MOST_COST // _REPEAT} repeats in an alternative, {_MOST_IN_ALL} in all, "
+            "and none of a group with repeats or alternatives; "
+            f"{_REPEAT} optional parts or choices count as a repeat in an alternative"
         )
     return compiled
 
@@ -200,7 +203,7 @@ class _Group:
 def _is_quick(pattern: str) -> bool:
     """Whether a regular expression takes only a bounded time for a module's name, during which no
     other thread of the process runs. Some expressions that do are not recognized."""
-    groups = [_Group()]
+    groups, in_all = [_Group()], 0
     before, varied = "", False  # the symbol before; whether it ends a group that varies
     for match in _SYMBOL.finditer(pattern):
         symbol, group = match[0], groups[-1]
@@ -219,12 +222,13 @@ def _is_quick(pattern: str) -> bool:
                 return False
             group.words, group.varies = None, True
             group.cost += _REPEAT if is_repeat else 1
+            in_all += is_repeat
         elif group.words is not None and _PLAIN.fullmatch(symbol):
             group.words[-1] += symbol[-1]
         elif before + symbol not in ("(?", "?:"):
             group.words = None
         before, varied = symbol, symbol == ")" and group.varies
-    return groups[0].total <= _MOST_COST
+    return in_all <= _MOST_IN_ALL and groups[0].total <= _MOST_COST
 
 
 def _number(fields: Mapping[str, Any], name: str, default: float) -> float:

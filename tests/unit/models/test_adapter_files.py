@@ -166,6 +166,7 @@ def test_ways_to_start_that_leave_the_base_model_are_taken(start: Any, tmp_path:
         "(([a-z])+.)+x",
         ".*" * 20 + "x",
         "(a.*|b)(.*.*.*c|.*d).*(.*e|f).*x",
+        "|".join([".*a.*b"] * 16),
         "|".join([".*a.*b.*c.*d.*e"] * 32),
         ".?" * 40 + "#",
         "(?:.?){40}#",

@@ -119,6 +119,10 @@ class Cut:
         """Tiles of a weight of ``height`` rows; the last may have fewer than ``features`` rows."""
         return -(-height // self.features)
 
+    def num_blocks(self, height: int, batch: int) -> int:
+        """Tiles of a GEMM of ``batch`` tokens, each of which a thread block may take."""
+        return self.num_tiles(height) * -(-batch // self.tokens)
+
     def num_steps(self, height: int, in_features: int) -> int:
         """Steps of all tiles of a weight [height, in_features]; a step takes one block."""
         return self.num_tiles(height) * (in_features // self.numbers.block)
@@ -225,8 +229,8 @@ def cuts_of_many(height: int, in_features: int, numbers: Numbers) -> dict[int, C
     for batch in range(MAX_TOKENS + _STEP_OF_MANY, _MOST_OF_MANY[numbers.bits] + 1, _STEP_OF_MANY):
 
         def time(tile: Cut, batch: int = batch) -> int:
-            blocks = tile.num_tiles(height) * -(-batch // tile.tokens)
-            return -(-blocks // _MOST_BLOCKS) * (tile.tokens + _TOKENS_BESIDE)
+            rounds = -(-tile.num_blocks(height, batch) // _MOST_BLOCKS)
+            return rounds * (tile.tokens + _TOKENS_BESIDE)
 
         tiles = (Cut(128, tokens, stages=1, numbers=numbers) for tokens in _TOKENS_OF_MANY)
         cuts[batch] = _whole_or_split(batch, height, in_features, min(tiles, key=time), 0)
@@ -239,7 +243,7 @@ def _cut_of_many(batch: int, height: int, in_features: int, head_dim: int | None
     are no such tiles."""
     for tokens in (64, 96, 128):
         tile = Cut(head_dim or 64, tokens, stages=1)
-        blocks = tile.num_tiles(height) * -(-batch // tokens)
+        blocks = tile.num_blocks(height, batch)
         if head_dim is not None and blocks <= _MOST_BLOCKS:
             return _whole_or_split(batch, height, in_features, tile, _FEW_BLOCKS)
         if head_dim is None and _FEW_BLOCKS < 2 * blocks <= _MOST_BLOCKS and height <= in_features:
@@ -254,11 +258,10 @@ def _cut_of_large(
     ways = 2 if numbers != PLAIN and batch <= FEW_TOKENS else 1
     even = Cut(features, tokens, stages=1, even=True, numbers=numbers, ways=ways)
     steps = even.num_steps(height, in_features) * numbers.block // BLOCK
-    token_tiles = -(-batch // tokens)
-    blocks = even.num_tiles(height) * token_tiles
+    blocks = even.num_blocks(height, batch)
     idle = -blocks % _MOST_BLOCKS  # in the last round, if tiles were whole
     if numbers != PLAIN and 4 * idle > blocks + idle:
-        steps *= token_tiles
+        steps *= blocks // even.num_tiles(height)
     if steps >= _LEAST_EVEN * _MOST_BLOCKS:
         return replace(even, stages=_most_stages(even))
     tile = Cut(features, _tokens_of(batch, 128, numbers), stages=1, numbers=numbers, ways=ways)
@@ -279,7 +282,7 @@ def _tokens_of(batch: int, most: int, numbers: Numbers) -> int:
 def _whole_or_split(batch: int, height: int, in_features: int, tile: Cut, most_blocks: int) -> Cut:
     """``tile`` with its stages. If tiles are few, each is split, into up to ``most_blocks`` in
     total. The splits of a plain weight may differ by a step."""
-    blocks = tile.num_tiles(height) * -(-batch // tile.tokens)
+    blocks = tile.num_blocks(height, batch)
     splits, block = 1, tile.numbers.block
     is_plain, steps_of_tile = tile.numbers == PLAIN, in_features // block
     while (

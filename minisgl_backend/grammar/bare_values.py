@@ -191,7 +191,7 @@ class _Rules:
             raise InvalidRequest(f"properties must be an object, at {place}/properties")
         if not isinstance(required, list):
             raise InvalidRequest(f"required must be an array, at {place}/required")
-        missing = [name for name in required if name not in [*named]]  # which may have no hash
+        missing = [name for name in required if not isinstance(name, str) or name not in named]
         if missing and not self._is_lenient:
             raise InvalidRequest(f"required names {missing[0]}, no property, at {place}/required")
         if named:

@@ -98,6 +98,7 @@ def _tensors(output: object) -> list[Tensor]:
         ("granite-tied", True),
         ("llama-biases", True),
         ("mistral-window", False),
+        ("qwen3", True),
         ("qwen3-moe", True),
         ("qwen3.5", True),
         ("qwen3.5-experts", False),

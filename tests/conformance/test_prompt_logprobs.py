@@ -35,7 +35,7 @@ class Reference:
     """float32 [num_prompt_tokens - 1, vocab_size] each."""
 
 
-@pytest.fixture(scope="module", params=["granite-tied", "qwen2-window"])
+@pytest.fixture(scope="module", params=["granite-tied", "qwen2-window", "qwen3"])
 def reference(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Reference:

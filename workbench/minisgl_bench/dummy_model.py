@@ -364,19 +364,14 @@ def _write_json(path: Path, content: Any) -> None:
     path.write_text(json.dumps(content, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
 
 
-class _Shape(click.ParamType[str | Path]):
+def _name_or_file(_context: click.Context, argument: click.Parameter, value: str) -> str | Path:
     """One of ``SHAPES``, or a file."""
-
-    name = "shape"
-
-    def convert(
-        self, value: str | Path, param: click.Parameter | None, ctx: click.Context | None
-    ) -> str | Path:
-        if value in SHAPES or isinstance(value, Path):
-            return value
-        if Path(value).is_file():
-            return Path(value)
-        self.fail(f"{value!r} is no file, and none of {', '.join(sorted(SHAPES))}", param, ctx)
+    if value in SHAPES:
+        return value
+    if not Path(value).is_file():
+        names = ", ".join(sorted(SHAPES))
+        raise click.BadParameter(f"{value!r} is no file, and none of {names}", param=argument)
+    return Path(value)
 
 
 @click.command(
@@ -384,7 +379,7 @@ class _Shape(click.ParamType[str | Path]):
     help="Write all but the weights of a model of SHAPE into FOLDER, for --load-format dummy. "
     f"SHAPE is a config.json, or one of {', '.join(sorted(SHAPES))}.",
 )
-@click.argument("shape", type=_Shape())
+@click.argument("shape", callback=_name_or_file)
 @click.argument("folder", type=click.Path(file_okay=False, path_type=Path))
 @click.option(
     "--weights",

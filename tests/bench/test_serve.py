@@ -223,6 +223,7 @@ def test_its_own_server_and_the_end_by_ctrl_c_and_other_signals(number: signal.S
         )
         os.close(its_end)
         shown = fdspawn(terminal, timeout=120, encoding="utf-8")
+        shown.logfile_read = sys.stdout  # pytest shows it if the test fails
         try:
             shown.expect(r"rate 0\.01")
             assert list(Path(folder).glob("minisgl-*"))

@@ -10,7 +10,6 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -42,12 +41,13 @@ _DTYPES = {
 _NUMPY = {"BYTES": np.object_, "FP32": np.float32, "UINT64": np.uint64, "BOOL": np.bool_}
 
 
-@dataclass(frozen=True, slots=True)
 class Refused(Exception):
     """The server answered with an error."""
 
-    message: str
-    status: int | None = None
+    def __init__(self, message: str, status: int | None = None) -> None:
+        super().__init__(message, status)
+        self.message = message
+        self.status = status
 
 
 def chat(content: str) -> str:
@@ -210,6 +210,23 @@ class Metrics:
         """The metric's value in the series whose label has that value."""
         pattern = rf'^{re.escape(name)}\{{[^}}]*{label}="{re.escape(value)}"[^}}]*\}} (\S+)$'
         return sum(map(float, re.findall(pattern, self.text, re.M)))
+
+
+def wait_returned(server: TritonServer, model: str, num_requests: int) -> None:
+    """Wait until a model has taken in ``num_requests`` since its load, and the server knows that.
+
+    A model that is paused before that counts as dead after a second, even if the request has had
+    its first response.
+    """
+
+    def have_returned() -> bool:
+        with urllib.request.urlopen(
+            server.url(f"/v2/models/{model}/stats"), timeout=PATIENCE_S
+        ) as response:
+            (stats,) = json.load(response)["model_stats"]
+        return bool(stats["execution_count"] == num_requests)
+
+    wait_for(have_returned, f"the end of {num_requests} calls of {model}")
 
 
 def wait_for(condition: Callable[[], bool], what: str, timeout_s: float = PATIENCE_S) -> None:

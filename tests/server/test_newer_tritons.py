@@ -25,7 +25,7 @@ from minisgl_backend.server import asking
 from minisgl_backend.server.installation import find_installation
 from minisgl_backend.tritonserver.unload_watcher import Readiness, ask
 from minisgl_kit.repositories import repository_with
-from tests.server.client import Call, generate, wait_for
+from tests.server.client import Call, generate, wait_for, wait_returned
 from tests.server.conftest import paced_repository, running
 from tests.server.test_lifecycle import stubs
 from tests.server.test_supervision import ENDLESS, PATIENCE_S, Supervised, ending
@@ -214,7 +214,8 @@ def test_an_engine_that_was_paused_serves_on(tmp_path: Path) -> None:
             with running(repository) as server, Call(server, **ENDLESS) as call:
                 assert call.next()
                 (front.pid,) = stubs(server, "llm_engine")
-                for _ in range(2):
+                for num_requests in (1, 2):
+                    wait_returned(server, "llm_engine", num_requests)
                     os.kill(front.pid, signal.SIGSTOP)
                     wait_until(front.is_stopped)
                     assert ask(url, timeout_s=PATIENCE_S) is Readiness.NOT_READY

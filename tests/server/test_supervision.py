@@ -25,7 +25,7 @@ from minisgl_backend.server.process import TritonServer
 from minisgl_backend.server.stop_event import StopEvent
 from minisgl_backend.server.supervisor import Recoveries, Supervisor
 from minisgl_check.processes import runs
-from tests.server.client import Call, Refused, generate, wait_for
+from tests.server.client import Call, Refused, generate, wait_for, wait_returned
 from tests.server.conftest import paced_repository
 
 ENDLESS: dict[str, Any] = {"input_ids": [1, 2, 3], "max_tokens": 8000, "stream": True}
@@ -275,6 +275,7 @@ def test_a_pause_is_no_hang_and_a_hang_is_no_pause(world: Supervised) -> None:
     server = world.server
     with Call(server, **ENDLESS) as call:
         assert call.next()
+        wait_returned(server, "llm_engine", world.stats("llm_engine")["num_seen"])
         pid = world.kill("llm_engine", signal.SIGSTOP)
 
         def silence_s() -> float:

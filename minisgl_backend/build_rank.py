@@ -10,19 +10,16 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Final
 
 import torch
 
 from minisgl_backend.attention.base import AttentionSetting, PagedAttention
 from minisgl_backend.attention.choose import choose_attention
-from minisgl_backend.config import EngineOptions
 from minisgl_backend.device.cuda import CudaDevice
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.execution.adapters import AdapterStore
-from minisgl_backend.execution.chunk_graphs import token_counts
-from minisgl_backend.execution.decode_graphs import batch_sizes
 from minisgl_backend.execution.executor import ModelExecutor
+from minisgl_backend.execution.graph_sizes import graph_sizes, max_captured_batch_size
 from minisgl_backend.execution.prompt_logprobs import rows_at_once
 from minisgl_backend.execution.ranks import RankExecutor
 from minisgl_backend.execution.stages import ExecutorLimits
@@ -46,14 +43,6 @@ from minisgl_backend.runtime.engine_base import EngineInfo
 from minisgl_backend.weight_format import WeightFormat
 
 logger = logging.getLogger(__name__)
-
-_CAPTURED_ROWS: Final = 256
-_CAPTURED_TOKENS: Final = 1024
-_CAPTURED_MULTIPLICATIONS: Final = 2 * 10**11
-"""Unless options say otherwise, decode steps are captured up to this many rows and steps with
-prompts up to this many tokens or, if that allows more, up to this many multiplications of a GPU
-(tokens times weights) in a layer: in a larger step a layer takes the GPU longer than the host needs
-to launch its kernels (about a millisecond)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -259,14 +248,6 @@ def _attention(facts: Resolved, max_captured_batch_size: int) -> PagedAttention:
     return attention
 
 
-def max_captured_batch_size(options: EngineOptions, weights_per_layer: int) -> int:
-    """The largest decode step to capture on a GPU; for ``weights_per_layer`` see ``Resolved``."""
-    most = options.cuda_graph_max_batch_size
-    if most is None:
-        most = max(_CAPTURED_ROWS, _CAPTURED_MULTIPLICATIONS // weights_per_layer)
-    return min(most, options.max_running_requests)
-
-
 def _limits(
     facts: Resolved, attention: PagedAttention, model: Decoder, max_captured_batch_size: int
 ) -> ExecutorLimits:
@@ -290,44 +271,3 @@ def _limits(
         takes_masks=options.structured_outputs,
         section=facts.shape.section,
     )
-
-
-def graph_sizes(
-    options: EngineOptions,
-    attention: PagedAttention,
-    *,
-    max_batch_size: int,
-    weights_per_layer: int,
-) -> tuple[list[int], list[int]]:
-    """What to capture: decode steps by number of rows, steps with prompts by number of tokens.
-
-    For ``weights_per_layer`` see ``Resolved``. Raises ``ConfigError`` if an option asks for graphs
-    that are impossible.
-    """
-    most_tokens = options.cuda_graph_max_tokens
-    if not attention.can_capture:
-        if options.cuda_graph_max_batch_size or options.cuda_graph_batch_sizes or most_tokens:
-            raise ConfigError(
-                f"attention_backend {attention.name} cannot be captured in CUDA graphs: leave out "
-                "cuda_graph_max_batch_size, cuda_graph_batch_sizes and cuda_graph_max_tokens, or "
-                "take another backend"
-            )
-        logger.warning("attention_backend %s runs without CUDA graphs", attention.name)
-        return [], []
-    decode_sizes = batch_sizes(max_batch_size, options.cuda_graph_batch_sizes)
-    if most_tokens and not decode_sizes:
-        raise ConfigError(
-            f"cuda_graph_max_tokens={most_tokens} does not go with cuda_graph_max_batch_size=0, "
-            "which turns all CUDA graphs off"
-        )
-    if most_tokens and not attention.captures_chunks:
-        raise ConfigError(
-            f"attention_backend {attention.name} cannot be captured in steps with prompts: leave "
-            "out cuda_graph_max_tokens, or take another backend"
-        )
-    if not decode_sizes or not attention.captures_chunks:
-        return decode_sizes, []
-    if most_tokens is None:
-        most_tokens = max(_CAPTURED_TOKENS, _CAPTURED_MULTIPLICATIONS // weights_per_layer)
-    whole_step = options.max_prefill_tokens + options.max_running_requests
-    return decode_sizes, token_counts(whole_step, most_tokens)

@@ -41,21 +41,6 @@ _LEAST_GROUPED: Final = 256
 """The fewest tokens of a step whose groups are worth a graph."""
 
 
-def token_counts(whole_step: int, most: int) -> list[int]:
-    """Sizes to capture, ascending: 16, 32, 64, then four per doubling, and the largest.
-
-    The largest is the smaller of ``most`` and ``whole_step``; if that is 0, there are no sizes.
-    """
-    largest = min(whole_step, most)
-    if largest == 0:
-        return []
-    sizes, base = [16, 32, 64], 128
-    while base < largest:
-        sizes += [base, base * 5 // 4, base * 6 // 4, base * 7 // 4]
-        base *= 2
-    return [size for size in sizes if size < largest] + [largest]
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class ChunkInputs:
     """The inputs of the layers that the host writes, in one buffer; int32 on the device.

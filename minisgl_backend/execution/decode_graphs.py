@@ -27,7 +27,6 @@ from typing import Any, Final, Protocol, TypeVar
 import numpy as np
 
 from minisgl_backend.device.base import Device
-from minisgl_backend.errors import ConfigError
 from minisgl_backend.execution.capture import Captured, capture
 from minisgl_backend.execution.sampling import StepLogits, StepOutput
 from minisgl_backend.kernels.rows import RowTable, StepInputs
@@ -39,37 +38,6 @@ T = TypeVar("T")
 
 _LEAST_GROUPED: Final = 8
 """The fewest rows of a step whose groups are worth a graph."""
-
-
-def batch_sizes(most: int, chosen: str | None) -> list[int]:
-    """Sizes to capture, ascending: 1, 2, 4, then every eighth up to 256, then 16 per doubling, and
-    ``most``, the largest; or those ``chosen``.
-
-    ``chosen`` is the option cuda_graph_batch_sizes. Raises ``ConfigError`` if it is malformed, or
-    if it is given although there are to be no graphs.
-    """
-    if most == 0:
-        if chosen is not None:
-            raise ConfigError(
-                f"cuda_graph_batch_sizes={chosen} does not go with cuda_graph_max_batch_size=0, "
-                "which turns all CUDA graphs off"
-            )
-        return []
-    if chosen is None:
-        sizes, base = [1, 2, 4, *range(8, 256, 8)], 256
-        while base < most:
-            sizes += range(base, 2 * base, base // 16)
-            base *= 2
-        return [size for size in sizes if size < most] + [most]
-    try:
-        sizes = sorted({int(word) for word in chosen.split(",")})
-    except ValueError:
-        sizes = []
-    if not sizes or sizes[0] < 1 or sizes[-1] > most:
-        raise ConfigError(
-            f"cuda_graph_batch_sizes must be numbers of 1..{most} as 1,2,4, got {chosen!r}"
-        )
-    return sizes
 
 
 class Sample(Protocol):

@@ -1,5 +1,4 @@
-"""What a rank takes of a GPU: which steps are captured, what does not fit or is impossible, and
-what its planner is told."""
+"""What a rank takes of a GPU: its graphs, what does not fit, and what its planner is told."""
 
 from __future__ import annotations
 
@@ -16,9 +15,6 @@ import torch
 from torch import nn
 
 from minisgl_backend import build_rank, rank_memory
-from minisgl_backend.attention.base import AttentionSetting, AttentionShape, PagedAttention
-from minisgl_backend.attention.sdpa import SdpaAttention
-from minisgl_backend.build_rank import graph_sizes, max_captured_batch_size
 from minisgl_backend.build_scheduler import build_scheduler
 from minisgl_backend.cache.kv import KVCache
 from minisgl_backend.config import DEMO_MODEL, EngineOptions
@@ -36,96 +32,6 @@ from minisgl_backend.progress import Progress, unseen
 from minisgl_backend.resolve import Resolved
 from minisgl_backend.scheduling.scheduler import Scheduler, SchedulerConfig
 from tests.fakes.engine_info import engine_info
-
-SDPA = SdpaAttention(
-    AttentionSetting(
-        shape=AttentionShape(
-            num_heads=2, num_kv_heads=2, head_dim=64, scale=0.125, windows=(None,)
-        ),
-        page_size=16,
-        max_sequence_length=128,
-        dtype=torch.float32,
-        kv_dtype=torch.float32,
-        max_batch_size=8,
-        max_captured_batch_size=0,
-        device=torch.device("cpu"),
-    )
-)
-TRITON = PagedAttention("triton", SDPA, SDPA)
-FI = PagedAttention("fi", SDPA, SDPA, captures_chunks=False)
-SDPA_TRITON = PagedAttention("sdpa,triton", SDPA, SDPA, captures_chunks=False)
-PLAIN = PagedAttention("sdpa", SDPA, SDPA, can_capture=False, captures_chunks=False)
-
-
-def sizes(
-    attention: PagedAttention, weights_per_layer: int = 3 * 10**8, **options: Any
-) -> tuple[list[int], list[int]]:
-    chosen = EngineOptions(max_running_requests=16, max_prefill_tokens=4000, **options)
-    most = chosen.cuda_graph_max_batch_size
-    return graph_sizes(
-        chosen,
-        attention,
-        max_batch_size=16 if most is None else most,
-        weights_per_layer=weights_per_layer,
-    )
-
-
-def test_large_models_capture_shorter_steps() -> None:
-    decodes, large = sizes(TRITON)
-    assert decodes == [1, 2, 4, 8, 16]
-    assert large[-1] == 1024
-    assert sizes(TRITON, 10**8)[1][-1] == 2000
-    assert sizes(TRITON, 10**7)[1][-1] == 4016  # chunks and decoding rows
-
-
-def test_the_option_decides() -> None:
-    assert sizes(TRITON, cuda_graph_max_tokens=100)[1] == [16, 32, 64, 100]
-    assert sizes(TRITON, cuda_graph_max_tokens=10**6)[1][-1] == 4016
-    assert sizes(TRITON, cuda_graph_max_tokens=0) == ([1, 2, 4, 8, 16], [])
-
-
-@pytest.mark.parametrize(
-    ("attention", "options", "expected"),
-    [
-        (FI, {}, ([1, 2, 4, 8, 16], [])),
-        (SDPA_TRITON, {"cuda_graph_max_tokens": 0}, ([1, 2, 4, 8, 16], [])),
-        (TRITON, {"cuda_graph_max_batch_size": 0}, ([], [])),
-        (PLAIN, {}, ([], [])),
-        (PLAIN, {"cuda_graph_max_batch_size": 0, "cuda_graph_max_tokens": 0}, ([], [])),
-    ],
-)
-def test_what_cannot_be_captured_is_not(
-    attention: PagedAttention, options: dict[str, Any], expected: tuple[list[int], list[int]]
-) -> None:
-    assert sizes(attention, **options) == expected
-
-
-@pytest.mark.parametrize(
-    ("attention", "options", "message"),
-    [
-        (FI, {"cuda_graph_max_tokens": 64}, "fi cannot be captured in steps with prompts"),
-        (SDPA_TRITON, {"cuda_graph_max_tokens": 64}, "sdpa,triton cannot be captured in steps"),
-        (PLAIN, {"cuda_graph_max_tokens": 64}, "sdpa cannot be captured in CUDA graphs"),
-        (PLAIN, {"cuda_graph_max_batch_size": 4}, "sdpa cannot be captured in CUDA graphs"),
-        (PLAIN, {"cuda_graph_batch_sizes": "1,2"}, "sdpa cannot be captured in CUDA graphs"),
-        (
-            TRITON,
-            {"cuda_graph_max_tokens": 64, "cuda_graph_max_batch_size": 0},
-            "cuda_graph_max_tokens=64 does not go with cuda_graph_max_batch_size=0",
-        ),
-        (
-            TRITON,
-            {"cuda_graph_batch_sizes": "1,2", "cuda_graph_max_batch_size": 0},
-            "cuda_graph_batch_sizes=1,2 does not go with cuda_graph_max_batch_size=0",
-        ),
-    ],
-)
-def test_options_that_ask_for_it_are_refused(
-    attention: PagedAttention, options: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(ConfigError, match=message):
-        sizes(attention, **options)
-
 
 # --- graphs ---------------------------------------------------------------------------------------
 
@@ -356,23 +262,6 @@ def test_states_of_16_bits_leave_memory_for_more_snapshots() -> None:
         found[state_dtype] = sizes.num_snapshots
     assert found[torch.float32] == 2
     assert found[torch.bfloat16] == found[torch.float16] >= 4
-
-
-@pytest.mark.parametrize(
-    ("options", "weights_per_layer", "most"),
-    [
-        ({}, 2 * 10**7, 2048),
-        ({}, 4 * 10**8, 500),
-        ({}, 10**9, 256),
-        ({"cuda_graph_max_batch_size": 200}, 2 * 10**7, 200),
-        ({"max_running_requests": 64}, 10**9, 64),
-    ],
-)
-def test_decode_steps_are_captured_up_to_the_most_running_requests(
-    options: dict[str, Any], weights_per_layer: int, most: int
-) -> None:
-    chosen = EngineOptions(**{"max_running_requests": 2048, **options})
-    assert max_captured_batch_size(chosen, weights_per_layer) == most
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,6 @@ from minisgl_backend.execution.chunk_graphs import (
     fill,
     fitting,
     max_chunks,
-    token_counts,
 )
 from minisgl_backend.execution.executor import ModelExecutor
 from minisgl_backend.execution.flat_batch import FlatBatch
@@ -57,32 +55,6 @@ def plans(draw: st.DrawFn) -> StepPlan:
     decodes = [(row, draw(starts)) for row in rows[:num_decodes]]
     chunks = [(row, draw(starts), draw(lengths), 1) for row in rows[-num_chunks:]]
     return plan_of(chunks if num_chunks else [], decodes)
-
-
-@pytest.mark.parametrize(
-    ("whole_step", "most", "sizes"),
-    [
-        (1000, 0, []),
-        (1, 1000, [1]),
-        (10, 1000, [10]),
-        (16, 1000, [16]),
-        (80, 1000, [16, 32, 64, 80]),
-        (80, 40, [16, 32, 40]),
-        (8448, 256, [16, 32, 64, 128, 160, 192, 224, 256]),
-        (300, 8448, [16, 32, 64, 128, 160, 192, 224, 256, 300]),
-    ],
-)
-def test_sizes_to_capture(whole_step: int, most: int, sizes: list[int]) -> None:
-    assert token_counts(whole_step, most) == sizes
-
-
-@given(st.integers(1, 20_000), st.integers(1, 20_000))
-def test_sizes_leave_little_to_padding(whole_step: int, most: int) -> None:
-    sizes = token_counts(whole_step, most)
-    assert sizes == sorted(set(sizes))
-    assert sizes[-1] == min(whole_step, most)
-    for smaller, size in pairwise(sizes):
-        assert size <= (2 if size <= 128 else 1.25) * smaller
 
 
 @given(plans(), st.lists(st.integers(1, 500), min_size=1, unique=True).map(sorted))

@@ -20,8 +20,6 @@ from torch import Tensor
 
 from minisgl_backend.attention.base import Chunks, DecodeRows, PagedKV
 from minisgl_backend.attention.own_kernels import TritonDecode, TritonPrefill
-from minisgl_backend.errors import ConfigError
-from minisgl_backend.execution.decode_graphs import batch_sizes
 from minisgl_backend.execution.states import StateStorage
 from minisgl_backend.experts_spec import RoutingRule
 from minisgl_backend.gates import ClampedGate, Gate
@@ -875,18 +873,6 @@ def test_state_of_rows_goes_in_and_out() -> None:
     assert table.lengths.tolist() == [0, 6, 9, 3, 0]
     assert table.sampling.marks.nonzero().tolist() == [[2, 7]]
     assert table.sampling.marks[2, 7] == ONCE
-
-
-def test_batch_sizes_to_capture() -> None:
-    assert batch_sizes(0, None) == []
-    assert batch_sizes(1, None) == [1]
-    assert batch_sizes(20, None) == [1, 2, 4, 8, 16, 20]
-    assert batch_sizes(256, None)[-2:] == [248, 256]
-    assert batch_sizes(600, None)[34:] == [256, *range(272, 512, 16), 512, 544, 576, 600]
-    assert batch_sizes(256, "8, 1,8") == [1, 8]
-    for wrong in ("0", "257", "1,x", ""):
-        with pytest.raises(ConfigError, match="cuda_graph_batch_sizes"):
-            batch_sizes(256, wrong)
 
 
 def test_layers_can_be_marked(tmp_path: Path) -> None:

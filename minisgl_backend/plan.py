@@ -75,14 +75,14 @@ class Draws:
     """What ranks other than 0 must know about how admitted rows are sampled, int32[num_rows].
 
     ``temperatures`` are the bits of float32 numbers, 0 for greedy rows; each of the ``seeds``
-    [2 * num_rows] is two words. ``are_whole`` is 1 for a row that only rank 0 can sample, from the
-    logits of all ranks or with what only it knows; the other fields are then unused.
+    [2 * num_rows] is two words. ``need_all_logits`` is 1 for a row that only rank 0 can sample,
+    from the logits of all ranks or with what only it knows; the other fields are then unused.
     """
 
     rows: IntArray = field(default_factory=_none)
     temperatures: IntArray = field(default_factory=_none)
     seeds: IntArray = field(default_factory=_none)
-    are_whole: IntArray = field(default_factory=_none)
+    need_all_logits: IntArray = field(default_factory=_none)
 
     @classmethod
     def of(cls, admissions: Sequence[Admission]) -> Draws:
@@ -92,12 +92,12 @@ class Draws:
             np.array([admission.row for admission in admissions], np.int32),
             np.array(temperatures, np.float32).view(np.int32),
             np.array([params.seed for params in asked], np.uint64).view(np.int32),
-            np.array([_is_whole(params) for params in asked], np.int32),
+            np.array([_needs_all_logits(params) for params in asked], np.int32),
         )
 
 
-def _is_whole(params: SamplingParams) -> bool:
-    """``Draws.are_whole`` of a row."""
+def _needs_all_logits(params: SamplingParams) -> bool:
+    """``Draws.need_all_logits`` of a row."""
     has_filters = params.top_k > 0 or params.top_p < 1 or params.min_p > 0
     return (
         (has_filters and not params.is_greedy)

@@ -43,20 +43,20 @@ _LEAST_GROUPED: Final = 8
 class Sample(Protocol):
     """``Sampler.sample``."""
 
-    def __call__(self, due: StepLogits, *, whole: bool) -> StepOutput: ...
+    def __call__(self, due: StepLogits, *, all_logits: bool) -> StepOutput: ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Parts:
-    """Graphs of steps up to the logits, and graphs of the rest, by ``whole`` and size."""
+    """Graphs of steps up to the logits, and graphs of the rest, by ``all_logits`` and size."""
 
     forwards: Captured[StepLogits]
     samplings: dict[bool, Captured[StepOutput]]
 
-    def replay(self, size: int, *, whole: bool) -> Callable[[], StepOutput]:
+    def replay(self, size: int, *, all_logits: bool) -> Callable[[], StepOutput]:
         """Enqueue the first part. Calling the result enqueues the second."""
         self.forwards.graphs[size].replay()
-        sampling = self.samplings[whole].graphs[size]
+        sampling = self.samplings[all_logits].graphs[size]
 
         def finish() -> StepOutput:
             sampling.replay()
@@ -68,6 +68,57 @@ class _Parts:
         for rest in self.samplings.values():  # first, since they read what the others hold
             rest.graphs.clear()
         self.forwards.graphs.clear()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Kind:
+    """Captures steps of one kind on dummy rows, for each of ``sizes``: ``begin`` enqueues a step up
+    to its logits, ``sample`` the rest. ``prepare``: see ``capture``."""
+
+    what: str
+    sizes: Sequence[int]
+    begin: Callable[[int], StepLogits]
+    sample: Sample
+    prepare: Callable[[int], None]
+    device: Device
+    progress: Progress
+
+    def whole_steps(self) -> Captured[StepOutput]:
+        """Graphs of whole steps."""
+
+        def step(size: int) -> StepOutput:
+            return self.sample(self.begin(size), all_logits=True)
+
+        return self._captured(self.what, step, self.prepare)
+
+    def parts(self, *, has_ranks: bool) -> _Parts:
+        """Graphs of steps in two parts. Only if there are several ranks, the second part may take
+        the rank's own logits."""
+        what = f"{self.what}, up to the logits"
+        forwards = self._captured(what, self.begin, self.prepare)
+
+        def rest(all_logits: bool) -> Captured[StepOutput]:
+            return self._captured(
+                f"{self.what}, from {'all' if all_logits else 'own'} logits on",
+                lambda size: self.sample(forwards.graphs[size].output, all_logits=all_logits),
+                lambda size: forwards.graphs[size].replay(),
+            )
+
+        kinds = (True, False) if has_ranks else (True,)
+        return _Parts(forwards, {all_logits: rest(all_logits) for all_logits in kinds})
+
+    def _captured(
+        self, what: str, work: Callable[[int], T], prepare: Callable[[int], None]
+    ) -> Captured[T]:
+        return capture(
+            self.device,
+            what,
+            self.sizes,
+            work,
+            prepare=prepare,
+            option="cuda_graph_max_batch_size",
+            progress=self.progress,
+        )
 
 
 class DecodeGraphs:
@@ -110,43 +161,28 @@ class DecodeGraphs:
         def begin(size: int, grouped: bool) -> StepLogits:
             return forward(self._inputs, size, grouped)
 
-        def capture_whole(what: str, sizes: Sequence[int], grouped: bool) -> Captured[StepOutput]:
-            return self._capture(
-                what, lambda size: sample(begin(size, grouped), whole=True), progress, sizes
-            )
-
-        def capture_parts(what: str, sizes: Sequence[int], grouped: bool) -> _Parts:
-            forwards = self._capture(
-                f"{what}, up to the logits", partial(begin, grouped=grouped), progress, sizes
-            )
-
-            def rest(whole: bool) -> Captured[StepOutput]:
-                return self._capture(
-                    f"{what}, from {'all' if whole else 'own'} logits on",
-                    lambda size: sample(forwards.graphs[size].output, whole=whole),
-                    progress,
-                    sizes,
-                    prepare=lambda size: forwards.graphs[size].replay(),
-                )
-
-            return _Parts(
-                forwards, {whole: rest(whole) for whole in ((True, False) if in_parts else (True,))}
-            )
-
-        what = "batch size"
-        larger = [size for size in self._sizes if size >= _LEAST_GROUPED]
-        kinds = {False: (what, self._sizes), True: (f"{what}, grouped", larger)}
-        if take_groups is None:
-            del kinds[True]
+        kinds = {False: ("batch size", self._sizes)}
+        if take_groups is not None:
+            larger = [size for size in self._sizes if size >= _LEAST_GROUPED]
+            kinds[True] = ("batch size, grouped", larger)
         self._whole: dict[bool, Captured[StepOutput]] = {}
         """Graphs of whole steps, by whether they are grouped; none if all steps are in parts."""
         self._parts: dict[bool, _Parts] = {}
         """Graphs of steps in two parts, likewise."""
-        for grouped, (name, sizes) in kinds.items():
+        for grouped, (what, of_kind) in kinds.items():
+            kind = _Kind(
+                what,
+                of_kind,
+                partial(begin, grouped=grouped),
+                sample,
+                self._prepare_padding,
+                device,
+                progress,
+            )
             if not in_parts:
-                self._whole[grouped] = capture_whole(name, sizes, grouped)
+                self._whole[grouped] = kind.whole_steps()
             if in_parts or (takes_masks and not grouped):
-                self._parts[grouped] = capture_parts(name, sizes, grouped)
+                self._parts[grouped] = kind.parts(has_ranks=in_parts)
 
     @property
     def captured(self) -> list[Captured[Any]]:
@@ -157,26 +193,6 @@ class DecodeGraphs:
             *(each.forwards for each in parts),
             *(rest for each in parts for rest in each.samplings.values()),
         ]
-
-    def _capture(
-        self,
-        what: str,
-        work: Callable[[int], T],
-        progress: Progress,
-        sizes: Sequence[int],
-        *,
-        prepare: Callable[[int], None] | None = None,
-    ) -> Captured[T]:
-        """Capture ``work`` on dummy rows."""
-        return capture(
-            self._device,
-            what,
-            sizes,
-            work,
-            prepare=prepare or self._schedule_padding,
-            option="cuda_graph_max_batch_size",
-            progress=progress,
-        )
 
     @property
     def max_grants(self) -> int:
@@ -193,17 +209,17 @@ class DecodeGraphs:
         grants: IntArray,
         groups: Groups = NO_GROUPS,
         *,
-        whole: bool = True,
+        all_logits: bool = True,
     ) -> StepOutput:
         """Enqueue a decode step that first writes ``grants``, int32 [3, num_grants]. Members of
-        ``groups`` are indices of ``decodes``. ``whole``: see ``Sampler.sample``.
+        ``groups`` are indices of ``decodes``. ``all_logits``: see ``Sampler.sample``.
 
         The first elements of the output belong to the rows, the others to padding.
         """
         size = self._prepare(decodes, grants)
         is_grouped = size >= _LEAST_GROUPED and self._take_groups(groups)
         if not self._whole:
-            return self._parts[is_grouped].replay(size, whole=whole)()
+            return self._parts[is_grouped].replay(size, all_logits=all_logits)()
         graph = self._whole[is_grouped].graphs[size]
         graph.replay()
         return graph.output
@@ -211,7 +227,7 @@ class DecodeGraphs:
     def begin(self, decodes: Decodes, grants: IntArray) -> Callable[[], StepOutput]:
         """Enqueue the step up to its logits. Calling the result enqueues the rest, and must be done
         before any other step."""
-        return self._parts[False].replay(self._prepare(decodes, grants), whole=True)
+        return self._parts[False].replay(self._prepare(decodes, grants), all_logits=True)
 
     def _prepare(self, decodes: Decodes, grants: IntArray) -> int:
         """Write the inputs of a step; returns the size of its graph."""
@@ -247,7 +263,7 @@ class DecodeGraphs:
         for parts in self._parts.values():
             parts.close()
 
-    def _schedule_padding(self, size: int) -> None:
+    def _prepare_padding(self, size: int) -> None:
         if self._schedule is not None:
             self._schedule(np.ones(size, np.int32))
         if self._take_rows is not None:

@@ -156,7 +156,8 @@ class ModelExecutor:
         stages = self.stages
         self._write(plan, loaded)
         grants = stages.rows.lines_of(plan.grants, plan.window_grants)
-        num_decodes, whole = len(plan.decodes.rows), stages.sampler.is_whole(plan.sample_rows)
+        num_decodes = len(plan.decodes.rows)
+        all_logits = stages.sampler.need_all_logits(plan.sample_rows)
         is_decode = num_decodes > 0 and not len(plan.chunks.rows)
         graphs = self._graphs_for(plan.decodes.rows).decode
         if is_decode and graphs and graphs.fits(num_decodes):
@@ -166,12 +167,12 @@ class ModelExecutor:
             if len(plan.masked_rows):
                 return partial(self._finish, plan, graphs.begin(plan.decodes, grants))
             groups = plan.groups_by_index
-            replay = partial(graphs.replay, plan.decodes, grants, groups, whole=whole)
+            replay = partial(graphs.replay, plan.decodes, grants, groups, all_logits=all_logits)
             return partial(self._finish, plan, replay)
         stages.rows.grant(grants)
         batch = FlatBatch.of(plan)
         hidden = self._layers(batch, plan.chunks.tokens)
-        sample = partial(stages.sample, stages.logits_of(batch, hidden), whole=whole)
+        sample = partial(stages.sample, stages.logits_of(batch, hidden), all_logits=all_logits)
         embedded = stages.embedder.embedded(hidden, batch)
         if not len(plan.scores.chunks):
             return partial(self._finish, plan, sample, embedded=embedded)

@@ -93,16 +93,6 @@ class MaskedStep:
         return self._sampler.staged_masks(num_rows)
 
     def mask(self, rows: IntArray) -> None:
-        self._go_on(rows)
-
-    def tokens(self) -> SampledTokens:
-        if self._sampled is None:
-            self._go_on(EMPTY)
-        assert self._sampled is not None
-        self._begun.result()  # raises what broke it
-        return self._sampled.result().sampled()
-
-    def _go_on(self, rows: IntArray) -> None:
         def rest() -> HostOutput:
             if self._finish is None:
                 raise InvariantError("the step broke before it could sample")
@@ -110,3 +100,10 @@ class MaskedStep:
             return self._finish()
 
         self._sampled = self._submit(rest)
+
+    def tokens(self) -> SampledTokens:
+        if self._sampled is None:
+            self.mask(EMPTY)
+        assert self._sampled is not None
+        self._begun.result()  # raises what broke it
+        return self._sampled.result().sampled()

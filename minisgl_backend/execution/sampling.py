@@ -81,7 +81,7 @@ class Sampler:
         )
         self._staged_masks: IntArray = device.staging(tuple(table.sampling.masks.shape))
         self._num_logprobs = np.full(num_rows, -1, np.int64)  # -1 for none
-        self._are_whole = np.zeros(num_rows, bool)
+        self._need_all_logits = np.zeros(num_rows, bool)
 
     def admit(self, admissions: Sequence[Admission]) -> None:
         """Note which requests ask for log-probabilities; everything else is in the row table."""
@@ -95,7 +95,7 @@ class Sampler:
         rows = draws.rows
         if not len(rows):
             return
-        self._are_whole[rows] = draws.are_whole != 0
+        self._need_all_logits[rows] = draws.need_all_logits != 0
         if self._group.rank > 0:
             seeds = draws.seeds.view(np.int64)
             numbers = np.stack([rows, seeds, draws.temperatures], dtype=np.int64)
@@ -104,9 +104,9 @@ class Sampler:
             temperatures = of_temperatures.int().view(torch.float32)
             self._table.sampling.column("temperature")[to_rows] = temperatures
 
-    def is_whole(self, rows: IntArray) -> bool:
+    def need_all_logits(self, rows: IntArray) -> bool:
         """Whether sampling these rows takes the logits of all ranks; the same on all ranks."""
-        return self._group.size == 1 or bool(self._are_whole[rows].any())
+        return self._group.size == 1 or bool(self._need_all_logits[rows].any())
 
     def staged_masks(self, num_rows: int) -> IntArray:
         """Memory for the masks of a step, int32 [num_rows, num_words].
@@ -122,11 +122,12 @@ class Sampler:
             masks = self._device.upload(self.staged_masks(len(rows)))
             self._table.sampling.masks.index_copy_(0, lines, masks)
 
-    def sample(self, due: StepLogits, *, whole: bool = True) -> StepOutput:
-        """Sample a token for each line of the logits, and keep it. If ``whole``, sample from the
-        logits of all ranks; it may be False only if ``is_whole`` is."""
-        logits = self._gathered(due.logits) if whole else due.logits
-        tokens = self._of_rank_0(logits, due) if whole else self._of_all_ranks(due)
+    def sample(self, due: StepLogits, *, all_logits: bool = True) -> StepOutput:
+        """Sample a token for each line of the logits, and keep it. With
+        ``all_logits``, sample from those of all ranks; it may be False only if
+        ``need_all_logits`` is."""
+        logits = self._gathered(due.logits) if all_logits else due.logits
+        tokens = self._of_rank_0(logits, due) if all_logits else self._of_all_ranks(due)
         keep_sampled(self._table, due.rows, due.positions, tokens)
         return StepOutput(tokens, logits)
 

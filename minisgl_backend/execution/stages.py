@@ -145,12 +145,12 @@ class Stages:
             logits = self._watch_logits(logits, batch.sample_rows)
         return StepLogits(logits, rows, positions)
 
-    def sample(self, due: StepLogits, *, whole: bool) -> StepOutput:
-        """Sample the tokens of a step; there may be none. ``whole``: see ``Sampler.sample``."""
+    def sample(self, due: StepLogits, *, all_logits: bool) -> StepOutput:
+        """Sample the tokens of a step; there may be none. ``all_logits``: see ``Sampler``."""
         if not len(due.rows):
             return StepOutput(due.rows, due.logits)
         with self.mark("sampling"):
-            return self.sampler.sample(due, whole=whole)
+            return self.sampler.sample(due, all_logits=all_logits)
 
     def _gathered(self, part: Tensor) -> Tensor:
         """The logits of all ranks, [num_samples, vocab_size], from this rank's."""

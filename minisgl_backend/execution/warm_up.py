@@ -73,8 +73,8 @@ class WarmUp:
             hidden = self._layers(batch, tokens)
             due = stages.logits_of(batch, hidden)
             if stages.model.group.size > 1:
-                stages.sample(due, whole=False)
-            output = stages.sample(due, whole=True)
+                stages.sample(due, all_logits=False)
+            output = stages.sample(due, all_logits=True)
             for num_top in (0, Limits().logprobs) if len(tokens) else ():
                 stages.scorer.score(hidden, np.arange(len(tokens)), tokens, num_top)
             stages.embedder.embed(hidden[: len(output.tokens)])

@@ -171,26 +171,26 @@ def test_two_ranks_give_the_same_tokens_captured_and_launched(
             device=RecordingDevice(),
             **graphs,
         ) as engine:
-            wholes = set()
+            needs = set()
             launch, sampler = engine.executor.launch, engine.executor.stages.sampler
 
             def follow(plan: StepPlan) -> Pending:
                 """A follower gets the encoded plan."""
                 pending = launch(decode_plan(encode_plan(plan)) if group.rank else plan)
-                wholes.add(sampler.is_whole(plan.sample_rows))
+                needs.add(sampler.need_all_logits(plan.sample_rows))
                 return pending
 
             engine.executor.launch = follow  # type: ignore[method-assign]
-            return engine.run(prompts, sampling).tokens, wholes
+            return engine.run(prompts, sampling).tokens, needs
 
     found = [
         *on_ranks(2, lambda group: tokens_of(group, {})),
         *on_ranks(2, lambda group: tokens_of(group, GRAPHS)),
     ]
     assert [len(tokens) for tokens in found[0][0]] == [4 + i for i in range(NUM_REQUESTS)]
-    for tokens, wholes in found:
+    for tokens, needs in found:
         assert tokens == found[0][0]
-        assert wholes == {False, True}
+        assert needs == {False, True}
 
 
 def captured_of_rank(folder: Path, group: Group, device: RecordingDevice) -> TinyEngine:

@@ -17,7 +17,8 @@ from typing import Final
 import numpy as np
 
 from minisgl_backend.cache.pages import num_pages_for
-from minisgl_backend.scheduling.lifecycle import Lifecycle, Room
+from minisgl_backend.scheduling.lifecycle import Lifecycle
+from minisgl_backend.scheduling.room import Room
 from minisgl_backend.scheduling.sequence import Phase, Precedence, Sequence
 
 _MORE_THAN_ALL: Final = Room(2**31, 0)

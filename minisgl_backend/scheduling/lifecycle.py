@@ -20,7 +20,7 @@ from __future__ import annotations
 from bisect import insort
 from collections import Counter
 from dataclasses import replace
-from typing import Final, NamedTuple
+from typing import Final
 
 import numpy as np
 
@@ -31,6 +31,7 @@ from minisgl_backend.plan import NO_GROUPS, Groups
 from minisgl_backend.request import EMPTY, IntArray, Request, RequestId
 from minisgl_backend.scheduling.adapter_places import AdapterPlaces
 from minisgl_backend.scheduling.draft import Draft
+from minisgl_backend.scheduling.room import Room
 from minisgl_backend.scheduling.running import RunningRows
 from minisgl_backend.scheduling.sequence import Phase, Sequence, by_precedence
 from minisgl_backend.scheduling.state_snapshots import StateSnapshots
@@ -38,28 +39,6 @@ from minisgl_backend.scheduling.waiting import WaitingQueue, precedence_of
 from minisgl_backend.scheduling.waiting_samples import WaitingSamples
 
 _UNLIMITED: Final = 2**31
-
-
-class Room(NamedTuple):
-    """A number of pages, and of window pages (``cache.windows``). If no layer has window pages,
-    there is always room for more of them."""
-
-    pages: int
-    window_pages: int
-
-    @property
-    def most_rows(self) -> int:
-        """Number of rows that can be granted one more of each."""
-        return min(self)
-
-    def with_more(self, other: Room) -> Room:
-        return Room(self.pages + other.pages, self.window_pages + other.window_pages)
-
-    def without(self, other: Room) -> Room:
-        return Room(self.pages - other.pages, self.window_pages - other.window_pages)
-
-    def holds(self, cost: Room) -> bool:
-        return cost.pages <= self.pages and cost.window_pages <= self.window_pages
 
 
 class Lifecycle:

@@ -50,8 +50,9 @@ from minisgl_backend.request import (
 from minisgl_backend.scheduling.adapter_places import AdapterPlaces
 from minisgl_backend.scheduling.admission import AdmissionControl
 from minisgl_backend.scheduling.draft import Draft
-from minisgl_backend.scheduling.lifecycle import Lifecycle, Room
+from minisgl_backend.scheduling.lifecycle import Lifecycle
 from minisgl_backend.scheduling.report import SchedulerStats, StepResult
+from minisgl_backend.scheduling.room import Room
 from minisgl_backend.scheduling.sequence import Phase, Precedence, Sequence, by_precedence
 from minisgl_backend.scheduling.waiting import WaitingQueue
 
